@@ -1,0 +1,14 @@
+"""Errors for users. Everything else that goes wrong is either our bug (assert) or an event."""
+from __future__ import annotations
+
+
+class ConfigError(ValueError):
+    """A setting or an input file is wrong: says what was given, what is allowed, what to do."""
+
+
+class RequestError(ValueError):
+    """One request is wrong (HTTP 400): `param` names the field."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param

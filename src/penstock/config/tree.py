@@ -1,0 +1,100 @@
+"""The frozen config tree: every knob, its unit, its default. Owns no behaviour.
+
+`None` means "decided once at start" (`resolve`); nothing mutates it later. The `Annotated` text is
+the help of the generated flag; `Alias` holds the spellings that users of the peers already type.
+`refuse.py` lists what does not work together.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """Other spellings of a flag, with their dashes."""
+
+    names: tuple[str, ...]
+
+    def __init__(self, *names: str) -> None:
+        object.__setattr__(self, "names", names)
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Marks an int that is a size: the command line takes 512M, 4GiB, 1e9 or a plain number."""
+
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    model: Annotated[str, "folder, .gguf file, hub id, or 'demo'"]
+    tokenizer: Annotated[str | None, "folder or file; None takes the model's own"] = None
+    served_model_name: Annotated[str | None, "name in the HTTP API; None takes the model's"] = None
+    dtype: Annotated[Dtype, "compute and KV type; auto is float32 on a CPU"] = "auto"
+    load_format: Annotated[LoadFormat, "dummy makes random weights from config.json"] = "auto"
+    max_model_len: Annotated[int | None, "tokens; None takes the model's",
+                             Alias("--context-length")] = None
+    chat_template: Annotated[str | None, "file with a Jinja template of the operator's"] = None
+    seed: Annotated[int, "for dummy weights and for requests without a seed"] = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVConfig:
+    page_size: Annotated[int, "tokens per page: 1 to 256", Alias("--block-size")] = 16
+    hbm_bytes: Annotated[int | None, "device bytes for KV; None measures free memory once",
+                         Bytes()] = None
+    memory_fraction: Annotated[float, "share of free device memory for KV when hbm_bytes is None",
+                               Alias("--gpu-memory-utilization", "--mem-fraction-static")] = 0.3
+    dram_bytes: Annotated[int, "host bytes for KV copies; 0 turns the host tier off",
+                          Bytes()] = 0
+    prefix_cache: Annotated[bool, "keep finished requests' pages for later prompts",
+                            Alias("--enable-prefix-caching")] = True
+    kv_cache_dtype: Annotated[Literal["auto"], "KV type; auto is the compute type"] = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleConfig:
+    max_num_seqs: Annotated[int, "rows: requests decoding at once",
+                            Alias("--max-running-requests")] = 16
+    step_tokens: Annotated[int, "token budget of one step, prefill and decode together",
+                           Alias("--chunked-prefill-size", "--max-num-batched-tokens")] = 512
+    overlap: Annotated[bool, "plan step n+1 before step n has finished"] = True
+    max_waiting: Annotated[int | None, "queued requests before 503; None is 4x max_num_seqs"] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceConfig:
+    device: Annotated[Literal["auto", "cpu"], "where the model runs"] = "auto"
+    threads: Annotated[int | None, "CPU threads for the model; None takes the cores there are"] = None
+    backends: Annotated[tuple[str, ...], "op=name choices, e.g. linear=reference"] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    host: Annotated[str, "address to bind"] = "127.0.0.1"
+    port: Annotated[int, "TCP port; 0 takes a free one and prints it"] = 8000
+    api_key: Annotated[str | None, "required from clients when set"] = None
+    api_key_file: Annotated[str | None, "file with one key a line"] = None
+    body_bytes_max: Annotated[int, "largest request body", Bytes()] = 4 << 20
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], "what is logged"] = "info"
+    drain_s: Annotated[float, "seconds that SIGTERM gives running requests"] = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DebugConfig:
+    check: Annotated[bool, "check every invariant after every step (slow)"] = False
+    event_log: Annotated[str | None, "file that receives core events, without prompts"] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    model: ModelConfig
+    kv: KVConfig = field(default_factory=KVConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)

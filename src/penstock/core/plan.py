@@ -1,0 +1,214 @@
+"""Messages that cross the core boundary: events in, a numbered plan and outputs out.
+
+Standard library only; every type is immutable. Nothing else crosses: the simulator and the real
+executor are driven by exactly these values, so a recorded run replays without a device.
+Page lists carry the cache group they belong to; lengths in a plan are upper bounds, results are
+ragged (0 to k tokens a row).
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NewType, Protocol, TypeAlias
+
+RequestId = NewType("RequestId", int)   # made by the server, never by a client
+Row = NewType("Row", int)               # slot of a request in the device-resident tables
+HbmPage = NewType("HbmPage", int)       # page of the device pool
+DramPage = NewType("DramPage", int)     # page of the host pool
+Page: TypeAlias = HbmPage | DramPage    # whichever tier a Move names
+StepId = NewType("StepId", int)         # dense, starts at 1; 0 means "before the first step"
+MoveId = NewType("MoveId", int)
+Group = NewType("Group", int)           # cache group: layers that share a page table
+
+
+class Tier(Enum):
+    HBM = "hbm"
+    DRAM = "dram"
+
+
+class Outcome(Enum):
+    """Why a request ended; the value is what users see as `finish_reason`."""
+
+    STOP = "stop"          # stop token or stop string
+    LENGTH = "length"      # max_tokens, context length, or the last page
+    ABORT = "abort"        # the client went away or asked for it
+    REFUSED = "refused"    # can never fit; `Finished.reason` has the numbers
+
+
+# ---------------------------------------------------------------- events in
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A new request. `prompt` is non-empty, `max_new` >= 1, both checked by the server before."""
+
+    rid: RequestId
+    prompt: tuple[int, ...]
+    max_new: int
+    stop: frozenset[int] = frozenset()     # token ids that end it (and are emitted)
+    min_new: int = 0                       # stop ids count only from this many tokens on
+    namespace: int = 0                     # root of the prefix tree: tenant, salt, adapter
+    priority: int = 0                      # lower is served first, as in vLLM
+    leader: RequestId | None = None        # fork (`n` > 1): wait for this one's prompt, then share
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    rid: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The detokenizer found a stop string inside the first `count` output tokens. May come late."""
+
+    rid: RequestId
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """Policy (or a test) asks that `rid` give up its row for now."""
+
+    rid: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """Policy (or a test) asks that `rid` give up its KV and recompute it later."""
+
+    rid: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Flushed:
+    """Forget every cached page that no request holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retired:
+    """`step` has executed on every rank. `tokens[i]` are the 0..k tokens sampled for the i-th
+    row of the plan that has `samples` set, in plan order."""
+
+    step: StepId
+    tokens: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """No byte of Move `id` will move any more, on any rank. `ok` is False if its bytes are not
+    all in place: a failed copy to a lower tier is forgotten, a failed load is a miss."""
+
+    id: MoveId
+    ok: bool
+
+
+Event: TypeAlias = Arrived | Aborted | Stopped | Paused | Dropped | Flushed | Retired | Moved
+
+
+# ---------------------------------------------------------------- plan out
+@dataclass(frozen=True, slots=True)
+class Bind:
+    """(Re)initialise a row before this step: everything the device remembers about it is void."""
+
+    row: Row
+    rid: RequestId
+    pages: tuple[tuple[HbmPage, ...], ...]    # page table of each cache group
+    emitted: int                              # output tokens retired so far (sampling state)
+
+
+@dataclass(frozen=True, slots=True)
+class Grow:
+    """Append pages to a row's page table before this step."""
+
+    row: Row
+    group: Group
+    pages: tuple[HbmPage, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Copy whole pages, or the first `tokens` tokens of them, between tiers of one node.
+
+    Reads its source after step `after` has executed and answers with exactly one `Moved(id)`.
+    `src_pages[i]` goes to `dst_pages[i]`; both sides have `len` >= 1 and the same length.
+    """
+
+    id: MoveId
+    group: Group
+    src: Tier
+    src_pages: tuple[Page, ...]
+    dst: Tier
+    dst_pages: tuple[Page, ...]
+    tokens: int                               # of all the pages together; the last may be partial
+    after: StepId
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One forward step, struct-of-arrays: entry i of every column is the i-th batch row.
+
+    A plan without rows carries binds, grows and moves only; it retires like any other.
+    Order on the device: binds, grows, forward, moves (each not before its `after`).
+    """
+
+    step: StepId
+    rows: tuple[Row, ...]
+    rids: tuple[RequestId, ...]
+    start: tuple[int, ...]          # first position computed
+    count: tuple[int, ...]          # tokens computed, >= 1; decode is count == 1
+    samples: tuple[bool, ...]       # whether this row samples after its last position
+    tokens: tuple[int, ...]         # flat input ids, sum(count); -1 = the row's last sampled token
+    grows: tuple[Grow, ...]
+    binds: tuple[Bind, ...]
+    moves: tuple[Move, ...]
+
+
+# ---------------------------------------------------------------- outputs
+@dataclass(frozen=True, slots=True)
+class Token:
+    """`token` is output number `index` (0, 1, 2, ... without gap or repeat) of `rid`."""
+
+    rid: RequestId
+    index: int
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """`rid` was admitted. Cached tokens by tier it was found in; the rest is computed."""
+
+    rid: RequestId
+    hbm_tokens: int
+    dram_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    rid: RequestId
+    outcome: Outcome
+    reason: str = ""
+
+
+Output: TypeAlias = Token | Started | Finished
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    plan: StepPlan | None
+    outputs: tuple[Output, ...]
+
+
+# ---------------------------------------------------------------- who executes plans
+class Executor(Protocol):
+    """What a plan is handed to: real ranks (`exec`) or fake ones (`sim`).
+
+    Promises: plans execute in `step` order on every rank; each ends in exactly one `Retired`, each
+    Move in exactly one `Moved`; `poll` returns them in completion order, `Retired` in step order.
+    """
+
+    def submit(self, plan: StepPlan) -> None:
+        """Queue a plan. Never blocks on the device."""
+        ...
+
+    def poll(self, *, block: bool) -> Sequence[Event]:
+        """Events since the last call; with `block`, at least one unless nothing is in flight."""
+        ...
