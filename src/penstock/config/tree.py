@@ -25,6 +25,21 @@ class Bytes:
     """Marks an int that is a size: the command line takes 512M, 4GiB, 1e9 or a plain number."""
 
 
+@dataclass(frozen=True, slots=True)
+class Inverse:
+    """Spellings of a switch that turn it off, with their dashes."""
+
+    names: tuple[str, ...]
+
+    def __init__(self, *names: str) -> None:
+        object.__setattr__(self, "names", names)
+
+
+@dataclass(frozen=True, slots=True)
+class Secret:
+    """Marks a value that is never printed, logged or sent to another process."""
+
+
 Dtype = Literal["auto", "float32", "bfloat16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 
@@ -32,27 +47,30 @@ LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     model: Annotated[str, "folder, .gguf file, hub id, or 'demo'"]
-    tokenizer: Annotated[str | None, "folder or file; None takes the model's own"] = None
-    served_model_name: Annotated[str | None, "name in the HTTP API; None takes the model's"] = None
+    tokenizer: Annotated[str | None, "folder or file (default: the model's own)",
+                         Alias("--tokenizer-path")] = None
+    served_model_name: Annotated[str | None, "name in the HTTP API (default: the model's)"] = None
     dtype: Annotated[Dtype, "compute and KV type; auto is float32 on a CPU"] = "auto"
     load_format: Annotated[LoadFormat, "dummy makes random weights from config.json"] = "auto"
-    max_model_len: Annotated[int | None, "tokens; None takes the model's",
+    max_model_len: Annotated[int | None, "tokens of prompt and output (default: the model's)",
                              Alias("--context-length")] = None
-    chat_template: Annotated[str | None, "file with a Jinja template of the operator's"] = None
-    seed: Annotated[int, "for dummy weights and for requests without a seed"] = 0
+    chat_template: Annotated[str | None, "Jinja template file, in place of the model's"] = None
+    seed: Annotated[int, "for dummy weights and for requests without a seed",
+                    Alias("--random-seed")] = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVConfig:
     page_size: Annotated[int, "tokens per page: 1 to 256", Alias("--block-size")] = 16
-    hbm_bytes: Annotated[int | None, "device bytes for KV; None measures free memory once",
+    hbm_bytes: Annotated[int | None, "device bytes for KV (default: measured once, at start)",
                          Bytes()] = None
-    memory_fraction: Annotated[float, "share of free device memory for KV when hbm_bytes is None",
+    memory_fraction: Annotated[float, "share of free device memory for KV, without --hbm-bytes",
                                Alias("--gpu-memory-utilization", "--mem-fraction-static")] = 0.3
     dram_bytes: Annotated[int, "host bytes for KV copies; 0 turns the host tier off",
                           Bytes()] = 0
     prefix_cache: Annotated[bool, "keep finished requests' pages for later prompts",
-                            Alias("--enable-prefix-caching")] = True
+                            Alias("--enable-prefix-caching"),
+                            Inverse("--disable-radix-cache")] = True
     kv_cache_dtype: Annotated[Literal["auto"], "KV type; auto is the compute type"] = "auto"
 
 
@@ -62,22 +80,26 @@ class ScheduleConfig:
                             Alias("--max-running-requests")] = 16
     step_tokens: Annotated[int, "token budget of one step, prefill and decode together",
                            Alias("--chunked-prefill-size", "--max-num-batched-tokens")] = 512
-    overlap: Annotated[bool, "plan step n+1 before step n has finished"] = True
-    max_waiting: Annotated[int | None, "queued requests before 503; None is 4x max_num_seqs"] = None
+    overlap: Annotated[bool, "plan step n+1 before step n has finished",
+                       Alias("--async-scheduling"), Inverse("--disable-overlap-schedule")] = True
+    max_waiting: Annotated[int | None, "queued requests before 503 (default: 4x --max-num-seqs)",
+                           Alias("--max-queued-requests")] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceConfig:
     device: Annotated[Literal["auto", "cpu"], "where the model runs"] = "auto"
-    threads: Annotated[int | None, "CPU threads for the model; None takes the cores there are"] = None
-    backends: Annotated[tuple[str, ...], "op=name choices, e.g. linear=reference"] = ()
+    threads: Annotated[int | None, "CPU threads for the model (default: usable cores)"] = None
+    backends: Annotated[tuple[str, ...], "OP=NAME choices, e.g. linear=reference"] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     host: Annotated[str, "address to bind"] = "127.0.0.1"
     port: Annotated[int, "TCP port; 0 takes a free one and prints it"] = 8000
-    api_key: Annotated[str | None, "required from clients when set"] = None
+    api_key: Annotated[str | None, "required from clients when set; others on this machine see "
+                       "it in the process list: prefer a file", Secret()] = field(
+                           default=None, repr=False)
     api_key_file: Annotated[str | None, "file with one key a line"] = None
     body_bytes_max: Annotated[int, "largest request body", Bytes()] = 4 << 20
     log_level: Annotated[Literal["debug", "info", "warning", "error"], "what is logged"] = "info"

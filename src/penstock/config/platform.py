@@ -1,0 +1,108 @@
+"""What this machine is, probed once at start and passed down. Standard library only.
+
+Owns what files under /proc and /sys say: processor, usable cores, memory under the cgroup's limit.
+What torch says (instruction sets in use, kernels) belongs to the kernels' registry.
+"""
+from __future__ import annotations
+
+import os
+import platform as _platform
+from dataclasses import dataclass
+from pathlib import Path
+
+# Instruction sets that a CPU back-end can depend on; the rest of /proc/cpuinfo is noise here.
+FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16",
+            "amx_tile", "amx_bf16", "asimd", "bf16", "i8mm", "sve")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Platform:
+    """The machine. Memory in bytes; `cores` and `memory_*` respect affinity and cgroup limits."""
+
+    system: str
+    machine: str
+    python: str
+    cpu: str
+    features: tuple[str, ...]
+    cores: int
+    memory_total: int
+    memory_available: int
+    gpus: tuple[str, ...] = ()
+    no_gpu: str = ""                    # why `gpus` is empty
+
+
+def probe(root: Path = Path("/")) -> Platform:
+    """Reads the machine. Never raises: what cannot be read is '' or the widest limit known."""
+    info = _read(root / "proc/cpuinfo")
+    flags = _field(info, "flags") or _field(info, "Features")
+    memory = _read(root / "proc/meminfo")
+    total = _kib(memory, "MemTotal") or (1 << 40)
+    limit, used = _cgroup_memory(root)
+    available = _kib(memory, "MemAvailable") or total
+    gpus, no_gpu = _gpus(root)
+    return Platform(
+        system=f"{_platform.system()} {_platform.release()}",
+        machine=_platform.machine(),
+        python=_platform.python_version(),
+        cpu=_field(info, "model name") or _platform.processor() or "unknown",
+        features=tuple(f for f in FEATURES if f in flags.split()),
+        cores=_cores(root),
+        memory_total=min(total, limit),
+        memory_available=max(0, min(available, limit - used)),
+        gpus=gpus, no_gpu=no_gpu)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _field(text: str, name: str) -> str:
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == name:
+            return value.strip()
+    return ""
+
+
+def _kib(text: str, name: str) -> int:
+    words = _field(text, name).split()
+    return int(words[0]) * 1024 if words and words[0].isdigit() else 0
+
+
+def _cores(root: Path) -> int:
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    quota = _read(root / "sys/fs/cgroup/cpu.max").split()
+    if len(quota) == 2 and quota[0].isdigit():
+        # Rounded up: a quota of 1.5 cores still runs two threads better than one.
+        cores = min(cores, max(1, -(-int(quota[0]) // int(quota[1]))))
+    return cores
+
+
+def _cgroup_memory(root: Path) -> tuple[int, int]:
+    """(limit, used without file cache) of this process's cgroup, v2 or v1."""
+    for folder, limit_name, used_name, cache in (
+            ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+            ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
+             "total_inactive_file")):
+        limit = _read(root / folder / limit_name).strip()
+        if not limit.isdigit() or int(limit) >= 1 << 60:
+            continue
+        used = _read(root / folder / used_name).strip()
+        stat = dict(line.split() for line in _read(root / folder / "memory.stat").splitlines()
+                    if len(line.split()) == 2)
+        freeable = int(stat.get(cache, 0))
+        return int(limit), max(0, int(used) - freeable) if used.isdigit() else 0
+    return 1 << 62, 0
+
+
+def _gpus(root: Path) -> tuple[tuple[str, ...], str]:
+    folder = root / "proc/driver/nvidia/gpus"
+    try:
+        names = tuple(_field(_read(p / "information"), "Model") for p in sorted(folder.iterdir()))
+    except OSError:
+        return (), "no NVIDIA driver is loaded (/proc/driver/nvidia/gpus is missing)"
+    return names, "" if names else "the NVIDIA driver is loaded but reports no device"

@@ -1,0 +1,111 @@
+"""What does not work: values out of range and combinations, each with its reason.
+
+The list is the honest measure of the project: it is generated into docs/flags.md, and it shrinks.
+Flags of features that are not built at all are in `unbuilt.py`.
+"""
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from penstock.config.errors import ConfigError
+from penstock.config.platform import Platform
+from penstock.config.tree import Config
+
+SECRETS = frozenset({"server.api_key"})
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """`when` is true for a config that is refused; `fields` are named with their values."""
+
+    when: Callable[[Config, Platform], bool]
+    fields: tuple[str, ...]
+    why: str
+
+    def text(self, config: Config, platform: Platform) -> str:
+        """One line: what was given, then what is allowed or to do."""
+        given = ", ".join(_shown(config, f) for f in self.fields)
+        return f"{given}: {self.why.format(free=platform.memory_available)}"
+
+
+def _value(config: Config, path: str) -> object:
+    section, name = path.split(".")
+    value: object = getattr(getattr(config, section), name)
+    return value
+
+
+def _shown(config: Config, path: str) -> str:
+    flag, value = "--" + path.split(".")[1].replace("_", "-"), _value(config, path)
+    if value is None:
+        return f"no {flag}"
+    if path in SECRETS:
+        return flag
+    if isinstance(value, bool):
+        return flag if value else f"--no-{flag[2:]}"
+    return f"{flag} {value}"
+
+
+def _outside(path: str, low: float, high: float, why: str) -> Refusal:
+    """Refuses a number under `low` or over `high`; None is inside. NaN is outside."""
+    def when(config: Config, _: Platform) -> bool:
+        value = _value(config, path)
+        return isinstance(value, int | float) and not low <= value <= high
+    return Refusal(when, (path,), why)
+
+
+def is_public(host: str) -> bool:
+    """Whether a bind to `host` can be reached from another machine."""
+    if host == "localhost":
+        return False
+    try:
+        return not ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return True
+
+
+def _wants_more_than_all(config: Config, platform: Platform) -> bool:
+    wanted = (config.kv.hbm_bytes or 0) + config.kv.dram_bytes
+    return wanted > platform.memory_available
+
+
+REFUSED: tuple[Refusal, ...] = (
+    _outside("model.max_model_len", 1, 1 << 24, "1 to 16777216 tokens"),
+    _outside("model.seed", 0, 2**63 - 1, "0 to 9223372036854775807"),
+    _outside("kv.page_size", 1, 256, "1 to 256 tokens per page"),
+    _outside("kv.hbm_bytes", 1, 1 << 62, "at least 1 byte, or leave the flag out to measure"),
+    _outside("kv.memory_fraction", 1e-6, 1.0, "above 0 and at most 1"),
+    _outside("kv.dram_bytes", 0, 1 << 62, "0 turns the host tier off, else a size in bytes"),
+    Refusal(_wants_more_than_all, ("kv.hbm_bytes", "kv.dram_bytes"),
+            "together more than the {free} bytes of memory that are free here"),
+    _outside("schedule.max_num_seqs", 1, 4096, "1 to 4096 rows"),
+    _outside("schedule.step_tokens", 1, 1 << 20, "1 to 1048576 tokens a step"),
+    _outside("schedule.max_waiting", 0, 1 << 20, "0 to 1048576 waiting requests"),
+    _outside("device.threads", 1, 1024, "1 to 1024 threads"),
+    Refusal(lambda c, _: any(b.count("=") != 1 or "" in b.split("=") for b in c.device.backends),
+            ("device.backends",), "written as OP=NAME, several separated by commas"),
+    _outside("server.port", 0, 65535, "0 (any free port) to 65535"),
+    Refusal(lambda c, _: not c.server.host, ("server.host",), "an address is needed"),
+    Refusal(lambda c, _: is_public(c.server.host) and not c.server.api_key
+            and not c.server.api_key_file, ("server.host", "server.api_key_file"),
+            "other machines can reach this address: set --api-key-file, or bind 127.0.0.1"),
+    Refusal(lambda c, _: c.server.api_key is not None and c.server.api_key_file is not None,
+            ("server.api_key", "server.api_key_file"), "give the keys in one place"),
+    Refusal(lambda c, _: c.server.api_key is not None and not c.server.api_key.strip(),
+            ("server.api_key",), "is empty: leave the flag out to serve without a key"),
+    _outside("server.body_bytes_max", 1024, 1 << 30, "1KiB to 1GiB"),
+    _outside("server.drain_s", 0, 3600, "0 to 3600 seconds"),
+)
+
+
+def refusals(config: Config, platform: Platform) -> list[str]:
+    """Every reason why this config is refused, in the order of the list; empty when it is not."""
+    return [r.text(config, platform) for r in REFUSED if r.when(config, platform)]
+
+
+def check(config: Config, platform: Platform) -> None:
+    """Raises ConfigError with every reason, one a line."""
+    reasons = refusals(config, platform)
+    if reasons:
+        raise ConfigError("\n".join(reasons))

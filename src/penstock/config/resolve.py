@@ -1,0 +1,41 @@
+"""Fills what the user left open, once, at start; nothing mutates the config later.
+
+Owns the values that follow from the flags and the machine. What needs the model (its context
+length, its name, free memory after loading) stays None and is decided by the engine.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+
+from penstock.config.platform import Platform
+from penstock.config.refuse import SECRETS, check
+from penstock.config.tree import Config
+
+
+def resolve(raw: Config, platform: Platform) -> Config:
+    """The config that the engine runs with. Raises ConfigError when it is refused."""
+    schedule, device, model = raw.schedule, raw.device, raw.model
+    if schedule.max_waiting is None:
+        schedule = replace(schedule, max_waiting=4 * schedule.max_num_seqs)
+    if device.device == "auto":
+        device = replace(device, device="cpu")
+    if device.threads is None:
+        device = replace(device, threads=min(platform.cores, 1024))
+    if model.dtype == "auto":
+        model = replace(model, dtype="float32")
+    config = replace(raw, schedule=schedule, device=device, model=model)
+    check(config, platform)
+    return config
+
+
+def lines(config: Config) -> Iterator[str]:
+    """`name value` for every setting, in the order of the tree. A secret shows only as (set)."""
+    for section in fields(config):
+        part = getattr(config, section.name)
+        for f in fields(part):
+            value = getattr(part, f.name)
+            if f"{section.name}.{f.name}" in SECRETS and value is not None:
+                value = "(set)"
+            shown = ",".join(value) if isinstance(value, tuple) else value
+            yield f"{f.name} {'-' if shown in (None, '') else shown}"
