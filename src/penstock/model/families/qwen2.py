@@ -1,0 +1,11 @@
+"""Qwen2 and Qwen2.5: q, k and v always have a bias, the output projection never."""
+from __future__ import annotations
+
+from penstock.model.families.common import read_attention, read_spec
+from penstock.model.fields import Fields
+from penstock.model.transformer import Spec
+
+
+def qwen2(fields: Fields) -> Spec:
+    attention = read_attention(fields, kv_heads=32, qkv_bias=True, out_bias=False)
+    return read_spec(fields, attention)

@@ -1,0 +1,78 @@
+"""From a config.json to a model: which family it is, or a ConfigError that says which there are."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.config.errors import ConfigError
+from penstock.model.base import Model
+from penstock.model.families.llama import llama, mistral
+from penstock.model.families.qwen2 import qwen2
+from penstock.model.families.qwen3 import qwen3
+from penstock.model.families.qwen3_moe import qwen3_moe
+from penstock.model.fields import Fields
+from penstock.model.slots import LinearFactory
+from penstock.model.transformer import Spec, Transformer
+
+FAMILIES: dict[str, tuple[str, Callable[[Fields], Spec]]] = {
+    "llama": ("LlamaForCausalLM", llama),
+    "mistral": ("MistralForCausalLM", mistral),
+    "qwen2": ("Qwen2ForCausalLM", qwen2),
+    "qwen3": ("Qwen3ForCausalLM", qwen3),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", qwen3_moe),
+}
+
+
+def build(config: dict[str, Any], *, dtype: torch.dtype, linear: LinearFactory) -> Model:
+    """An empty model of this config.json. Allocates no weights; `load` and `finish` fill it.
+
+    linear(weight_OI, bias_O or None) packs one weight, in `dtype`, and is called once per weight.
+    Raises ConfigError on an unknown family and on any field that this code would get wrong.
+    """
+    return Transformer(read_spec_of(config), dtype, linear)
+
+
+def read_spec_of(config: dict[str, Any]) -> Spec:
+    """The shape of the model that a config.json describes. Raises ConfigError as `build` does."""
+    family = _family(config)
+    return FAMILIES[family][1](Fields(config, family))
+
+
+def tensor_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(Hugging Face name, shape) of every weight, in model order. Allocates nothing."""
+    return Transformer(read_spec_of(config), torch.float32, _no_pack).shapes()
+
+
+def dummy_tensors(config: dict[str, Any], seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Random weights for every name, f32, one at a time: normal(0, 0.02), norms 1. Seeded."""
+    random = torch.Generator().manual_seed(seed)
+    for name, shape in tensor_shapes(config):
+        if name.endswith("norm.weight"):
+            yield name, torch.ones(shape)
+        else:
+            yield name, torch.empty(shape).normal_(0.0, 0.02, generator=random)
+
+
+def _no_pack(weight_OI: Tensor, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
+    raise AssertionError("a model that is only asked for its shapes packs nothing")
+
+
+def _family(config: dict[str, Any]) -> str:
+    known = ", ".join(f"{family} ({name})" for family, (name, _) in FAMILIES.items())
+    architectures = config.get("architectures") or []
+    by_name = {name: family for family, (name, _) in FAMILIES.items()}
+    if config.get("model_type") is not None:
+        family = str(config["model_type"])
+    else:
+        family = by_name.get(architectures[0], architectures[0]) if architectures else "(absent)"
+    if family not in FAMILIES:
+        raise ConfigError(f"config.json: model_type {family!r} is not supported; one of {known}")
+    if architectures and by_name.get(architectures[0]) != family:
+        raise ConfigError(
+            f"config.json: architectures {architectures!r} does not go with model_type {family!r}; "
+            f"supported: {FAMILIES[family][0]}"
+        )
+    return family

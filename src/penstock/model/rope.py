@@ -1,0 +1,219 @@
+"""Rotary position embedding: frequencies of each scaling, angles of a step, the rotation.
+
+Numerically equal to transformers' modeling_rope_utils. Knows positions, not rows: every angle is a
+function of its own position only, so KV does not depend on chunks, batches or cached prefixes.
+
+    T tokens of the step   M heads, query and key together   H head dim   F = H / 2 frequencies
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.config.errors import ConfigError
+from penstock.model.fields import Fields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NTK:
+    """Dynamic NTK scaling: past `original` tokens the base grows with the length."""
+
+    base: float
+    factor: float
+    original: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rope:
+    """inv_freq_F f32. `attention_factor` multiplies cos and sin. `max_position` in tokens."""
+
+    inv_freq_F: Tensor
+    attention_factor: float
+    max_position: int
+    ntk: NTK | None = None
+
+    def angles(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(cos_T1H, sin_T1H) for `rotate_`, computed in f32, returned in `dtype`.
+
+        The first half of sin is negated: with it, the rotation needs a roll instead of a
+        negation and a concatenation in every layer.
+
+        Dynamic NTK: the token at position p uses the frequencies of a sequence of p + 1 tokens.
+        That is transformers decoding token by token. Its whole prefill of a longer prompt uses the
+        prompt's length for all tokens, which would make cached KV depend on the request.
+        """
+        inv_freq = self.inv_freq_F.to(positions_T.device)
+        position_T1 = positions_T[:, None].float()
+        if self.ntk is not None:
+            longer = _ntk_freq(self.ntk, position_T1, inv_freq)
+            inv_freq = torch.where(position_T1 < self.ntk.original, inv_freq, longer)
+        freqs_TF = position_T1 * inv_freq
+        cos_TF, sin_TF = freqs_TF.cos(), freqs_TF.sin()
+        cos_TH = torch.cat((cos_TF, cos_TF), dim=-1)
+        sin_TH = torch.cat((-sin_TF, sin_TF), dim=-1)
+        if self.attention_factor != 1.0:
+            cos_TH *= self.attention_factor
+            sin_TH *= self.attention_factor
+        return cos_TH.to(dtype)[:, None], sin_TH.to(dtype)[:, None]
+
+
+def rotate_(x_TMH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> Tensor:
+    """Rotates x in place and returns it. x may be a view; its memory must be the caller's own."""
+    swapped = x_TMH.roll(x_TMH.shape[-1] // 2, -1)
+    return x_TMH.mul_(cos_T1H).addcmul_(swapped, sin_T1H)
+
+
+def _ntk_freq(ntk: NTK, position_T1: Tensor, inv_freq_F: Tensor) -> Tensor:
+    dim = 2 * inv_freq_F.shape[-1]
+    length_T1 = (position_T1 + 1).clamp(min=ntk.original)
+    growth_T1 = ntk.factor * length_T1 / ntk.original - (ntk.factor - 1)
+    base_T1 = ntk.base * growth_T1 ** (dim / (dim - 2))
+    return 1.0 / base_T1 ** _exponents(dim).to(inv_freq_F.device)
+
+
+def _exponents(dim: int) -> Tensor:
+    return torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+
+
+class _Scaling:
+    """What a scaling function reads: the rope fields, the plain frequencies, the context length."""
+
+    def __init__(self, params: dict[str, Any], fields: Fields, head_dim: int) -> None:
+        self.params = params
+        self.max_position = fields.size("max_position_embeddings")
+        self.dim = head_dim
+        self.theta = self.number("rope_theta", fields.number("rope_theta", 10000.0))
+        self.pos_freq_F = self.theta ** _exponents(head_dim)
+        # transformers lets the top-level field win over the one inside the rope fields.
+        key = "original_max_position_embeddings"
+        self.declared_original = fields.values.get(key) or params.get(key)
+        self.original = int(self.declared_original or self.max_position)
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self.params.get(name)
+        if value is None:
+            value = default
+        if value is None or isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"config.json: its RoPE needs a number {name}, got {value!r}")
+        return float(value)
+
+
+def _default(scaling: _Scaling) -> Rope:
+    return Rope(
+        inv_freq_F=1.0 / scaling.pos_freq_F, attention_factor=1.0, max_position=scaling.max_position
+    )
+
+
+def _linear(scaling: _Scaling) -> Rope:
+    return Rope(
+        inv_freq_F=1.0 / scaling.pos_freq_F / scaling.number("factor"),
+        attention_factor=1.0,
+        max_position=scaling.max_position,
+    )
+
+
+def _dynamic(scaling: _Scaling) -> Rope:
+    """max_position_embeddings is the length before scaling; `factor` times that may be served."""
+    factor = scaling.number("factor")
+    return Rope(
+        inv_freq_F=1.0 / scaling.pos_freq_F,
+        attention_factor=1.0,
+        max_position=int(scaling.max_position * factor),
+        ntk=NTK(base=scaling.theta, factor=factor, original=scaling.max_position),
+    )
+
+
+def _llama3(scaling: _Scaling) -> Rope:
+    """Source: Llama 3.1. Long wavelengths are divided by `factor`, short ones kept, rest mixed."""
+    low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
+    factor, original = scaling.number("factor"), scaling.original
+    inv_freq_F = 1.0 / scaling.pos_freq_F
+    wavelen_F = 2 * math.pi / inv_freq_F
+    smooth_F = (original / wavelen_F - low) / (high - low)
+    mixed_F = (1 - smooth_F) * inv_freq_F / factor + smooth_F * inv_freq_F
+    scaled_F = torch.where(wavelen_F > original / low, inv_freq_F / factor, mixed_F)
+    return Rope(
+        inv_freq_F=torch.where(wavelen_F < original / high, inv_freq_F, scaled_F),
+        attention_factor=1.0,
+        max_position=scaling.max_position,
+    )
+
+
+def _yarn(scaling: _Scaling) -> Rope:
+    """Source: YaRN, arXiv:2309.00071.
+
+    A config that names the original length and a factor may be served up to their product, even
+    where max_position_embeddings still holds the original length (as in Qwen's model cards).
+    """
+    params, dim, original = scaling.params, scaling.dim, scaling.original
+    factor = scaling.number("factor", scaling.max_position / original)
+    slow = params.get("beta_slow") or 1
+    fast = params.get("beta_fast") or 32
+    low, high = (
+        dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(scaling.theta))
+        for turns in (fast, slow)
+    )
+    if params.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    ramp_F = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    keep_F = 1 - ramp_F
+    inv_freq_F = (1.0 / (factor * scaling.pos_freq_F)) * (1 - keep_F)
+    inv_freq_F += (1.0 / scaling.pos_freq_F) * keep_F
+    longest = int(original * factor) if scaling.declared_original else 0
+    return Rope(
+        inv_freq_F=inv_freq_F,
+        attention_factor=_yarn_attention(params, factor),
+        max_position=max(scaling.max_position, longest),
+    )
+
+
+def _yarn_attention(params: dict[str, Any], factor: float) -> float:
+    if params.get("attention_factor") is not None:
+        return float(params["attention_factor"])
+
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if params.get("mscale") and params.get("mscale_all_dim"):
+        return mscale(params["mscale"]) / mscale(params["mscale_all_dim"])
+    return mscale(1.0)
+
+
+SCALINGS: dict[str, Callable[[_Scaling], Rope]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
+
+
+def read_rope(fields: Fields, head_dim: int) -> Rope:
+    """The rope of a config: `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta`.
+
+    Raises ConfigError on an unknown type, a partial or multimodal rotation, or a missing number.
+    """
+    params = fields.mapping("rope_scaling") or fields.mapping("rope_parameters")
+    if isinstance(params.get("full_attention"), dict):       # one entry per layer type
+        params = params["full_attention"]
+    kind = params.get("rope_type", params.get("type", "default"))
+    if kind not in SCALINGS:
+        raise ConfigError(
+            f"config.json: rope type {kind!r} is not supported; one of {', '.join(SCALINGS)}"
+        )
+    if params.get("partial_rotary_factor") not in (None, 1, 1.0) or params.get("mrope_section"):
+        raise ConfigError(
+            "config.json: partial and multimodal rotary embeddings (partial_rotary_factor, "
+            "mrope_section) are not supported"
+        )
+    if head_dim % 2 or head_dim < 4:
+        raise ConfigError(f"config.json: head_dim {head_dim} must be even and at least 4 for RoPE")
+    return SCALINGS[kind](_Scaling(params, fields, head_dim))

@@ -1,0 +1,288 @@
+"""Every family against Hugging Face transformers: 2 layers of random weights, f32, CPU.
+
+    T tokens of the step   S stored tokens   N query heads   K KV heads   H head dim
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from penstock.model import registry
+from penstock.model.base import Model
+
+PROMPT, GREEDY, VOCAB = 21, 32, 131
+
+CLASSES = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+}
+
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "initializer_range": 0.25,          # large enough that attention and the top logits are decided
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 500000.0,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-mha": ("llama", {"num_key_value_heads": 6}),
+    "llama-mqa": ("llama", {"num_key_value_heads": 1}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-head-dim": ("llama", {"head_dim": 16, "tie_word_embeddings": True}),
+    "llama-theta": ("llama", {"rope_parameters": {"rope_theta": 3e5, "rope_type": "default"}}),
+    "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 3.0}}),
+    "llama-llama3": ("llama", {"rope_parameters": LLAMA3}),
+    "llama-dynamic": (
+        "llama",
+        {
+            "rope_parameters": {"rope_type": "dynamic", "factor": 4.0},
+            "max_position_embeddings": PROMPT + 4,      # decoding goes past it
+        },
+    ),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 6}),
+    "qwen2-yarn": ("qwen2", {"rope_parameters": YARN}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3-biases": ("qwen3", {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True}),
+    "qwen3-yarn": (
+        "qwen3",
+        {"head_dim": 16, "rope_parameters": {**YARN, "attention_factor": 1.3, "truncate": False}},
+    ),
+    "moe": ("qwen3_moe", {**EXPERTS, "head_dim": 16}),
+    "moe-norm": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True, "attention_bias": True}),
+    "moe-dense-first": ("qwen3_moe", {**EXPERTS, "mlp_only_layers": [0]}),
+    "moe-step": ("qwen3_moe", {**EXPERTS, "decoder_sparse_step": 2, "norm_topk_prob": True}),
+}
+
+
+class Dense:
+    """A reference Attend: all KV of one request in lists, causal by position."""
+
+    def __init__(self) -> None:
+        self.stored: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(
+        self, layer: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor
+    ) -> torch.Tensor:
+        if layer in self.stored:
+            k_SKH, v_SKH = (
+                torch.cat(pair) for pair in zip(self.stored[layer], (k_TKH, v_TKH), strict=True)
+            )
+        else:
+            k_SKH, v_SKH = k_TKH.clone(), v_TKH.clone()
+        self.stored[layer] = (k_SKH, v_SKH)
+        num_new, num_all = len(q_TNH), len(k_SKH)
+        seen_TS = torch.ones(num_new, num_all, dtype=torch.bool).tril(num_all - num_new)
+        out_NTH = F.scaled_dot_product_attention(
+            q_TNH.transpose(0, 1)[None],
+            k_SKH.transpose(0, 1)[None],
+            v_SKH.transpose(0, 1)[None],
+            attn_mask=seen_TS,
+            enable_gqa=True,
+        )[0]
+        return out_NTH.transpose(0, 1)
+
+
+def plain_linear(weight_OI: torch.Tensor, bias_O: torch.Tensor | None):
+    return lambda x_TI: F.linear(x_TI, weight_OI, bias_O)
+
+
+def make_reference(case: str) -> PreTrainedModel:
+    family, changes = CASES[case]
+    config_class, model_class = CLASSES[family]
+    config: PreTrainedConfig = config_class(**{**SMALL, **changes})
+    torch.manual_seed(sorted(CASES).index(case))
+    reference = model_class(config).eval()
+    with torch.no_grad():
+        for name, parameter in reference.named_parameters():
+            if "norm" in name:          # transformers starts these at 1 and 0, which hides mistakes
+                parameter.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                parameter.normal_(0.0, 0.5)
+    return reference
+
+
+def ours(reference: PreTrainedModel, dtype: torch.dtype = torch.float32) -> Model:
+    model = registry.build(reference.config.to_dict(), dtype=dtype, linear=plain_linear)
+    tied = reference.config.tie_word_embeddings
+    for name, tensor in reference.state_dict().items():
+        if not (tied and name == "lm_head.weight"):
+            model.load(name, tensor.to(dtype))
+    model.finish()
+    return model
+
+
+def prompt_ids() -> torch.Tensor:
+    return torch.randint(0, VOCAB, (PROMPT,), generator=torch.Generator().manual_seed(5))
+
+
+def run(model: Model, ids_T: torch.Tensor, chunks: list[int], attend: Dense) -> torch.Tensor:
+    """logits_TV of all tokens, computed chunk by chunk."""
+    outs, first = [], 0
+    for size in chunks:
+        positions_T = torch.arange(first, first + size)
+        hidden_TD = model.forward(ids_T[first : first + size], positions_T, attend)
+        outs.append(model.logits(hidden_TD))
+        first += size
+    assert first == len(ids_T)
+    return torch.cat(outs)
+
+
+@pytest.fixture(params=CASES)
+def reference(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return make_reference(request.param)
+
+
+CHUNKS = {"whole": [PROMPT], "odd": [1, 7, 5, 8], "one": [1] * PROMPT}
+
+
+@torch.inference_mode()
+def test_prefill_logits_equal_whole_chunked_and_token_by_token(reference: PreTrainedModel) -> None:
+    model, ids_T = ours(reference), prompt_ids()
+    expected_TV = reference(ids_T[None]).logits[0]
+    assert expected_TV.std() > 0.1
+    for name, chunks in CHUNKS.items():
+        got_TV = run(model, ids_T, chunks, Dense())
+        assert got_TV.dtype == torch.float32
+        torch.testing.assert_close(got_TV, expected_TV, rtol=0, atol=1e-4, msg=name)
+
+
+@torch.inference_mode()
+def test_greedy_tokens_equal(reference: PreTrainedModel) -> None:
+    model, ids_T, attend = ours(reference), prompt_ids(), Dense()
+    cache_out = reference(ids_T[None], use_cache=True)
+    got_V = run(model, ids_T, [PROMPT], attend)[-1]
+    for step in range(GREEDY):
+        expected_V = cache_out.logits[0, -1]
+        torch.testing.assert_close(got_V, expected_V, rtol=0, atol=1e-4)
+        token, other = expected_V.topk(2).indices.tolist()
+        if expected_V[token] - expected_V[other] > 1e-3:
+            assert int(got_V.argmax()) == token, f"token {step}"
+        token_1 = torch.tensor([token])
+        cache_out = reference(token_1[None], past_key_values=cache_out.past_key_values)
+        position_1 = torch.tensor([PROMPT + step])
+        got_V = model.logits(model.forward(token_1, position_1, attend))[0]
+
+
+@pytest.mark.parametrize("case", ["llama-tied", "qwen2", "qwen3", "moe-norm"])
+@torch.inference_mode()
+def test_bf16_follows_transformers(case: str) -> None:
+    """bf16 rounds in other places than transformers; the error may not exceed its own."""
+    reference, ids_T = make_reference(case), prompt_ids()
+    exact_TV = reference(ids_T[None]).logits[0]
+    model = ours(reference, torch.bfloat16)
+    theirs_TV = reference.to(torch.bfloat16)(ids_T[None]).logits[0].float()
+    got_TV = run(model, ids_T, [PROMPT], Dense())
+    their_error, our_error = ((out - exact_TV).norm() for out in (theirs_TV, got_TV))
+    assert our_error < 1.5 * their_error
+    assert (got_TV - theirs_TV).norm() < 0.1 * exact_TV.norm()
+
+
+@torch.inference_mode()
+def test_rows_in_one_step_do_not_mix() -> None:
+    """forward takes the tokens of several rows at once: only `attend` knows whose they are."""
+    model = ours(make_reference("moe-norm"))
+    ids = [prompt_ids()[:9], prompt_ids()[9:]]
+    alone = [run(model, row, [len(row)], Dense()) for row in ids]
+    rows = [Dense(), Dense()]
+
+    def attend(layer, q_TNH, k_TKH, v_TKH):
+        parts = zip(rows, *(t.split([9, PROMPT - 9]) for t in (q_TNH, k_TKH, v_TKH)), strict=True)
+        return torch.cat([row(layer, q, k, v) for row, q, k, v in parts])
+
+    positions_T = torch.cat([torch.arange(len(row)) for row in ids])
+    hidden_TD = model.forward(torch.cat(ids), positions_T, attend)
+    torch.testing.assert_close(model.logits(hidden_TD), torch.cat(alone), rtol=0, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_files_with_one_tensor_per_expert_load_the_same() -> None:
+    reference = make_reference("moe")
+    model = registry.build(reference.config.to_dict(), dtype=torch.float32, linear=plain_linear)
+    for name, tensor in reference.state_dict().items():
+        prefix, _, rest = name.partition(".experts.")
+        if rest == "gate_up_proj":
+            for index, (gate, up) in enumerate(t.chunk(2) for t in tensor):
+                model.load(f"{prefix}.experts.{index}.up_proj.weight", up)
+                model.load(f"{prefix}.experts.{index}.gate_proj.weight", gate)
+        elif rest == "down_proj":
+            for index, down in enumerate(tensor):
+                model.load(f"{prefix}.experts.{index}.down_proj.weight", down)
+        else:
+            model.load(name, tensor)
+    model.finish()
+    got_TV = run(model, prompt_ids(), [PROMPT], Dense())
+    expected_TV = run(ours(reference), prompt_ids(), [PROMPT], Dense())
+    assert torch.equal(got_TV, expected_TV)
+
+
+@pytest.mark.parametrize(
+    "family, changes",
+    [
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 5e4}),
+        ("llama", {"rope_scaling": LLAMA3 | {"rope_theta": 7e4}, "head_dim": None}),
+        ("qwen2", {"rope_theta": 1e6, "use_sliding_window": False, "sliding_window": 16}),
+        ("qwen3", {"rope_theta": 1e6, "rope_scaling": None, "head_dim": 16}),
+    ],
+)
+@torch.inference_mode()
+def test_config_files_of_transformers_4_mean_the_same(
+    family: str, changes: dict[str, Any]
+) -> None:
+    """The raw dict of an old config.json, which transformers standardises and we read as it is."""
+    old = {**SMALL, **changes}
+    config_class, model_class = CLASSES[family]
+    torch.manual_seed(1)
+    reference = model_class(config_class(**{**old, "rope_scaling": old.get("rope_scaling")})).eval()
+    model = registry.build({**old, "model_type": family}, dtype=torch.float32, linear=plain_linear)
+    for name, tensor in reference.state_dict().items():
+        model.load(name, tensor)
+    model.finish()
+    got_TV = run(model, prompt_ids(), [PROMPT], Dense())
+    expected_TV = reference(prompt_ids()[None]).logits[0]
+    torch.testing.assert_close(got_TV, expected_TV, rtol=0, atol=1e-4)
+
+
+def test_every_family_of_the_registry_is_covered() -> None:
+    assert {family for family, _ in CASES.values()} == set(registry.FAMILIES)
+    assert set(registry.FAMILIES) == set(CLASSES)
