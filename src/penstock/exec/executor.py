@@ -1,0 +1,221 @@
+"""The CPU executor: runs plans in the calling thread, one step per blocking poll.
+
+Owns the row tables, the sampling state of open requests and the queue of plans. Decides nothing:
+which rows run, where pages live and when a request ends is the core's business.
+
+    T tokens of the step   B rows that sample   N query heads   K KV heads   H head dim
+"""
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.config.params import SamplingParams
+from penstock.core.plan import Aborted, Event, RequestId, Retired, StepId, StepPlan
+from penstock.exec.lower import Lowered, RowTable
+from penstock.exec.sampling import Logprobs, Sampler, Sampling
+from penstock.kernels.ragged import Ragged
+from penstock.memory.dram import DramPool
+from penstock.memory.hbm import HbmPool
+from penstock.memory.lateness import Lateness
+from penstock.memory.mover import Mover
+from penstock.model.base import Model
+
+log = logging.getLogger(__name__)
+
+
+class PagedAttention(Protocol):
+    """An implementation of the op `kernels.paged_attention`, which has the contract."""
+
+    def plan(self, ragged: Ragged) -> Any: ...
+
+    def store(self, k_pages: Tensor, v_pages: Tensor, k_TKH: Tensor, v_TKH: Tensor,
+              plan: Any) -> None: ...
+
+    def attend(self, q_TNH: Tensor, k_pages: Tensor, v_pages: Tensor, plan: Any) -> Tensor: ...
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request between `open` and its last plan."""
+
+    sampling: Sampling
+    queued: int = 0              # plans not yet executed that name it
+    closed: bool = False
+    fault: str | None = None     # why this executor aborted it
+
+
+class CpuExecutor:
+    """`core.plan.Executor` on one CPU, plus the sampling state of requests.
+
+    submit      queues, so that a plan may be made before the step in front of it has run
+    poll        block=True executes the oldest queued plan, or, with none queued, at least one due
+                copy; block=False runs no step. Both also run the copies that `lateness` picks.
+    Retired     has () for a row whose logits were not finite; an Aborted for its request follows,
+                and `fault` says why. One request fails, the engine goes on.
+    """
+
+    def __init__(self, model: Model, attention: PagedAttention, hbm: HbmPool,
+                 dram: DramPool | None = None, *, rows: int, row_base: int = 0, seed: int = 0,
+                 lateness: Lateness | None = None) -> None:
+        self._model, self._attention, self._hbm, self._dram = model, attention, hbm, dram
+        self._table = RowTable(rows, hbm, base=row_base)
+        self._sampler = Sampler(model.vocab_size, rows, seed=seed)
+        self._mover = Mover([hbm] if dram is None else [hbm, dram], lateness)
+        self._queue: deque[StepPlan] = deque()
+        self._executed = StepId(0)
+        self._open: dict[RequestId, _Open] = {}
+        self._count = {"steps": 0, "empty_steps": 0, "prefill_tokens": 0, "decode_tokens": 0,
+                       "sampled_tokens": 0, "nonfinite_rows": 0}
+        self._forward_s = 0.0
+        self._sampling_s = 0.0
+
+    # ------------------------------------------------------------ requests
+    def open(self, rid: RequestId, prompt: tuple[int, ...], params: SamplingParams, *,
+             choice: int = 0, stop_ids: tuple[int, ...] = ()) -> None:
+        """Make `rid` known, before the first plan that names it.
+
+        stop_ids  token ids that end it: `min_tokens` keeps them from being sampled too early.
+        Raises RequestError for a token id outside the vocabulary; nothing is kept then.
+        """
+        assert rid not in self._open, f"request {rid} is open already"
+        self._open[rid] = _Open(self._sampler.open(rid, prompt, params, choice, stop_ids))
+
+    def close(self, rid: RequestId) -> None:
+        """`rid` has finished. Its state goes when the last plan in flight that names it has run."""
+        state = self._open[rid]
+        assert not state.closed, f"request {rid} is closed already"
+        state.closed = True
+        self._forget(rid, state)
+
+    def _forget(self, rid: RequestId, state: _Open) -> None:
+        if state.closed and state.queued == 0:
+            del self._open[rid]
+
+    def take_logprobs(self, rid: RequestId, index: int) -> Logprobs | None:
+        """Logprobs of output token `index`, once; None if none were asked for or they are gone."""
+        state = self._open.get(rid)
+        return None if state is None else state.sampling.logprobs.pop(index, None)
+
+    def fault(self, rid: RequestId) -> str | None:
+        """Why this executor aborted `rid`, until `close`; None if it did not."""
+        return self._open[rid].fault
+
+    # ------------------------------------------------------------ plans
+    def submit(self, plan: StepPlan) -> None:
+        """Queue a plan. Asserts that steps are dense and that its requests are open."""
+        newest = self._queue[-1].step if self._queue else self._executed
+        assert plan.step == newest + 1, f"step {plan.step} after step {newest}"
+        for rid in _named(plan):
+            assert rid in self._open, f"step {plan.step} names request {rid}, which is not open"
+            self._open[rid].queued += 1
+        self._queue.append(plan)
+
+    def poll(self, *, block: bool) -> Sequence[Event]:
+        events: list[Event] = []
+        idle = block and not self._queue
+        if block and self._queue:
+            plan = self._queue.popleft()
+            with torch.inference_mode():
+                events += self._execute(plan)
+            self._executed = plan.step
+            self._mover.add(plan.moves)
+            for rid in _named(plan):
+                state = self._open[rid]
+                state.queued -= 1
+                self._forget(rid, state)
+        events += self._mover.run(self._executed, idle=idle)
+        return events
+
+    def _execute(self, plan: StepPlan) -> list[Event]:
+        self._count["steps"] += 1
+        for bind in plan.binds:
+            assert len(bind.pages) == 1, "this executor has one cache group"
+            s = self._open[bind.rid].sampling
+            self._sampler.bind(s, self._table.index(bind.row), bind.emitted)
+            self._table.bind(bind.row, bind.pages[0], s.outputs[-1] if s.outputs else 0)
+        for grow in plan.grows:
+            assert grow.group == 0, "this executor has one cache group"
+            self._table.grow(grow.row, grow.pages)
+        if not plan.rows:
+            self._count["empty_steps"] += 1
+            return [Retired(plan.step, ())]
+        started = time.perf_counter()
+        lowered = self._table.lower(plan)
+        hidden_TD = self._forward(lowered)
+        decodes = sum(c == 1 and s for c, s in zip(plan.count, plan.samples, strict=True))
+        self._count["decode_tokens"] += decodes
+        self._count["prefill_tokens"] += len(plan.tokens) - decodes
+        self._forward_s += time.perf_counter() - started
+        if not lowered.sample_rows:
+            return [Retired(plan.step, ())]
+        return self._sample(plan, lowered, hidden_TD)
+
+    def _forward(self, lowered: Lowered) -> Tensor:
+        op, k_pages, v_pages = self._attention, self._hbm.k, self._hbm.v
+        step = op.plan(lowered.ragged)
+
+        def attend(layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+            op.store(k_pages[layer], v_pages[layer], k_TKH, v_TKH, step)
+            return op.attend(q_TNH, k_pages[layer], v_pages[layer], step)
+
+        return self._model.forward(lowered.ids_T, lowered.positions_T, attend)
+
+    def _sample(self, plan: StepPlan, lowered: Lowered, hidden_TD: Tensor) -> list[Event]:
+        started = time.perf_counter()
+        logits_BV = self._model.logits(hidden_TD[lowered.sample_at_B])
+        rids = [rid for rid, samples in zip(plan.rids, plan.samples, strict=True) if samples]
+        states = [self._open[rid].sampling for rid in rids]
+        token_B, finite_B = self._sampler.sample(logits_BV, states, lowered.sample_rows)
+        self._table.sampled(lowered.sample_rows, token_B)
+        tokens: list[tuple[int, ...]] = []
+        aborts: list[Event] = []
+        for rid, s, token, finite in zip(rids, states, token_B.tolist(), finite_B.tolist(),
+                                         strict=True):
+            if finite:
+                s.outputs.append(token)
+                tokens.append((token,))
+            else:
+                tokens.append(())
+                aborts += self._fault(rid, len(s.outputs))
+        self._count["sampled_tokens"] += len(tokens) - len(aborts)
+        self._sampling_s += time.perf_counter() - started
+        return [Retired(plan.step, tuple(tokens)), *aborts]
+
+    def _fault(self, rid: RequestId, index: int) -> list[Event]:
+        """A NaN or an infinity among the logits: no token is better than a made-up one."""
+        self._count["nonfinite_rows"] += 1
+        state = self._open[rid]
+        if state.fault is not None:
+            return []
+        state.fault = (f"the model's logits for output token {index} are not finite: its weights "
+                       "are damaged or overflow in this dtype")
+        log.error("request %d aborted: %s", rid, state.fault)
+        return [Aborted(rid)]
+
+    def stats(self) -> dict[str, float]:
+        """Counters since start and sizes of the pools; seconds are wall time of this thread."""
+        out: dict[str, float] = dict(self._count)
+        out["forward_seconds"], out["sampling_seconds"] = self._forward_s, self._sampling_s
+        out["open_requests"], out["queued_plans"] = len(self._open), len(self._queue)
+        out["pending_moves"] = len(self._mover)
+        for (src, dst), traffic in self._mover.traffic.items():
+            way = f"{src.value}_to_{dst.value}"
+            out[f"moves_{way}"], out[f"moves_failed_{way}"] = traffic.moves, traffic.failed
+            out[f"bytes_{way}"], out[f"seconds_{way}"] = traffic.bytes, traffic.seconds
+        for pool in (self._hbm, self._dram):
+            if pool is not None:
+                out[f"{pool.tier.value}_pages"] = pool.num_pages
+                out[f"{pool.tier.value}_bytes"] = pool.nbytes
+        return out
+
+
+def _named(plan: StepPlan) -> set[RequestId]:
+    return {*plan.rids, *(b.rid for b in plan.binds)}
