@@ -1,9 +1,12 @@
 """The one codec between the API process and the engine process: closed, typed messages.
 
-Frames are a 4-byte little-endian length and a msgpack body, over a Unix socket in a 0700 folder.
-Raises ProtocolError only, whatever the bytes. No pickle in any form.
+Frames are a 4-byte little-endian length and a msgpack body, over a Unix socket pair that only the
+two processes hold. Raises ProtocolError only, whatever the bytes. No pickle in any form. Knows
+nothing of requests: who checks that an id or a length makes sense is the receiver.
 """
 from __future__ import annotations
+
+from typing import TypeVar
 
 import msgspec
 
@@ -22,14 +25,14 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 # ---------------------------------------------------------------- API process -> engine process
-class Hello(_Message):
+class Hello(_Message, frozen=True):
     """First message: the version, and the whole resolved command line as plain data."""
 
     version: int
-    config: dict[str, dict[str, str | int | float | bool | None | list[str]]]
+    config: dict[str, dict[str, str | int | float | bool | list[str] | None]]
 
 
-class Submit(_Message):
+class Submit(_Message, frozen=True):
     """One choice of one request. `leader` is the first choice of the same prompt (n > 1)."""
 
     rid: int
@@ -42,28 +45,28 @@ class Submit(_Message):
     choice: int = 0                     # 0 .. n-1: part of the sampling seed
 
 
-class Abort(_Message):
+class Abort(_Message, frozen=True):
     rid: int
 
 
-class StopAt(_Message):
+class StopAt(_Message, frozen=True):
     """A stop string ended `rid` after `count` output tokens."""
 
     rid: int
     count: int
 
 
-class Flush(_Message):
+class Flush(_Message, frozen=True):
     """Forget cached pages that no request holds."""
 
 
-class AskStats(_Message):
+class AskStats(_Message, frozen=True):
     """Answered by one Stats."""
 
     id: int
 
 
-class Shutdown(_Message):
+class Shutdown(_Message, frozen=True):
     """Exit 0 at once; whatever runs is aborted."""
 
 
@@ -71,7 +74,7 @@ ToEngine = Hello | Submit | Abort | StopAt | Flush | AskStats | Shutdown
 
 
 # ---------------------------------------------------------------- engine process -> API process
-class Ready(_Message):
+class Ready(_Message, frozen=True):
     """The model is loaded and a token can be produced."""
 
     pid: int
@@ -80,13 +83,13 @@ class Ready(_Message):
     info: dict[str, str | int | float | bool | None]     # what /server_info and `doctor` show
 
 
-class Failed(_Message):
+class Failed(_Message, frozen=True):
     """The engine cannot start: one clear line for the user (ConfigError), then it exits 2."""
 
     message: str
 
 
-class Logprob(_Message):
+class Logprob(_Message, frozen=True):
     """Of one output token: its own logprob, then (token id, logprob) of the best ones."""
 
     logprob: float
@@ -94,7 +97,7 @@ class Logprob(_Message):
     top: list[tuple[int, float]]
 
 
-class Chunk(_Message):
+class Chunk(_Message, frozen=True):
     """News of one request. `finish` is None while it runs, then 'stop', 'length', 'abort', 'refused'."""
 
     rid: int
@@ -107,13 +110,13 @@ class Chunk(_Message):
     cached_by_tier: dict[str, int] | None = None
 
 
-class Chunks(_Message):
+class Chunks(_Message, frozen=True):
     """Everything that one step produced."""
 
     chunks: list[Chunk]
 
 
-class Stats(_Message):
+class Stats(_Message, frozen=True):
     """Gauges and counters of the core, the pools and the mover, by metric name."""
 
     id: int
@@ -125,36 +128,63 @@ FromEngine = Ready | Failed | Chunks | Stats
 _TO = msgspec.msgpack.Decoder(ToEngine)
 _FROM = msgspec.msgpack.Decoder(FromEngine)
 _ENCODER = msgspec.msgpack.Encoder()
+_M = TypeVar("_M")
 
 
 def frame(message: ToEngine | FromEngine) -> bytes:
-    """The bytes of one message, length prefix included."""
-    body = _ENCODER.encode(message)
+    """The bytes of one message, length prefix included. Raises ProtocolError if it is too long."""
+    try:
+        body = _ENCODER.encode(message)
+    except OverflowError as e:                  # an int that msgpack cannot carry
+        raise ProtocolError(f"{type(message).__name__}: an integer is over 64 bits") from e
     if len(body) > FRAME_BYTES_MAX:
         raise ProtocolError(f"a message of {len(body)} bytes is over {FRAME_BYTES_MAX}")
     return len(body).to_bytes(4, "little") + body
 
 
-def body_length(prefix: bytes) -> int:
-    """Length of the body after a 4-byte prefix, checked before anything is allocated."""
-    n = int.from_bytes(prefix, "little")
-    if len(prefix) != 4 or n > FRAME_BYTES_MAX:
-        raise ProtocolError(f"frame of {n} bytes")
-    return n
+class FrameReader:
+    """Cuts a byte stream into message bodies; holds at most one unfinished frame."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Bodies that `data` completes, in order. Raises ProtocolError on a length over the
+        limit, before anything of that length is allocated or awaited."""
+        buffer = self._buffer
+        buffer += data
+        bodies = []
+        at = 0
+        while len(buffer) - at >= 4:
+            length = int.from_bytes(buffer[at:at + 4], "little")
+            if length > FRAME_BYTES_MAX:
+                raise ProtocolError(f"frame of {length} bytes is over {FRAME_BYTES_MAX}")
+            if len(buffer) - at - 4 < length:
+                break
+            bodies.append(bytes(buffer[at + 4:at + 4 + length]))
+            at += 4 + length
+        if at:
+            del buffer[:at]
+        return bodies
 
 
 def decode_to_engine(body: bytes) -> ToEngine:
-    return _decode(_TO, body)
+    """The message that the API process sent. Raises ProtocolError only."""
+    message: ToEngine = _decode(_TO, body)
+    return message
 
 
 def decode_from_engine(body: bytes) -> FromEngine:
-    return _decode(_FROM, body)
+    """The message that the engine process sent. Raises ProtocolError only."""
+    message: FromEngine = _decode(_FROM, body)
+    return message
 
 
-def _decode(decoder, body):  # type: ignore[no-untyped-def]
+def _decode(decoder: msgspec.msgpack.Decoder[_M], body: bytes) -> _M:
     try:
         return decoder.decode(body)
     # msgspec documents the first; the others were seen on mutated frames.
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError,
             MemoryError) as e:
-        raise ProtocolError(f"{type(e).__name__}: not a message of protocol version {VERSION}") from e
+        raise ProtocolError(
+            f"{type(e).__name__}: not a message of protocol version {VERSION}") from e

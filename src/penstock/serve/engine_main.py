@@ -1,0 +1,145 @@
+"""The engine process: `python -m penstock.serve.engine_main FD`, FD being one end of a socket pair.
+
+Receives Hello, builds the engine, answers Ready or Failed, then runs the loop until Shutdown or
+until the API process is gone. Exit codes: 0 asked to or orphaned, 2 configuration, 70 our bug.
+"""
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections import deque
+from typing import NoReturn
+
+from penstock.config.errors import ConfigError
+from penstock.config.plain import from_plain
+from penstock.config.tree import Config
+from penstock.serve import wire
+from penstock.serve.loop import EngineLoop
+from penstock.serve.record import Recorder
+
+EXIT_CONFIG = 2
+EXIT_BUG = 70
+READ_BYTES = 1 << 20
+
+
+class Link:
+    """The engine's end of the socket. A closed other end, at any moment, ends this process."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._reader = wire.FrameReader()
+        self._bodies: deque[bytes] = deque()
+        threading.Thread(target=self._watch, daemon=True, name="penstock-watch").start()
+
+    def _watch(self) -> None:
+        # A thread, because the main one may be loading a model or waiting for a step when the API
+        # process dies, and an orphan would hold memory and cores until then.
+        poll = select.poll()
+        poll.register(self._socket, getattr(select, "POLLRDHUP", 0))
+        poll.poll()
+        os._exit(0)
+
+    def send(self, message: wire.FromEngine) -> None:
+        """Blocks while the socket is full: the API process always reads."""
+        with contextlib.suppress(ConnectionError):          # `_watch` ends the process
+            self._socket.sendall(wire.frame(message))
+
+    def receive(self, timeout_s: float | None) -> list[wire.ToEngine]:
+        """Messages that have arrived; waits up to `timeout_s` (None: for ever) for the first.
+
+        Raises ProtocolError. Exits when the other end is closed.
+        """
+        if timeout_s != 0:
+            select.select([self._socket], [], [], timeout_s)
+        try:
+            data = self._socket.recv(READ_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return []
+        except ConnectionError:
+            data = b""
+        if not data:
+            os._exit(0)
+        return [wire.decode_to_engine(body) for body in self._reader.feed(data)]
+
+
+def run(loop: EngineLoop, link: Link) -> None:
+    """Until Shutdown. Between two turns it reads what is there, and it sleeps only when idle."""
+    while True:
+        for message in link.receive(None if loop.idle else 0):
+            if isinstance(message, wire.Shutdown):
+                return
+            if (stats := loop.handle(message)) is not None:
+                link.send(stats)
+        if chunks := loop.turn(block=True):
+            link.send(wire.Chunks(chunks))
+
+
+def hello(link: Link) -> Config:
+    """The configuration that the API process sent. Raises ConfigError on another version."""
+    messages: list[wire.ToEngine] = []
+    while not messages:
+        messages = link.receive(None)
+    first = messages[0]
+    if not isinstance(first, wire.Hello) or len(messages) > 1:
+        raise wire.ProtocolError("the first message is not Hello")
+    if first.version != wire.VERSION:
+        raise ConfigError(f"the engine speaks protocol version {wire.VERSION} and the API process "
+                          f"{first.version}: both must come from one installation")
+    return from_plain(first.config)
+
+
+def build(config: Config, recorder: Recorder) -> tuple[EngineLoop, wire.Ready]:
+    """Load the model and put the loop together. Raises ConfigError."""
+    # Imported here: torch takes seconds, and Hello must be checked before.
+    from penstock.exec.build import build_engine
+
+    from penstock.core.core import Core
+
+    built = build_engine(config, log)
+    loop = EngineLoop(Core(built.core_config), built.executor, vocab_size=built.vocab_size,
+                      max_model_len=built.max_model_len, recorder=recorder,
+                      check=config.debug.check)
+    return loop, wire.Ready(pid=os.getpid(), vocab_size=built.vocab_size,
+                            max_model_len=built.max_model_len, info=built.info)
+
+
+def log(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main(argv: list[str]) -> NoReturn:
+    # A Ctrl-C goes to every process of the terminal, and supervisors signal whole groups: the API
+    # process decides when this one ends, after running requests have drained.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    link = Link(socket.socket(fileno=int(argv[0])))
+    try:
+        config = hello(link)
+        recorder = Recorder(config.debug.event_log)
+        loop, ready = build(config, recorder)
+    except ConfigError as e:
+        link.send(wire.Failed(str(e)))
+        sys.exit(EXIT_CONFIG)
+    # The model and the modules live as long as the process: the collector need not walk them.
+    gc.collect()
+    gc.freeze()
+    link.send(ready)
+    try:
+        run(loop, link)
+    except Exception:                               # the only one: leave evidence, then die
+        recorder.dump(sys.stderr)
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(EXIT_BUG)
+    os._exit(0)                                     # no thread of ours has anything to save
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,252 @@
+"""THE loop: messages become events, the core plans, the executor executes, outputs become chunks.
+
+Synchronous, overlapped and pipelined execution are this one loop; the core's depth says how many
+plans are in flight. Owns no socket, no thread and no clock: `engine_main` and tests drive it.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from penstock.config.errors import RequestError
+from penstock.config.params import SamplingParams
+from penstock.core.plan import (
+    Aborted,
+    Advance,
+    Arrived,
+    Event,
+    Executor,
+    Finished,
+    Flushed,
+    Moved,
+    Output,
+    RequestId,
+    Retired,
+    Started,
+    Stopped,
+    Token,
+)
+from penstock.serve.record import Recorder
+from penstock.serve.wire import (
+    Abort,
+    AskStats,
+    Chunk,
+    Flush,
+    Hello,
+    Logprob,
+    ProtocolError,
+    Shutdown,
+    Stats,
+    StopAt,
+    Submit,
+    ToEngine,
+)
+
+
+class Planner(Protocol):
+    """What the loop needs of `core.Core`."""
+
+    def advance(self, events: Sequence[Event]) -> Advance: ...
+    def check(self) -> None: ...
+    def stats(self) -> dict[str, float]: ...
+
+
+class Runner(Executor, Protocol):
+    """An Executor that also keeps what the core need not know: sampling state and logprobs."""
+
+    def open(self, rid: RequestId, prompt: tuple[int, ...], params: SamplingParams, *,
+             choice: int, stop_ids: tuple[int, ...]) -> None: ...
+    def close(self, rid: RequestId) -> None: ...
+    def fault(self, rid: RequestId) -> str | None: ...
+    def take_logprobs(self, rid: RequestId, index: int) -> tuple[
+        float, int, list[tuple[int, float]]] | None: ...
+    def stats(self) -> dict[str, float]: ...
+
+
+class _Live:
+    """One request between Submit and its terminal chunk."""
+
+    __slots__ = ("cached", "first", "logprobs", "tokens")
+
+    def __init__(self, *, logprobs: bool) -> None:
+        self.logprobs = logprobs
+        self.first = 0                          # output index of tokens[0]
+        self.tokens: list[int] = []             # of this turn
+        self.cached: Started | None = None      # of this turn
+
+
+class EngineLoop:
+    """Messages in, chunks out. `handle` any number of messages, then `turn`, for ever."""
+
+    def __init__(self, core: Planner, executor: Runner, *, vocab_size: int, max_model_len: int,
+                 recorder: Recorder | None = None, check: bool = False) -> None:
+        self._core = core
+        self._executor = executor
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._recorder = recorder or Recorder()
+        self._check = check
+        self._live: dict[int, _Live] = {}
+        self._events: list[Event] = []          # since the last advance
+        self._chunks: list[Chunk] = []          # refusals since the last turn
+        self.steps_in_flight = 0
+        self.moves_in_flight = 0
+        self.num_tokens = 0                     # output tokens since the start
+
+    @property
+    def idle(self) -> bool:
+        """Nothing can happen before the next message."""
+        return not (self.steps_in_flight or self.moves_in_flight or self._events or self._chunks)
+
+    # ------------------------------------------------------------ messages in
+    def handle(self, message: ToEngine) -> Stats | None:
+        """Take one message; it has effect at the next `turn`. AskStats is answered at once.
+
+        Repeats and unknown ids have no effect. Raises ProtocolError on Hello and Shutdown, which
+        are the caller's."""
+        match message:
+            case Submit():
+                self._submit(message)
+            case Abort(rid):
+                if rid in self._live:
+                    self._events.append(Aborted(RequestId(rid)))
+            case StopAt(rid, count):
+                if rid in self._live and 0 < count <= self._max_model_len:
+                    self._events.append(Stopped(RequestId(rid), count))
+            case Flush():
+                self._events.append(Flushed())
+            case AskStats(asked):
+                return Stats(asked, self.stats())
+            case Hello() | Shutdown():
+                raise ProtocolError(f"{type(message).__name__} is not for the loop")
+        return None
+
+    def _submit(self, m: Submit) -> None:
+        if m.rid in self._live:
+            return
+        if (reason := self._refusal(m)) is not None:
+            self._chunks.append(Chunk(rid=m.rid, tokens=[], index=0, finish="refused",
+                                      reason=reason))
+            return
+        rid = RequestId(m.rid)
+        prompt = tuple(m.prompt)
+        leader = m.leader if m.leader in self._live else None
+        self._executor.open(rid, prompt, m.params, choice=m.choice, stop_ids=tuple(m.stop_ids))
+        self._live[rid] = _Live(logprobs=m.params.logprobs is not None)
+        self._events.append(Arrived(
+            rid=rid, prompt=prompt, max_new=m.max_new, stop=frozenset(m.stop_ids),
+            min_new=m.params.min_tokens, namespace=m.namespace, priority=m.params.priority,
+            leader=None if leader is None else RequestId(leader)))
+
+    def _refusal(self, m: Submit) -> str | None:
+        """Why `m` cannot run. The API process has said so before with more words: this is the
+        check that lets nothing received become an index or a size."""
+        try:
+            m.params.checked()
+        except RequestError as e:
+            return str(e)
+        vocab = self._vocab_size
+        if m.rid < 1 or not 0 <= m.choice < m.params.n:
+            return "the request id or the choice is out of range"
+        if not m.prompt or min(m.prompt) < 0 or max(m.prompt) >= vocab:
+            return f"the prompt is empty or has a token id outside 0 to {vocab - 1}"
+        if m.max_new < 1 or len(m.prompt) + m.max_new > self._max_model_len:
+            return (f"{len(m.prompt)} prompt tokens and {m.max_new} new ones: "
+                    f"the context is {self._max_model_len}")
+        if any(not 0 <= i < vocab for i in (*m.stop_ids, *m.params.logit_bias)):
+            return f"a stop id or a logit bias is outside 0 to {vocab - 1}"
+        if m.params.logprobs is not None and m.params.logprobs > vocab:
+            return f"logprobs is over the vocabulary of {vocab}"
+        return None
+
+    # ------------------------------------------------------------ one turn
+    def turn(self, *, block: bool) -> list[Chunk]:
+        """Collect what the executor finished, plan and submit as much as the core allows, and
+        return what is new for the readers. With `block`, wait for the device, but only if
+        something is in flight and no message waits for the core.
+        """
+        in_flight = self.steps_in_flight or self.moves_in_flight
+        wait = block and in_flight > 0 and not self._events and not self._chunks
+        for event in self._executor.poll(block=wait):
+            self._settle(event)
+            self._events.append(event)
+        chunks, self._chunks = self._chunks, []
+        outputs: list[Output] = []
+        events: Sequence[Event] = self._events
+        self._events = []
+        for event in events:
+            self._recorder.event(event)
+        while True:
+            advance = self._core.advance(events)
+            events = ()
+            outputs += advance.outputs
+            if advance.plan is not None:        # before anything else: the device must not starve
+                self._executor.submit(advance.plan)
+                self.steps_in_flight += 1
+                self.moves_in_flight += len(advance.plan.moves)
+                self._recorder.plan(advance.plan)
+            if self._check:
+                self._core.check()
+            if advance.plan is None:
+                break
+        self._recorder.outputs(outputs, self._core.stats)
+        return chunks + self._chunks_of(outputs)
+
+    def _settle(self, event: Event) -> None:
+        if isinstance(event, Retired):
+            self.steps_in_flight -= 1
+        elif isinstance(event, Moved):
+            self.moves_in_flight -= 1
+        assert self.steps_in_flight >= 0 and self.moves_in_flight >= 0, "executor: told twice"
+
+    def _chunks_of(self, outputs: Sequence[Output]) -> list[Chunk]:
+        """One chunk a request, in order of its first output of this turn."""
+        touched: dict[int, _Live] = {}
+        chunks: list[Chunk] = []
+        for output in outputs:
+            rid = output.rid
+            live = self._live[rid]
+            if isinstance(output, Token):
+                if not live.tokens:
+                    live.first = output.index
+                live.tokens.append(output.token)
+                touched[rid] = live
+            elif isinstance(output, Started):
+                live.cached = output
+                touched[rid] = live
+            else:
+                touched.pop(rid, None)
+                chunks.append(self._chunk(rid, live, output))
+                del self._live[rid]
+                self._executor.close(rid)
+        chunks += [self._chunk(rid, live, None) for rid, live in touched.items()]
+        return chunks
+
+    def _chunk(self, rid: int, live: _Live, end: Finished | None) -> Chunk:
+        tokens, live.tokens = live.tokens, []
+        cached, live.cached = live.cached, None
+        self.num_tokens += len(tokens)
+        logprobs = None
+        if live.logprobs and tokens:
+            logprobs = [self._logprob(rid, live.first + i) for i in range(len(tokens))]
+        reason = "" if end is None else end.reason or self._executor.fault(RequestId(rid)) or ""
+        return Chunk(
+            rid=rid, tokens=tokens, index=live.first, logprobs=logprobs,
+            finish=None if end is None else end.outcome.value,
+            reason=reason,
+            cached_tokens=None if cached is None else cached.hbm_tokens + cached.dram_tokens,
+            cached_by_tier=None if cached is None else {"hbm": cached.hbm_tokens,
+                                                        "dram": cached.dram_tokens})
+
+    def _logprob(self, rid: int, index: int) -> Logprob:
+        found = self._executor.take_logprobs(RequestId(rid), index)
+        assert found is not None, f"request {rid}: no logprobs of output token {index}"
+        return Logprob(*found)
+
+    # ------------------------------------------------------------ for operators
+    def stats(self) -> dict[str, float]:
+        """Gauges and counters of the core, the executor and the loop, by metric name."""
+        return {**self._core.stats(), **self._executor.stats(),
+                "generation_tokens_total": float(self.num_tokens),
+                "steps_in_flight": float(self.steps_in_flight),
+                "moves_in_flight": float(self.moves_in_flight)}

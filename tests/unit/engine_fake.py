@@ -1,0 +1,155 @@
+"""An engine without a model: the real loop and link over a core that echoes prompts.
+
+Imported by the loop's tests and started as a process by the client's. Output token i of a request
+is prompt[i % len(prompt)]; a prompt that begins with 13 crashes the engine at its third token.
+"""
+from __future__ import annotations
+
+import sys
+from collections import deque
+
+from penstock.config.errors import ConfigError
+from penstock.core.plan import (
+    Aborted,
+    Advance,
+    Arrived,
+    Finished,
+    Outcome,
+    Retired,
+    Started,
+    StepId,
+    StepPlan,
+    Stopped,
+    Token,
+)
+
+VOCAB, CONTEXT = 100, 1000
+CRASH = 13
+
+
+class FakeCore:
+    """Runs every request at once, one token a step, `depth` steps in flight."""
+
+    def __init__(self, depth: int = 1) -> None:
+        self.depth = depth
+        self.live: dict[int, list] = {}         # rid -> [Arrived, tokens planned, tokens retired]
+        self.plans: dict[int, StepPlan] = {}
+        self.step = 0
+        self.checks = 0
+        self.seen: list = []
+
+    def advance(self, events):
+        outputs: list = []
+        for e in events:
+            self.seen.append(e)
+            match e:
+                case Arrived():
+                    self.live[e.rid] = [e, 0, 0]
+                    outputs.append(Started(e.rid, hbm_tokens=2, dram_tokens=1))
+                case Aborted():
+                    self._end(e.rid, Outcome.ABORT, outputs)
+                case Stopped():
+                    self._end(e.rid, Outcome.STOP, outputs)
+                case Retired():
+                    for rid, tokens in zip(self.plans.pop(e.step).rids, e.tokens, strict=True):
+                        self._retire(rid, tokens, outputs)
+        return Advance(self._plan(), tuple(outputs))
+
+    def _retire(self, rid, tokens, outputs):
+        for token in tokens:
+            if rid not in self.live:
+                return
+            request = self.live[rid]
+            outputs.append(Token(rid, request[2], token))
+            request[2] += 1
+            if token in request[0].stop:
+                self._end(rid, Outcome.STOP, outputs)
+            elif request[2] == request[0].max_new:
+                self._end(rid, Outcome.LENGTH, outputs)
+
+    def _end(self, rid, outcome, outputs):
+        if self.live.pop(rid, None):
+            outputs.append(Finished(rid, outcome))
+
+    def _plan(self):
+        ready = [(rid, r) for rid, r in self.live.items() if r[1] < r[0].max_new]
+        if not ready or len(self.plans) >= self.depth:
+            return None
+        self.step += 1
+        plan = StepPlan(
+            step=StepId(self.step), rows=tuple(range(len(ready))),
+            rids=tuple(rid for rid, _ in ready), start=tuple(r[1] for _, r in ready),
+            count=(1,) * len(ready), samples=(True,) * len(ready), tokens=(77,) * len(ready),
+            grows=(), binds=(), moves=())
+        for _, r in ready:
+            r[1] += 1
+        self.plans[self.step] = plan
+        return plan
+
+    def check(self):
+        self.checks += 1
+
+    def stats(self):
+        return {"rows_used": float(len(self.live))}
+
+
+class FakeExecutor:
+    """Retires the oldest plan at each poll."""
+
+    def __init__(self) -> None:
+        self.prompts: dict[int, list[int]] = {}
+        self.plans: deque[StepPlan] = deque()
+        self.polls: list[bool] = []
+
+    def open(self, rid, prompt, params, *, choice, stop_ids):
+        assert rid not in self.prompts
+        self.prompts[rid] = list(prompt)
+
+    def close(self, rid):
+        if all(rid not in plan.rids for plan in self.plans):
+            del self.prompts[rid]
+
+    def fault(self, rid):
+        return None
+
+    def take_logprobs(self, rid, index):
+        return -0.5, 1, [(self.prompts[rid][0], -0.5)]
+
+    def submit(self, plan):
+        self.plans.append(plan)
+
+    def poll(self, *, block):
+        self.polls.append(block)
+        if not self.plans:
+            return []
+        plan = self.plans.popleft()
+        out = []
+        for rid, start in zip(plan.rids, plan.start, strict=True):
+            prompt = self.prompts[rid]
+            if prompt[0] == CRASH and start == 2:
+                raise RuntimeError("a device fault")
+            out.append((prompt[start % len(prompt)],))
+        return [Retired(plan.step, tuple(out))]
+
+    def stats(self):
+        return {"steps_total": 3.0}
+
+
+def main() -> None:
+    from penstock.serve import engine_main, wire
+    from penstock.serve.loop import EngineLoop
+
+    def build(config, recorder):
+        print("loading a fake")
+        if config.model.model == "missing":
+            raise ConfigError("model missing: there is no such folder")
+        loop = EngineLoop(FakeCore(depth=2), FakeExecutor(), vocab_size=VOCAB,
+                          max_model_len=CONTEXT, recorder=recorder)
+        return loop, wire.Ready(pid=0, vocab_size=VOCAB, max_model_len=CONTEXT, info={"a": 1})
+
+    engine_main.build = build
+    engine_main.main(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()

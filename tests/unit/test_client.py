@@ -1,0 +1,277 @@
+"""The client against a real engine process whose core echoes prompts (no model, no torch)."""
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.config.errors import ConfigError, RequestError
+from penstock.config.params import SamplingParams
+from penstock.config.tree import Config, DebugConfig, ModelConfig
+from penstock.serve.client import EngineClient, EngineDied
+
+ENGINE = [sys.executable, "-P", str(Path(__file__).with_name("engine_fake.py"))]
+LONG = SamplingParams(max_tokens=None)
+
+
+def client_of(model="fake", **kwargs):
+    event_log = kwargs.pop("event_log", None)
+    config = Config(model=ModelConfig(model=model), debug=DebugConfig(event_log=event_log))
+    return EngineClient(config, argv=ENGINE, **kwargs)
+
+
+def drive(coroutine):
+    """Run with a time-out far above need, so that a hang is a failure and not a stuck suite."""
+    return asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
+def with_engine(test):
+    """`async def test(client)` against a started client that is closed whatever happens."""
+    async def whole():
+        client = client_of()
+        await client.start()
+        try:
+            return await test(client)
+        finally:
+            await client.close()
+    return drive(whole())
+
+
+async def tokens_of(stream):
+    out, finish = [], None
+    async for chunk in stream:
+        assert finish is None
+        out += chunk.tokens
+        finish = chunk.finish
+    return out, finish
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+def test_choices_and_requests_run_side_by_side():
+    async def go(client):
+        a = client.submit([5, 6, 7], SamplingParams(max_tokens=4, n=2))
+        b = client.submit([8, 9], SamplingParams(max_tokens=50, stop_token_ids=(9,)))
+        c = client.submit([8, 9], SamplingParams(max_tokens=3), eos_ids=[8])
+        d = client.submit([8, 9], SamplingParams(max_tokens=3, ignore_eos=True), eos_ids=[8])
+        assert client.num_waiting == 5
+        got = await asyncio.gather(*(tokens_of(s) for s in [*a, *b, *c, *d]))
+        assert got == [([5, 6, 7, 5], "length")] * 2 + [
+            ([8, 9], "stop"), ([8], "stop"), ([8, 9, 8], "length")]
+        assert client.num_waiting == client.num_running == 0
+        assert len({s.rid for s in [*a, *b, *c, *d]}) == 5
+    with_engine(go)
+
+
+@pytest.mark.parametrize("prompt, params, param", [
+    ([], SamplingParams(), "prompt"), ([5] * 1000, SamplingParams(), "prompt"),
+    ([100], SamplingParams(), "prompt"), ([-1], SamplingParams(), "prompt"),
+    ([5], SamplingParams(top_p=0), "top_p"),
+    ([5], SamplingParams(stop_token_ids=(100,)), "stop_token_ids"),
+    ([5], SamplingParams(logit_bias={-1: 1.0}), "logit_bias"),
+], ids=str)
+def test_a_bad_request_names_its_field_and_starts_nothing(prompt, params, param):
+    async def go(client):
+        with pytest.raises(RequestError) as caught:
+            client.submit(prompt, params)
+        assert caught.value.param == param
+        assert client.num_waiting == 0
+    with_engine(go)
+
+
+def test_max_tokens_is_clipped_to_the_context():
+    async def go(client):
+        for params in (LONG, SamplingParams(max_tokens=5000)):
+            [stream] = client.submit([5] * 990, params)
+            assert await tokens_of(stream) == ([5] * 10, "length")
+    with_engine(go)
+
+
+def test_every_way_to_leave_a_stream_aborts_it():
+    async def go(client):
+        async def read_forever(stream):
+            async for _ in stream:
+                pass
+
+        async def rows():
+            return (await client.stats())["rows_used"]
+
+        streams = [client.submit([5], LONG)[0] for _ in range(4)]
+        await streams[0].aclose()                       # closed
+        async with streams[1]:                          # left
+            await anext(streams[1])
+        task = asyncio.create_task(read_forever(streams[2]))
+        await asyncio.sleep(0)
+        task.cancel()                                   # cancelled while it waits
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        streams.clear()                                 # dropped
+        gc.collect()
+        await until(lambda: client.num_running + client.num_waiting == 0)
+        assert await rows() == 0
+        [stream] = client.submit([5, 6], SamplingParams(max_tokens=2))
+        assert await tokens_of(stream) == ([5, 6], "length")
+    with_engine(go)
+
+
+def test_stop_at_ends_a_stream_with_stop():
+    async def go(client):
+        [stream] = client.submit([5], LONG)
+        await anext(stream)
+        stream.stop_at(1)
+        assert (await tokens_of(stream))[1] == "stop"
+        client.flush()
+        assert (await client.stats())["steps_total"] == 3.0
+    with_engine(go)
+
+
+def test_a_killed_engine_ends_everything_at_once():
+    async def go():
+        deaths = []
+        client = client_of(on_death=deaths.append)
+        ready = await client.start()
+        assert ready.info == {"a": 1}
+        streams = [client.submit([5], LONG)[0] for _ in range(3)]
+        await anext(streams[0])
+        os.kill(client.pid, signal.SIGKILL)
+        for stream in streams:
+            with pytest.raises(EngineDied, match="signal 9"):
+                await tokens_of(stream)
+        await until(lambda: deaths)
+        for late in (lambda: client.submit([5], LONG), client.stats):
+            with pytest.raises(EngineDied):
+                r = late()
+                await r
+        await client.close()
+        assert deaths == [client.died] and client.died.exit_code == -9
+        assert client.num_running == client.num_waiting == 0
+    drive(go())
+
+
+def test_an_engine_bug_leaves_evidence_without_prompts():
+    async def go():
+        lines = []
+        client = client_of(log=lines.append)
+        await client.start()
+        [stream] = client.submit([13, 91, 92], LONG)
+        with pytest.raises(EngineDied, match="a device fault") as caught:
+            await tokens_of(stream)
+        await client.close()
+        assert caught.value.exit_code == 70
+        assert "loading a fake" in lines
+        text = "\n".join(lines)
+        assert '"kind": "Arrived"' in text and '"prompt": 3' in text
+        assert "91" not in text and "92" not in text
+    drive(go())
+
+
+def test_a_config_error_of_the_engine_is_a_config_error_here():
+    async def go():
+        client = client_of("missing")
+        with pytest.raises(ConfigError, match="no such folder"):
+            await client.start()
+        with pytest.raises(ProcessLookupError):
+            os.kill(client.pid, 0)
+    drive(go())
+
+
+def test_an_event_log_that_cannot_be_written_is_a_config_error(tmp_path):
+    async def go():
+        with pytest.raises(ConfigError, match="event-log"):
+            await client_of(event_log=str(tmp_path / "no" / "log")).start()
+    drive(go())
+
+
+def test_an_engine_that_cannot_start_shows_why():
+    async def go():
+        client = EngineClient(Config(model=ModelConfig(model="x")),
+                              argv=[sys.executable, "-c", "raise SystemExit('no torch here')"])
+        with pytest.raises(EngineDied, match="no torch here") as caught:
+            await client.start()
+        assert caught.value.exit_code == 1
+    drive(go())
+
+
+def test_an_engine_that_talks_nonsense_is_killed():
+    nonsense = ("import socket, sys, time\n"
+                "socket.socket(fileno=int(sys.argv[1])).sendall(b'\\1\\0\\0\\0x')\n"
+                "time.sleep(100)")
+
+    async def go():
+        client = EngineClient(Config(model=ModelConfig(model="x")),
+                              argv=[sys.executable, "-c", nonsense])
+        with pytest.raises(EngineDied, match="signal 9"):
+            await client.start()
+    drive(go())
+
+
+def test_cancelling_a_start_leaves_no_process():
+    async def go():
+        client = EngineClient(Config(model=ModelConfig(model="x")),
+                              argv=[sys.executable, "-c", "import time; time.sleep(100)"])
+        task = asyncio.create_task(client.start())
+        await until(lambda: client._process is not None)
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        with pytest.raises(ProcessLookupError):
+            os.kill(client.pid, 0)
+    drive(go())
+
+
+def test_close_is_a_clean_exit_and_is_idempotent():
+    async def go():
+        deaths = []
+        client = client_of(on_death=deaths.append)
+        await client.start()
+        [stream] = client.submit([5], LONG)
+        await client.close()
+        await client.close()
+        assert client._process.returncode == 0 and not deaths
+        with pytest.raises(EngineDied):
+            await tokens_of(stream)
+        with pytest.raises(EngineDied):
+            client.submit([5], LONG)
+    drive(go())
+
+
+def test_the_engine_outlives_signals_of_the_terminal_but_not_its_parent():
+    parent = (
+        "import asyncio, os, sys\n"
+        "from penstock.config.tree import *\n"
+        "from penstock.serve.client import EngineClient\n"
+        "async def main():\n"
+        "    client = EngineClient(Config(model=ModelConfig(model='fake')), argv=sys.argv[1:])\n"
+        "    await client.start()\n"
+        "    os.kill(client.pid, 2); os.kill(client.pid, 15)\n"
+        "    await client.stats()\n"
+        "    print(client.pid, flush=True)\n"
+        "    os.kill(os.getpid(), 9)\n"
+        "asyncio.run(main())\n")
+
+    async def go():
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", parent, *ENGINE, stdout=asyncio.subprocess.PIPE)
+        out, _ = await process.communicate()
+        assert process.returncode == -9
+        pid = int(out)
+        await until(lambda: gone(pid))
+    drive(go())
+
+
+def gone(pid: int) -> bool:
+    """No such process, or one that only waits to be reaped by a container's init."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return state == "Z"

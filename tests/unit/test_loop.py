@@ -1,0 +1,201 @@
+"""The loop, driven without sockets over a core that echoes prompts."""
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.config.params import SamplingParams
+from penstock.core.plan import Aborted, Arrived, Flushed, Stopped
+from penstock.serve import wire
+from penstock.serve.loop import EngineLoop
+from penstock.serve.record import RING, Recorder
+
+_spec = importlib.util.spec_from_file_location(
+    "engine_fake", Path(__file__).with_name("engine_fake.py"))
+fake = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(fake)
+
+
+class Rig:
+    def __init__(self, depth=1, **kwargs):
+        self.core = fake.FakeCore(depth)
+        self.executor = fake.FakeExecutor()
+        self.loop = EngineLoop(self.core, self.executor, vocab_size=fake.VOCAB,
+                               max_model_len=fake.CONTEXT, **kwargs)
+        self.tokens, self.ends, self.chunks = {}, {}, []
+
+    def submit(self, rid=1, prompt=(5, 6, 7), max_new=4, **kwargs):
+        params = kwargs.pop("params", SamplingParams(n=8))
+        self.loop.handle(wire.Submit(rid=rid, prompt=list(prompt), params=params,
+                                     max_new=max_new, **{"stop_ids": [], **kwargs}))
+
+    def turn(self):
+        for chunk in self.loop.turn(block=True):
+            self.chunks.append(chunk)
+            got = self.tokens.setdefault(chunk.rid, [])
+            assert chunk.index == len(got) or not chunk.tokens
+            assert chunk.rid not in self.ends, "news after the end"
+            got += chunk.tokens
+            if chunk.finish:
+                self.ends[chunk.rid] = chunk.finish
+
+    def run(self):
+        while not self.loop.idle:
+            self.turn()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_tokens_arrive_once_and_in_order(depth):
+    rig = Rig(depth)
+    rig.submit(1, (5, 6, 7), max_new=5)
+    rig.submit(2, (8, 9), max_new=3)
+    rig.run()
+    assert rig.tokens == {1: [5, 6, 7, 5, 6], 2: [8, 9, 8]}
+    assert rig.ends == {1: "length", 2: "length"}
+    assert rig.loop.num_tokens == 8
+
+
+def test_the_first_chunk_says_what_was_cached():
+    rig = Rig()
+    rig.submit()
+    rig.run()
+    assert rig.chunks[0].cached_tokens == 3
+    assert rig.chunks[0].cached_by_tier == {"hbm": 2, "dram": 1}
+    assert all(c.cached_tokens is None for c in rig.chunks[1:])
+
+
+def test_overlap_submits_the_next_plan_before_the_first_retires():
+    rig = Rig(depth=2)
+    rig.submit()
+    rig.turn()
+    assert rig.loop.steps_in_flight == 2 and not any(c.tokens for c in rig.chunks)
+
+
+def test_it_blocks_only_when_a_step_is_in_flight_and_nothing_waits():
+    rig = Rig()
+    rig.submit()
+    rig.turn()                      # nothing was in flight
+    rig.turn()                      # one step is
+    rig.loop.handle(wire.Abort(1))
+    rig.turn()                      # a message waits for the core
+    assert rig.executor.polls == [False, True, False]
+
+
+def test_abort_and_stop_reach_the_core_once_each():
+    rig = Rig()
+    rig.submit(1, max_new=100)
+    rig.submit(2, max_new=100)
+    rig.turn()
+    rig.turn()
+    rig.loop.handle(wire.Abort(1))
+    rig.loop.handle(wire.StopAt(2, 1))
+    rig.loop.handle(wire.Flush())
+    rig.run()
+    rig.loop.handle(wire.Abort(1))
+    rig.loop.handle(wire.StopAt(2, 1))
+    rig.loop.handle(wire.Abort(99))
+    assert rig.loop.idle
+    assert [e for e in rig.core.seen if isinstance(e, (Aborted, Stopped, Flushed))] == [
+        Aborted(1), Stopped(2, 1), Flushed()]
+    assert rig.ends == {1: "abort", 2: "stop"}
+    assert rig.executor.prompts == {}
+
+
+def test_a_stop_id_ends_it_and_the_executor_forgets_it():
+    rig = Rig()
+    rig.submit(1, (5, 6, 7), max_new=50, stop_ids=[7])
+    rig.run()
+    assert rig.tokens[1] == [5, 6, 7] and rig.ends[1] == "stop"
+    assert rig.executor.prompts == {}
+
+
+def test_logprobs_travel_with_their_tokens():
+    rig = Rig()
+    rig.submit(1, (5, 6), max_new=2, params=SamplingParams(logprobs=1))
+    rig.submit(2, (5, 6), max_new=2)
+    rig.run()
+    logprob = wire.Logprob(-0.5, 1, [(5, -0.5)])
+    assert [c.logprobs for c in rig.chunks if c.rid == 1 and c.tokens] == [[logprob]] * 2
+    assert all(c.logprobs is None for c in rig.chunks if c.rid == 2)
+
+
+def test_a_leader_that_is_gone_is_not_waited_for():
+    rig = Rig()
+    rig.submit(1, max_new=50)
+    rig.submit(2, leader=1, choice=1)
+    rig.submit(3, leader=77, choice=1)
+    rig.run()
+    assert [e.leader for e in rig.core.seen if isinstance(e, Arrived)] == [None, 1, None]
+
+
+@pytest.mark.parametrize("bad", [
+    {"prompt": ()}, {"prompt": (100,)}, {"prompt": (-1,)}, {"prompt": (5,) * 1000}, {"max_new": 0},
+    {"max_new": 998}, {"stop_ids": [100]}, {"choice": 8}, {"choice": -1}, {"rid": 0},
+    {"params": SamplingParams(logit_bias={100: 1.0})}, {"params": SamplingParams(temperature=-1)},
+    {"params": SamplingParams(n=10**6), "choice": 10**5}, {"params": SamplingParams(stop=("",))},
+], ids=str)
+def test_what_the_engine_cannot_run_is_refused_and_touches_nothing(bad):
+    rig = Rig()
+    rig.submit(**{"rid": 1, **bad})
+    rig.submit(2, max_new=1)
+    rig.run()
+    assert rig.ends == {bad.get("rid", 1): "refused", 2: "length"}
+    assert rig.chunks[0].reason
+    assert [e.rid for e in rig.core.seen if isinstance(e, Arrived)] == [2]
+
+
+def test_a_submit_that_comes_twice_counts_once():
+    rig = Rig()
+    rig.submit(1)
+    rig.submit(1)
+    rig.run()
+    assert rig.tokens[1] == [5, 6, 7, 5]
+
+
+def test_stats_of_all_parts_and_checks_when_asked():
+    rig = Rig(check=True)
+    rig.submit()
+    rig.run()
+    answer = rig.loop.handle(wire.AskStats(9))
+    assert answer.id == 9
+    assert answer.values.items() >= {"rows_used": 0.0, "steps_total": 3.0,
+                                     "generation_tokens_total": 4.0}.items()
+    assert rig.core.checks > 4
+
+
+def test_hello_in_the_middle_is_a_protocol_error():
+    with pytest.raises(wire.ProtocolError):
+        Rig().loop.handle(wire.Hello(1, {}))
+
+
+def test_neither_record_holds_prompts_or_tokens(tmp_path):
+    path = tmp_path / "events.jsonl"
+    recorder = Recorder(str(path))
+    rig = Rig(depth=2, recorder=recorder)
+    for rid in range(1, 4):
+        rig.submit(rid, (93, 94, 95), max_new=30, stop_ids=[96])    # 77 is the plans' input token
+    rig.run()
+    dump = io.StringIO()
+    recorder.dump(dump)
+    for text in (dump.getvalue(), path.read_text()):
+        assert not any(str(secret) in text for secret in (93, 94, 95, 96, 77))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    kinds = {line["kind"] for line in lines}
+    assert kinds == {"Arrived", "StepPlan", "Retired", "Started", "Token", "Finished", "pools"}
+    assert sum(line["kind"] == "Token" for line in lines) == 90
+    assert lines[-1] == {"kind": "pools", "issued": 30, "retired": 30, "rows_used": 0.0}
+
+
+def test_the_recorder_keeps_the_last_512():
+    recorder = Recorder()
+    for _ in range(600):
+        recorder.event(Flushed())
+    recorder.event(Aborted(3))
+    dump = io.StringIO()
+    recorder.dump(dump)
+    lines = dump.getvalue().splitlines()
+    assert len(lines) == RING and json.loads(lines[-1])["rid"] == 3
