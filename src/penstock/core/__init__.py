@@ -1,0 +1,1 @@
+"""The planner: pure, deterministic, standard library only. See `core.Core`."""

@@ -1,0 +1,325 @@
+"""Who holds what: pools, tree and flying copies behind one acquire and one release.
+
+`Core` says which leases a phase needs; this takes them all or none, and gives them up behind fences.
+Also the copies between device and host pages that belong to holding: write-through of sealed pages,
+parking of a paused request, loading. Knows no policy: who must give way is decided in `room`.
+"""
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from penstock.core.ledger import Fence, Pool
+from penstock.core.lifecycle import Lease, Phase
+from penstock.core.plan import DramPage, Group, HbmPage, Move, MoveId, Page, Row, StepId, Tier
+from penstock.core.request import Request
+from penstock.core.settings import CoreConfig
+from penstock.core.tree import Copy, Node, Tree
+
+ONLY = Group(0)      # the one cache group of today's models
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A Move that was planned and has not been answered."""
+
+    src: Tier
+    dst: Tier
+    nodes: list[Node] = field(default_factory=list)      # whose copy in `dst` it fills
+    request: Request | None = None                       # or: the open page of this request
+
+
+def _pages(tier: Tier, units: list[int]) -> tuple[Page, ...]:
+    return tuple(map(HbmPage, units)) if tier is Tier.HBM else tuple(map(DramPage, units))
+
+
+class Holdings:
+    """Pools, prefix tree, flying Moves. Every method keeps `check` true."""
+
+    def __init__(self, cfg: CoreConfig) -> None:
+        self.cfg = cfg
+        self.rows = Pool("row", cfg.rows, cfg.row_base)
+        self.hbm = Pool("hbm", cfg.hbm_pages, cfg.hbm_base)
+        self.dram = Pool("dram", cfg.dram_pages, cfg.dram_base)
+        self.pools = {Lease.ROW: self.rows, Lease.HBM: self.hbm, Lease.DRAM: self.dram}
+        self.tree = Tree({Tier.HBM: self.hbm, Tier.DRAM: self.dram})
+        self.flights: dict[MoveId, Flight] = {}
+        self.outbox: list[Move] = []                     # planned since the last step
+        self.issued = StepId(0)
+        self.retired = StepId(0)
+        self._next_move = 1
+
+    # ---------------------------------------------------------------- acquire and release
+    def acquire(self, r: Request, leases: Collection[Lease], spare: int = 0) -> bool:
+        """Take everything that `leases` mean for this request, or nothing. `spare` HBM pages must be
+        left over, so that the rows that run can grow."""
+        want = dict.fromkeys(Lease, 0)
+        for lease in leases:
+            if lease is Lease.ROW:
+                want[lease] = 1
+            elif lease is Lease.DRAM:
+                want[lease] = self._dram_needed(r)
+            elif not r.table:
+                want[lease] = self._find(r)
+        ok = (self.rows.free >= want[Lease.ROW]
+              and self._room(Tier.HBM, want[Lease.HBM], spare)
+              and self._room(Tier.DRAM, want[Lease.DRAM]))
+        if not ok:
+            if Lease.HBM in leases:
+                self._release_table(r)
+                if r.phase is not Phase.PAUSED:
+                    self.forget_path(r)
+            return False
+        if want[Lease.ROW]:
+            r.row = Row(self.rows.acquire(1)[0])
+        r.reserve += map(DramPage, self.dram.acquire(want[Lease.DRAM]))
+        if Lease.HBM in leases:
+            self._fill(r, want[Lease.HBM])
+        return True
+
+    def release(self, r: Request, leases: Iterable[Lease]) -> None:
+        for lease in leases:
+            if lease is Lease.ROW and r.row is not None:
+                self.rows.release([r.row], Fence(r.last_issue))
+                r.row = None
+            elif lease is Lease.HBM:
+                self._release_table(r)
+            elif lease is Lease.DRAM:
+                self._release_parked(r)
+
+    def grow(self, r: Request) -> bool:
+        """One more device page for the next position."""
+        if not self._room(Tier.HBM, 1):
+            return False
+        near = r.table[-1].page if r.table else None
+        r.table.append(Copy(self.hbm.acquire(1, near)[0], pins=1))
+        return True
+
+    def forget_path(self, r: Request, keep: int = 0) -> None:
+        """The request no longer names the sealed pages from `keep` on."""
+        gone = r.path[keep:]
+        del r.path[keep:]
+        self.tree.leave(gone)
+        if not self.cfg.prefix_cache:
+            for node in reversed(gone):
+                self._discard(node)
+
+    def drain(self) -> int:
+        return sum(pool.drain(self.retired, self.flights) for pool in self.pools.values())
+
+    def _room(self, tier: Tier, n: int, spare: int = 0) -> bool:
+        """Whether n pages are free now, evicting cached ones if that makes it so."""
+        pool = self.tree.pools[tier]
+        if n == 0:
+            return True
+        if pool.free < n + spare:
+            self.tree.evict(tier, n + spare - pool.free - pool.in_limbo)
+            pool.drain(self.retired, self.flights)
+        return pool.free >= n + spare
+
+    # ---------------------------------------------------------------- HBM
+    def _find(self, r: Request) -> int:
+        """Pin what the device has of the request's known prefix. Returns the pages that are missing."""
+        if r.phase is Phase.PAUSED:
+            usable = next((i for i, n in enumerate(r.path) if not self.tree.usable(n)), len(r.path))
+            if usable < len(r.path):              # lost meanwhile: that part is recomputed
+                self.forget_path(r, usable)
+                self._drop_open(r)
+        else:
+            self.forget_path(r)
+            r.path = self.tree.match(r.arrived.namespace, r.tokens, self.cfg.page_size)
+            for node in r.path:
+                self.tree.use(node)
+        if r.open_copy is None:
+            r.computed = r.settled = len(r.path) * self.cfg.page_size
+        missing = -(-len(r.tokens) // self.cfg.page_size) - len(r.path)
+        for node in r.path:
+            copy = node.copies.get(Tier.HBM)
+            if copy is None:
+                missing += 1
+                copy = Copy(-1, node)             # a place holder until `_fill`
+                node.copies[Tier.DRAM].pins += 1  # making room must not evict the source
+            copy.pins += 1
+            r.table.append(copy)
+        return missing
+
+    def _fill(self, r: Request, n: int) -> None:
+        """Give pages to the place holders and the tail of the table; start the loads."""
+        pages = self.hbm.acquire(n)[::-1]
+        loads: list[Node] = []
+        for i, node in enumerate(r.path):
+            if r.table[i].page < 0:
+                copy = r.table[i] = Copy(pages.pop(), ready=False, pins=1)
+                self.tree.attach(node, Tier.HBM, copy)
+                node.copies[Tier.DRAM].pins -= 1
+                loads.append(node)
+        r.table += [Copy(page, pins=1) for page in reversed(pages)]
+        if loads:
+            self._move_nodes(loads, Tier.DRAM, Tier.HBM)
+        if r.open_copy is not None:
+            g = self.cfg.page_size
+            self._move_open(r, Tier.DRAM, r.open_copy, Tier.HBM, r.table[len(r.path)].page,
+                            r.computed - len(r.path) * g)
+
+    def _release_table(self, r: Request) -> None:
+        fence = Fence(r.last_issue, frozenset(r.moves))
+        private: list[int] = []
+        for i, copy in enumerate(r.table):
+            copy.pins -= 1
+            if copy.node is None:
+                private.append(copy.page)
+            elif copy.page < 0:
+                r.path[i].copies[Tier.DRAM].pins -= 1     # a place holder: nothing was taken
+            else:
+                copy.used = max(copy.used, r.last_issue)
+        self.hbm.release(private, fence)
+        r.table = []
+        r.bound = 0
+        for node in r.path:
+            self.tree.settle(node)
+
+    # ---------------------------------------------------------------- sealing and write-through
+    def seal(self, r: Request) -> None:
+        """Move pages whose tokens have all retired from the request into the tree."""
+        g, new = self.cfg.page_size, list[Node]()
+        while (len(r.path) + 1) * g <= min(r.settled, len(r.tokens)):
+            i = len(r.path)
+            parent = r.path[-1] if r.path else self.tree.root(r.arrived.namespace)
+            node = self.tree.child(parent, r.page_key(i, g))
+            if Tier.HBM not in node.copies:
+                self.tree.attach(node, Tier.HBM, r.table[i])
+            self.tree.use(node)
+            r.path.append(node)
+            if Tier.DRAM not in node.copies and node.ready(Tier.HBM):
+                new.append(node)
+        if new and self.cfg.dram_pages:
+            self.write_through(new, r.reserve)
+
+    def write_through(self, nodes: list[Node], reserve: list[DramPage]) -> None:
+        """Copy sealed pages to the host, as far as there is room; reserved pages are used first."""
+        todo: list[Node] = []
+        for node in nodes:
+            if reserve:
+                page = reserve.pop()
+            elif self._room(Tier.DRAM, 1):
+                page = DramPage(self.dram.acquire(1)[0])
+            else:
+                break
+            self.tree.attach(node, Tier.DRAM, Copy(page, ready=False))
+            todo.append(node)
+        if todo:
+            self._move_nodes(todo, Tier.HBM, Tier.DRAM)
+
+    # ---------------------------------------------------------------- DRAM: a paused request
+    def _dram_needed(self, r: Request) -> int:
+        """Host pages a pause needs at most: sealed pages without a host copy, and the unsealed."""
+        bare = sum(Tier.DRAM not in node.copies for node in r.path)
+        return bare + -(-r.computed // self.cfg.page_size) - len(r.path)
+
+    def park(self, r: Request) -> None:
+        """All steps of a paused request have retired: pin host copies, then let go of the device."""
+        for i, node in enumerate(r.path):
+            if Tier.HBM not in node.copies and Tier.DRAM not in node.copies:
+                self.tree.attach(node, Tier.HBM, r.table[i])   # its twin was evicted: ours serves
+        count = r.computed - len(r.path) * self.cfg.page_size
+        # Host copies may have been evicted since the pause; the open page goes first, and what the
+        # reserve does not cover stays on the device.
+        open_page = r.reserve.pop() if count > 0 and r.reserve else None
+        bare = [n for n in r.path if Tier.DRAM not in n.copies]
+        if bare:
+            self.write_through(bare, r.reserve)
+        for node in r.path:
+            if (copy := node.copies.get(Tier.DRAM)) is not None:
+                copy.pins += 1
+                r.parked.append(copy)
+        r.is_parked = True
+        if open_page is not None:
+            # The device page stays in the table, pinned, until the copy has landed.
+            r.open_copy = open_page
+            self._move_open(r, Tier.HBM, r.table[len(r.path)].page, Tier.DRAM, r.open_copy, count)
+        self.dram.release(r.reserve, Fence(StepId(0)))
+        r.reserve = []
+        if not r.moves:
+            self._release_table(r)
+
+    def _release_parked(self, r: Request) -> None:
+        for copy in r.parked:
+            copy.pins -= 1
+            if copy.node is not None:
+                self.tree.settle(copy.node)
+        r.parked, r.is_parked = [], False
+        self.dram.release(r.reserve, Fence(StepId(0)))
+        r.reserve = []
+        self._drop_open(r)
+
+    def _drop_open(self, r: Request) -> None:
+        if r.open_copy is not None:
+            self.dram.release([r.open_copy], Fence(StepId(0), frozenset(r.moves)))
+            r.open_copy = None
+
+    # ---------------------------------------------------------------- moves
+    def _new_move(self, flight: Flight, src: list[int], dst: list[int], tokens: int,
+                  after: StepId) -> MoveId:
+        """Plan a copy. `after` names the last step that wrote the source; sealed pages have none,
+        their producers were seen to retire."""
+        move = MoveId(self._next_move)
+        self._next_move += 1
+        self.flights[move] = flight
+        self.outbox.append(Move(move, ONLY, flight.src, _pages(flight.src, src), flight.dst,
+                                _pages(flight.dst, dst), tokens, after))
+        return move
+
+    def _move_nodes(self, nodes: list[Node], src: Tier, dst: Tier) -> None:
+        ends = [(n.copies[src], n.copies[dst]) for n in nodes]
+        self._new_move(Flight(src, dst, nodes=nodes), [s.page for s, _ in ends],
+                       [d.page for _, d in ends], len(nodes) * self.cfg.page_size, self.retired)
+        for s, d in ends:
+            s.moves += 1
+            d.moves += 1
+
+    def _move_open(self, r: Request, src: Tier, src_page: int, dst: Tier, dst_page: int,
+                   tokens: int) -> None:
+        r.moves.add(self._new_move(Flight(src, dst, request=r), [src_page], [dst_page], tokens,
+                                   r.last_issue))
+
+    def landed(self, id: MoveId, ok: bool) -> tuple[Flight, list[Copy]]:
+        """A Move was answered. Returns its flight and the device copies that will never be filled;
+        requests that count on those must drop before `discard_failed`."""
+        flight, failed = self.flights.pop(id), list[Copy]()
+        for node in flight.nodes:
+            source, target = node.copies[flight.src], node.copies[flight.dst]
+            source.moves -= 1
+            target.moves -= 1
+            target.ready = ok
+            if ok:
+                self.tree.settle(node)
+                if not self.cfg.prefix_cache:
+                    self._discard(node)
+            elif flight.dst is Tier.HBM:
+                failed.append(target)
+            else:
+                self.tree.forget(node, Tier.DRAM)     # a failed write-through changes nothing
+        if (r := flight.request) is not None:
+            r.moves.discard(id)
+            if not ok and flight.dst is Tier.DRAM:
+                self._drop_open(r)                    # the open page's tokens are recomputed
+            elif not ok:
+                r.computed = r.settled = len(r.path) * self.cfg.page_size
+            if r.phase is Phase.PAUSED and r.is_parked and not r.moves:
+                self._release_table(r)
+        return flight, failed
+
+    def discard_failed(self, copies: list[Copy]) -> None:
+        """Loads failed: their source cannot be trusted either, both copies go."""
+        for copy in copies:
+            assert copy.pins == 0
+            if (node := copy.node) is not None:       # else it went with its last request
+                for tier in tuple(node.copies):
+                    self.tree.forget(node, tier)
+
+    def _discard(self, node: Node) -> None:
+        """Without a prefix cache a page goes with the last request that names it."""
+        for tier in (Tier.HBM, Tier.DRAM):
+            copy = node.copies.get(tier)
+            if copy is not None and not (node.refs or copy.pins or copy.moves):
+                self.tree.forget(node, tier)

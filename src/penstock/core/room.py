@@ -1,0 +1,60 @@
+"""Who gives way when device pages are short: cached pages, then pauses, then drops.
+
+Promised units are counted first: while what is already on its way to the free list covers the
+shortage, nobody else is disturbed.
+"""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.core.lifecycle import Phase, Trigger
+from penstock.core.plan import Tier
+from penstock.core.request import Request
+
+if TYPE_CHECKING:
+    from penstock.core.core import Core
+
+
+def promised(core: Core) -> int:
+    """Device pages that will become free or evictable without a further victim."""
+    have = core.have
+    pages = have.hbm.in_limbo
+    for flight in have.flights.values():
+        for node in flight.nodes:
+            copy = node.copies.get(Tier.HBM)
+            pages += copy is not None and copy.pins == 0
+    for r in core.waiting:
+        if r.phase is Phase.PAUSED:            # its steps or its copies are not finished
+            pages += len(r.table)
+    return pages
+
+
+def for_growth(core: Core, r: Request, taken: list[Request]) -> None:
+    """`r` runs and needs one more page: the youngest running request gives up its own, possibly `r`
+    itself. Rows already in the step being planned are out of reach, they are older."""
+    if promised(core):
+        return
+    victim = next(v for v in reversed(core.running) if v not in taken and v.phase is not Phase.LOADING)
+    if victim is r and _drop_paused(core, r):
+        return                                 # somebody who does not even run was in the way
+    yield_device(core, victim)
+
+
+def for_admission(core: Core, r: Request) -> None:
+    """`r` waits. Nobody who runs is disturbed for it, but pages that a paused request could not
+    copy to the host must not block the engine for ever."""
+    if not core.running and not promised(core) and not core.have.rows.in_limbo:
+        _drop_paused(core, r)
+
+
+def yield_device(core: Core, victim: Request) -> None:
+    """Pause if the host has room for the KV, else drop it."""
+    if (victim.phase, Trigger.PAUSE) not in core.edges or not core._go(victim, Trigger.PAUSE):
+        core._go(victim, Trigger.DROP)
+
+
+def _drop_paused(core: Core, but: Request) -> bool:
+    for victim in reversed(core.waiting):
+        if victim.phase is Phase.PAUSED and victim is not but:
+            return core._go(victim, Trigger.DROP)
+    return False
