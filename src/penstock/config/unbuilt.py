@@ -100,7 +100,7 @@ UNBUILT: tuple[Unbuilt, ...] = (
     _value("", "--load-format", neutral=("auto", "safetensors", "gguf", "dummy"),
            instead="choose from auto, safetensors, gguf, dummy; pickled checkpoints (.bin, .pt) "
                    "are refused, because loading them runs code"),
-    _value("quantised compute", "--quantization", "-q", neutral=_NONE,
+    _value("quantised compute", "--quantization", neutral=_NONE,
            instead="GGUF weights are dequantised when they are loaded"),
     _value("offloading weights", "--cpu-offload-gb", neutral=("0", "0.0")),
     _value("another hub revision", "--revision", "--tokenizer-revision", neutral=("main", *_NONE)),
@@ -125,7 +125,7 @@ UNBUILT: tuple[Unbuilt, ...] = (
     _value("another schedule policy", "--schedule-policy", "--scheduling-policy",
            neutral=("fcfs",)),
     _switch("torch.compile", "--enable-torch-compile"),
-    _value("CUDA graphs", "--cuda-graph-*", "--compilation-config", "-O", neutral=("0", *_NONE)),
+    _value("CUDA graphs", "--cuda-graph-*", "--compilation-config", neutral=("0", *_NONE)),
     # The server.
     _value("TLS", "--ssl-*", neutral=_NONE, instead="put a reverse proxy in front"),
     _value("more than one API process", "--api-server-count", "--tokenizer-worker-num",

@@ -1,0 +1,78 @@
+# `make serve` and `make test` are all that README needs; `make help` lists the rest.
+# PIP_ARGS reaches every pip call, e.g. PIP_ARGS="--index-url ..." for another torch build.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+PIP_ARGS ?=
+MODEL ?= demo
+PORT ?= 8000
+ARGS ?=
+N ?= 600
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt $(PIP_ARGS)
+# Tests run single-threaded and without a model hub: two threads on shared cores collapse 5-20x.
+QUIET := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+PYTEST := $(QUIET) $(BIN)/python -m pytest
+
+.PHONY: help serve chat test check sweep sim bench gpu doctor docs clean
+
+help:  ## show this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 10
+
+# ---------------------------------------------------------------- installation, once
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+
+# torch goes first and pinned: a range would let pip take the largest build that it can find.
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) torch
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) -e '.[dev]'
+	@touch $@
+
+# ---------------------------------------------------------------- running
+serve: $(VENV)/.installed  ## install, then serve MODEL (demo) on 127.0.0.1:PORT (8000)
+	@exec $(BIN)/penstock serve $(MODEL) --port $(PORT) $(ARGS)
+
+chat: $(VENV)/.installed  ## install, then talk to MODEL in the terminal
+	@exec $(BIN)/penstock chat $(MODEL) $(ARGS)
+
+doctor: $(VENV)/.installed  ## this machine and the chosen back-ends
+	@$(BIN)/penstock doctor
+
+bench: $(VENV)/.installed-dev  ## measure: make bench ARGS="..."
+	@$(BIN)/penstock bench $(ARGS)
+
+# ---------------------------------------------------------------- checking
+test: $(VENV)/.installed-dev  ## every test but the long ones, under 10 minutes
+	$(PYTEST) -m "not sweep and not gpu" $(ARGS)
+
+check: $(VENV)/.installed-dev  ## lint, types, tidy, unit tests, a few simulations, under 60 s
+	$(BIN)/ruff check src tests bench examples
+	$(BIN)/mypy
+	$(PYTEST) -m "not sweep and not gpu" tests/tidy tests/unit
+	$(BIN)/penstock sim --seeds 20
+
+sweep: $(VENV)/.installed-dev  ## the long loops, at most 40 minutes
+	$(BIN)/penstock sim --seeds 3000
+	$(PYTEST) -m sweep
+
+sim: $(VENV)/.installed-dev  ## N simulations of the planner: make sim N=3000
+	$(BIN)/penstock sim --seeds $(N) $(ARGS)
+
+gpu: $(VENV)/.installed-dev  ## tests that need an accelerator
+	$(PYTEST) -m gpu
+
+docs: $(VENV)/.installed  ## write docs/flags.md again from the config tree
+	$(BIN)/python -m penstock.config.reference > docs/flags.md
+
+clean:  ## remove the environment and every cache
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache

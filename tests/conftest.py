@@ -1,0 +1,48 @@
+"""For every test: unpickling is refused, a hang ends with the stacks of all threads."""
+from __future__ import annotations
+
+import faulthandler
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_HOOKS = Path(__file__).parent / "hooks"
+_spec = importlib.util.spec_from_file_location("no_pickle", _HOOKS / "sitecustomize.py")
+assert _spec and _spec.loader
+no_pickle = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(no_pickle)
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(_HOOKS), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+# A hang, not slowness: at least 20 times what any test takes on a quiet machine.
+HANG_S = 600
+SWEEP_HANG_S = 2400
+
+
+@pytest.fixture(autouse=True)
+def _nothing_unpickled() -> Iterator[None]:
+    no_pickle.FOUND.clear()
+    yield
+    assert not no_pickle.FOUND, f"unpickled: {no_pickle.FOUND}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    limit_s = SWEEP_HANG_S if item.get_closest_marker("sweep") else HANG_S
+
+    def hang(signum: int, frame: object) -> None:
+        faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
+        pytest.fail(f"hangs: not finished after {limit_s} s", pytrace=False)
+
+    before = signal.signal(signal.SIGALRM, hang)
+    signal.alarm(limit_s)
+    try:
+        return (yield)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,83 @@
+"""Documents that name files, commands and flags name existing ones."""
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.config.cli import Parser, add_flags, flags, prepare
+from penstock.config.reference import reference
+from penstock.serve.main import COMMANDS
+
+ROOT = Path(__file__).parents[2]
+DOCS = [p for p in (ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md",
+                    *sorted((ROOT / "docs").rglob("*.md"))) if p.exists()]
+TARGETS = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+PATH = re.compile(r"`((?:src|tests|docs|bench|examples|\.ci)/[\w./*-]+|[\w-]+\.(?:md|toml|txt))`"
+                  r"|\]\((?!https?:|#)([^)#\s]+)")
+COMMAND = re.compile(r"^\s*(?:\$ )?((?:make|penstock) [^#\n]*)", re.MULTILINE)
+BLOCK = re.compile(r"^```(?:sh|bash|console|shell)?\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def ids(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("doc", DOCS, ids=ids)
+def test_paths_exist(doc: Path) -> None:
+    named = [a or b for a, b in PATH.findall(doc.read_text())]
+    missing = [n for n in named if "NNNN" not in n
+               and not any(base.glob(n) and list(base.glob(n)) for base in (ROOT, doc.parent))]
+    assert not missing, missing
+
+
+def commands(doc: Path) -> list[list[str]]:
+    """Commands of shell blocks, and inline ones in backquotes."""
+    text = doc.read_text()
+    found = [c for block in BLOCK.findall(text)
+             for c in COMMAND.findall(block.replace("\\\n", " "))]
+    found += re.findall(r"`((?:make|penstock) [^`\n]+)`", text)
+    return [shlex.split(c.replace("...", "").rstrip("& ")) for c in found]
+
+
+@pytest.mark.parametrize("doc", DOCS, ids=ids)
+def test_commands_exist(doc: Path) -> None:
+    for words in commands(doc):
+        if words[0] == "make":
+            wanted = [w for w in words[1:] if "=" not in w and not w.startswith("-")]
+            assert set(wanted) <= TARGETS, words
+        elif not words[1].startswith("-") and words[1].islower():
+            assert words[1] in COMMANDS, words
+
+
+@pytest.mark.parametrize("doc", DOCS, ids=ids)
+def test_serve_commands_parse(doc: Path) -> None:
+    parser = Parser(prog="penstock serve")
+    add_flags(parser)
+    parser.add_argument("--print-config", action="store_true")
+    for words in commands(doc):
+        if words[:2] == ["penstock", "serve"] and len(words) > 2:
+            parser.parse(prepare(words[2:]))
+
+
+def test_flags_are_documented() -> None:
+    """docs/flags.md is what the config tree says; `make docs` writes it."""
+    assert (ROOT / "docs" / "flags.md").read_text() == reference()
+    run = subprocess.run([sys.executable, "-m", "penstock.config.reference"],
+                         capture_output=True, text=True, check=True)
+    assert run.stdout == reference()
+    for flag in flags():
+        assert flag.dest == "model.model" or flag.spellings[0] in reference()
+
+
+def test_make_help_lists_every_target() -> None:
+    text = (ROOT / "Makefile").read_text()
+    phony = re.search(r"^\.PHONY: (.*)$", text, re.MULTILINE)
+    assert phony
+    for target in phony[1].split():
+        assert re.search(rf"^{target}:.*##", text, re.MULTILINE), target
+    assert set(phony[1].split()) == TARGETS

@@ -1,0 +1,119 @@
+"""Direction of imports, by layer, from the syntax trees: lazy imports count as well."""
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[2] / "src"
+PACKAGE = SRC / "penstock"
+MODULES = {".".join(p.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__"): p
+           for p in sorted(PACKAGE.rglob("*.py"))}
+LAYERS = {
+    "config": (),
+    "core": ("config",),
+    "kernels": ("config",),
+    "model": ("kernels", "config"),
+    "memory": ("core", "kernels", "config"),
+    "exec": ("core", "config", "model", "memory", "kernels"),
+    "sim": ("core", "config"),
+}
+# Layers that see only parts of another one.
+ONLY = {
+    ("kernels", "config"): ("penstock.config.errors", "penstock.config.platform"),
+    ("memory", "core"): ("penstock.core.plan", "penstock.core.settings"),
+    ("exec", "core"): ("penstock.core.plan", "penstock.core.settings"),
+}
+THIRD_PARTY = {
+    "core": (), "sim": (), "config": ("msgspec",), "kernels": ("torch", "triton", "cuda", "numpy"),
+}
+ENTRY_POINTS = ("penstock", "penstock.serve.main", "penstock.serve.engine_main",
+                "penstock.config.reference")
+
+
+def layer_of(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else ""
+
+
+def imports(path: Path, module: str) -> list[tuple[str, int]]:
+    """(imported module, line), relative imports made absolute; `from a import b` gives a.b when b
+    is a module."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [(a.name, node.lineno) for a in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+                up = package.split(".")[:len(package.split(".")) - node.level + 1]
+                base = ".".join([*up, *filter(None, [node.module])])
+            for a in node.names:
+                inner = f"{base}.{a.name}"
+                found.append((inner if inner in MODULES else base, node.lineno))
+    return found
+
+
+def test_every_layer_imports_only_what_is_below_it() -> None:
+    wrong = []
+    for module, path in MODULES.items():
+        layer = layer_of(module)
+        for name, line in imports(path, module):
+            other = layer_of(name)
+            if not name.startswith("penstock") or layer not in LAYERS or other == layer:
+                continue
+            only = ONLY.get((layer, other))
+            if other not in LAYERS[layer] or (only and not name.startswith(only)):
+                wrong.append(f"{path}:{line}: {module} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_pure_layers_use_no_library() -> None:
+    wrong = []
+    for module, path in MODULES.items():
+        allowed = THIRD_PARTY.get(layer_of(module))
+        for name, line in imports(path, module):
+            top = name.split(".")[0]
+            if allowed is None or top in sys.stdlib_module_names or top in (*allowed, "penstock"):
+                continue
+            wrong.append(f"{path}:{line}: {module} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_core_has_no_clock_randomness_thread_or_io() -> None:
+    banned = {"time", "datetime", "random", "secrets", "threading", "asyncio", "os", "io",
+              "socket", "pathlib", "subprocess", "uuid", "select", "concurrent", "queue"}
+    wrong = [f"{path}:{line}: {name}" for module, path in MODULES.items()
+             if layer_of(module) == "core" for name, line in imports(path, module)
+             if name.split(".")[0] in banned]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_module_is_used() -> None:
+    """A module that nothing imports is dead, unless it is an entry point or found by a registry."""
+    used = set(ENTRY_POINTS)
+    for module, path in MODULES.items():
+        used |= {name for name, _ in imports(path, module) if name != module}
+    # Commands, families and kernels are imported by name: a string in a table is a use.
+    text = {m: p.read_text() for m, p in MODULES.items()}
+    named = {m for m in MODULES if any(f'"{m}"' in t or f'"{m}:' in t for t in text.values())}
+    used |= {f"{m}.{s}" for m in MODULES for s in ("reference", "cases") if m.count(".") == 2
+             and m.startswith("penstock.kernels.")}
+    dead = [m for m, p in MODULES.items()
+            if m not in used and m not in named and p.name != "__init__.py"]
+    assert not dead, dead
+
+
+@pytest.mark.parametrize("argv", ["--help", "serve --help", "doctor --help", "--version"])
+def test_help_imports_nothing_heavy(argv: str) -> None:
+    """Speed of `penstock --help`, asserted by its cause: these take 0.1 to 2 s to import."""
+    code = ("import sys\nfrom penstock.serve.main import main\n"
+            f"try: main({argv.split()!r})\nexcept SystemExit: pass\n"
+            "print('HEAVY', sorted({'torch', 'numpy', 'uvicorn', 'starlette', 'tokenizers',"
+            " 'transformers', 'jinja2', 'asyncio'} & set(sys.modules)))")
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.stdout.splitlines()[-1:] == ["HEAVY []"], run.stdout + run.stderr
