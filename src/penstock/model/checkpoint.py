@@ -1,0 +1,194 @@
+"""A model on disk as Hugging Face tensors, one at a time: safetensors (single, sharded) and GGUF.
+
+Everything is checked from the headers when it is opened; then each tensor is read into its own memory (no
+mapping: mapped pages would count as ours until the kernel takes them back). Knows no family's layers.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import dequantize
+from torch import Tensor
+
+from penstock.config.errors import ConfigError
+from penstock.model.base import Checkpoint
+from penstock.model.files import open_regular, show
+from penstock.model.gguf_config import ROPE_FREQS, HFName, hf_name
+from penstock.model.gguf_file import GGUFTensor
+from penstock.model.locate import ModelFiles, read_weight_map
+from penstock.model.safetensors_file import StoredTensor, read_safetensors_header
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Elements dequantised at once: the temporaries of numpy (about ten of this size) stay in the cache.
+_CHUNK_ELEMENTS = 1 << 18
+# A buffer that old exports stored; every family computes it from the config.
+_SKIPPED_SUFFIX = ".rotary_emb.inv_freq"
+
+
+def open_checkpoint(files: ModelFiles) -> Checkpoint:
+    """The checkpoint in `files`, its headers checked.
+
+    Raises ConfigError: a damaged or truncated file, a type or an architecture that is not supported.
+    `tensors()` of it raises ConfigError too, if a file changes or cannot be read.
+    """
+    if files.load_format == "dummy":
+        return ConfigOnly(files)
+    return GGUFCheckpoint(files) if files.gguf is not None else SafetensorsCheckpoint(files)
+
+
+class ConfigOnly:
+    """For random weights: the config of a model whose weights are not read."""
+
+    def __init__(self, files: ModelFiles) -> None:
+        self.config, self.eos_ids = files.config, files.eos_ids
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Nothing."""
+        return iter(())
+
+
+class SafetensorsCheckpoint:
+    """One file, or the shards of an index. Tensors keep their dtype."""
+
+    def __init__(self, files: ModelFiles) -> None:
+        self.config: dict[str, Any] = files.config
+        self.eos_ids = files.eos_ids
+        self.shards = {path: read_safetensors_header(path) for path in files.safetensors}
+        if files.index is not None:
+            _check_index(files.index, self.shards)
+        if not any(self.shards.values()):
+            raise ConfigError(f"{files.folder}: the safetensors files hold no tensors")
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight once, in the order of the files."""
+        for path, stored in self.shards.items():
+            file, _ = open_regular(path)
+            with file:
+                for entry in stored.values():
+                    if not entry.name.endswith(_SKIPPED_SUFFIX):
+                        tensor = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
+                        _read_into(file, entry.begin, _bytes_of(tensor), path)
+                        yield entry.name, _finite(tensor, entry.name, path)
+                        del tensor          # before the next one is made
+
+
+def _check_index(index: Path, shards: dict[Path, dict[str, StoredTensor]]) -> None:
+    weight_map = read_weight_map(index)
+    for path, stored in shards.items():
+        for name in stored:
+            if (listed := weight_map.get(name)) != path.name:
+                raise ConfigError(f"{path}: holds tensor {show(name)}, which {index.name} "
+                                  + (f"places in {show(listed)}" if listed else "does not list"))
+    names = {path.name: stored for path, stored in shards.items()}
+    for name, shard in weight_map.items():
+        if name not in names[shard]:
+            raise ConfigError(f"{index}: tensor {show(name)} is not in {shard}: the shards are not of "
+                              "one checkpoint, or a file is damaged")
+
+
+class GGUFCheckpoint:
+    """One GGUF file. Blocks become float32; F32, F16 and BF16 tensors keep their type."""
+
+    def __init__(self, files: ModelFiles) -> None:
+        assert files.gguf is not None
+        self.path = files.gguf
+        self.config = files.config
+        self.eos_ids = files.eos_ids
+        self.plan: list[tuple[GGUFTensor, HFName]] = []
+        names: set[str] = set()
+        for stored in files.gguf_header.tensors.values():
+            if stored.name == ROPE_FREQS:                    # is in the config
+                continue
+            target = hf_name(stored.name, self.config, str(self.path))
+            _check_shape(stored, target, self.config, self.path)
+            if target.name in names:
+                raise ConfigError(f"{self.path}: two tensors are {target.name}")
+            names.add(target.name)
+            self.plan.append((stored, target))
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight once, in the order of the file; merged experts one by one."""
+        file, _ = open_regular(self.path)
+        with file:
+            for stored, target in self.plan:
+                count = stored.shape[0] if target.experts else 1
+                shape = stored.shape[1:] if target.experts else stored.shape
+                for i in range(count):
+                    name = target.name.format(i) if target.experts else target.name
+                    begin = stored.begin + i * (stored.num_bytes // count)
+                    tensor = _dequantise(file, stored, begin, shape, self.path)
+                    if target.rope_heads:
+                        tensor = _halves(tensor, target.rope_heads)
+                    yield name, _finite(tensor, name, self.path)
+                    del tensor
+
+
+def _check_shape(stored: GGUFTensor, target: HFName, config: dict[str, Any], path: Path) -> None:
+    wrong = (len(stored.shape) != 3 or stored.shape[0] != config["num_experts"] if target.experts
+             else len(stored.shape) > 2)
+    if wrong or (target.rope_heads and stored.shape[0] % (2 * target.rope_heads)):
+        raise ConfigError(f"{path}: tensor {show(stored.name)} has shape {stored.shape}, which does not "
+                          "fit the metadata")
+
+
+def _dequantise(file: BinaryIO, stored: GGUFTensor, begin: int, shape: tuple[int, ...],
+                path: Path) -> Tensor:
+    """`shape` elements from byte `begin` on: read as they are, or chunk by chunk into float32."""
+    if stored.block in _DTYPES:
+        tensor = torch.empty(shape, dtype=_DTYPES[stored.block])
+        _read_into(file, begin, _bytes_of(tensor), path)
+        return tensor
+    tensor = torch.empty(shape, dtype=torch.float32)
+    out = tensor.view(-1).numpy()
+    block_type = GGMLQuantizationType[stored.block]
+    num_blocks = prod(shape) // stored.block_elements
+    step = _CHUNK_ELEMENTS // stored.block_elements
+    raw = np.empty(min(step, num_blocks) * stored.block_bytes, dtype=np.uint8)
+    for first in range(0, num_blocks, step):
+        count = min(step, num_blocks - first)
+        part = raw[:count * stored.block_bytes]
+        _read_into(file, begin + first * stored.block_bytes, part.data, path)
+        start = first * stored.block_elements
+        with np.errstate(all="ignore"):                      # _finite looks at the result
+            # One long row: blocks are independent, and the package loops over rows in Python.
+            out[start:start + count * stored.block_elements] = dequantize(part[None], block_type)[0]
+    return tensor
+
+
+def _halves(tensor: Tensor, heads: int) -> Tensor:
+    """Undo llama.cpp's interleaving: rows (2i, 2i+1) of each head become rows (i, i + H/2)."""
+    rows = tensor.shape[0]
+    return (tensor.view(heads, rows // heads // 2, 2, -1).transpose(1, 2).contiguous()
+            .view(tensor.shape))
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.view(-1).view(torch.uint8).numpy().data
+
+
+def _read_into(file: BinaryIO, begin: int, target: memoryview, path: Path) -> None:
+    """Fill `target` from byte `begin` on. Raises ConfigError when the bytes are not there."""
+    try:
+        file.seek(begin)
+        done = 0
+        while done < len(target):
+            # readinto of an unbuffered file may return fewer bytes, and at most 2 GiB.
+            got = file.readinto(target[done:])  # type: ignore[attr-defined]
+            if not got:
+                raise ConfigError(f"{path}: ended at byte {begin + done}: the file has changed")
+            done += got
+    except OSError as e:
+        raise ConfigError(f"{path}: cannot be read: {e.strerror}") from None
+
+
+def _finite(tensor: Tensor, name: str, path: Path) -> Tensor:
+    """The sum tells: a NaN or an infinity anywhere stays in it. Weights never hold one."""
+    if not tensor.sum(dtype=torch.float32).isfinite():
+        raise ConfigError(f"{path}: tensor {show(name)} holds NaN or infinity: the file is damaged")
+    return tensor
