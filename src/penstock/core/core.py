@@ -216,13 +216,13 @@ class Core:
 
     # ---------------------------------------------------------------- progress without a step
     def _progress(self) -> None:
-        for r in [r for r in self.running if r.phase is Phase.LOADING]:
-            if not r.moves and all(c.ready for c in r.table):
-                self._go(r, Trigger.LANDED)
         for r in self.waiting:
             if r.phase is Phase.PAUSED and not r.is_parked and r.in_flight == 0:
                 self.have.park(r)
         self._admit()
+        for r in [r for r in self.running if r.phase is Phase.LOADING]:
+            if not r.moves and all(c.ready for c in r.table):
+                self._go(r, Trigger.LANDED)
 
     def _admit(self) -> None:
         """Give rows and pages to the waiting, in order; the first that does not fit blocks the rest,

@@ -54,7 +54,9 @@ def yield_device(core: Core, victim: Request) -> None:
 
 
 def _drop_paused(core: Core, but: Request) -> bool:
+    """The youngest paused request that still needs device pages, because their copies failed."""
     for victim in reversed(core.waiting):
-        if victim.phase is Phase.PAUSED and victim is not but:
+        if victim.phase is Phase.PAUSED and victim is not but and any(
+                Tier.HBM in node.copies and not node.ready(Tier.DRAM) for node in victim.path):
             return core._go(victim, Trigger.DROP)
     return False

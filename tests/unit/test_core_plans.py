@@ -1,0 +1,305 @@
+"""What the planner emits, read step by step on examples small enough to check by hand."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.core.core import Core
+from penstock.core.lifecycle import Phase
+from penstock.core.plan import (
+    Aborted,
+    Arrived,
+    Dropped,
+    Event,
+    Finished,
+    Flushed,
+    Moved,
+    Outcome,
+    Output,
+    Paused,
+    RequestId,
+    Retired,
+    Started,
+    StepPlan,
+    Stopped,
+    Tier,
+    Token,
+)
+from penstock.core.settings import CoreConfig
+
+
+class Driver:
+    """A core with an executor that answers when told to; sampled tokens count 100, 101, ..."""
+
+    def __init__(self, **settings: object) -> None:
+        base: dict[str, object] = dict(page_size=4, rows=4, hbm_pages=16, step_tokens=64)
+        self.core = Core(CoreConfig(**(base | settings)))  # type: ignore[arg-type]
+        self.plans: list[StepPlan] = []
+        self.moves: list = []
+        self.out: list[Output] = []
+        self.token = 100
+
+    def tell(self, *events: Event) -> list[StepPlan]:
+        """Apply events; returns the plans they led to."""
+        new = []
+        batch: Sequence[Event] = events
+        while True:
+            advance = self.core.advance(batch)
+            self.core.check()
+            batch = ()
+            self.out += advance.outputs
+            if advance.plan is None:
+                self.plans += new
+                self.moves += [m for p in new for m in p.moves]
+                return new
+            new.append(advance.plan)
+            if not advance.plan.rows:          # moves only: retires at once
+                self.moves += advance.plan.moves
+                batch = (Retired(new.pop().step, ()),)
+
+    def retire(self) -> list[StepPlan]:
+        plan = self.plans.pop(0)
+        tokens = []
+        for sampled in plan.samples:
+            if sampled:
+                tokens.append((self.token,))
+                self.token += 1
+        return self.tell(Retired(plan.step, tuple(tokens)))
+
+    def land(self, ok: bool = True) -> list[StepPlan]:
+        return self.tell(Moved(self.moves.pop(0).id, ok))
+
+    def run(self) -> None:
+        while self.plans or self.moves:
+            if self.plans:
+                self.retire()
+            else:
+                self.land()
+
+    def arrive(self, rid: int, prompt: Sequence[int], max_new: int = 4, **more: object) -> list[StepPlan]:
+        return self.tell(Arrived(RequestId(rid), tuple(prompt), max_new, **more))  # type: ignore[arg-type]
+
+    def phase(self, rid: int) -> Phase:
+        return self.core.live[RequestId(rid)].phase
+
+    def finished(self) -> dict[int, Outcome]:
+        return {o.rid: o.outcome for o in self.out if isinstance(o, Finished)}
+
+
+def test_prompt_is_prefilled_in_chunks_and_samples_once() -> None:
+    d = Driver(step_tokens=3)
+    (first,) = d.arrive(1, range(8))
+    assert (first.start, first.count, first.samples) == ((0,), (3,), (False,))
+    (second,) = d.retire()
+    (third,) = d.retire()
+    assert (second.start, second.count, second.samples) == ((3,), (3,), (False,))
+    assert (third.start, third.count, third.samples) == ((6,), (2,), (True,))
+    assert first.tokens + second.tokens + third.tokens == tuple(range(8))
+    assert len(first.binds) == 1 and not second.binds and not third.binds
+
+
+def test_decode_mixes_with_prefill_under_the_token_budget() -> None:
+    d = Driver(step_tokens=4)
+    d.arrive(1, range(4))
+    d.arrive(2, range(10, 20))
+    (mixed,) = d.retire()
+    assert mixed.rids == (1, 2) and mixed.count == (1, 3)
+    assert mixed.tokens[0] == 100
+
+
+def test_overlap_plans_a_step_on_a_token_nobody_has_seen() -> None:
+    d = Driver(overlap=True)
+    first, second = d.arrive(1, range(4))
+    assert first.tokens == (0, 1, 2, 3) and second.tokens == (-1,)
+    assert d.tell() == []                  # two plans in flight is the limit
+
+
+def test_growth_appends_a_page_exactly_at_the_page_edge() -> None:
+    d = Driver()
+    d.arrive(1, range(4))
+    (decode,) = d.retire()
+    assert len(decode.grows) == 1 and len(decode.grows[0].pages) == 1
+    (decode,) = d.retire()
+    assert decode.grows == ()
+
+
+def test_repeated_prompt_shares_sealed_pages() -> None:
+    d = Driver()
+    d.arrive(1, range(10))
+    d.run()
+    (hit,) = d.arrive(2, range(10))
+    assert hit.start == (8,) and hit.count == (2,)
+    assert [o for o in d.out if isinstance(o, Started)][-1] == Started(RequestId(2), 8, 0)
+
+
+def test_another_namespace_shares_nothing() -> None:
+    d = Driver()
+    d.arrive(1, range(10))
+    d.run()
+    (miss,) = d.arrive(2, range(10), namespace=7)
+    assert miss.start == (0,)
+
+
+def test_fork_waits_for_its_leader_and_recomputes_only_the_tail() -> None:
+    d = Driver()
+    (only,) = d.tell(Arrived(RequestId(1), tuple(range(10)), 4),
+                     Arrived(RequestId(2), tuple(range(10)), 4, leader=RequestId(1)))
+    assert only.rids == (1,)
+    (both,) = d.retire()
+    assert both.rids == (1, 2) and both.start == (10, 8)
+    assert both.binds[0].pages[0][:2] == only.binds[0].pages[0][:2]
+
+
+def test_without_prefix_cache_forks_still_share_and_nothing_stays() -> None:
+    d = Driver(prefix_cache=False)
+    d.tell(Arrived(RequestId(1), tuple(range(10)), 2, namespace=1),
+           Arrived(RequestId(2), tuple(range(10)), 2, namespace=1, leader=RequestId(1)))
+    (both,) = d.retire()
+    assert both.start == (10, 8)
+    d.run()
+    assert d.core.have.hbm.free == 16
+
+
+def test_pause_writes_to_the_host_and_resume_computes_nothing_twice() -> None:
+    d = Driver(dram_pages=8)
+    d.arrive(1, range(6), max_new=8)
+    d.retire()                             # token 100 known, its KV in flight
+    d.tell(Paused(RequestId(1)))
+    assert d.phase(1) is Phase.PAUSED
+    d.retire()
+    moved = [m for m in d.moves if m.dst is Tier.DRAM]
+    assert sorted(m.tokens for m in moved) == [3, 4]     # a sealed page, and 3 tokens of the open one
+    d.land()
+    d.land()
+    (load,) = d.moves
+    assert load.src is Tier.DRAM and load.tokens == 3
+    assert d.phase(1) is Phase.LOADING
+    (decode,) = d.land()
+    assert decode.start == (7,) and decode.count == (1,) and len(decode.binds) == 1
+
+
+def test_failed_copies_of_a_paused_request_cost_recomputation_not_tokens() -> None:
+    d = Driver(dram_pages=8)
+    d.arrive(1, range(6), max_new=8)
+    d.retire()
+    d.tell(Paused(RequestId(1)))
+    d.retire()
+    while d.moves:
+        d.land(ok=False)
+    plan = d.plans[-1]
+    assert plan.start == (4,) and plan.count == (4,)     # the sealed page is still on the device
+    d.run()
+    assert d.finished() == {1: Outcome.LENGTH}
+
+
+def test_drop_recomputes_prompt_and_output() -> None:
+    d = Driver()
+    d.arrive(1, range(6), max_new=4)
+    d.retire()
+    d.tell(Dropped(RequestId(1)))
+    assert d.phase(1) is Phase.DROPPED
+    (again,) = d.retire()
+    assert again.start == (4,) and again.tokens == (4, 5, 100, 101)
+    d.run()
+    assert [o.token for o in d.out if isinstance(o, Token)] == [100, 101, 102, 103]
+
+
+def test_pressure_pauses_the_youngest_and_everybody_finishes() -> None:
+    d = Driver(hbm_pages=5, dram_pages=16, page_size=2, rows=3)
+    for rid in (1, 2, 3):
+        d.arrive(rid, [rid] * 2, max_new=6)
+    d.run()
+    assert d.finished() == dict.fromkeys((1, 2, 3), Outcome.LENGTH)
+    assert d.core.counters["pauses"] > 0 and d.core.counters["drops"] == 0
+    assert [o.index for o in d.out if isinstance(o, Token) and o.rid == 3] == list(range(6))
+
+
+def test_pressure_without_a_host_tier_drops() -> None:
+    d = Driver(hbm_pages=5, page_size=2, rows=3)
+    for rid in (1, 2, 3):
+        d.arrive(rid, [rid] * 2, max_new=6)
+    d.run()
+    assert d.finished() == dict.fromkeys((1, 2, 3), Outcome.LENGTH)
+    assert d.core.counters["drops"] > 0
+
+
+def test_promised_pages_spare_a_second_victim() -> None:
+    d = Driver(hbm_pages=6, page_size=2, rows=3, overlap=True)
+    for rid in (1, 2, 3):
+        d.arrive(rid, [rid] * 3, max_new=8)
+    while d.core.counters["drops"] == 0:
+        d.retire()
+    d.tell()                               # the victim's pages are behind the step in flight
+    assert d.core.counters["drops"] == 1
+    d.run()
+    assert set(d.finished().values()) == {Outcome.LENGTH}
+
+
+def test_request_that_can_never_fit_is_refused_with_the_numbers() -> None:
+    d = Driver(hbm_pages=2)
+    d.arrive(1, range(9))
+    (end,) = d.out
+    assert isinstance(end, Finished) and end.outcome is Outcome.REFUSED
+    assert "9 tokens" in end.reason and "2 pages of 4 tokens" in end.reason
+
+
+def test_growth_beyond_the_whole_pool_ends_with_length() -> None:
+    d = Driver(hbm_pages=2)
+    d.arrive(1, range(6), max_new=50)
+    d.run()
+    assert d.finished() == {1: Outcome.LENGTH}
+    assert sum(isinstance(o, Token) for o in d.out) == 3     # positions 6 and 7, and one without KV
+
+
+def test_stop_token_under_overlap_discards_the_over_run() -> None:
+    d = Driver(overlap=True)
+    d.arrive(1, range(4), max_new=9, stop=frozenset({101}))
+    d.run()
+    assert [o.token for o in d.out if isinstance(o, Token)] == [100, 101]
+    assert d.finished() == {1: Outcome.STOP}
+
+
+def test_stop_token_counts_only_after_min_new() -> None:
+    d = Driver()
+    d.arrive(1, range(4), max_new=9, stop=frozenset({100, 102}), min_new=2)
+    d.run()
+    assert [o.token for o in d.out if isinstance(o, Token)] == [100, 101, 102]
+
+
+def test_late_stop_and_repeated_abort_are_harmless() -> None:
+    d = Driver()
+    d.arrive(1, range(4), max_new=9)
+    d.retire()
+    d.tell(Stopped(RequestId(1), 1), Aborted(RequestId(1)), Aborted(RequestId(1)), Aborted(RequestId(9)))
+    assert d.finished() == {1: Outcome.STOP}
+    d.run()
+    d.tell(Flushed())
+    assert d.core.have.hbm.free == 16
+
+
+def test_abort_returns_everything_once_its_step_has_retired() -> None:
+    d = Driver(overlap=True)
+    d.arrive(1, range(6), max_new=9)
+    d.tell(Aborted(RequestId(1)))
+    assert d.core.have.hbm.free < 16 and d.core.have.rows.free == 3     # fenced, not free
+    d.run()
+    assert d.core.have.hbm.free == 16 and d.core.have.rows.free == 4
+
+
+def test_host_copies_serve_a_prefix_that_left_the_device() -> None:
+    d = Driver(hbm_pages=3, dram_pages=8)
+    d.arrive(1, range(10), max_new=1)
+    d.run()
+    d.arrive(2, range(50, 60), max_new=1)
+    d.run()
+    d.arrive(3, range(10), max_new=1)
+    d.run()
+    assert [o for o in d.out if isinstance(o, Started)][-1].dram_tokens == 8
+    assert d.finished() == dict.fromkeys((1, 2, 3), Outcome.LENGTH)
+
+
+def test_priority_is_served_first() -> None:
+    d = Driver(rows=1)
+    d.arrive(1, range(4), max_new=1)
+    d.arrive(2, range(4, 8), max_new=1)
+    (plan,) = d.tell(Arrived(RequestId(3), (9, 9), 1, priority=-1)) or d.retire()
+    assert plan.rids == (3,)
