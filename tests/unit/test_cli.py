@@ -1,0 +1,238 @@
+"""The generated command line: spellings of both peers, refusals by name, number formats."""
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.config.cli import (
+    Parser,
+    add_flags,
+    config_from,
+    flags,
+    from_options,
+    parse_bytes,
+    prepare,
+    show_bytes,
+)
+from penstock.config.errors import ConfigError
+from penstock.config.tree import Config
+from penstock.config.unbuilt import ALWAYS, UNBUILT
+from penstock.serve.main import COMMANDS, main
+
+
+def parse(line: str) -> Config:
+    parser = Parser(prog="penstock serve")
+    add_flags(parser)
+    return config_from(parser.parse(prepare(shlex.split(line))))
+
+
+def value(config: Config, path: str) -> Any:
+    section, name = path.split(".")
+    return getattr(getattr(config, section), name)
+
+
+def test_defaults_are_those_of_the_tree() -> None:
+    config = parse("demo")
+    assert config.model.model == "demo"
+    for flag in flags():
+        if flag.dest != "model.model":
+            assert value(config, flag.dest) == flag.default
+
+
+TYPED = {"str": ("text", "text"), "int": ("7", 7), "float": ("0.5", 0.5),
+         "bytes": ("3MiB", 3 << 20), "list": ("linear=reference", ("linear=reference",))}
+
+
+@pytest.mark.parametrize(("spelling", "flag"),
+                         [(s, f) for f in flags() for s in f.spellings if f.dest != "model.model"])
+def test_every_spelling_sets_its_field(spelling: str, flag: Any) -> None:
+    if flag.kind == "bool":
+        assert value(parse(f"demo {spelling}"), flag.dest) is True
+        assert value(parse(f"demo --no-{spelling[2:]}"), flag.dest) is False
+        return
+    text, expected = (flag.choices[-1],) * 2 if flag.choices else TYPED[flag.kind]
+    assert value(parse(f"demo {spelling} {text}"), flag.dest) == expected
+    assert value(parse(f"{spelling}={text} demo"), flag.dest) == expected
+
+
+# What PEERS.md lists, and what it must set.
+@pytest.mark.parametrize(("line", "path", "expected"), [
+    ("--context-length 64", "model.max_model_len", 64),
+    ("--max-model-len 64", "model.max_model_len", 64),
+    ("--max_model_len 64", "model.max_model_len", 64),
+    ("--max-running-requests 3", "schedule.max_num_seqs", 3),
+    ("--gpu-memory-utilization 0.5", "kv.memory_fraction", 0.5),
+    ("--mem-fraction-static 0.5", "kv.memory_fraction", 0.5),
+    ("--block-size 32", "kv.page_size", 32),
+    ("--chunked-prefill-size 9", "schedule.step_tokens", 9),
+    ("--max-num-batched-tokens 9", "schedule.step_tokens", 9),
+    ("--disable-radix-cache", "kv.prefix_cache", False),
+    ("--no-enable-prefix-caching", "kv.prefix_cache", False),
+    ("--disable-overlap-schedule", "schedule.overlap", False),
+    ("--load-format dummy", "model.load_format", "dummy"),
+    ("--tokenizer-path t", "model.tokenizer", "t"),
+    ("--served-model-name m", "model.served_model_name", "m"),
+    ("--api-key k", "server.api_key", "k"),
+    ("--backends a=b,c=d --backends e=f", "device.backends", ("a=b", "c=d", "e=f")),
+    ("--page-size 8 --page-size 4", "kv.page_size", 4),
+])
+def test_spellings_that_users_type(line: str, path: str, expected: object) -> None:
+    assert value(parse(f"demo {line}"), path) == expected
+
+
+@pytest.mark.parametrize("line", [
+    "-tp 1", "--tp-size 1", "--tensor-parallel-size=1", "-pp 1", "--pp-size 1", "-dp 1",
+    "--disaggregation-mode null", "--kv-cache-dtype auto", "--device cpu", "--load-format auto",
+    "--quantization none", "--swap-space 0", "--cpu-offload-gb 0", "--no-enable-lora",
+    "--no-trust-remote-code", "--trust_remote_code=false", "--schedule-policy fcfs",
+    "--speculative-algorithm none", *ALWAYS])
+def test_asking_for_what_happens_anyway_changes_nothing(line: str) -> None:
+    changed = parse(f"{line} demo")
+    assert changed == parse("demo" + (" --device cpu" if "--device" in line else ""))
+
+
+@pytest.mark.parametrize(("line", "feature"), [
+    ("-tp 2", "tensor parallelism"), ("--tp-size=2", "tensor parallelism"),
+    ("--pipeline-parallel-size 2", "pipeline parallelism"), ("-dp 2", "data parallelism"),
+    ("--enable-hisparse", "sparse decode"), ("--sparse-kv", "sparse decode"),
+    ("--hisparse-config '{\"top_k\": 1}'", "sparse decode"),
+    ("--enable-hierarchical-cache", "--dram-bytes"), ("--hicache-ratio 2", "--dram-bytes"),
+    ("--hicache-storage-backend file", "storage tier"), ("--disk-bytes 1G", "storage tier"),
+    ("--disaggregation-mode prefill", "prefill/decode pair"),
+    ("--kv-transfer-config {}", "prefill/decode pair"),
+    ("--kv-cache-dtype fp8_e5m2", "KV cache of another type"), ("--device cuda", "GPU"),
+    ("--trust-remote-code", "security"), ("--trust_remote_code", "security"),
+    ("--quantization awq", "quantised"), ("--speculative-num-steps 3", "speculative"),
+    ("--speculative-config {}", "speculative"), ("--enable-lora", "LoRA"),
+    ("--lora-paths x", "LoRA"), ("--max-loras 2", "LoRA"), ("--dtype float16", "float16"),
+    ("--load-format pt", "runs code"), ("--swap-space 4", "--dram-bytes"),
+    ("--cpu-offload-gb 4", "offloading weights"), ("--ssl-keyfile k", "TLS"),
+    ("--no-enable-chunked-prefill", "cannot be turned off"),
+])
+def test_unbuilt_features_are_refused_by_name(line: str, feature: str) -> None:
+    with pytest.raises(ConfigError, match=feature) as e:
+        parse(f"{line} demo")
+    given = shlex.split(line)[0].partition("=")[0].replace("_", "-")
+    assert str(e.value).startswith(given) and "\n" not in str(e.value)
+
+
+def test_refusal_says_what_is_accepted() -> None:
+    with pytest.raises(ConfigError) as e:
+        parse("demo --pipeline-parallel-size 2")
+    assert str(e.value) == ("--pipeline-parallel-size 2: pipeline parallelism is not built yet; "
+                            "only 1 is accepted")
+
+
+def test_no_unbuilt_spelling_hides_a_flag_of_ours() -> None:
+    """An entry that names a real flag must list every choice of it, or it would refuse one."""
+    for flag in flags():
+        for entry in UNBUILT:
+            for spelling in flag.spellings:
+                if spelling in entry.flags:
+                    assert entry.neutral == flag.choices
+                assert not any(f.endswith("*") and spelling.startswith(f[:-1])
+                               for f in entry.flags), (spelling, entry)
+
+
+@pytest.mark.parametrize(("line", "message"), [
+    ("demo --page-sise 3", "did you mean --page-size"),
+    ("demo --tensor-paralel-size 2", "did you mean --tensor-parallel-size"),
+    ("demo --zzz", "is not a flag of penstock serve: see penstock serve --help"),
+    ("demo --page-s 3", "did you mean --page-size"),
+    ("demo other", "'other' is one argument too many"),
+    ("demo --model other", "'other' is one argument too many"),
+    ("--model", "a folder, a .gguf file"),
+    ("", "MODEL"),
+    ("demo --page-size", "expected one argument"),
+    ("demo --page-size x", "--page-size x: a whole number"),
+    ("demo --page-size 1.5", "--page-size 1.5: a whole number"),
+    ("demo --memory-fraction x", "--memory-fraction x: a number"),
+    ("demo --hbm-bytes 3Q", "--hbm-bytes: '3Q' is not a size"),
+    ("demo --log-level loud", "choose from debug, info"),
+])
+def test_wrong_usage_is_one_clear_line(line: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")) as e:
+        parse(line)
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(("text", "size"), [
+    ("0", 0), ("4096", 4096), ("1e9", 10**9), ("512M", 512 << 20), ("512MiB", 512 << 20),
+    ("4GiB", 4 << 30), ("4g", 4 << 30), ("1.5GiB", 3 << 29), ("2GB", 2 * 10**9), ("1T", 1 << 40),
+    ("10 KB", 10**4), ("7B", 7), ("1_000", 1000), ("9007199254740993", 9007199254740993)])
+def test_sizes(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "-1", "G", "1X", "1.5.5G", "nan", "inf", "1e99", "0x10",
+                                  "9999999999T", "1 2", "٣"])
+def test_what_is_not_a_size(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_bytes(text)
+
+
+@given(st.integers(min_value=0, max_value=1 << 60))
+def test_shown_sizes_read_back(size: int) -> None:
+    assert parse_bytes(show_bytes(size)) == size
+
+
+@given(st.text(max_size=12))
+def test_any_text_is_a_size_or_a_config_error(text: str) -> None:
+    try:
+        assert parse_bytes(text) >= 0
+    except ConfigError:
+        pass
+
+
+def test_keyword_arguments_equal_the_command_line() -> None:
+    options = {"tensor_parallel_size": 1, "page_size": 8, "enable_prefix_caching": False,
+               "hbm_bytes": 1 << 20, "backends": ("a=b", "c=d"), "max_model_len": None,
+               "gpu_memory_utilization": 0.25, "enforce_eager": True, "trust_remote_code": False}
+    line = ("demo --page-size 8 --no-prefix-cache --hbm-bytes 1M --backends a=b,c=d "
+            "--memory-fraction 0.25")
+    assert from_options("demo", options) == parse(line)
+    assert from_options("-odd name", {}).model.model == "-odd name"
+    with pytest.raises(ConfigError, match="tensor parallelism"):
+        from_options("demo", {"tensor_parallel_size": 2})
+    with pytest.raises(ConfigError, match="did you mean --page-size"):
+        from_options("demo", {"page_sizes": 2})
+
+
+# ---------------------------------------------------------------- the whole command
+def test_errors_leave_by_stderr_with_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (["serv"], ["serve"], ["serve", "demo", "-tp", "2"], ["doctor", "--tru"],
+                 ["serve", "demo", "--page-size", "0", "--memory-fraction", "2"]):
+        assert main(argv) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and "Traceback" not in err
+        assert all(line.startswith("penstock: error: ") for line in err.splitlines())
+    assert len(err.splitlines()) == 2           # every reason, not only the first
+
+
+def test_usage_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {name} " in shown for name in COMMANDS)
+    assert main([]) == 2
+    assert main(["--version"]) == 0
+
+
+def test_serve_help_lists_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as e:
+        main(["serve", "--help"])
+    assert e.value.code == 0
+    shown = capsys.readouterr().out
+    for flag in flags():
+        if flag.dest != "model.model":
+            assert all(s in shown for s in (*flag.spellings, *flag.inverse))
+
+
+def test_printed_config_hides_the_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "demo", "--api-key", "marker-7", "--print-config"]) == 0
+    shown = capsys.readouterr().out
+    assert "api_key (set)" in shown and "max_waiting 64" in shown and "marker-7" not in shown
+    assert "marker-7" not in repr(parse("demo --api-key marker-7"))

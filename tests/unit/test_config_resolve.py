@@ -1,0 +1,111 @@
+"""Resolution against a made-up machine, the plain form, and reading a machine's files."""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from penstock.config.cli import from_options
+from penstock.config.errors import ConfigError
+from penstock.config.plain import from_plain, to_plain
+from penstock.config.platform import Platform, probe
+from penstock.config.resolve import lines, resolve
+from penstock.serve import wire
+
+MACHINE = Platform(system="Linux", machine="x86_64", python="3.11", cpu="test", features=(),
+                   cores=6, memory_total=8 << 30, memory_available=4 << 30)
+
+
+def test_what_was_left_open_is_filled_in() -> None:
+    config = resolve(from_options("demo", {"max_num_seqs": 5}), MACHINE)
+    assert config.schedule.max_waiting == 20
+    assert config.device.threads == 6 and config.device.device == "cpu"
+    assert config.model.dtype == "float32"
+    given = resolve(from_options("demo", {"threads": 1, "max_waiting": 0, "dtype": "bfloat16"}),
+                    MACHINE)
+    assert (given.device.threads, given.schedule.max_waiting, given.model.dtype) == (
+        1, 0, "bfloat16")
+
+
+def test_resolving_twice_changes_nothing() -> None:
+    once = resolve(from_options("demo", {}), MACHINE)
+    assert resolve(once, MACHINE) == once
+
+
+def test_more_memory_than_there_is_names_both_numbers() -> None:
+    with pytest.raises(ConfigError) as e:
+        resolve(from_options("demo", {"hbm_bytes": 3 << 30, "dram_bytes": 2 << 30}), MACHINE)
+    assert str(3 << 30) in str(e.value) and str(4 << 30) in str(e.value)
+
+
+def test_lines_name_every_value() -> None:
+    shown = dict(line.split(" ", 1) for line in lines(resolve(from_options("demo", {}), MACHINE)))
+    assert shown["model"] == "demo" and shown["page_size"] == "16" and shown["tokenizer"] == "-"
+    assert shown["threads"] == "6"
+
+
+def test_plain_form_survives_the_wire() -> None:
+    config = resolve(from_options("demo", {"backends": ["a=b"], "drain_s": 2, "chat_template": "t"}),
+                     MACHINE)
+    hello = wire.Hello(version=wire.VERSION, config=to_plain(config))
+    read = wire.decode_to_engine(wire.frame(hello)[4:])
+    assert isinstance(read, wire.Hello)
+    assert from_plain(read.config) == config
+    assert from_plain(json.loads(json.dumps(to_plain(config)))) == config
+
+
+def test_keys_do_not_travel_to_the_engine() -> None:
+    config = from_options("demo", {"api_key": "marker-7"})
+    assert b"marker-7" not in msgspec.msgpack.encode(to_plain(config))
+    assert from_plain(to_plain(config)).server.api_key is None
+
+
+@pytest.mark.parametrize("change", [
+    {"kv": {"page_size": "16"}}, {"kv": {"pages": 1}}, {"zzz": {}}, {"model": {}},
+    {"model": {"model": "demo", "dtype": "float16"}}, {"kv": {"page_size": 1.5}}])
+def test_plain_data_of_another_shape_is_refused(change: dict[str, dict[str, object]]) -> None:
+    with pytest.raises(ConfigError):
+        from_plain({**to_plain(from_options("demo", {})), **change})
+
+
+# ---------------------------------------------------------------- the machine
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+CPUINFO = "processor\t: 0\nmodel name\t: Some CPU\nflags\t\t: fpu avx2 fma avx512f nonsense\n"
+MEMINFO = "MemTotal:       1000 kB\nMemFree: 1 kB\nMemAvailable:    900 kB\n"
+
+
+def test_probe_reads_a_plain_machine(tmp_path: Path) -> None:
+    write(tmp_path, {"proc/cpuinfo": CPUINFO, "proc/meminfo": MEMINFO})
+    found = probe(tmp_path)
+    assert found.cpu == "Some CPU" and found.features == ("avx2", "fma", "avx512f")
+    assert (found.memory_total, found.memory_available) == (1000 * 1024, 900 * 1024)
+    assert found.gpus == () and "driver" in found.no_gpu
+
+
+def test_probe_respects_a_cgroup(tmp_path: Path) -> None:
+    write(tmp_path, {"proc/cpuinfo": CPUINFO, "proc/meminfo": MEMINFO,
+                     "sys/fs/cgroup/memory.max": "512000\n",
+                     "sys/fs/cgroup/memory.current": "300000\n",
+                     "sys/fs/cgroup/memory.stat": "anon 1\ninactive_file 100000\n",
+                     "sys/fs/cgroup/cpu.max": "50000 100000\n"})
+    found = probe(tmp_path)
+    assert found.memory_total == 512000
+    assert found.memory_available == 512000 - 200000        # file cache can be reclaimed
+    assert found.cores == 1
+
+
+def test_probe_without_any_file_still_answers(tmp_path: Path) -> None:
+    found = probe(tmp_path)
+    assert found.cores >= 1 and found.memory_available > 0 and found.features == ()
+
+
+def test_probe_names_gpus(tmp_path: Path) -> None:
+    write(tmp_path, {"proc/driver/nvidia/gpus/0000:01/information": "Model: \t NVIDIA H200\n"})
+    assert probe(tmp_path).gpus == ("NVIDIA H200",)

@@ -1,0 +1,87 @@
+"""Every entry of REFUSED: a config that trips it alone, and its neighbours that pass."""
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.config.cli import from_options
+from penstock.config.platform import Platform
+from penstock.config.refuse import REFUSED, is_public, refusals
+from penstock.config.resolve import resolve
+from penstock.config.tree import Config
+
+MACHINE = Platform(system="Linux", machine="x86_64", python="3.11", cpu="test", features=(),
+                   cores=2, memory_total=8 << 30, memory_available=4 << 30)
+
+# One row for every entry of REFUSED, in its order: options that it refuses, options at the edge.
+CASES: tuple[tuple[dict[str, object], dict[str, object]], ...] = (
+    ({"max_model_len": 0}, {"max_model_len": 1}),
+    ({"seed": -1}, {"seed": 2**63 - 1}),
+    ({"page_size": 257}, {"page_size": 256}),
+    ({"hbm_bytes": 0}, {"hbm_bytes": 1}),
+    ({"memory_fraction": 0.0}, {"memory_fraction": 1.0}),
+    ({"dram_bytes": -1}, {"dram_bytes": 0}),
+    ({"hbm_bytes": "3G", "dram_bytes": "2G"}, {"hbm_bytes": "3G", "dram_bytes": "1G"}),
+    ({"max_num_seqs": 0}, {"max_num_seqs": 1}),
+    ({"step_tokens": 0}, {"step_tokens": 1}),
+    ({"max_waiting": -1}, {"max_waiting": 0}),
+    ({"threads": 0}, {"threads": 1}),
+    ({"backends": ["linear"]}, {"backends": ["linear=reference"]}),
+    ({"port": 65536}, {"port": 0}),
+    ({"host": ""}, {"host": "::1"}),
+    ({"host": "0.0.0.0"}, {"host": "0.0.0.0", "api_key_file": "keys"}),
+    ({"api_key": "k", "api_key_file": "f"}, {"api_key": "k"}),
+    ({"api_key": " "}, {"api_key": "k"}),
+    ({"body_bytes_max": 1023}, {"body_bytes_max": 1024}),
+    ({"drain_s": -0.5}, {"drain_s": 0}),
+)
+
+
+def made(options: dict[str, object]) -> Config:
+    """The size format takes no sign: a negative size can only come from a Config made by hand."""
+    if options != {"dram_bytes": -1}:
+        return from_options("demo", options)
+    config = from_options("demo", {})
+    return replace(config, kv=replace(config.kv, dram_bytes=-1))
+
+
+def test_every_refusal_has_a_case() -> None:
+    assert len(CASES) == len(REFUSED)
+
+
+@pytest.mark.parametrize("index", range(len(REFUSED)))
+def test_refusal_trips_alone_and_not_at_its_edge(index: int) -> None:
+    bad, good = CASES[index]
+    refused = REFUSED[index]
+    config = made(bad)
+    assert refused.when(config, MACHINE)
+    text = refused.text(config, MACHINE)
+    assert text in refusals(config, MACHINE)
+    assert text.startswith(("--", "no --")) and "\n" not in text
+    resolve(from_options("demo", good), MACHINE)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -1.0, 1.0001])
+def test_numbers_that_are_no_fraction(number: float) -> None:
+    assert refusals(from_options("demo", {"memory_fraction": number}), MACHINE)
+
+
+@pytest.mark.parametrize(("host", "public"), [
+    ("127.0.0.1", False), ("127.9.9.9", False), ("localhost", False), ("::1", False),
+    ("0.0.0.0", True), ("::", True), ("10.0.0.1", True), ("example", True)])
+def test_which_addresses_are_public(host: str, public: bool) -> None:
+    """A public bind needs a key."""
+    assert is_public(host) == public
+    assert bool(refusals(from_options("demo", {"host": host}), MACHINE)) == public
+    assert not refusals(from_options("demo", {"host": host, "api_key_file": "f"}), MACHINE)
+
+
+def test_every_page_size_is_accepted() -> None:
+    for size in range(1, 257):
+        resolve(from_options("demo", {"page_size": size}), MACHINE)
+
+
+def test_a_key_is_never_part_of_a_message() -> None:
+    config = from_options("demo", {"api_key": "marker-7", "api_key_file": "f"})
+    assert all("marker-7" not in text for text in refusals(config, MACHINE))
