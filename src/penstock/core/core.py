@@ -129,7 +129,7 @@ class Core:
                 f"the prompt has {n} tokens; the context length is {self.cfg.max_len} and the "
                 f"device pool holds {self.cfg.hbm_pages} pages of {g} tokens")))
             return
-        r = Request(a, self._seq, min(a.max_new, fits), list(a.prompt))
+        r = Request(a, self._seq, min(a.max_new, fits), list(a.prompt), n)
         self._seq += 1
         self.live[a.rid] = r
         schedule.insert(self.waiting, r)
@@ -143,29 +143,31 @@ class Core:
     def _retire(self, step: StepId, tokens: tuple[tuple[int, ...], ...]) -> None:
         assert step == self.have.retired + 1, "results arrive in step order"
         self.have.retired = step
-        rows = self.in_flight.pop(step)
-        results = iter(tokens)
-        for row in rows:
+        results, g = iter(tokens), self.cfg.page_size
+        for row in self.in_flight.pop(step):
             r = row.request
             r.in_flight -= 1
             new = next(results) if row.samples else ()
             if r.phase is Phase.DONE:
                 continue                       # over-run: issued before we knew that it had ended
-            r.pending -= row.samples
             if row.life == r.life:
                 r.settled = row.end
-                self.have.seal(r)              # first: the tokens may end the request
-            self._extend(r, new)
+                if r.settled >= (len(r.path) + 1) * g:
+                    self.have.seal(r)          # first: the tokens may end the request
+            if row.samples:
+                r.pending -= 1
+                self._extend(r, new)
 
     def _extend(self, r: Request, tokens: tuple[int, ...]) -> None:
         """Append output tokens and end the request where they say so."""
-        a = r.arrived
+        a, n = r.arrived, r.num_output
         for token in tokens:
             r.tokens.append(token)
-            self._out.append(Token(r.rid, r.num_output - 1, token))
-            if token in a.stop and r.num_output > a.min_new:
+            self._out.append(Token(a.rid, n, token))
+            n += 1
+            if token in a.stop and n > a.min_new:
                 return self._end(r, Outcome.STOP)
-            if r.num_output >= r.max_new:
+            if n >= r.max_new:
                 return self._end(r, Outcome.LENGTH)
 
     def _landed(self, event: Moved) -> None:

@@ -18,6 +18,7 @@ class Request:
     seq: int                                   # arrival order
     max_new: int                               # clipped to what can ever fit
     tokens: list[int]
+    num_prompt: int
     phase: Phase = Phase.QUEUED
     computed: int = 0
     settled: int = 0
@@ -49,12 +50,8 @@ class Request:
         return self.arrived.priority, self.seq
 
     @property
-    def num_prompt(self) -> int:
-        return len(self.arrived.prompt)
-
-    @property
     def num_output(self) -> int:
-        return len(self.tokens) - len(self.arrived.prompt)
+        return len(self.tokens) - self.num_prompt
 
     @property
     def todo(self) -> int:

@@ -75,8 +75,9 @@ def _choose(core: Core, step: StepId) -> list[Issued]:
 
 
 def _may_decode(core: Core, r: Request, step: StepId) -> bool:
+    ahead = len(r.tokens) + r.pending
     # Cadence counts steps, but a lone row must not wait for steps that nobody issues.
-    return (r.todo > 0 and r.num_output + r.pending < r.max_new
+    return (r.computed < ahead < r.num_prompt + r.max_new
             and (r.last_issue <= core.have.retired or step - r.last_issue >= core.cfg.pp_size))
 
 
@@ -93,8 +94,8 @@ def _issue(core: Core, step: StepId, chosen: list[Issued]) -> StepPlan:
         elif len(r.table) > r.bound:
             grows.append(Grow(r.row, ONLY, tuple(HbmPage(c.page) for c in r.table[r.bound:])))
         r.bound = len(r.table)
-        known = r.tokens[row.start:row.end]
-        tokens += known if known else (-1,)    # -1: sampled by a step that has not retired
+        # -1: sampled by a step that has not retired
+        tokens += r.tokens[row.start:row.end] or (-1,)
         r.computed = row.end
         r.in_flight += 1
         r.pending += row.samples
