@@ -34,6 +34,7 @@ _BLOCK = {
     "ffn_down": "mlp.down_proj", "ffn_gate_inp": "mlp.gate",
 }
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>")
 _NAME = re.compile(r"(?:blk\.(\d{1,6})\.)?([a-z_]+)\.(weight|bias)\Z", re.ASCII)
 
 
@@ -153,6 +154,9 @@ def gguf_eos_ids(metadata: Mapping[str, Any], where: str) -> tuple[int, ...]:
     meta = _Meta(metadata, where)
     keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
     ids = [meta.get(key, int, -1) for key in keys]
+    # Files from before the `eot` key name only the end of the text; a chat then never ends.
+    tokens = meta.get("tokenizer.ggml.tokens", list, [])
+    ids += [tokens.index(token) for token in _TURN_ENDS if token in tokens]
     return tuple(dict.fromkeys(i for i in ids if i >= 0))
 
 

@@ -105,7 +105,7 @@ def locate(model: str, *, load_format: str = "auto") -> ModelFiles:
         return _folder(path, path.resolve().name, load_format)
     if path.is_file():
         return _file(path, load_format)
-    return _hub(model, load_format)
+    return _folder(hub_snapshot(model), model, load_format)
 
 
 def _gguf(path: Path, name: str, load_format: str) -> ModelFiles:
@@ -193,8 +193,12 @@ def read_weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _hub(model: str, load_format: str) -> ModelFiles:
-    """A snapshot in the hub's cache layout: models--org--name/{refs/main, snapshots/<revision>/}."""
+def hub_snapshot(model: str) -> Path:
+    """The folder of hub id `model` in the local hub cache, at the revision that `main` was.
+
+    The layout is Hugging Face's: models--org--name/{refs/main, snapshots/<revision>/}. Raises
+    ConfigError that says where it looked.
+    """
     if model.lower().endswith((".gguf", ".safetensors", *_PICKLED)) or not _HUB_ID.match(model) or (
             "--" in model or ".." in model):
         raise ConfigError(f"model {show(model)}: no such file or folder")
@@ -218,7 +222,7 @@ def _hub(model: str, load_format: str) -> ModelFiles:
         revision = revisions[0]
     if not (snapshots / revision).is_dir():
         raise ConfigError(f"{snapshots}: revision {revision} is incomplete; run `hf download {model}`")
-    return _folder(snapshots / revision, model, load_format)
+    return snapshots / revision
 
 
 def _some(names: list[str]) -> str:
