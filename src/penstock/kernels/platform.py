@@ -1,0 +1,78 @@
+"""What torch offers on this machine, probed once, and the words in which an op lists itself.
+
+Owns the types `Platform`, `Op`, `Implementation` and their errors; `registry.py` owns the choice.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+# Instruction sets whose presence changes which implementation is fast, in the order printed.
+_FEATURES = ("avx2", "fma3", "avx512_f", "avx512_bf16", "avx512_vnni", "amx_bf16",
+             "sve", "bf16", "i8mm")
+
+
+class KernelError(ValueError):
+    """A request to the kernels cannot be met: what was given, what is allowed, what to do."""
+
+
+class Unusable(Exception):
+    """Raised by a probe: why an implementation cannot run here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Platform:
+    """The device kernels run on, as torch sees it."""
+
+    device: str                         # "cpu"
+    features: tuple[str, ...]           # instruction sets that matter here
+    threads: int                        # torch's threads at the time of the probe
+    torch: str                          # version
+
+    def best(self, *names: str) -> str:
+        """The first of `names` that this device has, or 'no ' and the first."""
+        return next((n for n in names if n in self.features), f"no {names[0]}")
+
+
+def probe(device: str = "cpu") -> Platform:
+    """Asks torch once. Raises KernelError for a device that no kernel here serves."""
+    if device != "cpu":
+        raise KernelError(f"device {device!r} has no kernels in this version: use 'cpu'")
+    known = torch.cpu.get_capabilities()
+    return Platform(device=device, features=tuple(f for f in _FEATURES if known.get(f)),
+                    threads=torch.get_num_threads(), torch=torch.__version__)
+
+
+F = TypeVar("F")
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation(Generic[F]):
+    """One way to run an op. `probe` says in a few words what it relies on, or raises Unusable."""
+
+    name: str
+    run: F
+    probe: Callable[[Platform], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Op(Generic[F]):
+    """An op and its implementations, the fastest first and `reference` last."""
+
+    name: str
+    implementations: tuple[Implementation[F], ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(i.name for i in self.implementations)
+
+    def get(self, name: str) -> Implementation[F]:
+        """The implementation called `name`. Raises KernelError that lists those there are."""
+        for implementation in self.implementations:
+            if implementation.name == name:
+                return implementation
+        raise KernelError(f"{self.name} has no implementation {name!r}: "
+                          f"use one of {', '.join(self.names)}")

@@ -1,0 +1,65 @@
+"""Which implementation of each op runs here: chosen once, by name, with the reasons kept to print.
+
+Owns the list of ops and the choice. Refuses to fall back silently when a name was requested.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.kernels import linear, paged_attention
+from penstock.kernels.platform import KernelError, Op, Platform, Unusable
+
+OPS: dict[str, Op[Any]] = {op.name: op for op in (linear.OP, paged_attention.OP)}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What runs `op`, why, and what did not: (name, why not) of everything faster or unusable."""
+
+    op: str
+    name: str
+    reason: str
+    skipped: tuple[tuple[str, str], ...] = ()
+    usable: tuple[str, ...] = ()        # others that would run here, if named
+
+    def __str__(self) -> str:
+        """`linear: onednn (avx512_bf16); reference usable`."""
+        parts = [f"{self.op}: {self.name} ({self.reason})"]
+        parts += [f"{name} skipped: {why}" for name, why in self.skipped]
+        parts += [f"{name} usable" for name in self.usable]
+        return "; ".join(parts)
+
+
+def select(platform: Platform, requested: Mapping[str, str] | None = None) -> dict[str, Choice]:
+    """One choice for every op: the requested name, else the first implementation that is usable.
+
+    requested   op name -> implementation name; ops not named are chosen here
+    Raises KernelError for an op or a name that does not exist, or a named one that cannot run.
+    """
+    requested = requested or {}
+    for op in requested:
+        if op not in OPS:
+            raise KernelError(f"there is no op {op!r} to choose an implementation for: "
+                              f"use one of {', '.join(OPS)}")
+    return {name: _choose(op, platform, requested.get(name)) for name, op in OPS.items()}
+
+
+def _choose(op: Op[Any], platform: Platform, wanted: str | None) -> Choice:
+    if wanted is not None:
+        op.get(wanted)
+    reasons: dict[str, str] = {}
+    skipped: dict[str, str] = {}
+    for implementation in op.implementations:
+        try:
+            reasons[implementation.name] = implementation.probe(platform)
+        except Unusable as why:
+            skipped[implementation.name] = str(why)
+    if wanted in skipped:
+        raise KernelError(f"{op.name}={wanted} cannot run here: {skipped[wanted]}; "
+                          f"use one of {', '.join(reasons)}")
+    name = wanted or next(iter(reasons))
+    reason = reasons[name] + (", requested" if wanted else "")
+    return Choice(op.name, name, reason, tuple(skipped.items()),
+                  tuple(other for other in reasons if other != name))
