@@ -23,7 +23,7 @@ LAYERS = {
 }
 # Layers that see only parts of another one.
 ONLY = {
-    ("kernels", "config"): ("penstock.config.errors", "penstock.config.platform"),
+    ("kernels", "config"): ("penstock.config.errors",),
     ("memory", "core"): ("penstock.core.plan", "penstock.core.settings"),
     ("exec", "core"): ("penstock.core.plan", "penstock.core.settings"),
 }

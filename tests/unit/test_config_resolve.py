@@ -10,11 +10,11 @@ import pytest
 from penstock.config.cli import from_options
 from penstock.config.errors import ConfigError
 from penstock.config.plain import from_plain, to_plain
-from penstock.config.platform import Platform, probe
+from penstock.config.platform import Machine, probe
 from penstock.config.resolve import lines, resolve
 from penstock.serve import wire
 
-MACHINE = Platform(system="Linux", machine="x86_64", python="3.11", cpu="test", features=(),
+MACHINE = Machine(system="Linux", machine="x86_64", python="3.11", cpu="test", features=(),
                    cores=6, memory_total=8 << 30, memory_available=4 << 30)
 
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 from penstock.config.cli import from_options
-from penstock.config.platform import Platform
+from penstock.config.platform import Machine
 from penstock.config.refuse import REFUSED, is_public, refusals
 from penstock.config.resolve import resolve
 from penstock.config.tree import Config
 
-MACHINE = Platform(system="Linux", machine="x86_64", python="3.11", cpu="test", features=(),
+MACHINE = Machine(system="Linux", machine="x86_64", python="3.11", cpu="test", features=(),
                    cores=2, memory_total=8 << 30, memory_available=4 << 30)
 
 # One row for every entry of REFUSED, in its order: options that it refuses, options at the edge.

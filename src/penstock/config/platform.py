@@ -1,7 +1,7 @@
 """What this machine is, probed once at start and passed down. Standard library only.
 
 Owns what files under /proc and /sys say: processor, usable cores, memory under the cgroup's limit.
-What torch says (instruction sets in use, kernels) belongs to the kernels' registry.
+What torch offers on it is `Platform`, in the kernels' layer.
 """
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "avx
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Platform:
+class Machine:
     """The machine. Memory in bytes; `cores` and `memory_*` respect affinity and cgroup limits."""
 
     system: str
@@ -31,7 +31,7 @@ class Platform:
     no_gpu: str = ""                    # why `gpus` is empty
 
 
-def probe(root: Path = Path("/")) -> Platform:
+def probe(root: Path = Path("/")) -> Machine:
     """Reads the machine. Never raises: what cannot be read is '' or the widest limit known."""
     info = _read(root / "proc/cpuinfo")
     flags = _field(info, "flags") or _field(info, "Features")
@@ -40,7 +40,7 @@ def probe(root: Path = Path("/")) -> Platform:
     limit, used = _cgroup_memory(root)
     available = _kib(memory, "MemAvailable") or total
     gpus, no_gpu = _gpus(root)
-    return Platform(
+    return Machine(
         system=f"{_platform.system()} {_platform.release()}",
         machine=_platform.machine(),
         python=_platform.python_version(),

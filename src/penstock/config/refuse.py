@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.config.errors import ConfigError
-from penstock.config.platform import Platform
+from penstock.config.platform import Machine
 from penstock.config.tree import Config
 
 SECRETS = frozenset({"server.api_key"})
@@ -20,14 +20,14 @@ SECRETS = frozenset({"server.api_key"})
 class Refusal:
     """`when` is true for a config that is refused; `fields` are named with their values."""
 
-    when: Callable[[Config, Platform], bool]
+    when: Callable[[Config, Machine], bool]
     fields: tuple[str, ...]
     why: str
 
-    def text(self, config: Config, platform: Platform) -> str:
+    def text(self, config: Config, machine: Machine) -> str:
         """One line: what was given, then what is allowed or to do."""
         given = ", ".join(_shown(config, f) for f in self.fields)
-        return f"{given}: {self.why.format(free=platform.memory_available)}"
+        return f"{given}: {self.why.format(free=machine.memory_available)}"
 
 
 def _value(config: Config, path: str) -> object:
@@ -49,7 +49,7 @@ def _shown(config: Config, path: str) -> str:
 
 def _outside(path: str, low: float, high: float, why: str) -> Refusal:
     """Refuses a number under `low` or over `high`; None is inside. NaN is outside."""
-    def when(config: Config, _: Platform) -> bool:
+    def when(config: Config, _: Machine) -> bool:
         value = _value(config, path)
         return isinstance(value, int | float) and not low <= value <= high
     return Refusal(when, (path,), why)
@@ -65,9 +65,9 @@ def is_public(host: str) -> bool:
         return True
 
 
-def _wants_more_than_all(config: Config, platform: Platform) -> bool:
+def _wants_more_than_all(config: Config, machine: Machine) -> bool:
     wanted = (config.kv.hbm_bytes or 0) + config.kv.dram_bytes
-    return wanted > platform.memory_available
+    return wanted > machine.memory_available
 
 
 REFUSED: tuple[Refusal, ...] = (
@@ -99,13 +99,13 @@ REFUSED: tuple[Refusal, ...] = (
 )
 
 
-def refusals(config: Config, platform: Platform) -> list[str]:
+def refusals(config: Config, machine: Machine) -> list[str]:
     """Every reason why this config is refused, in the order of the list; empty when it is not."""
-    return [r.text(config, platform) for r in REFUSED if r.when(config, platform)]
+    return [r.text(config, machine) for r in REFUSED if r.when(config, machine)]
 
 
-def check(config: Config, platform: Platform) -> None:
+def check(config: Config, machine: Machine) -> None:
     """Raises ConfigError with every reason, one a line."""
-    reasons = refusals(config, platform)
+    reasons = refusals(config, machine)
     if reasons:
         raise ConfigError("\n".join(reasons))

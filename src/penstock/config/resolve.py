@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields, replace
 
-from penstock.config.platform import Platform
+from penstock.config.platform import Machine
 from penstock.config.refuse import SECRETS, check
 from penstock.config.tree import Config
 
 
-def resolve(raw: Config, platform: Platform) -> Config:
+def resolve(raw: Config, machine: Machine) -> Config:
     """The config that the engine runs with. Raises ConfigError when it is refused."""
     schedule, device, model = raw.schedule, raw.device, raw.model
     if schedule.max_waiting is None:
@@ -21,11 +21,11 @@ def resolve(raw: Config, platform: Platform) -> Config:
     if device.device == "auto":
         device = replace(device, device="cpu")
     if device.threads is None:
-        device = replace(device, threads=min(platform.cores, 1024))
+        device = replace(device, threads=min(machine.cores, 1024))
     if model.dtype == "auto":
         model = replace(model, dtype="float32")
     config = replace(raw, schedule=schedule, device=device, model=model)
-    check(config, platform)
+    check(config, machine)
     return config
 
 

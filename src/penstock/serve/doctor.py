@@ -1,0 +1,109 @@
+"""`penstock doctor`: this machine, the back-end of each op and why, the demo model, the refusals.
+
+Reads and prints; downloads nothing and loads no weights. Exit code 1 when serving cannot work.
+"""
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.config.errors import ConfigError
+from penstock.config.paths import cache_dir, hub_cache_dir
+from penstock.config.platform import Machine, probe
+from penstock.config.refuse import REFUSED
+from penstock.config.tree import Config
+from penstock.config.unbuilt import UNBUILT
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report. Not `ok`: serving cannot work until it is put right."""
+
+    section: str
+    name: str
+    text: str
+    ok: bool = True
+
+
+def run(config: Config | None, args: argparse.Namespace) -> int:
+    """Prints the report. `config` is None when no MODEL was named."""
+    findings = list(examine(config, probe()))
+    width = max(len(f.name) for f in findings) + 2
+    section = ""
+    for f in findings:
+        if f.section != section:
+            print(("\n" if section else "") + f.section)
+            section = f.section
+        print(f"  {f.name:{width}}{'' if f.ok else 'PROBLEM: '}{f.text}")
+    problems = sum(not f.ok for f in findings)
+    print(f"\n{problems} problem{'s' * (problems != 1)}" if problems else "\nno problem found")
+    return 1 if problems else 0
+
+
+def examine(config: Config | None, machine: Machine) -> Iterator[Finding]:
+    """Everything that the report says, in order."""
+    yield from _machine(machine)
+    yield from _backends(config)
+    yield from _model(config)
+    yield Finding("config", "refused", f"{len(REFUSED)} values and combinations, {len(UNBUILT)} "
+                  "spellings of features that are not built (docs/flags.md lists them)")
+
+
+def _machine(machine: Machine) -> Iterator[Finding]:
+    import torch
+
+    yield Finding("platform", "system", f"{machine.system}, {machine.machine}")
+    yield Finding("platform", "cpu", f"{machine.cpu}, {machine.cores} usable cores")
+    yield Finding("platform", "features", " ".join(machine.features) or "none that matter here")
+    yield Finding("platform", "memory", f"{_gib(machine.memory_total)}, "
+                  f"{_gib(machine.memory_available)} free", ok=machine.memory_available > 1 << 29)
+    yield Finding("platform", "python", machine.python)
+    build = "CPU build" if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
+    yield Finding("platform", "torch", f"{torch.__version__} ({build})")
+    seen = f"{', '.join(machine.gpus)}: not used, serving on a GPU is not built yet"
+    yield Finding("platform", "gpu", seen if machine.gpus else f"none: {machine.no_gpu}")
+
+
+def _backends(config: Config | None) -> Iterator[Finding]:
+    from penstock.kernels.platform import KernelError
+    from penstock.kernels.platform import probe as probe_torch
+    from penstock.kernels.registry import select
+
+    named = dict(b.split("=") for b in config.device.backends) if config else {}
+    try:
+        choices = select(probe_torch("cpu"), named)
+    except KernelError as e:
+        yield Finding("back-ends", "--backends", str(e), ok=False)
+        return
+    for op, choice in choices.items():
+        skipped = [f"{name} skipped: {why}" for name, why in choice.skipped]
+        usable = [f"{name} usable" for name in choice.usable]
+        yield Finding("back-ends", op,
+                      "; ".join([f"{choice.name} ({choice.reason})", *skipped, *usable]))
+
+
+def _model(config: Config | None) -> Iterator[Finding]:
+    from penstock.model.demo import DEMO_NAME, MEMBER, NUM_BYTES
+    from penstock.model.locate import locate
+
+    demo = cache_dir() / "demo" / Path(MEMBER).name
+    there = demo.is_file() and demo.stat().st_size == NUM_BYTES
+    yield Finding("model", "cache", str(cache_dir()))
+    yield Finding("model", "hub cache", f"{hub_cache_dir()}"
+                  f"{'' if hub_cache_dir().is_dir() else ' (does not exist)'}")
+    yield Finding("model", "demo", f"{DEMO_NAME}, "
+                  + ("fetched" if there else "not fetched yet: the first `penstock serve demo` does"))
+    if config is None or config.model.model == "demo":
+        return
+    try:
+        files = locate(config.model.model, load_format=config.model.load_format)
+        kind = ", ".join(map(str, files.config.get("architectures") or ["unknown architecture"]))
+        yield Finding("model", files.name, f"{files.load_format}, {kind}, {files.folder}")
+    except ConfigError as e:
+        yield Finding("model", config.model.model, str(e), ok=False)
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.1f} GiB"
