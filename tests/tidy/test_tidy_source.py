@@ -202,8 +202,3 @@ def test_no_stub_and_no_reminder() -> None:
     wrong += [f"{p}:{n.lineno}" for p, n in nodes(SOURCES) if isinstance(n, ast.Raise)
               and n.exc is not None and "NotImplementedError" in ast.unparse(n.exc)]
     assert not wrong, wrong
-
-
-def test_test_files_have_unique_names() -> None:
-    names = [p.name for p in (ROOT / "tests").rglob("test_*.py")]
-    assert not {n for n in names if names.count(n) > 1}

@@ -236,3 +236,12 @@ def test_printed_config_hides_the_key(capsys: pytest.CaptureFixture[str]) -> Non
     shown = capsys.readouterr().out
     assert "api_key (set)" in shown and "max_waiting 64" in shown and "marker-7" not in shown
     assert "marker-7" not in repr(parse("demo --api-key marker-7"))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_shows_its_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also proves that no flag of a command collides with one of the tree."""
+    with pytest.raises(SystemExit) as e:
+        main([name, "--help"])
+    assert e.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: penstock {name}")
