@@ -1,0 +1,31 @@
+"""penstock serves language models whose KV cache lives in a hierarchy of tiers.
+
+`from penstock import LLM, SamplingParams`. Names are imported when they are first used: importing
+the package costs nothing, and nothing of it imports torch into the caller's process.
+"""
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.config.errors import ConfigError, RequestError
+    from penstock.config.params import SamplingParams
+    from penstock.serve.client import EngineDied
+    from penstock.serve.llm import LLM, AsyncLLM
+
+__all__ = ["LLM", "AsyncLLM", "ConfigError", "EngineDied", "RequestError", "SamplingParams"]
+
+_HOME = {"LLM": "serve.llm", "AsyncLLM": "serve.llm", "SamplingParams": "config.params",
+         "ConfigError": "config.errors", "RequestError": "config.errors",
+         "EngineDied": "serve.client"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,61 @@
+"""The text side of a model: tokenizer, chat template, stop ids. Opened from the model's files.
+
+Owns how a prompt or a conversation becomes token ids. Knows no engine; imports no torch.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.config.errors import RequestError
+from penstock.config.tree import Config
+from penstock.model.locate import locate
+from penstock.serve.chat import ChatTemplate, read_template
+from penstock.serve.tokenizer import Tokenizer, open_tokenizer
+
+
+class Text:
+    """`tokenizer` is None for a model that has none: it serves token ids."""
+
+    def __init__(self, tokenizer: Tokenizer | None, template: ChatTemplate | None,
+                 eos_ids: Sequence[int]) -> None:
+        self.tokenizer = tokenizer
+        self.eos_ids = tuple(eos_ids)
+        self._template = template
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids; `special` adds what the model wants around a prompt. Raises RequestError."""
+        if self.tokenizer is None:
+            raise RequestError('this model has no tokenizer: send {"prompt_token_ids": [...]}',
+                               "prompts")
+        return self.tokenizer.encode(text, add_special=special)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The prompt text of a conversation. Raises RequestError."""
+        if self._template is None or self.tokenizer is None:
+            raise RequestError("this model has no chat template: use generate, or give one with "
+                               "chat_template (--chat-template)", "messages")
+        return self._template.render(messages)
+
+    def token(self, token: int) -> str:
+        """Text of one token id; half a character shows as U+FFFD."""
+        return "" if self.tokenizer is None else self.tokenizer.token_text(token)
+
+    def close(self) -> None:
+        """End the template's process."""
+        if self._template is not None:
+            self._template.close()
+
+
+def open_text(config: Config) -> Text:
+    """Raises ConfigError: the model, its tokenizer or its template is missing or broken."""
+    model = config.model
+    files = locate(model.model, load_format=model.load_format)
+    tokenizer = open_tokenizer(files, model.tokenizer)
+    source = tokenizer.chat_template if tokenizer is not None else None
+    if model.chat_template is not None:
+        source = read_template(model.chat_template)
+    template = None
+    if tokenizer is not None and source is not None:
+        template = ChatTemplate(source, tokenizer.template_vars)
+    return Text(tokenizer, template, files.eos_ids if tokenizer is None else tokenizer.eos_ids)
