@@ -17,7 +17,7 @@ from penstock.kernels.platform import Platform, Unusable
 
 def probe(platform: Platform) -> str:
     """Tries both ops, both dtypes, on an odd shape. Raises Unusable with what went wrong."""
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         raise Unusable("this torch is built without oneDNN")
     generator = torch.Generator().manual_seed(0)
     weight_OI = torch.randn(37, 19, generator=generator)

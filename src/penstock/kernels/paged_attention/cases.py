@@ -1,0 +1,100 @@
+"""Inputs of paged_attention: chunks, decodes and mixes over scattered and contiguous pages.
+
+Every slot that holds no token of a row is NaN, so reading one shows in the output.
+"""
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.cases import TOLERANCE, Case
+from penstock.kernels.paged_attention import AttentionSpec, Planner
+from penstock.kernels.ragged import Ragged
+
+# name: (queries, context) of each row
+_STEPS: dict[str, tuple[tuple[int, int], ...]] = {
+    "first token": ((1, 1),),
+    "one decode": ((1, 47),),
+    "decode on a page edge": ((1, 48), (1, 49)),
+    "eight decodes": tuple((1, n) for n in (200, 190, 180, 55, 199, 3, 210, 1)),
+    "equal decodes": ((1, 33),) * 4,
+    "whole prompt": ((37, 37),),
+    "one-token chunks": ((1, 1), (1, 2)),
+    "later chunk": ((19, 64),),
+    "blocks of queries": ((300, 333),),
+    "mixed": ((1, 40), (130, 130), (1, 70), (1, 44), (7, 100), (1, 1)),
+}
+# (KV heads, group, head dim)
+_HEADS = ((3, 3, 64), (2, 1, 80), (1, 8, 16), (2, 4, 128))
+_PAGE_SIZES = (1, 3, 16, 64)
+
+
+def cases() -> Iterator[Case]:
+    for dtype in (torch.float32, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        for step, rows in _STEPS.items():
+            for i, heads in enumerate(_HEADS):
+                for j, page_size in enumerate(_PAGE_SIZES):
+                    if (i + j) % 2 and step != "mixed":
+                        continue                       # half of the grid, every pair of sizes
+                    for scattered in (False, True):
+                        where = "scattered" if scattered else "runs"
+                        yield Case(f"{name}-{step}-{heads}-pages of {page_size}-{where}",
+                                   partial(_run, dtype, rows, heads, page_size, scattered),
+                                   TOLERANCE[dtype])
+        for scattered in (False, True):
+            yield Case(f"{name}-long decodes-{'scattered' if scattered else 'runs'}",
+                       partial(_run, dtype, ((1, 1500), (1, 20), (1, 1037)), (3, 3, 64), 16,
+                               scattered),
+                       TOLERANCE[dtype])
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    layout: Ragged
+    spec: AttentionSpec
+    q_TNH: Tensor
+    k_PGKH: Tensor
+    v_PGKH: Tensor
+
+
+def make(dtype: torch.dtype, rows: tuple[tuple[int, int], ...], heads: tuple[int, int, int],
+         page_size: int, scattered: bool) -> Inputs:
+    """A step of `rows` (queries, context) with its pools; q is a view of wider rows."""
+    num_kv_heads, group, head_dim = heads
+    generator = torch.Generator().manual_seed(len(rows) * 100 + page_size)
+    needed = [-(-context // page_size) for _, context in rows]
+    free = list(range(2, sum(needed) + 5))
+    if scattered:
+        random.Random(page_size).shuffle(free)
+    query_start, slots, pages = [0], [], []
+    shape = (max(free) + 1, page_size, num_kv_heads, head_dim)
+    k_PGKH, v_PGKH = (torch.full(shape, float("nan"), dtype=dtype) for _ in range(2))
+    for (count, context), num_pages in zip(rows, needed, strict=True):
+        pages.append(tuple(free[:num_pages]))
+        del free[:num_pages]
+        held = [pages[-1][n // page_size] * page_size + n % page_size for n in range(context)]
+        query_start.append(query_start[-1] + count)
+        slots += held[context - count:]
+        for pool in (k_PGKH, v_PGKH):
+            pool.view(-1, num_kv_heads, head_dim)[held] = torch.randn(
+                context, num_kv_heads, head_dim, generator=generator).to(dtype)
+    layout = Ragged(tuple(query_start), tuple(context for _, context in rows), tuple(pages),
+                    torch.tensor(slots), page_size)
+    num_heads = num_kv_heads * group
+    q_TMH = torch.randn(query_start[-1], num_heads + 2, head_dim, generator=generator).to(dtype)
+    spec = AttentionSpec(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
+                         dtype=dtype, scale=head_dim ** -0.5)
+    return Inputs(layout, spec, q_TMH[:, :num_heads], k_PGKH, v_PGKH)
+
+
+def _run(dtype: torch.dtype, rows: tuple[tuple[int, int], ...], heads: tuple[int, int, int],
+         page_size: int, scattered: bool, planner: Planner) -> Tensor:
+    inputs = make(dtype, rows, heads, page_size, scattered)
+    plan = planner(inputs.layout, inputs.spec)
+    return plan(inputs.q_TNH, inputs.k_PGKH, inputs.v_PGKH)

@@ -1,0 +1,90 @@
+"""The choice of implementations: by preference, by name, and never a silent fallback."""
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from penstock.kernels import linear, registry
+from penstock.kernels.platform import Implementation, KernelError, Op, Platform, Unusable, probe
+
+HERE = Platform(device="cpu", features=("avx2",), threads=1, torch="0")
+
+
+def broken(_: Platform) -> str:
+    raise Unusable("it is missing")
+
+
+def fine(platform: Platform) -> str:
+    return platform.best("amx_bf16", "avx2")
+
+
+@pytest.fixture
+def two(monkeypatch):
+    """An op whose fastest implementation cannot run."""
+    op = Op("act", (Implementation("fast", None, broken), Implementation("slow", None, fine),
+                    Implementation("reference", None, fine)))
+    monkeypatch.setattr(registry, "OPS", {"act": op})
+
+
+def test_first_usable_is_chosen_and_the_line_says_why(two):
+    choice = registry.select(HERE)["act"]
+    assert choice.name == "slow"
+    assert str(choice) == "act: slow (avx2); fast skipped: it is missing; reference usable"
+
+
+def test_a_requested_name_wins(two):
+    choice = registry.select(HERE, {"act": "reference"})["act"]
+    assert (choice.name, choice.reason) == ("reference", "avx2, requested")
+
+
+@pytest.mark.parametrize("requested, said", [
+    ({"act": "fast"}, "act=fast cannot run here: it is missing; use one of slow, reference"),
+    ({"act": "magic"}, "act has no implementation 'magic': use one of fast, slow, reference"),
+    ({"swim": "fast"}, "there is no op 'swim' to choose an implementation for: use one of act"),
+])
+def test_a_request_that_cannot_be_met_is_an_error(two, requested, said):
+    with pytest.raises(KernelError, match=f"^{said}$"):
+        registry.select(HERE, requested)
+
+
+def test_every_op_has_a_choice_on_this_machine():
+    choices = registry.select(probe())
+    assert set(choices) == set(registry.OPS)
+    for name, choice in choices.items():
+        assert choice.name in registry.OPS[name].names and choice.reason
+
+
+def test_reference_alone_when_nothing_else_is_asked():
+    requested = dict.fromkeys(registry.OPS, "reference")
+    assert {c.name for c in registry.select(probe(), requested).values()} == {"reference"}
+
+
+def test_probe_refuses_a_device_without_kernels():
+    with pytest.raises(KernelError, match="'tpu' has no kernels"):
+        probe("tpu")
+
+
+def test_onednn_lets_go_of_the_weight_it_packed():
+    weight = torch.randn(40, 24)
+    x = torch.randn(2, 24)
+    want = x @ weight.t()
+    gone = weakref.ref(weight)
+    packed = linear.pack(weight, backend="onednn")
+    del weight
+    gc.collect()
+    assert gone() is None
+    torch.testing.assert_close(packed(x), want)
+
+
+@pytest.mark.parametrize("weight, bias", [
+    (torch.zeros(4, dtype=torch.float32), None),
+    (torch.zeros(4, 4, dtype=torch.float64), None),
+    (torch.zeros(4, 4), torch.zeros(3)),
+    (torch.zeros(4, 4), torch.zeros(4, dtype=torch.bfloat16)),
+])
+def test_linear_refuses_what_it_does_not_declare(weight, bias):
+    with pytest.raises(KernelError):
+        linear.pack(weight, bias, backend="reference")
