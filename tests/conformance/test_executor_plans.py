@@ -58,28 +58,21 @@ def model():
     return m
 
 
-class Plain:
+def plain(layout, spec):
     """Paged attention, one token at a time: the definition."""
-
-    def plan(self, ragged):
-        return ragged
-
-    def store(self, k_pages, v_pages, k, v, step):
-        k_pages.flatten(0, 1)[step.slot_T] = k
-        v_pages.flatten(0, 1)[step.slot_T] = v
-
-    def attend(self, q, k_pages, v_pages, step):
+    def attend(q, k_pages, v_pages):
         out = torch.empty_like(q)
-        for i, pages in enumerate(step.pages):
-            first, last = step.query_start[i], step.query_start[i + 1]
+        for i, pages in enumerate(layout.pages):
+            first, last = layout.query_start[i], layout.query_start[i + 1]
             for t in range(first, last):
-                seen = step.context[i] - (last - first) + (t - first) + 1
+                seen = layout.context[i] - (last - first) + (t - first) + 1
                 k, v = (x[list(pages)].flatten(0, 1)[:seen] for x in (k_pages, v_pages))
                 group = q.shape[1] // k.shape[1]
                 k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-                w = (torch.einsum("nh,snh->ns", q[t], k) * q.shape[2] ** -0.5).softmax(-1)
+                w = (torch.einsum("nh,snh->ns", q[t], k) * spec.scale).softmax(-1)
                 out[t] = torch.einsum("ns,snh->nh", w, v)
         return out
+    return attend
 
 
 def causal(layer, q, k, v):
@@ -157,7 +150,7 @@ def executor(*, lateness=None, attention=None, seed=0, with_model=None) -> CpuEx
     hbm, dram = HbmPool(shape, 40, base=HBM), DramPool(shape, 40, base=DRAM)
     hbm.fill(float("nan"))
     dram.fill(float("nan"))
-    return CpuExecutor(with_model or model(), attention or Plain(), hbm, dram, rows=6,
+    return CpuExecutor(with_model or model(), attention or plain, hbm, dram, rows=6,
                        row_base=ROWS, seed=seed, lateness=lateness)
 
 
@@ -298,15 +291,15 @@ def test_late_copies_keep_poll_alive_until_the_last():
     for n in range(3):
         h.down([n], [n], G)
         h.send()
-    assert h.ex.stats()["pending_moves"] == 0
+    assert h.ex.stats()["executor_pending_moves"] == 0
     first = [h.ex.poll(block=True) for _ in range(3)]
     assert first == [[Retired(StepId(n), ())] for n in (1, 2, 3)]
     assert h.ex.poll(block=False) == []
-    assert h.ex.stats()["pending_moves"] == 3
+    assert h.ex.stats()["executor_pending_moves"] == 3
     assert [h.ex.poll(block=True) for _ in range(3)] == [[Moved(MoveId(n), True)]
                                                          for n in (1, 2, 3)]
     assert h.ex.poll(block=True) == []
-    assert h.ex.stats()["bytes_hbm_to_dram"] == 3 * G * 2 * 2 * 2 * 8 * 4
+    assert h.ex.stats()['moved_bytes_total{src="hbm",dst="dram"}'] == 3 * G * 2 * 2 * 2 * 8 * 4
 
 
 def test_state_outlives_close_while_a_plan_is_in_flight():
@@ -319,19 +312,19 @@ def test_state_outlives_close_while_a_plan_is_in_flight():
     h.send()
     h.ex.poll(block=True)
     h.ex.close(RequestId(1))
-    assert h.ex.stats()["open_requests"] == 1
+    assert h.ex.stats()["executor_requests"] == 1
     assert tokens_of(h.drain()) == list(dense(PROMPT, 2))[1:]
-    assert h.ex.stats()["open_requests"] == 0
+    assert h.ex.stats()["executor_requests"] == 0
     h.ex.open(RequestId(1), PROMPT, GREEDY)
     h.ex.close(RequestId(1))
-    assert h.ex.stats()["open_requests"] == 0
+    assert h.ex.stats()["executor_requests"] == 0
 
 
 def test_a_refused_open_keeps_nothing():
     ex = executor()
     with pytest.raises(RequestError, match="prompt has token id 97"):
         ex.open(RequestId(1), (1, 97), GREEDY)
-    assert ex.stats()["open_requests"] == 0
+    assert ex.stats()["executor_requests"] == 0
 
 
 class Damaged:
@@ -367,7 +360,7 @@ def test_logits_that_are_not_finite_fail_their_request_only(params):
                          Retired(StepId(2), ((b,), ()))]
     assert "not finite" in h.ex.fault(RequestId(1))
     assert h.ex.fault(RequestId(2)) is None
-    assert h.ex.stats()["nonfinite_rows"] == 2
+    assert h.ex.stats()["executor_nonfinite_rows_total"] == 2
 
 
 def bad_bind_tier(h):

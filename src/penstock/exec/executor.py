@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from penstock.config.params import SamplingParams
 from penstock.core.plan import Aborted, Event, RequestId, Retired, StepId, StepPlan
 from penstock.exec.lower import Lowered, RowTable
 from penstock.exec.sampling import Logprobs, Sampler, Sampling
-from penstock.kernels.ragged import Ragged
+from penstock.kernels.paged_attention import AttentionSpec, Plan, Planner, store
 from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
 from penstock.memory.lateness import Lateness
@@ -29,17 +28,6 @@ from penstock.memory.mover import Mover
 from penstock.model.base import Model
 
 log = logging.getLogger(__name__)
-
-
-class PagedAttention(Protocol):
-    """An implementation of the op `kernels.paged_attention`, which has the contract."""
-
-    def plan(self, ragged: Ragged) -> Any: ...
-
-    def store(self, k_pages: Tensor, v_pages: Tensor, k_TKH: Tensor, v_TKH: Tensor,
-              plan: Any) -> None: ...
-
-    def attend(self, q_TNH: Tensor, k_pages: Tensor, v_pages: Tensor, plan: Any) -> Tensor: ...
 
 
 @dataclass(slots=True)
@@ -62,18 +50,19 @@ class CpuExecutor:
                 and `fault` says why. One request fails, the engine goes on.
     """
 
-    def __init__(self, model: Model, attention: PagedAttention, hbm: HbmPool,
+    def __init__(self, model: Model, attention: Planner, hbm: HbmPool,
                  dram: DramPool | None = None, *, rows: int, row_base: int = 0, seed: int = 0,
                  lateness: Lateness | None = None) -> None:
         self._model, self._attention, self._hbm, self._dram = model, attention, hbm, dram
         self._table = RowTable(rows, hbm, base=row_base)
         self._sampler = Sampler(model.vocab_size, rows, seed=seed)
+        self._spec: AttentionSpec | None = None
         self._mover = Mover([hbm] if dram is None else [hbm, dram], lateness)
         self._queue: deque[StepPlan] = deque()
         self._executed = StepId(0)
         self._open: dict[RequestId, _Open] = {}
-        self._count = {"steps": 0, "empty_steps": 0, "prefill_tokens": 0, "decode_tokens": 0,
-                       "sampled_tokens": 0, "nonfinite_rows": 0}
+        self._count = dict.fromkeys(("steps", "empty_steps", "prefill_tokens", "decode_tokens",
+                                     "sampled_tokens", "nonfinite_rows"), 0)
         self._forward_s = 0.0
         self._sampling_s = 0.0
 
@@ -159,14 +148,24 @@ class CpuExecutor:
         return self._sample(plan, lowered, hidden_TD)
 
     def _forward(self, lowered: Lowered) -> Tensor:
-        op, k_pages, v_pages = self._attention, self._hbm.k, self._hbm.v
-        step = op.plan(lowered.ragged)
+        k_pages, v_pages, slot_T = self._hbm.k, self._hbm.v, lowered.ragged.slot_T
+        plan: Plan | None = None
 
         def attend(layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
-            op.store(k_pages[layer], v_pages[layer], k_TKH, v_TKH, step)
-            return op.attend(q_TNH, k_pages[layer], v_pages[layer], step)
+            nonlocal plan
+            if plan is None:          # in the first layer, whose tensors have the model's shape
+                plan = self._attention(lowered.ragged, self._spec_of(q_TNH, k_TKH))
+            store(k_TKH, v_TKH, k_pages[layer], v_pages[layer], slot_T)
+            return plan(q_TNH, k_pages[layer], v_pages[layer])
 
         return self._model.forward(lowered.ids_T, lowered.positions_T, attend)
+
+    def _spec_of(self, q_TNH: Tensor, k_TKH: Tensor) -> AttentionSpec:
+        if self._spec is None:
+            dim = q_TNH.shape[2]
+            self._spec = AttentionSpec(num_heads=q_TNH.shape[1], num_kv_heads=k_TKH.shape[1],
+                                       head_dim=dim, dtype=q_TNH.dtype, scale=dim**-0.5)
+        return self._spec
 
     def _sample(self, plan: StepPlan, lowered: Lowered, hidden_TD: Tensor) -> list[Event]:
         started = time.perf_counter()
@@ -201,19 +200,22 @@ class CpuExecutor:
         return [Aborted(rid)]
 
     def stats(self) -> dict[str, float]:
-        """Counters since start and sizes of the pools; seconds are wall time of this thread."""
-        out: dict[str, float] = dict(self._count)
-        out["forward_seconds"], out["sampling_seconds"] = self._forward_s, self._sampling_s
-        out["open_requests"], out["queued_plans"] = len(self._open), len(self._queue)
-        out["pending_moves"] = len(self._mover)
+        """By metric name: counters since start, sizes of the pools; seconds of this thread."""
+        out: dict[str, float] = {f"executor_{k}_total": v for k, v in self._count.items()}
+        out["executor_forward_seconds_total"] = self._forward_s
+        out["executor_sampling_seconds_total"] = self._sampling_s
+        out["executor_requests"] = len(self._open)
+        out["executor_queued_plans"] = len(self._queue)
+        out["executor_pending_moves"] = len(self._mover)
         for (src, dst), traffic in self._mover.traffic.items():
-            way = f"{src.value}_to_{dst.value}"
-            out[f"moves_{way}"], out[f"moves_failed_{way}"] = traffic.moves, traffic.failed
-            out[f"bytes_{way}"], out[f"seconds_{way}"] = traffic.bytes, traffic.seconds
+            way = f'{{src="{src.value}",dst="{dst.value}"}}'
+            out[f"moves_total{way}"] = traffic.moves
+            out[f"moves_failed_total{way}"] = traffic.failed
+            out[f"moved_bytes_total{way}"] = traffic.bytes
+            out[f"move_seconds_total{way}"] = traffic.seconds
         for pool in (self._hbm, self._dram):
             if pool is not None:
-                out[f"{pool.tier.value}_pages"] = pool.num_pages
-                out[f"{pool.tier.value}_bytes"] = pool.nbytes
+                out[f'pool_bytes{{tier="{pool.tier.value}"}}'] = pool.nbytes
         return out
 
 

@@ -1,0 +1,217 @@
+"""From a config to an engine that is ready: back-ends, weights, pools, one token as a proof.
+
+Owns the order of start-up and every number that depends on the model and on free memory. What is
+asked for and does not fit is refused here, with the numbers and the flag to change.
+"""
+from __future__ import annotations
+
+import functools
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.config import platform as machine
+from penstock.config.errors import ConfigError
+from penstock.config.params import SamplingParams
+from penstock.config.tree import Config
+from penstock.core.plan import Bind, HbmPage, RequestId, Retired, Row, StepId, StepPlan
+from penstock.core.settings import CacheGroup, CoreConfig
+from penstock.exec.executor import CpuExecutor
+from penstock.kernels import linear, paged_attention, registry
+from penstock.kernels.platform import KernelError, probe
+from penstock.memory.dram import DramPool
+from penstock.memory.hbm import HbmPool
+from penstock.memory.lateness import Lateness
+from penstock.memory.pool import PageShape
+from penstock.model import registry as families
+from penstock.model.base import Model
+from penstock.model.checkpoint import open_checkpoint
+from penstock.model.locate import ModelFiles, locate
+
+Info = dict[str, str | int | float | bool | None]
+
+DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
+# Left for activations, logits and the allocator when pools are sized: a step of 512 tokens of a
+# model of 1.5 B parameters needs about half of it.
+WORKSPACE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """An engine without its loop. `info` is flat: what was chosen and what it costs."""
+
+    executor: CpuExecutor
+    core_config: CoreConfig
+    vocab_size: int
+    max_model_len: int
+    info: Info
+
+
+def build_engine(config: Config, log: Callable[[str], object] = print, *,
+                 lateness: Lateness | None = None) -> Built:
+    """Load the model, size the pools, produce one token.
+
+    log        takes one line at a time      lateness   when copies run; None: promptly
+    Sets torch's thread count of this process.
+    Raises ConfigError: no such model, a damaged or unsupported checkpoint, a back-end that cannot
+    run here, memory that is not there, a context that does not fit.
+    """
+    started = time.perf_counter()
+    threads = config.device.threads or machine.probe().cores
+    torch.set_num_threads(threads)
+    backends = _backends(config, log)
+    files = locate(config.model.model, load_format=config.model.load_format)
+    dtype = DTYPES[config.model.dtype]
+    rss_before = _peak_rss()
+    model, weight_bytes = _load(config, files, dtype, backends, log)
+    load_peak = _peak_rss() - rss_before
+    shape = PageShape(num_layers=model.kv.num_layers, num_kv_heads=model.kv.num_kv_heads,
+                      page_size=config.kv.page_size, head_dim=model.kv.head_dim, dtype=dtype)
+    core_config = size_pools(config, shape, model.max_position,
+                             machine.probe().memory_available)
+    attention = functools.partial(paged_attention.plan, backend=backends["paged_attention"].name)
+    prove(model, attention, shape)
+    hbm = HbmPool(shape, core_config.hbm_pages)
+    dram = DramPool(shape, core_config.dram_pages) if core_config.dram_pages else None
+    executor = CpuExecutor(model, attention, hbm, dram, rows=core_config.rows,
+                           seed=config.model.seed, lateness=lateness)
+    seconds = time.perf_counter() - started
+    info: Info = {
+        "model": files.name, "load_format": files.load_format,
+        "dtype": str(dtype).removeprefix("torch."), "device": "cpu", "threads": threads,
+        "vocab_size": model.vocab_size, "max_model_len": core_config.max_len,
+        "model_max_position": model.max_position,
+        "num_layers": shape.num_layers, "num_kv_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim, "page_size": shape.page_size,
+        "page_bytes": shape.page_bytes, "kv_bytes_per_token": shape.token_bytes,
+        "hbm_pages": core_config.hbm_pages, "hbm_bytes": hbm.nbytes,
+        "dram_pages": core_config.dram_pages, "dram_bytes": dram.nbytes if dram else 0,
+        "max_num_seqs": core_config.rows, "step_tokens": core_config.step_tokens,
+        "overlap": core_config.overlap, "prefix_cache": core_config.prefix_cache,
+        "weight_bytes": weight_bytes, "load_peak_bytes": load_peak,
+        "start_seconds": round(seconds, 3),
+        **{f"backend_{op}": str(choice) for op, choice in backends.items()},
+    }
+    log(f"kv: {core_config.hbm_pages} device pages and {core_config.dram_pages} host pages of "
+        f"{shape.page_size} tokens ({shape.page_bytes} bytes); context {core_config.max_len}")
+    return Built(executor=executor, core_config=core_config, vocab_size=model.vocab_size,
+                 max_model_len=core_config.max_len, info=info)
+
+
+def _backends(config: Config, log: Callable[[str], object]) -> dict[str, registry.Choice]:
+    requested = dict(pair.split("=", 1) for pair in config.device.backends)
+    try:
+        choices = registry.select(probe("cpu"), requested)
+    except KernelError as e:
+        raise ConfigError(f"--backends {','.join(config.device.backends)}: {e}") from None
+    for choice in choices.values():
+        log(str(choice))
+    return choices
+
+
+def _load(config: Config, files: ModelFiles, dtype: torch.dtype,
+          backends: dict[str, registry.Choice],
+          log: Callable[[str], object]) -> tuple[Model, int]:
+    """(the model, bytes of its weights in `dtype`). Holds one source tensor at a time."""
+    started = time.perf_counter()
+    checkpoint = open_checkpoint(files)
+    pack = functools.partial(linear.pack, backend=backends["linear"].name)
+    model = families.build(checkpoint.config, dtype=dtype, linear=pack)
+    shapes = families.tensor_shapes(checkpoint.config)
+    need = sum(math.prod(shape) for _, shape in shapes) * dtype.itemsize
+    free = machine.probe().memory_available
+    if need > free:
+        raise ConfigError(f"{files.name}: its weights take {_size(need)} as "
+                          f"{str(dtype).removeprefix('torch.')} and {_size(free)} of memory are "
+                          "free: take a smaller model or --dtype bfloat16")
+    tensors: Iterable[tuple[str, Tensor]] = (
+        families.dummy_tensors(checkpoint.config, config.model.seed)
+        if files.load_format == "dummy" else checkpoint.tensors())
+    loaded = 0
+    for name, tensor in tensors:
+        loaded += tensor.numel() * dtype.itemsize
+        model.load(name, tensor)
+        del tensor                        # or it would live while the next one is read
+    model.finish()
+    log(f"model: {files.name}, {_size(loaded)} of weights as "
+        f"{str(dtype).removeprefix('torch.')} in {time.perf_counter() - started:.1f} s")
+    return model, loaded
+
+
+def size_pools(config: Config, shape: PageShape, max_position: int, free: int) -> CoreConfig:
+    """The core's numbers. `free`: bytes of memory that are free now, with the weights loaded.
+
+    Raises ConfigError when the pools do not fit into `free` or the context not into the pool.
+    """
+    kv, page = config.kv, shape.page_bytes
+    room = max(0, free - WORKSPACE_BYTES)
+    hbm = kv.hbm_bytes if kv.hbm_bytes is not None else int(
+        max(0, room - kv.dram_bytes) * kv.memory_fraction)
+    given = (f"--hbm-bytes {hbm}" if kv.hbm_bytes is not None else
+             f"--memory-fraction {kv.memory_fraction} of the free memory, {hbm} bytes,")
+    if hbm + kv.dram_bytes > room:
+        raise ConfigError(
+            f"{given} and --dram-bytes {kv.dram_bytes} are {_size(hbm + kv.dram_bytes)}, but "
+            f"{_size(free)} of memory are free with the weights loaded, of which "
+            f"{_size(WORKSPACE_BYTES)} stay for activations: at most {room} bytes together")
+    if hbm < page:
+        raise ConfigError(f"{given} is less than one page: {shape.page_size} tokens of this model "
+                          f"are {page} bytes; raise --hbm-bytes or lower --page-size")
+    if 0 < kv.dram_bytes < page:
+        raise ConfigError(f"--dram-bytes {kv.dram_bytes} is less than one page: "
+                          f"{shape.page_size} tokens of this model are {page} bytes; 0 turns the "
+                          "host tier off")
+    pages = hbm // page
+    return CoreConfig(
+        page_size=shape.page_size, rows=config.schedule.max_num_seqs, hbm_pages=pages,
+        dram_pages=kv.dram_bytes // page, step_tokens=config.schedule.step_tokens,
+        max_len=_max_len(config, shape, max_position, pages), overlap=config.schedule.overlap,
+        prefix_cache=kv.prefix_cache, groups=(CacheGroup(name="full", page_bytes=page),))
+
+
+def _max_len(config: Config, shape: PageShape, max_position: int, pages: int) -> int:
+    asked, held = config.model.max_model_len, pages * shape.page_size
+    if asked is None:
+        return min(max_position, held)
+    if asked > max_position:
+        raise ConfigError(f"--max-model-len {asked}: this model's context is {max_position} tokens")
+    if asked > held:
+        need = -(-asked // shape.page_size) * shape.page_bytes
+        raise ConfigError(
+            f"--max-model-len {asked}: the device pool holds {pages} pages of {shape.page_size} "
+            f"tokens, {held} in all; set --hbm-bytes to at least {need}, or --max-model-len to at "
+            f"most {held}")
+    return asked
+
+
+def prove(model: Model, attention: paged_attention.Planner, shape: PageShape) -> None:
+    """Produce one token on a scratch pool: what is announced as ready has run, and first-call
+    costs are paid. Raises ConfigError if the logits are not finite."""
+    ex = CpuExecutor(model, attention, HbmPool(shape, 1), rows=1)
+    rid, prompt = RequestId(0), (0,) * shape.page_size
+    ex.open(rid, prompt, SamplingParams(temperature=0.0))
+    ex.submit(StepPlan(
+        step=StepId(1), rows=(Row(0),), rids=(rid,), start=(0,), count=(len(prompt),),
+        samples=(True,), tokens=prompt, grows=(), moves=(),
+        binds=(Bind(Row(0), rid, ((HbmPage(0),),), 0),)))
+    [retired, *_] = ex.poll(block=True)
+    assert isinstance(retired, Retired)
+    if retired.tokens == ((),):
+        raise ConfigError("a first token cannot be produced: the model's logits are not finite. "
+                          "Its weights are damaged, or overflow in this --dtype")
+
+
+def _peak_rss() -> int:
+    """Largest resident size of this process so far, bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _size(n: int) -> str:
+    return f"{n / (1 << 20):.1f} MiB" if n < 10 << 30 else f"{n / (1 << 30):.1f} GiB"

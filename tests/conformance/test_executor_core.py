@@ -1,0 +1,278 @@
+"""The real core drives the CPU executor: tokens equal a dense recompute under every schedule.
+
+Small pools force pauses and drops; copies come as late as their fences permit, out of order or
+torn; pools start as NaN and ids are disjoint, so a wrong page shows.
+"""
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from penstock.config.params import SamplingParams
+from penstock.core.core import Core
+from penstock.core.plan import (
+    Aborted,
+    Arrived,
+    Dropped,
+    Event,
+    Finished,
+    Moved,
+    Outcome,
+    Paused,
+    RequestId,
+    Retired,
+    Started,
+    Token,
+)
+from penstock.core.settings import CacheGroup, CoreConfig
+from penstock.exec.executor import CpuExecutor
+from penstock.kernels import paged_attention
+from penstock.memory.dram import DramPool
+from penstock.memory.hbm import HbmPool
+from penstock.memory.lateness import Latest, Shuffled
+from penstock.memory.pool import PageShape
+from penstock.model import registry
+
+CONFIG = {
+    "model_type": "qwen3", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+}
+SHAPE = PageShape(num_layers=2, num_kv_heads=2, page_size=4, head_dim=8)
+GREEDY = SamplingParams(temperature=0.0)
+LATENESS = {"prompt": lambda: None, "latest": Latest, "shuffled": lambda: Shuffled(1),
+            "torn": lambda: Shuffled(2, torn=0.3)}
+
+
+@functools.cache
+def model():
+    m = registry.build(CONFIG, dtype=torch.float32,
+                       linear=lambda w, b: functools.partial(F.linear, weight=w, bias=b))
+    for name, tensor in registry.dummy_tensors(CONFIG, 5):
+        m.load(name, tensor if "norm" in name else tensor * 10)
+    m.finish()
+    return m
+
+
+def causal(layer, q, k, v):
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True,
+                                          enable_gqa=True)[0].transpose(0, 1)
+
+
+@functools.cache
+def dense(prompt: tuple[int, ...], n: int) -> tuple[int, ...]:
+    """Greedy tokens, recomputing everything for each. Every choice is clear-cut."""
+    tokens = list(prompt)
+    with torch.inference_mode():
+        for _ in range(n):
+            hidden = model().forward(torch.tensor(tokens), torch.arange(len(tokens)), causal)
+            best = model().logits(hidden[-1:])[0].topk(2)
+            assert best.values[0] - best.values[1] > 3e-5, "choose another seed for the weights"
+            tokens.append(int(best.indices[0]))
+    return tuple(tokens[len(prompt):])
+
+
+@dataclass
+class Engine:
+    """The loop of an engine process, without the process."""
+
+    hbm_pages: int = 64
+    dram_pages: int = 64
+    step_tokens: int = 64
+    overlap: bool = True
+    rows: int = 4
+    lateness: object = None
+    backend: str = "reference"
+    got: dict[int, list[int]] = field(default_factory=dict)
+    ended: dict[int, Finished] = field(default_factory=dict)
+    started: dict[int, Started] = field(default_factory=dict)
+    moved: list[Moved] = field(default_factory=list)
+    inbox: list[Event] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.cfg = CoreConfig(
+            page_size=4, rows=self.rows, hbm_pages=self.hbm_pages, dram_pages=self.dram_pages,
+            step_tokens=self.step_tokens, overlap=self.overlap, hbm_base=500, dram_base=9000,
+            row_base=70, groups=(CacheGroup(name="full", page_bytes=SHAPE.page_bytes),))
+        self.core = Core(self.cfg)
+        hbm = HbmPool(SHAPE, self.hbm_pages, base=500)
+        dram = DramPool(SHAPE, self.dram_pages, base=9000) if self.dram_pages else None
+        for pool in filter(None, (hbm, dram)):
+            pool.fill(float("nan"))
+        plan = functools.partial(paged_attention.plan, backend=self.backend)
+        self.ex = CpuExecutor(model(), plan, hbm, dram, rows=self.rows, row_base=70,
+                              lateness=self.lateness)
+
+    def add(self, rid: int, prompt: tuple[int, ...], max_new: int, params=GREEDY, **more) -> None:
+        self.ex.open(RequestId(rid), prompt, params, stop_ids=tuple(more.get("stop", ())))
+        self.got[rid] = []
+        self.inbox.append(Arrived(RequestId(rid), prompt, max_new, **more))
+
+    def turn(self) -> bool:
+        """Advance, submit, poll. False when nothing is left to do."""
+        events, self.inbox = self.inbox, []
+        while True:
+            adv = self.core.advance(events)
+            events = []
+            for o in adv.outputs:
+                match o:
+                    case Token(rid, index, token):
+                        assert index == len(self.got[rid])
+                        self.got[rid].append(token)
+                    case Started(rid):
+                        self.started[rid] = o
+                    case Finished(rid):
+                        self.ended[rid] = o
+                        self.ex.close(rid)
+            if adv.plan is None:
+                break
+            self.ex.submit(adv.plan)
+        self.core.check()
+        found = self.ex.poll(block=True)
+        self.moved += [e for e in found if isinstance(e, Moved)]
+        self.inbox += found
+        return bool(found)
+
+    def drain(self, turns: int = 5000) -> None:
+        for _ in range(turns):
+            if not self.turn():
+                break
+        assert set(self.ended) == set(self.got), "a request never ended"
+        assert self.ex.stats()["executor_requests"] == 0
+        held = self.core.stats()
+        assert held["hbm_pages_in_use"] == held["moves_in_flight"] == 0
+
+
+SHARED = (7, 3, 29, 41, 5, 5, 18, 60, 2, 33, 9)
+PROMPTS = {1: (*SHARED, 1, 2), 2: (*SHARED, 40), 3: (50,), 4: SHARED * 2, 5: (12, 8, 30, 21),
+           6: SHARED[:8], 7: (*SHARED, *SHARED, 4, 4)}
+
+
+def play(engine: Engine, script=lambda turn: (), new: int = 12, arrive=lambda rid: 2 * rid) -> None:
+    """All PROMPTS, one after the other, with the events that `script` adds at each turn."""
+    waiting = dict(PROMPTS)
+    for turn in range(400):
+        for rid in [r for r in waiting if turn >= arrive(r)]:
+            engine.add(rid, waiting.pop(rid), new)
+        engine.inbox += script(turn)
+        engine.turn()
+    engine.drain()
+    assert {rid: tuple(t) for rid, t in engine.got.items()} == {
+        rid: dense(p, new) for rid, p in PROMPTS.items()}
+    assert {f.outcome for f in engine.ended.values()} == {Outcome.LENGTH}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 64])
+def test_any_chunk_size_in_mixed_batches(chunk, overlap):
+    engine = Engine(step_tokens=chunk, overlap=overlap)
+    play(engine)
+    assert engine.ex.stats()["executor_sampled_tokens_total"] >= 12 * len(PROMPTS)
+
+
+@pytest.mark.parametrize("lateness", LATENESS)
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("chunk", [3, 64])
+def test_a_device_pool_that_is_too_small(chunk, overlap, lateness):
+    """Rows outgrow the pool, so requests pause through host pages and resume."""
+    engine = Engine(step_tokens=chunk, overlap=overlap, hbm_pages=11, lateness=LATENESS[lateness]())
+    play(engine)
+    assert engine.core.stats()["pauses"] >= 1
+    assert {m.ok for m in engine.moved} == ({True, False} if lateness == "torn" else {True})
+
+
+@pytest.mark.parametrize("dram_pages", [0, 3])
+def test_drops_recompute_when_the_host_has_no_room(dram_pages):
+    engine = Engine(hbm_pages=11, dram_pages=dram_pages)
+    play(engine)
+    assert engine.core.stats()["drops"] >= 1
+
+
+@pytest.mark.parametrize("lateness", LATENESS)
+@pytest.mark.parametrize("kind", [Paused, Dropped])
+def test_pause_or_drop_of_anyone_at_any_moment(kind, lateness):
+    engine = Engine(step_tokens=5, lateness=LATENESS[lateness]())
+    play(engine, lambda turn: [kind(RequestId(1 + turn % 7))] if turn % 3 == 0 else [])
+    assert engine.core.stats()["pauses" if kind is Paused else "drops"] >= 5
+
+
+@pytest.mark.parametrize("backend", paged_attention.OP.names)
+def test_every_attention_back_end(backend):
+    engine = Engine(step_tokens=7, hbm_pages=14, backend=backend)
+    play(engine, lambda turn: [Paused(RequestId(1))] if turn == 9 else [])
+
+
+def test_a_prefix_hit_in_either_tier_changes_no_token():
+    engine = Engine(hbm_pages=12, lateness=Latest())
+    for rid, prompt in ((1, SHARED * 2), (2, SHARED * 2), (3, PROMPTS[5] * 8), (4, SHARED * 2)):
+        engine.add(rid, prompt, 10)
+        engine.drain()
+        assert tuple(engine.got[rid]) == dense(prompt, 10)
+    assert engine.started[2].hbm_tokens == 20
+    assert engine.started[3].hbm_tokens == engine.started[3].dram_tokens == 0
+    assert engine.started[4].dram_tokens > 0
+
+
+def test_sampling_does_not_depend_on_the_schedule():
+    """Seeded and penalised requests: alone in a large pool, or squeezed, paused and dropped."""
+    kinds = [SamplingParams(seed=3), SamplingParams(seed=4, top_p=0.8, presence_penalty=1.0),
+             SamplingParams(seed=-1, temperature=2.0, frequency_penalty=0.5, top_k=20),
+             SamplingParams(seed=3, temperature=1.5, repetition_penalty=1.3, min_p=0.02),
+             SamplingParams(temperature=0.0, frequency_penalty=1.0, logprobs=2)]
+    alone = []
+    for i, params in enumerate(kinds):
+        engine = Engine(overlap=False)
+        engine.add(1, PROMPTS[i + 1], 20, params)
+        engine.drain()
+        alone.append(engine.got[1])
+    assert all(len(set(tokens)) > 4 for tokens in alone)
+    for chunk, kind, lateness in ((3, Paused, Latest()), (64, Dropped, Shuffled(3, torn=0.2))):
+        engine = Engine(step_tokens=chunk, hbm_pages=22, lateness=lateness)
+        for i, params in enumerate(kinds):
+            engine.add(i, PROMPTS[i + 1], 20, params)
+        for turn in range(60):
+            engine.inbox += [kind(RequestId(turn % 5))] if turn % 4 == 0 else []
+            engine.turn()
+        engine.drain()
+        assert engine.core.stats()["pauses"] + engine.core.stats()["drops"] >= 5
+        assert list(engine.got.values()) == alone
+
+
+def test_aborts_leave_nothing_behind_and_disturb_nobody():
+    engine = Engine(step_tokens=5, hbm_pages=16, lateness=Latest())
+    for rid, prompt in PROMPTS.items():
+        engine.add(rid, prompt, 12)
+    for turn in range(60):
+        engine.inbox += [Aborted(RequestId(r)) for r in (2, 4, 6) if turn == 3 * r]
+        engine.turn()
+    engine.drain()
+    for rid, prompt in PROMPTS.items():
+        whole = dense(prompt, 12)
+        assert tuple(engine.got[rid]) == whole[:len(engine.got[rid])]
+        assert len(engine.got[rid]) == 12 or engine.ended[rid].outcome is Outcome.ABORT
+    assert {r for r, f in engine.ended.items() if f.outcome is Outcome.ABORT} <= {2, 4, 6}
+
+
+def test_a_stop_token_ends_a_request_and_its_over_run_is_dropped():
+    stop = dense(PROMPTS[1], 6)[5]
+    engine = Engine(overlap=True)
+    engine.add(1, PROMPTS[1], 12, stop=frozenset({stop}))
+    engine.drain()
+    first = dense(PROMPTS[1], 12).index(stop)
+    assert tuple(engine.got[1]) == dense(PROMPTS[1], first + 1)
+    assert engine.ended[1].outcome is Outcome.STOP
+
+
+def test_retired_lists_only_rows_that_sample():
+    engine = Engine(step_tokens=4)
+    engine.add(1, PROMPTS[1], 3)
+    retired = []
+    while engine.turn():
+        retired += [len(e.tokens) for e in engine.inbox if isinstance(e, Retired)]
+    assert retired[:4] == [0, 0, 0, 1]
