@@ -1,0 +1,209 @@
+"""Chat messages to prompt text, by the model's own template, in a process of its own.
+
+Owns the limits on templates: size of the source, time, and (in `chat_render`) memory and output.
+Knows neither HTTP nor tokens. A template never comes from a request.
+"""
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.config.errors import ConfigError, RequestError
+from penstock.serve import chat_render
+
+SOURCE_BYTES_MAX = 256 << 10
+RENDER_S_MAX = 10.0
+START_S_MAX = 60.0
+ROLES = ("system", "developer", "user", "assistant")
+# What the server fills in; `chat_template_kwargs` may not.
+RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents", "raise_exception",
+                      "strftime_now", "tojson", "range", "namespace"})
+
+
+def read_template(path: str) -> str:
+    """Source of the operator's --chat-template. Raises ConfigError."""
+    try:
+        with open(path, encoding="utf-8") as f:
+            return f.read(SOURCE_BYTES_MAX + 1)
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"--chat-template {path}: {e}: give a readable UTF-8 Jinja file") from e
+
+
+class ChatTemplate:
+    """A template and the process that renders it; thread-safe, one rendering at a time.
+
+    The process starts with the first `check` or `render`, is killed when it is late, and starts
+    again for the next one. `variables` are the model's: bos_token, eos_token and the like.
+    """
+
+    def __init__(self, source: str, variables: Mapping[str, Any] | None = None, *,
+                 render_s_max: float = RENDER_S_MAX) -> None:
+        """Raises ConfigError: the source is too large."""
+        if len(source.encode()) > SOURCE_BYTES_MAX:
+            raise ConfigError(f"the chat template is over {SOURCE_BYTES_MAX >> 10} KiB: "
+                              "give a smaller one with --chat-template")
+        self._source = source
+        self._variables = dict(variables or {})
+        self._render_s_max = render_s_max
+        self._lock = threading.Lock()
+        self._link: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def check(self) -> None:
+        """Compile it now. Raises ConfigError with the syntax error."""
+        with self._lock:
+            self._start()
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, continue_final: bool = False,
+               add_generation_prompt: bool | None = None,
+               variables: Mapping[str, Any] | None = None) -> str:
+        """The prompt text of a conversation.
+
+        messages   {"role", "content"} with content a string or a list of {"type": "text"} parts
+        continue_final   the last message, the assistant's, is left open: the model goes on with it
+        variables  more names for the template (`chat_template_kwargs`)
+        Raises     RequestError: a message of another form, or the template refused or failed.
+        """
+        plain = [plain_message(m, i) for i, m in enumerate(messages)]
+        if not plain:
+            raise RequestError("messages is empty: send at least one message", "messages")
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final
+        if taken := sorted(RESERVED & set(variables or {})):
+            raise RequestError(f"chat_template_kwargs may not set {taken[0]}",
+                               "chat_template_kwargs")
+        mark = ""
+        if continue_final:
+            if plain[-1]["role"] != "assistant" or add_generation_prompt:
+                raise RequestError("continue_final_message needs a last message of the assistant "
+                                   "and add_generation_prompt false", "continue_final_message")
+            mark = secrets.token_hex(16)
+            plain[-1]["content"] += mark
+        text = self._render({**self._variables, **(variables or {}), "messages": plain,
+                             "add_generation_prompt": add_generation_prompt})
+        if not continue_final:
+            return text
+        end = text.rfind(mark)
+        if end < 0:
+            raise RequestError("this model's chat template does not show the last message: it "
+                               "cannot be continued", "continue_final_message")
+        return text[:end]
+
+    def close(self) -> None:
+        """End the process. Idempotent."""
+        with self._lock:
+            self._kill()
+
+    def _render(self, value: dict[str, Any]) -> str:
+        with self._lock:
+            link = self._start()
+            try:
+                link.settimeout(self._render_s_max)
+                chat_render.send(link, value)
+                answer = chat_render.receive(link)
+            except TimeoutError:
+                self._kill()
+                raise RequestError(f"the chat template took over {self._render_s_max:g} s",
+                                   "messages") from None
+            except (EOFError, OSError):
+                self._kill()
+                raise RequestError("the chat template used too much memory", "messages") from None
+            except BaseException:
+                self._kill()             # its answer would be taken for the next one's
+                raise
+        if "error" in answer:
+            raise RequestError(f"chat template: {answer['error']}", "messages")
+        text: str = answer["text"]
+        return text
+
+    def _start(self) -> socket.socket:
+        if self._link is not None:
+            return self._link
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "penstock.serve.chat_render", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=_environment(),
+                start_new_session=True)      # Ctrl-C is for the server, which drains first
+        ours.settimeout(START_S_MAX)
+        self._link = ours
+        try:
+            chat_render.send(ours, {"source": self._source})
+            answer = chat_render.receive(ours)
+        except (EOFError, OSError) as e:
+            self._kill()
+            raise ConfigError(f"the chat template's process did not start ({e})") from e
+        if "error" in answer:
+            self._kill()
+            raise ConfigError(f"the chat template is wrong: {answer['error']}: "
+                              "give another with --chat-template")
+        return ours
+
+    def _kill(self) -> None:
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+def plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """A message as templates know it: content is one string, `developer` is `system`.
+
+    Raises RequestError that names the message and the field.
+    """
+    where = f"messages[{index}]"
+    if not isinstance(message, Mapping):
+        raise RequestError(f"{where} is not an object with role and content", where)
+    role = message.get("role")
+    if role not in ROLES:
+        raise RequestError(f"{where}.role is {role!r}: one of {', '.join(ROLES)}", f"{where}.role")
+    for name, value in message.items():
+        if name not in ("role", "content", "name", "reasoning_content") and value not in (None, []):
+            raise RequestError(f"{where}.{name} is not supported yet", f"{where}.{name}")
+    plain = {"role": "system" if role == "developer" else role,
+             "content": _plain_content(message.get("content"), where)}
+    for name in ("name", "reasoning_content"):
+        if (value := message.get(name)) is not None:
+            if not isinstance(value, str):
+                raise RequestError(f"{where}.{name} is not a string", f"{where}.{name}")
+            plain[name] = value
+    return plain
+
+
+def _plain_content(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise RequestError(f"{where}.content is neither a string nor a list of text parts",
+                           f"{where}.content")
+    texts = []
+    for i, part in enumerate(content):
+        at = f"{where}.content[{i}]"
+        if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
+            raise RequestError(f"{at} is not an object with a type", at)
+        if part["type"] != "text":
+            raise RequestError(f"{at}.type is {part['type']!r}: only text parts are supported",
+                               f"{at}.type")
+        if set(part) != {"type", "text"} or not isinstance(part["text"], str):
+            raise RequestError(f'{at} is not {{"type": "text", "text": "..."}}', at)
+        texts.append(part["text"])
+    return "\n".join(texts)              # as vLLM joins them
+
+
+def _environment() -> dict[str, str]:
+    """Ours, and where this package was imported from: `-P` keeps the current folder out."""
+    root = str(Path(__file__).parents[2])
+    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}

@@ -1,0 +1,282 @@
+"""Routes, keys and errors of the HTTP server; one handler a path.
+
+Every route wants the API key but /health and /ready. Owns what goes over HTTP; knows no process and
+no signal (`http_main`) and no field of a request (`openai_types`).
+"""
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from penstock.config.tree import ServerConfig
+from penstock.serve.client import EngineDied
+from penstock.serve.limits import BodyTooLarge, BodyTooSlow, Disconnected, Keys, read_body
+from penstock.serve.metrics import CONTENT_TYPE, Metrics
+from penstock.serve.openai_api import OpenAI, as_api_error
+from penstock.serve.openai_format import encode, event
+from penstock.serve.openai_types import ApiError
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+ReceiveCall = Callable[[], Awaitable[Message]]
+SendCall = Callable[[Message], Awaitable[None]]
+Handler = Callable[[bytes, bytes, "HttpReply"], Awaitable[None]]
+
+OPEN_PATHS = ("/health", "/ready")
+STATS_S_MAX = 5.0
+JSON_TYPE = "application/json"
+
+
+@dataclass(slots=True)
+class Health:
+    """What /ready and /health tell."""
+
+    draining: bool = False
+    died: bool = False
+
+
+class HttpReply:
+    """One answer over ASGI. `started` once a status has been sent."""
+
+    def __init__(self, send: SendCall, metrics: Metrics) -> None:
+        self._send = send
+        self._metrics = metrics
+        self.started = False
+        self.ended = False
+
+    async def whole(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        self.started = self.ended = True
+        self._metrics.answers.labels(str(status)).inc()
+        await self._send({"type": "http.response.start", "status": status, "headers": [
+            (b"content-type", JSON_TYPE.encode()), (b"content-length", b"%d" % len(body)),
+            *((k.encode(), v.encode()) for k, v in headers.items())]})
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def start(self) -> None:
+        self.started = True
+        self._metrics.answers.labels("200").inc()
+        await self._send({"type": "http.response.start", "status": 200, "headers": [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]})
+
+    async def events(self, data: bytes, *, last: bool = False) -> None:
+        self.ended = last
+        if data or last:
+            await self._send({"type": "http.response.body", "body": data, "more_body": not last})
+
+    async def error(self, error: ApiError) -> None:
+        """As a status, or, once a stream runs, as its last event."""
+        if not self.started:
+            await self.whole(error.status, encode(error.body), error.headers)
+        elif not self.ended:
+            await self.events(event(error.body), last=True)
+
+
+class Generating:
+    """ASGI endpoint of a POST that runs in the engine: it ends at once when its client has gone."""
+
+    def __init__(self, api: OpenAI, handler: Handler, bytes_max: int) -> None:
+        self._api = api
+        self._handler = handler
+        self._bytes_max = bytes_max
+
+    async def __call__(self, scope: Scope, receive: ReceiveCall, send: SendCall) -> None:
+        reply = HttpReply(send, self._api.metrics)
+        api = self._api
+        api.num_open += 1
+        api.idle.clear()
+        try:
+            body = await self._body(scope, receive)
+            await _while_connected(self._handler(body, scope["tenant"], reply), receive)
+        except Disconnected:
+            pass
+        # One request's error is one request's answer, whatever it is.
+        except Exception as e:
+            await reply.error(as_api_error(e))
+        finally:
+            api.num_open -= 1
+            if not api.num_open:
+                api.idle.set()
+
+    async def _body(self, scope: Scope, receive: ReceiveCall) -> bytes:
+        close = {"connection": "close"}          # what follows on the connection is not a request
+        try:
+            return await read_body(scope["headers"], receive, self._bytes_max)
+        except BodyTooLarge:
+            raise ApiError(413, f"the body is over {self._bytes_max} bytes",
+                           code="body_too_large", headers=close) from None
+        except BodyTooSlow:
+            raise ApiError(408, "the body took too long to arrive", code="body_too_slow",
+                           headers=close) from None
+
+
+async def _while_connected(work: Awaitable[None], receive: ReceiveCall) -> None:
+    """Await `work`; cancel it as soon as the client disconnects. Raises Disconnected then."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.create_task(_disconnect(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Disconnected
+        task.result()
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+
+async def _disconnect(receive: ReceiveCall) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class Guard:
+    """The one place where keys are checked: in front of every route."""
+
+    def __init__(self, app: Callable[[Scope, ReceiveCall, SendCall], Awaitable[None]], keys: Keys,
+                 metrics: Metrics) -> None:
+        self._app = app
+        self._keys = keys
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: ReceiveCall, send: SendCall) -> None:
+        if scope["type"] == "http":
+            given = [v for k, v in scope["headers"] if k == b"authorization"]
+            tenant = self._keys.tenant(given[0] if len(given) == 1 else None)
+            if tenant is None and scope["path"] not in OPEN_PATHS:
+                reply = HttpReply(send, self._metrics)
+                await reply.error(ApiError(
+                    401, "the API key is missing or wrong: send Authorization: Bearer KEY",
+                    code="invalid_api_key", headers={"www-authenticate": "Bearer"}))
+                return
+            scope["tenant"] = tenant or b""
+        await self._app(scope, receive, send)
+
+
+def build_app(api: OpenAI, health: Health, keys: Keys, config: ServerConfig,
+              info: dict[str, Any]) -> Guard:
+    """The ASGI app. `info` is what /server_info shows: no key, no path of a secret."""
+    views = _Views(api, health, info)
+
+    def get(path: str, view: Callable[[Request], Awaitable[Response]]) -> Route:
+        return Route(path, view, methods=["GET"])
+
+    def generating(path: str, handler: Handler) -> Route:
+        return Route(path, Generating(api, handler, config.body_bytes_max), methods=["POST"])
+
+    app = Starlette(routes=[
+        generating("/v1/chat/completions", api.chat),
+        generating("/v1/completions", api.completion),
+        get("/v1/models", views.models),
+        get("/v1/models/{name:path}", views.model),
+        get("/health", views.health),
+        get("/ready", views.ready),
+        get("/metrics", views.metrics),
+        get("/version", views.version),
+        get("/server_info", views.server_info),
+        get("/get_server_info", views.server_info),
+        get("/model_info", views.model_info),
+        get("/get_model_info", views.model_info),
+        Route("/flush_cache", views.flush, methods=["GET", "POST"]),
+        Route("/reset_prefix_cache", views.flush, methods=["POST"]),
+    ], exception_handlers={
+        HTTPException: _http_error, ApiError: _any_error, Exception: _any_error})
+    app.router.redirect_slashes = False
+    return Guard(app, keys, api.metrics)
+
+
+class _Views:
+    """The routes that answer at once."""
+
+    def __init__(self, api: OpenAI, health: Health, info: dict[str, Any]) -> None:
+        self._api = api
+        self._health = health
+        self._info = info
+        self._created = int(time.time())
+
+    async def models(self, _: Request) -> Response:
+        return _json({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name != self._api.model:
+            raise ApiError(404, f"the model {name!r} does not exist: this server has "
+                           f"{self._api.model!r}", param="model", code="model_not_found")
+        return _json(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        return {"id": self._api.model, "object": "model", "created": self._created,
+                "owned_by": "penstock", "max_model_len": self._api.engine.ready.max_model_len}
+
+    async def health(self, _: Request) -> Response:
+        """Alive: 200 unless the engine process is gone, also while it drains."""
+        return _json({"status": "engine died" if self._health.died else "ok"},
+                     503 if self._health.died else 200)
+
+    async def ready(self, _: Request) -> Response:
+        """Whether new requests are taken."""
+        if self._health.died or self._health.draining:
+            return _json({"status": "engine died" if self._health.died else "draining"}, 503)
+        return _json({"status": "ready"})
+
+    async def metrics(self, _: Request) -> Response:
+        return Response(self._api.metrics.text(await self._stats()), media_type=CONTENT_TYPE)
+
+    async def version(self, _: Request) -> Response:
+        return _json({"version": version("penstock")})
+
+    async def server_info(self, _: Request) -> Response:
+        return _json({**self._info, "version": version("penstock"), "stats": await self._stats()})
+
+    async def model_info(self, _: Request) -> Response:
+        tokenizer = self._api.tokenizer
+        return _json({
+            "model_path": self._info["model"], "served_model_name": self._api.model,
+            "tokenizer_path": self._info["model"] if tokenizer else None, "is_generation": True,
+            "max_model_len": self._api.engine.ready.max_model_len,
+            "vocab_size": self._api.engine.ready.vocab_size})
+
+    async def flush(self, _: Request) -> Response:
+        self._api.engine.flush()
+        return _json({"success": True, "message": "pages that no request holds are forgotten"})
+
+    async def _stats(self) -> dict[str, float]:
+        """The engine's numbers, or those of this side alone while it is busy or gone."""
+        engine = self._api.engine
+        try:
+            async with asyncio.timeout(STATS_S_MAX):
+                return await engine.stats()
+        except (TimeoutError, EngineDied):
+            return {"requests_running": float(engine.num_running),
+                    "requests_waiting": float(engine.num_waiting)}
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(encode(value), status, media_type=JSON_TYPE)
+
+
+async def _http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    what = {404: "there is no such path", 405: "this path has another method"}
+    body = ApiError(error.status_code, what.get(error.status_code, str(error.detail)),
+                    code={404: "not_found", 405: "method_not_allowed"}.get(error.status_code)).body
+    return Response(encode(body), error.status_code, headers=dict(error.headers or {}),
+                    media_type=JSON_TYPE)
+
+
+async def _any_error(_: Request, error: Exception) -> Response:
+    told = as_api_error(error)
+    return Response(encode(told.body), told.status, headers=told.headers, media_type=JSON_TYPE)

@@ -1,0 +1,193 @@
+"""What one client may take: bytes, seconds, and other clients' cached pages; and who may ask at all.
+
+Owns reading a request body under limits, API keys, cache namespaces and slow connections. Knows no
+route and no OpenAI type.
+"""
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import secrets
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from penstock.config.errors import ConfigError
+from penstock.config.tree import ServerConfig
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+
+HEADER_S_MAX = 10.0
+BODY_S_MAX = 30.0
+KEEP_ALIVE_S = 5
+HEADER_BYTES_MAX = 16 << 10
+NAMESPACES_MAX = 1 << 16
+
+
+class BodyTooLarge(Exception):
+    pass
+
+
+class BodyTooSlow(Exception):
+    pass
+
+
+class Disconnected(Exception):
+    """The client has gone; nobody reads an answer."""
+
+
+async def read_body(headers: Iterable[tuple[bytes, bytes]], receive: Receive, bytes_max: int,
+                    seconds_max: float = BODY_S_MAX) -> bytes:
+    """The whole body, of at most `bytes_max`, which is checked before and while it arrives.
+
+    Raises BodyTooLarge, BodyTooSlow, Disconnected.
+    """
+    for name, value in headers:
+        if name == b"content-length" and int(value) > bytes_max:
+            raise BodyTooLarge
+    body = bytearray()
+    try:
+        async with asyncio.timeout(seconds_max):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise Disconnected
+                body += message.get("body", b"")
+                if len(body) > bytes_max:
+                    raise BodyTooLarge
+                if not message.get("more_body", False):
+                    return bytes(body)
+    except TimeoutError:
+        raise BodyTooSlow from None
+
+
+class Keys:
+    """The API keys, as keyed hashes. Without any, everybody may ask."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._secret = secrets.token_bytes(32)
+        self._hashes = [self._hash(k.encode()) for k in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._hashes)
+
+    def tenant(self, authorization: bytes | None) -> bytes | None:
+        """Whose cache the bearer of this header uses: b"" when no key is asked for, None when the
+        key is missing or wrong. Compares with every key, in constant time."""
+        if not self._hashes:
+            return b""
+        scheme, _, key = (authorization or b"").partition(b" ")
+        given = self._hash(key.strip())
+        same = [h for h in self._hashes if hmac.compare_digest(h, given)]
+        return same[0] if same and scheme.lower() == b"bearer" else None
+
+    def _hash(self, key: bytes) -> bytes:
+        return hashlib.blake2b(key, key=self._secret, digest_size=32).digest()
+
+
+def load_keys(config: ServerConfig) -> Keys:
+    """The keys of the command line and of the key file. Raises ConfigError."""
+    keys = [config.api_key] if config.api_key else []
+    if config.api_key_file is not None:
+        try:
+            with open(config.api_key_file, encoding="utf-8") as f:
+                lines = [line.strip() for line in f]
+        except (OSError, UnicodeDecodeError) as e:
+            raise ConfigError(f"--api-key-file {config.api_key_file}: {e}: "
+                              "give a readable file with one key a line") from e
+        found = [line for line in lines if line and not line.startswith("#")]
+        if not found:
+            raise ConfigError(f"--api-key-file {config.api_key_file} has no key: one a line")
+        keys += found
+    return Keys(keys)
+
+
+class Namespaces:
+    """Numbers for roots of the prefix tree: pages are shared inside one, never across.
+
+    The tenant comes from the API key; a client's `cache_salt` only narrows it. Numbers are dense and
+    never used twice, so two salts cannot collide. One that was not seen for long gets a new number,
+    which costs a cache miss.
+    """
+
+    def __init__(self, size_max: int = NAMESPACES_MAX) -> None:
+        self._secret = secrets.token_bytes(32)
+        self._numbers: OrderedDict[bytes, int] = OrderedDict()
+        self._next = 1
+        self._size_max = size_max
+
+    def number(self, tenant: bytes, salt: str | None) -> int:
+        """The namespace of this tenant and salt; 0 when there is neither."""
+        if not tenant and salt is None:
+            return 0
+        text = b"" if salt is None else b"salt" + salt.encode()
+        name = len(tenant).to_bytes(8, "little") + tenant + text
+        key = hashlib.blake2b(name, key=self._secret, digest_size=32).digest()
+        known = self._numbers.get(key)
+        if known is None:
+            known = self._numbers[key] = self._next
+            self._next += 1
+            if len(self._numbers) > self._size_max:
+                self._numbers.popitem(last=False)
+        else:
+            self._numbers.move_to_end(key)
+        return known
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """uvicorn's HTTP/1.1 with what it leaves open: a time and a size for the head of a request, and
+    a disconnect that reaches every request of a pipelined connection."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._head_bytes = 0
+        self._open_cycles: list[RequestResponseCycle] = []
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._await_head()
+
+    def data_received(self, data: bytes) -> None:
+        if self._head_timer is not None:
+            self._head_bytes += len(data)
+            if self._head_bytes > HEADER_BYTES_MAX and b"\r\n\r\n" not in data:
+                self._stop_timer()
+                self.transport.close()
+                return
+        super().data_received(data)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._head_timer is None:         # the second and later requests of a connection
+            self._await_head()
+
+    def on_headers_complete(self) -> None:
+        self._stop_timer()
+        super().on_headers_complete()
+        self._open_cycles = [c for c in self._open_cycles if not c.response_complete]
+        self._open_cycles.append(self.cycle)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        for cycle in self._open_cycles:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        self._open_cycles = []
+        self.pipeline.clear()                # nobody waits for those that have not begun
+        super().connection_lost(exc)
+
+    def _await_head(self) -> None:
+        self._head_bytes = 0
+        self._head_timer = self.loop.call_later(HEADER_S_MAX, self._head_late)
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_late(self) -> None:
+        self._head_timer = None
+        if not self.transport.is_closing():
+            self.transport.close()

@@ -1,0 +1,130 @@
+"""What Prometheus reads: counters and histograms of the API side, gauges and counters of the engine.
+
+Owns the names. Knows no request content: labels are finish reasons, tiers and directions only.
+"""
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+disable_created_metrics()        # one more line for each of ours, which nobody reads
+PREFIX = "penstock:"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_TTFT_S = (.005, .01, .02, .05, .1, .2, .5, 1, 2, 5, 10, 30, 60, 120, 300)
+_ITL_S = (.002, .005, .01, .02, .03, .05, .075, .1, .15, .2, .3, .5, 1, 2, 5, 10)
+_E2E_S = (.05, .1, .2, .5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
+_NAME = re.compile(r"^([a-zA-Z_][a-zA-Z0-9_]*)(?:\{(.*)\})?$")
+_LABEL = re.compile(r'([a-z_]+)="?([^",]*)"?')
+
+# The core's words, and the names that dashboards of vLLM and SGLang know.
+RENAMED = {
+    "prefix_queries": "prefix_cache_queries_total",
+    "prefix_hbm_hits": 'prefix_cache_hits_total{tier="hbm"}',
+    "prefix_dram_hits": 'prefix_cache_hits_total{tier="dram"}',
+    "pauses": 'num_preemptions_total{kind="pause"}',
+    "drops": 'num_preemptions_total{kind="drop"}',
+    "requests_running": "num_requests_running",
+    "requests_waiting": "num_requests_waiting",
+    "requests_paused": "num_requests_paused",
+    "steps": "steps_total",
+    "failed_moves": "failed_moves_total",
+    "hbm_evictions": 'evicted_pages_total{tier="hbm"}',
+    "dram_evictions": 'evicted_pages_total{tier="dram"}',
+}
+USED = {"hbm": "hbm_pages_in_use", "dram": "dram_pages_held"}
+HELP = {
+    "num_requests_running": "Choices that hold a row.",
+    "num_requests_waiting": "Choices that wait for a row, paused ones included.",
+    "kv_cache_usage_perc": "Share of a tier's KV pages in use, 0 to 1. HBM: by requests; DRAM: "
+                           "cached copies too.",
+    "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
+    "prefix_cache_hits": "Prompt tokens found in the prefix cache, by tier.",
+    "num_preemptions": "Times that a request gave up its row (pause) or its KV (drop) for others.",
+    "moved_bytes": "KV bytes copied between tiers.",
+    "move_seconds": "Seconds of copies between tiers.",
+}
+
+
+class Metrics:
+    """The API side. One per server; `text` renders it together with the engine's numbers."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._engine = _Engine()
+        self._registry.register(self._engine)
+
+        def histogram(name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(PREFIX + name, what, buckets=buckets, registry=self._registry)
+
+        def counter(name: str, what: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(PREFIX + name, what, labels, registry=self._registry)
+
+        self.ttft = histogram("time_to_first_token_seconds",
+                              "From the request's arrival to its first token.", _TTFT_S)
+        self.itl = histogram("inter_token_latency_seconds",
+                             "Between two arrivals of tokens of one choice.", _ITL_S)
+        self.e2e = histogram("e2e_request_latency_seconds",
+                             "From a request's arrival to the end of its last choice.", _E2E_S)
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests.")
+        self.cached_tokens = counter("cached_prompt_tokens",
+                                     "Prompt tokens of finished requests that were not computed.")
+        self.generation_tokens = counter("generation_tokens", "Output tokens sent to clients.")
+        self.finished = counter("request_success", "Choices by the way they ended.",
+                                ("finished_reason",))
+        self.answers = counter("http_responses", "Answers by HTTP status.", ("status",))
+
+    def text(self, engine: Mapping[str, float]) -> bytes:
+        """The exposition format. `engine`: values by name, `name` or `name{tier="hbm"}`; a name
+        that ends in `_total` is a counter."""
+        self._engine.values = published(engine)
+        return generate_latest(self._registry)
+
+
+class _Engine(Collector):
+    """The engine's Stats, as they were at the last scrape."""
+
+    def __init__(self) -> None:
+        self.values: Mapping[str, float] = {}
+
+    def describe(self) -> Iterable[Metric]:
+        return ()                # names come with the first Stats
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for key, value in sorted(self.values.items()):
+            name, labels = parse_name(key)
+            base = name.removesuffix("_total")
+            family = families.get(name)
+            if family is None:
+                kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+                family = families[name] = kind(PREFIX + base, HELP.get(base, base))
+            family.add_sample(PREFIX + name, labels, value)
+        yield from families.values()
+
+
+def published(values: Mapping[str, float]) -> dict[str, float]:
+    """The engine's Stats under the names that users know, with each tier's usage."""
+    out = {RENAMED.get(name, name): value for name, value in values.items()
+           if name != "generation_tokens_total"}         # the API side counts what was sent
+    for tier, used in USED.items():
+        if values.get(f"{tier}_pages") and used in values:
+            out[f'kv_cache_usage_perc{{tier="{tier}"}}'] = values[used] / values[f"{tier}_pages"]
+    return out
+
+
+def parse_name(key: str) -> tuple[str, dict[str, str]]:
+    """`bytes_total{src="hbm",dst="dram"}` as a name and its labels."""
+    match = _NAME.match(key)
+    assert match is not None, f"metric name {key!r}"
+    return match.group(1), dict(_LABEL.findall(match.group(2) or ""))
