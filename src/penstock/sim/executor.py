@@ -1,0 +1,143 @@
+"""Fake ranks in virtual time: the simulator's side of the `Executor` protocol.
+
+Steps execute in order on every rank, each rank at its own pace; copies run beside them and read
+and write as late as their fences permit; failed copies tear their destination. An event is made
+when every rank has reported. Decides nothing about requests.
+"""
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+
+from penstock.core.plan import Event, Move, Moved, MoveId, RequestId, Retired, StepId, StepPlan, Tier
+from penstock.core.settings import CoreConfig
+from penstock.sim.clock import Clock
+from penstock.sim.device import Device, Identity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speeds:
+    """Virtual durations; each is drawn uniformly from 0.2 to 1 times its value."""
+
+    step: float = 1.0               # one forward of one stage
+    report: float = 0.2             # from a rank's last write until the loop hears of it
+    copy: float = 1.0               # from permission to the read, and from the read to the write
+    straggle: float = 0.0           # chance that a copy takes ten times as long
+    fail: float = 0.0               # chance that a copy fails on one rank
+
+
+class SimExecutor:
+    """`ranks` devices. `wake` is called whenever `poll` has something new."""
+
+    def __init__(self, cfg: CoreConfig, clock: Clock, rng: Random, *, ranks: int = 1,
+                 speeds: Speeds | None = None, wake: Callable[[], None] | None = None) -> None:
+        self.clock, self.rng, self.speeds = clock, rng, speeds or Speeds()
+        self.wake = wake or (lambda: None)
+        self.who: dict[RequestId, Identity] = {}
+        self.free: dict[Tier, set[int]] = {tier: set() for tier in Tier}
+        self.devices = [Device(cfg.page_size, len(cfg.groups), self.who, self.free)
+                        for _ in range(ranks)]
+        self.stages = cfg.pp_size
+        self.fail_move = 0                # the n-th Move fails, whatever the rate; 0 is off
+        self.stats: Counter[str] = Counter()
+        self.in_flight = 0                # plans and moves without their event
+        self._queues: list[list[StepPlan]] = [[] for _ in range(ranks)]
+        self._waiting: list[list[Callable[[], bool]]] = [[] for _ in range(ranks)]
+        self._busy = [False] * ranks
+        self._reports: dict[StepId, list[tuple[tuple[int, ...], ...]]] = {}
+        self._retired = 0
+        self._copies: dict[MoveId, int] = {}          # ranks that have not finished it
+        self._events: list[Event] = []
+
+    # ---------------------------------------------------------------- Executor
+    def register(self, rid: RequestId, namespace: int, seed: int) -> None:
+        self.who[rid] = Identity(namespace, seed)
+
+    def submit(self, plan: StepPlan) -> None:
+        self.in_flight += 1 + len(plan.moves)
+        self._reports[plan.step] = []
+        for move in plan.moves:
+            self._start(move)
+        for k in range(len(self.devices)):
+            self._queues[k].append(plan)
+            self._kick(k)
+
+    def poll(self, *, block: bool) -> Sequence[Event]:
+        while block and not self._events and self.in_flight and self.clock.step():
+            pass
+        events, self._events = self._events, []
+        return events
+
+    # ---------------------------------------------------------------- steps
+    def _delay(self, scale: float) -> float:
+        return scale * (0.2 + 0.8 * self.rng.random())
+
+    def _kick(self, k: int) -> None:
+        if self._queues[k] and not self._busy[k]:
+            self._busy[k] = True
+            self.clock.after(self._delay(self.speeds.step), partial(self._run, k))
+
+    def _run(self, k: int) -> None:
+        plan = self._queues[k].pop(0)
+        tokens = self.devices[k].execute(plan)
+        self._busy[k] = False
+        self._kick(k)
+        self._waiting[k] = [start for start in self._waiting[k] if not start()]
+        late = (self.stages - 1) * self.speeds.step
+        self.clock.after(late + self._delay(self.speeds.report),
+                         partial(self._report, plan.step, tokens))
+
+    def _report(self, step: StepId, tokens: tuple[tuple[int, ...], ...]) -> None:
+        self._reports[step].append(tokens)
+        while len(done := self._reports.get(StepId(self._retired + 1), [])) == len(self.devices):
+            self._retired += 1
+            assert all(tokens == done[0] for tokens in done), "ranks disagree"
+            del self._reports[StepId(self._retired)]
+            self._event(Retired(StepId(self._retired), done[0]))
+
+    def _event(self, event: Event) -> None:
+        self.in_flight -= 1
+        self._events.append(event)
+        self.wake()
+
+    # ---------------------------------------------------------------- copies
+    def _start(self, move: Move) -> None:
+        self.stats["moves"] += 1
+        bad = -1
+        if self.rng.random() < self.speeds.fail or self.stats["moves"] == self.fail_move:
+            bad = self.rng.randrange(len(self.devices))
+            self.stats["load failed" if move.dst is Tier.HBM else "write-through failed"] += 1
+        self._copies[move.id] = len(self.devices)
+        for k in range(len(self.devices)):
+            start = partial(self._try, k, move, bad)
+            if not start():
+                self._waiting[k].append(start)
+
+    def _try(self, k: int, move: Move, bad: int) -> bool:
+        """Begin the copy on rank k if its fence permits."""
+        if self.devices[k].done < move.after:
+            return False
+        slow = 10.0 if self.rng.random() < self.speeds.straggle else 1.0
+        self.clock.after(self._delay(slow * self.speeds.copy), partial(self._read, k, move, bad))
+        return True
+
+    def _read(self, k: int, move: Move, bad: int) -> None:
+        data = self.devices[k].read(move)
+        self.clock.after(self._delay(self.speeds.copy), partial(self._land, k, move, bad, data))
+
+    def _land(self, k: int, move: Move, bad: int, data: list[list[int]]) -> None:
+        if k == bad:       # tear it: the first half arrives, the rest is garbage
+            half = len(data) // 2
+            data = data[:half] + [[-7_000_003 - v for v in slots] for slots in data[half:]]
+        self.devices[k].write(move, data)
+        self._copies[move.id] -= 1
+        if self._copies[move.id] == 0:
+            del self._copies[move.id]
+            if any(other < move.id for other in self._copies):
+                self.stats["moves reordered"] += 1
+            if self.devices[k].done > move.after + 1:
+                self.stats["late copy"] += 1
+            self._event(Moved(move.id, bad < 0))

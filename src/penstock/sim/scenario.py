@@ -1,0 +1,97 @@
+"""What one seed means: engine sizes, speeds, the mix of faults. All of it drawn from the seed.
+
+Every seed draws its own sizes and rates: a race that needs an unusual ratio of them is then found
+by some seeds often instead of by all seeds almost never.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from random import Random
+from typing import Any
+
+from penstock.core.settings import CoreConfig
+from penstock.sim.executor import Speeds
+
+HBM_BASE, DRAM_BASE, ROW_BASE = 1_000, 2_000, 3_000     # disjoint: a mixed-up id fails at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    seed: int
+    cfg: CoreConfig
+    ranks: int
+    speeds: Speeds
+    requests: int
+    span: float               # virtual time over which they arrive
+    prompt_max: int           # tokens, of an ordinary request
+    new_max: int              # output tokens, of an ordinary request
+    abort: float              # chance for a request to be aborted at a random moment
+    stop: float               # chance for a request to meet a stop string
+    turns: float              # chance that a finished answer is extended by a later prompt
+    pauses: int               # forced Paused events
+    drops: int
+    flushes: int
+    hold: float               # chance that the loop turns late and sees events in batches
+    mode: str = ""            # overrides, for the line that replays it
+
+    @property
+    def replay(self) -> str:
+        mode = f" --mode {self.mode}" if self.mode else ""
+        return f"penstock sim --seed {self.seed}{mode}"
+
+
+def draw(seed: int, mode: str = "") -> Scenario:
+    """The scenario of `seed`. `mode` fixes dimensions: 'pp_size=2,overlap=1,dram_pages=0,ranks=1'.
+
+    Raises ValueError if `mode` names something that is not a number of CoreConfig, Scenario or
+    Speeds.
+    """
+    rng = Random(f"scenario {seed}")
+    size = rng.choice((1, 2, 3, 4, 4, 4, 8))
+    prompt_max = rng.choice((6, 12, 20, 32))
+    new_max = rng.choice((2, 6, 12, 20))
+    largest = -(-(prompt_max + new_max) // size) + 1
+    hbm = max(2, int(largest * rng.choice((0.7, 1.0, 1.1, 1.5, 2.5, 4.0))))
+    dram = 0 if rng.random() < 0.3 else max(1, int(hbm * rng.choice((0.2, 0.6, 1.0, 2.0, 4.0))))
+    cfg = CoreConfig(
+        page_size=size, rows=rng.choice((1, 2, 3, 4, 6)), hbm_pages=hbm, dram_pages=dram,
+        step_tokens=rng.choice((1, 2, 3, 5, 8, 16, 64)),
+        max_len=rng.choice((1 << 20, 1 << 20, prompt_max + new_max // 2)),
+        overlap=rng.random() < 0.6, pp_size=rng.choice((1, 1, 1, 2, 3)),
+        prefix_cache=rng.random() < 0.85, hbm_base=HBM_BASE, dram_base=DRAM_BASE,
+        row_base=ROW_BASE)
+    speeds = Speeds(
+        step=rng.choice((0.3, 1.0, 1.0)), report=rng.choice((0.0, 0.2, 1.0, 4.0)),
+        copy=rng.choice((0.1, 0.5, 2.0, 8.0)), straggle=rng.choice((0.0, 0.0, 0.2)),
+        fail=rng.choice((0.0, 0.0, 0.1, 0.5)))
+    busy = rng.choice((0.2, 1.0, 3.0))
+    requests = rng.randint(4, 12)
+    heavy = rng.choice((0, 1, 1, 3))
+    sc = Scenario(
+        seed=seed, cfg=cfg, ranks=rng.choice((1, 1, 2, 3)), speeds=speeds, requests=requests,
+        span=requests * busy * 3, prompt_max=prompt_max, new_max=new_max,
+        abort=rng.choice((0.0, 0.1, 0.4)), stop=rng.choice((0.0, 0.2, 0.5)),
+        turns=rng.choice((0.0, 0.3, 0.7)), pauses=heavy * rng.randint(0, 5),
+        drops=heavy * rng.randint(0, 3), flushes=rng.choice((0, 0, 1, 4)),
+        hold=rng.choice((0.0, 0.3, 0.8)))
+    return override(sc, mode)
+
+
+def override(sc: Scenario, mode: str) -> Scenario:
+    for item in filter(None, mode.split(",")):
+        name, _, text = item.partition("=")
+        for part in (sc.cfg, sc, sc.speeds):
+            old = getattr(part, name, None) if name in {f.name for f in fields(part)} else None
+            if isinstance(old, int | float) and name != "seed":
+                value = type(old)(float(text))
+                break
+        else:
+            raise ValueError(f"mode {item!r}: not a number of CoreConfig, Scenario or Speeds")
+        change: dict[str, Any] = {name: value}
+        if part is sc.cfg:
+            sc = replace(sc, cfg=replace(sc.cfg, **change))
+        elif part is sc.speeds:
+            sc = replace(sc, speeds=replace(sc.speeds, **change))
+        else:
+            sc = replace(sc, **change)
+    return replace(sc, mode=mode)

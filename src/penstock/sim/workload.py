@@ -1,0 +1,106 @@
+"""The requests of a scenario, and what each must produce. Knows the fake model, not the core.
+
+The mix is chosen for what it reaches: shared prefixes, prompts that extend earlier answers, one
+prompt in two namespaces, forks, prompts that end on a page edge, stop ids that count only late,
+requests that can never fit.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+from penstock.core.plan import Arrived, Outcome, RequestId
+from penstock.sim.model import oracle
+from penstock.sim.scenario import Scenario
+
+
+@dataclass(slots=True)
+class Expect:
+    """One request: what was asked, what any correct engine answers, what arrived so far."""
+
+    arrived: Arrived
+    seed: int
+    at: float
+    truth: tuple[int, ...]                 # cut at its stop token or max_new
+    outcome: Outcome                       # if nothing touches it
+    got: list[int] = field(default_factory=list)
+    finished: Outcome | None = None
+    started: bool = False
+    aborted: bool = False                  # an Aborted was delivered before it finished
+    stop_at: int = 0                       # count of the Stopped that was delivered; 0 is none
+
+
+class Workload:
+    """Makes requests; deterministic in the scenario's seed and the order of calls."""
+
+    def __init__(self, sc: Scenario) -> None:
+        self.sc = sc
+        self.rng = Random(f"workload {sc.seed}")
+        size = sc.cfg.page_size
+        self.bases = [self._tokens(self.rng.randrange(max(1, sc.prompt_max - 1)))
+                      for _ in range(3)]
+        self.bases += [base[:len(base) // size * size] for base in self.bases]
+        self.made: list[Expect] = []
+
+    def _tokens(self, n: int) -> tuple[int, ...]:
+        return tuple(self.rng.randrange(50_000) for _ in range(n))
+
+    def initial(self) -> list[Expect]:
+        """The requests that do not depend on what happens, in order of arrival."""
+        rng = self.rng
+        first: list[Expect] = []
+        while len(first) < self.sc.requests:
+            at = rng.random() * self.sc.span
+            e = self._make(at, self._prompt())
+            first.append(e)
+            if rng.random() < 0.2:
+                late = rng.choice((0.0, 0.0, 5.0))
+                for _ in range(rng.randint(1, 3)):
+                    first.append(self._make(at + late, e.arrived.prompt, fork=e.arrived))
+        return sorted(first, key=lambda e: e.at)
+
+    def next_turn(self, before: Expect, now: float) -> Expect | None:
+        """A prompt that extends an answer, sometimes."""
+        if self.rng.random() >= self.sc.turns or len(self.made) > 3 * self.sc.requests:
+            return None
+        prompt = before.arrived.prompt + tuple(before.got) + self._tokens(self.rng.randint(0, 3))
+        return self._make(now + self.rng.random() * 4, prompt, namespace=before.arrived.namespace)
+
+    # ---------------------------------------------------------------- one request
+    def _prompt(self) -> tuple[int, ...]:
+        rng, size = self.rng, self.sc.cfg.page_size
+        kind = rng.random()
+        if kind < 0.04:                                       # can never fit
+            return self._tokens(self.sc.cfg.hbm_pages * size + rng.randint(1, 2 * size))
+        if kind < 0.08:                                       # fits exactly, or just
+            return self._tokens(max(1, self.sc.cfg.hbm_pages * size - rng.randint(0, 2)))
+        if kind < 0.25 and self.made:                         # extends an answer not yet given
+            e = rng.choice(self.made)
+            if len(e.arrived.prompt) <= 2 * self.sc.prompt_max:
+                cut = rng.randint(0, len(e.truth))
+                return e.arrived.prompt + e.truth[:cut] + self._tokens(rng.randint(0, 2))
+        base = rng.choice(self.bases) if rng.random() < 0.7 else ()
+        prompt = base + self._tokens(rng.randint(0, max(1, self.sc.prompt_max - len(base))))
+        if rng.random() < 0.25:                               # ends on a page edge
+            prompt = prompt[:len(prompt) // size * size]
+        return prompt or self._tokens(1)
+
+    def _make(self, at: float, prompt: tuple[int, ...], *, fork: Arrived | None = None,
+              namespace: int | None = None) -> Expect:
+        rng = self.rng
+        if namespace is None:
+            namespace = fork.namespace if fork is not None else rng.choice((0, 0, 0, 1))
+        max_new = 1 if rng.random() < 0.1 else rng.randint(1, self.sc.new_max)
+        seed = rng.randrange(1 << 30)
+        truth, outcome = oracle(prompt, max_new, namespace, seed), Outcome.LENGTH
+        stop, min_new = frozenset[int](), rng.randint(0, max_new) if rng.random() < 0.3 else 0
+        if rng.random() < 0.5:
+            stop = frozenset(rng.sample(truth, min(len(truth), rng.randint(1, 2))))
+            ends = [i + 1 for i, t in enumerate(truth) if t in stop and i >= min_new]
+            if ends:
+                truth, outcome = truth[:ends[0]], Outcome.STOP
+        e = Expect(Arrived(RequestId(len(self.made)), prompt, max_new, stop, min_new, namespace,
+                           rng.choice((0, 0, 0, 1, 2)), fork.rid if fork is not None else None),
+                   seed, at, truth, outcome)
+        self.made.append(e)
+        return e

@@ -1,0 +1,80 @@
+"""The real core against fake ranks: no finding in any seed, every fault fires, every edge is taken."""
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from penstock.core.core import Core
+from penstock.sim.programs import (
+    ANOMALIES,
+    MUST_FIRE,
+    anomaly,
+    never_taken,
+    replay,
+    sweep,
+)
+from penstock.sim.scenario import draw
+from penstock.sim.world import World
+
+
+def test_no_seed_finds_anything_every_fault_fires_and_every_edge_is_taken() -> None:
+    report = sweep(range(180))
+    assert not report.failures, "\n".join(report.failures[:5])
+    assert not [name for name in MUST_FIRE if not report.fired[name]]
+    assert not never_taken(report.edges)
+
+
+@pytest.mark.parametrize("mode", ["dram_pages=0", "pp_size=3,overlap=1,ranks=3", "step_tokens=1"])
+def test_fixed_dimensions_find_nothing(mode: str) -> None:
+    assert not sweep(range(15), mode).failures
+
+
+@pytest.mark.parametrize("kind", sorted(ANOMALIES))
+def test_the_nth_failure_of_a_kind_harms_nobody_else(kind: str) -> None:
+    report = anomaly(kind, 3, "requests=3,turns=0,pauses=3,dram_pages=12")
+    assert report.runs > 3
+    assert not report.failures, "\n".join(report.failures[:5])
+
+
+def test_recorded_events_replay_to_identical_plans() -> None:
+    for seed in range(20):
+        world = World(draw(seed), record=True).play()
+        assert world.trace is not None
+        assert replay(world.sc.cfg, world.trace) == world.plans
+
+
+DIGESTS = """
+from penstock.sim.scenario import draw
+from penstock.sim.world import World
+print([World(draw(seed), record=True).play().digest() for seed in range(12)])
+"""
+
+
+def test_digests_do_not_depend_on_the_process_or_its_hash_seed() -> None:
+    out = [subprocess.run([sys.executable, "-c", DIGESTS], check=True, capture_output=True,
+                          env={**os.environ, "PYTHONHASHSEED": seed}).stdout
+           for seed in ("0", "4711")]
+    assert out[0] == out[1] != b""
+
+
+@pytest.mark.sweep
+def test_thousands_of_seeds_find_nothing() -> None:
+    report = sweep(range(1_000, 4_000))
+    assert not report.failures, "\n".join(report.failures[:5])
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("kind", sorted(ANOMALIES))
+def test_the_nth_failure_over_many_seeds(kind: str) -> None:
+    for seed in range(12):
+        report = anomaly(kind, seed, "requests=5")
+        assert not report.failures, "\n".join(report.failures[:5])
+
+
+def test_a_bare_core_with_nothing_to_do_plans_nothing() -> None:
+    core = Core(draw(0).cfg)
+    assert core.advance(()).plan is None
+    core.check()

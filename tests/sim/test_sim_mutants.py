@@ -1,0 +1,21 @@
+"""Seeded bugs: each must be caught, or the simulator has a hole."""
+from __future__ import annotations
+
+import pytest
+
+from penstock.sim.mutants import BUDGET, MUTANTS, hunt
+
+
+@pytest.mark.parametrize("name", sorted(MUTANTS))
+def test_a_seeded_bug_is_caught(name: str) -> None:
+    seeds, line = hunt(name, range(BUDGET[name]))
+    assert line is not None, f"{name} survived {seeds} seeds"
+    assert f"--mutant {name}" in line
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", sorted(MUTANTS))
+def test_a_seeded_bug_is_caught_from_elsewhere(name: str) -> None:
+    """Other seeds than those that the budget was measured on."""
+    seeds, line = hunt(name, range(50_000, 51_500))
+    assert line is not None, f"{name} survived {seeds} seeds"
