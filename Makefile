@@ -14,9 +14,8 @@ N ?= 600
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt $(PIP_ARGS)
-# Tests run single-threaded and without a model hub: two threads on shared cores collapse 5-20x.
-QUIET := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
-PYTEST := $(QUIET) $(BIN)/python -m pytest
+# Tests use one thread and no model hub: tests/conftest.py sets that up.
+PYTEST := $(BIN)/python -m pytest
 
 .PHONY: help serve chat test check sweep sim bench gpu doctor docs clean
 

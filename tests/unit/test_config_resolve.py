@@ -89,6 +89,13 @@ def test_probe_reads_a_plain_machine(tmp_path: Path) -> None:
     assert found.gpus == () and "driver" in found.no_gpu
 
 
+def test_probe_respects_omp_num_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    for wanted, cores in (("3", 3), ("99", 8), ("", 8), ("0", 8), ("4,2", 8)):
+        monkeypatch.setenv("OMP_NUM_THREADS", wanted)
+        assert probe(tmp_path).cores == cores
+
+
 def test_probe_respects_a_cgroup(tmp_path: Path) -> None:
     write(tmp_path, {"proc/cpuinfo": CPUINFO, "proc/meminfo": MEMINFO,
                      "sys/fs/cgroup/memory.max": "512000\n",

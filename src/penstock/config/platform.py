@@ -17,7 +17,8 @@ FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "avx
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The machine. Memory in bytes; `cores` and `memory_*` respect affinity and cgroup limits."""
+    """The machine. Memory in bytes, under the cgroup's limit; `cores` are those that affinity, the
+    cgroup's quota and OMP_NUM_THREADS leave to us."""
 
     system: str
     machine: str
@@ -79,7 +80,8 @@ def _cores(root: Path) -> int:
     if len(quota) == 2 and quota[0].isdigit():
         # Rounded up: a quota of 1.5 cores still runs two threads better than one.
         cores = min(cores, max(1, -(-int(quota[0]) // int(quota[1]))))
-    return cores
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    return min(cores, int(wanted)) if wanted.isdecimal() and int(wanted) else cores
 
 
 def _cgroup_memory(root: Path) -> tuple[int, int]:

@@ -55,7 +55,7 @@ def _machine(machine: Machine) -> Iterator[Finding]:
     import torch
 
     yield Finding("platform", "system", f"{machine.system}, {machine.machine}")
-    yield Finding("platform", "cpu", f"{machine.cpu}, {machine.cores} usable cores")
+    yield Finding("platform", "cpu", f"{machine.cpu}, cores to use: {machine.cores}")
     yield Finding("platform", "features", " ".join(machine.features) or "none that matter here")
     yield Finding("platform", "memory", f"{_gib(machine.memory_total)}, "
                   f"{_gib(machine.memory_available)} free", ok=machine.memory_available > 1 << 29)
