@@ -35,6 +35,8 @@ def for_growth(core: Core, r: Request, taken: list[Request]) -> None:
     if promised(core):
         return
     victim = next(v for v in reversed(core.running) if v not in taken and v.phase is not Phase.LOADING)
+    if victim is r and r is not core.running[-1]:
+        return                                 # the younger ones still load: wait for them (sim seed 210)
     if victim is r and _drop_paused(core, r):
         return                                 # somebody who does not even run was in the way
     yield_device(core, victim)
