@@ -5,6 +5,7 @@ asked for and does not fit is refused here, with the numbers and the flag to cha
 """
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 import resource
@@ -32,7 +33,7 @@ from penstock.memory.pool import PageShape
 from penstock.model import registry as families
 from penstock.model.base import Model
 from penstock.model.checkpoint import open_checkpoint
-from penstock.model.locate import ModelFiles, locate
+from penstock.model.locate import locate
 
 Info = dict[str, str | int | float | bool | None]
 
@@ -40,6 +41,7 @@ DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfl
 # Left for activations, logits and the allocator when pools are sized: a step of 512 tokens of a
 # model of 1.5 B parameters needs about half of it.
 WORKSPACE_BYTES = 256 << 20
+TRIM_BYTES = 64 << 20         # weights loaded between two trims of the heap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +68,11 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
     threads = config.device.threads or machine.probe().cores
     torch.set_num_threads(threads)
     backends = _backends(config, log)
-    files = locate(config.model.model, load_format=config.model.load_format)
     dtype = DTYPES[config.model.dtype]
     rss_before = _peak_rss()
-    model, weight_bytes = _load(config, files, dtype, backends, log)
+    loaded = _load(config, dtype, backends, log)
     load_peak = _peak_rss() - rss_before
+    model = loaded.model
     shape = PageShape(num_layers=model.kv.num_layers, num_kv_heads=model.kv.num_kv_heads,
                       page_size=config.kv.page_size, head_dim=model.kv.head_dim, dtype=dtype)
     core_config = size_pools(config, shape, model.max_position,
@@ -83,8 +85,8 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
                            seed=config.model.seed, lateness=lateness)
     seconds = time.perf_counter() - started
     info: Info = {
-        "model": files.name, "load_format": files.load_format,
-        "dtype": str(dtype).removeprefix("torch."), "device": "cpu", "threads": threads,
+        "model": loaded.name, "load_format": loaded.load_format,
+        "dtype": _short(dtype), "device": "cpu", "threads": threads,
         "vocab_size": model.vocab_size, "max_model_len": core_config.max_len,
         "model_max_position": model.max_position,
         "num_layers": shape.num_layers, "num_kv_heads": shape.num_kv_heads,
@@ -94,7 +96,7 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
         "dram_pages": core_config.dram_pages, "dram_bytes": dram.nbytes if dram else 0,
         "max_num_seqs": core_config.rows, "step_tokens": core_config.step_tokens,
         "overlap": core_config.overlap, "prefix_cache": core_config.prefix_cache,
-        "weight_bytes": weight_bytes, "load_peak_bytes": load_peak,
+        "weight_bytes": loaded.bytes, "load_peak_bytes": load_peak,
         "start_seconds": round(seconds, 3),
         **{f"backend_{op}": str(choice) for op, choice in backends.items()},
     }
@@ -115,33 +117,62 @@ def _backends(config: Config, log: Callable[[str], object]) -> dict[str, registr
     return choices
 
 
-def _load(config: Config, files: ModelFiles, dtype: torch.dtype,
-          backends: dict[str, registry.Choice],
-          log: Callable[[str], object]) -> tuple[Model, int]:
-    """(the model, bytes of its weights in `dtype`). Holds one source tensor at a time."""
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A model with its weights, and what is worth telling about them; `bytes` in the dtype used."""
+
+    model: Model
+    name: str
+    load_format: str
+    bytes: int
+
+
+def _load(config: Config, dtype: torch.dtype, backends: dict[str, registry.Choice],
+          log: Callable[[str], object]) -> _Loaded:
+    """Stream the weights in: one source tensor at a time, and freed ones go back to the system."""
     started = time.perf_counter()
+    files = locate(config.model.model, load_format=config.model.load_format)
+    name, load_format = files.name, files.load_format
     checkpoint = open_checkpoint(files)
     pack = functools.partial(linear.pack, backend=backends["linear"].name)
     model = families.build(checkpoint.config, dtype=dtype, linear=pack)
-    shapes = families.tensor_shapes(checkpoint.config)
+    _check_weights_fit(name, families.tensor_shapes(checkpoint.config), dtype)
+    tensors: Iterable[tuple[str, Tensor]] = (
+        families.dummy_tensors(checkpoint.config, config.model.seed)
+        if load_format == "dummy" else checkpoint.tensors())
+    loaded = trimmed = 0
+    for tensor_name, tensor in tensors:
+        loaded += tensor.numel() * dtype.itemsize
+        model.load(tensor_name, tensor)
+        del tensor                        # or it would live while the next one is read
+        if loaded - trimmed > TRIM_BYTES:
+            trimmed = loaded
+            _trim_heap()
+    # A GGUF's header holds its whole tokenizer; `finish` may pack a large head: not both at once.
+    del tensors, checkpoint, files
+    _trim_heap()
+    model.finish()
+    log(f"model: {name}, {_size(loaded)} of weights as {_short(dtype)} in "
+        f"{time.perf_counter() - started:.1f} s")
+    return _Loaded(model, name, load_format, loaded)
+
+
+def _check_weights_fit(name: str, shapes: Iterable[tuple[str, tuple[int, ...]]],
+                       dtype: torch.dtype) -> None:
     need = sum(math.prod(shape) for _, shape in shapes) * dtype.itemsize
     free = machine.probe().memory_available
     if need > free:
-        raise ConfigError(f"{files.name}: its weights take {_size(need)} as "
-                          f"{str(dtype).removeprefix('torch.')} and {_size(free)} of memory are "
-                          "free: take a smaller model or --dtype bfloat16")
-    tensors: Iterable[tuple[str, Tensor]] = (
-        families.dummy_tensors(checkpoint.config, config.model.seed)
-        if files.load_format == "dummy" else checkpoint.tensors())
-    loaded = 0
-    for name, tensor in tensors:
-        loaded += tensor.numel() * dtype.itemsize
-        model.load(name, tensor)
-        del tensor                        # or it would live while the next one is read
-    model.finish()
-    log(f"model: {files.name}, {_size(loaded)} of weights as "
-        f"{str(dtype).removeprefix('torch.')} in {time.perf_counter() - started:.1f} s")
-    return model, loaded
+        raise ConfigError(f"{name}: its weights take {_size(need)} as {_short(dtype)} and "
+                          f"{_size(free)} of memory are free: take a smaller model or "
+                          "--dtype bfloat16")
+
+
+def _trim_heap() -> None:
+    """Give freed memory back where the C library can: glibc keeps freed weights of up to 32 MiB,
+    42 MiB of them after loading SmolLM2 in float32."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def size_pools(config: Config, shape: PageShape, max_position: int, free: int) -> CoreConfig:
@@ -215,3 +246,7 @@ def _peak_rss() -> int:
 
 def _size(n: int) -> str:
     return f"{n / (1 << 20):.1f} MiB" if n < 10 << 30 else f"{n / (1 << 30):.1f} GiB"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
