@@ -80,6 +80,9 @@ def _exponents(dim: int) -> Tensor:
     return torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
 
 
+_ORIGINAL = "original_max_position_embeddings"
+
+
 class _Scaling:
     """What a scaling function reads: the rope fields, the plain frequencies, the context length."""
 
@@ -90,16 +93,18 @@ class _Scaling:
         self.theta = self.number("rope_theta", fields.number("rope_theta", 10000.0))
         self.pos_freq_F = self.theta ** _exponents(head_dim)
         # transformers lets the top-level field win over the one inside the rope fields.
-        key = "original_max_position_embeddings"
-        self.declared_original = fields.values.get(key) or params.get(key)
-        self.original = int(self.declared_original or self.max_position)
+        original: float = fields.size(_ORIGINAL, 0)
+        if not original and params.get(_ORIGINAL) is not None:
+            original = self.number(_ORIGINAL)
+        self.names_original = original > 0
+        self.original = original or self.max_position
 
     def number(self, name: str, default: float | None = None) -> float:
         value = self.params.get(name)
         if value is None:
             value = default
-        if value is None or isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"config.json: its RoPE needs a number {name}, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ConfigError(f"config.json: its RoPE needs {name}, a number > 0; got {value!r}")
         return float(value)
 
 
@@ -132,6 +137,8 @@ def _llama3(scaling: _Scaling) -> Rope:
     """Source: Llama 3.1. Long wavelengths are divided by `factor`, short ones kept, rest mixed."""
     low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
     factor, original = scaling.number("factor"), scaling.original
+    if high <= low:
+        raise ConfigError(f"config.json: high_freq_factor {high} must exceed low_freq_factor {low}")
     inv_freq_F = 1.0 / scaling.pos_freq_F
     wavelen_F = 2 * math.pi / inv_freq_F
     smooth_F = (original / wavelen_F - low) / (high - low)
@@ -152,8 +159,7 @@ def _yarn(scaling: _Scaling) -> Rope:
     """
     params, dim, original = scaling.params, scaling.dim, scaling.original
     factor = scaling.number("factor", scaling.max_position / original)
-    slow = params.get("beta_slow") or 1
-    fast = params.get("beta_fast") or 32
+    slow, fast = scaling.number("beta_slow", 1.0), scaling.number("beta_fast", 32.0)
     low, high = (
         dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(scaling.theta))
         for turns in (fast, slow)
@@ -167,23 +173,24 @@ def _yarn(scaling: _Scaling) -> Rope:
     keep_F = 1 - ramp_F
     inv_freq_F = (1.0 / (factor * scaling.pos_freq_F)) * (1 - keep_F)
     inv_freq_F += (1.0 / scaling.pos_freq_F) * keep_F
-    longest = int(original * factor) if scaling.declared_original else 0
+    longest = int(original * factor) if scaling.names_original else 0
     return Rope(
         inv_freq_F=inv_freq_F,
-        attention_factor=_yarn_attention(params, factor),
+        attention_factor=_yarn_attention(scaling, factor),
         max_position=max(scaling.max_position, longest),
     )
 
 
-def _yarn_attention(params: dict[str, Any], factor: float) -> float:
+def _yarn_attention(scaling: _Scaling, factor: float) -> float:
+    params = scaling.params
     if params.get("attention_factor") is not None:
-        return float(params["attention_factor"])
+        return scaling.number("attention_factor")
 
     def mscale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
     if params.get("mscale") and params.get("mscale_all_dim"):
-        return mscale(params["mscale"]) / mscale(params["mscale_all_dim"])
+        return mscale(scaling.number("mscale")) / mscale(scaling.number("mscale_all_dim"))
     return mscale(1.0)
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from penstock.config.errors import ConfigError
 
-# linear(weight_OI, bias_O or None) -> op, op(x_TI) -> y_TO. Called once per weight; may keep it.
+# linear(weight_OI, bias_O or None) -> op. Called once per weight, which it may keep. op(x_TI) returns
+# a new y_TO, which the model changes in place.
 LinearFactory: TypeAlias = Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
