@@ -4,6 +4,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,7 @@ def layer_of(module: str) -> str:
     return parts[1] if len(parts) > 1 else ""
 
 
+@cache
 def imports(path: Path, module: str) -> list[tuple[str, int]]:
     """(imported module, line), relative imports made absolute; `from a import b` gives a.b when b
     is a module."""

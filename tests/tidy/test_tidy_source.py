@@ -5,6 +5,7 @@ import ast
 import re
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,9 +27,14 @@ def tracked() -> list[Path]:
     return [ROOT / name for name in run.stdout.split("\0") if name and (ROOT / name).is_file()]
 
 
+@cache
+def parsed(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
 def nodes(paths: list[Path]) -> Iterator[tuple[Path, ast.AST]]:
     for path in paths:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in parsed(path):
             yield path, node
 
 

@@ -10,6 +10,7 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
+from functools import cache
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from penstock.config.errors import ConfigError
@@ -49,8 +50,13 @@ class Flag:
         return f"{self.section}.{self.name}"
 
 
-def flags() -> Iterator[Flag]:
+@cache
+def flags() -> tuple[Flag, ...]:
     """Every flag, in the order of the tree."""
+    return tuple(_flags())
+
+
+def _flags() -> Iterator[Flag]:
     for section, cls in get_type_hints(Config).items():
         hints = get_type_hints(cls, include_extras=True)
         for f in fields(cls):
