@@ -96,8 +96,9 @@ class AsyncLLM:
         Raises RequestError before anything has started if one of the prompts is wrong.
         """
         found = one_or_many(prompts)
+        text = self._opened
         texts = [text_or_ids(p) for p in found]
-        ids = [self._ids(t) for t in texts]
+        ids = [text.encode(t) if isinstance(t, str) else t for t in texts]
         return await self._all(ids, [t if isinstance(t, str) else None for t in texts],
                                one_each(sampling_params, len(ids)), use_tqdm)
 
@@ -114,8 +115,8 @@ class AsyncLLM:
     async def _all(self, ids: list[list[int]], texts: list[str | None],
                    params: list[SamplingParams], use_tqdm: bool, *,
                    is_chat: bool = False) -> list[RequestOutput]:
-        for i, p in zip(ids, params, strict=True):
-            checked_limits(self._client.ready, i, p)
+        for prompt, p in zip(ids, params, strict=True):
+            self._check(prompt, p)
         progress = _progress(len(ids)) if use_tqdm else None
         # Enough for the core to choose from, few enough that its queue stays short.
         gate = asyncio.Semaphore(4 * self.config.schedule.max_num_seqs)
@@ -157,7 +158,8 @@ class AsyncLLM:
     async def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
                      ) -> AsyncGenerator[Delta, None]:
         """The answer as it comes. Leaving the iterator ends the request (`aclose`, or dropping it)."""
-        ids = self._ids(text_or_ids(prompt))
+        text, given = self._opened, text_or_ids(prompt)
+        ids = text.encode(given) if isinstance(given, str) else given
         async with aclosing(self._stream(ids, sampling_params, context=ids)) as deltas:
             async for delta in deltas:
                 yield delta
@@ -175,7 +177,8 @@ class AsyncLLM:
 
     async def _stream(self, ids: list[int], params: SamplingParams | None, *,
                       context: Sequence[int]) -> AsyncGenerator[Delta, None]:
-        generation = self._submit(ids, params or SamplingParams(), context)
+        [params] = one_each(params, 1)
+        generation = self._submit(ids, params, context)
         async with aclosing(_pieces(generation)) as pieces:
             async for piece in pieces:
                 yield Delta(piece.text, piece.tokens, piece.finish, piece.index)
@@ -185,15 +188,16 @@ class AsyncLLM:
                 context: Sequence[int]) -> Generation:
         # `context`: tokens that the answer's text continues; a chat message begins afresh.
         text = self._opened
-        if params.stop and text.tokenizer is None:
-            raise RequestError("this model has no tokenizer: use stop_token_ids", "stop")
+        self._check(ids, params)
         generation = Generation(self._client, text.tokenizer, self._metrics)
         generation.submit(ids, params, eos_ids=text.eos_ids, namespace=0,
                           context=context)
         return generation
 
-    def _ids(self, prompt: str | list[int]) -> list[int]:
-        return self._opened.encode(prompt) if isinstance(prompt, str) else prompt
+    def _check(self, ids: list[int], params: SamplingParams) -> None:
+        if params.stop and self._opened.tokenizer is None:
+            raise RequestError("this model has no tokenizer: use stop_token_ids", "stop")
+        checked_limits(self._client.ready, ids, params)
 
     @property
     def _opened(self) -> Text:
@@ -331,9 +335,16 @@ class LLM:
 
 def _finish(inner: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
     """Close the engine from any thread, then the loop. Runs once."""
-    try:
-        asyncio.run_coroutine_threadsafe(inner.close(), loop).result()
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
+    async def end() -> None:
+        try:
+            await inner.close()
+        finally:
+            loop.stop()
+
+    closing = end()
+    if threading.current_thread() is thread:    # the last reference went in a callback of the loop
+        loop.create_task(closing)
+        return
+    asyncio.run_coroutine_threadsafe(closing, loop)
+    thread.join()
+    loop.close()

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import msgspec
+
 from penstock.config.errors import RequestError
 from penstock.config.params import SamplingParams
 
@@ -97,12 +99,23 @@ def conversations(messages: Sequence[Message] | Sequence[Sequence[Message]],
 
 
 def one_each(params: Params, count: int) -> list[SamplingParams]:
-    """Sampling parameters for each of `count` prompts. Raises RequestError."""
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if not all(isinstance(p, SamplingParams) for p in params) or len(params) != count:
+    """Checked sampling parameters for each of `count` prompts. Raises RequestError."""
+    if params is None or isinstance(params, SamplingParams):
+        return [checked_types(params or SamplingParams())] * count
+    if (not isinstance(params, Sequence) or len(params) != count
+            or not all(isinstance(p, SamplingParams) for p in params)):
         raise RequestError(f"sampling_params: one SamplingParams, or a list of {count}, one for each "
                            "prompt", "sampling_params")
-    return list(params)
+    return [checked_types(p) for p in params]
+
+
+def checked_types(params: SamplingParams) -> SamplingParams:
+    """`params` with the types that its fields declare: a constructor call in Python checks none.
+    A list, or for `stop` one string, becomes a tuple. Raises RequestError that names the field."""
+    given = msgspec.structs.asdict(params)
+    if isinstance(params.stop, str):
+        given["stop"] = (params.stop,)
+    try:
+        return msgspec.convert(given, SamplingParams).checked()
+    except msgspec.ValidationError as e:
+        raise RequestError(f"sampling_params: {e}", "sampling_params") from None
