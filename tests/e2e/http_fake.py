@@ -1,0 +1,62 @@
+"""`penstock serve` with everything real but the model: an engine process that echoes its prompt.
+
+    python http_fake.py MODEL FLAGS...       the server; MODEL is only a name
+    python http_fake.py --engine FD          its engine: 2 ms a step, a context of 1,000 tokens
+"""
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+UNIT = Path(__file__).parents[1] / "unit"
+STEP_S = 0.002
+
+
+def load(name: str):
+    spec = importlib.util.spec_from_file_location(name, UNIT / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def engine(descriptor: str) -> None:
+    fake = load("engine_fake")
+
+    class Slow(fake.FakeExecutor):
+        def poll(self, *, block):
+            if self.plans:
+                time.sleep(STEP_S)
+            return super().poll(block=block)
+
+    fake.FakeExecutor = Slow
+    fake.VOCAB = load("tokenizers_fake").byte_level().get_vocab_size()
+    sys.argv = ["engine", descriptor]
+    fake.main()
+
+
+def server(words: list[str]) -> int:
+    from penstock.serve import http_main, main
+    from penstock.serve.tokenizer import Tokenizer
+
+    fake = load("tokenizers_fake")
+    raw = fake.byte_level()
+    tokenizer = Tokenizer(raw, eos_ids=(raw.token_to_id(fake.EOS),), chat_template=fake.CHATML,
+                          template_vars={})
+    argv = [sys.executable, "-P", __file__, "--engine"]
+    http_main.EngineClient = functools.partial(http_main.EngineClient, argv=argv)
+    http_main.locate = lambda model, **_: SimpleNamespace(name=model, eos_ids=())
+    http_main.open_tokenizer = lambda files, override: None if files.name == "ids" else tokenizer
+    code = main.main(["serve", *words])
+    assert "torch" not in sys.modules, "the API process has imported torch"
+    return code
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--engine":
+        engine(sys.argv[2])
+    else:
+        sys.exit(server(sys.argv[1:]))

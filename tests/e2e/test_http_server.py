@@ -1,0 +1,381 @@
+"""The HTTP process and an echoing engine process, over real sockets and real signals."""
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+SCRIPT = str(Path(__file__).with_name("http_fake.py"))
+CRASH = 13                  # a prompt that begins with it ends the engine at its third token
+LONG = {"prompt": [1, 2, 3], "max_tokens": 900}
+WAIT_S = 60
+
+
+class Server:
+    """One `penstock serve` and what it printed."""
+
+    def __init__(self, folder: Path, *flags: str, model: str = "fake") -> None:
+        self.events = folder / "events"
+        self.log = folder / "log"
+        self.process = subprocess.Popen(
+            [sys.executable, SCRIPT, model, "--port", "0", "--event-log", str(self.events), *flags],
+            stdout=subprocess.PIPE, stderr=self.log.open("w"), text=True)
+        self.line = self.process.stdout.readline()
+        found = re.search(r"ready on (http://\S+) ", self.line)
+        assert found, self.line + self.log.read_text()
+        self.http = httpx.Client(base_url=found.group(1), timeout=WAIT_S)
+
+    def post(self, path="completions", **body):
+        return self.http.post("/v1/" + path, json=body)
+
+    def socket(self) -> socket.socket:
+        return socket.create_connection((self.http.base_url.host, self.http.base_url.port), WAIT_S)
+
+    def raw(self, data: bytes) -> bytes:
+        """The answer to these bytes, until the server closes."""
+        with self.socket() as link:
+            link.sendall(data)
+            return b"".join(iter(lambda: link.recv(65536), b""))
+
+    def started(self, **body) -> socket.socket:
+        """A connection whose request has shown its first event."""
+        link = self.socket()
+        data = json.dumps({**LONG, "stream": True, **body}).encode()
+        link.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+                     % len(data) + data)
+        seen = b""
+        while b"data: " not in seen:
+            part = link.recv(65536)
+            assert part, seen
+            seen += part
+        return link
+
+    def until(self, condition):
+        """Poll until `condition()` is true; its value."""
+        end = time.monotonic() + WAIT_S
+        while not (value := condition()):
+            assert time.monotonic() < end, self.log.read_text()
+            time.sleep(0.01)
+        return value
+
+    def metric(self, name: str) -> float:
+        found = re.search(rf"^penstock:{re.escape(name)} (\S+)$", self.http.get("/metrics").text,
+                          re.MULTILINE)
+        return float(found.group(1)) if found else 0.0
+
+    def end(self, *signals: int) -> int:
+        """The exit code after these signals."""
+        for number in signals:
+            self.process.send_signal(number)
+        return self.process.wait(WAIT_S)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    server = Server(tmp_path_factory.mktemp("shared"))
+    yield server
+    assert server.end(signal.SIGTERM) == 0
+
+
+@pytest.fixture
+def start(tmp_path):
+    servers = []
+
+    def make(*flags, **kwargs):
+        servers.append(Server(tmp_path, *flags, **kwargs))
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.process.kill()
+        server.process.wait()
+
+
+def events(answer: httpx.Response) -> list:
+    """Data of a whole event stream, which must end in [DONE]."""
+    assert answer.headers["content-type"].startswith("text/event-stream"), answer.text
+    lines = [part.removeprefix("data: ") for part in answer.text.split("\n\n") if part]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def error(answer: httpx.Response, status: int) -> dict:
+    """The error, checked for OpenAI's shape."""
+    assert answer.status_code == status, answer.text
+    found = answer.json()["error"]
+    assert set(found) == {"message", "type", "param", "code"} and found["message"]
+    return found
+
+
+# ---------------------------------------------------------------- answers
+def test_an_answer_echoes_and_counts(shared):
+    got = shared.post(prompt="hello é", max_tokens=9).json()
+    assert got["choices"][0]["text"].startswith("hello é")
+    assert got["choices"][0]["finish_reason"] == "length"
+    assert got["usage"]["completion_tokens"] == 9
+    assert got["usage"]["prompt_tokens_details"] == {
+        "cached_tokens": 3, "cached_tokens_by_tier": {"hbm": 2, "dram": 1}}
+
+
+def test_a_stream_says_what_the_whole_answer_says(shared):
+    for path, body in (("completions", {"prompt": "hello é☃ ok"}),
+                       ("chat/completions", {"messages": [{"role": "user", "content": "é☃"}]})):
+        body |= {"max_tokens": 40, "stop": ["☃ "], "n": 2}
+        whole = shared.post(path, **body).json()
+        chunks = events(shared.post(path, **body, stream=True,
+                                    stream_options={"include_usage": True}))
+        assert chunks[-1]["choices"] == [] and chunks[-1]["usage"] == whole["usage"]
+        for i, choice in enumerate(whole["choices"]):
+            mine = [c["choices"][0] for c in chunks[:-1] if c["choices"][0]["index"] == i]
+            text = "".join(c.get("text") or c.get("delta", {}).get("content") or "" for c in mine)
+            assert text == choice.get("text", choice.get("message", {}).get("content"))
+            assert mine[-1]["finish_reason"] == choice["finish_reason"]
+            assert all(c["finish_reason"] is None for c in mine[:-1])
+
+
+def test_a_stop_string_ends_the_text_and_the_request(shared):
+    got = shared.post(prompt="abcabc", max_tokens=900, stop=["cab"], return_token_ids=True).json()
+    choice = got["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("ab", "stop", "cab")
+    assert got["usage"]["completion_tokens"] == len(choice["token_ids"]) == 5
+    shared.until(lambda: shared.metric("num_requests_running") == 0)
+
+
+def test_a_stop_token_ends_the_text_and_is_not_shown(shared):
+    ids = shared.post(prompt="abc", max_tokens=3, return_token_ids=True).json()
+    stop = ids["choices"][0]["token_ids"][2]
+    got = shared.post(prompt="abc", max_tokens=9, stop_token_ids=[stop]).json()
+    assert (got["choices"][0]["text"], got["usage"]["completion_tokens"]) == ("ab", 3)
+    shown = shared.post(prompt="abc", max_tokens=9, stop_token_ids=[stop],
+                        include_stop_str_in_output=True).json()
+    assert shown["choices"][0]["text"] == "abc"
+
+
+def test_prompts_in_all_forms_and_echo(shared):
+    got = shared.post(prompt=["abc", "xyz"], n=2, max_tokens=3, echo=True).json()
+    assert [c["text"] for c in got["choices"]] == ["abcabc"] * 2 + ["xyzxyz"] * 2
+    assert got["usage"]["prompt_tokens"] == 6
+    got = shared.post(prompt=[[5, 6], [7]], max_tokens=2, return_token_ids=True).json()
+    assert [c["token_ids"] for c in got["choices"]] == [[5, 6], [7, 7]]
+    chunks = events(shared.post(prompt="abc", max_tokens=3, echo=True, stream=True))
+    assert "".join(c["choices"][0]["text"] for c in chunks) == "abcabc"
+
+
+# ---------------------------------------------------------------- refusals
+@pytest.mark.parametrize("path, body, status, param", [
+    ("completions", {"prompt": ""}, 400, "prompt"),
+    ("completions", {"prompt": [1000]}, 400, "prompt"),
+    ("completions", {"prompt": [-1], "echo": True}, 400, "prompt"),
+    ("completions", {"prompt": [1] * 1000}, 400, "prompt"),
+    ("completions", {"prompt": [1] * 990, "max_tokens": 11}, 400, "max_tokens"),
+    ("completions", {"prompt": [1], "stop_token_ids": [1000]}, 400, "stop_token_ids"),
+    ("completions", {"prompt": [1], "model": "other"}, 404, "model"),
+    ("completions", {}, 400, "prompt"),
+    ("chat/completions", {"messages": []}, 400, "messages"),
+    ("chat/completions", {"messages": [{"role": "user", "content": "x" * 3000}]}, 400, "messages"),
+    ("chat/completions", {"messages": [{"role": "user", "content": "x"}],
+                          "max_completion_tokens": 999}, 400, "max_completion_tokens"),
+])
+def test_requests_that_cannot_run_name_their_field(shared, path, body, status, param):
+    for stream in (False, True):
+        assert error(shared.post(path, **body, stream=stream), status)["param"] == param
+
+
+def test_paths_methods_and_bodies_that_are_not_ours(shared):
+    error(shared.http.get("/v1/nothing"), 404)
+    error(shared.http.get("/v1/models/nothing"), 404)
+    assert error(shared.http.get("/v1/completions"), 405)["code"] == "method_not_allowed"
+    error(shared.http.post("/v1/completions", content=b"{"), 400)
+    error(shared.http.post("/v1/completions", content=b"\xff" * 100), 400)
+    assert shared.post(prompt="a", max_tokens=1).status_code == 200
+
+
+def test_http2_and_noise_are_answered_and_closed(shared):
+    for data in (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01\x00\xa5\x01", b"GET\r\n\r\n"):
+        assert shared.raw(data).startswith(b"HTTP/1.1 400 "), data
+
+
+def test_a_large_body_is_refused_before_and_while_it_arrives(start):
+    server = start("--body-bytes-max", "10k")
+    assert error(server.post(prompt="x" * 20_000), 413)["code"] == "body_too_large"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+    assert b" 413 " in server.raw(head + b"Content-Length: 99999999\r\n\r\n")[:20]
+    chunk = b"1000\r\n" + b"x" * 4096 + b"\r\n"
+    answer = server.raw(head + b"Transfer-Encoding: chunked\r\n\r\n" + chunk * 3)
+    assert b" 413 " in answer[:20] and b'"error"' in answer
+    assert server.post(prompt="abc", max_tokens=1).status_code == 200
+
+
+# ---------------------------------------------------------------- the other routes
+def test_what_the_server_tells_of_itself(shared):
+    get = shared.http.get
+    (model,) = get("/v1/models").json()["data"]
+    assert model["id"] == "fake" and model["max_model_len"] == 1000
+    assert get("/v1/models/fake").json() == model
+    assert get("/health").json() == {"status": "ok"} and get("/ready").json()["status"] == "ready"
+    assert get("/version").json()["version"]
+    assert get("/model_info").json()["served_model_name"] == "fake"
+    assert get("/server_info").json()["a"] == 1
+    assert shared.http.post("/flush_cache").json()["success"]
+    assert "penstock:time_to_first_token_seconds_bucket" in get("/metrics").text
+    assert re.fullmatch(r"penstock: ready on http://127\.0\.0\.1:\d+ \(model fake, started in .*\)\n",
+                        shared.line)
+
+
+def test_every_route_wants_the_key_but_health_and_ready(start, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("one\ntwo\n")
+    server = start("--api-key-file", str(keys))
+    for path in ("/v1/models", "/metrics", "/server_info", "/nothing", "/version"):
+        assert error(server.http.get(path), 401)["code"] == "invalid_api_key"
+        assert server.http.get(path, headers={"authorization": "Bearer two"}).status_code != 401
+    error(server.post(prompt="abc"), 401)
+    error(server.http.post("/flush_cache"), 401)
+    assert server.http.get("/health").status_code == server.http.get("/ready").status_code == 200
+    assert "one" not in server.log.read_text()
+
+
+def test_a_model_without_a_tokenizer_serves_ids(start):
+    server = start(model="ids")
+    got = server.post(prompt=[5, 6], max_tokens=2, return_token_ids=True, logprobs=1).json()
+    assert got["choices"][0]["token_ids"] == [5, 6] and got["choices"][0]["text"] == ""
+    assert got["choices"][0]["logprobs"]["tokens"] == ["token_id:5", "token_id:6"]
+    assert error(server.post(prompt="text"), 400)["param"] == "prompt"
+    assert error(server.post(prompt=[5], stop="a"), 400)["param"] == "stop"
+    assert "tokenizer" in error(server.post("chat/completions", messages=[
+        {"role": "user", "content": "x"}]), 400)["message"]
+    assert server.end(signal.SIGTERM) == 0
+
+
+def test_beyond_the_queue_the_answer_is_503_with_retry_after(start):
+    server = start("--max-num-seqs", "2", "--max-waiting", "1")
+    links = [server.started() for _ in range(3)]
+    answer = server.post(prompt="abc")
+    assert error(answer, 503)["code"] == "overloaded" and int(answer.headers["retry-after"]) >= 1
+    for link in links:
+        link.close()
+    server.until(lambda: server.post(prompt="abc", max_tokens=1).status_code == 200)
+
+
+# ---------------------------------------------------------------- endings
+def ended(server: Server) -> list[str]:
+    return [line for line in server.events.read_text().splitlines() if "abort" in line.lower()]
+
+
+def test_a_client_that_leaves_ends_its_request_streaming_or_not(start):
+    server = start()
+    server.started(n=2).close()
+    server.until(lambda: server.metric("num_requests_running") == 0)
+    server.until(lambda: len(ended(server)) >= 2)
+    before = len(ended(server))
+    link = server.socket()
+    data = json.dumps(LONG).encode()
+    link.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+                 % len(data) + data)
+    server.until(lambda: server.metric("rows_used") == 1)
+    link.close()
+    server.until(lambda: len(ended(server)) > before)
+    assert server.metric("rows_used") == 0
+    assert server.metric('request_success_total{finished_reason="abort"}') == 3
+
+
+def test_a_pipelined_request_is_ended_with_its_connection(start):
+    server = start()
+    link = server.started()
+    link.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    link.close()
+    server.until(lambda: server.metric("rows_used") == 0)
+    assert server.metric('request_success_total{finished_reason="abort"}') == 1
+
+
+def test_sigterm_finishes_open_requests_and_takes_no_others(start):
+    server = start()
+    with server.started() as link:
+        server.process.send_signal(signal.SIGTERM)
+        server.until(lambda: server.http.get("/ready").status_code == 503)
+        assert error(server.post(prompt="abc"), 503)["code"] == "shutting_down"
+        assert server.http.get("/health").status_code == 200
+        seen = b"".join(iter(lambda: link.recv(65536), b""))
+    assert b"[DONE]" in seen and seen.count(b'"finish_reason":"length"') == 1
+    assert server.process.wait(WAIT_S) == 0
+
+
+def test_what_does_not_finish_in_time_is_told_so(start):
+    server = start("--drain-s", "0.05")
+    with server.started() as link:
+        server.process.send_signal(signal.SIGTERM)
+        seen = b"".join(iter(lambda: link.recv(65536), b""))
+    assert b'data: {"error":' in seen and b"[DONE]" not in seen
+    assert server.process.wait(WAIT_S) == 0
+
+
+def test_a_second_interrupt_exits_at_once(start):
+    server = start()
+    with server.started() as link:
+        server.process.send_signal(signal.SIGINT)
+        server.until(lambda: server.http.get("/ready").status_code == 503)
+        assert server.end(signal.SIGINT) == 130
+        assert b"[DONE]" not in b"".join(iter(lambda: link.recv(65536), b""))
+
+
+@pytest.mark.parametrize("how", ["bug", "killed"])
+def test_when_the_engine_dies_clients_hear_503_and_the_exit_code_says_so(start, how):
+    server = start()
+    with server.started() as link:
+        if how == "bug":
+            # The engine is alone with this: whoever is first to notice gets the same answer.
+            assert error(server.post(prompt=[CRASH], max_tokens=9), 503)["code"] == "engine_died"
+        else:
+            children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
+            for pid in children.read_text().split():
+                if "--engine" in Path(f"/proc/{pid}/cmdline").read_text():
+                    os.kill(int(pid), signal.SIGKILL)
+        seen = b"".join(iter(lambda: link.recv(65536), b""))
+    assert b"engine_died" in seen and b"[DONE]" not in seen
+    assert server.process.wait(WAIT_S) == 1
+    assert "the engine process" in server.log.read_text()
+
+
+def test_a_port_in_use_is_one_line_before_anything_is_loaded(shared):
+    port = str(shared.http.base_url.port)
+    run = subprocess.run([sys.executable, SCRIPT, "fake", "--port", port], capture_output=True,
+                         text=True, timeout=WAIT_S)
+    assert run.returncode == 2 and "loading" not in run.stderr
+    (line,) = run.stderr.strip().splitlines()
+    assert line.startswith(f"penstock: error: port {port} on 127.0.0.1 is in use")
+
+
+def test_a_wrong_model_or_template_is_one_line_and_exit_code_2(tmp_path):
+    bad = tmp_path / "bad.jinja"
+    bad.write_text("{% if %}")
+    for words, said in ((["missing"], "no such folder"),
+                        (["fake", "--chat-template", str(bad)], "the chat template is wrong")):
+        run = subprocess.run([sys.executable, SCRIPT, *words, "--port", "0"], capture_output=True,
+                             text=True, timeout=WAIT_S)
+        errors = [line for line in run.stderr.splitlines() if "error:" in line]
+        assert run.returncode == 2 and len(errors) == 1 and said in errors[0], run.stderr
+
+
+def test_no_word_of_a_request_is_in_logs_metrics_or_events(start):
+    server = start("--log-level", "debug")
+    secret = "xyzzyplugh"
+    server.post(prompt=secret, max_tokens=20, user=secret, cache_salt=secret, stop=[secret + "!"])
+    server.post("chat/completions", messages=[{"role": "user", "content": secret}], max_tokens=4,
+                stream=True)
+    server.post("chat/completions", messages=[{"role": secret, "content": secret}])
+    server.post(prompt=secret, nonsense=secret)
+    server.http.post("/v1/completions", content=b'{"prompt": "' + secret.encode() + b'\xff"}')
+    numbers = server.http.get("/metrics").text + server.http.get("/server_info").text
+    assert server.metric("http_responses_total{status=\"200\"}") >= 2
+    assert server.end(signal.SIGTERM) == 0
+    written = server.log.read_text() + server.events.read_text() + numbers
+    assert written and secret not in written

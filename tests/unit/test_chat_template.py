@@ -1,0 +1,172 @@
+"""Templates: what published ones use works, what a hostile one tries is bounded."""
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+
+import pytest
+
+from penstock.config.errors import ConfigError, RequestError
+from penstock.serve.chat import SOURCE_BYTES_MAX, ChatTemplate, plain_message, read_template
+
+CHATML = ("{%- for m in messages %}\n<|{{ m['role'] }}|>{{ m['content'] | trim }}{{ eos_token }}\n"
+          "{%- endfor %}\n{%- if add_generation_prompt %}<|assistant|>{% endif %}")
+USER = [{"role": "user", "content": "ä 'quoted' <b>"}]
+
+
+@pytest.fixture
+def template():
+    """Make templates that are closed whatever the test does."""
+    made = []
+
+    def make(source, *args, **kwargs):
+        made.append(ChatTemplate(source, *args, **kwargs))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_a_conversation_is_rendered_with_the_models_variables(template):
+    chat = template(CHATML, {"eos_token": "</s>"})
+    chat.check()
+    messages = [{"role": "system", "content": "Be kind."}, *USER]
+    assert chat.render(messages) == (
+        "<|system|>Be kind.</s><|user|>ä 'quoted' <b></s><|assistant|>")
+    assert chat.render(messages, add_generation_prompt=False).endswith("</s>")
+
+
+def test_a_continued_message_ends_the_prompt_where_it_ends_also_with_spaces(template):
+    chat = template(CHATML, {"eos_token": "</s>"})
+    messages = [*USER, {"role": "assistant", "content": "It is "}]
+    assert chat.render(messages, continue_final=True) == (
+        "<|user|>ä 'quoted' <b></s><|assistant|>It is ")
+    for wrong in ({"add_generation_prompt": True}, {}):
+        with pytest.raises(RequestError) as e:
+            chat.render(messages if wrong else USER, continue_final=True, **wrong)
+        assert e.value.param == "continue_final_message"
+    with pytest.raises(RequestError, match="cannot be continued"):
+        template("no messages").render(messages, continue_final=True)
+
+
+@pytest.mark.parametrize("source, shown", [
+    ("{{ {'a': 'ä<'} | tojson }}", '{"a": "ä<"}'),
+    ("{{ [1] | tojson(indent=1) }}", "[\n 1\n]"),
+    ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
+    ("{% generation %}{{ messages[0].role }}{% endgeneration %}", "user"),
+    ("  {% if true %}\nx\n  {% endif %}\n", "x\n"),
+    ("{{ thinking }}{{ messages[0]['content'][0] }}", "onä"),
+    ("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}"
+     "{{ ns.n }}", "1"),
+])
+def test_what_published_templates_use(template, source, shown):
+    assert template(source).render(USER, variables={"thinking": "on"}) == shown
+
+
+def test_strftime_now_is_today(template):
+    year = datetime.datetime.now().year
+    assert template("{{ strftime_now('%Y') }}").render(USER) in (str(year), str(year + 1))
+
+
+def test_raise_exception_reaches_the_user(template):
+    chat = template("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(RequestError, match="roles must alternate") as e:
+        chat.render(USER)
+    assert e.value.param == "messages"
+
+
+@pytest.mark.parametrize("source, error", [
+    ("{{ ''.__class__.__mro__ }}", "unsafe"),
+    ("{{ messages.append(1) }}", "unsafe"),
+    ("{{ messages[0].update({'a': 1}) }}", "unsafe"),
+    ("{{ missing.attribute }}", "UndefinedError"),
+    ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
+    ("{{ 'a' * 10**10 }}", "Memory"),
+    ("{{ '%9999999999d' % 1 }}", "Memory"),
+    ("{% for i in range(99999) %}{{ 'a' * 1000 }}{% endfor %}", "over 8388608 characters"),
+    ("{% set ns = namespace(s='ab') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}"
+     "{% endfor %}", "Memory|memory"),
+    ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
+    ("{% include '/etc/passwd' %}", "TypeError|TemplateNotFound"),
+])
+def test_a_hostile_template_fails_its_request_and_nothing_else(template, source, error):
+    chat = template("{% if messages[0].content == 'hi' %}fine{% else %}" + source + "{% endif %}")
+    with pytest.raises(RequestError, match=error):
+        chat.render(USER)
+    assert chat.render([{"role": "user", "content": "hi"}]) == "fine"
+
+
+def test_a_template_that_loops_is_killed_and_the_next_one_renders(template):
+    chat = template("{% if messages[0].content == 'hi' %}fine{% else %}{% for a in range(99999) %}"
+                    "{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}",
+                    render_s_max=0.3)
+    with pytest.raises(RequestError, match=r"took over 0\.3 s"):
+        chat.render(USER)
+    chat._render_s_max = 60.0               # starting again takes a while on a busy machine
+    assert chat.render([{"role": "user", "content": "hi"}]) == "fine"
+
+
+def test_a_killed_renderer_fails_one_request_and_starts_again(template):
+    chat = template("x")
+    chat.check()
+    os.kill(chat._process.pid, signal.SIGKILL)
+    with pytest.raises(RequestError):
+        chat.render(USER)
+    assert chat.render(USER) == "x"
+
+
+def test_close_leaves_no_process(template):
+    chat = template("x")
+    chat.check()
+    process = chat._process
+    chat.close()
+    chat.close()
+    assert process.poll() is not None
+
+
+def test_wrong_templates_are_config_errors(template, tmp_path):
+    with pytest.raises(ConfigError, match="the chat template is wrong: TemplateSyntaxError"):
+        template("{% if %}").check()
+    with pytest.raises(ConfigError, match="256 KiB"):
+        template("x" * (SOURCE_BYTES_MAX + 1))
+    with pytest.raises(ConfigError, match="--chat-template"):
+        read_template(str(tmp_path / "missing.jinja"))
+    (tmp_path / "a.jinja").write_text("ä", encoding="utf-8")
+    assert read_template(str(tmp_path / "a.jinja")) == "ä"
+
+
+def test_messages_become_plain():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert plain_message({"role": "developer", "content": parts, "tool_calls": None}, 0) == {
+        "role": "system", "content": "a\nb"}
+    assert plain_message({"role": "user", "content": "x", "name": "eve"}, 0)["name"] == "eve"
+
+
+@pytest.mark.parametrize("message, param", [
+    ({"role": "tool", "content": "x"}, "messages[3].role"),
+    ({"content": "x"}, "messages[3].role"),
+    ({"role": "user"}, "messages[3].content"),
+    ({"role": "user", "content": 1}, "messages[3].content"),
+    ({"role": "user", "content": []}, "messages[3].content"),
+    ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
+     "messages[3].content[0].type"),
+    ({"role": "user", "content": [{"type": "text"}]}, "messages[3].content[0]"),
+    ({"role": "user", "content": ["x"]}, "messages[3].content[0]"),
+    ({"role": "assistant", "content": "x", "tool_calls": [{}]}, "messages[3].tool_calls"),
+    ({"role": "user", "content": "x", "name": 1}, "messages[3].name"),
+    ("x", "messages[3]"),
+])
+def test_other_messages_are_refused_by_name(message, param):
+    with pytest.raises(RequestError) as e:
+        plain_message(message, 3)
+    assert e.value.param == param
+
+
+def test_request_variables_cannot_replace_the_servers(template):
+    for name in ("messages", "raise_exception", "add_generation_prompt"):
+        with pytest.raises(RequestError, match=f"may not set {name}"):
+            template(CHATML).render(USER, variables={name: []})
+    with pytest.raises(RequestError, match="messages is empty"):
+        template(CHATML).render([])

@@ -1,0 +1,108 @@
+"""Bodies, keys and namespaces: what one client may take, and who may ask."""
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.config.errors import ConfigError
+from penstock.config.tree import ServerConfig
+from penstock.serve.limits import (
+    BodyTooLarge,
+    BodyTooSlow,
+    Disconnected,
+    Keys,
+    Namespaces,
+    load_keys,
+    read_body,
+)
+
+
+def body_of(*parts, headers=(), bytes_max=10, end=None, seconds_max=60.0):
+    """read_body of messages with these bodies; `end` is what comes after them."""
+    messages = [{"type": "http.request", "body": p, "more_body": i + 1 < len(parts) or end}
+                for i, p in enumerate(parts)]
+
+    async def receive():
+        if messages:
+            return messages.pop(0)
+        if end == "hang":
+            await asyncio.Event().wait()
+        return {"type": "http.disconnect"}
+
+    return asyncio.run(read_body(headers, receive, bytes_max, seconds_max))
+
+
+def test_a_body_of_exactly_the_limit_is_read():
+    assert body_of(b"01234", b"56789") == b"0123456789"
+    assert body_of(b"", headers=[(b"content-length", b"10")]) == b""
+
+
+def test_a_large_body_is_refused_by_its_header_before_it_is_read():
+    with pytest.raises(BodyTooLarge):
+        body_of(end="hang", headers=[(b"content-length", b"11")])
+
+
+def test_a_large_body_without_a_length_is_refused_while_it_arrives():
+    with pytest.raises(BodyTooLarge):
+        body_of(b"01234", b"567890", end="hang")
+
+
+def test_a_body_that_never_ends_times_out():
+    with pytest.raises(BodyTooSlow):
+        body_of(b"0", end="hang", seconds_max=0.01)
+
+
+def test_a_client_that_leaves_while_sending_is_noticed():
+    with pytest.raises(Disconnected):
+        body_of(b"0", end="gone")
+
+
+def test_without_keys_everybody_is_one_tenant():
+    keys = Keys([])
+    assert not keys and keys.tenant(None) == b"" == keys.tenant(b"Bearer anything")
+
+
+def test_keys_are_tenants_and_anything_else_is_nobody():
+    keys = Keys(["alpha", "beta"])
+    first, second = keys.tenant(b"Bearer alpha"), keys.tenant(b"bearer beta")
+    assert first and second and first != second
+    for wrong in (None, b"", b"Bearer", b"Bearer alph", b"Bearer alphaa", b"Basic alpha", b"alpha",
+                  b"Bearer \xff"):
+        assert keys.tenant(wrong) is None, wrong
+    assert b"alpha" not in repr(vars(keys)).encode()
+
+
+def test_keys_come_from_a_file(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("# two\nalpha\n\n beta \n")
+    keys = load_keys(ServerConfig(api_key_file=str(path)))
+    assert keys.tenant(b"Bearer beta") and keys.tenant(b"Bearer # two") is None
+    path.write_text("# none\n\n")
+    for wrong in (path, tmp_path / "missing"):
+        with pytest.raises(ConfigError, match="--api-key-file"):
+            load_keys(ServerConfig(api_key_file=str(wrong)))
+
+
+pairs = st.tuples(st.binary(max_size=3), st.none() | st.text(max_size=3))
+
+
+@given(st.lists(pairs, max_size=20))
+def test_namespaces_are_equal_only_for_equal_tenant_and_salt(asked):
+    numbers = Namespaces()
+    given_out = {}
+    for tenant, salt in asked:
+        number = numbers.number(tenant, salt)
+        assert given_out.setdefault((tenant, salt), number) == number
+        assert (number == 0) == (tenant == b"" and salt is None)
+    assert len(set(given_out.values())) == len(given_out)
+
+
+def test_forgotten_namespaces_get_a_new_number_and_never_anothers():
+    numbers = Namespaces(size_max=2)
+    first = [numbers.number(b"", salt) for salt in "abc"]
+    again = [numbers.number(b"", salt) for salt in "ab"]
+    assert len({*first, *again}) == 5
+    assert numbers.number(b"", "b") == again[1] and len(numbers._numbers) == 2

@@ -1,0 +1,102 @@
+"""The text that Prometheus reads: names, labels, and no word of any request."""
+from __future__ import annotations
+
+import asyncio
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.config.params import SamplingParams
+from penstock.serve.generate import Ended, Generation
+from penstock.serve.metrics import PREFIX, Metrics, parse_name, published
+from penstock.serve.wire import Chunk
+
+
+def samples(text: bytes) -> dict[tuple, float]:
+    return {(s.name.removeprefix(PREFIX), *sorted(s.labels.values())): s.value
+            for family in text_string_to_metric_families(text.decode()) for s in family.samples}
+
+
+def test_engine_numbers_have_the_names_that_dashboards_know():
+    got = samples(Metrics().text({
+        "requests_running": 3, "requests_waiting": 1, "pauses": 2, "drops": 4, "prefix_queries": 10,
+        "prefix_hbm_hits": 5, "prefix_dram_hits": 1, "hbm_pages": 8, "hbm_pages_in_use": 2,
+        "dram_pages": 4, "dram_pages_held": 3, 'moved_bytes_total{src="hbm",dst="dram"}': 99,
+        "generation_tokens_total": 1e6}))
+    assert got["num_requests_running",] == 3 and got["num_requests_waiting",] == 1
+    assert got["num_preemptions_total", "pause"] == 2 and got["num_preemptions_total", "drop"] == 4
+    assert got["prefix_cache_queries_total",] == 10
+    assert got["prefix_cache_hits_total", "hbm"] == 5 and got["prefix_cache_hits_total", "dram"] == 1
+    assert got["kv_cache_usage_perc", "hbm"] == 0.25 and got["kv_cache_usage_perc", "dram"] == 0.75
+    assert got["moved_bytes_total", "dram", "hbm"] == 99
+    assert got["generation_tokens_total",] == 0          # what was sent, counted on this side
+
+
+def test_a_tier_that_is_off_has_no_usage():
+    assert "kv_cache_usage_perc" not in str(published({"dram_pages": 0, "dram_pages_held": 0}))
+
+
+def test_names_have_labels():
+    assert parse_name('bytes_total{src="hbm",dst="dram"}') == (
+        "bytes_total", {"src": "hbm", "dst": "dram"})
+    assert parse_name("steps") == ("steps", {})
+
+
+class OneChoice:
+    """Engine and stream in one: answers with the chunks it was made with."""
+
+    def __init__(self, *chunks: Chunk) -> None:
+        self.rid, self.chunks, self.closed = 1, list(chunks), 0
+
+    def submit(self, prompt, params, *, eos_ids, namespace):
+        return [self]
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        if not self.chunks:
+            raise StopAsyncIteration
+        return self.chunks.pop(0)
+
+    async def aclose(self):
+        self.closed += 1
+
+
+def consume(engine: OneChoice, metrics: Metrics):
+    async def go():
+        generation = Generation(engine, None, metrics)
+        generation.submit([1, 2, 3], SamplingParams(), eos_ids=(), namespace=0)
+        try:
+            return [p async for p in generation.pieces()], generation.usage
+        finally:
+            await generation.close()
+    return asyncio.run(go())
+
+
+def test_a_finished_request_is_counted_once():
+    metrics = Metrics()
+    engine = OneChoice(Chunk(1, [], 0, cached_tokens=2, cached_by_tier={"hbm": 2}),
+                       Chunk(1, [7, 8], 0), Chunk(1, [9], 2, finish="length"))
+    pieces, usage = consume(engine, metrics)
+    assert [p.tokens for p in pieces] == [[7, 8], [9]] and usage.cached_tokens == 2
+    got = samples(metrics.text({}))
+    assert got["prompt_tokens_total",] == 3 and got["generation_tokens_total",] == 3
+    assert got["cached_prompt_tokens_total",] == 2
+    assert got["request_success_total", "length"] == 1
+    for name, count in (("time_to_first_token_seconds", 1), ("inter_token_latency_seconds", 1),
+                        ("e2e_request_latency_seconds", 1)):
+        assert got[name + "_count",] == count
+    assert engine.closed == 0                    # it had ended by itself
+
+
+def test_an_aborted_request_is_counted_as_such():
+    metrics = Metrics()
+    engine = OneChoice(Chunk(1, [7], 0), Chunk(1, [], 1, finish="abort", reason="why"))
+    try:
+        consume(engine, metrics)
+        raise AssertionError("Ended was expected")
+    except Ended as e:
+        assert (e.outcome, str(e)) == ("abort", "why")
+    got = samples(metrics.text({}))
+    assert got["request_success_total", "abort"] == 1
+    assert got["e2e_request_latency_seconds_count",] == 0

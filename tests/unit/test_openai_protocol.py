@@ -1,0 +1,250 @@
+"""Requests of OpenAI's API: what is understood, what is neutral, and what is refused by name."""
+from __future__ import annotations
+
+import json
+import math
+import typing
+
+import msgspec
+import openai.types
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatBase
+from openai.types.completion_create_params import CompletionCreateParamsBase as TextBase
+
+from penstock.config.errors import RequestError
+from penstock.config.params import SamplingParams
+from penstock.serve.generate import Piece, Usage
+from penstock.serve.openai_format import ChatFormat, TextFormat, Whole, encode, event
+from penstock.serve.openai_types import NEUTRAL, ChatRequest, CompletionRequest, parse
+from penstock.serve.wire import Logprob
+
+USER = [{"role": "user", "content": "hi"}]
+
+
+def chat(**fields):
+    return parse(json.dumps({"messages": USER, **fields}).encode(), ChatRequest)
+
+
+def text(**fields):
+    return parse(json.dumps({"prompt": "hi", **fields}).encode(), CompletionRequest)
+
+
+def refused(call, *args, **fields):
+    with pytest.raises(RequestError) as e:
+        call(*args, **fields).params()
+    return e.value
+
+
+# ---------------------------------------------------------------- fields
+@pytest.mark.parametrize("kind, official", [(ChatRequest, ChatBase), (CompletionRequest, TextBase)])
+def test_every_field_of_the_official_client_is_known(kind, official):
+    missing = set(official.__annotations__) - set(kind.__struct_fields__)
+    assert not missing
+    assert "stream" in kind.__struct_fields__
+
+
+def test_neutral_lists_only_fields_that_exist():
+    known = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}
+    assert set(NEUTRAL) <= known
+
+
+@pytest.mark.parametrize("name, value", [
+    ("tools", [{"type": "function"}]), ("tool_choice", "required"), ("functions", [{}]),
+    ("response_format", {"type": "json_object"}), ("audio", {}), ("modalities", ["audio"]),
+    ("prediction", {}), ("store", True), ("reasoning_effort", "high"), ("metadata", {"a": "b"}),
+    ("service_tier", "priority"), ("chat_template", "{{ x }}"), ("web_search_options", {}),
+    ("logprobs", 1), ("nonsense", None), ("regex", "a"), ("store", 0), ("return_hidden_states", 0),
+    ("stream_options", {"include_usage": True}),
+])
+def test_a_field_that_is_not_supported_is_named(name, value):
+    error = refused(chat, **{name: value})
+    assert error.param == name and name in str(error)
+
+
+@pytest.mark.parametrize("fields", [
+    {"tools": [], "tool_choice": "none", "parallel_tool_calls": True, "function_call": None},
+    {"response_format": {"type": "text"}, "store": False, "modalities": ["text"], "n": 1},
+    {"logprobs": False, "top_logprobs": 0, "user": "u", "safety_identifier": "s", "metadata": {}},
+    {"model": None, "log_metrics": True, "separate_reasoning": True, "no_stop_trim": False,
+     "return_hidden_states": False, "stream_reasoning": True, "lora_path": None, "regex": None},
+])
+def test_neutral_values_and_what_routers_fill_in_are_accepted(fields):
+    assert chat(**fields).params() == SamplingParams(max_tokens=None)
+
+
+def test_fields_reach_the_sampling_parameters():
+    params = chat(
+        temperature=0.5, top_p=0.9, top_k=4, min_p=0.1, n=2, seed=7, stop="a", max_tokens=9,
+        min_tokens=2, presence_penalty=1, frequency_penalty=-1, repetition_penalty=1.5,
+        logit_bias={"5": -100}, stop_token_ids=[3], ignore_eos=True, priority=-1,
+        skip_special_tokens=False, include_stop_str_in_output=True, logprobs=True, top_logprobs=3,
+    ).params()
+    assert params == SamplingParams(
+        temperature=0.5, top_p=0.9, top_k=4, min_p=0.1, n=2, seed=7, stop=("a",), max_tokens=9,
+        min_tokens=2, presence_penalty=1.0, frequency_penalty=-1.0, repetition_penalty=1.5,
+        logit_bias={5: -100.0}, stop_token_ids=(3,), ignore_eos=True, priority=-1,
+        skip_special_tokens=False, include_stop_str_in_output=True, logprobs=3)
+    assert set(SamplingParams.__struct_fields__) == set(params.__struct_fields__)
+
+
+def test_defaults_are_openais():
+    assert chat().params().max_tokens is None and text().params().max_tokens == 16
+    assert chat(max_completion_tokens=5).params().max_tokens == 5
+    assert refused(chat, max_completion_tokens=5, max_tokens=6).param == "max_tokens"
+    assert chat(logprobs=True).params().logprobs == 0
+    assert text(logprobs=2, stop=["a", "b"]).params().stop == ("a", "b")
+
+
+@pytest.mark.parametrize("fields, param", [
+    ({"temperature": -1}, "temperature"), ({"temperature": "hot"}, "temperature"),
+    ({"n": 0}, "n"), ({"n": 9}, "n"), ({"n": 1.5}, "n"), ({"max_tokens": 0}, "max_tokens"),
+    ({"stop": ["a"] * 5}, "stop"), ({"stop": ""}, "stop"), ({"stop": [1]}, "stop[0]"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"), ({"logit_bias": {"1": 101}}, "logit_bias"),
+    ({"logit_bias": {"1" * 5000: 1}}, "logit_bias"), ({"seed": 2**64}, "seed"),
+    ({"top_logprobs": 2}, "top_logprobs"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"messages": None}, "messages"), ({"messages": "hi"}, "messages"),
+    ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+    ({"cache_salt": ""}, "cache_salt"), ({"priority": 2**40}, "priority"),
+])
+def test_wrong_values_name_their_field(fields, param):
+    assert refused(chat, **fields).param == param
+
+
+@pytest.mark.parametrize("body", [
+    b"", b"{", b"[]", b"null", b'{"messages": [', b"\xff", b'{"messages": "\xff"}',
+    b'{"messages": [{"role": "user", "content": "\\ud800"}]}', b"[" * 100_000,
+    b'{"messages": [], "seed": ' + b"9" * 10_000 + b"}", b'{"messages": [], "temperature": NaN}',
+    b'{"messages": [], "temperature": 1e999}', b'{"a":' * 5000 + b"1" + b"}" * 5000,
+])
+def test_bodies_that_are_no_request_are_request_errors(body):
+    with pytest.raises(RequestError):
+        parse(body, ChatRequest).params()
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_a_request_or_a_request_error(body):
+    for kind in (ChatRequest, CompletionRequest):
+        with pytest.raises(RequestError):
+            parse(body, kind)                        # 60 random bytes are never a request
+
+
+@given(st.dictionaries(
+    st.sampled_from(sorted(CompletionRequest.__struct_fields__)),
+    st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+                 lambda inner: st.lists(inner, max_size=3)
+                 | st.dictionaries(st.text(max_size=3), inner, max_size=3), max_leaves=5)))
+def test_any_value_of_a_known_field_is_taken_or_refused(fields):
+    try:
+        request = parse(msgspec.json.encode(fields), CompletionRequest)
+        request.params()
+        request.prompts(8)
+    except RequestError:
+        pass
+
+
+# ---------------------------------------------------------------- prompts
+def test_the_four_forms_of_a_prompt():
+    for prompt, found in (("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]),
+                          ([[1], [2, 3]], [[1], [2, 3]])):
+        assert text(prompt=prompt).prompts(8) == found
+
+
+@pytest.mark.parametrize("prompt", ["", [], [""], [[]], [1, "a"], ["a", [1]], [[1], 2], ["a"] * 9])
+def test_other_prompts_are_refused(prompt):
+    with pytest.raises(RequestError) as e:
+        text(prompt=prompt).prompts(8)
+    assert e.value.param == "prompt"
+
+
+@pytest.mark.parametrize("prompt", [1, None, {}, [[True]], [["a"]], [1.5], [None]])
+def test_prompts_of_another_type_are_refused(prompt):
+    with pytest.raises(RequestError) as e:
+        text(prompt=prompt)
+    assert e.value.param.startswith("prompt")
+
+
+def test_completion_fields_that_are_not_supported():
+    assert refused(text, best_of=2).param == "best_of"
+    assert text(best_of=2, n=2, suffix=None).params().n == 2
+    assert refused(text, suffix="x").param == "suffix"
+    assert refused(text, echo=True, logprobs=0).param == "echo"
+    assert refused(text, logprobs=21).param == "logprobs"
+
+
+# ---------------------------------------------------------------- answers
+PIECES = {65: b"A", 66: b" b", 67: b"\xe2\x98", 68: b"\x83", 69: b""}
+
+
+def piece(tokens, shown, finish=None, index=0):
+    entry = [Logprob(-0.5, 1, [(65, -0.25), (t, -0.5)]) for t in tokens]
+    return Piece(index, shown, tokens, entry, list(range(len(tokens))), finish)
+
+
+def chat_format(**fields):
+    return ChatFormat(**{**dict(model="m", token_bytes=PIECES.__getitem__, logprobs=True,
+                                include_usage=True, return_token_ids=False, num_choices=1), **fields})
+
+
+def text_format(**fields):
+    return TextFormat(**{**dict(model="m", token_bytes=PIECES.__getitem__, logprobs=True,
+                                include_usage=False, return_token_ids=True, num_choices=1), **fields})
+
+
+def strict(model: type, value: typing.Any):
+    """Through JSON into the official client's own type."""
+    return model.model_validate(json.loads(encode(value)), strict=True)
+
+
+def test_a_whole_chat_answer_is_the_official_clients_type():
+    whole = Whole()
+    whole.add(piece([65, 67], "A"))
+    whole.add(piece([68], "☃", "stop"))
+    answer = chat_format().whole([whole], Usage(3, 3, 2, {"hbm": 2}))
+    got = strict(openai.types.chat.ChatCompletion, answer)
+    assert got.choices[0].message.content == "A☃" and got.choices[0].finish_reason == "stop"
+    entries = got.choices[0].logprobs.content
+    assert [e.bytes for e in entries] == [[65], [0xE2, 0x98], [0x83]]
+    assert entries[1].top_logprobs[0].token == "A" and entries[1].logprob == -0.5
+    assert (got.usage.total_tokens, got.usage.prompt_tokens_details.cached_tokens) == (6, 2)
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens_by_tier"] == {"hbm": 2}
+
+
+def test_chat_chunks_are_the_official_clients_type_and_keep_every_logprob():
+    out = chat_format()
+    pieces = [piece([65], "A"), piece([67], ""), piece([68], "☃"), piece([69], "", "length")]
+    chunks = [*out.openings(), *(c for p in pieces for c in out.chunks(p)),
+              out.usage_chunk(Usage(3, 4))]
+    got = [strict(openai.types.chat.ChatCompletionChunk, c) for c in chunks]
+    deltas = [c.choices[0].delta for c in got[:-1]]
+    assert deltas[0].role == "assistant"
+    assert "".join(d.content or "" for d in deltas) == "A☃"
+    assert [e.token for c in got[:-1] if c.choices[0].logprobs
+            for e in c.choices[0].logprobs.content] == ["A", "�", "�", ""]
+    assert [c.choices[0].finish_reason for c in got[:-1]][-2:] == [None, "length"]
+    assert not got[-1].choices and got[-1].usage.completion_tokens == 4
+    assert all(c["usage"] is None for c in chunks[:-1])
+
+
+def test_completions_have_the_older_logprobs_with_bytes_escaped():
+    whole = Whole()
+    whole.add(piece([65, 67, 68], "A☃", "length"))
+    got = strict(openai.types.Completion, text_format(echoes=("Q",)).whole([whole], Usage(1, 3)))
+    assert got.choices[0].text == "QA☃"
+    assert got.choices[0].logprobs.tokens == ["A", "bytes:\\xe2\\x98", "bytes:\\x83"]
+    assert got.choices[0].logprobs.top_logprobs[1] == {"A": -0.25, "bytes:\\xe2\\x98": -0.5}
+    assert got.choices[0].logprobs.text_offset == [0, 1, 2]
+    assert got.choices[0].model_extra["token_ids"] == [65, 67, 68]
+
+
+def test_infinite_logprobs_are_finite_json():
+    whole = Whole(tokens=[65], logprobs=[Logprob(-math.inf, 1, [(65, -math.inf)])], offsets=[0])
+    for out in (chat_format(), text_format()):
+        assert b"-9999.0" in encode(out.whole([whole], Usage()))
+
+
+def test_an_event_is_one_line():
+    data = event({"a": "x\n\u2028y\r"})
+    assert data.startswith(b"data: {") and data.endswith(b"}\n\n")
+    assert data.count(b"\n") == 2 and b"\r" not in data
