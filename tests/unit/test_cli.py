@@ -14,11 +14,10 @@ from penstock.config.cli import (
     config_from,
     flags,
     from_options,
-    parse_bytes,
     prepare,
-    show_bytes,
 )
 from penstock.config.errors import ConfigError
+from penstock.config.sizes import parse_bytes, show_bytes
 from penstock.config.tree import Config
 from penstock.config.unbuilt import ALWAYS, UNBUILT
 from penstock.serve.main import COMMANDS, main
@@ -146,8 +145,8 @@ def test_no_unbuilt_spelling_hides_a_flag_of_ours() -> None:
     ("demo other", "'other' is one argument too many"),
     ("demo --model other", "'other' is one argument too many"),
     ("--model", "a folder, a .gguf file"),
-    ("", "MODEL"),
-    ("demo --page-size", "expected one argument"),
+    ("", "MODEL is missing"),
+    ("demo --page-size", "--page-size/--block-size: a value is needed"),
     ("demo --page-size x", "--page-size x: a whole number"),
     ("demo --page-size 1.5", "--page-size 1.5: a whole number"),
     ("demo --memory-fraction x", "--memory-fraction x: a number"),
@@ -211,6 +210,12 @@ def test_errors_leave_by_stderr_with_code_2(capsys: pytest.CaptureFixture[str]) 
         assert out == "" and "Traceback" not in err
         assert all(line.startswith("penstock: error: ") for line in err.splitlines())
     assert len(err.splitlines()) == 2           # every reason, not only the first
+
+
+def test_numbers_of_a_command_are_refused_in_the_same_words(
+        capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "demo", "--prompt", "x", "--max-tokens", "x"]) == 2
+    assert "--max-tokens x: a whole number is needed" in capsys.readouterr().err
 
 
 def test_usage_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:

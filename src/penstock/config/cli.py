@@ -14,7 +14,8 @@ from functools import cache
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from penstock.config.errors import ConfigError
-from penstock.config.tree import Alias, Bytes, Config, Inverse, Secret
+from penstock.config.sizes import parse_bytes, show_bytes
+from penstock.config.tree import Alias, Bytes, Config, Inverse
 from penstock.config.unbuilt import ALWAYS, find_unbuilt, unbuilt_spellings
 
 SECTIONS = {
@@ -25,9 +26,6 @@ SECTIONS = {
     "server": "HTTP server",
     "debug": "debugging",
 }
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_UNITS |= {f"{u}IB": n for u, n in _UNITS.items() if u} | {"B": 1}
-_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +40,6 @@ class Flag:
     choices: tuple[str, ...]
     default: Any
     required: bool
-    secret: bool
     help: str
 
     @property
@@ -69,7 +66,6 @@ def _flags() -> Iterator[Flag]:
                 choices=get_args(base) if get_origin(base) is Literal else (),
                 default=None if f.default is MISSING else f.default,
                 required=f.default is MISSING and f.default_factory is MISSING,
-                secret=any(isinstance(a, Secret) for a in meta),
                 help=next(a for a in meta if isinstance(a, str)))
 
 
@@ -83,23 +79,6 @@ def _kind(base: Any, meta: list[Any]) -> Any:
     plain = [t for t in get_args(base) or (base,) if t is not type(None)]
     assert len(plain) == 1 and plain[0] in (str, int, float, bool), f"no flag form for {base}"
     return plain[0].__name__
-
-
-def parse_bytes(text: str) -> int:
-    """A size: 4096, 1e9, 512M, 1.5GiB, 2GB. K, M, G, T are powers of 1,024; KB, MB, GB of 1,000.
-
-    Raises ConfigError.
-    """
-    match = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE]\+?[0-9]{1,2})?) ?([A-Za-z]*)", text)
-    unit = _UNITS.get(match[2].upper()) if match else None
-    if match is None or unit is None:
-        raise ConfigError(f"{text!r} is not a size: write bytes, or a number with K, M, G, T "
-                          "(powers of 1,024) or KB, MB, GB, TB (powers of 1,000)")
-    number = match[1].replace("_", "")
-    size = int(number) * unit if number.isdigit() else int(float(number) * unit)
-    if size >= 1 << 62:
-        raise ConfigError(f"{text!r} is {size} bytes: more than any machine has")
-    return size
 
 
 def parse_value(flag: Flag, text: str) -> Any:
@@ -132,6 +111,11 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**kwargs)
 
     def error(self, message: str) -> NoReturn:
+        """argparse's messages in our form: what was given, then what is needed."""
+        message = message.removeprefix("argument ")
+        message = re.sub(r": invalid (int|float) value: '(.*)'", lambda m: (
+            f" {m[2]}: a {'whole ' * (m[1] == 'int')}number is needed"), message)
+        message = message.replace("expected one argument", "a value is needed")
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
@@ -165,7 +149,8 @@ def add_flags(parser: argparse.ArgumentParser, *, model_required: bool = True) -
     parser.epilog = ("SIZE is bytes, or a number with K, M, G, T (powers of 1,024) or KB, MB, GB, "
                      "TB. Flags of other engines whose feature is not built are refused by name: "
                      "docs/flags.md lists them.")
-    parser.add_argument("model", nargs="?" if not model_required else None, metavar="MODEL",
+    # Optional for argparse: `config_from` says it better when it is missing.
+    parser.add_argument("model", nargs="?", metavar="MODEL",
                         help="folder, .gguf file, hub id, or 'demo'")
     groups = {s: parser.add_argument_group(title) for s, title in SECTIONS.items()}
     for flag in flags():
@@ -190,14 +175,6 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
                        help=flag.help if shown in (None, ()) else f"{flag.help} (default: {shown})",
                        metavar="{" + ",".join(flag.choices) + "}" if flag.choices else metavar,
                        action="append" if flag.kind == "list" else "store")
-
-
-def show_bytes(size: int) -> str:
-    """A size as `parse_bytes` reads it back: 4194304 is 4MiB."""
-    for unit in ("T", "G", "M", "K"):
-        if size and size % _UNITS[unit] == 0:
-            return f"{size // _UNITS[unit]}{unit}iB"
-    return str(size)
 
 
 def prepare(argv: Sequence[str]) -> list[str]:

@@ -11,8 +11,7 @@ from typing import Any, get_type_hints
 import msgspec
 
 from penstock.config.errors import ConfigError
-from penstock.config.refuse import SECRETS
-from penstock.config.tree import Config
+from penstock.config.tree import SECRETS, Config
 
 Plain = dict[str, dict[str, str | int | float | bool | list[str] | None]]
 

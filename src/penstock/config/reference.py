@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.config.cli import SECTIONS, Flag, flags, show_bytes
+from penstock.config.cli import SECTIONS, Flag, flags
 from penstock.config.refuse import REFUSED
+from penstock.config.sizes import show_bytes
 from penstock.config.unbuilt import ALWAYS, UNBUILT
 
 _INTRO = """\
@@ -65,7 +66,7 @@ def _refused() -> Iterator[str]:
     yield "|---|---|"
     for r in REFUSED:
         names = ", ".join(f"`--{f.split('.')[1].replace('_', '-')}`" for f in r.fields)
-        yield f"| {names} | {r.why.format(free='N')} |"
+        yield f"| {names} | {r.why.format(free='N GiB')} |"
 
 
 def _unbuilt() -> Iterator[str]:

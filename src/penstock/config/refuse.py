@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 from penstock.config.errors import ConfigError
 from penstock.config.platform import Machine
-from penstock.config.tree import Config
-
-SECRETS = frozenset({"server.api_key"})
+from penstock.config.sizes import show_bytes
+from penstock.config.tree import SECRETS, Config
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,7 @@ class Refusal:
     def text(self, config: Config, machine: Machine) -> str:
         """One line: what was given, then what is allowed or to do."""
         given = ", ".join(_shown(config, f) for f in self.fields)
-        return f"{given}: {self.why.format(free=machine.memory_available)}"
+        return f"{given}: {self.why.format(free=f'{machine.memory_available / (1 << 30):.1f} GiB')}"
 
 
 def _value(config: Config, path: str) -> object:
@@ -44,7 +43,9 @@ def _shown(config: Config, path: str) -> str:
         return flag
     if isinstance(value, bool):
         return flag if value else f"--no-{flag[2:]}"
-    return f"{flag} {value}"
+    if isinstance(value, int) and path.endswith("_bytes"):
+        return f"{flag} {show_bytes(value)}"
+    return f"{flag} {','.join(value) if isinstance(value, tuple) else value}"
 
 
 def _outside(path: str, low: float, high: float, why: str) -> Refusal:
@@ -78,7 +79,7 @@ REFUSED: tuple[Refusal, ...] = (
     _outside("kv.memory_fraction", 1e-6, 1.0, "above 0 and at most 1"),
     _outside("kv.dram_bytes", 0, 1 << 62, "0 turns the host tier off, else a size in bytes"),
     Refusal(_wants_more_than_all, ("kv.hbm_bytes", "kv.dram_bytes"),
-            "together more than the {free} bytes of memory that are free here"),
+            "together more than the {free} of memory that are free here"),
     _outside("schedule.max_num_seqs", 1, 4096, "1 to 4096 rows"),
     _outside("schedule.step_tokens", 1, 1 << 20, "1 to 1048576 tokens a step"),
     _outside("schedule.max_waiting", 0, 1 << 20, "0 to 1048576 waiting requests"),

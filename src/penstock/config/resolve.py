@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 
 from penstock.config.platform import Machine
-from penstock.config.refuse import SECRETS, check
-from penstock.config.tree import Config
+from penstock.config.refuse import check
+from penstock.config.tree import SECRETS, Config
 
 
 def resolve(raw: Config, machine: Machine) -> Config:

@@ -7,7 +7,7 @@ the help of the generated flag; `Alias` holds the spellings that users of the pe
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args, get_type_hints
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,3 +120,10 @@ class Config:
     device: DeviceConfig = field(default_factory=DeviceConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
+
+
+# "section.field" of every Secret.
+SECRETS = frozenset(
+    f"{section}.{name}" for section, cls in get_type_hints(Config).items()
+    for name, hint in get_type_hints(cls, include_extras=True).items()
+    if any(isinstance(meta, Secret) for meta in get_args(hint)[1:]))

@@ -102,7 +102,7 @@ def _run(name: str, command: Command, words: list[str]) -> int:
     args = parser.parse(words)
     args.command = name
     config = None
-    if command.model != "none" and args.model:
+    if command.model == "needed" or getattr(args, "model", None):
         config = resolve(config_from(args), probe())
         if args.print_config:
             print("\n".join(lines(config)))
