@@ -58,4 +58,6 @@ def open_text(config: Config) -> Text:
     template = None
     if tokenizer is not None and source is not None:
         template = ChatTemplate(source, tokenizer.template_vars)
+        if model.chat_template is not None:
+            template.check()            # the model's own may be broken: it still continues text
     return Text(tokenizer, template, files.eos_ids if tokenizer is None else tokenizer.eos_ids)
