@@ -184,7 +184,8 @@ def test_only_config_reads_the_environment() -> None:
 
 # ---------------------------------------------------------------- tracked text
 # Written in parts, so that this file does not hold what it looks for.
-MACHINE = re.compile(r"(?<![\w./-])/(?:" + "|".join(("work", "root", "home/(?!someone|user)[a-z]+", "opt")) + r")/\w")
+FOLDERS = "|".join(("work", "root", "opt", "home/(?!someone|user)[a-z]+"))
+MACHINE = re.compile(rf"(?<![\w./-])/(?:{FOLDERS})/\w")
 HOSTS = re.compile("|".join(map(re.escape, ("pypi" + ".org", "pytorch" + ".org/whl", "hf" + ".co/",
                                             "files.python" + "hosted"))))
 TEXT = {".py", ".md", ".toml", ".txt", ".yml", ".json", ".jsonl", ".sh", ""}
