@@ -1,7 +1,7 @@
 """The real core drives the CPU executor: tokens equal a dense recompute under every schedule.
 
 Small pools force pauses and drops; copies come as late as their fences permit, out of order or
-torn; pools start as NaN and ids are disjoint, so a wrong page shows.
+torn. Free pages are filled with NaN at every turn and ids are disjoint, so a wrong page shows.
 """
 from __future__ import annotations
 
@@ -103,11 +103,17 @@ class Engine:
         self.core = Core(self.cfg)
         hbm = HbmPool(SHAPE, self.hbm_pages, base=500)
         dram = DramPool(SHAPE, self.dram_pages, base=9000) if self.dram_pages else None
-        for pool in filter(None, (hbm, dram)):
-            pool.fill(float("nan"))
+        self.pools = [(hbm, self.core.have.hbm)] + ([(dram, self.core.have.dram)] if dram else [])
+        self.poison()
         plan = functools.partial(paged_attention.plan, backend=self.backend)
         self.ex = CpuExecutor(model(), plan, hbm, dram, rows=self.rows, row_base=70,
                               lateness=self.lateness)
+
+    def poison(self) -> None:
+        """Nobody may read a page that is on a free list before it is written again."""
+        for pool, units in self.pools:
+            for page in units._free:
+                pool.page(page).fill_(float("nan"))
 
     def add(self, rid: int, prompt: tuple[int, ...], max_new: int, params=GREEDY, **more) -> None:
         self.ex.open(RequestId(rid), prompt, params, stop_ids=tuple(more.get("stop", ())))
@@ -134,6 +140,7 @@ class Engine:
                 break
             self.ex.submit(adv.plan)
         self.core.check()
+        self.poison()
         found = self.ex.poll(block=True)
         self.moved += [e for e in found if isinstance(e, Moved)]
         self.inbox += found

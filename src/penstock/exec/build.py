@@ -70,7 +70,10 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
     backends = _backends(config, log)
     dtype = DTYPES[config.model.dtype]
     rss_before = _peak_rss()
+    # One thread: loading is many small operations, which two threads on busy cores slow down 4x.
+    torch.set_num_threads(1)
     loaded = _load(config, dtype, backends, log)
+    torch.set_num_threads(threads)
     load_peak = _peak_rss() - rss_before
     model = loaded.model
     shape = PageShape(num_layers=model.kv.num_layers, num_kv_heads=model.kv.num_kv_heads,

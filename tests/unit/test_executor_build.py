@@ -1,0 +1,149 @@
+"""Start-up: pool sizes and their refusals, and a tiny engine built from a config.json."""
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from penstock.config.errors import ConfigError
+from penstock.config.params import SamplingParams
+from penstock.config.tree import Config, DeviceConfig, KVConfig, ModelConfig, ScheduleConfig
+from penstock.core.core import Core
+from penstock.core.plan import Arrived, RequestId, Token
+from penstock.exec import build
+from penstock.exec.build import WORKSPACE_BYTES, build_engine, size_pools
+from penstock.memory.pool import PageShape
+
+SHAPE = PageShape(num_layers=2, num_kv_heads=2, page_size=16, head_dim=8)       # 4,096 bytes
+FREE = WORKSPACE_BYTES + 1_000_000
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 97,
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 10000.0, "hidden_act": "silu",
+}
+
+
+def config(max_model_len=None, **kv) -> Config:
+    return Config(model=ModelConfig(model="x", max_model_len=max_model_len), kv=KVConfig(**kv))
+
+
+def test_pools_take_what_they_are_given():
+    core = size_pools(config(hbm_bytes=4096 * 10 + 4095, dram_bytes=4096 * 3), SHAPE, 512, FREE)
+    assert (core.hbm_pages, core.dram_pages, core.page_size, core.max_len) == (10, 3, 16, 160)
+    assert core.groups[0].page_bytes == SHAPE.page_bytes == 4096
+
+
+def test_without_hbm_bytes_a_share_of_what_the_host_tier_leaves_is_taken():
+    core = size_pools(config(memory_fraction=0.5, dram_bytes=200_000), SHAPE, 512, FREE)
+    assert core.hbm_pages == 400_000 // 4096
+    assert core.max_len == 512
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    (dict(hbm_bytes=1_000_001), r"--hbm-bytes 1000001 and --dram-bytes 0 .* at most 1000000 bytes"),
+    (dict(hbm_bytes=600_000, dram_bytes=500_000), r"--dram-bytes 500000 are 1\.0 MiB, but 257\.0"),
+    (dict(dram_bytes=2_000_000), r"--dram-bytes 2000000 are"),
+    (dict(hbm_bytes=4095), r"--hbm-bytes 4095 is less than one page: 16 tokens .* 4096 bytes"),
+    (dict(memory_fraction=0.001), r"--memory-fraction 0\.001 .*less than one page"),
+    (dict(dram_bytes=4095), r"--dram-bytes 4095 is less than one page"),
+    (dict(max_model_len=513), r"--max-model-len 513: this model's context is 512 tokens"),
+    (dict(max_model_len=161, hbm_bytes=40960),
+     r"--max-model-len 161: .* 10 pages of 16 tokens, 160 in all; set --hbm-bytes to at least "
+     r"45056, or --max-model-len to at most 160"),
+])
+def test_what_does_not_fit_is_refused_with_the_numbers(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        size_pools(config(**changes), SHAPE, 512, FREE)
+
+
+def test_the_numbers_in_a_refusal_are_the_limit():
+    assert size_pools(config(hbm_bytes=1_000_000), SHAPE, 512, FREE).hbm_pages == 244
+    assert size_pools(config(max_model_len=161, hbm_bytes=45056), SHAPE, 512, FREE).max_len == 161
+    assert size_pools(config(max_model_len=160, hbm_bytes=40960), SHAPE, 512, FREE).max_len == 160
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    return tmp_path
+
+
+def dummy(folder, **changes) -> Config:
+    base = Config(model=ModelConfig(model=str(folder), load_format="dummy", seed=3),
+                  kv=KVConfig(hbm_bytes=1 << 20, dram_bytes=1 << 20),
+                  schedule=ScheduleConfig(max_num_seqs=2), device=DeviceConfig(threads=1))
+    return replace(base, **changes)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_built_engine_produces_tokens(folder, dtype):
+    lines: list[str] = []
+    built = build_engine(dummy(folder, model=ModelConfig(
+        model=str(folder), load_format="dummy", dtype=dtype)), lines.append)
+    rid = RequestId(1)
+    built.executor.open(rid, (5, 6, 7), SamplingParams(temperature=0.0))
+    core, events, tokens = Core(built.core_config), [Arrived(rid, (5, 6, 7), 8)], []
+    while events:
+        advance = core.advance(events)
+        tokens += [o.token for o in advance.outputs if isinstance(o, Token)]
+        while advance.plan is not None:
+            built.executor.submit(advance.plan)
+            advance = core.advance(())
+        events = list(built.executor.poll(block=True))
+    assert len(tokens) == 8
+    assert (built.vocab_size, built.max_model_len) == (97, 512)
+    info = built.info
+    assert info["dtype"] == dtype
+    assert info["weight_bytes"] == (
+        sum(w.numel() for _, w in build.families.dummy_tensors(LLAMA, 0))
+        * (4 if dtype == "float32" else 2))
+    assert info["hbm_pages"] * info["page_bytes"] == info["hbm_bytes"] <= 1 << 20
+    assert all(isinstance(v, str | int | float | bool) for v in info.values())
+    assert [op for op in ("linear", "paged_attention") if any(
+        line.startswith(f"{op}: ") for line in lines)] == ["linear", "paged_attention"]
+
+
+def test_dummy_weights_follow_the_seed(folder):
+    def logits(seed: int) -> torch.Tensor:
+        loaded = build._load(dummy(folder, model=ModelConfig(
+            model=str(folder), load_format="dummy", seed=seed)), torch.float32,
+            build._backends(dummy(folder), str), str)
+        return loaded.model.logits(torch.ones(1, 32))
+
+    assert torch.equal(logits(1), logits(1))
+    assert not torch.equal(logits(1), logits(2))
+
+
+def test_a_back_end_that_does_not_exist_is_a_config_error(folder):
+    with pytest.raises(ConfigError, match=r"--backends linear=fast: .*fast"):
+        build_engine(dummy(folder, device=DeviceConfig(threads=1, backends=("linear=fast",))), str)
+
+
+def test_a_named_back_end_is_used(folder):
+    built = build_engine(dummy(folder, device=DeviceConfig(
+        threads=1, backends=("linear=reference", "paged_attention=reference"))), str)
+    assert "reference" in str(built.info["backend_linear"]).split("(")[0]
+    assert "reference" in str(built.info["backend_paged_attention"]).split("(")[0]
+
+
+def test_weights_that_cannot_fit_are_refused_before_they_are_read(folder):
+    huge = dict(LLAMA, hidden_size=1 << 16, intermediate_size=1 << 18, num_hidden_layers=80,
+                num_attention_heads=1 << 13)
+    (folder / "config.json").write_text(json.dumps(huge))
+    with pytest.raises(ConfigError, match=r"its weights take .* GiB as float32 and .* are free"):
+        build_engine(dummy(folder), str)
+
+
+def test_a_model_whose_logits_are_not_finite_never_becomes_ready(folder, monkeypatch):
+    real = build.families.dummy_tensors
+
+    def damaged(config, seed):
+        for name, tensor in real(config, seed):
+            yield name, tensor * torch.inf if name.endswith("1.mlp.down_proj.weight") else tensor
+
+    monkeypatch.setattr(build.families, "dummy_tensors", damaged)
+    with pytest.raises(ConfigError, match="logits are not finite"):
+        build_engine(dummy(folder), str)
