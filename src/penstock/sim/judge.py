@@ -70,6 +70,7 @@ class Judge:
         self.issued = 0
         self.moves: dict[int, Move] = {}                # flying
         self.parked: set[RequestId] = set()
+        self.disturbed: set[RequestId] = set()          # were ever paused or dropped
         self.forced: set[RequestId] = set()             # asked to pause or drop in this advance
         self.edges: Counter[Edge] = Counter()
         self._go = core._go
@@ -81,39 +82,49 @@ class Judge:
         assert e.finished is None, f"request {out.rid}: {out} after the end"
         match out:
             case Token(rid, index, token):
-                assert e.started, f"request {rid}: a token before Started"
+                assert e.cached >= 0, f"request {rid}: a token before Started"
                 assert index == len(e.got), f"request {rid}: token {index}, not {len(e.got)}"
                 assert index < len(e.truth), f"request {rid}: token {index} after its stop"
                 assert token == e.truth[index], f"request {rid}: wrong token {index}"
                 e.got.append(token)
             case Started(rid, hbm, dram):
-                assert not e.started, f"request {rid}: started twice"
-                e.started = True
+                assert e.cached < 0, f"request {rid}: started twice"
                 assert hbm >= 0 and dram >= 0 and hbm + dram < len(e.arrived.prompt)
-                self.stats["prefix hits"] += hbm + dram > 0
+                e.cached = hbm + dram
+                self._started(e)
+                self.stats["prefix hits"] += e.cached > 0
                 self.stats["prefix hits from host"] += dram > 0
             case Finished(rid, outcome, reason):
                 e.finished = outcome
                 self._outcome(e, outcome, reason)
 
+    def _started(self, e: Expect) -> None:
+        a, size = e.arrived, self.cfg.page_size
+        for w in self.core.waiting:
+            first = self.made[w.rid].arrived
+            if w.phase is Phase.QUEUED and first.leader is None and not self.blind:
+                assert (first.priority, first.rid) > (a.priority, a.rid) or (
+                    first.priority == a.priority), f"request {a.rid} overtook {w.rid}"
+        if a.leader in self.core.live and a.leader not in self.disturbed:
+            # A fork waits until its leader's prompt is sealed, then shares all whole pages.
+            shared = (len(a.prompt) - 1) // size * size
+            assert e.cached == shared, f"request {a.rid}: {e.cached} of {shared} tokens shared"
+            self.stats["forks shared"] += 1
+
     def _outcome(self, e: Expect, outcome: Outcome, reason: str) -> None:
-        rid, got, prompt = e.arrived.rid, len(e.got), len(e.arrived.prompt)
-        limit = min(self.cfg.hbm_pages * self.cfg.page_size, self.cfg.max_len)
+        rid, got = e.arrived.rid, len(e.got)
         self.stats[f"ended {outcome.value}"] += 1
-        match outcome:
-            case Outcome.ABORT:
-                assert e.aborted, f"request {rid}: nobody aborted it"
-            case Outcome.REFUSED:
-                assert prompt + 1 > limit, f"request {rid}: refused, but fits: {reason}"
-                assert not got and str(prompt) in reason, f"request {rid}: no numbers: {reason!r}"
-            case Outcome.STOP if e.stop_at and got < len(e.truth):
-                assert got >= e.stop_at, f"request {rid}: stopped before its stop string"
-            case Outcome.LENGTH if got < len(e.truth):
-                assert prompt + got >= limit, f"request {rid}: cut at {got} without a limit"
-                self.stats["cut by a limit"] += 1
-            case _:
-                assert got == len(e.truth), f"request {rid}: {outcome} after {got} tokens"
-                assert outcome is e.outcome or e.stop_at, f"request {rid}: {outcome}"
+        if outcome is Outcome.ABORT:
+            assert e.aborted, f"request {rid}: nobody aborted it"
+        elif outcome is Outcome.STOP and e.stop_at and got < len(e.truth):
+            assert got >= e.stop_at, f"request {rid}: stopped before its stop string"
+        else:
+            assert got == len(e.truth), f"request {rid}: {outcome} after {got} tokens"
+            assert outcome is e.outcome or (e.stop_at and outcome is Outcome.STOP), (
+                f"request {rid}: {outcome}, not {e.outcome}")
+            self.stats["cut by a limit"] += e.cut and outcome is Outcome.LENGTH
+        if outcome is Outcome.REFUSED:
+            assert str(len(e.arrived.prompt)) in reason, f"request {rid}: no numbers: {reason!r}"
 
     # ---------------------------------------------------------------- the plan alone
     def plan(self, p: StepPlan) -> None:
@@ -158,6 +169,10 @@ class Judge:
                     assert (self.sampled[row] <= self.retired
                             or p.step - self.sampled[row] >= self.cfg.pp_size), "cadence"
             at += count
+            e = self.made[rid]
+            if not e.planned and rid not in self.disturbed:
+                assert start == e.cached, f"request {rid}: starts at {start}, {e.cached} cached"
+            e.planned = True
             leased = [copy.page for copy in live.table]
             for pages in tables:
                 assert pages == leased[:len(pages)], f"request {rid}: table is not its lease"
@@ -193,10 +208,12 @@ class Judge:
         if pressure and not self.blind:
             have, running = self.core.have, self.core.running
             assert not have.hbm.in_limbo, f"request {r.rid} gives way to a promised page"
-            assert r is not running[0] or len(running) == 1, "the oldest gives way"
+            assert len(running) < 2 or r is not running[0], "the oldest gives way"
         if not self._go(r, trigger, spare):
             return False
         self.edges[source, trigger] += 1
+        if trigger in (Trigger.PAUSE, Trigger.DROP):
+            self.disturbed.add(r.rid)
         if pressure:
             self.stats[f"{trigger.value} by pressure"] += 1
         return True

@@ -26,9 +26,10 @@ class Scenario:
     prompt_max: int           # tokens, of an ordinary request
     new_max: int              # output tokens, of an ordinary request
     abort: float              # chance for a request to be aborted at a random moment
+    aborts: int               # Aborted events, aimed at phases
     stop: float               # chance for a request to meet a stop string
     turns: float              # chance that a finished answer is extended by a later prompt
-    pauses: int               # forced Paused events
+    pauses: int               # forced Paused events, aimed at phases
     drops: int
     flushes: int
     hold: float               # chance that the loop turns late and sees events in batches
@@ -47,33 +48,38 @@ def draw(seed: int, mode: str = "") -> Scenario:
     Speeds.
     """
     rng = Random(f"scenario {seed}")
+    # storm: decoding rows outgrow the pool together. reload: what was evicted is wanted again.
+    profile = rng.choice(("mixed", "mixed", "storm", "reload"))
+    storm, reload = profile == "storm", profile == "reload"
     size = rng.choice((1, 2, 3, 4, 4, 4, 8))
-    prompt_max = rng.choice((6, 12, 20, 32))
-    new_max = rng.choice((2, 6, 12, 20))
+    prompt_max = rng.choice((6, 12) if storm else (6, 12, 20, 32))
+    new_max = rng.choice((20, 40) if storm else (2, 6, 12, 20, 40))
     largest = -(-(prompt_max + new_max) // size) + 1
-    hbm = max(2, int(largest * rng.choice((0.7, 1.0, 1.1, 1.5, 2.5, 4.0))))
-    dram = 0 if rng.random() < 0.3 else max(1, int(hbm * rng.choice((0.2, 0.6, 1.0, 2.0, 4.0))))
+    hbm = max(2, int(largest * rng.choice((1.0, 1.1, 1.3) if storm or reload
+                                          else (0.7, 1.0, 1.1, 1.5, 2.0, 4.0))))
+    dram = max(1, int(hbm * rng.choice((2.0, 4.0, 8.0) if reload else (0.3, 1.0, 2.0, 4.0))))
     cfg = CoreConfig(
-        page_size=size, rows=rng.choice((1, 2, 3, 4, 6)), hbm_pages=hbm, dram_pages=dram,
+        page_size=size, rows=rng.choice((3, 4, 6) if storm else (1, 2, 3, 4, 6)), hbm_pages=hbm,
+        dram_pages=0 if rng.random() < (0.0 if reload else 0.3) else dram,
         step_tokens=rng.choice((1, 2, 3, 5, 8, 16, 64)),
         max_len=rng.choice((1 << 20, 1 << 20, prompt_max + new_max // 2)),
         overlap=rng.random() < 0.6, pp_size=rng.choice((1, 1, 1, 2, 3)),
-        prefix_cache=rng.random() < 0.85, hbm_base=HBM_BASE, dram_base=DRAM_BASE,
+        prefix_cache=reload or rng.random() < 0.85, hbm_base=HBM_BASE, dram_base=DRAM_BASE,
         row_base=ROW_BASE)
     speeds = Speeds(
         step=rng.choice((0.3, 1.0, 1.0)), report=rng.choice((0.0, 0.2, 1.0, 4.0)),
         copy=rng.choice((0.1, 0.5, 2.0, 8.0)), straggle=rng.choice((0.0, 0.0, 0.2)),
         fail=rng.choice((0.0, 0.0, 0.1, 0.5)))
-    busy = rng.choice((0.2, 1.0, 3.0))
-    requests = rng.randint(4, 12)
-    heavy = rng.choice((0, 1, 1, 3))
+    busy = 0.0 if storm else rng.choice((0.0, 0.3, 1.0, 3.0))
+    requests = rng.randint(4, 14)
+    heavy = rng.choice((0, 1, 1, 4))
     sc = Scenario(
         seed=seed, cfg=cfg, ranks=rng.choice((1, 1, 2, 3)), speeds=speeds, requests=requests,
-        span=requests * busy * 3, prompt_max=prompt_max, new_max=new_max,
-        abort=rng.choice((0.0, 0.1, 0.4)), stop=rng.choice((0.0, 0.2, 0.5)),
-        turns=rng.choice((0.0, 0.3, 0.7)), pauses=heavy * rng.randint(0, 5),
-        drops=heavy * rng.randint(0, 3), flushes=rng.choice((0, 0, 1, 4)),
-        hold=rng.choice((0.0, 0.3, 0.8)))
+        span=requests * busy * 3 + 1, prompt_max=prompt_max, new_max=new_max,
+        abort=rng.choice((0.0, 0.1, 0.4)), aborts=rng.choice((0, 0, 1, 4)),
+        stop=rng.choice((0.0, 0.2, 0.5)), turns=0.7 if reload else rng.choice((0.0, 0.3, 0.7)),
+        pauses=heavy * rng.randint(0, 5), drops=heavy * rng.randint(0, 3),
+        flushes=rng.choice((0, 0, 1, 4)), hold=rng.choice((0.0, 0.3, 0.8)))
     return override(sc, mode)
 
 

@@ -21,11 +21,14 @@ class Expect:
     arrived: Arrived
     seed: int
     at: float
-    truth: tuple[int, ...]                 # cut at its stop token or max_new
+    truth: tuple[int, ...]                 # cut at its stop token, max_new or what can ever fit
     outcome: Outcome                       # if nothing touches it
+    cut: bool                              # whether what can ever fit was less than max_new
     got: list[int] = field(default_factory=list)
     finished: Outcome | None = None
-    started: bool = False
+    sent: bool = False                     # Arrived was delivered
+    cached: int = -1                       # tokens that Started said were cached
+    planned: bool = False                  # a plan had a row of it
     aborted: bool = False                  # an Aborted was delivered before it finished
     stop_at: int = 0                       # count of the Stopped that was delivered; 0 is none
 
@@ -64,6 +67,8 @@ class Workload:
         if self.rng.random() >= self.sc.turns or len(self.made) > 3 * self.sc.requests:
             return None
         prompt = before.arrived.prompt + tuple(before.got) + self._tokens(self.rng.randint(0, 3))
+        if len(prompt) >= self.sc.cfg.hbm_pages * self.sc.cfg.page_size and self.rng.random() < 0.8:
+            return None                                       # would only be refused
         return self._make(now + self.rng.random() * 4, prompt, namespace=before.arrived.namespace)
 
     # ---------------------------------------------------------------- one request
@@ -92,15 +97,19 @@ class Workload:
             namespace = fork.namespace if fork is not None else rng.choice((0, 0, 0, 1))
         max_new = 1 if rng.random() < 0.1 else rng.randint(1, self.sc.new_max)
         seed = rng.randrange(1 << 30)
-        truth, outcome = oracle(prompt, max_new, namespace, seed), Outcome.LENGTH
+        # The last output token needs no KV, hence one more than the pool holds.
+        cfg = self.sc.cfg
+        fits = min(max_new, min(cfg.max_len, cfg.hbm_pages * cfg.page_size + 1) - len(prompt))
+        truth = oracle(prompt, fits, namespace, seed) if fits > 0 else ()
+        outcome = Outcome.LENGTH if fits > 0 else Outcome.REFUSED
         stop, min_new = frozenset[int](), rng.randint(0, max_new) if rng.random() < 0.3 else 0
-        if rng.random() < 0.5:
+        if truth and rng.random() < 0.5:
             stop = frozenset(rng.sample(truth, min(len(truth), rng.randint(1, 2))))
-            ends = [i + 1 for i, t in enumerate(truth) if t in stop and i >= min_new]
+            ends = [i for i, t in enumerate(truth) if t in stop and i >= min_new]
             if ends:
-                truth, outcome = truth[:ends[0]], Outcome.STOP
+                truth, outcome = truth[:ends[0] + 1], Outcome.STOP
         e = Expect(Arrived(RequestId(len(self.made)), prompt, max_new, stop, min_new, namespace,
                            rng.choice((0, 0, 0, 1, 2)), fork.rid if fork is not None else None),
-                   seed, at, truth, outcome)
+                   seed, at, truth, outcome, fits < max_new)
         self.made.append(e)
         return e

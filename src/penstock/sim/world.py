@@ -58,6 +58,7 @@ class World:
         self.ticks = ticks                # idle turns allowed, for programs that refuse things
         self.abort_turn = 0               # abort something at the n-th turn; 0 is off
         self.plans_max = 0
+        self.ending: list[RequestId] = []     # aborted or stopped by the events of this turn
         self._scheduled = False
         for e in self.load.initial():
             self._schedule(e)
@@ -77,21 +78,26 @@ class World:
 
     def _faults(self) -> None:
         rng, sc = self.rng, self.sc
-        for num, kind in ((sc.pauses, Paused), (sc.drops, Dropped)):
+        kinds: tuple[tuple[int, type[Paused] | type[Dropped] | type[Aborted]], ...] = (
+            (sc.pauses, Paused), (sc.drops, Dropped), (sc.aborts, Aborted))
+        for num, kind in kinds:
             for _ in range(num):
-                self.clock.after(rng.random() * sc.span * 2, partial(self._poke, kind))
+                self.clock.after(rng.random() * (sc.span + 20), partial(self._poke, kind))
         for _ in range(sc.flushes):
-            self.clock.after(rng.random() * sc.span * 2, partial(self._send, Flushed()))
+            self.clock.after(rng.random() * (sc.span + 20), partial(self._send, Flushed()))
         if rng.random() < 0.1:
             self.clock.after(rng.random() * sc.span, partial(self._send, Aborted(RequestId(10**6))))
 
-    def _poke(self, kind: type[Paused] | type[Dropped]) -> None:
-        """Force a pause or a drop: of a live request mostly, of a finished or unknown one too."""
-        live = list(self.core.live)
-        if live and self.rng.random() < 0.9:
-            rid = self.rng.choice(live)
+    def _poke(self, kind: type[Paused] | type[Dropped] | type[Aborted]) -> None:
+        """Aim at a phase first, then at a request in it: short phases are hit as often as long
+        ones. Sometimes at a request that has finished or is not known."""
+        rng, live = self.rng, self.core.live.values()
+        if live and rng.random() < 0.9:
+            phases = {r.phase: None for r in live}      # a dict keeps the order of insertion
+            phase = rng.choice(list(phases))
+            rid = rng.choice([r.rid for r in live if r.phase is phase])
         else:
-            rid = RequestId(self.rng.randrange(len(self.load.made) + 1))
+            rid = RequestId(rng.randrange(len(self.load.made) + 1))
         self._send(kind(rid))
 
     def _send(self, event: Event) -> None:
@@ -127,9 +133,13 @@ class World:
                     self._maybe_stop(out)
                 elif isinstance(out, Finished):
                     self._maybe_turn(out)
+            for rid in self.ending:
+                assert self.load.made[rid].finished is not None, f"request {rid} was not ended"
+            self.ending.clear()
             if adv.plan is not None:
                 self.judge.plan(adv.plan)
-            self.judge.state()
+            if events or adv.plan is not None or adv.outputs:
+                self.judge.state()
             if self.trace is not None:
                 self.plans.append(adv.plan)
             if adv.plan is None:
@@ -144,16 +154,16 @@ class World:
         live, made = self.core.live, self.load.made
         match event:
             case Aborted(rid):
-                if rid < len(made) and made[rid].finished is None:
-                    if made[rid].aborted:
-                        self.stats["aborted twice"] += 1
+                if rid < len(made) and made[rid].sent and made[rid].finished is None:
+                    self.stats["aborted twice" if made[rid].aborted else "aborted"] += 1
                     made[rid].aborted = True
-                    self.stats["aborted"] += 1
+                    self.ending.append(rid)
                 else:
                     self.stats["aborted unknown"] += 1
             case Stopped(rid, count):
                 if made[rid].finished is None:
                     made[rid].stop_at = count
+                    self.ending.append(rid)
                     self.stats["stopped late"] += 1
             case Paused(rid) | Dropped(rid):
                 name = type(event).__name__.lower()
@@ -165,8 +175,8 @@ class World:
                 self.judge.retired = step
             case Moved(id, _):
                 self.judge.moves.pop(id, None)
-            case Arrived():
-                pass
+            case Arrived(rid):
+                made[rid].sent = True
 
     def _maybe_stop(self, out: Token) -> None:
         """The detokenizer sees a stop string in what it was given, and says so a little late."""
@@ -192,9 +202,7 @@ class World:
             self._turn()
         for e in self.load.made:
             assert e.finished is not None, f"stalled: request {e.arrived.rid} never finished"
-        self._send(Flushed())
-        while self.clock.step():
-            pass
+        self.core.advance((Flushed(),))
         self.judge.end()
         self.stats += self.judge.stats + self.executor.stats
         return self
