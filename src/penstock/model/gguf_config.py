@@ -169,8 +169,11 @@ _POSITIVE = ("rms_norm_eps", "rope_theta")
 
 def check_config(config: Mapping[str, Any], where: str) -> None:
     """Refuses sizes that no model has, before they reach a family. Raises ConfigError."""
-    if not isinstance(config.get("model_type"), str):
-        raise ConfigError(f"{where}: 'model_type' is missing: not the config of a language model")
+    kind, classes = config.get("model_type") or "", config.get("architectures") or []
+    if (not isinstance(kind, str) or not isinstance(classes, list) or not (kind or classes)
+            or not all(isinstance(name, str) for name in classes)):
+        raise ConfigError(f"{where}: model_type {show(kind)} and architectures {show(classes)}: not the "
+                          "config of a language model")
     for key in _SIZES:
         value = config.get(key)
         if value is not None and (type(value) is not int or not 1 <= value <= 1 << 28):

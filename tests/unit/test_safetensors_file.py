@@ -1,0 +1,166 @@
+"""safetensors: equal to the library on whole files, one clear line on each kind of damage."""
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from penstock.config.errors import ConfigError
+from penstock.model.checkpoint import open_checkpoint
+from penstock.model.locate import INDEX, locate
+from penstock.model.safetensors_file import read_safetensors_header
+
+CONFIG = {"model_type": "llama", "vocab_size": 8, "eos_token_id": 7}
+W = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+
+
+def write(path: Path, header: Any, num_bytes: int = 24, length: int | None = None) -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + bytes(num_bytes))
+    return path
+
+
+def model(folder: Path, **shards: dict[str, torch.Tensor]) -> Path:
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    for name, tensors in shards.items():
+        save_file(tensors, folder / f"{name}.safetensors")
+    return folder
+
+
+def index(folder: Path, weight_map: Any) -> None:
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
+
+
+def test_tensors_equal_the_library(tmp_path: Path) -> None:
+    wanted = {"scalar": torch.tensor(1.5), "row": torch.randn(7),
+              "half": torch.randn(3, 5).half(), "brain": torch.randn(2, 2, 3).bfloat16(),
+              "double": torch.randn(4, 1, dtype=torch.float64)}
+    checkpoint = open_checkpoint(locate(str(model(tmp_path, model=wanted))))
+    found = dict(checkpoint.tensors())
+    assert checkpoint.config == CONFIG and checkpoint.eos_ids == (7,)
+    assert found.keys() == wanted.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == wanted[name].dtype and tensor.equal(wanted[name]), name
+
+
+def test_shards_of_an_index_and_old_buffers(tmp_path: Path) -> None:
+    a, b, c = torch.randn(2, 2), torch.randn(3), torch.ones(4)
+    model(tmp_path, one={"a": a, "model.layers.0.self_attn.rotary_emb.inv_freq": c}, two={"b": b})
+    index(tmp_path, {"a": "one.safetensors", "b": "two.safetensors",
+                     "model.layers.0.self_attn.rotary_emb.inv_freq": "one.safetensors"})
+    found = dict(open_checkpoint(locate(str(tmp_path))).tensors())
+    assert found.keys() == {"a", "b"} and found["a"].equal(a) and found["b"].equal(b)
+
+
+DAMAGED = {
+    "empty": (b"", None, 0, "too few"),
+    "header longer than the file": ({"w": W}, 1 << 20, 24, "truncated"),
+    "header of 2**63 bytes": ({"w": W}, 1 << 63, 24, "header of 9223372036854775808 bytes"),
+    "one byte missing": ({"w": W}, None, 23, "truncated"),
+    "one byte more": ({"w": W}, None, 25, "damaged"),
+    "not JSON": (b"{{", None, 0, "not valid JSON"),
+    "not UTF-8": (b'{"\xff": 1}', None, 0, "not UTF-8"),
+    "not an object": ([1], None, 0, "expected a JSON object"),
+    "nested": (b'{"a":' + b"[" * 100_000, None, 0, "nested too deeply"),
+    "duplicate": (b'{"w": %b, "w": %b}' % ((json.dumps(W).encode(),) * 2), None, 24, "duplicate key 'w'"),
+    "NaN": (b'{"w": NaN}', None, 0, "NaN is not JSON"),
+    "not a tensor": ({"w": 3}, None, 0, "expected dtype, shape"),
+    "fp8": ({"w": {**W, "dtype": "F8_E4M3"}}, None, 24, "'F8_E4M3': this type is not supported"),
+    "integers": ({"w": {**W, "dtype": "I32"}}, None, 24, "'I32': this type is not supported"),
+    "unknown type": ({"w": {**W, "dtype": "F31"}}, None, 24, "'F31': no such type"),
+    "negative dimension": ({"w": {**W, "shape": [-2, -3]}}, None, 24, "bad shape"),
+    "huge dimension": ({"w": {**W, "shape": [0, 2**70]}}, None, 24, "bad shape"),
+    "true for one": ({"w": {**W, "shape": [True, 6]}}, None, 24, "bad shape"),
+    "no elements": ({"w": {**W, "shape": [0], "data_offsets": [0, 0]}}, None, 0, "bad shape"),
+    "wrong product": ({"w": {**W, "shape": [2, 4]}}, None, 24, "needs 32 bytes"),
+    "offsets reversed": ({"w": {**W, "data_offsets": [24, 0]}}, None, 24, "bad data_offsets"),
+    "three offsets": ({"w": {**W, "data_offsets": [0, 24, 24]}}, None, 24, "bad data_offsets"),
+    "hole": ({"w": W, "v": {**W, "data_offsets": [28, 52]}}, None, 52, "overlap or leave a hole"),
+    "overlap": ({"w": W, "v": {**W, "data_offsets": [12, 36]}}, None, 36, "overlap or leave a hole"),
+    "same place": ({"w": W, "v": W}, None, 24, "overlap or leave a hole"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_damaged_file_is_one_clear_line(tmp_path: Path, damage: str) -> None:
+    header, length, num_bytes, words = DAMAGED[damage]
+    path = write(tmp_path / "model.safetensors", header, num_bytes, length)
+    if damage == "empty":
+        path.write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"model\.safetensors") as caught:
+        read_safetensors_header(path)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_name_cannot_break_the_line(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.safetensors", {"a\n\ud800\x1b" * 99: {**W, "dtype": "F31"}})
+    with pytest.raises(ConfigError) as caught:
+        read_safetensors_header(path)
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 400 + len(str(path))
+
+
+INDEXES = {
+    "no map": (None, "no weight_map"),
+    "empty map": ({}, "no weight_map"),
+    "another folder": ({"a": "../one.safetensors"}, "in the same folder"),
+    "an absolute path": ({"a": "/etc/passwd"}, "in the same folder"),
+    "not a name": ({"a": 3}, "in the same folder"),
+    "dots": ({"a": ".."}, "not a safetensors file"),
+    "pickled": ({"a": "one.bin"}, "not a safetensors file"),
+    "a shard that is not there": ({"a": "three.safetensors"}, "is missing"),
+    "an absent tensor": ({"a": "one.safetensors", "b": "two.safetensors", "c": "two.safetensors"},
+                         "tensor 'c' is not in two.safetensors"),
+    "a tensor left out": ({"a": "one.safetensors", "b": "two.safetensors"},
+                          "does not list"),
+    "a tensor in two shards": ({"a": "one.safetensors", "x": "one.safetensors", "b": "two.safetensors"},
+                               "places in 'one.safetensors'"),
+}
+
+
+@pytest.mark.parametrize("case", INDEXES)
+def test_index_that_does_not_fit_its_shards(tmp_path: Path, case: str) -> None:
+    weight_map, words = INDEXES[case]
+    x = {"x": torch.ones(1)} if case in ("a tensor left out", "a tensor in two shards") else {}
+    one = x if case == "a tensor in two shards" else {}
+    model(tmp_path, one={"a": torch.ones(1)} | one, two={"b": torch.ones(2)} | x)
+    index(tmp_path, weight_map)
+    with pytest.raises(ConfigError) as caught:
+        open_checkpoint(locate(str(tmp_path)))
+    assert words in str(caught.value)
+
+
+def test_file_that_shrinks_after_it_was_opened(tmp_path: Path) -> None:
+    model(tmp_path, model={"a": torch.ones(100)})
+    checkpoint = open_checkpoint(locate(str(tmp_path)))
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(ConfigError, match="the file has changed"):
+        list(checkpoint.tensors())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_weights_that_are_not_finite(tmp_path: Path, value: float, dtype: torch.dtype) -> None:
+    tensor = torch.randn(64, 8).to(dtype)
+    tensor[3, 4] = value
+    model(tmp_path, model={"a": tensor})
+    with pytest.raises(ConfigError, match="'a' holds NaN or infinity"):
+        list(open_checkpoint(locate(str(tmp_path))).tensors())
+
+
+def test_tensors_are_read_one_at_a_time(tmp_path: Path) -> None:
+    import gc
+    import weakref
+    model(tmp_path, model={f"t{i}": torch.ones(10) for i in range(4)})
+    alive: list[weakref.ref[torch.Tensor]] = []
+    for _, tensor in open_checkpoint(locate(str(tmp_path))).tensors():
+        gc.collect()
+        assert not any(ref() is not None for ref in alive)
+        alive.append(weakref.ref(tensor))
+        del tensor
+    assert len(alive) == 4
