@@ -29,7 +29,8 @@ LONG = SamplingParams(max_tokens=None)
 @pytest.fixture(autouse=True)
 def fake_engine(monkeypatch):
     monkeypatch.setattr(library, "EngineClient", functools.partial(EngineClient, argv=ENGINE))
-    monkeypatch.setattr(library, "open_text", lambda config: Text(None, None, (9,)))
+    monkeypatch.setattr(library, "locate", lambda model, load_format: None)
+    monkeypatch.setattr(library, "open_text", lambda config, files: Text(None, None, (9,)))
 
 
 def ids(*tokens):
@@ -152,6 +153,28 @@ def test_a_ctrl_c_ends_the_call_and_not_the_engine():
             eventually(lambda: client.num_running + client.num_waiting == 0)
             eventually(lambda: stats(llm)["rows_used"] == 0)
         assert llm.generate(ids(5), SamplingParams(max_tokens=1))[0].outputs[0].token_ids == [5]
+
+
+def test_a_ctrl_c_while_the_model_loads_leaves_no_process(monkeypatch):
+    clients = []
+
+    def slow(*args, **kwargs):
+        sleeper = [sys.executable, "-c", "import time; time.sleep(1000)"]
+        clients.append(EngineClient(*args, argv=sleeper, **kwargs))
+        return clients[0]
+
+    monkeypatch.setattr(library, "EngineClient", slow)
+
+    def interrupt():
+        eventually(lambda: clients and clients[0]._process is not None)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        LLM("fake")
+    thread.join()
+    assert clients[0]._process.returncode == -signal.SIGKILL
 
 
 def test_a_dead_engine_is_an_error_of_the_call():

@@ -22,6 +22,7 @@ from penstock.config.params import SamplingParams
 from penstock.config.platform import probe
 from penstock.config.resolve import resolve
 from penstock.config.tree import Config
+from penstock.model.locate import locate
 from penstock.serve.client import EngineClient, checked_limits
 from penstock.serve.generate import Ended, Generation, Piece
 from penstock.serve.metrics import Metrics
@@ -62,12 +63,18 @@ class AsyncLLM:
 
     async def start(self) -> None:
         """Load the model. Raises ConfigError or EngineDied; nothing is left running then."""
-        await self._client.start()
+        model = self.config.model
+        # On threads: the demo may be fetched, a large tokenizer takes a second to read, and the
+        # loop has other users.
+        files = await asyncio.to_thread(locate, model.model, load_format=model.load_format)
+        starting = asyncio.create_task(self._client.start())
         try:
-            # A thread: reading a large tokenizer takes a second, and the loop has other users.
-            self._text = await asyncio.to_thread(open_text, self.config)
+            self._text = await asyncio.to_thread(open_text, self.config, files)
+            await starting
         except BaseException:
-            await self._client.close()
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            await self.close()
             raise
 
     async def close(self) -> None:
@@ -87,6 +94,11 @@ class AsyncLLM:
     def max_model_len(self) -> int:
         """Tokens of prompt and answer together."""
         return self._client.ready.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are 0 .. vocab_size-1."""
+        return self._client.ready.vocab_size
 
     # ------------------------------------------------------------ whole answers
     async def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *,

@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.config.errors import RequestError
 from penstock.config.tree import Config
-from penstock.model.locate import locate
+from penstock.model.locate import ModelFiles
 from penstock.serve.chat import ChatTemplate, read_template
 from penstock.serve.tokenizer import Tokenizer, open_tokenizer
 
@@ -47,10 +47,9 @@ class Text:
             self._template.close()
 
 
-def open_text(config: Config) -> Text:
-    """Raises ConfigError: the model, its tokenizer or its template is missing or broken."""
+def open_text(config: Config, files: ModelFiles) -> Text:
+    """Raises ConfigError: the tokenizer or the operator's template is missing or broken."""
     model = config.model
-    files = locate(model.model, load_format=model.load_format)
     tokenizer = open_tokenizer(files, model.tokenizer)
     source = tokenizer.chat_template if tokenizer is not None else None
     if model.chat_template is not None:
