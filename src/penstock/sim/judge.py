@@ -65,6 +65,7 @@ class Judge:
             executor.free.update({tier: set(pages) for tier, pages in self.every.items()})
         self.tables: dict[Row, tuple[RequestId, list[list[int]]]] = {}
         self.writer: dict[int, RequestId] = {}          # HBM page -> whose tokens it receives
+        self.written: dict[int, StepId] = {}            # HBM page -> last step that writes it
         self.sampled: dict[Row, StepId] = {}            # step whose sample the row has
         self.retired = 0
         self.issued = 0
@@ -182,6 +183,7 @@ class Judge:
                 assert live.table[i].node is None, f"request {rid} writes a shared page"
                 page = leased[i]
                 assert self.writer.setdefault(page, rid) == rid, f"page {page}: two writers"
+                self.written[page] = p.step
             if samples:
                 self.sampled[row] = p.step
 
@@ -193,6 +195,10 @@ class Judge:
         assert (len(m.src_pages) - 1) * size < m.tokens <= len(m.src_pages) * size
         assert 0 <= m.after <= p.step and 0 <= m.group < len(self.cfg.groups)
         assert len(set(m.dst_pages)) == len(m.dst_pages)
+        if m.src is Tier.HBM:
+            seen = max(m.after, self.retired)
+            assert all(self.written.get(page, 0) <= seen for page in m.src_pages), (
+                f"{m}: reads what is still being written")
         busy = {(f.dst, page) for f in self.moves.values() if f is not m for page in f.dst_pages}
         for tier, pages in ((m.src, m.src_pages), (m.dst, m.dst_pages)):
             pool = self.core.have.pools[LEASE[tier]]
@@ -226,6 +232,7 @@ class Judge:
                 device.poison(tier, page)
             if tier is Tier.HBM:
                 self.writer.pop(page, None)
+                self.written.pop(page, None)
 
     def state(self) -> None:
         """After every advance: invariants of the core, and what became free."""

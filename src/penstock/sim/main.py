@@ -88,14 +88,14 @@ def _one(args: argparse.Namespace) -> int:
 
 
 def _mutants(args: argparse.Namespace) -> int:
-    missed = 0
-    for name in MUTANTS if args.mutant is None else (args.mutant,):
+    missed, names = 0, list(MUTANTS) if args.mutant is None else [args.mutant]
+    for name in names:
         began = time.monotonic()
         seeds, line = hunt(name, range(args.first, args.first + args.seeds), blind=args.blind)
         missed += line is None
         print(f"{name:32s} {seeds:5d} seeds {time.monotonic() - began:6.1f} s  "
               f"{line or 'NOT CAUGHT'}", flush=True)
-    print(f"{len(MUTANTS) - missed} of {len(MUTANTS)} seeded bugs caught")
+    print(f"{len(names) - missed} of {len(names)} seeded bugs caught")
     return 1 if missed else 0
 
 

@@ -1,56 +1,17 @@
-"""Seeded bugs of the core, each switchable by name. The simulator must catch every one.
-
-A mutant is a Core whose methods, or whose ledger's, tree's or holdings', are replaced by wrong
-ones. Each is a mistake that somebody made: in a peer, in a draft of this core, or in its sim.
-"""
+"""Seeded bugs of fences, copies and ownership."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 
 from penstock.core.core import Core
 from penstock.core.holdings import Holdings
 from penstock.core.ledger import Fence, Pool
-from penstock.core.lifecycle import Phase, Trigger
-from penstock.core.plan import (
-    Advance,
-    Event,
-    Finished,
-    Moved,
-    Outcome,
-    Started,
-    StepId,
-    Tier,
-    Token,
-)
+from penstock.core.lifecycle import Lease, Phase
+from penstock.core.plan import Moved, Outcome, StepId, Tier
 from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
 from penstock.core.tree import Node, Tree
-from penstock.sim.programs import sweep
-
-MUTANTS: dict[str, Callable[[CoreConfig], Core]] = {}
-BUDGET: dict[str, int] = {}          # seeds within which the default test must catch it
-
-
-def mutant(budget: int = 60) -> Callable[[type[Core]], type[Core]]:
-    def enter(cls: type[Core]) -> type[Core]:
-        name = "".join("-" + c.lower() if c.isupper() else c for c in cls.__name__)[1:]
-        MUTANTS[name], BUDGET[name] = cls, budget
-        return cls
-    return enter
-
-
-def hunt(name: str, seeds: Iterable[int], *, blind: bool = False) -> tuple[int, str | None]:
-    """Seeds until `name` was caught, and the line that replays it; None if it was not."""
-    report = sweep(seeds, make=MUTANTS[name], blind=blind, first_only=True,
-                   extra=f" --mutant {name}")
-    return report.runs, report.failures[0] if report.failures else None
-
-
-def become(thing: object, wrong: type) -> None:
-    """Make an existing ledger, tree or holdings behave as a subclass that adds no fields."""
-    assert wrong.__base__ is type(thing)
-    thing.__class__ = wrong
+from penstock.sim.mutants.registry import become, mutant
 
 
 # ---------------------------------------------------------------- fences
@@ -151,70 +112,6 @@ class HostPageFreedUnderACopy(Core):
     def __init__(self, cfg: CoreConfig) -> None:
         super().__init__(cfg)
         become(self.have.dram, _NoMoves)
-
-
-# ---------------------------------------------------------------- tables on the device
-@mutant()
-class NoRebindAfterResume(Core):
-    """The device keeps the page table of the row's previous tenant."""
-
-    def _go(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
-        ok = super()._go(r, trigger, spare)
-        if ok and trigger is Trigger.RESUME:
-            r.bound = len(r.table)
-        return ok
-
-
-@mutant()
-class GrowForgotten(Core):
-    """A mirrored table is not updated on one path: rare, but silent."""
-
-    def advance(self, events: Sequence[Event]) -> Advance:
-        adv = super().advance(events)
-        if adv.plan is not None and adv.plan.step % 7 == 0:
-            return replace(adv, plan=replace(adv.plan, grows=()))
-        return adv
-
-
-@mutant()
-class SamplingStateReset(Core):
-    """A resumed row starts its sampling state at zero."""
-
-    def advance(self, events: Sequence[Event]) -> Advance:
-        adv = super().advance(events)
-        if adv.plan is not None and adv.plan.binds:
-            binds = tuple(replace(b, emitted=0) for b in adv.plan.binds)
-            return replace(adv, plan=replace(adv.plan, binds=binds))
-        return adv
-
-
-@mutant()
-class CadenceIgnoresTheStages(Core):
-    """A row decodes again before its last token has left the pipeline."""
-
-    def advance(self, events: Sequence[Event]) -> Advance:
-        cfg = self.cfg
-        self.cfg = replace(cfg, pp_size=1, overlap=cfg.depth > 1)
-        try:
-            return super().advance(events)
-        finally:
-            self.cfg = cfg
-
-
-@mutant()
-class OnePlanTooMany(Core):
-    """An off-by-one in the depth."""
-
-    def __init__(self, cfg: CoreConfig) -> None:
-        super().__init__(replace(cfg, pp_size=cfg.pp_size + 1))
-
-
-@mutant()
-class BudgetExceeded(Core):
-    """Prompts do not see what the decoding rows took of the budget."""
-
-    def __init__(self, cfg: CoreConfig) -> None:
-        super().__init__(replace(cfg, step_tokens=cfg.step_tokens + 1))
 
 
 # ---------------------------------------------------------------- copies between tiers
@@ -369,70 +266,81 @@ class NothingLeftToCompute(Core):
         become(self.have.tree, _MatchAll)
 
 
-# ---------------------------------------------------------------- streams
-@mutant()
-class DoubleFinish(Core):
-    """A request that ends with an answer in flight ends again when it arrives."""
-
-    def _retire(self, step: StepId, tokens: tuple[tuple[int, ...], ...]) -> None:
-        for row in self.in_flight[step]:
-            if row.request.phase is Phase.DONE and row.samples:
-                self._out.append(Finished(row.request.rid, Outcome.STOP))
-        super()._retire(step, tokens)
 
 
-@mutant()
-class TokenAfterTheStop(Core):
-    """The step that was issued before the stop was known emits its token."""
+class _SealReplaces(Holdings):
+    __slots__ = ()
 
-    def _retire(self, step: StepId, tokens: tuple[tuple[int, ...], ...]) -> None:
-        results = iter(tokens)
-        for row in self.in_flight[step]:
-            new = next(results) if row.samples else ()
-            if row.request.phase is Phase.DONE and new:
-                self._out.append(Token(row.request.rid, row.request.num_output, new[0]))
-        super()._retire(step, tokens)
+    def seal(self, r: Request) -> None:
+        before = len(r.path)
+        Holdings.seal(self, r)
+        for i in range(before, len(r.path)):
+            mine, shared = r.table[i], r.path[i].copies[Tier.HBM]
+            if mine is not shared:
+                r.path[i].copies[Tier.HBM], mine.node = mine, r.path[i]
 
 
-@mutant()
-class TokensAgainAfterResume(Core):
-    """A resumed request starts its stream again."""
+@mutant(200)
+class SealReplacesASharedPage(Core):
+    """Two requests compute the same page; the second throws the first one's out of the tree."""
 
-    def _go(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
-        ok = super()._go(r, trigger, spare)
-        if ok and trigger is Trigger.RESUME and r.num_output:
-            self._out.append(Token(r.rid, r.num_output - 1, r.tokens[-1]))
-        return ok
+    def __init__(self, cfg: CoreConfig) -> None:
+        super().__init__(cfg)
+        become(self.have, _SealReplaces)
+
+
+class _OpenPageShort(Holdings):
+    __slots__ = ()
+
+    def _move_open(self, r: Request, src: Tier, src_page: int, dst: Tier, dst_page: int,
+                   tokens: int) -> None:
+        Holdings._move_open(self, r, src, src_page, dst, dst_page, max(1, tokens - 1))
 
 
 @mutant()
-class StartedTwice(Core):
-    """A resumed request is announced again."""
+class OpenPageCopiedShort(Core):
+    """The last token of an open page is not copied when its request pauses."""
 
-    def _go(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
-        ok = super()._go(r, trigger, spare)
-        if ok and trigger is Trigger.RESUME:
-            self._out.append(Started(r.rid, 0, 0))
-        return ok
+    def __init__(self, cfg: CoreConfig) -> None:
+        super().__init__(cfg)
+        become(self.have, _OpenPageShort)
+
+
+class _OpenPageForgotten(Holdings):
+    __slots__ = ()
+
+    def _find(self, r: Request) -> int:
+        computed, settled = r.computed, r.settled
+        if r.phase is Phase.PAUSED:
+            self._drop_open(r)
+        missing = Holdings._find(self, r)
+        if r.phase is Phase.PAUSED:
+            r.computed, r.settled = computed, settled
+        return missing
 
 
 @mutant()
-class LateResultOfAnEarlierLife(Core):
-    """A step issued before a drop settles pages of the life after it."""
+class OpenPageForgotten(Core):
+    """A pause keeps only sealed pages, a resume believes that it kept them all."""
 
-    def _go(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
-        ok = super()._go(r, trigger, spare)
-        if ok and trigger is Trigger.DROP:
-            r.life -= 1
-        return ok
+    def __init__(self, cfg: CoreConfig) -> None:
+        super().__init__(cfg)
+        become(self.have, _OpenPageForgotten)
+
+
+class _KeepsRows(Holdings):
+    __slots__ = ()
+
+    def release(self, r: Request, leases: Iterable[Lease]) -> None:
+        if r.phase is Phase.DROPPED:
+            r.row = None
+        Holdings.release(self, r, leases)
 
 
 @mutant()
-class ForkWaitsForADeadLeader(Core):
-    """A fork whose leader was aborted waits for ever."""
+class RowLostByADrop(Core):
+    """A dropped request forgets its row instead of giving it back."""
 
-    def _may_start(self, r: Request) -> bool:
-        leader = r.arrived.leader
-        if leader is not None and leader not in self.live and not r.started:
-            return False
-        return super()._may_start(r)
+    def __init__(self, cfg: CoreConfig) -> None:
+        super().__init__(cfg)
+        become(self.have, _KeepsRows)

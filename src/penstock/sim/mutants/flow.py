@@ -1,0 +1,308 @@
+"""Seeded bugs of tables, streams, order and progress."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from penstock.core import room, schedule
+from penstock.core.core import Core
+from penstock.core.holdings import Holdings
+from penstock.core.lifecycle import Phase, Trigger
+from penstock.core.plan import (
+    Aborted,
+    Advance,
+    Arrived,
+    Event,
+    Finished,
+    Moved,
+    Outcome,
+    Started,
+    StepId,
+    Tier,
+    Token,
+)
+from penstock.core.request import Request
+from penstock.core.settings import CoreConfig
+from penstock.sim.mutants.registry import become, mutant
+
+
+# ---------------------------------------------------------------- tables on the device
+@mutant()
+class NoRebindAfterResume(Core):
+    """The device keeps the page table of the row's previous tenant."""
+
+    def _go(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
+        ok = super()._go(r, trigger, spare)
+        if ok and trigger is Trigger.RESUME:
+            r.bound = len(r.table)
+        return ok
+
+
+@mutant()
+class GrowForgotten(Core):
+    """A mirrored table is not updated on one path: rare, but silent."""
+
+    def advance(self, events: Sequence[Event]) -> Advance:
+        adv = super().advance(events)
+        if adv.plan is not None and adv.plan.step % 7 == 0:
+            return replace(adv, plan=replace(adv.plan, grows=()))
+        return adv
+
+
+@mutant()
+class SamplingStateReset(Core):
+    """A resumed row starts its sampling state at zero."""
+
+    def advance(self, events: Sequence[Event]) -> Advance:
+        adv = super().advance(events)
+        if adv.plan is not None and adv.plan.binds:
+            binds = tuple(replace(b, emitted=0) for b in adv.plan.binds)
+            return replace(adv, plan=replace(adv.plan, binds=binds))
+        return adv
+
+
+@mutant()
+class CadenceIgnoresTheStages(Core):
+    """A row decodes again before its last token has left the pipeline."""
+
+    def advance(self, events: Sequence[Event]) -> Advance:
+        cfg = self.cfg
+        self.cfg = replace(cfg, pp_size=1, overlap=cfg.depth > 1)
+        try:
+            return super().advance(events)
+        finally:
+            self.cfg = cfg
+
+
+@mutant()
+class OnePlanTooMany(Core):
+    """An off-by-one in the depth."""
+
+    def __init__(self, cfg: CoreConfig) -> None:
+        super().__init__(replace(cfg, pp_size=cfg.pp_size + 1))
+
+
+@mutant()
+class BudgetExceeded(Core):
+    """Prompts do not see what the decoding rows took of the budget."""
+
+    def __init__(self, cfg: CoreConfig) -> None:
+        super().__init__(replace(cfg, step_tokens=cfg.step_tokens + 1))
+
+
+# ---------------------------------------------------------------- streams
+@mutant()
+class DoubleFinish(Core):
+    """A request that ends with an answer in flight ends again when it arrives."""
+
+    def _retire(self, step: StepId, tokens: tuple[tuple[int, ...], ...]) -> None:
+        for row in self.in_flight[step]:
+            if row.request.phase is Phase.DONE and row.samples:
+                self._out.append(Finished(row.request.rid, Outcome.STOP))
+        super()._retire(step, tokens)
+
+
+@mutant()
+class TokenAfterTheStop(Core):
+    """The step that was issued before the stop was known emits its token."""
+
+    def _retire(self, step: StepId, tokens: tuple[tuple[int, ...], ...]) -> None:
+        results = iter(tokens)
+        for row in self.in_flight[step]:
+            new = next(results) if row.samples else ()
+            if row.request.phase is Phase.DONE and new:
+                self._out.append(Token(row.request.rid, row.request.num_output, new[0]))
+        super()._retire(step, tokens)
+
+
+@mutant()
+class TokensAgainAfterResume(Core):
+    """A resumed request starts its stream again."""
+
+    def _go(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
+        ok = super()._go(r, trigger, spare)
+        if ok and trigger is Trigger.RESUME and r.num_output:
+            self._out.append(Token(r.rid, r.num_output - 1, r.tokens[-1]))
+        return ok
+
+
+@mutant()
+class StartedTwice(Core):
+    """A resumed request is announced again."""
+
+    def _go(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
+        ok = super()._go(r, trigger, spare)
+        if ok and trigger is Trigger.RESUME:
+            self._out.append(Started(r.rid, 0, 0))
+        return ok
+
+
+@mutant()
+class LateResultOfAnEarlierLife(Core):
+    """A step issued before a drop settles pages of the life after it."""
+
+    def _go(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
+        ok = super()._go(r, trigger, spare)
+        if ok and trigger is Trigger.DROP:
+            r.life -= 1
+        return ok
+
+
+@mutant()
+class ForkWaitsForADeadLeader(Core):
+    """A fork whose leader was aborted waits for ever."""
+
+    def _may_start(self, r: Request) -> bool:
+        leader = r.arrived.leader
+        if leader is not None and leader not in self.live and not r.started:
+            return False
+        return super()._may_start(r)
+
+
+@mutant()
+class EndsTwiceOnASecondAbort(Core):
+    """An abort of something unknown is answered with an end."""
+
+    def _apply(self, event: Event) -> None:
+        if isinstance(event, Aborted) and event.rid not in self.live:
+            self._out.append(Finished(event.rid, Outcome.ABORT))
+        super()._apply(event)
+
+
+@mutant()
+class AbortHitsAnother(Core):
+    """Requests are matched by a prefix of their id."""
+
+    def _apply(self, event: Event) -> None:
+        if isinstance(event, Aborted):
+            for rid in self.live:
+                if str(rid).startswith(str(event.rid)):
+                    event = Aborted(rid)
+        super()._apply(event)
+
+
+@mutant()
+class MinNewIgnored(Core):
+    """Stop ids count from the first token on."""
+
+    def _arrive(self, a: Arrived) -> None:
+        super()._arrive(replace(a, min_new=0))
+
+
+@mutant()
+class LimitForgotten(Core):
+    """A request may grow until the pool is full, and then waits for itself."""
+
+    def _arrive(self, a: Arrived) -> None:
+        super()._arrive(a)
+        if a.rid in self.live:
+            self.live[a.rid].max_new = a.max_new
+
+
+@mutant()
+class RefusalForgotten(Core):
+    """What can never fit is queued."""
+
+    def _arrive(self, a: Arrived) -> None:
+        cfg = self.cfg
+        self.cfg = replace(cfg, hbm_pages=1 << 20, max_len=1 << 20)
+        super()._arrive(a)
+        self.cfg = cfg
+
+
+@mutant()
+class PriorityIgnored(Core):
+    """First come, first served, whatever was asked."""
+
+    def _arrive(self, a: Arrived) -> None:
+        super()._arrive(replace(a, priority=0))
+
+
+@mutant()
+class ForkDoesNotWait(Core):
+    """A fork starts beside its leader and computes the prompt again."""
+
+    def _arrive(self, a: Arrived) -> None:
+        super()._arrive(replace(a, leader=None))
+
+
+@mutant()
+class CachedTokensOverstated(Core):
+    """Started counts pages that are still to be computed."""
+
+    def _started(self, r: Request) -> None:
+        super()._started(r)
+        s = self._out[-1]
+        assert isinstance(s, Started)
+        more = min(self.cfg.page_size, r.num_prompt - 1 - s.hbm_tokens - s.dram_tokens)
+        self._out[-1] = replace(s, hbm_tokens=s.hbm_tokens + more)
+
+
+# ---------------------------------------------------------------- progress and victims
+@mutant()
+class NoFixedPoint(Core):
+    """What planning frees is looked at when the next event comes, if one comes."""
+
+    def advance(self, events: Sequence[Event]) -> Advance:
+        self._out = []
+        for event in events:
+            self._apply(event)
+        self.have.drain()
+        self._progress()
+        return Advance(schedule.plan(self), tuple(self._out))
+
+
+class _NeverEvicts(Holdings):
+    __slots__ = ()
+
+    def _room(self, tier: Tier, n: int, spare: int = 0) -> bool:
+        return self.tree.pools[tier].free >= n + (spare if n else 0)
+
+
+@mutant()
+class WaitsInsteadOfEvicting(Core):
+    """Admission and resume wait for free pages that only an eviction would give."""
+
+    def __init__(self, cfg: CoreConfig) -> None:
+        super().__init__(cfg)
+        become(self.have, _NeverEvicts)
+
+
+@mutant(200)
+class SecondVictimForTheSamePage(Core):
+    """Promised pages are not counted before somebody else is disturbed."""
+
+    def advance(self, events: Sequence[Event]) -> Advance:
+        promised, room.promised = room.promised, lambda core: 0
+        try:
+            return super().advance(events)
+        finally:
+            room.promised = promised
+
+
+@mutant(200)
+class OldestGivesWay(Core):
+    """Memory pressure takes the pages of the request that has waited longest."""
+
+    def advance(self, events: Sequence[Event]) -> Advance:
+        growth = room.for_growth
+
+        def wrong(core: Core, r: Request, taken: list[Request]) -> None:
+            if not room.promised(core):
+                room.yield_device(core, next(v for v in core.running if v not in taken
+                                             and v.phase is not Phase.LOADING))
+        room.for_growth = wrong
+        try:
+            return super().advance(events)
+        finally:
+            room.for_growth = growth
+
+
+@mutant(200)
+class FailedLoadWaitsForEver(Core):
+    """Nobody tells the requests that wait for a load that it failed."""
+
+    def _landed(self, event: Moved) -> None:
+        if not event.ok and self.have.flights[event.id].dst is Tier.HBM:
+            return
+        super()._landed(event)
