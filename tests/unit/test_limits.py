@@ -2,13 +2,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 
 import pytest
+import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config.errors import ConfigError
 from penstock.config.tree import ServerConfig
+from penstock.serve import limits
 from penstock.serve.limits import (
     BodyTooLarge,
     BodyTooSlow,
@@ -106,3 +110,53 @@ def test_forgotten_namespaces_get_a_new_number_and_never_anothers():
     again = [numbers.number(b"", salt) for salt in "ab"]
     assert len({*first, *again}) == 5
     assert numbers.number(b"", "b") == again[1] and len(numbers._numbers) == 2
+
+
+# ---------------------------------------------------------------- connections
+async def hello(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200,
+                "headers": [(b"content-length", b"5")]})
+    await send({"type": "http.response.body", "body": b"hello"})
+
+
+def talk(*parts: bytes) -> bytes:
+    """What a server of LimitedProtocol answers to these bytes until it closes the connection."""
+    async def go() -> bytes:
+        listener = socket.create_server(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(
+            hello, http=limits.LimitedProtocol, ws="none", lifespan="off", log_config=None,
+            timeout_keep_alive=1))
+        server.capture_signals = contextlib.nullcontext
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+        answer = await reader.read()
+        writer.close()
+        server.should_exit = True
+        await serving
+        return answer
+    return asyncio.run(asyncio.wait_for(go(), 60))
+
+
+GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+def test_a_head_that_never_ends_closes_the_connection(monkeypatch):
+    monkeypatch.setattr(limits, "HEADER_S_MAX", 0.05)
+    assert talk() == b""
+    assert talk(GET[:-2]) == b""
+    assert talk(GET, GET[:-2]).count(b"hello") == 1
+    assert talk(GET, GET).count(b"hello") == 2
+
+
+def test_a_head_that_is_too_large_is_refused():
+    answer = talk(b"GET / HTTP/1.1\r\nX: " + b"x" * limits.HEADER_BYTES_MAX)
+    assert answer.startswith(b"HTTP/1.1 431 ") and b'"error"' in answer
+
+
+def test_noise_is_answered_in_openais_shape():
+    for noise in (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01\r\n\r\n"):
+        answer = talk(noise)
+        assert answer.startswith(b"HTTP/1.1 400 ") and b'{"error":{"message"' in answer

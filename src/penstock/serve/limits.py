@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
+import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from penstock.config.errors import ConfigError
@@ -138,8 +139,9 @@ class Namespaces:
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP/1.1 with what it leaves open: a time and a size for the head of a request, and
-    a disconnect that reaches every request of a pipelined connection."""
+    """uvicorn's HTTP/1.1 with what it leaves open: a time and a size for the head of a request,
+    errors in OpenAI's shape also for what is not HTTP, and a disconnect that reaches every request
+    of a pipelined connection."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -152,8 +154,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_bytes += len(data)
             if self._head_bytes > HEADER_BYTES_MAX and b"\r\n\r\n" not in data:
-                self._stop_timer()
-                self.transport.close()
+                self._refuse(431, "Request Header Fields Too Large",
+                             f"the request's head is over {HEADER_BYTES_MAX} bytes")
                 return
         super().data_received(data)
 
@@ -191,3 +193,16 @@ class LimitedProtocol(HttpToolsProtocol):
         self._head_timer = None
         if not self.transport.is_closing():
             self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, "Bad Request", "this is not an HTTP/1.1 request")
+
+    def _refuse(self, status: int, phrase: str, message: str) -> None:
+        """Answer what never became a request, and close."""
+        self._stop_timer()
+        body = msgspec.json.encode({"error": {
+            "message": message, "type": "invalid_request_error", "param": None, "code": None}})
+        self.transport.write(
+            f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: "
+            f"{len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
+        self.transport.close()
