@@ -6,7 +6,8 @@ not listed here is refused by name, because guessing gives wrong ids silently.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from tokenizers import (
@@ -32,6 +33,17 @@ _LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
+@contextmanager
+def library_errors(where: str) -> Iterator[None]:
+    """Whatever the library raises is about the file `where`: ConfigError, in one line."""
+    try:
+        yield
+    except (ConfigError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as e:      # it raises bare Exceptions, and a Rust panic is not even one
+        raise ConfigError(f"{where}: not a tokenizer that works: {show(str(e))}") from None
+
+
 def tokenizer_of_gguf(metadata: Mapping[str, Any], where: str) -> Tokenizer:
     """The tokenizer that `metadata` describes, with its special tokens and its BOS / EOS rule.
 
@@ -44,16 +56,12 @@ def tokenizer_of_gguf(metadata: Mapping[str, Any], where: str) -> Tokenizer:
         raise ConfigError(f"{where}: tokenizer model {show(kind)} is not supported; gpt2 and llama are. "
                           "Give --tokenizer a folder with tokenizer.json")
     vocabulary = _Vocabulary(metadata, where)
-    try:
+    with library_errors(where):
         tokenizer = makers[kind](vocabulary)
         added = [AddedToken(token, special=t != _USER_DEFINED, normalized=False)
                  for token, t in zip(vocabulary.tokens, vocabulary.types, strict=True)
                  if t in (_CONTROL, _USER_DEFINED)]
         tokenizer.add_tokens(added)
-    except ConfigError:
-        raise
-    except Exception as e:      # the library raises this very class
-        raise ConfigError(f"{where}: its vocabulary does not make a tokenizer: {show(str(e))}") from None
     if tokenizer.get_vocab_size() != len(vocabulary.tokens):
         raise ConfigError(f"{where}: its vocabulary of {len(vocabulary.tokens)} tokens makes a tokenizer "
                           f"of {tokenizer.get_vocab_size()}")

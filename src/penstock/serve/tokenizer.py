@@ -16,7 +16,7 @@ from penstock.model.files import read_bytes, read_json_object, read_text, show
 from penstock.model.gguf_config import gguf_eos_ids
 from penstock.model.gguf_file import read_gguf_header
 from penstock.model.locate import OTHER_TOKENIZERS, ModelFiles, hub_snapshot
-from penstock.serve.gguf_tokenizer import tokenizer_of_gguf
+from penstock.serve.gguf_tokenizer import library_errors, tokenizer_of_gguf
 
 _TOKENIZER_BYTES_MAX = 256 << 20
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
@@ -150,12 +150,10 @@ def _from_json(path: Path, eos_ids: tuple[int, ...]) -> Tokenizer:
         raise ConfigError(f"{path.parent}: has {', '.join(kinds)} but no tokenizer.json; convert it with "
                           "transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)")
     data = read_bytes(path, _TOKENIZER_BYTES_MAX)
-    try:
+    with library_errors(str(path)):
         raw = tokenizers.Tokenizer.from_buffer(data)
-    except BaseException as e:      # a Rust panic is not an Exception
-        if isinstance(e, (KeyboardInterrupt, SystemExit)):
-            raise
-        raise ConfigError(f"{path}: not a tokenizer that can be read: {show(str(e))}") from None
+        # Some faults show only in use: an unknown-token that is not in the vocabulary, for one.
+        raw.decode(raw.encode("a 1\n\t\U0001f600é").ids)
     config = _optional_json(path.parent / "tokenizer_config.json")
     named = {}
     for name in _SPECIAL_NAMES:
