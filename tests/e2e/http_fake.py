@@ -39,17 +39,20 @@ def engine(descriptor: str) -> None:
 
 
 def server(words: list[str]) -> int:
-    from penstock.serve import http_main, main
+    from penstock.serve import http_main, main, text
     from penstock.serve.tokenizer import Tokenizer
 
     fake = load("tokenizers_fake")
     raw = fake.byte_level()
-    tokenizer = Tokenizer(raw, eos_ids=(raw.token_to_id(fake.EOS),), chat_template=fake.CHATML,
-                          template_vars={})
+    def tokenizer_of(files, override):
+        template = "{% if %}" if files.name == "broken-template" else fake.CHATML
+        return None if files.name == "ids" else Tokenizer(
+            raw, eos_ids=(raw.token_to_id(fake.EOS),), chat_template=template, template_vars={})
+
     argv = [sys.executable, "-P", __file__, "--engine"]
     http_main.EngineClient = functools.partial(http_main.EngineClient, argv=argv)
     http_main.locate = lambda model, **_: SimpleNamespace(name=model, eos_ids=())
-    http_main.open_tokenizer = lambda files, override: None if files.name == "ids" else tokenizer
+    text.open_tokenizer = tokenizer_of
     code = main.main(["serve", *words])
     assert "torch" not in sys.modules, "the API process has imported torch"
     return code

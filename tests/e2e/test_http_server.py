@@ -256,6 +256,14 @@ def test_a_model_without_a_tokenizer_serves_ids(start):
     assert server.end(signal.SIGTERM) == 0
 
 
+def test_a_model_whose_own_template_is_broken_still_completes(start):
+    server = start(model="broken-template")
+    assert server.post(prompt="abc", max_tokens=3).json()["choices"][0]["text"] == "abc"
+    chat = server.post("chat/completions", messages=[{"role": "user", "content": "x"}])
+    assert "--chat-template" in error(chat, 400)["message"]
+    assert "TemplateSyntaxError" in server.log.read_text()
+
+
 def test_beyond_the_queue_the_answer_is_503_with_retry_after(start):
     server = start("--max-num-seqs", "2", "--max-waiting", "1")
     links = [server.started() for _ in range(3)]

@@ -104,7 +104,10 @@ class ChatTemplate:
 
     def _render(self, value: dict[str, Any]) -> str:
         with self._lock:
-            link = self._start()
+            try:
+                link = self._start()
+            except ConfigError as e:
+                raise RequestError(str(e), "messages") from None
             try:
                 link.settimeout(self._render_s_max)
                 chat_render.send(link, value)

@@ -24,13 +24,14 @@ import uvloop
 from penstock.config.errors import ConfigError
 from penstock.config.tree import Config, ServerConfig
 from penstock.model.locate import ModelFiles, locate
-from penstock.serve.chat import ChatTemplate, read_template
 from penstock.serve.client import EngineClient, EngineDied
 from penstock.serve.http_app import Health, build_app
 from penstock.serve.limits import KEEP_ALIVE_S, Keys, LimitedProtocol, load_keys
 from penstock.serve.metrics import Metrics
 from penstock.serve.openai_api import OpenAI
-from penstock.serve.tokenizer import Tokenizer, open_tokenizer
+from penstock.serve.text import Text, open_text
+
+log = logging.getLogger("penstock.http")
 
 EXIT_ENGINE_DIED = 1
 EXIT_INTERRUPTED = 130
@@ -108,23 +109,23 @@ class _Server:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._on_signal, signal.SIGTERM)
         loop.add_signal_handler(signal.SIGINT, self._on_signal, signal.SIGINT)
-        template: ChatTemplate | None = None
+        text: Text | None = None
         try:
             starting = asyncio.create_task(self._engine.start())
             try:
-                tokenizer, template = await asyncio.to_thread(self._open_text)
+                text = await asyncio.to_thread(self._open_text)
                 if not await self._started(starting):
                     return 0
             finally:
                 starting.cancel()
                 await asyncio.wait([starting])
-            return await self._serve(tokenizer, template)
+            return await self._serve(text)
         except EngineDied as e:
             _print_error(str(e))
             return EXIT_ENGINE_DIED
         finally:
-            if template is not None:
-                template.close()
+            if text is not None:
+                text.close()
             await self._engine.close()
 
     async def _started(self, starting: asyncio.Task[Any]) -> bool:
@@ -139,25 +140,22 @@ class _Server:
         starting.result()
         return not self._stop.is_set()
 
-    def _open_text(self) -> tuple[Tokenizer | None, ChatTemplate | None]:
-        tokenizer = open_tokenizer(self._files, self._config.model.tokenizer)
-        source = None if tokenizer is None else tokenizer.chat_template
-        if self._config.model.chat_template is not None:
-            source = read_template(self._config.model.chat_template)
-        if tokenizer is None or source is None:
-            return tokenizer, None
-        template = ChatTemplate(source, tokenizer.template_vars)
-        template.check()
-        return tokenizer, template
+    def _open_text(self) -> Text:
+        text = open_text(self._config, self._files)
+        try:
+            if text.template is not None:
+                text.template.check()        # starts its process: not at the first chat's cost
+        except ConfigError as e:
+            log.warning("%s; until then chats answer 400", e)
+        return text
 
-    async def _serve(self, tokenizer: Tokenizer | None, template: ChatTemplate | None) -> int:
+    async def _serve(self, text: Text) -> int:
         config = self._config
         schedule = config.schedule
         assert schedule.max_waiting is not None, "resolve fills it"
-        api = OpenAI(self._engine, tokenizer, template, Metrics(),
+        api = OpenAI(self._engine, text, Metrics(),
                      model=config.model.served_model_name or self._files.name,
                      also=() if config.model.served_model_name else (config.model.model,),
-                     eos_ids=self._files.eos_ids if tokenizer is None else tokenizer.eos_ids,
                      choices_max=schedule.max_num_seqs + schedule.max_waiting)
         app = build_app(api, self._health, self._keys, config.server,
                         {"model": api.model, **self._engine.ready.info})

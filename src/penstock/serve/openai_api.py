@@ -15,7 +15,6 @@ from typing import Protocol
 
 from penstock.config.errors import RequestError
 from penstock.config.params import SamplingParams
-from penstock.serve.chat import ChatTemplate
 from penstock.serve.client import EngineDied
 from penstock.serve.generate import Ended, Engine, Generation
 from penstock.serve.limits import Namespaces
@@ -37,7 +36,7 @@ from penstock.serve.openai_types import (
     overloaded,
     parse,
 )
-from penstock.serve.tokenizer import Tokenizer
+from penstock.serve.text import Text
 
 log = logging.getLogger("penstock.http")
 INLINE_CHARS_MAX = 16 << 10          # longer prompts are tokenized on a thread
@@ -59,17 +58,16 @@ class OpenAI:
     `choices_max` bounds choices that run or wait: beyond it the answer is 503 with Retry-After.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer | None, template: ChatTemplate | None,
-                 metrics: Metrics, *, model: str, choices_max: int,
-                 also: Sequence[str] = (), eos_ids: Sequence[int] = ()) -> None:
+    def __init__(self, engine: Engine, text: Text, metrics: Metrics, *, model: str,
+                 choices_max: int, also: Sequence[str] = ()) -> None:
         self.engine = engine
-        self.tokenizer = tokenizer
-        self.template = template
+        self.tokenizer = text.tokenizer
+        self.template = text.template
+        self.eos_ids = text.eos_ids
         self.metrics = metrics
         self.model = model
         # Routers fill in "unknown" where their client named none.
         self.names = frozenset({model, *also, "unknown"})
-        self.eos_ids = tuple(eos_ids)
         self.choices_max = choices_max
         self.namespaces = Namespaces()
         self.draining = False

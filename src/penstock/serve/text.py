@@ -21,7 +21,7 @@ class Text:
                  eos_ids: Sequence[int]) -> None:
         self.tokenizer = tokenizer
         self.eos_ids = tuple(eos_ids)
-        self._template = template
+        self.template = template
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids; `special` adds what the model wants around a prompt. Raises RequestError."""
@@ -32,10 +32,10 @@ class Text:
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The prompt text of a conversation. Raises RequestError."""
-        if self._template is None or self.tokenizer is None:
+        if self.template is None or self.tokenizer is None:
             raise RequestError("this model has no chat template: use generate, or give one with "
                                "chat_template (--chat-template)", "messages")
-        return self._template.render(messages)
+        return self.template.render(messages)
 
     def token(self, token: int) -> str:
         """Text of one token id; half a character shows as U+FFFD."""
@@ -43,8 +43,8 @@ class Text:
 
     def close(self) -> None:
         """End the template's process."""
-        if self._template is not None:
-            self._template.close()
+        if self.template is not None:
+            self.template.close()
 
 
 def open_text(config: Config, files: ModelFiles) -> Text:
