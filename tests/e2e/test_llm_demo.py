@@ -14,6 +14,7 @@ import pytest
 from penstock import LLM, AsyncLLM, ConfigError, RequestError, SamplingParams
 from penstock.config.cli import Parser
 from penstock.serve import commands
+from penstock.serve.outputs import Delta
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
@@ -168,6 +169,38 @@ def test_chat_keeps_a_history_until_reset(llm, capsys, monkeypatch):
     assert commands.run(llm.config, args) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == lines[-1] == "The capital of France is Paris." and len(lines) >= 3
+
+
+class Answers:
+    """An LLM that says what it is told to, then fails as it is told to."""
+
+    def __init__(self, *script):
+        self.script = list(script)
+
+    def stream_chat(self, messages, params):
+        said, error = self.script.pop(0)
+        yield Delta(said, [1])
+        if error is not None:
+            raise error
+
+
+def test_a_ctrl_c_keeps_what_was_said_and_a_refusal_keeps_nothing(capsys):
+    llm = Answers(("half an", KeyboardInterrupt()), ("", RequestError("too long")), ("yes", None))
+    talk = commands.Conversation(llm, GREEDY, system="Be kind.")
+    talk.run(["one", "two", "three", "/nonsense"])
+    assert [(m["role"], m["content"]) for m in talk.messages] == [
+        ("system", "Be kind."), ("user", "one"), ("assistant", "half an"),
+        ("user", "three"), ("assistant", "yes")]
+    told = capsys.readouterr()
+    assert told.out == "half an\nyes\n" and "[stopped]" in told.err and "too long" in told.err
+    talk.run(["/system Be rude."])
+    assert talk.messages == [{"role": "system", "content": "Be rude."}]
+
+
+def test_an_empty_prompt_is_refused_before_anything_loads(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
+    assert commands.run(None, arguments("generate")) == 1
+    assert "empty" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words, message", [

@@ -6,6 +6,7 @@ is prompt[i % len(prompt)]; a prompt that begins with 13 crashes the engine at i
 from __future__ import annotations
 
 import sys
+import time
 from collections import deque
 
 from penstock.config.errors import ConfigError
@@ -140,9 +141,11 @@ def main() -> None:
     from penstock.serve.loop import EngineLoop
 
     def build(config, recorder):
-        print("loading a fake")
+        print("loading a fake", flush=True)
         if config.model.model == "missing":
             raise ConfigError("model missing: there is no such folder")
+        if config.model.model == "slow":
+            time.sleep(1000)
         loop = EngineLoop(FakeCore(depth=2), FakeExecutor(), vocab_size=VOCAB,
                           max_model_len=CONTEXT, recorder=recorder)
         return loop, wire.Ready(pid=0, vocab_size=VOCAB, max_model_len=CONTEXT, info={"a": 1})

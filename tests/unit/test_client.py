@@ -13,6 +13,7 @@ import pytest
 from penstock.config.errors import ConfigError, RequestError
 from penstock.config.params import SamplingParams
 from penstock.config.tree import Config, DebugConfig, ModelConfig
+from penstock.serve import wire
 from penstock.serve.client import EngineClient, EngineDied
 
 ENGINE = [sys.executable, "-P", str(Path(__file__).with_name("engine_fake.py"))]
@@ -181,6 +182,14 @@ def test_a_config_error_of_the_engine_is_a_config_error_here():
     drive(go())
 
 
+def test_processes_of_two_installations_do_not_talk(monkeypatch):
+    async def go():
+        monkeypatch.setattr(wire, "VERSION", 99)
+        with pytest.raises(ConfigError, match="version 1 and the API process 99"):
+            await client_of().start()
+    drive(go())
+
+
 def test_an_event_log_that_cannot_be_written_is_a_config_error(tmp_path):
     async def go():
         with pytest.raises(ConfigError, match="event-log"):
@@ -242,23 +251,31 @@ def test_close_is_a_clean_exit_and_is_idempotent():
     drive(go())
 
 
-def test_the_engine_outlives_signals_of_the_terminal_but_not_its_parent():
+@pytest.mark.parametrize("model", ["fake", "slow"])
+def test_the_engine_outlives_signals_of_the_terminal_but_not_its_parent(model):
     parent = (
         "import asyncio, os, sys\n"
         "from penstock.config.tree import *\n"
         "from penstock.serve.client import EngineClient\n"
         "async def main():\n"
-        "    client = EngineClient(Config(model=ModelConfig(model='fake')), argv=sys.argv[1:])\n"
-        "    await client.start()\n"
+        "    loading = asyncio.Event()\n"
+        "    loop = asyncio.get_running_loop()\n"
+        "    log = lambda line: loop.call_soon_threadsafe(loading.set)\n"
+        "    config = Config(model=ModelConfig(model=sys.argv[1]))\n"
+        "    client = EngineClient(config, argv=sys.argv[2:], log=log)\n"
+        "    starting = asyncio.create_task(client.start())\n"
+        "    await loading.wait()\n"
         "    os.kill(client.pid, 2); os.kill(client.pid, 15)\n"
-        "    await client.stats()\n"
+        "    if sys.argv[1] == 'fake':\n"
+        "        await starting\n"
+        "        await client.stats()\n"
         "    print(client.pid, flush=True)\n"
         "    os.kill(os.getpid(), 9)\n"
         "asyncio.run(main())\n")
 
     async def go():
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", parent, *ENGINE, stdout=asyncio.subprocess.PIPE)
+            sys.executable, "-c", parent, model, *ENGINE, stdout=asyncio.subprocess.PIPE)
         out, _ = await process.communicate()
         assert process.returncode == -9
         pid = int(out)

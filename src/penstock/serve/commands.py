@@ -79,7 +79,9 @@ async def generate(config: Config, args: argparse.Namespace) -> int:
         raise ConfigError("--output needs --input: one prompt streams to stdout")
     else:
         # Not before the prompt is whole: an engine that waits for a typist only holds memory.
-        prompt = sys.stdin.read() if args.prompt is None else args.prompt
+        prompt = sys.stdin.read().removesuffix("\n") if args.prompt is None else args.prompt
+        if not prompt:
+            raise RequestError("the prompt is empty: give --prompt TEXT, or text on stdin", "prompt")
     async with AsyncLLM(config=config) as llm:
         if args.input is None:
             async with aclosing(llm.stream(prompt, params)) as deltas:
