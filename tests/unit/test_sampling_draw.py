@@ -159,6 +159,14 @@ def test_counts_follow_sampling_and_are_rebuilt_by_bind():
     assert len(set(seen)) > 2
 
 
+def test_a_row_remembers_nothing_of_the_request_before():
+    sampler, logits = Sampler(4, 2), torch.tensor([[3.0, 2.9, 2.0, 1.9]])
+    for prompt, want in (((0,), 1), ((1, 2), 0), ((0, 1), 2)):
+        s = sampler.open(1, prompt, greedy(repetition_penalty=2.0), 0, ())
+        sampler.bind(s, 1, 0)
+        assert sampler.sample(logits.clone(), [s], [1])[0].item() == want
+
+
 def test_bias_and_min_tokens():
     logits = torch.tensor([3.0, 2.0, 1.0, 0.0])
     assert one(greedy(logit_bias={3: 100.0}), logits)[1] == 3

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-CANDIDATES = 512      # enough for top-p of a language model nearly always; else all V are sorted
+# How many of the largest weights are looked at first; nearly always enough for a language model. A
+# row for which it is not, a flat one with top-p, is sorted as a whole.
+CANDIDATES = 512
 
 
 def weights(logits_BV: Tensor, temperature: Sequence[float], top_k: Sequence[int],
@@ -40,42 +43,48 @@ def weights(logits_BV: Tensor, temperature: Sequence[float], top_k: Sequence[int
                        device=device)
     p_B = torch.tensor([top_p[i] for i in some], dtype=torch.float64, device=device)
     if len(some) == len(top_k):
-        return _truncated(w_BV, k_B, p_B)
+        return _truncated(w_BV, k_B, p_B, CANDIDATES)
     at = torch.tensor(some, device=device)
-    w_BV[at] = _truncated(w_BV[at], k_B, p_B)
+    w_BV[at] = _truncated(w_BV[at], k_B, p_B, CANDIDATES)
     return w_BV
 
 
-def _truncated(w_BV: Tensor, k_B: Tensor, p_B: Tensor) -> Tensor:
+def _truncated(w_BV: Tensor, k_B: Tensor, p_B: Tensor, candidates: int) -> Tensor:
     """w_BV with only the first k of each row, and of those the least that hold p of the mass."""
     width = w_BV.shape[1]
-    candidates = min(width, max(CANDIDATES, int(k_B.where(k_B < width, 0).max())))
-    top_BC, keep_B, enough = _kept(w_BV, k_B, p_B, candidates)
-    if not enough:
-        top_BC, keep_B, _ = _kept(w_BV, k_B, p_B, width)
-    edge_B1 = top_BC.gather(1, keep_B.unsqueeze(1) - 1)
+    candidates = min(width, max(candidates, int(k_B.where(k_B < width, 0).max())))
+    k_B1, p_B1 = k_B.unsqueeze(1), p_B.unsqueeze(1)
+    top_BC = _descending(w_BV, candidates)
+    upto_BC = top_BC.cumsum(-1, dtype=torch.float64)
+    total_B1 = torch.where(k_B1 <= candidates,
+                           upto_BC.gather(1, k_B1.clamp(max=candidates) - 1),
+                           w_BV.sum(-1, keepdim=True, dtype=torch.float64))
+    keep_BC = ((upto_BC - top_BC) < p_B1 * total_B1) | (p_B1 >= 1)
+    keep_BC &= torch.arange(candidates, device=w_BV.device) < k_B1
+    keep_B1 = keep_BC.sum(-1, keepdim=True)
+    out_BV = w_BV * _largest(w_BV, keep_B1, top_BC.gather(1, keep_B1 - 1))
+    if candidates < width:
+        more_B = ((keep_B1 == candidates) & (k_B1 > candidates)).squeeze(1)
+        if more_B.any():
+            out_BV[more_B] = _truncated(w_BV[more_B], k_B[more_B], p_B[more_B], width)
+    return out_BV
+
+
+def _descending(w_BV: Tensor, num: int) -> Tensor:
+    """The `num` largest of each row."""
+    if num < w_BV.shape[1] or w_BV.device.type != "cpu":
+        return w_BV.topk(num, dim=-1).values
+    # numpy sorts 49,152 floats in 0.08 ms with AVX-512, torch in 2.7.
+    return torch.from_numpy(np.sort(w_BV.numpy(), axis=-1)).flip(-1)
+
+
+def _largest(w_BV: Tensor, num_B1: Tensor, edge_B1: Tensor) -> Tensor:
+    """Where the num_B1 largest of each row are, the last of them being edge_B1."""
     above_BV, edge_BV = w_BV > edge_B1, w_BV == edge_B1
-    spare_B1 = keep_B.unsqueeze(1) - above_BV.sum(-1, keepdim=True)
+    spare_B1 = num_B1 - above_BV.sum(-1, keepdim=True)
     if (edge_BV.sum(-1, keepdim=True) > spare_B1).any():
         edge_BV &= edge_BV.cumsum(-1) <= spare_B1
-    return w_BV * (above_BV | edge_BV)
-
-
-def _kept(w_BV: Tensor, k_B: Tensor, p_B: Tensor, candidates: int) -> tuple[Tensor, Tensor, bool]:
-    """The candidates, how many of them each row keeps (>= 1), and whether that is the answer."""
-    width = w_BV.shape[1]
-    top_BC = w_BV.topk(candidates, dim=-1).values
-    upto_BC = top_BC.cumsum(-1, dtype=torch.float64)
-    by_k_B1 = upto_BC.gather(1, (k_B.clamp(max=candidates) - 1).unsqueeze(1))
-    total_B1 = torch.where((k_B <= candidates).unsqueeze(1), by_k_B1,
-                           w_BV.sum(-1, keepdim=True, dtype=torch.float64))
-    before_BC = upto_BC - top_BC
-    p_B1 = p_B.unsqueeze(1)
-    keep_BC = (before_BC < p_B1 * total_B1) | (p_B1 >= 1)
-    keep_BC &= torch.arange(candidates, device=w_BV.device) < k_B.unsqueeze(1)
-    keep_B = keep_BC.sum(-1)
-    enough = candidates == width or bool(((keep_B < candidates) | (k_B <= candidates)).all())
-    return top_BC, keep_B, enough
+    return above_BV | edge_BV
 
 
 def draw(w_BV: Tensor, uniforms: Sequence[float]) -> Tensor:

@@ -167,13 +167,15 @@ class Sampler:
         assert self._prompt_RV is not None
         at_B, params = torch.tensor(some, device=self._device), [states[i].params for i in some]
         row_B = torch.tensor([rows[i] for i in some], device=self._device)
-        count_BV = self._count_RV[row_B]
-        seen_BV, x_BV = self._prompt_RV[row_B] | (count_BV > 0), logits_BV[at_B]
-        repetition = self._column([p.repetition_penalty for p in params])
-        x_BV = torch.where(seen_BV, torch.where(x_BV > 0, x_BV / repetition, x_BV * repetition),
-                           x_BV)
-        x_BV -= self._column([p.frequency_penalty for p in params]) * count_BV
-        x_BV -= self._column([p.presence_penalty for p in params]) * (count_BV > 0)
+        count_BV, x_BV = self._count_RV[row_B], logits_BV[at_B]
+        if any(p.repetition_penalty != 1 for p in params):
+            seen_BV = self._prompt_RV[row_B] | (count_BV > 0)
+            by_B1 = self._column([p.repetition_penalty for p in params])
+            x_BV = x_BV.where(~seen_BV, torch.where(x_BV > 0, x_BV / by_B1, x_BV * by_B1))
+        if any(p.frequency_penalty for p in params):
+            x_BV -= self._column([p.frequency_penalty for p in params]) * count_BV
+        if any(p.presence_penalty for p in params):
+            x_BV -= self._column([p.presence_penalty for p in params]) * (count_BV > 0)
         if len(some) == len(states):
             return x_BV
         return logits_BV.index_copy(0, at_B, x_BV)
