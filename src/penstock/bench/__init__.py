@@ -1,0 +1,1 @@
+"""`penstock bench`: how fast, offline against transformers or over HTTP, with spread and plots."""
