@@ -1,7 +1,7 @@
 """`penstock serve` with everything real but the model: an engine process that echoes its prompt.
 
     python http_fake.py MODEL FLAGS...       the server; MODEL is only a name
-    python http_fake.py --engine FD          its engine: 2 ms a step, a context of 1,000 tokens
+    python http_fake.py --engine FD          its engine: 2 ms a step, a context of 20,000 tokens
 """
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ def engine(descriptor: str) -> None:
             return super().poll(block=block)
 
     fake.FakeExecutor = Slow
+    fake.CONTEXT = 20_000
     fake.VOCAB = load("tokenizers_fake").byte_level().get_vocab_size()
     sys.argv = ["engine", descriptor]
     fake.main()

@@ -16,7 +16,7 @@ FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
 ANSWER = "The capital of France is Paris."
 GREEDY = {"model": "demo", "temperature": 0.0, "max_tokens": 24}
 KEY = "a-test-key"
-END_S = 60
+END_S = 120
 
 
 @pytest.fixture(scope="module")
