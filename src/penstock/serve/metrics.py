@@ -18,7 +18,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-disable_created_metrics()        # one more line for each of ours, which nobody reads
+# One more line for each of ours, which nobody reads.
+disable_created_metrics()  # type: ignore[no-untyped-call]
 PREFIX = "penstock:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _TTFT_S = (.005, .01, .02, .05, .1, .2, .5, 1, 2, 5, 10, 30, 60, 120, 300)
