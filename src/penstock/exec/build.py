@@ -228,7 +228,7 @@ def prove(model: Model, attention: paged_attention.Planner, shape: PageShape) ->
     """Produce one token on a scratch pool: what is announced as ready has run, and first-call
     costs are paid. Raises ConfigError if the logits are not finite."""
     ex = CpuExecutor(model, attention, HbmPool(shape, 1), rows=1)
-    rid, prompt = RequestId(0), (0,) * shape.page_size
+    rid, prompt = RequestId(0), (0,) * min(shape.page_size, model.max_position)
     ex.open(rid, prompt, SamplingParams(temperature=0.0))
     ex.submit(StepPlan(
         step=StepId(1), rows=(Row(0),), rids=(rid,), start=(0,), count=(len(prompt),),
