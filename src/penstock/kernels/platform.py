@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch
@@ -31,19 +32,20 @@ class Platform:
     features: tuple[str, ...]           # instruction sets that matter here
     threads: int                        # torch's threads at the time of the probe
     torch: str                          # version
+    cache: Path | None = None           # folder for what is compiled here; None keeps nothing
 
     def best(self, *names: str) -> str:
         """The first of `names` that this device has, or 'no ' and the first."""
         return next((n for n in names if n in self.features), f"no {names[0]}")
 
 
-def probe(device: str = "cpu") -> Platform:
+def probe(device: str = "cpu", cache: Path | None = None) -> Platform:
     """Asks torch once. Raises KernelError for a device that no kernel here serves."""
     if device != "cpu":
         raise KernelError(f"device {device!r} has no kernels in this version: use 'cpu'")
     known = torch.cpu.get_capabilities()
     return Platform(device=device, features=tuple(f for f in _FEATURES if known.get(f)),
-                    threads=torch.get_num_threads(), torch=torch.__version__)
+                    threads=torch.get_num_threads(), torch=torch.__version__, cache=cache)
 
 
 F = TypeVar("F")

@@ -32,7 +32,7 @@ _GATHER_BYTES_MAX = 16 << 20
 _DIAGONAL_CONTEXT, _DIAGONAL_KV_HEADS = 1024, 4
 
 
-class _Part(Protocol):
+class Part(Protocol):
     """Attention of the tokens `at`: from their queries to their outputs."""
 
     at: slice | Tensor
@@ -45,8 +45,11 @@ def probe(platform: Platform) -> str:
 
 
 def plan(layout: Ragged, spec: AttentionSpec) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    parts = _parts(rows_of(layout), spec, layout.page_size)
+    return compose(parts_of(rows_of(layout), spec, layout.page_size))
 
+
+def compose(parts: list[Part]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """One attention out of parts that cover every token of the step once."""
     def attend(q_TNH: Tensor, k_PGKH: Tensor, v_PGKH: Tensor) -> Tensor:
         k_XKH, v_XKH = k_PGKH.flatten(0, 1), v_PGKH.flatten(0, 1)
         if len(parts) == 1:
@@ -58,12 +61,12 @@ def plan(layout: Ragged, spec: AttentionSpec) -> Callable[[Tensor, Tensor, Tenso
     return attend
 
 
-def _parts(rows: list[Row], spec: AttentionSpec, page_size: int) -> list[_Part]:
-    parts: list[_Part] = []
+def parts_of(rows: list[Row], spec: AttentionSpec, page_size: int) -> list[Part]:
+    parts: list[Part] = []
     batched: list[Row] = []
     for row in rows:
         if row.count > 1:
-            parts.append(_Chunk(row, spec, page_size))
+            parts.append(Chunk(row, spec, page_size))
         elif (spec.dtype == torch.bfloat16 and row.context >= _DIAGONAL_CONTEXT
                 and spec.num_kv_heads <= _DIAGONAL_KV_HEADS):
             parts.append(_Diagonal(row, spec, page_size))
@@ -183,7 +186,7 @@ class _Diagonal:
         return out_gHK.permute(2, 0, 1).contiguous().view(1, heads * group, dim)
 
 
-class _Chunk:
+class Chunk:
     """The queries of one prefill chunk, a block at a time, each over the keys up to its last."""
 
     def __init__(self, row: Row, spec: AttentionSpec, page_size: int) -> None:

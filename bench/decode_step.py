@@ -1,0 +1,124 @@
+"""Where one step of a SmolLM2-135M-shaped model goes: linears, attention, store and the rest.
+
+Random weights, no scheduler, no sampling. Times are the least of `--repeats` steps, so that other
+work on the machine shows as little as possible.
+
+    python bench/decode_step.py --dtype bfloat16 --rows 8 --context 300
+    python bench/decode_step.py --queries 512 --context 512 --rows 1
+"""
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from penstock.kernels import linear, paged_attention
+from penstock.kernels.platform import probe
+from penstock.kernels.ragged import Ragged
+from penstock.kernels.registry import select
+from penstock.model import registry as families
+
+SMOLLM2 = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 576,
+    "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+    "intermediate_size": 1536, "vocab_size": 49152, "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5, "rope_theta": 100000.0, "tie_word_embeddings": True,
+    "hidden_act": "silu",
+}
+
+
+class Clock:
+    """Seconds spent in wrapped calls, by name."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+
+    def wrap(self, name: str, call: Callable[..., Tensor | None]) -> Callable[..., Tensor]:
+        def timed(*args: Tensor) -> Tensor:
+            started = time.perf_counter()
+            result = call(*args)
+            self.seconds[name] += time.perf_counter() - started
+            return result
+        return timed
+
+
+def layout_of(rows: int, queries: int, context: int, page_size: int) -> Ragged:
+    """`rows` rows of one run of pages each, contexts up to a quarter shorter than `context`."""
+    pages = -(-context // page_size)
+    contexts = [max(queries, context - (5 * i) % max(1, context // 4)) for i in range(rows)]
+    slots = [i * pages * page_size + n for i, c in enumerate(contexts)
+             for n in range(c - queries, c)]
+    return Ragged(tuple(range(0, rows * queries + 1, queries)), tuple(contexts),
+                  tuple(tuple(range(i * pages, (i + 1) * pages)) for i in range(rows)),
+                  torch.tensor(slots), page_size)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--queries", type=int, default=1, help="tokens of each row")
+    parser.add_argument("--context", type=int, default=300)
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--backends", nargs="*", default=[], metavar="op=name")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.set_grad_enabled(False)
+    dtype = getattr(torch, args.dtype)
+    choices = select(probe(), dict(pair.split("=") for pair in args.backends))
+    clock = Clock()
+
+    def pack(weight_OI: Tensor, bias_O: Tensor | None) -> linear.Linear:
+        return clock.wrap("linear", linear.pack(weight_OI, bias_O, backend=choices["linear"].name))
+    model = families.build(SMOLLM2, dtype=dtype, linear=pack)
+    for name, tensor in families.dummy_tensors(SMOLLM2, 0):
+        model.load(name, tensor)
+    model.finish()
+    layout = layout_of(args.rows, args.queries, args.context, args.page_size)
+    num_pages = sum(len(pages) for pages in layout.pages)
+    pools = torch.randn(30, 2, num_pages, args.page_size, 3, 64).to(dtype)
+    spec = paged_attention.AttentionSpec(num_heads=9, num_kv_heads=3, head_dim=64, dtype=dtype,
+                                         scale=0.125)
+    tokens = args.rows * args.queries
+    ids = torch.randint(0, 49152, (tokens,))
+    positions = torch.cat([torch.arange(c - args.queries, c) for c in layout.context])
+    last = torch.tensor(layout.query_start[1:]) - 1
+    store = clock.wrap("store", paged_attention.store)
+
+    def step() -> None:
+        started = time.perf_counter()
+        run = paged_attention.plan(layout, spec, backend=choices["paged_attention"].name)
+        clock.seconds["plan"] += time.perf_counter() - started
+        plan = clock.wrap("attention", run)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            store(k, v, pools[layer, 0], pools[layer, 1], layout.slot_T)
+            return plan(q, pools[layer, 0], pools[layer, 1])
+        model.logits(model.forward(ids, positions, attend)[last])
+
+    best: dict[str, float] = {}
+    for _ in range(args.repeats):
+        clock.seconds.clear()
+        started = time.perf_counter()
+        step()
+        clock.seconds["step"] = time.perf_counter() - started
+        clock.seconds["rest"] = 2 * clock.seconds["step"] - clock.seconds.total()
+        for name, seconds in clock.seconds.items():
+            best[name] = min(best.get(name, seconds), seconds)
+    for choice in choices.values():
+        print(choice)
+    parts = ", ".join(f"{name} {best[name] * 1e3:.2f}"
+                      for name in ("linear", "attention", "store", "plan", "rest"))
+    print(f"{args.dtype} {args.rows} x {args.queries} tokens, context {args.context}, "
+          f"{args.threads} threads: {best['step'] * 1e3:.2f} ms ({parts}), "
+          f"{tokens / best['step']:.0f} tokens/s")
+
+
+if __name__ == "__main__":
+    main()

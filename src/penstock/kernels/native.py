@@ -1,0 +1,101 @@
+"""Kernels in C, compiled for this machine once and kept: for CPUs where torch's own are slow.
+
+Owns finding a compiler, the flags, the cache and loading. Needs no compiler to be installed: what
+cannot be built is Unusable with the reason, and an op's next implementation runs instead.
+"""
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+from penstock.kernels.platform import Unusable
+
+_COMPILERS = ("cc", "gcc", "clang")
+# No -ffast-math: linking with it makes the whole process flush denormals. 512-bit vectors must be
+# asked for; gcc prefers 256 even where the CPU has more.
+_FLAGS = ("-O3", "-march=native", "-fPIC", "-fno-math-errno", "-fno-trapping-math",
+          "-ffp-contract=fast", "-fopenmp")
+_TIMEOUT_S = 60
+_loaded: dict[Path, tuple[ctypes.CDLL, str]] = {}
+
+
+def library(source: Path, cache: Path | None = None) -> tuple[ctypes.CDLL, str]:
+    """(the loaded library, the compiler that made it) of one C file; the first call decides.
+
+    cache   folder to keep it in, under a name that changes with source, flags, compiler and CPU;
+            None builds it anew in a folder that is gone again on return
+    Raises Unusable: no compiler, no OpenMP runtime in torch, a failed build, an unsafe cache.
+    """
+    if source not in _loaded:
+        try:
+            _loaded[source] = _load(source, cache)
+        except OSError as error:
+            raise Unusable(f"{error.strerror or error}: {error.filename or source.name}") from None
+    return _loaded[source]
+
+
+def _load(source: Path, cache: Path | None) -> tuple[ctypes.CDLL, str]:
+    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if compiler is None:
+        raise Unusable(f"no C compiler ({', '.join(_COMPILERS)})")
+    version = _run([compiler, "--version"]).splitlines()[0]
+    cpu = torch.cpu.get_capabilities()
+    flags = _FLAGS + (("-mprefer-vector-width=512",) if cpu.get("avx512_f") else ())
+    runtime = _openmp()
+    if cache is None:
+        with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
+            path = _build(compiler, flags, source, runtime, Path(folder) / "kernel.so")
+            return ctypes.CDLL(str(path)), version
+    key = hashlib.sha256(repr((version, flags, str(runtime), sorted(cpu.items(), key=str))).encode()
+                         + source.read_bytes()).hexdigest()
+    cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path = cache / f"{source.stem}-{key[:24]}.so"
+    if not path.exists():
+        _build(compiler, flags, source, runtime, path)
+    found = path.stat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise Unusable(f"{path} could have been written by someone else: remove it")
+    return ctypes.CDLL(str(path)), version
+
+
+def _build(compiler: str, flags: tuple[str, ...], source: Path, runtime: Path,
+           path: Path) -> Path:
+    """Compile and put the result in place at once: another process may build the same."""
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
+        object_file, built = Path(folder) / "k.o", Path(folder) / "k.so"
+        _run([compiler, *flags, "-c", str(source), "-o", str(object_file)])
+        # Linked with torch's own OpenMP runtime: a second one would keep its threads spinning next
+        # to torch's, on the same cores.
+        _run([compiler, "-shared", str(object_file), str(runtime), "-o", str(built)])
+        built.chmod(0o700)
+        os.replace(built, path)
+    return path
+
+
+def _openmp() -> Path:
+    """The OpenMP runtime that torch has loaded."""
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            path = line.rstrip("\n").split(" ")[-1]
+            if Path(path).name.startswith(("libgomp", "libiomp5", "libomp")):
+                return Path(path)
+    raise Unusable("torch has loaded no OpenMP runtime")
+
+
+def _run(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S,
+                              stdin=subprocess.DEVNULL, check=True)
+    except subprocess.TimeoutExpired:
+        raise Unusable(f"{command[0]} took more than {_TIMEOUT_S} s") from None
+    except subprocess.CalledProcessError as error:
+        lines = [line for line in error.stderr.splitlines() if "error" in line]
+        raise Unusable(f"{command[0]}: {lines[0] if lines else error}") from None
+    return done.stdout
