@@ -20,6 +20,7 @@ from torch import Tensor
 from penstock.config import platform as machine
 from penstock.config.errors import ConfigError
 from penstock.config.params import SamplingParams
+from penstock.config.paths import cache_dir
 from penstock.config.tree import Config
 from penstock.core.plan import Bind, HbmPage, RequestId, Retired, Row, StepId, StepPlan
 from penstock.core.settings import CacheGroup, CoreConfig
@@ -112,7 +113,7 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
 def _backends(config: Config, log: Callable[[str], object]) -> dict[str, registry.Choice]:
     requested = dict(pair.split("=", 1) for pair in config.device.backends)
     try:
-        choices = registry.select(probe("cpu"), requested)
+        choices = registry.select(probe("cpu", cache_dir() / "kernels"), requested)
     except KernelError as e:
         raise ConfigError(f"--backends {','.join(config.device.backends)}: {e}") from None
     for choice in choices.values():

@@ -49,13 +49,17 @@ def _load(source: Path, cache: Path | None) -> tuple[ctypes.CDLL, str]:
     cpu = torch.cpu.get_capabilities()
     flags = _FLAGS + (("-mprefer-vector-width=512",) if cpu.get("avx512_f") else ())
     runtime = _openmp()
-    if cache is None:
+    try:
+        if cache is not None:
+            cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError:
+        cache = None                    # a read-only home costs a build at every start, no more
+    if cache is None or not os.access(cache, os.W_OK):
         with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
             path = _build(compiler, flags, source, runtime, Path(folder) / "kernel.so")
             return ctypes.CDLL(str(path)), version
     key = hashlib.sha256(repr((version, flags, str(runtime), sorted(cpu.items(), key=str))).encode()
                          + source.read_bytes()).hexdigest()
-    cache.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = cache / f"{source.stem}-{key[:24]}.so"
     if not path.exists():
         _build(compiler, flags, source, runtime, path)

@@ -73,7 +73,7 @@ def _backends(config: Config | None) -> Iterator[Finding]:
 
     named = dict(b.split("=") for b in config.device.backends) if config else {}
     try:
-        choices = select(probe_torch("cpu"), named)
+        choices = select(probe_torch("cpu", cache_dir() / "kernels"), named)
     except KernelError as e:
         yield Finding("back-ends", "--backends", str(e), ok=False)
         return
