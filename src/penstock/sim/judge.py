@@ -13,6 +13,7 @@ from penstock.core.core import Core
 from penstock.core.ledger import Pool
 from penstock.core.lifecycle import Lease, Phase, Trigger
 from penstock.core.plan import (
+    Event,
     Finished,
     Move,
     Outcome,
@@ -31,6 +32,7 @@ from penstock.sim.scenario import Scenario
 from penstock.sim.workload import Expect
 
 Edge = tuple[Phase, Trigger]
+Pair = tuple[Phase, type[Event]]
 LEASE = {Tier.HBM: Lease.HBM, Tier.DRAM: Lease.DRAM}
 
 
@@ -71,9 +73,11 @@ class Judge:
         self.issued = 0
         self.moves: dict[int, Move] = {}                # flying
         self.parked: set[RequestId] = set()
-        self.disturbed: set[RequestId] = set()          # were ever paused or dropped
+        self.gave_way: Counter[RequestId] = Counter()   # how often paused or dropped
         self.forced: set[RequestId] = set()             # asked to pause or drop in this advance
         self.edges: Counter[Edge] = Counter()
+        self.pairs: Counter[Pair] = Counter()
+        self.steps: dict[StepId, tuple[RequestId, ...]] = {}      # in flight: whose rows
         self._go = core._go
         core._go = self._watch_go    # type: ignore[method-assign]
 
@@ -106,7 +110,7 @@ class Judge:
             if w.phase is Phase.QUEUED and first.leader is None and not self.blind:
                 assert (first.priority, first.rid) > (a.priority, a.rid) or (
                     first.priority == a.priority), f"request {a.rid} overtook {w.rid}"
-        if a.leader in self.core.live and a.leader not in self.disturbed:
+        if a.leader in self.core.live and a.leader not in self.gave_way:
             # A fork waits until its leader's prompt is sealed, then shares all whole pages.
             shared = (len(a.prompt) - 1) // size * size
             assert e.cached == shared, f"request {a.rid}: {e.cached} of {shared} tokens shared"
@@ -131,6 +135,7 @@ class Judge:
     def plan(self, p: StepPlan) -> None:
         self.issued += 1
         assert p.step == self.issued, f"step {p.step} after {self.issued - 1}"
+        self.steps[p.step] = p.rids
         if self.blind:
             return
         assert self.issued - self.retired <= self.cfg.depth, "too many plans in flight"
@@ -171,7 +176,7 @@ class Judge:
                             or p.step - self.sampled[row] >= self.cfg.pp_size), "cadence"
             at += count
             e = self.made[rid]
-            if not e.planned and rid not in self.disturbed:
+            if not e.planned and rid not in self.gave_way:
                 assert start == e.cached, f"request {rid}: starts at {start}, {e.cached} cached"
             e.planned = True
             leased = [copy.page for copy in live.table]
@@ -207,6 +212,11 @@ class Judge:
             assert busy.isdisjoint((tier, page) for page in pages), f"{m}: a page being filled"
 
     # ---------------------------------------------------------------- who changes phase
+    def meets(self, event: Event, rid: RequestId) -> None:
+        """`event` is about to reach a request in whatever phase it is."""
+        live = self.core.live.get(rid)
+        self.pairs[live.phase if live is not None else Phase.DONE, type(event)] += 1
+
     def _watch_go(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
         source = r.phase
         pressure = (trigger in (Trigger.PAUSE, Trigger.DROP) and source is not Phase.LOADING
@@ -219,7 +229,7 @@ class Judge:
             return False
         self.edges[source, trigger] += 1
         if trigger in (Trigger.PAUSE, Trigger.DROP):
-            self.disturbed.add(r.rid)
+            self.gave_way[r.rid] += 1
         if pressure:
             self.stats[f"{trigger.value} by pressure"] += 1
         return True

@@ -16,11 +16,14 @@ from penstock.sim.programs import (
     MUST_FIRE,
     Report,
     anomaly,
+    never_met,
     never_taken,
+    shrink,
     sweep,
 )
 from penstock.sim.scenario import draw
-from penstock.sim.world import World
+from penstock.sim.trace import dump, record
+from penstock.sim.world import MakeCore, World
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="judge only what a user could see: tokens, outcomes, progress")
     parser.add_argument("--anomaly", choices=sorted(ANOMALIES),
                         help="break the n-th of a kind, n = 1, 2, ..., for every seed")
+    parser.add_argument("--shrink", action="store_true",
+                        help="with --seed: look for a simpler mode in which it still fails")
+    parser.add_argument("--record", metavar="FILE",
+                        help="write the event traces of the seeds, one JSON line each")
     parser.add_argument("--edges", action="store_true", help="print how often each edge was taken")
     parser.add_argument("--report", action="store_true", help="print how often each fault fired")
 
@@ -53,6 +60,10 @@ def run(config: object, args: argparse.Namespace) -> int:
     if args.mutants:
         return _mutants(args)
     seeds = range(args.first, args.first + args.seeds) if args.seed is None else (args.seed,)
+    if args.record is not None:
+        with open(args.record, "w", encoding="ascii") as file:
+            file.writelines(dump(record(seed, args.mode)) + "\n" for seed in seeds)
+        return 0
     if args.anomaly is not None:
         report = Report()
         for seed in seeds:
@@ -69,13 +80,20 @@ def run(config: object, args: argparse.Namespace) -> int:
             print(f"  {edge[0].value:9s} --{edge[1].value}: {report.edges[edge]}")
         for phase, trigger in never_taken(report.edges):
             print(f"  {phase.value:9s} --{trigger.value}: never taken")
+        for pair in never_met(report.pairs):
+            print(f"  {pair[0].value:9s} {pair[1].__name__}: never met")
     return 1 if report.failures else 0
 
 
 def _one(args: argparse.Namespace) -> int:
+    make: MakeCore = MUTANTS[args.mutant] if args.mutant else Core
+    if args.shrink:
+        extra = f" --mutant {args.mutant}" if args.mutant else ""
+        failure = shrink(args.seed, args.mode, make, extra)
+        print(failure or f"seed {args.seed} passes")
+        return 1 if failure else 0
     sc = draw(args.seed, args.mode)
-    world = World(sc, MUTANTS[args.mutant] if args.mutant else Core,
-                  blind=args.blind, record=True)
+    world = World(sc, make, blind=args.blind, record=True)
     print(sc)
     try:
         world.play()
@@ -106,6 +124,7 @@ def _add(total: Report, part: Report) -> None:
     total.fired.update(part.fired)
     total.seeds.update(part.seeds)
     total.edges.update(part.edges)
+    total.pairs.update(part.pairs)
 
 
 def _print(report: Report, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Programs over whole runs: sweeps, the n-th failure of each kind, edge coverage, replay.
+"""Programs over whole runs: sweeps, the n-th failure of each kind, coverage, a storm.
 
 Each returns what it saw; judging is the caller's. A finding carries the line that replays it.
 """
@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.core.core import Core
-from penstock.core.lifecycle import Mode, edges
-from penstock.core.plan import Event, StepPlan
+from penstock.core.lifecycle import Mode, Phase, edges
+from penstock.core.plan import Aborted, Dropped, Paused, RequestId, Retired, Stopped
 from penstock.core.settings import CoreConfig
-from penstock.sim.judge import Edge
+from penstock.sim.judge import Edge, Pair
 from penstock.sim.scenario import Scenario, draw
 from penstock.sim.world import MakeCore, World
 
@@ -27,6 +27,7 @@ class Report:
     fired: Counter[str] = field(default_factory=Counter)
     seeds: Counter[str] = field(default_factory=Counter)
     edges: Counter[Edge] = field(default_factory=Counter)
+    pairs: Counter[Pair] = field(default_factory=Counter)
 
     def add(self, world: World) -> None:
         self.runs += 1
@@ -34,6 +35,7 @@ class Report:
         self.fired.update(world.stats)
         self.seeds.update(name for name, n in world.stats.items() if n)
         self.edges.update(world.judge.edges)
+        self.pairs.update(world.judge.pairs)
 
 
 def describe(sc: Scenario, error: BaseException, extra: str = "") -> str:
@@ -138,14 +140,57 @@ def anomaly(kind: str, seed: int, mode: str = "") -> Report:
     return report
 
 
-# ---------------------------------------------------------------- coverage, replay
+# ---------------------------------------------------------------- coverage
 def never_taken(seen: Counter[Edge]) -> list[Edge]:
     """Legal edges (of an engine with a host tier) that `seen` does not have."""
     return [edge for edge in edges(Mode(host=True)) if not seen[edge]]
 
 
-def replay(cfg: CoreConfig, trace: Iterable[tuple[Event, ...]],
-           make: MakeCore = Core) -> list[StepPlan | None]:
-    """The plans that a fresh core makes of a recorded trace."""
-    core = make(cfg)
-    return [core.advance(events).plan for events in trace]
+def never_met(seen: Counter[Pair]) -> list[Pair]:
+    """Pairs of phase and event that can meet and did not."""
+    every: list[Pair] = [(p, kind) for p in Phase for kind in (Aborted, Paused, Dropped)]
+    every += [(p, Stopped) for p in Phase if p is not Phase.QUEUED]      # it has output
+    every += [(p, Retired) for p in Phase if p not in (Phase.QUEUED, Phase.LOADING)]
+    return [pair for pair in every if not seen[pair]]
+
+
+# ---------------------------------------------------------------- pressure, minimising
+def storm(seed: int, requests: int = 64) -> tuple[World, Counter[RequestId]]:
+    """Requests that arrive together and outgrow a pool of 1.1 times the largest of them. Returns the
+    finished world, and how often each request gave up its row."""
+    calm = "pauses=0,drops=0,aborts=0,stops=0,abort=0,stop=0,turns=0,flushes=0,fail=0"
+    sc = draw(seed, f"requests={requests},span=1,{calm},prompt_max=12,new_max=40,rows=6")
+    largest = -(-(sc.prompt_max + sc.new_max) // sc.cfg.page_size)
+    cfg = replace(sc.cfg, hbm_pages=int(1.1 * largest) + 1, dram_pages=requests * largest,
+                  max_len=1 << 20)
+    world = World(replace(sc, cfg=cfg)).play()
+    return world, world.judge.gave_way
+
+
+SIMPLER = ("aborts=0", "stops=0", "pauses=0", "drops=0", "flushes=0", "abort=0", "stop=0", "turns=0",
+           "fail=0", "straggle=0", "hold=0", "ranks=1", "overlap=0", "pp_size=1", "report=0",
+           "prefix_cache=0", "dram_pages=0", "step_tokens=64",
+           "requests=1", "requests=2", "requests=3", "requests=5", "requests=8")
+
+
+def shrink(seed: int, mode: str = "", make: MakeCore = Core, extra: str = "") -> str:
+    """The replay line of a simpler mode in which `seed` still fails; empty if it passes."""
+    failure = _failure(seed, mode, make, extra)
+    for change in SIMPLER:
+        name = change.split("=")[0]
+        rest = [item for item in mode.split(",") if item and not item.startswith(f"{name}=")]
+        if name == "requests" and "requests=" in mode:
+            break                                             # smaller numbers were tried first
+        simpler = ",".join([*rest, change])
+        if found := _failure(seed, simpler, make, extra):
+            mode, failure = simpler, found
+    return failure
+
+
+def _failure(seed: int, mode: str, make: MakeCore, extra: str) -> str:
+    sc = draw(seed, mode)
+    try:
+        World(sc, make).play()
+    except Exception as error:
+        return describe(sc, error, extra)
+    return ""

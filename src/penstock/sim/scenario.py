@@ -27,6 +27,7 @@ class Scenario:
     new_max: int              # output tokens, of an ordinary request
     abort: float              # chance for a request to be aborted at a random moment
     aborts: int               # Aborted events, aimed at phases
+    stops: int                # Stopped events, aimed at phases
     stop: float               # chance for a request to meet a stop string
     turns: float              # chance that a finished answer is extended by a later prompt
     pauses: int               # forced Paused events, aimed at phases
@@ -76,7 +77,7 @@ def draw(seed: int, mode: str = "") -> Scenario:
     sc = Scenario(
         seed=seed, cfg=cfg, ranks=rng.choice((1, 1, 2, 3)), speeds=speeds, requests=requests,
         span=requests * busy * 3 + 1, prompt_max=prompt_max, new_max=new_max,
-        abort=rng.choice((0.0, 0.1, 0.4)), aborts=rng.choice((0, 0, 1, 4)),
+        abort=rng.choice((0.0, 0.1, 0.4)), aborts=rng.choice((0, 0, 1, 4)), stops=rng.choice((0, 1, 3, 6)),
         stop=rng.choice((0.0, 0.2, 0.5)), turns=0.7 if reload else rng.choice((0.0, 0.3, 0.7)),
         pauses=heavy * rng.randint(0, 5), drops=heavy * rng.randint(0, 3),
         flushes=rng.choice((0, 0, 1, 4)), hold=rng.choice((0.0, 0.3, 0.8)))

@@ -14,6 +14,7 @@ from random import Random
 from penstock.core.core import Core
 from penstock.core.plan import (
     Aborted,
+    Advance,
     Arrived,
     Dropped,
     Event,
@@ -35,6 +36,8 @@ from penstock.sim.judge import Judge
 from penstock.sim.scenario import Scenario
 from penstock.sim.workload import Expect, Workload
 
+POKES: dict[str, type[Paused] | type[Dropped] | type[Aborted]] = {
+    "pause": Paused, "drop": Dropped, "abort": Aborted}
 MakeCore = Callable[[CoreConfig], Core]
 
 
@@ -56,6 +59,7 @@ class World:
         self.plans: list[StepPlan | None] = []
         self.turns = 0
         self.ticks = ticks                # idle turns allowed, for programs that refuse things
+        self.refuses = ticks > 0
         self.abort_turn = 0               # abort something at the n-th turn; 0 is off
         self.plans_max = 0
         self.ending: list[RequestId] = []     # aborted or stopped by the events of this turn
@@ -78,9 +82,8 @@ class World:
 
     def _faults(self) -> None:
         rng, sc = self.rng, self.sc
-        kinds: tuple[tuple[int, type[Paused] | type[Dropped] | type[Aborted]], ...] = (
-            (sc.pauses, Paused), (sc.drops, Dropped), (sc.aborts, Aborted))
-        for num, kind in kinds:
+        for num, kind in ((sc.pauses, "pause"), (sc.drops, "drop"), (sc.aborts, "abort"),
+                          (sc.stops, "stop")):
             for _ in range(num):
                 self.clock.after(rng.random() * (sc.span + 20), partial(self._poke, kind))
         for _ in range(sc.flushes):
@@ -88,17 +91,24 @@ class World:
         if rng.random() < 0.1:
             self.clock.after(rng.random() * sc.span, partial(self._send, Aborted(RequestId(10**6))))
 
-    def _poke(self, kind: type[Paused] | type[Dropped] | type[Aborted]) -> None:
+    def _poke(self, kind: str) -> None:
         """Aim at a phase first, then at a request in it: short phases are hit as often as long
         ones. Sometimes at a request that has finished or is not known."""
-        rng, live = self.rng, self.core.live.values()
+        rng, made = self.rng, self.load.made
+        live = [r for r in self.core.live.values() if kind != "stop" or made[r.rid].got]
         if live and rng.random() < 0.9:
             phases = {r.phase: None for r in live}      # a dict keeps the order of insertion
             phase = rng.choice(list(phases))
             rid = rng.choice([r.rid for r in live if r.phase is phase])
         else:
-            rid = RequestId(rng.randrange(len(self.load.made) + 1))
-        self._send(kind(rid))
+            rid = RequestId(rng.randrange(len(made) + 1))
+        if kind != "stop":
+            self._send(POKES[kind](rid))
+            if kind != "abort" and rng.random() < 0.3:      # before it has settled down
+                again = POKES[rng.choice(("abort", "drop", "pause"))](rid)
+                self.clock.after(rng.random() * 3, partial(self._send, again))
+        elif rid < len(made) and (got := len(made[rid].got)):
+            self._send(Stopped(rid, rng.randint(1, got)))
 
     def _send(self, event: Event) -> None:
         self.inbox.append(event)
@@ -143,16 +153,26 @@ class World:
             if self.trace is not None:
                 self.plans.append(adv.plan)
             if adv.plan is None:
+                if not self.refuses:
+                    self._still()
                 return
             assert adv.plan.step <= self.plans_max, "starvation: too many steps"
             self.executor.submit(adv.plan)
             events = []
             self.judge.forced.clear()
 
+    def _still(self) -> None:
+        """The core said that there is nothing to do: then nothing happens without an event."""
+        edges = self.judge.edges.total()
+        assert self.core.advance(()) == Advance(None, ()), "it went to sleep with work to do"
+        assert self.judge.edges.total() == edges, "it went to sleep with an edge to take"
+
     def _note(self, event: Event) -> None:
         """Tell the judge what it may expect, and count what fires."""
         live, made = self.core.live, self.load.made
         match event:
+            case Arrived(rid):
+                made[rid].sent = True
             case Aborted(rid):
                 if rid < len(made) and made[rid].sent and made[rid].finished is None:
                     self.stats["aborted twice" if made[rid].aborted else "aborted"] += 1
@@ -160,23 +180,26 @@ class World:
                     self.ending.append(rid)
                 else:
                     self.stats["aborted unknown"] += 1
+                self.judge.meets(event, rid)
             case Stopped(rid, count):
                 if made[rid].finished is None:
                     made[rid].stop_at = count
                     self.ending.append(rid)
                     self.stats["stopped late"] += 1
+                self.judge.meets(event, rid)
             case Paused(rid) | Dropped(rid):
                 name = type(event).__name__.lower()
                 self.stats[name if rid in live else f"{name} unknown"] += 1
                 self.judge.forced.add(rid)
+                self.judge.meets(event, rid)
             case Flushed():
                 self.stats["flushed"] += 1
             case Retired(step):
                 self.judge.retired = step
+                for rid in self.judge.steps.pop(step, ()):
+                    self.judge.meets(event, rid)
             case Moved(id, _):
                 self.judge.moves.pop(id, None)
-            case Arrived(rid):
-                made[rid].sent = True
 
     def _maybe_stop(self, out: Token) -> None:
         """The detokenizer sees a stop string in what it was given, and says so a little late."""

@@ -13,7 +13,7 @@ MUTANTS: dict[str, Callable[[CoreConfig], Core]] = {}
 BUDGET: dict[str, int] = {}          # seeds within which the default test must catch it
 
 
-def mutant(budget: int = 60) -> Callable[[C], C]:
+def mutant(budget: int = 120) -> Callable[[C], C]:
     """Enter a Core with a bug under its name in kebab case."""
     def enter(cls: C) -> C:
         name = "".join("-" + c.lower() if c.isupper() else c for c in cls.__name__)[1:]
