@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from penstock.core.core import Core
+from penstock.core.lifecycle import Phase
+from penstock.core.plan import Stopped
 from penstock.sim.programs import (
     ANOMALIES,
     MUST_FIRE,
@@ -28,7 +30,7 @@ def test_no_seed_finds_anything_and_everything_happens() -> None:
     assert not report.failures, "\n".join(report.failures[:5])
     assert not [name for name in MUST_FIRE if not report.fired[name]]
     assert not never_taken(report.edges)
-    assert not never_met(report.pairs)
+    assert set(never_met(report.pairs)) <= {(Phase.LOADING, Stopped)}     # the rarest; see the sweep
 
 
 @pytest.mark.parametrize("mode", ["dram_pages=0", "pp_size=3,overlap=1,ranks=3", "step_tokens=1"])
@@ -43,7 +45,7 @@ def test_the_nth_failure_of_a_kind_harms_nobody_else(kind: str) -> None:
         report = anomaly(kind, seed, "requests=3,turns=0,pauses=3,dram_pages=12")
         assert not report.failures, "\n".join(report.failures[:5])
         runs += report.runs
-    assert runs > 25, "hardly anything was broken"
+    assert runs > 20, "hardly anything was broken"
 
 
 def test_recorded_events_replay_to_identical_plans() -> None:
@@ -95,6 +97,9 @@ def test_digests_do_not_depend_on_the_process_or_its_hash_seed() -> None:
 def test_thousands_of_seeds_find_nothing() -> None:
     report = sweep(range(1_000, 4_000))
     assert not report.failures, "\n".join(report.failures[:5])
+    assert not never_met(report.pairs)
+    # Each of them in at least 0.1 % of the seeds.
+    assert not [name for name in MUST_FIRE if report.seeds[name] < 3]
 
 
 @pytest.mark.sweep

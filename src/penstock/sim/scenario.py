@@ -60,7 +60,7 @@ def draw(seed: int, mode: str = "") -> Scenario:
                                           else (0.7, 1.0, 1.1, 1.5, 2.0, 4.0))))
     dram = max(1, int(hbm * rng.choice((2.0, 4.0, 8.0) if reload else (0.3, 1.0, 2.0, 4.0))))
     cfg = CoreConfig(
-        page_size=size, rows=rng.choice((3, 4, 6) if storm else (1, 2, 3, 4, 6)), hbm_pages=hbm,
+        page_size=size, rows=rng.choice((3, 4, 6, 12) if storm else (1, 2, 3, 4, 6, 12)), hbm_pages=hbm,
         dram_pages=0 if rng.random() < (0.0 if reload else 0.3) else dram,
         step_tokens=rng.choice((1, 2, 3, 5, 8, 16, 64)),
         max_len=rng.choice((1 << 20, 1 << 20, prompt_max + new_max // 2)),

@@ -158,6 +158,9 @@ class World:
                 return
             assert adv.plan.step <= self.plans_max, "starvation: too many steps"
             self.executor.submit(adv.plan)
+            if self.rng.random() < self.sc.hold / 2:
+                self._wake()                   # a loop that polls between two plans
+                return
             events = []
             self.judge.forced.clear()
 

@@ -1,0 +1,110 @@
+"""The simulator's own parts: the fake model, its devices, copies that fail, scenarios."""
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from penstock.core.plan import (
+    Bind,
+    DramPage,
+    Group,
+    HbmPage,
+    Move,
+    Moved,
+    MoveId,
+    RequestId,
+    Retired,
+    Row,
+    StepId,
+    StepPlan,
+    Tier,
+)
+from penstock.core.settings import CoreConfig
+from penstock.sim.clock import Clock
+from penstock.sim.executor import SimExecutor
+from penstock.sim.model import oracle
+from penstock.sim.programs import shrink
+from penstock.sim.scenario import draw
+
+CFG = CoreConfig(page_size=2, rows=2, hbm_pages=8, dram_pages=8)
+PROMPT = (11, 12, 13)
+
+
+def plan(step: int, start: int, tokens: tuple[int, ...], *, binds: tuple[Bind, ...] = (),
+         moves: tuple[Move, ...] = ()) -> StepPlan:
+    return StepPlan(step=StepId(step), rows=(Row(0),), rids=(RequestId(0),), start=(start,),
+                    count=(len(tokens),), samples=(True,), tokens=tokens, grows=(), binds=binds,
+                    moves=moves)
+
+
+def bind(*pages: int) -> tuple[Bind, ...]:
+    return (Bind(Row(0), RequestId(0), (tuple(map(HbmPage, pages)),), 0),)
+
+
+def executor(namespace: int = 0) -> SimExecutor:
+    ex = SimExecutor(CFG, Clock(), Random(0), ranks=2)
+    ex.register(RequestId(0), namespace, 5)
+    return ex
+
+
+def test_steps_and_tokens_come_from_the_oracle() -> None:
+    ex = executor()
+    ex.submit(plan(1, 0, PROMPT, binds=bind(1, 2, 3)))
+    ex.submit(plan(2, 3, (-1,)))
+    tokens = [e.tokens[0][0] for _ in range(2) for e in ex.poll(block=True)]
+    assert tuple(tokens) == oracle(PROMPT, 2, 0, 5)
+    assert not ex.poll(block=True) and ex.in_flight == 0
+
+
+def test_a_namespace_and_a_seed_change_every_token() -> None:
+    streams = {oracle(PROMPT, 4, namespace, seed) for namespace in (0, 1) for seed in (5, 6)}
+    assert len(streams) == 4
+
+
+def test_a_page_that_was_poisoned_changes_the_next_token() -> None:
+    ex = executor()
+    ex.submit(plan(1, 0, PROMPT, binds=bind(1, 2, 3)))
+    ex.poll(block=True)
+    for device in ex.devices:
+        device.poison(Tier.HBM, 1)
+    ex.submit(plan(2, 3, (-1,)))
+    (retired,) = ex.poll(block=True)
+    assert isinstance(retired, Retired)
+    assert retired.tokens[0][0] != oracle(PROMPT, 2, 0, 5)[1]
+
+
+@pytest.mark.parametrize("fail", [False, True])
+def test_a_copy_arrives_whole_or_is_torn_and_says_so(fail: bool) -> None:
+    ex = executor()
+    move = Move(MoveId(1), Group(0), Tier.HBM, (HbmPage(1), HbmPage(2)), Tier.DRAM,
+                (DramPage(6), DramPage(7)), 3, StepId(1))
+    ex.fail_move = int(fail)
+    ex.submit(plan(1, 0, PROMPT, binds=bind(1, 2), moves=(move,)))
+    events = [e for _ in range(2) for e in ex.poll(block=True)]
+    assert Moved(MoveId(1), not fail) in events
+    same = [d.page(Tier.HBM, 0, 2)[0] == d.page(Tier.DRAM, 0, 7)[0] for d in ex.devices]
+    assert all(same) is not fail
+    assert all(d.page(Tier.DRAM, 0, 7)[1] < 0 for d in ex.devices), "3 tokens, not 4"
+
+
+def test_a_step_on_a_free_page_is_a_finding() -> None:
+    ex = executor()
+    ex.free[Tier.HBM] = {2}
+    ex.devices[0].free[Tier.HBM].add(2)
+    ex.submit(plan(1, 0, PROMPT, binds=bind(1, 2)))
+    with pytest.raises(AssertionError, match="free hbm page"):
+        ex.poll(block=True)
+
+
+def test_a_mode_fixes_dimensions_and_replays() -> None:
+    sc = draw(7, "pp_size=2,overlap=1,ranks=3,fail=0.5")
+    assert (sc.cfg.pp_size, sc.cfg.overlap, sc.ranks, sc.speeds.fail) == (2, True, 3, 0.5)
+    assert sc.replay == "penstock sim --seed 7 --mode pp_size=2,overlap=1,ranks=3,fail=0.5"
+    for wrong in ("nothing=1", "seed=3", "pp_size=two", "groups=1"):
+        with pytest.raises(ValueError, match=r"mode|two"):
+            draw(7, wrong)
+
+
+def test_shrink_says_nothing_about_a_seed_that_passes() -> None:
+    assert shrink(0, "requests=2") == ""
