@@ -1,7 +1,9 @@
 """An engine without a model: the real loop and link over a core that echoes prompts.
 
 Imported by the loop's tests and started as a process by the client's. Output token i of a request
-is prompt[i % len(prompt)]; a prompt that begins with 13 crashes the engine at its third token.
+is prompt[i % len(prompt)]; a prompt that begins with 13 crashes the engine at its third token, one
+that begins with 14 gets no token after its third, so that only an abort ends it, and one that begins
+with 15 is refused.
 """
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from penstock.core.plan import (
 )
 
 VOCAB, CONTEXT = 100, 1000
-CRASH = 13
+CRASH, ENDLESS, REFUSED = 13, 14, 15
 
 
 class FakeCore:
@@ -44,6 +46,8 @@ class FakeCore:
         for e in events:
             self.seen.append(e)
             match e:
+                case Arrived() if e.prompt[0] == REFUSED:
+                    outputs.append(Finished(e.rid, Outcome.REFUSED, "it can never fit"))
                 case Arrived():
                     self.live[e.rid] = [e, 0, 0]
                     outputs.append(Started(e.rid, hbm_tokens=2, dram_tokens=1))
@@ -129,7 +133,8 @@ class FakeExecutor:
             prompt = self.prompts[rid]
             if prompt[0] == CRASH and start == 2:
                 raise RuntimeError("a device fault")
-            out.append((prompt[start % len(prompt)],))
+            silent = prompt[0] == ENDLESS and start > 2
+            out.append(() if silent else (prompt[start % len(prompt)],))
         return [Retired(plan.step, tuple(out))]
 
     def stats(self):

@@ -102,18 +102,24 @@ def test_every_way_to_leave_a_stream_aborts_it():
             async for _ in stream:
                 pass
 
-        streams = [client.submit([5], LONG)[0] for _ in range(4)]
+        def num_open():
+            return client.num_running + client.num_waiting
+
+        streams = [client.submit([14], LONG)[0] for _ in range(4)]
         await streams[0].aclose()                       # closed
+        assert num_open() == 3
         async with streams[1]:                          # left
             await anext(streams[1])
+        assert num_open() == 2
         task = asyncio.create_task(read_forever(streams[2]))
         await asyncio.sleep(0)
         task.cancel()                                   # cancelled while it waits
         with pytest.raises(asyncio.CancelledError):
             await task
+        assert num_open() == 1
         streams.clear()                                 # dropped
         gc.collect()
-        await until(lambda: client.num_running + client.num_waiting == 0)
+        await until(lambda: num_open() == 0)
         while (await client.stats())["rows_used"]:
             pass                                        # a step is on its way
         [stream] = client.submit([5, 6], SamplingParams(max_tokens=2))
@@ -123,7 +129,7 @@ def test_every_way_to_leave_a_stream_aborts_it():
 
 def test_stop_at_ends_a_stream_with_stop():
     async def go(client):
-        [stream] = client.submit([5], LONG)
+        [stream] = client.submit([14], LONG)
         await anext(stream)
         stream.stop_at(1)
         assert (await tokens_of(stream))[1] == "stop"
@@ -138,7 +144,7 @@ def test_a_killed_engine_ends_everything_at_once():
         client = client_of(on_death=deaths.append)
         ready = await client.start()
         assert ready.info == {"a": 1}
-        streams = [client.submit([5], LONG)[0] for _ in range(3)]
+        streams = [client.submit([14], LONG)[0] for _ in range(3)]
         await anext(streams[0])
         os.kill(client.pid, signal.SIGKILL)
         for stream in streams:
@@ -240,7 +246,7 @@ def test_close_is_a_clean_exit_and_is_idempotent():
         deaths = []
         client = client_of(on_death=deaths.append)
         await client.start()
-        [stream] = client.submit([5], LONG)
+        [stream] = client.submit([14], LONG)
         await client.close()
         await client.close()
         assert client._process.returncode == 0 and not deaths

@@ -179,6 +179,7 @@ def test_neither_record_holds_prompts_or_tokens(tmp_path):
     for rid in range(1, 4):
         rig.submit(rid, (93, 94, 95), max_new=30, stop_ids=[96])    # 77 is the plans' input token
     rig.run()
+    recorder.close()
     dump = io.StringIO()
     recorder.dump(dump)
     for text in (dump.getvalue(), path.read_text()):

@@ -98,9 +98,8 @@ def hello(link: Link) -> Config:
 def build(config: Config, recorder: Recorder) -> tuple[EngineLoop, wire.Ready]:
     """Load the model and put the loop together. Raises ConfigError."""
     # Imported here: torch takes seconds, and Hello must be checked before.
-    from penstock.exec.build import build_engine
-
     from penstock.core.core import Core
+    from penstock.exec.build import build_engine
 
     built = build_engine(config, log)
     loop = EngineLoop(Core(built.core_config), built.executor, vocab_size=built.vocab_size,
@@ -138,6 +137,7 @@ def main(argv: list[str]) -> NoReturn:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(EXIT_BUG)
+    recorder.close()
     os._exit(0)                                     # no thread of ours has anything to save
 
 

@@ -350,6 +350,9 @@ def _finish(inner: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.
     async def end() -> None:
         try:
             await inner.close()
+            # Calls of other threads: they end by themselves, now that the engine is gone.
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            await asyncio.gather(*others, return_exceptions=True)
         finally:
             loop.stop()
 

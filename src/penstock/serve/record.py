@@ -67,6 +67,10 @@ class Recorder:
         for entry in self._ring:
             out.write(json.dumps(entry) + "\n")
 
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
     def _write(self, entry: dict[str, Any]) -> None:
         assert self._file is not None
         self._file.write(json.dumps(entry) + "\n")
