@@ -42,6 +42,8 @@ from penstock.serve.wire import (
     ToEngine,
 )
 
+ID_MAX = 1 << 62
+
 
 class Planner(Protocol):
     """What the loop needs of `core.Core`."""
@@ -87,6 +89,7 @@ class EngineLoop:
         self._recorder = recorder or Recorder()
         self._check = check
         self._live: dict[int, _Live] = {}
+        self._newest = 0                        # request id
         self._events: list[Event] = []          # since the last advance
         self._chunks: list[Chunk] = []          # refusals since the last turn
         self.steps_in_flight = 0
@@ -122,8 +125,10 @@ class EngineLoop:
         return None
 
     def _submit(self, m: Submit) -> None:
-        if m.rid in self._live:
-            return
+        if 0 < m.rid <= self._newest:
+            return                              # a repeat: ids only grow
+        if 0 < m.rid < ID_MAX:
+            self._newest = m.rid
         if (reason := self._refusal(m)) is not None:
             self._chunks.append(Chunk(rid=m.rid, tokens=[], index=0, finish="refused",
                                       reason=reason))
@@ -146,7 +151,7 @@ class EngineLoop:
         except RequestError as e:
             return str(e)
         vocab = self._vocab_size
-        if m.rid < 1 or not 0 <= m.choice < m.params.n:
+        if not 0 < m.rid < ID_MAX or not 0 <= m.choice < m.params.n:
             return "the request id or the choice is out of range"
         if not m.prompt or min(m.prompt) < 0 or max(m.prompt) >= vocab:
             return f"the prompt is empty or has a token id outside 0 to {vocab - 1}"
