@@ -72,7 +72,7 @@ class Judge:
         self.retired = 0
         self.issued = 0
         self.moves: dict[int, Move] = {}                # flying
-        self.parked: set[RequestId] = set()
+        self.parked: set[RequestId] = set()             # paused, and copied to the host
         self.gave_way: Counter[RequestId] = Counter()   # how often paused or dropped
         self.forced: set[RequestId] = set()             # asked to pause or drop in this advance
         self.edges: Counter[Edge] = Counter()
@@ -218,7 +218,7 @@ class Judge:
         self.pairs[live.phase if live is not None else Phase.DONE, type(event)] += 1
 
     def _watch_go(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
-        source = r.phase
+        source, computed = r.phase, r.computed
         pressure = (trigger in (Trigger.PAUSE, Trigger.DROP) and source is not Phase.LOADING
                     and r.rid not in self.forced)
         if pressure and not self.blind:
@@ -228,6 +228,9 @@ class Judge:
         if not self._go(r, trigger, spare):
             return False
         self.edges[source, trigger] += 1
+        if source is Phase.PAUSED and trigger is Trigger.RESUME and not self.blind:
+            failed = self.executor.stats["write-through failed"] + self.executor.stats["load failed"]
+            assert failed or r.computed == computed, f"request {r.rid}: a pause lost its KV"
         if trigger in (Trigger.PAUSE, Trigger.DROP):
             self.gave_way[r.rid] += 1
         if pressure:
@@ -256,17 +259,13 @@ class Judge:
                 free.difference_update(units)
             self.executor.free[tier].clear()
             self.executor.free[tier] |= free
-        waiting = False
+        self.stats["back-pressure"] += any(r.phase is Phase.QUEUED for r in self.core.waiting)
         for r in self.core.waiting:
-            waiting = waiting or r.phase is Phase.QUEUED
-            if not r.is_parked:
-                self.parked.discard(r.rid)
-            elif r.rid not in self.parked:
-                self.parked.add(r.rid)
+            if r.is_parked and r.rid not in self.parked:        # its DRAM lease begins here
                 for node in r.path:
                     host = node.copies.get(Tier.DRAM)
                     assert host is None or host.pins, f"request {r.rid}: its host pages may go"
-        self.stats["back-pressure"] += waiting
+        self.parked = {r.rid for r in self.core.waiting if r.is_parked}
 
     def end(self) -> None:
         """Nothing is left to happen, and the cache was flushed: every unit is free (I1, I2, I7)."""
