@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from penstock.kernels import linear, paged_attention
+from penstock.kernels import layer, linear, paged_attention
 from penstock.kernels.platform import probe
 from penstock.kernels.ragged import Ragged
 from penstock.kernels.registry import select
@@ -76,7 +76,8 @@ def main() -> None:
 
     def pack(weight_OI: Tensor, bias_O: Tensor | None) -> linear.Linear:
         return clock.wrap("linear", linear.pack(weight_OI, bias_O, backend=choices["linear"].name))
-    model = families.build(SMOLLM2, dtype=dtype, linear=pack)
+    model = families.build(SMOLLM2, dtype=dtype, linear=pack,
+                           ops=layer.ops(choices["layer"].name))
     for name, tensor in families.dummy_tensors(SMOLLM2, 0):
         model.load(name, tensor)
     model.finish()

@@ -25,7 +25,7 @@ from penstock.config.tree import Config
 from penstock.core.plan import Bind, HbmPage, RequestId, Retired, Row, StepId, StepPlan
 from penstock.core.settings import CacheGroup, CoreConfig
 from penstock.exec.executor import CpuExecutor
-from penstock.kernels import linear, paged_attention, registry
+from penstock.kernels import layer, linear, paged_attention, registry
 from penstock.kernels.platform import KernelError, probe
 from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
@@ -139,7 +139,8 @@ def _load(config: Config, dtype: torch.dtype, backends: dict[str, registry.Choic
     name, load_format = files.name, files.load_format
     checkpoint = open_checkpoint(files)
     pack = functools.partial(linear.pack, backend=backends["linear"].name)
-    model = families.build(checkpoint.config, dtype=dtype, linear=pack)
+    model = families.build(checkpoint.config, dtype=dtype, linear=pack,
+                           ops=layer.ops(backends["layer"].name))
     _check_weights_fit(name, families.tensor_shapes(checkpoint.config), dtype)
     tensors: Iterable[tuple[str, Tensor]] = (
         families.dummy_tensors(checkpoint.config, config.model.seed)

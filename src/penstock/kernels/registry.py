@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.kernels import linear, paged_attention
+from penstock.kernels import layer, linear, paged_attention
 from penstock.kernels.platform import KernelError, Op, Platform, Unusable
 
-OPS: dict[str, Op[Any]] = {op.name: op for op in (linear.OP, paged_attention.OP)}
+OPS: dict[str, Op[Any]] = {op.name: op for op in (linear.OP, paged_attention.OP, layer.OP)}
 
 
 @dataclass(frozen=True, slots=True)

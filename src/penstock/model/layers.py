@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.model.base import Attend
-from penstock.model.rope import rotate_
 from penstock.model.slots import Slots
 
 
@@ -42,6 +41,7 @@ class Attention:
     ) -> None:
         self.layer = layer
         self.eps = eps
+        self.ops = slots.ops
         self.spec = spec
         self.num_rotated = spec.num_heads + spec.num_kv_heads
         self.qkv_shape = (-1, self.num_rotated + spec.num_kv_heads, spec.head_dim)
@@ -65,7 +65,7 @@ class Attention:
         v_TKH = qkv[:, self.num_rotated :]
         if self.spec.qk_norm:
             qk_TMH = self._normed(qk_TMH)
-        qk_TMH = rotate_(qk_TMH, cos_T1H, sin_T1H)
+        self.ops.rotate(qk_TMH, cos_T1H, sin_T1H)
         out_TNH = attend(self.layer, qk_TMH[:, :num_heads], qk_TMH[:, num_heads:], v_TKH)
         return self.out(out_TNH.flatten(1))
 
@@ -81,12 +81,11 @@ class GatedMLP:
     """down(silu(gate(x)) * up(x)), gate and up in one projection."""
 
     def __init__(self, slots: Slots, prefix: str, hidden: int, width: int, bias: bool) -> None:
-        self.width = width
+        self.ops = slots.ops
         self.gate_up = slots.linear(
             [f"{prefix}.gate_proj", f"{prefix}.up_proj"], [width, width], hidden, bias
         )
         self.down = slots.linear([f"{prefix}.down_proj"], [hidden], width, bias)
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        gate_TI, up_TI = self.gate_up(x_TD).chunk(2, -1)
-        return self.down(F.silu(gate_TI).mul_(up_TI))
+        return self.down(self.ops.gate(self.gate_up(x_TD)))

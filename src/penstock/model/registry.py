@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from penstock.config.errors import ConfigError
+from penstock.kernels import layer
+from penstock.kernels.layer import LayerOps
 from penstock.model.base import Model
 from penstock.model.families.llama import llama, mistral
 from penstock.model.families.qwen2 import qwen2
@@ -17,6 +19,7 @@ from penstock.model.fields import Fields
 from penstock.model.slots import LinearFactory
 from penstock.model.transformer import Spec, Transformer
 
+REFERENCE_OPS = layer.ops("reference")
 FAMILIES: dict[str, tuple[str, Callable[[Fields], Spec]]] = {
     "llama": ("LlamaForCausalLM", llama),
     "mistral": ("MistralForCausalLM", mistral),
@@ -26,13 +29,17 @@ FAMILIES: dict[str, tuple[str, Callable[[Fields], Spec]]] = {
 }
 
 
-def build(config: dict[str, Any], *, dtype: torch.dtype, linear: LinearFactory) -> Model:
+def build(
+    config: dict[str, Any], *, dtype: torch.dtype, linear: LinearFactory,
+    ops: LayerOps = REFERENCE_OPS,
+) -> Model:
     """An empty model of this config.json. Allocates no weights; `load` and `finish` fill it.
 
     linear(weight_OI, bias_O or None) packs one weight, in `dtype`, and is called once per weight.
+    ops      what a layer does between its linears
     Raises ConfigError on an unknown family and on any field that this code would get wrong.
     """
-    return Transformer(read_spec_of(config), dtype, linear)
+    return Transformer(read_spec_of(config), dtype, linear, ops)
 
 
 def read_spec_of(config: dict[str, Any]) -> Spec:
@@ -43,7 +50,7 @@ def read_spec_of(config: dict[str, Any]) -> Spec:
 
 def tensor_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """(Hugging Face name, shape) of every weight, in model order. Allocates nothing."""
-    return Transformer(read_spec_of(config), torch.float32, _no_pack).shapes()
+    return Transformer(read_spec_of(config), torch.float32, _no_pack, REFERENCE_OPS).shapes()
 
 
 def dummy_tensors(config: dict[str, Any], seed: int) -> Iterator[tuple[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""Rotary position embedding: frequencies of each scaling, angles of a step, the rotation.
+"""Rotary position embedding: frequencies of each scaling, angles of a step.
 
 Numerically equal to transformers' modeling_rope_utils. Knows positions, not rows: every angle is a
 function of its own position only, so KV does not depend on chunks, batches or cached prefixes.
@@ -38,7 +38,7 @@ class Rope:
     ntk: NTK | None = None
 
     def angles(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(cos_T1H, sin_T1H) for `rotate_`, computed in f32, returned in `dtype`.
+        """(cos_T1H, sin_T1H) for `LayerOps.rotate`, computed in f32, returned in `dtype`.
 
         The first half of sin is negated: with it, the rotation needs a roll instead of a
         negation and a concatenation in every layer.
@@ -60,12 +60,6 @@ class Rope:
             cos_TH *= self.attention_factor
             sin_TH *= self.attention_factor
         return cos_TH.to(dtype)[:, None], sin_TH.to(dtype)[:, None]
-
-
-def rotate_(x_TMH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> Tensor:
-    """Rotates x in place and returns it. x may be a view; its memory must be the caller's own."""
-    swapped = x_TMH.roll(x_TMH.shape[-1] // 2, -1)
-    return x_TMH.mul_(cos_T1H).addcmul_(swapped, sin_T1H)
 
 
 def _ntk_freq(ntk: NTK, position_T1: Tensor, inv_freq_F: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.config.errors import ConfigError
+from penstock.kernels.layer import LayerOps
 
 # linear(weight_OI, bias_O or None) -> op. Called once per weight, which it may keep. op(x_TI) returns
 # a new y_TO, which the model changes in place.
@@ -82,9 +83,10 @@ class Vector:
 class Slots:
     """Every name that a model expects, with its shape and the place of its rows."""
 
-    def __init__(self, dtype: torch.dtype, pack: LinearFactory) -> None:
+    def __init__(self, dtype: torch.dtype, pack: LinearFactory, ops: LayerOps) -> None:
         self.dtype = dtype
         self.pack = pack
+        self.ops = ops
         self._places: dict[str, tuple[Slot, int, tuple[int, ...]]] = {}
         self._seen: set[str] = set()
         self._bundles: dict[str, tuple[list[str], tuple[int, ...]]] = {}

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.config.errors import ConfigError
+from penstock.kernels.layer import LayerOps
 from penstock.model.base import Attend, KVShape
 from penstock.model.layers import Attention, AttentionSpec, GatedMLP, Mixer
 from penstock.model.moe import MoESpec, SparseMLP
@@ -42,30 +43,35 @@ class Spec:
 class Layer:
     def __init__(self, slots: Slots, index: int, spec: Spec) -> None:
         prefix, hidden = f"model.layers.{index}", spec.hidden
-        self.shape, self.eps = (hidden,), spec.norm_eps
-        self.norm_in = slots.vector(f"{prefix}.input_layernorm.weight", self.shape)
+        self.ops, self.eps = slots.ops, spec.norm_eps
+        self.norm_in = slots.vector(f"{prefix}.input_layernorm.weight", (hidden,))
         self.attention = Attention(
             slots, f"{prefix}.self_attn", index, hidden, spec.attention, self.eps
         )
-        self.norm_mlp = slots.vector(f"{prefix}.post_attention_layernorm.weight", self.shape)
+        self.norm_mlp = slots.vector(f"{prefix}.post_attention_layernorm.weight", (hidden,))
         self.mlp: Mixer
         if spec.moe is not None and index in spec.moe.layers:
             self.mlp = SparseMLP(slots, f"{prefix}.mlp", hidden, spec.moe)
         else:
             self.mlp = GatedMLP(slots, f"{prefix}.mlp", hidden, spec.width, spec.mlp_bias)
 
-    def __call__(self, h_TD: Tensor, cos_T1H: Tensor, sin_T1H: Tensor, attend: Attend) -> None:
-        """Adds both halves to h in place."""
-        x_TD = F.rms_norm(h_TD, self.shape, self.norm_in.value, self.eps)
-        h_TD.add_(self.attention(x_TD, cos_T1H, sin_T1H, attend))
-        x_TD = F.rms_norm(h_TD, self.shape, self.norm_mlp.value, self.eps)
-        h_TD.add_(self.mlp(x_TD))
+    def __call__(
+        self, h_TD: Tensor, delta_TD: Tensor | None, cos_T1H: Tensor, sin_T1H: Tensor,
+        attend: Attend,
+    ) -> Tensor:
+        """Adds `delta` (of the layer before) and the attention's half to h in place; returns the
+        MLP's half, for whoever norms h next: adding and norming are one operation."""
+        x_TD = self.ops.norm(h_TD, delta_TD, self.norm_in.value, self.eps)
+        delta_TD = self.attention(x_TD, cos_T1H, sin_T1H, attend)
+        return self.mlp(self.ops.norm(h_TD, delta_TD, self.norm_mlp.value, self.eps))
 
 
 class Transformer:
     """Implements `model.base.Model`. Building allocates nothing; weights come with `load`."""
 
-    def __init__(self, spec: Spec, dtype: torch.dtype, linear: LinearFactory) -> None:
+    def __init__(
+        self, spec: Spec, dtype: torch.dtype, linear: LinearFactory, ops: LayerOps
+    ) -> None:
         self.spec = spec
         self.dtype = dtype
         self.kv = KVShape(
@@ -75,7 +81,7 @@ class Transformer:
         )
         self.vocab_size = spec.vocab_size
         self.max_position = spec.rope.max_position
-        self._slots = slots = Slots(dtype, linear)
+        self._slots = slots = Slots(dtype, linear, ops)
         self._embed = slots.vector(EMBED, (spec.vocab_size, spec.hidden))
         self._layers = [Layer(slots, index, spec) for index in range(spec.num_layers)]
         self._norm = slots.vector("model.norm.weight", (spec.hidden,))
@@ -114,9 +120,10 @@ class Transformer:
     def forward(self, ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         h_TD = F.embedding(ids_T, self._embed.value)
         cos_T1H, sin_T1H = self.spec.rope.angles(positions_T, self.dtype)
+        delta_TD = None
         for layer in self._layers:
-            layer(h_TD, cos_T1H, sin_T1H, attend)
-        return F.rms_norm(h_TD, (self.spec.hidden,), self._norm.value, self.spec.norm_eps)
+            delta_TD = layer(h_TD, delta_TD, cos_T1H, sin_T1H, attend)
+        return self._slots.ops.norm(h_TD, delta_TD, self._norm.value, self.spec.norm_eps)
 
     def logits(self, hidden_BD: Tensor) -> Tensor:
         return self._head(hidden_BD).float()

@@ -222,30 +222,32 @@ INLINE void merge_row(const Step *s, int64_t index, int64_t dim, int bf16)
     }
 }
 
-INLINE void run_all(const Step *s, int64_t dim, int bf16, int threads)
-{
-    #pragma omp parallel num_threads(threads)
-    {
-        #pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < s->num_chunks; i++)
-            run_chunk(s, i, dim, bf16);
-        #pragma omp for schedule(static)
-        for (int64_t i = 0; i < s->num_rows; i++)
-            merge_row(s, i, dim, bf16);
+/* Head dim and type are literals inside the parallel region: variables would not survive its
+ * outlining, and a constant head dim keeps a head in registers. */
+#define RUN(dim, bf16) \
+    _Pragma("omp parallel num_threads(threads)") \
+    { \
+        _Pragma("omp for schedule(dynamic)") \
+        for (int64_t i = 0; i < s->num_chunks; i++) \
+            run_chunk(s, i, dim, bf16); \
+        _Pragma("omp for schedule(static)") \
+        for (int64_t i = 0; i < s->num_rows; i++) \
+            merge_row(s, i, dim, bf16); \
     }
-}
 
-/* A constant head dim lets the compiler keep a head in registers. */
 void penstock_decode(const Step *s, int64_t dim, int bf16, int threads)
 {
-    if (dim == 64 && bf16)
-        run_all(s, 64, 1, threads);
-    else if (dim == 64)
-        run_all(s, 64, 0, threads);
-    else if (dim == 128 && bf16)
-        run_all(s, 128, 1, threads);
-    else if (dim == 128)
-        run_all(s, 128, 0, threads);
-    else
-        run_all(s, dim, bf16, threads);
+    if (dim == 64 && bf16) {
+        RUN(64, 1)
+    } else if (dim == 64) {
+        RUN(64, 0)
+    } else if (dim == 128 && bf16) {
+        RUN(128, 1)
+    } else if (dim == 128) {
+        RUN(128, 0)
+    } else if (bf16) {
+        RUN(dim, 1)
+    } else {
+        RUN(dim, 0)
+    }
 }

@@ -1,0 +1,50 @@
+"""layer: the small operations between a decoder layer's linears. Contract and implementations.
+
+Each is one pass over a few kilobytes per token, so calls cost more than arithmetic when decoding.
+
+    T tokens of the step   D model dim   M heads   H head dim   I MLP width
+"""
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from penstock.kernels.layer import native, reference
+from penstock.kernels.platform import Implementation, Op
+
+
+class LayerOps(Protocol):
+    """f32|bf16 throughout, one dtype a call. Sums are in f32, results rounded once or twice."""
+
+    def norm(self, h_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
+        """h += delta in place (unless None), then RMS norm of h times weight. Returns x_TD.
+
+        h, delta   dense
+        """
+        ...
+
+    def rotate(self, x_TMH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> None:
+        """x = x * cos + roll(x, H / 2) * sin in place: RoPE when sin's first half is negated.
+
+        x_TMH   dense in M and H, any stride in T    cos, sin   dense    H   even
+        """
+        ...
+
+    def gate(self, gate_up_TJ: Tensor) -> Tensor:
+        """silu(gate) * up for the first and second half of the last dimension, J = 2 I. -> [T, I]
+
+        gate_up   dense in J, any stride in T
+        """
+        ...
+
+
+OP: Op[LayerOps] = Op("layer", (
+    Implementation("native", native.Native(), native.probe),
+    Implementation("reference", reference.Reference(), reference.probe),
+))
+
+
+def ops(backend: str) -> LayerOps:
+    """The operations of one implementation. Raises KernelError for a name that does not exist."""
+    return OP.get(backend).run
