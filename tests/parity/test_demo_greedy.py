@@ -1,0 +1,146 @@
+"""Greedy output of the demo model equals transformers': 8 languages, 5 chats each, 32 tokens.
+
+Whatever the chunks, the batch around a request, pauses, late or torn copies, prefix hits, the page
+size and overlap. Every variant is held to the same 1,280 choices of the reference.
+"""
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.memory.lateness import Latest, Shuffled
+
+sys.path.insert(0, str(Path(__file__).parent))
+demo_reference = importlib.import_module("demo_reference")
+demo_engine = importlib.import_module("demo_engine")
+
+Tokens = tuple[int, ...]
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Any]:
+    demo = demo_engine.Demo()
+    yield demo
+    demo.close()
+
+
+@pytest.fixture(scope="module")
+def reference(demo: Any) -> Iterator[Any]:
+    reference = demo_reference.Reference.load(demo.files)
+    yield reference
+    print("\n" + reference.report())
+
+
+@pytest.fixture(scope="module")
+def prompts(demo: Any) -> list[Tokens]:
+    """Of all chats; every fifth begins a language."""
+    return [demo.prompt(messages) for _, messages in demo_reference.conversations()]
+
+
+def agree(reference: Any, answers: list[Any]) -> None:
+    for answer in answers:
+        answer.judged(reference)
+
+
+def test_the_reference_judges_as_it_generates(reference, prompts):
+    """One pass over a finished answer tells what token-by-token decoding tells, and not less."""
+    for prompt in prompts[2::10]:
+        tokens, logprobs = reference.greedy(prompt, 32)
+        reference.judge(prompt, tokens, logprobs)
+        other = (*tokens[:20], tokens[20] + 1, *tokens[21:])
+        with pytest.raises(AssertionError, match=r"output 20 .* the reference says"):
+            reference.judge(prompt, other)
+    assert not reference.ties
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_all_chats_in_one_batch(demo, reference, prompts, overlap):
+    # What 40 decoding rows leave of a step goes to prompts: chunks of 1 to 47 tokens.
+    engine = demo.engine(max_num_seqs=40, step_tokens=47, overlap=overlap)
+    agree(reference, engine.ask(prompts))
+    assert engine.core.stats()["steps"] < 120 and engine.pauses == 0
+
+
+def test_one_after_another_then_again_from_the_cache(demo, reference, prompts):
+    some = prompts[3::10]
+    engine = demo.engine()
+    for again in (False, True):
+        for prompt in some:
+            [answer] = engine.ask([prompt], params=demo_engine.MEASURED)
+            answer.judged(reference)
+            if again:                                     # at least one token is computed
+                assert answer.cached == {"hbm": (len(prompt) - 1) // 16 * 16, "dram": 0}
+
+
+def test_chunks_of_one_token(demo, reference, prompts):
+    some = prompts[5:7]
+    engine = demo.engine(step_tokens=1)
+    agree(reference, engine.ask(some))
+    assert engine.core.stats()["steps"] >= sum(map(len, some)) + 62
+
+
+def test_pauses_every_other_step_with_copies_as_late_as_allowed(demo, reference, prompts):
+    engine = demo.engine(max_num_seqs=12, step_tokens=19, page_size=8, dram_bytes="200M",
+                         lateness=Latest(), pause_every=2)
+    agree(reference, engine.ask(prompts[1::2], params=demo_engine.MEASURED))
+    assert engine.pauses >= 40 and engine.core.stats()["drops"] == 0
+
+
+def test_a_device_pool_that_is_too_small_and_torn_copies(demo, reference, prompts):
+    engine = demo.engine(max_num_seqs=16, step_tokens=64, page_size=4, hbm_bytes="24M",
+                         dram_bytes="60M", lateness=Shuffled(1, torn=0.2))
+    agree(reference, engine.ask(prompts[::2]))
+    assert engine.pauses >= 3 and engine.core.stats()["failed_moves"] >= 10
+
+
+# ---------------------------------------------------------------- the whole matrix
+@pytest.mark.sweep
+def test_every_chat_as_transformers_decodes_it(demo, reference, prompts):
+    """Without judging: both decode by themselves, one chat after another."""
+    engine = demo.engine(prefix_cache=False)
+    for prompt in prompts:
+        [answer] = engine.ask([prompt])
+        if tuple(answer.tokens) != reference.greedy(prompt, 32)[0]:
+            answer.judged(reference)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 7, 512])
+def test_every_chunk_size(demo, reference, prompts, chunk, overlap):
+    some = prompts if chunk > 7 else prompts[chunk % 5::5]
+    engine = demo.engine(max_num_seqs=40, step_tokens=chunk, overlap=overlap)
+    agree(reference, engine.ask(some))
+
+
+LATENESS = {"prompt": lambda: None, "latest": Latest, "torn": lambda: Shuffled(2, torn=0.3)}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("page_size", [1, 5, 16, 256])
+@pytest.mark.parametrize("lateness", LATENESS)
+def test_pauses_with_every_page_size(demo, reference, prompts, lateness, page_size, overlap):
+    engine = demo.engine(max_num_seqs=11, step_tokens=31, page_size=page_size, overlap=overlap,
+                         dram_bytes="500M", hbm_bytes="500M", lateness=LATENESS[lateness](),
+                         pause_every=3)
+    agree(reference, engine.ask(prompts))
+    assert engine.pauses >= 20
+    engine.ask(prompts)
+    agree(reference, engine.ask(prompts))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+@pytest.mark.parametrize("linear", ["reference", "onednn"])
+def test_every_back_end(demo, reference, prompts, linear, attention):
+    demo = demo_engine.Demo()          # packed by this back-end
+    engine = demo.engine(max_num_seqs=40, step_tokens=47, dram_bytes="100M", pause_every=5,
+                         backends=[f"linear={linear}", f"paged_attention={attention}"])
+    agree(reference, engine.ask(prompts))
+    demo.close()
