@@ -1,13 +1,13 @@
 """Inputs of the layer operations: odd widths, one token to many, heads that are views."""
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from penstock.kernels.cases import TOLERANCE, Case
+from penstock.kernels.cases import TOLERANCE, Case, Workload
 from penstock.kernels.layer import LayerOps
 
 _TOKENS = (1, 2, 9, 70)
@@ -57,3 +57,30 @@ def _gate(dtype: torch.dtype, tokens: int, width: int, ops: LayerOps) -> Tensor:
     out = ops.gate(x)
     x[0, 0] = 300.0
     return torch.cat((out, ops.gate(x)))
+
+
+def workloads() -> Iterator[Workload]:
+    """One layer of SmolLM2-135M: 576 wide, 12 rotated heads of 64, MLP of 1,536."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for tokens in (1, 8, 512):
+            name = f"{str(dtype).removeprefix('torch.')} {tokens} tokens"
+            size = dtype.itemsize * tokens
+            yield Workload(f"norm {name}", partial(_prepare, "norm", dtype, tokens),
+                           size * 4 * 576, 4 * tokens * 576)
+            yield Workload(f"rotate {name}", partial(_prepare, "rotate", dtype, tokens),
+                           size * (2 * 768 + 128), 3 * tokens * 768)
+            yield Workload(f"gate {name}", partial(_prepare, "gate", dtype, tokens),
+                           size * 3 * 1536, 4 * tokens * 1536)
+
+
+def _prepare(op: str, dtype: torch.dtype, tokens: int, ops: LayerOps) -> Callable[[int], object]:
+    h, delta, weight = (_randn(dtype, tokens, 576), torch.zeros(tokens, 576, dtype=dtype),
+                        _randn(dtype, 576))
+    heads, gate_up = _randn(dtype, tokens, 15, 64)[:, :12], _randn(dtype, tokens, 3072)
+    cos, sin = torch.ones(tokens, 1, 64, dtype=dtype), torch.zeros(tokens, 1, 64, dtype=dtype)
+    calls: dict[str, Callable[[int], object]] = {
+        "norm": lambda _: ops.norm(h, delta, weight, 1e-5),
+        "rotate": lambda _: ops.rotate(heads, cos, sin),
+        "gate": lambda _: ops.gate(gate_up),
+    }
+    return calls[op]

@@ -1,13 +1,13 @@
 """Inputs of linear: odd sizes, row counts from one to hundreds, strided weights and rows."""
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from penstock.kernels.cases import TOLERANCE, Case
+from penstock.kernels.cases import TOLERANCE, Case, Workload
 from penstock.kernels.linear import DTYPES, Pack
 
 _SHAPES = ((1, 1), (37, 19), (64, 576), (576, 64), (1000, 33))
@@ -41,3 +41,22 @@ def _run(dtype: torch.dtype, outputs: int, inputs: int, rows: int, with_bias: bo
     x = (randn(rows, inputs + 24)[:, 8:8 + inputs] if layout == "rows of a wider x"
          else randn(rows, inputs))
     return pack(weight, bias)(x)
+
+
+def workloads() -> Iterator[Workload]:
+    """SmolLM2-135M's gate and up projection, over more layers than fit into a cache."""
+    outputs, inputs, layers = 3072, 576, 16
+    for dtype in DTYPES:
+        for rows in (1, 8, 64, 512):
+            yield Workload(
+                f"{str(dtype).removeprefix('torch.')} {outputs}x{inputs}, {rows} rows",
+                partial(_prepare, dtype, outputs, inputs, rows, layers),
+                dtype.itemsize * (outputs * inputs + rows * (outputs + inputs)),
+                2 * rows * outputs * inputs, layers)
+
+
+def _prepare(dtype: torch.dtype, outputs: int, inputs: int, rows: int, layers: int,
+             pack: Pack) -> Callable[[int], object]:
+    linears = [pack(torch.randn(outputs, inputs).to(dtype), None) for _ in range(layers)]
+    x = torch.randn(rows, inputs).to(dtype)
+    return lambda layer: linears[layer](x)

@@ -5,14 +5,14 @@ Every slot that holds no token of a row is NaN, so reading one shows in the outp
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from penstock.kernels.cases import TOLERANCE, Case
+from penstock.kernels.cases import TOLERANCE, Case, Workload
 from penstock.kernels.paged_attention import AttentionSpec, Planner
 from penstock.kernels.ragged import Ragged
 
@@ -98,3 +98,26 @@ def _run(dtype: torch.dtype, rows: tuple[tuple[int, int], ...], heads: tuple[int
     inputs = make(dtype, rows, heads, page_size, scattered)
     plan = planner(inputs.layout, inputs.spec)
     return plan(inputs.q_TNH, inputs.k_PGKH, inputs.v_PGKH)
+
+
+def workloads() -> Iterator[Workload]:
+    """SmolLM2-135M's heads, pages of 16, contiguous: decodes and a prompt."""
+    heads, layers = (3, 3, 64), 12
+    slot_values, query_flops = 2 * heads[0] * heads[2], 4 * heads[0] * heads[1] * heads[2]
+    for dtype in (torch.float32, torch.bfloat16):
+        for rows, queries, context in ((1, 1, 300), (8, 1, 300), (1, 1, 4000), (1, 512, 512)):
+            visible = sum(range(context - queries + 1, context + 1))
+            yield Workload(
+                f"{str(dtype).removeprefix('torch.')} {rows} x {queries} at {context}",
+                partial(_prepare, dtype, ((queries, context),) * rows, heads, layers),
+                dtype.itemsize * rows * (context * slot_values
+                                         + 2 * queries * heads[0] * heads[1] * heads[2]),
+                rows * visible * query_flops, layers)
+
+
+def _prepare(dtype: torch.dtype, rows: tuple[tuple[int, int], ...], heads: tuple[int, int, int],
+             layers: int, planner: Planner) -> Callable[[int], object]:
+    inputs = make(dtype, rows, heads, 16, scattered=False)
+    pools = [(inputs.k_PGKH.clone(), inputs.v_PGKH.clone()) for _ in range(layers)]
+    plan = planner(inputs.layout, inputs.spec)
+    return lambda layer: plan(inputs.q_TNH, *pools[layer])
