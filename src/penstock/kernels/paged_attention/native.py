@@ -58,7 +58,7 @@ def probe(platform: Platform) -> str:
 
 def plan(layout: Ragged, spec: AttentionSpec) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     rows = rows_of(layout)
-    if spec.head_dim % _LANES:
+    if spec.head_dim % _LANES:          # no model that is served has such heads
         return sdpa.compose(sdpa.parts_of(rows, spec, layout.page_size))
     few = [row for row in rows if row.count <= _QUERIES_MAX]
     parts: list[sdpa.Part] = [sdpa.Chunk(row, spec, layout.page_size)

@@ -1,0 +1,82 @@
+"""Compiling kernels on the user's machine: what is kept, what is refused, what is only reported."""
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from penstock.kernels import native, registry
+from penstock.kernels.platform import KernelError, Platform, Unusable
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, native._COMPILERS)), reason="no C compiler on this machine")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "seven.c"
+    path.write_text("int seven(void) { return 7; }\n")
+    return path
+
+
+def load(source: Path, cache: Path | None) -> int:
+    """As a new process would: nothing is remembered."""
+    native._loaded.pop(source, None)
+    return native.library(source, cache)[0].seven()
+
+
+@needs_compiler
+def test_a_library_is_built_once_per_source(source, tmp_path, monkeypatch):
+    cache = tmp_path / "a" / "cache"
+    assert load(source, cache) == 7
+    [built] = cache.iterdir()
+    monkeypatch.setattr(native, "_build", None)                 # a second build would fail
+    assert load(source, cache) == 7
+    monkeypatch.undo()
+    source.write_text("int seven(void) { return 70 / 10; }  /* new */\n")
+    assert load(source, cache) == 7
+    assert len(list(cache.iterdir())) == 2 and built.exists()
+
+
+@needs_compiler
+def test_without_a_cache_nothing_is_left_behind(source, tmp_path, monkeypatch):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(native.tempfile, "tempdir", str(scratch))
+    assert load(source, None) == 7
+    assert not list(scratch.iterdir())
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_made_is_done_without(source, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert load(source, tmp_path / "file" / "cache") == 7
+
+
+@needs_compiler
+def test_a_library_that_others_may_write_is_refused(source, tmp_path):
+    assert load(source, tmp_path / "cache") == 7
+    [built] = (tmp_path / "cache").iterdir()
+    built.chmod(0o777)
+    with pytest.raises(Unusable, match="could have been written by someone else"):
+        load(source, tmp_path / "cache")
+
+
+@needs_compiler
+def test_a_failed_build_says_what_the_compiler_said(source, tmp_path):
+    source.write_text("int seven(void) { return eight; }\n")
+    with pytest.raises(Unusable, match=r"error: .*eight"):
+        load(source, tmp_path / "cache")
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_without_a_compiler_torch_runs_the_ops_and_the_line_says_so(monkeypatch):
+    monkeypatch.setattr(native.shutil, "which", lambda name: None)
+    monkeypatch.setattr(native, "_loaded", {})
+    here = Platform(device="cpu", features=("avx2",), threads=1, torch="0")
+    choice = registry.select(here)["paged_attention"]
+    assert choice.name == "sdpa"
+    assert choice.skipped == (("native", "no C compiler (cc, gcc, clang)"),)
+    with pytest.raises(KernelError, match="paged_attention=native cannot run here: no C compiler"):
+        registry.select(here, {"paged_attention": "native"})
