@@ -18,8 +18,9 @@ from penstock.config.cli import (
 )
 from penstock.config.errors import ConfigError
 from penstock.config.sizes import parse_bytes, show_bytes
-from penstock.config.tree import Config
+from penstock.config.tree import SERVE_ONLY, Config
 from penstock.config.unbuilt import ALWAYS, UNBUILT
+from penstock.serve.llm import LLM
 from penstock.serve.main import COMMANDS, main
 
 
@@ -250,3 +251,26 @@ def test_every_command_shows_its_help(name: str, capsys: pytest.CaptureFixture[s
         main([name, "--help"])
     assert e.value.code == 0
     assert capsys.readouterr().out.startswith(f"usage: penstock {name}")
+
+
+# ---------------------------------------------------------------- flags that a command cannot use
+@pytest.mark.parametrize("command", ["chat", "generate", "bench"])
+@pytest.mark.parametrize("dest", sorted(SERVE_ONLY))
+def test_a_flag_of_the_server_is_not_ignored_elsewhere(
+        command: str, dest: str, capsys: pytest.CaptureFixture[str]) -> None:
+    [flag] = [f for f in flags() if f.dest == dest]
+    for spelling in flag.spellings:
+        assert main([command, spelling, "1", "demo"]) == 2
+        assert f"error: {spelling} is a flag of penstock serve" in capsys.readouterr().err
+        with pytest.raises(ConfigError, match="is a flag of penstock serve"):
+            LLM("demo", **{spelling[2:].replace("-", "_"): "1"})
+    assert main([command, "demo", "--print-config"]) == 0
+    shown = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert dest.split(".")[1] not in shown and "page_size" in shown
+
+
+@pytest.mark.parametrize("words", [["doctor"], ["bench", "--base-url", "http://127.0.0.1:1"]])
+def test_a_flag_without_the_model_that_it_is_for_is_not_ignored(
+        words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, "--page-size", "4"]) == 2
+    assert "error: --page-size needs a MODEL" in capsys.readouterr().err

@@ -117,3 +117,11 @@ def test_probe_without_any_file_still_answers(tmp_path: Path) -> None:
 def test_probe_names_gpus(tmp_path: Path) -> None:
     write(tmp_path, {"proc/driver/nvidia/gpus/0000:01/information": "Model: \t NVIDIA H200\n"})
     assert probe(tmp_path).gpus == ("NVIDIA H200",)
+
+
+def test_two_starts_do_not_sample_the_same() -> None:
+    drawn = {resolve(from_options("demo", {}), MACHINE).model.seed for _ in range(4)}
+    assert len(drawn) > 1 and None not in drawn
+    assert resolve(from_options("demo", {"seed": 7}), MACHINE).model.seed == 7
+    dummy = from_options("demo", {"load_format": "dummy"})
+    assert resolve(dummy, MACHINE).model.seed == 0         # the same weights every time

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
@@ -109,6 +109,7 @@ class Parser(argparse.ArgumentParser):
         kwargs.setdefault("allow_abbrev", False)
         kwargs.setdefault("formatter_class", _Help)
         super().__init__(**kwargs)
+        self.elsewhere: frozenset[str] = frozenset()    # spellings that only `serve` takes
 
     def error(self, message: str) -> NoReturn:
         """argparse's messages in our form: what was given, then what is needed."""
@@ -121,6 +122,10 @@ class Parser(argparse.ArgumentParser):
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parses all of `argv`. Raises ConfigError; an unknown flag names its nearest match."""
         args, unknown = self.parse_known_args(list(argv))
+        for text in unknown:
+            if (name := text.split("=")[0]) in self.elsewhere:
+                raise ConfigError(f"{name} is a flag of penstock serve: {self.prog} has no use "
+                                  "for it, leave it out")
         for text in unknown:
             if not text.startswith("-"):
                 raise ConfigError(f"{text!r} is one argument too many (see {self.prog} --help)")
@@ -143,8 +148,10 @@ class _Help(argparse.HelpFormatter):
         return ", ".join(action.option_strings) + " " + value
 
 
-def add_flags(parser: argparse.ArgumentParser, *, model_required: bool = True) -> None:
-    """Adds MODEL and every flag of the tree, one help group per section."""
+def add_flags(parser: Parser, *, model_required: bool = True,
+              without: Collection[str] = ()) -> None:
+    """Adds MODEL and the flags of the tree, one help group per section; those `without`, as
+    "section.field", are refused as flags of `serve`."""
     parser.usage = f"{parser.prog} {'MODEL' if model_required else '[MODEL]'} [flags]"
     parser.epilog = ("SIZE is bytes, or a number with K, M, G, T (powers of 1,024) or KB, MB, GB, "
                      "TB. Flags of other engines whose feature is not built are refused by name: "
@@ -154,8 +161,10 @@ def add_flags(parser: argparse.ArgumentParser, *, model_required: bool = True) -
                         help="folder, .gguf file, hub id, or 'demo'")
     groups = {s: parser.add_argument_group(title) for s, title in SECTIONS.items()}
     for flag in flags():
-        if flag.dest != "model.model":
+        if flag.dest != "model.model" and flag.dest not in without:
             _add(groups[flag.section], flag)
+    parser.elsewhere = frozenset(
+        spelling for flag in flags() if flag.dest in without for spelling in flag.spellings)
 
 
 def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
@@ -235,9 +244,11 @@ def config_from(args: argparse.Namespace) -> Config:
     return Config(**{section: hints[section](**values) for section, values in given.items()})
 
 
-def from_options(model: str, options: Mapping[str, object]) -> Config:
+def from_options(model: str, options: Mapping[str, object], *,
+                 without: Collection[str] = ()) -> Config:
     """The raw config for keyword arguments (`LLM(model, tensor_parallel_size=1)`): every spelling
-    of the command line without its dashes, `_` for `-`. None means the default.
+    of the command line without its dashes, `_` for `-`. None means the default. `without` as in
+    `add_flags`.
 
     Raises ConfigError as the command line does.
     """
@@ -252,6 +263,6 @@ def from_options(model: str, options: Mapping[str, object]) -> Config:
             argv.append(f"{flag}={','.join(map(str, value))}")
         else:
             argv.append(f"{flag}={value}")
-    parser = Parser(prog="penstock", add_help=False)
-    add_flags(parser)
+    parser = Parser(prog="LLM()" if without else "penstock", add_help=False)
+    add_flags(parser, without=without)
     return config_from(parser.parse([*prepare(argv), "--", model]))

@@ -9,13 +9,15 @@ from collections.abc import Iterator
 from penstock.config.cli import SECTIONS, Flag, flags
 from penstock.config.refuse import REFUSED
 from penstock.config.sizes import show_bytes
+from penstock.config.tree import SERVE_ONLY
 from penstock.config.unbuilt import ALWAYS, UNBUILT
 
 _INTRO = """\
 # Flags
 
-Written by `make docs` from `src/penstock/config/`; a test compares it. Every flag is also a keyword
-argument of `LLM(...)`, without its dashes and with `_` for `-`. SIZE is a number of bytes, or a
+Written by `make docs` from `src/penstock/config/`; a test compares it. A flag is also a keyword
+argument of `LLM(...)`, without its dashes and with `_` for `-`. Flags marked (serve) are refused by
+`LLM`, `penstock chat`, `generate` and `bench`, which have no use for them. SIZE is a number of bytes, or a
 number with K, M, G, T (powers of 1,024; also KiB, MiB, ...) or KB, MB, GB, TB (powers of 1,000).
 `penstock serve MODEL --print-config` prints the resolved values."""
 
@@ -39,7 +41,8 @@ def _flags() -> Iterator[str]:
         also = ", ".join(f"`{s}`" for s in flag.spellings[1:])
         if flag.inverse:
             also += f"{'; ' if also else ''}off: " + ", ".join(f"`{s}`" for s in flag.inverse)
-        yield f"| {_form(flag)} | {also} | {_default(flag)} | {flag.help} |"
+        yield f"| {_form(flag)} | {also} | {_default(flag)} | {flag.help}" + (
+            " (serve) |" if flag.dest in SERVE_ONLY else " |")
 
 
 def _form(flag: Flag) -> str:

@@ -5,7 +5,8 @@ length, its name, free memory after loading) stays None and is decided by the en
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Collection, Iterator
 from dataclasses import fields, replace
 
 from penstock.config.platform import Machine
@@ -24,16 +25,24 @@ def resolve(raw: Config, machine: Machine) -> Config:
         device = replace(device, threads=min(machine.cores, 1024))
     if model.dtype == "auto":
         model = replace(model, dtype="float32")
+    if model.seed is None:
+        # Drawn: with a constant, servers repeat their answers after every restart. Dummy weights
+        # are for tests and measurements, which want the same ones again.
+        drawn = int.from_bytes(os.urandom(4))
+        model = replace(model, seed=0 if model.load_format == "dummy" else drawn)
     config = replace(raw, schedule=schedule, device=device, model=model)
     check(config, machine)
     return config
 
 
-def lines(config: Config) -> Iterator[str]:
-    """`name value` for every setting, in the order of the tree. A secret shows only as (set)."""
+def lines(config: Config, *, without: Collection[str] = ()) -> Iterator[str]:
+    """`name value` for every setting, in the order of the tree, but those `without`, as
+    "section.field". A secret shows only as (set)."""
     for section in fields(config):
         part = getattr(config, section.name)
         for f in fields(part):
+            if f"{section.name}.{f.name}" in without:
+                continue
             value = getattr(part, f.name)
             if f"{section.name}.{f.name}" in SECRETS and value is not None:
                 value = "(set)"

@@ -55,8 +55,8 @@ class ModelConfig:
     max_model_len: Annotated[int | None, "tokens of prompt and output (default: the model's)",
                              Alias("--context-length")] = None
     chat_template: Annotated[str | None, "Jinja template file, in place of the model's"] = None
-    seed: Annotated[int, "for dummy weights and for requests without a seed",
-                    Alias("--random-seed")] = 0
+    seed: Annotated[int | None, "of requests without a seed (default: drawn at start), and of dummy weights",
+                    Alias("--random-seed")] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +121,11 @@ class Config:
     server: ServerConfig = field(default_factory=ServerConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
 
+
+# "section.field" of what only an HTTP server has a use for: refused by the other commands.
+SERVE_ONLY = frozenset({
+    "model.served_model_name", "schedule.max_waiting",
+    *(f"server.{name}" for name in get_type_hints(ServerConfig))})
 
 # "section.field" of every Secret.
 SECRETS = frozenset(

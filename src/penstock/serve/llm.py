@@ -21,7 +21,7 @@ from penstock.config.errors import ConfigError, RequestError
 from penstock.config.params import SamplingParams
 from penstock.config.platform import probe
 from penstock.config.resolve import resolve
-from penstock.config.tree import Config
+from penstock.config.tree import SERVE_ONLY, Config
 from penstock.model.locate import locate
 from penstock.serve.client import EngineClient, checked_limits
 from penstock.serve.generate import Ended, Generation, Piece
@@ -49,14 +49,16 @@ class AsyncLLM:
     """A model in an engine process, for one asyncio loop. `async with`, or `start` and `close`.
 
     model     'demo', a folder, a .gguf file, or a hub id in the local cache
-    options   every flag of the command line, dashes as `_`; vLLM's and SGLang's spellings too
+    options   flags of the command line but the HTTP server's, dashes as `_`; vLLM's and SGLang's
+              spellings too
     config    a resolved Config instead of both
     Raises    ConfigError here, and from `start` for what only the engine can see.
     """
 
     def __init__(self, model: str = "demo", *, config: Config | None = None,
                  **options: object) -> None:
-        self.config = config or resolve(from_options(model, options), probe())
+        self.config = config or resolve(
+            from_options(model, options, without=SERVE_ONLY), probe())
         self._client = EngineClient(self.config, log=_log.info)
         self._metrics = Metrics()
         self._text: Text | None = None

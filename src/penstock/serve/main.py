@@ -25,10 +25,11 @@ class Command:
     help: str
     model: Literal["needed", "optional", "none"]
     own_flags: bool = True              # False: its module is not imported for --help
+    serves: bool = False                # whether it takes the flags of the HTTP server, too
 
 
 COMMANDS = {
-    "serve": Command(module="penstock.serve.http_main", model="needed", own_flags=False,
+    "serve": Command(module="penstock.serve.http_main", model="needed", own_flags=False, serves=True,
                      help="serve a model over HTTP, in OpenAI's API"),
     "chat": Command(module="penstock.serve.commands", model="needed",
                     help="talk to a model in the terminal"),
@@ -38,7 +39,7 @@ COMMANDS = {
                      help="measure speed: offline, or of a running server"),
     "sim": Command(module="penstock.sim.main", model="none",
                    help="run the planner against simulated ranks and faults"),
-    "doctor": Command(module="penstock.serve.doctor", model="optional", own_flags=False,
+    "doctor": Command(module="penstock.serve.doctor", model="optional", own_flags=False, serves=True,
                       help="show this machine and the chosen back-ends, and why"),
 }
 
@@ -87,15 +88,17 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _run(name: str, command: Command, words: list[str]) -> int:
-    from penstock.config.cli import Parser, add_flags, config_from, prepare
+    from penstock.config.cli import Parser, add_flags, config_from, flags, prepare
     from penstock.config.platform import probe
     from penstock.config.resolve import lines, resolve
+    from penstock.config.tree import SERVE_ONLY
 
     parser = Parser(prog=f"penstock {name}", description=command.help)
+    without = frozenset() if command.serves else SERVE_ONLY
     if command.own_flags:
         importlib.import_module(command.module).add_arguments(parser)
     if command.model != "none":
-        add_flags(parser, model_required=command.model == "needed")
+        add_flags(parser, model_required=command.model == "needed", without=without)
         parser.add_argument("--print-config", action="store_true",
                             help="print the resolved config, one `name value` a line, and exit")
         words = prepare(words)
@@ -105,8 +108,12 @@ def _run(name: str, command: Command, words: list[str]) -> int:
     if command.model == "needed" or getattr(args, "model", None):
         config = resolve(config_from(args), probe())
         if args.print_config:
-            print("\n".join(lines(config)))
+            print("\n".join(lines(config, without=without)))
             return 0
+    elif command.model == "optional":
+        for flag in flags():
+            if hasattr(args, flag.dest):
+                raise ConfigError(f"{flag.spellings[0]} needs a MODEL")
     code = importlib.import_module(command.module).run(config, args)
     return int(code)
 
