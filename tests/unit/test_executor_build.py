@@ -106,6 +106,15 @@ def test_a_built_engine_produces_tokens(folder, dtype):
         line.startswith(f"{op}: ") for line in lines)] == ["linear", "paged_attention"]
 
 
+@pytest.mark.parametrize("rows", [4, 5])
+def test_decoders_that_have_to_take_turns_are_announced_once(folder, rows):
+    lines: list[str] = []
+    build_engine(dummy(folder, schedule=ScheduleConfig(max_num_seqs=rows, step_tokens=4)),
+                 lines.append)
+    warned = [line for line in lines if line.startswith("warning: --step-tokens 4 is below")]
+    assert len(warned) == (rows > 4)
+
+
 def test_dummy_weights_follow_the_seed(folder):
     def logits(seed: int) -> torch.Tensor:
         loaded = build._load(dummy(folder, model=ModelConfig(

@@ -83,10 +83,11 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
                              machine.probe().memory_available)
     attention = functools.partial(paged_attention.plan, backend=backends["paged_attention"].name)
     prove(model, attention, shape)
+    seed = config.model.seed or 0         # `resolve` has drawn one for a server
     hbm = HbmPool(shape, core_config.hbm_pages)
     dram = DramPool(shape, core_config.dram_pages) if core_config.dram_pages else None
     executor = CpuExecutor(model, attention, hbm, dram, rows=core_config.rows,
-                           seed=config.model.seed, lateness=lateness)
+                           seed=seed, lateness=lateness)
     seconds = time.perf_counter() - started
     info: Info = {
         "model": loaded.name, "load_format": loaded.load_format,
@@ -99,13 +100,16 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
         "hbm_pages": core_config.hbm_pages, "hbm_bytes": hbm.nbytes,
         "dram_pages": core_config.dram_pages, "dram_bytes": dram.nbytes if dram else 0,
         "max_num_seqs": core_config.rows, "step_tokens": core_config.step_tokens,
-        "overlap": core_config.overlap, "prefix_cache": core_config.prefix_cache,
+        "seed": seed, "overlap": core_config.overlap, "prefix_cache": core_config.prefix_cache,
         "weight_bytes": loaded.bytes, "load_peak_bytes": load_peak,
         "start_seconds": round(seconds, 3),
         **{f"backend_{op}": str(choice) for op, choice in backends.items()},
     }
     log(f"kv: {core_config.hbm_pages} device pages and {core_config.dram_pages} host pages of "
         f"{shape.page_size} tokens ({shape.page_bytes} bytes); context {core_config.max_len}")
+    if core_config.step_tokens < core_config.rows:
+        log(f"warning: --step-tokens {core_config.step_tokens} is below --max-num-seqs "
+            f"{core_config.rows}: the youngest requests wait while older ones decode")
     return Built(executor=executor, core_config=core_config, vocab_size=model.vocab_size,
                  max_model_len=core_config.max_len, info=info)
 
@@ -143,7 +147,7 @@ def _load(config: Config, dtype: torch.dtype, backends: dict[str, registry.Choic
                            ops=layer.ops(backends["layer"].name))
     _check_weights_fit(name, families.tensor_shapes(checkpoint.config), dtype)
     tensors: Iterable[tuple[str, Tensor]] = (
-        families.dummy_tensors(checkpoint.config, config.model.seed)
+        families.dummy_tensors(checkpoint.config, config.model.seed or 0)
         if load_format == "dummy" else checkpoint.tensors())
     loaded = trimmed = 0
     for tensor_name, tensor in tensors:
