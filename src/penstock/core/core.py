@@ -147,28 +147,33 @@ class Core:
         for row in self.in_flight.pop(step):
             r = row.request
             r.in_flight -= 1
-            new = next(results) if row.samples else ()
+            new = next(results) if row.width else ()
             if r.phase is Phase.DONE:
                 continue                       # over-run: issued before we knew that it had ended
+            r.pending -= row.width
+            outcome = self._take(r, new)
             if row.life == r.life:
-                r.settled = row.end
+                short = row.width - len(new)   # what the plan allowed for and did not come
+                assert short >= 0, "more tokens than the plan allows"
+                r.computed -= short
+                r.settled += row.end - row.start - short
                 if r.settled >= (len(r.path) + 1) * g:
-                    self.have.seal(r)          # first: the tokens may end the request
-            if row.samples:
-                r.pending -= 1
-                self._extend(r, new)
+                    self.have.seal(r)          # before it may end: its pages serve others
+            if outcome is not None:
+                self._end(r, outcome)
 
-    def _extend(self, r: Request, tokens: tuple[int, ...]) -> None:
-        """Append output tokens and end the request where they say so."""
+    def _take(self, r: Request, tokens: tuple[int, ...]) -> Outcome | None:
+        """Append output tokens, as far as they count. Returns why the request ends with them."""
         a, n = r.arrived, r.num_output
         for token in tokens:
             r.tokens.append(token)
             self._out.append(Token(a.rid, n, token))
             n += 1
             if token in a.stop and n > a.min_new:
-                return self._end(r, Outcome.STOP)
+                return Outcome.STOP
             if n >= r.max_new:
-                return self._end(r, Outcome.LENGTH)
+                return Outcome.LENGTH
+        return None
 
     def _landed(self, event: Moved) -> None:
         self.counters["failed_moves"] += not event.ok

@@ -49,6 +49,7 @@ class Arrived:
     namespace: int = 0                     # root of the prefix tree: tenant, salt, adapter
     priority: int = 0                      # lower is served first, as in vLLM
     leader: RequestId | None = None        # fork (`n` > 1): wait for this one's prompt, then share
+    host_token: bool = False               # each step needs its last token on the host (a grammar)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +86,10 @@ class Flushed:
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """`step` has executed on every rank. `tokens[i]` are the 0..k tokens sampled for the i-th
-    row of the plan that has `samples` set, in plan order."""
+    """`step` has executed on every rank. `tokens[i]` are the tokens of the i-th row of the plan that
+    has `samples` set, in plan order: 0 to `count` of them for a decoding row, 0 or 1 after a prompt.
+    The KV that counts ends before the last of them; with 0 the row's last input is computed again.
+    """
 
     step: StepId
     tokens: tuple[tuple[int, ...], ...]
@@ -146,6 +149,8 @@ class Move:
 class StepPlan:
     """One forward step, struct-of-arrays: entry i of every column is the i-th batch row.
 
+    A row whose first token is -1 starts where the device's own length says: `start` and `count` are
+    upper bounds as long as results of earlier steps are out. Further tokens of -1 are drafts.
     A plan without rows carries binds, grows and moves only; it retires like any other.
     Order on the device: binds, grows, forward, moves (each not before its `after`).
     """
@@ -154,7 +159,7 @@ class StepPlan:
     rows: tuple[Row, ...]
     rids: tuple[RequestId, ...]
     start: tuple[int, ...]          # first position computed
-    count: tuple[int, ...]          # tokens computed, >= 1; decode is count == 1
+    count: tuple[int, ...]          # tokens computed, >= 1; decode is 1, and drafts if there are any
     samples: tuple[bool, ...]       # whether this row samples after its last position
     tokens: tuple[int, ...]         # flat input ids, sum(count); -1 = the row's last sampled token
     grows: tuple[Grow, ...]

@@ -11,8 +11,9 @@ from penstock.core.tree import Copy, Node
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request. Token counts: `computed` positions have KV written or planned, `settled` of them
-    in retired steps; `tokens` are known (prompt + retired outputs), `pending` sampled but not yet."""
+    """One request. `tokens` are known (prompt + retired outputs), positions below `settled` have KV
+    from retired steps. With steps in flight, `computed` and `pending` are upper bounds: of positions
+    with KV, and of tokens sampled but not known yet."""
 
     arrived: Arrived
     seq: int                                   # arrival order

@@ -25,8 +25,12 @@ class Issued:
     request: Request
     life: int            # the request's, when the step was issued
     start: int
-    end: int             # positions below have KV once the step has retired
-    samples: bool
+    end: int             # positions below may have KV once the step has retired
+    width: int           # tokens it may return at most; 0: it does not sample
+
+    @property
+    def samples(self) -> bool:
+        return self.width > 0
 
 
 def insert(queue: list[Request], r: Request) -> None:
@@ -63,13 +67,14 @@ def _choose(core: Core, step: StepId) -> list[Issued]:
             room.for_growth(core, r, taken)
             if r.phase is not Phase.RESIDENT or not core.have.grow(r):
                 continue
-        chosen.append(Issued(r, r.life, r.computed, r.computed + 1, True))
+        width = _width(core, r, budget)
+        chosen.append(Issued(r, r.life, r.computed, r.computed + width, width))
         taken.append(r)
-        budget -= 1
+        budget -= width
     for r in core.running:
         if r.phase is Phase.PREFILL and budget and r.todo:
             n = min(budget, r.todo)
-            chosen.append(Issued(r, r.life, r.computed, r.computed + n, n == r.todo))
+            chosen.append(Issued(r, r.life, r.computed, r.computed + n, int(n == r.todo)))
             budget -= n
     return chosen
 
@@ -78,7 +83,20 @@ def _may_decode(core: Core, r: Request, step: StepId) -> bool:
     ahead = len(r.tokens) + r.pending
     # Cadence counts steps, but a lone row must not wait for steps that nobody issues.
     return (r.computed < ahead < r.num_prompt + r.max_new
+            and not (r.arrived.host_token and r.pending)
             and (r.last_issue <= core.have.retired or step - r.last_issue >= core.cfg.pp_size))
+
+
+def _width(core: Core, r: Request, budget: int) -> int:
+    """Positions that a decoding row computes: one, and drafts as far as everything allows."""
+    if not core.cfg.draft_tokens:
+        return 1
+    left = r.num_prompt + r.max_new - len(r.tokens) - r.pending
+    width = min(1 + core.cfg.draft_tokens, budget, left)
+    while r.computed + width > len(r.table) * core.cfg.page_size:
+        if not core.have.grow(r):          # drafts are worth no victim
+            return len(r.table) * core.cfg.page_size - r.computed
+    return width
 
 
 def _issue(core: Core, step: StepId, chosen: list[Issued]) -> StepPlan:
@@ -94,11 +112,12 @@ def _issue(core: Core, step: StepId, chosen: list[Issued]) -> StepPlan:
         elif len(r.table) > r.bound:
             grows.append(Grow(r.row, ONLY, tuple(HbmPage(c.page) for c in r.table[r.bound:])))
         r.bound = len(r.table)
-        # -1: sampled by a step that has not retired
-        tokens += r.tokens[row.start:row.end] or (-1,)
+        known = r.tokens[row.start:row.end]
+        # -1: sampled by a step that has not retired, or a draft
+        tokens += known + [-1] * (row.end - row.start - len(known))
         r.computed = row.end
         r.in_flight += 1
-        r.pending += row.samples
+        r.pending += row.width
         r.last_issue = step
     have.issued = step
     core.in_flight[step] = chosen

@@ -22,6 +22,7 @@ class CoreConfig:
     max_len: int = 1 << 20              # prompt + output tokens of one request
     overlap: bool = False
     pp_size: int = 1
+    draft_tokens: int = 0               # a decoding row computes, and may return, up to 1 more than this
     prefix_cache: bool = True
     groups: tuple[CacheGroup, ...] = (CacheGroup(name="full", page_bytes=0),)
     hbm_base: int = 0                   # first HbmPage id; tests use disjoint ranges per tier

@@ -27,7 +27,8 @@ class Bound:
     rid: RequestId
     pages: list[list[int]]            # of each group
     emitted: int
-    last: int | None = None           # last sampled token
+    length: int = 0                   # positions whose KV counts
+    last: int | None = None           # token at position `length`: sampled, or given before
 
 
 @dataclass(slots=True)
@@ -36,6 +37,7 @@ class Device:
     num_groups: int
     who: dict[RequestId, Identity]
     free: dict[Tier, set[int]]        # pages that nobody may touch, kept by the world
+    shy: float = 0.0                  # chance that a row returns fewer tokens than it may
     memory: dict[Tier, list[dict[int, list[int]]]] = field(init=False)
     rows: dict[Row, Bound] = field(init=False, default_factory=dict)
     done: int = field(init=False, default=0)       # last executed step
@@ -74,22 +76,61 @@ class Device:
         at = 0
         for i, row in enumerate(plan.rows):
             n = plan.count[i]
-            value = self._forward(row, plan.start[i], plan.tokens[at:at + n])
+            new = self._run(row, plan.start[i], plan.tokens[at:at + n], plan.samples[i], plan.step)
             at += n
             if plan.samples[i]:
-                bound = self.rows[row]
-                token = sample(value, bound.emitted, self.who[bound.rid].seed)
-                bound.last = token
-                bound.emitted += 1
-                out.append((token,))
+                out.append(new)
         self.done = plan.step
         return tuple(out)
+
+    def _run(self, row: Row, start: int, tokens: tuple[int, ...], samples: bool,
+             step: int) -> tuple[int, ...]:
+        """Known inputs, then drafts: as many as are right are kept, the others leave garbage."""
+        bound = self.rows[row]
+        if tokens[0] < 0:
+            assert bound.last is not None, f"row {row}: no sampled token since its bind"
+            assert bound.length <= start, f"row {row}: device is at {bound.length}, plan at {start}"
+            start = bound.length
+        given = [t for t in tokens if t >= 0] or [bound.last or 0]
+        may = len(tokens) - len(given) + 1
+        who = self.who[bound.rid]
+        value = self._forward(row, start, given)
+        bound.length, bound.last = start + len(given), given[-1]
+        if not samples:
+            return ()
+        want = self._wanted(may, who.seed, bound.emitted, step)
+        new: list[int] = []
+        while len(new) < want:
+            token = sample(value, bound.emitted + len(new), who.seed)
+            new.append(token)
+            if len(new) < want:
+                value = self._forward(row, bound.length, [token])
+                bound.length += 1
+        if new:
+            bound.last = new[-1]
+        else:
+            bound.length -= 1                     # the last input is computed again
+        for p in range(bound.length + (not new), start + len(tokens)):
+            self._spoil(row, p)                   # a draft that was wrong
+        bound.emitted += len(new)
+        return tuple(new)
+
+    def _wanted(self, may: int, seed: int, emitted: int, step: int) -> int:
+        """How many tokens come; the same on every rank."""
+        dice = hash((seed, emitted, step)) % 1000
+        return may if dice >= 1000 * self.shy else dice % (may + 1)
 
     def _bind(self, b: Bind) -> None:
         assert len(b.pages) == self.num_groups, "a bind has a page table for each group"
         self.rows[b.row] = Bound(b.rid, [list(pages) for pages in b.pages], b.emitted)
 
-    def _forward(self, row: Row, start: int, tokens: tuple[int, ...]) -> int:
+    def _spoil(self, row: Row, p: int) -> None:
+        bound = self.rows[row]
+        for group, pages in enumerate(bound.pages):
+            assert len(pages) * self.page_size > p, f"row {row}: {len(pages)} pages, position {p}"
+            self.page(Tier.HBM, group, pages[p // self.page_size])[p % self.page_size] = -p
+
+    def _forward(self, row: Row, start: int, tokens: Sequence[int]) -> int:
         bound, size = self.rows[row], self.page_size
         namespace = self.who[bound.rid].namespace
         end = start + len(tokens)
@@ -102,9 +143,6 @@ class Device:
                   for v in slots]
         value = 0
         for p, token in enumerate(tokens, start):
-            if token < 0:
-                assert bound.last is not None, f"row {row}: no sampled token since its bind"
-                token = bound.last
             value = kv_value(values, token, namespace)
             for group, table in enumerate(tables):
                 v = hash((value, group)) if group else value

@@ -27,6 +27,7 @@ class Speeds:
     copy: float = 1.0               # from permission to the read, and from the read to the write
     straggle: float = 0.0           # chance that a copy takes ten times as long
     fail: float = 0.0               # chance that a copy fails on one rank
+    shy: float = 0.0                # chance that a row returns fewer tokens than it may
 
 
 class SimExecutor:
@@ -38,7 +39,7 @@ class SimExecutor:
         self.wake = wake or (lambda: None)
         self.who: dict[RequestId, Identity] = {}
         self.free: dict[Tier, set[int]] = {tier: set() for tier in Tier}
-        self.devices = [Device(cfg.page_size, len(cfg.groups), self.who, self.free)
+        self.devices = [Device(cfg.page_size, len(cfg.groups), self.who, self.free, self.speeds.shy)
                         for _ in range(ranks)]
         self.stages = cfg.pp_size
         self.fail_move = 0                # the n-th Move fails, whatever the rate; 0 is off

@@ -169,11 +169,17 @@ class Judge:
             live = self.core.live[rid]
             assert owner == rid and live.row == row, f"row {row} is not bound to request {rid}"
             assert live.phase in (Phase.PREFILL, Phase.RESIDENT), f"request {rid}: {live.phase}"
-            for i in range(at, at + count):
-                if p.tokens[i] < 0:
-                    assert count == 1 and row in self.sampled, f"row {row}: nothing sampled"
-                    assert (self.sampled[row] <= self.retired
-                            or p.step - self.sampled[row] >= self.cfg.pp_size), "cadence"
+            known = [t >= 0 for t in p.tokens[at:at + count]]
+            if not all(known):
+                assert samples and sum(known) <= 1 and count <= 1 + self.cfg.draft_tokens
+                assert known == sorted(known, reverse=True), f"row {row}: a token after a draft"
+            if not known[0]:
+                assert row in self.sampled, f"row {row}: nothing sampled"
+                assert (self.sampled[row] <= self.retired
+                        or p.step - self.sampled[row] >= self.cfg.pp_size), "cadence"
+                assert not self.made[rid].arrived.host_token, f"request {rid}: its token is out"
+                self.stats["ahead of its token"] += 1
+            self.stats["drafts"] += count - sum(known) - (not known[0])
             at += count
             e = self.made[rid]
             if not e.planned and rid not in self.gave_way:

@@ -65,12 +65,13 @@ def draw(seed: int, mode: str = "") -> Scenario:
         step_tokens=rng.choice((1, 2, 3, 5, 8, 16, 64)),
         max_len=rng.choice((1 << 20, 1 << 20, prompt_max + new_max // 2)),
         overlap=rng.random() < 0.6, pp_size=rng.choice((1, 1, 1, 2, 3)),
+        draft_tokens=rng.choice((0, 0, 1, 3)),
         prefix_cache=reload or rng.random() < 0.85, hbm_base=HBM_BASE, dram_base=DRAM_BASE,
         row_base=ROW_BASE)
     speeds = Speeds(
         step=rng.choice((0.3, 1.0, 1.0)), report=rng.choice((0.0, 0.2, 1.0, 4.0)),
         copy=rng.choice((0.1, 0.5, 2.0, 8.0)), straggle=rng.choice((0.0, 0.0, 0.2)),
-        fail=rng.choice((0.0, 0.0, 0.1, 0.5)))
+        fail=rng.choice((0.0, 0.0, 0.1, 0.5)), shy=rng.choice((0.0, 0.2, 0.7)))
     busy = 0.0 if storm else rng.choice((0.0, 0.3, 1.0, 3.0))
     requests = rng.randint(4, 14)
     heavy = rng.choice((0, 1, 1, 4))

@@ -109,7 +109,8 @@ class Workload:
             if ends:
                 truth, outcome = truth[:ends[0] + 1], Outcome.STOP
         e = Expect(Arrived(RequestId(len(self.made)), prompt, max_new, stop, min_new, namespace,
-                           rng.choice((0, 0, 0, 1, 2)), fork.rid if fork is not None else None),
+                           rng.choice((0, 0, 0, 1, 2)), fork.rid if fork is not None else None,
+                           rng.random() < 0.15),
                    seed, at, truth, outcome, fits < max_new)
         self.made.append(e)
         return e
