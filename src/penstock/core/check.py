@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def check(core: Core) -> None:
     """Raises AssertionError. Walks everything: for tests, the simulator and `--check`."""
     have = core.have
-    for pool in have.pools.values():
+    for pool in (*have.pools.values(), have.disk):
         pool.check()
     _leases(core)
     pins: Counter[int] = Counter()
@@ -35,7 +35,7 @@ def check(core: Core) -> None:
         for node in flight.nodes:
             moves[id(node.copies[flight.src])] += 1
             moves[id(node.copies[flight.dst])] += 1
-    pages: dict[Tier, list[int]] = {Tier.HBM: private, Tier.DRAM: []}
+    pages: dict[Tier, list[int]] = {Tier.HBM: private, Tier.DRAM: [], Tier.DISK: []}
     for r in core.live.values():
         pages[Tier.DRAM] += [*r.reserve, *([r.open_copy] if r.open_copy is not None else [])]
     for node in have.tree.nodes():
@@ -50,6 +50,7 @@ def check(core: Core) -> None:
     assert not refs, "a request names a page that left the tree"
     assert sorted(pages[Tier.HBM]) == sorted(have.hbm.held), "device pages without an owner"
     assert sorted(pages[Tier.DRAM]) == sorted(have.dram.held), "host pages without an owner"
+    assert sorted(pages[Tier.DISK]) == sorted(have.disk.held), "storage slots without an owner"
 
 
 def _leases(core: Core) -> None:

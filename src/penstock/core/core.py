@@ -17,13 +17,16 @@ from penstock.core.plan import (
     Advance,
     Arrived,
     Dropped,
+    Entered,
     Event,
+    Expired,
     Finished,
     Flushed,
     Moved,
     Outcome,
     Output,
     Paused,
+    Rates,
     RequestId,
     Retired,
     Started,
@@ -41,7 +44,7 @@ class Core:
     """One engine's scheduler. `advance` until it returns no plan, then wait for events."""
 
     def __init__(self, cfg: CoreConfig) -> None:
-        mode = Mode(host=cfg.dram_pages > 0)
+        mode = Mode(host=cfg.dram_pages > 0, disk=cfg.disk_pages > 0)
         self.cfg = cfg
         self.edges = lifecycle.edges(mode)
         self.holds = lifecycle.holds(mode)
@@ -53,8 +56,9 @@ class Core:
         self.in_flight: dict[StepId, list[schedule.Issued]] = {}
         self.taken = 0                         # edges taken so far
         self.counters: dict[str, int] = dict.fromkeys(
-            ("pauses", "drops", "prefix_queries", "prefix_hbm_hits", "prefix_dram_hits",
+            ("pauses", "drops", "prefix_queries", "prefix_hbm_hits", "prefix_dram_hits", "prefix_disk_hits",
              "failed_moves"), 0)
+        self.rates: Rates | None = None        # None: not measured yet
         self._seq = 0
         self._out: list[Output] = []
 
@@ -88,9 +92,12 @@ class Core:
             "hbm_pages_in_use": len({c.page for r in self.live.values() for c in r.table}),
             "dram_pages": have.dram.capacity, "dram_pages_free": have.dram.free,
             "dram_pages_held": len(have.dram.held), "dram_pages_fenced": have.dram.in_limbo,
+            "disk_pages": have.disk.capacity, "disk_pages_free": have.disk.free,
+            "disk_pages_held": len(have.disk.held), "disk_pages_fenced": have.disk.in_limbo,
             "moves_in_flight": len(have.flights), "steps": have.issued,
             "hbm_evictions": have.tree.evicted[Tier.HBM],
             "dram_evictions": have.tree.evicted[Tier.DRAM],
+            "disk_evictions": have.tree.evicted[Tier.DISK],
             **self.counters,
         }
 
@@ -112,6 +119,12 @@ class Core:
             case Flushed():
                 while any([self.have.tree.evict(tier, 1 << 60) for tier in Tier]):
                     pass
+            case Expired(rid, phase, visit):
+                r = self.live.get(rid)
+                if r is not None and (r.phase.value, r.visit) == (phase, visit):
+                    self._expire(r)
+            case Rates():
+                self.rates = event
             case Retired(step, tokens):
                 self._retire(step, tokens)
             case Moved():
@@ -139,6 +152,12 @@ class Core:
         r = self.live.get(rid)
         if r is not None and (r.phase, trigger) in self.edges:
             self._go(r, trigger)
+
+    def _expire(self, r: Request) -> None:
+        if r.phase is Phase.QUEUED:
+            self._end(r, Outcome.EXPIRED)
+        elif r.phase is Phase.FETCHING:
+            self._go(r, Trigger.DROP)
 
     def _retire(self, step: StepId, tokens: tuple[tuple[int, ...], ...]) -> None:
         assert step == self.have.retired + 1, "results arrive in step order"
@@ -177,11 +196,11 @@ class Core:
 
     def _landed(self, event: Moved) -> None:
         self.counters["failed_moves"] += not event.ok
-        _, failed = self.have.landed(event.id, event.ok)
+        failed = self.have.landed(event.id, event.ok)
         if failed:
             for r in [r for r in self.running if any(c in failed for c in r.table)]:
                 self._go(r, Trigger.DROP)
-            self.have.discard_failed(failed)
+            self.have.discard(failed)
 
     def _end(self, r: Request, outcome: Outcome) -> None:
         moved = self._go(r, Trigger.END)
@@ -205,7 +224,10 @@ class Core:
             r.life += 1
             self.have.forget_path(r)
         self.taken += 1
+        r.visit += 1
         self._file(r, source)
+        if target is Phase.FETCHING:
+            self._out.append(Entered(r.rid, target.value, r.visit))
         return True
 
     def _file(self, r: Request, source: Phase) -> None:
@@ -226,10 +248,23 @@ class Core:
         for r in self.waiting:
             if r.phase is Phase.PAUSED and not r.is_parked and r.in_flight == 0:
                 self.have.park(r)
+        if self.cfg.disk_pages:
+            self._fetch()
         self._admit()
         for r in [r for r in self.running if r.phase is Phase.LOADING]:
             if not r.moves and all(c.ready for c in r.table):
                 self._go(r, Trigger.LANDED)
+
+    def _fetch(self) -> None:
+        """Start reading stored prefixes early, if reading beats computing them again."""
+        for r in list(self.waiting):
+            if r.phase is not Phase.QUEUED or r.asked_storage or not self._may_start(r):
+                continue
+            r.asked_storage = True
+            pages = self.have.stored(r)
+            if pages and (self.rates is None or self.rates.disk_page_us
+                          < self.cfg.page_size * self.rates.prefill_token_us):
+                self._go(r, Trigger.FETCH)
 
     def _admit(self) -> None:
         """Give rows and pages to the waiting, in order; the first that does not fit blocks the rest,
@@ -237,7 +272,8 @@ class Core:
         for r in list(self.waiting):
             if not self._may_start(r):
                 continue
-            trigger = Trigger.ADMIT if r.phase is Phase.QUEUED else Trigger.RESUME
+            known = r.phase in (Phase.QUEUED, Phase.FETCHING)
+            trigger = Trigger.ADMIT if known else Trigger.RESUME
             if not self._go(r, trigger, spare=len(self.running)):
                 room.for_admission(self, r)
                 return
@@ -247,6 +283,8 @@ class Core:
     def _may_start(self, r: Request) -> bool:
         if r.in_flight or r.moves or (r.phase is Phase.PAUSED and not r.is_parked):
             return False
+        if r.phase is Phase.FETCHING and not self.have.is_fetched(r):
+            return False
         leader = self.live.get(r.arrived.leader) if r.arrived.leader is not None else None
         # A fork waits until the pages of the prompt it shares are sealed.
         return leader is None or leader.num_output > 0
@@ -255,8 +293,10 @@ class Core:
         r.started = True
         loading = sum(not c.ready for c in r.table)
         g = self.cfg.page_size
-        hbm, dram = (len(r.path) - loading) * g, loading * g
+        disk = min(r.fetched, loading)         # what failed on its way was not loaded
+        hbm, dram, disk = (len(r.path) - loading) * g, (loading - disk) * g, disk * g
         self.counters["prefix_queries"] += r.num_prompt
         self.counters["prefix_hbm_hits"] += hbm
         self.counters["prefix_dram_hits"] += dram
-        self._out.append(Started(r.rid, hbm, dram))
+        self.counters["prefix_disk_hits"] += disk
+        self._out.append(Started(r.rid, hbm, dram, disk))

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 
 from penstock.core.ledger import Fence, Pool
 from penstock.core.lifecycle import Lease, Phase
-from penstock.core.plan import DramPage, Group, HbmPage, Move, MoveId, Page, Row, StepId, Tier
+from penstock.core.plan import DiskPage, DramPage, Group, HbmPage, Move, MoveId, Page, Row, StepId, Tier
 from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
 from penstock.core.tree import Copy, Node, Tree
 
 ONLY = Group(0)      # the one cache group of today's models
+UP = {Tier.HBM: 0, Tier.DRAM: 1, Tier.DISK: 2}
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +31,8 @@ class Flight:
 
 
 def _pages(tier: Tier, units: list[int]) -> tuple[Page, ...]:
-    return tuple(map(HbmPage, units)) if tier is Tier.HBM else tuple(map(DramPage, units))
+    kind = {Tier.HBM: HbmPage, Tier.DRAM: DramPage, Tier.DISK: DiskPage}[tier]
+    return tuple(map(kind, units))
 
 
 class Holdings:
@@ -42,12 +44,14 @@ class Holdings:
         self.hbm = Pool("hbm", cfg.hbm_pages, cfg.hbm_base)
         self.dram = Pool("dram", cfg.dram_pages, cfg.dram_base)
         self.pools = {Lease.ROW: self.rows, Lease.HBM: self.hbm, Lease.DRAM: self.dram}
-        self.tree = Tree({Tier.HBM: self.hbm, Tier.DRAM: self.dram})
+        self.disk = Pool("disk", cfg.disk_pages, cfg.disk_base)
+        self.tree = Tree({Tier.HBM: self.hbm, Tier.DRAM: self.dram, Tier.DISK: self.disk})
         self.flights: dict[MoveId, Flight] = {}
         self.outbox: list[Move] = []                     # planned since the last step
         self.issued = StepId(0)
         self.retired = StepId(0)
         self._next_move = 1
+        self._storing = 0                                # pages on their way to storage
 
     # ---------------------------------------------------------------- acquire and release
     def acquire(self, r: Request, leases: Collection[Lease], spare: int = 0) -> bool:
@@ -58,7 +62,8 @@ class Holdings:
             if lease is Lease.ROW:
                 want[lease] = 1
             elif lease is Lease.DRAM:
-                want[lease] = self._dram_needed(r)
+                queued = r.phase is Phase.QUEUED
+                want[lease] = self._find_stored(r) if queued else self._dram_needed(r)
             elif not r.table:
                 want[lease] = self._find(r)
         ok = (self.rows.free >= want[Lease.ROW]
@@ -67,12 +72,16 @@ class Holdings:
         if not ok:
             if Lease.HBM in leases:
                 self._release_table(r)
-                if r.phase is not Phase.PAUSED:
-                    self.forget_path(r)
+            if r.phase is Phase.QUEUED:
+                self._release_parked(r)
+            if r.phase in (Phase.QUEUED, Phase.DROPPED):
+                self.forget_path(r)
             return False
         if want[Lease.ROW]:
             r.row = Row(self.rows.acquire(1)[0])
         r.reserve += map(DramPage, self.dram.acquire(want[Lease.DRAM]))
+        if r.phase is Phase.QUEUED and Lease.DRAM in leases:
+            self._fetch(r)
         if Lease.HBM in leases:
             self._fill(r, want[Lease.HBM])
         return True
@@ -105,7 +114,8 @@ class Holdings:
                 self._discard(node)
 
     def drain(self) -> int:
-        return sum(pool.drain(self.retired, self.flights) for pool in self.pools.values())
+        pools = (self.rows, self.hbm, self.dram, self.disk)
+        return sum(pool.drain(self.retired, self.flights) for pool in pools)
 
     def _room(self, tier: Tier, n: int, spare: int = 0) -> bool:
         """Whether n pages are free now, evicting cached ones if that makes it so."""
@@ -120,7 +130,7 @@ class Holdings:
     # ---------------------------------------------------------------- HBM
     def _find(self, r: Request) -> int:
         """Pin what the device has of the request's known prefix. Returns the pages that are missing."""
-        if r.phase is Phase.PAUSED:
+        if r.phase in (Phase.PAUSED, Phase.FETCHING):
             usable = next((i for i, n in enumerate(r.path) if not self.tree.usable(n)), len(r.path))
             if usable < len(r.path):              # lost meanwhile: that part is recomputed
                 self.forget_path(r, usable)
@@ -257,6 +267,52 @@ class Holdings:
             self.dram.release([r.open_copy], Fence(StepId(0), frozenset(r.moves)))
             r.open_copy = None
 
+    # ---------------------------------------------------------------- storage
+    def stored(self, r: Request) -> int:
+        """Pages of the known prefix that only storage has."""
+        path = self.tree.match(r.arrived.namespace, r.tokens, self.cfg.page_size, stored=True)
+        return sum(not self.tree.usable(node) for node in path)
+
+    def _find_stored(self, r: Request) -> int:
+        """Take the path as far as storage knows it, pinning host copies. Returns the missing ones."""
+        r.path = self.tree.match(r.arrived.namespace, r.tokens, self.cfg.page_size, stored=True)
+        missing = 0
+        for node in r.path:
+            self.tree.use(node)
+            if (copy := node.copies.get(Tier.DRAM)) is not None:
+                copy.pins += 1
+                r.parked.append(copy)
+            else:
+                missing += Tier.HBM not in node.copies
+        return missing
+
+    def _fetch(self, r: Request) -> None:
+        nodes = [n for n in r.path if Tier.HBM not in n.copies and Tier.DRAM not in n.copies]
+        for node in nodes:
+            self.tree.attach(node, Tier.DRAM, Copy(r.reserve.pop(), ready=False, pins=1))
+            r.parked.append(node.copies[Tier.DRAM])
+        r.fetched = len(nodes)
+        self._move_nodes(nodes, Tier.DISK, Tier.DRAM)
+
+    def is_fetched(self, r: Request) -> bool:
+        """Nothing that this request waits for is on its way any more; some of it may have failed."""
+        return all(Tier.HBM in n.copies or Tier.DRAM not in n.copies or n.ready(Tier.DRAM)
+                   for n in r.path)
+
+    def _store(self, nodes: list[Node]) -> None:
+        """Pages whose host copy has landed go on to storage, as far as there is room. A copy that
+        is being stored cannot be evicted, so a store that hangs may hold a quarter of the host."""
+        todo: list[Node] = []
+        for node in nodes:
+            if (Tier.DISK in node.copies or 4 * (self._storing + len(todo)) >= self.cfg.dram_pages
+                    or not self._room(Tier.DISK, 1)):
+                continue
+            self.tree.attach(node, Tier.DISK, Copy(self.disk.acquire(1)[0], ready=False))
+            todo.append(node)
+        if todo:
+            self._storing += len(todo)
+            self._move_nodes(todo, Tier.DRAM, Tier.DISK)
+
     # ---------------------------------------------------------------- moves
     def _new_move(self, flight: Flight, src: list[int], dst: list[int], tokens: int,
                   after: StepId) -> MoveId:
@@ -282,44 +338,57 @@ class Holdings:
         r.moves.add(self._new_move(Flight(src, dst, request=r), [src_page], [dst_page], tokens,
                                    r.last_issue))
 
-    def landed(self, id: MoveId, ok: bool) -> tuple[Flight, list[Copy]]:
-        """A Move was answered. Returns its flight and the device copies that will never be filled;
-        requests that count on those must drop before `discard_failed`."""
+    def landed(self, id: MoveId, ok: bool) -> list[Copy]:
+        """A Move was answered. Returns device copies that will never be filled: requests that count
+        on them must drop before `discard`."""
         flight, failed = self.flights.pop(id), list[Copy]()
         for node in flight.nodes:
             source, target = node.copies[flight.src], node.copies[flight.dst]
             source.moves -= 1
             target.moves -= 1
-            target.ready = ok
-            if ok:
-                self.tree.settle(node)
-                if not self.cfg.prefix_cache:
-                    self._discard(node)
-            elif flight.dst is Tier.HBM:
+            target.ready = ok and not source.bad
+            # A failed load makes its source suspect; a failed copy to a lower tier changes nothing.
+            source.bad = source.bad or (not ok and UP[flight.dst] < UP[flight.src])
+            if not target.ready and flight.dst is Tier.HBM:
                 failed.append(target)
-            else:
-                self.tree.forget(node, Tier.DRAM)     # a failed write-through changes nothing
-        if (r := flight.request) is not None:
-            r.moves.discard(id)
-            if not ok and flight.dst is Tier.DRAM:
-                self._drop_open(r)                    # the open page's tokens are recomputed
-            elif not ok:
-                r.computed = r.settled = len(r.path) * self.cfg.page_size
-            if r.phase is Phase.PAUSED and r.is_parked and not r.moves:
-                self._release_table(r)
-        return flight, failed
+            elif not target.ready:
+                self.tree.forget(node, flight.dst)
+            if source.bad:
+                source.ready = False
+                if not source.moves and flight.dst is not Tier.HBM:
+                    self.tree.forget(node, flight.src)
+            self.tree.settle(node)
+            if not self.cfg.prefix_cache:
+                self._discard(node)
+        if flight.dst is Tier.DISK:
+            self._storing -= len(flight.nodes)
+        elif flight.dst is Tier.DRAM and self.cfg.disk_pages and self.cfg.prefix_cache:
+            self._store([n for n in flight.nodes if n.ready(Tier.DRAM)])
+        if flight.request is not None:
+            self._landed_open(flight.request, id, flight.dst, ok)
+        return failed
 
-    def discard_failed(self, copies: list[Copy]) -> None:
-        """Loads failed: their source cannot be trusted either, both copies go."""
+    def _landed_open(self, r: Request, id: MoveId, dst: Tier, ok: bool) -> None:
+        r.moves.discard(id)
+        if not ok and dst is Tier.DRAM:
+            self._drop_open(r)                    # the open page's tokens are recomputed
+        elif not ok:
+            r.computed = r.settled = len(r.path) * self.cfg.page_size
+        if r.phase is Phase.PAUSED and r.is_parked and not r.moves:
+            self._release_table(r)
+
+    def discard(self, copies: list[Copy]) -> None:
+        """Loads failed and nobody counts on them: the copies go, and with them their sources."""
         for copy in copies:
             assert copy.pins == 0
             if (node := copy.node) is not None:       # else it went with its last request
                 for tier in tuple(node.copies):
-                    self.tree.forget(node, tier)
+                    if not node.copies[tier].moves:
+                        self.tree.forget(node, tier)
 
     def _discard(self, node: Node) -> None:
         """Without a prefix cache a page goes with the last request that names it."""
-        for tier in (Tier.HBM, Tier.DRAM):
+        for tier in tuple(node.copies):
             copy = node.copies.get(tier)
             if copy is not None and not (node.refs or copy.pins or copy.moves):
                 self.tree.forget(node, tier)

@@ -12,6 +12,7 @@ from enum import Enum
 
 class Phase(Enum):
     QUEUED = "queued"        # accepted, holds nothing
+    FETCHING = "fetching"    # its known prefix is on its way from storage into host pages
     LOADING = "loading"      # has its row and pages; evicted or cached KV is on its way to the device
     PREFILL = "prefill"      # known tokens being computed in chunks
     RESIDENT = "resident"    # decoding with all KV on the device
@@ -21,6 +22,7 @@ class Phase(Enum):
 
 
 class Trigger(Enum):
+    FETCH = "fetch"
     ADMIT = "admit"
     LANDED = "landed"        # every page it waits for is on the device
     PREFILLED = "prefilled"  # the step that samples its next token is issued
@@ -45,6 +47,7 @@ class Mode:
     """What shapes the tables."""
 
     host: bool               # a host tier exists
+    disk: bool = False       # a storage tier exists
 
 
 P, T, L = Phase, Trigger, Lease
@@ -52,7 +55,7 @@ P, T, L = Phase, Trigger, Lease
 # Phases whose requests have a row, hence may appear in a plan or become one soon.
 ACTIVE = (P.LOADING, P.PREFILL, P.RESIDENT)
 # Phases whose requests wait for admission, in one queue.
-WAITING = (P.QUEUED, P.PAUSED, P.DROPPED)
+WAITING = (P.QUEUED, P.FETCHING, P.PAUSED, P.DROPPED)
 
 
 def edges(mode: Mode) -> Mapping[tuple[Phase, Trigger], Phase]:
@@ -73,6 +76,12 @@ def edges(mode: Mode) -> Mapping[tuple[Phase, Trigger], Phase]:
             (P.PAUSED, T.RESUME): P.LOADING,
             (P.PAUSED, T.DROP): P.DROPPED,   # a victim too, so it cannot hoard pages
         }
+    if mode.disk:
+        table |= {
+            (P.QUEUED, T.FETCH): P.FETCHING,
+            (P.FETCHING, T.ADMIT): P.LOADING,
+            (P.FETCHING, T.DROP): P.DROPPED,  # too late, or a victim: the prompt is computed
+        }
     live = {p for p, _ in table} | set(table.values())
     return table | {(p, T.END): P.DONE for p in P if p in live}
 
@@ -81,6 +90,7 @@ def holds(mode: Mode) -> Mapping[Phase, tuple[Lease, ...]]:
     """What a request must hold in a phase."""
     return {
         P.QUEUED: (),
+        P.FETCHING: (L.DRAM,),
         P.LOADING: (L.ROW, L.HBM),
         P.PREFILL: (L.ROW, L.HBM),
         P.RESIDENT: (L.ROW, L.HBM),

@@ -16,7 +16,8 @@ RequestId = NewType("RequestId", int)   # made by the server, never by a client
 Row = NewType("Row", int)               # slot of a request in the device-resident tables
 HbmPage = NewType("HbmPage", int)       # page of the device pool
 DramPage = NewType("DramPage", int)     # page of the host pool
-Page: TypeAlias = HbmPage | DramPage    # whichever tier a Move names
+DiskPage = NewType("DiskPage", int)     # slot of the storage tier
+Page: TypeAlias = HbmPage | DramPage | DiskPage    # whichever tier a Move names
 StepId = NewType("StepId", int)         # dense, starts at 1; 0 means "before the first step"
 MoveId = NewType("MoveId", int)
 Group = NewType("Group", int)           # cache group: layers that share a page table
@@ -25,6 +26,7 @@ Group = NewType("Group", int)           # cache group: layers that share a page 
 class Tier(Enum):
     HBM = "hbm"
     DRAM = "dram"
+    DISK = "disk"          # a local file, an object store, a remote KV store
 
 
 class Outcome(Enum):
@@ -33,6 +35,7 @@ class Outcome(Enum):
     STOP = "stop"          # stop token or stop string
     LENGTH = "length"      # max_tokens, context length, or the last page
     ABORT = "abort"        # the client went away or asked for it
+    EXPIRED = "timeout"    # waited longer than its deadline
     REFUSED = "refused"    # can never fit; `Finished.reason` has the numbers
 
 
@@ -85,6 +88,24 @@ class Flushed:
 
 
 @dataclass(frozen=True, slots=True)
+class Expired:
+    """A deadline passed: `rid` is still in the phase that `Entered` told of. A late one, from
+    another visit, has no effect. QUEUED ends the request; FETCHING goes on without the rest."""
+
+    rid: RequestId
+    phase: str
+    visit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Measured speeds: what fetching one page from storage and computing one token take."""
+
+    disk_page_us: float
+    prefill_token_us: float
+
+
+@dataclass(frozen=True, slots=True)
 class Retired:
     """`step` has executed on every rank. `tokens[i]` are the tokens of the i-th row of the plan that
     has `samples` set, in plan order: 0 to `count` of them for a decoding row, 0 or 1 after a prompt.
@@ -98,13 +119,15 @@ class Retired:
 @dataclass(frozen=True, slots=True)
 class Moved:
     """No byte of Move `id` will move any more, on any rank. `ok` is False if its bytes are not
-    all in place: a failed copy to a lower tier is forgotten, a failed load is a miss."""
+    all in place and verified: a failed copy to a lower tier is forgotten, a failed load is a miss
+    and its source is not read again."""
 
     id: MoveId
     ok: bool
 
 
-Event: TypeAlias = Arrived | Aborted | Stopped | Paused | Dropped | Flushed | Retired | Moved
+Event: TypeAlias = (Arrived | Aborted | Stopped | Paused | Dropped | Flushed | Expired | Rates
+                    | Retired | Moved)
 
 
 # ---------------------------------------------------------------- plan out
@@ -184,6 +207,16 @@ class Started:
     rid: RequestId
     hbm_tokens: int
     dram_tokens: int
+    disk_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """`rid` has entered a phase that may have a deadline; `Expired` repeats phase and visit."""
+
+    rid: RequestId
+    phase: str
+    visit: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +226,7 @@ class Finished:
     reason: str = ""
 
 
-Output: TypeAlias = Token | Started | Finished
+Output: TypeAlias = Token | Started | Entered | Finished
 
 
 @dataclass(frozen=True, slots=True)

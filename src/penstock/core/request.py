@@ -29,6 +29,9 @@ class Request:
     life: int = 0                              # rises when KV is given up: late results are then tokens only
     bound: int = 0                             # pages the device knows of; 0 = (re)bind the row
     started: bool = False                      # Started was sent
+    visit: int = 0                             # phases entered so far: names one stay in a phase
+    asked_storage: bool = False                # fetching is tried once
+    fetched: int = 0                           # pages that came from storage
 
     # Leases. `path` are its sealed pages in the tree; `table[i]` is the device copy of page i, the
     # path node's own or a private one; both are used while HBM is held.
@@ -36,7 +39,7 @@ class Request:
     path: list[Node] = field(default_factory=list)
     table: list[Copy] = field(default_factory=list)
     reserve: list[DramPage] = field(default_factory=list)   # host pages taken at PAUSE, not used yet
-    parked: list[Copy] = field(default_factory=list)        # host copies pinned while paused
+    parked: list[Copy] = field(default_factory=list)        # host copies pinned while it waits
     is_parked: bool = False
     open_copy: DramPage | None = None          # host copy of its open page while paused
     moves: set[MoveId] = field(default_factory=set)         # flying copies of its open page

@@ -20,7 +20,7 @@ def promised(core: Core) -> int:
     have = core.have
     pages = have.hbm.in_limbo
     for flight in have.flights.values():
-        for node in flight.nodes:
+        for node in flight.nodes if Tier.HBM in (flight.src, flight.dst) else ():
             copy = node.copies.get(Tier.HBM)
             pages += copy is not None and copy.pins == 0
     for r in core.waiting:
@@ -50,9 +50,17 @@ def for_admission(core: Core, r: Request) -> None:
 
 
 def yield_device(core: Core, victim: Request) -> None:
-    """Pause if the host has room for the KV, else drop it."""
-    if (victim.phase, Trigger.PAUSE) not in core.edges or not core._go(victim, Trigger.PAUSE):
-        core._go(victim, Trigger.DROP)
+    """Pause if the host has room for the KV, else drop it. Fetched pages that nobody has used yet
+    are worth less than computed ones."""
+    if (victim.phase, Trigger.PAUSE) in core.edges:
+        while not core._go(victim, Trigger.PAUSE):
+            fetching = [r for r in core.waiting if r.phase is Phase.FETCHING]
+            if not fetching:
+                break
+            core._go(fetching[-1], Trigger.DROP)
+        else:
+            return
+    core._go(victim, Trigger.DROP)
 
 
 def _drop_paused(core: Core, but: Request) -> bool:

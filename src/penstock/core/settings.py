@@ -18,6 +18,7 @@ class CoreConfig:
     rows: int                           # device-resident table slots
     hbm_pages: int
     dram_pages: int = 0                 # 0: no host tier, hence no PAUSE, only DROP
+    disk_pages: int = 0                 # 0: no storage tier; needs a host tier
     step_tokens: int = 512              # token budget of one step
     max_len: int = 1 << 20              # prompt + output tokens of one request
     overlap: bool = False
@@ -27,6 +28,7 @@ class CoreConfig:
     groups: tuple[CacheGroup, ...] = (CacheGroup(name="full", page_bytes=0),)
     hbm_base: int = 0                   # first HbmPage id; tests use disjoint ranges per tier
     dram_base: int = 0
+    disk_base: int = 0
     row_base: int = 0
 
     @property

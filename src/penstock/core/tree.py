@@ -23,6 +23,7 @@ class Copy:
     ready: bool = True             # False while the Move that fills it is flying
     pins: int = 0                  # requests that need it where it is
     moves: int = 0                 # flying Moves that read or write it
+    bad: bool = False              # reading it has failed: goes when its last Move has landed
     used: StepId = StepId(0)       # last issued step that may touch it
 
 
@@ -61,14 +62,16 @@ class Tree:
             self.roots[namespace] = Node((namespace,), None, 0)
         return self.roots[namespace]
 
-    def match(self, namespace: int, tokens: Sequence[int], page_size: int) -> list[Node]:
-        """The longest usable path of whole pages that leaves at least one token to compute."""
+    def match(self, namespace: int, tokens: Sequence[int], page_size: int, *,
+              stored: bool = False) -> list[Node]:
+        """The longest usable path of whole pages that leaves at least one token to compute; with
+        `stored`, storage counts too."""
         path: list[Node] = []
         node = self.roots.get(namespace)
         while node is not None and (len(path) + 1) * page_size < len(tokens):
             at = len(path) * page_size
             node = node.children.get(tuple(tokens[at:at + page_size]))
-            if node is None or not self.usable(node):
+            if node is None or not (self.usable(node) or (stored and self.fetchable(node))):
                 break
             path.append(node)
         return path
@@ -76,6 +79,10 @@ class Tree:
     def usable(self, node: Node) -> bool:
         """Whether a request can get this page on the device: it is there, coming, or on the host."""
         return Tier.HBM in node.copies or node.ready(Tier.DRAM)
+
+    def fetchable(self, node: Node) -> bool:
+        """Whether storage has it, or it is on its way from there."""
+        return Tier.DRAM in node.copies or node.ready(Tier.DISK)
 
     def child(self, parent: Node, key: Sequence[int]) -> Node:
         """The node of a page that was just sealed under `parent`, new or known."""
