@@ -31,8 +31,9 @@ class Flight:
 
 
 def _pages(tier: Tier, units: list[int]) -> tuple[Page, ...]:
-    kind = {Tier.HBM: HbmPage, Tier.DRAM: DramPage, Tier.DISK: DiskPage}[tier]
-    return tuple(map(kind, units))
+    if tier is Tier.HBM:
+        return tuple(map(HbmPage, units))
+    return tuple(map(DramPage if tier is Tier.DRAM else DiskPage, units))
 
 
 class Holdings:
@@ -292,7 +293,8 @@ class Holdings:
             self.tree.attach(node, Tier.DRAM, Copy(r.reserve.pop(), ready=False, pins=1))
             r.parked.append(node.copies[Tier.DRAM])
         r.fetched = len(nodes)
-        self._move_nodes(nodes, Tier.DISK, Tier.DRAM)
+        if nodes:
+            self._move_nodes(nodes, Tier.DISK, Tier.DRAM)
 
     def is_fetched(self, r: Request) -> bool:
         """Nothing that this request waits for is on its way any more; some of it may have failed."""

@@ -27,6 +27,7 @@ class Speeds:
     copy: float = 1.0               # from permission to the read, and from the read to the write
     straggle: float = 0.0           # chance that a copy takes ten times as long
     fail: float = 0.0               # chance that a copy fails on one rank
+    disk: float = 1.0               # how much slower a copy is that touches storage
     shy: float = 0.0                # chance that a row returns fewer tokens than it may
 
 
@@ -110,7 +111,7 @@ class SimExecutor:
         bad = -1
         if self.rng.random() < self.speeds.fail or self.stats["moves"] == self.fail_move:
             bad = self.rng.randrange(len(self.devices))
-            self.stats["load failed" if move.dst is Tier.HBM else "write-through failed"] += 1
+            self.stats[f"{move.src.value} to {move.dst.value} failed"] += 1
         self._copies[move.id] = len(self.devices)
         for k in range(len(self.devices)):
             start = partial(self._try, k, move, bad)
@@ -122,6 +123,8 @@ class SimExecutor:
         if self.devices[k].done < move.after:
             return False
         slow = 10.0 if self.rng.random() < self.speeds.straggle else 1.0
+        if Tier.DISK in (move.src, move.dst):
+            slow *= self.speeds.disk
         self.clock.after(self._delay(slow * self.speeds.copy), partial(self._read, k, move, bad))
         return True
 

@@ -13,6 +13,7 @@ from penstock.core.core import Core
 from penstock.core.ledger import Pool
 from penstock.core.lifecycle import Lease, Phase, Trigger
 from penstock.core.plan import (
+    Entered,
     Event,
     Finished,
     Move,
@@ -33,7 +34,6 @@ from penstock.sim.workload import Expect
 
 Edge = tuple[Phase, Trigger]
 Pair = tuple[Phase, type[Event]]
-LEASE = {Tier.HBM: Lease.HBM, Tier.DRAM: Lease.DRAM}
 
 
 def watch(pool: Pool, acquired: Callable[[list[int]], None]) -> None:
@@ -59,10 +59,9 @@ class Judge:
         self.blind = blind
         self.stats: Counter[str] = Counter()
         self.every = {tier: set(range(pool.base, pool.base + pool.capacity))
-                      for tier, lease in LEASE.items()
-                      if (pool := core.have.pools.get(lease)) is not None}
+                      for tier, pool in core.have.tree.pools.items()}
         for tier in self.every:
-            watch(core.have.pools[LEASE[tier]], partial(self._acquired, tier))
+            watch(core.have.tree.pools[tier], partial(self._acquired, tier))
         if not blind:
             executor.free.update({tier: set(pages) for tier, pages in self.every.items()})
         self.tables: dict[Row, tuple[RequestId, list[list[int]]]] = {}
@@ -92,13 +91,16 @@ class Judge:
                 assert index < len(e.truth), f"request {rid}: token {index} after its stop"
                 assert token == e.truth[index], f"request {rid}: wrong token {index}"
                 e.got.append(token)
-            case Started(rid, hbm, dram):
+            case Started(rid, hbm, dram, disk):
                 assert e.cached < 0, f"request {rid}: started twice"
-                assert hbm >= 0 and dram >= 0 and hbm + dram < len(e.arrived.prompt)
-                e.cached = hbm + dram
+                e.cached = hbm + dram + disk
+                assert min(hbm, dram, disk) >= 0 and e.cached < len(e.arrived.prompt)
                 self._started(e)
                 self.stats["prefix hits"] += e.cached > 0
                 self.stats["prefix hits from host"] += dram > 0
+                self.stats["prefix hits from storage"] += disk > 0
+            case Entered():
+                pass
             case Finished(rid, outcome, reason):
                 e.finished = outcome
                 self._outcome(e, outcome, reason)
@@ -121,6 +123,8 @@ class Judge:
         self.stats[f"ended {outcome.value}"] += 1
         if outcome is Outcome.ABORT:
             assert e.aborted, f"request {rid}: nobody aborted it"
+        elif outcome is Outcome.EXPIRED:
+            assert e.expired and not got, f"request {rid}: no deadline, or {got} tokens"
         elif outcome is Outcome.STOP and e.stop_at and got < len(e.truth):
             assert got >= e.stop_at, f"request {rid}: stopped before its stop string"
         else:
@@ -212,7 +216,7 @@ class Judge:
                 f"{m}: reads what is still being written")
         busy = {(f.dst, page) for f in self.moves.values() if f is not m for page in f.dst_pages}
         for tier, pages in ((m.src, m.src_pages), (m.dst, m.dst_pages)):
-            pool = self.core.have.pools[LEASE[tier]]
+            pool = self.core.have.tree.pools[tier]
             fenced = {u for fence, units in pool.limbo if m.id in fence.moves for u in units}
             assert pool.held | fenced >= set(pages), f"{m}: a page that nothing keeps"
             assert busy.isdisjoint((tier, page) for page in pages), f"{m}: a page being filled"
@@ -259,7 +263,7 @@ class Judge:
             return
         self.core.check()
         for tier, every in self.every.items():
-            pool = self.core.have.pools[LEASE[tier]]
+            pool = self.core.have.tree.pools[tier]
             free = every - pool.held
             for _, units in pool.limbo:
                 free.difference_update(units)

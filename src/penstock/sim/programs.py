@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from penstock.core.core import Core
 from penstock.core.lifecycle import Mode, Phase, edges
-from penstock.core.plan import Aborted, Dropped, Paused, RequestId, Retired, Stopped
+from penstock.core.plan import Aborted, Dropped, Expired, Paused, RequestId, Retired, Stopped
 from penstock.core.settings import CoreConfig
 from penstock.sim.judge import Edge, Pair
 from penstock.sim.scenario import Scenario, draw
@@ -63,7 +63,9 @@ def sweep(seeds: Iterable[int], mode: str = "", make: MakeCore = Core, *, blind:
 # What every sweep of some hundred seeds must have seen; a name with zero is a hole in the workload.
 MUST_FIRE = (
     "aborted", "aborted twice", "aborted unknown", "paused", "paused unknown", "dropped",
-    "dropped unknown", "stopped late", "flushed", "moves", "load failed", "write-through failed",
+    "dropped unknown", "stopped late", "flushed", "moves", "dram to hbm failed", "hbm to dram failed",
+    "dram to disk failed", "disk to dram failed", "fetch expired", "stale deadline", "rates",
+    "prefix hits from storage", "evicted disk", "ended timeout",
     "moves reordered", "late copy", "back-pressure", "evicted hbm", "evicted dram",
     "pause by pressure", "drop by pressure", "prefix hits", "prefix hits from host",
     "cut by a limit", "ended stop", "ended length", "ended abort", "ended refused",
@@ -142,15 +144,17 @@ def anomaly(kind: str, seed: int, mode: str = "") -> Report:
 
 # ---------------------------------------------------------------- coverage
 def never_taken(seen: Counter[Edge]) -> list[Edge]:
-    """Legal edges (of an engine with a host tier) that `seen` does not have."""
-    return [edge for edge in edges(Mode(host=True)) if not seen[edge]]
+    """Legal edges (of an engine with every tier) that `seen` does not have."""
+    return [edge for edge in edges(Mode(host=True, disk=True)) if not seen[edge]]
 
 
 def never_met(seen: Counter[Pair]) -> list[Pair]:
     """Pairs of phase and event that can meet and did not."""
     every: list[Pair] = [(p, kind) for p in Phase for kind in (Aborted, Paused, Dropped)]
-    every += [(p, Stopped) for p in Phase if p is not Phase.QUEUED]      # it has output
-    every += [(p, Retired) for p in Phase if p not in (Phase.QUEUED, Phase.LOADING)]
+    new = (Phase.QUEUED, Phase.FETCHING)             # never had a row
+    every += [(p, Stopped) for p in Phase if p not in new]               # it has output
+    every += [(p, Retired) for p in Phase if p not in (*new, Phase.LOADING)]
+    every += [(p, Expired) for p in new]
     return [pair for pair in every if not seen[pair]]
 
 
@@ -169,7 +173,7 @@ def storm(seed: int, requests: int = 64) -> tuple[World, Counter[RequestId]]:
 
 SIMPLER = ("aborts=0", "stops=0", "pauses=0", "drops=0", "flushes=0", "abort=0", "stop=0", "turns=0",
            "fail=0", "straggle=0", "hold=0", "ranks=1", "overlap=0", "pp_size=1", "report=0",
-           "prefix_cache=0", "dram_pages=0", "step_tokens=64",
+           "prefix_cache=0", "disk_pages=0", "expire=0", "dram_pages=0", "step_tokens=64",
            "requests=1", "requests=2", "requests=3", "requests=5", "requests=8")
 
 

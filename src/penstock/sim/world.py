@@ -12,17 +12,21 @@ from functools import partial
 from random import Random
 
 from penstock.core.core import Core
+from penstock.core.lifecycle import Phase
 from penstock.core.plan import (
     Aborted,
     Advance,
     Arrived,
     Dropped,
+    Entered,
     Event,
+    Expired,
     Finished,
     Flushed,
     Moved,
     Outcome,
     Paused,
+    Rates,
     RequestId,
     Retired,
     StepPlan,
@@ -80,8 +84,15 @@ class World:
             for _ in range(rng.choice((1, 1, 2))):
                 self.clock.after(late, partial(self._send, Aborted(a.rid)))
 
+        if rng.random() < self.sc.expire:
+            late = at + rng.choice((0.0, 1.0, 20.0)) * rng.random()
+            self.clock.after(late, partial(self._send, Expired(a.rid, Phase.QUEUED.value, 0)))
+
     def _faults(self) -> None:
         rng, sc = self.rng, self.sc
+        for _ in range(rng.choice((0, 0, 1, 3))):
+            rates = Rates(rng.choice((1.0, 10.0, 100.0)), rng.choice((1.0, 5.0, 50.0)))
+            self.clock.after(rng.random() * sc.span, partial(self._send, rates))
         for num, kind in ((sc.pauses, "pause"), (sc.drops, "drop"), (sc.aborts, "abort"),
                           (sc.stops, "stop")):
             for _ in range(num):
@@ -143,6 +154,9 @@ class World:
                     self._maybe_stop(out)
                 elif isinstance(out, Finished):
                     self._maybe_turn(out)
+                elif isinstance(out, Entered):
+                    late = self.rng.random() * self.sc.deadline
+                    self.clock.after(late, partial(self._send, Expired(out.rid, out.phase, out.visit)))
             for rid in self.ending:
                 assert self.load.made[rid].finished is not None, f"request {rid} was not ended"
             self.ending.clear()
@@ -195,6 +209,18 @@ class World:
                 self.stats[name if rid in live else f"{name} unknown"] += 1
                 self.judge.forced.add(rid)
                 self.judge.meets(event, rid)
+            case Expired(rid, phase, visit):
+                r = live.get(rid)
+                if r is None:                     # it may have arrived in this very batch
+                    fresh = made[rid].sent and made[rid].finished is None and visit == 0
+                else:
+                    fresh = (r.phase.value, r.visit) == (phase, visit)
+                made[rid].expired |= fresh and phase == Phase.QUEUED.value
+                kind = "queue expired" if phase == Phase.QUEUED.value else "fetch expired"
+                self.stats[kind if fresh else "stale deadline"] += 1
+                self.judge.forced.add(rid)
+            case Rates():
+                self.stats["rates"] += 1
             case Flushed():
                 self.stats["flushed"] += 1
             case Retired(step):

@@ -237,8 +237,9 @@ class _OneRoot(Tree):
     def root(self, namespace: int) -> Node:
         return Tree.root(self, 0)
 
-    def match(self, namespace: int, tokens: Sequence[int], page_size: int) -> list[Node]:
-        return Tree.match(self, 0, tokens, page_size)
+    def match(self, namespace: int, tokens: Sequence[int], page_size: int, *,
+              stored: bool = False) -> list[Node]:
+        return Tree.match(self, 0, tokens, page_size, stored=stored)
 
 
 @mutant()
@@ -253,8 +254,9 @@ class NamespaceLeftOutOfTheKey(Core):
 class _MatchAll(Tree):
     __slots__ = ()
 
-    def match(self, namespace: int, tokens: Sequence[int], page_size: int) -> list[Node]:
-        return Tree.match(self, namespace, (*tokens, -1), page_size)
+    def match(self, namespace: int, tokens: Sequence[int], page_size: int, *,
+              stored: bool = False) -> list[Node]:
+        return Tree.match(self, namespace, (*tokens, -1), page_size, stored=stored)
 
 
 @mutant()
