@@ -70,7 +70,8 @@ class Workload:
         prompt = before.arrived.prompt + tuple(before.got) + self._tokens(self.rng.randint(0, 3))
         if len(prompt) >= self.sc.cfg.hbm_pages * self.sc.cfg.page_size and self.rng.random() < 0.8:
             return None                                       # would only be refused
-        return self._make(now + self.rng.random() * self.rng.choice((4, 80)), prompt, namespace=before.arrived.namespace)
+        late = self.rng.random() * self.rng.choice((4, 80))
+        return self._make(now + late, prompt, namespace=before.arrived.namespace)
 
     # ---------------------------------------------------------------- one request
     def _prompt(self) -> tuple[int, ...]:
@@ -80,7 +81,7 @@ class Workload:
             return self._tokens(self.sc.cfg.hbm_pages * size + rng.randint(1, 2 * size))
         if kind < 0.08:                                       # fits exactly, or just
             return self._tokens(max(1, self.sc.cfg.hbm_pages * size - rng.randint(0, 2)))
-        if kind < 0.08 + self.sc.again and self.made:                         # extends an answer not yet given
+        if kind < 0.08 + self.sc.again and self.made:      # extends an answer not yet given
             e = rng.choice(self.made)
             if len(e.arrived.prompt) <= 2 * self.sc.prompt_max:
                 cut = rng.randint(0, len(e.truth))

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from penstock.sim.mutants import flow, memory
+from penstock.sim.mutants import flow, memory, storage
 from penstock.sim.mutants.registry import BUDGET, MUTANTS
 from penstock.sim.programs import sweep
 
-__all__ = ["BUDGET", "MUTANTS", "flow", "hunt", "memory"]
+__all__ = ["BUDGET", "MUTANTS", "flow", "hunt", "memory", "storage"]
 
 
 def hunt(name: str, seeds: Iterable[int], *, blind: bool = False) -> tuple[int, str | None]:
