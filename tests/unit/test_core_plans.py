@@ -9,13 +9,16 @@ from penstock.core.plan import (
     Aborted,
     Arrived,
     Dropped,
+    Entered,
     Event,
+    Expired,
     Finished,
     Flushed,
     Moved,
     Outcome,
     Output,
     Paused,
+    Rates,
     RequestId,
     Retired,
     Started,
@@ -303,3 +306,99 @@ def test_priority_is_served_first() -> None:
     d.arrive(2, range(4, 8), max_new=1)
     (plan,) = d.tell(Arrived(RequestId(3), (9, 9), 1, priority=-1)) or d.retire()
     assert plan.rids == (3,)
+
+
+def test_full_host_keeps_prefixes_not_suffixes() -> None:
+    # A host pool that is full evicted the first chunk of the very prompt that was being written.
+    d = Driver(hbm_pages=6, dram_pages=12, page_size=4, step_tokens=8)
+    prompts = [[rid] * 20 for rid in (1, 2, 3, 4)]
+    for rid, prompt in enumerate(prompts, 1):
+        d.arrive(rid, prompt, max_new=1)
+        d.run()
+    d.arrive(9, prompts[-2], max_new=1)
+    d.run()
+    started = [o for o in d.out if isinstance(o, Started)][-1]
+    assert started.dram_tokens + started.hbm_tokens >= 12
+
+
+def test_repeated_hits_do_not_grow_the_eviction_order() -> None:
+    d = Driver(hbm_pages=64)
+    for rid in range(1, 120):
+        d.arrive(rid, range(40), max_new=1)
+        d.run()
+    assert max(len(order) for order in d.core.have.tree._order.values()) <= 4 * 64 + 64 + 1
+
+
+def test_waiting_behind_busy_rows_costs_nothing_per_step() -> None:
+    d = Driver(rows=1, hbm_pages=64)
+    d.arrive(1, range(40), max_new=30)
+    d.retire()
+    d.arrive(2, range(40), max_new=1)
+    before = d.core.have.tree._entry
+    for _ in range(20):
+        d.retire()
+    assert d.core.have.tree._entry - before <= 6        # the pages that request 1 has sealed
+
+
+def test_pages_of_a_damaged_request_serve_nobody() -> None:
+    d = Driver()
+    d.arrive(1, range(10), max_new=4)
+    d.retire()
+    d.tell(Aborted(RequestId(1), damaged=True))
+    d.run()
+    d.arrive(2, range(10), max_new=1)
+    d.run()
+    assert [o for o in d.out if isinstance(o, Started)][-1].hbm_tokens == 0
+
+
+def test_drafts_are_upper_bounds_and_seal_on_what_came() -> None:
+    d = Driver(draft_tokens=2, page_size=4)
+    d.arrive(1, range(3), max_new=9)
+    (decode,) = d.retire()
+    assert decode.start == (3,) and decode.count == (3,) and decode.tokens == (100, -1, -1)
+    plan = d.plans.pop(0)
+    (decode,) = d.tell(Retired(plan.step, ((101, 102),)))
+    assert decode.start == (5,) and decode.tokens == (102, -1, -1)
+    plan = d.plans.pop(0)
+    (decode,) = d.tell(Retired(plan.step, ((),)))
+    assert decode.start == (5,) and decode.tokens == (102, -1, -1)     # nothing came: again
+
+
+def test_storage_brings_back_what_the_host_forgot() -> None:
+    d = Driver(hbm_pages=3, dram_pages=4, disk_pages=32)
+    for rid in (1, 2, 3, 4):
+        d.arrive(rid, [rid] * 10, max_new=1)
+        d.run()
+    d.arrive(9, [1] * 10, max_new=1)
+    assert d.phase(9) is Phase.FETCHING
+    d.run()
+    assert [o for o in d.out if isinstance(o, Started)][-1] == Started(RequestId(9), 0, 0, 8)
+
+
+def test_slow_storage_is_not_asked_when_computing_is_faster() -> None:
+    d = Driver(hbm_pages=3, dram_pages=4, disk_pages=32)
+    for rid in (1, 2, 3, 4):
+        d.arrive(rid, [rid] * 10, max_new=1)
+        d.run()
+    d.tell(Rates(disk_page_us=5_000.0, prefill_token_us=100.0))
+    d.arrive(9, [1] * 10, max_new=1)
+    assert d.phase(9) is not Phase.FETCHING
+
+
+def test_storage_that_hangs_costs_a_deadline_and_its_pages_stay_fenced() -> None:
+    d = Driver(hbm_pages=3, dram_pages=4, disk_pages=32)
+    for rid in (1, 2, 3, 4):
+        d.arrive(rid, [rid] * 10, max_new=1)
+        d.run()
+    d.arrive(9, [1] * 10, max_new=1)
+    (entered,) = [o for o in d.out if isinstance(o, Entered)]
+    hung = d.moves.pop()
+    d.tell(Expired(entered.rid, entered.phase, entered.visit + 1))
+    assert d.phase(9) is Phase.FETCHING                  # not this visit
+    d.tell(Expired(entered.rid, entered.phase, entered.visit))
+    d.run()
+    assert d.finished()[9] is Outcome.LENGTH
+    assert all(p in d.core.have.dram.held for p in hung.dst_pages)
+    d.tell(Moved(hung.id, True))
+    d.tell(Flushed())
+    assert d.core.have.dram.free == 4

@@ -59,6 +59,7 @@ class Core:
             ("pauses", "drops", "prefix_queries", "prefix_hbm_hits", "prefix_dram_hits", "prefix_disk_hits",
              "failed_moves"), 0)
         self.rates: Rates | None = None        # None: not measured yet
+        self._blocked: tuple[int, ...] = ()    # when the head of the queue last did not fit
         self._seq = 0
         self._out: list[Output] = []
 
@@ -106,9 +107,12 @@ class Core:
         match event:
             case Arrived():
                 self._arrive(event)
-            case Aborted(rid):
+            case Aborted(rid, damaged):
                 if (r := self.live.get(rid)) is not None:
+                    path = list(r.path)
                     self._end(r, Outcome.ABORT)
+                    if damaged:
+                        self.have.distrust(path)
             case Stopped(rid, count):
                 if (r := self.live.get(rid)) is not None and count <= r.num_output:
                     self._end(r, Outcome.STOP)
@@ -254,6 +258,8 @@ class Core:
         for r in [r for r in self.running if r.phase is Phase.LOADING]:
             if not r.moves and all(c.ready for c in r.table):
                 self._go(r, Trigger.LANDED)
+                if not r.started:
+                    self._started(r)
 
     def _fetch(self) -> None:
         """Start reading stored prefixes early, if reading beats computing them again."""
@@ -274,11 +280,13 @@ class Core:
                 continue
             known = r.phase in (Phase.QUEUED, Phase.FETCHING)
             trigger = Trigger.ADMIT if known else Trigger.RESUME
+            state = (r.rid, self.taken, self.have.freed, len(self.have.flights))
+            if state == self._blocked and self.have.issued > self.have.retired:
+                return                         # nothing has changed since it did not fit
             if not self._go(r, trigger, spare=len(self.running)):
+                self._blocked = state
                 room.for_admission(self, r)
                 return
-            if not r.started:
-                self._started(r)
 
     def _may_start(self, r: Request) -> bool:
         if r.in_flight or r.moves or (r.phase is Phase.PAUSED and not r.is_parked):
@@ -291,10 +299,8 @@ class Core:
 
     def _started(self, r: Request) -> None:
         r.started = True
-        loading = sum(not c.ready for c in r.table)
-        g = self.cfg.page_size
-        disk = min(r.fetched, loading)         # what failed on its way was not loaded
-        hbm, dram, disk = (len(r.path) - loading) * g, (loading - disk) * g, disk * g
+        g, disk = self.cfg.page_size, min(r.fetched, r.loads)    # not what failed on its way
+        hbm, dram, disk = (len(r.path) - r.loads) * g, (r.loads - disk) * g, disk * g
         self.counters["prefix_queries"] += r.num_prompt
         self.counters["prefix_hbm_hits"] += hbm
         self.counters["prefix_dram_hits"] += dram

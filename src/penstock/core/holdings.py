@@ -6,6 +6,7 @@ parking of a paused request, loading. Knows no policy: who must give way is deci
 """
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
@@ -52,12 +53,16 @@ class Holdings:
         self.issued = StepId(0)
         self.retired = StepId(0)
         self._next_move = 1
+        self.freed = 0                                   # units that came back, in all
         self._storing = 0                                # pages on their way to storage
+        self._to_store: deque[Node] = deque(maxlen=cfg.dram_pages)
 
     # ---------------------------------------------------------------- acquire and release
     def acquire(self, r: Request, leases: Collection[Lease], spare: int = 0) -> bool:
         """Take everything that `leases` mean for this request, or nothing. `spare` HBM pages must be
         left over, so that the rows that run can grow."""
+        if Lease.ROW in leases and not self.rows.free:
+            return False
         want = dict.fromkeys(Lease, 0)
         for lease in leases:
             if lease is Lease.ROW:
@@ -67,10 +72,8 @@ class Holdings:
                 want[lease] = self._find_stored(r) if queued else self._dram_needed(r)
             elif not r.table:
                 want[lease] = self._find(r)
-        ok = (self.rows.free >= want[Lease.ROW]
-              and self._room(Tier.HBM, want[Lease.HBM], spare)
-              and self._room(Tier.DRAM, want[Lease.DRAM]))
-        if not ok:
+        if not (self._room(Tier.HBM, want[Lease.HBM], spare)
+                and self._room(Tier.DRAM, want[Lease.DRAM])):
             if Lease.HBM in leases:
                 self._release_table(r)
             if r.phase is Phase.QUEUED:
@@ -116,7 +119,9 @@ class Holdings:
 
     def drain(self) -> int:
         pools = (self.rows, self.hbm, self.dram, self.disk)
-        return sum(pool.drain(self.retired, self.flights) for pool in pools)
+        freed = sum(pool.drain(self.retired, self.flights) for pool in pools)
+        self.freed += freed
+        return freed
 
     def _room(self, tier: Tier, n: int, spare: int = 0) -> bool:
         """Whether n pages are free now, evicting cached ones if that makes it so."""
@@ -165,6 +170,7 @@ class Holdings:
                 node.copies[Tier.DRAM].pins -= 1
                 loads.append(node)
         r.table += [Copy(page, pins=1) for page in reversed(pages)]
+        r.loads = len(loads)
         if loads:
             self._move_nodes(loads, Tier.DRAM, Tier.HBM)
         if r.open_copy is not None:
@@ -304,10 +310,11 @@ class Holdings:
     def _store(self, nodes: list[Node]) -> None:
         """Pages whose host copy has landed go on to storage, as far as there is room. A copy that
         is being stored cannot be evicted, so a store that hangs may hold a quarter of the host."""
+        self._to_store += nodes
         todo: list[Node] = []
-        for node in nodes:
-            if (Tier.DISK in node.copies or 4 * (self._storing + len(todo)) >= self.cfg.dram_pages
-                    or not self._room(Tier.DISK, 1)):
+        while self._to_store and 4 * (self._storing + len(todo)) < self.cfg.dram_pages:
+            node = self._to_store.popleft()
+            if not node.ready(Tier.DRAM) or Tier.DISK in node.copies or not self._room(Tier.DISK, 1):
                 continue
             self.tree.attach(node, Tier.DISK, Copy(self.disk.acquire(1)[0], ready=False))
             todo.append(node)
@@ -364,6 +371,7 @@ class Holdings:
                 self._discard(node)
         if flight.dst is Tier.DISK:
             self._storing -= len(flight.nodes)
+            self._store([])
         elif flight.dst is Tier.DRAM and self.cfg.disk_pages and self.cfg.prefix_cache:
             self._store([n for n in flight.nodes if n.ready(Tier.DRAM)])
         if flight.request is not None:
@@ -378,6 +386,15 @@ class Holdings:
             r.computed = r.settled = len(r.path) * self.cfg.page_size
         if r.phase is Phase.PAUSED and r.is_parked and not r.moves:
             self._release_table(r)
+
+    def distrust(self, path: list[Node]) -> None:
+        """The KV of a request that has left is damaged: nobody else may start from its pages."""
+        for node in reversed(path):
+            for tier, copy in tuple(node.copies.items()):
+                if node.refs == 0 and copy.moves:
+                    copy.bad, copy.ready = True, False
+                elif node.refs == 0 and not copy.pins:
+                    self.tree.forget(node, tier)
 
     def discard(self, copies: list[Copy]) -> None:
         """Loads failed and nobody counts on them: the copies go, and with them their sources."""

@@ -57,7 +57,11 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
+    """The client went away. `damaged`: the executor saw that its KV is not sound, so no other
+    request may start from it."""
+
     rid: RequestId
+    damaged: bool = False
 
 
 @dataclass(frozen=True, slots=True)

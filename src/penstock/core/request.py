@@ -31,6 +31,7 @@ class Request:
     started: bool = False                      # Started was sent
     visit: int = 0                             # phases entered so far: names one stay in a phase
     asked_storage: bool = False                # fetching is tried once
+    loads: int = 0                             # pages of its path that were not on the device
     fetched: int = 0                           # pages that came from storage
 
     # Leases. `path` are its sealed pages in the tree; `table[i]` is the device copy of page i, the

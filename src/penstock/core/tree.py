@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from penstock.core.ledger import Fence, Pool
 from penstock.core.plan import StepId, Tier
 
+IN_USE = 1 << 62     # `last_used` of a page that a live request names: later than any clock
+
 
 @dataclass(slots=True, eq=False)
 class Copy:
@@ -37,7 +39,7 @@ class Node:
     children: dict[Sequence[int], Node] = field(default_factory=dict)
     copies: dict[Tier, Copy] = field(default_factory=dict)
     refs: int = 0
-    last_used: int = 0             # the tree's clock at the last use
+    last_used: int = 0             # the tree's clock when the last request left it, or IN_USE
 
     def ready(self, tier: Tier) -> bool:
         copy = self.copies.get(tier)
@@ -96,8 +98,10 @@ class Tree:
         node.copies[tier], copy.node = copy, node
 
     def use(self, node: Node) -> None:
-        """A request takes this node into its path."""
+        """A request takes this node into its path. What is in use is evicted last, deepest first:
+        a prefix without its end still serves, an end without its prefix does not."""
         node.refs += 1
+        node.last_used = IN_USE
 
     def leave(self, path: Sequence[Node]) -> None:
         """A request gives up the end of its path. All of it was used now: a page is never older than
@@ -106,7 +110,8 @@ class Tree:
         for node in reversed(path):
             node.refs -= 1
             assert node.refs >= 0
-            node.last_used = self._clock
+            if not node.refs:
+                node.last_used = self._clock
             self.settle(node)
 
     # ---------------------------------------------------------------- eviction
@@ -122,8 +127,11 @@ class Tree:
         or remove it if nothing is left of it."""
         for tier in node.copies:
             if self.evictable(node, tier):
+                order = self._order[tier]
+                if len(order) > 4 * self.pools[tier].capacity + 64:
+                    self._compact(order, tier)
                 self._entry += 1
-                heapq.heappush(self._order[tier], (node.last_used, -node.depth, self._entry, node))
+                heapq.heappush(order, (node.last_used, -node.depth, self._entry, node))
         if node.copies or node.children or node.refs:
             return
         if node.parent is None:
@@ -136,9 +144,6 @@ class Tree:
         """Give up to n copies back to the tier's pool, oldest first. Returns how many; they are free
         when the fence of their last use has passed."""
         gone, order = 0, self._order[tier]
-        if len(order) > 4 * self.pools[tier].capacity + 64:      # mostly stale entries by now
-            order[:] = [e for e in order if e[0] == e[3].last_used and self.evictable(e[3], tier)]
-            heapq.heapify(order)
         while gone < n and order:
             last_used, _, _, node = heapq.heappop(order)
             if last_used == node.last_used and self.evictable(node, tier):
@@ -146,6 +151,12 @@ class Tree:
                 self.evicted[tier] += 1
                 gone += 1
         return gone
+
+    def _compact(self, order: list[tuple[int, int, int, Node]], tier: Tier) -> None:
+        """Drop the entries that no longer say the truth, and repeats."""
+        live = {id(e[3]): e for e in order if e[0] == e[3].last_used and self.evictable(e[3], tier)}
+        order[:] = live.values()
+        heapq.heapify(order)
 
     def forget(self, node: Node, tier: Tier) -> None:
         """Remove a copy that no Move touches, and release its page."""

@@ -107,11 +107,6 @@ class Judge:
 
     def _started(self, e: Expect) -> None:
         a, size = e.arrived, self.cfg.page_size
-        for w in self.core.waiting:
-            first = self.made[w.rid].arrived
-            if w.phase is Phase.QUEUED and first.leader is None and not self.blind:
-                assert (first.priority, first.rid) > (a.priority, a.rid) or (
-                    first.priority == a.priority), f"request {a.rid} overtook {w.rid}"
         if a.leader in self.core.live and a.leader not in self.gave_way:
             # A fork waits until its leader's prompt is sealed, then shares all whole pages.
             shared = (len(a.prompt) - 1) // size * size
@@ -239,13 +234,22 @@ class Judge:
             return False
         self.edges[source, trigger] += 1
         if source is Phase.PAUSED and trigger is Trigger.RESUME and not self.blind:
-            failed = self.executor.stats["write-through failed"] + self.executor.stats["load failed"]
+            failed = any(n for name, n in self.executor.stats.items() if name.endswith("failed"))
             assert failed or r.computed == computed, f"request {r.rid}: a pause lost its KV"
+        if trigger is Trigger.ADMIT and not self.blind:
+            self._admitted(r)
         if trigger in (Trigger.PAUSE, Trigger.DROP):
             self.gave_way[r.rid] += 1
         if pressure:
             self.stats[f"{trigger.value} by pressure"] += 1
         return True
+
+    def _admitted(self, r: Request) -> None:
+        mine = self.made[r.rid].arrived.priority, r.seq
+        for w in self.core.waiting:
+            a = self.made[w.rid].arrived
+            if w.phase is Phase.QUEUED and a.leader is None:
+                assert (a.priority, w.seq) > mine, f"request {r.rid} overtook {w.rid}"
 
     # ---------------------------------------------------------------- who owns what
     def _acquired(self, tier: Tier, pages: list[int]) -> None:

@@ -9,27 +9,15 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_args
 
 from penstock.core.core import Core
-from penstock.core.plan import (
-    Aborted,
-    Arrived,
-    Dropped,
-    Event,
-    Flushed,
-    Moved,
-    Paused,
-    Retired,
-    StepPlan,
-    Stopped,
-)
+from penstock.core.plan import Arrived, Event, StepPlan
 from penstock.core.settings import CoreConfig
 from penstock.sim.scenario import draw
 from penstock.sim.world import MakeCore, World
 
-KINDS = {kind.__name__: kind
-         for kind in (Arrived, Aborted, Stopped, Paused, Dropped, Flushed, Retired, Moved)}
+KINDS = {kind.__name__: kind for kind in get_args(Event)}
 Batch = tuple[Event, ...]
 
 

@@ -210,6 +210,7 @@ class World:
                 self.judge.forced.add(rid)
                 self.judge.meets(event, rid)
             case Expired(rid, phase, visit):
+                self.judge.meets(event, rid)
                 r = live.get(rid)
                 if r is None:                     # it may have arrived in this very batch
                     fresh = made[rid].sent and made[rid].finished is None and visit == 0

@@ -239,7 +239,7 @@ class CachedTokensOverstated(Core):
 
 
 # ---------------------------------------------------------------- progress and victims
-@mutant()
+@mutant(40, first=400)
 class NoFixedPoint(Core):
     """What planning frees is looked at when the next event comes, if one comes."""
 

@@ -10,14 +10,14 @@ from penstock.core.settings import CoreConfig
 C = TypeVar("C", bound=type[Core])
 
 MUTANTS: dict[str, Callable[[CoreConfig], Core]] = {}
-BUDGET: dict[str, int] = {}          # seeds within which the default test must catch it
+BUDGET: dict[str, range] = {}        # seeds within which the default test must catch it
 
 
-def mutant(budget: int = 120) -> Callable[[C], C]:
+def mutant(budget: int = 120, first: int = 0) -> Callable[[C], C]:
     """Enter a Core with a bug under its name in kebab case."""
     def enter(cls: C) -> C:
         name = "".join("-" + c.lower() if c.isupper() else c for c in cls.__name__)[1:]
-        MUTANTS[name], BUDGET[name] = cls, budget
+        MUTANTS[name], BUDGET[name] = cls, range(first, first + budget)
         return cls
     return enter
 
