@@ -104,7 +104,7 @@ class Demo:
     def __init__(self) -> None:
         self.files: ModelFiles = locate("demo")
         self.text = open_text(self._config({}), self.files)
-        self._loaded: dict[str, build._Loaded] = {}
+        self._loaded: dict[tuple[str, ...], build._Loaded] = {}     # the last one
 
     @staticmethod
     def _config(options: dict[str, object]) -> build.Config:
@@ -124,13 +124,13 @@ class Demo:
                **options: object) -> Engine:
         """`options` are flags, `pause_every` steps a request is told to pause (0: never)."""
         config = self._config(options)
-        dtype = config.model.dtype
+        packed_as = (config.model.dtype, *sorted(config.device.backends))
         real = build._load
 
         def load(*args: object) -> build._Loaded:
-            if dtype not in self._loaded:
-                self._loaded[dtype] = real(*args)
-            return self._loaded[dtype]
+            if packed_as not in self._loaded:
+                self._loaded = {packed_as: real(*args)}
+            return self._loaded[packed_as]
 
         build._load = load
         try:

@@ -33,17 +33,15 @@ from pathlib import Path
 from penstock.config.cli import from_options
 from penstock.config.platform import probe
 from penstock.config.resolve import resolve
-from penstock.exec.build import build_engine
-from penstock.kernels import registry
-from penstock.kernels.platform import probe as kernels_probe
+from penstock.exec.build import _backends, build_engine
 
 def kib(key):
     return int(Path("/proc/self/status").read_text().split(key)[1].split()[0])
 
 config = resolve(from_options(sys.argv[1], {"dtype": sys.argv[2], "hbm_bytes": "16M",
                                             "threads": 1}), probe())
-# Imports, but in earnest: torch's library reads 18 MB of its code when it first multiplies.
-registry.select(kernels_probe("cpu"), {})
+# Imports, but in earnest: torch's library reads 18 MB of its own code when it first multiplies.
+_backends(config, lambda line: None)
 before = kib("VmRSS:")
 Path("/proc/self/clear_refs").write_text("5")          # the high-water mark starts again from here
 built = build_engine(config, lambda line: None)
