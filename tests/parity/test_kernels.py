@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from penstock.kernels.cases import Case, cases_of
-from penstock.kernels.paged_attention import store
-from penstock.kernels.platform import Unusable, probe
+from penstock.kernels.paged_attention import AttentionSpec, store
+from penstock.kernels.platform import Op, Unusable, WrongResult, probe
+from penstock.kernels.ragged import Ragged
 from penstock.kernels.registry import OPS
 
 WALK = [(op, implementation.name) for op in OPS.values()
@@ -27,13 +28,19 @@ def outputs_differ(case: Case, out: torch.Tensor, want: torch.Tensor) -> str:
     return "" if gap <= case.tolerance else f"{case.name}: differs by {gap:.2g} of the largest"
 
 
+def skip_unusable(op: Op, name: str) -> None:
+    try:
+        op.get(name).probe(probe())
+    except WrongResult:
+        raise                           # users get around it by skipping; here it is a failure
+    except Unusable as why:
+        pytest.skip(f"{op.name} {name}: {why}")
+
+
 @pytest.mark.parametrize("op, name", WALK, ids=[f"{op.name}-{name}" for op, name in WALK])
 def test_implementation_equals_reference(op, name, expected):
     implementation = op.get(name)
-    try:
-        implementation.probe(probe())
-    except Unusable as why:
-        pytest.skip(f"{op.name} {name}: {why}")
+    skip_unusable(op, name)
     wrong = []
     for case in cases_of(op):
         key = f"{op.name} {case.name}"
@@ -64,3 +71,24 @@ def test_store_writes_its_slots_and_no_other(dtype):
             want = (qkv[slots.index(slot), at:at + heads] if slot in slots
                     else torch.full((heads, dim), 7.0, dtype=dtype))
             assert torch.equal(pool[slot // size, slot % size], want)
+
+
+@pytest.mark.parametrize("name", ["native", "sdpa"])
+def test_attention_rounds_to_nearest(name):
+    """With equal scores the output is the mean of two values, which a truncation would miss."""
+    op = OPS["paged_attention"]
+    skip_unusable(op, name)
+    v = torch.randn(2, 1, 2, 64).bfloat16()                     # two pages of one token
+    plan = op.get(name).run(
+        Ragged((0, 1), (2,), ((0, 1),), torch.tensor([1]), 1),
+        AttentionSpec(num_heads=2, num_kv_heads=2, head_dim=64, dtype=v.dtype, scale=1.0))
+    out = plan(torch.zeros(1, 2, 64, dtype=v.dtype), torch.ones_like(v), v)
+    assert torch.equal(out[0], v.float().mean(0)[0].bfloat16())
+
+
+def test_gate_rounds_to_nearest():
+    op = OPS["layer"]
+    skip_unusable(op, "native")
+    up = torch.randn(3, 70).bfloat16()
+    gate_up = torch.cat((torch.full_like(up, 300.0), up), -1)   # silu(300) is 300
+    assert torch.equal(op.get("native").run.gate(gate_up), (300.0 * up.float()).bfloat16())

@@ -24,6 +24,11 @@ class Unusable(Exception):
     """Raised by a probe: why an implementation cannot run here."""
 
 
+class WrongResult(Unusable):
+    """It runs and differs from the reference: on a user's machine a reason to skip it, in our
+    tests a failure."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Platform:
     """The device kernels run on, as torch sees it."""

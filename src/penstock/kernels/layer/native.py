@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.kernels.layer import reference
 from penstock.kernels.native import library
-from penstock.kernels.platform import Platform, Unusable
+from penstock.kernels.platform import Platform, WrongResult
 
 _SOURCE = Path(__file__).with_name("layer.c")
 _P, _N, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
@@ -34,7 +34,7 @@ def probe(platform: Platform) -> str:
             ops.rotate(turned, angle[:, None], delta[:, None])
         gap = max(float((a.float() - b.float()).abs().max()) for a, b in zip(*outs, strict=True))
         if not gap <= tolerance:
-            raise Unusable(f"{compiler}: {dtype} differs by {gap:.2g} on a small case")
+            raise WrongResult(f"{compiler}: {dtype} differs by {gap:.2g} on a small case")
     return f"{platform.best('avx512_f', 'avx2', 'sve')}, {compiler}"
 
 

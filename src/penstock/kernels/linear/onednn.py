@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.platform import Platform, Unusable
+from penstock.kernels.platform import Platform, Unusable, WrongResult
 
 
 def probe(platform: Platform) -> str:
@@ -30,7 +30,8 @@ def probe(platform: Platform) -> str:
         except (AttributeError, RuntimeError, NotImplementedError) as error:
             raise Unusable(f"torch {platform.torch}: {str(error).splitlines()[0]}") from None
         if not gap <= tolerance:
-            raise Unusable(f"torch {platform.torch}: {dtype} differs by {gap:.2g} on a small case")
+            raise WrongResult(
+                f"torch {platform.torch}: {dtype} differs by {gap:.2g} on a small case")
     return platform.best("amx_bf16", "avx512_bf16", "avx512_f", "avx2", "sve")
 
 

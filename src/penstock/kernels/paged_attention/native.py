@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.kernels.native import library
 from penstock.kernels.paged_attention import reference, sdpa
 from penstock.kernels.paged_attention.spec import AttentionSpec, Row, rows_of
-from penstock.kernels.platform import Platform, Unusable
+from penstock.kernels.platform import Platform, WrongResult
 from penstock.kernels.ragged import Ragged
 
 _CHUNK, _LANES = 128, 16            # as in decode.c
@@ -52,7 +52,7 @@ def probe(platform: Platform) -> str:
         out, want = (planner(layout, spec)(q.to(dtype), k.to(dtype), v.to(dtype)).float()
                      for planner in (plan, reference.plan))
         if not (gap := (out - want).abs().max()) <= tolerance:
-            raise Unusable(f"{compiler}: {dtype} differs by {gap:.2g} on a small case")
+            raise WrongResult(f"{compiler}: {dtype} differs by {gap:.2g} on a small case")
     return f"{platform.best('avx512_f', 'avx2', 'sve')}, {compiler}"
 
 
