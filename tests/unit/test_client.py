@@ -5,6 +5,7 @@ import asyncio
 import gc
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -172,6 +173,7 @@ def test_an_engine_bug_leaves_evidence_without_prompts():
         await client.close()
         assert caught.value.exit_code == 70
         assert "loading a fake" in lines
+        assert not [line for line in caught.value.tail if "loading" in line]    # no start-up banner
         text = "\n".join(lines)
         assert '"kind": "Arrived"' in text and '"prompt": 3' in text
         assert "91" not in text and "92" not in text
@@ -211,6 +213,54 @@ def test_an_engine_that_cannot_start_shows_why():
             await client.start()
         assert caught.value.exit_code == 1
     drive(go())
+
+
+def test_a_start_that_fails_leaves_no_socket_open(monkeypatch):
+    async def go():
+        async def broken(*args, **kwargs):
+            raise OSError("no more files")
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "create_unix_connection", broken)
+        client = client_of()
+        ours = []
+        pair = socket.socketpair
+        monkeypatch.setattr(socket, "socketpair", lambda: ours.append(pair()) or ours[0])
+        with pytest.raises(OSError, match="no more files"):
+            await client.start()
+        assert [s.fileno() for s in ours[0]] == [-1, -1]
+        with pytest.raises(ProcessLookupError):
+            os.kill(client.pid, 0)
+    drive(go())
+
+
+def test_choices_that_cannot_all_be_sent_leave_none_behind(monkeypatch):
+    async def go(client):
+        sent = []
+
+        def send(message):
+            sent.append(message)
+            if len(sent) == 2:
+                raise wire.ProtocolError("too long")
+
+        monkeypatch.setattr(client, "_send", send)
+        with pytest.raises(wire.ProtocolError):
+            client.submit([5], SamplingParams(max_tokens=4, n=3))
+        assert client.num_waiting == client.num_running == 0
+        rids = [m.rid for m in sent if isinstance(m, wire.Submit)]
+        assert [m.rid for m in sent if isinstance(m, wire.Abort)] == rids and len(rids) == 2
+        monkeypatch.undo()
+    with_engine(go)
+
+
+def test_min_tokens_where_every_token_would_stop_is_refused():
+    async def go(client):
+        with pytest.raises(RequestError, match="every token id is a stop id") as caught:
+            client.submit([5], SamplingParams(min_tokens=1), eos_ids=range(100))
+        assert caught.value.param == "min_tokens" and client.num_waiting == 0
+        [stream] = client.submit([5], SamplingParams(min_tokens=1, ignore_eos=True, max_tokens=2),
+                                 eos_ids=range(100))
+        assert await tokens_of(stream) == ([5, 5], "length")
+    with_engine(go)
 
 
 def test_an_engine_that_talks_nonsense_is_killed():

@@ -4,12 +4,13 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from penstock.config.params import SamplingParams
-from penstock.core.plan import Aborted, Arrived, Flushed, Stopped
+from penstock.core.plan import Aborted, Arrived, Entered, Flushed, Started, Stopped
 from penstock.serve import wire
 from penstock.serve.loop import EngineLoop
 from penstock.serve.record import RING, Recorder
@@ -66,6 +67,23 @@ def test_the_first_chunk_says_what_was_cached():
     assert rig.chunks[0].cached_tokens == 3
     assert rig.chunks[0].cached_by_tier == {"hbm": 2, "dram": 1}
     assert all(c.cached_tokens is None for c in rig.chunks[1:])
+
+
+def test_tokens_cached_in_storage_count_and_entering_a_phase_is_no_news():
+    rig = Rig()
+    rig.submit(max_new=1)
+    rig.core.advance, real = lambda events: seen(real(events)), rig.core.advance
+
+    def seen(advance):
+        outputs = [Started(1, 2, 1, disk_tokens=5) if isinstance(o, Started) else o
+                   for o in advance.outputs]
+        return replace(advance, outputs=(*(Entered(1, "queued", 1) for _ in outputs), *outputs)
+                       if any(isinstance(o, Started) for o in outputs) else tuple(outputs))
+
+    rig.run()
+    assert rig.chunks[0].cached_tokens == 8
+    assert rig.chunks[0].cached_by_tier == {"hbm": 2, "dram": 1, "disk": 5}
+    assert rig.ends == {1: "length"}
 
 
 def test_overlap_submits_the_next_plan_before_the_first_retires():
@@ -137,6 +155,7 @@ def test_a_leader_that_is_gone_is_not_waited_for():
     {"max_new": 998}, {"stop_ids": [100]}, {"choice": 8}, {"choice": -1}, {"rid": 0},
     {"params": SamplingParams(logit_bias={100: 1.0})}, {"params": SamplingParams(temperature=-1)},
     {"params": SamplingParams(n=10**6), "choice": 10**5}, {"params": SamplingParams(stop=("",))},
+    {"params": SamplingParams(min_tokens=1), "stop_ids": list(range(100))},
 ], ids=str)
 def test_what_the_engine_cannot_run_is_refused_and_touches_nothing(bad):
     rig = Rig()

@@ -15,10 +15,18 @@ from openai.types.completion_create_params import CompletionCreateParamsBase as 
 
 from penstock.config.errors import RequestError
 from penstock.config.params import SamplingParams
-from penstock.serve.generate import Piece, Usage
+from penstock.serve.client import checked_limits
+from penstock.serve.generate import Ended, Piece, Usage
+from penstock.serve.openai_api import as_api_error
 from penstock.serve.openai_format import ChatFormat, TextFormat, Whole, encode, event
-from penstock.serve.openai_types import NEUTRAL, ChatRequest, CompletionRequest, parse
-from penstock.serve.wire import Logprob
+from penstock.serve.openai_types import (
+    NEUTRAL,
+    ChatRequest,
+    CompletionRequest,
+    bad_request,
+    parse,
+)
+from penstock.serve.wire import Logprob, Ready
 
 USER = [{"role": "user", "content": "hi"}]
 
@@ -242,6 +250,23 @@ def test_infinite_logprobs_are_finite_json():
     whole = Whole(tokens=[65], logprobs=[Logprob(-math.inf, 1, [(65, -math.inf)])], offsets=[0])
     for out in (chat_format(), text_format()):
         assert b"-9999.0" in encode(out.whole([whole], Usage()))
+
+
+def test_a_model_fault_is_a_500_with_its_reason_and_no_advice_to_retry():
+    reason = "the model's logits for output token 3 are not finite: its weights are damaged"
+    told = as_api_error(Ended("abort", reason))
+    assert told.status == 500 and not told.headers and told.body["error"]["message"] == reason
+    assert told.body["error"]["type"] == "server_error"
+    asked_for = as_api_error(Ended("abort", ""))
+    assert asked_for.status == 503 and "retry-after" in asked_for.headers
+
+
+def test_the_code_of_an_error_is_not_guessed_from_its_text():
+    assert bad_request(RequestError("the context is odd")).body["error"]["code"] is None
+    ready = Ready(pid=1, vocab_size=10, max_model_len=4, info={})
+    with pytest.raises(RequestError) as e:
+        checked_limits(ready, [1] * 4, SamplingParams())
+    assert bad_request(e.value).body["error"]["code"] == "context_length_exceeded"
 
 
 def test_an_event_is_one_line():

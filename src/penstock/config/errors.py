@@ -7,8 +7,12 @@ class ConfigError(ValueError):
 
 
 class RequestError(ValueError):
-    """One request is wrong (HTTP 400): `param` names the field."""
+    """One request is wrong (HTTP 400): `param` names the field, `code` is OpenAI's word for it."""
 
-    def __init__(self, message: str, param: str | None = None) -> None:
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+        self.code = code
+
+
+CONTEXT_EXCEEDED = "context_length_exceeded"

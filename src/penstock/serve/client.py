@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from penstock.config.errors import ConfigError, RequestError
+from penstock.config.errors import CONTEXT_EXCEEDED, ConfigError, RequestError
 from penstock.config.params import SamplingParams
 from penstock.config.plain import to_plain
 from penstock.config.tree import Config
@@ -143,20 +143,23 @@ class EngineClient:
         # A socket pair is more private than a path: nothing to guess, to accept, or to clean up,
         # and the engine sees the end of this process at any moment, even while it loads.
         ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [*self._argv, str(theirs.fileno())], pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                encoding="utf-8", errors="replace")
-        self._log_thread = threading.Thread(target=self._read_log, daemon=True, name="penstock-log")
-        self._log_thread.start()
-        ours.setblocking(False)
         try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    [*self._argv, str(theirs.fileno())], pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                    encoding="utf-8", errors="replace")
+            self._log_thread = threading.Thread(target=self._read_log, daemon=True,
+                                                name="penstock-log")
+            self._log_thread.start()
+            ours.setblocking(False)
             self._transport, _ = await self._loop.create_unix_connection(
                 lambda: _Link(self), sock=ours)
             self._send(wire.Hello(version=wire.VERSION, config=to_plain(self.config)))
             self._ready = await self._started
         except BaseException:
+            if self._transport is None:         # which would own it
+                ours.close()
             await self.close()
             raise
         return self._ready
@@ -204,19 +207,25 @@ class EngineClient:
         """
         if self.died is not None or self._closing:
             raise self.died or EngineDied(None)
-        max_new = checked_limits(self.ready, prompt, params)
+        max_new = checked_limits(self.ready, prompt, params, eos_ids)
         stop_ids = sorted({*(() if params.ignore_eos else eos_ids), *params.stop_token_ids})
         streams: list[Stream] = []
         tokens = list(prompt)
-        for choice in range(params.n):
-            inbox = _Inbox(next(self._rids))
-            message = wire.Submit(
-                rid=inbox.rid, prompt=tokens, params=params, stop_ids=stop_ids, max_new=max_new,
-                namespace=namespace, leader=streams[0].rid if streams else None, choice=choice)
-            self._inboxes[inbox.rid] = inbox
-            self.num_waiting += 1
-            streams.append(Stream(self, inbox))
-            self._send(message)
+        try:
+            for choice in range(params.n):
+                inbox = _Inbox(next(self._rids))
+                message = wire.Submit(
+                    rid=inbox.rid, prompt=tokens, params=params, stop_ids=stop_ids,
+                    max_new=max_new, namespace=namespace,
+                    leader=streams[0].rid if streams else None, choice=choice)
+                self._inboxes[inbox.rid] = inbox
+                self.num_waiting += 1
+                streams.append(Stream(self, inbox))
+                self._send(message)
+        except BaseException:                   # all choices or none
+            for stream in streams:
+                self.abort(stream.rid)
+            raise
         return streams
 
     def abort(self, rid: int) -> None:
@@ -268,6 +277,7 @@ class EngineClient:
                     future.set_result(values)
             case wire.Ready():
                 if not self._started.done():
+                    self._tail.clear()      # why it dies from now on is not in what it said before
                     self._started.set_result(message)
             case wire.Failed(text):
                 if not self._started.done():
@@ -354,11 +364,13 @@ class _Link(asyncio.Protocol):
         self._client.link_lost()
 
 
-def checked_limits(ready: wire.Ready, prompt: Sequence[int], params: SamplingParams) -> int:
+def checked_limits(ready: wire.Ready, prompt: Sequence[int], params: SamplingParams,
+                   eos_ids: Sequence[int] = ()) -> int:
     """The most output tokens that `prompt` may get: `max_tokens` clipped to the context.
 
     Raises RequestError for anything that the engine would refuse: sampling values, an empty prompt,
-    token ids outside the vocabulary, a prompt that leaves no room for one output token.
+    token ids outside the vocabulary, a prompt that leaves no room for one output token, min_tokens
+    where every token would stop.
     """
     params.checked()
     vocab, room = ready.vocab_size, ready.max_model_len - len(prompt)
@@ -367,7 +379,7 @@ def checked_limits(ready: wire.Ready, prompt: Sequence[int], params: SamplingPar
     if room < 1:
         raise RequestError(
             f"the prompt has {len(prompt)} tokens and the context is {ready.max_model_len}: at most "
-            f"{ready.max_model_len - 1} leave room for an answer", "prompt")
+            f"{ready.max_model_len - 1} leave room for an answer", "prompt", CONTEXT_EXCEEDED)
     if min(prompt) < 0 or max(prompt) >= vocab:
         raise RequestError(f"a prompt token id is outside 0 to {vocab - 1}", "prompt")
     for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
@@ -375,4 +387,8 @@ def checked_limits(ready: wire.Ready, prompt: Sequence[int], params: SamplingPar
             raise RequestError(f"{name} has a token id outside 0 to {vocab - 1}", name)
     if params.logprobs is not None and params.logprobs > vocab:
         raise RequestError(f"logprobs is {params.logprobs}: the vocabulary has {vocab}", "logprobs")
+    stop_ids = {*(() if params.ignore_eos else eos_ids), *params.stop_token_ids}
+    if params.min_tokens and len(stop_ids) >= vocab:
+        raise RequestError(f"min_tokens is {params.min_tokens}: every token id is a stop id, so none "
+                           "may come first; leave it out", "min_tokens")
     return room if params.max_tokens is None else min(room, params.max_tokens)

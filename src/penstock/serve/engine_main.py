@@ -132,7 +132,7 @@ def main(argv: list[str]) -> NoReturn:
     link.send(ready)
     try:
         run(loop, link)
-    except Exception:                               # the only one: leave evidence, then die
+    except Exception:                               # around the loop: leave evidence, then die
         recorder.dump(sys.stderr)
         traceback.print_exc()
         sys.stderr.flush()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from penstock.config.params import SamplingParams
+from penstock.serve.client import EngineDied
 from penstock.serve.detokenize import Delta, Detokenizer, HasRaw
 from penstock.serve.metrics import Metrics
 from penstock.serve.wire import Chunk, Logprob
@@ -57,11 +58,13 @@ class Piece:
 
 
 class Ended(Exception):
-    """The engine gave up a choice: `refused` it, or ended it by `abort`."""
+    """The engine gave up a choice: `refused` it, or ended it by `abort`. An abort that nobody asked
+    for has a `reason`."""
 
     def __init__(self, outcome: str, reason: str) -> None:
         super().__init__(reason or outcome)
         self.outcome = outcome
+        self.reason = reason
 
 
 @dataclass(slots=True)
@@ -111,27 +114,24 @@ class Generation:
         self._finished()
 
     async def _merged(self) -> AsyncIterator[Piece]:
-        arrived: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
+        arrived: asyncio.Queue[Piece | asyncio.Task[None]] = asyncio.Queue()
 
         async def forward(choice: _Choice) -> None:
-            try:
-                async for piece in choice.pieces():
-                    arrived.put_nowait(piece)
-                arrived.put_nowait(None)
-            except Exception as e:               # re-raised where the request is answered
-                arrived.put_nowait(e)
+            async for piece in choice.pieces():
+                arrived.put_nowait(piece)
 
         tasks = [asyncio.create_task(forward(c)) for c in self._choices]
+        for task in tasks:
+            task.add_done_callback(arrived.put_nowait)
         try:
             running = len(tasks)
             while running:
-                piece = await arrived.get()
-                if piece is None:
+                item = await arrived.get()
+                if isinstance(item, asyncio.Task):
+                    item.result()                # raises what ended it
                     running -= 1
-                elif isinstance(piece, BaseException):
-                    raise piece
                 else:
-                    yield piece
+                    yield item
         finally:
             for task in tasks:
                 task.cancel()
@@ -255,6 +255,6 @@ class _Choice:
 
 
 async def _drain(stream: Stream) -> None:
-    with contextlib.suppress(Exception):         # the engine's death is told elsewhere
+    with contextlib.suppress(EngineDied):        # which is told elsewhere
         async for _ in stream:
             pass

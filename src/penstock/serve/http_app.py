@@ -101,7 +101,8 @@ class Generating:
             await _while_connected(self._handler(body, scope["tenant"], reply), receive)
         except Disconnected:
             pass
-        # One request's error is one request's answer, whatever it is.
+        # One request's error is one request's answer, whatever it is: left to the frameworks, an
+        # unknown one would end a stream without a word and print its text, which may be a prompt.
         except Exception as e:
             await reply.error(as_api_error(e))
         finally:

@@ -211,7 +211,7 @@ class AsyncLLM:
     def _check(self, ids: list[int], params: SamplingParams) -> None:
         if params.stop and self._opened.tokenizer is None:
             raise RequestError("this model has no tokenizer: use stop_token_ids", "stop")
-        checked_limits(self._client.ready, ids, params)
+        checked_limits(self._client.ready, ids, params, self._opened.eos_ids)
 
     @property
     def _opened(self) -> Text:

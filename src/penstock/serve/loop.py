@@ -14,6 +14,7 @@ from penstock.core.plan import (
     Aborted,
     Advance,
     Arrived,
+    Entered,
     Event,
     Executor,
     Finished,
@@ -160,6 +161,8 @@ class EngineLoop:
                     f"the context is {self._max_model_len}")
         if any(not 0 <= i < vocab for i in (*m.stop_ids, *m.params.logit_bias)):
             return f"a stop id or a logit bias is outside 0 to {vocab - 1}"
+        if m.params.min_tokens and len(set(m.stop_ids)) >= vocab:
+            return "min_tokens: every token id is a stop id"
         if m.params.logprobs is not None and m.params.logprobs > vocab:
             return f"logprobs is over the vocabulary of {vocab}"
         return None
@@ -211,19 +214,22 @@ class EngineLoop:
         for output in outputs:
             rid = output.rid
             live = self._live[rid]
-            if isinstance(output, Token):
-                if not live.tokens:
-                    live.first = output.index
-                live.tokens.append(output.token)
-                touched[rid] = live
-            elif isinstance(output, Started):
-                live.cached = output
-                touched[rid] = live
-            else:
-                touched.pop(rid, None)
-                chunks.append(self._chunk(rid, live, output))
-                del self._live[rid]
-                self._executor.close(rid)
+            match output:
+                case Token():
+                    if not live.tokens:
+                        live.first = output.index
+                    live.tokens.append(output.token)
+                    touched[rid] = live
+                case Started():
+                    live.cached = output
+                    touched[rid] = live
+                case Entered():
+                    pass                        # no deadline is configured
+                case Finished():
+                    touched.pop(rid, None)
+                    chunks.append(self._chunk(rid, live, output))
+                    del self._live[rid]
+                    self._executor.close(rid)
         chunks += [self._chunk(rid, live, None) for rid, live in touched.items()]
         return chunks
 
@@ -235,13 +241,17 @@ class EngineLoop:
         if live.logprobs and tokens:
             logprobs = [self._logprob(rid, live.first + i) for i in range(len(tokens))]
         reason = "" if end is None else end.reason or self._executor.fault(RequestId(rid)) or ""
+        by_tier = None
+        if cached is not None:
+            by_tier = {"hbm": cached.hbm_tokens, "dram": cached.dram_tokens}
+            if cached.disk_tokens:
+                by_tier["disk"] = cached.disk_tokens
         return Chunk(
             rid=rid, tokens=tokens, index=live.first, logprobs=logprobs,
             finish=None if end is None else end.outcome.value,
             reason=reason,
-            cached_tokens=None if cached is None else cached.hbm_tokens + cached.dram_tokens,
-            cached_by_tier=None if cached is None else {"hbm": cached.hbm_tokens,
-                                                        "dram": cached.dram_tokens})
+            cached_tokens=None if by_tier is None else sum(by_tier.values()),
+            cached_by_tier=by_tier)
 
     def _logprob(self, rid: int, index: int) -> Logprob:
         found = self._executor.take_logprobs(RequestId(rid), index)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Protocol
 
-from penstock.config.errors import RequestError
+from penstock.config.errors import CONTEXT_EXCEEDED, RequestError
 from penstock.config.params import SamplingParams
 from penstock.serve.client import EngineDied
 from penstock.serve.generate import Ended, Engine, Generation
@@ -91,7 +91,7 @@ class OpenAI:
             await self._run([prompt], request, params, tenant, out, reply, began)
         except RequestError as e:
             renamed = {"prompt": "messages", "max_tokens": name}
-            raise RequestError(str(e), renamed.get(e.param or "", e.param)) from None
+            raise RequestError(str(e), renamed.get(e.param or "", e.param), e.code) from None
 
     async def completion(self, body: bytes, tenant: bytes, reply: Reply) -> None:
         began = time.monotonic()
@@ -184,7 +184,7 @@ class OpenAI:
         if explicit is not None and longest < context < longest + explicit:
             raise RequestError(
                 f"the prompt has {longest} tokens and max_tokens is {explicit}: the context is "
-                f"{context} tokens for both", "max_tokens")
+                f"{context} tokens for both", "max_tokens", CONTEXT_EXCEEDED)
         if self.draining:
             raise overloaded("the server is shutting down", "shutting_down")
         wanted = len(prompts) * params.n
@@ -225,8 +225,11 @@ def as_api_error(error: Exception) -> ApiError:
                             kind="server_error", code="engine_died")
         case Ended(outcome="refused"):
             return ApiError(400, str(error), param="prompt", code="refused")
-        case Ended():
+        case Ended(reason=""):
             return overloaded("the server ended this request", "aborted")
+        case Ended():
+            # The model's fault, not the load's: it would happen again, so no Retry-After.
+            return ApiError(500, error.reason, kind="server_error", code="model_fault")
     # The message of an unknown error may quote the prompt: the log gets the place and the type.
     places = "".join(traceback.format_tb(error.__traceback__))
     log.error("internal error: %s\n%s", type(error).__name__, places)

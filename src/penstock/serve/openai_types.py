@@ -280,5 +280,4 @@ def overloaded(message: str, code: str = "overloaded", retry_s: int = 1) -> ApiE
 
 
 def bad_request(error: RequestError) -> ApiError:
-    code = "context_length_exceeded" if "context is" in str(error) else None
-    return ApiError(400, str(error), param=error.param, code=code)
+    return ApiError(400, str(error), param=error.param, code=error.code)
