@@ -351,10 +351,19 @@ def test_when_the_engine_dies_clients_hear_503_and_the_exit_code_says_so(start, 
             for pid in children.read_text().split():
                 if "--engine" in Path(f"/proc/{pid}/cmdline").read_text():
                     os.kill(int(pid), signal.SIGKILL)
-        seen = b"".join(iter(lambda: link.recv(65536), b""))
-    assert b"engine_died" in seen and b"[DONE]" not in seen
+        seen = b""
+        while b"engine_died" not in seen:
+            part = link.recv(65536)
+            assert part, seen
+            seen += part
+        # New requests hear it too, before the port closes.
+        error(server.post(prompt="hello"), 503)
+        assert server.http.get("/health").status_code == 503
+        seen += b"".join(iter(lambda: link.recv(65536), b""))
+    assert b"[DONE]" not in seen
     assert server.process.wait(WAIT_S) == 1
-    assert "the engine process" in server.log.read_text()
+    log = server.log.read_text()
+    assert log.count("the engine process") == 1 and log.count("loading a fake") == 1
 
 
 def test_a_port_in_use_is_one_line_before_anything_is_loaded(shared):

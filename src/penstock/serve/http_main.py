@@ -36,6 +36,7 @@ log = logging.getLogger("penstock.http")
 EXIT_ENGINE_DIED = 1
 EXIT_INTERRUPTED = 130
 DYING_S = 5.0          # for open requests to hear that the engine is gone
+DEAD_S = 1.0           # for new ones to hear it: a closed port says less
 CLOSING_S = 5          # for connections to close after the last answer
 
 
@@ -121,7 +122,7 @@ class _Server:
                 await asyncio.wait([starting])
             return await self._serve(text)
         except EngineDied as e:
-            _print_error(str(e))
+            _print_death(e)
             return EXIT_ENGINE_DIED
         finally:
             if text is not None:
@@ -179,6 +180,8 @@ class _Server:
     async def _drain(self, api: OpenAI) -> None:
         """Until no request is open, within the time that there is for it."""
         self._health.draining = api.draining = True
+        if self._health.died:
+            await asyncio.sleep(DEAD_S)
         limit_s = DYING_S if self._health.died else self._config.server.drain_s
         died = asyncio.create_task(self._died())
         idle = asyncio.create_task(api.idle.wait())
@@ -198,7 +201,7 @@ class _Server:
 
     def _on_death(self, error: EngineDied) -> None:
         self._health.died = True
-        _print_error(str(error))
+        _print_death(error)
         self._stop.set()
 
     def _on_signal(self, number: signal.Signals) -> None:
@@ -218,6 +221,11 @@ class _Server:
             parts.append(f"{pages} pages")
         parts.append(f"started in {time.monotonic() - self._began:.1f} s")
         return f"penstock: ready on http://{shown}:{port} ({', '.join(parts)})"
+
+
+def _print_death(error: EngineDied) -> None:
+    # Its first line: the others are the engine's last ones, which were printed as they came.
+    _print_error(str(error).splitlines()[0])
 
 
 def _print_error(line: str) -> None:
