@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 import torch.nn.functional as F
+from late_copies import Latest, Shuffled
 
 from penstock.config.params import SamplingParams
 from penstock.core.core import Core
@@ -33,7 +34,7 @@ from penstock.exec.executor import CpuExecutor
 from penstock.kernels import paged_attention
 from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
-from penstock.memory.lateness import Latest, Shuffled
+from penstock.memory.lateness import Promptly
 from penstock.memory.pool import PageShape
 from penstock.model import registry
 
@@ -45,8 +46,8 @@ CONFIG = {
 }
 SHAPE = PageShape(num_layers=2, num_kv_heads=2, page_size=4, head_dim=8)
 GREEDY = SamplingParams(temperature=0.0)
-LATENESS = {"prompt": lambda: None, "latest": Latest, "shuffled": lambda: Shuffled(1),
-            "torn": lambda: Shuffled(2, torn=0.3)}
+LATENESS = {"thread": lambda: None, "prompt": Promptly, "latest": Latest,
+            "shuffled": lambda: Shuffled(1), "torn": lambda: Shuffled(2, torn=0.3)}
 
 
 @functools.cache
@@ -87,7 +88,7 @@ class Engine:
     step_tokens: int = 64
     overlap: bool = True
     rows: int = 4
-    lateness: object = None
+    lateness: object = field(default_factory=Promptly)
     backend: str = "reference"
     got: dict[int, list[int]] = field(default_factory=dict)
     ended: dict[int, Finished] = field(default_factory=dict)

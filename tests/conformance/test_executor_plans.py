@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 import torch.nn.functional as F
+from late_copies import Latest
 
 from penstock.config.errors import RequestError
 from penstock.config.params import SamplingParams
@@ -34,7 +35,7 @@ from penstock.core.plan import (
 from penstock.exec.executor import CpuExecutor
 from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
-from penstock.memory.lateness import Latest
+from penstock.memory.lateness import Promptly
 from penstock.memory.pool import PageShape
 from penstock.model import registry
 
@@ -221,7 +222,7 @@ def test_mixed_steps_do_not_disturb_each_other():
         rid: dense(prompt, len(got[rid])) for rid, prompt in prompts.items()}
 
 
-@pytest.mark.parametrize("lateness", [None, Latest()])
+@pytest.mark.parametrize("lateness", [None, Promptly(), Latest()])
 def test_pause_through_host_pages_and_resume_elsewhere(lateness):
     """KV goes down behind the step that wrote it, and comes back into other pages; the first
     input after the resume is the last retired token, which only the device knows."""
@@ -356,7 +357,7 @@ def test_logits_that_are_not_finite_fail_their_request_only(params):
     h.run(0, 1, 4, PROMPT[4:5])
     h.send()
     a, b = dense(PROMPT, 2)
-    assert h.drain() == [Retired(StepId(1), ((), (a,))), Aborted(RequestId(1)),
+    assert h.drain() == [Retired(StepId(1), ((), (a,))), Aborted(RequestId(1), damaged=True),
                          Retired(StepId(2), ((b,), ()))]
     assert "not finite" in h.ex.fault(RequestId(1))
     assert h.ex.fault(RequestId(2)) is None

@@ -12,6 +12,7 @@ from random import Random
 
 import pytest
 import torch
+from late_copies import Latest, Shuffled
 
 import penstock.exec
 import penstock.sim
@@ -23,7 +24,7 @@ from penstock.exec.executor import CpuExecutor
 from penstock.kernels import paged_attention
 from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
-from penstock.memory.lateness import Latest, Shuffled
+from penstock.memory.lateness import Promptly
 from penstock.memory.pool import PageShape
 from penstock.model.base import KVShape
 from penstock.sim.clock import Clock
@@ -66,7 +67,7 @@ def sim():
 
 
 EXECUTORS = {
-    "CpuExecutor": [cpu, lambda: cpu(Latest()), lambda: cpu(Shuffled(1, torn=0.2))],
+    "CpuExecutor": [cpu, lambda: cpu(Promptly()), lambda: cpu(Latest()), lambda: cpu(Shuffled(1, torn=0.2))],
     "SimExecutor": [sim],
 }
 EVERY = [pytest.param(make, id=f"{name}-{i}")
@@ -131,5 +132,5 @@ def test_every_plan_and_every_move_is_answered_once_and_in_order(make):
         if not found:
             break
     assert not plans and not moves and len(ended) == 6
-    assert core.stats()["pauses"] >= 3
+    assert core.stats()["pauses"] >= 1      # how many depends on when the thread's copies end
     assert set(tokens.values()) == {11}

@@ -61,7 +61,7 @@ def test_any_tier_copies_to_any_other(src, dst, tokens):
     mover.add([Move(MoveId(7), Group(0), src.tier, (12, 10)[:n], dst.tier, (91, 92)[:n], tokens,
                     StepId(2))])
     assert mover.run(StepId(1), idle=True) == []
-    [moved] = mover.run(StepId(2), idle=False)
+    [moved] = mover.run(StepId(2), idle=True)
     assert moved.id == 7 and moved.ok
     for i, page in enumerate((91, 92)):
         filled = min(4, max(0, tokens - 4 * i))

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from penstock.memory.lateness import Latest, Shuffled
+from late_copies import Latest, Shuffled
 
 sys.path.insert(0, str(Path(__file__).parent))
 demo_reference = importlib.import_module("demo_reference")

@@ -1,15 +1,20 @@
 """Pools and mover against plain dicts of tensors; fences, lateness, tearing, failures."""
 from __future__ import annotations
 
+import gc
 import logging
+import subprocess
+import sys
+import threading
 
 import pytest
 import torch
+from late_copies import Latest, Shuffled
 
-from penstock.core.plan import DramPage, Group, HbmPage, Move, MoveId, StepId, Tier
+from penstock.core.plan import DramPage, Group, HbmPage, Move, Moved, MoveId, StepId, Tier
 from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
-from penstock.memory.lateness import Latest, Shuffled
+from penstock.memory.lateness import Promptly
 from penstock.memory.mover import Mover
 from penstock.memory.pool import PageShape
 
@@ -30,8 +35,18 @@ def move(n: int, way, src, dst, tokens: int, after: int = 0) -> Move:
                 tuple(kinds[way[1]](p) for p in dst), tokens, StepId(after))
 
 
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.nan_to_num(-7.0), b.nan_to_num(-7.0))
+def finish(mover: Mover, executed: int) -> list[Moved]:
+    """Run to the end, as an engine without steps does."""
+    events: list[Moved] = []
+    while found := mover.run(StepId(executed), idle=True):
+        events += found
+    assert len(mover) == 0
+    return events
+
+
+@pytest.fixture(params=["thread", "inline"])
+def lateness(request):
+    return None if request.param == "thread" else Promptly()
 
 
 def test_layouts_are_what_kernels_and_disks_expect():
@@ -49,7 +64,7 @@ def test_layouts_are_what_kernels_and_disks_expect():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", range(5, 13))
-def test_a_round_trip_moves_exactly_the_named_tokens(dtype, tokens):
+def test_a_round_trip_moves_exactly_the_named_tokens(dtype, tokens, lateness):
     hbm, dram = pools(PageShape(num_layers=3, num_kv_heads=2, page_size=4, head_dim=5,
                                 dtype=dtype))
     n = -(-tokens // 4)
@@ -57,9 +72,9 @@ def test_a_round_trip_moves_exactly_the_named_tokens(dtype, tokens):
     for i, page in enumerate(src):
         hbm.page(page).copy_(torch.randn(3, 2, 2, 4, 5))
         hbm.page(page)[0, 0, 0, 0, 0] = i
-    mover = Mover([hbm, dram])
+    mover = Mover([hbm, dram], lateness)
     mover.add([move(1, DOWN, src, mid, tokens), move(2, UP, mid, dst, tokens)])
-    assert [(m.id, m.ok) for m in mover.run(StepId(0), idle=False)] == [(1, True), (2, True)]
+    assert [(m.id, m.ok) for m in finish(mover, 0)] == [(1, True), (2, True)]
     for i, (a, b) in enumerate(zip(src, dst, strict=True)):
         t = min(4, tokens - 4 * i)
         assert torch.equal(hbm.page(a)[..., :t, :], hbm.page(b)[..., :t, :])
@@ -93,17 +108,17 @@ def test_wrong_tier_message_names_the_page_and_the_range():
         pools()[0].page(1000)
 
 
-def test_a_copy_waits_for_its_fence():
+def test_a_copy_waits_for_its_fence(lateness):
     hbm, dram = pools()
-    mover = Mover([hbm, dram])
+    mover = Mover([hbm, dram], lateness)
     mover.add([move(1, DOWN, [100], [1000], 4, after=3), move(2, DOWN, [101], [1001], 4, after=2)])
     assert mover.run(StepId(1), idle=True) == []
     hbm.page(100).fill_(1.0)
     hbm.page(101).fill_(2.0)
-    assert [m.id for m in mover.run(StepId(2), idle=False)] == [2]
+    assert [m.id for m in mover.run(StepId(2), idle=True)] == [2]
     assert len(mover) == 1
     hbm.page(100).fill_(3.0)
-    assert [m.id for m in mover.run(StepId(3), idle=False)] == [1]
+    assert [m.id for m in mover.run(StepId(3), idle=True)] == [1]
     assert (dram.page(1000) == 3.0).all()
     assert (dram.page(1001) == 2.0).all()
     assert mover.run(StepId(4), idle=True) == [] and len(mover) == 0
@@ -145,17 +160,95 @@ def test_a_torn_copy_wrote_a_part():
     assert dram.page(1001).isnan().all()
 
 
-def test_whatever_a_copy_raises_is_a_failed_move_and_is_logged(caplog):
-    class Broken(DramPool):
-        def page(self, page):
-            raise OSError("the disk is gone")
+class Broken(DramPool):
+    """Pages that cannot be reached, or only once `gate` opens."""
 
-    mover = Mover([pools()[0], Broken(SHAPE, 6, base=1000)])
+    fault: Exception = OSError("the disk is gone")
+    gate: threading.Event | None = None
+
+    def page(self, page):
+        if self.gate is None:
+            raise self.fault
+        self.gate.wait()
+        return super().page(page)
+
+
+@pytest.mark.parametrize("fault", [OSError("the disk is gone"), RuntimeError("the disk is gone")])
+def test_a_copy_that_fails_is_a_failed_move_and_is_logged(caplog, lateness, fault):
+    dram = Broken(SHAPE, 6, base=1000)
+    dram.fault = fault
+    mover = Mover([pools()[0], dram], lateness)
     mover.add([move(1, DOWN, [100], [1000], 4), move(2, DOWN, [101], [1001], 4)])
     with caplog.at_level(logging.ERROR):
-        assert [(e.id, e.ok) for e in mover.run(StepId(0), idle=False)] == [(1, False), (2, False)]
+        assert [(e.id, e.ok) for e in finish(mover, 0)] == [(1, False), (2, False)]
     assert "the disk is gone" in caplog.text
     assert mover.traffic[DOWN].failed == 2 and mover.traffic[DOWN].bytes == 0
+
+
+def test_our_bug_in_a_copy_reaches_the_caller_and_nobody_hangs(lateness):
+    dram = Broken(SHAPE, 6, base=1000)
+    dram.fault = AssertionError("our bug")
+    mover = Mover([pools()[0], dram], lateness)
+    mover.add([move(1, DOWN, [100], [1000], 4), move(2, DOWN, [101], [1001], 4)])
+    with pytest.raises((AssertionError, RuntimeError)) as seen:
+        mover.run(StepId(0), idle=True)
+    assert "our bug" in f"{seen.value} {seen.value.__cause__}"
+    if lateness is None:                        # the thread has gone: that does not heal
+        with pytest.raises(RuntimeError, match="copy thread died with 2"):
+            mover.run(StepId(1), idle=True)
+
+
+def held() -> tuple[HbmPool, Broken, Mover]:
+    """Pools and a mover whose copies wait for `dram.gate`."""
+    hbm, dram = HbmPool(SHAPE, 6, base=100), Broken(SHAPE, 6, base=1000)
+    hbm.fill(1.0)
+    dram.gate = threading.Event()
+    return hbm, dram, Mover([hbm, dram])
+
+
+def test_a_copy_does_not_hold_the_caller():
+    _hbm, dram, mover = held()
+    mover.add([move(1, DOWN, [100], [1000], 4), move(2, DOWN, [101], [1001], 4, after=9)])
+    assert mover.run(StepId(0), idle=False) == mover.run(StepId(1), idle=False) == []
+    assert len(mover) == 2
+    dram.gate.set()
+    assert mover.run(StepId(2), idle=True) == [Moved(MoveId(1), True)]
+    assert mover.run(StepId(8), idle=True) == []        # none due: blocking would be for ever
+    assert mover.run(StepId(9), idle=True) == [Moved(MoveId(2), True)]
+    assert (dram.page(1001) == 1.0).all()
+
+
+def test_the_thread_ends_with_its_mover():
+    threads = torch.get_num_threads()
+    before = set(threading.enumerate())
+    _hbm, dram, mover = held()
+    mover.add([move(n, DOWN, [100 + n], [1000 + n], 4) for n in range(3)])
+    assert set(threading.enumerate()) == before         # none before the first copy is due
+    mover.run(StepId(0), idle=False)
+    [thread] = set(threading.enumerate()) - before
+    assert torch.get_num_threads() == threads
+    dram.gate.set()
+    del mover
+    gc.collect()
+    assert not thread.is_alive()
+
+
+def test_an_exit_in_the_middle_of_copies_is_clean():
+    """A daemon thread inside torch would abort the process: at exit, it is stopped first."""
+    code = """
+from penstock.core.plan import Group, Move, MoveId, StepId, Tier
+from penstock.memory import dram, hbm, mover, pool
+shape = pool.PageShape(num_layers=8, num_kv_heads=4, page_size=64, head_dim=64)
+m = mover.Mover([hbm.HbmPool(shape, 16), dram.DramPool(shape, 16)])
+pages = tuple(range(16))
+m.add([Move(MoveId(n), Group(0), Tier.HBM, pages, Tier.DRAM, pages, 1024, StepId(0))
+       for n in range(200)])
+m.run(StepId(0), idle=False)
+m.run(StepId(0), idle=True)
+print(len(m) > 0)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "True\n", "")
 
 
 def test_an_unused_host_pool_costs_no_resident_memory():

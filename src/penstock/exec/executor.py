@@ -197,7 +197,7 @@ class CpuExecutor:
         state.fault = (f"the model's logits for output token {index} are not finite: its weights "
                        "are damaged or overflow in this dtype")
         log.error("request %d aborted: %s", rid, state.fault)
-        return [Aborted(rid)]
+        return [Aborted(rid, damaged=True)]
 
     def stats(self) -> dict[str, float]:
         """By metric name: counters since start, sizes of the pools; seconds of this thread."""

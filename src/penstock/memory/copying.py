@@ -1,0 +1,152 @@
+"""One copy between two pools, and the thread that makes copies beside the steps.
+
+Owns the bytes of a copy while it runs, and what went wrong in it. Knows neither fences nor the
+order of copies: it is handed what is due.
+"""
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import TypeAlias
+
+import torch
+
+from penstock.core.plan import Move, Tier
+from penstock.memory.pool import Pool
+
+log = logging.getLogger(__name__)
+
+# How long the thread's end is waited for: it stops after the copy it is in, of at most seconds.
+STOP_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A copy that has ended. `bytes` have arrived: none of a failed one count."""
+
+    move: Move
+    ok: bool
+    bytes: int
+    seconds: float
+
+
+Copy: TypeAlias = Callable[[Move], Copied]
+
+
+class Copier:
+    """Copies one move's tokens at a call. Holds nothing but the pools, so any thread may call."""
+
+    def __init__(self, pools: Mapping[Tier, Pool]) -> None:
+        self._pools = pools
+
+    def __call__(self, move: Move, *, torn: bool = False) -> Copied:
+        """`torn` stops it half way. A fault is logged and answered, never raised."""
+        tokens = move.tokens // 2 if torn else move.tokens
+        started = time.perf_counter()
+        ok = not torn
+        # The faults of the world: torch raises RuntimeError for a device's, and for memory that is
+        # not there; a tier behind a file raises OSError. Anything else is our bug and must be seen.
+        try:
+            self._copy_tokens(move, tokens)
+        except (RuntimeError, OSError):
+            log.exception("move %d: %s to %s failed", move.id, move.src.name, move.dst.name)
+            ok = False
+        arrived = tokens * self._pools[move.src].shape.token_bytes if ok else 0
+        return Copied(move, ok, arrived, time.perf_counter() - started)
+
+    def _copy_tokens(self, move: Move, tokens: int) -> None:
+        src, dst = self._pools[move.src], self._pools[move.dst]
+        size = src.shape.page_size
+        for i, (a, b) in enumerate(zip(move.src_pages, move.dst_pages, strict=True)):
+            left = tokens - i * size
+            if left >= size:
+                dst.page(b).copy_(src.page(a))
+            elif left > 0:
+                dst.page(b)[..., :left, :].copy_(src.page(a)[..., :left, :])
+
+
+class CopyThread:
+    """One daemon thread that copies in the order of `start`; torch copies without the interpreter
+    lock, so steps go on meanwhile.
+
+    It starts with the first copy, and stops when this object goes or the interpreter ends, after
+    the copy that it is in. An exception that `copy` lets through ends it; whoever collects gets it.
+    """
+
+    def __init__(self, copy: Copy) -> None:
+        self._copy = copy
+        self._jobs: SimpleQueue[Move | None] = SimpleQueue()
+        self._ended: SimpleQueue[Copied | BaseException] = SimpleQueue()
+        self._died: BaseException | None = None
+        self._started = False
+        self._flying = 0
+
+    def __len__(self) -> int:
+        """Copies started and not collected."""
+        return self._flying
+
+    def start(self, move: Move) -> None:
+        """Copy `move` after those before it. Returns at once."""
+        if not self._started:
+            self._start_thread()
+        self._flying += 1
+        self._jobs.put(move)
+
+    def collect(self, *, wait: bool) -> list[Copied]:
+        """Copies that have ended, in order. With `wait`, blocks until there is one, unless none
+        is flying. Raises RuntimeError, from its cause, once the thread has died."""
+        found: list[Copied] = []
+        while self._flying and self._died is None:
+            try:
+                ended = self._ended.get(block=wait and not found)
+            except Empty:
+                break
+            if isinstance(ended, BaseException):
+                self._died = ended
+                break
+            self._flying -= 1
+            found.append(ended)
+        if self._died is not None and not found:
+            raise RuntimeError(f"the copy thread died with {self._flying} copies") from self._died
+        return found
+
+    def _start_thread(self) -> None:
+        self._started = True
+        stop, ready = threading.Event(), threading.Event()
+        thread = threading.Thread(
+            target=_work, args=(self._copy, self._jobs, self._ended, stop, ready),
+            daemon=True, name="penstock-copy")
+        # torch's number of threads is one per thread, plus one for threads to come: the worker
+        # sets its own, and then the caller sets both back.
+        num_threads = torch.get_num_threads()
+        thread.start()
+        ready.wait()
+        torch.set_num_threads(num_threads)
+        # A daemon that is inside torch when the interpreter goes takes the process down with a
+        # core dump, hence an end at exit as well, which `finalize` brings.
+        weakref.finalize(self, _stop, thread, self._jobs, stop)
+
+
+def _work(copy: Copy, jobs: SimpleQueue[Move | None], ended: SimpleQueue[Copied | BaseException],
+          stop: threading.Event, ready: threading.Event) -> None:
+    """The thread's body. It has no reference to its CopyThread, which could not go otherwise."""
+    torch.set_num_threads(1)            # cores are the steps' business; one copies 10 GB/s
+    ready.set()
+    try:
+        while (move := jobs.get()) is not None and not stop.is_set():
+            ended.put(copy(move))
+    except BaseException as e:          # handed over, not handled: `collect` raises it
+        ended.put(e)
+
+
+def _stop(thread: threading.Thread, jobs: SimpleQueue[Move | None],
+          stop: threading.Event) -> None:
+    stop.set()
+    jobs.put(None)
+    if thread is not threading.current_thread():        # a garbage collection may run in any
+        thread.join(STOP_S)
