@@ -4,21 +4,23 @@ from __future__ import annotations
 import importlib.util
 import itertools
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from penstock.serve.detokenize import BROKEN, Detokenizer
+from penstock.serve.tokenizer import Tokenizer
 
 _spec = importlib.util.spec_from_file_location(
     "tokenizers_fake", Path(__file__).with_name("tokenizers_fake.py"))
 fake = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(fake)
 
-LEVEL = SimpleNamespace(raw=fake.byte_level())
-FALLBACK = SimpleNamespace(raw=fake.byte_fallback())
+LEVEL, FALLBACK = (
+    Tokenizer(raw, eos_ids=(), chat_template=None, template_vars={})
+    for raw in (fake.byte_level(), fake.byte_fallback()))
 SIZE = LEVEL.raw.get_vocab_size()
 any_ids = st.lists(st.integers(0, SIZE + 3), max_size=40)      # also ids that are no token
 letters = st.lists(st.sampled_from(LEVEL.raw.encode("abhello").ids), max_size=30)
@@ -87,8 +89,8 @@ def expected_stop(pieces, found, min_tokens=0):
     it, the stop string and the token that completes it."""
     start = sum(map(len, pieces[:min_tokens]))
     text = "".join(pieces)
-    for end in range(start, len(text) + 1):
-        here = [s for s in found if end - len(s) >= start and text[:end].endswith(s)]
+    for end in range(start + 1, len(text) + 1):
+        here = [s for s in found if text[:end].endswith(s)]
         if here:
             stop = max(here, key=len)
             done = 0
@@ -108,6 +110,31 @@ def test_stops_are_those_of_a_search_in_the_full_text(tokens, found, cuts, min_t
         deltas = run(Detokenizer(LEVEL, stop=found, min_tokens=min_tokens), parts)
         assert "".join(d.text for d in deltas) == text
         assert [(d.stop, d.count) for d in deltas if d.stop] == ([(stop, count)] if stop else [])
+
+
+def test_a_stop_string_that_begins_within_min_tokens_is_found():
+    tokens = [i for piece in ("a", "<", "END", ">", "x") for i in ids(piece)]
+    detokenizer = Detokenizer(LEVEL, stop=["<END>"], min_tokens=2)
+    deltas = run(detokenizer, [[t] for t in tokens])
+    assert "".join(d.text for d in deltas) == "a"
+    assert [d.stop for d in deltas if d.stop] == ["<END>"] and detokenizer.count == 6
+
+
+def test_a_stop_string_that_ends_within_min_tokens_is_text():
+    # "b" is complete within min_tokens, inside of what is held as a beginning of "abc".
+    detokenizer = Detokenizer(LEVEL, stop=["abc", "b"], min_tokens=2)
+    deltas = run(detokenizer, [[t] for t in ids("abxb")])
+    assert "".join(d.text for d in deltas) == "abx"
+    assert [d.stop for d in deltas if d.stop] == ["b"]
+
+
+def test_an_added_token_is_its_own_text():
+    raw = fake.byte_level()
+    raw.add_tokens([AddedToken("<é>", normalized=False)])
+    tokenizer = Tokenizer(raw, eos_ids=(), chat_template=None, template_vars={})
+    tokens = tokenizer.encode("a<é>b")
+    assert Detokenizer(tokenizer).push(tokens).text == "a<é>b"
+    assert b"".join(map(tokenizer.token_bytes, tokens)) == "a<é>b".encode()
 
 
 def test_what_may_begin_a_stop_string_is_held_until_it_does_not():

@@ -6,23 +6,16 @@ string. Knows a tokenizer and token ids; knows no request, no engine and no HTTP
 from __future__ import annotations
 
 import codecs
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    import tokenizers
+from penstock.serve.tokenizer import Tokenizer
 
 # A character is at most 4 bytes, so a window that still ends in U+FFFD after this many tokens of
 # one byte each is broken text, not an unfinished character.
 TOKENS_HELD_MAX = 8
 BROKEN = "�"
-
-
-class HasRaw(Protocol):
-    @property
-    def raw(self) -> tokenizers.Tokenizer: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,25 +31,26 @@ class Detokenizer:
     """Text of one choice.
 
     skip_special  hide special tokens         stop          strings that end the text
-    include_stop  show the stop string too    min_tokens    tokens in which no stop is looked for
+    include_stop  show the stop string too    min_tokens    tokens in which no stop is completed
     context       prompt ids before the output: decoders that strip a leading space need them
 
     The deltas of `push` and the one of `flush`, joined, are `decode(all ids)`, cut at the stop
     string that is complete first (of two complete at one character, the longer). It does not
-    matter how the ids were split over calls. Tokenizers that fall back to byte tokens show broken
+    matter how the ids were split over calls. An added token is its own text, also where `decode`
+    takes its letters for bytes. Tokenizers that fall back to byte tokens show broken
     UTF-8 as it comes; their own `decode` may take back a character that was shown already.
     """
 
-    def __init__(self, tokenizer: HasRaw | None, *, skip_special: bool = True,
+    def __init__(self, tokenizer: Tokenizer | None, *, skip_special: bool = True,
                  stop: Sequence[str] = (), include_stop: bool = False, min_tokens: int = 0,
                  context: Sequence[int] = ()) -> None:
         self._pieces: _Pieces
         if tokenizer is None:
             self._pieces = _NoText()
-        elif (table := _byte_table(tokenizer.raw)) is not None:
-            self._pieces = _ByteLevel(table, skip_special)
+        elif tokenizer.byte_level:
+            self._pieces = _ByteLevel(tokenizer, skip_special)
         else:
-            self._pieces = _PrefixDiff(tokenizer.raw, skip_special, context)
+            self._pieces = _PrefixDiff(tokenizer, skip_special, context)
         self._stops = tuple(stop)
         self._include_stop = include_stop
         self._min_tokens = min_tokens
@@ -94,11 +88,11 @@ class Detokenizer:
             return Delta(new)
         if not new:
             return Delta("")
-        if self.count <= self._min_tokens:
-            return Delta(new)
-        text = self._held + new
-        found = [(at + len(s), at, s) for s in self._stops if (at := text.find(s)) >= 0]
-        if found:
+        text, held = self._held + new, len(self._held)
+        # What is held was searched before, or not wanted: a stop ends in what is new.
+        found = [(at + len(s), at, s) for s in self._stops
+                 if (at := text.find(s, max(0, held + 1 - len(s)))) >= 0]
+        if found and self.count > self._min_tokens:
             end, at, stop = min(found)
             self._stopped, self._held = True, ""
             return Delta(text[:end if self._include_stop else at], stop)
@@ -133,15 +127,15 @@ class _NoText:
 class _ByteLevel:
     """Byte-level BPE: a token is bytes, text is their UTF-8 with U+FFFD for what is broken."""
 
-    def __init__(self, table: ByteTable, skip_special: bool) -> None:
-        self._table = table
-        self._hidden = table.special if skip_special else frozenset()
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
+        self._tokenizer = tokenizer
+        self._hidden = tokenizer.special_ids if skip_special else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token: int) -> str:
         if token in self._hidden:
             return ""
-        return self._decoder.decode(self._table.bytes_of(token))
+        return self._decoder.decode(self._tokenizer.token_bytes(token))
 
     def end(self) -> str:
         return self._decoder.decode(b"", final=True)
@@ -154,11 +148,10 @@ class _PrefixDiff:
     the space of a first word sees a word before it.
     """
 
-    def __init__(self, raw: tokenizers.Tokenizer, skip_special: bool,
-                 context: Sequence[int]) -> None:
-        self._raw = raw
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool, context: Sequence[int]) -> None:
+        self._raw = tokenizer.raw
         self._skip = skip_special
-        self._hidden = _special_ids(raw) if skip_special else frozenset()
+        self._hidden = tokenizer.special_ids if skip_special else frozenset()
         self._ids = [t for t in context[-TOKENS_HELD_MAX:] if t not in self._hidden]
         self._read = len(self._ids)                  # ids[:read] are shown
         self._shown = self._decode()
@@ -189,51 +182,3 @@ class _PrefixDiff:
         if not self._ids:
             return ""
         return self._raw.decode(self._ids, skip_special_tokens=self._skip)
-
-
-def _special_ids(raw: tokenizers.Tokenizer) -> frozenset[int]:
-    return frozenset(i for i, t in raw.get_added_tokens_decoder().items() if t.special)
-
-
-class ByteTable:
-    """Bytes of each token of a byte-level tokenizer, looked up once."""
-
-    def __init__(self, raw: tokenizers.Tokenizer) -> None:
-        self._raw = raw
-        self._bytes: dict[int, bytes] = {}
-        self.special = _special_ids(raw)
-
-    def bytes_of(self, token: int) -> bytes:
-        known = self._bytes.get(token)
-        if known is None:
-            text = self._raw.id_to_token(token) or ""      # padding rows of the embedding: nothing
-            try:
-                known = bytes(_BYTE_OF_CHAR[c] for c in text)
-            except KeyError:                               # an added token is its own text
-                known = text.encode()
-            self._bytes[token] = known
-        return known
-
-
-def _byte_of_char() -> dict[str, int]:
-    """GPT-2's printable stand-ins: bytes that print are themselves, the others follow U+0100."""
-    prints = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in prints]
-    return {chr(b): b for b in prints} | {chr(0x100 + i): b for i, b in enumerate(others)}
-
-
-_BYTE_OF_CHAR = _byte_of_char()
-_TABLES: list[tuple[tokenizers.Tokenizer, ByteTable | None]] = []    # one per tokenizer in use
-_TABLES_MAX = 4
-
-
-def _byte_table(raw: tokenizers.Tokenizer) -> ByteTable | None:
-    """The shared table of a tokenizer whose decoder is byte-level, None for any other decoder."""
-    for known, table in _TABLES:
-        if known is raw:
-            return table
-    state = json.loads(raw.decoder.__getstate__()) if raw.decoder is not None else {}
-    table = ByteTable(raw) if state.get("type") == "ByteLevel" else None
-    del _TABLES[:-_TABLES_MAX]
-    _TABLES.append((raw, table))
-    return table

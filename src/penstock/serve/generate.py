@@ -14,8 +14,9 @@ from typing import Any, Protocol
 
 from penstock.config.params import SamplingParams
 from penstock.serve.client import EngineDied
-from penstock.serve.detokenize import Delta, Detokenizer, HasRaw
+from penstock.serve.detokenize import Delta, Detokenizer
 from penstock.serve.metrics import Metrics
+from penstock.serve.tokenizer import Tokenizer
 from penstock.serve.wire import Chunk, Logprob
 
 
@@ -78,7 +79,7 @@ class Usage:
 class Generation:
     """The choices of all prompts of one request. `pieces` once, then `usage`; `close` always."""
 
-    def __init__(self, engine: Engine, tokenizer: HasRaw | None, metrics: Metrics, *,
+    def __init__(self, engine: Engine, tokenizer: Tokenizer | None, metrics: Metrics, *,
                  began: float | None = None) -> None:
         self._engine = engine
         self._tokenizer = tokenizer

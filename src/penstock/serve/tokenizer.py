@@ -1,10 +1,11 @@
 """Text to token ids and back, and what a chat needs to know about tokens. No torch, no template engine.
 
 Owns the choice of the tokenizer's file and the facts around it: end-of-answer ids, special tokens, the chat
-template's text, the exact bytes of a token. Incremental decoding uses `raw` with tokenizers' DecodeStream.
+template's text, the exact bytes of a token. Text that comes token by token is `detokenize`'s.
 """
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ class Tokenizer:
     special_ids    ids that decode to nothing with skip_special
     chat_template  Jinja source, or None
     template_vars  'bos_token', 'eos_token', ... as text, for the template
+    byte_level     whether a text is just the bytes of its tokens, joined
     """
 
     def __init__(self, raw: tokenizers.Tokenizer, *, eos_ids: tuple[int, ...],
@@ -65,6 +67,8 @@ class Tokenizer:
         own_eos = self._id_of("eos_token")
         self.eos_ids = tuple(dict.fromkeys((*eos_ids, *(() if own_eos is None else (own_eos,)))))
         self._alphabet = _byte_alphabet(raw)
+        state = json.loads(raw.decoder.__getstate__()) if raw.decoder is not None else {}
+        self.byte_level = state.get("type") == "ByteLevel"     # alone: a Sequence does more to it
 
     def _id_of(self, name: str) -> int | None:
         token = self.template_vars.get(name)
