@@ -6,7 +6,7 @@ read before it was written shows in the tokens.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -334,6 +334,7 @@ class Damaged:
     def __init__(self, bad: int) -> None:
         self.bad, self.inner = bad, model()
         self.vocab_size, self.kv = model().vocab_size, model().kv
+        self.attention = model().attention
 
     def forward(self, ids, positions, attend):
         hidden = self.inner.forward(ids, positions, attend)
@@ -364,6 +365,27 @@ def test_logits_that_are_not_finite_fail_their_request_only(params):
     assert h.ex.stats()["executor_nonfinite_rows_total"] == 2
 
 
+def test_the_scale_of_attention_is_the_models_own():
+    class Scaled(Damaged):
+        def __init__(self):
+            super().__init__(bad=-5)
+            self.attention = replace(model().attention, scale=0.25)
+
+    seen = []
+
+    def attention(layout, spec):
+        seen.append(spec)
+        return plain(layout, spec)
+
+    h = Hand(executor(with_model=Scaled(), attention=attention))
+    h.ex.open(RequestId(1), PROMPT, GREEDY)
+    h.bind(0, 1, [0, 1, 2])
+    h.run(0, 1, 0, PROMPT)
+    h.send()
+    assert len(tokens_of(h.drain())) == 1
+    assert [(s.num_heads, s.num_kv_heads, s.head_dim, s.scale) for s in seen] == [(4, 2, 8, 0.25)]
+
+
 def bad_bind_tier(h):
     h.bind(0, 1, [DRAM - HBM])
 
@@ -390,6 +412,11 @@ def owed_in_the_middle(h):
     h.run(0, 1, 0, (3, -1, 5))
 
 
+def drafts(h):
+    h.bind(0, 1, [0])
+    h.run(0, 1, 0, (-1, -1))
+
+
 def unknown_request(h):
     h.bind(0, 2, [0])
 
@@ -399,7 +426,7 @@ def emitted_never_sampled(h):
 
 
 @pytest.mark.parametrize("write", [bad_bind_tier, bad_row, unbound_row, unbound_grow,
-                                   too_few_pages, owed_in_the_middle, unknown_request,
+                                   too_few_pages, owed_in_the_middle, drafts, unknown_request,
                                    emitted_never_sampled])
 def test_a_wrong_plan_fails_at_once(write):
     h = Hand(executor())

@@ -26,7 +26,7 @@ from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
 from penstock.memory.lateness import Promptly
 from penstock.memory.pool import PageShape
-from penstock.model.base import KVShape
+from penstock.model.base import AttentionShape, KVShape
 from penstock.sim.clock import Clock
 from penstock.sim.executor import SimExecutor
 
@@ -40,6 +40,7 @@ class Toy:
     """One layer of attention over one-hot-like embeddings; enough to depend on its history."""
 
     kv = KVShape(num_layers=1, num_kv_heads=1, head_dim=4)
+    attention = AttentionShape(num_heads=1, scale=0.5)
     vocab_size, max_position = 31, 128
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ from penstock.config.params import SamplingParams
 from penstock.core.plan import Aborted, Event, RequestId, Retired, StepId, StepPlan
 from penstock.exec.lower import Lowered, RowTable
 from penstock.exec.sampling import Logprobs, Sampler, Sampling
-from penstock.kernels.paged_attention import AttentionSpec, Plan, Planner, store
+from penstock.kernels.paged_attention import AttentionSpec, Planner, store
 from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
 from penstock.memory.lateness import Lateness
@@ -44,8 +44,10 @@ class CpuExecutor:
     """`core.plan.Executor` on one CPU, plus the sampling state of requests.
 
     submit      queues, so that a plan may be made before the step in front of it has run
-    poll        block=True executes the oldest queued plan, or, with none queued, at least one due
-                copy; block=False runs no step. Both also run the copies that `lateness` picks.
+    poll        block=True executes the oldest queued plan, or, with none queued, waits for the end
+                of a copy; block=False runs no step. Both start the copies that are due and report
+                those that have ended. Copies run in a thread of the mover's own, beside the steps;
+                with a `lateness`, which picks them, they run inline.
     Retired     has () for a row whose logits were not finite; an Aborted for its request follows,
                 and `fault` says why. One request fails, the engine goes on.
     """
@@ -56,7 +58,11 @@ class CpuExecutor:
         self._model, self._attention, self._hbm, self._dram = model, attention, hbm, dram
         self._table = RowTable(rows, hbm, base=row_base)
         self._sampler = Sampler(model.vocab_size, rows, seed=seed)
-        self._spec: AttentionSpec | None = None
+        assert (model.kv.num_layers, model.kv.num_kv_heads, model.kv.head_dim) == (
+            hbm.shape.num_layers, hbm.shape.num_kv_heads, hbm.shape.head_dim), "a foreign pool"
+        self._spec = AttentionSpec(
+            num_heads=model.attention.num_heads, num_kv_heads=model.kv.num_kv_heads,
+            head_dim=model.kv.head_dim, dtype=hbm.shape.dtype, scale=model.attention.scale)
         self._mover = Mover([hbm] if dram is None else [hbm, dram], lateness)
         self._queue: deque[StepPlan] = deque()
         self._executed = StepId(0)
@@ -149,23 +155,13 @@ class CpuExecutor:
 
     def _forward(self, lowered: Lowered) -> Tensor:
         k_pages, v_pages, slot_T = self._hbm.k, self._hbm.v, lowered.ragged.slot_T
-        plan: Plan | None = None
+        plan = self._attention(lowered.ragged, self._spec)
 
         def attend(layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
-            nonlocal plan
-            if plan is None:          # in the first layer, whose tensors have the model's shape
-                plan = self._attention(lowered.ragged, self._spec_of(q_TNH, k_TKH))
             store(k_TKH, v_TKH, k_pages[layer], v_pages[layer], slot_T)
             return plan(q_TNH, k_pages[layer], v_pages[layer])
 
         return self._model.forward(lowered.ids_T, lowered.positions_T, attend)
-
-    def _spec_of(self, q_TNH: Tensor, k_TKH: Tensor) -> AttentionSpec:
-        if self._spec is None:
-            dim = q_TNH.shape[2]
-            self._spec = AttentionSpec(num_heads=q_TNH.shape[1], num_kv_heads=k_TKH.shape[1],
-                                       head_dim=dim, dtype=q_TNH.dtype, scale=dim**-0.5)
-        return self._spec
 
     def _sample(self, plan: StepPlan, lowered: Lowered, hidden_TD: Tensor) -> list[Event]:
         started = time.perf_counter()
@@ -200,7 +196,8 @@ class CpuExecutor:
         return [Aborted(rid, damaged=True)]
 
     def stats(self) -> dict[str, float]:
-        """By metric name: counters since start, sizes of the pools; seconds of this thread."""
+        """By metric name: counters since start, sizes of the pools; seconds of this thread, but
+        those of moves, which are the copy thread's."""
         out: dict[str, float] = {f"executor_{k}_total": v for k, v in self._count.items()}
         out["executor_forward_seconds_total"] = self._forward_s
         out["executor_sampling_seconds_total"] = self._sampling_s

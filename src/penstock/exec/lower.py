@@ -122,5 +122,6 @@ class RowTable:
             at, rows = zip(*owed, strict=True)
             ids_T[torch.tensor(at, device=self._device)] = (
                 self._last_R[torch.tensor(rows, device=self._device)])
-        assert tokens.count(-1) == len(owed), "-1 may only be the last token of a row"
+        assert tokens.count(-1) == len(owed), (
+            "-1 may only be the last token of a row: this executor takes no drafts")
         return ids_T

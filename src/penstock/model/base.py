@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias
 from torch import Tensor
 
 # attend(layer, q_TNH, k_TKH, v_TKH) -> out_TNH: stores k and v (RoPE applied) into the row's pages,
-# then attends causally over everything that the row has stored. Scale is 1/sqrt(H).
+# then attends causally over everything that the row has stored, with `Model.attention.scale`.
 Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -25,10 +25,19 @@ class KVShape:
     head_dim: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """Queries of one token: `num_heads` x `KVShape.head_dim`. Scores are q.k times `scale`."""
+
+    num_heads: int
+    scale: float
+
+
 class Model(Protocol):
     """A loaded model. Built by `build`, filled by `load`, ready after `finish`."""
 
     kv: KVShape
+    attention: AttentionShape
     vocab_size: int
     max_position: int              # context length of the checkpoint, tokens
 

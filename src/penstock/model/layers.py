@@ -18,11 +18,13 @@ from penstock.model.slots import Slots
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """`qk_norm`: RMS norm of every query and key head, before RoPE, with learned weights."""
+    """`scale`: of the scores. `qk_norm`: RMS norm of every query and key head, before RoPE, with
+    learned weights."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    scale: float
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.config.errors import ConfigError
 from penstock.kernels.layer import LayerOps
-from penstock.model.base import Attend, KVShape
+from penstock.model.base import Attend, AttentionShape, KVShape
 from penstock.model.layers import Attention, AttentionSpec, GatedMLP, Mixer
 from penstock.model.moe import MoESpec, SparseMLP
 from penstock.model.rope import Rope
@@ -78,6 +78,9 @@ class Transformer:
             num_layers=spec.num_layers,
             num_kv_heads=spec.attention.num_kv_heads,
             head_dim=spec.attention.head_dim,
+        )
+        self.attention = AttentionShape(
+            num_heads=spec.attention.num_heads, scale=spec.attention.scale
         )
         self.vocab_size = spec.vocab_size
         self.max_position = spec.rope.max_position

@@ -34,10 +34,12 @@ def read_attention(
             f"config.json: without head_dim, hidden_size = {hidden} must be a multiple of "
             f"num_attention_heads = {num_heads}"
         )
+    head_dim = fields.size("head_dim", head_dim or hidden // num_heads)
     return AttentionSpec(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=fields.size("head_dim", head_dim or hidden // num_heads),
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
         qkv_bias=qkv_bias,
         out_bias=out_bias,
         qk_norm=qk_norm,
