@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from penstock.config.errors import RequestError
 from penstock.config.params import SamplingParams
@@ -173,6 +174,43 @@ def test_bias_and_min_tokens():
     assert one(greedy(logit_bias={0: -100.0, 1: -0.5}), logits)[1] == 1
     assert one(greedy(min_tokens=2), logits, stop_ids=(0, 99), outputs=(2,))[1] == 1
     assert one(greedy(min_tokens=2), logits, stop_ids=(0,), outputs=(2, 2))[1] == 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("more", [{}, {"top_k": 2, "top_p": 0.9}, {"min_p": 0.2}])
+def test_min_tokens_without_any_other_token_samples_from_the_raw_logits(temperature, more):
+    logits, plain = torch.tensor([3.0, 2.0, 1.0, 0.0]), SamplingParams(
+        temperature=temperature, seed=8, **more)
+    for outputs in ((), (1, 2)):
+        want = one(plain, logits, outputs=outputs)[1]
+        short = replace(plain, min_tokens=9)
+        assert one(short, logits, stop_ids=(0, 1, 2, 3), outputs=outputs)[1] == want
+    assert one(replace(plain, min_tokens=9), logits, stop_ids=(0, 1, 2))[1] == 3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_penalty_that_overflows_is_as_if_it_were_off(temperature):
+    params = SamplingParams(temperature=temperature, seed=8, repetition_penalty=1e-39)
+    logits = torch.tensor([3.0, 2.0, 1.0, 0.5])
+    want = one(replace(params, repetition_penalty=1.0), logits, prompt=(0, 2))[1]
+    assert one(params, logits, prompt=(0, 2))[1] == want
+
+
+def test_a_row_that_is_masked_whole_leaves_its_batch_alone():
+    logits = torch.randn(3, V)
+    sampler, params = Sampler(V, 3), SamplingParams(seed=2, logit_bias={1: 2.0}, min_tokens=1)
+    states = [sampler.open(i, (0,), params, i, tuple(range(V)) if i == 1 else (0,))
+              for i in range(3)]
+    tokens, finite = sampler.sample(logits.clone(), states, [0, 1, 2])
+    assert finite.all() and (tokens < V).all()
+    for i in (0, 2):
+        assert sampler.sample(logits[i:i + 1].clone(), [states[i]], [i])[0] == tokens[i]
+
+
+@pytest.mark.parametrize("bad", [0.0, math.nan, math.inf])
+def test_draw_never_leaves_the_vocabulary(bad):
+    for u in (0.0, 0.5, 1 - 2.0**-52):
+        assert 0 <= filters.draw(torch.full((1, 5), bad), [u]).item() < 5
 
 
 def test_ids_outside_the_vocabulary_are_refused_by_name():

@@ -91,9 +91,11 @@ def draw(w_BV: Tensor, uniforms: Sequence[float]) -> Tensor:
     """token_B, int64: inverse CDF in order of token id. w_BV >= 0, some weight in each row.
 
     uniforms  in [0, 1), one a row
+    A row without weight, or with a NaN, gets some id that means nothing, but never one >= V: an id
+    outside the embedding would take the engine down with its request.
     """
     cdf_BV = w_BV.cumsum(-1, dtype=torch.float64)
     u_B = torch.tensor(uniforms, dtype=torch.float64, device=w_BV.device)
     # right=True never stops on a token of weight 0: its CDF equals that of the token before it.
     token_B1 = torch.searchsorted(cdf_BV, (u_B * cdf_BV[:, -1]).unsqueeze(1), right=True)
-    return token_B1.squeeze(1)
+    return token_B1.squeeze(1).clamp_(max=w_BV.shape[1] - 1)

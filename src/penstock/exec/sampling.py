@@ -3,7 +3,8 @@
 Owns what a request's sampling remembers (its output tokens, its penalty counts). Knows no pages
 and no steps. The order is vLLM's: min_tokens, logit bias, repetition, frequency and presence
 penalty, then argmax, or temperature, min-p, top-k, top-p and the draw. Logprobs are those of the
-model: log-softmax of the logits before any of this.
+model: log-softmax of the logits before any of this. A row of which bias and penalties leave no
+finite maximum is sampled without them: a token that was to be avoided is better than none.
 
     R rows of the table   B rows that sample   V vocabulary
 """
@@ -120,6 +121,8 @@ class Sampler:
     def _processed(self, raw_BV: Tensor, states: Sequence[Sampling],
                    rows: Sequence[int]) -> Tensor:
         logits_BV = self._penalised(self._biased(raw_BV, states), states, rows)
+        if logits_BV is not raw_BV:
+            logits_BV = _usable(logits_BV, raw_BV)
         random = [i for i, s in enumerate(states) if s.params.temperature > 0]
         if len(random) < len(states):
             token_B = logits_BV.argmax(-1)
@@ -200,3 +203,10 @@ class Sampler:
             n = s.params.logprobs or 0
             s.logprobs[len(s.outputs)] = (
                 own, rank, list(zip(ids[:n], values[:n], strict=True)))
+
+
+def _usable(logits_BV: Tensor, raw_BV: Tensor) -> Tensor:
+    """logits_BV, with the raw logits for rows in which every token is masked, as when min_tokens
+    meets stop ids that are the whole vocabulary, or whose maximum a tiny penalty overflowed."""
+    usable_B1 = logits_BV.amax(-1, keepdim=True).isfinite()
+    return logits_BV if usable_B1.all() else torch.where(usable_B1, logits_BV, raw_BV)
