@@ -144,6 +144,27 @@ def test_messages_become_plain():
     assert plain_message({"role": "user", "content": "x", "name": "eve"}, 0)["name"] == "eve"
 
 
+FIELDS = pytest.mark.parametrize("field", ["name", "reasoning_content"])
+LOOP = "{%% for m in messages %%}{{ m.content }}%s{%% endfor %%}"
+
+
+@FIELDS
+@pytest.mark.parametrize("form", ["{{ m.%s }}", "{{ m['%s'] }}", '{{ m.get("%s") }}'])
+def test_a_field_that_the_template_shows_is_shown(template, form, field):
+    text = template(LOOP % (form % field)).render([{**USER[0], field: "eve"}])
+    assert text == USER[0]["content"] + "eve"
+
+
+@FIELDS
+@pytest.mark.parametrize("form", ["", "%s", "{{ tool.%s }}", "{{ tool_call.function.%s }}",
+                                  "{{ %sspace }}"])
+def test_a_field_that_the_template_does_not_show_is_refused(template, form, field):
+    inside = "{% if false %}" + form.replace("%s", field) + "{% endif %}"
+    with pytest.raises(RequestError, match="does not show it") as e:
+        template(LOOP % inside).render([{**USER[0], field: "eve"}])
+    assert e.value.param == f"messages[0].{field}"
+
+
 @pytest.mark.parametrize("message, param", [
     ({"role": "tool", "content": "x"}, "messages[3].role"),
     ({"content": "x"}, "messages[3].role"),

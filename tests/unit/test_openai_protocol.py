@@ -64,7 +64,8 @@ def test_neutral_lists_only_fields_that_exist():
     ("prediction", {}), ("store", True), ("reasoning_effort", "high"), ("metadata", {"a": "b"}),
     ("service_tier", "priority"), ("chat_template", "{{ x }}"), ("web_search_options", {}),
     ("logprobs", 1), ("nonsense", None), ("regex", "a"), ("store", 0), ("return_hidden_states", 0),
-    ("stream_options", {"include_usage": True}),
+    ("stream_options", {"include_usage": True}), ("log_metrics", False), ("log_metrics", 1),
+    ("separate_reasoning", "yes"), ("stream_reasoning", False),
 ])
 def test_a_field_that_is_not_supported_is_named(name, value):
     error = refused(chat, **{name: value})
@@ -77,6 +78,7 @@ def test_a_field_that_is_not_supported_is_named(name, value):
     {"logprobs": False, "top_logprobs": 0, "user": "u", "safety_identifier": "s", "metadata": {}},
     {"model": None, "log_metrics": True, "separate_reasoning": True, "no_stop_trim": False,
      "return_hidden_states": False, "stream_reasoning": True, "lora_path": None, "regex": None},
+    {"separate_reasoning": False, "log_metrics": None, "stream_reasoning": None},
 ])
 def test_neutral_values_and_what_routers_fill_in_are_accepted(fields):
     assert chat(**fields).params() == SamplingParams(max_tokens=None)

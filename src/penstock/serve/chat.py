@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ SOURCE_BYTES_MAX = 256 << 10
 RENDER_S_MAX = 10.0
 START_S_MAX = 60.0
 ROLES = ("system", "developer", "user", "assistant")
+OPTIONAL = ("name", "reasoning_content")        # fields of a message that some templates show
 # What the server fills in; `chat_template_kwargs` may not.
 RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents", "raise_exception",
                       "strftime_now", "tojson", "range", "namespace"})
@@ -53,6 +55,7 @@ class ChatTemplate:
         self._source = source
         self._variables = dict(variables or {})
         self._render_s_max = render_s_max
+        self._shown = frozenset(f for f in OPTIONAL if _reads(source, f))
         self._lock = threading.Lock()
         self._link: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -72,7 +75,7 @@ class ChatTemplate:
         variables  more names for the template (`chat_template_kwargs`)
         Raises     RequestError: a message of another form, or the template refused or failed.
         """
-        plain = [plain_message(m, i) for i, m in enumerate(messages)]
+        plain = [plain_message(m, i, self._shown) for i, m in enumerate(messages)]
         if not plain:
             raise RequestError("messages is empty: send at least one message", "messages")
         if add_generation_prompt is None:
@@ -161,10 +164,19 @@ class ChatTemplate:
             self._process = None
 
 
-def plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
+def _reads(source: str, name: str) -> bool:
+    """Whether a template looks at `name` of a message: `m.name`, `m['name']`, `m.get("name")`,
+    `'name' in m`. The name of a tool or of its function is another one."""
+    return re.search(rf"""(?<!tool)(?<!tool_call)(?<!function)(\.|\[['"]|\.get\(['"]){name}\b"""
+                     rf"""|['"]{name}['"] +in\b""", source) is not None
+
+
+def plain_message(message: Mapping[str, Any], index: int,
+                  shown: Collection[str] = OPTIONAL) -> dict[str, Any]:
     """A message as templates know it: content is one string, `developer` is `system`.
 
-    Raises RequestError that names the message and the field.
+    shown    fields of OPTIONAL that the template looks at
+    Raises   RequestError that names the message and the field.
     """
     where = f"messages[{index}]"
     if not isinstance(message, Mapping):
@@ -173,11 +185,15 @@ def plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     if role not in ROLES:
         raise RequestError(f"{where}.role is {role!r}: one of {', '.join(ROLES)}", f"{where}.role")
     for name, value in message.items():
-        if name not in ("role", "content", "name", "reasoning_content") and value not in (None, []):
-            raise RequestError(f"{where}.{name} is not supported yet", f"{where}.{name}")
+        if value in (None, []) or name in ("role", "content", *shown):
+            continue
+        if name in OPTIONAL:
+            raise RequestError(f"{where}.{name}: this model's chat template does not show it, leave "
+                               "it out", f"{where}.{name}")
+        raise RequestError(f"{where}.{name} is not supported yet", f"{where}.{name}")
     plain = {"role": "system" if role == "developer" else role,
              "content": _plain_content(message.get("content"), where)}
-    for name in ("name", "reasoning_content"):
+    for name in OPTIONAL:
         if (value := message.get(name)) is not None:
             if not isinstance(value, str):
                 raise RequestError(f"{where}.{name} is not a string", f"{where}.{name}")

@@ -4,8 +4,8 @@ Owns the fields' names and types. A field that this server does not know or cann
 error that names it, never silence. Knows no engine and no tokenizer.
 
 Accepted and without effect, whatever the value: `user`, `safety_identifier`, `prompt_cache_key`
-(tags of the caller), and what routers fill in (`log_metrics`, `separate_reasoning`,
-`stream_reasoning`). Fields of NEUTRAL are accepted at the values listed there.
+(tags of the caller). Fields of NEUTRAL are accepted at the values listed there, which include what
+routers fill in.
 """
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "guided_json": (),
     "json_schema": (),
+    "log_metrics": (True,),                     # every request is counted
     "lora_path": (),
     "metadata": ({},),
     "modalities": (["text"],),
@@ -40,9 +41,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "regex": (),
     "response_format": ({"type": "text"},),
     "return_hidden_states": (False,),
+    "separate_reasoning": (True, False),        # without a reasoning parser both do nothing
     "service_tier": ("auto", "default"),
     "session_params": (),
     "store": (False,),
+    "stream_reasoning": (True,),                # all text is streamed
     "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
@@ -88,14 +91,12 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     user: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
-    log_metrics: Any = None
-    separate_reasoning: Any = None
-    stream_reasoning: Any = None
     # NEUTRAL.
     custom_params: Any = None
     ebnf: Any = None
     guided_json: Any = None
     json_schema: Any = None
+    log_metrics: Any = None
     lora_path: Any = None
     metadata: Any = None
     moderation: Any = None
@@ -104,9 +105,11 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     regex: Any = None
     response_format: Any = None
     return_hidden_states: Any = None
+    separate_reasoning: Any = None
     service_tier: Any = None
     session_params: Any = None
     store: Any = None
+    stream_reasoning: Any = None
     structured_outputs: Any = None
 
     def checked(self) -> None:
