@@ -51,7 +51,7 @@ class Server:
         """A connection whose request has shown its first event."""
         link = self.socket()
         data = json.dumps({**LONG, "stream": True, **body}).encode()
-        link.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+        link.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
                      % len(data) + data)
         seen = b""
         while b"data: " not in seen:
@@ -208,7 +208,7 @@ def test_http2_and_noise_are_answered_and_closed(shared):
 def test_a_large_body_is_refused_before_and_while_it_arrives(start):
     server = start("--body-bytes-max", "10k")
     assert error(server.post(prompt="x" * 20_000), 413)["code"] == "body_too_large"
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
     assert b" 413 " in server.raw(head + b"Content-Length: 99999999\r\n\r\n")[:20]
     chunk = b"1000\r\n" + b"x" * 4096 + b"\r\n"
     answer = server.raw(head + b"Transfer-Encoding: chunked\r\n\r\n" + chunk * 3)
@@ -243,6 +243,42 @@ def test_every_route_wants_the_key_but_health_and_ready(start, tmp_path):
     error(server.http.post("/flush_cache"), 401)
     assert server.http.get("/health").status_code == server.http.get("/ready").status_code == 200
     assert "one" not in server.log.read_text()
+
+
+@pytest.mark.parametrize("headers", [
+    {"host": "evil.example"}, {"host": "evil.example:8000"}, {"host": "0.0.0.0"},
+    {"origin": "http://evil.example"}, {"origin": "null"}, {"origin": "http://localhost.evil.example"},
+])
+def test_a_web_page_of_elsewhere_cannot_use_a_server_without_keys(shared, headers):
+    for ask in (lambda: shared.http.get("/v1/models", headers=headers),
+                lambda: shared.http.post("/v1/completions", json={"prompt": "a"}, headers=headers),
+                lambda: shared.http.post("/flush_cache", headers=headers)):
+        assert error(ask(), 403)["code"] == "not_local"
+    assert shared.http.get("/health", headers=headers).status_code == 200
+
+
+def test_a_page_of_this_machine_may_ask_and_with_keys_everybody_who_has_one(shared, start):
+    for headers in ({"host": "localhost:99"}, {"host": "[::1]:8000"}, {"host": "127.0.0.2"},
+                    {"origin": "http://localhost:3000"}, {"origin": "https://[::1]"}):
+        assert shared.http.get("/v1/models", headers=headers).status_code == 200
+    server = start("--api-key", "one")
+    assert server.http.get("/v1/models", headers={
+        "authorization": "Bearer one", "host": "api.example", "origin": "https://app.example",
+    }).status_code == 200
+
+
+def test_a_cache_is_not_flushed_by_a_link(shared):
+    error(shared.http.get("/flush_cache"), 405)
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
+def test_a_body_of_another_type_is_415_and_says_what_curl_does(shared, kind):
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    answer = shared.http.post("/v1/completions", content=body, headers={"content-type": kind})
+    assert "curl -d" in error(answer, 415)["message"]
+    kinds = ({}, {"content-type": "Application/JSON; charset=utf-8"})
+    assert all(shared.http.post("/v1/completions", content=body, headers=h).status_code == 200
+               for h in kinds)
 
 
 def test_a_model_without_a_tokenizer_serves_ids(start):
@@ -288,7 +324,7 @@ def test_a_client_that_leaves_ends_its_request_streaming_or_not(start):
     before = len(ended(server))
     link = server.socket()
     data = json.dumps(LONG).encode()
-    link.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+    link.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
                  % len(data) + data)
     server.until(lambda: server.metric("rows_used") == 1)
     link.close()
@@ -300,7 +336,7 @@ def test_a_client_that_leaves_ends_its_request_streaming_or_not(start):
 def test_a_pipelined_request_is_ended_with_its_connection(start):
     server = start()
     link = server.started()
-    link.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    link.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
     for _ in range(10):                     # until it is certain that the second one was read
         assert link.recv(4096)
     link.close()

@@ -19,6 +19,8 @@ from penstock.serve.limits import (
     Disconnected,
     Keys,
     Namespaces,
+    is_local,
+    is_local_origin,
     load_keys,
     read_body,
 )
@@ -160,3 +162,14 @@ def test_noise_is_answered_in_openais_shape():
     for noise in (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01\r\n\r\n"):
         answer = talk(noise)
         assert answer.startswith(b"HTTP/1.1 400 ") and b'{"error":{"message"' in answer
+
+
+@pytest.mark.parametrize("host, local", [
+    ("localhost", True), ("LOCALHOST:8000", True), ("127.0.0.1:80", True), ("[::1]", True),
+    ("[::1]:8000", True), ("0.0.0.0", False), ("[::]", False), ("", False), ("[:::::]:1", False),
+    ("localhost.evil.example", False), ("localhost@evil.example", False), ("127.0.0.1.nip.io", False),
+    ("192.168.0.2", False), ("localhost:80:80", False), ("::1", False), ("localhost\n", False)])
+def test_names_of_this_machine(host, local):
+    assert is_local(host) is local
+    assert is_local_origin(f"http://{host}") is local
+    assert not is_local_origin(host) and not is_local_origin(f"file://{host}")

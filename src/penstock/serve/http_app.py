@@ -21,7 +21,15 @@ from starlette.routing import Route
 
 from penstock.config.tree import ServerConfig
 from penstock.serve.client import EngineDied
-from penstock.serve.limits import BodyTooLarge, BodyTooSlow, Disconnected, Keys, read_body
+from penstock.serve.limits import (
+    BodyTooLarge,
+    BodyTooSlow,
+    Disconnected,
+    Keys,
+    is_local,
+    is_local_origin,
+    read_body,
+)
 from penstock.serve.metrics import CONTENT_TYPE, Metrics
 from penstock.serve.openai_api import OpenAI, as_api_error
 from penstock.serve.openai_format import encode, event
@@ -112,6 +120,13 @@ class Generating:
 
     async def _body(self, scope: Scope, receive: ReceiveCall) -> bytes:
         close = {"connection": "close"}          # what follows on the connection is not a request
+        for name, value in scope["headers"]:
+            kind = value.partition(b";")[0].strip().lower()
+            if name == b"content-type" and kind != JSON_TYPE.encode():
+                raise ApiError(
+                    415, "the body's Content-Type is not application/json: send that header (curl -d "
+                    "says application/x-www-form-urlencoded unless -H names another)",
+                    code="unsupported_media_type", headers=close)
         try:
             return await read_body(scope["headers"], receive, self._bytes_max)
         except BodyTooLarge:
@@ -145,7 +160,11 @@ async def _disconnect(receive: ReceiveCall) -> None:
 
 
 class Guard:
-    """The one place where keys are checked: in front of every route."""
+    """The one place where it is checked who asks: in front of every route.
+
+    By key; without keys by name: a page in the browser of this machine's user can send requests to
+    a loopback port, also under a name of its own that it lets resolve to it (DNS rebinding).
+    """
 
     def __init__(self, app: Callable[[Scope, ReceiveCall, SendCall], Awaitable[None]], keys: Keys,
                  metrics: Metrics) -> None:
@@ -155,16 +174,34 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: ReceiveCall, send: SendCall) -> None:
         if scope["type"] == "http":
-            given = [v for k, v in scope["headers"] if k == b"authorization"]
-            tenant = self._keys.tenant(given[0] if len(given) == 1 else None)
-            if tenant is None and scope["path"] not in OPEN_PATHS:
-                reply = HttpReply(send, self._metrics)
-                await reply.error(ApiError(
-                    401, "the API key is missing or wrong: send Authorization: Bearer KEY",
-                    code="invalid_api_key", headers={"www-authenticate": "Bearer"}))
+            given = _values(scope, b"authorization")
+            tenant = self._keys.tenant(given[0].encode("latin-1") if len(given) == 1 else None)
+            if scope["path"] not in OPEN_PATHS and (error := self._refusal(scope, tenant)):
+                await HttpReply(send, self._metrics).error(error)
                 return
             scope["tenant"] = tenant or b""
         await self._app(scope, receive, send)
+
+    def _refusal(self, scope: Scope, tenant: bytes | None) -> ApiError | None:
+        if tenant is None:
+            return ApiError(401, "the API key is missing or wrong: send Authorization: Bearer KEY",
+                            code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+        if self._keys:
+            return None
+        hosts = _values(scope, b"host")
+        if len(hosts) != 1 or not is_local(hosts[0]):
+            name = "Host"
+        elif not all(is_local_origin(o) for o in _values(scope, b"origin")):
+            name = "Origin"
+        else:
+            return None
+        return ApiError(403, f"the {name} header does not name this machine: without API keys only "
+                        "its own programs may ask; use http://localhost, or start the server with "
+                        "--api-key-file", code="not_local")
+
+
+def _values(scope: Scope, name: bytes) -> list[str]:
+    return [v.decode("latin-1") for k, v in scope["headers"] if k == name]
 
 
 def build_app(api: OpenAI, health: Health, keys: Keys, config: ServerConfig,
@@ -191,7 +228,7 @@ def build_app(api: OpenAI, health: Health, keys: Keys, config: ServerConfig,
         get("/get_server_info", views.server_info),
         get("/model_info", views.model_info),
         get("/get_model_info", views.model_info),
-        Route("/flush_cache", views.flush, methods=["GET", "POST"]),
+        Route("/flush_cache", views.flush, methods=["POST"]),
         Route("/reset_prefix_cache", views.flush, methods=["POST"]),
     ], exception_handlers={
         HTTPException: _http_error, ApiError: _any_error, Exception: _any_error})

@@ -1,13 +1,14 @@
 """What one client may take: bytes, seconds, and other clients' cached pages; and who may ask at all.
 
-Owns reading a request body under limits, API keys, cache namespaces and slow connections. Knows no
-route and no OpenAI type.
+Owns reading a request body under limits, API keys, this machine's names, cache namespaces and slow
+connections. Knows no route and no OpenAI type.
 """
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import hmac
+import re
 import secrets
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
@@ -17,6 +18,7 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from penstock.config.errors import ConfigError
+from penstock.config.refuse import is_public
 from penstock.config.tree import ServerConfig
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -26,6 +28,7 @@ BODY_S_MAX = 30.0
 KEEP_ALIVE_S = 5
 HEADER_BYTES_MAX = 16 << 10
 NAMESPACES_MAX = 1 << 16
+_HOST = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
 
 
 class BodyTooLarge(Exception):
@@ -87,6 +90,19 @@ class Keys:
 
     def _hash(self, key: bytes) -> bytes:
         return hashlib.blake2b(key, key=self._secret, digest_size=32).digest()
+
+
+def is_local(host: str) -> bool:
+    """Whether a Host header, with or without a port, names this machine as a server without keys can
+    be bound: localhost or a loopback address."""
+    found = _HOST.fullmatch(host)
+    return found is not None and not is_public(found[1].strip("[]").lower())
+
+
+def is_local_origin(origin: str) -> bool:
+    """`is_local` of an Origin header. "null", which sandboxed pages send, is not."""
+    scheme, _, host = origin.partition("://")
+    return scheme in ("http", "https") and is_local(host)
 
 
 def load_keys(config: ServerConfig) -> Keys:
