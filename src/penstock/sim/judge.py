@@ -107,8 +107,11 @@ class Judge:
 
     def _started(self, e: Expect) -> None:
         a, size = e.arrived, self.cfg.page_size
-        if a.leader in self.core.live and a.leader not in self.gave_way:
-            # A fork waits until its leader's prompt is sealed, then shares all whole pages.
+        leader = self.core.live.get(a.leader) if a.leader is not None else None
+        if leader is not None and leader.rid not in self.gave_way and all(
+                leader.table[i].node is not None for i in range(len(leader.path))):
+            # A fork waits until its leader's prompt is sealed, then shares all whole pages; but a
+            # private twin of a page that others had computed first cannot be shared (seed 52887).
             shared = (len(a.prompt) - 1) // size * size
             assert e.cached == shared, f"request {a.rid}: {e.cached} of {shared} tokens shared"
             self.stats["forks shared"] += 1
