@@ -74,7 +74,7 @@ def test_a_failed_build_says_what_the_compiler_said(source, tmp_path):
 def test_without_a_compiler_torch_runs_the_ops_and_the_line_says_so(monkeypatch):
     monkeypatch.setattr(native.shutil, "which", lambda name: None)
     monkeypatch.setattr(native, "_loaded", {})
-    here = Platform(device="cpu", features=("avx2",), threads=1, torch="0")
+    here = Platform(device="cpu", features=("avx2",), torch="0")
     choice = registry.select(here)["paged_attention"]
     assert choice.name == "sdpa"
     assert choice.skipped == (("native", "no C compiler (cc, gcc, clang)"),)

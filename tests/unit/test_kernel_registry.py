@@ -10,7 +10,7 @@ import torch
 from penstock.kernels import linear, registry
 from penstock.kernels.platform import Implementation, KernelError, Op, Platform, Unusable, probe
 
-HERE = Platform(device="cpu", features=("avx2",), threads=1, torch="0")
+HERE = Platform(device="cpu", features=("avx2",), torch="0")
 
 
 def broken(_: Platform) -> str:

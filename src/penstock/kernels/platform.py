@@ -35,7 +35,6 @@ class Platform:
 
     device: str                         # "cpu"
     features: tuple[str, ...]           # instruction sets that matter here
-    threads: int                        # torch's threads at the time of the probe
     torch: str                          # version
     cache: Path | None = None           # folder for what is compiled here; None keeps nothing
 
@@ -50,7 +49,7 @@ def probe(device: str = "cpu", cache: Path | None = None) -> Platform:
         raise KernelError(f"device {device!r} has no kernels in this version: use 'cpu'")
     known = torch.cpu.get_capabilities()
     return Platform(device=device, features=tuple(f for f in _FEATURES if known.get(f)),
-                    threads=torch.get_num_threads(), torch=torch.__version__, cache=cache)
+                    torch=torch.__version__, cache=cache)
 
 
 F = TypeVar("F")
