@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 SCRIPT = str(Path(__file__).with_name("http_fake.py"))
+FAULT = 16                  # a prompt that begins with it makes the model fail there
 CRASH = 13                  # a prompt that begins with it ends the engine at its third token
 # 30 s: it does not end before a test has done what it is about, however busy the machine.
 LONG = {"prompt": [1, 2, 3], "max_tokens": 15_000}
@@ -400,6 +401,17 @@ def test_when_the_engine_dies_clients_hear_503_and_the_exit_code_says_so(start, 
     assert server.process.wait(WAIT_S) == 1
     log = server.log.read_text()
     assert log.count("the engine process") == 1 and log.count("loading a fake") == 1
+
+
+def test_a_fault_of_the_model_is_a_500_with_its_reason_and_an_event_in_a_stream(shared):
+    told = error(shared.post(prompt=[FAULT, 66], max_tokens=9), 500)
+    assert told["message"] == "the logits are not finite" and told["code"] == "model_fault"
+    stream = shared.post(prompt=[FAULT, 66], max_tokens=9, stream=True)
+    *first, last = [json.loads(part.removeprefix("data: ")) for part in stream.text.split("\n\n") if part]
+    assert first and last == {"error": told}
+    for answer in (shared.post(prompt=[FAULT, 66], max_tokens=9, n=3),
+                   shared.post("completions", prompt=[[FAULT], [1]], max_tokens=9)):
+        assert error(answer, 500) == told and "retry-after" not in answer.headers
 
 
 def test_a_port_in_use_is_one_line_before_anything_is_loaded(shared):

@@ -2,8 +2,8 @@
 
 Imported by the loop's tests and started as a process by the client's. Output token i of a request
 is prompt[i % len(prompt)]; a prompt that begins with 13 crashes the engine at its third token, one
-that begins with 14 gets no token after its third, so that only an abort ends it, and one that begins
-with 15 is refused.
+that begins with 14 gets no token after its third, so that only an abort ends it, one that begins
+with 15 is refused, and one that begins with 16 is a fault of the model at its third token.
 """
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from penstock.core.plan import (
 )
 
 VOCAB, CONTEXT = 100, 1000
-CRASH, ENDLESS, REFUSED = 13, 14, 15
+CRASH, ENDLESS, REFUSED, FAULT = 13, 14, 15, 16
+FAULT_REASON = "the logits are not finite"
 
 
 class FakeCore:
@@ -115,7 +116,7 @@ class FakeExecutor:
             del self.prompts[rid]
 
     def fault(self, rid):
-        return None
+        return FAULT_REASON if self.prompts[rid][0] == FAULT else None
 
     def take_logprobs(self, rid, index):
         return -0.5, 1, [(self.prompts[rid][0], -0.5)]
@@ -128,14 +129,16 @@ class FakeExecutor:
         if not self.plans:
             return []
         plan = self.plans.popleft()
-        out = []
+        out, aborts = [], []
         for rid, start in zip(plan.rids, plan.start, strict=True):
             prompt = self.prompts[rid]
             if prompt[0] == CRASH and start == 2:
                 raise RuntimeError("a device fault")
-            silent = prompt[0] == ENDLESS and start > 2
+            silent = prompt[0] in (ENDLESS, FAULT) and start >= 2 + (prompt[0] == ENDLESS)
             out.append(() if silent else (prompt[start % len(prompt)],))
-        return [Retired(plan.step, tuple(out))]
+            if prompt[0] == FAULT and start == 2:
+                aborts.append(Aborted(rid))
+        return [Retired(plan.step, tuple(out)), *aborts]
 
     def stats(self):
         return {"steps_total": 3.0}

@@ -139,7 +139,7 @@ def main(descriptor: int) -> int:
             except _Raised as e:
                 send(link, {"error": str(e)[:1000]})
             # The template's code may raise anything at all, and none of it is ours.
-            except (Exception, MemoryError, RecursionError) as e:
+            except Exception as e:
                 send(link, {"error": f"{type(e).__name__}: {e}"[:1000]})
     except (EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
         return 0
