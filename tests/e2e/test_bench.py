@@ -1,0 +1,49 @@
+"""`penstock bench` end to end on the demo: the offline workloads, and load on a real server."""
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+PENSTOCK = [sys.executable, "-m", "penstock.serve.main"]
+END_S = 300
+
+
+def bench(*words: str) -> str:
+    done = subprocess.run([*PENSTOCK, "bench", *words, "--quiet"], capture_output=True, text=True,
+                          timeout=END_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_offline_measures_both_arms_in_turns(tmp_path: Path) -> None:
+    out = bench("demo", "--against", "transformers", "--runs", "1", "--output-len", "4",
+                "--max-model-len", "600", "--threads", "1", "--hbm-bytes", "100M",
+                "--output-json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png"))
+    results = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert {name for name, arms in results.items() if len(arms) == 2} == {
+        "decode, 1 stream", "decode, 8 streams", "prefill 512"}
+    assert all(v > 0 for arms in results.values() for values in arms.values() for v in values)
+    assert "ratio" in out
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_load_on_a_server_counts_every_token(tmp_path: Path) -> None:
+    server = subprocess.Popen(
+        [*PENSTOCK, "serve", "demo", "--port", "0", "--threads", "1", "--hbm-bytes", "100M"],
+        stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        found = re.search(r"ready on (http://\S+)", server.stdout.readline())
+        assert found
+        out = bench("--base-url", found[1], "--num-prompts", "6", "--concurrency", "3",
+                    "--request-rate", "50", "--input-len", "20", "--output-len", "5",
+                    "--output-json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "p.png"))
+        series = json.loads((tmp_path / "out.json").read_text())["series"]
+        assert len(series["end to end"]) == 6 and len(series["inter-token latency"]) >= 6
+        assert " 0 failed" in out and (tmp_path / "p.png").exists()
+    finally:
+        server.terminate()
+        assert server.wait(END_S) == 0

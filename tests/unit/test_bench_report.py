@@ -1,0 +1,41 @@
+"""`penstock bench`: its arithmetic, and that no flag of the other kind of bench is ignored."""
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from penstock.bench.report import Spread, percentile, table
+from penstock.serve.main import main
+
+
+def test_percentiles_interpolate() -> None:
+    assert percentile([4.0, 1.0, 2.0, 3.0], 50) == 2.5
+    assert percentile([1.0, 2.0], 100) == 2.0
+    assert percentile([7.0], 99) == 7.0
+    assert math.isnan(percentile([], 50))
+
+
+def test_spread_shows_median_and_range() -> None:
+    assert str(Spread.of([3.0, 1.0, 2.0])) == "2 (1 .. 3)"
+    assert str(Spread.of([2500.0])) == "2500 (2500 .. 2500)"
+
+
+def test_table_is_aligned_markdown() -> None:
+    lines = table(("a", "long header"), [(1, 2), ("wide cell", 3)]).splitlines()
+    assert len({len(line) for line in lines}) == 1 and lines[1].startswith("|---")
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["bench"], "needs a MODEL"),
+    (["bench", "demo", "--base-url", "http://127.0.0.1:1"], "not both"),
+    (["bench", "demo", "--num-prompts", "3"], "with --base-url"),
+    (["bench", "--base-url", "http://127.0.0.1:1", "--runs", "3"], "of a MODEL"),
+    (["bench", "--base-url", "http://127.0.0.1:1", "--input-len", "0"], "at least 1"),
+    (["bench", "--base-url", "http://127.0.0.1:1"], "does not answer"),
+])
+def test_wrong_use_is_one_clear_line(words: list[str], said: str,
+                                     capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert said in error and len(error.splitlines()) == 1
