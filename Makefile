@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraint
 # Tests use one thread and no model hub: tests/conftest.py sets that up.
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help serve chat test check sweep sim bench gpu doctor docs clean
+.PHONY: help serve chat test check sweep sim bench doctor docs clean
 
 help:  ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 10
@@ -66,9 +66,6 @@ sweep: $(VENV)/.installed-dev  ## the long loops, at most 40 minutes
 
 sim: $(VENV)/.installed-dev  ## N simulations of the planner: make sim N=3000
 	$(BIN)/penstock sim --seeds $(N) $(ARGS)
-
-gpu: $(VENV)/.installed-dev  ## tests that need an accelerator
-	$(PYTEST) -m gpu
 
 docs: $(VENV)/.installed  ## write docs/flags.md again from the config tree
 	$(BIN)/python -m penstock.config.reference > docs/flags.md

@@ -244,6 +244,7 @@ class Core:
             schedule.insert(self.running, r)
         elif r.phase in WAITING and source not in WAITING:
             schedule.insert(self.waiting, r)
+        r.gave_way += source in ACTIVE and r.phase in WAITING
         self.counters["pauses"] += r.phase is Phase.PAUSED
         self.counters["drops"] += r.phase is Phase.DROPPED
 
@@ -283,7 +284,7 @@ class Core:
             state = (r.rid, self.taken, self.have.freed, len(self.have.flights))
             if state == self._blocked and self.have.issued > self.have.retired:
                 return                         # nothing has changed since it did not fit
-            if not self._go(r, trigger, spare=len(self.running)):
+            if not self._go(r, trigger, spare=room.headroom(self, r)):
                 self._blocked = state
                 room.for_admission(self, r)
                 return

@@ -28,6 +28,7 @@ class Request:
     last_issue: StepId = StepId(0)
     life: int = 0                              # rises when KV is given up: late results are then tokens only
     bound: int = 0                             # pages the device knows of; 0 = (re)bind the row
+    gave_way: int = 0                          # times it gave up its row or its KV
     started: bool = False                      # Started was sent
     visit: int = 0                             # phases entered so far: names one stay in a phase
     asked_storage: bool = False                # fetching is tried once

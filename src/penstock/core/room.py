@@ -11,6 +11,8 @@ from penstock.core.lifecycle import Phase, Trigger
 from penstock.core.plan import Tier
 from penstock.core.request import Request
 
+GAVE_WAY_MAX = 3
+
 if TYPE_CHECKING:
     from penstock.core.core import Core
 
@@ -27,6 +29,18 @@ def promised(core: Core) -> int:
         if r.phase is Phase.PAUSED:            # its steps or its copies are not finished
             pages += len(r.table)
     return pages
+
+
+def headroom(core: Core, r: Request) -> int:
+    """Device pages that must stay free when `r` gets a row: one for every row that runs. Who has
+    given way twice returns only when all that run, and it, can end without another victim; those
+    admitted later are younger and give way first. So nobody gives way more than three times."""
+    if r.gave_way < GAVE_WAY_MAX - 1 or not core.running:
+        return len(core.running)
+    g = core.cfg.page_size
+    ends = sum(-(-(q.num_prompt + q.max_new - 1) // g) for q in (*core.running, r))
+    later = ends - sum(len(q.table) for q in core.running) - -(-len(r.tokens) // g)
+    return max(later, len(core.running))
 
 
 def for_growth(core: Core, r: Request, taken: list[Request]) -> None:
