@@ -25,6 +25,9 @@ _spec.loader.exec_module(no_pickle)
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(_HOOKS), *filter(None, [os.environ.get("PYTHONPATH")])])
 
+# A shell that starts the tests in the background has them ignore Ctrl-C, which some of them send.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # A hang, not slowness: at least 20 times what any test takes on a quiet machine.
 HANG_S = 600
 SWEEP_HANG_S = 2400
