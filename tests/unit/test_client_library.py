@@ -253,3 +253,25 @@ def test_the_callers_process_never_imports_torch():
             "assert 'torch' not in sys.modules and 'numpy' not in sys.modules; "
             "assert set(penstock.__all__) <= set(dir(penstock))")
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_ctrl_c_before_the_call_has_its_future_still_ends_the_work(monkeypatch):
+    # Seen on a busy machine: the other thread had begun, this one did not know its future yet.
+    real = asyncio.run_coroutine_threadsafe
+
+    def interrupted(work, loop):
+        future = real(work, loop)
+        if "_Call" in work.__qualname__:
+            monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", real)
+            eventually(lambda: llm._inner._client.num_running > 0)
+            raise KeyboardInterrupt
+        return future
+
+    with LLM("fake") as llm:
+        for call in (lambda: llm.generate([ids(14)] * 3, LONG),
+                     lambda: list(llm.stream(ids(14), LONG))):
+            monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                call()
+            eventually(lambda: llm._inner._client.num_running == 0)
+            eventually(lambda: stats(llm)["rows_used"] == 0)

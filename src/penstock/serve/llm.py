@@ -6,15 +6,17 @@ Knows no HTTP. The model runs in the engine process; the caller's never imports 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import logging
 import queue
 import threading
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import aclosing
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from penstock.config.cli import from_options
 from penstock.config.errors import ConfigError, RequestError
@@ -315,12 +317,12 @@ class LLM:
         if not self._finish.alive:
             work.close()
             raise RuntimeError("this LLM is closed")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        call = _Call(work, self._loop)
         try:
-            return future.result()
+            return call.start().result()
         except BaseException:
             # A Ctrl-C in this thread: the work on the other one must end too.
-            future.cancel()
+            call.cancel()
             raise
 
     def _iterate(self, deltas: AsyncIterator[Delta]) -> Iterator[Delta]:
@@ -337,14 +339,46 @@ class LLM:
 
         if not self._finish.alive:
             raise RuntimeError("this LLM is closed")
-        future = asyncio.run_coroutine_threadsafe(forward(), self._loop)
+        call = _Call(forward(), self._loop)
         try:
+            call.start()
             while (item := arrived.get()) is not None:
                 if isinstance(item, BaseException):
                     raise item
                 yield item
         finally:
-            future.cancel()
+            call.cancel()
+
+
+class _Call(Generic[_T]):
+    """Work on the loop's thread that the caller's can cancel whatever it was doing when the Ctrl-C
+    came: the future of `run_coroutine_threadsafe` may never have reached it, while the work runs."""
+
+    def __init__(self, work: Coroutine[Any, Any, _T], loop: asyncio.AbstractEventLoop) -> None:
+        self._work, self._loop = work, loop
+        self._task: asyncio.Task[_T] | None = None
+        self._cancelled = False
+
+    def start(self) -> Future[_T]:
+        return asyncio.run_coroutine_threadsafe(self._main(), self._loop)
+
+    async def _main(self) -> _T:
+        if self._cancelled:
+            raise asyncio.CancelledError
+        self._task = asyncio.current_task()
+        return await self._work
+
+    def cancel(self) -> None:
+        """From any thread, any number of times, also after the end."""
+        self._cancelled = True
+        with contextlib.suppress(RuntimeError):        # the loop is closed: nothing runs any more
+            self._loop.call_soon_threadsafe(self._stop)
+
+    def _stop(self) -> None:
+        if self._task is None:
+            self._work.close()
+        else:
+            self._task.cancel()
 
 
 def _finish(inner: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
