@@ -277,7 +277,6 @@ class EngineClient:
                     future.set_result(values)
             case wire.Ready():
                 if not self._started.done():
-                    self._tail.clear()      # why it dies from now on is not in what it said before
                     self._started.set_result(message)
             case wire.Failed(text):
                 if not self._started.done():
@@ -336,6 +335,9 @@ class EngineClient:
         assert self._process is not None and self._process.stdout is not None
         with self._process.stdout as lines:
             for line in lines:
+                if line.rstrip() == wire.LOADED:
+                    self._tail.clear()      # why it dies from now on is not in what it said before
+                    continue
                 self._tail.append(line.rstrip())
                 if self._log is not None:
                     self._log(line.rstrip())

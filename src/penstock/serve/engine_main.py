@@ -129,6 +129,7 @@ def main(argv: list[str]) -> NoReturn:
     # The model and the modules live as long as the process: the collector need not walk them.
     gc.collect()
     gc.freeze()
+    log(wire.LOADED)
     link.send(ready)
     try:
         run(loop, link)

@@ -13,6 +13,7 @@ import msgspec
 from penstock.config.params import SamplingParams
 
 VERSION = 1
+LOADED = "engine: loaded"       # the last line that the engine prints before it sends Ready
 FRAME_BYTES_MAX = 256 << 20
 
 
