@@ -6,6 +6,7 @@ transformers' `generate`, the arms taking turns, so that ratios hold on a machin
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import time
 from argparse import Namespace
@@ -52,6 +53,9 @@ async def measure(config: Config, args: Namespace) -> int:
         if args.against == "transformers":
             from penstock.bench.versus import Transformers
             theirs = Transformers(config)
+            # Its modules live on; the collector would walk them while the other arm runs.
+            gc.collect()
+            gc.freeze()
         vocab = llm.vocab_size
         longest = llm.max_model_len
 
