@@ -101,7 +101,9 @@ class Tree:
         """A request takes this node into its path. What is in use is evicted last, deepest first:
         a prefix without its end still serves, an end without its prefix does not."""
         node.refs += 1
-        node.last_used = IN_USE
+        if node.last_used != IN_USE:
+            node.last_used = IN_USE
+            self.settle(node)          # its place in the eviction orders is another now
 
     def leave(self, path: Sequence[Node]) -> None:
         """A request gives up the end of its path. All of it was used now: a page is never older than
