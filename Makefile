@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraint
 # Tests use one thread and no model hub: tests/conftest.py sets that up.
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help serve chat test check sweep sim bench doctor docs clean
+.PHONY: help serve chat test check sweep soak sim bench doctor docs clean
 
 help:  ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 10
@@ -52,19 +52,23 @@ bench: $(VENV)/.installed-dev  ## measure: make bench ARGS="..."
 
 # ---------------------------------------------------------------- checking
 test: $(VENV)/.installed-dev  ## every test but the long ones, under 10 minutes
-	$(PYTEST) -m "not sweep and not gpu" $(ARGS)
+	$(PYTEST) -m "not sweep and not soak and not gpu" $(ARGS)
 
 check: $(VENV)/.installed-dev  ## lint, types, tidy, unit tests, a few simulations, under 60 s
 	$(BIN)/ruff check src tests bench examples
 	$(BIN)/mypy
-	$(PYTEST) -m "not sweep and not gpu" tests/tidy tests/unit
+	$(PYTEST) -m "not sweep and not soak and not gpu" tests/tidy tests/unit
 	$(BIN)/penstock sim --seeds 20
 
 sweep: $(VENV)/.installed-dev  ## the long loops, at most 40 minutes
 	$(BIN)/penstock sim --seeds 3000
 	$(PYTEST) -m sweep
 
-sim: $(VENV)/.installed-dev  ## N simulations of the planner: make sim N=3000
+soak: $(VENV)/.installed-dev  ## every simulation at length: bugs from elsewhere, all that can meet
+	$(BIN)/penstock sim --seeds 10000
+	$(PYTEST) -m soak
+
+sim: $(VENV)/.installed-dev  ## N simulations of the planner, all modes: make sim N=10000
 	$(BIN)/penstock sim --seeds $(N) $(ARGS)
 
 docs: $(VENV)/.installed  ## write docs/flags.md again from the config tree

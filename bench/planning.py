@@ -1,52 +1,107 @@
 """What planning a step costs: `Core.advance` with many decoding rows and an executor that takes no time.
 
 Every row decodes one token a step; pages grow, seal and retire as they would with a model behind them.
-Overlap is off: a turn is the one `advance` that retires a step and plans the next. The slowest turns
-hold Python's cycle collector, which walks the requests and the tree; --no-gc turns it off.
+Overlap is off: a turn is the one `advance` that retires a step and plans the next. "looked at" is how
+many rows a turn had to look at, of those it planned and those that it retired; the others were only
+counted on. The slowest turns hold Python's cycle collector: --gc says how it is set.
 
     python bench/planning.py --rows 8 256 1024
+    python bench/planning.py --rows 256 --hosted
+    python bench/planning.py --rows 256 --groups 3
+    python bench/planning.py --rows 64 --context 1000000 --shared --page-size 64
 """
 from __future__ import annotations
 
 import argparse
 import gc
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from penstock.core.core import Core
-from penstock.core.plan import Arrived, Event, RequestId, Retired, StepPlan
-from penstock.core.settings import CoreConfig
+from penstock.core.plan import Arrived, Event, Moved, RequestId, Retired, StepPlan
+from penstock.core.recorder import Recorder
+from penstock.core.settings import CacheGroup, CoreConfig
+from penstock.serve.engine_main import spare_the_collector
+
+HOT_PAGES = 4
+SPARE = 8                    # tokens that are left over when the last turn has been measured
 
 
-def core_of(rows: int, context: int, page_size: int) -> Core:
-    pages = rows * (-(-context // page_size) + 1)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What is planned."""
+
+    rows: int
+    context: int             # tokens of prompt and output
+    page_size: int
+    turns: int
+    hosted: bool             # all rows decode from host pages, and a selector group stays on the device
+    groups: int              # 3: as of a model with windows and states besides full attention
+    shared: bool             # all but the last page of the prompts is the same
+    waiting: int             # requests that have no row
+
+    @property
+    def prompt(self) -> int:
+        return self.context - self.turns - SPARE
+
+
+def settings(w: Work) -> CoreConfig:
+    pages = w.rows * (-(-w.context // w.page_size) + 2)
+    full, window = CacheGroup(name="full", page_bytes=0), CacheGroup(name="window", page_bytes=0, window=128)
+    state = CacheGroup(name="state", page_bytes=0, snapshot=True, page_tokens=4 * w.page_size)
+    groups = (full, window, state)[:w.groups]
+    if w.hosted:
+        groups += (CacheGroup(name="selector", page_bytes=0, selector=True, slab_pages=8),)
     # One step takes all prompts whole: then all rows decode from the same step on.
-    return Core(CoreConfig(page_size=page_size, rows=rows, hbm_pages=pages, max_len=context,
-                           step_tokens=rows * context))
+    return CoreConfig(
+        page_size=w.page_size, rows=w.rows, hbm_pages=(len(groups) + HOT_PAGES) * pages, groups=groups,
+        dram_pages=(len(groups) + 1) * pages if w.hosted else 0, hot_pages=HOT_PAGES if w.hosted else 0,
+        always_hosted=w.hosted, max_len=w.context, step_tokens=w.rows * w.context)
 
 
-def answer(plan: StepPlan, token: int) -> Retired:
-    return Retired(plan.step, ((token,),) * sum(plan.samples))
+def requests(w: Work) -> list[Arrived]:
+    """Lengths differ, or all rows would grow and seal a page in the same turn."""
+    common = tuple(range(w.prompt)) if w.shared else ()
+    made = []
+    for i in range(w.rows):
+        n = w.prompt - i % w.page_size
+        prompt = ((*common[:n - 1], w.prompt + i) if w.shared
+                  else tuple(i * 10_000 + p for p in range(n)))
+        made.append(Arrived(RequestId(i + 1), prompt, w.turns + SPARE, selects=w.hosted))
+    return made
 
 
-def decode_turns(rows: int, context: int, page_size: int, turns: int) -> list[float]:
-    """Seconds of each turn in which all `rows` decode."""
-    core = core_of(rows, context, page_size)
-    prompt = context - turns - 8
-    # Lengths differ, or all rows would grow and seal a page in the same turn.
-    events: list[Event] = [
-        Arrived(RequestId(i + 1), tuple(i * 10_000 + p for p in range(prompt - i % page_size)), turns + 8)
-        for i in range(rows)]
+def answer(plan: StepPlan, token: int) -> list[Event]:
+    return [Retired(plan.step, ((token,),) * sum(plan.samples)), *(Moved(m.id, True) for m in plan.moves)]
+
+
+def decode_turns(w: Work, *, record: bool, clock: Callable[[], float] = time.perf_counter,
+                 ) -> tuple[list[float], float]:
+    """Seconds of each turn in which all rows decode, and how many rows a turn looked at."""
+    inner = Core(settings(w))
+    core: Core | Recorder = Recorder(inner) if record else inner
+    arrived = requests(w)
+    plan = None
+    if w.shared:                               # the first computes it, the others find it
+        plan = core.advance([arrived.pop(0)]).plan
+        assert plan is not None
+    events: list[Event] = [*(answer(plan, 1) if plan is not None else ()), *arrived]
+    events += [Arrived(RequestId(w.rows + 1 + i), (i, *range(50)), 10) for i in range(w.waiting)]
+    for token in range(4):                     # until all are under way, and told the device so
+        plan = core.advance(events).plan
+        assert plan is not None
+        events = answer(plan, token)
     plan = core.advance(events).plan
-    assert plan is not None and len(plan.rows) == rows
-    plan = core.advance([answer(plan, 1)]).plan
-    taken = []
-    for token in range(turns):
-        assert plan is not None and len(plan.rows) == rows
-        retired = answer(plan, token)
-        started = time.perf_counter()
-        plan = core.advance([retired]).plan
-        taken.append(time.perf_counter() - started)
-    return taken
+    taken, looked = [], inner.counters["rows_looked_at"]
+    for token in range(w.turns - 8):
+        assert plan is not None and len(plan.rows) == sum(plan.count) == w.rows
+        events = answer(plan, token)
+        started = clock()
+        plan = core.advance(events).plan
+        taken.append(clock() - started)
+    assert len(inner.running) == w.rows and len(inner.waiting) == w.waiting
+    return taken, (inner.counters["rows_looked_at"] - looked) / len(taken)
 
 
 def main() -> None:
@@ -55,15 +110,32 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=600, help="tokens of prompt and output")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--turns", type=int, default=300)
-    parser.add_argument("--no-gc", action="store_true", help="without Python's cycle collector")
+    parser.add_argument("--hosted", action="store_true", help="all rows decode from host pages")
+    parser.add_argument("--groups", type=int, choices=(1, 3), default=1, help="cache groups")
+    parser.add_argument("--shared", action="store_true", help="one prompt: for contexts of a million "
+                        "tokens, of which no machine has memory for many")
+    parser.add_argument("--waiting", type=int, default=0, help="requests that wait for a row")
+    parser.add_argument("--gc", choices=("default", "engine", "off"), default="default",
+                        help="Python's cycle collector as it is, as the engine process sets it, or off")
+    parser.add_argument("--record", action="store_true", help="through the flight recorder, as the engine "
+                        "does; its ring is full after 512 turns: --context 1400 --turns 1200")
+    parser.add_argument("--cpu", action="store_true", help="processor time, not wall time: for a machine "
+                        "that does other things too")
     args = parser.parse_args()
-    if args.no_gc:
+    if args.gc == "engine":
+        spare_the_collector()
+    elif args.gc == "off":
         gc.disable()
     for rows in args.rows:
-        taken = sorted(decode_turns(rows, args.context, args.page_size, args.turns))
-        p50, p99 = (1e3 * taken[len(taken) * p // 100] for p in (50, 99))
-        print(f"{rows} rows: p50 {p50:.3f} ms, p99 {p99:.3f} ms, least {1e3 * taken[0]:.3f} ms "
-              f"({1e6 * taken[0] / rows:.1f} us a row)")
+        w = Work(rows=rows, context=args.context, page_size=args.page_size, turns=args.turns,
+                 hosted=args.hosted, groups=args.groups, shared=args.shared, waiting=args.waiting)
+        times, looked = decode_turns(w, record=args.record,
+                                     clock=time.thread_time if args.cpu else time.perf_counter)
+        times.sort()
+        p50, p99 = (1e3 * times[len(times) * p // 100] for p in (50, 99))
+        print(f"{rows} rows: p50 {p50:.3f} ms, p99 {p99:.3f} ms, least {1e3 * times[0]:.3f} ms, "
+              f"most {1e3 * times[-1]:.1f} ms ({1e6 * times[0] / rows:.2f} us a row); "
+              f"{looked:.1f} rows looked at")
 
 
 if __name__ == "__main__":

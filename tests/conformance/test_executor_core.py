@@ -104,7 +104,8 @@ class Engine:
         self.core = Core(self.cfg)
         hbm = HbmPool(SHAPE, self.hbm_pages, base=500)
         dram = DramPool(SHAPE, self.dram_pages, base=9000) if self.dram_pages else None
-        self.pools = [(hbm, self.core.have.hbm)] + ([(dram, self.core.have.dram)] if dram else [])
+        have = self.core.have
+        self.pools = [(hbm, have.device[0].pool)] + ([(dram, have.host[0].pool)] if dram else [])
         self.poison()
         plan = functools.partial(paged_attention.plan, backend=self.backend)
         self.ex = CpuExecutor(model(), plan, hbm, dram, rows=self.rows, row_base=70,

@@ -64,7 +64,7 @@ def cpu(lateness=None):
 
 def sim():
     ex = SimExecutor(CFG, Clock(), Random(3), ranks=2)
-    return ex, lambda rid, prompt: ex.register(rid, 0, 1)
+    return ex, lambda rid, prompt: ex.register(Arrived(rid, tuple(prompt), 99), 1)
 
 
 EXECUTORS = {

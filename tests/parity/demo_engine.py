@@ -18,6 +18,7 @@ from penstock.config.platform import probe
 from penstock.config.resolve import resolve
 from penstock.core.core import Core
 from penstock.core.plan import Advance, Event, Paused, Retired
+from penstock.core.settings import CoreConfig
 from penstock.exec import build
 from penstock.memory.lateness import Lateness
 from penstock.model.locate import ModelFiles, locate
@@ -32,21 +33,21 @@ LONG = 6_000        # tokens of a long prompt
 Tokens = tuple[int, ...]
 
 
-class Pausing:
+class Pausing(Core):
     """The core under a policy: at every `every`-th step the next running request must pause."""
 
-    def __init__(self, core: Core, every: int) -> None:
-        self._core, self._every, self._steps = core, every, 0
-        self.check, self.stats = core.check, core.stats
+    def __init__(self, cfg: CoreConfig, every: int) -> None:
+        super().__init__(cfg)
+        self._every, self._steps = every, 0
 
     def advance(self, events: Sequence[Event]) -> Advance:
         if any(isinstance(e, Retired) for e in events):
             self._steps += 1
-            running = [r.rid for r in self._core.running]
+            running = [r.rid for r in self.running]
             if self._every and self._steps % self._every == 0 and running:
                 turn = self._steps // self._every
                 events = [*events, Paused(running[turn % len(running)])]
-        return self._core.advance(events)
+        return super().advance(events)
 
 
 @dataclass(slots=True)
@@ -66,8 +67,8 @@ class Engine:
     """A loop, and what its requests said. Prompts run in the order of `ask`, as many as fit."""
 
     def __init__(self, built: build.Built, pause_every: int) -> None:
-        self.core = Core(built.core_config)
-        self.loop = EngineLoop(Pausing(self.core, pause_every), built.executor,
+        self.core = Pausing(built.core_config, pause_every)
+        self.loop = EngineLoop(self.core, built.executor,
                                vocab_size=built.vocab_size, max_model_len=built.max_model_len,
                                check=True)
         self._last = 0

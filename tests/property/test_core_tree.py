@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from penstock.core.ledger import Pool
-from penstock.core.plan import StepId, Tier
-from penstock.core.tree import Copy, Node, Tree
+from penstock.core.plan import Group, StepId, Tier
+from penstock.core.tree import Copy, Node, Space, Tree
 
 SIZE = 2
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=8).map(tuple)
@@ -20,21 +20,11 @@ class TreeMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pools = {Tier.HBM: Pool("hbm", 10, 100), Tier.DRAM: Pool("dram", 6, 200)}
-        self.tree = Tree(self.pools)
+        self.device = Space(Tier.HBM, Group(0), Pool("hbm", 10, 100))
+        self.host = Space(Tier.DRAM, Group(0), Pool("dram", 6, 200))
+        self.tree = Tree([self.device, self.host])
         self.users: list[list[tuple[Node, Copy]]] = []
         self.flying: list[Node] = []
-
-    def _known(self) -> dict[tuple[int, tuple[int, ...]], Node]:
-        """Every node by namespace and whole token chain."""
-        known = {}
-        stack = [(ns, (), root) for ns, root in self.tree.roots.items()]
-        while stack:
-            ns, tokens, node = stack.pop()
-            if node.parent is not None:
-                known[ns, tokens] = node
-            stack += [(ns, tokens + tuple(key), child) for key, child in node.children.items()]
-        return known
 
     @rule(namespace=NAMESPACE, tokens=TOKENS)
     def seal(self, namespace: int, tokens: tuple[int, ...]) -> None:
@@ -42,15 +32,15 @@ class TreeMachine(RuleBasedStateMachine):
         node, path = self.tree.root(namespace), []
         for at in range(0, len(tokens) - SIZE + 1, SIZE):
             child = self.tree.child(node, tokens[at:at + SIZE])
-            if Tier.HBM not in child.copies:
-                if not self.pools[Tier.HBM].free:
+            if self.device not in child.copies:
+                if not self.device.pool.free:
                     self.tree.settle(child)
                     break
-                self.tree.attach(child, Tier.HBM, Copy(self.pools[Tier.HBM].acquire(1)[0]))
+                self.tree.attach(child, self.device, Copy(self.device.pool.acquire(1)[0]))
             node = child
             self.tree.use(node)
-            node.copies[Tier.HBM].pins += 1
-            path.append((node, node.copies[Tier.HBM]))
+            node.copies[self.device].pins += 1
+            path.append((node, node.copies[self.device]))
         if path:
             self.users.append(path)
 
@@ -65,63 +55,53 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def write_through(self, data: st.DataObject) -> None:
         nodes = [n for n in self.tree.nodes()
-                 if n.ready(Tier.HBM) and Tier.DRAM not in n.copies]
-        if nodes and self.pools[Tier.DRAM].free:
+                 if n.ready(self.device) and self.host not in n.copies]
+        if nodes and self.host.pool.free:
             node = data.draw(st.sampled_from(nodes))
-            copy = Copy(self.pools[Tier.DRAM].acquire(1)[0], ready=False, moves=1)
-            self.tree.attach(node, Tier.DRAM, copy)
-            node.copies[Tier.HBM].moves += 1
+            copy = Copy(self.host.pool.acquire(1)[0], ready=False, moves=1)
+            self.tree.attach(node, self.host, copy)
+            node.copies[self.device].moves += 1
             self.flying.append(node)
 
     @precondition(lambda self: self.flying)
     @rule(data=st.data(), ok=st.booleans())
     def land(self, data: st.DataObject, ok: bool) -> None:
         node = self.flying.pop(data.draw(st.integers(0, len(self.flying) - 1)))
-        node.copies[Tier.HBM].moves -= 1
-        copy = node.copies[Tier.DRAM]
+        node.copies[self.device].moves -= 1
+        copy = node.copies[self.host]
         copy.moves -= 1
         if ok:
             copy.ready = True
             self.tree.settle(node)
         else:
-            self.tree.forget(node, Tier.DRAM)
+            self.tree.forget(node, self.host)
             self.tree.settle(node)
 
-    @rule(tier=st.sampled_from((Tier.HBM, Tier.DRAM)), n=st.integers(1, 4))
-    def evict(self, tier: Tier, n: int) -> None:
-        before = {node: node.copies[tier] for node in self.tree.nodes() if tier in node.copies}
-        could = [node for node in before if self.tree.evictable(node, tier)]
+    @rule(on_device=st.booleans(), n=st.integers(1, 4))
+    def evict(self, on_device: bool, n: int) -> None:
+        space = self.device if on_device else self.host
+        before = {node: node.copies[space] for node in self.tree.nodes() if space in node.copies}
+        could = [node for node in before if self.tree.evictable(node, space)]
         needed = {id(copy) for path in self.users for _, copy in path}
-        gone = self.tree.evict(tier, n)
-        lost = [node for node in before if tier not in node.copies]
+        gone = self.tree.evict(space, n)
+        lost = [node for node in before if space not in node.copies]
         assert len(lost) == gone <= n
-        assert gone == n or not [x for x in before if self.tree.evictable(x, tier)]
+        assert gone == n or not [x for x in before if self.tree.evictable(x, space)]
         for node in lost:
             assert id(before[node]) not in needed, "a page in use was evicted"
             assert node not in self.flying, "a page that a copy touches was evicted"
-            assert node.copies or not node.refs, "the last copy of a page in use went"
-        stays = [x.last_used for x in could if tier in x.copies and self.tree.evictable(x, tier)]
+        stays = [x.last_used for x in could if space in x.copies and self.tree.evictable(x, space)]
         leaves = [x.last_used for x in lost if x in could]
         assert max(leaves, default=0) <= min(stays, default=1 << 99), "not the oldest went"
-        self.pools[tier].drain(StepId(0), ())
-
-    @rule(namespace=NAMESPACE, tokens=TOKENS)
-    def match(self, namespace: int, tokens: tuple[int, ...]) -> None:
-        known, best = self._known(), []
-        for end in range(SIZE, len(tokens), SIZE):
-            node = known.get((namespace, tokens[:end]))
-            if node is None or not self.tree.usable(node):
-                break
-            best.append(node)
-        assert self.tree.match(namespace, tokens, SIZE) == best
+        space.pool.drain(StepId(0), ())
 
     @invariant()
     def owned(self) -> None:
         nodes = list(self.tree.nodes())
-        for tier, pool in self.pools.items():
-            pool.check()
-            pages = [node.copies[tier].page for node in nodes if tier in node.copies]
-            assert sorted(pages) == sorted(pool.held), "a page without a node, or with two"
+        for space in self.tree.spaces:
+            space.pool.check()
+            pages = [node.copies[space].page for node in nodes if space in node.copies]
+            assert sorted(pages) == sorted(space.pool.held), "a page without a node, or with two"
         for node in nodes:
             assert node.copies or node.children or node.refs, "a node with nothing left"
             assert node.refs == sum(node is n for path in self.users for n, _ in path)

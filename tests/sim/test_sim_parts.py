@@ -6,10 +6,14 @@ from random import Random
 import pytest
 
 from penstock.core.plan import (
+    NO_DRAM,
+    NO_HBM,
+    Arrived,
     Bind,
     DramPage,
     Group,
     HbmPage,
+    Hot,
     Move,
     Moved,
     MoveId,
@@ -24,8 +28,8 @@ from penstock.core.settings import CoreConfig
 from penstock.sim.clock import Clock
 from penstock.sim.executor import SimExecutor
 from penstock.sim.model import oracle
-from penstock.sim.programs import shrink
 from penstock.sim.scenario import draw
+from penstock.sim.shrink import shrink
 
 CFG = CoreConfig(page_size=2, rows=2, hbm_pages=8, dram_pages=8)
 PROMPT = (11, 12, 13)
@@ -44,7 +48,7 @@ def bind(*pages: int) -> tuple[Bind, ...]:
 
 def executor(namespace: int = 0) -> SimExecutor:
     ex = SimExecutor(CFG, Clock(), Random(0), ranks=2)
-    ex.register(RequestId(0), namespace, 5)
+    ex.register(Arrived(RequestId(0), PROMPT, 9, namespace=namespace), 5)
     return ex
 
 
@@ -90,11 +94,38 @@ def test_a_copy_arrives_whole_or_is_torn_and_says_so(fail: bool) -> None:
 
 def test_a_step_on_a_free_page_is_a_finding() -> None:
     ex = executor()
-    ex.free[Tier.HBM] = {2}
-    ex.devices[0].free[Tier.HBM].add(2)
+    ex.busy[Tier.HBM] = {1}
     ex.submit(plan(1, 0, PROMPT, binds=bind(1, 2)))
     with pytest.raises(AssertionError, match="free hbm page"):
         ex.poll(block=True)
+
+
+def test_a_hosted_row_reads_the_host_and_writes_what_it_computes_there() -> None:
+    hot = ((Hot(HbmPage(5)),),)
+    tables = Bind(Row(0), RequestId(0), ((NO_HBM,) * 3,), 0, ((DramPage(6), DramPage(7), DramPage(3)),), hot)
+    ex = executor()
+    ex.submit(plan(1, 0, PROMPT, binds=(tables,)))
+    ex.submit(plan(2, 3, (-1,)))
+    tokens = [e.tokens[0][0] for _ in range(2) for e in ex.poll(block=True)]
+    assert tuple(tokens) == oracle(PROMPT, 2, 0, 5)
+    assert ex.devices[0].stats["hot misses"] > 1 and 1 not in ex.devices[0].memory[Tier.HBM][0]
+    ex.devices[0].poison(Tier.DRAM, 6)
+    ex.devices[1].poison(Tier.DRAM, 6)
+    ex.submit(plan(3, 4, (-1,)))
+    (retired,) = ex.poll(block=True)
+    assert isinstance(retired, Retired)
+    assert retired.tokens[0][0] != oracle(PROMPT, 3, 0, 5)[2]
+
+
+def test_a_row_that_keeps_goes_on_where_it_was() -> None:
+    ex = executor()
+    ex.submit(plan(1, 0, PROMPT, binds=bind(1, 2)))
+    kept = Bind(Row(0), RequestId(0), ((NO_HBM, HbmPage(2)),), 0, ((DramPage(6), NO_DRAM),),
+                ((Hot(HbmPage(1), keeps=0),),), keep=True)
+    ex.submit(plan(2, 3, (-1,), binds=(kept,)))
+    tokens = [e.tokens[0][0] for _ in range(2) for e in ex.poll(block=True)]
+    assert tuple(tokens) == oracle(PROMPT, 2, 0, 5)
+    assert ex.devices[0].stats["hot hits"] > 0
 
 
 def test_a_mode_fixes_dimensions_and_replays() -> None:

@@ -7,11 +7,14 @@ with 15 is refused, and one that begins with 16 is a fault of the model at its t
 """
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 import time
 from collections import deque
 
 from penstock.config.errors import ConfigError
+from penstock.core.lifecycle import Phase, Trigger
 from penstock.core.plan import (
     Aborted,
     Advance,
@@ -25,10 +28,23 @@ from penstock.core.plan import (
     Stopped,
     Token,
 )
+from penstock.core.settings import CoreConfig
 
 VOCAB, CONTEXT = 100, 1000
 CRASH, ENDLESS, REFUSED, FAULT = 13, 14, 15, 16
 FAULT_REASON = "the logits are not finite"
+
+
+class FakeRequest:
+    """What the flight recorder reads of a request, and `planned`: tokens."""
+
+    def __init__(self, arrived) -> None:
+        self.arrived, self.rid, self.phase = arrived, arrived.rid, Phase.RESIDENT
+        self.tokens, self.num_prompt, self.planned = list(arrived.prompt), len(arrived.prompt), 0
+
+    @property
+    def num_output(self):
+        return len(self.tokens) - self.num_prompt
 
 
 class FakeCore:
@@ -36,7 +52,8 @@ class FakeCore:
 
     def __init__(self, depth: int = 1) -> None:
         self.depth = depth
-        self.live: dict[int, list] = {}         # rid -> [Arrived, tokens planned, tokens retired]
+        self.cfg = CoreConfig(page_size=16, rows=100, hbm_pages=100)
+        self.live: dict[int, FakeRequest] = {}
         self.plans: dict[int, StepPlan] = {}
         self.step = 0
         self.checks = 0
@@ -50,7 +67,7 @@ class FakeCore:
                 case Arrived() if e.prompt[0] == REFUSED:
                     outputs.append(Finished(e.rid, Outcome.REFUSED, "it can never fit"))
                 case Arrived():
-                    self.live[e.rid] = [e, 0, 0]
+                    self.live[e.rid] = FakeRequest(e)
                     outputs.append(Started(e.rid, hbm_tokens=2, dram_tokens=1))
                 case Aborted():
                     self._end(e.rid, Outcome.ABORT, outputs)
@@ -65,30 +82,36 @@ class FakeCore:
         for token in tokens:
             if rid not in self.live:
                 return
-            request = self.live[rid]
-            outputs.append(Token(rid, request[2], token))
-            request[2] += 1
-            if token in request[0].stop:
+            r = self.live[rid]
+            outputs.append(Token(rid, r.num_output, token))
+            r.tokens.append(token)
+            if token in r.arrived.stop:
                 self._end(rid, Outcome.STOP, outputs)
-            elif request[2] == request[0].max_new:
+            elif r.num_output == r.arrived.max_new:
                 self._end(rid, Outcome.LENGTH, outputs)
 
     def _end(self, rid, outcome, outputs):
-        if self.live.pop(rid, None):
+        if rid in self.live:
+            self._go(self.live[rid], Trigger.END)
+            del self.live[rid]
             outputs.append(Finished(rid, outcome))
 
+    def _go(self, r, trigger, spare=0):
+        r.phase = Phase.DONE
+        return True
+
     def _plan(self):
-        ready = [(rid, r) for rid, r in self.live.items() if r[1] < r[0].max_new]
+        ready = [(rid, r) for rid, r in self.live.items() if r.planned < r.arrived.max_new]
         if not ready or len(self.plans) >= self.depth:
             return None
         self.step += 1
         plan = StepPlan(
             step=StepId(self.step), rows=tuple(range(len(ready))),
-            rids=tuple(rid for rid, _ in ready), start=tuple(r[1] for _, r in ready),
+            rids=tuple(rid for rid, _ in ready), start=tuple(r.planned for _, r in ready),
             count=(1,) * len(ready), samples=(True,) * len(ready), tokens=(77,) * len(ready),
             grows=(), binds=(), moves=())
         for _, r in ready:
-            r[1] += 1
+            r.planned += 1
         self.plans[self.step] = plan
         return plan
 
@@ -148,16 +171,18 @@ def main() -> None:
     from penstock.serve import engine_main, wire
     from penstock.serve.loop import EngineLoop
 
-    def build(config, recorder):
+    def build(config, event_log):
         print("loading a fake", flush=True)
         if config.model.model == "missing":
             raise ConfigError("model missing: there is no such folder")
         if config.model.model == "slow":
             time.sleep(1000)
         loop = EngineLoop(FakeCore(depth=2), FakeExecutor(), vocab_size=VOCAB,
-                          max_model_len=CONTEXT, recorder=recorder)
+                          max_model_len=CONTEXT, event_log=event_log)
         return loop, wire.Ready(pid=0, vocab_size=VOCAB, max_model_len=CONTEXT, info={"a": 1})
 
+    # What a crash of a fake leaves behind is not the user's.
+    os.environ.setdefault("PENSTOCK_CACHE", f"{tempfile.gettempdir()}/penstock-fake-{os.getuid()}")
     engine_main.build = build
     engine_main.main(sys.argv[1:])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import re
 import signal
 import socket
 import sys
@@ -16,6 +17,7 @@ from penstock.config.params import SamplingParams
 from penstock.config.tree import Config, DebugConfig, ModelConfig
 from penstock.serve import wire
 from penstock.serve.client import EngineClient, EngineDied
+from penstock.sim import flight
 
 ENGINE = [sys.executable, "-P", str(Path(__file__).with_name("engine_fake.py"))]
 LONG = SamplingParams(max_tokens=None)
@@ -162,7 +164,9 @@ def test_a_killed_engine_ends_everything_at_once():
     drive(go())
 
 
-def test_an_engine_bug_leaves_evidence_without_prompts():
+def test_an_engine_bug_leaves_evidence_without_prompts(tmp_path, monkeypatch):
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
+
     async def go():
         lines = []
         client = client_of(log=lines.append)
@@ -174,9 +178,15 @@ def test_an_engine_bug_leaves_evidence_without_prompts():
         assert caught.value.exit_code == 70
         assert "loading a fake" in lines
         assert not [line for line in caught.value.tail if "loading" in line]    # no start-up banner
-        text = "\n".join(lines)
-        assert '"kind": "Arrived"' in text and '"prompt": 3' in text
-        assert "91" not in text and "92" not in text
+        [path] = (tmp_path / "flights").iterdir()
+        assert caught.value.tail[-1] == f"engine: died; the last turns: penstock sim --print {path}"
+        assert path.stat().st_mode & 0o777 == 0o600
+        log = flight.read(path.open())
+        assert log.complete and log.error.startswith("RuntimeError at penstock/serve/loop.py:")
+        [arrived] = log.turns[0].events
+        assert len(arrived.prompt) == 3
+        seen = re.findall(r"\d+", str([turn.events for turn in log.turns]))
+        assert not {"91", "92"} & {*seen}
     drive(go())
 
 
@@ -203,6 +213,35 @@ def test_an_event_log_that_cannot_be_written_is_a_config_error(tmp_path):
         with pytest.raises(ConfigError, match="event-log"):
             await client_of(event_log=str(tmp_path / "no" / "log")).start()
     drive(go())
+
+
+def test_sigusr1_writes_a_flight_while_it_sleeps_and_while_it_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
+
+    def flights():
+        folder = tmp_path / "flights"
+        return [flight.read(p.open()) for p in sorted(folder.iterdir())] if folder.exists() else []
+
+    async def go():
+        lines = []
+        client = client_of(log=lines.append)
+        await client.start()
+        try:
+            await client.stats()
+            os.kill(client.pid, signal.SIGUSR1)             # it sleeps
+            await until(lambda: sum("flight recorder: " in line for line in lines) == 1)
+            [stream] = client.submit([7], SamplingParams(max_tokens=900))
+            await stream.__anext__()
+            os.kill(client.pid, signal.SIGUSR1)
+            await until(lambda: sum("flight recorder: " in line for line in lines) == 2)
+            await stream.aclose()
+            await client.stats()                            # it lives
+        finally:
+            await client.close()
+
+    drive(go())
+    asleep, running = flights()
+    assert not any(t.events or t.plan for t in asleep.turns) and running.turns and not running.error
 
 
 def test_an_engine_that_cannot_start_shows_why():

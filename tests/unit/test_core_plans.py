@@ -159,7 +159,7 @@ def test_without_prefix_cache_forks_still_share_and_nothing_stays() -> None:
     (both,) = d.retire()
     assert both.start == (10, 8)
     d.run()
-    assert d.core.have.hbm.free == 16
+    assert d.core.have.device[0].pool.free == 16
 
 
 def test_pause_writes_to_the_host_and_resume_computes_nothing_twice() -> None:
@@ -180,7 +180,7 @@ def test_pause_writes_to_the_host_and_resume_computes_nothing_twice() -> None:
     assert decode.start == (7,) and decode.count == (1,) and len(decode.binds) == 1
 
 
-def test_failed_copies_of_a_paused_request_cost_recomputation_not_tokens() -> None:
+def test_a_paused_request_whose_copies_fail_keeps_what_is_on_the_device() -> None:
     d = Driver(dram_pages=8)
     d.arrive(1, range(6), max_new=8)
     d.retire()
@@ -189,7 +189,7 @@ def test_failed_copies_of_a_paused_request_cost_recomputation_not_tokens() -> No
     while d.moves:
         d.land(ok=False)
     plan = d.plans[-1]
-    assert plan.start == (4,) and plan.count == (4,)     # the sealed page is still on the device
+    assert plan.start == (7,) and plan.count == (1,)     # nothing is computed again
     d.run()
     assert d.finished() == {1: Outcome.LENGTH}
 
@@ -276,16 +276,16 @@ def test_late_stop_and_repeated_abort_are_harmless() -> None:
     assert d.finished() == {1: Outcome.STOP}
     d.run()
     d.tell(Flushed())
-    assert d.core.have.hbm.free == 16
+    assert d.core.have.device[0].pool.free == 16
 
 
 def test_abort_returns_everything_once_its_step_has_retired() -> None:
     d = Driver(overlap=True)
     d.arrive(1, range(6), max_new=9)
     d.tell(Aborted(RequestId(1)))
-    assert d.core.have.hbm.free < 16 and d.core.have.rows.free == 3     # fenced, not free
+    assert d.core.have.device[0].pool.free < 16 and d.core.have.rows.free == 3     # fenced, not free
     d.run()
-    assert d.core.have.hbm.free == 16 and d.core.have.rows.free == 4
+    assert d.core.have.device[0].pool.free == 16 and d.core.have.rows.free == 4
 
 
 def test_host_copies_serve_a_prefix_that_left_the_device() -> None:
@@ -326,7 +326,7 @@ def test_repeated_hits_do_not_grow_the_eviction_order() -> None:
     for rid in range(1, 120):
         d.arrive(rid, range(40), max_new=1)
         d.run()
-    assert max(len(order) for order in d.core.have.tree._order.values()) <= 4 * 64 + 64 + 1
+    assert max(len(space.order) for space in d.core.have.tree.spaces) <= 4 * 64 + 64 + 1
 
 
 def test_waiting_behind_busy_rows_costs_nothing_per_step() -> None:
@@ -398,7 +398,7 @@ def test_storage_that_hangs_costs_a_deadline_and_its_pages_stay_fenced() -> None
     d.tell(Expired(entered.rid, entered.phase, entered.visit))
     d.run()
     assert d.finished()[9] is Outcome.LENGTH
-    assert all(p in d.core.have.dram.held for p in hung.dst_pages)
+    assert all(p in d.core.have.host[0].pool.held for p in hung.dst_pages)
     d.tell(Moved(hung.id, True))
     d.tell(Flushed())
-    assert d.core.have.dram.free == 4
+    assert d.core.have.host[0].pool.free == 4

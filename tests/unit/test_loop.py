@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import importlib.util
-import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from penstock.config.params import SamplingParams
 from penstock.core.plan import Aborted, Arrived, Entered, Flushed, Started, Stopped
 from penstock.serve import wire
 from penstock.serve.loop import EngineLoop
-from penstock.serve.record import RING, Recorder
+from penstock.serve.record import EventLog
 
 _spec = importlib.util.spec_from_file_location(
     "engine_fake", Path(__file__).with_name("engine_fake.py"))
@@ -72,7 +71,8 @@ def test_the_first_chunk_says_what_was_cached():
 def test_tokens_cached_in_storage_count_and_entering_a_phase_is_no_news():
     rig = Rig()
     rig.submit(max_new=1)
-    rig.core.advance, real = lambda events: seen(real(events)), rig.core.advance
+    recorder = rig.loop.recorder
+    recorder.advance, real = lambda events: seen(real(events)), recorder.advance
 
     def seen(advance):
         outputs = [Started(1, 2, 1, disk_tokens=5) if isinstance(o, Started) else o
@@ -191,18 +191,15 @@ def test_hello_in_the_middle_is_a_protocol_error():
         Rig().loop.handle(wire.Hello(1, {}))
 
 
-def test_neither_record_holds_prompts_or_tokens(tmp_path):
+def test_the_event_log_holds_no_prompts_or_tokens(tmp_path):
     path = tmp_path / "events.jsonl"
-    recorder = Recorder(str(path))
-    rig = Rig(depth=2, recorder=recorder)
+    log = EventLog(str(path))
+    rig = Rig(depth=2, event_log=log)
     for rid in range(1, 4):
         rig.submit(rid, (93, 94, 95), max_new=30, stop_ids=[96])    # 77 is the plans' input token
     rig.run()
-    recorder.close()
-    dump = io.StringIO()
-    recorder.dump(dump)
-    for text in (dump.getvalue(), path.read_text()):
-        assert not any(str(secret) in text for secret in (93, 94, 95, 96, 77))
+    log.close()
+    assert not any(str(secret) in path.read_text() for secret in (93, 94, 95, 96, 77))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     kinds = {line["kind"] for line in lines}
     assert kinds == {"Arrived", "StepPlan", "Retired", "Started", "Token", "Finished", "pools"}
@@ -210,12 +207,11 @@ def test_neither_record_holds_prompts_or_tokens(tmp_path):
     assert lines[-1] == {"kind": "pools", "issued": 30, "retired": 30, "rows_used": 0.0}
 
 
-def test_the_recorder_keeps_the_last_512():
-    recorder = Recorder()
-    for _ in range(600):
-        recorder.event(Flushed())
-    recorder.event(Aborted(3))
-    dump = io.StringIO()
-    recorder.dump(dump)
-    lines = dump.getvalue().splitlines()
-    assert len(lines) == RING and json.loads(lines[-1])["rid"] == 3
+def test_the_recorder_sees_every_turn_of_the_loop():
+    rig = Rig(depth=2)
+    rig.submit(1, (5, 6), max_new=3)
+    rig.run()
+    recorder = rig.loop.recorder
+    assert [e for turn in recorder.turns for e in turn.events] == rig.core.seen
+    assert [turn.plan.step for turn in recorder.turns if turn.plan] == [1, 2, 3]
+    assert recorder.complete and recorder.now is None

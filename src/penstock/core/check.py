@@ -4,77 +4,123 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from penstock.core.lifecycle import ACTIVE, Lease, Phase
-from penstock.core.plan import Tier
-from penstock.core.tree import Copy
+from penstock.core.lifecycle import ACTIVE, Lease, Phase, Place
+from penstock.core.request import Request
+from penstock.core.tree import Copy, Node, Space
 
 if TYPE_CHECKING:
     from penstock.core.core import Core
+    from penstock.core.holdings import Holdings
+
+REFS = "refs differ from the requests that name a page"
+PINS = "pins differ from holders"
+MOVES = "a page has other moves than those that fly"
 
 
 def check(core: Core) -> None:
     """Raises AssertionError. Walks everything: for tests, the simulator and `--check`."""
     have = core.have
-    for pool in (*have.pools.values(), have.disk):
-        pool.check()
-    _leases(core)
-    pins: Counter[int] = Counter()
-    refs: Counter[int] = Counter()
-    private: list[int] = []
+    have.rows.check()
+    for arena in have.arenas.values():
+        arena.check()
+    pinned, named = list[Copy](), list[Node]()       # once for each pin, and for each path
+    pages: dict[Space, list[int]] = {space: [] for space in have.tree.spaces}
     for r in core.live.values():
-        for copy in r.table:
-            pins[id(copy)] += 1
-            if copy.node is None:
-                private.append(copy.page)
-        for copy in r.parked:
-            pins[id(copy)] += 1
-        for node in r.path:
-            refs[id(node)] += 1
-    moves: Counter[int] = Counter()
-    for flight in have.flights.values():
-        for node in flight.nodes:
-            moves[id(node.copies[flight.src])] += 1
-            moves[id(node.copies[flight.dst])] += 1
-    pages: dict[Tier, list[int]] = {Tier.HBM: private, Tier.DRAM: [], Tier.DISK: []}
-    for r in core.live.values():
-        pages[Tier.DRAM] += [*r.reserve, *([r.open_copy] if r.open_copy is not None else [])]
-    for node in have.tree.nodes():
-        assert node.parent is not None and node.parent.children[node.key] is node
-        assert node.refs == refs.pop(id(node), 0), "refs differ from the requests that name a page"
-        assert node.copies or node.refs or node.children, "an empty node stays"
-        for tier, copy in node.copies.items():
-            assert copy.node is node
-            assert copy.pins == pins[id(copy)], f"{tier} pins differ from holders"
-            assert copy.moves == moves[id(copy)]
-            pages[tier].append(copy.page)
-    assert not refs, "a request names a page that left the tree"
-    assert sorted(pages[Tier.HBM]) == sorted(have.hbm.held), "device pages without an owner"
-    assert sorted(pages[Tier.DRAM]) == sorted(have.dram.held), "host pages without an owner"
-    assert sorted(pages[Tier.DISK]) == sorted(have.disk.held), "storage slots without an owner"
+        _leases(core, r)
+        _columns(have, r, pinned, pages)
+        named += r.path
+    moved = [copy for flight in have.copies.flights.values() for pair in flight.pairs for copy in pair]
+    _tree(core, Counter(pinned), Counter(named), Counter(moved), pages)
+    for space, owned in pages.items():
+        held = space.pool.held
+        assert len(owned) == len(held) and held == set(owned), f"{space}: pages without an owner"
+    _queues(core)
 
 
-def _leases(core: Core) -> None:
+def _columns(have: Holdings, r: Request, pinned: list[Copy], pages: dict[Space, list[int]]) -> None:
+    for t, device, host, reserve in zip(r.tables, have.device, have.host, r.reserve, strict=True):
+        for space, column in ((device, t.device), (device, t.hot), (host, t.host)):
+            if column:
+                copies = [copy for copy in column if copy is not None]
+                pinned += copies
+                for copy in copies:
+                    if copy.node is None:
+                        assert copy.pins == 1, f"request {r.rid}: a private page of two"
+                        pages[space].append(copy.page)
+        pages[host] += reserve
+
+
+def _tree(core: Core, pins: dict[Copy, int], refs: dict[Node, int], moves: dict[Copy, int],
+          pages: dict[Space, list[int]]) -> None:
+    stack = list(core.have.tree.roots.values())
+    while stack:
+        parent = stack.pop()
+        for key, node in parent.children.items():
+            assert node.parent is parent and (node.key is key or node.key == key)
+            if node.refs:
+                assert node.refs == refs.pop(node, 0), REFS
+            assert node.copies or node.refs or node.children, "an empty node stays"
+            for space, copy in node.copies.items():
+                assert copy.node is node
+                if copy.pins:
+                    assert copy.pins == pins.pop(copy, 0), PINS
+                if copy.moves:
+                    assert copy.moves == moves.pop(copy, 0), MOVES
+                assert copy.ready or copy.moves or copy.pins, f"{space}: a page that nothing will fill"
+                pages[space].append(copy.page)
+            if node.children:
+                stack.append(node)
+    # What is left is private, or its node says that there is less of it.
+    assert not refs, REFS
+    assert all(copy.node is None for copy in pins), PINS
+    assert all(copy.node is None for copy in moves), MOVES
+
+
+def _queues(core: Core) -> None:
     rows = [r.row for r in core.live.values() if r.row is not None]
     assert len(rows) == len(set(rows)) and set(rows) == core.have.rows.held
     assert sorted(core.running, key=lambda r: r.key) == core.running
     assert len(core.running) + len(core.waiting) == len(core.live)
-    for r in core.live.values():
-        holds, may = core.holds[r.phase], core.may_hold[r.phase]
-        assert (r in core.running) == (r.phase in ACTIVE)
-        assert (r.row is not None) == (Lease.ROW in holds), (r.rid, r.phase)
-        if Lease.HBM in holds:
-            g = core.cfg.page_size
-            assert len(r.table) * g >= max(r.computed, 1), (r.rid, r.phase, "too few pages")
-            assert r.phase is Phase.LOADING or all(c.ready for c in r.table)
-            for i, node in enumerate(r.path):
-                assert _serves(r.table[i], node.copies.get(Tier.HBM)), (r.rid, i)
-        elif Lease.HBM not in may:
-            assert not r.table, (r.rid, r.phase)
-        if Lease.DRAM not in holds:
-            assert not r.parked and not r.reserve and r.open_copy is None
-        assert r.phase is Phase.PAUSED or not r.is_parked
+    lent = [r for r in core.running if r.place is Place.HOST and r.phase is not Phase.PROMOTING]
+    assert {r.rid for r in core.have.lent} == {r.rid for r in lent}, "loans"
 
 
-def _serves(mine: Copy, shared: Copy | None) -> bool:
-    """A table entry is the node's own copy, or a private twin."""
-    return mine is shared or mine.node is None
+def _leases(core: Core, r: Request) -> None:
+    """What a request has is what its phase requires and allows."""
+    where = (r.rid, r.phase, r.place)
+    holds = core.holds[r.phase, r.place]
+    either = (*holds, *core.may_hold[r.phase, r.place])
+    assert (r in core.running) == (r.phase in ACTIVE), where
+    assert (r.row is not None) == (Lease.ROW in holds), where
+    for t in r.tables:
+        device = Lease.HBM if t.group.hosted else Lease.INDEX
+        assert device in either or not any(t.device), where
+        assert Lease.DRAM in either or not any(t.host), where
+        hot = core.cfg.hot_pages if t.group.hosted and Lease.HOT in holds else 0
+        assert len(t.hot) == hot, where
+    if Lease.DRAM not in holds:
+        assert not any(r.reserve), where
+    if r.row is not None:
+        _tables(core, r)
+    assert r.phase in (Phase.PAUSED, Phase.STAGING, Phase.RECEIVING) or not r.is_parked
+
+
+def _tables(core: Core, r: Request) -> None:
+    """A row has a page for every position that it may read or write, in each group."""
+    have, where = core.have, (r.rid, r.phase, r.place)
+    assert r.capacity == have.covered(r, r.place) >= max(r.computed, 1), where
+    for g, t in enumerate(r.tables):
+        hosted = r.place is Place.HOST and t.group.hosted
+        column, space = (t.host, have.host[g]) if hosted else (t.device, have.device[g])
+        for i in range(max(t.begin(r.settled), t.first), t.end(r.capacity)):
+            copy = column[i]
+            assert copy is not None, (where, t.group.name, i)
+            assert copy.ready or r.phase is Phase.LOADING or copy.filling in r.waits, where
+            if copy.node is not None:          # else it is a private twin
+                node = have.node(r, t, i)
+                assert node is not None and node.copies.get(space) is copy, (where, i)
+        if r.phase is Phase.PROMOTING and t.group.hosted:
+            assert all(t.device), where
+        if r.phase is Phase.RESIDENT and t.group.hosted:
+            assert not any(t.host[:len(r.path) * core.cfg.page_size // t.unit]), (where, "sealed twins")
+

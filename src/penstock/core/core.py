@@ -9,9 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import assert_never
 
-from penstock.core import check, lifecycle, room, schedule
+from penstock.core import check, lifecycle, placement, results, room, schedule, staying, storage
 from penstock.core.holdings import Holdings
-from penstock.core.lifecycle import ACTIVE, WAITING, IllegalTransition, Mode, Phase, Trigger
+from penstock.core.lifecycle import (
+    ACTIVE,
+    BUSY,
+    HOLDING,
+    WAITING,
+    IllegalTransition,
+    Mode,
+    Phase,
+    Role,
+    Trigger,
+)
+from penstock.core.pairing import Pairing
 from penstock.core.plan import (
     Aborted,
     Advance,
@@ -23,28 +34,37 @@ from penstock.core.plan import (
     Finished,
     Flushed,
     Moved,
+    MoveId,
     Outcome,
     Output,
+    Overdue,
     Paused,
+    PeerFenced,
+    Promoted,
     Rates,
+    Received,
+    Reminded,
+    Renewed,
     RequestId,
     Retired,
+    Spilled,
     Started,
     StepId,
     StepPlan,
     Stopped,
     Tier,
-    Token,
 )
-from penstock.core.request import Request
+from penstock.core.request import Issued, Request
 from penstock.core.settings import CoreConfig
+from penstock.core.tree import Copy
 
 
 class Core:
     """One engine's scheduler. `advance` until it returns no plan, then wait for events."""
 
     def __init__(self, cfg: CoreConfig) -> None:
-        mode = Mode(host=cfg.dram_pages > 0, disk=cfg.disk_pages > 0)
+        role = Role(cfg.role)
+        mode = Mode(host=cfg.dram_pages > 0, disk=cfg.disk_pages > 0, sparse=cfg.sparse, role=role)
         self.cfg = cfg
         self.edges = lifecycle.edges(mode)
         self.holds = lifecycle.holds(mode)
@@ -53,13 +73,20 @@ class Core:
         self.live: dict[RequestId, Request] = {}
         self.running: list[Request] = []       # phases with a row, in order of service
         self.waiting: list[Request] = []       # phases without, in order of service
-        self.in_flight: dict[StepId, list[schedule.Issued]] = {}
+        self.busy: list[Request] = []          # of those running, who may take an edge by itself
+        self.holding: list[Request] = []       # of those waiting, who may have leases
+        self.in_flight: dict[StepId, list[Issued]] = {}
+        self.columns: dict[int, tuple[list[Issued], schedule.Columns]] = {}    # of the last steps' plans
         self.taken = 0                         # edges taken so far
         self.counters: dict[str, int] = dict.fromkeys(
-            ("pauses", "drops", "prefix_queries", "prefix_hbm_hits", "prefix_dram_hits", "prefix_disk_hits",
-             "failed_moves"), 0)
+            ("pauses", "drops", "spills", "promotions", "prefix_queries", "prefix_hbm_hits",
+             "prefix_dram_hits", "prefix_disk_hits", "failed_moves", "rows_looked_at"), 0)
         self.rates: Rates | None = None        # None: not measured yet
         self._blocked: tuple[int, ...] = ()    # when the head of the queue last did not fit
+        self._stay: tuple[int, ...] = ()       # when nobody could be promoted
+        self._largest: dict[bool, int] = {}    # positions that a request alone can have
+        self.pair = None if role is Role.UNIFIED else Pairing(self, role)
+        self.prefills_only = role is Role.PREFILL
         self._seq = 0
         self._out: list[Output] = []
 
@@ -71,40 +98,55 @@ class Core:
             self._apply(event)
         plan: StepPlan | None = None
         while True:                            # to a fixed point: planning may free, freeing may admit
-            before = self.taken, self.have.drain()
+            self.have.drain()
+            before = self.taken, self.have.freed
             self._progress()
             plan = schedule.plan(self)
-            if plan is not None or (self.taken, self.have.drain()) == (before[0], 0):
+            self.have.drain()
+            if plan is not None or (self.taken, self.have.freed) == before:
+                if self.pair is not None:
+                    self._out += self.pair.flush()
                 return Advance(plan, tuple(self._out))
 
     def check(self) -> None:
         """Every invariant that can be seen from inside; raises AssertionError."""
         check.check(self)
+        schedule.check(self)
 
     def stats(self) -> dict[str, float]:
         """Gauges and counters for metrics; cheap enough for every scrape."""
-        have = self.have
+        have, gauges = self.have, dict[str, float]()
+        for tier, arena in have.arenas.items():
+            spaces = [space for space in have.tree.spaces if space.tier is tier]
+            free = sum(p.free for p in arena.pools) + sum(len(arena.free) * p.per_slab
+                                                          for p in arena.pools[:1])
+            gauges |= {
+                f"{tier.value}_pages": sum(p.capacity for p in arena.pools)
+                + len(arena.free) * arena.pools[0].per_slab,
+                f"{tier.value}_pages_free": free,
+                f"{tier.value}_pages_held": sum(len(p.held) for p in arena.pools),
+                f"{tier.value}_pages_fenced": sum(p.in_limbo for p in arena.pools),
+                f"{tier.value}_evictions": sum(space.evicted for space in spaces),
+            }
+        phases = [r.phase for r in self.live.values()]
         return {
             "requests_running": len(self.running), "requests_waiting": len(self.waiting),
-            "requests_paused": sum(r.phase is Phase.PAUSED for r in self.waiting),
+            "requests_paused": phases.count(Phase.PAUSED),
+            "requests_hosted": phases.count(Phase.HOSTED) + phases.count(Phase.PROMOTING),
             "rows_free": have.rows.free,
-            "hbm_pages": have.hbm.capacity, "hbm_pages_free": have.hbm.free,
-            "hbm_pages_held": len(have.hbm.held), "hbm_pages_fenced": have.hbm.in_limbo,
-            "hbm_pages_in_use": len({c.page for r in self.live.values() for c in r.table}),
-            "dram_pages": have.dram.capacity, "dram_pages_free": have.dram.free,
-            "dram_pages_held": len(have.dram.held), "dram_pages_fenced": have.dram.in_limbo,
-            "disk_pages": have.disk.capacity, "disk_pages_free": have.disk.free,
-            "disk_pages_held": len(have.disk.held), "disk_pages_fenced": have.disk.in_limbo,
-            "moves_in_flight": len(have.flights), "steps": have.issued,
-            "hbm_evictions": have.tree.evicted[Tier.HBM],
-            "dram_evictions": have.tree.evicted[Tier.DRAM],
-            "disk_evictions": have.tree.evicted[Tier.DISK],
-            **self.counters,
+            "hbm_pages_in_use": len({id(c) for r in self.live.values() for t in r.tables
+                                     for c in t.device if c is not None}),
+            "moves_in_flight": len(have.copies.flights), "steps": have.issued,
+            **gauges, **self.counters,
         }
 
     # ---------------------------------------------------------------- events
     def _apply(self, event: Event) -> None:
         match event:
+            case Retired(step, tokens):
+                self._retire(step, tokens)
+            case Moved():
+                self._landed(event)
             case Arrived():
                 self._arrive(event)
             case Aborted(rid, damaged):
@@ -112,7 +154,7 @@ class Core:
                     path = list(r.path)
                     self._end(r, Outcome.ABORT)
                     if damaged:
-                        self.have.distrust(path)
+                        self.have.copies.distrust(path)
             case Stopped(rid, count):
                 if (r := self.live.get(rid)) is not None and count <= r.num_output:
                     self._end(r, Outcome.STOP)
@@ -120,8 +162,14 @@ class Core:
                 self._ask(rid, Trigger.PAUSE)
             case Dropped(rid):
                 self._ask(rid, Trigger.DROP)
+            case Spilled(rid):
+                if (r := self.live.get(rid)) is not None and room.may_spill(self, r):
+                    self.spill(r)
+            case Promoted(rid):
+                self._ask(rid, Trigger.PROMOTE)
             case Flushed():
-                while any([self.have.tree.evict(tier, 1 << 60) for tier in Tier]):
+                tree = self.have.tree
+                while any([tree.evict(space, 1 << 60) for space in tree.spaces]):
                     pass
             case Expired(rid, phase, visit):
                 r = self.live.get(rid)
@@ -129,82 +177,95 @@ class Core:
                     self._expire(r)
             case Rates():
                 self.rates = event
-            case Retired(step, tokens):
-                self._retire(step, tokens)
-            case Moved():
-                self._landed(event)
+            case Received() | Reminded() | Overdue() | PeerFenced() | Renewed():
+                if self.pair is not None:
+                    self.pair.event(event)
             case _:
                 assert_never(event)
 
     def _arrive(self, a: Arrived) -> None:
         assert a.rid not in self.live and a.prompt and a.max_new > 0
-        g, n = self.cfg.page_size, len(a.prompt)
-        # The last output token needs no KV, so this many positions must fit.
-        fits = min(self.cfg.max_len, self.cfg.hbm_pages * g + 1) - n
-        if fits < 1:
-            self._out.append(Finished(a.rid, Outcome.REFUSED, (
-                f"the prompt has {n} tokens; the context length is {self.cfg.max_len} and the "
-                f"device pool holds {self.cfg.hbm_pages} pages of {g} tokens")))
+        n, hosted = len(a.prompt), placement.may_host(self.cfg, a)
+        if hosted not in self._largest:
+            self._largest[hosted] = placement.largest(self.cfg, a)
+        # The last output token needs no KV; but nothing is longer than the context.
+        fits = min(self.cfg.max_len, self._largest[hosted] + 1) - n
+        if fits < 1 or (self.prefills_only and not a.transfer):
+            self._out.append(Finished(a.rid, Outcome.REFUSED, placement.refusal(self.cfg, a)))
+            if self.pair is not None:
+                self.pair.refused(a.transfer)
             return
-        r = Request(a, self._seq, min(a.max_new, fits), list(a.prompt), n)
+        r = Request(a, self._seq, min(a.max_new, fits), list(a.prompt), n, self.have.tables(),
+                    n if self.prefills_only else self.cfg.max_len + n)
+        r.may_host = hosted and placement.fits(self.cfg, lifecycle.Place.HOST, n + r.max_new - 1)
         self._seq += 1
         self.live[a.rid] = r
         schedule.insert(self.waiting, r)
+        if self.pair is not None:
+            self.pair.arrived(r)
 
     def _ask(self, rid: RequestId, trigger: Trigger) -> None:
         """Somebody outside wishes an edge; ignored where the tables do not have it."""
         r = self.live.get(rid)
-        if r is not None and (r.phase, trigger) in self.edges:
+        if r is not None and (r.phase, trigger) in self.edges and not r.is_pushed:
             self._go(r, trigger)
 
     def _expire(self, r: Request) -> None:
         if r.phase is Phase.QUEUED:
             self._end(r, Outcome.EXPIRED)
-        elif r.phase is Phase.FETCHING:
+        elif r.phase is Phase.FETCHING or (r.phase is Phase.RECEIVING and not r.is_parked):
             self._go(r, Trigger.DROP)
 
     def _retire(self, step: StepId, tokens: tuple[tuple[int, ...], ...]) -> None:
-        assert step == self.have.retired + 1, "results arrive in step order"
-        self.have.retired = step
-        results, g = iter(tokens), self.cfg.page_size
-        for row in self.in_flight.pop(step):
-            r = row.request
-            r.in_flight -= 1
-            new = next(results) if row.width else ()
-            if r.phase is Phase.DONE:
-                continue                       # over-run: issued before we knew that it had ended
-            r.pending -= row.width
-            outcome = self._take(r, new)
-            if row.life == r.life:
-                short = row.width - len(new)   # what the plan allowed for and did not come
-                assert short >= 0, "more tokens than the plan allows"
-                r.computed -= short
-                r.settled += row.end - row.start - short
-                if r.settled >= (len(r.path) + 1) * g:
-                    self.have.seal(r)          # before it may end: its pages serve others
-            if outcome is not None:
-                self._end(r, outcome)
-
-    def _take(self, r: Request, tokens: tuple[int, ...]) -> Outcome | None:
-        """Append output tokens, as far as they count. Returns why the request ends with them."""
-        a, n = r.arrived, r.num_output
-        for token in tokens:
-            r.tokens.append(token)
-            self._out.append(Token(a.rid, n, token))
-            n += 1
-            if token in a.stop and n > a.min_new:
-                return Outcome.STOP
-            if n >= r.max_new:
-                return Outcome.LENGTH
-        return None
+        results.retire(self, step, tokens)
 
     def _landed(self, event: Moved) -> None:
         self.counters["failed_moves"] += not event.ok
-        failed = self.have.landed(event.id, event.ok)
-        if failed:
-            for r in [r for r in self.running if any(c in failed for c in r.table)]:
-                self._go(r, Trigger.DROP)
-            self.have.discard(failed)
+        have = self.have
+        if event.id not in have.copies.flights:
+            return
+        flight, lost = have.copies.landed(event.id, event.ok)
+        if lost:
+            for r in list(self.live.values()):
+                self._lose(r, event.id, lost)
+        have.copies.settle(flight)
+        for r in self.holding:
+            if r.settling:
+                staying.let_go_of_device(have, r)
+        if flight.dst.tier is Tier.PEER and self.pair is not None:
+            self.pair.push_ended(event.id, event.ok)
+
+    def _lose(self, r: Request, id: MoveId, lost: list[Copy]) -> None:
+        """Copies have gone that `r` may count on, or that steps in flight have waited for."""
+        counted = staying.lose(self.have, r, lost)
+        if id in r.waits:                      # perhaps of a row that it has given up
+            r.void = r.last_issue
+        if r.is_pushed and counted:
+            self._end(r, Outcome.LOST)         # what it has sent may be wrong
+        elif id in r.waits and (r.phase, Trigger.DROP) in self.edges:
+            self._go(r, Trigger.DROP)
+        elif r.phase is Phase.STAGING and counted:
+            self._go(r, Trigger.STAY)
+        elif counted and (r.row is not None or r.phase in (Phase.SENDING, Phase.RECEIVING)
+                          or (r.is_parked and not self.have.is_complete(r))):
+            self._go(r, Trigger.DROP)          # what has gone is computed again
+
+    def delivered(self, r: Request, tokens: tuple[int, ...]) -> None:
+        """Decode role: a prefill engine has computed the prompt, and its KV is in our pages."""
+        r.delivered = r.num_prompt - r.settled
+        if not r.started:
+            self._started(r)
+        r.computed = r.settled = r.num_prompt
+        r.is_parked = True                     # it keeps what it has until it gets a row
+        self.have.seal(r)
+        if (outcome := results.take(self, r, tokens)) is not None:
+            self._end(r, outcome)
+
+    def sent(self, r: Request) -> None:
+        """Prefill role: the decode engine has it all."""
+        self._go(r, Trigger.SENT)
+        del self.live[r.rid]
+        self._out.append(Finished(r.rid, Outcome.SENT))
 
     def _end(self, r: Request, outcome: Outcome) -> None:
         moved = self._go(r, Trigger.END)
@@ -218,49 +279,121 @@ class Core:
         target = self.edges.get((r.phase, trigger))
         if target is None:
             raise IllegalTransition(f"{r.phase} --{trigger}--> ?")
-        source, keep = r.phase, (*self.holds[target], *self.may_hold[target])
-        gained = [x for x in self.holds[target] if x not in self.holds[source]]
-        if gained and not self.have.acquire(r, gained, spare):
+        source, place = r.phase, lifecycle.place_after(r.phase, trigger, r.place)
+        holds = self.holds[target, place]
+        gains = any(x not in self.holds[source, r.place] for x in holds) or target is Phase.PAUSED
+        if gains and not self.have.acquire(r, target, holds, place, spare):
             return False
-        r.phase = target
+        if place is not r.place:
+            r.moved = r.bound
+        r.phase, r.place = target, place
+        keep = (*holds, *self.may_hold[target, place])
         self.have.release(r, [x for x in lifecycle.Lease if x not in keep])
         if target in (Phase.DROPPED, Phase.DONE):
             r.life += 1
+            r.moves = set()                    # its pages wait for them behind fences
             self.have.forget_path(r)
+        elif (source, target) == (Phase.PROMOTING, Phase.RESIDENT):
+            staying.leave_host(self.have, r)
+        elif trigger is Trigger.STAY:          # its host pages are not complete, nor will they be
+            self.have.release(r, [lifecycle.Lease.DRAM])
+            r.moved = r.bound
+        elif (source, target) == (Phase.PROMOTING, Phase.HOSTED):
+            staying.stop_reload(self.have, r)
+        r.issued, r.steady, r.calm, r.lacks = None, 0, 0, []
         self.taken += 1
         r.visit += 1
         self._file(r, source)
-        if target is Phase.FETCHING:
+        if self.pair is not None:
+            self.pair.entered(r, source)
+        r.is_parked = r.settling = False
+        if target in (Phase.FETCHING, Phase.RECEIVING):
             self._out.append(Entered(r.rid, target.value, r.visit))
         return True
 
     def _file(self, r: Request, source: Phase) -> None:
-        """Keep the two queues and the counters in step with a phase that has just changed."""
-        if source in ACTIVE and r.phase not in ACTIVE:
-            self.running.remove(r)
-        elif source in WAITING and r.phase not in WAITING:
-            self.waiting.remove(r)
-        if r.phase in ACTIVE and source not in ACTIVE:
-            schedule.insert(self.running, r)
-        elif r.phase in WAITING and source not in WAITING:
-            schedule.insert(self.waiting, r)
+        """Keep the queues and the counters in step with a phase that has just changed."""
+        for queue, phases in ((self.running, ACTIVE), (self.waiting, WAITING), (self.busy, BUSY),
+                              (self.holding, HOLDING)):
+            if source in phases and r.phase not in phases:
+                queue.remove(r)
+            elif r.phase in phases and source not in phases:
+                schedule.insert(queue, r)
         r.gave_way += source in ACTIVE and r.phase in WAITING
         self.counters["pauses"] += r.phase is Phase.PAUSED
         self.counters["drops"] += r.phase is Phase.DROPPED
+        self.counters["spills"] += r.phase is Phase.STAGING
+        self.counters["promotions"] += source is Phase.PROMOTING and r.phase is Phase.RESIDENT
 
     # ---------------------------------------------------------------- progress without a step
     def _progress(self) -> None:
-        for r in self.waiting:
-            if r.phase is Phase.PAUSED and not r.is_parked and r.in_flight == 0:
-                self.have.park(r)
+        have = self.have
+        for r in list(self.holding):
+            if r.phase is Phase.PAUSED and not (r.is_parked or r.in_flight or r.moves):
+                have.park(r)
+                if not have.is_complete(r):
+                    self._go(r, Trigger.DROP)  # it had lost a page before that
+            if r.grant is not None and r.phase is Phase.SENDING and not (r.is_pushed or r.in_flight):
+                assert self.pair is not None
+                if staying.missing(r) == []:
+                    self.pair.push(r)
         if self.cfg.disk_pages:
             self._fetch()
         self._admit()
-        for r in [r for r in self.running if r.phase is Phase.LOADING]:
-            if not r.moves and all(c.ready for c in r.table):
-                self._go(r, Trigger.LANDED)
-                if not r.started:
-                    self._started(r)
+        for r in list(self.busy):
+            if r.lacks and not any([copy.ready for copy in r.lacks]):
+                continue                       # tables are long: it looks when one of these has landed
+            if r.phase is Phase.LOADING:
+                self._start(r)
+            elif r.phase is Phase.PREFILL and not r.todo:
+                self._go(r, Trigger.PREFILLED)  # prefill role: all of it was cached
+            elif r.phase is Phase.STAGING:
+                self._stage(r)
+            elif r.phase is Phase.PROMOTING:
+                if staying.is_reloaded(r):
+                    self._go(r, Trigger.LANDED)
+                else:
+                    r.lacks = staying.last_missing(t.device for t in r.tables if t.hosted)
+        if self.cfg.sparse:
+            state = (self.taken, have.freed, len(self.waiting))
+            if state != self._stay:
+                placement.promote(self)
+                self._stay = self.taken, have.freed, len(self.waiting)
+
+    def _start(self, r: Request) -> None:
+        """Leave LOADING once all is in place, or so little is missing that a step may wait for it."""
+        missing = staying.missing(r)
+        if missing is None or len(missing) > self.cfg.wait_pages:
+            most = self.cfg.wait_pages + 1     # as long as these are missing, too many are
+            r.lacks = (missing[-most:] if missing is not None
+                       else staying.last_missing(t.host for t in r.tables))
+            return
+        r.waits = sorted({copy.filling for copy in missing})
+        self._go(r, Trigger.LANDED)
+        if not r.started:
+            self._started(r)
+
+    def spill(self, r: Request) -> bool:
+        """Let a resident row go on from host pages: at once, if they are complete."""
+        if not self._go(r, Trigger.SPILL):
+            return False
+        self._stage(r)
+        return True
+
+    def _stage(self, r: Request) -> None:
+        have = self.have
+        if not r.is_parked and not staying.is_staged(have, r):
+            if r.in_flight:
+                return
+            staying.copy_down(have, r, all_groups=False)
+            r.is_parked = True
+        if staying.is_staged(have, r):
+            if not self._go(r, Trigger.LANDED):
+                room.yield_device(self, r)     # no hot buffer to be had
+        elif r.is_parked and not r.moves and not staying.is_coming(r):
+            room.yield_device(self, r)         # the host has no room any more
+        elif r.is_parked:
+            r.lacks = staying.last_missing(t.host for t in r.tables if t.hosted)
 
     def _fetch(self) -> None:
         """Start reading stored prefixes early, if reading beats computing them again."""
@@ -268,7 +401,7 @@ class Core:
             if r.phase is not Phase.QUEUED or r.asked_storage or not self._may_start(r):
                 continue
             r.asked_storage = True
-            pages = self.have.stored(r)
+            pages = storage.stored(self.have, r)
             if pages and (self.rates is None or self.rates.disk_page_us
                           < self.cfg.page_size * self.rates.prefill_token_us):
                 self._go(r, Trigger.FETCH)
@@ -279,20 +412,30 @@ class Core:
         for r in list(self.waiting):
             if not self._may_start(r):
                 continue
-            known = r.phase in (Phase.QUEUED, Phase.FETCHING)
-            trigger = Trigger.ADMIT if known else Trigger.RESUME
-            state = (r.rid, self.taken, self.have.freed, len(self.have.flights))
+            state = (r.rid, self.taken, self.have.freed, len(self.have.copies.flights))
             if state == self._blocked and self.have.issued > self.have.retired:
                 return                         # nothing has changed since it did not fit
-            if not self._go(r, trigger, spare=room.headroom(self, r)):
+            if not self._enter(r):
                 self._blocked = state
                 room.for_admission(self, r)
                 return
 
+    def _enter(self, r: Request) -> bool:
+        for trigger in placement.ways_in(self, r):
+            place = lifecycle.place_after(r.phase, trigger, r.place)
+            spare = room.headroom(self, r, place)
+            if spare is not None and self._go(r, trigger, spare):
+                return True
+        return False
+
     def _may_start(self, r: Request) -> bool:
-        if r.in_flight or r.moves or (r.phase is Phase.PAUSED and not r.is_parked):
+        if r.in_flight or r.moves:
             return False
-        if r.phase is Phase.FETCHING and not self.have.is_fetched(r):
+        if r.phase in (Phase.PAUSED, Phase.RECEIVING) and not r.is_parked:
+            return False
+        if self.prefills_only and (r.phase is Phase.SENDING or (r.num_output and r.grant is None)):
+            return False                       # it has been computed once: it waits for its grant
+        if r.phase is Phase.FETCHING and not storage.is_fetched(self.have, r):
             return False
         leader = self.live.get(r.arrived.leader) if r.arrived.leader is not None else None
         # A fork waits until the pages of the prompt it shares are sealed.
@@ -306,4 +449,4 @@ class Core:
         self.counters["prefix_hbm_hits"] += hbm
         self.counters["prefix_dram_hits"] += dram
         self.counters["prefix_disk_hits"] += disk
-        self._out.append(Started(r.rid, hbm, dram, disk))
+        self._out.append(Started(r.rid, hbm, dram, disk, r.delivered))

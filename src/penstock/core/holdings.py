@@ -1,413 +1,258 @@
-"""Who holds what: pools, tree and flying copies behind one acquire and one release.
+"""Who holds what: pools, tree and page tables behind one acquire and one release.
 
-`Core` says which leases a phase needs; this takes them all or none, and gives them up behind fences.
-Also the copies between device and host pages that belong to holding: write-through of sealed pages,
-parking of a paused request, loading. Knows no policy: who must give way is decided in `room`.
+`Core` says which phase a request enters; this takes all that the phase requires or nothing, and gives
+up what it does not allow, behind fences. Knows no policy: who must give way is decided in `room`,
+where a request goes in `placement`.
 """
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Sequence
 
-from penstock.core.ledger import Fence, Pool
-from penstock.core.lifecycle import Lease, Phase
-from penstock.core.plan import DiskPage, DramPage, Group, HbmPage, Move, MoveId, Page, Row, StepId, Tier
-from penstock.core.request import Request
+from penstock.core import entering, staying, storage
+from penstock.core.copies import Copies
+from penstock.core.ledger import Arena, Fence, Pool
+from penstock.core.lifecycle import Lease, Phase, Place
+from penstock.core.plan import Group, StepId, Tier
+from penstock.core.request import Request, Table
 from penstock.core.settings import CoreConfig
-from penstock.core.tree import Copy, Node, Tree
-
-ONLY = Group(0)      # the one cache group of today's models
-UP = {Tier.HBM: 0, Tier.DRAM: 1, Tier.DISK: 2}
+from penstock.core.tree import Copy, Node, Space, Tree
 
 
-@dataclass(slots=True, eq=False)
-class Flight:
-    """A Move that was planned and has not been answered."""
-
-    src: Tier
-    dst: Tier
-    nodes: list[Node] = field(default_factory=list)      # whose copy in `dst` it fills
-    request: Request | None = None                       # or: the open page of this request
-
-
-def _pages(tier: Tier, units: list[int]) -> tuple[Page, ...]:
-    if tier is Tier.HBM:
-        return tuple(map(HbmPage, units))
-    return tuple(map(DramPage if tier is Tier.DRAM else DiskPage, units))
+def _arena(cfg: CoreConfig, tier: Tier, pages: int, base: int) -> Arena:
+    """One tier's memory, carved into pages of each group."""
+    slabs = pages // cfg.groups[0].slab_pages
+    single = len(cfg.groups) == 1
+    return Arena(slabs, [
+        Pool(tier.value if single else f"{tier.value} {group.name}", pages if single else 0,
+             base + g * cfg.group_base, group.slab_pages) for g, group in enumerate(cfg.groups)])
 
 
 class Holdings:
-    """Pools, prefix tree, flying Moves. Every method keeps `check` true."""
+    """Pools, prefix tree, page tables. Every method keeps `check` true."""
 
     def __init__(self, cfg: CoreConfig) -> None:
         self.cfg = cfg
         self.rows = Pool("row", cfg.rows, cfg.row_base)
-        self.hbm = Pool("hbm", cfg.hbm_pages, cfg.hbm_base)
-        self.dram = Pool("dram", cfg.dram_pages, cfg.dram_base)
-        self.pools = {Lease.ROW: self.rows, Lease.HBM: self.hbm, Lease.DRAM: self.dram}
-        self.disk = Pool("disk", cfg.disk_pages, cfg.disk_base)
-        self.tree = Tree({Tier.HBM: self.hbm, Tier.DRAM: self.dram, Tier.DISK: self.disk})
-        self.flights: dict[MoveId, Flight] = {}
-        self.outbox: list[Move] = []                     # planned since the last step
+        self.arenas = {Tier.HBM: _arena(cfg, Tier.HBM, cfg.hbm_pages, cfg.hbm_base),
+                       Tier.DRAM: _arena(cfg, Tier.DRAM, cfg.dram_pages, cfg.dram_base),
+                       Tier.DISK: _arena(cfg, Tier.DISK, cfg.disk_pages, cfg.disk_base)}
+        spaces = {tier: [Space(tier, Group(g), pool) for g, pool in enumerate(arena.pools)]
+                  for tier, arena in self.arenas.items()}
+        self.device, self.host, self.disk = (spaces[t] for t in (Tier.HBM, Tier.DRAM, Tier.DISK))
+        self.tree = Tree([*self.device, *self.host, *self.disk])
+        self.copies = Copies(cfg, self.tree, self.device, self.host, self.disk, self.arenas[Tier.DISK])
+        self._one = [tuple(int(k == g) for k in range(len(cfg.groups))) for g in range(len(cfg.groups))]
         self.issued = StepId(0)
-        self.retired = StepId(0)
-        self._next_move = 1
         self.freed = 0                                   # units that came back, in all
-        self._storing = 0                                # pages on their way to storage
-        self._to_store: deque[Node] = deque(maxlen=cfg.dram_pages)
+        self.lent: list[Request] = []                    # in host pages: their device pages are a loan
+        self.lacks = Tier.HBM                            # where there was no room last
 
-    # ---------------------------------------------------------------- acquire and release
-    def acquire(self, r: Request, leases: Collection[Lease], spare: int = 0) -> bool:
-        """Take everything that `leases` mean for this request, or nothing. `spare` HBM pages must be
-        left over, so that the rows that run can grow."""
-        if Lease.ROW in leases and not self.rows.free:
-            return False
-        want = dict.fromkeys(Lease, 0)
-        for lease in leases:
-            if lease is Lease.ROW:
-                want[lease] = 1
-            elif lease is Lease.DRAM:
-                queued = r.phase is Phase.QUEUED
-                want[lease] = self._find_stored(r) if queued else self._dram_needed(r)
-            elif not r.table:
-                want[lease] = self._find(r)
-        if not (self._room(Tier.HBM, want[Lease.HBM], spare)
-                and self._room(Tier.DRAM, want[Lease.DRAM])):
-            if Lease.HBM in leases:
-                self._release_table(r)
-            if r.phase is Phase.QUEUED:
-                self._release_parked(r)
-            if r.phase in (Phase.QUEUED, Phase.DROPPED):
-                self.forget_path(r)
-            return False
-        if want[Lease.ROW]:
-            r.row = Row(self.rows.acquire(1)[0])
-        r.reserve += map(DramPage, self.dram.acquire(want[Lease.DRAM]))
-        if r.phase is Phase.QUEUED and Lease.DRAM in leases:
-            self._fetch(r)
-        if Lease.HBM in leases:
-            self._fill(r, want[Lease.HBM])
-        return True
+    @property
+    def retired(self) -> StepId:
+        return self.copies.retired
 
-    def release(self, r: Request, leases: Iterable[Lease]) -> None:
-        for lease in leases:
-            if lease is Lease.ROW and r.row is not None:
-                self.rows.release([r.row], Fence(r.last_issue))
-                r.row = None
-            elif lease is Lease.HBM:
-                self._release_table(r)
-            elif lease is Lease.DRAM:
-                self._release_parked(r)
+    def tables(self) -> list[Table]:
+        """Empty page tables for a new request."""
+        return [Table(group, group.page_tokens or self.cfg.page_size) for group in self.cfg.groups]
 
-    def grow(self, r: Request) -> bool:
-        """One more device page for the next position."""
-        if not self._room(Tier.HBM, 1):
-            return False
-        near = r.table[-1].page if r.table else None
-        r.table.append(Copy(self.hbm.acquire(1, near)[0], pins=1))
-        return True
-
-    def forget_path(self, r: Request, keep: int = 0) -> None:
-        """The request no longer names the sealed pages from `keep` on."""
-        gone = r.path[keep:]
-        del r.path[keep:]
-        self.tree.leave(gone)
-        if not self.cfg.prefix_cache:
-            for node in reversed(gone):
-                self._discard(node)
-
+    # ---------------------------------------------------------------- room
     def drain(self) -> int:
-        pools = (self.rows, self.hbm, self.dram, self.disk)
-        freed = sum(pool.drain(self.retired, self.flights) for pool in pools)
+        flying = self.copies.flights
+        freed = self.rows.drain(self.retired, flying)
+        for arena in self.arenas.values():
+            for pool in arena.pools:
+                freed += pool.drain(self.retired, flying)
         self.freed += freed
         return freed
 
-    def _room(self, tier: Tier, n: int, spare: int = 0) -> bool:
-        """Whether n pages are free now, evicting cached ones if that makes it so."""
-        pool = self.tree.pools[tier]
-        if n == 0:
+    def one(self, g: int) -> Sequence[int]:
+        """A demand of one page of group g."""
+        return self._one[g]
+
+    def room(self, tier: Tier, want: Sequence[int], spare: int = 0) -> bool:
+        """Whether `want[g]` pages of each group are free now, and of each that is wanted `spare` more;
+        evicting cached pages if that makes it so, and taking back what hosted rows can do without."""
+        if not any(want):
             return True
-        if pool.free < n + spare:
-            self.tree.evict(tier, n + spare - pool.free - pool.in_limbo)
-            pool.drain(self.retired, self.flights)
-        return pool.free >= n + spare
+        arena = self.arenas[tier]
+        if spare:
+            want = [n + spare if n else 0 for n in want]
+        if not arena.short(want, promised=False):
+            return True
+        while (short := arena.short(want, promised=True)) and self._evict(tier, want, short):
+            pass
+        if short and tier is Tier.HBM and self.lent:
+            self._take_back(want)
+        for pool in arena.pools:
+            self.freed += pool.drain(self.retired, self.copies.flights)
+        self.lacks = tier
+        return not arena.short(want, promised=False)
 
-    # ---------------------------------------------------------------- HBM
-    def _find(self, r: Request) -> int:
-        """Pin what the device has of the request's known prefix. Returns the pages that are missing."""
-        if r.phase in (Phase.PAUSED, Phase.FETCHING):
-            usable = next((i for i, n in enumerate(r.path) if not self.tree.usable(n)), len(r.path))
-            if usable < len(r.path):              # lost meanwhile: that part is recomputed
-                self.forget_path(r, usable)
-                self._drop_open(r)
-        else:
-            self.forget_path(r)
-            r.path = self.tree.match(r.arrived.namespace, r.tokens, self.cfg.page_size)
-            for node in r.path:
-                self.tree.use(node)
-        if r.open_copy is None:
-            r.computed = r.settled = len(r.path) * self.cfg.page_size
-        missing = -(-len(r.tokens) // self.cfg.page_size) - len(r.path)
-        for node in r.path:
-            copy = node.copies.get(Tier.HBM)
-            if copy is None:
-                missing += 1
-                copy = Copy(-1, node)             # a place holder until `_fill`
-                node.copies[Tier.DRAM].pins += 1  # making room must not evict the source
-            copy.pins += 1
-            r.table.append(copy)
-        return missing
+    def _evict(self, tier: Tier, want: Sequence[int], short: int) -> int:
+        """Evict cached pages of a group that is short of them, else the oldest of any."""
+        spaces = [s for s in self.tree.spaces if s.tier is tier]
+        if len(spaces) == 1:
+            return self.tree.evict(spaces[0], short)
+        for space, n in zip(spaces, want, strict=True):
+            if n > space.pool.free + space.pool.in_limbo and self.tree.evict(space, 1):
+                return 1
+        entries = [(e[:3], space) for space in spaces if (e := self.tree.oldest(space)) is not None]
+        if not entries:
+            return 0
+        return self.tree.evict(min(entries, key=lambda pair: pair[0])[1], 1)
 
-    def _fill(self, r: Request, n: int) -> None:
-        """Give pages to the place holders and the tail of the table; start the loads."""
-        pages = self.hbm.acquire(n)[::-1]
-        loads: list[Node] = []
-        for i, node in enumerate(r.path):
-            if r.table[i].page < 0:
-                copy = r.table[i] = Copy(pages.pop(), ready=False, pins=1)
-                self.tree.attach(node, Tier.HBM, copy)
-                node.copies[Tier.DRAM].pins -= 1
-                loads.append(node)
-        r.table += [Copy(page, pins=1) for page in reversed(pages)]
-        r.loads = len(loads)
-        if loads:
-            self._move_nodes(loads, Tier.DRAM, Tier.HBM)
-        if r.open_copy is not None:
-            g = self.cfg.page_size
-            self._move_open(r, Tier.DRAM, r.open_copy, Tier.HBM, r.table[len(r.path)].page,
-                            r.computed - len(r.path) * g)
+    def _take_back(self, want: Sequence[int]) -> None:
+        """Device pages that hosted rows can do without, from the youngest row on."""
+        for r in sorted(self.lent, key=lambda r: r.key, reverse=True):
+            for g, t in enumerate(r.tables):
+                for i, copy in enumerate(t.device if t.group.hosted else ()):
+                    if copy is None:
+                        continue
+                    if not self.arenas[Tier.HBM].short(want, promised=True):
+                        return
+                    shared = copy.node is not None
+                    staying.drop_entry(self, r, g, t.device, i)
+                    if r.bound and not r.moved and i < r.told[g]:
+                        r.yielded[g].append(i)
+                        r.steady = 0           # its row has news
+                    if shared:
+                        self._evict(Tier.HBM, want, 1)
 
-    def _release_table(self, r: Request) -> None:
-        fence = Fence(r.last_issue, frozenset(r.moves))
-        private: list[int] = []
-        for i, copy in enumerate(r.table):
-            copy.pins -= 1
-            if copy.node is None:
-                private.append(copy.page)
-            elif copy.page < 0:
-                r.path[i].copies[Tier.DRAM].pins -= 1     # a place holder: nothing was taken
-            else:
-                copy.used = max(copy.used, r.last_issue)
-        self.hbm.release(private, fence)
-        r.table = []
-        r.bound = 0
-        for node in r.path:
-            self.tree.settle(node)
+    # ---------------------------------------------------------------- acquire and release
+    def acquire(self, r: Request, phase: Phase, leases: Collection[Lease], place: Place,
+                spare: int = 0) -> bool:
+        """Make `r` hold what `phase` requires, or change nothing. `spare` device pages must be left
+        over on the way in, so that the rows that run can grow."""
+        if Lease.ROW in leases and r.row is None:
+            return entering.enter(self, r, place, spare)
+        if phase in (Phase.PAUSED, Phase.STAGING):
+            return staying.reserve(self, r, phase)
+        if phase is Phase.FETCHING:
+            return storage.reserve(self, r)
+        if phase is Phase.RECEIVING:
+            return entering.receive(self, r, place, spare)
+        if Lease.HOT in leases and not any(t.hot for t in r.tables):
+            return staying.heat(self, r)
+        if phase is Phase.PROMOTING:
+            return staying.reload(self, r, spare)
+        return True
 
-    # ---------------------------------------------------------------- sealing and write-through
+    def release(self, r: Request, leases: Iterable[Lease]) -> None:
+        """Give up all of these leases that `r` holds."""
+        for lease in leases:
+            if lease is Lease.ROW and r.row is not None:
+                self.rows.release([r.row], Fence(r.last_issue))
+                r.row, r.bound, r.moved = None, False, False
+            elif lease is Lease.HOT:
+                self._cool(r)
+            elif lease is Lease.DRAM:
+                for g in range(len(r.tables)):
+                    self._release_column(r, g, host=True)
+                staying.return_reserve(self, r)
+            elif lease in (Lease.HBM, Lease.INDEX):
+                for g, t in enumerate(r.tables):
+                    if t.group.hosted == (lease is Lease.HBM):
+                        self._release_column(r, g, host=False)
+
+    def _release_column(self, r: Request, g: int, *, host: bool) -> None:
+        t = r.tables[g]
+        column = t.host if host else t.device
+        space = self.host[g] if host else self.device[g]
+        for copy in column:
+            if copy is not None:
+                self.unpin(r, space, copy)
+        column.clear()
+
+    def _cool(self, r: Request) -> None:
+        if r in self.lent:
+            self.lent.remove(r)
+        for g, t in enumerate(r.tables):
+            for copy in t.hot:
+                self.unpin(r, self.device[g], copy)
+            t.hot, t.kept = [], {}
+
+    def unpin(self, r: Request, space: Space, copy: Copy) -> None:
+        """`r` gives up one page: it goes back if it was its own, else it may be evicted."""
+        copy.pins -= 1
+        copy.used = max(copy.used, r.last_issue)
+        if copy.node is not None:
+            self.tree.settle(copy.node)
+        elif copy.page >= 0:
+            away = any(move in self.copies.grants for move in r.moves)
+            space.pool.release([copy.page], Fence(copy.used, frozenset(r.moves), away))
+
+    def let_go(self, r: Request, g: int, device: list[Copy | None], host: list[Copy | None]) -> None:
+        """`r` has new columns: what it had before is unpinned, unless it is in both."""
+        t = r.tables[g]
+        for space, old, new in ((self.device[g], device, t.device), (self.host[g], host, t.host)):
+            for i, copy in enumerate(old):
+                if copy is None:
+                    continue
+                if i < len(new) and new[i] is copy:
+                    copy.pins -= 1
+                else:
+                    self.unpin(r, space, copy)
+
+    def forget_path(self, r: Request) -> None:
+        """The request no longer names any sealed page."""
+        gone, r.path = r.path, []
+        self.tree.leave(gone)
+        if not self.cfg.prefix_cache:
+            for node in reversed(gone):
+                self.copies.discard_node(node)
+
+    def grow(self, r: Request, upto: int) -> bool:
+        """Pages for positions below `upto` in every group, or nothing."""
+        return staying.grow(self, r, upto)
+
     def seal(self, r: Request) -> None:
-        """Move pages whose tokens have all retired from the request into the tree."""
-        g, new = self.cfg.page_size, list[Node]()
-        while (len(r.path) + 1) * g <= min(r.settled, len(r.tokens)):
-            i = len(r.path)
-            parent = r.path[-1] if r.path else self.tree.root(r.arrived.namespace)
-            node = self.tree.child(parent, r.page_key(i, g))
-            if Tier.HBM not in node.copies:
-                self.tree.attach(node, Tier.HBM, r.table[i])
-            self.tree.use(node)
-            r.path.append(node)
-            if Tier.DRAM not in node.copies and node.ready(Tier.HBM):
-                new.append(node)
-        if new and self.cfg.dram_pages:
-            self.write_through(new, r.reserve)
-
-    def write_through(self, nodes: list[Node], reserve: list[DramPage]) -> None:
-        """Copy sealed pages to the host, as far as there is room; reserved pages are used first."""
-        todo: list[Node] = []
-        for node in nodes:
-            if reserve:
-                page = reserve.pop()
-            elif self._room(Tier.DRAM, 1):
-                page = DramPage(self.dram.acquire(1)[0])
-            else:
-                break
-            self.tree.attach(node, Tier.DRAM, Copy(page, ready=False))
-            todo.append(node)
-        if todo:
-            self._move_nodes(todo, Tier.HBM, Tier.DRAM)
-
-    # ---------------------------------------------------------------- DRAM: a paused request
-    def _dram_needed(self, r: Request) -> int:
-        """Host pages a pause needs at most: sealed pages without a host copy, and the unsealed."""
-        bare = sum(Tier.DRAM not in node.copies for node in r.path)
-        return bare + -(-r.computed // self.cfg.page_size) - len(r.path)
+        staying.seal(self, r)
 
     def park(self, r: Request) -> None:
-        """All steps of a paused request have retired: pin host copies, then let go of the device."""
-        for i, node in enumerate(r.path):
-            if Tier.HBM not in node.copies and Tier.DRAM not in node.copies:
-                self.tree.attach(node, Tier.HBM, r.table[i])   # its twin was evicted: ours serves
-        count = r.computed - len(r.path) * self.cfg.page_size
-        # Host copies may have been evicted since the pause; the open page goes first, and what the
-        # reserve does not cover stays on the device.
-        open_page = r.reserve.pop() if count > 0 and r.reserve else None
-        bare = [n for n in r.path if Tier.DRAM not in n.copies]
-        if bare:
-            self.write_through(bare, r.reserve)
-        for node in r.path:
-            if (copy := node.copies.get(Tier.DRAM)) is not None:
-                copy.pins += 1
-                r.parked.append(copy)
-        r.is_parked = True
-        if open_page is not None:
-            # The device page stays in the table, pinned, until the copy has landed.
-            r.open_copy = open_page
-            self._move_open(r, Tier.HBM, r.table[len(r.path)].page, Tier.DRAM, r.open_copy, count)
-        self.dram.release(r.reserve, Fence(StepId(0)))
-        r.reserve = []
-        if not r.moves:
-            self._release_table(r)
+        staying.park(self, r)
 
-    def _release_parked(self, r: Request) -> None:
-        for copy in r.parked:
-            copy.pins -= 1
-            if copy.node is not None:
-                self.tree.settle(copy.node)
-        r.parked, r.is_parked = [], False
-        self.dram.release(r.reserve, Fence(StepId(0)))
-        r.reserve = []
-        self._drop_open(r)
+    def covered(self, r: Request, place: Place) -> int:
+        """Positions that the tables of `r` have pages for."""
+        host = place is Place.HOST
+        return min([t.unit * len(t.host if host and t.hosted else t.device) for t in r.tables])
 
-    def _drop_open(self, r: Request) -> None:
-        if r.open_copy is not None:
-            self.dram.release([r.open_copy], Fence(StepId(0), frozenset(r.moves)))
-            r.open_copy = None
+    # ---------------------------------------------------------------- what the tree has
+    def node(self, r: Request, t: Table, i: int) -> Node | None:
+        """The sealed page that table entry i is, or None for one that is not sealed."""
+        at = (i + 1) * t.unit // self.cfg.page_size - 1
+        return r.path[at] if at < len(r.path) else None
 
-    # ---------------------------------------------------------------- storage
-    def stored(self, r: Request) -> int:
-        """Pages of the known prefix that only storage has."""
-        path = self.tree.match(r.arrived.namespace, r.tokens, self.cfg.page_size, stored=True)
-        return sum(not self.tree.usable(node) for node in path)
+    def has(self, node: Node, g: int, stored: bool = False) -> bool:
+        """Whether a request can get this page on the device: it is there, coming, or below."""
+        return bool(node.good(self.device[g]) or node.ready(self.host[g])
+                    or (stored and (node.good(self.host[g]) or node.ready(self.disk[g]))))
 
-    def _find_stored(self, r: Request) -> int:
-        """Take the path as far as storage knows it, pinning host copies. Returns the missing ones."""
-        r.path = self.tree.match(r.arrived.namespace, r.tokens, self.cfg.page_size, stored=True)
-        missing = 0
-        for node in r.path:
-            self.tree.use(node)
-            if (copy := node.copies.get(Tier.DRAM)) is not None:
-                copy.pins += 1
-                r.parked.append(copy)
-            else:
-                missing += Tier.HBM not in node.copies
-        return missing
+    def match(self, r: Request, *, stored: bool = False) -> list[Node]:
+        """The longest path of whole pages that every group can serve and that leaves at least one
+        token to compute; with `stored`, storage counts too."""
+        path: list[Node] = []
+        size = self.cfg.page_size
+        node = self.tree.roots.get(r.arrived.namespace)
+        full = [g for g, t in enumerate(r.tables) if not t.group.reach]
+        while node is not None and (len(path) + 1) * size < len(r.tokens):
+            node = node.children.get(r.page_key(len(path), size))
+            if node is None or not all(self.has(node, g, stored) for g in full):
+                break
+            path.append(node)
+        # Groups that keep only a part can serve fewer boundaries.
+        while path and not self._serves(r, path, stored):
+            path.pop()
+        return path
 
-    def _fetch(self, r: Request) -> None:
-        nodes = [n for n in r.path if Tier.HBM not in n.copies and Tier.DRAM not in n.copies]
-        for node in nodes:
-            self.tree.attach(node, Tier.DRAM, Copy(r.reserve.pop(), ready=False, pins=1))
-            r.parked.append(node.copies[Tier.DRAM])
-        r.fetched = len(nodes)
-        if nodes:
-            self._move_nodes(nodes, Tier.DISK, Tier.DRAM)
+    def _serves(self, r: Request, path: list[Node], stored: bool) -> bool:
+        size = self.cfg.page_size
+        end = len(path) * size
+        return all((not t.group.snapshot or end % t.unit == 0)
+                   and all(self.has(path[(i + 1) * t.unit // size - 1], g, stored)
+                           for i in range(t.begin(end), t.end(end)))
+                   for g, t in enumerate(r.tables) if t.group.reach)
 
-    def is_fetched(self, r: Request) -> bool:
-        """Nothing that this request waits for is on its way any more; some of it may have failed."""
-        return all(Tier.HBM in n.copies or Tier.DRAM not in n.copies or n.ready(Tier.DRAM)
-                   for n in r.path)
-
-    def _store(self, nodes: list[Node]) -> None:
-        """Pages whose host copy has landed go on to storage, as far as there is room. A copy that
-        is being stored cannot be evicted, so a store that hangs may hold a quarter of the host."""
-        self._to_store += nodes
-        todo: list[Node] = []
-        while self._to_store and 4 * (self._storing + len(todo)) < self.cfg.dram_pages:
-            node = self._to_store.popleft()
-            if not node.ready(Tier.DRAM) or Tier.DISK in node.copies or not self._room(Tier.DISK, 1):
-                continue
-            self.tree.attach(node, Tier.DISK, Copy(self.disk.acquire(1)[0], ready=False))
-            todo.append(node)
-        if todo:
-            self._storing += len(todo)
-            self._move_nodes(todo, Tier.DRAM, Tier.DISK)
-
-    # ---------------------------------------------------------------- moves
-    def _new_move(self, flight: Flight, src: list[int], dst: list[int], tokens: int,
-                  after: StepId) -> MoveId:
-        """Plan a copy. `after` names the last step that wrote the source; sealed pages have none,
-        their producers were seen to retire."""
-        move = MoveId(self._next_move)
-        self._next_move += 1
-        self.flights[move] = flight
-        self.outbox.append(Move(move, ONLY, flight.src, _pages(flight.src, src), flight.dst,
-                                _pages(flight.dst, dst), tokens, after))
-        return move
-
-    def _move_nodes(self, nodes: list[Node], src: Tier, dst: Tier) -> None:
-        ends = [(n.copies[src], n.copies[dst]) for n in nodes]
-        self._new_move(Flight(src, dst, nodes=nodes), [s.page for s, _ in ends],
-                       [d.page for _, d in ends], len(nodes) * self.cfg.page_size, self.retired)
-        for s, d in ends:
-            s.moves += 1
-            d.moves += 1
-
-    def _move_open(self, r: Request, src: Tier, src_page: int, dst: Tier, dst_page: int,
-                   tokens: int) -> None:
-        r.moves.add(self._new_move(Flight(src, dst, request=r), [src_page], [dst_page], tokens,
-                                   r.last_issue))
-
-    def landed(self, id: MoveId, ok: bool) -> list[Copy]:
-        """A Move was answered. Returns device copies that will never be filled: requests that count
-        on them must drop before `discard`."""
-        flight, failed = self.flights.pop(id), list[Copy]()
-        for node in flight.nodes:
-            source, target = node.copies[flight.src], node.copies[flight.dst]
-            source.moves -= 1
-            target.moves -= 1
-            target.ready = ok and not source.bad
-            # A failed load makes its source suspect; a failed copy to a lower tier changes nothing.
-            source.bad = source.bad or (not ok and UP[flight.dst] < UP[flight.src])
-            if not target.ready and flight.dst is Tier.HBM:
-                failed.append(target)
-            elif not target.ready:
-                self.tree.forget(node, flight.dst)
-            if source.bad:
-                source.ready = False
-                if not source.moves and flight.dst is not Tier.HBM:
-                    self.tree.forget(node, flight.src)
-            self.tree.settle(node)
-            if not self.cfg.prefix_cache:
-                self._discard(node)
-        if flight.dst is Tier.DISK:
-            self._storing -= len(flight.nodes)
-            self._store([])
-        elif flight.dst is Tier.DRAM and self.cfg.disk_pages and self.cfg.prefix_cache:
-            self._store([n for n in flight.nodes if n.ready(Tier.DRAM)])
-        if flight.request is not None:
-            self._landed_open(flight.request, id, flight.dst, ok)
-        return failed
-
-    def _landed_open(self, r: Request, id: MoveId, dst: Tier, ok: bool) -> None:
-        r.moves.discard(id)
-        if not ok and dst is Tier.DRAM:
-            self._drop_open(r)                    # the open page's tokens are recomputed
-        elif not ok:
-            r.computed = r.settled = len(r.path) * self.cfg.page_size
-        if r.phase is Phase.PAUSED and r.is_parked and not r.moves:
-            self._release_table(r)
-
-    def distrust(self, path: list[Node]) -> None:
-        """The KV of a request that has left is damaged: nobody else may start from its pages."""
-        for node in reversed(path):
-            for tier, copy in tuple(node.copies.items()):
-                if node.refs == 0 and copy.moves:
-                    copy.bad, copy.ready = True, False
-                elif node.refs == 0 and not copy.pins:
-                    self.tree.forget(node, tier)
-
-    def discard(self, copies: list[Copy]) -> None:
-        """Loads failed and nobody counts on them: the copies go, and with them their sources."""
-        for copy in copies:
-            assert copy.pins == 0
-            if (node := copy.node) is not None:       # else it went with its last request
-                for tier in tuple(node.copies):
-                    if not node.copies[tier].moves:
-                        self.tree.forget(node, tier)
-
-    def _discard(self, node: Node) -> None:
-        """Without a prefix cache a page goes with the last request that names it."""
-        for tier in tuple(node.copies):
-            copy = node.copies.get(tier)
-            if copy is not None and not (node.refs or copy.pins or copy.moves):
-                self.tree.forget(node, tier)
+    def is_complete(self, r: Request) -> bool:
+        """Whether a parked request still has all that it was parked with."""
+        return all(staying.own(t.device, i) or staying.own(t.host, i)
+                   for t in r.tables for i in range(t.begin(r.computed), t.end(r.computed)))

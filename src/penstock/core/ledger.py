@@ -2,6 +2,7 @@
 
 A unit is free, held, or in limbo: released, but a step or a copy that knows it may still touch it.
 Who holds a unit, and how many share it, is the tree's and the request's knowledge, not the pool's.
+Pools that share one memory take slabs of it and give them back when they are empty.
 """
 from __future__ import annotations
 
@@ -9,34 +10,41 @@ import heapq
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from penstock.core.plan import MoveId, StepId
 
 
-@dataclass(frozen=True, slots=True)
-class Fence:
-    """Units behind it may still be touched by steps up to `step` and by `moves`."""
+class Fence(NamedTuple):
+    """Units behind it may still be touched by steps up to `step` and by `moves`. With `away` that is
+    for another engine to say: such units are not promised to anybody."""
 
     step: StepId
     moves: frozenset[MoveId] = frozenset()
+    away: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class Pool:
-    """`capacity` interchangeable units with ids from `base` on.
+    """`capacity` interchangeable units with ids from `base` on: slab s has `per_slab` of them.
 
     Hands out the lowest ids first, and the neighbour of `near` where it can: pages that lie side by
-    side are read without a gather.
+    side are read without a gather, and slabs run empty.
     """
 
     name: str
-    capacity: int
+    capacity: int                                # units now; an arena changes it
     base: int = 0
+    per_slab: int = 1
+    arena: Arena | None = None                   # None: its units are its own for ever
     held: set[int] = field(init=False, default_factory=set)
     limbo: deque[tuple[Fence, tuple[int, ...]]] = field(init=False, default_factory=deque)
     in_limbo: int = field(init=False, default=0)
+    away: int = field(init=False, default=0)     # of these, those that another engine may write
+    held_in: dict[int, int] = field(init=False, default_factory=dict)      # slab -> units held, or away
+    limbo_in: dict[int, int] = field(init=False, default_factory=dict)     # slab -> units in limbo
     _free: set[int] = field(init=False)
-    _order: list[int] = field(init=False)      # heap over _free; may name units taken meanwhile
+    _order: list[int] = field(init=False)        # heap over _free; may name units taken meanwhile
 
     def __post_init__(self) -> None:
         self._order = list(range(self.base, self.base + self.capacity))
@@ -44,23 +52,31 @@ class Pool:
 
     @property
     def free(self) -> int:
-        """Units that can be taken now."""
+        """Units that can be taken without another slab."""
         return len(self._free)
 
     def acquire(self, n: int, near: int | None = None) -> list[int]:
-        """Take n units. Asking for more than `free` is a bug of the caller."""
-        assert 0 <= n <= len(self._free), f"{self.name}: {n} of {len(self._free)} free"
+        """Take n units. Asking for more than there are is a bug of the caller."""
+        free = self._free
+        while len(free) < n and self.arena is not None and self.arena.free:
+            self._gain(self.arena.free.pop())
+        assert 0 <= n <= len(free), f"{self.name}: {n} of {len(free)} free"
         taken: list[int] = []
         while len(taken) < n:
             unit = near + 1 if near is not None else -1
-            if unit not in self._free:
+            if unit not in free:
                 unit = heapq.heappop(self._order)
-                if unit not in self._free:
+                if unit not in free:
                     continue
-            self._free.remove(unit)
+            free.remove(unit)
             taken.append(unit)
             near = unit
+        while n > 1 and self._order and self._order[0] not in free:
+            heapq.heappop(self._order)         # or a later row that takes one page would do it for these
         self.held.update(taken)
+        if self.arena is not None:
+            for unit in taken:
+                self.held_in[(unit - self.base) // self.per_slab] += 1
         return taken
 
     def release(self, units: Sequence[int], fence: Fence) -> None:
@@ -70,8 +86,12 @@ class Pool:
         for unit in units:
             assert unit in self.held, f"{self.name}: {unit} released twice"
             self.held.remove(unit)
+            if self.arena is not None and not fence.away:
+                self.held_in[self._slab(unit)] -= 1
+                self.limbo_in[self._slab(unit)] += 1
         self.limbo.append((fence, tuple(units)))
         self.in_limbo += len(units)
+        self.away += fence.away * len(units)
 
     def drain(self, retired: StepId, flying: Collection[MoveId]) -> int:
         """Free what no issued step and no flying move can touch any more. Returns how many."""
@@ -82,20 +102,112 @@ class Pool:
         for fence, units in self.limbo:
             if fence.step <= retired and not any(m in flying for m in fence.moves):
                 freed += len(units)
+                self.away -= fence.away * len(units)
                 self._free.update(units)
                 for unit in units:
                     heapq.heappush(self._order, unit)
+                if self.arena is not None:
+                    self._lose(self.arena, units, self.held_in if fence.away else self.limbo_in)
             else:
                 keep.append((fence, units))
         self.limbo = keep
         self.in_limbo -= freed
         return freed
 
+    # ---------------------------------------------------------------- slabs
+    def _slab(self, unit: int) -> int:
+        return (unit - self.base) // self.per_slab
+
+    def _gain(self, slab: int) -> None:
+        first = self.base + slab * self.per_slab
+        self.held_in[slab] = self.limbo_in[slab] = 0
+        self.capacity += self.per_slab
+        self._free.update(range(first, first + self.per_slab))
+        for unit in range(first, first + self.per_slab):
+            heapq.heappush(self._order, unit)
+
+    def _lose(self, arena: Arena, units: Sequence[int], counted: dict[int, int]) -> None:
+        """`units` have become free: slabs without any other go back to the arena."""
+        for unit in units:
+            slab = self._slab(unit)
+            counted[slab] -= 1
+            if not self.held_in[slab] and not self.limbo_in[slab]:
+                del self.held_in[slab], self.limbo_in[slab]
+                first = self.base + slab * self.per_slab
+                self._free.difference_update(range(first, first + self.per_slab))
+                self.capacity -= self.per_slab
+                arena.free.append(slab)
+        if len(self._order) > 4 * self.capacity + 64:
+            self._order = sorted(self._free)
+
+    def spare_slabs(self) -> int:
+        """Slabs that nobody holds a unit of: they go back when their fences have passed."""
+        return sum(not n for n in self.held_in.values())
+
     def check(self) -> None:
         """Conservation: free + held + limbo = capacity, disjoint (RELIABILITY I1)."""
+        free, held = self._free, self.held
+        if not (self.capacity or free or held or self.limbo):
+            assert not (self.in_limbo or self.held_in or self.limbo_in or self.away), self.name
+            return
         limbo = [u for _, units in self.limbo for u in units]
-        every = [*self._free, *self.held, *limbo]
         assert self.in_limbo == len(limbo)
-        assert len(every) == self.capacity, f"{self.name}: {len(every)} != {self.capacity}"
-        assert len(set(every)) == self.capacity, f"{self.name}: a unit has two owners"
-        assert self._free <= set(self._order), f"{self.name}: a free unit cannot be found"
+        owned = len(free) + len(held) + len(limbo)
+        assert owned == self.capacity, f"{self.name}: {owned} != {self.capacity}"
+        assert free.isdisjoint(held) and free.isdisjoint(limbo) and held.isdisjoint(limbo) and (
+            len(set(limbo)) == len(limbo)), f"{self.name}: a unit has two owners"
+        assert free.issubset(self._order), f"{self.name}: a free unit cannot be found"
+        if self.arena is not None:
+            assert self.capacity == len(self.held_in) * self.per_slab
+            assert self.held_in.keys() == self.limbo_in.keys()
+            assert sum(self.held_in.values()) == len(held) + self.away
+            assert sum(self.limbo_in.values()) == len(limbo) - self.away
+            assert all(n or self.limbo_in[slab] for slab, n in self.held_in.items()), "an empty slab"
+
+
+class Arena:
+    """One memory of `slabs` slabs, and the pools that are carved from it, one for each cache group.
+
+    A single pool owns everything from the start. Several take slabs as they need them, so that
+    nothing is stranded with a group that has no use for it.
+    """
+
+    def __init__(self, slabs: int, pools: Sequence[Pool]) -> None:
+        self.slabs = slabs
+        self.pools = tuple(pools)
+        shared = len(self.pools) > 1
+        self.free: list[int] = list(range(slabs))[::-1] if shared else []
+        if shared:
+            for pool in self.pools:
+                pool.arena = self
+
+    def short(self, want: Sequence[int], *, promised: bool) -> int:
+        """How much is missing for `want[k]` units of each pool; 0 if all can be taken now, or, with
+        `promised`, as soon as fences have passed. In slabs, of a single pool in units."""
+        if len(self.pools) == 1:
+            pool = self.pools[0]
+            return max(0, want[0] - pool.free - (pool.in_limbo - pool.away if promised else 0))
+        need, have = 0, len(self.free)
+        if not promised:                       # asked for each page that is taken
+            for pool, n in zip(self.pools, want, strict=True):
+                if n > (units := len(pool._free)):
+                    need += -(-(n - units) // pool.per_slab)
+            return need - have if need > have else 0
+        for pool, n in zip(self.pools, want, strict=True):
+            units, spare = pool.free, 0
+            if pool.in_limbo > pool.away:
+                spare = pool.spare_slabs()
+                units += pool.in_limbo - pool.away - spare * pool.per_slab
+            need += -(-max(0, n - units) // pool.per_slab)
+            have += spare
+        return max(0, need - have)
+
+    def check(self) -> None:
+        for pool in self.pools:
+            pool.check()
+        if len(self.pools) > 1:
+            owned = self.free.copy()
+            for pool in self.pools:
+                owned += pool.held_in
+            owned.sort()
+            assert owned == list(range(self.slabs)), "a slab has two owners, or none"

@@ -1,7 +1,7 @@
 """The request lifecycle: phases, edges, and what each phase holds. Pure data, no behaviour.
 
 Acquiring and releasing are derived from these tables in one place (`Core._go`), so a new edge cannot
-forget a resource. A mode without a host tier is another table, not a branch.
+forget a resource. A mode without a tier is another table, not a branch.
 """
 from __future__ import annotations
 
@@ -11,31 +11,81 @@ from enum import Enum
 
 
 class Phase(Enum):
+    __hash__ = object.__hash__    # members are singletons; ten times faster
+
     QUEUED = "queued"        # accepted, holds nothing
     FETCHING = "fetching"    # its known prefix is on its way from storage into host pages
-    LOADING = "loading"      # has its row and pages; evicted or cached KV is on its way to the device
+    RECEIVING = "receiving"  # decode role: a prefill engine writes its KV into our pages
+    LOADING = "loading"      # has its row and pages; evicted or cached KV is on its way to them
     PREFILL = "prefill"      # known tokens being computed in chunks
+    SENDING = "sending"      # prefill role: its KV waits for pages of the decode engine, or is on its way
+    STAGING = "staging"      # must go on hosted, and its host copies are not complete
     RESIDENT = "resident"    # decoding with all KV on the device
+    HOSTED = "hosted"        # decoding with KV in host pages, through a hot buffer
+    PROMOTING = "promoting"  # decodes hosted while its pages load
     PAUSED = "paused"        # gave up its row; KV in host pages, resumes without recompute
     DROPPED = "dropped"      # gave up its KV; known tokens will be recomputed
     DONE = "done"            # terminal, whatever the cause
 
 
 class Trigger(Enum):
+    __hash__ = object.__hash__
+
     FETCH = "fetch"
-    ADMIT = "admit"
-    LANDED = "landed"        # every page it waits for is on the device
+    RECEIVE = "receive"      # into device pages
+    RECEIVE_HOST = "receive_host"    # into host pages
+    ADMIT = "admit"          # to device pages
+    HOST = "host"            # to host pages: first admission, resume, end of the prompt
+    LANDED = "landed"        # every page it waits for is in place
     PREFILLED = "prefilled"  # the step that samples its next token is issued
+    SENT = "sent"            # the decode engine has it all
+    SPILL = "spill"
+    STAY = "stay"            # a copy to the host has failed: it stays on the device
+    PROMOTE = "promote"
     PAUSE = "pause"
     DROP = "drop"
-    RESUME = "resume"
+    RESUME = "resume"        # to device pages
     END = "end"              # stop, length, abort, refusal: legal from every live phase
 
 
 class Lease(Enum):
+    __hash__ = object.__hash__
+
     ROW = "row"              # slot in the device-resident tables
-    HBM = "hbm"              # device pages, shared through the prefix tree or private
+    HBM = "hbm"              # device pages of the groups that a hosted row has on the host
+    INDEX = "index"          # device pages of the other groups: selector state, windows, snapshots
+    HOT = "hot"              # hot buffer
     DRAM = "dram"            # host pages that must not be evicted
+
+
+class Role(Enum):
+    """What an engine does with a request."""
+
+    __hash__ = object.__hash__
+
+    UNIFIED = "unified"      # all of it
+    PREFILL = "prefill"      # computes prompts, and hands their KV to a decode engine
+    DECODE = "decode"        # decodes what a prefill engine has computed; computes it itself if that fails
+
+
+class Place(Enum):
+    """Where the KV of a request that has a row lives. Decided on the way in, changed by SPILL and
+    PROMOTE; never changes a token."""
+
+    __hash__ = object.__hash__
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+def place_after(phase: Phase, trigger: Trigger, place: Place) -> Place:
+    """Where the KV of a request lives once it has taken an edge."""
+    if trigger in (Trigger.HOST, Trigger.RECEIVE_HOST) or (phase, trigger) == (Phase.STAGING, Trigger.LANDED):
+        return Place.HOST
+    if trigger in (Trigger.ADMIT, Trigger.RESUME, Trigger.RECEIVE) or (
+            (phase, trigger) == (Phase.PROMOTING, Trigger.LANDED)):
+        return Place.DEVICE
+    return place
 
 
 class IllegalTransition(AssertionError):
@@ -48,31 +98,38 @@ class Mode:
 
     host: bool               # a host tier exists
     disk: bool = False       # a storage tier exists
+    sparse: bool = False     # rows may decode from host pages
+    role: Role = Role.UNIFIED
 
 
 P, T, L = Phase, Trigger, Lease
 
 # Phases whose requests have a row, hence may appear in a plan or become one soon.
-ACTIVE = (P.LOADING, P.PREFILL, P.RESIDENT)
+ACTIVE = (P.LOADING, P.PREFILL, P.STAGING, P.RESIDENT, P.HOSTED, P.PROMOTING)
+# Phases whose rows decode.
+DECODING = (P.RESIDENT, P.HOSTED, P.PROMOTING)
+# Active phases that may end without a result or an event that names their request.
+BUSY = (P.LOADING, P.PREFILL, P.STAGING, P.PROMOTING)
 # Phases whose requests wait for admission, in one queue.
-WAITING = (P.QUEUED, P.FETCHING, P.PAUSED, P.DROPPED)
+WAITING = (P.QUEUED, P.FETCHING, P.RECEIVING, P.SENDING, P.PAUSED, P.DROPPED)
+# Of these, those with something to do for KV that they have.
+HOLDING = (P.RECEIVING, P.SENDING, P.PAUSED)
 
 
 def edges(mode: Mode) -> Mapping[tuple[Phase, Trigger], Phase]:
-    """Every legal edge. All ways in lead through LOADING, which takes no time if nothing is to load."""
+    """Every legal edge. All ways in lead through LOADING, which takes no time if nothing is to load;
+    every way from device pages to host pages leads through STAGING, which takes no time either if
+    the copies are there."""
     table = {
         (P.QUEUED, T.ADMIT): P.LOADING,
         (P.LOADING, T.LANDED): P.PREFILL,
-        (P.PREFILL, T.PREFILLED): P.RESIDENT,
         (P.LOADING, T.DROP): P.DROPPED,      # a load failed: that KV is a miss
         (P.PREFILL, T.DROP): P.DROPPED,
-        (P.RESIDENT, T.DROP): P.DROPPED,
         (P.DROPPED, T.RESUME): P.LOADING,
     }
     if mode.host:
         table |= {
             (P.PREFILL, T.PAUSE): P.PAUSED,
-            (P.RESIDENT, T.PAUSE): P.PAUSED,
             (P.PAUSED, T.RESUME): P.LOADING,
             (P.PAUSED, T.DROP): P.DROPPED,   # a victim too, so it cannot hoard pages
         }
@@ -82,25 +139,86 @@ def edges(mode: Mode) -> Mapping[tuple[Phase, Trigger], Phase]:
             (P.FETCHING, T.ADMIT): P.LOADING,
             (P.FETCHING, T.DROP): P.DROPPED,  # too late, or a victim: the prompt is computed
         }
+    if mode.sparse:
+        table |= {(p, T.HOST): P.LOADING for p in (P.QUEUED, P.PAUSED, P.DROPPED)}
+    if mode.sparse and mode.disk:
+        table[P.FETCHING, T.HOST] = P.LOADING
+    table |= _sending() if mode.role is Role.PREFILL else _decoding(mode)
+    if mode.role is Role.DECODE:
+        table |= _receiving(mode)
     live = {p for p, _ in table} | set(table.values())
     return table | {(p, T.END): P.DONE for p in P if p in live}
 
 
-def holds(mode: Mode) -> Mapping[Phase, tuple[Lease, ...]]:
-    """What a request must hold in a phase."""
+def _decoding(mode: Mode) -> dict[tuple[Phase, Trigger], Phase]:
+    table = {(P.PREFILL, T.PREFILLED): P.RESIDENT, (P.RESIDENT, T.DROP): P.DROPPED}
+    if mode.host:
+        table[P.RESIDENT, T.PAUSE] = P.PAUSED
+    if mode.sparse:
+        table |= {
+            (P.PREFILL, T.HOST): P.HOSTED,    # it was computed in host pages: nothing to copy
+            (P.RESIDENT, T.SPILL): P.STAGING,
+            (P.STAGING, T.LANDED): P.HOSTED,
+            (P.STAGING, T.STAY): P.RESIDENT,
+            (P.HOSTED, T.PROMOTE): P.PROMOTING,
+            (P.PROMOTING, T.LANDED): P.RESIDENT,
+            (P.PROMOTING, T.SPILL): P.HOSTED,
+        }
+        for phase in (P.STAGING, P.HOSTED, P.PROMOTING):
+            table |= {(phase, T.PAUSE): P.PAUSED, (phase, T.DROP): P.DROPPED}
+    return table
+
+
+def _sending() -> dict[tuple[Phase, Trigger], Phase]:
     return {
-        P.QUEUED: (),
-        P.FETCHING: (L.DRAM,),
-        P.LOADING: (L.ROW, L.HBM),
-        P.PREFILL: (L.ROW, L.HBM),
-        P.RESIDENT: (L.ROW, L.HBM),
-        P.PAUSED: (L.DRAM,) if mode.host else (),
-        P.DROPPED: (),
-        P.DONE: (),
+        (P.PREFILL, T.PREFILLED): P.SENDING,
+        (P.SENDING, T.SENT): P.DONE,
+        (P.SENDING, T.DROP): P.DROPPED,      # it has no grant, and its pages are needed
     }
 
 
-def may_hold(mode: Mode) -> Mapping[Phase, tuple[Lease, ...]]:
+def _receiving(mode: Mode) -> dict[tuple[Phase, Trigger], Phase]:
+    table = {
+        (P.QUEUED, T.RECEIVE): P.RECEIVING,
+        (P.RECEIVING, T.ADMIT): P.LOADING,
+        (P.RECEIVING, T.DROP): P.DROPPED,    # the prefill engine failed: computed here
+    }
+    if mode.sparse:
+        table |= {(P.QUEUED, T.RECEIVE_HOST): P.RECEIVING, (P.RECEIVING, T.HOST): P.LOADING}
+    return table
+
+
+Table = Mapping[tuple[Phase, Place], tuple[Lease, ...]]
+
+
+def holds(mode: Mode) -> Table:
+    """What a request must hold in a phase, with its KV in one place or the other."""
+    none: tuple[Lease, ...] = ()
+    parked = (L.DRAM,) if mode.host else none
+    device: dict[Phase, tuple[Lease, ...]] = {p: (L.ROW, L.HBM, L.INDEX) for p in ACTIVE}
+    host: dict[Phase, tuple[Lease, ...]] = {p: (L.ROW, L.HOT, L.INDEX, L.DRAM) for p in ACTIVE}
+    device[P.STAGING] = (L.ROW, L.HBM, L.INDEX, L.DRAM)
+    host[P.PROMOTING] = (L.ROW, L.HOT, L.HBM, L.INDEX, L.DRAM)
+    for place in (device, host):
+        place |= {P.QUEUED: none, P.FETCHING: (L.DRAM,), P.PAUSED: parked, P.DROPPED: none,
+                  P.DONE: none}
+    device |= {P.RECEIVING: (L.HBM, L.INDEX), P.SENDING: (L.HBM, L.INDEX)}
+    host |= {P.RECEIVING: (L.DRAM, L.INDEX), P.SENDING: (L.DRAM, L.INDEX)}
+    return {(p, place): leases[p]
+            for place, leases in ((Place.DEVICE, device), (Place.HOST, host)) for p in P}
+
+
+def may_hold(mode: Mode) -> Table:
     """What a request may also hold: kept on the way in, given up when the phase is left or sooner."""
-    # A paused request's device pages stay until its steps have retired and its copies have landed.
-    return {p: (L.HBM,) if p is P.PAUSED and mode.host else () for p in P}
+    may: dict[tuple[Phase, Place], tuple[Lease, ...]] = {(p, q): () for p in P for q in Place}
+    if mode.host:
+        # A paused request's device pages stay until its steps have retired and its copies have landed.
+        may |= {(P.PAUSED, q): (L.HBM, L.INDEX) for q in Place}
+    if mode.sparse:
+        # Decode stores each row to device and host alike where the host has room: SPILL is then
+        # free. A row in host pages keeps device pages until somebody needs them.
+        may |= {(p, Place.DEVICE): (L.DRAM,) for p in (P.RESIDENT,)}
+        may |= {(p, Place.HOST): (L.HBM,) for p in (P.LOADING, P.PREFILL, P.HOSTED)}
+    # What it shares with others stays where they have it.
+    may |= {(P.RECEIVING, Place.DEVICE): (L.DRAM,), (P.RECEIVING, Place.HOST): (L.HBM,)}
+    return may

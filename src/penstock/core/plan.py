@@ -2,15 +2,23 @@
 
 Standard library only; every type is immutable. Nothing else crosses: the simulator and the real
 executor are driven by exactly these values, so a recorded run replays without a device.
+What a step makes many of is a NamedTuple: a frozen dataclass takes two to four times as long to make.
 Page lists carry the cache group they belong to; lengths in a plan are upper bounds, results are
 ragged (0 to k tokens a row).
+
+What a device knows of a row: for each cache group a table of pages, each with a device page, a host
+page or both, and a hot buffer. A step writes a position to every copy of its page that the table
+names, and reads it from the device page if there is one, else through the hot buffer from the host.
 """
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NewType, Protocol, TypeAlias
+from typing import NamedTuple, NewType, Protocol, TypeAlias
+
+from penstock.core.messages import Message
+from penstock.core.peer import Ask
 
 RequestId = NewType("RequestId", int)   # made by the server, never by a client
 Row = NewType("Row", int)               # slot of a request in the device-resident tables
@@ -21,12 +29,16 @@ Page: TypeAlias = HbmPage | DramPage | DiskPage    # whichever tier a Move names
 StepId = NewType("StepId", int)         # dense, starts at 1; 0 means "before the first step"
 MoveId = NewType("MoveId", int)
 Group = NewType("Group", int)           # cache group: layers that share a page table
+NO_HBM, NO_DRAM = HbmPage(-1), DramPage(-1)        # table entry without a page in that tier
 
 
 class Tier(Enum):
+    __hash__ = object.__hash__   # members are singletons; ten times faster
+
     HBM = "hbm"
     DRAM = "dram"
     DISK = "disk"          # a local file, an object store, a remote KV store
+    PEER = "peer"          # the other engine of a prefill/decode pair
 
 
 class Outcome(Enum):
@@ -37,6 +49,8 @@ class Outcome(Enum):
     ABORT = "abort"        # the client went away or asked for it
     EXPIRED = "timeout"    # waited longer than its deadline
     REFUSED = "refused"    # can never fit; `Finished.reason` has the numbers
+    SENT = "sent"          # a prefill engine has handed it over
+    LOST = "lost"          # a prefill engine could not: its peer cancelled, went away, or a push failed
 
 
 # ---------------------------------------------------------------- events in
@@ -53,6 +67,10 @@ class Arrived:
     priority: int = 0                      # lower is served first, as in vLLM
     leader: RequestId | None = None        # fork (`n` > 1): wait for this one's prompt, then share
     host_token: bool = False               # each step needs its last token on the host (a grammar)
+    selects: bool = False                  # its decode reads a selection of its KV: it may go hosted
+    attention: int = 0                     # identity of what its decode computes, if that differs
+                                           # from a prefill of the same tokens; 0: it does not
+    transfer: int = 0                      # names it to the other engine of a pair; 0: no other
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +100,20 @@ class Paused:
 @dataclass(frozen=True, slots=True)
 class Dropped:
     """Policy (or a test) asks that `rid` give up its KV and recompute it later."""
+
+    rid: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Spilled:
+    """Policy (or a test) asks that `rid` go on from host pages."""
+
+    rid: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Promoted:
+    """Policy (or a test) asks that `rid` come back to device pages."""
 
     rid: RequestId
 
@@ -130,36 +162,106 @@ class Moved:
     ok: bool
 
 
-Event: TypeAlias = (Arrived | Aborted | Stopped | Paused | Dropped | Flushed | Expired | Rates
-                    | Retired | Moved)
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A message from the other engine of a pair."""
+
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Reminded:
+    """The timer of a `Remind` has fired."""
+
+    transfer: int
+    n: int
+
+
+@dataclass(frozen=True, slots=True)
+class Overdue:
+    """The timer of a `Deadline` has fired."""
+
+    transfer: int
+    n: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeerFenced:
+    """The data connection of this epoch of the peer is closed and drained to its end: no write of
+    it can land any more."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Renewed:
+    """The answer to `Renew`: this engine goes on in a new epoch."""
+
+    epoch: int
+
+
+Event: TypeAlias = (Arrived | Aborted | Stopped | Paused | Dropped | Spilled | Promoted | Flushed
+                    | Expired | Rates | Retired | Moved | Received | Reminded | Overdue | PeerFenced
+                    | Renewed)
 
 
 # ---------------------------------------------------------------- plan out
 @dataclass(frozen=True, slots=True)
-class Bind:
-    """(Re)initialise a row before this step: everything the device remembers about it is void."""
+class Hot:
+    """One unit of a row's hot buffer: device memory for one page. `keeps` is the table entry whose
+    content it holds already (it was that entry's device page until now), or -1."""
 
-    row: Row
-    rid: RequestId
-    pages: tuple[tuple[HbmPage, ...], ...]    # page table of each cache group
-    emitted: int                              # output tokens retired so far (sampling state)
+    page: HbmPage
+    keeps: int = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Grow:
-    """Append pages to a row's page table before this step."""
+class Bind:
+    """(Re)initialise a row before this step: everything the device remembers about it is void.
+
+    `pages[g][i]` and `host[g][i]` are the copies of page i of cache group g; `host` and `hot` are
+    empty where no page of the row is on the host. With `keep` the row goes on, its pages have
+    moved: tables and hot buffer are void, its length, last token and sampling state are not.
+    """
+
+    row: Row
+    rid: RequestId
+    pages: tuple[tuple[HbmPage, ...], ...]
+    emitted: int                              # output tokens retired so far (sampling state)
+    host: tuple[tuple[DramPage, ...], ...] = ()
+    hot: tuple[tuple[Hot, ...], ...] = ()     # of each group
+    keep: bool = False
+
+
+class Grow(NamedTuple):
+    """Append pages to a row's page table before this step; `host` is empty or as long."""
 
     row: Row
     group: Group
     pages: tuple[HbmPage, ...]
+    host: tuple[DramPage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class Yield:
+    """Table entries of a row lose their device page before this step: they are read from the host."""
+
+    row: Row
+    group: Group
+    entries: tuple[int, ...]
+
+
+class Move(NamedTuple):
     """Copy whole pages, or the first `tokens` tokens of them, between tiers of one node.
 
-    Reads its source after step `after` has executed and answers with exactly one `Moved(id)`.
-    `src_pages[i]` goes to `dst_pages[i]`; both sides have `len` >= 1 and the same length.
+    Between engines it names positions: `first` and the `tokens` from there on, which each side maps
+    to its own pages. To PEER it is a push, whose `dst_pages` are empty. From PEER it is a grant, whose
+    `src_pages` are empty: the pages may be written by the peer under this transfer and generation,
+    and the core itself knows when that ends.
+
+    Reads its source after step `after` has executed and answers with exactly one `Moved(id)`, not
+    later than the `Retired` of a step that waits for it.
+    Within a node `src_pages[i]` goes to `dst_pages[i]`; both have the same length, at least 1.
     """
 
     id: MoveId
@@ -170,6 +272,9 @@ class Move:
     dst_pages: tuple[Page, ...]
     tokens: int                               # of all the pages together; the last may be partial
     after: StepId
+    first: int = 0
+    transfer: int = 0
+    generation: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +284,8 @@ class StepPlan:
     A row whose first token is -1 starts where the device's own length says: `start` and `count` are
     upper bounds as long as results of earlier steps are out. Further tokens of -1 are drafts.
     A plan without rows carries binds, grows and moves only; it retires like any other.
-    Order on the device: binds, grows, forward, moves (each not before its `after`).
+    Order on the device: binds, grows, yields, forward, moves (each not before its `after`).
+    The forward reads what `waits` write: it may run a layer when its part of them is in place.
     """
 
     step: StepId
@@ -192,26 +298,29 @@ class StepPlan:
     grows: tuple[Grow, ...]
     binds: tuple[Bind, ...]
     moves: tuple[Move, ...]
+    yields: tuple[Yield, ...] = ()
+    waits: tuple[MoveId, ...] = ()  # loads of earlier plans or this one
 
 
 # ---------------------------------------------------------------- outputs
-@dataclass(frozen=True, slots=True)
-class Token:
+class Token(NamedTuple):
     """`token` is output number `index` (0, 1, 2, ... without gap or repeat) of `rid`."""
 
     rid: RequestId
-    index: int
+    index: int               # type: ignore[assignment]  # not the method of a tuple
     token: int
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """`rid` was admitted. Cached tokens by tier it was found in; the rest is computed."""
+    """`rid` was admitted. Cached tokens by tier they were found in, and those whose KV the other
+    engine of a pair has computed; the rest is computed."""
 
     rid: RequestId
     hbm_tokens: int
     dram_tokens: int
     disk_tokens: int = 0
+    peer_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +339,15 @@ class Finished:
     reason: str = ""
 
 
-Output: TypeAlias = Token | Started | Entered | Finished
+@dataclass(frozen=True, slots=True)
+class Say:
+    """A message for the other engine of a pair, or a timer or a fence to be answered by an event.
+    Messages go out after the plan of the same `Advance` was submitted, and in order."""
+
+    what: Message | Ask
+
+
+Output: TypeAlias = Token | Started | Entered | Finished | Say
 
 
 @dataclass(frozen=True, slots=True)

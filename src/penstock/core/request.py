@@ -4,9 +4,59 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock.core.lifecycle import Phase
-from penstock.core.plan import Arrived, DramPage, MoveId, RequestId, Row, StepId
+from penstock.core.lifecycle import Phase, Place
+from penstock.core.peer import Granted
+from penstock.core.plan import Arrived, MoveId, RequestId, Row, StepId
+from penstock.core.settings import CacheGroup
 from penstock.core.tree import Copy, Node
+
+
+@dataclass(slots=True, eq=False)
+class Table:
+    """One cache group's pages of one request. Entry i is page i of the group: its copy on the
+    device and on the host, each the path node's own or a private twin, each pinned; None is a
+    copy that the request has no need of, or does not have."""
+
+    group: CacheGroup
+    unit: int                                  # tokens of a page
+    device: list[Copy | None] = field(default_factory=list)
+    host: list[Copy | None] = field(default_factory=list)
+    hot: list[Copy] = field(default_factory=list)
+    kept: dict[int, int] = field(default_factory=dict)      # hot unit -> the entry whose page it was
+    first: int = 0                             # entries below were left behind by the window
+    hosted: bool = field(init=False)           # the group's, kept: each page that grows asks for it
+    reach: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.hosted, self.reach = self.group.hosted, self.group.reach
+
+    def begin(self, tokens: int) -> int:
+        """The first entry that the step which computes position `tokens` reads."""
+        return max(0, tokens - self.reach) // self.unit if self.reach else 0
+
+    def end(self, tokens: int) -> int:
+        """Entries that positions below `tokens` need."""
+        return -(-tokens // self.unit)
+
+    def pages(self, tokens: int) -> int:
+        """How many pages positions below `tokens` need at once."""
+        return self.end(tokens) - self.begin(tokens)
+
+
+@dataclass(slots=True, eq=False)
+class Issued:
+    """One row of a step in flight. A row that decodes one token a step is the same object in each."""
+
+    request: Request
+    row: Row
+    life: int            # the request's, when the step was issued
+    count: int           # positions computed, at most
+    width: int           # tokens it may return at most; 0: it does not sample
+    last: bool = False   # the end of what is known: decoding follows
+
+    @property
+    def samples(self) -> bool:
+        return self.width > 0
 
 
 @dataclass(slots=True, eq=False)
@@ -20,14 +70,23 @@ class Request:
     max_new: int                               # clipped to what can ever fit
     tokens: list[int]
     num_prompt: int
+    tables: list[Table]                        # of each cache group
+    limit: int                                 # positions that are computed at most
+    may_host: bool = False                     # it selects, and host pages can hold it to its end
     phase: Phase = Phase.QUEUED
+    place: Place = Place.DEVICE
     computed: int = 0
     settled: int = 0
     pending: int = 0
     in_flight: int = 0                         # steps issued and not retired
     last_issue: StepId = StepId(0)
     life: int = 0                              # rises when KV is given up: late results are then tokens only
-    bound: int = 0                             # pages the device knows of; 0 = (re)bind the row
+    void: StepId = StepId(0)                   # results of steps up to this read what never came
+    capacity: int = 0                          # positions that its tables have pages for
+    told_capacity: int = 0                     # what the device was told of it
+    bound: bool = False                        # the device has its row
+    moved: bool = False                        # its pages live elsewhere since: bind again, and keep
+    put_back: int = -1                         # step before which it gave up a promotion
     gave_way: int = 0                          # times it gave up its row or its KV
     started: bool = False                      # Started was sent
     visit: int = 0                             # phases entered so far: names one stay in a phase
@@ -35,16 +94,35 @@ class Request:
     loads: int = 0                             # pages of its path that were not on the device
     fetched: int = 0                           # pages that came from storage
 
-    # Leases. `path` are its sealed pages in the tree; `table[i]` is the device copy of page i, the
-    # path node's own or a private one; both are used while HBM is held.
+    # What the planner need not look at, see `schedule`. Every change of phase ends it.
+    issued: Issued | None = None               # its row of a step in which it decodes one token
+    steady: int = 0                            # while `computed` is below, a step only counts on
+    calm: int = 0                              # while `settled` is below, a result only counts on
+
+    lacks: list[Copy] = field(default_factory=list)         # its phase lasts until one of these is ready
+
+    # The pair.
+    grant: Granted | None = None               # prefill role: pages wait at the decode engine
+    delivered: int = 0                         # decode role: positions that the other engine computed
+    is_pushed: bool = False                    # prefill role: all of it is on its way there
+
+    # Leases. `path` are its sealed pages in the tree.
     row: Row | None = None
     path: list[Node] = field(default_factory=list)
-    table: list[Copy] = field(default_factory=list)
-    reserve: list[DramPage] = field(default_factory=list)   # host pages taken at PAUSE, not used yet
-    parked: list[Copy] = field(default_factory=list)        # host copies pinned while it waits
-    is_parked: bool = False
-    open_copy: DramPage | None = None          # host copy of its open page while paused
-    moves: set[MoveId] = field(default_factory=set)         # flying copies of its open page
+    reserve: list[list[int]] = field(init=False)            # per group: host pages not used yet
+    is_parked: bool = False                    # it waits, and what it keeps is pinned
+    settling: bool = False                     # some of that is still being copied
+    moves: set[MoveId] = field(default_factory=set)         # flying copies of its private pages
+    waits: list[MoveId] = field(default_factory=list)       # loads that its next steps wait for
+
+    # What the device has not been told yet.
+    told: list[int] = field(init=False)                     # per group: entries it knows of
+    yielded: list[list[int]] = field(init=False)            # per group: entries now read from the host
+
+    def __post_init__(self) -> None:
+        self.reserve = [[] for _ in self.tables]
+        self.yielded = [[] for _ in self.tables]
+        self.told = [0] * len(self.tables)
 
     @property
     def rid(self) -> RequestId:
@@ -62,7 +140,13 @@ class Request:
     @property
     def todo(self) -> int:
         """Positions that can be planned now: known or pending tokens without KV."""
-        return len(self.tokens) + self.pending - self.computed
+        return min(len(self.tokens) + self.pending, self.limit) - self.computed
 
     def page_key(self, index: int, page_size: int) -> Sequence[int]:
-        return tuple(self.tokens[index * page_size:(index + 1) * page_size])
+        """What names page `index` among its siblings: its tokens, and how they were computed where
+        that is not what any prefill computes."""
+        end, attention = (index + 1) * page_size, self.arrived.attention
+        key = tuple(self.tokens[index * page_size:end])
+        if attention and end > self.num_prompt:
+            return *key, -attention, -max(0, self.num_prompt - index * page_size)
+        return key

@@ -1,13 +1,14 @@
-"""Who gives way when device pages are short: cached pages, then pauses, then drops.
+"""Who gives way when pages are short: cached pages, loans of hosted rows, then spills, pauses, drops.
 
-Promised units are counted first: while what is already on its way to the free list covers the
-shortage, nobody else is disturbed.
+Promised units are counted first: while something is already on its way to the free list, nobody
+else is disturbed.
 """
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.core.lifecycle import Phase, Trigger
+from penstock.core import placement
+from penstock.core.lifecycle import Phase, Place, Trigger
 from penstock.core.plan import Tier
 from penstock.core.request import Request
 
@@ -17,50 +18,140 @@ if TYPE_CHECKING:
     from penstock.core.core import Core
 
 
-def promised(core: Core) -> int:
-    """Device pages that will become free or evictable without a further victim."""
+def promised(core: Core, tier: Tier = Tier.HBM) -> bool:
+    """Whether pages of `tier` will become free or evictable without a further victim."""
     have = core.have
-    pages = have.hbm.in_limbo
-    for flight in have.flights.values():
-        for node in flight.nodes if Tier.HBM in (flight.src, flight.dst) else ():
-            copy = node.copies.get(Tier.HBM)
-            pages += copy is not None and copy.pins == 0
-    for r in core.waiting:
-        if r.phase is Phase.PAUSED:            # its steps or its copies are not finished
-            pages += len(r.table)
-    return pages
+    if any(pool.in_limbo > pool.away for pool in have.arenas[tier].pools):
+        return True
+    for flight in have.copies.flights.values():
+        if flight.src.tier is Tier.PEER:
+            continue                           # when a grant ends is not ours to say
+        for space, side in ((flight.src, 0), (flight.dst, 1)):
+            if space.tier is tier and any(pair[side].pins == 0 for pair in flight.pairs):
+                return True
+    if tier is not Tier.HBM:
+        return False
+    # Their steps or their copies are not finished.
+    if any(r.phase is Phase.STAGING for r in core.running):
+        return True
+    if any(r.phase is Phase.SENDING and r.is_pushed for r in core.waiting):
+        return True
+    return any(r.phase is Phase.PAUSED and any(t.device for t in r.tables) and not _is_bare(r)
+               for r in core.waiting)
 
 
-def headroom(core: Core, r: Request) -> int:
-    """Device pages that must stay free when `r` gets a row: one for every row that runs. Who has
-    given way twice returns only when all that run, and it, can end without another victim; those
-    admitted later are younger and give way first. So nobody gives way more than three times."""
-    if r.gave_way < GAVE_WAY_MAX - 1 or not core.running:
-        return len(core.running)
-    g = core.cfg.page_size
-    ends = sum(-(-(q.num_prompt + q.max_new - 1) // g) for q in (*core.running, r))
-    later = ends - sum(len(q.table) for q in core.running) - -(-len(r.tokens) // g)
-    return max(later, len(core.running))
+def _is_bare(r: Request) -> bool:
+    """A parked request whose device pages stay: they could not be copied to the host."""
+    return r.is_parked and not r.settling and not r.moves
+
+
+def headroom(core: Core, r: Request, place: Place) -> int | None:
+    """Device pages of each group that must stay free when `r` gets a row: one for every row that
+    runs. None: it has to wait. Who has given way twice returns only when all that run, and it, can
+    end without another victim; those admitted later are younger and give way first. So nobody gives
+    way more than three times."""
+    if r.gave_way >= GAVE_WAY_MAX - 1 and core.running and not placement.all_end(core, r, place):
+        return None
+    return len(core.running)
 
 
 def for_growth(core: Core, r: Request, taken: list[Request]) -> None:
-    """`r` runs and needs one more page: the youngest running request gives up its own, possibly `r`
-    itself. Rows already in the step being planned are out of reach, they are older."""
-    if promised(core):
+    """`r` runs and needs one more page: somebody gives up theirs, possibly `r` itself. Rows already
+    in the step being planned are out of reach, they are older."""
+    tier = core.have.lacks
+    if promised(core, tier):
         return
+    if tier is Tier.DRAM:
+        _for_host_pages(core, taken)
+        return
+    if core.prefills_only and _drop_sending(core, r):
+        return
+    for victim in reversed(core.running):
+        if victim not in taken and victim.phase is Phase.PROMOTING:
+            victim.put_back = core.have.issued
+            core._go(victim, Trigger.SPILL)    # it decodes without the pages that it was promised
+            return
+    if _drop_receiving(core, Place.DEVICE):
+        return
+    for victim in reversed(core.running):
+        if victim not in taken and may_spill(core, victim) and core.spill(victim):
+            return
+    core.have.lacks = tier                     # not what a spill has asked for
     victim = next(v for v in reversed(core.running) if v not in taken and v.phase is not Phase.LOADING)
     if victim is r and r is not core.running[-1]:
         return                                 # the younger ones still load: wait for them (sim seed 210)
-    if victim is r and _drop_paused(core, r):
+    if victim is r and r.in_flight and any(t.group.reach for t in r.tables):
+        return                                 # its steps leave window pages behind (sim seed 287)
+    if victim is r and _drop_paused(core, r, bare=True):
         return                                 # somebody who does not even run was in the way
+    if victim is core.running[0] and len(core.running) > 1:
+        return                                 # all others are in this very step
     yield_device(core, victim)
 
 
+def may_spill(core: Core, r: Request) -> bool:
+    """Whether `r` frees device pages when it goes on from the host."""
+    return (r.phase is Phase.RESIDENT and r.may_host
+            and any(t.group.hosted and len(t.device) > core.cfg.hot_pages for t in r.tables))
+
+
+def _for_host_pages(core: Core, taken: list[Request]) -> None:
+    """Who does not run gives way first, then the youngest that runs from host pages."""
+    if drop_fetching(core) or _drop_paused(core, None, bare=False) or _drop_receiving(core, Place.HOST):
+        return
+    for victim in reversed(core.running):
+        if victim not in taken and victim.place is Place.HOST and victim.phase is not Phase.LOADING:
+            if victim is not core.running[0] or not _is_away(core, Tier.DRAM):
+                core._go(victim, Trigger.DROP)
+            return
+
+
+def _is_away(core: Core, tier: Tier) -> bool:
+    """Whether pages wait for another engine to say that it writes them no more."""
+    return any(pool.away for pool in core.have.arenas[tier].pools)
+
+
+def _drop_receiving(core: Core, place: Place) -> bool:
+    """Decode role: the youngest request that has pages and no row computes its prompt itself. Pages
+    that the other engine may still write come back when it says so."""
+    for victim in reversed(core.waiting):
+        if victim.phase is Phase.RECEIVING and victim.place is place:
+            return core._go(victim, Trigger.DROP)
+    return False
+
+
+def _drop_sending(core: Core, but: Request | None) -> bool:
+    """Prefill role: the youngest request that was computed and has no grant computes again later."""
+    for victim in reversed(core.waiting):
+        if victim.phase is Phase.SENDING and victim is not but and victim.grant is None:
+            return core._go(victim, Trigger.DROP)
+    return False
+
+
+def _drop_delivered(core: Core, but: Request) -> bool:
+    """Decode role: the youngest request whose KV has arrived and that has no row computes it later."""
+    for victim in reversed(core.waiting):
+        if victim.phase is Phase.RECEIVING and victim.is_parked and victim is not but:
+            return core._go(victim, Trigger.DROP)
+    return False
+
+
 def for_admission(core: Core, r: Request) -> None:
-    """`r` waits. Nobody who runs is disturbed for it, but pages that a paused request could not
-    copy to the host must not block the engine for ever."""
-    if not core.running and not promised(core) and not core.have.rows.in_limbo:
-        _drop_paused(core, r)
+    """`r` waits. Nobody who runs is disturbed for it, but pages of those who wait behind it must not
+    block the engine for ever."""
+    have = core.have
+    if core.running or have.rows.in_limbo or promised(core) or promised(core, Tier.DRAM):
+        return
+    if _drop_sending(core, r) or _drop_delivered(core, r) or _drop_paused(core, r, bare=True):
+        return
+    if drop_fetching(core, r) or _drop_paused(core, r, bare=False):
+        return
+    if r.phase in (Phase.PAUSED, Phase.FETCHING, Phase.RECEIVING):
+        core._go(r, Trigger.DROP)              # what it kept is in its own way
+        return
+    for spaces in (have.device, have.host):    # what is cached may lie one page to a slab
+        if sum([have.tree.evict(space, 1 << 60) for space in spaces]):
+            return
 
 
 def yield_device(core: Core, victim: Request) -> None:
@@ -68,19 +159,28 @@ def yield_device(core: Core, victim: Request) -> None:
     are worth less than computed ones."""
     if (victim.phase, Trigger.PAUSE) in core.edges:
         while not core._go(victim, Trigger.PAUSE):
-            fetching = [r for r in core.waiting if r.phase is Phase.FETCHING]
-            if not fetching:
+            if promised(core, Tier.DRAM):
+                return                         # it can pause when they have come
+            if not drop_fetching(core):
                 break
-            core._go(fetching[-1], Trigger.DROP)
         else:
             return
     core._go(victim, Trigger.DROP)
 
 
-def _drop_paused(core: Core, but: Request) -> bool:
-    """The youngest paused request that still needs device pages, because their copies failed."""
+def drop_fetching(core: Core, but: Request | None = None) -> bool:
+    """The youngest request whose pages come from storage computes them instead."""
     for victim in reversed(core.waiting):
-        if victim.phase is Phase.PAUSED and victim is not but and any(
-                Tier.HBM in node.copies and not node.ready(Tier.DRAM) for node in victim.path):
+        if victim.phase is Phase.FETCHING and victim is not but:
+            return core._go(victim, Trigger.DROP)
+    return False
+
+
+def _drop_paused(core: Core, but: Request | None, *, bare: bool) -> bool:
+    """The youngest paused request; with `bare`, one that still needs device pages, because their
+    copies failed."""
+    for victim in reversed(core.waiting):
+        if victim.phase is Phase.PAUSED and victim is not but and (
+                not bare or (_is_bare(victim) and any(c for t in victim.tables for c in t.device))):
             return core._go(victim, Trigger.DROP)
     return False

@@ -1,36 +1,39 @@
 """Which rows run in the next step, and the plan that says so.
 
 Decode and prefill share one token budget: decoding rows first, then prompts in chunks, oldest first.
+Most rows of most steps do what they did in the step before, one position further. Such a row is
+`steady`: it is counted on without a look, up to the position where its pages or its output end.
+Whatever else could matter to it (a phase, a page given up) sets `steady` to 0.
 """
 from __future__ import annotations
 
 import bisect
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 from penstock.core import room
-from penstock.core.holdings import ONLY
-from penstock.core.lifecycle import Phase, Trigger
-from penstock.core.plan import Bind, Grow, HbmPage, StepId, StepPlan
-from penstock.core.request import Request
+from penstock.core.lifecycle import DECODING, Phase, Place, Trigger
+from penstock.core.plan import (
+    Bind,
+    DramPage,
+    Group,
+    Grow,
+    HbmPage,
+    Hot,
+    MoveId,
+    RequestId,
+    Row,
+    StepId,
+    StepPlan,
+    Yield,
+)
+from penstock.core.request import Issued, Request
+from penstock.core.tree import Copy
 
 if TYPE_CHECKING:
     from penstock.core.core import Core
 
-
-@dataclass(frozen=True, slots=True)
-class Issued:
-    """One row of a step in flight."""
-
-    request: Request
-    life: int            # the request's, when the step was issued
-    start: int
-    end: int             # positions below may have KV once the step has retired
-    width: int           # tokens it may return at most; 0: it does not sample
-
-    @property
-    def samples(self) -> bool:
-        return self.width > 0
+Columns: TypeAlias = tuple[tuple[Row, ...], tuple[RequestId, ...], tuple[int, ...], tuple[bool, ...]]
 
 
 def insert(queue: list[Request], r: Request) -> None:
@@ -44,38 +47,62 @@ def plan(core: Core) -> StepPlan | None:
     if have.issued - have.retired >= core.cfg.depth:
         return None
     step = StepId(have.issued + 1)
-    chosen = _choose(core, step)
-    if not chosen and not have.outbox:
+    chosen, budget = _decoding(core, step)
+    prompts = _prompts(core, chosen, budget)
+    chosen += prompts
+    if not chosen:
+        core.columns.clear()                   # they keep requests that have ended
+    if not chosen and not have.copies.outbox:
         return None
     result = _issue(core, step, chosen)
-    for row in chosen:
-        if row.samples and row.request.phase is Phase.PREFILL:
-            core._go(row.request, Trigger.PREFILLED)
+    for row in prompts:
+        if row.last:
+            r = row.request
+            device = r.place is Place.DEVICE or core.prefills_only
+            core._go(r, Trigger.PREFILLED if device else Trigger.HOST)
     return result
 
 
-def _choose(core: Core, step: StepId) -> list[Issued]:
+# ---------------------------------------------------------------- which rows
+def _decoding(core: Core, step: StepId) -> tuple[list[Issued], int]:
+    """The rows that decode, and what is left of the budget."""
     chosen: list[Issued] = []
-    taken: list[Request] = []
-    budget, g = core.cfg.step_tokens, core.cfg.page_size
+    budget, looked = core.cfg.step_tokens, 0
+    free = max(core.have.retired, step - core.cfg.pp_size)      # who was issued by then may go again
     for r in list(core.running):
         if budget == 0:
-            return chosen
-        if r.phase is not Phase.RESIDENT or not _may_decode(core, r, step):
+            break
+        if r.computed < r.steady:
+            if r.last_issue <= free:
+                assert r.issued is not None
+                chosen.append(r.issued)
+                budget -= 1
             continue
-        if r.computed == len(r.table) * g and not core.have.grow(r):
-            room.for_growth(core, r, taken)
-            if r.phase is not Phase.RESIDENT or not core.have.grow(r):
+        looked += 1
+        if r.phase not in DECODING or not _may_decode(core, r, step):
+            continue
+        if r.computed == r.capacity and not core.have.grow(r, r.computed + 1):
+            room.for_growth(core, r, [c.request for c in chosen])
+            if r.phase not in DECODING or not core.have.grow(r, r.computed + 1):
                 continue
         width = _width(core, r, budget)
-        chosen.append(Issued(r, r.life, r.computed, r.computed + width, width))
-        taken.append(r)
+        chosen.append(_row(r, width))
         budget -= width
-    for r in core.running:
+    core.counters["rows_looked_at"] += looked
+    return chosen, budget
+
+
+def _prompts(core: Core, decoding: list[Issued], budget: int) -> list[Issued]:
+    chosen: list[Issued] = []
+    for r in list(core.busy) if budget else ():
         if r.phase is Phase.PREFILL and budget and r.todo:
-            n = min(budget, r.todo)
-            chosen.append(Issued(r, r.life, r.computed, r.computed + n, int(n == r.todo)))
-            budget -= n
+            n = _chunk(core, r, min(budget, r.todo), decoding, chosen)
+            if n:
+                last = n == r.todo
+                samples = last and not (core.prefills_only and r.num_output)
+                assert r.row is not None
+                chosen.append(Issued(r, r.row, r.life, n, int(samples), last))
+                budget -= n
     return chosen
 
 
@@ -93,38 +120,187 @@ def _width(core: Core, r: Request, budget: int) -> int:
         return 1
     left = r.num_prompt + r.max_new - len(r.tokens) - r.pending
     width = min(1 + core.cfg.draft_tokens, budget, left)
-    while r.computed + width > len(r.table) * core.cfg.page_size:
-        if not core.have.grow(r):          # drafts are worth no victim
-            return len(r.table) * core.cfg.page_size - r.computed
+    while r.computed + width > r.capacity:
+        if not core.have.grow(r, r.capacity + 1):          # drafts are worth no victim
+            return r.capacity - r.computed
     return width
 
 
-def _issue(core: Core, step: StepId, chosen: list[Issued]) -> StepPlan:
-    have, tokens = core.have, list[int]()
-    binds: list[Bind] = []
+def _row(r: Request, width: int) -> Issued:
+    assert r.row is not None
+    if width > 1:
+        return Issued(r, r.row, r.life, width, width)
+    if r.issued is None:
+        r.issued = Issued(r, r.row, r.life, 1, 1)
+    return r.issued
+
+
+def _chunk(core: Core, r: Request, n: int, decoding: list[Issued], prompts: list[Issued]) -> int:
+    """How much of a prompt is computed: as much as has pages. Windows get theirs here."""
+    end = r.computed + n
+    while r.capacity < end and core.have.grow(r, r.capacity + 1):
+        pass
+    if r.capacity == r.computed:
+        room.for_growth(core, r, [c.request for c in (*decoding, *prompts)])
+        if r.phase is not Phase.PREFILL or not core.have.grow(r, r.computed + 1):
+            return 0
+    return min(end, r.capacity) - r.computed
+
+
+# ---------------------------------------------------------------- the plan
+def _hbm(column: Sequence[Copy | None]) -> tuple[HbmPage, ...]:
+    return tuple([HbmPage(c.page if c is not None else -1) for c in column])
+
+
+def _dram(column: Sequence[Copy | None], length: int) -> tuple[DramPage, ...]:
+    pages = tuple([DramPage(c.page if c is not None else -1) for c in column])
+    return pages + (DramPage(-1),) * (length - len(pages))
+
+
+def _bind(r: Request) -> Bind:
+    """All that the device must know of a row."""
+    assert r.row is not None
+    host: tuple[tuple[DramPage, ...], ...] = ()
+    hot: tuple[tuple[Hot, ...], ...] = ()
+    if any(t.host for t in r.tables):
+        host = tuple(_dram(t.host, len(t.device)) for t in r.tables)
+    if r.place is Place.HOST:
+        hot = tuple(tuple(Hot(HbmPage(c.page), t.kept.get(c.page, -1)) for c in t.hot)
+                    for t in r.tables)
+    columns = tuple(_hbm(_readable(t.device) if r.place is Place.HOST and t.group.hosted else t.device)
+                    for t in r.tables)
+    bind = Bind(r.row, r.rid, columns, r.num_output, host, hot, keep=r.bound)
+    for g, t in enumerate(r.tables):
+        r.told[g] = len(t.device)
+        r.yielded[g] = []
+        t.kept = {}
+    return bind
+
+
+def _readable(column: Sequence[Copy | None]) -> list[Copy | None]:
+    """A hosted row does not wait for device pages: what is not there is read from the host."""
+    return [c if c is not None and c.ready else None for c in column]
+
+
+def _grows(r: Request) -> list[Grow]:
     grows: list[Grow] = []
+    assert r.row is not None
+    for g, t in enumerate(r.tables):
+        at = r.told[g]
+        if len(t.device) > at:
+            host = _dram(t.host[at:], len(t.device) - at) if len(t.host) > at else ()
+            grows.append(Grow(r.row, Group(g), _hbm(t.device[at:]), host))
+            r.told[g] = len(t.device)
+    return grows
+
+
+def _yields(r: Request) -> list[Yield]:
+    out: list[Yield] = []
+    for g, entries in enumerate(r.yielded):
+        if entries:
+            assert r.row is not None
+            out.append(Yield(r.row, Group(g), tuple(entries)))
+            r.yielded[g] = []
+    return out
+
+
+class _News:
+    """What the device is told before a step runs."""
+
+    __slots__ = ("binds", "grows", "waits", "yields")
+
+    def __init__(self) -> None:
+        self.binds: list[Bind] = []
+        self.grows: list[Grow] = []
+        self.yields: list[Yield] = []
+        self.waits: dict[MoveId, None] = {}
+
+    def of(self, core: Core, r: Request) -> None:
+        if not r.bound or r.moved:
+            self.binds.append(_bind(r))
+            r.bound, r.moved = True, False
+        elif r.capacity != r.told_capacity:
+            self.grows += _grows(r)
+        r.told_capacity = r.capacity
+        if r.place is Place.HOST and any(r.yielded):
+            self.yields += _yields(r)
+        if r.waits:
+            r.waits = [m for m in r.waits if m in core.have.copies.flights]
+            self.waits.update(dict.fromkeys(r.waits))
+
+
+def _issue(core: Core, step: StepId, chosen: list[Issued]) -> StepPlan:
+    have, news, looked = core.have, _News(), 0
+    start: list[int] = []
+    tokens: list[int] = []
     for row in chosen:
         r = row.request
-        assert r.row is not None
-        if r.bound == 0:
-            pages = tuple(HbmPage(c.page) for c in r.table)
-            binds.append(Bind(r.row, r.rid, (pages,), r.num_output))
-        elif len(r.table) > r.bound:
-            grows.append(Grow(r.row, ONLY, tuple(HbmPage(c.page) for c in r.table[r.bound:])))
-        r.bound = len(r.table)
-        known = r.tokens[row.start:row.end]
+        at = r.computed
+        start.append(at)
+        if at < r.steady:
+            pending = r.pending
+            tokens.append(-1 if pending else r.tokens[at])
+            r.computed = at + 1
+            r.in_flight += 1
+            r.pending = pending + 1
+            r.last_issue = step
+            continue
+        looked += 1
+        news.of(core, r)
+        known = r.tokens[at:at + row.count]
         # -1: sampled by a step that has not retired, or a draft
-        tokens += known + [-1] * (row.end - row.start - len(known))
-        r.computed = row.end
+        tokens += known + [-1] * (row.count - len(known))
+        r.computed += row.count
         r.in_flight += 1
         r.pending += row.width
         r.last_issue = step
+        r.steady = steady(core, r)
+    core.counters["rows_looked_at"] += looked
     have.issued = step
     core.in_flight[step] = chosen
-    moves, have.outbox = tuple(have.outbox), []
-    rows = [c.request for c in chosen]
+    moves, have.copies.outbox = tuple(have.copies.outbox), []
+    rows, rids, count, samples = _columns(core, step, chosen)
     return StepPlan(
-        step=step, rows=tuple(r.row for r in rows if r.row is not None),
-        rids=tuple(r.rid for r in rows), start=tuple(c.start for c in chosen),
-        count=tuple(c.end - c.start for c in chosen), samples=tuple(c.samples for c in chosen),
-        tokens=tuple(tokens), grows=tuple(grows), binds=tuple(binds), moves=moves)
+        step=step, rows=rows, rids=rids, start=tuple(start), count=count, samples=samples,
+        tokens=tuple(tokens), grows=tuple(news.grows), binds=tuple(news.binds), moves=moves,
+        yields=tuple(news.yields), waits=tuple(news.waits))
+
+
+def _columns(core: Core, step: StepId, chosen: list[Issued]) -> Columns:
+    """What is the same in each step of the same rows. With several stages their batches take turns."""
+    turn = step % core.cfg.pp_size
+    known = core.columns.get(turn)
+    if known is None or known[0] != chosen:
+        columns = (tuple(c.row for c in chosen), tuple(c.request.rid for c in chosen),
+                   tuple(c.count for c in chosen), tuple(c.samples for c in chosen))
+        core.columns[turn] = known = chosen, columns
+    return known[1]
+
+
+# ---------------------------------------------------------------- what needs no look
+def steady(core: Core, r: Request) -> int:
+    """Up to which position `r` decodes one token a step and nothing else happens to its row. Drafts,
+    a token that must come back first and loads to wait for need a look each step."""
+    if (core.cfg.draft_tokens or r.arrived.host_token or r.waits or r.issued is None
+            or r.phase not in DECODING or len(r.tokens) + r.pending != r.computed + 1):
+        return 0
+    return min(r.capacity, r.num_prompt + r.max_new - 1)
+
+
+def calm(core: Core, r: Request) -> int:
+    """Up to which settled position a result of `r` is one more token: no page is full, no end is
+    reached. Stop tokens are looked for."""
+    if core.cfg.draft_tokens or r.phase not in DECODING or len(r.tokens) != r.settled + 1:
+        return 0
+    return min((len(r.path) + 1) * core.cfg.page_size - 1, r.num_prompt + r.max_new - 2)
+
+
+def check(core: Core) -> None:
+    """Whether all that is not looked at is as it was when it was. Raises AssertionError."""
+    for r in core.live.values():
+        if r.computed < r.steady:
+            assert r.phase in DECODING and r.bound and not r.moved and not any(r.yielded), r.rid
+            assert r.steady == steady(core, r) and r.capacity == r.told_capacity, r.rid
+            assert r.issued is not None and (r.issued.row, r.issued.life) == (r.row, r.life), r.rid
+        if r.settled < r.calm:
+            assert r.calm == calm(core, r), r.rid

@@ -6,23 +6,52 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheGroup:
-    """Layers that share a page table. `page_bytes` is one page of all its layers, in any tier."""
+    """Layers that share a page table, and how much of it a step reads.
+
+    A step that computes position p reads all earlier positions, or, with `window`, the last
+    `window` of them. A snapshot is a state: its page covers `page_tokens` positions, a step reads
+    the state behind position p - 1 and a prefix hit needs the state behind its last position, which
+    only the end of a page has.
+    """
 
     name: str
-    page_bytes: int
+    page_bytes: int                    # one page of all its layers, in any tier
+    page_tokens: int = 0               # a multiple of the engine's page size; 0: the page size
+    window: int = 0                    # 0: everything is read
+    snapshot: bool = False             # implies that only the last position is read
+    selector: bool = False             # what the selector reads: on the device even while hosted
+    slab_pages: int = 1                # pages of this group that fill one slab of memory
+
+    @property
+    def reach(self) -> int:
+        """Positions before its own that a step reads; 0: all."""
+        return 1 if self.snapshot else self.window
+
+    @property
+    def hosted(self) -> bool:
+        """Whether a hosted row reads this group from host pages. What is small stays."""
+        return not (self.selector or self.reach)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreConfig:
+    """Pools are counted in pages of the first group. With several groups each tier is carved into
+    slabs, which go from one group to another as they are needed."""
+
     page_size: int                      # tokens per page
     rows: int                           # device-resident table slots
     hbm_pages: int
     dram_pages: int = 0                 # 0: no host tier, hence no PAUSE, only DROP
     disk_pages: int = 0                 # 0: no storage tier; needs a host tier
+    hot_pages: int = 0                  # hot buffer of a hosted row, for each hosted group; 0: no row is
+    always_hosted: bool = False         # requests that select never take the device pages they could
+    wait_pages: int = 0                 # a step may run before at most this many pages have landed
     step_tokens: int = 512              # token budget of one step
     max_len: int = 1 << 20              # prompt + output tokens of one request
     overlap: bool = False
     pp_size: int = 1
+    role: str = "unified"               # or one side of a pair: "prefill", "decode"
+    epoch: int = 1                      # of this incarnation of a pair's side; rises with each restart
     draft_tokens: int = 0               # a decoding row computes, and may return, up to 1 more than this
     prefix_cache: bool = True
     groups: tuple[CacheGroup, ...] = (CacheGroup(name="full", page_bytes=0),)
@@ -30,8 +59,14 @@ class CoreConfig:
     dram_base: int = 0
     disk_base: int = 0
     row_base: int = 0
+    group_base: int = 0                 # page ids of group g begin this much times g later
 
     @property
     def depth(self) -> int:
         """Plans in flight at most. Synchronous 1, overlapped 2, pipelined one per stage more."""
         return self.pp_size + int(self.overlap)
+
+    @property
+    def sparse(self) -> bool:
+        """Whether rows may decode from host pages."""
+        return self.hot_pages > 0 and self.dram_pages > 0

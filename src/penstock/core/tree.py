@@ -1,8 +1,8 @@
-"""The prefix tree: one node per sealed page, any number of copies, one per tier.
+"""The prefix tree: one node per sealed page, any number of copies of it.
 
 Running, paused and cached requests share the same nodes. A node stays while it has a copy, a child
-or a request that names it. Knows nothing of phases or plans; evicts what nobody pins, least
-recently used first, deepest first, and never the last copy of a page that a request names.
+or a request that names it. A copy lives in a `Space`: one tier of one cache group. Knows nothing of
+phases or plans; evicts what nobody pins, least recently used first, deepest first.
 """
 from __future__ import annotations
 
@@ -11,22 +11,39 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from penstock.core.ledger import Fence, Pool
-from penstock.core.plan import StepId, Tier
+from penstock.core.plan import Group, MoveId, StepId, Tier
 
 IN_USE = 1 << 62     # `last_used` of a page that a live request names: later than any clock
 
 
 @dataclass(slots=True, eq=False)
+class Space:
+    """Pages of one cache group in one tier: whose ids a page number belongs to."""
+
+    tier: Tier
+    group: Group
+    pool: Pool
+    evicted: int = 0
+    # Heap of (last_used, -depth, entry, node); an entry counts only if the node still qualifies.
+    order: list[tuple[int, int, int, Node]] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        return self.pool.name
+
+
+@dataclass(slots=True, eq=False)
 class Copy:
-    """One page in one tier. A private copy (`node` is None) belongs to a single request."""
+    """One page in one space. A private copy (`node` is None) belongs to a single request."""
 
     page: int
     node: Node | None = None
     ready: bool = True             # False while the Move that fills it is flying
     pins: int = 0                  # requests that need it where it is
     moves: int = 0                 # flying Moves that read or write it
+    partial: bool = False          # holds only what its owner's window needs: never the tree's
     bad: bool = False              # reading it has failed: goes when its last Move has landed
     used: StepId = StepId(0)       # last issued step that may touch it
+    filling: MoveId = MoveId(0)    # the Move that fills it, while it is not ready
 
 
 @dataclass(slots=True, eq=False)
@@ -37,54 +54,34 @@ class Node:
     parent: Node | None            # None: a root, whose key is its namespace
     depth: int
     children: dict[Sequence[int], Node] = field(default_factory=dict)
-    copies: dict[Tier, Copy] = field(default_factory=dict)
+    copies: dict[Space, Copy] = field(default_factory=dict)
     refs: int = 0
     last_used: int = 0             # the tree's clock when the last request left it, or IN_USE
 
-    def ready(self, tier: Tier) -> bool:
-        copy = self.copies.get(tier)
+    def ready(self, space: Space) -> bool:
+        copy = self.copies.get(space)
         return copy is not None and copy.ready
+
+    def good(self, space: Space) -> Copy | None:
+        """The copy that is there or on its way, unless reading it has failed."""
+        copy = self.copies.get(space)
+        return None if copy is None or copy.bad else copy
 
 
 class Tree:
-    """All nodes, and the eviction order of each tier."""
+    """All nodes, and the eviction order of each space."""
 
-    def __init__(self, pools: dict[Tier, Pool]) -> None:
-        self.pools = pools
+    def __init__(self, spaces: Sequence[Space]) -> None:
+        self.spaces = tuple(spaces)
         self.roots: dict[int, Node] = {}
-        self.evicted: dict[Tier, int] = {tier: 0 for tier in pools}
         self._clock = 0
-        # Heaps of (last_used, -depth, entry, node); an entry counts only if the node still qualifies.
-        self._order: dict[Tier, list[tuple[int, int, int, Node]]] = {tier: [] for tier in pools}
         self._entry = 0
 
-    # ---------------------------------------------------------------- lookup and growth
+    # ---------------------------------------------------------------- growth
     def root(self, namespace: int) -> Node:
         if namespace not in self.roots:
             self.roots[namespace] = Node((namespace,), None, 0)
         return self.roots[namespace]
-
-    def match(self, namespace: int, tokens: Sequence[int], page_size: int, *,
-              stored: bool = False) -> list[Node]:
-        """The longest usable path of whole pages that leaves at least one token to compute; with
-        `stored`, storage counts too."""
-        path: list[Node] = []
-        node = self.roots.get(namespace)
-        while node is not None and (len(path) + 1) * page_size < len(tokens):
-            at = len(path) * page_size
-            node = node.children.get(tuple(tokens[at:at + page_size]))
-            if node is None or not (self.usable(node) or (stored and self.fetchable(node))):
-                break
-            path.append(node)
-        return path
-
-    def usable(self, node: Node) -> bool:
-        """Whether a request can get this page on the device: it is there, coming, or on the host."""
-        return Tier.HBM in node.copies or node.ready(Tier.DRAM)
-
-    def fetchable(self, node: Node) -> bool:
-        """Whether storage has it, or it is on its way from there."""
-        return Tier.DRAM in node.copies or node.ready(Tier.DISK)
 
     def child(self, parent: Node, key: Sequence[int]) -> Node:
         """The node of a page that was just sealed under `parent`, new or known."""
@@ -93,9 +90,9 @@ class Tree:
             node = parent.children[key] = Node(key, parent, parent.depth + 1)
         return node
 
-    def attach(self, node: Node, tier: Tier, copy: Copy) -> None:
-        assert tier not in node.copies and copy.node is None
-        node.copies[tier], copy.node = copy, node
+    def attach(self, node: Node, space: Space, copy: Copy) -> None:
+        assert space not in node.copies and copy.node is None
+        node.copies[space], copy.node = copy, node
 
     def use(self, node: Node) -> None:
         """A request takes this node into its path. What is in use is evicted last, deepest first:
@@ -103,7 +100,8 @@ class Tree:
         node.refs += 1
         if node.last_used != IN_USE:
             node.last_used = IN_USE
-            self.settle(node)          # its place in the eviction orders is another now
+            if node.copies:
+                self.settle(node)      # its place in the eviction orders is another now
 
     def leave(self, path: Sequence[Node]) -> None:
         """A request gives up the end of its path. All of it was used now: a page is never older than
@@ -117,55 +115,61 @@ class Tree:
             self.settle(node)
 
     # ---------------------------------------------------------------- eviction
-    def evictable(self, node: Node, tier: Tier) -> bool:
-        copy = node.copies.get(tier)
-        if copy is None or not copy.ready or copy.pins or copy.moves:
-            return False
-        elsewhere = any(c.ready for t, c in node.copies.items() if t is not tier)
-        return elsewhere or not node.refs
+    def evictable(self, node: Node, space: Space) -> bool:
+        copy = node.copies.get(space)
+        return copy is not None and copy.ready and not copy.pins and not copy.moves
 
     def settle(self, node: Node) -> None:
         """Look at a node again after anything about it changed: enter it into the eviction orders,
         or remove it if nothing is left of it."""
-        for tier in node.copies:
-            if self.evictable(node, tier):
-                order = self._order[tier]
-                if len(order) > 4 * self.pools[tier].capacity + 64:
-                    self._compact(order, tier)
+        for space in node.copies:
+            if self.evictable(node, space):
+                if len(space.order) > 4 * space.pool.capacity + 64:
+                    self._compact(space)
                 self._entry += 1
-                heapq.heappush(order, (node.last_used, -node.depth, self._entry, node))
-        if node.copies or node.children or node.refs:
-            return
-        if node.parent is None:
-            self.roots.pop(node.key[0], None)
-        elif node.parent.children.get(node.key) is node:
-            del node.parent.children[node.key]
-            self.settle(node.parent)
+                heapq.heappush(space.order, (node.last_used, -node.depth, self._entry, node))
+        gone: Node | None = node
+        while gone is not None and not (gone.copies or gone.children or gone.refs):
+            if gone.parent is None:
+                self.roots.pop(gone.key[0], None)
+            elif gone.parent.children.get(gone.key) is gone:
+                del gone.parent.children[gone.key]
+            gone = gone.parent
 
-    def evict(self, tier: Tier, n: int) -> int:
-        """Give up to n copies back to the tier's pool, oldest first. Returns how many; they are free
-        when the fence of their last use has passed."""
-        gone, order = 0, self._order[tier]
-        while gone < n and order:
-            last_used, _, _, node = heapq.heappop(order)
-            if last_used == node.last_used and self.evictable(node, tier):
-                self.forget(node, tier)
-                self.evicted[tier] += 1
-                gone += 1
+    def oldest(self, space: Space) -> tuple[int, int, int, Node] | None:
+        """What `evict` would take next."""
+        order = space.order
+        while order:
+            last_used, _, _, node = order[0]
+            if last_used == node.last_used and self.evictable(node, space):
+                return order[0]
+            heapq.heappop(order)
+        return None
+
+    def evict(self, space: Space, n: int) -> int:
+        """Give up to n copies back to the space's pool, oldest first. Returns how many; they are
+        free when the fence of their last use has passed."""
+        gone = 0
+        while gone < n and (entry := self.oldest(space)) is not None:
+            heapq.heappop(space.order)
+            self.forget(entry[3], space)
+            space.evicted += 1
+            gone += 1
         return gone
 
-    def _compact(self, order: list[tuple[int, int, int, Node]], tier: Tier) -> None:
+    def _compact(self, space: Space) -> None:
         """Drop the entries that no longer say the truth, and repeats."""
-        live = {id(e[3]): e for e in order if e[0] == e[3].last_used and self.evictable(e[3], tier)}
-        order[:] = live.values()
-        heapq.heapify(order)
+        live = {id(e[3]): e for e in space.order
+                if e[0] == e[3].last_used and self.evictable(e[3], space)}
+        space.order[:] = live.values()
+        heapq.heapify(space.order)
 
-    def forget(self, node: Node, tier: Tier) -> None:
+    def forget(self, node: Node, space: Space) -> None:
         """Remove a copy that no Move touches, and release its page."""
-        copy = node.copies.pop(tier)
+        copy = node.copies.pop(space)
         assert not copy.moves
         copy.node = None
-        self.pools[tier].release([copy.page], Fence(copy.used))
+        space.pool.release([copy.page], Fence(copy.used))
         self.settle(node)
 
     # ---------------------------------------------------------------- for checks and metrics

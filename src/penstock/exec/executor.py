@@ -131,8 +131,10 @@ class CpuExecutor:
 
     def _execute(self, plan: StepPlan) -> list[Event]:
         self._count["steps"] += 1
+        assert not plan.waits and not plan.yields, "this executor has no hosted rows"
         for bind in plan.binds:
             assert len(bind.pages) == 1, "this executor has one cache group"
+            assert not bind.host and not bind.keep, "this executor has no hosted rows"
             s = self._open[bind.rid].sampling
             self._sampler.bind(s, self._table.index(bind.row), bind.emitted)
             self._table.bind(bind.row, bind.pages[0], s.outputs[-1] if s.outputs else 0)

@@ -12,7 +12,6 @@ from penstock.config.errors import RequestError
 from penstock.config.params import SamplingParams
 from penstock.core.plan import (
     Aborted,
-    Advance,
     Arrived,
     Entered,
     Event,
@@ -23,11 +22,13 @@ from penstock.core.plan import (
     Output,
     RequestId,
     Retired,
+    Say,
     Started,
     Stopped,
     Token,
 )
-from penstock.serve.record import Recorder
+from penstock.core.recorder import Recorded, Recorder
+from penstock.serve.record import EventLog
 from penstock.serve.wire import (
     Abort,
     AskStats,
@@ -46,10 +47,9 @@ from penstock.serve.wire import (
 ID_MAX = 1 << 62
 
 
-class Planner(Protocol):
+class Planner(Recorded, Protocol):
     """What the loop needs of `core.Core`."""
 
-    def advance(self, events: Sequence[Event]) -> Advance: ...
     def check(self) -> None: ...
     def stats(self) -> dict[str, float]: ...
 
@@ -82,12 +82,13 @@ class EngineLoop:
     """Messages in, chunks out. `handle` any number of messages, then `turn`, for ever."""
 
     def __init__(self, core: Planner, executor: Runner, *, vocab_size: int, max_model_len: int,
-                 recorder: Recorder | None = None, check: bool = False) -> None:
+                 event_log: EventLog | None = None, check: bool = False) -> None:
         self._core = core
+        self.recorder = Recorder(core)
         self._executor = executor
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
-        self._recorder = recorder or Recorder()
+        self._event_log = event_log or EventLog()
         self._check = check
         self._live: dict[int, _Live] = {}
         self._newest = 0                        # request id
@@ -183,21 +184,21 @@ class EngineLoop:
         events: Sequence[Event] = self._events
         self._events = []
         for event in events:
-            self._recorder.event(event)
+            self._event_log.event(event)
         while True:
-            advance = self._core.advance(events)
+            advance = self.recorder.advance(events)
             events = ()
             outputs += advance.outputs
             if advance.plan is not None:        # before anything else: the device must not starve
                 self._executor.submit(advance.plan)
                 self.steps_in_flight += 1
                 self.moves_in_flight += len(advance.plan.moves)
-                self._recorder.plan(advance.plan)
+                self._event_log.plan(advance.plan)
             if self._check:
                 self._core.check()
             if advance.plan is None:
                 break
-        self._recorder.outputs(outputs, self._core.stats)
+        self._event_log.outputs(outputs, self._core.stats)
         return chunks + self._chunks_of(outputs)
 
     def _settle(self, event: Event) -> None:
@@ -212,6 +213,7 @@ class EngineLoop:
         touched: dict[int, _Live] = {}
         chunks: list[Chunk] = []
         for output in outputs:
+            assert not isinstance(output, Say), "this engine has no peer"
             rid = output.rid
             live = self._live[rid]
             match output:

@@ -1,30 +1,97 @@
-"""What the engine remembers of its recent past: the flight recorder and the event log.
+"""What the engine writes of its past: the flight recorder's file and the event log.
 
-Both hold ids, steps and counts only; prompts, token ids and sampling never enter. The recorder is
-always on (a ring of 512); the log is a file of JSON lines for tests and for debugging.
+Neither has prompts, token ids or sampling in it: the flight has stand-ins (`core.standins`), the log
+ids, steps and counts. The log is a file of JSON lines for tests and for debugging; the flight is written
+when the engine dies, or on SIGUSR1.
 """
 from __future__ import annotations
 
 import json
-from collections import deque
+import os
+import signal
+import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from importlib.metadata import version
+from pathlib import Path
+from types import TracebackType
 from typing import Any, TextIO
 
 from penstock.config.errors import ConfigError
+from penstock.config.paths import cache_dir
 from penstock.core.plan import Arrived, Event, Finished, Output, Retired, StepPlan, Token
+from penstock.core.recorder import Recorder
+from penstock.core.standins import redact
+from penstock.sim import flight
 
-RING = 512
+FLIGHTS_MAX = 20                # files that are kept: an engine that dies at every start fills no disk
 
 
-class Recorder:
-    """Keeps the last 512 events and plans; writes everything to `path` as well, if there is one.
+def write_flight(recorder: Recorder, error: BaseException | None = None) -> Path:
+    """Write what the recorder has to a new file that only this user can read. Raises OSError."""
+    folder = cache_dir() / "flights"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for old in sorted(folder.glob("*.jsonl"), key=lambda p: p.stat().st_mtime)[:-FLIGHTS_MAX + 1]:
+        old.unlink(missing_ok=True)
+    now = time.time()
+    stamp = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}.{int(now * 1e6) % 1_000_000:06d}"
+    path = folder / f"{stamp}-{os.getpid()}.jsonl"
+    lines = flight.write(redact(recorder), version("penstock"), "" if error is None else where(error))
+    with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="ascii") as file:
+        file.writelines(lines)
+    return path
+
+
+def where(error: BaseException) -> str:
+    """The kind of an exception and the line of ours that raised it; not its message, which may quote
+    what a user sent."""
+    at, tb = "", error.__traceback__
+    while tb is not None:
+        at = _line(tb) or at
+        tb = tb.tb_next
+    return type(error).__name__ + at
+
+
+def _line(tb: TracebackType) -> str:
+    parts = Path(tb.tb_frame.f_code.co_filename).parts
+    if "penstock" not in parts:
+        return ""
+    last = len(parts) - 1 - parts[::-1].index("penstock")
+    return f" at {'/'.join(parts[last:])}:{tb.tb_lineno}"
+
+
+def write_on_signal(recorder: Recorder) -> Callable[[], None]:
+    """SIGUSR1 writes a flight, at once between two turns, else after the turn: call what is returned
+    after each. The main thread's; the handler runs wherever that thread is, also while it sleeps."""
+    asked = False
+
+    def turn_over() -> None:
+        nonlocal asked
+        if asked:
+            asked = False
+            try:
+                print(f"engine: flight recorder: {write_flight(recorder)}", file=sys.stderr, flush=True)
+            except OSError as e:
+                print(f"engine: flight recorder: {e}", file=sys.stderr, flush=True)
+
+    def handler(signum: int, frame: object) -> None:
+        nonlocal asked
+        asked = True
+        if recorder.now is None:
+            turn_over()
+
+    signal.signal(signal.SIGUSR1, handler)
+    return turn_over
+
+
+class EventLog:
+    """Events, plans and outputs as JSON lines in `path`; None: nowhere.
 
     Raises ConfigError if `path` cannot be appended to.
     """
 
     def __init__(self, path: str | None = None) -> None:
-        self._ring: deque[dict[str, Any]] = deque(maxlen=RING)
         self._file: TextIO | None = None
         self._news = False                      # since `outputs` was last called
         self._issued = 0                        # step of the last plan
@@ -36,40 +103,36 @@ class Recorder:
                 raise ConfigError(f"--event-log {path}: {e.strerror}") from e
 
     def event(self, event: Event) -> None:
+        if self._file is None:
+            return
         if isinstance(event, Retired):
             self._retired = event.step
-        self._keep(summary(event))
+        self._write(summary(event) | self._at())
+        self._news = True
 
     def plan(self, plan: StepPlan) -> None:
+        if self._file is None:
+            return
         self._issued = plan.step
-        self._keep(summary(plan))
-
-    def _keep(self, entry: dict[str, Any]) -> None:
-        entry["issued"], entry["retired"] = self._issued, self._retired
-        self._ring.append(entry)
-        if self._file is not None:
-            self._news = True
-            self._write(entry)
+        self._write(summary(plan) | self._at())
+        self._news = True
 
     def outputs(self, outputs: Sequence[Output], pools: Callable[[], dict[str, float]]) -> None:
         """Log the outputs of one turn, then the pools, and make the lines visible to readers."""
         if self._file is None or not (self._news or outputs):
             return
-        at = {"issued": self._issued, "retired": self._retired}
         for output in outputs:
-            self._write(summary(output) | at)
-        self._write({"kind": "pools", **at, **pools()})
+            self._write(summary(output) | self._at())
+        self._write({"kind": "pools", **self._at(), **pools()})
         self._file.flush()
         self._news = False
-
-    def dump(self, out: TextIO) -> None:
-        """The ring as JSON lines, oldest first."""
-        for entry in self._ring:
-            out.write(json.dumps(entry) + "\n")
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+
+    def _at(self) -> dict[str, int]:
+        return {"issued": self._issued, "retired": self._retired}
 
     def _write(self, entry: dict[str, Any]) -> None:
         assert self._file is not None

@@ -1,23 +1,38 @@
-"""One fake rank: page tables from binds and grows, memory of two tiers, a forward that hashes.
+"""One fake rank: page tables from binds and grows, memory of every tier, a forward that hashes.
 
 Memory is addressed by page id only, as a real device's is: nothing here knows who owns a page.
-Pages that the core has put back on a free list are filled with poison by the world.
+Pages that the core has put back on a free list are filled with poison by the world. A hosted row
+reads through its hot buffer, which is device memory too and may be stale like any other.
 """
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.core.plan import Bind, Move, RequestId, Row, StepPlan, Tier
-from penstock.sim.model import kv_value, sample
+from penstock.core.settings import CacheGroup
+from penstock.sim.model import identity, kv_value, of_group, sample
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What the device is told about a request beside the plan: sampling seed and namespace."""
+    """What the device is told about a request beside the plan."""
 
     namespace: int
     seed: int
+    attention: int
+    num_prompt: int
+
+
+@dataclass(slots=True)
+class Column:
+    """One cache group's table of one row: entry i is on the device, on the host or on both."""
+
+    pages: list[int]
+    host: list[int]
+    hot: dict[int, int] = field(default_factory=dict)     # entry -> hot unit that holds it
+    spare: list[int] = field(default_factory=list)        # hot units that hold nothing
 
 
 @dataclass(slots=True)
@@ -25,7 +40,7 @@ class Bound:
     """Device-resident state of one row."""
 
     rid: RequestId
-    pages: list[list[int]]            # of each group
+    columns: list[Column]             # of each group
     emitted: int
     length: int = 0                   # positions whose KV counts
     last: int | None = None           # token at position `length`: sampled, or given before
@@ -34,44 +49,55 @@ class Bound:
 @dataclass(slots=True)
 class Device:
     page_size: int
-    num_groups: int
+    groups: tuple[CacheGroup, ...]
     who: dict[RequestId, Identity]
-    free: dict[Tier, set[int]]        # pages that nobody may touch, kept by the world
+    busy: dict[Tier, set[int]]        # pages that a step or a copy may touch; empty: any
     shy: float = 0.0                  # chance that a row returns fewer tokens than it may
+    undo: int = 1                     # states that are kept in case a draft was wrong
     memory: dict[Tier, list[dict[int, list[int]]]] = field(init=False)
+    units: list[int] = field(init=False)           # positions of a page, of each group
+    reaches: list[int] = field(init=False)         # positions that a step reads, of each group
     rows: dict[Row, Bound] = field(init=False, default_factory=dict)
     done: int = field(init=False, default=0)       # last executed step
+    stats: Counter[str] = field(init=False, default_factory=Counter)
     _poison: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        self.memory = {tier: [{} for _ in range(self.num_groups)] for tier in Tier}
+        self.memory = {tier: [{} for _ in self.groups] for tier in Tier}
+        self.units = [group.page_tokens or self.page_size for group in self.groups]
+        self.reaches = [group.reach for group in self.groups]
 
     # ---------------------------------------------------------------- memory
     def poison(self, tier: Tier, page: int) -> None:
         """Nobody may read this page again before it is written."""
-        for group in self.memory[tier]:
-            if page in group:
-                group[page] = self._garbage()
+        for group, memory in enumerate(self.memory[tier]):
+            if page in memory:
+                memory[page] = self._garbage(group)
 
-    def _garbage(self) -> list[int]:
+    def _garbage(self, group: int) -> list[int]:
         self._poison -= 1
-        return [self._poison * 1_000_003 - i for i in range(self.page_size)]
+        return [self._poison * 1_000_003 - i for i in range(self.units[group])]
 
     def page(self, tier: Tier, group: int, page: int) -> list[int]:
         memory = self.memory[tier][group]
         slots = memory.get(page)
         if slots is None:
-            slots = memory[page] = self._garbage()
+            slots = memory[page] = self._garbage(group)
         return slots
 
     # ---------------------------------------------------------------- steps
     def execute(self, plan: StepPlan) -> tuple[tuple[int, ...], ...]:
-        """Binds, grows, forward; the tokens of the rows that sample, in plan order."""
+        """Binds, grows, yields, forward; the tokens of the rows that sample, in plan order."""
         assert plan.step == self.done + 1, f"step {plan.step} after {self.done}"
         for b in plan.binds:
             self._bind(b)
         for g in plan.grows:
-            self.rows[g.row].pages[g.group].extend(g.pages)
+            column = self.rows[g.row].columns[g.group]
+            column.pages.extend(g.pages)
+            column.host.extend(g.host or (-1,) * len(g.pages))
+        for y in plan.yields:
+            for i in y.entries:
+                self.rows[y.row].columns[y.group].pages[i] = -1
         out: list[tuple[int, ...]] = []
         at = 0
         for i, row in enumerate(plan.rows):
@@ -121,50 +147,117 @@ class Device:
         return may if dice >= 1000 * self.shy else dice % (may + 1)
 
     def _bind(self, b: Bind) -> None:
-        assert len(b.pages) == self.num_groups, "a bind has a page table for each group"
-        self.rows[b.row] = Bound(b.rid, [list(pages) for pages in b.pages], b.emitted)
+        assert len(b.pages) == len(self.groups), "a bind has a page table for each group"
+        columns = []
+        for g, pages in enumerate(b.pages):
+            host: list[int] = list(b.host[g]) if b.host else [-1] * len(pages)
+            assert len(host) == len(pages), "a host column is as long as the device's"
+            hot = b.hot[g] if b.hot else ()
+            columns.append(Column(list(pages), host, {h.keeps: h.page for h in hot if h.keeps >= 0},
+                                  [h.page for h in hot if h.keeps < 0]))
+        old = self.rows.get(b.row)
+        self.rows[b.row] = Bound(b.rid, columns, b.emitted)
+        if b.keep:
+            assert old is not None and old.rid == b.rid, f"row {b.row}: nothing to keep"
+            new = self.rows[b.row]
+            new.length, new.last, new.emitted = old.length, old.last, old.emitted
 
     def _spoil(self, row: Row, p: int) -> None:
-        bound = self.rows[row]
-        for group, pages in enumerate(bound.pages):
-            assert len(pages) * self.page_size > p, f"row {row}: {len(pages)} pages, position {p}"
-            self.page(Tier.HBM, group, pages[p // self.page_size])[p % self.page_size] = -p
+        for group, column in enumerate(self.rows[row].columns):
+            if not self.groups[group].snapshot:
+                self._write(column, group, p, -p)
 
     def _forward(self, row: Row, start: int, tokens: Sequence[int]) -> int:
-        bound, size = self.rows[row], self.page_size
-        namespace = self.who[bound.rid].namespace
-        end = start + len(tokens)
-        tables = []
-        for group, pages in enumerate(bound.pages):
-            assert len(pages) * size >= end, f"row {row}: {len(pages)} pages for {end} tokens"
-            self._not_free(Tier.HBM, pages[:-(-end // size)], "step")
-            tables.append([self.page(Tier.HBM, group, p) for p in pages[:-(-end // size)]])
-        values = [v for slots in zip(*(self._flat(t, start) for t in tables), strict=True)
-                  for v in slots]
+        """Compute positions from `start` on: read what each group shows, write what it stores."""
+        bound = self.rows[row]
+        who = self.who[bound.rid]
+        views = []
+        for group, column in enumerate(bound.columns):
+            reach = self.reaches[group]
+            views.append(self._read(column, group, max(0, start - reach) if reach else 0, start))
         value = 0
         for p, token in enumerate(tokens, start):
-            value = kv_value(values, token, namespace)
-            for group, table in enumerate(tables):
-                v = hash((value, group)) if group else value
-                table[p // size][p % size] = v
-                values.append(v)
+            value = kv_value(views, token, identity(who.namespace, who.attention,
+                                                    decoded=p >= who.num_prompt))
+            for group, column in enumerate(bound.columns):
+                stored, view = of_group(value, group), views[group]
+                self._write(column, group, p, stored)
+                view.append(stored)
+                if (reach := self.reaches[group]) and len(view) > reach:
+                    del view[0]
         return value
 
-    def _flat(self, pages: list[list[int]], length: int) -> list[int]:
-        return [v for slots in pages for v in slots][:length]
+    def _read(self, column: Column, group: int, begin: int, end: int) -> list[int]:
+        """What a group stores of positions begin .. end - 1."""
+        unit, values = self.units[group], list[int]()
+        first = begin // unit
+        for i in range(first, -(-end // unit)):
+            values += self._look(column, group, i)
+        del values[end - first * unit:], values[:begin - first * unit]
+        return values
+
+    def _look(self, column: Column, group: int, i: int) -> list[int]:
+        """Resident page, hot unit, host page: in this order."""
+        assert i < len(column.pages), f"page {i} of {len(column.pages)}"
+        if (page := column.pages[i]) >= 0:
+            self._not_free(Tier.HBM, page, "step")
+            return self.page(Tier.HBM, group, page)
+        if i in column.hot:
+            self.stats["hot hits"] += 1
+            self._not_free(Tier.HBM, column.hot[i], "step")
+            return self.page(Tier.HBM, group, column.hot[i])
+        below = column.host[i]
+        assert below >= 0, f"page {i} is nowhere"
+        self.stats["hot misses"] += 1
+        self._not_free(Tier.DRAM, below, "step")
+        if not column.spare:
+            oldest = next(iter(column.hot))
+            column.spare.append(column.hot.pop(oldest))
+        unit = column.hot[i] = column.spare.pop()
+        self._not_free(Tier.HBM, unit, "step")
+        slots = self.page(Tier.HBM, group, unit)
+        slots[:] = self.page(Tier.DRAM, group, below)
+        return slots
+
+    def _write(self, column: Column, group: int, p: int, value: int) -> None:
+        """To every copy of the page that the table names, and to its hot unit."""
+        unit = self.units[group]
+        i, at = divmod(p, unit)
+        assert i < len(column.pages), f"{len(column.pages)} pages, position {p}"
+        page, below = column.pages[i], column.host[i]
+        assert page >= 0 or below >= 0, f"page {i} is nowhere"
+        for tier, target in ((Tier.HBM, page), (Tier.DRAM, below), (Tier.HBM, column.hot.get(i, -1))):
+            if target >= 0:
+                self._not_free(tier, target, "step")
+                slots = self.page(tier, group, target)
+                slots[at] = value
+                if self.groups[group].snapshot:      # a state has no past, but what a draft may need
+                    for old in (*range(at - self.undo), *range(at + 1, unit)):
+                        slots[old] = -value - 1
 
     # ---------------------------------------------------------------- copies
-    def _not_free(self, tier: Tier, pages: Sequence[int], what: str) -> None:
-        assert self.free[tier].isdisjoint(pages), f"{what} touches a free {tier.value} page"
+    def _not_free(self, tier: Tier, page: int, what: str) -> None:
+        if tier in self.busy:
+            assert page in self.busy[tier], f"{what} touches a free {tier.value} page"
+
+    def receive(self, move: Move, values: dict[int, int]) -> None:
+        """A peer writes some positions into the pages that `move` has granted."""
+        unit = self.units[move.group]
+        for p, value in values.items():
+            if 0 <= p - move.first < move.tokens:
+                page = move.dst_pages[p // unit - move.first // unit]
+                self._not_free(move.dst, page, "write of the peer")
+                self.page(move.dst, move.group, page)[p % unit] = value
 
     def read(self, move: Move) -> list[list[int]]:
-        self._not_free(move.src, move.src_pages, "copy")
+        for page in move.src_pages:
+            self._not_free(move.src, page, "copy")
         return [list(self.page(move.src, move.group, p)) for p in move.src_pages]
 
     def write(self, move: Move, data: list[list[int]]) -> None:
-        self._not_free(move.dst, move.dst_pages, "copy")
-        left = move.tokens
+        left, unit = move.tokens, self.units[move.group]
         for page, slots in zip(move.dst_pages, data, strict=True):
-            n = min(left, self.page_size)
+            self._not_free(move.dst, page, "copy")
+            n = min(left, unit)
             self.page(move.dst, move.group, page)[:n] = slots[:n]
             left -= n

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from random import Random
+from typing import Protocol
 
-from penstock.core.plan import Event, Move, Moved, MoveId, RequestId, Retired, StepId, StepPlan, Tier
+from penstock.core.plan import Arrived, Event, Move, Moved, MoveId, RequestId, Retired, StepId, StepPlan, Tier
 from penstock.core.settings import CoreConfig
 from penstock.sim.clock import Clock
 from penstock.sim.device import Device, Identity
@@ -31,16 +32,32 @@ class Speeds:
     shy: float = 0.0                # chance that a row returns fewer tokens than it may
 
 
+class Wire(Protocol):
+    """One-sided writes between the engines of a pair."""
+
+    def granted(self, move: Move) -> None:
+        """Pages of the decode engine may be written under this transfer and generation."""
+
+    def epoch(self) -> int:
+        """The connection that a push belongs to which is ordered now."""
+
+    def write(self, move: Move, values: dict[int, int], epoch: int, done: Callable[[bool], None]) -> None:
+        """Write what a group stores of some positions; `done` when no byte will move any more."""
+
+
 class SimExecutor:
     """`ranks` devices. `wake` is called whenever `poll` has something new."""
 
     def __init__(self, cfg: CoreConfig, clock: Clock, rng: Random, *, ranks: int = 1,
-                 speeds: Speeds | None = None, wake: Callable[[], None] | None = None) -> None:
+                 speeds: Speeds | None = None, wake: Callable[[], None] | None = None,
+                 wire: Wire | None = None) -> None:
         self.clock, self.rng, self.speeds = clock, rng, speeds or Speeds()
+        self.wire = wire
         self.wake = wake or (lambda: None)
         self.who: dict[RequestId, Identity] = {}
-        self.free: dict[Tier, set[int]] = {tier: set() for tier in Tier}
-        self.devices = [Device(cfg.page_size, len(cfg.groups), self.who, self.free, self.speeds.shy)
+        self.busy: dict[Tier, set[int]] = {}       # pages that somebody keeps, if the judge says it
+        self.devices = [Device(cfg.page_size, cfg.groups, self.who, self.busy, self.speeds.shy,
+                               1 + cfg.draft_tokens)
                         for _ in range(ranks)]
         self.stages = cfg.pp_size
         self.fail_move = 0                # the n-th Move fails, whatever the rate; 0 is off
@@ -52,15 +69,19 @@ class SimExecutor:
         self._reports: dict[StepId, list[tuple[tuple[int, ...], ...]]] = {}
         self._retired = 0
         self._copies: dict[MoveId, int] = {}          # ranks that have not finished it
+        self._flying: list[set[MoveId]] = [set() for _ in range(ranks)]
+        self._torn: set[MoveId] = set()               # moves that failed on some rank
+        self._waits: dict[StepId, tuple[MoveId, ...]] = {}
         self._events: list[Event] = []
 
     # ---------------------------------------------------------------- Executor
-    def register(self, rid: RequestId, namespace: int, seed: int) -> None:
-        self.who[rid] = Identity(namespace, seed)
+    def register(self, a: Arrived, seed: int) -> None:
+        self.who[a.rid] = Identity(a.namespace, seed, a.attention, len(a.prompt))
 
     def submit(self, plan: StepPlan) -> None:
-        self.in_flight += 1 + len(plan.moves)
+        self.in_flight += 1 + sum(move.src is not Tier.PEER for move in plan.moves)
         self._reports[plan.step] = []
+        self._waits[plan.step] = plan.waits
         for move in plan.moves:
             self._start(move)
         for k in range(len(self.devices)):
@@ -79,6 +100,9 @@ class SimExecutor:
 
     def _kick(self, k: int) -> None:
         if self._queues[k] and not self._busy[k]:
+            if not self._flying[k].isdisjoint(self._queues[k][0].waits):
+                self.stats["step waited for a load"] += 1
+                return                            # again when it has landed
             self._busy[k] = True
             self.clock.after(self._delay(self.speeds.step), partial(self._run, k))
 
@@ -96,7 +120,10 @@ class SimExecutor:
         self._reports[step].append(tokens)
         while len(done := self._reports.get(StepId(self._retired + 1), [])) == len(self.devices):
             self._retired += 1
-            assert all(tokens == done[0] for tokens in done), "ranks disagree"
+            # What read a copy that failed on one rank is garbage there: the core must not use it.
+            torn = not self._torn.isdisjoint(self._waits.pop(StepId(self._retired)))
+            assert torn or all(tokens == done[0] for tokens in done), "ranks disagree"
+            self.stats["step read a torn load"] += torn
             del self._reports[StepId(self._retired)]
             self._event(Retired(StepId(self._retired), done[0]))
 
@@ -107,6 +134,9 @@ class SimExecutor:
 
     # ---------------------------------------------------------------- copies
     def _start(self, move: Move) -> None:
+        if Tier.PEER in (move.src, move.dst):
+            self._start_peer(move)
+            return
         self.stats["moves"] += 1
         bad = -1
         if self.rng.random() < self.speeds.fail or self.stats["moves"] == self.fail_move:
@@ -114,9 +144,35 @@ class SimExecutor:
             self.stats[f"{move.src.value} to {move.dst.value} failed"] += 1
         self._copies[move.id] = len(self.devices)
         for k in range(len(self.devices)):
+            self._flying[k].add(move.id)
             start = partial(self._try, k, move, bad)
             if not start():
                 self._waiting[k].append(start)
+
+    def _start_peer(self, move: Move) -> None:
+        assert self.wire is not None
+        if move.src is Tier.PEER:
+            self.wire.granted(move)            # how it ends is not ours to say
+            return
+        self.stats["pushes"] += 1
+        start = partial(self._try_push, move, self.wire.epoch())
+        if not start():
+            self._waiting[0].append(start)
+
+    def _try_push(self, move: Move, epoch: int) -> bool:
+        if self.devices[0].done < move.after:
+            return False
+        self.clock.after(self._delay(self.speeds.copy), partial(self._push, move, epoch))
+        return True
+
+    def _push(self, move: Move, epoch: int) -> None:
+        if self.wire is None:
+            return                             # this engine has died
+        unit = self.devices[0].units[move.group]
+        pages, values = self.devices[0].read(move), dict[int, int]()
+        for p in range(move.first, move.first + move.tokens):
+            values[p] = pages[p // unit - move.first // unit][p % unit]
+        self.wire.write(move, values, epoch, lambda ok: self._event(Moved(move.id, ok)))
 
     def _try(self, k: int, move: Move, bad: int) -> bool:
         """Begin the copy on rank k if its fence permits."""
@@ -134,10 +190,12 @@ class SimExecutor:
 
     def _land(self, k: int, move: Move, bad: int, data: list[list[int]]) -> None:
         if k == bad:       # tear it: the first half arrives, the rest is garbage
+            self._torn.add(move.id)
             half = len(data) // 2
             data = data[:half] + [[-7_000_003 - v for v in slots] for slots in data[half:]]
         self.devices[k].write(move, data)
         self._copies[move.id] -= 1
+        self._flying[k].remove(move.id)
         if self._copies[move.id] == 0:
             del self._copies[move.id]
             if any(other < move.id for other in self._copies):
@@ -145,3 +203,4 @@ class SimExecutor:
             if self.devices[k].done > move.after + 1:
                 self.stats["late copy"] += 1
             self._event(Moved(move.id, bad < 0))
+        self._kick(k)

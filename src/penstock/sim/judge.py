@@ -11,29 +11,43 @@ from functools import partial
 
 from penstock.core.core import Core
 from penstock.core.ledger import Pool
-from penstock.core.lifecycle import Lease, Phase, Trigger
+from penstock.core.lifecycle import DECODING, WAITING, Phase, Place, Trigger
+from penstock.core.messages import Grant
+from penstock.core.pairing import Pairing
 from penstock.core.plan import (
+    NO_DRAM,
+    NO_HBM,
+    Arrived,
+    DramPage,
     Entered,
     Event,
     Finished,
+    HbmPage,
     Move,
+    Moved,
     Outcome,
     Output,
+    Received,
     RequestId,
     Row,
+    Say,
     Started,
     StepId,
     StepPlan,
     Tier,
     Token,
 )
-from penstock.core.request import Request
+from penstock.core.receiving import DecodeSide
+from penstock.core.request import Request, Table
+from penstock.core.sending import PrefillSide, Stage
+from penstock.sim import states
 from penstock.sim.executor import SimExecutor
 from penstock.sim.scenario import Scenario
 from penstock.sim.workload import Expect
 
 Edge = tuple[Phase, Trigger]
-Pair = tuple[Phase, type[Event]]
+Met = tuple[str, str, str]              # phase, event, phase directly after it
+Column = tuple[list[HbmPage], list[DramPage]]      # a row's pages of one group: device, host
 
 
 def watch(pool: Pool, acquired: Callable[[list[int]], None]) -> None:
@@ -58,16 +72,17 @@ class Judge:
         self.cfg, self.core, self.executor, self.made = sc.cfg, core, executor, made
         self.blind = blind
         self.stats: Counter[str] = Counter()
-        self.every = {tier: set(range(pool.base, pool.base + pool.capacity))
-                      for tier, pool in core.have.tree.pools.items()}
-        for tier in self.every:
-            watch(core.have.tree.pools[tier], partial(self._acquired, tier))
+        for space in core.have.tree.spaces:
+            watch(space.pool, partial(self._acquired, space.tier))
         if not blind:
-            executor.free.update({tier: set(pages) for tier, pages in self.every.items()})
-        self.tables: dict[Row, tuple[RequestId, list[list[int]]]] = {}
-        self.writer: dict[int, RequestId] = {}          # HBM page -> whose tokens it receives
-        self.written: dict[int, StepId] = {}            # HBM page -> last step that writes it
+            executor.busy.update({tier: set() for tier in core.have.arenas})
+        self.longest = [arena.slabs * pool.per_slab if pool.arena else pool.capacity
+                        for arena in (core.have.arenas[Tier.HBM],) for pool in arena.pools]
+        self.tables: dict[Row, tuple[RequestId, list[Column]]] = {}
+        self.writer: dict[int, RequestId] = {}          # page -> whose tokens it receives
+        self.written: dict[int, StepId] = {}            # page -> last step that writes it
         self.sampled: dict[Row, StepId] = {}            # step whose sample the row has
+        self.came: dict[int, float] = {}                # transfer -> when its request came
         self.retired = 0
         self.issued = 0
         self.moves: dict[int, Move] = {}                # flying
@@ -75,13 +90,19 @@ class Judge:
         self.gave_way: Counter[RequestId] = Counter()   # how often paused or dropped
         self.forced: set[RequestId] = set()             # asked to pause or drop in this advance
         self.edges: Counter[Edge] = Counter()
-        self.pairs: Counter[Pair] = Counter()
-        self.steps: dict[StepId, tuple[RequestId, ...]] = {}      # in flight: whose rows
+        self.met: Counter[Met] = Counter()
+        self.failing = False                            # a copy has just failed
+        self._real_landed = core._landed
+        core._landed = self._landed  # type: ignore[method-assign]
+        self._apply = core._apply
+        core._apply = self._watch_apply  # type: ignore[method-assign]
         self._go = core._go
         core._go = self._watch_go    # type: ignore[method-assign]
 
     # ---------------------------------------------------------------- what users see
     def output(self, out: Output) -> None:
+        if isinstance(out, Say):
+            return
         e = self.made[out.rid]
         assert e.finished is None, f"request {out.rid}: {out} after the end"
         match out:
@@ -91,10 +112,12 @@ class Judge:
                 assert index < len(e.truth), f"request {rid}: token {index} after its stop"
                 assert token == e.truth[index], f"request {rid}: wrong token {index}"
                 e.got.append(token)
-            case Started(rid, hbm, dram, disk):
+            case Started(rid, hbm, dram, disk, peer):
                 assert e.cached < 0, f"request {rid}: started twice"
-                e.cached = hbm + dram + disk
-                assert min(hbm, dram, disk) >= 0 and e.cached < len(e.arrived.prompt)
+                e.cached = hbm + dram + disk + peer
+                assert min(hbm, dram, disk, peer) >= 0
+                assert e.cached < len(e.arrived.prompt) + (peer > 0), f"request {rid}: {out}"
+                self.stats["delivered by the peer"] += peer > 0
                 self._started(e)
                 self.stats["prefix hits"] += e.cached > 0
                 self.stats["prefix hits from host"] += dram > 0
@@ -108,18 +131,25 @@ class Judge:
     def _started(self, e: Expect) -> None:
         a, size = e.arrived, self.cfg.page_size
         leader = self.core.live.get(a.leader) if a.leader is not None else None
-        if leader is not None and leader.rid not in self.gave_way and all(
-                leader.table[i].node is not None for i in range(len(leader.path))):
-            # A fork waits until its leader's prompt is sealed, then shares all whole pages; but a
-            # private twin of a page that others had computed first cannot be shared (seed 52887).
-            shared = (len(a.prompt) - 1) // size * size
-            assert e.cached == shared, f"request {a.rid}: {e.cached} of {shared} tokens shared"
-            self.stats["forks shared"] += 1
+        simple = self.cfg.role == "unified" and len(self.cfg.groups) == 1
+        if leader is None or not simple or leader.rid in self.gave_way:
+            return
+        t = leader.tables[0]
+        if t.host or any(c is None or c.node is None for c in t.device[:len(leader.path)]):
+            return    # a private twin of a page that others had computed first is not shared (seed 52887)
+        # A fork waits until its leader's prompt is sealed, then shares all whole pages.
+        shared = (len(a.prompt) - 1) // size * size
+        assert e.cached == shared, f"request {a.rid}: {e.cached} of {shared} tokens shared"
+        self.stats["forks shared"] += 1
 
     def _outcome(self, e: Expect, outcome: Outcome, reason: str) -> None:
         rid, got = e.arrived.rid, len(e.got)
         self.stats[f"ended {outcome.value}"] += 1
-        if outcome is Outcome.ABORT:
+        if outcome in (Outcome.SENT, Outcome.LOST):
+            assert self.cfg.role == "prefill" and got == 0
+        elif outcome is Outcome.REFUSED and self.cfg.role == "prefill":
+            pass                                   # its pool may be smaller
+        elif outcome is Outcome.ABORT:
             assert e.aborted, f"request {rid}: nobody aborted it"
         elif outcome is Outcome.EXPIRED:
             assert e.expired and not got, f"request {rid}: no deadline, or {got} tokens"
@@ -137,9 +167,11 @@ class Judge:
     def plan(self, p: StepPlan) -> None:
         self.issued += 1
         assert p.step == self.issued, f"step {p.step} after {self.issued - 1}"
-        self.steps[p.step] = p.rids
         if self.blind:
             return
+        for id in [m.id for m in self.moves.values() if m.src is Tier.PEER]:
+            if id not in self.core.have.copies.flights:      # no event says how a grant ends
+                del self.moves[id]
         assert self.issued - self.retired <= self.cfg.depth, "too many plans in flight"
         n = len(p.rows)
         assert len(p.rids) == len(p.start) == len(p.count) == len(p.samples) == n
@@ -156,21 +188,37 @@ class Judge:
         for b in p.binds:
             assert len(b.pages) == len(self.cfg.groups)
             live = self.core.live[b.rid]
-            assert b.emitted == live.num_output, f"request {b.rid}: {b.emitted} emitted"
-            self.tables[b.row] = b.rid, [list(pages) for pages in b.pages]
-            self.sampled.pop(b.row, None)
+            host = b.host or tuple((NO_DRAM,) * len(pages) for pages in b.pages)
+            columns = [(list(pages), list(below)) for pages, below in zip(b.pages, host, strict=True)]
+            if b.keep:
+                assert self.tables[b.row][0] == b.rid, f"row {b.row} keeps what it never had"
+            else:
+                assert b.emitted == live.num_output, f"request {b.rid}: {b.emitted} emitted"
+                self.sampled.pop(b.row, None)
+            self.tables[b.row] = b.rid, columns
+            for t, units in zip(live.tables, b.hot or ((),) * len(live.tables), strict=True):
+                assert live.phase is Phase.SENDING or (
+                    [h.page for h in units] == [c.page for c in t.hot]), "hot buffer is not its lease"
         for g in p.grows:
-            assert g.pages
-            self.tables[g.row][1][g.group].extend(g.pages)
+            assert g.pages and len(g.host) in (0, len(g.pages))
+            pages, below = self.tables[g.row][1][g.group]
+            pages.extend(g.pages)
+            below.extend(g.host or (NO_DRAM,) * len(g.pages))
+        for y in p.yields:
+            for i in y.entries:
+                assert self.tables[y.row][1][y.group][1][i] >= 0, "nothing to read it from"
+                self.tables[y.row][1][y.group][0][i] = NO_HBM
+                self.stats["yields"] += 1
 
     def _rows(self, p: StepPlan) -> None:
-        size, held, at = self.cfg.page_size, self.core.have.pools[Lease.HBM].held, 0
+        at = 0
         for row, rid, start, count, samples in zip(p.rows, p.rids, p.start, p.count, p.samples,
                                                    strict=True):
-            owner, tables = self.tables[row]
+            owner, _ = self.tables[row]
             live = self.core.live[rid]
-            assert owner == rid and live.row == row, f"row {row} is not bound to request {rid}"
-            assert live.phase in (Phase.PREFILL, Phase.RESIDENT), f"request {rid}: {live.phase}"
+            gone = live.phase is Phase.SENDING         # it gave up its row with this very step
+            assert owner == rid and (gone or live.row == row), f"row {row} is not bound to request {rid}"
+            assert live.phase in (Phase.PREFILL, Phase.SENDING, *DECODING), f"request {rid}: {live.phase}"
             known = [t >= 0 for t in p.tokens[at:at + count]]
             if not all(known):
                 assert samples and sum(known) <= 1 and count <= 1 + self.cfg.draft_tokens
@@ -187,62 +235,93 @@ class Judge:
             if not e.planned and rid not in self.gave_way:
                 assert start == e.cached, f"request {rid}: starts at {start}, {e.cached} cached"
             e.planned = True
-            leased = [copy.page for copy in live.table]
-            for pages in tables:
-                assert pages == leased[:len(pages)], f"request {rid}: table is not its lease"
-                assert len(pages) * size >= start + count, f"request {rid}: too few pages"
-                assert held.issuperset(pages), f"request {rid}: a page that is not held"
-            for i in range(start // size, -(-(start + count) // size)):
-                assert live.table[i].node is None, f"request {rid} writes a shared page"
-                page = leased[i]
-                assert self.writer.setdefault(page, rid) == rid, f"page {page}: two writers"
-                self.written[page] = p.step
+            self.stats["hosted rows"] += live.place is Place.HOST
+            for group, t in enumerate(live.tables):
+                self._pages(p, live, row, group, t, start, count)
             if samples:
                 self.sampled[row] = p.step
+
+    def _pages(self, p: StepPlan, live: Request, row: Row, group: int, t: Table, start: int,
+               count: int) -> None:
+        """One group of one row: its device tables are its leases, and what it writes is its own."""
+        pages, below = self.tables[row][1][group]
+        have, rid, end = self.core.have, live.rid, start + count
+        held = {Tier.HBM: have.device[group].pool.held, Tier.DRAM: have.host[group].pool.held}
+        assert len(pages) * t.unit >= end, f"request {rid}: too few pages"
+        self.stats["rows in both places"] += live.place is Place.HOST and max(pages) >= 0
+        self.stats["longer than the device"] += len(pages) > self.longest[group]
+        for i in range(t.begin(min(start, live.settled)), -(-end // t.unit)):
+            assert pages[i] >= 0 or below[i] >= 0, f"request {rid}: page {i} is nowhere"
+            for tier, page, column in ((Tier.HBM, pages[i], t.device), (Tier.DRAM, below[i], t.host)):
+                copy = column[i] if i < len(column) else None
+                writes = i >= start // t.unit
+                if page < 0 or (copy is None and not writes and tier is Tier.DRAM and pages[i] >= 0):
+                    continue                   # a twin of a page that is sealed now: never read
+                if copy is None and live.phase is Phase.SENDING and live.place is Place.HOST:
+                    continue                   # given up behind this very step
+                assert copy is not None and copy.page == page, f"request {rid}: table is not its lease"
+                assert page in held[tier], f"request {rid}: a page that is not held"
+                if writes:
+                    assert copy.node is None, f"request {rid} writes a shared page"
+                    assert self.writer.setdefault(page, rid) == rid, f"page {page}: two writers"
+                    self.written[page] = p.step
 
     def _move(self, p: StepPlan, m: Move) -> None:
         assert m.id not in self.moves
         self.moves[m.id] = m
+        if Tier.PEER in (m.src, m.dst):
+            assert m.transfer and m.generation and m.tokens >= 1, f"{m}: nothing to move"
+            return
         assert len(m.src_pages) == len(m.dst_pages) >= 1 and m.src is not m.dst
-        size = self.cfg.page_size
+        size = self.core.have.tables()[m.group].unit
         assert (len(m.src_pages) - 1) * size < m.tokens <= len(m.src_pages) * size
         assert 0 <= m.after <= p.step and 0 <= m.group < len(self.cfg.groups)
         assert len(set(m.dst_pages)) == len(m.dst_pages)
-        if m.src is Tier.HBM:
+        if m.src is not Tier.DISK:
             seen = max(m.after, self.retired)
             assert all(self.written.get(page, 0) <= seen for page in m.src_pages), (
                 f"{m}: reads what is still being written")
         busy = {(f.dst, page) for f in self.moves.values() if f is not m for page in f.dst_pages}
         for tier, pages in ((m.src, m.src_pages), (m.dst, m.dst_pages)):
-            pool = self.core.have.tree.pools[tier]
+            pool = self.core.have.arenas[tier].pools[m.group]
             fenced = {u for fence, units in pool.limbo if m.id in fence.moves for u in units}
             assert pool.held | fenced >= set(pages), f"{m}: a page that nothing keeps"
             assert busy.isdisjoint((tier, page) for page in pages), f"{m}: a page being filled"
 
     # ---------------------------------------------------------------- who changes phase
-    def meets(self, event: Event, rid: RequestId) -> None:
-        """`event` is about to reach a request in whatever phase it is."""
-        live = self.core.live.get(rid)
-        self.pairs[live.phase if live is not None else Phase.DONE, type(event)] += 1
+    def _watch_apply(self, event: Event) -> None:
+        before = [(r, r.phase) for r in states.met(self.core, event)]
+        self._apply(event)
+        if before:
+            name = states.name(event)
+            for r, phase in before:
+                self.met[phase.value, name, r.phase.value] += 1
 
     def _watch_go(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
         source, computed = r.phase, r.computed
-        pressure = (trigger in (Trigger.PAUSE, Trigger.DROP) and source is not Phase.LOADING
-                    and r.rid not in self.forced)
+        lost = self.failing or (source is Phase.PAUSED and not self.core.have.is_complete(r))
+        pressure = (trigger in (Trigger.PAUSE, Trigger.DROP, Trigger.SPILL) and r.rid not in self.forced
+                    and not lost
+                    and source not in (Phase.LOADING, Phase.STAGING, Phase.RECEIVING, Phase.SENDING))
         if pressure and not self.blind:
             have, running = self.core.have, self.core.running
-            assert not have.hbm.in_limbo, f"request {r.rid} gives way to a promised page"
-            assert len(running) < 2 or r is not running[0], "the oldest gives way"
+            for_host = source in WAITING or (r.place is Place.HOST and trigger is Trigger.DROP)
+            tier = have.lacks if for_host else Tier.HBM
+            assert not any(pool.in_limbo > pool.away for pool in have.arenas[tier].pools), (
+                f"request {r.rid} gives way to a promised page")
+            assert trigger is Trigger.SPILL or len(running) < 2 or r is not running[0], (
+                "the oldest gives way")
         if not self._go(r, trigger, spare):
             return False
         self.edges[source, trigger] += 1
-        if source is Phase.PAUSED and trigger is Trigger.RESUME and not self.blind:
+        if source is Phase.PAUSED and r.row is not None and not self.blind:
             failed = any(n for name, n in self.executor.stats.items() if name.endswith("failed"))
             assert failed or r.computed == computed, f"request {r.rid}: a pause lost its KV"
-        if trigger is Trigger.ADMIT and not self.blind:
+        if source in (Phase.QUEUED, Phase.FETCHING) and r.row is not None and not self.blind:
             self._admitted(r)
         if trigger in (Trigger.PAUSE, Trigger.DROP):
             self.gave_way[r.rid] += 1
+            self.stats["computed here after all"] += source is Phase.RECEIVING
         if pressure:
             self.stats[f"{trigger.value} by pressure"] += 1
         return True
@@ -260,37 +339,95 @@ class Judge:
         for page in pages:
             for device in self.executor.devices:
                 device.poison(tier, page)
-            if tier is Tier.HBM:
-                self.writer.pop(page, None)
-                self.written.pop(page, None)
+            self.writer.pop(page, None)
+            self.written.pop(page, None)
+
+    def _landed(self, event: Moved) -> None:
+        self.failing = not event.ok
+        self._real_landed(event)
+        self.failing = False
 
     def state(self) -> None:
         """After every advance: invariants of the core, and what became free."""
         if self.blind:
             return
         self.core.check()
-        for tier, every in self.every.items():
-            pool = self.core.have.tree.pools[tier]
-            free = every - pool.held
-            for _, units in pool.limbo:
-                free.difference_update(units)
-            self.executor.free[tier].clear()
-            self.executor.free[tier] |= free
+        for tier, arena in self.core.have.arenas.items():
+            busy = self.executor.busy[tier]
+            busy.clear()
+            for pool in arena.pools:
+                busy |= pool.held
+                for _, units in pool.limbo:
+                    busy.update(units)
         self.stats["back-pressure"] += any(r.phase is Phase.QUEUED for r in self.core.waiting)
+        for r in self.core.live.values():
+            self.stats["window left behind"] += any(t.first for t in r.tables)
+        if self.core.pair is not None:
+            self._pair(self.core.pair)
         for r in self.core.waiting:
             if r.is_parked and r.rid not in self.parked:        # its DRAM lease begins here
-                for node in r.path:
-                    host = node.copies.get(Tier.DRAM)
-                    assert host is None or host.pins, f"request {r.rid}: its host pages may go"
+                assert self.core.have.is_complete(r) or self.stats["lost"], f"request {r.rid}: lost"
         self.parked = {r.rid for r in self.core.waiting if r.is_parked}
+
+    def _pair(self, pair: Pairing) -> None:
+        """Both halves of one engine agree: the protocol knows which requests are at it."""
+        side = pair.side
+        for transfer, r in pair.requests.items():
+            assert self.core.live.get(r.rid) is r, f"transfer {transfer}: its request has ended"
+        if isinstance(side, DecodeSide):
+            assert set(pair.granted) == set(side.table), "grants differ from the protocol's"
+            for transfer, receiving in side.table.items():
+                live = pair.requests.get(transfer)
+                waits = live is not None and live.phase is Phase.RECEIVING and not live.is_parked
+                assert waits or receiving.closing, f"transfer {transfer}: its Cancel was forgotten"
+        else:
+            for transfer, entry in side.table.items():
+                pushing = entry.sending is not None and entry.sending.stage is Stage.PUSHING
+                assert (entry.waiting or pushing) == (transfer in pair.requests), (
+                    f"transfer {transfer}: its end was not told")
+
+    def noted(self, event: Event) -> None:
+        """Prefill role: a Grant that comes after its request, not long after, must find it, or what
+        became of it; else the decode engine would learn of that by a time-out."""
+        pair, now = self.core.pair, self.executor.clock.now
+        if isinstance(event, Arrived) and event.transfer:
+            self.came[event.transfer] = now
+        elif isinstance(event, Received) and isinstance(event.message, Grant):
+            assert pair is not None
+            m, side = event.message, pair.side
+            if (m.sender, m.receiver) == (side.peer, side.epoch) and (
+                    self.came.get(m.transfer, now) < now < self.came.get(m.transfer, now) + 90):
+                assert isinstance(side, PrefillSide)
+                e = side.table.get(m.transfer)
+                assert e is not None and (e.waiting or e.declined or e.sending is not None), (
+                    f"transfer {m.transfer}: its request was here, and nobody remembers")
+
+    def still(self, in_flight: int) -> None:
+        """Nothing happens without an event of the peer. It is waited for with nothing that somebody
+        here could use: not with a row, and not while another request could give way."""
+        core = self.core
+        if self.blind or in_flight or core.pair is None:
+            return
+        away = any(pool.away for pool in core.have.arenas[core.have.lacks].pools)
+        assert not core.running or (away and len(core.running) == 1), (
+            f"request {core.running[0].rid} has a row, and waits for the peer")
+        first = next((r for r in core.waiting if core._may_start(r)), None)
+        for r in core.waiting if first is not None else ():
+            idle = r.phase in (Phase.PAUSED, Phase.FETCHING) or (
+                r.is_parked if r.phase is Phase.RECEIVING else r.phase is Phase.SENDING and r.grant is None)
+            assert not idle, f"request {r.rid} could give way, and waits for the peer"
 
     def end(self) -> None:
         """Nothing is left to happen, and the cache was flushed: every unit is free (I1, I2, I7)."""
         for e in self.made:
-            assert e.finished is not None, f"request {e.arrived.rid} never finished"
+            assert e.finished is not None or not e.sent, f"request {e.arrived.rid} never finished"
         assert not self.core.live, "finished requests are still live"
-        counts = self.core.stats()
-        for tier in self.every:
+        counts, have = self.core.stats(), self.core.have
+        for tier, arena in have.arenas.items():
             self.stats[f"evicted {tier.value}"] += int(counts[f"{tier.value}_evictions"])
-        for pool in self.core.have.pools.values():
-            assert pool.free == pool.capacity, f"leak: {pool.capacity - pool.free} {pool.name}"
+            for pool in arena.pools:
+                assert pool.free == pool.capacity, f"leak: {pool.capacity - pool.free} {pool.name}"
+            assert len(arena.pools) == 1 or len(arena.free) == arena.slabs, f"leak: slabs of {tier.value}"
+        assert have.rows.free == have.rows.capacity, "leak: rows"
+        for device in self.executor.devices[:1]:
+            self.stats.update(device.stats)

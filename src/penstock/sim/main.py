@@ -5,30 +5,26 @@ Exit code 1 if anything failed. Every failure is one line that replays it.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 import traceback
 
 from penstock.core.core import Core
+from penstock.sim import flight, jobs, rerun
 from penstock.sim.mutants import MUTANTS, hunt
-from penstock.sim.programs import (
-    ANOMALIES,
-    MUST_FIRE,
-    Report,
-    anomaly,
-    never_met,
-    never_taken,
-    shrink,
-    sweep,
-)
+from penstock.sim.pair import start
+from penstock.sim.programs import ANOMALIES, MUST_FIRE, Report, anomaly, never_met, never_taken, sweep
 from penstock.sim.scenario import draw
+from penstock.sim.shrink import shrink
 from penstock.sim.trace import dump, record
-from penstock.sim.world import MakeCore, World
+from penstock.sim.world import MakeCore
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=600, help="how many seeds to run")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--jobs", type=int, default=0, help="processes; the default is one for each core")
     parser.add_argument("--seed", type=int, help="run this seed alone, with a traceback")
     parser.add_argument("--mode", default="", metavar="NAME=NUMBER,...",
                         help="fix dimensions of every scenario, e.g. pp_size=2,overlap=1,ranks=1")
@@ -43,13 +39,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="with --seed: look for a simpler mode in which it still fails")
     parser.add_argument("--record", metavar="FILE",
                         help="write the event traces of the seeds, one JSON line each")
+    parser.add_argument("--print", metavar="FILE",
+                        help="show what a flight recorder wrote, one line a turn")
+    parser.add_argument("--replay", metavar="FILE",
+                        help="do again what a flight recorder wrote: exactly if it is complete, else "
+                             "with the same requests and events from outside")
     parser.add_argument("--edges", action="store_true", help="print how often each edge was taken")
     parser.add_argument("--report", action="store_true", help="print how often each fault fired")
+    parser.add_argument("--strict", action="store_true",
+                        help="fail too if some fault did not fire, or some edge was not taken")
+    parser.add_argument("--json", action="store_true", help="print all that was counted as one JSON value")
 
 
 def run(config: object, args: argparse.Namespace) -> int:
     """Exit code. `config` is not used: a simulation draws its own engines."""
     began = time.monotonic()
+    if args.print is not None or args.replay is not None:
+        return _flight(args)
     try:
         draw(0, args.mode)
     except ValueError as error:
@@ -59,49 +65,98 @@ def run(config: object, args: argparse.Namespace) -> int:
         return _one(args)
     if args.mutants:
         return _mutants(args)
-    seeds = range(args.first, args.first + args.seeds) if args.seed is None else (args.seed,)
+    seeds = range(args.first, args.first + args.seeds) if args.seed is None else (
+        range(args.seed, args.seed + 1))
     if args.record is not None:
         with open(args.record, "w", encoding="ascii") as file:
-            file.writelines(dump(record(seed, args.mode)) + "\n" for seed in seeds)
+            file.writelines(dump(trace) + "\n" for seed in seeds for trace in record(seed, args.mode))
         return 0
-    if args.anomaly is not None:
-        report = Report()
-        for seed in seeds:
-            _add(report, anomaly(args.anomaly, seed, args.mode))
-    else:
-        make = MUTANTS[args.mutant] if args.mutant else Core
-        extra = f" --mutant {args.mutant}" if args.mutant else ""
-        report = sweep(seeds, args.mode, make, blind=args.blind, extra=extra)
+    report = _sweep(args, seeds)
+    if args.json:
+        print(json.dumps(report.plain()))
+        return 1 if report.failures else 0
     _print(report, time.monotonic() - began)
     if args.report:
         _faults(report)
     if args.edges:
-        for edge in sorted(report.edges, key=lambda e: (e[0].value, e[1].value)):
-            print(f"  {edge[0].value:9s} --{edge[1].value}: {report.edges[edge]}")
-        for phase, trigger in never_taken(report.edges):
-            print(f"  {phase.value:9s} --{trigger.value}: never taken")
-        for pair in never_met(report.pairs):
-            print(f"  {pair[0].value:9s} {pair[1].__name__}: never met")
-    return 1 if report.failures else 0
+        _edges(report)
+    return 1 if report.failures or (args.strict and _missing(report)) else 0
+
+
+def _sweep(args: argparse.Namespace, seeds: range) -> Report:
+    if args.anomaly is not None:
+        report = Report()
+        for seed in seeds:
+            report.merge(anomaly(args.anomaly, seed, args.mode))
+        return report
+    extra = f" --mutant {args.mutant}" if args.mutant else ""
+    workers = min(args.jobs or jobs.cores(), len(seeds) // jobs.SMALL)
+    if workers > 1:
+        mode = ["--mode", args.mode] if args.mode else []
+        return jobs.spread(seeds, workers, [*mode, *extra.split(), *(["--blind"] if args.blind else [])])
+    make = MUTANTS[args.mutant] if args.mutant else Core
+    return sweep(seeds, args.mode, make, blind=args.blind, extra=extra)
+
+
+def _missing(report: Report) -> list[str]:
+    """What a long sweep must have seen, and this one did not."""
+    return [*(f"{name}: never fired" for name in MUST_FIRE if not report.fired[name]),
+            *(f"{role} {phase} --{trigger}: never taken"
+              for role, phase, trigger in never_taken(report.edges)),
+            *(f"{role} {phase}, {event}: never met" for role, phase, event in never_met(report.met))]
 
 
 def _one(args: argparse.Namespace) -> int:
     make: MakeCore = MUTANTS[args.mutant] if args.mutant else Core
     if args.shrink:
         extra = f" --mutant {args.mutant}" if args.mutant else ""
-        failure = shrink(args.seed, args.mode, make, extra)
+        failure = shrink(args.seed, args.mode, make, extra, blind=args.blind)
         print(failure or f"seed {args.seed} passes")
         return 1 if failure else 0
     sc = draw(args.seed, args.mode)
-    world = World(sc, make, blind=args.blind, record=True)
+    run = start(sc, make, blind=args.blind, record=True)
     print(sc)
     try:
-        world.play()
+        run.play()
     except Exception:              # print it like any crash, then say where in the run it was
         traceback.print_exc()
-        print(f"failed at time {world.clock.now:.2f}, step {world.judge.issued}")
+        steps = ", ".join(f"{world.sc.cfg.role} step {world.judge.issued}" for world in run.worlds)
+        print(f"failed at time {run.clock.now:.2f}, {steps}")
         return 1
-    print(f"passed: {world.judge.issued} steps, digest {world.digest()}")
+    print(f"passed: {sum(world.judge.issued for world in run.worlds)} steps, digest {run.digest()}")
+    return 0
+
+
+def _flight(args: argparse.Namespace) -> int:
+    """0: shown, or replayed as recorded without a finding."""
+    path = args.replay if args.print is None else args.print
+    try:
+        with open(path, encoding="ascii") as file:
+            log = flight.read(file)
+    except (OSError, ValueError) as error:
+        print(f"penstock sim: {path}: {error}", file=sys.stderr)
+        return 2
+    if args.print is not None:
+        for line in flight.pages(log):
+            print(line)
+        return 0
+    if log.cfg.role != "unified":
+        print("penstock sim: one engine of a pair: --print shows it, --replay needs both", file=sys.stderr)
+        return 2
+    make: MakeCore = MUTANTS[args.mutant] if args.mutant else Core
+    if log.complete:
+        same, said = rerun.exact(log, make)
+        print(said)
+        return 0 if same else 1
+    print(f"{log.lost} earlier turns are lost: not an exact replay")
+    try:
+        said, notes = rerun.alike(log, make)
+    except Exception:              # a finding, or the crash that was recorded
+        traceback.print_exc()
+        return 1
+    print(said)
+    for note in notes:
+        print(f"  not done again: {note}")
     return 0
 
 
@@ -117,23 +172,14 @@ def _mutants(args: argparse.Namespace) -> int:
     return 1 if missed else 0
 
 
-def _add(total: Report, part: Report) -> None:
-    total.runs += part.runs
-    total.steps += part.steps
-    total.failures += part.failures
-    total.fired.update(part.fired)
-    total.seeds.update(part.seeds)
-    total.edges.update(part.edges)
-    total.pairs.update(part.pairs)
-
-
 def _print(report: Report, seconds: float) -> None:
     for line in report.failures[:20]:
         print(line)
     if len(report.failures) > 20:
         print(f"... and {len(report.failures) - 20} more")
-    print(f"{report.runs} runs, {report.steps} steps, {len(report.failures)} failures; "
-          f"{seconds:.1f} s, {60 * report.runs / seconds:.0f} runs a minute, "
+    print(f"{report.runs} runs ({report.fired['pairs']} of a pair), {report.steps} steps, "
+          f"{len(report.failures)} failures; {seconds:.1f} s, "
+          f"{60 * report.runs / seconds:.0f} runs a minute, "
           f"{1e6 * seconds / max(1, report.steps):.0f} us a step")
 
 
@@ -141,3 +187,10 @@ def _faults(report: Report) -> None:
     for name in sorted({*MUST_FIRE, *report.fired}):
         share = 100 * report.seeds[name] / max(1, report.runs)
         print(f"  {name:24s} {report.fired[name]:8d} times, in {share:5.1f} % of the runs")
+
+
+def _edges(report: Report) -> None:
+    for role, phase, trigger in sorted(report.edges):
+        print(f"  {role:8s} {phase:9s} --{trigger}: {report.edges[role, phase, trigger]}")
+    for line in _missing(report):
+        print(f"  {line}")

@@ -1,4 +1,4 @@
-"""Programs over whole runs: sweeps, the n-th failure of each kind, coverage, a storm.
+"""Programs over whole runs: sweeps, the n-th failure of each kind, a storm, and what they must reach.
 
 Each returns what it saw; judging is the caller's. A finding carries the line that replays it.
 """
@@ -7,14 +7,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from penstock.core.core import Core
-from penstock.core.lifecycle import Mode, Phase, edges
-from penstock.core.plan import Aborted, Dropped, Expired, Paused, RequestId, Retired, Stopped
+from penstock.core.lifecycle import Mode, Phase, Role, edges
+from penstock.core.plan import RequestId
 from penstock.core.settings import CoreConfig
-from penstock.sim.judge import Edge, Pair
+from penstock.sim.pair import Pair, Run, start
 from penstock.sim.scenario import Scenario, draw
+from penstock.sim.states import possible
 from penstock.sim.world import MakeCore, World
+
+Edge = tuple[str, str, str]            # role, phase, trigger
+Seen = tuple[str, str, str, str]       # role, phase, event, phase directly after it
 
 
 @dataclass(slots=True)
@@ -27,15 +32,45 @@ class Report:
     fired: Counter[str] = field(default_factory=Counter)
     seeds: Counter[str] = field(default_factory=Counter)
     edges: Counter[Edge] = field(default_factory=Counter)
-    pairs: Counter[Pair] = field(default_factory=Counter)
+    met: Counter[Seen] = field(default_factory=Counter)
 
-    def add(self, world: World) -> None:
+    def add(self, run: Run) -> None:
         self.runs += 1
-        self.steps += world.judge.issued
-        self.fired.update(world.stats)
-        self.seeds.update(name for name, n in world.stats.items() if n)
-        self.edges.update(world.judge.edges)
-        self.pairs.update(world.judge.pairs)
+        self.fired.update(run.stats)
+        self.fired["pairs"] += run.sc.pair
+        self.seeds.update(name for name, n in run.stats.items() if n)
+        self.seeds["pairs"] += run.sc.pair
+        for world in run.worlds:
+            role, judge = world.sc.cfg.role, world.judge
+            self.steps += judge.issued
+            for (phase, trigger), n in judge.edges.items():
+                self.edges[role, phase.value, trigger.value] += n
+            for seen, n in judge.met.items():
+                self.met[(role, *seen)] += n
+
+    def merge(self, part: Report) -> None:
+        self.runs += part.runs
+        self.steps += part.steps
+        self.failures += part.failures
+        for mine, other in ((self.fired, part.fired), (self.seeds, part.seeds)):
+            mine.update(other)
+        self.edges.update(part.edges)
+        self.met.update(part.met)
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {"runs": self.runs, "steps": self.steps, "failures": self.failures,
+                "fired": self.fired, "seeds": self.seeds,
+                "edges": [[*key, n] for key, n in self.edges.items()],
+                "met": [[*key, n] for key, n in self.met.items()]}
+
+    @staticmethod
+    def of(plain: dict[str, Any]) -> Report:
+        """What `plain` wrote."""
+        return Report(plain["runs"], plain["steps"], plain["failures"], Counter(plain["fired"]),
+                      Counter(plain["seeds"]),
+                      Counter({(role, phase, trigger): n for role, phase, trigger, n in plain["edges"]}),
+                      Counter({(role, *seen): n for role, *seen, n in plain["met"]}))
 
 
 def describe(sc: Scenario, error: BaseException, extra: str = "") -> str:
@@ -49,12 +84,12 @@ def sweep(seeds: Iterable[int], mode: str = "", make: MakeCore = Core, *, blind:
     report = Report()
     for seed in seeds:
         sc = draw(seed, mode)
-        world = World(sc, make, blind=blind)
+        run = start(sc, make, blind=blind)
         try:
-            world.play()
+            run.play()
         except Exception as error:     # whatever a broken core raises is a finding
             report.failures.append(describe(sc, error, extra))
-        report.add(world)
+        report.add(run)
         if first_only and report.failures:
             break
     return report
@@ -63,68 +98,80 @@ def sweep(seeds: Iterable[int], mode: str = "", make: MakeCore = Core, *, blind:
 # What every sweep of some hundred seeds must have seen; a name with zero is a hole in the workload.
 MUST_FIRE = (
     "aborted", "aborted twice", "aborted unknown", "paused", "paused unknown", "dropped",
-    "dropped unknown", "stopped late", "flushed", "moves", "dram to hbm failed", "hbm to dram failed",
-    "dram to disk failed", "disk to dram failed", "fetch expired", "stale deadline", "rates",
+    "dropped unknown", "stopped late", "stopped unknown", "spilled unknown", "promoted unknown", "flushed",
+    "moves", "dram to hbm failed", "hbm to dram failed", "dram to disk failed", "disk to dram failed",
+    "step read a torn load", "fetching expired", "queued expired", "stale deadline", "rates",
     "prefix hits from storage", "evicted disk", "ended timeout",
     "moves reordered", "late copy", "back-pressure", "evicted hbm", "evicted dram",
     "pause by pressure", "drop by pressure", "prefix hits", "prefix hits from host",
+    "spilled", "promoted", "spill by pressure", "hot hits", "hot misses", "step waited for a load",
+    "yields", "longer than the device", "hosted rows", "rows in both places", "window left behind",
     "cut by a limit", "ended stop", "ended length", "ended abort", "ended refused",
+    # of a pair
+    "pairs", "messages", "message lost", "message repeated", "pushes", "push failed", "write refused",
+    "late write", "write of the dead landed", "fenced", "cut off", "renewed", "prefill engine died",
+    "decode engine died", "never came to prefill", "delivered by the peer", "computed here after all",
+    "receiving expired", "ended sent", "ended lost",
 )
 
 
 # ---------------------------------------------------------------- the n-th of a kind
-def _refusing(n: int) -> type[Core]:
-    """A core whose n-th acquisition finds nothing, as if a pool were exhausted just then."""
+def _refusing(n: int, calls: list[int]) -> MakeCore:
+    """Makes cores whose n-th acquisition, of all together, finds nothing, as if a pool were exhausted
+    just then. `calls[0]` counts them."""
 
-    class Refusing(Core):
-        calls = 0
+    def make(cfg: CoreConfig) -> Core:
+        core = Core(cfg)
+        for name in ("acquire", "grow"):
+            setattr(core.have, name, counted(getattr(core.have, name)))
+        return core
 
-        def __init__(self, cfg: CoreConfig) -> None:
-            super().__init__(cfg)
-            for name in ("acquire", "grow"):
-                setattr(self.have, name, self._counted(getattr(self.have, name)))
+    def counted(real: Callable[..., bool]) -> Callable[..., bool]:
+        def call(*args: object, **kw: object) -> bool:
+            calls[0] += 1
+            return False if calls[0] == n else real(*args, **kw)
+        return call
 
-        def _counted(self, real: Callable[..., bool]) -> Callable[..., bool]:
-            def call(*args: object, **kw: object) -> bool:
-                self.calls += 1
-                return False if self.calls == n else real(*args, **kw)
-            return call
-
-    return Refusing
+    return make
 
 
-def refuse_each(seed: int, mode: str = "") -> Iterator[tuple[int, World]]:
+def refuse_each(seed: int, mode: str = "") -> Iterator[tuple[int, Run]]:
     """Refuse the n-th acquisition, n = 1, 2, ..., until a run passes without reaching n."""
-    n, reached = 0, True
-    while reached:
-        n += 1
-        world = World(draw(seed, mode), _refusing(n), ticks=50)
-        yield n, world
-        calls = getattr(world.core, "calls", 0)
-        assert isinstance(calls, int)
-        reached = calls >= n
+    n, calls = 0, [0]
+    while calls[0] >= n:
+        n, calls[0] = n + 1, 0
+        yield n, start(draw(seed, mode), _refusing(n, calls), ticks=50)
 
 
-def fail_each(seed: int, mode: str = "") -> Iterator[tuple[int, World]]:
-    """Fail the n-th Move, until a run has fewer."""
-    n, reached = 0, True
-    while reached:
-        n += 1
-        world = World(draw(seed, mode))
-        world.executor.fail_move = n
-        yield n, world
-        reached = world.executor.stats["moves"] >= n
+def fail_each(seed: int, mode: str = "") -> Iterator[tuple[int, Run]]:
+    """Fail the n-th copy of an engine, or the n-th push to it, until a run has fewer."""
+    parts = 3 if draw(seed, mode).pair else 1
+    for part in range(parts):
+        n, reached = 0, True
+        while reached:
+            n += 1
+            run = start(draw(seed, mode))
+            if part < 2:
+                run.worlds[-1 - part].executor.fail_move = n
+            elif isinstance(run, Pair):
+                run.fail_push = n
+            executors = [world.executor for world in run.worlds]
+            yield n, run
+            copies = executors[-1 - part].stats["moves"] if part < 2 else run.stats["writes"]
+            reached = copies >= n
 
 
-def abort_each(seed: int, mode: str = "") -> Iterator[tuple[int, World]]:
-    """Abort some live request at the n-th turn of the loop, until a run is shorter."""
-    n, reached = 0, True
-    while reached:
-        n += 1
-        world = World(draw(seed, mode))
-        world.abort_turn = n
-        yield n, world
-        reached = world.turns >= n
+def abort_each(seed: int, mode: str = "") -> Iterator[tuple[int, Run]]:
+    """Abort some live request at the n-th turn of an engine's loop, until a run is shorter."""
+    for part in range(2 if draw(seed, mode).pair else 1):
+        n, reached = 0, True
+        while reached:
+            n += 1
+            run = start(draw(seed, mode))
+            world = run.worlds[-1 - part]
+            world.abort_turn = n
+            yield n, run
+            reached = world.turns >= n
 
 
 ANOMALIES = {"refuse": refuse_each, "fail": fail_each, "abort": abort_each}
@@ -133,68 +180,40 @@ ANOMALIES = {"refuse": refuse_each, "fail": fail_each, "abort": abort_each}
 def anomaly(kind: str, seed: int, mode: str = "") -> Report:
     """Play one of ANOMALIES to its end."""
     report = Report()
-    for n, world in ANOMALIES[kind](seed, mode):
+    for n, run in ANOMALIES[kind](seed, mode):
         try:
-            world.play()
+            run.play()
         except Exception as error:
-            report.failures.append(describe(world.sc, error, f" --anomaly {kind}    # n = {n}"))
-        report.add(world)
+            report.failures.append(describe(run.sc, error, f" --anomaly {kind}    # n = {n}"))
+        report.add(run)
     return report
 
 
 # ---------------------------------------------------------------- coverage
 def never_taken(seen: Counter[Edge]) -> list[Edge]:
-    """Legal edges (of an engine with every tier) that `seen` does not have."""
-    return [edge for edge in edges(Mode(host=True, disk=True)) if not seen[edge]]
+    """Legal edges (of engines with every tier) that `seen` does not have."""
+    every = [(role.value, phase.value, trigger.value) for role in Role
+             for phase, trigger in edges(Mode(host=True, disk=True, sparse=True, role=role))
+             if phase is not Phase.DONE]
+    return [edge for edge in every if not seen[edge]]
 
 
-def never_met(seen: Counter[Pair]) -> list[Pair]:
-    """Pairs of phase and event that can meet and did not."""
-    every: list[Pair] = [(p, kind) for p in Phase for kind in (Aborted, Paused, Dropped)]
-    new = (Phase.QUEUED, Phase.FETCHING)             # never had a row
-    every += [(p, Stopped) for p in Phase if p not in new]               # it has output
-    every += [(p, Retired) for p in Phase if p not in (*new, Phase.LOADING)]
-    every += [(p, Expired) for p in new]
-    return [pair for pair in every if not seen[pair]]
+def never_met(seen: Counter[Seen]) -> list[tuple[str, str, str]]:
+    """Role, phase and event that can meet and did not."""
+    met = {key[:3] for key in seen}
+    return [key for role in Role for phase, event in possible(role)
+            if (key := (role.value, phase, event)) not in met]
 
 
-# ---------------------------------------------------------------- pressure, minimising
+# ---------------------------------------------------------------- pressure
 def storm(seed: int, requests: int = 64) -> tuple[World, Counter[RequestId]]:
     """Requests that arrive together and outgrow a pool of 1.1 times the largest of them. Returns the
     finished world, and how often each request gave up its row."""
-    calm = "pauses=0,drops=0,aborts=0,stops=0,abort=0,stop=0,turns=0,flushes=0,fail=0"
+    calm = ("model=1,hot_pages=0,spills=0,pauses=0,drops=0,aborts=0,stops=0,abort=0,stop=0,turns=0,"
+            "flushes=0,fail=0")
     sc = draw(seed, f"requests={requests},span=1,{calm},prompt_max=12,new_max=40,rows=6")
     largest = -(-(sc.prompt_max + sc.new_max) // sc.cfg.page_size)
     cfg = replace(sc.cfg, hbm_pages=int(1.1 * largest) + 1, dram_pages=requests * largest,
                   max_len=1 << 20)
     world = World(replace(sc, cfg=cfg)).play()
     return world, world.judge.gave_way
-
-
-SIMPLER = ("aborts=0", "stops=0", "pauses=0", "drops=0", "flushes=0", "abort=0", "stop=0", "turns=0",
-           "fail=0", "straggle=0", "hold=0", "ranks=1", "overlap=0", "pp_size=1", "report=0",
-           "prefix_cache=0", "disk_pages=0", "expire=0", "dram_pages=0", "step_tokens=64",
-           "requests=1", "requests=2", "requests=3", "requests=5", "requests=8")
-
-
-def shrink(seed: int, mode: str = "", make: MakeCore = Core, extra: str = "") -> str:
-    """The replay line of a simpler mode in which `seed` still fails; empty if it passes."""
-    failure = _failure(seed, mode, make, extra)
-    for change in SIMPLER:
-        name = change.split("=")[0]
-        rest = [item for item in mode.split(",") if item and not item.startswith(f"{name}=")]
-        if name == "requests" and "requests=" in mode:
-            break                                             # smaller numbers were tried first
-        simpler = ",".join([*rest, change])
-        if found := _failure(seed, simpler, make, extra):
-            mode, failure = simpler, found
-    return failure
-
-
-def _failure(seed: int, mode: str, make: MakeCore, extra: str) -> str:
-    sc = draw(seed, mode)
-    try:
-        World(sc, make).play()
-    except Exception as error:
-        return describe(sc, error, extra)
-    return ""

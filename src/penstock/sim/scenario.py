@@ -6,14 +6,40 @@ by some seeds often instead of by all seeds almost never.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from itertools import product
 from random import Random
 from typing import Any
 
-from penstock.core.settings import CoreConfig
+from penstock.core.settings import CacheGroup, CoreConfig
 from penstock.sim.executor import Speeds
 
 # Disjoint: a mixed-up id fails at once.
 HBM_BASE, DRAM_BASE, ROW_BASE, DISK_BASE = 1_000, 2_000, 3_000, 4_000
+GROUP_BASE = 10_000
+
+
+# The dimensions of a mode: pp_size, overlap, pair, prefix_cache, model, (host, storage, sparse). Every
+# third seed takes the next of their combinations, whatever else it draws.
+TIERS = ((0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 0, 1), (1, 1, 1))
+MODES = tuple(product((1, 2, 3), (0, 1), (0, 1), (0, 1), (1, 3), TIERS))
+EVERY, STRIDE = 3, 101                     # the stride has no factor in common with len(MODES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """How bad it is between the engines of a pair."""
+
+    lose: float = 0.0         # chance that a message is lost
+    repeat: float = 0.0       # chance that it comes twice
+    delay: float = 0.1        # of a message; each draws its own, so they overtake each other
+    write: float = 0.2        # of a one-sided write
+    push_fail: float = 0.0    # chance that a push fails
+    late: float = 0.0         # between the two arrivals of a request
+    skip: float = 0.0         # chance that one of them never comes
+    deaths: int = 0
+    cuts: int = 0             # an engine takes the other for dead that lives
+    keep: float = 0.0         # chance that an answer waits until its request is somewhere else
+    patience: float = 1000.0  # upper bound of what a transfer may take before `Expired` comes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +64,13 @@ class Scenario:
     deadline: float           # upper bound of what a fetch may take before `Expired` comes
     expire: float             # chance that a queued request has a deadline
     hold: float               # chance that the loop turns late and sees events in batches
+    spills: int               # Spilled and Promoted events, aimed at phases
+    aims: int                 # events that wait for a request in a short phase
+    model: int                # cache groups: 1 (full) or 3 (full, window, snapshot)
+    alike: int                # 1: requests often get the same tokens
+    steps: int                # so many steps and answers are no longer extended by later prompts
+    pair: int = 0             # 1: a prefill engine and a decode engine, with `net` between them
+    net: Network = Network()
     mode: str = ""            # overrides, for the line that replays it
 
     @property
@@ -49,22 +82,34 @@ class Scenario:
 def draw(seed: int, mode: str = "") -> Scenario:
     """The scenario of `seed`. `mode` fixes dimensions: 'pp_size=2,overlap=1,dram_pages=0,ranks=1'.
 
-    Raises ValueError if `mode` names something that is not a number of CoreConfig, Scenario or
-    Speeds.
+    Raises ValueError if `mode` names something that is not a number of CoreConfig, Scenario, Speeds
+    or Network.
     """
+    return finish(override(_mode(_draw(seed)), mode))
+
+
+def _cell(seed: int) -> tuple[int, int, int, int, int, tuple[int, int, int]] | None:
+    """The combination of a mode's dimensions that this seed is made to have."""
+    return None if seed % EVERY else MODES[seed // EVERY * STRIDE % len(MODES)]
+
+
+def _draw(seed: int) -> Scenario:
     rng = Random(f"scenario {seed}")
     # storm: decoding rows outgrow the pool together. reload: what was evicted is wanted again.
     # fetch: even the host has forgotten it, storage has not.
     profile = rng.choice(("mixed", "mixed", "storm", "reload", "fetch"))
+    cell = _cell(seed)
+    if cell is not None and cell[2] and cell[5][1] and rng.random() < 0.7:
+        profile = "fetch"                      # else an engine of a pair hardly ever does
     storm, fetch = profile == "storm", profile == "fetch"
     reload = fetch or profile == "reload"
     size = rng.choice((1, 2, 3, 4, 4, 4, 8))
     prompt_max = rng.choice((6, 12) if storm else (20, 32) if fetch else (6, 12, 20, 32))
     new_max = rng.choice((20, 40) if storm else (2, 6) if fetch else (2, 6, 12, 20, 40))
     largest = -(-(prompt_max + new_max) // size) + 1
-    hbm = max(2, int(largest * rng.choice((1.0, 1.1, 1.3) if storm or reload
+    hbm = max(2, int(largest * rng.choice((0.8, 1.0, 1.1) if fetch else (1.0, 1.1, 1.3) if storm or reload
                                           else (0.7, 1.0, 1.1, 1.5, 2.0, 4.0))))
-    dram = max(1, int(hbm * rng.choice((0.5, 0.8, 1.2) if fetch else (2.0, 4.0, 8.0) if reload
+    dram = max(1, int(hbm * rng.choice((0.3, 0.5, 1.0) if fetch else (2.0, 4.0, 8.0) if reload
                                        else (0.3, 1.0, 2.0, 4.0))))
     host = reload or rng.random() < 0.7
     disk = fetch or (host and rng.random() < 0.5)
@@ -72,7 +117,7 @@ def draw(seed: int, mode: str = "") -> Scenario:
         page_size=size, rows=rng.choice((3, 4, 6, 12) if storm else (1, 2, 3, 4, 6, 12)), hbm_pages=hbm,
         dram_pages=dram if host else 0,
         disk_pages=hbm * rng.choice((8, 32) if fetch else (1, 4, 16)) if disk else 0, disk_base=DISK_BASE,
-        step_tokens=rng.choice((1, 2, 3, 5, 8, 16, 64)),
+        step_tokens=rng.choice((3, 5, 8, 16) if fetch else (1, 2, 3, 5, 8, 16, 64)),
         max_len=rng.choice((1 << 20, 1 << 20, prompt_max + new_max // 2)),
         overlap=rng.random() < 0.6, pp_size=rng.choice((1, 1, 1, 2, 3)),
         draft_tokens=rng.choice((0, 0, 1, 3)),
@@ -80,11 +125,11 @@ def draw(seed: int, mode: str = "") -> Scenario:
         row_base=ROW_BASE)
     speeds = Speeds(
         step=rng.choice((0.3, 1.0, 1.0)), report=rng.choice((0.0, 0.2, 1.0, 4.0)),
-        copy=rng.choice((0.1, 0.5, 2.0, 8.0)), straggle=rng.choice((0.0, 0.0, 0.2)),
+        copy=rng.choice((0.1, 0.5) if fetch else (0.1, 0.5, 2.0, 8.0)), straggle=rng.choice((0.0, 0.0, 0.2)),
         fail=rng.choice((0.0, 0.0, 0.1, 0.5)), shy=rng.choice((0.0, 0.2, 0.7)),
-        disk=rng.choice((0.2, 1.0, 5.0, 40.0)))
+        disk=rng.choice((0.2, 1.0, 5.0) if fetch else (0.2, 1.0, 5.0, 40.0)))
     busy = 0.0 if storm else rng.choice((2.0, 5.0) if fetch else (0.0, 0.3, 1.0, 3.0))
-    requests = rng.randint(12, 20) if fetch else rng.randint(4, 14)
+    requests = rng.randint(14, 24) if fetch else rng.randint(4, 14)
     heavy = rng.choice((0, 1, 1, 4))
     sc = Scenario(
         seed=seed, cfg=cfg, ranks=rng.choice((1, 1, 2, 3)), speeds=speeds, requests=requests,
@@ -94,25 +139,103 @@ def draw(seed: int, mode: str = "") -> Scenario:
         again=0.7 if fetch else 0.17,
         pauses=heavy * rng.randint(0, 5), drops=heavy * rng.randint(0, 3),
         deadline=rng.choice((1.0, 10.0, 1000.0)), expire=rng.choice((0.0, 0.0, 0.3)),
-        flushes=rng.choice((0, 0, 1, 4)), hold=rng.choice((0.0, 0.3, 0.8)))
-    return override(sc, mode)
+        flushes=rng.choice((0, 0, 1, 4)), hold=rng.choice((0.0, 0.3, 0.8)),
+        spills=0, model=1, alike=0, aims=0, steps=0)
+    return _tiers(sc, storm=storm, largest=largest)
+
+
+def _tiers(sc: Scenario, *, storm: bool, largest: int) -> Scenario:
+    """Sparse decode, and a model of several cache groups. Drawn apart, so that a seed's other
+    dimensions do not depend on these."""
+    rng, cfg = Random(f"tiers {sc.seed}"), sc.cfg
+    sparse = rng.random() < 0.6
+    if sparse and not cfg.dram_pages:
+        cfg = replace(cfg, dram_pages=cfg.hbm_pages)
+    hot = rng.choice((1, 1, 2, 3)) if sparse else 0
+    tight = sc.again > 0.5                          # what storage alone has is wanted: no more memory
+    if sparse and rng.random() < 0.5 and not tight:       # prompts that the device could never hold
+        cfg = replace(cfg, hbm_pages=max(2 + hot, cfg.hbm_pages // 2),
+                      dram_pages=max(cfg.dram_pages, int(largest * rng.choice((1.0, 2.0, 4.0)))))
+    cfg = replace(cfg, hot_pages=hot, always_hosted=sparse and rng.random() < 0.2,
+                  wait_pages=rng.choice((0, 0, 1, 4, 1_000)), group_base=GROUP_BASE)
+    sc = replace(sc, cfg=cfg, model=rng.choice((1, 1, 3)), spills=rng.choice((0, 2, 8)) if sparse else 0)
+    if sparse and rng.random() < 0.3 and not tight:       # long answers that go to the host and come back
+        cfg = replace(cfg, always_hosted=False, page_size=min(cfg.page_size, 2),
+                      hbm_pages=2 * cfg.hbm_pages, dram_pages=4 * cfg.dram_pages)
+        sc = replace(sc, cfg=cfg, spills=30, pauses=sc.pauses // 4, new_max=max(sc.new_max, 20), turns=0.7)
+    if sparse and rng.random() < 0.2:
+        sc = replace(sc, cfg=replace(sc.cfg, page_size=4), alike=1, pauses=30, turns=0.0)
+    return sc
+
+
+def _mode(sc: Scenario) -> Scenario:
+    """The next combination of the dimensions of a mode; the network, and how long all this goes on."""
+    rng, cfg = Random(f"mode {sc.seed}"), sc.cfg
+    if (cell := _cell(sc.seed)) is not None:
+        pp_size, overlap, pair, prefix, model, (host, disk, sparse) = cell
+        cfg = replace(
+            cfg, pp_size=pp_size, overlap=bool(overlap), prefix_cache=bool(prefix),
+            dram_pages=(cfg.dram_pages or cfg.hbm_pages * rng.choice((1, 2, 4))) if host else 0,
+            disk_pages=(cfg.disk_pages or cfg.hbm_pages * rng.choice((1, 4))) if disk else 0,
+            hot_pages=(cfg.hot_pages or rng.choice((1, 2))) if sparse else 0)
+        sc = replace(sc, cfg=cfg, model=model, pair=pair, spills=sc.spills if sparse else 0)
+        if pair and sparse and not disk and rng.random() < 0.7:      # rows that go to the host and come back
+            cfg = replace(cfg, always_hosted=False, page_size=min(cfg.page_size, 2), wait_pages=0,
+                          hbm_pages=2 * cfg.hbm_pages, dram_pages=4 * cfg.dram_pages)
+            sc = replace(sc, cfg=cfg, spills=30, pauses=1, drops=1, new_max=max(sc.new_max, 20))
+    # Most are short: half of the time would else go to one run in twenty.
+    steps = 400 if rng.random() < 0.04 else rng.choice((20, 30, 60))
+    fits = (3 if sc.pair else 4) * steps * min(cfg.step_tokens, 8) // (sc.prompt_max + sc.new_max)
+    most = sc.requests if not sc.pair else 14 if sc.again > 0.5 else 8
+    sc = replace(sc, steps=steps, requests=min(most, max(4, fits)), aims=rng.choice((0, 5, 10)))
+    late = rng.random() < 0.25         # what is said comes when the request is somewhere else
+    return replace(sc, net=Network(
+        lose=rng.choice((0.0, 0.1, 0.4)), repeat=rng.choice((0.0, 0.1, 0.4)),
+        delay=rng.choice((20.0, 60.0) if late else (0.1, 1.0, 5.0)), write=rng.choice((0.2, 2.0, 10.0)),
+        push_fail=rng.choice((0.0, 0.0, 0.1)), late=rng.choice((0.0, 1.0, 10.0)),
+        skip=rng.choice((0.0, 0.0, 0.05)), deaths=rng.choice((0, 0, 1, 3)),
+        cuts=rng.choice((0, 0, 1, 3)), keep=rng.choice((0.0, 0.5)),
+        patience=rng.choice((20.0, 60.0) if late else (100.0, 500.0, 2000.0))))
+
+
+def finish(sc: Scenario) -> Scenario:
+    """The cache groups that the other dimensions ask for, and memory for them."""
+    rng, cfg = Random(f"groups {sc.seed}"), sc.cfg
+    slab = rng.choice((1, 1, 2)) if cfg.sparse or sc.model == 3 else 1
+    groups = [CacheGroup(name="full", page_bytes=0, slab_pages=slab)]
+    if sc.model == 3:
+        groups.append(CacheGroup(name="window", page_bytes=0, window=rng.choice((1, 3, 5, 8)),
+                                 slab_pages=rng.choice((1, 2, 3))))
+        groups.append(CacheGroup(name="snapshot", page_bytes=0, snapshot=True,
+                                 page_tokens=cfg.page_size * rng.choice((1, 2, 3)),
+                                 slab_pages=rng.choice((1, 2))))
+    if cfg.sparse and rng.random() < 0.7:
+        groups.append(CacheGroup(name="selector", page_bytes=0, selector=True,
+                                 slab_pages=rng.choice((2, 4))))
+    if len(groups) == 1:
+        return sc
+    more = (2 if sc.again > 0.5 else rng.choice((2, 4, 8))) * len(groups)
+    cfg = replace(cfg, groups=tuple(groups), hbm_pages=_whole(cfg.hbm_pages + more, slab),
+                  dram_pages=_whole(cfg.dram_pages + more, slab) if cfg.dram_pages else 0,
+                  disk_pages=_whole(cfg.disk_pages + more, slab) if cfg.disk_pages else 0)
+    return replace(sc, cfg=cfg)
+
+
+def _whole(pages: int, slab: int) -> int:
+    return -(-pages // slab) * slab
 
 
 def override(sc: Scenario, mode: str) -> Scenario:
     for item in filter(None, mode.split(",")):
         name, _, text = item.partition("=")
-        for part in (sc.cfg, sc, sc.speeds):
+        for owner in ("cfg", "", "speeds", "net"):
+            part = getattr(sc, owner) if owner else sc
             old = getattr(part, name, None) if name in {f.name for f in fields(part)} else None
             if isinstance(old, int | float) and name != "seed":
-                value = type(old)(float(text))
+                changed: Any = replace(part, **{name: type(old)(float(text))})
+                whole: dict[str, Any] = {owner: changed}
+                sc = replace(sc, **whole) if owner else changed
                 break
         else:
-            raise ValueError(f"mode {item!r}: not a number of CoreConfig, Scenario or Speeds")
-        change: dict[str, Any] = {name: value}
-        if part is sc.cfg:
-            sc = replace(sc, cfg=replace(sc.cfg, **change))
-        elif part is sc.speeds:
-            sc = replace(sc, speeds=replace(sc.speeds, **change))
-        else:
-            sc = replace(sc, **change)
+            raise ValueError(f"mode {item!r}: not a number of CoreConfig, Scenario, Speeds or Network")
     return replace(sc, mode=mode)

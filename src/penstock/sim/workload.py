@@ -6,9 +6,10 @@ requests that can never fit.
 """
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
+from penstock.core import placement
 from penstock.core.plan import Arrived, Outcome, RequestId
 from penstock.sim.model import oracle
 from penstock.sim.scenario import Scenario
@@ -45,6 +46,10 @@ class Workload:
                       for _ in range(3)]
         self.bases += [base[:len(base) // size * size] for base in self.bases]
         self.made: list[Expect] = []
+        asks = Arrived(RequestId(0), (1,), 1, selects=True)
+        self.most = {selects: placement.largest(sc.cfg, replace(asks, selects=selects))
+                     for selects in (False, True)}       # positions that a request alone can have
+        self.reaches = [group.reach for group in sc.cfg.groups]
 
     def _tokens(self, n: int) -> tuple[int, ...]:
         return tuple(self.rng.randrange(50_000) for _ in range(n))
@@ -68,7 +73,7 @@ class Workload:
         if self.rng.random() >= self.sc.turns or len(self.made) > 3 * self.sc.requests:
             return None
         prompt = before.arrived.prompt + tuple(before.got) + self._tokens(self.rng.randint(0, 3))
-        if len(prompt) >= self.sc.cfg.hbm_pages * self.sc.cfg.page_size and self.rng.random() < 0.8:
+        if len(prompt) >= self.most[before.arrived.selects] and self.rng.random() < 0.8:
             return None                                       # would only be refused
         late = self.rng.random() * self.rng.choice((4, 80))
         return self._make(now + late, prompt, namespace=before.arrived.namespace)
@@ -77,13 +82,16 @@ class Workload:
     def _prompt(self) -> tuple[int, ...]:
         rng, size = self.rng, self.sc.cfg.page_size
         kind = rng.random()
-        if kind < 0.04:                                       # can never fit
-            return self._tokens(self.sc.cfg.hbm_pages * size + rng.randint(1, 2 * size))
+        if kind < 0.04:                                       # can never fit, at least on the device
+            return self._tokens(self.most[False] + rng.randint(1, 2 * size))
         if kind < 0.08:                                       # fits exactly, or just
-            return self._tokens(max(1, self.sc.cfg.hbm_pages * size - rng.randint(0, 2)))
-        if kind < 0.08 + self.sc.again and self.made:      # extends an answer not yet given
+            return self._tokens(max(1, self.most[rng.random() < 0.5] - rng.randint(0, 2)))
+        again = 0.5 if self.sc.alike else self.sc.again
+        if kind < 0.08 + again and self.made:                 # extends an answer not yet given
             e = rng.choice(self.made)
             if len(e.arrived.prompt) <= 2 * self.sc.prompt_max:
+                if self.sc.alike:                                # ends in the page where the answer begins
+                    return e.arrived.prompt + e.truth[:rng.randint(0, size)]
                 cut = rng.randint(0, len(e.truth))
                 return e.arrived.prompt + e.truth[:cut] + self._tokens(rng.randint(0, 2))
         base = rng.choice(self.bases) if rng.random() < 0.7 else ()
@@ -92,6 +100,20 @@ class Workload:
             prompt = prompt[:len(prompt) // size * size]
         return prompt or self._tokens(1)
 
+    def _transfer(self) -> int:
+        """What names a request to both engines of a pair; some have one engine only."""
+        paired = self.sc.cfg.role != "unified" and self.rng.random() < 0.9
+        return len(self.made) + 1 if paired else 0
+
+    def _selection(self, fork: Arrived | None) -> tuple[bool, int]:
+        """Whether a request may go hosted, and whether its decode computes something of its own."""
+        if not self.sc.cfg.sparse:
+            return False, 0
+        if fork is not None:
+            return fork.selects, fork.attention
+        selects = self.rng.random() < 0.8
+        return selects, self.rng.choice((1,) if self.sc.alike else (0, 0, 1, 2)) if selects else 0
+
     def _make(self, at: float, prompt: tuple[int, ...], *, fork: Arrived | None = None,
               namespace: int | None = None) -> Expect:
         rng = self.rng
@@ -99,20 +121,21 @@ class Workload:
             namespace = fork.namespace if fork is not None else rng.choice((0, 0, 0, 1))
         max_new = 1 if rng.random() < 0.1 else rng.randint(1, self.sc.new_max)
         seed = rng.randrange(1 << 30)
+        seed = seed & ~7 if self.sc.alike else seed | 1
         # The last output token needs no KV, hence one more than the pool holds.
-        cfg = self.sc.cfg
-        fits = min(max_new, min(cfg.max_len, cfg.hbm_pages * cfg.page_size + 1) - len(prompt))
-        truth = oracle(prompt, fits, namespace, seed) if fits > 0 else ()
+        selects, attention = self._selection(fork)
+        fits = min(max_new, min(self.sc.cfg.max_len, self.most[selects] + 1) - len(prompt))
+        truth = oracle(prompt, fits, namespace, seed, attention, self.reaches) if fits > 0 else ()
         outcome = Outcome.LENGTH if fits > 0 else Outcome.REFUSED
         stop, min_new = frozenset[int](), rng.randint(0, max_new) if rng.random() < 0.3 else 0
-        if truth and rng.random() < 0.5:
+        if truth and rng.random() < (0.1 if self.sc.alike else 0.5):
             stop = frozenset(rng.sample(truth, min(len(truth), rng.randint(1, 2))))
             ends = [i for i, t in enumerate(truth) if t in stop and i >= min_new]
             if ends:
                 truth, outcome = truth[:ends[0] + 1], Outcome.STOP
         e = Expect(Arrived(RequestId(len(self.made)), prompt, max_new, stop, min_new, namespace,
                            rng.choice((0, 0, 0, 1, 2)), fork.rid if fork is not None else None,
-                           rng.random() < 0.15),
+                           rng.random() < 0.15, selects, attention, self._transfer()),
                    seed, at, truth, outcome, fits < max_new)
         self.made.append(e)
         return e

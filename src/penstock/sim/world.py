@@ -10,9 +10,12 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from random import Random
+from typing import Protocol
 
 from penstock.core.core import Core
 from penstock.core.lifecycle import Phase
+from penstock.core.messages import Message
+from penstock.core.peer import Ask
 from penstock.core.plan import (
     Aborted,
     Advance,
@@ -26,39 +29,68 @@ from penstock.core.plan import (
     Moved,
     Outcome,
     Paused,
+    Promoted,
     Rates,
     RequestId,
     Retired,
+    Say,
+    Spilled,
     StepPlan,
     Stopped,
     Token,
 )
 from penstock.core.settings import CoreConfig
 from penstock.sim.clock import Clock
-from penstock.sim.executor import SimExecutor
+from penstock.sim.executor import SimExecutor, Wire
 from penstock.sim.judge import Judge
 from penstock.sim.scenario import Scenario
 from penstock.sim.workload import Expect, Workload
 
-POKES: dict[str, type[Paused] | type[Dropped] | type[Aborted]] = {
-    "pause": Paused, "drop": Dropped, "abort": Aborted}
+Poke = type[Paused] | type[Dropped] | type[Aborted] | type[Spilled] | type[Promoted]
+POKES: dict[str, Poke] = {
+    "pause": Paused, "drop": Dropped, "abort": Aborted, "spill": Spilled, "promote": Promoted}
+RECEIVING = Phase.RECEIVING.value
+SHORT = (Phase.FETCHING, Phase.FETCHING, Phase.LOADING, Phase.STAGING, Phase.HOSTED, Phase.PROMOTING,
+         Phase.PROMOTING, Phase.PAUSED)
+AIMED = (*POKES, "stop", "flush", "rates", "cut")
+AIMS = {"spill": Phase.RESIDENT, "promote": Phase.HOSTED}
 MakeCore = Callable[[CoreConfig], Core]
+
+
+class Link(Wire, Protocol):
+    """What a pair of worlds gives each of them."""
+
+    clock: Clock
+
+    def say(self, world: World, what: Message | Ask) -> None:
+        """A message or a wish of one engine."""
+
+    def scheduled(self, e: Expect) -> None:
+        """A request will arrive at the decode engine; its prefill engine gets it too."""
+
+    def forward(self, world: World, event: Event) -> None:
+        """An event for an engine that has died."""
+
+    def cut(self, world: World) -> None:
+        """`world` takes its peer for dead."""
 
 
 class World:
     """`play()` runs to the end; an AssertionError is a finding."""
 
     def __init__(self, sc: Scenario, make: MakeCore = Core, *, blind: bool = False,
-                 record: bool = False, ticks: int = 0) -> None:
-        self.sc, self.clock = sc, Clock()
-        self.rng = Random(f"faults {sc.seed}")
+                 record: bool = False, ticks: int = 0, link: Link | None = None) -> None:
+        self.sc, self.link = sc, link
+        self.clock = Clock() if link is None else link.clock
+        self.rng = Random(f"faults {sc.seed} {sc.cfg.role} {sc.cfg.epoch}")
         self.core = make(sc.cfg)
-        self.executor = SimExecutor(sc.cfg, self.clock, Random(f"device {sc.seed}"),
-                                    ranks=sc.ranks, speeds=sc.speeds, wake=self._wake)
+        self.executor = SimExecutor(sc.cfg, self.clock, Random(f"device {sc.seed} {sc.cfg.role}"),
+                                    ranks=sc.ranks, speeds=sc.speeds, wake=self.wake, wire=link)
         self.load = Workload(sc)
         self.judge = Judge(sc, self.core, self.executor, self.load.made, blind=blind)
         self.stats: Counter[str] = Counter()
         self.inbox: list[Event] = []
+        self.aims: list[tuple[Phase, str]] = []
         self.trace: list[tuple[Event, ...]] | None = [] if record else None
         self.plans: list[StepPlan | None] = []
         self.turns = 0
@@ -67,46 +99,90 @@ class World:
         self.abort_turn = 0               # abort something at the n-th turn; 0 is off
         self.plans_max = 0
         self.ending: list[RequestId] = []     # aborted or stopped by the events of this turn
+        self.dead = False                 # one engine of a pair has died
+        self.epoch = sc.cfg.epoch
         self._scheduled = False
-        for e in self.load.initial():
-            self._schedule(e)
-        self._faults()
+        if link is None:
+            for e in self.load.initial():
+                self.schedule(e)
+            self.faults()
 
     # ---------------------------------------------------------------- what happens when
-    def _schedule(self, e: Expect) -> None:
+    def schedule(self, e: Expect) -> None:
         a, rng = e.arrived, self.rng
-        self.executor.register(a.rid, a.namespace, e.seed)
+        self.executor.register(a, e.seed)
+        if self.link is not None:
+            self.link.scheduled(e)
         self.plans_max += 6 * (len(a.prompt) + a.max_new) + 40
         at = e.at - self.clock.now
-        self.clock.after(at, partial(self._send, a))
+        self.clock.after(at, partial(self.send, a))
         if rng.random() < self.sc.abort:
             late = at + rng.choice((0.0, 1.0, 10.0, 40.0)) * rng.random()
             for _ in range(rng.choice((1, 1, 2))):
-                self.clock.after(late, partial(self._send, Aborted(a.rid)))
+                self.clock.after(late, partial(self.send, Aborted(a.rid)))
 
+        self._expire(a, at)
+
+    def _expire(self, a: Arrived, at: float) -> None:
+        rng = self.rng
         if rng.random() < self.sc.expire:
             late = at + rng.choice((0.0, 1.0, 20.0)) * rng.random()
-            self.clock.after(late, partial(self._send, Expired(a.rid, Phase.QUEUED.value, 0)))
+            self.clock.after(late, partial(self.send, Expired(a.rid, Phase.QUEUED.value, 0)))
 
-    def _faults(self) -> None:
+    def expect(self, e: Expect) -> None:
+        """A request arrives now."""
+        self.executor.register(e.arrived, e.seed)
+        self.plans_max += 6 * (len(e.arrived.prompt) + e.arrived.max_new) + 40
+        self._expire(e.arrived, 0.0)
+        self.send(e.arrived)
+
+    def faults(self) -> None:
+        """What goes wrong from outside, and when."""
         rng, sc = self.rng, self.sc
         for _ in range(rng.choice((0, 0, 1, 3))):
             rates = Rates(rng.choice((1.0, 10.0, 100.0)), rng.choice((1.0, 5.0, 50.0)))
-            self.clock.after(rng.random() * sc.span, partial(self._send, rates))
+            self.clock.after(rng.random() * sc.span, partial(self.send, rates))
         for num, kind in ((sc.pauses, "pause"), (sc.drops, "drop"), (sc.aborts, "abort"),
-                          (sc.stops, "stop")):
+                          (sc.stops, "stop"), (sc.spills, "spill"), (sc.spills, "promote")):
             for _ in range(num):
                 self.clock.after(rng.random() * (sc.span + 20), partial(self._poke, kind))
         for _ in range(sc.flushes):
-            self.clock.after(rng.random() * (sc.span + 20), partial(self._send, Flushed()))
+            self.clock.after(rng.random() * (sc.span + 20), partial(self.send, Flushed()))
         if rng.random() < 0.1:
-            self.clock.after(rng.random() * sc.span, partial(self._send, Aborted(RequestId(10**6))))
+            self.clock.after(rng.random() * sc.span, partial(self.send, Aborted(RequestId(10**6))))
+        phases = [p for p in SHORT if any(source is p for source, _ in self.core.edges)]
+        self.aims = [(rng.choice(phases), rng.choice(AIMED)) for _ in range(sc.aims if phases else 0)]
+
+    def _aim(self) -> None:
+        """Some events wait for a phase that is too short to be met by chance."""
+        for phase, kind in self.aims:
+            made = self.load.made
+            rid = next((r.rid for r in self.core.live.values()
+                        if r.phase is phase and (kind != "stop" or made[r.rid].got)), None)
+            if rid is None:
+                continue
+            self.stats["aimed"] += 1
+            self.aims.remove((phase, kind))
+            if kind == "cut":
+                if self.link is not None:
+                    self.link.cut(self)
+            elif kind == "stop":
+                self.send(Stopped(rid, len(made[rid].got)))
+            elif kind == "flush":
+                self.send(Flushed())
+            elif kind == "rates":
+                self.send(Rates(10.0, 10.0))
+            else:
+                self.send(POKES[kind](rid))
+            return
 
     def _poke(self, kind: str) -> None:
         """Aim at a phase first, then at a request in it: short phases are hit as often as long
         ones. Sometimes at a request that has finished or is not known."""
         rng, made = self.rng, self.load.made
         live = [r for r in self.core.live.values() if kind != "stop" or made[r.rid].got]
+        if kind in AIMS and rng.random() < 0.7:         # a random phase would mostly ignore it
+            live = [r for r in live if r.phase is AIMS[kind] and r.arrived.selects] or live
         if live and rng.random() < 0.9:
             phases = {r.phase: None for r in live}      # a dict keeps the order of insertion
             phase = rng.choice(list(phases))
@@ -114,18 +190,22 @@ class World:
         else:
             rid = RequestId(rng.randrange(len(made) + 1))
         if kind != "stop":
-            self._send(POKES[kind](rid))
+            self.send(POKES[kind](rid))
             if kind != "abort" and rng.random() < 0.3:      # before it has settled down
                 again = POKES[rng.choice(("abort", "drop", "pause"))](rid)
-                self.clock.after(rng.random() * 3, partial(self._send, again))
+                self.clock.after(rng.random() * 3, partial(self.send, again))
         elif rid < len(made) and (got := len(made[rid].got)):
-            self._send(Stopped(rid, rng.randint(1, got)))
+            self.send(Stopped(rid, rng.randint(1, got)))
 
-    def _send(self, event: Event) -> None:
+    def send(self, event: Event) -> None:
+        """An event from outside reaches the engine."""
+        if self.dead and self.link is not None:
+            self.link.forward(self, event)
+            return
         self.inbox.append(event)
-        self._wake()
+        self.wake()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         if not self._scheduled:
             self._scheduled = True
             late = self.rng.random() * 3 if self.rng.random() < self.sc.hold else 0.0
@@ -134,6 +214,8 @@ class World:
     # ---------------------------------------------------------------- the loop, one turn
     def _turn(self) -> None:
         self._scheduled = False
+        if self.dead:
+            return
         self.turns += 1
         polled = list(self.executor.poll(block=False))
         mail, self.inbox = self.inbox, []
@@ -155,8 +237,9 @@ class World:
                 elif isinstance(out, Finished):
                     self._maybe_turn(out)
                 elif isinstance(out, Entered):
-                    late = self.rng.random() * self.sc.deadline
-                    self.clock.after(late, partial(self._send, Expired(out.rid, out.phase, out.visit)))
+                    most = self.sc.net.patience if out.phase == RECEIVING else self.sc.deadline
+                    self.clock.after(self.rng.random() * most,
+                                     partial(self.send, Expired(out.rid, out.phase, out.visit)))
             for rid in self.ending:
                 assert self.load.made[rid].finished is not None, f"request {rid} was not ended"
             self.ending.clear()
@@ -166,28 +249,45 @@ class World:
                 self.judge.state()
             if self.trace is not None:
                 self.plans.append(adv.plan)
+            self._say(adv)
             if adv.plan is None:
                 if not self.refuses:
                     self._still()
+                if self.aims:
+                    self._aim()
                 return
-            assert adv.plan.step <= self.plans_max, "starvation: too many steps"
-            self.executor.submit(adv.plan)
             if self.rng.random() < self.sc.hold / 2:
-                self._wake()                   # a loop that polls between two plans
+                self.wake()                   # a loop that polls between two plans
                 return
             events = []
             self.judge.forced.clear()
+
+    def _say(self, adv: Advance) -> None:
+        """Hand over the plan, then what is said to the peer."""
+        if adv.plan is not None:
+            assert adv.plan.step <= self.plans_max, "starvation: too many steps"
+            self.executor.submit(adv.plan)
+        for out in adv.outputs:
+            if isinstance(out, Say) and self.link is not None:
+                self.link.say(self, out.what)
 
     def _still(self) -> None:
         """The core said that there is nothing to do: then nothing happens without an event."""
         edges = self.judge.edges.total()
         assert self.core.advance(()) == Advance(None, ()), "it went to sleep with work to do"
         assert self.judge.edges.total() == edges, "it went to sleep with an edge to take"
+        self.judge.still(self.executor.in_flight)
 
     def _note(self, event: Event) -> None:
         """Tell the judge what it may expect, and count what fires."""
         live, made = self.core.live, self.load.made
+        if self.link is not None:
+            self.judge.noted(event)
         match event:
+            case Retired(step):
+                self.judge.retired = step
+            case Moved(id, _):
+                self.judge.moves.pop(id, None)
             case Arrived(rid):
                 made[rid].sent = True
             case Aborted(rid):
@@ -197,51 +297,45 @@ class World:
                     self.ending.append(rid)
                 else:
                     self.stats["aborted unknown"] += 1
-                self.judge.meets(event, rid)
             case Stopped(rid, count):
+                self.stats["stopped unknown"] += rid not in live
                 if made[rid].finished is None:
                     made[rid].stop_at = count
                     self.ending.append(rid)
                     self.stats["stopped late"] += 1
-                self.judge.meets(event, rid)
-            case Paused(rid) | Dropped(rid):
+            case Paused(rid) | Dropped(rid) | Spilled(rid) | Promoted(rid):
                 name = type(event).__name__.lower()
                 self.stats[name if rid in live else f"{name} unknown"] += 1
                 self.judge.forced.add(rid)
-                self.judge.meets(event, rid)
             case Expired(rid, phase, visit):
-                self.judge.meets(event, rid)
                 r = live.get(rid)
                 if r is None:                     # it may have arrived in this very batch
                     fresh = made[rid].sent and made[rid].finished is None and visit == 0
                 else:
                     fresh = (r.phase.value, r.visit) == (phase, visit)
                 made[rid].expired |= fresh and phase == Phase.QUEUED.value
-                kind = "queue expired" if phase == Phase.QUEUED.value else "fetch expired"
-                self.stats[kind if fresh else "stale deadline"] += 1
+                self.stats[f"{phase} expired" if fresh else "stale deadline"] += 1
                 self.judge.forced.add(rid)
             case Rates():
                 self.stats["rates"] += 1
             case Flushed():
                 self.stats["flushed"] += 1
-            case Retired(step):
-                self.judge.retired = step
-                for rid in self.judge.steps.pop(step, ()):
-                    self.judge.meets(event, rid)
-            case Moved(id, _):
-                self.judge.moves.pop(id, None)
+            case _:
+                self.stats["from the peer"] += 1
 
     def _maybe_stop(self, out: Token) -> None:
         """The detokenizer sees a stop string in what it was given, and says so a little late."""
         if self.rng.random() < self.sc.stop / 8:
             late = self.rng.random() * self.rng.choice((0.0, 1.0, 6.0))
-            self.clock.after(late, partial(self._send, Stopped(out.rid, out.index + 1)))
+            self.clock.after(late, partial(self.send, Stopped(out.rid, out.index + 1)))
 
     def _maybe_turn(self, out: Finished) -> None:
+        if self.sc.cfg.role == "prefill" or self.judge.issued > self.sc.steps:
+            return                         # the decode engine's answers go on, for a while
         if out.outcome in (Outcome.STOP, Outcome.LENGTH):
             e = self.load.next_turn(self.load.made[out.rid], self.clock.now)
             if e is not None:
-                self._schedule(e)
+                self.schedule(e)
 
     # ---------------------------------------------------------------- run and judge
     def play(self) -> World:
@@ -253,12 +347,21 @@ class World:
             self.ticks -= 1
             self.stats["idle ticks"] += 1
             self._turn()
+        self.close()
+        return self
+
+    def close(self) -> None:
+        """Everything has happened: all requests ended, and all that was taken came back."""
         for e in self.load.made:
-            assert e.finished is not None, f"stalled: request {e.arrived.rid} never finished"
+            if e.sent or self.link is None:
+                assert e.finished is not None, f"stalled: request {e.arrived.rid} never finished"
         self.core.advance((Flushed(),))
         self.judge.end()
         self.stats += self.judge.stats + self.executor.stats
-        return self
+
+    @property
+    def worlds(self) -> list[World]:
+        return [self]
 
     def digest(self) -> str:
         """Of everything that the core decided, for a recorded run."""

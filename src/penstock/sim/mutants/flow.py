@@ -23,7 +23,7 @@ from penstock.core.plan import (
 )
 from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
-from penstock.sim.mutants.registry import become, mutant
+from penstock.sim.mutants.registry import Real, instead_of, mutant
 
 
 # ---------------------------------------------------------------- tables on the device
@@ -34,7 +34,8 @@ class NoRebindAfterResume(Core):
     def _go(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
         ok = super()._go(r, trigger, spare)
         if ok and trigger is Trigger.RESUME:
-            r.bound = len(r.table)
+            r.bound, r.told_capacity = True, r.capacity
+            r.told = [len(t.device) for t in r.tables]
         return ok
 
 
@@ -139,7 +140,14 @@ class StartedTwice(Core):
 
 @mutant()
 class LateResultOfAnEarlierLife(Core):
-    """A step issued before a drop settles pages of the life after it."""
+    """A request that was dropped starts again while its steps fly; they settle pages of its next life."""
+
+    def _may_start(self, r: Request) -> bool:
+        in_flight, r.in_flight = r.in_flight, 0
+        try:
+            return super()._may_start(r)
+        finally:
+            r.in_flight = in_flight
 
     def _go(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
         ok = super()._go(r, trigger, spare)
@@ -204,10 +212,13 @@ class RefusalForgotten(Core):
     """What can never fit is queued."""
 
     def _arrive(self, a: Arrived) -> None:
-        cfg = self.cfg
-        self.cfg = replace(cfg, hbm_pages=1 << 20, max_len=1 << 20)
         super()._arrive(a)
-        self.cfg = cfg
+        if a.rid not in self.live:
+            self._out.pop()
+            cfg, largest = self.cfg, self._largest
+            self.cfg, self._largest = replace(cfg, max_len=1 << 20), dict.fromkeys((False, True), 1 << 20)
+            super()._arrive(a)
+            self.cfg, self._largest = cfg, largest
 
 
 @mutant()
@@ -234,7 +245,7 @@ class CachedTokensOverstated(Core):
         super()._started(r)
         s = self._out[-1]
         assert isinstance(s, Started)
-        more = min(self.cfg.page_size, r.num_prompt - 1 - s.hbm_tokens - s.dram_tokens)
+        more = min(self.cfg.page_size, r.num_prompt - 1 - s.hbm_tokens - s.dram_tokens - s.disk_tokens)
         self._out[-1] = replace(s, hbm_tokens=s.hbm_tokens + more)
 
 
@@ -252,50 +263,25 @@ class NoFixedPoint(Core):
         return Advance(schedule.plan(self), tuple(self._out))
 
 
-class _NeverEvicts(Holdings):
-    __slots__ = ()
-
-    def _room(self, tier: Tier, n: int, spare: int = 0) -> bool:
-        return self.tree.pools[tier].free >= n + (spare if n else 0)
-
-
-@mutant()
-class WaitsInsteadOfEvicting(Core):
+@instead_of(Holdings, "room")
+def waits_instead_of_evicting(real: Real, have: Holdings, tier: Tier, want: Sequence[int],
+                              spare: int = 0) -> bool:
     """Admission and resume wait for free pages that only an eviction would give."""
-
-    def __init__(self, cfg: CoreConfig) -> None:
-        super().__init__(cfg)
-        become(self.have, _NeverEvicts)
+    return not have.arenas[tier].short([n + spare if n else 0 for n in want], promised=False)
 
 
-@mutant(200)
-class SecondVictimForTheSamePage(Core):
+@instead_of(room, "promised", 200)
+def second_victim_for_the_same_page(real: Real, core: Core, tier: Tier = Tier.HBM) -> bool:
     """Promised pages are not counted before somebody else is disturbed."""
-
-    def advance(self, events: Sequence[Event]) -> Advance:
-        promised, room.promised = room.promised, lambda core: 0
-        try:
-            return super().advance(events)
-        finally:
-            room.promised = promised
+    return False
 
 
-@mutant(200)
-class OldestGivesWay(Core):
+@instead_of(room, "for_growth", 200)
+def oldest_gives_way(real: Real, core: Core, r: Request, taken: list[Request]) -> None:
     """Memory pressure takes the pages of the request that has waited longest."""
-
-    def advance(self, events: Sequence[Event]) -> Advance:
-        growth = room.for_growth
-
-        def wrong(core: Core, r: Request, taken: list[Request]) -> None:
-            if not room.promised(core):
-                room.yield_device(core, next(v for v in core.running if v not in taken
-                                             and v.phase is not Phase.LOADING))
-        room.for_growth = wrong
-        try:
-            return super().advance(events)
-        finally:
-            room.for_growth = growth
+    if not room.promised(core):
+        room.yield_device(core, next(v for v in core.running if v not in taken
+                                     and v.phase is not Phase.LOADING))
 
 
 @mutant(200)
@@ -303,6 +289,6 @@ class FailedLoadWaitsForEver(Core):
     """Nobody tells the requests that wait for a load that it failed."""
 
     def _landed(self, event: Moved) -> None:
-        if not event.ok and self.have.flights[event.id].dst is Tier.HBM:
+        if not event.ok and self.have.copies.flights[event.id].dst.tier is Tier.HBM:
             return
         super()._landed(event)

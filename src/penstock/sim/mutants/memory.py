@@ -2,40 +2,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
+from penstock.core import entering, staying
+from penstock.core.copies import Copies
 from penstock.core.core import Core
+from penstock.core.entering import Fill
 from penstock.core.holdings import Holdings
 from penstock.core.ledger import Fence, Pool
 from penstock.core.lifecycle import Lease, Phase
-from penstock.core.plan import Moved, Outcome, StepId, Tier
+from penstock.core.plan import Advance, Arrived, Event, Moved, Outcome, StepId, Tier
 from penstock.core.request import Request
-from penstock.core.settings import CoreConfig
-from penstock.core.tree import Node, Tree
-from penstock.sim.mutants.registry import become, mutant
+from penstock.core.tree import Copy, Node, Space, Tree
+from penstock.sim.mutants.registry import Real, instead_of, mutant, swapped
 
 
 # ---------------------------------------------------------------- fences
-class _Unfenced(Pool):
-    __slots__ = ()
-
-    def release(self, units: Sequence[int], fence: Fence) -> None:
-        Pool.release(self, units, Fence(StepId(0)))
-
-
-class _NoMoves(Pool):
-    __slots__ = ()
-
-    def release(self, units: Sequence[int], fence: Fence) -> None:
-        Pool.release(self, units, Fence(fence.step))
-
-
-@mutant()
-class UnfencedRelease(Core):
+@instead_of(Pool, "release")
+def unfenced_release(real: Real, pool: Pool, units: Sequence[int], fence: Fence) -> None:
     """Pages are free at once, while steps in flight still read and write them."""
-
-    def __init__(self, cfg: CoreConfig) -> None:
-        super().__init__(cfg)
-        become(self.have.hbm, _Unfenced)
+    real(pool, units, Fence(StepId(0)) if pool.name.startswith("hbm") else fence)
 
 
 @mutant()
@@ -48,89 +34,55 @@ class AbortForgetsTheFence(Core):
         super()._end(r, outcome)
 
 
-@mutant()
-class FenceIgnoresCopies(Core):
+@instead_of(Pool, "release")
+def fence_ignores_copies(real: Real, pool: Pool, units: Sequence[int], fence: Fence) -> None:
     """Steps are fenced, copies are not."""
-
-    def __init__(self, cfg: CoreConfig) -> None:
-        super().__init__(cfg)
-        become(self.have.hbm, _NoMoves)
-        become(self.have.dram, _NoMoves)
+    real(pool, units, Fence(fence.step))
 
 
-class _EvictUnderCopy(Tree):
-    __slots__ = ()
-
-    def evictable(self, node: Node, tier: Tier) -> bool:
-        copy = node.copies.get(tier)
-        if copy is None or not copy.moves:
-            return Tree.evictable(self, node, tier)
-        moves, ready, copy.moves, copy.ready = copy.moves, copy.ready, 0, True
-        try:
-            return Tree.evictable(self, node, tier)
-        finally:
-            copy.moves, copy.ready = moves, ready
-
-    def forget(self, node: Node, tier: Tier) -> None:
-        node.copies[tier].moves = 0
-        Tree.forget(self, node, tier)
+@instead_of(Pool, "release", 200)
+def host_page_freed_under_a_copy(real: Real, pool: Pool, units: Sequence[int], fence: Fence) -> None:
+    """The host copy of an open page is given up while the copy that fills it flies."""
+    real(pool, units, Fence(fence.step) if pool.name.startswith("dram") else fence)
 
 
 @mutant()
 class PageFreedUnderACopy(Core):
     """Eviction does not look at the copies that read or fill a page."""
 
-    def __init__(self, cfg: CoreConfig) -> None:
-        super().__init__(cfg)
-        become(self.have.tree, _EvictUnderCopy)
+    def advance(self, events: Sequence[Event]) -> Advance:
+        with (swapped(Tree, "evictable", _evictable_under_a_copy),
+              swapped(Tree, "forget", _forget_under_a_copy)):
+            return super().advance(events)
 
 
-class _NoUse(Holdings):
-    __slots__ = ()
-
-    def _release_table(self, r: Request) -> None:
-        before = {id(c): c.used for c in r.table}
-        shared = [c for c in r.table if c.node is not None]
-        Holdings._release_table(self, r)
-        for copy in shared:
-            copy.used = before[id(copy)]
+def _evictable_under_a_copy(real: Real, tree: Tree, node: Node, space: Space) -> bool:
+    copy = node.copies.get(space)
+    return copy is not None and not copy.pins
 
 
-@mutant()
-class SharedPageFreedUnderAStep(Core):
+def _forget_under_a_copy(real: Real, tree: Tree, node: Node, space: Space) -> None:
+    node.copies[space].moves = 0
+    real(tree, node, space)
+
+
+@instead_of(Holdings, "unpin")
+def shared_page_freed_under_a_step(real: Real, have: Holdings, r: Request, space: Space,
+                                   copy: Copy) -> None:
     """A shared page forgets which step used it last, so its eviction is not fenced."""
-
-    def __init__(self, cfg: CoreConfig) -> None:
-        super().__init__(cfg)
-        become(self.have, _NoUse)
-
-
-@mutant(200)
-class HostPageFreedUnderACopy(Core):
-    """The host copy of an open page is given up while the copy that fills it flies."""
-
-    def __init__(self, cfg: CoreConfig) -> None:
-        super().__init__(cfg)
-        become(self.have.dram, _NoMoves)
+    used, shared = copy.used, copy.node is not None
+    real(have, r, space, copy)
+    if shared:
+        copy.used = used
 
 
 # ---------------------------------------------------------------- copies between tiers
-class _SealsComputed(Holdings):
-    __slots__ = ()
-
-    def seal(self, r: Request) -> None:
-        settled, r.settled = r.settled, r.computed
-        Holdings.seal(self, r)
-        r.settled = settled
-
-
-@mutant(200)
-class UnsealedPageWrittenThrough(Core):
+@instead_of(staying, "seal", 200)
+def unsealed_page_written_through(real: Real, have: Holdings, r: Request) -> None:
     """Pages enter the tree, and their copies start, when they are planned, not when computed."""
-
-    def __init__(self, cfg: CoreConfig) -> None:
-        super().__init__(cfg)
-        become(self.have, _SealsComputed)
+    settled, r.settled = r.settled, r.computed
+    real(have, r)
+    r.settled = settled
 
 
 class _WrongOnFailure(Core):
@@ -139,7 +91,7 @@ class _WrongOnFailure(Core):
     tier = Tier.HBM
 
     def _landed(self, event: Moved) -> None:
-        if self.have.flights[event.id].dst is self.tier:
+        if self.have.copies.flights[event.id].dst.tier is self.tier:
             event = Moved(event.id, True)
         super()._landed(event)
 
@@ -158,67 +110,31 @@ class FailedLoadTakenAsGood(_WrongOnFailure):
     tier = Tier.HBM
 
 
-class _ReadyAtOnce(Holdings):
-    __slots__ = ()
-
-    def _move_nodes(self, nodes: list[Node], src: Tier, dst: Tier) -> None:
-        Holdings._move_nodes(self, nodes, src, dst)
-        for node in nodes:
-            if dst is Tier.HBM:
-                node.copies[dst].ready = True
-
-
-@mutant()
-class LoadInProgressReadAsResident(Core):
+@instead_of(Copies, "move_nodes")
+def load_in_progress_read_as_resident(real: Real, copies: Copies, nodes: list[Node], src: Space,
+                                      dst: Space) -> None:
     """A request starts on pages whose load still runs."""
-
-    def __init__(self, cfg: CoreConfig) -> None:
-        super().__init__(cfg)
-        become(self.have, _ReadyAtOnce)
+    real(copies, nodes, src, dst)
+    for node in nodes:
+        node.copies[dst].ready |= dst.tier is Tier.HBM
 
 
 # ---------------------------------------------------------------- who owns what
-class _EvictInUse(Tree):
-    __slots__ = ()
-
-    def evictable(self, node: Node, tier: Tier) -> bool:
-        copy = node.copies.get(tier)
-        if copy is None or not copy.pins:
-            return Tree.evictable(self, node, tier)
-        pins, copy.pins = copy.pins, 0
-        refs, node.refs = node.refs, 0
-        try:
-            return Tree.evictable(self, node, tier)
-        finally:
-            copy.pins, node.refs = pins, refs
-
-
-@mutant()
-class EvictionOfAPageInUse(Core):
+@instead_of(Tree, "evictable")
+def eviction_of_a_page_in_use(real: Real, tree: Tree, node: Node, space: Space) -> bool:
     """Eviction does not look at who runs on a page."""
-
-    def __init__(self, cfg: CoreConfig) -> None:
-        super().__init__(cfg)
-        become(self.have.tree, _EvictInUse)
+    copy = node.copies.get(space)
+    return copy is not None and copy.ready and not copy.moves
 
 
-class _ParkWithoutPins(Holdings):
-    __slots__ = ()
-
-    def park(self, r: Request) -> None:
-        Holdings.park(self, r)
-        for copy in r.parked:
-            copy.pins -= 1
-        r.parked = []
-
-
-@mutant(400)
-class LeaseDroppedByAPause(Core):
+@instead_of(staying, "park", 400)
+def lease_dropped_by_a_pause(real: Real, have: Holdings, r: Request) -> None:
     """A paused request's host pages may be evicted."""
-
-    def __init__(self, cfg: CoreConfig) -> None:
-        super().__init__(cfg)
-        become(self.have, _ParkWithoutPins)
+    real(have, r)
+    for t in r.tables:
+        for copy in t.host:
+            if copy is not None and copy.node is not None:
+                copy.pins -= 1
 
 
 @mutant()
@@ -227,122 +143,57 @@ class LeakWhenAPausedRequestIsAborted(Core):
 
     def _end(self, r: Request, outcome: Outcome) -> None:
         if outcome is Outcome.ABORT and r.phase is Phase.PAUSED:
-            r.parked, r.reserve, r.open_copy = [], [], None
+            r.reserve = [[] for _ in r.tables]
+            for t in r.tables:
+                t.host.clear()
         super()._end(r, outcome)
-
-
-class _OneRoot(Tree):
-    __slots__ = ()
-
-    def root(self, namespace: int) -> Node:
-        return Tree.root(self, 0)
-
-    def match(self, namespace: int, tokens: Sequence[int], page_size: int, *,
-              stored: bool = False) -> list[Node]:
-        return Tree.match(self, 0, tokens, page_size, stored=stored)
 
 
 @mutant()
 class NamespaceLeftOutOfTheKey(Core):
     """Tenants share pages."""
 
-    def __init__(self, cfg: CoreConfig) -> None:
-        super().__init__(cfg)
-        become(self.have.tree, _OneRoot)
+    def _arrive(self, a: Arrived) -> None:
+        super()._arrive(replace(a, namespace=0))
 
 
-class _MatchAll(Tree):
-    __slots__ = ()
-
-    def match(self, namespace: int, tokens: Sequence[int], page_size: int, *,
-              stored: bool = False) -> list[Node]:
-        return Tree.match(self, namespace, (*tokens, -1), page_size, stored=stored)
-
-
-@mutant()
-class NothingLeftToCompute(Core):
+@instead_of(Holdings, "match")
+def nothing_left_to_compute(real: Real, have: Holdings, r: Request, *, stored: bool = False) -> list[Node]:
     """A prefix hit covers a whole prompt that ends on a page edge."""
-
-    def __init__(self, cfg: CoreConfig) -> None:
-        super().__init__(cfg)
-        become(self.have.tree, _MatchAll)
-
-
+    r.tokens.append(-1)
+    path: list[Node] = real(have, r, stored=stored)
+    r.tokens.pop()
+    return path
 
 
-class _SealReplaces(Holdings):
-    __slots__ = ()
-
-    def seal(self, r: Request) -> None:
-        before = len(r.path)
-        Holdings.seal(self, r)
-        for i in range(before, len(r.path)):
-            mine, shared = r.table[i], r.path[i].copies[Tier.HBM]
-            if mine is not shared:
-                r.path[i].copies[Tier.HBM], mine.node = mine, r.path[i]
-
-
-@mutant(200)
-class SealReplacesASharedPage(Core):
+@instead_of(staying, "_offer", 200)
+def seal_replaces_a_shared_page(real: Real, have: Holdings, r: Request, g: int, i: int, node: Node) -> None:
     """Two requests compute the same page; the second throws the first one's out of the tree."""
-
-    def __init__(self, cfg: CoreConfig) -> None:
-        super().__init__(cfg)
-        become(self.have, _SealReplaces)
-
-
-class _OpenPageShort(Holdings):
-    __slots__ = ()
-
-    def _move_open(self, r: Request, src: Tier, src_page: int, dst: Tier, dst_page: int,
-                   tokens: int) -> None:
-        Holdings._move_open(self, r, src, src_page, dst, dst_page, max(1, tokens - 1))
+    real(have, r, g, i, node)
+    mine, space = staying.own(r.tables[g].device, i), have.device[g]
+    if mine is not None and space in node.copies:
+        node.copies[space], mine.node = mine, node
 
 
-@mutant()
-class OpenPageCopiedShort(Core):
+@instead_of(Copies, "move_private")
+def open_page_copied_short(real: Real, copies: Copies, r: Request, src: Space, source: Copy, dst: Space,
+                           target: Copy, tokens: int, node: Node | None = None) -> None:
     """The last token of an open page is not copied when its request pauses."""
-
-    def __init__(self, cfg: CoreConfig) -> None:
-        super().__init__(cfg)
-        become(self.have, _OpenPageShort)
+    real(copies, r, src, source, dst, target, max(1, tokens - 1), node)
 
 
-class _OpenPageForgotten(Holdings):
-    __slots__ = ()
-
-    def _find(self, r: Request) -> int:
-        computed, settled = r.computed, r.settled
-        if r.phase is Phase.PAUSED:
-            self._drop_open(r)
-        missing = Holdings._find(self, r)
-        if r.phase is Phase.PAUSED:
-            r.computed, r.settled = computed, settled
-        return missing
+@instead_of(entering, "_start")
+def open_page_forgotten(real: Real, have: Holdings, r: Request, g: int, fills: list[Fill], *,
+                        up: bool) -> None:
+    """A resume loads only sealed pages, and believes that it has them all."""
+    for f in fills:
+        f.source.pins -= f.node is None
+    real(have, r, g, [f for f in fills if f.node is not None], up=up)
 
 
-@mutant()
-class OpenPageForgotten(Core):
-    """A pause keeps only sealed pages, a resume believes that it kept them all."""
-
-    def __init__(self, cfg: CoreConfig) -> None:
-        super().__init__(cfg)
-        become(self.have, _OpenPageForgotten)
-
-
-class _KeepsRows(Holdings):
-    __slots__ = ()
-
-    def release(self, r: Request, leases: Iterable[Lease]) -> None:
-        if r.phase is Phase.DROPPED:
-            r.row = None
-        Holdings.release(self, r, leases)
-
-
-@mutant()
-class RowLostByADrop(Core):
+@instead_of(Holdings, "release")
+def row_lost_by_a_drop(real: Real, have: Holdings, r: Request, leases: Iterable[Lease]) -> None:
     """A dropped request forgets its row instead of giving it back."""
-
-    def __init__(self, cfg: CoreConfig) -> None:
-        super().__init__(cfg)
-        become(self.have, _KeepsRows)
+    if r.phase is Phase.DROPPED:
+        r.row = None
+    real(have, r, leases)

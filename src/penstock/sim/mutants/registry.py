@@ -1,28 +1,87 @@
-"""The list of seeded bugs, and how long each may survive."""
+"""The list of seeded bugs, how long each may survive, and the ways to make one.
+
+A bug is a Core with a wrong method, or a wrong function that stands in for a right one of another
+module or class while that Core advances.
+"""
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from penstock.core.core import Core
+from penstock.core.plan import Advance, Event
 from penstock.core.settings import CoreConfig
 
 C = TypeVar("C", bound=type[Core])
+Wrong = TypeVar("Wrong", bound=Callable[..., Any])
+Real = Callable[..., Any]            # the right function: a wrong one gets it as its first argument
 
 MUTANTS: dict[str, Callable[[CoreConfig], Core]] = {}
 BUDGET: dict[str, range] = {}        # seeds within which the default test must catch it
+MODE: dict[str, str] = {}            # dimensions that are fixed while it is hunted, if any
 
 
-def mutant(budget: int = 120, first: int = 0) -> Callable[[C], C]:
+class Stale(BaseException):
+    """The right function has changed: a bug that would only crash proves nothing. Not an Exception,
+    because every Exception is taken for a finding."""
+
+
+def mutant(budget: int = 120, first: int = 0, mode: str = "") -> Callable[[C], C]:
     """Enter a Core with a bug under its name in kebab case."""
     def enter(cls: C) -> C:
-        name = "".join("-" + c.lower() if c.isupper() else c for c in cls.__name__)[1:]
-        MUTANTS[name], BUDGET[name] = cls, range(first, first + budget)
+        _enter("".join("-" + c.lower() if c.isupper() else c for c in cls.__name__)[1:], cls,
+               range(first, first + budget), mode)
         return cls
     return enter
 
 
-def become(thing: object, wrong: type) -> None:
-    """Make an existing pool, tree or holdings behave as a subclass that adds no fields."""
-    assert wrong.__base__ is type(thing)
-    thing.__class__ = wrong
+def instead_of(owner: object, name: str, budget: int = 120, first: int = 0,
+               mode: str = "") -> Callable[[Wrong], Wrong]:
+    """Enter a bug under the name of the wrong function: it is called instead of a function of a
+    module or a method of a class, with the right one before the other arguments."""
+    def enter(wrong: Wrong) -> Wrong:
+        class Mutant(Core):
+            def advance(self, events: Sequence[Event]) -> Advance:
+                with swapped(owner, name, wrong):
+                    return super().advance(events)
+
+        Mutant.__doc__ = wrong.__doc__
+        _enter(wrong.__name__.replace("_", "-"), Mutant, range(first, first + budget), mode)
+        return wrong
+    return enter
+
+
+def _enter(name: str, make: Callable[[CoreConfig], Core], seeds: range, mode: str = "") -> None:
+    assert name not in MUTANTS, name
+    MUTANTS[name], BUDGET[name], MODE[name] = make, seeds, mode
+
+
+@contextmanager
+def swapped(owner: object, name: str, wrong: Callable[..., Any]) -> Iterator[None]:
+    """For a while, `wrong(real, ...)` is called instead of the attribute `name` of a module or class."""
+    real = getattr(owner, name)
+    if _arity(wrong) != _arity(real) + 1:
+        raise Stale(name)
+
+    def instead(*args: Any, **kw: Any) -> Any:
+        return wrong(real, *args, **kw)
+
+    with holding(owner, name, instead):
+        yield
+
+
+def _arity(function: Callable[..., Any]) -> int:
+    code = getattr(function, "__code__")       # noqa: B009
+    return int(code.co_argcount + code.co_kwonlyargcount) - hasattr(function, "__self__")
+
+
+@contextmanager
+def holding(owner: object, name: str, value: object) -> Iterator[None]:
+    """For a while, the attribute `name` of a module or class is `value`."""
+    real = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, real)

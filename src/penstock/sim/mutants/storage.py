@@ -1,60 +1,51 @@
 """Seeded bugs of the storage tier, of deadlines and of ragged results."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from penstock.core import schedule
 from penstock.core.core import Core
 from penstock.core.holdings import Holdings
-from penstock.core.lifecycle import Phase
-from penstock.core.plan import Advance, Event, Expired, Moved, Outcome, StepId, Tier
+from penstock.core.lifecycle import Lease, Phase
+from penstock.core.plan import Event, Expired, Moved, Outcome, StepId, Tier
 from penstock.core.request import Request
-from penstock.core.settings import CoreConfig
-from penstock.sim.mutants.registry import become, mutant
+from penstock.sim.mutants.registry import Real, instead_of, mutant
 
 
 class _BytesNotVerified(Core):
     way: tuple[Tier, Tier]
 
     def _landed(self, event: Moved) -> None:
-        flight = self.have.flights[event.id]
-        ok = event.ok or (flight.src, flight.dst) == self.way
+        flight = self.have.copies.flights[event.id]
+        ok = event.ok or (flight.src.tier, flight.dst.tier) == self.way
         super()._landed(Moved(event.id, ok))
 
 
-@mutant(400)
+@mutant(400, mode="fail=0.5")
 class StoredBytesNotVerified(_BytesNotVerified):
     """A damaged page from storage is taken for a good one."""
 
     way = Tier.DISK, Tier.DRAM
 
 
-@mutant(400)
+@mutant(400, mode="fail=0.5")
 class FailedStoreLeftVisible(_BytesNotVerified):
     """Storage keeps the key of a page that it never got."""
 
     way = Tier.DRAM, Tier.DISK
 
 
-class _HostPageOfAFetchIsFree(Holdings):
-    __slots__ = ()
-
-    def release(self, r: Request, leases: Sequence[object]) -> None:  # type: ignore[override]
-        if r.phase is Phase.DROPPED and r.fetched:
-            for copy in r.parked:
-                if not copy.ready and copy.node is not None:
-                    copy.moves = 0
-                    self.tree.forget(copy.node, Tier.DRAM)
-        Holdings.release(self, r, leases)      # type: ignore[arg-type]
-
-
-@mutant(400)
-class DeadlineFreesWhatIsStillBeingFilled(Core):
+@instead_of(Holdings, "release", 400, mode="expire=0.3,disk=40,deadline=1")
+def deadline_frees_what_is_still_being_filled(real: Real, have: Holdings, r: Request,
+                                              leases: Iterable[Lease]) -> None:
     """Pages released by time-out: the read that hangs lands later."""
-
-    def __init__(self, cfg: CoreConfig) -> None:
-        super().__init__(cfg)
-        become(self.have, _HostPageOfAFetchIsFree)
+    hung = [(have.host[g], copy) for g, t in enumerate(r.tables) for copy in t.host
+            if r.phase is Phase.DROPPED and r.fetched and copy is not None and not copy.ready]
+    real(have, r, leases)
+    for space, copy in hung:
+        if copy.node is not None and not copy.pins:
+            copy.moves = 0
+            have.tree.forget(copy.node, space)
 
 
 @mutant()
@@ -81,23 +72,13 @@ class UpperBoundTakenForLength(Core):
         super()._retire(step, tokens)
 
 
-@mutant()
-class GrammarRowRunsAhead(Core):
+@instead_of(schedule, "_may_decode")
+def grammar_row_runs_ahead(real: Real, core: Core, r: Request, step: StepId) -> bool:
     """A row that needs its last token on the host is planned before it is there."""
-
-    def advance(self, events: Sequence[Event]) -> Advance:
-        may = schedule._may_decode
-
-        def hasty(core: Core, r: Request, step: StepId) -> bool:
-            pending, r.pending = r.pending, 0
-            ahead = r.arrived.host_token and pending > 0
-            try:
-                return may(core, r, step) if not ahead else r.num_output + pending < r.max_new
-            finally:
-                r.pending = pending
-
-        schedule._may_decode = hasty
-        try:
-            return super().advance(events)
-        finally:
-            schedule._may_decode = may
+    pending, r.pending = r.pending, 0
+    ahead = r.arrived.host_token and pending > 0
+    try:
+        may: bool = real(core, r, step) if not ahead else r.num_output + pending < r.max_new
+        return may
+    finally:
+        r.pending = pending

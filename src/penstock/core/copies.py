@@ -1,0 +1,195 @@
+"""Moves: which copies fly, what their end means for the tree, what is written through and stored.
+
+Only copies whose `Moved(ok)` has arrived serve anybody new. A failed copy to a lower tier is
+forgotten; a failed load makes its source suspect, and nobody reads that again.
+"""
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from penstock.core.ledger import Arena, Pool
+from penstock.core.plan import DiskPage, DramPage, Group, HbmPage, Move, MoveId, Page, StepId, Tier
+from penstock.core.request import Request
+from penstock.core.settings import CoreConfig
+from penstock.core.tree import Copy, Node, Space, Tree
+
+UP = {Tier.HBM: 0, Tier.DRAM: 1, Tier.DISK: 2, Tier.PEER: 3}
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A Move that was planned and has not been answered. Private pages of `request`, or of nodes."""
+
+    src: Space
+    dst: Space
+    pairs: list[tuple[Copy, Copy]]
+    nodes: list[Node] = field(default_factory=list)
+    request: Request | None = None
+
+
+def _pages(tier: Tier, copies: Sequence[Copy]) -> tuple[Page, ...]:
+    if tier is Tier.PEER:
+        return ()
+    kind = HbmPage if tier is Tier.HBM else DramPage if tier is Tier.DRAM else DiskPage
+    return tuple([kind(c.page) for c in copies])
+
+
+class Copies:
+    """Flying Moves of one engine, and the queue of pages that go to storage."""
+
+    def __init__(self, cfg: CoreConfig, tree: Tree, device: list[Space], host: list[Space],
+                 disk: list[Space], disk_arena: Arena) -> None:
+        self.cfg, self.tree = cfg, tree
+        self.device, self.host, self.disk, self._disk_arena = device, host, disk, disk_arena
+        self.flights: dict[MoveId, Flight] = {}
+        self.grants: dict[MoveId, None] = {}             # of these, those that the peer may write
+        self.outbox: list[Move] = []                     # planned since the last step
+        self.retired = StepId(0)
+        self._peer = Space(Tier.PEER, Group(0), Pool("peer", 0))
+        self._next = 1
+        self._storing = 0                                # pages on their way to storage
+        self._to_store: deque[tuple[int, Node]] = deque(maxlen=max(1, cfg.dram_pages))
+
+    # ---------------------------------------------------------------- planning a copy
+    def _plan(self, flight: Flight, tokens: int, after: StepId, first: int = 0, transfer: int = 0,
+              generation: int = 0) -> MoveId:
+        """`after` names the last step that wrote the source; sealed pages have none, their producers
+        were seen to retire."""
+        move = MoveId(self._next)
+        self._next += 1
+        self.flights[move] = flight
+        for src, dst in flight.pairs:
+            src.moves += 1
+            dst.moves += 1
+            dst.filling = move
+        near = flight.dst if flight.src is self._peer else flight.src
+        self.outbox.append(Move(
+            move, near.group, flight.src.tier, _pages(flight.src.tier, [s for s, _ in flight.pairs]),
+            flight.dst.tier, _pages(flight.dst.tier, [d for _, d in flight.pairs]), tokens, after,
+            first, transfer, generation))
+        return move
+
+    def move_nodes(self, nodes: list[Node], src: Space, dst: Space) -> None:
+        """Fill the copies that `nodes` have in `dst` from those in `src`."""
+        if nodes:
+            pairs = [(n.copies[src], n.copies[dst]) for n in nodes]
+            self._plan(Flight(src, dst, pairs, nodes), len(nodes) * self._unit(src), self.retired)
+
+    def move_private(self, r: Request, src: Space, source: Copy, dst: Space, target: Copy,
+                     tokens: int, node: Node | None = None) -> None:
+        """Copy a page of which one side belongs to `r` alone: its open page, or a twin of `node`."""
+        target.ready = False
+        flight = Flight(src, dst, [(source, target)], [] if node is None else [node], r)
+        r.moves.add(self._plan(flight, tokens, r.last_issue))
+
+    def open(self, r: Request, space: Space, targets: list[Copy], first: int, tokens: int,
+             transfer: int, generation: int) -> MoveId:
+        """Let the peer write positions `first` and on into pages of `r`. Only the peer's protocol
+        says when that has ended."""
+        for target in targets:
+            target.ready = False
+        flight = Flight(self._peer, space, [(Copy(-1), target) for target in targets], request=r)
+        r.moves.add(move := self._plan(flight, tokens, self.retired, first, transfer, generation))
+        self.grants[move] = None
+        return move
+
+    def push(self, r: Request, space: Space, sources: list[Copy], first: int, tokens: int,
+             transfer: int, generation: int) -> MoveId:
+        """Write positions `first` and on to where the peer has granted pages for them."""
+        flight = Flight(space, self._peer, [(source, Copy(-1)) for source in sources], request=r)
+        r.moves.add(move := self._plan(flight, tokens, r.last_issue, first, transfer, generation))
+        return move
+
+    def _unit(self, space: Space) -> int:
+        return self.cfg.groups[space.group].page_tokens or self.cfg.page_size
+
+    # ---------------------------------------------------------------- a copy has ended
+    def landed(self, id: MoveId, ok: bool) -> tuple[Flight, list[Copy]]:
+        """A Move was answered. Returns it, and the copies that nobody may read (again): whoever counts
+        on them must let go of them before `settle`."""
+        failed: list[Copy] = []
+        flight = self.flights.pop(id)
+        self.grants.pop(id, None)
+        for source, target in flight.pairs:
+            source.moves -= 1
+            target.moves -= 1
+            target.ready = ok and not source.bad
+            # A failed load makes its source suspect; a failed copy to a lower tier changes nothing.
+            source.bad = source.bad or (not ok and UP[flight.dst.tier] < UP[flight.src.tier])
+            if not target.ready:
+                failed.append(target)
+            if source.bad and source.ready:
+                source.ready = False
+                failed.append(source)
+        if flight.request is not None:
+            flight.request.moves.discard(id)
+        if flight.dst.tier is Tier.DISK:
+            self._storing -= len(flight.pairs)
+        return flight, failed
+
+    def settle(self, flight: Flight) -> None:
+        """Everybody who counted on a failed copy has let go: what it left behind goes too."""
+        tiers = flight.dst.tier, flight.src.tier
+        for source, target in flight.pairs:
+            for copy, space in ((target, flight.dst), (source, flight.src)):
+                node = copy.node
+                if node is None:
+                    continue
+                if copy.ready or copy.moves or copy.pins:
+                    self.tree.settle(node)
+                else:
+                    self.tree.forget(node, space)
+                if not self.cfg.prefix_cache:
+                    self.discard_node(node)
+        if Tier.DISK in tiers:
+            self.store([])
+        elif tiers[0] is Tier.DRAM and self.cfg.disk_pages and self.cfg.prefix_cache:
+            self.store([(flight.dst.group, n) for n in flight.nodes if n.ready(flight.dst)])
+
+    def distrust(self, path: list[Node]) -> None:
+        """The KV of a request that has left is damaged: nobody else may start from its pages."""
+        for node in reversed(path):
+            for space, copy in tuple(node.copies.items()):
+                if node.refs == 0 and copy.moves:
+                    copy.bad, copy.ready = True, False
+                elif node.refs == 0 and not copy.pins:
+                    self.tree.forget(node, space)
+
+    def discard_node(self, node: Node) -> None:
+        """Without a prefix cache a page goes with the last request that names it."""
+        for space in tuple(node.copies):
+            copy = node.copies.get(space)
+            if copy is not None and not (node.refs or copy.pins or copy.moves):
+                self.tree.forget(node, space)
+
+    # ---------------------------------------------------------------- storage
+    def store(self, nodes: Sequence[tuple[int, Node]]) -> None:
+        """Pages whose host copy has landed go on to storage, as far as there is room. A copy that
+        is being stored cannot be evicted, so a store that hangs may hold a quarter of the host."""
+        self._to_store += nodes
+        todo: dict[int, list[Node]] = {}
+        num = 0
+        while self._to_store and 4 * (self._storing + num) < self.cfg.dram_pages:
+            g, node = self._to_store.popleft()
+            space = self.disk[g]
+            if not node.ready(self.host[g]) or space in node.copies or not self._slot(g):
+                continue
+            self.tree.attach(node, space, Copy(space.pool.acquire(1)[0], ready=False))
+            todo.setdefault(g, []).append(node)
+            num += 1
+        self._storing += num
+        for g, ready in todo.items():
+            self.move_nodes(ready, self.host[g], self.disk[g])
+
+    def _slot(self, g: int) -> bool:
+        """Whether a storage slot for a page of group g can be had, from the oldest of any group."""
+        want = [int(k == g) for k in range(len(self.disk))]
+        while self._disk_arena.short(want, promised=False):
+            oldest = [(e[:3], s) for s in self.disk if (e := self.tree.oldest(s)) is not None]
+            if not oldest or not self.tree.evict(min(oldest, key=lambda pair: pair[0])[1], 1):
+                return False
+            for space in self.disk:
+                space.pool.drain(self.retired, self.flights)
+        return True

@@ -1,0 +1,244 @@
+"""The way in: pages for a request that gets a row, from wherever its KV is.
+
+One function for the first admission, a resume from host pages, a resume after a drop and a prefix
+hit in any tier, to device pages or to host pages. It takes everything or changes nothing.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from penstock.core.lifecycle import Phase, Place
+from penstock.core.plan import Row, Tier
+from penstock.core.request import Request, Table
+from penstock.core.staying import own
+from penstock.core.tree import Copy, Node
+
+if TYPE_CHECKING:
+    from penstock.core.holdings import Holdings
+
+
+@dataclass(slots=True)
+class Fill:
+    """A page to be copied: `entry` of the table, from `source` to a page that is still to be had."""
+
+    entry: int
+    node: Node | None
+    source: Copy
+    target: Copy
+
+
+@dataclass(slots=True)
+class Way:
+    """The columns that a table will have. A page that is still to be had is -1."""
+
+    device: list[Copy | None] = field(default_factory=list)
+    host: list[Copy | None] = field(default_factory=list)
+    loads: list[Fill] = field(default_factory=list)      # host to device
+    saves: list[Fill] = field(default_factory=list)      # device to host
+    hot: int = 0
+
+    def new_device(self) -> int:
+        return self.hot + sum(c is not None and c.page < 0 for c in self.device)
+
+    def new_host(self) -> int:
+        return sum(c is not None and c.page < 0 for c in self.host)
+
+
+def enter(have: Holdings, r: Request, place: Place, spare: int) -> bool:
+    """Give `r` a row and all the pages that its known tokens need in `place`. False: nothing has
+    changed."""
+    if not have.rows.free:
+        return False
+    if r.phase not in (Phase.PAUSED, Phase.RECEIVING):
+        _find(have, r)
+    ways = [_way(have, r, g, place) for g in range(len(r.tables))]
+    if not _is_room(have, ways, spare):
+        for w in ways:
+            _undo(have, w)
+        if r.phase in (Phase.QUEUED, Phase.DROPPED):
+            have.forget_path(r)
+        return False
+    r.row = Row(have.rows.acquire(1)[0])
+    below = {id(n) for g, w in enumerate(ways) for n in _take(have, r, g, w)}
+    r.loads = len(below)
+    r.is_parked = False
+    r.capacity = have.covered(r, place)
+    if place is Place.HOST:
+        have.lent.append(r)
+    return True
+
+
+def receive(have: Holdings, r: Request, place: Place, spare: int) -> bool:
+    """Pages for the prompt of `r`, which another engine will write. What is cached here is kept where
+    it is; the rest begins at `settled`. False: nothing has changed."""
+    _find(have, r)
+    n, ways = r.num_prompt, list[Way]()
+    for g, t in enumerate(r.tables):
+        way, begin, new = Way(), t.begin(n), max(r.settled // t.unit, t.begin(n))
+        on_host = place is Place.HOST and t.group.hosted
+        way.device, way.host = [None] * new, [None] * new
+        for i in range(begin, new):
+            node = have.node(r, t, i)
+            assert node is not None, f"request {r.rid}: page {i} of {t.group.name} is lost"
+            column, copy = way.device, node.good(have.device[g])
+            if copy is None:
+                column, copy = way.host, node.good(have.host[g])
+            assert copy is not None, f"request {r.rid}: page {i} of {t.group.name} is lost"
+            column[i] = _pin(copy)
+        column = way.host if on_host else way.device
+        column += [_new() for _ in range(t.end(n) - new)]
+        ways.append(way)
+    device, host = [w.new_device() for w in ways], [w.new_host() for w in ways]
+    if not (have.room(Tier.HBM, device, spare) and have.room(Tier.DRAM, host)):
+        for w in ways:
+            _undo(have, w)
+        have.forget_path(r)
+        return False
+    r.loads = len({id(n) for g, w in enumerate(ways) for n in _take(have, r, g, w)})
+    return True
+
+
+def _is_room(have: Holdings, ways: list[Way], spare: int) -> bool:
+    if not have.room(Tier.DRAM, [w.new_host() for w in ways]):
+        return False
+    if have.room(Tier.HBM, [w.new_device() for w in ways], spare):
+        return True
+    if not any(any(w.device) for w in ways if w.hot):
+        return False
+    for w in ways:                             # pages that it could do without are in its own way
+        for i, copy in enumerate(w.device if w.hot else ()):
+            if copy is not None:
+                w.device[i] = None
+                _unpin(have, copy)
+    return have.room(Tier.HBM, [w.new_device() for w in ways], spare)
+
+
+def _find(have: Holdings, r: Request) -> None:
+    """Name what of the known tokens has KV somewhere, and set `computed`."""
+    old, r.path = r.path, have.match(r)
+    for node in r.path:
+        have.tree.use(node)
+    have.tree.leave(old)
+    r.computed = r.settled = len(r.path) * have.cfg.page_size
+
+
+def _way(have: Holdings, r: Request, g: int, place: Place) -> Way:
+    """Pin what group g has of `r`, and say what is still to be had."""
+    t, way = r.tables[g], Way()
+    known, done = len(r.tokens), t.end(r.computed)
+    # A window moves on: its pages are taken as they are needed. Everything else is taken at once.
+    end = t.end(r.computed + 1) if t.group.reach else t.end(known)
+    begin = t.begin(r.computed)
+    hosted = place is Place.HOST and t.group.hosted
+    way.device = [None] * begin
+    way.host = [None] * begin if hosted else []
+    for i in range(begin, max(end, done)):
+        node = have.node(r, t, i)
+        if hosted:
+            way.host.append(_host_entry(have, r, t, g, i, node, way) if i < done else _new())
+            way.device.append(_shared(have, g, node))
+        else:
+            way.device.append(_device_entry(have, r, t, g, i, node, way) if i < done else _new())
+    if hosted:
+        way.hot = have.cfg.hot_pages
+    return way
+
+
+def _new() -> Copy:
+    return Copy(-1, pins=1)
+
+
+def _pin(copy: Copy) -> Copy:
+    copy.pins += 1
+    return copy
+
+
+def _shared(have: Holdings, g: int, node: Node | None) -> Copy | None:
+    """A device page that a hosted row can read as long as nobody else needs the memory."""
+    copy = node.good(have.device[g]) if node is not None else None
+    return _pin(copy) if copy is not None and copy.ready else None
+
+
+def _device_entry(have: Holdings, r: Request, t: Table, g: int, i: int, node: Node | None,
+                  way: Way) -> Copy:
+    mine = own(t.device, i)
+    if mine is None and node is not None:
+        mine = node.good(have.device[g])
+    if mine is not None:
+        return _pin(mine)
+    source = own(t.host, i)
+    if source is None and node is not None:
+        source = node.good(have.host[g])
+    assert source is not None and source.ready, f"request {r.rid}: page {i} of {t.group.name} is lost"
+    target = _new()
+    way.loads.append(Fill(i, node, _pin(source), target))
+    return target
+
+
+def _host_entry(have: Holdings, r: Request, t: Table, g: int, i: int, node: Node | None,
+                way: Way) -> Copy:
+    mine = own(t.host, i)
+    if mine is None and node is not None:
+        mine = node.good(have.host[g])
+    if mine is not None:
+        return _pin(mine)
+    source = own(t.device, i)
+    if source is None and node is not None:
+        source = node.good(have.device[g])
+    assert source is not None, f"request {r.rid}: page {i} of {t.group.name} is lost"
+    target = _new()
+    way.saves.append(Fill(i, node, _pin(source), target))
+    return target
+
+
+def _undo(have: Holdings, way: Way) -> None:
+    for copy in [*way.device, *way.host, *(f.source for f in (*way.loads, *way.saves))]:
+        if copy is not None and copy.page >= 0:
+            _unpin(have, copy)
+
+
+def _unpin(have: Holdings, copy: Copy) -> None:
+    copy.pins -= 1
+    if copy.node is not None:
+        have.tree.settle(copy.node)
+
+
+def _take(have: Holdings, r: Request, g: int, way: Way) -> list[Node]:
+    """Get the pages, start the copies, and let go of what `r` had before. Returns the pages of its
+    path that the device does not have."""
+    t = r.tables[g]
+    for space, column, extra in ((have.device[g], way.device, way.hot), (have.host[g], way.host, 0)):
+        new = [c for c in column if c is not None and c.page < 0]
+        pages = space.pool.acquire(len(new) + extra)
+        for copy, page in zip(new, pages, strict=False):
+            copy.page = page
+        t.hot += [Copy(page, pins=1) for page in pages[len(new):]]
+    _start(have, r, g, way.loads, up=True)
+    _start(have, r, g, way.saves, up=False)
+    old_device, old_host = t.device, t.host
+    t.device, t.host, t.first = way.device, way.host, t.begin(r.computed)
+    have.let_go(r, g, old_device, old_host)
+    on_host = [n for i in range(len(way.host)) if own(way.device, i) is None
+               and (n := have.node(r, t, i)) is not None]
+    return [*on_host, *(f.node for f in way.loads if f.node is not None)]
+
+
+def _start(have: Holdings, r: Request, g: int, fills: list[Fill], *, up: bool) -> None:
+    """Begin to copy. A sealed page becomes the tree's copy, unless the tree has one meanwhile or its
+    source is a twin that the tree does not know."""
+    src, dst = (have.host[g], have.device[g]) if up else (have.device[g], have.host[g])
+    t, nodes = r.tables[g], list[Node]()
+    for f in fills:
+        f.target.partial = f.source.partial
+        if f.node is not None and dst not in f.node.copies and not f.source.partial:
+            f.target.ready = False
+            have.tree.attach(f.node, dst, f.target)
+        if f.node is not None and f.target.node is f.node and f.node.copies.get(src) is f.source:
+            nodes.append(f.node)
+        else:
+            tokens = min(r.computed - f.entry * t.unit, t.unit)
+            node = f.node if f.target.node is not None else None
+            have.copies.move_private(r, src, f.source, dst, f.target, tokens, node)
+        f.source.pins -= 1
+    have.copies.move_nodes(nodes, src, dst)

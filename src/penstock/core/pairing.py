@@ -1,0 +1,171 @@
+"""The seam between the core and its side of a prefill/decode pair.
+
+Turns outcomes of the protocol into edges and copies, and requests' fates into the protocol's calls. A
+grant is a Move from PEER into our pages, a push a Move of our pages to PEER; both are fenced like
+any other copy. Knows no messages: what they are and when they are repeated is `peer`'s business.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, assert_never
+
+from penstock.core import peer
+from penstock.core.copies import Flight
+from penstock.core.lifecycle import Phase, Place, Role, Trigger
+from penstock.core.messages import Reason
+from penstock.core.plan import (
+    MoveId,
+    Outcome,
+    Overdue,
+    PeerFenced,
+    Received,
+    Reminded,
+    Renewed,
+    Say,
+    Tier,
+)
+from penstock.core.receiving import DecodeSide
+from penstock.core.request import Request
+from penstock.core.sending import PrefillSide
+
+if TYPE_CHECKING:
+    from penstock.core.core import Core
+
+FromPeer = Received | Reminded | Overdue | PeerFenced | Renewed
+
+
+class Pairing:
+    """One engine's end of its pair. Transfers are named by the server, on both engines alike."""
+
+    def __init__(self, core: Core, role: Role) -> None:
+        assert role is not Role.UNIFIED
+        self.core = core
+        self.side: DecodeSide | PrefillSide = (
+            DecodeSide if role is Role.DECODE else PrefillSide)(core.cfg.epoch)
+        self.requests: dict[int, Request] = {}              # by transfer, live ones
+        self.granted: dict[int, list[MoveId]] = {}          # transfer -> Moves that end with it
+
+    def event(self, event: FromPeer) -> None:
+        side = self.side
+        match event:
+            case Received(message):
+                self._apply(side.received(message))
+            case PeerFenced(epoch):
+                self._apply(side.fenced(epoch))
+            case Reminded(transfer, n):
+                self._apply(side.reminded(transfer, n) if isinstance(side, DecodeSide) else ())
+            case Overdue(transfer, n):
+                self._apply(side.expired(transfer, n) if isinstance(side, PrefillSide) else ())
+            case Renewed(epoch):
+                self._apply(side.restart(epoch) if isinstance(side, PrefillSide) else ())
+            case _:
+                assert_never(event)
+
+    def flush(self) -> list[Say]:
+        """What is to be said now. A grant follows the plan that has its Move: until that is made,
+        everything waits."""
+        if any(m.src is Tier.PEER for m in self.core.have.copies.outbox):
+            return []
+        out, self.side.outbox = self.side.outbox, []
+        return [Say(what) for what in out]
+
+    # ---------------------------------------------------------------- from the core
+    def arrived(self, r: Request) -> None:
+        if r.arrived.transfer:
+            self.requests[r.arrived.transfer] = r
+            if isinstance(self.side, PrefillSide):
+                self._apply(self.side.expect(r.arrived.transfer))
+
+    def refused(self, transfer: int) -> None:
+        """A request can never run here."""
+        if isinstance(self.side, PrefillSide) and transfer:
+            self._apply(self.side.expect(transfer))
+            self._apply(self.side.refuse(transfer, Reason.REFUSED))
+
+    def entered(self, r: Request, source: Phase) -> None:
+        """`r` has changed its phase: what the other engine must hear of that."""
+        transfer = r.arrived.transfer
+        if isinstance(self.side, DecodeSide):
+            if r.phase is Phase.RECEIVING:
+                self._open(r)
+            elif source is Phase.RECEIVING and transfer in self.granted:
+                self._apply(self.side.cancel(transfer))
+            if r.phase is Phase.DONE:
+                self.requests.pop(transfer, None)
+        elif r.phase is Phase.DONE and self.requests.pop(transfer, None) is not None:
+            self._apply(self.side.refuse(transfer, Reason.REFUSED))
+
+    def _open(self, r: Request) -> None:
+        side, have = self.side, self.core.have
+        assert isinstance(side, DecodeSide)
+        transfer, start = r.arrived.transfer, r.settled
+        generation = side.open(transfer, r.num_prompt, start=start)
+        self.granted[transfer] = []
+        for g, t in enumerate(r.tables):
+            on_host = r.place is Place.HOST and t.group.hosted
+            space, column = (have.host[g], t.host) if on_host else (have.device[g], t.device)
+            entry = max(start // t.unit, t.begin(r.num_prompt))
+            copies = [c for c in column[entry:] if c is not None]
+            if t.group.window and entry * t.unit < r.num_prompt - t.group.window:
+                copies[0].partial = True       # the peer sends what the window needs, no more
+            self.granted[transfer].append(have.copies.open(
+                r, space, copies, entry * t.unit, r.num_prompt - entry * t.unit, transfer, generation))
+
+    def push(self, r: Request) -> None:
+        """All of a prompt is computed, and the other engine has pages: send what it lacks."""
+        side, have = self.side, self.core.have
+        assert isinstance(side, PrefillSide) and r.grant is not None
+        n, transfer = r.num_prompt, r.arrived.transfer
+        for g, t in enumerate(r.tables):
+            on_host = r.place is Place.HOST and t.group.hosted
+            space, column = (have.host[g], t.host) if on_host else (have.device[g], t.device)
+            first = max(r.grant.start, t.begin(n) * t.unit)
+            copies = [c for c in column[first // t.unit:t.end(n)] if c is not None]
+            move = have.copies.push(r, space, copies, first, n - first, transfer, r.grant.generation)
+            side.push_started(transfer, move)
+        r.is_pushed = True
+        self._apply(side.finish(transfer, 0, tuple(r.tokens[n:n + 1])))
+
+    def push_ended(self, id: MoveId, ok: bool) -> None:
+        side = self.side
+        assert isinstance(side, PrefillSide)
+        self._apply(side.push_ended(id, ok))
+
+    # ---------------------------------------------------------------- from the protocol
+    def _apply(self, outcomes: Iterable[peer.Outcome]) -> None:
+        for o in outcomes:
+            r = self.requests.get(o.transfer)
+            match o:
+                case peer.Landed():
+                    self._landed(o, r)
+                case peer.Declined():
+                    if r is not None and r.phase is Phase.RECEIVING and not r.is_parked:
+                        self.core._go(r, Trigger.DROP)
+                case peer.Granted():
+                    if r is not None and o.tokens == r.num_prompt:
+                        r.grant = o
+                    elif r is not None:
+                        self.core._end(r, Outcome.LOST)      # it is not the same request
+                case peer.Stopped():
+                    if r is not None:
+                        del self.requests[o.transfer]        # its end is known there
+                        self.core._end(r, Outcome.LOST)
+                case peer.Sent():
+                    if r is not None:
+                        del self.requests[o.transfer]
+                        self.core.sent(r)
+                case _:
+                    assert_never(o)
+
+    def _landed(self, o: peer.Landed, r: Request | None) -> None:
+        """No byte of a grant will move any more."""
+        copies = self.core.have.copies
+        flights: list[Flight] = [copies.landed(id, o.ok)[0] for id in self.granted.pop(o.transfer)]
+        for flight in flights:
+            copies.settle(flight)
+        if r is None or r.phase is not Phase.RECEIVING or r.is_parked:
+            return
+        if o.ok:
+            self.core.delivered(r, o.tokens)
+        else:
+            self.core._go(r, Trigger.DROP)

@@ -1,0 +1,117 @@
+"""Where a request goes: device pages or host pages, and what can ever fit.
+
+A request that fits nowhere alone is refused; one that fits for a while has its output clipped. Host
+pages are for requests that select, when the device has no room; they come back when there is room.
+"""
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from penstock.core.ledger import Arena
+from penstock.core.lifecycle import ACTIVE, Phase, Place, Trigger
+from penstock.core.plan import Arrived, Tier
+from penstock.core.request import Request
+from penstock.core.settings import CacheGroup, CoreConfig
+
+if TYPE_CHECKING:
+    from penstock.core.core import Core
+
+
+def may_host(cfg: CoreConfig, a: Arrived) -> bool:
+    return cfg.sparse and a.selects
+
+
+def needs(cfg: CoreConfig, place: Place, tokens: int) -> tuple[list[int], list[int]]:
+    """Device and host pages of each group that a request of `tokens` positions needs at once."""
+    device, host = [], []
+    for group in cfg.groups:
+        unit = group.page_tokens or cfg.page_size
+        pages = -(-tokens // unit)
+        if group.reach:                        # the window, and the page that is being written
+            pages = min(pages, -(-group.reach // unit) + 1)
+        hosted = place is Place.HOST and group.hosted
+        device.append(cfg.hot_pages if hosted else pages)
+        host.append(pages if hosted else 0)
+    return device, host
+
+
+def _slabs(groups: Iterable[CacheGroup], pages: list[int], place: Place) -> int:
+    """Slabs that hold them at worst: what comes and goes may lie one page to a slab."""
+    return sum(n if group.reach or (place is Place.HOST and group.hosted) else -(-n // group.slab_pages)
+               for group, n in zip(groups, pages, strict=True))
+
+
+def fits(cfg: CoreConfig, place: Place, tokens: int) -> bool:
+    """Whether a request that is alone can have this many positions."""
+    device, host = needs(cfg, place, tokens)
+    if len(cfg.groups) == 1:
+        return device[0] <= cfg.hbm_pages and host[0] <= cfg.dram_pages
+    per = cfg.groups[0].slab_pages
+    host_slabs = sum(-(-n // group.slab_pages) for group, n in zip(cfg.groups, host, strict=True))
+    return (_slabs(cfg.groups, device, place) <= cfg.hbm_pages // per
+            and host_slabs <= cfg.dram_pages // per)
+
+
+def largest(cfg: CoreConfig, a: Arrived) -> int:
+    """Positions that `a` can have when it is alone, up to the context length."""
+    places = [Place.HOST] if may_host(cfg, a) else []
+    if not (places and cfg.always_hosted):
+        places.append(Place.DEVICE)
+    return max(bisect.bisect_left(range(1, cfg.max_len + 1), True,
+                                  key=lambda n: not fits(cfg, place, n)) for place in places)
+
+
+def refusal(cfg: CoreConfig, a: Arrived) -> str:
+    """Why `a` can never run, with the numbers."""
+    where = f"the device pool holds {cfg.hbm_pages} pages of {cfg.page_size} tokens"
+    if may_host(cfg, a):
+        where += f", the host pool {cfg.dram_pages}"
+    return (f"the prompt has {len(a.prompt)} tokens; the context length is {cfg.max_len} and {where}")
+
+
+def ways_in(core: Core, r: Request) -> tuple[Trigger, ...]:
+    """What to try, in this order, for a request that waits."""
+    known = r.phase in (Phase.QUEUED, Phase.FETCHING, Phase.RECEIVING)
+    device, host = Trigger.ADMIT if known else Trigger.RESUME, Trigger.HOST
+    if (r.phase, Trigger.RECEIVE) in core.edges and r.arrived.transfer:
+        device, host = Trigger.RECEIVE, Trigger.RECEIVE_HOST
+    if not r.may_host:
+        return (device,)
+    if core.cfg.always_hosted or not fits(core.cfg, Place.DEVICE, len(r.tokens)):
+        return (host,)
+    return (device, host)
+
+
+def all_end(core: Core, r: Request, place: Place) -> bool:
+    """Whether all that run, and `r` in `place`, can go on to their ends without a victim."""
+    cfg = core.cfg
+    device, host = [0] * len(cfg.groups), [0] * len(cfg.groups)
+    running = [(q, q.place) for q in core.running if q is not r]
+    for q, where in (*running, (r, place)):
+        for total, n in zip((device, host), needs(cfg, where, q.num_prompt + q.max_new - 1),
+                            strict=True):
+            for g, pages in enumerate(n):
+                total[g] += pages
+    return _total(cfg, core.have.arenas[Tier.HBM], device) and (
+        not any(host) or _total(cfg, core.have.arenas[Tier.DRAM], host))
+
+
+def _total(cfg: CoreConfig, arena: Arena, pages: list[int]) -> bool:
+    if len(cfg.groups) == 1:
+        return pages[0] <= arena.pools[0].capacity
+    return _slabs(cfg.groups, pages, Place.DEVICE) <= arena.slabs
+
+
+def promote(core: Core) -> None:
+    """Bring the oldest hosted row back, if all that run could then end on the device."""
+    if core.waiting or core.cfg.always_hosted:
+        return
+    for r in core.running:
+        if r.phase is Phase.PROMOTING:
+            return                             # one at a time
+    for r in core.running:
+        if r.phase is Phase.HOSTED and r.put_back < core.have.issued and all_end(core, r, Place.DEVICE):
+            core._go(r, Trigger.PROMOTE, spare=sum(q.phase in ACTIVE for q in core.running))
+            return

@@ -1,0 +1,148 @@
+"""The flight recorder: the last turns of one core, as references to what went in and came out.
+
+Always on, so a turn costs it a few appends and no formatting. Owns the ring and nothing else: what may
+leave the process is `standins`' decision, files and text are made elsewhere.
+"""
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from penstock.core.lifecycle import Phase, Trigger
+from penstock.core.plan import Advance, Arrived, Event, Output, RequestId, Retired, StepId, StepPlan
+from penstock.core.request import Request
+from penstock.core.settings import CoreConfig
+
+RING = 512                # turns
+TOKENS_MAX = 1 << 22      # of prompts and ended requests that only the ring keeps alive: about 150 MB
+WHOLE_ROWS = 32           # plans of so many rows are kept whole, see `brief`
+
+Edge = tuple[RequestId, Phase, Trigger, Phase]
+
+
+class Recorded(Protocol):
+    """What is read of `Core`."""
+
+    cfg: CoreConfig
+    live: dict[RequestId, Request]
+
+    def advance(self, events: Sequence[Event]) -> Advance: ...
+    def _go(self, r: Request, trigger: Trigger, spare: int = 0) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """A large Retired with one token a row."""
+
+    step: StepId
+    tokens: list[int]
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """One `advance`. `outputs` is None where it was nothing but all the tokens of `events`, `plan` may
+    be brief."""
+
+    kept: Sequence[Event | Flat]
+    plan: StepPlan | None = None
+    outputs: tuple[Output, ...] | None = None
+    num_outputs: int = 0
+    edges: list[Edge] = field(default_factory=list)
+    ended: list[Request] = field(default_factory=list)       # nobody else has them any more
+    idle: int = 0              # calls without events that followed, and in which nothing happened
+    tokens: int = 0            # kept alive by this turn
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        return tuple(Retired(e.step, tuple((token,) for token in e.tokens)) if isinstance(e, Flat) else e
+                     for e in self.kept)
+
+
+def brief(plan: StepPlan, columns: StepPlan) -> StepPlan:
+    """`plan` without positions and input ids; the columns that are equal are those of `columns`."""
+    return StepPlan(plan.step, columns.rows, columns.rids, (), columns.count, columns.samples, (),
+                    plan.grows, plan.binds, plan.moves, plan.yields, plan.waits)
+
+
+class Recorder:
+    """Goes between the loop and its core: `recorder.advance(events)` in place of `core.advance`.
+
+    Make it together with the core: it is `complete` as long as no turn has left the ring.
+    """
+
+    def __init__(self, core: Recorded, turns: int = RING, tokens_max: int = TOKENS_MAX,
+                 whole_rows: int = WHOLE_ROWS) -> None:
+        assert not core.live, "the recorder must see a core from its first event on"
+        self.core = core
+        self.turns: deque[Turn] = deque()
+        self.now: Turn | None = None           # the turn in progress, or the one that did not return
+        self.lost = 0                          # turns that have left the ring
+        self._turns_max, self._tokens_max, self._whole_rows = turns, tokens_max, whole_rows
+        self._drafts = core.cfg.draft_tokens > 0
+        self._tokens = 0
+        self._last: StepPlan | None = None     # the last plan, as it was kept
+        self._advance, self._go = core.advance, core._go
+        core._go = self._watch_go              # type: ignore[method-assign]
+
+    @property
+    def complete(self) -> bool:
+        return self.lost == 0
+
+    def advance(self, events: Sequence[Event]) -> Advance:
+        """The core's answer. While it works, and for ever if it raises, `now` is this turn."""
+        turn = self.now = Turn(tuple(events))
+        answer = self._advance(events)
+        if events or answer.plan is not None or answer.outputs or turn.edges or not self.turns:
+            self._keep(turn, answer)
+        else:
+            self.turns[-1].idle += 1           # half of all calls: the loop asks until there is no plan
+        self.now = None
+        return answer
+
+    def _keep(self, turn: Turn, answer: Advance) -> None:
+        quiet, results, new = not turn.edges, 0, len(answer.outputs)
+        for event in turn.kept:
+            if type(event) is Retired:
+                # Without drafts a row returns one token at most: cheaper to count, for the same end.
+                results += sum(map(len, event.tokens)) if self._drafts else len(event.tokens)
+            elif type(event) is Arrived:
+                turn.tokens += len(event.prompt)
+                quiet = False
+        turn.num_outputs = new
+        if answer.plan is not None:
+            turn.plan = self._last = self._slim(answer.plan)
+        # A Token a row and step, kept until the ring has gone round, costs the core 3 % of its speed:
+        # the next ones then lie in memory that no cache has. Most steps can do without; so `_slim`, `Flat`.
+        if not quiet or results != new:
+            turn.outputs = answer.outputs
+        elif new > self._whole_rows and not self._drafts:
+            turn.kept = [Flat(e.step, [token for (token,) in e.tokens]) if type(e) is Retired else e
+                         for e in turn.kept]
+        if turn.ended:
+            turn.tokens += sum(len(r.tokens) for r in turn.ended)
+        self._tokens += turn.tokens
+        self.turns.append(turn)
+        while len(self.turns) > self._turns_max or (
+                self._tokens > self._tokens_max and len(self.turns) > 1):
+            self._tokens -= self.turns.popleft().tokens
+            self.lost += 1
+
+    def _slim(self, plan: StepPlan) -> StepPlan:
+        """A large decode step of the same rows as the last shares that one's columns, and is brief."""
+        last, n = self._last, len(plan.rows)
+        if (last is None or n <= self._whole_rows or len(plan.tokens) != n or plan.rids != last.rids
+                or plan.rows != last.rows or plan.samples != last.samples or plan.count != last.count):
+            return plan
+        return brief(plan, last)
+
+    def _watch_go(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
+        source = r.phase
+        if not self._go(r, trigger, spare):
+            return False
+        if self.now is not None:
+            self.now.edges.append((r.rid, source, trigger, r.phase))
+            if r.phase is Phase.DONE:
+                self.now.ended.append(r)
+        return True

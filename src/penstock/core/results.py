@@ -1,0 +1,87 @@
+"""What a step's results do to its rows: tokens that count, pages that are full, requests that end.
+
+Most results are one more token of a row that decodes: while a row is `calm` (see `schedule`) it is
+counted on without a look. Knows nothing of plans to come.
+"""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.core import schedule
+from penstock.core.lifecycle import Phase, Trigger
+from penstock.core.plan import Outcome, StepId, Token
+from penstock.core.request import Issued, Request
+
+if TYPE_CHECKING:
+    from penstock.core.core import Core
+
+_new = tuple.__new__     # a NamedTuple's own constructor is a Python function, and takes twice as long
+
+
+def retire(core: Core, step: StepId, tokens: tuple[tuple[int, ...], ...]) -> None:
+    assert step == core.have.retired + 1, "results arrive in step order"
+    core.have.copies.retired = step
+    rows, out, looked = core.in_flight.pop(step), core._out, 0
+    if len(tokens) < len(rows):
+        tokens = _of_each(rows, tokens)
+    for row, new in zip(rows, tokens, strict=True):
+        r = row.request
+        at = r.settled
+        if at < r.calm and len(new) == 1:
+            token, a = new[0], r.arrived
+            if token not in a.stop:
+                r.in_flight -= 1
+                r.pending -= 1
+                r.settled = at = at + 1
+                r.tokens.append(token)
+                out.append(_new(Token, (a.rid, at - r.num_prompt, token)))
+                continue
+        looked += 1
+        _look(core, row, step, new)
+    core.counters["rows_looked_at"] += looked
+
+
+def _of_each(rows: list[Issued], tokens: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    """Results of all rows of a step, also of those that do not sample."""
+    results = iter(tokens)
+    return tuple([next(results) if row.width else () for row in rows])
+
+
+def _look(core: Core, row: Issued, step: StepId, new: tuple[int, ...]) -> None:
+    r = row.request
+    r.in_flight -= 1
+    if r.phase is Phase.DONE:
+        return                                 # over-run: issued before we knew that it had ended
+    r.pending -= row.width
+    if step <= r.void:
+        return                                 # it read what never came
+    outcome = take(core, r, new)
+    if row.life == r.life:
+        short = row.width - len(new)           # what the plan allowed for and did not come
+        assert short >= 0, "more tokens than the plan allows"
+        r.computed -= short
+        r.settled += row.count - short
+        if r.settled >= (len(r.path) + 1) * core.cfg.page_size:
+            core.have.seal(r)                  # before it may end: its pages serve others
+        r.calm = schedule.calm(core, r)
+    if outcome is not None:
+        core._end(r, outcome)
+    elif r.phase is Phase.SENDING and not (r.num_output or r.in_flight):
+        core._go(r, Trigger.DROP)              # it came without its first token: once more
+
+
+def take(core: Core, r: Request, tokens: tuple[int, ...]) -> Outcome | None:
+    """Append output tokens, as far as they count. Returns why the request ends with them."""
+    a, n = r.arrived, r.num_output
+    if core.prefills_only:
+        r.tokens += tokens                     # the decode engine tells whom it concerns
+        return None
+    for token in tokens:
+        r.tokens.append(token)
+        core._out.append(Token(a.rid, n, token))
+        n += 1
+        if token in a.stop and n > a.min_new:
+            return Outcome.STOP
+        if n >= r.max_new:
+            return Outcome.LENGTH
+    return None

@@ -1,0 +1,261 @@
+"""What may leave the process: a recorded flight with every token replaced by a stand-in.
+
+Two positions have the same stand-in if and only if they have the same namespace and the same tokens up
+to and including them: that is all that the planner can see of content, so plans stay the same. Repeats
+within a prompt are not visible, and the numbers are given anew for each dump. Writes no file.
+"""
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+from penstock.core.lifecycle import Phase
+from penstock.core.plan import Arrived, Event, Finished, Output, RequestId, Retired, StepId, StepPlan, Token
+from penstock.core.recorder import Edge, Recorder, Turn
+from penstock.core.settings import CoreConfig
+
+UNKNOWN = -1                       # a token that the core did not look at
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A request that was live when the flight begins. `arrived.prompt` is its prompt alone."""
+
+    arrived: Arrived
+    outputs: tuple[int, ...]
+    phase: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """One turn of a flight. `returned` is False for the turn that ended in an exception."""
+
+    events: tuple[Event, ...]
+    plan: StepPlan | None
+    outputs: tuple[Output, ...]        # but for tokens
+    tokens: int                        # how many there were
+    edges: tuple[tuple[RequestId, str, str, str], ...]
+    idle: int
+    returned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A recorder's ring without content. `lost` turns came before; 0: it begins with the core."""
+
+    cfg: CoreConfig
+    lost: int
+    held: tuple[Held, ...]
+    legs: tuple[Leg, ...]
+
+    @property
+    def complete(self) -> bool:
+        return self.lost == 0
+
+
+@dataclass(slots=True, eq=False)
+class _Story:
+    """All that is known of one request: its tokens, true and as stand-ins."""
+
+    arrived: Arrived
+    tokens: tuple[int, ...]
+    before: int                        # outputs when the flight begins
+    stand: list[int]                   # of each token
+    emitted: int                       # outputs up to the turn that is being written
+
+
+class _Numbers:
+    """Stand-ins of token sequences, in the order in which they are asked for."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._seen: dict[int, list[tuple[tuple[int, ...], list[int]]]] = {}    # namespace -> sorted
+
+    def of(self, namespace: int, tokens: tuple[int, ...]) -> list[int]:
+        seen = self._seen.setdefault(namespace, [])
+        at = bisect.bisect_left(seen, tokens, key=lambda pair: pair[0])
+        # In sorted order, nobody shares more with it than its two neighbours.
+        best: list[int] = []
+        for other, stand in seen[max(0, at - 1):at + 1]:
+            n = _common(other, tokens)
+            if n > len(best):
+                best = stand[:n]
+        fresh = len(tokens) - len(best)
+        out = best + list(range(self._next, self._next + fresh))
+        self._next += fresh
+        seen.insert(at, (tokens, out))
+        return out
+
+
+def _common(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    """Length of the longest common prefix."""
+    return bisect.bisect_left(range(1, min(len(a), len(b)) + 1), True, key=lambda n: a[:n] != b[:n])
+
+
+def redact(recorder: Recorder) -> Flight:
+    """The recorder's ring as it is now, without content. Call it between two turns, or after one that
+    did not return."""
+    turns = [*recorder.turns, *([] if recorder.now is None else [recorder.now])]
+    return _Redaction(recorder, turns).flight()
+
+
+# Of one turn: a request's results by step, and which of all these tokens counted: from, how many.
+_Results = dict[RequestId, tuple[list[tuple[StepId, tuple[int, ...]]], int, int]]
+
+
+class _Redaction:
+    def __init__(self, recorder: Recorder, turns: list[Turn]) -> None:
+        self.recorder, self.turns = recorder, turns
+        self.plans = {t.plan.step: t.plan for t in turns if t.plan is not None}
+        self.born = {e.rid: e for t in turns for e in t.events if isinstance(e, Arrived)}
+        self.namespaces: dict[int, int] = {}
+        self.attentions: dict[int, int] = {0: 0}
+        self.results = list(map(self._results, turns))
+        self.stories = self._stories()
+
+    # ---------------------------------------------------------------- who there was
+    def _stories(self) -> dict[RequestId, _Story]:
+        live = self.recorder.core.live
+        # What has ended and what is live; a refused request never had a Request.
+        known = {r.rid: (r.arrived, r.tokens) for t in self.turns for r in t.ended}
+        known |= {rid: (r.arrived, r.tokens) for rid, r in live.items()}
+        known |= {rid: (a, list(a.prompt)) for rid, a in self.born.items() if rid not in known}
+        counted, late = dict[RequestId, int](), dict[RequestId, list[int]]()
+        for turn, results in zip(self.turns, self.results, strict=True):
+            for rid, (got, _, n) in results.items():
+                if turn is self.recorder.now:
+                    late[rid] = [token for _, tokens in got for token in tokens]
+                else:
+                    counted[rid] = counted.get(rid, 0) + n
+        numbers, stories = _Numbers(), dict[RequestId, _Story]()
+        for rid in sorted(known):
+            a, tokens = known[rid]
+            n, new = len(a.prompt), late.get(rid, [])
+            if rid in self.born:
+                before = 0
+            else:
+                # Did the turn that failed get as far as to apply its results?
+                applied = len(new) if new and tokens[n:][-len(new):] == new else 0
+                before = max(0, len(tokens) - n - applied - counted.get(rid, 0))
+            whole = (*tokens[:n + before + counted.get(rid, 0)], *new)
+            space = self.namespaces.setdefault(a.namespace, len(self.namespaces))
+            self.attentions.setdefault(a.attention, len(self.attentions))
+            stories[rid] = _Story(a, whole, before, numbers.of(space, whole), before)
+        return stories
+
+    def _sampled(self, e: Retired) -> Iterator[tuple[RequestId | None, tuple[int, ...]]]:
+        """Whose results they are; None if the plan was made before the flight begins."""
+        plan = self.plans.get(e.step)
+        rids: Sequence[RequestId | None] = [None] * len(e.tokens)
+        if plan is not None:
+            mine = [rid for rid, samples in zip(plan.rids, plan.samples, strict=False) if samples]
+            rids = mine if len(mine) == len(e.tokens) else rids
+        return zip(rids, e.tokens, strict=True)
+
+    def _results(self, turn: Turn) -> _Results:
+        """The core may have skipped results that came too late, and what follows a stop: then the
+        outputs say which tokens counted."""
+        told: dict[RequestId, list[int]] = {}
+        for out in turn.outputs or ():
+            if isinstance(out, Token):
+                told.setdefault(out.rid, []).append(out.token)
+        found: dict[RequestId, list[tuple[StepId, tuple[int, ...]]]] = {}
+        for e in turn.events:
+            if isinstance(e, Retired):
+                for rid, got in self._sampled(e):
+                    if rid is not None:
+                        found.setdefault(rid, []).append((e.step, got))
+        return {rid: (got, *_place(got, None if turn.outputs is None else told.get(rid, [])))
+                for rid, got in found.items()}
+
+    # ---------------------------------------------------------------- writing it down
+    def flight(self) -> Flight:
+        phases = {rid: r.phase for rid, r in self.recorder.core.live.items()}
+        for turn in reversed(self.turns):
+            for rid, source, _, _ in reversed(turn.edges):
+                phases[rid] = source
+        held = tuple(Held(self._arrived(s.arrived), tuple(s.stand[len(s.arrived.prompt):][:s.before]),
+                          phases.get(rid, Phase.QUEUED).value)
+                     for rid, s in self.stories.items() if rid not in self.born)
+        return Flight(self.recorder.core.cfg, self.recorder.lost, held,
+                      tuple(map(self._leg, self.turns, self.results)))
+
+    def _leg(self, turn: Turn, results: _Results) -> Leg:
+        stands = self._stands(results)
+        events = tuple(self._event(e, stands) for e in turn.events)
+        said = tuple(_veiled(replace(o, reason="") if isinstance(o, Finished) else o)
+                     for o in turn.outputs or () if not isinstance(o, Token))
+        return Leg(events, None if turn.plan is None else self._plan(turn.plan), said,
+                   turn.num_outputs - len(said), tuple(map(_edge, turn.edges)), turn.idle,
+                   turn is not self.recorder.now)
+
+    def _stands(self, results: _Results) -> dict[tuple[StepId, RequestId], tuple[int, ...]]:
+        stands: dict[tuple[StepId, RequestId], tuple[int, ...]] = {}
+        for rid, (got, at, n) in results.items():
+            row = [UNKNOWN] * sum(len(tokens) for _, tokens in got)
+            if (s := self.stories.get(rid)) is not None:
+                first = len(s.arrived.prompt) + s.emitted
+                row[at:at + n] = s.stand[first:first + n]
+                s.emitted += n
+            for step, tokens in got:
+                stands[step, rid] = tuple(row[:len(tokens)])
+                del row[:len(tokens)]
+        return stands
+
+    def _event(self, e: Event, stands: dict[tuple[StepId, RequestId], tuple[int, ...]]) -> Event:
+        if isinstance(e, Arrived):
+            return self._arrived(e)
+        if isinstance(e, Retired):
+            return Retired(e.step, tuple((UNKNOWN,) * len(got) if rid is None else stands[e.step, rid]
+                                         for rid, got in self._sampled(e)))
+        veiled: Event = _veiled(e)
+        return veiled
+
+    def _arrived(self, a: Arrived) -> Arrived:
+        s, n = self.stories[a.rid], len(a.prompt)
+        # Stop ids that never came are as good as none: the core only looks whether a token is one.
+        hit = frozenset(stand for token, stand in zip(s.tokens[n:], s.stand[n:], strict=True)
+                        if token in a.stop)
+        return replace(a, prompt=tuple(s.stand[:n]), stop=hit, namespace=self.namespaces[a.namespace],
+                       attention=self.attentions[a.attention])
+
+    def _plan(self, p: StepPlan) -> StepPlan:
+        if not p.tokens:
+            return p                           # brief, or without rows
+        tokens: list[int] = []
+        for rid, start, count in zip(p.rids, p.start, p.count, strict=False):
+            at, s = len(tokens), self.stories.get(rid)
+            stand = [] if s is None else s.stand[start:start + count]
+            stand += [UNKNOWN] * (count - len(stand))      # of a core that is out of its mind
+            tokens += [mine if token >= 0 else UNKNOWN
+                       for mine, token in zip(stand, p.tokens[at:at + count], strict=False)]
+        return replace(p, tokens=tuple(tokens))
+
+
+def _place(results: list[tuple[StepId, tuple[int, ...]]], told: list[int] | None) -> tuple[int, int]:
+    """Which of the tokens counted: from where on, and how many. All, if nothing else is known."""
+    whole = [token for _, got in results for token in got]
+    if told is None or len(told) >= len(whole):
+        return 0, len(whole)               # or more were told: of a step from before the flight
+    at = 0
+    for _, got in results:
+        if whole[at:at + len(told)] == told:
+            break
+        at += len(got)
+    return at, len(told)
+
+
+def _veiled(value: Any) -> Any:
+    """Any other message: single numbers and names stay, whatever is a list might be tokens."""
+    if isinstance(value, tuple | frozenset | list | dict):
+        return (UNKNOWN,) * len(value)
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    return replace(value, **{f.name: _veiled(getattr(value, f.name)) for f in fields(value)})
+
+
+def _edge(edge: Edge) -> tuple[RequestId, str, str, str]:
+    rid, source, trigger, target = edge
+    return rid, source.value, trigger.value, target.value

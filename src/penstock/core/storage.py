@@ -1,0 +1,69 @@
+"""Fetching a known prefix from storage into host pages, before its request gets a row."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from penstock.core.plan import Tier
+from penstock.core.request import Request
+from penstock.core.staying import own, put
+from penstock.core.tree import Copy, Node
+
+if TYPE_CHECKING:
+    from penstock.core.holdings import Holdings
+
+
+def _wanted(have: Holdings, r: Request, path: list[Node]) -> Iterator[tuple[int, int, Node]]:
+    """Group, entry and node of every page that a hit of `path` needs."""
+    size = have.cfg.page_size
+    for g, t in enumerate(r.tables):
+        end = len(path) * size
+        for i in range(t.begin(end), t.end(end)):
+            yield g, i, path[(i + 1) * t.unit // size - 1]
+
+
+def stored(have: Holdings, r: Request) -> int:
+    """Pages of the known prefix that only storage has."""
+    path = have.match(r, stored=True)
+    return len({id(node) for g, _, node in _wanted(have, r, path) if not have.has(node, g)})
+
+
+def reserve(have: Holdings, r: Request) -> bool:
+    """Take the path as far as storage knows it, pin what the host has of it, and start reading the
+    rest. False: no room in the host, nothing has changed."""
+    path = have.match(r, stored=True)
+    todo: list[list[Node]] = [[] for _ in r.tables]
+    pinned: list[Copy] = []
+    for g, i, node in _wanted(have, r, path):
+        if copy := node.good(have.host[g]):
+            put(r.tables[g].host, i, copy)
+            pinned.append(copy)
+        elif not node.good(have.device[g]):
+            todo[g].append(node)
+    for node in path:
+        have.tree.use(node)
+    if not have.room(Tier.DRAM, [len(nodes) for nodes in todo]):
+        for t in r.tables:
+            t.host.clear()
+        for copy in pinned:
+            copy.pins -= 1
+        have.tree.leave(path)
+        return False
+    r.path = path
+    r.fetched = len({id(node) for nodes in todo for node in nodes})
+    for g, nodes in enumerate(todo):
+        pages = have.host[g].pool.acquire(len(nodes))
+        for node, page in zip(nodes, pages[::-1], strict=True):
+            copy = Copy(page, ready=False)
+            have.tree.attach(node, have.host[g], copy)
+        have.copies.move_nodes(nodes, have.disk[g], have.host[g])
+    for g, i, node in _wanted(have, r, path):
+        if own(r.tables[g].host, i) is None and (copy := node.good(have.host[g])):
+            put(r.tables[g].host, i, copy)
+    return True
+
+
+def is_fetched(have: Holdings, r: Request) -> bool:
+    """Nothing that this request waits for is on its way any more; some of it may have failed."""
+    return all(node.good(have.device[g]) or not node.good(have.host[g])
+               or node.ready(have.host[g]) for g, _, node in _wanted(have, r, r.path))

@@ -1,0 +1,345 @@
+"""Seeded bugs of rows that decode from host pages: binds, hot buffers, staging, promotion, loans."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from penstock.core import entering, lifecycle, room, schedule, staying
+from penstock.core.core import Core
+from penstock.core.entering import Way
+from penstock.core.holdings import Holdings
+from penstock.core.lifecycle import Lease, Phase, Place, Trigger
+from penstock.core.plan import Advance, Bind, Event, Group, Grow, Hot, Moved, StepId, Tier, Yield
+from penstock.core.request import Request, Table
+from penstock.core.settings import CoreConfig
+from penstock.core.tree import Copy, Node, Space
+from penstock.sim.mutants.registry import Real, holding, instead_of, mutant
+
+
+# ---------------------------------------------------------------- binds, grows, yields
+class _NoRebind(Core):
+    """The device is not told that the pages of a row have moved."""
+
+    edge: tuple[Phase, Trigger]
+
+    def _go(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
+        edge = r.phase, trigger
+        ok = super()._go(r, trigger, spare)
+        if ok and edge == self.edge:
+            r.moved = False
+        return ok
+
+
+@mutant()
+class NoRebindAfterASpill(_NoRebind):
+    """A row goes on from host pages, and its device pages are others' now."""
+
+    edge = Phase.STAGING, Trigger.LANDED
+
+
+@mutant()
+class NoRebindAfterAPromotion(_NoRebind):
+    """A row goes on from device pages through a hot buffer that others have now."""
+
+    edge = Phase.PROMOTING, Trigger.LANDED
+
+
+@instead_of(schedule, "_bind")
+def bind_keeps_after_a_resume(real: Real, r: Request) -> Bind:
+    """A resumed request goes on with the length and sampling state that its row had."""
+    bind: Bind = real(r)
+    return replace(bind, keep=bind.keep or r.gave_way > 0)
+
+
+@instead_of(schedule, "_bind", 400, mode="pp_size=2,overlap=1,spills=60,fail=0")
+def no_bind_keeps(real: Real, r: Request) -> Bind:
+    """A row whose pages have moved forgets the token that it has just sampled."""
+    bind: Bind = real(r)
+    return replace(bind, keep=False)
+
+
+@instead_of(schedule, "_bind")
+def kept_map_wrong_by_one(real: Real, r: Request) -> Bind:
+    """The hot buffer of a spilled row is told to hold the pages before those that it holds."""
+    bind: Bind = real(r)
+    return replace(bind, hot=tuple(tuple(Hot(h.page, h.keeps - (h.keeps > 0)) for h in units)
+                                   for units in bind.hot))
+
+
+@instead_of(schedule, "_bind")
+def hot_buffer_claims_what_it_never_held(real: Real, r: Request) -> Bind:
+    """A fresh hot unit is taken for a copy of the page with its number."""
+    bind: Bind = real(r)
+    return replace(bind, hot=tuple(
+        tuple(Hot(h.page, i if h.keeps < 0 and i < len(pages) else h.keeps) for i, h in enumerate(units))
+        for units, pages in zip(bind.hot, bind.pages, strict=bool(bind.hot))))
+
+
+@instead_of(Holdings, "_cool")
+def hot_content_kept_over_a_change_of_place(real: Real, have: Holdings, r: Request) -> None:
+    """A row that comes back to the host believes that hot units hold what they held before."""
+    units = [[c.page for c in t.hot] for t in r.tables]
+    real(have, r)
+    for t, pages in zip(r.tables, units, strict=True):
+        t.kept = {page: i for i, page in enumerate(pages)}
+
+
+@instead_of(schedule, "_readable", 300)
+def hosted_row_reads_pages_that_are_coming(real: Real, column: Sequence[Copy | None]) -> list[Copy | None]:
+    """A hosted row is told of device pages whose loads still run."""
+    return list(column)
+
+
+@instead_of(schedule, "_grows")
+def grow_without_the_host_column(real: Real, r: Request) -> list[Grow]:
+    """New entries of a hosted row have no host page, those of a twin are never stored."""
+    return [replace(g, host=()) for g in real(r)]
+
+
+@instead_of(schedule, "_grows", 300)
+def grow_without_the_twin(real: Real, r: Request) -> list[Grow]:
+    """A resident row is not told of the host twins of its new pages."""
+    return [replace(g, host=()) if r.place is Place.DEVICE else g for g in real(r)]
+
+
+@instead_of(schedule, "_yields")
+def device_page_given_back_without_a_yield(real: Real, r: Request) -> list[Yield]:
+    """A hosted row goes on reading a device page that was a loan."""
+    real(r)
+    return []
+
+
+@instead_of(schedule, "_yields")
+def yield_of_a_page_without_a_host_copy(real: Real, r: Request) -> list[Yield]:
+    """The Yield names the wrong cache group."""
+    return [replace(y, group=Group(len(r.tables) - 1)) for y in real(r)]
+
+
+# ---------------------------------------------------------------- on the way to the host
+@instead_of(entering, "_way")
+def hot_buffer_skipped_on_resume(real: Real, have: Holdings, r: Request, g: int, place: Place) -> Way:
+    """One way to host pages forgets the hot buffer."""
+    way: Way = real(have, r, g, place)
+    way.hot *= r.phase is not Phase.PAUSED
+    return way
+
+
+@instead_of(staying, "is_staged")
+def staging_does_not_wait_for_its_last_copies(real: Real, have: Holdings, r: Request) -> bool:
+    """A spill goes on while its copies fly."""
+    return all(staying.own(t.host, i) is not None
+               for t in r.tables if t.group.hosted for i in range(len(t.device)))
+
+
+@instead_of(staying, "is_staged")
+def spill_with_an_incomplete_host_copy(real: Real, have: Holdings, r: Request) -> bool:
+    """A spill goes on when its sealed pages are on the host."""
+    return all((copy := staying.own(t.host, i)) is not None and copy.ready
+               for t in r.tables if t.group.hosted for i in range(len(r.path) * have.cfg.page_size // t.unit))
+
+
+@mutant()
+class TwinNotStoredFromItsFirstToken(Core):
+    """A page of a resident row gets its host twin when it has some tokens already."""
+
+    def advance(self, events: Sequence[Event]) -> Advance:
+        adv = super().advance(events)
+        for r in self.running:
+            for g, t in enumerate(r.tables):
+                i, may = t.end(r.computed) - 1, self.cfg.sparse and r.arrived.selects and t.group.hosted
+                if (may and i >= 0 and r.phase is Phase.RESIDENT and self.have.node(r, t, i) is None
+                        and staying.own(t.host, i) is None and self.have.host[g].pool.free):
+                    staying.put(t.host, i, Copy(self.have.host[g].pool.acquire(1)[0]))
+        return adv
+
+
+@mutant()
+class StagedRowKeepsDecoding(Core):
+    """A row that is being copied to the host still writes."""
+
+    def advance(self, events: Sequence[Event]) -> Advance:
+        with holding(schedule, "DECODING", (*lifecycle.DECODING, Phase.STAGING)):
+            return super().advance(events)
+
+
+@instead_of(staying, "heat", 400)
+def hot_page_still_in_the_tree(real: Real, have: Holdings, r: Request) -> bool:
+    """A page that has become a hot unit is found by the next prefix hit."""
+    nodes = {id(c): c.node for t in r.tables for c in t.device if c is not None}
+    ok: bool = real(have, r)
+    for g, t in enumerate(r.tables):
+        for copy in t.hot if ok else ():
+            if (node := nodes.get(id(copy))) is not None:
+                node.copies[have.device[g]], copy.node = copy, node
+    return ok
+
+
+@instead_of(staying, "heat", 400, first=80, mode="hot_pages=3,spills=60,page_size=2,fail=0")
+def hot_buffer_takes_a_shared_page(real: Real, have: Holdings, r: Request) -> bool:
+    """A page that others read becomes a hot unit."""
+    truth = [(c, c.pins) for t in r.tables for c in t.device if c is not None]
+    for copy, _ in truth:
+        copy.pins = 1
+    ok: bool = real(have, r)
+    for copy, pins in truth:
+        copy.pins = pins
+    return ok
+
+
+@mutant()
+class SelectorGivenUpByASpill(Core):
+    """INDEX is not a lease of a hosted row: the selector reads pages of others."""
+
+    def __init__(self, cfg: CoreConfig) -> None:
+        super().__init__(cfg)
+        self.holds = {where: tuple(x for x in leases if x is not Lease.INDEX or where[1] is Place.DEVICE
+                                   or where[0] is not Phase.HOSTED)
+                      for where, leases in self.holds.items()}
+
+
+@instead_of(room, "promised")
+def second_victim_while_a_spill_is_promised(real: Real, core: Core, tier: Tier = Tier.HBM) -> bool:
+    """While the pages of one spill are behind their fences, the next row is spilled."""
+    return False if any(q.place is Place.HOST for q in core.running) else bool(real(core, tier))
+
+
+# ---------------------------------------------------------------- from the host
+@instead_of(staying, "missing")
+def row_starts_on_host_pages_that_are_coming(real: Real, r: Request) -> list[Copy] | None:
+    """A hosted row does not wait until its host pages have been filled."""
+    out: list[Copy] | None = real(r)
+    return [] if out is None else out
+
+
+@instead_of(staying, "is_reloaded")
+def promotion_landed_before_all_loads(real: Real, r: Request) -> bool:
+    """A promoted row reads device pages that are still being filled."""
+    return all(c is not None for t in r.tables if t.group.hosted for c in t.device)
+
+
+@instead_of(staying, "_offer")
+def promotion_without_the_page_that_was_open(real: Real, have: Holdings, r: Request, g: int, i: int,
+                                             node: Node) -> None:
+    """The page that was open when a promotion began is never loaded."""
+    copy = staying.own(r.tables[g].device, i)
+    if r.phase is Phase.PROMOTING and copy is not None and copy.node is None:
+        copy.ready = True
+    real(have, r, g, i, node)
+
+
+@instead_of(staying, "reload")
+def promotion_loads_the_open_page_too_early(real: Real, have: Holdings, r: Request, spare: int) -> bool:
+    """The open page is loaded with the others, and what is written to it meanwhile is lost."""
+    ok: bool = real(have, r, spare)
+    for g, t in enumerate(r.tables):
+        for i in range(t.end(r.computed) if ok and t.group.hosted else 0):
+            source, target = t.host[i], t.device[i]
+            if have.node(r, t, i) is None and source is not None and target is not None:
+                have.copies.move_private(r, have.host[g], source, have.device[g], target,
+                                         min(t.unit, r.computed - i * t.unit))
+    return ok
+
+
+@instead_of(staying, "grow")
+def page_begun_during_a_promotion_is_on_the_host_only(real: Real, have: Holdings, r: Request,
+                                                      upto: int) -> bool:
+    """A row that is being promoted grows like any hosted row."""
+    phase = r.phase
+    if phase is Phase.PROMOTING:
+        r.phase = Phase.HOSTED
+    ok: bool = real(have, r, upto)
+    r.phase = phase
+    return ok
+
+
+@instead_of(staying, "leave_host")
+def promoted_row_keeps_its_host_pages(real: Real, have: Holdings, r: Request) -> None:
+    """A row that has come back to the device keeps the host full."""
+
+
+@instead_of(staying, "stop_reload", 400)
+def promotion_given_up_is_no_loan(real: Real, have: Holdings, r: Request) -> None:
+    """Who gives up a promotion keeps the device pages that it has, whoever needs them."""
+    real(have, r)
+    have.lent.remove(r)
+
+
+# ---------------------------------------------------------------- leases of a hosted row
+@instead_of(entering, "_host_entry")
+def host_pages_of_a_hosted_row_unpinned(real: Real, have: Holdings, r: Request, t: Table, g: int, i: int,
+                                        node: Node | None, way: Way) -> Copy:
+    """The host pages that a row reads may be evicted."""
+    copy: Copy = real(have, r, t, g, i, node, way)
+    copy.pins -= copy.node is not None
+    return copy
+
+
+@instead_of(Holdings, "unpin")
+def host_page_released_without_a_fence(real: Real, have: Holdings, r: Request, space: Space,
+                                       copy: Copy) -> None:
+    """The host page of a hosted row is free while steps in flight read and write it."""
+    last = r.last_issue
+    if space.tier is Tier.DRAM:
+        r.last_issue = StepId(0)
+    real(have, r, space, copy)
+    r.last_issue = last
+
+
+@instead_of(Holdings, "_cool")
+def hot_buffer_released_without_a_fence(real: Real, have: Holdings, r: Request) -> None:
+    """The hot buffer of a row that leaves is free while its steps in flight use it."""
+    last, r.last_issue = r.last_issue, StepId(0)
+    real(have, r)
+    r.last_issue = last
+
+
+@instead_of(staying, "return_reserve")
+def reserve_forgotten(real: Real, have: Holdings, r: Request) -> None:
+    """Host pages that staging did not need stay with a row that is dropped."""
+    if r.place is Place.HOST or r.phase is Phase.DROPPED:
+        r.reserve = [[] for _ in r.tables]
+    else:
+        real(have, r)
+
+
+@mutant()
+class DropOfAPausedRequestForgetsAGroup(Core):
+    """A paused request that is dropped gives back the host pages of all groups but one."""
+
+    def _go(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
+        if r.phase is Phase.PAUSED and trigger is Trigger.DROP:
+            r.tables[-1].host.clear()
+        return super()._go(r, trigger, spare)
+
+
+# ---------------------------------------------------------------- steps that wait for loads
+@mutant()
+class StepDoesNotListItsWaits(Core):
+    """A step runs before the loads that it reads."""
+
+    def advance(self, events: Sequence[Event]) -> Advance:
+        adv = super().advance(events)
+        return adv if adv.plan is None else replace(adv, plan=replace(adv.plan, waits=()))
+
+
+@mutant()
+class ResultsOfAFailedLoadUsed(Core):
+    """A step that waited for a load that failed gives its tokens to the user."""
+
+    def _landed(self, event: Moved) -> None:
+        before = [(r, r.void) for r in self.live.values()]
+        super()._landed(event)
+        for r, void in before:
+            r.void = void
+
+
+@mutant()
+class WaitsForgottenAfterTheFirstStep(Core):
+    """Only the first of the steps that read a load is void when it fails."""
+
+    def advance(self, events: Sequence[Event]) -> Advance:
+        adv = super().advance(events)
+        for r in self.running:
+            if r.in_flight:
+                r.waits = []
+        return adv

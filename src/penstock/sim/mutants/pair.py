@@ -1,0 +1,378 @@
+"""Seeded bugs of a prefill/decode pair: hunted with two engines and a bad network between them.
+
+Each is a mistake that somebody made, in a peer or in a draft of ours. A wrong function stands in on
+both engines; what it gets tells on which of them it matters.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from penstock.core import peer, results, room, staying
+from penstock.core.copies import Copies
+from penstock.core.core import Core
+from penstock.core.holdings import Holdings
+from penstock.core.lifecycle import Lease, Phase, Trigger
+from penstock.core.messages import Cancel, Drained, End, Message, Reason
+from penstock.core.pairing import Pairing
+from penstock.core.plan import Advance, Event, Say
+from penstock.core.receiving import DecodeSide, Receiving
+from penstock.core.request import Request
+from penstock.core.sending import PrefillSide, Sending, Stage
+from penstock.core.settings import CoreConfig
+from penstock.core.tree import Copy, Space
+from penstock.sim.mutants.registry import Real, Wrong, instead_of, mutant, swapped
+
+
+def wrong(owner: object, name: str, budget: int = 300, first: int = 0) -> Callable[[Wrong], Wrong]:
+    return instead_of(owner, name, budget, first, mode="pair=1")
+
+
+# ---------------------------------------------------------------- rule 1: what frees pages
+@wrong(Holdings, "unpin")
+def granted_page_reused(real: Real, have: Holdings, r: Request, space: Space, copy: Copy) -> None:
+    """The fence of a page does not name the grant that is open on it."""
+    moves, r.moves = r.moves, {m for m in r.moves if m not in have.copies.grants}
+    real(have, r, space, copy)
+    r.moves = moves
+
+
+@wrong(Core, "_expire")
+def pages_released_by_timeout(real: Real, core: Core, r: Request) -> None:
+    """The deadline of a request that receives ends its grant too."""
+    real(core, r)
+    if core.pair is None or not isinstance(side := core.pair.side, DecodeSide):
+        return
+    if r.phase is Phase.DROPPED and (receiving := side.table.get(r.arrived.transfer)) is not None:
+        _release(core.pair, receiving)
+
+
+def _release(pair: Pairing, receiving: Receiving) -> None:
+    assert isinstance(pair.side, DecodeSide)
+    pair.side._end(receiving, peer.Landed(receiving.transfer, receiving.generation, False, Reason.LOST))
+    pair._apply(pair.side._told())
+
+
+@wrong(DecodeSide, "cancel")
+def cancel_frees_at_once(real: Real, side: DecodeSide, transfer: int) -> list[peer.Outcome]:
+    """Pages of an aborted request are free while the peer does not even know of it."""
+    if (receiving := side.table.get(transfer)) is not None:
+        receiving.granted = False
+    out: list[peer.Outcome] = real(side, transfer)
+    return out
+
+
+@wrong(Holdings, "unpin")
+def quarantined_pages_count_as_promised(real: Real, have: Holdings, r: Request, space: Space,
+                                        copy: Copy) -> None:
+    """Nobody gives way, for pages come back: when another engine says so."""
+    grants, have.copies.grants = have.copies.grants, {}
+    real(have, r, space, copy)
+    have.copies.grants = grants
+
+
+@wrong(Pairing, "_landed")
+def failed_transfer_taken_as_good(real: Real, pair: Pairing, o: peer.Landed, r: Request | None) -> None:
+    """Pages that were drained are taken for pages that were filled."""
+    real(pair, replace(o, ok=True), r)
+
+
+# ---------------------------------------------------------------- rule 2: what an ack says
+@wrong(PrefillSide, "_settle")
+def ack_before_the_last_write(real: Real, side: PrefillSide, s: Sending) -> None:
+    """Drained is sent while pushes are in flight."""
+    flying, s.flying = s.flying, 0 if s.stage is Stage.DRAINING else s.flying
+    real(side, s)
+    s.flying = flying
+
+
+@wrong(PrefillSide, "_stop_for")
+def repeated_cancel_is_acked_at_once(real: Real, side: PrefillSide, s: Sending) -> None:
+    """As above, if the Cancel comes again."""
+    if s.stage is Stage.DRAINING:
+        side._say(Drained, s.transfer, s.generation, s.reason)
+    real(side, s)
+
+
+@wrong(PrefillSide, "_cancel")
+def no_ack_for_an_unknown_transfer(real: Real, side: PrefillSide, m: Cancel) -> None:
+    """Pages stay in quarantine for ever."""
+    if m.transfer in side.table:
+        real(side, m)
+
+
+@wrong(peer.Side, "_admits", first=60)
+def ack_of_another_incarnation(real: Real, side: peer.Side, m: Message) -> bool:
+    """A Cancel is answered whoever it was meant for, and the answer is taken whoever gave it."""
+    admits: bool = real(side, m)
+    if isinstance(m, Cancel) and not admits:
+        side.outbox.append(Drained(side.epoch, m.sender, m.transfer, m.generation, Reason.CANCELLED))
+    return admits or isinstance(m, Drained)
+
+
+@wrong(DecodeSide, "_heard", first=100)
+def fence_of_the_peer_not_awaited(real: Real, side: DecodeSide, epoch: int) -> None:
+    """The new incarnation speaks for the dead one, whose writes still land."""
+    side.peer = side._newest = max(epoch, side._newest)
+
+
+# ---------------------------------------------------------------- rules 3 and 5: notices and errors
+@wrong(PrefillSide, "_remember")
+def cancel_before_its_grant_forgotten(real: Real, side: PrefillSide, m: Cancel) -> None:
+    """It is acked, and then its Grant arrives."""
+    side._ignore("cancel")
+
+
+@wrong(PrefillSide, "refuse")
+def refusal_before_its_grant_forgotten(real: Real, side: PrefillSide, transfer: int,
+                                       reason: int) -> list[peer.Outcome]:
+    """The decode engine waits until a deadline tells it."""
+    out: list[peer.Outcome] = real(side, transfer, reason)
+    if transfer in side.table:
+        side.table[transfer].declined = Reason.NONE
+    return out
+
+
+@wrong(PrefillSide, "refuse")
+def refusal_not_sent(real: Real, side: PrefillSide, transfer: int, reason: int) -> list[peer.Outcome]:
+    """The prefill engine ends a request, and says so to nobody."""
+    return []
+
+
+@wrong(Pairing, "refused")
+def refusal_of_what_never_fits_not_sent(real: Real, pair: Pairing, transfer: int) -> None:
+    """The path that refuses at once forgets the other engine."""
+
+
+@wrong(PrefillSide, "push_ended")
+def failed_push_forgotten(real: Real, side: PrefillSide, push: int, ok: bool) -> list[peer.Outcome]:
+    """The End says that all bytes are in place."""
+    out: list[peer.Outcome] = real(side, push, True)
+    return out
+
+
+@wrong(PrefillSide, "_settle")
+def end_overtakes_the_data(real: Real, side: PrefillSide, s: Sending) -> None:
+    """It does not wait for the last push."""
+    flying, s.flying = s.flying, 0 if s.end is not None else s.flying
+    real(side, s)
+    s.flying = flying
+
+
+@wrong(PrefillSide, "_stop_for")
+def cancelled_and_pushes_on(real: Real, side: PrefillSide, s: Sending) -> None:
+    """The core of the prefill engine never hears that its request was cancelled."""
+    pushing, told = s.stage is Stage.PUSHING, len(side._out)
+    real(side, s)
+    if pushing:
+        del side._out[told:]
+
+
+# ---------------------------------------------------------------- idempotence
+@wrong(PrefillSide, "_repeat")
+def repeated_grant_is_granted_again(real: Real, side: PrefillSide, s: Sending) -> None:
+    """All is pushed twice, the second time perhaps after the End."""
+    if s.stage is Stage.PUSHING or (s.stage is Stage.ENDED and s.flying == 0):
+        side._pair(side.table[s.transfer], s)
+    real(side, s)
+
+
+@mutant(300, mode="pair=1")
+class EndAppliedTwice(Core):
+    """A repeated End delivers again."""
+
+    def __init__(self, cfg: CoreConfig) -> None:
+        super().__init__(cfg)
+        self.landed: dict[tuple[int, int], peer.Landed] = {}
+
+    def advance(self, events: Sequence[Event]) -> Advance:
+        with swapped(DecodeSide, "_apply", self._again), swapped(Pairing, "_landed", self._deliver):
+            return super().advance(events)
+
+    def _again(self, real: Real, side: DecodeSide, m: Message) -> None:
+        real(side, m)
+        if isinstance(m, End) and not side._out and m.transfer not in side.table:
+            side._out += [o for o in (self.landed.get((m.transfer, m.generation)),) if o is not None]
+
+    def _deliver(self, real: Real, pair: Pairing, o: peer.Landed, r: Request | None) -> None:
+        if o.transfer in pair.granted:
+            self.landed[o.transfer, o.generation] = o
+            real(pair, o, r)
+        elif r is not None and o.ok:
+            results.take(self, r, o.tokens)
+
+
+# ---------------------------------------------------------------- rules 8 and 9: first tokens
+@wrong(PrefillSide, "finish")
+def slot_of_first_tokens_reused(real: Real, side: PrefillSide, transfer: int, index: int,
+                                first: tuple[int, ...]) -> list[peer.Outcome]:
+    """What another generation left in its slot is sent."""
+    slots: dict[int, tuple[int, ...]] = side.__dict__.setdefault("slots", {})
+    out: list[peer.Outcome] = real(side, transfer, index, slots.setdefault(transfer % 4, first))
+    return out
+
+
+@wrong(Core, "delivered")
+def first_token_generated_again(real: Real, core: Core, r: Request, tokens: tuple[int, ...]) -> None:
+    """It was streamed when it came, but decode begins with the prompt's last position."""
+    real(core, r, tokens)
+    if r.phase is Phase.RECEIVING and tokens:
+        del r.tokens[-1:]
+        r.computed = r.settled = r.num_prompt - 1
+
+
+@wrong(Core, "delivered")
+def first_token_streamed_twice(real: Real, core: Core, r: Request, tokens: tuple[int, ...]) -> None:
+    """Once when it is delivered, and once more when the row begins."""
+    said = len(core._out)
+    real(core, r, tokens)
+    core._out += [o for o in core._out[said:] if not isinstance(o, Say)][-1:]
+
+
+# ---------------------------------------------------------------- what is pushed, and when
+@wrong(staying, "missing", first=230)
+def page_pushed_while_its_load_flies(real: Real, r: Request) -> list[Copy] | None:
+    """A prompt that was cached below is sent before it is there."""
+    copies: list[Copy] | None = [] if r.phase is Phase.SENDING else real(r)
+    return copies
+
+
+@mutant(300, mode="pair=1")
+class PagePushedBeforeItsStepRetired(Core):
+    """Pages go out when the step that fills them is issued; the End follows when it has retired."""
+
+    def __init__(self, cfg: CoreConfig) -> None:
+        super().__init__(cfg)
+        self.early: dict[int, None] = {}
+
+    def _progress(self) -> None:
+        for r in self.waiting:
+            if r.phase is Phase.SENDING and r.grant is not None and r.in_flight and not r.is_pushed and (
+                    r.arrived.transfer not in self.early):
+                self.early[r.arrived.transfer] = None
+                with (swapped(PrefillSide, "finish", lambda real, *args: []),
+                      swapped(Copies, "push", self._at_once)):
+                    assert self.pair is not None
+                    self.pair.push(r)
+                r.is_pushed = False
+        with swapped(Copies, "push", self._once), swapped(PrefillSide, "push_started", self._started_once):
+            super()._progress()
+
+    @staticmethod
+    def _at_once(real: Real, copies: Copies, r: Request, *args: object) -> object:
+        issued, r.last_issue = r.last_issue, copies.retired
+        move = real(copies, r, *args)
+        r.last_issue = issued
+        return move
+
+    def _once(self, real: Real, copies: Copies, r: Request, *args: object) -> object:
+        return 0 if r.arrived.transfer in self.early else real(copies, r, *args)
+
+    def _started_once(self, real: Real, side: PrefillSide, transfer: int, push: int) -> None:
+        if push:
+            real(side, transfer, push)
+
+
+@wrong(Pairing, "push")
+def push_of_other_groups_forgotten(real: Real, pair: Pairing, r: Request) -> None:
+    """Windows, snapshots and what the selector reads stay behind."""
+    tables, r.tables = r.tables, r.tables[:1]
+    real(pair, r)
+    r.tables = tables
+
+
+@wrong(Pairing, "push", first=25)
+def push_begins_at_a_whole_page(real: Real, pair: Pairing, r: Request) -> None:
+    """A grant that begins inside a page of ours loses the rest of that page."""
+    assert r.grant is not None
+    size = pair.core.cfg.page_size
+    r.grant = replace(r.grant, start=min(-(-r.grant.start // size) * size, r.num_prompt - 1))
+    real(pair, r)
+
+
+@wrong(Core, "_ask", first=40)
+def dropped_while_its_pushes_fly(real: Real, core: Core, rid: int, trigger: Trigger) -> None:
+    """A request whose pages are on their way gives them up."""
+    r = core.live.get(rid)  # type: ignore[call-overload]
+    if r is None:
+        return
+    pushed, r.is_pushed = r.is_pushed, False
+    real(core, rid, trigger)
+    r.is_pushed = pushed
+
+
+@wrong(room, "_drop_sending")
+def computed_without_a_grant_never_gives_way(real: Real, core: Core, but: Request | None) -> bool:
+    """Pages that wait for the decode engine block those that it waits for."""
+    return False
+
+
+@wrong(Pairing, "flush")
+def grant_said_before_its_pages(real: Real, pair: Pairing) -> list[Say]:
+    """It does not wait for the plan that has its Move."""
+    out, pair.side.outbox = pair.side.outbox, []
+    return [Say(what) for what in out]
+
+
+# ---------------------------------------------------------------- the decode engine's own side
+@mutant(300, mode="pair=1")
+class DeliveredPagesSealedBeforeTheyLanded(Core):
+    """Others find a prompt in the tree as soon as its pages are granted."""
+
+    def _go(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
+        ok = super()._go(r, trigger, spare)
+        if ok and r.phase is Phase.RECEIVING:
+            settled, r.settled = r.settled, r.num_prompt
+            self.have.seal(r)
+            r.settled = settled
+        return ok
+
+
+@wrong(DecodeSide, "cancel")
+def cancel_forgotten(real: Real, side: DecodeSide, transfer: int) -> list[peer.Outcome]:
+    """A receiving request is aborted, and the prefill engine computes for nobody."""
+    return []
+
+
+@wrong(Pairing, "entered")
+def abort_while_receiving_leaks(real: Real, pair: Pairing, r: Request, source: Phase) -> None:
+    """The transfer is forgotten with its request: no ack is awaited, and none frees the pages."""
+    transfer = r.arrived.transfer
+    if isinstance(pair.side, DecodeSide) and source is Phase.RECEIVING and r.phase is Phase.DONE:
+        pair.granted.pop(transfer, None)
+        pair.side.table.pop(transfer, None)
+    real(pair, r, source)
+
+
+@wrong(Pairing, "entered")
+def request_kept_for_ever(real: Real, pair: Pairing, r: Request, source: Phase) -> None:
+    """Requests that have ended stay in the table of transfers."""
+    real(pair, r, source)
+    if isinstance(pair.side, DecodeSide) and r.phase is Phase.DONE and r.arrived.transfer:
+        pair.requests[r.arrived.transfer] = r
+
+
+@mutant(300, mode="pair=1")
+class RowOfADeliveredRequestNotBound(Core):
+    """The device keeps the page table of the row's previous tenant."""
+
+    def _go(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
+        source = r.phase
+        ok = super()._go(r, trigger, spare)
+        r.bound = r.bound or (ok and source is Phase.RECEIVING and r.row is not None)
+        return ok
+
+
+@mutant(300, mode="pair=1")
+class IndexPagesOfAReceivingRequestLeak(Core):
+    """What it received is given up, but not what stays on the device even for a hosted row."""
+
+    def _go(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
+        if r.phase is not Phase.RECEIVING or trigger not in (Trigger.DROP, Trigger.END):
+            return super()._go(r, trigger, spare)
+        with swapped(Holdings, "release", self._but_index):
+            return super()._go(r, trigger, spare)
+
+    @staticmethod
+    def _but_index(real: Real, have: Holdings, r: Request, leases: Iterable[Lease]) -> None:
+        real(have, r, [x for x in leases if x is not Lease.INDEX])

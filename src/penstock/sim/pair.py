@@ -1,0 +1,353 @@
+"""A prefill engine and a decode engine in one virtual time, with a bad network between them.
+
+Messages are lost, repeated, delayed and reordered; one-sided writes land late, even after their
+engine has died; engines die and come back with a new epoch. Each engine is a `World` with its own
+core, ranks and judge; what clients see is judged at the decode engine.
+"""
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from random import Random
+from typing import Protocol
+
+from penstock.core.core import Core
+from penstock.core.lifecycle import Phase
+from penstock.core.messages import Cancel, End, Message, Refused
+from penstock.core.peer import Ask, Deadline, Fence, Remind, Renew
+from penstock.core.plan import (
+    Arrived,
+    Event,
+    Move,
+    Outcome,
+    Overdue,
+    PeerFenced,
+    Received,
+    Reminded,
+    Renewed,
+    RequestId,
+)
+from penstock.core.receiving import DecodeSide
+from penstock.core.sending import PrefillSide
+from penstock.sim.clock import Clock
+from penstock.sim.scenario import Scenario
+from penstock.sim.workload import Expect
+from penstock.sim.world import MakeCore, World
+
+TRIES_MAX = 60                # a message is repeated less often, however many are lost
+MESSAGES_MAX = 200            # for each request
+
+
+# Where a request may be when an answer comes late, by the role of who sends it.
+KEPT = {"prefill": (Phase.LOADING, Phase.PREFILL, Phase.STAGING, Phase.RESIDENT, Phase.HOSTED,
+                    Phase.PROMOTING, Phase.PAUSED, Phase.DROPPED, Phase.LOADING, Phase.STAGING,
+                    Phase.PROMOTING),
+        "decode": (Phase.FETCHING, Phase.LOADING, Phase.PAUSED, Phase.DROPPED)}
+
+
+class Run(Protocol):
+    """A World or a Pair."""
+
+    sc: Scenario
+    clock: Clock
+    stats: Counter[str]
+
+    @property
+    def worlds(self) -> list[World]: ...
+
+    def play(self) -> object:
+        """Runs to the end; an AssertionError is a finding."""
+
+    def digest(self) -> str: ...
+
+
+@dataclass(slots=True, eq=False)
+class Write:
+    """A one-sided write: whose, under which epoch, and on how many ranks it has to land."""
+
+    writer: World
+    epoch: int
+    left: int
+
+
+class Pair:
+    """Two worlds. `play()` runs to the end; an AssertionError is a finding."""
+
+    def __init__(self, sc: Scenario, make: MakeCore = Core, *, blind: bool = False,
+                 record: bool = False, ticks: int = 0) -> None:
+        self.sc, self.net, self.clock = sc, sc.net, Clock()
+        self.rng = Random(f"wire {sc.seed}")
+        self.make, self.blind, self.record, self.ticks = make, blind, record, ticks
+        self.stats: Counter[str] = Counter()
+        self.grants: dict[tuple[int, int, int], tuple[World, Move]] = {}
+        self.flying: list[Write] = []                 # one-sided writes that have not landed
+        self.fenced: dict[int, int] = {}              # decode epoch -> prefill epoch that it has fenced
+        self.copies: dict[RequestId, Expect] = {}
+        self.fail_push = 0                            # the n-th push fails, whatever the rate; 0 is off
+        self.dead: list[World] = []
+        self.decode = self._world("decode", 1)
+        self.prefill = self._world("prefill", 1)
+        for e in self.decode.load.initial():
+            self.decode.schedule(e)
+        self.decode.faults()
+        self.prefill.faults()
+        for _ in range(self.net.cuts):
+            self.clock.after(self.rng.random() * (sc.span + 30), self._cut)
+        for _ in range(self.net.deaths):
+            self.clock.after(self.rng.random() * (sc.span + 30), self._die)
+
+    def _world(self, role: str, epoch: int) -> World:
+        return World(_of(self.sc, role, epoch), self.make, blind=self.blind, record=self.record,
+                     ticks=self.ticks, link=self)
+
+    @property
+    def worlds(self) -> list[World]:
+        """Every engine that there was, the living ones last."""
+        return [*self.dead, self.prefill, self.decode]
+
+    # ---------------------------------------------------------------- requests
+    def scheduled(self, e: Expect) -> None:
+        """The prefill engine gets it too, sooner or later or never."""
+        if e.arrived.rid in self.copies or not e.arrived.transfer:
+            return
+        a = replace(e.arrived, priority=self.rng.choice((0, e.arrived.priority)))
+        copy = Expect(a, e.seed, 0.0, (), Outcome.SENT, False)
+        self.copies[a.rid] = copy
+        if self.rng.random() >= self.net.skip:
+            late = max(0.0, e.at - self.clock.now) + (self.rng.random() - 0.3) * self.net.late
+            self.clock.after(max(0.0, late), partial(self._arrive, copy))
+        else:
+            self.stats["never came to prefill"] += 1
+
+    def _arrive(self, e: Expect) -> None:
+        world = self.prefill
+        made = world.load.made
+        rid = e.arrived.rid
+        while len(made) <= rid:                       # requests keep their numbers
+            made.append(Expect(replace(e.arrived, rid=RequestId(len(made))), 0, 0.0, (),
+                               Outcome.SENT, False))
+        made[rid] = e
+        world.expect(e)
+
+    # ---------------------------------------------------------------- messages and timers
+    def say(self, world: World, what: Message | Ask) -> None:
+        after, send = self.clock.after, partial(self._to, world)
+        match what:
+            case Remind(transfer, n, tries):
+                assert tries < TRIES_MAX, f"transfer {transfer} does not end"
+                after((4 + 8 * self.rng.random()) * min(tries + 1, 4), partial(send, Reminded(transfer, n)))
+            case Deadline(transfer, n):
+                after(200 * (0.5 + self.rng.random()), partial(send, Overdue(transfer, n)))
+            case Fence(epoch):
+                after(self.rng.random() * 5, partial(self._fence, world, epoch))
+            case Renew():
+                after(self.rng.random() * 5, partial(self._renew, world))
+            case _:
+                self._post(world, what)
+
+    def _post(self, world: World, message: Message) -> None:
+        rng, self.stats["messages"] = self.rng, self.stats["messages"] + 1
+        assert self.stats["messages"] < MESSAGES_MAX * (1 + len(self.decode.load.made)), "a storm of messages"
+        if rng.random() < self.net.lose:
+            self.stats["message lost"] += 1
+            return
+        times = 2 if rng.random() < self.net.repeat else 1
+        self.stats["message repeated"] += times - 1
+        to_decode = world.sc.cfg.role == "prefill"
+        late = isinstance(message, End | Refused | Cancel) and rng.random() < self.net.keep
+        phase = rng.choice(KEPT[world.sc.cfg.role]) if late else None
+        for _ in range(times):
+            self.clock.after(rng.random() * self.net.delay,
+                             partial(self._deliver, to_decode, message, phase, 30))
+
+    def _deliver(self, to_decode: bool, message: Message, phase: Phase | None, tries: int) -> None:
+        """Now, or when the request that it is about is in a phase."""
+        world = self.decode if to_decode else self.prefill
+        if phase is not None and tries and world.core.pair is not None:
+            transfer = getattr(message, "transfer", 0)
+            r = world.core.pair.requests.get(transfer)
+            if r is not None and r.phase is not phase:
+                self.clock.after(1.0, partial(self._deliver, to_decode, message, phase, tries - 1))
+                return
+        self._to(world, Received(message))
+
+    def _to(self, world: World, event: Event) -> None:
+        if not world.dead:
+            world.send(event)
+
+    # ---------------------------------------------------------------- one-sided writes
+    def granted(self, move: Move) -> None:
+        self.grants[move.transfer, move.generation, move.group] = self.decode, move
+
+    def epoch(self) -> int:
+        return side(self.prefill).epoch
+
+    def write(self, move: Move, values: dict[int, int], epoch: int, done: Callable[[bool], None]) -> None:
+        rng = self.rng
+        grant = self.grants.get((move.transfer, move.generation, move.group))
+        current = side(self.prefill).peer == side(self.decode).epoch
+        if grant is None or self.fenced.get(side(self.decode).epoch, 0) >= epoch or not current:
+            assert grant is not None or not current, f"{move}: written without a grant"
+            self.stats["write refused"] += 1
+            self.clock.after(rng.random(), partial(done, False))
+            return
+        self.stats["writes"] += 1
+        ok = rng.random() >= self.net.push_fail and self.stats["writes"] != self.fail_push
+        self.stats["push failed"] += not ok
+        write = Write(self.prefill, epoch, len(grant[0].executor.devices))
+        self.flying.append(write)
+        for k in range(write.left):
+            part = values if ok or k else dict(list(values.items())[:len(values) // 2])
+            late = 10 if rng.random() < 0.1 else 1
+            self.clock.after(rng.random() * self.net.write * late,
+                             partial(self._land, grant, k, part, write, partial(done, ok)))
+
+    def _land(self, grant: tuple[World, Move], k: int, values: dict[int, int], write: Write,
+              done: Callable[[], None]) -> None:
+        world, move = grant
+        if not world.dead:
+            self.stats["write of the dead landed"] += write.writer.dead
+            self.stats["late write"] += world.core.pair is not None and (
+                move.transfer not in world.core.pair.requests)
+            world.executor.devices[k].receive(move, values)
+        write.left -= 1
+        if not write.left:
+            self.flying.remove(write)
+            if not write.writer.dead:
+                done()
+
+    # ---------------------------------------------------------------- fences and deaths
+    def _fence(self, world: World, epoch: int) -> None:
+        """The connection closes at once; it is drained when the last write under it has landed."""
+        if world.dead:
+            return
+        self.fenced[side(world).epoch] = max(epoch, self.fenced.get(side(world).epoch, 0))
+        if any(w.epoch <= epoch for w in self.flying):
+            self.clock.after(1.0, partial(self._fence, world, epoch))
+            return
+        self.stats["fenced"] += 1
+        world.send(PeerFenced(epoch))
+
+    def _renew(self, world: World) -> None:
+        if not world.dead:
+            self.stats["renewed"] += 1
+            world.epoch += 1
+            world.send(Renewed(world.epoch))
+
+    def _cut(self) -> None:
+        self.cut(self.rng.choice((self.prefill, self.decode)))
+
+    def cut(self, world: World) -> None:
+        """`world` takes the other engine for dead, which lives."""
+        if self.prefill.dead or self.decode.dead:
+            return
+        self.stats["cut off"] += 1
+        if world is self.decode:
+            self._fence(world, side(self.prefill).epoch)
+        else:
+            world.send(PeerFenced(side(self.decode).epoch))
+
+    def _die(self) -> None:
+        """One engine goes, with all that it knows, and comes back empty."""
+        victim = self.rng.choice((self.prefill, self.decode))
+        if victim.dead or not any(not e.finished for e in self.decode.load.made):
+            return
+        victim.dead = True
+        self.dead.append(victim)
+        role = victim.sc.cfg.role
+        victim.executor.wire = None                   # it begins no more writes
+        for event in victim.inbox:
+            self.forward(victim, event)
+        self.stats[f"{role} engine died"] += 1
+        for e in victim.load.made:
+            if e.finished is None and e.sent:
+                e.finished = Outcome.LOST             # the router tells its client
+        self.stats.update(victim.stats + victim.judge.stats + victim.executor.stats)
+        self.clock.after(self.rng.random() * 20, partial(self._revive, victim))
+
+    def _revive(self, old: World) -> None:
+        role = old.sc.cfg.role
+        world = self._world(role, old.epoch + 1)
+        world.load, world.plans_max = old.load, old.plans_max
+        world.judge.made = old.load.made
+        world.executor.who.update(old.executor.who)
+        if role == "decode":
+            self.decode = world
+        else:
+            self.prefill = world
+        world.wake()
+
+    def forward(self, world: World, event: Event) -> None:
+        """What the router does with an event for an engine that has died."""
+        role = world.sc.cfg.role
+        now = self.decode if role == "decode" else self.prefill
+        if not now.dead:
+            if isinstance(event, Arrived):
+                now.send(event)
+        elif isinstance(event, Arrived) and role == "decode":
+            self.clock.after(2.0, partial(self.forward, world, event))
+
+    # ---------------------------------------------------------------- the end
+    def play(self) -> Pair:
+        while True:
+            while self.clock.step():
+                pass
+            idle = [world for world in (self.decode, self.prefill) if world.core.live]
+            if not idle or not self.ticks:
+                break
+            self.ticks -= 1
+            for world in idle:
+                world.wake()
+        assert all(e.sent for e in self.decode.load.made), "a request never came to the decode engine"
+        for world in (self.decode, self.prefill):
+            assert not world.dead
+            world.close()
+            self.stats.update(world.stats)
+            pair = world.core.pair
+            assert pair is not None and not pair.requests and not pair.granted, "a transfer stays"
+        assert not self.flying
+        return self
+
+    def digest(self) -> str:
+        """Of everything that all engines decided, for a recorded run."""
+        text = "".join(world.digest() for world in self.worlds)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def start(sc: Scenario, make: MakeCore = Core, *, blind: bool = False, record: bool = False,
+          ticks: int = 0) -> Run:
+    """What `sc` asks for, one engine or two, ready to `play`."""
+    kind = Pair if sc.pair else World
+    return kind(sc, make, blind=blind, record=record, ticks=ticks)
+
+
+def side(world: World) -> DecodeSide | PrefillSide:
+    assert world.core.pair is not None
+    return world.core.pair.side
+
+
+def _of(sc: Scenario, role: str, epoch: int) -> Scenario:
+    """The engine of one side: another page size, another pool, the same model."""
+    cfg = replace(sc.cfg, role=role, epoch=epoch)
+    if role == "prefill":
+        rng = Random(f"prefill {sc.seed}")
+        size = rng.choice((cfg.page_size, cfg.page_size, 1, 2, 2 * cfg.page_size))
+        groups = tuple(replace(group, page_tokens=group.page_tokens // cfg.page_size * size)
+                       for group in cfg.groups)
+        more = -(-cfg.page_size // size)
+        cfg = replace(cfg, page_size=size, groups=groups, hbm_pages=cfg.hbm_pages * more,
+                      dram_pages=cfg.dram_pages * more, disk_pages=cfg.disk_pages * more)
+        cfg = replace(cfg, pp_size=rng.choice((1, cfg.pp_size)), overlap=rng.random() < 0.5,
+                      rows=rng.choice((1, 2, cfg.rows)), draft_tokens=0,
+                      hbm_pages=cfg.hbm_pages * rng.choice((1, 1, 2)))
+        if rng.random() < 0.15:                       # it refuses what the decode engine takes
+            slab = cfg.groups[0].slab_pages
+            small = max(2 + cfg.hot_pages, cfg.hbm_pages // 4)
+            cfg = replace(cfg, hbm_pages=-(-small // slab) * slab, always_hosted=False,
+                          hot_pages=0)
+    return replace(sc, cfg=cfg, stops=sc.stops if role == "decode" else 0,
+                   stop=sc.stop if role == "decode" else 0.0,
+                   speeds=sc.speeds, ranks=sc.ranks)

@@ -1,0 +1,436 @@
+"""One engine of a prefill/decode pair, driven by hand: its plans, its pages, and what it says."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.core.core import Core
+from penstock.core.lifecycle import Phase, Place
+from penstock.core.messages import Cancel, Drained, End, Grant, Hello, Message, Reason, Refused
+from penstock.core.peer import Deadline, Fence, Remind
+from penstock.core.plan import (
+    Aborted,
+    Arrived,
+    Dropped,
+    Event,
+    Expired,
+    Finished,
+    Flushed,
+    Move,
+    Moved,
+    Outcome,
+    Output,
+    Overdue,
+    PeerFenced,
+    Received,
+    RequestId,
+    Retired,
+    Say,
+    Started,
+    StepPlan,
+    Tier,
+    Token,
+)
+from penstock.core.settings import CoreConfig
+
+US, PEER = 1, 7                          # epochs
+
+
+class Driver:
+    """A core whose peer has said hello; sampled tokens count 100, 101, ..."""
+
+    def __init__(self, role: str, **settings: object) -> None:
+        base: dict[str, object] = dict(page_size=4, rows=4, hbm_pages=16, step_tokens=64, role=role,
+                                       epoch=US, hbm_base=1_000, dram_base=2_000)
+        self.core = Core(CoreConfig(**(base | settings)))  # type: ignore[arg-type]
+        self.plans: list[StepPlan] = []
+        self.moves: list[Move] = []      # grants too: nobody answers those
+        self.out: list[Output] = []
+        self.token = 100
+        self.hear(Hello(PEER, US))
+        self.said()
+
+    def tell(self, *events: Event) -> list[StepPlan]:
+        new: list[StepPlan] = []
+        batch: Sequence[Event] = events
+        while True:
+            advance = self.core.advance(batch)
+            self.core.check()
+            batch = ()
+            self.out += advance.outputs
+            if advance.plan is None:
+                self.plans += new
+                return new
+            self.moves += advance.plan.moves
+            new.append(advance.plan)
+            if not advance.plan.rows:    # moves only: retires at once
+                batch = (Retired(new.pop().step, ()),)
+
+    def retire(self) -> list[StepPlan]:
+        plan = self.plans.pop(0)
+        tokens = []
+        for sampled in plan.samples:
+            if sampled:
+                tokens.append((self.token,))
+                self.token += 1
+        return self.tell(Retired(plan.step, tuple(tokens)))
+
+    def run(self) -> None:
+        while self.plans:
+            self.retire()
+
+    def hear(self, message: Message) -> list[StepPlan]:
+        return self.tell(Received(message))
+
+    def said(self) -> list[object]:
+        """Messages and fences since the last call, without timers and greetings."""
+        said = [o.what for o in self.out if isinstance(o, Say)]
+        self.out = [o for o in self.out if not isinstance(o, Say)]
+        return [what for what in said if not isinstance(what, Remind | Deadline | Hello)]
+
+    def timers(self) -> list[Deadline]:
+        return [o.what for o in self.out if isinstance(o, Say) and isinstance(o.what, Deadline)]
+
+    def arrive(self, rid: int, prompt: Sequence[int], transfer: int = 0, max_new: int = 4,
+               **more: object) -> list[StepPlan]:
+        return self.tell(Arrived(RequestId(rid), tuple(prompt), max_new, transfer=transfer,
+                                 **more))  # type: ignore[arg-type]
+
+    def phase(self, rid: int) -> Phase:
+        return self.core.live[RequestId(rid)].phase
+
+    def finished(self) -> dict[int, Outcome]:
+        return {o.rid: o.outcome for o in self.out if isinstance(o, Finished)}
+
+    def tokens(self) -> list[tuple[int, int]]:
+        return [(o.index, o.token) for o in self.out if isinstance(o, Token)]
+
+    def free(self, tier: Tier = Tier.HBM) -> int:
+        return self.core.have.arenas[tier].pools[0].free
+
+    def grant(self, transfer: int, tokens: int, generation: int = 1, start: int = 0) -> list[StepPlan]:
+        return self.hear(Grant(PEER, US, transfer, generation, tokens, 0, start))
+
+    def end(self, transfer: int, tokens: int, *first: int, generation: int = 1) -> list[StepPlan]:
+        return self.hear(End(PEER, US, transfer, generation, tokens, 0, first))
+
+    def drained(self, transfer: int, generation: int = 1) -> list[StepPlan]:
+        return self.hear(Drained(PEER, US, transfer, generation, Reason.CANCELLED))
+
+
+def prefilled(rid: int = 1, transfer: int = 5, **settings: object) -> Driver:
+    """A prefill engine that has computed a prompt of 10 and knows its first token, 100."""
+    d = Driver("prefill", **settings)
+    d.arrive(rid, range(10), transfer)
+    d.retire()
+    assert d.phase(rid) is Phase.SENDING
+    return d
+
+
+# ---------------------------------------------------------------- prefill role
+def test_prefill_pushes_what_was_granted_and_the_end_follows_the_last_push() -> None:
+    d = prefilled()
+    assert d.said() == [] and d.core.have.rows.free == 4      # no row, but its pages
+    d.grant(5, 10)
+    (push,) = d.moves
+    assert (push.src, push.dst, push.first, push.tokens, push.transfer, push.generation) == (
+        Tier.HBM, Tier.PEER, 0, 10, 5, 1)
+    assert len(push.src_pages) == 3 and push.dst_pages == () and d.said() == []
+    d.tell(Moved(push.id, True))
+    assert d.said() == [End(US, PEER, 5, 1, 10, 0, (100,))]
+    assert d.finished() == {1: Outcome.SENT} and d.tokens() == []
+    d.grant(5, 10)                                            # the answer was lost
+    assert d.said() == [End(US, PEER, 5, 1, 10, 0, (100,))] and len(d.moves) == 1
+    d.tell(Flushed())
+    assert d.free() == 16
+
+
+def test_a_grant_may_come_before_its_request_and_waits_for_its_last_step() -> None:
+    d = Driver("prefill")
+    d.grant(5, 10, start=4)
+    d.arrive(1, range(10), transfer=5)
+    assert d.moves == []
+    d.retire()
+    (push,) = d.moves
+    assert (push.first, push.tokens, len(push.src_pages)) == (4, 6, 2)
+
+
+def test_a_partial_grant_may_begin_inside_a_page_of_ours() -> None:
+    d = prefilled()
+    d.grant(5, 10, start=6)
+    (push,) = d.moves
+    assert (push.first, push.tokens, len(push.src_pages)) == (6, 4, 2)
+
+
+def test_cancel_while_pushes_fly_is_acked_when_they_have_ended() -> None:
+    d = prefilled()
+    d.grant(5, 10)
+    d.hear(Cancel(PEER, US, 5, 1))
+    assert d.said() == [] and d.finished() == {1: Outcome.LOST}
+    d.hear(Cancel(PEER, US, 5, 1))
+    assert d.said() == [] and d.free() < 16                   # what flies is still read
+    d.tell(Moved(d.moves[0].id, True))
+    assert d.said() == [Drained(US, PEER, 5, 1, Reason.CANCELLED)]
+    d.tell(Flushed())
+    assert d.free() == 16
+
+
+def test_failed_push_is_refused_and_drained_with_the_last_one() -> None:
+    d = prefilled()
+    d.grant(5, 10)
+    d.tell(Moved(d.moves[0].id, False))
+    assert d.said() == [Refused(US, PEER, 5, 1, Reason.FAILED), Drained(US, PEER, 5, 1, Reason.FAILED)]
+    assert d.finished() == {1: Outcome.LOST}
+
+
+def test_abort_tells_the_decode_engine_at_once_even_before_its_grant() -> None:
+    d = prefilled()
+    d.tell(Aborted(RequestId(1)))
+    assert d.finished() == {1: Outcome.ABORT} and d.said() == []
+    d.grant(5, 10)
+    assert d.said() == [Refused(US, PEER, 5, 1, Reason.REFUSED), Drained(US, PEER, 5, 1, Reason.REFUSED)]
+
+
+def test_unknown_transfer_is_acked_and_its_request_ends_when_it_comes() -> None:
+    d = Driver("prefill")
+    d.hear(Cancel(PEER, US, 5, 1))
+    assert d.said() == [Drained(US, PEER, 5, 1, Reason.CANCELLED)]
+    assert d.arrive(1, range(10), transfer=5) == [] and d.finished() == {1: Outcome.LOST}
+
+
+def test_request_without_a_transfer_is_refused_by_a_prefill_engine() -> None:
+    d = Driver("prefill")
+    assert d.arrive(1, range(10)) == []
+    assert d.finished() == {1: Outcome.REFUSED} and d.said() == []
+
+
+def test_request_that_never_fits_is_refused_to_both_sides() -> None:
+    d = Driver("prefill", hbm_pages=2)
+    d.grant(5, 10)
+    d.arrive(1, range(10), transfer=5)
+    assert d.finished() == {1: Outcome.REFUSED}
+    assert d.said() == [Refused(US, PEER, 5, 1, Reason.REFUSED), Drained(US, PEER, 5, 1, Reason.REFUSED)]
+
+
+def test_computed_without_a_grant_gives_way_and_is_sent_all_the_same() -> None:
+    d = prefilled(hbm_pages=4)
+    d.arrive(2, range(50, 60), transfer=6)
+    assert d.phase(1) is Phase.DROPPED
+    d.retire()
+    d.grant(6, 10)
+    d.tell(Moved(d.moves.pop(0).id, True))
+    assert d.finished() == {2: Outcome.SENT}
+    assert d.phase(1) is Phase.DROPPED and d.plans == []      # not before it has its grant
+    d.said()
+    d.grant(5, 10, generation=2)
+    d.run()                                                   # nothing is sampled twice
+    assert d.token == 102
+    d.tell(Moved(d.moves.pop(0).id, True))
+    assert d.said() == [End(US, PEER, 5, 2, 10, 0, (100,))]
+
+
+def test_granted_request_is_not_dropped_while_its_pushes_fly() -> None:
+    d = prefilled()
+    d.grant(5, 10)
+    d.tell(Dropped(RequestId(1)))
+    assert d.phase(1) is Phase.SENDING
+
+
+def test_grant_of_another_length_is_not_the_same_request() -> None:
+    d = prefilled()
+    d.grant(5, 11)
+    assert d.finished() == {1: Outcome.LOST} and d.moves == []
+    assert d.said() == [Refused(US, PEER, 5, 1, Reason.REFUSED), Drained(US, PEER, 5, 1, Reason.REFUSED)]
+
+
+def test_new_decode_engine_knows_nothing_of_what_was_granted() -> None:
+    d = prefilled()
+    d.grant(5, 10)
+    d.hear(Hello(PEER + 1, US))
+    assert d.finished() == {1: Outcome.LOST} and d.said() == []
+    d.tell(Moved(d.moves[0].id, True))
+    assert d.said() == []                                     # nobody is there to be told
+
+
+def test_copy_that_nobody_grants_pages_for_ends_with_its_deadline() -> None:
+    d = Driver("prefill")
+    d.arrive(1, range(10), transfer=5)
+    (deadline,) = d.timers()
+    d.retire()
+    d.tell(Overdue(deadline.transfer, deadline.n))
+    assert d.finished() == {1: Outcome.LOST}
+
+
+# ---------------------------------------------------------------- decode role
+def receiving(**settings: object) -> Driver:
+    """A decode engine that waits for a prompt of 10."""
+    d = Driver("decode", **settings)
+    assert d.arrive(1, range(10), transfer=5) == []
+    assert d.phase(1) is Phase.RECEIVING
+    assert d.said() == [Grant(US, PEER, 5, 1, 10, 0, 0)]
+    return d
+
+
+def test_delivered_prompt_is_decoded_from_its_first_token() -> None:
+    d = receiving()
+    (grant,) = d.moves
+    assert (grant.src, grant.dst, grant.first, grant.tokens) == (Tier.PEER, Tier.HBM, 0, 10)
+    assert grant.src_pages == () and len(grant.dst_pages) == 3
+    (decode,) = d.end(5, 10, 77)
+    assert (decode.start, decode.count, decode.tokens) == ((10,), (1,), (77,))
+    (bind,) = decode.binds
+    assert bind.pages[0] == grant.dst_pages and bind.emitted == 1
+    d.end(5, 10, 77)                                          # the message came twice
+    d.run()
+    assert d.tokens() == [(0, 77), (1, 100), (2, 101), (3, 102)]
+    assert [o for o in d.out if isinstance(o, Started)] == [Started(RequestId(1), 0, 0, 0, 10)]
+    assert d.finished() == {1: Outcome.LENGTH}
+    d.tell(Flushed())
+    assert d.free() == 16
+
+
+def test_delivered_request_gets_its_row_later() -> None:
+    d = Driver("decode", rows=1)
+    d.arrive(2, range(50, 54), max_new=3)
+    d.arrive(1, range(10), transfer=5)
+    assert d.end(5, 10, 77) == [] and d.tokens() == [(0, 77)]
+    assert d.phase(1) is Phase.RECEIVING and d.core.live[RequestId(1)].is_parked
+    while d.phase(1) is Phase.RECEIVING:
+        d.retire()
+    plan = d.plans[-1]
+    assert plan.rids == (1,) and plan.start == (10,) and plan.tokens == (77,) and len(plan.binds) == 1
+
+
+def test_delivered_pages_serve_others_and_those_that_come_do_not() -> None:
+    d = receiving()
+    (miss,) = d.arrive(2, range(10))
+    assert miss.start == (0,)
+    d.end(5, 10, 77)
+    d.run()
+    (hit,) = d.arrive(3, range(10), namespace=0)
+    assert hit.start == (8,)
+
+
+def test_prefix_hit_gives_a_partial_grant() -> None:
+    d = Driver("decode")
+    d.arrive(1, range(10), max_new=1)
+    d.run()
+    d.arrive(2, range(14), transfer=6)
+    assert d.said() == [Grant(US, PEER, 6, 1, 14, 0, 8)]
+    (grant,) = d.moves
+    assert (grant.first, grant.tokens, len(grant.dst_pages)) == (8, 6, 2)
+    (decode,) = d.end(6, 14, 77)
+    assert decode.start == (14,) and decode.binds[0].pages[0][2:] == grant.dst_pages
+    assert [o for o in d.out if isinstance(o, Started)][-1] == Started(RequestId(2), 8, 0, 0, 6)
+
+
+def test_refused_prompt_is_computed_here_and_its_pages_wait_for_the_ack() -> None:
+    d = receiving()
+    granted = set(d.moves[0].dst_pages)
+    (prompt,) = d.hear(Refused(PEER, US, 5, 1, Reason.REFUSED))
+    assert (prompt.start, prompt.count) == ((0,), (10,))
+    assert granted.isdisjoint(prompt.binds[0].pages[0]) and d.core.have.device[0].pool.away == 3
+    d.drained(5)
+    assert d.core.have.device[0].pool.away == 0 and d.said() == []
+    d.run()
+    assert d.tokens()[0] == (0, 100) and d.finished() == {1: Outcome.LENGTH}
+
+
+def test_abort_while_receiving_frees_nothing_before_the_ack() -> None:
+    d = receiving()
+    d.tell(Aborted(RequestId(1)))
+    assert d.finished() == {1: Outcome.ABORT} and d.said() == [Cancel(US, PEER, 5, 1)]
+    d.tell(Flushed())
+    assert d.free() == 13
+    d.hear(Drained(PEER - 1, US, 5, 1, Reason.CANCELLED))     # of a dead incarnation
+    d.hear(Drained(PEER, US, 5, 2, Reason.CANCELLED))         # of another generation
+    assert d.free() == 13
+    d.drained(5)
+    assert d.free() == 16 and d.core.pair is not None and not d.core.pair.requests
+
+
+def test_deadline_computes_the_prompt_here_and_is_no_proof() -> None:
+    d = receiving()
+    visit = d.core.live[RequestId(1)].visit
+    (prompt,) = d.tell(Expired(RequestId(1), Phase.RECEIVING.value, visit))
+    assert prompt.start == (0,) and d.said() == [Cancel(US, PEER, 5, 1)]
+    assert d.core.have.device[0].pool.away == 3
+    d.end(5, 10, 77)                                          # it was on its way: proof, but no token
+    assert d.core.have.device[0].pool.away == 0 and d.tokens() == []
+
+
+def test_pages_of_a_dead_prefill_engine_wait_for_its_fence() -> None:
+    d = receiving()
+    d.hear(Hello(PEER + 1, US))
+    assert d.said() == [Fence(PEER)] and d.phase(1) is Phase.RECEIVING
+    assert d.hear(Drained(PEER + 1, US, 5, 1, Reason.CANCELLED)) == []
+    assert d.free() == 13
+    (prompt,) = d.tell(PeerFenced(PEER))
+    assert prompt.start == (0,) and d.core.have.device[0].pool.away == 0
+    d.arrive(2, range(50, 60), transfer=6)
+    d.retire()                                                # a Grant follows the plan with its Move
+    assert d.said() == [Grant(US, PEER + 1, 6, 2, 10, 0, 0)]
+
+
+def test_request_without_a_transfer_is_served_by_a_decode_engine() -> None:
+    d = Driver("decode")
+    (prompt,) = d.arrive(1, range(10))
+    assert prompt.start == (0,) and d.said() == []
+    d.run()
+    assert d.finished() == {1: Outcome.LENGTH}
+
+
+def test_one_token_ends_with_its_delivery() -> None:
+    d = Driver("decode")
+    d.arrive(1, range(10), transfer=5, max_new=1)
+    assert d.end(5, 10, 77) == []
+    assert d.tokens() == [(0, 77)] and d.finished() == {1: Outcome.LENGTH}
+    d.tell(Flushed())
+    assert d.free() == 16
+
+
+def test_delivered_request_that_is_dropped_keeps_its_first_token() -> None:
+    d = Driver("decode", rows=1, prefix_cache=False)
+    d.arrive(2, range(50, 54), max_new=3)
+    d.arrive(1, range(10), transfer=5)
+    d.end(5, 10, 77)
+    d.tell(Dropped(RequestId(1)))
+    d.run()
+    mine = [o for o in d.out if isinstance(o, Token) and o.rid == 1]
+    assert mine[0].token == 77 and [o.index for o in mine] == [0, 1, 2, 3]
+
+
+def test_host_place_receives_into_host_pages() -> None:
+    d = receiving_on_the_host()
+    (grant,) = d.moves
+    assert (grant.dst, len(grant.dst_pages)) == (Tier.DRAM, 3) and min(grant.dst_pages) >= 2_000
+    (decode,) = d.end(5, 10, 77)
+    assert d.phase(1) is Phase.HOSTED and d.core.live[RequestId(1)].place is Place.HOST
+    (bind,) = decode.binds
+    assert bind.host[0] == grant.dst_pages and set(bind.pages[0]) == {-1} and len(bind.hot[0]) == 1
+
+
+def test_host_pages_of_an_aborted_request_wait_for_the_ack() -> None:
+    d = receiving_on_the_host()
+    d.tell(Aborted(RequestId(1)))
+    assert d.free(Tier.DRAM) == 13
+    d.drained(5)
+    assert d.free(Tier.DRAM) == 16
+
+
+def receiving_on_the_host() -> Driver:
+    d = Driver("decode", dram_pages=16, hot_pages=1, always_hosted=True)
+    d.arrive(1, range(10), transfer=5, selects=True)
+    assert d.phase(1) is Phase.RECEIVING
+    return d
+
+
+def test_pages_in_quarantine_do_not_stop_those_who_run() -> None:
+    d = Driver("decode", hbm_pages=9, rows=2)                  # 3 of them stay away
+    d.arrive(1, range(50, 54), max_new=16)
+    d.arrive(2, range(10), transfer=5)
+    d.tell(Aborted(RequestId(2)))
+    d.arrive(3, range(60, 64), max_new=16)
+    for _ in range(60):                                       # the peer says nothing
+        if d.plans:
+            d.retire()
+    assert set(d.finished()) == {1, 2, 3}

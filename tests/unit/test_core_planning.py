@@ -1,0 +1,211 @@
+"""What a step costs, in rows looked at and in bytecodes: by counting, a busy machine changes nothing."""
+from __future__ import annotations
+
+import gc
+import hashlib
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from penstock.core import schedule
+from penstock.core.core import Core
+from penstock.core.plan import Advance, Arrived, Event, Moved, Paused, RequestId, Retired, StepPlan, Tier
+from penstock.core.request import Request
+from penstock.core.settings import CacheGroup, CoreConfig
+from penstock.sim.pair import Pair
+from penstock.sim.scenario import draw
+from penstock.sim.world import World
+
+FULL = CacheGroup(name="full", page_bytes=0)
+SELECTOR = CacheGroup(name="selector", page_bytes=0, selector=True, slab_pages=2)
+KINDS: dict[str, dict[str, Any]] = {
+    "one group": {},
+    "host tier": {"dram_pages": 20_000},
+    "three groups": {"groups": (FULL, CacheGroup(name="window", page_bytes=0, window=12),
+                                CacheGroup(name="state", page_bytes=0, snapshot=True, page_tokens=8))},
+    "hosted": {"groups": (FULL, SELECTOR), "dram_pages": 20_000, "hot_pages": 2, "always_hosted": True},
+    "overlapped": {"overlap": True},
+}
+
+
+def answer(plan: StepPlan) -> list[Event]:
+    return [Retired(plan.step, ((7,),) * sum(plan.samples)), *(Moved(m.id, True) for m in plan.moves)]
+
+
+class Engine:
+    """A core whose plans are answered in the next turn but `depth` - 1."""
+
+    def __init__(self, rows: int, **settings: Any) -> None:
+        self.core = Core(CoreConfig(**dict(page_size=8, rows=rows, hbm_pages=60_000, max_len=1 << 17,
+                                           step_tokens=1 << 17) | settings))
+        self.flying: list[StepPlan] = []
+        self.looked = 0                        # rows, by the last turn
+
+    def turn(self, *events: Event) -> StepPlan:
+        """One step retires, if one is out, and one is planned."""
+        before = self.core.counters["rows_looked_at"]
+        if len(self.flying) == self.core.cfg.depth:
+            events = (*answer(self.flying.pop(0)), *events)
+        plan = self.core.advance(events).plan
+        assert plan is not None
+        self.flying.append(plan)
+        self.looked = self.core.counters["rows_looked_at"] - before
+        return plan
+
+    def drain(self, *events: Event) -> None:
+        """Until nothing is left to do."""
+        while True:
+            if (plan := self.core.advance(events).plan) is not None:
+                self.flying.append(plan)
+            elif not self.flying:
+                return
+            events = tuple(answer(self.flying.pop(0))) if plan is None else ()
+
+    def start(self, prompts: Sequence[int], max_new: int = 1000, **more: Any) -> None:
+        """All rows decode."""
+        first = len(self.core.live)
+        self.turn(*(Arrived(RequestId(first + i), tuple(i * 100_000 + p for p in range(n)), max_new, **more)
+                    for i, n in enumerate(prompts)))
+        for _ in range(6):
+            self.turn()
+
+
+def bytecodes(engine: Engine) -> int:
+    """How many the next turn executes."""
+    count = 0
+
+    def trace(frame: FrameType, what: str, arg: object) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += what == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        engine.turn()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_looks_at_the_rows_that_cross_a_page(kind: str) -> None:
+    e = Engine(16, **KINDS[kind])
+    e.start([24] * 16, selects=True)           # all lengths are the same: they cross together
+    looked = []
+    for _ in range(32):
+        plan = e.turn()
+        assert len(plan.rows) == 16
+        assert e.looked >= len({g.row for g in plan.grows})
+        looked.append(e.looked)
+    # Each row and page: chosen, told to the device, retired.
+    assert sum(looked) == 16 * 4 * 3 and sum(n > 0 for n in looked) <= 8
+
+
+def test_a_row_that_ends_or_pauses_is_looked_at_alone() -> None:
+    e = Engine(8, dram_pages=1000)
+    e.start([24] * 7)
+    e.start([26], max_new=20)                  # they cross pages in other steps than it ends
+    while len(e.core.live) == 8:
+        e.turn()
+    assert e.looked == 1
+    while e.turn().grows or e.looked:          # to a step in which nobody crosses a page
+        pass
+    plan = e.turn(Paused(RequestId(3)))
+    assert len(plan.rows) == 6 and e.looked <= 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_costs_the_same_at_any_length(kind: str) -> None:
+    costs = []
+    for length in (96, 9600):                  # multiples of the page
+        e = Engine(4, **KINDS[kind])
+        e.start([length] * 4, selects=True)
+        costs.append([bytecodes(e) for _ in range(16)])
+    short, long = costs
+    assert sum(long) <= 1.02 * sum(short) and max(long) <= 1.1 * max(short)
+
+
+def test_rows_that_go_on_cost_little_beside_those_that_change() -> None:
+    cost = []
+    for rows in (16, 64):
+        e = Engine(rows)
+        e.start([24] * rows)
+        counts = [bytecodes(e) for _ in range(8)]
+        cost.append((min(counts), max(counts)))
+    a_row = (cost[1][0] - cost[0][0]) / 48
+    a_change = (cost[1][1] - cost[0][1]) / 48
+    assert a_row < 200 and a_row < a_change / 5
+
+
+def test_who_waits_in_the_queue_costs_nothing() -> None:
+    costs = []
+    for waiting in (1, 200):
+        e = Engine(4)
+        e.start([24] * 4)
+        e.turn(*(Arrived(RequestId(100 + i), (i, 1), 5) for i in range(waiting)))
+        costs.append(sum(bytecodes(e) for _ in range(8)))
+    assert costs[1] <= 1.02 * costs[0]
+
+
+def test_a_row_whose_pages_still_load_costs_the_same_at_any_length() -> None:
+    costs = []
+    for pages in (20, 400):
+        e = Engine(2, hbm_pages=pages + 8, dram_pages=8 * pages, max_len=8 * pages)
+        prompt = tuple(range(8 * pages - 40))
+        for rid, tokens in enumerate((prompt, prompt[::-1], (5, *prompt))):
+            e.drain(Arrived(RequestId(rid), tokens, 1))        # the later ones evict the first
+        e.turn(Arrived(RequestId(8), (1, 2, 3), 30))
+        plan = e.turn(Arrived(RequestId(9), prompt, 5))
+        assert sum(len(m.dst_pages) for m in plan.moves if m.dst is Tier.HBM) > pages / 2
+        e.flying[-1] = replace(plan, moves=())                 # nobody answers them
+        e.turn()
+        costs.append(sum(bytecodes(e) for _ in range(6)))
+        assert e.core.live[RequestId(9)].phase.value == "loading"
+    assert costs[1] <= 1.02 * costs[0]
+
+
+def test_requests_that_ended_are_freed_without_the_collector() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        e = Engine(4, dram_pages=1000)
+        e.start([24] * 4, max_new=20)
+        e.drain()
+        assert not e.core.live
+        assert not any(type(o) is Request for o in gc.get_objects())
+    finally:
+        gc.enable()
+
+
+def _answers(seed: int, monkeypatch: pytest.MonkeyPatch, *, steady: bool, pair: bool) -> str:
+    """A digest of all that a run's cores answer. Without `steady`, every row is looked at."""
+    seen = hashlib.sha256()
+
+    class Seen(Core):
+        def advance(self, events: Sequence[Event]) -> Advance:
+            got = super().advance(events)
+            seen.update(repr((events, got)).encode())
+            return got
+
+    with monkeypatch.context() as m:
+        if not steady:
+            m.setattr(schedule, "steady", lambda core, r: 0)
+            m.setattr(schedule, "calm", lambda core, r: 0)
+        if pair:
+            Pair(draw(seed), Seen).play()
+        else:
+            World(draw(seed), Seen).play()
+    return seen.hexdigest()
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_rows_counted_on_are_planned_as_if_looked_at(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = seed % 6 == 5
+    fast, slow = (_answers(seed, monkeypatch, steady=s, pair=pair) for s in (True, False))
+    assert fast == slow

@@ -1,0 +1,201 @@
+"""The flight recorder: what its ring keeps, what a dump of it shows and what it cannot show."""
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+
+import pytest
+
+from penstock.core.core import Core
+from penstock.core.messages import End
+from penstock.core.plan import Aborted, Arrived, Flushed, Received, RequestId, Retired, StepPlan
+from penstock.core.recorder import Recorder
+from penstock.core.settings import CoreConfig
+from penstock.core.standins import redact
+from penstock.sim import flight
+
+SECRET = 7_654_321                  # a token id that is nowhere else
+CFG = CoreConfig(page_size=4, rows=4, hbm_pages=200, dram_pages=50, max_len=600)
+
+
+def arrived(rid, prompt, max_new=4, **kwargs):
+    return Arrived(RequestId(rid), tuple(prompt), max_new, **kwargs)
+
+
+def run(recorder, events, answer=lambda rid, at: SECRET + at):
+    """Until nothing is planned; every token is a secret."""
+    plan = recorder.advance(events).plan
+    while plan is not None:
+        tokens = tuple((answer(rid, start),) for rid, start, samples
+                       in zip(plan.rids, plan.start, plan.samples, strict=True) if samples)
+        plan = recorder.advance([Retired(plan.step, tokens)]).plan
+
+
+def dump(recorder):
+    return "".join(flight.write(redact(recorder), "0"))
+
+
+def read(recorder):
+    return flight.read(dump(recorder).splitlines())
+
+
+def test_the_ring_keeps_the_last_turns_and_counts_the_others():
+    recorder = Recorder(Core(CFG), turns=10)
+    for _ in range(25):
+        recorder.advance([Flushed()])
+    recorder.advance([Aborted(RequestId(3))])
+    assert (len(recorder.turns), recorder.lost, recorder.complete) == (10, 16, False)
+    assert recorder.turns[-1].events == (Aborted(RequestId(3)),)
+    assert (read(recorder).lost, len(read(recorder).turns)) == (16, 10)
+
+
+def test_calls_in_which_nothing_happens_take_no_room():
+    recorder = Recorder(Core(CFG), turns=10)
+    recorder.advance([Flushed()])
+    for _ in range(25):
+        recorder.advance(())
+    assert len(recorder.turns) == 1 and recorder.turns[0].idle == 25
+
+
+def test_long_prompts_leave_the_ring_before_they_fill_memory():
+    recorder = Recorder(Core(CFG), tokens_max=1000)
+    for rid in range(1, 20):
+        run(recorder, [arrived(rid, range(500))])
+    assert sum(turn.tokens for turn in recorder.turns) <= 1000 and recorder.lost
+
+
+def test_no_token_stop_id_namespace_or_identity_of_a_user_is_in_a_dump():
+    recorder = Recorder(Core(CFG))
+    kwargs = {"namespace": SECRET, "attention": SECRET}
+    run(recorder, [arrived(1, [SECRET + i for i in range(30)], 9,
+                           stop=frozenset((SECRET + 32, SECRET + 999)), **kwargs)])
+    recorder.advance([arrived(2, [SECRET] * 20, **kwargs)])
+    text = dump(recorder)
+    assert str(SECRET)[:-3] not in text
+    assert "Finished" in text and '"stop"' in text, "the stop id was hit: this tests nothing"
+
+
+def test_nothing_of_a_user_is_in_a_dump_without_its_beginning_or_of_a_turn_that_failed():
+    core = Core(CFG)
+    recorder = Recorder(core, turns=3)
+    run(recorder, [arrived(1, [SECRET] * 9)])
+    plan = recorder.advance([arrived(2, [SECRET + 1] * 9, 50), arrived(3, [SECRET] * 9)]).plan
+    for _ in range(5):
+        plan = recorder.advance([Retired(plan.step, ((SECRET,),) * sum(plan.samples))]).plan
+    with pytest.raises(AssertionError):
+        recorder.advance([Retired(plan.step, ((SECRET,),) * sum(plan.samples)), Retired(99, ())])
+    text = dump(recorder)
+    assert str(SECRET)[:-3] not in text
+    log = flight.read(text.splitlines())
+    assert [(h.arrived.rid, len(h.outputs), h.phase) for h in log.held] == [
+        (2, 3, "resident"), (3, 3, "resident")]             # the second has ended since
+    assert [turn.returned for turn in log.turns] == [True] * 3 + [False]
+
+
+def test_a_message_that_standins_know_nothing_of_loses_every_list():
+    end = End(1, 1, 7, 2, 30, 0, (SECRET, SECRET))
+    recorder = Recorder(Core(CFG))
+    recorder.advance([Received(end), Aborted(RequestId(9), damaged=True)])
+    first, second = redact(recorder).legs[0].events
+    assert first == Received(replace(end, first=(-1, -1))) and second == Aborted(RequestId(9), True)
+    assert str(SECRET) not in dump(recorder) and '["Received",["End",1,1,7,2,30,0,[-1,-1]]]' in dump(recorder)
+
+
+def test_a_new_field_of_a_message_with_content_must_be_looked_at():
+    """Of these the stand-ins replace some fields by name: say here what a new one may tell."""
+    assert {f.name for f in fields(Arrived)} == {
+        "rid", "prompt", "max_new", "stop", "min_new", "namespace", "priority", "leader", "host_token",
+        "selects", "attention", "transfer"}
+    assert {f.name for f in fields(Retired)} == {"step", "tokens"}
+    assert {f.name for f in fields(StepPlan)} == {
+        "step", "rows", "rids", "start", "count", "samples", "tokens", "grows", "binds", "moves", "yields",
+        "waits"}
+
+
+def test_the_reason_of_a_refusal_is_not_quoted():
+    recorder = Recorder(Core(CFG))
+    recorder.advance([arrived(1, [SECRET] * 5000)])            # refused, with a reason
+    assert "device pool" not in dump(recorder) and "refused" in dump(recorder)
+
+
+def test_standins_are_equal_as_far_as_prompts_are_and_no_further():
+    a = [5] * 100 + [6] * 50
+    prompts = {1: a, 2: a[:100] + [7] * 50, 3: a, 4: [9, *a], 5: a[:40]}
+    recorder = Recorder(Core(CFG))
+    recorder.advance([arrived(rid, p) for rid, p in prompts.items()] + [arrived(6, a, namespace=1)])
+    got = {e.rid: e.prompt for e in read(recorder).turns[0].events}
+    assert got[1] == got[3] and got[5] == got[1][:40]
+    assert got[1][:100] == got[2][:100] and not {*got[1][100:]} & {*got[2][100:]}
+    assert not {*got[1]} & {*got[4]}, "the same tokens behind another one are something else"
+    assert not {*got[1]} & {*got[6]}, "another tenant's"
+    assert len({*got[1]}) == 150, "repeats within a prompt are not visible"
+
+
+def test_a_prompt_that_goes_on_from_an_answer_still_does():
+    recorder = Recorder(Core(CFG))
+    run(recorder, [arrived(1, range(10), 4)], lambda rid, at: 1000 + at)
+    answer = [1000, 1010, 1011, 1012]
+    recorder.advance([arrived(2, [*range(10), *answer, 77])])
+    log = read(recorder)
+    first, second = (e for turn in log.turns for e in turn.events if isinstance(e, Arrived))
+    outputs = [t for turn in log.turns for e in turn.events if isinstance(e, Retired)
+               for row in e.tokens for t in row]
+    assert second.prompt[:14] == (*first.prompt, *outputs) and len(outputs) == 4
+
+
+def test_numbers_are_given_anew_for_each_dump():
+    recorder = Recorder(Core(CFG), turns=2)
+    recorder.advance([arrived(1, [8] * 20, 90)])
+    first = dump(recorder)
+    recorder.advance([arrived(2, [9] * 20), Aborted(RequestId(1))])
+    recorder.advance([Flushed()])
+    recorder.advance([Flushed()])
+    assert "[[0,20]]" in first and [h.arrived.prompt for h in read(recorder).held] == [tuple(range(20))]
+
+
+def test_large_decode_steps_share_columns_and_small_ones_are_whole():
+    for whole_rows, keeps in ((2, False), (3, True)):
+        recorder = Recorder(Core(CFG), whole_rows=whole_rows)
+        run(recorder, [arrived(rid, range(rid, rid + 5), 20) for rid in (1, 2, 3)])
+        plans = [turn.plan for turn in recorder.turns if turn.plan is not None and turn.plan.rows]
+        assert all(plan.rids == (1, 2, 3) for plan in plans)
+        assert any(not plan.start for plan in plans) is not keeps
+        if not keeps:
+            assert plans[5].rids is plans[6].rids
+        assert len(read(recorder).turns) == len(recorder.turns)
+
+
+@pytest.mark.parametrize("text", [
+    "", "{}", "[]", "null", "x", '{"format":99}', '{"format":1}',
+    '{"format":1,"penstock":"0","error":"","config":{"page_size":4,"rows":1,"hbm_pages":4},'
+    '"lost":0,"held":[],"turns":1}\n{"events":[["Nonsense",1]],"digest":""}'])
+def test_what_is_not_a_flight_is_said_to_be_none(text):
+    with pytest.raises(flight.FlightError):
+        flight.read(text.splitlines())
+
+
+def test_a_file_that_was_cut_says_so():
+    recorder = Recorder(Core(CFG))
+    run(recorder, [arrived(1, range(5))])
+    with pytest.raises(flight.FlightError, match="was cut"):
+        flight.read(dump(recorder).splitlines()[:-1])
+
+
+def test_a_line_for_people_has_the_step_its_events_rows_and_edges():
+    recorder = Recorder(Core(CFG))
+    run(recorder, [arrived(1, range(5), 2)])
+    lines = list(flight.pages(read(recorder)))
+    assert "3 turns, complete" in lines[0]
+    assert lines[2].split(" | ") == [
+        "     1", "Arrived(1: 5+2)", "1[0:5] 1 binds",
+        "1:queued-admit>loading 1:loading-landed>prefill 1:prefill-prefilled>resident",
+        "Started(1, 0, 0, 0, 0)"]
+    assert lines[3].startswith("     2 | Retired(1: 1) | decode 1")
+
+
+def test_every_line_is_json():
+    recorder = Recorder(Core(CFG))
+    run(recorder, [arrived(1, range(5))])
+    head, *turns = map(json.loads, dump(recorder).splitlines())
+    assert head["complete"] is True and head["turns"] == len(turns)
+    assert all(len(turn["digest"]) == 16 for turn in turns)
