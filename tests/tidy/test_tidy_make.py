@@ -60,7 +60,7 @@ def test_tests_run_in_the_environment_that_serves(clone: Path) -> None:
     (clone / ".venv/.installed-dev").unlink()
     plan = planned(clone, "test")
     assert plan[0].endswith("-e '.[dev]'") and "pytest" in plan[-1]
-    assert 'not sweep and not gpu' in plan[-1]
+    assert 'not sweep and not soak and not gpu' in plan[-1]
 
 
 def test_ci_runs_the_two_targets_and_stops_at_the_first_failure() -> None:
