@@ -102,14 +102,14 @@ def grow_without_the_twin(real: Real, r: Request) -> list[Grow]:
     return [replace(g, host=()) if r.place is Place.DEVICE else g for g in real(r)]
 
 
-@instead_of(schedule, "_yields")
+@instead_of(schedule, "_yields", first=220)
 def device_page_given_back_without_a_yield(real: Real, r: Request) -> list[Yield]:
     """A hosted row goes on reading a device page that was a loan."""
     real(r)
     return []
 
 
-@instead_of(schedule, "_yields")
+@instead_of(schedule, "_yields", first=220)
 def yield_of_a_page_without_a_host_copy(real: Real, r: Request) -> list[Yield]:
     """The Yield names the wrong cache group."""
     return [replace(y, group=Group(len(r.tables) - 1)) for y in real(r)]
@@ -322,7 +322,7 @@ class StepDoesNotListItsWaits(Core):
         return adv if adv.plan is None else replace(adv, plan=replace(adv.plan, waits=()))
 
 
-@mutant()
+@mutant(first=150)
 class ResultsOfAFailedLoadUsed(Core):
     """A step that waited for a load that failed gives its tokens to the user."""
 

@@ -230,7 +230,7 @@ def first_token_streamed_twice(real: Real, core: Core, r: Request, tokens: tuple
 
 
 # ---------------------------------------------------------------- what is pushed, and when
-@wrong(staying, "missing", first=230)
+@wrong(staying, "missing", first=170)
 def page_pushed_while_its_load_flies(real: Real, r: Request) -> list[Copy] | None:
     """A prompt that was cached below is sent before it is there."""
     copies: list[Copy] | None = [] if r.phase is Phase.SENDING else real(r)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from inspect import CO_VARARGS
 from typing import Any, TypeVar
 
 from penstock.core.core import Core
@@ -61,7 +62,7 @@ def _enter(name: str, make: Callable[[CoreConfig], Core], seeds: range, mode: st
 def swapped(owner: object, name: str, wrong: Callable[..., Any]) -> Iterator[None]:
     """For a while, `wrong(real, ...)` is called instead of the attribute `name` of a module or class."""
     real = getattr(owner, name)
-    if _arity(wrong) != _arity(real) + 1:
+    if not _takes_any(wrong) and _arity(wrong) != _arity(real) + 1:
         raise Stale(name)
 
     def instead(*args: Any, **kw: Any) -> Any:
@@ -71,9 +72,14 @@ def swapped(owner: object, name: str, wrong: Callable[..., Any]) -> Iterator[Non
         yield
 
 
+def _takes_any(function: Callable[..., Any]) -> bool:
+    return bool(getattr(function, "__code__").co_flags & CO_VARARGS)       # noqa: B009
+
+
 def _arity(function: Callable[..., Any]) -> int:
     code = getattr(function, "__code__")       # noqa: B009
-    return int(code.co_argcount + code.co_kwonlyargcount) - hasattr(function, "__self__")
+    bound = getattr(function, "__self__", None) is not None
+    return int(code.co_argcount + code.co_kwonlyargcount) - bound
 
 
 @contextmanager
