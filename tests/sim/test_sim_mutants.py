@@ -5,7 +5,6 @@ import pytest
 
 from penstock.sim.mutants import BUDGET, MUTANTS, hunt
 
-
 # Caught, but in one seed of some hundred: the sweep hunts them.
 RARE = {"ack-of-another-incarnation", "device-page-given-back-without-a-yield",
         "failed-store-left-visible", "fence-of-the-peer-not-awaited", "grant-said-before-its-pages",
