@@ -146,7 +146,7 @@ def edges(mode: Mode) -> Mapping[tuple[Phase, Trigger], Phase]:
     table |= _sending() if mode.role is Role.PREFILL else _decoding(mode)
     if mode.role is Role.DECODE:
         table |= _receiving(mode)
-    live = {p for p, _ in table} | set(table.values())
+    live = ({p for p, _ in table} | set(table.values())) - {P.DONE}
     return table | {(p, T.END): P.DONE for p in P if p in live}
 
 

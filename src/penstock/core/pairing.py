@@ -160,7 +160,10 @@ class Pairing:
     def _landed(self, o: peer.Landed, r: Request | None) -> None:
         """No byte of a grant will move any more."""
         copies = self.core.have.copies
-        flights: list[Flight] = [copies.landed(id, o.ok)[0] for id in self.granted.pop(o.transfer)]
+        ids = self.granted.pop(o.transfer)
+        # A grant that ended before it was planned was never said: nobody may hear of its pages.
+        copies.outbox = [move for move in copies.outbox if move.id not in ids]
+        flights: list[Flight] = [copies.landed(id, o.ok)[0] for id in ids]
         for flight in flights:
             copies.settle(flight)
         if r is None or r.phase is not Phase.RECEIVING or r.is_parked:

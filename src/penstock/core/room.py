@@ -73,7 +73,8 @@ def for_growth(core: Core, r: Request, taken: list[Request]) -> None:
             return
     if _drop_receiving(core, Place.DEVICE):
         return
-    for victim in reversed(core.running):
+    # A spill may end in a pause, if there is no hot buffer to be had: the oldest goes last of all.
+    for victim in reversed(core.running[1:] or core.running):
         if victim not in taken and may_spill(core, victim) and core.spill(victim):
             return
     core.have.lacks = tier                     # not what a spill has asked for
