@@ -11,7 +11,7 @@ import time
 import traceback
 
 from penstock.core.core import Core
-from penstock.sim import flight, jobs, rerun
+from penstock.sim import flight, jobs, rerun, waiting
 from penstock.sim.mutants import MUTANTS, hunt
 from penstock.sim.pair import start
 from penstock.sim.programs import ANOMALIES, MUST_FIRE, Report, anomaly, never_met, never_taken, sweep
@@ -44,6 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--replay", metavar="FILE",
                         help="do again what a flight recorder wrote: exactly if it is complete, else "
                              "with the same requests and events from outside")
+    parser.add_argument("--fair", action="store_true",
+                        help="storms of calm requests: how long each waits for the work ahead of it")
     parser.add_argument("--edges", action="store_true", help="print how often each edge was taken")
     parser.add_argument("--report", action="store_true", help="print how often each fault fired")
     parser.add_argument("--strict", action="store_true",
@@ -61,6 +63,9 @@ def run(config: object, args: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"penstock sim: {error}", file=sys.stderr)
         return 2
+    if args.fair:
+        one = (args.seed,) if args.seed is not None else range(args.first, args.first + args.seeds)
+        return 1 if waiting.report(one, args.mode, print) else 0
     if args.seed is not None and args.anomaly is None and not args.mutants:
         return _one(args)
     if args.mutants:

@@ -209,8 +209,8 @@ def never_met(seen: Counter[Seen]) -> list[tuple[str, str, str]]:
 def storm(seed: int, requests: int = 64) -> tuple[World, Counter[RequestId]]:
     """Requests that arrive together and outgrow a pool of 1.1 times the largest of them. Returns the
     finished world, and how often each request gave up its row."""
-    calm = ("model=1,hot_pages=0,spills=0,pauses=0,drops=0,aborts=0,stops=0,abort=0,stop=0,turns=0,"
-            "flushes=0,fail=0")
+    calm = ("aims=0,pair=0,model=1,hot_pages=0,spills=0,pauses=0,drops=0,aborts=0,stops=0,abort=0,stop=0,"
+            "turns=0,flushes=0,fail=0")
     sc = draw(seed, f"requests={requests},span=1,{calm},prompt_max=12,new_max=40,rows=6")
     largest = -(-(sc.prompt_max + sc.new_max) // sc.cfg.page_size)
     cfg = replace(sc.cfg, hbm_pages=int(1.1 * largest) + 1, dram_pages=requests * largest,

@@ -1,0 +1,199 @@
+"""How long a request waits, measured in the work that is ahead of it: the bound of docs/adr/0011.
+
+Watches a core from outside: arrivals, steps with rows, who gives way, ends. Knows how much of an engine
+a request takes, and nothing of pages. Also the storms that put the bound to the test.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from penstock.core import placement
+from penstock.core.core import Core
+from penstock.core.lifecycle import ACTIVE, WAITING, Phase, Place
+from penstock.core.plan import Advance, Arrived, Event, Finished, Outcome, RequestId, Token
+from penstock.core.request import Request
+from penstock.core.room import GAVE_WAY_MAX
+from penstock.core.settings import CoreConfig
+from penstock.sim.scenario import Scenario, draw
+from penstock.sim.world import MakeCore, World
+
+WAIT_MAX = GAVE_WAY_MAX + 1       # times the work ahead: each time it gives way it may wait once more
+
+
+@dataclass(slots=True)
+class Wait:
+    """One request. Steps are counted from the start of the engine."""
+
+    arrived: Arrived
+    key: tuple[int, int]                   # order of service
+    since: int                             # steps before it arrived
+    until: int = -1                        # steps when it ended; -1: it lives
+    outputs: int = 0
+    refused: bool = False
+    gave_way: int = 0
+    behind: set[RequestId] = field(default_factory=set)    # who had a row when it arrived or gave way
+
+
+class Waiting:
+    """Fed with what happens, in order; `late` says who waited too long."""
+
+    def __init__(self, cfg: CoreConfig) -> None:
+        self.cfg = cfg
+        self.steps = 0
+        self.seen: dict[RequestId, Wait] = {}
+        self.firsts: list[RequestId] = []      # gave way while nobody came before them
+        # Windows are taken as they are needed: a step may get no further than a page.
+        by_page = any(group.reach for group in cfg.groups)
+        self.chunk = min(cfg.step_tokens, cfg.page_size) if by_page else cfg.step_tokens
+
+    # ---------------------------------------------------------------- what happens
+    def arrive(self, a: Arrived, running: Iterable[RequestId]) -> None:
+        self.seen[a.rid] = Wait(a, (a.priority, len(self.seen)), self.steps, behind=set(running))
+
+    def step(self) -> None:
+        """A step with rows was issued. One that only moves pages is nobody's service."""
+        self.steps += 1
+
+    def token(self, rid: RequestId) -> None:
+        self.seen[rid].outputs += 1
+
+    def give_way(self, rid: RequestId, running: Iterable[RequestId]) -> None:
+        w = self.seen[rid]
+        w.gave_way += 1
+        w.behind.update(running)
+        if w.key == min(q.key for q in self.seen.values() if q.until < 0):
+            self.firsts.append(rid)
+
+    def finish(self, rid: RequestId, outcome: Outcome) -> None:
+        self.seen[rid].until = self.steps
+        self.seen[rid].refused = outcome is Outcome.REFUSED
+
+    # ---------------------------------------------------------------- the bound
+    def alone(self, w: Wait) -> int:
+        """Steps that it takes when it has the engine for itself, at worst."""
+        positions = len(w.arrived.prompt) + w.outputs
+        return -(-positions // self.chunk) + w.outputs * self.cfg.depth
+
+    def share(self, w: Wait) -> float:
+        """The part of the engine that it occupies at full length: rows, device or host memory."""
+        cfg, a = self.cfg, w.arrived
+        tokens, parts = min(len(a.prompt) + a.max_new - 1, cfg.max_len), [1 / cfg.rows]
+        for place in Place if placement.may_host(cfg, a) else (Place.DEVICE,):
+            if placement.fits(cfg, place, tokens):
+                device, host = placement.needs(cfg, place, tokens)
+                parts.append(self._part(device, cfg.hbm_pages, place))
+                parts.append(self._part(host, cfg.dram_pages, place) if any(host) else 0)
+        return max(parts) if len(parts) > 1 else 1.0
+
+    def _part(self, pages: Sequence[int], pool: int, place: Place) -> float:
+        """In slabs; what comes and goes may lie one page to a slab."""
+        groups = self.cfg.groups
+        if len(groups) == 1:
+            return pages[0] / pool
+        loose = [g.reach > 0 or (place is Place.HOST and g.hosted) for g in groups]
+        slabs = sum(n if alone else -(-n // g.slab_pages)
+                    for g, n, alone in zip(groups, pages, loose, strict=True))
+        return min(1.0, slabs / (pool // groups[0].slab_pages))
+
+    def work(self, w: Wait) -> float:
+        """Steps of the whole engine that its service is worth."""
+        positions = len(w.arrived.prompt) + w.outputs
+        return self.alone(w) * self.share(w) + positions / self.cfg.step_tokens
+
+    def ahead(self, w: Wait) -> float:
+        """The work of all who are served before it: those that come before it in the order of service,
+        also later arrivals of higher priority, and those that it found running. A fork comes after its
+        leader. Its own service comes on top."""
+        key = w.key
+        leader = self.seen.get(w.arrived.leader) if w.arrived.leader is not None else None
+        if leader is not None:
+            key = max(key, leader.key)
+        return self.alone(w) + sum(
+            self.work(q) for q in self.seen.values()
+            if q is not w and not q.refused and q.until > w.since and q.since < w.until
+            and (q.key <= key or q.arrived.rid in w.behind))
+
+    def ratio(self, w: Wait) -> float:
+        return (w.until - w.since) / self.ahead(w)
+
+    def ended(self) -> list[Wait]:
+        return [w for w in self.seen.values() if w.until >= 0 and not w.refused]
+
+    def late(self) -> list[str]:
+        """Every request that the bound does not hold for."""
+        lines = [f"request {w.arrived.rid} took {w.until - w.since} steps for {self.ahead(w):.1f} ahead of it"
+                 for w in self.ended() if self.ratio(w) > WAIT_MAX]
+        lines += [f"request {w.arrived.rid} gave way {w.gave_way} times"
+                  for w in self.ended() if w.gave_way > GAVE_WAY_MAX]
+        return lines + [f"request {rid} gave way, and was the first of all" for rid in self.firsts]
+
+
+# ---------------------------------------------------------------- watching a core
+def watch(core: Core) -> Waiting:
+    """Feed a Waiting with all that this core does from now on."""
+    waiting = Waiting(core.cfg)
+    advance, file = core.advance, core._file
+
+    def on_advance(events: Sequence[Event]) -> Advance:
+        for event in events:
+            if isinstance(event, Arrived):
+                waiting.arrive(event, [q.rid for q in core.running])
+        result = advance(events)
+        if result.plan is not None and result.plan.rows:
+            waiting.step()
+        for out in result.outputs:
+            if isinstance(out, Token):
+                waiting.token(out.rid)
+            elif isinstance(out, Finished):
+                waiting.finish(out.rid, out.outcome)
+        return result
+
+    def on_file(r: Request, source: Phase) -> None:
+        file(r, source)
+        if source in ACTIVE and r.phase in WAITING:
+            waiting.give_way(r.rid, [q.rid for q in core.running])
+
+    core.advance = on_advance  # type: ignore[method-assign]
+    core._file = on_file       # type: ignore[method-assign]
+    return waiting
+
+
+# Nobody is asked to give way, nobody leaves before the end, no copy fails, nothing comes from storage.
+CALM = ("aims=0,pair=0,spills=0,pauses=0,drops=0,aborts=0,stops=0,abort=0,stop=0,turns=0,flushes=0,"
+        "fail=0,expire=0,shy=0,disk_pages=0,prompt_max=12,new_max=40,rows=6,span=1")
+
+
+def calm(seed: int, mode: str = "", requests: int = 64) -> Scenario:
+    """Requests that arrive together; the device holds 1.1 times the largest of them, the host all."""
+    sc = draw(seed, f"requests={requests},{CALM}" + (f",{mode}" if mode else ""))
+    longest, slab = sc.prompt_max + sc.new_max, sc.cfg.groups[0].slab_pages
+    slabs = 1
+    while not placement.fits(replace(sc.cfg, hbm_pages=slabs * slab), Place.DEVICE, longest):
+        slabs += 1
+    host = requests * slabs * slab if sc.cfg.dram_pages else 0
+    return replace(sc, cfg=replace(sc.cfg, hbm_pages=int(1.1 * slabs + 1) * slab, dram_pages=host,
+                                   max_len=longest))
+
+
+def fair(seed: int, mode: str = "", requests: int = 64, make: MakeCore = Core) -> Waiting:
+    """Play a calm storm to its end. Judged by what a user could see, and by `Waiting.late`."""
+    world = World(calm(seed, mode, requests), make, blind=True)
+    waiting = watch(world.core)
+    world.play()
+    return waiting
+
+
+def report(seeds: Iterable[int], mode: str, say: Callable[[str], None]) -> int:
+    """Say who waited too long, and at the end the worst of all. Returns how many there were."""
+    late, worst, gave_way = 0, 0.0, 0
+    for seed in seeds:
+        waiting = fair(seed, mode)
+        lines = waiting.late()
+        for line in lines:
+            say(f"penstock sim --fair --seed {seed}{f' --mode {mode}' if mode else ''}    # {line}")
+        late += len(lines)
+        worst = max([worst, *map(waiting.ratio, waiting.ended())])
+        gave_way = max([gave_way, *(w.gave_way for w in waiting.ended())])
+    say(f"{late} findings; at worst {worst:.2f} times the work ahead, gave way {gave_way} times")
+    return late
