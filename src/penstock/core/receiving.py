@@ -142,4 +142,7 @@ class DecodeSide(Side):
 
     def _end(self, r: Receiving, landed: Landed) -> None:
         del self.table[r.transfer]
+        # What was not said of it yet is not said: a Grant might come after the end of its pages.
+        self.outbox = [m for m in self.outbox if not (
+            isinstance(m, Grant | Cancel) and m.generation == r.generation)]
         self._out.append(landed)
