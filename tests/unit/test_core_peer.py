@@ -71,6 +71,16 @@ def draining() -> PrefillSide:
 
 
 # ---------------------------------------------------------------- the way it should go
+def test_a_grant_that_ended_before_it_was_said_is_not_said() -> None:
+    side = decode()
+    side.open(T, 64)                           # and, before anything is said, its peer is fenced
+    assert side.fenced(P) == [Landed(T, 1, False, Reason.LOST)]
+    assert not [m for m in said(side) if isinstance(m, Grant | Cancel)]
+    side.received(Hello(P + 1, D))
+    side.open(T, 64)
+    assert [m.generation for m in said(side) if isinstance(m, Grant)] == [2]
+
+
 def test_a_transfer() -> None:
     d, p = DecodeSide(D), PrefillSide(P)
     p.expect(T)
