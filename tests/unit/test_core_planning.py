@@ -1,6 +1,7 @@
 """What a step costs, in rows looked at and in bytecodes: by counting, a busy machine changes nothing."""
 from __future__ import annotations
 
+import copy
 import gc
 import hashlib
 import sys
@@ -151,6 +152,43 @@ def test_who_waits_in_the_queue_costs_nothing() -> None:
         e.turn(*(Arrived(RequestId(100 + i), (i, 1), 5) for i in range(waiting)))
         costs.append(sum(bytecodes(e) for _ in range(8)))
     assert costs[1] <= 1.02 * costs[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_long_prompt_that_does_not_fit_costs_the_same_at_any_length(kind: str) -> None:
+    costs = []
+    for pages in (40, 400):
+        e = Engine(4, **(KINDS[kind] | {"hbm_pages": 3 * pages, "max_len": 24 * pages}
+                         | ({"dram_pages": 3 * pages} if kind == "hosted" else {})))
+        e.start([4 * pages] * 3, selects=True)
+        e.turn(Arrived(RequestId(8), tuple(range(18 * pages)), 5, selects=True))
+        costs.append(sum(bytecodes(e) for _ in range(24)))
+        assert [r.rid for r in e.core.waiting] == [8]
+    assert costs[1] <= 1.02 * costs[0]
+
+
+def test_who_is_not_tried_again_would_not_fit() -> None:
+    tried = 0
+
+    class Tried(Core):
+        def _is_blocked(self, r: Request) -> bool:
+            nonlocal tried
+            if blocked := super()._is_blocked(r):
+                tried += 1
+                twin = copy.deepcopy(self)
+                twin.__class__ = Core
+                assert not twin._enter(twin.live[r.rid])
+            return blocked
+
+    deep = sys.getrecursionlimit()
+    sys.setrecursionlimit(50_000)              # a page knows the next
+    try:
+        for seed in range(10_000, 10_020):
+            scenario = draw(seed)
+            (Pair if scenario.pair else World)(scenario, Tried).play()
+    finally:
+        sys.setrecursionlimit(deep)
+    assert tried > 100
 
 
 def test_a_row_whose_pages_still_load_costs_the_same_at_any_length() -> None:

@@ -7,10 +7,10 @@ derives what to acquire and release from the tables of `lifecycle`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 from penstock.core import check, lifecycle, placement, results, room, schedule, staying, storage
-from penstock.core.holdings import Holdings
+from penstock.core.holdings import Holdings, Lack
 from penstock.core.lifecycle import (
     ACTIVE,
     BUSY,
@@ -59,6 +59,16 @@ from penstock.core.settings import CoreConfig
 from penstock.core.tree import Copy
 
 
+class Blocked(NamedTuple):
+    """Why a request got no row: it needs that fewer run, that they change, or pages."""
+
+    request: Request
+    visit: int
+    running: int
+    taken: int | None          # None: only pages count
+    lacks: list[Lack]
+
+
 class Core:
     """One engine's scheduler. `advance` until it returns no plan, then wait for events."""
 
@@ -82,7 +92,7 @@ class Core:
             ("pauses", "drops", "spills", "promotions", "prefix_queries", "prefix_hbm_hits",
              "prefix_dram_hits", "prefix_disk_hits", "failed_moves", "rows_looked_at"), 0)
         self.rates: Rates | None = None        # None: not measured yet
-        self._blocked: tuple[int, ...] = ()    # when the head of the queue last did not fit
+        self._blocked: Blocked | None = None   # the head of the queue, when it last did not fit
         self._stay: tuple[int, ...] = ()       # when nobody could be promoted
         self._largest: dict[bool, int] = {}    # positions that a request alone can have
         self.pair = None if role is Role.UNIFIED else Pairing(self, role)
@@ -412,20 +422,38 @@ class Core:
         for r in list(self.waiting):
             if not self._may_start(r):
                 continue
-            state = (r.rid, self.taken, self.have.freed, len(self.have.copies.flights))
-            if state == self._blocked and self.have.issued > self.have.retired:
-                return                         # nothing has changed since it did not fit
+            if self._is_blocked(r):
+                return
             if not self._enter(r):
-                self._blocked = state
                 room.for_admission(self, r)
                 return
 
+    def _is_blocked(self, r: Request) -> bool:
+        """Whether `r` did not fit, and less has come since than it lacked. Its tables are long: it is
+        not tried for nothing. If nobody runs it is, for then somebody who waits may have to give way."""
+        b = self._blocked
+        return (b is not None and b.request is r and b.visit == r.visit
+                and 0 < b.running <= len(self.running) and b.taken in (None, self.taken)
+                and all([self.have.is_short(r, lack) for lack in b.lacks]))
+
     def _enter(self, r: Request) -> bool:
+        have, lacks, taken = self.have, list[Lack](), None
         for trigger in placement.ways_in(self, r):
             place = lifecycle.place_after(r.phase, trigger, r.place)
             spare = room.headroom(self, r, place)
-            if spare is not None and self._go(r, trigger, spare):
+            if spare is None:
+                taken = self.taken             # until the others that run have changed
+                continue
+            have.lack, have.found = None, None
+            if self._go(r, trigger, spare):
                 return True
+            if have.lack is None:
+                taken = -1                     # no row is free: that is soon seen
+            else:
+                lacks.append(have.lack)
+        for lack in lacks:
+            lack.gained = have.gained(lack.tier)
+        self._blocked = Blocked(r, r.visit, len(self.running), taken, lacks)
         return False
 
     def _may_start(self, r: Request) -> bool:

@@ -65,7 +65,7 @@ def enter(have: Holdings, r: Request, place: Place, spare: int) -> bool:
     r.is_parked = False
     r.capacity = have.covered(r, place)
     if place is Place.HOST:
-        have.lent.append(r)
+        have.lend(r)
     return True
 
 

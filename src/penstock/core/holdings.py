@@ -7,6 +7,8 @@ where a request goes in `placement`.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from penstock.core import entering, staying, storage
 from penstock.core.copies import Copies
@@ -27,6 +29,25 @@ def _arena(cfg: CoreConfig, tier: Tier, pages: int, base: int) -> Arena:
              base + g * cfg.group_base, group.slab_pages) for g, group in enumerate(cfg.groups)])
 
 
+@dataclass(slots=True)
+class Lack:
+    """Pages of each group that somebody wanted in vain, though all that nobody used was evicted."""
+
+    tier: Tier
+    want: Sequence[int]
+    found: Found | None        # None: it knew what it has
+    gained: int = 0            # `Holdings.gained` when it gave up
+
+
+class Found(NamedTuple):
+    """How far the prefix tree knew a request: the last of so many pages. From the `cut` last ones no
+    group that keeps only a part can go on."""
+
+    last: Node | None
+    pages: int
+    cut: int
+
+
 class Holdings:
     """Pools, prefix tree, page tables. Every method keeps `check` true."""
 
@@ -39,6 +60,7 @@ class Holdings:
         spaces = {tier: [Space(tier, Group(g), pool) for g, pool in enumerate(arena.pools)]
                   for tier, arena in self.arenas.items()}
         self.device, self.host, self.disk = (spaces[t] for t in (Tier.HBM, Tier.DRAM, Tier.DISK))
+        self._spaces = spaces
         self.tree = Tree([*self.device, *self.host, *self.disk])
         self.copies = Copies(cfg, self.tree, self.device, self.host, self.disk, self.arenas[Tier.DISK])
         self._one = [tuple(int(k == g) for k in range(len(cfg.groups))) for g in range(len(cfg.groups))]
@@ -46,6 +68,8 @@ class Holdings:
         self.freed = 0                                   # units that came back, in all
         self.lent: list[Request] = []                    # in host pages: their device pages are a loan
         self.lacks = Tier.HBM                            # where there was no room last
+        self.lack: Lack | None = None                    # and what for
+        self.found: Found | None = None                  # of what was last looked for
 
     @property
     def retired(self) -> StepId:
@@ -83,14 +107,39 @@ class Holdings:
             pass
         if short and tier is Tier.HBM and self.lent:
             self._take_back(want)
+        short = arena.short(want, promised=True)
         for pool in arena.pools:
             self.freed += pool.drain(self.retired, self.copies.flights)
-        self.lacks = tier
-        return not arena.short(want, promised=False)
+        if not arena.short(want, promised=False):
+            return True
+        self.lacks, self.lack = tier, Lack(tier, want, self.found) if short else None
+        return False
+
+    def gained(self, tier: Tier) -> int:
+        """Pages of `tier` that could be evicted, taken back or shared, and could not before; those that
+        were evicted do not count. Some are counted twice: only a rise means something."""
+        return sum([space.gained for space in self._spaces[tier]])
+
+    def is_short(self, r: Request, lack: Lack) -> bool:
+        """Whether `r` cannot get these pages yet. False may be wrong: it has to be tried."""
+        more, found = self.gained(lack.tier) - lack.gained, lack.found
+        if found is not None:
+            more += found.cut * len(r.tables)
+            last = found.last or self.tree.roots.get(r.arrived.namespace)
+            if last is not None and self._next(r, last, found.pages) is not None:
+                return False
+        return self.arenas[lack.tier].short(lack.want, promised=True) > more
+
+    def lend(self, r: Request) -> None:
+        """`r` decodes from host pages: those that it has on the device are a loan from now on."""
+        self.lent.append(r)
+        for space, t in zip(self.device, r.tables, strict=True):
+            if t.group.hosted:
+                space.gained += sum([copy is not None for copy in t.device])
 
     def _evict(self, tier: Tier, want: Sequence[int], short: int) -> int:
         """Evict cached pages of a group that is short of them, else the oldest of any."""
-        spaces = [s for s in self.tree.spaces if s.tier is tier]
+        spaces = self._spaces[tier]
         if len(spaces) == 1:
             return self.tree.evict(spaces[0], short)
         for space, n in zip(spaces, want, strict=True):
@@ -231,18 +280,28 @@ class Holdings:
         """The longest path of whole pages that every group can serve and that leaves at least one
         token to compute; with `stored`, storage counts too."""
         path: list[Node] = []
-        size = self.cfg.page_size
         node = self.tree.roots.get(r.arrived.namespace)
-        full = [g for g, t in enumerate(r.tables) if not t.group.reach]
-        while node is not None and (len(path) + 1) * size < len(r.tokens):
-            node = node.children.get(r.page_key(len(path), size))
-            if node is None or not all(self.has(node, g, stored) for g in full):
-                break
+        while node is not None and (node := self._next(r, node, len(path), stored)) is not None:
             path.append(node)
+        known = len(path)
+        last = path[-1] if path else None
         # Groups that keep only a part can serve fewer boundaries.
         while path and not self._serves(r, path, stored):
             path.pop()
+        self.found = Found(last, known, known - len(path))
         return path
+
+    def _next(self, r: Request, last: Node, pages: int, stored: bool = False) -> Node | None:
+        """The page that continues a prefix of so many, if every group that keeps all of it has it, and
+        a token is left to compute."""
+        size = self.cfg.page_size
+        if (pages + 1) * size >= len(r.tokens):
+            return None
+        node = last.children.get(r.page_key(pages, size))
+        if node is None or not all([self.has(node, g, stored)
+                                    for g, t in enumerate(r.tables) if not t.reach]):
+            return None
+        return node
 
     def _serves(self, r: Request, path: list[Node], stored: bool) -> bool:
         size = self.cfg.page_size

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from penstock.core.ledger import Arena
-from penstock.core.lifecycle import ACTIVE, Phase, Place, Trigger
+from penstock.core.lifecycle import Phase, Place, Trigger
 from penstock.core.plan import Arrived, Tier
 from penstock.core.request import Request
 from penstock.core.settings import CacheGroup, CoreConfig
@@ -84,18 +84,41 @@ def ways_in(core: Core, r: Request) -> tuple[Trigger, ...]:
     return (device, host)
 
 
+Pages: TypeAlias = tuple[list[int], list[int]]           # of each group: device, host
+
+
+def _at_end(core: Core, r: Request, place: Place) -> Pages:
+    """What `r` needs in `place` when its last position is computed."""
+    if place not in r.at_end:
+        r.at_end[place] = needs(core.cfg, place, r.num_prompt + r.max_new - 1)
+    return r.at_end[place]
+
+
+def _add(total: Pages, pages: Pages, times: int = 1) -> None:
+    for column, more in zip(total, pages, strict=True):
+        for g, n in enumerate(more):
+            column[g] += times * n
+
+
+def _demand(core: Core) -> Pages:
+    """What all that run need at their ends, where they are now."""
+    total: Pages = [0] * len(core.cfg.groups), [0] * len(core.cfg.groups)
+    for r in core.running:
+        _add(total, _at_end(core, r, r.place))
+    return total
+
+
+def _all_fit(core: Core, total: Pages) -> bool:
+    device, host = total
+    return _total(core.cfg, core.have.arenas[Tier.HBM], device) and (
+        not any(host) or _total(core.cfg, core.have.arenas[Tier.DRAM], host))
+
+
 def all_end(core: Core, r: Request, place: Place) -> bool:
-    """Whether all that run, and `r` in `place`, can go on to their ends without a victim."""
-    cfg = core.cfg
-    device, host = [0] * len(cfg.groups), [0] * len(cfg.groups)
-    running = [(q, q.place) for q in core.running if q is not r]
-    for q, where in (*running, (r, place)):
-        for total, n in zip((device, host), needs(cfg, where, q.num_prompt + q.max_new - 1),
-                            strict=True):
-            for g, pages in enumerate(n):
-                total[g] += pages
-    return _total(cfg, core.have.arenas[Tier.HBM], device) and (
-        not any(host) or _total(cfg, core.have.arenas[Tier.DRAM], host))
+    """Whether all that run, and `r`, who waits, in `place`, can go on to their ends without a victim."""
+    total = _demand(core)
+    _add(total, _at_end(core, r, place))
+    return _all_fit(core, total)
 
 
 def _total(cfg: CoreConfig, arena: Arena, pages: list[int]) -> bool:
@@ -106,12 +129,16 @@ def _total(cfg: CoreConfig, arena: Arena, pages: list[int]) -> bool:
 
 def promote(core: Core) -> None:
     """Bring the oldest hosted row back, if all that run could then end on the device."""
-    if core.waiting or core.cfg.always_hosted:
-        return
+    if core.waiting or core.cfg.always_hosted or any(r.phase is Phase.PROMOTING for r in core.running):
+        return                                 # one at a time
+    total = _demand(core)
     for r in core.running:
-        if r.phase is Phase.PROMOTING:
-            return                             # one at a time
-    for r in core.running:
-        if r.phase is Phase.HOSTED and r.put_back < core.have.issued and all_end(core, r, Place.DEVICE):
-            core._go(r, Trigger.PROMOTE, spare=sum(q.phase in ACTIVE for q in core.running))
+        if r.phase is not Phase.HOSTED or r.put_back >= core.have.issued:
+            continue
+        _add(total, _at_end(core, r, Place.HOST), -1)
+        _add(total, _at_end(core, r, Place.DEVICE))
+        if _all_fit(core, total):
+            core._go(r, Trigger.PROMOTE, spare=len(core.running))
             return
+        _add(total, _at_end(core, r, Place.DEVICE), -1)
+        _add(total, _at_end(core, r, Place.HOST))

@@ -264,7 +264,7 @@ def heat(have: Holdings, r: Request) -> bool:
             t.hot.append(copy)
             t.kept[copy.page] = i
         t.hot += [Copy(page, pins=1) for page in have.device[g].pool.acquire(want[g])]
-    have.lent.append(r)
+    have.lend(r)
     return True
 
 
@@ -280,7 +280,7 @@ def reload(have: Holdings, r: Request, spare: int) -> bool:
                 put(t.device, i, copy)
                 want[g] -= 1
     if not have.room(Tier.HBM, want, spare):
-        have.lent.append(r)
+        have.lend(r)
         return False
     for g, t in enumerate(r.tables):
         pages = have.device[g].pool.acquire(want[g])[::-1]
@@ -306,7 +306,7 @@ def stop_reload(have: Holdings, r: Request) -> None:
                 drop_entry(have, r, g, t.device, i)
                 if i < r.told[g]:
                     r.yielded[g].append(i)
-    have.lent.append(r)
+    have.lend(r)
 
 
 def leave_host(have: Holdings, r: Request) -> None:

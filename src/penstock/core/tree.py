@@ -24,6 +24,7 @@ class Space:
     group: Group
     pool: Pool
     evicted: int = 0
+    gained: int = 0                # copies that could be evicted or shared, and could not before
     # Heap of (last_used, -depth, entry, node); an entry counts only if the node still qualifies.
     order: list[tuple[int, int, int, Node]] = field(default_factory=list)
 
@@ -92,6 +93,7 @@ class Tree:
 
     def attach(self, node: Node, space: Space, copy: Copy) -> None:
         assert space not in node.copies and copy.node is None
+        space.gained += bool(node.copies)      # what is new to the tree nobody has missed
         node.copies[space], copy.node = copy, node
 
     def use(self, node: Node) -> None:
@@ -127,6 +129,7 @@ class Tree:
                 if len(space.order) > 4 * space.pool.capacity + 64:
                     self._compact(space)
                 self._entry += 1
+                space.gained += 1
                 heapq.heappush(space.order, (node.last_used, -node.depth, self._entry, node))
         gone: Node | None = node
         while gone is not None and not (gone.copies or gone.children or gone.refs):
@@ -154,6 +157,7 @@ class Tree:
             heapq.heappop(space.order)
             self.forget(entry[3], space)
             space.evicted += 1
+            space.gained -= 1
             gone += 1
         return gone
 
