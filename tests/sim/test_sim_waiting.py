@@ -55,6 +55,10 @@ def test_the_bound_sees_who_gives_way_too_often(monkeypatch: pytest.MonkeyPatch)
     assert any("gave way" in line for line in late)
 
 
+def test_who_gave_way_twice_does_not_for_those_of_a_higher_priority_who_come_later() -> None:
+    assert not fair(1005, "model=3,hot_pages=0").late()
+
+
 @pytest.mark.parametrize("mode,seed", FIRST_GAVE_WAY)
 def test_the_first_of_all_is_not_paused_for_want_of_a_hot_buffer(mode: str, seed: int) -> None:
     assert not fair(seed, mode).late()

@@ -93,6 +93,7 @@ class Core:
              "prefix_dram_hits", "prefix_disk_hits", "failed_moves", "rows_looked_at"), 0)
         self.rates: Rates | None = None        # None: not measured yet
         self._blocked: Blocked | None = None   # the head of the queue, when it last did not fit
+        self._skipped: Request | None = None   # the same, if it was not tried in this turn
         self._stay: tuple[int, ...] = ()       # when nobody could be promoted
         self._largest: dict[bool, int] = {}    # positions that a request alone can have
         self.pair = None if role is Role.UNIFIED else Pairing(self, role)
@@ -113,7 +114,7 @@ class Core:
             self._progress()
             plan = schedule.plan(self)
             self.have.drain()
-            if plan is not None or (self.taken, self.have.freed) == before:
+            if plan is not None or ((self.taken, self.have.freed) == before and not self._is_due()):
                 if self.pair is not None:
                     self._out += self.pair.flush()
                 return Advance(plan, tuple(self._out))
@@ -419,10 +420,14 @@ class Core:
     def _admit(self) -> None:
         """Give rows and pages to the waiting, in order; the first that does not fit blocks the rest,
         so that nobody starves behind smaller requests."""
+        self._skipped = None
+        if not self.waiting:
+            self._blocked = None
         for r in list(self.waiting):
             if not self._may_start(r):
                 continue
             if self._is_blocked(r):
+                self._skipped = r
                 return
             if not self._enter(r):
                 room.for_admission(self, r)
@@ -435,6 +440,10 @@ class Core:
         return (b is not None and b.request is r and b.visit == r.visit
                 and 0 < b.running <= len(self.running) and b.taken in (None, self.taken)
                 and all([self.have.is_short(r, lack) for lack in b.lacks]))
+
+    def _is_due(self) -> bool:
+        """Whether planning has made room for somebody who was not tried."""
+        return self._skipped is not None and not self._is_blocked(self._skipped)
 
     def _enter(self, r: Request) -> bool:
         have, lacks, taken = self.have, list[Lack](), None
