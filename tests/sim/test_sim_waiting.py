@@ -14,7 +14,7 @@ from penstock.sim.waiting import WAIT_MAX, Waiting, fair, report
 MODES = ("model=1,hot_pages=0", "dram_pages=0,model=1,hot_pages=0", "model=1,hot_pages=2",
          "model=3,hot_pages=0", "model=3,hot_pages=2")
 
-# Known: see the test that is expected to fail.
+# Where it once did: it was spilled, found no hot buffer and was paused.
 FIRST_GAVE_WAY = (("model=1,hot_pages=2", 1035), ("model=1,hot_pages=2", 1070))
 
 
