@@ -12,7 +12,7 @@ from penstock.core.settings import CoreConfig
 from penstock.sim.waiting import WAIT_MAX, Waiting, fair, report
 
 MODES = ("model=1,hot_pages=0", "dram_pages=0,model=1,hot_pages=0", "model=1,hot_pages=2",
-         "model=3,hot_pages=0", "model=3,hot_pages=2")
+         "model=3,hot_pages=0", "model=3,hot_pages=2", "model=1,hot_pages=1,always_hosted=1")
 
 # Where it once did: it was spilled, found no hot buffer and was paused.
 FIRST_GAVE_WAY = (("model=1,hot_pages=2", 1035), ("model=1,hot_pages=2", 1070))
@@ -101,7 +101,9 @@ def test_a_wait_beyond_the_bound_and_a_first_that_gives_way_are_found() -> None:
     waiting.seen[RequestId(3)] = replace(last, until=waiting.steps)
     assert len(waiting.late()) == 1
     waiting.arrive(Arrived(RequestId(9), (1,), 1), [])
-    waiting.give_way(RequestId(9), [])
+    waiting.give_way(RequestId(9), [])         # alone: to nobody
+    assert len(waiting.late()) == 1
+    waiting.give_way(RequestId(9), [RequestId(3)])
     assert "first of all" in waiting.late()[-1]
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from penstock.core.lifecycle import ACTIVE, Lease, Phase, Place
 from penstock.core.request import Request
+from penstock.core.room import GAVE_WAY_MAX
 from penstock.core.tree import Copy, Node, Space
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ def _leases(core: Core, r: Request) -> None:
     if r.row is not None:
         _tables(core, r)
     assert r.phase in (Phase.PAUSED, Phase.STAGING, Phase.RECEIVING) or not r.is_parked
+    assert r.gave_way - r.excused <= GAVE_WAY_MAX, (where, "gave way too often")
 
 
 def _tables(core: Core, r: Request) -> None:

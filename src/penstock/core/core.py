@@ -50,7 +50,6 @@ from penstock.core.plan import (
     Spilled,
     Started,
     StepId,
-    StepPlan,
     Stopped,
     Tier,
 )
@@ -107,8 +106,8 @@ class Core:
         self._out = []
         for event in events:
             self._apply(event)
-        plan: StepPlan | None = None
-        while True:                            # to a fixed point: planning may free, freeing may admit
+        # To a fixed point: planning may free, freeing may admit. Each request moves a few times at most.
+        for _ in range(100 + 20 * len(self.live)):
             self.have.drain()
             before = self.taken, self.have.freed
             self._progress()
@@ -118,6 +117,7 @@ class Core:
                 if self.pair is not None:
                     self._out += self.pair.flush()
                 return Advance(plan, tuple(self._out))
+        raise AssertionError("planning comes to no end")
 
     def check(self) -> None:
         """Every invariant that can be seen from inside; raises AssertionError."""
@@ -175,6 +175,7 @@ class Core:
                 self._ask(rid, Trigger.DROP)
             case Spilled(rid):
                 if (r := self.live.get(rid)) is not None and room.may_spill(self, r):
+                    r.excused += 1
                     self.spill(r)
             case Promoted(rid):
                 self._ask(rid, Trigger.PROMOTE)
@@ -219,6 +220,7 @@ class Core:
         """Somebody outside wishes an edge; ignored where the tables do not have it."""
         r = self.live.get(rid)
         if r is not None and (r.phase, trigger) in self.edges and not r.is_pushed:
+            r.excused += 1
             self._go(r, trigger)
 
     def _expire(self, r: Request) -> None:
@@ -249,6 +251,7 @@ class Core:
     def _lose(self, r: Request, id: MoveId, lost: list[Copy]) -> None:
         """Copies have gone that `r` may count on, or that steps in flight have waited for."""
         counted = staying.lose(self.have, r, lost)
+        r.excused += counted
         if id in r.waits:                      # perhaps of a row that it has given up
             r.void = r.last_issue
         if r.is_pushed and counted:
@@ -330,7 +333,7 @@ class Core:
                 queue.remove(r)
             elif r.phase in phases and source not in phases:
                 schedule.insert(queue, r)
-        r.gave_way += source in ACTIVE and r.phase in WAITING
+        r.gave_way += source in ACTIVE and r.phase in (Phase.PAUSED, Phase.DROPPED)
         self.counters["pauses"] += r.phase is Phase.PAUSED
         self.counters["drops"] += r.phase is Phase.DROPPED
         self.counters["spills"] += r.phase is Phase.STAGING

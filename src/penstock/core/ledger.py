@@ -181,6 +181,11 @@ class Arena:
             for pool in self.pools:
                 pool.arena = self
 
+    @property
+    def away(self) -> int:
+        """Units that another engine may still write."""
+        return sum([pool.away for pool in self.pools])
+
     def short(self, want: Sequence[int], *, promised: bool) -> int:
         """How much is missing for `want[k]` units of each pool; 0 if all can be taken now, or, with
         `promised`, as soon as fences have passed. In slabs, of a single pool in units."""

@@ -122,9 +122,10 @@ def all_end(core: Core, r: Request, place: Place) -> bool:
 
 
 def _total(cfg: CoreConfig, arena: Arena, pages: list[int]) -> bool:
+    """Pages that another engine may write count as gone, and each of them as a slab."""
     if len(cfg.groups) == 1:
-        return pages[0] <= arena.pools[0].capacity
-    return _slabs(cfg.groups, pages, Place.DEVICE) <= arena.slabs
+        return pages[0] <= arena.pools[0].capacity - arena.away
+    return _slabs(cfg.groups, pages, Place.DEVICE) <= arena.slabs - arena.away
 
 
 def promote(core: Core) -> None:

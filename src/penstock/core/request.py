@@ -89,6 +89,7 @@ class Request:
     moved: bool = False                        # its pages live elsewhere since: bind again, and keep
     put_back: int = -1                         # step before which it gave up a promotion
     gave_way: int = 0                          # times it gave up its row or its KV
+    excused: int = 0                           # times something from outside may have made it do so
     started: bool = False                      # Started was sent
     visit: int = 0                             # phases entered so far: names one stay in a phase
     asked_storage: bool = False                # fetching is tried once

@@ -52,7 +52,7 @@ def headroom(core: Core, r: Request, place: Place) -> int | None:
     the order of service, leave it room to its end. So nobody gives way more than three times."""
     tired = r.gave_way >= GAVE_WAY_MAX - 1 or any(
         [q.gave_way >= GAVE_WAY_MAX - 1 and q.key > r.key for q in core.running])
-    if tired and core.running and not placement.all_end(core, r, place):
+    if tired and (core.running or _is_away(core)) and not placement.all_end(core, r, place):
         return None
     return len(core.running)
 
@@ -73,7 +73,7 @@ def for_growth(core: Core, r: Request, taken: list[Request]) -> None:
             victim.put_back = core.have.issued
             core._go(victim, Trigger.SPILL)    # it decodes without the pages that it was promised
             return
-    if _drop_receiving(core, Place.DEVICE):
+    if _drop_receiving(core, Tier.HBM):
         return
     # A spill may end in a pause, if there is no hot buffer to be had: the oldest goes last of all.
     for victim in reversed(core.running[1:] or core.running):
@@ -100,25 +100,26 @@ def may_spill(core: Core, r: Request) -> bool:
 
 def _for_host_pages(core: Core, taken: list[Request]) -> None:
     """Who does not run gives way first, then the youngest that runs from host pages."""
-    if drop_fetching(core) or _drop_paused(core, None, bare=False) or _drop_receiving(core, Place.HOST):
+    if drop_fetching(core) or _drop_paused(core, None, bare=False) or _drop_receiving(core, Tier.DRAM):
         return
     for victim in reversed(core.running):
         if victim not in taken and victim.place is Place.HOST and victim.phase is not Phase.LOADING:
-            if victim is not core.running[0] or not _is_away(core, Tier.DRAM):
+            if victim is not core.running[0] or not core.have.arenas[Tier.DRAM].away:
                 core._go(victim, Trigger.DROP)
             return
 
 
-def _is_away(core: Core, tier: Tier) -> bool:
+def _is_away(core: Core) -> bool:
     """Whether pages wait for another engine to say that it writes them no more."""
-    return any(pool.away for pool in core.have.arenas[tier].pools)
+    return any(arena.away for arena in core.have.arenas.values())
 
 
-def _drop_receiving(core: Core, place: Place) -> bool:
+def _drop_receiving(core: Core, tier: Tier) -> bool:
     """Decode role: the youngest request that has pages and no row computes its prompt itself. Pages
     that the other engine may still write come back when it says so."""
     for victim in reversed(core.waiting):
-        if victim.phase is Phase.RECEIVING and victim.place is place:
+        if victim.phase is Phase.RECEIVING and any(
+                [any(t.device if tier is Tier.HBM else t.host) for t in victim.tables]):
             return core._go(victim, Trigger.DROP)
     return False
 

@@ -42,7 +42,7 @@ class Waiting:
         self.cfg = cfg
         self.steps = 0
         self.seen: dict[RequestId, Wait] = {}
-        self.firsts: list[RequestId] = []      # gave way while nobody came before them
+        self.firsts: list[RequestId] = []      # gave way to others, and came before all
         # Windows are taken as they are needed: a step may get no further than a page.
         by_page = any(group.reach for group in cfg.groups)
         self.chunk = min(cfg.step_tokens, cfg.page_size) if by_page else cfg.step_tokens
@@ -61,8 +61,9 @@ class Waiting:
     def give_way(self, rid: RequestId, running: Iterable[RequestId]) -> None:
         w = self.seen[rid]
         w.gave_way += 1
-        w.behind.update(running)
-        if w.key == min(q.key for q in self.seen.values() if q.until < 0):
+        w.behind.update(others := list(running))
+        # Alone it gives way to nobody: its pages lay scattered, and are laid out anew.
+        if others and w.key == min(q.key for q in self.seen.values() if q.until < 0):
             self.firsts.append(rid)
 
     def finish(self, rid: RequestId, outcome: Outcome) -> None:
@@ -126,7 +127,7 @@ class Waiting:
                  for w in self.ended() if self.ratio(w) > WAIT_MAX]
         lines += [f"request {w.arrived.rid} gave way {w.gave_way} times"
                   for w in self.ended() if w.gave_way > GAVE_WAY_MAX]
-        return lines + [f"request {rid} gave way, and was the first of all" for rid in self.firsts]
+        return lines + [f"request {rid} gave way to others, and was the first of all" for rid in self.firsts]
 
 
 # ---------------------------------------------------------------- watching a core
