@@ -172,17 +172,6 @@ def test_thousands_of_seeds_find_nothing_and_meet_everything(long_sweep: Report)
 
 
 @pytest.mark.soak
-# Much is forced at once: a page was saved while it was still being filled, in one run of a thousand.
-FORCED = "pair=0,hot_pages=2,model=1,fail=0.5,spills=60,drops=12,copy=0.3,again=0.5,always_hosted=1"
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("more", ["", ",page_size=2,wait_pages=1000,requests=14,hbm_pages=20,dram_pages=104",
-                                  ",overlap=1,draft_tokens=2", ",always_hosted=0,copy=8", ",model=3"])
-def test_forced_spills_and_drops_find_nothing(more: str) -> None:
-    assert not sweep(range(1_000), FORCED + more).failures
-
-
 @pytest.mark.parametrize("kind", sorted(ANOMALIES))
 def test_the_nth_failure_over_many_seeds(kind: str) -> None:
     for seed in range(12):
