@@ -147,8 +147,8 @@ def _twin(have: Holdings, r: Request, g: int, t: Table, n: int) -> None:
 
 
 # ---------------------------------------------------------------- to the host: PAUSED, STAGING
-def reserve(have: Holdings, r: Request, phase: Phase) -> bool:
-    """Host pages that pausing or staging needs at most: for what has no host copy."""
+def unsaved(have: Holdings, r: Request, phase: Phase) -> list[int]:
+    """Host pages of each group that pausing or staging needs at most: for what has no host copy."""
     want, staging = [0] * len(r.tables), phase is Phase.STAGING
     for g, t in enumerate(r.tables):
         if staging and not t.group.hosted:
@@ -156,6 +156,12 @@ def reserve(have: Holdings, r: Request, phase: Phase) -> bool:
         for i in range(t.begin(r.computed), len(t.device) if staging else t.end(r.computed)):
             node = have.node(r, t, i)
             want[g] += own(t.host, i) is None and (node is None or not node.good(have.host[g]))
+    return want
+
+
+def reserve(have: Holdings, r: Request, phase: Phase) -> bool:
+    """Take the host pages that pausing or staging may need. False: nothing has changed."""
+    want, staging = unsaved(have, r, phase), phase is Phase.STAGING
     if not have.room(Tier.DRAM, want):
         return False
     for g, n in enumerate(want):

@@ -42,6 +42,7 @@ from penstock.core.request import Request, Table
 from penstock.core.sending import PrefillSide, Stage
 from penstock.sim import states
 from penstock.sim.executor import SimExecutor
+from penstock.sim.policy import Policy
 from penstock.sim.scenario import Scenario
 from penstock.sim.workload import Expect
 
@@ -92,6 +93,7 @@ class Judge:
         self.edges: Counter[Edge] = Counter()
         self.met: Counter[Met] = Counter()
         self.failing = False                            # a copy has just failed
+        self.policy = Policy(core)
         self._real_landed = core._landed
         core._landed = self._landed  # type: ignore[method-assign]
         self._apply = core._apply
@@ -290,12 +292,14 @@ class Judge:
 
     # ---------------------------------------------------------------- who changes phase
     def _watch_apply(self, event: Event) -> None:
-        before = [(r, r.phase) for r in states.met(self.core, event)]
+        before = [(r, r.phase, r.visit) for r in states.met(self.core, event)]
         self._apply(event)
         if before:
             name = states.name(event)
-            for r, phase in before:
+            for r, phase, visit in before:
                 self.met[phase.value, name, r.phase.value] += 1
+                if not self.blind:
+                    self.policy.event(event, r, (phase, visit))
 
     def _watch_go(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
         source, computed = r.phase, r.computed
@@ -311,9 +315,13 @@ class Judge:
                 f"request {r.rid} gives way to a promised page")
             assert trigger is Trigger.SPILL or len(running) < 2 or r is not running[0], (
                 "the oldest gives way")
+        if not self.blind:
+            self.policy.edge(r, trigger, pressure=pressure)
         if not self._go(r, trigger, spare):
             return False
         self.edges[source, trigger] += 1
+        if not self.blind:
+            self.policy.taken(r, source)
         if source is Phase.PAUSED and r.row is not None and not self.blind:
             failed = any(n for name, n in self.executor.stats.items() if name.endswith("failed"))
             assert failed or r.computed == computed, f"request {r.rid}: a pause lost its KV"

@@ -1,0 +1,101 @@
+"""Whether the core does what the design says is best, where anything else would be correct too.
+
+A core that drops instead of pausing, never hosts a row or reads no cached prefix answers every
+request rightly. Here every edge is asked whether there was a better one. Feasibility is computed
+anew, from pools and tree, and nothing is changed.
+"""
+from __future__ import annotations
+
+from penstock.core import room, staying
+from penstock.core.core import Core
+from penstock.core.lifecycle import ACTIVE, Phase, Place, Trigger
+from penstock.core.plan import Event, Expired, Tier
+from penstock.core.request import Request
+from penstock.core.tree import Node
+
+GIVING_WAY = (Trigger.PAUSE, Trigger.DROP)
+
+
+class Policy:
+    """Asked before each edge and after each event."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+
+    # ---------------------------------------------------------------- before an edge
+    def edge(self, r: Request, trigger: Trigger, *, pressure: bool) -> None:
+        """`pressure`: the core wants it, because pages are short."""
+        if trigger is Trigger.FETCH:
+            self._pays(r)
+        elif trigger in (Trigger.ADMIT, Trigger.RESUME) and r.phase in (Phase.QUEUED, Phase.DROPPED):
+            self.longest = self._known(r) if r.tables and not self._parts() else -1
+        elif pressure and trigger in GIVING_WAY and r.phase in ACTIVE:
+            self._last_resort(r, trigger)
+
+    def taken(self, r: Request, source: Phase) -> None:
+        """`r` has got a row: it begins behind the longest prefix that anybody has computed."""
+        if r.row is not None and source in (Phase.QUEUED, Phase.DROPPED) and r.place is Place.DEVICE and (
+                not self._parts()):
+            assert r.computed == self.longest, (
+                f"request {r.rid} begins at {r.computed}, and {self.longest} positions are cached")
+
+    def _pays(self, r: Request) -> None:
+        rates = self.core.rates
+        assert rates is None or rates.disk_page_us < self.core.cfg.page_size * rates.prefill_token_us, (
+            f"request {r.rid} is fetched for, and computing is faster")
+
+    def _last_resort(self, r: Request, trigger: Trigger) -> None:
+        """Spill before pause before drop, and first of all who does not even run."""
+        core = self.core
+        if r.place is Place.HOST and trigger is Trigger.DROP:
+            idle = [q.rid for q in core.waiting if q.phase in (Phase.FETCHING, Phase.PAUSED) and any(
+                any(t.host) for t in q.tables)]
+            assert not idle, f"request {r.rid} is dropped for host pages, and {idle} do not run"
+            return
+        if trigger is Trigger.DROP and (r.phase, Trigger.PAUSE) in core.edges:
+            fetching = [q.rid for q in core.waiting if q.phase is Phase.FETCHING]
+            assert not fetching, f"request {r.rid} is dropped, and pages of {fetching} are not used yet"
+            assert not self._fits_host(r, Phase.PAUSED), f"request {r.rid} is dropped, and could pause"
+        if r.phase is Phase.RESIDENT and room.may_spill(core, r) and (
+                r is not core.running[0] or len(core.running) == 1):
+            assert not self._fits_host(r, Phase.STAGING), f"request {r.rid} gives way, and could spill"
+
+    def _fits_host(self, r: Request, phase: Phase) -> bool:
+        """Whether what `r` has not saved fits into host pages that are free now or can be evicted."""
+        have = self.core.have
+        want, arena = staying.unsaved(have, r, phase), have.arenas[Tier.DRAM]
+        if not any(want):
+            return True
+        if len(arena.pools) > 1:
+            return not arena.short(want, promised=False)
+        idle = sum(have.tree.evictable(node, have.host[0]) for node in have.tree.nodes())
+        return want[0] <= arena.pools[0].free + idle
+
+    # ---------------------------------------------------------------- prefixes
+    def _parts(self) -> bool:
+        """Whether a group keeps only a part of its pages: then not every boundary serves."""
+        return any(group.reach for group in self.core.cfg.groups)
+
+    def _known(self, r: Request) -> int:
+        """Positions with KV that somebody may start from, walked for page by page."""
+        core, size = self.core, self.core.cfg.page_size
+        node = core.have.tree.roots.get(r.arrived.namespace)
+        n = 0
+        while node is not None and n + size < len(r.tokens):
+            node = node.children.get(r.page_key(n // size, size))
+            if node is None or not all(self._here(node, g) for g in range(len(r.tables))):
+                break
+            n += size
+        return n
+
+    def _here(self, node: Node, g: int) -> bool:
+        have = self.core.have
+        device, host = (node.copies.get(space) for space in (have.device[g], have.host[g]))
+        return bool((device is not None and not device.bad) or (host is not None and host.ready))
+
+    # ---------------------------------------------------------------- after an event
+    def event(self, event: Event, r: Request, before: tuple[Phase, int]) -> None:
+        """A deadline that counts has an effect."""
+        if isinstance(event, Expired) and not r.is_parked:
+            assert (r.phase, r.visit) != before or r.phase not in (
+                Phase.QUEUED, Phase.FETCHING, Phase.RECEIVING), f"request {r.rid}: its deadline is over"
