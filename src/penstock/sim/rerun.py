@@ -105,7 +105,8 @@ def _scenario(log: Log) -> Scenario:
     """Nothing of its own: one rank, no faults."""
     return replace(
         draw(0), cfg=log.cfg, ranks=1, speeds=Speeds(), requests=0, abort=0.0, aborts=0, stops=0, stop=0.0,
-        turns=0.0, pauses=0, drops=0, spills=0, flushes=0, deadline=1e9, expire=0.0, hold=0.0)
+        turns=0.0, pauses=0, drops=0, spills=0, flushes=0, deadline=1e9, expire=0.0, hold=0.0,
+        damages=0)
 
 
 @dataclass(frozen=True, slots=True)
