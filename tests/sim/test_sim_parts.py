@@ -2,20 +2,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from random import Random
 
 import pytest
 
-from penstock.core.core import Core
 from penstock.core.plan import (
     NO_DRAM,
     NO_HBM,
-    Aborted,
     Arrived,
     Bind,
     DramPage,
-    Dropped,
     Group,
     HbmPage,
     Hot,
@@ -138,21 +134,6 @@ def test_ranks_may_disagree_about_a_damaged_request_and_no_other() -> None:
         else:
             with pytest.raises(AssertionError, match="ranks disagree"):
                 ex.poll(block=True)
-
-
-@pytest.mark.parametrize("dropped", [False, True])
-def test_a_request_that_is_found_to_be_damaged_after_its_drop_serves_nobody(dropped: bool) -> None:
-    """Its pages were cached when it gave them up: the result of its last step shows what they are."""
-    core = Core(replace(CFG, hbm_pages=20, overlap=True))
-    first = core.advance([Arrived(RequestId(0), tuple(range(9)), 5)]).plan
-    assert first is not None
-    second = core.advance(()).plan
-    assert second is not None
-    core.advance([Retired(first.step, ((7,),)), *([Dropped(RequestId(0))] if dropped else [])])
-    assert core.have.named(core.live[RequestId(0)]), "nothing of it is cached: this tests nothing"
-    core.advance([Retired(second.step, ((),)), Aborted(RequestId(0), damaged=True)])
-    again = core.advance([Arrived(RequestId(1), tuple(range(9)), 5)]).plan
-    assert again is not None and again.start == (0,), "it starts from damaged pages"
 
 
 def test_damage_strikes_what_nobody_else_names_and_fires_in_every_tier() -> None:
