@@ -87,7 +87,7 @@ def draw(seed: int, mode: str = "") -> Scenario:
     or Network.
     """
     sc = _mode(_draw(seed))
-    return finish(override(replace(sc, damages=Random(f"damage {seed}").choice((0, 0, 1, 4))), mode))
+    return finish(override(replace(sc, damages=Random(f"damage {seed}").choice((0, 0, 0, 0, 0, 0, 1, 4))), mode))
 
 
 def _cell(seed: int) -> tuple[int, int, int, int, int, tuple[int, int, int]] | None:
