@@ -41,3 +41,19 @@ def test_a_page_that_is_still_being_loaded_is_not_copied_on_to_the_host() -> Non
     copy.ready, copy.moves = True, 0
     assert entering.enter(have, r, Place.HOST, 0)
     assert [(m.src, m.dst) for m in have.copies.outbox] == [(Tier.HBM, Tier.DRAM)]
+
+
+def test_a_damaged_page_that_is_being_loaded_from_a_twin_does_not_come_back() -> None:
+    """The source belongs to a row on its way back to the device, so nothing marks it."""
+    have = Holdings(CoreConfig(page_size=2, rows=2, hbm_pages=8, dram_pages=8, hot_pages=1))
+    a = Arrived(RequestId(0), (11, 12, 13), 9, selects=True)
+    r = Request(a, 0, 9, list(a.prompt), 3, have.tables(), 100)
+    node, space = have.tree.child(have.tree.root(0), (11, 12)), have.device[0]
+    twin, target = (Copy(s.pool.acquire(1)[0]) for s in (have.host[0], space))
+    have.tree.attach(node, space, target)
+    have.copies.move_private(r, have.host[0], twin, space, target, 2, node)
+    have.copies.distrust([node])
+    flight, lost = have.copies.landed(MoveId(1), ok=True)
+    assert lost == [target] and not node.ready(space)
+    have.copies.settle(flight)
+    assert not node.copies and not list(have.tree.nodes())
