@@ -87,7 +87,8 @@ def draw(seed: int, mode: str = "") -> Scenario:
     or Network.
     """
     sc = _mode(_draw(seed))
-    return finish(override(replace(sc, damages=Random(f"damage {seed}").choice((0, 0, 0, 0, 0, 0, 1, 4))), mode))
+    damages = Random(f"damage {seed}").choice((0, 0, 0, 0, 0, 0, 1, 4))
+    return finish(override(replace(sc, damages=damages), mode))
 
 
 def _cell(seed: int) -> tuple[int, int, int, int, int, tuple[int, int, int]] | None:
