@@ -1,19 +1,22 @@
-"""Flights of simulated runs, flown again: exactly with their beginning, alike without."""
+"""Flights of simulated runs, flown again: exactly with their beginning, alike without. Of a pair, each
+engine's by itself."""
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from penstock.core.core import Core
 from penstock.core.lifecycle import Trigger
-from penstock.core.plan import Arrived, RequestId
+from penstock.core.plan import Arrived, Received, RequestId
 from penstock.core.recorder import Recorder
 from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
 from penstock.core.standins import redact
 from penstock.serve.main import main
 from penstock.sim import flight, rerun
+from penstock.sim.pair import start
 from penstock.sim.scenario import draw
 from penstock.sim.world import World
 
@@ -34,11 +37,77 @@ def fly(seed: int, turns: int, ring: int = 1 << 20, mode: str = "") -> tuple[Rec
     return recorders[0], list(flight.write(redact(recorders[0]), "0"))
 
 
+def fly_pair(seed: int, moments: int, ring: int = 1 << 20) -> list[list[str]]:
+    """The recorders' files of all engines of a pair, cut after so many events of the clock."""
+    recorders: list[Recorder] = []
+
+    def make(cfg: CoreConfig) -> Core:
+        core = Core(cfg)
+        recorders.append(Recorder(core, ring, whole_rows=2))
+        core.advance = recorders[-1].advance     # type: ignore[method-assign]
+        return core
+
+    run = start(draw(seed, "pair=1"), make)
+    while moments and run.clock.step():
+        moments -= 1
+    return [list(flight.write(redact(recorder), "0")) for recorder in recorders]
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_a_complete_flight_has_identical_plans(seed: int) -> None:
     _, lines = fly(seed, 1 << 20)
     same, said = rerun.exact(flight.read(lines))
     assert same, said
+
+
+def test_complete_flights_of_a_pair_have_identical_plans() -> None:
+    seen: Counter[str] = Counter()
+    for seed in (*range(25), 79):
+        for lines in fly_pair(seed, 1 << 20):
+            log = flight.read(lines)
+            same, said = rerun.exact(log)
+            assert same, f"seed {seed}, {log.cfg.role}: {said}"
+            seen[log.cfg.role] += 1
+            seen.update(e.message.__class__.__name__ if isinstance(e, Received) else e.__class__.__name__
+                        for turn in log.turns for e in turn.events)
+    assert seen["decode"] > 25 and seen["prefill"] > 25, "no engine came back from the dead"
+    for name in ("Hello", "Grant", "Cancel", "End", "Refused", "Drained", "Reminded", "Overdue", "PeerFenced",
+                 "Renewed"):
+        assert seen[name], f"{name} did not come: this tests nothing of it"
+
+
+def test_an_engine_of_a_pair_without_its_beginning_runs_alone() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(12):
+        for lines in fly_pair(seed, 500 + 100 * seed, ring=30):
+            log = flight.read(lines)
+            if not log.complete:
+                said, notes = rerun.alike(log)
+                assert f"the {log.cfg.role} engine of a pair alone, as a unified one" in said
+                assert any(note.endswith("of the peer") for note in notes), notes
+                seen[log.cfg.role] += 1
+    assert min(seen["decode"], seen["prefill"]) > 4, seen
+
+
+def test_what_a_peer_was_asked_for_comes_again_as_a_prompt() -> None:
+    """Held requests that wait for the other engine have no such phase alone: they compute."""
+    seen: Counter[str] = Counter()
+    for seed in range(30):
+        for lines in fly_pair(seed, 400, ring=10):
+            log = flight.read(lines)
+            if log.complete:
+                continue
+            world = rerun.Again(log)
+            world.play()
+            for held in log.held:
+                if held.phase in ("receiving", "sending") and held.arrived.rid in world.index:
+                    e = world.load.made[world.index[held.arrived.rid]]
+                    came = len(held.outputs) if held.phase == "receiving" else 0
+                    assert len(e.arrived.prompt) == len(held.arrived.prompt) + came
+                    assert not e.arrived.transfer
+                    assert e.finished is not None
+                    seen[held.phase] += 1
+    assert seen["receiving"] > 3 and seen["sending"] > 3, seen
 
 
 def test_another_core_makes_other_plans_and_the_turn_is_named() -> None:
@@ -112,7 +181,24 @@ def test_the_command_prints_and_replays_and_says_which_of_the_two_it_is(
     assert main(["sim", "--replay", str(path)]) == 0
     out = capsys.readouterr().out
     assert "turns are lost: not an exact replay" in out and "like it, not exact" in out
+    decode = fly_pair(0, 1 << 20)[0]
+    path.write_text("".join(decode))
+    assert main(["sim", "--replay", str(path)]) == 0
+    assert "exact:" in capsys.readouterr().out and '"role":"decode"' in decode[0]
+    path.write_text("".join(fly_pair(0, 600, ring=10)[0]))
+    assert main(["sim", "--replay", str(path)]) == 0
+    assert "decode engine of a pair alone" in capsys.readouterr().out
     path.write_text("not a flight")
     assert main(["sim", "--replay", str(path)]) == 2
     assert main(["sim", "--print", str(tmp_path / "none")]) == 2
     assert "flight" in capsys.readouterr().err
+
+
+def test_a_seeded_bug_that_nobody_knows_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, said in (("unfenced-releas", "unfenced-release?"), ("qqq", "--mutants lists them")):
+        assert main(["sim", "--mutant", name]) == 2
+        err = capsys.readouterr().err
+        assert name in err and said in err and len(err.splitlines()) == 1
+    with pytest.raises(SystemExit, match="0"):
+        main(["sim", "--help"])
+    assert "unfenced-release" not in capsys.readouterr().out, "the list is longer than the help"

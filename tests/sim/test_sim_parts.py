@@ -1,6 +1,7 @@
 """The simulator's own parts: the fake model, its devices, copies that fail, scenarios."""
 from __future__ import annotations
 
+from collections import Counter
 from random import Random
 
 import pytest
@@ -30,6 +31,7 @@ from penstock.sim.executor import SimExecutor
 from penstock.sim.model import oracle
 from penstock.sim.scenario import draw
 from penstock.sim.shrink import shrink
+from penstock.sim.world import World
 
 CFG = CoreConfig(page_size=2, rows=2, hbm_pages=8, dram_pages=8)
 PROMPT = (11, 12, 13)
@@ -90,6 +92,58 @@ def test_a_copy_arrives_whole_or_is_torn_and_says_so(fail: bool) -> None:
     same = [d.page(Tier.HBM, 0, 2)[0] == d.page(Tier.DRAM, 0, 7)[0] for d in ex.devices]
     assert all(same) is not fail
     assert all(d.page(Tier.DRAM, 0, 7)[1] < 0 for d in ex.devices), "3 tokens, not 4"
+
+
+def test_damage_is_alike_on_every_rank_and_changes_the_next_token() -> None:
+    ex = executor()
+    ex.submit(plan(1, 0, PROMPT, binds=bind(1, 2, 3)))
+    ex.poll(block=True)
+    ex.damage(set(), {(Tier.HBM, 1)})
+    assert ex.devices[0].page(Tier.HBM, 0, 1) == ex.devices[1].page(Tier.HBM, 0, 1)
+    ex.submit(plan(2, 3, (-1,)))
+    (retired,) = ex.poll(block=True)
+    assert isinstance(retired, Retired)
+    assert retired.tokens[0][0] != oracle(PROMPT, 2, 0, 5)[1]
+
+
+def test_a_copy_in_flight_does_not_heal_a_damaged_page() -> None:
+    ex = executor()
+    move = Move(MoveId(1), Group(0), Tier.HBM, (HbmPage(1),), Tier.DRAM, (DramPage(6),), 2, StepId(1))
+    ex.submit(plan(1, 0, PROMPT, binds=bind(1, 2), moves=(move,)))
+    while not ex.devices[0].done:
+        ex.clock.step()
+    good = list(ex.devices[0].page(Tier.HBM, 0, 1))
+    ex.damage(set(), {(Tier.DRAM, 6)})
+    while ex.in_flight:
+        ex.poll(block=True)
+    for device in ex.devices:
+        assert device.page(Tier.HBM, 0, 1) == good
+        assert not {*good} & {*device.page(Tier.DRAM, 0, 6)}
+
+
+def test_ranks_may_disagree_about_a_damaged_request_and_no_other() -> None:
+    for damaged in (set[RequestId](), {RequestId(0)}):
+        ex = executor()
+        ex.submit(plan(1, 0, PROMPT, binds=bind(1, 2, 3)))
+        ex.poll(block=True)
+        ex.damage(damaged, set())
+        ex.devices[1].damage(Tier.HBM, 1)
+        ex.submit(plan(2, 3, (-1,)))
+        if damaged:
+            ex.poll(block=True)
+        else:
+            with pytest.raises(AssertionError, match="ranks disagree"):
+                ex.poll(block=True)
+
+
+def test_damage_strikes_what_nobody_else_names_and_fires_in_every_tier() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(60):
+        world = World(draw(seed, "pair=0,damages=8")).play()
+        seen += world.stats
+    for name in ("damaged", "damaged page in hbm", "damaged page in dram", "damaged page in disk",
+                 "damaged page in flight", "damaged after its drop"):
+        assert seen[name], f"{name}: never fired"
 
 
 def test_a_step_on_a_free_page_is_a_finding() -> None:

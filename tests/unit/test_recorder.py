@@ -8,11 +8,23 @@ import pytest
 
 from penstock.core.core import Core
 from penstock.core.messages import End
-from penstock.core.plan import Aborted, Arrived, Flushed, Received, RequestId, Retired, StepPlan
+from penstock.core.peer import Deadline, Fence, Remind, Renew
+from penstock.core.plan import (
+    Aborted,
+    Arrived,
+    Flushed,
+    Moved,
+    Received,
+    RequestId,
+    Retired,
+    Say,
+    StepPlan,
+    Tier,
+)
 from penstock.core.recorder import Recorder
 from penstock.core.settings import CoreConfig
 from penstock.core.standins import redact
-from penstock.sim import flight
+from penstock.sim import flight, rerun
 
 SECRET = 7_654_321                  # a token id that is nowhere else
 CFG = CoreConfig(page_size=4, rows=4, hbm_pages=200, dram_pages=50, max_len=600)
@@ -101,6 +113,43 @@ def test_a_message_that_standins_know_nothing_of_loses_every_list():
     assert str(SECRET) not in dump(recorder) and '["Received",["End",1,1,7,2,30,0,[-1,-1]]]' in dump(recorder)
 
 
+def run_pair(requests, turns=512):
+    """Both engines of a pair until nobody has anything to do; every token is a secret."""
+    engines = {role: Recorder(Core(replace(CFG, role=role)), turns) for role in ("prefill", "decode")}
+    mail = {role: list(requests) for role in engines}
+    while any(mail.values()):
+        for role, other in (("prefill", "decode"), ("decode", "prefill")):
+            events, mail[role] = mail[role], []
+            while True:
+                answer = engines[role].advance(events)
+                mail[other] += [Received(o.what) for o in answer.outputs if isinstance(o, Say)
+                                and not isinstance(o.what, Remind | Deadline | Fence | Renew)]
+                if (plan := answer.plan) is None:
+                    break
+                got = tuple((SECRET + start,) for start, samples
+                            in zip(plan.start, plan.samples, strict=True) if samples)
+                events = [Retired(plan.step, got),
+                          *(Moved(m.id, True) for m in plan.moves if m.src is not Tier.PEER)]
+    return engines
+
+
+def test_nothing_of_a_user_is_in_a_dump_of_an_engine_of_a_pair():
+    requests = [arrived(rid, [SECRET + rid] * 9, 5, transfer=rid, stop=frozenset((SECRET + 11, SECRET)),
+                        namespace=SECRET) for rid in (1, 2, 3)]
+    for turns in (512, 3):
+        for role, recorder in run_pair(requests, turns).items():
+            text = dump(recorder)
+            assert str(SECRET)[:-3] not in text
+            if turns == 512:
+                assert '["End",' in text
+                ends = [e.message for turn in read(recorder).turns for e in turn.events
+                        if isinstance(e, Received) and isinstance(e.message, End)]
+                assert len(ends) == 3 * (role == "decode"), "no prompt was sent: this tests nothing"
+                assert all(len(end.first) == 1 and end.first[0] >= 0 for end in ends)
+                same, said = rerun.exact(read(recorder))
+                assert same, said
+
+
 def test_a_new_field_of_a_message_with_content_must_be_looked_at():
     """Of these the stand-ins replace some fields by name: say here what a new one may tell."""
     assert {f.name for f in fields(Arrived)} == {
@@ -151,6 +200,15 @@ def test_numbers_are_given_anew_for_each_dump():
     recorder.advance([Flushed()])
     recorder.advance([Flushed()])
     assert "[[0,20]]" in first and [h.arrived.prompt for h in read(recorder).held] == [tuple(range(20))]
+
+
+def test_an_answer_that_began_at_the_other_engine_is_told_apart_like_any_other():
+    recorder = run_pair([arrived(1, range(9), 3, transfer=1)])["decode"]
+    recorder.advance([arrived(2, [*range(9), SECRET, SECRET + 9, 77])])
+    first, second = (e for turn in read(recorder).turns for e in turn.events if isinstance(e, Arrived))
+    (end,) = (e.message for turn in read(recorder).turns for e in turn.events
+              if isinstance(e, Received) and isinstance(e.message, End))
+    assert second.prompt[:10] == (*first.prompt, *end.first)
 
 
 def test_large_decode_steps_share_columns_and_small_ones_are_whole():

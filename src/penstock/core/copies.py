@@ -115,7 +115,7 @@ class Copies:
         for source, target in flight.pairs:
             source.moves -= 1
             target.moves -= 1
-            target.ready = ok and not source.bad
+            target.ready = ok and not source.bad and not target.bad
             # A failed load makes its source suspect; a failed copy to a lower tier changes nothing.
             source.bad = source.bad or (not ok and UP[flight.dst.tier] < UP[flight.src.tier])
             if not target.ready:

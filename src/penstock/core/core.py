@@ -162,10 +162,9 @@ class Core:
                 self._arrive(event)
             case Aborted(rid, damaged):
                 if (r := self.live.get(rid)) is not None:
-                    path = list(r.path)
+                    path = self.have.named(r) if damaged else []
                     self._end(r, Outcome.ABORT)
-                    if damaged:
-                        self.have.copies.distrust(path)
+                    self.have.copies.distrust(path)
             case Stopped(rid, count):
                 if (r := self.live.get(rid)) is not None and count <= r.num_output:
                     self._end(r, Outcome.STOP)

@@ -54,7 +54,9 @@ def enter(have: Holdings, r: Request, place: Place, spare: int) -> bool:
     if r.phase not in (Phase.PAUSED, Phase.RECEIVING):
         _find(have, r)
     ways = [_way(have, r, g, place) for g in range(len(r.tables))]
-    if not _is_room(have, ways, spare):
+    # What is still being loaded cannot be copied on to the host yet: its load flies beside that copy.
+    early = any([not f.source.ready for w in ways for f in w.saves])
+    if early or not _is_room(have, ways, spare):
         for w in ways:
             _undo(have, w)
         if r.phase in (Phase.QUEUED, Phase.DROPPED):

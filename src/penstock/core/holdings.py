@@ -271,6 +271,16 @@ class Holdings:
         at = (i + 1) * t.unit // self.cfg.page_size - 1
         return r.path[at] if at < len(r.path) else None
 
+    def named(self, r: Request) -> list[Node]:
+        """The pages of all that is known of `r`, also those that it has given up (a step in flight when
+        it was dropped may be what shows that they are damaged)."""
+        path: list[Node] = []
+        node = self.tree.roots.get(r.arrived.namespace)
+        while node is not None and (len(path) + 1) * self.cfg.page_size <= len(r.tokens):
+            node = node.children.get(r.page_key(len(path), self.cfg.page_size))
+            path += [] if node is None else [node]
+        return path
+
     def has(self, node: Node, g: int, stored: bool = False) -> bool:
         """Whether a request can get this page on the device: it is there, coming, or below."""
         return bool(node.good(self.device[g]) or node.ready(self.host[g])

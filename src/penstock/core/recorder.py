@@ -11,7 +11,18 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from penstock.core.lifecycle import Phase, Trigger
-from penstock.core.plan import Advance, Arrived, Event, Output, RequestId, Retired, StepId, StepPlan
+from penstock.core.plan import (
+    Advance,
+    Arrived,
+    Event,
+    Output,
+    Received,
+    RequestId,
+    Retired,
+    Say,
+    StepId,
+    StepPlan,
+)
 from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
 
@@ -110,6 +121,10 @@ class Recorder:
             elif type(event) is Arrived:
                 turn.tokens += len(event.prompt)
                 quiet = False
+            elif type(event) is Received:
+                quiet = False                  # it may bring a token
+        if new and type(answer.outputs[-1]) is Say:
+            quiet = False
         turn.num_outputs = new
         if answer.plan is not None:
             turn.plan = self._last = self._slim(answer.plan)

@@ -12,7 +12,20 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from penstock.core.lifecycle import Phase
-from penstock.core.plan import Arrived, Event, Finished, Output, RequestId, Retired, StepId, StepPlan, Token
+from penstock.core.messages import End
+from penstock.core.plan import (
+    Arrived,
+    Event,
+    Finished,
+    Output,
+    Received,
+    RequestId,
+    Retired,
+    Say,
+    StepId,
+    StepPlan,
+    Token,
+)
 from penstock.core.recorder import Edge, Recorder, Turn
 from penstock.core.settings import CoreConfig
 
@@ -103,6 +116,7 @@ def redact(recorder: Recorder) -> Flight:
 
 # Of one turn: a request's results by step, and which of all these tokens counted: from, how many.
 _Results = dict[RequestId, tuple[list[tuple[StepId, tuple[int, ...]]], int, int]]
+FROM_PEER = StepId(0)              # in place of a step: the other engine of a pair sampled it
 
 
 class _Redaction:
@@ -112,16 +126,32 @@ class _Redaction:
         self.born = {e.rid: e for t in turns for e in t.events if isinstance(e, Arrived)}
         self.namespaces: dict[int, int] = {}
         self.attentions: dict[int, int] = {0: 0}
+        self.role = recorder.core.cfg.role
+        # What has ended and what is live; a refused request never had a Request.
+        self.known = {r.rid: (r.arrived, r.tokens) for t in turns for r in t.ended}
+        self.known |= {rid: (r.arrived, r.tokens) for rid, r in recorder.core.live.items()}
+        self.known |= {rid: (a, list(a.prompt)) for rid, a in self.born.items() if rid not in self.known}
+        self.transfers = {a.transfer: rid for rid, (a, _) in self.known.items() if a.transfer}
         self.results = list(map(self._results, turns))
+        if self.role == "prefill":
+            self._count_the_last()
         self.stories = self._stories()
 
     # ---------------------------------------------------------------- who there was
+    def _count_the_last(self) -> None:
+        """A prefill engine tells no token, and samples one of a request at most: what came before it
+        was of no use, and if the request has none then nothing was."""
+        left = {rid for rid, (a, tokens) in self.known.items() if len(tokens) > len(a.prompt)}
+        for results in reversed(self.results):
+            for rid, (got, _, _) in results.items():
+                total = sum(len(tokens) for _, tokens in got)
+                n = int(total > 0 and rid in left)
+                results[rid] = got, total - n, n
+                if n:
+                    left.discard(rid)
+
     def _stories(self) -> dict[RequestId, _Story]:
-        live = self.recorder.core.live
-        # What has ended and what is live; a refused request never had a Request.
-        known = {r.rid: (r.arrived, r.tokens) for t in self.turns for r in t.ended}
-        known |= {rid: (r.arrived, r.tokens) for rid, r in live.items()}
-        known |= {rid: (a, list(a.prompt)) for rid, a in self.born.items() if rid not in known}
+        known = self.known
         counted, late = dict[RequestId, int](), dict[RequestId, list[int]]()
         for turn, results in zip(self.turns, self.results, strict=True):
             for rid, (got, _, n) in results.items():
@@ -162,11 +192,17 @@ class _Redaction:
             if isinstance(out, Token):
                 told.setdefault(out.rid, []).append(out.token)
         found: dict[RequestId, list[tuple[StepId, tuple[int, ...]]]] = {}
+        peer: dict[RequestId, tuple[int, ...]] = {}
         for e in turn.events:
             if isinstance(e, Retired):
                 for rid, got in self._sampled(e):
                     if rid is not None:
                         found.setdefault(rid, []).append((e.step, got))
+            elif isinstance(e, Received) and isinstance(end := e.message, End):
+                if self.role == "decode" and (rid := self.transfers.get(end.transfer)) is not None:
+                    peer[rid] = end.first
+        for rid, first in peer.items():
+            found.setdefault(rid, [(FROM_PEER, first)])      # who has a step in flight does not receive
         return {rid: (got, *_place(got, None if turn.outputs is None else told.get(rid, [])))
                 for rid, got in found.items()}
 
@@ -185,8 +221,7 @@ class _Redaction:
     def _leg(self, turn: Turn, results: _Results) -> Leg:
         stands = self._stands(results)
         events = tuple(self._event(e, stands) for e in turn.events)
-        said = tuple(_veiled(replace(o, reason="") if isinstance(o, Finished) else o)
-                     for o in turn.outputs or () if not isinstance(o, Token))
+        said = tuple(self._output(o) for o in turn.outputs or () if not isinstance(o, Token))
         return Leg(events, None if turn.plan is None else self._plan(turn.plan), said,
                    turn.num_outputs - len(said), tuple(map(_edge, turn.edges)), turn.idle,
                    turn is not self.recorder.now)
@@ -210,8 +245,26 @@ class _Redaction:
         if isinstance(e, Retired):
             return Retired(e.step, tuple((UNKNOWN,) * len(got) if rid is None else stands[e.step, rid]
                                          for rid, got in self._sampled(e)))
+        if isinstance(e, Received) and isinstance(e.message, End):
+            return Received(self._end(e.message))
         veiled: Event = _veiled(e)
         return veiled
+
+    def _output(self, o: Output) -> Output:
+        if isinstance(o, Say) and isinstance(o.what, End):
+            return Say(self._end(o.what))
+        veiled: Output = _veiled(replace(o, reason="") if isinstance(o, Finished) else o)
+        return veiled
+
+    def _end(self, end: End) -> End:
+        """Its tokens have numbers: they are those of the request, or of no use."""
+        s = self.stories.get(self.transfers.get(end.transfer, RequestId(-1)))
+        first: tuple[int, ...] = _veiled(end.first)
+        if s is not None:
+            at = len(s.arrived.prompt) + end.index
+            if s.tokens[at:at + len(first)] == end.first:
+                first = tuple(s.stand[at:at + len(first)])
+        return replace(end, first=first)
 
     def _arrived(self, a: Arrived) -> Arrived:
         s, n = self.stories[a.rid], len(a.prompt)

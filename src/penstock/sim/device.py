@@ -14,6 +14,8 @@ from penstock.core.plan import Bind, Move, RequestId, Row, StepPlan, Tier
 from penstock.core.settings import CacheGroup
 from penstock.sim.model import identity, kv_value, of_group, sample
 
+DAMAGE = 9_000_003
+
 
 @dataclass(frozen=True, slots=True)
 class Identity:
@@ -73,6 +75,12 @@ class Device:
         for group, memory in enumerate(self.memory[tier]):
             if page in memory:
                 memory[page] = self._garbage(group)
+
+    def damage(self, tier: Tier, page: int) -> None:
+        """What this page holds is wrong, and alike on every rank."""
+        for memory in self.memory[tier]:
+            if page in memory:
+                memory[page] = [hash((value, DAMAGE)) for value in memory[page]]
 
     def _garbage(self, group: int) -> list[int]:
         self._poison -= 1

@@ -70,7 +70,11 @@ class SimExecutor:
         self._retired = 0
         self._copies: dict[MoveId, int] = {}          # ranks that have not finished it
         self._flying: list[set[MoveId]] = [set() for _ in range(ranks)]
+        self._moves: dict[MoveId, Move] = {}          # those of `_copies`
         self._torn: set[MoveId] = set()               # moves that failed on some rank
+        self._spoiled: dict[MoveId, list[int]] = {}   # what they write into these pages is wrong
+        self._sampled: dict[StepId, list[RequestId]] = {}
+        self._damaged: set[RequestId] = set()         # their tokens may be anything
         self._waits: dict[StepId, tuple[MoveId, ...]] = {}
         self._events: list[Event] = []
 
@@ -82,6 +86,8 @@ class SimExecutor:
         self.in_flight += 1 + sum(move.src is not Tier.PEER for move in plan.moves)
         self._reports[plan.step] = []
         self._waits[plan.step] = plan.waits
+        self._sampled[plan.step] = [rid for rid, samples in zip(plan.rids, plan.samples, strict=True)
+                                    if samples]
         for move in plan.moves:
             self._start(move)
         for k in range(len(self.devices)):
@@ -122,10 +128,27 @@ class SimExecutor:
             self._retired += 1
             # What read a copy that failed on one rank is garbage there: the core must not use it.
             torn = not self._torn.isdisjoint(self._waits.pop(StepId(self._retired)))
-            assert torn or all(tokens == done[0] for tokens in done), "ranks disagree"
+            rids = self._sampled.pop(StepId(self._retired))
+            assert torn or all(self._agree(rids, tokens, done[0]) for tokens in done), "ranks disagree"
             self.stats["step read a torn load"] += torn
             del self._reports[StepId(self._retired)]
             self._event(Retired(StepId(self._retired), done[0]))
+
+    def _agree(self, rids: list[RequestId], tokens: tuple[tuple[int, ...], ...],
+               others: tuple[tuple[int, ...], ...]) -> bool:
+        return tokens == others or all(a == b or rid in self._damaged
+                                       for rid, a, b in zip(rids, tokens, others, strict=True))
+
+    def damage(self, rids: set[RequestId], pages: set[tuple[Tier, int]]) -> None:
+        """These pages are wrong from now on, whatever copy is about to fill them. Of `rids`, all of which
+        have ended, the ranks may have read them before and after that."""
+        self._damaged |= rids
+        for tier, page in pages:
+            for device in self.devices:
+                device.damage(tier, page)
+        for move in self._moves.values():
+            self._spoiled[move.id] = [*self._spoiled.get(move.id, ()),
+                                      *(page for page in move.dst_pages if (move.dst, page) in pages)]
 
     def _event(self, event: Event) -> None:
         self.in_flight -= 1
@@ -142,7 +165,7 @@ class SimExecutor:
         if self.rng.random() < self.speeds.fail or self.stats["moves"] == self.fail_move:
             bad = self.rng.randrange(len(self.devices))
             self.stats[f"{move.src.value} to {move.dst.value} failed"] += 1
-        self._copies[move.id] = len(self.devices)
+        self._copies[move.id], self._moves[move.id] = len(self.devices), move
         for k in range(len(self.devices)):
             self._flying[k].add(move.id)
             start = partial(self._try, k, move, bad)
@@ -194,10 +217,13 @@ class SimExecutor:
             half = len(data) // 2
             data = data[:half] + [[-7_000_003 - v for v in slots] for slots in data[half:]]
         self.devices[k].write(move, data)
+        for page in self._spoiled.get(move.id, ()):
+            self.devices[k].damage(move.dst, page)
         self._copies[move.id] -= 1
         self._flying[k].remove(move.id)
         if self._copies[move.id] == 0:
-            del self._copies[move.id]
+            del self._copies[move.id], self._moves[move.id]
+            self._spoiled.pop(move.id, None)
             if any(other < move.id for other in self._copies):
                 self.stats["moves reordered"] += 1
             if self.devices[k].done > move.after + 1:

@@ -5,6 +5,7 @@ Exit code 1 if anything failed. Every failure is one line that replays it.
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import sys
 import time
@@ -28,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, help="run this seed alone, with a traceback")
     parser.add_argument("--mode", default="", metavar="NAME=NUMBER,...",
                         help="fix dimensions of every scenario, e.g. pp_size=2,overlap=1,ranks=1")
-    parser.add_argument("--mutant", choices=sorted(MUTANTS), help="run with this seeded bug")
+    parser.add_argument("--mutant", type=_mutant, metavar="NAME", help="run with this seeded bug")
     parser.add_argument("--mutants", action="store_true",
                         help="seeds until each seeded bug is caught, --seeds at most")
     parser.add_argument("--blind", action="store_true",
@@ -51,6 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strict", action="store_true",
                         help="fail too if some fault did not fire, or some edge was not taken")
     parser.add_argument("--json", action="store_true", help="print all that was counted as one JSON value")
+
+
+def _mutant(name: str) -> str:
+    if name in MUTANTS:
+        return name
+    near = difflib.get_close_matches(name, MUTANTS, n=3)
+    raise argparse.ArgumentTypeError(
+        f"no seeded bug is called {name!r}: " + (f"{' or '.join(near)}?" if near else "--mutants lists them"))
 
 
 def run(config: object, args: argparse.Namespace) -> int:
@@ -145,9 +154,6 @@ def _flight(args: argparse.Namespace) -> int:
         for line in flight.pages(log):
             print(line)
         return 0
-    if log.cfg.role != "unified":
-        print("penstock sim: one engine of a pair: --print shows it, --replay needs both", file=sys.stderr)
-        return 2
     make: MakeCore = MUTANTS[args.mutant] if args.mutant else Core
     if log.complete:
         same, said = rerun.exact(log, make)

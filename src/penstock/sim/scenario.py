@@ -71,6 +71,7 @@ class Scenario:
     steps: int                # so many steps and answers are no longer extended by later prompts
     pair: int = 0             # 1: a prefill engine and a decode engine, with `net` between them
     net: Network = Network()
+    damages: int = 0          # requests whose KV is found to be damaged
     mode: str = ""            # overrides, for the line that replays it
 
     @property
@@ -85,7 +86,9 @@ def draw(seed: int, mode: str = "") -> Scenario:
     Raises ValueError if `mode` names something that is not a number of CoreConfig, Scenario, Speeds
     or Network.
     """
-    return finish(override(_mode(_draw(seed)), mode))
+    sc = _mode(_draw(seed))
+    damages = Random(f"damage {seed}").choice((0, 0, 0, 0, 0, 0, 1, 4))
+    return finish(override(replace(sc, damages=damages), mode))
 
 
 def _cell(seed: int) -> tuple[int, int, int, int, int, tuple[int, int, int]] | None:

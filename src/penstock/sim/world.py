@@ -40,6 +40,7 @@ from penstock.core.plan import (
     Token,
 )
 from penstock.core.settings import CoreConfig
+from penstock.sim import damage
 from penstock.sim.clock import Clock
 from penstock.sim.executor import SimExecutor, Wire
 from penstock.sim.judge import Judge
@@ -89,6 +90,10 @@ class World:
         self.load = Workload(sc)
         self.judge = Judge(sc, self.core, self.executor, self.load.made, blind=blind)
         self.stats: Counter[str] = Counter()
+        self._damage_rng = Random(f"damage {sc.seed} {sc.cfg.role} {sc.cfg.epoch}")
+        self._damage_due = 0              # requests whose KV is found to be damaged
+        self._apply = self.core._apply
+        self.core._apply = self._watch_apply     # type: ignore[method-assign]
         self.inbox: list[Event] = []
         self.aims: list[tuple[Phase, str]] = []
         self.trace: list[tuple[Event, ...]] | None = [] if record else None
@@ -150,6 +155,8 @@ class World:
             self.clock.after(rng.random() * (sc.span + 20), partial(self.send, Flushed()))
         if rng.random() < 0.1:
             self.clock.after(rng.random() * sc.span, partial(self.send, Aborted(RequestId(10**6))))
+        for _ in range(sc.damages):
+            self.clock.after(self._damage_rng.random() * (sc.span + 20), self._find_damage)
         phases = [p for p in SHORT if any(source is p for source, _ in self.core.edges)]
         self.aims = [(rng.choice(phases), rng.choice(AIMED)) for _ in range(sc.aims if phases else 0)]
 
@@ -197,6 +204,21 @@ class World:
         elif rid < len(made) and (got := len(made[rid].got)):
             self.send(Stopped(rid, rng.randint(1, got)))
 
+    def _find_damage(self) -> None:
+        self._damage_due += 1
+        self.wake()
+
+    def _found_damage(self) -> list[Event]:
+        """Somebody is aborted, behind the results that showed the damage."""
+        found = [damage.victim(self.core, self._damage_rng) for _ in range(self._damage_due)]
+        self._damage_due = 0
+        return [Aborted(rid, damaged=True) for rid in found if rid is not None]
+
+    def _watch_apply(self, event: Event) -> None:
+        if isinstance(event, Aborted) and event.damaged and (r := self.core.live.get(event.rid)) is not None:
+            self.stats += damage.strike(self.core, self.executor, r, self._damage_rng)
+        self._apply(event)
+
     def send(self, event: Event) -> None:
         """An event from outside reaches the engine."""
         if self.dead and self.link is not None:
@@ -223,6 +245,7 @@ class World:
         if self.turns == self.abort_turn:
             live = [rid for rid in self.core.live if not self.load.made[rid].aborted]
             events += [Aborted(self.rng.choice(live))] if live else []
+        events += self._found_damage()
         self.judge.forced.clear()
         for event in events:
             self._note(event)

@@ -1,0 +1,66 @@
+"""What a fault of an engine does to one request's KV: wrong values, which nobody else may ever read.
+
+The engine aborts the request as damaged; whoever starts from its pages after that gets wrong tokens,
+and the judge sees them. Pages that others name at that moment are left as they are: the design lets
+them stay.
+"""
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+from penstock.core.core import Core
+from penstock.core.lifecycle import Phase
+from penstock.core.plan import RequestId, Tier
+from penstock.core.request import Request
+from penstock.core.tree import Node
+from penstock.sim.executor import SimExecutor
+
+
+def victim(core: Core, rng: Random) -> RequestId | None:
+    """Damage shows in results, so mostly it is somebody with a step in flight; of those, the phases
+    that follow a row are met as often as all with a row."""
+    live = [r for r in core.live.values() if r.path or r.in_flight or r.computed]
+    if rng.random() < 0.9:
+        live = [r for r in live if r.in_flight] or live
+    if rng.random() < 0.5:
+        live = [r for r in live if r.row is None] or live
+    return rng.choice(live).rid if live else None
+
+
+def strike(core: Core, executor: SimExecutor, r: Request, rng: Random) -> Counter[str]:
+    """`r` is about to be aborted as damaged: from some page on that nobody else names, its KV is wrong
+    in every tier. Returns what there was to damage."""
+    told = Counter({"damaged": 1})
+    dropped = r.phase is Phase.DROPPED
+    path = _named(core, r) if dropped else r.path
+    late = [row for rows in core.in_flight.values() for row in rows if row.life != row.request.life]
+    # Results of a request that was dropped count, so what they read must be right. Those of one that has
+    # ended do not.
+    others = {id(node) for row in late if row.request is not r and row.request.phase is not Phase.DONE
+              for node in _named(core, row.request)}
+    own = [i for i, node in enumerate(path) if node.refs == int(not dropped) and id(node) not in others]
+    first = rng.choice([*own, len(path)])
+    pages: set[tuple[Tier, int]] = set()
+    for node in path[first:]:
+        for space, copy in node.copies.items():
+            pages.add((space.tier, copy.page))
+            told[f"damaged page in {space.tier.value}"] += 1
+            told["damaged page in flight"] += copy.moves > 0
+    told["damaged after its drop"] += dropped and bool(pages)
+    for t in r.tables:
+        for tier, column in ((Tier.HBM, t.device), (Tier.DRAM, t.host)):
+            pages |= {(tier, copy.page) for copy in column[first * core.cfg.page_size // t.unit:]
+                      if copy is not None and copy.node is None}
+    executor.damage({r.rid, *(row.request.rid for row in late if row.request.phase is Phase.DONE)}, pages)
+    return told
+
+
+def _named(core: Core, r: Request) -> list[Node]:
+    """The sealed pages of a request that has given up its path."""
+    size, path = core.cfg.page_size, list[Node]()
+    node = core.have.tree.roots.get(r.arrived.namespace)
+    while node is not None and (len(path) + 1) * size <= len(r.tokens):
+        node = node.children.get(r.page_key(len(path), size))
+        path += [] if node is None else [node]
+    return path
