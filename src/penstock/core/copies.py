@@ -129,6 +129,12 @@ class Copies:
             self._storing -= len(flight.pairs)
         return flight, failed
 
+    def recall(self, r: Request) -> None:
+        """Copies of private pages of `r` that no plan has yet are not made."""
+        for move in [m for m in self.outbox if self.flights[m.id].request is r]:
+            self.outbox.remove(move)
+            self.settle(self.landed(move.id, False)[0])
+
     def settle(self, flight: Flight) -> None:
         """Everybody who counted on a failed copy has let go: what it left behind goes too."""
         tiers = flight.dst.tier, flight.src.tier

@@ -309,6 +309,7 @@ class Core:
         elif (source, target) == (Phase.PROMOTING, Phase.RESIDENT):
             staying.leave_host(self.have, r)
         elif trigger is Trigger.STAY:          # its host pages are not complete, nor will they be
+            self.have.copies.recall(r)
             self.have.release(r, [lifecycle.Lease.DRAM])
             r.moved = r.bound
         elif (source, target) == (Phase.PROMOTING, Phase.HOSTED):

@@ -37,7 +37,6 @@ class Way:
     loads: list[Fill] = field(default_factory=list)      # host to device
     saves: list[Fill] = field(default_factory=list)      # device to host
     hot: int = 0
-    early: bool = False                                  # it would save a page that is still being filled
 
     def new_device(self) -> int:
         return self.hot + sum(c is not None and c.page < 0 for c in self.device)
@@ -103,8 +102,6 @@ def receive(have: Holdings, r: Request, place: Place, spare: int) -> bool:
 
 
 def _is_room(have: Holdings, ways: list[Way], spare: int) -> bool:
-    if any(w.early for w in ways):
-        return False                           # until it has landed
     if not have.room(Tier.DRAM, [w.new_host() for w in ways]):
         return False
     if have.room(Tier.HBM, [w.new_device() for w in ways], spare):
@@ -192,7 +189,6 @@ def _host_entry(have: Holdings, r: Request, t: Table, g: int, i: int, node: Node
     if source is None and node is not None:
         source = node.good(have.device[g])
     assert source is not None, f"request {r.rid}: page {i} of {t.group.name} is lost"
-    way.early |= not source.ready
     target = _new()
     way.saves.append(Fill(i, node, _pin(source), target))
     return target
