@@ -53,9 +53,7 @@ def enter(have: Holdings, r: Request, place: Place, spare: int) -> bool:
     if r.phase not in (Phase.PAUSED, Phase.RECEIVING):
         _find(have, r)
     ways = [_way(have, r, g, place) for g in range(len(r.tables))]
-    # What is still being loaded cannot be copied on to the host yet: its load flies beside that copy.
-    early = any([not f.source.ready for w in ways for f in w.saves])
-    if early or not _is_room(have, ways, spare):
+    if _is_early(ways) or not _is_room(have, ways, spare):
         for w in ways:
             _undo(have, w)
         if r.phase in (Phase.QUEUED, Phase.DROPPED):
@@ -99,6 +97,11 @@ def receive(have: Holdings, r: Request, place: Place, spare: int) -> bool:
         return False
     r.loads = len({id(n) for g, w in enumerate(ways) for n in _take(have, r, g, w)})
     return True
+
+
+def _is_early(ways: list[Way]) -> bool:
+    """What is still being loaded cannot be copied on to the host yet: its load flies beside that copy."""
+    return any([not f.source.ready for w in ways for f in w.saves])
 
 
 def _is_room(have: Holdings, ways: list[Way], spare: int) -> bool:

@@ -17,6 +17,7 @@ from penstock.core.plan import Arrived, Event, Move, Moved, MoveId, RequestId, R
 from penstock.core.settings import CoreConfig
 from penstock.sim.clock import Clock
 from penstock.sim.device import Device, Identity
+from penstock.sim.store import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,9 @@ class Speeds:
     fail: float = 0.0               # chance that a copy fails on one rank
     disk: float = 1.0               # how much slower a copy is that touches storage
     shy: float = 0.0                # chance that a row returns fewer tokens than it may
+    hang: float = 0.0               # what storage does wrong, see `store`
+    full: float = 0.0
+    lie: float = 0.0
 
 
 class Wire(Protocol):
@@ -63,6 +67,9 @@ class SimExecutor:
         self.fail_move = 0                # the n-th Move fails, whatever the rate; 0 is off
         self.stats: Counter[str] = Counter()
         self.in_flight = 0                # plans and moves without their event
+        apart, way = Random(), self.speeds
+        apart.setstate(rng.getstate())
+        self.store = Store(way.hang, way.full, way.lie, apart, self.stats)
         self._queues: list[list[StepPlan]] = [[] for _ in range(ranks)]
         self._waiting: list[list[Callable[[], bool]]] = [[] for _ in range(ranks)]
         self._busy = [False] * ranks
@@ -144,8 +151,10 @@ class SimExecutor:
         have ended, the ranks may have read them before and after that."""
         self._damaged |= rids
         for tier, page in pages:
-            for device in self.devices:
+            for k, device in enumerate(self.devices):
                 device.damage(tier, page)
+                if tier is Tier.DISK:
+                    self.store.damaged(k, device, page)
         for move in self._moves.values():
             self._spoiled[move.id] = [*self._spoiled.get(move.id, ()),
                                       *(page for page in move.dst_pages if (move.dst, page) in pages)]
@@ -165,6 +174,8 @@ class SimExecutor:
         if self.rng.random() < self.speeds.fail or self.stats["moves"] == self.fail_move:
             bad = self.rng.randrange(len(self.devices))
             self.stats[f"{move.src.value} to {move.dst.value} failed"] += 1
+        elif move.dst is Tier.DISK and not self.store.has_space():
+            bad = 0
         self._copies[move.id], self._moves[move.id] = len(self.devices), move
         for k in range(len(self.devices)):
             self._flying[k].add(move.id)
@@ -201,14 +212,17 @@ class SimExecutor:
         """Begin the copy on rank k if its fence permits."""
         if self.devices[k].done < move.after:
             return False
-        slow = 10.0 if self.rng.random() < self.speeds.straggle else 1.0
+        slow, late = 10.0 if self.rng.random() < self.speeds.straggle else 1.0, 0.0
         if Tier.DISK in (move.src, move.dst):
             slow *= self.speeds.disk
-        self.clock.after(self._delay(slow * self.speeds.copy), partial(self._read, k, move, bad))
+            late = self.store.late(slow)
+        self.clock.after(self._delay(slow * self.speeds.copy) + late, partial(self._read, k, move, bad))
         return True
 
     def _read(self, k: int, move: Move, bad: int) -> None:
         data = self.devices[k].read(move)
+        if move.src is Tier.DISK and not self.store.is_good(k, self.devices[k], move):
+            bad = k
         self.clock.after(self._delay(self.speeds.copy), partial(self._land, k, move, bad, data))
 
     def _land(self, k: int, move: Move, bad: int, data: list[list[int]]) -> None:
@@ -219,6 +233,8 @@ class SimExecutor:
         self.devices[k].write(move, data)
         for page in self._spoiled.get(move.id, ()):
             self.devices[k].damage(move.dst, page)
+        if move.dst is Tier.DISK:
+            self.store.stored(k, self.devices[k], move)
         self._copies[move.id] -= 1
         self._flying[k].remove(move.id)
         if self._copies[move.id] == 0:
@@ -228,5 +244,5 @@ class SimExecutor:
                 self.stats["moves reordered"] += 1
             if self.devices[k].done > move.after + 1:
                 self.stats["late copy"] += 1
-            self._event(Moved(move.id, bad < 0))
+            self._event(Moved(move.id, move.id not in self._torn))
         self._kick(k)

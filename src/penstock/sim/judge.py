@@ -294,12 +294,13 @@ class Judge:
     def _watch_apply(self, event: Event) -> None:
         before = [(r, r.phase, r.visit) for r in states.met(self.core, event)]
         self._apply(event)
+        self.policy.saw(event)
         if before:
             name = states.name(event)
             for r, phase, visit in before:
                 self.met[phase.value, name, r.phase.value] += 1
                 if not self.blind:
-                    self.policy.event(event, r, (phase, visit))
+                    self.policy.effect(event, r, (phase, visit))
 
     def _watch_go(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
         source, computed = r.phase, r.computed

@@ -134,13 +134,13 @@ class Pair:
 
     # ---------------------------------------------------------------- messages and timers
     def say(self, world: World, what: Message | Ask) -> None:
-        after, send = self.clock.after, partial(self._to, world)
+        after = self.clock.after
         match what:
             case Remind(transfer, n, tries):
                 assert tries < TRIES_MAX, f"transfer {transfer} does not end"
-                after((4 + 8 * self.rng.random()) * min(tries + 1, 4), partial(send, Reminded(transfer, n)))
+                world.timer((4 + 8 * self.rng.random()) * min(tries + 1, 4), Reminded(transfer, n))
             case Deadline(transfer, n):
-                after(200 * (0.5 + self.rng.random()), partial(send, Overdue(transfer, n)))
+                world.timer(200 * (0.5 + self.rng.random()), Overdue(transfer, n))
             case Fence(epoch):
                 after(self.rng.random() * 5, partial(self._fence, world, epoch))
             case Renew():

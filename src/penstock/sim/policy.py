@@ -6,10 +6,10 @@ anew, from pools and tree, and nothing is changed.
 """
 from __future__ import annotations
 
-from penstock.core import room, staying
+from penstock.core import staying
 from penstock.core.core import Core
 from penstock.core.lifecycle import ACTIVE, Phase, Place, Trigger
-from penstock.core.plan import Event, Expired, Tier
+from penstock.core.plan import Event, Expired, Rates, Tier
 from penstock.core.request import Request
 from penstock.core.tree import Node
 
@@ -21,6 +21,8 @@ class Policy:
 
     def __init__(self, core: Core) -> None:
         self.core = core
+        self.rates: Rates | None = None
+        self.longest = -1
 
     # ---------------------------------------------------------------- before an edge
     def edge(self, r: Request, trigger: Trigger, *, pressure: bool) -> None:
@@ -40,7 +42,7 @@ class Policy:
                 f"request {r.rid} begins at {r.computed}, and {self.longest} positions are cached")
 
     def _pays(self, r: Request) -> None:
-        rates = self.core.rates
+        rates = self.rates
         assert rates is None or rates.disk_page_us < self.core.cfg.page_size * rates.prefill_token_us, (
             f"request {r.rid} is fetched for, and computing is faster")
 
@@ -56,9 +58,13 @@ class Policy:
             fetching = [q.rid for q in core.waiting if q.phase is Phase.FETCHING]
             assert not fetching, f"request {r.rid} is dropped, and pages of {fetching} are not used yet"
             assert not self._fits_host(r, Phase.PAUSED), f"request {r.rid} is dropped, and could pause"
-        if r.phase is Phase.RESIDENT and room.may_spill(core, r) and (
-                r is not core.running[0] or len(core.running) == 1):
+        if self._may_spill(r) and (r is not core.running[0] or len(core.running) == 1):
             assert not self._fits_host(r, Phase.STAGING), f"request {r.rid} gives way, and could spill"
+
+    def _may_spill(self, r: Request) -> bool:
+        """Whether it could decode from host pages, and device pages would become free."""
+        return r.phase is Phase.RESIDENT and r.may_host and any(
+            len(t.device) > self.core.cfg.hot_pages for t in r.tables if t.group.hosted)
 
     def _fits_host(self, r: Request, phase: Phase) -> bool:
         """Whether what `r` has not saved fits into host pages that are free now or can be evicted."""
@@ -94,7 +100,11 @@ class Policy:
         return bool((device is not None and not device.bad) or (host is not None and host.ready))
 
     # ---------------------------------------------------------------- after an event
-    def event(self, event: Event, r: Request, before: tuple[Phase, int]) -> None:
+    def saw(self, event: Event) -> None:
+        if isinstance(event, Rates):
+            self.rates = event
+
+    def effect(self, event: Event, r: Request, before: tuple[Phase, int]) -> None:
         """A deadline that counts has an effect."""
         if isinstance(event, Expired) and not r.is_parked:
             assert (r.phase, r.visit) != before or r.phase not in (

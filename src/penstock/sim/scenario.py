@@ -72,6 +72,7 @@ class Scenario:
     pair: int = 0             # 1: a prefill engine and a decode engine, with `net` between them
     net: Network = Network()
     damages: int = 0          # requests whose KV is found to be damaged
+    jumps: int = 0            # the clock leaps: every deadline and reminder comes at once
     mode: str = ""            # overrides, for the line that replays it
 
     @property
@@ -88,7 +89,11 @@ def draw(seed: int, mode: str = "") -> Scenario:
     """
     sc = _mode(_draw(seed))
     damages = Random(f"damage {seed}").choice((0, 0, 0, 0, 0, 0, 1, 4))
-    return finish(override(replace(sc, damages=damages), mode))
+    rng = Random(f"lapses {seed}")
+    speeds = replace(sc.speeds, hang=rng.choice((0.0, 0.0, 0.0, 0.1)), full=rng.choice((0.0, 0.0, 0.0, 0.4)),
+                     lie=rng.choice((0.0, 0.0, 0.0, 0.3)))
+    sc = replace(sc, damages=damages, speeds=speeds, jumps=rng.choice((0, 0, 0, 0, 1, 3)))
+    return finish(override(sc, mode))
 
 
 def _cell(seed: int) -> tuple[int, int, int, int, int, tuple[int, int, int]] | None:

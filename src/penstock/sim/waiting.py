@@ -162,7 +162,7 @@ def watch(core: Core) -> Waiting:
 
 # Nobody is asked to give way, nobody leaves before the end, no copy fails, nothing comes from storage.
 CALM = ("aims=0,pair=0,spills=0,pauses=0,drops=0,aborts=0,stops=0,abort=0,stop=0,turns=0,flushes=0,"
-        "fail=0,expire=0,shy=0,damages=0,disk_pages=0,prompt_max=12,new_max=40,rows=6,span=1")
+        "fail=0,expire=0,shy=0,damages=0,jumps=0,disk_pages=0,prompt_max=12,new_max=40,rows=6,span=1")
 
 
 def calm(seed: int, mode: str = "", requests: int = 64) -> Scenario:

@@ -95,6 +95,8 @@ class World:
         self._apply = self.core._apply
         self.core._apply = self._watch_apply     # type: ignore[method-assign]
         self.inbox: list[Event] = []
+        self._timers: dict[int, Event] = {}
+        self._tickets = 0
         self.aims: list[tuple[Phase, str]] = []
         self.trace: list[tuple[Event, ...]] | None = [] if record else None
         self.plans: list[StepPlan | None] = []
@@ -132,7 +134,7 @@ class World:
         rng = self.rng
         if rng.random() < self.sc.expire:
             late = at + rng.choice((0.0, 1.0, 20.0)) * rng.random()
-            self.clock.after(late, partial(self.send, Expired(a.rid, Phase.QUEUED.value, 0)))
+            self.timer(late, Expired(a.rid, Phase.QUEUED.value, 0))
 
     def expect(self, e: Expect) -> None:
         """A request arrives now."""
@@ -157,6 +159,8 @@ class World:
             self.clock.after(rng.random() * sc.span, partial(self.send, Aborted(RequestId(10**6))))
         for _ in range(sc.damages):
             self.clock.after(self._damage_rng.random() * (sc.span + 20), self._find_damage)
+        for _ in range(sc.jumps):
+            self.clock.after(self._damage_rng.random() * (sc.span + 20), self._leap)
         phases = [p for p in SHORT if any(source is p for source, _ in self.core.edges)]
         self.aims = [(rng.choice(phases), rng.choice(AIMED)) for _ in range(sc.aims if phases else 0)]
 
@@ -219,6 +223,23 @@ class World:
             self.stats += damage.strike(self.core, self.executor, r, self._damage_rng)
         self._apply(event)
 
+    def timer(self, delay: float, event: Event) -> None:
+        """`event` comes after `delay`, or when the clock leaps."""
+        self._tickets += 1
+        self._timers[self._tickets] = event
+        self.clock.after(delay, partial(self._ring, self._tickets))
+
+    def _ring(self, ticket: int) -> None:
+        if (event := self._timers.pop(ticket, None)) is not None:
+            self.send(event)
+
+    def _leap(self) -> None:
+        """The machine slept: all that should have come meanwhile comes now."""
+        self.stats["clock leapt"] += bool(self._timers)
+        self.judge.came.clear()           # what may be forgotten is, at once
+        for ticket in list(self._timers):
+            self._ring(ticket)
+
     def send(self, event: Event) -> None:
         """An event from outside reaches the engine."""
         if self.dead and self.link is not None:
@@ -261,8 +282,7 @@ class World:
                     self._maybe_turn(out)
                 elif isinstance(out, Entered):
                     most = self.sc.net.patience if out.phase == RECEIVING else self.sc.deadline
-                    self.clock.after(self.rng.random() * most,
-                                     partial(self.send, Expired(out.rid, out.phase, out.visit)))
+                    self.timer(self.rng.random() * most, Expired(out.rid, out.phase, out.visit))
             for rid in self.ending:
                 assert self.load.made[rid].finished is not None, f"request {rid} was not ended"
             self.ending.clear()

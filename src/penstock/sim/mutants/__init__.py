@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from penstock.sim.mutants import damage, flow, groups, hosted, memory, pair, storage
+from penstock.sim.mutants import damage, flow, groups, hosted, memory, pair, policy, storage
 from penstock.sim.mutants.registry import BUDGET, MODE, MUTANTS
 from penstock.sim.programs import sweep
 
 __all__ = ["BUDGET", "MODE", "MUTANTS", "damage", "flow", "groups", "hosted", "hunt", "memory",
-           "pair", "storage"]
+           "pair", "policy", "storage"]
 
 
 def hunt(name: str, seeds: Iterable[int], *, blind: bool = False) -> tuple[int, str | None]:

@@ -1,0 +1,69 @@
+"""Seeded bugs that no client sees in any token: they only make everything slower."""
+from __future__ import annotations
+
+from penstock.core import entering, room
+from penstock.core.core import Core
+from penstock.core.entering import Way
+from penstock.core.holdings import Holdings
+from penstock.core.lifecycle import Phase, Trigger
+from penstock.core.plan import Event, Expired, Rates
+from penstock.core.request import Request
+from penstock.core.tree import Node
+from penstock.sim.mutants.registry import Real, instead_of, mutant
+
+
+@instead_of(room, "yield_device")
+def drops_instead_of_pausing(real: Real, core: Core, victim: Request) -> None:
+    """Whoever gives way is computed again, though the host had room."""
+    core._go(victim, Trigger.DROP)
+
+
+@instead_of(room, "may_spill")
+def never_spills(real: Real, core: Core, r: Request) -> bool:
+    """Rows pause that could go on from host pages."""
+    return False
+
+
+# Rows outgrow the device while others wait for a slow store, and the host is small.
+TIGHT = ("pair=0,model=1,page_size=4,disk_pages=400,prefix_cache=1,turns=0.7,again=0.7,disk=100,copy=1,rows=4,"
+         "hbm_pages=16,dram_pages=10,requests=24,fail=0,deadline=1000,abort=0,stop=0,hot_pages=0,max_len=1000,"
+         "always_hosted=0,prompt_max=12,new_max=20,flushes=0,span=20,steps=4000")
+
+
+@instead_of(room, "drop_fetching", mode=TIGHT)
+def fetched_pages_outrank_computed_ones(real: Real, core: Core, but: Request | None = None) -> bool:
+    """Who waits for storage keeps its host pages whoever else needs them."""
+    return False
+
+
+@mutant()
+class RatesIgnored(Core):
+    """Stored pages are fetched even where computing them is faster."""
+
+    def _apply(self, event: Event) -> None:
+        if not isinstance(event, Rates):
+            super()._apply(event)
+
+
+@mutant()
+class DeadlineIgnored(Core):
+    """A fetch may take for ever."""
+
+    def _apply(self, event: Event) -> None:
+        if not (isinstance(event, Expired) and event.phase == Phase.FETCHING.value):
+            super()._apply(event)
+
+
+@instead_of(Holdings, "has")
+def host_hits_never_used(real: Real, have: Holdings, node: Node, g: int, stored: bool = False) -> bool:
+    """A prefix that only the host has is computed again."""
+    return bool(node.good(have.device[g]) or (stored and real(have, node, g, stored)))
+
+
+FORCED = "pair=0,hot_pages=2,model=1,fail=0.5,spills=60,drops=12,copy=0.3,again=0.5,always_hosted=1"
+
+
+@instead_of(entering, "_is_early", 8, 740, mode=FORCED)
+def page_saved_while_its_load_flies(real: Real, ways: list[Way]) -> bool:
+    """A row that goes to the host copies a page down that is still on its way up."""
+    return False
