@@ -16,21 +16,25 @@ from typing import Protocol
 
 from penstock.core.core import Core
 from penstock.core.lifecycle import Phase
-from penstock.core.messages import Cancel, End, Message, Refused
+from penstock.core.messages import Cancel, End, Grant, Message, Refused
 from penstock.core.peer import Ask, Deadline, Fence, Remind, Renew
 from penstock.core.plan import (
     Arrived,
+    Dropped,
     Event,
     Move,
     Outcome,
     Overdue,
+    Paused,
     PeerFenced,
+    Promoted,
     Received,
     Reminded,
     Renewed,
     RequestId,
+    Spilled,
 )
-from penstock.core.receiving import DecodeSide
+from penstock.core.receiving import DecodeSide, Receiving
 from penstock.core.sending import PrefillSide
 from penstock.sim.clock import Clock
 from penstock.sim.scenario import Scenario
@@ -41,11 +45,23 @@ TRIES_MAX = 60                # a message is repeated less often, however many a
 MESSAGES_MAX = 200            # for each request
 
 
-# Where a request may be when an answer comes late, by the role of who sends it.
-KEPT = {"prefill": (Phase.LOADING, Phase.PREFILL, Phase.STAGING, Phase.RESIDENT, Phase.HOSTED,
-                    Phase.PROMOTING, Phase.PAUSED, Phase.DROPPED, Phase.LOADING, Phase.STAGING,
-                    Phase.PROMOTING),
-        "decode": (Phase.FETCHING, Phase.LOADING, Phase.PAUSED, Phase.DROPPED)}
+# Where a request may be when an answer comes late, by the role of who hears it.
+KEPT = {"decode": (Phase.LOADING, Phase.PREFILL, Phase.STAGING, Phase.RESIDENT, Phase.HOSTED,
+                   Phase.PROMOTING, Phase.PAUSED, Phase.DROPPED, Phase.LOADING, Phase.STAGING,
+                   Phase.PROMOTING),
+        "prefill": (Phase.FETCHING, Phase.LOADING, Phase.PAUSED, Phase.DROPPED)}
+# What brings a request nearer to where an answer waits for it, from where it is.
+NEARER: dict[Phase, dict[Phase, type[Paused | Dropped | Spilled | Promoted]]] = {
+    Phase.LOADING: {Phase.PREFILL: Paused, Phase.RESIDENT: Paused, Phase.HOSTED: Paused},
+    Phase.PAUSED: {Phase.PREFILL: Paused, Phase.RESIDENT: Paused, Phase.HOSTED: Paused},
+    Phase.STAGING: {Phase.RESIDENT: Spilled},
+    Phase.HOSTED: {Phase.RESIDENT: Spilled},
+    Phase.PROMOTING: {Phase.RESIDENT: Spilled, Phase.HOSTED: Promoted},
+    Phase.DROPPED: {Phase.PREFILL: Dropped, Phase.RESIDENT: Dropped, Phase.HOSTED: Dropped,
+                    Phase.SENDING: Dropped}}
+# A phase that such a wish leads to at once may be over soon: the answer comes right behind the wish.
+BEHIND = {Paused: Phase.PAUSED, Dropped: Phase.DROPPED, Spilled: Phase.STAGING, Promoted: Phase.PROMOTING}
+KEPT_TRIES, KEPT_TIME = 60, 0.7
 
 
 class Run(Protocol):
@@ -86,6 +102,7 @@ class Pair:
         self.flying: list[Write] = []                 # one-sided writes that have not landed
         self.fenced: dict[int, int] = {}              # decode epoch -> prefill epoch that it has fenced
         self.copies: dict[RequestId, Expect] = {}
+        self.kept: set[tuple[bool, int]] = set()      # to the decode engine or not, and the transfer
         self.fail_push = 0                            # the n-th push fails, whatever the rate; 0 is off
         self.dead: list[World] = []
         self.decode = self._world("decode", 1)
@@ -151,28 +168,44 @@ class Pair:
     def _post(self, world: World, message: Message) -> None:
         rng, self.stats["messages"] = self.rng, self.stats["messages"] + 1
         assert self.stats["messages"] < MESSAGES_MAX * (1 + len(self.decode.load.made)), "a storm of messages"
-        if rng.random() < self.net.lose:
+        to_decode, transfer = world.sc.cfg.role == "prefill", getattr(message, "transfer", 0)
+        if isinstance(message, Grant) and not self.blind:
+            known = self.grants.get((transfer, message.generation, 0))
+            assert known is not None and known[0] is world, f"{message}: said before its plan"
+        # What is said after an answer that is kept does not overtake it.
+        if rng.random() < self.net.lose or (to_decode, transfer) in self.kept:
             self.stats["message lost"] += 1
             return
         times = 2 if rng.random() < self.net.repeat else 1
         self.stats["message repeated"] += times - 1
-        to_decode = world.sc.cfg.role == "prefill"
-        late = isinstance(message, End | Refused | Cancel) and rng.random() < self.net.keep
-        phase = rng.choice(KEPT[world.sc.cfg.role]) if late else None
+        there = self.decode if to_decode else self.prefill
+        send = partial(self._to, there, Received(message))
+        if isinstance(message, End | Refused | Cancel) and rng.random() < self.net.keep:
+            known_to = {source for source, _ in there.core.edges}
+            phase = rng.choice([p for p in KEPT[there.sc.cfg.role] if p in known_to])
+            self.kept.add((to_decode, transfer))
+            send, times = partial(self._keep, to_decode, message, phase, KEPT_TRIES), 1
         for _ in range(times):
-            self.clock.after(rng.random() * self.net.delay,
-                             partial(self._deliver, to_decode, message, phase, 30))
+            self.clock.after(rng.random() * self.net.delay, send)
 
-    def _deliver(self, to_decode: bool, message: Message, phase: Phase | None, tries: int) -> None:
-        """Now, or when the request that it is about is in a phase."""
-        world = self.decode if to_decode else self.prefill
-        if phase is not None and tries and world.core.pair is not None:
-            transfer = getattr(message, "transfer", 0)
-            r = world.core.pair.requests.get(transfer)
-            if r is not None and r.phase is not phase:
-                self.clock.after(1.0, partial(self._deliver, to_decode, message, phase, tries - 1))
-                return
-        self._to(world, Received(message))
+    def _keep(self, to_decode: bool, message: End | Refused | Cancel, phase: Phase, tries: int) -> None:
+        """Deliver an answer when the request that it is about is in a phase, and help it there."""
+        world, transfer = self.decode if to_decode else self.prefill, message.transfer
+        assert world.core.pair is not None
+        r, copy = world.core.pair.requests.get(transfer), self.copies.get(RequestId(transfer - 1))
+        there = tries == 0 or world.dead
+        if r is None:
+            there = there or to_decode or copy is None or copy.sent       # it has ended, or never comes
+        elif not there and r.phase is not phase and self.rng.random() < 0.3:
+            wish = Dropped if r.phase is Phase.RECEIVING else NEARER.get(phase, {}).get(r.phase)
+            if wish is not None:
+                world.send(wish(r.rid))
+                there = BEHIND[wish] is phase
+        if there or (r is not None and r.phase is phase):
+            self.kept.discard((to_decode, transfer))
+            self._to(world, Received(message))
+        else:
+            self.clock.after(KEPT_TIME, partial(self._keep, to_decode, message, phase, tries - 1))
 
     def _to(self, world: World, event: Event) -> None:
         if not world.dead:
@@ -212,6 +245,9 @@ class Pair:
             self.stats["write of the dead landed"] += write.writer.dead
             self.stats["late write"] += world.core.pair is not None and (
                 move.transfer not in world.core.pair.requests)
+            open_ = side(world).table.get(move.transfer)
+            assert self.blind or (isinstance(open_, Receiving) and open_.generation == move.generation), (
+                f"transfer {move.transfer}: written after its end")
             world.executor.devices[k].receive(move, values)
         write.left -= 1
         if not write.left:
