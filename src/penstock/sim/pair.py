@@ -39,17 +39,16 @@ from penstock.core.sending import PrefillSide
 from penstock.sim.clock import Clock
 from penstock.sim.scenario import Scenario
 from penstock.sim.workload import Expect
-from penstock.sim.world import MakeCore, World
+from penstock.sim.world import AIMED, MakeCore, World
 
 TRIES_MAX = 60                # a message is repeated less often, however many are lost
 MESSAGES_MAX = 200            # for each request
 
 
 # Where a request may be when an answer comes late, by the role of who hears it.
-KEPT = {"decode": (Phase.LOADING, Phase.PREFILL, Phase.STAGING, Phase.RESIDENT, Phase.HOSTED,
-                   Phase.PROMOTING, Phase.PAUSED, Phase.DROPPED, Phase.LOADING, Phase.STAGING,
-                   Phase.PROMOTING),
-        "prefill": (Phase.FETCHING, Phase.LOADING, Phase.PAUSED, Phase.DROPPED)}
+KEPT = {"decode": (Phase.LOADING, Phase.LOADING, Phase.PREFILL, Phase.RESIDENT, Phase.HOSTED, Phase.PAUSED,
+                   Phase.DROPPED, *(Phase.STAGING, Phase.PROMOTING) * 3),
+        "prefill": (*(Phase.FETCHING,) * 3, Phase.LOADING, Phase.LOADING, Phase.PAUSED, Phase.DROPPED)}
 # What brings a request nearer to where an answer waits for it, from where it is.
 NEARER: dict[Phase, dict[Phase, type[Paused | Dropped | Spilled | Promoted]]] = {
     Phase.LOADING: {Phase.PREFILL: Paused, Phase.RESIDENT: Paused, Phase.HOSTED: Paused},
@@ -61,7 +60,13 @@ NEARER: dict[Phase, dict[Phase, type[Paused | Dropped | Spilled | Promoted]]] = 
                     Phase.SENDING: Dropped}}
 # A phase that such a wish leads to at once may be over soon: the answer comes right behind the wish.
 BEHIND = {Paused: Phase.PAUSED, Dropped: Phase.DROPPED, Spilled: Phase.STAGING, Promoted: Phase.PROMOTING}
-KEPT_TRIES, KEPT_TIME = 60, 0.7
+KEPT_TRIES, KEPT_TIME = 90, 0.4
+Kept = Grant | Cancel | End | Refused
+
+# Aims of every pair beside those of its scenario, at what is rare in a pair: kinds of its worlds.
+RARE = ((Phase.PREFILL, "pause"), (Phase.PAUSED, "drop"), (Phase.STAGING, "drop"), (Phase.LOADING, "stop"),
+        (Phase.RECEIVING, "stop"), (Phase.PREFILL, "stop"))
+RARE_PHASES = (Phase.FETCHING, Phase.PROMOTING, Phase.LOADING)        # the first that there is
 
 
 class Run(Protocol):
@@ -103,14 +108,16 @@ class Pair:
         self.fenced: dict[int, int] = {}              # decode epoch -> prefill epoch that it has fenced
         self.copies: dict[RequestId, Expect] = {}
         self.kept: set[tuple[bool, int]] = set()      # to the decode engine or not, and the transfer
+        self.kept_once: set[tuple[bool, int, type[Message]]] = set()
         self.fail_push = 0                            # the n-th push fails, whatever the rate; 0 is off
         self.dead: list[World] = []
         self.decode = self._world("decode", 1)
         self.prefill = self._world("prefill", 1)
         for e in self.decode.load.initial():
             self.decode.schedule(e)
-        self.decode.faults()
-        self.prefill.faults()
+        for world in (self.decode, self.prefill):
+            world.faults()
+            self._aim(world)
         for _ in range(self.net.cuts):
             self.clock.after(self.rng.random() * (sc.span + 30), self._cut)
         for _ in range(self.net.deaths):
@@ -119,6 +126,14 @@ class Pair:
     def _world(self, role: str, epoch: int) -> World:
         return World(_of(self.sc, role, epoch), self.make, blind=self.blind, record=self.record,
                      ticks=self.ticks, link=self)
+
+    def _aim(self, world: World) -> None:
+        """Events of each kind wait for the rarest phase that its engine has."""
+        phases = {source for source, _ in world.core.edges}
+        if self.sc.aims:
+            rarest = next(p for p in RARE_PHASES if p in phases)
+            world.aims[:0] = [(rarest, kind) for kind in self.rng.sample(AIMED, len(AIMED))]
+            world.aims += [aim for aim in RARE if aim[0] in phases and self.rng.random() < 0.5]
 
     @property
     def worlds(self) -> list[World]:
@@ -180,7 +195,9 @@ class Pair:
         self.stats["message repeated"] += times - 1
         there = self.decode if to_decode else self.prefill
         send = partial(self._to, there, Received(message))
-        if isinstance(message, End | Refused | Cancel) and rng.random() < self.net.keep:
+        once = to_decode, transfer, type(message)
+        if isinstance(message, Kept) and rng.random() < self.net.keep and once not in self.kept_once:
+            self.kept_once.add(once)
             known_to = {source for source, _ in there.core.edges}
             phase = rng.choice([p for p in KEPT[there.sc.cfg.role] if p in known_to])
             self.kept.add((to_decode, transfer))
@@ -188,7 +205,7 @@ class Pair:
         for _ in range(times):
             self.clock.after(rng.random() * self.net.delay, send)
 
-    def _keep(self, to_decode: bool, message: End | Refused | Cancel, phase: Phase, tries: int) -> None:
+    def _keep(self, to_decode: bool, message: Kept, phase: Phase, tries: int) -> None:
         """Deliver an answer when the request that it is about is in a phase, and help it there."""
         world, transfer = self.decode if to_decode else self.prefill, message.transfer
         assert world.core.pair is not None
@@ -196,6 +213,8 @@ class Pair:
         there = tries == 0 or world.dead
         if r is None:
             there = there or to_decode or copy is None or copy.sent       # it has ended, or never comes
+        elif phase is Phase.FETCHING and r.phase is not Phase.QUEUED:
+            there = True                       # too late for that
         elif not there and r.phase is not phase and self.rng.random() < 0.3:
             wish = Dropped if r.phase is Phase.RECEIVING else NEARER.get(phase, {}).get(r.phase)
             if wish is not None:
@@ -308,7 +327,7 @@ class Pair:
         role = old.sc.cfg.role
         world = self._world(role, old.epoch + 1)
         world.load, world.plans_max = old.load, old.plans_max
-        world.judge.made = old.load.made
+        world.judge.made, world.aims = old.load.made, old.aims
         world.executor.who.update(old.executor.who)
         if role == "decode":
             self.decode = world

@@ -15,7 +15,6 @@ from penstock.core.settings import CoreConfig
 from penstock.core.tree import Copy, Node, Space
 from penstock.sim.mutants.registry import Real, holding, instead_of, mutant
 
-
 # Hosted rows read pages that they share, and that others need.
 LOANS = ("hot_pages=1,always_hosted=0,span=30,requests=14,rows=6,hbm_pages=24,dram_pages=200,page_size=1"
          ",again=0.9")

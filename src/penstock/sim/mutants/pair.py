@@ -23,7 +23,6 @@ from penstock.core.settings import CoreConfig
 from penstock.core.tree import Copy, Space
 from penstock.sim.mutants.registry import Real, Wrong, instead_of, mutant, swapped
 
-
 # An engine dies while its writes fly, and is back before they have landed.
 SLOW_WRITES = ",deaths=3,write=60,delay=0.1,lose=0,patience=20"
 # Prompts are computed, dropped for others, and loaded when their grant comes.
