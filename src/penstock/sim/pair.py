@@ -60,7 +60,8 @@ NEARER: dict[Phase, dict[Phase, type[Paused | Dropped | Spilled | Promoted]]] = 
                     Phase.SENDING: Dropped}}
 # A phase that such a wish leads to at once may be over soon: the answer comes right behind the wish.
 BEHIND = {Paused: Phase.PAUSED, Dropped: Phase.DROPPED, Spilled: Phase.STAGING, Promoted: Phase.PROMOTING}
-KEPT_TRIES, KEPT_TIME = 90, 0.4
+ON_HOST = (Phase.STAGING, Phase.HOSTED, Phase.PROMOTING)
+KEPT_TRIES, KEPT_TIME = 180, 0.2
 Kept = Grant | Cancel | End | Refused
 
 # Aims of every pair beside those of its scenario, at what is rare in a pair: kinds of its worlds.
@@ -196,7 +197,8 @@ class Pair:
         there = self.decode if to_decode else self.prefill
         send = partial(self._to, there, Received(message))
         once = to_decode, transfer, type(message)
-        if isinstance(message, Kept) and rng.random() < self.net.keep and once not in self.kept_once:
+        keep = self.net.keep / 4 if isinstance(message, Grant) else self.net.keep
+        if isinstance(message, Kept) and rng.random() < keep and once not in self.kept_once:
             self.kept_once.add(once)
             known_to = {source for source, _ in there.core.edges}
             phase = rng.choice([p for p in KEPT[there.sc.cfg.role] if p in known_to])
@@ -215,9 +217,9 @@ class Pair:
             there = there or to_decode or copy is None or copy.sent       # it has ended, or never comes
         elif phase is Phase.FETCHING and r.phase is not Phase.QUEUED:
             there = True                       # too late for that
-        elif not there and r.phase is not phase and self.rng.random() < 0.3:
+        elif r.phase is not phase and (phase not in ON_HOST or r.arrived.selects):
             wish = Dropped if r.phase is Phase.RECEIVING else NEARER.get(phase, {}).get(r.phase)
-            if wish is not None:
+            if wish is not None and not there and self.rng.random() < 0.5:
                 world.send(wish(r.rid))
                 there = BEHIND[wish] is phase
         if there or (r is not None and r.phase is phase):
