@@ -17,6 +17,7 @@ from typing import Protocol
 from penstock.core.core import Core
 from penstock.core.lifecycle import Phase
 from penstock.core.messages import Cancel, End, Grant, Message, Refused
+from penstock.core.pairing import Pairing
 from penstock.core.peer import Ask, Deadline, Fence, Remind, Renew
 from penstock.core.plan import (
     Arrived,
@@ -65,8 +66,8 @@ KEPT_TRIES, KEPT_TIME = 180, 0.2
 Kept = Grant | Cancel | End | Refused
 
 # Aims of every pair beside those of its scenario, at what is rare in a pair: kinds of its worlds.
-RARE = ((Phase.PREFILL, "pause"), (Phase.PAUSED, "drop"), (Phase.STAGING, "drop"), (Phase.LOADING, "stop"),
-        (Phase.RECEIVING, "stop"), (Phase.PREFILL, "stop"))
+RARE = ((Phase.PREFILL, "pause"), (Phase.PAUSED, "drop"), (Phase.STAGING, "drop"), (Phase.LOADING, "drop"),
+        (Phase.LOADING, "stop"), (Phase.RECEIVING, "stop"), (Phase.PREFILL, "stop"))
 RARE_PHASES = (Phase.FETCHING, Phase.PROMOTING, Phase.LOADING)        # the first that there is
 
 
@@ -151,12 +152,17 @@ class Pair:
         self.copies[a.rid] = copy
         if self.rng.random() >= self.net.skip:
             late = max(0.0, e.at - self.clock.now) + (self.rng.random() - 0.3) * self.net.late
-            self.clock.after(max(0.0, late), partial(self._arrive, copy))
+            waits = 20 if self.sc.cfg.disk_pages and self.rng.random() < self.net.keep else 0
+            self.clock.after(max(0.0, late), partial(self._arrive, copy, waits))
         else:
             self.stats["never came to prefill"] += 1
 
-    def _arrive(self, e: Expect) -> None:
-        world = self.prefill
+    def _arrive(self, e: Expect, waits: int) -> None:
+        """Now, or when its Grant is on its way: that comes while the prefill engine fetches for it."""
+        world, there = self.prefill, self.decode.core.live.get(e.arrived.rid)
+        if waits and (there is None or there.phase is Phase.QUEUED):
+            self.clock.after(0.3, partial(self._arrive, e, waits - 1))
+            return
         made = world.load.made
         rid = e.arrived.rid
         while len(made) <= rid:                       # requests keep their numbers
@@ -164,6 +170,17 @@ class Pair:
                                Outcome.SENT, False))
         made[rid] = e
         world.expect(e)
+        if waits and self.rng.random() < 0.5:
+            self._cross(rid, 20)
+
+    def _cross(self, rid: RequestId, tries: int) -> None:
+        """Let a Cancel cross a request that the prefill engine has just begun to fetch for."""
+        here, there = self.prefill.core.live.get(rid), self.decode.core.live.get(rid)
+        fetching = here is not None and here.phase is Phase.FETCHING
+        if fetching and there is not None and there.phase is Phase.RECEIVING:
+            self._to(self.decode, Dropped(rid))
+        elif tries and (fetching or here is None or here.phase is Phase.QUEUED):
+            self.clock.after(0.2, partial(self._cross, rid, tries - 1))
 
     # ---------------------------------------------------------------- messages and timers
     def say(self, world: World, what: Message | Ask) -> None:
@@ -202,6 +219,9 @@ class Pair:
             self.kept_once.add(once)
             known_to = {source for source, _ in there.core.edges}
             phase = rng.choice([p for p in KEPT[there.sc.cfg.role] if p in known_to])
+            r = pairing(there).requests.get(transfer)
+            if r is not None and r.phase is Phase.FETCHING:
+                phase = r.phase                # it will not be there again
             self.kept.add((to_decode, transfer))
             send, times = partial(self._keep, to_decode, message, phase, KEPT_TRIES), 1
         for _ in range(times):
@@ -210,8 +230,7 @@ class Pair:
     def _keep(self, to_decode: bool, message: Kept, phase: Phase, tries: int) -> None:
         """Deliver an answer when the request that it is about is in a phase, and help it there."""
         world, transfer = self.decode if to_decode else self.prefill, message.transfer
-        assert world.core.pair is not None
-        r, copy = world.core.pair.requests.get(transfer), self.copies.get(RequestId(transfer - 1))
+        r, copy = pairing(world).requests.get(transfer), self.copies.get(RequestId(transfer - 1))
         there = tries == 0 or world.dead
         if r is None:
             there = there or to_decode or copy is None or copy.sent       # it has ended, or never comes
@@ -381,9 +400,13 @@ def start(sc: Scenario, make: MakeCore = Core, *, blind: bool = False, record: b
     return kind(sc, make, blind=blind, record=record, ticks=ticks)
 
 
-def side(world: World) -> DecodeSide | PrefillSide:
+def pairing(world: World) -> Pairing:
     assert world.core.pair is not None
-    return world.core.pair.side
+    return world.core.pair
+
+
+def side(world: World) -> DecodeSide | PrefillSide:
+    return pairing(world).side
 
 
 def _of(sc: Scenario, role: str, epoch: int) -> Scenario:
