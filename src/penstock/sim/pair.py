@@ -134,7 +134,8 @@ class Pair:
         phases = {source for source, _ in world.core.edges}
         if self.sc.aims:
             rarest = next(p for p in RARE_PHASES if p in phases)
-            world.aims[:0] = [(rarest, kind) for kind in self.rng.sample(AIMED, len(AIMED))]
+            if self.rng.random() < 0.7:
+                world.aims[:0] = [(rarest, kind) for kind in self.rng.sample(AIMED, len(AIMED))]
             world.aims += [aim for aim in RARE if aim[0] in phases and self.rng.random() < 0.5]
 
     @property
