@@ -50,7 +50,7 @@ MESSAGES_MAX = 200            # for each request
 KEPT = {"decode": (Phase.LOADING, Phase.LOADING, Phase.PREFILL, Phase.RESIDENT, Phase.HOSTED, Phase.PAUSED,
                    Phase.DROPPED, *(Phase.STAGING, Phase.PROMOTING) * 3),
         "prefill": (*(Phase.FETCHING,) * 3, Phase.LOADING, Phase.LOADING, Phase.PAUSED, Phase.DROPPED)}
-# What brings a request nearer to where an answer waits for it, from where it is.
+# By the phase in which an answer waits for a request: what brings it nearer to that, from where it is.
 NEARER: dict[Phase, dict[Phase, type[Paused | Dropped | Spilled | Promoted]]] = {
     Phase.LOADING: {Phase.PREFILL: Paused, Phase.RESIDENT: Paused, Phase.HOSTED: Paused},
     Phase.PAUSED: {Phase.PREFILL: Paused, Phase.RESIDENT: Paused, Phase.HOSTED: Paused},
@@ -65,10 +65,10 @@ ON_HOST = (Phase.STAGING, Phase.HOSTED, Phase.PROMOTING)
 KEPT_TRIES, KEPT_TIME = 180, 0.2
 Kept = Grant | Cancel | End | Refused
 
-# Aims of every pair beside those of its scenario, at what is rare in a pair: kinds of its worlds.
+# What both engines of a pair aim at, beside what their scenario says: pairs have little of it by chance.
 RARE = ((Phase.PREFILL, "pause"), (Phase.PAUSED, "drop"), (Phase.STAGING, "drop"), (Phase.LOADING, "drop"),
         (Phase.LOADING, "stop"), (Phase.RECEIVING, "stop"), (Phase.PREFILL, "stop"))
-RARE_PHASES = (Phase.FETCHING, Phase.PROMOTING, Phase.LOADING)        # the first that there is
+RARE_PHASES = (Phase.FETCHING, Phase.PROMOTING, Phase.LOADING)        # of these, the first that an engine has
 
 
 class Run(Protocol):
