@@ -87,6 +87,7 @@ class Judge:
         self.retired = 0
         self.issued = 0
         self.moves: dict[int, Move] = {}                # flying
+        self.torn: set[int] = set()                     # pages that a failed copy has left as they are
         self.parked: set[RequestId] = set()             # paused, and copied to the host
         self.gave_way: Counter[RequestId] = Counter()   # how often paused or dropped
         self.forced: set[RequestId] = set()             # asked to pause or drop in this advance
@@ -273,18 +274,21 @@ class Judge:
         self.moves[m.id] = m
         if Tier.PEER in (m.src, m.dst):
             assert m.transfer and m.generation and m.tokens >= 1, f"{m}: nothing to move"
-            return
-        assert len(m.src_pages) == len(m.dst_pages) >= 1 and m.src is not m.dst
-        size = self.core.have.tables()[m.group].unit
-        assert (len(m.src_pages) - 1) * size < m.tokens <= len(m.src_pages) * size
+        else:
+            assert len(m.src_pages) == len(m.dst_pages) >= 1 and m.src is not m.dst
+            size = self.core.have.tables()[m.group].unit
+            assert (len(m.src_pages) - 1) * size < m.tokens <= len(m.src_pages) * size
         assert 0 <= m.after <= p.step and 0 <= m.group < len(self.cfg.groups)
         assert len(set(m.dst_pages)) == len(m.dst_pages)
+        assert self.torn.isdisjoint(m.src_pages), f"{m}: reads what a failed copy has left"
         if m.src is not Tier.DISK:
             seen = max(m.after, self.retired)
             assert all(self.written.get(page, 0) <= seen for page in m.src_pages), (
                 f"{m}: reads what is still being written")
         busy = {(f.dst, page) for f in self.moves.values() if f is not m for page in f.dst_pages}
         for tier, pages in ((m.src, m.src_pages), (m.dst, m.dst_pages)):
+            if not pages:
+                continue                                     # the peer's
             pool = self.core.have.arenas[tier].pools[m.group]
             fenced = {u for fence, units in pool.limbo if m.id in fence.moves for u in units}
             assert pool.held | fenced >= set(pages), f"{m}: a page that nothing keeps"
@@ -350,9 +354,13 @@ class Judge:
                 device.poison(tier, page)
             self.writer.pop(page, None)
             self.written.pop(page, None)
+            self.torn.discard(page)
 
     def _landed(self, event: Moved) -> None:
         self.failing = not event.ok
+        flight = self.core.have.copies.flights.get(event.id)
+        if self.failing and flight is not None and flight.dst.tier is not Tier.PEER:
+            self.torn.update(target.page for _, target in flight.pairs)
         self._real_landed(event)
         self.failing = False
 

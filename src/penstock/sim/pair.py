@@ -16,36 +16,59 @@ from typing import Protocol
 
 from penstock.core.core import Core
 from penstock.core.lifecycle import Phase
-from penstock.core.messages import Cancel, End, Message, Refused
+from penstock.core.messages import Cancel, End, Grant, Message, Refused
+from penstock.core.pairing import Pairing
 from penstock.core.peer import Ask, Deadline, Fence, Remind, Renew
 from penstock.core.plan import (
     Arrived,
+    Dropped,
     Event,
     Move,
     Outcome,
     Overdue,
+    Paused,
     PeerFenced,
+    Promoted,
     Received,
     Reminded,
     Renewed,
     RequestId,
+    Spilled,
 )
-from penstock.core.receiving import DecodeSide
+from penstock.core.receiving import DecodeSide, Receiving
 from penstock.core.sending import PrefillSide
 from penstock.sim.clock import Clock
 from penstock.sim.scenario import Scenario
 from penstock.sim.workload import Expect
-from penstock.sim.world import MakeCore, World
+from penstock.sim.world import AIMED, MakeCore, World
 
 TRIES_MAX = 60                # a message is repeated less often, however many are lost
 MESSAGES_MAX = 200            # for each request
 
 
-# Where a request may be when an answer comes late, by the role of who sends it.
-KEPT = {"prefill": (Phase.LOADING, Phase.PREFILL, Phase.STAGING, Phase.RESIDENT, Phase.HOSTED,
-                    Phase.PROMOTING, Phase.PAUSED, Phase.DROPPED, Phase.LOADING, Phase.STAGING,
-                    Phase.PROMOTING),
-        "decode": (Phase.FETCHING, Phase.LOADING, Phase.PAUSED, Phase.DROPPED)}
+# Where a request may be when an answer comes late, by the role of who hears it.
+KEPT = {"decode": (Phase.LOADING, Phase.LOADING, Phase.PREFILL, Phase.RESIDENT, Phase.HOSTED, Phase.PAUSED,
+                   Phase.DROPPED, *(Phase.STAGING, Phase.PROMOTING) * 3),
+        "prefill": (*(Phase.FETCHING,) * 3, Phase.LOADING, Phase.LOADING, Phase.PAUSED, Phase.DROPPED)}
+# By the phase in which an answer waits for a request: what brings it nearer to that, from where it is.
+NEARER: dict[Phase, dict[Phase, type[Paused | Dropped | Spilled | Promoted]]] = {
+    Phase.LOADING: {Phase.PREFILL: Paused, Phase.RESIDENT: Paused, Phase.HOSTED: Paused},
+    Phase.PAUSED: {Phase.PREFILL: Paused, Phase.RESIDENT: Paused, Phase.HOSTED: Paused},
+    Phase.STAGING: {Phase.RESIDENT: Spilled},
+    Phase.HOSTED: {Phase.RESIDENT: Spilled},
+    Phase.PROMOTING: {Phase.RESIDENT: Spilled, Phase.HOSTED: Promoted},
+    Phase.DROPPED: {Phase.PREFILL: Dropped, Phase.RESIDENT: Dropped, Phase.HOSTED: Dropped,
+                    Phase.SENDING: Dropped}}
+# A phase that such a wish leads to at once may be over soon: the answer comes right behind the wish.
+BEHIND = {Paused: Phase.PAUSED, Dropped: Phase.DROPPED, Spilled: Phase.STAGING, Promoted: Phase.PROMOTING}
+ON_HOST = (Phase.STAGING, Phase.HOSTED, Phase.PROMOTING)
+KEPT_TRIES, KEPT_TIME = 180, 0.2
+Kept = Grant | Cancel | End | Refused
+
+# What both engines of a pair aim at, beside what their scenario says: pairs have little of it by chance.
+RARE = ((Phase.PREFILL, "pause"), (Phase.PAUSED, "drop"), (Phase.STAGING, "drop"), (Phase.LOADING, "drop"),
+        (Phase.LOADING, "stop"), (Phase.RECEIVING, "stop"), (Phase.PREFILL, "stop"))
+RARE_PHASES = (Phase.FETCHING, Phase.PROMOTING, Phase.LOADING)        # of these, the first that an engine has
 
 
 class Run(Protocol):
@@ -86,14 +109,17 @@ class Pair:
         self.flying: list[Write] = []                 # one-sided writes that have not landed
         self.fenced: dict[int, int] = {}              # decode epoch -> prefill epoch that it has fenced
         self.copies: dict[RequestId, Expect] = {}
+        self.kept: set[tuple[bool, int]] = set()      # to the decode engine or not, and the transfer
+        self.kept_once: set[tuple[bool, int, type[Message]]] = set()
         self.fail_push = 0                            # the n-th push fails, whatever the rate; 0 is off
         self.dead: list[World] = []
         self.decode = self._world("decode", 1)
         self.prefill = self._world("prefill", 1)
         for e in self.decode.load.initial():
             self.decode.schedule(e)
-        self.decode.faults()
-        self.prefill.faults()
+        for world in (self.decode, self.prefill):
+            world.faults()
+            self._aim(world)
         for _ in range(self.net.cuts):
             self.clock.after(self.rng.random() * (sc.span + 30), self._cut)
         for _ in range(self.net.deaths):
@@ -102,6 +128,15 @@ class Pair:
     def _world(self, role: str, epoch: int) -> World:
         return World(_of(self.sc, role, epoch), self.make, blind=self.blind, record=self.record,
                      ticks=self.ticks, link=self)
+
+    def _aim(self, world: World) -> None:
+        """Events of each kind wait for the rarest phase that its engine has."""
+        phases = {source for source, _ in world.core.edges}
+        if self.sc.aims:
+            rarest = next(p for p in RARE_PHASES if p in phases)
+            if self.rng.random() < 0.7:
+                world.aims[:0] = [(rarest, kind) for kind in self.rng.sample(AIMED, len(AIMED))]
+            world.aims += [aim for aim in RARE if aim[0] in phases and self.rng.random() < 0.5]
 
     @property
     def worlds(self) -> list[World]:
@@ -118,12 +153,17 @@ class Pair:
         self.copies[a.rid] = copy
         if self.rng.random() >= self.net.skip:
             late = max(0.0, e.at - self.clock.now) + (self.rng.random() - 0.3) * self.net.late
-            self.clock.after(max(0.0, late), partial(self._arrive, copy))
+            waits = 20 if self.sc.cfg.disk_pages and self.rng.random() < self.net.keep else 0
+            self.clock.after(max(0.0, late), partial(self._arrive, copy, waits))
         else:
             self.stats["never came to prefill"] += 1
 
-    def _arrive(self, e: Expect) -> None:
-        world = self.prefill
+    def _arrive(self, e: Expect, waits: int) -> None:
+        """Now, or when its Grant is on its way: that comes while the prefill engine fetches for it."""
+        world, there = self.prefill, self.decode.core.live.get(e.arrived.rid)
+        if waits and (there is None or there.phase is Phase.QUEUED):
+            self.clock.after(0.3, partial(self._arrive, e, waits - 1))
+            return
         made = world.load.made
         rid = e.arrived.rid
         while len(made) <= rid:                       # requests keep their numbers
@@ -131,6 +171,17 @@ class Pair:
                                Outcome.SENT, False))
         made[rid] = e
         world.expect(e)
+        if waits and self.rng.random() < 0.5:
+            self._cross(rid, 20)
+
+    def _cross(self, rid: RequestId, tries: int) -> None:
+        """Let a Cancel cross a request that the prefill engine has just begun to fetch for."""
+        here, there = self.prefill.core.live.get(rid), self.decode.core.live.get(rid)
+        fetching = here is not None and here.phase is Phase.FETCHING
+        if fetching and there is not None and there.phase is Phase.RECEIVING:
+            self._to(self.decode, Dropped(rid))
+        elif tries and (fetching or here is None or here.phase is Phase.QUEUED):
+            self.clock.after(0.2, partial(self._cross, rid, tries - 1))
 
     # ---------------------------------------------------------------- messages and timers
     def say(self, world: World, what: Message | Ask) -> None:
@@ -151,28 +202,51 @@ class Pair:
     def _post(self, world: World, message: Message) -> None:
         rng, self.stats["messages"] = self.rng, self.stats["messages"] + 1
         assert self.stats["messages"] < MESSAGES_MAX * (1 + len(self.decode.load.made)), "a storm of messages"
-        if rng.random() < self.net.lose:
+        to_decode, transfer = world.sc.cfg.role == "prefill", getattr(message, "transfer", 0)
+        if isinstance(message, Grant) and not self.blind:
+            known = self.grants.get((transfer, message.generation, 0))
+            assert known is not None and known[0] is world, f"{message}: said before its plan"
+        # What is said after an answer that is kept does not overtake it.
+        if rng.random() < self.net.lose or (to_decode, transfer) in self.kept:
             self.stats["message lost"] += 1
             return
         times = 2 if rng.random() < self.net.repeat else 1
         self.stats["message repeated"] += times - 1
-        to_decode = world.sc.cfg.role == "prefill"
-        late = isinstance(message, End | Refused | Cancel) and rng.random() < self.net.keep
-        phase = rng.choice(KEPT[world.sc.cfg.role]) if late else None
+        there = self.decode if to_decode else self.prefill
+        send = partial(self._to, there, Received(message))
+        once = to_decode, transfer, type(message)
+        keep = self.net.keep / 4 if isinstance(message, Grant) else self.net.keep
+        if isinstance(message, Kept) and rng.random() < keep and once not in self.kept_once:
+            self.kept_once.add(once)
+            known_to = {source for source, _ in there.core.edges}
+            phase = rng.choice([p for p in KEPT[there.sc.cfg.role] if p in known_to])
+            r = pairing(there).requests.get(transfer)
+            if r is not None and r.phase is Phase.FETCHING:
+                phase = r.phase                # it will not be there again
+            self.kept.add((to_decode, transfer))
+            send, times = partial(self._keep, to_decode, message, phase, KEPT_TRIES), 1
         for _ in range(times):
-            self.clock.after(rng.random() * self.net.delay,
-                             partial(self._deliver, to_decode, message, phase, 30))
+            self.clock.after(rng.random() * self.net.delay, send)
 
-    def _deliver(self, to_decode: bool, message: Message, phase: Phase | None, tries: int) -> None:
-        """Now, or when the request that it is about is in a phase."""
-        world = self.decode if to_decode else self.prefill
-        if phase is not None and tries and world.core.pair is not None:
-            transfer = getattr(message, "transfer", 0)
-            r = world.core.pair.requests.get(transfer)
-            if r is not None and r.phase is not phase:
-                self.clock.after(1.0, partial(self._deliver, to_decode, message, phase, tries - 1))
-                return
-        self._to(world, Received(message))
+    def _keep(self, to_decode: bool, message: Kept, phase: Phase, tries: int) -> None:
+        """Deliver an answer when the request that it is about is in a phase, and help it there."""
+        world, transfer = self.decode if to_decode else self.prefill, message.transfer
+        r, copy = pairing(world).requests.get(transfer), self.copies.get(RequestId(transfer - 1))
+        there = tries == 0 or world.dead
+        if r is None:
+            there = there or to_decode or copy is None or copy.sent       # it has ended, or never comes
+        elif phase is Phase.FETCHING and r.phase is not Phase.QUEUED:
+            there = True                       # too late for that
+        elif r.phase is not phase and (phase not in ON_HOST or r.arrived.selects):
+            wish = Dropped if r.phase is Phase.RECEIVING else NEARER.get(phase, {}).get(r.phase)
+            if wish is not None and not there and self.rng.random() < 0.5:
+                world.send(wish(r.rid))
+                there = BEHIND[wish] is phase
+        if there or (r is not None and r.phase is phase):
+            self.kept.discard((to_decode, transfer))
+            self._to(world, Received(message))
+        else:
+            self.clock.after(KEPT_TIME, partial(self._keep, to_decode, message, phase, tries - 1))
 
     def _to(self, world: World, event: Event) -> None:
         if not world.dead:
@@ -212,6 +286,9 @@ class Pair:
             self.stats["write of the dead landed"] += write.writer.dead
             self.stats["late write"] += world.core.pair is not None and (
                 move.transfer not in world.core.pair.requests)
+            open_ = side(world).table.get(move.transfer)
+            assert self.blind or (isinstance(open_, Receiving) and open_.generation == move.generation), (
+                f"transfer {move.transfer}: written after its end")
             world.executor.devices[k].receive(move, values)
         write.left -= 1
         if not write.left:
@@ -272,7 +349,7 @@ class Pair:
         role = old.sc.cfg.role
         world = self._world(role, old.epoch + 1)
         world.load, world.plans_max = old.load, old.plans_max
-        world.judge.made = old.load.made
+        world.judge.made, world.aims = old.load.made, old.aims
         world.executor.who.update(old.executor.who)
         if role == "decode":
             self.decode = world
@@ -324,9 +401,13 @@ def start(sc: Scenario, make: MakeCore = Core, *, blind: bool = False, record: b
     return kind(sc, make, blind=blind, record=record, ticks=ticks)
 
 
-def side(world: World) -> DecodeSide | PrefillSide:
+def pairing(world: World) -> Pairing:
     assert world.core.pair is not None
-    return world.core.pair.side
+    return world.core.pair
+
+
+def side(world: World) -> DecodeSide | PrefillSide:
+    return pairing(world).side
 
 
 def _of(sc: Scenario, role: str, epoch: int) -> Scenario:

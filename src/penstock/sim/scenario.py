@@ -187,23 +187,45 @@ def _mode(sc: Scenario) -> Scenario:
             disk_pages=(cfg.disk_pages or cfg.hbm_pages * rng.choice((1, 4))) if disk else 0,
             hot_pages=(cfg.hot_pages or rng.choice((1, 2))) if sparse else 0)
         sc = replace(sc, cfg=cfg, model=model, pair=pair, spills=sc.spills if sparse else 0)
-        if pair and sparse and not disk and rng.random() < 0.7:      # rows that go to the host and come back
-            cfg = replace(cfg, always_hosted=False, page_size=min(cfg.page_size, 2), wait_pages=0,
-                          hbm_pages=2 * cfg.hbm_pages, dram_pages=4 * cfg.dram_pages)
-            sc = replace(sc, cfg=cfg, spills=30, pauses=1, drops=1, new_max=max(sc.new_max, 20))
     # Most are short: half of the time would else go to one run in twenty.
     steps = 400 if rng.random() < 0.04 else rng.choice((20, 30, 60))
     fits = (3 if sc.pair else 4) * steps * min(cfg.step_tokens, 8) // (sc.prompt_max + sc.new_max)
     most = sc.requests if not sc.pair else 14 if sc.again > 0.5 else 8
     sc = replace(sc, steps=steps, requests=min(most, max(4, fits)), aims=rng.choice((0, 5, 10)))
     late = rng.random() < 0.25         # what is said comes when the request is somewhere else
-    return replace(sc, net=Network(
+    net = Network(
         lose=rng.choice((0.0, 0.1, 0.4)), repeat=rng.choice((0.0, 0.1, 0.4)),
         delay=rng.choice((20.0, 60.0) if late else (0.1, 1.0, 5.0)), write=rng.choice((0.2, 2.0, 10.0)),
         push_fail=rng.choice((0.0, 0.0, 0.1)), late=rng.choice((0.0, 1.0, 10.0)),
         skip=rng.choice((0.0, 0.0, 0.05)), deaths=rng.choice((0, 0, 1, 3)),
         cuts=rng.choice((0, 0, 1, 3)), keep=rng.choice((0.0, 0.5)),
-        patience=rng.choice((20.0, 60.0) if late else (100.0, 500.0, 2000.0))))
+        patience=rng.choice((20.0, 60.0) if late else (100.0, 500.0, 2000.0)))
+    sc = replace(sc, net=net)
+    return _short_phases(sc, rng) if cell is not None and sc.pair else sc
+
+
+def _short_phases(sc: Scenario, rng: Random) -> Scenario:
+    """Sizes and speeds at which an engine of a pair meets phases that it else hardly ever has."""
+    cfg, net = replace(sc.cfg, page_size=min(sc.cfg.page_size, 2)), replace(sc.net, deaths=0, keep=0.7)
+    speeds = replace(sc.speeds, fail=rng.choice((0.0, 0.2, 0.4)))
+    if cfg.disk_pages and cfg.prefix_cache and rng.random() < 0.8:     # storage alone has what is wanted
+        cfg = replace(cfg, hbm_pages=rng.choice((10, 20)), dram_pages=16 if cfg.sparse else 6,
+                      disk_pages=200, wait_pages=0, always_hosted=cfg.sparse)
+        speeds = replace(speeds, copy=0.2, disk=rng.choice((4.0, 12.0)))
+        net = replace(net, late=1.0, patience=rng.choice((20.0, 100.0)), delay=min(net.delay, 1.0),
+                      lose=min(net.lose, 0.1))
+        return replace(sc, cfg=cfg, speeds=speeds, net=net, steps=60, requests=10, span=60.0, prompt_max=12,
+                       new_max=4, turns=0.9, again=0.9, flushes=0, abort=0.0, hold=0.0,
+                       deadline=rng.choice((10.0, 1000.0)))
+    if cfg.sparse and not cfg.disk_pages and rng.random() < 0.8:       # rows go to the host and come back
+        cfg = replace(cfg, hbm_pages=rng.choice((24, 40)), dram_pages=200, draft_tokens=0,
+                      rows=max(cfg.rows, 4), wait_pages=0, always_hosted=False)
+        speeds = replace(speeds, copy=0.5)
+        net = replace(net, lose=min(net.lose, 0.1), push_fail=0.0, cuts=min(net.cuts, 1), patience=1000.0,
+                      delay=min(net.delay, 1.0), write=min(net.write, 2.0))
+        return replace(sc, cfg=cfg, speeds=speeds, net=net, steps=30, requests=7, span=30.0, prompt_max=12,
+                       new_max=20, turns=0.7, spills=30, pauses=1, drops=1, abort=0.0, aborts=0)
+    return sc
 
 
 def finish(sc: Scenario) -> Scenario:

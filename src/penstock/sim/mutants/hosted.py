@@ -15,6 +15,12 @@ from penstock.core.settings import CoreConfig
 from penstock.core.tree import Copy, Node, Space
 from penstock.sim.mutants.registry import Real, holding, instead_of, mutant
 
+# Hosted rows read pages that they share, and that others need.
+LOANS = ("hot_pages=1,always_hosted=0,span=30,requests=14,rows=6,hbm_pages=24,dram_pages=200,page_size=1"
+         ",again=0.9")
+# Steps wait for loads that fail, and results come from the rank where they did.
+TORN = "pair=0,ranks=1,wait_pages=1000,fail=0.5,step_tokens=64,pauses=20,turns=0.7,again=0.7,dram_pages=60"
+
 
 # ---------------------------------------------------------------- binds, grows, yields
 class _NoRebind(Core):
@@ -102,14 +108,14 @@ def grow_without_the_twin(real: Real, r: Request) -> list[Grow]:
     return [replace(g, host=()) if r.place is Place.DEVICE else g for g in real(r)]
 
 
-@instead_of(schedule, "_yields", first=220)
+@instead_of(schedule, "_yields", mode=LOANS)
 def device_page_given_back_without_a_yield(real: Real, r: Request) -> list[Yield]:
     """A hosted row goes on reading a device page that was a loan."""
     real(r)
     return []
 
 
-@instead_of(schedule, "_yields", first=220)
+@instead_of(schedule, "_yields", mode=LOANS)
 def yield_of_a_page_without_a_host_copy(real: Real, r: Request) -> list[Yield]:
     """The Yield names the wrong cache group."""
     return [replace(y, group=Group(len(r.tables) - 1)) for y in real(r)]
@@ -322,7 +328,7 @@ class StepDoesNotListItsWaits(Core):
         return adv if adv.plan is None else replace(adv, plan=replace(adv.plan, waits=()))
 
 
-@mutant(first=150)
+@mutant(60, mode=TORN)
 class ResultsOfAFailedLoadUsed(Core):
     """A step that waited for a load that failed gives its tokens to the user."""
 

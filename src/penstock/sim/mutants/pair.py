@@ -23,9 +23,16 @@ from penstock.core.settings import CoreConfig
 from penstock.core.tree import Copy, Space
 from penstock.sim.mutants.registry import Real, Wrong, instead_of, mutant, swapped
 
+# An engine dies while its writes fly, and is back before they have landed.
+SLOW_WRITES = ",deaths=3,write=60,delay=0.1,lose=0,patience=20"
+# Prompts are computed, dropped for others, and loaded when their grant comes.
+LATE_GRANTS = (",late=60,lose=0,deaths=0,fail=0,requests=20,span=20,prompt_max=20,new_max=6,hbm_pages=28"
+               ",dram_pages=400,hot_pages=0,page_size=1,prefix_cache=1,wait_pages=1000")
 
-def wrong(owner: object, name: str, budget: int = 300, first: int = 0) -> Callable[[Wrong], Wrong]:
-    return instead_of(owner, name, budget, first, mode="pair=1")
+
+def wrong(owner: object, name: str, budget: int = 300, first: int = 0,
+          more: str = "") -> Callable[[Wrong], Wrong]:
+    return instead_of(owner, name, budget, first, mode="pair=1" + more)
 
 
 # ---------------------------------------------------------------- rule 1: what frees pages
@@ -101,7 +108,7 @@ def no_ack_for_an_unknown_transfer(real: Real, side: PrefillSide, m: Cancel) -> 
         real(side, m)
 
 
-@wrong(peer.Side, "_admits", first=60)
+@wrong(peer.Side, "_admits", 120, more=SLOW_WRITES)
 def ack_of_another_incarnation(real: Real, side: peer.Side, m: Message) -> bool:
     """A Cancel is answered whoever it was meant for, and the answer is taken whoever gave it."""
     admits: bool = real(side, m)
@@ -110,7 +117,7 @@ def ack_of_another_incarnation(real: Real, side: peer.Side, m: Message) -> bool:
     return admits or isinstance(m, Drained)
 
 
-@wrong(DecodeSide, "_heard", first=100)
+@wrong(DecodeSide, "_heard", 120, more=SLOW_WRITES)
 def fence_of_the_peer_not_awaited(real: Real, side: DecodeSide, epoch: int) -> None:
     """The new incarnation speaks for the dead one, whose writes still land."""
     side.peer = side._newest = max(epoch, side._newest)
@@ -230,7 +237,7 @@ def first_token_streamed_twice(real: Real, core: Core, r: Request, tokens: tuple
 
 
 # ---------------------------------------------------------------- what is pushed, and when
-@wrong(staying, "missing", first=170)
+@wrong(staying, "missing", 60, more=LATE_GRANTS)
 def page_pushed_while_its_load_flies(real: Real, r: Request) -> list[Copy] | None:
     """A prompt that was cached below is sent before it is there."""
     copies: list[Copy] | None = [] if r.phase is Phase.SENDING else real(r)
@@ -307,7 +314,7 @@ def computed_without_a_grant_never_gives_way(real: Real, core: Core, but: Reques
     return False
 
 
-@wrong(Pairing, "flush")
+@wrong(Pairing, "flush", 120)
 def grant_said_before_its_pages(real: Real, pair: Pairing) -> list[Say]:
     """It does not wait for the plan that has its Move."""
     out, pair.side.outbox = pair.side.outbox, []

@@ -28,7 +28,7 @@ class StoredBytesNotVerified(_BytesNotVerified):
     way = Tier.DISK, Tier.DRAM
 
 
-@mutant(400, mode="fail=0.5")
+@mutant(mode="fail=0.3,again=0.7,turns=0.7,requests=20,hbm_pages=16,dram_pages=12,disk_pages=200,copy=0.1")
 class FailedStoreLeftVisible(_BytesNotVerified):
     """Storage keeps the key of a page that it never got."""
 
