@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.core import placement
+from penstock.core import placement, staying
 from penstock.core.lifecycle import Phase, Place, Trigger
 from penstock.core.plan import Tier
 from penstock.core.request import Request
@@ -99,14 +99,19 @@ def may_spill(core: Core, r: Request) -> bool:
 
 
 def _for_host_pages(core: Core, taken: list[Request]) -> None:
-    """Who does not run gives way first, then the youngest that runs from host pages."""
+    """Who does not run gives way first, then twins that no step reads, then the youngest that runs
+    from host pages."""
     if drop_fetching(core) or _drop_paused(core, None, bare=False) or _drop_receiving(core, Tier.DRAM):
         return
-    for victim in reversed(core.running):
-        if victim not in taken and victim.place is Place.HOST and victim.phase is not Phase.LOADING:
-            if victim is not core.running[0] or not core.have.arenas[Tier.DRAM].away:
-                core._go(victim, Trigger.DROP)
-            return
+    if any([staying.drop_twins(core.have, r) for r in reversed(core.running)]):
+        return
+    rows = [r for r in core.running if r.place is Place.HOST and r not in taken]
+    for victim in reversed(rows):
+        if victim.phase is Phase.LOADING:
+            continue
+        if victim is not core.running[0] or not (core.have.arenas[Tier.DRAM].away or rows[1:]):
+            core._go(victim, Trigger.DROP)     # the first of all waits for what loads, or is away
+        return
 
 
 def _is_away(core: Core) -> bool:

@@ -146,6 +146,19 @@ def _twin(have: Holdings, r: Request, g: int, t: Table, n: int) -> None:
             put(t.host, i, Copy(have.host[g].pool.acquire(1)[0]))
 
 
+def drop_twins(have: Holdings, r: Request) -> bool:
+    """Give up the host pages of a row that decodes from the device: a spill will have to copy."""
+    if r.phase is not Phase.RESIDENT or not any([any(t.host) for t in r.tables]):
+        return False
+    for g, t in enumerate(r.tables):
+        for i in range(len(t.host)):
+            if t.host[i] is not None:
+                drop_entry(have, r, g, t.host, i)
+        t.host.clear()
+    r.moved, r.steady = r.bound, 0             # its steps write them until it is bound again
+    return True
+
+
 # ---------------------------------------------------------------- to the host: PAUSED, STAGING
 def unsaved(have: Holdings, r: Request, phase: Phase) -> list[int]:
     """Host pages of each group that pausing or staging needs at most: for what has no host copy."""

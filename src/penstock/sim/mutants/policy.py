@@ -25,9 +25,9 @@ def never_spills(real: Real, core: Core, r: Request) -> bool:
 
 
 # Rows outgrow the device while others wait for a slow store, and the host is small.
-TIGHT = ("pair=0,model=1,page_size=4,disk_pages=400,prefix_cache=1,turns=0.7,again=0.7,disk=100,copy=1,rows=4,"
-         "hbm_pages=16,dram_pages=10,requests=24,fail=0,deadline=1000,abort=0,stop=0,hot_pages=0,max_len=1000,"
-         "always_hosted=0,prompt_max=12,new_max=20,flushes=0,span=20,steps=4000")
+TIGHT = ("pair=0,model=1,page_size=4,disk_pages=400,prefix_cache=1,turns=0.7,again=0.7,disk=100,copy=1,"
+         "rows=4,hbm_pages=16,dram_pages=10,requests=24,fail=0,deadline=1000,abort=0,stop=0,hot_pages=0,"
+         "max_len=1000,always_hosted=0,prompt_max=12,new_max=20,flushes=0,span=20,steps=4000")
 
 
 @instead_of(room, "drop_fetching", mode=TIGHT)
