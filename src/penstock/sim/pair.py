@@ -66,8 +66,8 @@ KEPT_TRIES, KEPT_TIME = 180, 0.2
 Kept = Grant | Cancel | End | Refused
 
 # What both engines of a pair aim at, beside what their scenario says: pairs have little of it by chance.
-RARE = ((Phase.PREFILL, "pause"), (Phase.PAUSED, "drop"), (Phase.STAGING, "drop"), (Phase.LOADING, "drop"),
-        (Phase.LOADING, "stop"), (Phase.RECEIVING, "stop"), (Phase.PREFILL, "stop"))
+RARE = (*((Phase.PREFILL, "pause"),) * 4, (Phase.PAUSED, "drop"), (Phase.STAGING, "drop"),
+        (Phase.LOADING, "drop"), (Phase.LOADING, "stop"), (Phase.RECEIVING, "stop"), (Phase.PREFILL, "stop"))
 RARE_PHASES = (Phase.FETCHING, Phase.PROMOTING, Phase.LOADING)        # of these, the first that an engine has
 
 
