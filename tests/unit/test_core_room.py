@@ -1,0 +1,31 @@
+"""Who gives way for host pages, where the simulator hardly ever comes."""
+from __future__ import annotations
+
+from penstock.core.core import Core
+from penstock.core.lifecycle import Phase
+from penstock.core.plan import Arrived, Bind, Event, Moved, RequestId, Retired
+from penstock.core.settings import CoreConfig
+
+LONG, SHORT = RequestId(1), RequestId(2)
+
+
+def test_a_row_on_the_device_gives_up_its_twin_before_a_hosted_row_is_dropped() -> None:
+    """LONG fills the host. SHORT begins alike, so that only its open page is there too."""
+    core = Core(CoreConfig(page_size=4, rows=2, hbm_pages=8, dram_pages=12, hot_pages=1, step_tokens=64,
+                           max_len=64))
+    events: list[Event] = [Arrived(LONG, tuple(range(40)), 7, selects=True),
+                           Arrived(SHORT, tuple(range(7)), 20, selects=True)]
+    twins, binds = 0, list[Bind]()
+    for _ in range(40):
+        plan = core.advance(events).plan
+        core.check()
+        if plan is None:
+            break
+        if LONG in core.live and SHORT in core.live:
+            twins += any(t.host and t.host[-1] is not None for t in core.live[SHORT].tables)
+            binds += [b for b in plan.binds if b.rid == SHORT and b.keep]
+        assert LONG not in core.live or core.live[LONG].phase in (
+            Phase.LOADING, Phase.PREFILL, Phase.HOSTED), core.live[LONG].phase
+        events = [Retired(plan.step, ((7,),) * sum(plan.samples)), *(Moved(m.id, True) for m in plan.moves)]
+    assert twins and binds, "SHORT never had a twin, or never gave it up"
+    assert not core.live and core.counters["drops"] == 0
