@@ -112,6 +112,10 @@ MUST_FIRE = (
     "late write", "write of the dead landed", "fenced", "cut off", "renewed", "prefill engine died",
     "decode engine died", "never came to prefill", "delivered by the peer", "computed here after all",
     "receiving expired", "ended sent", "ended lost",
+    # of storage, of clocks, of KV that is found to be damaged
+    "storage slow", "storage full", "storage hung", "storage lied", "lie found", "clock leapt",
+    "damaged", "damaged page in hbm", "damaged page in dram", "damaged page in disk",
+    "damaged page in flight",
 )
 
 
@@ -162,16 +166,16 @@ def fail_each(seed: int, mode: str = "") -> Iterator[tuple[int, Run]]:
 
 
 def abort_each(seed: int, mode: str = "") -> Iterator[tuple[int, Run]]:
-    """Abort some live request at the n-th turn of an engine's loop, until a run is shorter."""
+    """Abort some live request behind the n-th event of an engine, until a run has fewer."""
     for part in range(2 if draw(seed, mode).pair else 1):
         n, reached = 0, True
         while reached:
             n += 1
             run = start(draw(seed, mode))
             world = run.worlds[-1 - part]
-            world.abort_turn = n
+            world.abort_at = n
             yield n, run
-            reached = world.turns >= n
+            reached = world.heard >= n
 
 
 ANOMALIES = {"refuse": refuse_each, "fail": fail_each, "abort": abort_each}
@@ -210,7 +214,7 @@ def storm(seed: int, requests: int = 64) -> tuple[World, Counter[RequestId]]:
     """Requests that arrive together and outgrow a pool of 1.1 times the largest of them. Returns the
     finished world, and how often each request gave up its row."""
     calm = ("aims=0,pair=0,model=1,hot_pages=0,spills=0,pauses=0,drops=0,aborts=0,stops=0,abort=0,stop=0,"
-            "turns=0,flushes=0,fail=0")
+            "turns=0,flushes=0,fail=0,damages=0,jumps=0")
     sc = draw(seed, f"requests={requests},span=1,{calm},prompt_max=12,new_max=40,rows=6")
     largest = -(-(sc.prompt_max + sc.new_max) // sc.cfg.page_size)
     cfg = replace(sc.cfg, hbm_pages=int(1.1 * largest) + 1, dram_pages=requests * largest,

@@ -118,6 +118,4 @@ def _cannot(role: Role, p: Phase, event: str) -> bool:
             return role is Role.PREFILL or p in (Phase.QUEUED, Phase.FETCHING)
         case "moved_ok" | "moved_failed":              # it names no page
             return p is Phase.QUEUED
-        case "expired":                                # a deadline begins with these only
-            return p not in (Phase.QUEUED, Phase.FETCHING, Phase.RECEIVING)
     return False

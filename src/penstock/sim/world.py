@@ -54,6 +54,7 @@ RECEIVING = Phase.RECEIVING.value
 SHORT = (Phase.FETCHING, Phase.FETCHING, Phase.LOADING, Phase.STAGING, Phase.HOSTED, Phase.PROMOTING,
          Phase.PROMOTING, Phase.PAUSED)
 AIMED = (*POKES, "stop", "flush", "rates", "cut")
+STRAYS = 2                 # deadlines that nobody has set
 AIMS = {"spill": Phase.RESIDENT, "promote": Phase.HOSTED}
 MakeCore = Callable[[CoreConfig], Core]
 
@@ -100,10 +101,10 @@ class World:
         self.aims: list[tuple[Phase, str]] = []
         self.trace: list[tuple[Event, ...]] | None = [] if record else None
         self.plans: list[StepPlan | None] = []
-        self.turns = 0
         self.ticks = ticks                # idle turns allowed, for programs that refuse things
         self.refuses = ticks > 0
-        self.abort_turn = 0               # abort something at the n-th turn; 0 is off
+        self.heard = 0                    # events that the core was given
+        self.abort_at = 0                 # abort somebody behind the n-th of them; 0 is off
         self.plans_max = 0
         self.ending: list[RequestId] = []     # aborted or stopped by the events of this turn
         self.dead = False                 # one engine of a pair has died
@@ -159,6 +160,8 @@ class World:
             self.clock.after(rng.random() * sc.span, partial(self.send, Aborted(RequestId(10**6))))
         for _ in range(sc.damages):
             self.clock.after(self._damage_rng.random() * (sc.span + 20), self._find_damage)
+        for _ in range(STRAYS):
+            self.clock.after(self._damage_rng.random() * (sc.span + 20), self._stray)
         for _ in range(sc.jumps):
             self.clock.after(self._damage_rng.random() * (sc.span + 20), self._leap)
         phases = [p for p in SHORT if any(source is p for source, _ in self.core.edges)]
@@ -207,6 +210,14 @@ class World:
                 self.clock.after(rng.random() * 3, partial(self.send, again))
         elif rid < len(made) and (got := len(made[rid].got)):
             self.send(Stopped(rid, rng.randint(1, got)))
+
+    def _stray(self) -> None:
+        """A deadline of a stay in some phase, which may be one that has none."""
+        rng, live = self._damage_rng, self.core.live.values()
+        if live:
+            phase = rng.choice(list({r.phase: None for r in live}))
+            r = rng.choice([r for r in live if r.phase is phase])
+            self.send(Expired(r.rid, phase.value, r.visit))
 
     def _find_damage(self) -> None:
         self._damage_due += 1
@@ -259,13 +270,14 @@ class World:
         self._scheduled = False
         if self.dead:
             return
-        self.turns += 1
         polled = list(self.executor.poll(block=False))
         mail, self.inbox = self.inbox, []
         events = mail + polled if self.rng.random() < 0.5 else polled + mail
-        if self.turns == self.abort_turn:
+        at = self.abort_at - self.heard
+        self.heard += len(events)
+        if 0 < at <= len(events):
             live = [rid for rid in self.core.live if not self.load.made[rid].aborted]
-            events += [Aborted(self.rng.choice(live))] if live else []
+            events[at:at] = [Aborted(self.rng.choice(live))] if live else []
         events += self._found_damage()
         self.judge.forced.clear()
         for event in events:

@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from penstock.sim.mutants import damage, flow, groups, hosted, memory, pair, policy, storage
-from penstock.sim.mutants.registry import BUDGET, MODE, MUTANTS
+from penstock.sim.mutants.registry import BUDGET, MODE, MUTANTS, Stale
 from penstock.sim.programs import sweep
 
 __all__ = ["BUDGET", "MODE", "MUTANTS", "damage", "flow", "groups", "hosted", "hunt", "memory",
            "pair", "policy", "storage"]
+
+
+CRASHES = ("TypeError", "AttributeError", "NameError", "ImportError")      # of a bug that is none any more
 
 
 def hunt(name: str, seeds: Iterable[int], *, blind: bool = False) -> tuple[int, str | None]:
@@ -21,6 +24,8 @@ def hunt(name: str, seeds: Iterable[int], *, blind: bool = False) -> tuple[int, 
     runs = 0
     for runs, seed in enumerate(seeds, 1):
         report = sweep((seed,), MODE[name], MUTANTS[name], blind=blind, extra=f" --mutant {name}")
+        if report.failures and any(f"# {crash}:" in report.failures[0] for crash in CRASHES):
+            raise Stale(f"{name} only crashes: {report.failures[0]}")
         if report.failures and not sweep((seed,), MODE[name], blind=blind).failures:
             return runs, report.failures[0]
     return runs, None

@@ -99,13 +99,13 @@ def hosted_row_reads_pages_that_are_coming(real: Real, column: Sequence[Copy | N
 @instead_of(schedule, "_grows")
 def grow_without_the_host_column(real: Real, r: Request) -> list[Grow]:
     """New entries of a hosted row have no host page, those of a twin are never stored."""
-    return [replace(g, host=()) for g in real(r)]
+    return [g._replace(host=()) for g in real(r)]
 
 
 @instead_of(schedule, "_grows", 300)
 def grow_without_the_twin(real: Real, r: Request) -> list[Grow]:
     """A resident row is not told of the host twins of its new pages."""
-    return [replace(g, host=()) if r.place is Place.DEVICE else g for g in real(r)]
+    return [g._replace(host=()) if r.place is Place.DEVICE else g for g in real(r)]
 
 
 @instead_of(schedule, "_yields", mode=LOANS)
