@@ -61,11 +61,10 @@ check: $(VENV)/.installed-dev  ## lint, types, tidy, unit tests, a few simulatio
 	$(BIN)/penstock sim --seeds 20
 
 sweep: $(VENV)/.installed-dev  ## the long loops, at most 40 minutes
-	$(BIN)/penstock sim --seeds 3000
 	$(PYTEST) -m sweep
 
-soak: $(VENV)/.installed-dev  ## every simulation at length: bugs from elsewhere, all that can meet
-	$(BIN)/penstock sim --seeds 10000
+soak: $(VENV)/.installed-dev  ## longer simulations still: other seeds, forced faults, seeded bugs from elsewhere
+	$(BIN)/penstock sim --first 100000 --seeds 10000 --strict
 	$(PYTEST) -m soak
 
 sim: $(VENV)/.installed-dev  ## N simulations of the planner, all modes: make sim N=10000

@@ -42,7 +42,9 @@ def test_no_seed_finds_anything_and_everything_happens() -> None:
     report = sweep(range(600))
     assert not report.failures, "\n".join(report.failures[:5])
     assert not [name for name in MUST_FIRE if not report.fired[name]]
-    assert not [edge for edge in never_taken(report.edges) if not rare(*edge)]
+    taken = {(role, phase, trigger) for role, _, phase, trigger in report.edges}
+    never = {(role, phase, trigger) for role, _, phase, trigger in never_taken(report.edges)} - taken
+    assert not [edge for edge in never if not rare(*edge)]
     assert not [pair for pair in never_met(report.met) if not rare(*pair)]
 
 
@@ -162,7 +164,7 @@ def test_digests_do_not_depend_on_the_process_or_its_hash_seed() -> None:
     assert out[0] == out[1] != b""
 
 
-@pytest.mark.soak
+@pytest.mark.sweep
 def test_thousands_of_seeds_find_nothing_and_meet_everything(long_sweep: Report) -> None:
     assert not long_sweep.failures, "\n".join(long_sweep.failures[:5])
     assert not never_taken(long_sweep.edges)

@@ -56,7 +56,7 @@ def test_what_is_held_for_possible_is_so_in_the_table() -> None:
         assert all(TABLE[role.value, phase, event] for phase, event in possible(role)), role
 
 
-@pytest.mark.soak
+@pytest.mark.sweep
 def test_every_pair_that_can_meet_goes_where_the_table_says(long_sweep: Report) -> None:
     seen = long_sweep.met
     assert not surprises(seen)

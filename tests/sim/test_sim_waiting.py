@@ -113,7 +113,7 @@ def test_the_command_says_the_worst() -> None:
     assert said[-1].startswith("0 findings; at worst")
 
 
-@pytest.mark.soak
+@pytest.mark.sweep
 @pytest.mark.parametrize("mode", MODES)
 def test_the_bound_over_many_seeds(mode: str) -> None:
     for seed in range(1_000, 1_100):

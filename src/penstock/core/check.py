@@ -94,10 +94,10 @@ def _leases(core: Core, r: Request) -> None:
     assert (r in core.running) == (r.phase in ACTIVE), where
     assert (r.row is not None) == (Lease.ROW in holds), where
     for t in r.tables:
-        device = Lease.HBM if t.group.hosted else Lease.INDEX
+        device = Lease.HBM if t.hosted else Lease.INDEX
         assert device in either or not any(t.device), where
         assert Lease.DRAM in either or not any(t.host), where
-        hot = core.cfg.hot_pages if t.group.hosted and Lease.HOT in holds else 0
+        hot = core.cfg.hot_pages if t.hosted and Lease.HOT in holds else 0
         assert len(t.hot) == hot, where
     if Lease.DRAM not in holds:
         assert not any(r.reserve), where
@@ -112,7 +112,7 @@ def _tables(core: Core, r: Request) -> None:
     have, where = core.have, (r.rid, r.phase, r.place)
     assert r.capacity == have.covered(r, r.place) >= max(r.computed, 1), where
     for g, t in enumerate(r.tables):
-        hosted = r.place is Place.HOST and t.group.hosted
+        hosted = r.place is Place.HOST and t.hosted
         column, space = (t.host, have.host[g]) if hosted else (t.device, have.device[g])
         for i in range(max(t.begin(r.settled), t.first), t.end(r.capacity)):
             copy = column[i]
@@ -121,8 +121,8 @@ def _tables(core: Core, r: Request) -> None:
             if copy.node is not None:          # else it is a private twin
                 node = have.node(r, t, i)
                 assert node is not None and node.copies.get(space) is copy, (where, i)
-        if r.phase is Phase.PROMOTING and t.group.hosted:
+        if r.phase is Phase.PROMOTING and t.hosted:
             assert all(t.device), where
-        if r.phase is Phase.RESIDENT and t.group.hosted:
+        if r.phase is Phase.RESIDENT and t.hosted:
             assert not any(t.host[:len(r.path) * core.cfg.page_size // t.unit]), (where, "sealed twins")
 

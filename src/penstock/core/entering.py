@@ -76,7 +76,7 @@ def receive(have: Holdings, r: Request, place: Place, spare: int) -> bool:
     n, ways = r.num_prompt, list[Way]()
     for g, t in enumerate(r.tables):
         way, begin, new = Way(), t.begin(n), max(r.settled // t.unit, t.begin(n))
-        on_host = place is Place.HOST and t.group.hosted
+        on_host = place is Place.HOST and t.hosted
         way.device, way.host = [None] * new, [None] * new
         for i in range(begin, new):
             node = have.node(r, t, i)
@@ -135,7 +135,7 @@ def _way(have: Holdings, r: Request, g: int, place: Place) -> Way:
     # A window moves on: its pages are taken as they are needed. Everything else is taken at once.
     end = t.end(r.computed + 1) if t.group.reach else t.end(known)
     begin = t.begin(r.computed)
-    hosted = place is Place.HOST and t.group.hosted
+    hosted = place is Place.HOST and t.hosted
     way.device = [None] * begin
     way.host = [None] * begin if hosted else []
     for i in range(begin, max(end, done)):

@@ -61,6 +61,7 @@ class Holdings:
                   for tier, arena in self.arenas.items()}
         self.device, self.host, self.disk = (spaces[t] for t in (Tier.HBM, Tier.DRAM, Tier.DISK))
         self._spaces = spaces
+        self._pools = [self.rows, *(pool for arena in self.arenas.values() for pool in arena.pools)]
         self.tree = Tree([*self.device, *self.host, *self.disk])
         self.copies = Copies(cfg, self.tree, self.device, self.host, self.disk, self.arenas[Tier.DISK])
         self._one = [tuple(int(k == g) for k in range(len(cfg.groups))) for g in range(len(cfg.groups))]
@@ -81,11 +82,10 @@ class Holdings:
 
     # ---------------------------------------------------------------- room
     def drain(self) -> int:
-        flying = self.copies.flights
-        freed = self.rows.drain(self.retired, flying)
-        for arena in self.arenas.values():
-            for pool in arena.pools:
-                freed += pool.drain(self.retired, flying)
+        freed = 0
+        for pool in self._pools:
+            if pool.limbo:
+                freed += pool.drain(self.copies.retired, self.copies.flights)
         self.freed += freed
         return freed
 
@@ -134,7 +134,7 @@ class Holdings:
         """`r` decodes from host pages: those that it has on the device are a loan from now on."""
         self.lent.append(r)
         for space, t in zip(self.device, r.tables, strict=True):
-            if t.group.hosted:
+            if t.hosted:
                 space.gained += sum([copy is not None for copy in t.device])
 
     def _evict(self, tier: Tier, want: Sequence[int], short: int) -> int:
@@ -154,7 +154,7 @@ class Holdings:
         """Device pages that hosted rows can do without, from the youngest row on."""
         for r in sorted(self.lent, key=lambda r: r.key, reverse=True):
             for g, t in enumerate(r.tables):
-                for i, copy in enumerate(t.device if t.group.hosted else ()):
+                for i, copy in enumerate(t.device if t.hosted else ()):
                     if copy is None:
                         continue
                     if not self.arenas[Tier.HBM].short(want, promised=True):
@@ -200,7 +200,7 @@ class Holdings:
                 staying.return_reserve(self, r)
             elif lease in (Lease.HBM, Lease.INDEX):
                 for g, t in enumerate(r.tables):
-                    if t.group.hosted == (lease is Lease.HBM):
+                    if t.hosted == (lease is Lease.HBM):
                         self._release_column(r, g, host=False)
 
     def _release_column(self, r: Request, g: int, *, host: bool) -> None:

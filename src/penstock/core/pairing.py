@@ -102,7 +102,7 @@ class Pairing:
         generation = side.open(transfer, r.num_prompt, start=start)
         self.granted[transfer] = []
         for g, t in enumerate(r.tables):
-            on_host = r.place is Place.HOST and t.group.hosted
+            on_host = r.place is Place.HOST and t.hosted
             space, column = (have.host[g], t.host) if on_host else (have.device[g], t.device)
             entry = max(start // t.unit, t.begin(r.num_prompt))
             copies = [c for c in column[entry:] if c is not None]
@@ -117,7 +117,7 @@ class Pairing:
         assert isinstance(side, PrefillSide) and r.grant is not None
         n, transfer = r.num_prompt, r.arrived.transfer
         for g, t in enumerate(r.tables):
-            on_host = r.place is Place.HOST and t.group.hosted
+            on_host = r.place is Place.HOST and t.hosted
             space, column = (have.host[g], t.host) if on_host else (have.device[g], t.device)
             first = max(r.grant.start, t.begin(n) * t.unit)
             copies = [c for c in column[first // t.unit:t.end(n)] if c is not None]

@@ -95,7 +95,7 @@ def for_growth(core: Core, r: Request, taken: list[Request]) -> None:
 def may_spill(core: Core, r: Request) -> bool:
     """Whether `r` frees device pages when it goes on from the host."""
     return (r.phase is Phase.RESIDENT and r.may_host
-            and any(t.group.hosted and len(t.device) > core.cfg.hot_pages for t in r.tables))
+            and any(t.hosted and len(t.device) > core.cfg.hot_pages for t in r.tables))
 
 
 def _for_host_pages(core: Core, taken: list[Request]) -> None:

@@ -167,7 +167,7 @@ def _bind(r: Request) -> Bind:
     if r.place is Place.HOST:
         hot = tuple(tuple(Hot(HbmPage(c.page), t.kept.get(c.page, -1)) for c in t.hot)
                     for t in r.tables)
-    columns = tuple(_hbm(_readable(t.device) if r.place is Place.HOST and t.group.hosted else t.device)
+    columns = tuple(_hbm(_readable(t.device) if r.place is Place.HOST and t.hosted else t.device)
                     for t in r.tables)
     bind = Bind(r.row, r.rid, columns, r.num_output, host, hot, keep=r.bound)
     for g, t in enumerate(r.tables):

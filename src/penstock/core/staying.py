@@ -139,7 +139,7 @@ def _extend(pool: Pool, column: list[Copy | None], n: int) -> None:
 
 def _twin(have: Holdings, r: Request, g: int, t: Table, n: int) -> None:
     """Where a decoding row may spill, its new pages are on the host from their first token on."""
-    if not (r.may_host and t.group.hosted and r.phase is Phase.RESIDENT):
+    if not (r.may_host and t.hosted and r.phase is Phase.RESIDENT):
         return
     for i in range(len(t.device) - n, len(t.device)):
         if have.host[g].pool.free:           # worth no eviction
@@ -164,7 +164,7 @@ def unsaved(have: Holdings, r: Request, phase: Phase) -> list[int]:
     """Host pages of each group that pausing or staging needs at most: for what has no host copy."""
     want, staging = [0] * len(r.tables), phase is Phase.STAGING
     for g, t in enumerate(r.tables):
-        if staging and not t.group.hosted:
+        if staging and not t.hosted:
             continue
         for i in range(t.begin(r.computed), len(t.device) if staging else t.end(r.computed)):
             node = have.node(r, t, i)
@@ -187,7 +187,7 @@ def reserve(have: Holdings, r: Request, phase: Phase) -> bool:
 def _pin_host(have: Holdings, r: Request) -> None:
     """What the host has of a row that is being staged must stay there."""
     for g, t in enumerate(r.tables):
-        for i in range(len(t.device) if t.group.hosted else 0):
+        for i in range(len(t.device) if t.hosted else 0):
             node = have.node(r, t, i)
             if own(t.host, i) is None and node is not None and (copy := node.good(have.host[g])):
                 put(t.host, i, copy)
@@ -197,7 +197,7 @@ def copy_down(have: Holdings, r: Request, *, all_groups: bool) -> None:
     """No step of `r` is in flight: start the copies of all that the host lacks, and pin the rest.
     Pages that the reserve does not cover stay on the device."""
     for g, t in enumerate(r.tables):
-        if not (all_groups or t.group.hosted):
+        if not (all_groups or t.hosted):
             continue
         # The open page goes first: what is sealed can stay behind, or be found again.
         last = t.end(r.computed) - 1
@@ -258,7 +258,7 @@ def is_staged(have: Holdings, r: Request) -> bool:
     """Every page of a row that is being staged is on the host."""
     return not r.moves and all(
         (copy := own(t.host, i)) is not None and copy.ready
-        for t in r.tables if t.group.hosted for i in range(len(t.device)))
+        for t in r.tables if t.hosted for i in range(len(t.device)))
 
 
 # ---------------------------------------------------------------- hosted, and back
@@ -266,7 +266,7 @@ def heat(have: Holdings, r: Request) -> bool:
     """The hot buffer of a row that was resident: its own last pages, content and all."""
     want, keep = [0] * len(r.tables), dict[int, list[int]]()
     for g, t in enumerate(r.tables):
-        if t.group.hosted:
+        if t.hosted:
             mine = [i for i, c in enumerate(t.device) if c is not None and c.pins == 1 and not c.moves]
             keep[g] = mine[-have.cfg.hot_pages:]
             want[g] = have.cfg.hot_pages - len(keep[g])
@@ -291,7 +291,7 @@ def reload(have: Holdings, r: Request, spare: int) -> bool:
     """Device pages for everything that a hosted row has on the host, and the loads of what is
     sealed. The open page follows when it is sealed; pages begun from now on are on both sides."""
     have.lent.remove(r)                        # what it has already is no loan any more
-    want = [sum(c is None for c in t.device) if t.group.hosted else 0 for t in r.tables]
+    want = [sum(c is None for c in t.device) if t.hosted else 0 for t in r.tables]
     for g, t in enumerate(r.tables):
         for i in range(len(t.device) if want[g] else 0):
             node = have.node(r, t, i)
@@ -314,13 +314,13 @@ def reload(have: Holdings, r: Request, spare: int) -> bool:
 def is_reloaded(r: Request) -> bool:
     """Every page of a row that is being promoted is on the device."""
     return not r.moves and all(c is not None and c.ready
-                               for t in r.tables if t.group.hosted for c in t.device)
+                               for t in r.tables if t.hosted for c in t.device)
 
 
 def stop_reload(have: Holdings, r: Request) -> None:
     """A promotion is given up: pages that are in place stay as a loan, the others go."""
     for g, t in enumerate(r.tables):
-        for i, copy in enumerate(t.device if t.group.hosted else ()):
+        for i, copy in enumerate(t.device if t.hosted else ()):
             if copy is not None and not (copy.ready and i < r.told[g] and have.node(r, t, i)):
                 drop_entry(have, r, g, t.device, i)
                 if i < r.told[g]:
@@ -332,7 +332,7 @@ def leave_host(have: Holdings, r: Request) -> None:
     """A row that has come back to the device keeps only the host twins of what is not sealed."""
     for g, t in enumerate(r.tables):
         for i in range(len(t.host)):
-            if t.host[i] is not None and (not t.group.hosted or have.node(r, t, i) is not None):
+            if t.host[i] is not None and (not t.hosted or have.node(r, t, i) is not None):
                 drop_entry(have, r, g, t.host, i)
 
 
@@ -360,7 +360,7 @@ def missing(r: Request) -> list[Copy] | None:
     for t in r.tables:
         if not all(c is None or c.ready for c in t.host):
             return None
-        if r.place is Place.DEVICE or not t.group.hosted:
+        if r.place is Place.DEVICE or not t.hosted:
             out += [c for c in t.device if c is not None and not c.ready]
     return out
 
@@ -376,7 +376,7 @@ def last_missing(columns: Iterable[list[Copy | None]]) -> list[Copy]:
 
 def is_coming(r: Request) -> bool:
     """Whether host pages of a row that is being staged are on their way, or none is missing."""
-    hosted = [t for t in r.tables if t.group.hosted]
+    hosted = [t for t in r.tables if t.hosted]
     return (any(c is not None and not c.ready for t in hosted for c in t.host)
             or all(own(t.host, i) is not None for t in hosted for i in range(len(t.device))))
 

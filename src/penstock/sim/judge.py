@@ -383,7 +383,7 @@ class Judge:
             self._pair(self.core.pair)
         for r in self.core.waiting:
             if r.is_parked and r.rid not in self.parked:        # its DRAM lease begins here
-                assert self.core.have.is_complete(r) or self.stats["lost"], f"request {r.rid}: lost"
+                assert self.core.have.is_complete(r), f"request {r.rid}: lost"
         self.parked = {r.rid for r in self.core.waiting if r.is_parked}
 
     def _pair(self, pair: Pairing) -> None:

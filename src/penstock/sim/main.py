@@ -150,8 +150,8 @@ def _silent(report: Report) -> list[str]:
 def _missing(report: Report) -> list[str]:
     """What a long sweep must have seen, and this one did not."""
     return [*(f"{name}: never fired" for name in _silent(report)),
-            *(f"{role} {phase} --{trigger}: never taken"
-              for role, phase, trigger in never_taken(report.edges)),
+            *(f"{role} {tiers} {phase} --{trigger}: never taken"
+              for role, tiers, phase, trigger in never_taken(report.edges)),
             *(f"{role} {phase}, {event}: never met" for role, phase, event in never_met(report.met))]
 
 
@@ -241,7 +241,8 @@ def _table(report: Report) -> None:
 
 
 def _edges(report: Report) -> None:
-    for role, phase, trigger in sorted(report.edges):
-        print(f"  {role:8s} {phase:9s} --{trigger}: {report.edges[role, phase, trigger]}")
+    for edge in sorted(report.edges):
+        role, tiers, phase, trigger = edge
+        print(f"  {role:8s} {tiers:16s} {phase:9s} --{trigger}: {report.edges[edge]}")
     for line in _missing(report):
         print(f"  {line}")

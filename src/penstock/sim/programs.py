@@ -7,18 +7,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 from penstock.core.core import Core
-from penstock.core.lifecycle import Mode, Phase, Role, edges
+from penstock.core.lifecycle import Mode, Phase, Role, Trigger, edges
 from penstock.core.plan import RequestId
 from penstock.core.settings import CoreConfig
 from penstock.sim.pair import Pair, Run, start
-from penstock.sim.scenario import Scenario, draw
+from penstock.sim.scenario import TIERS, Scenario, draw
 from penstock.sim.states import possible
 from penstock.sim.world import MakeCore, World
 
-Edge = tuple[str, str, str]            # role, phase, trigger
+Edge = tuple[str, str, str, str]       # role, tiers, phase, trigger
 Seen = tuple[str, str, str, str]       # role, phase, event, phase directly after it
 
 
@@ -41,10 +42,11 @@ class Report:
         self.seeds.update(name for name, n in run.stats.items() if n)
         self.seeds["pairs"] += run.sc.pair
         for world in run.worlds:
-            role, judge = world.sc.cfg.role, world.judge
+            cfg, judge = world.sc.cfg, world.judge
+            role, tiers = cfg.role, _tiers(cfg.dram_pages > 0, cfg.disk_pages > 0, cfg.sparse)
             self.steps += judge.issued
             for (phase, trigger), n in judge.edges.items():
-                self.edges[role, phase.value, trigger.value] += n
+                self.edges[role, tiers, phase.value, trigger.value] += n
             for seen, n in judge.met.items():
                 self.met[(role, *seen)] += n
 
@@ -69,7 +71,7 @@ class Report:
         """What `plain` wrote."""
         return Report(plain["runs"], plain["steps"], plain["failures"], Counter(plain["fired"]),
                       Counter(plain["seeds"]),
-                      Counter({(role, phase, trigger): n for role, phase, trigger, n in plain["edges"]}),
+                      Counter({tuple(edge): n for *edge, n in plain["edges"]}),
                       Counter({(role, *seen): n for role, *seen, n in plain["met"]}))
 
 
@@ -194,12 +196,23 @@ def anomaly(kind: str, seed: int, mode: str = "") -> Report:
 
 
 # ---------------------------------------------------------------- coverage
+def _tiers(host: bool, disk: bool, sparse: bool) -> str:
+    names = [name for name, has in (("host", host), ("disk", disk), ("sparse", sparse)) if has]
+    return "+".join(names) or "device"
+
+
 def never_taken(seen: Counter[Edge]) -> list[Edge]:
-    """Legal edges (of engines with every tier) that `seen` does not have."""
-    every = [(role.value, phase.value, trigger.value) for role in Role
-             for phase, trigger in edges(Mode(host=True, disk=True, sparse=True, role=role))
-             if phase is not Phase.DONE]
-    return [edge for edge in every if not seen[edge]]
+    """Legal edges of every role with every set of tiers that `seen` does not have."""
+    missing = []
+    for role, tiers in product(Role, TIERS):
+        host, disk, sparse = map(bool, tiers)
+        for phase, trigger in edges(Mode(host=host, disk=disk, sparse=sparse, role=role)):
+            if not host and phase is Phase.LOADING and trigger is not Trigger.LANDED:
+                continue                       # nothing is loaded: it is over at once
+            edge = role.value, _tiers(host, disk, sparse), phase.value, trigger.value
+            if phase is not Phase.DONE and not seen[edge]:
+                missing.append(edge)
+    return missing
 
 
 def never_met(seen: Counter[Seen]) -> list[tuple[str, str, str]]:
