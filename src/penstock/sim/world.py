@@ -92,6 +92,7 @@ class World:
         self.judge = Judge(sc, self.core, self.executor, self.load.made, blind=blind)
         self.stats: Counter[str] = Counter()
         self._damage_rng = Random(f"damage {sc.seed} {sc.cfg.role} {sc.cfg.epoch}")
+        self._stray_rng = Random(f"stray {sc.seed} {sc.cfg.role} {sc.cfg.epoch}")
         self._damage_due = 0              # requests whose KV is found to be damaged
         self._apply = self.core._apply
         self.core._apply = self._watch_apply     # type: ignore[method-assign]
@@ -101,6 +102,7 @@ class World:
         self.aims: list[tuple[Phase, str]] = []
         self.trace: list[tuple[Event, ...]] | None = [] if record else None
         self.plans: list[StepPlan | None] = []
+        self.turns = 0                    # of the loop
         self.ticks = ticks                # idle turns allowed, for programs that refuse things
         self.refuses = ticks > 0
         self.heard = 0                    # events that the core was given
@@ -161,7 +163,7 @@ class World:
         for _ in range(sc.damages):
             self.clock.after(self._damage_rng.random() * (sc.span + 20), self._find_damage)
         for _ in range(STRAYS):
-            self.clock.after(self._damage_rng.random() * (sc.span + 20), self._stray)
+            self.clock.after(self._stray_rng.random() * (sc.span + 20), self._stray)
         for _ in range(sc.jumps):
             self.clock.after(self._damage_rng.random() * (sc.span + 20), self._leap)
         phases = [p for p in SHORT if any(source is p for source, _ in self.core.edges)]
@@ -213,7 +215,7 @@ class World:
 
     def _stray(self) -> None:
         """A deadline of a stay in some phase, which may be one that has none."""
-        rng, live = self._damage_rng, self.core.live.values()
+        rng, live = self._stray_rng, self.core.live.values()
         if live:
             phase = rng.choice(list({r.phase: None for r in live}))
             r = rng.choice([r for r in live if r.phase is phase])
@@ -270,6 +272,7 @@ class World:
         self._scheduled = False
         if self.dead:
             return
+        self.turns += 1
         polled = list(self.executor.poll(block=False))
         mail, self.inbox = self.inbox, []
         events = mail + polled if self.rng.random() < 0.5 else polled + mail

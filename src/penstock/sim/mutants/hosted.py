@@ -18,6 +18,9 @@ from penstock.sim.mutants.registry import Real, holding, instead_of, mutant
 # Hosted rows read pages that they share, and that others need.
 LOANS = ("hot_pages=1,always_hosted=0,span=30,requests=14,rows=6,hbm_pages=24,dram_pages=200,page_size=1"
          ",again=0.9")
+# Rows are spilled, and there is room for them to come back.
+RETURNS = ("pair=0,hot_pages=2,always_hosted=0,spills=30,abort=0,aborts=0,stop=0,stops=0,aims=0,drops=0,pauses=0"
+           ",copy=0.1,new_max=40,hbm_pages=60,dram_pages=100,page_size=1,requests=6")
 # Steps wait for loads that fail, and results come from the rank where they did.
 TORN = "pair=0,ranks=1,wait_pages=1000,fail=0.5,step_tokens=64,pauses=20,turns=0.7,again=0.7,dram_pages=60"
 
@@ -43,7 +46,7 @@ class NoRebindAfterASpill(_NoRebind):
     edge = Phase.STAGING, Trigger.LANDED
 
 
-@mutant()
+@mutant(mode=RETURNS)
 class NoRebindAfterAPromotion(_NoRebind):
     """A row goes on from device pages through a hot buffer that others have now."""
 
@@ -258,12 +261,12 @@ def page_begun_during_a_promotion_is_on_the_host_only(real: Real, have: Holdings
     return ok
 
 
-@instead_of(staying, "leave_host")
+@instead_of(staying, "leave_host", mode=RETURNS)
 def promoted_row_keeps_its_host_pages(real: Real, have: Holdings, r: Request) -> None:
     """A row that has come back to the device keeps the host full."""
 
 
-@instead_of(staying, "stop_reload", 400)
+@instead_of(staying, "stop_reload", mode=LOANS)
 def promotion_given_up_is_no_loan(real: Real, have: Holdings, r: Request) -> None:
     """Who gives up a promotion keeps the device pages that it has, whoever needs them."""
     real(have, r)

@@ -60,10 +60,11 @@ def host_hits_never_used(real: Real, have: Holdings, node: Node, g: int, stored:
     return bool(node.good(have.device[g]) or (stored and real(have, node, g, stored)))
 
 
-FORCED = "pair=0,hot_pages=2,model=1,fail=0.5,spills=60,drops=12,copy=0.3,again=0.5,always_hosted=1"
+FORCED = ("pair=0,hot_pages=2,model=1,fail=0.5,spills=60,drops=12,copy=0.3,again=0.5,always_hosted=1,"
+          "page_size=2,wait_pages=1000,requests=14,hbm_pages=20,dram_pages=104")
 
 
-@instead_of(entering, "_is_early", 8, 740, mode=FORCED)
+@instead_of(entering, "_is_early", 16, 24, mode=FORCED)
 def page_saved_while_its_load_flies(real: Real, ways: list[Way]) -> bool:
     """A row that goes to the host copies a page down that is still on its way up."""
     return False
