@@ -19,8 +19,8 @@ from penstock.sim.mutants.registry import Real, holding, instead_of, mutant
 LOANS = ("hot_pages=1,always_hosted=0,span=30,requests=14,rows=6,hbm_pages=24,dram_pages=200,page_size=1"
          ",again=0.9")
 # Rows are spilled, and there is room for them to come back.
-RETURNS = ("pair=0,hot_pages=2,always_hosted=0,spills=30,abort=0,aborts=0,stop=0,stops=0,aims=0,drops=0,pauses=0"
-           ",copy=0.1,new_max=40,hbm_pages=60,dram_pages=100,page_size=1,requests=6")
+RETURNS = ("pair=0,hot_pages=2,always_hosted=0,spills=30,abort=0,aborts=0,stop=0,stops=0,aims=0,drops=0"
+           ",pauses=0,copy=0.1,new_max=40,hbm_pages=60,dram_pages=100,page_size=1,requests=6")
 # Steps wait for loads that fail, and results come from the rank where they did.
 TORN = "pair=0,ranks=1,wait_pages=1000,fail=0.5,step_tokens=64,pauses=20,turns=0.7,again=0.7,dram_pages=60"
 
