@@ -29,6 +29,7 @@ from penstock.core.settings import CoreConfig
 from penstock.sim.clock import Clock
 from penstock.sim.executor import SimExecutor
 from penstock.sim.model import oracle
+from penstock.sim.programs import sweep
 from penstock.sim.scenario import draw
 from penstock.sim.shrink import shrink
 from penstock.sim.world import World
@@ -193,3 +194,20 @@ def test_a_mode_fixes_dimensions_and_replays() -> None:
 
 def test_shrink_says_nothing_about_a_seed_that_passes() -> None:
     assert shrink(0, "requests=2") == ""
+
+
+def test_a_step_that_one_rank_leaves_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands before a collective must be the same on every rank: here each asks its own loads."""
+    run = SimExecutor._run
+
+    def alone(self: SimExecutor, k: int) -> None:
+        if not k or not self._flying[k]:
+            return run(self, k)
+        plan = self._queues[k].pop(0)
+        self.devices[k].done, self._busy[k] = plan.step, False
+        self._report(plan.step, ((0,),) * sum(plan.samples))
+        self._kick(k)
+
+    monkeypatch.setattr(SimExecutor, "_run", alone)
+    found = sweep(range(12), "pair=0,ranks=2,copy=8").failures
+    assert any("ranks disagree" in line for line in found), found

@@ -182,6 +182,18 @@ def test_only_config_reads_the_environment() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+# What people read may say what day it is; a deadline may not (`time.monotonic` does not leap).
+DATED = {"serve/openai_format.py", "serve/record.py", "serve/http_app.py", "serve/chat_render.py"}
+
+
+def test_no_deadline_is_on_the_wall_clock() -> None:
+    wrong = [f"{path}:{node.lineno}" for path, node in nodes(SOURCES)
+             if isinstance(node, ast.Attribute) and node.attr in ("time", "now", "today", "utcnow", "time_ns")
+             and ast.unparse(node.value).split(".")[-1] in ("time", "datetime", "date")
+             and path.relative_to(SRC).as_posix() not in DATED]
+    assert not wrong, wrong
+
+
 # ---------------------------------------------------------------- tracked text
 # Written in parts, so that this file does not hold what it looks for.
 FOLDERS = "|".join(("work", "root", "opt", "home/(?!someone|user)[a-z]+"))

@@ -23,10 +23,13 @@ class Policy:
         self.core = core
         self.rates: Rates | None = None
         self.longest = -1
+        self.refused = False                    # something says no where there is room: nothing is judged
 
     # ---------------------------------------------------------------- before an edge
     def edge(self, r: Request, trigger: Trigger, *, pressure: bool) -> None:
         """`pressure`: the core wants it, because pages are short."""
+        if self.refused:
+            return
         if trigger is Trigger.FETCH:
             self._pays(r)
         elif trigger in (Trigger.ADMIT, Trigger.RESUME) and r.phase in (Phase.QUEUED, Phase.DROPPED):
@@ -36,8 +39,8 @@ class Policy:
 
     def taken(self, r: Request, source: Phase) -> None:
         """`r` has got a row: it begins behind the longest prefix that anybody has computed."""
-        if r.row is not None and source in (Phase.QUEUED, Phase.DROPPED) and r.place is Place.DEVICE and (
-                not self._parts()):
+        if r.row is not None and source in (Phase.QUEUED, Phase.DROPPED) and r.place is Place.DEVICE and not (
+                self.refused or self._parts()):
             assert r.computed == self.longest, (
                 f"request {r.rid} begins at {r.computed}, and {self.longest} positions are cached")
 

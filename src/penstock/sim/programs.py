@@ -128,7 +128,7 @@ def _refusing(n: int, calls: list[int]) -> MakeCore:
 
     def make(cfg: CoreConfig) -> Core:
         core = Core(cfg)
-        for name in ("acquire", "grow"):
+        for name in ("acquire", "grow", "room"):
             setattr(core.have, name, counted(getattr(core.have, name)))
         return core
 

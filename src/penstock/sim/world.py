@@ -104,7 +104,7 @@ class World:
         self.plans: list[StepPlan | None] = []
         self.turns = 0                    # of the loop
         self.ticks = ticks                # idle turns allowed, for programs that refuse things
-        self.refuses = ticks > 0
+        self.refuses = self.judge.policy.refused = ticks > 0
         self.heard = 0                    # events that the core was given
         self.abort_at = 0                 # abort somebody behind the n-th of them; 0 is off
         self.plans_max = 0

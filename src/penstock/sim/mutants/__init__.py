@@ -1,7 +1,9 @@
 """Seeded bugs of the core, each switchable by name. The simulator must catch every one.
 
 A mutant is a Core with a wrong method, or one that calls a wrong function of another module.
-Each is a mistake that somebody made: in a peer, in a draft of this core, or in its simulator.
+Each is a mistake that somebody made: in a peer, in a draft of this core, or in its simulator. Two that
+belong to no core are elsewhere: a deadline on the wall clock in `tests/tidy`, as the core has no clock,
+and a rank that goes its own way in `tests/sim/test_sim_parts.py`.
 """
 from __future__ import annotations
 
