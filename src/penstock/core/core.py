@@ -250,7 +250,7 @@ class Core:
     def _lose(self, r: Request, id: MoveId, lost: list[Copy]) -> None:
         """Copies have gone that `r` may count on, or that steps in flight have waited for."""
         counted = staying.lose(self.have, r, lost)
-        r.excused += counted
+        r.excused += counted or id in r.waits
         if id in r.waits:                      # perhaps of a row that it has given up
             r.void = r.last_issue
         if r.is_pushed and counted:

@@ -46,20 +46,34 @@ class Pairing:
         self.granted: dict[int, list[MoveId]] = {}          # transfer -> Moves that end with it
 
     def event(self, event: FromPeer) -> None:
-        side = self.side
+        side, outcomes = self.side, list[peer.Outcome]()
+        epochs = side.epoch, side.peer
         match event:
             case Received(message):
-                self._apply(side.received(message))
+                outcomes = side.received(message)
             case PeerFenced(epoch):
-                self._apply(side.fenced(epoch))
+                outcomes = side.fenced(epoch)
             case Reminded(transfer, n):
-                self._apply(side.reminded(transfer, n) if isinstance(side, DecodeSide) else ())
+                outcomes = side.reminded(transfer, n) if isinstance(side, DecodeSide) else []
             case Overdue(transfer, n):
-                self._apply(side.expired(transfer, n) if isinstance(side, PrefillSide) else ())
+                outcomes = side.expired(transfer, n) if isinstance(side, PrefillSide) else []
             case Renewed(epoch):
-                self._apply(side.restart(epoch) if isinstance(side, PrefillSide) else ())
+                outcomes = side.restart(epoch) if isinstance(side, PrefillSide) else []
             case _:
                 assert_never(event)
+        if (side.epoch, side.peer) != epochs:
+            self._recall()
+        self._apply(outcomes)
+
+    def _recall(self, transfer: int = 0) -> None:
+        """Pushes that no plan has yet are not begun: of one transfer, or all, where one of the two has
+        become another. The new connection is not the one that the peer closes, or has closed."""
+        copies, side = self.core.have.copies, self.side
+        for move in [m for m in copies.outbox if m.dst is Tier.PEER and transfer in (0, m.transfer)]:
+            assert isinstance(side, PrefillSide)
+            copies.outbox.remove(move)
+            copies.settle(copies.landed(move.id, False)[0])
+            self._apply(side.push_ended(move.id, False))
 
     def flush(self) -> list[Say]:
         """What is to be said now. A grant follows the plan that has its Move: until that is made,
@@ -147,6 +161,7 @@ class Pairing:
                     elif r is not None:
                         self.core._end(r, Outcome.LOST)      # it is not the same request
                 case peer.Stopped():
+                    self._recall(o.transfer)
                     if r is not None:
                         del self.requests[o.transfer]        # its end is known there
                         self.core._end(r, Outcome.LOST)

@@ -89,6 +89,8 @@ def for_growth(core: Core, r: Request, taken: list[Request]) -> None:
         return                                 # somebody who does not even run was in the way
     if victim is core.running[0] and len(core.running) > 1:
         return                                 # all others are in this very step
+    if victim is core.running[0] and core.have.arenas[tier].away:
+        return                                 # what the peer still has comes back
     yield_device(core, victim)
 
 
@@ -103,7 +105,7 @@ def _for_host_pages(core: Core, taken: list[Request]) -> None:
     from host pages."""
     if drop_fetching(core) or _drop_paused(core, None, bare=False) or _drop_receiving(core, Tier.DRAM):
         return
-    if any([staying.drop_twins(core.have, r) for r in reversed(core.running)]):
+    if any(staying.drop_twins(core.have, r) for r in reversed(core.running)):      # of one row
         return
     rows = [r for r in core.running if r.place is Place.HOST and r not in taken]
     for victim in reversed(rows):

@@ -318,8 +318,8 @@ class Judge:
             tier = have.lacks if for_host else Tier.HBM
             assert not any(pool.in_limbo > pool.away for pool in have.arenas[tier].pools), (
                 f"request {r.rid} gives way to a promised page")
-            assert trigger is Trigger.SPILL or len(running) < 2 or r is not running[0], (
-                "the oldest gives way")
+            alone = len(running) < 2 and not have.arenas[tier].away
+            assert trigger is Trigger.SPILL or alone or r not in running[:1], "the oldest gives way"
         if not self.blind:
             self.policy.edge(r, trigger, pressure=pressure)
         if not self._go(r, trigger, spare):
@@ -355,6 +355,8 @@ class Judge:
             self.writer.pop(page, None)
             self.written.pop(page, None)
             self.torn.discard(page)
+            if tier is Tier.DISK:
+                self.executor.store.taken(page)
 
     def _landed(self, event: Moved) -> None:
         self.failing = not event.ok
@@ -425,14 +427,16 @@ class Judge:
         core = self.core
         if self.blind or in_flight or core.pair is None:
             return
-        away = any(pool.away for pool in core.have.arenas[core.have.lacks].pools)
+        tier = core.have.lacks
+        away = core.have.arenas[tier].away
         assert not core.running or (away and len(core.running) == 1), (
             f"request {core.running[0].rid} has a row, and waits for the peer")
         first = next((r for r in core.waiting if core._may_start(r)), None)
         for r in core.waiting if first is not None else ():
             idle = r.phase in (Phase.PAUSED, Phase.FETCHING) or (
                 r.is_parked if r.phase is Phase.RECEIVING else r.phase is Phase.SENDING and r.grant is None)
-            assert not idle, f"request {r.rid} could give way, and waits for the peer"
+            useful = not core.running or any(any(t.device if tier is Tier.HBM else t.host) for t in r.tables)
+            assert not (idle and useful), f"request {r.rid} could give way, and waits for the peer"
 
     def end(self) -> None:
         """Nothing is left to happen, and the cache was flushed: every unit is free (I1, I2, I7)."""

@@ -134,11 +134,11 @@ def _sweep(args: argparse.Namespace, seeds: range) -> Report:
         for seed in seeds:
             report.merge(anomaly(args.anomaly, seed, args.mode))
         return report
-    extra = f" --mutant {args.mutant}" if args.mutant else ""
+    extra = (f" --mutant {args.mutant}" if args.mutant else "") + (" --blind" if args.blind else "")
     workers = min(args.jobs or jobs.cores(), len(seeds) // jobs.SMALL)
     if workers > 1:
         mode = ["--mode", args.mode] if args.mode else []
-        return jobs.spread(seeds, workers, [*mode, *extra.split(), *(["--blind"] if args.blind else [])])
+        return jobs.spread(seeds, workers, [*mode, *extra.split()])
     make = MUTANTS[args.mutant] if args.mutant else Core
     return sweep(seeds, args.mode, make, blind=args.blind, extra=extra)
 

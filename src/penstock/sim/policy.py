@@ -1,8 +1,8 @@
 """Whether the core does what the design says is best, where anything else would be correct too.
 
 A core that drops instead of pausing, never hosts a row or reads no cached prefix answers every
-request rightly. Here every edge is asked whether there was a better one. Feasibility is computed
-anew, from pools and tree, and nothing is changed.
+request rightly. Here every edge is asked whether there was a better one. Room and prefixes are
+computed anew, from pools and tree; how much a row has to save is the core's own count.
 """
 from __future__ import annotations
 

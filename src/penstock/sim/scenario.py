@@ -255,6 +255,9 @@ def _whole(pages: int, slab: int) -> int:
     return -(-pages // slab) * slab
 
 
+ONLY = {"model": (1, 3), "pair": (0, 1)}
+
+
 def override(sc: Scenario, mode: str) -> Scenario:
     for item in filter(None, mode.split(",")):
         name, _, text = item.partition("=")
@@ -262,6 +265,9 @@ def override(sc: Scenario, mode: str) -> Scenario:
             part = getattr(sc, owner) if owner else sc
             old = getattr(part, name, None) if name in {f.name for f in fields(part)} else None
             if isinstance(old, int | float) and name != "seed":
+                value = float(text)
+                if (isinstance(old, int) and value != int(value)) or value not in ONLY.get(name, (value,)):
+                    raise ValueError(f"mode {item!r}: not a value that {name} can have")
                 changed: Any = replace(part, **{name: type(old)(float(text))})
                 whole: dict[str, Any] = {owner: changed}
                 sc = replace(sc, **whole) if owner else changed

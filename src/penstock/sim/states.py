@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from penstock.core.core import Core
 from penstock.core.lifecycle import Mode, Phase, Role, edges
-from penstock.core.messages import Cancel, End, Grant, Message, Refused
+from penstock.core.messages import Cancel, Drained, End, Grant, Message, Refused
 from penstock.core.plan import (
     Aborted,
     Dropped,
@@ -18,11 +18,14 @@ from penstock.core.plan import (
     Flushed,
     Moved,
     MoveId,
+    Overdue,
     Paused,
     PeerFenced,
     Promoted,
     Rates,
     Received,
+    Reminded,
+    Renewed,
     Retired,
     Spilled,
     Stopped,
@@ -31,9 +34,10 @@ from penstock.core.receiving import DecodeSide
 from penstock.core.request import Request
 
 WISHES = (Aborted, Stopped, Paused, Dropped, Spilled, Promoted)
-SAID = {Grant: "granted", Cancel: "cancelled", End: "sent_end", Refused: "refused"}
+SAID = {Grant: "granted", Cancel: "cancelled", End: "sent_end", Refused: "refused", Drained: "drained"}
 NAMES: dict[type[Event], str] = {
     Retired: "retired", Expired: "expired", Flushed: "flushed", Rates: "rates", PeerFenced: "peer_fenced",
+    Reminded: "reminded", Overdue: "overdue", Renewed: "renewed",
     **{kind: kind.__name__.lower() for kind in WISHES}}
 EVENTS = (*NAMES.values(), "moved_ok", "moved_failed", *SAID.values())
 
@@ -63,8 +67,10 @@ def met(core: Core, event: Event) -> Iterable[Request]:
             return [r] if r is not None and count <= r.num_output else ()
         case Received(message):
             return _told(core, message)
-        case PeerFenced():
+        case PeerFenced() | Renewed():
             return core.pair.requests.values() if core.pair is not None else ()
+        case Reminded(transfer, n) | Overdue(transfer, n):
+            return _reminded(core, transfer, n)
         case _ if isinstance(event, WISHES):
             return [live[event.rid]] if event.rid in live else ()
     return ()
@@ -80,10 +86,18 @@ def _moved(core: Core, id: MoveId) -> list[Request]:
         copies.isdisjoint(t.device) and copies.isdisjoint(t.host) for t in r.tables)]
 
 
+def _reminded(core: Core, transfer: int, n: int) -> list[Request]:
+    """Whom a timer of the pair concerns, if it still counts."""
+    pair = core.pair
+    entry = None if pair is None else pair.side.table.get(transfer)
+    r = None if pair is None else pair.requests.get(transfer)
+    return [r] if r is not None and entry is not None and entry.n == n else []
+
+
 def _told(core: Core, message: Message) -> list[Request]:
     """Whom a message concerns, if it is news from the present peer."""
     pair = core.pair
-    if pair is None or not isinstance(message, Grant | Cancel | End | Refused):
+    if pair is None or not isinstance(message, Grant | Cancel | End | Refused | Drained):
         return []
     r = pair.requests.get(message.transfer)
     side = pair.side
@@ -108,8 +122,10 @@ def _cannot(role: Role, p: Phase, event: str) -> bool:
     match event:
         case "granted" | "cancelled":
             return role is not Role.PREFILL
-        case "sent_end" | "refused":                   # nobody grants anything before RECEIVING
+        case "sent_end" | "refused" | "drained" | "reminded":      # nobody grants anything before RECEIVING
             return role is not Role.DECODE or p in (Phase.QUEUED, Phase.FETCHING)
+        case "overdue" | "renewed":
+            return role is not Role.PREFILL
         case "peer_fenced":
             return role is Role.UNIFIED
         case "retired":                                # it never had a row, or waited until its steps had

@@ -62,6 +62,11 @@ class Store:
         self.stats["lie found"] += bool(wrong)
         return not wrong
 
+    def taken(self, page: int) -> None:
+        """A slot has another owner, and nobody knows what it should hold."""
+        for k in {k for k, known in self.lies if known == page}:
+            self.lies.discard((k, page))
+
     def damaged(self, k: int, device: Device, page: int) -> None:
         """What was stored was wrong from the beginning: no checksum sees that."""
         for memory in device.memory[Tier.DISK]:

@@ -28,9 +28,11 @@ from penstock.core.plan import (
     Flushed,
     Moved,
     Outcome,
+    Overdue,
     Paused,
     Promoted,
     Rates,
+    Renewed,
     RequestId,
     Retired,
     Say,
@@ -54,6 +56,7 @@ RECEIVING = Phase.RECEIVING.value
 SHORT = (Phase.FETCHING, Phase.FETCHING, Phase.LOADING, Phase.STAGING, Phase.HOSTED, Phase.PROMOTING,
          Phase.PROMOTING, Phase.PAUSED)
 AIMED = (*POKES, "stop", "flush", "rates", "cut")
+ASKED = (Paused, Dropped, Spilled, Promoted)
 STRAYS = 2                 # deadlines that nobody has set
 AIMS = {"spill": Phase.RESIDENT, "promote": Phase.HOSTED}
 MakeCore = Callable[[CoreConfig], Core]
@@ -168,6 +171,9 @@ class World:
             self.clock.after(self._damage_rng.random() * (sc.span + 20), self._leap)
         phases = [p for p in SHORT if any(source is p for source, _ in self.core.edges)]
         self.aims = [(rng.choice(phases), rng.choice(AIMED)) for _ in range(sc.aims if phases else 0)]
+        if sc.cfg.role == "prefill" and self._stray_rng.random() < 0.3:
+            self.aims.append((self._stray_rng.choice((Phase.FETCHING, Phase.LOADING)),
+                              self._stray_rng.choice(("overdue", "renew"))))
 
     def _aim(self) -> None:
         """Some events wait for a phase that is too short to be met by chance."""
@@ -184,6 +190,11 @@ class World:
                     self.link.cut(self)
             elif kind == "stop":
                 self.send(Stopped(rid, len(made[rid].got)))
+            elif kind == "renew":
+                self.epoch += 1
+                self.send(Renewed(self.epoch))
+            elif kind == "overdue":
+                self._overdue(rid)
             elif kind == "flush":
                 self.send(Flushed())
             elif kind == "rates":
@@ -191,6 +202,13 @@ class World:
             else:
                 self.send(POKES[kind](rid))
             return
+
+    def _overdue(self, rid: RequestId) -> None:
+        """The deadline of a transfer comes early."""
+        pair, transfer = self.core.pair, self.load.made[rid].arrived.transfer
+        entry = pair.side.table.get(transfer) if pair is not None else None
+        if entry is not None:
+            self.send(Overdue(transfer, entry.n))
 
     def _poke(self, kind: str) -> None:
         """Aim at a phase first, then at a request in it: short phases are hit as often as long
@@ -234,7 +252,11 @@ class World:
     def _watch_apply(self, event: Event) -> None:
         if isinstance(event, Aborted) and event.damaged and (r := self.core.live.get(event.rid)) is not None:
             self.stats += damage.strike(self.core, self.executor, r, self._damage_rng)
+        asked = self.core.live.get(event.rid) if isinstance(event, ASKED) else None
+        visit = asked.visit if asked is not None else 0
         self._apply(event)
+        if asked is not None and asked.visit != visit:
+            self.stats[type(event).__name__.lower()] += 1          # with an effect
 
     def timer(self, delay: float, event: Event) -> None:
         """`event` comes after `delay`, or when the clock leaps."""
@@ -363,7 +385,7 @@ class World:
                     self.stats["stopped late"] += 1
             case Paused(rid) | Dropped(rid) | Spilled(rid) | Promoted(rid):
                 name = type(event).__name__.lower()
-                self.stats[name if rid in live else f"{name} unknown"] += 1
+                self.stats[f"{name} unknown"] += rid not in live
                 self.judge.forced.add(rid)
             case Expired(rid, phase, visit):
                 r = live.get(rid)

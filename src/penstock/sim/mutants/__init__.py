@@ -25,7 +25,8 @@ def hunt(name: str, seeds: Iterable[int], *, blind: bool = False) -> tuple[int, 
     which the real core fails too says nothing."""
     runs = 0
     for runs, seed in enumerate(seeds, 1):
-        report = sweep((seed,), MODE[name], MUTANTS[name], blind=blind, extra=f" --mutant {name}")
+        extra = f" --mutant {name}" + (" --blind" if blind else "")
+        report = sweep((seed,), MODE[name], MUTANTS[name], blind=blind, extra=extra)
         if report.failures and any(f"# {crash}:" in report.failures[0] for crash in CRASHES):
             raise Stale(f"{name} only crashes: {report.failures[0]}")
         if report.failures and not sweep((seed,), MODE[name], blind=blind).failures:
