@@ -206,7 +206,7 @@ class SelectorGivenUpByASpill(Core):
                       for where, leases in self.holds.items()}
 
 
-@instead_of(room, "promised")
+@instead_of(room, "promised", mode=LOANS)
 def second_victim_while_a_spill_is_promised(real: Real, core: Core, tier: Tier = Tier.HBM) -> bool:
     """While the pages of one spill are behind their fences, the next row is spilled."""
     return False if any(q.place is Place.HOST for q in core.running) else bool(real(core, tier))

@@ -30,11 +30,6 @@ LATE_GRANTS = (",late=60,lose=0,deaths=0,fail=0,requests=20,span=20,prompt_max=2
                ",dram_pages=400,hot_pages=0,page_size=1,prefix_cache=1,wait_pages=1000")
 
 
-# Connections are closed again and again, and steps wait between a plan and the next.
-CUTS = (",cuts=6,hot_pages=1,model=1,dram_pages=14,fail=0.2,prefix_cache=0,spills=40,pauses=10,page_size=2"
-        ",new_max=20")
-
-
 def wrong(owner: object, name: str, budget: int = 300, first: int = 0,
           more: str = "") -> Callable[[Wrong], Wrong]:
     return instead_of(owner, name, budget, first, mode="pair=1" + more)
@@ -388,8 +383,3 @@ class IndexPagesOfAReceivingRequestLeak(Core):
     @staticmethod
     def _but_index(real: Real, have: Holdings, r: Request, leases: Iterable[Lease]) -> None:
         real(have, r, [x for x in leases if x is not Lease.INDEX])
-
-
-@wrong(Pairing, "_recall", 16, 216, more=CUTS)
-def push_begun_under_a_new_epoch(real: Real, pairing: Pairing, transfer: int = 0) -> None:
-    """A push that was planned before the engine was renewed begins after that: nobody fences it."""

@@ -1,0 +1,55 @@
+"""What an engine of a pair has decided, and not said or begun, when its connection is another one."""
+from __future__ import annotations
+
+import pytest
+
+from penstock.core.core import Core
+from penstock.core.messages import Grant, Hello
+from penstock.core.plan import (
+    Aborted,
+    Arrived,
+    Event,
+    Finished,
+    Outcome,
+    Received,
+    Renewed,
+    RequestId,
+    Retired,
+    Tier,
+)
+from penstock.core.settings import CoreConfig
+
+OURS, THEIRS, TRANSFER = 1, 5, 7
+READY, LONG = RequestId(1), RequestId(2)
+
+
+def waiting_push() -> Core:
+    """A prefill engine that may push READY, and whose pipeline is full with LONG."""
+    core = Core(CoreConfig(page_size=4, rows=2, hbm_pages=64, step_tokens=8, role="prefill", epoch=OURS))
+    plan = core.advance([Received(Hello(THEIRS, OURS)), Arrived(READY, (1, 2, 3, 4), 5, transfer=TRANSFER)]).plan
+    assert plan is not None
+    plan = core.advance([Retired(plan.step, ((9,),)), Arrived(LONG, tuple(range(40)), 5, transfer=8)]).plan
+    assert plan is not None and plan.rids == (LONG,)
+    assert core.advance([Received(Grant(THEIRS, OURS, TRANSFER, 1, 4))]).plan is None
+    assert [m.transfer for m in core.have.copies.outbox if m.dst is Tier.PEER] == [TRANSFER]
+    return core
+
+
+@pytest.mark.parametrize("event", [Renewed(OURS + 1), Received(Hello(THEIRS + 1, OURS))])
+def test_a_push_that_no_plan_has_is_not_begun_on_another_connection(event: Event) -> None:
+    core = waiting_push()
+    outputs = core.advance([event]).outputs
+    assert Finished(READY, Outcome.LOST) in outputs
+    assert not core.have.copies.outbox and not core.have.copies.flights
+    plan = core.advance([Retired(core.have.issued, ())]).plan
+    assert plan is not None and not plan.moves
+    core.check()
+
+
+def test_a_push_of_an_aborted_request_ends_all_the_same() -> None:
+    core = waiting_push()
+    core.advance([Aborted(READY)])
+    core.advance([Renewed(OURS + 1)])
+    plan = core.advance([Retired(core.have.issued, ())]).plan
+    assert plan is not None and not [m for m in plan.moves if m.dst is Tier.PEER]
+    core.check()
