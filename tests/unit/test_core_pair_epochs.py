@@ -26,7 +26,8 @@ READY, LONG = RequestId(1), RequestId(2)
 def waiting_push() -> Core:
     """A prefill engine that may push READY, and whose pipeline is full with LONG."""
     core = Core(CoreConfig(page_size=4, rows=2, hbm_pages=64, step_tokens=8, role="prefill", epoch=OURS))
-    plan = core.advance([Received(Hello(THEIRS, OURS)), Arrived(READY, (1, 2, 3, 4), 5, transfer=TRANSFER)]).plan
+    ready = Arrived(READY, (1, 2, 3, 4), 5, transfer=TRANSFER)
+    plan = core.advance([Received(Hello(THEIRS, OURS)), ready]).plan
     assert plan is not None
     plan = core.advance([Retired(plan.step, ((9,),)), Arrived(LONG, tuple(range(40)), 5, transfer=8)]).plan
     assert plan is not None and plan.rids == (LONG,)
