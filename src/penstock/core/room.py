@@ -31,7 +31,10 @@ def promised(core: Core, tier: Tier = Tier.HBM) -> bool:
                 return True
     if tier is not Tier.HBM:
         return False
-    # Their steps or their copies are not finished.
+    # Their steps or their copies are not finished, or leave pages of a window behind.
+    if any(r.in_flight and any([t.reach and t.begin(r.computed) > t.first for t in r.tables])
+           for r in core.running):
+        return True
     if any(r.phase is Phase.STAGING for r in core.running):
         return True
     if any(r.phase is Phase.SENDING and r.is_pushed for r in core.waiting):
@@ -76,8 +79,8 @@ def for_growth(core: Core, r: Request, taken: list[Request]) -> None:
     if _drop_receiving(core, Tier.HBM):
         return
     # A spill may end in a pause, if there is no hot buffer to be had: the oldest goes last of all.
-    for victim in reversed(core.running[1:] or core.running):
-        if victim not in taken and may_spill(core, victim) and core.spill(victim):
+    for victim in reversed(core.running):
+        if victim not in taken and _spills(core, victim):
             return
     core.have.lacks = tier                     # not what a spill has asked for
     victim = next(v for v in reversed(core.running) if v not in taken and v.phase is not Phase.LOADING)
@@ -98,6 +101,12 @@ def may_spill(core: Core, r: Request) -> bool:
     """Whether `r` frees device pages when it goes on from the host."""
     return (r.phase is Phase.RESIDENT and r.may_host
             and any(t.hosted and len(t.device) > core.cfg.hot_pages for t in r.tables))
+
+
+def _spills(core: Core, victim: Request) -> bool:
+    """Let it go on from host pages, if it can and there is room. The first of all only when alone."""
+    return (victim is not core.running[0] or len(core.running) == 1) and may_spill(core, victim) and (
+        core.spill(victim))
 
 
 def _for_host_pages(core: Core, taken: list[Request]) -> None:
@@ -174,6 +183,8 @@ def yield_device(core: Core, victim: Request) -> None:
                 return                         # it can pause when they have come
             if not drop_fetching(core):
                 break
+            if _spills(core, victim):
+                return                         # now there is room for that
         else:
             return
     core._go(victim, Trigger.DROP)
