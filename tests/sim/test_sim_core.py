@@ -14,6 +14,7 @@ from penstock.core.lifecycle import Phase
 from penstock.core.room import GAVE_WAY_MAX
 from penstock.serve.main import main
 from penstock.sim import jobs
+from penstock.sim import main as command
 from penstock.sim.pair import start
 from penstock.sim.programs import (
     ANOMALIES,
@@ -87,6 +88,21 @@ def test_a_failure_prints_the_command_that_replays_it(capsys: pytest.CaptureFixt
     small = capsys.readouterr().out.split("    # ")[0]
     assert "requests=1" in small or "requests=2" in small or "requests=3" in small
     assert main(small.split()[1:]) == 1
+
+
+@pytest.mark.parametrize("options", ["--seed 4 --json", "--record x --blind", "--fair --mutant double-finish",
+                                     "--anomaly abort --blind", "--mutants --mode pp_size=2", "--shrink"])
+def test_an_option_without_effect_is_refused(options: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sim", *options.split()]) == 2
+    assert "has no effect on" in capsys.readouterr().err
+
+
+def test_a_long_run_fails_if_a_fault_is_silent(monkeypatch: pytest.MonkeyPatch,
+                                               capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command, "LONG", 6)
+    for seeds, code in (("5", 0), ("6", 1)):
+        assert main(["sim", "--seeds", seeds]) == code
+        assert ("write of the dead landed: never fired" in capsys.readouterr().out) == bool(code)
 
 
 @pytest.mark.parametrize("mode", [

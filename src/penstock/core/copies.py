@@ -129,9 +129,9 @@ class Copies:
             self._storing -= len(flight.pairs)
         return flight, failed
 
-    def recall(self, r: Request) -> None:
-        """Copies of private pages of `r` that no plan has yet are not made."""
-        for move in [m for m in self.outbox if self.flights[m.id].request is r]:
+    def recall(self, moves: Sequence[Move]) -> None:
+        """These are planned, and in no plan yet: they are not made."""
+        for move in moves:
             self.outbox.remove(move)
             self.settle(self.landed(move.id, False)[0])
 

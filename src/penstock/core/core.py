@@ -309,7 +309,8 @@ class Core:
         elif (source, target) == (Phase.PROMOTING, Phase.RESIDENT):
             staying.leave_host(self.have, r)
         elif trigger is Trigger.STAY:          # its host pages are not complete, nor will they be
-            self.have.copies.recall(r)
+            copies = self.have.copies
+            copies.recall([m for m in copies.outbox if copies.flights[m.id].request is r])
             self.have.release(r, [lifecycle.Lease.DRAM])
             r.moved = r.bound
         elif (source, target) == (Phase.PROMOTING, Phase.HOSTED):

@@ -69,10 +69,10 @@ class Pairing:
         """Pushes that no plan has yet are not begun: of one transfer, or all, where one of the two has
         become another. The new connection is not the one that the peer closes, or has closed."""
         copies, side = self.core.have.copies, self.side
-        for move in [m for m in copies.outbox if m.dst is Tier.PEER and transfer in (0, m.transfer)]:
+        pushes = [m for m in copies.outbox if m.dst is Tier.PEER and transfer in (0, m.transfer)]
+        copies.recall(pushes)
+        for move in pushes:
             assert isinstance(side, PrefillSide)
-            copies.outbox.remove(move)
-            copies.settle(copies.landed(move.id, False)[0])
             self._apply(side.push_ended(move.id, False))
 
     def flush(self) -> list[Say]:

@@ -69,11 +69,16 @@ def _mutant(name: str) -> str:
 # What each thing to do takes; anything else would be accepted and ignored.
 _COUNTED = {"seeds", "first", "mode"}
 _SHOWN = {"edges", "report", "strict", "json"}
-TAKES = {
-    "print": set(), "replay": {"mutant"}, "fair": _COUNTED | {"seed"}, "mutants": {"seeds", "first", "mutant",
-                                                                                  "blind"},
-    "record": _COUNTED | {"seed"}, "anomaly": _COUNTED | _SHOWN | {"seed"},
-    "seed": {"mode", "mutant", "blind", "shrink"}, "seeds": _COUNTED | _SHOWN | {"jobs", "mutant", "blind"}}
+TAKES: dict[str, set[str]] = {
+    "print": set(),
+    "replay": {"mutant"},
+    "fair": _COUNTED | {"seed"},
+    "mutants": {"seeds", "first", "mutant", "blind"},
+    "record": _COUNTED | {"seed"},
+    "anomaly": _COUNTED | _SHOWN | {"seed"},
+    "seed": {"mode", "mutant", "blind", "shrink"},
+    "seeds": _COUNTED | _SHOWN | {"jobs", "mutant", "blind"},
+}
 
 
 def _doing(args: argparse.Namespace) -> tuple[str, list[str]]:
