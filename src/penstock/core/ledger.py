@@ -62,21 +62,18 @@ class Pool:
             self._gain(self.arena.free.pop())
         assert 0 <= n <= len(free), f"{self.name}: {n} of {len(free)} free"
         taken: list[int] = []
-        while len(taken) < n:
-            unit = near + 1 if near is not None else -1
-            if unit not in free:
+        unit = -2 if near is None else near
+        for _ in range(n):
+            unit += 1
+            while unit not in free:
                 unit = heapq.heappop(self._order)
-                if unit not in free:
-                    continue
             free.remove(unit)
             taken.append(unit)
-            near = unit
+            self.held.add(unit)
+            if self.arena is not None:
+                self.held_in[(unit - self.base) // self.per_slab] += 1
         while n > 1 and self._order and self._order[0] not in free:
             heapq.heappop(self._order)         # or a later row that takes one page would do it for these
-        self.held.update(taken)
-        if self.arena is not None:
-            for unit in taken:
-                self.held_in[(unit - self.base) // self.per_slab] += 1
         return taken
 
     def release(self, units: Sequence[int], fence: Fence) -> None:

@@ -73,11 +73,10 @@ def write_through(have: Holdings, g: int, nodes: list[Node], r: Request) -> None
     todo: list[Node] = []
     host, reserve = have.host[g], r.reserve[g]
     for node in nodes:
-        if not reserve:
-            if not (host.pool.free or have.room(Tier.DRAM, have.one(g))):
-                break
-            reserve += host.pool.acquire(1)
-        have.tree.attach(node, host, Copy(reserve.pop(), ready=False))
+        if not (reserve or host.pool.free or have.room(Tier.DRAM, have.one(g))):
+            break
+        page = reserve.pop() if reserve else host.pool.acquire(1)[0]
+        have.tree.attach(node, host, Copy(page, ready=False))
         todo.append(node)
     have.copies.move_nodes(todo, have.device[g], host)
 
