@@ -34,6 +34,7 @@ from penstock.core.plan import (
     Renewed,
     RequestId,
     Spilled,
+    Tier,
 )
 from penstock.core.receiving import DecodeSide, Receiving
 from penstock.core.sending import PrefillSide
@@ -121,7 +122,8 @@ class Pair:
             world.faults()
             self._aim(world)
         for _ in range(self.net.cuts):
-            self.clock.after(self.rng.random() * (sc.span + 30), self._cut)
+            waits = KEPT_TRIES if self.rng.random() < self.net.keep else 0
+            self.clock.after(self.rng.random() * (sc.span + 30), partial(self._cut, waits))
         for _ in range(self.net.deaths):
             self.clock.after(self.rng.random() * (sc.span + 30), self._die)
 
@@ -195,7 +197,7 @@ class Pair:
             case Fence(epoch):
                 after(self.rng.random() * 5, partial(self._fence, world, epoch))
             case Renew():
-                after(self.rng.random() * 5, partial(self._renew, world))
+                after(self.rng.random() ** 4 * 5, partial(self._renew, world))
             case _:
                 self._post(world, what)
 
@@ -314,8 +316,12 @@ class Pair:
             world.epoch += 1
             world.send(Renewed(world.epoch))
 
-    def _cut(self) -> None:
-        self.cut(self.rng.choice((self.prefill, self.decode)))
+    def _cut(self, waits: int) -> None:
+        """Now, or when a push is decided and in no plan yet: its connection will be over."""
+        if waits and not any(m.dst is Tier.PEER for m in self.prefill.core.have.copies.outbox):
+            self.clock.after(KEPT_TIME, partial(self._cut, waits - 1))
+        else:
+            self.cut(self.decode if waits else self.rng.choice((self.prefill, self.decode)))
 
     def cut(self, world: World) -> None:
         """`world` takes the other engine for dead, which lives."""

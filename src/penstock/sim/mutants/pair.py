@@ -25,6 +25,9 @@ from penstock.sim.mutants.registry import Real, Wrong, instead_of, mutant, swapp
 
 # An engine dies while its writes fly, and is back before they have landed.
 SLOW_WRITES = ",deaths=3,write=60,delay=0.1,lose=0,patience=20"
+# The decode engine takes a prefill engine for dead that has pushes to plan, and a full pipeline.
+CUT_OFF = (",rows=1,cuts=8,deaths=0,keep=1,lose=0,delay=0.1,hold=0,report=0,step=3,late=0,requests=14"
+           ",prompt_max=20,step_tokens=4,span=20")
 # Prompts are computed, dropped for others, and loaded when their grant comes.
 LATE_GRANTS = (",late=60,lose=0,deaths=0,fail=0,requests=20,span=20,prompt_max=20,new_max=6,hbm_pages=28"
                ",dram_pages=400,hot_pages=0,page_size=1,prefix_cache=1,wait_pages=1000")
@@ -288,7 +291,7 @@ def push_of_other_groups_forgotten(real: Real, pair: Pairing, r: Request) -> Non
     r.tables = tables
 
 
-@wrong(Pairing, "push", first=25)
+@wrong(Pairing, "push", more=",again=0.9,turns=0.9")
 def push_begins_at_a_whole_page(real: Real, pair: Pairing, r: Request) -> None:
     """A grant that begins inside a page of ours loses the rest of that page."""
     assert r.grant is not None
@@ -312,6 +315,11 @@ def dropped_while_its_pushes_fly(real: Real, core: Core, rid: int, trigger: Trig
 def computed_without_a_grant_never_gives_way(real: Real, core: Core, but: Request | None) -> bool:
     """Pages that wait for the decode engine block those that it waits for."""
     return False
+
+
+@wrong(Pairing, "_recall", more=CUT_OFF)
+def push_begun_on_another_connection(real: Real, pair: Pairing, transfer: int = 0) -> None:
+    """It was decided before the peer cut us off, and goes out with the next plan, under our new epoch."""
 
 
 @wrong(Pairing, "flush", 120)
