@@ -46,6 +46,7 @@ class Copies:
         self.flights: dict[MoveId, Flight] = {}
         self.grants: dict[MoveId, None] = {}             # of these, those that the peer may write
         self.outbox: list[Move] = []                     # planned since the last step
+        self._saves: dict[Space, MoveId] = {}            # the same, by source: more pages may join these
         self.retired = StepId(0)
         self._peer = Space(Tier.PEER, Group(0), Pool("peer", 0))
         self._next = 1
@@ -53,17 +54,24 @@ class Copies:
         self._to_store: deque[tuple[int, Node]] = deque(maxlen=max(1, cfg.dram_pages))
 
     # ---------------------------------------------------------------- planning a copy
-    def _plan(self, flight: Flight, tokens: int, after: StepId, first: int = 0, transfer: int = 0,
-              generation: int = 0) -> MoveId:
-        """`after` names the last step that wrote the source; sealed pages have none, their producers
-        were seen to retire."""
+    def _fly(self, flight: Flight) -> MoveId:
         move = MoveId(self._next)
         self._next += 1
         self.flights[move] = flight
-        for src, dst in flight.pairs:
+        self._board(move, flight.pairs)
+        return move
+
+    def _board(self, move: MoveId, pairs: list[tuple[Copy, Copy]]) -> None:
+        for src, dst in pairs:
             src.moves += 1
             dst.moves += 1
             dst.filling = move
+
+    def _plan(self, move: MoveId, tokens: int, after: StepId, first: int = 0, transfer: int = 0,
+              generation: int = 0) -> MoveId:
+        """`after` names the last step that wrote the source; sealed pages have none, their producers
+        were seen to retire."""
+        flight = self.flights[move]
         near = flight.dst if flight.src is self._peer else flight.src
         self.outbox.append(Move(
             move, near.group, flight.src.tier, _pages(flight.src.tier, [s for s, _ in flight.pairs]),
@@ -75,14 +83,40 @@ class Copies:
         """Fill the copies that `nodes` have in `dst` from those in `src`."""
         if nodes:
             pairs = [(n.copies[src], n.copies[dst]) for n in nodes]
-            self._plan(Flight(src, dst, pairs, nodes), len(nodes) * self._unit(src), self.retired)
+            self._plan(self._fly(Flight(src, dst, pairs, nodes)), len(nodes) * self._unit(src), self.retired)
+
+    def save(self, nodes: list[Node], src: Space, dst: Space) -> None:
+        """The same for sealed pages that go to the host: all that the next plan saves of a group is one
+        Move, however many rows have sealed them."""
+        if not nodes:
+            return
+        if src not in self._saves:
+            self._saves[src] = self._fly(Flight(src, dst, []))
+        move = self._saves[src]
+        flight, pairs = self.flights[move], [(n.copies[src], n.copies[dst]) for n in nodes]
+        flight.pairs += pairs
+        flight.nodes += nodes
+        self._board(move, pairs)
+
+    def depart(self) -> tuple[Move, ...]:
+        """All that was planned since the last step, for a plan to carry."""
+        for src, move in self._saves.items():
+            self._plan(move, len(self.flights[move].nodes) * self._unit(src), self.retired)
+        self._saves.clear()
+        moves, self.outbox = tuple(self.outbox), []
+        return moves
+
+    @property
+    def has_planned(self) -> bool:
+        """Whether the next plan carries Moves."""
+        return bool(self.outbox or self._saves)
 
     def move_private(self, r: Request, src: Space, source: Copy, dst: Space, target: Copy,
                      tokens: int, node: Node | None = None) -> None:
         """Copy a page of which one side belongs to `r` alone: its open page, or a twin of `node`."""
         target.ready = False
         flight = Flight(src, dst, [(source, target)], [] if node is None else [node], r)
-        r.moves.add(self._plan(flight, tokens, r.last_issue))
+        r.moves.add(self._plan(self._fly(flight), tokens, r.last_issue))
 
     def open(self, r: Request, space: Space, targets: list[Copy], first: int, tokens: int,
              transfer: int, generation: int) -> MoveId:
@@ -91,7 +125,8 @@ class Copies:
         for target in targets:
             target.ready = False
         flight = Flight(self._peer, space, [(Copy(-1), target) for target in targets], request=r)
-        r.moves.add(move := self._plan(flight, tokens, self.retired, first, transfer, generation))
+        move = self._plan(self._fly(flight), tokens, self.retired, first, transfer, generation)
+        r.moves.add(move)
         self.grants[move] = None
         return move
 
@@ -99,7 +134,8 @@ class Copies:
              transfer: int, generation: int) -> MoveId:
         """Write positions `first` and on to where the peer has granted pages for them."""
         flight = Flight(space, self._peer, [(source, Copy(-1)) for source in sources], request=r)
-        r.moves.add(move := self._plan(flight, tokens, r.last_issue, first, transfer, generation))
+        move = self._plan(self._fly(flight), tokens, r.last_issue, first, transfer, generation)
+        r.moves.add(move)
         return move
 
     def _unit(self, space: Space) -> int:

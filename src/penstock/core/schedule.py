@@ -52,7 +52,7 @@ def plan(core: Core) -> StepPlan | None:
     chosen += prompts
     if not chosen:
         core.columns.clear()                   # they keep requests that have ended
-    if not chosen and not have.copies.outbox:
+    if not chosen and not have.copies.has_planned:
         return None
     result = _issue(core, step, chosen)
     for row in prompts:
@@ -258,11 +258,10 @@ def _issue(core: Core, step: StepId, chosen: list[Issued]) -> StepPlan:
     core.counters["rows_looked_at"] += looked
     have.issued = step
     core.in_flight[step] = chosen
-    moves, have.copies.outbox = tuple(have.copies.outbox), []
     rows, rids, count, samples = _columns(core, step, chosen)
     return StepPlan(
         step=step, rows=rows, rids=rids, start=tuple(start), count=count, samples=samples,
-        tokens=tuple(tokens), grows=tuple(news.grows), binds=tuple(news.binds), moves=moves,
+        tokens=tuple(tokens), grows=tuple(news.grows), binds=tuple(news.binds), moves=have.copies.depart(),
         yields=tuple(news.yields), waits=tuple(news.waits))
 
 

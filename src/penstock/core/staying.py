@@ -78,7 +78,7 @@ def write_through(have: Holdings, g: int, nodes: list[Node], r: Request) -> None
         page = reserve.pop() if reserve else host.pool.acquire(1)[0]
         have.tree.attach(node, host, Copy(page, ready=False))
         todo.append(node)
-    have.copies.move_nodes(todo, have.device[g], host)
+    have.copies.save(todo, have.device[g], host)
 
 
 def leave_behind(have: Holdings, r: Request, g: int, t: Table) -> None:

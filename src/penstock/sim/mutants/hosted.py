@@ -266,7 +266,7 @@ def promoted_row_keeps_its_host_pages(real: Real, have: Holdings, r: Request) ->
     """A row that has come back to the device keeps the host full."""
 
 
-@instead_of(staying, "stop_reload", mode=LOANS)
+@instead_of(staying, "stop_reload", mode=LOANS + ",pair=0,model=1,spills=40,new_max=20,copy=2")
 def promotion_given_up_is_no_loan(real: Real, have: Holdings, r: Request) -> None:
     """Who gives up a promotion keeps the device pages that it has, whoever needs them."""
     real(have, r)

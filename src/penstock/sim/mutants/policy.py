@@ -12,7 +12,7 @@ from penstock.core.tree import Node
 from penstock.sim.mutants.registry import Real, instead_of, mutant
 
 
-@instead_of(room, "yield_device")
+@instead_of(room, "yield_device", mode="pair=0,dram_pages=100,hot_pages=0")
 def drops_instead_of_pausing(real: Real, core: Core, victim: Request) -> None:
     """Whoever gives way is computed again, though the host had room."""
     core._go(victim, Trigger.DROP)
@@ -45,7 +45,7 @@ class RatesIgnored(Core):
             super()._apply(event)
 
 
-@mutant()
+@mutant(mode="pair=0,deadline=1")
 class DeadlineIgnored(Core):
     """A fetch may take for ever."""
 
