@@ -112,9 +112,9 @@ def test_what_a_peer_was_asked_for_comes_again_as_a_prompt() -> None:
 
 def test_another_core_makes_other_plans_and_the_turn_is_named() -> None:
     class Young(Core):
-        def _admit(self) -> None:
+        def _progress(self) -> None:
             self.waiting.reverse()
-            super()._admit()
+            super()._progress()
             self.waiting.sort(key=lambda r: r.key)
 
     seeds = [rerun.exact(flight.read(fly(seed, 1 << 20)[1]), Young) for seed in range(6)]

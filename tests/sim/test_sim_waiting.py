@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.core import room
-from penstock.core.core import Core
+from penstock.core.admission import Admission
 from penstock.core.plan import Arrived, Outcome, RequestId
 from penstock.core.settings import CoreConfig
 from penstock.sim.waiting import WAIT_MAX, Waiting, fair, report
@@ -37,15 +37,15 @@ def test_the_bound_holds_when_requests_keep_coming(first: int, mode: str) -> Non
         assert not waiting.late(), (seed, mode, waiting.late())
 
 
-def test_the_bound_sees_a_core_that_serves_the_youngest_first() -> None:
-    class Youngest(Core):
-        def _admit(self) -> None:
-            for r in self.waiting[::-1]:
-                if self._may_start(r) and not self._enter(r):
-                    room.for_admission(self, r)
-                    return
+def test_the_bound_sees_a_core_that_serves_the_youngest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    def youngest(self: Admission) -> None:
+        for r in self.core.waiting[::-1]:
+            if self.may_start(r) and not self._enter(r):
+                room.for_admission(self.core, r)
+                return
 
-    late = [line for seed in range(12) for line in fair(seed, MODES[0], make=Youngest).late()]
+    monkeypatch.setattr(Admission, "admit", youngest)
+    late = [line for seed in range(12) for line in fair(seed, MODES[0]).late()]
     assert any("ahead of it" in line for line in late)
 
 

@@ -7,10 +7,11 @@ derives what to acquire and release from the tables of `lifecycle`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, assert_never
+from typing import assert_never
 
 from penstock.core import check, lifecycle, placement, results, room, schedule, staying, storage
-from penstock.core.holdings import Holdings, Lack
+from penstock.core.admission import Admission
+from penstock.core.holdings import Holdings
 from penstock.core.lifecycle import (
     ACTIVE,
     BUSY,
@@ -58,16 +59,6 @@ from penstock.core.settings import CoreConfig
 from penstock.core.tree import Copy
 
 
-class Blocked(NamedTuple):
-    """Why a request got no row: it needs that fewer run, that they change, or pages."""
-
-    request: Request
-    visit: int
-    running: int
-    taken: int | None          # None: only pages count
-    lacks: list[Lack]
-
-
 class Core:
     """One engine's scheduler. `advance` until it returns no plan, then wait for events."""
 
@@ -91,8 +82,7 @@ class Core:
             ("pauses", "drops", "spills", "promotions", "prefix_queries", "prefix_hbm_hits",
              "prefix_dram_hits", "prefix_disk_hits", "failed_moves", "rows_looked_at"), 0)
         self.rates: Rates | None = None        # None: not measured yet
-        self._blocked: Blocked | None = None   # the head of the queue, when it last did not fit
-        self._skipped: Request | None = None   # the same, if it was not tried in this turn
+        self.admission = Admission(self)
         self._stay: tuple[int, ...] = ()       # when nobody could be promoted
         self._largest: dict[bool, int] = {}    # positions that a request alone can have
         self.pair = None if role is Role.UNIFIED else Pairing(self, role)
@@ -113,7 +103,7 @@ class Core:
             self._progress()
             plan = schedule.plan(self)
             self.have.drain()
-            if plan is not None or ((self.taken, self.have.freed) == before and not self._is_due()):
+            if plan is not None or ((self.taken, self.have.freed) == before and not self.admission.is_due()):
                 if self.pair is not None:
                     self._out += self.pair.flush()
                 return Advance(plan, tuple(self._out))
@@ -354,7 +344,7 @@ class Core:
                     self.pair.push(r)
         if self.cfg.disk_pages:
             self._fetch()
-        self._admit()
+        self.admission.admit()
         for r in list(self.busy):
             if r.lacks and not any([copy.ready for copy in r.lacks]):
                 continue                       # tables are long: it looks when one of these has landed
@@ -413,74 +403,13 @@ class Core:
     def _fetch(self) -> None:
         """Start reading stored prefixes early, if reading beats computing them again."""
         for r in list(self.waiting):
-            if r.phase is not Phase.QUEUED or r.asked_storage or not self._may_start(r):
+            if r.phase is not Phase.QUEUED or r.asked_storage or not self.admission.may_start(r):
                 continue
             r.asked_storage = True
             pages = storage.stored(self.have, r)
             if pages and (self.rates is None or self.rates.disk_page_us
                           < self.cfg.page_size * self.rates.prefill_token_us):
                 self._go(r, Trigger.FETCH)
-
-    def _admit(self) -> None:
-        """Give rows and pages to the waiting, in order; the first that does not fit blocks the rest,
-        so that nobody starves behind smaller requests."""
-        self._skipped = None
-        if not self.waiting:
-            self._blocked = None
-        for r in list(self.waiting):
-            if not self._may_start(r):
-                continue
-            if self._is_blocked(r):
-                self._skipped = r
-                return
-            if not self._enter(r):
-                room.for_admission(self, r)
-                return
-
-    def _is_blocked(self, r: Request) -> bool:
-        """Whether `r` did not fit, and less has come since than it lacked. Its tables are long: it is
-        not tried for nothing. If nobody runs it is, for then somebody who waits may have to give way."""
-        b = self._blocked
-        return (b is not None and b.request is r and b.visit == r.visit
-                and 0 < b.running <= len(self.running) and b.taken in (None, self.taken)
-                and all([self.have.is_short(r, lack) for lack in b.lacks]))
-
-    def _is_due(self) -> bool:
-        """Whether planning has made room for somebody who was not tried."""
-        return self._skipped is not None and not self._is_blocked(self._skipped)
-
-    def _enter(self, r: Request) -> bool:
-        have, lacks, taken = self.have, list[Lack](), None
-        for trigger in placement.ways_in(self, r):
-            place = lifecycle.place_after(r.phase, trigger, r.place)
-            spare = room.headroom(self, r, place)
-            if spare is None:
-                taken = self.taken             # until the others that run have changed
-                continue
-            have.lack, have.found = None, None
-            if self._go(r, trigger, spare):
-                return True
-            if have.lack is None:
-                taken = -1                     # no row is free: that is soon seen
-            else:
-                lacks.append(have.lack)
-        for lack in lacks:
-            lack.gained = have.gained(lack.tier)
-        self._blocked = Blocked(r, r.visit, len(self.running), taken, lacks)
-        return False
-
-    def _may_start(self, r: Request) -> bool:
-        if r.in_flight or r.moves:
-            return False
-        if r.phase in (Phase.PAUSED, Phase.RECEIVING) and not r.is_parked:
-            return False
-        if self.prefills_only and (r.phase is Phase.SENDING or (r.num_output and r.grant is None)):
-            return False                       # it has been computed once: it waits for its grant
-        if r.phase is Phase.FETCHING and not storage.is_fetched(self.have, r):
-            return False
-        leader = self.live.get(r.arrived.leader) if r.arrived.leader is not None else None
-        # A fork waits until the pages of the prompt it shares are sealed.
-        return leader is None or leader.num_output > 0
 
     def _started(self, r: Request) -> None:
         r.started = True

@@ -431,7 +431,7 @@ class Judge:
         away = core.have.arenas[tier].away
         assert not core.running or (away and len(core.running) == 1), (
             f"request {core.running[0].rid} has a row, and waits for the peer")
-        first = next((r for r in core.waiting if core._may_start(r)), None)
+        first = next((r for r in core.waiting if core.admission.may_start(r)), None)
         for r in core.waiting if first is not None else ():
             idle = r.phase in (Phase.PAUSED, Phase.FETCHING) or (
                 r.is_parked if r.phase is Phase.RECEIVING else r.phase is Phase.SENDING and r.grant is None)

@@ -16,7 +16,7 @@ from penstock.core.request import Request
 from penstock.core.room import GAVE_WAY_MAX
 from penstock.core.settings import CoreConfig
 from penstock.sim.scenario import Scenario, draw
-from penstock.sim.world import MakeCore, World
+from penstock.sim.world import World
 
 WAIT_MAX = GAVE_WAY_MAX + 1       # times the work ahead: each time it gives way it may wait once more
 
@@ -177,9 +177,9 @@ def calm(seed: int, mode: str = "", requests: int = 64) -> Scenario:
                                    max_len=longest))
 
 
-def fair(seed: int, mode: str = "", requests: int = 64, make: MakeCore = Core) -> Waiting:
+def fair(seed: int, mode: str = "", requests: int = 64) -> Waiting:
     """Play a calm storm to its end. Judged by what a user could see, and by `Waiting.late`."""
-    world = World(calm(seed, mode, requests), make, blind=True)
+    world = World(calm(seed, mode, requests), blind=True)
     waiting = watch(world.core)
     world.play()
     return waiting

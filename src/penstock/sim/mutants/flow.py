@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.core import room, schedule
+from penstock.core.admission import Admission
 from penstock.core.core import Core
 from penstock.core.holdings import Holdings
 from penstock.core.lifecycle import Phase, Trigger
@@ -23,7 +24,7 @@ from penstock.core.plan import (
 )
 from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
-from penstock.sim.mutants.registry import Real, instead_of, mutant
+from penstock.sim.mutants.registry import Real, instead_of, mutant, swapped
 
 
 # ---------------------------------------------------------------- tables on the device
@@ -142,12 +143,16 @@ class StartedTwice(Core):
 class LateResultOfAnEarlierLife(Core):
     """A request that was dropped starts again while its steps fly; they settle pages of its next life."""
 
-    def _may_start(self, r: Request) -> bool:
+    def advance(self, events: Sequence[Event]) -> Advance:
+        with swapped(Admission, "may_start", self._as_if_idle):
+            return super().advance(events)
+
+    @staticmethod
+    def _as_if_idle(real: Real, admission: Admission, r: Request) -> bool:
         in_flight, r.in_flight = r.in_flight, 0
-        try:
-            return super()._may_start(r)
-        finally:
-            r.in_flight = in_flight
+        starts: bool = real(admission, r)
+        r.in_flight = in_flight
+        return starts
 
     def _go(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
         ok = super()._go(r, trigger, spare)
@@ -156,15 +161,12 @@ class LateResultOfAnEarlierLife(Core):
         return ok
 
 
-@mutant()
-class ForkWaitsForADeadLeader(Core):
+@instead_of(Admission, "may_start")
+def fork_waits_for_a_dead_leader(real: Real, admission: Admission, r: Request) -> bool:
     """A fork whose leader was aborted waits for ever."""
-
-    def _may_start(self, r: Request) -> bool:
-        leader = r.arrived.leader
-        if leader is not None and leader not in self.live and not r.started:
-            return False
-        return super()._may_start(r)
+    leader = r.arrived.leader
+    dead = leader is not None and leader not in admission.core.live and not r.started
+    return not dead and bool(real(admission, r))
 
 
 @mutant()

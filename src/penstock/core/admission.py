@@ -1,0 +1,97 @@
+"""Who of the waiting gets a row: in order, and the first that does not fit blocks the rest.
+
+Asks `placement` for the ways in and `Core` for the edge. Page tables are long: who did not fit is not
+tried again before as much has come as it lacked. Knows nothing of rows that run, but how many.
+"""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from penstock.core import lifecycle, placement, room, storage
+from penstock.core.holdings import Lack
+from penstock.core.lifecycle import Phase
+from penstock.core.request import Request
+
+if TYPE_CHECKING:
+    from penstock.core.core import Core
+
+
+class Blocked(NamedTuple):
+    """Why a request got no row: it needs that fewer run, that they change, or pages."""
+
+    request: Request
+    visit: int
+    running: int
+    taken: int | None          # None: only pages count
+    lacks: list[Lack]
+
+
+class Admission:
+    """The head of one engine's queue, and why it waits."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self._blocked: Blocked | None = None   # the head of the queue, when it last did not fit
+        self._skipped: Request | None = None   # the same, if it was not tried in this turn
+
+    def admit(self) -> None:
+        """Give rows and pages to the waiting, in order; the first that does not fit blocks the rest,
+        so that nobody starves behind smaller requests."""
+        self._skipped = None
+        if not self.core.waiting:
+            self._blocked = None
+        for r in list(self.core.waiting):
+            if not self.may_start(r):
+                continue
+            if self._is_blocked(r):
+                self._skipped = r
+                return
+            if not self._enter(r):
+                room.for_admission(self.core, r)
+                return
+
+    def _is_blocked(self, r: Request) -> bool:
+        """Whether `r` did not fit, and less has come since than it lacked. Its tables are long: it is
+        not tried for nothing. If nobody runs it is, for then somebody who waits may have to give way."""
+        b = self._blocked
+        return (b is not None and b.request is r and b.visit == r.visit
+                and 0 < b.running <= len(self.core.running) and b.taken in (None, self.core.taken)
+                and all([self.core.have.is_short(r, lack) for lack in b.lacks]))
+
+    def is_due(self) -> bool:
+        """Whether planning has made room for somebody who was not tried."""
+        return self._skipped is not None and not self._is_blocked(self._skipped)
+
+    def _enter(self, r: Request) -> bool:
+        have, lacks, taken = self.core.have, list[Lack](), None
+        for trigger in placement.ways_in(self.core, r):
+            place = lifecycle.place_after(r.phase, trigger, r.place)
+            spare = room.headroom(self.core, r, place)
+            if spare is None:
+                taken = self.core.taken        # until the others that run have changed
+                continue
+            have.lack, have.found = None, None
+            if self.core._go(r, trigger, spare):
+                return True
+            if have.lack is None:
+                taken = -1                     # no row is free: that is soon seen
+            else:
+                lacks.append(have.lack)
+        for lack in lacks:
+            lack.gained = have.gained(lack.tier)
+        self._blocked = Blocked(r, r.visit, len(self.core.running), taken, lacks)
+        return False
+
+    def may_start(self, r: Request) -> bool:
+        """Whether nothing that `r` itself waits for keeps it from getting a row."""
+        if r.in_flight or r.moves:
+            return False
+        if r.phase in (Phase.PAUSED, Phase.RECEIVING) and not r.is_parked:
+            return False
+        if self.core.prefills_only and (r.phase is Phase.SENDING or (r.num_output and r.grant is None)):
+            return False                       # it has been computed once: it waits for its grant
+        if r.phase is Phase.FETCHING and not storage.is_fetched(self.core.have, r):
+            return False
+        leader = self.core.live.get(r.arrived.leader) if r.arrived.leader is not None else None
+        # A fork waits until the pages of the prompt it shares are sealed.
+        return leader is None or leader.num_output > 0
