@@ -39,18 +39,23 @@ def seal(have: Holdings, r: Request) -> None:
         node = tree.child(parent, r.page_key(i, size))
         tree.use(node)
         path.append(node)
-    lower = have.cfg.dram_pages > 0
+    lower, store = have.cfg.dram_pages > 0, list[tuple[int, Node]]()
     for g, t in enumerate(r.tables):
         new: list[Node] = []
         for i in range(first * size // t.unit, len(path) * size // t.unit):
             node = path[(i + 1) * t.unit // size - 1]
+            known_below = have.host[g] in node.copies
             _offer(have, r, g, i, node)
             if lower and have.host[g] not in node.copies and node.ready(have.device[g]):
                 new.append(node)
+            elif not known_below and node.ready(have.host[g]):
+                store.append((g, node))            # written there at the source: no copy will end
         if new:
             write_through(have, g, new, r)
         if t.reach:
             leave_behind(have, r, g, t)
+    if store and have.cfg.disk_pages and have.cfg.prefix_cache:
+        have.copies.store(store)
 
 
 def _offer(have: Holdings, r: Request, g: int, i: int, node: Node) -> None:
