@@ -156,7 +156,7 @@ class Pairing:
                     if r is not None and r.phase is Phase.RECEIVING and not r.is_parked:
                         self.core._go(r, Trigger.DROP)
                 case peer.Granted():
-                    if r is not None and o.tokens == r.num_prompt:
+                    if r is not None and o.tokens == r.num_prompt and 0 <= o.start < o.tokens:
                         r.grant = o
                     elif r is not None:
                         self.core._end(r, Outcome.LOST)      # it is not the same request

@@ -132,8 +132,9 @@ class DecodeSide(Side):
 
     def _take(self, r: Receiving, m: End) -> None:
         """The bytes are in place; they count only if they are what was asked for, and if no output
-        token is missing between what was streamed and what came (rule 9)."""
-        ok = m.tokens == r.tokens and 0 <= m.index <= r.emitted
+        token is missing between what was streamed and what came (rule 9). Nobody decodes without one."""
+        ok = (m.tokens == r.tokens and 0 <= m.index <= r.emitted
+              and r.emitted + len(m.first[r.emitted - m.index:]) > 0 and min(m.first, default=0) >= 0)
         if ok:
             new = m.first[r.emitted - m.index:]
             self._end(r, Landed(r.transfer, r.generation, True, Reason.NONE, r.emitted, new))
