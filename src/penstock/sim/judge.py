@@ -320,10 +320,16 @@ class Judge:
                 f"request {r.rid} gives way to a promised page")
             alone = len(running) < 2 and not have.arenas[tier].away
             assert trigger is Trigger.SPILL or alone or r not in running[:1], "the oldest gives way"
-        if not self.blind:
-            self.policy.edge(r, trigger, pressure=pressure)
+        better: AssertionError | None = None
+        try:
+            if not self.blind:
+                self.policy.edge(r, trigger, pressure=pressure)
+        except AssertionError as error:
+            better = error                     # an edge that waits for promised pages is not taken
         if not self._go(r, trigger, spare):
             return False
+        if better is not None:
+            raise better
         self.edges[source, trigger] += 1
         if not self.blind:
             self.policy.taken(r, source)
