@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from penstock.core.core import Core
 from penstock.core.lifecycle import Phase
-from penstock.core.plan import Arrived, Bind, Event, Moved, RequestId, Retired
+from penstock.core.plan import Arrived, Bind, Event, Moved, RequestId, Retired, Spilled
 from penstock.core.settings import CoreConfig
 
 LONG, SHORT = RequestId(1), RequestId(2)
@@ -29,3 +29,29 @@ def test_a_row_on_the_device_gives_up_its_twin_before_a_hosted_row_is_dropped() 
         events = [Retired(plan.step, ((7,),) * sum(plan.samples)), *(Moved(m.id, True) for m in plan.moves)]
     assert twins and binds, "SHORT never had a twin, or never gave it up"
     assert not core.live and core.counters["drops"] == 0
+
+
+def test_a_row_on_its_way_to_the_host_gives_way_before_the_first_of_all() -> None:
+    """LONG is hosted and needs the page that SHORT, who is younger, has just reserved to go there too."""
+    core = Core(CoreConfig(page_size=4, rows=2, hbm_pages=8, dram_pages=11, hot_pages=1, step_tokens=64,
+                           max_len=64))
+    events: list[Event] = [Arrived(LONG, tuple(range(38)), 6, selects=True),
+                           Arrived(SHORT, tuple(range(7)), 6, selects=True)]
+    slow, asked = list[Event](), False
+    for _ in range(60):
+        plan = core.advance(events).plan
+        core.check()
+        if plan is None:
+            if not slow:
+                break
+            events, slow = slow, []            # what SHORT has given up is still being written
+            continue
+        assert LONG not in core.live or core.live[LONG].phase in (
+            Phase.LOADING, Phase.PREFILL, Phase.HOSTED), core.live[LONG].phase
+        events = [Retired(plan.step, ((7,),) * sum(plan.samples))]
+        slow += [Moved(m.id, True) for m in plan.moves]
+        if not asked and SHORT in core.live and core.live[SHORT].phase is Phase.RESIDENT:
+            asked, events = True, [*events, Spilled(SHORT)]
+        elif LONG not in core.live or not asked:
+            events, slow = events + slow, []
+    assert asked and not core.live and core.counters["drops"] == 1

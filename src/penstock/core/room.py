@@ -116,7 +116,8 @@ def _for_host_pages(core: Core, taken: list[Request]) -> None:
         return
     if any(staying.drop_twins(core.have, r) for r in reversed(core.running)):      # of one row
         return
-    rows = [r for r in core.running if r.place is Place.HOST and r not in taken]
+    rows = [r for r in core.running if r not in taken and (
+        r.place is Place.HOST or r.phase is Phase.STAGING)]
     for victim in reversed(rows):
         if victim.phase is Phase.LOADING:
             continue
