@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
+from penstock.core.copies import UP
 from penstock.core.core import Core
 from penstock.core.ledger import Pool
 from penstock.core.lifecycle import DECODING, WAITING, Phase, Place, Trigger
@@ -88,6 +89,7 @@ class Judge:
         self.issued = 0
         self.moves: dict[int, Move] = {}                # flying
         self.torn: set[int] = set()                     # pages that a failed copy has left as they are
+        self.suspect: set[int] = set()                  # pages that a failed load has read
         self.parked: set[RequestId] = set()             # paused, and copied to the host
         self.gave_way: Counter[RequestId] = Counter()   # how often paused or dropped
         self.forced: set[RequestId] = set()             # asked to pause or drop in this advance
@@ -264,6 +266,7 @@ class Judge:
                     continue                   # given up behind this very step
                 assert copy is not None and copy.page == page, f"request {rid}: table is not its lease"
                 assert page in held[tier], f"request {rid}: a page that is not held"
+                assert page not in self.suspect, f"request {rid}: reads what a failed load has read"
                 if writes:
                     assert copy.node is None, f"request {rid} writes a shared page"
                     assert self.writer.setdefault(page, rid) == rid, f"page {page}: two writers"
@@ -281,6 +284,9 @@ class Judge:
         assert 0 <= m.after <= p.step and 0 <= m.group < len(self.cfg.groups)
         assert len(set(m.dst_pages)) == len(m.dst_pages)
         assert self.torn.isdisjoint(m.src_pages), f"{m}: reads what a failed copy has left"
+        # One that was planned before the failure ends as a failed one.
+        assert all(source.bad for source, _ in self.core.have.copies.flights[m.id].pairs
+                   if source.page in self.suspect), f"{m}: reads what a failed load has read"
         if m.src is not Tier.DISK:
             seen = max(m.after, self.retired)
             assert all(self.written.get(page, 0) <= seen for page in m.src_pages), (
@@ -361,6 +367,7 @@ class Judge:
             self.writer.pop(page, None)
             self.written.pop(page, None)
             self.torn.discard(page)
+            self.suspect.discard(page)
             if tier is Tier.DISK:
                 self.executor.store.taken(page)
 
@@ -369,6 +376,8 @@ class Judge:
         flight = self.core.have.copies.flights.get(event.id)
         if self.failing and flight is not None and flight.dst.tier is not Tier.PEER:
             self.torn.update(target.page for _, target in flight.pairs)
+            if UP[flight.dst.tier] < UP[flight.src.tier]:
+                self.suspect.update(source.page for source, _ in flight.pairs)
         self._real_landed(event)
         self.failing = False
 

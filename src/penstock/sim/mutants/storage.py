@@ -4,11 +4,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from penstock.core import schedule
+from penstock.core.copies import Copies, Flight
 from penstock.core.core import Core
 from penstock.core.holdings import Holdings
 from penstock.core.lifecycle import Lease, Phase
-from penstock.core.plan import Event, Expired, Moved, Outcome, StepId, Tier
+from penstock.core.plan import Event, Expired, Moved, MoveId, Outcome, StepId, Tier
 from penstock.core.request import Request
+from penstock.core.tree import Copy
 from penstock.sim.mutants.registry import Real, instead_of, mutant
 
 
@@ -33,6 +35,19 @@ class FailedStoreLeftVisible(_BytesNotVerified):
     """Storage keeps the key of a page that it never got."""
 
     way = Tier.DRAM, Tier.DISK
+
+
+@instead_of(Copies, "landed")
+def what_failed_to_load_is_loaded_again(real: Real, copies: Copies, id: MoveId, ok: bool
+                                        ) -> tuple[Flight, list[Copy]]:
+    """Whose bytes were found to be wrong once is asked for them again, perhaps for ever."""
+    result: tuple[Flight, list[Copy]] = real(copies, id, ok)
+    flight, lost = result
+    for source, _ in flight.pairs:
+        if source.bad and source in lost:
+            source.bad, source.ready = False, True
+            lost.remove(source)
+    return result
 
 
 @instead_of(Holdings, "release", 400, mode="expire=0.3,disk=40,deadline=1")
