@@ -48,3 +48,16 @@ def test_lowest_ids_first_after_reuse() -> None:
     pool.release(pool.acquire(4), Fence(StepId(0)))
     pool.drain(StepId(0), ())
     assert pool.acquire(4) == [0, 1, 2, 3]
+
+
+def test_taking_neighbours_leaves_nothing_behind() -> None:
+    """Pages of a row that grows are taken one by one, each beside the one before."""
+    pool = Pool("p", 16)
+    for _ in range(200):
+        units = pool.acquire(1)
+        while len(units) < 10:
+            units += pool.acquire(1, units[-1])
+        pool.release(units, Fence(StepId(0)))
+        pool.drain(StepId(0), ())
+        pool.check()
+    assert len(pool._order) <= 4 * pool.capacity + 64, "it remembers every page that was ever taken"

@@ -109,6 +109,8 @@ class Pool:
                 keep.append((fence, units))
         self.limbo = keep
         self.in_limbo -= freed
+        if len(self._order) > 4 * self.capacity + 64:
+            self._order = sorted(self._free)   # neighbours are taken past it: what they leave piles up
         return freed
 
     # ---------------------------------------------------------------- slabs
@@ -134,8 +136,6 @@ class Pool:
                 self._free.difference_update(range(first, first + self.per_slab))
                 self.capacity -= self.per_slab
                 arena.free.append(slab)
-        if len(self._order) > 4 * self.capacity + 64:
-            self._order = sorted(self._free)
 
     def spare_slabs(self) -> int:
         """Slabs that nobody holds a unit of: they go back when their fences have passed."""
@@ -154,6 +154,7 @@ class Pool:
         assert free.isdisjoint(held) and free.isdisjoint(limbo) and held.isdisjoint(limbo) and (
             len(set(limbo)) == len(limbo)), f"{self.name}: a unit has two owners"
         assert free.issubset(self._order), f"{self.name}: a free unit cannot be found"
+        assert len(self._order) <= 4 * self.capacity + 64, f"{self.name}: units that were taken pile up"
         if self.arena is not None:
             assert self.capacity == len(self.held_in) * self.per_slab
             assert self.held_in.keys() == self.limbo_in.keys()
