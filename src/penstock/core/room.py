@@ -18,14 +18,17 @@ if TYPE_CHECKING:
     from penstock.core.core import Core
 
 
-def promised(core: Core, tier: Tier = Tier.HBM) -> bool:
-    """Whether pages of `tier` will become free or evictable without a further victim."""
+def promised(core: Core, tier: Tier = Tier.HBM, *, storage: bool = False) -> bool:
+    """Whether pages of `tier` will become free or evictable without a further victim. A store may hang:
+    what it reads or writes counts only with `storage`."""
     have = core.have
     if any(pool.in_limbo > pool.away for pool in have.arenas[tier].pools):
         return True
     for flight in have.copies.flights.values():
         if flight.src.tier is Tier.PEER:
             continue                           # when a grant ends is not ours to say
+        if not storage and Tier.DISK in (flight.src.tier, flight.dst.tier):
+            continue
         for space, side in ((flight.src, 0), (flight.dst, 1)):
             if space.tier is tier and any(pair[side].pins == 0 for pair in flight.pairs):
                 return True
@@ -121,8 +124,9 @@ def _for_host_pages(core: Core, taken: list[Request]) -> None:
     for victim in reversed(rows):
         if victim.phase is Phase.LOADING:
             continue
-        if victim is not core.running[0] or not (core.have.arenas[Tier.DRAM].away or rows[1:]):
-            core._go(victim, Trigger.DROP)     # the first of all waits for what loads, or is away
+        if victim is not core.running[0] or not (
+                core.have.arenas[Tier.DRAM].away or rows[1:] or promised(core, Tier.DRAM, storage=True)):
+            core._go(victim, Trigger.DROP)     # the first of all waits for what loads, is stored, or away
         return
 
 
