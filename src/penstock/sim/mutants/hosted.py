@@ -60,7 +60,7 @@ def bind_keeps_after_a_resume(real: Real, r: Request) -> Bind:
     return replace(bind, keep=bind.keep or r.gave_way > 0)
 
 
-@instead_of(schedule, "_bind", 400, mode="pp_size=2,overlap=1,spills=60,fail=0")
+@instead_of(schedule, "_bind", mode=RETURNS + ",overlap=1")
 def no_bind_keeps(real: Real, r: Request) -> Bind:
     """A row whose pages have moved forgets the token that it has just sampled."""
     bind: Bind = real(r)
@@ -171,7 +171,7 @@ class StagedRowKeepsDecoding(Core):
             return super().advance(events)
 
 
-@instead_of(staying, "heat", 400)
+@instead_of(staying, "heat", mode=RETURNS)
 def hot_page_still_in_the_tree(real: Real, have: Holdings, r: Request) -> bool:
     """A page that has become a hot unit is found by the next prefix hit."""
     nodes = {id(c): c.node for t in r.tables for c in t.device if c is not None}
@@ -207,9 +207,11 @@ class SelectorGivenUpByASpill(Core):
 
 
 @instead_of(room, "promised", mode=LOANS)
-def second_victim_while_a_spill_is_promised(real: Real, core: Core, tier: Tier = Tier.HBM) -> bool:
+def second_victim_while_a_spill_is_promised(real: Real, core: Core, tier: Tier = Tier.HBM, *,
+                                            storage: bool = False) -> bool:
     """While the pages of one spill are behind their fences, the next row is spilled."""
-    return False if any(q.place is Place.HOST for q in core.running) else bool(real(core, tier))
+    spilled = any(q.place is Place.HOST for q in core.running)
+    return not spilled and bool(real(core, tier, storage=storage))
 
 
 # ---------------------------------------------------------------- from the host
