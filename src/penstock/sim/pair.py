@@ -391,6 +391,8 @@ class Pair:
             self.stats.update(world.stats)
             pair = world.core.pair
             assert pair is not None and not pair.requests and not pair.granted, "a transfer stays"
+            assert not pair.side.table, "a transfer is remembered when every deadline is over"
+            assert isinstance(pair.side, DecodeSide) or not pair.side.pushes, "a push that has no end"
         assert not self.flying
         return self
 

@@ -391,3 +391,14 @@ class IndexPagesOfAReceivingRequestLeak(Core):
     @staticmethod
     def _but_index(real: Real, have: Holdings, r: Request, leases: Iterable[Lease]) -> None:
         real(have, r, [x for x in leases if x is not Lease.INDEX])
+
+
+@wrong(PrefillSide, "expired")
+def what_is_over_is_remembered_for_ever(real: Real, side: PrefillSide, transfer: int, n: int
+                                        ) -> list[peer.Outcome]:
+    """A leak of one entry for each transfer that there ever was."""
+    entry = side.table.get(transfer)
+    told: list[peer.Outcome] = real(side, transfer, n)
+    if entry is not None:
+        side.table.setdefault(transfer, entry)
+    return told
