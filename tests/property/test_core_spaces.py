@@ -168,13 +168,17 @@ class SpacesMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.users)
     @rule(data=st.data())
     def distrust(self, data: st.DataObject) -> None:
-        """A request leaves, and its KV is damaged: what it alone named serves nobody any more."""
+        """A request leaves, and its KV is damaged: nobody finds any of it any more."""
         path, pinned = self.users.pop(data.draw(st.integers(0, len(self.users) - 1)))
         self._go(path, pinned)
         self.copies.distrust(path)
         for node in path:
-            for copy in node.copies.values():
-                assert node.refs or copy.bad, "a damaged page serves on"
+            assert all(node.refs or c.pins or c.moves for c in node.copies.values()), "a damaged page stays"
+        nodes = [root for namespace, root in self.tree.roots.items() if namespace >= 0]
+        while nodes:
+            node = nodes.pop()
+            assert node not in path, "a damaged page is found"
+            nodes += node.children.values()
 
     # ---------------------------------------------------------------- eviction
     @rule(data=st.data(), n=st.integers(1, 4))

@@ -25,6 +25,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.tree = Tree([self.device, self.host])
         self.users: list[list[tuple[Node, Copy]]] = []
         self.flying: list[Node] = []
+        self.banished: set[Node] = set()
 
     @rule(namespace=NAMESPACE, tokens=TOKENS)
     def seal(self, namespace: int, tokens: tuple[int, ...]) -> None:
@@ -77,6 +78,13 @@ class TreeMachine(RuleBasedStateMachine):
             self.tree.forget(node, self.host)
             self.tree.settle(node)
 
+    @rule(data=st.data())
+    def banish(self, data: st.DataObject) -> None:
+        if nodes := list(self.tree.nodes()):
+            node = data.draw(st.sampled_from(nodes))
+            self.tree.banish(node)
+            self.banished.add(node)
+
     @rule(on_device=st.booleans(), n=st.integers(1, 4))
     def evict(self, on_device: bool, n: int) -> None:
         space = self.device if on_device else self.host
@@ -105,6 +113,15 @@ class TreeMachine(RuleBasedStateMachine):
         for node in nodes:
             assert node.copies or node.children or node.refs, "a node with nothing left"
             assert node.refs == sum(node is n for path in self.users for n, _ in path)
+
+
+    @invariant()
+    def nobody_finds_what_is_banished(self) -> None:
+        nodes = [root for key, root in self.tree.roots.items() if key >= 0]
+        while nodes:
+            node = nodes.pop()
+            assert node not in self.banished
+            nodes += node.children.values()
 
 
 TreeMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

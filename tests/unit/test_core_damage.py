@@ -7,10 +7,24 @@ from penstock.core import entering
 from penstock.core.core import Core
 from penstock.core.holdings import Holdings
 from penstock.core.lifecycle import Place
-from penstock.core.plan import Aborted, Arrived, Dropped, MoveId, RequestId, Retired, Tier
+from penstock.core.plan import (
+    Aborted,
+    Arrived,
+    Dropped,
+    Event,
+    Finished,
+    Flushed,
+    MoveId,
+    RequestId,
+    Retired,
+    Started,
+    Tier,
+)
 from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
 from penstock.core.tree import Copy
+
+PROMPT = tuple(range(9))
 
 
 @pytest.mark.parametrize("dropped", [False, True])
@@ -28,6 +42,26 @@ def test_a_request_that_is_found_to_be_damaged_after_its_drop_serves_nobody(drop
     assert again is not None and again.start == (0,), "it starts from damaged pages"
 
 
+def test_damaged_pages_that_others_name_serve_nobody_new() -> None:
+    """Or requests that overlap would keep a damaged prefix in the cache for ever."""
+    core = Core(CoreConfig(page_size=2, rows=4, hbm_pages=60))
+    events, starts, ended = list[Event](), dict[int, int](), set[int]()
+    asked: dict[int, list[Event]] = {
+        0: [Arrived(RequestId(0), PROMPT, 9)], 2: [Arrived(RequestId(1), PROMPT, 9)],
+        4: [Aborted(RequestId(0), damaged=True)], 5: [Arrived(RequestId(2), PROMPT, 9)],
+        7: [Dropped(RequestId(1))], 9: [Arrived(RequestId(3), PROMPT, 9)]}
+    for turn in range(40):
+        advance = core.advance([*events, *asked.get(turn, ())])
+        core.check()
+        ended |= {o.rid for o in advance.outputs if isinstance(o, Finished)}
+        starts |= {o.rid: o.hbm_tokens for o in advance.outputs if isinstance(o, Started)}
+        plan = advance.plan
+        events = [] if plan is None else [Retired(plan.step, ((5,),) * sum(plan.samples))]
+    assert starts == {0: 0, 1: 8, 2: 0, 3: 8} and ended == {0, 1, 2, 3}
+    core.advance([Flushed()])
+    assert not core.have.tree.roots and core.have.device[0].pool.free == 60
+
+
 def test_a_page_that_is_still_being_loaded_is_not_copied_on_to_the_host() -> None:
     """Its load and that copy would fly beside each other: the host would get what was there before."""
     have = Holdings(CoreConfig(page_size=2, rows=2, hbm_pages=8, dram_pages=8, hot_pages=1))
@@ -41,19 +75,3 @@ def test_a_page_that_is_still_being_loaded_is_not_copied_on_to_the_host() -> Non
     copy.ready, copy.moves = True, 0
     assert entering.enter(have, r, Place.HOST, 0)
     assert [(m.src, m.dst) for m in have.copies.outbox] == [(Tier.HBM, Tier.DRAM)]
-
-
-def test_a_damaged_page_that_is_being_loaded_from_a_twin_does_not_come_back() -> None:
-    """The source belongs to a row on its way back to the device, so nothing marks it."""
-    have = Holdings(CoreConfig(page_size=2, rows=2, hbm_pages=8, dram_pages=8, hot_pages=1))
-    a = Arrived(RequestId(0), (11, 12, 13), 9, selects=True)
-    r = Request(a, 0, 9, list(a.prompt), 3, have.tables(), 100)
-    node, space = have.tree.child(have.tree.root(0), (11, 12)), have.device[0]
-    twin, target = (Copy(s.pool.acquire(1)[0]) for s in (have.host[0], space))
-    have.tree.attach(node, space, target)
-    have.copies.move_private(r, have.host[0], twin, space, target, 2, node)
-    have.copies.distrust([node])
-    flight, lost = have.copies.landed(MoveId(1), ok=True)
-    assert lost == [target] and not node.ready(space)
-    have.copies.settle(flight)
-    assert not node.copies and not list(have.tree.nodes())

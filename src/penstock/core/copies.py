@@ -151,7 +151,7 @@ class Copies:
         for source, target in flight.pairs:
             source.moves -= 1
             target.moves -= 1
-            target.ready = ok and not source.bad and not target.bad
+            target.ready = ok and not source.bad
             # A failed load makes its source suspect; a failed copy to a lower tier changes nothing.
             source.bad = source.bad or (not ok and UP[flight.dst.tier] < UP[flight.src.tier])
             if not target.ready:
@@ -191,16 +191,15 @@ class Copies:
             self.store([(flight.dst.group, n) for n in flight.nodes if n.ready(flight.dst)])
 
     def distrust(self, path: list[Node]) -> None:
-        """The KV of a request that has left is damaged: nobody else may start from its pages."""
+        """The KV of a request that has left is damaged: nobody else may start from its pages, nor from what
+        was computed from them. Who has done so already goes on; what nobody names goes at once."""
+        if path:
+            self.tree.banish(path[0])
         for node in reversed(path):
-            for space, copy in tuple(node.copies.items()):
-                if node.refs == 0 and copy.moves:
-                    copy.bad, copy.ready = True, False
-                elif node.refs == 0 and not copy.pins:
-                    self.tree.forget(node, space)
+            self.discard_node(node)
 
     def discard_node(self, node: Node) -> None:
-        """Without a prefix cache a page goes with the last request that names it."""
+        """Give up the copies of a page that is not worth keeping, once nobody names it."""
         for space in tuple(node.copies):
             copy = node.copies.get(space)
             if copy is not None and not (node.refs or copy.pins or copy.moves):

@@ -77,6 +77,7 @@ class Tree:
         self.roots: dict[int, Node] = {}
         self._clock = 0
         self._entry = 0
+        self._banished = 0             # of the last root that no request asks for: these are negative
 
     # ---------------------------------------------------------------- growth
     def root(self, namespace: int) -> Node:
@@ -90,6 +91,18 @@ class Tree:
         if node is None:
             node = parent.children[key] = Node(key, parent, parent.depth + 1)
         return node
+
+    def banish(self, node: Node) -> None:
+        """Nobody finds this page any more, nor what builds on it. Requests that name it go on with it;
+        its copies are evicted like any others."""
+        parent = node.parent
+        if parent is None or parent.children.get(node.key) is not node:
+            return
+        del parent.children[node.key]
+        self._banished -= 1
+        node.parent = self.root(self._banished)
+        node.parent.children[node.key] = node
+        self.settle(parent)
 
     def attach(self, node: Node, space: Space, copy: Copy) -> None:
         assert space not in node.copies and copy.node is None

@@ -1,8 +1,8 @@
 """What a fault of an engine does to one request's KV: wrong values, which nobody else may ever read.
 
 The engine aborts the request as damaged; whoever starts from its pages after that gets wrong tokens,
-and the judge sees them. Pages that others name at that moment are left as they are: the design lets
-them stay.
+and the judge sees them. Pages that others name at that moment are left as they are: who named them goes on
+with them. The judge knows them, and lets nobody else start from them.
 """
 from __future__ import annotations
 
@@ -32,17 +32,16 @@ def strike(core: Core, executor: SimExecutor, r: Request, rng: Random) -> Counte
     """`r` is about to be aborted as damaged: from some page on that nobody else names, its KV is wrong
     in every tier. Returns what there was to damage."""
     told = Counter({"damaged": 1})
-    dropped = r.phase is Phase.DROPPED
-    path = _named(core, r) if dropped else r.path
+    dropped, known = r.phase is Phase.DROPPED, path(core, r)
     late = [row for rows in core.in_flight.values() for row in rows if row.life != row.request.life]
     # Results of a request that was dropped count, so what they read must be right. Those of one that has
     # ended do not.
     others = {id(node) for row in late if row.request is not r and row.request.phase is not Phase.DONE
               for node in _named(core, row.request)}
-    own = [i for i, node in enumerate(path) if node.refs == int(not dropped) and id(node) not in others]
-    first = rng.choice([*own, len(path)])
+    own = [i for i, node in enumerate(known) if node.refs == int(not dropped) and id(node) not in others]
+    first = rng.choice([*own, len(known)])
     pages: set[tuple[Tier, int]] = set()
-    for node in path[first:]:
+    for node in known[first:]:
         for space, copy in node.copies.items():
             pages.add((space.tier, copy.page))
             told[f"damaged page in {space.tier.value}"] += 1
@@ -54,6 +53,11 @@ def strike(core: Core, executor: SimExecutor, r: Request, rng: Random) -> Counte
                       if copy is not None and copy.node is None}
     executor.damage({r.rid, *(row.request.rid for row in late if row.request.phase is Phase.DONE)}, pages)
     return told
+
+
+def path(core: Core, r: Request) -> list[Node]:
+    """The sealed pages of a request, also if it has been dropped."""
+    return _named(core, r) if r.phase is Phase.DROPPED else r.path
 
 
 def _named(core: Core, r: Request) -> list[Node]:

@@ -41,6 +41,7 @@ from penstock.core.plan import (
 from penstock.core.receiving import DecodeSide
 from penstock.core.request import Request, Table
 from penstock.core.sending import PrefillSide, Stage
+from penstock.core.tree import Node
 from penstock.sim import states
 from penstock.sim.executor import SimExecutor
 from penstock.sim.policy import Policy
@@ -90,6 +91,7 @@ class Judge:
         self.moves: dict[int, Move] = {}                # flying
         self.torn: set[int] = set()                     # pages that a failed copy has left as they are
         self.suspect: set[int] = set()                  # pages that a failed load has read
+        self.distrusted: set[Node] = set()              # pages of requests that were found to be damaged
         self.parked: set[RequestId] = set()             # paused, and copied to the host
         self.gave_way: Counter[RequestId] = Counter()   # how often paused or dropped
         self.forced: set[RequestId] = set()             # asked to pause or drop in this advance
@@ -337,6 +339,8 @@ class Judge:
         if better is not None:
             raise better
         self.edges[source, trigger] += 1
+        if source in (Phase.QUEUED, Phase.FETCHING, Phase.DROPPED) and trigger is not Trigger.END:
+            assert self.distrusted.isdisjoint(r.path), f"request {r.rid} starts from damaged pages"
         if not self.blind:
             self.policy.taken(r, source)
         if source is Phase.PAUSED and r.row is not None and not self.blind:
