@@ -292,6 +292,8 @@ class Core:
         r.phase, r.place = target, place
         keep = (*holds, *self.may_hold[target, place])
         self.have.release(r, [x for x in lifecycle.Lease if x not in keep])
+        if source is Phase.LOADING:            # what the device has may be what does not get to the host
+            r.stuck = r.stuck + 1 if target is Phase.DROPPED else 0
         if target in (Phase.DROPPED, Phase.DONE):
             r.life += 1
             r.moves = set()                    # its pages wait for them behind fences
@@ -299,6 +301,7 @@ class Core:
         elif (source, target) == (Phase.PROMOTING, Phase.RESIDENT):
             staying.leave_host(self.have, r)
         elif trigger is Trigger.STAY:          # its host pages are not complete, nor will they be
+            r.stuck += 1
             copies = self.have.copies
             copies.recall([m for m in copies.outbox if copies.flights[m.id].request is r])
             self.have.release(r, [lifecycle.Lease.DRAM])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from penstock.core.lifecycle import Phase, Place
 from penstock.core.plan import Row, Tier
-from penstock.core.request import Request, Table
+from penstock.core.request import STUCK_MAX, Request, Table
 from penstock.core.staying import own
 from penstock.core.tree import Copy, Node
 
@@ -52,6 +52,9 @@ def enter(have: Holdings, r: Request, place: Place, spare: int) -> bool:
         return False
     if r.phase not in (Phase.PAUSED, Phase.RECEIVING):
         _find(have, r)
+        if place is Place.HOST and r.stuck >= STUCK_MAX:
+            have.forget_path(r)                # computed in host pages, nothing is to be copied
+            r.computed = r.settled = 0
     ways = [_way(have, r, g, place) for g in range(len(r.tables))]
     if _is_early(ways) or not _is_room(have, ways, spare):
         for w in ways:

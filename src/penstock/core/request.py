@@ -10,6 +10,8 @@ from penstock.core.plan import Arrived, MoveId, RequestId, Row, StepId
 from penstock.core.settings import CacheGroup
 from penstock.core.tree import Copy, Node
 
+STUCK_MAX = 3        # copies to the host that fail again and again help nobody
+
 
 @dataclass(slots=True, eq=False)
 class Table:
@@ -88,6 +90,7 @@ class Request:
     bound: bool = False                        # the device has its row
     moved: bool = False                        # its pages live elsewhere since: bind again, and keep
     put_back: int = -1                         # step before which it gave up a promotion
+    stuck: int = 0                             # times that copies to the host have failed it, in a row
     gave_way: int = 0                          # times it gave up its row or its KV
     excused: int = 0                           # times something from outside may have made it do so
     started: bool = False                      # Started was sent

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from penstock.core import placement, staying
 from penstock.core.lifecycle import Phase, Place, Trigger
 from penstock.core.plan import Tier
-from penstock.core.request import Request
+from penstock.core.request import STUCK_MAX, Request
 
 GAVE_WAY_MAX = 3
 
@@ -108,8 +108,9 @@ def may_spill(core: Core, r: Request) -> bool:
 
 def _spills(core: Core, victim: Request) -> bool:
     """Let it go on from host pages, if it can and there is room. The first of all only when alone."""
-    return (victim is not core.running[0] or len(core.running) == 1) and may_spill(core, victim) and (
-        core.spill(victim))
+    if victim.stuck >= STUCK_MAX or (victim is core.running[0] and len(core.running) > 1):
+        return False
+    return may_spill(core, victim) and core.spill(victim)
 
 
 def _for_host_pages(core: Core, taken: list[Request]) -> None:

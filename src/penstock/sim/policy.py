@@ -10,7 +10,7 @@ from penstock.core import staying
 from penstock.core.core import Core
 from penstock.core.lifecycle import ACTIVE, Phase, Place, Trigger
 from penstock.core.plan import Event, Expired, Rates, Tier
-from penstock.core.request import Request
+from penstock.core.request import STUCK_MAX, Request
 from penstock.core.tree import Node
 
 GIVING_WAY = (Trigger.PAUSE, Trigger.DROP)
@@ -66,7 +66,7 @@ class Policy:
 
     def _may_spill(self, r: Request) -> bool:
         """Whether it could decode from host pages, and device pages would become free."""
-        return r.phase is Phase.RESIDENT and r.may_host and any(
+        return r.phase is Phase.RESIDENT and r.may_host and r.stuck < STUCK_MAX and any(
             len(t.device) > self.core.cfg.hot_pages for t in r.tables if t.group.hosted)
 
     def _fits_host(self, r: Request, phase: Phase) -> bool:
