@@ -139,7 +139,8 @@ class Judge:
         a, size = e.arrived, self.cfg.page_size
         leader = self.core.live.get(a.leader) if a.leader is not None else None
         simple = self.cfg.role == "unified" and len(self.cfg.groups) == 1
-        if leader is None or not simple or leader.rid in self.gave_way:
+        if (leader is None or not simple or leader.rid in self.gave_way
+                or not self.distrusted.isdisjoint(leader.path)):
             return
         t = leader.tables[0]
         if t.host or any(c is None or c.node is None for c in t.device[:len(leader.path)]):
