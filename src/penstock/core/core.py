@@ -185,7 +185,7 @@ class Core:
                 assert_never(event)
 
     def _arrive(self, a: Arrived) -> None:
-        assert a.rid not in self.live and a.prompt and a.max_new > 0 and a.namespace >= 0
+        assert a.rid not in self.live and a.prompt and a.max_new > 0
         n, hosted = len(a.prompt), placement.may_host(self.cfg, a)
         if hosted not in self._largest:
             self._largest[hosted] = placement.largest(self.cfg, a)

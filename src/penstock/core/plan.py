@@ -63,7 +63,7 @@ class Arrived:
     max_new: int
     stop: frozenset[int] = frozenset()     # token ids that end it (and are emitted)
     min_new: int = 0                       # stop ids count only from this many tokens on
-    namespace: int = 0                     # root of the prefix tree, >= 0: tenant, salt, adapter
+    namespace: int = 0                     # root of the prefix tree: tenant, salt, adapter; 64 bits
     priority: int = 0                      # lower is served first, as in vLLM
     leader: RequestId | None = None        # fork (`n` > 1): wait for this one's prompt, then share
     host_token: bool = False               # each step needs its last token on the host (a grammar)

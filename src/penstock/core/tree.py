@@ -77,7 +77,7 @@ class Tree:
         self.roots: dict[int, Node] = {}
         self._clock = 0
         self._entry = 0
-        self._banished = 0             # of the last root that no request asks for: these are negative
+        self._banished = -(1 << 64)    # the last root that no request asks for: they are no namespaces
 
     # ---------------------------------------------------------------- growth
     def root(self, namespace: int) -> Node:
