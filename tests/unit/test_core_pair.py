@@ -1,78 +1,39 @@
 """One engine of a prefill/decode pair, driven by hand: its plans, its pages, and what it says."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+import driver
 
-from penstock.core.core import Core
 from penstock.core.lifecycle import Phase, Place
 from penstock.core.messages import Cancel, Drained, End, Grant, Hello, Message, Reason, Refused
 from penstock.core.peer import Deadline, Fence, Remind
 from penstock.core.plan import (
     Aborted,
-    Arrived,
     Dropped,
-    Event,
     Expired,
-    Finished,
     Flushed,
-    Move,
     Moved,
     Outcome,
-    Output,
     Overdue,
     PeerFenced,
     Received,
     RequestId,
-    Retired,
     Say,
     Started,
     StepPlan,
     Tier,
     Token,
 )
-from penstock.core.settings import CoreConfig
 
 US, PEER = 1, 7                          # epochs
 
 
-class Driver:
-    """A core whose peer has said hello; sampled tokens count 100, 101, ..."""
+class Driver(driver.Driver):
+    """A core whose peer has said hello."""
 
     def __init__(self, role: str, **settings: object) -> None:
-        base: dict[str, object] = dict(page_size=4, rows=4, hbm_pages=16, step_tokens=64, role=role,
-                                       epoch=US, hbm_base=1_000, dram_base=2_000)
-        self.core = Core(CoreConfig(**(base | settings)))  # type: ignore[arg-type]
-        self.plans: list[StepPlan] = []
-        self.moves: list[Move] = []      # grants too: nobody answers those
-        self.out: list[Output] = []
-        self.token = 100
+        super().__init__(**dict(role=role, epoch=US, hbm_base=1_000, dram_base=2_000) | settings)
         self.hear(Hello(PEER, US))
         self.said()
-
-    def tell(self, *events: Event) -> list[StepPlan]:
-        new: list[StepPlan] = []
-        batch: Sequence[Event] = events
-        while True:
-            advance = self.core.advance(batch)
-            self.core.check()
-            batch = ()
-            self.out += advance.outputs
-            if advance.plan is None:
-                self.plans += new
-                return new
-            self.moves += advance.plan.moves
-            new.append(advance.plan)
-            if not advance.plan.rows:    # moves only: retires at once
-                batch = (Retired(new.pop().step, ()),)
-
-    def retire(self) -> list[StepPlan]:
-        plan = self.plans.pop(0)
-        tokens = []
-        for sampled in plan.samples:
-            if sampled:
-                tokens.append((self.token,))
-                self.token += 1
-        return self.tell(Retired(plan.step, tuple(tokens)))
 
     def run(self) -> None:
         while self.plans:
@@ -89,17 +50,6 @@ class Driver:
 
     def timers(self) -> list[Deadline]:
         return [o.what for o in self.out if isinstance(o, Say) and isinstance(o.what, Deadline)]
-
-    def arrive(self, rid: int, prompt: Sequence[int], transfer: int = 0, max_new: int = 4,
-               **more: object) -> list[StepPlan]:
-        return self.tell(Arrived(RequestId(rid), tuple(prompt), max_new, transfer=transfer,
-                                 **more))  # type: ignore[arg-type]
-
-    def phase(self, rid: int) -> Phase:
-        return self.core.live[RequestId(rid)].phase
-
-    def finished(self) -> dict[int, Outcome]:
-        return {o.rid: o.outcome for o in self.out if isinstance(o, Finished)}
 
     def tokens(self) -> list[tuple[int, int]]:
         return [(o.index, o.token) for o in self.out if isinstance(o, Token)]
@@ -120,7 +70,7 @@ class Driver:
 def prefilled(rid: int = 1, transfer: int = 5, **settings: object) -> Driver:
     """A prefill engine that has computed a prompt of 10 and knows its first token, 100."""
     d = Driver("prefill", **settings)
-    d.arrive(rid, range(10), transfer)
+    d.arrive(rid, range(10), transfer=transfer)
     d.retire()
     assert d.phase(rid) is Phase.SENDING
     return d

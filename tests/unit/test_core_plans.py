@@ -1,91 +1,28 @@
 """What the planner emits, read step by step on examples small enough to check by hand."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from driver import Driver
 
-from penstock.core.core import Core
 from penstock.core.lifecycle import Phase
 from penstock.core.plan import (
     Aborted,
     Arrived,
     Dropped,
     Entered,
-    Event,
     Expired,
     Finished,
     Flushed,
     Moved,
     Outcome,
-    Output,
     Paused,
     Rates,
     RequestId,
     Retired,
     Started,
-    StepPlan,
     Stopped,
     Tier,
     Token,
 )
-from penstock.core.settings import CoreConfig
-
-
-class Driver:
-    """A core with an executor that answers when told to; sampled tokens count 100, 101, ..."""
-
-    def __init__(self, **settings: object) -> None:
-        base: dict[str, object] = dict(page_size=4, rows=4, hbm_pages=16, step_tokens=64)
-        self.core = Core(CoreConfig(**(base | settings)))  # type: ignore[arg-type]
-        self.plans: list[StepPlan] = []
-        self.moves: list = []
-        self.out: list[Output] = []
-        self.token = 100
-
-    def tell(self, *events: Event) -> list[StepPlan]:
-        """Apply events; returns the plans they led to."""
-        new = []
-        batch: Sequence[Event] = events
-        while True:
-            advance = self.core.advance(batch)
-            self.core.check()
-            batch = ()
-            self.out += advance.outputs
-            if advance.plan is None:
-                self.plans += new
-                self.moves += [m for p in new for m in p.moves]
-                return new
-            new.append(advance.plan)
-            if not advance.plan.rows:          # moves only: retires at once
-                self.moves += advance.plan.moves
-                batch = (Retired(new.pop().step, ()),)
-
-    def retire(self) -> list[StepPlan]:
-        plan = self.plans.pop(0)
-        tokens = []
-        for sampled in plan.samples:
-            if sampled:
-                tokens.append((self.token,))
-                self.token += 1
-        return self.tell(Retired(plan.step, tuple(tokens)))
-
-    def land(self, ok: bool = True) -> list[StepPlan]:
-        return self.tell(Moved(self.moves.pop(0).id, ok))
-
-    def run(self) -> None:
-        while self.plans or self.moves:
-            if self.plans:
-                self.retire()
-            else:
-                self.land()
-
-    def arrive(self, rid: int, prompt: Sequence[int], max_new: int = 4, **more: object) -> list[StepPlan]:
-        return self.tell(Arrived(RequestId(rid), tuple(prompt), max_new, **more))  # type: ignore[arg-type]
-
-    def phase(self, rid: int) -> Phase:
-        return self.core.live[RequestId(rid)].phase
-
-    def finished(self) -> dict[int, Outcome]:
-        return {o.rid: o.outcome for o in self.out if isinstance(o, Finished)}
 
 
 def test_prompt_is_prefilled_in_chunks_and_samples_once() -> None:

@@ -1,0 +1,79 @@
+"""Choices that only cost time if they are wrong: no token shows them, so they are looked at one by one."""
+from __future__ import annotations
+
+from driver import Driver
+
+from penstock.core.lifecycle import Phase, Place
+from penstock.core.plan import Rates, RequestId, Spilled, Started, Tier
+
+
+def cached(d: Driver, rid: int) -> tuple[int, int, int]:
+    """Tokens that `rid` found on the device, on the host and in storage."""
+    (started,) = [o for o in d.out if isinstance(o, Started) and o.rid == rid]
+    return started.hbm_tokens, started.dram_tokens, started.disk_tokens
+
+
+def test_what_was_used_last_is_evicted_last() -> None:
+    d = Driver(hbm_pages=8)
+    for rid, first in ((1, 0), (2, 100), (3, 0)):        # 3 reads what 1 has left
+        d.arrive(rid, range(first, first + 9), max_new=1)
+        d.run()
+    assert cached(d, 3) == (8, 0, 0)
+    d.arrive(4, range(200, 217), max_new=1)              # five pages, and only four are free
+    d.run()
+    d.arrive(5, range(9), max_new=1)
+    d.run()
+    assert cached(d, 5) == (8, 0, 0)
+    d.arrive(6, range(100, 109), max_new=1)
+    d.run()
+    assert cached(d, 6)[0] < 8
+
+
+def test_a_row_goes_to_the_device_if_that_has_room() -> None:
+    d = Driver(dram_pages=16, hot_pages=1)
+    d.arrive(1, range(9), selects=True)
+    assert d.core.live[RequestId(1)].place is Place.DEVICE
+
+
+def test_hosted_rows_share_what_the_host_has() -> None:
+    d = Driver(dram_pages=32, hot_pages=1, always_hosted=True)
+    for rid in (1, 2):
+        d.arrive(rid, range(17), max_new=20, selects=True)
+        while d.core.live[RequestId(rid)].num_output < 2:
+            d.retire()
+    one, two = (d.core.live[RequestId(rid)].tables[0].host for rid in (1, 2))
+    assert one[:4] == two[:4] and cached(d, 2)[1] == 16
+
+
+def test_a_store_holds_at_most_a_quarter_of_the_host() -> None:
+    d = Driver(dram_pages=16, disk_pages=64, hbm_pages=32)
+    d.arrive(1, range(61), max_new=1)
+    while d.plans:
+        d.retire()
+    for move in [m for m in d.moves if m.dst is Tier.DRAM]:
+        d.moves.remove(move)
+        d.moves.insert(0, move)
+        d.land()
+    stored = sum(len(m.src_pages) for m in d.moves if m.dst is Tier.DISK)
+    assert stored == 4
+
+
+def test_a_stored_prefix_is_fetched_where_that_is_faster() -> None:
+    for page_us, found in ((1.0, 8), (1e9, 0)):
+        d = Driver(hbm_pages=4, dram_pages=4, disk_pages=64)
+        d.tell(Rates(disk_page_us=page_us, prefill_token_us=1.0))
+        for rid, first in ((1, 0), (2, 100), (3, 200), (4, 0)):
+            d.arrive(rid, range(first, first + 9), max_new=1)
+            d.run()
+        assert cached(d, 4) == (0, 0, found)
+
+
+def test_what_the_host_has_of_a_row_on_its_way_there_is_not_evicted() -> None:
+    d = Driver(hbm_pages=32, dram_pages=16, hot_pages=1)
+    d.arrive(1, range(17), max_new=30, selects=True)
+    while d.core.live[RequestId(1)].num_output < 6:
+        d.retire()
+    d.land()                                             # four pages are on the host, the next is not
+    d.tell(Spilled(RequestId(1)))
+    assert d.phase(1) is Phase.STAGING
+    assert all(copy is not None and copy.pins for copy in d.core.live[RequestId(1)].tables[0].host[:4])
