@@ -15,7 +15,20 @@ import pytest
 from penstock.core import schedule
 from penstock.core.admission import Admission
 from penstock.core.core import Core
-from penstock.core.plan import Advance, Arrived, Event, Moved, Paused, RequestId, Retired, StepPlan, Tier
+from penstock.core.messages import Hello
+from penstock.core.plan import (
+    Aborted,
+    Advance,
+    Arrived,
+    Event,
+    Moved,
+    Paused,
+    Received,
+    RequestId,
+    Retired,
+    StepPlan,
+    Tier,
+)
 from penstock.core.request import Request
 from penstock.core.settings import CacheGroup, CoreConfig
 from penstock.sim.pair import Pair
@@ -209,6 +222,19 @@ def test_a_row_whose_pages_still_load_costs_the_same_at_any_length() -> None:
         e.turn()
         costs.append(sum(bytecodes(e) for _ in range(6)))
         assert e.core.live[RequestId(9)].phase.value == "loading"
+    assert costs[1] <= 1.02 * costs[0]
+
+
+def test_pages_that_the_peer_still_has_cost_the_same_however_many() -> None:
+    costs = []
+    for pages in (10, 1000):
+        e = Engine(2, hbm_pages=3 * pages, role="decode")
+        plan = e.turn(Received(Hello(1, 1)), *(
+            Arrived(RequestId(rid), tuple(range(8 * pages)), 5, transfer=rid) for rid in (1, 2)))
+        e.flying[-1] = replace(plan, moves=())                 # grants, which no executor answers
+        e.turn(Aborted(RequestId(1)), Aborted(RequestId(2)), Arrived(RequestId(8), (1, 2, 3), 30))
+        assert e.core.have.arenas[Tier.HBM].away == 2 * pages
+        costs.append(sum(bytecodes(e) for _ in range(6)))
     assert costs[1] <= 1.02 * costs[0]
 
 

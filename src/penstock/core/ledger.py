@@ -38,7 +38,7 @@ class Pool:
     per_slab: int = 1
     arena: Arena | None = None                   # None: its units are its own for ever
     held: set[int] = field(init=False, default_factory=set)
-    limbo: deque[tuple[Fence, tuple[int, ...]]] = field(init=False, default_factory=deque)
+    limbo: deque[tuple[Fence, list[int]]] = field(init=False, default_factory=deque)
     in_limbo: int = field(init=False, default=0)
     away: int = field(init=False, default=0)     # of these, those that another engine may write
     held_in: dict[int, int] = field(init=False, default_factory=dict)      # slab -> units held, or away
@@ -86,7 +86,10 @@ class Pool:
             if self.arena is not None and not fence.away:
                 self.held_in[self._slab(unit)] -= 1
                 self.limbo_in[self._slab(unit)] += 1
-        self.limbo.append((fence, tuple(units)))
+        if self.limbo and self.limbo[-1][0] == fence:
+            self.limbo[-1][1].extend(units)    # requests give up page by page; each entry is asked for ever
+        else:
+            self.limbo.append((fence, list(units)))
         self.in_limbo += len(units)
         self.away += fence.away * len(units)
 
@@ -95,7 +98,7 @@ class Pool:
         if not self.limbo:
             return 0
         freed = 0
-        keep: deque[tuple[Fence, tuple[int, ...]]] = deque()
+        keep: deque[tuple[Fence, list[int]]] = deque()
         for fence, units in self.limbo:
             if fence.step <= retired and not any(m in flying for m in fence.moves):
                 freed += len(units)
