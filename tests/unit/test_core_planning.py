@@ -31,6 +31,7 @@ from penstock.core.plan import (
 )
 from penstock.core.request import Request
 from penstock.core.settings import CacheGroup, CoreConfig
+from penstock.core.tree import Copy
 from penstock.sim.pair import Pair
 from penstock.sim.scenario import draw
 from penstock.sim.world import World
@@ -236,6 +237,29 @@ def test_pages_that_the_peer_still_has_cost_the_same_however_many() -> None:
         assert e.core.have.arenas[Tier.HBM].away == 2 * pages
         costs.append(sum(bytecodes(e) for _ in range(6)))
     assert costs[1] <= 1.02 * costs[0]
+
+
+def test_a_lost_page_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load of many pages fails, and others have many: not each of these is compared with each of those."""
+    e = Engine(4, dram_pages=1000)
+    prompt, space = tuple(range(10**6, 10**6 + 801)), e.core.have.device[0]
+    e.drain(Arrived(RequestId(7), prompt, 1))
+    e.core.have.tree.evict(space, 1000)
+    e.start([800] * 3)
+    plan = e.turn(Arrived(RequestId(9), prompt, 5))
+    (load,) = [m for m in plan.moves if m.dst is Tier.HBM]
+    assert len(load.dst_pages) == 100
+    e.flying[-1] = replace(plan, moves=())
+    compared = 0
+
+    def equal(self: Copy, other: object) -> bool:
+        nonlocal compared
+        compared += 1
+        return self is other
+
+    monkeypatch.setattr(Copy, "__eq__", equal)
+    e.turn(Moved(load.id, False))
+    assert e.core.counters["drops"] == 1 and compared < 100
 
 
 def test_requests_that_ended_are_freed_without_the_collector() -> None:

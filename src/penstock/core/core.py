@@ -6,7 +6,7 @@ derives what to acquire and release from the tables of `lifecycle`.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import assert_never
 
 from penstock.core import check, lifecycle, placement, results, room, schedule, staying, storage
@@ -228,8 +228,9 @@ class Core:
             return
         flight, lost = have.copies.landed(event.id, event.ok)
         if lost:
+            gone = frozenset(lost)             # both they and the tables that are searched may be long
             for r in list(self.live.values()):
-                self._lose(r, event.id, lost)
+                self._lose(r, event.id, gone)
         have.copies.settle(flight)
         for r in self.holding:
             if r.settling:
@@ -237,7 +238,7 @@ class Core:
         if flight.dst.tier is Tier.PEER and self.pair is not None:
             self.pair.push_ended(event.id, event.ok)
 
-    def _lose(self, r: Request, id: MoveId, lost: list[Copy]) -> None:
+    def _lose(self, r: Request, id: MoveId, lost: Collection[Copy]) -> None:
         """Copies have gone that `r` may count on, or that steps in flight have waited for."""
         counted = staying.lose(self.have, r, lost)
         r.excused += counted or id in r.waits

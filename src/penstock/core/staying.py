@@ -5,7 +5,7 @@ promotion brings pages back while the row goes on. Who does which of these is de
 """
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 from penstock.core.ledger import Fence, Pool
@@ -385,7 +385,7 @@ def is_coming(r: Request) -> bool:
             or all(own(t.host, i) is not None for t in hosted for i in range(len(t.device))))
 
 
-def lose(have: Holdings, r: Request, lost: list[Copy]) -> bool:
+def lose(have: Holdings, r: Request, lost: Collection[Copy]) -> bool:
     """Copies that nobody may read have gone. Whether `r` counts on one of them; if it only waits,
     it forgets them, and keeps what the device still has."""
     found = False
