@@ -226,6 +226,24 @@ def test_a_row_whose_pages_still_load_costs_the_same_at_any_length() -> None:
     assert costs[1] <= 1.02 * costs[0]
 
 
+def test_who_waits_for_storage_costs_the_same_at_any_length() -> None:
+    costs = []
+    for pages in (40, 400):
+        e = Engine(2, hbm_pages=2 * pages, dram_pages=8 * pages, disk_pages=8 * pages)
+        prompt, have = tuple(range(8 * pages + 1)), e.core.have
+        e.drain(Arrived(RequestId(0), prompt, 1))
+        have.tree.evict(have.device[0], pages)
+        have.tree.evict(have.host[0], 4)       # the end: all of the path is looked at to find it
+        e.turn(Arrived(RequestId(8), (1, 2, 3), 30))
+        plan = e.turn(*(Arrived(RequestId(rid), prompt, 5) for rid in (1, 2, 3)))
+        assert [m.src for m in plan.moves] == [Tier.DISK]
+        e.flying[-1] = replace(plan, moves=())                 # nobody answers it
+        e.turn()
+        costs.append(sum(bytecodes(e) for _ in range(6)))
+        assert [r.phase.value for r in e.core.waiting] == ["fetching"] * 3
+    assert costs[1] <= 1.02 * costs[0]
+
+
 def test_pages_that_the_peer_still_has_cost_the_same_however_many() -> None:
     costs = []
     for pages in (10, 1000):

@@ -98,6 +98,8 @@ class Request:
     asked_storage: bool = False                # fetching is tried once
     loads: int = 0                             # pages of its path that were not on the device
     fetched: int = 0                           # pages that came from storage
+    coming: list[tuple[int, Node]] | None = None            # while it fetches: the first page, and its
+                                               # group, that has not come; empty: all have; None: look
 
     # What the planner need not look at, see `schedule`. Every change of phase ends it.
     issued: Issued | None = None               # its row of a step in which it decodes one token

@@ -64,6 +64,15 @@ def reserve(have: Holdings, r: Request) -> bool:
 
 
 def is_fetched(have: Holdings, r: Request) -> bool:
-    """Nothing that this request waits for is on its way any more; some of it may have failed."""
-    return all(node.good(have.device[g]) or not node.good(have.host[g])
-               or node.ready(have.host[g]) for g, _, node in _wanted(have, r, r.path))
+    """Nothing that this request waits for is on its way any more; some of it may have failed. Its path
+    may be long: it is walked anew when the page that was missing has come, and not again after the end."""
+    if r.coming is None or not all([_is_coming(have, g, node) for g, node in r.coming]):
+        r.coming = next(([(g, node)] for g, _, node in _wanted(have, r, r.path)
+                         if _is_coming(have, g, node)), [])
+    return not r.coming
+
+
+def _is_coming(have: Holdings, g: int, node: Node) -> bool:
+    """Whether a page is on its way to the host, and not on the device."""
+    copy = node.good(have.host[g])
+    return copy is not None and not copy.ready and node.good(have.device[g]) is None
