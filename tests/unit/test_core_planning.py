@@ -159,10 +159,11 @@ def test_rows_that_go_on_cost_little_beside_those_that_change() -> None:
     assert a_row < 200 and a_row < a_change / 5
 
 
-def test_who_waits_in_the_queue_costs_nothing() -> None:
+@pytest.mark.parametrize("kind", [{}, {"dram_pages": 1000, "disk_pages": 1000}], ids=["device", "storage"])
+def test_who_waits_in_the_queue_costs_nothing(kind: dict[str, Any]) -> None:
     costs = []
     for waiting in (1, 200):
-        e = Engine(4)
+        e = Engine(4, **kind)
         e.start([24] * 4)
         e.turn(*(Arrived(RequestId(100 + i), (i, 1), 5) for i in range(waiting)))
         costs.append(sum(bytecodes(e) for _ in range(8)))

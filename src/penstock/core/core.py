@@ -75,6 +75,7 @@ class Core:
         self.waiting: list[Request] = []       # phases without, in order of service
         self.busy: list[Request] = []          # of those running, who may take an edge by itself
         self.holding: list[Request] = []       # of those waiting, who may have leases
+        self.unasked: list[Request] = []       # of those queued, whom storage was not asked for
         self.in_flight: dict[StepId, list[Issued]] = {}
         self.columns: dict[int, tuple[list[Issued], schedule.Columns]] = {}    # of the last steps' plans
         self.taken = 0                         # edges taken so far
@@ -202,6 +203,8 @@ class Core:
         self._seq += 1
         self.live[a.rid] = r
         schedule.insert(self.waiting, r)
+        if self.cfg.disk_pages:
+            schedule.insert(self.unasked, r)
         if self.pair is not None:
             self.pair.arrived(r)
 
@@ -346,7 +349,7 @@ class Core:
                 assert self.pair is not None
                 if staying.missing(r) == []:
                     self.pair.push(r)
-        if self.cfg.disk_pages:
+        if self.unasked:
             self._fetch()
         self.admission.admit()
         for r in list(self.busy):
@@ -406,10 +409,11 @@ class Core:
 
     def _fetch(self) -> None:
         """Start reading stored prefixes early, if reading beats computing them again."""
-        for r in list(self.waiting):
-            if r.phase is not Phase.QUEUED or r.asked_storage or not self.admission.may_start(r):
+        queued, self.unasked = [r for r in self.unasked if r.phase is Phase.QUEUED], []
+        for r in queued:
+            if not self.admission.may_start(r):
+                self.unasked.append(r)         # a fork, asked for when its leader has begun to answer
                 continue
-            r.asked_storage = True
             pages = storage.stored(self.have, r)
             if pages and (self.rates is None or self.rates.disk_page_us
                           < self.cfg.page_size * self.rates.prefill_token_us):

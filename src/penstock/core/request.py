@@ -95,7 +95,6 @@ class Request:
     excused: int = 0                           # times something from outside may have made it do so
     started: bool = False                      # Started was sent
     visit: int = 0                             # phases entered so far: names one stay in a phase
-    asked_storage: bool = False                # fetching is tried once
     loads: int = 0                             # pages of its path that were not on the device
     fetched: int = 0                           # pages that came from storage
     coming: list[tuple[int, Node]] | None = None            # while it fetches: the first page, and its
