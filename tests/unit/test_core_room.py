@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from penstock.core.core import Core
 from penstock.core.lifecycle import Phase
-from penstock.core.plan import Arrived, Bind, Event, Moved, RequestId, Retired, Spilled
+from penstock.core.plan import Arrived, Bind, Event, Moved, MoveId, RequestId, Retired, Spilled
 from penstock.core.settings import CoreConfig
 
 LONG, SHORT = RequestId(1), RequestId(2)
@@ -55,3 +55,24 @@ def test_a_row_on_its_way_to_the_host_gives_way_before_the_first_of_all() -> Non
         elif LONG not in core.live or not asked:
             events, slow = events + slow, []
     assert asked and not core.live and core.counters["drops"] == 1
+
+
+def test_a_hosted_row_comes_back_when_the_last_copies_of_another_have_landed() -> None:
+    """The other has ended, its pages are in the way as long as their write-through flies, and after that
+    no edge is taken and no page becomes free."""
+    core = Core(CoreConfig(page_size=2, rows=2, hbm_pages=28, dram_pages=64, hot_pages=1))
+    events: list[Event] = [Arrived(RequestId(0), tuple(range(1000, 1040)), 8)]
+    phases = list[Phase]()
+    for turn in range(14):
+        if turn == 2:
+            events.append(Arrived(RequestId(1), tuple(range(100, 109)), 40, selects=True))
+        if turn == 12:
+            assert phases[-3:] == [Phase.HOSTED] * 3 and len(core.live) == 1
+            events.append(Moved(MoveId(1), True))
+        plan = core.advance(events).plan
+        core.check()
+        assert plan is not None
+        phases.append(core.live[RequestId(int(turn > 1))].phase)
+        events = [Moved(m.id, True) for m in plan.moves if m.id != 1]
+        events.append(Retired(plan.step, tuple((9,) for s in plan.samples if s)))
+    assert phases[-2:] == [Phase.PROMOTING, Phase.RESIDENT]

@@ -85,6 +85,7 @@ class Core:
         self.rates: Rates | None = None        # None: not measured yet
         self.admission = Admission(self)
         self._stay: tuple[int, ...] = ()       # when nobody could be promoted
+        self._lacks = False                    # somebody would then have been, but for pages in use
         self._largest: dict[bool, int] = {}    # positions that a request alone can have
         self.pair = None if role is Role.UNIFIED else Pairing(self, role)
         self.prefills_only = role is Role.PREFILL
@@ -367,10 +368,14 @@ class Core:
                 else:
                     r.lacks = staying.last_missing(t.device for t in r.tables if t.hosted)
         if self.cfg.sparse:
-            state = (self.taken, have.freed, len(self.waiting))
-            if state != self._stay:
-                placement.promote(self)
-                self._stay = self.taken, have.freed, len(self.waiting)
+            if self._stay != self._promotable():
+                self._lacks = placement.promote(self)
+                self._stay = self._promotable()
+
+    def _promotable(self) -> tuple[int, ...]:
+        """As long as this is the same, it is of no use to try again to promote somebody."""
+        gained = self.have.gained(Tier.HBM) if self._lacks else 0
+        return self.taken, self.have.freed, len(self.waiting), gained
 
     def _start(self, r: Request) -> None:
         """Leave LOADING once all is in place, or so little is missing that a step may wait for it."""

@@ -128,10 +128,11 @@ def _total(cfg: CoreConfig, arena: Arena, pages: list[int]) -> bool:
     return _slabs(cfg.groups, pages, Place.DEVICE) <= arena.slabs - arena.away
 
 
-def promote(core: Core) -> None:
-    """Bring the oldest hosted row back, if all that run could then end on the device."""
+def promote(core: Core) -> bool:
+    """Bring the oldest hosted row back, if all that run could then end on the device. Returns whether
+    that failed because pages are still in use."""
     if core.waiting or core.cfg.always_hosted or any(r.phase is Phase.PROMOTING for r in core.running):
-        return                                 # one at a time
+        return False                           # one at a time
     total = _demand(core)
     for r in core.running:
         if r.phase is not Phase.HOSTED or r.put_back >= core.have.issued:
@@ -139,7 +140,7 @@ def promote(core: Core) -> None:
         _add(total, _at_end(core, r, Place.HOST), -1)
         _add(total, _at_end(core, r, Place.DEVICE))
         if _all_fit(core, total):
-            core._go(r, Trigger.PROMOTE, spare=len(core.running))
-            return
+            return not core._go(r, Trigger.PROMOTE, spare=len(core.running))
         _add(total, _at_end(core, r, Place.DEVICE), -1)
         _add(total, _at_end(core, r, Place.HOST))
+    return False
