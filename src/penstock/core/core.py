@@ -319,7 +319,7 @@ class Core:
         self._file(r, source)
         if self.pair is not None:
             self.pair.entered(r, source)
-        r.is_parked = r.settling = False
+        r.is_parked, r.settling, r.coming = False, False, None
         if target in (Phase.FETCHING, Phase.RECEIVING):
             self._out.append(Entered(r.rid, target.value, r.visit))
         return True
