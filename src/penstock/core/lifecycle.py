@@ -183,8 +183,12 @@ def _receiving(mode: Mode) -> dict[tuple[Phase, Trigger], Phase]:
         (P.RECEIVING, T.ADMIT): P.LOADING,
         (P.RECEIVING, T.DROP): P.DROPPED,    # the prefill engine failed: computed here
     }
+    if mode.disk:
+        table[P.FETCHING, T.RECEIVE] = P.RECEIVING       # what storage has need not be sent
     if mode.sparse:
         table |= {(P.QUEUED, T.RECEIVE_HOST): P.RECEIVING, (P.RECEIVING, T.HOST): P.LOADING}
+    if mode.sparse and mode.disk:
+        table[P.FETCHING, T.RECEIVE_HOST] = P.RECEIVING
     return table
 
 
