@@ -16,7 +16,7 @@ class CacheGroup:
 
     name: str
     page_bytes: int                    # one page of all its layers, in any tier
-    page_tokens: int = 0               # a multiple of the engine's page size; 0: the page size
+    page_tokens: int = 0               # of a snapshot: a multiple of the engine's page size; 0: the page size
     window: int = 0                    # 0: everything is read
     snapshot: bool = False             # implies that only the last position is read
     selector: bool = False             # what the selector reads: on the device even while hosted
@@ -60,6 +60,15 @@ class CoreConfig:
     disk_base: int = 0
     row_base: int = 0
     group_base: int = 0                 # page ids of group g begin this much times g later
+
+    def __post_init__(self) -> None:
+        """Raises ValueError: a hit ends with a page of the engine, and only a snapshot has no need of more
+        than the last of its own."""
+        for group in self.groups:
+            unit = group.page_tokens or self.page_size
+            if unit % self.page_size or not (group.snapshot or unit == self.page_size):
+                raise ValueError(f"cache group {group.name}: pages of {unit} tokens, "
+                                 f"and the engine's have {self.page_size}")
 
     @property
     def depth(self) -> int:
