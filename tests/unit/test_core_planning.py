@@ -245,6 +245,23 @@ def test_who_waits_for_storage_costs_the_same_at_any_length() -> None:
     assert costs[1] <= 1.02 * costs[0]
 
 
+def test_who_pauses_costs_the_same_at_any_length() -> None:
+    costs = []
+    for pages in (40, 400):
+        e = Engine(2, dram_pages=8 * pages)
+        e.turn(Arrived(RequestId(0), tuple(range(8 * pages)), 50, priority=1),
+               Arrived(RequestId(1), (1, 2), 900))
+        e.turn(Arrived(RequestId(2), (2, 2), 900))
+        (save,) = e.flying[-1].moves
+        assert len(save.src_pages) == pages
+        e.flying[-1] = replace(e.flying[-1], moves=())         # nobody answers it
+        e.turn(Paused(RequestId(0)))
+        e.turn()
+        assert e.core.live[RequestId(0)].settling
+        costs.append(sum(bytecodes(e) for _ in range(32)))
+    assert costs[1] <= 1.02 * costs[0]
+
+
 def test_pages_that_the_peer_still_has_cost_the_same_however_many() -> None:
     costs = []
     for pages in (10, 1000):

@@ -236,8 +236,9 @@ class Core:
             for r in list(self.live.values()):
                 self._lose(r, event.id, gone)
         have.copies.settle(flight)
-        for r in self.holding:
-            if r.settling:
+        kept = flight.dst.tier is Tier.DRAM and any([target.pins for _, target in flight.pairs])
+        for r in self.holding if kept or lost else ():
+            if r.settling:                     # it may be what pins them; its tables are long
                 staying.let_go_of_device(have, r)
         if flight.dst.tier is Tier.PEER and self.pair is not None:
             self.pair.push_ended(event.id, event.ok)
