@@ -84,6 +84,8 @@ def _queues(core: Core) -> None:
     assert len(core.running) + len(core.waiting) == len(core.live)
     lent = [r for r in core.running if r.place is Place.HOST and r.phase is not Phase.PROMOTING]
     assert {r.rid for r in core.have.lent} == {r.rid for r in lent}, "loans"
+    for r in lent:
+        assert r.lends or not any([any(t.device) for t in r.tables if t.hosted]), "a loan is forgotten"
 
 
 def _leases(core: Core, r: Request) -> None:

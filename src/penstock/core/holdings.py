@@ -133,6 +133,7 @@ class Holdings:
     def lend(self, r: Request) -> None:
         """`r` decodes from host pages: those that it has on the device are a loan from now on."""
         self.lent.append(r)
+        r.lends = True
         for space, t in zip(self.device, r.tables, strict=True):
             if t.hosted:
                 space.gained += sum([copy is not None for copy in t.device])
@@ -152,7 +153,7 @@ class Holdings:
 
     def _take_back(self, want: Sequence[int]) -> None:
         """Device pages that hosted rows can do without, from the youngest row on."""
-        for r in sorted(self.lent, key=lambda r: r.key, reverse=True):
+        for r in sorted([r for r in self.lent if r.lends], key=lambda r: r.key, reverse=True):
             for g, t in enumerate(r.tables):
                 for i, copy in enumerate(t.device if t.hosted else ()):
                     if copy is None:
@@ -166,6 +167,7 @@ class Holdings:
                         r.steady = 0           # its row has news
                     if shared:
                         self._evict(Tier.HBM, want, 1)
+            r.lends = False                    # its tables are long: not walked again for nothing
 
     # ---------------------------------------------------------------- acquire and release
     def acquire(self, r: Request, phase: Phase, leases: Collection[Lease], place: Place,

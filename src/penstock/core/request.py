@@ -89,6 +89,7 @@ class Request:
     told_capacity: int = 0                     # what the device was told of it
     bound: bool = False                        # the device has its row
     moved: bool = False                        # its pages live elsewhere since: bind again, and keep
+    lends: bool = False                        # in host pages: it may have device pages, as a loan
     put_back: int = -1                         # step before which it gave up a promotion
     stuck: int = 0                             # times that copies to the host have failed it, in a row
     gave_way: int = 0                          # times it gave up its row or its KV
