@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.core import entering
+from penstock.core import entering, storage
 from penstock.core.core import Core
 from penstock.core.holdings import Holdings
 from penstock.core.lifecycle import Place
@@ -75,3 +75,17 @@ def test_a_page_that_is_still_being_loaded_is_not_copied_on_to_the_host() -> Non
     copy.ready, copy.moves = True, 0
     assert entering.enter(have, r, Place.HOST, 0)
     assert [(m.src, m.dst) for m in have.copies.outbox] == [(Tier.HBM, Tier.DRAM)]
+
+
+def test_a_page_whose_copy_on_the_host_is_suspect_is_not_fetched_into_a_second() -> None:
+    """It is still being read by somebody, so it cannot go yet."""
+    have = Holdings(CoreConfig(page_size=2, rows=2, hbm_pages=8, dram_pages=8, disk_pages=8))
+    node = have.tree.child(have.tree.root(0), (11, 12))
+    have.tree.attach(node, have.disk[0], Copy(have.disk[0].pool.acquire(1)[0]))
+    a = Arrived(RequestId(0), (11, 12, 13), 9)
+    r = Request(a, 0, 9, list(a.prompt), 3, have.tables(), 100)
+    assert have.match(r, stored=True) == [node]
+    suspect = Copy(have.host[0].pool.acquire(1)[0], ready=False, moves=1, bad=True)
+    have.tree.attach(node, have.host[0], suspect)
+    assert have.match(r, stored=True) == []
+    assert storage.reserve(have, r) and not (r.path or have.copies.has_planned)

@@ -285,8 +285,10 @@ class Holdings:
 
     def has(self, node: Node, g: int, stored: bool = False) -> bool:
         """Whether a request can get this page on the device: it is there, coming, or below."""
-        return bool(node.good(self.device[g]) or node.ready(self.host[g])
-                    or (stored and (node.good(self.host[g]) or node.ready(self.disk[g]))))
+        below = node.copies.get(self.host[g])
+        if stored and (not below.bad if below is not None else node.ready(self.disk[g])):
+            return True
+        return node.good(self.device[g]) is not None or (below is not None and below.ready)
 
     def match(self, r: Request, *, stored: bool = False) -> list[Node]:
         """The longest path of whole pages that every group can serve and that leaves at least one

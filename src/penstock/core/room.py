@@ -60,7 +60,23 @@ def headroom(core: Core, r: Request, place: Place) -> int | None:
         [q.gave_way >= GAVE_WAY_MAX - 1 and q.key > r.key for q in core.running])
     if tired and (core.running or _is_away(core)) and not placement.all_end(core, r, place):
         return None
+    if tired and not core.running and not _is_clear(core):
+        return None
     return len(core.running)
+
+
+def _is_clear(core: Core) -> bool:
+    """Nobody runs: make all slabs whole. Pages of several groups that lie scattered over them are more than
+    was counted. False: some are still behind fences, and whoever came now would have to lie around them."""
+    have = core.have
+    if len(core.cfg.groups) == 1:
+        return True
+    for spaces in (have.device, have.host):
+        for space in spaces:
+            have.tree.evict(space, 1 << 60)
+    have.drain()
+    return not any(pool.in_limbo > pool.away for tier in (Tier.HBM, Tier.DRAM)
+                   for pool in have.arenas[tier].pools)
 
 
 def for_growth(core: Core, r: Request, taken: list[Request]) -> None:

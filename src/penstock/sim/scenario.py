@@ -208,23 +208,29 @@ def _short_phases(sc: Scenario, rng: Random) -> Scenario:
     """Sizes and speeds at which an engine of a pair meets phases that it else hardly ever has."""
     cfg, net = replace(sc.cfg, page_size=min(sc.cfg.page_size, 2)), replace(sc.net, deaths=0, keep=0.7)
     speeds = replace(sc.speeds, fail=rng.choice((0.0, 0.2, 0.4)))
-    if cfg.disk_pages and cfg.prefix_cache and rng.random() < 0.8:     # storage alone has what is wanted
+    if cfg.disk_pages and cfg.prefix_cache and rng.random() < 0.6:     # storage alone has what is wanted
         cfg = replace(cfg, hbm_pages=rng.choice((10, 20)), dram_pages=16 if cfg.sparse else 6,
-                      disk_pages=200, wait_pages=0, always_hosted=cfg.sparse)
+                      disk_pages=200, wait_pages=0,
+                      always_hosted=cfg.sparse and rng.random() < 0.6)
         speeds = replace(speeds, copy=0.2, disk=rng.choice((4.0, 12.0)))
         net = replace(net, late=1.0, patience=rng.choice((20.0, 100.0)), delay=min(net.delay, 1.0),
                       lose=min(net.lose, 0.1))
         return replace(sc, cfg=cfg, speeds=speeds, net=net, steps=60, requests=10, span=60.0, prompt_max=12,
                        new_max=4, turns=0.9, again=0.9, flushes=0, abort=0.0, hold=0.0,
                        deadline=rng.choice((10.0, 1000.0)))
-    if cfg.sparse and not cfg.disk_pages and rng.random() < 0.8:       # rows go to the host and come back
-        cfg = replace(cfg, hbm_pages=rng.choice((24, 40)), dram_pages=200, draft_tokens=0,
-                      rows=max(cfg.rows, 4), wait_pages=0, always_hosted=False)
-        speeds = replace(speeds, copy=0.5)
+    if cfg.sparse and rng.random() < 0.9:      # rows go to the host and come back
+        slow = rng.random() < 0.5              # on their way back the device fills up again
+        cfg = replace(cfg, hbm_pages=24 if slow else rng.choice((24, 40)), dram_pages=200, draft_tokens=0,
+                      rows=max(cfg.rows, 4), wait_pages=0, always_hosted=False,
+                      page_size=1 if slow else cfg.page_size)
+        speeds = replace(speeds, copy=8.0, fail=0.0) if slow else replace(speeds, copy=0.5)
         net = replace(net, lose=min(net.lose, 0.1), push_fail=0.0, cuts=min(net.cuts, 1), patience=1000.0,
                       delay=min(net.delay, 1.0), write=min(net.write, 2.0))
-        return replace(sc, cfg=cfg, speeds=speeds, net=net, steps=30, requests=7, span=30.0, prompt_max=12,
-                       new_max=20, turns=0.7, spills=30, pauses=1, drops=1, abort=0.0, aborts=0)
+        sc = replace(sc, cfg=cfg, speeds=speeds, net=net, steps=30, requests=7, span=30.0, prompt_max=12,
+                     new_max=20, turns=0.7, spills=30, pauses=1, drops=1, abort=0.0, aborts=0)
+        if slow:
+            sc = replace(sc, steps=60, requests=10, span=60.0, aims=0, stops=0, pauses=0, drops=0, damages=0)
+        return sc
     return sc
 
 
