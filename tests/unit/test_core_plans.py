@@ -339,3 +339,20 @@ def test_storage_that_hangs_costs_a_deadline_and_its_pages_stay_fenced() -> None
     d.tell(Moved(hung.id, True))
     d.tell(Flushed())
     assert d.core.have.host[0].pool.free == 4
+
+
+def test_who_fetched_in_vain_still_has_a_deadline_in_line() -> None:
+    d = Driver(page_size=2, hbm_pages=5, dram_pages=4, disk_pages=99, rows=1)
+    for rid, first in ((1, 0), (2, 100), (3, 200)):
+        d.arrive(rid, range(first, first + 7), max_new=1)
+        d.run()
+    d.arrive(4, (7,), max_new=8)                   # it has the only row
+    d.arrive(5, range(7), max_new=1)
+    assert d.phase(5) is Phase.FETCHING
+    entered = [o for o in d.out if isinstance(o, Entered) and o.rid == 5]
+    d.tell(Expired(RequestId(5), entered[-1].phase, entered[-1].visit))
+    assert d.phase(5) is Phase.DROPPED
+    waits = [o for o in d.out if isinstance(o, Entered) and o.rid == 5][-1]
+    assert waits.phase == "dropped"
+    d.tell(Expired(RequestId(5), waits.phase, waits.visit))
+    assert d.finished()[5] is Outcome.EXPIRED

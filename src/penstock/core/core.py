@@ -217,7 +217,7 @@ class Core:
             self._go(r, trigger)
 
     def _expire(self, r: Request) -> None:
-        if r.phase is Phase.QUEUED:
+        if r.phase is Phase.QUEUED or (r.phase is Phase.DROPPED and not r.started):
             self._end(r, Outcome.EXPIRED)
         elif r.phase is Phase.FETCHING or (r.phase is Phase.RECEIVING and not r.is_parked):
             self._go(r, Trigger.DROP)
@@ -321,7 +321,7 @@ class Core:
         if self.pair is not None:
             self.pair.entered(r, source)
         r.is_parked, r.settling, r.coming = False, False, None
-        if target in (Phase.FETCHING, Phase.RECEIVING):
+        if target in (Phase.FETCHING, Phase.RECEIVING) or (target is Phase.DROPPED and not r.started):
             self._out.append(Entered(r.rid, target.value, r.visit))
         return True
 

@@ -126,7 +126,8 @@ class Flushed:
 @dataclass(frozen=True, slots=True)
 class Expired:
     """A deadline passed: `rid` is still in the phase that `Entered` told of. A late one, from
-    another visit, has no effect. QUEUED ends the request; FETCHING goes on without the rest."""
+    another visit, has no effect. QUEUED, and DROPPED before it ever had a row, end the request; FETCHING
+    and RECEIVING go on without what is missing."""
 
     rid: RequestId
     phase: str

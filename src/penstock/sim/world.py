@@ -142,6 +142,15 @@ class World:
             late = at + rng.choice((0.0, 1.0, 20.0)) * rng.random()
             self.timer(late, Expired(a.rid, Phase.QUEUED.value, 0))
 
+    def _entered(self, out: Entered) -> None:
+        """The deadline of a phase: of one that waits in a queue again, if such have any."""
+        most = self.sc.net.patience if out.phase == RECEIVING else self.sc.deadline
+        if out.phase == Phase.DROPPED.value:
+            most = 20.0
+            if self.rng.random() >= self.sc.expire:
+                return
+        self.timer(self.rng.random() * most, Expired(out.rid, out.phase, out.visit))
+
     def expect(self, e: Expect) -> None:
         """A request arrives now."""
         self.executor.register(e.arrived, e.seed)
@@ -319,8 +328,7 @@ class World:
                 elif isinstance(out, Finished):
                     self._maybe_turn(out)
                 elif isinstance(out, Entered):
-                    most = self.sc.net.patience if out.phase == RECEIVING else self.sc.deadline
-                    self.timer(self.rng.random() * most, Expired(out.rid, out.phase, out.visit))
+                    self._entered(out)
             for rid in self.ending:
                 assert self.load.made[rid].finished is not None, f"request {rid} was not ended"
             self.ending.clear()
@@ -394,7 +402,8 @@ class World:
                     fresh = made[rid].sent and made[rid].finished is None and visit == 0
                 else:
                     fresh = (r.phase.value, r.visit) == (phase, visit)
-                made[rid].expired |= fresh and phase == Phase.QUEUED.value
+                made[rid].expired |= fresh and (phase == Phase.QUEUED.value or (
+                    r is not None and r.phase is Phase.DROPPED and not r.started))
                 self.stats[f"{phase} expired" if fresh else "stale deadline"] += 1
                 self.judge.forced.add(rid)
             case Rates():
