@@ -22,7 +22,7 @@ class Blocked(NamedTuple):
     request: Request
     visit: int
     running: int
-    taken: int | None          # None: only pages count
+    state: tuple[int, ...] | None          # of those that run, see `_state`; None: only pages count
     lacks: list[Lack]
 
 
@@ -55,31 +55,35 @@ class Admission:
         not tried for nothing. If nobody runs it is, for then somebody who waits may have to give way."""
         b = self._blocked
         return (b is not None and b.request is r and b.visit == r.visit
-                and 0 < b.running <= len(self.core.running) and b.taken in (None, self.core.taken)
+                and 0 < b.running <= len(self.core.running) and b.state in (None, self._state())
                 and all([self.core.have.is_short(r, lack) for lack in b.lacks]))
+
+    def _state(self) -> tuple[int, ...]:
+        """As long as this is the same, as many can run to their ends beside each other."""
+        return self.core.taken, *[arena.away for arena in self.core.have.arenas.values()]
 
     def is_due(self) -> bool:
         """Whether planning has made room for somebody who was not tried."""
         return self._skipped is not None and not self._is_blocked(self._skipped)
 
     def _enter(self, r: Request) -> bool:
-        have, lacks, taken = self.core.have, list[Lack](), None
+        have, lacks, state = self.core.have, list[Lack](), None
         for trigger in placement.ways_in(self.core, r):
             place = lifecycle.place_after(r.phase, trigger, r.place)
             spare = room.headroom(self.core, r, place)
             if spare is None:
-                taken = self.core.taken        # until the others that run have changed
+                state = self._state()          # until the others that run have changed
                 continue
             have.lack, have.found = None, None
             if self.core._go(r, trigger, spare):
                 return True
             if have.lack is None:
-                taken = -1                     # no row is free: that is soon seen
+                state = ()                     # no row is free: that is soon seen
             else:
                 lacks.append(have.lack)
         for lack in lacks:
             lack.gained = have.gained(lack.tier)
-        self._blocked = Blocked(r, r.visit, len(self.core.running), taken, lacks)
+        self._blocked = Blocked(r, r.visit, len(self.core.running), state, lacks)
         return False
 
     def may_start(self, r: Request) -> bool:
