@@ -384,3 +384,13 @@ def test_pages_in_quarantine_do_not_stop_those_who_run() -> None:
         if d.plans:
             d.retire()
     assert set(d.finished()) == {1, 2, 3}
+
+
+def test_a_prompt_that_is_computed_again_needs_no_page_for_the_token_that_it_gave() -> None:
+    d = Driver("prefill", hbm_pages=3)
+    d.arrive(1, range(12), transfer=5)
+    d.retire()
+    d.tell(Dropped(RequestId(1)))
+    d.tell(Flushed())
+    (again,) = d.grant(5, 12)
+    assert again.start == (0,) and len(again.binds[0].pages[0]) == 3

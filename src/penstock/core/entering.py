@@ -134,7 +134,7 @@ def _find(have: Holdings, r: Request) -> None:
 def _way(have: Holdings, r: Request, g: int, place: Place) -> Way:
     """Pin what group g has of `r`, and say what is still to be had."""
     t, way = r.tables[g], Way()
-    known, done = len(r.tokens), t.end(r.computed)
+    known, done = min(len(r.tokens), r.limit), t.end(r.computed)
     # A window moves on: its pages are taken as they are needed. Everything else is taken at once.
     end = t.end(r.computed + 1) if t.group.reach else t.end(known)
     begin = t.begin(r.computed)

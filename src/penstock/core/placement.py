@@ -79,7 +79,7 @@ def ways_in(core: Core, r: Request) -> tuple[Trigger, ...]:
         device, host = Trigger.RECEIVE, Trigger.RECEIVE_HOST
     if not r.may_host:
         return (device,)
-    if core.cfg.always_hosted or not fits(core.cfg, Place.DEVICE, len(r.tokens)):
+    if core.cfg.always_hosted or not fits(core.cfg, Place.DEVICE, min(len(r.tokens), r.limit)):
         return (host,)
     return (device, host)
 
