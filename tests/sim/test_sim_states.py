@@ -26,6 +26,8 @@ def lines(name: str) -> list[list[str]]:
 TABLE: dict[Key, set[str]] = {
     (role, phase, event): set() if follows == "impossible" else set(follows.split(","))
     for role, phase, event, follows, _ in lines("next_states.tsv")}
+# Ten thousand seeds hardly meet these: tests/unit/test_core_pair_rare.py leads there by hand.
+BY_HAND = {("prefill", "dropped", "expired", "done"), ("decode", "staging", "paused", "staging")}
 DEVIATIONS = {(role, phase, event, follows) for role, phase, event, follows, _ in lines("deviations.tsv")}
 
 
@@ -63,4 +65,4 @@ def test_every_pair_that_can_meet_goes_where_the_table_says(long_sweep: Report) 
     used: dict[Key, set[str]] = defaultdict(set)
     for s in seen:
         used[s[:3]].add(s[3])
-    assert all(d[3] in used[d[:3]] for d in DEVIATIONS), "a deviation that does not happen"
+    assert not {d for d in DEVIATIONS - BY_HAND if d[3] not in used[d[:3]]}, "a deviation that does not happen"

@@ -1,0 +1,38 @@
+"""What engines of a pair hardly ever meet in the simulator, by hand: see `BY_HAND` in test_sim_states."""
+from __future__ import annotations
+
+from driver import Driver
+
+from penstock.core.lifecycle import Phase
+from penstock.core.plan import Entered, Expired, Outcome, Paused, RequestId, Spilled
+from penstock.core.settings import CacheGroup
+
+
+def test_who_fetched_in_vain_at_a_prefill_engine_still_has_a_deadline_in_line() -> None:
+    d = Driver(role="prefill", page_size=2, hbm_pages=5, dram_pages=4, disk_pages=99, rows=1)
+    for rid, first in ((1, 0), (2, 100), (3, 200)):
+        d.arrive(rid, range(first, first + 7), transfer=rid)
+        d.retire()
+        while d.moves:
+            d.land()
+        d.tell(Expired(RequestId(rid), "sending", 0))
+    d.arrive(4, range(300, 308), transfer=4)
+    d.arrive(5, range(7), transfer=5)
+    assert d.phase(5) is Phase.FETCHING
+    for phase in ("fetching", "dropped"):
+        entered = [o for o in d.out if isinstance(o, Entered) and o.rid == 5][-1]
+        assert entered.phase == phase
+        d.tell(Expired(RequestId(5), phase, entered.visit))
+    assert d.finished()[5] is Outcome.EXPIRED
+
+
+def test_a_pause_without_room_on_the_host_leaves_a_row_where_it_goes() -> None:
+    groups = CacheGroup(name="full", page_bytes=0), CacheGroup(name="selector", page_bytes=0, selector=True)
+    d = Driver(role="decode", groups=groups, page_size=2, hbm_pages=40, dram_pages=10, hot_pages=1,
+               max_len=16)
+    d.arrive(1, range(9), max_new=7, selects=True)
+    d.retire()
+    d.tell(Spilled(RequestId(1)))
+    assert d.phase(1) is Phase.STAGING
+    d.tell(Paused(RequestId(1)))
+    assert d.phase(1) is Phase.STAGING
