@@ -1,7 +1,7 @@
 """Who of the waiting gets a row: in order, and the first that does not fit blocks the rest.
 
 Asks `placement` for the ways in and `Core` for the edge. Page tables are long: who did not fit is not
-tried again before as much has come as it lacked. Knows nothing of rows that run, but how many.
+tried again before as much has come as it lacked, or those that it waits for have changed.
 """
 from __future__ import annotations
 
