@@ -14,6 +14,7 @@ from penstock.core.plan import (
     Event,
     Finished,
     Flushed,
+    Moved,
     MoveId,
     RequestId,
     Retired,
@@ -22,7 +23,7 @@ from penstock.core.plan import (
 )
 from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
-from penstock.core.tree import Copy
+from penstock.core.tree import Copy, Node
 
 PROMPT = tuple(range(9))
 
@@ -89,3 +90,30 @@ def test_a_page_whose_copy_on_the_host_is_suspect_is_not_fetched_into_a_second()
     have.tree.attach(node, have.host[0], suspect)
     assert have.match(r, stored=True) == []
     assert storage.reserve(have, r) and not (r.path or have.copies.has_planned)
+
+
+def test_damaged_pages_are_not_stored_and_the_first_to_go() -> None:
+    """Whoever names them goes on, and seals more of them."""
+    core = Core(CoreConfig(page_size=2, rows=4, hbm_pages=20, dram_pages=40, disk_pages=40))
+    tree, disk = core.have.tree, core.have.disk[0]
+    events, damaged = list[Event](), list[Node]()
+    asked: dict[int, list[Event]] = {
+        0: [Arrived(RequestId(0), PROMPT, 9)], 2: [Arrived(RequestId(1), PROMPT, 9)],
+        4: [Aborted(RequestId(0), damaged=True)], 8: [Arrived(RequestId(2), PROMPT, 2)]}
+    for turn in range(40):
+        advance = core.advance([*events, *asked.get(turn, ())])
+        core.check()
+        if turn == 4:
+            damaged = list(core.live[RequestId(1)].path)
+        plan = advance.plan
+        # Nothing has come to the host before the damage is known.
+        events = [] if plan is None else [
+            *(Moved(m.id, turn > 5) for m in plan.moves), Retired(plan.step, ((5,),) * sum(plan.samples))]
+    assert damaged and not core.live and core.have.copies.flights == {}
+    banished = [n for n in tree.nodes() if n.banished]
+    good = [n for n in tree.nodes() if not n.banished]
+    assert len(banished) > len(damaged) and not any(disk in n.copies for n in banished)
+    assert good and all(n.ready(disk) for n in good)
+    assert tree.evict(core.have.device[0], len([n for n in banished if core.have.device[0] in n.copies]))
+    assert not any(core.have.device[0] in n.copies for n in banished)
+    assert all(core.have.device[0] in n.copies for n in good), "good pages went first"

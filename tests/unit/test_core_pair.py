@@ -394,3 +394,16 @@ def test_a_prompt_that_is_computed_again_needs_no_page_for_the_token_that_it_gav
     d.tell(Flushed())
     (again,) = d.grant(5, 12)
     assert again.start == (0,) and len(again.binds[0].pages[0]) == 3
+
+
+def test_a_cancelled_push_that_hangs_keeps_its_pages_and_nobody_else() -> None:
+    d = prefilled(hbm_pages=8)
+    d.grant(5, 10)
+    d.arrive(2, range(100, 110), transfer=6)                  # computed, and nobody grants pages for it
+    d.retire()
+    d.arrive(3, range(200, 220), transfer=7)
+    assert d.phase(3) is Phase.QUEUED and d.phase(2) is Phase.SENDING, "the push may end any moment"
+    d.hear(Cancel(PEER, US, 5, 1))
+    assert d.finished() == {1: Outcome.LOST} and d.phase(2) is Phase.DROPPED
+    d.retire()
+    assert d.phase(3) is Phase.SENDING

@@ -45,8 +45,8 @@ def test_hosted_rows_share_what_the_host_has() -> None:
     assert one[:4] == two[:4] and cached(d, 2)[1] == 16
 
 
-def test_a_store_holds_at_most_a_quarter_of_the_host() -> None:
-    d = Driver(dram_pages=16, disk_pages=64, hbm_pages=32)
+def test_writing_to_storage_holds_at_most_a_sixteenth_of_the_host() -> None:
+    d = Driver(dram_pages=64, disk_pages=64, hbm_pages=32)
     d.arrive(1, range(61), max_new=1)
     while d.plans:
         d.retire()

@@ -5,6 +5,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from penstock.core.lifecycle import ACTIVE, Lease, Phase, Place
+from penstock.core.plan import Tier
 from penstock.core.request import Request
 from penstock.core.room import GAVE_WAY_MAX
 from penstock.core.tree import Copy, Node, Space
@@ -35,6 +36,8 @@ def check(core: Core) -> None:
     for space, owned in pages.items():
         held = space.pool.held
         assert len(owned) == len(held) and held == set(owned), f"{space}: pages without an owner"
+    stored = [len(f.pairs) for f in have.copies.flights.values() if Tier.DISK in (f.src.tier, f.dst.tier)]
+    assert sum(stored) <= core.cfg.store_pages, "storage holds more of the host than it may"
     _queues(core)
 
 
@@ -58,6 +61,7 @@ def _tree(core: Core, pins: dict[Copy, int], refs: dict[Node, int], moves: dict[
         parent = stack.pop()
         for key, node in parent.children.items():
             assert node.parent is parent and (node.key is key or node.key == key)
+            assert node.banished or not parent.banished, "a good page that builds on a damaged one"
             if node.refs:
                 assert node.refs == refs.pop(node, 0), REFS
             assert node.copies or node.refs or node.children, "an empty node stays"

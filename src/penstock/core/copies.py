@@ -44,13 +44,13 @@ class Copies:
         self.cfg, self.tree = cfg, tree
         self.device, self.host, self.disk, self._disk_arena = device, host, disk, disk_arena
         self.flights: dict[MoveId, Flight] = {}
-        self.grants: dict[MoveId, None] = {}             # of these, those that the peer may write
+        self.wire: dict[MoveId, None] = {}               # of these, those from or to another engine
         self.outbox: list[Move] = []                     # planned since the last step
         self._saves: dict[Space, MoveId] = {}            # the same, by source: more pages may join these
         self.retired = StepId(0)
         self._peer = Space(Tier.PEER, Group(0), Pool("peer", 0))
         self._next = 1
-        self._storing = 0                                # pages on their way to storage
+        self._at_store = 0                               # host pages that storage reads or writes
         self._to_store: deque[tuple[int, Node]] = deque(maxlen=max(1, cfg.dram_pages))
 
     # ---------------------------------------------------------------- planning a copy
@@ -83,6 +83,7 @@ class Copies:
         """Fill the copies that `nodes` have in `dst` from those in `src`."""
         if nodes:
             pairs = [(n.copies[src], n.copies[dst]) for n in nodes]
+            self._at_store += len(pairs) if Tier.DISK in (src.tier, dst.tier) else 0
             self._plan(self._fly(Flight(src, dst, pairs, nodes)), len(nodes) * self._unit(src), self.retired)
 
     def save(self, nodes: list[Node], src: Space, dst: Space) -> None:
@@ -127,7 +128,7 @@ class Copies:
         flight = Flight(self._peer, space, [(Copy(-1), target) for target in targets], request=r)
         move = self._plan(self._fly(flight), tokens, self.retired, first, transfer, generation)
         r.moves.add(move)
-        self.grants[move] = None
+        self.wire[move] = None
         return move
 
     def push(self, r: Request, space: Space, sources: list[Copy], first: int, tokens: int,
@@ -136,6 +137,7 @@ class Copies:
         flight = Flight(space, self._peer, [(source, Copy(-1)) for source in sources], request=r)
         move = self._plan(self._fly(flight), tokens, r.last_issue, first, transfer, generation)
         r.moves.add(move)
+        self.wire[move] = None
         return move
 
     def _unit(self, space: Space) -> int:
@@ -147,7 +149,7 @@ class Copies:
         on them must let go of them before `settle`."""
         failed: list[Copy] = []
         flight = self.flights.pop(id)
-        self.grants.pop(id, None)
+        self.wire.pop(id, None)
         for source, target in flight.pairs:
             source.moves -= 1
             target.moves -= 1
@@ -161,8 +163,8 @@ class Copies:
                 failed.append(source)
         if flight.request is not None:
             flight.request.moves.discard(id)
-        if flight.dst.tier is Tier.DISK:
-            self._storing -= len(flight.pairs)
+        if Tier.DISK in (flight.src.tier, flight.dst.tier):
+            self._at_store -= len(flight.pairs)
         return flight, failed
 
     def recall(self, moves: Sequence[Move]) -> None:
@@ -207,22 +209,27 @@ class Copies:
 
     # ---------------------------------------------------------------- storage
     def store(self, nodes: Sequence[tuple[int, Node]]) -> None:
-        """Pages whose host copy has landed go on to storage, as far as there is room. A copy that
-        is being stored cannot be evicted, so a store that hangs may hold a quarter of the host."""
+        """Pages whose host copy has landed go on to storage, as far as there is room. Reads are urgent:
+        they may use twice as much of the host as makes writes wait."""
         self._to_store += nodes
         todo: dict[int, list[Node]] = {}
         num = 0
-        while self._to_store and 4 * (self._storing + num) < self.cfg.dram_pages:
+        while self._to_store and 2 * (self._at_store + num) < self.cfg.store_pages:
             g, node = self._to_store.popleft()
             space = self.disk[g]
-            if not node.ready(self.host[g]) or space in node.copies or not self._slot(g):
+            if (node.banished or not node.ready(self.host[g]) or space in node.copies
+                    or not self._slot(g)):
                 continue
             self.tree.attach(node, space, Copy(space.pool.acquire(1)[0], ready=False))
             todo.setdefault(g, []).append(node)
             num += 1
-        self._storing += num
         for g, ready in todo.items():
             self.move_nodes(ready, self.host[g], self.disk[g])
+
+    @property
+    def reads_left(self) -> int:
+        """Host pages that storage may begin to fill now."""
+        return max(0, self.cfg.store_pages - self._at_store)
 
     def _slot(self, g: int) -> bool:
         """Whether a storage slot for a page of group g can be had, from the oldest of any group."""

@@ -172,7 +172,7 @@ class Core:
                 self._ask(rid, Trigger.PROMOTE)
             case Flushed():
                 tree = self.have.tree
-                while any([tree.evict(space, 1 << 60) for space in tree.spaces]):
+                while tree.evict_all(tree.spaces):
                     pass
             case Expired(rid, phase, visit):
                 r = self.live.get(rid)
@@ -347,6 +347,8 @@ class Core:
                 have.park(r)
                 if not have.is_complete(r):
                     self._go(r, Trigger.DROP)  # it had lost a page before that
+            if r.more and r.phase is Phase.FETCHING and storage.is_fetched(have, r):
+                storage.read(have, r)
             if r.grant is not None and r.phase is Phase.SENDING and not (r.is_pushed or r.in_flight):
                 assert self.pair is not None
                 if staying.missing(r) == []:
@@ -417,8 +419,8 @@ class Core:
         """Start reading stored prefixes early, if reading beats computing them again."""
         queued, self.unasked = [r for r in self.unasked if r.phase is Phase.QUEUED], []
         for r in queued:
-            if not self.admission.may_start(r):
-                self.unasked.append(r)         # a fork, asked for when its leader has begun to answer
+            if not (self.have.copies.reads_left and self.admission.may_start(r)):
+                self.unasked.append(r)         # or a fork, asked for when its leader has begun to answer
                 continue
             pages = storage.stored(self.have, r)
             if pages and (self.rates is None or self.rates.disk_page_us

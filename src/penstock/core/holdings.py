@@ -229,7 +229,7 @@ class Holdings:
         if copy.node is not None:
             self.tree.settle(copy.node)
         elif copy.page >= 0:
-            away = any(move in self.copies.grants for move in r.moves)
+            away = any(move in self.copies.wire for move in r.moves)
             space.pool.release([copy.page], Fence(copy.used, frozenset(r.moves), away))
 
     def let_go(self, r: Request, g: int, device: list[Copy | None], host: list[Copy | None]) -> None:

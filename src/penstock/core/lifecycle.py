@@ -113,7 +113,7 @@ BUSY = (P.LOADING, P.PREFILL, P.STAGING, P.PROMOTING)
 # Phases whose requests wait for admission, in one queue.
 WAITING = (P.QUEUED, P.FETCHING, P.RECEIVING, P.SENDING, P.PAUSED, P.DROPPED)
 # Of these, those with something to do for KV that they have.
-HOLDING = (P.RECEIVING, P.SENDING, P.PAUSED)
+HOLDING = (P.FETCHING, P.RECEIVING, P.SENDING, P.PAUSED)
 
 
 def edges(mode: Mode) -> Mapping[tuple[Phase, Trigger], Phase]:

@@ -47,11 +47,11 @@ def fits(cfg: CoreConfig, place: Place, tokens: int) -> bool:
     """Whether a request that is alone can have this many positions."""
     device, host = needs(cfg, place, tokens)
     if len(cfg.groups) == 1:
-        return device[0] <= cfg.hbm_pages and host[0] <= cfg.dram_pages
+        return device[0] <= cfg.hbm_pages and host[0] <= cfg.host_units - cfg.store_pages
     per = cfg.groups[0].slab_pages
     host_slabs = sum(-(-n // group.slab_pages) for group, n in zip(cfg.groups, host, strict=True))
     return (_slabs(cfg.groups, device, place) <= cfg.hbm_pages // per
-            and host_slabs <= cfg.dram_pages // per)
+            and host_slabs <= max(0, cfg.host_units - cfg.store_pages))
 
 
 def largest(cfg: CoreConfig, a: Arrived) -> int:
@@ -110,8 +110,8 @@ def _demand(core: Core) -> Pages:
 
 def _all_fit(core: Core, total: Pages) -> bool:
     device, host = total
-    return _total(core.cfg, core.have.arenas[Tier.HBM], device) and (
-        not any(host) or _total(core.cfg, core.have.arenas[Tier.DRAM], host))
+    return _total(core.cfg, core.have.arenas[Tier.HBM], device, 0) and (
+        not any(host) or _total(core.cfg, core.have.arenas[Tier.DRAM], host, core.cfg.store_pages))
 
 
 def all_end(core: Core, r: Request, place: Place) -> bool:
@@ -121,11 +121,12 @@ def all_end(core: Core, r: Request, place: Place) -> bool:
     return _all_fit(core, total)
 
 
-def _total(cfg: CoreConfig, arena: Arena, pages: list[int]) -> bool:
-    """Pages that another engine may write count as gone, and each of them as a slab."""
+def _total(cfg: CoreConfig, arena: Arena, pages: list[int], kept: int) -> bool:
+    """Pages that another engine may write, and those `kept` for storage, count as gone, and each of
+    them as a slab."""
     if len(cfg.groups) == 1:
-        return pages[0] <= arena.pools[0].capacity - arena.away
-    return _slabs(cfg.groups, pages, Place.DEVICE) <= arena.slabs - arena.away
+        return pages[0] <= arena.pools[0].capacity - arena.away - kept
+    return _slabs(cfg.groups, pages, Place.DEVICE) <= arena.slabs - arena.away - kept
 
 
 def promote(core: Core) -> bool:

@@ -98,6 +98,7 @@ class Request:
     visit: int = 0                             # phases entered so far: names one stay in a phase
     loads: int = 0                             # pages of its path that were not on the device
     fetched: int = 0                           # pages that came from storage
+    more: bool = False                         # while it fetches: not all of its pages are asked for
     coming: list[tuple[int, Node]] | None = None            # while it fetches: the first page, and its
                                                # group, that has not come; empty: all have; None: look
 

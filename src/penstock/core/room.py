@@ -18,16 +18,17 @@ if TYPE_CHECKING:
     from penstock.core.core import Core
 
 
-def promised(core: Core, tier: Tier = Tier.HBM, *, storage: bool = False) -> bool:
-    """Whether pages of `tier` will become free or evictable without a further victim. A store may hang:
-    what it reads or writes counts only with `storage`."""
+def promised(core: Core, tier: Tier = Tier.HBM) -> bool:
+    """Whether pages of `tier` will become free or evictable without a further victim. What a store reads
+    or writes does not count, it may hang; nor does what another engine writes, or reads for a request
+    that has ended: that takes as long as it takes."""
     have = core.have
     if any(pool.in_limbo > pool.away for pool in have.arenas[tier].pools):
         return True
     for flight in have.copies.flights.values():
-        if flight.src.tier is Tier.PEER:
-            continue                           # when a grant ends is not ours to say
-        if not storage and Tier.DISK in (flight.src.tier, flight.dst.tier):
+        ends = flight.src.tier, flight.dst.tier
+        if Tier.DISK in ends or Tier.PEER is ends[0] or (
+                Tier.PEER is ends[1] and flight.request is not None and flight.request.phase is Phase.DONE):
             continue
         for space, side in ((flight.src, 0), (flight.dst, 1)):
             if space.tier is tier and any(pair[side].pins == 0 for pair in flight.pairs):
@@ -71,9 +72,7 @@ def _is_clear(core: Core) -> bool:
     have = core.have
     if len(core.cfg.groups) == 1:
         return True
-    for spaces in (have.device, have.host):
-        for space in spaces:
-            have.tree.evict(space, 1 << 60)
+    have.tree.evict_all((*have.device, *have.host))
     have.drain()
     return not any(pool.in_limbo > pool.away for tier in (Tier.HBM, Tier.DRAM)
                    for pool in have.arenas[tier].pools)
@@ -117,16 +116,16 @@ def for_growth(core: Core, r: Request, taken: list[Request]) -> None:
 
 
 def may_spill(core: Core, r: Request) -> bool:
-    """Whether `r` frees device pages when it goes on from the host."""
-    return (r.phase is Phase.RESIDENT and r.may_host
+    """Whether `r` frees device pages when it goes on from the host, and copies to there do not always
+    fail it."""
+    return (r.phase is Phase.RESIDENT and r.may_host and r.stuck < STUCK_MAX
             and any(t.hosted and len(t.device) > core.cfg.hot_pages for t in r.tables))
 
 
 def _spills(core: Core, victim: Request) -> bool:
     """Let it go on from host pages, if it can and there is room. The first of all only when alone."""
-    if victim.stuck >= STUCK_MAX or (victim is core.running[0] and len(core.running) > 1):
-        return False
-    return may_spill(core, victim) and core.spill(victim)
+    last = victim is core.running[0] and len(core.running) > 1
+    return not last and may_spill(core, victim) and core.spill(victim)
 
 
 def _for_host_pages(core: Core, taken: list[Request]) -> None:
@@ -142,8 +141,8 @@ def _for_host_pages(core: Core, taken: list[Request]) -> None:
         if victim.phase is Phase.LOADING:
             continue
         if victim is not core.running[0] or not (
-                core.have.arenas[Tier.DRAM].away or rows[1:] or promised(core, Tier.DRAM, storage=True)):
-            core._go(victim, Trigger.DROP)     # the first of all waits for what loads, is stored, or away
+                core.have.arenas[Tier.DRAM].away or rows[1:] or promised(core, Tier.DRAM)):
+            core._go(victim, Trigger.DROP)     # the first of all waits for what loads, or is away
         return
 
 
@@ -192,7 +191,7 @@ def for_admission(core: Core, r: Request) -> None:
         core._go(r, Trigger.DROP)              # what it kept is in its own way
         return
     for spaces in (have.device, have.host):    # what is cached may lie one page to a slab
-        if sum([have.tree.evict(space, 1 << 60) for space in spaces]):
+        if have.tree.evict_all(spaces):
             return
 
 

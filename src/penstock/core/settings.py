@@ -76,6 +76,18 @@ class CoreConfig:
         return self.pp_size + int(self.overlap)
 
     @property
+    def host_units(self) -> int:
+        """What requests compete for in the host: pages, or, of several groups, slabs, since a page that
+        stays behind keeps all of its slab."""
+        return self.dram_pages // (self.groups[0].slab_pages if len(self.groups) > 1 else 1)
+
+    @property
+    def store_pages(self) -> int:
+        """Host pages that storage may read and write at once: one that hangs keeps no more, and nobody
+        is promised them."""
+        return min(self.host_units, max(2, self.host_units // 8)) if self.disk_pages else 0
+
+    @property
     def sparse(self) -> bool:
         """Whether rows may decode from host pages."""
         return self.hot_pages > 0 and self.dram_pages > 0

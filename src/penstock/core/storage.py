@@ -32,35 +32,51 @@ def reserve(have: Holdings, r: Request) -> bool:
     """Take the path as far as storage knows it, pin what the host has of it, and start reading the
     rest. False: no room in the host, nothing has changed."""
     path = have.match(r, stored=True)
-    todo: list[list[Node]] = [[] for _ in r.tables]
-    pinned: list[Copy] = []
+    want, nodes, pinned = [0] * len(r.tables), set[int](), list[Copy]()
     for g, i, node in _wanted(have, r, path):
         if copy := node.good(have.host[g]):
             put(r.tables[g].host, i, copy)
             pinned.append(copy)
         elif not node.good(have.device[g]):
-            todo[g].append(node)
+            want[g] += 1
+            nodes.add(id(node))
     for node in path:
         have.tree.use(node)
-    if not have.room(Tier.DRAM, [len(nodes) for nodes in todo]):
+    if not have.room(Tier.DRAM, want):
         for t in r.tables:
             t.host.clear()
         for copy in pinned:
             copy.pins -= 1
         have.tree.leave(path)
         return False
-    r.path = path
-    r.fetched = len({id(node) for nodes in todo for node in nodes})
-    for g, nodes in enumerate(todo):
-        pages = have.host[g].pool.acquire(len(nodes))
-        for node, page in zip(nodes, pages[::-1], strict=True):
-            copy = Copy(page, ready=False)
-            have.tree.attach(node, have.host[g], copy)
-        have.copies.move_nodes(nodes, have.disk[g], have.host[g])
-    for g, i, node in _wanted(have, r, path):
-        if own(r.tables[g].host, i) is None and (copy := node.good(have.host[g])):
-            put(r.tables[g].host, i, copy)
+    r.path, r.fetched = path, len(nodes)
+    read(have, r)
     return True
+
+
+def read(have: Holdings, r: Request) -> None:
+    """Start reading what is missing, in order, as much as storage may hold of the host at once. The rest
+    is asked for when this has come; what comes after a page that cannot be had is not."""
+    todo: list[list[Node]] = [[] for _ in r.tables]
+    left, r.more, r.coming = have.copies.reads_left, False, None
+    for g, i, node in _wanted(have, r, r.path):
+        if own(r.tables[g].host, i) is not None:
+            continue
+        copy = node.good(have.host[g])
+        if copy is None:
+            if node.good(have.device[g]):
+                continue
+            r.more = not left
+            if (not left or have.host[g] in node.copies or not node.ready(have.disk[g])
+                    or not have.room(Tier.DRAM, have.one(g))):
+                break
+            copy = Copy(have.host[g].pool.acquire(1)[0], ready=False)
+            have.tree.attach(node, have.host[g], copy)
+            todo[g].append(node)
+            left -= 1
+        put(r.tables[g].host, i, copy)
+    for g, nodes in enumerate(todo):
+        have.copies.move_nodes(nodes, have.disk[g], have.host[g])
 
 
 def is_fetched(have: Holdings, r: Request) -> bool:

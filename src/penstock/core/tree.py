@@ -58,6 +58,7 @@ class Node:
     copies: dict[Space, Copy] = field(default_factory=dict)
     refs: int = 0
     last_used: int = 0             # the tree's clock when the last request left it, or IN_USE
+    banished: bool = False         # damaged, or computed from what is: nobody finds it
 
     def ready(self, space: Space) -> bool:
         copy = self.copies.get(space)
@@ -89,12 +90,12 @@ class Tree:
         """The node of a page that was just sealed under `parent`, new or known."""
         node = parent.children.get(key)
         if node is None:
-            node = parent.children[key] = Node(key, parent, parent.depth + 1)
+            node = parent.children[key] = Node(key, parent, parent.depth + 1, banished=parent.banished)
         return node
 
     def banish(self, node: Node) -> None:
-        """Nobody finds this page any more, nor what builds on it. Requests that name it go on with it;
-        its copies are evicted like any others."""
+        """Nobody finds this page any more, nor what builds on it. Requests that name it go on with it; when
+        they leave it, its copies are the first to be evicted."""
         parent = node.parent
         if parent is None or parent.children.get(node.key) is not node:
             return
@@ -102,6 +103,8 @@ class Tree:
         self._banished -= 1
         node.parent = self.root(self._banished)
         node.parent.children[node.key] = node
+        for below in self._below(node):
+            below.banished = True
         self.settle(parent)
 
     def attach(self, node: Node, space: Space, copy: Copy) -> None:
@@ -126,7 +129,7 @@ class Tree:
             node.refs -= 1
             assert node.refs >= 0
             if not node.refs:
-                node.last_used = self._clock
+                node.last_used = 0 if node.banished else self._clock
             self.settle(node)
 
     # ---------------------------------------------------------------- eviction
@@ -174,6 +177,10 @@ class Tree:
             gone += 1
         return gone
 
+    def evict_all(self, spaces: Sequence[Space]) -> int:
+        """Give up every copy in these spaces that nobody needs. Returns how many."""
+        return sum([self.evict(space, 1 << 60) for space in spaces])
+
     def _compact(self, space: Space) -> None:
         """Drop the entries that no longer say the truth, and repeats."""
         live = {id(e[3]): e for e in space.order
@@ -192,9 +199,14 @@ class Tree:
     # ---------------------------------------------------------------- for checks and metrics
     def nodes(self) -> Iterator[Node]:
         """Every node but the roots, parents before children."""
-        stack = list(self.roots.values())
+        for root in self.roots.values():
+            for node in self._below(root):
+                if node is not root:
+                    yield node
+
+    def _below(self, node: Node) -> Iterator[Node]:
+        """This node, and all that build on it."""
+        stack = [node]
         while stack:
-            node = stack.pop()
-            if node.parent is not None:
-                yield node
-            stack.extend(node.children.values())
+            stack.extend((node := stack.pop()).children.values())
+            yield node

@@ -273,8 +273,7 @@ def waits_instead_of_evicting(real: Real, have: Holdings, tier: Tier, want: Sequ
 
 
 @instead_of(room, "promised", 200)
-def second_victim_for_the_same_page(real: Real, core: Core, tier: Tier = Tier.HBM, *,
-                                    storage: bool = False) -> bool:
+def second_victim_for_the_same_page(real: Real, core: Core, tier: Tier = Tier.HBM) -> bool:
     """Promised pages are not counted before somebody else is disturbed."""
     return False
 

@@ -207,11 +207,10 @@ class SelectorGivenUpByASpill(Core):
 
 
 @instead_of(room, "promised", mode=LOANS)
-def second_victim_while_a_spill_is_promised(real: Real, core: Core, tier: Tier = Tier.HBM, *,
-                                            storage: bool = False) -> bool:
+def second_victim_while_a_spill_is_promised(real: Real, core: Core, tier: Tier = Tier.HBM) -> bool:
     """While the pages of one spill are behind their fences, the next row is spilled."""
     spilled = any(q.place is Place.HOST for q in core.running)
-    return not spilled and bool(real(core, tier, storage=storage))
+    return not spilled and bool(real(core, tier))
 
 
 # ---------------------------------------------------------------- from the host

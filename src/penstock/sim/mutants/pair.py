@@ -42,7 +42,7 @@ def wrong(owner: object, name: str, budget: int = 300, first: int = 0,
 @wrong(Holdings, "unpin")
 def granted_page_reused(real: Real, have: Holdings, r: Request, space: Space, copy: Copy) -> None:
     """The fence of a page does not name the grant that is open on it."""
-    moves, r.moves = r.moves, {m for m in r.moves if m not in have.copies.grants}
+    moves, r.moves = r.moves, {m for m in r.moves if m not in have.copies.wire}
     real(have, r, space, copy)
     r.moves = moves
 
@@ -76,9 +76,9 @@ def cancel_frees_at_once(real: Real, side: DecodeSide, transfer: int) -> list[pe
 def quarantined_pages_count_as_promised(real: Real, have: Holdings, r: Request, space: Space,
                                         copy: Copy) -> None:
     """Nobody gives way, for pages come back: when another engine says so."""
-    grants, have.copies.grants = have.copies.grants, {}
+    grants, have.copies.wire = have.copies.wire, {}
     real(have, r, space, copy)
-    have.copies.grants = grants
+    have.copies.wire = grants
 
 
 @wrong(Pairing, "_landed")

@@ -10,9 +10,9 @@ from penstock.core.holdings import Holdings
 from penstock.core.lifecycle import Lease, Phase
 from penstock.core.plan import Event, Expired, Moved, MoveId, Outcome, StepId, Tier
 from penstock.core.request import Request
+from penstock.core.settings import CoreConfig
 from penstock.core.tree import Copy
 from penstock.sim.mutants.registry import Real, instead_of, mutant
-
 
 class _BytesNotVerified(Core):
     way: tuple[Tier, Tier]
@@ -48,6 +48,21 @@ def what_failed_to_load_is_loaded_again(real: Real, copies: Copies, id: MoveId, 
             source.bad, source.ready = False, True
             lost.remove(source)
     return result
+
+
+@mutant()
+class StorageTakesWhatItLikes(Core):
+    """A prefix is read in one go, however much of the host that takes from those who run."""
+
+    def __init__(self, cfg: CoreConfig) -> None:
+        super().__init__(cfg)
+        self.have.copies.__class__ = _Boundless
+
+
+class _Boundless(Copies):
+    @property
+    def reads_left(self) -> int:
+        return 1 << 30
 
 
 @instead_of(Holdings, "release", 400, mode="expire=0.3,disk=40,deadline=1")
