@@ -14,6 +14,7 @@ from penstock.core.settings import CoreConfig
 from penstock.core.tree import Copy
 from penstock.sim.mutants.registry import Real, instead_of, mutant
 
+
 class _BytesNotVerified(Core):
     way: tuple[Tier, Tier]
 
