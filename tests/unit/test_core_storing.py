@@ -2,10 +2,12 @@
 from __future__ import annotations
 
 import pytest
+from driver import Driver
 
 from penstock.core.core import Core
-from penstock.core.plan import Arrived, Event, Moved, RequestId, Retired, Tier
+from penstock.core.plan import Aborted, Arrived, Event, Moved, RequestId, Retired, Tier
 from penstock.core.settings import CoreConfig
+from penstock.core.tree import Node
 
 
 @pytest.mark.parametrize("hot, always", [(0, False), (1, False), (1, True)],
@@ -25,3 +27,24 @@ def test_what_the_host_has_is_stored(hot: int, always: bool) -> None:
     assert len(sealed) == 10 and not core.live
     assert all(node.ready(core.have.host[0]) and node.ready(core.have.disk[0]) for node in sealed)
     assert not [f for f in core.have.copies.flights.values() if f.dst.tier is Tier.DISK]
+
+
+@pytest.mark.parametrize("disk", [0, 64])
+def test_what_was_sealed_when_the_host_was_full_follows_when_it_has_room(disk: int) -> None:
+    d = Driver(page_size=2, hbm_pages=40, dram_pages=16, disk_pages=disk, hot_pages=1, always_hosted=True)
+    host, disks = d.core.have.host[0], d.core.have.disk[0]
+    d.arrive(1, range(21), max_new=5, selects=True)       # 13 of the host's pages
+    d.arrive(2, range(100, 113), max_new=5)
+
+    def sealed() -> list[Node]:
+        return [n for n in d.core.have.tree.nodes() if n.key[0] >= 100]
+
+    while not sealed():
+        d.retire()
+    assert [host in n.copies for n in sealed()] == [True] * 5 + [False], "the host was never full"
+    d.tell(Aborted(RequestId(1)))
+    while d.plans:
+        d.retire()
+    d.run()
+    assert len(sealed()) == 8 and all(n.ready(host) for n in sealed())
+    assert not disk or all(n.ready(disks) for n in sealed())

@@ -6,6 +6,7 @@ where a request goes in `placement`.
 """
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -70,6 +71,8 @@ class Holdings:
         self.lent: list[Request] = []                    # in host pages: their device pages are a loan
         self.lacks = Tier.HBM                            # where there was no room last
         self.lack: Lack | None = None                    # and what for
+        # Pages of each group that were sealed when the host was full.
+        self.late = [deque[Node](maxlen=max(1, cfg.dram_pages)) for _ in cfg.groups]
         self.found: Found | None = None                  # of what was last looked for
 
     @property

@@ -56,6 +56,8 @@ def seal(have: Holdings, r: Request) -> None:
             leave_behind(have, r, g, t)
     if store and have.cfg.disk_pages and have.cfg.prefix_cache:
         have.copies.store(store)
+    if any(have.late):
+        _catch_up(have)
 
 
 def _offer(have: Holdings, r: Request, g: int, i: int, node: Node) -> None:
@@ -74,16 +76,30 @@ def _offer(have: Holdings, r: Request, g: int, i: int, node: Node) -> None:
 
 
 def write_through(have: Holdings, g: int, nodes: list[Node], r: Request) -> None:
-    """Copy sealed pages to the host, as far as there is room; reserved pages are used first."""
+    """Copy sealed pages to the host, as far as there is room; reserved pages are used first. The rest is
+    copied when the next pages are sealed, if there is room then."""
     todo: list[Node] = []
     host, reserve = have.host[g], r.reserve[g]
-    for node in nodes:
+    for i, node in enumerate(nodes):
         if not (reserve or host.pool.free or have.room(Tier.DRAM, have.one(g))):
+            have.late[g] += nodes[i:]
             break
         page = reserve.pop() if reserve else host.pool.acquire(1)[0]
         have.tree.attach(node, host, Copy(page, ready=False))
         todo.append(node)
     have.copies.save(todo, have.device[g], host)
+
+
+def _catch_up(have: Holdings) -> None:
+    """Save pages that were sealed when the host was full, or what is sealed behind them serves nobody."""
+    for late, device, host in zip(have.late, have.device, have.host, strict=True):
+        todo: list[Node] = []
+        while late and (host.pool.free or have.room(Tier.DRAM, have.one(host.group))):
+            node = late.popleft()
+            if node.ready(device) and host not in node.copies and not node.banished:
+                have.tree.attach(node, host, Copy(host.pool.acquire(1)[0], ready=False))
+                todo.append(node)
+        have.copies.save(todo, device, host)
 
 
 def leave_behind(have: Holdings, r: Request, g: int, t: Table) -> None:
