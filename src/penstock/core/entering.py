@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from penstock.core.lifecycle import Phase, Place
 from penstock.core.plan import Row, Tier
-from penstock.core.request import STUCK_MAX, Request, Table
+from penstock.core.request import STUCK_MAX, Request
 from penstock.core.staying import own
 from penstock.core.tree import Copy, Node
 
@@ -144,10 +144,10 @@ def _way(have: Holdings, r: Request, g: int, place: Place) -> Way:
     for i in range(begin, max(end, done)):
         node = have.node(r, t, i)
         if hosted:
-            way.host.append(_host_entry(have, r, t, g, i, node, way) if i < done else _new())
+            way.host.append(_entry(have, r, g, i, node, way, host=True) if i < done else _new())
             way.device.append(_shared(have, g, node))
         else:
-            way.device.append(_device_entry(have, r, t, g, i, node, way) if i < done else _new())
+            way.device.append(_entry(have, r, g, i, node, way, host=False) if i < done else _new())
     if hosted:
         way.hot = have.cfg.hot_pages
     return way
@@ -168,35 +168,24 @@ def _shared(have: Holdings, g: int, node: Node | None) -> Copy | None:
     return _pin(copy) if copy is not None and copy.ready else None
 
 
-def _device_entry(have: Holdings, r: Request, t: Table, g: int, i: int, node: Node | None,
-                  way: Way) -> Copy:
-    mine = own(t.device, i)
-    if mine is None and node is not None:
-        mine = node.good(have.device[g])
-    if mine is not None:
-        return _pin(mine)
-    source = own(t.host, i)
+def _entry(have: Holdings, r: Request, g: int, i: int, node: Node | None, way: Way, *, host: bool) -> Copy:
+    """Page i of group g where it is wanted, or a new one that is filled from the other side. The device
+    may still be loading what is to be saved, see `_is_early`."""
+    t = r.tables[g]
+    sides = (t.device, have.device[g], way.loads), (t.host, have.host[g], way.saves)
+    column, space, fills = sides[host]
+    below, other, _ = sides[not host]
+    copy = own(column, i)
+    if copy is None and node is not None:
+        copy = node.good(space)
+    if copy is not None:
+        return _pin(copy)
+    source = own(below, i)
     if source is None and node is not None:
-        source = node.good(have.host[g])
-    assert source is not None and source.ready, f"request {r.rid}: page {i} of {t.group.name} is lost"
+        source = node.good(other)
+    assert source is not None and (host or source.ready), f"request {r.rid}: page {i} of group {g} is lost"
     target = _new()
-    way.loads.append(Fill(i, node, _pin(source), target))
-    return target
-
-
-def _host_entry(have: Holdings, r: Request, t: Table, g: int, i: int, node: Node | None,
-                way: Way) -> Copy:
-    mine = own(t.host, i)
-    if mine is None and node is not None:
-        mine = node.good(have.host[g])
-    if mine is not None:
-        return _pin(mine)
-    source = own(t.device, i)
-    if source is None and node is not None:
-        source = node.good(have.device[g])
-    assert source is not None, f"request {r.rid}: page {i} of {t.group.name} is lost"
-    target = _new()
-    way.saves.append(Fill(i, node, _pin(source), target))
+    fills.append(Fill(i, node, _pin(source), target))
     return target
 
 

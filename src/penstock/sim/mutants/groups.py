@@ -46,7 +46,7 @@ class _Hits(Core):
     """A prefix hit that some group cannot serve: the request starts with a page that is empty."""
 
     def advance(self, events: Sequence[Event]) -> Advance:
-        with swapped(entering, "_device_entry", _or_empty), swapped(Holdings, "_serves", self.serves):
+        with swapped(entering, "_entry", _or_empty), swapped(Holdings, "_serves", self.serves):
             return super().advance(events)
 
     @staticmethod
@@ -55,12 +55,14 @@ class _Hits(Core):
         """What is taken for a boundary that every group can serve."""
 
 
-def _or_empty(real: Real, have: Holdings, r: Request, t: Table, g: int, i: int, node: Node | None,
-              way: Way) -> Copy:
+def _or_empty(real: Real, have: Holdings, r: Request, g: int, i: int, node: Node | None, way: Way, *,
+              host: bool) -> Copy:
     try:
-        copy: Copy = real(have, r, t, g, i, node, way)
+        copy: Copy = real(have, r, g, i, node, way, host=host)
         return copy
     except AssertionError:
+        if host:
+            raise
         return entering._new()
 
 

@@ -10,7 +10,7 @@ from penstock.core.entering import Way
 from penstock.core.holdings import Holdings
 from penstock.core.lifecycle import Lease, Phase, Place, Trigger
 from penstock.core.plan import Advance, Bind, Event, Group, Grow, Hot, Moved, StepId, Tier, Yield
-from penstock.core.request import Request, Table
+from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
 from penstock.core.tree import Copy, Node, Space
 from penstock.sim.mutants.registry import Real, holding, instead_of, mutant
@@ -275,12 +275,12 @@ def promotion_given_up_is_no_loan(real: Real, have: Holdings, r: Request) -> Non
 
 
 # ---------------------------------------------------------------- leases of a hosted row
-@instead_of(entering, "_host_entry")
-def host_pages_of_a_hosted_row_unpinned(real: Real, have: Holdings, r: Request, t: Table, g: int, i: int,
-                                        node: Node | None, way: Way) -> Copy:
+@instead_of(entering, "_entry")
+def host_pages_of_a_hosted_row_unpinned(real: Real, have: Holdings, r: Request, g: int, i: int,
+                                        node: Node | None, way: Way, *, host: bool) -> Copy:
     """The host pages that a row reads may be evicted."""
-    copy: Copy = real(have, r, t, g, i, node, way)
-    copy.pins -= copy.node is not None
+    copy: Copy = real(have, r, g, i, node, way, host=host)
+    copy.pins -= host and copy.node is not None
     return copy
 
 
