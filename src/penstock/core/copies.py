@@ -177,14 +177,16 @@ class Copies:
         """Everybody who counted on a failed copy has let go: what it left behind goes too."""
         tiers = flight.dst.tier, flight.src.tier
         for source, target in flight.pairs:
+            seen: Node | None = None           # both are the same node's, most of the time
             for copy, space in ((target, flight.dst), (source, flight.src)):
                 node = copy.node
                 if node is None:
                     continue
-                if copy.ready or copy.moves or copy.pins:
-                    self.tree.settle(node)
-                else:
+                if not (copy.ready or copy.moves or copy.pins):
                     self.tree.forget(node, space)
+                elif node is not seen:
+                    self.tree.settle(node)
+                seen = node
                 if not self.cfg.prefix_cache:
                     self.discard_node(node)
         if Tier.DISK in tiers:

@@ -64,7 +64,7 @@ def _offer(have: Holdings, r: Request, g: int, i: int, node: Node) -> None:
     """The copies of a page that was just sealed serve others, where the tree has none."""
     t = r.tables[g]
     for space, column in ((have.device[g], t.device), (have.host[g], t.host)):
-        copy = own(column, i)
+        copy = column[i] if i < len(column) else None
         if copy is None or copy.node is not None or copy.partial:
             continue
         if space not in node.copies and (copy.ready or copy.filling):

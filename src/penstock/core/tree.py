@@ -140,8 +140,8 @@ class Tree:
     def settle(self, node: Node) -> None:
         """Look at a node again after anything about it changed: enter it into the eviction orders,
         or remove it if nothing is left of it."""
-        for space in node.copies:
-            if self.evictable(node, space):
+        for space, copy in node.copies.items():
+            if copy.ready and not copy.pins and not copy.moves:
                 if len(space.order) > 4 * space.pool.capacity + 64:
                     self._compact(space)
                 self._entry += 1
