@@ -11,19 +11,21 @@ from penstock.core import lifecycle, placement, room, storage
 from penstock.core.holdings import Lack
 from penstock.core.lifecycle import Phase
 from penstock.core.request import Request
+from penstock.core.tree import Copy
 
 if TYPE_CHECKING:
     from penstock.core.core import Core
 
 
 class Blocked(NamedTuple):
-    """Why a request got no row: it needs that fewer run, that they change, or pages."""
+    """Why a request got no row: it needs that fewer run, that they change, pages, or a copy that ends."""
 
     request: Request
     visit: int
     running: int
     state: tuple[int, ...] | None          # of those that run, see `_state`; None: only pages count
     lacks: list[Lack]
+    early: list[Copy]                      # were still being filled
 
 
 class Admission:
@@ -56,6 +58,7 @@ class Admission:
         b = self._blocked
         return (b is not None and b.request is r and b.visit == r.visit
                 and 0 < b.running <= len(self.core.running) and b.state in (None, self._state())
+                and all([copy.moves for copy in b.early])
                 and all([self.core.have.is_short(r, lack) for lack in b.lacks]))
 
     def _state(self) -> tuple[int, ...]:
@@ -67,23 +70,25 @@ class Admission:
         return self._skipped is not None and not self._is_blocked(self._skipped)
 
     def _enter(self, r: Request) -> bool:
-        have, lacks, state = self.core.have, list[Lack](), None
+        have, lacks, early, state = self.core.have, list[Lack](), list[Copy](), None
         for trigger in placement.ways_in(self.core, r):
             place = lifecycle.place_after(r.phase, trigger, r.place)
             spare = room.headroom(self.core, r, place)
             if spare is None:
                 state = self._state()          # until the others that run have changed
                 continue
-            have.lack, have.found = None, None
+            have.lack, have.found, have.early = None, None, None
             if self.core._go(r, trigger, spare):
                 return True
-            if have.lack is None:
+            if have.early is not None:
+                early.append(have.early)
+            elif have.lack is None:
                 state = ()                     # no row is free: that is soon seen
             else:
                 lacks.append(have.lack)
         for lack in lacks:
             lack.gained = have.gained(lack.tier)
-        self._blocked = Blocked(r, r.visit, len(self.core.running), state, lacks)
+        self._blocked = Blocked(r, r.visit, len(self.core.running), state, lacks, early)
         return False
 
     def may_start(self, r: Request) -> bool:

@@ -56,7 +56,8 @@ def enter(have: Holdings, r: Request, place: Place, spare: int) -> bool:
             have.forget_path(r)                # computed in host pages, nothing is to be copied
             r.computed = r.settled = 0
     ways = [_way(have, r, g, place) for g in range(len(r.tables))]
-    if _is_early(ways) or not _is_room(have, ways, spare):
+    have.early = _early(ways)
+    if have.early is not None or not _is_room(have, ways, spare):
         for w in ways:
             _undo(have, w)
         if r.phase in (Phase.QUEUED, Phase.DROPPED):
@@ -102,9 +103,9 @@ def receive(have: Holdings, r: Request, place: Place, spare: int) -> bool:
     return True
 
 
-def _is_early(ways: list[Way]) -> bool:
+def _early(ways: list[Way]) -> Copy | None:
     """What is still being loaded cannot be copied on to the host yet: its load flies beside that copy."""
-    return any([not f.source.ready for w in ways for f in w.saves])
+    return next((f.source for w in ways for f in w.saves if not f.source.ready), None)
 
 
 def _is_room(have: Holdings, ways: list[Way], spare: int) -> bool:
@@ -170,7 +171,7 @@ def _shared(have: Holdings, g: int, node: Node | None) -> Copy | None:
 
 def _entry(have: Holdings, r: Request, g: int, i: int, node: Node | None, way: Way, *, host: bool) -> Copy:
     """Page i of group g where it is wanted, or a new one that is filled from the other side. The device
-    may still be loading what is to be saved, see `_is_early`."""
+    may still be loading what is to be saved, see `_early`."""
     t = r.tables[g]
     sides = (t.device, have.device[g], way.loads), (t.host, have.host[g], way.saves)
     column, space, fills = sides[host]

@@ -36,6 +36,7 @@ class Lack:
 
     tier: Tier
     want: Sequence[int]
+    behind: bool               # fences are all that it waits for
     found: Found | None        # None: it knew what it has
     gained: int = 0            # `Holdings.gained` when it gave up
 
@@ -71,6 +72,7 @@ class Holdings:
         self.lent: list[Request] = []                    # in host pages: their device pages are a loan
         self.lacks = Tier.HBM                            # where there was no room last
         self.lack: Lack | None = None                    # and what for
+        self.early: Copy | None = None                   # what somebody found that was still being filled
         # Pages of each group that were sealed when the host was full.
         self.late = [deque[Node](maxlen=max(1, cfg.dram_pages)) for _ in cfg.groups]
         self.found: Found | None = None                  # of what was last looked for
@@ -115,7 +117,7 @@ class Holdings:
             self.freed += pool.drain(self.retired, self.copies.flights)
         if not arena.short(want, promised=False):
             return True
-        self.lacks, self.lack = tier, Lack(tier, want, self.found) if short else None
+        self.lacks, self.lack = tier, Lack(tier, want, not short, self.found)
         return False
 
     def gained(self, tier: Tier) -> int:
@@ -131,7 +133,11 @@ class Holdings:
             last = found.last or self.tree.roots.get(r.arrived.namespace)
             if last is not None and self._next(r, last, found.pages) is not None:
                 return False
-        return self.arenas[lack.tier].short(lack.want, promised=True) > more
+        arena = self.arenas[lack.tier]
+        short = arena.short(lack.want, promised=True)
+        if lack.behind:
+            return not short and arena.short(lack.want, promised=False) > more
+        return short > more
 
     def lend(self, r: Request) -> None:
         """`r` decodes from host pages: those that it has on the device are a loan from now on."""
