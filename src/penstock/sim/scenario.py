@@ -215,7 +215,7 @@ def _short_phases(sc: Scenario, rng: Random) -> Scenario:
         speeds = replace(speeds, copy=0.2, disk=rng.choice((1.0, 3.0, 10.0)))
         net = replace(net, late=1.0, patience=rng.choice((20.0, 100.0)), delay=min(net.delay, 1.0),
                       lose=min(net.lose, 0.1))
-        return replace(sc, cfg=cfg, speeds=speeds, net=net, steps=70, requests=12, span=70.0, prompt_max=12,
+        return replace(sc, cfg=cfg, speeds=speeds, net=net, steps=60, requests=10, span=60.0, prompt_max=12,
                        new_max=4, turns=0.9, again=0.9, flushes=0, abort=0.0, hold=0.0,
                        deadline=rng.choice((2.0, 10.0, 1000.0)), expire=rng.choice((0.0, 0.5)))
     if cfg.sparse and rng.random() < 0.9:      # rows go to the host and come back

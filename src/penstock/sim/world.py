@@ -180,7 +180,7 @@ class World:
             self.clock.after(self._damage_rng.random() * (sc.span + 20), self._leap)
         phases = [p for p in SHORT if any(source is p for source, _ in self.core.edges)]
         self.aims = [(rng.choice(phases), rng.choice(AIMED)) for _ in range(sc.aims if phases else 0)]
-        if sc.cfg.role == "prefill" and self._stray_rng.random() < 0.3:
+        if sc.cfg.role == "prefill" and self._stray_rng.random() < (0.7 if sc.cfg.disk_pages else 0.3):
             self.aims.append((self._stray_rng.choice((Phase.FETCHING, Phase.LOADING)),
                               self._stray_rng.choice(("overdue", "renew"))))
 
