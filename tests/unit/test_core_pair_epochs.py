@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.core.core import Core
-from penstock.core.messages import Grant, Hello
+from penstock.core.messages import Grant, Hello, Message
 from penstock.core.plan import (
     Aborted,
     Arrived,
@@ -15,8 +15,11 @@ from penstock.core.plan import (
     Renewed,
     RequestId,
     Retired,
+    Say,
     Tier,
 )
+from penstock.core.receiving import DecodeSide
+from penstock.core.sending import PrefillSide
 from penstock.core.settings import CoreConfig
 
 OURS, THEIRS, TRANSFER = 1, 5, 7
@@ -54,3 +57,28 @@ def test_a_push_of_an_aborted_request_ends_all_the_same() -> None:
     plan = core.advance([Retired(core.have.issued, ())]).plan
     assert plan is not None and not [m for m in plan.moves if m.dst is Tier.PEER]
     core.check()
+
+
+@pytest.mark.parametrize("theirs", [3, 4, 0])
+def test_engines_of_different_models_do_not_pair(theirs: int) -> None:
+    """Another revision, dtype or layout: its KV would be read as something that it is not."""
+    ends = DecodeSide(OURS, 3), PrefillSide(THEIRS, theirs)
+    decode, prefill = ends
+    decode.open(TRANSFER, 64)
+    prefill.expect(TRANSFER)
+    said: list[Message] = []
+    for _ in range(9):                         # a connection that loses nothing
+        for end, other in (ends, ends[::-1]):
+            new = [m for m in end.outbox if isinstance(m, Message)]
+            end.outbox.clear()
+            for message in new:
+                other.received(message)
+            said += new
+    assert (prefill.table[TRANSFER].sending is not None) == bool(decode.peer) == (theirs == 3)
+    assert any(isinstance(m, Grant) for m in said) == (theirs == 3)
+    assert bool(decode.counters.get("identity")) == bool(prefill.counters.get("identity")) == (theirs != 3)
+
+
+def test_a_hello_says_what_the_kv_is() -> None:
+    core = Core(CoreConfig(page_size=4, rows=2, hbm_pages=64, role="decode", epoch=OURS, identity=3))
+    assert [o.what for o in core.advance(()).outputs if isinstance(o, Say)] == [Hello(OURS, 0, 0, 3)]

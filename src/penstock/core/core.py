@@ -117,7 +117,7 @@ class Core:
         schedule.check(self)
 
     def stats(self) -> dict[str, float]:
-        """Gauges and counters for metrics; cheap enough for every scrape."""
+        """Gauges and counters for metrics. Walks the page tables of live requests: 15 ms for 64,000 pages."""
         have, gauges = self.have, dict[str, float]()
         for tier, arena in have.arenas.items():
             spaces = [space for space in have.tree.spaces if space.tier is tier]

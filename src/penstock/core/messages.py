@@ -29,11 +29,12 @@ class Reason(IntEnum):
 class Hello:
     """Tells the sender's epoch. `receiver` is 0 if the sender does not know it: this and a wrong
     one are answered with a Hello. `fenced`: up to this epoch the sender takes nothing from the
-    receiver any more, not even if it lives."""
+    receiver any more, not even if it lives. `identity`: what its KV is, see `CoreConfig`."""
 
     sender: int
     receiver: int
     fenced: int = 0
+    identity: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ class Pairing:
         assert role is not Role.UNIFIED
         self.core = core
         self.side: DecodeSide | PrefillSide = (
-            DecodeSide if role is Role.DECODE else PrefillSide)(core.cfg.epoch)
+            DecodeSide if role is Role.DECODE else PrefillSide)(core.cfg.epoch, core.cfg.identity)
         self.requests: dict[int, Request] = {}              # by transfer, live ones
         self.granted: dict[int, list[MoveId]] = {}          # transfer -> Moves that end with it
 

@@ -106,9 +106,10 @@ Outcome: TypeAlias = Declined | Landed | Granted | Stopped | Sent
 class Side(ABC):
     """Epochs of both ends, and what is common to them. `outbox` is for the owner to empty."""
 
-    def __init__(self, epoch: int) -> None:
+    def __init__(self, epoch: int, identity: int = 0) -> None:
         assert epoch > 0
         self.epoch = epoch
+        self.identity = identity               # of our KV; no end with another one is heard
         self.peer = 0                          # epoch of the other end; 0: not known
         self.banned = 0                        # epochs up to this one are over for us
         self.outbox: list[Message | Ask] = []
@@ -135,7 +136,10 @@ class Side(ABC):
         """The peer takes nothing from this epoch of ours. Only one side can be fenced."""
 
     def _admits(self, m: Message) -> bool:
-        """Whether `m` is from the other end's present incarnation, and meant for ours."""
+        """Whether `m` is from the other end's present incarnation, and meant for ours. Before its Hello
+        was taken, neither end says anything else."""
+        if isinstance(m, Hello) and m.identity != self.identity:
+            return self._ignore("identity")    # its KV would be read as something that it is not
         if isinstance(m, Hello) and m.fenced >= self.epoch:
             self._outdated()
         if m.sender <= self.banned:
@@ -150,7 +154,7 @@ class Side(ABC):
         return m.sender == self.peer or self._ignore("unfenced_sender")
 
     def _greet(self, receiver: int) -> None:
-        self.outbox.append(Hello(self.epoch, receiver, self.banned))
+        self.outbox.append(Hello(self.epoch, receiver, self.banned, self.identity))
 
     def _ignore(self, why: str) -> bool:
         self.counters[why] = self.counters.get(why, 0) + 1

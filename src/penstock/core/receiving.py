@@ -29,8 +29,8 @@ class Receiving:
 class DecodeSide(Side):
     """Gives pages away and says when they are its own again. One for each prefill engine."""
 
-    def __init__(self, epoch: int) -> None:
-        super().__init__(epoch)
+    def __init__(self, epoch: int, identity: int = 0) -> None:
+        super().__init__(epoch, identity)
         self.table: dict[int, Receiving] = {}
         self._generation = 0
         self._newest = 0                       # newest epoch of the peer that was heard of

@@ -58,8 +58,8 @@ class PrefillSide(Side):
 
     Of each transfer it has one copy of the request at a time, from `expect` to Stopped, Sent or `refuse`."""
 
-    def __init__(self, epoch: int) -> None:
-        super().__init__(epoch)
+    def __init__(self, epoch: int, identity: int = 0) -> None:
+        super().__init__(epoch, identity)
         self.table: dict[int, Entry] = {}
         self.pushes: dict[int, Sending] = {}   # by the owner's id
         self.floor = 0                         # generations up to this one may have been forgotten
