@@ -40,17 +40,16 @@ class Admission:
         """Give rows and pages to the waiting, in order; the first that does not fit blocks the rest,
         so that nobody starves behind smaller requests."""
         self._skipped = None
-        if not self.core.waiting:
+        if not self.core.line:
             self._blocked = None
-        for r in list(self.core.waiting):
+        for r in list(self.core.line):
             if not self.may_start(r):
                 continue
             if self._is_blocked(r):
                 self._skipped = r
                 return
-            if not self._enter(r):
-                room.for_admission(self.core, r)
-                return
+            if not self._enter(r) and not room.for_admission(self.core, r):
+                return                         # else others need not wait as well
 
     def _is_blocked(self, r: Request) -> bool:
         """Whether `r` did not fit, and less has come since than it lacked. Its tables are long: it is
@@ -71,6 +70,7 @@ class Admission:
 
     def _enter(self, r: Request) -> bool:
         have, lacks, early, state = self.core.have, list[Lack](), list[Copy](), None
+        no_row = False
         for trigger in placement.ways_in(self.core, r):
             place = lifecycle.place_after(r.phase, trigger, r.place)
             spare = room.headroom(self.core, r, place)
@@ -83,24 +83,20 @@ class Admission:
             if have.early is not None:
                 early.append(have.early)
             elif have.lack is None:
-                state = ()                     # no row is free: that is soon seen
+                no_row = True                  # that is soon seen
             else:
                 lacks.append(have.lack)
         for lack in lacks:
             lack.gained = have.gained(lack.tier)
-        self._blocked = Blocked(r, r.visit, len(self.core.running), state, lacks, early)
+        self._blocked = Blocked(r, r.visit, len(self.core.running), () if no_row else state, lacks, early)
         return False
 
     def may_start(self, r: Request) -> bool:
-        """Whether nothing that `r` itself waits for keeps it from getting a row."""
+        """Whether nothing that `r`, who is in line, waits for by itself keeps it from getting a row."""
         if r.in_flight or r.moves:
             return False
-        if r.phase in (Phase.PAUSED, Phase.RECEIVING) and not r.is_parked:
+        if r.phase is Phase.PAUSED and not r.is_parked:
             return False
-        if self.core.prefills_only and (r.phase is Phase.SENDING or (r.num_output and r.grant is None)):
+        if self.core.prefills_only and r.num_output and r.grant is None:
             return False                       # it has been computed once: it waits for its grant
-        if r.phase is Phase.FETCHING and not storage.is_fetched(self.core.have, r):
-            return False
-        leader = self.core.live.get(r.arrived.leader) if r.arrived.leader is not None else None
-        # A fork waits until the pages of the prompt it shares are sealed.
-        return leader is None or leader.num_output > 0
+        return r.phase is not Phase.FETCHING or storage.is_fetched(self.core.have, r)

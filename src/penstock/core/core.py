@@ -16,6 +16,7 @@ from penstock.core.lifecycle import (
     ACTIVE,
     BUSY,
     HOLDING,
+    LINE,
     WAITING,
     IllegalTransition,
     Mode,
@@ -73,8 +74,9 @@ class Core:
         self.live: dict[RequestId, Request] = {}
         self.running: list[Request] = []       # phases with a row, in order of service
         self.waiting: list[Request] = []       # phases without, in order of service
+        self.line: list[Request] = []          # of those waiting, who waits for a row
         self.busy: list[Request] = []          # of those running, who may take an edge by itself
-        self.holding: list[Request] = []       # of those waiting, who may have leases
+        self.holding: list[Request] = []       # of those waiting, who has something to do meanwhile
         self.unasked: list[Request] = []       # of those queued, whom storage was not asked for
         self.in_flight: dict[StepId, list[Issued]] = {}
         self.columns: dict[int, tuple[list[Issued], schedule.Columns]] = {}    # of the last steps' plans
@@ -89,13 +91,15 @@ class Core:
         self._largest: dict[bool, int] = {}    # positions that a request alone can have
         self.pair = None if role is Role.UNIFIED else Pairing(self, role)
         self.prefills_only = role is Role.PREFILL
+        self.asked_back = StepId(0)            # when a grant was last given up for its pages,
+        self.has_asked = False                 # and whether since the last event
         self._seq = 0
         self._out: list[Output] = []
 
     # ---------------------------------------------------------------- public
     def advance(self, events: Sequence[Event]) -> Advance:
         """Apply events, take every edge that needs no step, and plan at most one step."""
-        self._out = []
+        self._out, self.has_asked = [], self.has_asked and not events
         for event in events:
             self._apply(event)
         # To a fixed point: planning may free, freeing may admit. Each request moves a few times at most.
@@ -204,8 +208,12 @@ class Core:
         self._seq += 1
         self.live[a.rid] = r
         schedule.insert(self.waiting, r)
-        if self.cfg.disk_pages:
-            schedule.insert(self.unasked, r)
+        leader = self.live.get(a.leader) if a.leader is not None else None
+        if leader is not None and not leader.num_output:
+            r.leader = leader                  # until the pages of the prompt that they share are sealed
+            leader.forks.append(r)
+        else:
+            self._stand(r)
         if self.pair is not None:
             self.pair.arrived(r)
 
@@ -231,9 +239,9 @@ class Core:
         if event.id not in have.copies.flights:
             return
         flight, lost = have.copies.landed(event.id, event.ok)
-        if lost:
-            gone = frozenset(lost)             # both they and the tables that are searched may be long
-            for r in list(self.live.values()):
+        gone = frozenset([copy for copy in lost if copy.pins])   # what is in no table is not looked for there
+        for r in list(self.live.values()) if lost else ():
+            if gone or event.id in r.waits:
                 self._lose(r, event.id, gone)
         have.copies.settle(flight)
         kept = flight.dst.tier is Tier.DRAM and any([target.pins for _, target in flight.pairs])
@@ -266,6 +274,7 @@ class Core:
             self._started(r)
         r.computed = r.settled = r.num_prompt
         r.is_parked = True                     # it keeps what it has until it gets a row
+        self._line(r)
         self.have.seal(r)
         if (outcome := results.take(self, r, tokens)) is not None:
             self._end(r, outcome)
@@ -325,6 +334,28 @@ class Core:
             self._out.append(Entered(r.rid, target.value, r.visit))
         return True
 
+    def _line(self, r: Request) -> None:
+        """Keep the line of those who wait for a row in step with what has changed about one of them."""
+        waits = r.leader is None and (r.phase in LINE or (r.phase is Phase.RECEIVING and r.delivered > 0))
+        if waits and not r.in_line:
+            schedule.insert(self.line, r)
+        elif r.in_line and not waits:
+            self.line.remove(r)
+        r.in_line = waits
+
+    def _stand(self, r: Request) -> None:
+        """A request that nothing keeps from being served joins the line."""
+        self._line(r)
+        if r.in_line and self.cfg.disk_pages:
+            schedule.insert(self.unasked, r)
+
+    def led(self, r: Request) -> None:
+        """`r` has begun to answer, or never will: its forks wait no more."""
+        for fork in r.forks:
+            fork.leader = None
+            self._stand(fork)
+        r.forks = []
+
     def _file(self, r: Request, source: Phase) -> None:
         """Keep the queues and the counters in step with a phase that has just changed."""
         for queue, phases in ((self.running, ACTIVE), (self.waiting, WAITING), (self.busy, BUSY),
@@ -333,6 +364,9 @@ class Core:
                 queue.remove(r)
             elif r.phase in phases and source not in phases:
                 schedule.insert(queue, r)
+        self._line(r)
+        if r.phase is Phase.DONE:
+            self.led(r)
         r.gave_way += source in ACTIVE and r.phase in (Phase.PAUSED, Phase.DROPPED)
         self.counters["pauses"] += r.phase is Phase.PAUSED
         self.counters["drops"] += r.phase is Phase.DROPPED
@@ -349,10 +383,8 @@ class Core:
                     self._go(r, Trigger.DROP)  # it had lost a page before that
             if r.more and r.phase is Phase.FETCHING and storage.is_fetched(have, r):
                 storage.read(have, r)
-            if r.grant is not None and r.phase is Phase.SENDING and not (r.is_pushed or r.in_flight):
-                assert self.pair is not None
-                if staying.missing(r) == []:
-                    self.pair.push(r)
+        if self.pair is not None:
+            self.pair.push_ready()
         if self.unasked:
             self._fetch()
         self.admission.admit()
@@ -378,7 +410,7 @@ class Core:
     def _promotable(self) -> tuple[int, ...]:
         """As long as this is the same, it is of no use to try again to promote somebody."""
         gained = self.have.gained(Tier.HBM) if self._lacks else 0
-        return self.taken, self.have.freed, len(self.waiting), gained
+        return self.taken, self.have.freed, len(self.line), gained
 
     def _start(self, r: Request) -> None:
         """Leave LOADING once all is in place, or so little is missing that a step may wait for it."""
@@ -420,7 +452,7 @@ class Core:
         queued, self.unasked = [r for r in self.unasked if r.phase is Phase.QUEUED], []
         for r in queued:
             if not (self.have.copies.reads_left and self.admission.may_start(r)):
-                self.unasked.append(r)         # or a fork, asked for when its leader has begun to answer
+                self.unasked.append(r)
                 continue
             pages = storage.stored(self.have, r)
             if pages and (self.rates is None or self.rates.disk_page_us

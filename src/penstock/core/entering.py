@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from penstock.core.lifecycle import Phase, Place
 from penstock.core.plan import Row, Tier
 from penstock.core.request import STUCK_MAX, Request
-from penstock.core.staying import own
+from penstock.core.staying import drop_entry, own
 from penstock.core.tree import Copy, Node
 
 if TYPE_CHECKING:
@@ -128,6 +128,11 @@ def _find(have: Holdings, r: Request) -> None:
     old, r.path = r.path, have.match(r)
     for node in r.path:
         have.tree.use(node)
+    # What it has fetched may have been banished since, and be known again from elsewhere.
+    same = next((k for k, (a, b) in enumerate(zip(old, r.path, strict=False)) if a is not b), len(old))
+    for g, t in enumerate(r.tables):
+        for i in range(same * have.cfg.page_size // t.unit, len(t.host) if same < len(old) else 0):
+            drop_entry(have, r, g, t.host, i)
     have.tree.leave(old)
     r.computed = r.settled = len(r.path) * have.cfg.page_size
 

@@ -127,7 +127,7 @@ class Holdings:
 
     def is_short(self, r: Request, lack: Lack) -> bool:
         """Whether `r` cannot get these pages yet. False may be wrong: it has to be tried."""
-        more, found = self.gained(lack.tier) - lack.gained, lack.found
+        more, found = max(0, self.gained(lack.tier) - lack.gained), lack.found
         if found is not None:
             more += found.cut * len(r.tables)
             last = found.last or self.tree.roots.get(r.arrived.namespace)

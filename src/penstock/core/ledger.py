@@ -43,6 +43,7 @@ class Pool:
     away: int = field(init=False, default=0)     # of these, those that another engine may write
     held_in: dict[int, int] = field(init=False, default_factory=dict)      # slab -> units held, or away
     limbo_in: dict[int, int] = field(init=False, default_factory=dict)     # slab -> units in limbo
+    spare_slabs: int = field(init=False, default=0)      # slabs with limbo alone: soon they go back
     _free: set[int] = field(init=False)
     _order: list[int] = field(init=False)        # heap over _free; may name units taken meanwhile
 
@@ -71,7 +72,9 @@ class Pool:
             taken.append(unit)
             self.held.add(unit)
             if self.arena is not None:
-                self.held_in[(unit - self.base) // self.per_slab] += 1
+                slab = (unit - self.base) // self.per_slab
+                self.spare_slabs -= not self.held_in[slab]
+                self.held_in[slab] += 1
         while n > 1 and self._order and self._order[0] not in free:
             heapq.heappop(self._order)         # or a later row that takes one page would do it for these
         return taken
@@ -84,8 +87,10 @@ class Pool:
             assert unit in self.held, f"{self.name}: {unit} released twice"
             self.held.remove(unit)
             if self.arena is not None and not fence.away:
-                self.held_in[self._slab(unit)] -= 1
-                self.limbo_in[self._slab(unit)] += 1
+                slab = self._slab(unit)
+                self.held_in[slab] -= 1
+                self.limbo_in[slab] += 1
+                self.spare_slabs += not self.held_in[slab]
         if self.limbo and self.limbo[-1][0] == fence:
             self.limbo[-1][1].extend(units)    # requests give up page by page; each entry is asked for ever
         else:
@@ -123,6 +128,7 @@ class Pool:
     def _gain(self, slab: int) -> None:
         first = self.base + slab * self.per_slab
         self.held_in[slab] = self.limbo_in[slab] = 0
+        self.spare_slabs += 1
         self.capacity += self.per_slab
         self._free.update(range(first, first + self.per_slab))
         for unit in range(first, first + self.per_slab):
@@ -133,16 +139,14 @@ class Pool:
         for unit in units:
             slab = self._slab(unit)
             counted[slab] -= 1
+            self.spare_slabs += counted is self.held_in and not counted[slab]
             if not self.held_in[slab] and not self.limbo_in[slab]:
                 del self.held_in[slab], self.limbo_in[slab]
+                self.spare_slabs -= 1
                 first = self.base + slab * self.per_slab
                 self._free.difference_update(range(first, first + self.per_slab))
                 self.capacity -= self.per_slab
                 arena.free.append(slab)
-
-    def spare_slabs(self) -> int:
-        """Slabs that nobody holds a unit of: they go back when their fences have passed."""
-        return sum(not n for n in self.held_in.values())
 
     def check(self) -> None:
         """Conservation: free + held + limbo = capacity, disjoint (RELIABILITY I1)."""
@@ -161,6 +165,7 @@ class Pool:
         if self.arena is not None:
             assert self.capacity == len(self.held_in) * self.per_slab
             assert self.held_in.keys() == self.limbo_in.keys()
+            assert self.spare_slabs == sum([not n for n in self.held_in.values()])
             assert sum(self.held_in.values()) == len(held) + self.away
             assert sum(self.limbo_in.values()) == len(limbo) - self.away
             assert all(n or self.limbo_in[slab] for slab, n in self.held_in.items()), "an empty slab"
@@ -202,7 +207,7 @@ class Arena:
         for pool, n in zip(self.pools, want, strict=True):
             units, spare = pool.free, 0
             if pool.in_limbo > pool.away:
-                spare = pool.spare_slabs()
+                spare = pool.spare_slabs
                 units += pool.in_limbo - pool.away - spare * pool.per_slab
             need += -(-max(0, n - units) // pool.per_slab)
             have += spare

@@ -110,10 +110,12 @@ ACTIVE = (P.LOADING, P.PREFILL, P.STAGING, P.RESIDENT, P.HOSTED, P.PROMOTING)
 DECODING = (P.RESIDENT, P.HOSTED, P.PROMOTING)
 # Active phases that may end without a result or an event that names their request.
 BUSY = (P.LOADING, P.PREFILL, P.STAGING, P.PROMOTING)
-# Phases whose requests wait for admission, in one queue.
+# Phases whose requests have none.
 WAITING = (P.QUEUED, P.FETCHING, P.RECEIVING, P.SENDING, P.PAUSED, P.DROPPED)
-# Of these, those with something to do for KV that they have.
-HOLDING = (P.FETCHING, P.RECEIVING, P.SENDING, P.PAUSED)
+# Of these, those that wait for a row; RECEIVING does when all has come.
+LINE = (P.QUEUED, P.FETCHING, P.PAUSED, P.DROPPED)
+# And those with something to do for KV that they have.
+HOLDING = (P.FETCHING, P.PAUSED)
 
 
 def edges(mode: Mode) -> Mapping[tuple[Phase, Trigger], Phase]:

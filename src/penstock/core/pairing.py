@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, assert_never
 
-from penstock.core import peer
+from penstock.core import peer, staying
 from penstock.core.copies import Flight
 from penstock.core.lifecycle import Phase, Place, Role, Trigger
 from penstock.core.messages import Reason
@@ -44,6 +44,7 @@ class Pairing:
             DecodeSide if role is Role.DECODE else PrefillSide)(core.cfg.epoch, core.cfg.identity)
         self.requests: dict[int, Request] = {}              # by transfer, live ones
         self.granted: dict[int, list[MoveId]] = {}          # transfer -> Moves that end with it
+        self.ready: list[Request] = []                      # computed and granted, but not pushed yet
 
     def event(self, event: FromPeer) -> None:
         side, outcomes = self.side, list[peer.Outcome]()
@@ -106,8 +107,20 @@ class Pairing:
                 self._apply(self.side.cancel(transfer))
             if r.phase is Phase.DONE:
                 self.requests.pop(transfer, None)
-        elif r.phase is Phase.DONE and self.requests.pop(transfer, None) is not None:
+            return
+        if source is Phase.SENDING and r in self.ready:
+            self.ready.remove(r)
+        if r.phase is Phase.SENDING and r.grant is not None:
+            self.ready.append(r)
+        if r.phase is Phase.DONE and self.requests.pop(transfer, None) is not None:
             self._apply(self.side.refuse(transfer, Reason.REFUSED))
+
+    def push_ready(self) -> None:
+        """Begin the pushes of those whose last step has retired."""
+        for r in list(self.ready):
+            if not r.in_flight and staying.missing(r) == []:
+                self.ready.remove(r)
+                self.push(r)
 
     def _open(self, r: Request) -> None:
         side, have = self.side, self.core.have
@@ -158,6 +171,7 @@ class Pairing:
                 case peer.Granted():
                     if r is not None and o.tokens == r.num_prompt and 0 <= o.start < o.tokens:
                         r.grant = o
+                        self.ready += [r] if r.phase is Phase.SENDING else []
                     elif r is not None:
                         self.core._end(r, Outcome.LOST)      # it is not the same request
                 case peer.Stopped():

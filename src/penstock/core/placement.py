@@ -132,7 +132,9 @@ def _total(cfg: CoreConfig, arena: Arena, pages: list[int], kept: int) -> bool:
 def promote(core: Core) -> bool:
     """Bring the oldest hosted row back, if all that run could then end on the device. Returns whether
     that failed because pages are still in use."""
-    if core.waiting or core.cfg.always_hosted or any(r.phase is Phase.PROMOTING for r in core.running):
+    if core.cfg.always_hosted or any(r.phase is not Phase.RECEIVING for r in core.line):
+        return False                           # who is RECEIVING has its pages
+    if any(r.phase is Phase.PROMOTING for r in core.running):
         return False                           # one at a time
     total = _demand(core)
     for r in core.running:

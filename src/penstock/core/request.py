@@ -118,6 +118,9 @@ class Request:
     row: Row | None = None
     path: list[Node] = field(default_factory=list)
     reserve: list[list[int]] = field(init=False)            # per group: host pages not used yet
+    in_line: bool = False                      # it waits for a row
+    leader: Request | None = None              # a fork's, until that has begun to answer
+    forks: list[Request] = field(default_factory=list)      # who waits for that
     is_parked: bool = False                    # it waits, and what it keeps is pinned
     settling: bool = False                     # some of that is still being copied
     moves: set[MoveId] = field(default_factory=set)         # flying copies of its private pages

@@ -80,6 +80,8 @@ def take(core: Core, r: Request, tokens: tuple[int, ...]) -> Outcome | None:
         r.tokens.append(token)
         core._out.append(Token(a.rid, n, token))
         n += 1
+        if r.forks:
+            core.led(r)
         if token in a.stop and n > a.min_new:
             return Outcome.STOP
         if n >= r.max_new:

@@ -13,6 +13,7 @@ from penstock.core.plan import Tier
 from penstock.core.request import STUCK_MAX, Request
 
 GAVE_WAY_MAX = 3
+AWAY_STEPS = 8       # so long a peer may take to say that it writes no more, before the next must ask it
 
 if TYPE_CHECKING:
     from penstock.core.core import Core
@@ -94,7 +95,7 @@ def for_growth(core: Core, r: Request, taken: list[Request]) -> None:
             victim.put_back = core.have.issued
             core._go(victim, Trigger.SPILL)    # it decodes without the pages that it was promised
             return
-    if _drop_receiving(core, Tier.HBM):
+    if _take_back(core, Tier.HBM, taken):
         return
     # A spill may end in a pause, if there is no hot buffer to be had: the oldest goes last of all.
     for victim in reversed(core.running):
@@ -131,7 +132,7 @@ def _spills(core: Core, victim: Request) -> bool:
 def _for_host_pages(core: Core, taken: list[Request]) -> None:
     """Who does not run gives way first, then twins that no step reads, then the youngest that runs
     from host pages."""
-    if drop_fetching(core) or _drop_paused(core, None, bare=False) or _drop_receiving(core, Tier.DRAM):
+    if drop_fetching(core) or _drop_paused(core, None, bare=False) or _take_back(core, Tier.DRAM, taken):
         return
     if any(staying.drop_twins(core.have, r) for r in reversed(core.running)):      # of one row
         return
@@ -151,13 +152,24 @@ def _is_away(core: Core) -> bool:
     return any(arena.away for arena in core.have.arenas.values())
 
 
-def _drop_receiving(core: Core, tier: Tier) -> bool:
-    """Decode role: the youngest request that has pages and no row computes its prompt itself. Pages
-    that the other engine may still write come back when it says so."""
-    for victim in reversed(core.waiting):
-        if victim.phase is Phase.RECEIVING and any(
-                [any(t.device if tier is Tier.HBM else t.host) for t in victim.tables]):
-            return core._go(victim, Trigger.DROP)
+def _take_back(core: Core, tier: Tier, taken: list[Request]) -> bool:
+    """Decode role: the youngest request that has pages and no row computes its prompt itself, one whose
+    KV has come before others. Pages that the other engine may still write come back when it says so:
+    it is given some steps for that, or, if nobody can go on, until the next event (it is reminded, so
+    there is one). Returns whether to wait for the pages."""
+    have = core.have
+    with_pages = [r for r in reversed(core.waiting) if r.phase is Phase.RECEIVING and any(
+        [any(t.device if tier is Tier.HBM else t.host) for t in r.tables])]
+    victim = next((r for r in with_pages if r.is_parked), None)
+    if victim is not None:
+        return core._go(victim, Trigger.DROP)
+    goes_on = core.in_flight or taken or any([q.computed < q.steady for q in core.running])
+    recent = have.issued < core.asked_back + AWAY_STEPS
+    if have.arenas[tier].away and (recent if goes_on else core.has_asked):
+        return True
+    if with_pages:
+        core.asked_back, core.has_asked = have.issued, True
+        return core._go(with_pages[0], Trigger.DROP)
     return False
 
 
@@ -177,22 +189,22 @@ def _drop_delivered(core: Core, but: Request) -> bool:
     return False
 
 
-def for_admission(core: Core, r: Request) -> None:
+def for_admission(core: Core, r: Request) -> bool:
     """`r` waits. Nobody who runs is disturbed for it, but pages of those who wait behind it must not
-    block the engine for ever."""
+    block the engine for ever. Returns whether nothing can be done: another engine still has pages that it
+    was granted and that were given up, and nobody knows when they come back."""
     have = core.have
     if core.running or have.rows.in_limbo or promised(core) or promised(core, Tier.DRAM):
-        return
+        return False
     if _drop_sending(core, r) or _drop_delivered(core, r) or _drop_paused(core, r, bare=True):
-        return
+        return False
     if drop_fetching(core, r) or _drop_paused(core, r, bare=False):
-        return
+        return False
     if r.phase in (Phase.PAUSED, Phase.FETCHING, Phase.RECEIVING):
         core._go(r, Trigger.DROP)              # what it kept is in its own way
-        return
-    for spaces in (have.device, have.host):    # what is cached may lie one page to a slab
-        if have.tree.evict_all(spaces):
-            return
+        return False
+    # What is cached may lie one page to a slab.
+    return not (have.tree.evict_all(have.device) or have.tree.evict_all(have.host)) and _is_away(core)
 
 
 def yield_device(core: Core, victim: Request) -> None:

@@ -358,6 +358,8 @@ class Judge:
 
     def _admitted(self, r: Request) -> None:
         mine = self.made[r.rid].arrived.priority, r.seq
+        if len(self.core.running) == 1 and any(arena.away for arena in self.core.have.arenas.values()):
+            return                             # nobody else ran, and a peer may keep its pages for ever
         for w in self.core.waiting:
             a = self.made[w.rid].arrived
             if w.phase is Phase.QUEUED and a.leader is None:
@@ -449,9 +451,13 @@ class Judge:
             return
         tier = core.have.lacks
         away = core.have.arenas[tier].away
-        assert not core.running or (away and len(core.running) == 1), (
+        # It was just asked for pages, and will be reminded: the next event finds another victim.
+        side = core.pair.side
+        asked = core.has_asked and isinstance(side, DecodeSide) and any(
+            [transfer.closing for transfer in side.table.values()])
+        assert not core.running or (away and (asked or len(core.running) == 1)), (
             f"request {core.running[0].rid} has a row, and waits for the peer")
-        first = next((r for r in core.waiting if core.admission.may_start(r)), None)
+        first = next((r for r in core.line if core.admission.may_start(r)), None) if not asked else None
         for r in core.waiting if first is not None else ():
             idle = r.phase in (Phase.PAUSED, Phase.FETCHING) or (
                 r.is_parked if r.phase is Phase.RECEIVING else r.phase is Phase.SENDING and r.grant is None)

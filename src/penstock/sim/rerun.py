@@ -102,9 +102,13 @@ def _alone(log: Log) -> tuple[Log, Counter[str]]:
 
 
 def _scenario(log: Log) -> Scenario:
-    """Nothing of its own: one rank, no faults."""
+    """Nothing of its own: one rank, no faults, and numbers that tell pages of one tier from another's."""
+    cfg = log.cfg
+    wide = 1 + max(cfg.rows, cfg.hbm_pages, cfg.dram_pages, cfg.disk_pages)
+    cfg = replace(cfg, hbm_base=wide, dram_base=2 * wide, row_base=3 * wide, disk_base=4 * wide,
+                  group_base=5 * wide)
     return replace(
-        draw(0), cfg=log.cfg, ranks=1, speeds=Speeds(), requests=0, abort=0.0, aborts=0, stops=0, stop=0.0,
+        draw(0), cfg=cfg, ranks=1, speeds=Speeds(), requests=0, abort=0.0, aborts=0, stops=0, stop=0.0,
         turns=0.0, pauses=0, drops=0, spills=0, flushes=0, deadline=1e9, expire=0.0, hold=0.0,
         damages=0)
 

@@ -1,0 +1,299 @@
+"""What readers of the core have found, when seeds had not: one test for each, failing before."""
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from penstock.core.core import Core
+from penstock.core.lifecycle import Phase
+from penstock.core.messages import Cancel, Drained, Hello, Reason
+from penstock.core.plan import (
+    Aborted,
+    Arrived,
+    Event,
+    Expired,
+    Finished,
+    Move,
+    Moved,
+    Received,
+    RequestId,
+    Retired,
+    Say,
+    Spilled,
+    StepPlan,
+    Tier,
+)
+from penstock.core.receiving import DecodeSide
+from penstock.core.recorder import Recorder
+from penstock.core.settings import CacheGroup, CoreConfig
+from penstock.core.standins import redact
+from penstock.sim import flight
+from penstock.sim.rerun import alike
+
+
+def answers(plan: StepPlan, hangs: Callable[[Move], bool] = lambda m: False) -> list[Event]:
+    """All that an executor says to a plan, but for Moves that hang and grants."""
+    events: list[Event] = [Moved(m.id, True) for m in plan.moves if m.src is not Tier.PEER and not hangs(m)]
+    return [*events, Retired(plan.step, tuple((9,) for s in plan.samples if s))]
+
+
+def play(core: Core, events: list[Event], hangs: Callable[[Move], bool] = lambda m: False,
+         steps: int = 1_000_000) -> tuple[set[int], list[Move], list[Event]]:
+    """Who has ended and what was moved before nothing happens any more, or after so many steps."""
+    ended, moves, again = set[int](), list[Move](), True
+    while again and steps:
+        advance = core.advance(events)
+        core.check()
+        ended |= {o.rid for o in advance.outputs if isinstance(o, Finished)}
+        events, plan = [], advance.plan
+        again = plan is not None
+        if plan is not None:
+            steps -= 1
+            moves += plan.moves
+            events = answers(plan, hangs)
+    return ended, moves, events
+
+
+def lines(core: Core, events: list[Event], steps: int) -> int:
+    """Lines of Python that so many steps take."""
+    count, old = 0, sys.gettrace()
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal count
+        count += 1
+        return trace
+
+    sys.settrace(trace)
+    try:
+        for _ in range(steps):
+            plan = core.advance(events).plan
+            assert plan is not None
+            events = answers(plan)
+    finally:
+        sys.settrace(old)
+    return count
+
+
+def from_storage(m: Move) -> bool:
+    return m.src is Tier.DISK
+
+
+# ---------------------------------------------------------------- damaged pages
+@pytest.mark.parametrize("hosted", [False, True])
+def test_a_fetch_does_not_bring_damaged_pages_back(hosted: bool) -> None:
+    """Request 1 fetches, and holds host pages of a prefix that is then found damaged. Request 3 computes it
+    anew. When request 1 gets its row it names the new pages: it must not read the old ones for them."""
+    core = Core(CoreConfig(page_size=2, rows=4, hbm_pages=30, dram_pages=30, disk_pages=99,
+                           hot_pages=int(hosted), always_hosted=hosted))
+    device, host, tree = core.have.device[0], core.have.host[0], core.have.tree
+    play(core, [Arrived(RequestId(0), tuple(range(9)), 1, selects=hosted)])
+    tree.evict(device, 99)
+    tree.evict(host, 1)                        # the last page is in storage alone
+    _, hung, _ = play(core, [Arrived(RequestId(1), tuple(range(12)), 2, selects=hosted)], from_storage)
+    assert core.live[RequestId(1)].phase is Phase.FETCHING
+    plan = core.advance([Arrived(RequestId(2), tuple(range(3)), 9, selects=hosted)]).plan
+    assert plan is not None
+    play(core, [Aborted(RequestId(2), damaged=True), *answers(plan)])
+    play(core, [Arrived(RequestId(3), tuple(range(9)), 1, selects=hosted)])
+    if not hosted:
+        tree.evict(device, 99)
+    plan = core.advance([Moved(m.id, True) for m in hung]).plan
+    r = core.live[RequestId(1)]
+    sound = [node.copies[host].page for node in r.path]
+    assert len(sound) == 4
+    if hosted:
+        assert [c.page for c in r.tables[0].host[:4] if c is not None] == sound
+        core.check()
+    else:
+        assert plan is not None
+        read = [page for m in plan.moves if m.dst is Tier.HBM for page in m.src_pages]
+        assert read == sound, "damaged bytes become the tree's copy of sound pages"
+
+
+# ---------------------------------------------------------------- who else waits when something hangs
+def test_a_hung_grant_stops_nobody_else() -> None:
+    """Request 0 gives up its grant, but the peer never says that it writes no more. It cannot have a row
+    beside its own old pages. Request 1 needs one page of the four that are free."""
+    core = Core(CoreConfig(page_size=2, rows=4, hbm_pages=10, role="decode"))
+    play(core, [Received(Hello(1, 1)), Arrived(RequestId(0), tuple(range(12)), 2, transfer=7)])
+    r = core.live[RequestId(0)]
+    play(core, [Expired(r.rid, r.phase.value, r.visit)])
+    assert r.phase is Phase.DROPPED
+    ended, _, _ = play(core, [Arrived(RequestId(1), (1, 2), 2)])
+    assert core.have.device[0].pool.free >= 4
+    assert ended == {1}
+
+
+def test_a_hung_fetch_stops_nobody() -> None:
+    """Request 1 can only run from the host, where its own fetch hangs. Request 2 needs no host page."""
+    core = Core(CoreConfig(page_size=2, rows=4, hbm_pages=4, dram_pages=10, disk_pages=50, hot_pages=1))
+    play(core, [Arrived(RequestId(0), tuple(range(13)), 1, selects=True)])
+    core.have.tree.evict_all((*core.have.device, *core.have.host))
+    play(core, [Arrived(RequestId(1), tuple(range(12)), 3, selects=True)], from_storage)
+    r = core.live[RequestId(1)]
+    assert r.phase is Phase.FETCHING
+    ended, _, _ = play(core, [Expired(r.rid, r.phase.value, r.visit), Arrived(RequestId(2), (1, 2), 2)])
+    assert ended == {1, 2}
+
+
+# ---------------------------------------------------------------- what a step costs
+def test_a_page_that_grows_costs_the_same_in_any_memory() -> None:
+    """Several groups, and all memory is cached: each new page evicts."""
+    def cost(slabs: int) -> int:
+        groups = CacheGroup(name="full", page_bytes=0), CacheGroup(name="window", page_bytes=0, window=8)
+        core = Core(CoreConfig(page_size=2, rows=4, hbm_pages=slabs, groups=groups, group_base=1_000_000))
+        play(core, [Arrived(RequestId(0), tuple(range(2 * slabs - 40)), 1)])
+        events: list[Event] = [Arrived(RequestId(k), (k,) * 3, 200) for k in (1, 2, 3)]
+        _, _, events = play(core, events, steps=20)
+        return lines(core, events, 60)
+
+    assert cost(1600) < 2 * cost(200)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_step_costs_the_same_however_many_wait_for_the_peer(role: str) -> None:
+    def cost(others: int) -> int:
+        core = Core(CoreConfig(page_size=2, rows=8, hbm_pages=9_000, role=role, step_tokens=4))
+        events: list[Event] = [Received(Hello(1, 1))]
+        events += [Arrived(RequestId(k), (k, k), 2, transfer=k) for k in range(1, others + 1)]
+        play(core, events)
+        phase = Phase.SENDING if role == "prefill" else Phase.RECEIVING
+        assert [r.phase for r in core.live.values()] == [phase] * others
+        one = Arrived(RequestId(0), tuple(range(1000)), 500, transfer=9_999 if role == "prefill" else 0)
+        _, _, events = play(core, [one], steps=3)
+        return lines(core, events, 60)
+
+    assert cost(300) < 2 * cost(3)
+
+
+def test_a_step_costs_the_same_however_many_forks_wait_for_a_leader() -> None:
+    """With storage: each fork is asked for in each turn, though its leader is not even admitted."""
+    def cost(forks: int) -> int:
+        core = Core(CoreConfig(page_size=2, rows=1, hbm_pages=900, dram_pages=90, disk_pages=90))
+        play(core, [Arrived(RequestId(0), (1, 2, 3), 500)], steps=3)
+        lead = RequestId(1)
+        play(core, [Arrived(lead, (5, 5, 5), 5)], steps=1)
+        events: list[Event] = [Arrived(RequestId(k), (5, 5, 5), 5, leader=lead) for k in range(2, forks + 2)]
+        _, _, events = play(core, [*_next(core), *events], steps=2)
+        return lines(core, events, 60)
+
+    assert cost(300) < 2 * cost(3)
+
+
+def _next(core: Core) -> list[Event]:
+    """The result that is out."""
+    step = core.have.issued
+    return [] if step == core.have.retired else [
+        Retired(step, tuple((9,) for row in core.in_flight[step] if row.samples))]
+
+
+def test_a_store_that_fails_costs_the_same_however_long_the_tables_are() -> None:
+    """A disk that is full fails every store: nobody has those pages, so no table need be searched."""
+    def cost(tokens: int, ok: bool) -> int:
+        core = Core(CoreConfig(page_size=2, rows=4, hbm_pages=9_000, dram_pages=9_000, disk_pages=9_000,
+                               step_tokens=65_536))
+        play(core, [Arrived(RequestId(0), tuple(range(tokens)), 500)], steps=8)
+        node = core.live[RequestId(0)].path[0]
+        host = core.have.host[0]
+        for space in core.have.disk:           # once more
+            core.have.tree.evict(space, 9_000)
+        core.have.copies.store([(0, node)])
+        assert node.ready(host)
+        flying = [id for id, f in core.have.copies.flights.items() if f.dst.tier is Tier.DISK]
+        count, old = 0, sys.gettrace()
+
+        def trace(frame: FrameType, event: str, arg: object) -> Any:
+            nonlocal count
+            count += 1
+            return trace
+
+        sys.settrace(trace)
+        try:
+            core.advance([Moved(flying[-1], ok)])
+        finally:
+            sys.settrace(old)
+        return count
+
+    assert cost(4000, False) < 2 * cost(4000, True)
+
+
+# ---------------------------------------------------------------- flights
+def test_a_flight_of_an_engine_whose_tiers_number_their_pages_alike_is_flown_again() -> None:
+    """`exec.build` sets no base: each tier has a page 0. The simulator tells pages by their numbers alone."""
+    core = Core(CoreConfig(page_size=2, rows=4, hbm_pages=20, dram_pages=40, overlap=True))
+    recorder = Recorder(core, turns=30)
+    events: list[Event] = [Arrived(RequestId(k), tuple(range(20 * k, 20 * k + 5)), 14) for k in range(9)]
+    for _ in range(200):
+        plan = recorder.advance(events).plan
+        events = [] if plan is None else answers(plan)
+    assert not core.live
+    log = flight.read(list(flight.write(redact(recorder), "x")))
+    assert not log.complete
+    alike(log)
+
+
+# ---------------------------------------------------------------- a head that nobody wakes
+def test_the_head_is_tried_when_pages_are_free_though_its_prefix_was_evicted() -> None:
+    """Request 2 lacks pages beside its cached prefix. Request 0 grows into that prefix; then the pages of a
+    grant come back. `is_short` subtracts what was evicted from pages that are free, and are plenty."""
+    core = Core(CoreConfig(page_size=2, rows=4, hbm_pages=24, role="decode"))
+    play(core, [Received(Hello(1, 1)), Arrived(RequestId(9), tuple(range(900, 909)), 1)])
+    _, _, events = play(core, [Arrived(RequestId(0), (7, 7, 7), 100)], steps=2)
+    _, _, events = play(core, [*events, Arrived(RequestId(1), tuple(range(30)), 2, transfer=5)], steps=1)
+    assert core.live[RequestId(1)].phase is Phase.RECEIVING
+    _, _, events = play(core, [*events, Arrived(RequestId(2), tuple(range(900, 914)), 4)], steps=9)
+    evicted = core.have.device[0].evicted
+    assert evicted > 0
+    assert core.pair is not None and isinstance(core.pair.side, DecodeSide)
+    generation = core.pair.side.table[5].generation
+    _, _, events = play(core, [*events, Aborted(RequestId(1))], steps=1)
+    play(core, [*events, Received(Drained(1, 1, 5, generation, Reason.CANCELLED))], steps=2)
+    assert core.live[RequestId(0)].phase is Phase.RESIDENT
+    free = core.have.device[0].pool.free
+    assert core.live[RequestId(2)].phase is not Phase.QUEUED, f"it waits, and {free} pages of 24 are free"
+
+
+@pytest.mark.parametrize("pages", range(20, 25))
+@pytest.mark.parametrize("other", [(4, 2), (4, 2, 3)], ids=["others go on", "nobody can go on"])
+def test_a_row_that_needs_one_page_does_not_cancel_every_transfer(other: tuple[int, ...], pages: int) -> None:
+    """A grant that is given up frees three pages as soon as the peer has answered, six turns later."""
+    core = Core(CoreConfig(page_size=2, rows=4, hbm_pages=pages, role="decode"))
+    events: list[Event] = [Received(Hello(1, 1)), Arrived(RequestId(0), (1, 2, 3), 30),
+                           Arrived(RequestId(9), other, 30)]
+    _, _, events = play(core, events, steps=2)
+    events += [Arrived(RequestId(k), tuple(range(100 * k, 100 * k + 6)), 2, transfer=k) for k in range(1, 6)]
+    late, cancelled = list[tuple[int, Event]](), 0
+    for turn in range(20):
+        advance = core.advance(events)
+        cancels = [o.what for o in advance.outputs if isinstance(o, Say) and isinstance(o.what, Cancel)]
+        cancelled += len(cancels)
+        late += [(turn + 6, Received(Drained(1, 1, c.transfer, c.generation, Reason.CANCELLED)))
+                 for c in cancels]
+        events = [*(answers(advance.plan) if advance.plan is not None else ()),
+                  *(e for at, e in late if at == turn)]
+    assert 0 < cancelled <= 3
+    assert all(core.live[RequestId(k)].phase is Phase.RESIDENT for k in (0, 9))
+
+
+def test_the_head_is_tried_when_pages_behind_a_fence_have_come() -> None:
+    """Request 1 fits on the device as soon as the pages of request 2 are through their fence; beside request
+    0 it does not fit on the host. The second way in overwrites what the first has said."""
+    core = Core(CoreConfig(page_size=2, rows=4, hbm_pages=14, dram_pages=12, hot_pages=1, overlap=True))
+    _, _, events = play(core, [Arrived(RequestId(0), (7, 7, 7, 7), 16, selects=True),
+                               Arrived(RequestId(2), tuple(range(20)), 8)], steps=2)
+    _, _, events = play(core, [*events, Spilled(RequestId(0))], steps=2)
+    assert [r.phase for r in core.running] == [Phase.HOSTED, Phase.RESIDENT]
+    plan = core.advance([Arrived(RequestId(1), tuple(range(50, 58)), 4, selects=True)]).plan
+    assert plan is not None
+    r = core.live[RequestId(1)]
+    assert r.phase is Phase.QUEUED
+    r.gave_way = r.excused = 2
+    core.advance([Aborted(RequestId(2))])      # its last step is in flight
+    play(core, [*events, *answers(plan)], steps=3)
+    assert core.live[RequestId(0)].phase is Phase.HOSTED
+    free = core.have.device[0].pool.free
+    assert r.phase is not Phase.QUEUED, f"it waits, and {free} pages of 14 are free"
