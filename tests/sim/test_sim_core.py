@@ -105,6 +105,17 @@ def test_a_long_run_fails_if_a_fault_is_silent(monkeypatch: pytest.MonkeyPatch,
         assert ("write of the dead landed: never fired" in capsys.readouterr().out) == bool(code)
 
 
+def test_a_fault_that_is_switched_off_is_missed(capsys: pytest.CaptureFixture[str]) -> None:
+    off = "delay=0,straggle=0,hold=0,ranks=1,keep=0"
+    names = {"message overtaken", "straggler", "events held", "ranks apart", "answer kept"}
+    assert names <= set(MUST_FIRE)
+    for mode, missed in (([], False), (["--mode", off], True)):
+        code = main(["sim", "--seeds", "30", "--strict", *mode])
+        lines = capsys.readouterr().out.splitlines()
+        assert code == 1, "so few seeds do not take all edges"
+        assert all((f"{name}: never fired" in lines) is missed for name in names), lines
+
+
 @pytest.mark.parametrize("mode", [
     "dram_pages=0", "pp_size=3,overlap=1,ranks=3", "step_tokens=1", "pair=1,lose=0.5,deaths=4,keep=1"])
 def test_fixed_dimensions_find_nothing(mode: str) -> None:

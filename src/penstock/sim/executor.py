@@ -20,6 +20,9 @@ from penstock.sim.device import Device, Identity
 from penstock.sim.store import Store
 
 
+APART = 1.0              # ranks that end the same step or copy further apart than this go their own ways
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speeds:
     """Virtual durations; each is drawn uniformly from 0.2 to 1 times its value."""
@@ -74,6 +77,7 @@ class SimExecutor:
         self._waiting: list[list[Callable[[], bool]]] = [[] for _ in range(ranks)]
         self._busy = [False] * ranks
         self._reports: dict[StepId, list[tuple[tuple[int, ...], ...]]] = {}
+        self._first: dict[tuple[str, int], float] = {}     # when the first of several ranks was done
         self._retired = 0
         self._copies: dict[MoveId, int] = {}          # ranks that have not finished it
         self._flying: list[set[MoveId]] = [set() for _ in range(ranks)]
@@ -131,6 +135,7 @@ class SimExecutor:
 
     def _report(self, step: StepId, tokens: tuple[tuple[int, ...], ...]) -> None:
         self._reports[step].append(tokens)
+        self._ended(("step", step), len(self._reports[step]))
         while len(done := self._reports.get(StepId(self._retired + 1), [])) == len(self.devices):
             self._retired += 1
             # What read a copy that failed on one rank is garbage there: the core must not use it.
@@ -140,6 +145,13 @@ class SimExecutor:
             self.stats["step read a torn load"] += torn
             del self._reports[StepId(self._retired)]
             self._event(Retired(StepId(self._retired), done[0]))
+
+    def _ended(self, what: tuple[str, int], ranks: int) -> None:
+        """One more rank is done with a step or a copy; `ranks` are, with it."""
+        if ranks == 1 < len(self.devices):
+            self._first[what] = self.clock.now
+        elif ranks == len(self.devices) > 1:
+            self.stats["ranks apart"] += self.clock.now - self._first.pop(what) > APART
 
     def _agree(self, rids: list[RequestId], tokens: tuple[tuple[int, ...], ...],
                others: tuple[tuple[int, ...], ...]) -> bool:
@@ -213,6 +225,7 @@ class SimExecutor:
         if self.devices[k].done < move.after:
             return False
         slow, late = 10.0 if self.rng.random() < self.speeds.straggle else 1.0, 0.0
+        self.stats["straggler"] += slow > 1
         if Tier.DISK in (move.src, move.dst):
             slow *= self.speeds.disk
             late = self.store.late(slow)
@@ -237,6 +250,7 @@ class SimExecutor:
             self.store.stored(k, self.devices[k], move)
         self._copies[move.id] -= 1
         self._flying[k].remove(move.id)
+        self._ended(("move", move.id), len(self.devices) - self._copies[move.id])
         if self._copies[move.id] == 0:
             del self._copies[move.id], self._moves[move.id]
             self._spoiled.pop(move.id, None)

@@ -112,6 +112,7 @@ class Pair:
         self.copies: dict[RequestId, Expect] = {}
         self.kept: set[tuple[bool, int]] = set()      # to the decode engine or not, and the transfer
         self.kept_once: set[tuple[bool, int, type[Message]]] = set()
+        self.newest = [0, 0]                          # message that has come, by the engine that hears it
         self.fail_push = 0                            # the n-th push fails, whatever the rate; 0 is off
         self.dead: list[World] = []
         self.decode = self._world("decode", 1)
@@ -215,7 +216,7 @@ class Pair:
         times = 2 if rng.random() < self.net.repeat else 1
         self.stats["message repeated"] += times - 1
         there = self.decode if to_decode else self.prefill
-        send = partial(self._to, there, Received(message))
+        send = partial(self._come, there, message, self.stats["messages"])
         once = to_decode, transfer, type(message)
         keep = self.net.keep / 4 if isinstance(message, Grant) else self.net.keep
         if isinstance(message, Kept) and rng.random() < keep and once not in self.kept_once:
@@ -246,9 +247,17 @@ class Pair:
                 there = BEHIND[wish] is phase
         if there or (r is not None and r.phase is phase):
             self.kept.discard((to_decode, transfer))
+            self.stats["answer kept"] += tries < KEPT_TRIES
             self._to(world, Received(message))
         else:
             self.clock.after(KEPT_TIME, partial(self._keep, to_decode, message, phase, tries - 1))
+
+    def _come(self, world: World, message: Message, n: int) -> None:
+        """The n-th of all messages, which later ones to the same engine may have overtaken."""
+        to_decode = world.sc.cfg.role == "decode"
+        self.stats["message overtaken"] += n < self.newest[to_decode]
+        self.newest[to_decode] = max(n, self.newest[to_decode])
+        self._to(world, Received(message))
 
     def _to(self, world: World, event: Event) -> None:
         if not world.dead:

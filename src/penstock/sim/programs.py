@@ -107,10 +107,11 @@ MUST_FIRE = (
     "moves reordered", "late copy", "back-pressure", "evicted hbm", "evicted dram",
     "pause by pressure", "drop by pressure", "prefix hits", "prefix hits from host",
     "spilled", "promoted", "spill by pressure", "hot hits", "hot misses", "step waited for a load",
+    "ranks apart", "straggler", "events held",
     "yields", "longer than the device", "hosted rows", "rows in both places", "window left behind",
     "cut by a limit", "ended stop", "ended length", "ended abort", "ended refused",
     # of a pair
-    "pairs", "messages", "message lost", "message repeated", "pushes", "push failed", "write refused",
+    "pairs", "messages", "message lost", "message repeated", "message overtaken", "answer kept", "pushes", "push failed", "write refused",
     "late write", "write of the dead landed", "fenced", "cut off", "renewed", "prefill engine died",
     "decode engine died", "never came to prefill", "delivered by the peer", "computed here after all",
     "receiving expired", "ended sent", "ended lost",

@@ -115,6 +115,7 @@ class World:
         self.dead = False                 # one engine of a pair has died
         self.epoch = sc.cfg.epoch
         self._scheduled = False
+        self._held = False                # the loop turns late
         if link is None:
             for e in self.load.initial():
                 self.schedule(e)
@@ -296,7 +297,8 @@ class World:
     def wake(self) -> None:
         if not self._scheduled:
             self._scheduled = True
-            late = self.rng.random() * 3 if self.rng.random() < self.sc.hold else 0.0
+            self._held = self.rng.random() < self.sc.hold
+            late = self.rng.random() * 3 if self._held else 0.0
             self.clock.after(late, self._turn)
 
     # ---------------------------------------------------------------- the loop, one turn
@@ -308,6 +310,7 @@ class World:
         polled = list(self.executor.poll(block=False))
         mail, self.inbox = self.inbox, []
         events = mail + polled if self.rng.random() < 0.5 else polled + mail
+        self.stats["events held"] += self._held and len(events) > 1
         at = self.abort_at - self.heard
         self.heard += len(events)
         if 0 < at <= len(events):
