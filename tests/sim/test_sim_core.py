@@ -19,6 +19,7 @@ from penstock.sim.pair import start
 from penstock.sim.programs import (
     ANOMALIES,
     MUST_FIRE,
+    RARE,
     Report,
     anomaly,
     never_met,
@@ -42,8 +43,7 @@ def rare(role: str, phase: str, what: str) -> bool:
 def test_no_seed_finds_anything_and_everything_happens() -> None:
     report = sweep(range(600))
     assert not report.failures, "\n".join(report.failures[:5])
-    silent = {name for name in MUST_FIRE if not report.fired[name]}
-    assert silent <= {"write of the dead landed"}           # in one run of some hundred
+    assert {name for name in MUST_FIRE if not report.fired[name]} <= RARE
     taken = {(role, phase, trigger) for role, _, phase, trigger in report.edges}
     never = {(role, phase, trigger) for role, _, phase, trigger in never_taken(report.edges)} - taken
     assert not [edge for edge in never if not rare(*edge)]
@@ -99,10 +99,18 @@ def test_an_option_without_effect_is_refused(options: str, capsys: pytest.Captur
 
 def test_a_long_run_fails_if_a_fault_is_silent(monkeypatch: pytest.MonkeyPatch,
                                                capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(command, "LONG", 6)
-    for seeds, code in (("5", 0), ("6", 1)):
+    monkeypatch.setattr(command, "MEDIUM", 6)
+    monkeypatch.setattr(command, "LONG", 7)
+    common, rare_one = "damaged page in disk", "write of the dead landed"
+    assert common not in RARE and rare_one in RARE
+    for seeds, code, holes in (("5", 0, set()), ("6", 1, {common}), ("7", 1, {common, rare_one})):
         assert main(["sim", "--seeds", seeds]) == code
-        assert ("write of the dead landed: never fired" in capsys.readouterr().out) == bool(code)
+        told = capsys.readouterr().out.splitlines()
+        never = next(line for line in told if line.startswith("never fired: "))
+        assert common in never and rare_one in never, "whatever the number of runs"
+        _, _, found = next((line for line in told if "should have seen" in line), "").partition(": ")
+        assert {common, rare_one} & {*found.split(", ")} == holes
+    assert main(["sim", "--seeds", "7", "--mode", "pair=0"]) == 0, "a mode turns faults off"
 
 
 def test_a_fault_that_is_switched_off_is_missed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,10 +118,10 @@ def test_a_fault_that_is_switched_off_is_missed(capsys: pytest.CaptureFixture[st
     names = {"message overtaken", "straggler", "events held", "ranks apart", "answer kept"}
     assert names <= set(MUST_FIRE)
     for mode, missed in (([], False), (["--mode", off], True)):
-        code = main(["sim", "--seeds", "30", "--strict", *mode])
-        lines = capsys.readouterr().out.splitlines()
-        assert code == 1, "so few seeds do not take all edges"
-        assert all((f"{name}: never fired" in lines) is missed for name in names), lines
+        assert main(["sim", "--seeds", "30", *mode]) == 0, "so few runs need not see all of them"
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert last.startswith("never fired: ")
+        assert set(last.removeprefix("never fired: ").split(", ")) & names == (names if missed else set())
 
 
 @pytest.mark.parametrize("mode", [

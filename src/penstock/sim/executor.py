@@ -19,7 +19,6 @@ from penstock.sim.clock import Clock
 from penstock.sim.device import Device, Identity
 from penstock.sim.store import Store
 
-
 APART = 1.0              # ranks that end the same step or copy further apart than this go their own ways
 
 

@@ -111,15 +111,18 @@ MUST_FIRE = (
     "yields", "longer than the device", "hosted rows", "rows in both places", "window left behind",
     "cut by a limit", "ended stop", "ended length", "ended abort", "ended refused",
     # of a pair
-    "pairs", "messages", "message lost", "message repeated", "message overtaken", "answer kept", "pushes", "push failed", "write refused",
-    "late write", "write of the dead landed", "fenced", "cut off", "renewed", "prefill engine died",
-    "decode engine died", "never came to prefill", "delivered by the peer", "computed here after all",
-    "receiving expired", "ended sent", "ended lost",
+    "pairs", "messages", "message lost", "message repeated", "message overtaken", "answer kept",
+    "pushes", "push failed", "write refused", "late write", "write of the dead landed", "fenced", "cut off",
+    "renewed", "prefill engine died", "decode engine died", "never came to prefill", "delivered by the peer",
+    "computed here after all", "receiving expired", "ended sent", "ended lost",
     # of storage, of clocks, of KV that is found to be damaged
     "storage slow", "storage full", "storage hung", "storage lied", "lie found", "clock leapt",
     "damaged", "damaged page in hbm", "damaged page in dram", "damaged page in disk",
     "damaged page in flight",
 )
+# Of those, what 600 runs may do without: it fires in one run of 600, and was absent from three of eight
+# ranges of 600. All others were in each, in 4 runs at least.
+RARE = frozenset(("write of the dead landed",))
 
 
 # ---------------------------------------------------------------- the n-th of a kind
