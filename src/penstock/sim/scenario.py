@@ -92,6 +92,8 @@ def draw(seed: int, mode: str = "") -> Scenario:
     rng = Random(f"lapses {seed}")
     speeds = replace(sc.speeds, hang=rng.choice((0.0, 0.0, 0.0, 0.1)), full=rng.choice((0.0, 0.0, 0.0, 0.4)),
                      lie=rng.choice((0.0, 0.0, 0.0, 0.3)))
+    if sc.again > 0.5:                     # what only storage has is wanted: more of it is read
+        speeds = replace(speeds, lie=Random(f"lies {seed}").choice((0.1, 0.3, speeds.lie)))
     sc = replace(sc, damages=damages, speeds=speeds, jumps=rng.choice((0, 0, 0, 0, 1, 3)))
     return finish(override(sc, mode))
 

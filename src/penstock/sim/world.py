@@ -91,6 +91,8 @@ class World:
         self.core = make(sc.cfg)
         self.executor = SimExecutor(sc.cfg, self.clock, Random(f"device {sc.seed} {sc.cfg.role}"),
                                     ranks=sc.ranks, speeds=sc.speeds, wake=self.wake, wire=link)
+        if (bend := getattr(self.core, "bend", None)) is not None:
+            bend(self.executor)           # a seeded bug of the ranks
         self.load = Workload(sc)
         self.judge = Judge(sc, self.core, self.executor, self.load.made, blind=blind)
         self.stats: Counter[str] = Counter()

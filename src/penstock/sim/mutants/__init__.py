@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from penstock.sim.mutants import damage, flow, groups, hosted, memory, pair, policy, storage
+from penstock.sim.mutants import damage, flow, groups, hosted, memory, pair, policy, ranks, storage
 from penstock.sim.mutants.registry import BUDGET, MODE, MUTANTS, Stale
 from penstock.sim.programs import sweep
 
 __all__ = ["BUDGET", "MODE", "MUTANTS", "damage", "flow", "groups", "hosted", "hunt", "memory",
-           "pair", "policy", "storage"]
+           "pair", "policy", "ranks", "storage"]
 
 
 CRASHES = ("TypeError", "AttributeError", "NameError", "ImportError")      # of a bug that is none any more

@@ -1,12 +1,13 @@
 """The list of seeded bugs, how long each may survive, and the ways to make one.
 
 A bug is a Core with a wrong method, or a wrong function that stands in for a right one of another
-module or class while that Core advances.
+module or class while that Core advances. Bugs of what the ranks do bend the simulator's own ranks.
 """
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from inspect import CO_VARARGS
 from typing import Any, TypeVar
 
@@ -49,6 +50,32 @@ def instead_of(owner: object, name: str, budget: int = 120, first: int = 0,
 
         Mutant.__doc__ = wrong.__doc__
         _enter(wrong.__name__.replace("_", "-"), Mutant, range(first, first + budget), mode)
+        return wrong
+    return enter
+
+
+class Bent(Core):
+    """A right core whose ranks are wrong. A `World` hands them over before anything happens."""
+
+    def bend(self, executor: object) -> None:
+        raise NotImplementedError
+
+
+def of_ranks(owner: type, part: str, name: str, budget: int = 120,
+             mode: str = "") -> Callable[[Wrong], Wrong]:
+    """Enter a bug of the ranks: for a whole run, `wrong(real, self, ...)` is called instead of a method of
+    the executor, or of its attribute `part`."""
+    def enter(wrong: Wrong) -> Wrong:
+        class Mutant(Bent):
+            def bend(self, executor: object) -> None:
+                bent, real = getattr(executor, part) if part else executor, getattr(owner, name)
+                assert isinstance(bent, owner)
+                if not _takes_any(wrong) and _arity(wrong) != _arity(real) + 1:
+                    raise Stale(name)
+                setattr(bent, name, partial(wrong, real, bent))
+
+        Mutant.__doc__ = wrong.__doc__
+        _enter(wrong.__name__.replace("_", "-"), Mutant, range(budget), mode)
         return wrong
     return enter
 
