@@ -191,6 +191,7 @@ class Judge:
         self._rows(p)
         for move in p.moves:
             self._move(p, move)
+        self.policy.step()
 
     def _tables(self, p: StepPlan) -> None:
         for b in p.binds:
@@ -340,6 +341,7 @@ class Judge:
         if better is not None:
             raise better
         self.edges[source, trigger] += 1
+        self.stats["promoted by itself"] += trigger is Trigger.PROMOTE and r.rid not in self.forced
         if source in (Phase.QUEUED, Phase.FETCHING, Phase.DROPPED) and trigger is not Trigger.END:
             assert self.distrusted.isdisjoint(r.path), f"request {r.rid} starts from damaged pages"
         if not self.blind:

@@ -6,6 +6,8 @@ computed anew, from pools and tree; how much a row has to save is the core's own
 """
 from __future__ import annotations
 
+from collections import Counter
+
 from penstock.core import staying
 from penstock.core.core import Core
 from penstock.core.lifecycle import ACTIVE, Phase, Place, Trigger
@@ -14,6 +16,7 @@ from penstock.core.request import STUCK_MAX, Request
 from penstock.core.tree import Node
 
 GIVING_WAY = (Trigger.PAUSE, Trigger.DROP)
+HOSTED_MAX = 3         # steps that a row goes on from the host though it could come back
 
 
 class Policy:
@@ -23,6 +26,7 @@ class Policy:
         self.core = core
         self.rates: Rates | None = None
         self.longest = -1
+        self.hosted = 0                         # steps since somebody could come back from the host
         self.refused = False                    # something says no where there is room: nothing is judged
 
     # ---------------------------------------------------------------- before an edge
@@ -79,6 +83,45 @@ class Policy:
             return not arena.short(want, promised=False)
         idle = sum(have.tree.evictable(node, have.host[0]) for node in have.tree.nodes())
         return want[0] <= arena.pools[0].free + idle
+
+    # ---------------------------------------------------------------- back from the host
+    def step(self) -> None:
+        """A step was planned. Nobody stays on the host for long whom the device could serve to the end."""
+        core = self.core
+        if not core.cfg.sparse:
+            return
+        away = [r for r in core.running if r.phase is Phase.HOSTED and r.put_back < core.have.issued]
+        busy = core.waiting or core.cfg.always_hosted or self.refused or any(
+            r.phase is Phase.PROMOTING for r in core.running)
+        # Whomever the core chooses, there is room for it now.
+        could = away and not busy and all(map(self._is_room, away)) and any(map(self._may_end, away))
+        self.hosted = self.hosted + 1 if could else 0
+        assert self.hosted <= HOSTED_MAX, f"request {away[0].rid} stays on the host, and the device has room"
+
+    def _is_room(self, r: Request) -> bool:
+        """Whether free device pages hold what only the host has of `r`, and a page more for each row. Of
+        several groups, one to a slab: that is more than it can take."""
+        arena, rows = self.core.have.arenas[Tier.HBM], len(self.core.running)
+        want = [sum(c is None for c in t.device) for t in r.tables if t.group.hosted]
+        free = len(arena.free) if len(arena.pools) > 1 else arena.pools[0].free
+        return sum(n + rows for n in want if n) <= free
+
+    def _may_end(self, back: Request) -> bool:
+        """Whether all that run fit to their ends with `back` on the device, one page to a slab."""
+        cfg, have, need = self.core.cfg, self.core.have, Counter[Tier]()
+        for r in self.core.running:
+            for group in cfg.groups:
+                unit = group.page_tokens or cfg.page_size
+                pages = -(-(r.num_prompt + r.max_new - 1) // unit)
+                if group.reach:
+                    pages = min(pages, -(-group.reach // unit) + 1)
+                below = group.hosted and r.place is Place.HOST and r is not back
+                need[Tier.HBM] += cfg.hot_pages if below else pages
+                need[Tier.DRAM] += pages if below else 0
+        room = {tier: (arena.slabs if len(arena.pools) > 1 else arena.pools[0].capacity) - arena.away
+                for tier, arena in have.arenas.items()}
+        room[Tier.DRAM] -= cfg.store_pages
+        return all(need[tier] <= max(0, room[tier]) for tier in (Tier.HBM, Tier.DRAM))
 
     # ---------------------------------------------------------------- prefixes
     def _parts(self) -> bool:

@@ -106,8 +106,8 @@ MUST_FIRE = (
     "prefix hits from storage", "evicted disk", "ended timeout",
     "moves reordered", "late copy", "back-pressure", "evicted hbm", "evicted dram",
     "pause by pressure", "drop by pressure", "prefix hits", "prefix hits from host",
-    "spilled", "promoted", "spill by pressure", "hot hits", "hot misses", "step waited for a load",
-    "ranks apart", "straggler", "events held",
+    "spilled", "promoted", "promoted by itself", "spill by pressure", "hot hits", "hot misses",
+    "step waited for a load", "ranks apart", "straggler", "events held",
     "yields", "longer than the device", "hosted rows", "rows in both places", "window left behind",
     "cut by a limit", "ended stop", "ended length", "ended abort", "ended refused",
     # of a pair

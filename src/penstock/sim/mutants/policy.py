@@ -1,7 +1,7 @@
 """Seeded bugs that no client sees in any token: they only make everything slower."""
 from __future__ import annotations
 
-from penstock.core import entering, room
+from penstock.core import entering, placement, room
 from penstock.core.core import Core
 from penstock.core.entering import Way
 from penstock.core.holdings import Holdings
@@ -21,6 +21,13 @@ def drops_instead_of_pausing(real: Real, core: Core, victim: Request) -> None:
 @instead_of(room, "may_spill")
 def never_spills(real: Real, core: Core, r: Request) -> bool:
     """Rows pause that could go on from host pages."""
+    return False
+
+
+@instead_of(placement, "promote",
+            mode="pair=0,hot_pages=1,always_hosted=0,spills=30,hbm_pages=60,dram_pages=120")
+def never_promotes(real: Real, core: Core) -> bool:
+    """A row that has gone to the host stays there, however empty the device becomes."""
     return False
 
 
