@@ -153,5 +153,6 @@ class Policy:
     def effect(self, event: Event, r: Request, before: tuple[Phase, int]) -> None:
         """A deadline that counts has an effect."""
         if isinstance(event, Expired) and not r.is_parked:
-            assert (r.phase, r.visit) != before or r.phase not in (
-                Phase.QUEUED, Phase.FETCHING, Phase.RECEIVING), f"request {r.rid}: its deadline is over"
+            ends = r.phase in (Phase.QUEUED, Phase.FETCHING, Phase.RECEIVING) or (
+                r.phase is Phase.DROPPED and not r.started)
+            assert (r.phase, r.visit) != before or not ends, f"request {r.rid}: its deadline is over"

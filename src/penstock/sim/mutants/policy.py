@@ -61,6 +61,15 @@ class DeadlineIgnored(Core):
             super()._apply(event)
 
 
+@mutant(mode="pair=1,expire=0.7,patience=10,lose=0.4,rows=2,requests=14")
+class DeadlineOfDroppedIgnored(Core):
+    """Who was dropped before it began waits for its turn as long as that takes."""
+
+    def _expire(self, r: Request) -> None:
+        if r.phase is not Phase.DROPPED:
+            super()._expire(r)
+
+
 @instead_of(Holdings, "has")
 def host_hits_never_used(real: Real, have: Holdings, node: Node, g: int, stored: bool = False) -> bool:
     """A prefix that only the host has is computed again."""
