@@ -37,14 +37,14 @@ class Policy:
         if trigger is Trigger.FETCH:
             self._pays(r)
         elif trigger in (Trigger.ADMIT, Trigger.RESUME) and r.phase in (Phase.QUEUED, Phase.DROPPED):
-            self.longest = self._known(r) if r.tables and not self._parts() else -1
+            self.longest = self._known(r)
         elif pressure and trigger in GIVING_WAY and r.phase in ACTIVE:
             self._last_resort(r, trigger)
 
     def taken(self, r: Request, source: Phase) -> None:
         """`r` has got a row: it begins behind the longest prefix that anybody has computed."""
-        if r.row is not None and source in (Phase.QUEUED, Phase.DROPPED) and r.place is Place.DEVICE and not (
-                self.refused or self._parts()):
+        if r.row is not None and source in (Phase.QUEUED, Phase.DROPPED) and (
+                r.place is Place.DEVICE and not self.refused):
             assert r.computed == self.longest, (
                 f"request {r.rid} begins at {r.computed}, and {self.longest} positions are cached")
 
@@ -124,21 +124,29 @@ class Policy:
         return all(need[tier] <= max(0, room[tier]) for tier in (Tier.HBM, Tier.DRAM))
 
     # ---------------------------------------------------------------- prefixes
-    def _parts(self) -> bool:
-        """Whether a group keeps only a part of its pages: then not every boundary serves."""
-        return any(group.reach for group in self.core.cfg.groups)
-
     def _known(self, r: Request) -> int:
-        """Positions with KV that somebody may start from, walked for page by page."""
-        core, size = self.core, self.core.cfg.page_size
+        """Positions with KV that somebody may start from, walked for page by page: as far as groups go that
+        keep all, then back to where the others have what the next step reads."""
+        core, size, path = self.core, self.core.cfg.page_size, list[Node]()
+        whole = [g for g, group in enumerate(core.cfg.groups) if not group.reach]
         node = core.have.tree.roots.get(r.arrived.namespace)
-        n = 0
-        while node is not None and n + size < len(r.tokens):
-            node = node.children.get(r.page_key(n // size, size))
-            if node is None or not all(self._here(node, g) for g in range(len(r.tables))):
+        while node is not None and (len(path) + 1) * size < len(r.tokens):
+            node = node.children.get(r.page_key(len(path), size))
+            if node is None or not all(self._here(node, g) for g in whole):
                 break
-            n += size
-        return n
+            path.append(node)
+        return next((n * size for n in range(len(path), 0, -1) if self._serves(path[:n])), 0)
+
+    def _serves(self, path: list[Node]) -> bool:
+        """Whether groups that keep a part have each of the positions behind these pages that they show."""
+        size, end = self.core.cfg.page_size, len(path) * self.core.cfg.page_size
+        for g, group in enumerate(self.core.cfg.groups):
+            unit = group.page_tokens or size
+            for at in range(max(0, end - group.reach), end if group.reach else 0):
+                last = (at // unit + 1) * unit               # where its page ends
+                if last > end or not self._here(path[last // size - 1], g):
+                    return False
+        return True
 
     def _here(self, node: Node, g: int) -> bool:
         have = self.core.have

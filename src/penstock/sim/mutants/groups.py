@@ -16,6 +16,17 @@ from penstock.core.tree import Copy, Node
 from penstock.sim.mutants.registry import Real, instead_of, mutant, swapped
 
 
+# ---------------------------------------------------------------- boundaries
+@instead_of(Holdings, "match", mode="model=3")
+def hit_one_page_short(real: Real, have: Holdings, r: Request, *, stored: bool = False) -> list[Node]:
+    """Where groups keep only a part, the last boundary that all of them can serve is not used."""
+    path: list[Node] = real(have, r, stored=stored)
+    del path[-1:]
+    while path and not have._serves(r, path, stored):
+        path.pop()
+    return path
+
+
 # ---------------------------------------------------------------- windows
 @instead_of(staying, "leave_behind")
 def window_given_up_one_page_early(real: Real, have: Holdings, r: Request, g: int, t: Table) -> None:
