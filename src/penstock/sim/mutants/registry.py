@@ -54,19 +54,12 @@ def instead_of(owner: object, name: str, budget: int = 120, first: int = 0,
     return enter
 
 
-class Bent(Core):
-    """A right core whose ranks are wrong. A `World` hands them over before anything happens."""
-
-    def bend(self, executor: object) -> None:
-        raise NotImplementedError
-
-
 def of_ranks(owner: type, part: str, name: str, budget: int = 120,
              mode: str = "") -> Callable[[Wrong], Wrong]:
     """Enter a bug of the ranks: for a whole run, `wrong(real, self, ...)` is called instead of a method of
     the executor, or of its attribute `part`."""
     def enter(wrong: Wrong) -> Wrong:
-        class Mutant(Bent):
+        class Mutant(Core):                    # a right one: a `World` hands it its ranks
             def bend(self, executor: object) -> None:
                 bent, real = getattr(executor, part) if part else executor, getattr(owner, name)
                 assert isinstance(bent, owner)
