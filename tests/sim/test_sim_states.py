@@ -2,7 +2,8 @@
 
 `next_states.tsv` has every (role, phase, event) with the phases that may follow and one reason. A
 first reader wrote it and a second one checked it; both saw the design and no code. Where the code
-does something else on purpose, `deviations.tsv` says why.
+does something else on purpose, `deviations.tsv` says why. Where it holds for possible what never meets in
+this core, `not_asked.tsv` says why not.
 """
 from __future__ import annotations
 
@@ -31,6 +32,10 @@ BY_HAND = {("prefill", "dropped", "expired", "done"), ("decode", "staging", "pau
 DEVIATIONS = {(role, phase, event, follows) for role, phase, event, follows, _ in lines("deviations.tsv")}
 
 
+NOT_ASKED: set[Key] = {(role, phase, event) for role, phase, event, _ in lines("not_asked.tsv")}
+POSSIBLE: set[Key] = {(role.value, phase, event) for role in Role for phase, event in possible(role)}
+
+
 def surprises(seen: Counter[Seen]) -> list[tuple[str, ...]]:
     return sorted(s for s in seen if s[3] not in TABLE[s[:3]] and s not in DEVIATIONS)
 
@@ -51,17 +56,35 @@ def test_no_event_leads_anywhere_but_where_the_table_says() -> None:
     seen = sweep(range(60)).met + sweep(range(1_000, 1_025), "pair=1").met
     assert not surprises(seen)
     assert len({s[:3] for s in seen}) > 200, "hardly anything was seen"
+    assert {s[:3] for s in seen} <= POSSIBLE, "it can happen: the sweep should ask for it"
 
 
-def test_what_is_held_for_possible_is_so_in_the_table() -> None:
+def test_all_that_the_table_holds_for_possible_is_asked_for_or_has_a_reason_not_to_be() -> None:
+    in_use = {(role.value, p.value) for role in Role
+              for p, _ in edges(Mode(host=True, disk=True, sparse=True, role=role))}
+    table = {key for key, follows in TABLE.items() if follows and key[:2] in in_use}
+    assert not POSSIBLE & NOT_ASKED
+    assert table == POSSIBLE | NOT_ASKED
+    assert len(NOT_ASKED) == len(lines("not_asked.tsv"))
+    assert all(len(line) == 4 and line[3].strip() for line in lines("not_asked.tsv")), "no reason"
+
+
+def test_the_reasons_not_to_ask_are_those_of_the_tables() -> None:
+    """Who fetches or receives comes from where it had no row, and never comes back."""
     for role in Role:
-        assert all(TABLE[role.value, phase, event] for phase, event in possible(role)), role
+        into: dict[Phase, set[Phase]] = defaultdict(set)
+        for (source, _), target in edges(Mode(host=True, disk=True, sparse=True, role=role)).items():
+            into[target].add(source)
+        assert not into[Phase.QUEUED]
+        assert into[Phase.FETCHING] == {Phase.QUEUED}
+        assert into[Phase.RECEIVING] == ({Phase.QUEUED, Phase.FETCHING} if role is Role.DECODE else set())
 
 
 @pytest.mark.sweep
 def test_every_pair_that_can_meet_goes_where_the_table_says(long_sweep: Report) -> None:
     seen = long_sweep.met
     assert not surprises(seen)
+    assert {s[:3] for s in seen} <= POSSIBLE
     used: dict[Key, set[str]] = defaultdict(set)
     for s in seen:
         used[s[:3]].add(s[3])
