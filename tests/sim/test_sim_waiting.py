@@ -3,13 +3,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import driver
 import pytest
 
 from penstock.core import room
 from penstock.core.admission import Admission
 from penstock.core.plan import Arrived, Outcome, RequestId
 from penstock.core.settings import CoreConfig
-from penstock.sim.waiting import WAIT_MAX, Waiting, fair, report
+from penstock.sim.waiting import WAIT_MAX, Wait, Waiting, fair, report, watch
 
 MODES = ("model=1,hot_pages=0", "dram_pages=0,model=1,hot_pages=0", "model=1,hot_pages=2",
          "model=3,hot_pages=0", "model=3,hot_pages=2", "model=1,hot_pages=1,always_hosted=1")
@@ -62,6 +63,37 @@ def test_who_gave_way_twice_does_not_for_those_of_a_higher_priority_who_come_lat
 @pytest.mark.parametrize("mode,seed", FIRST_GAVE_WAY)
 def test_the_first_of_all_is_not_paused_for_want_of_a_hot_buffer(mode: str, seed: int) -> None:
     assert not fair(seed, mode).late()
+
+
+def _worst(waiting: Waiting) -> Wait:
+    return max(waiting.ended(), key=waiting.ratio)
+
+
+def test_who_waited_longest_for_its_work_ahead_is_a_fork() -> None:
+    """It could not start before its leader had answered; others got rows meanwhile, and it waits for them."""
+    waiting = fair(9, "model=3,hot_pages=2")
+    worst = _worst(waiting)
+    assert 2 < waiting.ratio(worst) <= WAIT_MAX
+    assert worst.arrived.leader is not None and not worst.gave_way
+
+
+def test_a_fork_may_wait_beyond_the_bound_for_those_that_got_rows_while_its_leader_began() -> None:
+    """If this fails, forks may be in the promise of docs/adr/0011 again."""
+    d = driver.Driver(rows=6, hbm_pages=68, step_tokens=2, overlap=True)
+    waiting = watch(d.core)
+    leader = Arrived(RequestId(1), tuple(range(16)), 1)
+    fork = replace(leader, rid=RequestId(2), leader=leader.rid)
+    others = [Arrived(RequestId(10 + k), (1_000 + k,), 226) for k in range(5)]
+    d.tell(leader, fork, *others)
+    while not waiting.seen[leader.rid].outputs:
+        d.retire()
+    got_rows = {r.rid for r in d.core.running}
+    d.run()
+    worst = _worst(waiting)
+    assert worst.arrived == fork and not worst.gave_way
+    assert waiting.ratio(worst) > WAIT_MAX
+    worst.behind |= got_rows
+    assert waiting.ratio(worst) < WAIT_MAX and not waiting.late()
 
 
 def _played(cfg: CoreConfig) -> Waiting:
