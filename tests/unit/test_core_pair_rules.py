@@ -1,0 +1,182 @@
+"""Rules 6 and 7 of a pair (RELIABILITY.md), on whole engines: they speak of more than the protocol. The
+others are in `test_core_peer.py`."""
+from __future__ import annotations
+
+import driver
+import pytest
+
+from penstock.core.lifecycle import Phase
+from penstock.core.messages import Cancel, Drained, Grant, Hello, Message, Reason, Refused
+from penstock.core.peer import Deadline, Remind
+from penstock.core.plan import (
+    Aborted,
+    Event,
+    Expired,
+    Moved,
+    Outcome,
+    Overdue,
+    PeerFenced,
+    Received,
+    RequestId,
+    Say,
+    StepPlan,
+    Tier,
+)
+
+US, PEER = 1, 7                          # epochs
+ONE, TWO = RequestId(1), RequestId(2)
+
+
+class Driver(driver.Driver):
+    """A core whose peer has said hello."""
+
+    def __init__(self, role: str, **settings: object) -> None:
+        super().__init__(**dict(role=role, epoch=US, hbm_base=1_000, dram_base=2_000) | settings)
+        self.hear(Hello(PEER, US))
+        self.said()
+
+    def hear(self, message: Message) -> list[StepPlan]:
+        return self.tell(Received(message))
+
+    def drained(self, transfer: int) -> None:
+        self.hear(Drained(PEER, US, transfer, 1, Reason.CANCELLED))
+
+    def finish(self) -> None:
+        """All steps that can be had; copies do not land."""
+        while self.plans:
+            self.retire()
+
+    def said(self) -> list[object]:
+        """Messages since the last call, without timers and greetings."""
+        said = [o.what for o in self.out if isinstance(o, Say)]
+        self.out = [o for o in self.out if not isinstance(o, Say)]
+        return [what for what in said if not isinstance(what, Remind | Deadline | Hello)]
+
+    def free(self) -> int:
+        return self.core.have.arenas[Tier.HBM].pools[0].free
+
+
+# ---------------------------------------------------------------- rule 6
+def busy(role: str) -> tuple[Driver, StepPlan, list[Deadline]]:
+    """An engine that waits for its peer with request 1, and whose only step, of request 2, hangs; and its
+    deadlines."""
+    d = Driver(role, rows=1)
+    if role == "prefill":
+        d.arrive(2, range(50, 70), transfer=6)
+        d.arrive(1, range(10), transfer=5)
+    else:
+        d.arrive(1, range(10), transfer=5)
+        d.arrive(2, range(50, 70))
+    (hangs,) = d.plans
+    assert hangs.rids == (TWO,)
+    deadlines = [o.what for o in d.out if isinstance(o, Say) and isinstance(o.what, Deadline)]
+    d.said()
+    return d, hangs, deadlines
+
+
+def told(d: Driver, event: Event) -> list[object]:
+    """What is said to `event` while no step can be planned."""
+    assert d.tell(event) == []
+    return d.said()
+
+
+def test_rule_6_a_decode_engine_cleans_up_while_no_step_is_planned() -> None:
+    d, hangs, _ = busy("decode")
+    visit = d.core.live[ONE].visit
+    assert told(d, Expired(ONE, Phase.RECEIVING.value, visit)) == [Cancel(US, PEER, 5, 1)]
+    assert d.phase(1) is Phase.DROPPED and d.free() == 16 - 5 - 3
+    d.drained(5)
+    assert d.free() == 16 - 5 and d.plans == [hangs]
+
+
+@pytest.mark.parametrize("proof", ["drained", "fenced"])
+def test_rule_6_an_abort_is_said_and_its_pages_come_back_while_no_step_is_planned(proof: str) -> None:
+    d, hangs, _ = busy("decode")
+    assert told(d, Aborted(ONE)) == [Cancel(US, PEER, 5, 1)] and d.finished() == {1: Outcome.ABORT}
+    if proof == "drained":
+        d.drained(5)
+    else:
+        d.tell(PeerFenced(PEER))
+    assert d.free() == 16 - 5 and d.plans == [hangs]
+
+
+def test_rule_6_a_prefill_engine_answers_and_keeps_deadlines_while_no_step_is_planned() -> None:
+    d, hangs, deadlines = busy("prefill")
+    (deadline,) = [x for x in deadlines if x.transfer == 5]
+    assert told(d, Overdue(5, deadline.n)) == []
+    assert d.finished() == {1: Outcome.LOST}
+    d.hear(Grant(PEER, US, 5, 1, 10, 0))                      # it comes too late
+    assert d.said() == [Refused(US, PEER, 5, 1, Reason.EXPIRED), Drained(US, PEER, 5, 1, Reason.EXPIRED)]
+    d.hear(Cancel(PEER, US, 6, 2))                            # of the very request that hangs
+    assert d.said() == [Drained(US, PEER, 6, 2, Reason.CANCELLED)] and d.plans == [hangs]
+    assert d.finished() == {1: Outcome.LOST, 2: Outcome.LOST} and d.free() == 16 - 5
+
+
+# ---------------------------------------------------------------- rule 7
+def evicted(d: Driver, tier: Tier) -> int:
+    """Pages of one tier that go when all go that may."""
+    have = d.core.have
+    return have.tree.evict({Tier.HBM: have.device, Tier.DRAM: have.host}[tier][0], 1 << 30)
+
+
+def test_rule_7_a_page_that_the_peer_writes_is_not_read_and_not_evicted() -> None:
+    d = Driver("decode")
+    d.arrive(1, range(10), transfer=5)
+    assert evicted(d, Tier.HBM) == 0
+    (reader,) = d.arrive(2, range(10))
+    assert reader.start == (0,), "it read what is being written"
+    d.tell(Aborted(TWO))
+    d.tell(Aborted(ONE))
+    d.finish()
+    evicted(d, Tier.HBM)
+    d.tell()
+    assert d.free() == 13, "a page went that may still be written"
+
+
+def test_rule_7_a_page_that_is_pushed_is_not_evicted_before_the_push_has_ended() -> None:
+    d = Driver("prefill")
+    d.arrive(1, range(10), transfer=5)
+    d.retire()
+    d.hear(Grant(PEER, US, 5, 1, 10, 0))
+    (push,) = d.moves
+    d.tell(Aborted(ONE))
+    assert d.finished() == {1: Outcome.ABORT} and evicted(d, Tier.HBM) == 0
+    d.tell(Moved(push.id, True))
+    assert evicted(d, Tier.HBM) == 2, "its sealed pages"
+
+
+def cached_below() -> Driver:
+    """An engine whose host alone has two pages of a prompt, and that loads them for request 2."""
+    d = Driver("decode", dram_pages=8)
+    d.arrive(1, range(10), max_new=1)
+    d.finish()
+    down = [move for move in d.moves if move.dst is Tier.DRAM]
+    assert len(down) == 1 and evicted(d, Tier.HBM) == 0, "copied, hence not evicted"
+    d.tell(Moved(down[0].id, True))
+    assert evicted(d, Tier.HBM) == 2
+    d.moves.clear()
+    d.tell()
+    d.arrive(2, range(10))
+    return d
+
+
+def test_rule_7_a_page_that_is_loaded_is_not_read_and_not_evicted() -> None:
+    d = cached_below()
+    (load,) = d.moves
+    assert (load.src, load.dst) == (Tier.DRAM, Tier.HBM)
+    assert d.phase(2) is Phase.LOADING and not d.plans, "it read what is being loaded"
+    d.tell(Aborted(TWO))                                      # nobody pins its pages any more
+    assert evicted(d, Tier.HBM) == 0 and evicted(d, Tier.DRAM) == 0
+    d.tell(Moved(load.id, True))
+    assert evicted(d, Tier.HBM) == 2 and evicted(d, Tier.DRAM) == 2
+
+
+def test_rule_7_a_page_that_a_request_counts_on_is_not_evicted() -> None:
+    d = cached_below()
+    (load,) = d.moves
+    (step,) = d.tell(Moved(load.id, True))
+    assert step.start == (8,) and step.rids == (TWO,)
+    assert evicted(d, Tier.HBM) == 0
+    d.moves.clear()
+    d.run()
+    assert evicted(d, Tier.HBM) > 0
