@@ -32,7 +32,8 @@ class Wait:
     outputs: int = 0
     refused: bool = False
     gave_way: int = 0
-    behind: set[RequestId] = field(default_factory=set)    # who had a row when it arrived or gave way
+    # Who had a row when it arrived, when it gave way, and when its leader first answered.
+    behind: set[RequestId] = field(default_factory=set)
 
 
 class Waiting:
@@ -55,8 +56,13 @@ class Waiting:
         """A step with rows was issued. One that only moves pages is nobody's service."""
         self.steps += 1
 
-    def token(self, rid: RequestId) -> None:
-        self.seen[rid].outputs += 1
+    def token(self, rid: RequestId, running: Iterable[RequestId]) -> None:
+        w = self.seen[rid]
+        w.outputs += 1
+        if w.outputs == 1:
+            for fork in self.seen.values():
+                if fork.arrived.leader == rid:
+                    fork.behind.update(running)
 
     def give_way(self, rid: RequestId, running: Iterable[RequestId]) -> None:
         w = self.seen[rid]
@@ -145,7 +151,7 @@ def watch(core: Core) -> Waiting:
             waiting.step()
         for out in result.outputs:
             if isinstance(out, Token):
-                waiting.token(out.rid)
+                waiting.token(out.rid, [q.rid for q in core.running])
             elif isinstance(out, Finished):
                 waiting.finish(out.rid, out.outcome)
         return result
