@@ -2,6 +2,7 @@
 end all requests finish and everything that was taken comes back."""
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -40,7 +41,9 @@ from penstock.core.plan import (
     Stopped,
     Token,
 )
+from penstock.core.request import Request
 from penstock.core.settings import CacheGroup, CoreConfig
+from penstock.core.tree import Node
 
 FULL, SELECTOR = CacheGroup(name="full", page_bytes=0), CacheGroup(name="selector", page_bytes=0,
                                                                    selector=True, slab_pages=2)
@@ -58,6 +61,40 @@ CONFIGS = {
 PROMPT = st.tuples(st.sampled_from((0, 0, 1)), st.integers(1, 12)).map(lambda x: (x[0],) * x[1])
 POKES = {Paused: Trigger.PAUSE, Dropped: Trigger.DROP, Spilled: Trigger.SPILL, Promoted: Trigger.PROMOTE,
          Aborted: Trigger.END}
+
+
+def known(core: Core) -> dict[tuple[int, ...], Node]:
+    """What the prefix tree has that anybody may find: pages by namespace and all tokens to their end."""
+    pages: dict[tuple[int, ...], Node] = {}
+    stack = [((namespace,), root) for namespace, root in core.have.tree.roots.items() if namespace >= 0]
+    while stack:
+        tokens, node = stack.pop()
+        if node.parent is not None:
+            pages[tokens] = node
+        stack += [((*tokens, *key), child) for key, child in node.children.items()]
+    return pages
+
+
+def served(core: Core, pages: Mapping[tuple[int, ...], Node], tokens: tuple[int, ...], stored: bool) -> int:
+    """How many of `tokens`, a namespace before them, the tree has for every group: the longest prefix of
+    whole pages that leaves one to compute, and of which each group has what the next position reads."""
+    have, size = core.have, core.cfg.page_size
+
+    def can_get(g: int, position: int) -> bool:
+        node = pages.get(tokens[:1 + (position // size + 1) * size])
+        if node is None:
+            return False
+        device, host = node.copies.get(have.device[g]), node.copies.get(have.host[g])
+        below = host is not None and (host.ready or (stored and not host.bad))
+        return (device is not None and not device.bad) or below or (
+            stored and host is None and node.ready(have.disk[g]))
+
+    def reads(group: CacheGroup, end: int) -> range:
+        return range(end - 1 if group.snapshot else max(0, end - group.window) if group.window else 0, end)
+
+    return max(end for end in range(0, len(tokens) - 1, size) if not end or all(
+        not (group.snapshot and end % group.page_tokens) and all(can_get(g, p) for p in reads(group, end))
+        for g, group in enumerate(core.cfg.groups)))
 
 
 class CoreMachine(RuleBasedStateMachine):
@@ -198,6 +235,24 @@ class CoreMachine(RuleBasedStateMachine):
         """All that were ever announced, and those of the queue."""
         queued = [Entered(rid, Phase.QUEUED.value, 0) for rid in sorted(self.got)]
         return [*self.entered, *self.entered[-1:] * 5, *queued]
+
+    @rule(data=st.data(), prompt=PROMPT, more=st.integers(0, 2), namespace=st.sampled_from((0, 0, 1)),
+          stored=st.booleans())
+    def match(self, data: st.DataObject, prompt: tuple[int, ...], more: int, namespace: int,
+              stored: bool) -> None:
+        """What a new prompt would be served, against a look at all that there is. The prompt extends a
+        cached one, sometimes."""
+        have, pages = self.core.have, known(self.core)
+        plain = sorted(tokens for tokens in pages if min(tokens) >= 0)
+        tokens = data.draw(st.sampled_from([*plain, (namespace, *prompt)])) + (2, 0)[:more]
+        r = Request(Arrived(RequestId(0), tokens[1:], 1, namespace=tokens[0]), 0, 1, list(tokens[1:]),
+                    len(tokens) - 1, have.tables(), self.core.cfg.max_len)
+        found = have.found
+        path = have.match(r, stored=stored)
+        have.found = found                         # nobody has looked
+        end = len(path) * self.core.cfg.page_size
+        assert end == served(self.core, pages, tokens, stored)
+        assert path == [pages[tokens[:1 + p]] for p in range(2, end + 1, 2)]
 
     # ---------------------------------------------------------------- the executor
     @precondition(lambda self: self.plans)
