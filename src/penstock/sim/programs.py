@@ -120,8 +120,8 @@ MUST_FIRE = (
     "damaged", "damaged page in hbm", "damaged page in dram", "damaged page in disk",
     "damaged page in flight",
 )
-# Of those, what 600 runs may do without: it fires in one run of 600, and was absent from three of eight
-# ranges of 600. All others were in each, in 4 runs at least.
+# Of those, what 600 runs may do without: it fires in one run of 600, and was absent from two of the first
+# six ranges of 600. All others were in each, in 3 runs at least.
 RARE = frozenset(("write of the dead landed",))
 
 
