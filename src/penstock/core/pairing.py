@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, assert_never
 from penstock.core import peer, staying
 from penstock.core.copies import Flight
 from penstock.core.lifecycle import Phase, Place, Role, Trigger
-from penstock.core.messages import Reason
+from penstock.core.messages import Grant, Reason
 from penstock.core.plan import (
     MoveId,
     Outcome,
@@ -77,12 +77,12 @@ class Pairing:
             self._apply(side.push_ended(move.id, False))
 
     def flush(self) -> list[Say]:
-        """What is to be said now. A grant follows the plan that has its Move: until that is made,
-        everything waits."""
-        if any(m.src is Tier.PEER for m in self.core.have.copies.outbox):
-            return []
-        out, self.side.outbox = self.side.outbox, []
-        return [Say(what) for what in out]
+        """What is to be said now. A grant waits for the plan that has its Move."""
+        planned = {m.generation for m in self.core.have.copies.outbox if m.src is Tier.PEER}
+        early = [isinstance(what, Grant) and what.generation in planned for what in self.side.outbox]
+        out = [Say(what) for what, waits in zip(self.side.outbox, early, strict=True) if not waits]
+        self.side.outbox = [what for what, waits in zip(self.side.outbox, early, strict=True) if waits]
+        return out
 
     # ---------------------------------------------------------------- from the core
     def arrived(self, r: Request) -> None:
