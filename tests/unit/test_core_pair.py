@@ -407,3 +407,14 @@ def test_a_cancelled_push_that_hangs_keeps_its_pages_and_nobody_else() -> None:
     assert d.finished() == {1: Outcome.LOST} and d.phase(2) is Phase.DROPPED
     d.retire()
     assert d.phase(3) is Phase.SENDING
+
+
+def test_forks_of_a_prompt_that_waits_for_its_grant_are_computed() -> None:
+    d = Driver("prefill")
+    d.arrive(1, range(10), transfer=5)
+    d.arrive(2, range(10), transfer=6, leader=RequestId(1))
+    assert d.plans[-1].rids == (1,)
+    d.run()
+    assert d.phase(1) is d.phase(2) is Phase.SENDING
+    (started,) = [o for o in d.out if isinstance(o, Started) and o.rid == 2]
+    assert started.hbm_tokens == 8

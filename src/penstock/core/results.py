@@ -75,6 +75,8 @@ def take(core: Core, r: Request, tokens: tuple[int, ...]) -> Outcome | None:
     a, n = r.arrived, r.num_output
     if core.prefills_only:
         r.tokens += tokens                     # the decode engine tells whom it concerns
+        if r.forks and tokens:
+            core.led(r)
         return None
     for token in tokens:
         r.tokens.append(token)
