@@ -187,7 +187,8 @@ class SpacesMachine(RuleBasedStateMachine):
         could = [x for x in self.tree.nodes() if self.tree.evictable(x, space)]
         pinned = {id(copy) for _, copies in self.users for copy in copies}
         used = {id(node) for path, _ in self.users for node in path}
-        before = {x: (x.copies[space], IN_USE if id(x) in used else self.left[x]) for x in could}
+        before = {x: (x.copies[space], IN_USE if id(x) in used else 0 if x.banished else self.left[x])
+                  for x in could}
         assert self.tree.evict(space, n) == min(n, len(could))
         gone = [x for x in could if space not in x.copies]
         assert len(gone) == min(n, len(could))

@@ -103,8 +103,11 @@ class Tree:
         self._banished -= 1
         node.parent = self.root(self._banished)
         node.parent.children[node.key] = node
-        for below in self._below(node):
+        for below in list(self._below(node)):
             below.banished = True
+            if not below.refs:
+                below.last_used = 0
+                self.settle(below)
         self.settle(parent)
 
     def attach(self, node: Node, space: Space, copy: Copy) -> None:
