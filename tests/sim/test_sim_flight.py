@@ -113,9 +113,9 @@ def test_what_a_peer_was_asked_for_comes_again_as_a_prompt() -> None:
 def test_another_core_makes_other_plans_and_the_turn_is_named() -> None:
     class Young(Core):
         def _progress(self) -> None:
-            self.waiting.reverse()
+            self.line.reverse()
             super()._progress()
-            self.waiting.sort(key=lambda r: r.key)
+            self.line.sort(key=lambda r: r.key)
 
     seeds = [rerun.exact(flight.read(fly(seed, 1 << 20)[1]), Young) for seed in range(6)]
     assert any(not same and "turn" in said for same, said in seeds), seeds
