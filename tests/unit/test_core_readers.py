@@ -10,7 +10,8 @@ import pytest
 
 from penstock.core.core import Core
 from penstock.core.lifecycle import Phase
-from penstock.core.messages import Cancel, Drained, Hello, Reason
+from penstock.core.messages import Cancel, Drained, Grant, Hello, Reason
+from penstock.core.peer import Fence
 from penstock.core.plan import (
     Aborted,
     Arrived,
@@ -297,3 +298,173 @@ def test_the_head_is_tried_when_pages_behind_a_fence_have_come() -> None:
     assert core.live[RequestId(0)].phase is Phase.HOSTED
     free = core.have.device[0].pool.free
     assert r.phase is not Phase.QUEUED, f"it waits, and {free} pages of 14 are free"
+
+
+# ---------------------------------------------------------------- forks
+def test_a_fork_starts_when_its_leader_has_answered_in_a_chunk_of_one_token() -> None:
+    """The chunk before the last retires when the leader is RESIDENT: so its first token is a calm result."""
+    core = Core(CoreConfig(page_size=64, rows=4, hbm_pages=40, step_tokens=4, overlap=True))
+    fork, out = RequestId(1), list[StepPlan]()
+    events: list[Event] = [Arrived(RequestId(0), tuple(range(9)), 60),
+                           Arrived(fork, tuple(range(9)), 60, leader=RequestId(0))]
+    for _ in range(100):
+        plan = core.advance(events).plan
+        out += [] if plan is None else [plan]
+        events = answers(out.pop(0)) if plan is None or len(out) == 2 else []
+        if core.live[fork].phase is not Phase.QUEUED:
+            break
+    assert core.live[RequestId(0)].num_output == 1
+
+
+def test_a_fork_starts_when_a_prefill_engine_has_computed_its_leader() -> None:
+    """The leader waits for its grant, and the fork has one."""
+    core = Core(CoreConfig(page_size=2, rows=4, hbm_pages=40, role="prefill"))
+    prompt, fork = tuple(range(8)), RequestId(1)
+    ended, _, _ = play(core, [
+        Received(Hello(1, 1)), Arrived(RequestId(0), prompt, 2, transfer=1),
+        Arrived(fork, prompt, 2, transfer=2, leader=RequestId(0)), Received(Grant(1, 1, 2, 1, 8))])
+    assert core.live[RequestId(0)].num_output == 1
+    assert ended == {fork}
+
+
+# ---------------------------------------------------------------- who else waits when something hangs, again
+@pytest.mark.parametrize("n", [12, 13])
+def test_a_hung_push_stops_nobody_else(n: int) -> None:
+    """The same of a push whose request has ended, also if all of its pages are sealed: none is `away` then.
+    Request 1 does not fit beside them, request 2 does."""
+    core = Core(CoreConfig(page_size=2, rows=4, hbm_pages=10, role="prefill"))
+
+    def hangs(m: Move) -> bool:
+        return m.dst is Tier.PEER
+
+    play(core, [Received(Hello(1, 1)), Arrived(RequestId(0), tuple(range(n)), 2, transfer=1),
+                Received(Grant(1, 1, 1, 1, n))], hangs)
+    assert core.live[RequestId(0)].is_pushed
+    play(core, [Received(Cancel(1, 1, 1, 1))], hangs)
+    assert not core.live
+    play(core, [Arrived(RequestId(1), tuple(range(100, 114)), 2, transfer=2),
+                Arrived(RequestId(2), (1, 2, 3), 2, transfer=3)], hangs)
+    assert core.live[RequestId(2)].num_output == 1
+
+
+def test_pages_granted_to_an_end_that_has_become_another_model_are_fenced() -> None:
+    """It is not heard, but that it lives means that the one before it does not."""
+    core = Core(CoreConfig(page_size=2, rows=4, hbm_pages=20, role="decode", identity=5))
+    play(core, [Received(Hello(1, 1, identity=5)), Arrived(RequestId(0), tuple(range(8)), 2, transfer=1)])
+    said = [o.what for o in core.advance([Received(Hello(2, 0, identity=6))]).outputs if isinstance(o, Say)]
+    assert Fence(1) in said
+
+
+# ---------------------------------------------------------------- damaged pages, again
+def test_banished_pages_that_nobody_names_go_before_sound_ones() -> None:
+    """Request 1 shares two pages with the damaged one, and has ended before that was seen."""
+    core = Core(CoreConfig(page_size=2, rows=4, hbm_pages=40))
+    play(core, [Arrived(RequestId(0), tuple(range(500, 509)), 1)])
+    play(core, [Arrived(RequestId(1), (1, 2, 3, 4, 50, 51, 52, 53, 54), 1)])
+    _, _, events = play(core, [Arrived(RequestId(2), (1, 2, 3, 4, 60, 61, 62, 63, 64), 9)], steps=2)
+    play(core, [*events, Aborted(RequestId(2), damaged=True)])
+    core.have.tree.evict(core.have.device[0], 1)
+    assert sum(not node.banished for node in core.have.tree.nodes()) == 4
+
+
+def test_who_goes_on_with_damaged_pages_does_not_banish_those_that_were_computed_anew() -> None:
+    core = Core(CoreConfig(page_size=2, rows=4, hbm_pages=60))
+    prompt = tuple(range(9))
+    _, _, events = play(core, [Arrived(RequestId(0), prompt, 30)], steps=2)
+    _, _, events = play(core, [*events, Arrived(RequestId(1), prompt, 30)], steps=2)
+    _, _, events = play(core, [*events, Aborted(RequestId(0), damaged=True)], steps=2)
+    _, _, events = play(core, [*events, Arrived(RequestId(2), prompt, 3)], steps=8)
+    sound = sum(not node.banished for node in core.have.tree.nodes())
+    assert sound >= 4
+    core.advance([*events, Aborted(RequestId(1), damaged=True)])
+    assert sum(not node.banished for node in core.have.tree.nodes()) == sound
+
+
+# ---------------------------------------------------------------- reading from storage, in turns
+def _stored(prompts: int, pages: int, **settings: Any) -> Core:
+    core = Core(CoreConfig(page_size=2, hbm_pages=8_000, disk_pages=9_000, step_tokens=65_536, **settings))
+    for k in range(prompts):
+        play(core, [Arrived(RequestId(1000 + k), tuple(range(10_000 * k, 10_000 * k + 2 * pages + 1)), 1)])
+    core.have.tree.evict_all((*core.have.device, *core.have.host))
+    core.advance(())
+    return core
+
+
+def test_a_step_costs_the_same_however_long_the_prefix_is_that_waits_for_its_next_turn() -> None:
+    """Request 1 has read 20 pages when request 2, which comes first, takes all that storage may hold."""
+    def cost(pages: int) -> int:
+        core = _stored(2, pages, rows=1, dram_pages=3_600)
+        _, _, events = play(core, [Arrived(RequestId(7), (1, 2, 3), 500)], steps=3)
+
+        def turn(*new: Event) -> list[Event]:
+            nonlocal events
+            plan = core.advance([*events, *new]).plan
+            assert plan is not None
+            events = answers(plan, lambda m: Tier.DISK in (m.src, m.dst))
+            return [Moved(m.id, True) for m in plan.moves if from_storage(m)]
+
+        first = turn(Arrived(RequestId(0), tuple(range(2 * core.cfg.store_pages - 39)), 1, priority=-2))
+        second = turn(Arrived(RequestId(1), tuple(range(10_000, 10_001 + 2 * pages)), 1))
+        turn(*first)
+        third = turn(Arrived(RequestId(2), tuple(range(2 * pages + 1)), 1, priority=-1))
+        turn(*second, *third)
+        turn()
+        old, count = sys.gettrace(), 0
+
+        def trace(frame: FrameType, event: str, arg: object) -> Any:
+            nonlocal count
+            count += 1
+            return trace
+
+        sys.settrace(trace)
+        try:
+            for _ in range(20):
+                turn()
+        finally:
+            sys.settrace(old)
+        return count
+
+    assert cost(1500) < 2 * cost(460)
+
+
+def test_a_step_costs_the_same_however_many_are_queued_when_a_store_hangs() -> None:
+    def cost(others: int) -> int:
+        core = _stored(1, 60, rows=1, dram_pages=64)
+        _, _, events = play(core, [Arrived(RequestId(7), (1, 2, 3), 500)], steps=3)
+        events += [Arrived(RequestId(0), tuple(range(121)), 1)]
+        events += [Arrived(RequestId(k), (k,) * 5, 5) for k in range(2000, 2000 + others)]
+
+        def hangs(m: Move) -> bool:
+            return Tier.DISK in (m.src, m.dst)
+
+        _, _, events = play(core, events, hangs, steps=3)
+        old, count = sys.gettrace(), 0
+
+        def trace(frame: FrameType, event: str, arg: object) -> Any:
+            nonlocal count
+            count += 1
+            return trace
+
+        sys.settrace(trace)
+        try:
+            for _ in range(20):
+                plan = core.advance(events).plan
+                assert plan is not None
+                events = answers(plan, hangs)
+        finally:
+            sys.settrace(old)
+        return count
+
+    assert cost(300) < 2 * cost(3)
+
+
+def test_a_step_costs_the_same_however_many_were_computed_and_dropped_without_a_grant() -> None:
+    def cost(others: int) -> int:
+        core = Core(CoreConfig(page_size=2, rows=4, hbm_pages=40, role="prefill", step_tokens=4))
+        play(core, [Received(Hello(1, 1))])
+        for k in range(1, others + 1):
+            play(core, [Arrived(RequestId(k), (k,) * 25, 5, transfer=k)])
+        _, _, events = play(core, [Arrived(RequestId(0), tuple(range(60)), 1, transfer=9_999)], steps=3)
+        return lines(core, events, 8)
+
+    assert cost(300) < 2 * cost(20)

@@ -97,6 +97,4 @@ class Admission:
             return False
         if r.phase is Phase.PAUSED and not r.is_parked:
             return False
-        if self.core.prefills_only and r.num_output and r.grant is None:
-            return False                       # it has been computed once: it waits for its grant
         return r.phase is not Phase.FETCHING or storage.is_fetched(self.core.have, r)

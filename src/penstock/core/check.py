@@ -33,6 +33,11 @@ def check(core: Core) -> None:
         named += r.path
     moved = [copy for flight in have.copies.flights.values() for pair in flight.pairs for copy in pair]
     _tree(core, Counter(pinned), Counter(named), Counter(moved), pages)
+    for copy in have.copies.orphans:
+        assert copy.node is None and copy.moves, "an orphan that nothing fills"
+    for flight in have.copies.flights.values():
+        pages.get(flight.dst, []).extend(
+            [copy.page for _, copy in flight.pairs if copy in have.copies.orphans and not copy.pins])
     for space, owned in pages.items():
         held = space.pool.held
         assert len(owned) == len(held) and held == set(owned), f"{space}: pages without an owner"

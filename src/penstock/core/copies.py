@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock.core.ledger import Arena, Pool
+from penstock.core.ledger import Arena, Fence, Pool
 from penstock.core.plan import DiskPage, DramPage, Group, HbmPage, Move, MoveId, Page, StepId, Tier
 from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
@@ -45,6 +45,7 @@ class Copies:
         self.device, self.host, self.disk, self._disk_arena = device, host, disk, disk_arena
         self.flights: dict[MoveId, Flight] = {}
         self.wire: dict[MoveId, None] = {}               # of these, those from or to another engine
+        self.orphans: set[Copy] = set()                  # still being read from storage, for nobody
         self.outbox: list[Move] = []                     # planned since the last step
         self._saves: dict[Space, MoveId] = {}            # the same, by source: more pages may join these
         self.retired = StepId(0)
@@ -173,8 +174,19 @@ class Copies:
             self.outbox.remove(move)
             self.settle(self.landed(move.id, False)[0])
 
+    def disown(self, node: Node, space: Space, copy: Copy) -> None:
+        """A page is being read from storage, and somebody needs it who has it elsewhere."""
+        del node.copies[space]
+        copy.node = None
+        self.orphans.add(copy)
+
     def settle(self, flight: Flight) -> None:
         """Everybody who counted on a failed copy has let go: what it left behind goes too."""
+        for _, target in flight.pairs if self.orphans else ():
+            if target in self.orphans:
+                self.orphans.remove(target)
+                if not target.pins:
+                    flight.dst.pool.release([target.page], Fence(target.used))
         tiers = flight.dst.tier, flight.src.tier
         for source, target in flight.pairs:
             seen: Node | None = None           # both are the same node's, most of the time

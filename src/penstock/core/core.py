@@ -212,8 +212,9 @@ class Core:
         if leader is not None and not leader.num_output:
             r.leader = leader                  # until the pages of the prompt that they share are sealed
             leader.forks.append(r)
+            leader.calm = 0
         else:
-            self._stand(r)
+            self._join(r)
         if self.pair is not None:
             self.pair.arrived(r)
 
@@ -274,7 +275,7 @@ class Core:
             self._started(r)
         r.computed = r.settled = r.num_prompt
         r.is_parked = True                     # it keeps what it has until it gets a row
-        self._line(r)
+        self.stand(r)
         self.have.seal(r)
         if (outcome := results.take(self, r, tokens)) is not None:
             self._end(r, outcome)
@@ -334,26 +335,29 @@ class Core:
             self._out.append(Entered(r.rid, target.value, r.visit))
         return True
 
-    def _line(self, r: Request) -> None:
+    def stand(self, r: Request) -> None:
         """Keep the line of those who wait for a row in step with what has changed about one of them."""
         waits = r.leader is None and (r.phase in LINE or (r.phase is Phase.RECEIVING and r.delivered > 0))
+        if self.prefills_only and r.num_output and r.grant is None:
+            waits = False                      # it has been computed once: it waits for its grant
         if waits and not r.in_line:
             schedule.insert(self.line, r)
         elif r.in_line and not waits:
             self.line.remove(r)
         r.in_line = waits
 
-    def _stand(self, r: Request) -> None:
-        """A request that nothing keeps from being served joins the line."""
-        self._line(r)
+    def _join(self, r: Request) -> None:
+        """A request that nothing keeps from being served joins the line, and storage is asked for it."""
+        self.stand(r)
         if r.in_line and self.cfg.disk_pages:
             schedule.insert(self.unasked, r)
+            r.is_unasked = True
 
     def led(self, r: Request) -> None:
         """`r` has begun to answer, or never will: its forks wait no more."""
         for fork in r.forks:
             fork.leader = None
-            self._stand(fork)
+            self._join(fork)
         r.forks = []
 
     def _file(self, r: Request, source: Phase) -> None:
@@ -364,7 +368,10 @@ class Core:
                 queue.remove(r)
             elif r.phase in phases and source not in phases:
                 schedule.insert(queue, r)
-        self._line(r)
+        self.stand(r)
+        if r.is_unasked:                       # it was queued, and is no more
+            self.unasked.remove(r)
+            r.is_unasked = False
         if r.phase is Phase.DONE:
             self.led(r)
         r.gave_way += source in ACTIVE and r.phase in (Phase.PAUSED, Phase.DROPPED)
@@ -381,11 +388,12 @@ class Core:
                 have.park(r)
                 if not have.is_complete(r):
                     self._go(r, Trigger.DROP)  # it had lost a page before that
-            if r.more and r.phase is Phase.FETCHING and storage.is_fetched(have, r):
+            if (r.phase is Phase.FETCHING and r.more and have.copies.reads_left
+                    and storage.is_fetched(have, r)):
                 storage.read(have, r)
         if self.pair is not None:
             self.pair.push_ready()
-        if self.unasked:
+        if self.unasked and have.copies.reads_left:
             self._fetch()
         self.admission.admit()
         for r in list(self.busy):
@@ -449,11 +457,12 @@ class Core:
 
     def _fetch(self) -> None:
         """Start reading stored prefixes early, if reading beats computing them again."""
-        queued, self.unasked = [r for r in self.unasked if r.phase is Phase.QUEUED], []
-        for r in queued:
-            if not (self.have.copies.reads_left and self.admission.may_start(r)):
-                self.unasked.append(r)
-                continue
+        queued, self.unasked = self.unasked, []
+        for i, r in enumerate(queued):
+            if not self.have.copies.reads_left:
+                self.unasked = queued[i:]
+                return
+            r.is_unasked = False
             pages = storage.stored(self.have, r)
             if pages and (self.rates is None or self.rates.disk_page_us
                           < self.cfg.page_size * self.rates.prefill_token_us):

@@ -181,13 +181,15 @@ def _entry(have: Holdings, r: Request, g: int, i: int, node: Node | None, way: W
     sides = (t.device, have.device[g], way.loads), (t.host, have.host[g], way.saves)
     column, space, fills = sides[host]
     below, other, _ = sides[not host]
-    copy = own(column, i)
-    if copy is None and node is not None:
-        copy = node.good(space)
+    copy, source = own(column, i), own(below, i)
+    orphans = have.copies.orphans
+    if host and copy is not None and copy.node is not None and copy.node is node:
+        have.below(node, g, source)            # it has fetched it, and may have to let go of that
+    if copy is None or copy in orphans:
+        copy = None if node is None else have.below(node, g, source) if host else node.good(space)
     if copy is not None:
         return _pin(copy)
-    source = own(below, i)
-    if source is None and node is not None:
+    if (source is None or source in orphans) and node is not None:
         source = node.good(other)
     assert source is not None and (host or source.ready), f"request {r.rid}: page {i} of group {g} is lost"
     target = _new()

@@ -237,7 +237,7 @@ class Holdings:
         copy.used = max(copy.used, r.last_issue)
         if copy.node is not None:
             self.tree.settle(copy.node)
-        elif copy.page >= 0:
+        elif copy.page >= 0 and copy not in self.copies.orphans:
             away = any(move in self.copies.wire for move in r.moves)
             space.pool.release([copy.page], Fence(copy.used, frozenset(r.moves), away))
 
@@ -287,10 +287,24 @@ class Holdings:
         it was dropped may be what shows that they are damaged)."""
         path: list[Node] = []
         node = self.tree.roots.get(r.arrived.namespace)
+        if r.path and r.path[0].banished:
+            return path                        # what is known by now of its tokens is not what it has
         while node is not None and (len(path) + 1) * self.cfg.page_size <= len(r.tokens):
             node = node.children.get(r.page_key(len(path), self.cfg.page_size))
             path += [] if node is None else [node]
         return path
+
+    def below(self, node: Node, g: int, mine: Copy | None = None) -> Copy | None:
+        """The host copy of a page that the device has, or `mine` is, for somebody who needs it on the host:
+        one that is there or on its way. A read from storage is not waited for, it may hang."""
+        copy = node.good(self.host[g])
+        flight = self.copies.flights.get(copy.filling) if copy is not None and not copy.ready else None
+        if copy is None or flight is None or flight.src.tier is not Tier.DISK:
+            return copy
+        if not (node.ready(self.device[g]) or (mine is not None and mine.ready)):
+            return copy
+        self.copies.disown(node, self.host[g], copy)
+        return None
 
     def has(self, node: Node, g: int, stored: bool = False) -> bool:
         """Whether a request can get this page on the device: it is there, coming, or below."""

@@ -172,6 +172,7 @@ class Pairing:
                     if r is not None and o.tokens == r.num_prompt and 0 <= o.start < o.tokens:
                         r.grant = o
                         self.ready += [r] if r.phase is Phase.SENDING else []
+                        self.core.stand(r)
                     elif r is not None:
                         self.core._end(r, Outcome.LOST)      # it is not the same request
                 case peer.Stopped():

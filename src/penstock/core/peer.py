@@ -132,6 +132,9 @@ class Side(ABC):
     def _heard(self, epoch: int) -> None:
         """The peer has, or had, an incarnation `epoch`: not older than the one that we know."""
 
+    def _replaced(self, epoch: int) -> None:             # noqa: B027
+        """The other end has an incarnation with which we do not pair: the one before it is over."""
+
     def _outdated(self) -> None:                         # noqa: B027
         """The peer takes nothing from this epoch of ours. Only one side can be fenced."""
 
@@ -139,6 +142,7 @@ class Side(ABC):
         """Whether `m` is from the other end's present incarnation, and meant for ours. Before its Hello
         was taken, neither end says anything else."""
         if isinstance(m, Hello) and m.identity != self.identity:
+            self._replaced(m.sender)
             return self._ignore("identity")    # its KV would be read as something that it is not
         if isinstance(m, Hello) and m.fenced >= self.epoch:
             self._outdated()

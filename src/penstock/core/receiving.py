@@ -34,6 +34,7 @@ class DecodeSide(Side):
         self.table: dict[int, Receiving] = {}
         self._generation = 0
         self._newest = 0                       # newest epoch of the peer that was heard of
+        self._stranger = 0                     # newest with another identity
 
     def open(self, transfer: int, tokens: int, emitted: int = 0, start: int = 0) -> int:
         """Grant pages for positions `start` to `tokens` - 1. Returns the generation, which ends in
@@ -87,6 +88,11 @@ class DecodeSide(Side):
             if self.peer:
                 self.outbox.append(Fence(self.peer))
             self._adopt()
+
+    def _replaced(self, epoch: int) -> None:
+        if self.peer and epoch > max(self.peer, self._stranger):
+            self._stranger = epoch
+            self.outbox.append(Fence(self.peer))
 
     def _adopt(self) -> None:
         """Pair with the newest incarnation, but not before the fence of the one before it."""

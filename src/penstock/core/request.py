@@ -119,6 +119,7 @@ class Request:
     path: list[Node] = field(default_factory=list)
     reserve: list[list[int]] = field(init=False)            # per group: host pages not used yet
     in_line: bool = False                      # it waits for a row
+    is_unasked: bool = False                   # storage was not asked for it yet
     leader: Request | None = None              # a fork's, until that has begun to answer
     forks: list[Request] = field(default_factory=list)      # who waits for that
     is_parked: bool = False                    # it waits, and what it keeps is pinned

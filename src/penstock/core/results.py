@@ -77,6 +77,8 @@ def take(core: Core, r: Request, tokens: tuple[int, ...]) -> Outcome | None:
         r.tokens += tokens                     # the decode engine tells whom it concerns
         if r.forks and tokens:
             core.led(r)
+        if r.in_line:
+            core.stand(r)                      # it was dropped: now it must have its grant first
         return None
     for token in tokens:
         r.tokens.append(token)

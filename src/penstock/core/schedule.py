@@ -289,7 +289,7 @@ def steady(core: Core, r: Request) -> int:
 def calm(core: Core, r: Request) -> int:
     """Up to which settled position a result of `r` is one more token: no page is full, no end is
     reached. Stop tokens are looked for."""
-    if core.cfg.draft_tokens or r.phase not in DECODING or len(r.tokens) != r.settled + 1:
+    if core.cfg.draft_tokens or r.phase not in DECODING or len(r.tokens) != r.settled + 1 or r.forks:
         return 0
     return min((len(r.path) + 1) * core.cfg.page_size - 1, r.num_prompt + r.max_new - 2)
 

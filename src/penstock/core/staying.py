@@ -188,7 +188,8 @@ def unsaved(have: Holdings, r: Request, phase: Phase) -> list[int]:
             continue
         for i in range(t.begin(r.computed), len(t.device) if staging else t.end(r.computed)):
             node = have.node(r, t, i)
-            want[g] += own(t.host, i) is None and (node is None or not node.good(have.host[g]))
+            want[g] += own(t.host, i) is None and (
+                node is None or have.below(node, g, own(t.device, i)) is None)
     return want
 
 
@@ -209,7 +210,8 @@ def _pin_host(have: Holdings, r: Request) -> None:
     for g, t in enumerate(r.tables):
         for i in range(len(t.device) if t.hosted else 0):
             node = have.node(r, t, i)
-            if own(t.host, i) is None and node is not None and (copy := node.good(have.host[g])):
+            if own(t.host, i) is None and node is not None and (
+                    copy := have.below(node, g, own(t.device, i))):
                 put(t.host, i, copy)
 
 
@@ -230,7 +232,8 @@ def copy_down(have: Holdings, r: Request, *, all_groups: bool) -> None:
         bare: list[Node] = []
         for i in range(t.begin(r.computed), last + 1):
             node, mine = have.node(r, t, i), own(t.device, i)
-            if node is None or own(t.host, i) is not None or have.host[g] in node.copies:
+            if node is None or own(t.host, i) is not None or (
+                    have.below(node, g, mine) or have.host[g] in node.copies):
                 continue
             if have.device[g] not in node.copies and mine is not None and not mine.partial:
                 have.tree.attach(node, have.device[g], mine)      # its twin was evicted: ours serves

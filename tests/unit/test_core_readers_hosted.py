@@ -1,0 +1,58 @@
+"""Rows in host pages beside a store that hangs: the device has what the store does not bring."""
+from __future__ import annotations
+
+from penstock.core.core import Core
+from penstock.core.lifecycle import Phase
+from penstock.core.plan import Arrived, Event, Expired, Finished, Moved, RequestId, Retired, Spilled, Tier
+from penstock.core.settings import CoreConfig
+
+
+def play(core: Core, events: list[Event], hangs: bool = True, steps: int = 1_000
+         ) -> tuple[set[int], list[Event]]:
+    """Who ends; what reads storage is never answered if it `hangs`."""
+    ended, again = set[int](), True
+    while again and steps:
+        advance = core.advance(events)
+        core.check()
+        ended |= {o.rid for o in advance.outputs if isinstance(o, Finished)}
+        again, events = advance.plan is not None, []
+        if advance.plan is not None:
+            steps -= 1
+            events = [Moved(m.id, True) for m in advance.plan.moves if not hangs or m.src is not Tier.DISK]
+            events.append(Retired(advance.plan.step, tuple((9,) for s in advance.plan.samples if s)))
+    return ended, events
+
+
+def hung(always: bool, pages: int = 40) -> Core:
+    """Pages of a prefix are on the device; the host's copies are being read for a request that gave up."""
+    core = Core(CoreConfig(page_size=2, rows=4, hbm_pages=pages, dram_pages=80, disk_pages=200, hot_pages=1,
+                           always_hosted=always))
+    play(core, [Arrived(RequestId(0), tuple(range(9)), 1)], hangs=False)
+    core.have.tree.evict_all((*core.have.device, *core.have.host))
+    play(core, [Arrived(RequestId(1), tuple(range(9)), 1)])
+    r = core.live[RequestId(1)]
+    assert r.phase is Phase.FETCHING
+    ended, _ = play(core, [Expired(r.rid, r.phase.value, r.visit)])
+    assert ended == {1} and len(core.have.copies.flights) == 1
+    return core
+
+
+def test_a_hosted_row_does_not_load_from_a_store_that_hangs() -> None:
+    core = hung(always=True)
+    ended, _ = play(core, [Arrived(RequestId(2), tuple(range(9)), 3, selects=True)])
+    assert ended == {2}, core.live[RequestId(2)].phase
+
+
+def test_a_spill_does_not_wait_for_a_store_that_hangs() -> None:
+    core = hung(always=False)
+    _, events = play(core, [Arrived(RequestId(2), tuple(range(9)), 20, selects=True)], steps=4)
+    assert core.live[RequestId(2)].phase is Phase.RESIDENT
+    ended, _ = play(core, [*events, Spilled(RequestId(2))])
+    assert ended == {2}, core.live[RequestId(2)].phase
+
+
+def test_growth_does_not_wait_for_a_pause_that_waits_for_a_store_that_hangs() -> None:
+    """The younger gives way. Its pages are on the device, and the host's copies never come."""
+    core = hung(always=False, pages=12)
+    ended, _ = play(core, [Arrived(RequestId(2), (1, 2, 3), 19), Arrived(RequestId(3), tuple(range(9)), 8)])
+    assert ended == {2, 3}, [r.phase for r in core.live.values()]
