@@ -190,7 +190,7 @@ def _mode(sc: Scenario) -> Scenario:
             hot_pages=(cfg.hot_pages or rng.choice((1, 2))) if sparse else 0)
         sc = replace(sc, cfg=cfg, model=model, pair=pair, spills=sc.spills if sparse else 0)
     # Most are short: half of the time would else go to one run in twenty.
-    steps = 400 if rng.random() < 0.04 else rng.choice((20, 30, 60))
+    steps = 400 if rng.random() < 0.03 else rng.choice((20, 30, 60))
     fits = (3 if sc.pair else 4) * steps * min(cfg.step_tokens, 8) // (sc.prompt_max + sc.new_max)
     most = sc.requests if not sc.pair else 14 if sc.again > 0.5 else 8
     sc = replace(sc, steps=steps, requests=min(most, max(4, fits)), aims=rng.choice((0, 5, 10)))
