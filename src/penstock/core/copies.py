@@ -50,14 +50,14 @@ class Copies:
         self._saves: dict[Space, MoveId] = {}            # the same, by source: more pages may join these
         self.retired = StepId(0)
         self._peer = Space(Tier.PEER, Group(0), Pool("peer", 0))
-        self._next = 1
+        self.planned = 0                                 # Moves so far: the number of the last
         self._at_store = 0                               # host pages that storage reads or writes
         self._to_store: deque[tuple[int, Node]] = deque(maxlen=max(1, cfg.dram_pages))
 
     # ---------------------------------------------------------------- planning a copy
     def _fly(self, flight: Flight) -> MoveId:
-        move = MoveId(self._next)
-        self._next += 1
+        self.planned += 1
+        move = MoveId(self.planned)
         self.flights[move] = flight
         self._board(move, flight.pairs)
         return move
