@@ -39,7 +39,7 @@ class Admission:
     def admit(self) -> None:
         """Give rows and pages to the waiting, in order; the first that does not fit blocks the rest,
         so that nobody starves behind smaller requests."""
-        self._skipped = None
+        self._skipped, passed = None, False
         if not self.core.line:
             self._blocked = None
         for r in list(self.core.line):
@@ -48,8 +48,13 @@ class Admission:
             if self._is_blocked(r):
                 self._skipped = r
                 return
-            if not self._enter(r) and not room.for_admission(self.core, r):
-                return                         # else others need not wait as well
+            if self._enter(r):
+                if passed:
+                    return
+            elif room.for_admission(self.core, r):
+                passed = True                  # others need not wait as well: one of them goes on
+            else:
+                return
 
     def _is_blocked(self, r: Request) -> bool:
         """Whether `r` did not fit, and less has come since than it lacked. Its tables are long: it is

@@ -33,11 +33,9 @@ def check(core: Core) -> None:
         named += r.path
     moved = [copy for flight in have.copies.flights.values() for pair in flight.pairs for copy in pair]
     _tree(core, Counter(pinned), Counter(named), Counter(moved), pages)
-    for copy in have.copies.orphans:
-        assert copy.node is None and copy.moves, "an orphan that nothing fills"
-    for flight in have.copies.flights.values():
-        pages.get(flight.dst, []).extend(
-            [copy.page for _, copy in flight.pairs if copy in have.copies.orphans and not copy.pins])
+    for copy, home in have.copies.orphans.items():
+        assert copy.node is None and (copy.moves or copy.pins), "an orphan stays"
+        pages[home].append(copy.page)
     for space, owned in pages.items():
         held = space.pool.held
         assert len(owned) == len(held) and held == set(owned), f"{space}: pages without an owner"
@@ -53,7 +51,7 @@ def _columns(have: Holdings, r: Request, pinned: list[Copy], pages: dict[Space, 
                 copies = [copy for copy in column if copy is not None]
                 pinned += copies
                 for copy in copies:
-                    if copy.node is None:
+                    if copy.node is None and copy not in have.copies.orphans:
                         assert copy.pins == 1, f"request {r.rid}: a private page of two"
                         pages[space].append(copy.page)
         pages[host] += reserve

@@ -45,7 +45,7 @@ class Copies:
         self.device, self.host, self.disk, self._disk_arena = device, host, disk, disk_arena
         self.flights: dict[MoveId, Flight] = {}
         self.wire: dict[MoveId, None] = {}               # of these, those from or to another engine
-        self.orphans: set[Copy] = set()                  # still being read from storage, for nobody
+        self.orphans: dict[Copy, Space] = {}             # read from storage for nobody, see `disown`
         self.outbox: list[Move] = []                     # planned since the last step
         self._saves: dict[Space, MoveId] = {}            # the same, by source: more pages may join these
         self.retired = StepId(0)
@@ -175,18 +175,21 @@ class Copies:
             self.settle(self.landed(move.id, False)[0])
 
     def disown(self, node: Node, space: Space, copy: Copy) -> None:
-        """A page is being read from storage, and somebody needs it who has it elsewhere."""
+        """A page is being read from storage, and somebody needs it who has it elsewhere. It is nobody's any
+        more: it goes when the read has ended and those who fetched it have let go of it."""
         del node.copies[space]
         copy.node = None
-        self.orphans.add(copy)
+        self.orphans[copy] = space
+
+    def bury(self, copy: Copy) -> None:
+        if not (copy.pins or copy.moves):
+            self.orphans.pop(copy).pool.release([copy.page], Fence(copy.used))
 
     def settle(self, flight: Flight) -> None:
         """Everybody who counted on a failed copy has let go: what it left behind goes too."""
         for _, target in flight.pairs if self.orphans else ():
             if target in self.orphans:
-                self.orphans.remove(target)
-                if not target.pins:
-                    flight.dst.pool.release([target.page], Fence(target.used))
+                self.bury(target)
         tiers = flight.dst.tier, flight.src.tier
         for source, target in flight.pairs:
             seen: Node | None = None           # both are the same node's, most of the time

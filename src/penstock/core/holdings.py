@@ -237,7 +237,9 @@ class Holdings:
         copy.used = max(copy.used, r.last_issue)
         if copy.node is not None:
             self.tree.settle(copy.node)
-        elif copy.page >= 0 and copy not in self.copies.orphans:
+        elif copy in self.copies.orphans:
+            self.copies.bury(copy)
+        elif copy.page >= 0:
             away = any(move in self.copies.wire for move in r.moves)
             space.pool.release([copy.page], Fence(copy.used, frozenset(r.moves), away))
 

@@ -361,7 +361,10 @@ class Judge:
 
     def _admitted(self, r: Request) -> None:
         mine = self.made[r.rid].arrived.priority, r.seq
-        if len(self.core.running) == 1 and any(arena.away for arena in self.core.have.arenas.values()):
+        copies = self.core.have.copies
+        owed = any(arena.away for arena in self.core.have.arenas.values()) or any(
+            copies.flights[move].request not in self.core.live.values() for move in copies.wire)
+        if len(self.core.running) == 1 and owed:
             return                             # nobody else ran, and a peer may keep its pages for ever
         for w in self.core.waiting:
             a = self.made[w.rid].arrived

@@ -210,10 +210,10 @@ def _short_phases(sc: Scenario, rng: Random) -> Scenario:
     """Sizes and speeds at which an engine of a pair meets phases that it else hardly ever has."""
     cfg, net = replace(sc.cfg, page_size=min(sc.cfg.page_size, 2)), replace(sc.net, deaths=0, keep=0.7)
     speeds = replace(sc.speeds, fail=rng.choice((0.0, 0.2, 0.4)))
-    if cfg.disk_pages and cfg.prefix_cache and rng.random() < 0.6:     # storage alone has what is wanted
+    if cfg.disk_pages and cfg.prefix_cache and rng.random() < 0.8:     # storage alone has what is wanted
         cfg = replace(cfg, hbm_pages=rng.choice((10, 14)), dram_pages=18 if cfg.sparse else 8,
                       disk_pages=200, wait_pages=0,
-                      always_hosted=cfg.sparse and rng.random() < 0.6)
+                      always_hosted=cfg.sparse and rng.random() < 0.4)
         speeds = replace(speeds, copy=0.2, disk=rng.choice((1.0, 3.0, 10.0)))
         net = replace(net, late=1.0, patience=rng.choice((20.0, 100.0)), delay=min(net.delay, 1.0),
                       lose=min(net.lose, 0.1))
