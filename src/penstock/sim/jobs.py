@@ -23,7 +23,7 @@ def cores() -> int:
 
 def parts(seeds: range, jobs: int) -> Iterator[range]:
     """Small ones: a slow part at the end would leave the other cores idle."""
-    size = max(SMALL, min(200, len(seeds) // (8 * jobs)))
+    size = max(SMALL, min(400, len(seeds) // (8 * jobs)))
     for first in range(seeds.start, seeds.stop, size):
         yield range(first, min(first + size, seeds.stop))
 
