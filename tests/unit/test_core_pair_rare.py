@@ -4,7 +4,7 @@ from __future__ import annotations
 from driver import Driver
 
 from penstock.core.lifecycle import Phase
-from penstock.core.plan import Entered, Expired, Outcome, Paused, RequestId, Spilled
+from penstock.core.plan import Entered, Expired, Outcome, Paused, Promoted, RequestId, Spilled
 from penstock.core.settings import CacheGroup
 
 
@@ -36,3 +36,21 @@ def test_a_pause_without_room_on_the_host_leaves_a_row_where_it_goes() -> None:
     assert d.phase(1) is Phase.STAGING
     d.tell(Paused(RequestId(1)))
     assert d.phase(1) is Phase.STAGING
+
+
+def test_a_pause_without_room_on_the_host_leaves_a_row_on_its_way_back() -> None:
+    groups = CacheGroup(name="full", page_bytes=0), CacheGroup(name="selector", page_bytes=0, selector=True)
+    d = Driver(role="decode", groups=groups, page_size=2, hbm_pages=40, dram_pages=9, hot_pages=1,
+               max_len=16)
+    d.arrive(1, range(9), max_new=7, selects=True)
+    d.retire()
+    d.tell(Spilled(RequestId(1)))
+    while d.phase(1) is Phase.STAGING:
+        if d.moves:
+            d.land()
+        else:
+            d.retire()
+    d.tell(Promoted(RequestId(1)))
+    assert d.phase(1) is Phase.PROMOTING
+    d.tell(Paused(RequestId(1)))
+    assert d.phase(1) is Phase.PROMOTING
