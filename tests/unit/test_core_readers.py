@@ -59,8 +59,8 @@ def play(core: Core, events: list[Event], hangs: Callable[[Move], bool] = lambda
     return ended, moves, events
 
 
-def lines(core: Core, events: list[Event], steps: int) -> int:
-    """Lines of Python that so many steps take."""
+def traced(call: Callable[[], object]) -> int:
+    """Lines of Python, calls and returns that `call` takes."""
     count, old = 0, sys.gettrace()
 
     def trace(frame: FrameType, event: str, arg: object) -> Any:
@@ -70,13 +70,23 @@ def lines(core: Core, events: list[Event], steps: int) -> int:
 
     sys.settrace(trace)
     try:
-        for _ in range(steps):
-            plan = core.advance(events).plan
-            assert plan is not None
-            events = answers(plan)
+        call()
     finally:
         sys.settrace(old)
     return count
+
+
+def lines(core: Core, events: list[Event], steps: int,
+          hangs: Callable[[Move], bool] = lambda m: False) -> int:
+    """What so many steps take."""
+    def run() -> None:
+        nonlocal events
+        for _ in range(steps):
+            plan = core.advance(events).plan
+            assert plan is not None
+            events = answers(plan, hangs)
+
+    return traced(run)
 
 
 def from_storage(m: Move) -> bool:
@@ -205,19 +215,7 @@ def test_a_store_that_fails_costs_the_same_however_long_the_tables_are() -> None
         core.have.copies.store([(0, node)])
         assert node.ready(host)
         flying = [id for id, f in core.have.copies.flights.items() if f.dst.tier is Tier.DISK]
-        count, old = 0, sys.gettrace()
-
-        def trace(frame: FrameType, event: str, arg: object) -> Any:
-            nonlocal count
-            count += 1
-            return trace
-
-        sys.settrace(trace)
-        try:
-            core.advance([Moved(flying[-1], ok)])
-        finally:
-            sys.settrace(old)
-        return count
+        return traced(lambda: core.advance([Moved(flying[-1], ok)]))
 
     assert cost(4000, False) < 2 * cost(4000, True)
 
@@ -409,20 +407,7 @@ def test_a_step_costs_the_same_however_long_the_prefix_is_that_waits_for_its_nex
         third = turn(Arrived(RequestId(2), tuple(range(2 * pages + 1)), 1, priority=-1))
         turn(*second, *third)
         turn()
-        old, count = sys.gettrace(), 0
-
-        def trace(frame: FrameType, event: str, arg: object) -> Any:
-            nonlocal count
-            count += 1
-            return trace
-
-        sys.settrace(trace)
-        try:
-            for _ in range(20):
-                turn()
-        finally:
-            sys.settrace(old)
-        return count
+        return traced(lambda: [turn() for _ in range(20)])
 
     assert cost(1500) < 2 * cost(460)
 
@@ -438,22 +423,7 @@ def test_a_step_costs_the_same_however_many_are_queued_when_a_store_hangs() -> N
             return Tier.DISK in (m.src, m.dst)
 
         _, _, events = play(core, events, hangs, steps=3)
-        old, count = sys.gettrace(), 0
-
-        def trace(frame: FrameType, event: str, arg: object) -> Any:
-            nonlocal count
-            count += 1
-            return trace
-
-        sys.settrace(trace)
-        try:
-            for _ in range(20):
-                plan = core.advance(events).plan
-                assert plan is not None
-                events = answers(plan, hangs)
-        finally:
-            sys.settrace(old)
-        return count
+        return lines(core, events, 20, hangs)
 
     assert cost(300) < 2 * cost(3)
 

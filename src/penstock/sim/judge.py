@@ -93,7 +93,6 @@ class Judge:
         self.suspect: set[int] = set()                  # pages that a failed load has read
         self.distrusted: set[Node] = set()              # pages of requests that were found to be damaged
         self.parked: set[RequestId] = set()             # paused, and copied to the host
-        self.changed: tuple[int, ...] = ()              # when the core was last looked over
         self.gave_way: Counter[RequestId] = Counter()   # how often paused or dropped
         self.forced: set[RequestId] = set()             # asked to pause or drop in this advance
         self.edges: Counter[Edge] = Counter()
@@ -398,12 +397,7 @@ class Judge:
         """After every advance: invariants of the core, and what became free."""
         if self.blind:
             return
-        core, have = self.core, self.core.have
-        changed = (core.taken, have.issued, have.retired, have.freed, have.copies.planned,
-                   len(have.copies.flights), sum([s.evicted for s in have.tree.spaces]), len(core.live))
-        if changed != self.changed:            # else it heard of nothing that it knows, or only of its peer
-            core.check()
-        self.changed = changed
+        self.core.check()
         for tier, arena in self.core.have.arenas.items():
             busy = self.executor.busy[tier]
             busy.clear()

@@ -345,7 +345,7 @@ class World:
                 self.plans.append(adv.plan)
             self._say(adv)
             if adv.plan is None:
-                if self.turns % 2 and not self.refuses:
+                if not self.refuses:
                     self._still()
                 if self.aims:
                     self._aim()
@@ -366,8 +366,7 @@ class World:
                 self.link.say(self, out.what)
 
     def _still(self) -> None:
-        """The core said that there is nothing to do: then nothing happens without an event. Asked in every
-        second turn."""
+        """The core said that there is nothing to do: then nothing happens without an event."""
         edges = self.judge.edges.total()
         assert self.core.advance(()) == Advance(None, ()), "it went to sleep with work to do"
         assert self.judge.edges.total() == edges, "it went to sleep with an edge to take"
