@@ -10,12 +10,14 @@ MODEL ?= demo
 PORT ?= 8000
 ARGS ?=
 N ?= 600
+JOBS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt $(PIP_ARGS)
 # Tests use one thread and no model hub: tests/conftest.py sets that up.
-PYTEST := $(BIN)/python -m pytest
+# JOBS processes; tests that share a server or a model stay together (tests/conftest.py).
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 
 .PHONY: help serve chat test check sweep soak sim bench doctor docs clean
 

@@ -40,6 +40,14 @@ def _nothing_unpickled() -> Iterator[None]:
     assert not no_pickle.FOUND, f"unpickled: {no_pickle.FOUND}"
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Several processes share the tests out, but not those of a file that makes a server or a model."""
+    for item in items:
+        if item.path.parent.name in ("e2e", "parity"):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     limit_s = SWEEP_HANG_S if item.get_closest_marker("sweep") else HANG_S

@@ -201,6 +201,7 @@ def test_digests_do_not_depend_on_the_process_or_its_hash_seed() -> None:
 
 
 @pytest.mark.sweep
+@pytest.mark.xdist_group("long_sweep")
 def test_thousands_of_seeds_find_nothing_and_meet_everything(long_sweep: Report) -> None:
     assert not long_sweep.failures, "\n".join(long_sweep.failures[:5])
     assert not never_taken(long_sweep.edges)

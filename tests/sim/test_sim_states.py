@@ -82,6 +82,7 @@ def test_the_reasons_not_to_ask_are_those_of_the_tables() -> None:
 
 
 @pytest.mark.sweep
+@pytest.mark.xdist_group("long_sweep")
 def test_every_pair_that_can_meet_goes_where_the_table_says(long_sweep: Report) -> None:
     seen = long_sweep.met
     assert not surprises(seen)
