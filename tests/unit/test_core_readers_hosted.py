@@ -3,7 +3,18 @@ from __future__ import annotations
 
 from penstock.core.core import Core
 from penstock.core.lifecycle import Phase
-from penstock.core.plan import Arrived, Event, Expired, Finished, Moved, RequestId, Retired, Spilled, Tier
+from penstock.core.plan import (
+    Arrived,
+    Event,
+    Expired,
+    Finished,
+    Moved,
+    Promoted,
+    RequestId,
+    Retired,
+    Spilled,
+    Tier,
+)
 from penstock.core.settings import CoreConfig
 
 
@@ -56,3 +67,28 @@ def test_growth_does_not_wait_for_a_pause_that_waits_for_a_store_that_hangs() ->
     core = hung(always=False, pages=12)
     ended, _ = play(core, [Arrived(RequestId(2), (1, 2, 3), 19), Arrived(RequestId(3), tuple(range(9)), 8)])
     assert ended == {2, 3}, [r.phase for r in core.live.values()]
+
+
+def test_a_hosted_row_does_not_load_what_is_on_its_way_to_the_device() -> None:
+    """Request 2 decodes from host pages of its own, equal to those of request 1, which only storage has kept.
+    Request 4 reads them there, and starts while request 2 is promoted: they are not on the device yet."""
+    core = Core(CoreConfig(page_size=2, rows=4, hbm_pages=22, dram_pages=120, disk_pages=200, hot_pages=1))
+    one, two, four = map(RequestId, (1, 2, 4))
+    new: list[Event] = [Arrived(rid, tuple(range(5)), n, selects=True) for rid, n in ((one, 14), (two, 60))]
+    _, events = play(core, new, hangs=False, steps=1)
+    while one in core.live:
+        _, events = play(core, [*events, Spilled(one), Spilled(two)], hangs=False, steps=1)
+    _, events = play(core, events, hangs=False, steps=2)
+    core.have.tree.evict_all((*core.have.device, *core.have.host))
+    long = (*range(5), *(9,) * 13, *range(500, 550))       # longer than the device pool
+    _, events = play(core, [*events, Arrived(four, long, 3, selects=True)], steps=1)
+    assert (core.live[two].phase, core.live[four].phase) == (Phase.HOSTED, Phase.FETCHING)
+    plan = core.advance([*events, Promoted(two)]).plan
+    assert plan is not None and core.live[two].phase is Phase.PROMOTING
+    events = [Retired(plan.step, tuple((9,) for s in plan.samples if s))]
+    plan = core.advance(events).plan           # request 4 is in line, and nothing has been loaded
+    assert plan is not None
+    flights = core.have.copies.flights.items()
+    loads: list[Event] = [Moved(id, True) for id, f in flights if f.src.tier is Tier.DRAM]
+    ended, _ = play(core, [*loads, Retired(plan.step, tuple((9,) for s in plan.samples if s))])
+    assert ended == {two, four}, core.live[four].phase

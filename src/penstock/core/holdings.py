@@ -298,12 +298,13 @@ class Holdings:
 
     def below(self, node: Node, g: int, mine: Copy | None = None) -> Copy | None:
         """The host copy of a page that the device has, or `mine` is, for somebody who needs it on the host:
-        one that is there or on its way. A read from storage is not waited for, it may hang."""
+        one that is there or on its way. A read from storage is not waited for, it may hang; not even where
+        the device's copy is still being loaded, that ends."""
         copy = node.good(self.host[g])
         flight = self.copies.flights.get(copy.filling) if copy is not None and not copy.ready else None
         if copy is None or flight is None or flight.src.tier is not Tier.DISK:
             return copy
-        if not (node.ready(self.device[g]) or (mine is not None and mine.ready)):
+        if mine is None and node.good(self.device[g]) is None:
             return copy
         self.copies.disown(node, self.host[g], copy)
         return None
