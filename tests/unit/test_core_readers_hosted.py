@@ -1,6 +1,8 @@
 """Rows in host pages beside a store that hangs: the device has what the store does not bring."""
 from __future__ import annotations
 
+import pytest
+
 from penstock.core.core import Core
 from penstock.core.lifecycle import Phase
 from penstock.core.plan import (
@@ -34,13 +36,14 @@ def play(core: Core, events: list[Event], hangs: bool = True, steps: int = 1_000
     return ended, events
 
 
-def hung(always: bool, pages: int = 40) -> Core:
-    """Pages of a prefix are on the device; the host's copies are being read for a request that gave up."""
+def hung(always: bool, pages: int = 40, selects: bool = False) -> Core:
+    """The host's copies of a prefix are being read for a request that gave up, and has computed it: on the
+    device, or, if it `selects`, maybe in host pages."""
     core = Core(CoreConfig(page_size=2, rows=4, hbm_pages=pages, dram_pages=80, disk_pages=200, hot_pages=1,
                            always_hosted=always))
     play(core, [Arrived(RequestId(0), tuple(range(9)), 1)], hangs=False)
     core.have.tree.evict_all((*core.have.device, *core.have.host))
-    play(core, [Arrived(RequestId(1), tuple(range(9)), 1)])
+    play(core, [Arrived(RequestId(1), tuple(range(9)), 1, selects=selects)])
     r = core.live[RequestId(1)]
     assert r.phase is Phase.FETCHING
     ended, _ = play(core, [Expired(r.rid, r.phase.value, r.visit)])
@@ -92,3 +95,13 @@ def test_a_hosted_row_does_not_load_what_is_on_its_way_to_the_device() -> None:
     loads: list[Event] = [Moved(id, True) for id, f in flights if f.src.tier is Tier.DRAM]
     ended, _ = play(core, [*loads, Retired(plan.step, tuple((9,) for s in plan.samples if s))])
     assert ended == {two, four}, core.live[four].phase
+
+
+@pytest.mark.parametrize("always", [False, True], ids=["written through", "computed in host pages"])
+def test_what_was_computed_beside_a_read_that_hangs_is_cached(always: bool) -> None:
+    """Or as long as a store hangs, nobody starts from a prefix that it was to bring."""
+    core = hung(always, selects=True)
+    core.have.tree.evict_all(core.have.device)
+    ended, _ = play(core, [Arrived(RequestId(2), tuple(range(9)), 1, selects=True)])
+    assert ended == {2}, "it waits for the store"
+    assert len(core.have.copies.flights) == 1 and core.counters["prefix_dram_hits"] == 8

@@ -44,7 +44,10 @@ def seal(have: Holdings, r: Request) -> None:
         new: list[Node] = []
         for i in range(first * size // t.unit, len(path) * size // t.unit):
             node = path[(i + 1) * t.unit // size - 1]
-            known_below = have.host[g] in node.copies
+            mine = own(t.device, i) or own(t.host, i)
+            # What storage is still to bring has been computed here: a read that hangs keeps it from nobody.
+            known_below = have.host[g] in node.copies and have.below(
+                node, g, None if mine is None or mine.partial else mine) is not None
             _offer(have, r, g, i, node)
             if lower and have.host[g] not in node.copies and node.ready(have.device[g]):
                 new.append(node)
