@@ -22,6 +22,7 @@ from penstock.core.plan import (
     StepPlan,
     Tier,
 )
+from penstock.core.settings import CacheGroup
 
 US, PEER = 1, 7                          # epochs
 ONE, TWO = RequestId(1), RequestId(2)
@@ -158,6 +159,28 @@ def cached_below() -> Driver:
     d.tell()
     d.arrive(2, range(10))
     return d
+
+
+def test_rule_7_who_lacks_pages_that_a_hung_push_reads_does_not_go_round() -> None:
+    """The push is of a request that has ended, and its pages are sealed. Request 2 can begin beside them, as
+    it takes the pages of its window one by one, and cannot end; request 3 can."""
+    groups = CacheGroup(name="full", page_bytes=0), CacheGroup(name="window", page_bytes=0, window=8)
+    d = Driver("prefill", page_size=2, hbm_pages=20, groups=groups)
+    d.arrive(1, range(8), max_new=2, transfer=1)
+    d.finish()
+    d.hear(Grant(PEER, US, 1, 1, 8))
+    d.finish()
+    d.hear(Cancel(PEER, US, 1, 1))
+    assert list(d.finished()) == [1] and len(d.core.have.copies.flights) == 2
+    d.arrive(2, range(100, 120), max_new=2, transfer=2)
+    d.finish()
+    assert d.core.live[TWO].gave_way == 2
+    d.arrive(3, range(3), max_new=2, transfer=3)
+    d.finish()
+    assert d.core.live[RequestId(3)].num_output == 1 and d.core.live[TWO].num_output == 0
+    d.tell(*[Moved(id, True) for id in d.core.have.copies.flights])
+    d.finish()
+    assert d.core.live[TWO].num_output == 1
 
 
 def test_rule_7_a_page_that_is_loaded_is_not_read_and_not_evicted() -> None:

@@ -62,12 +62,13 @@ class Admission:
         b = self._blocked
         return (b is not None and b.request is r and b.visit == r.visit
                 and 0 < b.running <= len(self.core.running) and b.state in (None, self._state())
-                and all([copy.moves for copy in b.early])
+                and all([copy.moves and not copy.ready for copy in b.early])
                 and all([self.core.have.is_short(r, lack) for lack in b.lacks]))
 
     def _state(self) -> tuple[int, ...]:
         """As long as this is the same, as many can run to their ends beside each other."""
-        return self.core.taken, *[arena.away for arena in self.core.have.arenas.values()]
+        have = self.core.have
+        return self.core.taken, len(have.copies.wire), *[arena.away for arena in have.arenas.values()]
 
     def is_due(self) -> bool:
         """Whether planning has made room for somebody who was not tried."""

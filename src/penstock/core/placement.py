@@ -110,8 +110,16 @@ def _demand(core: Core) -> Pages:
 
 def _all_fit(core: Core, total: Pages) -> bool:
     device, host = total
-    return _total(core.cfg, core.have.arenas[Tier.HBM], device, 0) and (
-        not any(host) or _total(core.cfg, core.have.arenas[Tier.DRAM], host, core.cfg.store_pages))
+    return _total(core.cfg, core.have.arenas[Tier.HBM], device, _pushed(core, Tier.HBM)) and (
+        not any(host) or _total(core.cfg, core.have.arenas[Tier.DRAM], host,
+                                core.cfg.store_pages + _pushed(core, Tier.DRAM)))
+
+
+def _pushed(core: Core, tier: Tier) -> int:
+    """Cached pages of `tier` that pushes of requests that have ended still read: as good as away."""
+    flights = [core.have.copies.flights[move] for move in core.have.copies.wire]
+    over = [f for f in flights if f.src.tier is tier and f.request and f.request.phase is Phase.DONE]
+    return sum([source.node is not None and not source.pins for f in over for source, _ in f.pairs])
 
 
 def all_end(core: Core, r: Request, place: Place) -> bool:
@@ -122,8 +130,8 @@ def all_end(core: Core, r: Request, place: Place) -> bool:
 
 
 def _total(cfg: CoreConfig, arena: Arena, pages: list[int], kept: int) -> bool:
-    """Pages that another engine may write, and those `kept` for storage, count as gone, and each of
-    them as a slab."""
+    """Pages that another engine may write, and those `kept` for storage or by pushes, count as gone, and
+    each of them as a slab."""
     if len(cfg.groups) == 1:
         return pages[0] <= arena.pools[0].capacity - arena.away - kept
     return _slabs(cfg.groups, pages, Place.DEVICE) <= arena.slabs - arena.away - kept
