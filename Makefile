@@ -56,7 +56,7 @@ bench: $(VENV)/.installed-dev  ## measure: make bench ARGS="..."
 test: $(VENV)/.installed-dev  ## every test but the long ones, under 10 minutes
 	$(PYTEST) -m "not sweep and not soak and not gpu" $(ARGS)
 
-check: $(VENV)/.installed-dev  ## lint, types, tidy, unit tests, a few simulations, under 60 s
+check: $(VENV)/.installed-dev  ## lint, types, tidy, unit tests, a few simulations, in a minute or two
 	$(BIN)/ruff check src tests bench examples
 	$(BIN)/mypy
 	$(PYTEST) -m "not sweep and not soak and not gpu" tests/tidy tests/unit
