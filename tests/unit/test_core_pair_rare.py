@@ -26,25 +26,26 @@ def test_who_fetched_in_vain_at_a_prefill_engine_still_has_a_deadline_in_line() 
     assert d.finished()[5] is Outcome.EXPIRED
 
 
-def test_a_pause_without_room_on_the_host_leaves_a_row_where_it_goes() -> None:
+def spilled(dram_pages: int) -> Driver:
+    """A row on its way to the host, which has no room for more."""
     groups = CacheGroup(name="full", page_bytes=0), CacheGroup(name="selector", page_bytes=0, selector=True)
-    d = Driver(role="decode", groups=groups, page_size=2, hbm_pages=40, dram_pages=10, hot_pages=1,
+    d = Driver(role="decode", groups=groups, page_size=2, hbm_pages=40, dram_pages=dram_pages, hot_pages=1,
                max_len=16)
     d.arrive(1, range(9), max_new=7, selects=True)
     d.retire()
     d.tell(Spilled(RequestId(1)))
     assert d.phase(1) is Phase.STAGING
+    return d
+
+
+def test_a_pause_without_room_on_the_host_leaves_a_row_where_it_goes() -> None:
+    d = spilled(dram_pages=10)
     d.tell(Paused(RequestId(1)))
     assert d.phase(1) is Phase.STAGING
 
 
 def test_a_pause_without_room_on_the_host_leaves_a_row_on_its_way_back() -> None:
-    groups = CacheGroup(name="full", page_bytes=0), CacheGroup(name="selector", page_bytes=0, selector=True)
-    d = Driver(role="decode", groups=groups, page_size=2, hbm_pages=40, dram_pages=9, hot_pages=1,
-               max_len=16)
-    d.arrive(1, range(9), max_new=7, selects=True)
-    d.retire()
-    d.tell(Spilled(RequestId(1)))
+    d = spilled(dram_pages=9)
     while d.phase(1) is Phase.STAGING:
         if d.moves:
             d.land()

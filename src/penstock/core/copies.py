@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.core.ledger import Arena, Fence, Pool
+from penstock.core.lifecycle import Phase
 from penstock.core.plan import DiskPage, DramPage, Group, HbmPage, Move, MoveId, Page, StepId, Tier
 from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
@@ -140,6 +141,11 @@ class Copies:
         r.moves.add(move)
         self.wire[move] = None
         return move
+
+    def left_behind(self) -> list[Flight]:
+        """Those from or to another engine whose request has ended."""
+        flights = [self.flights[move] for move in self.wire]
+        return [f for f in flights if f.request is not None and f.request.phase is Phase.DONE]
 
     def _unit(self, space: Space) -> int:
         return self.cfg.groups[space.group].page_tokens or self.cfg.page_size

@@ -117,9 +117,8 @@ def _all_fit(core: Core, total: Pages) -> bool:
 
 def _pushed(core: Core, tier: Tier) -> int:
     """Cached pages of `tier` that pushes of requests that have ended still read: as good as away."""
-    flights = [core.have.copies.flights[move] for move in core.have.copies.wire]
-    over = [f for f in flights if f.src.tier is tier and f.request and f.request.phase is Phase.DONE]
-    return sum([source.node is not None and not source.pins for f in over for source, _ in f.pairs])
+    pushes = [f for f in core.have.copies.left_behind() if f.src.tier is tier]
+    return sum([source.node is not None and not source.pins for f in pushes for source, _ in f.pairs])
 
 
 def all_end(core: Core, r: Request, place: Place) -> bool:

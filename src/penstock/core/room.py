@@ -150,9 +150,7 @@ def _for_host_pages(core: Core, taken: list[Request]) -> None:
 def _is_away(core: Core) -> bool:
     """Whether pages wait for another engine: to say that it writes them no more, or to have read them for a
     request that has ended."""
-    copies = core.have.copies
-    return any(arena.away for arena in core.have.arenas.values()) or any(
-        [(r := copies.flights[move].request) is not None and r.phase is Phase.DONE for move in copies.wire])
+    return any(arena.away for arena in core.have.arenas.values()) or bool(core.have.copies.left_behind())
 
 
 def _take_back(core: Core, tier: Tier, taken: list[Request]) -> bool:
