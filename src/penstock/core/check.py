@@ -27,20 +27,23 @@ def check(core: Core) -> None:
         arena.check()
     pinned, named = list[Copy](), list[Node]()       # once for each pin, and for each path
     pages: dict[Space, list[int]] = {space: [] for space in have.tree.spaces}
+    running = set(core.running)
     for r in core.live.values():
-        _leases(core, r)
+        _leases(core, r, running)
         _columns(have, r, pinned, pages)
         named += r.path
     moved = [copy for flight in have.copies.flights.values() for pair in flight.pairs for copy in pair]
-    _tree(core, Counter(pinned), Counter(named), Counter(moved), pages)
+    _tree(core, Counter(pinned) if pinned else {}, Counter(named) if named else {},
+          Counter(moved) if moved else {}, pages)
     for copy, home in have.copies.orphans.items():
         assert copy.node is None and (copy.moves or copy.pins), "an orphan stays"
         pages[home].append(copy.page)
     for space, owned in pages.items():
         held = space.pool.held
         assert len(owned) == len(held) and held == set(owned), f"{space}: pages without an owner"
-    stored = [len(f.pairs) for f in have.copies.flights.values() if Tier.DISK in (f.src.tier, f.dst.tier)]
-    assert sum(stored) <= core.cfg.store_pages, "storage holds more of the host than it may"
+    if core.cfg.disk_pages:
+        stored = [len(f.pairs) for f in have.copies.flights.values() if Tier.DISK in (f.src.tier, f.dst.tier)]
+        assert sum(stored) <= core.cfg.store_pages, "storage holds more of the host than it may"
     _queues(core)
 
 
@@ -86,8 +89,9 @@ def _tree(core: Core, pins: dict[Copy, int], refs: dict[Node, int], moves: dict[
 
 def _queues(core: Core) -> None:
     rows = [r.row for r in core.live.values() if r.row is not None]
-    assert len(rows) == len(set(rows)) and set(rows) == core.have.rows.held
-    assert sorted(core.running, key=lambda r: r.key) == core.running
+    assert len(rows) == len(core.have.rows.held) and core.have.rows.held == set(rows)
+    keys = [(r.arrived.priority, r.seq) for r in core.running]
+    assert sorted(keys) == keys
     assert len(core.running) + len(core.waiting) == len(core.live)
     lent = [r for r in core.running if r.place is Place.HOST and r.phase is not Phase.PROMOTING]
     assert {r.rid for r in core.have.lent} == {r.rid for r in lent}, "loans"
@@ -95,12 +99,12 @@ def _queues(core: Core) -> None:
         assert r.lends or not any([any(t.device) for t in r.tables if t.hosted]), "a loan is forgotten"
 
 
-def _leases(core: Core, r: Request) -> None:
+def _leases(core: Core, r: Request, running: set[Request]) -> None:
     """What a request has is what its phase requires and allows."""
     where = (r.rid, r.phase, r.place)
     holds = core.holds[r.phase, r.place]
     either = (*holds, *core.may_hold[r.phase, r.place])
-    assert (r in core.running) == (r.phase in ACTIVE), where
+    assert (r in running) == (r.phase in ACTIVE), where
     assert (r.row is not None) == (Lease.ROW in holds), where
     for t in r.tables:
         device = Lease.HBM if t.hosted else Lease.INDEX

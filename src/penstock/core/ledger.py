@@ -44,6 +44,8 @@ class Pool:
     held_in: dict[int, int] = field(init=False, default_factory=dict)      # slab -> units held, or away
     limbo_in: dict[int, int] = field(init=False, default_factory=dict)     # slab -> units in limbo
     spare_slabs: int = field(init=False, default=0)      # slabs with limbo alone: soon they go back
+    changes: int = field(init=False, default=0)          # times that units changed hands,
+    checked: int = field(init=False, default=-1)         # and when it was last checked
     _free: set[int] = field(init=False)
     _order: list[int] = field(init=False)        # heap over _free; may name units taken meanwhile
 
@@ -59,6 +61,7 @@ class Pool:
     def acquire(self, n: int, near: int | None = None) -> list[int]:
         """Take n units. Asking for more than there are is a bug of the caller."""
         free = self._free
+        self.changes += 1
         while len(free) < n and self.arena is not None and self.arena.free:
             self._gain(self.arena.free.pop())
         assert 0 <= n <= len(free), f"{self.name}: {n} of {len(free)} free"
@@ -83,6 +86,7 @@ class Pool:
         """Give units up; they become free once `drain` sees the fence pass."""
         if not units:
             return
+        self.changes += 1
         for unit in units:
             assert unit in self.held, f"{self.name}: {unit} released twice"
             self.held.remove(unit)
@@ -116,6 +120,7 @@ class Pool:
             else:
                 keep.append((fence, units))
         self.limbo = keep
+        self.changes += freed
         self.in_limbo -= freed
         if len(self._order) > 4 * self.capacity + 64:
             self._order = sorted(self._free)   # neighbours are taken past it: what they leave piles up
@@ -150,6 +155,9 @@ class Pool:
 
     def check(self) -> None:
         """Conservation: free + held + limbo = capacity, disjoint (RELIABILITY I1)."""
+        if self.changes == self.checked:
+            return
+        self.checked = self.changes
         free, held = self._free, self.held
         if not (self.capacity or free or held or self.limbo):
             assert not (self.in_limbo or self.held_in or self.limbo_in or self.away), self.name

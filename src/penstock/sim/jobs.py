@@ -22,10 +22,13 @@ def cores() -> int:
 
 
 def parts(seeds: range, jobs: int) -> Iterator[range]:
-    """Small ones: a slow part at the end would leave the other cores idle."""
-    size = max(SMALL, min(400, len(seeds) // (8 * jobs)))
-    for first in range(seeds.start, seeds.stop, size):
+    """Large ones first, for each is a process that starts; then smaller and smaller ones, for a slow part
+    at the end would leave the other cores idle."""
+    first, least = seeds.start, max(SMALL, len(seeds) // 100)
+    while first < seeds.stop:
+        size = max(least, (seeds.stop - first) // (2 * jobs))
         yield range(first, min(first + size, seeds.stop))
+        first += size
 
 
 def spread(seeds: range, jobs: int, argv: Sequence[str]) -> Report:

@@ -97,6 +97,7 @@ class Judge:
         self.forced: set[RequestId] = set()             # asked to pause or drop in this advance
         self.edges: Counter[Edge] = Counter()
         self.met: Counter[Met] = Counter()
+        self._seen = -1, -1                             # edges taken and units freed, when last checked
         self.failing = False                            # a copy has just failed
         self.policy = Policy(core)
         self._real_landed = core._landed
@@ -393,11 +394,15 @@ class Judge:
         self._real_landed(event)
         self.failing = False
 
-    def state(self) -> None:
-        """After every advance: invariants of the core, and what became free."""
+    def state(self, *, planned: bool) -> None:
+        """After every advance: what became free, and who waits. After every step, and every advance in which
+        a phase has changed or units have come back, also the invariants of the core."""
         if self.blind:
             return
-        self.core.check()
+        seen = self.core.taken, self.core.have.freed
+        if planned or seen != self._seen:      # the others are half of all, and hardly change anything
+            self._seen = seen
+            self.core.check()
         for tier, arena in self.core.have.arenas.items():
             busy = self.executor.busy[tier]
             busy.clear()

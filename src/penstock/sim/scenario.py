@@ -190,9 +190,9 @@ def _mode(sc: Scenario) -> Scenario:
             hot_pages=(cfg.hot_pages or rng.choice((1, 2))) if sparse else 0)
         sc = replace(sc, cfg=cfg, model=model, pair=pair, spills=sc.spills if sparse else 0)
     # Most are short: half of the time would else go to one run in twenty.
-    steps = 400 if rng.random() < 0.03 else rng.choice((20, 30, 60))
+    steps = 400 if rng.random() < 0.02 else rng.choice((12, 20, 40))
     fits = (3 if sc.pair else 4) * steps * min(cfg.step_tokens, 8) // (sc.prompt_max + sc.new_max)
-    most = sc.requests if not sc.pair else 14 if sc.again > 0.5 else 8
+    most = (sc.requests * 2 + 2) // 3 if not sc.pair else 10 if sc.again > 0.5 else 6
     sc = replace(sc, steps=steps, requests=min(most, max(4, fits)), aims=rng.choice((0, 5, 10)))
     late = rng.random() < 0.25         # what is said comes when the request is somewhere else
     net = Network(
@@ -231,7 +231,7 @@ def _short_phases(sc: Scenario, rng: Random) -> Scenario:
         sc = replace(sc, cfg=cfg, speeds=speeds, net=net, steps=30, requests=7, span=30.0, prompt_max=12,
                      new_max=20, turns=0.7, spills=30, pauses=1, drops=1, abort=0.0, aborts=0)
         if slow:
-            sc = replace(sc, steps=60, requests=10, span=60.0, aims=0, stops=0, pauses=0, drops=0, damages=0)
+            sc = replace(sc, steps=40, requests=8, span=48.0, aims=0, stops=0, pauses=0, drops=0, damages=0)
         return sc
     return sc
 

@@ -340,7 +340,7 @@ class World:
             if adv.plan is not None:
                 self.judge.plan(adv.plan)
             if events or adv.plan is not None or adv.outputs:
-                self.judge.state()
+                self.judge.state(planned=adv.plan is not None)
             if self.trace is not None:
                 self.plans.append(adv.plan)
             self._say(adv)
@@ -367,9 +367,9 @@ class World:
 
     def _still(self) -> None:
         """The core said that there is nothing to do: then nothing happens without an event."""
-        edges = self.judge.edges.total()
+        taken = self.core.taken
         assert self.core.advance(()) == Advance(None, ()), "it went to sleep with work to do"
-        assert self.judge.edges.total() == edges, "it went to sleep with an edge to take"
+        assert self.core.taken == taken, "it went to sleep with an edge to take"
         self.judge.still(self.executor.in_flight)
 
     def _note(self, event: Event) -> None:
