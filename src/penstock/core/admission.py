@@ -99,7 +99,7 @@ class Admission:
 
     def may_start(self, r: Request) -> bool:
         """Whether nothing that `r`, who is in line, waits for by itself keeps it from getting a row."""
-        if r.in_flight or r.moves:
+        if r.moves or self.core.have.in_flight(r):
             return False
         if r.phase is Phase.PAUSED and not r.is_parked:
             return False

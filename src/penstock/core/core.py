@@ -384,7 +384,7 @@ class Core:
     def _progress(self) -> None:
         have = self.have
         for r in list(self.holding):
-            if r.phase is Phase.PAUSED and not (r.is_parked or r.in_flight or r.moves):
+            if r.phase is Phase.PAUSED and not (r.is_parked or r.moves or have.in_flight(r)):
                 have.park(r)
                 if not have.is_complete(r):
                     self._go(r, Trigger.DROP)  # it had lost a page before that
@@ -443,7 +443,7 @@ class Core:
     def _stage(self, r: Request) -> None:
         have = self.have
         if not r.is_parked and not staying.is_staged(have, r):
-            if r.in_flight:
+            if have.in_flight(r):
                 return
             staying.copy_down(have, r, all_groups=False)
             r.is_parked = True

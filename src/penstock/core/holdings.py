@@ -81,6 +81,10 @@ class Holdings:
     def retired(self) -> StepId:
         return self.copies.retired
 
+    def in_flight(self, r: Request) -> bool:
+        """Whether a step of `r` was issued and has not retired."""
+        return r.last_issue > self.copies.retired
+
     def tables(self) -> list[Table]:
         """Empty page tables for a new request."""
         return [Table(group, group.page_tokens or self.cfg.page_size) for group in self.cfg.groups]

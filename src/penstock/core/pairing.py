@@ -118,7 +118,7 @@ class Pairing:
     def push_ready(self) -> None:
         """Begin the pushes of those whose last step has retired."""
         for r in list(self.ready):
-            if not r.in_flight and staying.missing(r) == []:
+            if not self.core.have.in_flight(r) and staying.missing(r) == []:
                 self.ready.remove(r)
                 self.push(r)
 

@@ -81,7 +81,6 @@ class Request:
     computed: int = 0
     settled: int = 0
     pending: int = 0
-    in_flight: int = 0                         # steps issued and not retired
     last_issue: StepId = StepId(0)
     life: int = 0                              # rises when KV is given up: late results are then tokens only
     void: StepId = StepId(0)                   # results of steps up to this read what never came

@@ -30,7 +30,6 @@ def retire(core: Core, step: StepId, tokens: tuple[tuple[int, ...], ...]) -> Non
         if at < r.calm and len(new) == 1:
             token, a = new[0], r.arrived
             if token not in a.stop:
-                r.in_flight -= 1
                 r.pending -= 1
                 r.settled = at = at + 1
                 r.tokens.append(token)
@@ -49,7 +48,6 @@ def _of_each(rows: list[Issued], tokens: tuple[tuple[int, ...], ...]) -> tuple[t
 
 def _look(core: Core, row: Issued, step: StepId, new: tuple[int, ...]) -> None:
     r = row.request
-    r.in_flight -= 1
     if r.phase is Phase.DONE:
         return                                 # over-run: issued before we knew that it had ended
     r.pending -= row.width
@@ -66,7 +64,7 @@ def _look(core: Core, row: Issued, step: StepId, new: tuple[int, ...]) -> None:
         r.calm = schedule.calm(core, r)
     if outcome is not None:
         core._end(r, outcome)
-    elif r.phase is Phase.SENDING and not (r.num_output or r.in_flight):
+    elif r.phase is Phase.SENDING and not (r.num_output or core.have.in_flight(r)):
         core._go(r, Trigger.DROP)              # it came without its first token: once more
 
 

@@ -37,7 +37,7 @@ def promised(core: Core, tier: Tier = Tier.HBM) -> bool:
     if tier is not Tier.HBM:
         return False
     # Their steps or their copies are not finished, or leave pages of a window behind.
-    if any(r.in_flight and any([t.reach and t.begin(r.computed) > t.first for t in r.tables])
+    if any(have.in_flight(r) and any([t.reach and t.begin(r.computed) > t.first for t in r.tables])
            for r in core.running):
         return True
     if any(r.phase is Phase.STAGING for r in core.running):
@@ -105,7 +105,7 @@ def for_growth(core: Core, r: Request, taken: list[Request]) -> None:
     victim = next(v for v in reversed(core.running) if v not in taken and v.phase is not Phase.LOADING)
     if victim is r and r is not core.running[-1]:
         return                                 # the younger ones still load: wait for them (sim seed 210)
-    if victim is r and r.in_flight and any(t.group.reach for t in r.tables):
+    if victim is r and core.have.in_flight(r) and any(t.group.reach for t in r.tables):
         return                                 # its steps leave window pages behind (sim seed 287)
     if victim is r and _drop_paused(core, r, bare=True):
         return                                 # somebody who does not even run was in the way

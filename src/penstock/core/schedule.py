@@ -241,7 +241,6 @@ def _issue(core: Core, step: StepId, chosen: list[Issued]) -> StepPlan:
             pending = r.pending
             tokens.append(-1 if pending else r.tokens[at])
             r.computed = at + 1
-            r.in_flight += 1
             r.pending = pending + 1
             r.last_issue = step
             continue
@@ -251,7 +250,6 @@ def _issue(core: Core, step: StepId, chosen: list[Issued]) -> StepPlan:
         # -1: sampled by a step that has not retired, or a draft
         tokens += known + [-1] * (row.count - len(known))
         r.computed += row.count
-        r.in_flight += 1
         r.pending += row.width
         r.last_issue = step
         r.steady = steady(core, r)

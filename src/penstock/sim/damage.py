@@ -20,9 +20,9 @@ from penstock.sim.executor import SimExecutor
 def victim(core: Core, rng: Random) -> RequestId | None:
     """Damage shows in results, so mostly it is somebody with a step in flight; of those, the phases
     that follow a row are met as often as all with a row."""
-    live = [r for r in core.live.values() if r.path or r.in_flight or r.computed]
+    live = [r for r in core.live.values() if r.path or core.have.in_flight(r) or r.computed]
     if rng.random() < 0.9:
-        live = [r for r in live if r.in_flight] or live
+        live = [r for r in live if core.have.in_flight(r)] or live
     if rng.random() < 0.5:
         live = [r for r in live if r.row is None] or live
     return rng.choice(live).rid if live else None

@@ -149,9 +149,9 @@ class LateResultOfAnEarlierLife(Core):
 
     @staticmethod
     def _as_if_idle(real: Real, admission: Admission, r: Request) -> bool:
-        in_flight, r.in_flight = r.in_flight, 0
+        last_issue, r.last_issue = r.last_issue, StepId(0)
         starts: bool = real(admission, r)
-        r.in_flight = in_flight
+        r.last_issue = last_issue
         return starts
 
     def _go(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:

@@ -350,6 +350,6 @@ class WaitsForgottenAfterTheFirstStep(Core):
     def advance(self, events: Sequence[Event]) -> Advance:
         adv = super().advance(events)
         for r in self.running:
-            if r.in_flight:
+            if self.have.in_flight(r):
                 r.waits = []
         return adv

@@ -257,7 +257,7 @@ class PagePushedBeforeItsStepRetired(Core):
 
     def _progress(self) -> None:
         for r in self.waiting:
-            if r.phase is Phase.SENDING and r.grant is not None and r.in_flight and not r.is_pushed and (
+            if r.phase is Phase.SENDING and r.grant is not None and self.have.in_flight(r) and not r.is_pushed and (
                     r.arrived.transfer not in self.early):
                 self.early[r.arrived.transfer] = None
                 with (swapped(PrefillSide, "finish", lambda real, *args: []),
