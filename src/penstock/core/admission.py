@@ -75,8 +75,9 @@ class Admission:
         return self._skipped is not None and not self._is_blocked(self._skipped)
 
     def _enter(self, r: Request) -> bool:
-        have, lacks, early, state = self.core.have, list[Lack](), list[Copy](), None
-        no_row = False
+        have, state, no_row = self.core.have, None, False
+        lacks: list[Lack] = []
+        early: list[Copy] = []
         for trigger in placement.ways_in(self.core, r):
             place = lifecycle.place_after(r.phase, trigger, r.place)
             spare = room.headroom(self.core, r, place)

@@ -25,7 +25,8 @@ def check(core: Core) -> None:
     have.rows.check()
     for arena in have.arenas.values():
         arena.check()
-    pinned, named = list[Copy](), list[Node]()       # once for each pin, and for each path
+    pinned: list[Copy] = []                    # once for each pin
+    named: list[Node] = []                     # and for each path
     pages: dict[Space, list[int]] = {space: [] for space in have.tree.spaces}
     running = set(core.running)
     for r in core.live.values():

@@ -77,7 +77,8 @@ def receive(have: Holdings, r: Request, place: Place, spare: int) -> bool:
     """Pages for the prompt of `r`, which another engine will write. What is cached here is kept where
     it is; the rest begins at `settled`. False: nothing has changed."""
     _find(have, r)
-    n, ways = r.num_prompt, list[Way]()
+    n = r.num_prompt
+    ways: list[Way] = []
     for g, t in enumerate(r.tables):
         way, begin, new = Way(), t.begin(n), max(r.settled // t.unit, t.begin(n))
         on_host = place is Place.HOST and t.hosted
@@ -233,7 +234,8 @@ def _start(have: Holdings, r: Request, g: int, fills: list[Fill], *, up: bool) -
     """Begin to copy. A sealed page becomes the tree's copy, unless the tree has one meanwhile or its
     source is a twin that the tree does not know."""
     src, dst = (have.host[g], have.device[g]) if up else (have.device[g], have.host[g])
-    t, nodes = r.tables[g], list[Node]()
+    t = r.tables[g]
+    nodes: list[Node] = []
     for f in fills:
         f.target.partial = f.source.partial
         if f.node is not None and dst not in f.node.copies and not f.source.partial:

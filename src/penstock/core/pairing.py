@@ -47,7 +47,8 @@ class Pairing:
         self.ready: list[Request] = []                      # computed and granted, but not pushed yet
 
     def event(self, event: FromPeer) -> None:
-        side, outcomes = self.side, list[peer.Outcome]()
+        side = self.side
+        outcomes: list[peer.Outcome] = []
         epochs = side.epoch, side.peer
         match event:
             case Received(message):

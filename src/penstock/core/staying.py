@@ -34,24 +34,29 @@ def seal(have: Holdings, r: Request) -> None:
     """Move pages whose tokens have all retired from the request into the tree."""
     size, first, path, tree = have.cfg.page_size, len(r.path), r.path, have.tree
     known = min(r.settled, len(r.tokens)) // size
+    node = path[-1] if path else tree.root(r.arrived.namespace)
     for i in range(first, known):
-        parent = path[-1] if path else tree.root(r.arrived.namespace)
-        node = tree.child(parent, r.page_key(i, size))
+        node = tree.child(node, r.page_key(i, size))
         tree.use(node)
         path.append(node)
-    lower, store = have.cfg.dram_pages > 0, list[tuple[int, Node]]()
+    lower = have.cfg.dram_pages > 0
+    store: list[tuple[int, Node]] = []         # in this way: list[...]() takes twenty times as long
     for g, t in enumerate(r.tables):
         new: list[Node] = []
-        for i in range(first * size // t.unit, len(path) * size // t.unit):
-            node = path[(i + 1) * t.unit // size - 1]
+        device, host, unit = have.device[g], have.host[g], t.unit
+        for i in range(first * size // unit, known * size // unit):
+            node = path[(i + 1) * unit // size - 1]
+            if not lower:
+                _offer(have, r, g, i, node)
+                continue
             mine = own(t.device, i) or own(t.host, i)
             # What storage is still to bring has been computed here: a read that hangs keeps it from nobody.
-            known_below = have.host[g] in node.copies and have.below(
+            known_below = host in node.copies and have.below(
                 node, g, None if mine is None or mine.partial else mine) is not None
             _offer(have, r, g, i, node)
-            if lower and have.host[g] not in node.copies and node.ready(have.device[g]):
+            if host not in node.copies and node.ready(device):
                 new.append(node)
-            elif not known_below and node.ready(have.host[g]):
+            elif not known_below and node.ready(host):
                 store.append((g, node))            # written there at the source: no copy will end
         if new:
             write_through(have, g, new, r)
@@ -59,22 +64,21 @@ def seal(have: Holdings, r: Request) -> None:
             leave_behind(have, r, g, t)
     if store and have.cfg.disk_pages and have.cfg.prefix_cache:
         have.copies.store(store)
-    if any(have.late):
+    if lower and any(have.late):
         _catch_up(have)
 
 
 def _offer(have: Holdings, r: Request, g: int, i: int, node: Node) -> None:
     """The copies of a page that was just sealed serve others, where the tree has none."""
     t = r.tables[g]
-    for space, column in ((have.device[g], t.device), (have.host[g], t.host)):
-        copy = column[i] if i < len(column) else None
-        if copy is None or copy.node is not None or copy.partial:
-            continue
-        if space not in node.copies and (copy.ready or copy.filling):
+    device, host = own(t.device, i), own(t.host, i)
+    for space, copy in ((have.device[g], device), (have.host[g], host)):
+        if (copy is not None and copy.node is None and not copy.partial and space not in node.copies
+                and (copy.ready or copy.filling)):
             have.tree.attach(node, space, copy)
-    if r.place is Place.DEVICE and own(t.host, i) is not None and r.phase is not Phase.STAGING:
+    if host is not None and r.place is Place.DEVICE and r.phase is not Phase.STAGING:
         drop_entry(have, r, g, t.host, i)          # the host copy is the tree's now, or a twin
-    if r.phase is Phase.PROMOTING and (copy := own(t.device, i)) is not None and not copy.ready:
+    if r.phase is Phase.PROMOTING and device is not None and not device.ready:
         _load_entry(have, r, g, i, node)
 
 
@@ -290,7 +294,8 @@ def is_staged(have: Holdings, r: Request) -> bool:
 # ---------------------------------------------------------------- hosted, and back
 def heat(have: Holdings, r: Request) -> bool:
     """The hot buffer of a row that was resident: its own last pages, content and all."""
-    want, keep = [0] * len(r.tables), dict[int, list[int]]()
+    want = [0] * len(r.tables)
+    keep: dict[int, list[int]] = {}
     for g, t in enumerate(r.tables):
         if t.hosted:
             mine = [i for i, c in enumerate(t.device) if c is not None and c.pins == 1 and not c.moves]

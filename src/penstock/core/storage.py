@@ -32,7 +32,9 @@ def reserve(have: Holdings, r: Request) -> bool:
     """Take the path as far as storage knows it, pin what the host has of it, and start reading the
     rest. False: no room in the host, nothing has changed."""
     path = have.match(r, stored=True)
-    want, nodes, pinned = [0] * len(r.tables), set[int](), list[Copy]()
+    want = [0] * len(r.tables)
+    nodes: set[int] = set()
+    pinned: list[Copy] = []
     for g, i, node in _wanted(have, r, path):
         if copy := node.good(have.host[g]):
             put(r.tables[g].host, i, copy)

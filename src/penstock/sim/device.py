@@ -197,7 +197,8 @@ class Device:
 
     def _read(self, column: Column, group: int, begin: int, end: int) -> list[int]:
         """What a group stores of positions begin .. end - 1."""
-        unit, values = self.units[group], list[int]()
+        unit = self.units[group]
+        values: list[int] = []
         first = begin // unit
         for i in range(first, -(-end // unit)):
             values += self._look(column, group, i)

@@ -40,7 +40,8 @@ def oracle(prompt: Sequence[int], num_new: int, namespace: int, seed: int, atten
     """The first `num_new` output tokens that any correct engine must produce. `reaches` says of each
     cache group how many positions before its own a step reads; 0: all."""
     stored: list[list[int]] = [[] for _ in reaches]
-    tokens, out = list(prompt), list[int]()
+    tokens = list(prompt)
+    out: list[int] = []
     while True:
         at = len(stored[0])
         views = [s[-reach:] if reach else s for s, reach in zip(stored, reaches, strict=True)]

@@ -127,7 +127,8 @@ class Policy:
     def _known(self, r: Request) -> int:
         """Positions with KV that somebody may start from, walked for page by page: as far as groups go that
         keep all, then back to where the others have what the next step reads."""
-        core, size, path = self.core, self.core.cfg.page_size, list[Node]()
+        core, size = self.core, self.core.cfg.page_size
+        path: list[Node] = []
         whole = [g for g, group in enumerate(core.cfg.groups) if not group.reach]
         node = core.have.tree.roots.get(r.arrived.namespace)
         while node is not None and (len(path) + 1) * size < len(r.tokens):
