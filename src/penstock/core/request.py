@@ -130,14 +130,13 @@ class Request:
     told: list[int] = field(init=False)                     # per group: entries it knows of
     yielded: list[list[int]] = field(init=False)            # per group: entries now read from the host
 
+    rid: RequestId = field(init=False)                      # of `arrived`: each result asks for it
+
     def __post_init__(self) -> None:
+        self.rid = self.arrived.rid
         self.reserve = [[] for _ in self.tables]
         self.yielded = [[] for _ in self.tables]
         self.told = [0] * len(self.tables)
-
-    @property
-    def rid(self) -> RequestId:
-        return self.arrived.rid
 
     @property
     def key(self) -> tuple[int, int]:

@@ -28,12 +28,12 @@ def retire(core: Core, step: StepId, tokens: tuple[tuple[int, ...], ...]) -> Non
         r = row.request
         at = r.settled
         if at < r.calm and len(new) == 1:
-            token, a = new[0], r.arrived
-            if token not in a.stop:
+            token = new[0]
+            if token not in r.arrived.stop:
                 r.pending -= 1
                 r.settled = at = at + 1
                 r.tokens.append(token)
-                out.append(_new(Token, (a.rid, at - r.num_prompt, token)))
+                out.append(_new(Token, (r.rid, at - r.num_prompt, token)))
                 continue
         looked += 1
         _look(core, row, step, new)

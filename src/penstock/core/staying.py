@@ -132,29 +132,26 @@ def drop_entry(have: Holdings, r: Request, g: int, column: list[Copy | None], i:
 # ---------------------------------------------------------------- growing
 def grow(have: Holdings, r: Request, upto: int) -> bool:
     """Pages for positions below `upto`, in every group, or nothing."""
-    host = r.place is Place.HOST
-    hbm, dram, scarce = [0] * len(r.tables), [0] * len(r.tables), False
-    for g, t in enumerate(r.tables):
+    host, scarce = r.place is Place.HOST, False
+    hbm: list[int] = []
+    dram: list[int] = []
+    for t, device, below in zip(r.tables, have.device, have.host, strict=True):
         on_host = host and t.hosted
-        n = -(-upto // t.unit) - len(t.host if on_host else t.device)
-        if n > 0:
-            if on_host:
-                dram[g] = n
-                scarce = scarce or n > have.host[g].pool.free
-            if not on_host or r.phase is Phase.PROMOTING:
-                hbm[g] = n
-                scarce = scarce or n > have.device[g].pool.free
+        n = max(0, -(-upto // t.unit) - len(t.host if on_host else t.device))
+        dram.append(n if on_host else 0)
+        hbm.append(0 if on_host and r.phase is not Phase.PROMOTING else n)
+        scarce = scarce or dram[-1] > below.pool.free or hbm[-1] > device.pool.free
     if scarce and not (have.room(Tier.HBM, hbm) and have.room(Tier.DRAM, dram)):
         return False
-    for g, t in enumerate(r.tables):
-        if hbm[g]:
-            _extend(have.device[g].pool, t.device, hbm[g])
-        if dram[g]:
-            _extend(have.host[g].pool, t.host, dram[g])
-        if dram[g] and not hbm[g]:
-            t.device += [None] * (len(t.host) - len(t.device))
-        elif hbm[g] and not host:
-            _twin(have, r, g, t, hbm[g])
+    for g, (t, up, down) in enumerate(zip(r.tables, hbm, dram, strict=True)):
+        if up:
+            _extend(have.device[g].pool, t.device, up)
+        if down:
+            _extend(have.host[g].pool, t.host, down)
+            if not up:
+                t.device += [None] * (len(t.host) - len(t.device))
+        elif up and r.may_host and not host:
+            _twin(have, r, g, t, up)
     r.capacity = have.covered(r, r.place)
     return True
 
