@@ -98,6 +98,7 @@ class Judge:
         self.edges: Counter[Edge] = Counter()
         self.met: Counter[Met] = Counter()
         self._seen = -1, -1                             # edges taken and units freed, when last checked
+        self._changes: dict[Tier, int] = {}             # of its units, when last looked at
         self.failing = False                            # a copy has just failed
         self.policy = Policy(core)
         self._real_landed = core._landed
@@ -404,6 +405,10 @@ class Judge:
             self._seen = seen
             self.core.check()
         for tier, arena in self.core.have.arenas.items():
+            changes = sum([pool.changes for pool in arena.pools])
+            if changes == self._changes.get(tier):
+                continue
+            self._changes[tier] = changes
             busy = self.executor.busy[tier]
             busy.clear()
             for pool in arena.pools:

@@ -322,6 +322,7 @@ class World:
         self.judge.forced.clear()
         for event in events:
             self._note(event)
+        before = self._changes()
         while True:
             if self.trace is not None:
                 self.trace.append(tuple(events))
@@ -346,7 +347,7 @@ class World:
             self._say(adv)
             if adv.plan is None:
                 if not self.refuses:
-                    self._still()
+                    self._still(before)
                 if self.aims:
                     self._aim()
                 return
@@ -365,11 +366,16 @@ class World:
             if isinstance(out, Say) and self.link is not None:
                 self.link.say(self, out.what)
 
-    def _still(self) -> None:
-        """The core said that there is nothing to do: then nothing happens without an event."""
-        taken = self.core.taken
-        assert self.core.advance(()) == Advance(None, ()), "it went to sleep with work to do"
-        assert self.core.taken == taken, "it went to sleep with an edge to take"
+    def _changes(self) -> tuple[int, int, int]:
+        """As long as this is the same, the core has only heard of events."""
+        return self.core.taken, self.core.have.freed, self.judge.issued
+
+    def _still(self, before: tuple[int, int, int]) -> None:
+        """The core said that there is nothing to do: then nothing happens without an event. A turn in which
+        nothing has changed is not asked: it would be the same question again."""
+        if (now := self._changes()) != before:
+            assert self.core.advance(()) == Advance(None, ()), "it went to sleep with work to do"
+            assert self._changes() == now, "it went to sleep with an edge to take"
         self.judge.still(self.executor.in_flight)
 
     def _note(self, event: Event) -> None:
