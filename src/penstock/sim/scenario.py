@@ -190,9 +190,9 @@ def _mode(sc: Scenario) -> Scenario:
             hot_pages=(cfg.hot_pages or rng.choice((1, 2))) if sparse else 0)
         sc = replace(sc, cfg=cfg, model=model, pair=pair, spills=sc.spills if sparse else 0)
     # Most are short: half of the time would else go to one run in twenty.
-    steps = 400 if rng.random() < 0.02 else rng.choice((12, 20, 40))
+    steps = 400 if rng.random() < 0.01 else rng.choice((12, 20, 30))
     fits = (3 if sc.pair else 4) * steps * min(cfg.step_tokens, 8) // (sc.prompt_max + sc.new_max)
-    most = (sc.requests * 2 + 2) // 3 if not sc.pair else 10 if sc.again > 0.5 else 6
+    most = (sc.requests + 2) // 2 if not sc.pair else 8 if sc.again > 0.5 else 5
     sc = replace(sc, steps=steps, requests=min(most, max(4, fits)), aims=rng.choice((0, 5, 10)))
     late = rng.random() < 0.25         # what is said comes when the request is somewhere else
     net = Network(
@@ -211,14 +211,13 @@ def _short_phases(sc: Scenario, rng: Random) -> Scenario:
     cfg, net = replace(sc.cfg, page_size=min(sc.cfg.page_size, 2)), replace(sc.net, deaths=0, keep=0.7)
     speeds = replace(sc.speeds, fail=rng.choice((0.0, 0.2, 0.4)))
     if cfg.disk_pages and cfg.prefix_cache and rng.random() < 0.8:     # storage alone has what is wanted
-        cfg = replace(cfg, hbm_pages=rng.choice((10, 14)), dram_pages=18 if cfg.sparse else 8,
-                      disk_pages=200, wait_pages=0,
+        cfg = replace(cfg, hbm_pages=10, dram_pages=18 if cfg.sparse else 6, disk_pages=200, wait_pages=0,
                       always_hosted=cfg.sparse and rng.random() < 0.4)
-        speeds = replace(speeds, copy=0.2, disk=rng.choice((1.0, 3.0, 10.0)))
+        speeds = replace(speeds, copy=0.2, disk=rng.choice((0.3, 1.0, 5.0)), fail=rng.choice((0.0, 0.0, 0.2)))
         net = replace(net, late=1.0, patience=rng.choice((20.0, 100.0)), delay=min(net.delay, 1.0),
                       lose=min(net.lose, 0.1))
-        return replace(sc, cfg=cfg, speeds=speeds, net=net, steps=60, requests=10, span=60.0, prompt_max=12,
-                       new_max=4, turns=0.9, again=0.9, flushes=0, abort=0.0, hold=0.0,
+        return replace(sc, cfg=cfg, speeds=speeds, net=net, steps=60, requests=20, span=120.0, prompt_max=12,
+                       new_max=2, turns=0.0, again=0.9, flushes=0, abort=0.0, hold=0.0,
                        deadline=rng.choice((2.0, 10.0, 1000.0)), expire=rng.choice((0.0, 0.5)))
     if cfg.sparse and rng.random() < 0.9:      # rows go to the host and come back
         slow = rng.random() < 0.5              # on their way back the device fills up again
