@@ -20,6 +20,7 @@ from penstock.core.messages import Cancel, End, Grant, Message, Refused
 from penstock.core.pairing import Pairing
 from penstock.core.peer import Ask, Deadline, Fence, Remind, Renew
 from penstock.core.plan import (
+    Aborted,
     Arrived,
     Dropped,
     Event,
@@ -341,6 +342,9 @@ class Pair:
             self._fence(world, side(self.prefill).epoch)
         else:
             world.send(PeerFenced(side(self.decode).epoch))
+
+    def leave(self, transfer: int) -> None:
+        self.decode.send(Aborted(RequestId(transfer - 1)))
 
     def _die(self) -> None:
         """One engine goes, with all that it knows, and comes back empty."""

@@ -79,6 +79,9 @@ class Link(Wire, Protocol):
     def cut(self, world: World) -> None:
         """`world` takes its peer for dead."""
 
+    def leave(self, transfer: int) -> None:
+        """A client leaves while the prefill engine works for it."""
+
 
 class World:
     """`play()` runs to the end; an AssertionError is a finding."""
@@ -183,9 +186,9 @@ class World:
             self.clock.after(self._damage_rng.random() * (sc.span + 20), self._leap)
         phases = [p for p in SHORT if any(source is p for source, _ in self.core.edges)]
         self.aims = [(rng.choice(phases), rng.choice(AIMED)) for _ in range(sc.aims if phases else 0)]
-        if sc.cfg.role == "prefill" and self._stray_rng.random() < (0.7 if sc.cfg.disk_pages else 0.3):
+        if sc.cfg.role == "prefill" and (sc.cfg.disk_pages or self._stray_rng.random() < 0.3):
             self.aims.append((self._stray_rng.choice((Phase.FETCHING, Phase.LOADING)),
-                              self._stray_rng.choice(("overdue", "renew"))))
+                              self._stray_rng.choice(("overdue", "renew", "leave"))))
 
     def _aim(self) -> None:
         """Some events wait for a phase that is too short to be met by chance."""
@@ -207,6 +210,9 @@ class World:
                 self.send(Renewed(self.epoch))
             elif kind == "overdue":
                 self._overdue(rid)
+            elif kind == "leave":
+                if self.link is not None:
+                    self.link.leave(made[rid].arrived.transfer)
             elif kind == "flush":
                 self.send(Flushed())
             elif kind == "rates":
