@@ -60,7 +60,8 @@ class Workload:
         first: list[Expect] = []
         while len(first) < self.sc.requests:
             at = rng.random() * self.sc.span
-            e = self._make(at, self._prompt())
+            prompt, namespace = self._prompt()
+            e = self._make(at, prompt, namespace=namespace)
             first.append(e)
             if rng.random() < 0.2:
                 late = rng.choice((0.0, 0.0, 5.0))
@@ -79,30 +80,32 @@ class Workload:
         return self._make(now + late, prompt, namespace=before.arrived.namespace)
 
     # ---------------------------------------------------------------- one request
-    def _prompt(self) -> tuple[int, ...]:
+    def _prompt(self) -> tuple[tuple[int, ...], int | None]:
+        """Tokens, and their namespace if they are to be found there."""
         rng, size = self.rng, self.sc.cfg.page_size
         kind = rng.random()
         if kind < 0.04:                                       # can never fit, at least on the device
-            return self._tokens(self.most[False] + rng.randint(1, 2 * size))
+            return self._tokens(self.most[False] + rng.randint(1, 2 * size)), None
         if kind < 0.08:                                       # fits exactly, or just
-            return self._tokens(max(1, self.most[rng.random() < 0.5] - rng.randint(0, 2)))
+            return self._tokens(max(1, self.most[rng.random() < 0.5] - rng.randint(0, 2))), None
         again = 0.5 if self.sc.alike else self.sc.again
         if kind < 0.08 + again and self.made:                 # extends an answer not yet given
             e = rng.choice(self.made)
             if len(e.arrived.prompt) <= 2 * self.sc.prompt_max:
+                namespace = e.arrived.namespace if rng.random() < 0.8 else None
                 if self.sc.alike:                                # ends in the page where the answer begins
-                    return e.arrived.prompt + e.truth[:rng.randint(0, size)]
+                    return e.arrived.prompt + e.truth[:rng.randint(0, size)], namespace
                 cut = rng.randint(0, len(e.truth))
-                return e.arrived.prompt + e.truth[:cut] + self._tokens(rng.randint(0, 2))
+                return e.arrived.prompt + e.truth[:cut] + self._tokens(rng.randint(0, 2)), namespace
         base = rng.choice(self.bases) if rng.random() < 0.7 else ()
         prompt = base + self._tokens(rng.randint(0, max(1, self.sc.prompt_max - len(base))))
         if rng.random() < 0.25:                               # ends on a page edge
             prompt = prompt[:len(prompt) // size * size]
-        return prompt or self._tokens(1)
+        return prompt or self._tokens(1), None
 
     def _transfer(self) -> int:
         """What names a request to both engines of a pair; some have one engine only."""
-        share = 0.6 if self.sc.cfg.disk_pages else 0.9       # those that fetch for one engine are rare
+        share = 0.8 if self.sc.cfg.disk_pages else 0.9       # those that fetch for one engine are rare
         paired = self.sc.cfg.role != "unified" and self.rng.random() < share
         return len(self.made) + 1 if paired else 0
 

@@ -187,8 +187,8 @@ class World:
         phases = [p for p in SHORT if any(source is p for source, _ in self.core.edges)]
         self.aims = [(rng.choice(phases), rng.choice(AIMED)) for _ in range(sc.aims if phases else 0)]
         if sc.cfg.role == "prefill" and (sc.cfg.disk_pages or self._stray_rng.random() < 0.3):
-            self.aims.append((self._stray_rng.choice((Phase.FETCHING, Phase.LOADING)),
-                              self._stray_rng.choice(("overdue", "renew", "leave"))))
+            kinds = self._stray_rng.sample(("overdue", "renew", "leave"), 2)
+            self.aims[:0] = zip((Phase.FETCHING, Phase.LOADING), kinds, strict=True)
 
     def _aim(self) -> None:
         """Some events wait for a phase that is too short to be met by chance."""
