@@ -20,7 +20,6 @@ from penstock.sim.device import Device, Identity
 from penstock.sim.store import Store
 
 APART = 1.0              # ranks that end the same step or copy further apart than this go their own ways
-WRITE = 0.2              # storage buffers what it is given: a write takes this much of a copy, at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +31,8 @@ class Speeds:
     copy: float = 1.0               # from permission to the read, and from the read to the write
     straggle: float = 0.0           # chance that a copy takes ten times as long
     fail: float = 0.0               # chance that a copy fails on one rank
-    disk: float = 1.0               # how much slower a read from storage is
+    disk: float = 1.0               # how much slower a read from storage is,
+    write: float = 1.0              # and a write to it
     shy: float = 0.0                # chance that a row returns fewer tokens than it may
     hang: float = 0.0               # what storage does wrong, see `store`
     full: float = 0.0
@@ -227,7 +227,7 @@ class SimExecutor:
         slow, late = 10.0 if self.rng.random() < self.speeds.straggle else 1.0, 0.0
         self.stats["straggler"] += slow > 1
         if Tier.DISK in (move.src, move.dst):
-            slow *= self.speeds.disk if move.src is Tier.DISK else min(self.speeds.disk, WRITE)
+            slow *= self.speeds.disk if move.src is Tier.DISK else self.speeds.write
             late = self.store.late(slow)
         self.clock.after(self._delay(slow * self.speeds.copy) + late, partial(self._read, k, move, bad))
         return True

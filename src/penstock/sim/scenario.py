@@ -138,6 +138,7 @@ def _draw(seed: int) -> Scenario:
         copy=rng.choice((0.1, 0.5) if fetch else (0.1, 0.5, 2.0, 8.0)), straggle=rng.choice((0.0, 0.0, 0.2)),
         fail=rng.choice((0.0, 0.0, 0.1, 0.5)), shy=rng.choice((0.0, 0.2, 0.7)),
         disk=rng.choice((0.2, 1.0, 5.0) if fetch else (0.2, 1.0, 5.0, 40.0)))
+    speeds = replace(speeds, write=speeds.disk)
     busy = 0.0 if storm else rng.choice((2.0, 5.0) if fetch else (0.0, 0.3, 1.0, 3.0))
     requests = rng.randint(14, 24) if fetch else rng.randint(4, 14)
     heavy = rng.choice((0, 1, 1, 4))
@@ -214,7 +215,8 @@ def _short_phases(sc: Scenario, rng: Random) -> Scenario:
     if sc.pair and cfg.disk_pages and cfg.prefix_cache and rng.random() < 0.45:    # only storage has it
         cfg = replace(cfg, hbm_pages=10, dram_pages=18 if cfg.sparse else 6, disk_pages=200, wait_pages=0,
                       always_hosted=cfg.sparse and rng.random() < 0.4)
-        speeds = replace(speeds, copy=0.2, disk=rng.choice((0.3, 1.0, 5.0)), fail=rng.choice((0.0, 0.0, 0.2)))
+        speeds = replace(speeds, copy=0.2, disk=rng.choice((0.3, 1.0, 5.0)), write=0.2,
+                         fail=rng.choice((0.0, 0.0, 0.2)))
         net = replace(net, late=1.0, patience=rng.choice((20.0, 100.0)), delay=min(net.delay, 1.0),
                       lose=min(net.lose, 0.1))
         return replace(sc, cfg=cfg, speeds=speeds, net=net, steps=60, requests=28, span=168.0, prompt_max=12,

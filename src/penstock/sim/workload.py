@@ -105,7 +105,7 @@ class Workload:
 
     def _transfer(self) -> int:
         """What names a request to both engines of a pair; some have one engine only."""
-        share = 0.8 if self.sc.cfg.disk_pages else 0.9       # those that fetch for one engine are rare
+        share = 0.6 if self.sc.cfg.disk_pages else 0.9       # those that fetch for one engine are rare
         paired = self.sc.cfg.role != "unified" and self.rng.random() < share
         return len(self.made) + 1 if paired else 0
 

@@ -187,8 +187,8 @@ class World:
         phases = [p for p in SHORT if any(source is p for source, _ in self.core.edges)]
         self.aims = [(rng.choice(phases), rng.choice(AIMED)) for _ in range(sc.aims if phases else 0)]
         if sc.cfg.role == "prefill" and (sc.cfg.disk_pages or self._stray_rng.random() < 0.3):
-            kinds = self._stray_rng.sample(("overdue", "renew", "leave"), 2)
-            self.aims[:0] = zip((Phase.FETCHING, Phase.LOADING), kinds, strict=True)
+            self.aims[:0] = ((Phase.FETCHING, self._stray_rng.choice(("overdue", "renew", "leave"))),
+                             (Phase.LOADING, self._stray_rng.choice(("overdue", "renew", "expire"))))
 
     def _aim(self) -> None:
         """Some events wait for a phase that is too short to be met by chance."""
@@ -210,6 +210,8 @@ class World:
                 self.send(Renewed(self.epoch))
             elif kind == "overdue":
                 self._overdue(rid)
+            elif kind == "expire":
+                self.send(Expired(rid, phase.value, self.core.live[rid].visit))
             elif kind == "leave":
                 if self.link is not None:
                     self.link.leave(made[rid].arrived.transfer)
