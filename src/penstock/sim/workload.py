@@ -115,7 +115,7 @@ class Workload:
             return False, 0
         if fork is not None:
             return fork.selects, fork.attention
-        selects = self.rng.random() < 0.8
+        selects = self.rng.random() < (0.8 if self.sc.again < 0.9 else 0.5)
         return selects, self.rng.choice((1,) if self.sc.alike else (0, 0, 1, 2)) if selects else 0
 
     def _make(self, at: float, prompt: tuple[int, ...], *, fork: Arrived | None = None,
