@@ -156,7 +156,7 @@ def test_a_flight_without_its_beginning_runs_under_the_judge(seed: int) -> None:
 
 def test_what_was_live_comes_again_with_its_prompt_outputs_and_the_rest_to_go() -> None:
     seen = 0
-    for seed in range(20, 30):
+    for seed in range(20, 50):
         log = flight.read(fly(seed, 60, ring=10)[1])
         world = rerun.Again(log)
         world.play()

@@ -139,7 +139,7 @@ def test_ranks_may_disagree_about_a_damaged_request_and_no_other() -> None:
 
 def test_damage_strikes_what_nobody_else_names_and_fires_in_every_tier() -> None:
     seen: Counter[str] = Counter()
-    for seed in range(60):
+    for seed in range(200):
         world = World(draw(seed, "pair=0,damages=8")).play()
         seen += world.stats
     for name in ("damaged", "damaged page in hbm", "damaged page in dram", "damaged page in disk",

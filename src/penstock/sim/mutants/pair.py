@@ -120,7 +120,7 @@ def ack_of_another_incarnation(real: Real, side: peer.Side, m: Message) -> bool:
     return admits or isinstance(m, Drained)
 
 
-@wrong(DecodeSide, "_heard", 120, more=SLOW_WRITES)
+@wrong(DecodeSide, "_heard", 400, more=SLOW_WRITES)
 def fence_of_the_peer_not_awaited(real: Real, side: DecodeSide, epoch: int) -> None:
     """The new incarnation speaks for the dead one, whose writes still land."""
     side.peer = side._newest = max(epoch, side._newest)
@@ -257,8 +257,8 @@ class PagePushedBeforeItsStepRetired(Core):
 
     def _progress(self) -> None:
         for r in self.waiting:
-            if r.phase is Phase.SENDING and r.grant is not None and self.have.in_flight(r) and not r.is_pushed and (
-                    r.arrived.transfer not in self.early):
+            if r.phase is Phase.SENDING and r.grant is not None and self.have.in_flight(r) and not (
+                    r.is_pushed or r.arrived.transfer in self.early):
                 self.early[r.arrived.transfer] = None
                 with (swapped(PrefillSide, "finish", lambda real, *args: []),
                       swapped(Copies, "push", self._at_once)):

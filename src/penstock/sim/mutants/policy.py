@@ -24,7 +24,7 @@ def never_spills(real: Real, core: Core, r: Request) -> bool:
     return False
 
 
-@instead_of(placement, "promote",
+@instead_of(placement, "promote", 400,
             mode="pair=0,hot_pages=1,always_hosted=0,spills=30,hbm_pages=60,dram_pages=120")
 def never_promotes(real: Real, core: Core) -> bool:
     """A row that has gone to the host stays there, however empty the device becomes."""
@@ -43,7 +43,7 @@ def fetched_pages_outrank_computed_ones(real: Real, core: Core, but: Request | N
     return False
 
 
-@mutant()
+@mutant(400)
 class RatesIgnored(Core):
     """Stored pages are fetched even where computing them is faster."""
 
