@@ -3,7 +3,9 @@
 Every row decodes one token a step; pages grow, seal and retire as they would with a model behind them.
 Overlap is off: a turn is the one `advance` that retires a step and plans the next. "looked at" is how
 many rows a turn had to look at, of those it planned and those that it retired; the others were only
-counted on. The slowest turns hold Python's cycle collector: --gc says how it is set.
+counted on. The slowest turns hold Python's cycle collector: --gc says how it is set. Between two turns a
+loop that only counts is timed: how much longer its p50 takes than its least says how much of a core this
+machine had to give meanwhile, 1.0 is a quiet one.
 
     python bench/planning.py --rows 8 256 1024
     python bench/planning.py --rows 256 --hosted
@@ -76,9 +78,17 @@ def answer(plan: StepPlan, token: int) -> list[Event]:
     return [Retired(plan.step, ((token,),) * sum(plan.samples)), *(Moved(m.id, True) for m in plan.moves)]
 
 
+def fixed_work() -> None:
+    """The same work whenever it is called: a quarter of a millisecond, or what the machine makes of it."""
+    total = 0
+    for i in range(6_000):
+        total += i
+
+
 def decode_turns(w: Work, *, record: bool, clock: Callable[[], float] = time.perf_counter,
-                 ) -> tuple[list[float], float]:
-    """Seconds of each turn in which all rows decode, and how many rows a turn looked at."""
+                 ) -> tuple[list[float], list[float], float]:
+    """Seconds of each turn in which all rows decode, and of `fixed_work` behind it; how many rows a turn
+    looked at."""
     inner = Core(settings(w))
     core: Core | Recorder = Recorder(inner) if record else inner
     arrived = requests(w)
@@ -93,15 +103,18 @@ def decode_turns(w: Work, *, record: bool, clock: Callable[[], float] = time.per
         assert plan is not None
         events = answer(plan, token)
     plan = core.advance(events).plan
-    taken, looked = [], inner.counters["rows_looked_at"]
+    taken, beside, looked = [], [], inner.counters["rows_looked_at"]
     for token in range(w.turns - 8):
         assert plan is not None and len(plan.rows) == sum(plan.count) == w.rows
         events = answer(plan, token)
         started = clock()
         plan = core.advance(events).plan
         taken.append(clock() - started)
+        started = clock()
+        fixed_work()
+        beside.append(clock() - started)
     assert len(inner.running) == w.rows and len(inner.waiting) == w.waiting
-    return taken, (inner.counters["rows_looked_at"] - looked) / len(taken)
+    return taken, beside, (inner.counters["rows_looked_at"] - looked) / len(taken)
 
 
 def main() -> None:
@@ -129,13 +142,14 @@ def main() -> None:
     for rows in args.rows:
         w = Work(rows=rows, context=args.context, page_size=args.page_size, turns=args.turns,
                  hosted=args.hosted, groups=args.groups, shared=args.shared, waiting=args.waiting)
-        times, looked = decode_turns(w, record=args.record,
-                                     clock=time.thread_time if args.cpu else time.perf_counter)
+        times, beside, looked = decode_turns(w, record=args.record,
+                                             clock=time.thread_time if args.cpu else time.perf_counter)
         times.sort()
+        noise = sorted(beside)[len(beside) // 2] / min(beside)
         p50, p99 = (1e3 * times[len(times) * p // 100] for p in (50, 99))
         print(f"{rows} rows: p50 {p50:.3f} ms, p99 {p99:.3f} ms, least {1e3 * times[0]:.3f} ms, "
               f"most {1e3 * times[-1]:.1f} ms ({1e6 * times[0] / rows:.2f} us a row); "
-              f"{looked:.1f} rows looked at")
+              f"{looked:.1f} rows looked at; fixed work {noise:.2f} of its least")
 
 
 if __name__ == "__main__":
