@@ -64,6 +64,14 @@ def test_a_thousand_scenarios_have_every_combination_of_modes() -> None:
                 assert (pp, overlap, sparse, pair, prefix, host, disk, model) in seen
 
 
+@pytest.mark.parametrize("num", [0, 1, 23, 25, 600, 10_001])
+def test_parts_of_a_sweep_have_each_seed_once_and_the_last_is_small(num: int) -> None:
+    for workers in (1, 2, 5):
+        parts = list(jobs.parts(range(7, 7 + num), workers))
+        assert [seed for part in parts for seed in part] == list(range(7, 7 + num))
+        assert all(parts) and (num < 600 or len(parts[-1]) <= num // 20)
+
+
 def test_a_sweep_in_several_processes_counts_the_same() -> None:
     assert jobs.spread(range(60), 2, ()) == sweep(range(60))
     here, there = sweep(range(30), "pair=1"), jobs.spread(range(30), 2, ("--mode", "pair=1"))

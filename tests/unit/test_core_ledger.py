@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.core.ledger import Fence, Pool
+from penstock.core.ledger import Arena, Fence, Pool
 from penstock.core.plan import MoveId, StepId
 
 
@@ -19,6 +19,28 @@ def test_units_come_back_only_after_the_fence() -> None:
     assert pool.drain(StepId(3), set()) == 2
     assert pool.free == 4
     pool.check()
+
+
+@pytest.mark.parametrize("change", ["acquire", "release", "drain", "gain", "lose"])
+def test_a_pool_is_checked_again_when_units_have_changed_hands(change: str) -> None:
+    pool = Pool("hbm", 0 if change in ("gain", "lose") else 4, per_slab=2)
+    if pool.capacity == 0:
+        pool.arena = Arena(4, (pool, Pool("index", 0, base=100, per_slab=2)))
+    units = pool.acquire(2)
+    if change in ("drain", "lose"):
+        pool.release(units, Fence(StepId(1)))
+    pool.check()
+    match change:
+        case "acquire" | "gain":
+            pool.acquire(2)
+        case "release":
+            pool.release(units, Fence(StepId(1)))
+        case "drain" | "lose":
+            assert pool.drain(StepId(1), ()) == 2
+    pool.held.add(999)
+    for _ in range(2):                         # what was found once is found again
+        with pytest.raises(AssertionError):
+            pool.check()
 
 
 def test_double_release_is_our_bug() -> None:

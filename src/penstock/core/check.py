@@ -20,7 +20,8 @@ MOVES = "a page has other moves than those that fly"
 
 
 def check(core: Core) -> None:
-    """Raises AssertionError. Walks everything: for tests, the simulator and `--check`."""
+    """Raises AssertionError. Walks everything but pools in which nothing has changed: for tests, the
+    simulator and `--check`."""
     have = core.have
     have.rows.check()
     for arena in have.arenas.values():

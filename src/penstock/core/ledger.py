@@ -45,7 +45,7 @@ class Pool:
     limbo_in: dict[int, int] = field(init=False, default_factory=dict)     # slab -> units in limbo
     spare_slabs: int = field(init=False, default=0)      # slabs with limbo alone: soon they go back
     changes: int = field(init=False, default=0)          # times that units changed hands,
-    checked: int = field(init=False, default=-1)         # and when it was last checked
+    checked: int = field(init=False, default=-1)         # of which `check` found all in order
     _free: set[int] = field(init=False)
     _order: list[int] = field(init=False)        # heap over _free; may name units taken meanwhile
 
@@ -154,13 +154,14 @@ class Pool:
                 arena.free.append(slab)
 
     def check(self) -> None:
-        """Conservation: free + held + limbo = capacity, disjoint (RELIABILITY I1)."""
+        """Conservation: free + held + limbo = capacity, disjoint (RELIABILITY I1). Nothing to do if no unit
+        has changed hands since that held."""
         if self.changes == self.checked:
             return
-        self.checked = self.changes
         free, held = self._free, self.held
         if not (self.capacity or free or held or self.limbo):
             assert not (self.in_limbo or self.held_in or self.limbo_in or self.away), self.name
+            self.checked = self.changes
             return
         limbo = [u for _, units in self.limbo for u in units]
         assert self.in_limbo == len(limbo)
@@ -177,6 +178,7 @@ class Pool:
             assert sum(self.held_in.values()) == len(held) + self.away
             assert sum(self.limbo_in.values()) == len(limbo) - self.away
             assert all(n or self.limbo_in[slab] for slab, n in self.held_in.items()), "an empty slab"
+        self.checked = self.changes
 
 
 class Arena:

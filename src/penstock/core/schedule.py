@@ -73,8 +73,9 @@ def _decoding(core: Core, step: StepId) -> tuple[list[Issued], int]:
         if budget == 0:
             break
         if r.computed < r.steady:
-            if r.last_issue <= free and (row := r.issued) is not None:
-                chosen.append(row)
+            if r.last_issue <= free:
+                assert r.issued is not None
+                chosen.append(r.issued)
                 budget -= 1
             continue
         looked += 1

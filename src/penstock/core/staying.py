@@ -34,9 +34,9 @@ def seal(have: Holdings, r: Request) -> None:
     """Move pages whose tokens have all retired from the request into the tree."""
     size, first, path, tree = have.cfg.page_size, len(r.path), r.path, have.tree
     known = min(r.settled, len(r.tokens)) // size
-    node = path[-1] if path else tree.root(r.arrived.namespace)
     for i in range(first, known):
-        node = tree.child(node, r.page_key(i, size))
+        parent = path[-1] if path else tree.root(r.arrived.namespace)
+        node = tree.child(parent, r.page_key(i, size))
         tree.use(node)
         path.append(node)
     lower = have.cfg.dram_pages > 0

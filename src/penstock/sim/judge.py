@@ -1,4 +1,4 @@
-"""What must hold after every advance: the streams, the plan's own sanity, and who owns what.
+"""What must hold after every advance or step: the streams, the plan's own sanity, and who owns what.
 
 Streams are judged by outputs alone. Plans are judged against page tables rebuilt from binds and
 grows, and against the pools. Never calls into the core except for `check` and reads.
@@ -97,8 +97,7 @@ class Judge:
         self.forced: set[RequestId] = set()             # asked to pause or drop in this advance
         self.edges: Counter[Edge] = Counter()
         self.met: Counter[Met] = Counter()
-        self._seen = -1, -1                             # edges taken and units freed, when last checked
-        self._changes: dict[Tier, int] = {}             # of its units, when last looked at
+        self._seen: tuple[int, dict[Tier, int]] = -1, {}     # edges taken, changes of units, when last asked
         self.failing = False                            # a copy has just failed
         self.policy = Policy(core)
         self._real_landed = core._landed
@@ -397,24 +396,24 @@ class Judge:
 
     def state(self, *, planned: bool) -> None:
         """After every advance: what became free, and who waits. After every step, and every advance in which
-        a phase has changed or units have come back, also the invariants of the core."""
+        a phase has changed or units have changed hands, also the invariants of the core: the others are
+        nearly half of all, and what they break shows with the next step."""
         if self.blind:
             return
-        seen = self.core.taken, self.core.have.freed
-        if planned or seen != self._seen:      # the others are half of all, and hardly change anything
-            self._seen = seen
+        arenas, taken = self.core.have.arenas, self.core.taken
+        changes = {tier: sum([pool.changes for pool in arena.pools]) for tier, arena in arenas.items()}
+        if planned or (taken, changes) != self._seen:
             self.core.check()
-        for tier, arena in self.core.have.arenas.items():
-            changes = sum([pool.changes for pool in arena.pools])
-            if changes == self._changes.get(tier):
+        for tier, arena in arenas.items():
+            if changes[tier] == self._seen[1].get(tier):
                 continue
-            self._changes[tier] = changes
             busy = self.executor.busy[tier]
             busy.clear()
             for pool in arena.pools:
                 busy |= pool.held
                 for _, units in pool.limbo:
                     busy.update(units)
+        self._seen = taken, changes
         self.stats["back-pressure"] += any(r.phase is Phase.QUEUED for r in self.core.waiting)
         for r in self.core.live.values():
             self.stats["window left behind"] += any(t.first for t in r.tables)

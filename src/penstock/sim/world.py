@@ -330,7 +330,8 @@ class World:
         self.judge.forced.clear()
         for event in events:
             self._note(event)
-        before = self._changes()
+        news = any([isinstance(event, Retired | Moved) for event in events])
+        before = None if news else self._changes()
         while True:
             if self.trace is not None:
                 self.trace.append(tuple(events))
@@ -375,12 +376,12 @@ class World:
                 self.link.say(self, out.what)
 
     def _changes(self) -> tuple[int, int, int]:
-        """As long as this is the same, the core has only heard of events."""
+        """What planning does shows in one of these: edges taken, units that came back, steps."""
         return self.core.taken, self.core.have.freed, self.judge.issued
 
-    def _still(self, before: tuple[int, int, int]) -> None:
-        """The core said that there is nothing to do: then nothing happens without an event. A turn in which
-        nothing has changed is not asked: it would be the same question again."""
+    def _still(self, before: tuple[int, int, int] | None) -> None:
+        """The core said that there is nothing to do: then nothing happens without an event. It is not asked
+        again if this turn brought no step's and no copy's end, and led to nothing."""
         if (now := self._changes()) != before:
             assert self.core.advance(()) == Advance(None, ()), "it went to sleep with work to do"
             assert self._changes() == now, "it went to sleep with an edge to take"
