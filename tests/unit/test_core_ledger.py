@@ -25,7 +25,7 @@ def test_units_come_back_only_after_the_fence() -> None:
 def test_a_pool_is_checked_again_when_units_have_changed_hands(change: str) -> None:
     pool = Pool("hbm", 0 if change in ("gain", "lose") else 4, per_slab=2)
     if pool.capacity == 0:
-        pool.arena = Arena(4, (pool, Pool("index", 0, base=100, per_slab=2)))
+        Arena(4, (pool, Pool("index", 0, base=100, per_slab=2)))     # it is what both are carved from
     units = pool.acquire(2)
     if change in ("drain", "lose"):
         pool.release(units, Fence(StepId(1)))

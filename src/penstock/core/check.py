@@ -92,7 +92,7 @@ def _tree(core: Core, pins: dict[Copy, int], refs: dict[Node, int], moves: dict[
 def _queues(core: Core) -> None:
     rows = [r.row for r in core.live.values() if r.row is not None]
     assert len(rows) == len(core.have.rows.held) and core.have.rows.held == set(rows)
-    keys = [(r.arrived.priority, r.seq) for r in core.running]
+    keys = [r.key for r in core.running]
     assert sorted(keys) == keys
     assert len(core.running) + len(core.waiting) == len(core.live)
     lent = [r for r in core.running if r.place is Place.HOST and r.phase is not Phase.PROMOTING]
