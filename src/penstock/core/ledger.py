@@ -65,6 +65,7 @@ class Pool:
         while len(free) < n and self.arena is not None and self.arena.free:
             self._gain(self.arena.free.pop())
         assert 0 <= n <= len(free), f"{self.name}: {n} of {len(free)} free"
+        held, arena = self.held, self.arena
         taken: list[int] = []
         unit = -2 if near is None else near
         for _ in range(n):
@@ -72,10 +73,10 @@ class Pool:
             while unit not in free:
                 unit = heapq.heappop(self._order)
             free.remove(unit)
+            held.add(unit)
             taken.append(unit)
-            self.held.add(unit)
-            if self.arena is not None:
-                slab = (unit - self.base) // self.per_slab
+            if arena is not None:
+                slab = self._slab(unit)
                 self.spare_slabs -= not self.held_in[slab]
                 self.held_in[slab] += 1
         while n > 1 and self._order and self._order[0] not in free:
@@ -109,7 +110,7 @@ class Pool:
         freed = 0
         keep: deque[tuple[Fence, list[int]]] = deque()
         for fence, units in self.limbo:
-            if fence.step <= retired and not any(m in flying for m in fence.moves):
+            if fence.step <= retired and (not fence.moves or fence.moves.isdisjoint(flying)):
                 freed += len(units)
                 self.away -= fence.away * len(units)
                 self._free.update(units)

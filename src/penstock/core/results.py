@@ -80,7 +80,7 @@ def take(core: Core, r: Request, tokens: tuple[int, ...]) -> Outcome | None:
         return None
     for token in tokens:
         r.tokens.append(token)
-        core._out.append(Token(a.rid, n, token))
+        core._out.append(_new(Token, (a.rid, n, token)))
         n += 1
         if r.forks:
             core.led(r)

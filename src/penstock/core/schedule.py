@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from penstock.core import room
 from penstock.core.lifecycle import DECODING, Phase, Place, Trigger
@@ -149,12 +149,15 @@ def _chunk(core: Core, r: Request, n: int, decoding: list[Issued], prompts: list
 
 # ---------------------------------------------------------------- the plan
 def _hbm(column: Sequence[Copy | None]) -> tuple[HbmPage, ...]:
-    return tuple([HbmPage(c.page if c is not None else -1) for c in column])
+    return cast("tuple[HbmPage, ...]", _ids(column))
 
 
 def _dram(column: Sequence[Copy | None], length: int) -> tuple[DramPage, ...]:
-    pages = tuple([DramPage(c.page if c is not None else -1) for c in column])
-    return pages + (DramPage(-1),) * (length - len(pages))
+    return cast("tuple[DramPage, ...]", _ids(column)) + (DramPage(-1),) * (length - len(column))
+
+
+def _ids(column: Sequence[Copy | None]) -> tuple[int, ...]:
+    return tuple([c.page if c is not None else -1 for c in column])
 
 
 def _bind(r: Request) -> Bind:

@@ -12,7 +12,7 @@ from penstock.core.ledger import Fence, Pool
 from penstock.core.lifecycle import Phase, Place
 from penstock.core.plan import StepId, Tier
 from penstock.core.request import Request, Table
-from penstock.core.tree import Copy, Node
+from penstock.core.tree import Copy, Node, Space, Tree
 
 if TYPE_CHECKING:
     from penstock.core.holdings import Holdings
@@ -72,14 +72,20 @@ def _offer(have: Holdings, r: Request, g: int, i: int, node: Node) -> None:
     """The copies of a page that was just sealed serve others, where the tree has none."""
     t = r.tables[g]
     device, host = own(t.device, i), own(t.host, i)
-    for space, copy in ((have.device[g], device), (have.host[g], host)):
-        if (copy is not None and copy.node is None and not copy.partial and space not in node.copies
-                and (copy.ready or copy.filling)):
-            have.tree.attach(node, space, copy)
-    if host is not None and r.place is Place.DEVICE and r.phase is not Phase.STAGING:
-        drop_entry(have, r, g, t.host, i)          # the host copy is the tree's now, or a twin
-    if r.phase is Phase.PROMOTING and device is not None and not device.ready:
-        _load_entry(have, r, g, i, node)
+    if device is not None:
+        _share(have.tree, node, have.device[g], device)
+    if host is not None:
+        _share(have.tree, node, have.host[g], host)
+        if r.place is Place.DEVICE and r.phase is not Phase.STAGING:
+            drop_entry(have, r, g, t.host, i)      # the host copy is the tree's now, or a twin
+        elif device is not None and not device.ready and r.phase is Phase.PROMOTING:
+            _load_entry(have, r, g, i, node)
+
+
+def _share(tree: Tree, node: Node, space: Space, copy: Copy) -> None:
+    if (copy.node is None and not copy.partial and space not in node.copies
+            and (copy.ready or copy.filling)):
+        tree.attach(node, space, copy)
 
 
 def write_through(have: Holdings, g: int, nodes: list[Node], r: Request) -> None:
@@ -132,18 +138,23 @@ def drop_entry(have: Holdings, r: Request, g: int, column: list[Copy | None], i:
 # ---------------------------------------------------------------- growing
 def grow(have: Holdings, r: Request, upto: int) -> bool:
     """Pages for positions below `upto`, in every group, or nothing."""
-    host, scarce = r.place is Place.HOST, False
-    hbm: list[int] = []
-    dram: list[int] = []
-    for t, device, below in zip(r.tables, have.device, have.host, strict=True):
+    host, promoting, scarce = r.place is Place.HOST, r.phase is Phase.PROMOTING, False
+    hbm, dram = [0] * len(r.tables), [0] * len(r.tables)
+    for g, t in enumerate(r.tables):
         on_host = host and t.hosted
-        n = max(0, -(-upto // t.unit) - len(t.host if on_host else t.device))
-        dram.append(n if on_host else 0)
-        hbm.append(0 if on_host and r.phase is not Phase.PROMOTING else n)
-        scarce = scarce or dram[-1] > below.pool.free or hbm[-1] > device.pool.free
+        n = -(-upto // t.unit) - len(t.host if on_host else t.device)
+        if n <= 0:
+            continue
+        if on_host:
+            dram[g] = n
+            scarce = scarce or n > have.host[g].pool.free
+        if promoting or not on_host:
+            hbm[g] = n
+            scarce = scarce or n > have.device[g].pool.free
     if scarce and not (have.room(Tier.HBM, hbm) and have.room(Tier.DRAM, dram)):
         return False
-    for g, (t, up, down) in enumerate(zip(r.tables, hbm, dram, strict=True)):
+    for g, t in enumerate(r.tables):
+        up, down = hbm[g], dram[g]
         if up:
             _extend(have.device[g].pool, t.device, up)
         if down:
