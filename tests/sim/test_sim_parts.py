@@ -2,13 +2,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from random import Random
 
 import pytest
 
+from penstock.core.core import Core
 from penstock.core.plan import (
     NO_DRAM,
     NO_HBM,
+    Aborted,
     Arrived,
     Bind,
     DramPage,
@@ -26,6 +29,7 @@ from penstock.core.plan import (
     Tier,
 )
 from penstock.core.settings import CoreConfig
+from penstock.sim import damage
 from penstock.sim.clock import Clock
 from penstock.sim.executor import SimExecutor
 from penstock.sim.model import oracle
@@ -135,6 +139,19 @@ def test_ranks_may_disagree_about_a_damaged_request_and_no_other() -> None:
         else:
             with pytest.raises(AssertionError, match="ranks disagree"):
                 ex.poll(block=True)
+
+
+def test_pages_with_the_tokens_of_a_damaged_request_are_suspect_whoever_computed_them() -> None:
+    """The core lets nobody start from them, so the judge must not ask a fork to (sim seed 2393)."""
+    core = Core(replace(CFG, overlap=True, pp_size=2))
+    first, second = (core.advance([Arrived(RequestId(i), PROMPT, 9)]).plan for i in (1, 2))
+    assert first is not None and second is not None
+    core.advance([Retired(first.step, ((5,),))])           # the other is still computing the same page
+    one, two = core.live[RequestId(1)], core.live[RequestId(2)]
+    assert one.path and not two.path and damage.path(core, two) == []
+    assert damage.suspects(core, two) == one.path
+    core.advance([Aborted(RequestId(2), damaged=True)])
+    assert one.path[0].banished and damage.suspects(core, one) == one.path
 
 
 def test_damage_strikes_what_nobody_else_names_and_fires_in_every_tier() -> None:

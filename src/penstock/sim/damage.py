@@ -60,8 +60,14 @@ def path(core: Core, r: Request) -> list[Node]:
     return _named(core, r) if r.phase is Phase.DROPPED else r.path
 
 
+def suspects(core: Core, r: Request) -> list[Node]:
+    """Also pages that have its tokens, and that it does not name: it may have computed them, and given them
+    up. Where it goes on with pages that nobody finds any more, what is found now is not of its making."""
+    return r.path if r.path and r.path[0].banished else [*r.path, *_named(core, r)]
+
+
 def _named(core: Core, r: Request) -> list[Node]:
-    """The sealed pages of a request that has given up its path."""
+    """The sealed pages that have the tokens of a request."""
     size, path = core.cfg.page_size, list[Node]()
     node = core.have.tree.roots.get(r.arrived.namespace)
     while node is not None and (len(path) + 1) * size <= len(r.tokens):

@@ -241,11 +241,14 @@ class World:
             phases = {r.phase: None for r in live}      # a dict keeps the order of insertion
             phase = rng.choice(list(phases))
             rid = rng.choice([r.rid for r in live if r.phase is phase])
-        else:
+        elif live or rng.random() < 0.2:                # most find nobody when nobody is left
             rid = RequestId(rng.randrange(len(made) + 1))
+        else:
+            return
         if kind != "stop":
             self.send(POKES[kind](rid))
-            if kind != "abort" and rng.random() < 0.3:      # before it has settled down
+            wild = self.sc.pauses or self.sc.drops or self.sc.aborts
+            if wild and kind != "abort" and rng.random() < 0.3:     # before it has settled down
                 again = POKES[rng.choice(("abort", "drop", "pause"))](rid)
                 self.clock.after(rng.random() * 3, partial(self.send, again))
         elif rid < len(made) and (got := len(made[rid].got)):
