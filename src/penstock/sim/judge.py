@@ -396,13 +396,13 @@ class Judge:
 
     def state(self, *, planned: bool) -> None:
         """After every advance: what became free, and who waits. After every step, and every advance in which
-        a phase has changed or units have changed hands, also the invariants of the core: the others are
-        nearly half of all, and what they break shows with the next step."""
+        a phase has changed, also the invariants of the core: the others are more than half of all, and what
+        they break shows with the next step."""
         if self.blind:
             return
         arenas, taken = self.core.have.arenas, self.core.taken
         changes = {tier: sum([pool.changes for pool in arena.pools]) for tier, arena in arenas.items()}
-        if planned or (taken, changes) != self._seen:
+        if planned or taken != self._seen[0]:
             self.core.check()
         for tier, arena in arenas.items():
             if changes[tier] == self._seen[1].get(tier):

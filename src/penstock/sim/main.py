@@ -118,7 +118,7 @@ def run(config: object, args: argparse.Namespace) -> int:
             with open(args.record, "w", encoding="ascii") as file:
                 file.writelines(dump(trace) + "\n" for seed in seeds for trace in record(seed, args.mode))
             return 0
-    gc.set_threshold(50_000, 20, 20)           # a run makes much that lives as long as it does
+    gc.set_threshold(200_000, 20, 20)          # a run makes much that lives as long as it does
     report = _sweep(args, seeds)
     silent = _silent(report)
     # Whoever fixes dimensions turns faults off; a short sweep meets not all of them.

@@ -191,9 +191,12 @@ def _mode(sc: Scenario) -> Scenario:
             hot_pages=(cfg.hot_pages or rng.choice((1, 2))) if sparse else 0)
         sc = replace(sc, cfg=cfg, model=model, pair=pair, spills=sc.spills if sparse else 0)
     # Most are short: half of the time would else go to one run in twenty.
-    steps = 400 if rng.random() < 0.01 else rng.choice((12, 20, 30))
+    steps = 400 if rng.random() < 0.01 else rng.choice((8, 14, 24))
     fits = (3 if sc.pair else 4) * steps * min(cfg.step_tokens, 8) // (sc.prompt_max + sc.new_max)
-    most = (sc.requests + 2) // 2 if not sc.pair else 8 if sc.again > 0.5 else 5
+    if sc.pair:
+        most = 8 if sc.again > 0.5 else 5
+    else:
+        most = (sc.requests + 2) // 2 if sc.spills > 8 else (sc.requests + 5) // 3
     sc = replace(sc, steps=steps, requests=min(most, max(4, fits)), aims=rng.choice((0, 5, 10)))
     late = rng.random() < 0.25         # what is said comes when the request is somewhere else
     net = Network(
@@ -204,7 +207,7 @@ def _mode(sc: Scenario) -> Scenario:
         cuts=rng.choice((0, 0, 1, 3)), keep=rng.choice((0.0, 0.5)),
         patience=rng.choice((20.0, 60.0) if late else (100.0, 500.0, 2000.0)))
     sc = replace(sc, net=net)
-    rare = cell is not None and (sc.pair or (cfg.sparse and rng.random() < 0.2))
+    rare = cell is not None and (sc.pair or (cfg.sparse and rng.random() < 0.25))
     return _short_phases(sc, rng) if rare else sc
 
 
@@ -220,21 +223,22 @@ def _short_phases(sc: Scenario, rng: Random) -> Scenario:
                          fail=rng.choice((0.0, 0.0, 0.2)))
         net = replace(net, late=1.0, patience=rng.choice((20.0, 100.0)), delay=min(net.delay, 1.0),
                       lose=min(net.lose, 0.1))
-        return replace(sc, cfg=cfg, speeds=speeds, net=net, steps=60, requests=28, span=168.0, prompt_max=12,
+        return replace(sc, cfg=cfg, speeds=speeds, net=net, steps=60, requests=24, span=144.0, prompt_max=12,
                        new_max=2, turns=0.0, again=0.9, flushes=0, abort=0.0, hold=0.0,
                        deadline=rng.choice((3.0, 1000.0, 1000.0)), expire=rng.choice((0.0, 0.5)))
     if cfg.sparse and rng.random() < 0.9:      # rows go to the host and come back
-        slow = not sc.pair or rng.random() < 0.5             # on their way back the device fills up again
+        slow = not sc.pair or rng.random() < 0.3             # on their way back the device fills up again
         cfg = replace(cfg, hbm_pages=24 if slow else rng.choice((24, 40)), dram_pages=200, draft_tokens=0,
                       rows=max(cfg.rows, 4), wait_pages=0, always_hosted=False,
                       page_size=1 if slow else cfg.page_size)
-        speeds = replace(speeds, copy=8.0, fail=0.0) if slow else replace(speeds, copy=0.5)
+        speeds = replace(speeds, copy=4.0, fail=0.0) if slow else replace(speeds, copy=0.5)
         net = replace(net, lose=min(net.lose, 0.1), push_fail=0.0, cuts=min(net.cuts, 1), patience=1000.0,
                       delay=min(net.delay, 1.0), write=min(net.write, 2.0))
         sc = replace(sc, cfg=cfg, speeds=speeds, net=net, steps=30, requests=7, span=30.0, prompt_max=12,
                      new_max=20, turns=0.7, spills=30, pauses=1, drops=1, abort=0.0, aborts=0)
         if slow:
-            sc = replace(sc, steps=40, requests=8, span=48.0, aims=0, stops=0, pauses=0, drops=0, damages=0)
+            sc = replace(sc, steps=40, requests=7, span=42.0, prompt_max=6, aims=0, stops=0, pauses=0,
+                         drops=0, damages=0)
         return sc
     return sc
 

@@ -274,7 +274,7 @@ class World:
 
     def _watch_apply(self, event: Event) -> None:
         if isinstance(event, Aborted) and event.damaged and (r := self.core.live.get(event.rid)) is not None:
-            self.judge.distrusted.update(damage.path(self.core, r))
+            self.judge.distrusted.update(damage.suspects(self.core, r))
             self.stats += damage.strike(self.core, self.executor, r, self._damage_rng)
         asked = self.core.live.get(event.rid) if isinstance(event, ASKED) else None
         visit = asked.visit if asked is not None else 0

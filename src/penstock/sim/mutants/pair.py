@@ -291,7 +291,7 @@ def push_of_other_groups_forgotten(real: Real, pair: Pairing, r: Request) -> Non
     r.tables = tables
 
 
-@wrong(Pairing, "push", more=",again=0.9,turns=0.9")
+@wrong(Pairing, "push", 500, more=",again=0.9,turns=0.9")
 def push_begins_at_a_whole_page(real: Real, pair: Pairing, r: Request) -> None:
     """A grant that begins inside a page of ours loses the rest of that page."""
     assert r.grant is not None
