@@ -8,6 +8,7 @@ from random import Random
 import pytest
 
 from penstock.core.core import Core
+from penstock.core.lifecycle import Phase
 from penstock.core.plan import (
     NO_DRAM,
     NO_HBM,
@@ -15,6 +16,7 @@ from penstock.core.plan import (
     Arrived,
     Bind,
     DramPage,
+    Dropped,
     Group,
     HbmPage,
     Hot,
@@ -141,17 +143,17 @@ def test_ranks_may_disagree_about_a_damaged_request_and_no_other() -> None:
                 ex.poll(block=True)
 
 
-def test_pages_with_the_tokens_of_a_damaged_request_are_suspect_whoever_computed_them() -> None:
-    """The core lets nobody start from them, so the judge must not ask a fork to (sim seed 2393)."""
+def test_who_gave_up_its_kv_may_have_computed_whatever_has_its_tokens() -> None:
     core = Core(replace(CFG, overlap=True, pp_size=2))
     first, second = (core.advance([Arrived(RequestId(i), PROMPT, 9)]).plan for i in (1, 2))
     assert first is not None and second is not None
     core.advance([Retired(first.step, ((5,),))])           # the other is still computing the same page
     one, two = core.live[RequestId(1)], core.live[RequestId(2)]
-    assert one.path and not two.path and damage.path(core, two) == []
-    assert damage.suspects(core, two) == one.path
+    assert one.path and damage.distrusted(core, two) == []
+    core.advance([Dropped(RequestId(2))])
+    assert two.phase is Phase.DROPPED and damage.distrusted(core, two) == one.path == core.have.named(two)
     core.advance([Aborted(RequestId(2), damaged=True)])
-    assert one.path[0].banished and damage.suspects(core, one) == one.path
+    assert one.path[0].banished and damage.distrusted(core, one) == one.path
 
 
 def test_damage_strikes_what_nobody_else_names_and_fires_in_every_tier() -> None:

@@ -43,6 +43,18 @@ def test_a_request_that_is_found_to_be_damaged_after_its_drop_serves_nobody(drop
     assert again is not None and again.start == (0,), "it starts from damaged pages"
 
 
+def test_who_never_gave_up_its_kv_damages_no_page_that_it_does_not_name() -> None:
+    """Somebody else was the first to compute the same tokens, and forks wait for that (sim seed 2393)."""
+    core = Core(CoreConfig(page_size=2, rows=4, hbm_pages=40, overlap=True))
+    first = core.advance([Arrived(RequestId(0), PROMPT, 9)]).plan
+    assert first is not None and core.advance([Arrived(RequestId(1), PROMPT, 9)]).plan is not None
+    core.advance([Retired(first.step, ((5,),))])           # the other is still computing these pages
+    assert len(core.live[RequestId(0)].path) == 4 and not core.live[RequestId(1)].path
+    core.advance([Aborted(RequestId(1), damaged=True), Arrived(RequestId(2), PROMPT, 9)])
+    assert not any(node.banished for node in core.have.tree.nodes())
+    assert core.live[RequestId(2)].path == core.live[RequestId(0)].path
+
+
 def test_damaged_pages_that_others_name_serve_nobody_new() -> None:
     """Or requests that overlap would keep a damaged prefix in the cache for ever."""
     core = Core(CoreConfig(page_size=2, rows=4, hbm_pages=60))

@@ -15,6 +15,7 @@ from penstock.core.peer import Fence
 from penstock.core.plan import (
     Aborted,
     Arrived,
+    Dropped,
     Event,
     Expired,
     Finished,
@@ -365,11 +366,15 @@ def test_banished_pages_that_nobody_names_go_before_sound_ones() -> None:
     assert sum(not node.banished for node in core.have.tree.nodes()) == 4
 
 
-def test_who_goes_on_with_damaged_pages_does_not_banish_those_that_were_computed_anew() -> None:
+@pytest.mark.parametrize("dropped", [False, True])
+def test_who_goes_on_with_damaged_pages_does_not_banish_those_that_were_computed_anew(dropped: bool) -> None:
     core = Core(CoreConfig(page_size=2, rows=4, hbm_pages=60))
     prompt = tuple(range(9))
     _, _, events = play(core, [Arrived(RequestId(0), prompt, 30)], steps=2)
     _, _, events = play(core, [*events, Arrived(RequestId(1), prompt, 30)], steps=2)
+    if dropped:                                # it may have computed more than it names
+        _, _, events = play(core, [*events, Dropped(RequestId(1))], steps=2)
+        assert core.live[RequestId(1)].life and core.live[RequestId(1)].path
     _, _, events = play(core, [*events, Aborted(RequestId(0), damaged=True)], steps=2)
     _, _, events = play(core, [*events, Arrived(RequestId(2), prompt, 3)], steps=8)
     sound = sum(not node.banished for node in core.have.tree.nodes())

@@ -289,8 +289,10 @@ class Holdings:
         return r.path[at] if at < len(r.path) else None
 
     def named(self, r: Request) -> list[Node]:
-        """The pages of all that is known of `r`, also those that it has given up (a step in flight when
-        it was dropped may be what shows that they are damaged)."""
+        """The pages that `r` names, and if it has ever given up its KV all that have its tokens: a step in
+        flight when it was dropped may be what shows that they are damaged."""
+        if not r.life:
+            return r.path
         path: list[Node] = []
         node = self.tree.roots.get(r.arrived.namespace)
         if r.path and r.path[0].banished:

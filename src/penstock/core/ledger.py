@@ -76,7 +76,7 @@ class Pool:
             held.add(unit)
             taken.append(unit)
             if arena is not None:
-                slab = self._slab(unit)
+                slab = (unit - self.base) // self.per_slab
                 self.spare_slabs -= not self.held_in[slab]
                 self.held_in[slab] += 1
         while n > 1 and self._order and self._order[0] not in free:
@@ -110,7 +110,7 @@ class Pool:
         freed = 0
         keep: deque[tuple[Fence, list[int]]] = deque()
         for fence, units in self.limbo:
-            if fence.step <= retired and (not fence.moves or fence.moves.isdisjoint(flying)):
+            if fence.step <= retired and not (fence.moves and any([m in flying for m in fence.moves])):
                 freed += len(units)
                 self.away -= fence.away * len(units)
                 self._free.update(units)

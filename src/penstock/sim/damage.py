@@ -60,10 +60,12 @@ def path(core: Core, r: Request) -> list[Node]:
     return _named(core, r) if r.phase is Phase.DROPPED else r.path
 
 
-def suspects(core: Core, r: Request) -> list[Node]:
-    """Also pages that have its tokens, and that it does not name: it may have computed them, and given them
-    up. Where it goes on with pages that nobody finds any more, what is found now is not of its making."""
-    return r.path if r.path and r.path[0].banished else [*r.path, *_named(core, r)]
+def distrusted(core: Core, r: Request) -> list[Node]:
+    """The pages that nobody may start from once `r` is found to be damaged: its own, and if it has ever
+    given up its KV all that have its tokens, for those it may have computed. Where it goes on with pages
+    that nobody finds any more, what is found now is not of its making."""
+    lost_track = r.life and not (r.path and r.path[0].banished)
+    return _named(core, r) if lost_track else r.path
 
 
 def _named(core: Core, r: Request) -> list[Node]:

@@ -91,7 +91,7 @@ class Judge:
         self.moves: dict[int, Move] = {}                # flying
         self.torn: set[int] = set()                     # pages that a failed copy has left as they are
         self.suspect: set[int] = set()                  # pages that a failed load has read
-        self.distrusted: set[Node] = set()              # pages of requests that were found to be damaged
+        self.distrusted: set[Node] = set()              # pages of requests that are damaged
         self.parked: set[RequestId] = set()             # paused, and copied to the host
         self.gave_way: Counter[RequestId] = Counter()   # how often paused or dropped
         self.forced: set[RequestId] = set()             # asked to pause or drop in this advance
@@ -397,7 +397,7 @@ class Judge:
     def state(self, *, planned: bool) -> None:
         """After every advance: what became free, and who waits. After every step, and every advance in which
         a phase has changed, also the invariants of the core: the others are more than half of all, and what
-        they break shows with the next step."""
+        they break shows with the next step, or at the end."""
         if self.blind:
             return
         arenas, taken = self.core.have.arenas, self.core.taken

@@ -110,7 +110,7 @@ def _scenario(log: Log) -> Scenario:
     return replace(
         draw(0), cfg=cfg, ranks=1, speeds=Speeds(), requests=0, abort=0.0, aborts=0, stops=0, stop=0.0,
         turns=0.0, pauses=0, drops=0, spills=0, flushes=0, deadline=1e9, expire=0.0, hold=0.0,
-        damages=0)
+        damages=0, aims=0, jumps=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class Again(World):
             if held.phase != "queued":
                 self._begin(held.arrived, held)
 
-    def _faults(self) -> None:
+    def faults(self) -> None:
         """None of the random ones."""
 
     # ---------------------------------------------------------------- requests

@@ -58,7 +58,8 @@ class Scenario:
     stop: float               # chance for a request to meet a stop string
     turns: float              # chance that a finished answer is extended by a later prompt
     again: float              # chance that a prompt extends an earlier one, with or without its answer
-    pauses: int               # forced Paused events, aimed at phases
+    pauses: int               # forced Paused events, aimed at phases; without them, drops and aborts,
+                              # no forced event is followed by another
     drops: int
     flushes: int
     deadline: float           # upper bound of what a fetch may take before `Expired` comes
@@ -196,7 +197,8 @@ def _mode(sc: Scenario) -> Scenario:
     if sc.pair:
         most = 8 if sc.again > 0.5 else 5
     else:
-        most = (sc.requests + 2) // 2 if sc.spills > 8 else (sc.requests + 5) // 3
+        many = sc.spills > 8               # long answers that go to the host and come back, if there is load
+        most = (sc.requests + 2) // 2 if many else (sc.requests + 5) // 3
     sc = replace(sc, steps=steps, requests=min(most, max(4, fits)), aims=rng.choice((0, 5, 10)))
     late = rng.random() < 0.25         # what is said comes when the request is somewhere else
     net = Network(
@@ -238,7 +240,7 @@ def _short_phases(sc: Scenario, rng: Random) -> Scenario:
                      new_max=20, turns=0.7, spills=30, pauses=1, drops=1, abort=0.0, aborts=0)
         if slow:
             sc = replace(sc, steps=40, requests=7, span=42.0, prompt_max=6, aims=0, stops=0, pauses=0,
-                         drops=0, damages=0)
+                         drops=0)
         return sc
     return sc
 

@@ -241,14 +241,15 @@ class World:
             phases = {r.phase: None for r in live}      # a dict keeps the order of insertion
             phase = rng.choice(list(phases))
             rid = rng.choice([r.rid for r in live if r.phase is phase])
-        elif live or rng.random() < 0.2:                # most find nobody when nobody is left
+        elif live or rng.random() < 0.2:                # seldom if there is nobody that it could concern
             rid = RequestId(rng.randrange(len(made) + 1))
         else:
             return
         if kind != "stop":
             self.send(POKES[kind](rid))
+            # Before it has settled down; but not where rows should come to the end of their promotions.
             wild = self.sc.pauses or self.sc.drops or self.sc.aborts
-            if wild and kind != "abort" and rng.random() < 0.3:     # before it has settled down
+            if wild and kind != "abort" and rng.random() < 0.3:
                 again = POKES[rng.choice(("abort", "drop", "pause"))](rid)
                 self.clock.after(rng.random() * 3, partial(self.send, again))
         elif rid < len(made) and (got := len(made[rid].got)):
@@ -274,7 +275,7 @@ class World:
 
     def _watch_apply(self, event: Event) -> None:
         if isinstance(event, Aborted) and event.damaged and (r := self.core.live.get(event.rid)) is not None:
-            self.judge.distrusted.update(damage.suspects(self.core, r))
+            self.judge.distrusted.update(damage.distrusted(self.core, r))
             self.stats += damage.strike(self.core, self.executor, r, self._damage_rng)
         asked = self.core.live.get(event.rid) if isinstance(event, ASKED) else None
         visit = asked.visit if asked is not None else 0
@@ -468,6 +469,8 @@ class World:
         for e in self.load.made:
             if e.sent or self.link is None:
                 assert e.finished is not None, f"stalled: request {e.arrived.rid} never finished"
+        if not self.judge.blind:
+            self.core.check()                  # what came after the last step
         self.core.advance((Flushed(),))
         self.judge.end()
         self.stats += self.judge.stats + self.executor.stats
