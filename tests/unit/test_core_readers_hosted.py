@@ -6,6 +6,7 @@ import pytest
 from penstock.core.core import Core
 from penstock.core.lifecycle import Phase
 from penstock.core.plan import (
+    Aborted,
     Arrived,
     Event,
     Expired,
@@ -105,3 +106,24 @@ def test_what_was_computed_beside_a_read_that_hangs_is_cached(always: bool) -> N
     ended, _ = play(core, [Arrived(RequestId(2), tuple(range(9)), 1, selects=True)])
     assert ended == {2}, "it waits for the store"
     assert len(core.have.copies.flights) == 1 and core.counters["prefix_dram_hits"] == 8
+
+
+def test_a_spill_waits_for_pages_that_are_behind_a_fence() -> None:
+    """The hot buffer needs two pages more than the row has for itself, and a request that has just ended had
+    three: its last step may still touch them."""
+    one, two, ended = map(RequestId, (0, 1, 2))
+    core = Core(CoreConfig(page_size=2, rows=4, hbm_pages=15, dram_pages=80, hot_pages=4, wait_pages=0))
+    prompt = tuple(range(9))
+    _, events = play(core, [Arrived(one, prompt, 30, selects=True)], steps=1)
+    others = [Arrived(two, prompt, 30, selects=True), Arrived(ended, (50, 51, 52), 30)]
+    _, events = play(core, [*events, *others], steps=8)
+    [last] = [e for e in events if isinstance(e, Retired)]
+    core.advance([Spilled(two)])
+    plan = core.advance(events).plan           # the open page goes to the host, and nothing else is missing
+    assert plan is not None and plan.step == last.step + 1 and core.live[two].phase is Phase.STAGING
+    pool = core.have.arenas[Tier.HBM].pools[0]
+    assert pool.free == 0
+    core.advance([*(Moved(m.id, True) for m in plan.moves), Aborted(ended)])
+    assert pool.in_limbo and core.live[two].phase is Phase.STAGING, "it gives way to pages on their way"
+    core.advance([Retired(plan.step, tuple((9,) for s in plan.samples if s))])
+    assert core.live[two].phase is Phase.HOSTED

@@ -448,8 +448,8 @@ class Core:
             staying.copy_down(have, r, all_groups=False)
             r.is_parked = True
         if staying.is_staged(have, r):
-            if not self._go(r, Trigger.LANDED):
-                room.yield_device(self, r)     # no hot buffer to be had
+            if not self._go(r, Trigger.LANDED) and not (have.lack is not None and have.lack.behind):
+                room.yield_device(self, r)     # no hot buffer to be had, nor is one on its way
         elif r.is_parked and not r.moves and not staying.is_coming(r):
             room.yield_device(self, r)         # the host has no room any more
         elif r.is_parked:

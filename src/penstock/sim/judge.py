@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
+from penstock.core import staying
 from penstock.core.copies import UP
 from penstock.core.core import Core
 from penstock.core.ledger import Pool
@@ -44,7 +45,7 @@ from penstock.core.sending import PrefillSide, Stage
 from penstock.core.tree import Node
 from penstock.sim import states
 from penstock.sim.executor import SimExecutor
-from penstock.sim.policy import Policy
+from penstock.sim.policy import GIVING_WAY, Policy
 from penstock.sim.scenario import Scenario
 from penstock.sim.workload import Expect
 
@@ -331,6 +332,10 @@ class Judge:
                 f"request {r.rid} gives way to a promised page")
             alone = len(running) < 2 and not have.arenas[tier].away
             assert trigger is Trigger.SPILL or alone or r not in running[:1], "the oldest gives way"
+        idle = lost or self.blind or r.rid in self.forced
+        if source is Phase.STAGING and trigger in GIVING_WAY and not idle:
+            lack, staged = self.core.have.lack, staying.is_staged(self.core.have, r)
+            assert not (staged and lack is not None and lack.behind), "pages for it are on their way"
         better: AssertionError | None = None
         try:
             if not self.blind:
