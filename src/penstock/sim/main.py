@@ -23,7 +23,7 @@ from penstock.sim.shrink import shrink
 from penstock.sim.trace import dump, record
 from penstock.sim.world import MakeCore
 
-MEDIUM, LONG = 600, 3_000         # runs that must see each fault but the rare ones, and that must see each
+MEDIUM, LONG = 600, 6_000         # runs that must see each fault but the rare ones, and that must see each
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
