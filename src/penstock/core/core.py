@@ -330,7 +330,7 @@ class Core:
         self._file(r, source)
         if self.pair is not None:
             self.pair.entered(r, source)
-        r.is_parked, r.settling, r.coming = False, False, None
+        r.is_parked, r.settling, r.coming, r.heat_by = False, False, None, StepId(0)
         if target in (Phase.FETCHING, Phase.RECEIVING) or (target is Phase.DROPPED and not r.started):
             self._out.append(Entered(r.rid, target.value, r.visit))
         return True
@@ -448,12 +448,19 @@ class Core:
             staying.copy_down(have, r, all_groups=False)
             r.is_parked = True
         if staying.is_staged(have, r):
-            if not self._go(r, Trigger.LANDED) and not (have.lack is not None and have.lack.behind):
+            if not self._go(r, Trigger.LANDED) and not self._is_heating(r):
                 room.yield_device(self, r)     # no hot buffer to be had, nor is one on its way
         elif r.is_parked and not r.moves and not staying.is_coming(r):
             room.yield_device(self, r)         # the host has no room any more
         elif r.is_parked:
             r.lacks = staying.last_missing(t.host for t in r.tables if t.hosted)
+
+    def _is_heating(self, r: Request) -> bool:
+        """Whether pages for the hot buffer of `r`, who was just refused them, are behind fences. It waits
+        for the steps that were in flight when it was first refused: others may get those pages."""
+        r.heat_by = r.heat_by or self.have.issued
+        lack = self.have.lack
+        return lack is not None and lack.behind and self.have.retired < r.heat_by
 
     def _fetch(self) -> None:
         """Start reading stored prefixes early, if reading beats computing them again."""

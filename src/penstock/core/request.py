@@ -90,6 +90,7 @@ class Request:
     moved: bool = False                        # its pages live elsewhere since: bind again, and keep
     lends: bool = False                        # in host pages: it may have device pages, as a loan
     put_back: int = -1                         # step before which it gave up a promotion
+    heat_by: StepId = StepId(0)                # it waits for a hot buffer until this step has retired
     stuck: int = 0                             # times that copies to the host have failed it, in a row
     gave_way: int = 0                          # times it gave up its row or its KV
     excused: int = 0                           # times something from outside may have made it do so

@@ -333,9 +333,10 @@ class Judge:
             alone = len(running) < 2 and not have.arenas[tier].away
             assert trigger is Trigger.SPILL or alone or r not in running[:1], "the oldest gives way"
         idle = lost or self.blind or r.rid in self.forced
-        if source is Phase.STAGING and trigger in GIVING_WAY and not idle:
-            lack, staged = self.core.have.lack, staying.is_staged(self.core.have, r)
-            assert not (staged and lack is not None and lack.behind), "pages for it are on their way"
+        if source is Phase.STAGING and trigger in GIVING_WAY and not idle and (
+                staying.is_staged(self.core.have, r)):
+            lack, retired = self.core.have.lack, self.core.have.retired
+            assert lack is None or not lack.behind or retired >= r.heat_by, "pages for it are on their way"
         better: AssertionError | None = None
         try:
             if not self.blind:
