@@ -29,7 +29,7 @@ from penstock.sim.scenario import draw
 from penstock.sim.world import World
 
 Key = tuple[str, str, str]           # phase, place, trigger; "grow" stands for growth inside a phase
-KINDS = ("waits in line", "grows", "does not wait", "not taken")
+KINDS = ("waits in line", "grows", "waits for steps", "does not wait", "not taken")
 
 
 def arguments() -> dict[Key, tuple[str, str, str]]:
