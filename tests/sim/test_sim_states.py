@@ -28,8 +28,8 @@ TABLE: dict[Key, set[str]] = {
     (role, phase, event): set() if follows == "impossible" else set(follows.split(","))
     for role, phase, event, follows, _ in lines("next_states.tsv")}
 # Ten thousand seeds hardly meet these: tests/unit/test_core_pair_rare.py leads there by hand.
-BY_HAND = {("prefill", "dropped", "expired", "done"), ("decode", "staging", "paused", "staging"),
-           ("decode", "promoting", "paused", "promoting")}
+BY_HAND = {("prefill", "dropped", "expired", "done"), ("unified", "dropped", "expired", "done"),
+           ("decode", "staging", "paused", "staging"), ("decode", "promoting", "paused", "promoting")}
 DEVIATIONS = {(role, phase, event, follows) for role, phase, event, follows, _ in lines("deviations.tsv")}
 
 

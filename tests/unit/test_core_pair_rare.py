@@ -1,4 +1,5 @@
-"""What engines of a pair hardly ever meet in the simulator, by hand: see `BY_HAND` in test_sim_states."""
+"""What engines, above all of a pair, hardly ever meet in the simulator, by hand: see `BY_HAND` in
+test_sim_states."""
 from __future__ import annotations
 
 from driver import Driver
@@ -18,6 +19,23 @@ def test_who_fetched_in_vain_at_a_prefill_engine_still_has_a_deadline_in_line() 
         d.tell(Expired(RequestId(rid), "sending", 0))
     d.arrive(4, range(300, 308), transfer=4)
     d.arrive(5, range(7), transfer=5)
+    assert d.phase(5) is Phase.FETCHING
+    for phase in ("fetching", "dropped"):
+        entered = [o for o in d.out if isinstance(o, Entered) and o.rid == 5][-1]
+        assert entered.phase == phase
+        d.tell(Expired(RequestId(5), phase, entered.visit))
+    assert d.finished()[5] is Outcome.EXPIRED
+
+
+def test_who_fetched_in_vain_without_a_pair_still_has_a_deadline_in_line() -> None:
+    d = Driver(page_size=2, hbm_pages=9, dram_pages=4, disk_pages=99, rows=1)
+    for rid, first in ((1, 0), (2, 100), (3, 200)):
+        d.arrive(rid, range(first, first + 7), max_new=1)
+        d.retire()
+        while d.moves:
+            d.land()
+    d.arrive(4, range(300, 308), max_new=9)
+    d.arrive(5, range(7))
     assert d.phase(5) is Phase.FETCHING
     for phase in ("fetching", "dropped"):
         entered = [o for o in d.out if isinstance(o, Entered) and o.rid == 5][-1]
