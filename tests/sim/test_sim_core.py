@@ -4,6 +4,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from itertools import product
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from penstock.core.core import Core
 from penstock.core.lifecycle import Phase
+from penstock.core.plan import Outcome
 from penstock.core.room import GAVE_WAY_MAX
 from penstock.serve.main import main
 from penstock.sim import jobs
@@ -62,6 +64,32 @@ def test_a_thousand_scenarios_have_every_combination_of_modes() -> None:
         for host, disk, sparse in product((False, True), repeat=3):
             if host or not (disk or sparse):        # both are tiers below or beside the host's
                 assert (pp, overlap, sparse, pair, prefix, host, disk, model) in seen
+
+
+# A pair without a fault, whose pools are large: nothing that only a fault excuses may happen.
+CALM = ("pair=1,lose=0,repeat=0,skip=0,push_fail=0,late=0,deaths=0,cuts=0,keep=0,delay=1,patience=1e9,"
+        "deadline=1e9,fail=0,damages=0,aborts=0,abort=0,stops=0,stop=0,expire=0,pauses=0,drops=0,spills=0,"
+        "flushes=0,jumps=0,aims=0,straggle=0,hold=0,shy=0,turns=0,rows=16,hbm_pages=400,dram_pages=400,"
+        "disk_pages=0,prompt_max=8,new_max=8,requests=6,step_tokens=64")
+
+
+def test_a_calm_pair_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.sim.world.STRAYS", 0)
+    sent = 0
+    for seed in range(60):
+        run = start(draw(seed, CALM))
+        if max(len(e.arrived.prompt) for w in run.worlds for e in w.load.made) > 50:
+            continue                             # longer than a pool, some of them: others give way
+        run.play()
+        ended = Counter(e.finished for w in run.worlds for e in w.load.made if e.sent)
+        if ended[Outcome.REFUSED]:
+            continue                             # one of its pools is too small for them
+        assert not ended.keys() - {Outcome.SENT, Outcome.STOP, Outcome.LENGTH}, (seed, ended)
+        for w in run.worlds:
+            counts = w.core.stats()
+            assert not counts["drops"] and not counts["failed_moves"], seed
+        sent += ended[Outcome.SENT]
+    assert sent > 100, "this tests nothing"
 
 
 @pytest.mark.parametrize("num", [0, 1, 23, 25, 600, 10_001])

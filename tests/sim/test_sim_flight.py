@@ -3,13 +3,23 @@ engine's by itself."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from penstock.core.core import Core
 from penstock.core.lifecycle import Trigger
-from penstock.core.plan import Arrived, Received, RequestId
+from penstock.core.plan import (
+    Advance,
+    Arrived,
+    Event,
+    Flushed,
+    Rates,
+    Received,
+    RequestId,
+    Stopped,
+)
 from penstock.core.recorder import Recorder
 from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
@@ -165,6 +175,27 @@ def test_what_was_live_comes_again_with_its_prompt_outputs_and_the_rest_to_go() 
                 assert len(arrived.prompt) == len(held.arrived.prompt) + len(held.outputs)
                 assert arrived.max_new == held.arrived.max_new - len(held.outputs)
                 seen += len(held.outputs) > 0
+    assert seen > 5, "this tests nothing"
+
+
+def test_nothing_goes_wrong_in_a_rerun_that_was_not_recorded() -> None:
+    seen = 0
+    for seed in range(20, 60):
+        world = rerun.Again(flight.read(fly(seed, 60, ring=10)[1]))
+        due = Counter(type(what) for _, what in world.due)
+        due[Flushed] += 1                        # at its end it forgets all pages
+        came, inner = Counter[type](), world.core.advance
+
+        def advance(events: Sequence[Event], came: Counter[type] = came,
+                    inner: Callable[[Sequence[Event]], Advance] = inner) -> Advance:
+            came.update(map(type, events))
+            return inner(events)
+
+        world.core.advance = advance             # type: ignore[method-assign]
+        world.play()
+        for kind in (Rates, Flushed, Stopped):      # pauses and aborts are its own
+            assert came[kind] <= due[kind], (seed, kind)
+            seen += came[kind] - (kind is Flushed)
     assert seen > 5, "this tests nothing"
 
 

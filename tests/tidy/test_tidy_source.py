@@ -191,6 +191,8 @@ def test_no_deadline_is_on_the_wall_clock() -> None:
              if isinstance(node, ast.Attribute) and node.attr in ("time", "now", "today", "utcnow", "time_ns")
              and ast.unparse(node.value).split(".")[-1] in ("time", "datetime", "date")
              and path.relative_to(SRC).as_posix() not in DATED]
+    wrong += [f"{path}:{node.lineno}" for path, node in nodes(SOURCES) if isinstance(node, ast.ImportFrom)
+              and node.module == "time" and {a.name for a in node.names} & {"time", "time_ns"}]
     assert not wrong, wrong
 
 

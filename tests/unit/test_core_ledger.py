@@ -83,3 +83,16 @@ def test_taking_neighbours_leaves_nothing_behind() -> None:
         pool.drain(StepId(0), ())
         pool.check()
     assert len(pool._order) <= 4 * pool.capacity + 64, "it remembers every page that was ever taken"
+
+
+def test_slabs_of_one_unit_leave_nothing_behind() -> None:
+    """They come and go whole: no unit of such a pool is ever free."""
+    pool = Pool("full", 0)
+    Arena(400, (pool, Pool("index", 0, base=1_000, per_slab=8)))
+    units = [pool.acquire(1)[0] for _ in range(300)]
+    for _ in range(1_000):
+        pool.release([units.pop(0)], Fence(StepId(0)))
+        pool.drain(StepId(0), ())
+        units += pool.acquire(1, units[-1])
+        pool.check()
+    assert len(set(units)) == 300 and len(pool._order) < 10, "it remembers every page that was ever taken"

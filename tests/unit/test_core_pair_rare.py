@@ -9,6 +9,16 @@ from penstock.core.plan import Entered, Expired, Outcome, Paused, Promoted, Requ
 from penstock.core.settings import CacheGroup
 
 
+def expire_twice(d: Driver, rid: int) -> None:
+    """First its fetch takes too long, then the line."""
+    assert d.phase(rid) is Phase.FETCHING
+    for phase in ("fetching", "dropped"):
+        entered = [o for o in d.out if isinstance(o, Entered) and o.rid == rid][-1]
+        assert entered.phase == phase
+        d.tell(Expired(RequestId(rid), phase, entered.visit))
+    assert d.finished()[rid] is Outcome.EXPIRED
+
+
 def test_who_fetched_in_vain_at_a_prefill_engine_still_has_a_deadline_in_line() -> None:
     d = Driver(role="prefill", page_size=2, hbm_pages=5, dram_pages=4, disk_pages=99, rows=1)
     for rid, first in ((1, 0), (2, 100), (3, 200)):
@@ -19,12 +29,7 @@ def test_who_fetched_in_vain_at_a_prefill_engine_still_has_a_deadline_in_line() 
         d.tell(Expired(RequestId(rid), "sending", 0))
     d.arrive(4, range(300, 308), transfer=4)
     d.arrive(5, range(7), transfer=5)
-    assert d.phase(5) is Phase.FETCHING
-    for phase in ("fetching", "dropped"):
-        entered = [o for o in d.out if isinstance(o, Entered) and o.rid == 5][-1]
-        assert entered.phase == phase
-        d.tell(Expired(RequestId(5), phase, entered.visit))
-    assert d.finished()[5] is Outcome.EXPIRED
+    expire_twice(d, 5)
 
 
 def test_who_fetched_in_vain_without_a_pair_still_has_a_deadline_in_line() -> None:
@@ -36,12 +41,7 @@ def test_who_fetched_in_vain_without_a_pair_still_has_a_deadline_in_line() -> No
             d.land()
     d.arrive(4, range(300, 308), max_new=9)
     d.arrive(5, range(7))
-    assert d.phase(5) is Phase.FETCHING
-    for phase in ("fetching", "dropped"):
-        entered = [o for o in d.out if isinstance(o, Entered) and o.rid == 5][-1]
-        assert entered.phase == phase
-        d.tell(Expired(RequestId(5), phase, entered.visit))
-    assert d.finished()[5] is Outcome.EXPIRED
+    expire_twice(d, 5)
 
 
 def spilled(dram_pages: int) -> Driver:

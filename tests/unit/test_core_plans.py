@@ -1,6 +1,7 @@
 """What the planner emits, read step by step on examples small enough to check by hand."""
 from __future__ import annotations
 
+import pytest
 from driver import Driver
 
 from penstock.core.lifecycle import Phase
@@ -356,3 +357,24 @@ def test_who_fetched_in_vain_still_has_a_deadline_in_line() -> None:
     assert waits.phase == "dropped"
     d.tell(Expired(RequestId(5), waits.phase, waits.visit))
     assert d.finished()[5] is Outcome.EXPIRED
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"max_len": 20}, {"dram_pages": 12, "disk_pages": 9, "hot_pages": 2}])
+def test_a_refusal_says_how_long_a_prompt_may_be_and_that_is_served(settings: dict[str, int]) -> None:
+    d = Driver(page_size=4, hbm_pages=8, step_tokens=64, **settings)
+    d.arrive(1, range(200), max_new=1, selects=True)
+    [end] = [o for o in d.out if isinstance(o, Finished)]
+    n, longest = [int(word) for word in end.reason.split() if word.isdigit()][:2]
+    assert end.outcome is Outcome.REFUSED and n == 200
+    d.arrive(2, range(longest), max_new=1, selects=True)
+    d.arrive(3, range(longest + 1), max_new=1, selects=True)
+    d.run()
+    assert d.finished()[2] is Outcome.LENGTH and d.finished()[3] is Outcome.REFUSED
+
+
+def test_a_prefill_engine_says_what_it_does_not_serve() -> None:
+    d = Driver(role="prefill")
+    d.arrive(1, range(5))
+    [end] = [o for o in d.out if isinstance(o, Finished)]
+    assert end.outcome is Outcome.REFUSED and "transfer" in end.reason

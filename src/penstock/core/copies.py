@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from penstock.core.ledger import Arena, Fence, Pool
 from penstock.core.lifecycle import Phase
-from penstock.core.plan import DiskPage, DramPage, Group, HbmPage, Move, MoveId, Page, StepId, Tier
+from penstock.core.plan import Group, Move, MoveId, Page, StepId, Tier
 from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
 from penstock.core.tree import Copy, Node, Space, Tree
@@ -30,11 +31,8 @@ class Flight:
     request: Request | None = None
 
 
-def _pages(tier: Tier, copies: Sequence[Copy]) -> tuple[Page, ...]:
-    if tier is Tier.PEER:
-        return ()
-    kind = HbmPage if tier is Tier.HBM else DramPage if tier is Tier.DRAM else DiskPage
-    return tuple([kind(c.page) for c in copies])
+def _pages(tier: Tier, copies: list[Copy]) -> tuple[Page, ...]:
+    return () if tier is Tier.PEER else cast("tuple[Page, ...]", tuple([c.page for c in copies]))
 
 
 class Copies:
@@ -93,13 +91,14 @@ class Copies:
         Move, however many rows have sealed them."""
         if not nodes:
             return
-        if src not in self._saves:
-            self._saves[src] = self._fly(Flight(src, dst, []))
-        move = self._saves[src]
-        flight, pairs = self.flights[move], [(n.copies[src], n.copies[dst]) for n in nodes]
+        move = self._saves.get(src)
+        if move is None:
+            move = self._saves[src] = self._fly(Flight(src, dst, []))
+        pairs = [(n.copies[src], n.copies[dst]) for n in nodes]
+        self._board(move, pairs)
+        flight = self.flights[move]
         flight.pairs += pairs
         flight.nodes += nodes
-        self._board(move, pairs)
 
     def depart(self) -> tuple[Move, ...]:
         """All that was planned since the last step, for a plan to carry."""

@@ -136,6 +136,8 @@ class Core:
                 f"{tier.value}_evictions": sum(space.evicted for space in spaces),
             }
         phases = [r.phase for r in self.live.values()]
+        if self.pair is not None:
+            gauges["peer_ignored"] = sum(self.pair.side.counters.values())
         return {
             "requests_running": len(self.running), "requests_waiting": len(self.waiting),
             "requests_paused": phases.count(Phase.PAUSED),
@@ -170,8 +172,7 @@ class Core:
                 self._ask(rid, Trigger.DROP)
             case Spilled(rid):
                 if (r := self.live.get(rid)) is not None and room.may_spill(self, r):
-                    r.excused += 1
-                    self.spill(r)
+                    r.excused += self.spill(r)
             case Promoted(rid):
                 self._ask(rid, Trigger.PROMOTE)
             case Flushed():
@@ -196,9 +197,10 @@ class Core:
         if hosted not in self._largest:
             self._largest[hosted] = placement.largest(self.cfg, a)
         # The last output token needs no KV; but nothing is longer than the context.
-        fits = min(self.cfg.max_len, self._largest[hosted] + 1) - n
+        longest = min(self.cfg.max_len - 1, self._largest[hosted])
+        fits = longest + 1 - n
         if fits < 1 or (self.prefills_only and not a.transfer):
-            self._out.append(Finished(a.rid, Outcome.REFUSED, placement.refusal(self.cfg, a)))
+            self._out.append(Finished(a.rid, Outcome.REFUSED, placement.refusal(self.cfg, a, longest)))
             if self.pair is not None:
                 self.pair.refused(a.transfer)
             return
@@ -222,8 +224,7 @@ class Core:
         """Somebody outside wishes an edge; ignored where the tables do not have it."""
         r = self.live.get(rid)
         if r is not None and (r.phase, trigger) in self.edges and not r.is_pushed:
-            r.excused += 1
-            self._go(r, trigger)
+            r.excused += self._go(r, trigger)
 
     def _expire(self, r: Request) -> None:
         if r.phase is Phase.QUEUED or (r.phase is Phase.DROPPED and not r.started):

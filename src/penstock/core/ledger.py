@@ -60,12 +60,14 @@ class Pool:
 
     def acquire(self, n: int, near: int | None = None) -> list[int]:
         """Take n units. Asking for more than there are is a bug of the caller."""
-        free = self._free
+        free, arena = self._free, self.arena
         self.changes += 1
-        while len(free) < n and self.arena is not None and self.arena.free:
-            self._gain(self.arena.free.pop())
+        while len(free) < n and arena is not None and arena.free:
+            if n == self.per_slab == 1:
+                return [self._whole(arena.free.pop())]
+            self._gain(arena.free.pop())
         assert 0 <= n <= len(free), f"{self.name}: {n} of {len(free)} free"
-        held, arena = self.held, self.arena
+        held = self.held
         taken: list[int] = []
         unit = -2 if near is None else near
         for _ in range(n):
@@ -139,6 +141,14 @@ class Pool:
         self._free.update(range(first, first + self.per_slab))
         for unit in range(first, first + self.per_slab):
             heapq.heappush(self._order, unit)
+
+    def _whole(self, slab: int) -> int:
+        """Nothing is free: gain a slab of one unit, and hold that."""
+        self._order.clear()
+        self.held_in[slab], self.limbo_in[slab] = 1, 0
+        self.capacity += 1
+        self.held.add(unit := self.base + slab)
+        return unit
 
     def _lose(self, arena: Arena, units: Sequence[int], counted: dict[int, int]) -> None:
         """`units` have become free: slabs without any other go back to the arena."""

@@ -78,14 +78,18 @@ class Place(Enum):
     HOST = "host"
 
 
+_TO_HOST = frozenset((Trigger.HOST, Trigger.RECEIVE_HOST))
+_TO_DEVICE = frozenset((Trigger.ADMIT, Trigger.RESUME, Trigger.RECEIVE))
+_LANDED = {Phase.STAGING: Place.HOST, Phase.PROMOTING: Place.DEVICE}
+
+
 def place_after(phase: Phase, trigger: Trigger, place: Place) -> Place:
     """Where the KV of a request lives once it has taken an edge."""
-    if trigger in (Trigger.HOST, Trigger.RECEIVE_HOST) or (phase, trigger) == (Phase.STAGING, Trigger.LANDED):
+    if trigger in _TO_HOST:
         return Place.HOST
-    if trigger in (Trigger.ADMIT, Trigger.RESUME, Trigger.RECEIVE) or (
-            (phase, trigger) == (Phase.PROMOTING, Trigger.LANDED)):
+    if trigger in _TO_DEVICE:
         return Place.DEVICE
-    return place
+    return _LANDED.get(phase, place) if trigger is Trigger.LANDED else place
 
 
 class IllegalTransition(AssertionError):

@@ -63,12 +63,16 @@ def largest(cfg: CoreConfig, a: Arrived) -> int:
                                   key=lambda n: not fits(cfg, place, n)) for place in places)
 
 
-def refusal(cfg: CoreConfig, a: Arrived) -> str:
-    """Why `a` can never run, with the numbers."""
+def refusal(cfg: CoreConfig, a: Arrived, longest: int) -> str:
+    """Why `a` can never run, with the numbers; `longest` tokens of prompt would."""
+    if len(a.prompt) <= longest:
+        return "a prefill engine serves requests that name a transfer to a decode engine"
     where = f"the device pool holds {cfg.hbm_pages} pages of {cfg.page_size} tokens"
     if may_host(cfg, a):
-        where += f", the host pool {cfg.dram_pages}"
-    return (f"the prompt has {len(a.prompt)} tokens; the context length is {cfg.max_len} and {where}")
+        where += f", the host pool {cfg.dram_pages}, a hot buffer takes {cfg.hot_pages} of the device's"
+        where += f", storage keeps {cfg.store_pages} of the host's" if cfg.store_pages else ""
+    return (f"the prompt has {len(a.prompt)} tokens, at most {longest} can be served: the context length is "
+            f"{cfg.max_len} and {where}")
 
 
 def ways_in(core: Core, r: Request) -> tuple[Trigger, ...]:

@@ -29,6 +29,7 @@ Page: TypeAlias = HbmPage | DramPage | DiskPage    # whichever tier a Move names
 StepId = NewType("StepId", int)         # dense, starts at 1; 0 means "before the first step"
 MoveId = NewType("MoveId", int)
 Group = NewType("Group", int)           # cache group: layers that share a page table
+make = tuple.__new__    # of a NamedTuple: its own constructor is a Python function, and takes twice as long
 NO_HBM, NO_DRAM = HbmPage(-1), DramPage(-1)        # table entry without a page in that tier
 
 

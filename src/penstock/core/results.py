@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from penstock.core import schedule
 from penstock.core.lifecycle import Phase, Trigger
-from penstock.core.plan import Outcome, StepId, Token
+from penstock.core.plan import Outcome, StepId, Token, make
 from penstock.core.request import Issued, Request
 
 if TYPE_CHECKING:
     from penstock.core.core import Core
 
-_new = tuple.__new__     # a NamedTuple's own constructor is a Python function, and takes twice as long
+_DONE, _SENDING = Phase.DONE, Phase.SENDING
 
 
 def retire(core: Core, step: StepId, tokens: tuple[tuple[int, ...], ...]) -> None:
@@ -33,7 +33,7 @@ def retire(core: Core, step: StepId, tokens: tuple[tuple[int, ...], ...]) -> Non
                 r.pending -= 1
                 r.settled = at = at + 1
                 r.tokens.append(token)
-                out.append(_new(Token, (r.rid, at - r.num_prompt, token)))
+                out.append(make(Token, (r.rid, at - r.num_prompt, token)))
                 continue
         looked += 1
         _look(core, row, step, new)
@@ -48,7 +48,7 @@ def _of_each(rows: list[Issued], tokens: tuple[tuple[int, ...], ...]) -> tuple[t
 
 def _look(core: Core, row: Issued, step: StepId, new: tuple[int, ...]) -> None:
     r = row.request
-    if r.phase is Phase.DONE:
+    if r.phase is _DONE:
         return                                 # over-run: issued before we knew that it had ended
     r.pending -= row.width
     if step <= r.void:
@@ -64,7 +64,7 @@ def _look(core: Core, row: Issued, step: StepId, new: tuple[int, ...]) -> None:
         r.calm = schedule.calm(core, r)
     if outcome is not None:
         core._end(r, outcome)
-    elif r.phase is Phase.SENDING and not (r.num_output or core.have.in_flight(r)):
+    elif r.phase is _SENDING and not (r.num_output or core.have.in_flight(r)):
         core._go(r, Trigger.DROP)              # it came without its first token: once more
 
 
@@ -80,7 +80,7 @@ def take(core: Core, r: Request, tokens: tuple[int, ...]) -> Outcome | None:
         return None
     for token in tokens:
         r.tokens.append(token)
-        core._out.append(_new(Token, (a.rid, n, token)))
+        core._out.append(make(Token, (a.rid, n, token)))
         n += 1
         if r.forks:
             core.led(r)

@@ -26,12 +26,15 @@ from penstock.core.plan import (
     StepId,
     StepPlan,
     Yield,
+    make,
 )
 from penstock.core.request import Issued, Request
 from penstock.core.tree import Copy
 
 if TYPE_CHECKING:
     from penstock.core.core import Core
+
+_HOST = Place.HOST
 
 Columns: TypeAlias = tuple[tuple[Row, ...], tuple[RequestId, ...], tuple[int, ...], tuple[bool, ...]]
 
@@ -149,15 +152,12 @@ def _chunk(core: Core, r: Request, n: int, decoding: list[Issued], prompts: list
 
 # ---------------------------------------------------------------- the plan
 def _hbm(column: Sequence[Copy | None]) -> tuple[HbmPage, ...]:
-    return cast("tuple[HbmPage, ...]", _ids(column))
+    return cast("tuple[HbmPage, ...]", tuple([c.page if c is not None else -1 for c in column]))
 
 
 def _dram(column: Sequence[Copy | None], length: int) -> tuple[DramPage, ...]:
-    return cast("tuple[DramPage, ...]", _ids(column)) + (DramPage(-1),) * (length - len(column))
-
-
-def _ids(column: Sequence[Copy | None]) -> tuple[int, ...]:
-    return tuple([c.page if c is not None else -1 for c in column])
+    pages = [c.page if c is not None else -1 for c in column]
+    return cast("tuple[DramPage, ...]", tuple(pages + [-1] * (length - len(pages))))
 
 
 def _bind(r: Request) -> Bind:
@@ -188,12 +188,13 @@ def _readable(column: Sequence[Copy | None]) -> list[Copy | None]:
 def _grows(r: Request) -> list[Grow]:
     grows: list[Grow] = []
     assert r.row is not None
+    told = r.told
     for g, t in enumerate(r.tables):
-        at = r.told[g]
-        if len(t.device) > at:
-            host = _dram(t.host[at:], len(t.device) - at) if len(t.host) > at else ()
-            grows.append(Grow(r.row, Group(g), _hbm(t.device[at:]), host))
-            r.told[g] = len(t.device)
+        device, at = t.device, told[g]
+        if (end := len(device)) > at:
+            host = _dram(t.host[at:], end - at) if len(t.host) > at else ()
+            grows.append(make(Grow, (r.row, g, _hbm(device[at:]), host)))
+            told[g] = end
     return grows
 
 
@@ -225,7 +226,7 @@ class _News:
         elif r.capacity != r.told_capacity:
             self.grows += _grows(r)
         r.told_capacity = r.capacity
-        if r.place is Place.HOST and any(r.yielded):
+        if r.place is _HOST and any(r.yielded):
             self.yields += _yields(r)
         if r.waits:
             r.waits = [m for m in r.waits if m in core.have.copies.flights]

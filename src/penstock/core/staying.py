@@ -17,6 +17,9 @@ from penstock.core.tree import Copy, Node, Space, Tree
 if TYPE_CHECKING:
     from penstock.core.holdings import Holdings
 
+_HOST, _HBM, _DRAM = Place.HOST, Tier.HBM, Tier.DRAM    # Python 3.11 takes 0.1 us to find a member of an Enum
+_PROMOTING, _STAGING = Phase.PROMOTING, Phase.STAGING
+
 
 def own(column: list[Copy | None], i: int) -> Copy | None:
     return column[i] if i < len(column) else None
@@ -46,15 +49,18 @@ def seal(have: Holdings, r: Request) -> None:
         device, host, unit = have.device[g], have.host[g], t.unit
         for i in range(first * size // unit, known * size // unit):
             node = path[(i + 1) * unit // size - 1]
+            there, up = node.copies, t.device[i] if i < len(t.device) else None
             if not lower:
-                _offer(have, r, g, i, node)
+                _offer(have, r, g, i, node, up, None)
                 continue
-            mine = own(t.device, i) or own(t.host, i)
+            down = t.host[i] if i < len(t.host) else None
             # What storage is still to bring has been computed here: a read that hangs keeps it from nobody.
-            known_below = host in node.copies and have.below(
-                node, g, None if mine is None or mine.partial else mine) is not None
-            _offer(have, r, g, i, node)
-            if host not in node.copies and node.ready(device):
+            known_below = False
+            if host in there:
+                mine = up or down
+                known_below = have.below(node, g, None if mine is None or mine.partial else mine) is not None
+            _offer(have, r, g, i, node, up, down)
+            if host not in there and node.ready(device):
                 new.append(node)
             elif not known_below and node.ready(host):
                 store.append((g, node))            # written there at the source: no copy will end
@@ -68,17 +74,16 @@ def seal(have: Holdings, r: Request) -> None:
         _catch_up(have)
 
 
-def _offer(have: Holdings, r: Request, g: int, i: int, node: Node) -> None:
+def _offer(have: Holdings, r: Request, g: int, i: int, node: Node,
+           up: Copy | None, down: Copy | None) -> None:
     """The copies of a page that was just sealed serve others, where the tree has none."""
-    t = r.tables[g]
-    device, host = own(t.device, i), own(t.host, i)
-    if device is not None:
-        _share(have.tree, node, have.device[g], device)
-    if host is not None:
-        _share(have.tree, node, have.host[g], host)
-        if r.place is Place.DEVICE and r.phase is not Phase.STAGING:
-            drop_entry(have, r, g, t.host, i)      # the host copy is the tree's now, or a twin
-        elif device is not None and not device.ready and r.phase is Phase.PROMOTING:
+    if up is not None:
+        _share(have.tree, node, have.device[g], up)
+    if down is not None:
+        _share(have.tree, node, have.host[g], down)
+        if r.place is not _HOST and r.phase is not _STAGING:
+            drop_entry(have, r, g, r.tables[g].host, i)      # the host copy is the tree's now, or a twin
+        elif up is not None and not up.ready and r.phase is _PROMOTING:
             _load_entry(have, r, g, i, node)
 
 
@@ -93,12 +98,12 @@ def write_through(have: Holdings, g: int, nodes: list[Node], r: Request) -> None
     copied when the next pages are sealed, if there is room then."""
     todo: list[Node] = []
     host, reserve = have.host[g], r.reserve[g]
+    pool, attach = host.pool, have.tree.attach
     for i, node in enumerate(nodes):
-        if not (reserve or host.pool.free or have.room(Tier.DRAM, have.one(g))):
+        if not (reserve or pool.free or have.room(Tier.DRAM, have.one(g))):
             have.late[g] += nodes[i:]
             break
-        page = reserve.pop() if reserve else host.pool.acquire(1)[0]
-        have.tree.attach(node, host, Copy(page, ready=False))
+        attach(node, host, Copy(reserve.pop() if reserve else pool.acquire(1)[0], None, False))
         todo.append(node)
     have.copies.save(todo, have.device[g], host)
 
@@ -138,8 +143,8 @@ def drop_entry(have: Holdings, r: Request, g: int, column: list[Copy | None], i:
 # ---------------------------------------------------------------- growing
 def grow(have: Holdings, r: Request, upto: int) -> bool:
     """Pages for positions below `upto`, in every group, or nothing."""
-    host, promoting, scarce = r.place is Place.HOST, r.phase is Phase.PROMOTING, False
-    hbm, dram = [0] * len(r.tables), [0] * len(r.tables)
+    host, promoting = r.place is _HOST, r.phase is _PROMOTING
+    hbm, dram, new_up, new_down = [0] * len(r.tables), [0] * len(r.tables), 0, 0
     for g, t in enumerate(r.tables):
         on_host = host and t.hosted
         n = -(-upto // t.unit) - len(t.host if on_host else t.device)
@@ -147,17 +152,20 @@ def grow(have: Holdings, r: Request, upto: int) -> bool:
             continue
         if on_host:
             dram[g] = n
-            scarce = scarce or n > have.host[g].pool.free
+            if n > (free := have.host[g].pool.free):
+                new_down += n - free
         if promoting or not on_host:
             hbm[g] = n
-            scarce = scarce or n > have.device[g].pool.free
-    if scarce and not (have.room(Tier.HBM, hbm) and have.room(Tier.DRAM, dram)):
+            if n > (free := have.device[g].pool.free):
+                new_up += n - free
+    # Where each new page could have a slab of its own, nobody need count slabs. A single pool has none.
+    if (new_up > len(have.arenas[_HBM].free) or new_down > len(have.arenas[_DRAM].free)) and not (
+            have.room(_HBM, hbm) and have.room(_DRAM, dram)):
         return False
     for g, t in enumerate(r.tables):
-        up, down = hbm[g], dram[g]
-        if up:
+        if up := hbm[g]:
             _extend(have.device[g].pool, t.device, up)
-        if down:
+        if down := dram[g]:
             _extend(have.host[g].pool, t.host, down)
             if not up:
                 t.device += [None] * (len(t.host) - len(t.device))
@@ -169,7 +177,8 @@ def grow(have: Holdings, r: Request, upto: int) -> bool:
 
 def _extend(pool: Pool, column: list[Copy | None], n: int) -> None:
     last = column[-1] if column else None
-    column += [Copy(page, pins=1) for page in pool.acquire(n, None if last is None else last.page)]
+    for page in pool.acquire(n, None if last is None else last.page):
+        column.append(Copy(page, None, True, 1))
 
 
 def _twin(have: Holdings, r: Request, g: int, t: Table, n: int) -> None:

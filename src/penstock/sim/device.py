@@ -15,6 +15,7 @@ from penstock.core.settings import CacheGroup
 from penstock.sim.model import identity, kv_value, of_group, sample
 
 DAMAGE = 9_000_003
+_HBM, _DRAM = Tier.HBM, Tier.DRAM        # Python 3.11 takes 0.1 us to find a member of an Enum
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +153,10 @@ class Device:
     def _wanted(self, may: int, seed: int, emitted: int, step: int) -> int:
         """How many tokens come; the same on every rank."""
         dice = hash((seed, emitted, step)) % 1000
-        return may if dice >= 1000 * self.shy else dice % (may + 1)
+        if dice >= 1000 * self.shy:
+            return may
+        self.stats["fewer tokens than planned"] += dice % (may + 1) < may
+        return dice % (may + 1)
 
     def _bind(self, b: Bind) -> None:
         assert len(b.pages) == len(self.groups), "a bind has a page table for each group"
@@ -209,8 +213,8 @@ class Device:
         """Resident page, hot unit, host page: in this order."""
         assert i < len(column.pages), f"page {i} of {len(column.pages)}"
         if (page := column.pages[i]) >= 0:
-            self._not_free(Tier.HBM, page, "step")
-            return self.page(Tier.HBM, group, page)
+            self._not_free(_HBM, page, "step")
+            return self.page(_HBM, group, page)
         if i in column.hot:
             self.stats["hot hits"] += 1
             self._not_free(Tier.HBM, column.hot[i], "step")
@@ -235,7 +239,7 @@ class Device:
         assert i < len(column.pages), f"{len(column.pages)} pages, position {p}"
         page, below = column.pages[i], column.host[i]
         assert page >= 0 or below >= 0, f"page {i} is nowhere"
-        for tier, target in ((Tier.HBM, page), (Tier.DRAM, below), (Tier.HBM, column.hot.get(i, -1))):
+        for tier, target in ((_HBM, page), (_DRAM, below), (_HBM, column.hot.get(i, -1))):
             if target >= 0:
                 self._not_free(tier, target, "step")
                 slots = self.page(tier, group, target)

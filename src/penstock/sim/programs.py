@@ -109,12 +109,13 @@ MUST_FIRE = (
     "spilled", "promoted", "promoted by itself", "spill by pressure", "hot hits", "hot misses",
     "step waited for a load", "ranks apart", "straggler", "events held",
     "yields", "longer than the device", "hosted rows", "rows in both places", "window left behind",
+    "drafts", "fewer tokens than planned", "ahead of its token", "forks shared",
     "cut by a limit", "ended stop", "ended length", "ended abort", "ended refused",
     # of a pair
     "pairs", "messages", "message lost", "message repeated", "message overtaken", "answer kept",
     "pushes", "push failed", "write refused", "late write", "write of the dead landed", "fenced", "cut off",
     "renewed", "prefill engine died", "decode engine died", "never came to prefill", "delivered by the peer",
-    "computed here after all", "receiving expired", "ended sent", "ended lost",
+    "computed here after all", "receiving expired", "ended sent", "ended lost", "messages without effect",
     # of storage, of clocks, of KV that is found to be damaged
     "storage slow", "storage full", "storage hung", "storage lied", "lie found", "clock leapt",
     "damaged", "damaged page in hbm", "damaged page in dram", "damaged page in disk",

@@ -18,6 +18,7 @@ WITHOUT = (
     "pair=0", "deaths=0", "lose=0", "repeat=0", "skip=0", "push_fail=0", "late=0", "aborts=0", "stops=0",
     "pauses=0", "drops=0", "spills=0", "flushes=0", "abort=0", "stop=0", "turns=0", "again=0", "expire=0",
     "fail=0", "hang=0", "full=0", "lie=0", "damages=0", "jumps=0", "straggle=0", "hold=0", "shy=0",
+    "aims=0", "cuts=0", "keep=0", "delay=0",
     "report=0", "ranks=1", "overlap=0", "pp_size=1",
     "prefix_cache=0", "disk_pages=0", "model=1", "hot_pages=0", "always_hosted=0", "wait_pages=0",
     "alike=0", "draft_tokens=0", "dram_pages=0", "step_tokens=64")

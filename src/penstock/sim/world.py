@@ -473,6 +473,12 @@ class World:
             self.core.check()                  # what came after the last step
         self.core.advance((Flushed(),))
         self.judge.end()
+        self.stats["messages without effect"] += int(self.core.stats().get("peer_ignored", 0))
+        if not self.judge.blind:
+            core, have = self.core, self.core.have
+            assert not (core.in_flight or core.running or core.waiting or core.line or core.columns)
+            assert not (have.copies.flights or have.copies.orphans or have.lent), "leak: copies"
+            assert not have.tree.roots, "leak: pages that nobody has"
         self.stats += self.judge.stats + self.executor.stats
 
     @property

@@ -229,12 +229,11 @@ def promotion_landed_before_all_loads(real: Real, r: Request) -> bool:
 
 @instead_of(staying, "_offer")
 def promotion_without_the_page_that_was_open(real: Real, have: Holdings, r: Request, g: int, i: int,
-                                             node: Node) -> None:
+                                             node: Node, up: Copy | None, down: Copy | None) -> None:
     """The page that was open when a promotion began is never loaded."""
-    copy = staying.own(r.tables[g].device, i)
-    if r.phase is Phase.PROMOTING and copy is not None and copy.node is None:
-        copy.ready = True
-    real(have, r, g, i, node)
+    if r.phase is Phase.PROMOTING and up is not None and up.node is None:
+        up.ready = True
+    real(have, r, g, i, node, up, down)
 
 
 @instead_of(staying, "reload")

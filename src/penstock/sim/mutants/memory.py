@@ -167,12 +167,12 @@ def nothing_left_to_compute(real: Real, have: Holdings, r: Request, *, stored: b
 
 
 @instead_of(staying, "_offer", 200)
-def seal_replaces_a_shared_page(real: Real, have: Holdings, r: Request, g: int, i: int, node: Node) -> None:
+def seal_replaces_a_shared_page(real: Real, have: Holdings, r: Request, g: int, i: int, node: Node,
+                                up: Copy | None, down: Copy | None) -> None:
     """Two requests compute the same page; the second throws the first one's out of the tree."""
-    real(have, r, g, i, node)
-    mine, space = staying.own(r.tables[g].device, i), have.device[g]
-    if mine is not None and space in node.copies:
-        node.copies[space], mine.node = mine, node
+    real(have, r, g, i, node, up, down)
+    if up is not None and have.device[g] in node.copies:
+        node.copies[have.device[g]], up.node = up, node
 
 
 @instead_of(Copies, "move_private")
