@@ -5,12 +5,13 @@ import copy
 import gc
 import hashlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from types import FrameType
+from functools import partial
 from typing import Any
 
 import pytest
+from counting import bytecodes
 
 from penstock.core import schedule
 from penstock.core.admission import Admission
@@ -90,23 +91,21 @@ class Engine:
             self.turn()
 
 
-def bytecodes(engine: Engine, do: Callable[[], object] | None = None) -> int:
-    """How many the next turn executes, or something else."""
-    count = 0
+def test_what_others_have_left_to_the_collector_is_not_counted() -> None:
+    class Late:
+        def __init__(self) -> None:
+            self.me = self
 
-    def trace(frame: FrameType, what: str, arg: object) -> Any:
-        nonlocal count
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        count += what == "opcode"
-        return trace
+        def __del__(self) -> None:
+            sum(range(3))
 
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        (do or engine.turn)()
-    finally:
-        sys.settrace(before)
-    return count
+    def call() -> list[list[int]]:
+        return [[] for _ in range(2 * gc.get_threshold()[0])]
+
+    clean = bytecodes(call)
+    for _ in range(9):
+        Late()
+    assert bytecodes(call) == clean
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -142,7 +141,7 @@ def test_a_step_costs_the_same_at_any_length(kind: str) -> None:
     for length in (96, 9600):                  # multiples of the page
         e = Engine(4, **KINDS[kind])
         e.start([length] * 4, selects=True)
-        costs.append([bytecodes(e) for _ in range(16)])
+        costs.append([bytecodes(e.turn) for _ in range(16)])
     short, long = costs
     assert sum(long) <= 1.02 * sum(short) and max(long) <= 1.1 * max(short)
 
@@ -152,7 +151,7 @@ def test_rows_that_go_on_cost_little_beside_those_that_change() -> None:
     for rows in (16, 64):
         e = Engine(rows)
         e.start([24] * rows)
-        counts = [bytecodes(e) for _ in range(8)]
+        counts = [bytecodes(e.turn) for _ in range(8)]
         cost.append((min(counts), max(counts)))
     a_row = (cost[1][0] - cost[0][0]) / 48
     a_change = (cost[1][1] - cost[0][1]) / 48
@@ -166,7 +165,7 @@ def test_who_waits_in_the_queue_costs_nothing(kind: dict[str, Any]) -> None:
         e = Engine(4, **kind)
         e.start([24] * 4)
         e.turn(*(Arrived(RequestId(100 + i), (i, 1), 5) for i in range(waiting)))
-        costs.append(sum(bytecodes(e) for _ in range(8)))
+        costs.append(sum(bytecodes(e.turn) for _ in range(8)))
     assert costs[1] <= 1.02 * costs[0]
 
 
@@ -178,7 +177,7 @@ def test_a_long_prompt_that_does_not_fit_costs_the_same_at_any_length(kind: str)
                          | ({"dram_pages": 3 * pages} if kind == "hosted" else {})))
         e.start([4 * pages] * 3, selects=True)
         e.turn(Arrived(RequestId(8), tuple(range(18 * pages)), 5, selects=True))
-        costs.append(sum(bytecodes(e) for _ in range(24)))
+        costs.append(sum(bytecodes(e.turn) for _ in range(24)))
         assert [r.rid for r in e.core.waiting] == [8]
     assert costs[1] <= 1.02 * costs[0]
 
@@ -222,7 +221,7 @@ def test_a_row_whose_pages_still_load_costs_the_same_at_any_length() -> None:
         assert sum(len(m.dst_pages) for m in plan.moves if m.dst is Tier.HBM) > pages / 2
         e.flying[-1] = replace(plan, moves=())                 # nobody answers them
         e.turn()
-        costs.append(sum(bytecodes(e) for _ in range(6)))
+        costs.append(sum(bytecodes(e.turn) for _ in range(6)))
         assert e.core.live[RequestId(9)].phase.value == "loading"
     assert costs[1] <= 1.02 * costs[0]
 
@@ -240,7 +239,7 @@ def test_who_waits_for_storage_costs_the_same_at_any_length() -> None:
         assert [m.src for m in plan.moves] == [Tier.DISK]
         e.flying[-1] = replace(plan, moves=())                 # nobody answers it
         e.turn()
-        costs.append(sum(bytecodes(e) for _ in range(6)))
+        costs.append(sum(bytecodes(e.turn) for _ in range(6)))
         assert [r.phase.value for r in e.core.waiting] == ["fetching"] * 3
     assert costs[1] <= 1.02 * costs[0]
 
@@ -258,7 +257,7 @@ def test_who_pauses_costs_the_same_at_any_length() -> None:
         e.turn(Paused(RequestId(0)))
         e.turn()
         assert e.core.live[RequestId(0)].settling
-        costs.append(sum(bytecodes(e) for _ in range(32)))
+        costs.append(sum(bytecodes(e.turn) for _ in range(32)))
     assert costs[1] <= 1.02 * costs[0]
 
 
@@ -269,7 +268,7 @@ def test_hosted_rows_that_have_lent_nothing_are_not_asked() -> None:
         e.start([8 * pages] * 4, selects=True)
         have, want = e.core.have, [60_001, 0]
         assert not have.room(Tier.HBM, want)
-        costs.append(bytecodes(e, lambda have=have, want=want: have.room(Tier.HBM, want)))  # type: ignore[misc]
+        costs.append(bytecodes(partial(have.room, Tier.HBM, want)))
     assert costs[1] <= 1.02 * costs[0]
 
 
@@ -282,7 +281,7 @@ def test_pages_that_the_peer_still_has_cost_the_same_however_many() -> None:
         e.flying[-1] = replace(plan, moves=())                 # grants, which no executor answers
         e.turn(Aborted(RequestId(1)), Aborted(RequestId(2)), Arrived(RequestId(8), (1, 2, 3), 30))
         assert e.core.have.arenas[Tier.HBM].away == 2 * pages
-        costs.append(sum(bytecodes(e) for _ in range(6)))
+        costs.append(sum(bytecodes(e.turn) for _ in range(6)))
     assert costs[1] <= 1.02 * costs[0]
 
 

@@ -1,12 +1,11 @@
 """What readers of the core have found, when seeds had not: one test for each, failing before."""
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import pytest
+from counting import bytecodes
 
 from penstock.core.core import Core
 from penstock.core.lifecycle import Phase
@@ -60,25 +59,8 @@ def play(core: Core, events: list[Event], hangs: Callable[[Move], bool] = lambda
     return ended, moves, events
 
 
-def traced(call: Callable[[], object]) -> int:
-    """Lines of Python, calls and returns that `call` takes."""
-    count, old = 0, sys.gettrace()
-
-    def trace(frame: FrameType, event: str, arg: object) -> Any:
-        nonlocal count
-        count += 1
-        return trace
-
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(old)
-    return count
-
-
-def lines(core: Core, events: list[Event], steps: int,
-          hangs: Callable[[Move], bool] = lambda m: False) -> int:
+def cost_of(core: Core, events: list[Event], steps: int,
+            hangs: Callable[[Move], bool] = lambda m: False) -> int:
     """What so many steps take."""
     def run() -> None:
         nonlocal events
@@ -87,7 +69,7 @@ def lines(core: Core, events: list[Event], steps: int,
             assert plan is not None
             events = answers(plan, hangs)
 
-    return traced(run)
+    return bytecodes(run)
 
 
 def from_storage(m: Move) -> bool:
@@ -161,7 +143,7 @@ def test_a_page_that_grows_costs_the_same_in_any_memory() -> None:
         play(core, [Arrived(RequestId(0), tuple(range(2 * slabs - 40)), 1)])
         events: list[Event] = [Arrived(RequestId(k), (k,) * 3, 200) for k in (1, 2, 3)]
         _, _, events = play(core, events, steps=20)
-        return lines(core, events, 60)
+        return cost_of(core, events, 60)
 
     assert cost(1600) < 2 * cost(200)
 
@@ -177,7 +159,7 @@ def test_a_step_costs_the_same_however_many_wait_for_the_peer(role: str) -> None
         assert [r.phase for r in core.live.values()] == [phase] * others
         one = Arrived(RequestId(0), tuple(range(1000)), 500, transfer=9_999 if role == "prefill" else 0)
         _, _, events = play(core, [one], steps=3)
-        return lines(core, events, 60)
+        return cost_of(core, events, 60)
 
     assert cost(300) < 2 * cost(3)
 
@@ -191,7 +173,7 @@ def test_a_step_costs_the_same_however_many_forks_wait_for_a_leader() -> None:
         play(core, [Arrived(lead, (5, 5, 5), 5)], steps=1)
         events: list[Event] = [Arrived(RequestId(k), (5, 5, 5), 5, leader=lead) for k in range(2, forks + 2)]
         _, _, events = play(core, [*_next(core), *events], steps=2)
-        return lines(core, events, 60)
+        return cost_of(core, events, 60)
 
     assert cost(300) < 2 * cost(3)
 
@@ -216,7 +198,7 @@ def test_a_store_that_fails_costs_the_same_however_long_the_tables_are() -> None
         core.have.copies.store([(0, node)])
         assert node.ready(host)
         flying = [id for id, f in core.have.copies.flights.items() if f.dst.tier is Tier.DISK]
-        return traced(lambda: core.advance([Moved(flying[-1], ok)]))
+        return bytecodes(lambda: core.advance([Moved(flying[-1], ok)]))
 
     assert cost(4000, False) < 2 * cost(4000, True)
 
@@ -412,7 +394,7 @@ def test_a_step_costs_the_same_however_long_the_prefix_is_that_waits_for_its_nex
         third = turn(Arrived(RequestId(2), tuple(range(2 * pages + 1)), 1, priority=-1))
         turn(*second, *third)
         turn()
-        return traced(lambda: [turn() for _ in range(20)])
+        return bytecodes(lambda: [turn() for _ in range(20)])
 
     assert cost(1500) < 2 * cost(460)
 
@@ -428,7 +410,7 @@ def test_a_step_costs_the_same_however_many_are_queued_when_a_store_hangs() -> N
             return Tier.DISK in (m.src, m.dst)
 
         _, _, events = play(core, events, hangs, steps=3)
-        return lines(core, events, 20, hangs)
+        return cost_of(core, events, 20, hangs)
 
     assert cost(300) < 2 * cost(3)
 
@@ -440,6 +422,6 @@ def test_a_step_costs_the_same_however_many_were_computed_and_dropped_without_a_
         for k in range(1, others + 1):
             play(core, [Arrived(RequestId(k), (k,) * 25, 5, transfer=k)])
         _, _, events = play(core, [Arrived(RequestId(0), tuple(range(60)), 1, transfer=9_999)], steps=3)
-        return lines(core, events, 8)
+        return cost_of(core, events, 8)
 
     assert cost(300) < 2 * cost(20)
