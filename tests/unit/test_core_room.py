@@ -1,10 +1,24 @@
 """Who gives way for host pages, where the simulator hardly ever comes."""
 from __future__ import annotations
 
+import pytest
+from driver import Driver
+
 from penstock.core.core import Core
-from penstock.core.lifecycle import Phase
-from penstock.core.plan import Arrived, Bind, Event, Moved, MoveId, RequestId, Retired, Spilled
-from penstock.core.settings import CoreConfig
+from penstock.core.lifecycle import Phase, Place
+from penstock.core.plan import (
+    Arrived,
+    Bind,
+    Event,
+    Moved,
+    MoveId,
+    Outcome,
+    RequestId,
+    Retired,
+    Spilled,
+    Tier,
+)
+from penstock.core.settings import CacheGroup, CoreConfig
 
 LONG, SHORT = RequestId(1), RequestId(2)
 
@@ -76,3 +90,27 @@ def test_a_hosted_row_comes_back_when_the_last_copies_of_another_have_landed() -
         events = [Moved(m.id, True) for m in plan.moves if m.id != 1]
         events.append(Retired(plan.step, tuple((9,) for s in plan.samples if s)))
     assert phases[-2:] == [Phase.PROMOTING, Phase.RESIDENT]
+
+
+@pytest.mark.parametrize("ahead", range(6))
+def test_a_spill_goes_on_in_the_next_step_though_the_host_is_full_of_cached_pages(ahead: int) -> None:
+    """With a selector group neither a page nor a slab of the host is free. What the prompt left open, and
+    each page after it, has its host page all the same: nothing is left to be copied."""
+    d = Driver(hbm_pages=60, dram_pages=24, hot_pages=1, max_len=64, groups=(
+        CacheGroup(name="full", page_bytes=0), CacheGroup(name="selector", page_bytes=0, selector=True)))
+    for rid in (3, 4):
+        d.arrive(rid, range(100 * rid, 100 * rid + 41), 1)
+        d.run()
+    assert not d.core.have.arenas[Tier.DRAM].free
+    d.arrive(1, range(14), 40, selects=True)
+    for _ in range(1 + ahead):
+        d.retire()
+        while d.moves:
+            d.land()
+    assert d.phase(1) is Phase.RESIDENT
+    d.tell(Spilled(LONG))
+    assert d.core.live[LONG].place is Place.HOST
+    (plan,) = d.retire()
+    assert plan.rows
+    d.run()
+    assert d.finished()[1] is Outcome.LENGTH

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from penstock.core.lifecycle import Phase, Place
 from penstock.core.plan import Row, Tier
 from penstock.core.request import STUCK_MAX, Request
-from penstock.core.staying import drop_entry, own
+from penstock.core.staying import drop_entry, own, twin
 from penstock.core.tree import Copy, Node
 
 if TYPE_CHECKING:
@@ -70,6 +70,10 @@ def enter(have: Holdings, r: Request, place: Place, spare: int) -> bool:
     r.capacity = have.covered(r, place)
     if place is Place.HOST:
         have.lend(r)
+    elif r.may_host and have.cfg.role != "prefill":
+        for g, t in enumerate(r.tables):       # what a prompt leaves open must be there if it is to spill
+            if t.hosted and t.end(r.computed) < len(t.device):
+                twin(have, g, t, len(t.device) - 1)
     return True
 
 

@@ -225,9 +225,9 @@ def may_hold(mode: Mode) -> Table:
         # A paused request's device pages stay until its steps have retired and its copies have landed.
         may |= {(P.PAUSED, q): (L.HBM, L.INDEX) for q in Place}
     if mode.sparse:
-        # Decode stores each row to device and host alike where the host has room: SPILL is then
+        # Steps store what stays open to device and host alike where the host has room: SPILL is then
         # free. A row in host pages keeps device pages until somebody needs them.
-        may |= {(p, Place.DEVICE): (L.DRAM,) for p in (P.RESIDENT,)}
+        may |= {(p, Place.DEVICE): (L.DRAM,) for p in (P.LOADING, P.PREFILL, P.RESIDENT)}
         may |= {(p, Place.HOST): (L.HBM,) for p in (P.LOADING, P.PREFILL, P.HOSTED)}
     # What it shares with others stays where they have it.
     may |= {(P.RECEIVING, Place.DEVICE): (L.DRAM,), (P.RECEIVING, Place.HOST): (L.HBM,)}

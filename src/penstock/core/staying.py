@@ -182,17 +182,24 @@ def _extend(pool: Pool, column: list[Copy | None], n: int) -> None:
 
 
 def _twin(have: Holdings, r: Request, g: int, t: Table, n: int) -> None:
-    """Where a decoding row may spill, its new pages are on the host from their first token on."""
-    if not (r.may_host and t.hosted and r.phase is Phase.RESIDENT):
+    """Where a decoding row may spill, its new pages are on the host from their first token on: that is
+    where they go when they are sealed, so it is worth evicting what is cached there."""
+    if not (t.hosted and r.phase is Phase.RESIDENT):
         return
     for i in range(len(t.device) - n, len(t.device)):
-        if have.host[g].pool.free:           # worth no eviction
-            put(t.host, i, Copy(have.host[g].pool.acquire(1)[0]))
+        twin(have, g, t, i)
+
+
+def twin(have: Holdings, g: int, t: Table, i: int) -> None:
+    """A host page for entry i, which no step has written yet, if there is room."""
+    pool = have.host[g].pool
+    if pool.free or have.room(_DRAM, have.one(g)):
+        put(t.host, i, Copy(pool.acquire(1)[0]))
 
 
 def drop_twins(have: Holdings, r: Request) -> bool:
-    """Give up the host pages of a row that decodes from the device: a spill will have to copy."""
-    if r.phase is not Phase.RESIDENT or not any([any(t.host) for t in r.tables]):
+    """Give up the host pages of a row that is on the device: a spill will have to copy."""
+    if r.place is _HOST or r.phase is _STAGING or not any([any(t.host) for t in r.tables]):
         return False
     for g, t in enumerate(r.tables):
         for i in range(len(t.host)):
