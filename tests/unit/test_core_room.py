@@ -114,3 +114,23 @@ def test_a_spill_goes_on_in_the_next_step_though_the_host_is_full_of_cached_page
     assert plan.rows
     d.run()
     assert d.finished()[1] is Outcome.LENGTH
+
+
+def test_who_comes_to_the_host_leaves_those_who_run_there_a_page_to_grow() -> None:
+    """Its prompt would take the last host pages, and the next token of the other would drop it again."""
+    d = Driver(hbm_pages=8, dram_pages=12, hot_pages=1, max_len=64, always_hosted=True)
+    d.arrive(1, range(16), 8, selects=True)
+    d.arrive(2, range(100, 132), 4, selects=True)
+    d.run()
+    assert d.finished() == {1: Outcome.LENGTH, 2: Outcome.LENGTH}
+    assert d.core.counters["drops"] == 0
+
+
+def test_who_runs_from_the_host_grows_nothing_on_the_device() -> None:
+    """Four rows decode from the host. The fifth needs one page of a hot buffer, and one is free."""
+    d = Driver(rows=5, hbm_pages=5, dram_pages=80, hot_pages=1, max_len=64, always_hosted=True)
+    for rid in range(5):
+        d.arrive(rid, range(100 * rid, 100 * rid + 10), 20, selects=True)
+    for _ in range(4):
+        d.retire()
+    assert [d.phase(rid) for rid in range(5)] == [Phase.HOSTED] * 5

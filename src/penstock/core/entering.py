@@ -99,7 +99,8 @@ def receive(have: Holdings, r: Request, place: Place, spare: int) -> bool:
         column += [_new() for _ in range(t.end(n) - new)]
         ways.append(way)
     device, host = [w.new_device() for w in ways], [w.new_host() for w in ways]
-    if not (have.room(Tier.HBM, device, spare) and have.room(Tier.DRAM, host)):
+    if not (have.room(Tier.HBM, have.with_spare(Tier.HBM, device, spare))
+            and have.room(Tier.DRAM, have.with_spare(Tier.DRAM, host, spare))):
         for w in ways:
             _undo(have, w)
         have.forget_path(r)
@@ -114,9 +115,12 @@ def _early(ways: list[Way]) -> Copy | None:
 
 
 def _is_room(have: Holdings, ways: list[Way], spare: int) -> bool:
-    if not have.room(Tier.DRAM, [w.new_host() for w in ways]):
+    def on_device() -> bool:
+        return have.room(Tier.HBM, have.with_spare(Tier.HBM, [w.new_device() for w in ways], spare))
+
+    if not have.room(Tier.DRAM, have.with_spare(Tier.DRAM, [w.new_host() for w in ways], spare)):
         return False
-    if have.room(Tier.HBM, [w.new_device() for w in ways], spare):
+    if on_device():
         return True
     if not any(any(w.device) for w in ways if w.hot):
         return False
@@ -125,7 +129,7 @@ def _is_room(have: Holdings, ways: list[Way], spare: int) -> bool:
             if copy is not None:
                 w.device[i] = None
                 _unpin(have, copy)
-    return have.room(Tier.HBM, [w.new_device() for w in ways], spare)
+    return on_device()
 
 
 def _find(have: Holdings, r: Request) -> None:

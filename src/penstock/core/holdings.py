@@ -102,14 +102,20 @@ class Holdings:
         """A demand of one page of group g."""
         return self._one[g]
 
-    def room(self, tier: Tier, want: Sequence[int], spare: int = 0) -> bool:
-        """Whether `want[g]` pages of each group are free now, and of each that is wanted `spare` more;
-        evicting cached pages if that makes it so, and taking back what hosted rows can do without."""
+    def with_spare(self, tier: Tier, want: Sequence[int], rows: int) -> Sequence[int]:
+        """`want`, and of each group that is wanted a page more for each of `rows` that grows there: hosted
+        groups do so where the KV of a row lives."""
+        hosted = min(rows, len(self.lent))
+        device, host = (rows - hosted, rows) if tier is Tier.HBM else (hosted, 0)
+        return [n and n + (device if group.hosted else host)
+                for n, group in zip(want, self.cfg.groups, strict=True)]
+
+    def room(self, tier: Tier, want: Sequence[int]) -> bool:
+        """Whether `want[g]` pages of each group are free now, evicting cached pages if that makes it so,
+        and taking back what hosted rows can do without."""
         if not any(want):
             return True
         arena = self.arenas[tier]
-        if spare:
-            want = [n + spare if n else 0 for n in want]
         if not arena.short(want, promised=False):
             return True
         while (short := arena.short(want, promised=True)) and self._evict(tier, want, short):
@@ -185,8 +191,8 @@ class Holdings:
     # ---------------------------------------------------------------- acquire and release
     def acquire(self, r: Request, phase: Phase, leases: Collection[Lease], place: Place,
                 spare: int = 0) -> bool:
-        """Make `r` hold what `phase` requires, or change nothing. `spare` device pages must be left
-        over on the way in, so that the rows that run can grow."""
+        """Make `r` hold what `phase` requires, or change nothing. On the way in so much must be left over
+        that `spare` rows, which run, can grow."""
         if Lease.ROW in leases and r.row is None:
             return entering.enter(self, r, place, spare)
         if phase in (Phase.PAUSED, Phase.STAGING):

@@ -353,7 +353,7 @@ def reload(have: Holdings, r: Request, spare: int) -> bool:
             if t.device[i] is None and node is not None and (copy := node.good(have.device[g])):
                 put(t.device, i, copy)
                 want[g] -= 1
-    if not have.room(Tier.HBM, want, spare):
+    if not have.room(Tier.HBM, have.with_spare(Tier.HBM, want, spare)):
         have.lend(r)
         return False
     for g, t in enumerate(r.tables):

@@ -266,10 +266,9 @@ class NoFixedPoint(Core):
 
 
 @instead_of(Holdings, "room")
-def waits_instead_of_evicting(real: Real, have: Holdings, tier: Tier, want: Sequence[int],
-                              spare: int = 0) -> bool:
+def waits_instead_of_evicting(real: Real, have: Holdings, tier: Tier, want: Sequence[int]) -> bool:
     """Admission and resume wait for free pages that only an eviction would give."""
-    return not have.arenas[tier].short([n + spare if n else 0 for n in want], promised=False)
+    return not have.arenas[tier].short(want, promised=False)
 
 
 @instead_of(room, "promised", 200)

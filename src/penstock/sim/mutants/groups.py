@@ -139,8 +139,8 @@ def release_forgets_a_group(real: Real, have: Holdings, r: Request, g: int, *, h
 @instead_of(staying, "grow")
 def growth_beyond_what_a_group_has(real: Real, have: Holdings, r: Request, upto: int) -> bool:
     """Growth asks whether the first cache group has room."""
-    def first(right: Real, self: Holdings, tier: Tier, want: Sequence[int], spare: int = 0) -> bool:
-        return bool(right(self, tier, [n * (not g) for g, n in enumerate(want)], spare))
+    def first(right: Real, self: Holdings, tier: Tier, want: Sequence[int]) -> bool:
+        return bool(right(self, tier, [n * (not g) for g, n in enumerate(want)]))
 
     with swapped(Holdings, "room", first):
         return bool(real(have, r, upto))
