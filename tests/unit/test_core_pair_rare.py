@@ -57,7 +57,7 @@ def spilled(dram_pages: int) -> Driver:
 
 
 def test_a_pause_without_room_on_the_host_leaves_a_row_where_it_goes() -> None:
-    d = spilled(dram_pages=10)
+    d = spilled(dram_pages=9)
     d.tell(Paused(RequestId(1)))
     assert d.phase(1) is Phase.STAGING
 

@@ -134,3 +134,45 @@ def test_who_runs_from_the_host_grows_nothing_on_the_device() -> None:
     for _ in range(4):
         d.retire()
     assert [d.phase(rid) for rid in range(5)] == [Phase.HOSTED] * 5
+
+
+# ---------------------------------------------------------------- for those who wait
+def test_rows_go_on_from_the_host_so_that_those_in_line_get_theirs() -> None:
+    """A device for five prompts, and a host for all. No row need grow for that."""
+    d, most, steps = Driver(rows=12, hbm_pages=40, dram_pages=400, hot_pages=1, max_len=128), 0, 0
+    for rid in range(12):
+        d.arrive(rid, range(1000 * rid, 1000 * rid + 31), 24, selects=True)
+    while d.plans:
+        d.retire()
+        while d.moves:
+            d.land()
+        most, steps = max(most, len(d.core.running)), steps + 1
+    assert most == 12 and steps < 40, (most, steps)
+    assert d.finished() == dict.fromkeys(range(12), Outcome.LENGTH)
+    assert d.core.counters["spills"] and not (d.core.counters["pauses"] or d.core.counters["drops"])
+
+
+def test_a_dense_request_in_line_gets_pages_that_others_can_do_without() -> None:
+    d = Driver(rows=4, hbm_pages=40, dram_pages=400, hot_pages=2, max_len=256)
+    d.arrive(0, range(120), 40, selects=True)
+    d.arrive(1, range(1000, 1080), 4)
+    for _ in range(6):
+        d.retire()
+        while d.moves:
+            d.land()
+    assert (d.phase(0), d.phase(1)) == (Phase.HOSTED, Phase.RESIDENT)
+    d.run()
+    assert d.finished() == {0: Outcome.LENGTH, 1: Outcome.LENGTH}
+
+
+def test_nobody_goes_to_the_host_for_somebody_who_would_not_fit_all_the_same() -> None:
+    d = Driver(rows=4, hbm_pages=60, dram_pages=400, hot_pages=8, max_len=256)
+    for rid in range(2):
+        d.arrive(rid, range(1000 * rid, 1000 * rid + 62), 60, selects=True)
+    d.arrive(9, range(9000, 9230), 4)          # 58 of 60 pages; the two could leave it 44
+    for _ in range(20):
+        d.retire()
+        while d.moves:
+            d.land()
+    assert [d.phase(rid) for rid in (0, 1, 9)] == [Phase.RESIDENT, Phase.RESIDENT, Phase.QUEUED]
+    assert d.core.counters["spills"] == 0

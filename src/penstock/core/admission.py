@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from penstock.core import lifecycle, placement, room, storage
 from penstock.core.holdings import Lack
 from penstock.core.lifecycle import Phase
+from penstock.core.plan import Tier
 from penstock.core.request import Request
 from penstock.core.tree import Copy
 
@@ -51,7 +52,7 @@ class Admission:
             if self._enter(r):
                 if passed:
                     return
-            elif room.for_admission(self.core, r):
+            elif room.for_admission(self.core, r, self._blocked.lacks if self._blocked else []):
                 passed = True                  # others need not wait as well: one of them goes on
             else:
                 return
@@ -93,6 +94,8 @@ class Admission:
                 no_row = True                  # that is soon seen
             else:
                 lacks.append(have.lack)
+                if self.core.cfg.sparse and have.lack.tier is Tier.HBM:
+                    state = self._state()      # others may go on from the host, or may not any more
         for lack in lacks:
             lack.gained = have.gained(lack.tier)
         self._blocked = Blocked(r, r.visit, len(self.core.running), () if no_row else state, lacks, early)

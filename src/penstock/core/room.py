@@ -5,6 +5,7 @@ else is disturbed.
 """
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from penstock.core import placement, staying
@@ -17,6 +18,8 @@ AWAY_STEPS = 8       # so long a peer may take to say that it writes no more, be
 
 if TYPE_CHECKING:
     from penstock.core.core import Core
+    from penstock.core.holdings import Lack
+    from penstock.core.tree import Copy
 
 
 def promised(core: Core, tier: Tier = Tier.HBM) -> bool:
@@ -24,16 +27,8 @@ def promised(core: Core, tier: Tier = Tier.HBM) -> bool:
     or writes does not count, it may hang; nor does what another engine writes, or reads for a request
     that has ended: that takes as long as it takes."""
     have = core.have
-    if any(pool.in_limbo > pool.away for pool in have.arenas[tier].pools):
+    if any(pool.in_limbo > pool.away for pool in have.arenas[tier].pools) or any(_landing(core, tier)):
         return True
-    for flight in have.copies.flights.values():
-        ends = flight.src.tier, flight.dst.tier
-        if Tier.DISK in ends or Tier.PEER is ends[0] or (
-                Tier.PEER is ends[1] and flight.request is not None and flight.request.phase is Phase.DONE):
-            continue
-        for space, side in ((flight.src, 0), (flight.dst, 1)):
-            if space.tier is tier and any(pair[side].pins == 0 for pair in flight.pairs):
-                return True
     if tier is not Tier.HBM:
         return False
     # Their steps or their copies are not finished, or leave pages of a window behind.
@@ -46,6 +41,17 @@ def promised(core: Core, tier: Tier = Tier.HBM) -> bool:
         return True
     return any(r.phase is Phase.PAUSED and any(t.device for t in r.tables) and not _is_bare(r)
                for r in core.waiting)
+
+
+def _landing(core: Core, tier: Tier) -> Iterator[Copy]:
+    """Pages of `tier` that can be evicted when copies that surely end have landed."""
+    for flight in core.have.copies.flights.values():
+        ends = flight.src.tier, flight.dst.tier
+        if tier not in ends or Tier.DISK in ends or Tier.PEER is ends[0] or (
+                Tier.PEER is ends[1] and flight.request is not None and flight.request.phase is Phase.DONE):
+            continue
+        side = ends.index(tier)
+        yield from (pair[side] for pair in flight.pairs if pair[side].pins == 0)
 
 
 def _is_bare(r: Request) -> bool:
@@ -123,10 +129,19 @@ def may_spill(core: Core, r: Request) -> bool:
             and any(t.hosted and len(t.device) > core.cfg.hot_pages for t in r.tables))
 
 
+def spillable(core: Core, r: Request) -> int:
+    """Device pages that nobody has any more when `r` goes on from the host: what it shares stays, and as
+    many of its own as a hot buffer has."""
+    if not may_spill(core, r):
+        return 0
+    own = [sum([c is not None and c.pins == 1 for c in t.device]) for t in r.tables if t.hosted]
+    return sum([max(0, n - core.cfg.hot_pages) for n in own])
+
+
 def _spills(core: Core, victim: Request) -> bool:
-    """Let it go on from host pages, if it can and there is room. The first of all only when alone."""
+    """Let it go on from host pages, if that helps and there is room. The first of all only when alone."""
     last = victim is core.running[0] and len(core.running) > 1
-    return not last and may_spill(core, victim) and core.spill(victim)
+    return not last and spillable(core, victim) > 0 and core.spill(victim)
 
 
 def _for_host_pages(core: Core, taken: list[Request]) -> None:
@@ -190,11 +205,29 @@ def _drop_delivered(core: Core, but: Request) -> bool:
     return False
 
 
-def for_admission(core: Core, r: Request) -> bool:
-    """`r` waits. Nobody who runs is disturbed for it, but pages of those who wait behind it must not
-    block the engine for ever. Returns whether nothing can be done: another engine still has pages that it
-    was granted and that were given up, and nobody knows when they come back."""
+def _spill_for_line(core: Core, lacks: list[Lack]) -> None:
+    """The first of the line lacks device pages that are not promised: the youngest that runs goes on from
+    the host, if all that may would make room enough. Who is on the way there is waited for; who has given
+    way twice stays, for what keeps it from the host would make it give way again."""
     have = core.have
+    mine = [lack for lack in lacks if lack.tier is Tier.HBM]
+    if not mine or any([r.phase is Phase.STAGING for r in core.running]):
+        return
+    short, have.lack = min([(have.arenas[Tier.HBM].short(lack.want, promised=True), lack) for lack in mine],
+                           key=lambda pair: pair[0])
+    short -= sum(1 for _ in _landing(core, Tier.HBM))
+    rows = [r for r in core.running if r.gave_way < GAVE_WAY_MAX - 1]
+    if 0 < short <= sum([spillable(core, r) for r in rows]):
+        any(_spills(core, r) for r in reversed(rows))
+
+
+def for_admission(core: Core, r: Request, lacks: list[Lack]) -> bool:
+    """`r` waits for these. Nobody who runs loses a row for it, but pages of those who wait behind it must
+    not block the engine for ever. Returns whether nothing can be done: another engine still has pages that
+    it was granted and that were given up, and nobody knows when they come back."""
+    have = core.have
+    if core.running and core.cfg.sparse:
+        _spill_for_line(core, lacks)
     if core.running or have.rows.in_limbo or promised(core) or promised(core, Tier.DRAM):
         return False
     if _drop_sending(core, r) or _drop_delivered(core, r) or _drop_paused(core, r, bare=True):

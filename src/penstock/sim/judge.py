@@ -13,7 +13,7 @@ from penstock.core import staying
 from penstock.core.copies import UP
 from penstock.core.core import Core
 from penstock.core.ledger import Pool
-from penstock.core.lifecycle import DECODING, WAITING, Phase, Place, Trigger
+from penstock.core.lifecycle import DECODING, Phase, Place, Trigger
 from penstock.core.messages import Grant
 from penstock.core.pairing import Pairing
 from penstock.core.plan import (
@@ -326,13 +326,7 @@ class Judge:
                     and not lost
                     and source not in (Phase.LOADING, Phase.STAGING, Phase.RECEIVING, Phase.SENDING))
         if pressure and not self.blind:
-            have, running = self.core.have, self.core.running
-            for_host = source in WAITING or (r.place is Place.HOST and trigger is Trigger.DROP)
-            tier = have.lacks if for_host else Tier.HBM
-            assert not any(pool.in_limbo > pool.away for pool in have.arenas[tier].pools), (
-                f"request {r.rid} gives way to a promised page")
-            alone = len(running) < 2 and not have.arenas[tier].away
-            assert trigger is Trigger.SPILL or alone or r not in running[:1], "the oldest gives way"
+            self.policy.gives_way(r, trigger)
         idle = lost or self.blind or r.rid in self.forced
         if source is Phase.STAGING and trigger in GIVING_WAY and not idle and (
                 staying.is_staged(self.core.have, r)):

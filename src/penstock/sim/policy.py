@@ -10,7 +10,7 @@ from collections import Counter
 
 from penstock.core import staying
 from penstock.core.core import Core
-from penstock.core.lifecycle import ACTIVE, Phase, Place, Trigger
+from penstock.core.lifecycle import ACTIVE, WAITING, Phase, Place, Trigger
 from penstock.core.plan import Event, Expired, Rates, Tier
 from penstock.core.request import STUCK_MAX, Request
 from penstock.core.tree import Node
@@ -40,6 +40,19 @@ class Policy:
             self.longest = self._known(r)
         elif pressure and trigger in GIVING_WAY and r.phase in ACTIVE:
             self._last_resort(r, trigger)
+
+    def gives_way(self, r: Request, trigger: Trigger) -> None:
+        """Pages are short. A row that goes on from the host may do so for somebody who waits: then it is
+        enough that what is promised does not cover what is lacked."""
+        have, running = self.core.have, self.core.running
+        for_host = r.phase in WAITING or (r.place is Place.HOST and trigger is Trigger.DROP)
+        tier = have.lacks if for_host else Tier.HBM
+        arena, lack = have.arenas[tier], have.lack
+        if trigger is not Trigger.SPILL or lack is None or not arena.short(lack.want, promised=True):
+            assert not any(pool.in_limbo > pool.away for pool in arena.pools), (
+                f"request {r.rid} gives way to a promised page")
+        alone = len(running) < 2 and not arena.away
+        assert trigger is Trigger.SPILL or alone or r not in running[:1], "the oldest gives way"
 
     def taken(self, r: Request, source: Phase) -> None:
         """`r` has got a row: it begins behind the longest prefix that anybody has computed."""
@@ -71,7 +84,8 @@ class Policy:
     def _may_spill(self, r: Request) -> bool:
         """Whether it could decode from host pages, and device pages would become free."""
         return r.phase is Phase.RESIDENT and r.may_host and r.stuck < STUCK_MAX and any(
-            len(t.device) > self.core.cfg.hot_pages for t in r.tables if t.group.hosted)
+            sum(c is not None and c.pins == 1 for c in t.device) > self.core.cfg.hot_pages
+            for t in r.tables if t.group.hosted)
 
     def _fits_host(self, r: Request, phase: Phase) -> bool:
         """Whether what `r` has not saved fits into host pages that are free now or can be evicted."""

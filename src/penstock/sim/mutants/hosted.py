@@ -152,7 +152,11 @@ class TwinNotStoredFromItsFirstToken(Core):
     """A page of a resident row gets its host twin when it has some tokens already."""
 
     def advance(self, events: Sequence[Event]) -> Advance:
-        adv = super().advance(events)
+        def later(*args: object) -> None:
+            """Not now."""
+
+        with holding(staying, "_twin", later), holding(entering, "twin", later):
+            adv = super().advance(events)
         for r in self.running:
             for g, t in enumerate(r.tables):
                 i, may = t.end(r.computed) - 1, self.cfg.sparse and r.arrived.selects and t.group.hosted

@@ -24,7 +24,7 @@ class _BytesNotVerified(Core):
         super()._landed(Moved(event.id, ok))
 
 
-@mutant(400, mode="fail=0.5")
+@mutant(400, mode="fail=0.5,again=0.7,turns=0.7")
 class StoredBytesNotVerified(_BytesNotVerified):
     """A damaged page from storage is taken for a good one."""
 
