@@ -68,6 +68,7 @@ sweep: $(VENV)/.installed-dev  ## the long loops, at most 40 minutes
 soak: $(VENV)/.installed-dev  ## longer simulations still: other seeds, forced faults, seeded bugs from elsewhere
 	$(BIN)/penstock sim --first 100000 --seeds 10000
 	$(PYTEST) -m soak
+	$(PYTEST) --hypothesis-profile=anew tests/property
 
 sim: $(VENV)/.installed-dev  ## N simulations of the planner, all modes: make sim N=10000
 	$(BIN)/penstock sim --seeds $(N) $(ARGS)

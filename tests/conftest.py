@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib.util
 import os
 import signal
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Before torch is imported, and for every process that a test starts. Two threads on cores that
 # others use as well are 5 to 20 times slower than one.
@@ -31,6 +33,19 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # A hang, not slowness: at least 20 times what any test takes on a quiet machine.
 HANG_S = 600
 SWEEP_HANG_S = 2400
+
+
+# The same cases in each run, however slow the machine is: what is new is looked for by `make soak`.
+settings.register_profile("anew", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("same", settings.get_profile("anew"), derandomize=True, database=None)
+settings.load_profile("same")
+
+
+@pytest.fixture(autouse=True)
+def _collector_as_it_was() -> Iterator[None]:
+    before = gc.get_threshold()
+    yield
+    gc.set_threshold(*before)
 
 
 @pytest.fixture(autouse=True)

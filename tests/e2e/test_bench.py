@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 PENSTOCK = [sys.executable, "-m", "penstock.serve.main"]
-END_S = 300
+END_S = 550
 
 
 def bench(*words: str) -> str:

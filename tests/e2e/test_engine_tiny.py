@@ -25,6 +25,12 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """A busy machine is no reason to kill an engine that is about to exit."""
+    monkeypatch.setattr("penstock.serve.client.EXIT_GRACE_S", 60.0)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("tiny")
@@ -73,7 +79,7 @@ def test_a_disconnect_frees_its_memory_within_one_step(folder, tmp_path, overlap
     path = tmp_path / "events.jsonl"
 
     async def go(client):
-        [stays] = client.submit(PROMPT, SamplingParams(temperature=0.0, max_tokens=40))
+        [stays] = client.submit(PROMPT, LONG)
         [leaves] = client.submit(PROMPT[::-1] * 5, LONG)
         read = 0
         async for chunk in leaves:
@@ -81,7 +87,11 @@ def test_a_disconnect_frees_its_memory_within_one_step(folder, tmp_path, overlap
             if read >= 5:
                 break
         await leaves.aclose()
-        await tokens_of(stays)
+        while (stats := await client.stats())["requests_running"] == 2:
+            await asyncio.sleep(0.001)
+        while (await client.stats())["steps"] <= stats["steps"] + 5:
+            await asyncio.sleep(0.001)         # the other goes on, however late this process is
+        await stays.aclose()
         stats = await settled(client)
         assert stats["hbm_pages_free"] == stats["hbm_pages"] == 200
         assert stats["executor_requests"] == 0
@@ -94,7 +104,7 @@ def test_a_disconnect_frees_its_memory_within_one_step(folder, tmp_path, overlap
     last_before = [e for e in lines[:at] if e["kind"] == "pools"][-1]
     after = [e for e in lines[at:] if e["kind"] == "pools"]
     # Its pages leave its hands with the event, and the fence with the last step that named it.
-    assert last_before["hbm_pages_in_use"] >= 8 > after[0]["hbm_pages_in_use"]
+    assert last_before["hbm_pages_in_use"] >= after[0]["hbm_pages_in_use"] + 6     # of 7; `stays` may grow
     issued = lines[at]["issued"]
     freed = next(e for e in after if e["hbm_pages_fenced"] == 0)
     assert freed["retired"] <= issued + 1 and freed["issued"] > issued    # `stays` went on

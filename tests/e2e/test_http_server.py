@@ -34,7 +34,8 @@ class Server:
         self.line = self.process.stdout.readline()
         found = re.search(r"ready on (http://\S+) ", self.line)
         assert found, self.line + self.log.read_text()
-        self.http = httpx.Client(base_url=found.group(1), timeout=WAIT_S)
+        self.http = httpx.Client(base_url=found.group(1), timeout=WAIT_S,
+                                 limits=httpx.Limits(keepalive_expiry=1))   # before the server drops it
 
     def post(self, path="completions", **body):
         return self.http.post("/v1/" + path, json=body)
@@ -348,7 +349,7 @@ def test_a_pipelined_request_is_ended_with_its_connection(start):
 
 def test_sigterm_finishes_open_requests_and_takes_no_others(start):
     server = start("--drain-s", "600")
-    with server.started(max_tokens=2000) as link:
+    with server.started(max_tokens=5000) as link:
         server.process.send_signal(signal.SIGTERM)
         server.until(lambda: server.http.get("/ready").status_code == 503)
         assert error(server.post(prompt="abc"), 503)["code"] == "shutting_down"

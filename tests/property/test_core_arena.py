@@ -179,5 +179,5 @@ class ArenaMachine(RuleBasedStateMachine):
             assert not any(pool.capacity for pool in self.pools)
 
 
-ArenaMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
+ArenaMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=50)
 TestArena = ArenaMachine.TestCase

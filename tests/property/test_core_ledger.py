@@ -76,5 +76,5 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.in_limbo == len(self.fenced)
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestPool = PoolMachine.TestCase

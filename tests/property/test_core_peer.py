@@ -290,5 +290,5 @@ class PairMachine(RuleBasedStateMachine):
         assert not self.decode.table and not self.prefill.table and not self.prefill.pushes
 
 
-PairMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+PairMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=60)
 TestPair = PairMachine.TestCase

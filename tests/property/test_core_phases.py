@@ -328,4 +328,4 @@ class CoreMachine(RuleBasedStateMachine):
 def test_no_order_of_events_breaks_an_invariant(name: str) -> None:
     machine = type("Machine", (CoreMachine,), {"base": CONFIGS[name]})
     run_state_machine_as_test(machine, settings=settings(
-        max_examples=60, stateful_step_count=50, deadline=None))
+        max_examples=60, stateful_step_count=50))

@@ -267,5 +267,5 @@ class SpacesMachine(RuleBasedStateMachine):
         assert not self.tree.roots
 
 
-SpacesMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
+SpacesMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=50)
 TestSpaces = SpacesMachine.TestCase

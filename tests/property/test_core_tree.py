@@ -124,5 +124,5 @@ class TreeMachine(RuleBasedStateMachine):
             nodes += node.children.values()
 
 
-TreeMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TreeMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 TestTree = TreeMachine.TestCase

@@ -223,7 +223,7 @@ def test_the_thread_ends_with_its_mover():
     before = set(threading.enumerate())
     _hbm, dram, mover = held()
     mover.add([move(n, DOWN, [100 + n], [1000 + n], 4) for n in range(3)])
-    assert set(threading.enumerate()) == before         # none before the first copy is due
+    assert set(threading.enumerate()) <= before         # none before the first copy is due
     mover.run(StepId(0), idle=False)
     [thread] = set(threading.enumerate()) - before
     assert torch.get_num_threads() == threads
@@ -242,7 +242,7 @@ shape = pool.PageShape(num_layers=8, num_kv_heads=4, page_size=64, head_dim=64)
 m = mover.Mover([hbm.HbmPool(shape, 16), dram.DramPool(shape, 16)])
 pages = tuple(range(16))
 m.add([Move(MoveId(n), Group(0), Tier.HBM, pages, Tier.DRAM, pages, 1024, StepId(0))
-       for n in range(200)])
+       for n in range(2000)])
 m.run(StepId(0), idle=False)
 m.run(StepId(0), idle=True)
 print(len(m) > 0)

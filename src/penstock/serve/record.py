@@ -32,7 +32,7 @@ def write_flight(recorder: Recorder, error: BaseException | None = None) -> Path
     """Write what the recorder has to a new file that only this user can read. Raises OSError."""
     folder = cache_dir() / "flights"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    for old in sorted(folder.glob("*.jsonl"), key=lambda p: p.stat().st_mtime)[:-FLIGHTS_MAX + 1]:
+    for old in sorted(folder.glob("*.jsonl"))[:-FLIGHTS_MAX + 1]:          # their names are times
         old.unlink(missing_ok=True)
     now = time.time()
     stamp = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}.{int(now * 1e6) % 1_000_000:06d}"
