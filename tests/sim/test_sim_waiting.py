@@ -42,7 +42,7 @@ def test_the_bound_sees_a_core_that_serves_the_youngest_first(monkeypatch: pytes
     def youngest(self: Admission) -> None:
         for r in self.core.line[::-1]:
             if self.may_start(r) and not self._enter(r):
-                room.for_admission(self.core, r, [])
+                room.for_admission(self.core, r)
                 return
 
     monkeypatch.setattr(Admission, "admit", youngest)

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from counting import bytecodes
 
+from penstock.core import entering
 from penstock.core.core import Core
-from penstock.core.lifecycle import Phase
+from penstock.core.lifecycle import Phase, Place
 from penstock.core.messages import Cancel, Drained, Grant, Hello, Reason
 from penstock.core.peer import Fence
 from penstock.core.plan import (
@@ -78,9 +79,11 @@ def from_storage(m: Move) -> bool:
 
 # ---------------------------------------------------------------- damaged pages
 @pytest.mark.parametrize("hosted", [False, True])
-def test_a_fetch_does_not_bring_damaged_pages_back(hosted: bool) -> None:
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_fetch_does_not_bring_damaged_pages_back(hosted: bool, refused: bool) -> None:
     """Request 1 fetches, and holds host pages of a prefix that is then found damaged. Request 3 computes it
-    anew. When request 1 gets its row it names the new pages: it must not read the old ones for them."""
+    anew. When request 1 gets its row it names the new pages: it must not read the old ones for them, also if
+    it was refused a row when nothing of the prefix was known."""
     core = Core(CoreConfig(page_size=2, rows=4, hbm_pages=30, dram_pages=30, disk_pages=99,
                            hot_pages=int(hosted), always_hosted=hosted))
     device, host, tree = core.have.device[0], core.have.host[0], core.have.tree
@@ -92,6 +95,10 @@ def test_a_fetch_does_not_bring_damaged_pages_back(hosted: bool) -> None:
     plan = core.advance([Arrived(RequestId(2), tuple(range(3)), 9, selects=hosted)]).plan
     assert plan is not None
     play(core, [Aborted(RequestId(2), damaged=True), *answers(plan)])
+    if refused:
+        place = Place.HOST if hosted else Place.DEVICE
+        assert not entering.enter(core.have, core.live[RequestId(1)], place, 99)
+        assert not core.live[RequestId(1)].path
     play(core, [Arrived(RequestId(3), tuple(range(9)), 1, selects=hosted)])
     if not hosted:
         tree.evict(device, 99)

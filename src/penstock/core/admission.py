@@ -36,6 +36,7 @@ class Admission:
         self.core = core
         self._blocked: Blocked | None = None   # the head of the queue, when it last did not fit
         self._skipped: Request | None = None   # the same, if it was not tried in this turn
+        self._host: tuple[int, ...] | None = None        # of the host, when it had no room for a spill
 
     def admit(self) -> None:
         """Give rows and pages to the waiting, in order; the first that does not fit blocks the rest,
@@ -48,13 +49,15 @@ class Admission:
                 continue
             if self._is_blocked(r):
                 self._skipped = r
+                self._make_way(r)
                 return
             if self._enter(r):
                 if passed:
                     return
-            elif room.for_admission(self.core, r, self._blocked.lacks if self._blocked else []):
+            elif room.for_admission(self.core, r):
                 passed = True                  # others need not wait as well: one of them goes on
             else:
+                self._make_way(r)
                 return
 
     def _is_blocked(self, r: Request) -> bool:
@@ -70,6 +73,11 @@ class Admission:
         """As long as this is the same, as many can run to their ends beside each other."""
         have = self.core.have
         return self.core.taken, len(have.copies.wire), *[arena.away for arena in have.arenas.values()]
+
+    def lacks_of(self, r: Request | None) -> list[Lack]:
+        """What `r` lacked, if it is the head of the queue and did not fit."""
+        b = self._blocked
+        return b.lacks if b is not None and b.request is r else []
 
     def is_due(self) -> bool:
         """Whether planning has made room for somebody who was not tried."""
@@ -94,12 +102,31 @@ class Admission:
                 no_row = True                  # that is soon seen
             else:
                 lacks.append(have.lack)
-                if self.core.cfg.sparse and have.lack.tier is Tier.HBM:
-                    state = self._state()      # others may go on from the host, or may not any more
         for lack in lacks:
             lack.gained = have.gained(lack.tier)
         self._blocked = Blocked(r, r.visit, len(self.core.running), () if no_row else state, lacks, early)
         return False
+
+    def _short(self, lack: Lack) -> int:
+        return self.core.have.arenas[lack.tier].short(lack.want, promised=True)
+
+    def _make_way(self, r: Request) -> None:
+        """`r` lacks device pages that nobody was promised: the youngest that runs goes on from the host, if
+        all that may would leave it enough. Who is on the way there is waited for; who has given way twice
+        stays, for what keeps it from the host would make it give way again."""
+        core, have = self.core, self.core.have
+        lacks = [lack for lack in self.lacks_of(r) if lack.tier is Tier.HBM] if core.cfg.sparse else []
+        rows = [q for q in core.running if room.may_spill(core, q) and q.gave_way < room.GAVE_WAY_MAX - 1]
+        host = have.freed, have.gained(Tier.DRAM), core.taken
+        if not (lacks and rows) or host == self._host or any(q.phase is Phase.STAGING for q in core.running):
+            return
+        have.lack = min(lacks, key=self._short)
+        short = self._short(have.lack) - sum(1 for _ in room.landing(core, Tier.HBM))
+        if not 0 < short <= sum([len(t.device) for q in rows for t in q.tables if t.hosted]):
+            return                             # tables are long: soon seen
+        if short <= sum([room.spillable(core, q, short) for q in rows]) and not any(
+                room.spills(core, q) for q in reversed(rows)):
+            self._host = host                  # it has no room for them
 
     def may_start(self, r: Request) -> bool:
         """Whether nothing that `r`, who is in line, waits for by itself keeps it from getting a row."""

@@ -137,11 +137,10 @@ def _find(have: Holdings, r: Request) -> None:
     old, r.path = r.path, have.match(r)
     for node in r.path:
         have.tree.use(node)
-    # What it has fetched may have been banished since, and be known again from elsewhere.
-    same = next((k for k, (a, b) in enumerate(zip(old, r.path, strict=False)) if a is not b), len(old))
     for g, t in enumerate(r.tables):
-        for i in range(same * have.cfg.page_size // t.unit, len(t.host) if same < len(old) else 0):
-            drop_entry(have, r, g, t.host, i)
+        for i, copy in enumerate(t.host):      # what it has fetched may have been banished since
+            if copy is not None and copy.node is not None and copy.node.banished:
+                drop_entry(have, r, g, t.host, i)
     have.tree.leave(old)
     r.computed = r.settled = len(r.path) * have.cfg.page_size
 

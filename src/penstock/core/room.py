@@ -5,6 +5,7 @@ else is disturbed.
 """
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,6 @@ AWAY_STEPS = 8       # so long a peer may take to say that it writes no more, be
 
 if TYPE_CHECKING:
     from penstock.core.core import Core
-    from penstock.core.holdings import Lack
     from penstock.core.tree import Copy
 
 
@@ -27,7 +27,7 @@ def promised(core: Core, tier: Tier = Tier.HBM) -> bool:
     or writes does not count, it may hang; nor does what another engine writes, or reads for a request
     that has ended: that takes as long as it takes."""
     have = core.have
-    if any(pool.in_limbo > pool.away for pool in have.arenas[tier].pools) or any(_landing(core, tier)):
+    if any(pool.in_limbo > pool.away for pool in have.arenas[tier].pools) or any(landing(core, tier)):
         return True
     if tier is not Tier.HBM:
         return False
@@ -43,7 +43,7 @@ def promised(core: Core, tier: Tier = Tier.HBM) -> bool:
                for r in core.waiting)
 
 
-def _landing(core: Core, tier: Tier) -> Iterator[Copy]:
+def landing(core: Core, tier: Tier) -> Iterator[Copy]:
     """Pages of `tier` that can be evicted when copies that surely end have landed."""
     for flight in core.have.copies.flights.values():
         ends = flight.src.tier, flight.dst.tier
@@ -105,7 +105,7 @@ def for_growth(core: Core, r: Request, taken: list[Request]) -> None:
         return
     # A spill may end in a pause, if there is no hot buffer to be had: the oldest goes last of all.
     for victim in reversed(core.running):
-        if victim not in taken and _spills(core, victim):
+        if victim not in taken and spills(core, victim):
             return
     core.have.lacks = tier                     # not what a spill has asked for
     victim = next(v for v in reversed(core.running) if v not in taken and v.phase is not Phase.LOADING)
@@ -129,16 +129,20 @@ def may_spill(core: Core, r: Request) -> bool:
             and any(t.hosted and len(t.device) > core.cfg.hot_pages for t in r.tables))
 
 
-def spillable(core: Core, r: Request) -> int:
-    """Device pages that nobody has any more when `r` goes on from the host: what it shares stays, and as
-    many of its own as a hot buffer has."""
+def spillable(core: Core, r: Request, most: int = 1) -> int:
+    """Device pages, `most` of them at most, that nobody has any more when `r` goes on from the host: what it
+    shares stays, which is how its tables begin, and as many of its own as a hot buffer has."""
     if not may_spill(core, r):
         return 0
-    own = [sum([c is not None and c.pins == 1 for c in t.device]) for t in r.tables if t.hosted]
-    return sum([max(0, n - core.cfg.hot_pages) for n in own])
+    free, hot = 0, core.cfg.hot_pages
+    for t in r.tables:
+        if t.hosted:
+            own = itertools.takewhile(lambda c: c is not None and c.pins == 1, reversed(t.device))
+            free += max(0, sum(1 for _ in itertools.islice(own, hot + most)) - hot)
+    return min(free, most)
 
 
-def _spills(core: Core, victim: Request) -> bool:
+def spills(core: Core, victim: Request) -> bool:
     """Let it go on from host pages, if that helps and there is room. The first of all only when alone."""
     last = victim is core.running[0] and len(core.running) > 1
     return not last and spillable(core, victim) > 0 and core.spill(victim)
@@ -205,29 +209,11 @@ def _drop_delivered(core: Core, but: Request) -> bool:
     return False
 
 
-def _spill_for_line(core: Core, lacks: list[Lack]) -> None:
-    """The first of the line lacks device pages that are not promised: the youngest that runs goes on from
-    the host, if all that may would make room enough. Who is on the way there is waited for; who has given
-    way twice stays, for what keeps it from the host would make it give way again."""
+def for_admission(core: Core, r: Request) -> bool:
+    """`r` waits. Nobody who runs gives way to it, but pages of those who wait behind it must not block the
+    engine for ever. Returns whether nothing can be done: another engine still has pages that it was granted
+    and that were given up, and nobody knows when they come back."""
     have = core.have
-    mine = [lack for lack in lacks if lack.tier is Tier.HBM]
-    if not mine or any([r.phase is Phase.STAGING for r in core.running]):
-        return
-    short, have.lack = min([(have.arenas[Tier.HBM].short(lack.want, promised=True), lack) for lack in mine],
-                           key=lambda pair: pair[0])
-    short -= sum(1 for _ in _landing(core, Tier.HBM))
-    rows = [r for r in core.running if r.gave_way < GAVE_WAY_MAX - 1]
-    if 0 < short <= sum([spillable(core, r) for r in rows]):
-        any(_spills(core, r) for r in reversed(rows))
-
-
-def for_admission(core: Core, r: Request, lacks: list[Lack]) -> bool:
-    """`r` waits for these. Nobody who runs loses a row for it, but pages of those who wait behind it must
-    not block the engine for ever. Returns whether nothing can be done: another engine still has pages that
-    it was granted and that were given up, and nobody knows when they come back."""
-    have = core.have
-    if core.running and core.cfg.sparse:
-        _spill_for_line(core, lacks)
     if core.running or have.rows.in_limbo or promised(core) or promised(core, Tier.DRAM):
         return False
     if _drop_sending(core, r) or _drop_delivered(core, r) or _drop_paused(core, r, bare=True):
@@ -250,7 +236,7 @@ def yield_device(core: Core, victim: Request) -> None:
                 return                         # it can pause when they have come
             if not drop_fetching(core):
                 break
-            if _spills(core, victim):
+            if spills(core, victim):
                 return                         # now there is room for that
         else:
             return

@@ -38,6 +38,9 @@ def strike(core: Core, executor: SimExecutor, r: Request, rng: Random) -> Counte
     # ended do not.
     others = {id(node) for row in late if row.request is not r and row.request.phase is not Phase.DONE
               for node in _named(core, row.request)}
+    # What nobody finds any more may be read for somebody who has left it.
+    others |= {id(node) for node in known if node.banished and any(
+        copy.used > core.have.retired for copy in node.copies.values())}
     own = [i for i, node in enumerate(known) if node.refs == int(not dropped) and id(node) not in others]
     first = rng.choice([*own, len(known)])
     pages: set[tuple[Tier, int]] = set()

@@ -13,10 +13,12 @@ from penstock.core.core import Core
 from penstock.core.lifecycle import ACTIVE, WAITING, Phase, Place, Trigger
 from penstock.core.plan import Event, Expired, Rates, Tier
 from penstock.core.request import STUCK_MAX, Request
+from penstock.core.room import GAVE_WAY_MAX, landing
 from penstock.core.tree import Node
 
 GIVING_WAY = (Trigger.PAUSE, Trigger.DROP)
 HOSTED_MAX = 3         # steps that a row goes on from the host though it could come back
+LINE_MAX = 8          # and that somebody waits for device pages that rows could do without
 
 
 class Policy:
@@ -26,7 +28,9 @@ class Policy:
         self.core = core
         self.rates: Rates | None = None
         self.longest = -1
+        self.pausing = -1, -1                   # who was to pause last: it gives up device pages
         self.hosted = 0                         # steps since somebody could come back from the host
+        self.line = 0                           # and since the first of the line could have its pages
         self.refused = False                    # something says no where there is room: nothing is judged
 
     # ---------------------------------------------------------------- before an edge
@@ -34,6 +38,8 @@ class Policy:
         """`pressure`: the core wants it, because pages are short."""
         if self.refused:
             return
+        if trigger is Trigger.PAUSE:
+            self.pausing = r.rid, r.visit
         if trigger is Trigger.FETCH:
             self._pays(r)
         elif trigger in (Trigger.ADMIT, Trigger.RESUME) and r.phase in (Phase.QUEUED, Phase.DROPPED):
@@ -69,7 +75,7 @@ class Policy:
     def _last_resort(self, r: Request, trigger: Trigger) -> None:
         """Spill before pause before drop, and first of all who does not even run."""
         core = self.core
-        if r.place is Place.HOST and trigger is Trigger.DROP:
+        if r.place is Place.HOST and trigger is Trigger.DROP and self.pausing != (r.rid, r.visit):
             idle = [q.rid for q in core.waiting if q.phase in (Phase.FETCHING, Phase.PAUSED) and any(
                 any(t.host) for t in q.tables)]
             assert not idle, f"request {r.rid} is dropped for host pages, and {idle} do not run"
@@ -100,10 +106,13 @@ class Policy:
 
     # ---------------------------------------------------------------- back from the host
     def step(self) -> None:
-        """A step was planned. Nobody stays on the host for long whom the device could serve to the end."""
+        """A step was planned. Nobody stays on the host for long whom the device could serve to the end, nor
+        on the device with pages that would let the first of the line in."""
         core = self.core
         if not core.cfg.sparse:
             return
+        self.line = self.line + 1 if self._could_make_way() and not self.refused else 0
+        assert self.line <= LINE_MAX, f"request {core.line[0].rid} waits, and rows could go on from the host"
         away = [r for r in core.running if r.phase is Phase.HOSTED and r.put_back < core.have.issued]
         busy = core.waiting or core.cfg.always_hosted or self.refused or any(
             r.phase is Phase.PROMOTING for r in core.running)
@@ -111,6 +120,21 @@ class Policy:
         could = away and not busy and all(map(self._is_room, away)) and any(map(self._may_end, away))
         self.hosted = self.hosted + 1 if could else 0
         assert self.hosted <= HOSTED_MAX, f"request {away[0].rid} stays on the host, and the device has room"
+
+    def _could_make_way(self) -> bool:
+        """Whether rows that can go on from the host would leave the first of the line what it lacked, and
+        none is on the way there."""
+        core = self.core
+        if any(r.phase is Phase.STAGING for r in core.running):
+            return False
+        first = next((r for r in core.line if core.admission.may_start(r)), None)
+        lacks = [lack for lack in core.admission.lacks_of(first) if lack.tier is Tier.HBM]
+        short = min([core.have.arenas[Tier.HBM].short(lack.want, promised=True) for lack in lacks], default=0)
+        rows = [r for r in core.running[1:] or core.running
+                if self._may_spill(r) and r.gave_way < GAVE_WAY_MAX - 1 and self._fits_host(r, Phase.STAGING)]
+        own = [sum(c is not None and c.pins == 1 for c in t.device) - core.cfg.hot_pages
+               for r in rows for t in r.tables if t.group.hosted]
+        return 0 < short - sum(1 for _ in landing(core, Tier.HBM)) <= sum(n for n in own if n > 0)
 
     def _is_room(self, r: Request) -> bool:
         """Whether free device pages hold what only the host has of `r`, and a page more for each row. Of
