@@ -224,7 +224,6 @@ def test_a_storm_pauses_nobody_often_and_the_first_never(seed: int) -> None:
 
 DIGESTS = """
 from penstock.sim.scenario import draw
-from penstock.sim.mutants.hosted import LINES
 from penstock.sim.pair import start
 runs = [start(draw(seed), record=True) for seed in range(12)]
 print([run.play() and run.digest() for run in runs])

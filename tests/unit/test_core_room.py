@@ -165,11 +165,14 @@ def test_a_dense_request_in_line_gets_pages_that_others_can_do_without() -> None
     assert d.finished() == {0: Outcome.LENGTH, 1: Outcome.LENGTH}
 
 
-def test_nobody_goes_to_the_host_for_somebody_who_would_not_fit_all_the_same() -> None:
+@pytest.mark.parametrize("prompt", [230, 150])
+def test_nobody_goes_to_the_host_for_somebody_who_would_not_fit_all_the_same(prompt: int) -> None:
+    """Of 60 pages it needs 58, and the two could leave it 44; or 38, and the younger could leave it 36: the
+    first of all stays."""
     d = Driver(rows=4, hbm_pages=60, dram_pages=400, hot_pages=8, max_len=256)
     for rid in range(2):
         d.arrive(rid, range(1000 * rid, 1000 * rid + 62), 60, selects=True)
-    d.arrive(9, range(9000, 9230), 4)          # 58 of 60 pages; the two could leave it 44
+    d.arrive(9, range(9000, 9000 + prompt), 4)
     for _ in range(20):
         d.retire()
         while d.moves:

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from penstock.core import lifecycle, placement, room, storage
 from penstock.core.holdings import Lack
 from penstock.core.lifecycle import Phase
-from penstock.core.plan import Tier
+from penstock.core.plan import StepId, Tier
 from penstock.core.request import Request
 from penstock.core.tree import Copy
 
 if TYPE_CHECKING:
     from penstock.core.core import Core
+
+LOOK_STEPS = 4       # so long nobody looks again for rows that could make way, if they had too little
 
 
 class Blocked(NamedTuple):
@@ -29,6 +31,14 @@ class Blocked(NamedTuple):
     early: list[Copy]                      # were still being filled
 
 
+class Vain(NamedTuple):
+    """Nobody could make way for the head of the queue."""
+
+    taken: int                             # edges by then
+    step: StepId
+    host: list[Lack]                       # what those lacked who would have; empty: it was not enough
+
+
 class Admission:
     """The head of one engine's queue, and why it waits."""
 
@@ -36,7 +46,7 @@ class Admission:
         self.core = core
         self._blocked: Blocked | None = None   # the head of the queue, when it last did not fit
         self._skipped: Request | None = None   # the same, if it was not tried in this turn
-        self._host: tuple[int, ...] | None = None        # of the host, when it had no room for a spill
+        self._vain: Vain | None = None         # when nobody could make way for it
 
     def admit(self) -> None:
         """Give rows and pages to the waiting, in order; the first that does not fit blocks the rest,
@@ -112,21 +122,41 @@ class Admission:
 
     def _make_way(self, r: Request) -> None:
         """`r` lacks device pages that nobody was promised: the youngest that runs goes on from the host, if
-        all that may would leave it enough. Who is on the way there is waited for; who has given way twice
-        stays, for what keeps it from the host would make it give way again."""
+        all that may would leave it enough. The first of all stays, unless it is alone, and so does who has
+        given way twice: what keeps a row from the host may make it give way."""
         core, have = self.core, self.core.have
         lacks = [lack for lack in self.lacks_of(r) if lack.tier is Tier.HBM] if core.cfg.sparse else []
-        rows = [q for q in core.running if room.may_spill(core, q) and q.gave_way < room.GAVE_WAY_MAX - 1]
-        host = have.freed, have.gained(Tier.DRAM), core.taken
-        if not (lacks and rows) or host == self._host or any(q.phase is Phase.STAGING for q in core.running):
+        if not lacks or room.leaving(core) or any(q.phase is Phase.STAGING for q in core.running):
             return
-        have.lack = min(lacks, key=self._short)
-        short = self._short(have.lack) - sum(1 for _ in room.landing(core, Tier.HBM))
-        if not 0 < short <= sum([len(t.device) for q in rows for t in q.tables if t.hosted]):
-            return                             # tables are long: soon seen
-        if short <= sum([room.spillable(core, q, short) for q in rows]) and not any(
-                room.spills(core, q) for q in reversed(rows)):
-            self._host = host                  # it has no room for them
+        have.lack = min(lacks, key=self._short)          # the judge reads what a spill is for
+        short = self._short(have.lack)
+        if short <= 0 or self._in_vain(core.taken):
+            return
+        short -= sum(1 for _ in room.landing(core, Tier.HBM))
+        rows = [q for q in core.running[1:] or core.running
+                if room.may_spill(core, q) and q.gave_way < room.GAVE_WAY_MAX - 1]
+        self._vain = Vain(core.taken, have.issued, [])
+        if short <= 0 or sum([room.spillable(core, q, short) for q in rows]) < short:
+            return
+        for q in reversed(rows):
+            have.lack = lacks[0]
+            if room.spills(core, q):
+                self._vain = None
+                return
+            if have.lack.tier is Tier.DRAM:
+                have.lack.gained = have.gained(Tier.DRAM)
+                self._vain.host.append(have.lack)
+
+    def _in_vain(self, taken: int) -> bool:
+        """Whether looking again for rows that could make way is too early: it walks the ends of their tables,
+        and asking for host pages evicts what is cached there."""
+        v, have = self._vain, self.core.have
+        if v is None or v.taken != taken:
+            return False
+        if v.host:
+            more = have.gained(Tier.DRAM)
+            return all([self._short(lack) > more - lack.gained for lack in v.host])
+        return have.issued < v.step + LOOK_STEPS
 
     def may_start(self, r: Request) -> bool:
         """Whether nothing that `r`, who is in line, waits for by itself keeps it from getting a row."""

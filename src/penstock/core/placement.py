@@ -143,8 +143,9 @@ def _total(cfg: CoreConfig, arena: Arena, pages: list[int], kept: int) -> bool:
 def promote(core: Core) -> bool:
     """Bring the oldest hosted row back, if all that run could then end on the device. Returns whether
     that failed because pages are still in use."""
-    if core.cfg.always_hosted or any(r.phase is not Phase.RECEIVING for r in core.line):
-        return False                           # who is RECEIVING has its pages
+    if core.cfg.always_hosted or any(r.phase is not Phase.RECEIVING or core.admission.lacks_of(r)
+                                     for r in core.line):
+        return False                           # who is RECEIVING has its pages, mostly
     if any(r.phase is Phase.PROMOTING for r in core.running):
         return False                           # one at a time
     total = _demand(core)

@@ -35,8 +35,11 @@ def promised(core: Core, tier: Tier = Tier.HBM) -> bool:
     if any(have.in_flight(r) and any([t.reach and t.begin(r.computed) > t.first for t in r.tables])
            for r in core.running):
         return True
-    if any(r.phase is Phase.STAGING for r in core.running):
-        return True
+    return any(r.phase is Phase.STAGING for r in core.running) or leaving(core)
+
+
+def leaving(core: Core) -> bool:
+    """Whether somebody who has no row is about to give up device pages."""
     if any(r.phase is Phase.SENDING and r.is_pushed for r in core.waiting):
         return True
     return any(r.phase is Phase.PAUSED and any(t.device for t in r.tables) and not _is_bare(r)
@@ -130,16 +133,17 @@ def may_spill(core: Core, r: Request) -> bool:
 
 
 def spillable(core: Core, r: Request, most: int = 1) -> int:
-    """Device pages, `most` of them at most, that nobody has any more when `r` goes on from the host: what it
-    shares stays, which is how its tables begin, and as many of its own as a hot buffer has."""
+    """Slabs (of a single group pages), counted to about `most`, that nobody has any more when `r` goes on
+    from the host: what it shares stays, which is how its tables begin, and of its own a hot buffer."""
     if not may_spill(core, r):
         return 0
     free, hot = 0, core.cfg.hot_pages
     for t in r.tables:
         if t.hosted:
             own = itertools.takewhile(lambda c: c is not None and c.pins == 1, reversed(t.device))
-            free += max(0, sum(1 for _ in itertools.islice(own, hot + most)) - hot)
-    return min(free, most)
+            per = t.group.slab_pages if len(r.tables) > 1 else 1
+            free += max(0, sum(1 for _ in itertools.islice(own, hot + most * per)) - hot) // per
+    return free
 
 
 def spills(core: Core, victim: Request) -> bool:
@@ -149,11 +153,11 @@ def spills(core: Core, victim: Request) -> bool:
 
 
 def _for_host_pages(core: Core, taken: list[Request]) -> None:
-    """Who does not run gives way first, then twins that no step reads, then the youngest that runs
-    from host pages."""
-    if drop_fetching(core) or _drop_paused(core, None, bare=False) or _take_back(core, Tier.DRAM, taken):
+    """Twins that no step reads go first, of one row, then who does not run gives way, then the youngest
+    that runs from host pages."""
+    if _drop_twins(core) or drop_fetching(core) or _drop_paused(core, None, bare=False):
         return
-    if any(staying.drop_twins(core.have, r) for r in reversed(core.running)):      # of one row
+    if _take_back(core, Tier.DRAM, taken):
         return
     rows = [r for r in core.running if r not in taken and (
         r.place is Place.HOST or r.phase is Phase.STAGING)]
@@ -164,6 +168,10 @@ def _for_host_pages(core: Core, taken: list[Request]) -> None:
                 core.have.arenas[Tier.DRAM].away or rows[1:] or promised(core, Tier.DRAM)):
             core._go(victim, Trigger.DROP)     # the first of all waits for what loads, or is away
         return
+
+
+def _drop_twins(core: Core, but: Request | None = None) -> bool:
+    return any(staying.drop_twins(core.have, r) for r in reversed(core.running) if r is not but)
 
 
 def _is_away(core: Core) -> bool:
@@ -234,7 +242,7 @@ def yield_device(core: Core, victim: Request) -> None:
         while not core._go(victim, Trigger.PAUSE):
             if promised(core, Tier.DRAM):
                 return                         # it can pause when they have come
-            if not drop_fetching(core):
+            if not (_drop_twins(core, victim) or drop_fetching(core)):
                 break
             if spills(core, victim):
                 return                         # now there is room for that

@@ -227,6 +227,8 @@ def unsaved(have: Holdings, r: Request, phase: Phase) -> list[int]:
 def reserve(have: Holdings, r: Request, phase: Phase) -> bool:
     """Take the host pages that pausing or staging may need. False: nothing has changed."""
     want, staging = unsaved(have, r, phase), phase is Phase.STAGING
+    while have.room(Tier.DRAM, want) and (more := unsaved(have, r, phase)) != want:
+        want = more                            # what was evicted for it was its own
     if not have.room(Tier.DRAM, want):
         return False
     for g, n in enumerate(want):
@@ -292,6 +294,9 @@ def return_reserve(have: Holdings, r: Request) -> None:
 def park(have: Holdings, r: Request) -> None:
     """All steps of a paused request have retired: pin host copies, then let go of the device."""
     copy_down(have, r, all_groups=True)
+    for g, t in enumerate(r.tables):           # the twin of what its prompt would have left open
+        for i in range(t.end(r.computed), len(t.host)):
+            drop_entry(have, r, g, t.host, i)
     r.is_parked = True
     let_go_of_device(have, r)
 

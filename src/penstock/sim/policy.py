@@ -13,7 +13,7 @@ from penstock.core.core import Core
 from penstock.core.lifecycle import ACTIVE, WAITING, Phase, Place, Trigger
 from penstock.core.plan import Event, Expired, Rates, Tier
 from penstock.core.request import STUCK_MAX, Request
-from penstock.core.room import GAVE_WAY_MAX, landing
+from penstock.core.room import GAVE_WAY_MAX, landing, leaving
 from penstock.core.tree import Node
 
 GIVING_WAY = (Trigger.PAUSE, Trigger.DROP)
@@ -54,7 +54,8 @@ class Policy:
         for_host = r.phase in WAITING or (r.place is Place.HOST and trigger is Trigger.DROP)
         tier = have.lacks if for_host else Tier.HBM
         arena, lack = have.arenas[tier], have.lack
-        if trigger is not Trigger.SPILL or lack is None or not arena.short(lack.want, promised=True):
+        short = lack is not None and lack.tier is tier and arena.short(lack.want, promised=True) > 0
+        if trigger is not Trigger.SPILL or not short:
             assert not any(pool.in_limbo > pool.away for pool in arena.pools), (
                 f"request {r.rid} gives way to a promised page")
         alone = len(running) < 2 and not arena.away
@@ -89,19 +90,27 @@ class Policy:
 
     def _may_spill(self, r: Request) -> bool:
         """Whether it could decode from host pages, and device pages would become free."""
-        return r.phase is Phase.RESIDENT and r.may_host and r.stuck < STUCK_MAX and any(
-            sum(c is not None and c.pins == 1 for c in t.device) > self.core.cfg.hot_pages
-            for t in r.tables if t.group.hosted)
+        return r.phase is Phase.RESIDENT and r.may_host and r.stuck < STUCK_MAX and self._own_slabs(r) > 0
+
+    def _own_slabs(self, r: Request) -> int:
+        """What nobody else reads of `r` and a hot buffer does not keep; of a single group in pages."""
+        cfg = self.core.cfg
+        own = [(sum(c is not None and c.pins == 1 for c in t.device) - cfg.hot_pages)
+               // (t.group.slab_pages if len(cfg.groups) > 1 else 1) for t in r.tables if t.group.hosted]
+        return sum(n for n in own if n > 0)
 
     def _fits_host(self, r: Request, phase: Phase) -> bool:
-        """Whether what `r` has not saved fits into host pages that are free now or can be evicted."""
+        """Whether what `r` has not saved fits into host pages that are free now or can be evicted, and are
+        not what it has saved."""
         have = self.core.have
         want, arena = staying.unsaved(have, r, phase), have.arenas[Tier.DRAM]
         if not any(want):
             return True
         if len(arena.pools) > 1:
             return not arena.short(want, promised=False)
-        idle = sum(have.tree.evictable(node, have.host[0]) for node in have.tree.nodes())
+        mine = {id(node) for node in r.path}
+        others = [node for node in have.tree.nodes() if id(node) not in mine]
+        idle = sum(have.tree.evictable(node, have.host[0]) for node in others)
         return want[0] <= arena.pools[0].free + idle
 
     # ---------------------------------------------------------------- back from the host
@@ -125,16 +134,15 @@ class Policy:
         """Whether rows that can go on from the host would leave the first of the line what it lacked, and
         none is on the way there."""
         core = self.core
-        if any(r.phase is Phase.STAGING for r in core.running):
+        if any(r.phase is Phase.STAGING for r in core.running) or leaving(core):
             return False
         first = next((r for r in core.line if core.admission.may_start(r)), None)
         lacks = [lack for lack in core.admission.lacks_of(first) if lack.tier is Tier.HBM]
         short = min([core.have.arenas[Tier.HBM].short(lack.want, promised=True) for lack in lacks], default=0)
         rows = [r for r in core.running[1:] or core.running
                 if self._may_spill(r) and r.gave_way < GAVE_WAY_MAX - 1 and self._fits_host(r, Phase.STAGING)]
-        own = [sum(c is not None and c.pins == 1 for c in t.device) - core.cfg.hot_pages
-               for r in rows for t in r.tables if t.group.hosted]
-        return 0 < short - sum(1 for _ in landing(core, Tier.HBM)) <= sum(n for n in own if n > 0)
+        own = sum(self._own_slabs(r) for r in rows)
+        return 0 < short - sum(1 for _ in landing(core, Tier.HBM)) <= own
 
     def _is_room(self, r: Request) -> bool:
         """Whether free device pages hold what only the host has of `r`, and a page more for each row. Of
