@@ -226,26 +226,28 @@ def unsaved(have: Holdings, r: Request, phase: Phase) -> list[int]:
 
 def reserve(have: Holdings, r: Request, phase: Phase) -> bool:
     """Take the host pages that pausing or staging may need. False: nothing has changed."""
-    want, staging = unsaved(have, r, phase), phase is Phase.STAGING
-    while have.room(Tier.DRAM, want) and (more := unsaved(have, r, phase)) != want:
-        want = more                            # what was evicted for it was its own
+    want = unsaved(have, r, phase)
+    pinned = _pin_host(have, r) if phase is Phase.STAGING else []
     if not have.room(Tier.DRAM, want):
+        for g, i in pinned:
+            drop_entry(have, r, g, r.tables[g].host, i)
         return False
     for g, n in enumerate(want):
         r.reserve[g] += have.host[g].pool.acquire(n)
-    if staging:
-        _pin_host(have, r)
     return True
 
 
-def _pin_host(have: Holdings, r: Request) -> None:
-    """What the host has of a row that is being staged must stay there."""
+def _pin_host(have: Holdings, r: Request) -> list[tuple[int, int]]:
+    """What the host has of a row that is being staged must stay there: the group and entry of each page."""
+    pinned: list[tuple[int, int]] = []
     for g, t in enumerate(r.tables):
         for i in range(len(t.device) if t.hosted else 0):
             node = have.node(r, t, i)
             if own(t.host, i) is None and node is not None and (
                     copy := have.below(node, g, own(t.device, i))):
                 put(t.host, i, copy)
+                pinned.append((g, i))
+    return pinned
 
 
 def copy_down(have: Holdings, r: Request, *, all_groups: bool) -> None:
