@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from driver import Driver
 
+from penstock.core import staying
 from penstock.core.lifecycle import Phase
-from penstock.core.plan import Entered, Expired, Outcome, Paused, Promoted, RequestId, Spilled
+from penstock.core.plan import Entered, Expired, Outcome, Paused, Promoted, RequestId, Spilled, Tier
 from penstock.core.settings import CacheGroup
 
 
@@ -73,3 +74,22 @@ def test_a_pause_without_room_on_the_host_leaves_a_row_on_its_way_back() -> None
     assert d.phase(1) is Phase.PROMOTING
     d.tell(Paused(RequestId(1)))
     assert d.phase(1) is Phase.PROMOTING
+
+
+def test_a_load_that_fails_when_the_row_that_waited_for_it_is_on_its_way_to_the_host() -> None:
+    """A step has read what never came: all is computed again."""
+    d = Driver(hbm_pages=32, dram_pages=32, hot_pages=1, wait_pages=100)
+    d.arrive(1, range(17), max_new=1)
+    d.run()
+    d.core.have.tree.evict(d.core.have.device[0], 99)
+    d.arrive(2, range(17), max_new=9, selects=True)
+    (load,) = d.moves
+    r = d.core.live[RequestId(2)]
+    assert load.dst is Tier.HBM and load.id in r.waits and r.phase is Phase.RESIDENT
+    assert staying.drop_twins(d.core.have, r)
+    d.tell(Spilled(RequestId(2)))
+    assert d.phase(2) is Phase.STAGING
+    d.land(ok=False)
+    assert r.phase not in (Phase.STAGING, Phase.RESIDENT, Phase.HOSTED) and r.life == 1
+    d.run()
+    assert d.finished()[2] is Outcome.LENGTH
