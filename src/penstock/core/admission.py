@@ -128,9 +128,8 @@ class Admission:
         lacks = [lack for lack in self.lacks_of(r) if lack.tier is Tier.HBM] if core.cfg.sparse else []
         if not lacks or room.leaving(core) or any(q.phase is Phase.STAGING for q in core.running):
             return
-        have.lack = min(lacks, key=self._short)          # the judge reads what a spill is for
-        short = self._short(have.lack)
-        if short <= 0 or self._in_vain(core.taken):
+        short = min([self._short(lack) for lack in lacks])
+        if short <= 0 or self._in_vain():
             return
         short -= sum(1 for _ in room.landing(core, Tier.HBM))
         rows = [q for q in core.running[1:] or core.running
@@ -139,7 +138,7 @@ class Admission:
         if short <= 0 or sum([room.spillable(core, q, short) for q in rows]) < short:
             return
         for q in reversed(rows):
-            have.lack = lacks[0]
+            have.lack = lacks[0]               # what the spill is for: the judge reads it
             if room.spills(core, q):
                 self._vain = None
                 return
@@ -147,11 +146,11 @@ class Admission:
                 have.lack.gained = have.gained(Tier.DRAM)
                 self._vain.host.append(have.lack)
 
-    def _in_vain(self, taken: int) -> bool:
+    def _in_vain(self) -> bool:
         """Whether looking again for rows that could make way is too early: it walks the ends of their tables,
         and asking for host pages evicts what is cached there."""
         v, have = self._vain, self.core.have
-        if v is None or v.taken != taken:
+        if v is None or v.taken != self.core.taken:
             return False
         if v.host:
             more = have.gained(Tier.DRAM)
