@@ -149,8 +149,8 @@ def test_weights_that_cannot_fit_are_refused_before_they_are_read(folder):
 def test_a_model_whose_logits_are_not_finite_never_becomes_ready(folder, monkeypatch):
     real = build.families.dummy_tensors
 
-    def damaged(config, seed):
-        for name, tensor in real(config, seed):
+    def damaged(config, seed, wants):
+        for name, tensor in real(config, seed, wants):
             yield name, tensor * torch.inf if name.endswith("1.mlp.down_proj.weight") else tensor
 
     monkeypatch.setattr(build.families, "dummy_tensors", damaged)

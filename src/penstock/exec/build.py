@@ -147,8 +147,8 @@ def _load(config: Config, dtype: torch.dtype, backends: dict[str, registry.Choic
                            ops=layer.ops(backends["layer"].name))
     _check_weights_fit(name, families.tensor_shapes(checkpoint.config), dtype)
     tensors: Iterable[tuple[str, Tensor]] = (
-        families.dummy_tensors(checkpoint.config, config.model.seed or 0)
-        if load_format == "dummy" else checkpoint.tensors())
+        families.dummy_tensors(checkpoint.config, config.model.seed or 0, model.wants)
+        if load_format == "dummy" else checkpoint.tensors(model.wants))
     loaded = trimmed = 0
     for tensor_name, tensor in tensors:
         loaded += tensor.numel() * dtype.itemsize

@@ -7,18 +7,49 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, NewType, Protocol, TypeAlias
 
 from torch import Tensor
 
+GlobalLayer = NewType("GlobalLayer", int)      # counted over the whole model, as in tensor names
+LocalLayer = NewType("LocalLayer", int)        # counted from the first layer of a stage, as in pools
 # attend(layer, q_TNH, k_TKH, v_TKH) -> out_TNH: stores k and v (RoPE applied) into the row's pages,
 # then attends causally over everything that the row has stored, with `Model.attention.scale`.
-Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+Attend: TypeAlias = Callable[[LocalLayer, Tensor, Tensor, Tensor], Tensor]
+Wants: TypeAlias = Callable[[str], bool]       # whether the tensor of this name is to be read
+
+
+def everything(name: str) -> bool:
+    """The `Wants` of a reader without a model: every tensor."""
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What one pipeline rank has of a model: layers [first, end), at least one. The first stage has
+    the embedding (`embeds`), the last the final norm and the head (`heads`); a tied head needs the
+    embedding's tensor as well."""
+
+    first: GlobalLayer
+    end: GlobalLayer
+    embeds: bool
+    heads: bool
+
+
+class Boundary(NamedTuple):
+    """What one layer hands to the next, and one stage to the next. The receiver may write into it.
+
+    `h_TD` is the residual stream without `delta_TD`, the last half layer's output, which whoever
+    norms h next adds to it (adding and norming are one operation); None before the first layer.
+    """
+
+    h_TD: Tensor
+    delta_TD: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVShape:
-    """KV of one token: `num_layers` x (k, v) x `num_kv_heads` x `head_dim`."""
+    """KV of one token in one stage: `num_layers` x (k, v) x `num_kv_heads` x `head_dim`."""
 
     num_layers: int
     num_kv_heads: int
@@ -34,12 +65,18 @@ class AttentionShape:
 
 
 class Model(Protocol):
-    """A loaded model. Built by `build`, filled by `load`, ready after `finish`."""
+    """A loaded model, or one stage of it. Built by `build`, filled by `load`, ready after `finish`."""
 
+    stage: Stage
     kv: KVShape
     attention: AttentionShape
     vocab_size: int
     max_position: int              # context length of the checkpoint, tokens
+
+    def wants(self, name: str) -> bool:
+        """Whether `load` has a use for the tensor of this name: not for what is another stage's.
+        True for a name that no stage knows, which `load` refuses."""
+        ...
 
     def load(self, name: str, tensor: Tensor) -> None:
         """Take one checkpoint tensor by its Hugging Face name; drops the source when it returns.
@@ -53,11 +90,25 @@ class Model(Protocol):
         ...
 
     def forward(self, ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
-        """hidden_TD after the final norm. ids and positions int64."""
+        """hidden_TD of a whole model after the final norm: `norm` of `layers` of `embed`.
+        ids and positions int64."""
+        ...
+
+    def embed(self, ids_T: Tensor) -> Boundary:
+        """In front of the first layer. Only of a stage that embeds."""
+        ...
+
+    def layers(self, x: Boundary, positions_T: Tensor, attend: Attend) -> Boundary:
+        """Behind the last layer of this stage, for the next stage or for `norm`. Exact: any split
+        into stages computes what one stage does, bit for bit."""
+        ...
+
+    def norm(self, x: Boundary) -> Tensor:
+        """hidden_TD after the final norm. Only of a stage that has the head."""
         ...
 
     def logits(self, hidden_BD: Tensor) -> Tensor:
-        """logits_BV, float32."""
+        """logits_BV, float32. Only of a stage that has the head."""
         ...
 
 
@@ -67,6 +118,7 @@ class Checkpoint(Protocol):
     config: dict[str, Any]         # as config.json (GGUF metadata translated)
     eos_ids: tuple[int, ...]       # from generation_config, config, or the tokenizer
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight once, Hugging Face name and layout, one at a time (bounded memory)."""
+    def tensors(self, wants: Wants = everything) -> Iterator[tuple[str, Tensor]]:
+        """Every wanted weight once, Hugging Face name and layout, one at a time (bounded memory).
+        Of the others nothing is read but the header."""
         ...

@@ -17,7 +17,7 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from penstock.config.errors import ConfigError
-from penstock.model.base import Checkpoint
+from penstock.model.base import Checkpoint, Wants, everything
 from penstock.model.files import open_regular, show
 from penstock.model.gguf_config import ROPE_FREQS, HFName, hf_name
 from penstock.model.gguf_file import GGUFTensor
@@ -48,7 +48,7 @@ class ConfigOnly:
     def __init__(self, files: ModelFiles) -> None:
         self.config, self.eos_ids = files.config, files.eos_ids
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, wants: Wants = everything) -> Iterator[tuple[str, Tensor]]:
         """Nothing."""
         return iter(())
 
@@ -65,13 +65,13 @@ class SafetensorsCheckpoint:
         if not any(self.shards.values()):
             raise ConfigError(f"{files.folder}: the safetensors files hold no tensors")
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight once, in the order of the files."""
+    def tensors(self, wants: Wants = everything) -> Iterator[tuple[str, Tensor]]:
+        """Every wanted weight once, in the order of the files."""
         for path, stored in self.shards.items():
             file, _ = open_regular(path)
             with file:
                 for entry in stored.values():
-                    if not entry.name.endswith(_SKIPPED_SUFFIX):
+                    if not entry.name.endswith(_SKIPPED_SUFFIX) and wants(entry.name):
                         tensor = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
                         _read_into(file, entry.begin, _bytes_of(tensor), path)
                         yield entry.name, _finite(tensor, entry.name, path)
@@ -112,8 +112,8 @@ class GGUFCheckpoint:
             names.add(target.name)
             self.plan.append((stored, target))
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight once, in the order of the file; merged experts one by one."""
+    def tensors(self, wants: Wants = everything) -> Iterator[tuple[str, Tensor]]:
+        """Every wanted weight once, in the order of the file; merged experts one by one."""
         file, _ = open_regular(self.path)
         with file:
             for stored, target in self.plan:
@@ -121,6 +121,8 @@ class GGUFCheckpoint:
                 shape = stored.shape[1:] if target.experts else stored.shape
                 for i in range(count):
                     name = target.name.format(i) if target.experts else target.name
+                    if not wants(name):
+                        continue
                     begin = stored.begin + i * (stored.num_bytes // count)
                     tensor = _dequantise(file, stored, begin, shape, self.path)
                     if target.rope_heads:

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.model.base import Attend
+from penstock.model.base import Attend, LocalLayer
 from penstock.model.slots import Slots
 
 
@@ -39,7 +39,8 @@ class Mixer(Protocol):
 
 class Attention:
     def __init__(
-        self, slots: Slots, prefix: str, layer: int, hidden: int, spec: AttentionSpec, eps: float
+        self, slots: Slots, prefix: str, layer: LocalLayer, hidden: int, spec: AttentionSpec,
+        eps: float,
     ) -> None:
         self.layer = layer
         self.eps = eps

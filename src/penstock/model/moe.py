@@ -11,19 +11,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.model.base import GlobalLayer
 from penstock.model.layers import GatedMLP
 from penstock.model.slots import Slots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoESpec:
-    """`layers`: which layers have experts. `renormalize`: chosen weights are scaled to sum to 1."""
+    """`layers`: which layers have experts, by global number. `renormalize`: chosen weights are scaled
+    to sum to 1."""
 
     num_experts: int
     num_chosen: int
     width: int
     renormalize: bool
-    layers: frozenset[int]
+    layers: frozenset[GlobalLayer]
 
 
 class SparseMLP:

@@ -1,6 +1,7 @@
 """From a config.json to a model: which family it is, or a ConfigError that says which there are."""
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from penstock.config.errors import ConfigError
 from penstock.kernels import layer
 from penstock.kernels.layer import LayerOps
-from penstock.model.base import Model
+from penstock.model.base import Model, Stage, Wants, everything
 from penstock.model.families.llama import llama, mistral
 from penstock.model.families.qwen2 import qwen2
 from penstock.model.families.qwen3 import qwen3
@@ -31,15 +32,15 @@ FAMILIES: dict[str, tuple[str, Callable[[Fields], Spec]]] = {
 
 def build(
     config: dict[str, Any], *, dtype: torch.dtype, linear: LinearFactory,
-    ops: LayerOps = REFERENCE_OPS,
+    ops: LayerOps = REFERENCE_OPS, stage: Stage | None = None,
 ) -> Model:
     """An empty model of this config.json. Allocates no weights; `load` and `finish` fill it.
 
     linear(weight_OI, bias_O or None) packs one weight, in `dtype`, and is called once per weight.
-    ops      what a layer does between its linears
+    ops      what a layer does between its linears      stage    a part of it; None: all of it
     Raises ConfigError on an unknown family and on any field that this code would get wrong.
     """
-    return Transformer(read_spec_of(config), dtype, linear, ops)
+    return Transformer(read_spec_of(config), dtype, linear, ops, stage)
 
 
 def read_spec_of(config: dict[str, Any]) -> Spec:
@@ -48,18 +49,27 @@ def read_spec_of(config: dict[str, Any]) -> Spec:
     return FAMILIES[family][1](Fields(config, family))
 
 
-def tensor_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(Hugging Face name, shape) of every weight, in model order. Allocates nothing."""
-    return Transformer(read_spec_of(config), torch.float32, _no_pack, REFERENCE_OPS).shapes()
+def tensor_shapes(
+    config: dict[str, Any], stage: Stage | None = None
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(Hugging Face name, shape) of every weight of a stage or of all, in model order. Allocates
+    nothing."""
+    return Transformer(read_spec_of(config), torch.float32, _no_pack, REFERENCE_OPS, stage).shapes()
 
 
-def dummy_tensors(config: dict[str, Any], seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Random weights for every name, f32, one at a time: normal(0, 0.02), norms 1. Seeded."""
-    random = torch.Generator().manual_seed(seed)
+def dummy_tensors(
+    config: dict[str, Any], seed: int, wants: Wants = everything
+) -> Iterator[tuple[str, Tensor]]:
+    """Random weights for every wanted name, f32, one at a time: normal(0, 0.02), norms 1. Each is
+    seeded by its name, so that a stage draws its own only and the same as the whole model."""
     for name, shape in tensor_shapes(config):
+        if not wants(name):
+            continue
         if name.endswith("norm.weight"):
             yield name, torch.ones(shape)
         else:
+            digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
+            random = torch.Generator().manual_seed(int.from_bytes(digest))
             yield name, torch.empty(shape).normal_(0.0, 0.02, generator=random)
 
 

@@ -6,6 +6,7 @@ A family says what differs in a `Spec`. Knows tensors and names, neither rows no
 """
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -15,13 +16,22 @@ from torch import Tensor
 
 from penstock.config.errors import ConfigError
 from penstock.kernels.layer import LayerOps
-from penstock.model.base import Attend, AttentionShape, KVShape
+from penstock.model.base import (
+    Attend,
+    AttentionShape,
+    Boundary,
+    GlobalLayer,
+    KVShape,
+    LocalLayer,
+    Stage,
+)
 from penstock.model.layers import Attention, AttentionSpec, GatedMLP, Mixer
 from penstock.model.moe import MoESpec, SparseMLP
 from penstock.model.rope import Rope
 from penstock.model.slots import LinearFactory, Slots, check_tensor
 
-EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+_LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +51,14 @@ class Spec:
 
 
 class Layer:
-    def __init__(self, slots: Slots, index: int, spec: Spec) -> None:
+    def __init__(
+        self, slots: Slots, index: GlobalLayer, local: LocalLayer, spec: Spec
+    ) -> None:
         prefix, hidden = f"model.layers.{index}", spec.hidden
         self.ops, self.eps = slots.ops, spec.norm_eps
         self.norm_in = slots.vector(f"{prefix}.input_layernorm.weight", (hidden,))
         self.attention = Attention(
-            slots, f"{prefix}.self_attn", index, hidden, spec.attention, self.eps
+            slots, f"{prefix}.self_attn", local, hidden, spec.attention, self.eps
         )
         self.norm_mlp = slots.vector(f"{prefix}.post_attention_layernorm.weight", (hidden,))
         self.mlp: Mixer
@@ -56,26 +68,30 @@ class Layer:
             self.mlp = GatedMLP(slots, f"{prefix}.mlp", hidden, spec.width, spec.mlp_bias)
 
     def __call__(
-        self, h_TD: Tensor, delta_TD: Tensor | None, cos_T1H: Tensor, sin_T1H: Tensor,
-        attend: Attend,
-    ) -> Tensor:
-        """Adds `delta` (of the layer before) and the attention's half to h in place; returns the
-        MLP's half, for whoever norms h next: adding and norming are one operation."""
-        x_TD = self.ops.norm(h_TD, delta_TD, self.norm_in.value, self.eps)
+        self, x: Boundary, cos_T1H: Tensor, sin_T1H: Tensor, attend: Attend
+    ) -> Boundary:
+        """Adds x's delta and the attention's half to its h in place; hands on the MLP's half."""
+        x_TD = self.ops.norm(x.h_TD, x.delta_TD, self.norm_in.value, self.eps)
         delta_TD = self.attention(x_TD, cos_T1H, sin_T1H, attend)
-        return self.mlp(self.ops.norm(h_TD, delta_TD, self.norm_mlp.value, self.eps))
+        return Boundary(
+            x.h_TD, self.mlp(self.ops.norm(x.h_TD, delta_TD, self.norm_mlp.value, self.eps)))
 
 
 class Transformer:
-    """Implements `model.base.Model`. Building allocates nothing; weights come with `load`."""
+    """Implements `model.base.Model`. Building allocates nothing; weights come with `load`.
+    `stage` is the part that it is; None: all of it."""
 
     def __init__(
-        self, spec: Spec, dtype: torch.dtype, linear: LinearFactory, ops: LayerOps
+        self, spec: Spec, dtype: torch.dtype, linear: LinearFactory, ops: LayerOps,
+        stage: Stage | None = None,
     ) -> None:
         self.spec = spec
+        self.stage = stage = stage or Stage(
+            GlobalLayer(0), GlobalLayer(spec.num_layers), embeds=True, heads=True)
+        assert 0 <= stage.first < stage.end <= spec.num_layers, f"{stage} of {spec.num_layers} layers"
         self.dtype = dtype
         self.kv = KVShape(
-            num_layers=spec.num_layers,
+            num_layers=stage.end - stage.first,
             num_kv_heads=spec.attention.num_kv_heads,
             head_dim=spec.attention.head_dim,
         )
@@ -85,13 +101,27 @@ class Transformer:
         self.vocab_size = spec.vocab_size
         self.max_position = spec.rope.max_position
         self._slots = slots = Slots(dtype, linear, ops)
-        self._embed = slots.vector(EMBED, (spec.vocab_size, spec.hidden))
-        self._layers = [Layer(slots, index, spec) for index in range(spec.num_layers)]
-        self._norm = slots.vector("model.norm.weight", (spec.hidden,))
+        if stage.embeds or (stage.heads and spec.tied):
+            self._embed = slots.vector(EMBED, (spec.vocab_size, spec.hidden))
+        self._layers = [
+            Layer(slots, GlobalLayer(index), LocalLayer(index - stage.first), spec)
+            for index in range(stage.first, stage.end)
+        ]
         self._head: Callable[[Tensor], Tensor]          # a tied head is packed by `finish`
-        if not spec.tied:
+        if stage.heads:
+            self._norm = slots.vector(NORM, (spec.hidden,))
+        if stage.heads and not spec.tied:
             self._head = slots.linear(["lm_head"], [spec.vocab_size], spec.hidden, False)
         self._extra_head: Tensor | None = None
+
+    def wants(self, name: str) -> bool:
+        stage, tied = self.stage, self.spec.tied
+        if layer := _LAYER.match(name):
+            index = int(layer[1])
+            return index >= self.spec.num_layers or stage.first <= index < stage.end
+        # Whoever needs a tied tensor reads both names: a file may have either.
+        return {EMBED: stage.embeds or (stage.heads and tied), NORM: stage.heads,
+                HEAD: stage.heads or (stage.embeds and tied)}.get(name, True)
 
     def load(self, name: str, tensor: Tensor) -> None:
         if name.endswith(".rotary_emb.inv_freq"):
@@ -110,23 +140,31 @@ class Transformer:
         if missing:
             some = ", ".join(missing[:20]) + (", ..." if len(missing) > 20 else "")
             raise ConfigError(f"the checkpoint lacks {len(missing)} tensors: {some}")
-        if self.spec.tied:
+        if self.spec.tied and self.stage.heads:
             self._head = self._tied_head()
+        self._extra_head = None
 
     def _tied_head(self) -> Callable[[Tensor], Tensor]:
         """As transformers: an explicit head that differs from the embedding is used."""
-        head, self._extra_head = self._extra_head, None
+        head = self._extra_head
         if head is None or torch.equal(head, self._embed.value):
             head = self._embed.value
         return self._slots.pack(head, None)
 
     def forward(self, ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
-        h_TD = F.embedding(ids_T, self._embed.value)
+        return self.norm(self.layers(self.embed(ids_T), positions_T, attend))
+
+    def embed(self, ids_T: Tensor) -> Boundary:
+        return Boundary(F.embedding(ids_T, self._embed.value), None)
+
+    def layers(self, x: Boundary, positions_T: Tensor, attend: Attend) -> Boundary:
         cos_T1H, sin_T1H = self.spec.rope.angles(positions_T, self.dtype)
-        delta_TD = None
         for layer in self._layers:
-            delta_TD = layer(h_TD, delta_TD, cos_T1H, sin_T1H, attend)
-        return self._slots.ops.norm(h_TD, delta_TD, self._norm.value, self.spec.norm_eps)
+            x = layer(x, cos_T1H, sin_T1H, attend)
+        return x
+
+    def norm(self, x: Boundary) -> Tensor:
+        return self._slots.ops.norm(x.h_TD, x.delta_TD, self._norm.value, self.spec.norm_eps)
 
     def logits(self, hidden_BD: Tensor) -> Tensor:
         return self._head(hidden_BD).float()

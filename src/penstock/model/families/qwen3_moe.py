@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from penstock.config.errors import ConfigError
+from penstock.model.base import GlobalLayer
 from penstock.model.families.common import read_attention, read_spec
 from penstock.model.fields import Fields
 from penstock.model.moe import MoESpec
@@ -34,7 +35,7 @@ def _moe(fields: Fields) -> MoESpec:
         width=fields.size("moe_intermediate_size", 768),
         renormalize=fields.flag("norm_topk_prob"),
         layers=frozenset(
-            index
+            GlobalLayer(index)
             for index in range(fields.size("num_hidden_layers"))
             if index not in dense and (index + 1) % step == 0
         ),

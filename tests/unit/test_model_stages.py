@@ -1,0 +1,187 @@
+"""A model cut into stages: computes what the whole does, bit for bit, and reads its own weights only."""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+
+from penstock.config.errors import ConfigError
+from penstock.model import checkpoint, registry
+from penstock.model.base import Boundary, GlobalLayer, LocalLayer, Stage
+from penstock.model.checkpoint import open_checkpoint
+from penstock.model.locate import locate
+
+LAYERS, HIDDEN, VOCAB = 4, 16, 40
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB,
+    "hidden_size": HIDDEN, "intermediate_size": 24, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+TIED = {**LLAMA, "tie_word_embeddings": True}
+MOE = {**LLAMA, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
+       "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+       "mlp_only_layers": [1]}
+EMBED = "model.embed_tokens.weight"
+
+
+def cut(*ends: int) -> list[Stage]:
+    """Stages that end at these layers; the last at LAYERS."""
+    starts = (0, *ends)
+    return [Stage(GlobalLayer(a), GlobalLayer(b), embeds=a == 0, heads=b == LAYERS)
+            for a, b in zip(starts, (*ends, LAYERS), strict=True)]
+
+
+def build(config: dict[str, Any], stage: Stage | None = None) -> Any:
+    model = registry.build(config, dtype=torch.float32, stage=stage,
+                           linear=lambda w_OI, b_O: lambda x_TI: F.linear(x_TI, w_OI, b_O))
+    for name, tensor in registry.dummy_tensors(config, 7, model.wants):
+        model.load(name, tensor)
+    model.finish()
+    return model
+
+
+class Causal:
+    """An Attend over lists; `seen` are the layers that it was called for."""
+
+    def __init__(self) -> None:
+        self.kv: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def __call__(self, layer: LocalLayer, q_TNH: torch.Tensor, k_TKH: torch.Tensor,
+                 v_TKH: torch.Tensor) -> torch.Tensor:
+        held = self.kv.setdefault(layer, [])
+        held.append((k_TKH.clone(), v_TKH.clone()))
+        k, v = (torch.cat(t).transpose(0, 1) for t in zip(*held, strict=True))
+        T, S = q_TNH.shape[0], k.shape[1]
+        mask = torch.ones(T, S, dtype=torch.bool).tril(S - T)
+        return F.scaled_dot_product_attention(
+            q_TNH.transpose(0, 1)[None], k[None], v[None], attn_mask=mask,
+            enable_gqa=True)[0].transpose(0, 1)
+
+
+@pytest.mark.parametrize("config", [LLAMA, TIED, MOE], ids=["llama", "tied", "moe"])
+@pytest.mark.parametrize("ends", [(1,), (2,), (1, 3), (1, 2, 3)])
+@torch.inference_mode()
+def test_stages_compute_what_the_whole_model_does(config, ends):
+    whole, stages = build(config), [build(config, stage) for stage in cut(*ends)]
+    assert sum(stage.kv.num_layers for stage in stages) == LAYERS
+    attends, one = [Causal() for _ in stages], Causal()
+    ids = torch.arange(12) * 3 % VOCAB
+    for first, end in ((0, 7), (7, 11), (11, 12)):              # chunks, then a decode
+        positions = torch.arange(first, end)
+        x = stages[0].embed(ids[first:end])
+        for stage, attend in zip(stages, attends, strict=True):
+            x = Boundary(*(t if t is None else t.clone() for t in x))   # as after a transfer
+            x = stage.layers(x, positions, attend)
+        got = stages[-1].logits(stages[-1].norm(x))
+        want = whole.logits(whole.forward(ids[first:end], positions, one))
+        assert got.equal(want) and want.isfinite().all()
+    assert [sorted(a.kv) for a in attends] == [list(range(s.kv.num_layers)) for s in stages]
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of what is read of a checkpoint's tensors."""
+    sizes: list[int] = []
+    real = checkpoint._read_into
+    monkeypatch.setattr(checkpoint, "_read_into", lambda file, begin, target, path: (
+        sizes.append(len(target)), real(file, begin, target, path)))
+    return sizes
+
+
+def read_by_stages(folder: Path, config: dict[str, Any], reads: list[int]) -> tuple[list[int], int]:
+    """(bytes that each of three stages reads, bytes of the whole checkpoint); each gets what it lacks."""
+    opened = open_checkpoint(locate(str(folder)))
+    per_stage = []
+    for stage in cut(1, 3):
+        model = registry.build(config, dtype=torch.float32, stage=stage,
+                               linear=lambda w, b: lambda x: F.linear(x, w, b))
+        del reads[:]
+        for name, tensor in opened.tensors(model.wants):
+            model.load(name, tensor)
+        model.finish()
+        per_stage.append(sum(reads))
+        assert per_stage[-1] == sum(4 * np.prod(shape, dtype=int) for _, shape
+                                    in registry.tensor_shapes(config, stage))
+    del reads[:]
+    list(opened.tensors())
+    return per_stage, sum(reads)
+
+
+@pytest.mark.parametrize("config", [LLAMA, TIED, MOE], ids=["llama", "tied", "moe"])
+def test_a_stage_reads_its_own_tensors_of_safetensors_only(tmp_path, config, reads):
+    tensors = dict(registry.dummy_tensors(config, 1))
+    tensors = {name: tensors[name] for name in sorted(tensors)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    per_stage, whole = read_by_stages(tmp_path, config, reads)
+    twice = 4 * VOCAB * HIDDEN if config["tie_word_embeddings"] else 0
+    assert sum(per_stage) == whole + twice and all(per_stage)
+
+
+def test_a_stage_reads_its_own_tensors_of_gguf_only(tmp_path, reads):
+    path = tmp_path / "m.gguf"
+    made = gguf.GGUFWriter(path, "qwen2")
+    for key, value in (("block_count", LAYERS), ("context_length", 64), ("embedding_length", HIDDEN),
+                       ("feed_forward_length", 24), ("attention.head_count", 4),
+                       ("attention.head_count_kv", 2)):
+        made.add_uint32(f"qwen2.{key}", value)
+    made.add_float32("qwen2.attention.layer_norm_rms_epsilon", 1e-6)
+    made.add_float32("qwen2.rope.freq_base", 10000.0)
+    ours = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+            "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+            "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
+            "post_attention_layernorm": "ffn_norm"}
+    top = {EMBED: "token_embd.weight", "model.norm.weight": "output_norm.weight",
+           "lm_head.weight": "output.weight"}
+    config = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    for name, tensor in registry.dummy_tensors(config, 1):
+        if name in top:
+            stored = top[name]
+        else:
+            _, _, layer, part = name.split(".", 3)
+            module, _, kind = part.rpartition(".")
+            stored = f"blk.{layer}.{ours[module]}.{kind}"
+        made.add_tensor(stored, tensor.numpy())
+    made.write_header_to_file()
+    made.write_kv_data_to_file()
+    made.write_tensors_to_file()
+    made.close()
+    per_stage, whole = read_by_stages(path, config, reads)
+    assert sum(per_stage) == whole and all(per_stage)
+
+
+def test_a_stage_draws_its_own_dummy_tensors_only_and_the_same():
+    whole = dict(registry.dummy_tensors(LLAMA, 3))
+    parts = [dict(registry.dummy_tensors(LLAMA, 3, build(LLAMA, stage).wants)) for stage in cut(1, 3)]
+    assert sum(map(len, parts)) == len(whole)
+    assert all(tensor.equal(whole[name]) for part in parts for name, tensor in part.items())
+    assert len({float(t.view(-1)[0]) for name, t in whole.items() if "norm" not in name}) == 2 + 7 * LAYERS
+
+
+def test_either_name_of_a_tied_tensor_is_enough_for_a_stage():
+    for stage in cut(2):
+        model = registry.build(TIED, dtype=torch.float32, stage=stage,
+                               linear=lambda w, b: lambda x: F.linear(x, w, b))
+        assert model.wants(EMBED) and model.wants("lm_head.weight")
+        for name, tensor in registry.dummy_tensors(TIED, 3, model.wants):
+            model.load("lm_head.weight" if name == EMBED else name, tensor)
+        model.finish()
+    middle = registry.build(TIED, dtype=torch.float32, stage=cut(1, 3)[1], linear=lambda w, b: F.silu)
+    assert not middle.wants(EMBED) and not middle.wants("lm_head.weight")
+
+
+@pytest.mark.parametrize("name", ["model.layers.4.mlp.up_proj.weight", "model.layers.1.mlp.odd.weight",
+                                  "visual.proj.weight"])
+def test_what_no_stage_knows_is_refused_by_whom_it_would_belong_to(name):
+    model = registry.build(LLAMA, dtype=torch.float32, stage=cut(1, 3)[1], linear=lambda w, b: F.silu)
+    assert model.wants(name)
+    with pytest.raises(ConfigError, match="does not have"):
+        model.load(name, torch.ones(1))
