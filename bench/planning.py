@@ -22,8 +22,8 @@ from dataclasses import dataclass
 
 from penstock.core.core import Core
 from penstock.core.plan import Arrived, Event, Moved, RequestId, Retired, StepPlan
-from penstock.core.recorder import Recorder
 from penstock.core.settings import CacheGroup, CoreConfig
+from penstock.replay.recorder import Recorder
 from penstock.serve.engine_main import spare_the_collector
 
 HOT_PAGES = 4

@@ -20,12 +20,14 @@ from penstock.core.plan import (
     RequestId,
     Stopped,
 )
-from penstock.core.recorder import Recorder
 from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
-from penstock.core.standins import redact
+from penstock.replay import flight
+from penstock.replay.exact import exact
+from penstock.replay.recorder import Recorder
+from penstock.replay.redact import redact
 from penstock.serve.main import main
-from penstock.sim import flight, rerun
+from penstock.sim import rerun
 from penstock.sim.pair import start
 from penstock.sim.scenario import draw
 from penstock.sim.world import World
@@ -66,7 +68,7 @@ def fly_pair(seed: int, moments: int, ring: int = 1 << 20) -> list[list[str]]:
 @pytest.mark.parametrize("seed", range(12))
 def test_a_complete_flight_has_identical_plans(seed: int) -> None:
     _, lines = fly(seed, 1 << 20)
-    same, said = rerun.exact(flight.read(lines))
+    same, said = exact(flight.read(lines))
     assert same, said
 
 
@@ -75,7 +77,7 @@ def test_complete_flights_of_a_pair_have_identical_plans() -> None:
     for seed in (*range(25), 79):
         for lines in fly_pair(seed, 1 << 20):
             log = flight.read(lines)
-            same, said = rerun.exact(log)
+            same, said = exact(log)
             assert same, f"seed {seed}, {log.cfg.role}: {said}"
             seen[log.cfg.role] += 1
             seen.update(e.message.__class__.__name__ if isinstance(e, Received) else e.__class__.__name__
@@ -127,7 +129,7 @@ def test_another_core_makes_other_plans_and_the_turn_is_named() -> None:
             super()._progress()
             self.line.sort(key=lambda r: r.key)
 
-    seeds = [rerun.exact(flight.read(fly(seed, 1 << 20)[1]), Young) for seed in range(6)]
+    seeds = [exact(flight.read(fly(seed, 1 << 20)[1]), Young) for seed in range(6)]
     assert any(not same and "turn" in said for same, said in seeds), seeds
 
 
@@ -149,9 +151,9 @@ def test_a_crash_in_the_core_happens_again_at_the_same_turn() -> None:
             plan = recorder.advance([flight.Retired(plan.step, ((7,),))]).plan
     log = flight.read(flight.write(redact(recorder), "0"))
     assert not log.turns[-1].returned
-    same, said = rerun.exact(log, Broken)
+    same, said = exact(log, Broken)
     assert same and "raised again: AssertionError: three" in said
-    same, said = rerun.exact(log)
+    same, said = exact(log)
     assert not same and "does here" in said
 
 

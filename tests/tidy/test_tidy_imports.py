@@ -20,7 +20,8 @@ LAYERS = {
     "model": ("kernels", "config"),
     "memory": ("core", "kernels", "config"),
     "exec": ("core", "config", "model", "memory", "kernels"),
-    "sim": ("core", "config"),
+    "replay": ("core", "config"),
+    "sim": ("core", "replay", "config"),
 }
 # Layers that see only parts of another one.
 ONLY = {
@@ -29,7 +30,8 @@ ONLY = {
     ("exec", "core"): ("penstock.core.plan", "penstock.core.settings"),
 }
 THIRD_PARTY = {
-    "core": (), "sim": (), "config": ("msgspec",), "kernels": ("torch", "triton", "cuda", "numpy"),
+    "core": (), "replay": (), "sim": (), "config": ("msgspec",),
+    "kernels": ("torch", "triton", "cuda", "numpy"),
 }
 ENTRY_POINTS = ("penstock", "penstock.serve.main", "penstock.serve.engine_main",
                 "penstock.config.reference")

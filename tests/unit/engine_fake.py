@@ -58,6 +58,7 @@ class FakeCore:
         self.step = 0
         self.checks = 0
         self.seen: list = []
+        self.watchers: list = []
 
     def advance(self, events):
         outputs: list = []
@@ -92,13 +93,11 @@ class FakeCore:
 
     def _end(self, rid, outcome, outputs):
         if rid in self.live:
-            self._go(self.live[rid], Trigger.END)
-            del self.live[rid]
+            r = self.live.pop(rid)
+            r.phase = Phase.DONE
+            for watcher in self.watchers:
+                watcher.taken(r, Phase.RESIDENT, Trigger.END)
             outputs.append(Finished(rid, outcome))
-
-    def _go(self, r, trigger, spare=0):
-        r.phase = Phase.DONE
-        return True
 
     def _plan(self):
         ready = [(rid, r) for rid, r in self.live.items() if r.planned < r.arrived.max_new]

@@ -15,9 +15,9 @@ import pytest
 from penstock.config.errors import ConfigError, RequestError
 from penstock.config.params import SamplingParams
 from penstock.config.tree import Config, DebugConfig, ModelConfig
+from penstock.replay import flight
 from penstock.serve import wire
 from penstock.serve.client import EngineClient, EngineDied
-from penstock.sim import flight
 
 ENGINE = [sys.executable, "-P", str(Path(__file__).with_name("engine_fake.py"))]
 LONG = SamplingParams(max_tokens=None)

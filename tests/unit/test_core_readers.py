@@ -30,10 +30,10 @@ from penstock.core.plan import (
     Tier,
 )
 from penstock.core.receiving import DecodeSide
-from penstock.core.recorder import Recorder
 from penstock.core.settings import CacheGroup, CoreConfig
-from penstock.core.standins import redact
-from penstock.sim import flight
+from penstock.replay import flight
+from penstock.replay.recorder import Recorder
+from penstock.replay.redact import redact
 from penstock.sim.rerun import alike
 
 

@@ -21,10 +21,11 @@ from penstock.core.plan import (
     StepPlan,
     Tier,
 )
-from penstock.core.recorder import Recorder
 from penstock.core.settings import CoreConfig
-from penstock.core.standins import redact
-from penstock.sim import flight, rerun
+from penstock.replay import flight
+from penstock.replay.exact import exact
+from penstock.replay.recorder import Recorder
+from penstock.replay.redact import redact
 
 SECRET = 7_654_321                  # a token id that is nowhere else
 CFG = CoreConfig(page_size=4, rows=4, hbm_pages=200, dram_pages=50, max_len=600)
@@ -146,7 +147,7 @@ def test_nothing_of_a_user_is_in_a_dump_of_an_engine_of_a_pair():
                         if isinstance(e, Received) and isinstance(e.message, End)]
                 assert len(ends) == 3 * (role == "decode"), "no prompt was sent: this tests nothing"
                 assert all(len(end.first) == 1 and end.first[0] >= 0 for end in ends)
-                same, said = rerun.exact(read(recorder))
+                same, said = exact(read(recorder))
                 assert same, said
 
 

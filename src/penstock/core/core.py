@@ -58,6 +58,7 @@ from penstock.core.plan import (
 from penstock.core.request import Issued, Request
 from penstock.core.settings import CoreConfig
 from penstock.core.tree import Copy
+from penstock.core.watch import Watcher
 
 
 class Core:
@@ -93,6 +94,7 @@ class Core:
         self.prefills_only = role is Role.PREFILL
         self.asked_back = StepId(0)            # when a grant was last given up for its pages,
         self.has_asked = False                 # and whether since the last event
+        self.watchers: list[Watcher] = []      # add yourself
         self._seq = 0
         self._out: list[Output] = []
 
@@ -100,8 +102,7 @@ class Core:
     def advance(self, events: Sequence[Event]) -> Advance:
         """Apply events, take every edge that needs no step, and plan at most one step."""
         self._out, self.has_asked = [], self.has_asked and not events
-        for event in events:
-            self._apply(event)
+        self._hear(events)
         # To a fixed point: planning may free, freeing may admit. Each request moves a few times at most.
         for _ in range(100 + 20 * len(self.live)):
             self.have.drain()
@@ -150,6 +151,14 @@ class Core:
         }
 
     # ---------------------------------------------------------------- events
+    def _hear(self, events: Sequence[Event]) -> None:
+        for event in events:
+            for watcher in self.watchers:
+                watcher.event(event)
+            self._apply(event)
+            for watcher in self.watchers:
+                watcher.applied(event)
+
     def _apply(self, event: Event) -> None:
         match event:
             case Retired(step, tokens):
@@ -299,6 +308,8 @@ class Core:
         target = self.edges.get((r.phase, trigger))
         if target is None:
             raise IllegalTransition(f"{r.phase} --{trigger}--> ?")
+        for watcher in self.watchers:
+            watcher.edge(r, trigger)
         source, place = r.phase, lifecycle.place_after(r.phase, trigger, r.place)
         holds = self.holds[target, place]
         gains = any(x not in self.holds[source, r.place] for x in holds) or target is Phase.PAUSED
@@ -334,6 +345,8 @@ class Core:
         r.is_parked, r.settling, r.coming, r.heat_by = False, False, None, StepId(0)
         if target in (Phase.FETCHING, Phase.RECEIVING) or (target is Phase.DROPPED and not r.started):
             self._out.append(Entered(r.rid, target.value, r.visit))
+        for watcher in self.watchers:
+            watcher.taken(r, source, trigger)
         return True
 
     def stand(self, r: Request) -> None:

@@ -27,7 +27,7 @@ from penstock.core.plan import (
     Stopped,
     Token,
 )
-from penstock.core.recorder import Recorded, Recorder
+from penstock.replay.recorder import Recorded, Recorder
 from penstock.serve.record import EventLog
 from penstock.serve.wire import (
     Abort,

@@ -1,6 +1,6 @@
 """What the engine writes of its past: the flight recorder's file and the event log.
 
-Neither has prompts, token ids or sampling in it: the flight has stand-ins (`core.standins`), the log
+Neither has prompts, token ids or sampling in it: the flight has stand-ins (`replay.redact`), the log
 ids, steps and counts. The log is a file of JSON lines for tests and for debugging; the flight is written
 when the engine dies, or on SIGUSR1.
 """
@@ -21,9 +21,9 @@ from typing import Any, TextIO
 from penstock.config.errors import ConfigError
 from penstock.config.paths import cache_dir
 from penstock.core.plan import Arrived, Event, Finished, Output, Retired, StepPlan, Token
-from penstock.core.recorder import Recorder
-from penstock.core.standins import redact
-from penstock.sim import flight
+from penstock.replay import flight
+from penstock.replay.recorder import Recorder
+from penstock.replay.redact import redact
 
 FLIGHTS_MAX = 20                # files that are kept: an engine that dies at every start fills no disk
 

@@ -14,7 +14,9 @@ import time
 import traceback
 
 from penstock.core.core import Core
-from penstock.sim import flight, jobs, rerun, waiting
+from penstock.replay import flight
+from penstock.replay.exact import exact
+from penstock.sim import jobs, rerun, waiting
 from penstock.sim.mutants import MUTANTS, hunt
 from penstock.sim.pair import start
 from penstock.sim.programs import ANOMALIES, MUST_FIRE, RARE, Report, anomaly, never_met, never_taken, sweep
@@ -204,7 +206,7 @@ def _flight(args: argparse.Namespace) -> int:
         return 0
     make: MakeCore = MUTANTS[args.mutant] if args.mutant else Core
     if log.complete:
-        same, said = rerun.exact(log, make)
+        same, said = exact(log, make)
         print(said)
         return 0 if same else 1
     print(f"{log.lost} earlier turns are lost: not an exact replay")

@@ -1,10 +1,8 @@
-"""A recorded flight, flown again.
+"""A recorded flight without its beginning, flown again: alike, not exactly.
 
-`exact`: a flight from the core's first event on is given to a fresh core, whose plans must be the same.
-`alike`: of one whose beginning is lost, the requests that were live arrive anew (prompt and outputs
-so far), fake ranks answer, and what came from outside comes again after as many steps; the simulator's
-judge watches. It reaches states like the recorded ones, not the same. One engine of a pair runs alone
-then: it has no peer that would answer as the recorded one did.
+The requests that were live arrive anew (prompt and outputs so far), fake ranks answer, and what came from
+outside comes again after as many steps; the simulator's judge watches. It reaches states like the recorded
+ones, not the same. One engine of a pair runs alone: it has no peer that would answer as the recorded one did.
 """
 from __future__ import annotations
 
@@ -34,9 +32,9 @@ from penstock.core.plan import (
     Spilled,
     Stopped,
 )
-from penstock.core.standins import Held
+from penstock.replay.flight import Log
+from penstock.replay.redact import Held
 from penstock.sim.executor import Speeds
-from penstock.sim.flight import Log, digest_as
 from penstock.sim.model import oracle
 from penstock.sim.scenario import Scenario, draw
 from penstock.sim.workload import Expect
@@ -47,29 +45,6 @@ FORCED: dict[str, type[Paused] | type[Dropped] | type[Spilled]] = {
     "paused": Paused, "dropped": Dropped, "hosted": Spilled}
 
 
-# ---------------------------------------------------------------- complete flights
-def exact(log: Log, make: MakeCore = Core) -> tuple[bool, str]:
-    """Whether a fresh core does what was recorded, and the line that says so."""
-    core = make(log.cfg)
-    for i, turn in enumerate(log.turns, 1):
-        where = f"turn {i} of {len(log.turns)}"
-        try:
-            got = digest_as(turn, core.advance(turn.events))
-            for _ in range(turn.idle):
-                core.advance(())
-        except Exception as error:     # the recorded engine may have died of just this
-            if turn.returned:
-                return False, f"{where} raised {type(error).__name__}: {error}; the recorded core went on"
-            return True, f"{i - 1} turns with identical plans; {where} raised again: " + (
-                f"{type(error).__name__}: {error}")
-        if not turn.returned:
-            return False, f"{where} did not return in the recorded core, and does here"
-        if got != turn.digest:
-            return False, f"{where} has another plan or other outputs than the recorded one"
-    return True, f"exact: {len(log.turns)} turns, identical plans"
-
-
-# ---------------------------------------------------------------- flights without a beginning
 def _alone(log: Log) -> tuple[Log, Counter[str]]:
     """One engine of a pair as an engine of its own, and what that leaves out."""
     role, left = log.cfg.role, Counter[str]()

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from penstock.core.core import Core
 from penstock.core.plan import Event, StepPlan
 from penstock.core.settings import CoreConfig
+from penstock.replay.text import config_of, event_of, plain_config, plain_event
 from penstock.sim.pair import start
 from penstock.sim.scenario import draw
-from penstock.sim.text import config_of, event_of, plain_config, plain_event
 from penstock.sim.world import MakeCore
 
 Batch = tuple[Event, ...]

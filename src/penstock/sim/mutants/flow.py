@@ -258,8 +258,7 @@ class NoFixedPoint(Core):
 
     def advance(self, events: Sequence[Event]) -> Advance:
         self._out = []
-        for event in events:
-            self._apply(event)
+        self._hear(events)
         self.have.drain()
         self._progress()
         return Advance(schedule.plan(self), tuple(self._out))

@@ -1,7 +1,7 @@
 """The flight recorder: the last turns of one core, as references to what went in and came out.
 
 Always on, so a turn costs it a few appends and no formatting. Owns the ring and nothing else: what may
-leave the process is `standins`' decision, files and text are made elsewhere.
+leave the process is `redact`'s decision, files and text are made elsewhere.
 """
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from penstock.core.plan import (
 )
 from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
+from penstock.core.watch import Watcher
 
 RING = 512                # turns
 TOKENS_MAX = 1 << 22      # of prompts and ended requests that only the ring keeps alive: about 150 MB
@@ -38,9 +39,9 @@ class Recorded(Protocol):
 
     cfg: CoreConfig
     live: dict[RequestId, Request]
+    watchers: list[Watcher]
 
     def advance(self, events: Sequence[Event]) -> Advance: ...
-    def _go(self, r: Request, trigger: Trigger, spare: int = 0) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ def brief(plan: StepPlan, columns: StepPlan) -> StepPlan:
                     plan.grows, plan.binds, plan.moves, plan.yields, plan.waits)
 
 
-class Recorder:
+class Recorder(Watcher):
     """Goes between the loop and its core: `recorder.advance(events)` in place of `core.advance`.
 
     Make it together with the core: it is `complete` as long as no turn has left the ring.
@@ -94,8 +95,8 @@ class Recorder:
         self._drafts = core.cfg.draft_tokens > 0
         self._tokens = 0
         self._last: StepPlan | None = None     # the last plan, as it was kept
-        self._advance, self._go = core.advance, core._go
-        core._go = self._watch_go              # type: ignore[method-assign]
+        self._advance = core.advance
+        core.watchers.append(self)
 
     @property
     def complete(self) -> bool:
@@ -152,12 +153,8 @@ class Recorder:
             return plan
         return brief(plan, last)
 
-    def _watch_go(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
-        source = r.phase
-        if not self._go(r, trigger, spare):
-            return False
+    def taken(self, r: Request, source: Phase, trigger: Trigger) -> None:
         if self.now is not None:
             self.now.edges.append((r.rid, source, trigger, r.phase))
             if r.phase is Phase.DONE:
                 self.now.ended.append(r)
-        return True

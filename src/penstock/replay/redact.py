@@ -26,8 +26,8 @@ from penstock.core.plan import (
     StepPlan,
     Token,
 )
-from penstock.core.recorder import Edge, Recorder, Turn
 from penstock.core.settings import CoreConfig
+from penstock.replay.recorder import Edge, Recorder, Turn
 
 UNKNOWN = -1                       # a token that the core did not look at
 

@@ -1,7 +1,7 @@
 """The file of a flight recorder: JSON lines, a header and then one line a turn.
 
 Owns the format in both directions, and the lines for people. What a flight may hold is decided in
-`core.standins`; where the file lies is the caller's.
+`redact`; where the file lies is the caller's.
 """
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from penstock.core.plan import (
     Token,
 )
 from penstock.core.settings import CoreConfig
-from penstock.core.standins import Flight, Held
-from penstock.sim.text import config_of, event_of, plain, plain_config, plain_event, plain_plan
+from penstock.replay.redact import Flight, Held
+from penstock.replay.text import config_of, event_of, plain, plain_config, plain_event, plain_plan
 
 FORMAT = 1
 Json = dict[str, Any]
