@@ -110,8 +110,8 @@ class Hand:
         self.binds.append(Bind(Row(ROWS + row), RequestId(rid),
                                (tuple(HbmPage(HBM + p) for p in pages),), emitted))
 
-    def grow(self, row, *pages):
-        self.grows.append(Grow(Row(ROWS + row), Group(0), tuple(HbmPage(HBM + p) for p in pages)))
+    def grow(self, row, index, *pages):
+        self.grows.append(Grow(Row(ROWS + row), Group(0), index, tuple(HbmPage(HBM + p) for p in pages)))
 
     def run(self, row, rid, start, tokens, samples=True):
         self.work.append((Row(ROWS + row), RequestId(rid), start, tuple(tokens), samples))
@@ -175,7 +175,7 @@ def test_chunked_prefill_then_decode_equals_dense(chunk, ahead):
     def room(end):
         while len(pages) * G < end:
             pages.append((pages[-1] + 27) % 40)
-            h.grow(2, pages[-1])
+            h.grow(2, len(pages) - 1, pages[-1])
 
     starts = list(range(0, len(PROMPT), chunk))
     for at in starts + [None] * (n - 1):
@@ -399,7 +399,7 @@ def unbound_row(h):
 
 
 def unbound_grow(h):
-    h.grow(1, 5)
+    h.grow(1, 0, 5)
 
 
 def too_few_pages(h):

@@ -44,7 +44,14 @@ def test_decode_mixes_with_prefill_under_the_token_budget() -> None:
     d.arrive(2, range(10, 20))
     (mixed,) = d.retire()
     assert mixed.rids == (1, 2) and mixed.count == (1, 3)
-    assert mixed.tokens[0] == 100
+    assert mixed.tokens == (-1, 10, 11, 12)
+
+
+def test_a_token_is_sent_only_where_the_request_needs_it_on_the_host() -> None:
+    d = Driver(overlap=True)
+    d.arrive(1, range(4), host_token=True)
+    (decode,) = d.retire()                 # not planned ahead of its result
+    assert decode.start == (4,) and decode.tokens == (100,)
 
 
 def test_overlap_plans_a_step_on_a_token_nobody_has_seen() -> None:
@@ -58,7 +65,7 @@ def test_growth_appends_a_page_exactly_at_the_page_edge() -> None:
     d = Driver()
     d.arrive(1, range(4))
     (decode,) = d.retire()
-    assert len(decode.grows) == 1 and len(decode.grows[0].pages) == 1
+    assert len(decode.grows) == 1 and len(decode.grows[0].pages) == 1 and decode.grows[0].index == 1
     (decode,) = d.retire()
     assert decode.grows == ()
 
@@ -293,13 +300,13 @@ def test_drafts_are_upper_bounds_and_seal_on_what_came() -> None:
     d = Driver(draft_tokens=2, page_size=4)
     d.arrive(1, range(3), max_new=9)
     (decode,) = d.retire()
-    assert decode.start == (3,) and decode.count == (3,) and decode.tokens == (100, -1, -1)
+    assert decode.start == (3,) and decode.count == (3,) and decode.tokens == (-1, -1, -1)
     plan = d.plans.pop(0)
     (decode,) = d.tell(Retired(plan.step, ((101, 102),)))
-    assert decode.start == (5,) and decode.tokens == (102, -1, -1)
+    assert decode.start == (5,) and decode.tokens == (-1, -1, -1)
     plan = d.plans.pop(0)
     (decode,) = d.tell(Retired(plan.step, ((),)))
-    assert decode.start == (5,) and decode.tokens == (102, -1, -1)     # nothing came: again
+    assert decode.start == (5,) and decode.tokens == (-1, -1, -1)     # nothing came: again
 
 
 def test_storage_brings_back_what_the_host_forgot() -> None:

@@ -236,10 +236,12 @@ class Bind:
 
 
 class Grow(NamedTuple):
-    """Append pages to a row's page table before this step; `host` is empty or as long."""
+    """Append pages to a row's page table before this step: entry `index` and those behind it. `host` is
+    empty or as long. What is appended ends the table, so a device needs no mirror of its length."""
 
     row: Row
     group: Group
+    index: int               # type: ignore[assignment]  # not the method of a tuple
     pages: tuple[HbmPage, ...]
     host: tuple[DramPage, ...] = ()
 
@@ -283,8 +285,9 @@ class Move(NamedTuple):
 class StepPlan:
     """One forward step, struct-of-arrays: entry i of every column is the i-th batch row.
 
-    A row whose first token is -1 starts where the device's own length says: `start` and `count` are
-    upper bounds as long as results of earlier steps are out. Further tokens of -1 are drafts.
+    A row that decodes carries no token, unless its request has `host_token`: its tokens are -1, the first
+    is its last sampled one and further ones are drafts. It starts where the device's own length says:
+    `start` and `count` are upper bounds as long as results of earlier steps are out.
     A plan without rows carries binds, grows and moves only; it retires like any other.
     Order on the device: binds, grows, yields, forward, moves (each not before its `after`).
     The forward reads what `waits` write: it may run a layer when its part of them is in place.
@@ -296,7 +299,7 @@ class StepPlan:
     start: tuple[int, ...]          # first position computed
     count: tuple[int, ...]          # tokens computed, >= 1; decode is 1, and drafts if there are any
     samples: tuple[bool, ...]       # whether this row samples after its last position
-    tokens: tuple[int, ...]         # flat input ids, sum(count); -1 = the row's last sampled token
+    tokens: tuple[int, ...]         # flat input ids, sum(count); -1: see above
     grows: tuple[Grow, ...]
     binds: tuple[Bind, ...]
     moves: tuple[Move, ...]

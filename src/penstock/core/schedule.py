@@ -193,7 +193,7 @@ def _grows(r: Request) -> list[Grow]:
         device, at = t.device, told[g]
         if (end := len(device)) > at:
             host = _dram(t.host[at:], end - at) if len(t.host) > at else ()
-            grows.append(make(Grow, (r.row, g, _hbm(device[at:]), host)))
+            grows.append(make(Grow, (r.row, g, at, _hbm(device[at:]), host)))
             told[g] = end
     return grows
 
@@ -242,17 +242,18 @@ def _issue(core: Core, step: StepId, chosen: list[Issued]) -> StepPlan:
         at = r.computed
         start.append(at)
         if at < r.steady:
-            pending = r.pending
-            tokens.append(-1 if pending else r.tokens[at])
+            tokens.append(-1)
             r.computed = at + 1
-            r.pending = pending + 1
+            r.pending += 1
             r.last_issue = step
             continue
         looked += 1
         news.of(core, r)
-        known = r.tokens[at:at + row.count]
-        # -1: sampled by a step that has not retired, or a draft
-        tokens += known + [-1] * (row.count - len(known))
+        if r.phase in DECODING and not r.arrived.host_token:
+            tokens += [-1] * row.count         # the device has sampled it; what follows are drafts
+        else:
+            known = r.tokens[at:at + row.count]
+            tokens += known + [-1] * (row.count - len(known))
         r.computed += row.count
         r.pending += row.width
         r.last_issue = step

@@ -140,7 +140,7 @@ class CpuExecutor:
             self._table.bind(bind.row, bind.pages[0], s.outputs[-1] if s.outputs else 0)
         for grow in plan.grows:
             assert grow.group == 0, "this executor has one cache group"
-            self._table.grow(grow.row, grow.pages)
+            self._table.grow(grow.row, grow.index, grow.pages)
         if not plan.rows:
             self._count["empty_steps"] += 1
             return [Retired(plan.step, ())]

@@ -57,10 +57,12 @@ class RowTable:
         self._pages[i] = tuple(self._pool.index(p) for p in pages)
         self._last_R[i] = last
 
-    def grow(self, row: Row, pages: Sequence[HbmPage]) -> None:
+    def grow(self, row: Row, index: int, pages: Sequence[HbmPage]) -> None:
+        """`pages` are entries `index` and on of the row's table, and end it."""
         i = self.index(row)
         held = self._pages[i]
         assert held is not None, f"row {row} grows before it was bound"
+        assert index == len(held), f"row {row} has {len(held)} pages and grows at {index}"
         self._pages[i] = held + tuple(self._pool.index(p) for p in pages)
 
     def sampled(self, rows: Sequence[int], tokens_B: Tensor) -> None:

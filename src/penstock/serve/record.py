@@ -156,7 +156,7 @@ def summary(what: Event | StepPlan | Output) -> dict[str, Any]:
             return {"kind": kind, "step": what.step, "rows": what.rows, "rids": what.rids,
                     "start": what.start, "count": what.count, "samples": what.samples,
                     "binds": [(b.row, b.rid, b.pages, b.emitted) for b in what.binds],
-                    "grows": [(g.row, g.group, g.pages) for g in what.grows],
+                    "grows": [(g.row, g.group, g.index, g.pages) for g in what.grows],
                     "moves": [(m.id, m.group, m.src.value, m.src_pages, m.dst.value, m.dst_pages,
                                m.tokens, m.after) for m in what.moves]}
     return {"kind": kind} | {f.name: getattr(what, f.name) for f in fields(what)}

@@ -102,8 +102,8 @@ class Device:
             self._bind(b)
         for g in plan.grows:
             column = self.rows[g.row].columns[g.group]
-            column.pages.extend(g.pages)
-            column.host.extend(g.host or (-1,) * len(g.pages))
+            column.pages[g.index:] = g.pages
+            column.host[g.index:] = g.host or (-1,) * len(g.pages)
         for y in plan.yields:
             for i in y.entries:
                 self.rows[y.row].columns[y.group].pages[i] = -1

@@ -121,6 +121,12 @@ def grow_of_one_group_only(real: Real, r: Request) -> list[Grow]:
     return grows[:1]
 
 
+@instead_of(schedule, "_grows")
+def grow_one_entry_too_early(real: Real, r: Request) -> list[Grow]:
+    """New pages take the place of the last that the row has."""
+    return [g._replace(index=g.index - 1) for g in real(r)]
+
+
 @instead_of(Holdings, "covered")
 def capacity_of_the_first_group(real: Real, have: Holdings, r: Request, place: Place) -> int:
     """A row is believed to have pages as far as its first group has."""
