@@ -255,6 +255,47 @@ def test_sampling_does_not_depend_on_the_schedule():
         assert list(engine.got.values()) == alone
 
 
+def logprobs_of(tokens: tuple[int, ...], given: int) -> list[float]:
+    """Of each token from `given` on after those before it, in one pass over all."""
+    with torch.inference_mode():
+        hidden = model().forward(torch.tensor(tokens), torch.arange(len(tokens)), causal)
+        all_TV = model().logits(hidden).log_softmax(-1)
+    return [float(all_TV[i - 1, tokens[i]]) for i in range(given, len(tokens))]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("kind", [None, Paused, Dropped])
+def test_forced_tokens_have_the_logprobs_of_one_pass_over_them(kind, overlap):
+    """Teacher forcing, whatever happens to the row; what comes after it is the model's own."""
+    engine = Engine(step_tokens=5, overlap=overlap, hbm_pages=22)
+    forced = {rid: tuple((rid * 7 + i * i) % 61 for i in range(16)) for rid in PROMPTS}
+    found: dict[int, dict[int, float]] = {rid: {} for rid in PROMPTS}
+    for rid, prompt in PROMPTS.items():
+        engine.add(rid, prompt, 18, SamplingParams(temperature=0.0, forced=forced[rid], logprobs=0))
+    for turn in range(400):
+        engine.inbox += [kind(RequestId(1 + turn % 7))] if kind and turn % 4 == 0 and turn < 80 else []
+        had = {rid: len(tokens) for rid, tokens in engine.got.items()}
+        closing: list[RequestId] = []
+        engine.ex.close = closing.append                    # as the loop: read, then close
+        more = engine.turn()
+        del engine.ex.close
+        for rid, tokens in engine.got.items():
+            for index in range(had[rid], len(tokens)):
+                found[rid][index] = engine.ex.take_logprobs(rid, index)[0]
+        for rid in closing:
+            engine.ex.close(rid)
+        if not more:
+            break
+    for rid, prompt in PROMPTS.items():
+        assert tuple(engine.got[rid][:16]) == forced[rid]
+        assert tuple(engine.got[rid][16:]) == dense((*prompt, *forced[rid]), 2)
+        torch.testing.assert_close(
+            [found[rid][i] for i in range(18)],
+            logprobs_of((*prompt, *engine.got[rid]), len(prompt)), rtol=0, atol=2e-5)
+    stats = engine.core.stats()
+    assert kind is None or stats["pauses" if kind is Paused else "drops"] >= 3
+
+
 def test_aborts_leave_nothing_behind_and_disturb_nobody():
     engine = Engine(step_tokens=5, hbm_pages=16, lateness=Latest())
     for rid, prompt in PROMPTS.items():

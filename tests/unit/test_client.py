@@ -81,6 +81,9 @@ def test_choices_and_requests_run_side_by_side():
     ([5], SamplingParams(top_p=0), "top_p"),
     ([5], SamplingParams(stop_token_ids=(100,)), "stop_token_ids"),
     ([5], SamplingParams(logit_bias={-1: 1.0}), "logit_bias"),
+    ([5], SamplingParams(forced=(1, 100)), "forced"),
+    ([5], SamplingParams(forced=(1,) * 17), "forced"),
+    ([5], SamplingParams(forced=(1,) * 1000, max_tokens=None), "forced"),
 ], ids=str)
 def test_a_bad_request_names_its_field_and_starts_nothing(prompt, params, param):
     async def go(client):

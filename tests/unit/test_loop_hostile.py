@@ -60,7 +60,8 @@ def hostile(rng: random.Random, newest: int) -> wire.ToEngine:
                 logprobs=rng.choice((21, -1, 1 << 40)) if rng.random() < .1 else None,
                 temperature=rng.choice((0.0, float("nan"), -1.0)) if rng.random() < .1 else 1.0,
                 logit_bias={number(range(100)): 1.0} if rng.random() < .2 else {},
-                priority=number(range(-2, 3)))
+                priority=number(range(-2, 3)),
+                forced=(number(range(100)),) * rng.randrange(3))
             prompt = [rng.randrange(100) for _ in range(number(range(1, 60)) % 130)]
             prompt += [number(range(100))]
             return wire.Submit(

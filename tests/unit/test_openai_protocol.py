@@ -53,6 +53,13 @@ def test_every_field_of_the_official_client_is_known(kind, official):
     assert "stream" in kind.__struct_fields__
 
 
+@pytest.mark.parametrize("call", [chat, text])
+def test_forcing_tokens_is_not_for_http(call):
+    with pytest.raises(RequestError, match="forced is not a field of this API") as e:
+        call(forced=[1, 2])
+    assert e.value.param == "forced"
+
+
 def test_neutral_lists_only_fields_that_exist():
     known = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}
     assert set(NEUTRAL) <= known

@@ -234,6 +234,28 @@ def test_logprobs_are_of_the_unprocessed_logits():
     assert token == 0 and s.logprobs[0] == (pytest.approx(raw[0]), 1, [])
 
 
+def test_forced_tokens_are_given_counted_and_recorded_and_then_it_samples():
+    logits = torch.tensor([3.0, 2.0, 1.0, 0.0])
+    raw = logits.log_softmax(-1).tolist()
+    for params in (greedy(logprobs=1), SamplingParams(seed=4, top_k=1, logprobs=1)):
+        params = replace(params, forced=(2, 3))
+        for index, outputs, want in ((0, (), 2), (1, (2,), 3), (2, (2, 3), 0)):
+            s, token = one(params, logits, outputs=outputs)
+            assert token == want
+            assert s.logprobs[index][0] == pytest.approx(raw[want]) and s.logprobs[index][1] == want + 1
+    penalised = greedy(presence_penalty=2.5, forced=(0, 0))
+    assert one(penalised, logits, outputs=(0, 0))[1] == 1
+    sampler = Sampler(4, 2)
+    s = sampler.open(1, (3,), penalised, 0, ())
+    sampler.bind(s, 0, 0)
+    for want in (0, 0, 1):                             # the forced ones count, without a bind
+        token, _ = sampler.sample(logits.clone()[None], [s], [0])
+        s.outputs.append(token.item())
+        assert s.outputs[-1] == want
+    with pytest.raises(RequestError, match="forced has token id 4"):
+        one(greedy(forced=(1, 4)), logits)
+
+
 def test_seeded_tokens_do_not_depend_on_the_batch():
     torch.manual_seed(3)
     logits = torch.randn(8, V)

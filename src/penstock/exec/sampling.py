@@ -5,6 +5,7 @@ and no steps. The order is vLLM's: min_tokens, logit bias, repetition, frequency
 penalty, then argmax, or temperature, min-p, top-k, top-p and the draw. Logprobs are those of the
 model: log-softmax of the logits before any of this. A row of which bias and penalties leave no
 finite maximum is sampled without them: a token that was to be avoided is better than none.
+Forced tokens are given after all of this, and counted, recorded and stopped at like any other.
 
     R rows of the table   B rows that sample   V vocabulary
 """
@@ -61,7 +62,8 @@ class Sampler:
     def open(self, rid: int, prompt: tuple[int, ...], params: SamplingParams, choice: int,
              stop_ids: tuple[int, ...]) -> Sampling:
         """State of a new request. Raises RequestError for token ids outside the vocabulary."""
-        for name, ids in (("prompt", prompt), ("logit_bias", params.logit_bias)):
+        for name, ids in (("prompt", prompt), ("logit_bias", params.logit_bias),
+                          ("forced", params.forced)):
             if ids and not (0 <= min(ids) and max(ids) < self._vocab):
                 bad = next(i for i in ids if not 0 <= i < self._vocab)
                 raise RequestError(f"{name} has token id {bad}: the model's ids are 0 to "
@@ -76,7 +78,7 @@ class Sampler:
             s.bias = (torch.tensor(list(params.logit_bias), device=self._device),
                       torch.tensor(list(params.logit_bias.values()), device=self._device))
         s.plain = (params.temperature == 0 and params.logprobs is None and s.bias is None
-                   and not s.penalised and (params.min_tokens == 0 or not s.stop_ids))
+                   and not s.penalised and not params.forced and (params.min_tokens == 0 or not s.stop_ids))
         return s
 
     def bind(self, s: Sampling, row: int, emitted: int) -> None:
@@ -138,6 +140,9 @@ class Sampler:
                 [p.top_p for p in params], [p.min_p for p in params])
             token_B[at_B] = filters.draw(
                 w_BV, [hashing.uniform(s.key, len(s.outputs)) for s in chosen])
+        for i, s in enumerate(states):
+            if len(s.outputs) < len(s.params.forced):
+                token_B[i] = s.params.forced[len(s.outputs)]
         counted = [i for i, s in enumerate(states) if s.penalised]
         if counted:
             assert self._count_RV is not None

@@ -384,7 +384,11 @@ def checked_limits(ready: wire.Ready, prompt: Sequence[int], params: SamplingPar
             f"{ready.max_model_len - 1} leave room for an answer", "prompt", CONTEXT_EXCEEDED)
     if min(prompt) < 0 or max(prompt) >= vocab:
         raise RequestError(f"a prompt token id is outside 0 to {vocab - 1}", "prompt")
-    for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+    if len(params.forced) > room:
+        raise RequestError(f"forced has {len(params.forced)} ids: after this prompt the context has "
+                           f"room for {room}", "forced", CONTEXT_EXCEEDED)
+    for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias),
+                      ("forced", params.forced)):
         if any(not 0 <= i < vocab for i in ids):
             raise RequestError(f"{name} has a token id outside 0 to {vocab - 1}", name)
     if params.logprobs is not None and params.logprobs > vocab:

@@ -160,8 +160,8 @@ class EngineLoop:
         if m.max_new < 1 or len(m.prompt) + m.max_new > self._max_model_len:
             return (f"{len(m.prompt)} prompt tokens and {m.max_new} new ones: "
                     f"the context is {self._max_model_len}")
-        if any(not 0 <= i < vocab for i in (*m.stop_ids, *m.params.logit_bias)):
-            return f"a stop id or a logit bias is outside 0 to {vocab - 1}"
+        if any(not 0 <= i < vocab for i in (*m.stop_ids, *m.params.logit_bias, *m.params.forced)):
+            return f"a stop id, a logit bias or a forced id is outside 0 to {vocab - 1}"
         if m.params.min_tokens and len(set(m.stop_ids)) >= vocab:
             return "min_tokens: every token id is a stop id"
         if m.params.logprobs is not None and m.params.logprobs > vocab:
