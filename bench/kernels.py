@@ -56,7 +56,7 @@ def usable(op: Op[Any]) -> list[str]:
     names = []
     for implementation in op.implementations:
         try:
-            implementation.probe(probe())
+            implementation.usable_on(probe())
             names.append(implementation.name)
         except Unusable as why:
             print(f"{op.name} {implementation.name} skipped: {why}")

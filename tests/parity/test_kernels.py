@@ -1,55 +1,96 @@
-"""Every implementation of every op against its reference, on every case of the op."""
+"""Every implementation of every op on every device against the reference on a CPU, on every case."""
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 
-from penstock.kernels.cases import Case, cases_of
+from penstock.kernels.cases import Case, cases_of, sets_differ
 from penstock.kernels.paged_attention import AttentionSpec, store
-from penstock.kernels.platform import Op, Unusable, WrongResult, probe
+from penstock.kernels.platform import DEVICES, KernelError, Op, Unusable, WrongResult, probe
 from penstock.kernels.ragged import Ragged
 from penstock.kernels.registry import OPS
 
-WALK = [(op, implementation.name) for op in OPS.values()
-        for implementation in op.implementations if implementation.name != "reference"]
+WALK = [(op, implementation.name, device) for op in OPS.values()
+        for implementation in op.implementations for device in implementation.devices
+        if (implementation.name, device) != ("reference", "cpu")]
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[str, torch.Tensor]:
-    """Outputs of the references, computed once for all implementations."""
+def expected() -> dict[str, torch.Tensor | tuple[torch.Tensor, ...]]:
+    """Outputs of the references on a CPU, computed once for all implementations."""
     return {}
 
 
-def outputs_differ(case: Case, out: torch.Tensor, want: torch.Tensor) -> str:
-    """Why `out` is not what the reference says, or ''."""
-    if out.shape != want.shape or out.dtype != want.dtype or not out.is_contiguous():
-        return f"{case.name}: {tuple(out.shape)} {out.dtype} strides {out.stride()}"
-    gap = (out.float() - want.float()).abs().max() / want.float().abs().max()
-    return "" if gap <= case.tolerance else f"{case.name}: differs by {gap:.2g} of the largest"
-
-
-def skip_unusable(op: Op, name: str) -> None:
+def skip_unusable(op: Op, name: str, device: str = "cpu") -> None:
     try:
-        op.get(name).probe(probe())
+        op.get(name).usable_on(probe(device))
     except WrongResult:
         raise                           # users get around it by skipping; here it is a failure
-    except Unusable as why:
+    except (Unusable, KernelError) as why:
         pytest.skip(f"{op.name} {name}: {why}")
 
 
-@pytest.mark.parametrize("op, name", WALK, ids=[f"{op.name}-{name}" for op, name in WALK])
-def test_implementation_equals_reference(op, name, expected):
+@pytest.mark.parametrize("op, name, device", WALK,
+                         ids=[f"{op.name}-{name}-{device}" for op, name, device in WALK])
+def test_implementation_equals_reference(op, name, device, expected):
     implementation = op.get(name)
-    skip_unusable(op, name)
+    skip_unusable(op, name, device)
     wrong = []
-    for case in cases_of(op):
+    for case, here in zip(cases_of(op, device), cases_of(op), strict=True):
         key = f"{op.name} {case.name}"
         if key not in expected:
-            expected[key] = case.run(op.get("reference").run)
-        assert expected[key].isfinite().all(), f"{key}: the reference read a slot it must not"
-        wrong.append(outputs_differ(case, case.run(implementation.run), expected[key]))
+            expected[key] = here.run(op.get("reference").run)
+        want = expected[key]
+        for tensor in want if isinstance(want, tuple) else (want,):
+            assert tensor.isfinite().all(), f"{key}: the reference read a slot it must not"
+        wrong.append(case.wrong(case.run(implementation.run), want))
     wrong = [text for text in wrong if text]
     assert not wrong, f"{len(wrong)} cases\n" + "\n".join(wrong[:20])
+
+
+def test_a_case_says_what_is_wrong():
+    a = torch.tensor([1.0, 2.0])
+    case = Case("it", lambda run: a, 0.1)
+    assert case.wrong(a + 0.1, a) == "" and case.wrong((a, a.int()), (a, a.int())) == ""
+    assert "differs by 0.5" in case.wrong(a + 0.5, a)
+    assert "differs by nan" in case.wrong(a * torch.nan, a)
+    assert "float64" in case.wrong(a.double(), a) and "(1,)" in case.wrong(a[:1], a)
+    assert "strides (2,)" in case.wrong(torch.zeros(2, 2)[:, 0], a)
+    assert "1 outputs for 2" in case.wrong((a,), (a, a))
+    own = Case("it", lambda run: a, check=lambda out, want: "" if out.sum() == want.sum() else "no")
+    assert own.wrong(a, a) == "" and own.wrong(a + 1, a) == "it: no"
+
+
+def test_sets_may_differ_near_the_cut_only():
+    score = torch.tensor([[9.0, 5.0, 4.999, 1.0, float("nan")], [1.0, 2.0, 3.0, 4.0, float("nan")]])
+    want = torch.tensor([[0, 1, -1], [3, 2, 1]])
+    for out, said in (([[1, 0, -1], [1, 2, 3]], ""), ([[2, 0, -1], [1, 2, 3]], ""),
+                      ([[3, 0, -1], [1, 2, 3]], "off the cut"), ([[0, 1, -1], [1, 2, 2]], "2 different"),
+                      ([[0, -1, -1], [1, 2, 3]], "1 different"), ([[0, 1, -1], [1, 2, 4]], "off the cut"),
+                      ([[0, 5, -1], [1, 2, 3]], "outside 0 to 4"),
+                      ([[2, 1, -1], [1, 2, 3]], "off the cut")):
+        why = sets_differ(torch.tensor(out), want, score, 0.01)
+        assert said in why and bool(said) == bool(why), (out, why)
+
+
+def test_a_device_that_is_not_there_is_refused_with_the_reason():
+    if torch.cuda.is_available():
+        assert probe("cuda").features[0].startswith("sm_") and probe("cuda").gpu
+    else:
+        with pytest.raises(KernelError, match=r"^device 'cuda': .*(CUDA|NVIDIA)"):
+            probe("cuda")
+
+
+def test_an_implementation_for_another_device_is_unusable_and_is_not_probed():
+    gpu = replace(probe(), device="cuda", features=("sm_90",))
+    for op in OPS.values():
+        for implementation in op.implementations:
+            if "cuda" not in implementation.devices:
+                with pytest.raises(Unusable, match="runs on cpu, not on cuda"):
+                    implementation.usable_on(gpu)
+        assert op.get("reference").devices == DEVICES
 
 
 @pytest.mark.parametrize("name", list(OPS))

@@ -1,31 +1,79 @@
 """What a case of an op is: inputs over the declared domain, the same for every implementation.
 
-`tests/parity` finds the cases of each op in `kernels/<op>/cases.py`, `bench/kernels.py` its
-workloads.
+`tests/parity` finds the cases of each op in `kernels/<op>/cases.py`, as `cases(device)`, and
+`bench/kernels.py` its workloads.
 """
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from penstock.kernels.platform import Op
 
+Output: TypeAlias = "Tensor | tuple[Tensor, ...]"
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`run(implementation.run)` makes the same inputs every time and returns the op's output.
+    """`run(implementation.run)` makes the same inputs every time, on the device of the case, and
+    returns the op's output or outputs.
 
     tolerance   largest |difference| to the reference, in units of the largest |value| of it
+    check       why an output is not what the reference's is, or '': where several outputs are right,
+                as with sets that are cut at a score. It gets both on the CPU; None: by tolerance
     """
 
     name: str
-    run: Callable[[Any], Tensor]
-    tolerance: float
+    run: Callable[[Any], Output]
+    tolerance: float = 0.0
+    check: Callable[[Any, Any], str] | None = None
+
+    def wrong(self, out: Output, want: Output) -> str:
+        """Why `out` is not what the reference says, or ''."""
+        if self.check is not None:
+            why = self.check(_on_cpu(out), _on_cpu(want))
+            return why and f"{self.name}: {why}"
+        outs, wants = (x if isinstance(x, tuple) else (x,) for x in (out, want))
+        if len(outs) != len(wants):
+            return f"{self.name}: {len(outs)} outputs for {len(wants)}"
+        for a, b in zip(outs, wants, strict=True):
+            if a.shape != b.shape or a.dtype != b.dtype or not a.is_contiguous():
+                return f"{self.name}: {tuple(a.shape)} {a.dtype} strides {a.stride()}"
+            gap, most = (a.cpu().double() - b.cpu().double()).abs().max(), b.cpu().double().abs().max()
+            if not gap <= self.tolerance * most:
+                return f"{self.name}: differs by {gap:.2g} where the largest is {most:.2g}"
+        return ""
+
+
+def _on_cpu(out: Output) -> Output:
+    return tuple(x.cpu() for x in out) if isinstance(out, tuple) else out.cpu()
+
+
+def sets_differ(out_RN: Tensor, want_RN: Tensor, score_RU: Tensor, tolerance: float) -> str:
+    """Why the ids that `out` chose in each row are not those of `want`, or '': both are the same
+    number of ids, in any order, none twice; one that only one of them has scores within `tolerance`
+    of the lowest that `want` chose.
+
+    out, want   int, CPU, padded with -1      score_RU   f32, CPU: of id u, NaN where it may not be chosen
+    """
+    for r, (out, want) in enumerate(zip(out_RN.tolist(), want_RN.tolist(), strict=True)):
+        got, right = ([i for i in ids if i != -1] for ids in (out, want))
+        if len(set(got)) != len(got) or len(got) != len(right):
+            return f"row {r}: {len(set(got))} different ids of {len(got)}, and not {len(right)}"
+        if any(not 0 <= i < score_RU.shape[1] for i in got):
+            return f"row {r}: an id outside 0 to {score_RU.shape[1] - 1}"
+        odd = sorted({*got} ^ {*right})
+        if odd:
+            cut = score_RU[r, right].min()
+            off = (score_RU[r, odd] - cut).abs()
+            if not (off <= tolerance).all():
+                return f"row {r}: ids {odd[:8]} are up to {off.max():.2g} off the cut"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +95,9 @@ class Workload:
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
-def cases_of(op: Op[Any]) -> list[Case]:
-    """Every case of an op. Asserts that it has some."""
-    found: Iterable[Case] = _module(op).cases()
+def cases_of(op: Op[Any], device: str = "cpu") -> list[Case]:
+    """Every case of an op, with inputs on `device`. Asserts that it has some."""
+    found: Iterable[Case] = _module(op).cases(device)
     cases = list(found)
     assert cases, f"{op.name} has no cases"
     return cases

@@ -33,10 +33,11 @@ class WrongResult(Unusable):
 class Platform:
     """The device kernels run on, as torch sees it."""
 
-    device: str                         # "cpu"
-    features: tuple[str, ...]           # instruction sets that matter here
+    device: str                         # "cpu" or "cuda"
+    features: tuple[str, ...]           # instruction sets that matter here; of a GPU its "sm_90"
     torch: str                          # version
     cache: Path | None = None           # folder for what is compiled here; None keeps nothing
+    gpu: str = ""                       # its name, of a GPU
 
     def best(self, *names: str) -> str:
         """The first of `names` that this device has, or 'no ' and the first."""
@@ -44,24 +45,42 @@ class Platform:
 
 
 def probe(device: str = "cpu", cache: Path | None = None) -> Platform:
-    """Asks torch once. Raises KernelError for a device that no kernel here serves."""
+    """Asks torch once. Raises KernelError for a device that no kernel here serves, and for one that
+    is not there, with the reason."""
+    if device == "cuda":
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+            major, minor = torch.cuda.get_device_capability()
+        except (RuntimeError, AssertionError) as error:     # the latter: built without CUDA
+            raise KernelError(f"device 'cuda': {str(error).splitlines()[0]}") from None
+        return Platform(device=device, features=(f"sm_{major}{minor}",), torch=torch.__version__,
+                        cache=cache, gpu=torch.cuda.get_device_name())
     if device != "cpu":
-        raise KernelError(f"device {device!r} has no kernels in this version: use 'cpu'")
+        raise KernelError(f"device {device!r} has no kernels in this version: use 'cpu' or 'cuda'")
     known = torch.cpu.get_capabilities()
     return Platform(device=device, features=tuple(f for f in _FEATURES if known.get(f)),
                     torch=torch.__version__, cache=cache)
 
 
 F = TypeVar("F")
+DEVICES = ("cpu", "cuda")                   # devices of what is written in torch's own operations
 
 
 @dataclass(frozen=True, slots=True)
 class Implementation(Generic[F]):
-    """One way to run an op. `probe` says in a few words what it relies on, or raises Unusable."""
+    """One way to run an op. `probe` says in a few words what it relies on, or raises Unusable; it is
+    asked on a platform of `devices` only, by `usable_on`."""
 
     name: str
     run: F
     probe: Callable[[Platform], str]
+    devices: tuple[str, ...] = ("cpu",)
+
+    def usable_on(self, platform: Platform) -> str:
+        """What it relies on there. Raises Unusable."""
+        if platform.device not in self.devices:
+            raise Unusable(f"runs on {' and '.join(self.devices)}, not on {platform.device}")
+        return self.probe(platform)
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ def _choose(op: Op[Any], platform: Platform, wanted: str | None) -> Choice:
     skipped: dict[str, str] = {}
     for implementation in op.implementations:
         try:
-            reasons[implementation.name] = implementation.probe(platform)
+            reasons[implementation.name] = implementation.usable_on(platform)
         except Unusable as why:
             skipped[implementation.name] = str(why)
     if wanted in skipped:

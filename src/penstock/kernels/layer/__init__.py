@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from penstock.kernels.layer import native, reference
-from penstock.kernels.platform import Implementation, Op
+from penstock.kernels.platform import DEVICES, Implementation, Op
 
 
 class LayerOps(Protocol):
@@ -41,7 +41,7 @@ class LayerOps(Protocol):
 
 OP: Op[LayerOps] = Op("layer", (
     Implementation("native", native.Native(), native.probe),
-    Implementation("reference", reference.Reference(), reference.probe),
+    Implementation("reference", reference.Reference(), reference.probe, DEVICES),
 ))
 
 

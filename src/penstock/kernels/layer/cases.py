@@ -15,44 +15,47 @@ _WIDTHS = (1, 7, 64, 576)
 _HEADS = ((1, 2), (3, 6), (12, 64), (2, 80))
 
 
-def cases() -> Iterator[Case]:
+def cases(device: str) -> Iterator[Case]:
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
         for tokens in _TOKENS:
             for width in _WIDTHS:
                 for add in (False, True):
                     yield Case(f"{name}-norm-{tokens}x{width}{'-add' if add else ''}",
-                               partial(_norm, dtype, tokens, width, add), TOLERANCE[dtype])
+                               partial(_norm, device, dtype, tokens, width, add), TOLERANCE[dtype])
                 yield Case(f"{name}-gate-{tokens}x{width}",
-                           partial(_gate, dtype, tokens, width), TOLERANCE[dtype])
+                           partial(_gate, device, dtype, tokens, width), TOLERANCE[dtype])
             for heads, dim in _HEADS:
                 yield Case(f"{name}-rotate-{tokens}x{heads}x{dim}",
-                           partial(_rotate, dtype, tokens, heads, dim), TOLERANCE[dtype])
+                           partial(_rotate, device, dtype, tokens, heads, dim), TOLERANCE[dtype])
 
 
-def _randn(dtype: torch.dtype, *shape: int) -> Tensor:
+def _randn(device: str, dtype: torch.dtype, *shape: int) -> Tensor:
     generator = torch.Generator().manual_seed(sum(shape))
-    return (torch.randn(*shape, generator=generator) * 3).to(dtype)
+    return (torch.randn(*shape, generator=generator) * 3).to(device, dtype)
 
 
-def _norm(dtype: torch.dtype, tokens: int, width: int, add: bool, ops: LayerOps) -> Tensor:
+def _norm(device: str, dtype: torch.dtype, tokens: int, width: int, add: bool,
+          ops: LayerOps) -> Tensor:
     """The norm and the h that it leaves."""
-    h = _randn(dtype, tokens, width)
-    x = ops.norm(h, _randn(dtype, tokens + 1, width)[1:] if add else None,
-                 _randn(dtype, width), 1e-5)
+    randn = partial(_randn, device, dtype)
+    h = randn(tokens, width)
+    x = ops.norm(h, randn(tokens + 1, width)[1:] if add else None, randn(width), 1e-5)
     return torch.cat((x, h))
 
 
-def _rotate(dtype: torch.dtype, tokens: int, heads: int, dim: int, ops: LayerOps) -> Tensor:
+def _rotate(device: str, dtype: torch.dtype, tokens: int, heads: int, dim: int,
+            ops: LayerOps) -> Tensor:
     """All heads, of which those rotated are a view: the others must stay."""
-    x = _randn(dtype, tokens, heads + 2, dim)
-    ops.rotate(x[:, 1:heads + 1], _randn(dtype, tokens, 1, dim), _randn(dtype, tokens + 1, 1, dim)[1:])
+    randn = partial(_randn, device, dtype)
+    x = randn(tokens, heads + 2, dim)
+    ops.rotate(x[:, 1:heads + 1], randn(tokens, 1, dim), randn(tokens + 1, 1, dim)[1:])
     return x
 
 
-def _gate(dtype: torch.dtype, tokens: int, width: int, ops: LayerOps) -> Tensor:
+def _gate(device: str, dtype: torch.dtype, tokens: int, width: int, ops: LayerOps) -> Tensor:
     """Large values too: silu of -300 is 0 and of 300 is 300."""
-    x = _randn(dtype, tokens, 2 * width + 5)[:, :2 * width]
+    x = _randn(device, dtype, tokens, 2 * width + 5)[:, :2 * width]
     x[0, 0] = -300.0
     out = ops.gate(x)
     x[0, 0] = 300.0
@@ -74,9 +77,9 @@ def workloads() -> Iterator[Workload]:
 
 
 def _prepare(op: str, dtype: torch.dtype, tokens: int, ops: LayerOps) -> Callable[[int], object]:
-    h, delta, weight = (_randn(dtype, tokens, 576), torch.zeros(tokens, 576, dtype=dtype),
-                        _randn(dtype, 576))
-    heads, gate_up = _randn(dtype, tokens, 15, 64)[:, :12], _randn(dtype, tokens, 3072)
+    randn = partial(_randn, "cpu", dtype)
+    h, delta, weight = randn(tokens, 576), torch.zeros(tokens, 576, dtype=dtype), randn(576)
+    heads, gate_up = randn(tokens, 15, 64)[:, :12], randn(tokens, 3072)
     cos, sin = torch.ones(tokens, 1, 64, dtype=dtype), torch.zeros(tokens, 1, 64, dtype=dtype)
     calls: dict[str, Callable[[int], object]] = {
         "norm": lambda _: ops.norm(h, delta, weight, 1e-5),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.linear import onednn, reference
-from penstock.kernels.platform import Implementation, KernelError, Op
+from penstock.kernels.platform import DEVICES, Implementation, KernelError, Op
 
 Linear: TypeAlias = Callable[[Tensor], Tensor]
 Pack: TypeAlias = Callable[[Tensor, Tensor | None], Linear]
@@ -20,14 +20,14 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 OP: Op[Pack] = Op("linear", (
     Implementation("onednn", onednn.pack, onednn.probe),
-    Implementation("reference", reference.pack, reference.probe),
+    Implementation("reference", reference.pack, reference.probe, DEVICES),
 ))
 
 
 def pack(weight_OI: Tensor, bias_O: Tensor | None = None, *, backend: str) -> Linear:
     """Prepare a weight for `y_TO = linear(x_TI)`, for any number of rows T >= 1.
 
-    weight_OI   f32|bf16, CPU, any strides    bias_O   same dtype, or None
+    weight_OI   f32|bf16, any strides         bias_O   same dtype, or None
     Returns     linear(x_TI) -> y_TO, dtype of the weight, dense; x_TI has the weight's dtype and a
                 dense last dimension. Rows are independent of each other up to rounding.
     Keeps       one copy of the weight: a reference to `weight_OI` (reference) or the packed copy

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.kernels.paged_attention import native, reference, sdpa
 from penstock.kernels.paged_attention.spec import AttentionSpec
-from penstock.kernels.platform import Implementation, Op
+from penstock.kernels.platform import DEVICES, Implementation, Op
 from penstock.kernels.ragged import Ragged
 
 __all__ = ["OP", "AttentionSpec", "Plan", "Planner", "plan", "store"]
@@ -26,7 +26,7 @@ Planner: TypeAlias = Callable[[Ragged, AttentionSpec], Plan]
 OP: Op[Planner] = Op("paged_attention", (
     Implementation("native", native.plan, native.probe),
     Implementation("sdpa", sdpa.plan, sdpa.probe),
-    Implementation("reference", reference.plan, reference.probe),
+    Implementation("reference", reference.plan, reference.probe, DEVICES),
 ))
 
 

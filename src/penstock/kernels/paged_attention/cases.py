@@ -34,7 +34,7 @@ _HEADS = ((3, 3, 64), (2, 1, 80), (1, 8, 16), (2, 4, 128))
 _PAGE_SIZES = (1, 3, 16, 64)
 
 
-def cases() -> Iterator[Case]:
+def cases(device: str) -> Iterator[Case]:
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
         for step, rows in _STEPS.items():
@@ -45,11 +45,11 @@ def cases() -> Iterator[Case]:
                     for scattered in (False, True):
                         where = "scattered" if scattered else "runs"
                         yield Case(f"{name}-{step}-{heads}-pages of {page_size}-{where}",
-                                   partial(_run, dtype, rows, heads, page_size, scattered),
+                                   partial(_run, device, dtype, rows, heads, page_size, scattered),
                                    TOLERANCE[dtype])
         for scattered in (False, True):
             yield Case(f"{name}-long decodes-{'scattered' if scattered else 'runs'}",
-                       partial(_run, dtype, ((1, 1500), (1, 20), (1, 1037)), (3, 3, 64), 16,
+                       partial(_run, device, dtype, ((1, 1500), (1, 20), (1, 1037)), (3, 3, 64), 16,
                                scattered),
                        TOLERANCE[dtype])
 
@@ -64,7 +64,7 @@ class Inputs:
 
 
 def make(dtype: torch.dtype, rows: tuple[tuple[int, int], ...], heads: tuple[int, int, int],
-         page_size: int, scattered: bool) -> Inputs:
+         page_size: int, scattered: bool, device: str = "cpu") -> Inputs:
     """A step of `rows` (queries, context) with its pools; q is a view of wider rows."""
     num_kv_heads, group, head_dim = heads
     generator = torch.Generator().manual_seed(len(rows) * 100 + page_size)
@@ -85,17 +85,17 @@ def make(dtype: torch.dtype, rows: tuple[tuple[int, int], ...], heads: tuple[int
             pool.view(-1, num_kv_heads, head_dim)[held] = torch.randn(
                 context, num_kv_heads, head_dim, generator=generator).to(dtype)
     layout = Ragged(tuple(query_start), tuple(context for _, context in rows), tuple(pages),
-                    torch.tensor(slots), page_size)
+                    torch.tensor(slots, device=device), page_size)
     num_heads = num_kv_heads * group
-    q_TMH = torch.randn(query_start[-1], num_heads + 2, head_dim, generator=generator).to(dtype)
+    q_TMH = torch.randn(query_start[-1], num_heads + 2, head_dim, generator=generator).to(device, dtype)
     spec = AttentionSpec(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
                          dtype=dtype, scale=head_dim ** -0.5)
-    return Inputs(layout, spec, q_TMH[:, :num_heads], k_PGKH, v_PGKH)
+    return Inputs(layout, spec, q_TMH[:, :num_heads], k_PGKH.to(device), v_PGKH.to(device))
 
 
-def _run(dtype: torch.dtype, rows: tuple[tuple[int, int], ...], heads: tuple[int, int, int],
-         page_size: int, scattered: bool, planner: Planner) -> Tensor:
-    inputs = make(dtype, rows, heads, page_size, scattered)
+def _run(device: str, dtype: torch.dtype, rows: tuple[tuple[int, int], ...],
+         heads: tuple[int, int, int], page_size: int, scattered: bool, planner: Planner) -> Tensor:
+    inputs = make(dtype, rows, heads, page_size, scattered, device)
     plan = planner(inputs.layout, inputs.spec)
     return plan(inputs.q_TNH, inputs.k_PGKH, inputs.v_PGKH)
 
