@@ -36,6 +36,15 @@ def test_a_row_goes_to_the_device_if_that_has_room() -> None:
     assert d.core.live[RequestId(1)].place is Place.DEVICE
 
 
+def test_a_short_request_takes_a_small_hot_buffer() -> None:
+    d = Driver(hbm_pages=16, dram_pages=32, hot_pages=6, always_hosted=True)
+    (plan,) = d.arrive(1, range(5), max_new=4, selects=True)         # two pages, ever
+    assert [len(units) for units in plan.binds[0].hot] == [2]
+    d.arrive(2, range(5), max_new=40, selects=True)
+    (plan,) = d.retire()
+    assert [len(units) for units in plan.binds[0].hot] == [6]
+
+
 def test_hosted_rows_share_what_the_host_has() -> None:
     d = Driver(dram_pages=32, hot_pages=1, always_hosted=True)
     for rid in (1, 2):

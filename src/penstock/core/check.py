@@ -112,7 +112,7 @@ def _leases(core: Core, r: Request, running: set[Request]) -> None:
         device = Lease.HBM if t.hosted else Lease.INDEX
         assert device in either or not any(t.device), where
         assert Lease.DRAM in either or not any(t.host), where
-        hot = core.cfg.hot_pages if t.hosted and Lease.HOT in holds else 0
+        hot = r.hot if t.hosted and Lease.HOT in holds else 0
         assert len(t.hot) == hot, where
     if Lease.DRAM not in holds:
         assert not any(r.reserve), where

@@ -215,6 +215,7 @@ class Core:
             return
         r = Request(a, self._seq, min(a.max_new, fits), list(a.prompt), n, self.have.tables(),
                     n if self.prefills_only else self.cfg.max_len + n)
+        r.hot = placement.hot_units(self.cfg, min(n + r.max_new - 1, r.limit))
         r.may_host = hosted and placement.fits(self.cfg, lifecycle.Place.HOST, n + r.max_new - 1)
         self._seq += 1
         self.live[a.rid] = r
@@ -424,10 +425,9 @@ class Core:
                     self._go(r, Trigger.LANDED)
                 else:
                     r.lacks = staying.last_missing(t.device for t in r.tables if t.hosted)
-        if self.cfg.sparse:
-            if self._stay != self._promotable():
-                self._lacks = placement.promote(self)
-                self._stay = self._promotable()
+        if self.cfg.sparse and self._stay != self._promotable():
+            self._lacks = placement.promote(self)
+            self._stay = self._promotable()
 
     def _promotable(self) -> tuple[int, ...]:
         """As long as this is the same, it is of no use to try again to promote somebody."""

@@ -163,7 +163,7 @@ def _way(have: Holdings, r: Request, g: int, place: Place) -> Way:
         else:
             way.device.append(_entry(have, r, g, i, node, way, host=False) if i < done else _new())
     if hosted:
-        way.hot = have.cfg.hot_pages
+        way.hot = r.hot
     return way
 
 

@@ -23,6 +23,12 @@ def may_host(cfg: CoreConfig, a: Arrived) -> bool:
     return cfg.sparse and a.selects
 
 
+def hot_units(cfg: CoreConfig, tokens: int) -> int:
+    """The hot buffer, of each hosted group, of a request of `tokens` positions: what is short needs no more
+    of it than it has pages."""
+    return min(cfg.hot_pages, -(-tokens // cfg.page_size))
+
+
 def needs(cfg: CoreConfig, place: Place, tokens: int) -> tuple[list[int], list[int]]:
     """Device and host pages of each group that a request of `tokens` positions needs at once."""
     device, host = [], []
@@ -32,7 +38,7 @@ def needs(cfg: CoreConfig, place: Place, tokens: int) -> tuple[list[int], list[i
         if group.reach:                        # the window, and the page that is being written
             pages = min(pages, -(-group.reach // unit) + 1)
         hosted = place is Place.HOST and group.hosted
-        device.append(cfg.hot_pages if hosted else pages)
+        device.append(hot_units(cfg, tokens) if hosted else pages)
         host.append(pages if hosted else 0)
     return device, host
 
@@ -69,7 +75,7 @@ def refusal(cfg: CoreConfig, a: Arrived, longest: int) -> str:
         return "a prefill engine serves requests that name a transfer to a decode engine"
     where = f"the device pool holds {cfg.hbm_pages} pages of {cfg.page_size} tokens"
     if may_host(cfg, a):
-        where += f", the host pool {cfg.dram_pages}, a hot buffer takes {cfg.hot_pages} of the device's"
+        where += f", the host pool {cfg.dram_pages}, a hot buffer takes up to {cfg.hot_pages} of the device's"
         where += f", storage keeps {cfg.store_pages} of the host's" if cfg.store_pages else ""
     return (f"the prompt has {len(a.prompt)} tokens, at most {longest} can be served: the context length is "
             f"{cfg.max_len} and {where}")

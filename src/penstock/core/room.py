@@ -129,7 +129,7 @@ def may_spill(core: Core, r: Request) -> bool:
     """Whether `r` frees device pages when it goes on from the host, and copies to there do not always
     fail it."""
     return (r.phase is Phase.RESIDENT and r.may_host and r.stuck < STUCK_MAX
-            and any(t.hosted and len(t.device) > core.cfg.hot_pages for t in r.tables))
+            and any(t.hosted and len(t.device) > r.hot for t in r.tables))
 
 
 def spillable(core: Core, r: Request, most: int = 1) -> int:
@@ -137,7 +137,7 @@ def spillable(core: Core, r: Request, most: int = 1) -> int:
     from the host: what it shares stays, which is how its tables begin, and of its own a hot buffer."""
     if not may_spill(core, r):
         return 0
-    free, hot = 0, core.cfg.hot_pages
+    free, hot = 0, r.hot
     for t in r.tables:
         if t.hosted:
             own = itertools.takewhile(lambda c: c is not None and c.pins == 1, reversed(t.device))

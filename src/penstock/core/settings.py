@@ -43,7 +43,7 @@ class CoreConfig:
     hbm_pages: int
     dram_pages: int = 0                 # 0: no host tier, hence no PAUSE, only DROP
     disk_pages: int = 0                 # 0: no storage tier; needs a host tier
-    hot_pages: int = 0                  # hot buffer of a hosted row, for each hosted group; 0: no row is
+    hot_pages: int = 0                  # hot buffer of a hosted row in each hosted group, at most; 0: none is
     always_hosted: bool = False         # requests that select never take the device pages they could
     wait_pages: int = 0                 # a step may run before at most this many pages have landed
     step_tokens: int = 512              # token budget of one step

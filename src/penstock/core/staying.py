@@ -330,8 +330,8 @@ def heat(have: Holdings, r: Request) -> bool:
     for g, t in enumerate(r.tables):
         if t.hosted:
             mine = [i for i, c in enumerate(t.device) if c is not None and c.pins == 1 and not c.moves]
-            keep[g] = mine[-have.cfg.hot_pages:]
-            want[g] = have.cfg.hot_pages - len(keep[g])
+            keep[g] = mine[-r.hot:]
+            want[g] = r.hot - len(keep[g])
     if not have.room(Tier.HBM, want):
         return False
     for g, entries in keep.items():

@@ -211,6 +211,7 @@ class Judge:
             for t, units in zip(live.tables, b.hot or ((),) * len(live.tables), strict=True):
                 assert live.phase is Phase.SENDING or (
                     [h.page for h in units] == [c.page for c in t.hot]), "hot buffer is not its lease"
+                assert len(units) <= t.end(live.num_prompt + live.max_new - 1), "more hot units than pages"
         for g in p.grows:
             assert g.pages and len(g.host) in (0, len(g.pages))
             pages, below = self.tables[g.row][1][g.group]

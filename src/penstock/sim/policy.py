@@ -95,7 +95,7 @@ class Policy:
     def _own_slabs(self, r: Request) -> int:
         """What nobody else reads of `r` and a hot buffer does not keep; of a single group in pages."""
         cfg = self.core.cfg
-        own = [(sum(c is not None and c.pins == 1 for c in t.device) - cfg.hot_pages)
+        own = [(sum(c is not None and c.pins == 1 for c in t.device) - r.hot)
                // (t.group.slab_pages if len(cfg.groups) > 1 else 1) for t in r.tables if t.group.hosted]
         return sum(n for n in own if n > 0)
 
@@ -162,7 +162,7 @@ class Policy:
                 if group.reach:
                     pages = min(pages, -(-group.reach // unit) + 1)
                 below = group.hosted and r.place is Place.HOST and r is not back
-                need[Tier.HBM] += cfg.hot_pages if below else pages
+                need[Tier.HBM] += r.hot if below else pages
                 need[Tier.DRAM] += pages if below else 0
         room = {tier: (arena.slabs if len(arena.pools) > 1 else arena.pools[0].capacity) - arena.away
                 for tier, arena in have.arenas.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from penstock.core import entering, lifecycle, room, schedule, staying
+from penstock.core import entering, lifecycle, placement, room, schedule, staying
 from penstock.core.admission import Admission
 from penstock.core.core import Core
 from penstock.core.entering import Way
@@ -125,6 +125,12 @@ def device_page_given_back_without_a_yield(real: Real, r: Request) -> list[Yield
 def yield_of_a_page_without_a_host_copy(real: Real, r: Request) -> list[Yield]:
     """The Yield names the wrong cache group."""
     return [replace(y, group=Group(len(r.tables) - 1)) for y in real(r)]
+
+
+@instead_of(placement, "hot_units")
+def hot_buffer_longer_than_the_request(real: Real, cfg: CoreConfig, tokens: int) -> int:
+    """A request that is short takes all of a hot buffer."""
+    return cfg.hot_pages
 
 
 # ---------------------------------------------------------------- on the way to the host
