@@ -59,6 +59,30 @@ def test_tokens_arrive_once_and_in_order(depth):
     assert rig.loop.num_tokens == 8
 
 
+def test_what_a_submit_says_of_attention_and_grammar_reaches_the_core():
+    rig = Rig(selects=True)
+    rig.submit(1, selects=True, attention=(1 << 63) - 1, host_token=True)
+    rig.submit(2, selects=True)                     # a sparse model: what it computes has no other name
+    rig.submit(3)
+    rig.run()
+    assert [(e.selects, e.attention, e.host_token, e.transfer)
+            for e in rig.core.seen if isinstance(e, Arrived)] == [
+                (True, (1 << 63) - 1, True, 0), (True, 0, False, 0), (False, 0, False, 0)]
+
+
+@pytest.mark.parametrize("selects, fields, said", [
+    (False, {"selects": True}, "no selector"), (True, {"attention": 5}, "attention: 0, or"),
+    (True, {"selects": True, "attention": -1}, "attention: 0, or"),
+    (True, {"selects": True, "attention": 1 << 63}, "attention: 0, or"),
+    (True, {"transfer": 4}, "without a peer"), (True, {"transfer": -1}, "without a peer")])
+def test_what_this_engine_cannot_do_is_refused(selects, fields, said):
+    rig = Rig(selects=selects)
+    rig.submit(1, **fields)
+    rig.run()
+    assert rig.ends == {1: "refused"} and said in rig.chunks[0].reason
+    assert not any(isinstance(e, Arrived) for e in rig.core.seen)
+
+
 def test_the_first_chunk_says_what_was_cached():
     rig = Rig()
     rig.submit()

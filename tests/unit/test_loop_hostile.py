@@ -68,7 +68,9 @@ def hostile(rng: random.Random, newest: int) -> wire.ToEngine:
                 rid=rid if rng.random() < 0.3 else newest + 1, prompt=prompt,
                 params=params, stop_ids=[number(range(100))], max_new=number(range(1, 60)),
                 namespace=number(range(3)),
-                leader=rng.choice((None, number(range(newest + 1)))), choice=number(range(1)))
+                leader=rng.choice((None, number(range(newest + 1)))), choice=number(range(1)),
+                selects=rng.random() < .05, attention=number(range(1)), transfer=number(range(1)),
+                host_token=rng.random() < .2)
         case 2:
             return wire.Abort(rid)
         case 3:

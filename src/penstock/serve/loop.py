@@ -82,12 +82,15 @@ class EngineLoop:
     """Messages in, chunks out. `handle` any number of messages, then `turn`, for ever."""
 
     def __init__(self, core: Planner, executor: Runner, *, vocab_size: int, max_model_len: int,
-                 event_log: EventLog | None = None, check: bool = False) -> None:
+                 selects: bool = False, event_log: EventLog | None = None,
+                 check: bool = False) -> None:
+        """`selects`: whether `executor` can decode from a selection of a request's KV."""
         self._core = core
         self.recorder = Recorder(core)
         self._executor = executor
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
+        self._selects = selects
         self._event_log = event_log or EventLog()
         self._check = check
         self._live: dict[int, _Live] = {}
@@ -143,7 +146,8 @@ class EngineLoop:
         self._events.append(Arrived(
             rid=rid, prompt=prompt, max_new=m.max_new, stop=frozenset(m.stop_ids),
             min_new=m.params.min_tokens, namespace=m.namespace, priority=m.params.priority,
-            leader=None if leader is None else RequestId(leader)))
+            leader=None if leader is None else RequestId(leader), host_token=m.host_token,
+            selects=m.selects, attention=m.attention, transfer=m.transfer))
 
     def _refusal(self, m: Submit) -> str | None:
         """Why `m` cannot run. The API process has said so before with more words: this is the
@@ -157,6 +161,12 @@ class EngineLoop:
             return "the request id or the choice is out of range"
         if not m.prompt or min(m.prompt) < 0 or max(m.prompt) >= vocab:
             return f"the prompt is empty or has a token id outside 0 to {vocab - 1}"
+        if m.selects and not self._selects:
+            return "selects: this engine has no selector"
+        if not 0 <= m.attention < 1 << 63 or (m.attention and not m.selects):
+            return "attention: 0, or the identity of what a request that selects computes"
+        if not 0 <= m.transfer < ID_MAX or (m.transfer and self._core.cfg.role == "unified"):
+            return "transfer: 0 in an engine without a peer"
         if m.max_new < 1 or len(m.prompt) + m.max_new > self._max_model_len:
             return (f"{len(m.prompt)} prompt tokens and {m.max_new} new ones: "
                     f"the context is {self._max_model_len}")

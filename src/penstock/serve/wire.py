@@ -12,7 +12,7 @@ import msgspec
 
 from penstock.config.params import SamplingParams
 
-VERSION = 1
+VERSION = 2
 LOADED = "engine: loaded"       # the last line that the engine prints before it sends Ready
 FRAME_BYTES_MAX = 256 << 20
 
@@ -44,6 +44,10 @@ class Submit(_Message, frozen=True):
     namespace: int = 0
     leader: int | None = None
     choice: int = 0                     # 0 .. n-1: part of the sampling seed
+    selects: bool = False               # these four as in the core's Arrived
+    attention: int = 0
+    transfer: int = 0
+    host_token: bool = False
 
 
 class Abort(_Message, frozen=True):
