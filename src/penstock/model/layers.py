@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.model.base import Attend, LocalLayer
@@ -67,17 +66,12 @@ class Attention:
         qk_TMH = qkv[:, : self.num_rotated]
         v_TKH = qkv[:, self.num_rotated :]
         if self.spec.qk_norm:
-            qk_TMH = self._normed(qk_TMH)
-        self.ops.rotate(qk_TMH, cos_T1H, sin_T1H)
+            self.ops.norm_rotate(qk_TMH, cos_T1H, sin_T1H, self.q_norm.value, self.k_norm.value, num_heads,
+                                 self.eps)
+        else:
+            self.ops.rotate(qk_TMH, cos_T1H, sin_T1H)
         out_TNH = attend(self.layer, qk_TMH[:, :num_heads], qk_TMH[:, num_heads:], v_TKH)
         return self.out(out_TNH.flatten(1))
-
-    def _normed(self, qk_TMH: Tensor) -> Tensor:
-        # One norm for all heads; the weights differ between q and k, so they come afterwards.
-        normed = F.rms_norm(qk_TMH, (self.spec.head_dim,), None, self.eps)
-        normed[:, : self.spec.num_heads].mul_(self.q_norm.value)
-        normed[:, self.spec.num_heads :].mul_(self.k_norm.value)
-        return normed
 
 
 class GatedMLP:

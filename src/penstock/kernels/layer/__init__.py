@@ -2,7 +2,8 @@
 
 Each is one pass over a few kilobytes per token, so calls cost more than arithmetic when decoding.
 
-    T tokens of the step   D model dim   M heads   H head dim   I MLP width
+    T tokens of the step   D model dim   M heads   N query heads, the first of M   H head dim
+    I MLP width
 """
 from __future__ import annotations
 
@@ -28,6 +29,15 @@ class LayerOps(Protocol):
         """x = x * cos + roll(x, H / 2) * sin in place: RoPE when sin's first half is negated.
 
         x_TMH   dense in M and H, any stride in T    cos, sin   dense    H   even
+        """
+        ...
+
+    def norm_rotate(self, x_TMH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor, q_weight_H: Tensor,
+                    k_weight_H: Tensor, num_heads: int, eps: float) -> None:
+        """In place: RMS norm of each head times its weight, `q_weight` for the first `num_heads`, then
+        `rotate`. The normed head is rounded, and its product with the weight again.
+
+        x_TMH   as in `rotate`
         """
         ...
 

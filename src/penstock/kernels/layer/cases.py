@@ -28,6 +28,8 @@ def cases(device: str) -> Iterator[Case]:
             for heads, dim in _HEADS:
                 yield Case(f"{name}-rotate-{tokens}x{heads}x{dim}",
                            partial(_rotate, device, dtype, tokens, heads, dim), TOLERANCE[dtype])
+                yield Case(f"{name}-norm_rotate-{tokens}x{heads}x{dim}",
+                           partial(_norm_rotate, device, dtype, tokens, heads, dim), TOLERANCE[dtype])
 
 
 def _randn(device: str, dtype: torch.dtype, *shape: int) -> Tensor:
@@ -50,6 +52,15 @@ def _rotate(device: str, dtype: torch.dtype, tokens: int, heads: int, dim: int,
     randn = partial(_randn, device, dtype)
     x = randn(tokens, heads + 2, dim)
     ops.rotate(x[:, 1:heads + 1], randn(tokens, 1, dim), randn(tokens + 1, 1, dim)[1:])
+    return x
+
+
+def _norm_rotate(device: str, dtype: torch.dtype, tokens: int, heads: int, dim: int,
+                 ops: LayerOps) -> Tensor:
+    randn = partial(_randn, device, dtype)
+    x, weights = randn(tokens, heads + 2, dim), randn(2, dim)
+    ops.norm_rotate(x[:, 1:heads + 1], randn(tokens, 1, dim), randn(tokens + 1, 1, dim)[1:], weights[0],
+                    weights[1], heads * 3 // 4, 1e-5)
     return x
 
 

@@ -82,6 +82,30 @@ INLINE void rotate_token(void *x, int64_t stride, const void *cosine, const void
     }
 }
 
+/* Rounds after the norm and after the weight, as the definition does. */
+INLINE void norm_rotate_token(void *x, int64_t stride, const void *cosine, const void *sine,
+                              const void *q_weight, const void *k_weight, int64_t t, int64_t heads,
+                              int64_t dim, int64_t queries, float eps, int bf16)
+{
+    for (int64_t m = 0; m < heads; m++) {
+        const int64_t at = t * stride + m * dim;
+        const void *weight = m < queries ? q_weight : k_weight;
+        float sum = 0.0f;
+        #pragma omp simd reduction(+ : sum)
+        for (int64_t d = 0; d < dim; d++) {
+            float a = load(x, at + d, bf16);
+            sum += a * a;
+        }
+        const float scale = 1.0f / sqrtf(sum / dim + eps);
+        #pragma omp simd
+        for (int64_t d = 0; d < dim; d++) {
+            put(x, at + d, load(x, at + d, bf16) * scale, bf16);
+            put(x, at + d, load(x, at + d, bf16) * load(weight, d, bf16), bf16);
+        }
+    }
+    rotate_token(x, stride, cosine, sine, t, heads, dim, bf16);
+}
+
 INLINE void gate_token(const void *gate_up, int64_t stride, void *out, int64_t t, int64_t width,
                        int bf16)
 {
@@ -118,6 +142,17 @@ void penstock_rotate(void *x, int64_t stride, const void *cosine, const void *si
 {
     FOR_TOKENS(heads * dim, rotate_token(x, stride, cosine, sine, t, heads, dim, 1),
                rotate_token(x, stride, cosine, sine, t, heads, dim, 0))
+}
+
+void penstock_norm_rotate(void *x, int64_t stride, const void *cosine, const void *sine,
+                          const void *q_weight, const void *k_weight, int64_t tokens, int64_t heads,
+                          int64_t dim, int64_t queries, float eps, int bf16, int threads)
+{
+    FOR_TOKENS(2 * heads * dim,
+               norm_rotate_token(x, stride, cosine, sine, q_weight, k_weight, t, heads, dim, queries,
+                                 eps, 1),
+               norm_rotate_token(x, stride, cosine, sine, q_weight, k_weight, t, heads, dim, queries,
+                                 eps, 0))
 }
 
 void penstock_gate(const void *gate_up, int64_t stride, void *out, int64_t tokens, int64_t width,
