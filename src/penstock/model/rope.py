@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,8 +37,13 @@ class Rope:
     max_position: int
     ntk: NTK | None = None
 
+    def on(self, device: torch.device) -> Rope:
+        """The same with its frequencies on `device`: a captured step must not bring them there."""
+        return replace(self, inv_freq_F=self.inv_freq_F.to(device))
+
     def angles(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(cos_T1H, sin_T1H) for `LayerOps.rotate`, computed in f32, returned in `dtype`.
+        """(cos_T1H, sin_T1H) for `LayerOps.rotate`, computed in f32, returned in `dtype`. The
+        frequencies are on the device of the positions.
 
         The first half of sin is negated: with it, the rotation needs a roll instead of a
         negation and a concatenation in every layer.
@@ -47,7 +52,7 @@ class Rope:
         That is transformers decoding token by token. Its whole prefill of a longer prompt uses the
         prompt's length for all tokens, which would make cached KV depend on the request.
         """
-        inv_freq = self.inv_freq_F.to(positions_T.device)
+        inv_freq = self.inv_freq_F
         position_T1 = positions_T[:, None].float()
         if self.ntk is not None:
             longer = _ntk_freq(self.ntk, position_T1, inv_freq)
@@ -67,11 +72,11 @@ def _ntk_freq(ntk: NTK, position_T1: Tensor, inv_freq_F: Tensor) -> Tensor:
     length_T1 = (position_T1 + 1).clamp(min=ntk.original)
     growth_T1 = ntk.factor * length_T1 / ntk.original - (ntk.factor - 1)
     base_T1 = ntk.base * growth_T1 ** (dim / (dim - 2))
-    return 1.0 / base_T1 ** _exponents(dim).to(inv_freq_F.device)
+    return 1.0 / base_T1 ** _exponents(dim, inv_freq_F.device)
 
 
-def _exponents(dim: int) -> Tensor:
-    return torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+def _exponents(dim: int, device: torch.device | None = None) -> Tensor:
+    return torch.arange(0, dim, 2, dtype=torch.int64, device=device).float() / dim
 
 
 _ORIGINAL = "original_max_position_embeddings"

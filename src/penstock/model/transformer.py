@@ -143,6 +143,7 @@ class Transformer:
         if self.spec.tied and self.stage.heads:
             self._head = self._tied_head()
         self._extra_head = None
+        self._rope = self.spec.rope.on(self._layers[0].norm_in.value.device)
 
     def _tied_head(self) -> Callable[[Tensor], Tensor]:
         """As transformers: an explicit head that differs from the embedding is used."""
@@ -158,7 +159,7 @@ class Transformer:
         return Boundary(F.embedding(ids_T, self._embed.value), None)
 
     def layers(self, x: Boundary, positions_T: Tensor, attend: Attend) -> Boundary:
-        cos_T1H, sin_T1H = self.spec.rope.angles(positions_T, self.dtype)
+        cos_T1H, sin_T1H = self._rope.angles(positions_T, self.dtype)
         for layer in self._layers:
             x = layer(x, cos_T1H, sin_T1H, attend)
         return x
