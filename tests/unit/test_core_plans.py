@@ -61,6 +61,20 @@ def test_overlap_plans_a_step_on_a_token_nobody_has_seen() -> None:
     assert d.tell() == []                  # two plans in flight is the limit
 
 
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("rows", [3, 8, 9])
+def test_each_stage_of_a_pipeline_has_rows_to_decode(rows: int, stages: int) -> None:
+    """Prompts of all of them end in one step: rows that have met part again."""
+    d = Driver(rows=16, hbm_pages=96, pp_size=stages)
+    d.tell(*(Arrived(RequestId(i), (i, 1, 2, 3), 30) for i in range(rows)))
+    for _ in range(3 * stages):
+        d.retire()
+    sizes = [len(plan.rows) for plan in d.plans]
+    assert max(sizes) == -(-rows // stages) and sum(sizes) == rows
+    seen = [rid for plan in d.plans for rid in plan.rids]
+    assert sorted(seen) == list(range(rows))
+
+
 def test_growth_appends_a_page_exactly_at_the_page_edge() -> None:
     d = Driver()
     d.arrive(1, range(4))

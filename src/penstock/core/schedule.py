@@ -68,21 +68,31 @@ def plan(core: Core) -> StepPlan | None:
 
 # ---------------------------------------------------------------- which rows
 def _decoding(core: Core, step: StepId) -> tuple[list[Issued], int]:
-    """The rows that decode, and what is left of the budget."""
+    """The rows that decode, and what is left of the budget. With several stages they take turns, each row
+    once in as many steps; but a lone row does not wait for steps that nobody issues."""
+    retired, turn = core.have.retired, step - core.cfg.pp_size
+    chosen, budget = _of_turn(core, turn)
+    return _of_turn(core, retired) if not chosen and retired > turn else (chosen, budget)
+
+
+def _of_turn(core: Core, free: int) -> tuple[list[Issued], int]:
+    """Of the rows whose last step is not later than `free`, so many that each stage has as many."""
     chosen: list[Issued] = []
-    budget, looked = core.cfg.step_tokens, 0
-    free = max(core.have.retired, step - core.cfg.pp_size)      # who was issued by then may go again
+    budget, looked, left = core.cfg.step_tokens, 0, len(core.running)
+    if core.cfg.pp_size > 1:
+        left = -(-sum([r.phase in DECODING for r in core.running]) // core.cfg.pp_size)
     for r in list(core.running):
-        if budget == 0:
+        if not (budget and left):
             break
         if r.computed < r.steady:
             if r.last_issue <= free:
                 assert r.issued is not None
                 chosen.append(r.issued)
                 budget -= 1
+                left -= 1
             continue
         looked += 1
-        if r.phase not in DECODING or not _may_decode(core, r, step):
+        if r.phase not in DECODING or r.last_issue > free or not _may_decode(r):
             continue
         if r.computed == r.capacity and not core.have.grow(r, r.computed + 1):
             room.for_growth(core, r, [c.request for c in chosen])
@@ -91,6 +101,7 @@ def _decoding(core: Core, step: StepId) -> tuple[list[Issued], int]:
         width = _width(core, r, budget)
         chosen.append(_row(r, width))
         budget -= width
+        left -= 1
     core.counters["rows_looked_at"] += looked
     return chosen, budget
 
@@ -109,12 +120,9 @@ def _prompts(core: Core, decoding: list[Issued], budget: int) -> list[Issued]:
     return chosen
 
 
-def _may_decode(core: Core, r: Request, step: StepId) -> bool:
+def _may_decode(r: Request) -> bool:
     ahead = len(r.tokens) + r.pending
-    # Cadence counts steps, but a lone row must not wait for steps that nobody issues.
-    return (r.computed < ahead < r.num_prompt + r.max_new
-            and not (r.arrived.host_token and r.pending)
-            and (r.last_issue <= core.have.retired or step - r.last_issue >= core.cfg.pp_size))
+    return r.computed < ahead < r.num_prompt + r.max_new and not (r.arrived.host_token and r.pending)
 
 
 def _width(core: Core, r: Request, budget: int) -> int:

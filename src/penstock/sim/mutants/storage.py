@@ -104,12 +104,12 @@ class UpperBoundTakenForLength(Core):
 
 
 @instead_of(schedule, "_may_decode")
-def grammar_row_runs_ahead(real: Real, core: Core, r: Request, step: StepId) -> bool:
+def grammar_row_runs_ahead(real: Real, r: Request) -> bool:
     """A row that needs its last token on the host is planned before it is there."""
     pending, r.pending = r.pending, 0
     ahead = r.arrived.host_token and pending > 0
     try:
-        may: bool = real(core, r, step) if not ahead else r.num_output + pending < r.max_new
+        may: bool = real(r) if not ahead else r.num_output + pending < r.max_new
         return may
     finally:
         r.pending = pending
