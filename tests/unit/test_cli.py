@@ -18,7 +18,7 @@ from penstock.config.cli import (
 )
 from penstock.config.errors import ConfigError
 from penstock.config.sizes import parse_bytes, show_bytes
-from penstock.config.tree import SERVE_ONLY, Config
+from penstock.config.tree import SERVE_ONLY, Config, KVConfig
 from penstock.config.unbuilt import ALWAYS, UNBUILT
 from penstock.serve.llm import LLM
 from penstock.serve.main import COMMANDS, main
@@ -89,7 +89,7 @@ def test_spellings_that_users_type(line: str, path: str, expected: object) -> No
     "--disaggregation-mode null", "--kv-cache-dtype auto", "--device cpu", "--load-format auto",
     "--quantization none", "--swap-space 0", "--cpu-offload-gb 0", "--no-enable-lora",
     "--no-trust-remote-code", "--trust_remote_code=false", "--schedule-policy fcfs",
-    "--speculative-algorithm none", *ALWAYS])
+    "--speculative-algorithm none", "--hicache-write-policy write_through", *ALWAYS])
 def test_asking_for_what_happens_anyway_changes_nothing(line: str) -> None:
     changed = parse(f"{line} demo")
     assert changed == parse("demo" + (" --device cpu" if "--device" in line else ""))
@@ -100,7 +100,8 @@ def test_asking_for_what_happens_anyway_changes_nothing(line: str) -> None:
     ("--pipeline-parallel-size 2", "pipeline parallelism"), ("-dp 2", "data parallelism"),
     ("--enable-hisparse", "sparse decode"), ("--sparse-kv", "sparse decode"),
     ("--hisparse-config '{\"top_k\": 1}'", "sparse decode"),
-    ("--enable-hierarchical-cache", "--dram-bytes"), ("--hicache-ratio 2", "--dram-bytes"),
+    ("--hicache-write-policy write_back", "only write_through"), ("--hicache-mem-layout x", "one layout"),
+    ("--kv-offloading-backend lmcache", "only native"),
     ("--hicache-storage-backend file", "storage tier"), ("--disk-bytes 1G", "storage tier"),
     ("--disaggregation-mode prefill", "prefill/decode pair"),
     ("--kv-transfer-config {}", "prefill/decode pair"),
@@ -158,6 +159,25 @@ def test_wrong_usage_is_one_clear_line(line: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")) as e:
         parse(line)
     assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(("line", "kv"), [
+    ("--enable-hierarchical-cache", KVConfig(host_tier=True)),
+    ("--hicache-size 30", KVConfig(dram_bytes=30 * 10**9)),
+    ("--hicache_size=1.5", KVConfig(dram_bytes=15 * 10**8)),
+    ("--kv-offloading-size 4", KVConfig(dram_bytes=4 << 30)),
+    ("--hicache-ratio 2", KVConfig(dram_ratio=2.0)),
+    ("--hicache-size 0", KVConfig(dram_bytes=0)),
+    ("--enable-hierarchical-cache --hicache-ratio 1.5 --hicache-write-policy write_through",
+     KVConfig(host_tier=True, dram_ratio=1.5))])
+def test_the_peers_words_for_the_host_tier(line: str, kv: KVConfig) -> None:
+    assert parse(f"{line} demo").kv == kv
+
+
+@pytest.mark.parametrize("number", ["30G", "-1", "", "1e9", "nan"])
+def test_a_size_in_a_unit_is_a_plain_number(number: str) -> None:
+    with pytest.raises(ConfigError, match=r"--hicache-size.*a number of GB is needed \(or --dram-bytes"):
+        prepare(["demo", "--hicache-size", *filter(None, [number])])
 
 
 @pytest.mark.parametrize(("text", "size"), [

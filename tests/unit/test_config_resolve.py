@@ -29,9 +29,11 @@ def test_what_was_left_open_is_filled_in() -> None:
         1, 0, "bfloat16")
 
 
-def test_resolving_twice_changes_nothing() -> None:
-    once = resolve(from_options("demo", {}), MACHINE)
+@pytest.mark.parametrize("options", [{}, {"dram_bytes": 5}, {"dram_ratio": 2}, {"host_tier": True}])
+def test_resolving_twice_changes_nothing(options: dict[str, object]) -> None:
+    once = resolve(from_options("demo", options), MACHINE)
     assert resolve(once, MACHINE) == once
+    assert once.kv.host_tier is bool(options)
 
 
 def test_more_memory_than_there_is_names_both_numbers() -> None:

@@ -13,7 +13,8 @@ from penstock.config.tree import Config, DeviceConfig, KVConfig, ModelConfig, Sc
 from penstock.core.core import Core
 from penstock.core.plan import Arrived, RequestId, Token
 from penstock.exec import build
-from penstock.exec.build import WORKSPACE_BYTES, build_engine, size_pools
+from penstock.exec.build import build_engine
+from penstock.exec.sizing import WORKSPACE_BYTES, size_pools
 from penstock.memory.pool import PageShape
 
 SHAPE = PageShape(num_layers=2, num_kv_heads=2, page_size=16, head_dim=8)       # 4,096 bytes
@@ -42,13 +43,29 @@ def test_without_hbm_bytes_a_share_of_what_the_host_tier_leaves_is_taken():
     assert core.max_len == 512
 
 
+@pytest.mark.parametrize(("changes", "hbm", "dram"), [
+    (dict(), 300_000, 0), (dict(host_tier=True), 150_000, 500_000),
+    (dict(host_tier=True, hbm_bytes=400_000), 400_000, 300_000),
+    (dict(host_tier=True, dram_bytes=100_000), 270_000, 100_000),
+    (dict(dram_ratio=2.0, hbm_bytes=300_000), 300_000, 600_000),
+    (dict(dram_ratio=2.0), 187_500, 375_000),          # 0.3 of what the host tier leaves
+    (dict(dram_ratio=1000.0, memory_fraction=1.0, page_size=1), 999, 999_000)])
+def test_the_host_tier_is_what_is_asked_for_or_half_of_what_is_free(changes, hbm, dram):
+    shape = replace(SHAPE, page_size=changes.get("page_size", 16))
+    core = size_pools(config(**changes), shape, 512, FREE)
+    assert (core.hbm_pages, core.dram_pages) == (hbm // shape.page_bytes, dram // shape.page_bytes)
+
+
 @pytest.mark.parametrize(("changes", "message"), [
-    (dict(hbm_bytes=1_000_001), r"--hbm-bytes 1000001 and --dram-bytes 0 .* at most 1000000 bytes"),
+    (dict(hbm_bytes=1_000_001), r"--hbm-bytes 1000001 and .* 0 bytes .* at most 1000000 bytes"),
     (dict(hbm_bytes=600_000, dram_bytes=500_000), r"--dram-bytes 500000 are 1\.0 MiB, but 257\.0"),
     (dict(dram_bytes=2_000_000), r"--dram-bytes 2000000 are"),
     (dict(hbm_bytes=4095), r"--hbm-bytes 4095 is less than one page: 16 tokens .* 4096 bytes"),
     (dict(memory_fraction=0.001), r"--memory-fraction 0\.001 .*less than one page"),
     (dict(dram_bytes=4095), r"--dram-bytes 4095 is less than one page"),
+    (dict(hbm_bytes=600_000, dram_ratio=1.0), r"--dram-ratio 1\.0 times that, 600000 bytes, are 1\.1 MiB"),
+    (dict(hbm_bytes=20_000, dram_ratio=0.1), r"--dram-ratio 0\.1 times that, 2000 bytes, is less than one"),
+    (dict(hbm_bytes=999_000, host_tier=True), r"half of what that leaves free, 500 bytes .* less than one"),
     (dict(max_model_len=513), r"--max-model-len 513: this model's context is 512 tokens"),
     (dict(max_model_len=161, hbm_bytes=40960),
      r"--max-model-len 161: .* 10 pages of 16 tokens, 160 in all; set --hbm-bytes to at least "

@@ -15,7 +15,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from penstock.config.errors import ConfigError
 from penstock.config.sizes import parse_bytes, show_bytes
-from penstock.config.tree import Alias, Bytes, Config, Inverse
+from penstock.config.tree import Alias, Bytes, Config, InUnit, Inverse
 from penstock.config.unbuilt import ALWAYS, find_unbuilt, unbuilt_spellings
 
 SECTIONS = {
@@ -37,6 +37,7 @@ class Flag:
     kind: Literal["str", "int", "float", "bytes", "bool", "list"]
     spellings: tuple[str, ...]
     inverse: tuple[str, ...]            # spellings that mean False
+    in_unit: tuple[tuple[str, str], ...]    # (spelling, unit): take a plain number of that unit
     choices: tuple[str, ...]
     default: Any
     required: bool
@@ -63,6 +64,7 @@ def _flags() -> Iterator[Flag]:
                 spellings=("--" + f.name.replace("_", "-"),
                            *(n for a in meta if isinstance(a, Alias) for n in a.names)),
                 inverse=tuple(n for a in meta if isinstance(a, Inverse) for n in a.names),
+                in_unit=tuple((n, a.unit) for a in meta if isinstance(a, InUnit) for n in a.names),
                 choices=get_args(base) if get_origin(base) is Literal else (),
                 default=None if f.default is MISSING else f.default,
                 required=f.default is MISSING and f.default_factory is MISSING,
@@ -130,7 +132,8 @@ class Parser(argparse.ArgumentParser):
             if not text.startswith("-"):
                 raise ConfigError(f"{text!r} is one argument too many (see {self.prog} --help)")
             known = [s for s in self._option_string_actions if s.startswith("--")]
-            near = difflib.get_close_matches(text.split("=")[0], known + unbuilt_spellings(), 1)
+            near = difflib.get_close_matches(
+                text.split("=")[0], [*known, *_in_units(), *unbuilt_spellings()], 1)
             hint = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
             raise ConfigError(f"{text.split('=')[0]} is not a flag of {self.prog}: {hint}")
         return args
@@ -187,8 +190,8 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
 
 
 def prepare(argv: Sequence[str]) -> list[str]:
-    """`argv` in our spelling: `_` in a flag's name becomes `-`, `--model X` becomes MODEL, and
-    peers' flags for what is not built are dropped when neutral.
+    """`argv` in our spelling: `_` in a flag's name becomes `-`, `--model X` becomes MODEL, plain
+    numbers of a unit become sizes, and peers' flags for what is not built are dropped when neutral.
 
     Raises ConfigError for a flag whose feature is not built, naming the feature.
     """
@@ -207,6 +210,9 @@ def prepare(argv: Sequence[str]) -> list[str]:
                 raise ConfigError(f"{name}: a folder, a .gguf file, a hub id or 'demo' is needed")
             out.append(value if eq else rest.pop(0))
             continue
+        if name in _in_units():
+            out.append(_sized(name, value if eq else rest.pop(0) if rest else ""))
+            continue
         entry = find_unbuilt(name)
         if name in ALWAYS:
             continue
@@ -221,6 +227,18 @@ def prepare(argv: Sequence[str]) -> list[str]:
         elif taken:
             rest.pop(0)
     return out
+
+
+def _in_units() -> dict[str, tuple[str, str]]:
+    """(our flag, unit) by the spelling that takes a plain number of it."""
+    return {name: (flag.spellings[0], unit) for flag in flags() for name, unit in flag.in_unit}
+
+
+def _sized(name: str, number: str) -> str:
+    own, unit = _in_units()[name]
+    if not re.fullmatch(r"[0-9]{1,12}(\.[0-9]{1,9})?", number):
+        raise ConfigError(f"{name} {number}: a number of {unit} is needed (or {own} SIZE)")
+    return f"{own}={number}{unit}"
 
 
 def config_from(args: argparse.Namespace) -> Config:

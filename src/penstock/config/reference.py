@@ -39,6 +39,7 @@ def _flags() -> Iterator[str]:
             yield "| flag | also | default | meaning |"
             yield "|---|---|---|---|"
         also = ", ".join(f"`{s}`" for s in flag.spellings[1:])
+        also += "".join(f", `{s}` ({unit})" for s, unit in flag.in_unit).removeprefix("" if also else ", ")
         if flag.inverse:
             also += f"{'; ' if also else ''}off: " + ", ".join(f"`{s}`" for s in flag.inverse)
         yield f"| {_form(flag)} | {also} | {_default(flag)} | {flag.help}" + (

@@ -67,7 +67,7 @@ def is_public(host: str) -> bool:
 
 
 def _wants_more_than_all(config: Config, machine: Machine) -> bool:
-    wanted = (config.kv.hbm_bytes or 0) + config.kv.dram_bytes
+    wanted = (config.kv.hbm_bytes or 0) + (config.kv.dram_bytes or 0)
     return wanted > machine.memory_available
 
 
@@ -80,6 +80,13 @@ REFUSED: tuple[Refusal, ...] = (
     _outside("kv.dram_bytes", 0, 1 << 62, "0 turns the host tier off, else a size in bytes"),
     Refusal(_wants_more_than_all, ("kv.hbm_bytes", "kv.dram_bytes"),
             "together more than the {free} of memory that are free here"),
+    _outside("kv.dram_ratio", 0.01, 1000, "0.01 to 1000 times the device pool"),
+    Refusal(lambda c, _: c.kv.dram_bytes is not None and c.kv.dram_ratio is not None,
+            ("kv.dram_bytes", "kv.dram_ratio"), "give the size of the host tier once"),
+    Refusal(lambda c, _: c.kv.host_tier is True and c.kv.dram_bytes == 0, ("kv.host_tier", "kv.dram_bytes"),
+            "0 turns the host tier off: give a size, or leave one of them out"),
+    Refusal(lambda c, _: c.kv.host_tier is False and bool(c.kv.dram_bytes or c.kv.dram_ratio),
+            ("kv.host_tier", "kv.dram_bytes", "kv.dram_ratio"), "a size is for a host tier: leave it out"),
     _outside("schedule.max_num_seqs", 1, 4096, "1 to 4096 rows"),
     _outside("schedule.step_tokens", 1, 1 << 20, "1 to 1048576 tokens a step"),
     _outside("schedule.max_waiting", 0, 1 << 20, "0 to 1048576 waiting requests"),

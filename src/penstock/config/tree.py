@@ -26,6 +26,18 @@ class Bytes:
 
 
 @dataclass(frozen=True, slots=True)
+class InUnit:
+    """Other spellings of a flag of Bytes that take a plain number of `unit`, such as GB."""
+
+    unit: str
+    names: tuple[str, ...]
+
+    def __init__(self, unit: str, *names: str) -> None:
+        object.__setattr__(self, "unit", unit)
+        object.__setattr__(self, "names", names)
+
+
+@dataclass(frozen=True, slots=True)
 class Inverse:
     """Spellings of a switch that turn it off, with their dashes."""
 
@@ -66,8 +78,13 @@ class KVConfig:
                          Bytes()] = None
     memory_fraction: Annotated[float, "share of free device memory for KV, without --hbm-bytes",
                                Alias("--gpu-memory-utilization", "--mem-fraction-static")] = 0.3
-    dram_bytes: Annotated[int, "host bytes for KV copies; 0 turns the host tier off",
-                          Bytes()] = 0
+    host_tier: Annotated[bool | None, "copies of pages in host memory: of --dram-bytes, of --dram-ratio, "
+                         "else of half of what is free", Alias("--enable-hierarchical-cache")] = None
+    dram_bytes: Annotated[int | None, "host bytes for KV copies, 0 for no host tier (default: 0, or half "
+                          "of what is free with --host-tier)", Bytes(), InUnit("GB", "--hicache-size"),
+                          InUnit("GiB", "--kv-offloading-size")] = None
+    dram_ratio: Annotated[float | None, "host bytes for KV copies as a multiple of the device pool",
+                          Alias("--hicache-ratio")] = None
     prefix_cache: Annotated[bool, "keep finished requests' pages for later prompts",
                             Alias("--enable-prefix-caching"),
                             Inverse("--disable-radix-cache")] = True

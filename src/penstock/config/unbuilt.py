@@ -44,7 +44,6 @@ class Unbuilt:
 
 
 _NONE = ("none", "null", "")
-_HOST = "the host tier has one flag here, --dram-bytes SIZE"
 _SPARSE = "sparse decode from host memory (the hot buffer)"
 _DISK = "the storage tier (DISK)"
 _PAIR = "a prefill/decode pair (PEER)"
@@ -82,9 +81,14 @@ UNBUILT: tuple[Unbuilt, ...] = (
            neutral=_NONE),
     _value(_DISK, "--disk-bytes", "--swap-space", neutral=("0", "0.0"),
            instead="for copies in host memory use --dram-bytes"),
-    _value(_DISK, "--disk-path", "--hicache-storage-*", "--kv-offloading-backend", neutral=_NONE),
-    _switch("", "--enable-hierarchical-cache", instead=_HOST),
-    _value("", "--hicache-*", "--kv-offloading-size", instead=_HOST),
+    _value(_DISK, "--disk-path", "--hicache-storage-*", neutral=_NONE),
+    _value("", "--kv-offloading-backend", neutral=("native", *_NONE),
+           instead="only native is accepted: the host tier is built in"),
+    _value("", "--hicache-write-policy", neutral=("write_through",),
+           instead="only write_through is accepted: a page is copied to the host when it is sealed, so "
+                   "that giving up its device page never waits for a copy"),
+    _value("", "--hicache-io-backend", "--hicache-mem-layout",
+           instead="there is one layout and one way to copy: a page is one block in every tier"),
     _value(_PAIR, "--disaggregation-mode", neutral=_NONE),
     _value(_PAIR, "--disaggregation-*", "--kv-transfer-config", neutral=_NONE),
     _value("publishing KV events", "--kv-events-config", neutral=_NONE),

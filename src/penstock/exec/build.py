@@ -1,7 +1,6 @@
 """From a config to an engine that is ready: back-ends, weights, pools, one token as a proof.
 
-Owns the order of start-up and every number that depends on the model and on free memory. What is
-asked for and does not fit is refused here, with the numbers and the flag to change.
+Owns the order of start-up; the sizes of the pools are `sizing.py`.
 """
 from __future__ import annotations
 
@@ -23,8 +22,9 @@ from penstock.config.params import SamplingParams
 from penstock.config.paths import cache_dir
 from penstock.config.tree import Config
 from penstock.core.plan import Bind, HbmPage, RequestId, Retired, Row, StepId, StepPlan
-from penstock.core.settings import CacheGroup, CoreConfig
+from penstock.core.settings import CoreConfig
 from penstock.exec.executor import CpuExecutor
+from penstock.exec.sizing import show_size, size_pools
 from penstock.kernels import layer, linear, paged_attention, registry
 from penstock.kernels.platform import KernelError, probe
 from penstock.memory.dram import DramPool
@@ -39,9 +39,6 @@ from penstock.model.locate import locate
 Info = dict[str, str | int | float | bool | None]
 
 DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
-# Left for activations, logits and the allocator when pools are sized: a step of 512 tokens of a
-# model of 1.5 B parameters needs about half of it.
-WORKSPACE_BYTES = 256 << 20
 TRIM_BYTES = 64 << 20         # weights loaded between two trims of the heap
 
 
@@ -161,7 +158,7 @@ def _load(config: Config, dtype: torch.dtype, backends: dict[str, registry.Choic
     del tensors, checkpoint, files
     _trim_heap()
     model.finish()
-    log(f"model: {name}, {_size(loaded)} of weights as {_short(dtype)} in "
+    log(f"model: {name}, {show_size(loaded)} of weights as {_short(dtype)} in "
         f"{time.perf_counter() - started:.1f} s")
     return _Loaded(model, name, load_format, loaded)
 
@@ -171,8 +168,8 @@ def _check_weights_fit(name: str, shapes: Iterable[tuple[str, tuple[int, ...]]],
     need = sum(math.prod(shape) for _, shape in shapes) * dtype.itemsize
     free = machine.probe().memory_available
     if need > free:
-        raise ConfigError(f"{name}: its weights take {_size(need)} as {_short(dtype)} and "
-                          f"{_size(free)} of memory are free: take a smaller model or "
+        raise ConfigError(f"{name}: its weights take {show_size(need)} as {_short(dtype)} and "
+                          f"{show_size(free)} of memory are free: take a smaller model or "
                           "--dtype bfloat16")
 
 
@@ -182,52 +179,6 @@ def _trim_heap() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-def size_pools(config: Config, shape: PageShape, max_position: int, free: int) -> CoreConfig:
-    """The core's numbers. `free`: bytes of memory that are free now, with the weights loaded.
-
-    Raises ConfigError when the pools do not fit into `free` or the context not into the pool.
-    """
-    kv, page = config.kv, shape.page_bytes
-    room = max(0, free - WORKSPACE_BYTES)
-    hbm = kv.hbm_bytes if kv.hbm_bytes is not None else int(
-        max(0, room - kv.dram_bytes) * kv.memory_fraction)
-    given = (f"--hbm-bytes {hbm}" if kv.hbm_bytes is not None else
-             f"--memory-fraction {kv.memory_fraction} of the free memory, {hbm} bytes,")
-    if hbm + kv.dram_bytes > room:
-        raise ConfigError(
-            f"{given} and --dram-bytes {kv.dram_bytes} are {_size(hbm + kv.dram_bytes)}, but "
-            f"{_size(free)} of memory are free with the weights loaded, of which "
-            f"{_size(WORKSPACE_BYTES)} stay for activations: at most {room} bytes together")
-    if hbm < page:
-        raise ConfigError(f"{given} is less than one page: {shape.page_size} tokens of this model "
-                          f"are {page} bytes; raise --hbm-bytes or lower --page-size")
-    if 0 < kv.dram_bytes < page:
-        raise ConfigError(f"--dram-bytes {kv.dram_bytes} is less than one page: "
-                          f"{shape.page_size} tokens of this model are {page} bytes; 0 turns the "
-                          "host tier off")
-    pages = hbm // page
-    return CoreConfig(
-        page_size=shape.page_size, rows=config.schedule.max_num_seqs, hbm_pages=pages,
-        dram_pages=kv.dram_bytes // page, step_tokens=config.schedule.step_tokens,
-        max_len=_max_len(config, shape, max_position, pages), overlap=config.schedule.overlap,
-        prefix_cache=kv.prefix_cache, groups=(CacheGroup(name="full", page_bytes=page),))
-
-
-def _max_len(config: Config, shape: PageShape, max_position: int, pages: int) -> int:
-    asked, held = config.model.max_model_len, pages * shape.page_size
-    if asked is None:
-        return min(max_position, held)
-    if asked > max_position:
-        raise ConfigError(f"--max-model-len {asked}: this model's context is {max_position} tokens")
-    if asked > held:
-        need = -(-asked // shape.page_size) * shape.page_bytes
-        raise ConfigError(
-            f"--max-model-len {asked}: the device pool holds {pages} pages of {shape.page_size} "
-            f"tokens, {held} in all; set --hbm-bytes to at least {need}, or --max-model-len to at "
-            f"most {held}")
-    return asked
 
 
 def prove(model: Model, attention: paged_attention.Planner, shape: PageShape) -> None:
@@ -251,10 +202,6 @@ def _peak_rss() -> int:
     """Largest resident size of this process so far, bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _size(n: int) -> str:
-    return f"{n / (1 << 20):.1f} MiB" if n < 10 << 30 else f"{n / (1 << 30):.1f} GiB"
 
 
 def _short(dtype: torch.dtype) -> str:
