@@ -23,13 +23,14 @@ _COMPILERS = ("cc", "gcc", "clang")
 _FLAGS = ("-O3", "-march=native", "-fPIC", "-fno-math-errno", "-fno-trapping-math",
           "-ffp-contract=fast", "-fopenmp")
 _TIMEOUT_S = 60
+_INCLUDE = Path(__file__).parent        # vectors.h
 _loaded: dict[Path, tuple[ctypes.CDLL, str]] = {}
 
 
 def library(source: Path, cache: Path | None = None) -> tuple[ctypes.CDLL, str]:
     """(the loaded library, the compiler that made it) of one C file; the first call decides.
 
-    cache   folder to keep it in, under a name that changes with source, flags, compiler and CPU;
+    cache   folder to keep it in, under a name that changes with source, headers, flags, compiler, CPU;
             None builds it anew in a folder that is gone again on return
     Raises Unusable: no compiler, no OpenMP runtime in torch, a failed build, an unsafe cache.
     """
@@ -59,7 +60,8 @@ def _load(source: Path, cache: Path | None) -> tuple[ctypes.CDLL, str]:
             path = _build(compiler, flags, source, runtime, Path(folder) / "kernel.so")
             return ctypes.CDLL(str(path)), version
     key = hashlib.sha256(repr((version, flags, str(runtime), sorted(cpu.items(), key=str))).encode()
-                         + source.read_bytes()).hexdigest()
+                         + b"".join(file.read_bytes() for file in
+                                    (source, *sorted(_INCLUDE.glob("*.h"))))).hexdigest()
     path = cache / f"{source.stem}-{key[:24]}.so"
     if not path.exists():
         _build(compiler, flags, source, runtime, path)
@@ -74,7 +76,7 @@ def _build(compiler: str, flags: tuple[str, ...], source: Path, runtime: Path,
     """Compile and put the result in place at once: another process may build the same."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
         object_file, built = Path(folder) / "k.o", Path(folder) / "k.so"
-        _run([compiler, *flags, "-c", str(source), "-o", str(object_file)])
+        _run([compiler, *flags, f"-I{_INCLUDE}", "-c", str(source), "-o", str(object_file)])
         # Linked with torch's own OpenMP runtime: a second one would keep its threads spinning next
         # to torch's, on the same cores.
         _run([compiler, "-shared", str(object_file), str(runtime), "-o", str(built)])

@@ -7,77 +7,7 @@
  *
  *   N query heads   K KV heads   g = N / K   H head dim, a multiple of 16   G page size
  */
-#include <stdint.h>
-#include <string.h>
-
-#define CHUNK 128
-#define BLOCK 16
-#define LANES 16
-#define INLINE static inline __attribute__((always_inline))
-
-typedef float Vec __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef uint16_t Half __attribute__((vector_size(2 * LANES), aligned(2)));
-typedef uint32_t Word __attribute__((vector_size(4 * LANES)));
-
-INLINE Vec load(const void *base, int64_t at, int bf16)
-{
-    if (!bf16)
-        return *(const Vec *)((const float *)base + at);
-    Half half = *(const Half *)((const uint16_t *)base + at);
-    return (Vec)(__builtin_convertvector(half, Word) << 16);
-}
-
-INLINE void put(void *base, int64_t at, Vec value, int bf16)
-{
-    if (!bf16) {
-        *(Vec *)((float *)base + at) = value;
-        return;
-    }
-    Word bits = (Word)value;                    /* to nearest, ties to even; a NaN stays one */
-    Word rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    Word is_nan = (Word)(value != value);
-    *(Half *)((uint16_t *)base + at) =
-        __builtin_convertvector((rounded & ~is_nan) | (0x7fc0 & is_nan), Half);
-}
-
-/* e^x for x <= 0 to 2e-7, 0 below -87. Written out so that loops over it become vectors. */
-INLINE float exp_negative(float x)
-{
-    float t = x * 1.44269504f;
-    t = t < -126.0f ? -126.0f : t;
-    float n = __builtin_rintf(t), f = t - n;
-    float p = 1.5353362e-4f;
-    p = p * f + 1.3398874e-3f;
-    p = p * f + 9.6184373e-3f;
-    p = p * f + 5.5503324e-2f;
-    p = p * f + 2.4022648e-1f;
-    p = p * f + 6.9314720e-1f;
-    p = p * f + 1.0f;
-    union { int32_t i; float f; } scale = { ((int32_t)n + 127) << 23 };
-    return x < -87.0f ? 0.0f : p * scale.f;
-}
-
-/* Lane i of the result is the sum of the lanes of a[i]: 16 sums by halving, two vectors into one. */
-#define FOLD(a, b, ...) (__builtin_shufflevector(a, b, __VA_ARGS__))
-#define LO8 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23
-#define HI8 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31
-#define LO4 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27
-#define HI4 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31
-#define LO2 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29
-#define HI2 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31
-#define LO1 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
-#define HI1 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
-INLINE Vec sums(Vec *a)
-{
-    /* Neighbours first and the widest fold last, so that sums end up in order. */
-    for (int i = 0; i < 8; i++)
-        a[i] = FOLD(a[2 * i], a[2 * i + 1], LO8) + FOLD(a[2 * i], a[2 * i + 1], HI8);
-    for (int i = 0; i < 4; i++)
-        a[i] = FOLD(a[2 * i], a[2 * i + 1], LO4) + FOLD(a[2 * i], a[2 * i + 1], HI4);
-    for (int i = 0; i < 2; i++)
-        a[i] = FOLD(a[2 * i], a[2 * i + 1], LO2) + FOLD(a[2 * i], a[2 * i + 1], HI2);
-    return FOLD(a[0], a[1], LO1) + FOLD(a[0], a[1], HI1);
-}
+#include "vectors.h"
 
 typedef struct {
     const void *q, *k, *v;          /* q [T, N, H], strided in T; pools [slots, K, H] */
@@ -90,62 +20,6 @@ typedef struct {
     int64_t num_chunks, num_rows, heads, kv_heads, page_size;
     float scale;
 } Step;
-
-/* score[j] = q . k[slot[j]] for BLOCK slots and one query head. */
-INLINE Vec score_block(const float *q, const void *k, const int64_t *at, int64_t dim, int bf16)
-{
-    Vec sum[BLOCK] = { 0 };
-    for (int64_t d = 0; d < dim; d += LANES) {
-        Vec query = load(q, d, 0);
-        for (int j = 0; j < BLOCK; j++)
-            sum[j] += query * load(k, at[j] + d, bf16);
-    }
-    return sums(sum);
-}
-
-/* sum[i][d .. d + vectors * LANES) += weight[i][j] * v[slot[j]], for up to four query heads. */
-INLINE void value_block(float *sum, int64_t width, const float *weight, const void *v,
-                        const int64_t *at, int heads, int vectors, int bf16)
-{
-    Vec total[4][4];
-    for (int i = 0; i < heads; i++)
-        for (int d = 0; d < vectors; d++)
-            total[i][d] = load(sum, i * width + d * LANES, 0);
-    for (int j = 0; j < BLOCK; j++)
-        for (int d = 0; d < vectors; d++) {
-            Vec value = load(v, at[j] + d * LANES, bf16);
-            for (int i = 0; i < heads; i++)
-                total[i][d] += weight[i * CHUNK + j] * value;
-        }
-    for (int i = 0; i < heads; i++)
-        for (int d = 0; d < vectors; d++)
-            put(sum, i * width + d * LANES, total[i][d], 0);
-}
-
-INLINE void value_heads(float *sum, int64_t width, const float *weight, const void *v,
-                        const int64_t *at, int64_t heads, int64_t dim, int bf16)
-{
-    for (int64_t n = 0; n < heads; n += 4, sum += 4 * width, weight += 4 * CHUNK)
-        for (int64_t d = 0; d < dim; ) {
-            const int vectors = dim - d >= 4 * LANES ? 4 : 1;
-            int64_t place[BLOCK];
-            for (int j = 0; j < BLOCK; j++)
-                place[j] = at[j] + d;
-            #define CASE(count, wide) \
-                value_block(sum + d, width, weight, v, place, count, wide, bf16)
-            switch ((heads - n > 4 ? 4 : heads - n) * 8 + vectors) {
-            case 12: CASE(1, 4); break;
-            case 20: CASE(2, 4); break;
-            case 28: CASE(3, 4); break;
-            case 36: CASE(4, 4); break;
-            case 9: CASE(1, 1); break;
-            case 17: CASE(2, 1); break;
-            case 25: CASE(3, 1); break;
-            case 33: CASE(4, 1); break;
-            }
-            d += vectors * LANES;
-        }
-}
 
 INLINE void run_chunk(const Step *s, int64_t index, int64_t dim, int bf16)
 {
