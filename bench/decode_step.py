@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.kernels import layer, linear, paged_attention
 from penstock.kernels.platform import probe
 from penstock.kernels.ragged import Ragged
-from penstock.kernels.registry import select
+from penstock.kernels.registry import DENSE, select
 from penstock.model import registry as families
 
 SMOLLM2 = {
@@ -98,7 +98,7 @@ def main() -> None:
     torch.set_num_threads(1)              # until the model is there: packing gains nothing
     torch.set_grad_enabled(False)
     dtype = getattr(torch, args.dtype)
-    choices = select(probe(), dict(pair.split("=") for pair in args.backends))
+    choices = select(probe(), dict(pair.split("=") for pair in args.backends), DENSE)
     clock = Clock()
 
     def pack(weight_OI: Tensor, bias_O: Tensor | None) -> linear.Linear:

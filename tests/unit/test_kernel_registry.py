@@ -29,6 +29,12 @@ def two(monkeypatch):
     monkeypatch.setattr(registry, "OPS", {"act": op})
 
 
+def test_what_will_not_run_is_not_probed(two):
+    assert registry.select(HERE, ops=()) == {}
+    with pytest.raises(KernelError, match="no op 'act'"):
+        registry.select(HERE, {"act": "reference"}, ops=())
+
+
 def test_first_usable_is_chosen_and_the_line_says_why(two):
     choice = registry.select(HERE)["act"]
     assert choice.name == "slow"

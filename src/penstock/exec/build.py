@@ -114,7 +114,7 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
 def _backends(config: Config, log: Callable[[str], object]) -> dict[str, registry.Choice]:
     requested = dict(pair.split("=", 1) for pair in config.device.backends)
     try:
-        choices = registry.select(probe("cpu", cache_dir() / "kernels"), requested)
+        choices = registry.select(probe("cpu", cache_dir() / "kernels"), requested, registry.DENSE)
     except KernelError as e:
         raise ConfigError(f"--backends {','.join(config.device.backends)}: {e}") from None
     for choice in choices.values():

@@ -6,11 +6,13 @@ cannot be built is Unusable with the reason, and an op's next implementation run
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -40,6 +42,18 @@ def library(source: Path, cache: Path | None = None) -> tuple[ctypes.CDLL, str]:
         except OSError as error:
             raise Unusable(f"{error.strerror or error}: {error.filename or source.name}") from None
     return _loaded[source]
+
+
+@functools.cache
+def entry(source: Path, name: str, *argtypes: type) -> Callable[..., int]:
+    """A function of `source`, which a probe has built: (struct by reference, *argtypes, threads).
+
+    It returns 0, or a number that says which of its contract's conditions its inputs violate.
+    """
+    function = getattr(library(source)[0], name)
+    function.argtypes = (ctypes.c_void_p, *argtypes, ctypes.c_int)
+    function.restype = ctypes.c_int
+    return function  # type: ignore[no-any-return]
 
 
 def _load(source: Path, cache: Path | None) -> tuple[ctypes.CDLL, str]:

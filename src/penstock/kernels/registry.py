@@ -4,14 +4,27 @@ Owns the list of ops and the choice. Refuses to fall back silently when a name w
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.kernels import layer, linear, paged_attention
+from penstock.kernels import (
+    gather,
+    layer,
+    linear,
+    merge,
+    paged_attention,
+    resolve,
+    sparse_attention,
+    store,
+)
+from penstock.kernels import select as unit_select
 from penstock.kernels.platform import KernelError, Op, Platform, Unusable
 
-OPS: dict[str, Op[Any]] = {op.name: op for op in (linear.OP, paged_attention.OP, layer.OP)}
+OPS: dict[str, Op[Any]] = {op.name: op for op in (
+    linear.OP, paged_attention.OP, layer.OP, store.OP, unit_select.OP, resolve.OP, gather.OP,
+    sparse_attention.OP, merge.OP)}
+DENSE = ("linear", "paged_attention", "layer")      # what an engine needs that selects nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +45,20 @@ class Choice:
         return "; ".join(parts)
 
 
-def select(platform: Platform, requested: Mapping[str, str] | None = None) -> dict[str, Choice]:
-    """One choice for every op: the requested name, else the first implementation that is usable.
+def select(platform: Platform, requested: Mapping[str, str] | None = None,
+           ops: Sequence[str] | None = None) -> dict[str, Choice]:
+    """One choice for each of `ops`: the requested name, else the first implementation that is usable.
 
     requested   op name -> implementation name; ops not named are chosen here
+    ops         those that will be called, None for all: what will not is neither probed nor built
     Raises KernelError for an op or a name that does not exist, or a named one that cannot run.
     """
-    requested = requested or {}
+    requested, ops = requested or {}, tuple(OPS) if ops is None else ops
     for op in requested:
-        if op not in OPS:
+        if op not in ops:
             raise KernelError(f"there is no op {op!r} to choose an implementation for: "
-                              f"use one of {', '.join(OPS)}")
-    return {name: _choose(op, platform, requested.get(name)) for name, op in OPS.items()}
+                              f"use one of {', '.join(ops)}")
+    return {name: _choose(OPS[name], platform, requested.get(name)) for name in ops}
 
 
 def _choose(op: Op[Any], platform: Platform, wanted: str | None) -> Choice:

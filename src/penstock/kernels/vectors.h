@@ -25,6 +25,15 @@ INLINE Vec load(const void *base, int64_t at, int bf16)
     return (Vec)(__builtin_convertvector(half, Word) << 16);
 }
 
+INLINE float one(const void *base, int64_t at, int bf16)
+{
+    union { uint32_t u; float f; } half;
+    if (!bf16)
+        return ((const float *)base)[at];
+    half.u = (uint32_t)((const uint16_t *)base)[at] << 16;
+    return half.f;
+}
+
 INLINE void put(void *base, int64_t at, Vec value, int bf16)
 {
     if (!bf16) {

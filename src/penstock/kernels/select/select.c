@@ -1,0 +1,140 @@
+/* Which units a query attends to: upper bounds of q.k over each unit's keys, and the largest of them.
+ *
+ * Units are scored BLOCK at a time; a unit's sum has one order wherever it stands in a block, so scores
+ * depend neither on the batch nor on the thread count. max(q lo, q hi) is max(q, 0) hi + min(q, 0) lo,
+ * one of the two products being zero.
+ *
+ *   N query heads   K KV heads   g = N / K   H head dim   S units of a page of summaries
+ */
+#include "vectors.h"
+
+#define TASK 256                /* units that one thread scores at a time */
+
+typedef struct {
+    const void *q, *bounds;         /* q [B, N, H]; bounds [P, K, 2, S, H] */
+    const int32_t *table, *row, *position, *budget;
+    float *score;                   /* [B, K, width] */
+    int32_t *chosen;                /* [B, K, chosen_width] */
+    int64_t q_stride, page_stride, head_stride, plane_stride, table_stride;     /* elements */
+    int64_t queries, kv_heads, group, page_units, width, chosen_width, unit, sink_units, window;
+} Select;
+
+/* Units [first, end) are scored by a query at `position`. */
+INLINE void scored(const Select *s, int64_t position, int64_t *first, int64_t *end)
+{
+    int64_t before = position + 1 - s->window;
+    *end = before > 0 ? before / s->unit : 0;
+    *first = s->sink_units < *end ? s->sink_units : *end;
+}
+
+INLINE void score_units(const Select *s, int64_t b, int64_t k, int64_t first, int64_t end, int64_t dim,
+                        int bf16)
+{
+    const int64_t group = s->group, whole = dim / LANES * LANES;
+    const int32_t *pages = s->table + s->row[b] * s->table_stride;
+    float above[group * dim], below[group * dim], *score = s->score + (b * s->kv_heads + k) * s->width;
+    for (int64_t i = 0; i < group * dim; i++) {
+        int64_t at = b * s->q_stride + k * group * dim + i;
+        float q = one(s->q, at, bf16);
+        above[i] = q > 0.0f ? q : 0.0f;
+        below[i] = q > 0.0f ? 0.0f : q;
+    }
+    for (int64_t u = first; u < end; u += BLOCK) {
+        int64_t at[BLOCK];
+        float best[BLOCK], total[BLOCK];
+        for (int j = 0; j < BLOCK; j++) {       /* past the end: the first again, not kept */
+            int64_t unit = u + j < end ? u + j : u;
+            at[j] = pages[unit / s->page_units] * s->page_stride + k * s->head_stride
+                    + unit % s->page_units * dim;
+        }
+        for (int64_t n = 0; n < group; n++) {
+            Vec sum[BLOCK] = { 0 };
+            for (int64_t d = 0; d < whole; d += LANES) {
+                Vec up = load(above, n * dim + d, 0), down = load(below, n * dim + d, 0);
+                for (int j = 0; j < BLOCK; j++) {
+                    sum[j] += up * load(s->bounds, at[j] + s->plane_stride + d, bf16);
+                    sum[j] += down * load(s->bounds, at[j] + d, bf16);
+                }
+            }
+            for (int64_t d = whole; d < dim; d++)
+                for (int j = 0; j < BLOCK; j++) {
+                    sum[j][d - whole] += above[n * dim + d]
+                                         * one(s->bounds, at[j] + s->plane_stride + d, bf16);
+                    sum[j][d - whole] += below[n * dim + d] * one(s->bounds, at[j] + d, bf16);
+                }
+            put(total, 0, sums(sum), 0);
+            for (int j = 0; j < BLOCK; j++)
+                best[j] = n == 0 || total[j] > best[j] ? total[j] : best[j];
+        }
+        for (int64_t j = 0; j < BLOCK && u + j < end; j++)
+            score[u + j] = best[j];
+    }
+}
+
+static void choose(const Select *s, int64_t b, int64_t k)
+{
+    int32_t *out = s->chosen + (b * s->kv_heads + k) * s->chosen_width, *last = out + s->chosen_width;
+    const int64_t position = s->position[b];
+    if (position >= 0) {
+        int64_t first, end, own = position / s->unit;
+        scored(s, position, &first, &end);
+        int64_t want = s->budget[b] - first - (own + 1 - end), have = end - first;
+        want = want < have ? want : have;
+        for (int64_t u = 0; u < first; u++)
+            *out++ = u;
+        if (want > 0) {
+            /* The scores are not needed any more: their bits take their place. */
+            uint32_t *key = (uint32_t *)(s->score + (b * s->kv_heads + k) * s->width + first);
+            for (int64_t i = 0; i < have; i++) {
+                float score;
+                memcpy(&score, key + i, sizeof score);
+                key[i] = ordered(score);
+            }
+            largest(key, have, want, out);
+            for (int64_t i = 0; i < want; i++)
+                *out++ += first;
+        }
+        for (int64_t u = end; u <= own; u++)
+            *out++ = u;
+    }
+    while (out < last)
+        *out++ = -1;
+}
+
+#define RUN(dim, bf16) \
+    _Pragma("omp parallel num_threads(threads)") \
+    { \
+        _Pragma("omp for schedule(dynamic)") \
+        for (int64_t i = 0; i < pairs * tasks; i++) { \
+            int64_t b = i / tasks / s->kv_heads, first, end, from = i % tasks * TASK; \
+            scored(s, s->position[b], &first, &end); \
+            if (s->budget[b] - first - (s->position[b] / s->unit + 1 - end) >= end - first) \
+                continue; \
+            from = from > first ? from : first; \
+            end = end < (i % tasks + 1) * TASK ? end : (i % tasks + 1) * TASK; \
+            if (from < end) \
+                score_units(s, b, i / tasks % s->kv_heads, from, end, dim, bf16); \
+        } \
+        _Pragma("omp for schedule(static)") \
+        for (int64_t i = 0; i < pairs; i++) \
+            choose(s, i / s->kv_heads, i % s->kv_heads); \
+    }
+
+int penstock_select(const Select *s, int64_t dim, int bf16, int threads)
+{
+    const int64_t pairs = s->queries * s->kv_heads, tasks = (s->width + TASK - 1) / TASK;
+    if (dim == 64 && bf16) {
+        RUN(64, 1)
+    } else if (dim == 64) {
+        RUN(64, 0)
+    } else if (dim == 128 && bf16) {
+        RUN(128, 1)
+    } else if (dim == 128) {
+        RUN(128, 0)
+    } else if (bf16) {
+        RUN(dim, 1)
+    } else {
+        RUN(dim, 0)
+    }
+    return 0;
+}
