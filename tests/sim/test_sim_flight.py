@@ -159,7 +159,7 @@ def test_a_crash_in_the_core_happens_again_at_the_same_turn() -> None:
 
 @pytest.mark.parametrize("seed", range(10, 34))
 def test_a_flight_without_its_beginning_runs_under_the_judge(seed: int) -> None:
-    log = flight.read(fly(seed, 100, ring=15, mode="requests=10,hbm_pages=80")[1])
+    log = flight.read(fly(seed, 100, ring=10, mode="requests=10,hbm_pages=80")[1])
     assert not log.complete
     said, _ = rerun.alike(log)
     assert "not exact" in said and "found nothing" in said

@@ -38,6 +38,7 @@ from penstock.sim.model import oracle
 from penstock.sim.programs import sweep
 from penstock.sim.scenario import draw
 from penstock.sim.shrink import shrink
+from penstock.sim.view import View
 from penstock.sim.world import World
 
 CFG = CoreConfig(page_size=2, rows=2, hbm_pages=8, dram_pages=8)
@@ -148,12 +149,13 @@ def test_who_gave_up_its_kv_may_have_computed_whatever_has_its_tokens() -> None:
     first, second = (core.advance([Arrived(RequestId(i), PROMPT, 9)]).plan for i in (1, 2))
     assert first is not None and second is not None
     core.advance([Retired(first.step, ((5,),))])           # the other is still computing the same page
-    one, two = core.live[RequestId(1)], core.live[RequestId(2)]
-    assert one.path and damage.distrusted(core, two) == []
+    view = View(core)
+    one, two = (view.of(core.live[RequestId(i)]) for i in (1, 2))
+    assert one.path and damage.distrusted(view, two) == []
     core.advance([Dropped(RequestId(2))])
-    assert two.phase is Phase.DROPPED and damage.distrusted(core, two) == one.path == core.have.named(two)
+    assert two.phase is Phase.DROPPED and damage.distrusted(view, two) == one.path == list(view.sealed(two))
     core.advance([Aborted(RequestId(2), damaged=True)])
-    assert one.path[0].banished and damage.distrusted(core, one) == one.path
+    assert view.is_banished(one.path[0]) and damage.distrusted(view, one) == one.path
 
 
 def test_damage_strikes_what_nobody_else_names_and_fires_in_every_tier() -> None:

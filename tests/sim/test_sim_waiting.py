@@ -10,7 +10,7 @@ from penstock.core import room
 from penstock.core.admission import Admission
 from penstock.core.plan import Arrived, Outcome, RequestId
 from penstock.core.settings import CoreConfig
-from penstock.sim.waiting import WAIT_MAX, Waiting, fair, report, watch
+from penstock.sim.waiting import WAIT_MAX, Fed, Waiting, fair, report
 
 MODES = ("model=1,hot_pages=0", "dram_pages=0,model=1,hot_pages=0", "model=1,hot_pages=2",
          "model=3,hot_pages=0", "model=3,hot_pages=2", "model=1,hot_pages=1,always_hosted=1")
@@ -68,7 +68,7 @@ def test_the_first_of_all_is_not_paused_for_want_of_a_hot_buffer(mode: str, seed
 def test_a_fork_waits_for_those_that_got_rows_while_its_leader_was_computed() -> None:
     """It cannot start before that, and blocks nobody: they count as found running."""
     d = driver.Driver(rows=6, hbm_pages=68, step_tokens=2, overlap=True)
-    waiting = watch(d.core)
+    waiting = Fed(d.core)
     leader = Arrived(RequestId(1), tuple(range(16)), 1)
     fork = replace(leader, rid=RequestId(2), leader=leader.rid)
     others = [Arrived(RequestId(10 + k), (1_000 + k,), 226) for k in range(5)]

@@ -6,13 +6,16 @@ from typing import TYPE_CHECKING
 
 from penstock.core.lifecycle import ACTIVE, Lease, Phase, Place
 from penstock.core.plan import Tier
+from penstock.core.receiving import DecodeSide
 from penstock.core.request import Request
 from penstock.core.room import GAVE_WAY_MAX
+from penstock.core.sending import Stage
 from penstock.core.tree import Copy, Node, Space
 
 if TYPE_CHECKING:
     from penstock.core.core import Core
     from penstock.core.holdings import Holdings
+    from penstock.core.pairing import Pairing
 
 REFS = "refs differ from the requests that name a page"
 PINS = "pins differ from holders"
@@ -47,6 +50,8 @@ def check(core: Core) -> None:
         stored = [len(f.pairs) for f in have.copies.flights.values() if Tier.DISK in (f.src.tier, f.dst.tier)]
         assert sum(stored) <= core.cfg.store_pages, "storage holds more of the host than it may"
     _queues(core)
+    if core.pair is not None:
+        _pair(core, core.pair)
 
 
 def _columns(have: Holdings, r: Request, pinned: list[Copy], pages: dict[Space, list[int]]) -> None:
@@ -141,3 +146,20 @@ def _tables(core: Core, r: Request) -> None:
         if r.phase is Phase.RESIDENT and t.hosted:
             assert not any(t.host[:len(r.path) * core.cfg.page_size // t.unit]), (where, "sealed twins")
 
+
+def _pair(core: Core, pair: Pairing) -> None:
+    """Both halves agree: the protocol knows which requests are at it."""
+    side = pair.side
+    for transfer, r in pair.requests.items():
+        assert core.live.get(r.rid) is r, f"transfer {transfer}: its request has ended"
+    if isinstance(side, DecodeSide):
+        assert set(pair.granted) == set(side.table), "grants differ from the protocol's"
+        for transfer, receiving in side.table.items():
+            live = pair.requests.get(transfer)
+            waits = live is not None and live.phase is Phase.RECEIVING and not live.is_parked
+            assert waits or receiving.closing, f"transfer {transfer}: its Cancel was forgotten"
+        return
+    for transfer, entry in side.table.items():
+        pushing = entry.sending is not None and entry.sending.stage is Stage.PUSHING
+        assert (entry.waiting or pushing) == (transfer in pair.requests), (
+            f"transfer {transfer}: its end was not told")

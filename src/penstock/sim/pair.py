@@ -17,7 +17,6 @@ from typing import Protocol
 from penstock.core.core import Core
 from penstock.core.lifecycle import Phase
 from penstock.core.messages import Cancel, End, Grant, Message, Refused
-from penstock.core.pairing import Pairing
 from penstock.core.peer import Ask, Deadline, Fence, Remind, Renew
 from penstock.core.plan import (
     Aborted,
@@ -35,10 +34,7 @@ from penstock.core.plan import (
     Renewed,
     RequestId,
     Spilled,
-    Tier,
 )
-from penstock.core.receiving import DecodeSide, Receiving
-from penstock.core.sending import PrefillSide
 from penstock.sim.clock import Clock
 from penstock.sim.scenario import Scenario
 from penstock.sim.workload import Expect
@@ -135,7 +131,7 @@ class Pair:
 
     def _aim(self, world: World) -> None:
         """Events of each kind wait for the rarest phase that its engine has."""
-        phases = {source for source, _ in world.core.edges}
+        phases = {source for source, _ in world.view.edges}
         if self.sc.aims:
             rarest = next(p for p in RARE_PHASES if p in phases)
             if self.rng.random() < 0.7:
@@ -164,7 +160,7 @@ class Pair:
 
     def _arrive(self, e: Expect, waits: int) -> None:
         """Now, or when its Grant is on its way: that comes while the prefill engine fetches for it."""
-        world, there = self.prefill, self.decode.core.live.get(e.arrived.rid)
+        world, there = self.prefill, self.decode.view.get(e.arrived.rid)
         if waits and (there is None or there.phase is Phase.QUEUED):
             self.clock.after(0.3, partial(self._arrive, e, waits - 1))
             return
@@ -180,7 +176,7 @@ class Pair:
 
     def _cross(self, rid: RequestId, tries: int) -> None:
         """Let a Cancel cross a request that the prefill engine has just begun to fetch for."""
-        here, there = self.prefill.core.live.get(rid), self.decode.core.live.get(rid)
+        here, there = self.prefill.view.get(rid), self.decode.view.get(rid)
         fetching = here is not None and here.phase is Phase.FETCHING
         if fetching and there is not None and there.phase is Phase.RECEIVING:
             self._to(self.decode, Dropped(rid))
@@ -222,9 +218,9 @@ class Pair:
         keep = self.net.keep / 4 if isinstance(message, Grant) else self.net.keep
         if isinstance(message, Kept) and rng.random() < keep and once not in self.kept_once:
             self.kept_once.add(once)
-            known_to = {source for source, _ in there.core.edges}
+            known_to = {source for source, _ in there.view.edges}
             phase = rng.choice([p for p in KEPT[there.sc.cfg.role] if p in known_to])
-            r = pairing(there).requests.get(transfer)
+            r = there.view.of_transfer(transfer)
             if r is not None and r.phase is Phase.FETCHING:
                 phase = r.phase                # it will not be there again
             self.kept.add((to_decode, transfer))
@@ -235,7 +231,7 @@ class Pair:
     def _keep(self, to_decode: bool, message: Kept, phase: Phase, tries: int) -> None:
         """Deliver an answer when the request that it is about is in a phase, and help it there."""
         world, transfer = self.decode if to_decode else self.prefill, message.transfer
-        r, copy = pairing(world).requests.get(transfer), self.copies.get(RequestId(transfer - 1))
+        r, copy = world.view.of_transfer(transfer), self.copies.get(RequestId(transfer - 1))
         there = tries == 0 or world.dead
         if r is None:
             there = there or to_decode or copy is None or copy.sent       # it has ended, or never comes
@@ -269,13 +265,14 @@ class Pair:
         self.grants[move.transfer, move.generation, move.group] = self.decode, move
 
     def epoch(self) -> int:
-        return side(self.prefill).epoch
+        return self.prefill.view.epochs[0]
 
     def write(self, move: Move, values: dict[int, int], epoch: int, done: Callable[[bool], None]) -> None:
         rng = self.rng
         grant = self.grants.get((move.transfer, move.generation, move.group))
-        current = side(self.prefill).peer == side(self.decode).epoch
-        if grant is None or self.fenced.get(side(self.decode).epoch, 0) >= epoch or not current:
+        now = self.decode.view.epochs[0]
+        current = self.prefill.view.epochs[1] == now
+        if grant is None or self.fenced.get(now, 0) >= epoch or not current:
             assert grant is not None or not current, f"{move}: written without a grant"
             self.stats["write refused"] += 1
             self.clock.after(rng.random(), partial(done, False))
@@ -296,10 +293,8 @@ class Pair:
         world, move = grant
         if not world.dead:
             self.stats["write of the dead landed"] += write.writer.dead
-            self.stats["late write"] += world.core.pair is not None and (
-                move.transfer not in world.core.pair.requests)
-            open_ = side(world).table.get(move.transfer)
-            assert self.blind or (isinstance(open_, Receiving) and open_.generation == move.generation), (
+            self.stats["late write"] += world.view.of_transfer(move.transfer) is None
+            assert self.blind or world.view.expects_writes(move.transfer, move.generation), (
                 f"transfer {move.transfer}: written after its end")
             world.executor.devices[k].receive(move, values)
         write.left -= 1
@@ -313,7 +308,8 @@ class Pair:
         """The connection closes at once; it is drained when the last write under it has landed."""
         if world.dead:
             return
-        self.fenced[side(world).epoch] = max(epoch, self.fenced.get(side(world).epoch, 0))
+        mine = world.view.epochs[0]
+        self.fenced[mine] = max(epoch, self.fenced.get(mine, 0))
         if any(w.epoch <= epoch for w in self.flying):
             self.clock.after(1.0, partial(self._fence, world, epoch))
             return
@@ -328,7 +324,7 @@ class Pair:
 
     def _cut(self, waits: int) -> None:
         """Now, or when a push is decided and in no plan yet: its connection will be over."""
-        if waits and not any(m.dst is Tier.PEER for m in self.prefill.core.have.copies.outbox):
+        if waits and not self.prefill.view.has_pushes():
             self.clock.after(KEPT_TIME, partial(self._cut, waits - 1))
         else:
             self.cut(self.decode if waits else self.rng.choice((self.prefill, self.decode)))
@@ -339,9 +335,9 @@ class Pair:
             return
         self.stats["cut off"] += 1
         if world is self.decode:
-            self._fence(world, side(self.prefill).epoch)
+            self._fence(world, self.prefill.view.epochs[0])
         else:
-            world.send(PeerFenced(side(self.decode).epoch))
+            world.send(PeerFenced(self.decode.view.epochs[0]))
 
     def leave(self, transfer: int) -> None:
         self.decode.send(Aborted(RequestId(transfer - 1)))
@@ -391,7 +387,7 @@ class Pair:
         while True:
             while self.clock.step():
                 pass
-            idle = [world for world in (self.decode, self.prefill) if world.core.live]
+            idle = [world for world in (self.decode, self.prefill) if world.view.live]
             if not idle or not self.ticks:
                 break
             self.ticks -= 1
@@ -402,10 +398,7 @@ class Pair:
             assert not world.dead
             world.close()
             self.stats.update(world.stats)
-            pair = world.core.pair
-            assert pair is not None and not pair.requests and not pair.granted, "a transfer stays"
-            assert not pair.side.table, "a transfer is remembered when every deadline is over"
-            assert isinstance(pair.side, DecodeSide) or not pair.side.pushes, "a push that has no end"
+            assert not world.view.leftovers(), f"leak: {world.view.leftovers()}"
         assert not self.flying
         return self
 
@@ -420,15 +413,6 @@ def start(sc: Scenario, make: MakeCore = Core, *, blind: bool = False, record: b
     """What `sc` asks for, one engine or two, ready to `play`."""
     kind = Pair if sc.pair else World
     return kind(sc, make, blind=blind, record=record, ticks=ticks)
-
-
-def pairing(world: World) -> Pairing:
-    assert world.core.pair is not None
-    return world.core.pair
-
-
-def side(world: World) -> DecodeSide | PrefillSide:
-    return pairing(world).side
 
 
 def _of(sc: Scenario, role: str, epoch: int) -> Scenario:

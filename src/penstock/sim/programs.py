@@ -17,6 +17,7 @@ from penstock.core.settings import CoreConfig
 from penstock.sim.pair import Pair, Run, start
 from penstock.sim.scenario import TIERS, Scenario, draw
 from penstock.sim.states import possible
+from penstock.sim.view import refusable
 from penstock.sim.world import MakeCore, World
 
 Edge = tuple[str, str, str, str]       # role, tiers, phase, trigger
@@ -133,8 +134,7 @@ def _refusing(n: int, calls: list[int]) -> MakeCore:
 
     def make(cfg: CoreConfig) -> Core:
         core = Core(cfg)
-        for name in ("acquire", "grow", "room"):
-            setattr(core.have, name, counted(getattr(core.have, name)))
+        refusable(core, counted)
         return core
 
     def counted(real: Callable[..., bool]) -> Callable[..., bool]:

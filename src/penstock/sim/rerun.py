@@ -192,7 +192,7 @@ class Again(World):
             rid = self.index.get(held.arrived.rid)
             if held.phase == "queued":
                 self._begin(held.arrived, held)
-            elif rid in self.core.live and held.phase in FORCED:
+            elif rid is not None and self.view.get(rid) is not None and held.phase in FORCED:
                 self.inbox.append(FORCED[held.phase](rid))
 
     def _again(self) -> None:
@@ -205,7 +205,7 @@ class Again(World):
             case Stopped():
                 self.late.append(what)
             case Aborted(rid) | Paused(rid) | Dropped(rid) | Spilled(rid) | Promoted(rid) | Expired(rid):
-                live = self.core.live.get(self.index.get(rid, RequestId(-1)))
+                live = self.view.get(self.index.get(rid, RequestId(-1)))
                 if live is None:
                     self.notes[f"{type(what).__name__} of a request that is not there, or no more"] += 1
                 elif isinstance(what, Expired):
@@ -221,7 +221,7 @@ class Again(World):
         """Deliver it once the request has as many tokens here."""
         rid = self.index.get(what.rid, RequestId(-1))
         count = max(1, what.count - self.known.get(what.rid, 0))
-        live = self.core.live.get(rid)
+        live = self.view.get(rid)
         if live is not None and len(self.load.made[rid].got) < count:
             return
         self.late.remove(what)
@@ -231,9 +231,7 @@ class Again(World):
             self.inbox.append(Stopped(rid, count))
 
     def _abort_all(self) -> None:
-        for rid in list(self.core.live):
-            if not self.load.made[rid].aborted:
-                self.inbox.append(Aborted(rid))
+        self.inbox += [Aborted(r.rid) for r in self.view.live if not self.load.made[r.rid].aborted]
 
     # ---------------------------------------------------------------- the whole
     def play(self) -> World:
@@ -244,7 +242,7 @@ class Again(World):
                 self._start()              # what did not start by now waits for something recorded
             elif self.due:
                 self._again()              # the recorded engine had more to do meanwhile
-            elif self.core.live:
+            elif self.view.live:
                 self._abort_all()
             else:
                 break

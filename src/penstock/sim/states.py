@@ -5,9 +5,6 @@ planner takes edges of its own. Says nothing about what should follow.
 """
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from penstock.core.core import Core
 from penstock.core.lifecycle import Mode, Phase, Role, edges
 from penstock.core.messages import Cancel, Drained, End, Grant, Message, Refused
 from penstock.core.plan import (
@@ -17,7 +14,6 @@ from penstock.core.plan import (
     Expired,
     Flushed,
     Moved,
-    MoveId,
     Overdue,
     Paused,
     PeerFenced,
@@ -26,12 +22,12 @@ from penstock.core.plan import (
     Received,
     Reminded,
     Renewed,
+    RequestId,
     Retired,
     Spilled,
     Stopped,
 )
-from penstock.core.receiving import DecodeSide
-from penstock.core.request import Request
+from penstock.sim.view import Live, View
 
 WISHES = (Aborted, Stopped, Paused, Dropped, Spilled, Promoted)
 SAID = {Grant: "granted", Cancel: "cancelled", End: "sent_end", Refused: "refused", Drained: "drained"}
@@ -49,64 +45,45 @@ def name(event: Event) -> str:
     return SAID[type(event.message)] if isinstance(event, Received) else NAMES[type(event)]
 
 
-def met(core: Core, event: Event) -> Iterable[Request]:
+def met(view: View, event: Event) -> list[Live]:
     """The live requests that `event` is about."""
-    live = core.live
     match event:
         case Retired(step, _):
-            return [row.request for row in core.in_flight[step] if row.request.phase is not Phase.DONE]
+            return [r for r in view.in_step(step) if r.phase is not Phase.DONE]
         case Moved(id, _):
-            return _moved(core, id)
+            return view.touched(id)
         case Flushed() | Rates():
-            return live.values()
+            return view.live
         case Expired(rid, phase, visit):
-            r = live.get(rid)
-            return [r] if r is not None and (r.phase.value, r.visit) == (phase, visit) else ()
+            return [r for r in _one(view, rid) if (r.phase.value, r.visit) == (phase, visit)]
         case Stopped(rid, count):
-            r = live.get(rid)
-            return [r] if r is not None and count <= r.num_output else ()
+            return [r for r in _one(view, rid) if count <= r.num_output]
         case Received(message):
-            return _told(core, message)
+            return _told(view, message)
         case PeerFenced() | Renewed():
-            return core.pair.requests.values() if core.pair is not None else ()
-        case Reminded(transfer, n) | Overdue(transfer, n):
-            return _reminded(core, transfer, n)
+            return view.at_peer
+        case Reminded(transfer, n) | Overdue(transfer, n):       # a timer that still counts
+            r = view.of_transfer(transfer)
+            return [r] if r is not None and view.timer(transfer) == n else []
         case _ if isinstance(event, WISHES):
-            return [live[event.rid]] if event.rid in live else ()
-    return ()
+            return _one(view, event.rid)
+    return []
 
 
-def _moved(core: Core, id: MoveId) -> list[Request]:
-    """Its own copy, or one that it names a page of."""
-    flight = core.have.copies.flights.get(id)
-    if flight is None:
-        return []
-    copies = {copy for pair in flight.pairs for copy in pair}
-    return [r for r in core.live.values() if r is flight.request or not all(
-        copies.isdisjoint(t.device) and copies.isdisjoint(t.host) for t in r.tables)]
+def _one(view: View, rid: RequestId) -> list[Live]:
+    r = view.get(rid)
+    return [] if r is None else [r]
 
 
-def _reminded(core: Core, transfer: int, n: int) -> list[Request]:
-    """Whom a timer of the pair concerns, if it still counts."""
-    pair = core.pair
-    entry = None if pair is None else pair.side.table.get(transfer)
-    r = None if pair is None else pair.requests.get(transfer)
-    return [r] if r is not None and entry is not None and entry.n == n else []
-
-
-def _told(core: Core, message: Message) -> list[Request]:
+def _told(view: View, message: Message) -> list[Live]:
     """Whom a message concerns, if it is news from the present peer."""
-    pair = core.pair
-    if pair is None or not isinstance(message, Grant | Cancel | End | Refused | Drained):
+    if view.cfg.role == "unified" or not isinstance(message, Grant | Cancel | End | Refused | Drained):
         return []
-    r = pair.requests.get(message.transfer)
-    side = pair.side
-    if r is None or (message.sender, message.receiver) != (side.peer, side.epoch):
+    r = view.of_transfer(message.transfer)
+    if r is None or (message.receiver, message.sender) != view.epochs:
         return []
-    if isinstance(side, DecodeSide):
-        open_ = side.table.get(message.transfer)
-        if open_ is None or not open_.granted or open_.generation != message.generation:
-            return []
+    if view.cfg.role == "decode" and not view.awaits(message.transfer, message.generation):
+        return []
     return [r]
 
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from penstock.core import placement
 from penstock.core.core import Core
-from penstock.core.lifecycle import ACTIVE, WAITING, Phase, Place
+from penstock.core.lifecycle import ACTIVE, WAITING, Phase, Place, Trigger
 from penstock.core.plan import Advance, Arrived, Event, Finished, Outcome, RequestId, Token
-from penstock.core.request import Request
-from penstock.core.room import GAVE_WAY_MAX
 from penstock.core.settings import CoreConfig
+from penstock.core.watch import Watcher
 from penstock.sim.scenario import Scenario, draw
+from penstock.sim.view import Raw, View, capacity
 from penstock.sim.world import World
 
+GAVE_WAY_MAX = 3                  # docs/adr/0011
 WAIT_MAX = GAVE_WAY_MAX + 1       # times the work ahead: each time it gives way it may wait once more
 
 
@@ -86,9 +86,9 @@ class Waiting:
         """The part of the engine that it occupies at full length: rows, device or host memory."""
         cfg, a = self.cfg, w.arrived
         tokens, parts = min(len(a.prompt) + a.max_new - 1, cfg.max_len), [1 / cfg.rows]
-        for place in Place if placement.may_host(cfg, a) else (Place.DEVICE,):
-            if placement.fits(cfg, place, tokens):
-                device, host = placement.needs(cfg, place, tokens)
+        for place in Place if capacity.may_host(cfg, a) else (Place.DEVICE,):
+            if capacity.fits(cfg, place, tokens):
+                device, host = capacity.needs(cfg, place, tokens)
                 parts.append(self._part(device, cfg.hbm_pages, place))
                 parts.append(self._part(host, cfg.dram_pages, place) if any(host) else 0)
         return max(parts) if len(parts) > 1 else 1.0
@@ -137,33 +137,36 @@ class Waiting:
 
 
 # ---------------------------------------------------------------- watching a core
-def watch(core: Core) -> Waiting:
-    """Feed a Waiting with all that this core does from now on."""
-    waiting = Waiting(core.cfg)
-    advance, file = core.advance, core._file
+class Fed(Waiting, Watcher):
+    """A Waiting that is fed with all that a core does from now on."""
 
-    def on_advance(events: Sequence[Event]) -> Advance:
+    def __init__(self, core: Core) -> None:
+        super().__init__(core.cfg)
+        self.view, self._advance = View(core), core.advance
+        core.watchers.append(self)
+        core.advance = self._watched  # type: ignore[method-assign]
+
+    def _running(self) -> list[RequestId]:
+        return [r.rid for r in self.view.running]
+
+    def _watched(self, events: Sequence[Event]) -> Advance:
         for event in events:
             if isinstance(event, Arrived):
-                waiting.arrive(event, [q.rid for q in core.running])
-        result = advance(events)
+                self.arrive(event, self._running())
+        result = self._advance(events)
         if result.plan is not None and result.plan.rows:
-            waiting.step()
+            self.step()
         for out in result.outputs:
             if isinstance(out, Token):
-                waiting.token(out.rid, [q.rid for q in core.running])
+                self.token(out.rid, self._running())
             elif isinstance(out, Finished):
-                waiting.finish(out.rid, out.outcome)
+                self.finish(out.rid, out.outcome)
         return result
 
-    def on_file(r: Request, source: Phase) -> None:
-        file(r, source)
-        if source in ACTIVE and r.phase in WAITING:
-            waiting.give_way(r.rid, [q.rid for q in core.running])
-
-    core.advance = on_advance  # type: ignore[method-assign]
-    core._file = on_file       # type: ignore[method-assign]
-    return waiting
+    def taken(self, r: Raw, source: Phase, trigger: Trigger) -> None:
+        live = self.view.of(r)
+        if source in ACTIVE and live.phase in WAITING:
+            self.give_way(live.rid, self._running())
 
 
 # Nobody is asked to give way, nobody leaves before the end, no copy fails, nothing comes from storage.
@@ -176,7 +179,7 @@ def calm(seed: int, mode: str = "", requests: int = 64) -> Scenario:
     sc = draw(seed, f"requests={requests},{CALM}" + (f",{mode}" if mode else ""))
     longest, slab = sc.prompt_max + sc.new_max, sc.cfg.groups[0].slab_pages
     slabs = 1
-    while not placement.fits(replace(sc.cfg, hbm_pages=slabs * slab), Place.DEVICE, longest):
+    while not capacity.fits(replace(sc.cfg, hbm_pages=slabs * slab), Place.DEVICE, longest):
         slabs += 1
     host = requests * slabs * slab if sc.cfg.dram_pages else 0
     return replace(sc, cfg=replace(sc.cfg, hbm_pages=int(1.1 * slabs + 1) * slab, dram_pages=host,
@@ -186,7 +189,7 @@ def calm(seed: int, mode: str = "", requests: int = 64) -> Scenario:
 def fair(seed: int, mode: str = "", requests: int = 64) -> Waiting:
     """Play a calm storm to its end. Judged by what a user could see, and by `Waiting.late`."""
     world = World(calm(seed, mode, requests), blind=True)
-    waiting = watch(world.core)
+    waiting = Fed(world.core)
     world.play()
     return waiting
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from penstock.core import placement
 from penstock.core.plan import Arrived, Outcome, RequestId
 from penstock.sim.model import oracle
 from penstock.sim.scenario import Scenario
+from penstock.sim.view import capacity
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class Workload:
         self.bases += [base[:len(base) // size * size] for base in self.bases]
         self.made: list[Expect] = []
         asks = Arrived(RequestId(0), (1,), 1, selects=True)
-        self.most = {selects: placement.largest(sc.cfg, replace(asks, selects=selects))
+        self.most = {selects: capacity.largest(sc.cfg, replace(asks, selects=selects))
                      for selects in (False, True)}       # positions that a request alone can have
         self.reaches = [group.reach for group in sc.cfg.groups]
 

@@ -42,11 +42,13 @@ from penstock.core.plan import (
     Token,
 )
 from penstock.core.settings import CoreConfig
+from penstock.core.watch import Watcher
 from penstock.sim import damage
 from penstock.sim.clock import Clock
 from penstock.sim.executor import SimExecutor, Wire
 from penstock.sim.judge import Judge
 from penstock.sim.scenario import Scenario
+from penstock.sim.view import Live
 from penstock.sim.workload import Expect, Workload
 
 Poke = type[Paused] | type[Dropped] | type[Aborted] | type[Spilled] | type[Promoted]
@@ -83,7 +85,7 @@ class Link(Wire, Protocol):
         """A client leaves while the prefill engine works for it."""
 
 
-class World:
+class World(Watcher):
     """`play()` runs to the end; an AssertionError is a finding."""
 
     def __init__(self, sc: Scenario, make: MakeCore = Core, *, blind: bool = False,
@@ -98,12 +100,13 @@ class World:
             bend(self.executor)           # a seeded bug of the ranks
         self.load = Workload(sc)
         self.judge = Judge(sc, self.core, self.executor, self.load.made, blind=blind)
+        self.view = self.judge.view
         self.stats: Counter[str] = Counter()
         self._damage_rng = Random(f"damage {sc.seed} {sc.cfg.role} {sc.cfg.epoch}")
         self._stray_rng = Random(f"stray {sc.seed} {sc.cfg.role} {sc.cfg.epoch}")
         self._damage_due = 0              # requests whose KV is found to be damaged
-        self._apply = self.core._apply
-        self.core._apply = self._watch_apply     # type: ignore[method-assign]
+        self._asked: tuple[Live, int] | None = None        # whom an event wishes an edge, and its visit
+        self.core.watchers.append(self)
         self.inbox: list[Event] = []
         self._timers: dict[int, Event] = {}
         self._tickets = 0
@@ -184,7 +187,7 @@ class World:
             self.clock.after(self._stray_rng.random() * (sc.span + 20), self._stray)
         for _ in range(sc.jumps):
             self.clock.after(self._damage_rng.random() * (sc.span + 20), self._leap)
-        phases = [p for p in SHORT if any(source is p for source, _ in self.core.edges)]
+        phases = [p for p in SHORT if any(source is p for source, _ in self.view.edges)]
         self.aims = [(rng.choice(phases), rng.choice(AIMED)) for _ in range(sc.aims if phases else 0)]
         if sc.cfg.role == "prefill" and (sc.cfg.disk_pages or self._stray_rng.random() < 0.3):
             self.aims[:0] = ((Phase.FETCHING, self._stray_rng.choice(("overdue", "renew", "leave"))),
@@ -194,7 +197,7 @@ class World:
         """Some events wait for a phase that is too short to be met by chance."""
         for phase, kind in self.aims:
             made = self.load.made
-            rid = next((r.rid for r in self.core.live.values()
+            rid = next((r.rid for r in self.view.live
                         if r.phase is phase and (kind != "stop" or made[r.rid].got)), None)
             if rid is None:
                 continue
@@ -211,7 +214,7 @@ class World:
             elif kind == "overdue":
                 self._overdue(rid)
             elif kind == "expire":
-                self.send(Expired(rid, phase.value, self.core.live[rid].visit))
+                self.send(Expired(rid, phase.value, next(r for r in self.view.live if r.rid == rid).visit))
             elif kind == "leave":
                 if self.link is not None:
                     self.link.leave(made[rid].arrived.transfer)
@@ -225,16 +228,15 @@ class World:
 
     def _overdue(self, rid: RequestId) -> None:
         """The deadline of a transfer comes early."""
-        pair, transfer = self.core.pair, self.load.made[rid].arrived.transfer
-        entry = pair.side.table.get(transfer) if pair is not None else None
-        if entry is not None:
-            self.send(Overdue(transfer, entry.n))
+        transfer = self.load.made[rid].arrived.transfer
+        if (n := self.view.timer(transfer)) is not None:
+            self.send(Overdue(transfer, n))
 
     def _poke(self, kind: str) -> None:
         """Aim at a phase first, then at a request in it: short phases are hit as often as long
         ones. Sometimes at a request that has finished or is not known."""
         rng, made = self.rng, self.load.made
-        live = [r for r in self.core.live.values() if kind != "stop" or made[r.rid].got]
+        live = [r for r in self.view.live if kind != "stop" or made[r.rid].got]
         if kind in AIMS and rng.random() < 0.7:         # a random phase would mostly ignore it
             live = [r for r in live if r.phase is AIMS[kind] and r.arrived.selects] or live
         if live and rng.random() < 0.9:
@@ -257,7 +259,7 @@ class World:
 
     def _stray(self) -> None:
         """A deadline of a stay in some phase, which may be one that has none."""
-        rng, live = self._stray_rng, self.core.live.values()
+        rng, live = self._stray_rng, self.view.live
         if live:
             phase = rng.choice(list({r.phase: None for r in live}))
             r = rng.choice([r for r in live if r.phase is phase])
@@ -269,18 +271,19 @@ class World:
 
     def _found_damage(self) -> list[Event]:
         """Somebody is aborted, behind the results that showed the damage."""
-        found = [damage.victim(self.core, self._damage_rng) for _ in range(self._damage_due)]
+        found = [damage.victim(self.view, self._damage_rng) for _ in range(self._damage_due)]
         self._damage_due = 0
         return [Aborted(rid, damaged=True) for rid in found if rid is not None]
 
-    def _watch_apply(self, event: Event) -> None:
-        if isinstance(event, Aborted) and event.damaged and (r := self.core.live.get(event.rid)) is not None:
-            self.judge.distrusted.update(damage.distrusted(self.core, r))
-            self.stats += damage.strike(self.core, self.executor, r, self._damage_rng)
-        asked = self.core.live.get(event.rid) if isinstance(event, ASKED) else None
-        visit = asked.visit if asked is not None else 0
-        self._apply(event)
-        if asked is not None and asked.visit != visit:
+    def event(self, event: Event) -> None:
+        if isinstance(event, Aborted) and event.damaged and (r := self.view.get(event.rid)) is not None:
+            self.judge.distrusted.update(damage.distrusted(self.view, r))
+            self.stats += damage.strike(self.view, self.executor, r, self._damage_rng)
+        asked = self.view.get(event.rid) if isinstance(event, ASKED) else None
+        self._asked = None if asked is None else (asked, asked.visit)
+
+    def applied(self, event: Event) -> None:
+        if self._asked is not None and self._asked[0].visit != self._asked[1]:
             self.stats[type(event).__name__.lower()] += 1          # with an effect
 
     def timer(self, delay: float, event: Event) -> None:
@@ -328,7 +331,7 @@ class World:
         at = self.abort_at - self.heard
         self.heard += len(events)
         if 0 < at <= len(events):
-            live = [rid for rid in self.core.live if not self.load.made[rid].aborted]
+            live = [r.rid for r in self.view.live if not self.load.made[r.rid].aborted]
             events[at:at] = [Aborted(self.rng.choice(live))] if live else []
         events += self._found_damage()
         self.judge.forced.clear()
@@ -381,7 +384,7 @@ class World:
 
     def _changes(self) -> tuple[int, int, int]:
         """What planning does shows in one of these: edges taken, units that came back, steps."""
-        return self.core.taken, self.core.have.freed, self.judge.issued
+        return self.view.num_edges, self.view.num_freed, self.judge.issued
 
     def _still(self, before: tuple[int, int, int] | None) -> None:
         """The core said that there is nothing to do: then nothing happens without an event. It is not asked
@@ -393,7 +396,7 @@ class World:
 
     def _note(self, event: Event) -> None:
         """Tell the judge what it may expect, and count what fires."""
-        live, made = self.core.live, self.load.made
+        made, view = self.load.made, self.view
         if self.link is not None:
             self.judge.noted(event)
         match event:
@@ -411,17 +414,17 @@ class World:
                 else:
                     self.stats["aborted unknown"] += 1
             case Stopped(rid, count):
-                self.stats["stopped unknown"] += rid not in live
+                self.stats["stopped unknown"] += view.get(rid) is None
                 if made[rid].finished is None:
                     made[rid].stop_at = count
                     self.ending.append(rid)
                     self.stats["stopped late"] += 1
             case Paused(rid) | Dropped(rid) | Spilled(rid) | Promoted(rid):
                 name = type(event).__name__.lower()
-                self.stats[f"{name} unknown"] += rid not in live
+                self.stats[f"{name} unknown"] += view.get(rid) is None
                 self.judge.forced.add(rid)
             case Expired(rid, phase, visit):
-                r = live.get(rid)
+                r = view.get(rid)
                 if r is None:                     # it may have arrived in this very batch
                     fresh = made[rid].sent and made[rid].finished is None and visit == 0
                 else:
@@ -456,7 +459,7 @@ class World:
         while True:
             while self.clock.step():
                 pass
-            if not self.core.live or self.ticks == 0:
+            if not self.view.live or self.ticks == 0:
                 break
             self.ticks -= 1
             self.stats["idle ticks"] += 1
@@ -475,10 +478,7 @@ class World:
         self.judge.end()
         self.stats["messages without effect"] += int(self.core.stats().get("peer_ignored", 0))
         if not self.judge.blind:
-            core, have = self.core, self.core.have
-            assert not (core.in_flight or core.running or core.waiting or core.line or core.columns)
-            assert not (have.copies.flights or have.copies.orphans or have.lent), "leak: copies"
-            assert not have.tree.roots, "leak: pages that nobody has"
+            assert not self.view.leftovers(), f"leak: {self.view.leftovers()}"
         self.stats += self.judge.stats + self.executor.stats
 
     @property

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.core import entering, lifecycle, placement, room, schedule, staying
-from penstock.core.admission import Admission
 from penstock.core.core import Core
 from penstock.core.entering import Way
 from penstock.core.holdings import Holdings
@@ -19,8 +18,6 @@ from penstock.sim.mutants.registry import Real, holding, instead_of, mutant
 # Hosted rows read pages that they share, and that others need.
 LOANS = ("hot_pages=1,always_hosted=0,span=30,requests=14,rows=6,hbm_pages=24,dram_pages=200,page_size=1"
          ",again=0.9")
-# Many wait, and those that run have pages of their own.
-LINES = "pair=0,hot_pages=1,always_hosted=0,dram_pages=200,span=10,requests=14,new_max=40,pauses=0,drops=0"
 # Rows are spilled, and there is room for them to come back.
 RETURNS = ("pair=0,hot_pages=2,always_hosted=0,spills=30,abort=0,aborts=0,stop=0,stops=0,aims=0,drops=0"
            ",pauses=0,copy=0.1,new_max=40,hbm_pages=60,dram_pages=100,page_size=1,requests=6")
@@ -173,11 +170,6 @@ class TwinNotStoredFromItsFirstToken(Core):
                         and staying.own(t.host, i) is None and self.have.host[g].pool.free):
                     staying.put(t.host, i, Copy(self.have.host[g].pool.acquire(1)[0]))
         return adv
-
-
-@instead_of(Admission, "_make_way", mode=LINES)
-def nobody_goes_to_the_host_for_the_line(real: Real, admission: Admission, r: Request) -> None:
-    """Rows keep the device though the first of the line could have its pages."""
 
 
 @mutant()

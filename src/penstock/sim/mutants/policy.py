@@ -1,7 +1,7 @@
 """Seeded bugs that no client sees in any token: they only make everything slower."""
 from __future__ import annotations
 
-from penstock.core import entering, placement, room, staying
+from penstock.core import entering, placement, room
 from penstock.core.core import Core
 from penstock.core.entering import Way
 from penstock.core.holdings import Holdings
@@ -74,22 +74,6 @@ class DeadlineOfDroppedIgnored(Core):
 def host_hits_never_used(real: Real, have: Holdings, node: Node, g: int, stored: bool = False) -> bool:
     """A prefix that only the host has is computed again."""
     return bool(node.good(have.device[g]) or (stored and real(have, node, g, stored)))
-
-
-# Rows that share their pages go to the host, in a device that is full.
-SHARED = ("pair=0,model=1,hot_pages=4,always_hosted=0,page_size=2,overlap=1,spills=60,alike=1,pauses=0,"
-          "drops=0,aborts=0,hbm_pages=16,dram_pages=100,fail=0,new_max=20,turns=0,copy=0.3,requests=10,"
-          "prompt_max=12,rows=6,span=10,stop=0.1")
-
-
-@mutant(300, mode=SHARED)
-class HotBufferNotWaitedFor(Core):
-    """A row that goes to the host pauses instead, though pages for its hot buffer are on their way."""
-
-    def _stage(self, r: Request) -> None:
-        super()._stage(r)
-        if r.phase is Phase.STAGING and staying.is_staged(self.have, r):
-            room.yield_device(self, r)
 
 
 FORCED = ("pair=0,hot_pages=2,model=1,fail=0.5,spills=60,drops=12,copy=0.3,again=0.5,always_hosted=1,"

@@ -1,0 +1,375 @@
+"""What the simulator and its judge see of a core: one read-only view, with public names of its own.
+
+Only this module and the seeded bugs look inside a core, so that it can change without the others
+(`tests/tidy` says so). Pages in use and sealed pages are handles; what is read of them is here.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, NamedTuple, TypeVar, overload
+
+from penstock.core import placement
+from penstock.core.core import Core
+from penstock.core.ledger import Pool
+from penstock.core.plan import MoveId, RequestId, StepId, Tier
+from penstock.core.receiving import DecodeSide
+from penstock.core.request import Request, Table
+from penstock.core.tree import Node
+
+Sealed = Node              # a handle, see `View`
+Raw = Request              # as a watcher is given it, for `View.of`
+capacity = placement       # of what an engine of some settings can hold: arithmetic, no state
+T = TypeVar("T")
+
+
+class Of(Generic[T]):
+    """What a request has, under a public name."""
+
+    def __init__(self, read: Callable[[Request], T]) -> None:
+        self.read = read
+
+    @overload
+    def __get__(self, live: None, owner: type) -> Of[T]: ...
+    @overload
+    def __get__(self, live: Live, owner: type) -> T: ...
+    def __get__(self, live: Live | None, owner: type) -> Of[T] | T:
+        return self if live is None else self.read(live.request)
+
+
+class Live:
+    """One request."""
+
+    __slots__ = ("arrived", "request", "rid")
+
+    def __init__(self, r: Request) -> None:
+        self.rid, self.arrived, self.request = r.rid, r.arrived, r
+
+    phase = Of(lambda r: r.phase)
+    place = Of(lambda r: r.place)
+    row = Of(lambda r: r.row)
+    visit = Of(lambda r: r.visit)                        # names its stay in the phase
+    order = Of(lambda r: r.key)                          # of service: smaller first
+    tokens = Of(lambda r: r.tokens)                      # prompt and retired outputs
+    num_prompt = Of(lambda r: r.num_prompt)
+    num_output = Of(lambda r: r.num_output)
+    max_new = Of(lambda r: r.max_new)                    # clipped to what can ever fit
+    computed = Of(lambda r: r.computed)                  # positions with KV, at most
+    retired = Of(lambda r: r.settled)                    # of these, seen to be computed
+    started = Of(lambda r: r.started)                    # its Started was sent
+    path = Of(lambda r: r.path)                          # its sealed pages
+    may_host = Of(lambda r: r.may_host)                  # it could decode from host pages, to its end
+    is_saved = Of(lambda r: r.is_parked)                 # it waits, and what it has is pinned on the host
+    has_grant = Of(lambda r: r.grant is not None)        # pages wait at the decode engine
+    has_lost_kv = Of(lambda r: r.life > 0)               # it has given up its KV before
+    is_windowed = Of(lambda r: any([t.first for t in r.tables]))     # a window has left pages behind
+    hot = Of(lambda r: r.hot)                            # pages of the hot buffer that it would have
+    groups = Of(lambda r: list(map(Group, r.tables)))
+
+
+class Group:
+    """One cache group's pages of one request: by page, None where it has none in that tier."""
+
+    __slots__ = ("_table", "device", "host")
+
+    def __init__(self, t: Table) -> None:
+        self.device, self.host, self._table = t.device, t.host, t
+
+    @property
+    def hot(self) -> list[int]:
+        return [page.page for page in self._table.hot]
+
+    @property
+    def num_own(self) -> int:
+        """Device pages that nobody else reads."""
+        return sum([page is not None and page.pins == 1 for page in self.device])
+
+    def num_pages(self, positions: int) -> int:
+        return self._table.end(positions)
+
+    def first_read(self, position: int) -> int:
+        """The first page that the step which computes `position` reads."""
+        return self._table.begin(position)
+
+
+class Transfer(NamedTuple):
+    """A Move that was planned and has not been answered. `rid`: whose private pages, if anybody's."""
+
+    src: Tier
+    dst: Tier
+    src_pages: list[int]
+    dst_pages: list[int]
+    rid: RequestId | None
+
+
+class Where(NamedTuple):
+    """A copy of a sealed page: where it is, whether a Move reads or writes it, its last step."""
+
+    tier: Tier
+    page: int
+    is_moving: bool
+    last_step: StepId
+
+
+class View:
+    """Of one core. Lists are in order of service."""
+
+    def __init__(self, core: Core) -> None:
+        self._core, self._have = core, core.have
+        self._seen: dict[RequestId, Live] = {}
+        self.cfg = core.cfg
+        self.edges = core.edges
+        self.tiers = list(core.have.arenas)
+
+    # ---------------------------------------------------------------- requests
+    def of(self, r: Request) -> Live:
+        live = self._seen.get(r.rid)
+        if live is None:
+            live = self._seen[r.rid] = Live(r)
+        return live
+
+    def get(self, rid: RequestId) -> Live | None:
+        r = self._core.live.get(rid)
+        return None if r is None else self.of(r)
+
+    @property
+    def live(self) -> list[Live]:
+        return list(map(self.of, self._core.live.values()))
+
+    @property
+    def running(self) -> list[Live]:
+        return list(map(self.of, self._core.running))
+
+    @property
+    def waiting(self) -> list[Live]:
+        return list(map(self.of, self._core.waiting))
+
+    def num_running(self) -> int:
+        return len(self._core.running)
+
+    def head(self) -> Live | None:
+        """Who waits for a row before all others, of those that wait for nothing else."""
+        return next((self.of(r) for r in self._core.line if self._core.admission.may_start(r)), None)
+
+    def is_issued(self, live: Live) -> bool:
+        """Whether a step of it has not retired."""
+        return self._have.in_flight(live.request)
+
+    def is_complete(self, live: Live) -> bool:
+        """Whether all its pages are somewhere."""
+        return self._have.is_complete(live.request)
+
+    def in_step(self, step: StepId) -> list[Live]:
+        return [self.of(row.request) for row in self._core.in_flight[step]]
+
+    def overtaken(self) -> list[Live]:
+        """Who has rows in flight from before it gave up its KV, once for each row."""
+        return [self.of(row.request) for rows in self._core.in_flight.values() for row in rows
+                if row.life != row.request.life]
+
+    # ---------------------------------------------------------------- steps
+    @property
+    def retired(self) -> StepId:
+        return self._have.retired
+
+    @property
+    def num_edges(self) -> int:
+        """Edges taken so far."""
+        return self._core.taken
+
+    @property
+    def num_freed(self) -> int:
+        """Units that came back so far."""
+        return self._have.freed
+
+    # ---------------------------------------------------------------- pages
+    def changes(self, tier: Tier) -> int:
+        return sum([pool.changes for pool in self._have.arenas[tier].pools])
+
+    def in_use(self, tier: Tier) -> set[int]:
+        """Pages that somebody holds, or that are behind fences."""
+        pools = self._have.arenas[tier].pools
+        fenced = [units for pool in pools for _, units in pool.limbo]
+        return set[int]().union(*[pool.held for pool in pools], *fenced)
+
+    def held(self, tier: Tier, group: int) -> set[int]:
+        return self._have.arenas[tier].pools[group].held
+
+    def kept(self, tier: Tier, group: int, move: MoveId) -> set[int]:
+        """Pages that somebody holds, or that `move` keeps behind a fence."""
+        pool = self._have.arenas[tier].pools[group]
+        return pool.held | {unit for fence, units in pool.limbo if move in fence.moves for unit in units}
+
+    def is_promised(self, tier: Tier) -> bool:
+        """Whether pages will come back when steps and copies of this engine end."""
+        return any([pool.in_limbo > pool.away for pool in self._have.arenas[tier].pools])
+
+    def away(self, tier: Tier) -> int:
+        """Pages that the other engine may still write."""
+        return self._have.arenas[tier].away
+
+    def size(self, tier: Tier) -> int:
+        """Of a tier: slabs, of a single group pages."""
+        arena = self._have.arenas[tier]
+        return arena.slabs if len(arena.pools) > 1 else arena.pools[0].capacity
+
+    def free(self, tier: Tier) -> int:
+        """The same, of what nobody has."""
+        arena = self._have.arenas[tier]
+        return len(arena.free) if len(arena.pools) > 1 else arena.pools[0].free
+
+    def longest(self, group: int) -> int:
+        """Pages that a group can have on the device."""
+        arena = self._have.arenas[Tier.HBM]
+        pool = arena.pools[group]
+        return arena.slabs * pool.per_slab if pool.arena else pool.capacity
+
+    def on_acquire(self, acquired: Callable[[Tier, list[int]], None]) -> None:
+        """Call `acquired` with the units of every acquisition. A page may be freed and taken again
+        within one advance, so looking at the pools in between is not enough."""
+
+        def watch(tier: Tier, pool: Pool) -> None:
+            real: Any = type(pool)
+
+            def acquire(self: Pool, n: int, near: int | None = None) -> list[int]:
+                units: list[int] = real.acquire(self, n, near)
+                acquired(tier, units)
+                return units
+
+            pool.__class__ = type("Watched", (real,), {"__slots__": (), "acquire": acquire})
+
+        for space in self._have.tree.spaces:
+            watch(space.tier, space.pool)
+
+    # ---------------------------------------------------------------- copies
+    def transfer(self, move: MoveId) -> Transfer | None:
+        flight = self._have.copies.flights.get(move)
+        return None if flight is None else Transfer(
+            flight.src.tier, flight.dst.tier, [src.page for src, _ in flight.pairs],
+            [dst.page for _, dst in flight.pairs], None if flight.request is None else flight.request.rid)
+
+    def is_flying(self, move: MoveId) -> bool:
+        return move in self._have.copies.flights
+
+    def reads_poison(self, move: MoveId, suspect: set[int]) -> bool:
+        """Whether `move` reads one of these pages, and is not known to have failed by that."""
+        return not all([src.bad for src, _ in self._have.copies.flights[move].pairs if src.page in suspect])
+
+    def touched(self, move: MoveId) -> list[Live]:
+        """Whose own copy it is, or whose tables name a page of it."""
+        flight = self._have.copies.flights.get(move)
+        if flight is None:
+            return []
+        pages = {page for pair in flight.pairs for page in pair}
+        return [self.of(r) for r in self._core.live.values() if r is flight.request or not all(
+            pages.isdisjoint(t.device) and pages.isdisjoint(t.host) for t in r.tables)]
+
+    def is_owed(self) -> bool:
+        """Whether pages wait for the other engine: to write them no more, or to have read them for somebody
+        who has ended."""
+        copies, live = self._have.copies, self._core.live.values()
+        return any([arena.away for arena in self._have.arenas.values()]) or any(
+            [copies.flights[move].request not in live for move in copies.wire])
+
+    def has_pushes(self) -> bool:
+        """Whether a push is decided, and in no plan yet."""
+        return any([m.dst is Tier.PEER for m in self._have.copies.outbox])
+
+    # ---------------------------------------------------------------- the prefix tree
+    def sealed(self, live: Live) -> Iterator[Sealed]:
+        """The sealed pages that have its tokens, as far as the tree knows them."""
+        size, node = self.cfg.page_size, self._have.tree.roots.get(live.arrived.namespace)
+        for i in range(len(live.tokens) // size):
+            node = None if node is None else node.children.get(live.request.page_key(i, size))
+            if node is None:
+                return
+            yield node
+
+    def serves(self, sealed: Sealed, group: int) -> bool:
+        """Whether somebody may start from it: it is on the device or on its way there, or on the host."""
+        device, host = (sealed.copies.get(s) for s in (self._have.device[group], self._have.host[group]))
+        return bool((device is not None and not device.bad) or (host is not None and host.ready))
+
+    def readers(self, sealed: Sealed) -> int:
+        """How many requests have it in their path."""
+        return sealed.refs
+
+    def is_banished(self, sealed: Sealed) -> bool:
+        """Nobody finds it any more."""
+        return sealed.banished
+
+    def copies(self, sealed: Sealed) -> list[Where]:
+        return [Where(space.tier, page.page, page.moves > 0, page.used)
+                for space, page in sealed.copies.items()]
+
+    # ---------------------------------------------------------------- the pair
+    @property
+    def epochs(self) -> tuple[int, int]:
+        """Of this engine, and of the one that it takes for its peer."""
+        assert self._core.pair is not None
+        return self._core.pair.side.epoch, self._core.pair.side.peer
+
+    def of_transfer(self, transfer: int) -> Live | None:
+        r = None if self._core.pair is None else self._core.pair.requests.get(transfer)
+        return None if r is None else self.of(r)
+
+    @property
+    def at_peer(self) -> list[Live]:
+        """Live requests that name a transfer."""
+        return [] if self._core.pair is None else list(map(self.of, self._core.pair.requests.values()))
+
+    def timer(self, transfer: int) -> int | None:
+        """The number of its timer that counts, if there is one."""
+        pair = self._core.pair
+        entry = None if pair is None else pair.side.table.get(transfer)
+        return None if entry is None else entry.n
+
+    def awaits(self, transfer: int, generation: int) -> bool:
+        """Decode role: this grant is open."""
+        side = None if self._core.pair is None else self._core.pair.side
+        entry = side.table.get(transfer) if isinstance(side, DecodeSide) else None
+        return entry is not None and entry.granted and entry.generation == generation
+
+    def expects_writes(self, transfer: int, generation: int) -> bool:
+        """Decode role: the other engine may still write under this grant."""
+        side = None if self._core.pair is None else self._core.pair.side
+        entry = side.table.get(transfer) if isinstance(side, DecodeSide) else None
+        return entry is not None and entry.generation == generation
+
+    def remembers(self, transfer: int) -> bool:
+        """Prefill role: its request is here, or what became of it is known."""
+        side = None if self._core.pair is None else self._core.pair.side
+        entry = None if side is None or isinstance(side, DecodeSide) else side.table.get(transfer)
+        return entry is not None and bool(entry.waiting or entry.declined or entry.sending is not None)
+
+    def is_closing(self) -> bool:
+        """Decode role: a grant was given up for its pages, and its peer has not answered."""
+        side = None if self._core.pair is None else self._core.pair.side
+        return self._core.has_asked and isinstance(side, DecodeSide) and any(
+            [entry.closing for entry in side.table.values()])
+
+    # ---------------------------------------------------------------- the end
+    def leaks(self) -> list[str]:
+        """What is not free, when nobody lives and nothing is cached."""
+        have = self._have
+        pools = [have.rows, *(pool for arena in have.arenas.values() for pool in arena.pools)]
+        lost = [f"{pool.capacity - pool.free} {pool.name}" for pool in pools if pool.free != pool.capacity]
+        return lost + [f"slabs of {tier.value}" for tier, arena in have.arenas.items()
+                       if len(arena.pools) > 1 and len(arena.free) != arena.slabs]
+
+    def leftovers(self) -> list[str]:
+        """What is still remembered then."""
+        core, copies, pair = self._core, self._have.copies, self._core.pair
+        kept: dict[str, Any] = {
+            "live": core.live, "steps": core.in_flight, "running": core.running, "waiting": core.waiting,
+            "line": core.line, "columns": core.columns, "flights": copies.flights, "orphans": copies.orphans,
+            "loans": self._have.lent, "sealed pages": self._have.tree.roots}
+        if pair is not None:
+            kept |= {"transfers": pair.requests, "grants": pair.granted, "of the peer": pair.side.table}
+            kept |= {} if isinstance(pair.side, DecodeSide) else {"pushes": pair.side.pushes}
+        return [name for name, what in kept.items() if what]
+
+
+def refusable(core: Core, counted: Callable[[Callable[..., bool]], Callable[..., bool]]) -> None:
+    """Not a view, a fault: `counted` goes around each way to take pages or rows, and may say no."""
+    for name in ("acquire", "grow", "room"):
+        setattr(core.have, name, counted(getattr(core.have, name)))
