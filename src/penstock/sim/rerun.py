@@ -79,7 +79,8 @@ def _alone(log: Log) -> tuple[Log, Counter[str]]:
 def _scenario(log: Log) -> Scenario:
     """Nothing of its own: one rank, no faults, and numbers that tell pages of one tier from another's."""
     cfg = log.cfg
-    wide = 1 + max(cfg.rows, cfg.hbm_pages, cfg.dram_pages, cfg.disk_pages)
+    slab = max(group.slab_pages for group in cfg.groups)
+    wide = 1 + max(cfg.rows, slab * max(cfg.hbm_pages, cfg.dram_pages, cfg.disk_pages))
     cfg = replace(cfg, hbm_base=wide, dram_base=2 * wide, row_base=3 * wide, disk_base=4 * wide,
                   group_base=5 * wide)
     return replace(
