@@ -106,7 +106,9 @@ CONFIGS: dict[str, tuple[Any, str]] = {
     "huge": ({**CONFIG, "vocab_size": 1 << 40}, "vocab_size is 1099511627776"),
     "not finite": ('{"model_type": "llama", "rope_theta": 1e999}', "rope_theta is inf"),
     "NaN": ('{"model_type": "llama", "rope_theta": NaN}', "NaN is not JSON"),
-    "quantised": ({**CONFIG, "quantization_config": {"quant_method": "fp8"}}, "quantised with 'fp8'"),
+    "quantised": ({**CONFIG, "quantization_config": {"quant_method": "awq"}}, "quantised with 'awq'"),
+    "fp8 without blocks": ({**CONFIG, "quantization_config": {"quant_method": "fp8"}},
+                           "weight_block_size None"),
 }
 
 

@@ -58,7 +58,6 @@ REFUSED = {
     "another head": ({"architectures": ["LlamaForSequenceClassification"]}, "does not go with"),
     "type and class differ": ({"architectures": ["Qwen2ForCausalLM"]}, "does not go with"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act = 'gelu' .* supported: 'silu'"),
-    "quantised": ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
     "logit scale": ({"logits_scaling": 8.0}, "logits_scaling = 8.0"),
     "partial rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
     "interleaved": ({"rope_interleaved": True}, "rope_interleaved = True"),

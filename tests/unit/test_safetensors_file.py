@@ -70,7 +70,7 @@ DAMAGED = {
     "duplicate": (b'{"w": %b, "w": %b}' % ((json.dumps(W).encode(),) * 2), None, 24, "duplicate key 'w'"),
     "NaN": (b'{"w": NaN}', None, 0, "NaN is not JSON"),
     "not a tensor": ({"w": 3}, None, 0, "expected dtype, shape"),
-    "fp8": ({"w": {**W, "dtype": "F8_E4M3"}}, None, 24, "'F8_E4M3': this type is not supported"),
+    "another fp8": ({"w": {**W, "dtype": "F8_E5M2"}}, None, 24, "'F8_E5M2': this type is not supported"),
     "integers": ({"w": {**W, "dtype": "I32"}}, None, 24, "'I32': this type is not supported"),
     "unknown type": ({"w": {**W, "dtype": "F31"}}, None, 24, "'F31': no such type"),
     "negative dimension": ({"w": {**W, "shape": [-2, -3]}}, None, 24, "bad shape"),

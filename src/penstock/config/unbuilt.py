@@ -105,7 +105,7 @@ UNBUILT: tuple[Unbuilt, ...] = (
            instead="choose from auto, safetensors, gguf, dummy; pickled checkpoints (.bin, .pt) "
                    "are refused, because loading them runs code"),
     _value("quantised compute", "--quantization", neutral=_NONE,
-           instead="GGUF weights are dequantised when they are loaded"),
+           instead="GGUF and fp8 weights are dequantised when they are loaded"),
     _value("offloading weights", "--cpu-offload-gb", neutral=("0", "0.0")),
     _value("another hub revision", "--revision", "--tokenizer-revision", neutral=("main", *_NONE)),
     _value("another tokenizer mode", "--tokenizer-mode", neutral=("auto",)),

@@ -19,12 +19,14 @@ from torch import Tensor
 from penstock.config.errors import ConfigError
 from penstock.model.base import Checkpoint, Wants, everything
 from penstock.model.files import open_regular, show
+from penstock.model.fp8 import SCALE_SUFFIX, Blocks, read_blocks
 from penstock.model.gguf_config import ROPE_FREQS, HFName, hf_name
 from penstock.model.gguf_file import GGUFTensor
 from penstock.model.locate import ModelFiles, read_weight_map
 from penstock.model.safetensors_file import StoredTensor, read_safetensors_header
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+           "F8_E4M3": torch.float8_e4m3fn}
 # Elements dequantised at once: the temporaries of numpy (about ten of this size) stay in the cache.
 _CHUNK_ELEMENTS = 1 << 18
 # A buffer that old exports stored; every family computes it from the config.
@@ -54,7 +56,7 @@ class ConfigOnly:
 
 
 class SafetensorsCheckpoint:
-    """One file, or the shards of an index. Tensors keep their dtype."""
+    """One file, or the shards of an index. Tensors keep their dtype; blocks of fp8 become float32."""
 
     def __init__(self, files: ModelFiles) -> None:
         self.config: dict[str, Any] = files.config
@@ -64,18 +66,73 @@ class SafetensorsCheckpoint:
             _check_index(files.index, self.shards)
         if not any(self.shards.values()):
             raise ConfigError(f"{files.folder}: the safetensors files hold no tensors")
+        self.blocks = read_blocks(self.config, f"{files.folder}/config.json")
+        self.scales = _scales(self.shards, self.blocks)
 
     def tensors(self, wants: Wants = everything) -> Iterator[tuple[str, Tensor]]:
-        """Every wanted weight once, in the order of the files."""
+        """Every wanted weight once, in the order of the files; a scale is read with its weight."""
         for path, stored in self.shards.items():
             file, _ = open_regular(path)
             with file:
                 for entry in stored.values():
-                    if not entry.name.endswith(_SKIPPED_SUFFIX) and wants(entry.name):
-                        tensor = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
-                        _read_into(file, entry.begin, _bytes_of(tensor), path)
-                        yield entry.name, _finite(tensor, entry.name, path)
-                        del tensor          # before the next one is made
+                    if entry.name.endswith(_SKIPPED_SUFFIX) or not wants(entry.name):
+                        continue
+                    if entry.name.removesuffix(SCALE_SUFFIX) in self.scales and (
+                            entry.name.endswith(SCALE_SUFFIX)):
+                        continue
+                    tensor = _read(file, entry, path)
+                    if entry.name in self.scales:
+                        assert self.blocks is not None
+                        tensor = _rescaled(tensor, self._scale(entry.name), self.blocks)
+                    yield entry.name, _finite(tensor, entry.name, path)
+                    del tensor          # before the next one is made
+
+    def _scale(self, weight: str) -> Tensor:
+        """float32; whichever shard it is in."""
+        path, entry = self.scales[weight]
+        file, _ = open_regular(path)
+        with file:
+            return _read(file, entry, path).float()
+
+
+def _scales(shards: dict[Path, dict[str, StoredTensor]],
+            blocks: Blocks | None) -> dict[str, tuple[Path, StoredTensor]]:
+    """Of every weight in fp8 where its scales are. Raises ConfigError: one without, or of another shape."""
+    found = {name: (path, entry) for path, stored in shards.items() for name, entry in stored.items()
+             if name.endswith(SCALE_SUFFIX)}
+    scales = {}
+    for path, stored in shards.items():
+        for name, entry in stored.items():
+            if entry.dtype != "F8_E4M3":
+                continue
+            what = f"{path}: tensor {show(name)} is F8_E4M3"
+            if blocks is None:
+                raise ConfigError(f"{what}, but config.json has no quantization_config that says its blocks")
+            if len(entry.shape) != 2 or name + SCALE_SUFFIX not in found:
+                raise ConfigError(f"{what} of shape {entry.shape}; supported: weights of two dimensions with "
+                                  f"their scales in {show(name + SCALE_SUFFIX)}, which "
+                                  + ("is there" if name + SCALE_SUFFIX in found else "no file holds"))
+            scales[name] = scale = found[name + SCALE_SUFFIX]
+            if scale[1].shape != blocks.scales(entry.shape) or scale[1].dtype not in ("F32", "BF16"):
+                raise ConfigError(f"{what} of shape {entry.shape}; its scales are {scale[1].dtype} of shape "
+                                  f"{scale[1].shape}, expected F32 of {blocks.scales(entry.shape)}")
+    return scales
+
+
+def _rescaled(weight_OI: Tensor, scale: Tensor, blocks: Blocks) -> Tensor:
+    """float32 [O, I]: every element times the scale of its block. scale float32, `blocks.scales` of it."""
+    out_OI = torch.empty(weight_OI.shape, dtype=torch.float32)
+    for i, scale_B in enumerate(scale):
+        rows = slice(i * blocks.rows, (i + 1) * blocks.rows)
+        out_OI[rows] = weight_OI[rows]
+        out_OI[rows] *= scale_B.repeat_interleave(blocks.cols)[:weight_OI.shape[1]]
+    return out_OI
+
+
+def _read(file: BinaryIO, entry: StoredTensor, path: Path) -> Tensor:
+    tensor = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
+    _read_into(file, entry.begin, _bytes_of(tensor), path)
+    return tensor
 
 
 def _check_index(index: Path, shards: dict[Path, dict[str, StoredTensor]]) -> None:

@@ -13,7 +13,6 @@ REQUIRED = -1
 
 # Field -> the values that change nothing. Anything else would be a silently different model.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "quantization_config": (None, {}),
     "partial_rotary_factor": (None, 1, 1.0),
     "rope_interleaved": (None, False),
     "is_causal": (None, True),

@@ -15,6 +15,7 @@ from penstock.config.errors import ConfigError
 from penstock.config.paths import hub_cache_dir
 from penstock.model.demo import DEMO_NAME, fetch_demo
 from penstock.model.files import read_json_object, read_text, show
+from penstock.model.fp8 import read_blocks
 from penstock.model.gguf_config import check_config, gguf_eos_ids, read_gguf_config
 from penstock.model.gguf_file import GGUFHeader, read_gguf_header
 
@@ -55,10 +56,7 @@ class ModelFiles:
             raise ConfigError(f"{self.folder}: there is no config.json")
         config = read_json_object(path, _SMALL_BYTES)
         check_config(config, str(path))
-        if quantised := config.get("quantization_config"):
-            method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-            raise ConfigError(f"{path}: quantised with {show(method)}, which is not supported; take "
-                              "the unquantised checkpoint, or a GGUF")
+        read_blocks(config, str(path))
         return config
 
     @cached_property
