@@ -19,9 +19,9 @@ from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
 from penstock.memory.lateness import Promptly
 from penstock.memory.mover import Mover
-from penstock.memory.pool import PageShape
+from penstock.memory.pool import PageLayout
 
-SHAPE = PageShape(num_layers=30, num_kv_heads=3, page_size=16, head_dim=64)
+SHAPE = PageLayout(num_layers=30, num_kv_heads=3, page_size=16, head_dim=64)
 STEP_TOKENS = 512             # a prefill step's write-through is one move
 
 
@@ -77,7 +77,7 @@ def main() -> None:
         alone.append(time.perf_counter() - wall)
         for name, mover in movers.items():
             times[name].append(one(mover, moves, weights))
-    print(f"{args.tokens} tokens, {args.tokens * SHAPE.token_bytes / 1e6:.1f} MB in {len(moves)} "
+    print(f"{args.tokens} tokens, {args.tokens * SHAPE.unit_bytes / 1e6:.1f} MB in {len(moves)} "
           f"moves, {args.threads} threads, medians of {args.repeats}, ms")
     print(f"a step alone {statistics.median(alone) * 1e3:.2f}")
     for name, rows in times.items():

@@ -77,11 +77,11 @@ def layout_of(rows: int, queries: int, context: int, page_size: int) -> Ragged:
     """`rows` rows of one run of pages each, contexts up to a quarter shorter than `context`."""
     pages = -(-context // page_size)
     contexts = [max(queries, context - (5 * i) % max(1, context // 4)) for i in range(rows)]
-    slots = [i * pages * page_size + n for i, c in enumerate(contexts)
-             for n in range(c - queries, c)]
-    return Ragged(tuple(range(0, rows * queries + 1, queries)), tuple(contexts),
-                  tuple(tuple(range(i * pages, (i + 1) * pages)) for i in range(rows)),
-                  torch.tensor(slots), page_size)
+    positions = torch.cat([torch.arange(c - queries, c) for c in contexts])
+    row = torch.arange(rows).repeat_interleave(queries)
+    return Ragged(tuple(range(0, rows * queries + 1, queries)), tuple(contexts), tuple(range(rows)),
+                  torch.arange(rows * pages, dtype=torch.int32).view(rows, pages),
+                  row * pages + positions // page_size, positions % page_size, page_size)
 
 
 def main() -> None:
@@ -110,8 +110,8 @@ def main() -> None:
     model.finish()
     torch.set_num_threads(args.threads)
     layout = layout_of(args.rows, args.queries, args.context, args.page_size)
-    num_pages = sum(len(pages) for pages in layout.pages)
-    pools = torch.randn(30, 2, num_pages, args.page_size, 3, 64).to(dtype)
+    pages = torch.randn(layout.pages_RM.numel(), 30, 3, 2, args.page_size, 64).to(dtype)
+    pools = [(pages[:, layer, :, 0], pages[:, layer, :, 1]) for layer in range(30)]
     spec = paged_attention.AttentionSpec(num_heads=9, num_kv_heads=3, head_dim=64, dtype=dtype,
                                          scale=0.125)
     tokens = args.rows * args.queries
@@ -127,8 +127,8 @@ def main() -> None:
         plan = clock.wrap("attention", run)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            store(k, v, pools[layer, 0], pools[layer, 1], layout.slot_T)
-            return plan(q, pools[layer, 0], pools[layer, 1])
+            store(k, v, *pools[layer], layout.page_T, layout.offset_T)
+            return plan(q, *pools[layer])
         model.logits(model.forward(ids, positions, attend)[last])
         return clock.stop()
 

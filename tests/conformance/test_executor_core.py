@@ -35,7 +35,7 @@ from penstock.kernels import paged_attention
 from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
 from penstock.memory.lateness import Promptly
-from penstock.memory.pool import PageShape
+from penstock.memory.pool import PageLayout
 from penstock.model import registry
 
 CONFIG = {
@@ -44,7 +44,7 @@ CONFIG = {
     "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
     "rope_theta": 10000.0,
 }
-SHAPE = PageShape(num_layers=2, num_kv_heads=2, page_size=4, head_dim=8)
+SHAPE = PageLayout(num_layers=2, num_kv_heads=2, page_size=4, head_dim=8)
 GREEDY = SamplingParams(temperature=0.0)
 LATENESS = {"thread": lambda: None, "prompt": Promptly, "latest": Latest,
             "shuffled": lambda: Shuffled(1), "torn": lambda: Shuffled(2, torn=0.3)}
@@ -103,12 +103,12 @@ class Engine:
             row_base=70, groups=(CacheGroup(name="full", page_bytes=SHAPE.page_bytes),))
         self.core = Core(self.cfg)
         hbm = HbmPool(SHAPE, self.hbm_pages, base=500)
-        dram = DramPool(SHAPE, self.dram_pages, base=9000) if self.dram_pages else None
+        dram = [DramPool(SHAPE, self.dram_pages, base=9000)] if self.dram_pages else []
         have = self.core.have
-        self.pools = [(hbm, have.device[0].pool)] + ([(dram, have.host[0].pool)] if dram else [])
+        self.pools = [(hbm, have.device[0].pool), *((pool, have.host[0].pool) for pool in dram)]
         self.poison()
         plan = functools.partial(paged_attention.plan, backend=self.backend)
-        self.ex = CpuExecutor(model(), plan, hbm, dram, rows=self.rows, row_base=70,
+        self.ex = CpuExecutor(model(), plan, [hbm], dram, rows=self.rows, max_len=64, row_base=70,
                               lateness=self.lateness)
 
     def poison(self) -> None:

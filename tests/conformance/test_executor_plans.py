@@ -36,7 +36,7 @@ from penstock.exec.executor import CpuExecutor
 from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
 from penstock.memory.lateness import Promptly
-from penstock.memory.pool import PageShape
+from penstock.memory.pool import PageLayout
 from penstock.model import registry
 
 G, HBM, DRAM, ROWS = 4, 500, 9000, 70
@@ -63,11 +63,12 @@ def plain(layout, spec):
     """Paged attention, one token at a time: the definition."""
     def attend(q, k_pages, v_pages):
         out = torch.empty_like(q)
-        for i, pages in enumerate(layout.pages):
+        for i, row in enumerate(layout.rows):
             first, last = layout.query_start[i], layout.query_start[i + 1]
+            pages = layout.pages_RM[row, :-(-layout.context[i] // layout.page_size)].tolist()
             for t in range(first, last):
                 seen = layout.context[i] - (last - first) + (t - first) + 1
-                k, v = (x[list(pages)].flatten(0, 1)[:seen] for x in (k_pages, v_pages))
+                k, v = (x[pages].transpose(1, 2).flatten(0, 1)[:seen] for x in (k_pages, v_pages))
                 group = q.shape[1] // k.shape[1]
                 k, v = (x.repeat_interleave(group, 1) for x in (k, v))
                 w = (torch.einsum("nh,snh->ns", q[t], k) * spec.scale).softmax(-1)
@@ -147,12 +148,12 @@ class Hand:
 
 
 def executor(*, lateness=None, attention=None, seed=0, with_model=None) -> CpuExecutor:
-    shape = PageShape(num_layers=2, num_kv_heads=2, page_size=G, head_dim=8)
+    shape = PageLayout(num_layers=2, num_kv_heads=2, page_size=G, head_dim=8)
     hbm, dram = HbmPool(shape, 40, base=HBM), DramPool(shape, 40, base=DRAM)
     hbm.fill(float("nan"))
     dram.fill(float("nan"))
-    return CpuExecutor(with_model or model(), attention or plain, hbm, dram, rows=6,
-                       row_base=ROWS, seed=seed, lateness=lateness)
+    return CpuExecutor(with_model or model(), attention or plain, [hbm], [dram], rows=6,
+                       max_len=40 * G, row_base=ROWS, seed=seed, lateness=lateness)
 
 
 def tokens_of(events) -> list[int]:
@@ -300,7 +301,7 @@ def test_late_copies_keep_poll_alive_until_the_last():
     assert [h.ex.poll(block=True) for _ in range(3)] == [[Moved(MoveId(n), True)]
                                                          for n in (1, 2, 3)]
     assert h.ex.poll(block=True) == []
-    assert h.ex.stats()['moved_bytes_total{src="hbm",dst="dram"}'] == 3 * G * 2 * 2 * 2 * 8 * 4
+    assert h.ex.stats()['moved_bytes_total{src="hbm",dst="dram",group="full"}'] == 3 * G * 2 * 2 * 2 * 8 * 4
 
 
 def test_state_outlives_close_while_a_plan_is_in_flight():
@@ -333,7 +334,7 @@ class Damaged:
 
     def __init__(self, bad: int) -> None:
         self.bad, self.inner = bad, model()
-        self.vocab_size, self.kv = model().vocab_size, model().kv
+        self.vocab_size, self.groups = model().vocab_size, model().groups
         self.attention = model().attention
 
     def forward(self, ids, positions, attend):

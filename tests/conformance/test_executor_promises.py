@@ -25,12 +25,12 @@ from penstock.kernels import paged_attention
 from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
 from penstock.memory.lateness import Promptly
-from penstock.memory.pool import PageShape
-from penstock.model.base import AttentionShape, KVShape
+from penstock.memory.pool import PageLayout
+from penstock.model.base import AttentionShape, CacheShape
 from penstock.sim.clock import Clock
 from penstock.sim.executor import SimExecutor
 
-SHAPE = PageShape(num_layers=1, num_kv_heads=1, page_size=4, head_dim=4)
+SHAPE = PageLayout(num_layers=1, num_kv_heads=1, page_size=4, head_dim=4)
 CFG = CoreConfig(page_size=4, rows=3, hbm_pages=12, dram_pages=20, step_tokens=6, overlap=True,
                  hbm_base=300, dram_base=7000, row_base=40,
                  groups=(CacheGroup(name="full", page_bytes=SHAPE.page_bytes),))
@@ -39,7 +39,7 @@ CFG = CoreConfig(page_size=4, rows=3, hbm_pages=12, dram_pages=20, step_tokens=6
 class Toy:
     """One layer of attention over one-hot-like embeddings; enough to depend on its history."""
 
-    kv = KVShape(num_layers=1, num_kv_heads=1, head_dim=4)
+    groups = (CacheShape(name="full", layers=(0,), num_kv_heads=1, head_dim=4),)
     attention = AttentionShape(num_heads=1, scale=0.5)
     vocab_size, max_position = 31, 128
 
@@ -57,8 +57,8 @@ class Toy:
 
 def cpu(lateness=None):
     plan = functools.partial(paged_attention.plan, backend="reference")
-    ex = CpuExecutor(Toy(), plan, HbmPool(SHAPE, 12, base=300), DramPool(SHAPE, 20, base=7000),
-                     rows=3, row_base=40, lateness=lateness)
+    ex = CpuExecutor(Toy(), plan, [HbmPool(SHAPE, 12, base=300)], [DramPool(SHAPE, 20, base=7000)],
+                     rows=3, max_len=48, row_base=40, lateness=lateness)
     return ex, lambda rid, prompt: ex.open(rid, prompt, SamplingParams(temperature=0.0))
 
 

@@ -14,9 +14,9 @@ from penstock.core.plan import Group, Move, MoveId, StepId, Tier
 from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
 from penstock.memory.mover import Mover
-from penstock.memory.pool import PageShape
+from penstock.memory.pool import PageLayout
 
-SHAPE = PageShape(num_layers=2, num_kv_heads=3, page_size=4, head_dim=5)
+SHAPE = PageLayout(num_layers=2, num_kv_heads=3, page_size=4, head_dim=5)
 POOLS = {
     HbmPool: lambda shape, n, base: HbmPool(shape, n, base=base),
     DramPool: lambda shape, n, base: DramPool(shape, n, base=base),

@@ -103,15 +103,16 @@ def test_op_has_a_reference_and_distinct_cases(name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_store_writes_its_slots_and_no_other(dtype):
     pages, size, heads, dim = 5, 3, 2, 8
-    pools = [torch.full((pages, size, heads, dim), 7.0, dtype=dtype) for _ in range(2)]
+    pools = torch.full((pages, 3, heads, 2, size, dim), 7.0, dtype=dtype)
     qkv = torch.randn(4, 6, dim).to(dtype)
-    slots = [2, 14, 0, 9]
-    store(qkv[:, 2:4], qkv[:, 4:], *pools, torch.tensor(slots))
-    for pool, at in zip(pools, (2, 4), strict=True):
-        for slot in range(pages * size):
-            want = (qkv[slots.index(slot), at:at + heads] if slot in slots
-                    else torch.full((heads, dim), 7.0, dtype=dtype))
-            assert torch.equal(pool[slot // size, slot % size], want)
+    slots = [(0, 2), (4, 2), (0, 0), (3, 0)]
+    page_T, offset_T = torch.tensor(slots).T
+    store(qkv[:, 2:4], qkv[:, 4:], pools[:, 1, :, 0], pools[:, 1, :, 1], page_T, offset_T)
+    want = torch.full(pools.shape, 7.0, dtype=dtype)
+    for token, (page, offset) in enumerate(slots):
+        for plane in (0, 1):
+            want[page, 1, :, plane, offset] = qkv[token, 2 + 2 * plane:4 + 2 * plane]
+    assert torch.equal(pools, want)
 
 
 @pytest.mark.parametrize("name", ["native", "sdpa"])
@@ -119,12 +120,13 @@ def test_attention_rounds_to_nearest(name):
     """With equal scores the output is the mean of two values, which a truncation would miss."""
     op = OPS["paged_attention"]
     skip_unusable(op, name)
-    v = torch.randn(2, 1, 2, 64).bfloat16()                     # two pages of one token
+    v = torch.randn(2, 2, 1, 64).bfloat16()                     # two pages of one token
     plan = op.get(name).run(
-        Ragged((0, 1), (2,), ((0, 1),), torch.tensor([1]), 1),
+        Ragged((0, 1), (2,), (0,), torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([1]),
+               torch.tensor([0]), 1),
         AttentionSpec(num_heads=2, num_kv_heads=2, head_dim=64, dtype=v.dtype, scale=1.0))
     out = plan(torch.zeros(1, 2, 64, dtype=v.dtype), torch.ones_like(v), v)
-    assert torch.equal(out[0], v.float().mean(0)[0].bfloat16())
+    assert torch.equal(out[0], v.float().mean(0)[:, 0].bfloat16())
 
 
 def test_gate_rounds_to_nearest():

@@ -14,10 +14,12 @@ from penstock.core.core import Core
 from penstock.core.plan import Arrived, RequestId, Token
 from penstock.exec import build
 from penstock.exec.build import build_engine
+from penstock.exec.caches import caches_of
 from penstock.exec.sizing import WORKSPACE_BYTES, size_pools
-from penstock.memory.pool import PageShape
+from penstock.model.base import CacheShape
 
-SHAPE = PageShape(num_layers=2, num_kv_heads=2, page_size=16, head_dim=8)       # 4,096 bytes
+FULL = CacheShape(name="full", layers=(0, 1), num_kv_heads=2, head_dim=8)
+CACHES = caches_of((FULL,), 16, torch.float32)                                  # pages of 4,096 bytes
 FREE = WORKSPACE_BYTES + 1_000_000
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 97,
@@ -32,13 +34,13 @@ def config(max_model_len=None, **kv) -> Config:
 
 
 def test_pools_take_what_they_are_given():
-    core = size_pools(config(hbm_bytes=4096 * 10 + 4095, dram_bytes=4096 * 3), SHAPE, 512, FREE)
+    core = size_pools(config(hbm_bytes=4096 * 10 + 4095, dram_bytes=4096 * 3), CACHES, 512, FREE)
     assert (core.hbm_pages, core.dram_pages, core.page_size, core.max_len) == (10, 3, 16, 160)
-    assert core.groups[0].page_bytes == SHAPE.page_bytes == 4096
+    assert core.groups[0].page_bytes == CACHES.page_bytes == 4096
 
 
 def test_without_hbm_bytes_a_share_of_what_the_host_tier_leaves_is_taken():
-    core = size_pools(config(memory_fraction=0.5, dram_bytes=200_000), SHAPE, 512, FREE)
+    core = size_pools(config(memory_fraction=0.5, dram_bytes=200_000), CACHES, 512, FREE)
     assert core.hbm_pages == 400_000 // 4096
     assert core.max_len == 512
 
@@ -51,9 +53,9 @@ def test_without_hbm_bytes_a_share_of_what_the_host_tier_leaves_is_taken():
     (dict(dram_ratio=2.0), 187_500, 375_000),          # 0.3 of what the host tier leaves
     (dict(dram_ratio=1000.0, memory_fraction=1.0, page_size=1), 999, 999_000)])
 def test_the_host_tier_is_what_is_asked_for_or_half_of_what_is_free(changes, hbm, dram):
-    shape = replace(SHAPE, page_size=changes.get("page_size", 16))
-    core = size_pools(config(**changes), shape, 512, FREE)
-    assert (core.hbm_pages, core.dram_pages) == (hbm // shape.page_bytes, dram // shape.page_bytes)
+    caches = caches_of((FULL,), changes.get("page_size", 16), torch.float32)
+    core = size_pools(config(**changes), caches, 512, FREE)
+    assert (core.hbm_pages, core.dram_pages) == (hbm // caches.page_bytes, dram // caches.page_bytes)
 
 
 @pytest.mark.parametrize(("changes", "message"), [
@@ -73,13 +75,13 @@ def test_the_host_tier_is_what_is_asked_for_or_half_of_what_is_free(changes, hbm
 ])
 def test_what_does_not_fit_is_refused_with_the_numbers(changes, message):
     with pytest.raises(ConfigError, match=message):
-        size_pools(config(**changes), SHAPE, 512, FREE)
+        size_pools(config(**changes), CACHES, 512, FREE)
 
 
 def test_the_numbers_in_a_refusal_are_the_limit():
-    assert size_pools(config(hbm_bytes=1_000_000), SHAPE, 512, FREE).hbm_pages == 244
-    assert size_pools(config(max_model_len=161, hbm_bytes=45056), SHAPE, 512, FREE).max_len == 161
-    assert size_pools(config(max_model_len=160, hbm_bytes=40960), SHAPE, 512, FREE).max_len == 160
+    assert size_pools(config(hbm_bytes=1_000_000), CACHES, 512, FREE).hbm_pages == 244
+    assert size_pools(config(max_model_len=161, hbm_bytes=45056), CACHES, 512, FREE).max_len == 161
+    assert size_pools(config(max_model_len=160, hbm_bytes=40960), CACHES, 512, FREE).max_len == 160
 
 
 @pytest.fixture

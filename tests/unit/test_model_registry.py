@@ -117,12 +117,13 @@ def test_config_that_changes_nothing_is_accepted(changes: dict[str, Any]) -> Non
 
 def test_model_says_its_kv_shape_before_loading() -> None:
     model = build({"head_dim": 6})
-    assert (model.kv.num_layers, model.kv.num_kv_heads, model.kv.head_dim) == (2, 2, 6)
+    [group] = model.groups
+    assert (group.layers, group.num_kv_heads, group.head_dim, group.planes) == ((0, 1), 2, 6, 2)
     assert (model.attention.num_heads, model.attention.scale) == (4, 6**-0.5)
     assert model.max_position == 64
     absent = {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"}
-    assert build(base=absent).kv.num_kv_heads == 4
-    assert build(as_family("qwen3")).kv.head_dim == 128
+    assert build(base=absent).groups[0].num_kv_heads == 4
+    assert build(as_family("qwen3")).groups[0].head_dim == 128
 
 
 @pytest.mark.parametrize("base", [LLAMA, {**LLAMA, "tie_word_embeddings": False}, MOE])

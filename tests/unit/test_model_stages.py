@@ -71,7 +71,7 @@ class Causal:
 @torch.inference_mode()
 def test_stages_compute_what_the_whole_model_does(config, ends):
     whole, stages = build(config), [build(config, stage) for stage in cut(*ends)]
-    assert sum(stage.kv.num_layers for stage in stages) == LAYERS
+    assert sum(len(stage.groups[0].layers) for stage in stages) == LAYERS
     attends, one = [Causal() for _ in stages], Causal()
     ids = torch.arange(12) * 3 % VOCAB
     for first, end in ((0, 7), (7, 11), (11, 12)):              # chunks, then a decode
@@ -83,7 +83,7 @@ def test_stages_compute_what_the_whole_model_does(config, ends):
         got = stages[-1].logits(stages[-1].norm(x))
         want = whole.logits(whole.forward(ids[first:end], positions, one))
         assert got.equal(want) and want.isfinite().all()
-    assert [sorted(a.kv) for a in attends] == [list(range(s.kv.num_layers)) for s in stages]
+    assert [sorted(a.kv) for a in attends] == [list(s.groups[0].layers) for s in stages]
 
 
 @pytest.fixture

@@ -16,13 +16,14 @@ from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
 from penstock.memory.lateness import Promptly
 from penstock.memory.mover import Mover
-from penstock.memory.pool import PageShape
+from penstock.memory.pool import PageLayout
 
-SHAPE = PageShape(num_layers=3, num_kv_heads=2, page_size=4, head_dim=5)
+SHAPE = PageLayout(num_layers=3, num_kv_heads=2, page_size=4, head_dim=5)
 DOWN, UP = (Tier.HBM, Tier.DRAM), (Tier.DRAM, Tier.HBM)
+FULL = Group(0)
 
 
-def pools(shape: PageShape = SHAPE) -> tuple[HbmPool, DramPool]:
+def pools(shape: PageLayout = SHAPE) -> tuple[HbmPool, DramPool]:
     hbm, dram = HbmPool(shape, 6, base=100), DramPool(shape, 6, base=1000)
     hbm.fill(float("nan"))
     dram.fill(float("nan"))
@@ -49,23 +50,24 @@ def lateness(request):
     return None if request.param == "thread" else Promptly()
 
 
-def test_layouts_are_what_kernels_and_disks_expect():
-    hbm, dram = pools()
-    assert len(hbm.k) == len(hbm.v) == 3
-    assert all(t.shape == (6, 4, 2, 5) and t.is_contiguous() for t in (*hbm.k, *hbm.v))
-    assert dram.page(1003).is_contiguous()
-    assert dram.page(1003).nbytes == SHAPE.page_bytes
-    assert dram.page(1001).data_ptr() - dram.page(1000).data_ptr() == SHAPE.page_bytes
-    hbm.k[1][2, 3, 1, 4] = 5.0
-    hbm.v[2][2, 0, 0, 1] = 6.0
-    assert hbm.page(102)[1, 1, 0, 3, 4] == 5.0
-    assert hbm.page(102)[2, 0, 1, 0, 1] == 6.0
+def test_a_page_is_one_block_with_the_same_bytes_in_every_tier():
+    """[layer, head, plane, token, dim], whatever the stride from page to page."""
+    for stride in (SHAPE.page_bytes, SHAPE.page_bytes + 96):
+        for cls in (HbmPool, DramPool):
+            pool = cls(SHAPE, 6, base=100, page_stride=stride)
+            pool.fill(0.0)
+            page = pool.page(103)
+            assert page.shape == (3, 2, 2, 4, 5) and page.is_contiguous()
+            assert page.nbytes == SHAPE.page_bytes
+            assert page.data_ptr() - pool.page(102).data_ptr() == stride
+            pool.pages[3, 1, 1, 0, 2, 4] = 7.0
+            assert page.flatten()[4 + 5 * (2 + 4 * (0 + 2 * (1 + 2 * 1)))] == 7.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", range(5, 13))
 def test_a_round_trip_moves_exactly_the_named_tokens(dtype, tokens, lateness):
-    hbm, dram = pools(PageShape(num_layers=3, num_kv_heads=2, page_size=4, head_dim=5,
+    hbm, dram = pools(PageLayout(num_layers=3, num_kv_heads=2, page_size=4, head_dim=5,
                                 dtype=dtype))
     n = -(-tokens // 4)
     src, mid, dst = [105, 100, 103][:n], [1004, 1000, 1002][:n], [101, 104, 102][:n]
@@ -82,8 +84,8 @@ def test_a_round_trip_moves_exactly_the_named_tokens(dtype, tokens, lateness):
     untouched = {100 + i for i in range(6)} - {*src, *dst}
     assert all(hbm.page(p).isnan().all() for p in untouched)
     for way in (DOWN, UP):
-        assert mover.traffic[way].moves == 1
-        assert mover.traffic[way].bytes == tokens * SHAPE.token_bytes * dtype.itemsize // 4
+        assert mover.traffic[*way, FULL].moves == 1
+        assert mover.traffic[*way, FULL].bytes == tokens * SHAPE.unit_bytes * dtype.itemsize // 4
 
 
 @pytest.mark.parametrize("bad", [
@@ -146,7 +148,7 @@ def test_shuffled_reports_every_move_once_and_tears_some():
         events += mover.run(StepId(1), idle=True)
     assert sorted(e.id for e in events) == list(range(60))
     assert [e.id for e in events] != list(range(60))
-    assert 5 < sum(not e.ok for e in events) == mover.traffic[DOWN].failed < 35
+    assert 5 < sum(not e.ok for e in events) == mover.traffic[*DOWN, FULL].failed < 35
 
 
 def test_a_torn_copy_wrote_a_part():
@@ -182,7 +184,7 @@ def test_a_copy_that_fails_is_a_failed_move_and_is_logged(caplog, lateness, faul
     with caplog.at_level(logging.ERROR):
         assert [(e.id, e.ok) for e in finish(mover, 0)] == [(1, False), (2, False)]
     assert "the disk is gone" in caplog.text
-    assert mover.traffic[DOWN].failed == 2 and mover.traffic[DOWN].bytes == 0
+    assert mover.traffic[*DOWN, FULL].failed == 2 and mover.traffic[*DOWN, FULL].bytes == 0
 
 
 def test_our_bug_in_a_copy_reaches_the_caller_and_nobody_hangs(lateness):
@@ -238,7 +240,7 @@ def test_an_exit_in_the_middle_of_copies_is_clean():
     code = """
 from penstock.core.plan import Group, Move, MoveId, StepId, Tier
 from penstock.memory import dram, hbm, mover, pool
-shape = pool.PageShape(num_layers=8, num_kv_heads=4, page_size=64, head_dim=64)
+shape = pool.PageLayout(num_layers=8, num_kv_heads=4, page_size=64, head_dim=64)
 m = mover.Mover([hbm.HbmPool(shape, 16), dram.DramPool(shape, 16)])
 pages = tuple(range(16))
 m.add([Move(MoveId(n), Group(0), Tier.HBM, pages, Tier.DRAM, pages, 1024, StepId(0))
@@ -257,7 +259,7 @@ def test_an_unused_host_pool_costs_no_resident_memory():
             return int(f.read().split()[1]) * 4096
 
     before = resident()
-    shape = PageShape(num_layers=30, num_kv_heads=3, page_size=16, head_dim=64)
+    shape = PageLayout(num_layers=30, num_kv_heads=3, page_size=16, head_dim=64)
     dram, hbm = DramPool(shape, 1000), HbmPool(shape, 1000)
     assert dram.nbytes == hbm.nbytes > 700e6
     dram.page(999).fill_(1.0)

@@ -21,16 +21,15 @@ from penstock.config.errors import ConfigError
 from penstock.config.params import SamplingParams
 from penstock.config.paths import cache_dir
 from penstock.config.tree import Config
-from penstock.core.plan import Bind, HbmPage, RequestId, Retired, Row, StepId, StepPlan
+from penstock.core.plan import Bind, Group, HbmPage, RequestId, Retired, Row, StepId, StepPlan
 from penstock.core.settings import CoreConfig
+from penstock.exec.caches import Caches, caches_of
 from penstock.exec.executor import CpuExecutor
 from penstock.exec.sizing import show_size, size_pools
 from penstock.kernels import layer, linear, paged_attention, registry
 from penstock.kernels.platform import KernelError, probe
-from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
 from penstock.memory.lateness import Lateness
-from penstock.memory.pool import PageShape
 from penstock.model import registry as families
 from penstock.model.base import Model
 from penstock.model.checkpoint import open_checkpoint
@@ -74,28 +73,25 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
     torch.set_num_threads(threads)
     load_peak = _peak_rss() - rss_before
     model = loaded.model
-    shape = PageShape(num_layers=model.kv.num_layers, num_kv_heads=model.kv.num_kv_heads,
-                      page_size=config.kv.page_size, head_dim=model.kv.head_dim, dtype=dtype)
-    core_config = size_pools(config, shape, model.max_position,
-                             machine.probe().memory_available)
+    caches = caches_of(model.groups, config.kv.page_size, dtype)
+    core_config = size_pools(config, caches, model.max_position, machine.probe().memory_available)
     attention = functools.partial(paged_attention.plan, backend=backends["paged_attention"].name)
-    prove(model, attention, shape)
+    prove(model, attention, caches)
     seed = config.model.seed or 0         # `resolve` has drawn one for a server
-    hbm = HbmPool(shape, core_config.hbm_pages)
-    dram = DramPool(shape, core_config.dram_pages) if core_config.dram_pages else None
-    executor = CpuExecutor(model, attention, hbm, dram, rows=core_config.rows,
-                           seed=seed, lateness=lateness)
+    executor = CpuExecutor(model, attention, *caches.pools(core_config), rows=core_config.rows,
+                           max_len=core_config.max_len, seed=seed, lateness=lateness)
     seconds = time.perf_counter() - started
     info: Info = {
         "model": loaded.name, "load_format": loaded.load_format,
         "dtype": _short(dtype), "device": "cpu", "threads": threads,
         "vocab_size": model.vocab_size, "max_model_len": core_config.max_len,
         "model_max_position": model.max_position,
-        "num_layers": shape.num_layers, "num_kv_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim, "page_size": shape.page_size,
-        "page_bytes": shape.page_bytes, "kv_bytes_per_token": shape.token_bytes,
-        "hbm_pages": core_config.hbm_pages, "hbm_bytes": hbm.nbytes,
-        "dram_pages": core_config.dram_pages, "dram_bytes": dram.nbytes if dram else 0,
+        "num_layers": len(model.groups[0].layers), "num_kv_heads": model.groups[0].num_kv_heads,
+        "head_dim": model.groups[0].head_dim, "page_size": core_config.page_size,
+        "page_bytes": caches.page_bytes,
+        "kv_bytes_per_token": caches.page_bytes // core_config.page_size,
+        "hbm_pages": core_config.hbm_pages, "hbm_bytes": caches.nbytes(core_config.hbm_pages),
+        "dram_pages": core_config.dram_pages, "dram_bytes": caches.nbytes(core_config.dram_pages),
         "max_num_seqs": core_config.rows, "step_tokens": core_config.step_tokens,
         "seed": seed, "overlap": core_config.overlap, "prefix_cache": core_config.prefix_cache,
         "weight_bytes": loaded.bytes, "load_peak_bytes": load_peak,
@@ -103,7 +99,8 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
         **{f"backend_{op}": str(choice) for op, choice in backends.items()},
     }
     log(f"kv: {core_config.hbm_pages} device pages and {core_config.dram_pages} host pages of "
-        f"{shape.page_size} tokens ({shape.page_bytes} bytes); context {core_config.max_len}")
+        f"{core_config.page_size} tokens ({caches.page_bytes} bytes); context {core_config.max_len}")
+    caches.tell(log)
     if core_config.step_tokens < core_config.rows:
         log(f"warning: --step-tokens {core_config.step_tokens} is below --max-num-seqs "
             f"{core_config.rows}: the youngest requests wait while older ones decode")
@@ -181,16 +178,19 @@ def _trim_heap() -> None:
         trim(0)
 
 
-def prove(model: Model, attention: paged_attention.Planner, shape: PageShape) -> None:
+def prove(model: Model, attention: paged_attention.Planner, caches: Caches) -> None:
     """Produce one token on a scratch pool: what is announced as ready has run, and first-call
     costs are paid. Raises ConfigError if the logits are not finite."""
-    ex = CpuExecutor(model, attention, HbmPool(shape, 1), rows=1)
-    rid, prompt = RequestId(0), (0,) * min(shape.page_size, model.max_position)
+    size = caches.layouts[0].page_size
+    ex = CpuExecutor(model, attention, [HbmPool(layout, 1, group=Group(g))
+                                        for g, layout in enumerate(caches.layouts)],
+                     rows=1, max_len=size)
+    rid, prompt = RequestId(0), (0,) * min(size, model.max_position)
     ex.open(rid, prompt, SamplingParams(temperature=0.0))
     ex.submit(StepPlan(
         step=StepId(1), rows=(Row(0),), rids=(rid,), start=(0,), count=(len(prompt),),
         samples=(True,), tokens=prompt, grows=(), moves=(),
-        binds=(Bind(Row(0), rid, ((HbmPage(0),),), 0),)))
+        binds=(Bind(Row(0), rid, ((HbmPage(0),),) * len(caches.layouts), 0),)))
     [retired, *_] = ex.poll(block=True)
     assert isinstance(retired, Retired)
     if retired.tokens == ((),):

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from penstock.config.params import SamplingParams
 from penstock.core.plan import Aborted, Event, RequestId, Retired, StepId, StepPlan
-from penstock.exec.lower import Lowered, RowTable
+from penstock.exec.lower import Lowered, RowTables
 from penstock.exec.sampling import Logprobs, Sampler, Sampling
 from penstock.kernels.paged_attention import AttentionSpec, Planner, store
 from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
 from penstock.memory.lateness import Lateness
 from penstock.memory.mover import Mover
-from penstock.model.base import Model
+from penstock.model.base import CacheShape, Model
 
 log = logging.getLogger(__name__)
 
@@ -52,18 +52,18 @@ class CpuExecutor:
                 and `fault` says why. One request fails, the engine goes on.
     """
 
-    def __init__(self, model: Model, attention: Planner, hbm: HbmPool,
-                 dram: DramPool | None = None, *, rows: int, row_base: int = 0, seed: int = 0,
-                 lateness: Lateness | None = None) -> None:
+    def __init__(self, model: Model, attention: Planner, hbm: Sequence[HbmPool],
+                 dram: Sequence[DramPool] = (), *, rows: int, max_len: int, row_base: int = 0,
+                 seed: int = 0, lateness: Lateness | None = None) -> None:
+        """Pools by cache group of the model; `dram` is empty without a host tier. max_len: tokens
+        of the longest request."""
         self._model, self._attention, self._hbm, self._dram = model, attention, hbm, dram
-        self._table = RowTable(rows, hbm, base=row_base)
+        self._table = RowTables(rows, max_len, hbm, dram, base=row_base)
         self._sampler = Sampler(model.vocab_size, rows, seed=seed)
-        assert (model.kv.num_layers, model.kv.num_kv_heads, model.kv.head_dim) == (
-            hbm.shape.num_layers, hbm.shape.num_kv_heads, hbm.shape.head_dim), "a foreign pool"
-        self._spec = AttentionSpec(
-            num_heads=model.attention.num_heads, num_kv_heads=model.kv.num_kv_heads,
-            head_dim=model.kv.head_dim, dtype=hbm.shape.dtype, scale=model.attention.scale)
-        self._mover = Mover([hbm] if dram is None else [hbm, dram], lateness)
+        self._specs = [_spec(model, group, pool)
+                       for group, pool in zip(model.groups, hbm, strict=True)]
+        self._places = _places(model, hbm)
+        self._mover = Mover([*hbm, *dram], lateness)
         self._queue: deque[StepPlan] = deque()
         self._executed = StepId(0)
         self._open: dict[RequestId, _Open] = {}
@@ -131,16 +131,16 @@ class CpuExecutor:
 
     def _execute(self, plan: StepPlan) -> list[Event]:
         self._count["steps"] += 1
-        assert not plan.waits and not plan.yields, "this executor has no hosted rows"
+        assert not plan.waits, "this executor waits for no copies"
         for bind in plan.binds:
-            assert len(bind.pages) == 1, "this executor has one cache group"
-            assert not bind.host and not bind.keep, "this executor has no hosted rows"
             s = self._open[bind.rid].sampling
-            self._sampler.bind(s, self._table.index(bind.row), bind.emitted)
-            self._table.bind(bind.row, bind.pages[0], s.outputs[-1] if s.outputs else 0)
+            if not bind.keep:
+                self._sampler.bind(s, self._table.index(bind.row), bind.emitted)
+            self._table.bind(bind, s.outputs[-1] if s.outputs else 0)
         for grow in plan.grows:
-            assert grow.group == 0, "this executor has one cache group"
-            self._table.grow(grow.row, grow.index, grow.pages)
+            self._table.grow(grow)
+        for lost in plan.yields:
+            self._table.unmap(lost)
         if not plan.rows:
             self._count["empty_steps"] += 1
             return [Retired(plan.step, ())]
@@ -156,12 +156,14 @@ class CpuExecutor:
         return self._sample(plan, lowered, hidden_TD)
 
     def _forward(self, lowered: Lowered) -> Tensor:
-        k_pages, v_pages, slot_T = self._hbm.k, self._hbm.v, lowered.ragged.slot_T
-        plan = self._attention(lowered.ragged, self._spec)
+        plans = [self._attention(ragged, spec)
+                 for ragged, spec in zip(lowered.ragged, self._specs, strict=True)]
 
         def attend(layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
-            store(k_TKH, v_TKH, k_pages[layer], v_pages[layer], slot_T)
-            return plan(q_TNH, k_pages[layer], v_pages[layer])
+            group, k_PKGH, v_PKGH = self._places[layer]
+            ragged = lowered.ragged[group]
+            store(k_TKH, v_TKH, k_PKGH, v_PKGH, ragged.page_T, ragged.offset_T)
+            return plans[group](q_TNH, k_PKGH, v_PKGH)
 
         return self._model.forward(lowered.ids_T, lowered.positions_T, attend)
 
@@ -206,16 +208,34 @@ class CpuExecutor:
         out["executor_requests"] = len(self._open)
         out["executor_queued_plans"] = len(self._queue)
         out["executor_pending_moves"] = len(self._mover)
-        for (src, dst), traffic in self._mover.traffic.items():
-            way = f'{{src="{src.value}",dst="{dst.value}"}}'
+        for (src, dst, group), traffic in self._mover.traffic.items():
+            name = self._model.groups[group].name
+            way = f'{{src="{src.value}",dst="{dst.value}",group="{name}"}}'
             out[f"moves_total{way}"] = traffic.moves
             out[f"moves_failed_total{way}"] = traffic.failed
             out[f"moved_bytes_total{way}"] = traffic.bytes
             out[f"move_seconds_total{way}"] = traffic.seconds
-        for pool in (self._hbm, self._dram):
-            if pool is not None:
-                out[f'pool_bytes{{tier="{pool.tier.value}"}}'] = pool.nbytes
+        for pool in (*self._hbm, *self._dram):
+            name = self._model.groups[pool.group].name
+            out[f'pool_bytes{{tier="{pool.tier.value}",group="{name}"}}'] = pool.nbytes
         return out
+
+
+def _spec(model: Model, group: CacheShape, pool: HbmPool) -> AttentionSpec:
+    want = (len(group.layers), group.num_kv_heads, group.planes, group.unit, group.head_dim)
+    have = pool.layout
+    assert want == (have.num_layers, have.num_kv_heads, have.planes, have.unit, have.head_dim), (
+        f"a foreign pool for group {group.name}")
+    return AttentionSpec(
+        num_heads=model.attention.num_heads, num_kv_heads=group.num_kv_heads,
+        head_dim=group.head_dim, dtype=have.dtype, scale=model.attention.scale)
+
+
+def _places(model: Model, hbm: Sequence[HbmPool]) -> dict[int, tuple[int, Tensor, Tensor]]:
+    """Of each layer: the group that attention reads, its k and v pools [P, K, G, H]."""
+    return {layer: (g, pool.pages[:, i, :, 0], pool.pages[:, i, :, 1])
+            for g, (group, pool) in enumerate(zip(model.groups, hbm, strict=True))
+            if not group.selector for i, layer in enumerate(group.layers)}
 
 
 def _named(plan: StepPlan) -> set[RequestId]:

@@ -1,9 +1,9 @@
 """StepPlan -> tensors: one ragged lowering for prefill, decode and any mix of them.
 
-Owns the device-resident row tables (pages, last sampled token), which change by a plan's binds
-and grows only. Knows rows, positions and pages; refuses to know requests and sampling.
+Owns the device-resident row tables (pages, last sampled token), which change by a plan's binds,
+grows and yields only. Knows rows, positions and pages; refuses to know requests and sampling.
 
-    R rows of the table   B rows of the step   T tokens of the step   G page size
+    R rows of the tables   M pages a row   B rows of the step   T tokens of the step   G page size
 """
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.core.plan import HbmPage, Row, StepPlan
+from penstock.core.plan import Bind, Grow, Page, Row, StepPlan, Yield
 from penstock.kernels.ragged import Ragged
-from penstock.memory.hbm import HbmPool
+from penstock.memory.pool import Pool
+
+NONE = -1       # entry of a table without a page in that tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,99 +25,143 @@ class Lowered:
     """The tensors of one step.
 
     ids_T, positions_T    int64, device
+    ragged                of each cache group
     sample_rows           table index of each row that samples, in plan order
     sample_at_B           int64, device: index into T of the last token of each of these rows
     """
 
     ids_T: Tensor
     positions_T: Tensor
-    ragged: Ragged
+    ragged: tuple[Ragged, ...]
     sample_rows: tuple[int, ...]
     sample_at_B: Tensor
 
 
-class RowTable:
-    """What the device remembers of each row: its pages, as pool indices, and its last token."""
+class PageTable:
+    """The pages of one cache group: entry [r, i] of `device_RM` and of `host_RM`, int32, is the index
+    of page i of row r in that tier's pool (its id less the pool's base), or NONE. `host_RM` is None
+    without a host pool."""
 
-    def __init__(self, rows: int, pool: HbmPool, *, base: int = 0,
+    def __init__(self, rows: int, max_len: int, device_pool: Pool, host_pool: Pool | None,
+                 device: torch.device | str) -> None:
+        self._pools = device_pool, host_pool
+        self.size = device_pool.layout.page_size
+        shape = rows, -(-max_len // self.size)
+        self.device_RM = torch.full(shape, NONE, dtype=torch.int32, device=device)
+        self.host_RM = None if host_pool is None else torch.full_like(self.device_RM, NONE)
+        self._held: list[int | None] = [None] * rows       # entries; None: never bound
+
+    def bind(self, row: int, pages: Sequence[Page], host: Sequence[Page]) -> None:
+        """Forget all entries of `row`; from now on it has these."""
+        self.device_RM[row] = NONE
+        if self.host_RM is not None:
+            self.host_RM[row] = NONE
+        self._held[row] = 0
+        self.append(row, 0, pages, host)
+
+    def append(self, row: int, first: int, pages: Sequence[Page], host: Sequence[Page]) -> None:
+        """Entries `first` and on; what is appended ends the table. Asserts that nothing is between."""
+        assert first == self._held[row], f"row {row} has {self._held[row]} pages and grows at {first}"
+        end = first + len(pages)
+        assert end <= self.device_RM.shape[1], (
+            f"row {row}: {end} pages in a table of {self.device_RM.shape[1]}")
+        assert len(host) in (0, len(pages)), f"row {row}: {len(pages)} pages, {len(host)} on the host"
+        self._held[row] = end
+        for table, pool, column in zip((self.device_RM, self.host_RM), self._pools, (pages, host),
+                                       strict=True):
+            if column:
+                assert table is not None and pool is not None, f"row {row}: no host pool"
+                table[row, first:end] = torch.tensor(
+                    [NONE if p == NONE else pool.index(p) for p in column], dtype=torch.int32)
+
+    def unmap(self, row: int, entries: Sequence[int]) -> None:
+        """These entries have no device page any more."""
+        self.device_RM[row, list(entries)] = NONE
+
+    def check(self, row: int, end: int) -> None:
+        """Asserts that `row` is bound and has an entry for each position before `end`."""
+        held = self._held[row]
+        assert held is not None, f"row {row} runs before it was bound"
+        assert end <= held * self.size, (
+            f"row {row} computes up to {end} but has {held} pages of {self.size}")
+
+
+class RowTables:
+    """What the device remembers of each row: its pages in each cache group, its last token."""
+
+    def __init__(self, rows: int, max_len: int, device_pools: Sequence[Pool],
+                 host_pools: Sequence[Pool], *, base: int = 0,
                  device: torch.device | str = "cpu") -> None:
-        self._pool, self._base, self._device = pool, base, device
-        self._size = pool.shape.page_size
-        self._pages: list[tuple[int, ...] | None] = [None] * rows
+        """Pools by cache group; `host_pools` may be empty. max_len: tokens of the longest row."""
+        hosts: Sequence[Pool | None] = host_pools or [None] * len(device_pools)
+        self.groups = tuple(PageTable(rows, max_len, pool, host, device)
+                            for pool, host in zip(device_pools, hosts, strict=True))
+        self._rows, self._base, self._device = rows, base, device
         self._last_R = torch.zeros(rows, dtype=torch.int64, device=device)
 
     def index(self, row: Row) -> int:
-        """Table index of `row`. Asserts that the id is a row of this table."""
+        """Table index of `row`. Asserts that the id is a row of these tables."""
         i = row - self._base
-        assert 0 <= i < len(self._pages), (
-            f"row {row} is not in {self._base} .. {self._base + len(self._pages) - 1}")
+        assert 0 <= i < self._rows, (
+            f"row {row} is not in {self._base} .. {self._base + self._rows - 1}")
         return i
 
-    def bind(self, row: Row, pages: Sequence[HbmPage], last: int) -> None:
-        """Forget all of `row`; from now on it has `pages` and its last sampled token is `last`."""
-        i = self.index(row)
-        self._pages[i] = tuple(self._pool.index(p) for p in pages)
-        self._last_R[i] = last
+    def bind(self, bind: Bind, last: int) -> None:
+        """Apply a bind; `last` is the row's last sampled token, unless the bind keeps it."""
+        i, groups = self.index(bind.row), self.groups
+        assert not bind.hot, "these tables have no hot buffers"
+        for table, pages, host in zip(groups, bind.pages, bind.host or [()] * len(groups),
+                                      strict=True):
+            table.bind(i, pages, host)
+        if not bind.keep:
+            self._last_R[i] = last
 
-    def grow(self, row: Row, index: int, pages: Sequence[HbmPage]) -> None:
-        """`pages` are entries `index` and on of the row's table, and end it."""
-        i = self.index(row)
-        held = self._pages[i]
-        assert held is not None, f"row {row} grows before it was bound"
-        assert index == len(held), f"row {row} has {len(held)} pages and grows at {index}"
-        self._pages[i] = held + tuple(self._pool.index(p) for p in pages)
+    def grow(self, grow: Grow) -> None:
+        self.groups[grow.group].append(self.index(grow.row), grow.index, grow.pages, grow.host)
+
+    def unmap(self, lost: Yield) -> None:
+        self.groups[lost.group].unmap(self.index(lost.row), lost.entries)
 
     def sampled(self, rows: Sequence[int], tokens_B: Tensor) -> None:
         """Remember the newest token of each row, given by table index. Stays on the device."""
         self._last_R[torch.tensor(rows, device=self._device)] = tokens_B
 
     def lower(self, plan: StepPlan) -> Lowered:
-        """The step's tensors. `plan` has rows; its binds and grows are already applied.
+        """The step's tensors. `plan` has rows; its binds, grows and yields are already applied.
 
         Asserts that every row is bound and has a page for each position it computes.
         """
-        size = self._size
-        start_B, context, pages_B = [0], [], []
-        positions: list[int] = []
-        slots: list[int] = []
-        sample_rows: list[int] = []
-        sample_at: list[int] = []
-        owed: list[tuple[int, int]] = []          # index into T, row: the input is on the device
+        query_start, context, rows = [0], [], []
+        sample_rows, sample_at, owed = [], [], []     # owed: (T, row) whose input is on the device
         for row, start, count, samples in zip(plan.rows, plan.start, plan.count, plan.samples,
                                               strict=True):
-            i = self.index(row)
-            pages = self._pages[i]
-            end = start + count
-            assert pages is not None, f"row {row} runs before it was bound"
+            i, last = self.index(row), query_start[-1] + count - 1
             assert count >= 1, f"row {row} computes {count} tokens"
-            assert end <= len(pages) * size, (
-                f"row {row} computes up to {end} but has {len(pages)} pages of {size}")
-            at = len(positions)
-            if count == 1:
-                positions.append(start)
-                slots.append(pages[start // size] * size + start % size)
-                if plan.tokens[at] < 0:
-                    owed.append((at, i))
-            else:
-                positions.extend(range(start, end))
-                for n in range(start // size, -(-end // size)):
-                    first = pages[n] * size
-                    slots.extend(range(first + max(start - n * size, 0),
-                                       first + min(end - n * size, size)))
-                if plan.tokens[at + count - 1] < 0:
-                    owed.append((at + count - 1, i))
-            start_B.append(at + count)
-            context.append(end)
-            pages_B.append(pages)
+            for table in self.groups:
+                table.check(i, start + count)
+            rows.append(i)
+            context.append(start + count)
+            query_start.append(last + 1)
+            if plan.tokens[last] < 0:
+                owed.append((last, i))
             if samples:
                 sample_rows.append(i)
-                sample_at.append(at + count - 1)
-        assert len(plan.tokens) == len(positions), "tokens do not add up to the counts"
-        ids_T = self._ids(plan.tokens, owed)
+                sample_at.append(last)
+        assert len(plan.tokens) == query_start[-1], "tokens do not add up to the counts"
+        row_T = torch.tensor(rows, device=self._device)
+        positions_T = torch.tensor(plan.start, device=self._device)
+        if len(plan.tokens) > len(rows):
+            count_B = torch.tensor(plan.count, device=self._device)
+            first_B = positions_T - torch.tensor(query_start[:-1], device=self._device)
+            row_T = row_T.repeat_interleave(count_B, output_size=len(plan.tokens))
+            positions_T = (first_B.repeat_interleave(count_B, output_size=len(plan.tokens))
+                           + torch.arange(len(plan.tokens), device=self._device))
+        step = tuple(query_start), tuple(context), tuple(rows)
         return Lowered(
-            ids_T, torch.tensor(positions, device=self._device),
-            Ragged(tuple(start_B), tuple(context), tuple(pages_B),
-                   torch.tensor(slots, device=self._device), size),
+            self._ids(plan.tokens, owed), positions_T,
+            tuple(Ragged(*step, table.device_RM,
+                         table.device_RM[row_T, positions_T // table.size].long(),
+                         positions_T % table.size, table.size) for table in self.groups),
             tuple(sample_rows), torch.tensor(sample_at, dtype=torch.int64, device=self._device))
 
     def _ids(self, tokens: Sequence[int], owed: Sequence[tuple[int, int]]) -> Tensor:

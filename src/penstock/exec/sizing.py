@@ -7,20 +7,20 @@ from __future__ import annotations
 
 from penstock.config.errors import ConfigError
 from penstock.config.tree import Config, KVConfig
-from penstock.core.settings import CacheGroup, CoreConfig
-from penstock.memory.pool import PageShape
+from penstock.core.settings import CoreConfig
+from penstock.exec.caches import Caches
 
 # Left for activations, logits and the allocator when pools are sized: a step of 512 tokens of a
 # model of 1.5 B parameters needs about half of it.
 WORKSPACE_BYTES = 256 << 20
 
 
-def size_pools(config: Config, shape: PageShape, max_position: int, free: int) -> CoreConfig:
+def size_pools(config: Config, caches: Caches, max_position: int, free: int) -> CoreConfig:
     """The core's numbers. `free`: bytes of memory that are free now, with the weights loaded.
 
     Raises ConfigError when the pools do not fit into `free` or the context not into the pool.
     """
-    kv, page = config.kv, shape.page_bytes
+    kv, page = config.kv, caches.bytes_for(1)
     room = max(0, free - WORKSPACE_BYTES)
     hbm, dram = _split(kv, room)
     device = (f"--hbm-bytes {hbm}" if kv.hbm_bytes is not None else
@@ -34,18 +34,17 @@ def size_pools(config: Config, shape: PageShape, max_position: int, free: int) -
             f"{show_size(free)} of memory are free with the weights loaded, of which "
             f"{show_size(WORKSPACE_BYTES)} stay for activations: at most {room} bytes together")
     if hbm < page:
-        raise ConfigError(f"{device} is less than one page: {shape.page_size} tokens of this model "
+        raise ConfigError(f"{device} is less than one page: {kv.page_size} tokens of this model "
                           f"are {page} bytes; raise --hbm-bytes or lower --page-size")
     if (dram or kv.host_tier) and dram < page:
         raise ConfigError(f"{host} is less than one page: "
-                          f"{shape.page_size} tokens of this model are {page} bytes; 0 turns the "
+                          f"{kv.page_size} tokens of this model are {page} bytes; 0 turns the "
                           "host tier off")
-    pages = hbm // page
     return CoreConfig(
-        page_size=shape.page_size, rows=config.schedule.max_num_seqs, hbm_pages=pages,
-        dram_pages=dram // page, step_tokens=config.schedule.step_tokens,
-        max_len=_max_len(config, shape, max_position, pages), overlap=config.schedule.overlap,
-        prefix_cache=kv.prefix_cache, groups=(CacheGroup(name="full", page_bytes=page),))
+        page_size=kv.page_size, rows=config.schedule.max_num_seqs, hbm_pages=caches.num_pages(hbm),
+        dram_pages=caches.num_pages(dram), step_tokens=config.schedule.step_tokens,
+        max_len=_max_len(config, caches, max_position, hbm), overlap=config.schedule.overlap,
+        prefix_cache=kv.prefix_cache, groups=caches.groups)
 
 
 def _split(kv: KVConfig, room: int) -> tuple[int, int]:
@@ -62,16 +61,17 @@ def _split(kv: KVConfig, room: int) -> tuple[int, int]:
     return int(max(0, room - dram) * share) if hbm is None else hbm, dram
 
 
-def _max_len(config: Config, shape: PageShape, max_position: int, pages: int) -> int:
-    asked, held = config.model.max_model_len, pages * shape.page_size
+def _max_len(config: Config, caches: Caches, max_position: int, hbm: int) -> int:
+    size, pages = config.kv.page_size, caches.context_pages(hbm)
+    asked, held = config.model.max_model_len, pages * size
     if asked is None:
         return min(max_position, held)
     if asked > max_position:
         raise ConfigError(f"--max-model-len {asked}: this model's context is {max_position} tokens")
     if asked > held:
-        need = -(-asked // shape.page_size) * shape.page_bytes
+        need = caches.bytes_for(-(-asked // size))
         raise ConfigError(
-            f"--max-model-len {asked}: the device pool holds {pages} pages of {shape.page_size} "
+            f"--max-model-len {asked}: the device pool holds {pages} pages of {size} "
             f"tokens, {held} in all; set --hbm-bytes to at least {need}, or --max-model-len to at "
             f"most {held}")
     return asked

@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import torch
 
-from penstock.core.plan import Move, Tier
+from penstock.core.plan import Group, Move, Tier
 from penstock.memory.pool import Pool
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ Copy: TypeAlias = Callable[[Move], Copied]
 class Copier:
     """Copies one move's tokens at a call. Holds nothing but the pools, so any thread may call."""
 
-    def __init__(self, pools: Mapping[Tier, Pool]) -> None:
+    def __init__(self, pools: Mapping[tuple[Tier, Group], Pool]) -> None:
         self._pools = pools
 
     def __call__(self, move: Move, *, torn: bool = False) -> Copied:
@@ -56,18 +56,24 @@ class Copier:
         except (RuntimeError, OSError):
             log.exception("move %d: %s to %s failed", move.id, move.src.name, move.dst.name)
             ok = False
-        arrived = tokens * self._pools[move.src].shape.token_bytes if ok else 0
+        arrived = self._bytes(move) if ok else 0
         return Copied(move, ok, arrived, time.perf_counter() - started)
 
     def _copy_tokens(self, move: Move, tokens: int) -> None:
-        src, dst = self._pools[move.src], self._pools[move.dst]
-        size = src.shape.page_size
+        src, dst = self._pools[move.src, move.group], self._pools[move.dst, move.group]
+        size = src.layout.page_size
         for i, (a, b) in enumerate(zip(move.src_pages, move.dst_pages, strict=True)):
             left = tokens - i * size
             if left >= size:
                 dst.page(b).copy_(src.page(a))
             elif left > 0:
-                dst.page(b)[..., :left, :].copy_(src.page(a)[..., :left, :])
+                units = src.layout.units(left)
+                dst.page(b)[..., :units, :].copy_(src.page(a)[..., :units, :])
+
+    def _bytes(self, move: Move) -> int:
+        layout = self._pools[move.src, move.group].layout
+        whole, left = divmod(move.tokens, layout.page_size)
+        return whole * layout.page_bytes + layout.units(left) * layout.unit_bytes
 
 
 class CopyThread:

@@ -1,10 +1,5 @@
-"""The host pool, page-first: [P][layer][KV head][k|v][token][dim], so a page is one block.
-
-Owns host bytes; knows pages, not requests. The memory is mapped, not touched: the pool is usable
-at once and a page costs resident memory only after its first write.
-
-    P pages   L layers   K KV heads   G page size   H head dim
-"""
+"""The host pool. The memory is mapped, not touched: the pool is usable at once and a page costs
+resident memory only after its first write."""
 from __future__ import annotations
 
 import mmap
@@ -12,24 +7,26 @@ import mmap
 import torch
 from torch import Tensor
 
-from penstock.core.plan import Tier
-from penstock.memory.pool import PageRange, PageShape
+from penstock.core.plan import Group, Tier
+from penstock.memory.pool import ONE_GROUP, BlockPool, PageLayout
 
 
-class DramPool(PageRange):
-    """Pages in anonymous memory of this process, each one contiguous run of `page_bytes`."""
+def allocate(nbytes: int) -> Tensor:
+    """uint8 [nbytes] of anonymous memory of this process, zero."""
+    assert nbytes >= 1, "a host pool without memory"
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+
+
+class DramPool(BlockPool):
+    """Pages in the host's memory."""
 
     tier = Tier.DRAM
 
-    def __init__(self, shape: PageShape, num_pages: int, *, base: int = 0) -> None:
-        super().__init__(shape, num_pages, base)
-        self._map = mmap.mmap(-1, self.nbytes)
-        self._all = torch.frombuffer(self._map, dtype=shape.dtype).view(
-            num_pages, shape.num_layers, shape.num_kv_heads, 2, shape.page_size, shape.head_dim)
-
-    def page(self, page: int) -> Tensor:
-        return self._all[self.index(page)]
-
-    def fill(self, value: float) -> None:
-        """Overwrite every slot, which makes the whole pool resident. For tests."""
-        self._all.fill_(value)
+    def __init__(self, layout: PageLayout, num_pages: int, *, base: int = 0,
+                 group: Group = ONE_GROUP, memory: Tensor | None = None,
+                 page_stride: int | None = None) -> None:
+        """`memory` and `page_stride` of a slab; without them it allocates what it needs."""
+        stride = layout.page_bytes if page_stride is None else page_stride
+        if memory is None:
+            memory = allocate(num_pages * stride)
+        super().__init__(layout, num_pages, memory, stride, base, group)

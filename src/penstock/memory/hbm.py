@@ -1,39 +1,29 @@
-"""The device pool: per layer one k and one v tensor over all pages, as attention kernels read them.
-
-Owns device bytes; knows pages, not requests. Nothing is cleared: a page holds whatever was there
-until a step or a copy writes it. On a CPU an unused page costs no resident memory.
-
-    L layers   P pages   G page size   K KV heads   H head dim
-"""
+"""The device pool. Nothing is cleared: a page holds whatever was there until a step or a copy writes
+it. On a CPU an unused page costs no resident memory."""
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from penstock.core.plan import Tier
-from penstock.memory.pool import PageRange, PageShape
+from penstock.core.plan import Group, Tier
+from penstock.memory.pool import ONE_GROUP, BlockPool, PageLayout
 
 
-class HbmPool(PageRange):
-    """`k[l]` and `v[l]` are [P, G, K, H], contiguous, for every layer `l`.
+def allocate(nbytes: int, device: torch.device | str = "cpu") -> Tensor:
+    """uint8 [nbytes] on the device, not cleared."""
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
-    One allocation behind all of them, so that a page's copy is one strided operation.
-    """
+
+class HbmPool(BlockPool):
+    """Pages that attention reads: for layer l of the group, k is `pages[:, l, :, 0]` [P, K, U, H]."""
 
     tier = Tier.HBM
 
-    def __init__(self, shape: PageShape, num_pages: int, *, base: int = 0,
-                 device: torch.device | str = "cpu") -> None:
-        super().__init__(shape, num_pages, base)
-        self._all = torch.empty(
-            (shape.num_layers, 2, num_pages, shape.page_size, shape.num_kv_heads, shape.head_dim),
-            dtype=shape.dtype, device=device)
-        self.k: tuple[Tensor, ...] = tuple(layer[0] for layer in self._all)
-        self.v: tuple[Tensor, ...] = tuple(layer[1] for layer in self._all)
-
-    def page(self, page: int) -> Tensor:
-        return self._all[:, :, self.index(page)].permute(0, 3, 1, 2, 4)
-
-    def fill(self, value: float) -> None:
-        """Overwrite every slot. For tests: a NaN that is read shows."""
-        self._all.fill_(value)
+    def __init__(self, layout: PageLayout, num_pages: int, *, base: int = 0,
+                 group: Group = ONE_GROUP, device: torch.device | str = "cpu",
+                 memory: Tensor | None = None, page_stride: int | None = None) -> None:
+        """`memory` and `page_stride` of a slab; without them it allocates what it needs."""
+        stride = layout.page_bytes if page_stride is None else page_stride
+        if memory is None:
+            memory = allocate(num_pages * stride, device)
+        super().__init__(layout, num_pages, memory, stride, base, group)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from penstock.core.plan import Move, Moved, StepId, Tier
+from penstock.core.plan import Group, Move, Moved, StepId, Tier
 from penstock.memory.copying import Copied, Copier, CopyThread
 from penstock.memory.lateness import Lateness, Promptly
 from penstock.memory.pool import Pool
@@ -25,7 +25,7 @@ class Traffic:
 
 
 class Mover:
-    """Copies between pools of equal page shape.
+    """Copies between the pools of a cache group, which have one layout in every tier.
 
     lateness   None, as in production: copies run promptly, in plan order, in a thread beside the
                steps. Otherwise those that it picks run inline in `run`: tests are deterministic.
@@ -38,16 +38,18 @@ class Mover:
     """
 
     def __init__(self, pools: Iterable[Pool], lateness: Lateness | None = None) -> None:
-        self._pools: dict[Tier, Pool] = {p.tier: p for p in pools}
-        shapes = {p.shape for p in self._pools.values()}
-        assert len(shapes) == 1, f"pools of different page shapes: {shapes}"
-        self._shape = shapes.pop()
+        self._pools: dict[tuple[Tier, Group], Pool] = {(p.tier, p.group): p for p in pools}
+        self._layouts = {p.group: p.layout for p in self._pools.values()}
+        for p in self._pools.values():
+            assert p.layout == self._layouts[p.group], (
+                f"group {p.group}: {p.layout} and {self._layouts[p.group]}")
         self._lateness: Lateness = Promptly() if lateness is None else lateness
         self._copy = Copier(self._pools)
         self._thread = CopyThread(self._copy) if lateness is None else None
         self._pending: list[Move] = []
-        self.traffic: dict[tuple[Tier, Tier], Traffic] = {
-            (a, b): Traffic() for a in self._pools for b in self._pools if a is not b}
+        self.traffic: dict[tuple[Tier, Tier, Group], Traffic] = {
+            (a, b, g): Traffic() for a, g in self._pools for b, h in self._pools
+            if g == h and a is not b}
 
     def __len__(self) -> int:
         """Moves that have not reported yet."""
@@ -56,15 +58,16 @@ class Mover:
     def add(self, moves: Sequence[Move]) -> None:
         """Take the moves of a step that has just executed. Asserts that they are well formed."""
         for m in moves:
-            size, n = self._shape.page_size, len(m.src_pages)
+            assert (m.src, m.dst, m.group) in self.traffic, (
+                f"move {m.id}: no way {m.src} to {m.dst} for group {m.group}")
+            size, n = self._layouts[m.group].page_size, len(m.src_pages)
             assert n >= 1, f"move {m.id} names no page"
             assert n == len(m.dst_pages), f"move {m.id}: {n} pages to {len(m.dst_pages)}"
             assert (n - 1) * size < m.tokens <= n * size, (
                 f"move {m.id}: {m.tokens} tokens in {n} pages of {size}")
-            assert (m.src, m.dst) in self.traffic, f"move {m.id}: no way {m.src} to {m.dst}"
             for tier, pages in ((m.src, m.src_pages), (m.dst, m.dst_pages)):
                 for page in pages:
-                    self._pools[tier].index(page)
+                    self._pools[tier, m.group].index(page)
         self._pending += moves
 
     def run(self, executed: StepId, *, idle: bool) -> list[Moved]:
@@ -87,7 +90,7 @@ class Mover:
         return [self._moved(copied) for copied in ended]
 
     def _moved(self, copied: Copied) -> Moved:
-        traffic = self.traffic[copied.move.src, copied.move.dst]
+        traffic = self.traffic[copied.move.src, copied.move.dst, copied.move.group]
         traffic.moves += 1
         traffic.failed += not copied.ok
         traffic.bytes += copied.bytes

@@ -1,8 +1,8 @@
-"""What every tier of node-local memory looks like to the mover: pages of one shape, by id.
+"""What every tier of node-local memory looks like to the mover: pages of one layout, by id.
 
-Owns the shape of a page and the id check. Knows nothing of requests, rows or steps.
+Owns the bytes of a page and the id check. Knows nothing of requests, rows or steps.
 
-    L layers   K KV heads   G page size, tokens   H head dim   P pages
+    P pages   L layers of the group   K KV heads   C planes   U units of a page   H head dim
 """
 from __future__ import annotations
 
@@ -12,34 +12,58 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.core.plan import Tier
+from penstock.core.plan import Group, Tier
+
+ONE_GROUP = Group(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PageShape:
-    """One page of one cache group: `num_layers` x `num_kv_heads` x (k, v) x tokens x dim."""
+class PageLayout:
+    """One page of one cache group: a block [L, K, C, U, H], the same bytes in every tier.
+
+    planes      C: 2 for k and v or a lower and an upper bound, 1 for a latent row
+    page_size   tokens that a page covers
+    unit        tokens that one vector stands for: 1 for KV, more for summaries; divides page_size
+    """
 
     num_layers: int
     num_kv_heads: int
     page_size: int
     head_dim: int
+    planes: int = 2
+    unit: int = 1
     dtype: torch.dtype = torch.float32
 
+    def __post_init__(self) -> None:
+        assert self.page_size % self.unit == 0, f"units of {self.unit} in pages of {self.page_size}"
+
     @property
-    def token_bytes(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """[L, K, C, U, H]."""
+        return (self.num_layers, self.num_kv_heads, self.planes, self.page_size // self.unit,
+                self.head_dim)
+
+    def units(self, tokens: int) -> int:
+        """Units that hold the first `tokens` tokens of a page; the last may stand for fewer."""
+        return -(-tokens // self.unit)
+
+    @property
+    def unit_bytes(self) -> int:
+        return (self.num_layers * self.num_kv_heads * self.planes * self.head_dim
+                * self.dtype.itemsize)
 
     @property
     def page_bytes(self) -> int:
-        return self.page_size * self.token_bytes
+        return self.page_size // self.unit * self.unit_bytes
 
 
 class Pool(Protocol):
-    """Pages of one tier. Page ids are `base .. base + num_pages - 1`; ranges of tiers may be
-    disjoint, so that an id of another tier fails at once."""
+    """Pages of one cache group in one tier. Page ids are `base .. base + num_pages - 1`; ranges of
+    tiers and groups may be disjoint, so that an id of another one fails at once."""
 
     tier: Tier
-    shape: PageShape
+    group: Group
+    layout: PageLayout
     base: int
     num_pages: int
 
@@ -48,21 +72,31 @@ class Pool(Protocol):
         ...
 
     def page(self, page: int) -> Tensor:
-        """View [L, K, 2, G, H] of one page, with whatever strides the tier has."""
+        """[L, K, C, U, H], contiguous: one page as a view."""
         ...
 
-    @property
-    def nbytes(self) -> int: ...
 
+class BlockPool:
+    """Pages in one memory: `pages` is [P, L, K, C, U, H] over it, each page one block.
 
-class PageRange:
-    """Ids and bytes that all pools share: `index` and `nbytes` of a Pool."""
+    memory        uint8 [bytes], at least (P - 1) * page_stride + page_bytes of it
+    page_stride   bytes from one page to the next; more than a page where several groups share the
+                  memory (`memory.slabs`)
+    """
 
     tier: Tier
 
-    def __init__(self, shape: PageShape, num_pages: int, base: int) -> None:
+    def __init__(self, layout: PageLayout, num_pages: int, memory: Tensor, page_stride: int,
+                 base: int, group: Group) -> None:
         assert num_pages >= 1, f"a {self.tier.name} pool of {num_pages} pages"
-        self.shape, self.num_pages, self.base = shape, num_pages, base
+        assert page_stride >= layout.page_bytes, (
+            f"pages of {layout.page_bytes} bytes every {page_stride}")
+        self.layout, self.num_pages, self.base, self.group = layout, num_pages, base, group
+        elements = torch.empty(layout.shape, device="meta").stride()
+        itemsize = layout.dtype.itemsize
+        assert page_stride % itemsize == 0, f"a page stride of {page_stride} bytes"
+        whole = memory[:memory.numel() // itemsize * itemsize].view(layout.dtype)
+        self.pages = whole.as_strided((num_pages, *layout.shape), (page_stride // itemsize, *elements))
 
     def index(self, page: int) -> int:
         i = page - self.base
@@ -71,6 +105,15 @@ class PageRange:
             f"which has {self.base} .. {self.base + self.num_pages - 1}")
         return i
 
+    def page(self, page: int) -> Tensor:
+        return self.pages[self.index(page)]
+
+    def fill(self, value: float) -> None:
+        """Overwrite every slot, which makes the whole pool resident. For tests: a NaN that is read
+        shows."""
+        self.pages.fill_(value)
+
     @property
     def nbytes(self) -> int:
-        return self.num_pages * self.shape.page_bytes
+        """Bytes of its pages, without what lies between them."""
+        return self.num_pages * self.layout.page_bytes

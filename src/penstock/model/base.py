@@ -48,17 +48,27 @@ class Boundary(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KVShape:
-    """KV of one token in one stage: `num_layers` x (k, v) x `num_kv_heads` x `head_dim`."""
+class CacheShape:
+    """One cache group: layers that store the same, and share a page table.
 
-    num_layers: int
+    layers      of this stage; entry i is layer i of the group's pages
+    planes      vectors a token, layer and KV head: 2 for k and v or for two bounds, 1 for a latent
+    unit        tokens that one vector stands for: 1 for KV, more for summaries
+    selector    only what chooses tokens reads it; not what attention reads
+    """
+
+    name: str
+    layers: tuple[LocalLayer, ...]
     num_kv_heads: int
     head_dim: int
+    planes: int = 2
+    unit: int = 1
+    selector: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """Queries of one token: `num_heads` x `KVShape.head_dim`. Scores are q.k times `scale`."""
+    """Queries of one token: `num_heads` x `CacheShape.head_dim`. Scores are q.k times `scale`."""
 
     num_heads: int
     scale: float
@@ -68,7 +78,7 @@ class Model(Protocol):
     """A loaded model, or one stage of it. Built by `build`, filled by `load`, ready after `finish`."""
 
     stage: Stage
-    kv: KVShape
+    groups: tuple[CacheShape, ...]     # each layer is in one that is not a selector's
     attention: AttentionShape
     vocab_size: int
     max_position: int              # context length of the checkpoint, tokens

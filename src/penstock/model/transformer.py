@@ -20,8 +20,8 @@ from penstock.model.base import (
     Attend,
     AttentionShape,
     Boundary,
+    CacheShape,
     GlobalLayer,
-    KVShape,
     LocalLayer,
     Stage,
 )
@@ -90,11 +90,12 @@ class Transformer:
             GlobalLayer(0), GlobalLayer(spec.num_layers), embeds=True, heads=True)
         assert 0 <= stage.first < stage.end <= spec.num_layers, f"{stage} of {spec.num_layers} layers"
         self.dtype = dtype
-        self.kv = KVShape(
-            num_layers=stage.end - stage.first,
+        self.groups: tuple[CacheShape, ...] = (CacheShape(
+            name="full",
+            layers=tuple(LocalLayer(layer) for layer in range(stage.end - stage.first)),
             num_kv_heads=spec.attention.num_kv_heads,
             head_dim=spec.attention.head_dim,
-        )
+        ),)
         self.attention = AttentionShape(
             num_heads=spec.attention.num_heads, scale=spec.attention.scale
         )

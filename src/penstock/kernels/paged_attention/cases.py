@@ -1,6 +1,8 @@
 """Inputs of paged_attention: chunks, decodes and mixes over scattered and contiguous pages.
 
-Every slot that holds no token of a row is NaN, so reading one shows in the output.
+Every slot that holds no token of a row is NaN, so reading one shows in the output. Pools are one
+layer of page-major memory, so that pages do not touch; scattered ones lie in slabs that are larger
+than their pages, by an odd number of elements.
 """
 from __future__ import annotations
 
@@ -59,8 +61,8 @@ class Inputs:
     layout: Ragged
     spec: AttentionSpec
     q_TNH: Tensor
-    k_PGKH: Tensor
-    v_PGKH: Tensor
+    k_PKGH: Tensor
+    v_PKGH: Tensor
 
 
 def make(dtype: torch.dtype, rows: tuple[tuple[int, int], ...], heads: tuple[int, int, int],
@@ -72,32 +74,50 @@ def make(dtype: torch.dtype, rows: tuple[tuple[int, int], ...], heads: tuple[int
     free = list(range(2, sum(needed) + 5))
     if scattered:
         random.Random(page_size).shuffle(free)
-    query_start, slots, pages = [0], [], []
-    shape = (max(free) + 1, page_size, num_kv_heads, head_dim)
-    k_PGKH, v_PGKH = (torch.full(shape, float("nan"), dtype=dtype) for _ in range(2))
-    for (count, context), num_pages in zip(rows, needed, strict=True):
-        pages.append(tuple(free[:num_pages]))
+    query_start, at = [0], []
+    index = list(range(1, 2 * len(rows), 2))                   # rows of the tables, none the first
+    tables = torch.full((2 * len(rows), max(needed) + 1), -1, dtype=torch.int32,
+                        device=device)
+    k_PKGH, v_PKGH = pool(dtype, max(free) + 1, 1, num_kv_heads, page_size, head_dim,
+                          pad=7 if scattered else 0, device=device)[0]
+    for (count, context), num_pages, row in zip(rows, needed, index, strict=True):
+        pages = torch.tensor(free[:num_pages], device=device)
         del free[:num_pages]
-        held = [pages[-1][n // page_size] * page_size + n % page_size for n in range(context)]
+        tables[row, :num_pages] = pages
+        held = torch.arange(context, device=device)
+        page_S, offset_S = pages[held // page_size], held % page_size
         query_start.append(query_start[-1] + count)
-        slots += held[context - count:]
-        for pool in (k_PGKH, v_PGKH):
-            pool.view(-1, num_kv_heads, head_dim)[held] = torch.randn(
-                context, num_kv_heads, head_dim, generator=generator).to(dtype)
-    layout = Ragged(tuple(query_start), tuple(context for _, context in rows), tuple(pages),
-                    torch.tensor(slots, device=device), page_size)
+        at.append(torch.stack((page_S, offset_S))[:, context - count:])
+        for part in (k_PKGH, v_PKGH):
+            part[page_S, :, offset_S] = torch.randn(
+                context, num_kv_heads, head_dim, generator=generator).to(device, dtype)
+    page_T, offset_T = torch.cat(at, 1)
+    layout = Ragged(tuple(query_start), tuple(context for _, context in rows), tuple(index), tables,
+                    page_T, offset_T, page_size)
     num_heads = num_kv_heads * group
     q_TMH = torch.randn(query_start[-1], num_heads + 2, head_dim, generator=generator).to(device, dtype)
     spec = AttentionSpec(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
                          dtype=dtype, scale=head_dim ** -0.5)
-    return Inputs(layout, spec, q_TMH[:, :num_heads], k_PGKH.to(device), v_PGKH.to(device))
+    return Inputs(layout, spec, q_TMH[:, :num_heads], k_PKGH, v_PKGH)
+
+
+def pool(dtype: torch.dtype, num_pages: int, layers: int, num_kv_heads: int, page_size: int,
+         head_dim: int, *, pad: int = 0, device: str = "cpu") -> list[tuple[Tensor, Tensor]]:
+    """(k_PKGH, v_PKGH) of each layer, all NaN, in one page-major memory with `pad` elements between
+    two pages, which begins with another layer's."""
+    shape = (layers + 1, num_kv_heads, 2, page_size, head_dim)
+    strides = torch.empty(shape, device="meta").stride()
+    stride = shape[0] * strides[0] + pad
+    memory = torch.full((num_pages * stride,), float("nan"), dtype=dtype, device=device)
+    pages = memory.as_strided((num_pages, *shape), (stride, *strides))
+    return [(pages[:, layer, :, 0], pages[:, layer, :, 1]) for layer in range(1, layers + 1)]
 
 
 def _run(device: str, dtype: torch.dtype, rows: tuple[tuple[int, int], ...],
          heads: tuple[int, int, int], page_size: int, scattered: bool, planner: Planner) -> Tensor:
     inputs = make(dtype, rows, heads, page_size, scattered, device)
     plan = planner(inputs.layout, inputs.spec)
-    return plan(inputs.q_TNH, inputs.k_PGKH, inputs.v_PGKH)
+    return plan(inputs.q_TNH, inputs.k_PKGH, inputs.v_PKGH)
 
 
 def workloads() -> Iterator[Workload]:
@@ -118,6 +138,10 @@ def workloads() -> Iterator[Workload]:
 def _prepare(dtype: torch.dtype, rows: tuple[tuple[int, int], ...], heads: tuple[int, int, int],
              layers: int, planner: Planner) -> Callable[[int], object]:
     inputs = make(dtype, rows, heads, 16, scattered=False)
-    pools = [(inputs.k_PGKH.clone(), inputs.v_PGKH.clone()) for _ in range(layers)]
+    num_pages, num_kv_heads, _, head_dim = inputs.k_PKGH.shape
+    pools = pool(dtype, num_pages, layers, num_kv_heads, 16, head_dim)
+    for k_PKGH, v_PKGH in pools:
+        k_PKGH.copy_(inputs.k_PKGH)
+        v_PKGH.copy_(inputs.v_PKGH)
     plan = planner(inputs.layout, inputs.spec)
     return lambda layer: plan(inputs.q_TNH, *pools[layer])

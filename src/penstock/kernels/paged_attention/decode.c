@@ -1,30 +1,46 @@
 /* Attention of decode rows over a paged pool, for any CPU that gcc 12 or clang makes vectors for.
  *
- * A row's context is cut into chunks of at most CHUNK tokens, a chunk into blocks of BLOCK slots that
- * are read with all their KV heads, as they lie in memory. Each chunk leaves (max, sum, accumulator)
+ * A row's context is cut into chunks of at most CHUNK tokens, a chunk into blocks of BLOCK slots. Each chunk leaves (max, sum, accumulator)
  * in `partial`; the chunks of a row are merged at the end. Chunks depend neither on the batch nor on
  * the thread count, hence neither do results.
  *
- *   N query heads   K KV heads   g = N / K   H head dim, a multiple of 16   G page size
+ *   N query heads   K KV heads   g = N / K   H head dim, a multiple of 16   P pages   G page size
  */
 #include "vectors.h"
 
 typedef struct {
-    const void *q, *k, *v;          /* q [T, N, H], strided in T; pools [slots, K, H] */
+    const void *q, *k, *v;          /* q [T, N, H], strided in T; one layer's pools [P, K, G, H] */
     void *out;                      /* [T, N, H] */
-    int64_t q_stride;               /* elements */
-    const int64_t *pages;           /* of all rows, one after the other */
-    const int64_t *chunks;          /* [num_chunks, 4]: token, place in pages, first position, end */
-    const int64_t *rows;            /* [num_rows, 3]: token, first chunk, chunks */
+    int64_t q_stride;               /* elements, as all strides */
+    int64_t page_stride, head_stride, token_stride;     /* of both pools */
+    const int32_t *table;           /* pages of all rows, one row every table_stride */
+    int64_t table_stride;
+    const int64_t *queries;         /* [T, 3]: table row, context, first chunk */
     float *partial;                 /* [num_chunks, N, H + 2] */
-    int64_t num_chunks, num_rows, heads, kv_heads, page_size;
+    int64_t num_queries, num_chunks, heads, kv_heads, page_size;
     float scale;
 } Step;
 
+/* The query that chunk `index` belongs to: the last whose first chunk is not behind it. */
+INLINE int64_t query_of(const Step *s, int64_t index)
+{
+    int64_t low = 0, high = s->num_queries;
+    while (high - low > 1) {
+        int64_t middle = (low + high) / 2;
+        if (s->queries[3 * middle + 2] <= index)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
+}
+
 INLINE void run_chunk(const Step *s, int64_t index, int64_t dim, int bf16)
 {
-    const int64_t *chunk = s->chunks + 4 * index, *pages = s->pages + chunk[1];
-    const int64_t first = chunk[2], count = chunk[3] - first, size = s->page_size;
+    const int64_t token = query_of(s, index), *query = s->queries + 3 * token;
+    const int32_t *pages = s->table + query[0] * s->table_stride;
+    const int64_t first = (index - query[2]) * CHUNK, left = query[1] - first;
+    const int64_t count = left < CHUNK ? left : CHUNK, size = s->page_size;
     const int64_t heads = s->heads, kv_heads = s->kv_heads, group = heads / kv_heads;
     const int64_t padded = (count + BLOCK - 1) / BLOCK * BLOCK, width = dim + 2;
     float q[heads * dim], weight[heads * CHUNK];
@@ -32,9 +48,9 @@ INLINE void run_chunk(const Step *s, int64_t index, int64_t dim, int bf16)
     int64_t slot[CHUNK], at[BLOCK];
 
     for (int64_t i = 0; i < heads * dim; i += LANES)
-        put(q, i, load(s->q, chunk[0] * s->q_stride + i, bf16) * s->scale, 0);
+        put(q, i, load(s->q, token * s->q_stride + i, bf16) * s->scale, 0);
     for (int64_t j = 0, page = first / size, place = first % size; j < count; j++) {
-        slot[j] = (pages[page] * size + place) * kv_heads * dim;
+        slot[j] = pages[page] * s->page_stride + place * s->token_stride;
         if (++place == size) {
             place = 0;
             page++;
@@ -46,7 +62,7 @@ INLINE void run_chunk(const Step *s, int64_t index, int64_t dim, int bf16)
     for (int64_t j = 0; j < padded; j += BLOCK)
         for (int64_t h = 0; h < kv_heads; h++) {
             for (int i = 0; i < BLOCK; i++)
-                at[i] = slot[j + i] + h * dim;
+                at[i] = slot[j + i] + h * s->head_stride;
             for (int64_t n = h * group; n < (h + 1) * group; n++)
                 put(weight, n * CHUNK + j, score_block(q + n * dim, s->k, at, dim, bf16), 0);
         }
@@ -68,31 +84,32 @@ INLINE void run_chunk(const Step *s, int64_t index, int64_t dim, int bf16)
     for (int64_t j = 0; j < padded; j += BLOCK)
         for (int64_t h = 0; h < kv_heads; h++) {
             for (int i = 0; i < BLOCK; i++)
-                at[i] = slot[j + i] + h * dim;
+                at[i] = slot[j + i] + h * s->head_stride;
             value_heads(partial + h * group * width + 2, width, weight + h * group * CHUNK + j,
                         s->v, at, group, dim, bf16);
         }
 }
 
-/* The chunks of one row into its output. */
-INLINE void merge_row(const Step *s, int64_t index, int64_t dim, int bf16)
+/* The chunks of one query into its output. */
+INLINE void merge_query(const Step *s, int64_t token, int64_t dim, int bf16)
 {
-    const int64_t *row = s->rows + 3 * index, heads = s->heads, width = dim + 2;
+    const int64_t *query = s->queries + 3 * token, heads = s->heads, width = dim + 2;
+    const int64_t chunks = (query[1] + CHUNK - 1) / CHUNK;
     const int64_t next = heads * width;
     for (int64_t n = 0; n < heads; n++) {
-        const float *part = s->partial + (row[1] * heads + n) * width;
+        const float *part = s->partial + (query[2] * heads + n) * width;
         float top = part[0], total = 0.0f, sum[dim];
-        for (int64_t c = 1; c < row[2]; c++)
+        for (int64_t c = 1; c < chunks; c++)
             top = part[c * next] > top ? part[c * next] : top;
         memset(sum, 0, dim * sizeof(float));
-        for (int64_t c = 0; c < row[2]; c++) {
+        for (int64_t c = 0; c < chunks; c++) {
             float share = exp_negative(part[c * next] - top);
             total += share * part[c * next + 1];
             for (int64_t d = 0; d < dim; d += LANES)
                 put(sum, d, load(sum, d, 0) + share * load(part, c * next + 2 + d, 0), 0);
         }
         for (int64_t d = 0; d < dim; d += LANES)
-            put(s->out, (row[0] * heads + n) * dim + d, load(sum, d, 0) / total, bf16);
+            put(s->out, (token * heads + n) * dim + d, load(sum, d, 0) / total, bf16);
     }
 }
 
@@ -105,8 +122,8 @@ INLINE void merge_row(const Step *s, int64_t index, int64_t dim, int bf16)
         for (int64_t i = 0; i < s->num_chunks; i++) \
             run_chunk(s, i, dim, bf16); \
         _Pragma("omp for schedule(static)") \
-        for (int64_t i = 0; i < s->num_rows; i++) \
-            merge_row(s, i, dim, bf16); \
+        for (int64_t i = 0; i < s->num_queries; i++) \
+            merge_query(s, i, dim, bf16); \
     }
 
 void penstock_decode(const Step *s, int64_t dim, int bf16, int threads)

@@ -1,9 +1,9 @@
 """Paged attention of decodes in C (`decode.c`), of prefill chunks through torch.
 
-The fused kernel of torch takes 15 us before it reads anything and then reads one head at a time; this
-one takes 4 us and reads a slot once. A step's decode rows are one call.
+The fused kernel of torch takes 15 us before it reads anything and needs a row's pages gathered; this
+one takes 4 us and reads a slot once, where it is. A step's decode rows are one call.
 
-    T tokens of the part   N query heads   K KV heads   H head dim   X all slots of the pool
+    T tokens of the part   N query heads   K KV heads   P pages   G page size   H head dim
 """
 from __future__ import annotations
 
@@ -32,10 +32,12 @@ class _Step(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out")),
-        ("q_stride", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("pages", "chunks", "rows", "partial")),
         *((name, ctypes.c_int64)
-          for name in ("num_chunks", "num_rows", "heads", "kv_heads", "page_size")),
+          for name in ("q_stride", "page_stride", "head_stride", "token_stride")),
+        ("table", ctypes.c_void_p), ("table_stride", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("queries", "partial")),
+        *((name, ctypes.c_int64)
+          for name in ("num_queries", "num_chunks", "heads", "kv_heads", "page_size")),
         ("scale", ctypes.c_float),
     )
 
@@ -44,12 +46,13 @@ def probe(platform: Platform) -> str:
     """Builds the kernel and compares one small step with the reference."""
     _, compiler = library(_SOURCE, platform.cache)
     generator = torch.Generator().manual_seed(0)
-    layout = Ragged((0, 1, 2), (150, 3), (tuple(range(9, -1, -1)), (10,)), torch.tensor([0, 1]), 16)
-    q, k, v = (torch.randn(shape, generator=generator)
-               for shape in ((2, 6, 32), (11, 16, 2, 32), (11, 16, 2, 32)))
+    tables = torch.tensor([[9, 8, 7, 6, 5, 4, 3, 2, 1, 0], [10] + 9 * [-1]], dtype=torch.int32)
+    layout = Ragged((0, 1, 2), (150, 3), (0, 1), tables, torch.tensor([0, 10]),
+                    torch.tensor([5, 2]), 16)
+    q, kv = (torch.randn(shape, generator=generator) for shape in ((2, 6, 32), (11, 2, 2, 16, 32)))
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.02)):
         spec = AttentionSpec(num_heads=6, num_kv_heads=2, head_dim=32, dtype=dtype, scale=0.2)
-        out, want = (planner(layout, spec)(q.to(dtype), k.to(dtype), v.to(dtype)).float()
+        out, want = (planner(layout, spec)(q.to(dtype), *kv.to(dtype).unbind(2)).float()
                      for planner in (plan, reference.plan))
         if not (gap := (out - want).abs().max()) <= tolerance:
             raise WrongResult(f"{compiler}: {dtype} differs by {gap:.2g} on a small case")
@@ -59,11 +62,11 @@ def probe(platform: Platform) -> str:
 def plan(layout: Ragged, spec: AttentionSpec) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     rows = rows_of(layout)
     if spec.head_dim % _LANES:          # no model that is served has such heads
-        return sdpa.compose(sdpa.parts_of(rows, spec, layout.page_size))
+        return sdpa.compose(sdpa.parts_of(rows, spec, layout))
     few = [row for row in rows if row.count <= _QUERIES_MAX]
-    parts: list[sdpa.Part] = [sdpa.Chunk(row, spec, layout.page_size)
+    parts: list[sdpa.Part] = [sdpa.Chunk(row, spec, layout)
                               for row in rows if row.count > _QUERIES_MAX]
-    return sdpa.compose([_Decodes(few, spec, layout.page_size), *parts] if few else parts)
+    return sdpa.compose([_Decodes(few, spec, layout), *parts] if few else parts)
 
 
 @functools.cache
@@ -77,33 +80,35 @@ def _kernel() -> Callable[..., None]:
 class _Decodes:
     """All queries that are handled one by one, in the order of their tokens."""
 
-    def __init__(self, rows: list[Row], spec: AttentionSpec, page_size: int) -> None:
+    def __init__(self, rows: list[Row], spec: AttentionSpec, layout: Ragged) -> None:
         tokens = [row.first + j for row in rows for j in range(row.count)]
         self.at: slice | Tensor = (slice(tokens[0], tokens[-1] + 1)
                                    if tokens[-1] - tokens[0] + 1 == len(tokens)
                                    else torch.tensor(tokens))
-        pages: list[int] = []
-        chunks: list[tuple[int, int, int, int]] = []
-        merges: list[tuple[int, int, int]] = []
+        queries: list[tuple[int, int, int]] = []
+        chunks = 0
         for row in rows:
             for context in range(row.context - row.count + 1, row.context + 1):
-                merges.append((len(merges), len(chunks), -(-context // _CHUNK)))
-                chunks += [(merges[-1][0], len(pages), start, min(start + _CHUNK, context))
-                           for start in range(0, context, _CHUNK)]
-            pages += row.pages
-        partial = torch.empty(len(chunks) * spec.num_heads * (spec.head_dim + 2))
-        self._held = [torch.tensor(pages), torch.tensor(chunks), torch.tensor(merges), partial]
+                queries.append((row.index, context, chunks))
+                chunks += -(-context // _CHUNK)
+        queries_T3 = torch.tensor(queries)
+        partial = torch.empty(chunks * spec.num_heads * (spec.head_dim + 2))
+        self._held = layout.pages_RM, queries_T3, partial      # the step has only their addresses
         self._step = _Step(
-            None, None, None, None, 0, *(tensor.data_ptr() for tensor in self._held), len(chunks),
-            len(merges), spec.num_heads, spec.num_kv_heads, page_size, spec.scale)
+            table=layout.pages_RM.data_ptr(), table_stride=layout.pages_RM.stride(0),
+            queries=queries_T3.data_ptr(), partial=partial.data_ptr(), num_queries=len(queries),
+            num_chunks=chunks, heads=spec.num_heads, kv_heads=spec.num_kv_heads,
+            page_size=layout.page_size, scale=spec.scale)
         self._kernel = _kernel()
         self._constants = (spec.head_dim, int(spec.dtype == torch.bfloat16),
                            torch.get_num_threads())
 
-    def __call__(self, q_TNH: Tensor, k_XKH: Tensor, v_XKH: Tensor) -> Tensor:
+    def __call__(self, q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor) -> Tensor:
+        assert k_PKGH.stride() == v_PKGH.stride() and k_PKGH.stride(3) == 1, "strides of the pools"
         out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
         step = self._step
-        step.q, step.k, step.v = q_TNH.data_ptr(), k_XKH.data_ptr(), v_XKH.data_ptr()
+        step.q, step.k, step.v = q_TNH.data_ptr(), k_PKGH.data_ptr(), v_PKGH.data_ptr()
+        step.page_stride, step.head_stride, step.token_stride, _ = k_PKGH.stride()
         step.out, step.q_stride = out_TNH.data_ptr(), q_TNH.stride(0)
         self._kernel(ctypes.byref(step), *self._constants)
         return out_TNH

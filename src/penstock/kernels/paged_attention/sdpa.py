@@ -1,11 +1,11 @@
-"""Paged attention from torch's own kernels: fused attention where it wins, matmuls where they do.
+"""Paged attention from torch's own kernels: a row's pages are gathered, then fused attention or
+matmuls run over them, whichever wins.
 
-A step is cut into parts once (`plan`): decodes of similar context together, long bf16 decodes
-alone, every prefill chunk in blocks of queries. Nothing here depends on page runs being
-contiguous; where they are, views replace gathers.
+A step is cut into parts once (`plan`): decodes of similar context together, every prefill chunk in
+blocks of queries.
 
     T tokens of the step   B decode rows   C queries of a chunk   S context   E keys of a block
-    X all slots of the pool   N query heads   K KV heads   g = N / K   H head dim
+    P pages of the pool   N query heads   K KV heads   g = N / K   G page size   H head dim
 """
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.paged_attention.spec import AttentionSpec, Row, rows_of
+from penstock.kernels.paged_attention.spec import AttentionSpec, Row, pages_of, rows_of
 from penstock.kernels.platform import Platform
 from penstock.kernels.ragged import Ragged
 
@@ -26,10 +26,6 @@ _BLOCK = 128
 _PADDING, _PADDING_TOKENS = 1.5, 64
 # One gathered batch stays near the caches: beyond it, a copy costs more than separate calls.
 _GATHER_BYTES_MAX = 16 << 20
-# From here a bf16 decode is faster as two matmuls over whole slots (all KV heads side by side, the
-# queries block-diagonal) than in the fused kernel, which reads one head at a time: 2,000 tokens
-# 125 against 230 us, 6,000 tokens 317 against 728 us. The wasted flops grow with K.
-_DIAGONAL_CONTEXT, _DIAGONAL_KV_HEADS = 1024, 4
 
 
 class Part(Protocol):
@@ -37,7 +33,7 @@ class Part(Protocol):
 
     at: slice | Tensor
 
-    def __call__(self, q_TNH: Tensor, k_XKH: Tensor, v_XKH: Tensor) -> Tensor: ...
+    def __call__(self, q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor) -> Tensor: ...
 
 
 def probe(platform: Platform) -> str:
@@ -45,36 +41,26 @@ def probe(platform: Platform) -> str:
 
 
 def plan(layout: Ragged, spec: AttentionSpec) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    return compose(parts_of(rows_of(layout), spec, layout.page_size))
+    return compose(parts_of(rows_of(layout), spec, layout))
 
 
 def compose(parts: list[Part]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """One attention out of parts that cover every token of the step once."""
-    def attend(q_TNH: Tensor, k_PGKH: Tensor, v_PGKH: Tensor) -> Tensor:
-        k_XKH, v_XKH = k_PGKH.flatten(0, 1), v_PGKH.flatten(0, 1)
+    def attend(q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor) -> Tensor:
         if len(parts) == 1:
-            return parts[0](q_TNH, k_XKH, v_XKH)
+            return parts[0](q_TNH, k_PKGH, v_PKGH)
         out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
         for part in parts:
-            out_TNH[part.at] = part(q_TNH[part.at], k_XKH, v_XKH)
+            out_TNH[part.at] = part(q_TNH[part.at], k_PKGH, v_PKGH)
         return out_TNH
     return attend
 
 
-def parts_of(rows: list[Row], spec: AttentionSpec, page_size: int) -> list[Part]:
-    parts: list[Part] = []
-    batched: list[Row] = []
-    for row in rows:
-        if row.count > 1:
-            parts.append(Chunk(row, spec, page_size))
-        elif (spec.dtype == torch.bfloat16 and row.context >= _DIAGONAL_CONTEXT
-                and spec.num_kv_heads <= _DIAGONAL_KV_HEADS):
-            parts.append(_Diagonal(row, spec, page_size))
-        else:
-            batched.append(row)
-    for bucket in _buckets(batched, spec):
-        parts.append(_Single(bucket[0], spec, page_size) if len(bucket) == 1
-                     else _Batch(bucket, spec, page_size))
+def parts_of(rows: list[Row], spec: AttentionSpec, layout: Ragged) -> list[Part]:
+    parts: list[Part] = [Chunk(row, spec, layout) for row in rows if row.count > 1]
+    for bucket in _buckets([row for row in rows if row.count == 1], spec):
+        parts.append(_Single(bucket[0], spec, layout) if len(bucket) == 1
+                     else _Batch(bucket, spec, layout))
     return parts
 
 
@@ -93,105 +79,81 @@ def _buckets(rows: list[Row], spec: AttentionSpec) -> list[list[Row]]:
     return [sorted(bucket, key=lambda row: row.first) for bucket in buckets]
 
 
-def _slots(row: Row, page_size: int) -> Tensor:
-    """Pool slot of each of the row's tokens."""
-    pages = torch.tensor(row.pages)
-    return (pages[:, None] * page_size + torch.arange(page_size)).flatten()[:row.context]
+def _gather(pool_PKGH: Tensor, pages_n: Tensor) -> Tensor:
+    """[K, n, G, H], contiguous: a page's tokens of one head lie together, so a head is one pass."""
+    heads, size, dim = pool_PKGH.shape[1:]
+    out_KnGH = pool_PKGH.new_empty(heads, len(pages_n), size, dim)
+    for head in range(heads):
+        torch.index_select(pool_PKGH[:, head], 0, pages_n, out=out_KnGH[head])
+    return out_KnGH
 
 
 class _Context:
-    """k or v of one row, [S, K, H]: a view where the pages form a run, else a gathered copy."""
+    """k or v of one row, [K, S, H], gathered."""
 
-    def __init__(self, row: Row, page_size: int) -> None:
-        self._start, self._length = row.pages[0] * page_size, row.context
-        self._slots_S = None if row.is_run else _slots(row, page_size)
+    def __init__(self, row: Row, layout: Ragged) -> None:
+        self._pages, self._length = pages_of(row, layout), row.context
 
-    def __call__(self, pool_XKH: Tensor) -> Tensor:
-        if self._slots_S is None:
-            return pool_XKH.narrow(0, self._start, self._length)
-        return pool_XKH.index_select(0, self._slots_S)
+    def __call__(self, pool_PKGH: Tensor) -> Tensor:
+        return _gather(pool_PKGH, self._pages).flatten(1, 2)[:, :self._length]
 
 
 class _Single:
     """One decode. The query heads of a group are the queries of their KV head: [1, K, g, H]."""
 
-    def __init__(self, row: Row, spec: AttentionSpec, page_size: int) -> None:
+    def __init__(self, row: Row, spec: AttentionSpec, layout: Ragged) -> None:
         self.at: slice | Tensor = slice(row.first, row.first + 1)
-        self._context, self._scale = _Context(row, page_size), spec.scale
+        self._context, self._scale = _Context(row, layout), spec.scale
         self._q_shape = (1, spec.num_kv_heads, spec.group, spec.head_dim)
 
-    def __call__(self, q_TNH: Tensor, k_XKH: Tensor, v_XKH: Tensor) -> Tensor:
+    def __call__(self, q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor) -> Tensor:
         out_1KgH = F.scaled_dot_product_attention(
-            q_TNH.view(self._q_shape), self._context(k_XKH).transpose(0, 1).unsqueeze(0),
-            self._context(v_XKH).transpose(0, 1).unsqueeze(0), scale=self._scale)
+            q_TNH.view(self._q_shape), self._context(k_PKGH).unsqueeze(0),
+            self._context(v_PKGH).unsqueeze(0), scale=self._scale)
         return out_1KgH.flatten(1, 2)
 
 
 class _Batch:
     """Decodes of similar context, gathered and padded to the longest: [B, K, g, H].
 
-    Padding repeats the row's first slot and is masked, so that no other slot is ever read.
+    What a page has behind the row's last token is cleared in the copy, not only masked: 0 times NaN
+    is NaN. Padding repeats the row's first page.
     """
 
-    def __init__(self, rows: list[Row], spec: AttentionSpec, page_size: int) -> None:
+    def __init__(self, rows: list[Row], spec: AttentionSpec, layout: Ragged) -> None:
         first, last = rows[0].first, rows[-1].first
         self.at: slice | Tensor = (slice(first, last + 1) if last - first + 1 == len(rows)
                                    else torch.tensor([row.first for row in rows]))
         length_B1 = torch.tensor([[row.context] for row in rows])
-        longest = int(length_B1.max())
-        pages_BP = torch.zeros(len(rows), -(-longest // page_size), dtype=torch.int64)
-        for pages_P, row in zip(pages_BP, rows, strict=True):
-            pages_P[:len(row.pages)] = torch.tensor(row.pages)
-        slots_BS = (pages_BP[:, :, None] * page_size + torch.arange(page_size)).flatten(1)
-        slots_BS = slots_BS[:, :longest]
-        padded_BS = torch.arange(longest) >= length_B1
-        self._slots = slots_BS.where(~padded_BS, slots_BS[:, :1]).flatten()
-        self._mask = (torch.zeros(padded_BS.shape, dtype=spec.dtype)
-                      .masked_fill_(padded_BS, float("-inf"))[:, None, None]
-                      if padded_BS.any() else None)
+        longest = -(-int(length_B1.max()) // layout.page_size)
+        pages_Bn = torch.stack([pages_of(row, layout)[0].expand(longest) for row in rows])
+        for pages_n, row in zip(pages_Bn, rows, strict=True):
+            own = pages_of(row, layout)
+            pages_n[:len(own)] = own
+        self._pages = pages_Bn.flatten()
+        self._padded_BS = torch.arange(longest * layout.page_size) >= length_B1
+        self._mask = (torch.zeros(self._padded_BS.shape, dtype=spec.dtype)
+                      .masked_fill_(self._padded_BS, float("-inf"))[:, None, None])
         self._q_shape = (len(rows), spec.num_kv_heads, spec.group, spec.head_dim)
-        self._kv_shape = (len(rows), longest, spec.num_kv_heads, spec.head_dim)
+        self._kv_shape = (spec.num_kv_heads, len(rows), -1, spec.head_dim)
         self._scale = spec.scale
 
-    def __call__(self, q_TNH: Tensor, k_XKH: Tensor, v_XKH: Tensor) -> Tensor:
+    def __call__(self, q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor) -> Tensor:
         k_BKSH, v_BKSH = (
-            pool_XKH.index_select(0, self._slots).view(self._kv_shape).transpose(1, 2)
-            for pool_XKH in (k_XKH, v_XKH))
+            _gather(pool_PKGH, self._pages).view(self._kv_shape)
+            .masked_fill_(self._padded_BS[..., None], 0).transpose(0, 1)
+            for pool_PKGH in (k_PKGH, v_PKGH))
         out_BKgH = F.scaled_dot_product_attention(
             q_TNH.view(self._q_shape), k_BKSH, v_BKSH, attn_mask=self._mask, scale=self._scale)
         return out_BKgH.flatten(1, 2)
 
 
-class _Diagonal:
-    """One long decode as two matmuls over whole slots, [S, K * H].
-
-    Row (k, i) of the queries is query head i of KV head k in columns of head k, and zero in the
-    others; of the outputs, the same columns are kept. Slots are read once, in order.
-    """
-
-    def __init__(self, row: Row, spec: AttentionSpec, page_size: int) -> None:
-        self.at: slice | Tensor = slice(row.first, row.first + 1)
-        self._context = _Context(row, page_size)
-        self._heads, self._group, self._dim = spec.num_kv_heads, spec.group, spec.head_dim
-        self._scale = spec.scale
-        self._diagonal = torch.eye(self._heads, dtype=spec.dtype).view(self._heads, 1, -1, 1)
-
-    def __call__(self, q_TNH: Tensor, k_XKH: Tensor, v_XKH: Tensor) -> Tensor:
-        heads, group, dim = self._heads, self._group, self._dim
-        q_wide = (q_TNH.view(heads, group, 1, dim) * self._diagonal).view(-1, heads * dim)
-        k_wide, v_wide = self._context(k_XKH).flatten(1), self._context(v_XKH).flatten(1)
-        weights_NS = torch.softmax(torch.mm(q_wide, k_wide.t()).float() * self._scale, -1)
-        out_wide = torch.mm(weights_NS.to(v_wide.dtype), v_wide)
-        out_gHK = out_wide.view(heads, group, heads, dim).diagonal(0, 0, 2)
-        return out_gHK.permute(2, 0, 1).contiguous().view(1, heads * group, dim)
-
-
 class Chunk:
     """The queries of one prefill chunk, a block at a time, each over the keys up to its last."""
 
-    def __init__(self, row: Row, spec: AttentionSpec, page_size: int) -> None:
+    def __init__(self, row: Row, spec: AttentionSpec, layout: Ragged) -> None:
         self.at: slice | Tensor = slice(row.first, row.first + row.count)
-        self._context = _Context(row, page_size)
+        self._context = _Context(row, layout)
         self._spec, self._count, self._length = spec, row.count, row.context
         block = min(_BLOCK, row.count)
         # Aligned at the lower right corner: every block and its keys is a view of this one mask.
@@ -201,9 +163,9 @@ class Chunk:
         self._run = self._matmuls if spec.dtype == torch.bfloat16 else self._fused
         self._unused = torch.empty((), dtype=spec.dtype)
 
-    def __call__(self, q_TNH: Tensor, k_XKH: Tensor, v_XKH: Tensor) -> Tensor:
+    def __call__(self, q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor) -> Tensor:
         spec = self._spec
-        k_KSH, v_KSH = self._context(k_XKH).transpose(0, 1), self._context(v_XKH).transpose(0, 1)
+        k_KSH, v_KSH = self._context(k_PKGH), self._context(v_PKGH)
         out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
         heads = (-1, spec.num_kv_heads, spec.group, spec.head_dim)
         q_CKgH, out_CKgH = q_TNH.view(heads), out_TNH.view(heads)

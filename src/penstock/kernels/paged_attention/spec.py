@@ -4,6 +4,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from penstock.kernels.ragged import Ragged
 
@@ -28,27 +29,26 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of a step. Queries [first, first + count) of T; pages cut to those in use."""
+    """One row of a step. Queries [first, first + count) of T; `index` in the tables."""
 
     first: int
     count: int
     context: int
-    pages: tuple[int, ...]
-
-    @property
-    def is_run(self) -> bool:
-        """Whether the pages are one ascending run, so that the row's KV is a view of the pool."""
-        first = self.pages[0]
-        return self.pages == tuple(range(first, first + len(self.pages)))
+    index: int
 
 
 def rows_of(layout: Ragged) -> list[Row]:
     """The rows of a step. Asserts what `plan` promises about its input."""
     rows = []
-    for i, (context, pages) in enumerate(zip(layout.context, layout.pages, strict=True)):
+    width = layout.pages_RM.shape[1] * layout.page_size
+    for i, (context, index) in enumerate(zip(layout.context, layout.rows, strict=True)):
         first, end = layout.query_start[i], layout.query_start[i + 1]
-        used = -(-context // layout.page_size)
         assert 1 <= end - first <= context, f"row {i}: {end - first} queries, context {context}"
-        assert used <= len(pages), f"row {i}: context {context} needs {used} pages"
-        rows.append(Row(first, end - first, context, pages[:used]))
+        assert context <= width, f"row {i}: context {context}, and tables hold {width}"
+        rows.append(Row(first, end - first, context, index))
     return rows
+
+
+def pages_of(row: Row, layout: Ragged) -> Tensor:
+    """The table's entries that the row reads, int32: a view."""
+    return layout.pages_RM[row.index, :-(-row.context // layout.page_size)]

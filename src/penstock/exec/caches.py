@@ -1,0 +1,91 @@
+"""The cache groups of a model as memory: page layouts, slabs, and what a number of bytes holds."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from penstock.core.plan import Group
+from penstock.core.settings import CacheGroup, CoreConfig
+from penstock.memory import dram, hbm, slabs
+from penstock.memory.dram import DramPool
+from penstock.memory.hbm import HbmPool
+from penstock.memory.pool import PageLayout
+from penstock.memory.slabs import Slabs
+from penstock.model.base import CacheShape
+
+
+@dataclass(frozen=True, slots=True)
+class Caches:
+    """`groups` and `layouts` by cache group. The core counts a pool in pages of group 0."""
+
+    groups: tuple[CacheGroup, ...]
+    layouts: tuple[PageLayout, ...]
+    slabs: Slabs
+
+    @property
+    def page_bytes(self) -> int:
+        """One page of every group."""
+        return sum(layout.page_bytes for layout in self.layouts)
+
+    def num_pages(self, nbytes: int) -> int:
+        """Whole slabs in `nbytes`, in pages of group 0."""
+        return nbytes // self.slabs.slab_bytes * self.slabs.slab_pages[0]
+
+    def nbytes(self, num_pages: int) -> int:
+        """Memory of a pool of so many pages of group 0."""
+        return num_pages // self.slabs.slab_pages[0] * self.slabs.slab_bytes
+
+    def bytes_for(self, pages: int) -> int:
+        """Memory in which a context of `pages` pages fits, in every group."""
+        return sum(-(-pages // n) for n in self.slabs.slab_pages) * self.slabs.slab_bytes
+
+    def context_pages(self, nbytes: int) -> int:
+        """Pages of the longest context that fits into `nbytes`."""
+        low, high = 0, nbytes // self.slabs.slab_bytes * max(self.slabs.slab_pages) + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.bytes_for(middle) <= nbytes else (low, middle)
+        return low
+
+    def pools(self, cfg: CoreConfig, device: torch.device | str = "cpu",
+              ) -> tuple[list[HbmPool], list[DramPool]]:
+        """Device and host pools by cache group, those of a tier in one memory; no host pools without
+        a host tier."""
+        device_memory = hbm.allocate(self.nbytes(cfg.hbm_pages), device)
+        device_pools = [
+            HbmPool(layout, self._count(g, cfg.hbm_pages), base=cfg.hbm_base + g * cfg.group_base,
+                    group=Group(g), memory=device_memory, page_stride=self.slabs.page_stride(g))
+            for g, layout in enumerate(self.layouts)]
+        if not cfg.dram_pages:
+            return device_pools, []
+        host_memory = dram.allocate(self.nbytes(cfg.dram_pages))
+        return device_pools, [
+            DramPool(layout, self._count(g, cfg.dram_pages), base=cfg.dram_base + g * cfg.group_base,
+                     group=Group(g), memory=host_memory, page_stride=self.slabs.page_stride(g))
+            for g, layout in enumerate(self.layouts)]
+
+    def _count(self, group: int, num_pages: int) -> int:
+        return num_pages // self.slabs.slab_pages[0] * self.slabs.slab_pages[group]
+
+    def tell(self, log: Callable[[str], object]) -> None:
+        """Say how groups share slabs, and what that wastes."""
+        if len(self.groups) > 1:
+            log(f"kv: slabs of {self.slabs.slab_bytes} bytes: " + ", ".join(
+                f"{n} pages of {group.name} ({self.slabs.unused(g):.0%} unused)"
+                for g, (group, n) in enumerate(zip(self.groups, self.slabs.slab_pages, strict=True))))
+
+
+def caches_of(groups: Sequence[CacheShape], page_size: int, dtype: torch.dtype) -> Caches:
+    """Layouts of a model's cache groups, all in `dtype`."""
+    layouts = tuple(
+        PageLayout(num_layers=len(group.layers), num_kv_heads=group.num_kv_heads,
+                   page_size=page_size, head_dim=group.head_dim, planes=group.planes,
+                   unit=group.unit, dtype=dtype) for group in groups)
+    shared = slabs.share(layouts)
+    return Caches(tuple(
+        CacheGroup(name=group.name, page_bytes=layout.page_bytes, selector=group.selector,
+                   slab_pages=n)
+        for group, layout, n in zip(groups, layouts, shared.slab_pages, strict=True)),
+        layouts, shared)
