@@ -11,6 +11,7 @@ machine had to give meanwhile, 1.0 is a quiet one.
     python bench/planning.py --rows 256 --hosted
     python bench/planning.py --rows 256 --groups 3
     python bench/planning.py --rows 64 --context 1000000 --shared --page-size 64
+    python bench/planning.py --rows 64 --worst --groups 3
 """
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ import argparse
 import gc
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.core.core import Core
 from penstock.core.plan import Arrived, Event, Moved, RequestId, Retired, StepPlan
@@ -117,6 +118,35 @@ def decode_turns(w: Work, *, record: bool, clock: Callable[[], float] = time.per
     return taken, beside, (inner.counters["rows_looked_at"] - looked) / len(taken)
 
 
+def admitting(w: Work, clock: Callable[[], float]) -> list[float]:
+    """Seconds of each turn from the arrival of a prompt of a million tokens to its end, beside `w.rows` rows
+    that decode. The pool is full of another such prompt, which has to be evicted."""
+    long = 1_000_000
+    pages = long // w.page_size + w.rows * len(settings(w).groups) * (w.context // w.page_size + 2)
+    core = Core(replace(settings(w), rows=w.rows + 1, hbm_pages=pages, max_len=2 * long, step_tokens=4096))
+    first, second = (Arrived(RequestId(i), tuple(range(i, i + long)), 1) for i in (0, w.rows + 1))
+    taken: list[float] = []
+
+    def turn(events: list[Event]) -> list[Event]:
+        started = clock()
+        plan = core.advance(events).plan
+        taken.append(clock() - started)
+        return answer(plan, 1) if plan is not None else []
+
+    events = turn([first])
+    while core.live:
+        events = turn(events)
+    events += requests(w)
+    while len(core.running) < w.rows or core.busy:
+        events = turn(events)
+    taken.clear()
+    events = turn([*events, second])
+    while second.rid in core.live:
+        events = turn(events)
+    assert len(core.running) == w.rows
+    return taken
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 256, 1024])
@@ -134,6 +164,8 @@ def main() -> None:
                         "does; its ring is full after 512 turns: --context 1400 --turns 1200")
     parser.add_argument("--cpu", action="store_true", help="processor time, not wall time: for a machine "
                         "that does other things too")
+    parser.add_argument("--worst", action="store_true", help="the longest turn while 1,000,000 tokens are "
+                        "admitted beside rows that decode")
     args = parser.parse_args()
     if args.gc == "engine":
         spare_the_collector()
@@ -142,6 +174,11 @@ def main() -> None:
     for rows in args.rows:
         w = Work(rows=rows, context=args.context, page_size=args.page_size, turns=args.turns,
                  hosted=args.hosted, groups=args.groups, shared=args.shared, waiting=args.waiting)
+        if args.worst:
+            times = sorted(admitting(w, time.thread_time if args.cpu else time.perf_counter))
+            print(f"{rows} rows and 1,000,000 tokens: longest turn {1e3 * times[-1]:.1f} ms, the next "
+                  f"{1e3 * times[-2]:.1f} ms, p50 {1e3 * times[len(times) // 2]:.3f} ms, {len(times)} turns")
+            continue
         times, beside, looked = decode_turns(w, record=args.record,
                                              clock=time.thread_time if args.cpu else time.perf_counter)
         times.sort()

@@ -1,11 +1,14 @@
 """Choices that only cost time if they are wrong: no token shows them, so they are looked at one by one."""
 from __future__ import annotations
 
+import pytest
 from driver import Driver
 
 from penstock.core import staying
 from penstock.core.lifecycle import Phase, Place
-from penstock.core.plan import Rates, RequestId, Spilled, Started, Tier
+from penstock.core.plan import Arrived, Rates, RequestId, Spilled, Started, Tier
+from penstock.core.settings import CacheGroup
+from penstock.core.tree import Tree
 
 
 def cached(d: Driver, rid: int) -> tuple[int, int, int]:
@@ -36,6 +39,18 @@ def test_a_row_goes_to_the_device_if_that_has_room() -> None:
     assert d.core.live[RequestId(1)].place is Place.DEVICE
 
 
+def test_pages_of_a_group_are_evicted_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = CacheGroup(name="full", page_bytes=0), CacheGroup(name="window", page_bytes=0, window=4)
+    d = Driver(hbm_pages=26, groups=groups)
+    d.arrive(1, range(60), max_new=1)
+    d.run()
+    asked: list[int] = []
+    real = Tree.evict
+    monkeypatch.setattr(Tree, "evict", lambda tree, space, n: (asked.append(n), real(tree, space, n))[1])
+    d.arrive(2, range(100, 160), max_new=1)
+    assert max(asked) == 15              # windows grow page by page
+
+
 def test_a_short_request_takes_a_small_hot_buffer() -> None:
     d = Driver(hbm_pages=16, dram_pages=32, hot_pages=6, always_hosted=True)
     (plan,) = d.arrive(1, range(5), max_new=4, selects=True)         # two pages, ever
@@ -43,6 +58,18 @@ def test_a_short_request_takes_a_small_hot_buffer() -> None:
     d.arrive(2, range(5), max_new=40, selects=True)
     (plan,) = d.retire()
     assert [len(units) for units in plan.binds[0].hot] == [6]
+
+
+def test_a_promotion_is_one_move() -> None:
+    d = Driver(hbm_pages=20, dram_pages=64, hot_pages=1)
+    d.arrive(1, range(33), max_new=30, selects=True)
+    while d.moves or d.phase(1) is not Phase.RESIDENT:
+        d.land() if d.moves else d.retire()
+    d.tell(Spilled(RequestId(1)), Arrived(RequestId(2), tuple(range(100, 162)), 1))
+    while d.phase(1) is not Phase.PROMOTING:           # 2 has taken what it had on loan, and ends
+        d.land() if d.moves else d.retire()
+    (plan,) = d.retire()
+    assert [len(m.src_pages) for m in plan.moves if m.dst is Tier.HBM] == [5, 1]     # what was open follows
 
 
 def test_hosted_rows_share_what_the_host_has() -> None:

@@ -86,6 +86,14 @@ class Copies:
             self._at_store += len(pairs) if Tier.DISK in (src.tier, dst.tier) else 0
             self._plan(self._fly(Flight(src, dst, pairs, nodes)), len(nodes) * self._unit(src), self.retired)
 
+    def move_sealed(self, pairs: list[tuple[Copy, Copy]], src: Space, dst: Space, r: Request | None) -> None:
+        """Copy whole pages, of which one side belongs to `r` alone, or with None all are nodes'."""
+        if pairs:
+            move = self._fly(Flight(src, dst, pairs, request=r))
+            self._plan(move, len(pairs) * self._unit(src), self.retired)
+            if r is not None:
+                r.moves.add(move)
+
     def save(self, nodes: list[Node], src: Space, dst: Space) -> None:
         """The same for sealed pages that go to the host: all that the next plan saves of a group is one
         Move, however many rows have sealed them."""
@@ -257,8 +265,7 @@ class Copies:
         """Whether a storage slot for a page of group g can be had, from the oldest of any group."""
         want = [int(k == g) for k in range(len(self.disk))]
         while self._disk_arena.short(want, promised=False):
-            oldest = [(e[:3], s) for s in self.disk if (e := self.tree.oldest(s)) is not None]
-            if not oldest or not self.tree.evict(min(oldest, key=lambda pair: pair[0])[1], 1):
+            if not self.tree.evict_oldest(self.disk, 1):
                 return False
             for space in self.disk:
                 space.pool.drain(self.retired, self.flights)

@@ -158,17 +158,17 @@ class Holdings:
                 space.gained += sum([copy is not None for copy in t.device])
 
     def _evict(self, tier: Tier, want: Sequence[int], short: int) -> int:
-        """Evict cached pages of a group that is short of them, else the oldest of any."""
+        """Evict cached pages of a group that is short of them, else the oldest of any: as many as slabs, or
+        of a single group pages, are short, and no more than that."""
         spaces = self._spaces[tier]
         if len(spaces) == 1:
             return self.tree.evict(spaces[0], short)
         for space, n in zip(spaces, want, strict=True):
-            if n > space.pool.free + space.pool.in_limbo and self.tree.evict(space, 1):
-                return 1
-        entries = [(e[:3], space) for space in spaces if (e := self.tree.oldest(space)) is not None]
-        if not entries:
-            return 0
-        return self.tree.evict(min(entries, key=lambda pair: pair[0])[1], 1)
+            missing, per = n - space.pool.free - space.pool.in_limbo, space.pool.per_slab
+            most = missing - per * max(0, -(-missing // per) - short)
+            if missing > 0 and (gone := self.tree.evict(space, most)):
+                return gone
+        return self.tree.evict_oldest(spaces, short)
 
     def _take_back(self, want: Sequence[int]) -> None:
         """Device pages that hosted rows can do without, from the youngest row on."""

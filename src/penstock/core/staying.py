@@ -84,7 +84,7 @@ def _offer(have: Holdings, r: Request, g: int, i: int, node: Node,
         if r.place is not _HOST and r.phase is not _STAGING:
             drop_entry(have, r, g, r.tables[g].host, i)      # the host copy is the tree's now, or a twin
         elif up is not None and not up.ready and r.phase is _PROMOTING:
-            _load_entry(have, r, g, i, node)
+            _load(have, r, g, [(i, node)])
 
 
 def _share(tree: Tree, node: Node, space: Space, copy: Copy) -> None:
@@ -99,6 +99,8 @@ def write_through(have: Holdings, g: int, nodes: list[Node], r: Request) -> None
     todo: list[Node] = []
     host, reserve = have.host[g], r.reserve[g]
     pool, attach = host.pool, have.tree.attach
+    if (n := len(nodes) - len(reserve)) > 1:
+        have.room(Tier.DRAM, [n * k for k in have.one(g)])     # evicts in one go; what that gives is taken
     for i, node in enumerate(nodes):
         if not (reserve or pool.free or have.room(Tier.DRAM, have.one(g))):
             have.late[g] += nodes[i:]
@@ -364,12 +366,11 @@ def reload(have: Holdings, r: Request, spare: int) -> bool:
         have.lend(r)
         return False
     for g, t in enumerate(r.tables):
-        pages = have.device[g].pool.acquire(want[g])[::-1]
-        for i in range(len(t.device) if want[g] else 0):
-            if t.device[i] is None:
+        if pages := have.device[g].pool.acquire(want[g])[::-1]:
+            new = [i for i, copy in enumerate(t.device) if copy is None]
+            for i in new:
                 put(t.device, i, Copy(pages.pop(), ready=False))
-                if (node := have.node(r, t, i)) is not None:
-                    _load_entry(have, r, g, i, node)
+            _load(have, r, g, [(i, node) for i in new if (node := have.node(r, t, i)) is not None])
     return True
 
 
@@ -398,21 +399,22 @@ def leave_host(have: Holdings, r: Request) -> None:
                 drop_entry(have, r, g, t.host, i)
 
 
-def _load_entry(have: Holdings, r: Request, g: int, i: int, node: Node) -> None:
-    """Fill a device page that a promotion has reserved, now that its page is sealed."""
-    t = r.tables[g]
-    source, target = t.host[i], t.device[i]
-    assert source is not None and target is not None
-    if target.filling:
-        return
-    if have.device[g] not in node.copies:
-        have.tree.attach(node, have.device[g], target)
-    if node.copies[have.device[g]] is target and node.copies.get(have.host[g]) is source:
+def _load(have: Holdings, r: Request, g: int, entries: list[tuple[int, Node]]) -> None:
+    """Fill device pages that a promotion has reserved, of pages that are sealed: all in one Move."""
+    t, up, down = r.tables[g], have.device[g], have.host[g]
+    pairs: list[tuple[Copy, Copy]] = []
+    private = False
+    for i, node in entries:
+        source, target = t.host[i], t.device[i]
+        assert source is not None and target is not None
+        if target.filling:
+            continue
+        if up not in node.copies:
+            have.tree.attach(node, up, target)
+        private |= node.copies[up] is not target or node.copies.get(down) is not source
         target.ready = False
-        have.copies.move_nodes([node], have.host[g], have.device[g])
-    else:
-        have.copies.move_private(r, have.host[g], source, have.device[g], target, t.unit,
-                                 node if target.node is node else None)
+        pairs.append((source, target))
+    have.copies.move_sealed(pairs, down, up, r if private else None)
 
 
 # ---------------------------------------------------------------- waiting, and losing

@@ -7,6 +7,7 @@ phases or plans; evicts what nobody pins, least recently used first, deepest fir
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -171,14 +172,24 @@ class Tree:
     def evict(self, space: Space, n: int) -> int:
         """Give up to n copies back to the space's pool, oldest first. Returns how many; they are
         free when the fence of their last use has passed."""
-        gone = 0
-        while gone < n and (entry := self.oldest(space)) is not None:
+        gone: list[Copy] = []
+        while len(gone) < n and (entry := self.oldest(space)) is not None:
             heapq.heappop(space.order)
-            self.forget(entry[3], space)
-            space.evicted += 1
-            space.gained -= 1
-            gone += 1
-        return gone
+            gone.append(self._take_out(entry[3], space))
+        for used, copies in itertools.groupby(gone, lambda copy: copy.used):
+            space.pool.release([copy.page for copy in copies], Fence(used))
+        space.evicted += len(gone)
+        space.gained -= len(gone)
+        return len(gone)
+
+    def evict_oldest(self, spaces: Sequence[Space], n: int) -> int:
+        """The same of all these spaces together."""
+        for gone in range(n):
+            oldest = [(e[:3], space) for space in spaces if (e := self.oldest(space)) is not None]
+            if not oldest:
+                return gone
+            self.evict(min(oldest, key=lambda pair: pair[0])[1], 1)
+        return n
 
     def evict_all(self, spaces: Sequence[Space]) -> int:
         """Give up every copy in these spaces that nobody needs. Returns how many."""
@@ -193,11 +204,15 @@ class Tree:
 
     def forget(self, node: Node, space: Space) -> None:
         """Remove a copy that no Move touches, and release its page."""
+        copy = self._take_out(node, space)
+        space.pool.release([copy.page], Fence(copy.used))
+
+    def _take_out(self, node: Node, space: Space) -> Copy:
         copy = node.copies.pop(space)
         assert not copy.moves
         copy.node = None
-        space.pool.release([copy.page], Fence(copy.used))
         self.settle(node)
+        return copy
 
     # ---------------------------------------------------------------- for checks and metrics
     def nodes(self) -> Iterator[Node]:
