@@ -62,7 +62,7 @@ def optional(name: str) -> Any:
     try:
         return import_module(name)
     except ImportError:
-        raise ConfigError(f"penstock bench needs {name.split('.')[0]} here: "
+        raise ConfigError(f"penstock needs {name.split('.')[0]} here: "
                           "pip install 'penstock[bench]'") from None
 
 

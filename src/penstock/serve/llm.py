@@ -104,6 +104,15 @@ class AsyncLLM:
         """Token ids are 0 .. vocab_size-1."""
         return self._client.ready.vocab_size
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `chat` can be asked."""
+        return self._opened.template is not None
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt. Raises RequestError: this model has no tokenizer."""
+        return self._opened.encode(text)
+
     # ------------------------------------------------------------ whole answers
     async def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *,
                        use_tqdm: bool = False) -> list[RequestOutput]:

@@ -37,6 +37,8 @@ COMMANDS = {
                         help="continue one prompt and exit"),
     "bench": Command(module="penstock.bench.main", model="optional",
                      help="measure speed: offline, or of a running server"),
+    "eval": Command(module="penstock.eval.main", model="optional",
+                    help="measure answers: recall, needles, a text's perplexity, GSM8K"),
     "sim": Command(module="penstock.sim.main", model="none",
                    help="run the planner against simulated ranks and faults"),
     "doctor": Command(module="penstock.serve.doctor", model="optional", own_flags=False, serves=True,

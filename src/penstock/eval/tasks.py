@@ -1,0 +1,227 @@
+"""The tasks of `penstock eval`: prompts with known answers, made from a seed. Knows no model.
+
+Each task has two wordings: the words of the recall model, one token each, and plain English for any other.
+"""
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.config.errors import ConfigError
+from penstock.eval import words
+
+ADJECTIVES = ("amber ancient bright calm clever crimson distant early eager faint gentle golden happy hidden "
+              "humble icy jolly lively lonely lucky merry misty noble orange proud quiet rapid silent silver "
+              "sunny tiny violet").split()
+NOUNS = ("anchor badger bridge candle canyon castle cedar comet dolphin eagle falcon forest garden harbor "
+         "island kettle lantern maple meadow mirror otter pebble pepper pilot rabbit river saddle teapot "
+         "tiger tower valley willow").split()
+FILLER = ("The road went on along the river and past the old mill.",
+          "In the morning the market was busy, and by noon it was quiet again.",
+          "She wrote another page, closed the book and looked out of the window.",
+          "Rain had been forecast for the whole week, but it never came.",
+          "They spoke about the weather, the harvest and the price of salt.",
+          "A ship came in at dusk and left before anyone had counted its crew.",
+          "The clock on the tower had been ten minutes late for years.",
+          "Nobody remembered who had planted the trees behind the school.")
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """`answer`: its words must come in this order, the first one at once. `group`: a line of the table.
+    `chat`: the prompt is a message, not a text to continue. `max_tokens`: of what is looked at."""
+
+    group: str
+    prompt: str
+    answer: str
+    max_tokens: int
+    chat: bool = False
+
+    def right(self, text: str) -> bool:
+        found, wanted = (re.findall(r"\w+", x) for x in (text, self.answer))
+        if not found or found[0] != wanted[0]:
+            return False
+        rest = iter(found)
+        return all(any(word == other for other in rest) for word in wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class Interview:
+    """Questions with their answers that are read token by token while decoding; in the recall model's
+    words. `answers`: for each question the places of its answer among the words of `dialogue`."""
+
+    group: str
+    context: str
+    dialogue: str
+    answers: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """contexts in tokens; of each `samples`, with `questions` each. `tokens_of`: length of a text."""
+
+    contexts: tuple[int, ...]
+    samples: int
+    questions: int
+    seed: int
+    tokens_of: Callable[[str], int]
+
+
+# ---------------------------------------------------------------- the recall model's words
+HOPS = {"recall": 1, "tracking": 2}
+_SUM_STEPS = 4
+
+
+def _pairs(task: str, tokens: int, count: int, rng: random.Random) -> tuple[str, list[list[str]]]:
+    """A context of about `tokens` words with pairs spread over it; questions with their answers behind."""
+    n = min(words.NUM_KEYS // 2, tokens // 5, max(count, tokens // 6))
+    hops = HOPS.get(task, 1)
+    n -= n % hops
+    keys = [f"k{i}" for i in rng.sample(range(words.NUM_KEYS), n + n // hops)]
+    if task == "tracking":
+        values = keys[n // hops:]
+    elif task == "sum":
+        values = [str(rng.randrange(10)) for _ in range(n)]
+    else:
+        values = [f"v{rng.randrange(words.NUM_VALUES)}" for _ in range(n)]
+    slots = max(n, (tokens - 12) // 2)
+    text = [f"f{rng.randrange(words.NUM_FILLERS)}" for _ in range(2 * slots)]
+    for i, slot in enumerate(rng.sample(range(slots), n)):
+        text[2 * slot:2 * slot + 2] = keys[i], values[i]
+    asked = []
+    for at in rng.sample(range(n // hops), min(count, n // hops)):
+        if task == "sum":
+            total, question = 0, ["sum"]
+            for step in [at, *rng.sample(range(n), _SUM_STEPS - 1)]:
+                total = (total + int(values[step])) % 10
+                question += [keys[step], str(total)]
+        else:
+            question = ["chain" if hops > 1 else "recall", keys[at]]
+            question += [values[at + hop * (n // hops)] for hop in range(hops)]
+        asked.append(question)
+    return " ".join([*text, "|"]), asked
+
+
+def in_words(task: str, size: Size) -> list[Question]:
+    """recall, tracking, sum (its last step) and copying, each question behind the whole context."""
+    questions = []
+    for context in size.contexts:
+        for sample in range(size.samples):
+            rng = random.Random(f"{size.seed} {task} {context} {sample}")
+            if task == "copying":
+                questions += _copying(context, size.questions, rng)
+                continue
+            known = HOPS.get(task, 1) if task != "sum" else 1
+            text, asked = _pairs(task, context, size.questions, rng)
+            for question in asked:
+                prompt, answer = question[:-known], question[-known:]
+                questions.append(Question(str(context), " ".join([text, *prompt]), " ".join(answer), known))
+    return questions
+
+
+def _copying(context: int, count: int, rng: random.Random) -> list[Question]:
+    pool = words.words()[:words.FILLER]
+    text = rng.sample(pool, min(len(pool), context - 8))
+    found = []
+    for _ in range(count):
+        at = rng.randrange(len(text) - 24)
+        found.append(Question(str(context), " ".join([*text, *text[at:at + 4]]),
+                              " ".join(text[at + 4:at + 20]), 16))
+    return found
+
+
+def interviews(task: str, size: Size) -> list[Interview]:
+    """The questions of a context one after the other, their answers given: each is one decode step."""
+    made = []
+    for context in size.contexts:
+        for sample in range(size.samples):
+            rng = random.Random(f"{size.seed} {task} {context} {sample}")
+            text, asked = _pairs(task, context, size.questions, rng)
+            first, answers = 0, []
+            for question in asked:
+                places = range(2, len(question), 2 if task == "sum" else 1)
+                answers.append(tuple(first + i for i in places))
+                first += len(question)
+            dialogue = " ".join(word for question in asked for word in question)
+            made.append(Interview(str(context), text, dialogue, tuple(answers)))
+    return made
+
+
+# ---------------------------------------------------------------- plain English
+def in_english(task: str, size: Size) -> list[Question]:
+    """recall: codes of things; tracking: things that point to others, two steps."""
+    questions = []
+    for context in size.contexts:
+        for sample in range(size.samples):
+            rng = random.Random(f"{size.seed} {task} {context} {sample}")
+            names = [f"{a} {n}" for a in ADJECTIVES for n in NOUNS]
+            rng.shuffle(names)
+            line = f"The code of the {names[0]} is {rng.randrange(1000, 9999)}.\n"
+            if task == "tracking":
+                line = f"The {names[0]} points to the {names[1]}.\n"
+            n = min(len(names) // 2, max(4, (context - 48) // max(1, size.tokens_of(line * 8) // 8)))
+            questions += (_codes if task == "recall" else _pointers)(str(context), names, n, size, rng)
+    return questions
+
+
+def _codes(group: str, names: list[str], n: int, size: Size, rng: random.Random) -> list[Question]:
+    codes = [str(rng.randrange(1000, 9999)) for _ in range(n)]
+    text = "".join(f"The code of the {name} is {code}.\n" for name, code in zip(names, codes, strict=False))
+    return [Question(group, f"{text}\nAs said above, the code of the {names[at]} is", codes[at], 8)
+            for at in rng.sample(range(n), min(size.questions, n))]
+
+
+def _pointers(group: str, names: list[str], n: int, size: Size, rng: random.Random) -> list[Question]:
+    n -= n % 2
+    lines = [f"The {names[i]} points to the {names[i + n // 2]}.\n" for i in range(n)]
+    rng.shuffle(lines)
+    return [Question(group, "".join(lines) + f"\nAs said above, the {names[at]} points to the",
+                     f"{names[at + n // 2]} points to the {names[at + n]}", 24)
+            for at in rng.sample(range(n // 2), min(size.questions, n // 2))]
+
+
+def needles(size: Size, haystack: str | None) -> list[Question]:
+    """One fact at each of `questions` depths of a long text, asked for at its end."""
+    questions = []
+    for context in size.contexts:
+        for sample in range(size.samples):
+            rng = random.Random(f"{size.seed} needles {context} {sample}")
+            text = haystack or " ".join(rng.choice(FILLER) for _ in range(context // 4))
+            room = context - 64
+            text = text[:len(text) * room // max(room, size.tokens_of(text))]
+            for i in range(size.questions):
+                depth = (i + 0.5) / size.questions
+                name = f"{rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}"
+                code = str(rng.randrange(10000, 99999))
+                at = text.rfind(".", 0, int(len(text) * depth) + 1) + 1
+                prompt = (f"{text[:at]} The secret number of the {name} is {code}.{text[at:]}\n\n"
+                          f"As said above, the secret number of the {name} is")
+                questions.append(Question(str(context), prompt, code, 8))
+    return questions
+
+
+def gsm8k(path: str, count: int, seed: int) -> list[Question]:
+    """Problems of a GSM8K file: JSON lines with `question` and `answer`, which ends in `#### number`."""
+    try:
+        lines = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
+        pairs = [(str(p["question"]), str(p["answer"]).rpartition("####")[2]) for p in lines]
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise ConfigError(f"--file {path}: not JSON lines with question and answer: {e}") from None
+    if not pairs or not all(number_in(answer) for _, answer in pairs):
+        raise ConfigError(f"--file {path}: every answer must end in '#### number'")
+    picked = random.Random(seed).sample(pairs, min(count, len(pairs)))
+    ask = "{}\n\nThink step by step. End with a line '#### ' and the number alone."
+    return [Question("gsm8k", ask.format(q), number_in(a) or "", 512, chat=True) for q, a in picked]
+
+
+def number_in(text: str) -> str | None:
+    """The last number of a text, without separators and trailing zeros; None if there is none."""
+    found = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
+    if not found:
+        return None
+    plain: str = found[-1].replace(",", "")
+    return plain.rstrip("0").rstrip(".") if "." in plain else plain

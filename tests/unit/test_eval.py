@@ -1,0 +1,140 @@
+"""`penstock eval`: questions whose answers are in their contexts, what counts as right, and intervals."""
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from penstock.config.errors import ConfigError
+from penstock.eval import main, tasks, words
+from penstock.eval.tasks import Interview, Question, Size
+from penstock.serve.main import main as penstock
+from penstock.serve.outputs import Logprob
+
+SIZE = Size(contexts=(256, 512), samples=2, questions=3, seed=1, tokens_of=lambda text: len(text.split()))
+
+
+def pairs(context: str) -> dict[str, str]:
+    found = context.split()
+    return dict(zip(found[::2], found[1::2], strict=True))
+
+
+def test_the_tokenizer_has_every_word_once_and_no_other_id() -> None:
+    vocab = json.loads(words.tokenizer_json())["model"]["vocab"]
+    assert sorted(vocab.values()) == list(range(words.VOCAB)) and len(words.words()) == words.VOCAB
+    assert words.words()[words.CHAIN] == "chain" and words.words()[words.DIGIT + 7] == "7"
+
+
+@pytest.mark.parametrize("task", ["recall", "tracking", "sum"])
+def test_answers_in_words_follow_from_their_contexts(task: str) -> None:
+    questions = tasks.in_words(task, SIZE)
+    assert [q.group for q in questions] == ["256"] * 6 + ["512"] * 6
+    assert questions == tasks.in_words(task, SIZE)
+    for question in questions:
+        context, _, asked = question.prompt.rpartition(" | ")
+        assert len(question.prompt.split()) <= int(question.group)
+        first, held = asked.split()[1], pairs(context)
+        if task == "sum":
+            keys = asked.split()[1::2]
+            assert question.answer == str(sum(int(held[key]) for key in keys) % 10)
+        elif task == "recall":
+            assert question.answer == held[first]
+        else:
+            assert question.answer.split() == [held[first], held[held[first]]]
+    [interview, *_] = tasks.interviews(task, SIZE)
+    said = interview.dialogue.split()
+    last = [said[places[-1]] for places in interview.answers]
+    assert last == [q.answer.split()[-1] for q in questions[:3]]
+
+
+def test_copying_goes_on_where_its_prompt_ends() -> None:
+    for question in tasks.in_words("copying", SIZE):
+        *source, a, b, c, d = question.prompt.split()
+        at = source.index(a)
+        assert source[at:at + 4] == [a, b, c, d] and question.answer.split() == source[at + 4:at + 20]
+
+
+def test_english_answers_are_in_their_contexts() -> None:
+    for question in tasks.in_english("recall", SIZE):
+        name = question.prompt.rpartition("As said above, the code of the ")[2].removesuffix(" is")
+        assert f"The code of the {name} is {question.answer}.\n" in question.prompt
+    for question in tasks.in_english("tracking", SIZE):
+        name = question.prompt.rpartition("above, the ")[2].removesuffix(" points to the")
+        middle, end = question.answer.split(" points to the ")
+        assert f"The {name} points to the {middle}.\n" in question.prompt
+        assert f"The {middle} points to the {end}.\n" in question.prompt
+    assert 1 < len({q.prompt.index(q.answer) for q in tasks.needles(SIZE, None)})
+
+
+@pytest.mark.parametrize(("text", "right"), [
+    (" red fox. The red fox points to the big owl", True), ("red fox points to the big owl.", True),
+    (" big owl", False), ("", False), ("the red fox points to the big owl", False),
+    ("red fox points to the big", False)])
+def test_what_counts_as_right(text: str, right: bool) -> None:
+    assert Question("", "", "red fox points to the big owl", 9).right(text) == right
+
+
+def test_gsm8k_reads_a_file_that_the_user_names(tmp_path: Path) -> None:
+    path = tmp_path / "problems.jsonl"
+    path.write_text('{"question": "1 + 1?", "answer": "It is 2.\\n#### 1,002.50"}\n')
+    [question] = tasks.gsm8k(str(path), 5, 0)
+    assert question.answer == "1002.5" and question.chat and "1 + 1?" in question.prompt
+    assert tasks.number_in("so 3 x 4 = 12, hence #### -1,200") == "-1200" and tasks.number_in("none") is None
+    path.write_text('{"question": "1"}')
+    with pytest.raises(ConfigError, match="not JSON lines"):
+        tasks.gsm8k(str(path), 5, 0)
+
+
+def test_intervals() -> None:
+    assert main.interval(0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
+    assert main.interval(98, 100) == pytest.approx((0.9300, 0.9945), abs=1e-4)
+    low, mean, high = main.loss_interval([1.0] * 64 + [3.0] * 64)
+    assert mean == 2.0 and high - mean == pytest.approx(1.959964) == mean - low
+    assert main.loss_interval([2.0, 4.0]) == (3.0, 3.0, 3.0)
+
+
+class Forced:
+    """Stands for an engine: whoever asks for `v`-words gets rank 1, but for one of them."""
+
+    llm = Namespace(encode=str.split)
+
+    async def tokens(self, text: str) -> int:
+        return len(text.split())
+
+    async def forced(self, prompt: list[str], given: list[str]) -> list[Logprob]:
+        places = [i for i, word in enumerate(given) if word[0] == "v"]
+        return [Logprob(-math.log(2), 2 if i == places[0] else 1, word) for i, word in enumerate(given)]
+
+
+def test_an_interview_counts_ranks_where_answers_are(capsys: pytest.CaptureFixture[str],
+                                                          tmp_path: Path) -> None:
+    args = Namespace(task="recall", contexts=(256,), samples=2, questions=3, eval_seed=0, concurrency=2,
+                     quiet=True, forced=True, output_json=str(tmp_path / "out.json"))
+    assert asyncio.run(main._interviews(Forced(), args)) == 0
+    assert "4 of 6" in capsys.readouterr().out
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["groups"][0]["right"] == 4 and found["answers"][0]["right"] == [False, True, True]
+    assert isinstance(tasks.interviews("recall", SIZE)[0], Interview)
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ((), "a MODEL or --base-url"), (("--base-url", "http://x",), "needs --task"),
+    (("--base-url", "http://x", "--task", "text"), "--file FILE"),
+    (("--base-url", "http://x", "--text", "f", "--needles"), "two tasks"),
+    (("--base-url", "http://x", "--text", "f"), "in the library only"),
+    (("--base-url", "http://x", "--task", "recall", "--file", "f"), "makes its own"),
+    (("--base-url", "http://x", "--task", "needles", "--forced"), "while decoding"),
+    (("--base-url", "http://x", "--needles", "--contexts", "1k"), "numbers of tokens"),
+    (("--base-url", "http://x", "--needles", "--contexts", "64"), "at least 128"),
+    (("--base-url", "http://127.0.0.1:9", "--needles", "--samples", "0"), "at least 1"),
+    (("--base-url", "http://127.0.0.1:9", "--needles"), "does not answer /v1/models"),
+])
+def test_flags_that_do_not_go_together_are_one_line(given: tuple[str, ...], message: str,
+                                                    capsys: pytest.CaptureFixture[str]) -> None:
+    assert penstock(["eval", *given]) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
