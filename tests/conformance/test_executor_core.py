@@ -1,4 +1,4 @@
-"""The real core drives the CPU executor: tokens equal a dense recompute under every schedule.
+"""The real core drives the executor: tokens equal a dense recompute under every schedule.
 
 Small pools force pauses and drops; copies come as late as their fences permit, out of order or
 torn. Free pages are filled with NaN at every turn and ids are disjoint, so a wrong page shows.
@@ -30,7 +30,8 @@ from penstock.core.plan import (
     Token,
 )
 from penstock.core.settings import CacheGroup, CoreConfig
-from penstock.exec.executor import CpuExecutor
+from penstock.exec.front import Front
+from penstock.exec.rank import Rank
 from penstock.kernels import paged_attention
 from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
@@ -108,8 +109,8 @@ class Engine:
         self.pools = [(hbm, have.device[0].pool), *((pool, have.host[0].pool) for pool in dram)]
         self.poison()
         plan = functools.partial(paged_attention.plan, backend=self.backend)
-        self.ex = CpuExecutor(model(), plan, [hbm], dram, rows=self.rows, max_len=64, row_base=70,
-                              lateness=self.lateness)
+        self.ex = Front([Rank(model(), plan, [hbm], dram, rows=self.rows, max_len=64, row_base=70,
+                              lateness=self.lateness)])
 
     def poison(self) -> None:
         """Nobody may read a page that is on a free list before it is written again."""

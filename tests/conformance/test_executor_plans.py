@@ -1,4 +1,4 @@
-"""The CPU executor against hand-written plans: tokens equal a dense recompute, whatever the plan.
+"""The executor against hand-written plans: tokens equal a dense recompute, whatever the plan.
 
 Rows, device pages and host pages have disjoint ids; every pool starts as NaN, so a slot that is
 read before it was written shows in the tokens.
@@ -32,7 +32,8 @@ from penstock.core.plan import (
     StepPlan,
     Tier,
 )
-from penstock.exec.executor import CpuExecutor
+from penstock.exec.front import Front
+from penstock.exec.rank import Rank
 from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
 from penstock.memory.lateness import Promptly
@@ -99,7 +100,7 @@ def dense(prompt: tuple[int, ...], n: int) -> tuple[int, ...]:
 class Hand:
     """Writes plans. `give` and `take` act on the next plan; `send` submits it."""
 
-    ex: CpuExecutor
+    ex: Front
     step: int = 0
     moves_made: int = 0
     work: list = field(default_factory=list)      # (row, rid, start, tokens, samples)
@@ -147,13 +148,13 @@ class Hand:
         return events
 
 
-def executor(*, lateness=None, attention=None, seed=0, with_model=None) -> CpuExecutor:
+def executor(*, lateness=None, attention=None, seed=0, with_model=None) -> Front:
     shape = PageLayout(num_layers=2, num_kv_heads=2, page_size=G, head_dim=8)
     hbm, dram = HbmPool(shape, 40, base=HBM), DramPool(shape, 40, base=DRAM)
     hbm.fill(float("nan"))
     dram.fill(float("nan"))
-    return CpuExecutor(with_model or model(), attention or plain, [hbm], [dram], rows=6,
-                       max_len=40 * G, row_base=ROWS, seed=seed, lateness=lateness)
+    return Front([Rank(with_model or model(), attention or plain, [hbm], [dram], rows=6,
+                       max_len=40 * G, row_base=ROWS, seed=seed, lateness=lateness)])
 
 
 def tokens_of(events) -> list[int]:

@@ -20,7 +20,8 @@ from penstock.config.params import SamplingParams
 from penstock.core.core import Core
 from penstock.core.plan import Arrived, Finished, Moved, Paused, RequestId, Retired, Token
 from penstock.core.settings import CacheGroup, CoreConfig
-from penstock.exec.executor import CpuExecutor
+from penstock.exec.front import Front
+from penstock.exec.rank import Rank
 from penstock.kernels import paged_attention
 from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
@@ -55,10 +56,12 @@ class Toy:
         return hidden @ self.head.T
 
 
-def cpu(lateness=None):
+def front(*latenesses):
+    """One rank for each: replicas, every one with all of the model."""
     plan = functools.partial(paged_attention.plan, backend="reference")
-    ex = CpuExecutor(Toy(), plan, [HbmPool(SHAPE, 12, base=300)], [DramPool(SHAPE, 20, base=7000)],
-                     rows=3, max_len=48, row_base=40, lateness=lateness)
+    ex = Front([
+        Rank(Toy(), plan, [HbmPool(SHAPE, 12, base=300)], [DramPool(SHAPE, 20, base=7000)], rows=3,
+             max_len=48, row_base=40, lateness=lateness) for lateness in latenesses])
     return ex, lambda rid, prompt: ex.open(rid, prompt, SamplingParams(temperature=0.0))
 
 
@@ -68,7 +71,9 @@ def sim():
 
 
 EXECUTORS = {
-    "CpuExecutor": [cpu, lambda: cpu(Promptly()), lambda: cpu(Latest()), lambda: cpu(Shuffled(1, torn=0.2))],
+    "Front": [lambda: front(None), lambda: front(Promptly()), lambda: front(Latest()),
+              lambda: front(Shuffled(1, torn=0.2)), lambda: front(Promptly(), Shuffled(1, torn=0.2)),
+              lambda: front(Latest(), None)],
     "SimExecutor": [sim],
 }
 EVERY = [pytest.param(make, id=f"{name}-{i}")

@@ -24,7 +24,8 @@ from penstock.config.tree import Config
 from penstock.core.plan import Bind, Group, HbmPage, RequestId, Retired, Row, StepId, StepPlan
 from penstock.core.settings import CoreConfig
 from penstock.exec.caches import Caches, caches_of
-from penstock.exec.executor import CpuExecutor
+from penstock.exec.front import Front
+from penstock.exec.rank import Rank
 from penstock.exec.sizing import show_size, size_pools
 from penstock.kernels import layer, linear, paged_attention, registry
 from penstock.kernels.platform import KernelError, probe
@@ -45,7 +46,7 @@ TRIM_BYTES = 64 << 20         # weights loaded between two trims of the heap
 class Built:
     """An engine without its loop. `info` is flat: what was chosen and what it costs."""
 
-    executor: CpuExecutor
+    executor: Front
     core_config: CoreConfig
     vocab_size: int
     max_model_len: int
@@ -78,8 +79,8 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
     attention = functools.partial(paged_attention.plan, backend=backends["paged_attention"].name)
     prove(model, attention, caches)
     seed = config.model.seed or 0         # `resolve` has drawn one for a server
-    executor = CpuExecutor(model, attention, *caches.pools(core_config), rows=core_config.rows,
-                           max_len=core_config.max_len, seed=seed, lateness=lateness)
+    executor = Front([Rank(model, attention, *caches.pools(core_config), rows=core_config.rows,
+                           max_len=core_config.max_len, seed=seed, lateness=lateness)])
     seconds = time.perf_counter() - started
     info: Info = {
         "model": loaded.name, "load_format": loaded.load_format,
@@ -182,9 +183,8 @@ def prove(model: Model, attention: paged_attention.Planner, caches: Caches) -> N
     """Produce one token on a scratch pool: what is announced as ready has run, and first-call
     costs are paid. Raises ConfigError if the logits are not finite."""
     size = caches.layouts[0].page_size
-    ex = CpuExecutor(model, attention, [HbmPool(layout, 1, group=Group(g))
-                                        for g, layout in enumerate(caches.layouts)],
-                     rows=1, max_len=size)
+    pools = [HbmPool(layout, 1, group=Group(g)) for g, layout in enumerate(caches.layouts)]
+    ex = Front([Rank(model, attention, pools, rows=1, max_len=size)])
     rid, prompt = RequestId(0), (0,) * min(size, model.max_position)
     ex.open(rid, prompt, SamplingParams(temperature=0.0))
     ex.submit(StepPlan(

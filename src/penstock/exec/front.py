@@ -1,0 +1,214 @@
+"""The executor: hands each plan to every rank, collects what they report and tells the core once all have.
+
+Owns which requests are open and which plans and moves are in flight. Decides nothing, touches no
+tensor: which rows run, where pages live and when a request ends is the core's business.
+"""
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from penstock.config.params import SamplingParams
+from penstock.core.plan import (
+    Aborted,
+    Event,
+    Moved,
+    MoveId,
+    RequestId,
+    Retired,
+    StepId,
+    StepPlan,
+)
+from penstock.exec.rank import Report, Stepped
+from penstock.exec.sampling import Logprobs
+
+log = logging.getLogger(__name__)
+
+
+class Ranked(Protocol):
+    """What the front needs of a rank, here or in another process."""
+
+    def open(self, rid: RequestId, prompt: tuple[int, ...], params: SamplingParams, *, choice: int,
+             stop_ids: tuple[int, ...]) -> None:
+        """Make `rid` known, before the first plan that names it. Raises RequestError, the same on
+        every rank."""
+        ...
+
+    def close(self, rid: RequestId) -> None:
+        """No plan that is still to come names `rid`."""
+        ...
+
+    def start(self, plan: StepPlan) -> None:
+        """Queue a plan. Never blocks on the device."""
+        ...
+
+    def collect(self, *, block: bool) -> list[Report]:
+        """Reports since the last call, in order; with `block`, at least one unless nothing that is
+        in flight can end before another plan comes."""
+        ...
+
+    def stats(self) -> dict[str, float]:
+        """Seconds, bytes and moves of this rank, by metric name; those of all ranks are added."""
+        ...
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request between `open` and its last plan."""
+
+    queued: int = 0              # plans in flight that name it
+    closed: bool = False
+    fault: str | None = None     # why this executor aborted it
+    logprobs: dict[int, Logprobs] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Step:
+    """A plan in flight, how many ranks have not reported it, and what the last one did."""
+
+    plan: StepPlan
+    missing: int
+    stepped: Stepped | None = None
+
+
+@dataclass(slots=True)
+class _Move:
+    missing: int
+    ok: bool = True
+
+
+class Front:
+    """`core.plan.Executor` over its ranks, plus what the loop asks about open requests.
+
+    submit      hands the plan on, so that it may be made before the step in front of it has run
+    poll        see `Ranked.collect`. A step has retired, and a move has ended, when all ranks have
+                said so; a move is ok if it is on every rank; tokens are those of the last rank.
+    Retired     has () for a row whose logits were not finite; an Aborted for its request follows,
+                and `fault` says why. One request fails, the engine goes on.
+    """
+
+    def __init__(self, ranks: Sequence[Ranked]) -> None:
+        self._ranks = ranks
+        self._open: dict[RequestId, _Open] = {}
+        self._steps: dict[StepId, _Step] = {}
+        self._moves: dict[MoveId, _Move] = {}
+        self._newest = StepId(0)
+        self._count = dict.fromkeys(("steps", "empty_steps", "prefill_tokens", "decode_tokens",
+                                     "sampled_tokens", "nonfinite_rows"), 0)
+
+    # ------------------------------------------------------------ requests
+    def open(self, rid: RequestId, prompt: tuple[int, ...], params: SamplingParams, *,
+             choice: int = 0, stop_ids: tuple[int, ...] = ()) -> None:
+        """Make `rid` known, before the first plan that names it.
+
+        stop_ids  token ids that end it: `min_tokens` keeps them from being sampled too early.
+        Raises RequestError for a token id outside the vocabulary; nothing is kept then.
+        """
+        assert rid not in self._open, f"request {rid} is open already"
+        for rank in self._ranks:
+            rank.open(rid, prompt, params, choice=choice, stop_ids=stop_ids)
+        self._open[rid] = _Open()
+
+    def close(self, rid: RequestId) -> None:
+        """`rid` has finished. Its state goes when the last plan in flight that names it has run."""
+        state = self._open[rid]
+        assert not state.closed, f"request {rid} is closed already"
+        state.closed = True
+        self._forget(rid, state)
+
+    def _forget(self, rid: RequestId, state: _Open) -> None:
+        if state.closed and state.queued == 0:
+            del self._open[rid]
+            for rank in self._ranks:
+                rank.close(rid)
+
+    def take_logprobs(self, rid: RequestId, index: int) -> Logprobs | None:
+        """Logprobs of output token `index`, once; None if none were asked for or they are gone."""
+        state = self._open.get(rid)
+        return None if state is None else state.logprobs.pop(index, None)
+
+    def fault(self, rid: RequestId) -> str | None:
+        """Why this executor aborted `rid`, until `close`; None if it did not."""
+        return self._open[rid].fault
+
+    # ------------------------------------------------------------ plans
+    def submit(self, plan: StepPlan) -> None:
+        """Queue a plan. Asserts that steps are dense and that its requests are open."""
+        assert plan.step == self._newest + 1, f"step {plan.step} after step {self._newest}"
+        for rid in _named(plan):
+            assert rid in self._open, f"step {plan.step} names request {rid}, which is not open"
+            self._open[rid].queued += 1
+        self._newest = plan.step
+        self._steps[plan.step] = _Step(plan, len(self._ranks))
+        for move in plan.moves:
+            self._moves[move.id] = _Move(len(self._ranks))
+        for rank in self._ranks:
+            rank.start(plan)
+
+    def poll(self, *, block: bool) -> Sequence[Event]:
+        while True:
+            reports = [(i, report) for i, rank in enumerate(self._ranks)
+                       for report in rank.collect(block=block)]
+            events = [event for i, report in reports for event in self._merge(i, report)]
+            if events or not reports or not block:
+                return events
+
+    def _merge(self, rank: int, report: Report) -> list[Event]:
+        """What is told now that this rank has reported too."""
+        if isinstance(report, Moved):
+            move = self._moves[report.id]
+            move.missing -= 1
+            move.ok = move.ok and report.ok
+            if move.missing:
+                return []
+            del self._moves[report.id]
+            return [Moved(report.id, move.ok)]
+        step = self._steps[report.step]
+        step.missing -= 1
+        if rank == len(self._ranks) - 1:
+            step.stepped = report
+        if step.missing:
+            return []
+        assert step.stepped is not None
+        return self._retired(self._steps.pop(report.step).plan, step.stepped)
+
+    def _retired(self, plan: StepPlan, stepped: Stepped) -> list[Event]:
+        for rid, index, logprobs in stepped.logprobs:
+            self._open[rid].logprobs[index] = logprobs
+        aborts: list[Event] = [Aborted(rid, damaged=True) for rid, why in stepped.faults
+                               if self._fault(rid, why)]
+        decodes = sum(c == 1 and s for c, s in zip(plan.count, plan.samples, strict=True))
+        self._count["steps"] += 1
+        self._count["empty_steps"] += not plan.rows
+        self._count["decode_tokens"] += decodes
+        self._count["prefill_tokens"] += len(plan.tokens) - decodes
+        self._count["sampled_tokens"] += len(stepped.tokens) - len(stepped.faults)
+        self._count["nonfinite_rows"] += len(stepped.faults)
+        for rid in _named(plan):
+            state = self._open[rid]
+            state.queued -= 1
+            self._forget(rid, state)
+        return [Retired(plan.step, stepped.tokens), *aborts]
+
+    def _fault(self, rid: RequestId, why: str) -> bool:
+        """Note why `rid` fails. False if it has failed before."""
+        state = self._open[rid]
+        if state.fault is not None:
+            return False
+        state.fault = why
+        log.error("request %d aborted: %s", rid, why)
+        return True
+
+    def stats(self) -> dict[str, float]:
+        """By metric name: counters since start, and the sums over the ranks of what they tell."""
+        out: Counter[str] = Counter({f"executor_{k}_total": v for k, v in self._count.items()})
+        for rank in self._ranks:
+            out.update(rank.stats())
+        return {**out, "executor_requests": len(self._open), "executor_queued_plans": len(self._steps)}
+
+
+def _named(plan: StepPlan) -> set[RequestId]:
+    return {*plan.rids, *(b.rid for b in plan.binds)}

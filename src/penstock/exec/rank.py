@@ -1,0 +1,188 @@
+"""What one rank does with a plan: row tables, forward, sampling, moves. Runs in the calling thread.
+
+Owns the tensors of its part of the model, the sampling state of open requests and the queue of plans.
+Decides nothing, and knows no other rank: `front.py` makes an executor of one or several.
+
+    T tokens of the step   B rows that sample   N query heads   K KV heads   H head dim
+"""
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from penstock.config.params import SamplingParams
+from penstock.core.plan import Moved, RequestId, StepId, StepPlan
+from penstock.exec.lower import Lowered, RowTables
+from penstock.exec.sampling import Logprobs, Sampler, Sampling
+from penstock.kernels.paged_attention import AttentionSpec, Planner, store
+from penstock.memory.dram import DramPool
+from penstock.memory.hbm import HbmPool
+from penstock.memory.lateness import Lateness
+from penstock.memory.mover import Mover
+from penstock.model.base import CacheShape, Model
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """A step has executed on this rank.
+
+    tokens      as in `core.plan.Retired`; () for a row whose logits were not finite
+    logprobs    (request, index of the output token, its logprobs) where they were asked for
+    faults      (request, why) of each row whose logits were not finite
+    """
+
+    step: StepId
+    tokens: tuple[tuple[int, ...], ...] = ()
+    logprobs: tuple[tuple[RequestId, int, Logprobs], ...] = ()
+    faults: tuple[tuple[RequestId, str], ...] = ()
+
+
+Report: TypeAlias = Stepped | Moved
+
+
+class Rank:
+    """One rank in this process.
+
+    collect     with `block` executes the oldest queued plan, or, with none queued, waits for the end
+                of a copy; without, runs no step. Both start the copies that are due and report those
+                that have ended. Copies run in a thread of the mover's own, beside the steps; with a
+                `lateness`, which picks them, they run inline.
+    """
+
+    def __init__(self, model: Model, attention: Planner, hbm: Sequence[HbmPool],
+                 dram: Sequence[DramPool] = (), *, rows: int, max_len: int, row_base: int = 0,
+                 seed: int = 0, lateness: Lateness | None = None) -> None:
+        """Pools by cache group of the model; `dram` is empty without a host tier. max_len: tokens
+        of the longest request."""
+        self._model, self._attention, self._hbm, self._dram = model, attention, hbm, dram
+        self._tables = RowTables(rows, max_len, hbm, dram, base=row_base)
+        self._sampler = Sampler(model.vocab_size, rows, seed=seed)
+        self._specs = [_spec(model, group, pool)
+                       for group, pool in zip(model.groups, hbm, strict=True)]
+        self._places = _places(model, hbm)
+        self._mover = Mover([*hbm, *dram], lateness)
+        self._queue: deque[StepPlan] = deque()
+        self._executed = StepId(0)
+        self._open: dict[RequestId, Sampling] = {}
+        self._forward_s = 0.0
+        self._sampling_s = 0.0
+
+    def open(self, rid: RequestId, prompt: tuple[int, ...], params: SamplingParams, *,
+             choice: int, stop_ids: tuple[int, ...]) -> None:
+        """Sampling state of `rid`. Raises RequestError for a token id outside the vocabulary."""
+        self._open[rid] = self._sampler.open(rid, prompt, params, choice, stop_ids)
+
+    def close(self, rid: RequestId) -> None:
+        del self._open[rid]
+
+    def start(self, plan: StepPlan) -> None:
+        self._queue.append(plan)
+
+    def collect(self, *, block: bool) -> list[Report]:
+        reports: list[Report] = []
+        idle = block and not self._queue
+        if block and self._queue:
+            plan = self._queue.popleft()
+            with torch.inference_mode():
+                reports.append(self._execute(plan))
+            self._executed = plan.step
+            self._mover.add(plan.moves)
+        reports += self._mover.run(self._executed, idle=idle)
+        return reports
+
+    def _execute(self, plan: StepPlan) -> Stepped:
+        assert not plan.waits, "this rank waits for no copies"
+        for bind in plan.binds:
+            s = self._open[bind.rid]
+            if not bind.keep:
+                self._sampler.bind(s, self._tables.index(bind.row), bind.emitted)
+            self._tables.bind(bind, s.outputs[-1] if s.outputs else 0)
+        for grow in plan.grows:
+            self._tables.grow(grow)
+        for lost in plan.yields:
+            self._tables.unmap(lost)
+        if not plan.rows:
+            return Stepped(plan.step)
+        started = time.perf_counter()
+        lowered = self._tables.lower(plan)
+        hidden_TD = self._forward(lowered)
+        self._forward_s += time.perf_counter() - started
+        if not lowered.sample_rows:
+            return Stepped(plan.step)
+        return self._sample(plan, lowered, hidden_TD)
+
+    def _forward(self, lowered: Lowered) -> Tensor:
+        plans = [self._attention(ragged, spec)
+                 for ragged, spec in zip(lowered.ragged, self._specs, strict=True)]
+
+        def attend(layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+            group, k_PKGH, v_PKGH = self._places[layer]
+            ragged = lowered.ragged[group]
+            store(k_TKH, v_TKH, k_PKGH, v_PKGH, ragged.page_T, ragged.offset_T)
+            return plans[group](q_TNH, k_PKGH, v_PKGH)
+
+        return self._model.forward(lowered.ids_T, lowered.positions_T, attend)
+
+    def _sample(self, plan: StepPlan, lowered: Lowered, hidden_TD: Tensor) -> Stepped:
+        started = time.perf_counter()
+        logits_BV = self._model.logits(hidden_TD[lowered.sample_at_B])
+        rids = [rid for rid, samples in zip(plan.rids, plan.samples, strict=True) if samples]
+        states = [self._open[rid] for rid in rids]
+        token_B, finite_B = self._sampler.sample(logits_BV, states, lowered.sample_rows)
+        self._tables.sampled(lowered.sample_rows, token_B)
+        tokens: list[tuple[int, ...]] = []
+        logprobs, faults = [], []
+        for rid, s, token, finite in zip(rids, states, token_B.tolist(), finite_B.tolist(),
+                                         strict=True):
+            index = len(s.outputs)
+            if not finite:                  # no token is better than a made-up one
+                tokens.append(())
+                faults.append((rid, f"the model's logits for output token {index} are not finite: "
+                                    "its weights are damaged or overflow in this dtype"))
+                continue
+            s.outputs.append(token)
+            tokens.append((token,))
+            if index in s.logprobs:
+                logprobs.append((rid, index, s.logprobs.pop(index)))
+        self._sampling_s += time.perf_counter() - started
+        return Stepped(plan.step, tuple(tokens), tuple(logprobs), tuple(faults))
+
+    def stats(self) -> dict[str, float]:
+        """By metric name; seconds of this thread, but those of moves, which are the copy thread's."""
+        out = {"executor_forward_seconds_total": self._forward_s,
+               "executor_sampling_seconds_total": self._sampling_s,
+               "executor_pending_moves": float(len(self._mover))}
+        for (src, dst, group), traffic in self._mover.traffic.items():
+            name = self._model.groups[group].name
+            way = f'{{src="{src.value}",dst="{dst.value}",group="{name}"}}'
+            out[f"moves_total{way}"] = traffic.moves
+            out[f"moves_failed_total{way}"] = traffic.failed
+            out[f"moved_bytes_total{way}"] = traffic.bytes
+            out[f"move_seconds_total{way}"] = traffic.seconds
+        for pool in (*self._hbm, *self._dram):
+            name = self._model.groups[pool.group].name
+            out[f'pool_bytes{{tier="{pool.tier.value}",group="{name}"}}'] = pool.nbytes
+        return out
+
+
+def _spec(model: Model, group: CacheShape, pool: HbmPool) -> AttentionSpec:
+    want = (len(group.layers), group.num_kv_heads, group.planes, group.unit, group.head_dim)
+    have = pool.layout
+    assert want == (have.num_layers, have.num_kv_heads, have.planes, have.unit, have.head_dim), (
+        f"a foreign pool for group {group.name}")
+    return AttentionSpec(
+        num_heads=model.attention.num_heads, num_kv_heads=group.num_kv_heads,
+        head_dim=group.head_dim, dtype=have.dtype, scale=model.attention.scale)
+
+
+def _places(model: Model, hbm: Sequence[HbmPool]) -> dict[int, tuple[int, Tensor, Tensor]]:
+    """Of each layer: the group that attention reads, its k and v pools [P, K, G, H]."""
+    return {layer: (g, pool.pages[:, i, :, 0], pool.pages[:, i, :, 1])
+            for g, (group, pool) in enumerate(zip(model.groups, hbm, strict=True))
+            if not group.selector for i, layer in enumerate(group.layers)}
