@@ -56,6 +56,15 @@ def entry(source: Path, name: str, *argtypes: type) -> Callable[..., int]:
     return function  # type: ignore[no-any-return]
 
 
+def triton_version() -> str:
+    """Raises Unusable where Triton is not installed: kernels in it are compiled when they run first."""
+    try:
+        import triton
+    except ImportError as error:
+        raise Unusable(f"Triton is not installed ({error}): pip install 'penstock[cuda]'") from None
+    return str(triton.__version__)
+
+
 def _load(source: Path, cache: Path | None) -> tuple[ctypes.CDLL, str]:
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:

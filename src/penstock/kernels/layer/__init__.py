@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from penstock.kernels.layer import native, reference
+from penstock.kernels.layer import cuda, native, reference
 from penstock.kernels.platform import DEVICES, Implementation, Op
 
 
@@ -51,6 +51,7 @@ class LayerOps(Protocol):
 
 OP: Op[LayerOps] = Op("layer", (
     Implementation("native", native.Native(), native.probe),
+    Implementation("triton", cuda.Cuda(), cuda.probe, ("cuda",)),
     Implementation("reference", reference.Reference(), reference.probe, DEVICES),
 ))
 

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from penstock.kernels.linear import onednn, reference
+from penstock.kernels.linear import cuda, onednn, reference
 from penstock.kernels.platform import DEVICES, Implementation, KernelError, Op
 
 Linear: TypeAlias = Callable[[Tensor], Tensor]
@@ -20,6 +20,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 OP: Op[Pack] = Op("linear", (
     Implementation("onednn", onednn.pack, onednn.probe),
+    Implementation("cuda", cuda.pack, cuda.probe, ("cuda",)),
     Implementation("reference", reference.pack, reference.probe, DEVICES),
 ))
 

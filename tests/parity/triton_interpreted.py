@@ -1,0 +1,113 @@
+"""Run by test_triton.py in a process of its own, with TRITON_INTERPRET=1: kernels against plain torch."""
+from __future__ import annotations
+
+import sys
+from itertools import product
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+DTYPES = {torch.float32: 1e-5, torch.float16: 4e-3}
+count = 0
+
+
+def check(got: Tensor, want: Tensor, dtype: torch.dtype, what: object) -> None:
+    global count
+    count += 1
+    assert got.shape == want.shape, (what, got.shape, want.shape)
+    gap, most = (got.float() - want.float()).abs().max(), want.float().abs().max()
+    assert gap <= DTYPES[dtype] * max(most, 1e-3), (what, dtype, float(gap), float(most))
+
+
+def attended(q_NH: Tensor, k_SKH: Tensor, v_SKH: Tensor, scale: float) -> Tensor:
+    group = q_NH.shape[0] // k_SKH.shape[1]
+    k_SNH, v_SNH = (x.float().repeat_interleave(group, 1) for x in (k_SKH, v_SKH))
+    weights_NS = (torch.einsum("nh,snh->ns", q_NH.float(), k_SNH) * scale).softmax(-1)
+    return torch.einsum("ns,snh->nh", weights_NS, v_SNH)
+
+
+def attention() -> None:
+    """Stores every token through the tables into pages that are NaN elsewhere, then decodes."""
+    from penstock.kernels.paged_attention import triton_decode
+
+    contexts = [17, 16, 1, 0, 33]
+    rows = torch.tensor([5, 1, 2, 0, 3], dtype=torch.int32)
+    for dtype, (kv_heads, group, dim), size in (
+            (torch.float32, (2, 3, 20), 3), (torch.float16, (2, 3, 20), 16), (torch.float32, (1, 8, 16), 16)):
+        needed = [-(-n // size) for n in contexts]
+        pool = torch.full((sum(needed) + 3, 2, kv_heads, 2, size, dim), float("nan")).to(dtype)
+        free = torch.randperm(len(pool)).int()
+        table = torch.full((8, 80), -1, dtype=torch.int32)
+        for row, pages in zip(rows.tolist(), free.split([*needed, 3]), strict=False):
+            table[row, :len(pages)] = pages
+        k, v = pool[:, 1, :, 0], pool[:, 1, :, 1]
+        qkv = torch.randn(sum(contexts), 2 * kv_heads + 1, dim).to(dtype)
+        k_new, v_new = qkv[:, 1:kv_heads + 1], qkv[:, kv_heads + 1:]
+        row_T = torch.cat([torch.full((n,), int(r)) for n, r in zip(contexts, rows, strict=True)]).int()
+        position_T = torch.cat([torch.arange(n) for n in contexts]).int()
+        row_T, position_T = torch.cat((row_T, row_T[:1])), torch.cat((position_T, position_T[:1] - 1))
+        padded = torch.cat((qkv, qkv[:1]))                  # its last token has position -1
+        triton_decode.store(padded[:, 1:kv_heads + 1], padded[:, kv_heads + 1:], k, v, table, row_T,
+                            position_T)
+        assert pool[:, 0].isnan().all()
+        q = torch.randn(len(contexts), kv_heads * group + 1, dim).to(dtype)[:, 1:]
+        starts = [sum(contexts[:i]) for i in range(len(contexts))]
+        want = torch.stack([
+            attended(q[i], k_new[s:s + n], v_new[s:s + n], 0.3) if n else torch.zeros(q.shape[1:])
+            for i, (s, n) in enumerate(zip(starts, contexts, strict=True))])
+        for parts in (1, 3):
+            got = triton_decode.decode(q, k, v, table, rows, torch.tensor(contexts, dtype=torch.int32),
+                                       scale=0.3, cut=triton_decode.Tuning(block=16, parts=parts))
+            check(got, want, dtype, ("decode", kv_heads, group, dim, size, parts))
+    for dtype in DTYPES:
+        scores, v = torch.randn(3, 5, 12), torch.randn(3, 12, 20).to(dtype)
+        halves = []
+        for cut in (slice(0, 7), slice(7, 12)):
+            part = (scores[..., cut].softmax(-1) @ v[:, cut].float()).to(dtype)
+            halves += [part, scores[..., cut].logsumexp(-1)]
+        check(triton_decode.merge(*halves), (scores.softmax(-1) @ v.float()).transpose(0, 1), dtype, "merge")
+
+
+def layer() -> None:
+    from penstock.kernels.layer.reference import Reference
+    from penstock.kernels.layer.triton_ops import TritonOps
+
+    own, reference = TritonOps(), Reference()
+    for dtype, tokens, dim in product(DTYPES, (1, 3), (7, 300)):
+        h, delta, weight = (torch.randn(n, dim).to(dtype) for n in (tokens, tokens, 1))
+        for add in (None, delta):
+            a, b = h.clone(), h.clone()
+            check(own.norm(a, add, weight[0], 1e-5), reference.norm(b, add, weight[0], 1e-5), dtype, "norm")
+            check(a, b, dtype, "norm h")
+        wide = torch.randn(tokens, 2 * dim + 5).to(dtype)[:, :2 * dim]
+        wide[0, 0] = -60.0
+        check(own.gate(wide), reference.gate(wide), dtype, "gate")
+    for dtype, tokens, (heads, dim) in product(DTYPES, (1, 3), ((1, 2), (9, 64))):
+        x, angles = torch.randn(tokens, heads + 2, dim).to(dtype), torch.randn(2, tokens, 1, dim).to(dtype)
+        weights = torch.randn(2, dim).to(dtype)
+        a, b = x.clone(), x.clone()
+        own.rotate(a[:, 1:heads + 1], *angles)
+        reference.rotate(b[:, 1:heads + 1], *angles)
+        check(a, b, dtype, ("rotate", heads, dim))
+        own.norm_rotate(a[:, 1:heads + 1], *angles, *weights, heads * 3 // 4, 1e-5)
+        reference.norm_rotate(b[:, 1:heads + 1], *angles, *weights, heads * 3 // 4, 1e-5)
+        check(a, b, dtype, ("norm_rotate", heads, dim))
+
+
+def linear() -> None:
+    from penstock.kernels.linear import triton_rows
+
+    for tokens, (outputs, inputs), cut in product(
+            (1, 2, 17), ((37, 19), (64, 300)), (triton_rows.Cut(16, 64, 4, 2),)):
+        x = torch.randn(tokens, inputs + 3).half()[:, :inputs]
+        weight, bias = torch.randn(outputs, inputs).half(), torch.randn(outputs).half()
+        for b in (None, bias):
+            want = F.linear(x.float(), weight.float(), None if b is None else b.float())
+            check(triton_rows.run(x, weight, b, cut), want, torch.float16, ("linear", tokens, outputs, cut))
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    {"attention": attention, "layer": layer, "linear": linear}[sys.argv[1]]()
+    print("checked", count)
