@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from penstock.kernels.paged_attention import native, reference, sdpa
+from penstock.kernels.paged_attention import cuda, native, reference, sdpa
 from penstock.kernels.paged_attention.spec import AttentionSpec
 from penstock.kernels.platform import DEVICES, Implementation, Op
 from penstock.kernels.ragged import Ragged
@@ -27,6 +27,7 @@ Plan: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 Planner: TypeAlias = Callable[[Ragged, AttentionSpec], Plan]
 
 OP: Op[Planner] = Op("paged_attention", (
+    Implementation("cuda", cuda.plan, cuda.probe, ("cuda",)),
     Implementation("native", native.plan, native.probe),
     Implementation("sdpa", sdpa.plan, sdpa.probe),
     Implementation("reference", reference.plan, reference.probe, DEVICES),
