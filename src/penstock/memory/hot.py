@@ -1,0 +1,94 @@
+"""What a device remembers of hot buffers: which units of a row are in which slots of its hot pages.
+
+Owns maps, stamps and counts of every row and layer of one hosted group; the bytes are pages of the device
+pool. Nothing here decides what is brought in or given up: `kernels.resolve` does, in every layer, on
+the device. Knows rows and table entries, not requests.
+
+    L layers of the group   R rows   K KV heads   M units that a row may have   S slots   W hot pages
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.hot import HotLayer
+
+
+class HotBuffers:
+    """The hot buffers of all rows. Rows, pages and entries are indices: ids less their base.
+
+    pages        entries that a row's page table may have
+    hot_pages    pages that a row's hot buffer may have
+    page_units   units of a page
+    """
+
+    def __init__(self, *, layers: int, rows: int, kv_heads: int, pages: int, hot_pages: int,
+                 page_units: int, device: torch.device | str = "cpu") -> None:
+        self._page_units = page_units
+
+        def filled(value: int, *shape: int) -> Tensor:
+            return torch.full(shape, value, dtype=torch.int32, device=device)
+        self._slot_LRKM = filled(-1, layers, rows, kv_heads, pages * page_units)
+        self._unit_LRKS = filled(-1, layers, rows, kv_heads, hot_pages * page_units)
+        self._stamp_LRKS = filled(0, layers, rows, kv_heads, hot_pages * page_units)
+        self._page_RW = filled(-1, rows, hot_pages)
+        self._now_1 = filled(0, 1)
+        self._count_LRKE = torch.zeros(layers, rows, kv_heads, 4, dtype=torch.int64, device=device)
+        self.layers = tuple(
+            HotLayer(self._slot_LRKM[layer], self._unit_LRKS[layer], self._stamp_LRKS[layer],
+                     self._page_RW, self._count_LRKE[layer]) for layer in range(layers))
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes of all tables, which count in the budget as pages do."""
+        return sum(t.nbytes for t in (self._slot_LRKM, self._unit_LRKS, self._stamp_LRKS,
+                                      self._page_RW, self._now_1, self._count_LRKE))
+
+    def bind(self, row: int, pages: Sequence[int], keeps: Sequence[int]) -> None:
+        """Forget what is hot of `row`; from now on its hot buffer is `pages` of the device pool.
+
+        keeps   for each of them the table entry whose content it holds already, or -1: `Hot.keeps`.
+                Later entries count as used later.
+        """
+        assert len(pages) == len(keeps) <= self._page_RW.shape[1], (
+            f"{len(pages)} hot pages, {len(keeps)} of them kept, of at most {self._page_RW.shape[1]}")
+        self.void(row)
+        self._page_RW[row] = -1
+        if not pages:
+            return
+        self._page_RW[row, :len(pages)] = torch.tensor(pages, dtype=torch.int32).to(self._page_RW.device)
+        kept = [(page, entry) for page, entry in enumerate(keeps) if entry >= 0]
+        if not kept:
+            return
+        assert len({entry for _, entry in kept}) == len(kept), "two hot pages hold one table entry"
+        size = self._page_units
+        place_J = torch.arange(size, device=self._page_RW.device)
+        page_J, entry_J = torch.tensor(kept, device=self._page_RW.device).unbind(1)
+        slot_J, unit_J = ((x[:, None] * size + place_J).flatten() for x in (page_J, entry_J))
+        self._slot_LRKM[:, row, :, unit_J] = slot_J.int()
+        self._unit_LRKS[:, row, :, slot_J] = unit_J.int()
+        # Before any step that is still to come: a unit that this step used could not be given up.
+        self._stamp_LRKS[:, row, :, slot_J] = self._now_1 + (unit_J - unit_J.max() - 1).int()
+
+    def void(self, row: int) -> None:
+        """Nothing of `row` is hot any more: its hot pages hold something else, or will."""
+        self._slot_LRKM[:, row] = -1
+        self._unit_LRKS[:, row] = -1
+
+    def tick(self, rounds: int) -> Tensor:
+        """int32 [rounds, 1]: the stamps of as many rounds of a step, each larger than all before."""
+        now_R1 = (self._now_1 + torch.arange(1, rounds + 1, dtype=torch.int32,
+                                             device=self._now_1.device))[:, None]
+        self._now_1.copy_(now_R1[-1])
+        return now_R1
+
+    def counts(self, row: int) -> Tensor:
+        """int64 [L, 4], on the device: chosen units of `row` that were on the device, hot, missed, and
+        units that lost their slot, since the last `clear`; summed over KV heads."""
+        return self._count_LRKE[:, row].sum(1)
+
+    def clear(self, row: int) -> None:
+        """Counts of `row` begin anew."""
+        self._count_LRKE[:, row] = 0
