@@ -114,13 +114,13 @@ def test_a_full_budget_is_dense_attention_bit_by_bit(dtype, context):
     pages_P = torch.randperm(-(-context // size), generator=g)
     pool = torch.randn(len(pages_P), kv_heads, 2, size, dim, generator=g).to(dtype)
     q = torch.randn(1, heads, dim, generator=g).to(dtype)
-    k, v = (pool[:, :, c].transpose(1, 2).contiguous() for c in (0, 1))
     units = torch.arange(-(-context // unit))
     slot = pages_P[units * unit // size] * (size // unit) + units % (size // unit)
     chosen, slot = (x.int().expand(1, kv_heads, -1).contiguous() for x in (units, slot))
     spec = AttentionSpec(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, dtype=dtype, scale=0.125)
-    layout = Ragged((0, 1), (context,), (tuple(pages_P.tolist()),), torch.tensor([0]), size)
-    dense = usable("paged_attention", "native")(layout, spec)(q, k, v)
+    none = torch.tensor([0])                                        # what is stored, which nothing reads
+    layout = Ragged((0, 1), (context,), (0,), pages_P.int()[None], none, none, size)
+    dense = usable("paged_attention", "native")(layout, spec)(q, pool[:, :, 0], pool[:, :, 1])
     out, lse = usable("sparse_attention", "native")(
         q, pool, chosen, slot, torch.tensor([context - 1], dtype=torch.int32), unit=unit, scale=0.125)
     assert torch.equal(out, dense)

@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from penstock.kernels.gather import native, reference
-from penstock.kernels.platform import Implementation, Op
+from penstock.kernels.platform import DEVICES, Implementation, Op
 
 __all__ = ["OP", "Gather", "gather"]
 
@@ -35,7 +35,7 @@ class Gather(Protocol):
 
 OP: Op[Gather] = Op("gather", (
     Implementation("native", native.gather, native.probe),
-    Implementation("reference", reference.gather, reference.probe),
+    Implementation("reference", reference.gather, reference.probe, DEVICES),
 ))
 
 

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from penstock.kernels.merge import reference
-from penstock.kernels.platform import Implementation, Op
+from penstock.kernels.platform import DEVICES, Implementation, Op
 
 __all__ = ["OP", "Merge", "merge"]
 
@@ -29,7 +29,7 @@ class Merge(Protocol):
 
 # A few passes over queries and heads beside reading the windows themselves: torch is enough.
 OP: Op[Merge] = Op("merge", (
-    Implementation("reference", reference.merge, reference.probe),
+    Implementation("reference", reference.merge, reference.probe, DEVICES),
 ))
 
 

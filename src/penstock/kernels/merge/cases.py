@@ -11,21 +11,21 @@ from penstock.kernels.cases import TOLERANCE, Case, Workload
 from penstock.kernels.merge import Merge
 
 
-def cases() -> Iterator[Case]:
+def cases(device: str = "cpu") -> Iterator[Case]:
     for dtype in (torch.float32, torch.bfloat16):
         for shape in ((1, 3, 2, 16), (2, 1, 9, 64), (5, 33, 3, 20)):
-            yield Case(f"{str(dtype).removeprefix('torch.')}-{shape}", partial(_run, dtype, shape),
+            yield Case(f"{str(dtype).removeprefix('torch.')}-{shape}", partial(_run, dtype, shape, device),
                        TOLERANCE[dtype])
 
 
-def _run(dtype: torch.dtype, shape: tuple[int, ...], merge: Merge) -> Tensor:
+def _run(dtype: torch.dtype, shape: tuple[int, ...], device: str, merge: Merge) -> Tensor:
     generator = torch.Generator().manual_seed(sum(shape))
     out = torch.randn(shape, generator=generator).to(dtype)
     lse = torch.randn(shape[:3], generator=generator) * 30
     empty = torch.rand(shape[:3], generator=generator) < 0.2
     lse[empty] = float("-inf")
     out[empty] = float("nan")
-    merged, total = merge(out, lse)
+    merged, total = merge(out.to(device), lse.to(device))
     return torch.cat((merged.float(), total.clamp_min(-1e4)[..., None]), -1)
 
 

@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from penstock.kernels.hot import HotLayer
-from penstock.kernels.platform import Implementation, Op
+from penstock.kernels.platform import DEVICES, Implementation, Op
 from penstock.kernels.resolve import native, reference
 
 __all__ = ["OP", "Resolve", "resolve"]
@@ -42,7 +42,7 @@ class Resolve(Protocol):
 
 OP: Op[Resolve] = Op("resolve", (
     Implementation("native", native.resolve, native.probe),
-    Implementation("reference", reference.resolve, reference.probe),
+    Implementation("reference", reference.resolve, reference.probe, DEVICES),
 ))
 
 

@@ -16,25 +16,26 @@ from penstock.kernels.hot import HotLayer
 from penstock.kernels.resolve import Resolve
 
 
-def cases() -> Iterator[Case]:
+def cases(device: str = "cpu") -> Iterator[Case]:
     for page_units in (1, 2, 8):
         for share in (0.0, 0.4, 1.0):
             yield Case(f"{page_units} units a page, {share:.0%} on the device",
-                       partial(_run, page_units, share, 0), 0.0)
-    yield Case("stamps that wrap", partial(_run, 2, 0.1, 2 ** 31 - 3), 0.0)
+                       partial(_run, page_units, share, 0, device), 0.0)
+    yield Case("stamps that wrap", partial(_run, 2, 0.1, 2 ** 31 - 3, device), 0.0)
 
 
-def empty(rows: int, heads: int, units: int, hot_pages: int, page_units: int) -> HotLayer:
+def empty(rows: int, heads: int, units: int, hot_pages: int, page_units: int,
+          device: str = "cpu") -> HotLayer:
     """A state in which nothing is hot and no row has hot pages."""
     slots = hot_pages * page_units
-    return HotLayer(torch.full((rows, heads, units), -1, dtype=torch.int32),
-                    torch.full((rows, heads, slots), -1, dtype=torch.int32),
-                    torch.zeros(rows, heads, slots, dtype=torch.int32),
-                    torch.full((rows, hot_pages), -1, dtype=torch.int32),
-                    torch.zeros(rows, heads, 4, dtype=torch.int64))
+    return HotLayer(torch.full((rows, heads, units), -1, dtype=torch.int32, device=device),
+                    torch.full((rows, heads, slots), -1, dtype=torch.int32, device=device),
+                    torch.zeros(rows, heads, slots, dtype=torch.int32, device=device),
+                    torch.full((rows, hot_pages), -1, dtype=torch.int32, device=device),
+                    torch.zeros(rows, heads, 4, dtype=torch.int64, device=device))
 
 
-def _run(page_units: int, share: float, first: int, resolve: Resolve) -> Tensor:
+def _run(page_units: int, share: float, first: int, device_name: str, resolve: Resolve) -> Tensor:
     """Eight steps over three of four rows, whose hot buffers differ; 11 units a step."""
     rows, heads, pages, chosen = 4, 3, 40, 11
     generator = torch.Generator().manual_seed(page_units)
@@ -42,7 +43,8 @@ def _run(page_units: int, share: float, first: int, resolve: Resolve) -> Tensor:
     device, host, spare = ids[:rows * pages], ids[rows * pages:2 * rows * pages], ids[-40:]
     device = device.where(torch.rand(rows * pages, generator=generator) < share, -1).view(rows, pages)
     units = pages * page_units
-    hot = empty(rows, heads, units, 14, page_units)
+    hot = empty(rows, heads, units, 14, page_units, device_name)
+    device_RP, host_RP = device.to(device_name), host.view(rows, pages).to(device_name)
     for row in range(rows):
         held = -(-(chosen + row) // page_units)
         hot.page_RW[row, :held] = spare[row * 8:][:held] if page_units > 1 else torch.arange(held)
@@ -57,12 +59,12 @@ def _run(page_units: int, share: float, first: int, resolve: Resolve) -> Tensor:
         if step % 2:
             chosen_BKC[0, :, 7:] = -1
         now = torch.tensor([first + step], dtype=torch.int64).to(torch.int32)
-        slot, miss, num = resolve(chosen_BKC, row_B, device, host.view(rows, pages), hot, now,
-                                  page_units=page_units)
+        slot, miss, num = resolve(chosen_BKC.to(device_name), row_B.to(device_name), device_RP, host_RP,
+                                  hot, now.to(device_name), page_units=page_units)
         listed = miss[:int(num)].tolist()
-        left += [slot.flatten(), torch.tensor([len(listed)], dtype=torch.int32),
+        left += [slot.flatten().cpu(), torch.tensor([len(listed)], dtype=torch.int32),
                  torch.tensor(sorted(listed), dtype=torch.int32).flatten()]
-    left += [t.flatten() for t in (hot.slot_RKM, hot.unit_RKS, hot.stamp_RKS.sign(), hot.count_RKE)]
+    left += [t.flatten().cpu() for t in (hot.slot_RKM, hot.unit_RKS, hot.stamp_RKS.sign(), hot.count_RKE)]
     return torch.cat([t.long() for t in left]).int()
 
 

@@ -61,7 +61,7 @@ def resolve(chosen_BKC: Tensor, row_B: Tensor, device_RP: Tensor, host_RP: Tenso
                 hot.count_RKE[row, k, MISSES] += 1
                 slot_BKC[b, k, c] = place(slot)
                 misses.append((k, page * page_units + unit % page_units, place(slot)))
-    miss_E3 = torch.zeros(chosen_BKC.numel(), 3, dtype=torch.int32)
+    miss_E3 = chosen_BKC.new_zeros(chosen_BKC.numel(), 3)
     if misses:
-        miss_E3[:len(misses)] = torch.tensor(misses, dtype=torch.int32)
-    return slot_BKC, miss_E3, torch.tensor([len(misses)], dtype=torch.int32)
+        miss_E3[:len(misses)] = chosen_BKC.new_tensor(misses)
+    return slot_BKC, miss_E3, chosen_BKC.new_tensor([len(misses)])

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from penstock.kernels.platform import Implementation, Op
+from penstock.kernels.platform import DEVICES, Implementation, Op
 from penstock.kernels.select import native, reference
 from penstock.kernels.select.spec import SelectRule
 
@@ -44,7 +44,7 @@ class Select(Protocol):
 
 OP: Op[Select] = Op("select", (
     Implementation("native", native.select, native.probe),
-    Implementation("reference", reference.select, reference.probe),
+    Implementation("reference", reference.select, reference.probe, DEVICES),
 ))
 
 

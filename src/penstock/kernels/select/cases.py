@@ -29,7 +29,7 @@ _RULES = ((4, SelectRule(unit=4, sink=6, window=13)), (1, SelectRule(unit=8, sin
           (3, SelectRule(unit=16, sink=1, window=32)))         # units a page, rule
 
 
-def cases() -> Iterator[Case]:
+def cases(device: str = "cpu") -> Iterator[Case]:
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
         for step, queries in _QUERIES.items():
@@ -37,7 +37,7 @@ def cases() -> Iterator[Case]:
                 for j, (page_units, rule) in enumerate(_RULES):
                     if (i + j) % 2 == 0 or (step == "budgets differ" and dtype == torch.float32):
                         yield Case(f"{name}-{step}-{heads}-{rule.unit} of {page_units}",
-                                   partial(_run, dtype, queries, heads, page_units, rule), 0.0)
+                                   partial(_run, dtype, queries, heads, page_units, rule, device), 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Inputs:
 
 
 def make(dtype: torch.dtype, queries: tuple[tuple[int, int, int], ...], heads: tuple[int, int, int],
-         page_units: int, rule: SelectRule) -> Inputs:
+         page_units: int, rule: SelectRule, device: str = "cpu") -> Inputs:
     """Three rows over scattered pages; the pool's page stride is larger than a page."""
     kv_heads, group, dim = heads
     generator = torch.Generator().manual_seed(len(queries) + dim)
@@ -69,13 +69,14 @@ def make(dtype: torch.dtype, queries: tuple[tuple[int, int, int], ...], heads: t
         bounds[at, :, :, :, unit % page_units] = torch.stack((keys.amin(2), keys.amax(2)), 2).to(dtype)
     q = torch.randint(-8, 9, (len(queries), kv_heads * group + 1, dim), generator=generator) / 2
     columns = [torch.tensor(x, dtype=torch.int32) for x in zip(*queries, strict=True)]
-    return Inputs(q.to(dtype)[:, 1:], bounds[:, 1], table_RP, *columns)
+    on = [x.to(device) for x in (q.to(dtype), bounds, table_RP, *columns)]
+    return Inputs(on[0][:, 1:], on[1][:, 1], *on[2:])
 
 
 def _run(dtype: torch.dtype, queries: tuple[tuple[int, int, int], ...], heads: tuple[int, int, int],
-         page_units: int, rule: SelectRule, select: Select) -> Tensor:
+         page_units: int, rule: SelectRule, device: str, select: Select) -> Tensor:
     queries = tuple((row, at, max(budget, rule.least_units)) for row, at, budget in queries)
-    i = make(dtype, queries, heads, page_units, rule)
+    i = make(dtype, queries, heads, page_units, rule, device)
     return select(i.q_BNH, i.bounds_PK2SH, i.table_RP, i.row_B, i.position_B, i.budget_B, rule=rule,
                   chosen=int(i.budget_B.max()) + 1)
 

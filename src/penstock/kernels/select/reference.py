@@ -23,7 +23,7 @@ def select(q_BNH: Tensor, bounds_PK2SH: Tensor, table_RP: Tensor, row_B: Tensor,
            budget_B: Tensor, *, rule: SelectRule, chosen: int) -> Tensor:
     heads, size = bounds_PK2SH.shape[1], bounds_PK2SH.shape[3]
     group = q_BNH.shape[1] // heads
-    chosen_BKC = torch.full((len(row_B), heads, chosen), -1, dtype=torch.int32)
+    chosen_BKC = torch.full((len(row_B), heads, chosen), -1, dtype=torch.int32, device=q_BNH.device)
     for b, (row, position, budget) in enumerate(zip(row_B.tolist(), position_B.tolist(),
                                                     budget_B.tolist(), strict=True)):
         if position < 0:
@@ -34,11 +34,11 @@ def select(q_BNH: Tensor, bounds_PK2SH: Tensor, table_RP: Tensor, row_B: Tensor,
         for k in range(heads):
             best: list[int] = []
             if want > 0:
-                units = torch.arange(first, end)
+                units = torch.arange(first, end, device=q_BNH.device)
                 bounds_U2H = bounds_PK2SH[table_RP[row, units // size].long(), k, :, units % size]
                 score_U = scores(q_BNH[b, k * group:(k + 1) * group], bounds_U2H)
                 order = torch.sort(score_U, descending=True, stable=True).indices
                 best = sorted((units[order[:want]]).tolist())
             kept = [*range(first), *best, *range(end, last + 1)]
-            chosen_BKC[b, k, :len(kept)] = torch.tensor(kept, dtype=torch.int32)
+            chosen_BKC[b, k, :len(kept)] = chosen_BKC.new_tensor(kept)
     return chosen_BKC

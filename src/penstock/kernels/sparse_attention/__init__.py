@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from penstock.kernels.platform import Implementation, Op
+from penstock.kernels.platform import DEVICES, Implementation, Op
 from penstock.kernels.sparse_attention import native, reference
 
 __all__ = ["OP", "SparseAttention", "sparse_attention"]
@@ -38,7 +38,7 @@ class SparseAttention(Protocol):
 
 OP: Op[SparseAttention] = Op("sparse_attention", (
     Implementation("native", native.sparse_attention, native.probe),
-    Implementation("reference", reference.sparse_attention, reference.probe),
+    Implementation("reference", reference.sparse_attention, reference.probe, DEVICES),
 ))
 
 

@@ -25,7 +25,7 @@ _QUERIES: dict[str, tuple[tuple[int, int], ...]] = {
 _HEADS = ((3, 3, 64), (2, 1, 80), (1, 8, 16), (2, 4, 128), (2, 2, 20))     # KV heads, group, head dim
 
 
-def cases() -> Iterator[Case]:
+def cases(device: str = "cpu") -> Iterator[Case]:
     for dtype in (torch.float32, torch.bfloat16):
         for name, queries in _QUERIES.items():
             for i, heads in enumerate(_HEADS):
@@ -33,7 +33,7 @@ def cases() -> Iterator[Case]:
                     if (i + j) % 2 == 0:
                         yield Case(f"{str(dtype).removeprefix('torch.')}-{name}-{heads}-"
                                    f"{unit} x {page_units}",
-                                   partial(_run, dtype, queries, heads, unit, page_units),
+                                   partial(_run, dtype, queries, heads, unit, page_units, device),
                                    TOLERANCE[dtype])
 
 
@@ -47,7 +47,7 @@ class Inputs:
 
 
 def make(dtype: torch.dtype, queries: tuple[tuple[int, int], ...], heads: tuple[int, int, int],
-         unit: int, page_units: int) -> Inputs:
+         unit: int, page_units: int, device: str = "cpu") -> Inputs:
     """Every query, head and unit has a slot of its own; pages are the second of two layers'."""
     kv_heads, group, dim = heads
     generator = torch.Generator().manual_seed(len(queries) * unit + dim)
@@ -72,12 +72,13 @@ def make(dtype: torch.dtype, queries: tuple[tuple[int, int], ...], heads: tuple[
                     2, tokens, dim, generator=generator).to(dtype)
     q = torch.randn(len(queries), kv_heads * group + 1, dim, generator=generator).to(dtype)
     position = torch.tensor([position for position, _ in queries], dtype=torch.int32)
-    return Inputs(q[:, 1:], pool[:, 1], chosen, slot, position)
+    on = [x.to(device) for x in (q, pool, chosen, slot, position)]
+    return Inputs(on[0][:, 1:], on[1][:, 1], *on[2:])
 
 
 def _run(dtype: torch.dtype, queries: tuple[tuple[int, int], ...], heads: tuple[int, int, int],
-         unit: int, page_units: int, attend: SparseAttention) -> Tensor:
-    i = make(dtype, queries, heads, unit, page_units)
+         unit: int, page_units: int, device: str, attend: SparseAttention) -> Tensor:
+    i = make(dtype, queries, heads, unit, page_units, device)
     out, lse = attend(i.q_BNH, i.pool_PK2GH, i.chosen_BKC, i.slot_BKC, i.position_B, unit=unit,
                       scale=heads[2] ** -0.5)
     assert out.dtype == dtype and out.is_contiguous() and lse.dtype == torch.float32

@@ -16,13 +16,14 @@ def sparse_attention(q_BNH: Tensor, pool_PK2GH: Tensor, chosen_BKC: Tensor, slot
     queries, kv_heads, _ = chosen_BKC.shape
     group, of_page = q_BNH.shape[1] // kv_heads, pool_PK2GH.shape[3] // unit
     out_BNH = torch.zeros_like(q_BNH, memory_format=torch.contiguous_format)
-    lse_BN = torch.full(q_BNH.shape[:2], float("-inf"))
+    lse_BN = torch.full(q_BNH.shape[:2], float("-inf"), device=q_BNH.device)
+    place = torch.arange(unit, device=q_BNH.device)
     for b in range(queries):
         for k in range(kv_heads):
             units = chosen_BKC[b, k][chosen_BKC[b, k] >= 0].long()
-            position_S = (units[:, None] * unit + torch.arange(unit)).flatten()
+            position_S = (units[:, None] * unit + place).flatten()
             at = slot_BKC[b, k, :len(units)].long()
-            token = (at[:, None] % of_page * unit + torch.arange(unit)).flatten()
+            token = (at[:, None] % of_page * unit + place).flatten()
             page = (at // of_page).repeat_interleave(unit)
             seen = position_S <= position_B[b]
             if not seen.any():

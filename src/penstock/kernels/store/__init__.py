@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from penstock.kernels.hot import HotLayer
-from penstock.kernels.platform import Implementation, Op
+from penstock.kernels.platform import DEVICES, Implementation, Op
 from penstock.kernels.store import native, reference
 from penstock.kernels.store.spec import StoreAt
 
@@ -41,7 +41,7 @@ class Store(Protocol):
 
 OP: Op[Store] = Op("store", (
     Implementation("native", native.store, native.probe),
-    Implementation("reference", reference.store, reference.probe),
+    Implementation("reference", reference.store, reference.probe, DEVICES),
 ))
 
 

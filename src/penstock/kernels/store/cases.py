@@ -11,61 +11,62 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.cases import Case, Workload
+from penstock.kernels.gather.cases import host_memory
 from penstock.kernels.resolve.cases import empty
 from penstock.kernels.store import Store, StoreAt
 
 
-def cases() -> Iterator[Case]:
+def cases(device: str = "cpu") -> Iterator[Case]:
     for dtype in (torch.float32, torch.bfloat16):
         for planes, heads, dim, size, unit in ((2, 3, 20, 16, 8), (2, 2, 64, 12, 4), (1, 1, 41, 8, 1)):
             for chunk in (1, 5, 31):
                 yield Case(f"{str(dtype).removeprefix('torch.')}-{planes} x {heads} x {dim}-units of "
                            f"{unit}-{chunk} at once",
-                           partial(_run, dtype, planes, heads, dim, size, unit, chunk), 0.0)
-    yield Case("rows of 656 bytes", partial(_bytes), 0.0)
+                           partial(_run, dtype, planes, heads, dim, size, unit, chunk, device), 0.0)
+    yield Case("rows of 656 bytes", partial(_bytes, device), 0.0)
 
 
 def _run(dtype: torch.dtype, planes: int, heads: int, dim: int, size: int, unit: int, chunk: int,
-         store: Store) -> Tensor:
+         on: str, store: Store) -> Tensor:
     """Two rows of 62 tokens, `chunk` of each at once: pages on the device, on the host or on both, some
     units of what is on the host alone hot. Pools are the second of two layers'."""
     generator = torch.Generator().manual_seed(size + chunk)
     length, rows = 62, 2
     pages = -(-length // size)
-    device, host = (torch.full((3 * rows * pages, 2, heads, planes, size, dim), 3.0, dtype=dtype)
-                    for _ in range(2))
-    bounds = torch.full((rows * pages, 2, heads, 2, size // unit, dim), 3.0, dtype=dtype)
+    device = torch.full((3 * rows * pages, 2, heads, planes, size, dim), 3.0, dtype=dtype, device=on)
+    host = host_memory(device.cpu().clone(), on)
+    bounds = torch.full((rows * pages, 2, heads, 2, size // unit, dim), 3.0, dtype=dtype, device=on)
     where = torch.arange(rows * pages).view(rows, pages) % 3            # device, host, both
     ids = torch.randperm(rows * pages, generator=generator).view(rows, pages)
     device_RP, host_RP = ids.where(where != 1, -1), ids.flip(1).where(where != 0, -1)
-    hot = empty(rows, heads, pages * size // unit, 4, size // unit)
+    hot = empty(rows, heads, pages * size // unit, 4, size // unit, on)
     for row in range(rows):
         hot.page_RW[row] = torch.arange(4).int() + rows * pages + 4 * row
         for k in range(heads):
             units = [u for u in range(pages * size // unit) if where[row, u * unit // size] == 1]
             for slot, u in enumerate(units[k::2][:4 * size // unit]):
                 hot.slot_RKM[row, k, u], hot.unit_RKS[row, k, slot] = slot, u
-    x = torch.randn(planes, rows, length, heads + 1, dim, generator=generator).to(dtype)
+    x = torch.randn(planes, rows, length, heads + 1, dim, generator=generator).to(on, dtype)
     for first in range(0, length, chunk):
         at = torch.arange(first, min(first + chunk, length))
         device_T, host_T = (
             (table[:, at // size] * size + at % size).where(table[:, at // size] >= 0, -1).flatten()
             for table in (device_RP, host_RP))
         summaries = torch.arange(rows)[:, None] * pages * (size // unit) + at // unit
-        step = StoreAt(device_T, host_T, summaries.flatten(),
-                       torch.arange(rows).repeat_interleave(len(at)).int(), at.repeat(rows).int(), unit)
+        step = StoreAt(device_T.to(on), host_T.to(on), summaries.flatten().to(on),
+                       torch.arange(rows).repeat_interleave(len(at)).int().to(on),
+                       at.repeat(rows).int().to(on), unit)
         store([part[:, at, 1:].flatten(0, 1) for part in x], step, device[:, 1], host[:, 1], hot,
               bounds[:, 1] if planes == 2 else None)
-    return torch.cat([t.float().flatten() for t in (device, host, bounds)])
+    return torch.cat([t.cpu().float().flatten() for t in (device, host, bounds)])
 
 
-def _bytes(store: Store) -> Tensor:
+def _bytes(on: str, store: Store) -> Tensor:
     """Latent rows as bytes, to the device alone: no other tier, no summaries, one token without a slot."""
-    device = torch.ones(3, 1, 1, 4, 656, dtype=torch.uint8)
-    x = (torch.arange(5 * 656) % 251).to(torch.uint8).view(5, 1, 656)
-    none = torch.full((5,), -1)
-    store([x], StoreAt(torch.tensor([9, -1, 3, 0, 7]), none, none, none.int(), torch.arange(5).int(), 1),
-          device)
+    device = torch.ones(3, 1, 1, 4, 656, dtype=torch.uint8, device=on)
+    x = (torch.arange(5 * 656) % 251).to(torch.uint8).view(5, 1, 656).to(on)
+    none, slots = torch.full((5,), -1, device=on), torch.tensor([9, -1, 3, 0, 7], device=on)
+    store([x], StoreAt(slots, none, none, none.int(), torch.arange(5, device=on).int(), 1), device)
     return device.float()
 
 
