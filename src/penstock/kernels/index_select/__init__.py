@@ -12,7 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from penstock.kernels.index_select import native, reference
-from penstock.kernels.platform import Implementation, Op
+from penstock.kernels.platform import DEVICES, Implementation, Op
 
 __all__ = ["OP", "IndexSelect", "index_select"]
 
@@ -40,7 +40,7 @@ class IndexSelect(Protocol):
 
 OP: Op[IndexSelect] = Op("index_select", (
     Implementation("native", native.index_select, native.probe),
-    Implementation("reference", reference.index_select, reference.probe),
+    Implementation("reference", reference.index_select, reference.probe, DEVICES),
 ))
 
 

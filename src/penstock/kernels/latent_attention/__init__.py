@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from penstock.kernels.latent_attention import native, reference
-from penstock.kernels.platform import Implementation, Op
+from penstock.kernels.platform import DEVICES, Implementation, Op
 
 __all__ = ["OP", "LatentAttention", "latent_attention"]
 
@@ -35,7 +35,7 @@ class LatentAttention(Protocol):
 
 OP: Op[LatentAttention] = Op("latent_attention", (
     Implementation("native", native.latent_attention, native.probe),
-    Implementation("reference", reference.latent_attention, reference.probe),
+    Implementation("reference", reference.latent_attention, reference.probe, DEVICES),
 ))
 
 
