@@ -29,15 +29,14 @@ from penstock.core.plan import (
     Started,
     Token,
 )
-from penstock.core.settings import CacheGroup, CoreConfig
+from penstock.core.settings import CoreConfig
+from penstock.exec.caches import caches_of
 from penstock.exec.front import Front
 from penstock.exec.rank import Rank
 from penstock.kernels import paged_attention
-from penstock.memory.dram import DramPool
-from penstock.memory.hbm import HbmPool
 from penstock.memory.lateness import Promptly
-from penstock.memory.pool import PageLayout
 from penstock.model import registry
+from penstock.model.base import CacheShape
 
 CONFIG = {
     "model_type": "qwen3", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48,
@@ -45,7 +44,6 @@ CONFIG = {
     "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
     "rope_theta": 10000.0,
 }
-SHAPE = PageLayout(num_layers=2, num_kv_heads=2, page_size=4, head_dim=8)
 GREEDY = SamplingParams(temperature=0.0)
 LATENESS = {"thread": lambda: None, "prompt": Promptly, "latest": Latest,
             "shuffled": lambda: Shuffled(1), "torn": lambda: Shuffled(2, torn=0.3)}
@@ -59,6 +57,22 @@ def model():
         m.load(name, tensor if "norm" in name else tensor * 10)
     m.finish()
     return m
+
+
+class Grouped:
+    """`model()` with other cache groups."""
+
+    def __init__(self, groups: tuple[CacheShape, ...]) -> None:
+        inner = model()
+        self.groups, self.attention, self.vocab_size = groups, inner.attention, inner.vocab_size
+        self.forward, self.logits = inner.forward, inner.logits
+
+
+# Each layer a group, and what a selector would have: a quarter of a page of theirs, less two rows.
+THREE = (CacheShape(name="even", layers=(0,), num_kv_heads=2, head_dim=8),
+         CacheShape(name="odd", layers=(1,), num_kv_heads=2, head_dim=8),
+         CacheShape(name="index", layers=(0, 1), num_kv_heads=1, head_dim=7, planes=1, unit=2,
+                    selector=True))
 
 
 def causal(layer, q, k, v):
@@ -91,6 +105,7 @@ class Engine:
     rows: int = 4
     lateness: object = field(default_factory=Promptly)
     backend: str = "reference"
+    groups: tuple[CacheShape, ...] = ()         # of the model; () for its own
     got: dict[int, list[int]] = field(default_factory=dict)
     ended: dict[int, Finished] = field(default_factory=dict)
     started: dict[int, Started] = field(default_factory=dict)
@@ -98,18 +113,20 @@ class Engine:
     inbox: list[Event] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        served = Grouped(self.groups) if self.groups else model()
+        caches = caches_of(served.groups, 4, torch.float32)
         self.cfg = CoreConfig(
             page_size=4, rows=self.rows, hbm_pages=self.hbm_pages, dram_pages=self.dram_pages,
             step_tokens=self.step_tokens, overlap=self.overlap, hbm_base=500, dram_base=9000,
-            row_base=70, groups=(CacheGroup(name="full", page_bytes=SHAPE.page_bytes),))
+            group_base=50_000, row_base=70, groups=caches.groups)
         self.core = Core(self.cfg)
-        hbm = HbmPool(SHAPE, self.hbm_pages, base=500)
-        dram = [DramPool(SHAPE, self.dram_pages, base=9000)] if self.dram_pages else []
+        hbm, dram = caches.pools(self.cfg)
         have = self.core.have
-        self.pools = [(hbm, have.device[0].pool), *((pool, have.host[0].pool) for pool in dram)]
+        self.pools = [(pool, side[pool.group].pool) for pools, side in ((hbm, have.device), (dram, have.host))
+                      for pool in pools]
         self.poison()
         plan = functools.partial(paged_attention.plan, backend=self.backend)
-        self.ex = Front([Rank(model(), plan, [hbm], dram, rows=self.rows, max_len=64, row_base=70,
+        self.ex = Front([Rank(served, plan, hbm, dram, rows=self.rows, max_len=64, row_base=70,
                               lateness=self.lateness)])
 
     def poison(self) -> None:
@@ -218,6 +235,20 @@ def test_pause_or_drop_of_anyone_at_any_moment(kind, lateness):
 def test_every_attention_back_end(backend):
     engine = Engine(step_tokens=7, hbm_pages=14, backend=backend)
     play(engine, lambda turn: [Paused(RequestId(1))] if turn == 9 else [])
+
+
+@pytest.mark.parametrize("lateness", ["thread", "torn"])
+@pytest.mark.parametrize("backend", paged_attention.OP.names)
+def test_groups_that_share_slabs(backend, lateness):
+    """Pages of one group lie where another's were, at strides that are larger than they are."""
+    engine = Engine(step_tokens=7, hbm_pages=28, backend=backend, lateness=LATENESS[lateness](),
+                    groups=THREE)
+    strides = {pool.layout.page_bytes: pool.pages.stride(0) * 4 for pool, _ in engine.pools}
+    assert strides == {512: 512, 112: 128}
+    play(engine, lambda turn: [Paused(RequestId(1))] if turn == 9 else [])
+    stats = engine.ex.stats()
+    assert engine.core.stats()["pauses"] >= 1
+    assert all(stats[f'moved_bytes_total{{src="hbm",dst="dram",group="{g.name}"}}'] for g in THREE)
 
 
 def test_a_prefix_hit_in_either_tier_changes_no_token():

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 import torch.nn.functional as F
+from counting import bytecodes
 from late_copies import Latest
 
 from penstock.config.errors import RequestError
 from penstock.config.params import SamplingParams
 from penstock.core.plan import (
+    NO_HBM,
     Aborted,
     Bind,
     DramPage,
@@ -31,9 +33,12 @@ from penstock.core.plan import (
     StepId,
     StepPlan,
     Tier,
+    Yield,
 )
 from penstock.exec.front import Front
+from penstock.exec.lower import RowTables
 from penstock.exec.rank import Rank
+from penstock.kernels import paged_attention
 from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
 from penstock.memory.lateness import Promptly
@@ -41,6 +46,7 @@ from penstock.memory.pool import PageLayout
 from penstock.model import registry
 
 G, HBM, DRAM, ROWS = 4, 500, 9000, 70
+LAYOUT = PageLayout(num_layers=2, num_kv_heads=2, page_size=G, head_dim=8)
 CONFIG = {
     "model_type": "llama", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -149,8 +155,7 @@ class Hand:
 
 
 def executor(*, lateness=None, attention=None, seed=0, with_model=None) -> Front:
-    shape = PageLayout(num_layers=2, num_kv_heads=2, page_size=G, head_dim=8)
-    hbm, dram = HbmPool(shape, 40, base=HBM), DramPool(shape, 40, base=DRAM)
+    hbm, dram = HbmPool(LAYOUT, 40, base=HBM), DramPool(LAYOUT, 40, base=DRAM)
     hbm.fill(float("nan"))
     dram.fill(float("nan"))
     return Front([Rank(with_model or model(), attention or plain, [hbm], [dram], rows=6,
@@ -276,6 +281,48 @@ def test_tokens_sampled_ahead_are_forgotten_by_bind():
     again = [h.ex.take_logprobs(RequestId(1), i) for i in range(6)]
     assert again[:4] == [None] * 4
     assert None not in kept + again[4:]
+
+
+@pytest.mark.parametrize("backend", paged_attention.OP.names)
+def test_the_work_of_a_step_does_not_grow_with_context(backend):
+    """A decode behind 1 page and one behind 39 execute the same bytecodes."""
+    h = Hand(executor(attention=functools.partial(paged_attention.plan, backend=backend)))
+    h.ex.open(RequestId(1), PROMPT, GREEDY)
+    h.bind(0, 1, range(40))
+    h.run(0, 1, 0, [3] * 156)
+    h.send()
+    h.ex.poll(block=True)
+    counts = []
+    for start in (2, 3, 154, 155):          # each twice: the first may load what the second has
+        h.run(0, 1, start, (-1,))
+        h.send()
+        counts.append(bytecodes(lambda: h.ex.poll(block=True)))
+    assert counts[1] == counts[3]
+
+
+def test_tables_follow_binds_grows_and_yields():
+    """Both columns; what is bound anew forgets what was there, also behind its end."""
+    hbm, dram = (cls(LAYOUT, 40, base=base) for cls, base in ((HbmPool, HBM), (DramPool, DRAM)))
+    tables = RowTables(2, 5 * G, [hbm], [dram], base=ROWS)
+    [table] = tables.groups
+    none = [-1] * 5
+
+    def bind(pages, host=(), keep=False):
+        tables.bind(Bind(Row(ROWS + 1), RequestId(1), (tuple(HBM + p for p in pages),), 0,
+                         (tuple(DRAM + p for p in host),) if host else (), keep=keep), 7)
+
+    bind([4, 3, 9])
+    tables.grow(Grow(Row(ROWS + 1), Group(0), 3, (HBM + 1,), (DRAM + 8,)))
+    assert table.device_RM.tolist() == [none, [4, 3, 9, 1, -1]]
+    assert table.host_RM.tolist() == [none, [-1, -1, -1, 8, -1]]
+    tables.unmap(Yield(Row(ROWS + 1), Group(0), (0, 3)))
+    assert table.device_RM.tolist() == [none, [-1, 3, 9, -1, -1]]
+    bind([5, NO_HBM - HBM], [30, 31], keep=True)
+    assert table.device_RM.tolist() == [none, [5, -1, -1, -1, -1]]
+    assert table.host_RM.tolist() == [none, [30, 31, -1, -1, -1]]
+    for index, pages in ((1, 1), (3, 1), (2, 4)):       # a gap, an overlap, more than fit
+        with pytest.raises(AssertionError):
+            tables.grow(Grow(Row(ROWS + 1), Group(0), index, (HBM,) * pages))
 
 
 def test_a_plan_without_rows_retires_and_moves():

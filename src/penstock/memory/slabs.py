@@ -1,6 +1,6 @@
 """How the cache groups of a model share one memory: slabs that go from group to group.
 
-A slab is one page of the largest group, or as many pages of another as fit. Page i of a group lies
+A slab is one page of the largest group, or several pages of another. Page i of a group lies
 at i times its page stride, whichever slab that is in: the strides divide the slab.
 """
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from penstock.memory.pool import PageLayout
 
 ALIGN = 64                  # bytes: pages begin with a cache line, and a DMA has its 16
+_SIZES = 1024               # that are tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +33,21 @@ class Slabs:
 
 
 def share(layouts: Sequence[PageLayout]) -> Slabs:
-    """Slabs for these groups, as small as the largest page allows. One group wastes nothing."""
+    """Slabs for these groups: of sizes a little above the largest page, that in which a page of every
+    group takes least. One group wastes nothing."""
     page_bytes = tuple(layout.page_bytes for layout in layouts)
     if len(page_bytes) == 1:
         return Slabs(page_bytes[0], (1,), page_bytes)
-    slab_pages = tuple(max(page_bytes) // n for n in page_bytes)
-    step = math.lcm(*(n * ALIGN for n in slab_pages))
-    return Slabs(-(-max(page_bytes) // step) * step, slab_pages, page_bytes)
+    least = [-(-n // ALIGN) for n in page_bytes]
+    best, lines = math.inf, 0
+    for size in range(max(least), max(least) + min(max(least) // 8, _SIZES) + 1):
+        taken = sum(_stride(size, n) for n in least)
+        if taken < best:
+            best, lines = taken, size
+    return Slabs(lines * ALIGN, tuple(lines // _stride(lines, n) for n in least), page_bytes)
+
+
+def _stride(size: int, least: int) -> int:
+    """The smallest divisor of `size` from `least` on."""
+    count = next(n for n in range(size // least, 0, -1) if size % n == 0)
+    return size // count
