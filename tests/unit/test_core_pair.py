@@ -15,6 +15,7 @@ from penstock.core.plan import (
     Outcome,
     Overdue,
     PeerFenced,
+    PeerId,
     Received,
     RequestId,
     Say,
@@ -295,7 +296,7 @@ def test_abort_while_receiving_frees_nothing_before_the_ack() -> None:
     d.hear(Drained(PEER, US, 5, 2, Reason.CANCELLED))         # of another generation
     assert d.free() == 13
     d.drained(5)
-    assert d.free() == 16 and d.core.pair is not None and not d.core.pair.requests
+    assert d.free() == 16 and not d.core.pairs[PeerId(0)].requests
 
 
 def test_deadline_computes_the_prompt_here_and_is_no_proof() -> None:
@@ -418,3 +419,20 @@ def test_forks_of_a_prompt_that_waits_for_its_grant_are_computed() -> None:
     assert d.phase(1) is d.phase(2) is Phase.SENDING
     (started,) = [o for o in d.out if isinstance(o, Started) and o.rid == 2]
     assert started.hbm_tokens == 8
+
+
+def test_two_prefill_engines_are_told_apart() -> None:
+    """Each has epochs, grants and generations of its own: the end of one is no end of the other."""
+    one, two = PeerId(0), PeerId(1)
+    d = Driver("decode", peers=2, hbm_pages=32)
+    d.tell(Received(Hello(PEER, US), two))
+    for rid, peer in ((1, one), (2, two)):
+        d.arrive(rid, range(rid * 100, rid * 100 + 10), transfer=5, peer=peer)
+    d.tell()
+    grants = {o.peer: o.what for o in d.out if isinstance(o, Say) and isinstance(o.what, Grant)}
+    assert {peer: g.generation for peer, g in grants.items()} == {one: 1, two: 1}
+    assert [m.peer for m in d.moves] == [one, two]
+    d.tell(PeerFenced(PEER, one))                      # and what it was to send is computed here
+    assert d.phase(1) is not Phase.RECEIVING and d.phase(2) is Phase.RECEIVING
+    d.tell(Received(End(PEER, US, 5, 1, 10, 0, (77,)), two))
+    assert (d.core.live[RequestId(2)].delivered, d.tokens()) == (10, [(0, 77)])

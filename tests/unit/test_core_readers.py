@@ -13,6 +13,7 @@ from penstock.core.lifecycle import Phase, Place
 from penstock.core.messages import Cancel, Drained, Grant, Hello, Reason
 from penstock.core.peer import Fence
 from penstock.core.plan import (
+    ONE_PEER,
     Aborted,
     Arrived,
     Dropped,
@@ -237,8 +238,9 @@ def test_the_head_is_tried_when_pages_are_free_though_its_prefix_was_evicted() -
     _, _, events = play(core, [*events, Arrived(RequestId(2), tuple(range(900, 914)), 4)], steps=9)
     evicted = core.have.device[0].evicted
     assert evicted > 0
-    assert core.pair is not None and isinstance(core.pair.side, DecodeSide)
-    generation = core.pair.side.table[5].generation
+    side = core.pairs[ONE_PEER].side
+    assert isinstance(side, DecodeSide)
+    generation = side.table[5].generation
     _, _, events = play(core, [*events, Aborted(RequestId(1))], steps=1)
     play(core, [*events, Received(Drained(1, 1, 5, generation, Reason.CANCELLED))], steps=2)
     assert core.live[RequestId(0)].phase is Phase.RESIDENT

@@ -50,8 +50,8 @@ def check(core: Core) -> None:
         stored = [len(f.pairs) for f in have.copies.flights.values() if Tier.DISK in (f.src.tier, f.dst.tier)]
         assert sum(stored) <= core.cfg.store_pages, "storage holds more of the host than it may"
     _queues(core)
-    if core.pair is not None:
-        _pair(core, core.pair)
+    for pair in core.pairs.values():
+        _pair(core, pair)
 
 
 def _columns(have: Holdings, r: Request, pinned: list[Copy], pages: dict[Space, list[int]]) -> None:

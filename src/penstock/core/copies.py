@@ -12,7 +12,7 @@ from typing import cast
 
 from penstock.core.ledger import Arena, Fence, Pool
 from penstock.core.lifecycle import Phase
-from penstock.core.plan import Group, Move, MoveId, Page, StepId, Tier
+from penstock.core.plan import ONE_PEER, Group, Move, MoveId, Page, PeerId, StepId, Tier
 from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
 from penstock.core.tree import Copy, Node, Space, Tree
@@ -68,7 +68,7 @@ class Copies:
             dst.filling = move
 
     def _plan(self, move: MoveId, tokens: int, after: StepId, first: int = 0, transfer: int = 0,
-              generation: int = 0) -> MoveId:
+              generation: int = 0, peer: PeerId = ONE_PEER) -> MoveId:
         """`after` names the last step that wrote the source; sealed pages have none, their producers
         were seen to retire."""
         flight = self.flights[move]
@@ -76,7 +76,7 @@ class Copies:
         self.outbox.append(Move(
             move, near.group, flight.src.tier, _pages(flight.src.tier, [s for s, _ in flight.pairs]),
             flight.dst.tier, _pages(flight.dst.tier, [d for _, d in flight.pairs]), tokens, after,
-            first, transfer, generation))
+            first, transfer, generation, peer))
         return move
 
     def move_nodes(self, nodes: list[Node], src: Space, dst: Space) -> None:
@@ -135,7 +135,8 @@ class Copies:
         for target in targets:
             target.ready = False
         flight = Flight(self._peer, space, [(Copy(-1), target) for target in targets], request=r)
-        move = self._plan(self._fly(flight), tokens, self.retired, first, transfer, generation)
+        move = self._plan(self._fly(flight), tokens, self.retired, first, transfer, generation,
+                          r.arrived.peer)
         r.moves.add(move)
         self.wire[move] = None
         return move
@@ -144,7 +145,8 @@ class Copies:
              transfer: int, generation: int) -> MoveId:
         """Write positions `first` and on to where the peer has granted pages for them."""
         flight = Flight(space, self._peer, [(source, Copy(-1)) for source in sources], request=r)
-        move = self._plan(self._fly(flight), tokens, r.last_issue, first, transfer, generation)
+        move = self._plan(self._fly(flight), tokens, r.last_issue, first, transfer, generation,
+                          r.arrived.peer)
         r.moves.add(move)
         self.wire[move] = None
         return move

@@ -24,7 +24,7 @@ from penstock.core.lifecycle import (
     Role,
     Trigger,
 )
-from penstock.core.pairing import Pairing
+from penstock.core.pairing import pairings
 from penstock.core.plan import (
     Aborted,
     Advance,
@@ -90,7 +90,7 @@ class Core:
         self._stay: tuple[int, ...] = ()       # when nobody could be promoted
         self._lacks = False                    # somebody would then have been, but for pages in use
         self._largest: dict[bool, int] = {}    # positions that a request alone can have
-        self.pair = None if role is Role.UNIFIED else Pairing(self, role)
+        self.pairs = pairings(self, role)
         self.prefills_only = role is Role.PREFILL
         self.asked_back = StepId(0)            # when a grant was last given up for its pages,
         self.has_asked = False                 # and whether since the last event
@@ -111,8 +111,8 @@ class Core:
             plan = schedule.plan(self)
             self.have.drain()
             if plan is not None or ((self.taken, self.have.freed) == before and not self.admission.is_due()):
-                if self.pair is not None:
-                    self._out += self.pair.flush()
+                for pair in self.pairs.values():
+                    self._out += pair.flush()
                 return Advance(plan, tuple(self._out))
         raise AssertionError("planning comes to no end")
 
@@ -137,8 +137,8 @@ class Core:
                 f"{tier.value}_evictions": sum(space.evicted for space in spaces),
             }
         phases = [r.phase for r in self.live.values()]
-        if self.pair is not None:
-            gauges["peer_ignored"] = sum(self.pair.side.counters.values())
+        if self.pairs:
+            gauges["peer_ignored"] = sum(sum(p.side.counters.values()) for p in self.pairs.values())
         return {
             "requests_running": len(self.running), "requests_waiting": len(self.waiting),
             "requests_paused": phases.count(Phase.PAUSED),
@@ -195,8 +195,8 @@ class Core:
             case Rates():
                 self.rates = event
             case Received() | Reminded() | Overdue() | PeerFenced() | Renewed():
-                if self.pair is not None:
-                    self.pair.event(event)
+                if self.pairs:
+                    self.pairs[event.peer].event(event)
             case _:
                 assert_never(event)
 
@@ -210,8 +210,8 @@ class Core:
         fits = longest + 1 - n
         if fits < 1 or (self.prefills_only and not a.transfer):
             self._out.append(Finished(a.rid, Outcome.REFUSED, placement.refusal(self.cfg, a, longest)))
-            if self.pair is not None:
-                self.pair.refused(a.transfer)
+            if self.pairs:
+                self.pairs[a.peer].refused(a.transfer)
             return
         r = Request(a, self._seq, min(a.max_new, fits), list(a.prompt), n, self.have.tables(),
                     n if self.prefills_only else self.cfg.max_len + n)
@@ -227,8 +227,8 @@ class Core:
             leader.calm = 0
         else:
             self._join(r)
-        if self.pair is not None:
-            self.pair.arrived(r)
+        if self.pairs:
+            self.pairs[a.peer].arrived(r)
 
     def _ask(self, rid: RequestId, trigger: Trigger) -> None:
         """Somebody outside wishes an edge; ignored where the tables do not have it."""
@@ -260,8 +260,8 @@ class Core:
         for r in self.holding if kept or lost else ():
             if r.settling:                     # it may be what pins them; its tables are long
                 staying.let_go_of_device(have, r)
-        if flight.dst.tier is Tier.PEER and self.pair is not None:
-            self.pair.push_ended(event.id, event.ok)
+        if flight.dst.tier is Tier.PEER and flight.request is not None:
+            self.pairs[flight.request.arrived.peer].push_ended(event.id, event.ok)
 
     def _lose(self, r: Request, id: MoveId, lost: Collection[Copy]) -> None:
         """Copies have gone that `r` may count on, or that steps in flight have waited for."""
@@ -341,8 +341,8 @@ class Core:
         self.taken += 1
         r.visit += 1
         self._file(r, source)
-        if self.pair is not None:
-            self.pair.entered(r, source)
+        if self.pairs:
+            self.pairs[r.arrived.peer].entered(r, source)
         r.is_parked, r.settling, r.coming, r.heat_by = False, False, None, StepId(0)
         if target in (Phase.FETCHING, Phase.RECEIVING) or (target is Phase.DROPPED and not r.started):
             self._out.append(Entered(r.rid, target.value, r.visit))
@@ -406,8 +406,8 @@ class Core:
             if (r.phase is Phase.FETCHING and r.more and have.copies.reads_left
                     and storage.is_fetched(have, r)):
                 storage.read(have, r)
-        if self.pair is not None:
-            self.pair.push_ready()
+        for pair in self.pairs.values():
+            pair.push_ready()
         if self.unasked and have.copies.reads_left:
             self._fetch()
         self.admission.admit()

@@ -18,6 +18,7 @@ from penstock.core.plan import (
     Outcome,
     Overdue,
     PeerFenced,
+    PeerId,
     Received,
     Reminded,
     Renewed,
@@ -34,12 +35,17 @@ if TYPE_CHECKING:
 FromPeer = Received | Reminded | Overdue | PeerFenced | Renewed
 
 
-class Pairing:
-    """One engine's end of its pair. Transfers are named by the server, on both engines alike."""
+def pairings(core: Core, role: Role) -> dict[PeerId, Pairing]:
+    """One for each peer; an engine that does all of a request itself has none."""
+    return {p: Pairing(core, role, p)
+            for p in map(PeerId, range(0 if role is Role.UNIFIED else core.cfg.peers))}
 
-    def __init__(self, core: Core, role: Role) -> None:
-        assert role is not Role.UNIFIED
-        self.core = core
+
+class Pairing:
+    """One engine's end of its pair with one peer. Transfers are named by the server, on both alike."""
+
+    def __init__(self, core: Core, role: Role, peer: PeerId) -> None:
+        self.core, self.peer = core, peer
         self.side: DecodeSide | PrefillSide = (
             DecodeSide if role is Role.DECODE else PrefillSide)(core.cfg.epoch, core.cfg.identity)
         self.requests: dict[int, Request] = {}              # by transfer, live ones
@@ -71,7 +77,8 @@ class Pairing:
         """Pushes that no plan has yet are not begun: of one transfer, or all, where one of the two has
         become another. The new connection is not the one that the peer closes, or has closed."""
         copies, side = self.core.have.copies, self.side
-        pushes = [m for m in copies.outbox if m.dst is Tier.PEER and transfer in (0, m.transfer)]
+        pushes = [m for m in copies.outbox if m.dst is Tier.PEER and m.peer == self.peer
+                  and transfer in (0, m.transfer)]
         copies.recall(pushes)
         for move in pushes:
             assert isinstance(side, PrefillSide)
@@ -79,9 +86,10 @@ class Pairing:
 
     def flush(self) -> list[Say]:
         """What is to be said now. A grant waits for the plan that has its Move."""
-        planned = {m.generation for m in self.core.have.copies.outbox if m.src is Tier.PEER}
+        planned = {m.generation for m in self.core.have.copies.outbox
+                   if m.src is Tier.PEER and m.peer == self.peer}
         early = [isinstance(what, Grant) and what.generation in planned for what in self.side.outbox]
-        out = [Say(what) for what, waits in zip(self.side.outbox, early, strict=True) if not waits]
+        out = [Say(what, self.peer) for what, waits in zip(self.side.outbox, early, strict=True) if not waits]
         self.side.outbox = [what for what, waits in zip(self.side.outbox, early, strict=True) if waits]
         return out
 

@@ -28,8 +28,10 @@ DiskPage = NewType("DiskPage", int)     # slot of the storage tier
 Page: TypeAlias = HbmPage | DramPage | DiskPage    # whichever tier a Move names
 StepId = NewType("StepId", int)         # dense, starts at 1; 0 means "before the first step"
 MoveId = NewType("MoveId", int)
+PeerId = NewType("PeerId", int)         # an engine of the other role: 0 .. `CoreConfig.peers` - 1
 Group = NewType("Group", int)           # cache group: layers that share a page table
 make = tuple.__new__    # of a NamedTuple: its own constructor is a Python function, and takes twice as long
+ONE_PEER = PeerId(0)    # where there is one
 NO_HBM, NO_DRAM = HbmPage(-1), DramPage(-1)        # table entry without a page in that tier
 
 
@@ -72,6 +74,7 @@ class Arrived:
     attention: int = 0                     # identity of what its decode computes, if that differs
                                            # from a prefill of the same tokens; 0: it does not
     transfer: int = 0                      # names it to the other engine of a pair; 0: no other
+    peer: PeerId = ONE_PEER                # which engine that is
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +172,7 @@ class Received:
     """A message from the other engine of a pair."""
 
     message: Message
+    peer: PeerId = ONE_PEER
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +181,7 @@ class Reminded:
 
     transfer: int
     n: int
+    peer: PeerId = ONE_PEER
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +190,7 @@ class Overdue:
 
     transfer: int
     n: int
+    peer: PeerId = ONE_PEER
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,13 +199,15 @@ class PeerFenced:
     it can land any more."""
 
     epoch: int
+    peer: PeerId = ONE_PEER
 
 
 @dataclass(frozen=True, slots=True)
 class Renewed:
-    """The answer to `Renew`: this engine goes on in a new epoch."""
+    """The answer to `Renew`: to this peer the engine goes on in a new epoch."""
 
     epoch: int
+    peer: PeerId = ONE_PEER
 
 
 Event: TypeAlias = (Arrived | Aborted | Stopped | Paused | Dropped | Spilled | Promoted | Flushed
@@ -279,6 +287,7 @@ class Move(NamedTuple):
     first: int = 0
     transfer: int = 0
     generation: int = 0
+    peer: PeerId = ONE_PEER
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,10 +355,12 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Say:
-    """A message for the other engine of a pair, or a timer or a fence to be answered by an event.
+    """A message for the other engine of a pair, or a timer or a fence to be answered by an event that
+    names the same peer.
     Messages go out after the plan of the same `Advance` was submitted, and in order."""
 
     what: Message | Ask
+    peer: PeerId = ONE_PEER
 
 
 Output: TypeAlias = Token | Started | Entered | Finished | Say

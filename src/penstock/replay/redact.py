@@ -246,13 +246,13 @@ class _Redaction:
             return Retired(e.step, tuple((UNKNOWN,) * len(got) if rid is None else stands[e.step, rid]
                                          for rid, got in self._sampled(e)))
         if isinstance(e, Received) and isinstance(e.message, End):
-            return Received(self._end(e.message))
+            return Received(self._end(e.message), e.peer)
         veiled: Event = _veiled(e)
         return veiled
 
     def _output(self, o: Output) -> Output:
         if isinstance(o, Say) and isinstance(o.what, End):
-            return Say(self._end(o.what))
+            return Say(self._end(o.what), o.peer)
         veiled: Output = _veiled(replace(o, reason="") if isinstance(o, Finished) else o)
         return veiled
 

@@ -36,7 +36,7 @@ def event_of(item: list[Any]) -> Event:
     if kind is Received:
         name, *parts = item[1]
         message: Message = MESSAGES[name](*map(tuples, parts))
-        return Received(message)
+        return Received(message, item[2])
     values = [tuples(value) for value in item[1:]]
     if kind is Arrived:
         at = [f.name for f in fields(Arrived)].index("stop")

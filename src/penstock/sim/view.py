@@ -11,7 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, overload
 from penstock.core import placement
 from penstock.core.core import Core
 from penstock.core.ledger import Pool
-from penstock.core.plan import MoveId, RequestId, StepId, Tier
+from penstock.core.plan import ONE_PEER, MoveId, RequestId, StepId, Tier
 from penstock.core.receiving import DecodeSide
 from penstock.core.request import Request, Table
 from penstock.core.tree import Node
@@ -115,6 +115,7 @@ class View:
 
     def __init__(self, core: Core) -> None:
         self._core, self._have = core, core.have
+        self._pair = core.pairs.get(ONE_PEER)
         self._seen: dict[RequestId, Live] = {}
         self.cfg = core.cfg
         self.edges = core.edges
@@ -305,45 +306,45 @@ class View:
     @property
     def epochs(self) -> tuple[int, int]:
         """Of this engine, and of the one that it takes for its peer."""
-        assert self._core.pair is not None
-        return self._core.pair.side.epoch, self._core.pair.side.peer
+        assert self._pair is not None
+        return self._pair.side.epoch, self._pair.side.peer
 
     def of_transfer(self, transfer: int) -> Live | None:
-        r = None if self._core.pair is None else self._core.pair.requests.get(transfer)
+        r = None if self._pair is None else self._pair.requests.get(transfer)
         return None if r is None else self.of(r)
 
     @property
     def at_peer(self) -> list[Live]:
         """Live requests that name a transfer."""
-        return [] if self._core.pair is None else list(map(self.of, self._core.pair.requests.values()))
+        return [] if self._pair is None else list(map(self.of, self._pair.requests.values()))
 
     def timer(self, transfer: int) -> int | None:
         """The number of its timer that counts, if there is one."""
-        pair = self._core.pair
+        pair = self._pair
         entry = None if pair is None else pair.side.table.get(transfer)
         return None if entry is None else entry.n
 
     def awaits(self, transfer: int, generation: int) -> bool:
         """Decode role: this grant is open."""
-        side = None if self._core.pair is None else self._core.pair.side
+        side = None if self._pair is None else self._pair.side
         entry = side.table.get(transfer) if isinstance(side, DecodeSide) else None
         return entry is not None and entry.granted and entry.generation == generation
 
     def expects_writes(self, transfer: int, generation: int) -> bool:
         """Decode role: the other engine may still write under this grant."""
-        side = None if self._core.pair is None else self._core.pair.side
+        side = None if self._pair is None else self._pair.side
         entry = side.table.get(transfer) if isinstance(side, DecodeSide) else None
         return entry is not None and entry.generation == generation
 
     def remembers(self, transfer: int) -> bool:
         """Prefill role: its request is here, or what became of it is known."""
-        side = None if self._core.pair is None else self._core.pair.side
+        side = None if self._pair is None else self._pair.side
         entry = None if side is None or isinstance(side, DecodeSide) else side.table.get(transfer)
         return entry is not None and bool(entry.waiting or entry.declined or entry.sending is not None)
 
     def is_closing(self) -> bool:
         """Decode role: a grant was given up for its pages, and its peer has not answered."""
-        side = None if self._core.pair is None else self._core.pair.side
+        side = None if self._pair is None else self._pair.side
         return self._core.has_asked and isinstance(side, DecodeSide) and any(
             [entry.closing for entry in side.table.values()])
 
@@ -358,7 +359,7 @@ class View:
 
     def leftovers(self) -> list[str]:
         """What is still remembered then."""
-        core, copies, pair = self._core, self._have.copies, self._core.pair
+        core, copies, pair = self._core, self._have.copies, self._pair
         kept: dict[str, Any] = {
             "live": core.live, "steps": core.in_flight, "running": core.running, "waiting": core.waiting,
             "line": core.line, "columns": core.columns, "flights": copies.flights, "orphans": copies.orphans,

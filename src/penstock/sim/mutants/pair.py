@@ -15,7 +15,7 @@ from penstock.core.holdings import Holdings
 from penstock.core.lifecycle import Lease, Phase, Trigger
 from penstock.core.messages import Cancel, Drained, End, Message, Reason
 from penstock.core.pairing import Pairing
-from penstock.core.plan import Advance, Event, Say
+from penstock.core.plan import ONE_PEER, Advance, Event, Say
 from penstock.core.receiving import DecodeSide, Receiving
 from penstock.core.request import Request
 from penstock.core.sending import PrefillSide, Sending, Stage
@@ -51,10 +51,10 @@ def granted_page_reused(real: Real, have: Holdings, r: Request, space: Space, co
 def pages_released_by_timeout(real: Real, core: Core, r: Request) -> None:
     """The deadline of a request that receives ends its grant too."""
     real(core, r)
-    if core.pair is None or not isinstance(side := core.pair.side, DecodeSide):
+    if not core.pairs or not isinstance(side := core.pairs[ONE_PEER].side, DecodeSide):
         return
     if r.phase is Phase.DROPPED and (receiving := side.table.get(r.arrived.transfer)) is not None:
-        _release(core.pair, receiving)
+        _release(core.pairs[ONE_PEER], receiving)
 
 
 def _release(pair: Pairing, receiving: Receiving) -> None:
@@ -262,8 +262,7 @@ class PagePushedBeforeItsStepRetired(Core):
                 self.early[r.arrived.transfer] = None
                 with (swapped(PrefillSide, "finish", lambda real, *args: []),
                       swapped(Copies, "push", self._at_once)):
-                    assert self.pair is not None
-                    self.pair.push(r)
+                    self.pairs[ONE_PEER].push(r)
                 r.is_pushed = False
         with swapped(Copies, "push", self._once), swapped(PrefillSide, "push_started", self._started_once):
             super()._progress()
