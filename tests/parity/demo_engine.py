@@ -139,7 +139,9 @@ class Demo:
         finally:
             build._load = real
         # A slot that is read before it is written shows.
-        built.executor._hbm.fill(float("nan"))
+        [rank] = built.executor._ranks
+        for pool in rank._hbm:
+            pool.fill(float("nan"))
         return Engine(built, pause_every)
 
     def close(self) -> None:
