@@ -211,7 +211,7 @@ class Holdings:
         """Give up all of these leases that `r` holds."""
         for lease in leases:
             if lease is Lease.ROW and r.row is not None:
-                self.rows.release([r.row], Fence(r.last_issue))
+                self.rows.release([r.row], Fence(r.last_issue))      # a promise of `Bind`
                 r.row, r.bound, r.moved = None, False, False
             elif lease is Lease.HOT:
                 self._cool(r)

@@ -231,7 +231,9 @@ class Bind:
 
     `pages[g][i]` and `host[g][i]` are the copies of page i of cache group g; `host` and `hot` are
     empty where no page of the row is on the host. With `keep` the row goes on, its pages have
-    moved: tables and hot buffer are void, its length, last token and sampling state are not.
+    moved: tables and hot buffer are void, its length, last token and sampling state are not. Without, every
+    step that has the row has retired: with several stages the last one samples into it when the first one
+    is steps ahead.
     """
 
     row: Row

@@ -74,6 +74,7 @@ class Judge(Watcher):
         self.writer: dict[int, RequestId] = {}          # page -> whose tokens it receives
         self.written: dict[int, StepId] = {}            # page -> last step that writes it
         self.sampled: dict[Row, StepId] = {}            # step whose sample the row has
+        self.stepped: dict[Row, StepId] = {}            # last step that computes it
         self.came: dict[int, float] = {}                # transfer -> when its request came
         self.retired = 0
         self.issued = 0
@@ -192,6 +193,7 @@ class Judge(Watcher):
                 assert self.tables[b.row][0] == b.rid, f"row {b.row} keeps what it never had"
             else:
                 assert b.emitted == live.num_output, f"request {b.rid}: {b.emitted} emitted"
+                assert self.stepped.get(b.row, 0) <= self.retired, f"row {b.row}: its last tenant computes"
                 self.sampled.pop(b.row, None)
             self.tables[b.row] = b.rid, columns
             for t, units in zip(live.groups, b.hot or ((),) * len(self.units), strict=True):
@@ -242,6 +244,7 @@ class Judge(Watcher):
             self.stats["hosted rows"] += live.place is Place.HOST
             for group, t in enumerate(live.groups):
                 self._pages(p, live, row, group, t, start, count)
+            self.stepped[row] = p.step
             if samples:
                 self.sampled[row] = p.step
 

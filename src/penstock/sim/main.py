@@ -16,7 +16,7 @@ import traceback
 from penstock.core.core import Core
 from penstock.replay import flight
 from penstock.replay.exact import exact
-from penstock.sim import jobs, rerun, waiting
+from penstock.sim import jobs, rerun, waiting, waste
 from penstock.sim.mutants import MUTANTS, hunt
 from penstock.sim.pair import start
 from penstock.sim.programs import ANOMALIES, MUST_FIRE, RARE, Report, anomaly, never_met, never_taken, sweep
@@ -53,6 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                              "with the same requests and events from outside")
     parser.add_argument("--fair", action="store_true",
                         help="storms of calm requests: how long each waits for the work ahead of it")
+    parser.add_argument("--waste", action="store_true",
+                        help="forty calm workloads: what is copied, computed or left idle in vain")
     parser.add_argument("--edges", action="store_true", help="print how often each edge was taken")
     parser.add_argument("--report", action="store_true",
                         help="print a line for each fault: how often it fired, in how many runs")
@@ -76,6 +78,7 @@ TAKES: dict[str, set[str]] = {
     "print": set(),
     "replay": {"mutant"},
     "fair": _COUNTED | {"seed"},
+    "waste": {"mutant"},
     "mutants": {"seeds", "first", "mutant", "blind"},
     "record": _COUNTED | {"seed"},
     "anomaly": _COUNTED | _SHOWN | {"seed"},
@@ -112,6 +115,8 @@ def run(config: object, args: argparse.Namespace) -> int:
             return _flight(args)
         case "fair":
             return 1 if waiting.report(seeds, args.mode, print) else 0
+        case "waste":
+            return waste.report(MUTANTS[args.mutant] if args.mutant else Core, print)
         case "seed":
             return _one(args)
         case "mutants":

@@ -343,8 +343,10 @@ class Pair:
         self.decode.send(Aborted(RequestId(transfer - 1)))
 
     def _die(self) -> None:
+        self.die(self.rng.choice((self.prefill, self.decode)))
+
+    def die(self, victim: World) -> None:
         """One engine goes, with all that it knows, and comes back empty."""
-        victim = self.rng.choice((self.prefill, self.decode))
         if victim.dead or not any(not e.finished for e in self.decode.load.made):
             return
         victim.dead = True

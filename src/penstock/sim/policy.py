@@ -42,6 +42,11 @@ class Policy:
             self.longest = self._known(r)
         elif pressure and trigger in GIVING_WAY and r.phase in ACTIVE:
             self._last_resort(r, trigger, failed)
+        elif pressure and trigger is Trigger.DROP and r.phase is Phase.PAUSED and not failed:
+            younger = [q.rid for q in self.view.waiting
+                       if q.phase is Phase.PAUSED and q.order > r.order and q is not self.view.head()
+                       and q.has_device_pages >= r.has_device_pages]        # the host was full: these first
+            assert not younger, f"request {r.rid} is dropped, and {younger} are behind it"
 
     def gives_way(self, r: Live, trigger: Trigger) -> None:
         """Pages are short, of one tier: nobody gives way while pages of it are coming anyway, but a row that

@@ -197,3 +197,14 @@ def row_lost_by_a_drop(real: Real, have: Holdings, r: Request, leases: Iterable[
     if r.phase is Phase.DROPPED:
         r.row = None
     real(have, r, leases)
+
+
+@instead_of(Holdings, "release")
+def row_taken_again_one_step_early(real: Real, have: Holdings, r: Request, leases: Iterable[Lease]) -> None:
+    """The last stage samples into a row that the first one has bound anew."""
+    last = r.last_issue
+    if Lease.ROW in leases and r.row is not None and last:
+        r.last_issue = StepId(last - 1)
+        real(have, r, [Lease.ROW])
+        r.last_issue = last
+    real(have, r, leases)

@@ -22,6 +22,7 @@ Real = Callable[..., Any]            # the right function: a wrong one gets it a
 MUTANTS: dict[str, Callable[[CoreConfig], Core]] = {}
 BUDGET: dict[str, range] = {}        # seeds within which the default test must catch it
 MODE: dict[str, str] = {}            # dimensions that are fixed while it is hunted, if any
+COUNTER: dict[str, str] = {}         # the counter of `sim.waste` that must see it, if only that can
 
 
 class Stale(BaseException):
@@ -38,8 +39,8 @@ def mutant(budget: int = 120, first: int = 0, mode: str = "") -> Callable[[C], C
     return enter
 
 
-def instead_of(owner: object, name: str, budget: int = 120, first: int = 0,
-               mode: str = "") -> Callable[[Wrong], Wrong]:
+def instead_of(owner: object, name: str, budget: int = 120, first: int = 0, mode: str = "",
+               counter: str = "") -> Callable[[Wrong], Wrong]:
     """Enter a bug under the name of the wrong function: it is called instead of a function of a
     module or a method of a class, with the right one before the other arguments."""
     def enter(wrong: Wrong) -> Wrong:
@@ -49,7 +50,7 @@ def instead_of(owner: object, name: str, budget: int = 120, first: int = 0,
                     return super().advance(events)
 
         Mutant.__doc__ = wrong.__doc__
-        _enter(wrong.__name__.replace("_", "-"), Mutant, range(first, first + budget), mode)
+        _enter(wrong.__name__.replace("_", "-"), Mutant, range(first, first + budget), mode, counter)
         return wrong
     return enter
 
@@ -73,8 +74,11 @@ def of_ranks(owner: type, part: str, name: str, budget: int = 120,
     return enter
 
 
-def _enter(name: str, make: Callable[[CoreConfig], Core], seeds: range, mode: str = "") -> None:
+def _enter(name: str, make: Callable[[CoreConfig], Core], seeds: range, mode: str = "",
+           counter: str = "") -> None:
     assert name not in MUTANTS, name
+    if counter:
+        COUNTER[name] = counter
     MUTANTS[name], BUDGET[name], MODE[name] = make, seeds, mode
 
 

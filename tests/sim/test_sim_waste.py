@@ -1,0 +1,15 @@
+"""What calm workloads cost. That each counter sees what it is for, seeded bugs show (`mutants.wasting`)."""
+from __future__ import annotations
+
+import pytest
+
+from penstock.serve.main import main
+from penstock.sim.mutants.registry import COUNTER
+from penstock.sim.waste import WASTE
+
+
+def test_calm_workloads_waste_little(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sim", "--waste"]) == 0, capsys.readouterr().out
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in said] == list(WASTE)
+    assert set(COUNTER.values()) <= WASTE.keys()
