@@ -126,8 +126,8 @@ def main() -> None:
         clock.mark("plan")
         plan = clock.wrap("attention", run)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            store(k, v, *pools[layer], layout.page_T, layout.offset_T)
+        def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
+            store(kv[:, 0], kv[:, 1], *pools[layer], layout.page_T, layout.offset_T)
             return plan(q, *pools[layer])
         model.logits(model.forward(ids, positions, attend)[last])
         return clock.stop()

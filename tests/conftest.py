@@ -32,7 +32,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A hang, not slowness: at least 20 times what any test takes on a quiet machine.
 HANG_S = 600
-LONG_HANG_S = 2400
+SWEEP_HANG_S = 2400
 
 
 # The same cases in each run, however slow the machine is: what is new is looked for by `make soak`.
@@ -65,8 +65,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    long = item.get_closest_marker("sweep") or item.get_closest_marker("soak")
-    limit_s = LONG_HANG_S if long else HANG_S
+    limit_s = SWEEP_HANG_S if item.get_closest_marker("sweep") else HANG_S
 
     def hang(signum: int, frame: object) -> None:
         faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 import torch.nn.functional as F
+from dense_attend import Dense
 from late_copies import Latest, Shuffled
 
 from penstock.config.params import SamplingParams
@@ -30,10 +31,13 @@ from penstock.core.plan import (
     Token,
 )
 from penstock.core.settings import CoreConfig
+from penstock.exec.attend import LatentOps
 from penstock.exec.caches import caches_of
 from penstock.exec.front import Front
 from penstock.exec.rank import Rank
 from penstock.kernels import paged_attention
+from penstock.kernels.index_select import index_select
+from penstock.kernels.latent_attention import latent_attention
 from penstock.memory.lateness import Promptly
 from penstock.model import registry
 from penstock.model.base import CacheShape
@@ -44,16 +48,25 @@ CONFIG = {
     "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
     "rope_theta": 10000.0,
 }
+LATENT = {
+    "model_type": "deepseek_v32", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 2, "first_k_dense_replace": 2, "num_attention_heads": 4, "q_lora_rank": 24,
+    "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "index_n_heads": 4,
+    "index_head_dim": 16, "index_topk": 4, "n_routed_experts": 2, "num_experts_per_tok": 1,
+    "moe_intermediate_size": 8, "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+}
+CONFIGS = {"grouped": CONFIG, "latent": LATENT}       # one cache group; two, and a choice of 4 tokens
 GREEDY = SamplingParams(temperature=0.0)
 LATENESS = {"thread": lambda: None, "prompt": Promptly, "latest": Latest,
             "shuffled": lambda: Shuffled(1), "torn": lambda: Shuffled(2, torn=0.3)}
 
 
 @functools.cache
-def model():
-    m = registry.build(CONFIG, dtype=torch.float32,
+def model(family="grouped"):
+    config = CONFIGS[family]
+    m = registry.build(config, dtype=torch.float32,
                        linear=lambda w, b: functools.partial(F.linear, weight=w, bias=b))
-    for name, tensor in registry.dummy_tensors(CONFIG, 5):
+    for name, tensor in registry.dummy_tensors(config, 5):
         m.load(name, tensor if "norm" in name else tensor * 10)
     m.finish()
     return m
@@ -75,20 +88,15 @@ THREE = (CacheShape(name="even", layers=(0,), num_kv_heads=2, head_dim=8),
                     selector=True))
 
 
-def causal(layer, q, k, v):
-    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True,
-                                          enable_gqa=True)[0].transpose(0, 1)
-
-
 @functools.cache
-def dense(prompt: tuple[int, ...], n: int) -> tuple[int, ...]:
+def dense(prompt: tuple[int, ...], n: int, family="grouped") -> tuple[int, ...]:
     """Greedy tokens, recomputing everything for each. Every choice is clear-cut."""
     tokens = list(prompt)
     with torch.inference_mode():
         for _ in range(n):
-            hidden = model().forward(torch.tensor(tokens), torch.arange(len(tokens)), causal)
-            best = model().logits(hidden[-1:])[0].topk(2)
+            m = model(family)
+            hidden = m.forward(torch.tensor(tokens), torch.arange(len(tokens)), Dense(m.attention))
+            best = m.logits(hidden[-1:])[0].topk(2)
             assert best.values[0] - best.values[1] > 3e-5, "choose another seed for the weights"
             tokens.append(int(best.indices[0]))
     return tuple(tokens[len(prompt):])
@@ -106,6 +114,7 @@ class Engine:
     lateness: object = field(default_factory=Promptly)
     backend: str = "reference"
     groups: tuple[CacheShape, ...] = ()         # of the model; () for its own
+    family: str = "grouped"
     got: dict[int, list[int]] = field(default_factory=dict)
     ended: dict[int, Finished] = field(default_factory=dict)
     started: dict[int, Started] = field(default_factory=dict)
@@ -113,7 +122,7 @@ class Engine:
     inbox: list[Event] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        served = Grouped(self.groups) if self.groups else model()
+        served = Grouped(self.groups) if self.groups else model(self.family)
         caches = caches_of(served.groups, 4, torch.float32)
         self.cfg = CoreConfig(
             page_size=4, rows=self.rows, hbm_pages=self.hbm_pages, dram_pages=self.dram_pages,
@@ -125,8 +134,9 @@ class Engine:
         self.pools = [(pool, side[pool.group].pool) for pools, side in ((hbm, have.device), (dram, have.host))
                       for pool in pools]
         self.poison()
-        plan = functools.partial(paged_attention.plan, backend=self.backend)
-        self.ex = Front([Rank(served, plan, hbm, dram, rows=self.rows, max_len=64, row_base=70,
+        ops = (functools.partial(paged_attention.plan, backend=self.backend) if self.family == "grouped"
+               else LatentOps(index_select(self.backend), latent_attention(self.backend)))
+        self.ex = Front([Rank(served, ops, hbm, dram, rows=self.rows, max_len=64, row_base=70,
                               lateness=self.lateness)])
 
     def poison(self) -> None:
@@ -177,6 +187,8 @@ class Engine:
 
 
 SHARED = (7, 3, 29, 41, 5, 5, 18, 60, 2, 33, 9)
+BACKENDS = [one.name for one in paged_attention.OP.implementations if "cpu" in one.devices]
+SMALL = {"grouped": 11, "latent": 18}         # device pages of group 0 that are too few; slabs of 1
 PROMPTS = {1: (*SHARED, 1, 2), 2: (*SHARED, 40), 3: (50,), 4: SHARED * 2, 5: (12, 8, 30, 21),
            6: SHARED[:8], 7: (*SHARED, *SHARED, 4, 4)}
 
@@ -191,54 +203,60 @@ def play(engine: Engine, script=lambda turn: (), new: int = 12, arrive=lambda ri
         engine.turn()
     engine.drain()
     assert {rid: tuple(t) for rid, t in engine.got.items()} == {
-        rid: dense(p, new) for rid, p in PROMPTS.items()}
+        rid: dense(p, new, engine.family) for rid, p in PROMPTS.items()}
     assert {f.outcome for f in engine.ended.values()} == {Outcome.LENGTH}
 
 
+@pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7, 64])
-def test_any_chunk_size_in_mixed_batches(chunk, overlap):
-    engine = Engine(step_tokens=chunk, overlap=overlap)
+def test_any_chunk_size_in_mixed_batches(chunk, overlap, family):
+    engine = Engine(step_tokens=chunk, overlap=overlap, family=family)
     play(engine)
     assert engine.ex.stats()["executor_sampled_tokens_total"] >= 12 * len(PROMPTS)
 
 
+@pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("lateness", LATENESS)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("chunk", [3, 64])
-def test_a_device_pool_that_is_too_small(chunk, overlap, lateness):
+def test_a_device_pool_that_is_too_small(chunk, overlap, lateness, family):
     """Rows outgrow the pool, so requests pause through host pages and resume."""
-    engine = Engine(step_tokens=chunk, overlap=overlap, hbm_pages=11, lateness=LATENESS[lateness]())
+    engine = Engine(step_tokens=chunk, overlap=overlap, hbm_pages=SMALL[family],
+                    lateness=LATENESS[lateness](), family=family)
     play(engine)
     assert engine.core.stats()["pauses"] >= 1
     assert {m.ok for m in engine.moved} == ({True, False} if lateness == "torn" else {True})
 
 
+@pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("dram_pages", [0, 3])
-def test_drops_recompute_when_the_host_has_no_room(dram_pages):
-    engine = Engine(hbm_pages=11, dram_pages=dram_pages)
+def test_drops_recompute_when_the_host_has_no_room(dram_pages, family):
+    engine = Engine(hbm_pages=SMALL[family], dram_pages=dram_pages, family=family)
     play(engine)
     assert engine.core.stats()["drops"] >= 1
 
 
+@pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("lateness", LATENESS)
 @pytest.mark.parametrize("kind", [Paused, Dropped])
-def test_pause_or_drop_of_anyone_at_any_moment(kind, lateness):
-    engine = Engine(step_tokens=5, lateness=LATENESS[lateness]())
+def test_pause_or_drop_of_anyone_at_any_moment(kind, lateness, family):
+    engine = Engine(step_tokens=5, lateness=LATENESS[lateness](), family=family)
     play(engine, lambda turn: [kind(RequestId(1 + turn % 7))] if turn % 3 == 0 else [])
     # How many find their request running depends on when a thread's copies land.
     least = 1 if lateness == "thread" else 5
     assert engine.core.stats()["pauses" if kind is Paused else "drops"] >= least
 
 
-@pytest.mark.parametrize("backend", paged_attention.OP.names)
-def test_every_attention_back_end(backend):
-    engine = Engine(step_tokens=7, hbm_pages=14, backend=backend)
+@pytest.mark.parametrize("family, backend", [
+    *(("grouped", name) for name in BACKENDS), ("latent", "native")])
+def test_every_attention_back_end(backend, family):
+    engine = Engine(step_tokens=7, hbm_pages=SMALL[family] + 3, backend=backend, family=family)
     play(engine, lambda turn: [Paused(RequestId(1))] if turn == 9 else [])
 
 
 @pytest.mark.parametrize("lateness", ["thread", "torn"])
-@pytest.mark.parametrize("backend", paged_attention.OP.names)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_groups_that_share_slabs(backend, lateness):
     """Pages of one group lie where another's were, at strides that are larger than they are."""
     engine = Engine(step_tokens=7, hbm_pages=28, backend=backend, lateness=LATENESS[lateness](),
@@ -290,7 +308,7 @@ def test_sampling_does_not_depend_on_the_schedule():
 def logprobs_of(tokens: tuple[int, ...], given: int) -> list[float]:
     """Of each token from `given` on after those before it, in one pass over all."""
     with torch.inference_mode():
-        hidden = model().forward(torch.tensor(tokens), torch.arange(len(tokens)), causal)
+        hidden = model().forward(torch.tensor(tokens), torch.arange(len(tokens)), Dense(model().attention))
         all_TV = model().logits(hidden).log_softmax(-1)
     return [float(all_TV[i - 1, tokens[i]]) for i in range(given, len(tokens))]
 

@@ -50,7 +50,7 @@ class Toy:
 
     def forward(self, ids, positions, attend):
         x = (self.embed[ids] + positions.unsqueeze(1).sin()).unsqueeze(1)
-        return attend(0, x, x, x).squeeze(1)
+        return attend(0, x, torch.stack((x, x), 1)).squeeze(1)
 
     def logits(self, hidden):
         return hidden @ self.head.T

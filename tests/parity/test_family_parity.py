@@ -1,6 +1,6 @@
 """Every family against Hugging Face transformers: 2 layers of random weights, f32, CPU.
 
-    T tokens of the step   S stored tokens   N query heads   K KV heads   H head dim
+    T tokens of the step   N query heads   K KV heads   C planes   H head dim
 """
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from dense_attend import Dense
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -95,34 +96,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-class Dense:
-    """A reference Attend: all KV of one request in lists, causal by position."""
-
-    def __init__(self) -> None:
-        self.stored: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def __call__(
-        self, layer: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor
-    ) -> torch.Tensor:
-        if layer in self.stored:
-            k_SKH, v_SKH = (
-                torch.cat(pair) for pair in zip(self.stored[layer], (k_TKH, v_TKH), strict=True)
-            )
-        else:
-            k_SKH, v_SKH = k_TKH.clone(), v_TKH.clone()
-        self.stored[layer] = (k_SKH, v_SKH)
-        num_new, num_all = len(q_TNH), len(k_SKH)
-        seen_TS = torch.ones(num_new, num_all, dtype=torch.bool).tril(num_all - num_new)
-        out_NTH = F.scaled_dot_product_attention(
-            q_TNH.transpose(0, 1)[None],
-            k_SKH.transpose(0, 1)[None],
-            v_SKH.transpose(0, 1)[None],
-            attn_mask=seen_TS,
-            enable_gqa=True,
-        )[0]
-        return out_NTH.transpose(0, 1)
-
-
 def plain_linear(weight_OI: torch.Tensor, bias_O: torch.Tensor | None):
     return lambda x_TI: F.linear(x_TI, weight_OI, bias_O)
 
@@ -182,14 +155,15 @@ def test_prefill_logits_equal_whole_chunked_and_token_by_token(reference: PreTra
     expected_TV = reference(ids_T[None]).logits[0]
     assert expected_TV.std() > 0.1
     for name, chunks in CHUNKS.items():
-        got_TV = run(model, ids_T, chunks, Dense())
+        got_TV = run(model, ids_T, chunks, Dense(model.attention))
         assert got_TV.dtype == torch.float32
         torch.testing.assert_close(got_TV, expected_TV, rtol=0, atol=1e-4, msg=name)
 
 
 @torch.inference_mode()
 def test_greedy_tokens_equal(reference: PreTrainedModel) -> None:
-    model, ids_T, attend = ours(reference), prompt_ids(), Dense()
+    model, ids_T = ours(reference), prompt_ids()
+    attend = Dense(model.attention)
     cache_out = reference(ids_T[None], use_cache=True)
     got_V = run(model, ids_T, [PROMPT], attend)[-1]
     for step in range(GREEDY):
@@ -212,7 +186,7 @@ def test_bf16_follows_transformers(case: str) -> None:
     exact_TV = reference(ids_T[None]).logits[0]
     model = ours(reference, torch.bfloat16)
     theirs_TV = reference.to(torch.bfloat16)(ids_T[None]).logits[0].float()
-    got_TV = run(model, ids_T, [PROMPT], Dense())
+    got_TV = run(model, ids_T, [PROMPT], Dense(model.attention))
     their_error, our_error = ((out - exact_TV).norm() for out in (theirs_TV, got_TV))
     assert our_error < 1.5 * their_error
     assert (got_TV - theirs_TV).norm() < 0.1 * exact_TV.norm()
@@ -223,12 +197,12 @@ def test_rows_in_one_step_do_not_mix() -> None:
     """forward takes the tokens of several rows at once: only `attend` knows whose they are."""
     model = ours(make_reference("moe-norm"))
     ids = [prompt_ids()[:9], prompt_ids()[9:]]
-    alone = [run(model, row, [len(row)], Dense()) for row in ids]
-    rows = [Dense(), Dense()]
+    alone = [run(model, row, [len(row)], Dense(model.attention)) for row in ids]
+    rows = [Dense(model.attention), Dense(model.attention)]
 
-    def attend(layer, q_TNH, k_TKH, v_TKH):
-        parts = zip(rows, *(t.split([9, PROMPT - 9]) for t in (q_TNH, k_TKH, v_TKH)), strict=True)
-        return torch.cat([row(layer, q, k, v) for row, q, k, v in parts])
+    def attend(layer, q_TNH, kv_TCKH):
+        parts = zip(rows, *(t.split([9, PROMPT - 9]) for t in (q_TNH, kv_TCKH)), strict=True)
+        return torch.cat([row(layer, q, kv) for row, q, kv in parts])
 
     positions_T = torch.cat([torch.arange(len(row)) for row in ids])
     hidden_TD = model.forward(torch.cat(ids), positions_T, attend)
@@ -251,8 +225,8 @@ def test_files_with_one_tensor_per_expert_load_the_same() -> None:
         else:
             model.load(name, tensor)
     model.finish()
-    got_TV = run(model, prompt_ids(), [PROMPT], Dense())
-    expected_TV = run(ours(reference), prompt_ids(), [PROMPT], Dense())
+    got_TV = run(model, prompt_ids(), [PROMPT], Dense(model.attention))
+    expected_TV = run(ours(reference), prompt_ids(), [PROMPT], Dense(model.attention))
     assert torch.equal(got_TV, expected_TV)
 
 
@@ -278,11 +252,13 @@ def test_config_files_of_transformers_4_mean_the_same(
     for name, tensor in reference.state_dict().items():
         model.load(name, tensor)
     model.finish()
-    got_TV = run(model, prompt_ids(), [PROMPT], Dense())
+    got_TV = run(model, prompt_ids(), [PROMPT], Dense(model.attention))
     expected_TV = reference(prompt_ids()[None]).logits[0]
     torch.testing.assert_close(got_TV, expected_TV, rtol=0, atol=1e-4)
 
 
 def test_every_family_of_the_registry_is_covered() -> None:
-    assert {family for family, _ in CASES.values()} == set(registry.FAMILIES)
-    assert set(registry.FAMILIES) == set(CLASSES)
+    covered = {family for family, _ in CASES.values()}
+    assert covered == set(CLASSES)
+    # tests/parity/test_latent_parity.py has the ones that choose what they attend to
+    assert covered | {"deepseek_v32", "glm_moe_dsa"} == set(registry.FAMILIES)

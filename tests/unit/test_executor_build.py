@@ -137,8 +137,7 @@ def test_decoders_that_have_to_take_turns_are_announced_once(folder, rows):
 def test_dummy_weights_follow_the_seed(folder):
     def logits(seed: int) -> torch.Tensor:
         loaded = build._load(dummy(folder, model=ModelConfig(
-            model=str(folder), load_format="dummy", seed=seed)), torch.float32,
-            build._backends(dummy(folder), str), str)
+            model=str(folder), load_format="dummy", seed=seed)), torch.float32, str)
         return loaded.model.logits(torch.ones(1, 32))
 
     assert torch.equal(logits(1), logits(1))

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from dense_attend import Dense
 from safetensors.torch import save_file
 
 from penstock.config.errors import ConfigError
 from penstock.model import checkpoint, registry
-from penstock.model.base import Boundary, GlobalLayer, LocalLayer, Stage
+from penstock.model.base import Boundary, GlobalLayer, Stage
 from penstock.model.checkpoint import open_checkpoint
 from penstock.model.locate import locate
 
@@ -29,6 +30,12 @@ TIED = {**LLAMA, "tie_word_embeddings": True}
 MOE = {**LLAMA, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
        "mlp_only_layers": [1]}
+# Layers 1 and 3 attend to what the layer before them chose, which may be in another stage.
+SHARED = {**LLAMA, "architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa",
+          "first_k_dense_replace": LAYERS, "q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 6,
+          "qk_rope_head_dim": 4, "v_head_dim": 6, "index_n_heads": 4, "index_head_dim": 8, "index_topk": 3,
+          "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+          "indexer_types": ["full", "shared", "full", "shared"], "num_nextn_predict_layers": 1}
 EMBED = "model.embed_tokens.weight"
 
 
@@ -48,31 +55,13 @@ def build(config: dict[str, Any], stage: Stage | None = None) -> Any:
     return model
 
 
-class Causal:
-    """An Attend over lists; `seen` are the layers that it was called for."""
-
-    def __init__(self) -> None:
-        self.kv: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-
-    def __call__(self, layer: LocalLayer, q_TNH: torch.Tensor, k_TKH: torch.Tensor,
-                 v_TKH: torch.Tensor) -> torch.Tensor:
-        held = self.kv.setdefault(layer, [])
-        held.append((k_TKH.clone(), v_TKH.clone()))
-        k, v = (torch.cat(t).transpose(0, 1) for t in zip(*held, strict=True))
-        T, S = q_TNH.shape[0], k.shape[1]
-        mask = torch.ones(T, S, dtype=torch.bool).tril(S - T)
-        return F.scaled_dot_product_attention(
-            q_TNH.transpose(0, 1)[None], k[None], v[None], attn_mask=mask,
-            enable_gqa=True)[0].transpose(0, 1)
-
-
-@pytest.mark.parametrize("config", [LLAMA, TIED, MOE], ids=["llama", "tied", "moe"])
+@pytest.mark.parametrize("config", [LLAMA, TIED, MOE, SHARED], ids=["llama", "tied", "moe", "shared choice"])
 @pytest.mark.parametrize("ends", [(1,), (2,), (1, 3), (1, 2, 3)])
 @torch.inference_mode()
 def test_stages_compute_what_the_whole_model_does(config, ends):
     whole, stages = build(config), [build(config, stage) for stage in cut(*ends)]
     assert sum(len(stage.groups[0].layers) for stage in stages) == LAYERS
-    attends, one = [Causal() for _ in stages], Causal()
+    attends, one = [Dense(whole.attention) for _ in stages], Dense(whole.attention)
     ids = torch.arange(12) * 3 % VOCAB
     for first, end in ((0, 7), (7, 11), (11, 12)):              # chunks, then a decode
         positions = torch.arange(first, end)
@@ -83,7 +72,7 @@ def test_stages_compute_what_the_whole_model_does(config, ends):
         got = stages[-1].logits(stages[-1].norm(x))
         want = whole.logits(whole.forward(ids[first:end], positions, one))
         assert got.equal(want) and want.isfinite().all()
-    assert [sorted(a.kv) for a in attends] == [list(s.groups[0].layers) for s in stages]
+    assert [sorted(a.stored) for a in attends] == [list(s.groups[0].layers) for s in stages]
 
 
 @pytest.fixture
@@ -115,7 +104,7 @@ def read_by_stages(folder: Path, config: dict[str, Any], reads: list[int]) -> tu
     return per_stage, sum(reads)
 
 
-@pytest.mark.parametrize("config", [LLAMA, TIED, MOE], ids=["llama", "tied", "moe"])
+@pytest.mark.parametrize("config", [LLAMA, TIED, MOE, SHARED], ids=["llama", "tied", "moe", "shared choice"])
 def test_a_stage_reads_its_own_tensors_of_safetensors_only(tmp_path, config, reads):
     tensors = dict(registry.dummy_tensors(config, 1))
     tensors = {name: tensors[name] for name in sorted(tensors)}

@@ -10,7 +10,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,11 +23,12 @@ from penstock.config.paths import cache_dir
 from penstock.config.tree import Config
 from penstock.core.plan import Bind, Group, HbmPage, RequestId, Retired, Row, StepId, StepPlan
 from penstock.core.settings import CoreConfig
+from penstock.exec.attend import LatentOps
 from penstock.exec.caches import Caches, caches_of
 from penstock.exec.front import Front
 from penstock.exec.rank import Rank
 from penstock.exec.sizing import show_size, size_pools
-from penstock.kernels import layer, linear, paged_attention, registry
+from penstock.kernels import index_select, latent_attention, layer, linear, paged_attention, registry
 from penstock.kernels.platform import KernelError, probe
 from penstock.memory.hbm import HbmPool
 from penstock.memory.lateness import Lateness
@@ -65,18 +66,17 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
     started = time.perf_counter()
     threads = config.device.threads or machine.probe().cores
     torch.set_num_threads(threads)
-    backends = _backends(config, log)
     dtype = DTYPES[config.model.dtype]
     rss_before = _peak_rss()
     # One thread: loading is many small operations, which two threads on busy cores slow down 4x.
     torch.set_num_threads(1)
-    loaded = _load(config, dtype, backends, log)
+    loaded = _load(config, dtype, log)
     torch.set_num_threads(threads)
     load_peak = _peak_rss() - rss_before
-    model = loaded.model
+    model, backends = loaded.model, loaded.backends
     caches = caches_of(model.groups, config.kv.page_size, dtype)
     core_config = size_pools(config, caches, model.max_position, machine.probe().memory_available)
-    attention = functools.partial(paged_attention.plan, backend=backends["paged_attention"].name)
+    attention = _attention(backends)
     prove(model, attention, caches)
     seed = config.model.seed or 0         # `resolve` has drawn one for a server
     executor = Front([Rank(model, attention, *caches.pools(core_config), rows=core_config.rows,
@@ -109,10 +109,10 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
                  max_model_len=core_config.max_len, info=info)
 
 
-def _backends(config: Config, log: Callable[[str], object]) -> dict[str, registry.Choice]:
+def _backends(config: Config, ops: Sequence[str], log: Callable[[str], object]) -> dict[str, registry.Choice]:
     requested = dict(pair.split("=", 1) for pair in config.device.backends)
     try:
-        choices = registry.select(probe("cpu", cache_dir() / "kernels"), requested, registry.DENSE)
+        choices = registry.select(probe("cpu", cache_dir() / "kernels"), requested, ops)
     except KernelError as e:
         raise ConfigError(f"--backends {','.join(config.device.backends)}: {e}") from None
     for choice in choices.values():
@@ -125,18 +125,19 @@ class _Loaded:
     """A model with its weights, and what is worth telling about them; `bytes` in the dtype used."""
 
     model: Model
+    backends: dict[str, registry.Choice]
     name: str
     load_format: str
     bytes: int
 
 
-def _load(config: Config, dtype: torch.dtype, backends: dict[str, registry.Choice],
-          log: Callable[[str], object]) -> _Loaded:
+def _load(config: Config, dtype: torch.dtype, log: Callable[[str], object]) -> _Loaded:
     """Stream the weights in: one source tensor at a time, and freed ones go back to the system."""
     started = time.perf_counter()
     files = locate(config.model.model, load_format=config.model.load_format)
     name, load_format = files.name, files.load_format
     checkpoint = open_checkpoint(files)
+    backends = _backends(config, ("linear", "layer", *families.ops_of(checkpoint.config)), log)
     pack = functools.partial(linear.pack, backend=backends["linear"].name)
     model = families.build(checkpoint.config, dtype=dtype, linear=pack,
                            ops=layer.ops(backends["layer"].name))
@@ -158,7 +159,15 @@ def _load(config: Config, dtype: torch.dtype, backends: dict[str, registry.Choic
     model.finish()
     log(f"model: {name}, {show_size(loaded)} of weights as {_short(dtype)} in "
         f"{time.perf_counter() - started:.1f} s")
-    return _Loaded(model, name, load_format, loaded)
+    return _Loaded(model, backends, name, load_format, loaded)
+
+
+def _attention(backends: Mapping[str, registry.Choice]) -> paged_attention.Planner | LatentOps:
+    """What a rank attends with, of the ops that the model's family needs."""
+    if "latent_attention" in backends:
+        return LatentOps(index_select.index_select(backends["index_select"].name),
+                         latent_attention.latent_attention(backends["latent_attention"].name))
+    return functools.partial(paged_attention.plan, backend=backends["paged_attention"].name)
 
 
 def _check_weights_fit(name: str, shapes: Iterable[tuple[str, tuple[int, ...]]],
@@ -179,7 +188,7 @@ def _trim_heap() -> None:
         trim(0)
 
 
-def prove(model: Model, attention: paged_attention.Planner, caches: Caches) -> None:
+def prove(model: Model, attention: paged_attention.Planner | LatentOps, caches: Caches) -> None:
     """Produce one token on a scratch pool: what is announced as ready has run, and first-call
     costs are paid. Raises ConfigError if the logits are not finite."""
     size = caches.layouts[0].page_size

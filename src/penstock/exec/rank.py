@@ -3,7 +3,7 @@
 Owns the tensors of its part of the model, the sampling state of open requests and the queue of plans.
 Decides nothing, and knows no other rank: `front.py` makes an executor of one or several.
 
-    T tokens of the step   B rows that sample   N query heads   K KV heads   H head dim
+    T tokens of the step   B rows that sample   D model dim
 """
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from torch import Tensor
 
 from penstock.config.params import SamplingParams
 from penstock.core.plan import Moved, RequestId, StepId, StepPlan
+from penstock.exec.attend import LatentOps, attending
 from penstock.exec.lower import Lowered, RowTables
 from penstock.exec.sampling import Logprobs, Sampler, Sampling
-from penstock.kernels.paged_attention import AttentionSpec, Planner, store
+from penstock.kernels.paged_attention import Planner
 from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
 from penstock.memory.lateness import Lateness
 from penstock.memory.mover import Mover
-from penstock.model.base import CacheShape, Model
+from penstock.model.base import Model
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +56,15 @@ class Rank:
                 `lateness`, which picks them, they run inline.
     """
 
-    def __init__(self, model: Model, attention: Planner, hbm: Sequence[HbmPool],
+    def __init__(self, model: Model, attention: Planner | LatentOps, hbm: Sequence[HbmPool],
                  dram: Sequence[DramPool] = (), *, rows: int, max_len: int, row_base: int = 0,
                  seed: int = 0, lateness: Lateness | None = None) -> None:
         """Pools by cache group of the model; `dram` is empty without a host tier. max_len: tokens
         of the longest request."""
-        self._model, self._attention, self._hbm, self._dram = model, attention, hbm, dram
+        self._model, self._hbm, self._dram = model, hbm, dram
+        self._attending = attending(model, attention, hbm)
         self._tables = RowTables(rows, max_len, hbm, dram, base=row_base)
         self._sampler = Sampler(model.vocab_size, rows, seed=seed)
-        self._specs = [_spec(model, group, pool)
-                       for group, pool in zip(model.groups, hbm, strict=True)]
-        self._places = _places(model, hbm)
         self._mover = Mover([*hbm, *dram], lateness)
         self._queue: deque[StepPlan] = deque()
         self._executed = StepId(0)
@@ -111,23 +110,11 @@ class Rank:
             return Stepped(plan.step)
         started = time.perf_counter()
         lowered = self._tables.lower(plan)
-        hidden_TD = self._forward(lowered)
+        hidden_TD = self._model.forward(lowered.ids_T, lowered.positions_T, self._attending.step(lowered))
         self._forward_s += time.perf_counter() - started
         if not lowered.sample_rows:
             return Stepped(plan.step)
         return self._sample(plan, lowered, hidden_TD)
-
-    def _forward(self, lowered: Lowered) -> Tensor:
-        plans = [self._attention(ragged, spec)
-                 for ragged, spec in zip(lowered.ragged, self._specs, strict=True)]
-
-        def attend(layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
-            group, k_PKGH, v_PKGH = self._places[layer]
-            ragged = lowered.ragged[group]
-            store(k_TKH, v_TKH, k_PKGH, v_PKGH, ragged.page_T, ragged.offset_T)
-            return plans[group](q_TNH, k_PKGH, v_PKGH)
-
-        return self._model.forward(lowered.ids_T, lowered.positions_T, attend)
 
     def _sample(self, plan: StepPlan, lowered: Lowered, hidden_TD: Tensor) -> Stepped:
         started = time.perf_counter()
@@ -169,20 +156,3 @@ class Rank:
             name = self._model.groups[pool.group].name
             out[f'pool_bytes{{tier="{pool.tier.value}",group="{name}"}}'] = pool.nbytes
         return out
-
-
-def _spec(model: Model, group: CacheShape, pool: HbmPool) -> AttentionSpec:
-    want = (len(group.layers), group.num_kv_heads, group.planes, group.unit, group.head_dim)
-    have = pool.layout
-    assert want == (have.num_layers, have.num_kv_heads, have.planes, have.unit, have.head_dim), (
-        f"a foreign pool for group {group.name}")
-    return AttentionSpec(
-        num_heads=model.attention.num_heads, num_kv_heads=group.num_kv_heads,
-        head_dim=group.head_dim, dtype=have.dtype, scale=model.attention.scale)
-
-
-def _places(model: Model, hbm: Sequence[HbmPool]) -> dict[int, tuple[int, Tensor, Tensor]]:
-    """Of each layer: the group that attention reads, its k and v pools [P, K, G, H]."""
-    return {layer: (g, pool.pages[:, i, :, 0], pool.pages[:, i, :, 1])
-            for g, (group, pool) in enumerate(zip(model.groups, hbm, strict=True))
-            if not group.selector for i, layer in enumerate(group.layers)}

@@ -1,7 +1,7 @@
 """What every model family provides, and what the engine gives it. Tensors only, no requests.
 
-    T tokens of the step   B sampled rows   N query heads   K KV heads   H head dim   D model dim
-    V vocabulary
+    T tokens of the step   B sampled rows   N query heads   K KV heads   C planes   H head dim
+    D model dim   V vocabulary   I index heads   J index head dim   S chosen tokens of a query
 """
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ from torch import Tensor
 
 GlobalLayer = NewType("GlobalLayer", int)      # counted over the whole model, as in tensor names
 LocalLayer = NewType("LocalLayer", int)        # counted from the first layer of a stage, as in pools
-# attend(layer, q_TNH, k_TKH, v_TKH) -> out_TNH: stores k and v (RoPE applied) into the row's pages,
-# then attends causally over everything that the row has stored, with `Model.attention.scale`.
-Attend: TypeAlias = Callable[[LocalLayer, Tensor, Tensor, Tensor], Tensor]
 Wants: TypeAlias = Callable[[str], bool]       # whether the tensor of this name is to be read
 
 
@@ -41,10 +38,40 @@ class Boundary(NamedTuple):
 
     `h_TD` is the residual stream without `delta_TD`, the last half layer's output, which whoever
     norms h next adds to it (adding and norming are one operation); None before the first layer.
+    `chosen_TS` is what `Attend.select` chose last, for a layer that shares it; None: nothing yet.
     """
 
     h_TD: Tensor
     delta_TD: Tensor | None
+    chosen_TS: Tensor | None = None
+
+
+class Attend(Protocol):
+    """What a layer asks of the engine: store what a token leaves behind, and read what others left."""
+
+    def __call__(
+        self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor, chosen_TS: Tensor | None = None
+    ) -> Tensor:
+        """Stores kv (RoPE applied) into the pages of the layer's KV group, then attends causally, with
+        `Model.attention.scale`, over everything that the row has stored, or over chosen_TS of it.
+
+        kv_TCKH     as the group's `CacheShape` says: C planes, k before v
+        chosen_TS   as `select` returns it
+        Returns     out_TNH; with a latent row, whose first dims are its value, those of them
+        """
+        ...
+
+    def select(
+        self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor
+    ) -> Tensor:
+        """Stores the keys into the layer's selector group, then chooses for each token the
+        `Model.attention.topk` positions up to its own with the highest scores, the sum over index
+        heads of weight * relu(q . key). Only of a model whose topk is not 0.
+
+        weight_TI   float32
+        Returns     chosen_TS int32, ascending, -1 pads at the end; of equal scores the lower position
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +95,16 @@ class CacheShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """Queries of one token: `num_heads` x `CacheShape.head_dim`. Scores are q.k times `scale`."""
+    """Queries of one token: `num_heads` x `CacheShape.head_dim`. Scores are q.k times `scale`.
+
+    latent_dim   0, or: the stored vector is latent, and its first `latent_dim` dims are its value
+    topk         0, or: tokens that the model itself chooses for each query
+    """
 
     num_heads: int
     scale: float
+    latent_dim: int = 0
+    topk: int = 0
 
 
 class Model(Protocol):

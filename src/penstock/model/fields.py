@@ -51,15 +51,15 @@ class Fields:
             f"for model_type {self.family!r}; {supported}"
         )
 
-    def size(self, name: str, default: int = REQUIRED) -> int:
-        """An integer >= 1. Raises ConfigError when it is absent and has no default."""
+    def size(self, name: str, default: int = REQUIRED, *, least: int = 1) -> int:
+        """An integer >= `least`. Raises ConfigError when it is absent and has no default."""
         value = self.values.get(name)
         if value is None:
             if default == REQUIRED:
                 raise ConfigError(f"config.json: {name} is missing (model_type {self.family!r})")
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            self.refuse(name, "it must be an integer >= 1")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            self.refuse(name, f"it must be an integer >= {least}")
         return value
 
     def number(self, name: str, default: float) -> float:
@@ -95,15 +95,17 @@ class Fields:
             self.refuse(name, "it must be a list of layer numbers")
         return tuple(value)
 
-    def refuse_window(self, max_position: int, *, switched: bool, default: int | None) -> None:
-        """Raises ConfigError when a layer may see a window shorter than the context.
+    def refuse_window(self, max_position: int, *, switched: bool, default: int | None,
+                      layer_type: str) -> None:
+        """Raises ConfigError when a layer may see a window shorter than the context, or is not of the
+        family's type.
 
         `switched`: the family has use_sliding_window, off when absent. `default`: the window that
         transformers assumes when the field is absent.
         """
         types = self.values.get("layer_types")
-        if types is not None and (not isinstance(types, list) or set(types) - {"full_attention"}):
-            self.refuse("layer_types", "every layer must be 'full_attention'")
+        if types is not None and (not isinstance(types, list) or set(types) - {layer_type}):
+            self.refuse("layer_types", f"every layer must be {layer_type!r}")
         if switched and not self.flag("use_sliding_window"):
             return
         window = self.values.get("sliding_window", default)

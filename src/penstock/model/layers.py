@@ -3,15 +3,16 @@
 They own weights and order of operations; which blocks a model has is the family's business.
 
     T tokens   D model dim   N query heads   K KV heads   M = N + K   H head dim   I MLP width
+    C planes: k, v   S chosen tokens
 """
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
-from penstock.model.base import Attend, LocalLayer
+from penstock.model.base import Attend, AttentionShape, CacheShape, GlobalLayer, LocalLayer, Stage
 from penstock.model.slots import Slots
 
 
@@ -27,6 +28,39 @@ class AttentionSpec:
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False
+
+    ops: ClassVar = ("paged_attention",)
+
+    @property
+    def rope_dim(self) -> int:
+        return self.head_dim
+
+    @property
+    def shape(self) -> AttentionShape:
+        return AttentionShape(num_heads=self.num_heads, scale=self.scale)
+
+    def groups(self, stage: Stage) -> tuple[CacheShape, ...]:
+        return (CacheShape(
+            name="full",
+            layers=tuple(LocalLayer(layer) for layer in range(stage.end - stage.first)),
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+        ),)
+
+    def build(
+        self, slots: Slots, prefix: str, index: GlobalLayer, local: LocalLayer, hidden: int, eps: float
+    ) -> Attention:
+        return Attention(slots, prefix, local, hidden, self, eps)
+
+
+class Mixes(Protocol):
+    """The first half of a layer: attention, whatever it stores."""
+
+    def __call__(
+        self, x_TD: Tensor, chosen_TS: Tensor | None, cos_T1H: Tensor, sin_T1H: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor | None]:
+        """out_TD, and what `Attend.select` has chosen for the layers behind."""
+        ...
 
 
 class Mixer(Protocol):
@@ -47,6 +81,7 @@ class Attention:
         self.spec = spec
         self.num_rotated = spec.num_heads + spec.num_kv_heads
         self.qkv_shape = (-1, self.num_rotated + spec.num_kv_heads, spec.head_dim)
+        self.kv_shape = (-1, 2, spec.num_kv_heads, spec.head_dim)
         q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self.qkv = slots.linear(
             [f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj"],
@@ -59,19 +94,21 @@ class Attention:
             self.q_norm = slots.vector(f"{prefix}.q_norm.weight", (spec.head_dim,))
             self.k_norm = slots.vector(f"{prefix}.k_norm.weight", (spec.head_dim,))
 
-    def __call__(self, x_TD: Tensor, cos_T1H: Tensor, sin_T1H: Tensor, attend: Attend) -> Tensor:
-        """out_TD. q, k, v given to `attend` are views of one tensor, not dense in T."""
+    def __call__(
+        self, x_TD: Tensor, chosen_TS: Tensor | None, cos_T1H: Tensor, sin_T1H: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor | None]:
+        """out_TD, and nothing chosen. q and kv given to `attend` are views of one tensor, not dense in T."""
         num_heads = self.spec.num_heads
         qkv = self.qkv(x_TD).view(self.qkv_shape)
         qk_TMH = qkv[:, : self.num_rotated]
-        v_TKH = qkv[:, self.num_rotated :]
         if self.spec.qk_norm:
             self.ops.norm_rotate(qk_TMH, cos_T1H, sin_T1H, self.q_norm.value, self.k_norm.value, num_heads,
                                  self.eps)
         else:
             self.ops.rotate(qk_TMH, cos_T1H, sin_T1H)
-        out_TNH = attend(self.layer, qk_TMH[:, :num_heads], qk_TMH[:, num_heads:], v_TKH)
-        return self.out(out_TNH.flatten(1))
+        kv_TCKH = qkv[:, num_heads:].view(self.kv_shape)
+        out_TNH = attend(self.layer, qk_TMH[:, :num_heads], kv_TCKH)
+        return self.out(out_TNH.flatten(1)), None
 
 
 class GatedMLP:

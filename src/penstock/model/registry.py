@@ -12,6 +12,7 @@ from penstock.config.errors import ConfigError
 from penstock.kernels import layer
 from penstock.kernels.layer import LayerOps
 from penstock.model.base import Model, Stage, Wants, everything
+from penstock.model.families.deepseek import deepseek_v32, glm_moe_dsa
 from penstock.model.families.llama import llama, mistral
 from penstock.model.families.qwen2 import qwen2
 from penstock.model.families.qwen3 import qwen3
@@ -27,6 +28,8 @@ FAMILIES: dict[str, tuple[str, Callable[[Fields], Spec]]] = {
     "qwen2": ("Qwen2ForCausalLM", qwen2),
     "qwen3": ("Qwen3ForCausalLM", qwen3),
     "qwen3_moe": ("Qwen3MoeForCausalLM", qwen3_moe),
+    "deepseek_v32": ("DeepseekV32ForCausalLM", deepseek_v32),
+    "glm_moe_dsa": ("GlmMoeDsaForCausalLM", glm_moe_dsa),
 }
 
 
@@ -47,6 +50,11 @@ def read_spec_of(config: dict[str, Any]) -> Spec:
     """The shape of the model that a config.json describes. Raises ConfigError as `build` does."""
     family = _family(config)
     return FAMILIES[family][1](Fields(config, family))
+
+
+def ops_of(config: dict[str, Any]) -> tuple[str, ...]:
+    """Names of the ops that its attention is computed with. Raises ConfigError as `build` does."""
+    return read_spec_of(config).attention.ops
 
 
 def tensor_shapes(

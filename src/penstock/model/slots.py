@@ -54,16 +54,18 @@ class Linear:
 
     op: Callable[[Tensor], Tensor]
 
-    def __init__(self, shape: tuple[int, int], bias: bool, slots: Slots) -> None:
-        self._slots = slots
+    def __init__(
+        self, shape: tuple[int, int], bias: bool, slots: Slots, order: Tensor | None
+    ) -> None:
+        self._slots, self._order = slots, order
         self.weight = Slot(shape, slots.dtype, self._pack)
         self.bias = Slot(shape[:1], slots.dtype, self._pack) if bias else None
 
     def _pack(self) -> None:
         if self.weight.rows_left or (self.bias is not None and self.bias.rows_left):
             return
-        bias = None if self.bias is None else self.bias.take()
-        self.op = self._slots.pack(self.weight.take(), bias)
+        bias = None if self.bias is None else _ordered(self.bias.take(), self._order)
+        self.op = self._slots.pack(_ordered(self.weight.take(), self._order), bias)
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         return self.op(x_TI)
@@ -72,12 +74,18 @@ class Linear:
 class Vector:
     """A small tensor that is used as it is: a norm weight, or several stacked along rows."""
 
-    def __init__(self, shape: tuple[int, ...], slots: Slots) -> None:
-        self.slot = Slot(shape, slots.dtype, self._keep)
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, order: Tensor | None) -> None:
+        self.slot = Slot(shape, dtype, self._keep)
         self.value: Tensor
+        self._order = order
 
     def _keep(self) -> None:
-        self.value = self.slot.take()
+        self.value = _ordered(self.slot.take(), self._order)
+
+
+def _ordered(tensor: Tensor, order: Tensor | None) -> Tensor:
+    """Rows `order` of it; as they came without one."""
+    return tensor if order is None else tensor[order]
 
 
 class Slots:
@@ -91,9 +99,13 @@ class Slots:
         self._seen: set[str] = set()
         self._bundles: dict[str, tuple[list[str], tuple[int, ...]]] = {}
 
-    def linear(self, prefixes: Sequence[str], rows: Sequence[int], cols: int, bias: bool) -> Linear:
-        """Fuses `prefix.weight` (and `prefix.bias`) of every prefix, in this order of rows."""
-        made = Linear((sum(rows), cols), bias, self)
+    def linear(
+        self, prefixes: Sequence[str], rows: Sequence[int], cols: int, bias: bool, *,
+        order: Tensor | None = None,
+    ) -> Linear:
+        """Fuses `prefix.weight` (and `prefix.bias`) of every prefix, in this order; output i is then
+        row order[i] of that."""
+        made = Linear((sum(rows), cols), bias, self, order)
         first = 0
         for prefix, num_rows in zip(prefixes, rows, strict=True):
             self._places[f"{prefix}.weight"] = (made.weight, first, (num_rows, cols))
@@ -102,8 +114,12 @@ class Slots:
             first += num_rows
         return made
 
-    def vector(self, name: str, shape: tuple[int, ...]) -> Vector:
-        made = Vector(shape, self)
+    def vector(
+        self, name: str, shape: tuple[int, ...], *, order: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Vector:
+        """`dtype`: where it is not the model's. `order` as of `linear`."""
+        made = Vector(shape, dtype or self.dtype, order)
         self._places[name] = (made.slot, 0, shape)
         return made
 

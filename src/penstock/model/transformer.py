@@ -18,14 +18,13 @@ from penstock.config.errors import ConfigError
 from penstock.kernels.layer import LayerOps
 from penstock.model.base import (
     Attend,
-    AttentionShape,
     Boundary,
-    CacheShape,
     GlobalLayer,
     LocalLayer,
     Stage,
 )
-from penstock.model.layers import Attention, AttentionSpec, GatedMLP, Mixer
+from penstock.model.latent import LatentSpec
+from penstock.model.layers import AttentionSpec, GatedMLP, Mixer, Mixes
 from penstock.model.moe import MoESpec, SparseMLP
 from penstock.model.rope import Rope
 from penstock.model.slots import LinearFactory, Slots, check_tensor
@@ -36,7 +35,8 @@ _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """One model's shape. `tied`: the head is the embedding. `width`: of the MLP, dense layers."""
+    """One model's shape. `tied`: the head is the embedding. `width`: of the MLP, dense layers.
+    `skipped_layers`: behind the last, in the files but not of the model (multi-token prediction)."""
 
     vocab_size: int
     hidden: int
@@ -45,9 +45,10 @@ class Spec:
     norm_eps: float
     tied: bool
     rope: Rope
-    attention: AttentionSpec
+    attention: AttentionSpec | LatentSpec
     mlp_bias: bool = False
     moe: MoESpec | None = None
+    skipped_layers: int = 0
 
 
 class Layer:
@@ -57,8 +58,8 @@ class Layer:
         prefix, hidden = f"model.layers.{index}", spec.hidden
         self.ops, self.eps = slots.ops, spec.norm_eps
         self.norm_in = slots.vector(f"{prefix}.input_layernorm.weight", (hidden,))
-        self.attention = Attention(
-            slots, f"{prefix}.self_attn", local, hidden, spec.attention, self.eps
+        self.attention: Mixes = spec.attention.build(
+            slots, f"{prefix}.self_attn", index, local, hidden, self.eps
         )
         self.norm_mlp = slots.vector(f"{prefix}.post_attention_layernorm.weight", (hidden,))
         self.mlp: Mixer
@@ -72,9 +73,9 @@ class Layer:
     ) -> Boundary:
         """Adds x's delta and the attention's half to its h in place; hands on the MLP's half."""
         x_TD = self.ops.norm(x.h_TD, x.delta_TD, self.norm_in.value, self.eps)
-        delta_TD = self.attention(x_TD, cos_T1H, sin_T1H, attend)
+        delta_TD, chosen_TS = self.attention(x_TD, x.chosen_TS, cos_T1H, sin_T1H, attend)
         return Boundary(
-            x.h_TD, self.mlp(self.ops.norm(x.h_TD, delta_TD, self.norm_mlp.value, self.eps)))
+            x.h_TD, self.mlp(self.ops.norm(x.h_TD, delta_TD, self.norm_mlp.value, self.eps)), chosen_TS)
 
 
 class Transformer:
@@ -90,15 +91,8 @@ class Transformer:
             GlobalLayer(0), GlobalLayer(spec.num_layers), embeds=True, heads=True)
         assert 0 <= stage.first < stage.end <= spec.num_layers, f"{stage} of {spec.num_layers} layers"
         self.dtype = dtype
-        self.groups: tuple[CacheShape, ...] = (CacheShape(
-            name="full",
-            layers=tuple(LocalLayer(layer) for layer in range(stage.end - stage.first)),
-            num_kv_heads=spec.attention.num_kv_heads,
-            head_dim=spec.attention.head_dim,
-        ),)
-        self.attention = AttentionShape(
-            num_heads=spec.attention.num_heads, scale=spec.attention.scale
-        )
+        self.groups = spec.attention.groups(stage)
+        self.attention = spec.attention.shape
         self.vocab_size = spec.vocab_size
         self.max_position = spec.rope.max_position
         self._slots = slots = Slots(dtype, linear, ops)
@@ -118,8 +112,10 @@ class Transformer:
     def wants(self, name: str) -> bool:
         stage, tied = self.stage, self.spec.tied
         if layer := _LAYER.match(name):
-            index = int(layer[1])
-            return index >= self.spec.num_layers or stage.first <= index < stage.end
+            index = int(layer[1]) - self.spec.num_layers
+            if index >= 0:
+                return index >= self.spec.skipped_layers
+            return stage.first <= index + self.spec.num_layers < stage.end
         # Whoever needs a tied tensor reads both names: a file may have either.
         return {EMBED: stage.embeds or (stage.heads and tied), NORM: stage.heads,
                 HEAD: stage.heads or (stage.embeds and tied)}.get(name, True)

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from penstock.config.errors import ConfigError
 from penstock.model.fields import Fields
+from penstock.model.latent import LatentSpec
 from penstock.model.layers import AttentionSpec
 from penstock.model.moe import MoESpec
 from penstock.model.rope import read_rope
@@ -48,18 +49,23 @@ def read_attention(
 
 def read_spec(
     fields: Fields,
-    attention: AttentionSpec,
+    attention: AttentionSpec | LatentSpec,
     *,
     mlp_bias: bool = False,
     moe: MoESpec | None = None,
     window_switched: bool = True,
     window_default: int | None = None,
+    skipped_layers: int = 0,
 ) -> Spec:
     """The whole Spec. Raises ConfigError on a sliding window, another activation, another RoPE."""
     if fields.values.get("hidden_act", "silu") not in ("silu", "swish"):
         fields.refuse("hidden_act", "supported: 'silu'")
-    rope = read_rope(fields, attention.head_dim)
-    fields.refuse_window(rope.max_position, switched=window_switched, default=window_default)
+    latent = isinstance(attention, LatentSpec)
+    rope = read_rope(fields, attention.rope_dim)
+    fields.refuse_window(
+        rope.max_position, switched=window_switched, default=window_default,
+        layer_type="indexed_attention" if latent else "full_attention",
+    )
     return Spec(
         vocab_size=fields.size("vocab_size"),
         hidden=fields.size("hidden_size"),
@@ -71,4 +77,5 @@ def read_spec(
         attention=attention,
         mlp_bias=mlp_bias,
         moe=moe,
+        skipped_layers=skipped_layers,
     )

@@ -1,0 +1,129 @@
+"""DeepSeek-V3.2 and GLM-5: latent attention with a lightning indexer, sigmoid-gated experts."""
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from penstock.config.errors import ConfigError
+from penstock.model.base import GlobalLayer
+from penstock.model.families.common import read_spec
+from penstock.model.fields import Fields
+from penstock.model.latent import IndexSpec, LatentSpec
+from penstock.model.moe import MoESpec
+from penstock.model.transformer import Spec
+
+
+def deepseek_v32(fields: Fields) -> Spec:
+    return _spec(fields, interleaved=False, indexed=_layers(fields))
+
+
+def glm_moe_dsa(fields: Fields) -> Spec:
+    return _spec(fields, interleaved=True, indexed=_indexed(fields))
+
+
+def _layers(fields: Fields) -> list[GlobalLayer]:
+    return [GlobalLayer(index) for index in range(fields.size("num_hidden_layers"))]
+
+
+def _spec(fields: Fields, *, interleaved: bool, indexed: list[GlobalLayer]) -> Spec:
+    for name, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
+        if fields.values.get(name) not in (None, only):
+            fields.refuse(name, f"supported: {only!r}")
+    nope, rope = fields.size("qk_nope_head_dim"), fields.size("qk_rope_head_dim")
+    head_dim = fields.size("index_head_dim")
+    if head_dim < rope:
+        fields.refuse("index_head_dim", f"at least qk_rope_head_dim = {rope}")
+    attention = LatentSpec(
+        num_heads=fields.size("num_attention_heads"),
+        q_rank=fields.size("q_lora_rank"),
+        kv_rank=fields.size("kv_lora_rank"),
+        nope_dim=nope,
+        rope_dim=rope,
+        value_dim=fields.size("v_head_dim"),
+        scale=(nope + rope) ** -0.5 * _yarn_scale(fields),
+        bias=fields.flag("attention_bias"),
+        index=IndexSpec(
+            num_heads=fields.size("index_n_heads"),
+            head_dim=head_dim,
+            topk=fields.size("index_topk"),
+            interleaved=fields.flag("indexer_rope_interleave", interleaved),
+            layers=frozenset(indexed),
+        ),
+    )
+    return read_spec(
+        fields, attention, moe=_moe(fields), window_switched=False,
+        skipped_layers=fields.size("num_nextn_predict_layers", 0, least=0),
+    )
+
+
+def _yarn_scale(fields: Fields) -> float:
+    """What YaRN multiplies scores by, beside the cos and sin that `read_rope` scales."""
+    params = fields.mapping("rope_scaling") or fields.mapping("rope_parameters")
+    kind = params.get("rope_type", params.get("type", "default"))
+    weight, factor = params.get("mscale_all_dim"), params.get("factor")
+    if kind == "default" or not weight or not isinstance(factor, int | float) or factor <= 1:
+        return 1.0
+    return float(0.1 * weight * math.log(factor) + 1.0) ** 2
+
+
+def _moe(fields: Fields) -> MoESpec:
+    num_experts = fields.size("n_routed_experts")
+    groups, groups_chosen = fields.size("n_group", 1), fields.size("topk_group", 1)
+    num_chosen = fields.size("num_experts_per_tok")
+    if num_experts % groups or (groups > 1 and num_experts < 2 * groups) or groups_chosen > groups:
+        raise ConfigError(
+            f"config.json: n_group = {groups} groups of at least two of {num_experts} experts, of which "
+            f"topk_group = {groups_chosen} are chosen, do not go together"
+        )
+    if num_chosen > num_experts // groups * groups_chosen:
+        raise ConfigError(
+            f"config.json: num_experts_per_tok = {num_chosen} is more than the "
+            f"{num_experts // groups * groups_chosen} experts that may be chosen"
+        )
+    width = fields.size("moe_intermediate_size")
+    return MoESpec(
+        num_experts=num_experts,
+        num_chosen=num_chosen,
+        width=width,
+        renormalize=fields.flag("norm_topk_prob", True),
+        layers=frozenset(_sparse(fields)),
+        sigmoid=True,
+        groups=groups,
+        groups_chosen=groups_chosen,
+        shared_width=width * fields.size("n_shared_experts", 1),
+        scale=fields.number("routed_scaling_factor", 2.5),
+    )
+
+
+def _sparse(fields: Fields) -> list[GlobalLayer]:
+    types = fields.values.get("mlp_layer_types")
+    if types is None:
+        dense = fields.size("first_k_dense_replace", 3, least=0)
+        return [index for index in _layers(fields) if index >= dense]
+    _check_types(fields, "mlp_layer_types", types, ("dense", "sparse"))
+    return [index for index in _layers(fields) if types[index] == "sparse"]
+
+
+def _indexed(fields: Fields) -> list[GlobalLayer]:
+    """Layers with an indexer of their own: by name, by pattern, or every `index_topk_freq`-th."""
+    layers = _layers(fields)
+    types = fields.values.get("indexer_types")
+    pattern = fields.values.get("index_topk_pattern")
+    if types is None and isinstance(pattern, str):
+        types = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
+    elif types is None:
+        types = pattern
+    if types is None:
+        frequency = fields.size("index_topk_freq", 1)
+        offset = fields.size("index_skip_topk_offset", 2, least=0)
+        types = ["shared" if max(index - offset + 1, 0) % frequency else "full" for index in layers]
+    _check_types(fields, "indexer_types", types, ("full", "shared"))
+    if types[0] != "full":
+        fields.refuse("indexer_types", "the first layer must be 'full': it has nobody to share with")
+    return [index for index in layers if types[index] == "full"]
+
+
+def _check_types(fields: Fields, name: str, types: Any, allowed: tuple[str, str]) -> None:
+    if not isinstance(types, list) or len(types) < fields.size("num_hidden_layers") or not all(
+            kind in allowed for kind in types):
+        fields.refuse(name, f"one of {allowed} for every layer")

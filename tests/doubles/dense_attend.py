@@ -1,0 +1,59 @@
+"""An Attend that keeps everything of one request in lists: what the engine's pages must amount to.
+
+    T tokens of the step   P positions stored   N query heads   K KV heads   C planes   H head dim
+    I index heads   J index head dim   S chosen tokens of a query
+"""
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.model.base import AttentionShape
+
+
+class Dense:
+    """Causal by position. `chosen` keeps, per layer, what `select` returned for each step, `scores` all
+    scores that it chose from."""
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self.shape = shape
+        self.stored: dict[int, Tensor] = {}
+        self.keys: dict[int, Tensor] = {}
+        self.chosen: dict[int, list[Tensor]] = {}
+        self.scores: dict[int, list[Tensor]] = {}
+
+    def __call__(self, layer: int, q_TNH: Tensor, kv_TCKH: Tensor, chosen_TS: Tensor | None = None) -> Tensor:
+        held = [self.stored[layer]] if layer in self.stored else []
+        kv_PCKH = self.stored[layer] = torch.cat([*held, kv_TCKH])
+        seen_TP = causal(len(q_TNH), len(kv_PCKH))
+        if chosen_TS is not None:
+            padded = torch.zeros(len(q_TNH), len(kv_PCKH) + 1, dtype=torch.bool)
+            padded.scatter_(1, chosen_TS.long().where(chosen_TS >= 0, len(kv_PCKH)), True)
+            assert not (padded[:, :-1] & ~seen_TP).any(), "a token chose one after it"
+            seen_TP = padded[:, :-1]
+        k_KPH = kv_PCKH[:, 0].transpose(0, 1)
+        latent = self.shape.latent_dim
+        v_KPH = k_KPH[..., :latent] if latent else kv_PCKH[:, 1].transpose(0, 1)
+        return F.scaled_dot_product_attention(
+            q_TNH.transpose(0, 1)[None], k_KPH[None], v_KPH[None], attn_mask=seen_TP,
+            enable_gqa=True, scale=self.shape.scale)[0].transpose(0, 1)
+
+    def select(self, layer: int, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
+        held = [self.keys[layer]] if layer in self.keys else []
+        key_PJ = self.keys[layer] = torch.cat([*held, key_TJ])
+        score_TIP = (q_TIJ.float() @ key_PJ.float().T).relu()
+        score_TP = (score_TIP * weight_TI[..., None]).sum(1)
+        score_TP = score_TP.masked_fill(~causal(len(q_TIJ), len(key_PJ)), float("-inf"))
+        chosen_TS = score_TP.sort(descending=True, stable=True).indices[:, :self.shape.topk]
+        past = score_TP.gather(1, chosen_TS) == float("-inf")
+        chosen_TS = chosen_TS.where(~past, len(key_PJ)).sort().values
+        chosen_TS = chosen_TS.where(chosen_TS < len(key_PJ), -1).int()
+        self.chosen.setdefault(layer, []).append(chosen_TS)
+        self.scores.setdefault(layer, []).append(score_TP)
+        return chosen_TS
+
+
+def causal(num_new: int, num_all: int) -> Tensor:
+    """[new, all]: which positions each of the newest tokens sees."""
+    return torch.ones(num_new, num_all, dtype=torch.bool).tril(num_all - num_new)
