@@ -131,18 +131,19 @@ class _Batch:
             own = pages_of(row, layout)
             pages_n[:len(own)] = own
         self._pages = pages_Bn.flatten()
-        self._padded_BS = torch.arange(longest * layout.page_size) >= length_B1
-        self._mask = (torch.zeros(self._padded_BS.shape, dtype=spec.dtype)
-                      .masked_fill_(self._padded_BS, float("-inf"))[:, None, None])
+        padded_BS = torch.arange(longest * layout.page_size) >= length_B1
+        self._mask = (torch.zeros(padded_BS.shape, dtype=spec.dtype)
+                      .masked_fill_(padded_BS, float("-inf"))[:, None, None])
+        self._lengths = [row.context for row in rows]
         self._q_shape = (len(rows), spec.num_kv_heads, spec.group, spec.head_dim)
         self._kv_shape = (spec.num_kv_heads, len(rows), -1, spec.head_dim)
         self._scale = spec.scale
 
     def __call__(self, q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor) -> Tensor:
-        k_BKSH, v_BKSH = (
-            _gather(pool_PKGH, self._pages).view(self._kv_shape)
-            .masked_fill_(self._padded_BS[..., None], 0).transpose(0, 1)
-            for pool_PKGH in (k_PKGH, v_PKGH))
+        k_BKSH, v_BKSH = (_gather(pool_PKGH, self._pages).view(self._kv_shape).transpose(0, 1)
+                          for pool_PKGH in (k_PKGH, v_PKGH))
+        for i, length in enumerate(self._lengths):
+            k_BKSH[i, :, length:] = v_BKSH[i, :, length:] = 0
         out_BKgH = F.scaled_dot_product_attention(
             q_TNH.view(self._q_shape), k_BKSH, v_BKSH, attn_mask=self._mask, scale=self._scale)
         return out_BKgH.flatten(1, 2)
