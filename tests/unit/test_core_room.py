@@ -179,3 +179,16 @@ def test_nobody_goes_to_the_host_for_somebody_who_would_not_fit_all_the_same(pro
             d.land()
     assert [d.phase(rid) for rid in (0, 1, 9)] == [Phase.RESIDENT, Phase.RESIDENT, Phase.QUEUED]
     assert d.core.counters["spills"] == 0
+
+
+def test_who_gave_way_twice_ends_before_the_next_that_outranks_it_gets_a_row() -> None:
+    """Those who come before it in the order of service would make it give way for ever, one after another."""
+    d = Driver(page_size=1, rows=2, hbm_pages=36)
+    d.arrive(1, range(10), 24, priority=1)
+    for rid in (2, 3, 4):
+        d.arrive(rid, range(100 * rid, 100 * rid + 12), 12)
+        while rid in d.core.live and 1 in d.core.live:
+            d.retire()
+    d.run()
+    assert list(d.finished()) == [2, 3, 1, 4]
+    assert d.core.counters["drops"] == 2

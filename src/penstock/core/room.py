@@ -66,7 +66,8 @@ def headroom(core: Core, r: Request, place: Place) -> int | None:
     """How many rows must still be able to grow by a page when `r` gets a row: all that run. None: it has
     to wait. Who has given way twice returns only when all that run, and it, can end without another
     victim. Those admitted later give way before it, or, if they come first in the order of service,
-    leave it room to its end. So nobody gives way more than three times."""
+    leave it room to its end (`>` below: `test_core_room` has the one that would else give way for ever). So
+    nobody gives way more than three times."""
     tired = r.gave_way >= GAVE_WAY_MAX - 1 or any(
         [q.gave_way >= GAVE_WAY_MAX - 1 and q.key > r.key for q in core.running])
     if tired and (core.running or _is_away(core)) and not placement.all_end(core, r, place):
