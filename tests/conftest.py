@@ -32,7 +32,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A hang, not slowness: at least 20 times what any test takes on a quiet machine.
 HANG_S = 600
-SWEEP_HANG_S = 2400
+LONG_HANG_S = 2400
 
 
 # The same cases in each run, however slow the machine is: what is new is looked for by `make soak`.
@@ -65,7 +65,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    limit_s = SWEEP_HANG_S if item.get_closest_marker("sweep") else HANG_S
+    long = item.get_closest_marker("sweep") or item.get_closest_marker("soak")
+    limit_s = LONG_HANG_S if long else HANG_S
 
     def hang(signum: int, frame: object) -> None:
         faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)

@@ -130,9 +130,10 @@ def test_the_command_says_the_worst() -> None:
     assert said[-1].startswith("0 findings; at worst")
 
 
-@pytest.mark.sweep
+@pytest.mark.parametrize("seeds", [pytest.param(range(1_000, 1_040), marks=pytest.mark.sweep),
+                                   pytest.param(range(1_040, 1_100), marks=pytest.mark.soak)], ids=str)
 @pytest.mark.parametrize("mode", MODES)
-def test_the_bound_over_many_seeds(mode: str) -> None:
-    for seed in range(1_000, 1_100):
+def test_the_bound_over_many_seeds(mode: str, seeds: range) -> None:
+    for seed in seeds:
         late = fair(seed, mode).late()
         assert not late, (seed, mode)

@@ -191,7 +191,7 @@ def test_who_is_not_tried_again_would_not_fit(monkeypatch: pytest.MonkeyPatch) -
         nonlocal tried
         blocked = real(self, r)
         tried += blocked
-        if blocked and tried % 8 == 0:         # a copy of everything takes its time
+        if blocked and tried % 16 == 0:         # a copy of everything takes its time
             twin = copy.deepcopy(self.core)
             assert not twin.admission._enter(twin.live[r.rid])
         return blocked

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.kernels import (
+    chunk_attention,
     gather,
     index_select,
     latent_attention,
@@ -25,7 +26,7 @@ from penstock.kernels.platform import KernelError, Op, Platform, Unusable
 
 OPS: dict[str, Op[Any]] = {op.name: op for op in (
     linear.OP, paged_attention.OP, layer.OP, store.OP, unit_select.OP, resolve.OP, gather.OP,
-    sparse_attention.OP, merge.OP, index_select.OP, latent_attention.OP)}
+    sparse_attention.OP, merge.OP, chunk_attention.OP, index_select.OP, latent_attention.OP)}
 DENSE = ("linear", "paged_attention", "layer")      # what an engine needs that selects nothing
 
 

@@ -290,7 +290,7 @@ def push_of_other_groups_forgotten(real: Real, pair: Pairing, r: Request) -> Non
     r.tables = tables
 
 
-@wrong(Pairing, "push", 500, more=",again=0.9,turns=0.9")
+@wrong(Pairing, "push", 500, first=330, more=",again=0.9,turns=0.9")
 def push_begins_at_a_whole_page(real: Real, pair: Pairing, r: Request) -> None:
     """A grant that begins inside a page of ours loses the rest of that page."""
     assert r.grant is not None
@@ -299,7 +299,7 @@ def push_begins_at_a_whole_page(real: Real, pair: Pairing, r: Request) -> None:
     real(pair, r)
 
 
-@wrong(Core, "_ask", first=40)
+@wrong(Core, "_ask", first=130)
 def dropped_while_its_pushes_fly(real: Real, core: Core, rid: int, trigger: Trigger) -> None:
     """A request whose pages are on their way gives them up."""
     r = core.live.get(rid)  # type: ignore[call-overload]

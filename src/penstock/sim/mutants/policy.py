@@ -80,6 +80,6 @@ FORCED = ("pair=0,hot_pages=2,model=1,fail=0.5,spills=60,drops=12,copy=0.3,again
           "page_size=2,wait_pages=1000,requests=14,hbm_pages=20,dram_pages=104")
 
 
-@instead_of(entering, "_early", 200, mode=FORCED)
+@instead_of(entering, "_early", 200, first=110, mode=FORCED)
 def page_saved_while_its_load_flies(real: Real, ways: list[Way]) -> None:
     """A row that goes to the host copies a page down that is still on its way up."""
