@@ -11,9 +11,11 @@ from penstock.kernels.paged_attention import AttentionSpec
 from penstock.kernels.platform import Unusable, probe
 from penstock.kernels.ragged import Ragged
 from penstock.kernels.registry import OPS
+from penstock.kernels.resolve.cases import empty
 from penstock.kernels.select import SelectRule
 from penstock.kernels.select.cases import make
 from penstock.kernels.select.reference import scores
+from penstock.kernels.store import StoreAt
 
 RULE = SelectRule(unit=4, sink=6, window=13)
 BACKENDS = ("reference", "native")
@@ -162,3 +164,20 @@ def test_a_copy_that_loses_its_tail_fails_the_cases():
     broken = [case.name for case in cases_of(OPS["gather"])
               if not torch.equal(case.run(words_only), case.run(reference))]
     assert {"every row size from 1 to 4,096 bytes"} < set(broken)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_map_of_an_earlier_hot_buffer_is_noticed_and_not_followed(backend):
+    """A bind that voids nothing: the map names a slot of a page that the row gave back."""
+    hot, i32 = empty(1, 1, 4, 2, 2), {"dtype": torch.int32}
+    hot.slot_RKM[0, 0, 1], hot.unit_RKS[0, 0, 3] = 3, 1
+    hot.page_RW[0, 0] = 5
+    row, table = torch.zeros(1, **i32), torch.zeros(1, 2, **i32)
+    with pytest.raises(AssertionError, match="hot in a page that the row does not have"):
+        usable("resolve", backend)(torch.tensor([[[1]]], **i32), row, table - 1, table, hot,
+                                   torch.ones(1, **i32), page_units=2)
+    pool, none = torch.zeros(6, 1, 1, 4, 8), torch.tensor([-1])
+    with pytest.raises(AssertionError, match="hot in a page that the row does not have"):
+        usable("store", backend)([torch.ones(1, 1, 8)], StoreAt(
+            none, none, none, row, torch.tensor([3], **i32), 2), pool, None, hot)
+    assert pool.count_nonzero() == 0

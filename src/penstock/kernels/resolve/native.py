@@ -13,7 +13,8 @@ from penstock.kernels.platform import Platform, WrongResult
 
 _SOURCE = Path(__file__).with_name("resolve.c")
 _ERRORS = ("", "a row's hot units are too few for what it chose",
-           "a chosen unit is neither on the device nor on the host")
+           "a chosen unit is neither on the device nor on the host",
+           "a unit is hot in a page that the row does not have")
 
 
 class _Resolve(ctypes.Structure):

@@ -31,6 +31,7 @@ def resolve(chosen_BKC: Tensor, row_B: Tensor, device_RP: Tensor, host_RP: Tenso
         slots = page_units * sum(page >= 0 for page in pages)
 
         def place(slot: int, pages: list[int] = pages) -> int:
+            assert pages[slot // page_units] >= 0, "a unit is hot in a page that the row does not have"
             return pages[slot // page_units] * page_units + slot % page_units
 
         for k in range(heads):

@@ -14,7 +14,7 @@ typedef struct {
 } Resolve;
 
 enum { DEVICE, HITS, MISSES, EVICTIONS };
-enum { OK, TOO_FEW_SLOTS, NO_COPY };
+enum { OK, TOO_FEW_SLOTS, NO_COPY, NO_PAGE };
 
 /* Slots for the `count` units at places `absent` of this row and head. */
 static int admit(const Resolve *s, int64_t b, int64_t k, const int32_t *absent, int64_t count)
@@ -84,6 +84,8 @@ static int look(const Resolve *s, int64_t b, int64_t k)
             slot[c] = at * size + unit % size;
             here++;
         } else if (hot >= 0) {
+            if (page[hot / size] < 0)
+                return NO_PAGE;                     /* the map is of an earlier hot buffer */
             slot[c] = page[hot / size] * size + hot % size;
             s->stamp[pair * s->slots + hot] = *s->now;
             hits++;

@@ -76,5 +76,6 @@ def store(values: Sequence[Tensor], at: StoreAt, device_PKCGH: Tensor,
         tokens, heads, planes, width, device_PKCGH.shape[3],
         1 if bounds_PK2SH is None else bounds_PK2SH.shape[3], at.unit,
         *((0, 0) if hot is None else (hot.slot_RKM.shape[2], hot.page_RW.shape[1])))
-    entry(_SOURCE, "penstock_store", ctypes.c_int64)(
+    error = entry(_SOURCE, "penstock_store", ctypes.c_int64)(
         ctypes.byref(args), itemsize, torch.get_num_threads())
+    assert not error, "a unit is hot in a page that the row does not have"

@@ -32,6 +32,7 @@ def store(values: Sequence[Tensor], at: StoreAt, device_PKCGH: Tensor,
         for k, hot_slot in enumerate(hot.slot_RKM[row, :, position // unit].tolist()):
             if hot_slot >= 0:
                 page = int(hot.page_RW[row, hot_slot * unit // size])
+                assert page >= 0, "a unit is hot in a page that the row does not have"
                 offset = hot_slot * unit % size + position % unit
                 device_PKCGH[page, k, :, offset] = x_KCH[k]
     for device, host, summary, _, position in tokens:

@@ -37,13 +37,15 @@ INLINE void bound(const char *keys, char *low, char *high, int64_t unit, int64_t
     }
 }
 
-INLINE void write_token(const Store *s, int64_t t, int64_t k, int64_t bytes)
+INLINE int write_token(const Store *s, int64_t t, int64_t k, int64_t bytes)
 {
     const int64_t device = s->device_at[t], host = s->host_at[t], of_page = s->page_size / s->unit;
     const int32_t row = s->row[t], position = s->position[t];
-    int64_t hot = -1;
+    int64_t hot = -1, hot_page = -1;
     if (s->hot_slot && row >= 0)
         hot = s->hot_slot[(row * s->heads + k) * s->units + position / s->unit];
+    if (hot >= 0 && (hot_page = s->hot_page[row * s->hot_pages + hot / of_page]) < 0)
+        return 1;                                   /* the map is of an earlier hot buffer */
     for (int64_t c = 0; c < s->planes; c++) {
         const char *x = s->value[c] + t * s->value_token[c] + k * s->value_head[c];
         char *pool = s->device + k * s->device_head + c * s->device_plane;
@@ -54,9 +56,10 @@ INLINE void write_token(const Store *s, int64_t t, int64_t k, int64_t bytes)
             memcpy(s->host + host / s->page_size * s->host_page + k * s->host_head
                    + c * s->host_plane + host % s->page_size * bytes, x, bytes);
         if (hot >= 0)
-            memcpy(pool + s->hot_page[row * s->hot_pages + hot / of_page] * s->device_page
+            memcpy(pool + hot_page * s->device_page
                    + (hot % of_page * s->unit + position % s->unit) * bytes, x, bytes);
     }
+    return 0;
 }
 
 INLINE void write_bounds(const Store *s, int64_t t, int64_t k, int64_t bytes, int bf16)
@@ -77,11 +80,12 @@ INLINE void write_bounds(const Store *s, int64_t t, int64_t k, int64_t bytes, in
 int penstock_store(const Store *s, int64_t itemsize, int threads)
 {
     const int64_t bytes = s->width * itemsize, pairs = s->tokens * s->heads;
-    #pragma omp parallel num_threads(threads) if (pairs * s->planes * bytes > 65536)
+    int error = 0;
+    #pragma omp parallel num_threads(threads) reduction(| : error) if (pairs * s->planes * bytes > 65536)
     {
         #pragma omp for schedule(static)
         for (int64_t i = 0; i < pairs; i++)
-            write_token(s, i / s->heads, i % s->heads, bytes);
+            error |= write_token(s, i / s->heads, i % s->heads, bytes);
         if (s->bounds) {
             #pragma omp for schedule(static)
             for (int64_t i = 0; i < pairs; i++) {
@@ -92,5 +96,5 @@ int penstock_store(const Store *s, int64_t itemsize, int threads)
             }
         }
     }
-    return 0;
+    return error;
 }
