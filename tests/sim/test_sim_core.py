@@ -13,7 +13,6 @@ import pytest
 from penstock.core.core import Core
 from penstock.core.lifecycle import Phase
 from penstock.core.plan import Outcome
-from penstock.core.room import GAVE_WAY_MAX
 from penstock.serve.main import main
 from penstock.sim import jobs
 from penstock.sim import main as command
@@ -26,7 +25,6 @@ from penstock.sim.programs import (
     anomaly,
     never_met,
     never_taken,
-    storm,
     sweep,
 )
 from penstock.sim.scenario import draw
@@ -210,15 +208,6 @@ def test_a_trace_survives_its_text() -> None:
     for mode in ("", "pair=1"):
         for trace in record(1, mode):
             assert load(dump(trace)) == trace
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_storm_pauses_nobody_often_and_the_first_never(seed: int) -> None:
-    world, gave_way = storm(seed, requests=32)
-    assert sum(gave_way.values()) > 0, "no pressure: this tests nothing"
-    assert max(gave_way.values()) <= GAVE_WAY_MAX
-    first = min(world.load.made, key=lambda e: (e.arrived.priority, e.at, e.arrived.rid))
-    assert gave_way[first.arrived.rid] == 0
 
 
 DIGESTS = """

@@ -56,8 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--waste", action="store_true",
                         help="forty calm workloads: what is copied, computed or left idle in vain")
     parser.add_argument("--edges", action="store_true", help="print how often each edge was taken")
-    parser.add_argument("--report", action="store_true",
-                        help="print a line for each fault: how often it fired, in how many runs")
     parser.add_argument("--strict", action="store_true",
                         help="fail too if some fault did not fire, or some edge was not taken")
     parser.add_argument("--json", action="store_true", help="print all that was counted as one JSON value")
@@ -73,7 +71,7 @@ def _mutant(name: str) -> str:
 
 # What each thing to do takes; anything else would be accepted and ignored.
 _COUNTED = {"seeds", "first", "mode"}
-_SHOWN = {"edges", "report", "strict", "json"}
+_SHOWN = {"edges", "strict", "json"}
 TAKES: dict[str, set[str]] = {
     "print": set(),
     "replay": {"mutant"},
@@ -137,7 +135,7 @@ def run(config: object, args: argparse.Namespace) -> int:
         print(json.dumps(report.plain() | {"missing": missing}))
     else:
         _print(report, time.monotonic() - began)
-        (_table if args.report else _faults)(report)
+        _faults(report)
         if args.edges:
             _edges(report)
         for line in never:
@@ -215,6 +213,10 @@ def _flight(args: argparse.Namespace) -> int:
         print(said)
         return 0 if same else 1
     print(f"{log.lost} earlier turns are lost: not an exact replay")
+    if log.cfg.role != "unified":
+        print("penstock sim: of one engine of a pair nothing else can be done again: --print shows it",
+              file=sys.stderr)
+        return 2
     try:
         said, notes = rerun.alike(log, make)
     except Exception:              # a finding, or the crash that was recorded
@@ -252,12 +254,6 @@ def _print(report: Report, seconds: float) -> None:
 def _faults(report: Report) -> None:
     fired = ", ".join(f"{name} {report.fired[name]}" for name in sorted({*MUST_FIRE, *report.fired}))
     print(textwrap.fill(f"fired: {fired}", 110, subsequent_indent="  "))
-
-
-def _table(report: Report) -> None:
-    for name in sorted({*MUST_FIRE, *report.fired}):
-        share = 100 * report.seeds[name] / max(1, report.runs)
-        print(f"  {name:24s} {report.fired[name]:8d} times, in {share:5.1f} % of the runs")
 
 
 def _edges(report: Report) -> None:

@@ -6,19 +6,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
 from penstock.core.core import Core
 from penstock.core.lifecycle import Mode, Phase, Role, Trigger, edges
-from penstock.core.plan import RequestId
 from penstock.core.settings import CoreConfig
 from penstock.sim.pair import Pair, Run, start
 from penstock.sim.scenario import TIERS, Scenario, draw
 from penstock.sim.states import possible
 from penstock.sim.view import refusable
-from penstock.sim.world import MakeCore, World
+from penstock.sim.world import MakeCore
 
 Edge = tuple[str, str, str, str]       # role, tiers, phase, trigger
 Seen = tuple[str, str, str, str]       # role, phase, event, phase directly after it
@@ -225,17 +224,3 @@ def never_met(seen: Counter[Seen]) -> list[tuple[str, str, str]]:
     met = {key[:3] for key in seen}
     return [key for role in Role for phase, event in possible(role)
             if (key := (role.value, phase, event)) not in met]
-
-
-# ---------------------------------------------------------------- pressure
-def storm(seed: int, requests: int = 64) -> tuple[World, Counter[RequestId]]:
-    """Requests that arrive together and outgrow a pool of 1.1 times the largest of them. Returns the
-    finished world, and how often each request gave up its row."""
-    calm = ("aims=0,pair=0,model=1,hot_pages=0,spills=0,pauses=0,drops=0,aborts=0,stops=0,abort=0,stop=0,"
-            "turns=0,flushes=0,fail=0,damages=0,jumps=0")
-    sc = draw(seed, f"requests={requests},span=1,{calm},prompt_max=12,new_max=40,rows=6")
-    largest = -(-(sc.prompt_max + sc.new_max) // sc.cfg.page_size)
-    cfg = replace(sc.cfg, hbm_pages=int(1.1 * largest) + 1, dram_pages=requests * largest,
-                  max_len=1 << 20)
-    world = World(replace(sc, cfg=cfg)).play()
-    return world, world.judge.gave_way

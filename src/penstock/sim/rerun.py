@@ -2,31 +2,24 @@
 
 The requests that were live arrive anew (prompt and outputs so far), fake ranks answer, and what came from
 outside comes again after as many steps; the simulator's judge watches. It reaches states like the recorded
-ones, not the same. One engine of a pair runs alone: it has no peer that would answer as the recorded one did.
+ones, not the same. Not of one engine of a pair: its peer would have to answer as the recorded one did.
 """
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from penstock.core.core import Core
-from penstock.core.messages import End
 from penstock.core.plan import (
     Aborted,
     Arrived,
     Dropped,
     Event,
     Expired,
-    Move,
     Moved,
     Outcome,
-    Overdue,
     Paused,
-    PeerFenced,
     Promoted,
-    Received,
-    Reminded,
-    Renewed,
     RequestId,
     Retired,
     Spilled,
@@ -45,37 +38,6 @@ FORCED: dict[str, type[Paused] | type[Dropped] | type[Spilled]] = {
     "paused": Paused, "dropped": Dropped, "hosted": Spilled}
 
 
-def _alone(log: Log) -> tuple[Log, Counter[str]]:
-    """One engine of a pair as an engine of its own, and what that leaves out."""
-    role, left = log.cfg.role, Counter[str]()
-    pushed = {m[0] for turn in log.turns if turn.plan is not None
-              for m in turn.plan.get("moves", ()) if "peer" in (m[2], m[4])}
-
-    def request(a: Arrived) -> Arrived:
-        return replace(a, transfer=0, max_new=1 if role == "prefill" else a.max_new)
-
-    def kept(e: Event) -> bool:
-        match e:
-            case Received() | Reminded() | Overdue() | PeerFenced() | Renewed():
-                left["messages, timers and fences of the peer"] += 1
-                return False
-            case Moved(id, ok) if id in pushed:
-                left["failed pushes"] += not ok
-                return False
-        return True
-
-    turns = tuple(replace(turn, events=tuple(request(e) if isinstance(e, Arrived) else e
-                                             for e in turn.events if kept(e))) for turn in log.turns)
-    held = tuple(replace(h, arrived=request(h.arrived), outputs=() if role == "prefill" else h.outputs)
-                 for h in log.held)
-    edges = [edge for turn in log.turns for edge in turn.edges]
-    left["prompts asked of the peer: computed here"] += (
-        sum(h.phase == "receiving" for h in log.held) + sum(to == "receiving" for *_, to in edges))
-    left["requests that wait for a push: they end with their first token"] += (
-        sum(h.phase == "sending" for h in log.held) + sum(to == "sending" for *_, to in edges))
-    return replace(log, cfg=replace(log.cfg, role="unified"), held=held, turns=turns), left
-
-
 def _scenario(log: Log) -> Scenario:
     """Nothing of its own: one rank, no faults, and numbers that tell pages of one tier from another's."""
     cfg = log.cfg
@@ -89,34 +51,21 @@ def _scenario(log: Log) -> Scenario:
         damages=0, aims=0, jumps=0)
 
 
-@dataclass(frozen=True, slots=True)
-class Failing:
-    """The next copy between these tiers fails."""
-
-    src: str
-    dst: str
-
-
 class Again(World):
     """Plays one log. `notes` counts what could not be done again."""
 
     def __init__(self, log: Log, make: MakeCore = Core, *, blind: bool = False) -> None:
         self.given = _outputs(log)
         self.notes: Counter[str] = Counter()
-        if log.cfg.role != "unified":
-            log, self.notes = _alone(log)
         self.log = log
         super().__init__(_scenario(log), make, blind=blind)
         self.index: dict[RequestId, RequestId] = {}     # recorded number -> the one it has here
         self.known: dict[RequestId, int] = {}           # outputs that its prompt here ends with
         self.standins: dict[int, int] = {}              # of a recorded output -> the token here
         self.steps = sum(turn.plan is not None for turn in log.turns)
-        self.due = _outside(log)                        # (steps since the start, event or Move), in order
+        self.due = _outside(log)                        # (steps since the start, event), in order
         self.late: list[Stopped] = []                   # for requests that are not that far here
         self.start: int | None = None                   # steps issued when the recorded time begins
-        self.failing: Counter[Failing] = Counter()
-        self._copy = self.executor._start
-        self.executor._start = self._start_copy         # type: ignore[method-assign]
         fed = sum(len(h.arrived.prompt) + len(h.outputs) for h in log.held)
         self.warm_max = 2 * fed // log.cfg.step_tokens + 4 * len(log.held)
         for held in log.held:
@@ -164,13 +113,6 @@ class Again(World):
         return leader if self.load.made[leader].arrived.prompt == prompt else None
 
     # ---------------------------------------------------------------- recorded time
-    def _start_copy(self, move: Move) -> None:
-        fails = Failing(move.src.value, move.dst.value)
-        if self.failing[fails]:
-            self.failing[fails] -= 1
-            self.executor.fail_move = self.executor.stats["moves"] + 1
-        self._copy(move)
-
     def _turn(self) -> None:
         if self.start is None and self._warm():
             self._start()
@@ -199,8 +141,6 @@ class Again(World):
     def _again(self) -> None:
         _, what = self.due.pop(0)
         match what:
-            case Failing():
-                self.failing[what] += 1
             case Arrived():
                 self._begin(what)
             case Stopped():
@@ -255,56 +195,33 @@ def _outputs(log: Log) -> dict[RequestId, list[int]]:
     """Stand-ins of what each request was given during the flight, as far as they counted."""
     given: dict[RequestId, list[int]] = {}
     plans = {turn.plan["step"]: turn.plan for turn in log.turns if turn.plan is not None}
-    requests = [*(h.arrived for h in log.held),
-                *(e for turn in log.turns for e in turn.events if isinstance(e, Arrived))]
-    transfers = {a.transfer: a.rid for a in requests if a.transfer}
-
-    def add(rid: RequestId, tokens: tuple[int, ...]) -> None:
-        got = given.setdefault(rid, [])
-        for t in tokens:
-            if t > (got[-1] if got else -1):       # they count up: from the peer, one may come twice
-                got.append(t)
-
-    for turn in log.turns:
-        for e in turn.events:
-            if isinstance(e, Retired) and (plan := plans.get(e.step)) is not None:
-                sampled = [rid for rid, samples in zip(plan.get("rids", ()), plan.get("samples", ()),
-                                                       strict=True) if samples]
-                for rid, tokens in zip(sampled, e.tokens, strict=True):
-                    add(RequestId(rid), tokens)
-            elif isinstance(e, Received) and isinstance(end := e.message, End):
-                if end.transfer in transfers:
-                    add(transfers[end.transfer], end.first)
+    for e in (e for turn in log.turns for e in turn.events):
+        if isinstance(e, Retired) and (plan := plans.get(e.step)) is not None:
+            sampled = [rid for rid, samples in zip(plan.get("rids", ()), plan.get("samples", ()),
+                                                   strict=True) if samples]
+            for rid, tokens in zip(sampled, e.tokens, strict=True):
+                given.setdefault(RequestId(rid), []).extend(t for t in tokens if t >= 0)
     return given
 
 
-def _outside(log: Log) -> list[tuple[int, Event | Failing]]:
-    """What did not come from the ranks, and the Moves that failed, each with the steps before it."""
-    at, step = list[tuple[int, Event | Failing]](), 0
-    failed = {e.id for turn in log.turns for e in turn.events if isinstance(e, Moved) and not e.ok}
+def _outside(log: Log) -> list[tuple[int, Event]]:
+    """What did not come from the ranks, each with the steps before it."""
+    at, step = list[tuple[int, Event]](), 0
     for turn in log.turns:
         at += [(step, e) for e in turn.events if not isinstance(e, Retired | Moved)]
-        if turn.plan is not None:
-            for id, _, src, _, dst, *_ in turn.plan.get("moves", ()):
-                if id in failed:
-                    at.append((step, Failing(src, dst)))
-            step += 1
+        step += turn.plan is not None
     return at
 
 
 def alike(log: Log, make: MakeCore = Core) -> tuple[str, list[str]]:
-    """Plays an incomplete log; returns what ran, and what could not be done again. An AssertionError
-    is a finding of the judge."""
-    role, world = log.cfg.role, Again(log, make)
-    log = world.log
-    failing = sum(isinstance(what, Failing) for _, what in world.due)
+    """Plays an incomplete log of an engine without a peer; returns what ran, and what could not be done
+    again. An AssertionError is a finding of the judge."""
+    world = Again(log, make)
     world.play()
-    failed = sum(isinstance(e, Moved) and not e.ok for turn in log.turns for e in turn.events)
-    world.notes["failed copies that were planned before the recording"] += failed - failing
-    world.notes["failed copies: too few between those tiers here"] += world.failing.total()
+    world.notes["failed copies"] += sum(isinstance(e, Moved) and not e.ok for turn in log.turns
+                                        for e in turn.events)
     world.notes["Stopped that never became due"] += len(world.late)
     world.notes["the exception of the last turn"] += not log.turns[-1].returned if log.turns else 0
     notes = [f"{n} x {what}" for what, n in sorted(world.notes.items()) if n > 0]
-    alone = "" if role == "unified" else f"the {role} engine of a pair alone, as a unified one; "
-    return (f"like it, not exact: {alone}{len(world.load.made)} requests, {world.judge.issued} steps for "
+    return (f"like it, not exact: {len(world.load.made)} requests, {world.judge.issued} steps for "
             f"{world.steps} recorded ones; the judge found nothing"), notes
