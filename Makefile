@@ -62,10 +62,10 @@ check: $(VENV)/.installed-dev  ## lint, types, tidy, unit tests, a few simulatio
 	$(PYTEST) -m "not sweep and not soak and not gpu" tests/tidy tests/unit
 	$(BIN)/penstock sim --seeds 20
 
-sweep: $(VENV)/.installed-dev  ## the long loops, at most 40 minutes
+sweep: $(VENV)/.installed-dev  ## the long loops, once through: with make test, under 40 minutes
 	$(PYTEST) -m sweep
 
-soak: $(VENV)/.installed-dev  ## longer simulations still: other seeds, forced faults, seeded bugs from elsewhere
+soak: $(VENV)/.installed-dev  ## longer still: the loops whole, other seeds, forced faults, seeded bugs from elsewhere
 	$(BIN)/penstock sim --first 100000 --seeds 10000
 	$(PYTEST) -m soak
 	$(PYTEST) --hypothesis-profile=anew tests/property

@@ -134,7 +134,7 @@ def test_every_chunk_size(demo, reference, prompts, chunk, overlap):
 LATENESS = {"prompt": lambda: None, "latest": Latest, "torn": lambda: Shuffled(2, torn=0.3)}
 
 
-ONCE = {("latest", 1), ("prompt", 5), ("torn", 16), ("latest", 256)}     # each of both
+ONCE = {("latest", 1), ("prompt", 5), ("torn", 16), ("torn", 256)}     # each of both
 
 
 @pytest.mark.parametrize("lateness, page_size, overlap", [
