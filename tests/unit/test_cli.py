@@ -98,8 +98,6 @@ def test_asking_for_what_happens_anyway_changes_nothing(line: str) -> None:
 @pytest.mark.parametrize(("line", "feature"), [
     ("-tp 2", "tensor parallelism"), ("--tp-size=2", "tensor parallelism"),
     ("--pipeline-parallel-size 2", "pipeline parallelism"), ("-dp 2", "data parallelism"),
-    ("--enable-hisparse", "sparse decode"), ("--sparse-kv", "sparse decode"),
-    ("--hisparse-config '{\"top_k\": 1}'", "sparse decode"),
     ("--hicache-write-policy write_back", "only write_through"), ("--hicache-mem-layout x", "one layout"),
     ("--kv-offloading-backend lmcache", "only native"),
     ("--hicache-storage-backend file", "storage tier"), ("--disk-bytes 1G", "storage tier"),
@@ -172,6 +170,36 @@ def test_wrong_usage_is_one_clear_line(line: str, message: str) -> None:
      KVConfig(host_tier=True, dram_ratio=1.5))])
 def test_the_peers_words_for_the_host_tier(line: str, kv: KVConfig) -> None:
     assert parse(f"{line} demo").kv == kv
+
+
+@pytest.mark.parametrize(("line", "kv"), [
+    ("--enable-hisparse", KVConfig(sparse_kv="auto")), ("--sparse-kv always", KVConfig(sparse_kv="always")),
+    ("--enable_hisparse --hisparse-config {}", KVConfig(sparse_kv="auto")),
+    ("--hisparse-config '{\"top_k\": 512, \"device_buffer_size\": 1024, \"host_to_device_ratio\": 2}' "
+     "--enable-hisparse",
+     KVConfig(sparse_kv="auto", sparse_top_k=512, hot_buffer_tokens=1024, dram_ratio=2.0)),
+    ("--sparse-top-k 512 --sparse-dense-layers 0,1",
+     KVConfig(sparse_top_k=512, sparse_dense_layers=("0", "1")))])
+def test_the_peers_words_for_sparse_decode(line: str, kv: KVConfig) -> None:
+    assert parse(f"{line} demo").kv == kv
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("{\"top_k\": 512, \"swap_in\": 1}", "'swap_in' is not a key that penstock has; it has top_k, device_b"),
+    ("{\"top_k\": 0.5}", "top_k is 0.5: a whole number"), ("{\"top_k\": true}", "top_k is true"),
+    ("{\"device_buffer_size\": -1}", "device_buffer_size is -1"),
+    ("{\"host_to_device_ratio\": \"2\"}", "host_to_device_ratio is \"2\": a number"),
+    ("{\"host_to_device_ratio\": Infinity}", "a number is needed"),
+    ("top_k=1", "a JSON object is needed"), ("[1]", "a JSON object"), ("", "a JSON object")])
+def test_what_hisparse_config_may_not_say(text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as e:
+        prepare(["demo", "--enable-hisparse", "--hisparse-config", text])
+    assert str(e.value).startswith("--hisparse-config") and said in str(e.value)
+
+
+def test_hisparse_config_alone_is_refused() -> None:
+    with pytest.raises(ConfigError, match="give --enable-hisparse as well"):
+        prepare(["demo", "--hisparse-config", "{}"])
 
 
 @pytest.mark.parametrize("number", ["30G", "-1", "", "1e9", "nan"])

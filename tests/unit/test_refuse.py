@@ -27,6 +27,18 @@ CASES: tuple[tuple[dict[str, object], dict[str, object]], ...] = (
     ({"dram_ratio": 2.0, "dram_bytes": 0}, {"dram_ratio": 2.0, "host_tier": True}),
     ({"host_tier": True, "dram_bytes": 0}, {"host_tier": True, "dram_bytes": 1}),
     ({"host_tier": False, "dram_ratio": 2.0}, {"host_tier": False, "dram_bytes": 0}),
+    ({"sparse_top_k": 0}, {"sparse_top_k": 96}),
+    ({"sparse_unit": 3}, {"sparse_unit": 4}),
+    ({"sparse_top_k": 512, "page_size": 24, "sparse_unit": 16},
+     {"sparse_top_k": 512, "page_size": 24, "sparse_unit": 12}),
+    ({"sparse_top_k": 95}, {"sparse_top_k": 112, "sparse_unit": 16}),
+    ({"sparse_top_k": 512, "sparse_dense_layers": ["0", "-1"]},
+     {"sparse_top_k": 512, "sparse_dense_layers": ["0", "29"]}),
+    ({"sparse_dense_layers": ["0"]}, {"sparse_dense_layers": []}),
+    ({"hot_buffer_tokens": 0}, {"hot_buffer_tokens": 1}),
+    ({"hot_buffer_tokens": 511, "sparse_top_k": 512}, {"hot_buffer_tokens": 512, "sparse_top_k": 512}),
+    ({"hot_buffer_tokens": 512, "sparse_kv": "off"}, {"sparse_kv": "off"}),
+    ({"sparse_kv": "always", "dram_bytes": 0}, {"sparse_kv": "always"}),
     ({"max_num_seqs": 0}, {"max_num_seqs": 1}),
     ({"step_tokens": 0}, {"step_tokens": 1}),
     ({"max_waiting": -1}, {"max_waiting": 0}),
@@ -79,6 +91,13 @@ def test_which_addresses_are_public(host: str, public: bool) -> None:
     assert is_public(host) == public
     assert bool(refusals(from_options("demo", {"host": host}), MACHINE)) == public
     assert not refusals(from_options("demo", {"host": host, "api_key_file": "f"}), MACHINE)
+
+
+def test_a_budget_below_the_least_is_refused_with_the_numbers() -> None:
+    [text] = refusals(from_options("demo", {"sparse_top_k": 95}), MACHINE)
+    assert text == ("--sparse-top-k 95, --sparse-unit 8: a step always reads the first 16 tokens and the "
+                    "last 64, in whole units, and selects at least one unit: at least 88 with units of 4, "
+                    "96 with units of 8, 112 with units of 16 tokens")
 
 
 def test_every_page_size_is_accepted() -> None:

@@ -13,6 +13,7 @@ from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
+from penstock.config import hisparse
 from penstock.config.errors import ConfigError
 from penstock.config.sizes import parse_bytes, show_bytes
 from penstock.config.tree import Alias, Bytes, Config, InUnit, Inverse
@@ -59,6 +60,7 @@ def _flags() -> Iterator[Flag]:
         hints = get_type_hints(cls, include_extras=True)
         for f in fields(cls):
             base, *meta = get_args(hints[f.name])
+            base = next((t for t in get_args(base) if get_origin(t) is Literal), base)   # of X | None
             yield Flag(
                 section=section, name=f.name, kind=_kind(base, meta),
                 spellings=("--" + f.name.replace("_", "-"),
@@ -191,7 +193,8 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
 
 def prepare(argv: Sequence[str]) -> list[str]:
     """`argv` in our spelling: `_` in a flag's name becomes `-`, `--model X` becomes MODEL, plain
-    numbers of a unit become sizes, and peers' flags for what is not built are dropped when neutral.
+    numbers of a unit become sizes, SGLang's words for sparse decode ours, and peers' flags for what
+    is not built are dropped when neutral.
 
     Raises ConfigError for a flag whose feature is not built, naming the feature.
     """
@@ -209,6 +212,14 @@ def prepare(argv: Sequence[str]) -> list[str]:
             if not eq and not rest:
                 raise ConfigError(f"{name}: a folder, a .gguf file, a hub id or 'demo' is needed")
             out.append(value if eq else rest.pop(0))
+            continue
+        if name == hisparse.ENABLE and not eq:
+            out.append("--sparse-kv=auto")
+            continue
+        if name == hisparse.CONFIG:
+            if not any(word.replace("_", "-") == hisparse.ENABLE for word in argv):
+                raise ConfigError(f"{name}: give {hisparse.ENABLE} as well, or our own flags")
+            out += hisparse.translated(value if eq else rest.pop(0) if rest else "")
             continue
         if name in _in_units():
             out.append(_sized(name, value if eq else rest.pop(0) if rest else ""))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from penstock.config.errors import ConfigError
 from penstock.config.platform import Machine
+from penstock.config.selection import BOUNDS, BOUNDS_VERSION, SINKS, WINDOW, Selection
 from penstock.config.sizes import show_bytes
 from penstock.config.tree import SECRETS, Config
 
@@ -71,6 +72,22 @@ def _wants_more_than_all(config: Config, machine: Machine) -> bool:
     return wanted > machine.memory_available
 
 
+def _budget_below_least(config: Config, _: Machine) -> bool:
+    kv = config.kv
+    if kv.sparse_top_k is None or kv.sparse_unit < 1:
+        return False
+    return kv.sparse_top_k < _least(kv.sparse_unit)
+
+
+def _least(unit: int) -> int:
+    return Selection(selector=BOUNDS, version=BOUNDS_VERSION, unit=unit, budget=0, sinks=SINKS,
+                     window=WINDOW).least
+
+
+def _leasts() -> str:
+    return ", ".join(f"{_least(unit)} with units of {unit}" for unit in (4, 8, 16))
+
+
 REFUSED: tuple[Refusal, ...] = (
     _outside("model.max_model_len", 1, 1 << 24, "1 to 16777216 tokens"),
     _outside("model.seed", 0, 2**63 - 1, "0 to 9223372036854775807"),
@@ -87,6 +104,28 @@ REFUSED: tuple[Refusal, ...] = (
             "0 turns the host tier off: give a size, or leave one of them out"),
     Refusal(lambda c, _: c.kv.host_tier is False and bool(c.kv.dram_bytes or c.kv.dram_ratio),
             ("kv.host_tier", "kv.dram_bytes", "kv.dram_ratio"), "a size is for a host tier: leave it out"),
+    _outside("kv.sparse_top_k", 1, 1 << 24, "1 to 16777216 tokens, or leave the flag out to read all KV"),
+    _outside("kv.sparse_unit", 4, 16, "4 to 16 tokens"),
+    Refusal(lambda c, _: c.kv.sparse_top_k is not None and 0 < c.kv.sparse_unit
+            and 0 < c.kv.page_size and c.kv.page_size % c.kv.sparse_unit != 0,
+            ("kv.sparse_unit", "kv.page_size"), "a page holds whole units: take a unit that divides it"),
+    Refusal(_budget_below_least, ("kv.sparse_top_k", "kv.sparse_unit"),
+            f"a step always reads the first {SINKS} tokens and the last {WINDOW}, in whole units, and "
+            f"selects at least one unit: at least {_leasts()} tokens"),
+    Refusal(lambda c, _: not all(i.isascii() and i.isdigit() and len(i) < 6
+                                 for i in c.kv.sparse_dense_layers),
+            ("kv.sparse_dense_layers",), "numbers of layers, from 0, separated by commas"),
+    Refusal(lambda c, _: bool(c.kv.sparse_dense_layers) and c.kv.sparse_top_k is None,
+            ("kv.sparse_dense_layers", "kv.sparse_top_k"),
+            "without a budget all layers read all of their KV"),
+    _outside("kv.hot_buffer_tokens", 1, 1 << 24, "1 to 16777216 tokens"),
+    Refusal(lambda c, _: (c.kv.hot_buffer_tokens or 1 << 30) < (c.kv.sparse_top_k or 0),
+            ("kv.hot_buffer_tokens", "kv.sparse_top_k"), "it holds what one step reads: at least as many"),
+    Refusal(lambda c, _: c.kv.hot_buffer_tokens is not None and c.kv.sparse_kv == "off",
+            ("kv.hot_buffer_tokens", "kv.sparse_kv"),
+            "no request has a hot buffer then: leave one of them out"),
+    Refusal(lambda c, _: c.kv.sparse_kv == "always" and (c.kv.dram_bytes == 0 or c.kv.host_tier is False),
+            ("kv.sparse_kv", "kv.dram_bytes", "kv.host_tier"), "host pages need a host tier: give it a size"),
     _outside("schedule.max_num_seqs", 1, 4096, "1 to 4096 rows"),
     _outside("schedule.step_tokens", 1, 1 << 20, "1 to 1048576 tokens a step"),
     _outside("schedule.max_waiting", 0, 1 << 20, "0 to 1048576 waiting requests"),

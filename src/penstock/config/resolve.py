@@ -16,7 +16,7 @@ from penstock.config.tree import SECRETS, Config
 
 def resolve(raw: Config, machine: Machine) -> Config:
     """The config that the engine runs with. Raises ConfigError when it is refused."""
-    schedule, device, model, kv = raw.schedule, raw.device, raw.model, raw.kv
+    schedule, device, model = raw.schedule, raw.device, raw.model
     if schedule.max_waiting is None:
         schedule = replace(schedule, max_waiting=4 * schedule.max_num_seqs)
     if device.device == "auto":
@@ -30,9 +30,7 @@ def resolve(raw: Config, machine: Machine) -> Config:
         # are for tests and measurements, which want the same ones again.
         drawn = int.from_bytes(os.urandom(4))
         model = replace(model, seed=0 if model.load_format == "dummy" else drawn)
-    if kv.host_tier is None:
-        kv = replace(kv, host_tier=bool(kv.dram_bytes or kv.dram_ratio))
-    config = replace(raw, schedule=schedule, device=device, model=model, kv=kv)
+    config = replace(raw, schedule=schedule, device=device, model=model)
     check(config, machine)
     return config
 

@@ -54,6 +54,7 @@ class Secret:
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+SparseKV = Literal["auto", "always", "off"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,11 +81,21 @@ class KVConfig:
                                Alias("--gpu-memory-utilization", "--mem-fraction-static")] = 0.3
     host_tier: Annotated[bool | None, "copies of pages in host memory: of --dram-bytes, of --dram-ratio, "
                          "else of half of what is free", Alias("--enable-hierarchical-cache")] = None
-    dram_bytes: Annotated[int | None, "host bytes for KV copies, 0 for no host tier (default: 0, or half "
-                          "of what is free with --host-tier)", Bytes(), InUnit("GB", "--hicache-size"),
+    dram_bytes: Annotated[int | None, "host bytes for KV, 0 for no host tier (default: 0, or half of what is "
+                          "free with --host-tier or with requests that may decode from host pages)",
+                          Bytes(), InUnit("GB", "--hicache-size"),
                           InUnit("GiB", "--kv-offloading-size")] = None
     dram_ratio: Annotated[float | None, "host bytes for KV copies as a multiple of the device pool",
                           Alias("--hicache-ratio")] = None
+    sparse_kv: Annotated[SparseKV | None, "decode from host pages: auto when device pages are short, always, "
+                         "or off (default: auto, where the model selects)"] = None
+    sparse_top_k: Annotated[int | None, "tokens of each KV head that a decode step selects and reads, of a "
+                            "model without a selector of its own: default and largest of a request"] = None
+    sparse_unit: Annotated[int, "tokens selected together: 4 to 16, divides --page-size"] = 8
+    sparse_dense_layers: Annotated[tuple[str, ...], "layers that read all of their KV, which stays on the "
+                                   "device, e.g. 0,1"] = ()
+    hot_buffer_tokens: Annotated[int | None, "device tokens through which a request reads its host pages "
+                                 "(default: --sparse-top-k and one page)"] = None
     prefix_cache: Annotated[bool, "keep finished requests' pages for later prompts",
                             Alias("--enable-prefix-caching"),
                             Inverse("--disable-radix-cache")] = True

@@ -44,7 +44,6 @@ class Unbuilt:
 
 
 _NONE = ("none", "null", "")
-_SPARSE = "sparse decode from host memory (the hot buffer)"
 _DISK = "the storage tier (DISK)"
 _PAIR = "a prefill/decode pair (PEER)"
 _LORA = "LoRA"
@@ -76,9 +75,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     _value("the GPU", "--device", neutral=("auto", "cpu")),
     _value("the choice of a GPU", "--base-gpu-id", neutral=("0",)),
     # The tiers and attention.
-    _switch(_SPARSE, "--sparse-kv", "--enable-hisparse"),
-    _value(_SPARSE, "--hisparse-config", "--hisparse-*", "--sparse-kv-budget", "--hot-bytes",
-           neutral=_NONE),
     _value(_DISK, "--disk-bytes", "--swap-space", neutral=("0", "0.0"),
            instead="for copies in host memory use --dram-bytes"),
     _value(_DISK, "--disk-path", "--hicache-storage-*", neutral=_NONE),

@@ -1,0 +1,61 @@
+"""What the decode of a request computes when it does not read all of its KV, and the number of it.
+
+Pages that such a decode writes differ from those of a prefill of the same tokens, so the prefix
+tree keeps them apart: under a number that two engines, and two starts of one, agree upon.
+"""
+from __future__ import annotations
+
+import hashlib
+from dataclasses import astuple, dataclass, replace
+
+from penstock.config.tree import KVConfig
+
+BOUNDS = "bounds"       # a unit's score is the most that q.k can be by the bounds of its keys
+BOUNDS_VERSION = 1      # rises when its scores, its ties or what it always keeps change
+SINKS, WINDOW = 16, 64  # tokens always kept: the first, and the last, a query's own included
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """Everything that changes what a selecting decode computes. Residency and batches are not in it.
+
+    budget   tokens of each KV head that a step reads, what is always kept included; of a server, the
+             largest; a multiple of `unit`
+    unit     tokens chosen together      sinks, window   first and last tokens, always kept
+    dense    layers that read all of their KV, by global number
+    """
+
+    selector: str
+    version: int
+    unit: int
+    budget: int
+    sinks: int
+    window: int
+    dense: tuple[int, ...] = ()
+
+    @property
+    def least(self) -> int:
+        """The smallest budget: units of the sinks, those that a window can touch, and one to choose."""
+        units = -(-self.sinks // self.unit) + (self.window + self.unit - 2) // self.unit + 1
+        return (units + 1) * self.unit
+
+    def within(self, budget: int) -> Selection:
+        """The same with `budget` tokens, rounded down to units."""
+        return replace(self, budget=budget // self.unit * self.unit)
+
+
+def selection_of(kv: KVConfig) -> Selection | None:
+    """What --sparse-top-k and its siblings ask of a model without a selector of its own; None: nothing."""
+    if kv.sparse_top_k is None:
+        return None
+    return Selection(
+        selector=BOUNDS, version=BOUNDS_VERSION, unit=kv.sparse_unit, budget=kv.sparse_top_k,
+        sinks=SINKS, window=WINDOW, dense=tuple(sorted({int(i) for i in kv.sparse_dense_layers})),
+    ).within(kv.sparse_top_k)
+
+
+def attention_identity(selection: Selection) -> int:
+    """`Arrived.attention` of a request that selects so: positive and under 2**63, since page keys
+    store its negative; the same in every process."""
+    text = "/".join(map(str, astuple(selection)))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) % (2**63 - 1) + 1
