@@ -128,14 +128,19 @@ class FakeExecutor:
         self.prompts: dict[int, list[int]] = {}
         self.plans: deque[StepPlan] = deque()
         self.polls: list[bool] = []
+        self.budgets: dict[int, int | None] = {}        # of every request so far
 
     def open(self, rid, prompt, params, *, choice, stop_ids):
         assert rid not in self.prompts
+        self.budgets[rid] = params.top_k_tokens
         self.prompts[rid] = list(prompt)
 
     def close(self, rid):
         if all(rid not in plan.rids for plan in self.plans):
             del self.prompts[rid]
+
+    def kv_reads(self, rid):
+        return {"hot_hits": 2, "hot_misses": self.budgets[rid]} if self.budgets[rid] else None
 
     def fault(self, rid):
         return FAULT_REASON if self.prompts[rid][0] == FAULT else None
@@ -167,6 +172,7 @@ class FakeExecutor:
 
 
 def main() -> None:
+    from penstock.config.selection import selection_of
     from penstock.serve import engine_main, wire
     from penstock.serve.loop import EngineLoop
 
@@ -176,9 +182,11 @@ def main() -> None:
             raise ConfigError("model missing: there is no such folder")
         if config.model.model == "slow":
             time.sleep(1000)
+        selection = selection_of(config.kv)
         loop = EngineLoop(FakeCore(depth=2), FakeExecutor(), vocab_size=VOCAB,
-                          max_model_len=CONTEXT, event_log=event_log)
-        return loop, wire.Ready(pid=0, vocab_size=VOCAB, max_model_len=CONTEXT, info={"a": 1})
+                          max_model_len=CONTEXT, selection=selection, event_log=event_log)
+        return loop, wire.Ready(pid=0, vocab_size=VOCAB, max_model_len=CONTEXT, info={"a": 1},
+                                selection=selection)
 
     # What a crash of a fake leaves behind is not the user's.
     os.environ.setdefault("PENSTOCK_CACHE", f"{tempfile.gettempdir()}/penstock-fake-{os.getuid()}")

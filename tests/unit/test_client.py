@@ -14,7 +14,7 @@ import pytest
 
 from penstock.config.errors import ConfigError, RequestError
 from penstock.config.params import SamplingParams
-from penstock.config.tree import Config, DebugConfig, ModelConfig
+from penstock.config.tree import Config, DebugConfig, KVConfig, ModelConfig
 from penstock.replay import flight
 from penstock.serve import wire
 from penstock.serve.client import EngineClient, EngineDied
@@ -24,8 +24,8 @@ LONG = SamplingParams(max_tokens=None)
 
 
 def client_of(model="fake", **kwargs):
-    event_log = kwargs.pop("event_log", None)
-    config = Config(model=ModelConfig(model=model), debug=DebugConfig(event_log=event_log))
+    event_log, kv = kwargs.pop("event_log", None), kwargs.pop("kv", KVConfig())
+    config = Config(model=ModelConfig(model=model), debug=DebugConfig(event_log=event_log), kv=kv)
     return EngineClient(config, argv=ENGINE, **kwargs)
 
 
@@ -34,10 +34,10 @@ def drive(coroutine):
     return asyncio.run(asyncio.wait_for(coroutine, 60))
 
 
-def with_engine(test):
+def with_engine(test, **kwargs):
     """`async def test(client)` against a started client that is closed whatever happens."""
     async def whole():
-        client = client_of()
+        client = client_of(**kwargs)
         await client.start()
         try:
             return await test(client)
@@ -72,6 +72,39 @@ def test_choices_and_requests_run_side_by_side():
             ([8, 9], "stop"), ([8], "stop"), ([8, 9, 8], "length")]
         assert client.num_waiting == client.num_running == 0
         assert len({s.rid for s in [*a, *b, *c, *d]}) == 5
+    with_engine(go)
+
+
+async def reads_of(stream):
+    return [chunk.kv_reads async for chunk in stream][-1]
+
+
+def test_a_budget_is_the_servers_or_the_requests_and_only_for_what_is_longer_than_it():
+    async def go(client):
+        def ask(prompt, **fields):
+            [stream] = client.submit([5] * prompt, SamplingParams(**fields))
+            return reads_of(stream)
+
+        asked = [ask(200, max_tokens=3), ask(200, max_tokens=3, top_k_tokens=107),
+                 ask(200, max_tokens=3, top_k_tokens=0), ask(119, max_tokens=2),
+                 ask(119, max_tokens=3), ask(119, max_tokens=2, top_k_tokens=96)]
+        misses = [reads and reads["hot_misses"] for reads in await asyncio.gather(*asked)]
+        assert misses == [120, 104, None, None, 120, 96]
+        for budget, said in ((121, "at most 120, the server's --sparse-top-k"), (95, "at least 96"),
+                             (-1, "0 \\(all\\) to")):
+            with pytest.raises(RequestError, match=f"top_k_tokens is {budget}: {said}") as e:
+                client.submit([5] * 9, SamplingParams(top_k_tokens=budget))
+            assert e.value.param == "top_k_tokens"
+        assert client.num_waiting == 0
+    with_engine(go, kv=KVConfig(sparse_top_k=127))
+
+
+def test_a_server_without_a_budget_takes_zero_only():
+    async def go(client):
+        [stream] = client.submit([5, 6], SamplingParams(max_tokens=3, top_k_tokens=0))
+        assert await reads_of(stream) is None
+        with pytest.raises(RequestError, match=r"top_k_tokens is 512: .* start it with --sparse-top-k N"):
+            client.submit([5, 6], SamplingParams(top_k_tokens=512))
     with_engine(go)
 
 

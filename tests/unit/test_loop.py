@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.config.params import SamplingParams
+from penstock.config.selection import Selection, attention_identity
 from penstock.core.plan import Aborted, Arrived, Entered, Flushed, Started, Stopped
 from penstock.serve import wire
 from penstock.serve.loop import EngineLoop
@@ -59,24 +60,36 @@ def test_tokens_arrive_once_and_in_order(depth):
     assert rig.loop.num_tokens == 8
 
 
+TOP = Selection(selector="bounds", version=1, unit=8, budget=512, sinks=16, window=64)
+HALF = SamplingParams(top_k_tokens=256)
+
+
 def test_what_a_submit_says_of_attention_and_grammar_reaches_the_core():
-    rig = Rig(selects=True)
-    rig.submit(1, selects=True, attention=(1 << 63) - 1, host_token=True)
-    rig.submit(2, selects=True)                     # a sparse model: what it computes has no other name
+    rig = Rig(selection=TOP)
+    half = attention_identity(TOP.within(256))
+    rig.submit(1, selects=True, attention=half, params=HALF, host_token=True)
+    rig.submit(2, params=SamplingParams(top_k_tokens=0))
     rig.submit(3)
     rig.run()
     assert [(e.selects, e.attention, e.host_token, e.transfer)
             for e in rig.core.seen if isinstance(e, Arrived)] == [
-                (True, (1 << 63) - 1, True, 0), (True, 0, False, 0), (False, 0, False, 0)]
+                (True, half, True, 0), (False, 0, False, 0), (False, 0, False, 0)]
+    assert [c.kv_reads for c in rig.chunks if c.finish] == [{"hot_hits": 2, "hot_misses": 256}, None, None]
+    assert all(c.kv_reads is None for c in rig.chunks if not c.finish)
 
 
-@pytest.mark.parametrize("selects, fields, said", [
-    (False, {"selects": True}, "no selector"), (True, {"attention": 5}, "attention: 0, or"),
-    (True, {"selects": True, "attention": -1}, "attention: 0, or"),
-    (True, {"selects": True, "attention": 1 << 63}, "attention: 0, or"),
-    (True, {"transfer": 4}, "without a peer"), (True, {"transfer": -1}, "without a peer")])
-def test_what_this_engine_cannot_do_is_refused(selects, fields, said):
-    rig = Rig(selects=selects)
+@pytest.mark.parametrize("top, fields, said", [
+    (None, {"selects": True}, "no selector"), (TOP, {"attention": 5}, "reads all KV"),
+    (None, {"params": HALF}, "reads all KV"),
+    (TOP, {"selects": True, "params": SamplingParams(top_k_tokens=520)}, "96 to 512, in units of 8"),
+    (TOP, {"selects": True, "params": SamplingParams(top_k_tokens=88)}, "96 to 512, in units of 8"),
+    (TOP, {"selects": True, "params": SamplingParams(top_k_tokens=257)}, "96 to 512, in units of 8"),
+    (TOP, {"selects": True}, "96 to 512"),
+    (TOP, {"selects": True, "params": HALF, "attention": attention_identity(TOP)}, "not the identity"),
+    (TOP, {"selects": True, "params": HALF, "attention": -1}, "not the identity"),
+    (TOP, {"transfer": 4}, "without a peer"), (TOP, {"transfer": -1}, "without a peer")])
+def test_what_this_engine_cannot_do_is_refused(top, fields, said):
+    rig = Rig(selection=top)
     rig.submit(1, **fields)
     rig.run()
     assert rig.ends == {1: "refused"} and said in rig.chunks[0].reason

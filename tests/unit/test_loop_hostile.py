@@ -61,7 +61,8 @@ def hostile(rng: random.Random, newest: int) -> wire.ToEngine:
                 temperature=rng.choice((0.0, float("nan"), -1.0)) if rng.random() < .1 else 1.0,
                 logit_bias={number(range(100)): 1.0} if rng.random() < .2 else {},
                 priority=number(range(-2, 3)),
-                forced=(number(range(100)),) * rng.randrange(3))
+                forced=(number(range(100)),) * rng.randrange(3),
+                top_k_tokens=number(range(1)) if rng.random() < .2 else None)
             prompt = [rng.randrange(100) for _ in range(number(range(1, 60)) % 130)]
             prompt += [number(range(100))]
             return wire.Submit(

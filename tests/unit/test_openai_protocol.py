@@ -18,7 +18,7 @@ from penstock.config.params import SamplingParams
 from penstock.serve.client import checked_limits
 from penstock.serve.generate import Ended, Piece, Usage
 from penstock.serve.openai_api import as_api_error
-from penstock.serve.openai_format import ChatFormat, TextFormat, Whole, encode, event
+from penstock.serve.openai_format import ChatFormat, TextFormat, Whole, encode, event, usage_json
 from penstock.serve.openai_types import (
     NEUTRAL,
     ChatRequest,
@@ -51,6 +51,20 @@ def test_every_field_of_the_official_client_is_known(kind, official):
     missing = set(official.__annotations__) - set(kind.__struct_fields__)
     assert not missing
     assert "stream" in kind.__struct_fields__
+
+
+@pytest.mark.parametrize("call", [chat, text])
+def test_a_budget_of_kv_is_a_field_of_ours(call):
+    assert call(top_k_tokens=0).params().top_k_tokens == 0
+    assert call(top_k_tokens=512).params().top_k_tokens == 512
+    assert call().params().top_k_tokens is None
+    assert refused(call, top_k_tokens=-1).param == "top_k_tokens"
+
+
+def test_usage_says_what_selected_units_were_read_from_if_any_were():
+    assert "completion_tokens_details" not in usage_json(Usage(1, 2))
+    assert usage_json(Usage(1, 2, kv_reads={"hot_hits": 7}))["completion_tokens_details"] == {
+        "kv_reads": {"hot_hits": 7}}
 
 
 @pytest.mark.parametrize("call", [chat, text])

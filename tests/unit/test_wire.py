@@ -6,6 +6,7 @@ import random
 import pytest
 
 from penstock.config.params import SamplingParams
+from penstock.config.selection import Selection
 from penstock.serve import wire
 
 TO_ENGINE = [
@@ -16,11 +17,14 @@ TO_ENGINE = [
                                       forced=(4, 0))),
     wire.Abort(7), wire.StopAt(7, 3), wire.Flush(), wire.AskStats(1), wire.Shutdown()]
 FROM_ENGINE = [
-    wire.Ready(pid=1, vocab_size=9, max_model_len=8, info={"dtype": "float32", "none": None}),
+    wire.Ready(pid=1, vocab_size=9, max_model_len=8, info={"dtype": "float32", "none": None},
+               selection=Selection(selector="bounds", version=1, unit=8, budget=512, sinks=16, window=64,
+                                   dense=(0, 3))),
     wire.Failed("no such model"),
     wire.Chunks([wire.Chunk(rid=1, tokens=[4, 5], index=3, finish="stop", reason="",
                             logprobs=[wire.Logprob(-0.5, 1, [(4, -0.5), (9, -1.0)])] * 2,
-                            cached_tokens=16, cached_by_tier={"hbm": 16, "dram": 0}),
+                            cached_tokens=16, cached_by_tier={"hbm": 16, "dram": 0},
+                            kv_reads={"hot_hits": 3}),
                  wire.Chunk(rid=2, tokens=[], index=0)]),
     wire.Stats(1, {"pages_free": 3.0})]
 

@@ -31,6 +31,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None            # how many alternatives beside the chosen token
     skip_special_tokens: bool = True
     priority: int = 0
+    top_k_tokens: int | None = None        # KV that a decode step selects and reads; 0: all, None: the
+                                           # server's --sparse-top-k
     forced: tuple[int, ...] = ()           # library only: output i is forced[i], whatever the model
                                            # says (teacher forcing); later ones are chosen
 
@@ -61,6 +63,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         need(len(self.stop_token_ids) <= 64, "stop_token_ids", "at most 64 ids")
         need(self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", "0 to 20")
         need(-(2**31) <= self.priority < 2**31, "priority", "a 32-bit integer")
+        need(self.top_k_tokens is None or 0 <= self.top_k_tokens <= 1 << 24, "top_k_tokens",
+             "0 (all) to 16777216")
         need(self.max_tokens is None or len(self.forced) <= self.max_tokens, "forced",
              "at most max_tokens ids")
         return self

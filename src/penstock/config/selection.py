@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import astuple, dataclass, replace
 
+from penstock.config.errors import RequestError
+from penstock.config.params import SamplingParams
 from penstock.config.tree import KVConfig
 
 BOUNDS = "bounds"       # a unit's score is the most that q.k can be by the bounds of its keys
@@ -38,6 +40,23 @@ class Selection:
         """The smallest budget: units of the sinks, those that a window can touch, and one to choose."""
         units = -(-self.sinks // self.unit) + (self.window + self.unit - 2) // self.unit + 1
         return (units + 1) * self.unit
+
+    def of(self, params: SamplingParams, prompt: int, max_new: int) -> Selection | None:
+        """What a request of so many tokens selects; None: it reads all, as it asks or as it is short.
+
+        Raises RequestError for a budget that this server does not give.
+        """
+        asked = params.top_k_tokens
+        if asked is not None and asked > self.budget:
+            raise RequestError(f"top_k_tokens is {asked}: at most {self.budget}, the server's "
+                               "--sparse-top-k; 0 reads all KV", "top_k_tokens")
+        if asked is not None and 0 < asked < self.least:
+            raise RequestError(
+                f"top_k_tokens is {asked}: at least {self.least}, as the first {self.sinks} tokens and the "
+                f"last {self.window} are always read and one unit of {self.unit} selected; 0 reads all KV",
+                "top_k_tokens")
+        found = self if asked is None else self.within(asked)
+        return found if asked != 0 and prompt + max_new - 1 > found.budget else None
 
     def within(self, budget: int) -> Selection:
         """The same with `budget` tokens, rounded down to units."""

@@ -20,6 +20,7 @@ from penstock.config import platform as machine
 from penstock.config.errors import ConfigError
 from penstock.config.params import SamplingParams
 from penstock.config.paths import cache_dir
+from penstock.config.selection import Selection, selection_of
 from penstock.config.tree import Config
 from penstock.core.plan import Bind, Group, HbmPage, RequestId, Retired, Row, StepId, StepPlan
 from penstock.core.settings import CoreConfig
@@ -51,6 +52,7 @@ class Built:
     core_config: CoreConfig
     vocab_size: int
     max_model_len: int
+    selection: Selection | None
     info: Info
 
 
@@ -106,7 +108,7 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
         log(f"warning: --step-tokens {core_config.step_tokens} is below --max-num-seqs "
             f"{core_config.rows}: the youngest requests wait while older ones decode")
     return Built(executor=executor, core_config=core_config, vocab_size=model.vocab_size,
-                 max_model_len=core_config.max_len, info=info)
+                 max_model_len=core_config.max_len, selection=selection_of(config.kv), info=info)
 
 
 def _backends(config: Config, ops: Sequence[str], log: Callable[[str], object]) -> dict[str, registry.Choice]:

@@ -130,6 +130,11 @@ class Front:
         state = self._open.get(rid)
         return None if state is None else state.logprobs.pop(index, None)
 
+    def kv_reads(self, rid: RequestId) -> dict[str, int] | None:
+        """What the units that `rid` selected were read from, so far, by name; None: it selects none."""
+        assert rid in self._open, f"request {rid} is not open"
+        return None
+
     def fault(self, rid: RequestId) -> str | None:
         """Why this executor aborted `rid`, until `close`; None if it did not."""
         return self._open[rid].fault

@@ -15,9 +15,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from msgspec.structs import replace
+
 from penstock.config.errors import CONTEXT_EXCEEDED, ConfigError, RequestError
 from penstock.config.params import SamplingParams
 from penstock.config.plain import to_plain
+from penstock.config.selection import attention_identity
 from penstock.config.tree import Config
 from penstock.serve import wire
 
@@ -208,6 +211,10 @@ class EngineClient:
         if self.died is not None or self._closing:
             raise self.died or EngineDied(None)
         max_new = checked_limits(self.ready, prompt, params, eos_ids)
+        top = self.ready.selection
+        selection = None if top is None else top.of(params, len(prompt), max_new)
+        if top is not None:
+            params = replace(params, top_k_tokens=0 if selection is None else selection.budget)
         stop_ids = sorted({*(() if params.ignore_eos else eos_ids), *params.stop_token_ids})
         streams: list[Stream] = []
         tokens = list(prompt)
@@ -217,7 +224,9 @@ class EngineClient:
                 message = wire.Submit(
                     rid=inbox.rid, prompt=tokens, params=params, stop_ids=stop_ids,
                     max_new=max_new, namespace=namespace,
-                    leader=streams[0].rid if streams else None, choice=choice)
+                    leader=streams[0].rid if streams else None, choice=choice,
+                    selects=selection is not None,
+                    attention=0 if selection is None else attention_identity(selection))
                 self._inboxes[inbox.rid] = inbox
                 self.num_waiting += 1
                 streams.append(Stream(self, inbox))
@@ -372,7 +381,7 @@ def checked_limits(ready: wire.Ready, prompt: Sequence[int], params: SamplingPar
 
     Raises RequestError for anything that the engine would refuse: sampling values, an empty prompt,
     token ids outside the vocabulary, a prompt that leaves no room for one output token, min_tokens
-    where every token would stop.
+    where every token would stop, top_k_tokens that the server does not give.
     """
     params.checked()
     vocab, room = ready.vocab_size, ready.max_model_len - len(prompt)
@@ -393,6 +402,11 @@ def checked_limits(ready: wire.Ready, prompt: Sequence[int], params: SamplingPar
             raise RequestError(f"{name} has a token id outside 0 to {vocab - 1}", name)
     if params.logprobs is not None and params.logprobs > vocab:
         raise RequestError(f"logprobs is {params.logprobs}: the vocabulary has {vocab}", "logprobs")
+    if ready.selection is not None:
+        ready.selection.of(params, len(prompt), room)
+    elif params.top_k_tokens:
+        raise RequestError(f"top_k_tokens is {params.top_k_tokens}: this server reads all KV; start it with "
+                           "--sparse-top-k N, or ask for 0", "top_k_tokens")
     stop_ids = {*(() if params.ignore_eos else eos_ids), *params.stop_token_ids}
     if params.min_tokens and len(stop_ids) >= vocab:
         raise RequestError(f"min_tokens is {params.min_tokens}: every token id is a stop id, so none "

@@ -110,10 +110,12 @@ def build(config: Config, event_log: EventLog) -> tuple[EngineLoop, wire.Ready]:
 
     built = build_engine(config, log)
     loop = EngineLoop(Core(built.core_config), built.executor, vocab_size=built.vocab_size,
-                      max_model_len=built.max_model_len, event_log=event_log,
+                      max_model_len=built.max_model_len, selection=built.selection,
+                      event_log=event_log,
                       check=config.debug.check)
     return loop, wire.Ready(pid=os.getpid(), vocab_size=built.vocab_size,
-                            max_model_len=built.max_model_len, info=built.info)
+                            max_model_len=built.max_model_len, info=built.info,
+                            selection=built.selection)
 
 
 def spare_the_collector() -> None:

@@ -74,6 +74,7 @@ class Usage:
     completion_tokens: int = 0
     cached_tokens: int = 0
     cached_by_tier: dict[str, int] = field(default_factory=dict)
+    kv_reads: dict[str, int] = field(default_factory=dict)      # of choices that selected, by name
 
 
 class Generation:
@@ -164,6 +165,10 @@ class Generation:
         for tier, tokens in (chunk.cached_by_tier or {}).items():
             self.usage.cached_by_tier[tier] = self.usage.cached_by_tier.get(tier, 0) + tokens
 
+    def count_reads(self, reads: dict[str, int]) -> None:
+        for name, count in reads.items():
+            self.usage.kv_reads[name] = self.usage.kv_reads.get(name, 0) + count
+
     def choice_ended(self, finish: str) -> None:
         self._metrics.finished.labels(finish).inc()
 
@@ -188,6 +193,8 @@ class _Choice:
             if chunk.cached_tokens is not None and self._counts_cache:
                 self._counts_cache = False       # a choice that was dropped starts again
                 self._generation.count_cached(chunk)
+            if chunk.kv_reads is not None:
+                self._generation.count_reads(chunk.kv_reads)
             if chunk.finish not in (None, "stop", "length"):
                 self._done = True
                 self._generation.choice_ended(chunk.finish)

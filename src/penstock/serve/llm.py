@@ -177,7 +177,7 @@ class AsyncLLM:
             output.stop_reason = piece.stop_reason or output.stop_reason
             if output.logprobs is not None:
                 output.logprobs += self._logprobs(piece)
-        return RequestOutput(text, ids, outputs, generation.usage.cached_tokens)
+        return RequestOutput(text, ids, outputs, generation.usage.cached_tokens, generation.usage.kv_reads)
 
     # ------------------------------------------------------------ streams
     async def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None,

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from penstock.config.errors import RequestError
 from penstock.config.params import SamplingParams
+from penstock.config.selection import Selection, attention_identity
 from penstock.core.plan import (
     Aborted,
     Arrived,
@@ -63,6 +64,7 @@ class Runner(Executor, Protocol):
     def fault(self, rid: RequestId) -> str | None: ...
     def take_logprobs(self, rid: RequestId, index: int) -> tuple[
         float, int, list[tuple[int, float]]] | None: ...
+    def kv_reads(self, rid: RequestId) -> dict[str, int] | None: ...
     def stats(self) -> dict[str, float]: ...
 
 
@@ -82,15 +84,15 @@ class EngineLoop:
     """Messages in, chunks out. `handle` any number of messages, then `turn`, for ever."""
 
     def __init__(self, core: Planner, executor: Runner, *, vocab_size: int, max_model_len: int,
-                 selects: bool = False, event_log: EventLog | None = None,
+                 selection: Selection | None = None, event_log: EventLog | None = None,
                  check: bool = False) -> None:
-        """`selects`: whether `executor` can decode from a selection of a request's KV."""
+        """`selection`: the largest that `executor` can decode from; None: it reads all KV."""
         self._core = core
         self.recorder = Recorder(core)
         self._executor = executor
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
-        self._selects = selects
+        self._selection = selection
         self._event_log = event_log or EventLog()
         self._check = check
         self._live: dict[int, _Live] = {}
@@ -161,10 +163,8 @@ class EngineLoop:
             return "the request id or the choice is out of range"
         if not m.prompt or min(m.prompt) < 0 or max(m.prompt) >= vocab:
             return f"the prompt is empty or has a token id outside 0 to {vocab - 1}"
-        if m.selects and not self._selects:
-            return "selects: this engine has no selector"
-        if not 0 <= m.attention < 1 << 63 or (m.attention and not m.selects):
-            return "attention: 0, or the identity of what a request that selects computes"
+        if (reason := self._selection_refusal(m)) is not None:
+            return reason
         if not 0 <= m.transfer < ID_MAX or (m.transfer and self._core.cfg.role == "unified"):
             return "transfer: 0 in an engine without a peer"
         if m.max_new < 1 or len(m.prompt) + m.max_new > self._max_model_len:
@@ -176,6 +176,19 @@ class EngineLoop:
             return "min_tokens: every token id is a stop id"
         if m.params.logprobs is not None and m.params.logprobs > vocab:
             return f"logprobs is over the vocabulary of {vocab}"
+        return None
+
+    def _selection_refusal(self, m: Submit) -> str | None:
+        top, budget = self._selection, m.params.top_k_tokens or 0
+        if not m.selects:
+            odd = budget or m.attention
+            return "top_k_tokens or attention of a request that reads all KV" if odd else None
+        if top is None:
+            return "selects: this engine has no selector"
+        if not top.least <= budget <= top.budget or budget % top.unit:
+            return f"top_k_tokens: {top.least} to {top.budget}, in units of {top.unit}"
+        if m.attention != attention_identity(top.within(budget)):
+            return "attention: not the identity of what this request selects"
         return None
 
     # ------------------------------------------------------------ one turn
@@ -263,7 +276,8 @@ class EngineLoop:
             finish=None if end is None else end.outcome.value,
             reason=reason,
             cached_tokens=None if by_tier is None else sum(by_tier.values()),
-            cached_by_tier=by_tier)
+            cached_by_tier=by_tier,
+            kv_reads=None if end is None else self._executor.kv_reads(RequestId(rid)))
 
     def _logprob(self, rid: int, index: int) -> Logprob:
         found = self._executor.take_logprobs(RequestId(rid), index)

@@ -85,6 +85,7 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     no_stop_trim: bool | None = None            # SGLang's name of the same
     skip_special_tokens: bool | None = None
     priority: int | None = None
+    top_k_tokens: int | None = None             # ours: KV that a decode step reads; 0 is all of it
     cache_salt: str | None = None
     return_token_ids: bool | None = None
     # Without effect.
@@ -141,7 +142,7 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 _SAME_NAME = ("n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed",
               "min_tokens", "top_k", "min_p", "repetition_penalty", "ignore_eos",
-              "skip_special_tokens", "priority")
+              "skip_special_tokens", "priority", "top_k_tokens")
 
 
 class ChatRequest(_Request, kw_only=True, forbid_unknown_fields=True):

@@ -48,6 +48,8 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0              # of the prompt: found in the cache, not computed
+    # Of answers that select their KV, all together: what the selected units were read from, by name.
+    kv_reads: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,9 @@ from typing import TypeVar
 import msgspec
 
 from penstock.config.params import SamplingParams
+from penstock.config.selection import Selection
 
-VERSION = 2
+VERSION = 3
 LOADED = "engine: loaded"       # the last line that the engine prints before it sends Ready
 FRAME_BYTES_MAX = 256 << 20
 
@@ -86,6 +87,7 @@ class Ready(_Message, frozen=True):
     vocab_size: int
     max_model_len: int
     info: dict[str, str | int | float | bool | None]     # what /server_info and `doctor` show
+    selection: Selection | None = None                   # the largest that a request may ask for
 
 
 class Failed(_Message, frozen=True):
@@ -113,6 +115,7 @@ class Chunk(_Message, frozen=True):
     reason: str = ""
     cached_tokens: int | None = None    # once, when the request starts
     cached_by_tier: dict[str, int] | None = None
+    kv_reads: dict[str, int] | None = None  # with `finish`, of a request that selected: by name
 
 
 class Chunks(_Message, frozen=True):
