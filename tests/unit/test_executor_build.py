@@ -34,13 +34,13 @@ def config(max_model_len=None, **kv) -> Config:
 
 
 def test_pools_take_what_they_are_given():
-    core = size_pools(config(hbm_bytes=4096 * 10 + 4095, dram_bytes=4096 * 3), CACHES, 512, FREE)
+    core = size_pools(config(hbm_bytes=4096 * 10 + 4095, dram_bytes=4096 * 3), CACHES, 512, FREE).core
     assert (core.hbm_pages, core.dram_pages, core.page_size, core.max_len) == (10, 3, 16, 160)
     assert core.groups[0].page_bytes == CACHES.page_bytes == 4096
 
 
 def test_without_hbm_bytes_a_share_of_what_the_host_tier_leaves_is_taken():
-    core = size_pools(config(memory_fraction=0.5, dram_bytes=200_000), CACHES, 512, FREE)
+    core = size_pools(config(memory_fraction=0.5, dram_bytes=200_000), CACHES, 512, FREE).core
     assert core.hbm_pages == 400_000 // 4096
     assert core.max_len == 512
 
@@ -54,7 +54,7 @@ def test_without_hbm_bytes_a_share_of_what_the_host_tier_leaves_is_taken():
     (dict(dram_ratio=1000.0, memory_fraction=1.0, page_size=1), 999, 999_000)])
 def test_the_host_tier_is_what_is_asked_for_or_half_of_what_is_free(changes, hbm, dram):
     caches = caches_of((FULL,), changes.get("page_size", 16), torch.float32)
-    core = size_pools(config(**changes), caches, 512, FREE)
+    core = size_pools(config(**changes), caches, 512, FREE).core
     assert (core.hbm_pages, core.dram_pages) == (hbm // caches.page_bytes, dram // caches.page_bytes)
 
 
@@ -79,9 +79,9 @@ def test_what_does_not_fit_is_refused_with_the_numbers(changes, message):
 
 
 def test_the_numbers_in_a_refusal_are_the_limit():
-    assert size_pools(config(hbm_bytes=1_000_000), CACHES, 512, FREE).hbm_pages == 244
-    assert size_pools(config(max_model_len=161, hbm_bytes=45056), CACHES, 512, FREE).max_len == 161
-    assert size_pools(config(max_model_len=160, hbm_bytes=40960), CACHES, 512, FREE).max_len == 160
+    assert size_pools(config(hbm_bytes=1_000_000), CACHES, 512, FREE).core.hbm_pages == 244
+    assert size_pools(config(max_model_len=161, hbm_bytes=45056), CACHES, 512, FREE).core.max_len == 161
+    assert size_pools(config(max_model_len=160, hbm_bytes=40960), CACHES, 512, FREE).core.max_len == 160
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ class CacheGroup:
     window: int = 0                    # 0: everything is read
     snapshot: bool = False             # implies that only the last position is read
     selector: bool = False             # what the selector reads: on the device even while hosted
+    resident: bool = False             # what attention reads all of: on the device even while hosted
     slab_pages: int = 1                # pages of this group that fill one slab of memory
 
     @property
@@ -30,7 +31,7 @@ class CacheGroup:
     @property
     def hosted(self) -> bool:
         """Whether a hosted row reads this group from host pages. What is small stays."""
-        return not (self.selector or self.reach)
+        return not (self.selector or self.resident or self.reach)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ from penstock.exec.attend import LatentOps
 from penstock.exec.caches import Caches, caches_of
 from penstock.exec.front import Front
 from penstock.exec.rank import Rank
-from penstock.exec.sizing import show_size, size_pools
+from penstock.exec.sizing import Sizes, groups_of, show_size, size_pools
 from penstock.kernels import index_select, latent_attention, layer, linear, paged_attention, registry
 from penstock.kernels.platform import KernelError, probe
 from penstock.memory.hbm import HbmPool
@@ -76,8 +76,11 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
     torch.set_num_threads(threads)
     load_peak = _peak_rss() - rss_before
     model, backends = loaded.model, loaded.backends
-    caches = caches_of(model.groups, config.kv.page_size, dtype)
-    core_config = size_pools(config, caches, model.max_position, machine.probe().memory_available)
+    selection = selection_of(config.kv)
+    caches = caches_of(groups_of(model, selection), config.kv.page_size, dtype)
+    sizes = size_pools(config, caches, model.max_position, machine.probe().memory_available,
+                       budget=selection.budget if selection else 0)
+    core_config = sizes.core
     attention = _attention(backends)
     prove(model, attention, caches)
     seed = config.model.seed or 0         # `resolve` has drawn one for a server
@@ -95,6 +98,7 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
         "kv_bytes_per_token": caches.page_bytes // core_config.page_size,
         "hbm_pages": core_config.hbm_pages, "hbm_bytes": caches.nbytes(core_config.hbm_pages),
         "dram_pages": core_config.dram_pages, "dram_bytes": caches.nbytes(core_config.dram_pages),
+        **_sparse_info(selection, caches, sizes),
         "max_num_seqs": core_config.rows, "step_tokens": core_config.step_tokens,
         "seed": seed, "overlap": core_config.overlap, "prefix_cache": core_config.prefix_cache,
         "weight_bytes": loaded.bytes, "load_peak_bytes": load_peak,
@@ -104,11 +108,30 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
     log(f"kv: {core_config.hbm_pages} device pages and {core_config.dram_pages} host pages of "
         f"{core_config.page_size} tokens ({caches.page_bytes} bytes); context {core_config.max_len}")
     caches.tell(log)
+    if selection is not None:
+        log(f"sparse: a step reads at most {selection.budget} tokens of each KV head, in units of "
+            f"{selection.unit}; hot buffers of {core_config.hot_pages * core_config.page_size} tokens "
+            f"({show_size(core_config.hot_pages * caches.layouts[0].page_bytes)}), "
+            f"tables {show_size(sizes.table_bytes)}")
     if core_config.step_tokens < core_config.rows:
         log(f"warning: --step-tokens {core_config.step_tokens} is below --max-num-seqs "
             f"{core_config.rows}: the youngest requests wait while older ones decode")
     return Built(executor=executor, core_config=core_config, vocab_size=model.vocab_size,
-                 max_model_len=core_config.max_len, selection=selection_of(config.kv), info=info)
+                 max_model_len=core_config.max_len, selection=selection, info=info)
+
+
+def _sparse_info(selection: Selection | None, caches: Caches, sizes: Sizes) -> Info:
+    """What a selection costs, for /server_info; nothing without one."""
+    if selection is None:
+        return {}
+    layout, bounds = caches.layouts[:2]
+    return {
+        "sparse_top_k": selection.budget, "sparse_unit": selection.unit,
+        "selector_bytes_per_token": bounds.page_bytes // bounds.page_size,
+        "hot_buffer_tokens": sizes.core.hot_pages * sizes.core.page_size,
+        "hot_buffer_bytes": sizes.core.hot_pages * layout.page_bytes,
+        "table_bytes": sizes.table_bytes,
+    }
 
 
 def _backends(config: Config, ops: Sequence[str], log: Callable[[str], object]) -> dict[str, registry.Choice]:

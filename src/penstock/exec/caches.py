@@ -86,6 +86,6 @@ def caches_of(groups: Sequence[CacheShape], page_size: int, dtype: torch.dtype) 
     shared = slabs.share(layouts)
     return Caches(tuple(
         CacheGroup(name=group.name, page_bytes=layout.page_bytes, selector=group.selector,
-                   slab_pages=n)
+                   resident=group.resident, slab_pages=n)
         for group, layout, n in zip(groups, layouts, shared.slab_pages, strict=True)),
         layouts, shared)

@@ -5,24 +5,89 @@ numbers and the flag to change.
 """
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from penstock.config.errors import ConfigError
+from penstock.config.selection import Selection
 from penstock.config.tree import Config, KVConfig
 from penstock.core.settings import CoreConfig
 from penstock.exec.caches import Caches
+from penstock.model.base import CacheShape, LocalLayer, Model
 
 # Left for activations, logits and the allocator when pools are sized: a step of 512 tokens of a
 # model of 1.5 B parameters needs about half of it.
 WORKSPACE_BYTES = 256 << 20
 
 
-def size_pools(config: Config, caches: Caches, max_position: int, free: int) -> CoreConfig:
-    """The core's numbers. `free`: bytes of memory that are free now, with the weights loaded.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """`table_bytes`: of the device's memory, what page tables and the state of hot buffers take."""
 
-    Raises ConfigError when the pools do not fit into `free` or the context not into the pool.
+    core: CoreConfig
+    table_bytes: int = 0
+
+
+def groups_of(model: Model, selection: Selection | None) -> tuple[CacheShape, ...]:
+    """The model's cache groups, with what a selection adds: bounds of the keys of each unit, on the
+    device, and dense layers in a group of their own, which stays there too.
+
+    Raises ConfigError: a model that cannot be given a selector, layers that it does not have.
     """
-    kv, page = config.kv, caches.bytes_for(1)
-    room = max(0, free - WORKSPACE_BYTES)
-    hbm, dram = _split(kv, room)
+    if selection is None:
+        return model.groups
+    if len(model.groups) > 1 or model.groups[0].planes != 2:
+        raise ConfigError("--sparse-top-k: this model has a selector, or KV, of its own kind; the one that "
+                          "this flag gives is for layers with keys and values alike: leave it out")
+    [full] = model.groups
+    first, end = model.stage.first, model.stage.end
+    if odd := [i for i in selection.dense if i >= end]:
+        raise ConfigError(f"--sparse-dense-layers {odd[0]}: this model has layers 0 to {end - 1}")
+    dense = tuple(LocalLayer(i - first) for i in selection.dense if i >= first)
+    rest = tuple(i for i in full.layers if i not in dense)
+    if not rest:
+        raise ConfigError("--sparse-dense-layers names every layer: leave --sparse-top-k out instead")
+    groups = [replace(full, layers=rest),
+              replace(full, name="bounds", layers=rest, unit=selection.unit, selector=True)]
+    if dense:
+        groups.append(replace(full, name="dense", layers=dense, resident=True))
+    return tuple(groups)
+
+
+def size_pools(config: Config, caches: Caches, max_position: int, free: int, *,
+               budget: int = 0) -> Sizes:
+    """The core's numbers.
+
+    free      bytes of memory that are free now, with the weights loaded
+    budget    tokens that a decode step selects and reads at most; 0: it reads all
+    Raises ConfigError when the pools do not fit into `free` or the context not into the pools, and for
+    settings of a selection where there is none.
+    """
+    kv = config.kv
+    _check_selects(kv, budget)
+    hosts = bool(budget) and kv.sparse_kv != "off" and kv.host_tier is not False
+    hbm, dram, device = _memory(kv, caches, max(0, free - WORKSPACE_BYTES), free, hosts)
+    sizes = Sizes(core=CoreConfig(
+        page_size=kv.page_size, rows=config.schedule.max_num_seqs, hbm_pages=caches.num_pages(hbm),
+        dram_pages=caches.num_pages(dram), step_tokens=config.schedule.step_tokens,
+        max_len=max_position, overlap=config.schedule.overlap,
+        prefix_cache=kv.prefix_cache, groups=caches.groups))
+    if hosts and dram:
+        sizes = _hosting(config, caches, sizes.core, hbm, budget, device)
+    return replace(sizes, core=replace(sizes.core, max_len=_max_len(config, caches, sizes.core)))
+
+
+def _check_selects(kv: KVConfig, budget: int) -> None:
+    given = ("--hot-buffer-tokens" if kv.hot_buffer_tokens is not None else
+             f"--sparse-kv {kv.sparse_kv}" if kv.sparse_kv in ("auto", "always") else "")
+    if given and not budget:
+        raise ConfigError(f"{given}: this model reads all of its KV at each step, which host pages are too "
+                          "far for; give it a selector with --sparse-top-k N")
+
+
+def _memory(kv: KVConfig, caches: Caches, room: int, free: int, hosts: bool) -> tuple[int, int, str]:
+    """Bytes of the device pool and of the host pool, and what to call the first. Raises ConfigError."""
+    hbm, dram = _split(kv, room, kv.host_tier or (hosts and kv.host_tier is None))
+    least = caches.bytes_for(1)
     device = (f"--hbm-bytes {hbm}" if kv.hbm_bytes is not None else
               f"--memory-fraction {kv.memory_fraction} of the free memory, {hbm} bytes,")
     host = (f"--dram-ratio {kv.dram_ratio} times that, {dram} bytes," if kv.dram_ratio is not None else
@@ -33,21 +98,17 @@ def size_pools(config: Config, caches: Caches, max_position: int, free: int) -> 
             f"{device} and {host} are {show_size(hbm + dram)}, but "
             f"{show_size(free)} of memory are free with the weights loaded, of which "
             f"{show_size(WORKSPACE_BYTES)} stay for activations: at most {room} bytes together")
-    if hbm < page:
+    if hbm < least:
         raise ConfigError(f"{device} is less than one page: {kv.page_size} tokens of this model "
-                          f"are {page} bytes; raise --hbm-bytes or lower --page-size")
-    if (dram or kv.host_tier) and dram < page:
+                          f"are {least} bytes; raise --hbm-bytes or lower --page-size")
+    if dram < least and (dram or kv.host_tier or (hosts and kv.dram_bytes is None)):
         raise ConfigError(f"{host} is less than one page: "
-                          f"{kv.page_size} tokens of this model are {page} bytes; 0 turns the "
+                          f"{kv.page_size} tokens of this model are {least} bytes; 0 turns the "
                           "host tier off")
-    return CoreConfig(
-        page_size=kv.page_size, rows=config.schedule.max_num_seqs, hbm_pages=caches.num_pages(hbm),
-        dram_pages=caches.num_pages(dram), step_tokens=config.schedule.step_tokens,
-        max_len=_max_len(config, caches, max_position, hbm), overlap=config.schedule.overlap,
-        prefix_cache=kv.prefix_cache, groups=caches.groups)
+    return hbm, dram, device
 
 
-def _split(kv: KVConfig, room: int) -> tuple[int, int]:
+def _split(kv: KVConfig, room: int, host_tier: bool) -> tuple[int, int]:
     """Bytes of the device pool and of the host pool. On a CPU both are of the same memory, `room`."""
     hbm, share = kv.hbm_bytes, kv.memory_fraction
     if kv.dram_ratio is not None:
@@ -57,23 +118,82 @@ def _split(kv: KVConfig, room: int) -> tuple[int, int]:
     elif kv.dram_bytes is not None:
         dram = kv.dram_bytes
     else:
-        dram = max(0, room - (hbm or 0)) // 2 if kv.host_tier else 0
+        dram = max(0, room - (hbm or 0)) // 2 if host_tier else 0
     return int(max(0, room - dram) * share) if hbm is None else hbm, dram
 
 
-def _max_len(config: Config, caches: Caches, max_position: int, hbm: int) -> int:
-    size, pages = config.kv.page_size, caches.context_pages(hbm)
-    asked, held = config.model.max_model_len, pages * size
-    if asked is None:
-        return min(max_position, held)
-    if asked > max_position:
-        raise ConfigError(f"--max-model-len {asked}: this model's context is {max_position} tokens")
-    if asked > held:
-        need = caches.bytes_for(-(-asked // size))
+def _hosting(config: Config, caches: Caches, core: CoreConfig, hbm: int, budget: int,
+             device: str) -> Sizes:
+    """With hot buffers, whose state and tables are of the device's bytes. Raises ConfigError."""
+    kv, size = config.kv, core.page_size
+    tokens = kv.hot_buffer_tokens or budget + size
+    hot = -(-tokens // size)
+    core = replace(core, hot_pages=hot, always_hosted=kv.sparse_kv == "always")
+
+    def tables(nbytes: int) -> int:
+        held = _held(caches, replace(core, hbm_pages=caches.num_pages(nbytes))) * size
+        return table_bytes(caches, core.rows, min(config.model.max_model_len or core.max_len, held), hot)
+
+    least = (hot + len(caches.groups) - 1) * caches.slabs.slab_bytes
+    if hbm - tables(hbm) < least:
+        need = least
+        while need < least + tables(need):      # more memory may hold longer contexts, and their tables
+            need = least + tables(need)
         raise ConfigError(
-            f"--max-model-len {asked}: the device pool holds {pages} pages of {size} "
-            f"tokens, {held} in all; set --hbm-bytes to at least {need}, or --max-model-len to at "
-            f"most {held}")
+            f"{device} is too little for one hot buffer: {hot} pages of {size} tokens for "
+            f"{tokens} tokens, and a slab of each group that stays on the device, are {show_size(least)}, "
+            f"tables {show_size(need - least)}; raise --hbm-bytes to at least {need}, or lower "
+            "--hot-buffer-tokens or --sparse-top-k")
+    taken = tables(hbm)
+    core = replace(core, hbm_pages=caches.num_pages(hbm - taken))
+    if core.dram_pages < hot:
+        raise ConfigError(
+            f"the host tier of {core.dram_pages} pages holds {core.dram_pages * size} tokens, less than "
+            f"one hot buffer of {hot * size}: set --dram-bytes to at least {hot * caches.slabs.slab_bytes}, "
+            "or to 0 for none")
+    return Sizes(core=core, table_bytes=taken)
+
+
+def table_bytes(caches: Caches, rows: int, max_len: int, hot_pages: int) -> int:
+    """Device bytes of the page tables of both tiers (int32) and of `memory.hot.HotBuffers`: a slot of
+    each unit a row may have, unit and stamp of each slot, four counters, and the step."""
+    layout, size = caches.layouts[0], caches.layouts[0].page_size
+    unit = max(layout.unit for layout in caches.layouts)
+    pages = -(-max_len // size)
+    per_head = 4 * (pages * size // unit + 2 * hot_pages * size // unit) + 4 * 8
+    return 4 + rows * (2 * 4 * pages * len(caches.layouts) + 4 * hot_pages
+                       + layout.num_layers * layout.num_kv_heads * per_head)
+
+
+def _held(caches: Caches, core: CoreConfig) -> int:
+    """Pages of the longest context: on the device, or with a hot buffer, in host pages."""
+    held = caches.context_pages(caches.nbytes(core.hbm_pages))
+    if not core.hot_pages:
+        return held
+    staying = [n for g, n in zip(caches.groups, caches.slabs.slab_pages, strict=True) if not g.hosted]
+    slabs = core.hbm_pages // caches.slabs.slab_pages[0] - core.hot_pages
+    low, high = 0, core.dram_pages + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits = sum(-(-middle // n) for n in staying) <= slabs
+        low, high = (middle, high) if fits else (low, middle)
+    return max(held, low)
+
+
+def _max_len(config: Config, caches: Caches, core: CoreConfig) -> int:
+    size, asked, held = core.page_size, config.model.max_model_len, _held(caches, core) * core.page_size
+    if asked is None:
+        return min(core.max_len, held)
+    if asked > core.max_len:
+        raise ConfigError(f"--max-model-len {asked}: this model's context is {core.max_len} tokens")
+    if asked > held:
+        pages = -(-asked // size)
+        where = (f"the device pool holds {core.hbm_pages} pages of {size} tokens" if not core.hot_pages else
+                 f"with {core.hot_pages} pages of hot buffer, {core.hbm_pages} device pages and "
+                 f"{core.dram_pages} host pages of {size} tokens")
+        raise ConfigError(
+            f"--max-model-len {asked}: {where}, {held} in all; set --hbm-bytes to at least "
+            f"{caches.bytes_for(pages)}, or --max-model-len to at most {held}")
     return asked
 
 

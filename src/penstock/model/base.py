@@ -82,6 +82,7 @@ class CacheShape:
     planes      vectors a token, layer and KV head: 2 for k and v or for two bounds, 1 for a latent
     unit        tokens that one vector stands for: 1 for KV, more for summaries
     selector    only what chooses tokens reads it; not what attention reads
+    resident    attention reads all of it at each step, so it stays on the device
     """
 
     name: str
@@ -91,6 +92,7 @@ class CacheShape:
     planes: int = 2
     unit: int = 1
     selector: bool = False
+    resident: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

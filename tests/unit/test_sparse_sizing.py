@@ -1,0 +1,172 @@
+"""What sparse decode takes of device and host, and what is refused, with the demo model's numbers."""
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from penstock.config.errors import ConfigError
+from penstock.config.selection import selection_of
+from penstock.config.tree import Config, KVConfig, ModelConfig, ScheduleConfig
+from penstock.core.lifecycle import Place
+from penstock.core.placement import fits, largest, needs
+from penstock.core.plan import Arrived, RequestId
+from penstock.exec.caches import caches_of
+from penstock.exec.sizing import Sizes, groups_of, size_pools, table_bytes
+from penstock.memory.hot import HotBuffers
+from penstock.model.base import CacheShape, GlobalLayer, LocalLayer, Stage
+
+MIB, GIB = 1 << 20, 1 << 30
+DEMO = KVConfig(sparse_top_k=512, hbm_bytes=256 * MIB, dram_bytes=4 * GIB)
+TOKEN_BYTES = 30 * 3 * 64 * 2 * 4
+
+
+@dataclass
+class Shape:
+    """What is read of a model: SmolLM2-135M's."""
+
+    groups: tuple[CacheShape, ...] = (CacheShape(
+        name="full", layers=tuple(map(LocalLayer, range(30))), num_kv_heads=3, head_dim=64),)
+    stage: Stage = Stage(GlobalLayer(0), GlobalLayer(30), embeds=True, heads=True)
+
+
+def caches_for(kv: KVConfig, model=None, dtype=torch.float32):
+    return caches_of(groups_of(model or Shape(), selection_of(kv)), kv.page_size, dtype)
+
+
+def sized(kv: KVConfig, *, max_model_len=None, free=16 * GIB, rows=16) -> Sizes:
+    config = Config(model=ModelConfig(model="demo", max_model_len=max_model_len), kv=kv,
+                    schedule=ScheduleConfig(max_num_seqs=rows))
+    selection = selection_of(kv)
+    return size_pools(config, caches_for(kv), 8192, free, budget=selection.budget if selection else 0)
+
+
+def request(tokens: int, *, selects=True) -> Arrived:
+    return Arrived(RequestId(1), (1,) * tokens, 1, selects=selects)
+
+
+def test_the_demo_holds_six_hot_buffers_of_23_mib_and_20_000_tokens():
+    sizes, caches = sized(DEMO), caches_for(DEMO)
+    core = sizes.core
+    assert caches.page_bytes == 16 * TOKEN_BYTES * 9 // 8           # selector state is 1/8 at unit 8
+    assert [(g.name, g.page_bytes, g.slab_pages, g.hosted) for g in core.groups] == [
+        ("full", 16 * TOKEN_BYTES, 1, True), ("bounds", 2 * TOKEN_BYTES, 8, False)]
+    assert caches.slabs.unused(0) == caches.slabs.unused(1) == 0
+    assert core.hot_pages == 33
+    assert core.hot_pages * core.groups[0].page_bytes == pytest.approx(23.2 * MIB, rel=.01)
+    assert not core.always_hosted and core.max_len == 8192
+    assert core.hbm_pages * 16 == pytest.approx(5_800, rel=.03)     # what the device keeps without it
+    assert 6 * MIB < sizes.table_bytes < 8 * MIB
+    left = core.hbm_pages - 6 * core.hot_pages                      # slabs, of 8 pages of bounds each
+    assert left * 8 * 16 == pytest.approx(20_000, rel=.03)
+    device, host = needs(core, Place.HOST, 3300)
+    assert 6 * (device[0] + -(-device[1] // 8)) <= core.hbm_pages < 7 * (device[0] + -(-device[1] // 8))
+    assert 6 * host[0] <= core.dram_pages == 4 * GIB // (16 * TOKEN_BYTES)
+    assert largest(core, request(9000)) == 8192
+    assert largest(core, request(9000, selects=False)) == 5_024    # its bounds count
+
+
+def test_the_context_is_what_the_core_can_place():
+    for kv in (DEMO, replace(DEMO, hbm_bytes=40 * MIB), replace(DEMO, dram_bytes=150 * MIB),
+               replace(DEMO, sparse_dense_layers=("0", "7")), replace(DEMO, sparse_kv="off"),
+               replace(DEMO, hbm_bytes=40 * MIB, sparse_dense_layers=("0", "7")),
+               replace(DEMO, dram_bytes=0), replace(DEMO, hbm_bytes=30 * MIB, page_size=64, sparse_unit=16)):
+        core = sized(kv).core
+        wide = replace(core, max_len=1 << 16)
+        longest = largest(wide, request(1 << 17))
+        assert core.max_len == min(8192, longest // kv.page_size * kv.page_size), kv
+        assert any(fits(core, place, core.max_len) for place in (Place.HOST, Place.DEVICE))
+
+
+def test_always_and_off():
+    assert sized(replace(DEMO, sparse_kv="always")).core.always_hosted
+    off = sized(replace(DEMO, sparse_kv="off"))
+    assert (off.core.hot_pages, off.table_bytes, len(off.core.groups)) == (0, 0, 2)
+    assert off.core.max_len == 5_168                               # 256 MiB of KV and bounds, in slabs
+
+
+def test_nothing_changes_without_a_budget():
+    core = sized(KVConfig(hbm_bytes=256 * MIB, dram_bytes=4 * GIB)).core
+    assert (core.hot_pages, core.hbm_pages, core.max_len) == (0, 364, 5824)
+    assert [g.name for g in core.groups] == ["full"] and not core.sparse
+
+
+def test_the_host_tier_is_half_of_what_is_free_as_soon_as_something_may_be_hosted():
+    kv = KVConfig(sparse_top_k=512, hbm_bytes=256 * MIB)
+    half = (16 * GIB - 256 * MIB - 256 * MIB) // 2 // (16 * TOKEN_BYTES)
+    assert sized(kv).core.dram_pages == half
+    assert sized(replace(kv, dram_ratio=4.0)).core.dram_pages == GIB // (16 * TOKEN_BYTES)
+    for none in (dict(sparse_kv="off"), dict(host_tier=False), dict(dram_bytes=0)):
+        core = sized(replace(kv, **none)).core
+        assert (core.dram_pages, core.hot_pages) == (0, 0)
+    assert sized(KVConfig(hbm_bytes=256 * MIB)).core.dram_pages == 0
+
+
+def test_hot_buffers_are_budget_and_one_page_or_what_is_asked_for():
+    assert sized(replace(DEMO, sparse_top_k=511)).core.hot_pages == 33         # 504 in units, and 16
+    assert sized(replace(DEMO, hot_buffer_tokens=1000)).core.hot_pages == 63
+    assert sized(replace(DEMO, hot_buffer_tokens=512)).core.hot_pages == 32
+
+
+def test_dense_layers_are_a_group_that_stays_on_the_device():
+    kv = replace(DEMO, sparse_dense_layers=("0", "29"))
+    core, caches = sized(kv).core, caches_for(kv)
+    assert [(g.name, layout.num_layers, g.hosted, g.selector, g.resident) for g, layout in zip(
+        core.groups, caches.layouts, strict=True)] == [
+            ("full", 28, True, False, False), ("bounds", 28, False, True, False),
+            ("dense", 2, False, False, True)]
+    assert groups_of(Shape(), selection_of(kv))[2].layers == (0, 29)
+    assert caches.slabs.slab_pages == (1, 8, 14)
+    later = Shape(stage=Stage(GlobalLayer(20), GlobalLayer(30), embeds=False, heads=True),
+                  groups=(replace(Shape().groups[0], layers=tuple(map(LocalLayer, range(10)))),))
+    assert [g.layers for g in groups_of(later, selection_of(kv))] == [
+        tuple(range(9)), tuple(range(9)), (9,)]                    # of a stage: by its own numbers
+
+
+def test_tables_are_what_a_row_may_need():
+    caches = caches_for(DEMO)
+    one = table_bytes(caches, 1, 8192, 33)
+    assert one == 4 + 2 * 2 * 4 * 512 + 4 * 33 + 30 * 3 * (4 * 1024 + 8 * 66 + 32)
+    assert table_bytes(caches, 16, 8192, 33) == 16 * (one - 4) + 4
+
+
+@pytest.mark.parametrize(("kv", "said"), [
+    (dict(hbm_bytes=24 * MIB), r"--hbm-bytes 25165824 is too little for one hot buffer: 33 pages of 16 "
+     r"tokens for 528 tokens, .* are 23\.9 MiB, tables .*; raise --hbm-bytes to at least \d+, or lower"),
+    (dict(dram_bytes=20 * MIB), r"host tier of 28 pages holds 448 tokens, less than one hot buffer of 528: "
+     r"set --dram-bytes to at least 24330240, or to 0"),
+    (dict(sparse_dense_layers=("30",)), r"--sparse-dense-layers 30: this model has layers 0 to 29"),
+    (dict(sparse_dense_layers=tuple(map(str, range(30)))), "names every layer"),
+    (dict(sparse_top_k=None, sparse_kv="always"), r"--sparse-kv always: this model reads all of its KV .* "
+     r"--sparse-top-k N"),
+    (dict(sparse_top_k=None, sparse_kv="auto"), "--sparse-kv auto: this model reads all"),
+    (dict(sparse_top_k=None, hot_buffer_tokens=600), "--hot-buffer-tokens: this model reads all"),
+])
+def test_what_does_not_fit_is_refused_with_the_numbers(kv, said):
+    with pytest.raises(ConfigError, match=said):
+        sized(replace(DEMO, **kv))
+
+
+def test_the_number_in_the_refusal_is_the_limit():
+    with pytest.raises(ConfigError) as e:
+        sized(replace(DEMO, hbm_bytes=24 * MIB))
+    least = int(str(e.value).split("to at least ")[1].split(",")[0])
+    assert sized(replace(DEMO, hbm_bytes=least)).core.hot_pages == 33
+    with pytest.raises(ConfigError, match="too little"):
+        sized(replace(DEMO, hbm_bytes=least - 1))
+    assert sized(replace(DEMO, dram_bytes=24330240)).core.dram_pages == 33
+
+
+def test_a_model_that_selects_by_itself_takes_no_other_selector():
+    own = Shape(groups=(*Shape().groups, replace(Shape().groups[0], name="index", selector=True)))
+    latent = Shape(groups=(replace(Shape().groups[0], planes=1),))
+    for model in (own, latent):
+        with pytest.raises(ConfigError, match="--sparse-top-k: this model has a selector, or KV, of its own"):
+            groups_of(model, selection_of(DEMO))
+        assert groups_of(model, None) == model.groups
+
+
+def test_tables_are_those_that_the_device_makes():
+    hot = HotBuffers(layers=30, rows=16, kv_heads=3, pages=512, hot_pages=33, page_units=2)
+    assert table_bytes(caches_for(DEMO), 16, 8192, 33) == hot.nbytes + 16 * 2 * 2 * 4 * 512
