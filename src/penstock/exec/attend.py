@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from penstock.core.plan import StepPlan
 from penstock.exec.lower import Lowered
 from penstock.kernels.index_select import IndexSelect
 from penstock.kernels.latent_attention import LatentAttention
@@ -34,7 +35,7 @@ class LatentOps:
 class Attending(Protocol):
     """Made once for a rank; `step` of each step."""
 
-    def step(self, lowered: Lowered) -> Attend:
+    def step(self, plan: StepPlan, lowered: Lowered) -> Attend:
         ...
 
 
@@ -65,7 +66,7 @@ class Grouped:
                         for g, (group, pool) in enumerate(zip(model.groups, hbm, strict=True))
                         if not group.selector for i, layer in enumerate(group.layers)}
 
-    def step(self, lowered: Lowered) -> Attend:
+    def step(self, plan: StepPlan, lowered: Lowered) -> Attend:
         plans = [self._planner(ragged, spec)
                  for ragged, spec in zip(lowered.ragged, self._specs, strict=True)]
         return _GroupedStep(self._places, lowered, plans)
@@ -100,7 +101,7 @@ class Latent:
              for group, pool in zip(model.groups, hbm, strict=True) if group.selector is selector
              for i, layer in enumerate(group.layers)} for selector in (False, True))
 
-    def step(self, lowered: Lowered) -> Attend:
+    def step(self, plan: StepPlan, lowered: Lowered) -> Attend:
         return _LatentStep(self, lowered)
 
 

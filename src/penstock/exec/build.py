@@ -18,20 +18,20 @@ from torch import Tensor
 
 from penstock.config import platform as machine
 from penstock.config.errors import ConfigError
-from penstock.config.params import SamplingParams
 from penstock.config.paths import cache_dir
 from penstock.config.selection import Selection, selection_of
 from penstock.config.tree import Config
-from penstock.core.plan import Bind, Group, HbmPage, RequestId, Retired, Row, StepId, StepPlan
 from penstock.core.settings import CoreConfig
 from penstock.exec.attend import LatentOps
 from penstock.exec.caches import Caches, caches_of
 from penstock.exec.front import Front
+from penstock.exec.prove import prove
 from penstock.exec.rank import Rank
+from penstock.exec.selecting import Selector
 from penstock.exec.sizing import Sizes, groups_of, show_size, size_pools
 from penstock.kernels import index_select, latent_attention, layer, linear, paged_attention, registry
 from penstock.kernels.platform import KernelError, probe
-from penstock.memory.hbm import HbmPool
+from penstock.kernels.select import SelectRule
 from penstock.memory.lateness import Lateness
 from penstock.model import registry as families
 from penstock.model.base import Model
@@ -77,15 +77,18 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
     load_peak = _peak_rss() - rss_before
     model, backends = loaded.model, loaded.backends
     selection = selection_of(config.kv)
-    caches = caches_of(groups_of(model, selection), config.kv.page_size, dtype)
+    groups = groups_of(model, selection)
+    caches = caches_of(groups, config.kv.page_size, dtype)
     sizes = size_pools(config, caches, model.max_position, machine.probe().memory_available,
                        budget=selection.budget if selection else 0)
     core_config = sizes.core
     attention = _attention(backends)
-    prove(model, attention, caches)
+    selector = _selector(selection, core_config, backends)
+    prove(model, attention, caches, groups, selector)
     seed = config.model.seed or 0         # `resolve` has drawn one for a server
     executor = Front([Rank(model, attention, *caches.pools(core_config), rows=core_config.rows,
-                           max_len=core_config.max_len, seed=seed, lateness=lateness)])
+                           max_len=core_config.max_len, seed=seed, lateness=lateness, groups=groups,
+                           selector=selector)])
     seconds = time.perf_counter() - started
     info: Info = {
         "model": loaded.name, "load_format": loaded.load_format,
@@ -162,7 +165,8 @@ def _load(config: Config, dtype: torch.dtype, log: Callable[[str], object]) -> _
     files = locate(config.model.model, load_format=config.model.load_format)
     name, load_format = files.name, files.load_format
     checkpoint = open_checkpoint(files)
-    backends = _backends(config, ("linear", "layer", *families.ops_of(checkpoint.config)), log)
+    backends = _backends(config, ("linear", "layer", *families.ops_of(checkpoint.config),
+                                 *(registry.SELECTING if selection_of(config.kv) else ())), log)
     pack = functools.partial(linear.pack, backend=backends["linear"].name)
     model = families.build(checkpoint.config, dtype=dtype, linear=pack,
                            ops=layer.ops(backends["layer"].name))
@@ -195,6 +199,14 @@ def _attention(backends: Mapping[str, registry.Choice]) -> paged_attention.Plann
     return functools.partial(paged_attention.plan, backend=backends["paged_attention"].name)
 
 
+def _selector(selection: Selection | None, core: CoreConfig,
+              backends: Mapping[str, registry.Choice]) -> Selector | None:
+    """How a rank selects, in the words of its kernels."""
+    return None if selection is None else Selector(
+        rule=SelectRule(unit=selection.unit, sink=selection.sinks, window=selection.window),
+        hot_pages=core.hot_pages, backends={op: backends[op].name for op in registry.SELECTING})
+
+
 def _check_weights_fit(name: str, shapes: Iterable[tuple[str, tuple[int, ...]]],
                        dtype: torch.dtype) -> None:
     need = sum(math.prod(shape) for _, shape in shapes) * dtype.itemsize
@@ -211,25 +223,6 @@ def _trim_heap() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-def prove(model: Model, attention: paged_attention.Planner | LatentOps, caches: Caches) -> None:
-    """Produce one token on a scratch pool: what is announced as ready has run, and first-call
-    costs are paid. Raises ConfigError if the logits are not finite."""
-    size = caches.layouts[0].page_size
-    pools = [HbmPool(layout, 1, group=Group(g)) for g, layout in enumerate(caches.layouts)]
-    ex = Front([Rank(model, attention, pools, rows=1, max_len=size)])
-    rid, prompt = RequestId(0), (0,) * min(size, model.max_position)
-    ex.open(rid, prompt, SamplingParams(temperature=0.0))
-    ex.submit(StepPlan(
-        step=StepId(1), rows=(Row(0),), rids=(rid,), start=(0,), count=(len(prompt),),
-        samples=(True,), tokens=prompt, grows=(), moves=(),
-        binds=(Bind(Row(0), rid, ((HbmPage(0),),) * len(caches.layouts), 0),)))
-    [retired, *_] = ex.poll(block=True)
-    assert isinstance(retired, Retired)
-    if retired.tokens == ((),):
-        raise ConfigError("a first token cannot be produced: the model's logits are not finite. "
-                          "Its weights are damaged, or overflow in this --dtype")
 
 
 def _peak_rss() -> int:

@@ -50,6 +50,10 @@ class Ranked(Protocol):
         in flight can end before another plan comes."""
         ...
 
+    def kv_reads(self, rid: RequestId) -> dict[str, int] | None:
+        """See `Front.kv_reads`, of this rank's layers."""
+        ...
+
     def stats(self) -> dict[str, float]:
         """Seconds, bytes and moves of this rank, by metric name; those of all ranks are added."""
         ...
@@ -131,9 +135,11 @@ class Front:
         return None if state is None else state.logprobs.pop(index, None)
 
     def kv_reads(self, rid: RequestId) -> dict[str, int] | None:
-        """What the units that `rid` selected were read from, so far, by name; None: it selects none."""
+        """What the units that `rid` selected were read from, so far, by name, in all layers; None: it
+        selects none. Before `close`."""
         assert rid in self._open, f"request {rid} is not open"
-        return None
+        found = [reads for rank in self._ranks if (reads := rank.kv_reads(rid)) is not None]
+        return {name: sum(reads[name] for reads in found) for name in found[0]} if found else None
 
     def fault(self, rid: RequestId) -> str | None:
         """Why this executor aborted `rid`, until `close`; None if it did not."""

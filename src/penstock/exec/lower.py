@@ -25,6 +25,7 @@ class Lowered:
     """The tensors of one step.
 
     ids_T, positions_T    int64, device
+    row_T                 int64, device: table index of each token's row
     ragged                of each cache group
     sample_rows           table index of each row that samples, in plan order
     sample_at_B           int64, device: index into T of the last token of each of these rows
@@ -32,6 +33,7 @@ class Lowered:
 
     ids_T: Tensor
     positions_T: Tensor
+    row_T: Tensor
     ragged: tuple[Ragged, ...]
     sample_rows: tuple[int, ...]
     sample_at_B: Tensor
@@ -50,13 +52,14 @@ class PageTable:
         self.device_RM = torch.full(shape, NONE, dtype=torch.int32, device=device)
         self.host_RM = None if host_pool is None else torch.full_like(self.device_RM, NONE)
         self._held: list[int | None] = [None] * rows       # entries; None: never bound
+        self._absent = [0] * rows                          # of them, those without a device page
 
     def bind(self, row: int, pages: Sequence[Page], host: Sequence[Page]) -> None:
         """Forget all entries of `row`; from now on it has these."""
         self.device_RM[row] = NONE
         if self.host_RM is not None:
             self.host_RM[row] = NONE
-        self._held[row] = 0
+        self._held[row] = self._absent[row] = 0
         self.append(row, 0, pages, host)
 
     def append(self, row: int, first: int, pages: Sequence[Page], host: Sequence[Page]) -> None:
@@ -67,6 +70,7 @@ class PageTable:
             f"row {row}: {end} pages in a table of {self.device_RM.shape[1]}")
         assert len(host) in (0, len(pages)), f"row {row}: {len(pages)} pages, {len(host)} on the host"
         self._held[row] = end
+        self._absent[row] += pages.count(NONE)
         for table, pool, column in zip((self.device_RM, self.host_RM), self._pools, (pages, host),
                                        strict=True):
             if column:
@@ -77,6 +81,11 @@ class PageTable:
     def unmap(self, row: int, entries: Sequence[int]) -> None:
         """These entries have no device page any more."""
         self.device_RM[row, list(entries)] = NONE
+        self._absent[row] += len(entries)
+
+    def is_resident(self, row: int) -> bool:
+        """Whether each page of `row` has a device page."""
+        return not self._absent[row]
 
     def check(self, row: int, end: int) -> None:
         """Asserts that `row` is bound and has an entry for each position before `end`."""
@@ -107,9 +116,9 @@ class RowTables:
         return i
 
     def bind(self, bind: Bind, last: int) -> None:
-        """Apply a bind; `last` is the row's last sampled token, unless the bind keeps it."""
+        """Apply a bind, but for its hot buffer; `last` is the row's last sampled token, unless the bind
+        keeps it."""
         i, groups = self.index(bind.row), self.groups
-        assert not bind.hot, "these tables have no hot buffers"
         for table, pages, host in zip(groups, bind.pages, bind.host or [()] * len(groups),
                                       strict=True):
             table.bind(i, pages, host)
@@ -158,7 +167,7 @@ class RowTables:
                            + torch.arange(len(plan.tokens), device=self._device))
         step = tuple(query_start), tuple(context), tuple(rows)
         return Lowered(
-            self._ids(plan.tokens, owed), positions_T,
+            self._ids(plan.tokens, owed), positions_T, row_T,
             tuple(Ragged(*step, table.device_RM,
                          table.device_RM[row_T, positions_T // table.size].long(),
                          positions_T % table.size, table.size) for table in self.groups),

@@ -18,15 +18,16 @@ from torch import Tensor
 
 from penstock.config.params import SamplingParams
 from penstock.core.plan import Moved, RequestId, StepId, StepPlan
-from penstock.exec.attend import LatentOps, attending
+from penstock.exec.attend import Attending, LatentOps, attending
 from penstock.exec.lower import Lowered, RowTables
 from penstock.exec.sampling import Logprobs, Sampler, Sampling
+from penstock.exec.selecting import Selecting, Selector
 from penstock.kernels.paged_attention import Planner
 from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
 from penstock.memory.lateness import Lateness
 from penstock.memory.mover import Mover
-from penstock.model.base import Model
+from penstock.model.base import CacheShape, Model
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,27 +59,46 @@ class Rank:
 
     def __init__(self, model: Model, attention: Planner | LatentOps, hbm: Sequence[HbmPool],
                  dram: Sequence[DramPool] = (), *, rows: int, max_len: int, row_base: int = 0,
-                 seed: int = 0, lateness: Lateness | None = None) -> None:
-        """Pools by cache group of the model; `dram` is empty without a host tier. max_len: tokens
-        of the longest request."""
+                 seed: int = 0, lateness: Lateness | None = None,
+                 groups: Sequence[CacheShape] | None = None, selector: Selector | None = None) -> None:
+        """Pools by cache group; `dram` is empty without a host tier. max_len: tokens of the longest
+        request. selector: how requests with a budget select, in `groups` as `exec.sizing.groups_of` makes
+        them; None: no request does, and the groups are the model's."""
         self._model, self._hbm, self._dram = model, hbm, dram
-        self._attending = attending(model, attention, hbm)
+        self._groups = model.groups if groups is None else groups
         self._tables = RowTables(rows, max_len, hbm, dram, base=row_base)
+        self._selecting: Selecting | None = None
+        self._attending: Attending
+        if selector is None:
+            self._attending = attending(model, attention, hbm)
+        else:
+            assert not isinstance(attention, LatentOps), "a model of latent rows selects by itself"
+            self._attending = self._selecting = Selecting(
+                selector, model, self._groups, self._tables, hbm, dram, attention)
         self._sampler = Sampler(model.vocab_size, rows, seed=seed)
         self._mover = Mover([*hbm, *dram], lateness)
         self._queue: deque[StepPlan] = deque()
         self._executed = StepId(0)
         self._open: dict[RequestId, Sampling] = {}
+        self._selects: dict[RequestId, tuple[int, int]] = {}      # budget, length of the prompt
         self._forward_s = 0.0
         self._sampling_s = 0.0
 
     def open(self, rid: RequestId, prompt: tuple[int, ...], params: SamplingParams, *,
              choice: int, stop_ids: tuple[int, ...]) -> None:
         """Sampling state of `rid`. Raises RequestError for a token id outside the vocabulary."""
+        assert self._selecting or not params.top_k_tokens, f"request {rid} selects, and nothing here can"
         self._open[rid] = self._sampler.open(rid, prompt, params, choice, stop_ids)
+        self._selects[rid] = params.top_k_tokens or 0, len(prompt)
 
     def close(self, rid: RequestId) -> None:
-        del self._open[rid]
+        del self._open[rid], self._selects[rid]
+        if self._selecting is not None:
+            self._selecting.close(rid)
+
+    def kv_reads(self, rid: RequestId) -> dict[str, int] | None:
+        """What the units that `rid` selected were read from, so far, by name; None: it selects none."""
+        return None if self._selecting is None else self._selecting.reads(rid)
 
     def start(self, plan: StepPlan) -> None:
         self._queue.append(plan)
@@ -102,6 +122,11 @@ class Rank:
             if not bind.keep:
                 self._sampler.bind(s, self._tables.index(bind.row), bind.emitted)
             self._tables.bind(bind, s.outputs[-1] if s.outputs else 0)
+            if self._selecting is not None:
+                budget, num_prompt = self._selects[bind.rid]
+                self._selecting.bind(bind, budget=budget, num_prompt=num_prompt)
+            else:
+                assert not bind.hot, "a rank without a selector has no hot buffers"
         for grow in plan.grows:
             self._tables.grow(grow)
         for lost in plan.yields:
@@ -110,7 +135,8 @@ class Rank:
             return Stepped(plan.step)
         started = time.perf_counter()
         lowered = self._tables.lower(plan)
-        hidden_TD = self._model.forward(lowered.ids_T, lowered.positions_T, self._attending.step(lowered))
+        attend = self._attending.step(plan, lowered)
+        hidden_TD = self._model.forward(lowered.ids_T, lowered.positions_T, attend)
         self._forward_s += time.perf_counter() - started
         if not lowered.sample_rows:
             return Stepped(plan.step)
@@ -146,13 +172,13 @@ class Rank:
                "executor_sampling_seconds_total": self._sampling_s,
                "executor_pending_moves": float(len(self._mover))}
         for (src, dst, group), traffic in self._mover.traffic.items():
-            name = self._model.groups[group].name
+            name = self._groups[group].name
             way = f'{{src="{src.value}",dst="{dst.value}",group="{name}"}}'
             out[f"moves_total{way}"] = traffic.moves
             out[f"moves_failed_total{way}"] = traffic.failed
             out[f"moved_bytes_total{way}"] = traffic.bytes
             out[f"move_seconds_total{way}"] = traffic.seconds
         for pool in (*self._hbm, *self._dram):
-            name = self._model.groups[pool.group].name
+            name = self._groups[pool.group].name
             out[f'pool_bytes{{tier="{pool.tier.value}",group="{name}"}}'] = pool.nbytes
-        return out
+        return out if self._selecting is None else out | self._selecting.stats()

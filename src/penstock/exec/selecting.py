@@ -1,0 +1,307 @@
+"""What the tokens of a step attend to where requests may select, and where pages may be on the host.
+
+Owns the split of a step: prompts read all that is before them, from device pages or in windows of host
+pages; each position behind its prompt reads what it selects. What is computed follows from the request;
+where its bytes are changes no token. Knows rows and positions; refuses to know phases.
+
+    T tokens of the step   R rows of the tables   P pages of a row   K KV heads   G page size   H head dim
+"""
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from penstock.core.plan import Bind, RequestId, StepPlan
+from penstock.exec.lower import Lowered, RowTables
+from penstock.exec.sparse import SparseLayers
+from penstock.kernels.chunk_attention import chunk_attention
+from penstock.kernels.merge import merge
+from penstock.kernels.paged_attention import AttentionSpec, Plan, Planner, store
+from penstock.kernels.ragged import Ragged
+from penstock.kernels.select import SelectRule
+from penstock.kernels.store import StoreAt
+from penstock.memory.hot import HotBuffers
+from penstock.memory.pool import BlockPool
+from penstock.model.base import Attend, CacheShape, LocalLayer, Model
+
+# attend(layer of the group, q_TNH, k_TKH, v_TKH) -> out_TNH
+_Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+COUNTS = ("device", "hot_hits", "hot_misses", "hot_evictions")      # columns of HotLayer.count_RKE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selector:
+    """How rows select. `hot_pages`: of a row's hot buffer, at most, 0 if no row is ever hosted;
+    backends: op -> name of its implementation, of every op that selecting needs."""
+
+    rule: SelectRule
+    hot_pages: int
+    backends: Mapping[str, str]
+
+
+@dataclass(slots=True)
+class _Row:
+    """What a bound row computes: `budget` units a query behind position `first`; 0: it reads all."""
+
+    rid: RequestId | None = None
+    budget: int = 0
+    first: int = 0
+    hot_pages: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Tokens [at, at + end - start) of the step are positions [start, end) of a row, and read all."""
+
+    row: int
+    at: int
+    start: int
+    end: int
+
+    @property
+    def tokens(self) -> slice:
+        return slice(self.at, self.at + self.end - self.start)
+
+
+class Selecting:
+    """`exec.attend.Attending` of a rank on which requests may select.
+
+    groups     group 0 has the KV of the layers that select, group 1 the bounds of its units; layers of
+               others, if there are any, read all of theirs, from device pages
+    planner    attention of what reads all
+    """
+
+    def __init__(self, selector: Selector, model: Model, groups: Sequence[CacheShape], tables: RowTables,
+                 device: Sequence[BlockPool], host: Sequence[BlockPool], planner: Planner) -> None:
+        self._tables, self._planner = tables, planner
+        self._kv, self._bounds = tables.groups[0], tables.groups[1]
+        self._local = {layer: i for i, layer in enumerate(groups[0].layers)}
+        self._specs = [AttentionSpec(
+            num_heads=model.attention.num_heads, num_kv_heads=group.num_kv_heads, head_dim=group.head_dim,
+            dtype=pool.layout.dtype, scale=model.attention.scale)
+            for group, pool in zip(groups, device, strict=True)]
+        self._dense = {layer: (g, pool.pages[:, i, :, 0], pool.pages[:, i, :, 1])
+                       for g, (group, pool) in enumerate(zip(groups, device, strict=True))
+                       if g > 1 for i, layer in enumerate(group.layers)}
+        self._scale = model.attention.scale
+        layout, rule = device[0].layout, selector.rule
+        self._unit, self._size = rule.unit, layout.page_size
+        self._base = device[0]
+        self._device = [device[0].pages[:, i] for i in range(layout.num_layers)]
+        self._host = [host[0].pages[:, i] for i in range(layout.num_layers)] if host else []
+        rows, pages = self._kv.device_RM.shape
+        self._hot = HotBuffers(layers=layout.num_layers, rows=rows, kv_heads=layout.num_kv_heads,
+                               pages=pages, hot_pages=max(1, selector.hot_pages),
+                               page_units=layout.page_size // rule.unit,
+                               device=self._kv.device_RM.device)
+        host_RM = self._kv.host_RM
+        self._layers = SparseLayers(
+            rule=rule, scale=self._scale, device=self._device, host=self._host,
+            bounds=[device[1].pages[:, i] for i in range(layout.num_layers)],
+            device_RP=self._kv.device_RM, bounds_RP=self._bounds.device_RM, hot=self._hot,
+            host_RP=torch.full_like(self._kv.device_RM, -1) if host_RM is None else host_RM,
+            backends=selector.backends)
+        self._chunk_attention = chunk_attention(selector.backends["chunk_attention"])
+        self._merge = merge(selector.backends["merge"])
+        self._rows = [_Row() for _ in range(rows)]
+        self._reads: dict[RequestId, Counter[str]] = {}      # of rows that a request has left
+        self._totals_LE = torch.zeros(layout.num_layers, len(COUNTS), dtype=torch.int64)
+        self._unit_bytes = layout.planes * layout.head_dim * rule.unit * layout.dtype.itemsize
+        self._windows = 0
+
+    # ------------------------------------------------------------ rows
+    def bind(self, bind: Bind, *, budget: int, num_prompt: int) -> None:
+        """The row's tables are bound already. budget: tokens; 0: this request reads all of its KV."""
+        r = self._tables.index(bind.row)
+        row, hot = self._rows[r], bind.hot[0] if bind.hot else ()
+        self._settle(r)
+        if hot or row.hot_pages:
+            self._hot.bind(r, [self._base.index(h.page) for h in hot], [h.keeps for h in hot])
+        self._rows[r] = _Row(bind.rid, budget // self._unit, num_prompt, len(hot))
+
+    def _settle(self, r: int) -> None:
+        """Add what row `r` has counted to its request and to the layers."""
+        rid = self._rows[r].rid
+        if rid is None or not self._rows[r].budget:
+            return
+        count_LE = self._hot.counts(r).cpu()
+        self._hot.clear(r)
+        self._totals_LE += count_LE
+        self._reads.setdefault(rid, Counter()).update(
+            dict(zip(COUNTS, count_LE.sum(0).tolist(), strict=True)))
+
+    def reads(self, rid: RequestId) -> dict[str, int] | None:
+        """What the units that `rid` selected were read from so far; None if it selects none."""
+        for r, row in enumerate(self._rows):
+            if row.rid == rid:
+                self._settle(r)
+        found = self._reads.get(rid)
+        return None if found is None else {
+            **{name: found[name] for name in COUNTS}, "host_bytes": found["hot_misses"] * self._unit_bytes}
+
+    def close(self, rid: RequestId) -> None:
+        """No plan names `rid` any more."""
+        for r, row in enumerate(self._rows):
+            if row.rid == rid:
+                self._settle(r)
+                row.rid = None
+        self._reads.pop(rid, None)
+
+    def stats(self) -> dict[str, float]:
+        """By metric name: units that decode selected, by layer and where they were."""
+        for r in range(len(self._rows)):
+            self._settle(r)
+        out = {"hot_window_pages_total": float(self._windows)}
+        for layer, counts in enumerate(self._totals_LE.tolist()):
+            named = dict(zip(COUNTS, counts, strict=True))
+            at = f'{{layer="{layer}"}}'
+            out[f"selected_device_units_total{at}"] = named["device"]
+            out[f"hot_hits_total{at}"] = named["hot_hits"]
+            out[f"hot_misses_total{at}"] = named["hot_misses"]
+            out[f"hot_evictions_total{at}"] = named["hot_evictions"]
+            out[f"host_rows_read_total{at}"] = named["hot_misses"] * self._unit
+        return out
+
+    # ------------------------------------------------------------ a step
+    def step(self, plan: StepPlan, lowered: Lowered) -> Attend:
+        """The attention of a step whose binds, grows and yields are applied."""
+        others = {g: self._planner(lowered.ragged[g], self._specs[g]) for g, *_ in self._dense.values()}
+        return _SelectingStep(self._local, self._selects(plan, lowered), self._dense, others, lowered)
+
+    def _selects(self, plan: StepPlan, lowered: Lowered) -> _Attend:
+        dense, windows, queries = self._split(plan)
+        for chunk in windows:
+            self._hot.void(chunk.row)             # their hot pages are about to hold windows
+        at = self._store_at(lowered)
+        ragged = lowered.ragged[0]
+        whole = not windows and not queries
+        tokens_at = slice(None) if whole else _where(dense, ragged.page_T.device)
+        run = (self._planner(ragged if whole else _part(ragged, dense, tokens_at), self._specs[0])
+               if dense else None)
+        sparse = None
+        if queries:
+            query_at = torch.tensor([t for t, _, _ in queries], device=ragged.page_T.device)
+            rows = [r for _, r, _ in queries]
+            sparse = self._layers.step(rows, [p for _, _, p in queries],
+                                       [self._rows[r].budget for r in rows],
+                                       [not self._kv.is_resident(r) for r in rows])
+
+        def attend(layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+            self._layers.store(layer, (k_TKH, v_TKH), at)
+            pool_PK2GH = self._device[layer]
+            if whole and run is not None:
+                return run(q_TNH, pool_PK2GH[:, :, 0], pool_PK2GH[:, :, 1])
+            out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+            if run is not None:
+                out_TNH[tokens_at] = run(q_TNH[tokens_at], pool_PK2GH[:, :, 0], pool_PK2GH[:, :, 1])
+            for chunk in windows:
+                of = chunk.tokens
+                out_TNH[of] = self._window(layer, chunk, q_TNH[of], k_TKH[of], v_TKH[of])
+            if sparse is not None:
+                out_TNH[query_at] = self._layers.attend(layer, q_TNH[query_at], sparse)
+            return out_TNH
+        return attend
+
+    def _split(self, plan: StepPlan) -> tuple[list[_Chunk], list[_Chunk], list[tuple[int, int, int]]]:
+        """Chunks that read all from device pages, those whose pages are not all there, and queries that
+        select: (token, row, position)."""
+        dense: list[_Chunk] = []
+        windows: list[_Chunk] = []
+        queries: list[tuple[int, int, int]] = []
+        at = 0
+        for row, start, count in zip(plan.rows, plan.start, plan.count, strict=True):
+            r = self._tables.index(row)
+            who, end = self._rows[r], start + count
+            split = min(max(who.first, start), end) if who.budget else end
+            if split > start:
+                chunk = _Chunk(r, at, start, split)
+                (dense if self._kv.is_resident(r) else windows).append(chunk)
+            queries += [(at + p - start, r, p) for p in range(split, end)]
+            at += count
+        return dense, windows, queries
+
+    def _store_at(self, lowered: Lowered) -> StoreAt:
+        ragged, row_T = lowered.ragged[0], lowered.row_T
+        page_T, offset_T = lowered.positions_T // self._size, ragged.offset_T
+
+        def slots(page_T: Tensor, size: int, offset_T: Tensor) -> Tensor:
+            return torch.where(page_T < 0, -1, page_T.long() * size + offset_T)
+        host_RM = self._kv.host_RM
+        return StoreAt(
+            device_T=slots(ragged.page_T, self._size, offset_T),
+            host_T=(torch.full_like(offset_T, -1) if host_RM is None else
+                    slots(host_RM[row_T, page_T], self._size, offset_T)),
+            bounds_T=slots(self._bounds.device_RM[row_T, page_T], self._size // self._unit,
+                           offset_T // self._unit),
+            row_T=row_T.int(), position_T=lowered.positions_T.int(), unit=self._unit)
+
+    def _window(self, layer: int, chunk: _Chunk, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+        """Attention of prompt positions to all before them: their own chunk as it was computed, what is
+        earlier a window of pages at a time, which come through the row's hot buffer."""
+        attend, scale, size = self._chunk_attention, self._scale, self._size
+        hot_pages = self._rows[chunk.row].hot_pages
+        assert hot_pages, f"row {chunk.row} has pages on the host and no hot buffer"
+        out_TNH, lse_TN = attend(q_TNH, k_TKH, v_TKH, causal=True, scale=scale)
+        for first in range(0, -(-chunk.start // size), hot_pages):
+            end = min(first + hot_pages, -(-chunk.start // size))
+            keys = min(end * size, chunk.start) - first * size
+            kv_PK2GH = self._bring(layer, chunk.row, first, end)
+            k_SKH, v_SKH = (kv_PK2GH[:, :, plane].transpose(1, 2).flatten(0, 1)[:keys] for plane in (0, 1))
+            out, lse = attend(q_TNH, k_SKH, v_SKH, causal=False, scale=scale)
+            out_TNH, lse_TN = self._merge(torch.stack((out_TNH, out)), torch.stack((lse_TN, lse)))
+        return out_TNH
+
+    def _bring(self, layer: int, row: int, first: int, end: int) -> Tensor:
+        """Pages [first, end) of a row, [P, K, 2, G, H]: those without a device page in its hot pages."""
+        host_RM, pool = self._kv.host_RM, self._device[layer]
+        assert host_RM is not None
+        page_P = self._kv.device_RM[row, first:end].long()
+        lacks_P = page_P < 0
+        hot_P = self._hot.layers[layer].page_RW[row, :end - first].long()
+        pool[hot_P[lacks_P]] = self._host[layer][host_RM[row, first:end].long()[lacks_P]]
+        self._windows += int(lacks_P.sum()) if layer == 0 else 0
+        return pool[torch.where(lacks_P, hot_P, page_P)]
+
+
+class _SelectingStep:
+    """`model.base.Attend` of one step."""
+
+    def __init__(self, local: Mapping[LocalLayer, int], selects: _Attend,
+                 dense: Mapping[LocalLayer, tuple[int, Tensor, Tensor]], plans: Mapping[int, Plan],
+                 lowered: Lowered) -> None:
+        self._local, self._selects, self._dense, self._plans = local, selects, dense, plans
+        self._ragged = lowered.ragged
+
+    def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
+                 chosen_TS: Tensor | None = None) -> Tensor:
+        assert chosen_TS is None, "what is read of KV heads is chosen here"
+        k_TKH, v_TKH = kv_TCKH[:, 0], kv_TCKH[:, 1]
+        if (i := self._local.get(layer)) is not None:
+            return self._selects(i, q_TNH, k_TKH, v_TKH)
+        group, k_PKGH, v_PKGH = self._dense[layer]
+        ragged = self._ragged[group]
+        store(k_TKH, v_TKH, k_PKGH, v_PKGH, ragged.page_T, ragged.offset_T)
+        return self._plans[group](q_TNH, k_PKGH, v_PKGH)
+
+    def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
+        raise AssertionError("a model with an indexer and KV heads")
+
+
+def _where(chunks: Sequence[_Chunk], device: torch.device) -> Tensor:
+    """int64: indices into T of the chunks' tokens, in their order."""
+    return torch.tensor([t for c in chunks for t in range(c.at, c.at + c.end - c.start)],
+                        dtype=torch.int64, device=device)
+
+
+def _part(ragged: Ragged, chunks: Sequence[_Chunk], at_T: Tensor | slice) -> Ragged:
+    """The layout of these chunks alone."""
+    starts = [0]
+    for chunk in chunks:
+        starts.append(starts[-1] + chunk.end - chunk.start)
+    return Ragged(tuple(starts), tuple(c.end for c in chunks), tuple(c.row for c in chunks),
+                  ragged.pages_RM, ragged.page_T[at_T], ragged.offset_T[at_T], ragged.page_size)

@@ -1,0 +1,212 @@
+"""Hosted decode equals resident decode, token for token, whatever happens to the request.
+
+The hot buffer is the budget and a page, contexts are more than eight of them; NaN in every free page of
+both tiers, disjoint ids. Each scene asserts that the slow path ran.
+"""
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hosted import BUDGET, HOT_PAGES, PAGE, PROMPTS, SELECTION, Engine, resident, text
+from late_copies import Latest, Shuffled
+
+from penstock.core.plan import (
+    NO_HBM,
+    Aborted,
+    Dropped,
+    Flushed,
+    Outcome,
+    Paused,
+    Promoted,
+    RequestId,
+    Spilled,
+)
+
+NEW = 24
+LATENESS = {"thread": lambda: None, "latest": Latest, "shuffled": lambda: Shuffled(1),
+            "torn": lambda: Shuffled(2, torn=0.3)}
+
+
+def hosted_work(engine: Engine) -> None:
+    """The slow path ran: misses, evictions, rows read from the host."""
+    assert min(len(p) for p in PROMPTS.values()) >= 8 * HOT_PAGES * PAGE
+    for name in ("hot_misses", "hot_evictions", "host_rows_read", "hot_hits"):
+        assert engine.total(name) > 0, name
+
+
+def play(engine: Engine, script=lambda turn: (), new: int = NEW, arrive=lambda rid: 3 * rid,
+         prompts=PROMPTS) -> None:
+    """All prompts, with the events that `script` adds at each turn; tokens are those of the resident."""
+    waiting = dict(prompts)
+    for turn in range(600):
+        for rid in [r for r in waiting if turn >= arrive(r)]:
+            engine.add(rid, waiting.pop(rid), new)
+        engine.inbox += script(turn)
+        if not engine.turn() and not waiting:
+            break
+    engine.drain()
+    for rid, prompt in prompts.items():
+        want = resident(prompt, new)
+        got = tuple(engine.got[rid])
+        assert got == want[:len(got)], f"request {rid}"
+        assert len(got) == new or engine.ended[rid].outcome is Outcome.ABORT
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("chunk", [5, 16, 37, 200])
+def test_prompts_longer_than_the_device_in_any_chunks(chunk, overlap):
+    """A device of 24 pages has no room for a prompt of 33: windows of host pages, then hosted decode."""
+    engine = Engine(step_tokens=chunk, overlap=overlap)
+    play(engine)
+    hosted_work(engine)
+    assert engine.total("hot_window_pages") > 0
+
+
+@pytest.mark.parametrize("lateness", LATENESS)
+@pytest.mark.parametrize("pages", [60, 110])
+def test_rows_that_outgrow_the_device_spill(pages, lateness):
+    """Some decode from device pages, some from the host, in one step; copies come as they may."""
+    engine = Engine(hbm_pages=pages, step_tokens=150, lateness=LATENESS[lateness]())
+    play(engine, arrive=lambda rid: 0)
+    hosted_work(engine)
+
+
+@pytest.mark.parametrize("step", range(3, 20, 2))
+def test_a_spill_at_any_step(step):
+    """Two of three that fit: only what is asked for moves, and comes back later. A newcomer takes the room."""
+    engine = Engine(hbm_pages=145, step_tokens=200)
+    play(engine, lambda turn: [Spilled(RequestId(1)), Spilled(RequestId(3))] if turn == step else
+         [Promoted(RequestId(1))] if turn == step + 6 else (), arrive=lambda rid: (rid == 4) * (step + 1))
+    assert engine.core.stats()["spills"] >= 1
+    hosted_work(engine)
+
+
+@pytest.mark.parametrize("every", [2, 3, 5])
+@pytest.mark.parametrize("kind", [Paused, Dropped, Spilled, Promoted])
+def test_pauses_drops_and_moves_of_anyone_every_few_steps(kind, every):
+    engine = Engine(step_tokens=100, hbm_pages=70, lateness=Latest())
+    play(engine, lambda turn: [kind(RequestId(1 + turn % 4))] if turn % every == 0 and turn < 90 else ())
+    hosted_work(engine)
+    stats = engine.core.stats()
+    assert {Paused: stats["pauses"], Dropped: stats["drops"]}.get(kind, 1) >= 1
+
+
+def test_an_abort_at_every_step_leaves_nothing_behind():
+    for step in range(2, 38, 5):
+        engine = Engine(step_tokens=100, lateness=Shuffled(step))
+        play(engine, lambda turn, step=step: [Aborted(RequestId(2))] if turn == step else (),
+             prompts={r: PROMPTS[r] for r in (1, 2)}, arrive=lambda rid: 0)
+
+
+@pytest.mark.parametrize("lateness", ["latest", "torn"])
+def test_a_full_host_delays_and_changes_nothing(lateness):
+    """Host pages for one context and a half: requests wait, pause or are computed again."""
+    engine = Engine(dram_pages=60, lateness=LATENESS[lateness]())
+    play(engine, arrive=lambda rid: 0)
+    hosted_work(engine)
+
+
+def test_a_prefix_found_in_either_tier_is_shared():
+    """A prompt is computed densely: its pages serve all, whoever selects and who does not. What decode wrote
+    while it selected serves no prompt: the next turn computes it again."""
+    engine = Engine(hbm_pages=80, step_tokens=100, lateness=Latest())
+    first = PROMPTS[1]
+    engine.add(1, first, NEW)
+    engine.drain()
+    engine.add(2, (*first, 5, 9), NEW)
+    engine.drain()
+    assert engine.started[2].hbm_tokens + engine.started[2].dram_tokens >= 128
+    turns = (*first, *engine.got[1], 7)
+    engine.add(3, turns, 8)
+    engine.add(4, turns, 8, budget=0)
+    engine.drain()
+    found = {r: engine.started[r].hbm_tokens + engine.started[r].dram_tokens for r in (3, 4)}
+    assert all(128 <= n <= len(first) for n in found.values())
+    assert tuple(engine.got[2]) == resident((*first, 5, 9), NEW)
+    alone = Engine(hbm_pages=200, dram_pages=0, hot_pages=0)
+    alone.add(1, first, NEW)
+    alone.drain()
+    alone.add(3, turns, 8)
+    alone.drain()
+    assert alone.got[3] == engine.got[3]
+    assert tuple(engine.got[4]) == resident(turns, 8, 0)
+    engine.inbox.append(Flushed())
+    engine.drain()
+
+
+def test_always_hosts_what_would_fit():
+    engine = Engine(hbm_pages=260, always=True)
+    play(engine)
+    hosted_work(engine)
+    pages = [page for plan in engine.plans for b in plan.binds for page in b.pages[0]]
+    assert pages and NO_HBM in pages
+
+
+def test_dense_requests_beside_those_that_select():
+    """One step has all kinds of rows. Dense ones never leave the device, and lose nothing."""
+    engine = Engine(hbm_pages=110, step_tokens=60)
+    for rid, prompt in PROMPTS.items():
+        engine.add(rid, prompt, NEW, budget=0 if rid == 2 else BUDGET)
+    engine.drain()
+    hosted_work(engine)
+    assert tuple(engine.got[2]) == resident(PROMPTS[2], NEW, 0)
+    assert not engine.reads[2] and engine.reads[1]["hot_misses"] > 0
+    for rid in (1, 3, 4):
+        assert tuple(engine.got[rid]) == resident(PROMPTS[rid], NEW)
+
+
+def test_budgets_differ_by_request():
+    engine = Engine()
+    for rid, budget in ((1, 8), (2, 10), (3, 12)):
+        engine.add(rid, PROMPTS[rid], NEW, budget)
+    engine.drain()
+    for rid, budget in ((1, 8), (2, 10), (3, 12)):
+        assert tuple(engine.got[rid]) == resident(PROMPTS[rid], NEW, budget)
+
+
+def test_a_budget_of_everything_is_dense():
+    """With every unit chosen, hosted or not, the tokens are those of a request that reads all."""
+    prompt, whole = text(9, 90), 120
+    engine = Engine(hbm_pages=70, dram_pages=200, hot_pages=31, always=True,
+                    selection=replace(SELECTION, budget=whole))
+    engine.add(1, prompt, 20, whole)
+    engine.drain()
+    assert engine.total("hot_misses") > 0
+    assert tuple(engine.got[1]) == resident(prompt, 20, 0)
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 1.0, "seed": 3}, {"temperature": 0.8, "seed": 4, "top_p": 0.8,
+                                      "presence_penalty": 1.0}, {"temperature": 0.0, "logprobs": 2}])
+def test_sampling_does_not_depend_on_where_kv_is(sampling):
+    alone = Engine(hbm_pages=200, dram_pages=0, hot_pages=0)
+    engine = Engine(step_tokens=33, lateness=Latest())
+    for e in (alone, engine):
+        e.add(1, PROMPTS[1], NEW, **sampling)
+        for turn in range(60):
+            e.inbox += [Paused(RequestId(1))] if turn % 7 == 6 else []
+            e.turn()
+        e.drain()
+    assert alone.got == engine.got and engine.total("hot_misses") > 0
+
+
+def test_a_host_page_that_is_zeroed_shows():
+    """What is on the host is read: other bytes there are other tokens."""
+    engine = Engine(always=True)
+    engine.add(1, PROMPTS[1], NEW)
+    while not engine.got[1]:
+        engine.turn()
+    engine.host[0].pages.nan_to_num_(0.0).zero_()
+    engine.drain()
+    assert tuple(engine.got[1]) != resident(PROMPTS[1], NEW)
+
+
+def test_recomputed_outputs_select_again():
+    """Dropped rows compute their outputs as a chunk: each position selects by itself, hosted one by one."""
+    engine = Engine(step_tokens=200, hbm_pages=30)
+    play(engine, lambda turn: [Dropped(RequestId(1))] if turn in (12, 20, 26) else (),
+         prompts={1: PROMPTS[1]})
+    assert engine.core.stats()["drops"] >= 2
+    chunks = [count for plan in engine.plans for start, count in zip(plan.start, plan.count, strict=True)
+              if start + count > len(PROMPTS[1]) + 1]
+    assert max(chunks) > 3

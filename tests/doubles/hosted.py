@@ -1,0 +1,177 @@
+"""An engine of tiny models whose requests select, for conformance: pools with several groups, NaN in all that
+is free, disjoint ids, and the loop of an engine process without the process.
+
+Page 4, unit 2; a budget of 12 tokens and a hot buffer of 16, contexts of 130 and more.
+"""
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from penstock.config.params import SamplingParams
+from penstock.config.selection import Selection, attention_identity
+from penstock.core.core import Core
+from penstock.core.plan import Arrived, Event, Finished, Moved, RequestId, Started, StepPlan, Token
+from penstock.core.settings import CoreConfig
+from penstock.exec.caches import caches_of
+from penstock.exec.front import Front
+from penstock.exec.rank import Rank
+from penstock.exec.selecting import Selector
+from penstock.exec.sizing import groups_of
+from penstock.kernels import paged_attention
+from penstock.kernels.platform import probe
+from penstock.kernels.registry import SELECTING, select
+from penstock.kernels.select import SelectRule
+from penstock.memory.lateness import Promptly
+from penstock.model import registry
+
+CONFIG = {
+    "model_type": "qwen3", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+}
+PAGE, UNIT, BUDGET, HOT_PAGES, MAX_LEN = 4, 2, 12, 4, 256
+SELECTION = Selection(selector="bounds", version=1, unit=UNIT, budget=BUDGET, sinks=2, window=3)
+
+
+@functools.cache
+def model():
+    m = registry.build(CONFIG, dtype=torch.float32,
+                       linear=lambda w, b: functools.partial(F.linear, weight=w, bias=b))
+    for name, tensor in registry.dummy_tensors(CONFIG, 5):
+        m.load(name, tensor if "norm" in name else tensor * 10)
+    m.finish()
+    return m
+
+
+@functools.cache
+def backends() -> dict[str, str]:
+    return {op: choice.name for op, choice in select(probe(), {}, (*SELECTING, "paged_attention")).items()}
+
+
+@dataclass
+class Engine:
+    """`selection`: the largest that it gives. hot_pages 0: no row is ever hosted, the reference of all others."""
+
+    hbm_pages: int = 24
+    dram_pages: int = 400
+    hot_pages: int = HOT_PAGES
+    step_tokens: int = 64
+    overlap: bool = True
+    rows: int = 4
+    always: bool = False
+    lateness: object = field(default_factory=Promptly)
+    selection: Selection = SELECTION
+    got: dict[int, list[int]] = field(default_factory=dict)
+    ended: dict[int, Finished] = field(default_factory=dict)
+    started: dict[int, Started] = field(default_factory=dict)
+    reads: dict[int, dict[str, int]] = field(default_factory=dict)
+    moved: list[Moved] = field(default_factory=list)
+    inbox: list[Event] = field(default_factory=list)
+    plans: list[StepPlan] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        groups = groups_of(model(), self.selection)
+        caches = caches_of(groups, PAGE, torch.float32)
+        self.cfg = CoreConfig(
+            page_size=PAGE, rows=self.rows, hbm_pages=self.hbm_pages, dram_pages=self.dram_pages,
+            hot_pages=self.hot_pages, always_hosted=self.always, step_tokens=self.step_tokens,
+            max_len=MAX_LEN, overlap=self.overlap, hbm_base=500, dram_base=90_000, row_base=70,
+            group_base=10_000, groups=caches.groups)
+        self.core = Core(self.cfg)
+        self.device, self.host = caches.pools(self.cfg)
+        self.poison(everything=True)
+        self.rank = self.make_rank(groups)
+        self.ex = Front([self.rank])
+
+    def make_rank(self, groups) -> Rank:
+        names, s = backends(), self.selection
+        return Rank(
+            model(), functools.partial(paged_attention.plan, backend=names["paged_attention"]), self.device,
+            self.host, rows=self.rows, max_len=MAX_LEN, row_base=70, lateness=self.lateness, groups=groups,
+            selector=Selector(rule=SelectRule(unit=s.unit, sink=s.sinks, window=s.window),
+                              hot_pages=self.hot_pages, backends={op: names[op] for op in SELECTING}))
+
+    def poison(self, everything: bool = False) -> None:
+        """Nobody may read what is on a free list before it is written again."""
+        have = self.core.have
+        for pools, spaces in ((self.device, have.device), (self.host, have.host)):
+            for pool, space in zip(pools, spaces, strict=bool(pools)):
+                arena, ledger = space.pool.arena, space.pool
+                n = ledger.per_slab
+                free = [ledger.base + slab * n + i for slab in (arena.free if arena else ()) for i in range(n)]
+                for page in (*free, *ledger._free):
+                    pool.page(page).fill_(float("nan"))
+
+    def add(self, rid: int, prompt: tuple[int, ...], max_new: int, budget: int = BUDGET, **sampling) -> None:
+        """A request that selects `budget` tokens; 0: one that reads all."""
+        params = SamplingParams(**({"temperature": 0.0, "top_k_tokens": budget} | sampling))
+        self.ex.open(RequestId(rid), prompt, params)
+        self.got[rid] = []
+        self.inbox.append(Arrived(
+            RequestId(rid), prompt, max_new, selects=budget > 0,
+            attention=attention_identity(self.selection.within(budget)) if budget else 0))
+
+    def turn(self) -> bool:
+        """Advance, submit, poll. False when nothing is left to do."""
+        events, self.inbox = self.inbox, []
+        while True:
+            adv = self.core.advance(events)
+            events = []
+            for o in adv.outputs:
+                match o:
+                    case Token(rid, index, token):
+                        assert index == len(self.got[rid])
+                        self.got[rid].append(token)
+                    case Started(rid):
+                        self.started[rid] = o
+                    case Finished(rid):
+                        self.ended[rid] = o
+                        self.reads[rid] = self.ex.kv_reads(rid) or {}
+                        self.ex.close(rid)
+            if adv.plan is None:
+                break
+            self.plans.append(adv.plan)
+            self.ex.submit(adv.plan)
+        self.core.check()
+        self.poison()
+        found = self.ex.poll(block=True)
+        self.moved += [e for e in found if isinstance(e, Moved)]
+        self.inbox += found
+        return bool(found)
+
+    def drain(self, turns: int = 5000) -> None:
+        for _ in range(turns):
+            if not self.turn():
+                break
+        assert set(self.ended) == set(self.got), "a request never ended"
+        assert self.ex.stats()["executor_requests"] == 0
+        held = self.core.stats()
+        assert held["hbm_pages_in_use"] == held["moves_in_flight"] == 0
+
+    def total(self, name: str) -> int:
+        """A counter of the rank, over layers."""
+        return sum(int(v) for k, v in self.ex.stats().items() if k.startswith(name))
+
+
+def text(seed: int, n: int) -> tuple[int, ...]:
+    """A prompt of `n` tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(0, 61, (n,), generator=generator).tolist())
+
+
+PROMPTS = {1: text(1, 130), 2: text(2, 131), 3: text(1, 96) + text(3, 40), 4: text(4, 129)}
+
+
+@functools.cache
+def resident(prompt: tuple[int, ...], new: int, budget: int = BUDGET) -> tuple[int, ...]:
+    """The tokens of a request alone on a device that holds it: whatever happens to it, these are right."""
+    engine = Engine(hbm_pages=200, dram_pages=0, hot_pages=0, overlap=False)
+    engine.add(1, prompt, new, budget)
+    engine.drain()
+    assert budget == 0 or engine.total("hot_misses") == 0 < engine.total("selected_device")
+    return tuple(engine.got[1])
