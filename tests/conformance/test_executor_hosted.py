@@ -74,7 +74,7 @@ def test_rows_that_outgrow_the_device_spill(pages, lateness):
 
 @pytest.mark.parametrize("step", range(3, 20, 2))
 def test_a_spill_at_any_step(step):
-    """Two of three that fit: only what is asked for moves, and comes back later. A newcomer takes the room."""
+    """Two of three that fit: what is asked for moves, and comes back later. A newcomer takes the room."""
     engine = Engine(hbm_pages=145, step_tokens=200)
     play(engine, lambda turn: [Spilled(RequestId(1)), Spilled(RequestId(3))] if turn == step else
          [Promoted(RequestId(1))] if turn == step + 6 else (), arrive=lambda rid: (rid == 4) * (step + 1))
@@ -176,8 +176,9 @@ def test_a_budget_of_everything_is_dense():
     assert tuple(engine.got[1]) == resident(prompt, 20, 0)
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 1.0, "seed": 3}, {"temperature": 0.8, "seed": 4, "top_p": 0.8,
-                                      "presence_penalty": 1.0}, {"temperature": 0.0, "logprobs": 2}])
+@pytest.mark.parametrize("sampling", [
+    {"temperature": 1.0, "seed": 3}, {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 0.8, "seed": 4, "top_p": 0.8, "presence_penalty": 1.0}])
 def test_sampling_does_not_depend_on_where_kv_is(sampling):
     alone = Engine(hbm_pages=200, dram_pages=0, hot_pages=0)
     engine = Engine(step_tokens=33, lateness=Latest())

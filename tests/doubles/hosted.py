@@ -55,7 +55,7 @@ def backends() -> dict[str, str]:
 
 @dataclass
 class Engine:
-    """`selection`: the largest that it gives. hot_pages 0: no row is ever hosted, the reference of all others."""
+    """`selection`: the largest that it gives. hot_pages 0: no row is ever hosted: the reference."""
 
     hbm_pages: int = 24
     dram_pages: int = 400
@@ -103,7 +103,8 @@ class Engine:
             for pool, space in zip(pools, spaces, strict=bool(pools)):
                 arena, ledger = space.pool.arena, space.pool
                 n = ledger.per_slab
-                free = [ledger.base + slab * n + i for slab in (arena.free if arena else ()) for i in range(n)]
+                free = [ledger.base + slab * n + i
+                        for slab in (arena.free if arena else ()) for i in range(n)]
                 for page in (*free, *ledger._free):
                     pool.page(page).fill_(float("nan"))
 

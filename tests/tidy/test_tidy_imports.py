@@ -34,8 +34,7 @@ THIRD_PARTY = {
     "kernels": ("torch", "triton", "cuda", "numpy"),
 }
 ENTRY_POINTS = ("penstock", "penstock.serve.main", "penstock.serve.engine_main",
-                "penstock.config.reference",
-                "penstock.exec.sparse")     # tests alone compose it, until an executor has hosted rows
+                "penstock.config.reference")
 
 
 def layer_of(module: str) -> str:
