@@ -2,10 +2,10 @@
 or in a draft of ours. `MUTANTS` has for each name the two classes to run."""
 from __future__ import annotations
 
-from penstock.core.messages import Cancel, Drained, End, Grant, Message, Reason, Refused
-from penstock.core.peer import Landed, Outcome
-from penstock.core.receiving import DecodeSide, Receiving
-from penstock.core.sending import OVER, Entry, PrefillSide, Sending, Stage
+from penstock.core.pair.decode_side import DecodeSide, Receiving
+from penstock.core.pair.messages import Cancel, Drained, End, Grant, Message, Reason, Refused
+from penstock.core.pair.prefill_side import OVER, Entry, PrefillSide, Sending, Stage
+from penstock.core.pair.protocol import Landed, Outcome
 
 MUTANTS: dict[str, tuple[type[DecodeSide], type[PrefillSide]]] = {}
 

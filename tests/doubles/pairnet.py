@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import TypeAlias
 
-from penstock.core.messages import IN_STREAM, Message
+from penstock.core.pair.messages import IN_STREAM, Message
 
 Name: TypeAlias = tuple[int, int]         # transfer, generation
 

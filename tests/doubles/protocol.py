@@ -13,8 +13,10 @@ from dataclasses import dataclass
 
 from pairnet import Name, Network, Violation, Write, must
 
-from penstock.core.messages import Cancel, Drained, Message, Reason, Refused
-from penstock.core.peer import (
+from penstock.core.pair.decode_side import DecodeSide
+from penstock.core.pair.messages import Cancel, Drained, Message, Reason, Refused
+from penstock.core.pair.prefill_side import PrefillSide
+from penstock.core.pair.protocol import (
     Ask,
     Deadline,
     Declined,
@@ -27,8 +29,6 @@ from penstock.core.peer import (
     Sent,
     Stopped,
 )
-from penstock.core.receiving import DecodeSide
-from penstock.core.sending import PrefillSide
 
 EVENTS_MAX = 20_000                       # a run of 12 transfers takes some hundreds
 

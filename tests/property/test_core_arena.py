@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.core.ledger import Arena, Fence, Pool
+from penstock.core.kv.pool import Arena, Fence, Pool
 from penstock.core.plan import MoveId, StepId
 
 BASES = (0, 1_000, 2_000)

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from penstock.core.ledger import Fence, Pool
+from penstock.core.kv.pool import Fence, Pool
 from penstock.core.plan import MoveId, StepId
 
 CAPACITY, BASE = 7, 100

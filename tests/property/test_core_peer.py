@@ -12,8 +12,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.core.messages import Message
-from penstock.core.peer import (
+from penstock.core.pair.decode_side import DecodeSide
+from penstock.core.pair.messages import Message
+from penstock.core.pair.prefill_side import PrefillSide
+from penstock.core.pair.protocol import (
     Deadline,
     Declined,
     Fence,
@@ -25,8 +27,6 @@ from penstock.core.peer import (
     Sent,
     Stopped,
 )
-from penstock.core.receiving import DecodeSide
-from penstock.core.sending import PrefillSide
 
 TRANSFERS, TOKENS = st.integers(1, 3), 2
 PICK = st.integers(0, 1 << 16)            # taken modulo what there is

@@ -18,6 +18,7 @@ from hypothesis.stateful import (
 )
 
 from penstock.core.core import Core
+from penstock.core.kv.prefix_tree import Node
 from penstock.core.lifecycle import Phase, Trigger
 from penstock.core.plan import (
     Aborted,
@@ -43,7 +44,6 @@ from penstock.core.plan import (
 )
 from penstock.core.request import Request
 from penstock.core.settings import CacheGroup, CoreConfig
-from penstock.core.tree import Node
 
 FULL, SELECTOR = CacheGroup(name="full", page_bytes=0), CacheGroup(name="selector", page_bytes=0,
                                                                    selector=True, slab_pages=2)

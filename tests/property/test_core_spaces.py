@@ -6,12 +6,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from penstock.core.copies import Copies, Flight
-from penstock.core.ledger import Arena, Fence, Pool
+from penstock.core.kv.pool import Arena, Fence, Pool
+from penstock.core.kv.prefix_tree import IN_USE, Copy, Node, Space, Tree
+from penstock.core.kv.transfers import Copies, Flight
 from penstock.core.plan import Arrived, Group, MoveId, RequestId, StepId, Tier
 from penstock.core.request import Request
 from penstock.core.settings import CacheGroup, CoreConfig
-from penstock.core.tree import IN_USE, Copy, Node, Space, Tree
 
 SIZE = 2
 TOKENS = st.lists(st.integers(0, 1), min_size=2, max_size=9).map(tuple)

@@ -6,9 +6,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from penstock.core.ledger import Pool
+from penstock.core.kv.pool import Pool
+from penstock.core.kv.prefix_tree import Copy, Node, Space, Tree
 from penstock.core.plan import Group, StepId, Tier
-from penstock.core.tree import Copy, Node, Space, Tree
 
 SIZE = 2
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=8).map(tuple)

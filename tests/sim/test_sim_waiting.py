@@ -6,9 +6,9 @@ from dataclasses import replace
 import driver
 import pytest
 
-from penstock.core import room
-from penstock.core.admission import Admission
 from penstock.core.plan import Arrived, Outcome, RequestId
+from penstock.core.policy import reclaim
+from penstock.core.policy.queue import Admission
 from penstock.core.settings import CoreConfig
 from penstock.sim.waiting import WAIT_MAX, Fed, Waiting, fair, report
 
@@ -42,7 +42,7 @@ def test_the_bound_sees_a_core_that_serves_the_youngest_first(monkeypatch: pytes
     def youngest(self: Admission) -> None:
         for r in self.core.line[::-1]:
             if self.may_start(r) and not self._enter(r):
-                room.for_admission(self.core, r)
+                reclaim.for_admission(self.core, r)
                 return
 
     monkeypatch.setattr(Admission, "admit", youngest)
@@ -51,7 +51,7 @@ def test_the_bound_sees_a_core_that_serves_the_youngest_first(monkeypatch: pytes
 
 
 def test_the_bound_sees_who_gives_way_too_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "headroom", lambda core, r, place: len(core.running))
+    monkeypatch.setattr(reclaim, "headroom", lambda core, r, place: len(core.running))
     late = [line for seed in range(12) for line in fair(seed, MODES[1]).late()]
     assert any("gave way" in line for line in late)
 

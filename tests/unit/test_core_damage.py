@@ -3,9 +3,10 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.core import entering, storage
 from penstock.core.core import Core
-from penstock.core.holdings import Holdings
+from penstock.core.kv import allocate, prefetch
+from penstock.core.kv.cache import Holdings
+from penstock.core.kv.prefix_tree import Copy, Node
 from penstock.core.lifecycle import Place
 from penstock.core.plan import (
     Aborted,
@@ -23,7 +24,6 @@ from penstock.core.plan import (
 )
 from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
-from penstock.core.tree import Copy, Node
 
 PROMPT = tuple(range(9))
 
@@ -83,10 +83,10 @@ def test_a_page_that_is_still_being_loaded_is_not_copied_on_to_the_host() -> Non
     have.tree.attach(node, have.device[0], copy)
     a = Arrived(RequestId(0), (11, 12, 13), 9, selects=True)
     r = Request(a, 0, 9, list(a.prompt), 3, have.tables(), 100)
-    assert not entering.enter(have, r, Place.HOST, 0)
+    assert not allocate.enter(have, r, Place.HOST, 0)
     assert not (r.path or copy.pins or node.refs or have.copies.outbox) and have.rows.free == 2
     copy.ready, copy.moves = True, 0
-    assert entering.enter(have, r, Place.HOST, 0)
+    assert allocate.enter(have, r, Place.HOST, 0)
     assert [(m.src, m.dst) for m in have.copies.outbox] == [(Tier.HBM, Tier.DRAM)]
 
 
@@ -101,7 +101,7 @@ def test_a_page_whose_copy_on_the_host_is_suspect_is_not_fetched_into_a_second()
     suspect = Copy(have.host[0].pool.acquire(1)[0], ready=False, moves=1, bad=True)
     have.tree.attach(node, have.host[0], suspect)
     assert have.match(r, stored=True) == []
-    assert storage.reserve(have, r) and not (r.path or have.copies.has_planned)
+    assert prefetch.reserve(have, r) and not (r.path or have.copies.has_planned)
 
 
 def test_damaged_pages_are_not_stored_and_the_first_to_go() -> None:

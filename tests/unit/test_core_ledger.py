@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.core.ledger import Arena, Fence, Pool
+from penstock.core.kv.pool import Arena, Fence, Pool
 from penstock.core.plan import MoveId, StepId
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 import driver
 
 from penstock.core.lifecycle import Phase, Place
-from penstock.core.messages import Cancel, Drained, End, Grant, Hello, Message, Reason, Refused
-from penstock.core.peer import Deadline, Fence, Remind
+from penstock.core.pair.messages import Cancel, Drained, End, Grant, Hello, Message, Reason, Refused
+from penstock.core.pair.protocol import Deadline, Fence, Remind
 from penstock.core.plan import (
     Aborted,
     Dropped,

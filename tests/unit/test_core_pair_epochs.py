@@ -4,7 +4,9 @@ from __future__ import annotations
 import pytest
 
 from penstock.core.core import Core
-from penstock.core.messages import Grant, Hello, Message
+from penstock.core.pair.decode_side import DecodeSide
+from penstock.core.pair.messages import Grant, Hello, Message
+from penstock.core.pair.prefill_side import PrefillSide
 from penstock.core.plan import (
     Aborted,
     Arrived,
@@ -18,8 +20,6 @@ from penstock.core.plan import (
     Say,
     Tier,
 )
-from penstock.core.receiving import DecodeSide
-from penstock.core.sending import PrefillSide
 from penstock.core.settings import CoreConfig
 
 OURS, THEIRS, TRANSFER = 1, 5, 7

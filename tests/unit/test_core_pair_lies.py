@@ -5,7 +5,7 @@ import pytest
 
 from penstock.core.core import Core
 from penstock.core.lifecycle import Phase
-from penstock.core.messages import End, Grant, Hello
+from penstock.core.pair.messages import End, Grant, Hello
 from penstock.core.plan import Arrived, Finished, Outcome, Received, RequestId, Retired, Say
 from penstock.core.settings import CoreConfig
 

@@ -6,8 +6,8 @@ import driver
 import pytest
 
 from penstock.core.lifecycle import Phase
-from penstock.core.messages import Cancel, Drained, Grant, Hello, Message, Reason, Refused
-from penstock.core.peer import Deadline, Remind
+from penstock.core.pair.messages import Cancel, Drained, Grant, Hello, Message, Reason, Refused
+from penstock.core.pair.protocol import Deadline, Remind
 from penstock.core.plan import (
     Aborted,
     Event,

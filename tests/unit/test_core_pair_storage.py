@@ -5,7 +5,7 @@ import pytest
 
 from penstock.core.core import Core
 from penstock.core.lifecycle import Phase
-from penstock.core.messages import Grant, Hello
+from penstock.core.pair.messages import Grant, Hello
 from penstock.core.plan import Arrived, Event, Moved, Output, Received, RequestId, Retired, Say, Tier
 from penstock.core.settings import CoreConfig
 

@@ -5,8 +5,10 @@ import pytest
 from pair_mutants import MUTANTS
 from protocol import World, hunt
 
-from penstock.core.messages import Cancel, Drained, End, Grant, Hello, Message, Reason, Refused
-from penstock.core.peer import (
+from penstock.core.pair.decode_side import DecodeSide
+from penstock.core.pair.messages import Cancel, Drained, End, Grant, Hello, Message, Reason, Refused
+from penstock.core.pair.prefill_side import PrefillSide
+from penstock.core.pair.protocol import (
     Deadline,
     Declined,
     Fence,
@@ -18,8 +20,6 @@ from penstock.core.peer import (
     Side,
     Stopped,
 )
-from penstock.core.receiving import DecodeSide
-from penstock.core.sending import PrefillSide
 
 D, P, T = 10, 20, 7        # epochs of the two ends, a transfer
 

@@ -14,9 +14,9 @@ import pytest
 from counting import bytecodes
 
 from penstock.core import schedule
-from penstock.core.admission import Admission
 from penstock.core.core import Core
-from penstock.core.messages import Hello
+from penstock.core.kv.prefix_tree import Copy
+from penstock.core.pair.messages import Hello
 from penstock.core.plan import (
     Aborted,
     Advance,
@@ -30,9 +30,9 @@ from penstock.core.plan import (
     StepPlan,
     Tier,
 )
+from penstock.core.policy.queue import Admission
 from penstock.core.request import Request
 from penstock.core.settings import CacheGroup, CoreConfig
-from penstock.core.tree import Copy
 from penstock.sim.pair import Pair
 from penstock.sim.scenario import draw
 from penstock.sim.world import World

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 from counting import bytecodes
 
-from penstock.core import entering
 from penstock.core.core import Core
+from penstock.core.kv import allocate
 from penstock.core.lifecycle import Phase, Place
-from penstock.core.messages import Cancel, Drained, Grant, Hello, Reason
-from penstock.core.peer import Fence
+from penstock.core.pair.decode_side import DecodeSide
+from penstock.core.pair.messages import Cancel, Drained, Grant, Hello, Reason
+from penstock.core.pair.protocol import Fence
 from penstock.core.plan import (
     ONE_PEER,
     Aborted,
@@ -30,7 +31,6 @@ from penstock.core.plan import (
     StepPlan,
     Tier,
 )
-from penstock.core.receiving import DecodeSide
 from penstock.core.settings import CacheGroup, CoreConfig
 from penstock.replay import flight
 from penstock.replay.recorder import Recorder
@@ -98,7 +98,7 @@ def test_a_fetch_does_not_bring_damaged_pages_back(hosted: bool, refused: bool) 
     play(core, [Aborted(RequestId(2), damaged=True), *answers(plan)])
     if refused:
         place = Place.HOST if hosted else Place.DEVICE
-        assert not entering.enter(core.have, core.live[RequestId(1)], place, 99)
+        assert not allocate.enter(core.have, core.live[RequestId(1)], place, 99)
         assert not core.live[RequestId(1)].path
     play(core, [Arrived(RequestId(3), tuple(range(9)), 1, selects=hosted)])
     if not hosted:

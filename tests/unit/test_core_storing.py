@@ -5,9 +5,9 @@ import pytest
 from driver import Driver
 
 from penstock.core.core import Core
+from penstock.core.kv.prefix_tree import Node
 from penstock.core.plan import Aborted, Arrived, Event, Moved, RequestId, Retired, Tier
 from penstock.core.settings import CoreConfig
-from penstock.core.tree import Node
 
 
 @pytest.mark.parametrize("hot, always", [(0, False), (1, False), (1, True)],

@@ -7,8 +7,8 @@ from dataclasses import fields, replace
 import pytest
 
 from penstock.core.core import Core
-from penstock.core.messages import End
-from penstock.core.peer import Deadline, Fence, Remind, Renew
+from penstock.core.pair.messages import End
+from penstock.core.pair.protocol import Deadline, Fence, Remind, Renew
 from penstock.core.plan import (
     Aborted,
     Arrived,

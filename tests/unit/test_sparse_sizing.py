@@ -10,8 +10,8 @@ from penstock.config.errors import ConfigError
 from penstock.config.selection import selection_of
 from penstock.config.tree import Config, KVConfig, ModelConfig, ScheduleConfig
 from penstock.core.lifecycle import Place
-from penstock.core.placement import fits, largest, needs
 from penstock.core.plan import Arrived, RequestId
+from penstock.core.policy.capacity import fits, largest, needs
 from penstock.exec.caches import caches_of
 from penstock.exec.sizing import Sizes, groups_of, size_pools, table_bytes
 from penstock.memory.hot import HotBuffers
@@ -63,8 +63,8 @@ def test_the_demo_holds_six_hot_buffers_of_23_mib_and_20_000_tokens():
     device, host = needs(core, Place.HOST, 3300)
     assert 6 * (device[0] + -(-device[1] // 8)) <= core.hbm_pages < 7 * (device[0] + -(-device[1] // 8))
     assert 6 * host[0] <= core.dram_pages == 4 * GIB // (16 * TOKEN_BYTES)
-    assert largest(core, request(9000)) == 8192
-    assert largest(core, request(9000, selects=False)) == 5_024    # its bounds count
+    assert largest(core, True) == 8192
+    assert largest(core, False) == 5_024    # its bounds count
 
 
 def test_the_context_is_what_the_core_can_place():
@@ -74,7 +74,7 @@ def test_the_context_is_what_the_core_can_place():
                replace(DEMO, dram_bytes=0), replace(DEMO, hbm_bytes=30 * MIB, page_size=64, sparse_unit=16)):
         core = sized(kv).core
         wide = replace(core, max_len=1 << 16)
-        longest = largest(wide, request(1 << 17))
+        longest = largest(wide, True)
         assert core.max_len == min(8192, longest // kv.page_size * kv.page_size), kv
         assert any(fits(core, place, core.max_len) for place in (Place.HOST, Place.DEVICE))
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from penstock.core.kv.prefix_tree import Copy, Node, Space
 from penstock.core.lifecycle import ACTIVE, Lease, Phase, Place
+from penstock.core.pair.decode_side import DecodeSide
+from penstock.core.pair.prefill_side import Stage
 from penstock.core.plan import Tier
-from penstock.core.receiving import DecodeSide
+from penstock.core.policy.reclaim import GAVE_WAY_MAX
 from penstock.core.request import Request
-from penstock.core.room import GAVE_WAY_MAX
-from penstock.core.sending import Stage
-from penstock.core.tree import Copy, Node, Space
 
 if TYPE_CHECKING:
     from penstock.core.core import Core
-    from penstock.core.holdings import Holdings
-    from penstock.core.pairing import Pairing
+    from penstock.core.kv.cache import Holdings
+    from penstock.core.pair.bridge import Pairing
 
 REFS = "refs differ from the requests that name a page"
 PINS = "pins differ from holders"

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import assert_never
 
-from penstock.core import check, lifecycle, placement, results, room, schedule, staying, storage
-from penstock.core.admission import Admission
-from penstock.core.holdings import Holdings
+from penstock.core import check, lifecycle, retire, schedule
+from penstock.core.kv import offload, page_table, prefetch, promote
+from penstock.core.kv.cache import Holdings
+from penstock.core.kv.prefix_tree import Copy
 from penstock.core.lifecycle import (
     ACTIVE,
     BUSY,
@@ -24,7 +25,7 @@ from penstock.core.lifecycle import (
     Role,
     Trigger,
 )
-from penstock.core.pairing import pairings
+from penstock.core.pair.bridge import pairings
 from penstock.core.plan import (
     Aborted,
     Advance,
@@ -55,10 +56,13 @@ from penstock.core.plan import (
     Stopped,
     Tier,
 )
+from penstock.core.policy import capacity, reclaim
+from penstock.core.policy.queue import Admission
 from penstock.core.request import Issued, Request
 from penstock.core.settings import CoreConfig
-from penstock.core.tree import Copy
 from penstock.core.watch import Watcher
+
+WISHES = {Paused: Trigger.PAUSE, Dropped: Trigger.DROP, Promoted: Trigger.PROMOTE}
 
 
 class Core:
@@ -89,7 +93,6 @@ class Core:
         self.admission = Admission(self)
         self._stay: tuple[int, ...] = ()       # when nobody could be promoted
         self._lacks = False                    # somebody would then have been, but for pages in use
-        self._largest: dict[bool, int] = {}    # positions that a request alone can have
         self.pairs = pairings(self, role)
         self.prefills_only = role is Role.PREFILL
         self.asked_back = StepId(0)            # when a grant was last given up for its pages,
@@ -175,15 +178,11 @@ class Core:
             case Stopped(rid, count):
                 if (r := self.live.get(rid)) is not None and count <= r.num_output:
                     self._end(r, Outcome.STOP)
-            case Paused(rid):
-                self._ask(rid, Trigger.PAUSE)
-            case Dropped(rid):
-                self._ask(rid, Trigger.DROP)
+            case Paused() | Dropped() | Promoted():
+                self._ask(event.rid, WISHES[type(event)])
             case Spilled(rid):
-                if (r := self.live.get(rid)) is not None and room.may_spill(self, r):
+                if (r := self.live.get(rid)) is not None and reclaim.may_spill(self, r):
                     r.excused += self.spill(r)
-            case Promoted(rid):
-                self._ask(rid, Trigger.PROMOTE)
             case Flushed():
                 tree = self.have.tree
                 while tree.evict_all(tree.spaces):
@@ -202,21 +201,19 @@ class Core:
 
     def _arrive(self, a: Arrived) -> None:
         assert a.rid not in self.live and a.prompt and a.max_new > 0
-        n, hosted = len(a.prompt), placement.may_host(self.cfg, a)
-        if hosted not in self._largest:
-            self._largest[hosted] = placement.largest(self.cfg, a)
+        n, hosted = len(a.prompt), capacity.may_host(self.cfg, a)
         # The last output token needs no KV; but nothing is longer than the context.
-        longest = min(self.cfg.max_len - 1, self._largest[hosted])
+        longest = min(self.cfg.max_len - 1, capacity.largest(self.cfg, hosted))
         fits = longest + 1 - n
         if fits < 1 or (self.prefills_only and not a.transfer):
-            self._out.append(Finished(a.rid, Outcome.REFUSED, placement.refusal(self.cfg, a, longest)))
+            self._out.append(Finished(a.rid, Outcome.REFUSED, capacity.refusal(self.cfg, a, longest)))
             if self.pairs:
                 self.pairs[a.peer].refused(a.transfer)
             return
         r = Request(a, self._seq, min(a.max_new, fits), list(a.prompt), n, self.have.tables(),
                     n if self.prefills_only else self.cfg.max_len + n)
-        r.hot = placement.hot_units(self.cfg, min(n + r.max_new - 1, r.limit))
-        r.may_host = hosted and placement.fits(self.cfg, lifecycle.Place.HOST, n + r.max_new - 1)
+        r.hot = capacity.hot_units(self.cfg, min(n + r.max_new - 1, r.limit))
+        r.may_host = hosted and capacity.fits(self.cfg, lifecycle.Place.HOST, n + r.max_new - 1)
         self._seq += 1
         self.live[a.rid] = r
         schedule.insert(self.waiting, r)
@@ -243,7 +240,7 @@ class Core:
             self._go(r, Trigger.DROP)
 
     def _retire(self, step: StepId, tokens: tuple[tuple[int, ...], ...]) -> None:
-        results.retire(self, step, tokens)
+        retire.retire(self, step, tokens)
 
     def _landed(self, event: Moved) -> None:
         self.counters["failed_moves"] += not event.ok
@@ -259,13 +256,13 @@ class Core:
         kept = flight.dst.tier is Tier.DRAM and any([target.pins for _, target in flight.pairs])
         for r in self.holding if kept or lost else ():
             if r.settling:                     # it may be what pins them; its tables are long
-                staying.let_go_of_device(have, r)
+                offload.let_go_of_device(have, r)
         if flight.dst.tier is Tier.PEER and flight.request is not None:
             self.pairs[flight.request.arrived.peer].push_ended(event.id, event.ok)
 
     def _lose(self, r: Request, id: MoveId, lost: Collection[Copy]) -> None:
         """Copies have gone that `r` may count on, or that steps in flight have waited for."""
-        counted = staying.lose(self.have, r, lost)
+        counted = offload.lose(self.have, r, lost)
         r.excused += counted or id in r.waits
         if id in r.waits:                      # perhaps of a row that it has given up
             r.void = r.last_issue
@@ -288,7 +285,7 @@ class Core:
         r.is_parked = True                     # it keeps what it has until it gets a row
         self.stand(r)
         self.have.seal(r)
-        if (outcome := results.take(self, r, tokens)) is not None:
+        if (outcome := retire.take(self, r, tokens)) is not None:
             self._end(r, outcome)
 
     def sent(self, r: Request) -> None:
@@ -328,7 +325,7 @@ class Core:
             r.moves = set()                    # its pages wait for them behind fences
             self.have.forget_path(r)
         elif (source, target) == (Phase.PROMOTING, Phase.RESIDENT):
-            staying.leave_host(self.have, r)
+            promote.leave_host(self.have, r)
         elif trigger is Trigger.STAY:          # its host pages are not complete, nor will they be
             r.stuck += 1
             copies = self.have.copies
@@ -336,7 +333,7 @@ class Core:
             self.have.release(r, [lifecycle.Lease.DRAM])
             r.moved = r.bound
         elif (source, target) == (Phase.PROMOTING, Phase.HOSTED):
-            staying.stop_reload(self.have, r)
+            promote.stop_reload(self.have, r)
         r.issued, r.steady, r.calm, r.lacks = None, 0, 0, []
         self.taken += 1
         r.visit += 1
@@ -404,8 +401,8 @@ class Core:
                 if not have.is_complete(r):
                     self._go(r, Trigger.DROP)  # it had lost a page before that
             if (r.phase is Phase.FETCHING and r.more and have.copies.reads_left
-                    and storage.is_fetched(have, r)):
-                storage.read(have, r)
+                    and prefetch.is_fetched(have, r)):
+                prefetch.read(have, r)
         for pair in self.pairs.values():
             pair.push_ready()
         if self.unasked and have.copies.reads_left:
@@ -421,12 +418,12 @@ class Core:
             elif r.phase is Phase.STAGING:
                 self._stage(r)
             elif r.phase is Phase.PROMOTING:
-                if staying.is_reloaded(r):
+                if promote.is_reloaded(r):
                     self._go(r, Trigger.LANDED)
                 else:
-                    r.lacks = staying.last_missing(t.device for t in r.tables if t.hosted)
+                    r.lacks = page_table.last_missing(t.device for t in r.tables if t.hosted)
         if self.cfg.sparse and self._stay != self._promotable():
-            self._lacks = placement.promote(self)
+            self._lacks = capacity.promote(self)
             self._stay = self._promotable()
 
     def _promotable(self) -> tuple[int, ...]:
@@ -436,11 +433,11 @@ class Core:
 
     def _start(self, r: Request) -> None:
         """Leave LOADING once all is in place, or so little is missing that a step may wait for it."""
-        missing = staying.missing(r)
+        missing = page_table.missing(r)
         if missing is None or len(missing) > self.cfg.wait_pages:
             most = self.cfg.wait_pages + 1     # as long as these are missing, too many are
             r.lacks = (missing[-most:] if missing is not None
-                       else staying.last_missing(t.host for t in r.tables))
+                       else page_table.last_missing(t.host for t in r.tables))
             return
         r.waits = sorted({copy.filling for copy in missing})
         self._go(r, Trigger.LANDED)
@@ -456,18 +453,18 @@ class Core:
 
     def _stage(self, r: Request) -> None:
         have = self.have
-        if not r.is_parked and not staying.is_staged(have, r):
+        if not r.is_parked and not offload.is_staged(have, r):
             if have.in_flight(r):
                 return
-            staying.copy_down(have, r, all_groups=False)
+            offload.copy_down(have, r, all_groups=False)
             r.is_parked = True
-        if staying.is_staged(have, r):
+        if offload.is_staged(have, r):
             if not self._go(r, Trigger.LANDED) and not self._is_heating(r):
-                room.yield_device(self, r)     # no hot buffer to be had, nor is one on its way
-        elif r.is_parked and not r.moves and not staying.is_coming(r):
-            room.yield_device(self, r)         # the host has no room any more
+                reclaim.yield_device(self, r)     # no hot buffer to be had, nor is one on its way
+        elif r.is_parked and not r.moves and not offload.is_coming(r):
+            reclaim.yield_device(self, r)         # the host has no room any more
         elif r.is_parked:
-            r.lacks = staying.last_missing(t.host for t in r.tables if t.hosted)
+            r.lacks = page_table.last_missing(t.host for t in r.tables if t.hosted)
 
     def _is_heating(self, r: Request) -> bool:
         """Whether pages for the hot buffer of `r`, who was just refused them, are behind fences. It waits
@@ -484,7 +481,7 @@ class Core:
                 self.unasked = queued[i:]
                 return
             r.is_unasked = False
-            pages = storage.stored(self.have, r)
+            pages = prefetch.stored(self.have, r)
             if pages and (self.rates is None or self.rates.disk_page_us
                           < self.cfg.page_size * self.rates.prefill_token_us):
                 self._go(r, Trigger.FETCH)

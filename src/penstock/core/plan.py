@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, NewType, Protocol, TypeAlias
 
-from penstock.core.messages import Message
-from penstock.core.peer import Ask
+from penstock.core.pair.messages import Message
+from penstock.core.pair.protocol import Ask
 
 RequestId = NewType("RequestId", int)   # made by the server, never by a client
 Row = NewType("Row", int)               # slot of a request in the device-resident tables

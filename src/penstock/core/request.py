@@ -4,11 +4,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from penstock.core.kv.prefix_tree import Copy, Node
 from penstock.core.lifecycle import Phase, Place
-from penstock.core.peer import Granted
+from penstock.core.pair.protocol import Granted
 from penstock.core.plan import Arrived, MoveId, RequestId, Row, StepId
 from penstock.core.settings import CacheGroup
-from penstock.core.tree import Copy, Node
 
 STUCK_MAX = 3        # copies to the host that fail again and again help nobody
 

@@ -11,7 +11,7 @@ import bisect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias, cast
 
-from penstock.core import room
+from penstock.core.kv.prefix_tree import Copy
 from penstock.core.lifecycle import DECODING, Phase, Place, Trigger
 from penstock.core.plan import (
     Bind,
@@ -28,8 +28,8 @@ from penstock.core.plan import (
     Yield,
     make,
 )
+from penstock.core.policy import reclaim
 from penstock.core.request import Issued, Request
-from penstock.core.tree import Copy
 
 if TYPE_CHECKING:
     from penstock.core.core import Core
@@ -95,7 +95,7 @@ def _of_turn(core: Core, free: int) -> tuple[list[Issued], int]:
         if r.phase not in DECODING or r.last_issue > free or not _may_decode(r):
             continue
         if r.computed == r.capacity and not core.have.grow(r, r.computed + 1):
-            room.for_growth(core, r, [c.request for c in chosen])
+            reclaim.for_growth(core, r, [c.request for c in chosen])
             if r.phase not in DECODING or not core.have.grow(r, r.computed + 1):
                 continue
         width = _width(core, r, budget)
@@ -152,7 +152,7 @@ def _chunk(core: Core, r: Request, n: int, decoding: list[Issued], prompts: list
     while r.capacity < end and core.have.grow(r, r.capacity + 1):
         pass
     if r.capacity == r.computed:
-        room.for_growth(core, r, [c.request for c in (*decoding, *prompts)])
+        reclaim.for_growth(core, r, [c.request for c in (*decoding, *prompts)])
         if r.phase is not Phase.PREFILL or not core.have.grow(r, r.computed + 1):
             return 0
     return min(end, r.capacity) - r.computed

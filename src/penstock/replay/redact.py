@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from penstock.core.lifecycle import Phase
-from penstock.core.messages import End
+from penstock.core.pair.messages import End
 from penstock.core.plan import (
     Arrived,
     Event,

@@ -5,7 +5,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any, get_args
 
-from penstock.core.messages import Message
+from penstock.core.pair.messages import Message
 from penstock.core.plan import Arrived, Event, Received, StepPlan
 from penstock.core.settings import CacheGroup, CoreConfig
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from penstock.core.core import Core
 from penstock.core.lifecycle import DECODING, Phase, Place, Trigger
-from penstock.core.messages import Grant
+from penstock.core.pair.messages import Grant
 from penstock.core.plan import (
     NO_DRAM,
     NO_HBM,

@@ -16,8 +16,8 @@ from typing import Protocol
 
 from penstock.core.core import Core
 from penstock.core.lifecycle import Phase
-from penstock.core.messages import Cancel, End, Grant, Message, Refused
-from penstock.core.peer import Ask, Deadline, Fence, Remind, Renew
+from penstock.core.pair.messages import Cancel, End, Grant, Message, Refused
+from penstock.core.pair.protocol import Ask, Deadline, Fence, Remind, Renew
 from penstock.core.plan import (
     Aborted,
     Arrived,

@@ -6,7 +6,7 @@ planner takes edges of its own. Says nothing about what should follow.
 from __future__ import annotations
 
 from penstock.core.lifecycle import Mode, Phase, Role, edges
-from penstock.core.messages import Cancel, Drained, End, Grant, Message, Refused
+from penstock.core.pair.messages import Cancel, Drained, End, Grant, Message, Refused
 from penstock.core.plan import (
     Aborted,
     Dropped,

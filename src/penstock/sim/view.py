@@ -8,17 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
-from penstock.core import placement
 from penstock.core.core import Core
-from penstock.core.ledger import Pool
+from penstock.core.kv.pool import Pool
+from penstock.core.kv.prefix_tree import Node
+from penstock.core.pair.decode_side import DecodeSide
 from penstock.core.plan import ONE_PEER, MoveId, RequestId, StepId, Tier
-from penstock.core.receiving import DecodeSide
+from penstock.core.policy import capacity as capacity  # arithmetic of what can ever fit: it has no state
 from penstock.core.request import Request, Table
-from penstock.core.tree import Node
 
 Sealed = Node              # a handle, see `View`
 Raw = Request              # as a watcher is given it, for `View.of`
-capacity = placement       # of what an engine of some settings can hold: arithmetic, no state
 T = TypeVar("T")
 
 

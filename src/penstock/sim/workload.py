@@ -6,7 +6,7 @@ requests that can never fit.
 """
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
 
 from penstock.core.plan import Arrived, Outcome, RequestId
@@ -46,8 +46,7 @@ class Workload:
                       for _ in range(3)]
         self.bases += [base[:len(base) // size * size] for base in self.bases]
         self.made: list[Expect] = []
-        asks = Arrived(RequestId(0), (1,), 1, selects=True)
-        self.most = {selects: capacity.largest(sc.cfg, replace(asks, selects=selects))
+        self.most = {selects: capacity.largest(sc.cfg, selects and sc.cfg.sparse)
                      for selects in (False, True)}       # positions that a request alone can have
         self.reaches = [group.reach for group in sc.cfg.groups]
 

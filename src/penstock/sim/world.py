@@ -14,8 +14,8 @@ from typing import Protocol
 
 from penstock.core.core import Core
 from penstock.core.lifecycle import Phase
-from penstock.core.messages import Message
-from penstock.core.peer import Ask
+from penstock.core.pair.messages import Message
+from penstock.core.pair.protocol import Ask
 from penstock.core.plan import (
     Aborted,
     Advance,

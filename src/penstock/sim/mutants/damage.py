@@ -1,10 +1,10 @@
 """Seeded bugs of requests whose KV is damaged: somebody else starts from their pages."""
 from __future__ import annotations
 
-from penstock.core.copies import Copies
-from penstock.core.holdings import Holdings
+from penstock.core.kv.cache import Holdings
+from penstock.core.kv.prefix_tree import Node, Tree
+from penstock.core.kv.transfers import Copies
 from penstock.core.request import Request
-from penstock.core.tree import Node, Tree
 from penstock.sim.mutants.registry import Real, instead_of
 
 MODE = "damages=8,pair=0,prefix_cache=1"

@@ -4,10 +4,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from penstock.core import room, schedule
-from penstock.core.admission import Admission
+from penstock.core import schedule
 from penstock.core.core import Core
-from penstock.core.holdings import Holdings
+from penstock.core.kv.cache import Holdings
 from penstock.core.lifecycle import Phase, Trigger
 from penstock.core.plan import (
     Aborted,
@@ -22,9 +21,11 @@ from penstock.core.plan import (
     Tier,
     Token,
 )
+from penstock.core.policy import capacity, reclaim
+from penstock.core.policy.queue import Admission
 from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
-from penstock.sim.mutants.registry import Real, instead_of, mutant, swapped
+from penstock.sim.mutants.registry import Real, holding, instead_of, mutant, swapped
 
 
 # ---------------------------------------------------------------- tables on the device
@@ -217,10 +218,10 @@ class RefusalForgotten(Core):
         super()._arrive(a)
         if a.rid not in self.live:
             self._out.pop()
-            cfg, largest = self.cfg, self._largest
-            self.cfg, self._largest = replace(cfg, max_len=1 << 20), dict.fromkeys((False, True), 1 << 20)
-            super()._arrive(a)
-            self.cfg, self._largest = cfg, largest
+            cfg, self.cfg = self.cfg, replace(self.cfg, max_len=1 << 20)
+            with holding(capacity, "largest", lambda cfg, hosted: 1 << 20):
+                super()._arrive(a)
+            self.cfg = cfg
 
 
 @mutant()
@@ -270,17 +271,17 @@ def waits_instead_of_evicting(real: Real, have: Holdings, tier: Tier, want: Sequ
     return not have.arenas[tier].short(want, promised=False)
 
 
-@instead_of(room, "promised", 200)
+@instead_of(reclaim, "promised", 200)
 def second_victim_for_the_same_page(real: Real, core: Core, tier: Tier = Tier.HBM) -> bool:
     """Promised pages are not counted before somebody else is disturbed."""
     return False
 
 
-@instead_of(room, "for_growth", 200)
+@instead_of(reclaim, "for_growth", 200)
 def oldest_gives_way(real: Real, core: Core, r: Request, taken: list[Request]) -> None:
     """Memory pressure takes the pages of the request that has waited longest."""
-    if not room.promised(core):
-        room.yield_device(core, next(v for v in core.running if v not in taken
+    if not reclaim.promised(core):
+        reclaim.yield_device(core, next(v for v in core.running if v not in taken
                                      and v.phase is not Phase.LOADING))
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 
-from penstock.core import entering, schedule, staying
+from penstock.core import schedule
 from penstock.core.core import Core
-from penstock.core.entering import Way
-from penstock.core.holdings import Holdings
-from penstock.core.ledger import Arena, Pool
+from penstock.core.kv import allocate, growth, sealing
+from penstock.core.kv.allocate import Way
+from penstock.core.kv.cache import Holdings
+from penstock.core.kv.pool import Arena, Pool
+from penstock.core.kv.prefix_tree import Copy, Node
 from penstock.core.lifecycle import Place
 from penstock.core.plan import Advance, Event, Grow, StepId, Tier
 from penstock.core.request import Request, Table
-from penstock.core.tree import Copy, Node
 from penstock.sim.mutants.registry import Real, instead_of, mutant, swapped
 
 
@@ -28,7 +29,7 @@ def hit_one_page_short(real: Real, have: Holdings, r: Request, *, stored: bool =
 
 
 # ---------------------------------------------------------------- windows
-@instead_of(staying, "leave_behind")
+@instead_of(sealing, "leave_behind")
 def window_given_up_one_page_early(real: Real, have: Holdings, r: Request, g: int, t: Table) -> None:
     """A window gives up the page that its first position is in."""
     settled, r.settled = r.settled, r.settled + t.unit
@@ -36,7 +37,7 @@ def window_given_up_one_page_early(real: Real, have: Holdings, r: Request, g: in
     r.settled = settled
 
 
-@instead_of(staying, "leave_behind")
+@instead_of(sealing, "leave_behind")
 def window_left_as_planned(real: Real, have: Holdings, r: Request, g: int, t: Table) -> None:
     """A window moves on with the steps that are planned, not with those that have retired."""
     settled, r.settled = r.settled, r.computed
@@ -44,7 +45,7 @@ def window_left_as_planned(real: Real, have: Holdings, r: Request, g: int, t: Ta
     r.settled = settled
 
 
-@instead_of(staying, "leave_behind")
+@instead_of(sealing, "leave_behind")
 def window_left_as_planned_without_a_fence(real: Real, have: Holdings, r: Request, g: int, t: Table) -> None:
     """A window moves on with the steps that are planned, and its pages are free at once."""
     last, r.last_issue = r.last_issue, StepId(0)
@@ -57,7 +58,7 @@ class _Hits(Core):
     """A prefix hit that some group cannot serve: the request starts with a page that is empty."""
 
     def advance(self, events: Sequence[Event]) -> Advance:
-        with swapped(entering, "_entry", _or_empty), swapped(Holdings, "_serves", self.serves):
+        with swapped(allocate, "_entry", _or_empty), swapped(Holdings, "_serves", self.serves):
             return super().advance(events)
 
     @staticmethod
@@ -74,7 +75,7 @@ def _or_empty(real: Real, have: Holdings, r: Request, g: int, i: int, node: Node
     except AssertionError:
         if host:
             raise
-        return entering._new()
+        return allocate._new()
 
 
 @mutant()
@@ -142,7 +143,7 @@ def release_forgets_a_group(real: Real, have: Holdings, r: Request, g: int, *, h
     real(have, r, g, host=host)
 
 
-@instead_of(staying, "grow")
+@instead_of(growth, "grow")
 def growth_beyond_what_a_group_has(real: Real, have: Holdings, r: Request, upto: int) -> bool:
     """Growth asks whether the first cache group has room."""
     def first(right: Real, self: Holdings, tier: Tier, want: Sequence[int]) -> bool:

@@ -4,15 +4,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from penstock.core import entering, lifecycle, placement, room, schedule, staying
+from penstock.core import lifecycle, schedule
 from penstock.core.core import Core
-from penstock.core.entering import Way
-from penstock.core.holdings import Holdings
+from penstock.core.kv import allocate, growth, offload, page_table, promote, sealing
+from penstock.core.kv.allocate import Way
+from penstock.core.kv.cache import Holdings
+from penstock.core.kv.prefix_tree import Copy, Node, Space
 from penstock.core.lifecycle import Lease, Phase, Place, Trigger
 from penstock.core.plan import Advance, Bind, Event, Group, Grow, Hot, Moved, StepId, Tier, Yield
+from penstock.core.policy import capacity, reclaim
 from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
-from penstock.core.tree import Copy, Node, Space
 from penstock.sim.mutants.registry import Real, holding, instead_of, mutant
 
 # Hosted rows read pages that they share, and that others need.
@@ -124,14 +126,14 @@ def yield_of_a_page_without_a_host_copy(real: Real, r: Request) -> list[Yield]:
     return [replace(y, group=Group(len(r.tables) - 1)) for y in real(r)]
 
 
-@instead_of(placement, "hot_units")
+@instead_of(capacity, "hot_units")
 def hot_buffer_longer_than_the_request(real: Real, cfg: CoreConfig, tokens: int) -> int:
     """A request that is short takes all of a hot buffer."""
     return cfg.hot_pages
 
 
 # ---------------------------------------------------------------- on the way to the host
-@instead_of(entering, "_way")
+@instead_of(allocate, "_way")
 def hot_buffer_skipped_on_resume(real: Real, have: Holdings, r: Request, g: int, place: Place) -> Way:
     """One way to host pages forgets the hot buffer."""
     way: Way = real(have, r, g, place)
@@ -139,17 +141,17 @@ def hot_buffer_skipped_on_resume(real: Real, have: Holdings, r: Request, g: int,
     return way
 
 
-@instead_of(staying, "is_staged")
+@instead_of(offload, "is_staged")
 def staging_does_not_wait_for_its_last_copies(real: Real, have: Holdings, r: Request) -> bool:
     """A spill goes on while its copies fly."""
-    return all(staying.own(t.host, i) is not None
+    return all(page_table.own(t.host, i) is not None
                for t in r.tables if t.group.hosted for i in range(len(t.device)))
 
 
-@instead_of(staying, "is_staged")
+@instead_of(offload, "is_staged")
 def spill_with_an_incomplete_host_copy(real: Real, have: Holdings, r: Request) -> bool:
     """A spill goes on when its sealed pages are on the host."""
-    return all((copy := staying.own(t.host, i)) is not None and copy.ready
+    return all((copy := page_table.own(t.host, i)) is not None and copy.ready
                for t in r.tables if t.group.hosted for i in range(len(r.path) * have.cfg.page_size // t.unit))
 
 
@@ -161,14 +163,14 @@ class TwinNotStoredFromItsFirstToken(Core):
         def later(*args: object) -> None:
             """Not now."""
 
-        with holding(staying, "_twin", later), holding(entering, "twin", later):
+        with holding(growth, "_twin", later), holding(allocate, "twin", later):
             adv = super().advance(events)
         for r in self.running:
             for g, t in enumerate(r.tables):
                 i, may = t.end(r.computed) - 1, self.cfg.sparse and r.arrived.selects and t.group.hosted
                 if (may and i >= 0 and r.phase is Phase.RESIDENT and self.have.node(r, t, i) is None
-                        and staying.own(t.host, i) is None and self.have.host[g].pool.free):
-                    staying.put(t.host, i, Copy(self.have.host[g].pool.acquire(1)[0]))
+                        and page_table.own(t.host, i) is None and self.have.host[g].pool.free):
+                    page_table.put(t.host, i, Copy(self.have.host[g].pool.acquire(1)[0]))
         return adv
 
 
@@ -181,7 +183,7 @@ class StagedRowKeepsDecoding(Core):
             return super().advance(events)
 
 
-@instead_of(staying, "heat", mode=RETURNS)
+@instead_of(promote, "heat", mode=RETURNS)
 def hot_page_still_in_the_tree(real: Real, have: Holdings, r: Request) -> bool:
     """A page that has become a hot unit is found by the next prefix hit."""
     nodes = {id(c): c.node for t in r.tables for c in t.device if c is not None}
@@ -193,7 +195,7 @@ def hot_page_still_in_the_tree(real: Real, have: Holdings, r: Request) -> bool:
     return ok
 
 
-@instead_of(staying, "heat", 400, first=80, mode="hot_pages=3,spills=60,page_size=2,fail=0")
+@instead_of(promote, "heat", 400, first=80, mode="hot_pages=3,spills=60,page_size=2,fail=0")
 def hot_buffer_takes_a_shared_page(real: Real, have: Holdings, r: Request) -> bool:
     """A page that others read becomes a hot unit."""
     truth = [(c, c.pins) for t in r.tables for c in t.device if c is not None]
@@ -216,7 +218,7 @@ class SelectorGivenUpByASpill(Core):
                       for where, leases in self.holds.items()}
 
 
-@instead_of(room, "promised", mode=LOANS)
+@instead_of(reclaim, "promised", mode=LOANS)
 def second_victim_while_a_spill_is_promised(real: Real, core: Core, tier: Tier = Tier.HBM) -> bool:
     """While the pages of one spill are behind their fences, the next row is spilled."""
     spilled = any(q.place is Place.HOST for q in core.running)
@@ -224,20 +226,20 @@ def second_victim_while_a_spill_is_promised(real: Real, core: Core, tier: Tier =
 
 
 # ---------------------------------------------------------------- from the host
-@instead_of(staying, "missing")
+@instead_of(page_table, "missing")
 def row_starts_on_host_pages_that_are_coming(real: Real, r: Request) -> list[Copy] | None:
     """A hosted row does not wait until its host pages have been filled."""
     out: list[Copy] | None = real(r)
     return [] if out is None else out
 
 
-@instead_of(staying, "is_reloaded")
+@instead_of(promote, "is_reloaded")
 def promotion_landed_before_all_loads(real: Real, r: Request) -> bool:
     """A promoted row reads device pages that are still being filled."""
     return all(c is not None for t in r.tables if t.group.hosted for c in t.device)
 
 
-@instead_of(staying, "_offer")
+@instead_of(sealing, "_offer")
 def promotion_without_the_page_that_was_open(real: Real, have: Holdings, r: Request, g: int, i: int,
                                              node: Node, up: Copy | None, down: Copy | None) -> None:
     """The page that was open when a promotion began is never loaded."""
@@ -246,7 +248,7 @@ def promotion_without_the_page_that_was_open(real: Real, have: Holdings, r: Requ
     real(have, r, g, i, node, up, down)
 
 
-@instead_of(staying, "reload")
+@instead_of(promote, "reload")
 def promotion_loads_the_open_page_too_early(real: Real, have: Holdings, r: Request, spare: int) -> bool:
     """The open page is loaded with the others, and what is written to it meanwhile is lost."""
     ok: bool = real(have, r, spare)
@@ -259,7 +261,7 @@ def promotion_loads_the_open_page_too_early(real: Real, have: Holdings, r: Reque
     return ok
 
 
-@instead_of(staying, "grow")
+@instead_of(growth, "grow")
 def page_begun_during_a_promotion_is_on_the_host_only(real: Real, have: Holdings, r: Request,
                                                       upto: int) -> bool:
     """A row that is being promoted grows like any hosted row."""
@@ -271,12 +273,12 @@ def page_begun_during_a_promotion_is_on_the_host_only(real: Real, have: Holdings
     return ok
 
 
-@instead_of(staying, "leave_host", mode=RETURNS)
+@instead_of(promote, "leave_host", mode=RETURNS)
 def promoted_row_keeps_its_host_pages(real: Real, have: Holdings, r: Request) -> None:
     """A row that has come back to the device keeps the host full."""
 
 
-@instead_of(staying, "stop_reload", mode=LOANS + ",pair=0,model=1,spills=40,new_max=20,copy=2")
+@instead_of(promote, "stop_reload", mode=LOANS + ",pair=0,model=1,spills=40,new_max=20,copy=2")
 def promotion_given_up_is_no_loan(real: Real, have: Holdings, r: Request) -> None:
     """Who gives up a promotion keeps the device pages that it has, whoever needs them."""
     real(have, r)
@@ -284,7 +286,7 @@ def promotion_given_up_is_no_loan(real: Real, have: Holdings, r: Request) -> Non
 
 
 # ---------------------------------------------------------------- leases of a hosted row
-@instead_of(entering, "_entry")
+@instead_of(allocate, "_entry")
 def host_pages_of_a_hosted_row_unpinned(real: Real, have: Holdings, r: Request, g: int, i: int,
                                         node: Node | None, way: Way, *, host: bool) -> Copy:
     """The host pages that a row reads may be evicted."""
@@ -312,7 +314,7 @@ def hot_buffer_released_without_a_fence(real: Real, have: Holdings, r: Request) 
     r.last_issue = last
 
 
-@instead_of(staying, "return_reserve")
+@instead_of(offload, "return_reserve")
 def reserve_forgotten(real: Real, have: Holdings, r: Request) -> None:
     """Host pages that staging did not need stay with a row that is dropped."""
     if r.place is Place.HOST or r.phase is Phase.DROPPED:

@@ -4,16 +4,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from penstock.core import entering, staying
-from penstock.core.copies import Copies
 from penstock.core.core import Core
-from penstock.core.entering import Fill
-from penstock.core.holdings import Holdings
-from penstock.core.ledger import Fence, Pool
+from penstock.core.kv import allocate, offload, sealing
+from penstock.core.kv.allocate import Fill
+from penstock.core.kv.cache import Holdings
+from penstock.core.kv.pool import Fence, Pool
+from penstock.core.kv.prefix_tree import Copy, Node, Space, Tree
+from penstock.core.kv.transfers import Copies
 from penstock.core.lifecycle import Lease, Phase
 from penstock.core.plan import Advance, Arrived, Event, Moved, Outcome, StepId, Tier
 from penstock.core.request import Request
-from penstock.core.tree import Copy, Node, Space, Tree
 from penstock.sim.mutants.registry import Real, instead_of, mutant, swapped
 
 
@@ -77,7 +77,7 @@ def shared_page_freed_under_a_step(real: Real, have: Holdings, r: Request, space
 
 
 # ---------------------------------------------------------------- copies between tiers
-@instead_of(staying, "seal", 200)
+@instead_of(sealing, "seal", 200)
 def unsealed_page_written_through(real: Real, have: Holdings, r: Request) -> None:
     """Pages enter the tree, and their copies start, when they are planned, not when computed."""
     settled, r.settled = r.settled, r.computed
@@ -127,7 +127,7 @@ def eviction_of_a_page_in_use(real: Real, tree: Tree, node: Node, space: Space) 
     return copy is not None and copy.ready and not copy.moves
 
 
-@instead_of(staying, "park", 400)
+@instead_of(offload, "park", 400)
 def lease_dropped_by_a_pause(real: Real, have: Holdings, r: Request) -> None:
     """A paused request's host pages may be evicted."""
     real(have, r)
@@ -166,7 +166,7 @@ def nothing_left_to_compute(real: Real, have: Holdings, r: Request, *, stored: b
     return path
 
 
-@instead_of(staying, "_offer", 200)
+@instead_of(sealing, "_offer", 200)
 def seal_replaces_a_shared_page(real: Real, have: Holdings, r: Request, g: int, i: int, node: Node,
                                 up: Copy | None, down: Copy | None) -> None:
     """Two requests compute the same page; the second throws the first one's out of the tree."""
@@ -182,7 +182,7 @@ def open_page_copied_short(real: Real, copies: Copies, r: Request, src: Space, s
     real(copies, r, src, source, dst, target, max(1, tokens - 1), node)
 
 
-@instead_of(entering, "_start")
+@instead_of(allocate, "_start")
 def open_page_forgotten(real: Real, have: Holdings, r: Request, g: int, fills: list[Fill], *,
                         up: bool) -> None:
     """A resume loads only sealed pages, and believes that it has them all."""

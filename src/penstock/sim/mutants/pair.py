@@ -8,19 +8,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from penstock.core import peer, results, room, staying
-from penstock.core.copies import Copies
+from penstock.core import retire
 from penstock.core.core import Core
-from penstock.core.holdings import Holdings
+from penstock.core.kv import page_table
+from penstock.core.kv.cache import Holdings
+from penstock.core.kv.prefix_tree import Copy, Space
+from penstock.core.kv.transfers import Copies
 from penstock.core.lifecycle import Lease, Phase, Trigger
-from penstock.core.messages import Cancel, Drained, End, Message, Reason
-from penstock.core.pairing import Pairing
+from penstock.core.pair import protocol
+from penstock.core.pair.bridge import Pairing
+from penstock.core.pair.decode_side import DecodeSide, Receiving
+from penstock.core.pair.messages import Cancel, Drained, End, Message, Reason
+from penstock.core.pair.prefill_side import PrefillSide, Sending, Stage
 from penstock.core.plan import ONE_PEER, Advance, Event, Say
-from penstock.core.receiving import DecodeSide, Receiving
+from penstock.core.policy import reclaim
 from penstock.core.request import Request
-from penstock.core.sending import PrefillSide, Sending, Stage
 from penstock.core.settings import CoreConfig
-from penstock.core.tree import Copy, Space
 from penstock.sim.mutants.registry import Real, Wrong, instead_of, mutant, swapped
 
 # An engine dies while its writes fly, and is back before they have landed.
@@ -59,16 +62,16 @@ def pages_released_by_timeout(real: Real, core: Core, r: Request) -> None:
 
 def _release(pair: Pairing, receiving: Receiving) -> None:
     assert isinstance(pair.side, DecodeSide)
-    pair.side._end(receiving, peer.Landed(receiving.transfer, receiving.generation, False, Reason.LOST))
+    pair.side._end(receiving, protocol.Landed(receiving.transfer, receiving.generation, False, Reason.LOST))
     pair._apply(pair.side._told())
 
 
 @wrong(DecodeSide, "cancel")
-def cancel_frees_at_once(real: Real, side: DecodeSide, transfer: int) -> list[peer.Outcome]:
+def cancel_frees_at_once(real: Real, side: DecodeSide, transfer: int) -> list[protocol.Outcome]:
     """Pages of an aborted request are free while the peer does not even know of it."""
     if (receiving := side.table.get(transfer)) is not None:
         receiving.granted = False
-    out: list[peer.Outcome] = real(side, transfer)
+    out: list[protocol.Outcome] = real(side, transfer)
     return out
 
 
@@ -82,7 +85,7 @@ def quarantined_pages_count_as_promised(real: Real, have: Holdings, r: Request, 
 
 
 @wrong(Pairing, "_landed")
-def failed_transfer_taken_as_good(real: Real, pair: Pairing, o: peer.Landed, r: Request | None) -> None:
+def failed_transfer_taken_as_good(real: Real, pair: Pairing, o: protocol.Landed, r: Request | None) -> None:
     """Pages that were drained are taken for pages that were filled."""
     real(pair, replace(o, ok=True), r)
 
@@ -111,8 +114,8 @@ def no_ack_for_an_unknown_transfer(real: Real, side: PrefillSide, m: Cancel) -> 
         real(side, m)
 
 
-@wrong(peer.Side, "_admits", 120, more=SLOW_WRITES)
-def ack_of_another_incarnation(real: Real, side: peer.Side, m: Message) -> bool:
+@wrong(protocol.Side, "_admits", 120, more=SLOW_WRITES)
+def ack_of_another_incarnation(real: Real, side: protocol.Side, m: Message) -> bool:
     """A Cancel is answered whoever it was meant for, and the answer is taken whoever gave it."""
     admits: bool = real(side, m)
     if isinstance(m, Cancel) and not admits:
@@ -135,16 +138,16 @@ def cancel_before_its_grant_forgotten(real: Real, side: PrefillSide, m: Cancel) 
 
 @wrong(PrefillSide, "refuse")
 def refusal_before_its_grant_forgotten(real: Real, side: PrefillSide, transfer: int,
-                                       reason: int) -> list[peer.Outcome]:
+                                       reason: int) -> list[protocol.Outcome]:
     """The decode engine waits until a deadline tells it."""
-    out: list[peer.Outcome] = real(side, transfer, reason)
+    out: list[protocol.Outcome] = real(side, transfer, reason)
     if transfer in side.table:
         side.table[transfer].declined = Reason.NONE
     return out
 
 
 @wrong(PrefillSide, "refuse")
-def refusal_not_sent(real: Real, side: PrefillSide, transfer: int, reason: int) -> list[peer.Outcome]:
+def refusal_not_sent(real: Real, side: PrefillSide, transfer: int, reason: int) -> list[protocol.Outcome]:
     """The prefill engine ends a request, and says so to nobody."""
     return []
 
@@ -155,9 +158,9 @@ def refusal_of_what_never_fits_not_sent(real: Real, pair: Pairing, transfer: int
 
 
 @wrong(PrefillSide, "push_ended")
-def failed_push_forgotten(real: Real, side: PrefillSide, push: int, ok: bool) -> list[peer.Outcome]:
+def failed_push_forgotten(real: Real, side: PrefillSide, push: int, ok: bool) -> list[protocol.Outcome]:
     """The End says that all bytes are in place."""
-    out: list[peer.Outcome] = real(side, push, True)
+    out: list[protocol.Outcome] = real(side, push, True)
     return out
 
 
@@ -193,7 +196,7 @@ class EndAppliedTwice(Core):
 
     def __init__(self, cfg: CoreConfig) -> None:
         super().__init__(cfg)
-        self.landed: dict[tuple[int, int], peer.Landed] = {}
+        self.landed: dict[tuple[int, int], protocol.Landed] = {}
 
     def advance(self, events: Sequence[Event]) -> Advance:
         with swapped(DecodeSide, "_apply", self._again), swapped(Pairing, "_landed", self._deliver):
@@ -204,21 +207,21 @@ class EndAppliedTwice(Core):
         if isinstance(m, End) and not side._out and m.transfer not in side.table:
             side._out += [o for o in (self.landed.get((m.transfer, m.generation)),) if o is not None]
 
-    def _deliver(self, real: Real, pair: Pairing, o: peer.Landed, r: Request | None) -> None:
+    def _deliver(self, real: Real, pair: Pairing, o: protocol.Landed, r: Request | None) -> None:
         if o.transfer in pair.granted:
             self.landed[o.transfer, o.generation] = o
             real(pair, o, r)
         elif r is not None and o.ok:
-            results.take(self, r, o.tokens)
+            retire.take(self, r, o.tokens)
 
 
 # ---------------------------------------------------------------- rules 8 and 9: first tokens
 @wrong(PrefillSide, "finish")
 def slot_of_first_tokens_reused(real: Real, side: PrefillSide, transfer: int, index: int,
-                                first: tuple[int, ...]) -> list[peer.Outcome]:
+                                first: tuple[int, ...]) -> list[protocol.Outcome]:
     """What another generation left in its slot is sent."""
     slots: dict[int, tuple[int, ...]] = side.__dict__.setdefault("slots", {})
-    out: list[peer.Outcome] = real(side, transfer, index, slots.setdefault(transfer % 4, first))
+    out: list[protocol.Outcome] = real(side, transfer, index, slots.setdefault(transfer % 4, first))
     return out
 
 
@@ -240,7 +243,7 @@ def first_token_streamed_twice(real: Real, core: Core, r: Request, tokens: tuple
 
 
 # ---------------------------------------------------------------- what is pushed, and when
-@wrong(staying, "missing", 60, more=LATE_GRANTS)
+@wrong(page_table, "missing", 60, more=LATE_GRANTS)
 def page_pushed_while_its_load_flies(real: Real, r: Request) -> list[Copy] | None:
     """A prompt that was cached below is sent before it is there."""
     copies: list[Copy] | None = [] if r.phase is Phase.SENDING else real(r)
@@ -310,7 +313,7 @@ def dropped_while_its_pushes_fly(real: Real, core: Core, rid: int, trigger: Trig
     r.is_pushed = pushed
 
 
-@wrong(room, "_drop_sending")
+@wrong(reclaim, "_drop_sending")
 def computed_without_a_grant_never_gives_way(real: Real, core: Core, but: Request | None) -> bool:
     """Pages that wait for the decode engine block those that it waits for."""
     return False
@@ -343,7 +346,7 @@ class DeliveredPagesSealedBeforeTheyLanded(Core):
 
 
 @wrong(DecodeSide, "cancel")
-def cancel_forgotten(real: Real, side: DecodeSide, transfer: int) -> list[peer.Outcome]:
+def cancel_forgotten(real: Real, side: DecodeSide, transfer: int) -> list[protocol.Outcome]:
     """A receiving request is aborted, and the prefill engine computes for nobody."""
     return []
 
@@ -394,10 +397,10 @@ class IndexPagesOfAReceivingRequestLeak(Core):
 
 @wrong(PrefillSide, "expired")
 def what_is_over_is_remembered_for_ever(real: Real, side: PrefillSide, transfer: int, n: int
-                                        ) -> list[peer.Outcome]:
+                                        ) -> list[protocol.Outcome]:
     """A leak of one entry for each transfer that there ever was."""
     entry = side.table.get(transfer)
-    told: list[peer.Outcome] = real(side, transfer, n)
+    told: list[protocol.Outcome] = real(side, transfer, n)
     if entry is not None:
         side.table.setdefault(transfer, entry)
     return told

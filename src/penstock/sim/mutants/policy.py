@@ -1,30 +1,31 @@
 """Seeded bugs that no client sees in any token: they only make everything slower."""
 from __future__ import annotations
 
-from penstock.core import entering, placement, room
 from penstock.core.core import Core
-from penstock.core.entering import Way
-from penstock.core.holdings import Holdings
+from penstock.core.kv import allocate
+from penstock.core.kv.allocate import Way
+from penstock.core.kv.cache import Holdings
+from penstock.core.kv.prefix_tree import Node
 from penstock.core.lifecycle import Phase, Trigger
 from penstock.core.plan import Event, Expired, Rates
+from penstock.core.policy import capacity, reclaim
 from penstock.core.request import Request
-from penstock.core.tree import Node
 from penstock.sim.mutants.registry import Real, instead_of, mutant
 
 
-@instead_of(room, "yield_device", mode="pair=0,dram_pages=100,hot_pages=0")
+@instead_of(reclaim, "yield_device", mode="pair=0,dram_pages=100,hot_pages=0")
 def drops_instead_of_pausing(real: Real, core: Core, victim: Request) -> None:
     """Whoever gives way is computed again, though the host had room."""
     core._go(victim, Trigger.DROP)
 
 
-@instead_of(room, "may_spill")
+@instead_of(reclaim, "may_spill")
 def never_spills(real: Real, core: Core, r: Request) -> bool:
     """Rows pause that could go on from host pages."""
     return False
 
 
-@instead_of(placement, "promote", 400,
+@instead_of(capacity, "promote", 400,
             mode="pair=0,hot_pages=1,always_hosted=0,spills=30,hbm_pages=60,dram_pages=120")
 def never_promotes(real: Real, core: Core) -> bool:
     """A row that has gone to the host stays there, however empty the device becomes."""
@@ -37,7 +38,7 @@ TIGHT = ("pair=0,model=1,page_size=4,disk_pages=400,prefix_cache=1,turns=0.7,aga
          "max_len=1000,always_hosted=0,prompt_max=12,new_max=20,flushes=0,span=20,steps=4000")
 
 
-@instead_of(room, "drop_fetching", mode=TIGHT)
+@instead_of(reclaim, "drop_fetching", mode=TIGHT)
 def fetched_pages_outrank_computed_ones(real: Real, core: Core, but: Request | None = None) -> bool:
     """Who waits for storage keeps its host pages whoever else needs them."""
     return False
@@ -80,6 +81,6 @@ FORCED = ("pair=0,hot_pages=2,model=1,fail=0.5,spills=60,drops=12,copy=0.3,again
           "page_size=2,wait_pages=1000,requests=14,hbm_pages=20,dram_pages=104")
 
 
-@instead_of(entering, "_early", 200, first=110, mode=FORCED)
+@instead_of(allocate, "_early", 200, first=110, mode=FORCED)
 def page_saved_while_its_load_flies(real: Real, ways: list[Way]) -> None:
     """A row that goes to the host copies a page down that is still on its way up."""

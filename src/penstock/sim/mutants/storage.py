@@ -4,14 +4,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from penstock.core import schedule
-from penstock.core.copies import Copies, Flight
 from penstock.core.core import Core
-from penstock.core.holdings import Holdings
+from penstock.core.kv.cache import Holdings
+from penstock.core.kv.prefix_tree import Copy
+from penstock.core.kv.transfers import Copies, Flight
 from penstock.core.lifecycle import Lease, Phase
 from penstock.core.plan import Event, Expired, Moved, MoveId, Outcome, StepId, Tier
 from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
-from penstock.core.tree import Copy
 from penstock.sim.mutants.registry import Real, instead_of, mutant
 
 

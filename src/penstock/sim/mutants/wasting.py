@@ -3,14 +3,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.core import room, schedule, staying
+from penstock.core import schedule
 from penstock.core.core import Core
-from penstock.core.holdings import Holdings
+from penstock.core.kv import promote, sealing
+from penstock.core.kv.cache import Holdings
+from penstock.core.kv.prefix_tree import Copy, Node, Space, Tree
 from penstock.core.lifecycle import Phase, Trigger
+from penstock.core.pair.prefill_side import PrefillSide
 from penstock.core.plan import StepId, Tier
+from penstock.core.policy import reclaim
 from penstock.core.request import Issued, Request
-from penstock.core.sending import PrefillSide
-from penstock.core.tree import Copy, Node, Space, Tree
 from penstock.sim.mutants.registry import Real, holding, instead_of
 
 COPIED, IDLE = "pages copied per sealed page", "stage slots idle"
@@ -20,14 +22,14 @@ CROWDED = ("pair=0,model=1,hot_pages=1,hbm_pages=8,dram_pages=12,rows=12,page_si
            "requests=24,span=60,copy=0.1,fail=0,step_tokens=16,steps=4000")
 
 
-@instead_of(staying, "_share", counter=COPIED)
+@instead_of(sealing, "_share", counter=COPIED)
 def full_twin_copied_again(real: Real, tree: Tree, node: Node, space: Space, copy: Copy) -> None:
     """A page that was written on the host as well is copied there when it is sealed."""
     if space.tier is not Tier.DRAM:
         real(tree, node, space, copy)
 
 
-@instead_of(staying, "heat", counter=COPIED)
+@instead_of(promote, "heat", counter=COPIED)
 def hot_buffer_keeps_the_oldest_pages(real: Real, have: Holdings, r: Request) -> bool:
     """What the next step reads has to be loaded."""
     own = [[copy for copy in t.device if copy is not None and copy.pins == 1 and not copy.moves]
@@ -58,7 +60,7 @@ def floor_outlives_a_restart(real: Real, side: PrefillSide, epoch: int) -> None:
     side.floor = floor
 
 
-@instead_of(room, "_drop_paused", mode=CROWDED)
+@instead_of(reclaim, "_drop_paused", mode=CROWDED)
 def oldest_of_the_paused_is_dropped(real: Real, core: Core, but: Request | None, *, bare: bool) -> bool:
     """Who comes next computes again, and who comes last keeps its host pages."""
     for victim in core.waiting if not bare else ():

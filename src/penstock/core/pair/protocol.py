@@ -1,6 +1,6 @@
 """The prefill/decode pair: what its two ends have in common, and what they say to their owners.
 
-Two pure state machines (`receiving`, `sending`), one for each end of one pair of engines. They know
+Two pure state machines (`decode_side`, `prefill_side`), one for each end of one pair of engines. They know
 transfers, generations and epochs; no pages, no phases, no content of a request. A generation ends
 on End, on Drained or on the fence of the writer's epoch, never by time. The decode side alone
 repeats itself: the prefill side answers, and has deadlines only for what it remembers.
@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from penstock.core.messages import Hello, Message, Reason
+from penstock.core.pair.messages import Hello, Message, Reason
 
 
 # ---------------------------------------------------------------- what a side asks of its owner

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-from penstock.core.ledger import Arena, Fence, Pool
+from penstock.core.kv.pool import Arena, Fence, Pool
+from penstock.core.kv.prefix_tree import Copy, Node, Space, Tree
 from penstock.core.lifecycle import Phase
 from penstock.core.plan import ONE_PEER, Group, Move, MoveId, Page, PeerId, StepId, Tier
 from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
-from penstock.core.tree import Copy, Node, Space, Tree
 
 UP = {Tier.HBM: 0, Tier.DRAM: 1, Tier.DISK: 2, Tier.PEER: 3}
 

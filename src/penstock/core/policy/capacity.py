@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable
+from functools import cache
 from typing import TYPE_CHECKING, TypeAlias
 
-from penstock.core.ledger import Arena
+from penstock.core.kv.pool import Arena
 from penstock.core.lifecycle import Phase, Place, Trigger
 from penstock.core.plan import Arrived, Tier
 from penstock.core.request import Request
@@ -60,9 +61,11 @@ def fits(cfg: CoreConfig, place: Place, tokens: int) -> bool:
             and host_slabs <= max(0, cfg.host_units - cfg.store_pages))
 
 
-def largest(cfg: CoreConfig, a: Arrived) -> int:
-    """Positions that `a` can have when it is alone, up to the context length."""
-    places = [Place.HOST] if may_host(cfg, a) else []
+@cache
+def largest(cfg: CoreConfig, hosted: bool) -> int:
+    """Positions that a request, which may be hosted or not, can have when it is alone, up to the context
+    length."""
+    places = [Place.HOST] if hosted else []
     if not (places and cfg.always_hosted):
         places.append(Place.DEVICE)
     return max(bisect.bisect_left(range(1, cfg.max_len + 1), True,

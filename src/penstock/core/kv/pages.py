@@ -1,24 +1,23 @@
-"""Who holds what: pools, tree and page tables behind one acquire and one release.
+"""Pages of every tier: their pools, the prefix tree, transfers, and what requests pin of them.
 
-`Core` says which phase a request enters; this takes all that the phase requires or nothing, and gives
-up what it does not allow, behind fences. Knows no policy: who must give way is decided in `room`,
-where a request goes in `placement`.
+Whether so many pages can be had now is asked here; cached pages are evicted for that, and device pages that
+hosted rows can do without are taken back. Knows no policy: who must give way is decided in `policy`.
 """
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from penstock.core import entering, staying, storage
-from penstock.core.copies import Copies
-from penstock.core.ledger import Arena, Fence, Pool
-from penstock.core.lifecycle import Lease, Phase, Place
+from penstock.core.kv.page_table import own
+from penstock.core.kv.pool import Arena, Fence, Pool
+from penstock.core.kv.prefix_tree import Copy, Node, Space, Tree
+from penstock.core.kv.transfers import Copies
+from penstock.core.lifecycle import Place
 from penstock.core.plan import Group, StepId, Tier
 from penstock.core.request import Request, Table
 from penstock.core.settings import CoreConfig
-from penstock.core.tree import Copy, Node, Space, Tree
 
 
 def _arena(cfg: CoreConfig, tier: Tier, pages: int, base: int) -> Arena:
@@ -50,8 +49,8 @@ class Found(NamedTuple):
     cut: int
 
 
-class Holdings:
-    """Pools, prefix tree, page tables. Every method keeps `check` true."""
+class Pages:
+    """Pools, prefix tree, transfers, and what the page tables of requests pin of them."""
 
     def __init__(self, cfg: CoreConfig) -> None:
         self.cfg = cfg
@@ -180,7 +179,7 @@ class Holdings:
                     if not self.arenas[Tier.HBM].short(want, promised=True):
                         return
                     shared = copy.node is not None
-                    staying.drop_entry(self, r, g, t.device, i)
+                    self.drop_entry(r, g, t.device, i)
                     if r.bound and not r.moved and i < r.told[g]:
                         r.yielded[g].append(i)
                         r.steady = 0           # its row has news
@@ -188,58 +187,13 @@ class Holdings:
                         self._evict(Tier.HBM, want, 1)
             r.lends = False                    # its tables are long: not walked again for nothing
 
-    # ---------------------------------------------------------------- acquire and release
-    def acquire(self, r: Request, phase: Phase, leases: Collection[Lease], place: Place,
-                spare: int = 0) -> bool:
-        """Make `r` hold what `phase` requires, or change nothing. On the way in so much must be left over
-        that `spare` rows, which run, can grow."""
-        if Lease.ROW in leases and r.row is None:
-            return entering.enter(self, r, place, spare)
-        if phase in (Phase.PAUSED, Phase.STAGING):
-            return staying.reserve(self, r, phase)
-        if phase is Phase.FETCHING:
-            return storage.reserve(self, r)
-        if phase is Phase.RECEIVING:
-            return entering.receive(self, r, place, spare)
-        if Lease.HOT in leases and not any(t.hot for t in r.tables):
-            return staying.heat(self, r)
-        if phase is Phase.PROMOTING:
-            return staying.reload(self, r, spare)
-        return True
-
-    def release(self, r: Request, leases: Iterable[Lease]) -> None:
-        """Give up all of these leases that `r` holds."""
-        for lease in leases:
-            if lease is Lease.ROW and r.row is not None:
-                self.rows.release([r.row], Fence(r.last_issue))      # a promise of `Bind`
-                r.row, r.bound, r.moved = None, False, False
-            elif lease is Lease.HOT:
-                self._cool(r)
-            elif lease is Lease.DRAM:
-                for g in range(len(r.tables)):
-                    self._release_column(r, g, host=True)
-                staying.return_reserve(self, r)
-            elif lease in (Lease.HBM, Lease.INDEX):
-                for g, t in enumerate(r.tables):
-                    if t.hosted == (lease is Lease.HBM):
-                        self._release_column(r, g, host=False)
-
-    def _release_column(self, r: Request, g: int, *, host: bool) -> None:
-        t = r.tables[g]
-        column = t.host if host else t.device
-        space = self.host[g] if host else self.device[g]
-        for copy in column:
-            if copy is not None:
-                self.unpin(r, space, copy)
-        column.clear()
-
-    def _cool(self, r: Request) -> None:
-        if r in self.lent:
-            self.lent.remove(r)
-        for g, t in enumerate(r.tables):
-            for copy in t.hot:
-                self.unpin(r, self.device[g], copy)
-            t.hot, t.kept = [], {}
+    # ---------------------------------------------------------------- pins
+    def drop_entry(self, r: Request, g: int, column: list[Copy | None], i: int) -> None:
+        """Give up one page of a column."""
+        copy, column[i] = column[i], None
+        space = self.device[g] if column is r.tables[g].device else self.host[g]
+        if copy is not None:
+            self.unpin(r, space, copy)
 
     def unpin(self, r: Request, space: Space, copy: Copy) -> None:
         """`r` gives up one page: it goes back if it was its own, else it may be evicted."""
@@ -272,16 +226,6 @@ class Holdings:
         if not self.cfg.prefix_cache:
             for node in reversed(gone):
                 self.copies.discard_node(node)
-
-    def grow(self, r: Request, upto: int) -> bool:
-        """Pages for positions below `upto` in every group, or nothing."""
-        return staying.grow(self, r, upto)
-
-    def seal(self, r: Request) -> None:
-        staying.seal(self, r)
-
-    def park(self, r: Request) -> None:
-        staying.park(self, r)
 
     def covered(self, r: Request, place: Place) -> int:
         """Positions that the tables of `r` have pages for."""
@@ -365,5 +309,5 @@ class Holdings:
 
     def is_complete(self, r: Request) -> bool:
         """Whether a parked request still has all that it was parked with."""
-        return all(staying.own(t.device, i) or staying.own(t.host, i)
+        return all(own(t.device, i) or own(t.host, i)
                    for t in r.tables for i in range(t.begin(r.computed), t.end(r.computed)))

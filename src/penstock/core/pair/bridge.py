@@ -2,17 +2,20 @@
 
 Turns outcomes of the protocol into edges and copies, and requests' fates into the protocol's calls. A
 grant is a Move from PEER into our pages, a push a Move of our pages to PEER; both are fenced like
-any other copy. Knows no messages: what they are and when they are repeated is `peer`'s business.
+any other copy. Knows no messages: what they are and when they are repeated is `protocol`'s business.
 """
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, assert_never
 
-from penstock.core import peer, staying
-from penstock.core.copies import Flight
+from penstock.core.kv import page_table
+from penstock.core.kv.transfers import Flight
 from penstock.core.lifecycle import Phase, Place, Role, Trigger
-from penstock.core.messages import Grant, Reason
+from penstock.core.pair import protocol
+from penstock.core.pair.decode_side import DecodeSide
+from penstock.core.pair.messages import Grant, Reason
+from penstock.core.pair.prefill_side import PrefillSide
 from penstock.core.plan import (
     MoveId,
     Outcome,
@@ -25,9 +28,7 @@ from penstock.core.plan import (
     Say,
     Tier,
 )
-from penstock.core.receiving import DecodeSide
 from penstock.core.request import Request
-from penstock.core.sending import PrefillSide
 
 if TYPE_CHECKING:
     from penstock.core.core import Core
@@ -54,7 +55,7 @@ class Pairing:
 
     def event(self, event: FromPeer) -> None:
         side = self.side
-        outcomes: list[peer.Outcome] = []
+        outcomes: list[protocol.Outcome] = []
         epochs = side.epoch, side.peer
         match event:
             case Received(message):
@@ -127,7 +128,7 @@ class Pairing:
     def push_ready(self) -> None:
         """Begin the pushes of those whose last step has retired."""
         for r in list(self.ready):
-            if not self.core.have.in_flight(r) and staying.missing(r) == []:
+            if not self.core.have.in_flight(r) and page_table.missing(r) == []:
                 self.ready.remove(r)
                 self.push(r)
 
@@ -168,35 +169,35 @@ class Pairing:
         self._apply(side.push_ended(id, ok))
 
     # ---------------------------------------------------------------- from the protocol
-    def _apply(self, outcomes: Iterable[peer.Outcome]) -> None:
+    def _apply(self, outcomes: Iterable[protocol.Outcome]) -> None:
         for o in outcomes:
             r = self.requests.get(o.transfer)
             match o:
-                case peer.Landed():
+                case protocol.Landed():
                     self._landed(o, r)
-                case peer.Declined():
+                case protocol.Declined():
                     if r is not None and r.phase is Phase.RECEIVING and not r.is_parked:
                         self.core._go(r, Trigger.DROP)
-                case peer.Granted():
+                case protocol.Granted():
                     if r is not None and o.tokens == r.num_prompt and 0 <= o.start < o.tokens:
                         r.grant = o
                         self.ready += [r] if r.phase is Phase.SENDING else []
                         self.core.stand(r)
                     elif r is not None:
                         self.core._end(r, Outcome.LOST)      # it is not the same request
-                case peer.Stopped():
+                case protocol.Stopped():
                     self._recall(o.transfer)
                     if r is not None:
                         del self.requests[o.transfer]        # its end is known there
                         self.core._end(r, Outcome.LOST)
-                case peer.Sent():
+                case protocol.Sent():
                     if r is not None:
                         del self.requests[o.transfer]
                         self.core.sent(r)
                 case _:
                     assert_never(o)
 
-    def _landed(self, o: peer.Landed, r: Request | None) -> None:
+    def _landed(self, o: protocol.Landed, r: Request | None) -> None:
         """No byte of a grant will move any more."""
         copies = self.core.have.copies
         ids = self.granted.pop(o.transfer)

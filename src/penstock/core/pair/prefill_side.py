@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from penstock.core.messages import Cancel, Drained, End, Grant, Hello, Message, Reason, Refused
-from penstock.core.peer import Deadline, Granted, Outcome, Renew, Sent, Side, Stopped
+from penstock.core.pair.messages import Cancel, Drained, End, Grant, Hello, Message, Reason, Refused
+from penstock.core.pair.protocol import Deadline, Granted, Outcome, Renew, Sent, Side, Stopped
 
 
 class Stage(Enum):

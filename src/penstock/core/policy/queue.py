@@ -1,18 +1,20 @@
 """Who of the waiting gets a row: in order, and the first that does not fit blocks the rest.
 
-Asks `placement` for the ways in and `Core` for the edge. Page tables are long: who did not fit is not
+Asks `capacity` for the ways in and `Core` for the edge. Page tables are long: who did not fit is not
 tried again before as much has come as it lacked, or those that it waits for have changed.
 """
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.core import lifecycle, placement, room, storage
-from penstock.core.holdings import Lack
+from penstock.core import lifecycle
+from penstock.core.kv import prefetch
+from penstock.core.kv.pages import Lack
+from penstock.core.kv.prefix_tree import Copy
 from penstock.core.lifecycle import Phase
 from penstock.core.plan import StepId, Tier
+from penstock.core.policy import capacity, reclaim
 from penstock.core.request import Request
-from penstock.core.tree import Copy
 
 if TYPE_CHECKING:
     from penstock.core.core import Core
@@ -64,7 +66,7 @@ class Admission:
             if self._enter(r):
                 if passed:
                     return
-            elif room.for_admission(self.core, r):
+            elif reclaim.for_admission(self.core, r):
                 passed = True                  # others need not wait as well: one of them goes on
             else:
                 self._make_way(r)
@@ -97,9 +99,9 @@ class Admission:
         have, state, no_row = self.core.have, None, False
         lacks: list[Lack] = []
         early: list[Copy] = []
-        for trigger in placement.ways_in(self.core, r):
+        for trigger in capacity.ways_in(self.core, r):
             place = lifecycle.place_after(r.phase, trigger, r.place)
-            spare = room.headroom(self.core, r, place)
+            spare = reclaim.headroom(self.core, r, place)
             if spare is None:
                 state = self._state()          # until the others that run have changed
                 continue
@@ -126,20 +128,20 @@ class Admission:
         given way twice: what keeps a row from the host may make it give way."""
         core, have = self.core, self.core.have
         lacks = [lack for lack in self.lacks_of(r) if lack.tier is Tier.HBM] if core.cfg.sparse else []
-        if not lacks or room.leaving(core) or any(q.phase is Phase.STAGING for q in core.running):
+        if not lacks or reclaim.leaving(core) or any(q.phase is Phase.STAGING for q in core.running):
             return
         short = min([self._short(lack) for lack in lacks])
         if short <= 0 or self._in_vain():
             return
-        short -= sum(1 for _ in room.landing(core, Tier.HBM))
+        short -= sum(1 for _ in reclaim.landing(core, Tier.HBM))
         rows = [q for q in core.running[1:] or core.running
-                if room.may_spill(core, q) and q.gave_way < room.GAVE_WAY_MAX - 1]
+                if reclaim.may_spill(core, q) and q.gave_way < reclaim.GAVE_WAY_MAX - 1]
         self._vain = Vain(core.taken, have.issued, [])
-        if short <= 0 or sum([room.spillable(core, q, short) for q in rows]) < short:
+        if short <= 0 or sum([reclaim.spillable(core, q, short) for q in rows]) < short:
             return
         for q in reversed(rows):
             have.lack = lacks[0]               # what the spill is for: the judge reads it
-            if room.spills(core, q):
+            if reclaim.spills(core, q):
                 self._vain = None
                 return
             if have.lack.tier is Tier.DRAM:
@@ -163,4 +165,4 @@ class Admission:
             return False
         if r.phase is Phase.PAUSED and not r.is_parked:
             return False
-        return r.phase is not Phase.FETCHING or storage.is_fetched(self.core.have, r)
+        return r.phase is not Phase.FETCHING or prefetch.is_fetched(self.core.have, r)

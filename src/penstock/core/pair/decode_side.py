@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.core.messages import Cancel, Drained, End, Grant, Hello, Message, Reason
-from penstock.core.peer import Declined, Fence, Landed, Outcome, Remind, Side
+from penstock.core.pair.messages import Cancel, Drained, End, Grant, Hello, Message, Reason
+from penstock.core.pair.protocol import Declined, Fence, Landed, Outcome, Remind, Side
 
 
 @dataclass(slots=True, eq=False)

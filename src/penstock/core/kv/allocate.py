@@ -6,16 +6,14 @@ hit in any tier, to device pages or to host pages. It takes everything or change
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from penstock.core.kv.growth import twin
+from penstock.core.kv.page_table import own
+from penstock.core.kv.pages import Pages
+from penstock.core.kv.prefix_tree import Copy, Node
 from penstock.core.lifecycle import Phase, Place
 from penstock.core.plan import Row, Tier
 from penstock.core.request import STUCK_MAX, Request
-from penstock.core.staying import drop_entry, own, twin
-from penstock.core.tree import Copy, Node
-
-if TYPE_CHECKING:
-    from penstock.core.holdings import Holdings
 
 
 @dataclass(slots=True)
@@ -45,7 +43,7 @@ class Way:
         return sum(c is not None and c.page < 0 for c in self.host)
 
 
-def enter(have: Holdings, r: Request, place: Place, spare: int) -> bool:
+def enter(have: Pages, r: Request, place: Place, spare: int) -> bool:
     """Give `r` a row and all the pages that its known tokens need in `place`. False: nothing has
     changed."""
     if not have.rows.free:
@@ -77,7 +75,7 @@ def enter(have: Holdings, r: Request, place: Place, spare: int) -> bool:
     return True
 
 
-def receive(have: Holdings, r: Request, place: Place, spare: int) -> bool:
+def receive(have: Pages, r: Request, place: Place, spare: int) -> bool:
     """Pages for the prompt of `r`, which another engine will write. What is cached here is kept where
     it is; the rest begins at `settled`. False: nothing has changed."""
     _find(have, r)
@@ -114,7 +112,7 @@ def _early(ways: list[Way]) -> Copy | None:
     return next((f.source for w in ways for f in w.saves if not f.source.ready), None)
 
 
-def _is_room(have: Holdings, ways: list[Way], spare: int) -> bool:
+def _is_room(have: Pages, ways: list[Way], spare: int) -> bool:
     def on_device() -> bool:
         return have.room(Tier.HBM, have.with_spare(Tier.HBM, [w.new_device() for w in ways], spare))
 
@@ -132,7 +130,7 @@ def _is_room(have: Holdings, ways: list[Way], spare: int) -> bool:
     return on_device()
 
 
-def _find(have: Holdings, r: Request) -> None:
+def _find(have: Pages, r: Request) -> None:
     """Name what of the known tokens has KV somewhere, and set `computed`."""
     old, r.path = r.path, have.match(r)
     for node in r.path:
@@ -140,12 +138,12 @@ def _find(have: Holdings, r: Request) -> None:
     for g, t in enumerate(r.tables):
         for i, copy in enumerate(t.host):      # what it has fetched may have been banished since
             if copy is not None and copy.node is not None and copy.node.banished:
-                drop_entry(have, r, g, t.host, i)
+                have.drop_entry(r, g, t.host, i)
     have.tree.leave(old)
     r.computed = r.settled = len(r.path) * have.cfg.page_size
 
 
-def _way(have: Holdings, r: Request, g: int, place: Place) -> Way:
+def _way(have: Pages, r: Request, g: int, place: Place) -> Way:
     """Pin what group g has of `r`, and say what is still to be had."""
     t, way = r.tables[g], Way()
     known, done = min(len(r.tokens), r.limit), t.end(r.computed)
@@ -176,13 +174,13 @@ def _pin(copy: Copy) -> Copy:
     return copy
 
 
-def _shared(have: Holdings, g: int, node: Node | None) -> Copy | None:
+def _shared(have: Pages, g: int, node: Node | None) -> Copy | None:
     """A device page that a hosted row can read as long as nobody else needs the memory."""
     copy = node.good(have.device[g]) if node is not None else None
     return _pin(copy) if copy is not None and copy.ready else None
 
 
-def _entry(have: Holdings, r: Request, g: int, i: int, node: Node | None, way: Way, *, host: bool) -> Copy:
+def _entry(have: Pages, r: Request, g: int, i: int, node: Node | None, way: Way, *, host: bool) -> Copy:
     """Page i of group g where it is wanted, or a new one that is filled from the other side. The device
     may still be loading what is to be saved, see `_early`."""
     t = r.tables[g]
@@ -205,19 +203,19 @@ def _entry(have: Holdings, r: Request, g: int, i: int, node: Node | None, way: W
     return target
 
 
-def _undo(have: Holdings, way: Way) -> None:
+def _undo(have: Pages, way: Way) -> None:
     for copy in [*way.device, *way.host, *(f.source for f in (*way.loads, *way.saves))]:
         if copy is not None and copy.page >= 0:
             _unpin(have, copy)
 
 
-def _unpin(have: Holdings, copy: Copy) -> None:
+def _unpin(have: Pages, copy: Copy) -> None:
     copy.pins -= 1
     if copy.node is not None:
         have.tree.settle(copy.node)
 
 
-def _take(have: Holdings, r: Request, g: int, way: Way) -> list[Node]:
+def _take(have: Pages, r: Request, g: int, way: Way) -> list[Node]:
     """Get the pages, start the copies, and let go of what `r` had before. Returns the pages of its
     path that the device does not have."""
     t = r.tables[g]
@@ -237,7 +235,7 @@ def _take(have: Holdings, r: Request, g: int, way: Way) -> list[Node]:
     return [*on_host, *(f.node for f in way.loads if f.node is not None)]
 
 
-def _start(have: Holdings, r: Request, g: int, fills: list[Fill], *, up: bool) -> None:
+def _start(have: Pages, r: Request, g: int, fills: list[Fill], *, up: bool) -> None:
     """Begin to copy. A sealed page becomes the tree's copy, unless the tree has one meanwhile or its
     source is a twin that the tree does not know."""
     src, dst = (have.host[g], have.device[g]) if up else (have.device[g], have.host[g])

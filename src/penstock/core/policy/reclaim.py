@@ -9,9 +9,10 @@ import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from penstock.core import placement, staying
+from penstock.core.kv import growth
 from penstock.core.lifecycle import Phase, Place, Trigger
 from penstock.core.plan import Tier
+from penstock.core.policy import capacity
 from penstock.core.request import STUCK_MAX, Request
 
 GAVE_WAY_MAX = 3
@@ -19,7 +20,7 @@ AWAY_STEPS = 8       # so long a peer may take to say that it writes no more, be
 
 if TYPE_CHECKING:
     from penstock.core.core import Core
-    from penstock.core.tree import Copy
+    from penstock.core.kv.prefix_tree import Copy
 
 
 def promised(core: Core, tier: Tier = Tier.HBM) -> bool:
@@ -70,7 +71,7 @@ def headroom(core: Core, r: Request, place: Place) -> int | None:
     nobody gives way more than three times."""
     tired = r.gave_way >= GAVE_WAY_MAX - 1 or any(
         [q.gave_way >= GAVE_WAY_MAX - 1 and q.key > r.key for q in core.running])
-    if tired and (core.running or _is_away(core)) and not placement.all_end(core, r, place):
+    if tired and (core.running or _is_away(core)) and not capacity.all_end(core, r, place):
         return None
     if tired and not core.running and not _is_clear(core):
         return None
@@ -172,7 +173,7 @@ def _for_host_pages(core: Core, taken: list[Request]) -> None:
 
 
 def _drop_twins(core: Core, but: Request | None = None) -> bool:
-    return any(staying.drop_twins(core.have, r) for r in reversed(core.running) if r is not but)
+    return any(growth.drop_twins(core.have, r) for r in reversed(core.running) if r is not but)
 
 
 def _is_away(core: Core) -> bool:

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from penstock.core.ledger import Fence, Pool
+from penstock.core.kv.pool import Fence, Pool
 from penstock.core.plan import Group, MoveId, StepId, Tier
 
 IN_USE = 1 << 62     # `last_used` of a page that a live request names: later than any clock

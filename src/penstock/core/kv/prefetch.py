@@ -2,18 +2,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from penstock.core.kv.page_table import own, put
+from penstock.core.kv.pages import Pages
+from penstock.core.kv.prefix_tree import Copy, Node
 from penstock.core.plan import Tier
 from penstock.core.request import Request
-from penstock.core.staying import own, put
-from penstock.core.tree import Copy, Node
-
-if TYPE_CHECKING:
-    from penstock.core.holdings import Holdings
 
 
-def _wanted(have: Holdings, r: Request, path: list[Node]) -> Iterator[tuple[int, int, Node]]:
+def _wanted(have: Pages, r: Request, path: list[Node]) -> Iterator[tuple[int, int, Node]]:
     """Group, entry and node of every page that a hit of `path` needs."""
     size = have.cfg.page_size
     for g, t in enumerate(r.tables):
@@ -22,13 +19,13 @@ def _wanted(have: Holdings, r: Request, path: list[Node]) -> Iterator[tuple[int,
             yield g, i, path[(i + 1) * t.unit // size - 1]
 
 
-def stored(have: Holdings, r: Request) -> int:
+def stored(have: Pages, r: Request) -> int:
     """Pages of the known prefix that only storage has."""
     path = have.match(r, stored=True)
     return len({id(node) for g, _, node in _wanted(have, r, path) if not have.has(node, g)})
 
 
-def reserve(have: Holdings, r: Request) -> bool:
+def reserve(have: Pages, r: Request) -> bool:
     """Take the path as far as storage knows it, pin what the host has of it, and start reading the
     rest. False: no room in the host, nothing has changed."""
     path = have.match(r, stored=True)
@@ -56,7 +53,7 @@ def reserve(have: Holdings, r: Request) -> bool:
     return True
 
 
-def read(have: Holdings, r: Request) -> None:
+def read(have: Pages, r: Request) -> None:
     """Start reading what is missing, in order, as much as storage may hold of the host at once. The rest
     is asked for when this has come; what comes after a page that cannot be had is not."""
     todo: list[list[Node]] = [[] for _ in r.tables]
@@ -81,7 +78,7 @@ def read(have: Holdings, r: Request) -> None:
         have.copies.move_nodes(nodes, have.disk[g], have.host[g])
 
 
-def is_fetched(have: Holdings, r: Request) -> bool:
+def is_fetched(have: Pages, r: Request) -> bool:
     """Nothing that this request waits for is on its way any more; some of it may have failed. Its path
     may be long: it is walked anew when the page that was missing has come, and not again after the end."""
     if r.coming is None or not all([_is_coming(have, g, node) for g, node in r.coming]):
@@ -90,7 +87,7 @@ def is_fetched(have: Holdings, r: Request) -> bool:
     return not r.coming
 
 
-def _is_coming(have: Holdings, g: int, node: Node) -> bool:
+def _is_coming(have: Pages, g: int, node: Node) -> bool:
     """Whether a page is on its way to the host, and not on the device."""
     copy = node.good(have.host[g])
     return copy is not None and not copy.ready and node.good(have.device[g]) is None

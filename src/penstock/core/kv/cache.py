@@ -1,0 +1,80 @@
+"""Who holds what: one acquire and one release for all leases of a request.
+
+`Core` says which phase a request enters; this takes all that the phase requires or nothing, and gives
+up what it does not allow, behind fences.
+"""
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from penstock.core.kv import allocate, growth, offload, prefetch, promote, sealing
+from penstock.core.kv.pages import Pages
+from penstock.core.kv.pool import Fence
+from penstock.core.lifecycle import Lease, Phase, Place
+from penstock.core.request import Request
+
+
+class Holdings(Pages):
+    """Pages, rows and who has them. Every method keeps `check` true."""
+
+    def acquire(self, r: Request, phase: Phase, leases: Collection[Lease], place: Place,
+                spare: int = 0) -> bool:
+        """Make `r` hold what `phase` requires, or change nothing. On the way in so much must be left over
+        that `spare` rows, which run, can grow."""
+        if Lease.ROW in leases and r.row is None:
+            return allocate.enter(self, r, place, spare)
+        if phase in (Phase.PAUSED, Phase.STAGING):
+            return offload.reserve(self, r, phase)
+        if phase is Phase.FETCHING:
+            return prefetch.reserve(self, r)
+        if phase is Phase.RECEIVING:
+            return allocate.receive(self, r, place, spare)
+        if Lease.HOT in leases and not any(t.hot for t in r.tables):
+            return promote.heat(self, r)
+        if phase is Phase.PROMOTING:
+            return promote.reload(self, r, spare)
+        return True
+
+    def release(self, r: Request, leases: Iterable[Lease]) -> None:
+        """Give up all of these leases that `r` holds."""
+        for lease in leases:
+            if lease is Lease.ROW and r.row is not None:
+                self.rows.release([r.row], Fence(r.last_issue))      # a promise of `Bind`
+                r.row, r.bound, r.moved = None, False, False
+            elif lease is Lease.HOT:
+                self._cool(r)
+            elif lease is Lease.DRAM:
+                for g in range(len(r.tables)):
+                    self._release_column(r, g, host=True)
+                offload.return_reserve(self, r)
+            elif lease in (Lease.HBM, Lease.INDEX):
+                for g, t in enumerate(r.tables):
+                    if t.hosted == (lease is Lease.HBM):
+                        self._release_column(r, g, host=False)
+
+    def _release_column(self, r: Request, g: int, *, host: bool) -> None:
+        t = r.tables[g]
+        column = t.host if host else t.device
+        space = self.host[g] if host else self.device[g]
+        for copy in column:
+            if copy is not None:
+                self.unpin(r, space, copy)
+        column.clear()
+
+    def _cool(self, r: Request) -> None:
+        if r in self.lent:
+            self.lent.remove(r)
+        for g, t in enumerate(r.tables):
+            for copy in t.hot:
+                self.unpin(r, self.device[g], copy)
+            t.hot, t.kept = [], {}
+
+    def grow(self, r: Request, upto: int) -> bool:
+        """Pages for positions below `upto` in every group, or nothing."""
+        return growth.grow(self, r, upto)
+
+    def seal(self, r: Request) -> None:
+        sealing.seal(self, r)
+
+    def park(self, r: Request) -> None:
+        offload.park(self, r)

@@ -1,0 +1,81 @@
+"""Pages for what a row writes next, on the device, on the host or on both."""
+from __future__ import annotations
+
+from penstock.core.kv.page_table import put
+from penstock.core.kv.pages import Pages
+from penstock.core.kv.pool import Pool
+from penstock.core.kv.prefix_tree import Copy
+from penstock.core.lifecycle import Phase, Place
+from penstock.core.plan import Tier
+from penstock.core.request import Request, Table
+
+_HOST, _HBM, _DRAM = Place.HOST, Tier.HBM, Tier.DRAM    # Python 3.11 takes 0.1 us to find a member of an Enum
+
+
+def grow(have: Pages, r: Request, upto: int) -> bool:
+    """Pages for positions below `upto`, in every group, or nothing."""
+    host, promoting = r.place is _HOST, r.phase is Phase.PROMOTING
+    hbm, dram, new_up, new_down = [0] * len(r.tables), [0] * len(r.tables), 0, 0
+    for g, t in enumerate(r.tables):
+        on_host = host and t.hosted
+        n = -(-upto // t.unit) - len(t.host if on_host else t.device)
+        if n <= 0:
+            continue
+        if on_host:
+            dram[g] = n
+            if n > (free := have.host[g].pool.free):
+                new_down += n - free
+        if promoting or not on_host:
+            hbm[g] = n
+            if n > (free := have.device[g].pool.free):
+                new_up += n - free
+    # Where each new page could have a slab of its own, nobody need count slabs. A single pool has none.
+    if (new_up > len(have.arenas[_HBM].free) or new_down > len(have.arenas[_DRAM].free)) and not (
+            have.room(_HBM, hbm) and have.room(_DRAM, dram)):
+        return False
+    for g, t in enumerate(r.tables):
+        if up := hbm[g]:
+            _extend(have.device[g].pool, t.device, up)
+        if down := dram[g]:
+            _extend(have.host[g].pool, t.host, down)
+            if not up:
+                t.device += [None] * (len(t.host) - len(t.device))
+        elif up and r.may_host and not host:
+            _twin(have, r, g, t, up)
+    r.capacity = have.covered(r, r.place)
+    return True
+
+
+def _extend(pool: Pool, column: list[Copy | None], n: int) -> None:
+    last = column[-1] if column else None
+    for page in pool.acquire(n, None if last is None else last.page):
+        column.append(Copy(page, None, True, 1))
+
+
+def _twin(have: Pages, r: Request, g: int, t: Table, n: int) -> None:
+    """Where a decoding row may spill, its new pages are on the host from their first token on: that is
+    where they go when they are sealed, so it is worth evicting what is cached there."""
+    if not (t.hosted and r.phase is Phase.RESIDENT):
+        return
+    for i in range(len(t.device) - n, len(t.device)):
+        twin(have, g, t, i)
+
+
+def twin(have: Pages, g: int, t: Table, i: int) -> None:
+    """A host page for entry i, which no step has written yet, if there is room."""
+    pool = have.host[g].pool
+    if pool.free or have.room(_DRAM, have.one(g)):
+        put(t.host, i, Copy(pool.acquire(1)[0]))
+
+
+def drop_twins(have: Pages, r: Request) -> bool:
+    """Give up the host pages of a row that is on the device: a spill will have to copy."""
+    if r.place is _HOST or r.phase is Phase.STAGING or not any([any(t.host) for t in r.tables]):
+        return False
+    for g, t in enumerate(r.tables):
+        for i in range(len(t.host)):
+            if t.host[i] is not None:
+                have.drop_entry(r, g, t.host, i)
+        t.host.clear()
+    r.moved, r.steady = r.bound, 0             # its steps write them until it is bound again
+    return True

@@ -1,0 +1,100 @@
+"""From the host to the device: the hot buffer of a row that spills, and promotion, while the row goes on."""
+from __future__ import annotations
+
+from penstock.core.kv.page_table import put
+from penstock.core.kv.pages import Pages
+from penstock.core.kv.prefix_tree import Copy, Node
+from penstock.core.plan import Tier
+from penstock.core.request import Request
+
+
+def heat(have: Pages, r: Request) -> bool:
+    """The hot buffer of a row that was resident: its own last pages, content and all."""
+    want = [0] * len(r.tables)
+    keep: dict[int, list[int]] = {}
+    for g, t in enumerate(r.tables):
+        if t.hosted:
+            mine = [i for i, c in enumerate(t.device) if c is not None and c.pins == 1 and not c.moves]
+            keep[g] = mine[-r.hot:]
+            want[g] = r.hot - len(keep[g])
+    if not have.room(Tier.HBM, want):
+        return False
+    for g, entries in keep.items():
+        t = r.tables[g]
+        for i in entries:
+            copy, t.device[i] = t.device[i], None
+            assert copy is not None
+            if copy.node is not None:
+                del copy.node.copies[have.device[g]]
+                copy.node = None
+            t.hot.append(copy)
+            t.kept[copy.page] = i
+        t.hot += [Copy(page, pins=1) for page in have.device[g].pool.acquire(want[g])]
+    have.lend(r)
+    return True
+
+
+def reload(have: Pages, r: Request, spare: int) -> bool:
+    """Device pages for everything that a hosted row has on the host, and the loads of what is
+    sealed. The open page follows when it is sealed; pages begun from now on are on both sides."""
+    have.lent.remove(r)                        # what it has already is no loan any more
+    want = [sum(c is None for c in t.device) if t.hosted else 0 for t in r.tables]
+    for g, t in enumerate(r.tables):
+        for i in range(len(t.device) if want[g] else 0):
+            node = have.node(r, t, i)
+            if t.device[i] is None and node is not None and (copy := node.good(have.device[g])):
+                put(t.device, i, copy)
+                want[g] -= 1
+    if not have.room(Tier.HBM, have.with_spare(Tier.HBM, want, spare)):
+        have.lend(r)
+        return False
+    for g, t in enumerate(r.tables):
+        if pages := have.device[g].pool.acquire(want[g])[::-1]:
+            new = [i for i, copy in enumerate(t.device) if copy is None]
+            for i in new:
+                put(t.device, i, Copy(pages.pop(), ready=False))
+            load(have, r, g, [(i, node) for i in new if (node := have.node(r, t, i)) is not None])
+    return True
+
+
+def is_reloaded(r: Request) -> bool:
+    """Every page of a row that is being promoted is on the device."""
+    return not r.moves and all(c is not None and c.ready
+                               for t in r.tables if t.hosted for c in t.device)
+
+
+def stop_reload(have: Pages, r: Request) -> None:
+    """A promotion is given up: pages that are in place stay as a loan, the others go."""
+    for g, t in enumerate(r.tables):
+        for i, copy in enumerate(t.device if t.hosted else ()):
+            if copy is not None and not (copy.ready and i < r.told[g] and have.node(r, t, i)):
+                have.drop_entry(r, g, t.device, i)
+                if i < r.told[g]:
+                    r.yielded[g].append(i)
+    have.lend(r)
+
+
+def leave_host(have: Pages, r: Request) -> None:
+    """A row that has come back to the device keeps only the host twins of what is not sealed."""
+    for g, t in enumerate(r.tables):
+        for i in range(len(t.host)):
+            if t.host[i] is not None and (not t.hosted or have.node(r, t, i) is not None):
+                have.drop_entry(r, g, t.host, i)
+
+
+def load(have: Pages, r: Request, g: int, entries: list[tuple[int, Node]]) -> None:
+    """Fill device pages that a promotion has reserved, of pages that are sealed: all in one Move."""
+    t, up, down = r.tables[g], have.device[g], have.host[g]
+    pairs: list[tuple[Copy, Copy]] = []
+    private = False
+    for i, node in entries:
+        source, target = t.host[i], t.device[i]
+        assert source is not None and target is not None
+        if target.filling:
+            continue
+        if up not in node.copies:
+            have.tree.attach(node, up, target)
+        private |= node.copies[up] is not target or node.copies.get(down) is not source
+        target.ready = False
+        pairs.append((source, target))
+    have.copies.move_sealed(pairs, down, up, r if private else None)
