@@ -74,7 +74,7 @@ def test_the_context_is_what_the_core_can_place():
                replace(DEMO, dram_bytes=0), replace(DEMO, hbm_bytes=30 * MIB, page_size=64, sparse_unit=16)):
         core = sized(kv).core
         wide = replace(core, max_len=1 << 16)
-        longest = largest(wide, True)
+        longest = largest(wide, wide.sparse)
         assert core.max_len == min(8192, longest // kv.page_size * kv.page_size), kv
         assert any(fits(core, place, core.max_len) for place in (Place.HOST, Place.DEVICE))
 
