@@ -9,10 +9,12 @@ import functools
 from dataclasses import dataclass, field, replace
 
 import pytest
+import ranks
 import torch
 import torch.nn.functional as F
 from counting import bytecodes
 from late_copies import Latest
+from plain_attention import causal, plain
 
 from penstock.config.errors import RequestError
 from penstock.config.params import SamplingParams
@@ -35,9 +37,10 @@ from penstock.core.plan import (
     Tier,
     Yield,
 )
+from penstock.core.settings import CoreConfig
+from penstock.exec.caches import caches_of
 from penstock.exec.front import Front
 from penstock.exec.lower import RowTables
-from penstock.exec.rank import Rank
 from penstock.kernels import paged_attention
 from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
@@ -56,39 +59,17 @@ CONFIG = {
 GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
 
 
+pytestmark = pytest.mark.usefixtures("stages")
+
+
 @functools.cache
-def model():
-    m = registry.build(CONFIG, dtype=torch.float32,
+def model(stage=None):
+    m = registry.build(CONFIG, dtype=torch.float32, stage=stage,
                        linear=lambda w, b: functools.partial(F.linear, weight=w, bias=b))
-    for name, tensor in registry.dummy_tensors(CONFIG, 3):
+    for name, tensor in registry.dummy_tensors(CONFIG, 3, m.wants):
         m.load(name, tensor if "norm" in name else tensor * 8)
     m.finish()
     return m
-
-
-def plain(layout, spec):
-    """Paged attention, one token at a time: the definition."""
-    def attend(q, k_pages, v_pages):
-        out = torch.empty_like(q)
-        for i, row in enumerate(layout.rows):
-            first, last = layout.query_start[i], layout.query_start[i + 1]
-            pages = layout.pages_RM[row, :-(-layout.context[i] // layout.page_size)].tolist()
-            for t in range(first, last):
-                seen = layout.context[i] - (last - first) + (t - first) + 1
-                k, v = (x[pages].transpose(1, 2).flatten(0, 1)[:seen] for x in (k_pages, v_pages))
-                group = q.shape[1] // k.shape[1]
-                k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-                w = (torch.einsum("nh,snh->ns", q[t], k) * spec.scale).softmax(-1)
-                out[t] = torch.einsum("ns,snh->nh", w, v)
-        return out
-    return attend
-
-
-def causal(layer, q, kv):
-    """Dense attention over one whole sequence."""
-    q, k, v = (x.transpose(0, 1)[None] for x in (q, *kv.unbind(1)))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return out[0].transpose(0, 1)
 
 
 @functools.cache
@@ -155,11 +136,15 @@ class Hand:
 
 
 def executor(*, lateness=None, attention=None, seed=0, with_model=None) -> Front:
-    hbm, dram = HbmPool(LAYOUT, 40, base=HBM), DramPool(LAYOUT, 40, base=DRAM)
-    hbm.fill(float("nan"))
-    dram.fill(float("nan"))
-    return Front([Rank(with_model or model(), attention or plain, [hbm], [dram], rows=6,
-                       max_len=40 * G, row_base=ROWS, seed=seed, lateness=lateness)])
+    groups = model().groups
+    caches = caches_of(groups, G, torch.float32)
+    cfg = CoreConfig(page_size=G, rows=6, hbm_pages=40, dram_pages=40, hbm_base=HBM, dram_base=DRAM,
+                     row_base=ROWS, groups=caches.groups)
+    ex, hbm, dram = ranks.front(with_model or model, attention or plain, groups, caches, cfg,
+                                max_len=40 * G, seed=seed, lateness=lateness)
+    for pool in (*hbm, *dram):
+        pool.fill(float("nan"))
+    return ex
 
 
 def tokens_of(events) -> list[int]:
@@ -379,24 +364,30 @@ def test_a_refused_open_keeps_nothing():
 
 
 class Damaged:
-    """A model whose logits turn NaN when the newest input is token `bad`."""
+    """A model whose logits turn NaN when the newest input is token `bad`. `ids` are its last inputs."""
 
-    def __init__(self, bad: int) -> None:
-        self.bad, self.inner = bad, model()
-        self.vocab_size, self.groups = model().vocab_size, model().groups
-        self.attention = model().attention
+    ids: torch.Tensor
+
+    def __init__(self, bad, stage=None):
+        self.bad, self.inner = bad, model(stage)
+        self.vocab_size, self.groups = self.inner.vocab_size, self.inner.groups
+        self.attention, self.layers = self.inner.attention, self.inner.layers
+        self.logits = self.inner.logits
 
     def forward(self, ids, positions, attend):
-        hidden = self.inner.forward(ids, positions, attend)
-        return torch.where((ids == self.bad).unsqueeze(1), torch.nan, hidden)
+        return self.norm(self.layers(self.embed(ids), positions, attend))
 
-    def logits(self, hidden):
-        return self.inner.logits(hidden)
+    def embed(self, ids):
+        Damaged.ids = ids
+        return self.inner.embed(ids)
+
+    def norm(self, x):
+        return torch.where((Damaged.ids == self.bad).unsqueeze(1), torch.nan, self.inner.norm(x))
 
 
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(top_p=0.9, seed=1, logprobs=1)])
 def test_logits_that_are_not_finite_fail_their_request_only(params):
-    h = Hand(executor(with_model=Damaged(PROMPT[4])))
+    h = Hand(executor(with_model=functools.partial(Damaged, PROMPT[4])))
     h.ex.open(RequestId(1), PROMPT[:5], params)
     h.ex.open(RequestId(2), PROMPT, GREEDY)
     h.bind(0, 1, [0, 1])
@@ -417,8 +408,8 @@ def test_logits_that_are_not_finite_fail_their_request_only(params):
 
 def test_the_scale_of_attention_is_the_models_own():
     class Scaled(Damaged):
-        def __init__(self):
-            super().__init__(bad=-5)
+        def __init__(self, stage):
+            super().__init__(-5, stage)
             self.attention = replace(model().attention, scale=0.25)
 
     seen = []
@@ -427,13 +418,13 @@ def test_the_scale_of_attention_is_the_models_own():
         seen.append(spec)
         return plain(layout, spec)
 
-    h = Hand(executor(with_model=Scaled(), attention=attention))
+    h = Hand(executor(with_model=Scaled, attention=attention))
     h.ex.open(RequestId(1), PROMPT, GREEDY)
     h.bind(0, 1, [0, 1, 2])
     h.run(0, 1, 0, PROMPT)
     h.send()
     assert len(tokens_of(h.drain())) == 1
-    assert [(s.num_heads, s.num_kv_heads, s.head_dim, s.scale) for s in seen] == [(4, 2, 8, 0.25)]
+    assert {(s.num_heads, s.num_kv_heads, s.head_dim, s.scale) for s in seen} == {(4, 2, 8, 0.25)}
 
 
 def bad_bind_tier(h):

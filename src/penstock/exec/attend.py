@@ -21,7 +21,7 @@ from penstock.kernels.index_select import IndexSelect
 from penstock.kernels.latent_attention import LatentAttention
 from penstock.kernels.paged_attention import AttentionSpec, Plan, Planner, store
 from penstock.memory.hbm import HbmPool
-from penstock.model.base import Attend, LocalLayer, Model
+from penstock.model.base import Attend, CacheShape, LocalLayer, Model
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,31 +39,33 @@ class Attending(Protocol):
         ...
 
 
-def attending(model: Model, ops: Planner | LatentOps, hbm: Sequence[HbmPool]) -> Attending:
-    """Pools by cache group of the model."""
-    for group, pool in zip(model.groups, hbm, strict=True):
+def attending(model: Model, groups: Sequence[CacheShape], ops: Planner | LatentOps,
+              hbm: Sequence[HbmPool]) -> Attending:
+    """Pools by cache group."""
+    for group, pool in zip(groups, hbm, strict=True):
         want = (len(group.layers), group.num_kv_heads, group.planes, group.unit, group.head_dim)
         have = pool.layout
         assert want == (have.num_layers, have.num_kv_heads, have.planes, have.unit, have.head_dim), (
             f"a foreign pool for group {group.name}")
     if isinstance(ops, LatentOps):
-        return Latent(model, ops, hbm)
-    return Grouped(model, ops, hbm)
+        return Latent(model, groups, ops, hbm)
+    return Grouped(model, groups, ops, hbm)
 
 
 class Grouped:
     """Layers that store k and v of their KV heads, in one cache group or several."""
 
-    def __init__(self, model: Model, planner: Planner, hbm: Sequence[HbmPool]) -> None:
+    def __init__(self, model: Model, groups: Sequence[CacheShape], planner: Planner,
+                 hbm: Sequence[HbmPool]) -> None:
         assert not model.attention.latent_dim, "a model of latent rows and ops for KV heads"
         self._planner = planner
         self._specs = [
             AttentionSpec(num_heads=model.attention.num_heads, num_kv_heads=group.num_kv_heads,
                           head_dim=group.head_dim, dtype=pool.layout.dtype, scale=model.attention.scale)
-            for group, pool in zip(model.groups, hbm, strict=True)]
+            for group, pool in zip(groups, hbm, strict=True)]
         # Of each layer: the group that attention reads, its k and v pools [P, K, G, H].
         self._places = {layer: (g, pool.pages[:, i, :, 0], pool.pages[:, i, :, 1])
-                        for g, (group, pool) in enumerate(zip(model.groups, hbm, strict=True))
+                        for g, (group, pool) in enumerate(zip(groups, hbm, strict=True))
                         if not group.selector for i, layer in enumerate(group.layers)}
 
     def step(self, plan: StepPlan, lowered: Lowered) -> Attend:
@@ -92,13 +94,14 @@ class _GroupedStep:
 class Latent:
     """Layers that store one latent row a token, and, where they have an indexer, one key."""
 
-    def __init__(self, model: Model, ops: LatentOps, hbm: Sequence[HbmPool]) -> None:
+    def __init__(self, model: Model, groups: Sequence[CacheShape], ops: LatentOps,
+                 hbm: Sequence[HbmPool]) -> None:
         self.ops, self.shape = ops, model.attention
         assert self.shape.latent_dim and self.shape.topk, "ops for latent rows and another model"
         # One plane, one head: [P, G, H] of each layer. Group 0 is the rows, the other the keys.
         self.rows, self.keys = (
             {layer: pool.pages[:, i, 0, 0]
-             for group, pool in zip(model.groups, hbm, strict=True) if group.selector is selector
+             for group, pool in zip(groups, hbm, strict=True) if group.selector is selector
              for i, layer in enumerate(group.layers)} for selector in (False, True))
 
     def step(self, plan: StepPlan, lowered: Lowered) -> Attend:

@@ -2,9 +2,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from penstock.core.plan import Group
 from penstock.core.settings import CacheGroup, CoreConfig
@@ -13,16 +14,19 @@ from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
 from penstock.memory.pool import PageLayout
 from penstock.memory.slabs import Slabs
-from penstock.model.base import CacheShape
+from penstock.model.base import CacheShape, LocalLayer, Stage
 
 
 @dataclass(frozen=True, slots=True)
 class Caches:
-    """`groups` and `layouts` by cache group. The core counts a pool in pages of group 0."""
+    """Of a whole model, or of one stage of it; `groups` and `layouts` by cache group. The core counts a
+    pool in pages of group 0, the same on every stage."""
 
     groups: tuple[CacheGroup, ...]
     layouts: tuple[PageLayout, ...]
     slabs: Slabs
+    host: Slabs                 # of the host pool, which all stages of a model share
+    host_at: tuple[int, ...]    # by group: byte of a host page at which these layers begin
 
     @property
     def page_bytes(self) -> int:
@@ -49,10 +53,26 @@ class Caches:
             low, high = (middle, high) if self.bytes_for(middle) <= nbytes else (low, middle)
         return low
 
-    def pools(self, cfg: CoreConfig, device: torch.device | str = "cpu",
-              ) -> tuple[list[HbmPool], list[DramPool]]:
+    def stage(self, first: int, end: int, shapes: Sequence[CacheShape]) -> Caches:
+        """Of layers [first, end) of this model, of which `shapes` are the cache groups. Slabs have as
+        many pages as the model's, of these layers; in the host a stage has its rectangle of each page."""
+        parts, at = [], []
+        for layout, shape in zip(self.layouts, shapes, strict=True):
+            before = sum(layer < first for layer in shape.layers)
+            n = sum(first <= layer < end for layer in shape.layers)
+            parts.append(replace(layout, num_layers=n))
+            at.append(layout.page_bytes // layout.num_layers * before)
+        return Caches(self.groups, tuple(parts), slabs.of_counts(parts, self.slabs.slab_pages),
+                      self.slabs, tuple(at))
+
+    def host_bytes(self, cfg: CoreConfig) -> int:
+        """Memory of the host pool, of all stages together."""
+        return cfg.dram_pages // self.host.slab_pages[0] * self.host.slab_bytes
+
+    def pools(self, cfg: CoreConfig, device: torch.device | str = "cpu", *,
+              host_memory: Tensor | None = None) -> tuple[list[HbmPool], list[DramPool]]:
         """Device and host pools by cache group, those of a tier in one memory; no host pools without
-        a host tier."""
+        a host tier. host_memory: what stages share, uint8 [`host_bytes`]; None: it is made here."""
         device_memory = hbm.allocate(self.nbytes(cfg.hbm_pages), device)
         device_pools = [
             HbmPool(layout, self._count(g, cfg.hbm_pages), base=cfg.hbm_base + g * cfg.group_base,
@@ -60,11 +80,12 @@ class Caches:
             for g, layout in enumerate(self.layouts)]
         if not cfg.dram_pages:
             return device_pools, []
-        host_memory = dram.allocate(self.nbytes(cfg.dram_pages))
+        if host_memory is None:
+            host_memory = dram.allocate(self.host_bytes(cfg))
         return device_pools, [
             DramPool(layout, self._count(g, cfg.dram_pages), base=cfg.dram_base + g * cfg.group_base,
-                     group=Group(g), memory=host_memory, page_stride=self.slabs.page_stride(g))
-            for g, layout in enumerate(self.layouts)]
+                     group=Group(g), memory=host_memory[at:], page_stride=self.host.page_stride(g))
+            for g, (layout, at) in enumerate(zip(self.layouts, self.host_at, strict=True))]
 
     def _count(self, group: int, num_pages: int) -> int:
         return num_pages // self.slabs.slab_pages[0] * self.slabs.slab_pages[group]
@@ -75,6 +96,13 @@ class Caches:
             log(f"kv: slabs of {self.slabs.slab_bytes} bytes: " + ", ".join(
                 f"{n} pages of {group.name} ({self.slabs.unused(g):.0%} unused)"
                 for g, (group, n) in enumerate(zip(self.groups, self.slabs.slab_pages, strict=True))))
+
+
+def stage_shapes(shapes: Sequence[CacheShape], stage: Stage) -> tuple[CacheShape, ...]:
+    """A whole model's cache groups as `stage` has them: of each its own layers, perhaps none."""
+    return tuple(replace(shape, layers=tuple(
+        LocalLayer(layer - stage.first) for layer in shape.layers if stage.first <= layer < stage.end))
+        for shape in shapes)
 
 
 def caches_of(groups: Sequence[CacheShape], page_size: int, dtype: torch.dtype) -> Caches:
@@ -88,4 +116,4 @@ def caches_of(groups: Sequence[CacheShape], page_size: int, dtype: torch.dtype) 
         CacheGroup(name=group.name, page_bytes=layout.page_bytes, selector=group.selector,
                    resident=group.resident, slab_pages=n)
         for group, layout, n in zip(groups, layouts, shared.slab_pages, strict=True)),
-        layouts, shared)
+        layouts, shared, shared, (0,) * len(layouts))

@@ -80,6 +80,7 @@ class _Step:
 
 @dataclass(slots=True)
 class _Move:
+    step: StepId                 # that carried it
     missing: int
     ok: bool = True
 
@@ -99,7 +100,7 @@ class Front:
         self._open: dict[RequestId, _Open] = {}
         self._steps: dict[StepId, _Step] = {}
         self._moves: dict[MoveId, _Move] = {}
-        self._newest = StepId(0)
+        self._newest = self._retired = StepId(0)
         self._count = dict.fromkeys(("steps", "empty_steps", "prefill_tokens", "decode_tokens",
                                      "sampled_tokens", "nonfinite_rows"), 0)
 
@@ -155,7 +156,7 @@ class Front:
         self._newest = plan.step
         self._steps[plan.step] = _Step(plan, len(self._ranks))
         for move in plan.moves:
-            self._moves[move.id] = _Move(len(self._ranks))
+            self._moves[move.id] = _Move(plan.step, len(self._ranks))
         for rank in self._ranks:
             rank.start(plan)
 
@@ -183,10 +184,11 @@ class Front:
             step.stepped = report
         if step.missing:
             return []
-        assert step.stepped is not None
-        return self._retired(self._steps.pop(report.step).plan, step.stepped)
+        assert step.stepped is not None and report.step == self._retired + 1
+        self._retired = report.step
+        return self._end(self._steps.pop(report.step).plan, step.stepped)
 
-    def _retired(self, plan: StepPlan, stepped: Stepped) -> list[Event]:
+    def _end(self, plan: StepPlan, stepped: Stepped) -> list[Event]:
         for rid, index, logprobs in stepped.logprobs:
             self._open[rid].logprobs[index] = logprobs
         aborts: list[Event] = [Aborted(rid, damaged=True) for rid, why in stepped.faults
@@ -218,7 +220,8 @@ class Front:
         out: Counter[str] = Counter({f"executor_{k}_total": v for k, v in self._count.items()})
         for rank in self._ranks:
             out.update(rank.stats())
-        return {**out, "executor_requests": len(self._open), "executor_queued_plans": len(self._steps)}
+        return {**out, "executor_requests": len(self._open), "executor_queued_plans": len(self._steps),
+                "executor_pending_moves": float(sum(m.step <= self._retired for m in self._moves.values()))}
 
 
 def _named(plan: StepPlan) -> set[RequestId]:

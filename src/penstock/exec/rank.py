@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from penstock.config.params import SamplingParams
-from penstock.core.plan import Moved, RequestId, StepId, StepPlan
+from penstock.core.plan import Bind, Moved, RequestId, StepId, StepPlan
 from penstock.exec.attend import Attending, LatentOps, attending
 from penstock.exec.lower import Lowered, RowTables
 from penstock.exec.sampling import Logprobs, Sampler, Sampling
 from penstock.exec.selecting import Selecting, Selector
+from penstock.exec.stages import Heard, Links
 from penstock.kernels.paged_attention import Planner
 from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
@@ -34,7 +35,8 @@ from penstock.model.base import CacheShape, Model
 class Stepped:
     """A step has executed on this rank.
 
-    tokens      as in `core.plan.Retired`; () for a row whose logits were not finite
+    tokens      as in `core.plan.Retired`; () for a row whose logits were not finite. These three are
+                of the last stage; others sample nothing
     logprobs    (request, index of the output token, its logprobs) where they were asked for
     faults      (request, why) of each row whose logits were not finite
     """
@@ -60,17 +62,22 @@ class Rank:
     def __init__(self, model: Model, attention: Planner | LatentOps, hbm: Sequence[HbmPool],
                  dram: Sequence[DramPool] = (), *, rows: int, max_len: int, row_base: int = 0,
                  seed: int = 0, lateness: Lateness | None = None,
-                 groups: Sequence[CacheShape] | None = None, selector: Selector | None = None) -> None:
+                 groups: Sequence[CacheShape] | None = None, selector: Selector | None = None,
+                 links: Links | None = None) -> None:
         """Pools by cache group; `dram` is empty without a host tier. max_len: tokens of the longest
         request. selector: how requests with a budget select, in `groups` as `exec.sizing.groups_of` makes
-        them; None: no request does, and the groups are the model's."""
+        them; None: no request does. groups: None are the model's. links: to the other stages; None: the
+        model is whole."""
+        self._links = links or Links()
+        self._samples = self._links.after is None
+        self._heard = None if self._links.hear is None else Heard(self._links.hear)
         self._model, self._hbm, self._dram = model, hbm, dram
         self._groups = model.groups if groups is None else groups
         self._tables = RowTables(rows, max_len, hbm, dram, base=row_base)
         self._selecting: Selecting | None = None
         self._attending: Attending
         if selector is None:
-            self._attending = attending(model, attention, hbm)
+            self._attending = attending(model, self._groups, attention, hbm)
         else:
             assert not isinstance(attention, LatentOps), "a model of latent rows selects by itself"
             self._attending = self._selecting = Selecting(
@@ -90,11 +97,15 @@ class Rank:
         assert self._selecting or not params.top_k_tokens, f"request {rid} selects, and nothing here can"
         self._open[rid] = self._sampler.open(rid, prompt, params, choice, stop_ids)
         self._selects[rid] = params.top_k_tokens or 0, len(prompt)
+        if self._heard is not None:
+            self._heard.open(rid)
 
     def close(self, rid: RequestId) -> None:
         del self._open[rid], self._selects[rid]
         if self._selecting is not None:
             self._selecting.close(rid)
+        if self._heard is not None:
+            self._heard.close(rid)
 
     def kv_reads(self, rid: RequestId) -> dict[str, int] | None:
         """What the units that `rid` selected were read from, so far, by name; None: it selects none."""
@@ -118,10 +129,7 @@ class Rank:
     def _execute(self, plan: StepPlan) -> Stepped:
         assert not plan.waits, "this rank waits for no copies"
         for bind in plan.binds:
-            s = self._open[bind.rid]
-            if not bind.keep:
-                self._sampler.bind(s, self._tables.index(bind.row), bind.emitted)
-            self._tables.bind(bind, s.outputs[-1] if s.outputs else 0)
+            self._tables.bind(bind, 0 if bind.keep else self._last(bind))
             if self._selecting is not None:
                 budget, num_prompt = self._selects[bind.rid]
                 self._selecting.bind(bind, budget=budget, num_prompt=num_prompt)
@@ -133,19 +141,58 @@ class Rank:
             self._tables.unmap(lost)
         if not plan.rows:
             return Stepped(plan.step)
+        self._hear(plan)
         started = time.perf_counter()
         lowered = self._tables.lower(plan)
-        attend = self._attending.step(plan, lowered)
-        hidden_TD = self._model.forward(lowered.ids_T, lowered.positions_T, attend)
+        hidden_TD = self._forward(plan, lowered)
         self._forward_s += time.perf_counter() - started
         if not lowered.sample_rows:
             return Stepped(plan.step)
-        return self._sample(plan, lowered, hidden_TD)
+        if self._samples:
+            return self._sample(plan, lowered, hidden_TD)
+        if self._heard is not None:
+            self._heard.expect(plan.step, _sampled(plan))
+        return Stepped(plan.step)
+
+    def _last(self, bind: Bind) -> int:
+        """The row's last sampled token as of this bind; of no interest between first and last stage."""
+        if self._heard is not None:
+            return self._heard.rewind(bind.rid, bind.emitted)
+        if not self._samples:
+            return 0
+        s = self._open[bind.rid]
+        self._sampler.bind(s, self._tables.index(bind.row), bind.emitted)
+        return s.outputs[-1] if s.outputs else 0
+
+    def _hear(self, plan: StepPlan) -> None:
+        """On the first of several stages: what rows of this step have sampled since."""
+        if self._heard is None:
+            return
+        at, rows, tokens = -1, [], []
+        for row, rid, count in zip(plan.rows, plan.rids, plan.count, strict=True):
+            at += count
+            if plan.tokens[at] < 0:
+                rows.append(self._tables.index(row))
+                tokens.append(self._heard.last(rid))
+        if rows:
+            self._tables.sampled(rows, torch.tensor(tokens))
+
+    def _forward(self, plan: StepPlan, lowered: Lowered) -> Tensor:
+        """hidden_TD behind the final norm, or, but for the last stage, nothing that is used here."""
+        model, links, attend = self._model, self._links, self._attending.step(plan, lowered)
+        if links.before is None and links.after is None:
+            return model.forward(lowered.ids_T, lowered.positions_T, attend)
+        x = model.embed(lowered.ids_T) if links.before is None else links.before.take(plan.step)
+        x = model.layers(x, lowered.positions_T, attend)
+        if links.after is None:
+            return model.norm(x)
+        links.after.put(plan.step, x)
+        return x.h_TD
 
     def _sample(self, plan: StepPlan, lowered: Lowered, hidden_TD: Tensor) -> Stepped:
         started = time.perf_counter()
         logits_BV = self._model.logits(hidden_TD[lowered.sample_at_B])
-        rids = [rid for rid, samples in zip(plan.rids, plan.samples, strict=True) if samples]
+        rids = _sampled(plan)
         states = [self._open[rid] for rid in rids]
         token_B, finite_B = self._sampler.sample(logits_BV, states, lowered.sample_rows)
         self._tables.sampled(lowered.sample_rows, token_B)
@@ -163,14 +210,15 @@ class Rank:
             tokens.append((token,))
             if index in s.logprobs:
                 logprobs.append((rid, index, s.logprobs.pop(index)))
+        if self._links.tell is not None:
+            self._links.tell.put(plan.step, tuple(tokens))
         self._sampling_s += time.perf_counter() - started
         return Stepped(plan.step, tuple(tokens), tuple(logprobs), tuple(faults))
 
     def stats(self) -> dict[str, float]:
         """By metric name; seconds of this thread, but those of moves, which are the copy thread's."""
         out = {"executor_forward_seconds_total": self._forward_s,
-               "executor_sampling_seconds_total": self._sampling_s,
-               "executor_pending_moves": float(len(self._mover))}
+               "executor_sampling_seconds_total": self._sampling_s}
         for (src, dst, group), traffic in self._mover.traffic.items():
             name = self._groups[group].name
             way = f'{{src="{src.value}",dst="{dst.value}",group="{name}"}}'
@@ -182,3 +230,8 @@ class Rank:
             name = self._groups[pool.group].name
             out[f'pool_bytes{{tier="{pool.tier.value}",group="{name}"}}'] = pool.nbytes
         return out if self._selecting is None else out | self._selecting.stats()
+
+
+def _sampled(plan: StepPlan) -> tuple[RequestId, ...]:
+    """Requests that sample in this step, in order."""
+    return tuple(rid for rid, samples in zip(plan.rids, plan.samples, strict=True) if samples)

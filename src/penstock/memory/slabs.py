@@ -47,6 +47,16 @@ def share(layouts: Sequence[PageLayout]) -> Slabs:
     return Slabs(lines * ALIGN, tuple(lines // _stride(lines, n) for n in least), page_bytes)
 
 
+def of_counts(layouts: Sequence[PageLayout], slab_pages: tuple[int, ...]) -> Slabs:
+    """The smallest slabs that hold so many pages of each of these groups; a group may have no layers."""
+    page_bytes = tuple(layout.page_bytes for layout in layouts)
+    if len(page_bytes) == 1:
+        return Slabs(page_bytes[0] * slab_pages[0], slab_pages, page_bytes)
+    lines = max(-(-size // ALIGN) * n for size, n in zip(page_bytes, slab_pages, strict=True))
+    each = math.lcm(*slab_pages)
+    return Slabs(-(-lines // each) * each * ALIGN, slab_pages, page_bytes)
+
+
 def _stride(size: int, least: int) -> int:
     """The smallest divisor of `size` from `least` on."""
     count = next(n for n in range(size // least, 0, -1) if size % n == 0)

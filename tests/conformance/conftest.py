@@ -1,0 +1,11 @@
+"""Executors of one rank, and of two stages in one process, by the same tests."""
+from __future__ import annotations
+
+import pytest
+import ranks
+
+
+@pytest.fixture(params=[1, 2], ids=["whole", "stages"])
+def stages(request, monkeypatch):
+    monkeypatch.setattr(ranks, "NUM", [request.param])
+    return request.param

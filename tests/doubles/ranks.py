@@ -1,0 +1,37 @@
+"""A front whose ranks are stages of one model inside this process."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from penstock.core.settings import CoreConfig
+from penstock.exec.caches import Caches, stage_shapes
+from penstock.exec.front import Front
+from penstock.exec.rank import Rank
+from penstock.exec.stages import even, links_in_process, split
+from penstock.kernels.paged_attention import Planner
+from penstock.memory import dram
+from penstock.memory.pool import BlockPool
+from penstock.model.base import CacheShape, Model, Stage
+
+NUM = [1]           # stages of the fronts to come: the fixture `stages` of conformance sets it
+
+
+def front(model: Callable[[Stage | None], Model], attention: Planner, shapes: Sequence[CacheShape],
+          caches: Caches, cfg: CoreConfig, layers: Sequence[int] = (), *, num_layers: int = 2, links=None,
+          **rank) -> tuple[Front, list[BlockPool], list[BlockPool]]:
+    """With its device pools and its host pools, of all ranks. `model` makes one of its stages; None:
+    all of it. layers: of each stage; () for as many as NUM says."""
+    stages = split(layers or even(num_layers, NUM[0]))
+    host = dram.allocate(caches.host_bytes(cfg)) if cfg.dram_pages else None
+    links = links or links_in_process(len(stages))
+    ranks, device_pools, host_pools = [], [], []
+    for stage, ends in zip(stages, links, strict=True):
+        one = len(stages) == 1
+        own = caches.stage(stage.first, stage.end, shapes)
+        pools = own.pools(cfg, host_memory=host)
+        for kept, made in zip((device_pools, host_pools), pools, strict=True):
+            kept += made
+        ranks.append(Rank(model(None if one else stage), attention, *pools, rows=cfg.rows,
+                          row_base=cfg.row_base, links=ends,
+                          groups=stage_shapes(shapes, stage), **rank))
+    return Front(ranks), device_pools, host_pools
