@@ -174,3 +174,38 @@ def test_a_model_whose_logits_are_not_finite_never_becomes_ready(folder, monkeyp
     monkeypatch.setattr(build.families, "dummy_tensors", damaged)
     with pytest.raises(ConfigError, match="logits are not finite"):
         build_engine(dummy(folder), str)
+
+
+LATENT = {
+    "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "vocab_size": 97,
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "first_k_dense_replace": 1,
+    "num_attention_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8, "v_head_dim": 8, "index_n_heads": 4, "index_head_dim": 16, "index_topk": 4,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "max_position_embeddings": 512, "num_nextn_predict_layers": 1,
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}
+
+
+@pytest.fixture
+def latent(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LATENT))
+    return tmp_path
+
+
+@pytest.mark.parametrize("topk", [None, 4])
+def test_a_model_that_chooses_its_tokens_is_built_with_two_groups(latent, topk):
+    lines: list[str] = []
+    built = build_engine(dummy(latent, kv=KVConfig(hbm_bytes=1 << 20, sparse_top_k=topk)), lines.append)
+    assert [group.name for group in built.core_config.groups] == ["latent", "index"]
+    assert built.core_config.groups[1].selector and built.selection is None
+    assert "backend_index_select" in built.info and "backend_paged_attention" not in built.info
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    (dict(sparse_top_k=8), "--sparse-top-k 8: this model chooses 4 tokens itself"),
+    (dict(sparse_kv="always", dram_bytes=1 << 20), "--sparse-kv always: host pages are not built yet"),
+    (dict(hot_buffer_tokens=64), "--hot-buffer-tokens 64: host pages are not built yet")])
+def test_another_choice_than_the_models_own_is_refused(latent, given, message):
+    with pytest.raises(ConfigError, match=message):
+        build_engine(dummy(latent, kv=KVConfig(hbm_bytes=1 << 20, **given)), str)

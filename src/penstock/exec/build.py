@@ -76,7 +76,7 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
     torch.set_num_threads(threads)
     load_peak = _peak_rss() - rss_before
     model, backends = loaded.model, loaded.backends
-    selection = selection_of(config.kv)
+    selection = _selection(config, model)
     groups = groups_of(model, selection)
     caches = caches_of(groups, config.kv.page_size, dtype)
     sizes = size_pools(config, caches, model.max_position, machine.probe().memory_available,
@@ -135,6 +135,24 @@ def _sparse_info(selection: Selection | None, caches: Caches, sizes: Sizes) -> I
         "hot_buffer_bytes": sizes.core.hot_pages * layout.page_bytes,
         "table_bytes": sizes.table_bytes,
     }
+
+
+def _selection(config: Config, model: Model) -> Selection | None:
+    """What an ordinary model selects by. One that chooses its tokens itself takes no other choice; its rows
+    are read from device pages only. Raises ConfigError where flags ask for more."""
+    kv, topk = config.kv, model.attention.topk
+    if not topk:
+        return selection_of(kv)
+    if kv.sparse_top_k not in (None, topk):
+        raise ConfigError(f"--sparse-top-k {kv.sparse_top_k}: this model chooses {topk} tokens itself, as "
+                          "its config.json says (index_topk): leave the flag out")
+    for flag, given in (("--sparse-kv", kv.sparse_kv if kv.sparse_kv != "off" else None),
+                        ("--hot-buffer-tokens", kv.hot_buffer_tokens),
+                        ("--sparse-dense-layers", kv.sparse_dense_layers or None)):
+        if given is not None:
+            raise ConfigError(f"{flag} {given}: host pages are not built yet for a model that chooses its "
+                              f"{topk} tokens itself: leave the flag out")
+    return None
 
 
 def _backends(config: Config, ops: Sequence[str], log: Callable[[str], object]) -> dict[str, registry.Choice]:
