@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraint
 # JOBS processes; tests that share a server or a model stay together (tests/conftest.py).
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 
-.PHONY: help serve chat test check sweep soak sim bench doctor docs clean
+.PHONY: help serve chat test check sweep soak gpu sim bench doctor docs clean
 
 help:  ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 10
@@ -64,6 +64,10 @@ check: $(VENV)/.installed-dev  ## lint, types, tidy, unit tests, a few simulatio
 
 sweep: $(VENV)/.installed-dev  ## the long loops, once through: with make test, under 40 minutes
 	$(PYTEST) -m sweep
+
+gpu:  ## on a machine with a CUDA device, PYTHON's own torch and triton: kernels and executors there
+	PYTHONPATH=src $(PYTHON) -m pytest -p no:cacheprovider --device cuda -m "not sweep and not soak" \
+		tests/parity/test_kernels.py tests/parity/test_cuda_chunks.py tests/conformance $(ARGS)
 
 soak: $(VENV)/.installed-dev  ## longer still: the loops whole, other seeds, forced faults, seeded bugs from elsewhere
 	$(BIN)/penstock sim --first 100000 --seeds 10000

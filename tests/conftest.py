@@ -55,6 +55,16 @@ def _nothing_unpickled() -> Iterator[None]:
     assert not no_pickle.FOUND, f"unpickled: {no_pickle.FOUND}"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where executors run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--device") == "cuda":
+        import where
+        where.DEVICE = "cuda"
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Several processes share the tests out, but not those of a file that makes a server or a model."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 import ranks
 import torch
-import torch.nn.functional as F
+import where
 from dense_attend import Dense
 from late_copies import Latest, Shuffled
 
@@ -38,7 +38,6 @@ from penstock.kernels import paged_attention
 from penstock.kernels.index_select import index_select
 from penstock.kernels.latent_attention import latent_attention
 from penstock.memory.lateness import Promptly
-from penstock.model import registry
 from penstock.model.base import CacheShape
 
 CONFIG = {
@@ -65,13 +64,7 @@ pytestmark = pytest.mark.usefixtures("stages")
 
 @functools.cache
 def model(family="grouped", stage=None):
-    config = CONFIGS[family]
-    m = registry.build(config, dtype=torch.float32, stage=stage,
-                       linear=lambda w, b: functools.partial(F.linear, weight=w, bias=b))
-    for name, tensor in registry.dummy_tensors(config, 5, m.wants):
-        m.load(name, tensor if "norm" in name else tensor * 10)
-    m.finish()
-    return m
+    return where.model(CONFIGS[family], torch.float32, 5, 10, stage)
 
 
 # Each layer a group, and what a selector would have: a quarter of a page of theirs, less two rows.
@@ -88,7 +81,7 @@ def dense(prompt: tuple[int, ...], n: int, family="grouped") -> tuple[int, ...]:
     with torch.inference_mode():
         for _ in range(n):
             m = model(family)
-            hidden = m.forward(torch.tensor(tokens), torch.arange(len(tokens)), Dense(m.attention))
+            hidden = m.forward(*where.sequence(tokens), Dense(m.attention))
             best = m.logits(hidden[-1:])[0].topk(2)
             assert best.values[0] - best.values[1] > 3e-5, "choose another seed for the weights"
             tokens.append(int(best.indices[0]))
@@ -105,7 +98,7 @@ class Engine:
     overlap: bool = True
     rows: int = 4
     lateness: object = field(default_factory=Promptly)
-    backend: str = "reference"
+    backend: str = field(default_factory=lambda: "cuda" if where.DEVICE == "cuda" else "reference")
     groups: tuple[CacheShape, ...] = ()         # of the model; () for its own
     family: str = "grouped"
     got: dict[int, list[int]] = field(default_factory=dict)
@@ -115,6 +108,8 @@ class Engine:
     inbox: list[Event] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        if self.family == "latent" and where.DEVICE != "cpu":
+            pytest.skip("ops of latent rows run on the CPU only")
         groups = self.groups or model(self.family).groups
         caches = caches_of(groups, 4, torch.float32)
         self.cfg = CoreConfig(
@@ -179,7 +174,7 @@ class Engine:
 
 
 SHARED = (7, 3, 29, 41, 5, 5, 18, 60, 2, 33, 9)
-BACKENDS = [one.name for one in paged_attention.OP.implementations if "cpu" in one.devices]
+BACKENDS = where.backends()
 SMALL = {"grouped": 11, "latent": 18}         # device pages of group 0 that are too few; slabs of 1
 PROMPTS = {1: (*SHARED, 1, 2), 2: (*SHARED, 40), 3: (50,), 4: SHARED * 2, 5: (12, 8, 30, 21),
            6: SHARED[:8], 7: (*SHARED, *SHARED, 4, 4)}
@@ -301,7 +296,7 @@ def test_sampling_does_not_depend_on_the_schedule():
 def logprobs_of(tokens: tuple[int, ...], given: int) -> list[float]:
     """Of each token from `given` on after those before it, in one pass over all."""
     with torch.inference_mode():
-        hidden = model().forward(torch.tensor(tokens), torch.arange(len(tokens)), Dense(model().attention))
+        hidden = model().forward(*where.sequence(tokens), Dense(model().attention))
         all_TV = model().logits(hidden).log_softmax(-1)
     return [float(all_TV[i - 1, tokens[i]]) for i in range(given, len(tokens))]
 

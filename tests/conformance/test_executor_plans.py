@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import ranks
 import torch
-import torch.nn.functional as F
+import where
 from counting import bytecodes
 from late_copies import Latest
 from plain_attention import causal, plain
@@ -46,7 +46,6 @@ from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
 from penstock.memory.lateness import Promptly
 from penstock.memory.pool import PageLayout
-from penstock.model import registry
 
 G, HBM, DRAM, ROWS = 4, 500, 9000, 70
 LAYOUT = PageLayout(num_layers=2, num_kv_heads=2, page_size=G, head_dim=8)
@@ -64,12 +63,7 @@ pytestmark = pytest.mark.usefixtures("stages")
 
 @functools.cache
 def model(stage=None):
-    m = registry.build(CONFIG, dtype=torch.float32, stage=stage,
-                       linear=lambda w, b: functools.partial(F.linear, weight=w, bias=b))
-    for name, tensor in registry.dummy_tensors(CONFIG, 3, m.wants):
-        m.load(name, tensor if "norm" in name else tensor * 8)
-    m.finish()
-    return m
+    return where.model(CONFIG, torch.float32, 3, 8, stage)
 
 
 @functools.cache
@@ -78,7 +72,7 @@ def dense(prompt: tuple[int, ...], n: int) -> tuple[int, ...]:
     tokens = list(prompt)
     with torch.inference_mode():
         for _ in range(n):
-            hidden = model().forward(torch.tensor(tokens), torch.arange(len(tokens)), causal)
+            hidden = model().forward(*where.sequence(tokens), causal)
             tokens.append(int(model().logits(hidden[-1:]).argmax()))
     return tuple(tokens[len(prompt):])
 
@@ -269,7 +263,7 @@ def test_tokens_sampled_ahead_are_forgotten_by_bind():
 
 
 @pytest.mark.parametrize("backend", [
-    one.name for one in paged_attention.OP.implementations if "cpu" in one.devices])
+    one.name for one in paged_attention.OP.implementations if where.DEVICE in one.devices])
 def test_the_work_of_a_step_does_not_grow_with_context(backend):
     """A decode behind 1 page and one behind 39 execute the same bytecodes."""
     h = Hand(executor(attention=functools.partial(paged_attention.plan, backend=backend)))

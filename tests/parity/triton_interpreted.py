@@ -69,6 +69,33 @@ def attention() -> None:
         check(triton_decode.merge(*halves), (scores.softmax(-1) @ v.float()).transpose(0, 1), dtype, "merge")
 
 
+def gather() -> None:
+    """Scattered units of several planes and heads, odd widths, any alignment; a grid that goes round."""
+    from penstock.kernels.gather import reference, triton_copy
+
+    triton_copy.GRID = 2
+    for dtype, (heads, planes, size, width), unit, entries in (
+            (torch.float32, (3, 2, 16, 64), 8, 21), (torch.uint8, (1, 1, 4, 657), 1, 9),
+            (torch.float16, (2, 2, 3, 5), 3, 12), (torch.float32, (3, 2, 16, 64), 8, 0)):
+        host = torch.randint(0, 99, (5, 2, heads, planes, size, width)).to(dtype)
+        pools = [torch.zeros(9, 2, heads, planes, size, width, dtype=dtype) for _ in range(2)]
+        places = torch.randperm(heads * 9 * (size // unit))[:entries + 2]
+        sources = torch.randint(0, 5 * (size // unit), (len(places),))
+        miss = torch.stack((places % heads, sources, places // heads), 1).int()
+        num = torch.tensor([min(entries, len(places))], dtype=torch.int32)
+        for pool, run in zip(pools, (triton_copy.gather, reference.gather), strict=True):
+            run(host[:, 1], pool[:, 1], miss, num, unit=unit)
+        check(pools[0], pools[1], torch.float32, ("gather", dtype, width))
+    for width, offset in ((1, 0), (7, 3), (13, 8), (100, 4)):
+        host = torch.arange(3 * width + 16).to(torch.uint8)
+        outs = [torch.zeros_like(host) for _ in range(2)]
+        one = torch.ones(1, dtype=torch.int32)
+        for out, run in zip(outs, (triton_copy.gather, reference.gather), strict=True):
+            a, b = (x[offset:offset + 3 * width].view(1, 1, 1, 3, width) for x in (host, out))
+            run(a, b, torch.tensor([[0, 1, 2]], dtype=torch.int32), one, unit=1)
+        check(outs[0], outs[1], torch.float32, ("row", width, offset))
+
+
 def layer() -> None:
     from penstock.kernels.layer.reference import Reference
     from penstock.kernels.layer.triton_ops import TritonOps
@@ -109,5 +136,5 @@ def linear() -> None:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    {"attention": attention, "layer": layer, "linear": linear}[sys.argv[1]]()
+    {"attention": attention, "gather": gather, "layer": layer, "linear": linear}[sys.argv[1]]()
     print("checked", count)

@@ -59,19 +59,19 @@ class Grouped:
                  hbm: Sequence[HbmPool]) -> None:
         assert not model.attention.latent_dim, "a model of latent rows and ops for KV heads"
         self._planner = planner
-        self._specs = [
+        self.specs = [
             AttentionSpec(num_heads=model.attention.num_heads, num_kv_heads=group.num_kv_heads,
                           head_dim=group.head_dim, dtype=pool.layout.dtype, scale=model.attention.scale)
             for group, pool in zip(groups, hbm, strict=True)]
         # Of each layer: the group that attention reads, its k and v pools [P, K, G, H].
-        self._places = {layer: (g, pool.pages[:, i, :, 0], pool.pages[:, i, :, 1])
-                        for g, (group, pool) in enumerate(zip(groups, hbm, strict=True))
-                        if not group.selector for i, layer in enumerate(group.layers)}
+        self.places = {layer: (g, pool.pages[:, i, :, 0], pool.pages[:, i, :, 1])
+                       for g, (group, pool) in enumerate(zip(groups, hbm, strict=True))
+                       if not group.selector for i, layer in enumerate(group.layers)}
 
     def step(self, plan: StepPlan, lowered: Lowered) -> Attend:
         plans = [self._planner(ragged, spec)
-                 for ragged, spec in zip(lowered.ragged, self._specs, strict=True)]
-        return _GroupedStep(self._places, lowered, plans)
+                 for ragged, spec in zip(lowered.ragged, self.specs, strict=True)]
+        return _GroupedStep(self.places, lowered, plans)
 
 
 class _GroupedStep:

@@ -81,7 +81,7 @@ class Caches:
         if not cfg.dram_pages:
             return device_pools, []
         if host_memory is None:
-            host_memory = dram.allocate(self.host_bytes(cfg))
+            host_memory = dram.allocate(self.host_bytes(cfg), pinned=device_memory.is_cuda)
         return device_pools, [
             DramPool(layout, self._count(g, cfg.dram_pages), base=cfg.dram_base + g * cfg.group_base,
                      group=Group(g), memory=host_memory[at:], page_stride=self.host.page_stride(g))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.core.plan import Bind, Grow, Page, Row, StepPlan, Yield
-from penstock.kernels.ragged import Ragged
+from penstock.kernels.ragged import Ragged, on_device
 from penstock.memory.pool import Pool
 
 NONE = -1       # entry of a table without a page in that tier
@@ -75,8 +75,8 @@ class PageTable:
                                        strict=True):
             if column:
                 assert table is not None and pool is not None, f"row {row}: no host pool"
-                table[row, first:end] = torch.tensor(
-                    [NONE if p == NONE else pool.index(p) for p in column], dtype=torch.int32)
+                table[row, first:end] = on_device(
+                    [NONE if p == NONE else pool.index(p) for p in column], table.device, torch.int32)
 
     def unmap(self, row: int, entries: Sequence[int]) -> None:
         """These entries have no device page any more."""
@@ -106,7 +106,8 @@ class RowTables:
         self.groups = tuple(PageTable(rows, max_len, pool, host, device)
                             for pool, host in zip(device_pools, hosts, strict=True))
         self._rows, self._base, self._device = rows, base, device
-        self._last_R = torch.zeros(rows, dtype=torch.int64, device=device)
+        # One more than there are rows: what a captured step samples for padding goes there.
+        self.last_R = torch.zeros(rows + 1, dtype=torch.int64, device=device)
 
     def index(self, row: Row) -> int:
         """Table index of `row`. Asserts that the id is a row of these tables."""
@@ -123,7 +124,7 @@ class RowTables:
                                       strict=True):
             table.bind(i, pages, host)
         if not bind.keep:
-            self._last_R[i] = last
+            self.last_R[i] = last
 
     def grow(self, grow: Grow) -> None:
         self.groups[grow.group].append(self.index(grow.row), grow.index, grow.pages, grow.host)
@@ -133,7 +134,7 @@ class RowTables:
 
     def sampled(self, rows: Sequence[int], tokens_B: Tensor) -> None:
         """Remember the newest token of each row, given by table index. Stays on the device."""
-        self._last_R[torch.tensor(rows, device=self._device)] = tokens_B
+        self.last_R[self._tensor(rows)] = tokens_B
 
     def lower(self, plan: StepPlan) -> Lowered:
         """The step's tensors. `plan` has rows; its binds, grows and yields are already applied.
@@ -157,11 +158,11 @@ class RowTables:
                 sample_rows.append(i)
                 sample_at.append(last)
         assert len(plan.tokens) == query_start[-1], "tokens do not add up to the counts"
-        row_T = torch.tensor(rows, device=self._device)
-        positions_T = torch.tensor(plan.start, device=self._device)
+        row_T = self._tensor(rows)
+        positions_T = self._tensor(plan.start)
         if len(plan.tokens) > len(rows):
-            count_B = torch.tensor(plan.count, device=self._device)
-            first_B = positions_T - torch.tensor(query_start[:-1], device=self._device)
+            count_B = self._tensor(plan.count)
+            first_B = positions_T - self._tensor(query_start[:-1])
             row_T = row_T.repeat_interleave(count_B, output_size=len(plan.tokens))
             positions_T = (first_B.repeat_interleave(count_B, output_size=len(plan.tokens))
                            + torch.arange(len(plan.tokens), device=self._device))
@@ -171,14 +172,17 @@ class RowTables:
             tuple(Ragged(*step, table.device_RM,
                          table.device_RM[row_T, positions_T // table.size].long(),
                          positions_T % table.size, table.size) for table in self.groups),
-            tuple(sample_rows), torch.tensor(sample_at, dtype=torch.int64, device=self._device))
+            tuple(sample_rows), self._tensor(sample_at))
+
+    def _tensor(self, values: Sequence[int]) -> Tensor:
+        return on_device(values, self.last_R.device, torch.int64)
 
     def _ids(self, tokens: Sequence[int], owed: Sequence[tuple[int, int]]) -> Tensor:
-        ids_T = torch.tensor(tokens, device=self._device)
+        ids_T = self._tensor(tokens)
         if owed:
             at, rows = zip(*owed, strict=True)
-            ids_T[torch.tensor(at, device=self._device)] = (
-                self._last_R[torch.tensor(rows, device=self._device)])
+            ids_T[self._tensor(at)] = (
+                self.last_R[self._tensor(rows)])
         assert tokens.count(-1) == len(owed), (
             "-1 may only be the last token of a row: this executor takes no drafts")
         return ids_T

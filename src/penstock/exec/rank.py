@@ -1,5 +1,8 @@
 """What one rank does with a plan: row tables, forward, sampling, moves. Runs in the calling thread.
 
+On a CPU a step has run when it was launched. A CUDA device is given steps ahead, and its answers are
+waited for: the same code, with the time between launch and landing.
+
 Owns the tensors of its part of the model, the sampling state of open requests and the queue of plans.
 Decides nothing, and knows no other rank: `front.py` makes an executor of one or several.
 
@@ -11,14 +14,14 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
 from penstock.config.params import SamplingParams
 from penstock.core.plan import Bind, Moved, RequestId, StepId, StepPlan
-from penstock.exec.attend import Attending, LatentOps, attending
+from penstock.exec.attend import Attending, Grouped, LatentOps, attending
 from penstock.exec.lower import Lowered, RowTables
 from penstock.exec.sampling import Logprobs, Sampler, Sampling
 from penstock.exec.selecting import Selecting, Selector
@@ -29,6 +32,9 @@ from penstock.memory.hbm import HbmPool
 from penstock.memory.lateness import Lateness
 from penstock.memory.mover import Mover
 from penstock.model.base import CacheShape, Model
+
+if TYPE_CHECKING:
+    from penstock.exec.graphs import DecodeGraphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +54,32 @@ class Stepped:
 
 
 Report: TypeAlias = Stepped | Moved
+_States: TypeAlias = tuple[tuple[RequestId, Sampling], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that was launched: whose tokens it samples, and where they arrive.
+
+    done        None on a CPU
+    answer_2B   int64, host: tokens, and whether each row's logits were finite; complete after `done`
+    """
+
+    plan: StepPlan
+    states: _States
+    answer_2B: Tensor | None
+    done: torch.cuda.Event | None
 
 
 class Rank:
-    """One rank in this process.
+    """One rank in this process, on the device of its pools.
 
-    collect     with `block` executes the oldest queued plan, or, with none queued, waits for the end
-                of a copy; without, runs no step. Both start the copies that are due and report those
-                that have ended. Copies run in a thread of the mover's own, beside the steps; with a
-                `lateness`, which picks them, they run inline.
+    start       queues. A CUDA device gets the plan at once if it needs nothing that only the answers of
+                steps in flight can tell: greedy rows, no row bound anew.
+    collect     with `block` executes the oldest queued plan, or waits for the oldest in flight, or, with
+                neither, for the end of a copy; without, runs no step. Both start the copies that are due
+                and report those that have ended. Copies run in a thread of the mover's own, beside the
+                steps; with a `lateness`, which picks them, they run inline.
     """
 
     def __init__(self, model: Model, attention: Planner | LatentOps, hbm: Sequence[HbmPool],
@@ -73,7 +96,8 @@ class Rank:
         self._heard = None if self._links.hear is None else Heard(self._links.hear)
         self._model, self._hbm, self._dram = model, hbm, dram
         self._groups = model.groups if groups is None else groups
-        self._tables = RowTables(rows, max_len, hbm, dram, base=row_base)
+        device = hbm[0].pages.device
+        self._tables = RowTables(rows, max_len, hbm, dram, base=row_base, device=device)
         self._selecting: Selecting | None = None
         self._attending: Attending
         if selector is None:
@@ -82,9 +106,13 @@ class Rank:
             assert not isinstance(attention, LatentOps), "a model of latent rows selects by itself"
             self._attending = self._selecting = Selecting(
                 selector, model, self._groups, self._tables, hbm, dram, attention)
-        self._sampler = Sampler(model.vocab_size, rows, seed=seed)
+        self._sampler = Sampler(model.vocab_size, rows, seed=seed, device=device)
         self._mover = Mover([*hbm, *dram], lateness)
+        self._whole = self._links.before is None and self._samples
+        self._ahead = device.type == "cuda" and self._whole
+        self._graphs: DecodeGraphs | None = None
         self._queue: deque[StepPlan] = deque()
+        self._flights: deque[_Flight] = deque()
         self._executed = StepId(0)
         self._open: dict[RequestId, Sampling] = {}
         self._selects: dict[RequestId, tuple[int, int]] = {}      # budget, length of the prompt
@@ -111,22 +139,50 @@ class Rank:
         """What the units that `rid` selected were read from, so far, by name; None: it selects none."""
         return None if self._selecting is None else self._selecting.reads(rid)
 
+    def capture(self, buckets: Sequence[int]) -> None:
+        """On a CUDA device, of a whole model with KV heads: capture decode steps of so many rows. Without,
+        every step is launched kernel by kernel."""
+        from penstock.exec.graphs import DecodeGraphs  # needs Triton
+        assert isinstance(self._attending, Grouped) and self._ahead, "such a rank is not captured"
+        with torch.inference_mode():
+            self._graphs = DecodeGraphs(self._model, self._tables, self._attending, buckets)
+            self._graphs.capture()
+
     def start(self, plan: StepPlan) -> None:
         self._queue.append(plan)
+        if self._ahead:
+            self._launch_ahead()
 
     def collect(self, *, block: bool) -> list[Report]:
         reports: list[Report] = []
-        idle = block and not self._queue
-        if block and self._queue:
-            plan = self._queue.popleft()
-            with torch.inference_mode():
-                reports.append(self._execute(plan))
-            self._executed = plan.step
-            self._mover.add(plan.moves)
+        idle = block and not self._queue and not self._flights
+        if block and not idle:
+            if not self._flights:
+                self._launch(self._queue.popleft())
+            if self._ahead:
+                self._launch_ahead()
+            reports.append(self._land(self._flights.popleft()))
         reports += self._mover.run(self._executed, idle=idle)
         return reports
 
-    def _execute(self, plan: StepPlan) -> Stepped:
+    def _launch_ahead(self) -> None:
+        while self._queue and self._may_fly(self._queue[0]):
+            self._launch(self._queue.popleft())
+
+    def _may_fly(self, plan: StepPlan) -> bool:
+        """Whether it can be launched without the answers of the steps in front of it."""
+        return not plan.binds and all(self._open[rid].plain for rid in _sampled(plan))
+
+    def _launch(self, plan: StepPlan) -> None:
+        with torch.inference_mode():
+            states, answer_2B = self._execute(plan)
+        done = None
+        if self._tables.last_R.is_cuda:
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+        self._flights.append(_Flight(plan, states, answer_2B, done))
+
+    def _execute(self, plan: StepPlan) -> tuple[_States, Tensor | None]:
         assert not plan.waits, "this rank waits for no copies"
         for bind in plan.binds:
             self._tables.bind(bind, 0 if bind.keep else self._last(bind))
@@ -140,19 +196,24 @@ class Rank:
         for lost in plan.yields:
             self._tables.unmap(lost)
         if not plan.rows:
-            return Stepped(plan.step)
+            return (), None
         self._hear(plan)
         started = time.perf_counter()
-        lowered = self._tables.lower(plan)
-        hidden_TD = self._forward(plan, lowered)
+        if self._graphs is not None and self._graphs.takes(plan):
+            rows = tuple(map(self._tables.index, plan.rows))
+            logits_BV, answer_2B = self._graphs.run(rows, plan.start)
+        else:
+            lowered = self._tables.lower(plan)
+            hidden_TD = self._forward(plan, lowered)
+            rows, answer_2B = lowered.sample_rows, None
+            if rows and self._samples:
+                logits_BV = self._model.logits(hidden_TD[lowered.sample_at_B])
         self._forward_s += time.perf_counter() - started
-        if not lowered.sample_rows:
-            return Stepped(plan.step)
-        if self._samples:
-            return self._sample(plan, lowered, hidden_TD)
-        if self._heard is not None:
+        if rows and self._samples:
+            return self._sample(plan, rows, logits_BV, answer_2B)
+        if rows and self._heard is not None:
             self._heard.expect(plan.step, _sampled(plan))
-        return Stepped(plan.step)
+        return (), None
 
     def _last(self, bind: Bind) -> int:
         """The row's last sampled token as of this bind; of no interest between first and last stage."""
@@ -175,7 +236,7 @@ class Rank:
                 rows.append(self._tables.index(row))
                 tokens.append(self._heard.last(rid))
         if rows:
-            self._tables.sampled(rows, torch.tensor(tokens))
+            self._tables.sampled(rows, torch.tensor(tokens, device=self._tables.last_R.device))
 
     def _forward(self, plan: StepPlan, lowered: Lowered) -> Tensor:
         """hidden_TD behind the final norm, or, but for the last stage, nothing that is used here."""
@@ -189,17 +250,28 @@ class Rank:
         links.after.put(plan.step, x)
         return x.h_TD
 
-    def _sample(self, plan: StepPlan, lowered: Lowered, hidden_TD: Tensor) -> Stepped:
+    def _sample(self, plan: StepPlan, rows: Sequence[int], logits_BV: Tensor,
+                answer_2B: Tensor | None) -> tuple[_States, Tensor]:
+        """`answer_2B`: a captured step's, with the best tokens; else they are still to be chosen."""
         started = time.perf_counter()
-        logits_BV = self._model.logits(hidden_TD[lowered.sample_at_B])
-        rids = _sampled(plan)
-        states = [self._open[rid] for rid in rids]
-        token_B, finite_B = self._sampler.sample(logits_BV, states, lowered.sample_rows)
-        self._tables.sampled(lowered.sample_rows, token_B)
+        states = tuple((rid, self._open[rid]) for rid in _sampled(plan))
+        if answer_2B is None or not all(s.plain for _, s in states):
+            token_B, finite_B = self._sampler.sample(logits_BV, [s for _, s in states], rows)
+            self._tables.sampled(rows, token_B)
+            answer_2B = torch.stack((token_B, finite_B.long()))
+        answer_2B = answer_2B.to("cpu", non_blocking=True)      # from a device, into pinned memory
+        self._sampling_s += time.perf_counter() - started
+        return states, answer_2B
+
+    def _land(self, flight: _Flight) -> Stepped:
+        """The step has executed once this returns; what it carries may move now."""
+        plan = flight.plan
         tokens: list[tuple[int, ...]] = []
         logprobs, faults = [], []
-        for rid, s, token, finite in zip(rids, states, token_B.tolist(), finite_B.tolist(),
-                                         strict=True):
+        if flight.done is not None:
+            flight.done.synchronize()
+        answers = [[], []] if flight.answer_2B is None else flight.answer_2B.tolist()
+        for (rid, s), token, finite in zip(flight.states, *answers, strict=False):    # padding comes last
             index = len(s.outputs)
             if not finite:                  # no token is better than a made-up one
                 tokens.append(())
@@ -210,9 +282,10 @@ class Rank:
             tokens.append((token,))
             if index in s.logprobs:
                 logprobs.append((rid, index, s.logprobs.pop(index)))
-        if self._links.tell is not None:
+        if flight.states and self._links.tell is not None:
             self._links.tell.put(plan.step, tuple(tokens))
-        self._sampling_s += time.perf_counter() - started
+        self._executed = plan.step
+        self._mover.add(plan.moves)
         return Stepped(plan.step, tuple(tokens), tuple(logprobs), tuple(faults))
 
     def stats(self) -> dict[str, float]:

@@ -4,8 +4,10 @@
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -32,3 +34,9 @@ class Ragged:
     page_T: Tensor
     offset_T: Tensor
     page_size: int
+
+
+def on_device(values: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A copy on `device` that the host does not wait for: torch keeps the pinned source until then."""
+    host = torch.tensor(values, dtype=dtype)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

@@ -43,6 +43,9 @@ class Copier:
 
     def __init__(self, pools: Mapping[tuple[Tier, Group], Pool]) -> None:
         self._pools = pools
+        # Copies of a device run beside the steps, on a stream of their own.
+        device = any(tier is Tier.HBM and pool.page(pool.base).is_cuda for (tier, _), pool in pools.items())
+        self._stream = torch.cuda.Stream() if device else None  # type: ignore[no-untyped-call]
 
     def __call__(self, move: Move, *, torn: bool = False) -> Copied:
         """`torn` stops it half way. A fault is logged and answered, never raised."""
@@ -52,7 +55,10 @@ class Copier:
         # The faults of the world: torch raises RuntimeError for a device's, and for memory that is
         # not there; a tier behind a file raises OSError. Anything else is our bug and must be seen.
         try:
-            self._copy_tokens(move, tokens)
+            with torch.cuda.stream(self._stream):
+                self._copy_tokens(move, tokens)
+            if self._stream is not None:
+                self._stream.synchronize()
         except (RuntimeError, OSError):
             log.exception("move %d: %s to %s failed", move.id, move.src.name, move.dst.name)
             ok = False
@@ -65,7 +71,7 @@ class Copier:
         for i, (a, b) in enumerate(zip(move.src_pages, move.dst_pages, strict=True)):
             left = tokens - i * size
             if left >= size:
-                dst.page(b).copy_(src.page(a))
+                dst.page(b).copy_(src.page(a), non_blocking=True)
             elif left > 0:
                 units = src.layout.units(left)
                 dst.page(b)[..., :units, :].copy_(src.page(a)[..., :units, :])

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from penstock.kernels.gather import native, reference
+from penstock.kernels.gather import cuda, native, reference
 from penstock.kernels.platform import DEVICES, Implementation, Op
 
 __all__ = ["OP", "Gather", "gather"]
@@ -34,6 +34,7 @@ class Gather(Protocol):
 
 
 OP: Op[Gather] = Op("gather", (
+    Implementation("cuda", cuda.gather, cuda.probe, ("cuda",)),
     Implementation("native", native.gather, native.probe),
     Implementation("reference", reference.gather, reference.probe, DEVICES),
 ))

@@ -1,0 +1,142 @@
+"""Core, front and rank in one process on a CUDA device, without HTTP: what the engine process does.
+
+Weights are random and made on the device; a step's time is what the loop sees, planning included.
+"""
+from __future__ import annotations
+
+import functools
+import json
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from penstock.config.params import SamplingParams
+from penstock.core.core import Core
+from penstock.core.plan import Arrived, Event, Finished, RequestId, Retired, Started, Token
+from penstock.core.settings import CoreConfig
+from penstock.exec.caches import caches_of
+from penstock.exec.front import Front
+from penstock.exec.graphs import buckets_of
+from penstock.exec.rank import Rank
+from penstock.kernels import layer, linear, paged_attention
+from penstock.model import registry as families
+
+QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096,
+    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "intermediate_size": 12288, "vocab_size": 151936, "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False, "hidden_act": "silu",
+    "attention_bias": False,
+}
+HBM_BYTES_S, FLOPS_S, LINK_BYTES_S = 4.27e12, 790e12, 50.4e9        # measured on an H200
+GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
+
+
+def build_model(config: dict[str, Any], dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Any:
+    """Random weights, normal with 0.02, norms 1."""
+    model = families.build(config, dtype=dtype, linear=functools.partial(linear.pack, backend="cuda"),
+                           ops=layer.ops("triton"))
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    for name, shape in families.tensor_shapes(config):
+        tensor = torch.ones(shape, device="cuda", dtype=dtype)
+        model.load(name, tensor if len(shape) == 1 else tensor.normal_(0, 0.02, generator=generator))
+    model.finish()
+    return model
+
+
+@dataclass
+class Ran:
+    """Of one `Direct.run`. `first_s`: from the start to each request's first token. `step_s`: between
+    the ends of steps in which every request got a token."""
+
+    wall_s: float
+    first_s: dict[int, float] = field(default_factory=dict)
+    step_s: list[float] = field(default_factory=list)
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    started: dict[int, Started] = field(default_factory=dict)
+
+
+class Direct:
+    def __init__(self, model: Any, *, rows: int, max_len: int, hbm_tokens: int, dram_tokens: int = 0,
+                 step_tokens: int = 8192, page_size: int = 16, prefix_cache: bool = False,
+                 buckets: Sequence[int] = ()) -> None:
+        caches = caches_of(model.groups, page_size, model.dtype)
+        cfg = CoreConfig(page_size=page_size, rows=rows, hbm_pages=hbm_tokens // page_size,
+                         dram_pages=dram_tokens // page_size, step_tokens=step_tokens, max_len=max_len,
+                         overlap=True, prefix_cache=prefix_cache, groups=caches.groups)
+        started = time.perf_counter()
+        hbm, dram = caches.pools(cfg, "cuda")
+        self.pools_s = time.perf_counter() - started
+        for pool in hbm:
+            pool.fill(0.0)
+        attention = functools.partial(paged_attention.plan, backend="cuda")
+        self.rank = Rank(model, attention, hbm, dram, rows=rows, max_len=max_len)
+        started = time.perf_counter()
+        self.rank.capture(buckets or buckets_of(rows))
+        torch.cuda.synchronize()
+        self.capture_s = time.perf_counter() - started
+        self.core, self.front, self._newest = Core(cfg), Front([self.rank]), 0
+
+    def run(self, prompts: Sequence[Sequence[int]], max_new: int) -> Ran:
+        """All at once, to the end."""
+        rids = [RequestId(self._newest + 1 + i) for i in range(len(prompts))]
+        self._newest += len(prompts)
+        events: list[Event] = []
+        ran = Ran(0.0)
+        for rid, prompt in zip(rids, prompts, strict=True):
+            self.front.open(rid, tuple(prompt), GREEDY)
+            events.append(Arrived(rid, tuple(prompt), max_new))
+            ran.tokens[rid] = []
+        left, began, last = set(rids), time.perf_counter(), None
+        while left:
+            while True:
+                advance = self.core.advance(events)
+                events = []
+                for out in advance.outputs:
+                    if isinstance(out, Token):
+                        ran.tokens[out.rid].append(out.token)
+                        ran.first_s.setdefault(out.rid, time.perf_counter() - began)
+                    elif isinstance(out, Started):
+                        ran.started[out.rid] = out
+                    elif isinstance(out, Finished):
+                        self.front.close(out.rid)
+                        left.discard(out.rid)
+                if advance.plan is None:
+                    break
+                self.front.submit(advance.plan)
+            if left:
+                events += self.front.poll(block=True)
+                now = time.perf_counter()
+                if any(isinstance(e, Retired) and len(e.tokens) == len(prompts) for e in events):
+                    if last is not None:
+                        ran.step_s.append(now - last)
+                    last = now
+        ran.wall_s = time.perf_counter() - began
+        return ran
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, least and largest."""
+    return {"median": median(values), "least": min(values), "largest": max(values)}
+
+
+def write(name: str, out: Path, rows: list[dict[str, Any]]) -> None:
+    """One JSON file: machine, commit, command, rows."""
+    commit = os.environ.get("COMMIT", "")
+    if not commit:
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True,
+                                check=False).stdout.strip()
+    import triton
+    machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
+               "cuda": torch.version.cuda, "python": platform.python_version()}
+    text = json.dumps({"what": name, "machine": machine, "commit": commit, "rows": rows}, indent=1)
+    (out / f"{name}.json").write_text(text + "\n")
+    print(text, flush=True)
