@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hosted import BUDGET, HOT_PAGES, PAGE, PROMPTS, SELECTION, Engine, resident, text
+from hosted import BUDGET, LATENESS, NEW, PROMPTS, SELECTION, Engine, hosted_work, play, resident, text
 from late_copies import Latest, Shuffled
 
 from penstock.core.plan import (
@@ -16,41 +16,11 @@ from penstock.core.plan import (
     Aborted,
     Dropped,
     Flushed,
-    Outcome,
     Paused,
     Promoted,
     RequestId,
     Spilled,
 )
-
-NEW = 24
-LATENESS = {"thread": lambda: None, "latest": Latest, "shuffled": lambda: Shuffled(1),
-            "torn": lambda: Shuffled(2, torn=0.3)}
-
-
-def hosted_work(engine: Engine) -> None:
-    """The slow path ran: misses, evictions, rows read from the host."""
-    assert min(len(p) for p in PROMPTS.values()) >= 8 * HOT_PAGES * PAGE
-    for name in ("hot_misses", "hot_evictions", "host_rows_read", "hot_hits"):
-        assert engine.total(name) > 0, name
-
-
-def play(engine: Engine, script=lambda turn: (), new: int = NEW, arrive=lambda rid: 3 * rid,
-         prompts=PROMPTS) -> None:
-    """All prompts, with the events that `script` adds at each turn; tokens are those of the resident."""
-    waiting = dict(prompts)
-    for turn in range(600):
-        for rid in [r for r in waiting if turn >= arrive(r)]:
-            engine.add(rid, waiting.pop(rid), new)
-        engine.inbox += script(turn)
-        if not engine.turn() and not waiting:
-            break
-    engine.drain()
-    for rid, prompt in prompts.items():
-        want = resident(prompt, new)
-        got = tuple(engine.got[rid])
-        assert got == want[:len(got)], f"request {rid}"
-        assert len(got) == new or engine.ended[rid].outcome is Outcome.ABORT
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -96,7 +66,7 @@ def test_an_abort_at_every_step_leaves_nothing_behind():
     for step in range(2, 38, 5):
         engine = Engine(step_tokens=100, lateness=Shuffled(step))
         play(engine, lambda turn, step=step: [Aborted(RequestId(2))] if turn == step else (),
-             prompts={r: PROMPTS[r] for r in (1, 2)}, arrive=lambda rid: 0)
+             prompts={r: PROMPTS[r] for r in (1, 2)}, arrive=lambda rid: 0, aborts=(2,))
 
 
 @pytest.mark.parametrize("lateness", ["latest", "torn"])

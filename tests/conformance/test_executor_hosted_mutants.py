@@ -1,0 +1,166 @@
+"""Ten faults of an executor that decodes through host pages: a scene that the right one passes sees each.
+
+A fault is put into a `Rank` after it was made. Its scene is the cheapest that sees it.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from hosted import LATENESS, PROMPTS, Engine, play
+
+from penstock.core.plan import Paused, Promoted, RequestId, Spilled
+
+NEW = 12
+TAIL = 2            # f32 values of 8 bytes
+
+
+def bind_without_keep(e: Engine) -> None:
+    """The last token of a row is lost where a bind keeps it."""
+    tables = e.rank._tables
+    right = tables.bind
+    tables.bind = lambda bind, last: right(replace(bind, keep=False), 0 if bind.keep else last)
+
+
+def grow_without_the_host_column(e: Engine) -> None:
+    table = e.rank._tables.groups[0]
+    right = table.append
+    table.append = lambda row, first, pages, host: right(row, first, pages, host if not first else ())
+
+
+def unmap_ignored(e: Engine) -> None:
+    e.rank._tables.groups[0].unmap = lambda row, entries: None
+
+
+def hot_units_outlive_a_bind(e: Engine) -> None:
+    """The pages of the hot buffer are those of the bind, the map is that of before."""
+    hot = e.rank._selecting._hot
+    right = hot.bind
+
+    def bind(row: int, pages: list[int], keeps: list[int]) -> None:
+        slots, units = hot._slot_LRKM[:, row].clone(), hot._unit_LRKS[:, row].clone()
+        right(row, pages, keeps)
+        hot._slot_LRKM[:, row], hot._unit_LRKS[:, row] = slots, units
+    hot.bind = bind
+
+
+def summaries_accumulate(e: Engine) -> None:
+    """Bounds go on from what the slot held."""
+    def fault(right):
+        def store(values, at, device, host, hot, bounds):
+            before = bounds.clone()
+            right(values, at, device, host, hot, bounds)
+            low, high = bounds[:, :, 0], bounds[:, :, 1]
+            low.copy_(torch.minimum(low, before[:, :, 0]))
+            high.copy_(torch.maximum(high, before[:, :, 1]))
+        return store
+    of_layers(e, "_store", fault)
+
+
+def stores_skip_the_host(e: Engine) -> None:
+    of_layers(e, "_store", lambda right: lambda values, at, device, host, hot, bounds: right(
+        values, at, device, host.clone(), hot, bounds))
+
+
+def misses_are_cut(e: Engine) -> None:
+    of_layers(e, "_gather", lambda right: lambda host, pool, miss, num, *, unit: right(
+        host, pool, miss, (num - 1).clamp(0), unit=unit))
+
+
+def the_wrong_head(e: Engine) -> None:
+    def fault(right):
+        def gather(host, pool, miss, num, *, unit):
+            right(host.flip(1), pool, miss, num, unit=unit)
+        return gather
+    of_layers(e, "_gather", fault)
+
+
+def a_unit_is_hot_after_its_eviction(e: Engine) -> None:
+    def fault(right):
+        def resolve(chosen, row, device, host, hot, now, *, page_units):
+            before = hot.slot_RKM.clone()
+            found = right(chosen, row, device, host, hot, now, page_units=page_units)
+            lost = (before >= 0) & (hot.slot_RKM < 0)
+            hot.slot_RKM[lost] = before[lost]
+            return found
+        return resolve
+    of_layers(e, "_resolve", fault)
+
+
+def the_tail_is_lost(e: Engine) -> None:
+    """The last 8 bytes of a row do not come along."""
+    def fault(right):
+        def gather(host, pool, miss, num, *, unit):
+            tail = pool[..., -TAIL:].clone()
+            right(host, pool, miss, num, unit=unit)
+            pool[..., -TAIL:] = tail
+        return gather
+    of_layers(e, "_gather", fault)
+
+
+def of_layers(e: Engine, op: str, fault: Callable) -> None:
+    """Put `fault` around an op of all layers."""
+    layers = e.rank._selecting._layers
+    setattr(layers, op, fault(getattr(layers, op)))
+
+
+# ---------------------------------------------------------------- scenes
+def alone(put: Callable[[Engine], None]) -> None:
+    """One request, longer than the device."""
+    e = Engine(step_tokens=200)
+    put(e)
+    play(e, new=NEW, prompts={1: PROMPTS[1]}, arrive=lambda rid: 0)
+
+
+def moved(put: Callable[[Engine], None]) -> None:
+    """One request that goes to the host and comes back."""
+    e = Engine(hbm_pages=80, step_tokens=200, lateness=LATENESS["latest"]())
+    put(e)
+    play(e, lambda turn: {4: [Spilled(RequestId(1))], 10: [Promoted(RequestId(1))],
+                          14: [Spilled(RequestId(1))]}.get(turn, ()),
+         new=20, prompts={1: PROMPTS[1]}, arrive=lambda rid: 0)
+    assert e.core.stats()["spills"] >= 1
+
+
+def paused(put: Callable[[Engine], None]) -> None:
+    """A request that decodes from the host pauses, and comes back with another hot buffer."""
+    e = Engine(step_tokens=200, lateness=LATENESS["latest"]())
+    put(e)
+    play(e, lambda turn: [Paused(RequestId(1))] if turn == 8 else (), new=NEW, prompts={1: PROMPTS[1]},
+         arrive=lambda rid: 0)
+    assert e.core.stats()["pauses"] == 1
+
+
+def crowded(put: Callable[[Engine], None]) -> None:
+    """Rows on the host make room for newcomers: pages that they had on the device as well."""
+    e = Engine(hbm_pages=60, step_tokens=150)
+    put(e)
+    play(e, new=NEW, arrive=lambda rid: 0)
+    assert any(plan.yields for plan in e.plans)
+
+
+FAULTS = {
+    bind_without_keep: moved,
+    grow_without_the_host_column: alone,
+    unmap_ignored: crowded,
+    hot_units_outlive_a_bind: paused,
+    summaries_accumulate: alone,
+    stores_skip_the_host: alone,
+    misses_are_cut: alone,
+    the_wrong_head: alone,
+    a_unit_is_hot_after_its_eviction: alone,
+    the_tail_is_lost: alone,
+}
+
+
+@pytest.mark.parametrize("scene", [alone, moved, paused, crowded], ids=lambda f: f.__name__)
+def test_the_right_executor_passes(scene):
+    scene(lambda e: None)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
+def test_a_fault_is_seen(fault):
+    with pytest.raises((AssertionError, IndexError)):
+        FAULTS[fault](fault)
