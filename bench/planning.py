@@ -137,7 +137,7 @@ def admitting(w: Work, clock: Callable[[], float]) -> list[float]:
     while core.live:
         events = turn(events)
     events += requests(w)
-    while len(core.running) < w.rows or core.busy:
+    while len(core.running) < w.rows or core.transient:
         events = turn(events)
     taken.clear()
     events = turn([*events, second])

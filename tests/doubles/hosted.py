@@ -142,7 +142,7 @@ class Engine:
         self.core.check()
         self.poison()
         found = self.ex.poll(block=True)
-        self.moved += [e for e in found if isinstance(e, Moved)]
+        self.needs_rebind += [e for e in found if isinstance(e, Moved)]
         self.inbox += found
         return bool(found)
 

@@ -40,7 +40,7 @@ class ArenaMachine(RuleBasedStateMachine):
     # ---------------------------------------------------------------- what happens
     @rule(want=WANT, near=st.none() | st.integers(-1, 20))
     def acquire(self, want: list[int], near: int | None) -> None:
-        """All of a demand, as `Holdings` does it: nothing at all if `short` says so."""
+        """All of a demand, as `KVCache` does it: nothing at all if `short` says so."""
         want = want[:len(self.pools)]
         if self.arena.short(want, promised=False):
             return

@@ -185,11 +185,11 @@ class PairMachine(RuleBasedStateMachine):
     def delivers(self, i: int, again: bool) -> None:
         to_decode, m = self.net[i % len(self.net)] if again else self.net.pop(i % len(self.net))
         side = self.decode if to_decode else self.prefill
-        twin = deepcopy(side)
-        first, second = twin.received(m), twin.received(m)
+        mirror = deepcopy(side)
+        first, second = mirror.received(m), mirror.received(m)
         out = side.received(m)
         assert out == first and not second
-        assert state(side) == state(twin), "twice is once"
+        assert state(side) == state(mirror), "twice is once"
         self.collect(*((out, None) if to_decode else (None, out)))
 
     @precondition(lambda self: self.net)

@@ -320,8 +320,8 @@ class CoreMachine(RuleBasedStateMachine):
             for pool in arena.pools:
                 assert not pool.held and not pool.in_limbo, f"{pool.name}: {pool.held}"
             assert len(arena.pools) == 1 or len(arena.free) == arena.slabs
-        assert not list(have.tree.nodes()) and not have.copies.flights
-        assert not (self.core.live or self.core.running or self.core.waiting or have.lent)
+        assert not list(have.tree.nodes()) and not have.moves.flying
+        assert not (self.core.live or self.core.running or self.core.waiting or have.reclaimable)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

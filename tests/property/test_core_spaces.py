@@ -6,9 +6,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from penstock.core.kv.moves import FlyingMove, Moves
 from penstock.core.kv.pool import Arena, Fence, Pool
-from penstock.core.kv.prefix_tree import IN_USE, Copy, Node, Space, Tree
-from penstock.core.kv.transfers import Copies, Flight
+from penstock.core.kv.prefix_tree import IN_USE, Copy, Node, TierGroup, Tree
 from penstock.core.plan import Arrived, Group, MoveId, RequestId, StepId, Tier
 from penstock.core.request import Request
 from penstock.core.settings import CacheGroup, CoreConfig
@@ -37,17 +37,17 @@ class SpacesMachine(RuleBasedStateMachine):
         pools = {tier: [Pool(f"{tier.value} {g}", n, base + 1_000 * g) for g in range(2)]
                  for tier, n, base in ((Tier.HBM, 9, 100), (Tier.DRAM, 6, 200))}
         self.device, self.host = (
-            [Space(tier, Group(g), pool) for g, pool in enumerate(pools[tier])] for tier in pools)
-        disk = [Space(Tier.DISK, Group(g), Pool("disk", 0)) for g in range(2)]
+            [TierGroup(tier, Group(g), pool) for g, pool in enumerate(pools[tier])] for tier in pools)
+        disk = [TierGroup(Tier.DISK, Group(g), Pool("disk", 0)) for g in range(2)]
         self.tree = Tree([*self.device, *self.host])
-        self.copies = Copies(CFG, self.tree, self.device, self.host, disk,
+        self.copies = Moves(CFG, self.tree, self.device, self.host, disk,
                              Arena(0, [space.pool for space in disk]))
         self.users: list[tuple[list[Node], list[Copy]]] = []
-        self.twins: dict[MoveId, tuple[Space, Copy]] = {}
+        self.twins: dict[MoveId, tuple[TierGroup, Copy]] = {}
         self.left: dict[Node, int] = {}            # when its last user left
         self.step = 0
 
-    def _space(self, data: st.DataObject) -> Space:
+    def _space(self, data: st.DataObject) -> TierGroup:
         return data.draw(st.sampled_from(self.tree.spaces))
 
     # ---------------------------------------------------------------- requests come and go
@@ -58,7 +58,7 @@ class SpacesMachine(RuleBasedStateMachine):
         node, path, pinned = self.tree.root(namespace), [], list[Copy]()
         for at in range(0, len(tokens) - SIZE + 1, SIZE):
             node = self.tree.child(node, tokens[at:at + SIZE])
-            self.tree.use(node)
+            self.tree.ref(node)
             path.append(node)
         for space, pages in zip(self.device, (path, path[max(0, len(path) - keep):]), strict=True):
             for page in pages:
@@ -74,14 +74,14 @@ class SpacesMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.users)
     @rule(data=st.data())
-    def leave(self, data: st.DataObject) -> None:
+    def unref(self, data: st.DataObject) -> None:
         path, pinned = self.users.pop(data.draw(st.integers(0, len(self.users) - 1)))
-        self._go(path, pinned)
+        self.transition(path, pinned)
 
-    def _go(self, path: list[Node], pinned: list[Copy]) -> None:
+    def transition(self, path: list[Node], pinned: list[Copy]) -> None:
         for copy in pinned:
             self._unpin(copy)
-        self.tree.leave(path)
+        self.tree.unref(path)
         self.step += 1
         self.left |= dict.fromkeys(path, self.step)
 
@@ -89,7 +89,7 @@ class SpacesMachine(RuleBasedStateMachine):
         copy.pins -= 1
         copy.used = StepId(self.step)
         if copy.node is not None:
-            self.tree.settle(copy.node)
+            self.tree.update_evictable(copy.node)
 
     @precondition(lambda self: self.users)
     @rule(data=st.data())
@@ -127,25 +127,25 @@ class SpacesMachine(RuleBasedStateMachine):
         could = [n for n in self.tree.nodes() if n.ready(src)]
         if could and dst.pool.free:
             r = Request(Arrived(RequestId(1), (1,), 1), 0, 1, [1], 1, [], 1)
-            twin = Copy(dst.pool.acquire(1)[0], pins=1)
-            self.copies.move_private(r, src, data.draw(st.sampled_from(could)).copies[src], dst, twin, SIZE)
+            mirror = Copy(dst.pool.acquire(1)[0], pins=1)
+            self.copies.move_private(r, src, data.draw(st.sampled_from(could)).copies[src], dst, mirror, SIZE)
             (move,) = r.moves
-            self.twins[move] = dst, twin
+            self.twins[move] = dst, mirror
 
-    @precondition(lambda self: self.copies.flights)
+    @precondition(lambda self: self.copies.flying)
     @rule(data=st.data(), ok=st.booleans())
     def land(self, data: st.DataObject, ok: bool) -> None:
-        self._land(data.draw(st.sampled_from(sorted(self.copies.flights))), ok)
+        self._land(data.draw(st.sampled_from(sorted(self.copies.flying))), ok)
 
     def _land(self, move: MoveId, ok: bool) -> None:
-        suspect = [source.bad for source, _ in self.copies.flights[move].pairs]
+        suspect = [source.bad for source, _ in self.copies.flying[move].pairs]
         flight, lost = self.copies.landed(move, ok)
         self._let_go(lost)
-        self.copies.settle(flight)
+        self.copies.finish(flight)
         if move in self.twins:
-            space, twin = self.twins.pop(move)
-            assert twin.ready == (ok and not suspect[0]), "a copy of a suspect page counts"
-            space.pool.release([twin.page], Fence(twin.used))
+            space, mirror = self.twins.pop(move)
+            assert mirror.ready == (ok and not suspect[0]), "a copy of a suspect page counts"
+            space.pool.release([mirror.page], Fence(mirror.used))
         self._landed(flight, ok, suspect)
 
     def _let_go(self, lost: list[Copy]) -> None:
@@ -155,7 +155,7 @@ class SpacesMachine(RuleBasedStateMachine):
                 pinned.remove(copy)
                 copy.pins -= 1
 
-    def _landed(self, flight: Flight, ok: bool, suspect: list[bool]) -> None:
+    def _landed(self, flight: FlyingMove, ok: bool, suspect: list[bool]) -> None:
         load = flight.dst.tier is Tier.HBM
         for (source, target), was in zip(flight.pairs, suspect, strict=True):
             assert source.bad == (was or (load and not ok)), "only a failed load makes its source suspect"
@@ -167,11 +167,11 @@ class SpacesMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.users)
     @rule(data=st.data())
-    def distrust(self, data: st.DataObject) -> None:
+    def invalidate(self, data: st.DataObject) -> None:
         """A request leaves, and its KV is damaged: nobody finds any of it any more."""
         path, pinned = self.users.pop(data.draw(st.integers(0, len(self.users) - 1)))
-        self._go(path, pinned)
-        self.copies.distrust(path)
+        self.transition(path, pinned)
+        self.copies.invalidate(path)
         for node in path:
             assert all(node.refs or c.pins or c.moves for c in node.copies.values()), "a damaged page stays"
         nodes = [root for namespace, root in self.tree.roots.items() if namespace >= 0]
@@ -219,13 +219,13 @@ class SpacesMachine(RuleBasedStateMachine):
         if nodes:
             node = data.draw(st.sampled_from(nodes))
             for _ in range(200):
-                self.tree.settle(node)
+                self.tree.update_evictable(node)
             assert list(self.tree.nodes()) == nodes
 
     @rule()
     def drain(self) -> None:
         for space in self.tree.spaces:
-            space.pool.drain(StepId(self.step), self.copies.flights)
+            space.pool.drain(StepId(self.step), self.copies.flying)
 
     # ---------------------------------------------------------------- what always holds
     @invariant()
@@ -234,7 +234,7 @@ class SpacesMachine(RuleBasedStateMachine):
         for space in self.tree.spaces:
             space.pool.check()
             pages = [node.copies[space].page for node in nodes if space in node.copies]
-            pages += [twin.page for where, twin in self.twins.values() if where is space]
+            pages += [mirror.page for where, mirror in self.twins.values() if where is space]
             assert sorted(pages) == sorted(space.pool.held), "a page without a node, or with two"
             assert len(space.order) <= 4 * space.pool.capacity + 65
         for node in nodes:
@@ -243,7 +243,7 @@ class SpacesMachine(RuleBasedStateMachine):
             for space, copy in node.copies.items():
                 assert copy.node is node
                 assert copy.pins == sum(pinned.count(copy) for _, pinned in self.users)
-                assert copy.moves == sum(pair.count(copy) for flight in self.copies.flights.values()
+                assert copy.moves == sum(pair.count(copy) for flight in self.copies.flying.values()
                                          for pair in flight.pairs)
                 assert copy.ready or copy.moves, f"{space}: nothing will fill it"
                 assert not (copy.ready and copy.bad)
@@ -257,8 +257,8 @@ class SpacesMachine(RuleBasedStateMachine):
         """Everybody leaves, everything lands: all pages can be had again, and no node is left."""
         while self.users:
             path, pinned = self.users.pop()
-            self._go(path, pinned)
-        for move in tuple(self.copies.flights):
+            self.transition(path, pinned)
+        for move in tuple(self.copies.flying):
             self._land(move, True)
         for space in self.tree.spaces:
             self.tree.evict(space, 1 << 30)

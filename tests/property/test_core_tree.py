@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from penstock.core.kv.pool import Pool
-from penstock.core.kv.prefix_tree import Copy, Node, Space, Tree
+from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree
 from penstock.core.plan import Group, StepId, Tier
 
 SIZE = 2
@@ -20,8 +20,8 @@ class TreeMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.device = Space(Tier.HBM, Group(0), Pool("hbm", 10, 100))
-        self.host = Space(Tier.DRAM, Group(0), Pool("dram", 6, 200))
+        self.device = TierGroup(Tier.HBM, Group(0), Pool("hbm", 10, 100))
+        self.host = TierGroup(Tier.DRAM, Group(0), Pool("dram", 6, 200))
         self.tree = Tree([self.device, self.host])
         self.users: list[list[tuple[Node, Copy]]] = []
         self.flying: list[Node] = []
@@ -35,11 +35,11 @@ class TreeMachine(RuleBasedStateMachine):
             child = self.tree.child(node, tokens[at:at + SIZE])
             if self.device not in child.copies:
                 if not self.device.pool.free:
-                    self.tree.settle(child)
+                    self.tree.update_evictable(child)
                     break
                 self.tree.attach(child, self.device, Copy(self.device.pool.acquire(1)[0]))
             node = child
-            self.tree.use(node)
+            self.tree.ref(node)
             node.copies[self.device].pins += 1
             path.append((node, node.copies[self.device]))
         if path:
@@ -47,11 +47,11 @@ class TreeMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.users)
     @rule(data=st.data())
-    def leave(self, data: st.DataObject) -> None:
+    def unref(self, data: st.DataObject) -> None:
         path = self.users.pop(data.draw(st.integers(0, len(self.users) - 1)))
         for _, copy in path:
             copy.pins -= 1
-        self.tree.leave([node for node, _ in path])
+        self.tree.unref([node for node, _ in path])
 
     @rule(data=st.data())
     def write_through(self, data: st.DataObject) -> None:
@@ -73,10 +73,10 @@ class TreeMachine(RuleBasedStateMachine):
         copy.moves -= 1
         if ok:
             copy.ready = True
-            self.tree.settle(node)
+            self.tree.update_evictable(node)
         else:
             self.tree.forget(node, self.host)
-            self.tree.settle(node)
+            self.tree.update_evictable(node)
 
     @rule(data=st.data())
     def banish(self, data: st.DataObject) -> None:

@@ -91,9 +91,9 @@ def test_complete_flights_of_a_pair_have_identical_plans() -> None:
 def test_another_core_makes_other_plans_and_the_turn_is_named() -> None:
     class Young(Core):
         def _progress(self) -> None:
-            self.line.reverse()
+            self.runnable.reverse()
             super()._progress()
-            self.line.sort(key=lambda r: r.key)
+            self.runnable.sort(key=lambda r: r.key)
 
     seeds = [exact(flight.read(fly(seed, 1 << 20)[1]), Young) for seed in range(6)]
     assert any(not same and "turn" in said for same, said in seeds), seeds
@@ -102,9 +102,9 @@ def test_another_core_makes_other_plans_and_the_turn_is_named() -> None:
 class Broken(Core):
     """Dies when a request ends after a stop id."""
 
-    def _go(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
+    def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
         assert trigger is not Trigger.END or r.num_output < 3, "three"
-        return super()._go(r, trigger, spare)
+        return super().transition(r, trigger, spare)
 
 
 def test_a_crash_in_the_core_happens_again_at_the_same_turn() -> None:

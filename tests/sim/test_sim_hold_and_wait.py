@@ -126,9 +126,9 @@ def test_what_is_said_not_to_be_taken_is_not_and_the_rest_mostly_is() -> None:
     seen: Counter[Key] = Counter()
 
     class Counting(Core):
-        def _go(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
+        def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
             key = r.phase.value, r.place.value, trigger.value
-            taken = super()._go(r, trigger, spare)
+            taken = super().transition(r, trigger, spare)
             seen[key] += taken
             return taken
 

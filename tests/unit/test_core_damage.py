@@ -5,7 +5,7 @@ import pytest
 
 from penstock.core.core import Core
 from penstock.core.kv import allocate, prefetch
-from penstock.core.kv.cache import Holdings
+from penstock.core.kv.cache import KVCache
 from penstock.core.kv.prefix_tree import Copy, Node
 from penstock.core.lifecycle import Place
 from penstock.core.plan import (
@@ -37,7 +37,7 @@ def test_a_request_that_is_found_to_be_damaged_after_its_drop_serves_nobody(drop
     second = core.advance(()).plan
     assert second is not None
     core.advance([Retired(first.step, ((7,),)), *([Dropped(RequestId(0))] if dropped else [])])
-    assert core.have.named(core.live[RequestId(0)]), "nothing of it is cached: this tests nothing"
+    assert core.have.tainted_by(core.live[RequestId(0)]), "nothing of it is cached: this tests nothing"
     core.advance([Retired(second.step, ((),)), Aborted(RequestId(0), damaged=True)])
     again = core.advance([Arrived(RequestId(1), tuple(range(9)), 5)]).plan
     assert again is not None and again.start == (0,), "it starts from damaged pages"
@@ -77,22 +77,22 @@ def test_damaged_pages_that_others_name_serve_nobody_new() -> None:
 
 def test_a_page_that_is_still_being_loaded_is_not_copied_on_to_the_host() -> None:
     """Its load and that copy would fly beside each other: the host would get what was there before."""
-    have = Holdings(CoreConfig(page_size=2, rows=2, hbm_pages=8, dram_pages=8, hot_pages=1))
+    have = KVCache(CoreConfig(page_size=2, rows=2, hbm_pages=8, dram_pages=8, hot_pages=1))
     node = have.tree.child(have.tree.root(0), (11, 12))
-    copy = Copy(have.device[0].pool.acquire(1)[0], ready=False, moves=1, filling=MoveId(99))
+    copy = Copy(have.device[0].pool.acquire(1)[0], ready=False, moves=1, filled_by=MoveId(99))
     have.tree.attach(node, have.device[0], copy)
     a = Arrived(RequestId(0), (11, 12, 13), 9, selects=True)
     r = Request(a, 0, 9, list(a.prompt), 3, have.tables(), 100)
     assert not allocate.enter(have, r, Place.HOST, 0)
-    assert not (r.path or copy.pins or node.refs or have.copies.outbox) and have.rows.free == 2
+    assert not (r.path or copy.pins or node.refs or have.moves.outbox) and have.rows.free == 2
     copy.ready, copy.moves = True, 0
     assert allocate.enter(have, r, Place.HOST, 0)
-    assert [(m.src, m.dst) for m in have.copies.outbox] == [(Tier.HBM, Tier.DRAM)]
+    assert [(m.src, m.dst) for m in have.moves.outbox] == [(Tier.HBM, Tier.DRAM)]
 
 
 def test_a_page_whose_copy_on_the_host_is_suspect_is_not_fetched_into_a_second() -> None:
     """It is still being read by somebody, so it cannot go yet."""
-    have = Holdings(CoreConfig(page_size=2, rows=2, hbm_pages=8, dram_pages=8, disk_pages=8))
+    have = KVCache(CoreConfig(page_size=2, rows=2, hbm_pages=8, dram_pages=8, disk_pages=8))
     node = have.tree.child(have.tree.root(0), (11, 12))
     have.tree.attach(node, have.disk[0], Copy(have.disk[0].pool.acquire(1)[0]))
     a = Arrived(RequestId(0), (11, 12, 13), 9)
@@ -101,7 +101,7 @@ def test_a_page_whose_copy_on_the_host_is_suspect_is_not_fetched_into_a_second()
     suspect = Copy(have.host[0].pool.acquire(1)[0], ready=False, moves=1, bad=True)
     have.tree.attach(node, have.host[0], suspect)
     assert have.match(r, stored=True) == []
-    assert prefetch.reserve(have, r) and not (r.path or have.copies.has_planned)
+    assert prefetch.reserve(have, r) and not (r.path or have.moves.has_planned)
 
 
 def test_damaged_pages_are_not_stored_and_the_first_to_go() -> None:
@@ -121,7 +121,7 @@ def test_damaged_pages_are_not_stored_and_the_first_to_go() -> None:
         # Nothing has come to the host before the damage is known.
         events = [] if plan is None else [
             *(Moved(m.id, turn > 5) for m in plan.moves), Retired(plan.step, ((5,),) * sum(plan.samples))]
-    assert damaged and not core.live and core.have.copies.flights == {}
+    assert damaged and not core.live and core.have.moves.flying == {}
     banished = [n for n in tree.nodes() if n.banished]
     good = [n for n in tree.nodes() if not n.banished]
     assert len(banished) > len(damaged) and not any(disk in n.copies for n in banished)

@@ -244,7 +244,7 @@ def test_delivered_request_gets_its_row_later() -> None:
     d.arrive(2, range(50, 54), max_new=3)
     d.arrive(1, range(10), transfer=5)
     assert d.end(5, 10, 77) == [] and d.tokens() == [(0, 77)]
-    assert d.phase(1) is Phase.RECEIVING and d.core.live[RequestId(1)].is_parked
+    assert d.phase(1) is Phase.RECEIVING and d.core.live[RequestId(1)].is_saved
     while d.phase(1) is Phase.RECEIVING:
         d.retire()
     plan = d.plans[-1]

@@ -86,10 +86,10 @@ def test_a_load_that_fails_when_the_row_that_waited_for_it_is_on_its_way_to_the_
     (load,) = d.moves
     r = d.core.live[RequestId(2)]
     assert load.dst is Tier.HBM and load.id in r.waits and r.phase is Phase.RESIDENT
-    assert growth.drop_twins(d.core.have, r)
+    assert growth.drop_mirrors(d.core.have, r)
     d.tell(Spilled(RequestId(2)))
     assert d.phase(2) is Phase.STAGING
     d.land(ok=False)
-    assert r.phase not in (Phase.STAGING, Phase.RESIDENT, Phase.HOSTED) and r.life == 1
+    assert r.phase not in (Phase.STAGING, Phase.RESIDENT, Phase.HOSTED) and r.kv_epoch == 1
     d.run()
     assert d.finished()[2] is Outcome.LENGTH

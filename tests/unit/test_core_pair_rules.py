@@ -171,14 +171,14 @@ def test_rule_7_who_lacks_pages_that_a_hung_push_reads_does_not_go_round() -> No
     d.hear(Grant(PEER, US, 1, 1, 8))
     d.finish()
     d.hear(Cancel(PEER, US, 1, 1))
-    assert list(d.finished()) == [1] and len(d.core.have.copies.flights) == 2
+    assert list(d.finished()) == [1] and len(d.core.have.moves.flying) == 2
     d.arrive(2, range(100, 120), max_new=2, transfer=2)
     d.finish()
-    assert d.core.live[TWO].gave_way == 2
+    assert d.core.live[TWO].num_preemptions == 2
     d.arrive(3, range(3), max_new=2, transfer=3)
     d.finish()
     assert d.core.live[RequestId(3)].num_output == 1 and d.core.live[TWO].num_output == 0
-    d.tell(*[Moved(id, True) for id in d.core.have.copies.flights])
+    d.tell(*[Moved(id, True) for id in d.core.have.moves.flying])
     d.finish()
     assert d.core.live[TWO].num_output == 1
 

@@ -192,8 +192,8 @@ def test_who_is_not_tried_again_would_not_fit(monkeypatch: pytest.MonkeyPatch) -
         blocked = real(self, r)
         tried += blocked
         if blocked and tried % 16 == 0:         # a copy of everything takes its time
-            twin = copy.deepcopy(self.core)
-            assert not twin.admission._enter(twin.live[r.rid])
+            mirror = copy.deepcopy(self.core)
+            assert not mirror.admission._enter(mirror.live[r.rid])
         return blocked
 
     monkeypatch.setattr(Admission, "_is_blocked", checked)
@@ -256,7 +256,7 @@ def test_who_pauses_costs_the_same_at_any_length() -> None:
         e.flying[-1] = replace(e.flying[-1], moves=())         # nobody answers it
         e.turn(Paused(RequestId(0)))
         e.turn()
-        assert e.core.live[RequestId(0)].settling
+        assert e.core.live[RequestId(0)].is_saving
         costs.append(sum(bytecodes(e.turn) for _ in range(32)))
     assert costs[1] <= 1.02 * costs[0]
 
@@ -267,8 +267,8 @@ def test_hosted_rows_that_have_lent_nothing_are_not_asked() -> None:
         e = Engine(4, **KINDS["hosted"])
         e.start([8 * pages] * 4, selects=True)
         have, want = e.core.have, [60_001, 0]
-        assert not have.room(Tier.HBM, want)
-        costs.append(bytecodes(partial(have.room, Tier.HBM, want)))
+        assert not have.make_free(Tier.HBM, want)
+        costs.append(bytecodes(partial(have.make_free, Tier.HBM, want)))
     assert costs[1] <= 1.02 * costs[0]
 
 
@@ -322,8 +322,8 @@ def test_requests_that_ended_are_freed_without_the_collector() -> None:
         gc.enable()
 
 
-def _answers(seed: int, monkeypatch: pytest.MonkeyPatch, *, steady: bool, pair: bool) -> str:
-    """A digest of all that a run's cores answer. Without `steady`, every row is looked at."""
+def _answers(seed: int, monkeypatch: pytest.MonkeyPatch, *, unchanged_until: bool, pair: bool) -> str:
+    """A digest of all that a run's cores answer. Without `unchanged_until`, every row is looked at."""
     seen = hashlib.sha256()
 
     class Seen(Core):
@@ -333,9 +333,9 @@ def _answers(seed: int, monkeypatch: pytest.MonkeyPatch, *, steady: bool, pair: 
             return got
 
     with monkeypatch.context() as m:
-        if not steady:
-            m.setattr(schedule, "steady", lambda core, r: 0)
-            m.setattr(schedule, "calm", lambda core, r: 0)
+        if not unchanged_until:
+            m.setattr(schedule, "unchanged_until", lambda core, r: 0)
+            m.setattr(schedule, "append_until", lambda core, r: 0)
         if pair:
             Pair(draw(seed), Seen).play()
         else:
@@ -346,5 +346,5 @@ def _answers(seed: int, monkeypatch: pytest.MonkeyPatch, *, steady: bool, pair: 
 @pytest.mark.parametrize("seed", range(24))
 def test_rows_counted_on_are_planned_as_if_looked_at(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = seed % 6 == 5
-    fast, slow = (_answers(seed, monkeypatch, steady=s, pair=pair) for s in (True, False))
+    fast, slow = (_answers(seed, monkeypatch, unchanged_until=s, pair=pair) for s in (True, False))
     assert fast == slow

@@ -203,9 +203,9 @@ def test_a_store_that_fails_costs_the_same_however_long_the_tables_are() -> None
         host = core.have.host[0]
         for space in core.have.disk:           # once more
             core.have.tree.evict(space, 9_000)
-        core.have.copies.store([(0, node)])
+        core.have.moves.store([(0, node)])
         assert node.ready(host)
-        flying = [id for id, f in core.have.copies.flights.items() if f.dst.tier is Tier.DISK]
+        flying = [id for id, f in core.have.moves.flying.items() if f.dst.tier is Tier.DISK]
         return bytecodes(lambda: core.advance([Moved(flying[-1], ok)]))
 
     assert cost(4000, False) < 2 * cost(4000, True)
@@ -282,7 +282,7 @@ def test_the_head_is_tried_when_pages_behind_a_fence_have_come() -> None:
     assert plan is not None
     r = core.live[RequestId(1)]
     assert r.phase is Phase.QUEUED
-    r.gave_way = r.excused = 2
+    r.num_preemptions = r.excused = 2
     core.advance([Aborted(RequestId(2))])      # its last step is in flight
     play(core, [*events, *answers(plan)], steps=3)
     assert core.live[RequestId(0)].phase is Phase.HOSTED
@@ -365,7 +365,7 @@ def test_who_goes_on_with_damaged_pages_does_not_banish_those_that_were_computed
     _, _, events = play(core, [*events, Arrived(RequestId(1), prompt, 30)], steps=2)
     if dropped:                                # it may have computed more than it names
         _, _, events = play(core, [*events, Dropped(RequestId(1))], steps=2)
-        assert core.live[RequestId(1)].life and core.live[RequestId(1)].path
+        assert core.live[RequestId(1)].kv_epoch and core.live[RequestId(1)].path
     _, _, events = play(core, [*events, Aborted(RequestId(0), damaged=True)], steps=2)
     _, _, events = play(core, [*events, Arrived(RequestId(2), prompt, 3)], steps=8)
     sound = sum(not node.banished for node in core.have.tree.nodes())

@@ -49,7 +49,7 @@ def hung(always: bool, pages: int = 40, selects: bool = False) -> Core:
     r = core.live[RequestId(1)]
     assert r.phase is Phase.FETCHING
     ended, _ = play(core, [Expired(r.rid, r.phase.value, r.visit)])
-    assert ended == {1} and len(core.have.copies.flights) == 1
+    assert ended == {1} and len(core.have.moves.flying) == 1
     return core
 
 
@@ -93,8 +93,8 @@ def test_a_hosted_row_does_not_load_what_is_on_its_way_to_the_device() -> None:
     events = [Retired(plan.step, tuple((9,) for s in plan.samples if s))]
     plan = core.advance(events).plan           # request 4 is in line, and nothing has been loaded
     assert plan is not None
-    flights = core.have.copies.flights.items()
-    loads: list[Event] = [Moved(id, True) for id, f in flights if f.src.tier is Tier.DRAM]
+    flying = core.have.moves.flying.items()
+    loads: list[Event] = [Moved(id, True) for id, f in flying if f.src.tier is Tier.DRAM]
     ended, _ = play(core, [*loads, Retired(plan.step, tuple((9,) for s in plan.samples if s))])
     assert ended == {two, four}, core.live[four].phase
 
@@ -106,7 +106,7 @@ def test_what_was_computed_beside_a_read_that_hangs_is_cached(always: bool) -> N
     core.have.tree.evict_all(core.have.device)
     ended, _ = play(core, [Arrived(RequestId(2), tuple(range(9)), 1, selects=True)])
     assert ended == {2}, "it waits for the store"
-    assert len(core.have.copies.flights) == 1 and core.counters["prefix_dram_hits"] == 8
+    assert len(core.have.moves.flying) == 1 and core.counters["prefix_dram_hits"] == 8
 
 
 def test_a_spill_waits_for_pages_that_are_behind_a_fence() -> None:
@@ -119,7 +119,7 @@ def test_a_spill_waits_for_pages_that_are_behind_a_fence() -> None:
     others = [Arrived(two, prompt, 30, selects=True), Arrived(ended, (50, 51, 52), 30)]
     _, events = play(core, [*events, *others], steps=5)
     [last] = [e for e in events if isinstance(e, Retired)]
-    assert growth.drop_twins(core.have, core.live[two])
+    assert growth.drop_mirrors(core.have, core.live[two])
     core.advance([Spilled(two)])
     plan = core.advance(events).plan           # the open page goes to the host, and nothing else is missing
     assert plan is not None and plan.step == last.step + 1 and core.live[two].phase is Phase.STAGING

@@ -26,7 +26,7 @@ def test_what_the_host_has_is_stored(hot: int, always: bool) -> None:
     sealed = list(core.have.tree.nodes())
     assert len(sealed) == 10 and not core.live
     assert all(node.ready(core.have.host[0]) and node.ready(core.have.disk[0]) for node in sealed)
-    assert not [f for f in core.have.copies.flights.values() if f.dst.tier is Tier.DISK]
+    assert not [f for f in core.have.moves.flying.values() if f.dst.tier is Tier.DISK]
 
 
 @pytest.mark.parametrize("disk", [0, 64])

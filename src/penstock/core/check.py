@@ -4,17 +4,17 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from penstock.core.kv.prefix_tree import Copy, Node, Space
+from penstock.core.kv.prefix_tree import Copy, Node, TierGroup
 from penstock.core.lifecycle import ACTIVE, Lease, Phase, Place
 from penstock.core.pair.decode_side import DecodeSide
 from penstock.core.pair.prefill_side import Stage
 from penstock.core.plan import Tier
-from penstock.core.policy.reclaim import GAVE_WAY_MAX
+from penstock.core.policy.reclaim import PREEMPTIONS_MAX
 from penstock.core.request import Request
 
 if TYPE_CHECKING:
     from penstock.core.core import Core
-    from penstock.core.kv.cache import Holdings
+    from penstock.core.kv.cache import KVCache
     from penstock.core.pair.bridge import Pairing
 
 REFS = "refs differ from the requests that name a page"
@@ -31,44 +31,44 @@ def check(core: Core) -> None:
         arena.check()
     pinned: list[Copy] = []                    # once for each pin
     named: list[Node] = []                     # and for each path
-    pages: dict[Space, list[int]] = {space: [] for space in have.tree.spaces}
+    pages: dict[TierGroup, list[int]] = {space: [] for space in have.tree.spaces}
     running = set(core.running)
     for r in core.live.values():
         _leases(core, r, running)
         _columns(have, r, pinned, pages)
         named += r.path
-    moved = [copy for flight in have.copies.flights.values() for pair in flight.pairs for copy in pair]
+    moved = [copy for flight in have.moves.flying.values() for pair in flight.pairs for copy in pair]
     _tree(core, Counter(pinned) if pinned else {}, Counter(named) if named else {},
           Counter(moved) if moved else {}, pages)
-    for copy, home in have.copies.orphans.items():
+    for copy, home in have.moves.detached.items():
         assert copy.node is None and (copy.moves or copy.pins), "an orphan stays"
         pages[home].append(copy.page)
     for space, owned in pages.items():
         held = space.pool.held
         assert len(owned) == len(held) and held == set(owned), f"{space}: pages without an owner"
     if core.cfg.disk_pages:
-        stored = [len(f.pairs) for f in have.copies.flights.values() if Tier.DISK in (f.src.tier, f.dst.tier)]
+        stored = [len(f.pairs) for f in have.moves.flying.values() if Tier.DISK in (f.src.tier, f.dst.tier)]
         assert sum(stored) <= core.cfg.store_pages, "storage holds more of the host than it may"
     _queues(core)
     for pair in core.pairs.values():
         _pair(core, pair)
 
 
-def _columns(have: Holdings, r: Request, pinned: list[Copy], pages: dict[Space, list[int]]) -> None:
+def _columns(have: KVCache, r: Request, pinned: list[Copy], pages: dict[TierGroup, list[int]]) -> None:
     for t, device, host, reserve in zip(r.tables, have.device, have.host, r.reserve, strict=True):
         for space, column in ((device, t.device), (device, t.hot), (host, t.host)):
             if column:
                 copies = [copy for copy in column if copy is not None]
                 pinned += copies
                 for copy in copies:
-                    if copy.node is None and copy not in have.copies.orphans:
+                    if copy.node is None and copy not in have.moves.detached:
                         assert copy.pins == 1, f"request {r.rid}: a private page of two"
                         pages[space].append(copy.page)
         pages[host] += reserve
 
 
 def _tree(core: Core, pins: dict[Copy, int], refs: dict[Node, int], moves: dict[Copy, int],
-          pages: dict[Space, list[int]]) -> None:
+          pages: dict[TierGroup, list[int]]) -> None:
     stack = list(core.have.tree.roots.values())
     while stack:
         parent = stack.pop()
@@ -100,10 +100,10 @@ def _queues(core: Core) -> None:
     keys = [r.key for r in core.running]
     assert sorted(keys) == keys
     assert len(core.running) + len(core.waiting) == len(core.live)
-    lent = [r for r in core.running if r.place is Place.HOST and r.phase is not Phase.PROMOTING]
-    assert {r.rid for r in core.have.lent} == {r.rid for r in lent}, "loans"
-    for r in lent:
-        assert r.lends or not any([any(t.device) for t in r.tables if t.hosted]), "a loan is forgotten"
+    reclaimable = [r for r in core.running if r.place is Place.HOST and r.phase is not Phase.PROMOTING]
+    assert {r.rid for r in core.have.reclaimable} == {r.rid for r in reclaimable}, "loans"
+    for r in reclaimable:
+        assert r.has_reclaimable or not any([any(t.device) for t in r.tables if t.hosted]), "a loan is lost"
 
 
 def _leases(core: Core, r: Request, running: set[Request]) -> None:
@@ -123,8 +123,8 @@ def _leases(core: Core, r: Request, running: set[Request]) -> None:
         assert not any(r.reserve), where
     if r.row is not None:
         _tables(core, r)
-    assert r.phase in (Phase.PAUSED, Phase.STAGING, Phase.RECEIVING) or not r.is_parked
-    assert r.gave_way - r.excused <= GAVE_WAY_MAX, (where, "gave way too often")
+    assert r.phase in (Phase.PAUSED, Phase.STAGING, Phase.RECEIVING) or not r.is_saved
+    assert r.num_preemptions - r.excused <= PREEMPTIONS_MAX, (where, "gave way too often")
 
 
 def _tables(core: Core, r: Request) -> None:
@@ -137,7 +137,7 @@ def _tables(core: Core, r: Request) -> None:
         for i in range(max(t.begin(r.settled), t.first), t.end(r.capacity)):
             copy = column[i]
             assert copy is not None, (where, t.group.name, i)
-            assert copy.ready or r.phase is Phase.LOADING or copy.filling in r.waits, where
+            assert copy.ready or r.phase is Phase.LOADING or copy.filled_by in r.waits, where
             if copy.node is not None:          # else it is a private twin
                 node = have.node(r, t, i)
                 assert node is not None and node.copies.get(space) is copy, (where, i)
@@ -156,7 +156,7 @@ def _pair(core: Core, pair: Pairing) -> None:
         assert set(pair.granted) == set(side.table), "grants differ from the protocol's"
         for transfer, receiving in side.table.items():
             live = pair.requests.get(transfer)
-            waits = live is not None and live.phase is Phase.RECEIVING and not live.is_parked
+            waits = live is not None and live.phase is Phase.RECEIVING and not live.is_saved
             assert waits or receiving.closing, f"transfer {transfer}: its Cancel was forgotten"
         return
     for transfer, entry in side.table.items():

@@ -1,7 +1,7 @@
 """The planner. `Core.advance(events) -> Advance(plan, outputs)` is a pure function of its history.
 
 No clock, no random source, no thread, no I/O, no torch. Synchronous, overlapped and pipelined
-execution are this one loop with another `depth`. `_go` is the only function that changes a phase; it
+execution are this one loop with another `depth`. `transition` is the only function that changes a phase; it
 derives what to acquire and release from the tables of `lifecycle`.
 """
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import assert_never
 
 from penstock.core import check, lifecycle, retire, schedule
 from penstock.core.kv import offload, page_table, prefetch, promote
-from penstock.core.kv.cache import Holdings
+from penstock.core.kv.cache import KVCache
 from penstock.core.kv.prefix_tree import Copy
 from penstock.core.lifecycle import (
     ACTIVE,
@@ -58,7 +58,7 @@ from penstock.core.plan import (
 )
 from penstock.core.policy import capacity, reclaim
 from penstock.core.policy.queue import Admission
-from penstock.core.request import Issued, Request
+from penstock.core.request import Request, ScheduledRow
 from penstock.core.settings import CoreConfig
 from penstock.core.watch import Watcher
 
@@ -75,28 +75,28 @@ class Core:
         self.edges = lifecycle.edges(mode)
         self.holds = lifecycle.holds(mode)
         self.may_hold = lifecycle.may_hold(mode)
-        self.have = Holdings(cfg)
+        self.have = KVCache(cfg)
         self.live: dict[RequestId, Request] = {}
         self.running: list[Request] = []       # phases with a row, in order of service
         self.waiting: list[Request] = []       # phases without, in order of service
-        self.line: list[Request] = []          # of those waiting, who waits for a row
-        self.busy: list[Request] = []          # of those running, who may take an edge by itself
-        self.holding: list[Request] = []       # of those waiting, who has something to do meanwhile
-        self.unasked: list[Request] = []       # of those queued, whom storage was not asked for
-        self.in_flight: dict[StepId, list[Issued]] = {}
-        self.columns: dict[int, tuple[list[Issued], schedule.Columns]] = {}    # of the last steps' plans
-        self.taken = 0                         # edges taken so far
+        self.runnable: list[Request] = []      # of those waiting, who waits for a row
+        self.transient: list[Request] = []     # of those running, who may take an edge by itself
+        self.saving: list[Request] = []        # of those waiting, who has something to do meanwhile
+        self.prefetch_queue: list[Request] = []  # of those queued, whom storage was not asked for
+        self.in_flight: dict[StepId, list[ScheduledRow]] = {}
+        self.columns: dict[int, tuple[list[ScheduledRow], schedule.Columns]] = {}  # of the last plans
+        self.edges_taken = 0
         self.counters: dict[str, int] = dict.fromkeys(
             ("pauses", "drops", "spills", "promotions", "prefix_queries", "prefix_hbm_hits",
              "prefix_dram_hits", "prefix_disk_hits", "failed_moves", "rows_looked_at"), 0)
         self.rates: Rates | None = None        # None: not measured yet
         self.admission = Admission(self)
         self._stay: tuple[int, ...] = ()       # when nobody could be promoted
-        self._lacks = False                    # somebody would then have been, but for pages in use
+        self._promotion_short = False          # somebody would then have been, but for pages in use
         self.pairs = pairings(self, role)
         self.prefills_only = role is Role.PREFILL
-        self.asked_back = StepId(0)            # when a grant was last given up for its pages,
-        self.has_asked = False                 # and whether since the last event
+        self.last_revoke_step = StepId(0)      # when a grant was last given up for its pages,
+        self.revoke_pending = False            # and whether since the last event
         self.watchers: list[Watcher] = []      # add yourself
         self._seq = 0
         self._out: list[Output] = []
@@ -104,16 +104,17 @@ class Core:
     # ---------------------------------------------------------------- public
     def advance(self, events: Sequence[Event]) -> Advance:
         """Apply events, take every edge that needs no step, and plan at most one step."""
-        self._out, self.has_asked = [], self.has_asked and not events
+        self._out, self.revoke_pending = [], self.revoke_pending and not events
         self._hear(events)
         # To a fixed point: planning may free, freeing may admit. Each request moves a few times at most.
         for _ in range(100 + 20 * len(self.live)):
             self.have.drain()
-            before = self.taken, self.have.freed
+            before = self.edges_taken, self.have.freed
             self._progress()
             plan = schedule.plan(self)
             self.have.drain()
-            if plan is not None or ((self.taken, self.have.freed) == before and not self.admission.is_due()):
+            idle = (self.edges_taken, self.have.freed) == before and not self.admission.is_due()
+            if plan is not None or idle:
                 for pair in self.pairs.values():
                     self._out += pair.flush()
                 return Advance(plan, tuple(self._out))
@@ -149,7 +150,7 @@ class Core:
             "rows_free": have.rows.free,
             "hbm_pages_in_use": len({id(c) for r in self.live.values() for t in r.tables
                                      for c in t.device if c is not None}),
-            "moves_in_flight": len(have.copies.flights), "steps": have.issued,
+            "moves_in_flight": len(have.moves.flying), "steps": have.issued,
             **gauges, **self.counters,
         }
 
@@ -172,14 +173,14 @@ class Core:
                 self._arrive(event)
             case Aborted(rid, damaged):
                 if (r := self.live.get(rid)) is not None:
-                    path = self.have.named(r) if damaged else []
+                    path = self.have.tainted_by(r) if damaged else []
                     self._end(r, Outcome.ABORT)
-                    self.have.copies.distrust(path)
+                    self.have.moves.invalidate(path)
             case Stopped(rid, count):
                 if (r := self.live.get(rid)) is not None and count <= r.num_output:
                     self._end(r, Outcome.STOP)
             case Paused() | Dropped() | Promoted():
-                self._ask(event.rid, WISHES[type(event)])
+                self.request_edge(event.rid, WISHES[type(event)])
             case Spilled(rid):
                 if (r := self.live.get(rid)) is not None and reclaim.may_spill(self, r):
                     r.excused += self.spill(r)
@@ -212,7 +213,7 @@ class Core:
             return
         r = Request(a, self._seq, min(a.max_new, fits), list(a.prompt), n, self.have.tables(),
                     n if self.prefills_only else self.cfg.max_len + n)
-        r.hot = capacity.hot_units(self.cfg, min(n + r.max_new - 1, r.limit))
+        r.hot = capacity.hot_units(self.cfg, min(n + r.max_new - 1, r.compute_limit))
         r.may_host = hosted and capacity.fits(self.cfg, lifecycle.Place.HOST, n + r.max_new - 1)
         self._seq += 1
         self.live[a.rid] = r
@@ -221,23 +222,23 @@ class Core:
         if leader is not None and not leader.num_output:
             r.leader = leader                  # until the pages of the prompt that they share are sealed
             leader.forks.append(r)
-            leader.calm = 0
+            leader.append_until = 0
         else:
-            self._join(r)
+            self.enqueue(r)
         if self.pairs:
             self.pairs[a.peer].arrived(r)
 
-    def _ask(self, rid: RequestId, trigger: Trigger) -> None:
+    def request_edge(self, rid: RequestId, trigger: Trigger) -> None:
         """Somebody outside wishes an edge; ignored where the tables do not have it."""
         r = self.live.get(rid)
         if r is not None and (r.phase, trigger) in self.edges and not r.is_pushed:
-            r.excused += self._go(r, trigger)
+            r.excused += self.transition(r, trigger)
 
     def _expire(self, r: Request) -> None:
         if r.phase is Phase.QUEUED or (r.phase is Phase.DROPPED and not r.started):
             self._end(r, Outcome.EXPIRED)
-        elif r.phase is Phase.FETCHING or (r.phase is Phase.RECEIVING and not r.is_parked):
-            self._go(r, Trigger.DROP)
+        elif r.phase is Phase.FETCHING or (r.phase is Phase.RECEIVING and not r.is_saved):
+            self.transition(r, Trigger.DROP)
 
     def _retire(self, step: StepId, tokens: tuple[tuple[int, ...], ...]) -> None:
         retire.retire(self, step, tokens)
@@ -245,36 +246,36 @@ class Core:
     def _landed(self, event: Moved) -> None:
         self.counters["failed_moves"] += not event.ok
         have = self.have
-        if event.id not in have.copies.flights:
+        if event.id not in have.moves.flying:
             return
-        flight, lost = have.copies.landed(event.id, event.ok)
+        flight, lost = have.moves.landed(event.id, event.ok)
         gone = frozenset([copy for copy in lost if copy.pins])   # what is in no table is not looked for there
         for r in list(self.live.values()) if lost else ():
             if gone or event.id in r.waits:
-                self._lose(r, event.id, gone)
-        have.copies.settle(flight)
+                self.copies_lost(r, event.id, gone)
+        have.moves.finish(flight)
         kept = flight.dst.tier is Tier.DRAM and any([target.pins for _, target in flight.pairs])
-        for r in self.holding if kept or lost else ():
-            if r.settling:                     # it may be what pins them; its tables are long
+        for r in self.saving if kept or lost else ():
+            if r.is_saving:                     # it may be what pins them; its tables are long
                 offload.let_go_of_device(have, r)
         if flight.dst.tier is Tier.PEER and flight.request is not None:
             self.pairs[flight.request.arrived.peer].push_ended(event.id, event.ok)
 
-    def _lose(self, r: Request, id: MoveId, lost: Collection[Copy]) -> None:
+    def copies_lost(self, r: Request, id: MoveId, lost: Collection[Copy]) -> None:
         """Copies have gone that `r` may count on, or that steps in flight have waited for."""
         counted = offload.lose(self.have, r, lost)
         r.excused += counted or id in r.waits
         if id in r.waits:                      # perhaps of a row that it has given up
-            r.void = r.last_issue
+            r.invalid_through = r.last_issue
         if r.is_pushed and counted:
             self._end(r, Outcome.LOST)         # what it has sent may be wrong
         elif id in r.waits and (r.phase, Trigger.DROP) in self.edges:
-            self._go(r, Trigger.DROP)
+            self.transition(r, Trigger.DROP)
         elif r.phase is Phase.STAGING and counted:
-            self._go(r, Trigger.STAY)
+            self.transition(r, Trigger.STAY)
         elif counted and (r.row is not None or r.phase in (Phase.SENDING, Phase.RECEIVING)
-                          or (r.is_parked and not self.have.is_complete(r))):
-            self._go(r, Trigger.DROP)          # what has gone is computed again
+                          or (r.is_saved and not self.have.is_complete(r))):
+            self.transition(r, Trigger.DROP)          # what has gone is computed again
 
     def delivered(self, r: Request, tokens: tuple[int, ...]) -> None:
         """Decode role: a prefill engine has computed the prompt, and its KV is in our pages."""
@@ -282,26 +283,26 @@ class Core:
         if not r.started:
             self._started(r)
         r.computed = r.settled = r.num_prompt
-        r.is_parked = True                     # it keeps what it has until it gets a row
-        self.stand(r)
+        r.is_saved = True                     # it keeps what it has until it gets a row
+        self.update_runnable(r)
         self.have.seal(r)
         if (outcome := retire.take(self, r, tokens)) is not None:
             self._end(r, outcome)
 
     def sent(self, r: Request) -> None:
         """Prefill role: the decode engine has it all."""
-        self._go(r, Trigger.SENT)
+        self.transition(r, Trigger.SENT)
         del self.live[r.rid]
         self._out.append(Finished(r.rid, Outcome.SENT))
 
     def _end(self, r: Request, outcome: Outcome) -> None:
-        moved = self._go(r, Trigger.END)
+        moved = self.transition(r, Trigger.END)
         assert moved, "ending never needs resources"
         del self.live[r.rid]
         self._out.append(Finished(r.rid, outcome))
 
     # ---------------------------------------------------------------- transitions
-    def _go(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
+    def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
         """Change the phase. False means not enough resources: nothing has changed."""
         target = self.edges.get((r.phase, trigger))
         if target is None:
@@ -314,79 +315,79 @@ class Core:
         if gains and not self.have.acquire(r, target, holds, place, spare):
             return False
         if place is not r.place:
-            r.moved = r.bound
+            r.needs_rebind = r.bound
         r.phase, r.place = target, place
         keep = (*holds, *self.may_hold[target, place])
         self.have.release(r, [x for x in lifecycle.Lease if x not in keep])
         if source is Phase.LOADING:            # what the device has may be what does not get to the host
-            r.stuck = r.stuck + 1 if target is Phase.DROPPED else 0
+            r.failed_copies = r.failed_copies + 1 if target is Phase.DROPPED else 0
         if target in (Phase.DROPPED, Phase.DONE):
-            r.life += 1
+            r.kv_epoch += 1
             r.moves = set()                    # its pages wait for them behind fences
             self.have.forget_path(r)
         elif (source, target) == (Phase.PROMOTING, Phase.RESIDENT):
             promote.leave_host(self.have, r)
         elif trigger is Trigger.STAY:          # its host pages are not complete, nor will they be
-            r.stuck += 1
-            copies = self.have.copies
-            copies.recall([m for m in copies.outbox if copies.flights[m.id].request is r])
+            r.failed_copies += 1
+            copies = self.have.moves
+            copies.cancel_planned([m for m in copies.outbox if copies.flying[m.id].request is r])
             self.have.release(r, [lifecycle.Lease.DRAM])
-            r.moved = r.bound
+            r.needs_rebind = r.bound
         elif (source, target) == (Phase.PROMOTING, Phase.HOSTED):
             promote.stop_reload(self.have, r)
-        r.issued, r.steady, r.calm, r.lacks = None, 0, 0, []
-        self.taken += 1
+        r.issued, r.unchanged_until, r.append_until, r.awaits = None, 0, 0, []
+        self.edges_taken += 1
         r.visit += 1
-        self._file(r, source)
+        self.update_queues(r, source)
         if self.pairs:
             self.pairs[r.arrived.peer].entered(r, source)
-        r.is_parked, r.settling, r.coming, r.heat_by = False, False, None, StepId(0)
+        r.is_saved, r.is_saving, r.coming, r.hot_wait_until = False, False, None, StepId(0)
         if target in (Phase.FETCHING, Phase.RECEIVING) or (target is Phase.DROPPED and not r.started):
             self._out.append(Entered(r.rid, target.value, r.visit))
         for watcher in self.watchers:
             watcher.taken(r, source, trigger)
         return True
 
-    def stand(self, r: Request) -> None:
+    def update_runnable(self, r: Request) -> None:
         """Keep the line of those who wait for a row in step with what has changed about one of them."""
         waits = r.leader is None and (r.phase in LINE or (r.phase is Phase.RECEIVING and r.delivered > 0))
         if self.prefills_only and r.num_output and r.grant is None:
             waits = False                      # it has been computed once: it waits for its grant
-        if waits and not r.in_line:
-            schedule.insert(self.line, r)
-        elif r.in_line and not waits:
-            self.line.remove(r)
-        r.in_line = waits
+        if waits and not r.is_runnable:
+            schedule.insert(self.runnable, r)
+        elif r.is_runnable and not waits:
+            self.runnable.remove(r)
+        r.is_runnable = waits
 
-    def _join(self, r: Request) -> None:
+    def enqueue(self, r: Request) -> None:
         """A request that nothing keeps from being served joins the line, and storage is asked for it."""
-        self.stand(r)
-        if r.in_line and self.cfg.disk_pages:
-            schedule.insert(self.unasked, r)
-            r.is_unasked = True
+        self.update_runnable(r)
+        if r.is_runnable and self.cfg.disk_pages:
+            schedule.insert(self.prefetch_queue, r)
+            r.prefetch_pending = True
 
-    def led(self, r: Request) -> None:
+    def release_forks(self, r: Request) -> None:
         """`r` has begun to answer, or never will: its forks wait no more."""
         for fork in r.forks:
             fork.leader = None
-            self._join(fork)
+            self.enqueue(fork)
         r.forks = []
 
-    def _file(self, r: Request, source: Phase) -> None:
+    def update_queues(self, r: Request, source: Phase) -> None:
         """Keep the queues and the counters in step with a phase that has just changed."""
-        for queue, phases in ((self.running, ACTIVE), (self.waiting, WAITING), (self.busy, BUSY),
-                              (self.holding, HOLDING)):
+        for queue, phases in ((self.running, ACTIVE), (self.waiting, WAITING), (self.transient, BUSY),
+                              (self.saving, HOLDING)):
             if source in phases and r.phase not in phases:
                 queue.remove(r)
             elif r.phase in phases and source not in phases:
                 schedule.insert(queue, r)
-        self.stand(r)
-        if r.is_unasked:                       # it was queued, and is no more
-            self.unasked.remove(r)
-            r.is_unasked = False
+        self.update_runnable(r)
+        if r.prefetch_pending:                       # it was queued, and is no more
+            self.prefetch_queue.remove(r)
+            r.prefetch_pending = False
         if r.phase is Phase.DONE:
-            self.led(r)
-        r.gave_way += source in ACTIVE and r.phase in (Phase.PAUSED, Phase.DROPPED)
+            self.release_forks(r)
+        r.num_preemptions += source in ACTIVE and r.phase in (Phase.PAUSED, Phase.DROPPED)
         self.counters["pauses"] += r.phase is Phase.PAUSED
         self.counters["drops"] += r.phase is Phase.DROPPED
         self.counters["spills"] += r.phase is Phase.STAGING
@@ -395,96 +396,96 @@ class Core:
     # ---------------------------------------------------------------- progress without a step
     def _progress(self) -> None:
         have = self.have
-        for r in list(self.holding):
-            if r.phase is Phase.PAUSED and not (r.is_parked or r.moves or have.in_flight(r)):
-                have.park(r)
+        for r in list(self.saving):
+            if r.phase is Phase.PAUSED and not (r.is_saved or r.moves or have.in_flight(r)):
+                have.save(r)
                 if not have.is_complete(r):
-                    self._go(r, Trigger.DROP)  # it had lost a page before that
-            if (r.phase is Phase.FETCHING and r.more and have.copies.reads_left
+                    self.transition(r, Trigger.DROP)  # it had lost a page before that
+            if (r.phase is Phase.FETCHING and r.more and have.moves.reads_left
                     and prefetch.is_fetched(have, r)):
                 prefetch.read(have, r)
         for pair in self.pairs.values():
             pair.push_ready()
-        if self.unasked and have.copies.reads_left:
+        if self.prefetch_queue and have.moves.reads_left:
             self._fetch()
         self.admission.admit()
-        for r in list(self.busy):
-            if r.lacks and not any([copy.ready for copy in r.lacks]):
+        for r in list(self.transient):
+            if r.awaits and not any([copy.ready for copy in r.awaits]):
                 continue                       # tables are long: it looks when one of these has landed
             if r.phase is Phase.LOADING:
                 self._start(r)
             elif r.phase is Phase.PREFILL and not r.todo:
-                self._go(r, Trigger.PREFILLED)  # prefill role: all of it was cached
+                self.transition(r, Trigger.PREFILLED)  # prefill role: all of it was cached
             elif r.phase is Phase.STAGING:
                 self._stage(r)
             elif r.phase is Phase.PROMOTING:
                 if promote.is_reloaded(r):
-                    self._go(r, Trigger.LANDED)
+                    self.transition(r, Trigger.LANDED)
                 else:
-                    r.lacks = page_table.last_missing(t.device for t in r.tables if t.hosted)
+                    r.awaits = page_table.last_missing(t.device for t in r.tables if t.hosted)
         if self.cfg.sparse and self._stay != self._promotable():
-            self._lacks = capacity.promote(self)
+            self._promotion_short = capacity.promote(self)
             self._stay = self._promotable()
 
     def _promotable(self) -> tuple[int, ...]:
         """As long as this is the same, it is of no use to try again to promote somebody."""
-        gained = self.have.gained(Tier.HBM) if self._lacks else 0
-        return self.taken, self.have.freed, len(self.line), gained
+        gained = self.have.gained(Tier.HBM) if self._promotion_short else 0
+        return self.edges_taken, self.have.freed, len(self.runnable), gained
 
     def _start(self, r: Request) -> None:
         """Leave LOADING once all is in place, or so little is missing that a step may wait for it."""
         missing = page_table.missing(r)
         if missing is None or len(missing) > self.cfg.wait_pages:
             most = self.cfg.wait_pages + 1     # as long as these are missing, too many are
-            r.lacks = (missing[-most:] if missing is not None
+            r.awaits = (missing[-most:] if missing is not None
                        else page_table.last_missing(t.host for t in r.tables))
             return
-        r.waits = sorted({copy.filling for copy in missing})
-        self._go(r, Trigger.LANDED)
+        r.waits = sorted({copy.filled_by for copy in missing})
+        self.transition(r, Trigger.LANDED)
         if not r.started:
             self._started(r)
 
     def spill(self, r: Request) -> bool:
         """Let a resident row go on from host pages: at once, if they are complete."""
-        if not self._go(r, Trigger.SPILL):
+        if not self.transition(r, Trigger.SPILL):
             return False
         self._stage(r)
         return True
 
     def _stage(self, r: Request) -> None:
         have = self.have
-        if not r.is_parked and not offload.is_staged(have, r):
+        if not r.is_saved and not offload.is_staged(have, r):
             if have.in_flight(r):
                 return
             offload.copy_down(have, r, all_groups=False)
-            r.is_parked = True
+            r.is_saved = True
         if offload.is_staged(have, r):
-            if not self._go(r, Trigger.LANDED) and not self._is_heating(r):
+            if not self.transition(r, Trigger.LANDED) and not self._is_heating(r):
                 reclaim.yield_device(self, r)     # no hot buffer to be had, nor is one on its way
-        elif r.is_parked and not r.moves and not offload.is_coming(r):
+        elif r.is_saved and not r.moves and not offload.is_coming(r):
             reclaim.yield_device(self, r)         # the host has no room any more
-        elif r.is_parked:
-            r.lacks = page_table.last_missing(t.host for t in r.tables if t.hosted)
+        elif r.is_saved:
+            r.awaits = page_table.last_missing(t.host for t in r.tables if t.hosted)
 
     def _is_heating(self, r: Request) -> bool:
         """Whether pages for the hot buffer of `r`, who was just refused them, are behind fences. It waits
         for the steps that were in flight when it was first refused: others may get those pages."""
-        r.heat_by = r.heat_by or self.have.issued
-        lack = self.have.lack
-        return lack is not None and lack.behind and self.have.retired < r.heat_by
+        r.hot_wait_until = r.hot_wait_until or self.have.issued
+        lack = self.have.shortage
+        return lack is not None and lack.behind and self.have.retired < r.hot_wait_until
 
     def _fetch(self) -> None:
         """Start reading stored prefixes early, if reading beats computing them again."""
-        queued, self.unasked = self.unasked, []
+        queued, self.prefetch_queue = self.prefetch_queue, []
         for i, r in enumerate(queued):
-            if not self.have.copies.reads_left:
-                self.unasked = queued[i:]
+            if not self.have.moves.reads_left:
+                self.prefetch_queue = queued[i:]
                 return
-            r.is_unasked = False
+            r.prefetch_pending = False
             pages = prefetch.stored(self.have, r)
             if pages and (self.rates is None or self.rates.disk_page_us
                           < self.cfg.page_size * self.rates.prefill_token_us):
-                self._go(r, Trigger.FETCH)
+                self.transition(r, Trigger.FETCH)
 
     def _started(self, r: Request) -> None:
         r.started = True

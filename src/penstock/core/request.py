@@ -1,4 +1,4 @@
-"""What the core knows of one request. Data only; `Core` decides and `Holdings` moves units."""
+"""What the core knows of one request. Data only; `Core` decides and `KVCache` moves units."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from penstock.core.pair.protocol import Granted
 from penstock.core.plan import Arrived, MoveId, RequestId, Row, StepId
 from penstock.core.settings import CacheGroup
 
-STUCK_MAX = 3        # copies to the host that fail again and again help nobody
+FAILED_COPIES_MAX = 3        # copies to the host that fail again and again help nobody
 
 
 @dataclass(slots=True, eq=False)
@@ -24,7 +24,7 @@ class Table:
     device: list[Copy | None] = field(default_factory=list)
     host: list[Copy | None] = field(default_factory=list)
     hot: list[Copy] = field(default_factory=list)
-    kept: dict[int, int] = field(default_factory=dict)      # hot unit -> the entry whose page it was
+    kept: dict[int, int] = field(default_factory=dict)  # hot unit -> the entry whose page it was
     first: int = 0                             # entries below were left behind by the window
     hosted: bool = field(init=False)           # the group's, kept: each page that grows asks for it
     reach: int = field(init=False)
@@ -46,15 +46,15 @@ class Table:
 
 
 @dataclass(slots=True, eq=False)
-class Issued:
+class ScheduledRow:
     """One row of a step in flight. A row that decodes one token a step is the same object in each."""
 
     request: Request
     row: Row
-    life: int            # the request's, when the step was issued
-    count: int           # positions computed, at most
-    width: int           # tokens it may return at most; 0: it does not sample
-    last: bool = False   # the end of what is known: decoding follows
+    kv_epoch: int                              # the request's, when the step was issued
+    count: int                                 # positions computed, at most
+    width: int                                 # tokens it may return at most; 0: it does not sample
+    last: bool = False                         # the end of what is known: decoding follows
 
     @property
     def samples(self) -> bool:
@@ -64,7 +64,7 @@ class Issued:
 @dataclass(slots=True, eq=False)
 class Request:
     """One request. `tokens` are known (prompt + retired outputs), positions below `settled` have KV
-    from retired steps. With steps in flight, `computed` and `pending` are upper bounds: of positions
+    from retired steps. With steps in flight, `computed` and `num_placeholders` are upper bounds: of positions
     with KV, and of tokens sampled but not known yet."""
 
     arrived: Arrived
@@ -73,7 +73,7 @@ class Request:
     tokens: list[int]
     num_prompt: int
     tables: list[Table]                        # of each cache group
-    limit: int                                 # positions that are computed at most
+    compute_limit: int                         # positions that are computed at most
     may_host: bool = False                     # it selects, and host pages can hold it to its end
     hot: int = 0                               # units of its hot buffer, in each hosted group
     at_end: dict[Place, tuple[list[int], list[int]]] = field(default_factory=dict)  # pages, when asked for
@@ -81,34 +81,34 @@ class Request:
     place: Place = Place.DEVICE
     computed: int = 0
     settled: int = 0
-    pending: int = 0
+    num_placeholders: int = 0
     last_issue: StepId = StepId(0)
-    life: int = 0                              # rises when KV is given up: late results are then tokens only
-    void: StepId = StepId(0)                   # results of steps up to this read what never came
+    kv_epoch: int = 0                          # rises when KV is given up: late results are then tokens only
+    invalid_through: StepId = StepId(0)        # results of steps up to this read what never came
     capacity: int = 0                          # positions that its tables have pages for
-    told_capacity: int = 0                     # what the device was told of it
+    device_capacity: int = 0                   # what the device was told of it
     bound: bool = False                        # the device has its row
-    moved: bool = False                        # its pages live elsewhere since: bind again, and keep
-    lends: bool = False                        # in host pages: it may have device pages, as a loan
-    put_back: int = -1                         # step before which it gave up a promotion
-    heat_by: StepId = StepId(0)                # it waits for a hot buffer until this step has retired
-    stuck: int = 0                             # times that copies to the host have failed it, in a row
-    gave_way: int = 0                          # times it gave up its row or its KV
+    needs_rebind: bool = False                 # its pages live elsewhere since: bind again, and keep
+    has_reclaimable: bool = False              # in host pages: it may have device pages, as a loan
+    promotion_undone_at: int = -1              # step before which it gave up a promotion
+    hot_wait_until: StepId = StepId(0)         # it waits for a hot buffer until this step has retired
+    failed_copies: int = 0                     # times that copies to the host have failed it, in a row
+    num_preemptions: int = 0                   # times it gave up its row or its KV
     excused: int = 0                           # times something from outside may have made it do so
     started: bool = False                      # Started was sent
     visit: int = 0                             # phases entered so far: names one stay in a phase
     loads: int = 0                             # pages of its path that were not on the device
     fetched: int = 0                           # pages that came from storage
     more: bool = False                         # while it fetches: not all of its pages are asked for
-    coming: list[tuple[int, Node]] | None = None            # while it fetches: the first page, and its
+    coming: list[tuple[int, Node]] | None = None  # while it fetches: the first page, and its
                                                # group, that has not come; empty: all have; None: look
 
     # What the planner need not look at, see `schedule`. Every change of phase ends it.
-    issued: Issued | None = None               # its row of a step in which it decodes one token
-    steady: int = 0                            # while `computed` is below, a step only counts on
-    calm: int = 0                              # while `settled` is below, a result only counts on
+    issued: ScheduledRow | None = None         # its row of a step in which it decodes one token
+    unchanged_until: int = 0                   # while `computed` is below, a step only counts on
+    append_until: int = 0                      # while `settled` is below, a result only counts on
 
-    lacks: list[Copy] = field(default_factory=list)         # its phase lasts until one of these is ready
+    awaits: list[Copy] = field(default_factory=list)  # its phase lasts until one of these is ready
 
     # The pair.
     grant: Granted | None = None               # prefill role: pages wait at the decode engine
@@ -118,27 +118,27 @@ class Request:
     # Leases. `path` are its sealed pages in the tree.
     row: Row | None = None
     path: list[Node] = field(default_factory=list)
-    reserve: list[list[int]] = field(init=False)            # per group: host pages not used yet
-    in_line: bool = False                      # it waits for a row
-    is_unasked: bool = False                   # storage was not asked for it yet
+    reserve: list[list[int]] = field(init=False)  # per group: host pages not used yet
+    is_runnable: bool = False                  # it waits for a row
+    prefetch_pending: bool = False             # storage was not asked for it yet
     leader: Request | None = None              # a fork's, until that has begun to answer
-    forks: list[Request] = field(default_factory=list)      # who waits for that
-    is_parked: bool = False                    # it waits, and what it keeps is pinned
-    settling: bool = False                     # some of that is still being copied
-    moves: set[MoveId] = field(default_factory=set)         # flying copies of its private pages
-    waits: list[MoveId] = field(default_factory=list)       # loads that its next steps wait for
+    forks: list[Request] = field(default_factory=list)  # who waits for that
+    is_saved: bool = False                     # it waits, and what it keeps is pinned
+    is_saving: bool = False                    # some of that is still being copied
+    moves: set[MoveId] = field(default_factory=set)  # flying copies of its private pages
+    waits: list[MoveId] = field(default_factory=list)  # loads that its next steps wait for
 
     # What the device has not been told yet.
-    told: list[int] = field(init=False)                     # per group: entries it knows of
-    yielded: list[list[int]] = field(init=False)            # per group: entries now read from the host
+    device_len: list[int] = field(init=False)  # per group: entries it knows of
+    yielded: list[list[int]] = field(init=False)  # per group: entries now read from the host
 
-    rid: RequestId = field(init=False)                      # of `arrived`: each result asks for it
+    rid: RequestId = field(init=False)         # of `arrived`: each result asks for it
 
     def __post_init__(self) -> None:
         self.rid = self.arrived.rid
         self.reserve = [[] for _ in self.tables]
         self.yielded = [[] for _ in self.tables]
-        self.told = [0] * len(self.tables)
+        self.device_len = [0] * len(self.tables)
 
     @property
     def key(self) -> tuple[int, int]:
@@ -152,7 +152,7 @@ class Request:
     @property
     def todo(self) -> int:
         """Positions that can be planned now: known or pending tokens without KV."""
-        return min(len(self.tokens) + self.pending, self.limit) - self.computed
+        return min(len(self.tokens) + self.num_placeholders, self.compute_limit) - self.computed
 
     def page_key(self, index: int, page_size: int) -> Sequence[int]:
         """What names page `index` among its siblings: its tokens, and how they were computed where

@@ -1,6 +1,6 @@
 """What a step's results do to its rows: tokens that count, pages that are full, requests that end.
 
-Most results are one more token of a row that decodes: while a row is `calm` (see `schedule`) it is
+Most results are one more token of a row that decodes: while a row is `append_until` (see `schedule`) it is
 counted on without a look. Knows nothing of plans to come.
 """
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from penstock.core import schedule
 from penstock.core.lifecycle import Phase, Trigger
 from penstock.core.plan import Outcome, StepId, Token, make
-from penstock.core.request import Issued, Request
+from penstock.core.request import Request, ScheduledRow
 
 if TYPE_CHECKING:
     from penstock.core.core import Core
@@ -20,17 +20,17 @@ _DONE, _SENDING = Phase.DONE, Phase.SENDING
 
 def retire(core: Core, step: StepId, tokens: tuple[tuple[int, ...], ...]) -> None:
     assert step == core.have.retired + 1, "results arrive in step order"
-    core.have.copies.retired = step
+    core.have.moves.retired = step
     rows, out, looked = core.in_flight.pop(step), core._out, 0
     if len(tokens) < len(rows):
         tokens = _of_each(rows, tokens)
     for row, new in zip(rows, tokens, strict=True):
         r = row.request
         at = r.settled
-        if at < r.calm and len(new) == 1:
+        if at < r.append_until and len(new) == 1:
             token = new[0]
             if token not in r.arrived.stop:
-                r.pending -= 1
+                r.num_placeholders -= 1
                 r.settled = at = at + 1
                 r.tokens.append(token)
                 out.append(make(Token, (r.rid, at - r.num_prompt, token)))
@@ -40,32 +40,32 @@ def retire(core: Core, step: StepId, tokens: tuple[tuple[int, ...], ...]) -> Non
     core.counters["rows_looked_at"] += looked
 
 
-def _of_each(rows: list[Issued], tokens: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+def _of_each(rows: list[ScheduledRow], tokens: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
     """Results of all rows of a step, also of those that do not sample."""
     results = iter(tokens)
     return tuple([next(results) if row.width else () for row in rows])
 
 
-def _look(core: Core, row: Issued, step: StepId, new: tuple[int, ...]) -> None:
+def _look(core: Core, row: ScheduledRow, step: StepId, new: tuple[int, ...]) -> None:
     r = row.request
     if r.phase is _DONE:
         return                                 # over-run: issued before we knew that it had ended
-    r.pending -= row.width
-    if step <= r.void:
+    r.num_placeholders -= row.width
+    if step <= r.invalid_through:
         return                                 # it read what never came
     outcome = take(core, r, new)
-    if row.life == r.life:
+    if row.kv_epoch == r.kv_epoch:
         short = row.width - len(new)           # what the plan allowed for and did not come
         assert short >= 0, "more tokens than the plan allows"
         r.computed -= short
         r.settled += row.count - short
         if r.settled >= (len(r.path) + 1) * core.cfg.page_size:
             core.have.seal(r)                  # before it may end: its pages serve others
-        r.calm = schedule.calm(core, r)
+        r.append_until = schedule.append_until(core, r)
     if outcome is not None:
         core._end(r, outcome)
     elif r.phase is _SENDING and not (r.num_output or core.have.in_flight(r)):
-        core._go(r, Trigger.DROP)              # it came without its first token: once more
+        core.transition(r, Trigger.DROP)              # it came without its first token: once more
 
 
 def take(core: Core, r: Request, tokens: tuple[int, ...]) -> Outcome | None:
@@ -74,16 +74,16 @@ def take(core: Core, r: Request, tokens: tuple[int, ...]) -> Outcome | None:
     if core.prefills_only:
         r.tokens += tokens                     # the decode engine tells whom it concerns
         if r.forks and tokens:
-            core.led(r)
-        if r.in_line:
-            core.stand(r)                      # it was dropped: now it must have its grant first
+            core.release_forks(r)
+        if r.is_runnable:
+            core.update_runnable(r)                      # it was dropped: now it must have its grant first
         return None
     for token in tokens:
         r.tokens.append(token)
         core._out.append(make(Token, (a.rid, n, token)))
         n += 1
         if r.forks:
-            core.led(r)
+            core.release_forks(r)
         if token in a.stop and n > a.min_new:
             return Outcome.STOP
         if n >= r.max_new:

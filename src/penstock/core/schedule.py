@@ -2,8 +2,8 @@
 
 Decode and prefill share one token budget: decoding rows first, then prompts in chunks, oldest first.
 Most rows of most steps do what they did in the step before, one position further. Such a row is
-`steady`: it is counted on without a look, up to the position where its pages or its output end.
-Whatever else could matter to it (a phase, a page given up) sets `steady` to 0.
+`unchanged_until`: it is counted on without a look, up to the position where its pages or its output end.
+Whatever else could matter to it (a phase, a page given up) sets `unchanged_until` to 0.
 """
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from penstock.core.plan import (
     make,
 )
 from penstock.core.policy import reclaim
-from penstock.core.request import Issued, Request
+from penstock.core.request import Request, ScheduledRow
 
 if TYPE_CHECKING:
     from penstock.core.core import Core
@@ -55,19 +55,19 @@ def plan(core: Core) -> StepPlan | None:
     chosen += prompts
     if not chosen:
         core.columns.clear()                   # they keep requests that have ended
-    if not chosen and not have.copies.has_planned:
+    if not chosen and not have.moves.has_planned:
         return None
     result = _issue(core, step, chosen)
     for row in prompts:
         if row.last:
             r = row.request
             device = r.place is Place.DEVICE or core.prefills_only
-            core._go(r, Trigger.PREFILLED if device else Trigger.HOST)
+            core.transition(r, Trigger.PREFILLED if device else Trigger.HOST)
     return result
 
 
 # ---------------------------------------------------------------- which rows
-def _decoding(core: Core, step: StepId) -> tuple[list[Issued], int]:
+def _decoding(core: Core, step: StepId) -> tuple[list[ScheduledRow], int]:
     """The rows that decode, and what is left of the budget. With several stages they take turns, each row
     once in as many steps; but a lone row does not wait for steps that nobody issues."""
     retired, turn = core.have.retired, step - core.cfg.pp_size
@@ -75,16 +75,16 @@ def _decoding(core: Core, step: StepId) -> tuple[list[Issued], int]:
     return _of_turn(core, retired) if not chosen and retired > turn else (chosen, budget)
 
 
-def _of_turn(core: Core, free: int) -> tuple[list[Issued], int]:
+def _of_turn(core: Core, free: int) -> tuple[list[ScheduledRow], int]:
     """Of the rows whose last step is not later than `free`, so many that each stage has as many."""
-    chosen: list[Issued] = []
+    chosen: list[ScheduledRow] = []
     budget, looked, left = core.cfg.step_tokens, 0, len(core.running)
     if core.cfg.pp_size > 1:
         left = -(-sum([r.phase in DECODING for r in core.running]) // core.cfg.pp_size)
     for r in list(core.running):
         if not (budget and left):
             break
-        if r.computed < r.steady:
+        if r.computed < r.unchanged_until:
             if r.last_issue <= free:
                 assert r.issued is not None
                 chosen.append(r.issued)
@@ -106,30 +106,30 @@ def _of_turn(core: Core, free: int) -> tuple[list[Issued], int]:
     return chosen, budget
 
 
-def _prompts(core: Core, decoding: list[Issued], budget: int) -> list[Issued]:
-    chosen: list[Issued] = []
-    for r in list(core.busy) if budget else ():
+def _prompts(core: Core, decoding: list[ScheduledRow], budget: int) -> list[ScheduledRow]:
+    chosen: list[ScheduledRow] = []
+    for r in list(core.transient) if budget else ():
         if r.phase is Phase.PREFILL and budget and r.todo:
             n = _chunk(core, r, min(budget, r.todo), decoding, chosen)
             if n:
                 last = n == r.todo
                 samples = last and not (core.prefills_only and r.num_output)
                 assert r.row is not None
-                chosen.append(Issued(r, r.row, r.life, n, int(samples), last))
+                chosen.append(ScheduledRow(r, r.row, r.kv_epoch, n, int(samples), last))
                 budget -= n
     return chosen
 
 
 def _may_decode(r: Request) -> bool:
-    ahead = len(r.tokens) + r.pending
-    return r.computed < ahead < r.num_prompt + r.max_new and not (r.arrived.host_token and r.pending)
+    ahead = len(r.tokens) + r.num_placeholders
+    return r.computed < ahead < r.num_prompt + r.max_new and not (r.arrived.host_token and r.num_placeholders)
 
 
 def _width(core: Core, r: Request, budget: int) -> int:
     """Positions that a decoding row computes: one, and drafts as far as everything allows."""
     if not core.cfg.draft_tokens:
         return 1
-    left = r.num_prompt + r.max_new - len(r.tokens) - r.pending
+    left = r.num_prompt + r.max_new - len(r.tokens) - r.num_placeholders
     width = min(1 + core.cfg.draft_tokens, budget, left)
     while r.computed + width > r.capacity:
         if not core.have.grow(r, r.capacity + 1):          # drafts are worth no victim
@@ -137,16 +137,16 @@ def _width(core: Core, r: Request, budget: int) -> int:
     return width
 
 
-def _row(r: Request, width: int) -> Issued:
+def _row(r: Request, width: int) -> ScheduledRow:
     assert r.row is not None
     if width > 1:
-        return Issued(r, r.row, r.life, width, width)
+        return ScheduledRow(r, r.row, r.kv_epoch, width, width)
     if r.issued is None:
-        r.issued = Issued(r, r.row, r.life, 1, 1)
+        r.issued = ScheduledRow(r, r.row, r.kv_epoch, 1, 1)
     return r.issued
 
 
-def _chunk(core: Core, r: Request, n: int, decoding: list[Issued], prompts: list[Issued]) -> int:
+def _chunk(core: Core, r: Request, n: int, decoding: list[ScheduledRow], prompts: list[ScheduledRow]) -> int:
     """How much of a prompt is computed: as much as has pages. Windows get theirs here."""
     end = r.computed + n
     while r.capacity < end and core.have.grow(r, r.capacity + 1):
@@ -182,7 +182,7 @@ def _bind(r: Request) -> Bind:
                     for t in r.tables)
     bind = Bind(r.row, r.rid, columns, r.num_output, host, hot, keep=r.bound)
     for g, t in enumerate(r.tables):
-        r.told[g] = len(t.device)
+        r.device_len[g] = len(t.device)
         r.yielded[g] = []
         t.kept = {}
     return bind
@@ -196,7 +196,7 @@ def _readable(column: Sequence[Copy | None]) -> list[Copy | None]:
 def _grows(r: Request) -> list[Grow]:
     grows: list[Grow] = []
     assert r.row is not None
-    told = r.told
+    told = r.device_len
     for g, t in enumerate(r.tables):
         device, at = t.device, told[g]
         if (end := len(device)) > at:
@@ -228,20 +228,20 @@ class _News:
         self.waits: dict[MoveId, None] = {}
 
     def of(self, core: Core, r: Request) -> None:
-        if not r.bound or r.moved:
+        if not r.bound or r.needs_rebind:
             self.binds.append(_bind(r))
-            r.bound, r.moved = True, False
-        elif r.capacity != r.told_capacity:
+            r.bound, r.needs_rebind = True, False
+        elif r.capacity != r.device_capacity:
             self.grows += _grows(r)
-        r.told_capacity = r.capacity
+        r.device_capacity = r.capacity
         if r.place is _HOST and any(r.yielded):
             self.yields += _yields(r)
         if r.waits:
-            r.waits = [m for m in r.waits if m in core.have.copies.flights]
+            r.waits = [m for m in r.waits if m in core.have.moves.flying]
             self.waits.update(dict.fromkeys(r.waits))
 
 
-def _issue(core: Core, step: StepId, chosen: list[Issued]) -> StepPlan:
+def _issue(core: Core, step: StepId, chosen: list[ScheduledRow]) -> StepPlan:
     have, news, looked = core.have, _News(), 0
     start: list[int] = []
     tokens: list[int] = []
@@ -249,10 +249,10 @@ def _issue(core: Core, step: StepId, chosen: list[Issued]) -> StepPlan:
         r = row.request
         at = r.computed
         start.append(at)
-        if at < r.steady:
+        if at < r.unchanged_until:
             tokens.append(-1)
             r.computed = at + 1
-            r.pending += 1
+            r.num_placeholders += 1
             r.last_issue = step
             continue
         looked += 1
@@ -263,20 +263,20 @@ def _issue(core: Core, step: StepId, chosen: list[Issued]) -> StepPlan:
             known = r.tokens[at:at + row.count]
             tokens += known + [-1] * (row.count - len(known))
         r.computed += row.count
-        r.pending += row.width
+        r.num_placeholders += row.width
         r.last_issue = step
-        r.steady = steady(core, r)
+        r.unchanged_until = unchanged_until(core, r)
     core.counters["rows_looked_at"] += looked
     have.issued = step
     core.in_flight[step] = chosen
     rows, rids, count, samples = _columns(core, step, chosen)
     return StepPlan(
         step=step, rows=rows, rids=rids, start=tuple(start), count=count, samples=samples,
-        tokens=tuple(tokens), grows=tuple(news.grows), binds=tuple(news.binds), moves=have.copies.depart(),
-        yields=tuple(news.yields), waits=tuple(news.waits))
+        tokens=tuple(tokens), grows=tuple(news.grows), binds=tuple(news.binds),
+        moves=have.moves.take_planned(), yields=tuple(news.yields), waits=tuple(news.waits))
 
 
-def _columns(core: Core, step: StepId, chosen: list[Issued]) -> Columns:
+def _columns(core: Core, step: StepId, chosen: list[ScheduledRow]) -> Columns:
     """What is the same in each step of the same rows. With several stages their batches take turns."""
     turn = step % core.cfg.pp_size
     known = core.columns.get(turn)
@@ -288,16 +288,16 @@ def _columns(core: Core, step: StepId, chosen: list[Issued]) -> Columns:
 
 
 # ---------------------------------------------------------------- what needs no look
-def steady(core: Core, r: Request) -> int:
+def unchanged_until(core: Core, r: Request) -> int:
     """Up to which position `r` decodes one token a step and nothing else happens to its row. Drafts,
     a token that must come back first and loads to wait for need a look each step."""
     if (core.cfg.draft_tokens or r.arrived.host_token or r.waits or r.issued is None
-            or r.phase not in DECODING or len(r.tokens) + r.pending != r.computed + 1):
+            or r.phase not in DECODING or len(r.tokens) + r.num_placeholders != r.computed + 1):
         return 0
     return min(r.capacity, r.num_prompt + r.max_new - 1)
 
 
-def calm(core: Core, r: Request) -> int:
+def append_until(core: Core, r: Request) -> int:
     """Up to which settled position a result of `r` is one more token: no page is full, no end is
     reached. Stop tokens are looked for."""
     if core.cfg.draft_tokens or r.phase not in DECODING or len(r.tokens) != r.settled + 1 or r.forks:
@@ -308,9 +308,9 @@ def calm(core: Core, r: Request) -> int:
 def check(core: Core) -> None:
     """Whether all that is not looked at is as it was when it was. Raises AssertionError."""
     for r in core.live.values():
-        if r.computed < r.steady:
-            assert r.phase in DECODING and r.bound and not r.moved and not any(r.yielded), r.rid
-            assert r.steady == steady(core, r) and r.capacity == r.told_capacity, r.rid
-            assert r.issued is not None and (r.issued.row, r.issued.life) == (r.row, r.life), r.rid
-        if r.settled < r.calm:
-            assert r.calm == calm(core, r), r.rid
+        if r.computed < r.unchanged_until:
+            assert r.phase in DECODING and r.bound and not r.needs_rebind and not any(r.yielded), r.rid
+            assert r.unchanged_until == unchanged_until(core, r) and r.capacity == r.device_capacity, r.rid
+            assert r.issued is not None and (r.issued.row, r.issued.kv_epoch) == (r.row, r.kv_epoch), r.rid
+        if r.settled < r.append_until:
+            assert r.append_until == append_until(core, r), r.rid

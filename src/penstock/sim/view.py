@@ -57,9 +57,9 @@ class Live:
     started = Of(lambda r: r.started)                    # its Started was sent
     path = Of(lambda r: r.path)                          # its sealed pages
     may_host = Of(lambda r: r.may_host)                  # it could decode from host pages, to its end
-    is_saved = Of(lambda r: r.is_parked)                 # it waits, and what it has is pinned on the host
+    is_saved = Of(lambda r: r.is_saved)                 # it waits, and what it has is pinned on the host
     has_grant = Of(lambda r: r.grant is not None)        # pages wait at the decode engine
-    has_lost_kv = Of(lambda r: r.life > 0)               # it has given up its KV before
+    has_lost_kv = Of(lambda r: r.kv_epoch > 0)               # it has given up its KV before
     is_windowed = Of(lambda r: any([t.first for t in r.tables]))     # a window has left pages behind
     has_device_pages = Of(lambda r: any([any(t.device) for t in r.tables]))
     hot = Of(lambda r: r.hot)                            # pages of the hot buffer that it would have
@@ -149,7 +149,7 @@ class View:
 
     def head(self) -> Live | None:
         """Who waits for a row before all others, of those that wait for nothing else."""
-        return next((self.of(r) for r in self._core.line if self._core.admission.may_start(r)), None)
+        return next((self.of(r) for r in self._core.runnable if self._core.admission.may_start(r)), None)
 
     def is_issued(self, live: Live) -> bool:
         """Whether a step of it has not retired."""
@@ -165,7 +165,7 @@ class View:
     def overtaken(self) -> list[Live]:
         """Who has rows in flight from before it gave up its KV, once for each row."""
         return [self.of(row.request) for rows in self._core.in_flight.values() for row in rows
-                if row.life != row.request.life]
+                if row.kv_epoch != row.request.kv_epoch]
 
     # ---------------------------------------------------------------- steps
     @property
@@ -175,7 +175,7 @@ class View:
     @property
     def num_edges(self) -> int:
         """Edges taken so far."""
-        return self._core.taken
+        return self._core.edges_taken
 
     @property
     def num_freed(self) -> int:
@@ -243,21 +243,21 @@ class View:
 
     # ---------------------------------------------------------------- copies
     def transfer(self, move: MoveId) -> Transfer | None:
-        flight = self._have.copies.flights.get(move)
+        flight = self._have.moves.flying.get(move)
         return None if flight is None else Transfer(
             flight.src.tier, flight.dst.tier, [src.page for src, _ in flight.pairs],
             [dst.page for _, dst in flight.pairs], None if flight.request is None else flight.request.rid)
 
     def is_flying(self, move: MoveId) -> bool:
-        return move in self._have.copies.flights
+        return move in self._have.moves.flying
 
     def reads_poison(self, move: MoveId, suspect: set[int]) -> bool:
         """Whether `move` reads one of these pages, and is not known to have failed by that."""
-        return not all([src.bad for src, _ in self._have.copies.flights[move].pairs if src.page in suspect])
+        return not all([src.bad for src, _ in self._have.moves.flying[move].pairs if src.page in suspect])
 
     def touched(self, move: MoveId) -> list[Live]:
         """Whose own copy it is, or whose tables name a page of it."""
-        flight = self._have.copies.flights.get(move)
+        flight = self._have.moves.flying.get(move)
         if flight is None:
             return []
         pages = {page for pair in flight.pairs for page in pair}
@@ -267,13 +267,13 @@ class View:
     def is_owed(self) -> bool:
         """Whether pages wait for the other engine: to write them no more, or to have read them for somebody
         who has ended."""
-        copies, live = self._have.copies, self._core.live.values()
+        copies, live = self._have.moves, self._core.live.values()
         return any([arena.away for arena in self._have.arenas.values()]) or any(
-            [copies.flights[move].request not in live for move in copies.wire])
+            [copies.flying[move].request not in live for move in copies.to_peer])
 
     def has_pushes(self) -> bool:
         """Whether a push is decided, and in no plan yet."""
-        return any([m.dst is Tier.PEER for m in self._have.copies.outbox])
+        return any([m.dst is Tier.PEER for m in self._have.moves.outbox])
 
     # ---------------------------------------------------------------- the prefix tree
     def sealed(self, live: Live) -> Iterator[Sealed]:
@@ -345,7 +345,7 @@ class View:
     def is_closing(self) -> bool:
         """Decode role: a grant was given up for its pages, and its peer has not answered."""
         side = None if self._pair is None else self._pair.side
-        return self._core.has_asked and isinstance(side, DecodeSide) and any(
+        return self._core.revoke_pending and isinstance(side, DecodeSide) and any(
             [entry.closing for entry in side.table.values()])
 
     # ---------------------------------------------------------------- the end
@@ -359,11 +359,12 @@ class View:
 
     def leftovers(self) -> list[str]:
         """What is still remembered then."""
-        core, copies, pair = self._core, self._have.copies, self._pair
+        core, copies, pair = self._core, self._have.moves, self._pair
         kept: dict[str, Any] = {
             "live": core.live, "steps": core.in_flight, "running": core.running, "waiting": core.waiting,
-            "line": core.line, "columns": core.columns, "flights": copies.flights, "orphans": copies.orphans,
-            "loans": self._have.lent, "sealed pages": self._have.tree.roots}
+            "line": core.runnable, "columns": core.columns, "moves": copies.flying,
+            "detached": copies.detached,
+            "loans": self._have.reclaimable, "sealed pages": self._have.tree.roots}
         if pair is not None:
             kept |= {"transfers": pair.requests, "grants": pair.granted, "of the peer": pair.side.table}
             kept |= {} if isinstance(pair.side, DecodeSide) else {"pushes": pair.side.pushes}
@@ -372,5 +373,5 @@ class View:
 
 def refusable(core: Core, counted: Callable[[Callable[..., bool]], Callable[..., bool]]) -> None:
     """Not a view, a fault: `counted` goes around each way to take pages or rows, and may say no."""
-    for name in ("acquire", "grow", "room"):
+    for name in ("acquire", "grow", "make_free"):
         setattr(core.have, name, counted(getattr(core.have, name)))

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from penstock.core.kv.growth import twin
+from penstock.core.kv.growth import mirror
 from penstock.core.kv.page_table import own
 from penstock.core.kv.pages import Pages
 from penstock.core.kv.prefix_tree import Copy, Node
 from penstock.core.lifecycle import Phase, Place
 from penstock.core.plan import Row, Tier
-from penstock.core.request import STUCK_MAX, Request
+from penstock.core.request import FAILED_COPIES_MAX, Request
 
 
 @dataclass(slots=True)
-class Fill:
+class Load:
     """A page to be copied: `entry` of the table, from `source` to a page that is still to be had."""
 
     entry: int
@@ -27,13 +27,13 @@ class Fill:
 
 
 @dataclass(slots=True)
-class Way:
+class Claim:
     """The columns that a table will have. A page that is still to be had is -1."""
 
     device: list[Copy | None] = field(default_factory=list)
     host: list[Copy | None] = field(default_factory=list)
-    loads: list[Fill] = field(default_factory=list)      # host to device
-    saves: list[Fill] = field(default_factory=list)      # device to host
+    loads: list[Load] = field(default_factory=list)      # host to device
+    saves: list[Load] = field(default_factory=list)      # device to host
     hot: int = 0
 
     def new_device(self) -> int:
@@ -50,7 +50,7 @@ def enter(have: Pages, r: Request, place: Place, spare: int) -> bool:
         return False
     if r.phase not in (Phase.PAUSED, Phase.RECEIVING):
         _find(have, r)
-        if place is Place.HOST and r.stuck >= STUCK_MAX:
+        if place is Place.HOST and r.failed_copies >= FAILED_COPIES_MAX:
             have.forget_path(r)                # computed in host pages, nothing is to be copied
             r.computed = r.settled = 0
     ways = [_way(have, r, g, place) for g in range(len(r.tables))]
@@ -64,14 +64,14 @@ def enter(have: Pages, r: Request, place: Place, spare: int) -> bool:
     r.row = Row(have.rows.acquire(1)[0])
     below = {id(n) for g, w in enumerate(ways) for n in _take(have, r, g, w)}
     r.loads = len(below)
-    r.is_parked = False
+    r.is_saved = False
     r.capacity = have.covered(r, place)
     if place is Place.HOST:
-        have.lend(r)
+        have.mark_reclaimable(r)
     elif r.may_host and have.cfg.role != "prefill":
         for g, t in enumerate(r.tables):       # what a prompt leaves open must be there if it is to spill
             if t.hosted and t.end(r.computed) < len(t.device):
-                twin(have, g, t, len(t.device) - 1)
+                mirror(have, g, t, len(t.device) - 1)
     return True
 
 
@@ -80,9 +80,9 @@ def receive(have: Pages, r: Request, place: Place, spare: int) -> bool:
     it is; the rest begins at `settled`. False: nothing has changed."""
     _find(have, r)
     n = r.num_prompt
-    ways: list[Way] = []
+    ways: list[Claim] = []
     for g, t in enumerate(r.tables):
-        way, begin, new = Way(), t.begin(n), max(r.settled // t.unit, t.begin(n))
+        way, begin, new = Claim(), t.begin(n), max(r.settled // t.unit, t.begin(n))
         on_host = place is Place.HOST and t.hosted
         way.device, way.host = [None] * new, [None] * new
         for i in range(begin, new):
@@ -97,8 +97,8 @@ def receive(have: Pages, r: Request, place: Place, spare: int) -> bool:
         column += [_new() for _ in range(t.end(n) - new)]
         ways.append(way)
     device, host = [w.new_device() for w in ways], [w.new_host() for w in ways]
-    if not (have.room(Tier.HBM, have.with_spare(Tier.HBM, device, spare))
-            and have.room(Tier.DRAM, have.with_spare(Tier.DRAM, host, spare))):
+    if not (have.make_free(Tier.HBM, have.with_spare(Tier.HBM, device, spare))
+            and have.make_free(Tier.DRAM, have.with_spare(Tier.DRAM, host, spare))):
         for w in ways:
             _undo(have, w)
         have.forget_path(r)
@@ -107,16 +107,16 @@ def receive(have: Pages, r: Request, place: Place, spare: int) -> bool:
     return True
 
 
-def _early(ways: list[Way]) -> Copy | None:
+def _early(ways: list[Claim]) -> Copy | None:
     """What is still being loaded cannot be copied on to the host yet: its load flies beside that copy."""
     return next((f.source for w in ways for f in w.saves if not f.source.ready), None)
 
 
-def _is_room(have: Pages, ways: list[Way], spare: int) -> bool:
+def _is_room(have: Pages, ways: list[Claim], spare: int) -> bool:
     def on_device() -> bool:
-        return have.room(Tier.HBM, have.with_spare(Tier.HBM, [w.new_device() for w in ways], spare))
+        return have.make_free(Tier.HBM, have.with_spare(Tier.HBM, [w.new_device() for w in ways], spare))
 
-    if not have.room(Tier.DRAM, have.with_spare(Tier.DRAM, [w.new_host() for w in ways], spare)):
+    if not have.make_free(Tier.DRAM, have.with_spare(Tier.DRAM, [w.new_host() for w in ways], spare)):
         return False
     if on_device():
         return True
@@ -134,19 +134,19 @@ def _find(have: Pages, r: Request) -> None:
     """Name what of the known tokens has KV somewhere, and set `computed`."""
     old, r.path = r.path, have.match(r)
     for node in r.path:
-        have.tree.use(node)
+        have.tree.ref(node)
     for g, t in enumerate(r.tables):
         for i, copy in enumerate(t.host):      # what it has fetched may have been banished since
             if copy is not None and copy.node is not None and copy.node.banished:
                 have.drop_entry(r, g, t.host, i)
-    have.tree.leave(old)
+    have.tree.unref(old)
     r.computed = r.settled = len(r.path) * have.cfg.page_size
 
 
-def _way(have: Pages, r: Request, g: int, place: Place) -> Way:
+def _way(have: Pages, r: Request, g: int, place: Place) -> Claim:
     """Pin what group g has of `r`, and say what is still to be had."""
-    t, way = r.tables[g], Way()
-    known, done = min(len(r.tokens), r.limit), t.end(r.computed)
+    t, way = r.tables[g], Claim()
+    known, done = min(len(r.tokens), r.compute_limit), t.end(r.computed)
     # A window moves on: its pages are taken as they are needed. Everything else is taken at once.
     end = t.end(r.computed + 1) if t.group.reach else t.end(known)
     begin = t.begin(r.computed)
@@ -180,7 +180,7 @@ def _shared(have: Pages, g: int, node: Node | None) -> Copy | None:
     return _pin(copy) if copy is not None and copy.ready else None
 
 
-def _entry(have: Pages, r: Request, g: int, i: int, node: Node | None, way: Way, *, host: bool) -> Copy:
+def _entry(have: Pages, r: Request, g: int, i: int, node: Node | None, way: Claim, *, host: bool) -> Copy:
     """Page i of group g where it is wanted, or a new one that is filled from the other side. The device
     may still be loading what is to be saved, see `_early`."""
     t = r.tables[g]
@@ -188,22 +188,22 @@ def _entry(have: Pages, r: Request, g: int, i: int, node: Node | None, way: Way,
     column, space, fills = sides[host]
     below, other, _ = sides[not host]
     copy, source = own(column, i), own(below, i)
-    orphans = have.copies.orphans
+    detached = have.moves.detached
     if host and copy is not None and copy.node is not None and copy.node is node:
-        have.below(node, g, source)            # it has fetched it, and may have to let go of that
-    if copy is None or copy in orphans:
-        copy = None if node is None else have.below(node, g, source) if host else node.good(space)
+        have.host_frame(node, g, source)            # it has fetched it, and may have to let go of that
+    if copy is None or copy in detached:
+        copy = None if node is None else have.host_frame(node, g, source) if host else node.good(space)
     if copy is not None:
         return _pin(copy)
-    if (source is None or source in orphans) and node is not None:
+    if (source is None or source in detached) and node is not None:
         source = node.good(other)
     assert source is not None and (host or source.ready), f"request {r.rid}: page {i} of group {g} is lost"
     target = _new()
-    fills.append(Fill(i, node, _pin(source), target))
+    fills.append(Load(i, node, _pin(source), target))
     return target
 
 
-def _undo(have: Pages, way: Way) -> None:
+def _undo(have: Pages, way: Claim) -> None:
     for copy in [*way.device, *way.host, *(f.source for f in (*way.loads, *way.saves))]:
         if copy is not None and copy.page >= 0:
             _unpin(have, copy)
@@ -212,10 +212,10 @@ def _undo(have: Pages, way: Way) -> None:
 def _unpin(have: Pages, copy: Copy) -> None:
     copy.pins -= 1
     if copy.node is not None:
-        have.tree.settle(copy.node)
+        have.tree.update_evictable(copy.node)
 
 
-def _take(have: Pages, r: Request, g: int, way: Way) -> list[Node]:
+def _take(have: Pages, r: Request, g: int, way: Claim) -> list[Node]:
     """Get the pages, start the copies, and let go of what `r` had before. Returns the pages of its
     path that the device does not have."""
     t = r.tables[g]
@@ -235,7 +235,7 @@ def _take(have: Pages, r: Request, g: int, way: Way) -> list[Node]:
     return [*on_host, *(f.node for f in way.loads if f.node is not None)]
 
 
-def _start(have: Pages, r: Request, g: int, fills: list[Fill], *, up: bool) -> None:
+def _start(have: Pages, r: Request, g: int, fills: list[Load], *, up: bool) -> None:
     """Begin to copy. A sealed page becomes the tree's copy, unless the tree has one meanwhile or its
     source is a twin that the tree does not know."""
     src, dst = (have.host[g], have.device[g]) if up else (have.device[g], have.host[g])
@@ -251,6 +251,6 @@ def _start(have: Pages, r: Request, g: int, fills: list[Fill], *, up: bool) -> N
         else:
             tokens = min(r.computed - f.entry * t.unit, t.unit)
             node = f.node if f.target.node is not None else None
-            have.copies.move_private(r, src, f.source, dst, f.target, tokens, node)
+            have.moves.move_private(r, src, f.source, dst, f.target, tokens, node)
         f.source.pins -= 1
-    have.copies.move_nodes(nodes, src, dst)
+    have.moves.move_nodes(nodes, src, dst)

@@ -14,7 +14,7 @@ from penstock.core.lifecycle import Lease, Phase, Place
 from penstock.core.request import Request
 
 
-class Holdings(Pages):
+class KVCache(Pages):
     """Pages, rows and who has them. Every method keeps `check` true."""
 
     def acquire(self, r: Request, phase: Phase, leases: Collection[Lease], place: Place,
@@ -30,7 +30,7 @@ class Holdings(Pages):
         if phase is Phase.RECEIVING:
             return allocate.receive(self, r, place, spare)
         if Lease.HOT in leases and not any(t.hot for t in r.tables):
-            return promote.heat(self, r)
+            return promote.take_hot_buffer(self, r)
         if phase is Phase.PROMOTING:
             return promote.reload(self, r, spare)
         return True
@@ -40,9 +40,9 @@ class Holdings(Pages):
         for lease in leases:
             if lease is Lease.ROW and r.row is not None:
                 self.rows.release([r.row], Fence(r.last_issue))      # a promise of `Bind`
-                r.row, r.bound, r.moved = None, False, False
+                r.row, r.bound, r.needs_rebind = None, False, False
             elif lease is Lease.HOT:
-                self._cool(r)
+                self._free_hot_buffer(r)
             elif lease is Lease.DRAM:
                 for g in range(len(r.tables)):
                     self._release_column(r, g, host=True)
@@ -61,9 +61,9 @@ class Holdings(Pages):
                 self.unpin(r, space, copy)
         column.clear()
 
-    def _cool(self, r: Request) -> None:
-        if r in self.lent:
-            self.lent.remove(r)
+    def _free_hot_buffer(self, r: Request) -> None:
+        if r in self.reclaimable:
+            self.reclaimable.remove(r)
         for g, t in enumerate(r.tables):
             for copy in t.hot:
                 self.unpin(r, self.device[g], copy)
@@ -76,5 +76,5 @@ class Holdings(Pages):
     def seal(self, r: Request) -> None:
         sealing.seal(self, r)
 
-    def park(self, r: Request) -> None:
-        offload.park(self, r)
+    def save(self, r: Request) -> None:
+        offload.save(self, r)

@@ -31,7 +31,7 @@ def grow(have: Pages, r: Request, upto: int) -> bool:
                 new_up += n - free
     # Where each new page could have a slab of its own, nobody need count slabs. A single pool has none.
     if (new_up > len(have.arenas[_HBM].free) or new_down > len(have.arenas[_DRAM].free)) and not (
-            have.room(_HBM, hbm) and have.room(_DRAM, dram)):
+            have.make_free(_HBM, hbm) and have.make_free(_DRAM, dram)):
         return False
     for g, t in enumerate(r.tables):
         if up := hbm[g]:
@@ -41,7 +41,7 @@ def grow(have: Pages, r: Request, upto: int) -> bool:
             if not up:
                 t.device += [None] * (len(t.host) - len(t.device))
         elif up and r.may_host and not host:
-            _twin(have, r, g, t, up)
+            _mirror(have, r, g, t, up)
     r.capacity = have.covered(r, r.place)
     return True
 
@@ -52,23 +52,23 @@ def _extend(pool: Pool, column: list[Copy | None], n: int) -> None:
         column.append(Copy(page, None, True, 1))
 
 
-def _twin(have: Pages, r: Request, g: int, t: Table, n: int) -> None:
+def _mirror(have: Pages, r: Request, g: int, t: Table, n: int) -> None:
     """Where a decoding row may spill, its new pages are on the host from their first token on: that is
     where they go when they are sealed, so it is worth evicting what is cached there."""
     if not (t.hosted and r.phase is Phase.RESIDENT):
         return
     for i in range(len(t.device) - n, len(t.device)):
-        twin(have, g, t, i)
+        mirror(have, g, t, i)
 
 
-def twin(have: Pages, g: int, t: Table, i: int) -> None:
+def mirror(have: Pages, g: int, t: Table, i: int) -> None:
     """A host page for entry i, which no step has written yet, if there is room."""
     pool = have.host[g].pool
-    if pool.free or have.room(_DRAM, have.one(g)):
+    if pool.free or have.make_free(_DRAM, have.one_page(g)):
         put(t.host, i, Copy(pool.acquire(1)[0]))
 
 
-def drop_twins(have: Pages, r: Request) -> bool:
+def drop_mirrors(have: Pages, r: Request) -> bool:
     """Give up the host pages of a row that is on the device: a spill will have to copy."""
     if r.place is _HOST or r.phase is Phase.STAGING or not any([any(t.host) for t in r.tables]):
         return False
@@ -77,5 +77,5 @@ def drop_twins(have: Pages, r: Request) -> bool:
             if t.host[i] is not None:
                 have.drop_entry(r, g, t.host, i)
         t.host.clear()
-    r.moved, r.steady = r.bound, 0             # its steps write them until it is bound again
+    r.needs_rebind, r.unchanged_until = r.bound, 0             # its steps write them until it is bound again
     return True

@@ -22,7 +22,7 @@ def unsaved(have: Pages, r: Request, phase: Phase) -> list[int]:
         for i in range(t.begin(r.computed), len(t.device) if staging else t.end(r.computed)):
             node = have.node(r, t, i)
             want[g] += own(t.host, i) is None and (
-                node is None or have.below(node, g, own(t.device, i)) is None)
+                node is None or have.host_frame(node, g, own(t.device, i)) is None)
     return want
 
 
@@ -30,7 +30,7 @@ def reserve(have: Pages, r: Request, phase: Phase) -> bool:
     """Take the host pages that pausing or staging may need. False: nothing has changed."""
     want = unsaved(have, r, phase)
     pinned = _pin_host(have, r) if phase is Phase.STAGING else []
-    if not have.room(Tier.DRAM, want):
+    if not have.make_free(Tier.DRAM, want):
         for g, i in pinned:
             have.drop_entry(r, g, r.tables[g].host, i)
         return False
@@ -46,7 +46,7 @@ def _pin_host(have: Pages, r: Request) -> list[tuple[int, int]]:
         for i in range(len(t.device) if t.hosted else 0):
             node = have.node(r, t, i)
             if own(t.host, i) is None and node is not None and (
-                    copy := have.below(node, g, own(t.device, i))):
+                    copy := have.host_frame(node, g, own(t.device, i))):
                 put(t.host, i, copy)
                 pinned.append((g, i))
     return pinned
@@ -64,13 +64,13 @@ def copy_down(have: Pages, r: Request, *, all_groups: bool) -> None:
             put(t.host, last, Copy(r.reserve[g].pop()))
             source, target = t.device[last], t.host[last]
             assert source is not None and target is not None
-            have.copies.move_private(r, have.device[g], source, have.host[g], target,
+            have.moves.move_private(r, have.device[g], source, have.host[g], target,
                                      r.computed - last * t.unit)
         bare: list[Node] = []
         for i in range(t.begin(r.computed), last + 1):
             node, mine = have.node(r, t, i), own(t.device, i)
             if node is None or own(t.host, i) is not None or (
-                    have.below(node, g, mine) or have.host[g] in node.copies):
+                    have.host_frame(node, g, mine) or have.host[g] in node.copies):
                 continue
             if have.device[g] not in node.copies and mine is not None and not mine.partial:
                 have.tree.attach(node, have.device[g], mine)      # its twin was evicted: ours serves
@@ -95,24 +95,24 @@ def return_reserve(have: Pages, r: Request) -> None:
         r.reserve[g] = []
 
 
-def park(have: Pages, r: Request) -> None:
+def save(have: Pages, r: Request) -> None:
     """All steps of a paused request have retired: pin host copies, then let go of the device."""
     copy_down(have, r, all_groups=True)
     for g, t in enumerate(r.tables):           # the twin of what its prompt would have left open
         for i in range(t.end(r.computed), len(t.host)):
             have.drop_entry(r, g, t.host, i)
-    r.is_parked = True
+    r.is_saved = True
     let_go_of_device(have, r)
 
 
 def let_go_of_device(have: Pages, r: Request) -> None:
     """A parked request keeps device pages that have no copy below, and those being copied."""
-    r.settling = False
+    r.is_saving = False
     for g, t in enumerate(r.tables):
         for i in range(len(t.device)):
             below = own(t.host, i)
             if t.begin(r.computed) <= i < t.end(r.computed) and (below is None or not below.ready):
-                r.settling |= below is not None
+                r.is_saving |= below is not None
             elif t.device[i] is not None:
                 have.drop_entry(r, g, t.device, i)
 

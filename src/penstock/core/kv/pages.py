@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from penstock.core.kv.moves import Moves
 from penstock.core.kv.page_table import own
 from penstock.core.kv.pool import Arena, Fence, Pool
-from penstock.core.kv.prefix_tree import Copy, Node, Space, Tree
-from penstock.core.kv.transfers import Copies
+from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree
 from penstock.core.lifecycle import Place
 from penstock.core.plan import Group, StepId, Tier
 from penstock.core.request import Request, Table
@@ -30,7 +30,7 @@ def _arena(cfg: CoreConfig, tier: Tier, pages: int, base: int) -> Arena:
 
 
 @dataclass(slots=True)
-class Lack:
+class Shortage:
     """Pages of each group that somebody wanted in vain, though all that nobody used was evicted."""
 
     tier: Tier
@@ -58,19 +58,19 @@ class Pages:
         self.arenas = {Tier.HBM: _arena(cfg, Tier.HBM, cfg.hbm_pages, cfg.hbm_base),
                        Tier.DRAM: _arena(cfg, Tier.DRAM, cfg.dram_pages, cfg.dram_base),
                        Tier.DISK: _arena(cfg, Tier.DISK, cfg.disk_pages, cfg.disk_base)}
-        spaces = {tier: [Space(tier, Group(g), pool) for g, pool in enumerate(arena.pools)]
+        spaces = {tier: [TierGroup(tier, Group(g), pool) for g, pool in enumerate(arena.pools)]
                   for tier, arena in self.arenas.items()}
         self.device, self.host, self.disk = (spaces[t] for t in (Tier.HBM, Tier.DRAM, Tier.DISK))
         self._spaces = spaces
         self._pools = [self.rows, *(pool for arena in self.arenas.values() for pool in arena.pools)]
         self.tree = Tree([*self.device, *self.host, *self.disk])
-        self.copies = Copies(cfg, self.tree, self.device, self.host, self.disk, self.arenas[Tier.DISK])
+        self.moves = Moves(cfg, self.tree, self.device, self.host, self.disk, self.arenas[Tier.DISK])
         self._one = [tuple(int(k == g) for k in range(len(cfg.groups))) for g in range(len(cfg.groups))]
         self.issued = StepId(0)
         self.freed = 0                                   # units that came back, in all
-        self.lent: list[Request] = []                    # in host pages: their device pages are a loan
-        self.lacks = Tier.HBM                            # where there was no room last
-        self.lack: Lack | None = None                    # and what for
+        self.reclaimable: list[Request] = []                    # in host pages: their device pages are a loan
+        self.short_tier = Tier.HBM                            # where there was no room last
+        self.shortage: Shortage | None = None                    # and what for
         self.early: Copy | None = None                   # what somebody found that was still being filled
         # Pages of each group that were sealed when the host was full.
         self.late = [deque[Node](maxlen=max(1, cfg.dram_pages)) for _ in cfg.groups]
@@ -78,11 +78,11 @@ class Pages:
 
     @property
     def retired(self) -> StepId:
-        return self.copies.retired
+        return self.moves.retired
 
     def in_flight(self, r: Request) -> bool:
         """Whether a step of `r` was issued and has not retired."""
-        return r.last_issue > self.copies.retired
+        return r.last_issue > self.moves.retired
 
     def tables(self) -> list[Table]:
         """Empty page tables for a new request."""
@@ -93,23 +93,23 @@ class Pages:
         freed = 0
         for pool in self._pools:
             if pool.limbo:
-                freed += pool.drain(self.copies.retired, self.copies.flights)
+                freed += pool.drain(self.moves.retired, self.moves.flying)
         self.freed += freed
         return freed
 
-    def one(self, g: int) -> Sequence[int]:
+    def one_page(self, g: int) -> Sequence[int]:
         """A demand of one page of group g."""
         return self._one[g]
 
     def with_spare(self, tier: Tier, want: Sequence[int], rows: int) -> Sequence[int]:
         """`want`, and of each group that is wanted a page more for each of `rows` that grows there: hosted
         groups do so where the KV of a row lives."""
-        hosted = min(rows, len(self.lent))
+        hosted = min(rows, len(self.reclaimable))
         device, host = (rows - hosted, rows) if tier is Tier.HBM else (hosted, 0)
         return [n and n + (device if group.hosted else host)
                 for n, group in zip(want, self.cfg.groups, strict=True)]
 
-    def room(self, tier: Tier, want: Sequence[int]) -> bool:
+    def make_free(self, tier: Tier, want: Sequence[int]) -> bool:
         """Whether `want[g]` pages of each group are free now, evicting cached pages if that makes it so,
         and taking back what hosted rows can do without."""
         if not any(want):
@@ -119,14 +119,14 @@ class Pages:
             return True
         while (short := arena.short(want, promised=True)) and self._evict(tier, want, short):
             pass
-        if short and tier is Tier.HBM and self.lent:
-            self._take_back(want)
+        if short and tier is Tier.HBM and self.reclaimable:
+            self._reclaim_loaned(want)
         short = arena.short(want, promised=True)
         for pool in arena.pools:
-            self.freed += pool.drain(self.retired, self.copies.flights)
+            self.freed += pool.drain(self.retired, self.moves.flying)
         if not arena.short(want, promised=False):
             return True
-        self.lacks, self.lack = tier, Lack(tier, want, not short, self.found)
+        self.short_tier, self.shortage = tier, Shortage(tier, want, not short, self.found)
         return False
 
     def gained(self, tier: Tier) -> int:
@@ -134,7 +134,7 @@ class Pages:
         were evicted do not count. Some are counted twice: only a rise means something."""
         return sum([space.gained for space in self._spaces[tier]])
 
-    def is_short(self, r: Request, lack: Lack) -> bool:
+    def is_short(self, r: Request, lack: Shortage) -> bool:
         """Whether `r` cannot get these pages yet. False may be wrong: it has to be tried."""
         more, found = max(0, self.gained(lack.tier) - lack.gained), lack.found
         if found is not None:
@@ -148,10 +148,10 @@ class Pages:
             return not short and arena.short(lack.want, promised=False) > more
         return short > more
 
-    def lend(self, r: Request) -> None:
+    def mark_reclaimable(self, r: Request) -> None:
         """`r` decodes from host pages: those that it has on the device are a loan from now on."""
-        self.lent.append(r)
-        r.lends = True
+        self.reclaimable.append(r)
+        r.has_reclaimable = True
         for space, t in zip(self.device, r.tables, strict=True):
             if t.hosted:
                 space.gained += sum([copy is not None for copy in t.device])
@@ -169,9 +169,10 @@ class Pages:
                 return gone
         return self.tree.evict_oldest(spaces, short)
 
-    def _take_back(self, want: Sequence[int]) -> None:
+    def _reclaim_loaned(self, want: Sequence[int]) -> None:
         """Device pages that hosted rows can do without, from the youngest row on."""
-        for r in sorted([r for r in self.lent if r.lends], key=lambda r: r.key, reverse=True):
+        rows = [r for r in self.reclaimable if r.has_reclaimable]
+        for r in sorted(rows, key=lambda r: r.key, reverse=True):
             for g, t in enumerate(r.tables):
                 for i, copy in enumerate(t.device if t.hosted else ()):
                     if copy is None:
@@ -180,12 +181,12 @@ class Pages:
                         return
                     shared = copy.node is not None
                     self.drop_entry(r, g, t.device, i)
-                    if r.bound and not r.moved and i < r.told[g]:
+                    if r.bound and not r.needs_rebind and i < r.device_len[g]:
                         r.yielded[g].append(i)
-                        r.steady = 0           # its row has news
+                        r.unchanged_until = 0           # its row has news
                     if shared:
                         self._evict(Tier.HBM, want, 1)
-            r.lends = False                    # its tables are long: not walked again for nothing
+            r.has_reclaimable = False                    # its tables are long: not walked again for nothing
 
     # ---------------------------------------------------------------- pins
     def drop_entry(self, r: Request, g: int, column: list[Copy | None], i: int) -> None:
@@ -195,16 +196,16 @@ class Pages:
         if copy is not None:
             self.unpin(r, space, copy)
 
-    def unpin(self, r: Request, space: Space, copy: Copy) -> None:
+    def unpin(self, r: Request, space: TierGroup, copy: Copy) -> None:
         """`r` gives up one page: it goes back if it was its own, else it may be evicted."""
         copy.pins -= 1
         copy.used = max(copy.used, r.last_issue)
         if copy.node is not None:
-            self.tree.settle(copy.node)
-        elif copy in self.copies.orphans:
-            self.copies.bury(copy)
+            self.tree.update_evictable(copy.node)
+        elif copy in self.moves.detached:
+            self.moves.free_detached(copy)
         elif copy.page >= 0:
-            away = any(move in self.copies.wire for move in r.moves)
+            away = any(move in self.moves.to_peer for move in r.moves)
             space.pool.release([copy.page], Fence(copy.used, frozenset(r.moves), away))
 
     def let_go(self, r: Request, g: int, device: list[Copy | None], host: list[Copy | None]) -> None:
@@ -222,10 +223,10 @@ class Pages:
     def forget_path(self, r: Request) -> None:
         """The request no longer names any sealed page."""
         gone, r.path = r.path, []
-        self.tree.leave(gone)
+        self.tree.unref(gone)
         if not self.cfg.prefix_cache:
             for node in reversed(gone):
-                self.copies.discard_node(node)
+                self.moves.discard_node(node)
 
     def covered(self, r: Request, place: Place) -> int:
         """Positions that the tables of `r` have pages for."""
@@ -238,10 +239,10 @@ class Pages:
         at = (i + 1) * t.unit // self.cfg.page_size - 1
         return r.path[at] if at < len(r.path) else None
 
-    def named(self, r: Request) -> list[Node]:
+    def tainted_by(self, r: Request) -> list[Node]:
         """The pages that `r` names, and if it has ever given up its KV all that have its tokens: a step in
         flight when it was dropped may be what shows that they are damaged."""
-        if not r.life:
+        if not r.kv_epoch:
             return r.path
         path: list[Node] = []
         node = self.tree.roots.get(r.arrived.namespace)
@@ -252,20 +253,20 @@ class Pages:
             path += [] if node is None else [node]
         return path
 
-    def below(self, node: Node, g: int, mine: Copy | None = None) -> Copy | None:
+    def host_frame(self, node: Node, g: int, mine: Copy | None = None) -> Copy | None:
         """The host copy of a page that the device has, or `mine` is, for somebody who needs it on the host:
         one that is there or on its way. A read from storage is not waited for, it may hang; not even where
         the device's copy is still being loaded, that ends."""
         copy = node.good(self.host[g])
-        flight = self.copies.flights.get(copy.filling) if copy is not None and not copy.ready else None
+        flight = self.moves.flying.get(copy.filled_by) if copy is not None and not copy.ready else None
         if copy is None or flight is None or flight.src.tier is not Tier.DISK:
             return copy
         if mine is None and node.good(self.device[g]) is None:
             return copy
-        self.copies.disown(node, self.host[g], copy)
+        self.moves.detach(node, self.host[g], copy)
         return None
 
-    def has(self, node: Node, g: int, stored: bool = False) -> bool:
+    def is_reachable(self, node: Node, g: int, stored: bool = False) -> bool:
         """Whether a request can get this page on the device: it is there, coming, or below."""
         below = node.copies.get(self.host[g])
         if stored and (not below.bad if below is not None else node.ready(self.disk[g])):
@@ -294,7 +295,7 @@ class Pages:
         if (pages + 1) * size >= len(r.tokens):
             return None
         node = last.children.get(r.page_key(pages, size))
-        if node is None or not all([self.has(node, g, stored)
+        if node is None or not all([self.is_reachable(node, g, stored)
                                     for g, t in enumerate(r.tables) if not t.reach]):
             return None
         return node
@@ -303,7 +304,7 @@ class Pages:
         size = self.cfg.page_size
         end = len(path) * size
         return all((not t.group.snapshot or end % t.unit == 0)
-                   and all(self.has(path[(i + 1) * t.unit // size - 1], g, stored)
+                   and all(self.is_reachable(path[(i + 1) * t.unit // size - 1], g, stored)
                            for i in range(t.begin(end), t.end(end)))
                    for g, t in enumerate(r.tables) if t.group.reach)
 

@@ -22,7 +22,7 @@ def _wanted(have: Pages, r: Request, path: list[Node]) -> Iterator[tuple[int, in
 def stored(have: Pages, r: Request) -> int:
     """Pages of the known prefix that only storage has."""
     path = have.match(r, stored=True)
-    return len({id(node) for g, _, node in _wanted(have, r, path) if not have.has(node, g)})
+    return len({id(node) for g, _, node in _wanted(have, r, path) if not have.is_reachable(node, g)})
 
 
 def reserve(have: Pages, r: Request) -> bool:
@@ -40,13 +40,13 @@ def reserve(have: Pages, r: Request) -> bool:
             want[g] += 1
             nodes.add(id(node))
     for node in path:
-        have.tree.use(node)
-    if not have.room(Tier.DRAM, want):
+        have.tree.ref(node)
+    if not have.make_free(Tier.DRAM, want):
         for t in r.tables:
             t.host.clear()
         for copy in pinned:
             copy.pins -= 1
-        have.tree.leave(path)
+        have.tree.unref(path)
         return False
     r.path, r.fetched = path, len(nodes)
     read(have, r)
@@ -57,7 +57,7 @@ def read(have: Pages, r: Request) -> None:
     """Start reading what is missing, in order, as much as storage may hold of the host at once. The rest
     is asked for when this has come; what comes after a page that cannot be had is not."""
     todo: list[list[Node]] = [[] for _ in r.tables]
-    left, r.more, r.coming = have.copies.reads_left, False, None
+    left, r.more, r.coming = have.moves.reads_left, False, None
     for g, i, node in _wanted(have, r, r.path):
         if own(r.tables[g].host, i) is not None:
             continue
@@ -67,7 +67,7 @@ def read(have: Pages, r: Request) -> None:
                 continue
             r.more = not left
             if (not left or have.host[g] in node.copies or not node.ready(have.disk[g])
-                    or not have.room(Tier.DRAM, have.one(g))):
+                    or not have.make_free(Tier.DRAM, have.one_page(g))):
                 break
             copy = Copy(have.host[g].pool.acquire(1)[0], ready=False)
             have.tree.attach(node, have.host[g], copy)
@@ -75,7 +75,7 @@ def read(have: Pages, r: Request) -> None:
             left -= 1
         put(r.tables[g].host, i, copy)
     for g, nodes in enumerate(todo):
-        have.copies.move_nodes(nodes, have.disk[g], have.host[g])
+        have.moves.move_nodes(nodes, have.disk[g], have.host[g])
 
 
 def is_fetched(have: Pages, r: Request) -> bool:

@@ -1,7 +1,7 @@
 """The prefix tree: one node per sealed page, any number of copies of it.
 
 Running, paused and cached requests share the same nodes. A node stays while it has a copy, a child
-or a request that names it. A copy lives in a `Space`: one tier of one cache group. Knows nothing of
+or a request that names it. A copy lives in a `TierGroup`: one tier of one cache group. Knows nothing of
 phases or plans; evicts what nobody pins, least recently used first, deepest first.
 """
 from __future__ import annotations
@@ -18,7 +18,7 @@ IN_USE = 1 << 62     # `last_used` of a page that a live request names: later th
 
 
 @dataclass(slots=True, eq=False)
-class Space:
+class TierGroup:
     """Pages of one cache group in one tier: whose ids a page number belongs to."""
 
     tier: Tier
@@ -45,7 +45,7 @@ class Copy:
     partial: bool = False          # holds only what its owner's window needs: never the tree's
     bad: bool = False              # reading it has failed: goes when its last Move has landed
     used: StepId = StepId(0)       # last issued step that may touch it
-    filling: MoveId = MoveId(0)    # the Move that fills it, while it is not ready
+    filled_by: MoveId = MoveId(0)    # the Move that fills it, while it is not ready
 
 
 @dataclass(slots=True, eq=False)
@@ -56,16 +56,16 @@ class Node:
     parent: Node | None            # None: a root, whose key is its namespace
     depth: int
     children: dict[Sequence[int], Node] = field(default_factory=dict)
-    copies: dict[Space, Copy] = field(default_factory=dict)
+    copies: dict[TierGroup, Copy] = field(default_factory=dict)
     refs: int = 0
     last_used: int = 0             # the tree's clock when the last request left it, or IN_USE
     banished: bool = False         # damaged, or computed from what is: nobody finds it
 
-    def ready(self, space: Space) -> bool:
+    def ready(self, space: TierGroup) -> bool:
         copy = self.copies.get(space)
         return copy is not None and copy.ready
 
-    def good(self, space: Space) -> Copy | None:
+    def good(self, space: TierGroup) -> Copy | None:
         """The copy that is there or on its way, unless reading it has failed."""
         copy = self.copies.get(space)
         return None if copy is None or copy.bad else copy
@@ -74,7 +74,7 @@ class Node:
 class Tree:
     """All nodes, and the eviction order of each space."""
 
-    def __init__(self, spaces: Sequence[Space]) -> None:
+    def __init__(self, spaces: Sequence[TierGroup]) -> None:
         self.spaces = tuple(spaces)
         self.roots: dict[int, Node] = {}
         self._clock = 0
@@ -108,24 +108,24 @@ class Tree:
             below.banished = True
             if not below.refs:
                 below.last_used = 0
-                self.settle(below)
-        self.settle(parent)
+                self.update_evictable(below)
+        self.update_evictable(parent)
 
-    def attach(self, node: Node, space: Space, copy: Copy) -> None:
+    def attach(self, node: Node, space: TierGroup, copy: Copy) -> None:
         assert space not in node.copies and copy.node is None
         space.gained += bool(node.copies)      # what is new to the tree nobody has missed
         node.copies[space], copy.node = copy, node
 
-    def use(self, node: Node) -> None:
+    def ref(self, node: Node) -> None:
         """A request takes this node into its path. What is in use is evicted last, deepest first:
         a prefix without its end still serves, an end without its prefix does not."""
         node.refs += 1
         if node.last_used != IN_USE:
             node.last_used = IN_USE
             if node.copies:
-                self.settle(node)      # its place in the eviction orders is another now
+                self.update_evictable(node)      # its place in the eviction orders is another now
 
-    def leave(self, path: Sequence[Node]) -> None:
+    def unref(self, path: Sequence[Node]) -> None:
         """A request gives up the end of its path. All of it was used now: a page is never older than
         the pages that build on it, so least recently used, deepest first, takes leaves first."""
         self._clock += 1
@@ -134,14 +134,14 @@ class Tree:
             assert node.refs >= 0
             if not node.refs:
                 node.last_used = 0 if node.banished else self._clock
-            self.settle(node)
+            self.update_evictable(node)
 
     # ---------------------------------------------------------------- eviction
-    def evictable(self, node: Node, space: Space) -> bool:
+    def evictable(self, node: Node, space: TierGroup) -> bool:
         copy = node.copies.get(space)
         return copy is not None and copy.ready and not copy.pins and not copy.moves
 
-    def settle(self, node: Node) -> None:
+    def update_evictable(self, node: Node) -> None:
         """Look at a node again after anything about it changed: enter it into the eviction orders,
         or remove it if nothing is left of it."""
         for space, copy in node.copies.items():
@@ -159,7 +159,7 @@ class Tree:
                 del gone.parent.children[gone.key]
             gone = gone.parent
 
-    def oldest(self, space: Space) -> tuple[int, int, int, Node] | None:
+    def oldest(self, space: TierGroup) -> tuple[int, int, int, Node] | None:
         """What `evict` would take next."""
         order = space.order
         while order:
@@ -169,7 +169,7 @@ class Tree:
             heapq.heappop(order)
         return None
 
-    def evict(self, space: Space, n: int) -> int:
+    def evict(self, space: TierGroup, n: int) -> int:
         """Give up to n copies back to the space's pool, oldest first. Returns how many; they are
         free when the fence of their last use has passed."""
         gone: list[Copy] = []
@@ -182,7 +182,7 @@ class Tree:
         space.gained -= len(gone)
         return len(gone)
 
-    def evict_oldest(self, spaces: Sequence[Space], n: int) -> int:
+    def evict_oldest(self, spaces: Sequence[TierGroup], n: int) -> int:
         """The same of all these spaces together."""
         for gone in range(n):
             oldest = [(e[:3], space) for space in spaces if (e := self.oldest(space)) is not None]
@@ -191,27 +191,27 @@ class Tree:
             self.evict(min(oldest, key=lambda pair: pair[0])[1], 1)
         return n
 
-    def evict_all(self, spaces: Sequence[Space]) -> int:
+    def evict_all(self, spaces: Sequence[TierGroup]) -> int:
         """Give up every copy in these spaces that nobody needs. Returns how many."""
         return sum([self.evict(space, 1 << 60) for space in spaces])
 
-    def _compact(self, space: Space) -> None:
+    def _compact(self, space: TierGroup) -> None:
         """Drop the entries that no longer say the truth, and repeats."""
         live = {id(e[3]): e for e in space.order
                 if e[0] == e[3].last_used and self.evictable(e[3], space)}
         space.order[:] = live.values()
         heapq.heapify(space.order)
 
-    def forget(self, node: Node, space: Space) -> None:
+    def forget(self, node: Node, space: TierGroup) -> None:
         """Remove a copy that no Move touches, and release its page."""
         copy = self._take_out(node, space)
         space.pool.release([copy.page], Fence(copy.used))
 
-    def _take_out(self, node: Node, space: Space) -> Copy:
+    def _take_out(self, node: Node, space: TierGroup) -> Copy:
         copy = node.copies.pop(space)
         assert not copy.moves
         copy.node = None
-        self.settle(node)
+        self.update_evictable(node)
         return copy
 
     # ---------------------------------------------------------------- for checks and metrics

@@ -8,7 +8,7 @@ from penstock.core.plan import Tier
 from penstock.core.request import Request
 
 
-def heat(have: Pages, r: Request) -> bool:
+def take_hot_buffer(have: Pages, r: Request) -> bool:
     """The hot buffer of a row that was resident: its own last pages, content and all."""
     want = [0] * len(r.tables)
     keep: dict[int, list[int]] = {}
@@ -17,7 +17,7 @@ def heat(have: Pages, r: Request) -> bool:
             mine = [i for i, c in enumerate(t.device) if c is not None and c.pins == 1 and not c.moves]
             keep[g] = mine[-r.hot:]
             want[g] = r.hot - len(keep[g])
-    if not have.room(Tier.HBM, want):
+    if not have.make_free(Tier.HBM, want):
         return False
     for g, entries in keep.items():
         t = r.tables[g]
@@ -30,14 +30,14 @@ def heat(have: Pages, r: Request) -> bool:
             t.hot.append(copy)
             t.kept[copy.page] = i
         t.hot += [Copy(page, pins=1) for page in have.device[g].pool.acquire(want[g])]
-    have.lend(r)
+    have.mark_reclaimable(r)
     return True
 
 
 def reload(have: Pages, r: Request, spare: int) -> bool:
     """Device pages for everything that a hosted row has on the host, and the loads of what is
     sealed. The open page follows when it is sealed; pages begun from now on are on both sides."""
-    have.lent.remove(r)                        # what it has already is no loan any more
+    have.reclaimable.remove(r)                        # what it has already is no loan any more
     want = [sum(c is None for c in t.device) if t.hosted else 0 for t in r.tables]
     for g, t in enumerate(r.tables):
         for i in range(len(t.device) if want[g] else 0):
@@ -45,8 +45,8 @@ def reload(have: Pages, r: Request, spare: int) -> bool:
             if t.device[i] is None and node is not None and (copy := node.good(have.device[g])):
                 put(t.device, i, copy)
                 want[g] -= 1
-    if not have.room(Tier.HBM, have.with_spare(Tier.HBM, want, spare)):
-        have.lend(r)
+    if not have.make_free(Tier.HBM, have.with_spare(Tier.HBM, want, spare)):
+        have.mark_reclaimable(r)
         return False
     for g, t in enumerate(r.tables):
         if pages := have.device[g].pool.acquire(want[g])[::-1]:
@@ -67,11 +67,11 @@ def stop_reload(have: Pages, r: Request) -> None:
     """A promotion is given up: pages that are in place stay as a loan, the others go."""
     for g, t in enumerate(r.tables):
         for i, copy in enumerate(t.device if t.hosted else ()):
-            if copy is not None and not (copy.ready and i < r.told[g] and have.node(r, t, i)):
+            if copy is not None and not (copy.ready and i < r.device_len[g] and have.node(r, t, i)):
                 have.drop_entry(r, g, t.device, i)
-                if i < r.told[g]:
+                if i < r.device_len[g]:
                     r.yielded[g].append(i)
-    have.lend(r)
+    have.mark_reclaimable(r)
 
 
 def leave_host(have: Pages, r: Request) -> None:
@@ -90,11 +90,11 @@ def load(have: Pages, r: Request, g: int, entries: list[tuple[int, Node]]) -> No
     for i, node in entries:
         source, target = t.host[i], t.device[i]
         assert source is not None and target is not None
-        if target.filling:
+        if target.filled_by:
             continue
         if up not in node.copies:
             have.tree.attach(node, up, target)
         private |= node.copies[up] is not target or node.copies.get(down) is not source
         target.ready = False
         pairs.append((source, target))
-    have.copies.move_sealed(pairs, down, up, r if private else None)
+    have.moves.move_sealed(pairs, down, up, r if private else None)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from penstock.core.kv.page_table import own
 from penstock.core.kv.pages import Pages
-from penstock.core.kv.prefix_tree import Copy, Node, Space, Tree
+from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree
 from penstock.core.kv.promote import load
 from penstock.core.lifecycle import Phase, Place
 from penstock.core.plan import Tier
@@ -23,7 +23,7 @@ def seal(have: Pages, r: Request) -> None:
     for i in range(first, known):
         parent = path[-1] if path else tree.root(r.arrived.namespace)
         node = tree.child(parent, r.page_key(i, size))
-        tree.use(node)
+        tree.ref(node)
         path.append(node)
     lower = have.cfg.dram_pages > 0
     store: list[tuple[int, Node]] = []         # in this way: list[...]() takes twenty times as long
@@ -41,7 +41,8 @@ def seal(have: Pages, r: Request) -> None:
             known_below = False
             if host in there:
                 mine = up or down
-                known_below = have.below(node, g, None if mine is None or mine.partial else mine) is not None
+                mine = None if mine is None or mine.partial else mine
+                known_below = have.host_frame(node, g, mine) is not None
             _offer(have, r, g, i, node, up, down)
             if host not in there and node.ready(device):
                 new.append(node)
@@ -52,7 +53,7 @@ def seal(have: Pages, r: Request) -> None:
         if t.reach:
             leave_behind(have, r, g, t)
     if store and have.cfg.disk_pages and have.cfg.prefix_cache:
-        have.copies.store(store)
+        have.moves.store(store)
     if lower and any(have.late):
         _catch_up(have)
 
@@ -70,9 +71,9 @@ def _offer(have: Pages, r: Request, g: int, i: int, node: Node,
             load(have, r, g, [(i, node)])
 
 
-def _share(tree: Tree, node: Node, space: Space, copy: Copy) -> None:
+def _share(tree: Tree, node: Node, space: TierGroup, copy: Copy) -> None:
     if (copy.node is None and not copy.partial and space not in node.copies
-            and (copy.ready or copy.filling)):
+            and (copy.ready or copy.filled_by)):
         tree.attach(node, space, copy)
 
 
@@ -83,26 +84,26 @@ def write_through(have: Pages, g: int, nodes: list[Node], r: Request) -> None:
     host, reserve = have.host[g], r.reserve[g]
     pool, attach = host.pool, have.tree.attach
     if (n := len(nodes) - len(reserve)) > 1:
-        have.room(Tier.DRAM, [n * k for k in have.one(g)])     # evicts in one go; what that gives is taken
+        have.make_free(Tier.DRAM, [n * k for k in have.one_page(g)])     # evicts in one go
     for i, node in enumerate(nodes):
-        if not (reserve or pool.free or have.room(Tier.DRAM, have.one(g))):
+        if not (reserve or pool.free or have.make_free(Tier.DRAM, have.one_page(g))):
             have.late[g] += nodes[i:]
             break
         attach(node, host, Copy(reserve.pop() if reserve else pool.acquire(1)[0], None, False))
         todo.append(node)
-    have.copies.save(todo, have.device[g], host)
+    have.moves.save(todo, have.device[g], host)
 
 
 def _catch_up(have: Pages) -> None:
     """Save pages that were sealed when the host was full, or what is sealed behind them serves nobody."""
     for late, device, host in zip(have.late, have.device, have.host, strict=True):
         todo: list[Node] = []
-        while late and (host.pool.free or have.room(Tier.DRAM, have.one(host.group))):
+        while late and (host.pool.free or have.make_free(Tier.DRAM, have.one_page(host.group))):
             node = late.popleft()
             if node.ready(device) and host not in node.copies and not node.banished:
                 have.tree.attach(node, host, Copy(host.pool.acquire(1)[0], ready=False))
                 todo.append(node)
-        have.copies.save(todo, device, host)
+        have.moves.save(todo, device, host)
 
 
 def leave_behind(have: Pages, r: Request, g: int, t: Table) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, assert_never
 
 from penstock.core.kv import page_table
-from penstock.core.kv.transfers import Flight
+from penstock.core.kv.moves import FlyingMove
 from penstock.core.lifecycle import Phase, Place, Role, Trigger
 from penstock.core.pair import protocol
 from penstock.core.pair.decode_side import DecodeSide
@@ -77,17 +77,17 @@ class Pairing:
     def _recall(self, transfer: int = 0) -> None:
         """Pushes that no plan has yet are not begun: of one transfer, or all, where one of the two has
         become another. The new connection is not the one that the peer closes, or has closed."""
-        copies, side = self.core.have.copies, self.side
+        copies, side = self.core.have.moves, self.side
         pushes = [m for m in copies.outbox if m.dst is Tier.PEER and m.peer == self.peer
                   and transfer in (0, m.transfer)]
-        copies.recall(pushes)
+        copies.cancel_planned(pushes)
         for move in pushes:
             assert isinstance(side, PrefillSide)
             self._apply(side.push_ended(move.id, False))
 
     def flush(self) -> list[Say]:
         """What is to be said now. A grant waits for the plan that has its Move."""
-        planned = {m.generation for m in self.core.have.copies.outbox
+        planned = {m.generation for m in self.core.have.moves.outbox
                    if m.src is Tier.PEER and m.peer == self.peer}
         early = [isinstance(what, Grant) and what.generation in planned for what in self.side.outbox]
         out = [Say(what, self.peer) for what, waits in zip(self.side.outbox, early, strict=True) if not waits]
@@ -145,7 +145,7 @@ class Pairing:
             copies = [c for c in column[entry:] if c is not None]
             if t.group.window and entry * t.unit < r.num_prompt - t.group.window:
                 copies[0].partial = True       # the peer sends what the window needs, no more
-            self.granted[transfer].append(have.copies.open(
+            self.granted[transfer].append(have.moves.open(
                 r, space, copies, entry * t.unit, r.num_prompt - entry * t.unit, transfer, generation))
 
     def push(self, r: Request) -> None:
@@ -158,7 +158,7 @@ class Pairing:
             space, column = (have.host[g], t.host) if on_host else (have.device[g], t.device)
             first = max(r.grant.start, t.begin(n) * t.unit)
             copies = [c for c in column[first // t.unit:t.end(n)] if c is not None]
-            move = have.copies.push(r, space, copies, first, n - first, transfer, r.grant.generation)
+            move = have.moves.push(r, space, copies, first, n - first, transfer, r.grant.generation)
             side.push_started(transfer, move)
         r.is_pushed = True
         self._apply(side.finish(transfer, 0, tuple(r.tokens[n:n + 1])))
@@ -176,13 +176,13 @@ class Pairing:
                 case protocol.Landed():
                     self._landed(o, r)
                 case protocol.Declined():
-                    if r is not None and r.phase is Phase.RECEIVING and not r.is_parked:
-                        self.core._go(r, Trigger.DROP)
+                    if r is not None and r.phase is Phase.RECEIVING and not r.is_saved:
+                        self.core.transition(r, Trigger.DROP)
                 case protocol.Granted():
                     if r is not None and o.tokens == r.num_prompt and 0 <= o.start < o.tokens:
                         r.grant = o
                         self.ready += [r] if r.phase is Phase.SENDING else []
-                        self.core.stand(r)
+                        self.core.update_runnable(r)
                     elif r is not None:
                         self.core._end(r, Outcome.LOST)      # it is not the same request
                 case protocol.Stopped():
@@ -199,16 +199,16 @@ class Pairing:
 
     def _landed(self, o: protocol.Landed, r: Request | None) -> None:
         """No byte of a grant will move any more."""
-        copies = self.core.have.copies
+        copies = self.core.have.moves
         ids = self.granted.pop(o.transfer)
         # A grant that ended before it was planned was never said: nobody may hear of its pages.
         copies.outbox = [move for move in copies.outbox if move.id not in ids]
-        flights: list[Flight] = [copies.landed(id, o.ok)[0] for id in ids]
-        for flight in flights:
-            copies.settle(flight)
-        if r is None or r.phase is not Phase.RECEIVING or r.is_parked:
+        flying: list[FlyingMove] = [copies.landed(id, o.ok)[0] for id in ids]
+        for flight in flying:
+            copies.finish(flight)
+        if r is None or r.phase is not Phase.RECEIVING or r.is_saved:
             return
         if o.ok:
             self.core.delivered(r, o.tokens)
         else:
-            self.core._go(r, Trigger.DROP)
+            self.core.transition(r, Trigger.DROP)

@@ -92,7 +92,7 @@ def ways_in(core: Core, r: Request) -> tuple[Trigger, ...]:
         device, host = Trigger.RECEIVE, Trigger.RECEIVE_HOST
     if not r.may_host:
         return (device,)
-    if core.cfg.always_hosted or not fits(core.cfg, Place.DEVICE, min(len(r.tokens), r.limit)):
+    if core.cfg.always_hosted or not fits(core.cfg, Place.DEVICE, min(len(r.tokens), r.compute_limit)):
         return (host,)
     return (device, host)
 
@@ -130,7 +130,7 @@ def _all_fit(core: Core, total: Pages) -> bool:
 
 def _pushed(core: Core, tier: Tier) -> int:
     """Cached pages of `tier` that pushes of requests that have ended still read: as good as away."""
-    pushes = [f for f in core.have.copies.left_behind() if f.src.tier is tier]
+    pushes = [f for f in core.have.moves.pushes_of_ended() if f.src.tier is tier]
     return sum([source.node is not None and not source.pins for f in pushes for source, _ in f.pairs])
 
 
@@ -152,19 +152,19 @@ def _total(cfg: CoreConfig, arena: Arena, pages: list[int], kept: int) -> bool:
 def promote(core: Core) -> bool:
     """Bring the oldest hosted row back, if all that run could then end on the device. Returns whether
     that failed because pages are still in use."""
-    if core.cfg.always_hosted or any(r.phase is not Phase.RECEIVING or core.admission.lacks_of(r)
-                                     for r in core.line):
+    if core.cfg.always_hosted or any(r.phase is not Phase.RECEIVING or core.admission.shortages_of(r)
+                                     for r in core.runnable):
         return False                           # who is RECEIVING has its pages, mostly
     if any(r.phase is Phase.PROMOTING for r in core.running):
         return False                           # one at a time
     total = _demand(core)
     for r in core.running:
-        if r.phase is not Phase.HOSTED or r.put_back >= core.have.issued:
+        if r.phase is not Phase.HOSTED or r.promotion_undone_at >= core.have.issued:
             continue
         _add(total, _at_end(core, r, Place.HOST), -1)
         _add(total, _at_end(core, r, Place.DEVICE))
         if _all_fit(core, total):
-            return not core._go(r, Trigger.PROMOTE, spare=len(core.running))
+            return not core.transition(r, Trigger.PROMOTE, spare=len(core.running))
         _add(total, _at_end(core, r, Place.DEVICE), -1)
         _add(total, _at_end(core, r, Place.HOST))
     return False

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.core import lifecycle
 from penstock.core.kv import prefetch
-from penstock.core.kv.pages import Lack
+from penstock.core.kv.pages import Shortage
 from penstock.core.kv.prefix_tree import Copy
 from penstock.core.lifecycle import Phase
 from penstock.core.plan import StepId, Tier
@@ -29,7 +29,7 @@ class Blocked(NamedTuple):
     visit: int
     running: int
     state: tuple[int, ...] | None          # of those that run, see `_state`; None: only pages count
-    lacks: list[Lack]
+    shortages: list[Shortage]
     early: list[Copy]                      # were still being filled
 
 
@@ -38,7 +38,7 @@ class Vain(NamedTuple):
 
     taken: int                             # edges by then
     step: StepId
-    host: list[Lack]                       # what those lacked who would have; empty: it was not enough
+    host: list[Shortage]                       # what those lacked who would have; empty: it was not enough
 
 
 class Admission:
@@ -54,9 +54,9 @@ class Admission:
         """Give rows and pages to the waiting, in order; the first that does not fit blocks the rest,
         so that nobody starves behind smaller requests."""
         self._skipped, passed = None, False
-        if not self.core.line:
+        if not self.core.runnable:
             self._blocked = None
-        for r in list(self.core.line):
+        for r in list(self.core.runnable):
             if not self.may_start(r):
                 continue
             if self._is_blocked(r):
@@ -79,17 +79,17 @@ class Admission:
         return (b is not None and b.request is r and b.visit == r.visit
                 and 0 < b.running <= len(self.core.running) and b.state in (None, self._state())
                 and all([copy.moves and not copy.ready for copy in b.early])
-                and all([self.core.have.is_short(r, lack) for lack in b.lacks]))
+                and all([self.core.have.is_short(r, shortage) for shortage in b.shortages]))
 
     def _state(self) -> tuple[int, ...]:
         """As long as this is the same, as many can run to their ends beside each other."""
         have = self.core.have
-        return self.core.taken, len(have.copies.wire), *[arena.away for arena in have.arenas.values()]
+        return self.core.edges_taken, len(have.moves.to_peer), *[arena.away for arena in have.arenas.values()]
 
-    def lacks_of(self, r: Request | None) -> list[Lack]:
+    def shortages_of(self, r: Request | None) -> list[Shortage]:
         """What `r` lacked, if it is the head of the queue and did not fit."""
         b = self._blocked
-        return b.lacks if b is not None and b.request is r else []
+        return b.shortages if b is not None and b.request is r else []
 
     def is_due(self) -> bool:
         """Whether planning has made room for somebody who was not tried."""
@@ -97,7 +97,7 @@ class Admission:
 
     def _enter(self, r: Request) -> bool:
         have, state, no_row = self.core.have, None, False
-        lacks: list[Lack] = []
+        shortages: list[Shortage] = []
         early: list[Copy] = []
         for trigger in capacity.ways_in(self.core, r):
             place = lifecycle.place_after(r.phase, trigger, r.place)
@@ -105,64 +105,64 @@ class Admission:
             if spare is None:
                 state = self._state()          # until the others that run have changed
                 continue
-            have.lack, have.found, have.early = None, None, None
-            if self.core._go(r, trigger, spare):
+            have.shortage, have.found, have.early = None, None, None
+            if self.core.transition(r, trigger, spare):
                 return True
             if have.early is not None:
                 early.append(have.early)
-            elif have.lack is None:
+            elif have.shortage is None:
                 no_row = True                  # that is soon seen
             else:
-                lacks.append(have.lack)
-        for lack in lacks:
-            lack.gained = have.gained(lack.tier)
-        self._blocked = Blocked(r, r.visit, len(self.core.running), () if no_row else state, lacks, early)
+                shortages.append(have.shortage)
+        for shortage in shortages:
+            shortage.gained = have.gained(shortage.tier)
+        self._blocked = Blocked(r, r.visit, len(self.core.running), () if no_row else state, shortages, early)
         return False
 
-    def _short(self, lack: Lack) -> int:
-        return self.core.have.arenas[lack.tier].short(lack.want, promised=True)
+    def _short(self, shortage: Shortage) -> int:
+        return self.core.have.arenas[shortage.tier].short(shortage.want, promised=True)
 
     def _make_way(self, r: Request) -> None:
         """`r` lacks device pages that nobody was promised: the youngest that runs goes on from the host, if
         all that may would leave it enough. The first of all stays, unless it is alone, and so does who has
         given way twice: what keeps a row from the host may make it give way."""
         core, have = self.core, self.core.have
-        lacks = [lack for lack in self.lacks_of(r) if lack.tier is Tier.HBM] if core.cfg.sparse else []
-        if not lacks or reclaim.leaving(core) or any(q.phase is Phase.STAGING for q in core.running):
+        shortages = [s for s in self.shortages_of(r) if s.tier is Tier.HBM and core.cfg.sparse]
+        if not shortages or reclaim.leaving(core) or any(q.phase is Phase.STAGING for q in core.running):
             return
-        short = min([self._short(lack) for lack in lacks])
+        short = min([self._short(shortage) for shortage in shortages])
         if short <= 0 or self._in_vain():
             return
         short -= sum(1 for _ in reclaim.landing(core, Tier.HBM))
         rows = [q for q in core.running[1:] or core.running
-                if reclaim.may_spill(core, q) and q.gave_way < reclaim.GAVE_WAY_MAX - 1]
-        self._vain = Vain(core.taken, have.issued, [])
+                if reclaim.may_spill(core, q) and q.num_preemptions < reclaim.PREEMPTIONS_MAX - 1]
+        self._vain = Vain(core.edges_taken, have.issued, [])
         if short <= 0 or sum([reclaim.spillable(core, q, short) for q in rows]) < short:
             return
         for q in reversed(rows):
-            have.lack = lacks[0]               # what the spill is for: the judge reads it
+            have.shortage = shortages[0]               # what the spill is for: the judge reads it
             if reclaim.spills(core, q):
                 self._vain = None
                 return
-            if have.lack.tier is Tier.DRAM:
-                have.lack.gained = have.gained(Tier.DRAM)
-                self._vain.host.append(have.lack)
+            if have.shortage.tier is Tier.DRAM:
+                have.shortage.gained = have.gained(Tier.DRAM)
+                self._vain.host.append(have.shortage)
 
     def _in_vain(self) -> bool:
         """Whether looking again for rows that could make way is too early: it walks the ends of their tables,
         and asking for host pages evicts what is cached there."""
         v, have = self._vain, self.core.have
-        if v is None or v.taken != self.core.taken:
+        if v is None or v.taken != self.core.edges_taken:
             return False
         if v.host:
             more = have.gained(Tier.DRAM)
-            return all([self._short(lack) > more - lack.gained for lack in v.host])
+            return all([self._short(shortage) > more - shortage.gained for shortage in v.host])
         return have.issued < v.step + LOOK_STEPS
 
     def may_start(self, r: Request) -> bool:
         """Whether nothing that `r`, who is in line, waits for by itself keeps it from getting a row."""
         if r.moves or self.core.have.in_flight(r):
             return False
-        if r.phase is Phase.PAUSED and not r.is_parked:
+        if r.phase is Phase.PAUSED and not r.is_saved:
             return False
         return r.phase is not Phase.FETCHING or prefetch.is_fetched(self.core.have, r)

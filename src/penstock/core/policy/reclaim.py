@@ -13,9 +13,9 @@ from penstock.core.kv import growth
 from penstock.core.lifecycle import Phase, Place, Trigger
 from penstock.core.plan import Tier
 from penstock.core.policy import capacity
-from penstock.core.request import STUCK_MAX, Request
+from penstock.core.request import FAILED_COPIES_MAX, Request
 
-GAVE_WAY_MAX = 3
+PREEMPTIONS_MAX = 3
 AWAY_STEPS = 8       # so long a peer may take to say that it writes no more, before the next must ask it
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def leaving(core: Core) -> bool:
 
 def landing(core: Core, tier: Tier) -> Iterator[Copy]:
     """Pages of `tier` that can be evicted when copies that surely end have landed."""
-    for flight in core.have.copies.flights.values():
+    for flight in core.have.moves.flying.values():
         ends = flight.src.tier, flight.dst.tier
         if tier not in ends or Tier.DISK in ends or Tier.PEER is ends[0] or (
                 Tier.PEER is ends[1] and flight.request is not None and flight.request.phase is Phase.DONE):
@@ -60,7 +60,7 @@ def landing(core: Core, tier: Tier) -> Iterator[Copy]:
 
 def _is_bare(r: Request) -> bool:
     """A parked request whose device pages stay: they could not be copied to the host."""
-    return r.is_parked and not r.settling and not r.moves
+    return r.is_saved and not r.is_saving and not r.moves
 
 
 def headroom(core: Core, r: Request, place: Place) -> int | None:
@@ -69,8 +69,8 @@ def headroom(core: Core, r: Request, place: Place) -> int | None:
     victim. Those admitted later give way before it, or, if they come first in the order of service,
     leave it room to its end (`>` below: `test_core_room` has the one that would else give way for ever). So
     nobody gives way more than three times."""
-    tired = r.gave_way >= GAVE_WAY_MAX - 1 or any(
-        [q.gave_way >= GAVE_WAY_MAX - 1 and q.key > r.key for q in core.running])
+    tired = r.num_preemptions >= PREEMPTIONS_MAX - 1 or any(
+        [q.num_preemptions >= PREEMPTIONS_MAX - 1 and q.key > r.key for q in core.running])
     if tired and (core.running or _is_away(core)) and not capacity.all_end(core, r, place):
         return None
     if tired and not core.running and not _is_clear(core):
@@ -93,7 +93,7 @@ def _is_clear(core: Core) -> bool:
 def for_growth(core: Core, r: Request, taken: list[Request]) -> None:
     """`r` runs and needs one more page: somebody gives up theirs, possibly `r` itself. Rows already
     in the step being planned are out of reach, they are older."""
-    tier = core.have.lacks
+    tier = core.have.short_tier
     if promised(core, tier):
         return
     if tier is Tier.DRAM:
@@ -103,16 +103,16 @@ def for_growth(core: Core, r: Request, taken: list[Request]) -> None:
         return
     for victim in reversed(core.running):
         if victim not in taken and victim.phase is Phase.PROMOTING:
-            victim.put_back = core.have.issued
-            core._go(victim, Trigger.SPILL)    # it decodes without the pages that it was promised
+            victim.promotion_undone_at = core.have.issued
+            core.transition(victim, Trigger.SPILL)    # it decodes without the pages that it was promised
             return
-    if _take_back(core, Tier.HBM, taken):
+    if _revoke_grant(core, Tier.HBM, taken):
         return
     # A spill may end in a pause, if there is no hot buffer to be had: the oldest goes last of all.
     for victim in reversed(core.running):
         if victim not in taken and spills(core, victim):
             return
-    core.have.lacks = tier                     # not what a spill has asked for
+    core.have.short_tier = tier                     # not what a spill has asked for
     victim = next(v for v in reversed(core.running) if v not in taken and v.phase is not Phase.LOADING)
     if victim is r and r is not core.running[-1]:
         return                                 # the younger ones still load: wait for them (sim seed 210)
@@ -130,7 +130,7 @@ def for_growth(core: Core, r: Request, taken: list[Request]) -> None:
 def may_spill(core: Core, r: Request) -> bool:
     """Whether `r` frees device pages when it goes on from the host, and copies to there do not always
     fail it."""
-    return (r.phase is Phase.RESIDENT and r.may_host and r.stuck < STUCK_MAX
+    return (r.phase is Phase.RESIDENT and r.may_host and r.failed_copies < FAILED_COPIES_MAX
             and any(t.hosted and len(t.device) > r.hot for t in r.tables))
 
 
@@ -159,7 +159,7 @@ def _for_host_pages(core: Core, taken: list[Request]) -> None:
     that runs from host pages."""
     if _drop_twins(core) or drop_fetching(core) or _drop_paused(core, None, bare=False):
         return
-    if _take_back(core, Tier.DRAM, taken):
+    if _revoke_grant(core, Tier.DRAM, taken):
         return
     rows = [r for r in core.running if r not in taken and (
         r.place is Place.HOST or r.phase is Phase.STAGING)]
@@ -168,21 +168,21 @@ def _for_host_pages(core: Core, taken: list[Request]) -> None:
             continue
         if victim is not core.running[0] or not (
                 core.have.arenas[Tier.DRAM].away or rows[1:] or promised(core, Tier.DRAM)):
-            core._go(victim, Trigger.DROP)     # the first of all waits for what loads, or is away
+            core.transition(victim, Trigger.DROP)     # the first of all waits for what loads, or is away
         return
 
 
 def _drop_twins(core: Core, but: Request | None = None) -> bool:
-    return any(growth.drop_twins(core.have, r) for r in reversed(core.running) if r is not but)
+    return any(growth.drop_mirrors(core.have, r) for r in reversed(core.running) if r is not but)
 
 
 def _is_away(core: Core) -> bool:
     """Whether pages wait for another engine: to say that it writes them no more, or to have read them for a
     request that has ended."""
-    return any(arena.away for arena in core.have.arenas.values()) or bool(core.have.copies.left_behind())
+    return any(arena.away for arena in core.have.arenas.values()) or bool(core.have.moves.pushes_of_ended())
 
 
-def _take_back(core: Core, tier: Tier, taken: list[Request]) -> bool:
+def _revoke_grant(core: Core, tier: Tier, taken: list[Request]) -> bool:
     """Decode role: the youngest request that has pages and no row computes its prompt itself, one whose
     KV has come before others. Pages that the other engine may still write come back when it says so:
     it is given some steps for that, or, if nobody can go on, until the next event (it is reminded, so
@@ -190,16 +190,16 @@ def _take_back(core: Core, tier: Tier, taken: list[Request]) -> bool:
     have = core.have
     with_pages = [r for r in reversed(core.waiting) if r.phase is Phase.RECEIVING and any(
         [any(t.device if tier is Tier.HBM else t.host) for t in r.tables])]
-    victim = next((r for r in with_pages if r.is_parked), None)
+    victim = next((r for r in with_pages if r.is_saved), None)
     if victim is not None:
-        return core._go(victim, Trigger.DROP)
-    goes_on = core.in_flight or taken or any([q.computed < q.steady for q in core.running])
-    recent = have.issued < core.asked_back + AWAY_STEPS
-    if have.arenas[tier].away and (recent if goes_on else core.has_asked):
+        return core.transition(victim, Trigger.DROP)
+    goes_on = core.in_flight or taken or any([q.computed < q.unchanged_until for q in core.running])
+    recent = have.issued < core.last_revoke_step + AWAY_STEPS
+    if have.arenas[tier].away and (recent if goes_on else core.revoke_pending):
         return True
     if with_pages:
-        core.asked_back, core.has_asked = have.issued, True
-        return core._go(with_pages[0], Trigger.DROP)
+        core.last_revoke_step, core.revoke_pending = have.issued, True
+        return core.transition(with_pages[0], Trigger.DROP)
     return False
 
 
@@ -207,15 +207,15 @@ def _drop_sending(core: Core, but: Request | None) -> bool:
     """Prefill role: the youngest request that was computed and has no grant computes again later."""
     for victim in reversed(core.waiting):
         if victim.phase is Phase.SENDING and victim is not but and victim.grant is None:
-            return core._go(victim, Trigger.DROP)
+            return core.transition(victim, Trigger.DROP)
     return False
 
 
 def _drop_delivered(core: Core, but: Request) -> bool:
     """Decode role: the youngest request whose KV has arrived and that has no row computes it later."""
     for victim in reversed(core.waiting):
-        if victim.phase is Phase.RECEIVING and victim.is_parked and victim is not but:
-            return core._go(victim, Trigger.DROP)
+        if victim.phase is Phase.RECEIVING and victim.is_saved and victim is not but:
+            return core.transition(victim, Trigger.DROP)
     return False
 
 
@@ -231,7 +231,7 @@ def for_admission(core: Core, r: Request) -> bool:
     if drop_fetching(core, r) or _drop_paused(core, r, bare=False):
         return False
     if r.phase in (Phase.PAUSED, Phase.FETCHING, Phase.RECEIVING):
-        core._go(r, Trigger.DROP)              # what it kept is in its own way
+        core.transition(r, Trigger.DROP)              # what it kept is in its own way
         return False
     # What is cached may lie one page to a slab.
     return not (have.tree.evict_all(have.device) or have.tree.evict_all(have.host)) and _is_away(core)
@@ -241,7 +241,7 @@ def yield_device(core: Core, victim: Request) -> None:
     """Pause if the host has room for the KV, else drop it. Fetched pages that nobody has used yet
     are worth less than computed ones."""
     if (victim.phase, Trigger.PAUSE) in core.edges:
-        while not core._go(victim, Trigger.PAUSE):
+        while not core.transition(victim, Trigger.PAUSE):
             if promised(core, Tier.DRAM):
                 return                         # it can pause when they have come
             if not (_drop_twins(core, victim) or drop_fetching(core)):
@@ -250,14 +250,14 @@ def yield_device(core: Core, victim: Request) -> None:
                 return                         # now there is room for that
         else:
             return
-    core._go(victim, Trigger.DROP)
+    core.transition(victim, Trigger.DROP)
 
 
 def drop_fetching(core: Core, but: Request | None = None) -> bool:
     """The youngest request whose pages come from storage computes them instead."""
     for victim in reversed(core.waiting):
         if victim.phase is Phase.FETCHING and victim is not but:
-            return core._go(victim, Trigger.DROP)
+            return core.transition(victim, Trigger.DROP)
     return False
 
 
@@ -267,5 +267,5 @@ def _drop_paused(core: Core, but: Request | None, *, bare: bool) -> bool:
     for victim in reversed(core.waiting):
         if victim.phase is Phase.PAUSED and victim is not but and (
                 not bare or (_is_bare(victim) and any(c for t in victim.tables for c in t.device))):
-            return core._go(victim, Trigger.DROP)
+            return core.transition(victim, Trigger.DROP)
     return False

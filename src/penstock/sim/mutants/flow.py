@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from penstock.core import schedule
 from penstock.core.core import Core
-from penstock.core.kv.cache import Holdings
+from penstock.core.kv.cache import KVCache
 from penstock.core.lifecycle import Phase, Trigger
 from penstock.core.plan import (
     Aborted,
@@ -33,11 +33,11 @@ from penstock.sim.mutants.registry import Real, holding, instead_of, mutant, swa
 class NoRebindAfterResume(Core):
     """The device keeps the page table of the row's previous tenant."""
 
-    def _go(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
-        ok = super()._go(r, trigger, spare)
+    def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
+        ok = super().transition(r, trigger, spare)
         if ok and trigger is Trigger.RESUME:
-            r.bound, r.told_capacity = True, r.capacity
-            r.told = [len(t.device) for t in r.tables]
+            r.bound, r.device_capacity = True, r.capacity
+            r.device_len = [len(t.device) for t in r.tables]
         return ok
 
 
@@ -122,8 +122,8 @@ class TokenAfterTheStop(Core):
 class TokensAgainAfterResume(Core):
     """A resumed request starts its stream again."""
 
-    def _go(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
-        ok = super()._go(r, trigger, spare)
+    def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
+        ok = super().transition(r, trigger, spare)
         if ok and trigger is Trigger.RESUME and r.num_output:
             self._out.append(Token(r.rid, r.num_output - 1, r.tokens[-1]))
         return ok
@@ -133,8 +133,8 @@ class TokensAgainAfterResume(Core):
 class StartedTwice(Core):
     """A resumed request is announced again."""
 
-    def _go(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
-        ok = super()._go(r, trigger, spare)
+    def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
+        ok = super().transition(r, trigger, spare)
         if ok and trigger is Trigger.RESUME:
             self._out.append(Started(r.rid, 0, 0))
         return ok
@@ -155,10 +155,10 @@ class LateResultOfAnEarlierLife(Core):
         r.last_issue = last_issue
         return starts
 
-    def _go(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
-        ok = super()._go(r, trigger, spare)
+    def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
+        ok = super().transition(r, trigger, spare)
         if ok and trigger is Trigger.DROP:
-            r.life -= 1
+            r.kv_epoch -= 1
         return ok
 
 
@@ -265,8 +265,8 @@ class NoFixedPoint(Core):
         return Advance(schedule.plan(self), tuple(self._out))
 
 
-@instead_of(Holdings, "room")
-def waits_instead_of_evicting(real: Real, have: Holdings, tier: Tier, want: Sequence[int]) -> bool:
+@instead_of(KVCache, "make_free")
+def waits_instead_of_evicting(real: Real, have: KVCache, tier: Tier, want: Sequence[int]) -> bool:
     """Admission and resume wait for free pages that only an eviction would give."""
     return not have.arenas[tier].short(want, promised=False)
 
@@ -290,6 +290,6 @@ class FailedLoadWaitsForEver(Core):
     """Nobody tells the requests that wait for a load that it failed."""
 
     def _landed(self, event: Moved) -> None:
-        if not event.ok and self.have.copies.flights[event.id].dst.tier is Tier.HBM:
+        if not event.ok and self.have.moves.flying[event.id].dst.tier is Tier.HBM:
             return
         super()._landed(event)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from penstock.core import schedule
 from penstock.core.core import Core
 from penstock.core.kv import allocate, growth, sealing
-from penstock.core.kv.allocate import Way
-from penstock.core.kv.cache import Holdings
+from penstock.core.kv.allocate import Claim
+from penstock.core.kv.cache import KVCache
 from penstock.core.kv.pool import Arena, Pool
 from penstock.core.kv.prefix_tree import Copy, Node
 from penstock.core.lifecycle import Place
@@ -18,8 +18,8 @@ from penstock.sim.mutants.registry import Real, instead_of, mutant, swapped
 
 
 # ---------------------------------------------------------------- boundaries
-@instead_of(Holdings, "match", mode="model=3")
-def hit_one_page_short(real: Real, have: Holdings, r: Request, *, stored: bool = False) -> list[Node]:
+@instead_of(KVCache, "match", mode="model=3")
+def hit_one_page_short(real: Real, have: KVCache, r: Request, *, stored: bool = False) -> list[Node]:
     """Where groups keep only a part, the last boundary that all of them can serve is not used."""
     path: list[Node] = real(have, r, stored=stored)
     del path[-1:]
@@ -30,7 +30,7 @@ def hit_one_page_short(real: Real, have: Holdings, r: Request, *, stored: bool =
 
 # ---------------------------------------------------------------- windows
 @instead_of(sealing, "leave_behind")
-def window_given_up_one_page_early(real: Real, have: Holdings, r: Request, g: int, t: Table) -> None:
+def window_given_up_one_page_early(real: Real, have: KVCache, r: Request, g: int, t: Table) -> None:
     """A window gives up the page that its first position is in."""
     settled, r.settled = r.settled, r.settled + t.unit
     real(have, r, g, t)
@@ -38,7 +38,7 @@ def window_given_up_one_page_early(real: Real, have: Holdings, r: Request, g: in
 
 
 @instead_of(sealing, "leave_behind")
-def window_left_as_planned(real: Real, have: Holdings, r: Request, g: int, t: Table) -> None:
+def window_left_as_planned(real: Real, have: KVCache, r: Request, g: int, t: Table) -> None:
     """A window moves on with the steps that are planned, not with those that have retired."""
     settled, r.settled = r.settled, r.computed
     real(have, r, g, t)
@@ -46,7 +46,7 @@ def window_left_as_planned(real: Real, have: Holdings, r: Request, g: int, t: Ta
 
 
 @instead_of(sealing, "leave_behind")
-def window_left_as_planned_without_a_fence(real: Real, have: Holdings, r: Request, g: int, t: Table) -> None:
+def window_left_as_planned_without_a_fence(real: Real, have: KVCache, r: Request, g: int, t: Table) -> None:
     """A window moves on with the steps that are planned, and its pages are free at once."""
     last, r.last_issue = r.last_issue, StepId(0)
     window_left_as_planned(real, have, r, g, t)
@@ -58,16 +58,16 @@ class _Hits(Core):
     """A prefix hit that some group cannot serve: the request starts with a page that is empty."""
 
     def advance(self, events: Sequence[Event]) -> Advance:
-        with swapped(allocate, "_entry", _or_empty), swapped(Holdings, "_serves", self.serves):
+        with swapped(allocate, "_entry", _or_empty), swapped(KVCache, "_serves", self.serves):
             return super().advance(events)
 
     @staticmethod
     @abstractmethod
-    def serves(real: Real, have: Holdings, r: Request, path: list[Node], stored: bool) -> bool:
+    def serves(real: Real, have: KVCache, r: Request, path: list[Node], stored: bool) -> bool:
         """What is taken for a boundary that every group can serve."""
 
 
-def _or_empty(real: Real, have: Holdings, r: Request, g: int, i: int, node: Node | None, way: Way, *,
+def _or_empty(real: Real, have: KVCache, r: Request, g: int, i: int, node: Node | None, way: Claim, *,
               host: bool) -> Copy:
     try:
         copy: Copy = real(have, r, g, i, node, way, host=host)
@@ -83,7 +83,7 @@ class SnapshotHitInsideAnInterval(_Hits):
     """A prefix hit ends where no snapshot was taken."""
 
     @staticmethod
-    def serves(real: Real, have: Holdings, r: Request, path: list[Node], stored: bool) -> bool:
+    def serves(real: Real, have: KVCache, r: Request, path: list[Node], stored: bool) -> bool:
         end = len(path) * have.cfg.page_size
         inside = any(t.group.snapshot and end % t.unit for t in r.tables)
         return bool(real(have, r, path, stored) or (inside and not stored))
@@ -94,7 +94,7 @@ class PrefixHitWithoutItsWindow(_Hits):
     """A prefix hit is the longest that one group can serve."""
 
     @staticmethod
-    def serves(real: Real, have: Holdings, r: Request, path: list[Node], stored: bool) -> bool:
+    def serves(real: Real, have: KVCache, r: Request, path: list[Node], stored: bool) -> bool:
         end = len(path) * have.cfg.page_size
         inside = any(t.group.snapshot and end % t.unit for t in r.tables)
         return bool(real(have, r, path, stored) or (not inside and not stored))
@@ -128,15 +128,15 @@ def grow_one_entry_too_early(real: Real, r: Request) -> list[Grow]:
     return [g._replace(index=g.index - 1) for g in real(r)]
 
 
-@instead_of(Holdings, "covered")
-def capacity_of_the_first_group(real: Real, have: Holdings, r: Request, place: Place) -> int:
+@instead_of(KVCache, "covered")
+def capacity_of_the_first_group(real: Real, have: KVCache, r: Request, place: Place) -> int:
     """A row is believed to have pages as far as its first group has."""
     t = r.tables[0]
     return t.unit * len(t.host if place is Place.HOST and t.group.hosted else t.device)
 
 
-@instead_of(Holdings, "_release_column")
-def release_forgets_a_group(real: Real, have: Holdings, r: Request, g: int, *, host: bool) -> None:
+@instead_of(KVCache, "_release_column")
+def release_forgets_a_group(real: Real, have: KVCache, r: Request, g: int, *, host: bool) -> None:
     """The pages of the last cache group are forgotten, not given back."""
     if g and g == len(r.tables) - 1:
         (r.tables[g].host if host else r.tables[g].device).clear()
@@ -144,12 +144,12 @@ def release_forgets_a_group(real: Real, have: Holdings, r: Request, g: int, *, h
 
 
 @instead_of(growth, "grow")
-def growth_beyond_what_a_group_has(real: Real, have: Holdings, r: Request, upto: int) -> bool:
+def growth_beyond_what_a_group_has(real: Real, have: KVCache, r: Request, upto: int) -> bool:
     """Growth asks whether the first cache group has room."""
-    def first(right: Real, self: Holdings, tier: Tier, want: Sequence[int]) -> bool:
+    def first(right: Real, self: KVCache, tier: Tier, want: Sequence[int]) -> bool:
         return bool(right(self, tier, [n * (not g) for g, n in enumerate(want)]))
 
-    with swapped(Holdings, "room", first):
+    with swapped(KVCache, "make_free", first):
         return bool(real(have, r, upto))
 
 

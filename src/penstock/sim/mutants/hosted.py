@@ -7,9 +7,9 @@ from dataclasses import replace
 from penstock.core import lifecycle, schedule
 from penstock.core.core import Core
 from penstock.core.kv import allocate, growth, offload, page_table, promote, sealing
-from penstock.core.kv.allocate import Way
-from penstock.core.kv.cache import Holdings
-from penstock.core.kv.prefix_tree import Copy, Node, Space
+from penstock.core.kv.allocate import Claim
+from penstock.core.kv.cache import KVCache
+from penstock.core.kv.prefix_tree import Copy, Node, TierGroup
 from penstock.core.lifecycle import Lease, Phase, Place, Trigger
 from penstock.core.plan import Advance, Bind, Event, Group, Grow, Hot, Moved, StepId, Tier, Yield
 from penstock.core.policy import capacity, reclaim
@@ -33,11 +33,11 @@ class _NoRebind(Core):
 
     edge: tuple[Phase, Trigger]
 
-    def _go(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
+    def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
         edge = r.phase, trigger
-        ok = super()._go(r, trigger, spare)
+        ok = super().transition(r, trigger, spare)
         if ok and edge == self.edge:
-            r.moved = False
+            r.needs_rebind = False
         return ok
 
 
@@ -59,7 +59,7 @@ class NoRebindAfterAPromotion(_NoRebind):
 def bind_keeps_after_a_resume(real: Real, r: Request) -> Bind:
     """A resumed request goes on with the length and sampling state that its row had."""
     bind: Bind = real(r)
-    return replace(bind, keep=bind.keep or r.gave_way > 0)
+    return replace(bind, keep=bind.keep or r.num_preemptions > 0)
 
 
 @instead_of(schedule, "_bind", mode=RETURNS + ",overlap=1")
@@ -86,8 +86,8 @@ def hot_buffer_claims_what_it_never_held(real: Real, r: Request) -> Bind:
         for units, pages in zip(bind.hot, bind.pages, strict=bool(bind.hot))))
 
 
-@instead_of(Holdings, "_cool")
-def hot_content_kept_over_a_change_of_place(real: Real, have: Holdings, r: Request) -> None:
+@instead_of(KVCache, "_free_hot_buffer")
+def hot_content_kept_over_a_change_of_place(real: Real, have: KVCache, r: Request) -> None:
     """A row that comes back to the host believes that hot units hold what they held before."""
     units = [[c.page for c in t.hot] for t in r.tables]
     real(have, r)
@@ -134,22 +134,22 @@ def hot_buffer_longer_than_the_request(real: Real, cfg: CoreConfig, tokens: int)
 
 # ---------------------------------------------------------------- on the way to the host
 @instead_of(allocate, "_way")
-def hot_buffer_skipped_on_resume(real: Real, have: Holdings, r: Request, g: int, place: Place) -> Way:
+def hot_buffer_skipped_on_resume(real: Real, have: KVCache, r: Request, g: int, place: Place) -> Claim:
     """One way to host pages forgets the hot buffer."""
-    way: Way = real(have, r, g, place)
+    way: Claim = real(have, r, g, place)
     way.hot *= r.phase is not Phase.PAUSED
     return way
 
 
 @instead_of(offload, "is_staged")
-def staging_does_not_wait_for_its_last_copies(real: Real, have: Holdings, r: Request) -> bool:
+def staging_does_not_wait_for_its_last_copies(real: Real, have: KVCache, r: Request) -> bool:
     """A spill goes on while its copies fly."""
     return all(page_table.own(t.host, i) is not None
                for t in r.tables if t.group.hosted for i in range(len(t.device)))
 
 
 @instead_of(offload, "is_staged")
-def spill_with_an_incomplete_host_copy(real: Real, have: Holdings, r: Request) -> bool:
+def spill_with_an_incomplete_host_copy(real: Real, have: KVCache, r: Request) -> bool:
     """A spill goes on when its sealed pages are on the host."""
     return all((copy := page_table.own(t.host, i)) is not None and copy.ready
                for t in r.tables if t.group.hosted for i in range(len(r.path) * have.cfg.page_size // t.unit))
@@ -163,7 +163,7 @@ class TwinNotStoredFromItsFirstToken(Core):
         def later(*args: object) -> None:
             """Not now."""
 
-        with holding(growth, "_twin", later), holding(allocate, "twin", later):
+        with holding(growth, "_mirror", later), holding(allocate, "mirror", later):
             adv = super().advance(events)
         for r in self.running:
             for g, t in enumerate(r.tables):
@@ -183,8 +183,8 @@ class StagedRowKeepsDecoding(Core):
             return super().advance(events)
 
 
-@instead_of(promote, "heat", mode=RETURNS)
-def hot_page_still_in_the_tree(real: Real, have: Holdings, r: Request) -> bool:
+@instead_of(promote, "take_hot_buffer", mode=RETURNS)
+def hot_page_still_in_the_tree(real: Real, have: KVCache, r: Request) -> bool:
     """A page that has become a hot unit is found by the next prefix hit."""
     nodes = {id(c): c.node for t in r.tables for c in t.device if c is not None}
     ok: bool = real(have, r)
@@ -195,8 +195,8 @@ def hot_page_still_in_the_tree(real: Real, have: Holdings, r: Request) -> bool:
     return ok
 
 
-@instead_of(promote, "heat", 400, first=80, mode="hot_pages=3,spills=60,page_size=2,fail=0")
-def hot_buffer_takes_a_shared_page(real: Real, have: Holdings, r: Request) -> bool:
+@instead_of(promote, "take_hot_buffer", 400, first=80, mode="hot_pages=3,spills=60,page_size=2,fail=0")
+def hot_buffer_takes_a_shared_page(real: Real, have: KVCache, r: Request) -> bool:
     """A page that others read becomes a hot unit."""
     truth = [(c, c.pins) for t in r.tables for c in t.device if c is not None]
     for copy, _ in truth:
@@ -240,7 +240,7 @@ def promotion_landed_before_all_loads(real: Real, r: Request) -> bool:
 
 
 @instead_of(sealing, "_offer")
-def promotion_without_the_page_that_was_open(real: Real, have: Holdings, r: Request, g: int, i: int,
+def promotion_without_the_page_that_was_open(real: Real, have: KVCache, r: Request, g: int, i: int,
                                              node: Node, up: Copy | None, down: Copy | None) -> None:
     """The page that was open when a promotion began is never loaded."""
     if r.phase is Phase.PROMOTING and up is not None and up.node is None:
@@ -249,20 +249,20 @@ def promotion_without_the_page_that_was_open(real: Real, have: Holdings, r: Requ
 
 
 @instead_of(promote, "reload")
-def promotion_loads_the_open_page_too_early(real: Real, have: Holdings, r: Request, spare: int) -> bool:
+def promotion_loads_the_open_page_too_early(real: Real, have: KVCache, r: Request, spare: int) -> bool:
     """The open page is loaded with the others, and what is written to it meanwhile is lost."""
     ok: bool = real(have, r, spare)
     for g, t in enumerate(r.tables):
         for i in range(t.end(r.computed) if ok and t.group.hosted else 0):
             source, target = t.host[i], t.device[i]
             if have.node(r, t, i) is None and source is not None and target is not None:
-                have.copies.move_private(r, have.host[g], source, have.device[g], target,
+                have.moves.move_private(r, have.host[g], source, have.device[g], target,
                                          min(t.unit, r.computed - i * t.unit))
     return ok
 
 
 @instead_of(growth, "grow")
-def page_begun_during_a_promotion_is_on_the_host_only(real: Real, have: Holdings, r: Request,
+def page_begun_during_a_promotion_is_on_the_host_only(real: Real, have: KVCache, r: Request,
                                                       upto: int) -> bool:
     """A row that is being promoted grows like any hosted row."""
     phase = r.phase
@@ -274,29 +274,29 @@ def page_begun_during_a_promotion_is_on_the_host_only(real: Real, have: Holdings
 
 
 @instead_of(promote, "leave_host", mode=RETURNS)
-def promoted_row_keeps_its_host_pages(real: Real, have: Holdings, r: Request) -> None:
+def promoted_row_keeps_its_host_pages(real: Real, have: KVCache, r: Request) -> None:
     """A row that has come back to the device keeps the host full."""
 
 
 @instead_of(promote, "stop_reload", mode=LOANS + ",pair=0,model=1,spills=40,new_max=20,copy=2")
-def promotion_given_up_is_no_loan(real: Real, have: Holdings, r: Request) -> None:
+def promotion_given_up_is_no_loan(real: Real, have: KVCache, r: Request) -> None:
     """Who gives up a promotion keeps the device pages that it has, whoever needs them."""
     real(have, r)
-    have.lent.remove(r)
+    have.reclaimable.remove(r)
 
 
 # ---------------------------------------------------------------- leases of a hosted row
 @instead_of(allocate, "_entry")
-def host_pages_of_a_hosted_row_unpinned(real: Real, have: Holdings, r: Request, g: int, i: int,
-                                        node: Node | None, way: Way, *, host: bool) -> Copy:
+def host_pages_of_a_hosted_row_unpinned(real: Real, have: KVCache, r: Request, g: int, i: int,
+                                        node: Node | None, way: Claim, *, host: bool) -> Copy:
     """The host pages that a row reads may be evicted."""
     copy: Copy = real(have, r, g, i, node, way, host=host)
     copy.pins -= host and copy.node is not None
     return copy
 
 
-@instead_of(Holdings, "unpin")
-def host_page_released_without_a_fence(real: Real, have: Holdings, r: Request, space: Space,
+@instead_of(KVCache, "unpin")
+def host_page_released_without_a_fence(real: Real, have: KVCache, r: Request, space: TierGroup,
                                        copy: Copy) -> None:
     """The host page of a hosted row is free while steps in flight read and write it."""
     last = r.last_issue
@@ -306,8 +306,8 @@ def host_page_released_without_a_fence(real: Real, have: Holdings, r: Request, s
     r.last_issue = last
 
 
-@instead_of(Holdings, "_cool")
-def hot_buffer_released_without_a_fence(real: Real, have: Holdings, r: Request) -> None:
+@instead_of(KVCache, "_free_hot_buffer")
+def hot_buffer_released_without_a_fence(real: Real, have: KVCache, r: Request) -> None:
     """The hot buffer of a row that leaves is free while its steps in flight use it."""
     last, r.last_issue = r.last_issue, StepId(0)
     real(have, r)
@@ -315,7 +315,7 @@ def hot_buffer_released_without_a_fence(real: Real, have: Holdings, r: Request) 
 
 
 @instead_of(offload, "return_reserve")
-def reserve_forgotten(real: Real, have: Holdings, r: Request) -> None:
+def reserve_forgotten(real: Real, have: KVCache, r: Request) -> None:
     """Host pages that staging did not need stay with a row that is dropped."""
     if r.place is Place.HOST or r.phase is Phase.DROPPED:
         r.reserve = [[] for _ in r.tables]
@@ -327,10 +327,10 @@ def reserve_forgotten(real: Real, have: Holdings, r: Request) -> None:
 class DropOfAPausedRequestForgetsAGroup(Core):
     """A paused request that is dropped gives back the host pages of all groups but one."""
 
-    def _go(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
+    def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
         if r.phase is Phase.PAUSED and trigger is Trigger.DROP:
             r.tables[-1].host.clear()
-        return super()._go(r, trigger, spare)
+        return super().transition(r, trigger, spare)
 
 
 # ---------------------------------------------------------------- steps that wait for loads
@@ -348,10 +348,10 @@ class ResultsOfAFailedLoadUsed(Core):
     """A step that waited for a load that failed gives its tokens to the user."""
 
     def _landed(self, event: Moved) -> None:
-        before = [(r, r.void) for r in self.live.values()]
+        before = [(r, r.invalid_through) for r in self.live.values()]
         super()._landed(event)
-        for r, void in before:
-            r.void = void
+        for r, invalid_through in before:
+            r.invalid_through = invalid_through
 
 
 @mutant()

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from penstock.core.core import Core
 from penstock.core.kv import allocate, offload, sealing
-from penstock.core.kv.allocate import Fill
-from penstock.core.kv.cache import Holdings
+from penstock.core.kv.allocate import Load
+from penstock.core.kv.cache import KVCache
+from penstock.core.kv.moves import Moves
 from penstock.core.kv.pool import Fence, Pool
-from penstock.core.kv.prefix_tree import Copy, Node, Space, Tree
-from penstock.core.kv.transfers import Copies
+from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree
 from penstock.core.lifecycle import Lease, Phase
 from penstock.core.plan import Advance, Arrived, Event, Moved, Outcome, StepId, Tier
 from penstock.core.request import Request
@@ -56,18 +56,18 @@ class PageFreedUnderACopy(Core):
             return super().advance(events)
 
 
-def _evictable_under_a_copy(real: Real, tree: Tree, node: Node, space: Space) -> bool:
+def _evictable_under_a_copy(real: Real, tree: Tree, node: Node, space: TierGroup) -> bool:
     copy = node.copies.get(space)
     return copy is not None and not copy.pins
 
 
-def _forget_under_a_copy(real: Real, tree: Tree, node: Node, space: Space) -> None:
+def _forget_under_a_copy(real: Real, tree: Tree, node: Node, space: TierGroup) -> None:
     node.copies[space].moves = 0
     real(tree, node, space)
 
 
-@instead_of(Holdings, "unpin")
-def shared_page_freed_under_a_step(real: Real, have: Holdings, r: Request, space: Space,
+@instead_of(KVCache, "unpin")
+def shared_page_freed_under_a_step(real: Real, have: KVCache, r: Request, space: TierGroup,
                                    copy: Copy) -> None:
     """A shared page forgets which step used it last, so its eviction is not fenced."""
     used, shared = copy.used, copy.node is not None
@@ -78,7 +78,7 @@ def shared_page_freed_under_a_step(real: Real, have: Holdings, r: Request, space
 
 # ---------------------------------------------------------------- copies between tiers
 @instead_of(sealing, "seal", 200)
-def unsealed_page_written_through(real: Real, have: Holdings, r: Request) -> None:
+def unsealed_page_written_through(real: Real, have: KVCache, r: Request) -> None:
     """Pages enter the tree, and their copies start, when they are planned, not when computed."""
     settled, r.settled = r.settled, r.computed
     real(have, r)
@@ -91,7 +91,7 @@ class _WrongOnFailure(Core):
     tier = Tier.HBM
 
     def _landed(self, event: Moved) -> None:
-        if self.have.copies.flights[event.id].dst.tier is self.tier:
+        if self.have.moves.flying[event.id].dst.tier is self.tier:
             event = Moved(event.id, True)
         super()._landed(event)
 
@@ -110,9 +110,9 @@ class FailedLoadTakenAsGood(_WrongOnFailure):
     tier = Tier.HBM
 
 
-@instead_of(Copies, "move_nodes")
-def load_in_progress_read_as_resident(real: Real, copies: Copies, nodes: list[Node], src: Space,
-                                      dst: Space) -> None:
+@instead_of(Moves, "move_nodes")
+def load_in_progress_read_as_resident(real: Real, copies: Moves, nodes: list[Node], src: TierGroup,
+                                      dst: TierGroup) -> None:
     """A request starts on pages whose load still runs."""
     real(copies, nodes, src, dst)
     for node in nodes:
@@ -121,14 +121,14 @@ def load_in_progress_read_as_resident(real: Real, copies: Copies, nodes: list[No
 
 # ---------------------------------------------------------------- who owns what
 @instead_of(Tree, "evictable")
-def eviction_of_a_page_in_use(real: Real, tree: Tree, node: Node, space: Space) -> bool:
+def eviction_of_a_page_in_use(real: Real, tree: Tree, node: Node, space: TierGroup) -> bool:
     """Eviction does not look at who runs on a page."""
     copy = node.copies.get(space)
     return copy is not None and copy.ready and not copy.moves
 
 
-@instead_of(offload, "park", 400)
-def lease_dropped_by_a_pause(real: Real, have: Holdings, r: Request) -> None:
+@instead_of(offload, "save", 400)
+def lease_dropped_by_a_pause(real: Real, have: KVCache, r: Request) -> None:
     """A paused request's host pages may be evicted."""
     real(have, r)
     for t in r.tables:
@@ -157,8 +157,8 @@ class NamespaceLeftOutOfTheKey(Core):
         super()._arrive(replace(a, namespace=0))
 
 
-@instead_of(Holdings, "match")
-def nothing_left_to_compute(real: Real, have: Holdings, r: Request, *, stored: bool = False) -> list[Node]:
+@instead_of(KVCache, "match")
+def nothing_left_to_compute(real: Real, have: KVCache, r: Request, *, stored: bool = False) -> list[Node]:
     """A prefix hit covers a whole prompt that ends on a page edge."""
     r.tokens.append(-1)
     path: list[Node] = real(have, r, stored=stored)
@@ -167,7 +167,7 @@ def nothing_left_to_compute(real: Real, have: Holdings, r: Request, *, stored: b
 
 
 @instead_of(sealing, "_offer", 200)
-def seal_replaces_a_shared_page(real: Real, have: Holdings, r: Request, g: int, i: int, node: Node,
+def seal_replaces_a_shared_page(real: Real, have: KVCache, r: Request, g: int, i: int, node: Node,
                                 up: Copy | None, down: Copy | None) -> None:
     """Two requests compute the same page; the second throws the first one's out of the tree."""
     real(have, r, g, i, node, up, down)
@@ -175,15 +175,15 @@ def seal_replaces_a_shared_page(real: Real, have: Holdings, r: Request, g: int, 
         node.copies[have.device[g]], up.node = up, node
 
 
-@instead_of(Copies, "move_private")
-def open_page_copied_short(real: Real, copies: Copies, r: Request, src: Space, source: Copy, dst: Space,
-                           target: Copy, tokens: int, node: Node | None = None) -> None:
+@instead_of(Moves, "move_private")
+def open_page_copied_short(real: Real, copies: Moves, r: Request, src: TierGroup, source: Copy,
+                           dst: TierGroup, target: Copy, tokens: int, node: Node | None = None) -> None:
     """The last token of an open page is not copied when its request pauses."""
     real(copies, r, src, source, dst, target, max(1, tokens - 1), node)
 
 
 @instead_of(allocate, "_start")
-def open_page_forgotten(real: Real, have: Holdings, r: Request, g: int, fills: list[Fill], *,
+def open_page_forgotten(real: Real, have: KVCache, r: Request, g: int, fills: list[Load], *,
                         up: bool) -> None:
     """A resume loads only sealed pages, and believes that it has them all."""
     for f in fills:
@@ -191,16 +191,16 @@ def open_page_forgotten(real: Real, have: Holdings, r: Request, g: int, fills: l
     real(have, r, g, [f for f in fills if f.node is not None], up=up)
 
 
-@instead_of(Holdings, "release")
-def row_lost_by_a_drop(real: Real, have: Holdings, r: Request, leases: Iterable[Lease]) -> None:
+@instead_of(KVCache, "release")
+def row_lost_by_a_drop(real: Real, have: KVCache, r: Request, leases: Iterable[Lease]) -> None:
     """A dropped request forgets its row instead of giving it back."""
     if r.phase is Phase.DROPPED:
         r.row = None
     real(have, r, leases)
 
 
-@instead_of(Holdings, "release")
-def row_taken_again_one_step_early(real: Real, have: Holdings, r: Request, leases: Iterable[Lease]) -> None:
+@instead_of(KVCache, "release")
+def row_taken_again_one_step_early(real: Real, have: KVCache, r: Request, leases: Iterable[Lease]) -> None:
     """The last stage samples into a row that the first one has bound anew."""
     last = r.last_issue
     if Lease.ROW in leases and r.row is not None and last:

@@ -11,9 +11,9 @@ from dataclasses import replace
 from penstock.core import retire
 from penstock.core.core import Core
 from penstock.core.kv import page_table
-from penstock.core.kv.cache import Holdings
-from penstock.core.kv.prefix_tree import Copy, Space
-from penstock.core.kv.transfers import Copies
+from penstock.core.kv.cache import KVCache
+from penstock.core.kv.moves import Moves
+from penstock.core.kv.prefix_tree import Copy, TierGroup
 from penstock.core.lifecycle import Lease, Phase, Trigger
 from penstock.core.pair import protocol
 from penstock.core.pair.bridge import Pairing
@@ -42,10 +42,10 @@ def wrong(owner: object, name: str, budget: int = 300, first: int = 0,
 
 
 # ---------------------------------------------------------------- rule 1: what frees pages
-@wrong(Holdings, "unpin")
-def granted_page_reused(real: Real, have: Holdings, r: Request, space: Space, copy: Copy) -> None:
+@wrong(KVCache, "unpin")
+def granted_page_reused(real: Real, have: KVCache, r: Request, space: TierGroup, copy: Copy) -> None:
     """The fence of a page does not name the grant that is open on it."""
-    moves, r.moves = r.moves, {m for m in r.moves if m not in have.copies.wire}
+    moves, r.moves = r.moves, {m for m in r.moves if m not in have.moves.to_peer}
     real(have, r, space, copy)
     r.moves = moves
 
@@ -75,13 +75,13 @@ def cancel_frees_at_once(real: Real, side: DecodeSide, transfer: int) -> list[pr
     return out
 
 
-@wrong(Holdings, "unpin")
-def quarantined_pages_count_as_promised(real: Real, have: Holdings, r: Request, space: Space,
+@wrong(KVCache, "unpin")
+def quarantined_pages_count_as_promised(real: Real, have: KVCache, r: Request, space: TierGroup,
                                         copy: Copy) -> None:
     """Nobody gives way, for pages come back: when another engine says so."""
-    grants, have.copies.wire = have.copies.wire, {}
+    grants, have.moves.to_peer = have.moves.to_peer, {}
     real(have, r, space, copy)
-    have.copies.wire = grants
+    have.moves.to_peer = grants
 
 
 @wrong(Pairing, "_landed")
@@ -264,20 +264,20 @@ class PagePushedBeforeItsStepRetired(Core):
                     r.is_pushed or r.arrived.transfer in self.early):
                 self.early[r.arrived.transfer] = None
                 with (swapped(PrefillSide, "finish", lambda real, *args: []),
-                      swapped(Copies, "push", self._at_once)):
+                      swapped(Moves, "push", self._at_once)):
                     self.pairs[ONE_PEER].push(r)
                 r.is_pushed = False
-        with swapped(Copies, "push", self._once), swapped(PrefillSide, "push_started", self._started_once):
+        with swapped(Moves, "push", self._once), swapped(PrefillSide, "push_started", self._started_once):
             super()._progress()
 
     @staticmethod
-    def _at_once(real: Real, copies: Copies, r: Request, *args: object) -> object:
+    def _at_once(real: Real, copies: Moves, r: Request, *args: object) -> object:
         issued, r.last_issue = r.last_issue, copies.retired
         move = real(copies, r, *args)
         r.last_issue = issued
         return move
 
-    def _once(self, real: Real, copies: Copies, r: Request, *args: object) -> object:
+    def _once(self, real: Real, copies: Moves, r: Request, *args: object) -> object:
         return 0 if r.arrived.transfer in self.early else real(copies, r, *args)
 
     def _started_once(self, real: Real, side: PrefillSide, transfer: int, push: int) -> None:
@@ -336,8 +336,8 @@ def grant_said_before_its_pages(real: Real, pair: Pairing) -> list[Say]:
 class DeliveredPagesSealedBeforeTheyLanded(Core):
     """Others find a prompt in the tree as soon as its pages are granted."""
 
-    def _go(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
-        ok = super()._go(r, trigger, spare)
+    def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
+        ok = super().transition(r, trigger, spare)
         if ok and r.phase is Phase.RECEIVING:
             settled, r.settled = r.settled, r.num_prompt
             self.have.seal(r)
@@ -373,9 +373,9 @@ def request_kept_for_ever(real: Real, pair: Pairing, r: Request, source: Phase) 
 class RowOfADeliveredRequestNotBound(Core):
     """The device keeps the page table of the row's previous tenant."""
 
-    def _go(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
+    def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
         source = r.phase
-        ok = super()._go(r, trigger, spare)
+        ok = super().transition(r, trigger, spare)
         r.bound = r.bound or (ok and source is Phase.RECEIVING and r.row is not None)
         return ok
 
@@ -384,14 +384,14 @@ class RowOfADeliveredRequestNotBound(Core):
 class IndexPagesOfAReceivingRequestLeak(Core):
     """What it received is given up, but not what stays on the device even for a hosted row."""
 
-    def _go(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
+    def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
         if r.phase is not Phase.RECEIVING or trigger not in (Trigger.DROP, Trigger.END):
-            return super()._go(r, trigger, spare)
-        with swapped(Holdings, "release", self._but_index):
-            return super()._go(r, trigger, spare)
+            return super().transition(r, trigger, spare)
+        with swapped(KVCache, "release", self._but_index):
+            return super().transition(r, trigger, spare)
 
     @staticmethod
-    def _but_index(real: Real, have: Holdings, r: Request, leases: Iterable[Lease]) -> None:
+    def _but_index(real: Real, have: KVCache, r: Request, leases: Iterable[Lease]) -> None:
         real(have, r, [x for x in leases if x is not Lease.INDEX])
 
 

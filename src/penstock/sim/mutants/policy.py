@@ -3,8 +3,8 @@ from __future__ import annotations
 
 from penstock.core.core import Core
 from penstock.core.kv import allocate
-from penstock.core.kv.allocate import Way
-from penstock.core.kv.cache import Holdings
+from penstock.core.kv.allocate import Claim
+from penstock.core.kv.cache import KVCache
 from penstock.core.kv.prefix_tree import Node
 from penstock.core.lifecycle import Phase, Trigger
 from penstock.core.plan import Event, Expired, Rates
@@ -16,7 +16,7 @@ from penstock.sim.mutants.registry import Real, instead_of, mutant
 @instead_of(reclaim, "yield_device", mode="pair=0,dram_pages=100,hot_pages=0")
 def drops_instead_of_pausing(real: Real, core: Core, victim: Request) -> None:
     """Whoever gives way is computed again, though the host had room."""
-    core._go(victim, Trigger.DROP)
+    core.transition(victim, Trigger.DROP)
 
 
 @instead_of(reclaim, "may_spill")
@@ -71,8 +71,8 @@ class DeadlineOfDroppedIgnored(Core):
             super()._expire(r)
 
 
-@instead_of(Holdings, "has")
-def host_hits_never_used(real: Real, have: Holdings, node: Node, g: int, stored: bool = False) -> bool:
+@instead_of(KVCache, "is_reachable")
+def host_hits_never_used(real: Real, have: KVCache, node: Node, g: int, stored: bool = False) -> bool:
     """A prefix that only the host has is computed again."""
     return bool(node.good(have.device[g]) or (stored and real(have, node, g, stored)))
 
@@ -82,5 +82,5 @@ FORCED = ("pair=0,hot_pages=2,model=1,fail=0.5,spills=60,drops=12,copy=0.3,again
 
 
 @instead_of(allocate, "_early", 200, first=110, mode=FORCED)
-def page_saved_while_its_load_flies(real: Real, ways: list[Way]) -> None:
+def page_saved_while_its_load_flies(real: Real, ways: list[Claim]) -> None:
     """A row that goes to the host copies a page down that is still on its way up."""

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 
 from penstock.core import schedule
 from penstock.core.core import Core
-from penstock.core.kv.cache import Holdings
+from penstock.core.kv.cache import KVCache
+from penstock.core.kv.moves import FlyingMove, Moves
 from penstock.core.kv.prefix_tree import Copy
-from penstock.core.kv.transfers import Copies, Flight
 from penstock.core.lifecycle import Lease, Phase
 from penstock.core.plan import Event, Expired, Moved, MoveId, Outcome, StepId, Tier
 from penstock.core.request import Request
@@ -19,7 +19,7 @@ class _BytesNotVerified(Core):
     way: tuple[Tier, Tier]
 
     def _landed(self, event: Moved) -> None:
-        flight = self.have.copies.flights[event.id]
+        flight = self.have.moves.flying[event.id]
         ok = event.ok or (flight.src.tier, flight.dst.tier) == self.way
         super()._landed(Moved(event.id, ok))
 
@@ -38,11 +38,11 @@ class FailedStoreLeftVisible(_BytesNotVerified):
     way = Tier.DRAM, Tier.DISK
 
 
-@instead_of(Copies, "landed")
-def what_failed_to_load_is_loaded_again(real: Real, copies: Copies, id: MoveId, ok: bool
-                                        ) -> tuple[Flight, list[Copy]]:
+@instead_of(Moves, "landed")
+def what_failed_to_load_is_loaded_again(real: Real, copies: Moves, id: MoveId, ok: bool
+                                        ) -> tuple[FlyingMove, list[Copy]]:
     """Whose bytes were found to be wrong once is asked for them again, perhaps for ever."""
-    result: tuple[Flight, list[Copy]] = real(copies, id, ok)
+    result: tuple[FlyingMove, list[Copy]] = real(copies, id, ok)
     flight, lost = result
     for source, _ in flight.pairs:
         if source.bad and source in lost:
@@ -57,17 +57,17 @@ class StorageTakesWhatItLikes(Core):
 
     def __init__(self, cfg: CoreConfig) -> None:
         super().__init__(cfg)
-        self.have.copies.__class__ = _Boundless
+        self.have.moves.__class__ = _Boundless
 
 
-class _Boundless(Copies):
+class _Boundless(Moves):
     @property
     def reads_left(self) -> int:
         return 1 << 30
 
 
-@instead_of(Holdings, "release", 400, mode="expire=0.3,disk=40,deadline=1")
-def deadline_frees_what_is_still_being_filled(real: Real, have: Holdings, r: Request,
+@instead_of(KVCache, "release", 400, mode="expire=0.3,disk=40,deadline=1")
+def deadline_frees_what_is_still_being_filled(real: Real, have: KVCache, r: Request,
                                               leases: Iterable[Lease]) -> None:
     """Pages released by time-out: the read that hangs lands later."""
     hung = [(have.host[g], copy) for g, t in enumerate(r.tables) for copy in t.host
@@ -106,10 +106,10 @@ class UpperBoundTakenForLength(Core):
 @instead_of(schedule, "_may_decode")
 def grammar_row_runs_ahead(real: Real, r: Request) -> bool:
     """A row that needs its last token on the host is planned before it is there."""
-    pending, r.pending = r.pending, 0
-    ahead = r.arrived.host_token and pending > 0
+    num_placeholders, r.num_placeholders = r.num_placeholders, 0
+    ahead = r.arrived.host_token and num_placeholders > 0
     try:
-        may: bool = real(r) if not ahead else r.num_output + pending < r.max_new
+        may: bool = real(r) if not ahead else r.num_output + num_placeholders < r.max_new
         return may
     finally:
-        r.pending = pending
+        r.num_placeholders = num_placeholders

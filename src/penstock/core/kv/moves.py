@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from penstock.core.kv.pool import Arena, Fence, Pool
-from penstock.core.kv.prefix_tree import Copy, Node, Space, Tree
+from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree
 from penstock.core.lifecycle import Phase
 from penstock.core.plan import ONE_PEER, Group, Move, MoveId, Page, PeerId, StepId, Tier
 from penstock.core.request import Request
@@ -21,11 +21,11 @@ UP = {Tier.HBM: 0, Tier.DRAM: 1, Tier.DISK: 2, Tier.PEER: 3}
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class FlyingMove:
     """A Move that was planned and has not been answered. Private pages of `request`, or of nodes."""
 
-    src: Space
-    dst: Space
+    src: TierGroup
+    dst: TierGroup
     pairs: list[tuple[Copy, Copy]]
     nodes: list[Node] = field(default_factory=list)
     request: Request | None = None
@@ -35,29 +35,29 @@ def _pages(tier: Tier, copies: list[Copy]) -> tuple[Page, ...]:
     return () if tier is Tier.PEER else cast("tuple[Page, ...]", tuple([c.page for c in copies]))
 
 
-class Copies:
+class Moves:
     """Flying Moves of one engine, and the queue of pages that go to storage."""
 
-    def __init__(self, cfg: CoreConfig, tree: Tree, device: list[Space], host: list[Space],
-                 disk: list[Space], disk_arena: Arena) -> None:
+    def __init__(self, cfg: CoreConfig, tree: Tree, device: list[TierGroup], host: list[TierGroup],
+                 disk: list[TierGroup], disk_arena: Arena) -> None:
         self.cfg, self.tree = cfg, tree
         self.device, self.host, self.disk, self._disk_arena = device, host, disk, disk_arena
-        self.flights: dict[MoveId, Flight] = {}
-        self.wire: dict[MoveId, None] = {}               # of these, those from or to another engine
-        self.orphans: dict[Copy, Space] = {}             # read from storage for nobody, see `disown`
+        self.flying: dict[MoveId, FlyingMove] = {}
+        self.to_peer: dict[MoveId, None] = {}               # of these, those from or to another engine
+        self.detached: dict[Copy, TierGroup] = {}             # read from storage for nobody, see `detach`
         self.outbox: list[Move] = []                     # planned since the last step
-        self._saves: dict[Space, MoveId] = {}            # the same, by source: more pages may join these
+        self._saves: dict[TierGroup, MoveId] = {}            # the same, by source: more pages may join these
         self.retired = StepId(0)
-        self._peer = Space(Tier.PEER, Group(0), Pool("peer", 0))
+        self._peer = TierGroup(Tier.PEER, Group(0), Pool("peer", 0))
         self.planned = 0                                 # Moves so far: the number of the last
         self._at_store = 0                               # host pages that storage reads or writes
         self._to_store: deque[tuple[int, Node]] = deque(maxlen=max(1, cfg.dram_pages))
 
     # ---------------------------------------------------------------- planning a copy
-    def _fly(self, flight: Flight) -> MoveId:
+    def _fly(self, flight: FlyingMove) -> MoveId:
         self.planned += 1
         move = MoveId(self.planned)
-        self.flights[move] = flight
+        self.flying[move] = flight
         self._board(move, flight.pairs)
         return move
 
@@ -65,13 +65,13 @@ class Copies:
         for src, dst in pairs:
             src.moves += 1
             dst.moves += 1
-            dst.filling = move
+            dst.filled_by = move
 
     def _plan(self, move: MoveId, tokens: int, after: StepId, first: int = 0, transfer: int = 0,
               generation: int = 0, peer: PeerId = ONE_PEER) -> MoveId:
         """`after` names the last step that wrote the source; sealed pages have none, their producers
         were seen to retire."""
-        flight = self.flights[move]
+        flight = self.flying[move]
         near = flight.dst if flight.src is self._peer else flight.src
         self.outbox.append(Move(
             move, near.group, flight.src.tier, _pages(flight.src.tier, [s for s, _ in flight.pairs]),
@@ -79,39 +79,41 @@ class Copies:
             first, transfer, generation, peer))
         return move
 
-    def move_nodes(self, nodes: list[Node], src: Space, dst: Space) -> None:
+    def move_nodes(self, nodes: list[Node], src: TierGroup, dst: TierGroup) -> None:
         """Fill the copies that `nodes` have in `dst` from those in `src`."""
         if nodes:
             pairs = [(n.copies[src], n.copies[dst]) for n in nodes]
             self._at_store += len(pairs) if Tier.DISK in (src.tier, dst.tier) else 0
-            self._plan(self._fly(Flight(src, dst, pairs, nodes)), len(nodes) * self._unit(src), self.retired)
+            move = self._fly(FlyingMove(src, dst, pairs, nodes))
+            self._plan(move, len(nodes) * self._unit(src), self.retired)
 
-    def move_sealed(self, pairs: list[tuple[Copy, Copy]], src: Space, dst: Space, r: Request | None) -> None:
+    def move_sealed(self, pairs: list[tuple[Copy, Copy]], src: TierGroup, dst: TierGroup,
+                    r: Request | None) -> None:
         """Copy whole pages, of which one side belongs to `r` alone, or with None all are nodes'."""
         if pairs:
-            move = self._fly(Flight(src, dst, pairs, request=r))
+            move = self._fly(FlyingMove(src, dst, pairs, request=r))
             self._plan(move, len(pairs) * self._unit(src), self.retired)
             if r is not None:
                 r.moves.add(move)
 
-    def save(self, nodes: list[Node], src: Space, dst: Space) -> None:
+    def save(self, nodes: list[Node], src: TierGroup, dst: TierGroup) -> None:
         """The same for sealed pages that go to the host: all that the next plan saves of a group is one
         Move, however many rows have sealed them."""
         if not nodes:
             return
         move = self._saves.get(src)
         if move is None:
-            move = self._saves[src] = self._fly(Flight(src, dst, []))
+            move = self._saves[src] = self._fly(FlyingMove(src, dst, []))
         pairs = [(n.copies[src], n.copies[dst]) for n in nodes]
         self._board(move, pairs)
-        flight = self.flights[move]
+        flight = self.flying[move]
         flight.pairs += pairs
         flight.nodes += nodes
 
-    def depart(self) -> tuple[Move, ...]:
+    def take_planned(self) -> tuple[Move, ...]:
         """All that was planned since the last step, for a plan to carry."""
         for src, move in self._saves.items():
-            self._plan(move, len(self.flights[move].nodes) * self._unit(src), self.retired)
+            self._plan(move, len(self.flying[move].nodes) * self._unit(src), self.retired)
         self._saves.clear()
         moves, self.outbox = tuple(self.outbox), []
         return moves
@@ -121,51 +123,51 @@ class Copies:
         """Whether the next plan carries Moves."""
         return bool(self.outbox or self._saves)
 
-    def move_private(self, r: Request, src: Space, source: Copy, dst: Space, target: Copy,
+    def move_private(self, r: Request, src: TierGroup, source: Copy, dst: TierGroup, target: Copy,
                      tokens: int, node: Node | None = None) -> None:
         """Copy a page of which one side belongs to `r` alone: its open page, or a twin of `node`."""
         target.ready = False
-        flight = Flight(src, dst, [(source, target)], [] if node is None else [node], r)
+        flight = FlyingMove(src, dst, [(source, target)], [] if node is None else [node], r)
         r.moves.add(self._plan(self._fly(flight), tokens, r.last_issue))
 
-    def open(self, r: Request, space: Space, targets: list[Copy], first: int, tokens: int,
+    def open(self, r: Request, space: TierGroup, targets: list[Copy], first: int, tokens: int,
              transfer: int, generation: int) -> MoveId:
         """Let the peer write positions `first` and on into pages of `r`. Only the peer's protocol
         says when that has ended."""
         for target in targets:
             target.ready = False
-        flight = Flight(self._peer, space, [(Copy(-1), target) for target in targets], request=r)
+        flight = FlyingMove(self._peer, space, [(Copy(-1), target) for target in targets], request=r)
         move = self._plan(self._fly(flight), tokens, self.retired, first, transfer, generation,
                           r.arrived.peer)
         r.moves.add(move)
-        self.wire[move] = None
+        self.to_peer[move] = None
         return move
 
-    def push(self, r: Request, space: Space, sources: list[Copy], first: int, tokens: int,
+    def push(self, r: Request, space: TierGroup, sources: list[Copy], first: int, tokens: int,
              transfer: int, generation: int) -> MoveId:
         """Write positions `first` and on to where the peer has granted pages for them."""
-        flight = Flight(space, self._peer, [(source, Copy(-1)) for source in sources], request=r)
+        flight = FlyingMove(space, self._peer, [(source, Copy(-1)) for source in sources], request=r)
         move = self._plan(self._fly(flight), tokens, r.last_issue, first, transfer, generation,
                           r.arrived.peer)
         r.moves.add(move)
-        self.wire[move] = None
+        self.to_peer[move] = None
         return move
 
-    def left_behind(self) -> list[Flight]:
+    def pushes_of_ended(self) -> list[FlyingMove]:
         """Those from or to another engine whose request has ended."""
-        flights = [self.flights[move] for move in self.wire]
-        return [f for f in flights if f.request is not None and f.request.phase is Phase.DONE]
+        flying = [self.flying[move] for move in self.to_peer]
+        return [f for f in flying if f.request is not None and f.request.phase is Phase.DONE]
 
-    def _unit(self, space: Space) -> int:
+    def _unit(self, space: TierGroup) -> int:
         return self.cfg.groups[space.group].page_tokens or self.cfg.page_size
 
     # ---------------------------------------------------------------- a copy has ended
-    def landed(self, id: MoveId, ok: bool) -> tuple[Flight, list[Copy]]:
+    def landed(self, id: MoveId, ok: bool) -> tuple[FlyingMove, list[Copy]]:
         """A Move was answered. Returns it, and the copies that nobody may read (again): whoever counts
-        on them must let go of them before `settle`."""
+        on them must let go of them before `update_evictable`."""
         failed: list[Copy] = []
-        flight = self.flights.pop(id)
-        self.wire.pop(id, None)
+        flight = self.flying.pop(id)
+        self.to_peer.pop(id, None)
         for source, target in flight.pairs:
             source.moves -= 1
             target.moves -= 1
@@ -183,28 +185,28 @@ class Copies:
             self._at_store -= len(flight.pairs)
         return flight, failed
 
-    def recall(self, moves: Sequence[Move]) -> None:
+    def cancel_planned(self, moves: Sequence[Move]) -> None:
         """These are planned, and in no plan yet: they are not made."""
         for move in moves:
             self.outbox.remove(move)
-            self.settle(self.landed(move.id, False)[0])
+            self.finish(self.landed(move.id, False)[0])
 
-    def disown(self, node: Node, space: Space, copy: Copy) -> None:
+    def detach(self, node: Node, space: TierGroup, copy: Copy) -> None:
         """A page is being read from storage, and somebody needs it who has it elsewhere. It is nobody's any
         more: it goes when the read has ended and those who fetched it have let go of it."""
         del node.copies[space]
         copy.node = None
-        self.orphans[copy] = space
+        self.detached[copy] = space
 
-    def bury(self, copy: Copy) -> None:
+    def free_detached(self, copy: Copy) -> None:
         if not (copy.pins or copy.moves):
-            self.orphans.pop(copy).pool.release([copy.page], Fence(copy.used))
+            self.detached.pop(copy).pool.release([copy.page], Fence(copy.used))
 
-    def settle(self, flight: Flight) -> None:
+    def finish(self, flight: FlyingMove) -> None:
         """Everybody who counted on a failed copy has let go: what it left behind goes too."""
-        for _, target in flight.pairs if self.orphans else ():
-            if target in self.orphans:
-                self.bury(target)
+        for _, target in flight.pairs if self.detached else ():
+            if target in self.detached:
+                self.free_detached(target)
         tiers = flight.dst.tier, flight.src.tier
         for source, target in flight.pairs:
             seen: Node | None = None           # both are the same node's, most of the time
@@ -215,7 +217,7 @@ class Copies:
                 if not (copy.ready or copy.moves or copy.pins):
                     self.tree.forget(node, space)
                 elif node is not seen:
-                    self.tree.settle(node)
+                    self.tree.update_evictable(node)
                 seen = node
                 if not self.cfg.prefix_cache:
                     self.discard_node(node)
@@ -224,7 +226,7 @@ class Copies:
         elif tiers[0] is Tier.DRAM and self.cfg.disk_pages and self.cfg.prefix_cache:
             self.store([(flight.dst.group, n) for n in flight.nodes if n.ready(flight.dst)])
 
-    def distrust(self, path: list[Node]) -> None:
+    def invalidate(self, path: list[Node]) -> None:
         """The KV of a request that has left is damaged: nobody else may start from its pages, nor from what
         was computed from them. Who has done so already goes on; what nobody names goes at once."""
         if path:
@@ -270,5 +272,5 @@ class Copies:
             if not self.tree.evict_oldest(self.disk, 1):
                 return False
             for space in self.disk:
-                space.pool.drain(self.retired, self.flights)
+                space.pool.drain(self.retired, self.flying)
         return True
