@@ -143,6 +143,25 @@ def test_wrong_values_name_their_field(fields, param):
     assert refused(chat, **fields).param == param
 
 
+@pytest.mark.parametrize("call", [chat, text])
+@pytest.mark.parametrize("huge", [2**70, -2**70])
+def test_every_number_has_bounds_and_names_itself(call, huge):
+    kind = ChatRequest if call is chat else CompletionRequest
+    hints = {name: str(hint) for name, hint in typing.get_type_hints(kind).items()}
+    names = [n for n, hint in hints.items() if hint in ("int | None", "float | None")]
+    assert {"top_k", "max_tokens", "min_tokens", "temperature", "seed"} <= set(names)
+    for name in names:
+        others = {"logprobs": True} if name == "top_logprobs" else {}
+        assert refused(call, **{name: huge}, **others).param == name
+
+
+@pytest.mark.parametrize("wrong", [0, -1])
+def test_the_maximum_that_was_given_is_blamed(wrong):
+    error = refused(chat, max_completion_tokens=wrong)
+    assert error.param == "max_completion_tokens" and "max_completion_tokens is" in str(error)
+    assert refused(chat, max_tokens=wrong).param == "max_tokens"
+
+
 @pytest.mark.parametrize("body", [
     b"", b"{", b"[]", b"null", b'{"messages": [', b"\xff", b'{"messages": "\xff"}',
     b'{"messages": [{"role": "user", "content": "\\ud800"}]}', b"[" * 100_000,

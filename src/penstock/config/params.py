@@ -5,6 +5,8 @@ import msgspec
 
 from penstock.config.errors import RequestError
 
+COUNT_MAX = 2**31 - 1                  # of tokens: what the engine counts with
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How output tokens are chosen. Names and ranges follow OpenAI, vLLM and SGLang.
@@ -42,12 +44,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             if not ok:
                 raise RequestError(f"{name} is {getattr(self, name)!r}: {allowed}", name)
 
-        need(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1")
-        need(self.min_tokens >= 0, "min_tokens", "at least 0")
+        need(self.max_tokens is None or 1 <= self.max_tokens <= COUNT_MAX, "max_tokens", f"1 to {COUNT_MAX}")
+        need(0 <= self.min_tokens <= COUNT_MAX, "min_tokens", f"0 to {COUNT_MAX}")
         if self.max_tokens is not None:
             need(self.min_tokens <= self.max_tokens, "min_tokens", "at most max_tokens")
         need(0 <= self.temperature <= 100, "temperature", "0 (greedy) to 100")
-        need(self.top_k >= -1, "top_k", "at least 1, or 0 or -1 for off")
+        need(-1 <= self.top_k <= COUNT_MAX, "top_k", f"1 to {COUNT_MAX}, or 0 or -1 for off")
         need(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
         need(0 <= self.min_p <= 1, "min_p", "0 to 1")
         need(-2 <= self.presence_penalty <= 2, "presence_penalty", "-2 to 2")

@@ -86,12 +86,10 @@ class OpenAI:
             model=self.model, token_bytes=self._token_bytes, logprobs=params.logprobs is not None,
             include_usage=request.include_usage, return_token_ids=bool(request.return_token_ids),
             num_choices=params.n)
-        name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         try:
             await self._run([prompt], request, params, tenant, out, reply, began)
         except RequestError as e:
-            renamed = {"prompt": "messages", "max_tokens": name}
-            raise RequestError(str(e), renamed.get(e.param or "", e.param), e.code) from None
+            raise RequestError(str(e), "messages" if e.param == "prompt" else e.param, e.code) from None
 
     async def completion(self, body: bytes, tenant: bytes, reply: Reply) -> None:
         began = time.monotonic()
@@ -177,14 +175,14 @@ class OpenAI:
     def _check_room(self, prompts: list[list[int]], request: ChatRequest | CompletionRequest,
                     params: SamplingParams) -> None:
         context = self.engine.ready.max_model_len
-        explicit = request.max_tokens
+        explicit, name = request.max_tokens, "max_tokens"
         if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
-            explicit = request.max_completion_tokens
+            explicit, name = request.max_completion_tokens, "max_completion_tokens"
         longest = max(len(p) for p in prompts)
         if explicit is not None and longest < context < longest + explicit:
             raise RequestError(
-                f"the prompt has {longest} tokens and max_tokens is {explicit}: the context is "
-                f"{context} tokens for both", "max_tokens", CONTEXT_EXCEEDED)
+                f"the prompt has {longest} tokens and {name} is {explicit}: the context is "
+                f"{context} tokens for both", name, CONTEXT_EXCEEDED)
         if self.draining:
             raise overloaded("the server is shutting down", "shutting_down")
         wanted = len(prompts) * params.n

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from penstock.config.errors import RequestError
-from penstock.config.params import SamplingParams
+from penstock.config.params import COUNT_MAX, SamplingParams
 
 # Of fields whose feature is not built: null, and these values that do not ask for it.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -176,6 +176,9 @@ class ChatRequest(_Request, kw_only=True, forbid_unknown_fields=True):
         elif self.max_tokens is not None and self.max_tokens != most:
             raise RequestError("max_tokens and max_completion_tokens differ: give one of them",
                                "max_tokens")
+        if self.max_completion_tokens is not None and not 1 <= self.max_completion_tokens <= COUNT_MAX:
+            raise RequestError(f"max_completion_tokens is {self.max_completion_tokens}: 1 to {COUNT_MAX}",
+                               "max_completion_tokens")
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= 20:
             raise RequestError(f"top_logprobs is {self.top_logprobs}: 0 to 20", "top_logprobs")
         if self.top_logprobs and not self.logprobs:
