@@ -108,27 +108,39 @@ class ChatTemplate:
     def _render(self, value: dict[str, Any]) -> str:
         with self._lock:
             try:
-                link = self._start()
-            except ConfigError as e:
-                raise RequestError(str(e), "messages") from None
-            try:
-                link.settimeout(self._render_s_max)
-                chat_render.send(link, value)
-                answer = chat_render.receive(link)
-            except TimeoutError:
-                self._kill()
-                raise RequestError(f"the chat template took over {self._render_s_max:g} s",
-                                   "messages") from None
-            except (EOFError, OSError):
-                self._kill()
-                raise RequestError("the chat template used too much memory", "messages") from None
-            except BaseException:
-                self._kill()             # its answer would be taken for the next one's
-                raise
+                answer = self._ask(value)
+            except EOFError:
+                # Whoever ended it may have meant another rendering, or none: out of memory, an operator.
+                try:
+                    answer = self._ask(value)
+                except EOFError:
+                    raise RequestError("the chat template used too much memory", "messages") from None
         if "error" in answer:
             raise RequestError(f"chat template: {answer['error']}", "messages")
         text: str = answer["text"]
         return text
+
+    def _ask(self, value: dict[str, Any]) -> dict[str, Any]:
+        """Its process's answer. Raises RequestError, or EOFError when the process has ended."""
+        try:
+            link = self._start()
+        except ConfigError as e:
+            raise RequestError(str(e), "messages") from None
+        try:
+            link.settimeout(self._render_s_max)
+            chat_render.send(link, value)
+            answer: dict[str, Any] = chat_render.receive(link)
+            return answer
+        except TimeoutError:
+            self._kill()
+            raise RequestError(f"the chat template took over {self._render_s_max:g} s",
+                               "messages") from None
+        except (EOFError, OSError):
+            self._kill()
+            raise EOFError from None
+        except BaseException:
+            self._kill()             # its answer would be taken for the next one's
+            raise
 
     def _start(self) -> socket.socket:
         if self._link is not None:
