@@ -365,6 +365,7 @@ def test_what_does_not_finish_in_time_is_told_so(start):
         server.process.send_signal(signal.SIGTERM)
         seen = b"".join(iter(lambda: link.recv(65536), b""))
     assert b'data: {"error":' in seen and b"[DONE]" not in seen
+    assert b'"code":"shutting_down"' in seen and b"engine" not in seen
     assert server.process.wait(WAIT_S) == 0
 
 

@@ -90,6 +90,18 @@ def test_keys_come_from_a_file(tmp_path):
     for wrong in (path, tmp_path / "missing"):
         with pytest.raises(ConfigError, match="--api-key-file"):
             load_keys(ServerConfig(api_key_file=str(wrong)))
+        with pytest.raises(ConfigError, match="--admin-key-file"):
+            load_keys(ServerConfig(api_key="a", admin_key_file=str(wrong)))
+
+
+def test_an_admins_key_is_a_key_and_a_tenants_is_no_admins(tmp_path):
+    path = tmp_path / "admins"
+    path.write_text("boss\n")
+    keys = load_keys(ServerConfig(api_key="one", admin_key_file=str(path)))
+    one, boss = keys.tenant(b"Bearer one"), keys.tenant(b"Bearer boss")
+    assert one and boss and one != boss
+    assert keys.is_admin(boss) and not keys.is_admin(one)
+    assert not Keys(["one"]).is_admin(one) and Keys([]).is_admin(b"")
 
 
 pairs = st.tuples(st.binary(max_size=3), st.none() | st.text(max_size=3))
@@ -121,12 +133,12 @@ async def hello(scope, receive, send):
     await send({"type": "http.response.body", "body": b"hello"})
 
 
-def talk(*parts: bytes) -> bytes:
+def talk(*parts: bytes, app=hello) -> bytes:
     """What a server of LimitedProtocol answers to these bytes until it closes the connection."""
     async def go() -> bytes:
         listener = socket.create_server(("127.0.0.1", 0))
         server = uvicorn.Server(uvicorn.Config(
-            hello, http=limits.LimitedProtocol, ws="none", lifespan="off", log_config=None,
+            app, http=limits.LimitedProtocol, ws="none", lifespan="off", log_config=None,
             timeout_keep_alive=1))
         server.capture_signals = contextlib.nullcontext
         serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -156,6 +168,28 @@ def test_a_head_that_never_ends_closes_the_connection(monkeypatch):
 def test_a_head_that_is_too_large_is_refused():
     answer = talk(b"GET / HTTP/1.1\r\nX: " + b"x" * limits.HEADER_BYTES_MAX)
     assert answer.startswith(b"HTTP/1.1 431 ") and b'"error"' in answer
+
+
+def test_a_head_that_is_too_large_is_refused_also_when_it_comes_whole():
+    for head in (b"X: " + b"x" * 60_000 + b"\r\n", b"A: b\r\n" * 5000, b"A: b\r\n" * 101):
+        answer = talk(b"GET / HTTP/1.1\r\nHost: x\r\n" + head + b"\r\n")
+        assert answer.startswith(b"HTTP/1.1 431 ") and b"hello" not in answer
+    assert talk(b"GET /" + b"x" * 60_000 + b" HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.1 431 ")
+    large = GET[:-2] + b"X: " + b"x" * 12_000 + b"\r\n\r\n"      # each is within the limit
+    assert talk(*[large] * 4).count(b"hello") == 4
+
+
+def test_a_stream_for_http_1_0_ends_with_its_connection_and_has_no_chunks():
+    async def stream(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for part in (b"one ", b"", b"two"):
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    head, _, body = talk(GET.replace(b"1.1", b"1.0"), app=stream).partition(b"\r\n\r\n")
+    assert body == b"one two" and b"chunked" not in head.lower()
+    assert b"chunked" in talk(GET, app=stream)
+    assert talk(GET.replace(b"1.1", b"1.0")).endswith(b"\r\n\r\nhello")
 
 
 def test_noise_is_answered_in_openais_shape():

@@ -49,6 +49,7 @@ CASES: tuple[tuple[dict[str, object], dict[str, object]], ...] = (
     ({"host": "0.0.0.0"}, {"host": "0.0.0.0", "api_key_file": "keys"}),
     ({"api_key": "k", "api_key_file": "f"}, {"api_key": "k"}),
     ({"api_key": " "}, {"api_key": "k"}),
+    ({"admin_key_file": "f"}, {"admin_key_file": "f", "api_key_file": "keys"}),
     ({"body_bytes_max": 1023}, {"body_bytes_max": 1024}),
     ({"drain_s": -0.5}, {"drain_s": 0}),
 )

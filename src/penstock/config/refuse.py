@@ -141,6 +141,9 @@ REFUSED: tuple[Refusal, ...] = (
             ("server.api_key", "server.api_key_file"), "give the keys in one place"),
     Refusal(lambda c, _: c.server.api_key is not None and not c.server.api_key.strip(),
             ("server.api_key",), "is empty: leave the flag out to serve without a key"),
+    Refusal(lambda c, _: c.server.admin_key_file is not None and c.server.api_key is None
+            and c.server.api_key_file is None, ("server.admin_key_file",),
+            "without API keys every program of this machine is an admin: add --api-key-file"),
     _outside("server.body_bytes_max", 1024, 1 << 30, "1KiB to 1GiB"),
     _outside("server.drain_s", 0, 3600, "0 to 3600 seconds"),
 )

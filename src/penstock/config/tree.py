@@ -129,6 +129,8 @@ class ServerConfig:
                        "it in the process list: prefer a file", Secret()] = field(
                            default=None, repr=False)
     api_key_file: Annotated[str | None, "file with one key a line"] = None
+    admin_key_file: Annotated[str | None, "beside API keys: file of those that may also read metrics and "
+                              "server_info, and flush; one a line"] = None
     body_bytes_max: Annotated[int, "largest request body", Bytes()] = 4 << 20
     log_level: Annotated[Literal["debug", "info", "warning", "error"], "what is logged"] = "info"
     drain_s: Annotated[float, "seconds that SIGTERM gives running requests"] = 30.0

@@ -39,6 +39,10 @@ class EngineDied(RuntimeError):
         self.tail = tuple(tail)
 
 
+class EngineClosed(EngineDied):
+    """The engine process was asked to go, by `close`."""
+
+
 class Stream:
     """Chunks of one choice, in order, until the one with `finish`; then StopAsyncIteration.
 
@@ -209,7 +213,7 @@ class EngineClient:
         clipped to the context. Raises RequestError (nothing was started) or EngineDied.
         """
         if self.died is not None or self._closing:
-            raise self.died or EngineDied(None)
+            raise self.died or EngineClosed(None)
         max_new = checked_limits(self.ready, prompt, params, eos_ids)
         top = self.ready.selection
         selection = None if top is None else top.of(params, len(prompt), max_new)
@@ -321,7 +325,7 @@ class EngineClient:
         process.kill()                      # it talks nonsense, or hangs without a socket
         await self._wait(process, None)
         await self._loop.run_in_executor(None, self._log_thread.join, 1.0)
-        self.died = EngineDied(process.returncode, self._tail)
+        self.died = (EngineClosed if self._closing else EngineDied)(process.returncode, self._tail)
         if not self._started.done():
             self._started.set_exception(self.died)
             self._started.exception()       # retrieved: start() may have been cancelled

@@ -1,7 +1,7 @@
 """Routes, keys and errors of the HTTP server; one handler a path.
 
-Every route wants the API key but /health and /ready. Owns what goes over HTTP; knows no process and
-no signal (`http_main`) and no field of a request (`openai_types`).
+Every route wants the API key but /health and /ready; ADMIN_PATHS want an admin's. Owns what goes over
+HTTP; knows no process and no signal (`http_main`) and no field of a request (`openai_types`).
 """
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from penstock.serve.limits import (
     is_local_origin,
     read_body,
 )
-from penstock.serve.metrics import CONTENT_TYPE, Metrics
+from penstock.serve.metrics import CONTENT_TYPE, STATS_AGE, Metrics
 from penstock.serve.openai_api import OpenAI, as_api_error
 from penstock.serve.openai_format import encode, event
 from penstock.serve.openai_types import ApiError
@@ -42,6 +42,8 @@ SendCall = Callable[[Message], Awaitable[None]]
 Handler = Callable[[bytes, bytes, "HttpReply"], Awaitable[None]]
 
 OPEN_PATHS = ("/health", "/ready")
+# What belongs to every tenant: where there are keys, one of an admin.
+ADMIN_PATHS = ("/metrics", "/server_info", "/get_server_info", "/flush_cache", "/reset_prefix_cache")
 STATS_S_MAX = 5.0
 JSON_TYPE = "application/json"
 
@@ -187,7 +189,10 @@ class Guard:
             return ApiError(401, "the API key is missing or wrong: send Authorization: Bearer KEY",
                             code="invalid_api_key", headers={"www-authenticate": "Bearer"})
         if self._keys:
-            return None
+            if scope["path"] not in ADMIN_PATHS or self._keys.is_admin(tenant):
+                return None
+            return ApiError(403, "this path is for a key of --admin-key-file: it shows or changes what "
+                            "belongs to all keys", code="admin_key_required")
         hosts = _values(scope, b"host")
         if len(hosts) != 1 or not is_local(hosts[0]):
             name = "Host"
@@ -205,9 +210,10 @@ def _values(scope: Scope, name: bytes) -> list[str]:
 
 
 def build_app(api: OpenAI, health: Health, keys: Keys, config: ServerConfig,
-              info: dict[str, Any]) -> Guard:
-    """The ASGI app. `info` is what /server_info shows: no key, no path of a secret."""
-    views = _Views(api, health, info)
+              info: dict[str, Any], stats: dict[str, float]) -> Guard:
+    """The ASGI app. `info` is what /server_info shows: no key, no path of a secret. `stats` are the
+    engine's numbers until it tells others."""
+    views = _Views(api, health, info, stats)
 
     def get(path: str, view: Callable[[Request], Awaitable[Response]]) -> Route:
         return Route(path, view, methods=["GET"])
@@ -239,10 +245,13 @@ def build_app(api: OpenAI, health: Health, keys: Keys, config: ServerConfig,
 class _Views:
     """The routes that answer at once."""
 
-    def __init__(self, api: OpenAI, health: Health, info: dict[str, Any]) -> None:
+    def __init__(self, api: OpenAI, health: Health, info: dict[str, Any],
+                 stats: dict[str, float]) -> None:
         self._api = api
         self._health = health
         self._info = info
+        self._last = stats
+        self._last_at = time.monotonic()
         self._created = int(time.time())
 
     async def models(self, _: Request) -> Response:
@@ -250,10 +259,10 @@ class _Views:
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if name != self._api.model:
+        if name not in self._api.own_names:
             raise ApiError(404, f"the model {name!r} does not exist: this server has "
                            f"{self._api.model!r}", param="model", code="model_not_found")
-        return _json(self._model())
+        return _json({**self._model(), "id": name})
 
     def _model(self) -> dict[str, Any]:
         return {"id": self._api.model, "object": "model", "created": self._created,
@@ -292,14 +301,12 @@ class _Views:
         return _json({"success": True, "message": "pages that no request holds are forgotten"})
 
     async def _stats(self) -> dict[str, float]:
-        """The engine's numbers, or those of this side alone while it is busy or gone."""
-        engine = self._api.engine
-        try:
+        """The engine's numbers; its last ones, with their age, while it is busy or gone."""
+        with contextlib.suppress(TimeoutError, EngineDied):
             async with asyncio.timeout(STATS_S_MAX):
-                return await engine.stats()
-        except (TimeoutError, EngineDied):
-            return {"requests_running": float(engine.num_running),
-                    "requests_waiting": float(engine.num_waiting)}
+                self._last = await self._api.engine.stats()
+                self._last_at = time.monotonic()
+        return {**self._last, STATS_AGE: time.monotonic() - self._last_at}
 
 
 def _json(value: Any, status: int = 200) -> Response:

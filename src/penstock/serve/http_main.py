@@ -159,7 +159,7 @@ class _Server:
                      also=() if config.model.served_model_name else (config.model.model,),
                      choices_max=schedule.max_num_seqs + schedule.max_waiting)
         app = build_app(api, self._health, self._keys, config.server,
-                        {"model": api.model, **self._engine.ready.info})
+                        {"model": api.model, **self._engine.ready.info}, await self._engine.stats())
         server = _Uvicorn(uvicorn.Config(
             app, http=LimitedProtocol, ws="none", lifespan="off", log_config=None,
             access_log=config.server.log_level == "debug", server_header=False,

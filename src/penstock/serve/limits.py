@@ -27,6 +27,7 @@ HEADER_S_MAX = 10.0
 BODY_S_MAX = 30.0
 KEEP_ALIVE_S = 5
 HEADER_BYTES_MAX = 16 << 10
+HEADERS_MAX = 100
 NAMESPACES_MAX = 1 << 16
 _HOST = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
 
@@ -69,11 +70,12 @@ async def read_body(headers: Iterable[tuple[bytes, bytes]], receive: Receive, by
 
 
 class Keys:
-    """The API keys, as keyed hashes. Without any, everybody may ask."""
+    """The API keys, as keyed hashes. Without any, everybody may ask. `admins` are keys too."""
 
-    def __init__(self, keys: Iterable[str]) -> None:
+    def __init__(self, keys: Iterable[str], admins: Iterable[str] = ()) -> None:
         self._secret = secrets.token_bytes(32)
-        self._hashes = [self._hash(k.encode()) for k in keys]
+        self._admins = frozenset(self._hash(k.encode()) for k in admins)
+        self._hashes = [*(self._hash(k.encode()) for k in keys), *self._admins]
 
     def __bool__(self) -> bool:
         return bool(self._hashes)
@@ -87,6 +89,10 @@ class Keys:
         given = self._hash(key.strip())
         same = [h for h in self._hashes if hmac.compare_digest(h, given)]
         return same[0] if same and scheme.lower() == b"bearer" else None
+
+    def is_admin(self, tenant: bytes) -> bool:
+        """Whether this tenant may see and change what belongs to all of them."""
+        return not self._hashes or tenant in self._admins
 
     def _hash(self, key: bytes) -> bytes:
         return hashlib.blake2b(key, key=self._secret, digest_size=32).digest()
@@ -106,20 +112,25 @@ def is_local_origin(origin: str) -> bool:
 
 
 def load_keys(config: ServerConfig) -> Keys:
-    """The keys of the command line and of the key file. Raises ConfigError."""
+    """The keys of the command line and of the key files. Raises ConfigError."""
     keys = [config.api_key] if config.api_key else []
     if config.api_key_file is not None:
-        try:
-            with open(config.api_key_file, encoding="utf-8") as f:
-                lines = [line.strip() for line in f]
-        except (OSError, UnicodeDecodeError) as e:
-            raise ConfigError(f"--api-key-file {config.api_key_file}: {e}: "
-                              "give a readable file with one key a line") from e
-        found = [line for line in lines if line and not line.startswith("#")]
-        if not found:
-            raise ConfigError(f"--api-key-file {config.api_key_file} has no key: one a line")
-        keys += found
-    return Keys(keys)
+        keys += _read_keys("--api-key-file", config.api_key_file)
+    if config.admin_key_file is None:
+        return Keys(keys)
+    return Keys(keys, _read_keys("--admin-key-file", config.admin_key_file))
+
+
+def _read_keys(flag: str, path: str) -> list[str]:
+    try:
+        with open(path, encoding="utf-8") as f:
+            lines = [line.strip() for line in f]
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{flag} {path}: {e}: give a readable file with one key a line") from e
+    found = [line for line in lines if line and not line.startswith("#")]
+    if not found:
+        raise ConfigError(f"{flag} {path} has no key: one a line")
+    return found
 
 
 class Namespaces:
@@ -154,6 +165,23 @@ class Namespaces:
         return known
 
 
+class _HeadTooLarge(Exception):
+    pass
+
+
+def _unframe(cycle: RequestResponseCycle) -> None:
+    """HTTP/1.0 knows no chunks: what has no length ends with its connection, which uvicorn closes."""
+    send = cycle.send
+    cycle.chunked_encoding = False
+
+    async def unframed(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = unframed  # type: ignore[method-assign]
+
+
 class LimitedProtocol(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 with what it leaves open: a time and a size for the head of a request,
     errors in OpenAI's shape also for what is not HTTP, and a disconnect that reaches every request
@@ -161,28 +189,49 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._head_bytes = 0
+        self._head = 0                       # which request of the connection
+        self._head_bytes = 0                 # of its head so far; complete lines only
+        self._head_parts = 0                 # as they arrived, of a head that arrives in several
+        self._head_too_large = False
         self._open_cycles: list[RequestResponseCycle] = []
         self._head_timer: asyncio.TimerHandle | None = None
         self._await_head()
 
     def data_received(self, data: bytes) -> None:
-        if self._head_timer is not None:
-            self._head_bytes += len(data)
-            if self._head_bytes > HEADER_BYTES_MAX and b"\r\n\r\n" not in data:
-                self._refuse(431, "Request Header Fields Too Large",
-                             f"the request's head is over {HEADER_BYTES_MAX} bytes")
-                return
+        head = self._head
         super().data_received(data)
+        same = head in (0, self._head)
+        if self._head_timer is not None and same and not self.transport.is_closing():
+            self._head_parts += len(data)    # a line that never ends is not told by the parser
+            if self._head_parts > HEADER_BYTES_MAX:
+                self._refuse_head()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._head += 1
+        self._head_bytes = self._head_parts = 0
         if self._head_timer is None:         # the second and later requests of a connection
             self._await_head()
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count_head(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._count_head(len(name) + len(value) + 4)
+
+    def _count_head(self, count: int) -> None:
+        self._head_bytes += count
+        if self._head_bytes > HEADER_BYTES_MAX or len(self.headers) > HEADERS_MAX:
+            self._head_too_large = True
+            raise _HeadTooLarge              # the parser stops, and asks for send_400_response
 
     def on_headers_complete(self) -> None:
         self._stop_timer()
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            _unframe(self.cycle)
         self._open_cycles = [c for c in self._open_cycles if not c.response_complete]
         self._open_cycles.append(self.cycle)
 
@@ -197,7 +246,6 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def _await_head(self) -> None:
-        self._head_bytes = 0
         self._head_timer = self.loop.call_later(HEADER_S_MAX, self._head_late)
 
     def _stop_timer(self) -> None:
@@ -211,7 +259,14 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(400, "Bad Request", "this is not an HTTP/1.1 request")
+        if self._head_too_large:
+            self._refuse_head()
+        else:
+            self._refuse(400, "Bad Request", "this is not an HTTP/1.1 request")
+
+    def _refuse_head(self) -> None:
+        self._refuse(431, "Request Header Fields Too Large",
+                     f"the request's head is over {HEADER_BYTES_MAX} bytes or {HEADERS_MAX} fields")
 
     def _refuse(self, status: int, phrase: str, message: str) -> None:
         """Answer what never became a request, and close."""

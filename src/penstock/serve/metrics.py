@@ -43,6 +43,7 @@ RENAMED = {
     "hbm_evictions": 'evicted_pages_total{tier="hbm"}',
     "dram_evictions": 'evicted_pages_total{tier="dram"}',
 }
+STATS_AGE = "engine_stats_age_seconds"
 USED = {"hbm": "hbm_pages_in_use", "dram": "dram_pages_held"}
 HELP = {
     "num_requests_running": "Choices that hold a row.",
@@ -53,6 +54,7 @@ HELP = {
     "prefix_cache_hits": "Prompt tokens found in the prefix cache, by tier.",
     "num_preemptions": "Times that a request gave up its row (pause) or its KV (drop) for others.",
     "moved_bytes": "KV bytes copied between tiers.",
+    STATS_AGE: "Seconds since the engine told its numbers: large while one step takes long.",
     "move_seconds": "Seconds of copies between tiers.",
 }
 

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from penstock.config.errors import CONTEXT_EXCEEDED, RequestError
 from penstock.config.params import SamplingParams
-from penstock.serve.client import EngineDied
+from penstock.serve.client import EngineClosed, EngineDied
 from penstock.serve.generate import Ended, Engine, Generation
 from penstock.serve.limits import Namespaces
 from penstock.serve.metrics import Metrics
@@ -66,8 +66,9 @@ class OpenAI:
         self.eos_ids = text.eos_ids
         self.metrics = metrics
         self.model = model
+        self.own_names = frozenset({model, *also})
         # Routers fill in "unknown" where their client named none.
-        self.names = frozenset({model, *also, "unknown"})
+        self.names = self.own_names | {"unknown"}
         self.choices_max = choices_max
         self.namespaces = Namespaces()
         self.draining = False
@@ -218,6 +219,8 @@ def as_api_error(error: Exception) -> ApiError:
             return error
         case RequestError():
             return bad_request(error)
+        case EngineClosed():
+            return overloaded("the server shut down before the answer was complete", "shutting_down")
         case EngineDied():
             return ApiError(503, "the engine process is gone: the server is going down",
                             kind="server_error", code="engine_died")
