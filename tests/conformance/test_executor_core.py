@@ -235,6 +235,22 @@ def test_pause_or_drop_of_anyone_at_any_moment(kind, lateness, family):
     assert engine.core.stats()["pauses" if kind is Paused else "drops"] >= least
 
 
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("lateness", ["latest", "shuffled", "torn"])
+def test_steps_launched_ahead_of_the_answers_of_those_in_front(lateness, family, stages):
+    """As a CUDA device is given them: rows pause, resume and are bound anew while steps are in flight."""
+    if stages > 1:
+        pytest.skip("only a whole model is launched ahead")
+    engine = Engine(step_tokens=5, hbm_pages=SMALL[family] + 2, lateness=LATENESS[lateness](), family=family)
+    [rank] = engine.ex._ranks
+    launch, flying = rank._launch, []
+    rank._ahead = True
+    rank._launch = lambda plan: (launch(plan), flying.append(len(rank._flights)))
+    play(engine, lambda turn: [Paused(RequestId(1 + turn % 7))] if turn % 5 == 0 else [])
+    assert engine.core.stats()["pauses"] >= 1
+    assert max(flying) == 2 and flying.count(2) > 20
+
+
 @pytest.mark.parametrize("family, backend", [
     *(("grouped", name) for name in BACKENDS), ("latent", "native")])
 def test_every_attention_back_end(backend, family):
