@@ -125,12 +125,13 @@ def in_words(task: str, size: Size) -> list[Question]:
 
 def _copying(context: int, count: int, rng: random.Random) -> list[Question]:
     pool = words.words()[:words.FILLER]
-    text = rng.sample(pool, min(len(pool), context - 8))
+    text = rng.sample(pool, min(len(pool), context // 2))
+    again = context - len(text) - 16
     found = []
     for _ in range(count):
-        at = rng.randrange(len(text) - 24)
-        found.append(Question(str(context), " ".join([*text, *text[at:at + 4]]),
-                              " ".join(text[at + 4:at + 20]), 16))
+        at = rng.randrange(len(text))
+        run = [text[(at + i) % len(text)] for i in range(again + 16)]
+        found.append(Question(str(context), " ".join([*text, *run[:again]]), " ".join(run[again:]), 16))
     return found
 
 

@@ -1,0 +1,135 @@
+"""The recall model behind a real core and a real rank: contexts are read, questions asked while decoding.
+
+What a wrong row, a stale page or a lost byte does to a model that was trained to find rows shows in what it
+says.
+
+    T tokens of the step   S chosen tokens of a query
+"""
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from penstock.config.params import SamplingParams
+from penstock.core.core import Core
+from penstock.core.plan import Arrived, Event, Finished, RequestId, Token
+from penstock.core.settings import CoreConfig
+from penstock.eval import words
+from penstock.eval.tasks import Interview
+from penstock.exec.attend import LatentOps
+from penstock.exec.caches import caches_of
+from penstock.exec.front import Front
+from penstock.exec.rank import Rank
+from penstock.kernels import index_select, latent_attention, layer, linear, registry
+from penstock.kernels.platform import probe
+from penstock.memory.lateness import Lateness, Promptly
+from penstock.model import registry as families
+from penstock.model.checkpoint import open_checkpoint
+from penstock.model.locate import locate
+
+FOLDER = Path(__file__).parents[1] / "data" / "recall"
+IDS = {word: i for i, word in enumerate(words.words())}
+
+
+@functools.cache
+def model(topk: int):
+    """The recall model in float32, with another number of chosen tokens than it comes with."""
+    checkpoint = open_checkpoint(locate(str(FOLDER)))
+    chosen = registry.select(probe("cpu"), ops=("linear", "layer"))
+    made = families.build({**checkpoint.config, "index_topk": topk}, dtype=torch.float32,
+                          linear=functools.partial(linear.pack, backend=chosen["linear"].name),
+                          ops=layer.ops(chosen["layer"].name))
+    for name, tensor in checkpoint.tensors(made.wants):
+        made.load(name, tensor)
+    made.finish()
+    return made
+
+
+@functools.cache
+def ops() -> LatentOps:
+    chosen = registry.select(probe("cpu"), ops=("index_select", "latent_attention"))
+    return LatentOps(index_select.index_select(chosen["index_select"].name),
+                     latent_attention.latent_attention(chosen["latent_attention"].name))
+
+
+def shuffled() -> LatentOps:
+    """As many tokens as the indexer would choose, but any of those that may be seen."""
+    random = torch.Generator().manual_seed(0)
+
+    def choose(q: Tensor, weight: Tensor, key: Tensor, table: Tensor, row: Tensor, position_B: Tensor, *,
+               topk: int) -> Tensor:
+        seen_BP = torch.arange(int(position_B.max()) + 1) <= position_B[:, None]
+        draw_BP = torch.rand(seen_BP.shape, generator=random).masked_fill(~seen_BP, -1.0)
+        score_BS, chosen_BS = draw_BP.topk(min(topk, seen_BP.shape[1]))
+        chosen_BS = chosen_BS.where(score_BS >= 0, seen_BP.shape[1]).sort().values
+        return chosen_BS.where(chosen_BS < seen_BP.shape[1], -1).int()
+
+    return LatentOps(choose, ops().attend)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Of each interview which questions were answered right, and every given token's logprob."""
+
+    right: list[list[bool]]
+    logprobs: list[list[float]]
+    stats: dict[str, float]
+
+    @property
+    def share(self) -> float:
+        flat = [ok for one in self.right for ok in one]
+        return sum(flat) / len(flat)
+
+
+def ask(interviews: list[Interview], *, topk: int = 256, latent: LatentOps | None = None,
+        step_tokens: int = 512, hbm_pages: int = 4096, dram_pages: int = 0, page_size: int = 16,
+        rows: int = 4, overlap: bool = True, lateness: Lateness | None = None,
+        script: Callable[[int, list[int]], list[Event]] = lambda turn, live: []) -> Answers:
+    """Hold all interviews at once. script(turn, open requests): events to add at each turn."""
+    served = model(topk)
+    caches = caches_of(served.groups, page_size, torch.float32)
+    cfg = CoreConfig(page_size=page_size, rows=rows, hbm_pages=hbm_pages, dram_pages=dram_pages,
+                     step_tokens=step_tokens, overlap=overlap, dram_base=500_000, group_base=50_000,
+                     max_len=8192, groups=caches.groups)
+    core = Core(cfg)
+    engine = Front([Rank(served, latent or ops(), *caches.pools(cfg), rows=rows, max_len=8192,
+                         lateness=lateness or Promptly())])
+    given, inbox, found = {}, [], {}
+    for rid, interview in enumerate(interviews):
+        prompt, forced = (tuple(IDS[w] for w in text.split())
+                          for text in (interview.context, interview.dialogue))
+        engine.open(RequestId(rid), prompt, SamplingParams(
+            temperature=0.0, forced=forced, logprobs=0, max_tokens=len(forced)), stop_ids=())
+        inbox.append(Arrived(RequestId(rid), prompt, len(forced)))
+        given[rid], found[rid] = len(forced), {}
+    live = list(given)
+    for turn in range(100_000):
+        events, inbox = inbox + script(turn, live), []
+        while True:
+            advanced = core.advance(events)
+            events, ended = [], []
+            for out in advanced.outputs:
+                if isinstance(out, Token):
+                    found[out.rid][out.index] = engine.take_logprobs(out.rid, out.index)
+                elif isinstance(out, Finished):
+                    ended.append(out.rid)
+            for rid in ended:
+                live.remove(rid)
+                engine.close(rid)
+            if advanced.plan is None:
+                break
+            engine.submit(advanced.plan)
+        if not live:
+            break
+        inbox = list(engine.poll(block=True))
+    assert not live, "a request never ended"
+    right = [[all(i in found[rid] and found[rid][i][1] == 1 for i in places) for places in one.answers]
+             for rid, one in enumerate(interviews)]
+    logprobs = [[found[rid][i][0] if i in found[rid] else float("nan") for i in range(given[rid])]
+                for rid in range(len(interviews))]
+    return Answers(right, logprobs, {**core.stats(), **engine.stats()})
