@@ -131,6 +131,7 @@ def test_an_interview_counts_ranks_where_answers_are(capsys: pytest.CaptureFixtu
     (("--base-url", "http://x", "--task", "needles", "--forced"), "while decoding"),
     (("--base-url", "http://x", "--needles", "--contexts", "1k"), "numbers of tokens"),
     (("--base-url", "http://x", "--needles", "--contexts", "64"), "at least 128"),
+    (("--base-url", "http://x", "--needles", "--budgets", "half"), "--budgets half: numbers of tokens"),
     (("--base-url", "http://127.0.0.1:9", "--needles", "--samples", "0"), "at least 1"),
     (("--base-url", "http://127.0.0.1:9", "--needles"), "does not answer /v1/models"),
 ])
@@ -139,3 +140,25 @@ def test_flags_that_do_not_go_together_are_one_line(given: tuple[str, ...], mess
     assert penstock(["eval", *given]) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
+
+
+class Reader(Forced):
+    """A token is as unlikely as its request's budget is small."""
+
+    llm = Namespace(encode=lambda text: list(range(len(text))))
+
+    async def forced(self, prompt: list[int], given: list[int], budget: int | None = None) -> list[Logprob]:
+        assert given[0] == prompt[-1] + 1 and budget is not None
+        return [Logprob(-1.0 if budget else -0.5, 1, str(i)) for i in given]
+
+
+def test_a_text_is_read_with_each_budget(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text, out = tmp_path / "text", tmp_path / "out.json"
+    text.write_text("x" * 300)
+    args = Namespace(task="text", file=str(text), contexts=(128,), questions=2, prefix=0.75, budgets=(0, 96),
+                     concurrency=2, quiet=True, output_json=str(out))
+    assert asyncio.run(main._text(Reader(), args)) == 0
+    said = capsys.readouterr().out
+    assert "128, reads all" in said and "128, reads 96" in said
+    assert [(c["budget"], c["tokens"], c["loss"]) for c in json.loads(out.read_text())["contexts"]] == [
+        (0, 64, 0.5), (96, 64, 1.0)]

@@ -37,17 +37,19 @@ class Library:
         return len(self.llm.encode(text))
 
     async def answer(self, question: Question) -> str:
-        params = SamplingParams(temperature=0.0, max_tokens=question.max_tokens)
+        params = SamplingParams(temperature=0.0, max_tokens=question.max_tokens,
+                                top_k_tokens=question.budget)
         if question.chat and self.llm.has_chat_template:
             [result] = await self.llm.chat([{"role": "user", "content": question.prompt}], params)
         else:
             [result] = await self.llm.generate(question.prompt, params)
         return result.outputs[0].text
 
-    async def forced(self, prompt: Sequence[int], given: Sequence[int]) -> list[Logprob]:
-        """Of each given token how likely it was, and which rank it had."""
+    async def forced(self, prompt: Sequence[int], given: Sequence[int],
+                     budget: int | None = None) -> list[Logprob]:
+        """Of each given token how likely it was, and which rank it had. budget: `top_k_tokens`."""
         params = SamplingParams(temperature=0.0, max_tokens=len(given), forced=tuple(given), logprobs=0,
-                                ignore_eos=True)
+                                ignore_eos=True, top_k_tokens=budget)
         [result] = await self.llm.generate({"prompt_token_ids": list(prompt)}, params)
         rows = result.outputs[0].logprobs or []
         assert len(rows) == len(given), f"{len(rows)} tokens came of {len(given)}"
@@ -83,13 +85,14 @@ class Server:
         return int(reply["usage"]["prompt_tokens"])
 
     async def answer(self, question: Question) -> str:
+        budget = {} if question.budget is None else {"top_k_tokens": question.budget}
         if question.chat:
             message = {"role": "user", "content": question.prompt}
             reply = await self._post("/v1/chat/completions", {
-                "messages": [message], "max_tokens": question.max_tokens})
+                "messages": [message], "max_tokens": question.max_tokens, **budget})
             return str(reply["choices"][0]["message"]["content"] or "")
         reply = await self._post("/v1/completions", {
-            "prompt": question.prompt, "max_tokens": question.max_tokens})
+            "prompt": question.prompt, "max_tokens": question.max_tokens, **budget})
         return str(reply["choices"][0]["text"])
 
     async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -3,8 +3,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import math
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                        help="recall, tracking, sum: ask while decoding, all of a context in one request")
     group.add_argument("--prefix", type=float, default=0.5,
                        help="text: share of a window that is the prompt; the rest is forced")
+    group.add_argument("--budgets", help="ask with each of these top_k_tokens, e.g. 0,512: 0 reads all KV; "
+                       "others need --sparse-top-k (default: what the server gives)")
     group.add_argument("--concurrency", type=int, default=4, help="requests open at once")
     group.add_argument("--eval-seed", dest="eval_seed", type=int, default=0, help="of the questions")
     group.add_argument("--output-json", help="file for every single answer")
@@ -74,12 +78,24 @@ def _settle(config: Config | None, args: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} is {getattr(args, name)}: at least 1")
     if not 0 < args.prefix < 1:
         raise ConfigError(f"--prefix is {args.prefix}: above 0 and below 1")
-    try:
-        args.contexts = tuple(int(n) for n in args.contexts.split(","))
-    except ValueError:
-        raise ConfigError(f"--contexts {args.contexts}: numbers of tokens, with commas") from None
+    if args.forced and args.budgets:
+        raise ConfigError("--budgets: --forced is asked with the budget of --sparse-top-k only")
+    args.contexts = _numbers("--contexts", args.contexts)
+    args.budgets = (None,) if args.budgets is None else _numbers("--budgets", args.budgets)
     if min(args.contexts) < 128:
         raise ConfigError(f"--contexts {args.contexts}: at least 128 tokens each")
+
+
+def _numbers(flag: str, given: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(n) for n in given.split(","))
+    except ValueError:
+        raise ConfigError(f"{flag} {given}: numbers of tokens, with commas") from None
+
+
+def _reads(budget: int | None) -> str:
+    """What a budget is called in a table; nothing for the server's own."""
+    return "" if budget is None else ", reads all" if budget == 0 else f", reads {budget}"
 
 
 async def _run(config: Config | None, args: argparse.Namespace) -> int:
@@ -130,7 +146,9 @@ async def _questions(asker: Asker, args: argparse.Namespace) -> list[Question]:
 
 
 async def _ask(asker: Asker, args: argparse.Namespace) -> int:
-    questions = await _questions(asker, args)
+    asked = await _questions(asker, args)
+    questions = [replace(q, budget=budget, group=q.group + _reads(budget))
+                 for budget in args.budgets for q in asked]
     texts = await all_of(asker.answer, questions, concurrency=args.concurrency, unit="question",
                          quiet=args.quiet)
     if args.task == "gsm8k":
@@ -193,29 +211,28 @@ def _read(path: str) -> str:
         raise ConfigError(f"--file {path}: cannot be read as text: {e}") from None
 
 
+async def _losses(asker: Library, first: int, budget: int | None, window: list[int]) -> list[float]:
+    return [-given.logprob for given in await asker.forced(window[:first], window[first:], budget)]
+
+
 async def _text(asker: Library, args: argparse.Namespace) -> int:
     """Perplexity of windows of a text: a share of each is the prompt, the rest is read token by token."""
     ids = asker.llm.encode(_read(args.file))
-    windows = []
+    rows, found = [], []
     for context in args.contexts:
         starts = range(0, len(ids) - context + 1, context)
         if not starts:
             raise ConfigError(f"--file {args.file}: {len(ids)} tokens, and a window has {context}")
-        windows += [(context, ids[at:at + context]) for at in starts[:args.questions]]
-
-    async def read(window: tuple[int, list[int]]) -> list[float]:
-        first = max(1, int(args.prefix * window[0]))
-        return [-given.logprob for given in await asker.forced(window[1][:first], window[1][first:])]
-
-    losses = await all_of(read, windows, concurrency=args.concurrency, unit="window", quiet=args.quiet)
-    rows, found = [], []
-    for context in args.contexts:
-        mine = [loss for (size, _), loss in zip(windows, losses, strict=True) if size == context]
-        low, mean, high = loss_interval([loss for window in mine for loss in window])
-        rows.append((context, len(mine), sum(map(len, mine)), f"{math.exp(mean):.3f}",
-                     f"{math.exp(low):.3f} to {math.exp(high):.3f}"))
-        found.append({"context": context, "tokens": sum(map(len, mine)), "loss": mean,
-                      "interval95": [low, high], "losses": mine})
+        windows = [ids[at:at + context] for at in starts[:args.questions]]
+        first = max(1, int(args.prefix * context))
+        for budget in args.budgets:
+            losses = await all_of(functools.partial(_losses, asker, first, budget), windows,
+                                  concurrency=args.concurrency, unit="window", quiet=args.quiet)
+            low, mean, high = loss_interval([loss for window in losses for loss in window])
+            rows.append((f"{context}{_reads(budget)}", len(losses), sum(map(len, losses)),
+                         f"{math.exp(mean):.3f}", f"{math.exp(low):.3f} to {math.exp(high):.3f}"))
+            found.append({"context": context, "budget": budget, "tokens": sum(map(len, losses)),
+                          "loss": mean, "interval95": [low, high], "losses": losses})
     print(table(("tokens", "windows", "read", "perplexity", "95 % interval"), rows))
     if args.output_json:
         write_json(args.output_json, {"task": "text", "file": args.file, "contexts": found})

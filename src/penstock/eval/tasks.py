@@ -33,13 +33,15 @@ FILLER = ("The road went on along the river and past the old mill.",
 @dataclass(frozen=True, slots=True)
 class Question:
     """`answer`: its words must come in this order, the first one at once. `group`: a line of the table.
-    `chat`: the prompt is a message, not a text to continue. `max_tokens`: of what is looked at."""
+    `chat`: the prompt is a message, not a text to continue. `max_tokens`: of what is looked at. `budget`:
+    `top_k_tokens` of the request."""
 
     group: str
     prompt: str
     answer: str
     max_tokens: int
     chat: bool = False
+    budget: int | None = None
 
     def right(self, text: str) -> bool:
         found, wanted = (re.findall(r"\w+", x) for x in (text, self.answer))
