@@ -85,10 +85,9 @@ def test_kernel_compiles_for_hopper(module: str, name: str) -> None:
         assert ".target sm_90a" in built.asm["ptx"] and len(built.asm["cubin"]) > 1000
 
 
-@pytest.mark.parametrize("part", ["attention", "gather", "layer", "linear"])
-def test_kernels_interpreted_equal_the_references(part: str) -> None:
+def test_kernels_interpreted_equal_the_references() -> None:
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("triton_interpreted.py")), part],
+        [sys.executable, str(Path(__file__).with_name("triton_interpreted.py"))],
         env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(KERNELS.parents[1])},
         capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stdout.startswith("checked "), done.stdout + done.stderr[-3000:]
