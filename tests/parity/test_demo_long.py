@@ -59,14 +59,16 @@ def test_chunks_beside_others_with_pauses_then_a_prefix_hit(demo, prompts):
     assert sum(again.cached.values()) == 1984
 
 
-@pytest.mark.sweep
-def test_what_is_expected_is_what_transformers_says(demo, prompts):
+@pytest.mark.parametrize("seed", [pytest.param(4, marks=pytest.mark.sweep),
+                                  pytest.param(2, marks=pytest.mark.sweep),
+                                  pytest.param(1, marks=pytest.mark.soak)])
+def test_what_is_expected_is_what_transformers_says(demo, prompts, seed):
     reference = demo_reference.Reference.load(demo.files)
-    for seed, prompt in prompts.items():
-        tokens, logprobs = reference.greedy(prompt, 32)
-        assert tokens == EXPECTED[seed][0]
-        demo_reference.near(logprobs, EXPECTED[seed][1])
-        reference.judge(prompt, tokens, logprobs)
+    tokens, logprobs = reference.greedy(prompts[seed], 32)
+    assert tokens == EXPECTED[seed][0]
+    demo_reference.near(logprobs, EXPECTED[seed][1])
+    if seed == 4:                              # the long ones: as long again, and nothing new
+        reference.judge(prompts[seed], tokens, logprobs)
     print("\n" + reference.report())
 
 
