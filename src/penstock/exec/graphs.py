@@ -9,6 +9,7 @@ tables and last tokens stay on the device, where binds, grows and earlier steps 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,9 +17,10 @@ from torch import Tensor
 from penstock.core.plan import StepPlan
 from penstock.exec.attend import Grouped
 from penstock.exec.lower import RowTables
-from penstock.kernels.paged_attention import triton_decode
-from penstock.kernels.paged_attention.triton_decode import Tuning
 from penstock.model.base import LocalLayer, Model
+
+if TYPE_CHECKING:
+    from penstock.kernels.paged_attention.triton_decode import Tuning
 
 # Steps between a replay and the reuse of its staging buffer, which a copy may still read.
 _STAGES = 4
@@ -94,6 +96,7 @@ class DecodeGraphs:
 
     def _step(self, bucket: int) -> tuple[Tensor, Tensor]:
         row_B, position_B = self._input[0, :bucket], self._input[1, :bucket]
+        from penstock.kernels.paged_attention import triton_decode  # needs Triton
         context_B, last_R = position_B + 1, self._tables.last_R
         # A position of -1 is padding: no context, nothing stored, and its token goes behind the rows.
         index_B = torch.where(position_B < 0, len(last_R) - 1, row_B).long()
@@ -118,6 +121,7 @@ class _Attend:
 
     def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
                  chosen_TS: Tensor | None = None) -> Tensor:
+        from penstock.kernels.paged_attention import triton_decode
         assert chosen_TS is None, "KV heads are attended to as a whole here"
         group, k_PKGH, v_PKGH = self._grouped.places[layer]
         table_RM = self._tables.groups[group].device_RM

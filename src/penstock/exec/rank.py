@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch import Tensor
 from penstock.config.params import SamplingParams
 from penstock.core.plan import Bind, Moved, RequestId, StepId, StepPlan
 from penstock.exec.attend import Attending, Grouped, LatentOps, attending
+from penstock.exec.graphs import DecodeGraphs
 from penstock.exec.lower import Lowered, RowTables
 from penstock.exec.sampling import Logprobs, Sampler, Sampling
 from penstock.exec.selecting import Selecting, Selector
@@ -32,9 +33,6 @@ from penstock.memory.hbm import HbmPool
 from penstock.memory.lateness import Lateness
 from penstock.memory.mover import Mover
 from penstock.model.base import CacheShape, Model
-
-if TYPE_CHECKING:
-    from penstock.exec.graphs import DecodeGraphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +140,6 @@ class Rank:
     def capture(self, buckets: Sequence[int]) -> None:
         """On a CUDA device, of a whole model with KV heads: capture decode steps of so many rows. Without,
         every step is launched kernel by kernel."""
-        from penstock.exec.graphs import DecodeGraphs  # needs Triton
         assert isinstance(self._attending, Grouped) and self._ahead, "such a rank is not captured"
         with torch.inference_mode():
             self._graphs = DecodeGraphs(self._model, self._tables, self._attending, buckets)
