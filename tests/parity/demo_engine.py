@@ -105,7 +105,7 @@ class Demo:
     def __init__(self) -> None:
         self.files: ModelFiles = locate("demo")
         self.text = open_text(self._config({}), self.files)
-        self._loaded: dict[tuple[str, ...], build._Loaded] = {}     # the last one
+        self._loaded: dict[tuple[str, ...], build.Loaded] = {}     # the last one
 
     @staticmethod
     def _config(options: dict[str, object]) -> build.Config:
@@ -126,18 +126,18 @@ class Demo:
         """`options` are flags, `pause_every` steps a request is told to pause (0: never)."""
         config = self._config(options)
         packed_as = (config.model.dtype, *sorted(config.device.backends))
-        real = build._load
+        real = build.load
 
-        def load(*args: object) -> build._Loaded:
+        def load(*args: object) -> build.Loaded:
             if packed_as not in self._loaded:
                 self._loaded = {packed_as: real(*args)}
             return self._loaded[packed_as]
 
-        build._load = load
+        build.load = load
         try:
             built = build.build_engine(config, lambda line: None, lateness=lateness)
         finally:
-            build._load = real
+            build.load = real
         # A slot that is read before it is written shows.
         [rank] = built.executor._ranks
         for pool in rank._hbm:

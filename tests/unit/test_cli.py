@@ -97,7 +97,7 @@ def test_asking_for_what_happens_anyway_changes_nothing(line: str) -> None:
 
 @pytest.mark.parametrize(("line", "feature"), [
     ("-tp 2", "tensor parallelism"), ("--tp-size=2", "tensor parallelism"),
-    ("--pipeline-parallel-size 2", "pipeline parallelism"), ("-dp 2", "data parallelism"),
+    ("--ep-size 2", "expert parallelism"), ("-dp 2", "data parallelism"),
     ("--hicache-write-policy write_back", "only write_through"), ("--hicache-mem-layout x", "one layout"),
     ("--kv-offloading-backend lmcache", "only native"),
     ("--hicache-storage-backend file", "storage tier"), ("--disk-bytes 1G", "storage tier"),
@@ -121,8 +121,8 @@ def test_unbuilt_features_are_refused_by_name(line: str, feature: str) -> None:
 
 def test_refusal_says_what_is_accepted() -> None:
     with pytest.raises(ConfigError) as e:
-        parse("demo --pipeline-parallel-size 2")
-    assert str(e.value) == ("--pipeline-parallel-size 2: pipeline parallelism is not built yet; "
+        parse("demo --tensor-parallel-size 2")
+    assert str(e.value) == ("--tensor-parallel-size 2: tensor parallelism is not built yet; "
                             "only 1 is accepted")
 
 

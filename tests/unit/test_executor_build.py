@@ -12,7 +12,7 @@ from penstock.config.params import SamplingParams
 from penstock.config.tree import Config, DeviceConfig, KVConfig, ModelConfig, ScheduleConfig
 from penstock.core.core import Core
 from penstock.core.plan import Arrived, RequestId, Token
-from penstock.exec import build
+from penstock.exec import build, load
 from penstock.exec.build import build_engine
 from penstock.exec.caches import caches_of
 from penstock.exec.sizing import WORKSPACE_BYTES, size_pools
@@ -117,7 +117,7 @@ def test_a_built_engine_produces_tokens(folder, dtype):
     info = built.info
     assert info["dtype"] == dtype
     assert info["weight_bytes"] == (
-        sum(w.numel() for _, w in build.families.dummy_tensors(LLAMA, 0))
+        sum(w.numel() for _, w in load.families.dummy_tensors(LLAMA, 0))
         * (4 if dtype == "float32" else 2))
     assert info["hbm_pages"] * info["page_bytes"] == info["hbm_bytes"] <= 1 << 20
     assert all(isinstance(v, str | int | float | bool) for v in info.values())
@@ -136,8 +136,8 @@ def test_decoders_that_have_to_take_turns_are_announced_once(folder, rows):
 
 def test_dummy_weights_follow_the_seed(folder):
     def logits(seed: int) -> torch.Tensor:
-        loaded = build._load(dummy(folder, model=ModelConfig(
-            model=str(folder), load_format="dummy", seed=seed)), torch.float32, str)
+        loaded = build.load(dummy(folder, model=ModelConfig(
+            model=str(folder), load_format="dummy", seed=seed)), None, str)
         return loaded.model.logits(torch.ones(1, 32))
 
     assert torch.equal(logits(1), logits(1))
@@ -165,13 +165,13 @@ def test_weights_that_cannot_fit_are_refused_before_they_are_read(folder):
 
 
 def test_a_model_whose_logits_are_not_finite_never_becomes_ready(folder, monkeypatch):
-    real = build.families.dummy_tensors
+    real = load.families.dummy_tensors
 
     def damaged(config, seed, wants):
         for name, tensor in real(config, seed, wants):
             yield name, tensor * torch.inf if name.endswith("1.mlp.down_proj.weight") else tensor
 
-    monkeypatch.setattr(build.families, "dummy_tensors", damaged)
+    monkeypatch.setattr(load.families, "dummy_tensors", damaged)
     with pytest.raises(ConfigError, match="logits are not finite"):
         build_engine(dummy(folder), str)
 

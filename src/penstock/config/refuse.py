@@ -68,7 +68,7 @@ def is_public(host: str) -> bool:
 
 
 def _wants_more_than_all(config: Config, machine: Machine) -> bool:
-    wanted = (config.kv.hbm_bytes or 0) + (config.kv.dram_bytes or 0)
+    wanted = (config.kv.hbm_bytes or 0) * max(1, config.device.pp) + (config.kv.dram_bytes or 0)
     return wanted > machine.memory_available
 
 
@@ -130,6 +130,11 @@ REFUSED: tuple[Refusal, ...] = (
     _outside("schedule.step_tokens", 1, 1 << 20, "1 to 1048576 tokens a step"),
     _outside("schedule.max_waiting", 0, 1 << 20, "0 to 1048576 waiting requests"),
     _outside("device.threads", 1, 1024, "1 to 1024 threads"),
+    _outside("device.pp", 1, 64, "1 to 64 stages"),
+    Refusal(lambda c, _: any(not n.isdecimal() or len(n) > 4 or int(n) < 1 for n in c.device.pp_layers)
+            or len(c.device.pp_layers) not in (0, c.device.pp), ("device.pp_layers", "device.pp"),
+            "one number of layers for each stage, at least 1, separated by commas"),
+    _outside("device.rank_timeout_s", 1, 86400, "1 to 86400 seconds"),
     Refusal(lambda c, _: any(b.count("=") != 1 or "" in b.split("=") for b in c.device.backends),
             ("device.backends",), "written as OP=NAME, several separated by commas"),
     _outside("server.port", 0, 65535, "0 (any free port) to 65535"),

@@ -118,6 +118,11 @@ class ScheduleConfig:
 class DeviceConfig:
     device: Annotated[Literal["auto", "cpu"], "where the model runs"] = "auto"
     threads: Annotated[int | None, "CPU threads for the model (default: usable cores)"] = None
+    pp: Annotated[int, "pipeline stages, each a process with its own layers and --hbm-bytes",
+                  Alias("--pipeline-parallel-size", "--pp-size", "-pp")] = 1
+    pp_layers: Annotated[tuple[str, ...], "layers of each stage, e.g. 10,12,8 (default: even)"] = ()
+    rank_timeout_s: Annotated[float, "seconds without a report after which a stage counts as hung",
+                              Alias("--watchdog-timeout")] = 300.0
     backends: Annotated[tuple[str, ...], "OP=NAME choices, e.g. linear=reference"] = ()
 
 

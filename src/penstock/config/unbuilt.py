@@ -62,8 +62,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     # Several devices.
     _value("tensor parallelism", "--tensor-parallel-size", "--tp-size", "--tp", "-tp",
            neutral=("1",)),
-    _value("pipeline parallelism", "--pipeline-parallel-size", "--pp-size", "--pp", "-pp",
-           neutral=("1",)),
     _value("data parallelism", "--data-parallel-size", "--dp-size", "--dp", "-dp", neutral=("1",)),
     _value("expert parallelism", "--expert-parallel-size", "--ep-size", "--ep", "-ep",
            neutral=("1",)),

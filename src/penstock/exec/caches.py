@@ -37,12 +37,16 @@ class Caches:
         """Whole slabs in `nbytes`, in pages of group 0."""
         return nbytes // self.slabs.slab_bytes * self.slabs.slab_pages[0]
 
+    def host_pages(self, nbytes: int) -> int:
+        """Of a host pool of so many bytes, of all stages together, in pages of group 0."""
+        return nbytes // self.host.slab_bytes * self.host.slab_pages[0]
+
     def nbytes(self, num_pages: int) -> int:
         """Memory of a pool of so many pages of group 0."""
         return num_pages // self.slabs.slab_pages[0] * self.slabs.slab_bytes
 
     def bytes_for(self, pages: int) -> int:
-        """Memory in which a context of `pages` pages fits, in every group."""
+        """Device memory in which a context of `pages` pages fits, in every group."""
         return sum(-(-pages // n) for n in self.slabs.slab_pages) * self.slabs.slab_bytes
 
     def context_pages(self, nbytes: int) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -76,6 +76,7 @@ class _Step:
     plan: StepPlan
     missing: int
     stepped: Stepped | None = None
+    tables: list[tuple[int, tuple[tuple[int, str], ...]]] = field(default_factory=list)   # rank, digests
 
 
 @dataclass(slots=True)
@@ -95,8 +96,10 @@ class Front:
                 and `fault` says why. One request fails, the engine goes on.
     """
 
-    def __init__(self, ranks: Sequence[Ranked]) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: Sequence[Ranked], wait: Callable[[], None] | None = None) -> None:
+        """wait: blocks until a rank in another process has reported; None: all are in this process, and
+        work while they are collected."""
+        self._ranks, self._wait = ranks, wait
         self._open: dict[RequestId, _Open] = {}
         self._steps: dict[StepId, _Step] = {}
         self._moves: dict[MoveId, _Move] = {}
@@ -163,9 +166,13 @@ class Front:
     def poll(self, *, block: bool) -> Sequence[Event]:
         while True:
             reports = [(i, report) for i, rank in enumerate(self._ranks)
-                       for report in rank.collect(block=block)]
+                       for report in rank.collect(block=block and self._wait is None)]
             events = [event for i, report in reports for event in self._merge(i, report)]
-            if events or not reports or not block:
+            if events or not block:
+                return events
+            if self._wait is not None and (self._steps or self._moves):
+                self._wait()
+            elif not reports:
                 return events
 
     def _merge(self, rank: int, report: Report) -> list[Event]:
@@ -180,12 +187,14 @@ class Front:
             return [Moved(report.id, move.ok)]
         step = self._steps[report.step]
         step.missing -= 1
+        step.tables.append((rank, report.tables))
         if rank == len(self._ranks) - 1:
             step.stepped = report
         if step.missing:
             return []
         assert step.stepped is not None and report.step == self._retired + 1
         self._retired = report.step
+        _check_tables(report.step, step.tables)
         return self._end(self._steps.pop(report.step).plan, step.stepped)
 
     def _end(self, plan: StepPlan, stepped: Stepped) -> list[Event]:
@@ -222,6 +231,20 @@ class Front:
             out.update(rank.stats())
         return {**out, "executor_requests": len(self._open), "executor_queued_plans": len(self._steps),
                 "executor_pending_moves": float(sum(m.step <= self._retired for m in self._moves.values()))}
+
+
+class RanksDisagree(RuntimeError):
+    """Two ranks have other pages for the same row: one of them would compute a wrong token."""
+
+
+def _check_tables(step: StepId, records: Sequence[tuple[int, tuple[tuple[int, str], ...]]]) -> None:
+    rank, tables = records[0]
+    for other, others in records[1:]:
+        if others != tables:
+            a, b = set(tables) - set(others), set(others) - set(tables)
+            raise RanksDisagree(
+                f"step {step}: the row tables of ranks {rank} and {other} differ; (row, digest) of rank "
+                f"{rank}: {sorted(a)}, of rank {other}: {sorted(b)}")
 
 
 def _named(plan: StepPlan) -> set[RequestId]:

@@ -7,6 +7,7 @@ grows and yields only. Knows rows, positions and pages; refuses to know requests
 """
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -87,6 +88,12 @@ class PageTable:
         """Whether each page of `row` has a device page."""
         return not self._absent[row]
 
+    def record(self, row: int) -> tuple[int, bytes]:
+        """Entries of `row` (-1: never bound) and their bytes, of both tiers."""
+        held = self._held[row]
+        columns = [table[row, :held or 0] for table in (self.device_RM, self.host_RM) if table is not None]
+        return -1 if held is None else held, b"".join(c.cpu().numpy().tobytes() for c in columns)
+
     def check(self, row: int, end: int) -> None:
         """Asserts that `row` is bound and has an entry for each position before `end`."""
         held = self._held[row]
@@ -131,6 +138,16 @@ class RowTables:
 
     def unmap(self, lost: Yield) -> None:
         self.groups[lost.group].unmap(self.index(lost.row), lost.entries)
+
+    def digests(self) -> tuple[tuple[int, str], ...]:
+        """(row id, digest of its pages in every group) of each bound row: the same on every rank."""
+        out = []
+        for row in range(self._rows):
+            records = [table.record(row) for table in self.groups]
+            if records[0][0] >= 0:
+                digest = hashlib.blake2b(repr(records).encode(), digest_size=8).hexdigest()
+                out.append((self._base + row, digest))
+        return tuple(out)
 
     def sampled(self, rows: Sequence[int], tokens_B: Tensor) -> None:
         """Remember the newest token of each row, given by table index. Stays on the device."""

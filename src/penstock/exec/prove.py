@@ -11,7 +11,6 @@ from penstock.core.plan import (
     NO_HBM,
     Bind,
     DramPage,
-    Group,
     HbmPage,
     Hot,
     RequestId,
@@ -20,14 +19,13 @@ from penstock.core.plan import (
     StepId,
     StepPlan,
 )
+from penstock.core.settings import CoreConfig
 from penstock.exec.attend import LatentOps
 from penstock.exec.caches import Caches
 from penstock.exec.front import Front
 from penstock.exec.rank import Rank
 from penstock.exec.selecting import Selector
 from penstock.kernels.paged_attention import Planner
-from penstock.memory.dram import DramPool
-from penstock.memory.hbm import HbmPool
 from penstock.model.base import CacheShape, Model
 
 
@@ -38,19 +36,31 @@ def prove(model: Model, attention: Planner | LatentOps, caches: Caches, groups: 
     With hot buffers the prompt goes to a host page, and a second token reads it from there.
     Raises ConfigError if the logits are not finite.
     """
-    size, hosted = caches.layouts[0].page_size, selector is not None and selector.hot_pages > 0
-    device = [HbmPool(layout, 2, group=Group(g)) for g, layout in enumerate(caches.layouts)]
-    host = [DramPool(layout, 2, group=Group(g)) for g, layout in enumerate(caches.layouts)] if hosted else []
+    core = scratch(caches, selector)
+    device, host = caches.pools(core)
+    prove_front(Front([Rank(model, attention, device, host, rows=core.rows, max_len=core.max_len,
+                            groups=groups, selector=selector)]), core, model.max_position, selector)
+
+
+def scratch(caches: Caches, selector: Selector | None) -> CoreConfig:
+    """Pools of two pages or more of each group, for one row."""
+    size, pages = caches.layouts[0].page_size, 2 * caches.slabs.slab_pages[0]
+    hot = 0 if selector is None else selector.hot_pages
+    return CoreConfig(page_size=size, rows=1, hbm_pages=pages, dram_pages=pages if hot else 0,
+                      hot_pages=hot, max_len=2 * size, groups=caches.groups, group_base=1 << 20)
+
+
+def prove_front(front: Front, core: CoreConfig, max_position: int, selector: Selector | None) -> None:
+    """`prove` of a front whose ranks have pools as `core`, which `scratch` made, says."""
+    size, hosted = core.page_size, core.hot_pages > 0
     budget = selector.rule.least_units * selector.rule.unit if hosted and selector is not None else 0
-    front = Front([Rank(model, attention, device, host, rows=1, max_len=2 * size, groups=groups,
-                        selector=selector)])
-    rid, prompt = RequestId(0), (0,) * min(size, model.max_position)
+    rid, prompt = RequestId(0), (0,) * min(size, max_position)
     front.open(rid, prompt, SamplingParams(temperature=0.0, top_k_tokens=budget))
     first = StepPlan(
         step=StepId(1), rows=(Row(0),), rids=(rid,), start=(0,), count=(len(prompt),), samples=(True,),
-        tokens=prompt, grows=(), moves=(), binds=(_bind(rid, len(groups), hosted),))
+        tokens=prompt, grows=(), moves=(), binds=(_bind(rid, core),))
     plans = [first]
-    if hosted and len(prompt) < model.max_position:
+    if (hosted or core.pp_size > 1) and len(prompt) < max_position:
         plans.append(replace(first, step=StepId(2), start=(len(prompt),), count=(1,), tokens=(-1,), binds=()))
     for plan in plans:
         front.submit(plan)
@@ -59,14 +69,18 @@ def prove(model: Model, attention: Planner | LatentOps, caches: Caches, groups: 
         if retired.tokens == ((),):
             raise ConfigError("a first token cannot be produced: the model's logits are not finite. "
                               "Its weights are damaged, or overflow in this --dtype")
+    front.close(rid)
 
 
-def _bind(rid: RequestId, groups: int, hosted: bool) -> Bind:
+def _bind(rid: RequestId, core: CoreConfig) -> Bind:
     """Two pages of each group on the device, or those of the first group on the host."""
-    on_device = (HbmPage(0), HbmPage(1))
-    if not hosted:
-        return Bind(Row(0), rid, (on_device,) * groups, 0)
-    others = groups - 1
-    return Bind(Row(0), rid, ((NO_HBM, NO_HBM), *(on_device,) * others), 0,
+    def pages(g: int) -> tuple[HbmPage, HbmPage]:
+        return HbmPage(g * core.group_base), HbmPage(g * core.group_base + 1)
+
+    groups = range(len(core.groups))
+    if not core.hot_pages:
+        return Bind(Row(0), rid, tuple(pages(g) for g in groups), 0)
+    others = len(groups) - 1
+    return Bind(Row(0), rid, ((NO_HBM, NO_HBM), *(pages(g) for g in groups[1:])), 0,
                 host=((DramPage(0), DramPage(1)), *((NO_DRAM, NO_DRAM),) * others),
-                hot=(tuple(Hot(page) for page in on_device), *((),) * others))
+                hot=(tuple(Hot(page) for page in pages(0)), *((),) * others))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -43,15 +43,19 @@ class Stepped:
                 of the last stage; others sample nothing
     logprobs    (request, index of the output token, its logprobs) where they were asked for
     faults      (request, why) of each row whose logits were not finite
+    tables      each DIGEST_STEPS steps of several stages: digest of each bound row's pages, by row; all
+                stages must have the same
     """
 
     step: StepId
     tokens: tuple[tuple[int, ...], ...] = ()
     logprobs: tuple[tuple[RequestId, int, Logprobs], ...] = ()
     faults: tuple[tuple[RequestId, str], ...] = ()
+    tables: tuple[tuple[int, str], ...] = ()
 
 
 Report: TypeAlias = Stepped | Moved
+DIGEST_STEPS = 64
 _States: TypeAlias = tuple[tuple[RequestId, Sampling], ...]
 
 
@@ -84,11 +88,11 @@ class Rank:
                  dram: Sequence[DramPool] = (), *, rows: int, max_len: int, row_base: int = 0,
                  seed: int = 0, lateness: Lateness | None = None,
                  groups: Sequence[CacheShape] | None = None, selector: Selector | None = None,
-                 links: Links | None = None) -> None:
+                 links: Links | None = None, wake: Callable[[], None] | None = None) -> None:
         """Pools by cache group; `dram` is empty without a host tier. max_len: tokens of the longest
         request. selector: how requests with a budget select, in `groups` as `exec.sizing.groups_of` makes
         them; None: no request does. groups: None are the model's. links: to the other stages; None: the
-        model is whole."""
+        model is whole. wake: called in another thread when a copy has ended."""
         self._links = links or Links()
         self._samples = self._links.after is None
         self._heard = None if self._links.hear is None else Heard(self._links.hear)
@@ -105,7 +109,7 @@ class Rank:
             self._attending = self._selecting = Selecting(
                 selector, model, self._groups, self._tables, hbm, dram, attention)
         self._sampler = Sampler(model.vocab_size, rows, seed=seed, device=device)
-        self._mover = Mover([*hbm, *dram], lateness)
+        self._mover = Mover([*hbm, *dram], lateness, wake)
         self._whole = self._links.before is None and self._samples
         self._ahead = device.type == "cuda" and self._whole
         self._graphs: DecodeGraphs | None = None
@@ -144,6 +148,11 @@ class Rank:
         with torch.inference_mode():
             self._graphs = DecodeGraphs(self._model, self._tables, self._attending, buckets)
             self._graphs.capture()
+
+    def settle(self) -> None:
+        """No further plan comes: leave nothing on the links."""
+        if self._heard is not None:
+            self._heard.settle()
 
     def start(self, plan: StepPlan) -> None:
         self._queue.append(plan)
@@ -283,7 +292,9 @@ class Rank:
             self._links.tell.put(plan.step, tuple(tokens))
         self._executed = plan.step
         self._mover.add(plan.moves)
-        return Stepped(plan.step, tuple(tokens), tuple(logprobs), tuple(faults))
+        compared = self._links != Links() and plan.step % DIGEST_STEPS == 0
+        return Stepped(plan.step, tuple(tokens), tuple(logprobs), tuple(faults),
+                       self._tables.digests() if compared else ())
 
     def stats(self) -> dict[str, float]:
         """By metric name; seconds of this thread, but those of moves, which are the copy thread's."""

@@ -62,12 +62,7 @@ class Sampler:
     def open(self, rid: int, prompt: tuple[int, ...], params: SamplingParams, choice: int,
              stop_ids: tuple[int, ...]) -> Sampling:
         """State of a new request. Raises RequestError for token ids outside the vocabulary."""
-        for name, ids in (("prompt", prompt), ("logit_bias", params.logit_bias),
-                          ("forced", params.forced)):
-            if ids and not (0 <= min(ids) and max(ids) < self._vocab):
-                bad = next(i for i in ids if not 0 <= i < self._vocab)
-                raise RequestError(f"{name} has token id {bad}: the model's ids are 0 to "
-                                   f"{self._vocab - 1}", name)
+        check_ids(prompt, params, self._vocab)
         key = (hashing.stream(self._seed, 1, rid) if params.seed is None
                else hashing.stream(params.seed, 0))
         s = Sampling(params, prompt, tuple(i for i in stop_ids if 0 <= i < self._vocab),
@@ -208,6 +203,14 @@ class Sampler:
             n = s.params.logprobs or 0
             s.logprobs[len(s.outputs)] = (
                 own, rank, list(zip(ids[:n], values[:n], strict=True)))
+
+
+def check_ids(prompt: tuple[int, ...], params: SamplingParams, vocab_size: int) -> None:
+    """Raises RequestError for a token id outside the vocabulary."""
+    for name, ids in (("prompt", prompt), ("logit_bias", params.logit_bias), ("forced", params.forced)):
+        if ids and not (0 <= min(ids) and max(ids) < vocab_size):
+            bad = next(i for i in ids if not 0 <= i < vocab_size)
+            raise RequestError(f"{name} has token id {bad}: the model's ids are 0 to {vocab_size - 1}", name)
 
 
 def _usable(logits_BV: Tensor, raw_BV: Tensor) -> Tensor:

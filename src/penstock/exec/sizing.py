@@ -57,6 +57,7 @@ def size_pools(config: Config, caches: Caches, max_position: int, free: int, *,
                budget: int = 0) -> Sizes:
     """The core's numbers.
 
+    caches    of the model, or of the stage with the largest pages: pools have as many on every stage
     free      bytes of memory that are free now, with the weights loaded
     budget    tokens that a decode step selects and reads at most; 0: it reads all
     Raises ConfigError when the pools do not fit into `free` or the context not into the pools, and for
@@ -65,12 +66,12 @@ def size_pools(config: Config, caches: Caches, max_position: int, free: int, *,
     kv = config.kv
     _check_selects(kv, budget)
     hosts = bool(budget) and kv.sparse_kv != "off" and kv.host_tier is not False
-    hbm, dram, device = _memory(kv, caches, max(0, free - WORKSPACE_BYTES), free, hosts)
+    hbm, dram, device = _memory(config, caches, free, hosts)
     sizes = Sizes(core=CoreConfig(
         page_size=kv.page_size, rows=config.schedule.max_num_seqs, hbm_pages=caches.num_pages(hbm),
-        dram_pages=caches.num_pages(dram), step_tokens=config.schedule.step_tokens,
+        dram_pages=caches.host_pages(dram), step_tokens=config.schedule.step_tokens,
         max_len=max_position, overlap=config.schedule.overlap,
-        prefix_cache=kv.prefix_cache, groups=caches.groups))
+        prefix_cache=kv.prefix_cache, groups=caches.groups, pp_size=config.device.pp))
     if hosts and dram:
         sizes = _hosting(config, caches, sizes.core, hbm, budget, device)
     return replace(sizes, core=replace(sizes.core, max_len=_max_len(config, caches, sizes.core)))
@@ -84,23 +85,28 @@ def _check_selects(kv: KVConfig, budget: int) -> None:
                           "far for; give it a selector with --sparse-top-k N")
 
 
-def _memory(kv: KVConfig, caches: Caches, room: int, free: int, hosts: bool) -> tuple[int, int, str]:
-    """Bytes of the device pool and of the host pool, and what to call the first. Raises ConfigError."""
-    hbm, dram = _split(kv, room, kv.host_tier or (hosts and kv.host_tier is None))
+def _memory(config: Config, caches: Caches, free: int, hosts: bool) -> tuple[int, int, str]:
+    """Bytes of a rank's device pool and of the host pool, and what to call the first. Raises ConfigError."""
+    kv, ranks = config.kv, config.device.pp
+    workspace = WORKSPACE_BYTES * ranks
+    room = max(0, free - workspace)
+    hbm, dram = _split(kv, room, ranks, kv.host_tier or (hosts and kv.host_tier is None))
     least = caches.bytes_for(1)
     device = (f"--hbm-bytes {hbm}" if kv.hbm_bytes is not None else
               f"--memory-fraction {kv.memory_fraction} of the free memory, {hbm} bytes,")
     host = (f"--dram-ratio {kv.dram_ratio} times that, {dram} bytes," if kv.dram_ratio is not None else
             f"--dram-bytes {dram}" if kv.dram_bytes is not None else
             f"half of what that leaves free, {dram} bytes for the host tier,")
-    if hbm + dram > room:
+    if hbm * ranks + dram > room:
+        of_each = f" of each of {ranks} ranks" if ranks > 1 else ""
         raise ConfigError(
-            f"{device} and {host} are {show_size(hbm + dram)}, but "
+            f"{device}{of_each} and {host} are {show_size(hbm * ranks + dram)}, but "
             f"{show_size(free)} of memory are free with the weights loaded, of which "
-            f"{show_size(WORKSPACE_BYTES)} stay for activations: at most {room} bytes together")
+            f"{show_size(workspace)} stay for activations: at most {room} bytes together")
     if hbm < least:
         raise ConfigError(f"{device} is less than one page: {kv.page_size} tokens of this model "
                           f"are {least} bytes; raise --hbm-bytes or lower --page-size")
+    least = len(caches.host.slab_pages) * caches.host.slab_bytes
     if dram < least and (dram or kv.host_tier or (hosts and kv.dram_bytes is None)):
         raise ConfigError(f"{host} is less than one page: "
                           f"{kv.page_size} tokens of this model are {least} bytes; 0 turns the "
@@ -108,18 +114,18 @@ def _memory(kv: KVConfig, caches: Caches, room: int, free: int, hosts: bool) -> 
     return hbm, dram, device
 
 
-def _split(kv: KVConfig, room: int, host_tier: bool) -> tuple[int, int]:
-    """Bytes of the device pool and of the host pool. On a CPU both are of the same memory, `room`."""
+def _split(kv: KVConfig, room: int, ranks: int, host_tier: bool) -> tuple[int, int]:
+    """Bytes of each rank's device pool and of the host pool. On a CPU all are of the same memory, `room`."""
     hbm, share = kv.hbm_bytes, kv.memory_fraction
     if kv.dram_ratio is not None:
         if hbm is None:
-            hbm = int(room * share / (1 + share * kv.dram_ratio))
-        dram = int(hbm * kv.dram_ratio)
+            hbm = int(room * share / (1 + share * kv.dram_ratio)) // ranks
+        dram = int(hbm * ranks * kv.dram_ratio)
     elif kv.dram_bytes is not None:
         dram = kv.dram_bytes
     else:
-        dram = max(0, room - (hbm or 0)) // 2 if host_tier else 0
-    return int(max(0, room - dram) * share) if hbm is None else hbm, dram
+        dram = max(0, room - (hbm or 0) * ranks) // 2 if host_tier else 0
+    return int(max(0, room - dram) * share) // ranks if hbm is None else hbm, dram
 
 
 def _hosting(config: Config, caches: Caches, core: CoreConfig, hbm: int, budget: int,

@@ -110,14 +110,21 @@ class Heard:
 
     def last(self, rid: RequestId) -> int:
         """The newest output token; 0 before the first."""
-        newest = self._newest.get(rid, StepId(0))
-        while self._awaited and self._awaited[0][0] <= newest:
-            step, rids = self._awaited.popleft()
-            for other, tokens in zip(rids, self._source.take(step), strict=True):
-                if (outputs := self._outputs.get(other)) is not None:      # else it has ended
-                    outputs += tokens
+        self._listen(self._newest.get(rid, StepId(0)))
         outputs = self._outputs[rid]
         return outputs[-1] if outputs else 0
+
+    def settle(self) -> None:
+        """Take all that has been sampled: nobody will ask for it any more."""
+        if self._awaited:
+            self._listen(self._awaited[-1][0])
+
+    def _listen(self, until: StepId) -> None:
+        while self._awaited and self._awaited[0][0] <= until:
+            step, rids = self._awaited.popleft()
+            for rid, tokens in zip(rids, self._source.take(step), strict=True):
+                if (outputs := self._outputs.get(rid)) is not None:        # else it has ended
+                    outputs += tokens
 
     def rewind(self, rid: RequestId, emitted: int) -> int:
         """Forget output tokens from `emitted` on, sampled ahead and never retired; returns the newest."""

@@ -90,8 +90,9 @@ class CopyThread:
     the copy that it is in. An exception that `copy` lets through ends it; whoever collects gets it.
     """
 
-    def __init__(self, copy: Copy) -> None:
-        self._copy = copy
+    def __init__(self, copy: Copy, wake: Callable[[], None] | None = None) -> None:
+        """wake: called in the thread whenever there is something to collect."""
+        self._copy, self._wake = copy, wake
         self._jobs: SimpleQueue[Move | None] = SimpleQueue()
         self._ended: SimpleQueue[Copied | BaseException] = SimpleQueue()
         self._died: BaseException | None = None
@@ -131,7 +132,7 @@ class CopyThread:
         self._started = True
         stop, ready = threading.Event(), threading.Event()
         thread = threading.Thread(
-            target=_work, args=(self._copy, self._jobs, self._ended, stop, ready),
+            target=_work, args=(self._copy, self._jobs, self._ended, stop, ready, self._wake),
             daemon=True, name="penstock-copy")
         # torch's number of threads is one per thread, plus one for threads to come: the worker
         # sets its own, and then the caller sets both back.
@@ -145,15 +146,19 @@ class CopyThread:
 
 
 def _work(copy: Copy, jobs: SimpleQueue[Move | None], ended: SimpleQueue[Copied | BaseException],
-          stop: threading.Event, ready: threading.Event) -> None:
+          stop: threading.Event, ready: threading.Event, wake: Callable[[], None] | None) -> None:
     """The thread's body. It has no reference to its CopyThread, which could not go otherwise."""
     torch.set_num_threads(1)            # cores are the steps' business; one copies 10 GB/s
     ready.set()
     try:
         while (move := jobs.get()) is not None and not stop.is_set():
             ended.put(copy(move))
+            if wake is not None:
+                wake()
     except BaseException as e:          # handed over, not handled: `collect` raises it
         ended.put(e)
+        if wake is not None:
+            wake()
 
 
 def _stop(thread: threading.Thread, jobs: SimpleQueue[Move | None],

@@ -5,7 +5,7 @@ starts after step `after` and after the step that carried it, and ends in exactl
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.core.plan import Group, Move, Moved, StepId, Tier
@@ -37,7 +37,9 @@ class Mover:
     started, and whoever got its Moved sees what it copied.
     """
 
-    def __init__(self, pools: Iterable[Pool], lateness: Lateness | None = None) -> None:
+    def __init__(self, pools: Iterable[Pool], lateness: Lateness | None = None,
+                 wake: Callable[[], None] | None = None) -> None:
+        """wake: called in the thread whenever a copy has ended."""
         self._pools: dict[tuple[Tier, Group], Pool] = {(p.tier, p.group): p for p in pools}
         self._layouts = {p.group: p.layout for p in self._pools.values()}
         for p in self._pools.values():
@@ -45,7 +47,7 @@ class Mover:
                 f"group {p.group}: {p.layout} and {self._layouts[p.group]}")
         self._lateness: Lateness = Promptly() if lateness is None else lateness
         self._copy = Copier(self._pools)
-        self._thread = CopyThread(self._copy) if lateness is None else None
+        self._thread = CopyThread(self._copy, wake) if lateness is None else None
         self._pending: list[Move] = []
         self.traffic: dict[tuple[Tier, Tier, Group], Traffic] = {
             (a, b, g): Traffic() for a, g in self._pools for b, h in self._pools

@@ -15,7 +15,8 @@ import sys
 import threading
 import traceback
 from collections import deque
-from typing import NoReturn
+from collections.abc import Sequence
+from typing import NoReturn, Protocol
 
 from penstock.config.errors import ConfigError
 from penstock.config.plain import from_plain
@@ -32,6 +33,12 @@ READ_BYTES = 1 << 20
 # 100 ms a time with 1,024 rows, where planning a step takes 1.3 ms; without it the slowest of 1,200
 # steps is 4 ms (docs/log.md). Larger young generations make fewer and longer pauses, 10 to 20 ms.
 COLLECT = (700, 10, 10_000)
+
+
+class Alarm(Protocol):
+    def fileno(self) -> int:
+        """Readable once the executor has something to tell that does not wait for a step: its end."""
+        ...
 
 
 class Link:
@@ -56,13 +63,14 @@ class Link:
         with contextlib.suppress(ConnectionError):          # `_watch` ends the process
             self._socket.sendall(wire.frame(message))
 
-    def receive(self, timeout_s: float | None) -> list[wire.ToEngine]:
-        """Messages that have arrived; waits up to `timeout_s` (None: for ever) for the first.
+    def receive(self, timeout_s: float | None, alarms: Sequence[Alarm] = ()) -> list[wire.ToEngine]:
+        """Messages that have arrived; waits up to `timeout_s` (None: for ever) for the first, or for one
+        of `alarms` to become readable.
 
         Raises ProtocolError. Exits when the other end is closed.
         """
         if timeout_s != 0:
-            select.select([self._socket], [], [], timeout_s)
+            select.select([self._socket, *alarms], [], [], timeout_s)
         try:
             data = self._socket.recv(READ_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -74,11 +82,11 @@ class Link:
         return [wire.decode_to_engine(body) for body in self._reader.feed(data)]
 
 
-def run(loop: EngineLoop, link: Link) -> None:
+def run(loop: EngineLoop, link: Link, alarms: Sequence[Alarm]) -> None:
     """Until Shutdown. Between two turns it reads what is there, and it sleeps only when idle."""
     turn_over = write_on_signal(loop.recorder)
     while True:
-        for message in link.receive(None if loop.idle else 0):
+        for message in link.receive(None if loop.idle else 0, alarms):
             if isinstance(message, wire.Shutdown):
                 return
             if (stats := loop.handle(message)) is not None:
@@ -102,7 +110,7 @@ def hello(link: Link) -> Config:
     return from_plain(first.config)
 
 
-def build(config: Config, event_log: EventLog) -> tuple[EngineLoop, wire.Ready]:
+def build(config: Config, event_log: EventLog) -> tuple[EngineLoop, wire.Ready, Sequence[Alarm]]:
     """Load the model and put the loop together. Raises ConfigError."""
     # Imported here: torch takes seconds, and Hello must be checked before.
     from penstock.core.core import Core
@@ -113,9 +121,9 @@ def build(config: Config, event_log: EventLog) -> tuple[EngineLoop, wire.Ready]:
                       max_model_len=built.max_model_len, selection=built.selection,
                       event_log=event_log,
                       check=config.debug.check)
-    return loop, wire.Ready(pid=os.getpid(), vocab_size=built.vocab_size,
-                            max_model_len=built.max_model_len, info=built.info,
-                            selection=built.selection)
+    ready = wire.Ready(pid=os.getpid(), vocab_size=built.vocab_size, max_model_len=built.max_model_len,
+                       info=built.info, selection=built.selection)
+    return loop, ready, [built.crew] if built.crew else []
 
 
 def spare_the_collector() -> None:
@@ -140,7 +148,7 @@ def main(argv: list[str]) -> NoReturn:
     try:
         config = hello(link)
         event_log = EventLog(config.debug.event_log)
-        loop, ready = build(config, event_log)
+        loop, ready, alarms = build(config, event_log)
     except ConfigError as e:
         link.send(wire.Failed(str(e)))
         sys.exit(EXIT_CONFIG)
@@ -148,7 +156,7 @@ def main(argv: list[str]) -> NoReturn:
     log(wire.LOADED)
     link.send(ready)
     try:
-        run(loop, link)
+        run(loop, link, alarms)
     except Exception as e:                          # around the loop: leave evidence, then die
         path = "nothing could be written"
         try:

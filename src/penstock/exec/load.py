@@ -1,0 +1,194 @@
+"""The weights of a model, or of one stage of it, and the back-ends that compute with them."""
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import json
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.config import platform as machine
+from penstock.config.errors import ConfigError
+from penstock.config.paths import cache_dir
+from penstock.config.selection import Selection, selection_of
+from penstock.config.tree import Config
+from penstock.core.settings import CoreConfig
+from penstock.exec.attend import LatentOps
+from penstock.exec.caches import Caches
+from penstock.exec.selecting import Selector
+from penstock.exec.sizing import show_size
+from penstock.kernels import index_select, latent_attention, layer, linear, paged_attention, registry
+from penstock.kernels.platform import KernelError, probe
+from penstock.kernels.select import SelectRule
+from penstock.model import registry as families
+from penstock.model.base import Checkpoint, Model, Stage
+from penstock.model.checkpoint import open_checkpoint
+from penstock.model.locate import locate
+
+DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
+TRIM_BYTES = 64 << 20         # weights loaded between two trims of the heap
+
+
+def choose_backends(config: Config, ops: Sequence[str],
+                    log: Callable[[str], object]) -> dict[str, registry.Choice]:
+    requested = dict(pair.split("=", 1) for pair in config.device.backends)
+    try:
+        choices = registry.select(probe("cpu", cache_dir() / "kernels"), requested, ops)
+    except KernelError as e:
+        raise ConfigError(f"--backends {','.join(config.device.backends)}: {e}") from None
+    for choice in choices.values():
+        log(str(choice))
+    return choices
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model with its weights, and what is worth telling about them; `bytes` in the dtype used,
+    `peak` what loading added to the largest resident size of this process; `whole`: the shape of all its
+    stages, without weights; `digest`: of its configuration."""
+
+    model: Model
+    backends: dict[str, registry.Choice]
+    name: str
+    load_format: str
+    bytes: int
+    peak: int
+    whole: Model
+    digest: str
+
+
+def outline(config: Config, log: Callable[[str], object]) -> Loaded:
+    """The whole model without weights, for who plans for it and computes nothing. Raises ConfigError."""
+    files = locate(config.model.model, load_format=config.model.load_format)
+    checkpoint = open_checkpoint(files)
+    backends = _backends_of(config, checkpoint, log)
+    _check_weights_fit(files.name, families.tensor_shapes(checkpoint.config), DTYPES[config.model.dtype])
+    model = families.build(checkpoint.config, dtype=DTYPES[config.model.dtype],
+                           linear=functools.partial(linear.pack, backend=backends["linear"].name))
+    return Loaded(model, backends, files.name, files.load_format, 0, 0, model, digest_of(checkpoint.config))
+
+
+def _backends_of(config: Config, checkpoint: Checkpoint,
+                 log: Callable[[str], object]) -> dict[str, registry.Choice]:
+    return choose_backends(config, ("linear", "layer", *families.ops_of(checkpoint.config),
+                                    *(registry.SELECTING if selection_of(config.kv) else ())), log)
+
+
+def load(config: Config, stage: Stage | None, log: Callable[[str], object]) -> Loaded:
+    """Stream the weights of a stage in, or all: one source tensor at a time, and freed ones go back to
+    the system. Raises ConfigError."""
+    started, rss_before = time.perf_counter(), _peak_rss()
+    dtype = DTYPES[config.model.dtype]
+    files = locate(config.model.model, load_format=config.model.load_format)
+    name, load_format = files.name, files.load_format
+    checkpoint = open_checkpoint(files)
+    backends = _backends_of(config, checkpoint, log)
+    pack = functools.partial(linear.pack, backend=backends["linear"].name)
+    model = families.build(checkpoint.config, dtype=dtype, linear=pack,
+                           ops=layer.ops(backends["layer"].name), stage=stage)
+    whole = model if stage is None else families.build(checkpoint.config, dtype=dtype, linear=pack)
+    digest = digest_of(checkpoint.config)
+    _check_weights_fit(name, families.tensor_shapes(checkpoint.config, stage), dtype)
+    tensors: Iterable[tuple[str, Tensor]] = (
+        families.dummy_tensors(checkpoint.config, config.model.seed or 0, model.wants)
+        if load_format == "dummy" else checkpoint.tensors(model.wants))
+    loaded = trimmed = 0
+    for tensor_name, tensor in tensors:
+        loaded += tensor.numel() * dtype.itemsize
+        model.load(tensor_name, tensor)
+        del tensor                        # or it would live while the next one is read
+        if loaded - trimmed > TRIM_BYTES:
+            trimmed = loaded
+            _trim_heap()
+    # A GGUF's header holds its whole tokenizer; `finish` may pack a large head: not both at once.
+    del tensors, checkpoint, files
+    _trim_heap()
+    model.finish()
+    log(f"model: {name}, {show_size(loaded)} of weights as {show_dtype(dtype)} in "
+        f"{time.perf_counter() - started:.1f} s")
+    return Loaded(model, backends, name, load_format, loaded, _peak_rss() - rss_before, whole, digest)
+
+
+def attention_of(backends: Mapping[str, registry.Choice]) -> paged_attention.Planner | LatentOps:
+    """What a rank attends with, of the ops that the model's family needs."""
+    if "latent_attention" in backends:
+        return LatentOps(index_select.index_select(backends["index_select"].name),
+                         latent_attention.latent_attention(backends["latent_attention"].name))
+    return functools.partial(paged_attention.plan, backend=backends["paged_attention"].name)
+
+
+def selection_for(config: Config, model: Model) -> Selection | None:
+    """What an ordinary model selects by. One that chooses its tokens itself takes no other choice; its rows
+    are read from device pages only. Raises ConfigError where flags ask for more."""
+    kv, topk = config.kv, model.attention.topk
+    if not topk:
+        return selection_of(kv)
+    if kv.sparse_top_k not in (None, topk):
+        raise ConfigError(f"--sparse-top-k {kv.sparse_top_k}: this model chooses {topk} tokens itself, as "
+                          "its config.json says (index_topk): leave the flag out")
+    for flag, given in (("--sparse-kv", kv.sparse_kv if kv.sparse_kv != "off" else None),
+                        ("--hot-buffer-tokens", kv.hot_buffer_tokens),
+                        ("--sparse-dense-layers", kv.sparse_dense_layers or None)):
+        if given is not None:
+            raise ConfigError(f"{flag} {given}: host pages are not built yet for a model that chooses its "
+                              f"{topk} tokens itself: leave the flag out")
+    return None
+
+
+def selector_of(selection: Selection | None, core: CoreConfig,
+                backends: Mapping[str, registry.Choice]) -> Selector | None:
+    """How a rank selects, in the words of its kernels."""
+    return None if selection is None else Selector(
+        rule=SelectRule(unit=selection.unit, sink=selection.sinks, window=selection.window),
+        hot_pages=core.hot_pages, backends={op: backends[op].name for op in registry.SELECTING})
+
+
+def digest_of(config: Mapping[str, object]) -> str:
+    """The same for the same model configuration, in any process."""
+    text = json.dumps(config, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def identity_of(loaded: Loaded, config: Config, caches: Caches) -> dict[str, str]:
+    """What all ranks of an engine must have in common."""
+    layouts = (f"{g.name} {'x'.join(map(str, layout.shape))}"
+               for g, layout in zip(caches.groups, caches.layouts, strict=True))
+    return {"model": f"{loaded.name} ({loaded.digest})", "dtype": show_dtype(DTYPES[config.model.dtype]),
+            "layout": ", ".join(layouts),
+            "back-ends": ", ".join(f"{op}={c.name}" for op, c in loaded.backends.items())}
+
+
+def _check_weights_fit(name: str, shapes: Iterable[tuple[str, tuple[int, ...]]],
+                       dtype: torch.dtype) -> None:
+    need = sum(math.prod(shape) for _, shape in shapes) * dtype.itemsize
+    free = machine.probe().memory_available
+    if need > free:
+        raise ConfigError(f"{name}: its weights take {show_size(need)} as {show_dtype(dtype)} and "
+                          f"{show_size(free)} of memory are free: take a smaller model or "
+                          "--dtype bfloat16")
+
+
+def _trim_heap() -> None:
+    """Give freed memory back where the C library can: glibc keeps freed weights of up to 32 MiB,
+    42 MiB of them after loading SmolLM2 in float32."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _peak_rss() -> int:
+    """Largest resident size of this process so far, bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def show_dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
