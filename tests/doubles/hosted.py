@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+from late_copies import Latest, Shuffled
 
 from penstock.config.params import SamplingParams
 from penstock.config.selection import Selection, attention_identity
 from penstock.core.core import Core
-from penstock.core.plan import Arrived, Event, Finished, Moved, RequestId, Started, StepPlan, Token
+from penstock.core.plan import Arrived, Event, Finished, Moved, Outcome, RequestId, Started, StepPlan, Token
 from penstock.core.settings import CoreConfig
 from penstock.exec.caches import caches_of
 from penstock.exec.front import Front
@@ -141,7 +142,7 @@ class Engine:
         self.core.check()
         self.poison()
         found = self.ex.poll(block=True)
-        self.moved += [e for e in found if isinstance(e, Moved)]
+        self.needs_rebind += [e for e in found if isinstance(e, Moved)]
         self.inbox += found
         return bool(found)
 
@@ -176,3 +177,34 @@ def resident(prompt: tuple[int, ...], new: int, budget: int = BUDGET) -> tuple[i
     engine.drain()
     assert budget == 0 or engine.total("hot_misses") == 0 < engine.total("selected_device")
     return tuple(engine.got[1])
+
+
+NEW = 24
+LATENESS = {"thread": lambda: None, "latest": Latest, "shuffled": lambda: Shuffled(1),
+            "torn": lambda: Shuffled(2, torn=0.3)}
+
+
+def hosted_work(engine: Engine) -> None:
+    """The slow path ran: misses, evictions, rows read from the host."""
+    assert min(len(p) for p in PROMPTS.values()) >= 8 * HOT_PAGES * PAGE
+    for name in ("hot_misses", "hot_evictions", "host_rows_read", "hot_hits"):
+        assert engine.total(name) > 0, name
+
+
+def play(engine: Engine, script=lambda turn: (), new: int = NEW, arrive=lambda rid: 3 * rid,
+         prompts=PROMPTS, aborts=()) -> None:
+    """All prompts, with the events that `script` adds at each turn; tokens are those of the resident, all of
+    them but where the script aborts: a row without finite logits is ended too."""
+    waiting = dict(prompts)
+    for turn in range(600):
+        for rid in [r for r in waiting if turn >= arrive(r)]:
+            engine.add(rid, waiting.pop(rid), new)
+        engine.inbox += script(turn)
+        if not engine.turn() and not waiting:
+            break
+    engine.drain()
+    for rid, prompt in prompts.items():
+        want = resident(prompt, new)
+        got = tuple(engine.got[rid])
+        assert got == want[:len(got)], f"request {rid}"
+        assert len(got) == new or (rid in aborts and engine.ended[rid].outcome is Outcome.ABORT)

@@ -3,6 +3,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import where
+
 from penstock.core.settings import CoreConfig
 from penstock.exec.caches import Caches, stage_shapes
 from penstock.exec.front import Front
@@ -28,10 +30,10 @@ def front(model: Callable[[Stage | None], Model], attention: Planner, shapes: Se
     for stage, ends in zip(stages, links, strict=True):
         one = len(stages) == 1
         own = caches.stage(stage.first, stage.end, shapes)
-        pools = own.pools(cfg, host_memory=host)
+        pools = own.pools(cfg, where.DEVICE, host_memory=host)
         for kept, made in zip((device_pools, host_pools), pools, strict=True):
             kept += made
-        ranks.append(Rank(model(None if one else stage), attention, *pools, rows=cfg.rows,
-                          row_base=cfg.row_base, links=ends,
-                          groups=stage_shapes(shapes, stage), **rank))
+        made_rank = Rank(model(None if one else stage), attention, *pools, rows=cfg.rows,
+                         row_base=cfg.row_base, links=ends, groups=stage_shapes(shapes, stage), **rank)
+        ranks.append(where.captured(made_rank))
     return Front(ranks), device_pools, host_pools

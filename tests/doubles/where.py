@@ -1,0 +1,46 @@
+"""On which device tests of executors run: `pytest --device cuda` says so, else the CPU."""
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from penstock.exec.attend import Grouped
+from penstock.exec.rank import Rank
+from penstock.kernels import layer, linear, paged_attention
+from penstock.model import registry
+
+DEVICE = "cpu"
+
+
+def model(config: dict[str, Any], dtype: Any, seed: int, scale: float, stage: Any = None) -> Any:
+    """Random weights, the same on every device, norms as they come and the rest times `scale`."""
+    pack: Callable[..., Any] = lambda w, b: functools.partial(F.linear, weight=w, bias=b)  # noqa: E731
+    ops = layer.ops("reference")
+    if DEVICE == "cuda":
+        pack, ops = functools.partial(linear.pack, backend="cuda"), layer.ops("triton")
+    made = registry.build(config, dtype=dtype, linear=pack, ops=ops, stage=stage)
+    for name, tensor in registry.dummy_tensors(config, seed, made.wants):
+        made.load(name, (tensor if "norm" in name else tensor * scale).to(DEVICE))
+    made.finish()
+    return made
+
+
+def captured(rank: Rank) -> Rank:
+    """The rank, with decode steps captured where that is possible."""
+    if rank._ahead and isinstance(rank._attending, Grouped):
+        rank.capture((1, 2, 4))
+    return rank
+
+
+def backends() -> list[str]:
+    """Attention for this device, the default first."""
+    return [i.name for i in paged_attention.OP.implementations if DEVICE in i.devices]
+
+
+def sequence(tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and positions of one whole sequence."""
+    return torch.tensor(tokens, device=DEVICE), torch.arange(len(tokens), device=DEVICE)
