@@ -1,4 +1,4 @@
-"""What calm workloads cost. That each counter sees what it is for, seeded bugs show (`mutants.wasting`)."""
+"""What calm workloads cost. That each counter sees what it is for, seeded bugs show (`mutants.policy`)."""
 from __future__ import annotations
 
 import pytest

@@ -415,7 +415,8 @@ class Judge(Watcher):
             m = event.message
             if (m.receiver, m.sender) == self.view.epochs and (
                     self.came.get(m.transfer, now) < now < self.came.get(m.transfer, now) + 90):
-                assert self.view.remembers(m.transfer), (
+                known = self.view.known(m.transfer)
+                assert known is not None and known.is_remembered, (
                     f"transfer {m.transfer}: its request was here, and nobody remembers")
 
     def still(self, in_flight: int) -> None:

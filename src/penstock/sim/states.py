@@ -63,8 +63,8 @@ def met(view: View, event: Event) -> list[Live]:
         case PeerFenced() | Renewed():
             return view.at_peer
         case Reminded(transfer, n) | Overdue(transfer, n):       # a timer that still counts
-            r = view.of_transfer(transfer)
-            return [r] if r is not None and view.timer(transfer) == n else []
+            r, known = view.of_transfer(transfer), view.known(transfer)
+            return [r] if r is not None and known is not None and known.timer == n else []
         case _ if isinstance(event, WISHES):
             return _one(view, event.rid)
     return []
@@ -82,7 +82,9 @@ def _told(view: View, message: Message) -> list[Live]:
     r = view.of_transfer(message.transfer)
     if r is None or (message.receiver, message.sender) != view.epochs:
         return []
-    if view.cfg.role == "decode" and not view.awaits(message.transfer, message.generation):
+    known = view.known(message.transfer)
+    if view.cfg.role == "decode" and not (
+            known is not None and known.is_open and known.generation == message.generation):
         return []
     return [r]
 

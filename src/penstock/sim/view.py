@@ -11,7 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, overload
 from penstock.core.core import Core
 from penstock.core.kv.pool import Pool
 from penstock.core.kv.prefix_tree import Node
-from penstock.core.pair.decode_side import DecodeSide
+from penstock.core.pair.decode_side import DecodeSide, Receiving
 from penstock.core.plan import ONE_PEER, MoveId, RequestId, StepId, Tier
 from penstock.core.policy import capacity as capacity  # arithmetic of what can ever fit: it has no state
 from penstock.core.request import Request, Table
@@ -92,13 +92,12 @@ class Group:
 
 
 class Transfer(NamedTuple):
-    """A Move that was planned and has not been answered. `rid`: whose private pages, if anybody's."""
+    """A Move that was planned and has not been answered."""
 
     src: Tier
     dst: Tier
     src_pages: list[int]
     dst_pages: list[int]
-    rid: RequestId | None
 
 
 class Where(NamedTuple):
@@ -108,6 +107,16 @@ class Where(NamedTuple):
     page: int
     is_moving: bool
     last_step: StepId
+
+
+class Known(NamedTuple):
+    """What the protocol knows of a transfer: which of its timers counts; decode side: the generation of its
+    grant, and whether that is open; prefill side: whether its request is here, or its fate known."""
+
+    timer: int
+    generation: int
+    is_open: bool
+    is_remembered: bool
 
 
 class View:
@@ -246,7 +255,7 @@ class View:
         flight = self._have.moves.flying.get(move)
         return None if flight is None else Transfer(
             flight.src.tier, flight.dst.tier, [src.page for src, _ in flight.pairs],
-            [dst.page for _, dst in flight.pairs], None if flight.request is None else flight.request.rid)
+            [dst.page for _, dst in flight.pairs])
 
     def is_flying(self, move: MoveId) -> bool:
         return move in self._have.moves.flying
@@ -318,29 +327,11 @@ class View:
         """Live requests that name a transfer."""
         return [] if self._pair is None else list(map(self.of, self._pair.requests.values()))
 
-    def timer(self, transfer: int) -> int | None:
-        """The number of its timer that counts, if there is one."""
-        pair = self._pair
-        entry = None if pair is None else pair.side.table.get(transfer)
-        return None if entry is None else entry.n
-
-    def awaits(self, transfer: int, generation: int) -> bool:
-        """Decode role: this grant is open."""
-        side = None if self._pair is None else self._pair.side
-        entry = side.table.get(transfer) if isinstance(side, DecodeSide) else None
-        return entry is not None and entry.granted and entry.generation == generation
-
-    def expects_writes(self, transfer: int, generation: int) -> bool:
-        """Decode role: the other engine may still write under this grant."""
-        side = None if self._pair is None else self._pair.side
-        entry = side.table.get(transfer) if isinstance(side, DecodeSide) else None
-        return entry is not None and entry.generation == generation
-
-    def remembers(self, transfer: int) -> bool:
-        """Prefill role: its request is here, or what became of it is known."""
-        side = None if self._pair is None else self._pair.side
-        entry = None if side is None or isinstance(side, DecodeSide) else side.table.get(transfer)
-        return entry is not None and bool(entry.waiting or entry.declined or entry.sending is not None)
+    def known(self, transfer: int) -> Known | None:
+        entry = None if self._pair is None else self._pair.side.table.get(transfer)
+        if entry is None or isinstance(entry, Receiving):
+            return None if entry is None else Known(entry.n, entry.generation, entry.granted, False)
+        return Known(entry.n, 0, False, bool(entry.waiting or entry.declined or entry.sending is not None))
 
     def is_closing(self) -> bool:
         """Decode role: a grant was given up for its pages, and its peer has not answered."""

@@ -115,7 +115,7 @@ class Waste(NamedTuple):
     mode: str
 
 
-# When the bounds were set: 0.36, and 0.43 or 0.82 with the seeded bugs of `mutants.wasting`; 0.15 and 0.56;
+# When the bounds were set: 0.36, and 0.43 or 0.82 with the seeded bugs of `mutants.policy`; 0.15 and 0.56;
 # 0.04; 0.02 and 0.52.
 WASTE = {waste.name: waste for waste in (
     Waste("pages copied per sealed page", 0.38, copied,

@@ -229,8 +229,8 @@ class World(Watcher):
     def _overdue(self, rid: RequestId) -> None:
         """The deadline of a transfer comes early."""
         transfer = self.load.made[rid].arrived.transfer
-        if (n := self.view.timer(transfer)) is not None:
-            self.send(Overdue(transfer, n))
+        if (known := self.view.known(transfer)) is not None:
+            self.send(Overdue(transfer, known.timer))
 
     def _poke(self, kind: str) -> None:
         """Aim at a phase first, then at a request in it: short phases are hit as often as long

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from penstock.sim.mutants import damage, flow, groups, hosted, memory, pair, policy, ranks, storage, wasting
+from penstock.sim.mutants import flow, groups, hosted, memory, pair, policy, storage
 from penstock.sim.mutants.registry import BUDGET, COUNTER, MODE, MUTANTS, Stale
 from penstock.sim.programs import sweep
 from penstock.sim.waste import findings
 
-__all__ = ["BUDGET", "MODE", "MUTANTS", "damage", "flow", "groups", "hosted", "hunt", "memory",
-           "pair", "policy", "ranks", "storage", "wasting"]
+__all__ = ["BUDGET", "MODE", "MUTANTS", "flow", "groups", "hosted", "hunt", "memory",
+           "pair", "policy", "storage"]
 
 
 CRASHES = ("TypeError", "AttributeError", "NameError", "ImportError")      # of a bug that is none any more

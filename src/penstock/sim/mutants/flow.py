@@ -16,16 +16,15 @@ from penstock.core.plan import (
     Finished,
     Moved,
     Outcome,
-    Started,
     StepId,
     Tier,
     Token,
 )
-from penstock.core.policy import capacity, reclaim
+from penstock.core.policy import reclaim
 from penstock.core.policy.queue import Admission
 from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
-from penstock.sim.mutants.registry import Real, holding, instead_of, mutant, swapped
+from penstock.sim.mutants.registry import Real, instead_of, mutant
 
 
 # ---------------------------------------------------------------- tables on the device
@@ -53,18 +52,6 @@ class GrowForgotten(Core):
 
 
 @mutant()
-class SamplingStateReset(Core):
-    """A resumed row starts its sampling state at zero."""
-
-    def advance(self, events: Sequence[Event]) -> Advance:
-        adv = super().advance(events)
-        if adv.plan is not None and adv.plan.binds:
-            binds = tuple(replace(b, emitted=0) for b in adv.plan.binds)
-            return replace(adv, plan=replace(adv.plan, binds=binds))
-        return adv
-
-
-@mutant()
 class CadenceIgnoresTheStages(Core):
     """A row decodes again before its last token has left the pipeline."""
 
@@ -75,14 +62,6 @@ class CadenceIgnoresTheStages(Core):
             return super().advance(events)
         finally:
             self.cfg = cfg
-
-
-@mutant()
-class OnePlanTooMany(Core):
-    """An off-by-one in the depth."""
-
-    def __init__(self, cfg: CoreConfig) -> None:
-        super().__init__(replace(cfg, pp_size=cfg.pp_size + 1))
 
 
 @mutant()
@@ -106,19 +85,6 @@ class DoubleFinish(Core):
 
 
 @mutant()
-class TokenAfterTheStop(Core):
-    """The step that was issued before the stop was known emits its token."""
-
-    def _retire(self, step: StepId, tokens: tuple[tuple[int, ...], ...]) -> None:
-        results = iter(tokens)
-        for row in self.in_flight[step]:
-            new = next(results) if row.samples else ()
-            if row.request.phase is Phase.DONE and new:
-                self._out.append(Token(row.request.rid, row.request.num_output, new[0]))
-        super()._retire(step, tokens)
-
-
-@mutant()
 class TokensAgainAfterResume(Core):
     """A resumed request starts its stream again."""
 
@@ -126,39 +92,6 @@ class TokensAgainAfterResume(Core):
         ok = super().transition(r, trigger, spare)
         if ok and trigger is Trigger.RESUME and r.num_output:
             self._out.append(Token(r.rid, r.num_output - 1, r.tokens[-1]))
-        return ok
-
-
-@mutant()
-class StartedTwice(Core):
-    """A resumed request is announced again."""
-
-    def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
-        ok = super().transition(r, trigger, spare)
-        if ok and trigger is Trigger.RESUME:
-            self._out.append(Started(r.rid, 0, 0))
-        return ok
-
-
-@mutant()
-class LateResultOfAnEarlierLife(Core):
-    """A request that was dropped starts again while its steps fly; they settle pages of its next life."""
-
-    def advance(self, events: Sequence[Event]) -> Advance:
-        with swapped(Admission, "may_start", self._as_if_idle):
-            return super().advance(events)
-
-    @staticmethod
-    def _as_if_idle(real: Real, admission: Admission, r: Request) -> bool:
-        last_issue, r.last_issue = r.last_issue, StepId(0)
-        starts: bool = real(admission, r)
-        r.last_issue = last_issue
-        return starts
-
-    def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
-        ok = super().transition(r, trigger, spare)
-        if ok and trigger is Trigger.DROP:
-            r.kv_epoch -= 1
         return ok
 
 
@@ -193,38 +126,6 @@ class AbortHitsAnother(Core):
 
 
 @mutant()
-class MinNewIgnored(Core):
-    """Stop ids count from the first token on."""
-
-    def _arrive(self, a: Arrived) -> None:
-        super()._arrive(replace(a, min_new=0))
-
-
-@mutant()
-class LimitForgotten(Core):
-    """A request may grow until the pool is full, and then waits for itself."""
-
-    def _arrive(self, a: Arrived) -> None:
-        super()._arrive(a)
-        if a.rid in self.live:
-            self.live[a.rid].max_new = a.max_new
-
-
-@mutant()
-class RefusalForgotten(Core):
-    """What can never fit is queued."""
-
-    def _arrive(self, a: Arrived) -> None:
-        super()._arrive(a)
-        if a.rid not in self.live:
-            self._out.pop()
-            cfg, self.cfg = self.cfg, replace(self.cfg, max_len=1 << 20)
-            with holding(capacity, "largest", lambda cfg, hosted: 1 << 20):
-                super()._arrive(a)
-            self.cfg = cfg
-
-
-@mutant()
 class PriorityIgnored(Core):
     """First come, first served, whatever was asked."""
 
@@ -238,18 +139,6 @@ class ForkDoesNotWait(Core):
 
     def _arrive(self, a: Arrived) -> None:
         super()._arrive(replace(a, leader=None))
-
-
-@mutant()
-class CachedTokensOverstated(Core):
-    """Started counts pages that are still to be computed."""
-
-    def _started(self, r: Request) -> None:
-        super()._started(r)
-        s = self._out[-1]
-        assert isinstance(s, Started)
-        more = min(self.cfg.page_size, r.num_prompt - 1 - s.hbm_tokens - s.dram_tokens - s.disk_tokens)
-        self._out[-1] = replace(s, hbm_tokens=s.hbm_tokens + more)
 
 
 # ---------------------------------------------------------------- progress and victims

@@ -4,14 +4,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from penstock.core import lifecycle, schedule
+from penstock.core import schedule
 from penstock.core.core import Core
 from penstock.core.kv import allocate, growth, offload, page_table, promote, sealing
 from penstock.core.kv.allocate import Claim
 from penstock.core.kv.cache import KVCache
 from penstock.core.kv.prefix_tree import Copy, Node, TierGroup
-from penstock.core.lifecycle import Lease, Phase, Place, Trigger
-from penstock.core.plan import Advance, Bind, Event, Group, Grow, Hot, Moved, StepId, Tier, Yield
+from penstock.core.lifecycle import Phase, Place, Trigger
+from penstock.core.plan import Advance, Bind, Event, Grow, Moved, StepId, Tier, Yield
 from penstock.core.policy import capacity, reclaim
 from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
@@ -20,39 +20,21 @@ from penstock.sim.mutants.registry import Real, holding, instead_of, mutant
 # Hosted rows read pages that they share, and that others need.
 LOANS = ("hot_pages=1,always_hosted=0,span=30,requests=14,rows=6,hbm_pages=24,dram_pages=200,page_size=1"
          ",again=0.9")
-# Rows are spilled, and there is room for them to come back.
-RETURNS = ("pair=0,hot_pages=2,always_hosted=0,spills=30,abort=0,aborts=0,stop=0,stops=0,aims=0,drops=0"
-           ",pauses=0,copy=0.1,new_max=40,hbm_pages=60,dram_pages=100,page_size=1,requests=6")
 # Steps wait for loads that fail, and results come from the rank where they did.
 TORN = "pair=0,ranks=1,wait_pages=1000,fail=0.5,step_tokens=64,pauses=20,turns=0.7,again=0.7,dram_pages=60"
 
 
 # ---------------------------------------------------------------- binds, grows, yields
-class _NoRebind(Core):
-    """The device is not told that the pages of a row have moved."""
-
-    edge: tuple[Phase, Trigger]
+@mutant()
+class NoRebindAfterASpill(Core):
+    """A row goes on from host pages, and its device pages are others' now: the device is not told."""
 
     def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
-        edge = r.phase, trigger
+        source = r.phase
         ok = super().transition(r, trigger, spare)
-        if ok and edge == self.edge:
+        if ok and (source, trigger) == (Phase.STAGING, Trigger.LANDED):
             r.needs_rebind = False
         return ok
-
-
-@mutant()
-class NoRebindAfterASpill(_NoRebind):
-    """A row goes on from host pages, and its device pages are others' now."""
-
-    edge = Phase.STAGING, Trigger.LANDED
-
-
-@mutant(mode=RETURNS)
-class NoRebindAfterAPromotion(_NoRebind):
-    """A row goes on from device pages through a hot buffer that others have now."""
-
-    edge = Phase.PROMOTING, Trigger.LANDED
 
 
 @instead_of(schedule, "_bind")
@@ -60,30 +42,6 @@ def bind_keeps_after_a_resume(real: Real, r: Request) -> Bind:
     """A resumed request goes on with the length and sampling state that its row had."""
     bind: Bind = real(r)
     return replace(bind, keep=bind.keep or r.num_preemptions > 0)
-
-
-@instead_of(schedule, "_bind", mode=RETURNS + ",overlap=1")
-def no_bind_keeps(real: Real, r: Request) -> Bind:
-    """A row whose pages have moved forgets the token that it has just sampled."""
-    bind: Bind = real(r)
-    return replace(bind, keep=False)
-
-
-@instead_of(schedule, "_bind")
-def kept_map_wrong_by_one(real: Real, r: Request) -> Bind:
-    """The hot buffer of a spilled row is told to hold the pages before those that it holds."""
-    bind: Bind = real(r)
-    return replace(bind, hot=tuple(tuple(Hot(h.page, h.keeps - (h.keeps > 0)) for h in units)
-                                   for units in bind.hot))
-
-
-@instead_of(schedule, "_bind")
-def hot_buffer_claims_what_it_never_held(real: Real, r: Request) -> Bind:
-    """A fresh hot unit is taken for a copy of the page with its number."""
-    bind: Bind = real(r)
-    return replace(bind, hot=tuple(
-        tuple(Hot(h.page, i if h.keeps < 0 and i < len(pages) else h.keeps) for i, h in enumerate(units))
-        for units, pages in zip(bind.hot, bind.pages, strict=bool(bind.hot))))
 
 
 @instead_of(KVCache, "_free_hot_buffer")
@@ -101,12 +59,6 @@ def hosted_row_reads_pages_that_are_coming(real: Real, column: Sequence[Copy | N
     return list(column)
 
 
-@instead_of(schedule, "_grows")
-def grow_without_the_host_column(real: Real, r: Request) -> list[Grow]:
-    """New entries of a hosted row have no host page, those of a twin are never stored."""
-    return [g._replace(host=()) for g in real(r)]
-
-
 @instead_of(schedule, "_grows", 300)
 def grow_without_the_twin(real: Real, r: Request) -> list[Grow]:
     """A resident row is not told of the host twins of its new pages."""
@@ -118,12 +70,6 @@ def device_page_given_back_without_a_yield(real: Real, r: Request) -> list[Yield
     """A hosted row goes on reading a device page that was a loan."""
     real(r)
     return []
-
-
-@instead_of(schedule, "_yields", mode=LOANS)
-def yield_of_a_page_without_a_host_copy(real: Real, r: Request) -> list[Yield]:
-    """The Yield names the wrong cache group."""
-    return [replace(y, group=Group(len(r.tables) - 1)) for y in real(r)]
 
 
 @instead_of(capacity, "hot_units")
@@ -139,13 +85,6 @@ def hot_buffer_skipped_on_resume(real: Real, have: KVCache, r: Request, g: int, 
     way: Claim = real(have, r, g, place)
     way.hot *= r.phase is not Phase.PAUSED
     return way
-
-
-@instead_of(offload, "is_staged")
-def staging_does_not_wait_for_its_last_copies(real: Real, have: KVCache, r: Request) -> bool:
-    """A spill goes on while its copies fly."""
-    return all(page_table.own(t.host, i) is not None
-               for t in r.tables if t.group.hosted for i in range(len(t.device)))
 
 
 @instead_of(offload, "is_staged")
@@ -174,27 +113,6 @@ class TwinNotStoredFromItsFirstToken(Core):
         return adv
 
 
-@mutant()
-class StagedRowKeepsDecoding(Core):
-    """A row that is being copied to the host still writes."""
-
-    def advance(self, events: Sequence[Event]) -> Advance:
-        with holding(schedule, "DECODING", (*lifecycle.DECODING, Phase.STAGING)):
-            return super().advance(events)
-
-
-@instead_of(promote, "take_hot_buffer", mode=RETURNS)
-def hot_page_still_in_the_tree(real: Real, have: KVCache, r: Request) -> bool:
-    """A page that has become a hot unit is found by the next prefix hit."""
-    nodes = {id(c): c.node for t in r.tables for c in t.device if c is not None}
-    ok: bool = real(have, r)
-    for g, t in enumerate(r.tables):
-        for copy in t.hot if ok else ():
-            if (node := nodes.get(id(copy))) is not None:
-                node.copies[have.device[g]], copy.node = copy, node
-    return ok
-
-
 @instead_of(promote, "take_hot_buffer", 400, first=80, mode="hot_pages=3,spills=60,page_size=2,fail=0")
 def hot_buffer_takes_a_shared_page(real: Real, have: KVCache, r: Request) -> bool:
     """A page that others read becomes a hot unit."""
@@ -205,17 +123,6 @@ def hot_buffer_takes_a_shared_page(real: Real, have: KVCache, r: Request) -> boo
     for copy, pins in truth:
         copy.pins = pins
     return ok
-
-
-@mutant()
-class SelectorGivenUpByASpill(Core):
-    """INDEX is not a lease of a hosted row: the selector reads pages of others."""
-
-    def __init__(self, cfg: CoreConfig) -> None:
-        super().__init__(cfg)
-        self.holds = {where: tuple(x for x in leases if x is not Lease.INDEX or where[1] is Place.DEVICE
-                                   or where[0] is not Phase.HOSTED)
-                      for where, leases in self.holds.items()}
 
 
 @instead_of(reclaim, "promised", mode=LOANS)
@@ -231,12 +138,6 @@ def row_starts_on_host_pages_that_are_coming(real: Real, r: Request) -> list[Cop
     """A hosted row does not wait until its host pages have been filled."""
     out: list[Copy] | None = real(r)
     return [] if out is None else out
-
-
-@instead_of(promote, "is_reloaded")
-def promotion_landed_before_all_loads(real: Real, r: Request) -> bool:
-    """A promoted row reads device pages that are still being filled."""
-    return all(c is not None for t in r.tables if t.group.hosted for c in t.device)
 
 
 @instead_of(sealing, "_offer")
@@ -273,28 +174,7 @@ def page_begun_during_a_promotion_is_on_the_host_only(real: Real, have: KVCache,
     return ok
 
 
-@instead_of(promote, "leave_host", mode=RETURNS)
-def promoted_row_keeps_its_host_pages(real: Real, have: KVCache, r: Request) -> None:
-    """A row that has come back to the device keeps the host full."""
-
-
-@instead_of(promote, "stop_reload", mode=LOANS + ",pair=0,model=1,spills=40,new_max=20,copy=2")
-def promotion_given_up_is_no_loan(real: Real, have: KVCache, r: Request) -> None:
-    """Who gives up a promotion keeps the device pages that it has, whoever needs them."""
-    real(have, r)
-    have.reclaimable.remove(r)
-
-
 # ---------------------------------------------------------------- leases of a hosted row
-@instead_of(allocate, "_entry")
-def host_pages_of_a_hosted_row_unpinned(real: Real, have: KVCache, r: Request, g: int, i: int,
-                                        node: Node | None, way: Claim, *, host: bool) -> Copy:
-    """The host pages that a row reads may be evicted."""
-    copy: Copy = real(have, r, g, i, node, way, host=host)
-    copy.pins -= host and copy.node is not None
-    return copy
-
-
 @instead_of(KVCache, "unpin")
 def host_page_released_without_a_fence(real: Real, have: KVCache, r: Request, space: TierGroup,
                                        copy: Copy) -> None:
@@ -312,15 +192,6 @@ def hot_buffer_released_without_a_fence(real: Real, have: KVCache, r: Request) -
     last, r.last_issue = r.last_issue, StepId(0)
     real(have, r)
     r.last_issue = last
-
-
-@instead_of(offload, "return_reserve")
-def reserve_forgotten(real: Real, have: KVCache, r: Request) -> None:
-    """Host pages that staging did not need stay with a row that is dropped."""
-    if r.place is Place.HOST or r.phase is Phase.DROPPED:
-        r.reserve = [[] for _ in r.tables]
-    else:
-        real(have, r)
 
 
 @mutant()
@@ -352,15 +223,3 @@ class ResultsOfAFailedLoadUsed(Core):
         super()._landed(event)
         for r, invalid_through in before:
             r.invalid_through = invalid_through
-
-
-@mutant()
-class WaitsForgottenAfterTheFirstStep(Core):
-    """Only the first of the steps that read a load is void when it fails."""
-
-    def advance(self, events: Sequence[Event]) -> Advance:
-        adv = super().advance(events)
-        for r in self.running:
-            if self.have.in_flight(r):
-                r.waits = []
-        return adv

@@ -157,31 +157,6 @@ class NamespaceLeftOutOfTheKey(Core):
         super()._arrive(replace(a, namespace=0))
 
 
-@instead_of(KVCache, "match")
-def nothing_left_to_compute(real: Real, have: KVCache, r: Request, *, stored: bool = False) -> list[Node]:
-    """A prefix hit covers a whole prompt that ends on a page edge."""
-    r.tokens.append(-1)
-    path: list[Node] = real(have, r, stored=stored)
-    r.tokens.pop()
-    return path
-
-
-@instead_of(sealing, "_offer", 200)
-def seal_replaces_a_shared_page(real: Real, have: KVCache, r: Request, g: int, i: int, node: Node,
-                                up: Copy | None, down: Copy | None) -> None:
-    """Two requests compute the same page; the second throws the first one's out of the tree."""
-    real(have, r, g, i, node, up, down)
-    if up is not None and have.device[g] in node.copies:
-        node.copies[have.device[g]], up.node = up, node
-
-
-@instead_of(Moves, "move_private")
-def open_page_copied_short(real: Real, copies: Moves, r: Request, src: TierGroup, source: Copy,
-                           dst: TierGroup, target: Copy, tokens: int, node: Node | None = None) -> None:
-    """The last token of an open page is not copied when its request pauses."""
-    real(copies, r, src, source, dst, target, max(1, tokens - 1), node)
-
-
 @instead_of(allocate, "_start")
 def open_page_forgotten(real: Real, have: KVCache, r: Request, g: int, fills: list[Load], *,
                         up: bool) -> None:
@@ -189,14 +164,6 @@ def open_page_forgotten(real: Real, have: KVCache, r: Request, g: int, fills: li
     for f in fills:
         f.source.pins -= f.node is None
     real(have, r, g, [f for f in fills if f.node is not None], up=up)
-
-
-@instead_of(KVCache, "release")
-def row_lost_by_a_drop(real: Real, have: KVCache, r: Request, leases: Iterable[Lease]) -> None:
-    """A dropped request forgets its row instead of giving it back."""
-    if r.phase is Phase.DROPPED:
-        r.row = None
-    real(have, r, leases)
 
 
 @instead_of(KVCache, "release")
@@ -208,3 +175,18 @@ def row_taken_again_one_step_early(real: Real, have: KVCache, r: Request, leases
         real(have, r, [Lease.ROW])
         r.last_issue = last
     real(have, r, leases)
+
+
+# ---------------------------------------------------------------- requests whose KV is damaged
+DAMAGES = "damages=8,pair=0,prefix_cache=1"
+
+
+@instead_of(Moves, "invalidate", mode=DAMAGES)
+def damaged_pages_stay_cached(real: Real, copies: Moves, path: list[Node]) -> None:
+    """A damaged request is aborted like any other: its pages wait for the next prefix hit."""
+
+
+@instead_of(KVCache, "tainted_by", mode=DAMAGES)
+def damage_that_shows_after_a_drop(real: Real, have: KVCache, r: Request) -> list[Node]:
+    """A request that was dropped with a step in flight names no page any more."""
+    return list(r.path)

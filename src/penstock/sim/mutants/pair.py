@@ -5,26 +5,23 @@ both engines; what it gets tells on which of them it matters.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
-from penstock.core import retire
 from penstock.core.core import Core
 from penstock.core.kv import page_table
 from penstock.core.kv.cache import KVCache
-from penstock.core.kv.moves import Moves
 from penstock.core.kv.prefix_tree import Copy, TierGroup
-from penstock.core.lifecycle import Lease, Phase, Trigger
+from penstock.core.lifecycle import Phase, Trigger
 from penstock.core.pair import protocol
 from penstock.core.pair.bridge import Pairing
 from penstock.core.pair.decode_side import DecodeSide, Receiving
-from penstock.core.pair.messages import Cancel, Drained, End, Message, Reason
+from penstock.core.pair.messages import Cancel, Drained, Message, Reason
 from penstock.core.pair.prefill_side import PrefillSide, Sending, Stage
-from penstock.core.plan import ONE_PEER, Advance, Event, Say
+from penstock.core.plan import ONE_PEER, Say
 from penstock.core.policy import reclaim
 from penstock.core.request import Request
-from penstock.core.settings import CoreConfig
-from penstock.sim.mutants.registry import Real, Wrong, instead_of, mutant, swapped
+from penstock.sim.mutants.registry import Real, Wrong, instead_of, mutant
 
 # An engine dies while its writes fly, and is back before they have landed.
 SLOW_WRITES = ",deaths=3,write=60,delay=0.1,lose=0,patience=20"
@@ -73,21 +70,6 @@ def cancel_frees_at_once(real: Real, side: DecodeSide, transfer: int) -> list[pr
         receiving.granted = False
     out: list[protocol.Outcome] = real(side, transfer)
     return out
-
-
-@wrong(KVCache, "unpin")
-def quarantined_pages_count_as_promised(real: Real, have: KVCache, r: Request, space: TierGroup,
-                                        copy: Copy) -> None:
-    """Nobody gives way, for pages come back: when another engine says so."""
-    grants, have.moves.to_peer = have.moves.to_peer, {}
-    real(have, r, space, copy)
-    have.moves.to_peer = grants
-
-
-@wrong(Pairing, "_landed")
-def failed_transfer_taken_as_good(real: Real, pair: Pairing, o: protocol.Landed, r: Request | None) -> None:
-    """Pages that were drained are taken for pages that were filled."""
-    real(pair, replace(o, ok=True), r)
 
 
 # ---------------------------------------------------------------- rule 2: what an ack says
@@ -152,33 +134,11 @@ def refusal_not_sent(real: Real, side: PrefillSide, transfer: int, reason: int) 
     return []
 
 
-@wrong(Pairing, "refused")
-def refusal_of_what_never_fits_not_sent(real: Real, pair: Pairing, transfer: int) -> None:
-    """The path that refuses at once forgets the other engine."""
-
-
 @wrong(PrefillSide, "push_ended")
 def failed_push_forgotten(real: Real, side: PrefillSide, push: int, ok: bool) -> list[protocol.Outcome]:
     """The End says that all bytes are in place."""
     out: list[protocol.Outcome] = real(side, push, True)
     return out
-
-
-@wrong(PrefillSide, "_settle")
-def end_overtakes_the_data(real: Real, side: PrefillSide, s: Sending) -> None:
-    """It does not wait for the last push."""
-    flying, s.flying = s.flying, 0 if s.end is not None else s.flying
-    real(side, s)
-    s.flying = flying
-
-
-@wrong(PrefillSide, "_stop_for")
-def cancelled_and_pushes_on(real: Real, side: PrefillSide, s: Sending) -> None:
-    """The core of the prefill engine never hears that its request was cancelled."""
-    pushing, told = s.stage is Stage.PUSHING, len(side._out)
-    real(side, s)
-    if pushing:
-        del side._out[told:]
 
 
 # ---------------------------------------------------------------- idempotence
@@ -188,31 +148,6 @@ def repeated_grant_is_granted_again(real: Real, side: PrefillSide, s: Sending) -
     if s.stage is Stage.PUSHING or (s.stage is Stage.ENDED and s.flying == 0):
         side._pair(side.table[s.transfer], s)
     real(side, s)
-
-
-@mutant(300, mode="pair=1")
-class EndAppliedTwice(Core):
-    """A repeated End delivers again."""
-
-    def __init__(self, cfg: CoreConfig) -> None:
-        super().__init__(cfg)
-        self.landed: dict[tuple[int, int], protocol.Landed] = {}
-
-    def advance(self, events: Sequence[Event]) -> Advance:
-        with swapped(DecodeSide, "_apply", self._again), swapped(Pairing, "_landed", self._deliver):
-            return super().advance(events)
-
-    def _again(self, real: Real, side: DecodeSide, m: Message) -> None:
-        real(side, m)
-        if isinstance(m, End) and not side._out and m.transfer not in side.table:
-            side._out += [o for o in (self.landed.get((m.transfer, m.generation)),) if o is not None]
-
-    def _deliver(self, real: Real, pair: Pairing, o: protocol.Landed, r: Request | None) -> None:
-        if o.transfer in pair.granted:
-            self.landed[o.transfer, o.generation] = o
-            real(pair, o, r)
-        elif r is not None and o.ok:
-            retire.take(self, r, o.tokens)
 
 
 # ---------------------------------------------------------------- rules 8 and 9: first tokens
@@ -234,55 +169,12 @@ def first_token_generated_again(real: Real, core: Core, r: Request, tokens: tupl
         r.computed = r.settled = r.num_prompt - 1
 
 
-@wrong(Core, "delivered")
-def first_token_streamed_twice(real: Real, core: Core, r: Request, tokens: tuple[int, ...]) -> None:
-    """Once when it is delivered, and once more when the row begins."""
-    said = len(core._out)
-    real(core, r, tokens)
-    core._out += [o for o in core._out[said:] if not isinstance(o, Say)][-1:]
-
-
 # ---------------------------------------------------------------- what is pushed, and when
 @wrong(page_table, "missing", 60, more=LATE_GRANTS)
 def page_pushed_while_its_load_flies(real: Real, r: Request) -> list[Copy] | None:
     """A prompt that was cached below is sent before it is there."""
     copies: list[Copy] | None = [] if r.phase is Phase.SENDING else real(r)
     return copies
-
-
-@mutant(300, mode="pair=1")
-class PagePushedBeforeItsStepRetired(Core):
-    """Pages go out when the step that fills them is issued; the End follows when it has retired."""
-
-    def __init__(self, cfg: CoreConfig) -> None:
-        super().__init__(cfg)
-        self.early: dict[int, None] = {}
-
-    def _progress(self) -> None:
-        for r in self.waiting:
-            if r.phase is Phase.SENDING and r.grant is not None and self.have.in_flight(r) and not (
-                    r.is_pushed or r.arrived.transfer in self.early):
-                self.early[r.arrived.transfer] = None
-                with (swapped(PrefillSide, "finish", lambda real, *args: []),
-                      swapped(Moves, "push", self._at_once)):
-                    self.pairs[ONE_PEER].push(r)
-                r.is_pushed = False
-        with swapped(Moves, "push", self._once), swapped(PrefillSide, "push_started", self._started_once):
-            super()._progress()
-
-    @staticmethod
-    def _at_once(real: Real, copies: Moves, r: Request, *args: object) -> object:
-        issued, r.last_issue = r.last_issue, copies.retired
-        move = real(copies, r, *args)
-        r.last_issue = issued
-        return move
-
-    def _once(self, real: Real, copies: Moves, r: Request, *args: object) -> object:
-        return 0 if r.arrived.transfer in self.early else real(copies, r, *args)
-
-    def _started_once(self, real: Real, side: PrefillSide, transfer: int, push: int) -> None:
-        if push:
-            real(side, transfer, push)
 
 
 @wrong(Pairing, "push")
@@ -302,7 +194,7 @@ def push_begins_at_a_whole_page(real: Real, pair: Pairing, r: Request) -> None:
     real(pair, r)
 
 
-@wrong(Core, "_ask", first=130)
+@wrong(Core, "request_edge", first=130)
 def dropped_while_its_pushes_fly(real: Real, core: Core, rid: int, trigger: Trigger) -> None:
     """A request whose pages are on their way gives them up."""
     r = core.live.get(rid)  # type: ignore[call-overload]
@@ -332,41 +224,10 @@ def grant_said_before_its_pages(real: Real, pair: Pairing) -> list[Say]:
 
 
 # ---------------------------------------------------------------- the decode engine's own side
-@mutant(300, mode="pair=1")
-class DeliveredPagesSealedBeforeTheyLanded(Core):
-    """Others find a prompt in the tree as soon as its pages are granted."""
-
-    def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
-        ok = super().transition(r, trigger, spare)
-        if ok and r.phase is Phase.RECEIVING:
-            settled, r.settled = r.settled, r.num_prompt
-            self.have.seal(r)
-            r.settled = settled
-        return ok
-
-
 @wrong(DecodeSide, "cancel")
 def cancel_forgotten(real: Real, side: DecodeSide, transfer: int) -> list[protocol.Outcome]:
     """A receiving request is aborted, and the prefill engine computes for nobody."""
     return []
-
-
-@wrong(Pairing, "entered")
-def abort_while_receiving_leaks(real: Real, pair: Pairing, r: Request, source: Phase) -> None:
-    """The transfer is forgotten with its request: no ack is awaited, and none frees the pages."""
-    transfer = r.arrived.transfer
-    if isinstance(pair.side, DecodeSide) and source is Phase.RECEIVING and r.phase is Phase.DONE:
-        pair.granted.pop(transfer, None)
-        pair.side.table.pop(transfer, None)
-    real(pair, r, source)
-
-
-@wrong(Pairing, "entered")
-def request_kept_for_ever(real: Real, pair: Pairing, r: Request, source: Phase) -> None:
-    """Requests that have ended stay in the table of transfers."""
-    real(pair, r, source)
-    if isinstance(pair.side, DecodeSide) and r.phase is Phase.DONE and r.arrived.transfer:
-        pair.requests[r.arrived.transfer] = r
 
 
 @mutant(300, mode="pair=1")
@@ -378,21 +239,6 @@ class RowOfADeliveredRequestNotBound(Core):
         ok = super().transition(r, trigger, spare)
         r.bound = r.bound or (ok and source is Phase.RECEIVING and r.row is not None)
         return ok
-
-
-@mutant(300, mode="pair=1")
-class IndexPagesOfAReceivingRequestLeak(Core):
-    """What it received is given up, but not what stays on the device even for a hosted row."""
-
-    def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
-        if r.phase is not Phase.RECEIVING or trigger not in (Trigger.DROP, Trigger.END):
-            return super().transition(r, trigger, spare)
-        with swapped(KVCache, "release", self._but_index):
-            return super().transition(r, trigger, spare)
-
-    @staticmethod
-    def _but_index(real: Real, have: KVCache, r: Request, leases: Iterable[Lease]) -> None:
-        real(have, r, [x for x in leases if x is not Lease.INDEX])
 
 
 @wrong(PrefillSide, "expired")
