@@ -99,8 +99,8 @@ class Engine:
 
     def poison(self, everything: bool = False) -> None:
         """Nobody may read what is on a free list before it is written again."""
-        have = self.core.have
-        for pools, spaces in ((self.device, have.device), (self.host, have.host)):
+        kv = self.core.kv
+        for pools, spaces in ((self.device, kv.device), (self.host, kv.host)):
             for pool, space in zip(pools, spaces, strict=bool(pools)):
                 arena, ledger = space.pool.arena, space.pool
                 n = ledger.per_slab

@@ -66,7 +66,7 @@ POKES = {Paused: Trigger.PAUSE, Dropped: Trigger.DROP, Spilled: Trigger.SPILL, P
 def known(core: Core) -> dict[tuple[int, ...], Node]:
     """What the prefix tree has that anybody may find: pages by namespace and all tokens to their end."""
     pages: dict[tuple[int, ...], Node] = {}
-    stack = [((namespace,), root) for namespace, root in core.have.tree.roots.items() if namespace >= 0]
+    stack = [((namespace,), root) for namespace, root in core.kv.tree.roots.items() if namespace >= 0]
     while stack:
         tokens, node = stack.pop()
         if node.parent is not None:
@@ -78,16 +78,16 @@ def known(core: Core) -> dict[tuple[int, ...], Node]:
 def served(core: Core, pages: Mapping[tuple[int, ...], Node], tokens: tuple[int, ...], stored: bool) -> int:
     """How many of `tokens`, a namespace before them, the tree has for every group: the longest prefix of
     whole pages that leaves one to compute, and of which each group has what the next position reads."""
-    have, size = core.have, core.cfg.page_size
+    kv, size = core.kv, core.cfg.page_size
 
     def can_get(g: int, position: int) -> bool:
         node = pages.get(tokens[:1 + (position // size + 1) * size])
         if node is None:
             return False
-        device, host = node.copies.get(have.device[g]), node.copies.get(have.host[g])
+        device, host = node.copies.get(kv.device[g]), node.copies.get(kv.host[g])
         below = host is not None and (host.ready or (stored and not host.bad))
         return (device is not None and not device.bad) or below or (
-            stored and host is None and node.ready(have.disk[g]))
+            stored and host is None and node.ready(kv.disk[g]))
 
     def reads(group: CacheGroup, end: int) -> range:
         return range(end - 1 if group.snapshot else max(0, end - group.window) if group.window else 0, end)
@@ -217,8 +217,8 @@ class CoreMachine(RuleBasedStateMachine):
         elif kind == 2:
             self.tell(Rates(1.0, 10.0))
         else:
-            for space in (*self.core.have.device, *self.core.have.host):
-                self.core.have.tree.evict(space, 1 << 30)
+            for space in (*self.core.kv.device, *self.core.kv.host):
+                self.core.kv.tree.evict(space, 1 << 30)
             self.tell()
 
     @precondition(lambda self: self._deadlines())
@@ -242,14 +242,14 @@ class CoreMachine(RuleBasedStateMachine):
               stored: bool) -> None:
         """What a new prompt would be served, against a look at all that there is. The prompt extends a
         cached one, sometimes."""
-        have, pages = self.core.have, known(self.core)
+        kv, pages = self.core.kv, known(self.core)
         plain = sorted(tokens for tokens in pages if min(tokens) >= 0)
         tokens = data.draw(st.sampled_from([*plain, (namespace, *prompt)])) + (2, 0)[:more]
         r = Request(Arrived(RequestId(0), tokens[1:], 1, namespace=tokens[0]), 0, 1, list(tokens[1:]),
-                    len(tokens) - 1, have.tables(), self.core.cfg.max_len)
-        found = have.found
-        path = have.match(r, stored=stored)
-        have.found = found                         # nobody has looked
+                    len(tokens) - 1, kv.tables(), self.core.cfg.max_len)
+        found = kv.found
+        path = kv.match(r, stored=stored)
+        kv.found = found                         # nobody has looked
         end = len(path) * self.core.cfg.page_size
         assert end == served(self.core, pages, tokens, stored)
         assert path == [pages[tokens[:1 + p]] for p in range(2, end + 1, 2)]
@@ -273,7 +273,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     def _may_land(self) -> list[MoveId]:
         """Copies may begin when the step that they follow has executed."""
-        return [id for id, move in self.moves.items() if move.after <= self.core.have.retired]
+        return [id for id, move in self.moves.items() if move.after <= self.core.kv.retired]
 
     @precondition(lambda self: self.plans or self.moves)
     @rule(n=st.integers(2, 25))
@@ -313,15 +313,15 @@ class CoreMachine(RuleBasedStateMachine):
         self._nothing_left()
 
     def _nothing_left(self) -> None:
-        have = self.core.have
-        have.drain()
-        assert have.rows.free == self.core.cfg.rows
-        for arena in have.arenas.values():
+        kv = self.core.kv
+        kv.drain()
+        assert kv.rows.free == self.core.cfg.rows
+        for arena in kv.arenas.values():
             for pool in arena.pools:
                 assert not pool.held and not pool.in_limbo, f"{pool.name}: {pool.held}"
             assert len(arena.pools) == 1 or len(arena.free) == arena.slabs
-        assert not list(have.tree.nodes()) and not have.moves.flying
-        assert not (self.core.live or self.core.running or self.core.waiting or have.reclaimable)
+        assert not list(kv.tree.nodes()) and not kv.moves.flying
+        assert not (self.core.live or self.core.running or self.core.waiting or kv.reclaimable)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

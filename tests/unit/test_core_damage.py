@@ -37,7 +37,7 @@ def test_a_request_that_is_found_to_be_damaged_after_its_drop_serves_nobody(drop
     second = core.advance(()).plan
     assert second is not None
     core.advance([Retired(first.step, ((7,),)), *([Dropped(RequestId(0))] if dropped else [])])
-    assert core.have.tainted_by(core.live[RequestId(0)]), "nothing of it is cached: this tests nothing"
+    assert core.kv.tainted_by(core.live[RequestId(0)]), "nothing of it is cached: this tests nothing"
     core.advance([Retired(second.step, ((),)), Aborted(RequestId(0), damaged=True)])
     again = core.advance([Arrived(RequestId(1), tuple(range(9)), 5)]).plan
     assert again is not None and again.start == (0,), "it starts from damaged pages"
@@ -51,7 +51,7 @@ def test_who_never_gave_up_its_kv_damages_no_page_that_it_does_not_name() -> Non
     core.advance([Retired(first.step, ((5,),))])           # the other is still computing these pages
     assert len(core.live[RequestId(0)].path) == 4 and not core.live[RequestId(1)].path
     core.advance([Aborted(RequestId(1), damaged=True), Arrived(RequestId(2), PROMPT, 9)])
-    assert not any(node.banished for node in core.have.tree.nodes())
+    assert not any(node.banished for node in core.kv.tree.nodes())
     assert core.live[RequestId(2)].path == core.live[RequestId(0)].path
 
 
@@ -72,42 +72,42 @@ def test_damaged_pages_that_others_name_serve_nobody_new() -> None:
         events = [] if plan is None else [Retired(plan.step, ((5,),) * sum(plan.samples))]
     assert starts == {0: 0, 1: 8, 2: 0, 3: 8} and ended == {0, 1, 2, 3}
     core.advance([Flushed()])
-    assert not core.have.tree.roots and core.have.device[0].pool.free == 60
+    assert not core.kv.tree.roots and core.kv.device[0].pool.free == 60
 
 
 def test_a_page_that_is_still_being_loaded_is_not_copied_on_to_the_host() -> None:
     """Its load and that copy would fly beside each other: the host would get what was there before."""
-    have = KVCache(CoreConfig(page_size=2, rows=2, hbm_pages=8, dram_pages=8, hot_pages=1))
-    node = have.tree.child(have.tree.root(0), (11, 12))
-    copy = Copy(have.device[0].pool.acquire(1)[0], ready=False, moves=1, filled_by=MoveId(99))
-    have.tree.attach(node, have.device[0], copy)
+    kv = KVCache(CoreConfig(page_size=2, rows=2, hbm_pages=8, dram_pages=8, hot_pages=1))
+    node = kv.tree.child(kv.tree.root(0), (11, 12))
+    copy = Copy(kv.device[0].pool.acquire(1)[0], ready=False, moves=1, filled_by=MoveId(99))
+    kv.tree.attach(node, kv.device[0], copy)
     a = Arrived(RequestId(0), (11, 12, 13), 9, selects=True)
-    r = Request(a, 0, 9, list(a.prompt), 3, have.tables(), 100)
-    assert not allocate.enter(have, r, Place.HOST, 0)
-    assert not (r.path or copy.pins or node.refs or have.moves.outbox) and have.rows.free == 2
+    r = Request(a, 0, 9, list(a.prompt), 3, kv.tables(), 100)
+    assert not allocate.enter(kv, r, Place.HOST, 0)
+    assert not (r.path or copy.pins or node.refs or kv.moves.outbox) and kv.rows.free == 2
     copy.ready, copy.moves = True, 0
-    assert allocate.enter(have, r, Place.HOST, 0)
-    assert [(m.src, m.dst) for m in have.moves.outbox] == [(Tier.HBM, Tier.DRAM)]
+    assert allocate.enter(kv, r, Place.HOST, 0)
+    assert [(m.src, m.dst) for m in kv.moves.outbox] == [(Tier.HBM, Tier.DRAM)]
 
 
 def test_a_page_whose_copy_on_the_host_is_suspect_is_not_fetched_into_a_second() -> None:
     """It is still being read by somebody, so it cannot go yet."""
-    have = KVCache(CoreConfig(page_size=2, rows=2, hbm_pages=8, dram_pages=8, disk_pages=8))
-    node = have.tree.child(have.tree.root(0), (11, 12))
-    have.tree.attach(node, have.disk[0], Copy(have.disk[0].pool.acquire(1)[0]))
+    kv = KVCache(CoreConfig(page_size=2, rows=2, hbm_pages=8, dram_pages=8, disk_pages=8))
+    node = kv.tree.child(kv.tree.root(0), (11, 12))
+    kv.tree.attach(node, kv.disk[0], Copy(kv.disk[0].pool.acquire(1)[0]))
     a = Arrived(RequestId(0), (11, 12, 13), 9)
-    r = Request(a, 0, 9, list(a.prompt), 3, have.tables(), 100)
-    assert have.match(r, stored=True) == [node]
-    suspect = Copy(have.host[0].pool.acquire(1)[0], ready=False, moves=1, bad=True)
-    have.tree.attach(node, have.host[0], suspect)
-    assert have.match(r, stored=True) == []
-    assert prefetch.reserve(have, r) and not (r.path or have.moves.has_planned)
+    r = Request(a, 0, 9, list(a.prompt), 3, kv.tables(), 100)
+    assert kv.match(r, stored=True) == [node]
+    suspect = Copy(kv.host[0].pool.acquire(1)[0], ready=False, moves=1, bad=True)
+    kv.tree.attach(node, kv.host[0], suspect)
+    assert kv.match(r, stored=True) == []
+    assert prefetch.reserve(kv, r) and not (r.path or kv.moves.has_planned)
 
 
 def test_damaged_pages_are_not_stored_and_the_first_to_go() -> None:
     """Whoever names them goes on, and seals more of them."""
     core = Core(CoreConfig(page_size=2, rows=4, hbm_pages=20, dram_pages=40, disk_pages=40))
-    tree, disk = core.have.tree, core.have.disk[0]
+    tree, disk = core.kv.tree, core.kv.disk[0]
     events, damaged = list[Event](), list[Node]()
     asked: dict[int, list[Event]] = {
         0: [Arrived(RequestId(0), PROMPT, 9)], 2: [Arrived(RequestId(1), PROMPT, 9)],
@@ -121,11 +121,11 @@ def test_damaged_pages_are_not_stored_and_the_first_to_go() -> None:
         # Nothing has come to the host before the damage is known.
         events = [] if plan is None else [
             *(Moved(m.id, turn > 5) for m in plan.moves), Retired(plan.step, ((5,),) * sum(plan.samples))]
-    assert damaged and not core.live and core.have.moves.flying == {}
+    assert damaged and not core.live and core.kv.moves.flying == {}
     banished = [n for n in tree.nodes() if n.banished]
     good = [n for n in tree.nodes() if not n.banished]
     assert len(banished) > len(damaged) and not any(disk in n.copies for n in banished)
     assert good and all(n.ready(disk) for n in good)
-    assert tree.evict(core.have.device[0], len([n for n in banished if core.have.device[0] in n.copies]))
-    assert not any(core.have.device[0] in n.copies for n in banished)
-    assert all(core.have.device[0] in n.copies for n in good), "good pages went first"
+    assert tree.evict(core.kv.device[0], len([n for n in banished if core.kv.device[0] in n.copies]))
+    assert not any(core.kv.device[0] in n.copies for n in banished)
+    assert all(core.kv.device[0] in n.copies for n in good), "good pages went first"

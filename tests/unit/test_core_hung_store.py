@@ -39,7 +39,7 @@ def play(core: Core, events: list[Event], hangs: bool = True) -> set[int]:
 def test_growth_does_not_wait_for_a_store_that_hangs(host: int, disk: int) -> None:
     core = Core(CoreConfig(page_size=2, rows=4, hbm_pages=12, dram_pages=host, disk_pages=disk))
     assert play(core, [Arrived(RequestId(0), tuple(range(5)), 2)]) == {0}
-    assert bool(core.have.moves.flying) == bool(disk), "nothing hangs"
+    assert bool(core.kv.moves.flying) == bool(disk), "nothing hangs"
     assert play(core, [Arrived(RequestId(k), tuple(range(100 * k, 100 * k + 5)), 12)
                        for k in (1, 2, 3)]) == {1, 2, 3}
 
@@ -49,9 +49,9 @@ def stored(pages: int, **settings: object) -> Core:
     base: dict[str, object] = dict(page_size=2, rows=4, hbm_pages=64, dram_pages=64, disk_pages=256)
     core = Core(CoreConfig(**(base | settings)))  # type: ignore[arg-type]
     play(core, [Arrived(RequestId(0), tuple(range(2 * pages + 1)), 1)], hangs=False)
-    core.have.tree.evict_all((*core.have.device, *core.have.host))
+    core.kv.tree.evict_all((*core.kv.device, *core.kv.host))
     core.advance(())
-    assert len([n for n in core.have.tree.nodes() if n.ready(core.have.disk[0])]) == pages
+    assert len([n for n in core.kv.tree.nodes() if n.ready(core.kv.disk[0])]) == pages
     return core
 
 
@@ -109,9 +109,9 @@ def test_hosted_rows_do_not_wait_for_a_store_that_hangs(groups: int) -> None:
     assert play(core, [Arrived(RequestId(k), tuple(range(1000 * k, 1000 * k + 20)), 4) for k in (7, 8)]
                 ) == {7, 8}, "writes"
     assert play(core, [Arrived(RequestId(1), tuple(range(61)), 4)]) == set(), "it waits for its prefix"
-    hung = sum(len(f.pairs) for f in core.have.moves.flying.values())
+    hung = sum(len(f.pairs) for f in core.kv.moves.flying.values())
     assert hung == core.cfg.store_pages, "reads and writes"
     long = Arrived(RequestId(3), tuple(range(5000, 5040)), 1000, selects=True)
     assert play(core, [long]) == {3} and core.counters["drops"] == 0
     if groups == 1:
-        assert core.have.issued > core.cfg.page_size * (64 - hung) - 40, "as long as was promised"
+        assert core.kv.issued > core.cfg.page_size * (64 - hung) - 40, "as long as was promised"

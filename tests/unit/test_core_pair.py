@@ -56,7 +56,7 @@ class Driver(driver.Driver):
         return [(o.index, o.token) for o in self.out if isinstance(o, Token)]
 
     def free(self, tier: Tier = Tier.HBM) -> int:
-        return self.core.have.arenas[tier].pools[0].free
+        return self.core.kv.arenas[tier].pools[0].free
 
     def grant(self, transfer: int, tokens: int, generation: int = 1, start: int = 0) -> list[StepPlan]:
         return self.hear(Grant(PEER, US, transfer, generation, tokens, 0, start))
@@ -80,7 +80,7 @@ def prefilled(rid: int = 1, transfer: int = 5, **settings: object) -> Driver:
 # ---------------------------------------------------------------- prefill role
 def test_prefill_pushes_what_was_granted_and_the_end_follows_the_last_push() -> None:
     d = prefilled()
-    assert d.said() == [] and d.core.have.rows.free == 4      # no row, but its pages
+    assert d.said() == [] and d.core.kv.rows.free == 4      # no row, but its pages
     d.grant(5, 10)
     (push,) = d.moves
     assert (push.src, push.dst, push.first, push.tokens, push.transfer, push.generation) == (
@@ -279,9 +279,9 @@ def test_refused_prompt_is_computed_here_and_its_pages_wait_for_the_ack() -> Non
     granted = set(d.moves[0].dst_pages)
     (prompt,) = d.hear(Refused(PEER, US, 5, 1, Reason.REFUSED))
     assert (prompt.start, prompt.count) == ((0,), (10,))
-    assert granted.isdisjoint(prompt.binds[0].pages[0]) and d.core.have.device[0].pool.away == 3
+    assert granted.isdisjoint(prompt.binds[0].pages[0]) and d.core.kv.device[0].pool.away == 3
     d.drained(5)
-    assert d.core.have.device[0].pool.away == 0 and d.said() == []
+    assert d.core.kv.device[0].pool.away == 0 and d.said() == []
     d.run()
     assert d.tokens()[0] == (0, 100) and d.finished() == {1: Outcome.LENGTH}
 
@@ -304,9 +304,9 @@ def test_deadline_computes_the_prompt_here_and_is_no_proof() -> None:
     visit = d.core.live[RequestId(1)].visit
     (prompt,) = d.tell(Expired(RequestId(1), Phase.RECEIVING.value, visit))
     assert prompt.start == (0,) and d.said() == [Cancel(US, PEER, 5, 1)]
-    assert d.core.have.device[0].pool.away == 3
+    assert d.core.kv.device[0].pool.away == 3
     d.end(5, 10, 77)                                          # it was on its way: proof, but no token
-    assert d.core.have.device[0].pool.away == 0 and d.tokens() == []
+    assert d.core.kv.device[0].pool.away == 0 and d.tokens() == []
 
 
 def test_pages_of_a_dead_prefill_engine_wait_for_its_fence() -> None:
@@ -316,7 +316,7 @@ def test_pages_of_a_dead_prefill_engine_wait_for_its_fence() -> None:
     assert d.hear(Drained(PEER + 1, US, 5, 1, Reason.CANCELLED)) == []
     assert d.free() == 13
     (prompt,) = d.tell(PeerFenced(PEER))
-    assert prompt.start == (0,) and d.core.have.device[0].pool.away == 0
+    assert prompt.start == (0,) and d.core.kv.device[0].pool.away == 0
     d.arrive(2, range(50, 60), transfer=6)
     d.retire()                                                # a Grant follows the plan with its Move
     assert d.said() == [Grant(US, PEER + 1, 6, 2, 10, 0, 0)]

@@ -35,7 +35,7 @@ def waiting_push() -> Core:
     plan = core.advance([Retired(plan.step, ((9,),)), Arrived(LONG, tuple(range(40)), 5, transfer=8)]).plan
     assert plan is not None and plan.rids == (LONG,)
     assert core.advance([Received(Grant(THEIRS, OURS, TRANSFER, 1, 4))]).plan is None
-    assert [m.transfer for m in core.have.moves.outbox if m.dst is Tier.PEER] == [TRANSFER]
+    assert [m.transfer for m in core.kv.moves.outbox if m.dst is Tier.PEER] == [TRANSFER]
     return core
 
 
@@ -44,8 +44,8 @@ def test_a_push_that_no_plan_has_is_not_begun_on_another_connection(event: Event
     core = waiting_push()
     outputs = core.advance([event]).outputs
     assert Finished(READY, Outcome.LOST) in outputs
-    assert not core.have.moves.outbox and not core.have.moves.flying
-    plan = core.advance([Retired(core.have.issued, ())]).plan
+    assert not core.kv.moves.outbox and not core.kv.moves.flying
+    plan = core.advance([Retired(core.kv.issued, ())]).plan
     assert plan is not None and not plan.moves
     core.check()
 
@@ -54,7 +54,7 @@ def test_a_push_of_an_aborted_request_ends_all_the_same() -> None:
     core = waiting_push()
     core.advance([Aborted(READY)])
     core.advance([Renewed(OURS + 1)])
-    plan = core.advance([Retired(core.have.issued, ())]).plan
+    plan = core.advance([Retired(core.kv.issued, ())]).plan
     assert plan is not None and not [m for m in plan.moves if m.dst is Tier.PEER]
     core.check()
 

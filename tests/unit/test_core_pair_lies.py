@@ -25,7 +25,7 @@ def test_a_grant_of_no_position_begins_no_push(start: int) -> None:
     grant = Grant(THEIRS, OURS, TRANSFER, 1, len(ASKED.prompt), 0, start)
     advance = core.advance([Retired(plan.step, ((9,),)), Received(grant)])
     assert Finished(RID, Outcome.LOST) in advance.outputs
-    assert advance.plan is None and not core.have.moves.flying
+    assert advance.plan is None and not core.kv.moves.flying
     core.check()
 
 

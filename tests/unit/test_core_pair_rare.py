@@ -81,12 +81,12 @@ def test_a_load_that_fails_when_the_row_that_waited_for_it_is_on_its_way_to_the_
     d = Driver(hbm_pages=32, dram_pages=32, hot_pages=1, wait_pages=100)
     d.arrive(1, range(17), max_new=1)
     d.run()
-    d.core.have.tree.evict(d.core.have.device[0], 99)
+    d.core.kv.tree.evict(d.core.kv.device[0], 99)
     d.arrive(2, range(17), max_new=9, selects=True)
     (load,) = d.moves
     r = d.core.live[RequestId(2)]
     assert load.dst is Tier.HBM and load.id in r.waits and r.phase is Phase.RESIDENT
-    assert growth.drop_mirrors(d.core.have, r)
+    assert growth.drop_mirrors(d.core.kv, r)
     d.tell(Spilled(RequestId(2)))
     assert d.phase(2) is Phase.STAGING
     d.land(ok=False)

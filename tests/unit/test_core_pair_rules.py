@@ -54,7 +54,7 @@ class Driver(driver.Driver):
         return [what for what in said if not isinstance(what, Remind | Deadline | Hello)]
 
     def free(self) -> int:
-        return self.core.have.arenas[Tier.HBM].pools[0].free
+        return self.core.kv.arenas[Tier.HBM].pools[0].free
 
 
 # ---------------------------------------------------------------- rule 6
@@ -116,8 +116,8 @@ def test_rule_6_a_prefill_engine_answers_and_keeps_deadlines_while_no_step_is_pl
 # ---------------------------------------------------------------- rule 7
 def evicted(d: Driver, tier: Tier) -> int:
     """Pages of one tier that go when all go that may."""
-    have = d.core.have
-    return have.tree.evict({Tier.HBM: have.device, Tier.DRAM: have.host}[tier][0], 1 << 30)
+    kv = d.core.kv
+    return kv.tree.evict({Tier.HBM: kv.device, Tier.DRAM: kv.host}[tier][0], 1 << 30)
 
 
 def test_rule_7_a_page_that_the_peer_writes_is_not_read_and_not_evicted() -> None:
@@ -171,14 +171,14 @@ def test_rule_7_who_lacks_pages_that_a_hung_push_reads_does_not_go_round() -> No
     d.hear(Grant(PEER, US, 1, 1, 8))
     d.finish()
     d.hear(Cancel(PEER, US, 1, 1))
-    assert list(d.finished()) == [1] and len(d.core.have.moves.flying) == 2
+    assert list(d.finished()) == [1] and len(d.core.kv.moves.flying) == 2
     d.arrive(2, range(100, 120), max_new=2, transfer=2)
     d.finish()
     assert d.core.live[TWO].num_preemptions == 2
     d.arrive(3, range(3), max_new=2, transfer=3)
     d.finish()
     assert d.core.live[RequestId(3)].num_output == 1 and d.core.live[TWO].num_output == 0
-    d.tell(*[Moved(id, True) for id in d.core.have.moves.flying])
+    d.tell(*[Moved(id, True) for id in d.core.kv.moves.flying])
     d.finish()
     assert d.core.live[TWO].num_output == 1
 

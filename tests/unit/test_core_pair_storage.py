@@ -29,8 +29,8 @@ def test_a_page_in_storage_does_not_part_a_request_from_its_pair(hosted: bool) -
     core = Core(CoreConfig(page_size=2, rows=4, hbm_pages=60, dram_pages=60, disk_pages=99, role="decode",
                            hot_pages=int(hosted), always_hosted=hosted))
     play(core, [Received(Hello(1, 1)), Arrived(RequestId(0), (1, 2, 3), 2, selects=hosted)])
-    for space in (*core.have.device, *core.have.host):
-        core.have.tree.evict(space, 99)
+    for space in (*core.kv.device, *core.kv.host):
+        core.kv.tree.evict(space, 99)
     prompt = (1, 2, *range(100, 138))
     out = play(core, [Arrived(RequestId(1), prompt, 3, transfer=7, selects=hosted)])
     assert core.live[RequestId(1)].phase is Phase.RECEIVING

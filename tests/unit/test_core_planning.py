@@ -230,10 +230,10 @@ def test_who_waits_for_storage_costs_the_same_at_any_length() -> None:
     costs = []
     for pages in (40, 400):
         e = Engine(2, hbm_pages=2 * pages, dram_pages=8 * pages, disk_pages=8 * pages)
-        prompt, have = tuple(range(8 * pages + 1)), e.core.have
+        prompt, kv = tuple(range(8 * pages + 1)), e.core.kv
         e.drain(Arrived(RequestId(0), prompt, 1))
-        have.tree.evict(have.device[0], pages)
-        have.tree.evict(have.host[0], 4)       # the end: all of the path is looked at to find it
+        kv.tree.evict(kv.device[0], pages)
+        kv.tree.evict(kv.host[0], 4)       # the end: all of the path is looked at to find it
         e.turn(Arrived(RequestId(8), (1, 2, 3), 30))
         plan = e.turn(*(Arrived(RequestId(rid), prompt, 5) for rid in (1, 2, 3)))
         assert [m.src for m in plan.moves] == [Tier.DISK]
@@ -266,9 +266,9 @@ def test_hosted_rows_that_have_lent_nothing_are_not_asked() -> None:
     for pages in (40, 400):
         e = Engine(4, **KINDS["hosted"])
         e.start([8 * pages] * 4, selects=True)
-        have, want = e.core.have, [60_001, 0]
-        assert not have.make_free(Tier.HBM, want)
-        costs.append(bytecodes(partial(have.make_free, Tier.HBM, want)))
+        kv, want = e.core.kv, [60_001, 0]
+        assert not kv.make_free(Tier.HBM, want)
+        costs.append(bytecodes(partial(kv.make_free, Tier.HBM, want)))
     assert costs[1] <= 1.02 * costs[0]
 
 
@@ -280,7 +280,7 @@ def test_pages_that_the_peer_still_has_cost_the_same_however_many() -> None:
             Arrived(RequestId(rid), tuple(range(8 * pages)), 5, transfer=rid) for rid in (1, 2)))
         e.flying[-1] = replace(plan, moves=())                 # grants, which no executor answers
         e.turn(Aborted(RequestId(1)), Aborted(RequestId(2)), Arrived(RequestId(8), (1, 2, 3), 30))
-        assert e.core.have.arenas[Tier.HBM].away == 2 * pages
+        assert e.core.kv.arenas[Tier.HBM].away == 2 * pages
         costs.append(sum(bytecodes(e.turn) for _ in range(6)))
     assert costs[1] <= 1.02 * costs[0]
 
@@ -288,9 +288,9 @@ def test_pages_that_the_peer_still_has_cost_the_same_however_many() -> None:
 def test_a_lost_page_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A load of many pages fails, and others have many: not each of these is compared with each of those."""
     e = Engine(4, dram_pages=1000)
-    prompt, space = tuple(range(10**6, 10**6 + 801)), e.core.have.device[0]
+    prompt, space = tuple(range(10**6, 10**6 + 801)), e.core.kv.device[0]
     e.drain(Arrived(RequestId(7), prompt, 1))
-    e.core.have.tree.evict(space, 1000)
+    e.core.kv.tree.evict(space, 1000)
     e.start([800] * 3)
     plan = e.turn(Arrived(RequestId(9), prompt, 5))
     (load,) = [m for m in plan.moves if m.dst is Tier.HBM]

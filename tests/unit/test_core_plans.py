@@ -118,7 +118,7 @@ def test_without_prefix_cache_forks_still_share_and_nothing_stays() -> None:
     (both,) = d.retire()
     assert both.start == (10, 8)
     d.run()
-    assert d.core.have.device[0].pool.free == 16
+    assert d.core.kv.device[0].pool.free == 16
 
 
 def test_pause_writes_to_the_host_and_resume_computes_nothing_twice() -> None:
@@ -235,16 +235,16 @@ def test_late_stop_and_repeated_abort_are_harmless() -> None:
     assert d.finished() == {1: Outcome.STOP}
     d.run()
     d.tell(Flushed())
-    assert d.core.have.device[0].pool.free == 16
+    assert d.core.kv.device[0].pool.free == 16
 
 
 def test_abort_returns_everything_once_its_step_has_retired() -> None:
     d = Driver(overlap=True)
     d.arrive(1, range(6), max_new=9)
     d.tell(Aborted(RequestId(1)))
-    assert d.core.have.device[0].pool.free < 16 and d.core.have.rows.free == 3     # fenced, not free
+    assert d.core.kv.device[0].pool.free < 16 and d.core.kv.rows.free == 3     # fenced, not free
     d.run()
-    assert d.core.have.device[0].pool.free == 16 and d.core.have.rows.free == 4
+    assert d.core.kv.device[0].pool.free == 16 and d.core.kv.rows.free == 4
 
 
 def test_host_copies_serve_a_prefix_that_left_the_device() -> None:
@@ -285,7 +285,7 @@ def test_repeated_hits_do_not_grow_the_eviction_order() -> None:
     for rid in range(1, 120):
         d.arrive(rid, range(40), max_new=1)
         d.run()
-    assert max(len(space.order) for space in d.core.have.tree.spaces) <= 4 * 64 + 64 + 1
+    assert max(len(space.order) for space in d.core.kv.tree.spaces) <= 4 * 64 + 64 + 1
 
 
 def test_waiting_behind_busy_rows_costs_nothing_per_step() -> None:
@@ -293,10 +293,10 @@ def test_waiting_behind_busy_rows_costs_nothing_per_step() -> None:
     d.arrive(1, range(40), max_new=30)
     d.retire()
     d.arrive(2, range(40), max_new=1)
-    before = d.core.have.tree._entry
+    before = d.core.kv.tree._entry
     for _ in range(20):
         d.retire()
-    assert d.core.have.tree._entry - before <= 6        # the pages that request 1 has sealed
+    assert d.core.kv.tree._entry - before <= 6        # the pages that request 1 has sealed
 
 
 def test_pages_of_a_damaged_request_serve_nobody() -> None:
@@ -357,10 +357,10 @@ def test_storage_that_hangs_costs_a_deadline_and_its_pages_stay_fenced() -> None
     d.tell(Expired(entered.rid, entered.phase, entered.visit))
     d.run()
     assert d.finished()[9] is Outcome.LENGTH
-    assert all(p in d.core.have.host[0].pool.held for p in hung.dst_pages)
+    assert all(p in d.core.kv.host[0].pool.held for p in hung.dst_pages)
     d.tell(Moved(hung.id, True))
     d.tell(Flushed())
-    assert d.core.have.host[0].pool.free == 4
+    assert d.core.kv.host[0].pool.free == 4
 
 
 def test_who_fetched_in_vain_still_has_a_deadline_in_line() -> None:

@@ -87,7 +87,7 @@ def test_a_fetch_does_not_bring_damaged_pages_back(hosted: bool, refused: bool) 
     it was refused a row when nothing of the prefix was known."""
     core = Core(CoreConfig(page_size=2, rows=4, hbm_pages=30, dram_pages=30, disk_pages=99,
                            hot_pages=int(hosted), always_hosted=hosted))
-    device, host, tree = core.have.device[0], core.have.host[0], core.have.tree
+    device, host, tree = core.kv.device[0], core.kv.host[0], core.kv.tree
     play(core, [Arrived(RequestId(0), tuple(range(9)), 1, selects=hosted)])
     tree.evict(device, 99)
     tree.evict(host, 1)                        # the last page is in storage alone
@@ -98,7 +98,7 @@ def test_a_fetch_does_not_bring_damaged_pages_back(hosted: bool, refused: bool) 
     play(core, [Aborted(RequestId(2), damaged=True), *answers(plan)])
     if refused:
         place = Place.HOST if hosted else Place.DEVICE
-        assert not allocate.enter(core.have, core.live[RequestId(1)], place, 99)
+        assert not allocate.enter(core.kv, core.live[RequestId(1)], place, 99)
         assert not core.live[RequestId(1)].path
     play(core, [Arrived(RequestId(3), tuple(range(9)), 1, selects=hosted)])
     if not hosted:
@@ -126,7 +126,7 @@ def test_a_hung_grant_stops_nobody_else() -> None:
     play(core, [Expired(r.rid, r.phase.value, r.visit)])
     assert r.phase is Phase.DROPPED
     ended, _, _ = play(core, [Arrived(RequestId(1), (1, 2), 2)])
-    assert core.have.device[0].pool.free >= 4
+    assert core.kv.device[0].pool.free >= 4
     assert ended == {1}
 
 
@@ -134,7 +134,7 @@ def test_a_hung_fetch_stops_nobody() -> None:
     """Request 1 can only run from the host, where its own fetch hangs. Request 2 needs no host page."""
     core = Core(CoreConfig(page_size=2, rows=4, hbm_pages=4, dram_pages=10, disk_pages=50, hot_pages=1))
     play(core, [Arrived(RequestId(0), tuple(range(13)), 1, selects=True)])
-    core.have.tree.evict_all((*core.have.device, *core.have.host))
+    core.kv.tree.evict_all((*core.kv.device, *core.kv.host))
     play(core, [Arrived(RequestId(1), tuple(range(12)), 3, selects=True)], from_storage)
     r = core.live[RequestId(1)]
     assert r.phase is Phase.FETCHING
@@ -188,8 +188,8 @@ def test_a_step_costs_the_same_however_many_forks_wait_for_a_leader() -> None:
 
 def _next(core: Core) -> list[Event]:
     """The result that is out."""
-    step = core.have.issued
-    return [] if step == core.have.retired else [
+    step = core.kv.issued
+    return [] if step == core.kv.retired else [
         Retired(step, tuple((9,) for row in core.in_flight[step] if row.samples))]
 
 
@@ -200,12 +200,12 @@ def test_a_store_that_fails_costs_the_same_however_long_the_tables_are() -> None
                                step_tokens=65_536))
         play(core, [Arrived(RequestId(0), tuple(range(tokens)), 500)], steps=8)
         node = core.live[RequestId(0)].path[0]
-        host = core.have.host[0]
-        for space in core.have.disk:           # once more
-            core.have.tree.evict(space, 9_000)
-        core.have.moves.store([(0, node)])
+        host = core.kv.host[0]
+        for space in core.kv.disk:           # once more
+            core.kv.tree.evict(space, 9_000)
+        core.kv.moves.store([(0, node)])
         assert node.ready(host)
-        flying = [id for id, f in core.have.moves.flying.items() if f.dst.tier is Tier.DISK]
+        flying = [id for id, f in core.kv.moves.flying.items() if f.dst.tier is Tier.DISK]
         return bytecodes(lambda: core.advance([Moved(flying[-1], ok)]))
 
     assert cost(4000, False) < 2 * cost(4000, True)
@@ -236,7 +236,7 @@ def test_the_head_is_tried_when_pages_are_free_though_its_prefix_was_evicted() -
     _, _, events = play(core, [*events, Arrived(RequestId(1), tuple(range(30)), 2, transfer=5)], steps=1)
     assert core.live[RequestId(1)].phase is Phase.RECEIVING
     _, _, events = play(core, [*events, Arrived(RequestId(2), tuple(range(900, 914)), 4)], steps=9)
-    evicted = core.have.device[0].evicted
+    evicted = core.kv.device[0].evicted
     assert evicted > 0
     side = core.pairs[ONE_PEER].side
     assert isinstance(side, DecodeSide)
@@ -244,7 +244,7 @@ def test_the_head_is_tried_when_pages_are_free_though_its_prefix_was_evicted() -
     _, _, events = play(core, [*events, Aborted(RequestId(1))], steps=1)
     play(core, [*events, Received(Drained(1, 1, 5, generation, Reason.CANCELLED))], steps=2)
     assert core.live[RequestId(0)].phase is Phase.RESIDENT
-    free = core.have.device[0].pool.free
+    free = core.kv.device[0].pool.free
     assert core.live[RequestId(2)].phase is not Phase.QUEUED, f"it waits, and {free} pages of 24 are free"
 
 
@@ -286,7 +286,7 @@ def test_the_head_is_tried_when_pages_behind_a_fence_have_come() -> None:
     core.advance([Aborted(RequestId(2))])      # its last step is in flight
     play(core, [*events, *answers(plan)], steps=3)
     assert core.live[RequestId(0)].phase is Phase.HOSTED
-    free = core.have.device[0].pool.free
+    free = core.kv.device[0].pool.free
     assert r.phase is not Phase.QUEUED, f"it waits, and {free} pages of 14 are free"
 
 
@@ -353,8 +353,8 @@ def test_banished_pages_that_nobody_names_go_before_sound_ones() -> None:
     play(core, [Arrived(RequestId(1), (1, 2, 3, 4, 50, 51, 52, 53, 54), 1)])
     _, _, events = play(core, [Arrived(RequestId(2), (1, 2, 3, 4, 60, 61, 62, 63, 64), 9)], steps=2)
     play(core, [*events, Aborted(RequestId(2), damaged=True)])
-    core.have.tree.evict(core.have.device[0], 1)
-    assert sum(not node.banished for node in core.have.tree.nodes()) == 4
+    core.kv.tree.evict(core.kv.device[0], 1)
+    assert sum(not node.banished for node in core.kv.tree.nodes()) == 4
 
 
 @pytest.mark.parametrize("dropped", [False, True])
@@ -368,10 +368,10 @@ def test_who_goes_on_with_damaged_pages_does_not_banish_those_that_were_computed
         assert core.live[RequestId(1)].kv_epoch and core.live[RequestId(1)].path
     _, _, events = play(core, [*events, Aborted(RequestId(0), damaged=True)], steps=2)
     _, _, events = play(core, [*events, Arrived(RequestId(2), prompt, 3)], steps=8)
-    sound = sum(not node.banished for node in core.have.tree.nodes())
+    sound = sum(not node.banished for node in core.kv.tree.nodes())
     assert sound >= 4
     core.advance([*events, Aborted(RequestId(1), damaged=True)])
-    assert sum(not node.banished for node in core.have.tree.nodes()) == sound
+    assert sum(not node.banished for node in core.kv.tree.nodes()) == sound
 
 
 # ---------------------------------------------------------------- reading from storage, in turns
@@ -379,7 +379,7 @@ def _stored(prompts: int, pages: int, **settings: Any) -> Core:
     core = Core(CoreConfig(page_size=2, hbm_pages=8_000, disk_pages=9_000, step_tokens=65_536, **settings))
     for k in range(prompts):
         play(core, [Arrived(RequestId(1000 + k), tuple(range(10_000 * k, 10_000 * k + 2 * pages + 1)), 1)])
-    core.have.tree.evict_all((*core.have.device, *core.have.host))
+    core.kv.tree.evict_all((*core.kv.device, *core.kv.host))
     core.advance(())
     return core
 

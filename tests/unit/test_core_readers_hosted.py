@@ -44,12 +44,12 @@ def hung(always: bool, pages: int = 40, selects: bool = False) -> Core:
     core = Core(CoreConfig(page_size=2, rows=4, hbm_pages=pages, dram_pages=80, disk_pages=200, hot_pages=1,
                            always_hosted=always))
     play(core, [Arrived(RequestId(0), tuple(range(9)), 1)], hangs=False)
-    core.have.tree.evict_all((*core.have.device, *core.have.host))
+    core.kv.tree.evict_all((*core.kv.device, *core.kv.host))
     play(core, [Arrived(RequestId(1), tuple(range(9)), 1, selects=selects)])
     r = core.live[RequestId(1)]
     assert r.phase is Phase.FETCHING
     ended, _ = play(core, [Expired(r.rid, r.phase.value, r.visit)])
-    assert ended == {1} and len(core.have.moves.flying) == 1
+    assert ended == {1} and len(core.kv.moves.flying) == 1
     return core
 
 
@@ -84,7 +84,7 @@ def test_a_hosted_row_does_not_load_what_is_on_its_way_to_the_device() -> None:
     while one in core.live:
         _, events = play(core, [*events, Spilled(one), Spilled(two)], hangs=False, steps=1)
     _, events = play(core, events, hangs=False, steps=2)
-    core.have.tree.evict_all((*core.have.device, *core.have.host))
+    core.kv.tree.evict_all((*core.kv.device, *core.kv.host))
     long = (*range(5), *(9,) * 13, *range(500, 550))       # longer than the device pool
     _, events = play(core, [*events, Arrived(four, long, 3, selects=True)], steps=1)
     assert (core.live[two].phase, core.live[four].phase) == (Phase.HOSTED, Phase.FETCHING)
@@ -93,7 +93,7 @@ def test_a_hosted_row_does_not_load_what_is_on_its_way_to_the_device() -> None:
     events = [Retired(plan.step, tuple((9,) for s in plan.samples if s))]
     plan = core.advance(events).plan           # request 4 is in line, and nothing has been loaded
     assert plan is not None
-    flying = core.have.moves.flying.items()
+    flying = core.kv.moves.flying.items()
     loads: list[Event] = [Moved(id, True) for id, f in flying if f.src.tier is Tier.DRAM]
     ended, _ = play(core, [*loads, Retired(plan.step, tuple((9,) for s in plan.samples if s))])
     assert ended == {two, four}, core.live[four].phase
@@ -103,10 +103,10 @@ def test_a_hosted_row_does_not_load_what_is_on_its_way_to_the_device() -> None:
 def test_what_was_computed_beside_a_read_that_hangs_is_cached(always: bool) -> None:
     """Or as long as a store hangs, nobody starts from a prefix that it was to bring."""
     core = hung(always, selects=True)
-    core.have.tree.evict_all(core.have.device)
+    core.kv.tree.evict_all(core.kv.device)
     ended, _ = play(core, [Arrived(RequestId(2), tuple(range(9)), 1, selects=True)])
     assert ended == {2}, "it waits for the store"
-    assert len(core.have.moves.flying) == 1 and core.counters["prefix_dram_hits"] == 8
+    assert len(core.kv.moves.flying) == 1 and core.counters["prefix_dram_hits"] == 8
 
 
 def test_a_spill_waits_for_pages_that_are_behind_a_fence() -> None:
@@ -119,11 +119,11 @@ def test_a_spill_waits_for_pages_that_are_behind_a_fence() -> None:
     others = [Arrived(two, prompt, 30, selects=True), Arrived(ended, (50, 51, 52), 30)]
     _, events = play(core, [*events, *others], steps=5)
     [last] = [e for e in events if isinstance(e, Retired)]
-    assert growth.drop_mirrors(core.have, core.live[two])
+    assert growth.drop_mirrors(core.kv, core.live[two])
     core.advance([Spilled(two)])
     plan = core.advance(events).plan           # the open page goes to the host, and nothing else is missing
     assert plan is not None and plan.step == last.step + 1 and core.live[two].phase is Phase.STAGING
-    pool = core.have.arenas[Tier.HBM].pools[0]
+    pool = core.kv.arenas[Tier.HBM].pools[0]
     assert pool.free == 0
     core.advance([*(Moved(m.id, True) for m in plan.moves), Aborted(ended)])
     assert pool.in_limbo and core.live[two].phase is Phase.STAGING, "it gives way to pages on their way"

@@ -101,7 +101,7 @@ def test_a_spill_goes_on_in_the_next_step_though_the_host_is_full_of_cached_page
     for rid in (3, 4):
         d.arrive(rid, range(100 * rid, 100 * rid + 41), 1)
         d.run()
-    assert not d.core.have.arenas[Tier.DRAM].free
+    assert not d.core.kv.arenas[Tier.DRAM].free
     d.arrive(1, range(14), 40, selects=True)
     for _ in range(1 + ahead):
         d.retire()

@@ -23,21 +23,21 @@ def test_what_the_host_has_is_stored(hot: int, always: bool) -> None:
         if advance.plan is not None:
             events = [Moved(m.id, True) for m in advance.plan.moves]
             events.append(Retired(advance.plan.step, tuple((100,) for s in advance.plan.samples if s)))
-    sealed = list(core.have.tree.nodes())
+    sealed = list(core.kv.tree.nodes())
     assert len(sealed) == 10 and not core.live
-    assert all(node.ready(core.have.host[0]) and node.ready(core.have.disk[0]) for node in sealed)
-    assert not [f for f in core.have.moves.flying.values() if f.dst.tier is Tier.DISK]
+    assert all(node.ready(core.kv.host[0]) and node.ready(core.kv.disk[0]) for node in sealed)
+    assert not [f for f in core.kv.moves.flying.values() if f.dst.tier is Tier.DISK]
 
 
 @pytest.mark.parametrize("disk", [0, 64])
 def test_what_was_sealed_when_the_host_was_full_follows_when_it_has_room(disk: int) -> None:
     d = Driver(page_size=2, hbm_pages=40, dram_pages=16, disk_pages=disk, hot_pages=1, always_hosted=True)
-    host, disks = d.core.have.host[0], d.core.have.disk[0]
+    host, disks = d.core.kv.host[0], d.core.kv.disk[0]
     d.arrive(1, range(21), max_new=5, selects=True)       # 13 of the host's pages
     d.arrive(2, range(100, 113), max_new=5)
 
     def sealed() -> list[Node]:
-        return [n for n in d.core.have.tree.nodes() if n.key[0] >= 100]
+        return [n for n in d.core.kv.tree.nodes() if n.key[0] >= 100]
 
     while not sealed():
         d.retire()

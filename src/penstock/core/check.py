@@ -25,43 +25,43 @@ MOVES = "a page has other moves than those that fly"
 def check(core: Core) -> None:
     """Raises AssertionError. Walks everything but pools in which nothing has changed: for tests, the
     simulator and `--check`."""
-    have = core.have
-    have.rows.check()
-    for arena in have.arenas.values():
+    kv = core.kv
+    kv.rows.check()
+    for arena in kv.arenas.values():
         arena.check()
     pinned: list[Copy] = []                    # once for each pin
     named: list[Node] = []                     # and for each path
-    pages: dict[TierGroup, list[int]] = {space: [] for space in have.tree.spaces}
+    pages: dict[TierGroup, list[int]] = {space: [] for space in kv.tree.spaces}
     running = set(core.running)
     for r in core.live.values():
         _leases(core, r, running)
-        _columns(have, r, pinned, pages)
+        _columns(kv, r, pinned, pages)
         named += r.path
-    moved = [copy for flight in have.moves.flying.values() for pair in flight.pairs for copy in pair]
+    moved = [copy for flight in kv.moves.flying.values() for pair in flight.pairs for copy in pair]
     _tree(core, Counter(pinned) if pinned else {}, Counter(named) if named else {},
           Counter(moved) if moved else {}, pages)
-    for copy, home in have.moves.detached.items():
+    for copy, home in kv.moves.detached.items():
         assert copy.node is None and (copy.moves or copy.pins), "an orphan stays"
         pages[home].append(copy.page)
     for space, owned in pages.items():
         held = space.pool.held
         assert len(owned) == len(held) and held == set(owned), f"{space}: pages without an owner"
     if core.cfg.disk_pages:
-        stored = [len(f.pairs) for f in have.moves.flying.values() if Tier.DISK in (f.src.tier, f.dst.tier)]
+        stored = [len(f.pairs) for f in kv.moves.flying.values() if Tier.DISK in (f.src.tier, f.dst.tier)]
         assert sum(stored) <= core.cfg.store_pages, "storage holds more of the host than it may"
     _queues(core)
     for pair in core.pairs.values():
         _pair(core, pair)
 
 
-def _columns(have: KVCache, r: Request, pinned: list[Copy], pages: dict[TierGroup, list[int]]) -> None:
-    for t, device, host, reserve in zip(r.tables, have.device, have.host, r.reserve, strict=True):
+def _columns(kv: KVCache, r: Request, pinned: list[Copy], pages: dict[TierGroup, list[int]]) -> None:
+    for t, device, host, reserve in zip(r.tables, kv.device, kv.host, r.reserve, strict=True):
         for space, column in ((device, t.device), (device, t.hot), (host, t.host)):
             if column:
                 copies = [copy for copy in column if copy is not None]
                 pinned += copies
                 for copy in copies:
-                    if copy.node is None and copy not in have.moves.detached:
+                    if copy.node is None and copy not in kv.moves.detached:
                         assert copy.pins == 1, f"request {r.rid}: a private page of two"
                         pages[space].append(copy.page)
         pages[host] += reserve
@@ -69,7 +69,7 @@ def _columns(have: KVCache, r: Request, pinned: list[Copy], pages: dict[TierGrou
 
 def _tree(core: Core, pins: dict[Copy, int], refs: dict[Node, int], moves: dict[Copy, int],
           pages: dict[TierGroup, list[int]]) -> None:
-    stack = list(core.have.tree.roots.values())
+    stack = list(core.kv.tree.roots.values())
     while stack:
         parent = stack.pop()
         for key, node in parent.children.items():
@@ -96,12 +96,12 @@ def _tree(core: Core, pins: dict[Copy, int], refs: dict[Node, int], moves: dict[
 
 def _queues(core: Core) -> None:
     rows = [r.row for r in core.live.values() if r.row is not None]
-    assert len(rows) == len(core.have.rows.held) and core.have.rows.held == set(rows)
+    assert len(rows) == len(core.kv.rows.held) and core.kv.rows.held == set(rows)
     keys = [r.key for r in core.running]
     assert sorted(keys) == keys
     assert len(core.running) + len(core.waiting) == len(core.live)
     reclaimable = [r for r in core.running if r.place is Place.HOST and r.phase is not Phase.PROMOTING]
-    assert {r.rid for r in core.have.reclaimable} == {r.rid for r in reclaimable}, "loans"
+    assert {r.rid for r in core.kv.reclaimable} == {r.rid for r in reclaimable}, "loans"
     for r in reclaimable:
         assert r.has_reclaimable or not any([any(t.device) for t in r.tables if t.hosted]), "a loan is lost"
 
@@ -129,17 +129,17 @@ def _leases(core: Core, r: Request, running: set[Request]) -> None:
 
 def _tables(core: Core, r: Request) -> None:
     """A row has a page for every position that it may read or write, in each group."""
-    have, where = core.have, (r.rid, r.phase, r.place)
-    assert r.capacity == have.covered(r, r.place) >= max(r.computed, 1), where
+    kv, where = core.kv, (r.rid, r.phase, r.place)
+    assert r.capacity == kv.covered(r, r.place) >= max(r.computed, 1), where
     for g, t in enumerate(r.tables):
         hosted = r.place is Place.HOST and t.hosted
-        column, space = (t.host, have.host[g]) if hosted else (t.device, have.device[g])
+        column, space = (t.host, kv.host[g]) if hosted else (t.device, kv.device[g])
         for i in range(max(t.begin(r.settled), t.first), t.end(r.capacity)):
             copy = column[i]
             assert copy is not None, (where, t.group.name, i)
             assert copy.ready or r.phase is Phase.LOADING or copy.filled_by in r.waits, where
             if copy.node is not None:          # else it is a private twin
-                node = have.node(r, t, i)
+                node = kv.node(r, t, i)
                 assert node is not None and node.copies.get(space) is copy, (where, i)
         if r.phase is Phase.PROMOTING and t.hosted:
             assert all(t.device), where

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import assert_never
 
 from penstock.core import check, lifecycle, retire, schedule
-from penstock.core.kv import offload, page_table, prefetch, promote
+from penstock.core.kv import allocate, offload, prefetch, promote
 from penstock.core.kv.cache import KVCache
 from penstock.core.kv.prefix_tree import Copy
 from penstock.core.lifecycle import (
@@ -75,7 +75,7 @@ class Core:
         self.edges = lifecycle.edges(mode)
         self.holds = lifecycle.holds(mode)
         self.may_hold = lifecycle.may_hold(mode)
-        self.have = KVCache(cfg)
+        self.kv = KVCache(cfg)
         self.live: dict[RequestId, Request] = {}
         self.running: list[Request] = []       # phases with a row, in order of service
         self.waiting: list[Request] = []       # phases without, in order of service
@@ -108,12 +108,12 @@ class Core:
         self._hear(events)
         # To a fixed point: planning may free, freeing may admit. Each request moves a few times at most.
         for _ in range(100 + 20 * len(self.live)):
-            self.have.drain()
-            before = self.edges_taken, self.have.freed
+            self.kv.drain()
+            before = self.edges_taken, self.kv.freed
             self._progress()
             plan = schedule.plan(self)
-            self.have.drain()
-            idle = (self.edges_taken, self.have.freed) == before and not self.admission.is_due()
+            self.kv.drain()
+            idle = (self.edges_taken, self.kv.freed) == before and not self.admission.is_due()
             if plan is not None or idle:
                 for pair in self.pairs.values():
                     self._out += pair.flush()
@@ -127,9 +127,9 @@ class Core:
 
     def stats(self) -> dict[str, float]:
         """Gauges and counters for metrics. Walks the page tables of live requests: 15 ms for 64,000 pages."""
-        have, gauges = self.have, dict[str, float]()
-        for tier, arena in have.arenas.items():
-            spaces = [space for space in have.tree.spaces if space.tier is tier]
+        kv, gauges = self.kv, dict[str, float]()
+        for tier, arena in kv.arenas.items():
+            spaces = [space for space in kv.tree.spaces if space.tier is tier]
             free = sum(p.free for p in arena.pools) + sum(len(arena.free) * p.per_slab
                                                           for p in arena.pools[:1])
             gauges |= {
@@ -147,10 +147,10 @@ class Core:
             "requests_running": len(self.running), "requests_waiting": len(self.waiting),
             "requests_paused": phases.count(Phase.PAUSED),
             "requests_hosted": phases.count(Phase.HOSTED) + phases.count(Phase.PROMOTING),
-            "rows_free": have.rows.free,
+            "rows_free": kv.rows.free,
             "hbm_pages_in_use": len({id(c) for r in self.live.values() for t in r.tables
                                      for c in t.device if c is not None}),
-            "moves_in_flight": len(have.moves.flying), "steps": have.issued,
+            "moves_in_flight": len(kv.moves.flying), "steps": kv.issued,
             **gauges, **self.counters,
         }
 
@@ -173,9 +173,9 @@ class Core:
                 self._arrive(event)
             case Aborted(rid, damaged):
                 if (r := self.live.get(rid)) is not None:
-                    path = self.have.tainted_by(r) if damaged else []
+                    path = self.kv.tainted_by(r) if damaged else []
                     self._end(r, Outcome.ABORT)
-                    self.have.moves.invalidate(path)
+                    self.kv.moves.invalidate(path)
             case Stopped(rid, count):
                 if (r := self.live.get(rid)) is not None and count <= r.num_output:
                     self._end(r, Outcome.STOP)
@@ -185,7 +185,7 @@ class Core:
                 if (r := self.live.get(rid)) is not None and reclaim.may_spill(self, r):
                     r.excused += self.spill(r)
             case Flushed():
-                tree = self.have.tree
+                tree = self.kv.tree
                 while tree.evict_all(tree.spaces):
                     pass
             case Expired(rid, phase, visit):
@@ -211,7 +211,7 @@ class Core:
             if self.pairs:
                 self.pairs[a.peer].refused(a.transfer)
             return
-        r = Request(a, self._seq, min(a.max_new, fits), list(a.prompt), n, self.have.tables(),
+        r = Request(a, self._seq, min(a.max_new, fits), list(a.prompt), n, self.kv.tables(),
                     n if self.prefills_only else self.cfg.max_len + n)
         r.hot = capacity.hot_units(self.cfg, min(n + r.max_new - 1, r.compute_limit))
         r.may_host = hosted and capacity.fits(self.cfg, lifecycle.Place.HOST, n + r.max_new - 1)
@@ -245,25 +245,25 @@ class Core:
 
     def _landed(self, event: Moved) -> None:
         self.counters["failed_moves"] += not event.ok
-        have = self.have
-        if event.id not in have.moves.flying:
+        kv = self.kv
+        if event.id not in kv.moves.flying:
             return
-        flight, lost = have.moves.landed(event.id, event.ok)
+        flight, lost = kv.moves.landed(event.id, event.ok)
         gone = frozenset([copy for copy in lost if copy.pins])   # what is in no table is not looked for there
         for r in list(self.live.values()) if lost else ():
             if gone or event.id in r.waits:
                 self.copies_lost(r, event.id, gone)
-        have.moves.finish(flight)
+        kv.moves.finish(flight)
         kept = flight.dst.tier is Tier.DRAM and any([target.pins for _, target in flight.pairs])
         for r in self.saving if kept or lost else ():
             if r.is_saving:                     # it may be what pins them; its tables are long
-                offload.let_go_of_device(have, r)
+                offload.let_go_of_device(kv, r)
         if flight.dst.tier is Tier.PEER and flight.request is not None:
             self.pairs[flight.request.arrived.peer].push_ended(event.id, event.ok)
 
     def copies_lost(self, r: Request, id: MoveId, lost: Collection[Copy]) -> None:
         """Copies have gone that `r` may count on, or that steps in flight have waited for."""
-        counted = offload.lose(self.have, r, lost)
+        counted = offload.lose(self.kv, r, lost)
         r.excused += counted or id in r.waits
         if id in r.waits:                      # perhaps of a row that it has given up
             r.invalid_through = r.last_issue
@@ -274,7 +274,7 @@ class Core:
         elif r.phase is Phase.STAGING and counted:
             self.transition(r, Trigger.STAY)
         elif counted and (r.row is not None or r.phase in (Phase.SENDING, Phase.RECEIVING)
-                          or (r.is_saved and not self.have.is_complete(r))):
+                          or (r.is_saved and not self.kv.is_complete(r))):
             self.transition(r, Trigger.DROP)          # what has gone is computed again
 
     def delivered(self, r: Request, tokens: tuple[int, ...]) -> None:
@@ -285,7 +285,7 @@ class Core:
         r.computed = r.settled = r.num_prompt
         r.is_saved = True                     # it keeps what it has until it gets a row
         self.update_runnable(r)
-        self.have.seal(r)
+        self.kv.seal(r)
         if (outcome := retire.take(self, r, tokens)) is not None:
             self._end(r, outcome)
 
@@ -312,29 +312,29 @@ class Core:
         source, place = r.phase, lifecycle.place_after(r.phase, trigger, r.place)
         holds = self.holds[target, place]
         gains = any(x not in self.holds[source, r.place] for x in holds) or target is Phase.PAUSED
-        if gains and not self.have.acquire(r, target, holds, place, spare):
+        if gains and not self.kv.acquire(r, target, holds, place, spare):
             return False
         if place is not r.place:
             r.needs_rebind = r.bound
         r.phase, r.place = target, place
         keep = (*holds, *self.may_hold[target, place])
-        self.have.release(r, [x for x in lifecycle.Lease if x not in keep])
+        self.kv.release(r, [x for x in lifecycle.Lease if x not in keep])
         if source is Phase.LOADING:            # what the device has may be what does not get to the host
             r.failed_copies = r.failed_copies + 1 if target is Phase.DROPPED else 0
         if target in (Phase.DROPPED, Phase.DONE):
             r.kv_epoch += 1
             r.moves = set()                    # its pages wait for them behind fences
-            self.have.forget_path(r)
+            self.kv.forget_path(r)
         elif (source, target) == (Phase.PROMOTING, Phase.RESIDENT):
-            promote.leave_host(self.have, r)
+            promote.leave_host(self.kv, r)
         elif trigger is Trigger.STAY:          # its host pages are not complete, nor will they be
             r.failed_copies += 1
-            copies = self.have.moves
+            copies = self.kv.moves
             copies.cancel_planned([m for m in copies.outbox if copies.flying[m.id].request is r])
-            self.have.release(r, [lifecycle.Lease.DRAM])
+            self.kv.release(r, [lifecycle.Lease.DRAM])
             r.needs_rebind = r.bound
         elif (source, target) == (Phase.PROMOTING, Phase.HOSTED):
-            promote.stop_reload(self.have, r)
+            promote.stop_reload(self.kv, r)
         r.issued, r.unchanged_until, r.append_until, r.awaits = None, 0, 0, []
         self.edges_taken += 1
         r.visit += 1
@@ -395,18 +395,18 @@ class Core:
 
     # ---------------------------------------------------------------- progress without a step
     def _progress(self) -> None:
-        have = self.have
+        kv = self.kv
         for r in list(self.saving):
-            if r.phase is Phase.PAUSED and not (r.is_saved or r.moves or have.in_flight(r)):
-                have.save(r)
-                if not have.is_complete(r):
+            if r.phase is Phase.PAUSED and not (r.is_saved or r.moves or kv.in_flight(r)):
+                kv.save(r)
+                if not kv.is_complete(r):
                     self.transition(r, Trigger.DROP)  # it had lost a page before that
-            if (r.phase is Phase.FETCHING and r.more and have.moves.reads_left
-                    and prefetch.is_fetched(have, r)):
-                prefetch.read(have, r)
+            if (r.phase is Phase.FETCHING and r.more and kv.moves.reads_left
+                    and prefetch.is_fetched(kv, r)):
+                prefetch.read(kv, r)
         for pair in self.pairs.values():
             pair.push_ready()
-        if self.prefetch_queue and have.moves.reads_left:
+        if self.prefetch_queue and kv.moves.reads_left:
             self._fetch()
         self.admission.admit()
         for r in list(self.transient):
@@ -422,23 +422,23 @@ class Core:
                 if promote.is_reloaded(r):
                     self.transition(r, Trigger.LANDED)
                 else:
-                    r.awaits = page_table.last_missing(t.device for t in r.tables if t.hosted)
+                    r.awaits = allocate.last_missing(t.device for t in r.tables if t.hosted)
         if self.cfg.sparse and self._stay != self._promotable():
             self._promotion_short = capacity.promote(self)
             self._stay = self._promotable()
 
     def _promotable(self) -> tuple[int, ...]:
         """As long as this is the same, it is of no use to try again to promote somebody."""
-        gained = self.have.gained(Tier.HBM) if self._promotion_short else 0
-        return self.edges_taken, self.have.freed, len(self.runnable), gained
+        gained = self.kv.gained(Tier.HBM) if self._promotion_short else 0
+        return self.edges_taken, self.kv.freed, len(self.runnable), gained
 
     def _start(self, r: Request) -> None:
         """Leave LOADING once all is in place, or so little is missing that a step may wait for it."""
-        missing = page_table.missing(r)
+        missing = allocate.missing(r)
         if missing is None or len(missing) > self.cfg.wait_pages:
             most = self.cfg.wait_pages + 1     # as long as these are missing, too many are
             r.awaits = (missing[-most:] if missing is not None
-                       else page_table.last_missing(t.host for t in r.tables))
+                       else allocate.last_missing(t.host for t in r.tables))
             return
         r.waits = sorted({copy.filled_by for copy in missing})
         self.transition(r, Trigger.LANDED)
@@ -453,36 +453,36 @@ class Core:
         return True
 
     def _stage(self, r: Request) -> None:
-        have = self.have
-        if not r.is_saved and not offload.is_staged(have, r):
-            if have.in_flight(r):
+        kv = self.kv
+        if not r.is_saved and not offload.is_staged(kv, r):
+            if kv.in_flight(r):
                 return
-            offload.copy_down(have, r, all_groups=False)
+            offload.copy_down(kv, r, all_groups=False)
             r.is_saved = True
-        if offload.is_staged(have, r):
+        if offload.is_staged(kv, r):
             if not self.transition(r, Trigger.LANDED) and not self._is_heating(r):
                 reclaim.yield_device(self, r)     # no hot buffer to be had, nor is one on its way
         elif r.is_saved and not r.moves and not offload.is_coming(r):
             reclaim.yield_device(self, r)         # the host has no room any more
         elif r.is_saved:
-            r.awaits = page_table.last_missing(t.host for t in r.tables if t.hosted)
+            r.awaits = allocate.last_missing(t.host for t in r.tables if t.hosted)
 
     def _is_heating(self, r: Request) -> bool:
         """Whether pages for the hot buffer of `r`, who was just refused them, are behind fences. It waits
         for the steps that were in flight when it was first refused: others may get those pages."""
-        r.hot_wait_until = r.hot_wait_until or self.have.issued
-        lack = self.have.shortage
-        return lack is not None and lack.behind and self.have.retired < r.hot_wait_until
+        r.hot_wait_until = r.hot_wait_until or self.kv.issued
+        lack = self.kv.shortage
+        return lack is not None and lack.behind and self.kv.retired < r.hot_wait_until
 
     def _fetch(self) -> None:
         """Start reading stored prefixes early, if reading beats computing them again."""
         queued, self.prefetch_queue = self.prefetch_queue, []
         for i, r in enumerate(queued):
-            if not self.have.moves.reads_left:
+            if not self.kv.moves.reads_left:
                 self.prefetch_queue = queued[i:]
                 return
             r.prefetch_pending = False
-            pages = prefetch.stored(self.have, r)
+            pages = prefetch.stored(self.kv, r)
             if pages and (self.rates is None or self.rates.disk_page_us
                           < self.cfg.page_size * self.rates.prefill_token_us):
                 self.transition(r, Trigger.FETCH)

@@ -1,6 +1,6 @@
 """The request lifecycle: phases, edges, and what each phase holds. Pure data, no behaviour.
 
-Acquiring and releasing are derived from these tables in one place (`Core._go`), so a new edge cannot
+Acquiring and releasing are derived from these tables in one place (`Core.transition`), so a new edge cannot
 forget a resource. A mode without a tier is another table, not a branch.
 """
 from __future__ import annotations
@@ -198,10 +198,10 @@ def _receiving(mode: Mode) -> dict[tuple[Phase, Trigger], Phase]:
     return table
 
 
-Table = Mapping[tuple[Phase, Place], tuple[Lease, ...]]
+LeaseTable = Mapping[tuple[Phase, Place], tuple[Lease, ...]]
 
 
-def holds(mode: Mode) -> Table:
+def holds(mode: Mode) -> LeaseTable:
     """What a request must hold in a phase, with its KV in one place or the other."""
     none: tuple[Lease, ...] = ()
     parked = (L.DRAM,) if mode.host else none
@@ -218,7 +218,7 @@ def holds(mode: Mode) -> Table:
             for place, leases in ((Place.DEVICE, device), (Place.HOST, host)) for p in P}
 
 
-def may_hold(mode: Mode) -> Table:
+def may_hold(mode: Mode) -> LeaseTable:
     """What a request may also hold: kept on the way in, given up when the phase is left or sooner."""
     may: dict[tuple[Phase, Place], tuple[Lease, ...]] = {(p, q): () for p in P for q in Place}
     if mode.host:

@@ -4,45 +4,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from penstock.core.kv.page_table import PageTable
 from penstock.core.kv.prefix_tree import Copy, Node
 from penstock.core.lifecycle import Phase, Place
 from penstock.core.pair.protocol import Granted
 from penstock.core.plan import Arrived, MoveId, RequestId, Row, StepId
-from penstock.core.settings import CacheGroup
 
 FAILED_COPIES_MAX = 3        # copies to the host that fail again and again help nobody
-
-
-@dataclass(slots=True, eq=False)
-class Table:
-    """One cache group's pages of one request. Entry i is page i of the group: its copy on the
-    device and on the host, each the path node's own or a private twin, each pinned; None is a
-    copy that the request has no need of, or does not have."""
-
-    group: CacheGroup
-    unit: int                                  # tokens of a page
-    device: list[Copy | None] = field(default_factory=list)
-    host: list[Copy | None] = field(default_factory=list)
-    hot: list[Copy] = field(default_factory=list)
-    kept: dict[int, int] = field(default_factory=dict)  # hot unit -> the entry whose page it was
-    first: int = 0                             # entries below were left behind by the window
-    hosted: bool = field(init=False)           # the group's, kept: each page that grows asks for it
-    reach: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.hosted, self.reach = self.group.hosted, self.group.reach
-
-    def begin(self, tokens: int) -> int:
-        """The first entry that the step which computes position `tokens` reads."""
-        return max(0, tokens - self.reach) // self.unit if self.reach else 0
-
-    def end(self, tokens: int) -> int:
-        """Entries that positions below `tokens` need."""
-        return -(-tokens // self.unit)
-
-    def pages(self, tokens: int) -> int:
-        """How many pages positions below `tokens` need at once."""
-        return self.end(tokens) - self.begin(tokens)
 
 
 @dataclass(slots=True, eq=False)
@@ -72,7 +40,7 @@ class Request:
     max_new: int                               # clipped to what can ever fit
     tokens: list[int]
     num_prompt: int
-    tables: list[Table]                        # of each cache group
+    tables: list[PageTable]                        # of each cache group
     compute_limit: int                         # positions that are computed at most
     may_host: bool = False                     # it selects, and host pages can hold it to its end
     hot: int = 0                               # units of its hot buffer, in each hosted group

@@ -19,8 +19,8 @@ _DONE, _SENDING = Phase.DONE, Phase.SENDING
 
 
 def retire(core: Core, step: StepId, tokens: tuple[tuple[int, ...], ...]) -> None:
-    assert step == core.have.retired + 1, "results arrive in step order"
-    core.have.moves.retired = step
+    assert step == core.kv.retired + 1, "results arrive in step order"
+    core.kv.moves.retired = step
     rows, out, looked = core.in_flight.pop(step), core._out, 0
     if len(tokens) < len(rows):
         tokens = _of_each(rows, tokens)
@@ -60,11 +60,11 @@ def _look(core: Core, row: ScheduledRow, step: StepId, new: tuple[int, ...]) -> 
         r.computed -= short
         r.settled += row.count - short
         if r.settled >= (len(r.path) + 1) * core.cfg.page_size:
-            core.have.seal(r)                  # before it may end: its pages serve others
+            core.kv.seal(r)                  # before it may end: its pages serve others
         r.append_until = schedule.append_until(core, r)
     if outcome is not None:
         core._end(r, outcome)
-    elif r.phase is _SENDING and not (r.num_output or core.have.in_flight(r)):
+    elif r.phase is _SENDING and not (r.num_output or core.kv.in_flight(r)):
         core.transition(r, Trigger.DROP)              # it came without its first token: once more
 
 

@@ -46,16 +46,16 @@ def insert(queue: list[Request], r: Request) -> None:
 
 def plan(core: Core) -> StepPlan | None:
     """The next step, or None if the pipeline is full or there is nothing to do."""
-    have = core.have
-    if have.issued - have.retired >= core.cfg.depth:
+    kv = core.kv
+    if kv.issued - kv.retired >= core.cfg.depth:
         return None
-    step = StepId(have.issued + 1)
+    step = StepId(kv.issued + 1)
     chosen, budget = _decoding(core, step)
     prompts = _prompts(core, chosen, budget)
     chosen += prompts
     if not chosen:
         core.columns.clear()                   # they keep requests that have ended
-    if not chosen and not have.moves.has_planned:
+    if not chosen and not kv.moves.has_planned:
         return None
     result = _issue(core, step, chosen)
     for row in prompts:
@@ -70,7 +70,7 @@ def plan(core: Core) -> StepPlan | None:
 def _decoding(core: Core, step: StepId) -> tuple[list[ScheduledRow], int]:
     """The rows that decode, and what is left of the budget. With several stages they take turns, each row
     once in as many steps; but a lone row does not wait for steps that nobody issues."""
-    retired, turn = core.have.retired, step - core.cfg.pp_size
+    retired, turn = core.kv.retired, step - core.cfg.pp_size
     chosen, budget = _of_turn(core, turn)
     return _of_turn(core, retired) if not chosen and retired > turn else (chosen, budget)
 
@@ -94,9 +94,9 @@ def _of_turn(core: Core, free: int) -> tuple[list[ScheduledRow], int]:
         looked += 1
         if r.phase not in DECODING or r.last_issue > free or not _may_decode(r):
             continue
-        if r.computed == r.capacity and not core.have.grow(r, r.computed + 1):
+        if r.computed == r.capacity and not core.kv.grow(r, r.computed + 1):
             reclaim.for_growth(core, r, [c.request for c in chosen])
-            if r.phase not in DECODING or not core.have.grow(r, r.computed + 1):
+            if r.phase not in DECODING or not core.kv.grow(r, r.computed + 1):
                 continue
         width = _width(core, r, budget)
         chosen.append(_row(r, width))
@@ -132,7 +132,7 @@ def _width(core: Core, r: Request, budget: int) -> int:
     left = r.num_prompt + r.max_new - len(r.tokens) - r.num_placeholders
     width = min(1 + core.cfg.draft_tokens, budget, left)
     while r.computed + width > r.capacity:
-        if not core.have.grow(r, r.capacity + 1):          # drafts are worth no victim
+        if not core.kv.grow(r, r.capacity + 1):          # drafts are worth no victim
             return r.capacity - r.computed
     return width
 
@@ -149,11 +149,11 @@ def _row(r: Request, width: int) -> ScheduledRow:
 def _chunk(core: Core, r: Request, n: int, decoding: list[ScheduledRow], prompts: list[ScheduledRow]) -> int:
     """How much of a prompt is computed: as much as has pages. Windows get theirs here."""
     end = r.computed + n
-    while r.capacity < end and core.have.grow(r, r.capacity + 1):
+    while r.capacity < end and core.kv.grow(r, r.capacity + 1):
         pass
     if r.capacity == r.computed:
         reclaim.for_growth(core, r, [c.request for c in (*decoding, *prompts)])
-        if r.phase is not Phase.PREFILL or not core.have.grow(r, r.computed + 1):
+        if r.phase is not Phase.PREFILL or not core.kv.grow(r, r.computed + 1):
             return 0
     return min(end, r.capacity) - r.computed
 
@@ -237,12 +237,12 @@ class _News:
         if r.place is _HOST and any(r.yielded):
             self.yields += _yields(r)
         if r.waits:
-            r.waits = [m for m in r.waits if m in core.have.moves.flying]
+            r.waits = [m for m in r.waits if m in core.kv.moves.flying]
             self.waits.update(dict.fromkeys(r.waits))
 
 
 def _issue(core: Core, step: StepId, chosen: list[ScheduledRow]) -> StepPlan:
-    have, news, looked = core.have, _News(), 0
+    kv, news, looked = core.kv, _News(), 0
     start: list[int] = []
     tokens: list[int] = []
     for row in chosen:
@@ -267,13 +267,13 @@ def _issue(core: Core, step: StepId, chosen: list[ScheduledRow]) -> StepPlan:
         r.last_issue = step
         r.unchanged_until = unchanged_until(core, r)
     core.counters["rows_looked_at"] += looked
-    have.issued = step
+    kv.issued = step
     core.in_flight[step] = chosen
     rows, rids, count, samples = _columns(core, step, chosen)
     return StepPlan(
         step=step, rows=rows, rids=rids, start=tuple(start), count=count, samples=samples,
         tokens=tuple(tokens), grows=tuple(news.grows), binds=tuple(news.binds),
-        moves=have.moves.take_planned(), yields=tuple(news.yields), waits=tuple(news.waits))
+        moves=kv.moves.take_planned(), yields=tuple(news.yields), waits=tuple(news.waits))
 
 
 def _columns(core: Core, step: StepId, chosen: list[ScheduledRow]) -> Columns:

@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 from penstock.core.core import Core
+from penstock.core.kv.page_table import PageTable
 from penstock.core.kv.pool import Pool
 from penstock.core.kv.prefix_tree import Node
 from penstock.core.pair.decode_side import DecodeSide, Receiving
 from penstock.core.plan import ONE_PEER, MoveId, RequestId, StepId, Tier
 from penstock.core.policy import capacity as capacity  # arithmetic of what can ever fit: it has no state
-from penstock.core.request import Request, Table
+from penstock.core.request import Request
 
 Sealed = Node              # a handle, see `View`
 Raw = Request              # as a watcher is given it, for `View.of`
@@ -71,7 +72,7 @@ class Group:
 
     __slots__ = ("_table", "device", "host")
 
-    def __init__(self, t: Table) -> None:
+    def __init__(self, t: PageTable) -> None:
         self.device, self.host, self._table = t.device, t.host, t
 
     @property
@@ -123,12 +124,12 @@ class View:
     """Of one core. Lists are in order of service."""
 
     def __init__(self, core: Core) -> None:
-        self._core, self._have = core, core.have
+        self._core, self._kv = core, core.kv
         self._pair = core.pairs.get(ONE_PEER)
         self._seen: dict[RequestId, Live] = {}
         self.cfg = core.cfg
         self.edges = core.edges
-        self.tiers = list(core.have.arenas)
+        self.tiers = list(core.kv.arenas)
 
     # ---------------------------------------------------------------- requests
     def of(self, r: Request) -> Live:
@@ -162,11 +163,11 @@ class View:
 
     def is_issued(self, live: Live) -> bool:
         """Whether a step of it has not retired."""
-        return self._have.in_flight(live.request)
+        return self._kv.in_flight(live.request)
 
     def is_complete(self, live: Live) -> bool:
         """Whether all its pages are somewhere."""
-        return self._have.is_complete(live.request)
+        return self._kv.is_complete(live.request)
 
     def in_step(self, step: StepId) -> list[Live]:
         return [self.of(row.request) for row in self._core.in_flight[step]]
@@ -179,7 +180,7 @@ class View:
     # ---------------------------------------------------------------- steps
     @property
     def retired(self) -> StepId:
-        return self._have.retired
+        return self._kv.retired
 
     @property
     def num_edges(self) -> int:
@@ -189,47 +190,47 @@ class View:
     @property
     def num_freed(self) -> int:
         """Units that came back so far."""
-        return self._have.freed
+        return self._kv.freed
 
     # ---------------------------------------------------------------- pages
     def changes(self, tier: Tier) -> int:
-        return sum([pool.changes for pool in self._have.arenas[tier].pools])
+        return sum([pool.changes for pool in self._kv.arenas[tier].pools])
 
     def in_use(self, tier: Tier) -> set[int]:
         """Pages that somebody holds, or that are behind fences."""
-        pools = self._have.arenas[tier].pools
+        pools = self._kv.arenas[tier].pools
         fenced = [units for pool in pools for _, units in pool.limbo]
         return set[int]().union(*[pool.held for pool in pools], *fenced)
 
     def held(self, tier: Tier, group: int) -> set[int]:
-        return self._have.arenas[tier].pools[group].held
+        return self._kv.arenas[tier].pools[group].held
 
     def kept(self, tier: Tier, group: int, move: MoveId) -> set[int]:
         """Pages that somebody holds, or that `move` keeps behind a fence."""
-        pool = self._have.arenas[tier].pools[group]
+        pool = self._kv.arenas[tier].pools[group]
         return pool.held | {unit for fence, units in pool.limbo if move in fence.moves for unit in units}
 
     def is_promised(self, tier: Tier) -> bool:
         """Whether pages will come back when steps and copies of this engine end."""
-        return any([pool.in_limbo > pool.away for pool in self._have.arenas[tier].pools])
+        return any([pool.in_limbo > pool.away for pool in self._kv.arenas[tier].pools])
 
     def away(self, tier: Tier) -> int:
         """Pages that the other engine may still write."""
-        return self._have.arenas[tier].away
+        return self._kv.arenas[tier].away
 
     def size(self, tier: Tier) -> int:
         """Of a tier: slabs, of a single group pages."""
-        arena = self._have.arenas[tier]
+        arena = self._kv.arenas[tier]
         return arena.slabs if len(arena.pools) > 1 else arena.pools[0].capacity
 
     def free(self, tier: Tier) -> int:
         """The same, of what nobody has."""
-        arena = self._have.arenas[tier]
+        arena = self._kv.arenas[tier]
         return len(arena.free) if len(arena.pools) > 1 else arena.pools[0].free
 
     def longest(self, group: int) -> int:
         """Pages that a group can have on the device."""
-        arena = self._have.arenas[Tier.HBM]
+        arena = self._kv.arenas[Tier.HBM]
         pool = arena.pools[group]
         return arena.slabs * pool.per_slab if pool.arena else pool.capacity
 
@@ -247,26 +248,26 @@ class View:
 
             pool.__class__ = type("Watched", (real,), {"__slots__": (), "acquire": acquire})
 
-        for space in self._have.tree.spaces:
+        for space in self._kv.tree.spaces:
             watch(space.tier, space.pool)
 
     # ---------------------------------------------------------------- copies
     def transfer(self, move: MoveId) -> Transfer | None:
-        flight = self._have.moves.flying.get(move)
+        flight = self._kv.moves.flying.get(move)
         return None if flight is None else Transfer(
             flight.src.tier, flight.dst.tier, [src.page for src, _ in flight.pairs],
             [dst.page for _, dst in flight.pairs])
 
     def is_flying(self, move: MoveId) -> bool:
-        return move in self._have.moves.flying
+        return move in self._kv.moves.flying
 
     def reads_poison(self, move: MoveId, suspect: set[int]) -> bool:
         """Whether `move` reads one of these pages, and is not known to have failed by that."""
-        return not all([src.bad for src, _ in self._have.moves.flying[move].pairs if src.page in suspect])
+        return not all([src.bad for src, _ in self._kv.moves.flying[move].pairs if src.page in suspect])
 
     def touched(self, move: MoveId) -> list[Live]:
         """Whose own copy it is, or whose tables name a page of it."""
-        flight = self._have.moves.flying.get(move)
+        flight = self._kv.moves.flying.get(move)
         if flight is None:
             return []
         pages = {page for pair in flight.pairs for page in pair}
@@ -276,18 +277,18 @@ class View:
     def is_owed(self) -> bool:
         """Whether pages wait for the other engine: to write them no more, or to have read them for somebody
         who has ended."""
-        copies, live = self._have.moves, self._core.live.values()
-        return any([arena.away for arena in self._have.arenas.values()]) or any(
+        copies, live = self._kv.moves, self._core.live.values()
+        return any([arena.away for arena in self._kv.arenas.values()]) or any(
             [copies.flying[move].request not in live for move in copies.to_peer])
 
     def has_pushes(self) -> bool:
         """Whether a push is decided, and in no plan yet."""
-        return any([m.dst is Tier.PEER for m in self._have.moves.outbox])
+        return any([m.dst is Tier.PEER for m in self._kv.moves.outbox])
 
     # ---------------------------------------------------------------- the prefix tree
     def sealed(self, live: Live) -> Iterator[Sealed]:
         """The sealed pages that have its tokens, as far as the tree knows them."""
-        size, node = self.cfg.page_size, self._have.tree.roots.get(live.arrived.namespace)
+        size, node = self.cfg.page_size, self._kv.tree.roots.get(live.arrived.namespace)
         for i in range(len(live.tokens) // size):
             node = None if node is None else node.children.get(live.request.page_key(i, size))
             if node is None:
@@ -296,7 +297,7 @@ class View:
 
     def serves(self, sealed: Sealed, group: int) -> bool:
         """Whether somebody may start from it: it is on the device or on its way there, or on the host."""
-        device, host = (sealed.copies.get(s) for s in (self._have.device[group], self._have.host[group]))
+        device, host = (sealed.copies.get(s) for s in (self._kv.device[group], self._kv.host[group]))
         return bool((device is not None and not device.bad) or (host is not None and host.ready))
 
     def readers(self, sealed: Sealed) -> int:
@@ -342,20 +343,20 @@ class View:
     # ---------------------------------------------------------------- the end
     def leaks(self) -> list[str]:
         """What is not free, when nobody lives and nothing is cached."""
-        have = self._have
-        pools = [have.rows, *(pool for arena in have.arenas.values() for pool in arena.pools)]
+        kv = self._kv
+        pools = [kv.rows, *(pool for arena in kv.arenas.values() for pool in arena.pools)]
         lost = [f"{pool.capacity - pool.free} {pool.name}" for pool in pools if pool.free != pool.capacity]
-        return lost + [f"slabs of {tier.value}" for tier, arena in have.arenas.items()
+        return lost + [f"slabs of {tier.value}" for tier, arena in kv.arenas.items()
                        if len(arena.pools) > 1 and len(arena.free) != arena.slabs]
 
     def leftovers(self) -> list[str]:
         """What is still remembered then."""
-        core, copies, pair = self._core, self._have.moves, self._pair
+        core, copies, pair = self._core, self._kv.moves, self._pair
         kept: dict[str, Any] = {
             "live": core.live, "steps": core.in_flight, "running": core.running, "waiting": core.waiting,
             "line": core.runnable, "columns": core.columns, "moves": copies.flying,
             "detached": copies.detached,
-            "loans": self._have.reclaimable, "sealed pages": self._have.tree.roots}
+            "loans": self._kv.reclaimable, "sealed pages": self._kv.tree.roots}
         if pair is not None:
             kept |= {"transfers": pair.requests, "grants": pair.granted, "of the peer": pair.side.table}
             kept |= {} if isinstance(pair.side, DecodeSide) else {"pushes": pair.side.pushes}
@@ -365,4 +366,4 @@ class View:
 def refusable(core: Core, counted: Callable[[Callable[..., bool]], Callable[..., bool]]) -> None:
     """Not a view, a fault: `counted` goes around each way to take pages or rows, and may say no."""
     for name in ("acquire", "grow", "make_free"):
-        setattr(core.have, name, counted(getattr(core.have, name)))
+        setattr(core.kv, name, counted(getattr(core.kv, name)))

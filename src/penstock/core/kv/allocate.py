@@ -5,6 +5,7 @@ hit in any tier, to device pages or to host pages. It takes everything or change
 """
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from penstock.core.kv.growth import mirror
@@ -43,42 +44,42 @@ class Claim:
         return sum(c is not None and c.page < 0 for c in self.host)
 
 
-def enter(have: Pages, r: Request, place: Place, spare: int) -> bool:
+def enter(kv: Pages, r: Request, place: Place, spare: int) -> bool:
     """Give `r` a row and all the pages that its known tokens need in `place`. False: nothing has
     changed."""
-    if not have.rows.free:
+    if not kv.rows.free:
         return False
     if r.phase not in (Phase.PAUSED, Phase.RECEIVING):
-        _find(have, r)
+        _find(kv, r)
         if place is Place.HOST and r.failed_copies >= FAILED_COPIES_MAX:
-            have.forget_path(r)                # computed in host pages, nothing is to be copied
+            kv.forget_path(r)                # computed in host pages, nothing is to be copied
             r.computed = r.settled = 0
-    ways = [_way(have, r, g, place) for g in range(len(r.tables))]
-    have.early = _early(ways)
-    if have.early is not None or not _is_room(have, ways, spare):
+    ways = [_way(kv, r, g, place) for g in range(len(r.tables))]
+    kv.early = _early(ways)
+    if kv.early is not None or not _is_room(kv, ways, spare):
         for w in ways:
-            _undo(have, w)
+            _undo(kv, w)
         if r.phase in (Phase.QUEUED, Phase.DROPPED):
-            have.forget_path(r)
+            kv.forget_path(r)
         return False
-    r.row = Row(have.rows.acquire(1)[0])
-    below = {id(n) for g, w in enumerate(ways) for n in _take(have, r, g, w)}
+    r.row = Row(kv.rows.acquire(1)[0])
+    below = {id(n) for g, w in enumerate(ways) for n in _take(kv, r, g, w)}
     r.loads = len(below)
     r.is_saved = False
-    r.capacity = have.covered(r, place)
+    r.capacity = kv.covered(r, place)
     if place is Place.HOST:
-        have.mark_reclaimable(r)
-    elif r.may_host and have.cfg.role != "prefill":
+        kv.mark_reclaimable(r)
+    elif r.may_host and kv.cfg.role != "prefill":
         for g, t in enumerate(r.tables):       # what a prompt leaves open must be there if it is to spill
             if t.hosted and t.end(r.computed) < len(t.device):
-                mirror(have, g, t, len(t.device) - 1)
+                mirror(kv, g, t, len(t.device) - 1)
     return True
 
 
-def receive(have: Pages, r: Request, place: Place, spare: int) -> bool:
+def receive(kv: Pages, r: Request, place: Place, spare: int) -> bool:
     """Pages for the prompt of `r`, which another engine will write. What is cached here is kept where
     it is; the rest begins at `settled`. False: nothing has changed."""
-    _find(have, r)
+    _find(kv, r)
     n = r.num_prompt
     ways: list[Claim] = []
     for g, t in enumerate(r.tables):
@@ -86,24 +87,24 @@ def receive(have: Pages, r: Request, place: Place, spare: int) -> bool:
         on_host = place is Place.HOST and t.hosted
         way.device, way.host = [None] * new, [None] * new
         for i in range(begin, new):
-            node = have.node(r, t, i)
+            node = kv.node(r, t, i)
             assert node is not None, f"request {r.rid}: page {i} of {t.group.name} is lost"
-            column, copy = way.device, node.good(have.device[g])
+            column, copy = way.device, node.good(kv.device[g])
             if copy is None:
-                column, copy = way.host, node.good(have.host[g])
+                column, copy = way.host, node.good(kv.host[g])
             assert copy is not None, f"request {r.rid}: page {i} of {t.group.name} is lost"
             column[i] = _pin(copy)
         column = way.host if on_host else way.device
         column += [_new() for _ in range(t.end(n) - new)]
         ways.append(way)
     device, host = [w.new_device() for w in ways], [w.new_host() for w in ways]
-    if not (have.make_free(Tier.HBM, have.with_spare(Tier.HBM, device, spare))
-            and have.make_free(Tier.DRAM, have.with_spare(Tier.DRAM, host, spare))):
+    if not (kv.make_free(Tier.HBM, kv.with_spare(Tier.HBM, device, spare))
+            and kv.make_free(Tier.DRAM, kv.with_spare(Tier.DRAM, host, spare))):
         for w in ways:
-            _undo(have, w)
-        have.forget_path(r)
+            _undo(kv, w)
+        kv.forget_path(r)
         return False
-    r.loads = len({id(n) for g, w in enumerate(ways) for n in _take(have, r, g, w)})
+    r.loads = len({id(n) for g, w in enumerate(ways) for n in _take(kv, r, g, w)})
     return True
 
 
@@ -112,11 +113,11 @@ def _early(ways: list[Claim]) -> Copy | None:
     return next((f.source for w in ways for f in w.saves if not f.source.ready), None)
 
 
-def _is_room(have: Pages, ways: list[Claim], spare: int) -> bool:
+def _is_room(kv: Pages, ways: list[Claim], spare: int) -> bool:
     def on_device() -> bool:
-        return have.make_free(Tier.HBM, have.with_spare(Tier.HBM, [w.new_device() for w in ways], spare))
+        return kv.make_free(Tier.HBM, kv.with_spare(Tier.HBM, [w.new_device() for w in ways], spare))
 
-    if not have.make_free(Tier.DRAM, have.with_spare(Tier.DRAM, [w.new_host() for w in ways], spare)):
+    if not kv.make_free(Tier.DRAM, kv.with_spare(Tier.DRAM, [w.new_host() for w in ways], spare)):
         return False
     if on_device():
         return True
@@ -126,24 +127,24 @@ def _is_room(have: Pages, ways: list[Claim], spare: int) -> bool:
         for i, copy in enumerate(w.device if w.hot else ()):
             if copy is not None:
                 w.device[i] = None
-                _unpin(have, copy)
+                _unpin(kv, copy)
     return on_device()
 
 
-def _find(have: Pages, r: Request) -> None:
+def _find(kv: Pages, r: Request) -> None:
     """Name what of the known tokens has KV somewhere, and set `computed`."""
-    old, r.path = r.path, have.match(r)
+    old, r.path = r.path, kv.match(r)
     for node in r.path:
-        have.tree.ref(node)
+        kv.tree.ref(node)
     for g, t in enumerate(r.tables):
         for i, copy in enumerate(t.host):      # what it has fetched may have been banished since
             if copy is not None and copy.node is not None and copy.node.banished:
-                have.drop_entry(r, g, t.host, i)
-    have.tree.unref(old)
-    r.computed = r.settled = len(r.path) * have.cfg.page_size
+                kv.drop_entry(r, g, t.host, i)
+    kv.tree.unref(old)
+    r.computed = r.settled = len(r.path) * kv.cfg.page_size
 
 
-def _way(have: Pages, r: Request, g: int, place: Place) -> Claim:
+def _way(kv: Pages, r: Request, g: int, place: Place) -> Claim:
     """Pin what group g has of `r`, and say what is still to be had."""
     t, way = r.tables[g], Claim()
     known, done = min(len(r.tokens), r.compute_limit), t.end(r.computed)
@@ -154,12 +155,12 @@ def _way(have: Pages, r: Request, g: int, place: Place) -> Claim:
     way.device = [None] * begin
     way.host = [None] * begin if hosted else []
     for i in range(begin, max(end, done)):
-        node = have.node(r, t, i)
+        node = kv.node(r, t, i)
         if hosted:
-            way.host.append(_entry(have, r, g, i, node, way, host=True) if i < done else _new())
-            way.device.append(_shared(have, g, node))
+            way.host.append(_entry(kv, r, g, i, node, way, host=True) if i < done else _new())
+            way.device.append(_shared(kv, g, node))
         else:
-            way.device.append(_entry(have, r, g, i, node, way, host=False) if i < done else _new())
+            way.device.append(_entry(kv, r, g, i, node, way, host=False) if i < done else _new())
     if hosted:
         way.hot = r.hot
     return way
@@ -174,25 +175,25 @@ def _pin(copy: Copy) -> Copy:
     return copy
 
 
-def _shared(have: Pages, g: int, node: Node | None) -> Copy | None:
+def _shared(kv: Pages, g: int, node: Node | None) -> Copy | None:
     """A device page that a hosted row can read as long as nobody else needs the memory."""
-    copy = node.good(have.device[g]) if node is not None else None
+    copy = node.good(kv.device[g]) if node is not None else None
     return _pin(copy) if copy is not None and copy.ready else None
 
 
-def _entry(have: Pages, r: Request, g: int, i: int, node: Node | None, way: Claim, *, host: bool) -> Copy:
+def _entry(kv: Pages, r: Request, g: int, i: int, node: Node | None, way: Claim, *, host: bool) -> Copy:
     """Page i of group g where it is wanted, or a new one that is filled from the other side. The device
     may still be loading what is to be saved, see `_early`."""
     t = r.tables[g]
-    sides = (t.device, have.device[g], way.loads), (t.host, have.host[g], way.saves)
+    sides = (t.device, kv.device[g], way.loads), (t.host, kv.host[g], way.saves)
     column, space, fills = sides[host]
     below, other, _ = sides[not host]
     copy, source = own(column, i), own(below, i)
-    detached = have.moves.detached
+    detached = kv.moves.detached
     if host and copy is not None and copy.node is not None and copy.node is node:
-        have.host_frame(node, g, source)            # it has fetched it, and may have to let go of that
+        kv.host_frame(node, g, source)            # it has fetched it, and may have to let go of that
     if copy is None or copy in detached:
-        copy = None if node is None else have.host_frame(node, g, source) if host else node.good(space)
+        copy = None if node is None else kv.host_frame(node, g, source) if host else node.good(space)
     if copy is not None:
         return _pin(copy)
     if (source is None or source in detached) and node is not None:
@@ -203,54 +204,75 @@ def _entry(have: Pages, r: Request, g: int, i: int, node: Node | None, way: Clai
     return target
 
 
-def _undo(have: Pages, way: Claim) -> None:
+def _undo(kv: Pages, way: Claim) -> None:
     for copy in [*way.device, *way.host, *(f.source for f in (*way.loads, *way.saves))]:
         if copy is not None and copy.page >= 0:
-            _unpin(have, copy)
+            _unpin(kv, copy)
 
 
-def _unpin(have: Pages, copy: Copy) -> None:
+def _unpin(kv: Pages, copy: Copy) -> None:
     copy.pins -= 1
     if copy.node is not None:
-        have.tree.update_evictable(copy.node)
+        kv.tree.update_evictable(copy.node)
 
 
-def _take(have: Pages, r: Request, g: int, way: Claim) -> list[Node]:
+def _take(kv: Pages, r: Request, g: int, way: Claim) -> list[Node]:
     """Get the pages, start the copies, and let go of what `r` had before. Returns the pages of its
     path that the device does not have."""
     t = r.tables[g]
-    for space, column, extra in ((have.device[g], way.device, way.hot), (have.host[g], way.host, 0)):
+    for space, column, extra in ((kv.device[g], way.device, way.hot), (kv.host[g], way.host, 0)):
         new = [c for c in column if c is not None and c.page < 0]
         pages = space.pool.acquire(len(new) + extra)
         for copy, page in zip(new, pages, strict=False):
             copy.page = page
         t.hot += [Copy(page, pins=1) for page in pages[len(new):]]
-    _start(have, r, g, way.loads, up=True)
-    _start(have, r, g, way.saves, up=False)
+    _start(kv, r, g, way.loads, up=True)
+    _start(kv, r, g, way.saves, up=False)
     old_device, old_host = t.device, t.host
     t.device, t.host, t.first = way.device, way.host, t.begin(r.computed)
-    have.let_go(r, g, old_device, old_host)
+    kv.let_go(r, g, old_device, old_host)
     on_host = [n for i in range(len(way.host)) if own(way.device, i) is None
-               and (n := have.node(r, t, i)) is not None]
+               and (n := kv.node(r, t, i)) is not None]
     return [*on_host, *(f.node for f in way.loads if f.node is not None)]
 
 
-def _start(have: Pages, r: Request, g: int, fills: list[Load], *, up: bool) -> None:
+def _start(kv: Pages, r: Request, g: int, fills: list[Load], *, up: bool) -> None:
     """Begin to copy. A sealed page becomes the tree's copy, unless the tree has one meanwhile or its
     source is a twin that the tree does not know."""
-    src, dst = (have.host[g], have.device[g]) if up else (have.device[g], have.host[g])
+    src, dst = (kv.host[g], kv.device[g]) if up else (kv.device[g], kv.host[g])
     t = r.tables[g]
     nodes: list[Node] = []
     for f in fills:
         f.target.partial = f.source.partial
         if f.node is not None and dst not in f.node.copies and not f.source.partial:
             f.target.ready = False
-            have.tree.attach(f.node, dst, f.target)
+            kv.tree.attach(f.node, dst, f.target)
         if f.node is not None and f.target.node is f.node and f.node.copies.get(src) is f.source:
             nodes.append(f.node)
         else:
             tokens = min(r.computed - f.entry * t.unit, t.unit)
             node = f.node if f.target.node is not None else None
-            have.moves.move_private(r, src, f.source, dst, f.target, tokens, node)
+            kv.moves.move_private(r, src, f.source, dst, f.target, tokens, node)
         f.source.pins -= 1
-    have.moves.move_nodes(nodes, src, dst)
+    kv.moves.move_nodes(nodes, src, dst)
+
+
+# ---------------------------------------------------------------- until all is there
+def missing(r: Request) -> list[Copy] | None:
+    """Device pages that are still being loaded; None if something else is not in place either."""
+    out: list[Copy] = []
+    for t in r.tables:
+        if not all(c is None or c.ready for c in t.host):
+            return None
+        if r.place is Place.DEVICE or not t.hosted:
+            out += [c for c in t.device if c is not None and not c.ready]
+    return out
+
+
+def last_missing(columns: Iterable[list[Copy | None]]) -> list[Copy]:
+    """One page that is not in place, if any: as long as it is not, they are not all."""
+    for column in columns:
+        for copy in reversed(column):          # pages come in order: it is among the last
+            if copy is not None and not copy.ready:
+                return [copy]
+    return []

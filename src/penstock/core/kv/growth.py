@@ -1,18 +1,18 @@
 """Pages for what a row writes next, on the device, on the host or on both."""
 from __future__ import annotations
 
-from penstock.core.kv.page_table import put
+from penstock.core.kv.page_table import PageTable, put
 from penstock.core.kv.pages import Pages
 from penstock.core.kv.pool import Pool
 from penstock.core.kv.prefix_tree import Copy
 from penstock.core.lifecycle import Phase, Place
 from penstock.core.plan import Tier
-from penstock.core.request import Request, Table
+from penstock.core.request import Request
 
 _HOST, _HBM, _DRAM = Place.HOST, Tier.HBM, Tier.DRAM    # Python 3.11 takes 0.1 us to find a member of an Enum
 
 
-def grow(have: Pages, r: Request, upto: int) -> bool:
+def grow(kv: Pages, r: Request, upto: int) -> bool:
     """Pages for positions below `upto`, in every group, or nothing."""
     host, promoting = r.place is _HOST, r.phase is Phase.PROMOTING
     hbm, dram, new_up, new_down = [0] * len(r.tables), [0] * len(r.tables), 0, 0
@@ -23,26 +23,26 @@ def grow(have: Pages, r: Request, upto: int) -> bool:
             continue
         if on_host:
             dram[g] = n
-            if n > (free := have.host[g].pool.free):
+            if n > (free := kv.host[g].pool.free):
                 new_down += n - free
         if promoting or not on_host:
             hbm[g] = n
-            if n > (free := have.device[g].pool.free):
+            if n > (free := kv.device[g].pool.free):
                 new_up += n - free
     # Where each new page could have a slab of its own, nobody need count slabs. A single pool has none.
-    if (new_up > len(have.arenas[_HBM].free) or new_down > len(have.arenas[_DRAM].free)) and not (
-            have.make_free(_HBM, hbm) and have.make_free(_DRAM, dram)):
+    if (new_up > len(kv.arenas[_HBM].free) or new_down > len(kv.arenas[_DRAM].free)) and not (
+            kv.make_free(_HBM, hbm) and kv.make_free(_DRAM, dram)):
         return False
     for g, t in enumerate(r.tables):
         if up := hbm[g]:
-            _extend(have.device[g].pool, t.device, up)
+            _extend(kv.device[g].pool, t.device, up)
         if down := dram[g]:
-            _extend(have.host[g].pool, t.host, down)
+            _extend(kv.host[g].pool, t.host, down)
             if not up:
                 t.device += [None] * (len(t.host) - len(t.device))
         elif up and r.may_host and not host:
-            _mirror(have, r, g, t, up)
-    r.capacity = have.covered(r, r.place)
+            _mirror(kv, r, g, t, up)
+    r.capacity = kv.covered(r, r.place)
     return True
 
 
@@ -52,30 +52,30 @@ def _extend(pool: Pool, column: list[Copy | None], n: int) -> None:
         column.append(Copy(page, None, True, 1))
 
 
-def _mirror(have: Pages, r: Request, g: int, t: Table, n: int) -> None:
+def _mirror(kv: Pages, r: Request, g: int, t: PageTable, n: int) -> None:
     """Where a decoding row may spill, its new pages are on the host from their first token on: that is
     where they go when they are sealed, so it is worth evicting what is cached there."""
     if not (t.hosted and r.phase is Phase.RESIDENT):
         return
     for i in range(len(t.device) - n, len(t.device)):
-        mirror(have, g, t, i)
+        mirror(kv, g, t, i)
 
 
-def mirror(have: Pages, g: int, t: Table, i: int) -> None:
+def mirror(kv: Pages, g: int, t: PageTable, i: int) -> None:
     """A host page for entry i, which no step has written yet, if there is room."""
-    pool = have.host[g].pool
-    if pool.free or have.make_free(_DRAM, have.one_page(g)):
+    pool = kv.host[g].pool
+    if pool.free or kv.make_free(_DRAM, kv.one_page(g)):
         put(t.host, i, Copy(pool.acquire(1)[0]))
 
 
-def drop_mirrors(have: Pages, r: Request) -> bool:
+def drop_mirrors(kv: Pages, r: Request) -> bool:
     """Give up the host pages of a row that is on the device: a spill will have to copy."""
     if r.place is _HOST or r.phase is Phase.STAGING or not any([any(t.host) for t in r.tables]):
         return False
     for g, t in enumerate(r.tables):
         for i in range(len(t.host)):
             if t.host[i] is not None:
-                have.drop_entry(r, g, t.host, i)
+                kv.drop_entry(r, g, t.host, i)
         t.host.clear()
     r.needs_rebind, r.unchanged_until = r.bound, 0             # its steps write them until it is bound again
     return True

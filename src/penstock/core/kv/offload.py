@@ -13,46 +13,46 @@ from penstock.core.plan import StepId, Tier
 from penstock.core.request import Request
 
 
-def unsaved(have: Pages, r: Request, phase: Phase) -> list[int]:
+def unsaved(kv: Pages, r: Request, phase: Phase) -> list[int]:
     """Host pages of each group that pausing or staging needs at most: for what has no host copy."""
     want, staging = [0] * len(r.tables), phase is Phase.STAGING
     for g, t in enumerate(r.tables):
         if staging and not t.hosted:
             continue
         for i in range(t.begin(r.computed), len(t.device) if staging else t.end(r.computed)):
-            node = have.node(r, t, i)
+            node = kv.node(r, t, i)
             want[g] += own(t.host, i) is None and (
-                node is None or have.host_frame(node, g, own(t.device, i)) is None)
+                node is None or kv.host_frame(node, g, own(t.device, i)) is None)
     return want
 
 
-def reserve(have: Pages, r: Request, phase: Phase) -> bool:
+def reserve(kv: Pages, r: Request, phase: Phase) -> bool:
     """Take the host pages that pausing or staging may need. False: nothing has changed."""
-    want = unsaved(have, r, phase)
-    pinned = _pin_host(have, r) if phase is Phase.STAGING else []
-    if not have.make_free(Tier.DRAM, want):
+    want = unsaved(kv, r, phase)
+    pinned = _pin_host(kv, r) if phase is Phase.STAGING else []
+    if not kv.make_free(Tier.DRAM, want):
         for g, i in pinned:
-            have.drop_entry(r, g, r.tables[g].host, i)
+            kv.drop_entry(r, g, r.tables[g].host, i)
         return False
     for g, n in enumerate(want):
-        r.reserve[g] += have.host[g].pool.acquire(n)
+        r.reserve[g] += kv.host[g].pool.acquire(n)
     return True
 
 
-def _pin_host(have: Pages, r: Request) -> list[tuple[int, int]]:
+def _pin_host(kv: Pages, r: Request) -> list[tuple[int, int]]:
     """What the host has of a row that is being staged must stay there: the group and entry of each page."""
     pinned: list[tuple[int, int]] = []
     for g, t in enumerate(r.tables):
         for i in range(len(t.device) if t.hosted else 0):
-            node = have.node(r, t, i)
+            node = kv.node(r, t, i)
             if own(t.host, i) is None and node is not None and (
-                    copy := have.host_frame(node, g, own(t.device, i))):
+                    copy := kv.host_frame(node, g, own(t.device, i))):
                 put(t.host, i, copy)
                 pinned.append((g, i))
     return pinned
 
 
-def copy_down(have: Pages, r: Request, *, all_groups: bool) -> None:
+def copy_down(kv: Pages, r: Request, *, all_groups: bool) -> None:
     """No step of `r` is in flight: start the copies of all that the host lacks, and pin the rest.
     Pages that the reserve does not cover stay on the device."""
     for g, t in enumerate(r.tables):
@@ -60,52 +60,52 @@ def copy_down(have: Pages, r: Request, *, all_groups: bool) -> None:
             continue
         # The open page goes first: what is sealed can stay behind, or be found again.
         last = t.end(r.computed) - 1
-        if last >= 0 and have.node(r, t, last) is None and own(t.host, last) is None and r.reserve[g]:
+        if last >= 0 and kv.node(r, t, last) is None and own(t.host, last) is None and r.reserve[g]:
             put(t.host, last, Copy(r.reserve[g].pop()))
             source, target = t.device[last], t.host[last]
             assert source is not None and target is not None
-            have.moves.move_private(r, have.device[g], source, have.host[g], target,
+            kv.moves.move_private(r, kv.device[g], source, kv.host[g], target,
                                      r.computed - last * t.unit)
         bare: list[Node] = []
         for i in range(t.begin(r.computed), last + 1):
-            node, mine = have.node(r, t, i), own(t.device, i)
+            node, mine = kv.node(r, t, i), own(t.device, i)
             if node is None or own(t.host, i) is not None or (
-                    have.host_frame(node, g, mine) or have.host[g] in node.copies):
+                    kv.host_frame(node, g, mine) or kv.host[g] in node.copies):
                 continue
-            if have.device[g] not in node.copies and mine is not None and not mine.partial:
-                have.tree.attach(node, have.device[g], mine)      # its twin was evicted: ours serves
-            if node.ready(have.device[g]):
+            if kv.device[g] not in node.copies and mine is not None and not mine.partial:
+                kv.tree.attach(node, kv.device[g], mine)      # its twin was evicted: ours serves
+            if node.ready(kv.device[g]):
                 bare.append(node)
         if bare:
-            write_through(have, g, bare, r)
+            write_through(kv, g, bare, r)
         for i in range(t.begin(r.computed), last + 1):
-            node = have.node(r, t, i)
-            if node is not None and own(t.host, i) is None and (copy := node.good(have.host[g])):
+            node = kv.node(r, t, i)
+            if node is not None and own(t.host, i) is None and (copy := node.good(kv.host[g])):
                 put(t.host, i, copy)
         if not all_groups:
             for i in range(last + 1, len(t.device)):              # nothing is in them yet
                 if own(t.host, i) is None and r.reserve[g]:
                     put(t.host, i, Copy(r.reserve[g].pop()))
-    return_reserve(have, r)
+    return_reserve(kv, r)
 
 
-def return_reserve(have: Pages, r: Request) -> None:
+def return_reserve(kv: Pages, r: Request) -> None:
     for g, pages in enumerate(r.reserve):
-        have.host[g].pool.release(pages, Fence(StepId(0)))
+        kv.host[g].pool.release(pages, Fence(StepId(0)))
         r.reserve[g] = []
 
 
-def save(have: Pages, r: Request) -> None:
+def save(kv: Pages, r: Request) -> None:
     """All steps of a paused request have retired: pin host copies, then let go of the device."""
-    copy_down(have, r, all_groups=True)
+    copy_down(kv, r, all_groups=True)
     for g, t in enumerate(r.tables):           # the twin of what its prompt would have left open
         for i in range(t.end(r.computed), len(t.host)):
-            have.drop_entry(r, g, t.host, i)
+            kv.drop_entry(r, g, t.host, i)
     r.is_saved = True
-    let_go_of_device(have, r)
+    let_go_of_device(kv, r)
 
 
-def let_go_of_device(have: Pages, r: Request) -> None:
+def let_go_of_device(kv: Pages, r: Request) -> None:
     """A parked request keeps device pages that have no copy below, and those being copied."""
     r.is_saving = False
     for g, t in enumerate(r.tables):
@@ -114,10 +114,10 @@ def let_go_of_device(have: Pages, r: Request) -> None:
             if t.begin(r.computed) <= i < t.end(r.computed) and (below is None or not below.ready):
                 r.is_saving |= below is not None
             elif t.device[i] is not None:
-                have.drop_entry(r, g, t.device, i)
+                kv.drop_entry(r, g, t.device, i)
 
 
-def is_staged(have: Pages, r: Request) -> bool:
+def is_staged(kv: Pages, r: Request) -> bool:
     """Every page of a row that is being staged is on the host."""
     return not r.moves and all(
         (copy := own(t.host, i)) is not None and copy.ready
@@ -131,7 +131,7 @@ def is_coming(r: Request) -> bool:
             or all(own(t.host, i) is not None for t in hosted for i in range(len(t.device))))
 
 
-def lose(have: Pages, r: Request, lost: Collection[Copy]) -> bool:
+def lose(kv: Pages, r: Request, lost: Collection[Copy]) -> bool:
     """Copies that nobody may read have gone. Whether `r` counts on one of them; if it only waits,
     it forgets them, and keeps what the device still has."""
     found = False
@@ -142,10 +142,10 @@ def lose(have: Pages, r: Request, lost: Collection[Copy]) -> bool:
                     continue
                 found = True
                 if r.row is None or r.phase is Phase.STAGING:
-                    have.drop_entry(r, g, column, i)
-                    node = have.node(r, t, i)
+                    kv.drop_entry(r, g, column, i)
+                    node = kv.node(r, t, i)
                     if (r.phase is Phase.PAUSED and column is t.host and node is not None
-                            and node.ready(have.device[g])):
+                            and node.ready(kv.device[g])):
                         if own(t.device, i) is None:
-                            put(t.device, i, node.copies[have.device[g]])
+                            put(t.device, i, node.copies[kv.device[g]])
     return found

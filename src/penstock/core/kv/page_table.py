@@ -1,11 +1,42 @@
 """The page table of a request: two columns of a cache group, one a tier, and who pins what."""
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from penstock.core.kv.prefix_tree import Copy
-from penstock.core.lifecycle import Place
-from penstock.core.request import Request
+from penstock.core.settings import CacheGroup
+
+
+@dataclass(slots=True, eq=False)
+class PageTable:
+    """One cache group's pages of one request. Entry i is page i of the group: its copy on the
+    device and on the host, each the path node's own or a private twin, each pinned; None is a
+    copy that the request has no need of, or does not have."""
+
+    group: CacheGroup
+    unit: int                                  # tokens of a page
+    device: list[Copy | None] = field(default_factory=list)
+    host: list[Copy | None] = field(default_factory=list)
+    hot: list[Copy] = field(default_factory=list)
+    kept: dict[int, int] = field(default_factory=dict)  # hot unit -> the entry whose page it was
+    first: int = 0                             # entries below were left behind by the window
+    hosted: bool = field(init=False)           # the group's, kept: each page that grows asks for it
+    reach: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.hosted, self.reach = self.group.hosted, self.group.reach
+
+    def begin(self, tokens: int) -> int:
+        """The first entry that the step which computes position `tokens` reads."""
+        return max(0, tokens - self.reach) // self.unit if self.reach else 0
+
+    def end(self, tokens: int) -> int:
+        """Entries that positions below `tokens` need."""
+        return -(-tokens // self.unit)
+
+    def pages(self, tokens: int) -> int:
+        """How many pages positions below `tokens` need at once."""
+        return self.end(tokens) - self.begin(tokens)
 
 
 def own(column: list[Copy | None], i: int) -> Copy | None:
@@ -17,23 +48,3 @@ def put(column: list[Copy | None], i: int, copy: Copy) -> None:
     copy.pins += 1
     column += [None] * (i + 1 - len(column))
     column[i] = copy
-
-
-def missing(r: Request) -> list[Copy] | None:
-    """Device pages that are still being loaded; None if something else is not in place either."""
-    out: list[Copy] = []
-    for t in r.tables:
-        if not all(c is None or c.ready for c in t.host):
-            return None
-        if r.place is Place.DEVICE or not t.hosted:
-            out += [c for c in t.device if c is not None and not c.ready]
-    return out
-
-
-def last_missing(columns: Iterable[list[Copy | None]]) -> list[Copy]:
-    """One page that is not in place, if any: as long as it is not, they are not all."""
-    for column in columns:
-        for copy in reversed(column):          # pages come in order: it is among the last
-            if copy is not None and not copy.ready:
-                return [copy]
-    return []

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from penstock.core.kv.moves import Moves
-from penstock.core.kv.page_table import own
+from penstock.core.kv.page_table import PageTable, own
 from penstock.core.kv.pool import Arena, Fence, Pool
 from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree
 from penstock.core.lifecycle import Place
 from penstock.core.plan import Group, StepId, Tier
-from penstock.core.request import Request, Table
+from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
 
 
@@ -37,7 +37,7 @@ class Shortage:
     want: Sequence[int]
     behind: bool               # fences are all that it waits for
     found: Found | None        # None: it knew what it has
-    gained: int = 0            # `Holdings.gained` when it gave up
+    gained: int = 0            # `KVCache.gained` when it gave up
 
 
 class Found(NamedTuple):
@@ -84,9 +84,9 @@ class Pages:
         """Whether a step of `r` was issued and has not retired."""
         return r.last_issue > self.moves.retired
 
-    def tables(self) -> list[Table]:
+    def tables(self) -> list[PageTable]:
         """Empty page tables for a new request."""
-        return [Table(group, group.page_tokens or self.cfg.page_size) for group in self.cfg.groups]
+        return [PageTable(group, group.page_tokens or self.cfg.page_size) for group in self.cfg.groups]
 
     # ---------------------------------------------------------------- room
     def drain(self) -> int:
@@ -234,7 +234,7 @@ class Pages:
         return min([t.unit * len(t.host if host and t.hosted else t.device) for t in r.tables])
 
     # ---------------------------------------------------------------- what the tree has
-    def node(self, r: Request, t: Table, i: int) -> Node | None:
+    def node(self, r: Request, t: PageTable, i: int) -> Node | None:
         """The sealed page that table entry i is, or None for one that is not sealed."""
         at = (i + 1) * t.unit // self.cfg.page_size - 1
         return r.path[at] if at < len(r.path) else None

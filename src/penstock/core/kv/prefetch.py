@@ -10,84 +10,84 @@ from penstock.core.plan import Tier
 from penstock.core.request import Request
 
 
-def _wanted(have: Pages, r: Request, path: list[Node]) -> Iterator[tuple[int, int, Node]]:
+def _wanted(kv: Pages, r: Request, path: list[Node]) -> Iterator[tuple[int, int, Node]]:
     """Group, entry and node of every page that a hit of `path` needs."""
-    size = have.cfg.page_size
+    size = kv.cfg.page_size
     for g, t in enumerate(r.tables):
         end = len(path) * size
         for i in range(t.begin(end), t.end(end)):
             yield g, i, path[(i + 1) * t.unit // size - 1]
 
 
-def stored(have: Pages, r: Request) -> int:
+def stored(kv: Pages, r: Request) -> int:
     """Pages of the known prefix that only storage has."""
-    path = have.match(r, stored=True)
-    return len({id(node) for g, _, node in _wanted(have, r, path) if not have.is_reachable(node, g)})
+    path = kv.match(r, stored=True)
+    return len({id(node) for g, _, node in _wanted(kv, r, path) if not kv.is_reachable(node, g)})
 
 
-def reserve(have: Pages, r: Request) -> bool:
+def reserve(kv: Pages, r: Request) -> bool:
     """Take the path as far as storage knows it, pin what the host has of it, and start reading the
     rest. False: no room in the host, nothing has changed."""
-    path = have.match(r, stored=True)
+    path = kv.match(r, stored=True)
     want = [0] * len(r.tables)
     nodes: set[int] = set()
     pinned: list[Copy] = []
-    for g, i, node in _wanted(have, r, path):
-        if copy := node.good(have.host[g]):
+    for g, i, node in _wanted(kv, r, path):
+        if copy := node.good(kv.host[g]):
             put(r.tables[g].host, i, copy)
             pinned.append(copy)
-        elif not node.good(have.device[g]):
+        elif not node.good(kv.device[g]):
             want[g] += 1
             nodes.add(id(node))
     for node in path:
-        have.tree.ref(node)
-    if not have.make_free(Tier.DRAM, want):
+        kv.tree.ref(node)
+    if not kv.make_free(Tier.DRAM, want):
         for t in r.tables:
             t.host.clear()
         for copy in pinned:
             copy.pins -= 1
-        have.tree.unref(path)
+        kv.tree.unref(path)
         return False
     r.path, r.fetched = path, len(nodes)
-    read(have, r)
+    read(kv, r)
     return True
 
 
-def read(have: Pages, r: Request) -> None:
+def read(kv: Pages, r: Request) -> None:
     """Start reading what is missing, in order, as much as storage may hold of the host at once. The rest
     is asked for when this has come; what comes after a page that cannot be had is not."""
     todo: list[list[Node]] = [[] for _ in r.tables]
-    left, r.more, r.coming = have.moves.reads_left, False, None
-    for g, i, node in _wanted(have, r, r.path):
+    left, r.more, r.coming = kv.moves.reads_left, False, None
+    for g, i, node in _wanted(kv, r, r.path):
         if own(r.tables[g].host, i) is not None:
             continue
-        copy = node.good(have.host[g])
+        copy = node.good(kv.host[g])
         if copy is None:
-            if node.good(have.device[g]):
+            if node.good(kv.device[g]):
                 continue
             r.more = not left
-            if (not left or have.host[g] in node.copies or not node.ready(have.disk[g])
-                    or not have.make_free(Tier.DRAM, have.one_page(g))):
+            if (not left or kv.host[g] in node.copies or not node.ready(kv.disk[g])
+                    or not kv.make_free(Tier.DRAM, kv.one_page(g))):
                 break
-            copy = Copy(have.host[g].pool.acquire(1)[0], ready=False)
-            have.tree.attach(node, have.host[g], copy)
+            copy = Copy(kv.host[g].pool.acquire(1)[0], ready=False)
+            kv.tree.attach(node, kv.host[g], copy)
             todo[g].append(node)
             left -= 1
         put(r.tables[g].host, i, copy)
     for g, nodes in enumerate(todo):
-        have.moves.move_nodes(nodes, have.disk[g], have.host[g])
+        kv.moves.move_nodes(nodes, kv.disk[g], kv.host[g])
 
 
-def is_fetched(have: Pages, r: Request) -> bool:
+def is_fetched(kv: Pages, r: Request) -> bool:
     """Nothing that this request waits for is on its way any more; some of it may have failed. Its path
     may be long: it is walked anew when the page that was missing has come, and not again after the end."""
-    if r.coming is None or not all([_is_coming(have, g, node) for g, node in r.coming]):
-        r.coming = next(([(g, node)] for g, _, node in _wanted(have, r, r.path)
-                         if _is_coming(have, g, node)), [])
+    if r.coming is None or not all([_is_coming(kv, g, node) for g, node in r.coming]):
+        r.coming = next(([(g, node)] for g, _, node in _wanted(kv, r, r.path)
+                         if _is_coming(kv, g, node)), [])
     return not r.coming
 
 
-def _is_coming(have: Pages, g: int, node: Node) -> bool:
+def _is_coming(kv: Pages, g: int, node: Node) -> bool:
     """Whether a page is on its way to the host, and not on the device."""
-    copy = node.good(have.host[g])
-    return copy is not None and not copy.ready and node.good(have.device[g]) is None
+    copy = node.good(kv.host[g])
+    return copy is not None and not copy.ready and node.good(kv.device[g]) is None

@@ -8,7 +8,7 @@ from penstock.core.plan import Tier
 from penstock.core.request import Request
 
 
-def take_hot_buffer(have: Pages, r: Request) -> bool:
+def take_hot_buffer(kv: Pages, r: Request) -> bool:
     """The hot buffer of a row that was resident: its own last pages, content and all."""
     want = [0] * len(r.tables)
     keep: dict[int, list[int]] = {}
@@ -17,7 +17,7 @@ def take_hot_buffer(have: Pages, r: Request) -> bool:
             mine = [i for i, c in enumerate(t.device) if c is not None and c.pins == 1 and not c.moves]
             keep[g] = mine[-r.hot:]
             want[g] = r.hot - len(keep[g])
-    if not have.make_free(Tier.HBM, want):
+    if not kv.make_free(Tier.HBM, want):
         return False
     for g, entries in keep.items():
         t = r.tables[g]
@@ -25,35 +25,35 @@ def take_hot_buffer(have: Pages, r: Request) -> bool:
             copy, t.device[i] = t.device[i], None
             assert copy is not None
             if copy.node is not None:
-                del copy.node.copies[have.device[g]]
+                del copy.node.copies[kv.device[g]]
                 copy.node = None
             t.hot.append(copy)
             t.kept[copy.page] = i
-        t.hot += [Copy(page, pins=1) for page in have.device[g].pool.acquire(want[g])]
-    have.mark_reclaimable(r)
+        t.hot += [Copy(page, pins=1) for page in kv.device[g].pool.acquire(want[g])]
+    kv.mark_reclaimable(r)
     return True
 
 
-def reload(have: Pages, r: Request, spare: int) -> bool:
+def reload(kv: Pages, r: Request, spare: int) -> bool:
     """Device pages for everything that a hosted row has on the host, and the loads of what is
     sealed. The open page follows when it is sealed; pages begun from now on are on both sides."""
-    have.reclaimable.remove(r)                        # what it has already is no loan any more
+    kv.reclaimable.remove(r)                        # what it has already is no loan any more
     want = [sum(c is None for c in t.device) if t.hosted else 0 for t in r.tables]
     for g, t in enumerate(r.tables):
         for i in range(len(t.device) if want[g] else 0):
-            node = have.node(r, t, i)
-            if t.device[i] is None and node is not None and (copy := node.good(have.device[g])):
+            node = kv.node(r, t, i)
+            if t.device[i] is None and node is not None and (copy := node.good(kv.device[g])):
                 put(t.device, i, copy)
                 want[g] -= 1
-    if not have.make_free(Tier.HBM, have.with_spare(Tier.HBM, want, spare)):
-        have.mark_reclaimable(r)
+    if not kv.make_free(Tier.HBM, kv.with_spare(Tier.HBM, want, spare)):
+        kv.mark_reclaimable(r)
         return False
     for g, t in enumerate(r.tables):
-        if pages := have.device[g].pool.acquire(want[g])[::-1]:
+        if pages := kv.device[g].pool.acquire(want[g])[::-1]:
             new = [i for i, copy in enumerate(t.device) if copy is None]
             for i in new:
                 put(t.device, i, Copy(pages.pop(), ready=False))
-            load(have, r, g, [(i, node) for i in new if (node := have.node(r, t, i)) is not None])
+            load(kv, r, g, [(i, node) for i in new if (node := kv.node(r, t, i)) is not None])
     return True
 
 
@@ -63,28 +63,28 @@ def is_reloaded(r: Request) -> bool:
                                for t in r.tables if t.hosted for c in t.device)
 
 
-def stop_reload(have: Pages, r: Request) -> None:
+def stop_reload(kv: Pages, r: Request) -> None:
     """A promotion is given up: pages that are in place stay as a loan, the others go."""
     for g, t in enumerate(r.tables):
         for i, copy in enumerate(t.device if t.hosted else ()):
-            if copy is not None and not (copy.ready and i < r.device_len[g] and have.node(r, t, i)):
-                have.drop_entry(r, g, t.device, i)
+            if copy is not None and not (copy.ready and i < r.device_len[g] and kv.node(r, t, i)):
+                kv.drop_entry(r, g, t.device, i)
                 if i < r.device_len[g]:
                     r.yielded[g].append(i)
-    have.mark_reclaimable(r)
+    kv.mark_reclaimable(r)
 
 
-def leave_host(have: Pages, r: Request) -> None:
+def leave_host(kv: Pages, r: Request) -> None:
     """A row that has come back to the device keeps only the host twins of what is not sealed."""
     for g, t in enumerate(r.tables):
         for i in range(len(t.host)):
-            if t.host[i] is not None and (not t.hosted or have.node(r, t, i) is not None):
-                have.drop_entry(r, g, t.host, i)
+            if t.host[i] is not None and (not t.hosted or kv.node(r, t, i) is not None):
+                kv.drop_entry(r, g, t.host, i)
 
 
-def load(have: Pages, r: Request, g: int, entries: list[tuple[int, Node]]) -> None:
+def load(kv: Pages, r: Request, g: int, entries: list[tuple[int, Node]]) -> None:
     """Fill device pages that a promotion has reserved, of pages that are sealed: all in one Move."""
-    t, up, down = r.tables[g], have.device[g], have.host[g]
+    t, up, down = r.tables[g], kv.device[g], kv.host[g]
     pairs: list[tuple[Copy, Copy]] = []
     private = False
     for i, node in entries:
@@ -93,8 +93,8 @@ def load(have: Pages, r: Request, g: int, entries: list[tuple[int, Node]]) -> No
         if target.filled_by:
             continue
         if up not in node.copies:
-            have.tree.attach(node, up, target)
+            kv.tree.attach(node, up, target)
         private |= node.copies[up] is not target or node.copies.get(down) is not source
         target.ready = False
         pairs.append((source, target))
-    have.moves.move_sealed(pairs, down, up, r if private else None)
+    kv.moves.move_sealed(pairs, down, up, r if private else None)

@@ -4,37 +4,37 @@ A page whose tokens have all retired goes from its request into the prefix tree,
 """
 from __future__ import annotations
 
-from penstock.core.kv.page_table import own
+from penstock.core.kv.page_table import PageTable, own
 from penstock.core.kv.pages import Pages
 from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree
 from penstock.core.kv.promote import load
 from penstock.core.lifecycle import Phase, Place
 from penstock.core.plan import Tier
-from penstock.core.request import Request, Table
+from penstock.core.request import Request
 
 _HOST = Place.HOST
 _PROMOTING, _STAGING = Phase.PROMOTING, Phase.STAGING
 
 
-def seal(have: Pages, r: Request) -> None:
+def seal(kv: Pages, r: Request) -> None:
     """Move pages whose tokens have all retired from the request into the tree."""
-    size, first, path, tree = have.cfg.page_size, len(r.path), r.path, have.tree
+    size, first, path, tree = kv.cfg.page_size, len(r.path), r.path, kv.tree
     known = min(r.settled, len(r.tokens)) // size
     for i in range(first, known):
         parent = path[-1] if path else tree.root(r.arrived.namespace)
         node = tree.child(parent, r.page_key(i, size))
         tree.ref(node)
         path.append(node)
-    lower = have.cfg.dram_pages > 0
+    lower = kv.cfg.dram_pages > 0
     store: list[tuple[int, Node]] = []         # in this way: list[...]() takes twenty times as long
     for g, t in enumerate(r.tables):
         new: list[Node] = []
-        device, host, unit = have.device[g], have.host[g], t.unit
+        device, host, unit = kv.device[g], kv.host[g], t.unit
         for i in range(first * size // unit, known * size // unit):
             node = path[(i + 1) * unit // size - 1]
             there, up = node.copies, t.device[i] if i < len(t.device) else None
             if not lower:
-                _offer(have, r, g, i, node, up, None)
+                _offer(kv, r, g, i, node, up, None)
                 continue
             down = t.host[i] if i < len(t.host) else None
             # What storage is still to bring has been computed here: a read that hangs keeps it from nobody.
@@ -42,33 +42,33 @@ def seal(have: Pages, r: Request) -> None:
             if host in there:
                 mine = up or down
                 mine = None if mine is None or mine.partial else mine
-                known_below = have.host_frame(node, g, mine) is not None
-            _offer(have, r, g, i, node, up, down)
+                known_below = kv.host_frame(node, g, mine) is not None
+            _offer(kv, r, g, i, node, up, down)
             if host not in there and node.ready(device):
                 new.append(node)
             elif not known_below and node.ready(host):
                 store.append((g, node))            # written there at the source: no copy will end
         if new:
-            write_through(have, g, new, r)
+            write_through(kv, g, new, r)
         if t.reach:
-            leave_behind(have, r, g, t)
-    if store and have.cfg.disk_pages and have.cfg.prefix_cache:
-        have.moves.store(store)
-    if lower and any(have.late):
-        _catch_up(have)
+            leave_behind(kv, r, g, t)
+    if store and kv.cfg.disk_pages and kv.cfg.prefix_cache:
+        kv.moves.store(store)
+    if lower and any(kv.late):
+        _catch_up(kv)
 
 
-def _offer(have: Pages, r: Request, g: int, i: int, node: Node,
+def _offer(kv: Pages, r: Request, g: int, i: int, node: Node,
            up: Copy | None, down: Copy | None) -> None:
     """The copies of a page that was just sealed serve others, where the tree has none."""
     if up is not None:
-        _share(have.tree, node, have.device[g], up)
+        _share(kv.tree, node, kv.device[g], up)
     if down is not None:
-        _share(have.tree, node, have.host[g], down)
+        _share(kv.tree, node, kv.host[g], down)
         if r.place is not _HOST and r.phase is not _STAGING:
-            have.drop_entry(r, g, r.tables[g].host, i)      # the host copy is the tree's now, or a twin
+            kv.drop_entry(r, g, r.tables[g].host, i)      # the host copy is the tree's now, or a twin
         elif up is not None and not up.ready and r.phase is _PROMOTING:
-            load(have, r, g, [(i, node)])
+            load(kv, r, g, [(i, node)])
 
 
 def _share(tree: Tree, node: Node, space: TierGroup, copy: Copy) -> None:
@@ -77,36 +77,36 @@ def _share(tree: Tree, node: Node, space: TierGroup, copy: Copy) -> None:
         tree.attach(node, space, copy)
 
 
-def write_through(have: Pages, g: int, nodes: list[Node], r: Request) -> None:
+def write_through(kv: Pages, g: int, nodes: list[Node], r: Request) -> None:
     """Copy sealed pages to the host, as far as there is room; reserved pages are used first. The rest is
     copied when the next pages are sealed, if there is room then."""
     todo: list[Node] = []
-    host, reserve = have.host[g], r.reserve[g]
-    pool, attach = host.pool, have.tree.attach
+    host, reserve = kv.host[g], r.reserve[g]
+    pool, attach = host.pool, kv.tree.attach
     if (n := len(nodes) - len(reserve)) > 1:
-        have.make_free(Tier.DRAM, [n * k for k in have.one_page(g)])     # evicts in one go
+        kv.make_free(Tier.DRAM, [n * k for k in kv.one_page(g)])     # evicts in one go
     for i, node in enumerate(nodes):
-        if not (reserve or pool.free or have.make_free(Tier.DRAM, have.one_page(g))):
-            have.late[g] += nodes[i:]
+        if not (reserve or pool.free or kv.make_free(Tier.DRAM, kv.one_page(g))):
+            kv.late[g] += nodes[i:]
             break
         attach(node, host, Copy(reserve.pop() if reserve else pool.acquire(1)[0], None, False))
         todo.append(node)
-    have.moves.save(todo, have.device[g], host)
+    kv.moves.save(todo, kv.device[g], host)
 
 
-def _catch_up(have: Pages) -> None:
+def _catch_up(kv: Pages) -> None:
     """Save pages that were sealed when the host was full, or what is sealed behind them serves nobody."""
-    for late, device, host in zip(have.late, have.device, have.host, strict=True):
+    for late, device, host in zip(kv.late, kv.device, kv.host, strict=True):
         todo: list[Node] = []
-        while late and (host.pool.free or have.make_free(Tier.DRAM, have.one_page(host.group))):
+        while late and (host.pool.free or kv.make_free(Tier.DRAM, kv.one_page(host.group))):
             node = late.popleft()
             if node.ready(device) and host not in node.copies and not node.banished:
-                have.tree.attach(node, host, Copy(host.pool.acquire(1)[0], ready=False))
+                kv.tree.attach(node, host, Copy(host.pool.acquire(1)[0], ready=False))
                 todo.append(node)
-        have.moves.save(todo, device, host)
+        kv.moves.save(todo, device, host)
 
 
-def leave_behind(have: Pages, r: Request, g: int, t: Table) -> None:
+def leave_behind(kv: Pages, r: Request, g: int, t: PageTable) -> None:
     """The window has moved on: pages that no step will read again are given up."""
     begin = min(t.begin(r.settled), len(t.device))
     if begin <= t.first:
@@ -114,5 +114,5 @@ def leave_behind(have: Pages, r: Request, g: int, t: Table) -> None:
     for i in range(t.first, begin):
         for column in (t.device, t.host):
             if own(column, i) is not None:
-                have.drop_entry(r, g, column, i)
+                kv.drop_entry(r, g, column, i)
     t.first = begin

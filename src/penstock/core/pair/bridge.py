@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, assert_never
 
-from penstock.core.kv import page_table
+from penstock.core.kv import allocate
 from penstock.core.kv.moves import FlyingMove
 from penstock.core.lifecycle import Phase, Place, Role, Trigger
 from penstock.core.pair import protocol
@@ -77,7 +77,7 @@ class Pairing:
     def _recall(self, transfer: int = 0) -> None:
         """Pushes that no plan has yet are not begun: of one transfer, or all, where one of the two has
         become another. The new connection is not the one that the peer closes, or has closed."""
-        copies, side = self.core.have.moves, self.side
+        copies, side = self.core.kv.moves, self.side
         pushes = [m for m in copies.outbox if m.dst is Tier.PEER and m.peer == self.peer
                   and transfer in (0, m.transfer)]
         copies.cancel_planned(pushes)
@@ -87,7 +87,7 @@ class Pairing:
 
     def flush(self) -> list[Say]:
         """What is to be said now. A grant waits for the plan that has its Move."""
-        planned = {m.generation for m in self.core.have.moves.outbox
+        planned = {m.generation for m in self.core.kv.moves.outbox
                    if m.src is Tier.PEER and m.peer == self.peer}
         early = [isinstance(what, Grant) and what.generation in planned for what in self.side.outbox]
         out = [Say(what, self.peer) for what, waits in zip(self.side.outbox, early, strict=True) if not waits]
@@ -128,37 +128,37 @@ class Pairing:
     def push_ready(self) -> None:
         """Begin the pushes of those whose last step has retired."""
         for r in list(self.ready):
-            if not self.core.have.in_flight(r) and page_table.missing(r) == []:
+            if not self.core.kv.in_flight(r) and allocate.missing(r) == []:
                 self.ready.remove(r)
                 self.push(r)
 
     def _open(self, r: Request) -> None:
-        side, have = self.side, self.core.have
+        side, kv = self.side, self.core.kv
         assert isinstance(side, DecodeSide)
         transfer, start = r.arrived.transfer, r.settled
         generation = side.open(transfer, r.num_prompt, start=start)
         self.granted[transfer] = []
         for g, t in enumerate(r.tables):
             on_host = r.place is Place.HOST and t.hosted
-            space, column = (have.host[g], t.host) if on_host else (have.device[g], t.device)
+            space, column = (kv.host[g], t.host) if on_host else (kv.device[g], t.device)
             entry = max(start // t.unit, t.begin(r.num_prompt))
             copies = [c for c in column[entry:] if c is not None]
             if t.group.window and entry * t.unit < r.num_prompt - t.group.window:
                 copies[0].partial = True       # the peer sends what the window needs, no more
-            self.granted[transfer].append(have.moves.open(
+            self.granted[transfer].append(kv.moves.open(
                 r, space, copies, entry * t.unit, r.num_prompt - entry * t.unit, transfer, generation))
 
     def push(self, r: Request) -> None:
         """All of a prompt is computed, and the other engine has pages: send what it lacks."""
-        side, have = self.side, self.core.have
+        side, kv = self.side, self.core.kv
         assert isinstance(side, PrefillSide) and r.grant is not None
         n, transfer = r.num_prompt, r.arrived.transfer
         for g, t in enumerate(r.tables):
             on_host = r.place is Place.HOST and t.hosted
-            space, column = (have.host[g], t.host) if on_host else (have.device[g], t.device)
+            space, column = (kv.host[g], t.host) if on_host else (kv.device[g], t.device)
             first = max(r.grant.start, t.begin(n) * t.unit)
             copies = [c for c in column[first // t.unit:t.end(n)] if c is not None]
-            move = have.moves.push(r, space, copies, first, n - first, transfer, r.grant.generation)
+            move = kv.moves.push(r, space, copies, first, n - first, transfer, r.grant.generation)
             side.push_started(transfer, move)
         r.is_pushed = True
         self._apply(side.finish(transfer, 0, tuple(r.tokens[n:n + 1])))
@@ -199,7 +199,7 @@ class Pairing:
 
     def _landed(self, o: protocol.Landed, r: Request | None) -> None:
         """No byte of a grant will move any more."""
-        copies = self.core.have.moves
+        copies = self.core.kv.moves
         ids = self.granted.pop(o.transfer)
         # A grant that ended before it was planned was never said: nobody may hear of its pages.
         copies.outbox = [move for move in copies.outbox if move.id not in ids]

@@ -123,14 +123,14 @@ def _demand(core: Core) -> Pages:
 
 def _all_fit(core: Core, total: Pages) -> bool:
     device, host = total
-    return _total(core.cfg, core.have.arenas[Tier.HBM], device, _pushed(core, Tier.HBM)) and (
-        not any(host) or _total(core.cfg, core.have.arenas[Tier.DRAM], host,
+    return _total(core.cfg, core.kv.arenas[Tier.HBM], device, _pushed(core, Tier.HBM)) and (
+        not any(host) or _total(core.cfg, core.kv.arenas[Tier.DRAM], host,
                                 core.cfg.store_pages + _pushed(core, Tier.DRAM)))
 
 
 def _pushed(core: Core, tier: Tier) -> int:
     """Cached pages of `tier` that pushes of requests that have ended still read: as good as away."""
-    pushes = [f for f in core.have.moves.pushes_of_ended() if f.src.tier is tier]
+    pushes = [f for f in core.kv.moves.pushes_of_ended() if f.src.tier is tier]
     return sum([source.node is not None and not source.pins for f in pushes for source, _ in f.pairs])
 
 
@@ -159,7 +159,7 @@ def promote(core: Core) -> bool:
         return False                           # one at a time
     total = _demand(core)
     for r in core.running:
-        if r.phase is not Phase.HOSTED or r.promotion_undone_at >= core.have.issued:
+        if r.phase is not Phase.HOSTED or r.promotion_undone_at >= core.kv.issued:
             continue
         _add(total, _at_end(core, r, Place.HOST), -1)
         _add(total, _at_end(core, r, Place.DEVICE))

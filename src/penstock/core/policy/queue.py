@@ -79,12 +79,12 @@ class Admission:
         return (b is not None and b.request is r and b.visit == r.visit
                 and 0 < b.running <= len(self.core.running) and b.state in (None, self._state())
                 and all([copy.moves and not copy.ready for copy in b.early])
-                and all([self.core.have.is_short(r, shortage) for shortage in b.shortages]))
+                and all([self.core.kv.is_short(r, shortage) for shortage in b.shortages]))
 
     def _state(self) -> tuple[int, ...]:
         """As long as this is the same, as many can run to their ends beside each other."""
-        have = self.core.have
-        return self.core.edges_taken, len(have.moves.to_peer), *[arena.away for arena in have.arenas.values()]
+        kv = self.core.kv
+        return self.core.edges_taken, len(kv.moves.to_peer), *[arena.away for arena in kv.arenas.values()]
 
     def shortages_of(self, r: Request | None) -> list[Shortage]:
         """What `r` lacked, if it is the head of the queue and did not fit."""
@@ -96,7 +96,7 @@ class Admission:
         return self._skipped is not None and not self._is_blocked(self._skipped)
 
     def _enter(self, r: Request) -> bool:
-        have, state, no_row = self.core.have, None, False
+        kv, state, no_row = self.core.kv, None, False
         shortages: list[Shortage] = []
         early: list[Copy] = []
         for trigger in capacity.ways_in(self.core, r):
@@ -105,28 +105,28 @@ class Admission:
             if spare is None:
                 state = self._state()          # until the others that run have changed
                 continue
-            have.shortage, have.found, have.early = None, None, None
+            kv.shortage, kv.found, kv.early = None, None, None
             if self.core.transition(r, trigger, spare):
                 return True
-            if have.early is not None:
-                early.append(have.early)
-            elif have.shortage is None:
+            if kv.early is not None:
+                early.append(kv.early)
+            elif kv.shortage is None:
                 no_row = True                  # that is soon seen
             else:
-                shortages.append(have.shortage)
+                shortages.append(kv.shortage)
         for shortage in shortages:
-            shortage.gained = have.gained(shortage.tier)
+            shortage.gained = kv.gained(shortage.tier)
         self._blocked = Blocked(r, r.visit, len(self.core.running), () if no_row else state, shortages, early)
         return False
 
     def _short(self, shortage: Shortage) -> int:
-        return self.core.have.arenas[shortage.tier].short(shortage.want, promised=True)
+        return self.core.kv.arenas[shortage.tier].short(shortage.want, promised=True)
 
     def _make_way(self, r: Request) -> None:
         """`r` lacks device pages that nobody was promised: the youngest that runs goes on from the host, if
         all that may would leave it enough. The first of all stays, unless it is alone, and so does who has
         given way twice: what keeps a row from the host may make it give way."""
-        core, have = self.core, self.core.have
+        core, kv = self.core, self.core.kv
         shortages = [s for s in self.shortages_of(r) if s.tier is Tier.HBM and core.cfg.sparse]
         if not shortages or reclaim.leaving(core) or any(q.phase is Phase.STAGING for q in core.running):
             return
@@ -136,33 +136,33 @@ class Admission:
         short -= sum(1 for _ in reclaim.landing(core, Tier.HBM))
         rows = [q for q in core.running[1:] or core.running
                 if reclaim.may_spill(core, q) and q.num_preemptions < reclaim.PREEMPTIONS_MAX - 1]
-        self._vain = Vain(core.edges_taken, have.issued, [])
+        self._vain = Vain(core.edges_taken, kv.issued, [])
         if short <= 0 or sum([reclaim.spillable(core, q, short) for q in rows]) < short:
             return
         for q in reversed(rows):
-            have.shortage = shortages[0]               # what the spill is for: the judge reads it
+            kv.shortage = shortages[0]               # what the spill is for: the judge reads it
             if reclaim.spills(core, q):
                 self._vain = None
                 return
-            if have.shortage.tier is Tier.DRAM:
-                have.shortage.gained = have.gained(Tier.DRAM)
-                self._vain.host.append(have.shortage)
+            if kv.shortage.tier is Tier.DRAM:
+                kv.shortage.gained = kv.gained(Tier.DRAM)
+                self._vain.host.append(kv.shortage)
 
     def _in_vain(self) -> bool:
         """Whether looking again for rows that could make way is too early: it walks the ends of their tables,
         and asking for host pages evicts what is cached there."""
-        v, have = self._vain, self.core.have
+        v, kv = self._vain, self.core.kv
         if v is None or v.taken != self.core.edges_taken:
             return False
         if v.host:
-            more = have.gained(Tier.DRAM)
+            more = kv.gained(Tier.DRAM)
             return all([self._short(shortage) > more - shortage.gained for shortage in v.host])
-        return have.issued < v.step + LOOK_STEPS
+        return kv.issued < v.step + LOOK_STEPS
 
     def may_start(self, r: Request) -> bool:
         """Whether nothing that `r`, who is in line, waits for by itself keeps it from getting a row."""
-        if r.moves or self.core.have.in_flight(r):
+        if r.moves or self.core.kv.in_flight(r):
             return False
         if r.phase is Phase.PAUSED and not r.is_saved:
             return False
-        return r.phase is not Phase.FETCHING or prefetch.is_fetched(self.core.have, r)
+        return r.phase is not Phase.FETCHING or prefetch.is_fetched(self.core.kv, r)

@@ -27,13 +27,13 @@ def promised(core: Core, tier: Tier = Tier.HBM) -> bool:
     """Whether pages of `tier` will become free or evictable without a further victim. What a store reads
     or writes does not count, it may hang; nor does what another engine writes, or reads for a request
     that has ended: that takes as long as it takes."""
-    have = core.have
-    if any(pool.in_limbo > pool.away for pool in have.arenas[tier].pools) or any(landing(core, tier)):
+    kv = core.kv
+    if any(pool.in_limbo > pool.away for pool in kv.arenas[tier].pools) or any(landing(core, tier)):
         return True
     if tier is not Tier.HBM:
         return False
     # Their steps or their copies are not finished, or leave pages of a window behind.
-    if any(have.in_flight(r) and any([t.reach and t.begin(r.computed) > t.first for t in r.tables])
+    if any(kv.in_flight(r) and any([t.reach and t.begin(r.computed) > t.first for t in r.tables])
            for r in core.running):
         return True
     return any(r.phase is Phase.STAGING for r in core.running) or leaving(core)
@@ -49,7 +49,7 @@ def leaving(core: Core) -> bool:
 
 def landing(core: Core, tier: Tier) -> Iterator[Copy]:
     """Pages of `tier` that can be evicted when copies that surely end have landed."""
-    for flight in core.have.moves.flying.values():
+    for flight in core.kv.moves.flying.values():
         ends = flight.src.tier, flight.dst.tier
         if tier not in ends or Tier.DISK in ends or Tier.PEER is ends[0] or (
                 Tier.PEER is ends[1] and flight.request is not None and flight.request.phase is Phase.DONE):
@@ -81,19 +81,19 @@ def headroom(core: Core, r: Request, place: Place) -> int | None:
 def _is_clear(core: Core) -> bool:
     """Nobody runs: make all slabs whole. Pages of several groups that lie scattered over them are more than
     was counted. False: some are still behind fences, and whoever came now would have to lie around them."""
-    have = core.have
+    kv = core.kv
     if len(core.cfg.groups) == 1:
         return True
-    have.tree.evict_all((*have.device, *have.host))
-    have.drain()
+    kv.tree.evict_all((*kv.device, *kv.host))
+    kv.drain()
     return not any(pool.in_limbo > pool.away for tier in (Tier.HBM, Tier.DRAM)
-                   for pool in have.arenas[tier].pools)
+                   for pool in kv.arenas[tier].pools)
 
 
 def for_growth(core: Core, r: Request, taken: list[Request]) -> None:
     """`r` runs and needs one more page: somebody gives up theirs, possibly `r` itself. Rows already
     in the step being planned are out of reach, they are older."""
-    tier = core.have.short_tier
+    tier = core.kv.short_tier
     if promised(core, tier):
         return
     if tier is Tier.DRAM:
@@ -103,7 +103,7 @@ def for_growth(core: Core, r: Request, taken: list[Request]) -> None:
         return
     for victim in reversed(core.running):
         if victim not in taken and victim.phase is Phase.PROMOTING:
-            victim.promotion_undone_at = core.have.issued
+            victim.promotion_undone_at = core.kv.issued
             core.transition(victim, Trigger.SPILL)    # it decodes without the pages that it was promised
             return
     if _revoke_grant(core, Tier.HBM, taken):
@@ -112,17 +112,17 @@ def for_growth(core: Core, r: Request, taken: list[Request]) -> None:
     for victim in reversed(core.running):
         if victim not in taken and spills(core, victim):
             return
-    core.have.short_tier = tier                     # not what a spill has asked for
+    core.kv.short_tier = tier                     # not what a spill has asked for
     victim = next(v for v in reversed(core.running) if v not in taken and v.phase is not Phase.LOADING)
     if victim is r and r is not core.running[-1]:
         return                                 # the younger ones still load: wait for them (sim seed 210)
-    if victim is r and core.have.in_flight(r) and any(t.group.reach for t in r.tables):
+    if victim is r and core.kv.in_flight(r) and any(t.group.reach for t in r.tables):
         return                                 # its steps leave window pages behind (sim seed 287)
     if victim is r and _drop_paused(core, r, bare=True):
         return                                 # somebody who does not even run was in the way
     if victim is core.running[0] and len(core.running) > 1:
         return                                 # all others are in this very step
-    if victim is core.running[0] and core.have.arenas[tier].away:
+    if victim is core.running[0] and core.kv.arenas[tier].away:
         return                                 # what the peer still has comes back
     yield_device(core, victim)
 
@@ -167,19 +167,19 @@ def _for_host_pages(core: Core, taken: list[Request]) -> None:
         if victim.phase is Phase.LOADING:
             continue
         if victim is not core.running[0] or not (
-                core.have.arenas[Tier.DRAM].away or rows[1:] or promised(core, Tier.DRAM)):
+                core.kv.arenas[Tier.DRAM].away or rows[1:] or promised(core, Tier.DRAM)):
             core.transition(victim, Trigger.DROP)     # the first of all waits for what loads, or is away
         return
 
 
 def _drop_twins(core: Core, but: Request | None = None) -> bool:
-    return any(growth.drop_mirrors(core.have, r) for r in reversed(core.running) if r is not but)
+    return any(growth.drop_mirrors(core.kv, r) for r in reversed(core.running) if r is not but)
 
 
 def _is_away(core: Core) -> bool:
     """Whether pages wait for another engine: to say that it writes them no more, or to have read them for a
     request that has ended."""
-    return any(arena.away for arena in core.have.arenas.values()) or bool(core.have.moves.pushes_of_ended())
+    return any(arena.away for arena in core.kv.arenas.values()) or bool(core.kv.moves.pushes_of_ended())
 
 
 def _revoke_grant(core: Core, tier: Tier, taken: list[Request]) -> bool:
@@ -187,18 +187,18 @@ def _revoke_grant(core: Core, tier: Tier, taken: list[Request]) -> bool:
     KV has come before others. Pages that the other engine may still write come back when it says so:
     it is given some steps for that, or, if nobody can go on, until the next event (it is reminded, so
     there is one). Returns whether to wait for the pages."""
-    have = core.have
+    kv = core.kv
     with_pages = [r for r in reversed(core.waiting) if r.phase is Phase.RECEIVING and any(
         [any(t.device if tier is Tier.HBM else t.host) for t in r.tables])]
     victim = next((r for r in with_pages if r.is_saved), None)
     if victim is not None:
         return core.transition(victim, Trigger.DROP)
     goes_on = core.in_flight or taken or any([q.computed < q.unchanged_until for q in core.running])
-    recent = have.issued < core.last_revoke_step + AWAY_STEPS
-    if have.arenas[tier].away and (recent if goes_on else core.revoke_pending):
+    recent = kv.issued < core.last_revoke_step + AWAY_STEPS
+    if kv.arenas[tier].away and (recent if goes_on else core.revoke_pending):
         return True
     if with_pages:
-        core.last_revoke_step, core.revoke_pending = have.issued, True
+        core.last_revoke_step, core.revoke_pending = kv.issued, True
         return core.transition(with_pages[0], Trigger.DROP)
     return False
 
@@ -223,8 +223,8 @@ def for_admission(core: Core, r: Request) -> bool:
     """`r` waits. Nobody who runs gives way to it, but pages of those who wait behind it must not block the
     engine for ever. Returns whether nothing can be done: another engine still has pages that it was granted
     and that were given up, and nobody knows when they come back."""
-    have = core.have
-    if core.running or have.rows.in_limbo or promised(core) or promised(core, Tier.DRAM):
+    kv = core.kv
+    if core.running or kv.rows.in_limbo or promised(core) or promised(core, Tier.DRAM):
         return False
     if _drop_sending(core, r) or _drop_delivered(core, r) or _drop_paused(core, r, bare=True):
         return False
@@ -234,7 +234,7 @@ def for_admission(core: Core, r: Request) -> bool:
         core.transition(r, Trigger.DROP)              # what it kept is in its own way
         return False
     # What is cached may lie one page to a slab.
-    return not (have.tree.evict_all(have.device) or have.tree.evict_all(have.host)) and _is_away(core)
+    return not (kv.tree.evict_all(kv.device) or kv.tree.evict_all(kv.host)) and _is_away(core)
 
 
 def yield_device(core: Core, victim: Request) -> None:

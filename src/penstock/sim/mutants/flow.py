@@ -149,15 +149,15 @@ class NoFixedPoint(Core):
     def advance(self, events: Sequence[Event]) -> Advance:
         self._out = []
         self._hear(events)
-        self.have.drain()
+        self.kv.drain()
         self._progress()
         return Advance(schedule.plan(self), tuple(self._out))
 
 
 @instead_of(KVCache, "make_free")
-def waits_instead_of_evicting(real: Real, have: KVCache, tier: Tier, want: Sequence[int]) -> bool:
+def waits_instead_of_evicting(real: Real, kv: KVCache, tier: Tier, want: Sequence[int]) -> bool:
     """Admission and resume wait for free pages that only an eviction would give."""
-    return not have.arenas[tier].short(want, promised=False)
+    return not kv.arenas[tier].short(want, promised=False)
 
 
 @instead_of(reclaim, "promised", 200)
@@ -179,6 +179,6 @@ class FailedLoadWaitsForEver(Core):
     """Nobody tells the requests that wait for a load that it failed."""
 
     def _landed(self, event: Moved) -> None:
-        if not event.ok and self.have.moves.flying[event.id].dst.tier is Tier.HBM:
+        if not event.ok and self.kv.moves.flying[event.id].dst.tier is Tier.HBM:
             return
         super()._landed(event)

@@ -8,45 +8,46 @@ from penstock.core.core import Core
 from penstock.core.kv import allocate, sealing
 from penstock.core.kv.allocate import Claim
 from penstock.core.kv.cache import KVCache
+from penstock.core.kv.page_table import PageTable
 from penstock.core.kv.prefix_tree import Copy, Node
 from penstock.core.plan import Advance, Event, Grow, StepId
-from penstock.core.request import Request, Table
+from penstock.core.request import Request
 from penstock.sim.mutants.registry import Real, instead_of, mutant, swapped
 
 
 # ---------------------------------------------------------------- boundaries
 @instead_of(KVCache, "match", mode="model=3")
-def hit_one_page_short(real: Real, have: KVCache, r: Request, *, stored: bool = False) -> list[Node]:
+def hit_one_page_short(real: Real, kv: KVCache, r: Request, *, stored: bool = False) -> list[Node]:
     """Where groups keep only a part, the last boundary that all of them can serve is not used."""
-    path: list[Node] = real(have, r, stored=stored)
+    path: list[Node] = real(kv, r, stored=stored)
     del path[-1:]
-    while path and not have._serves(r, path, stored):
+    while path and not kv._serves(r, path, stored):
         path.pop()
     return path
 
 
 # ---------------------------------------------------------------- windows
 @instead_of(sealing, "leave_behind")
-def window_left_as_planned(real: Real, have: KVCache, r: Request, g: int, t: Table) -> None:
+def window_left_as_planned(real: Real, kv: KVCache, r: Request, g: int, t: PageTable) -> None:
     """A window moves on with the steps that are planned, not with those that have retired."""
     settled, r.settled = r.settled, r.computed
-    real(have, r, g, t)
+    real(kv, r, g, t)
     r.settled = settled
 
 
 @instead_of(sealing, "leave_behind")
-def window_left_as_planned_without_a_fence(real: Real, have: KVCache, r: Request, g: int, t: Table) -> None:
+def window_left_as_planned_without_a_fence(real: Real, kv: KVCache, r: Request, g: int, t: PageTable) -> None:
     """A window moves on with the steps that are planned, and its pages are free at once."""
     last, r.last_issue = r.last_issue, StepId(0)
-    window_left_as_planned(real, have, r, g, t)
+    window_left_as_planned(real, kv, r, g, t)
     r.last_issue = last
 
 
 # ---------------------------------------------------------------- prefix hits
-def _or_empty(real: Real, have: KVCache, r: Request, g: int, i: int, node: Node | None, way: Claim, *,
+def _or_empty(real: Real, kv: KVCache, r: Request, g: int, i: int, node: Node | None, way: Claim, *,
               host: bool) -> Copy:
     try:
-        copy: Copy = real(have, r, g, i, node, way, host=host)
+        copy: Copy = real(kv, r, g, i, node, way, host=host)
         return copy
     except AssertionError:
         if host:
@@ -63,10 +64,10 @@ class PrefixHitWithoutItsWindow(Core):
             return super().advance(events)
 
     @staticmethod
-    def serves(real: Real, have: KVCache, r: Request, path: list[Node], stored: bool) -> bool:
-        end = len(path) * have.cfg.page_size
+    def serves(real: Real, kv: KVCache, r: Request, path: list[Node], stored: bool) -> bool:
+        end = len(path) * kv.cfg.page_size
         inside = any(t.group.snapshot and end % t.unit for t in r.tables)
-        return bool(real(have, r, path, stored) or (not inside and not stored))
+        return bool(real(kv, r, path, stored) or (not inside and not stored))
 
 
 @instead_of(Request, "page_key")

@@ -45,10 +45,10 @@ def bind_keeps_after_a_resume(real: Real, r: Request) -> Bind:
 
 
 @instead_of(KVCache, "_free_hot_buffer")
-def hot_content_kept_over_a_change_of_place(real: Real, have: KVCache, r: Request) -> None:
+def hot_content_kept_over_a_change_of_place(real: Real, kv: KVCache, r: Request) -> None:
     """A row that comes back to the host believes that hot units hold what they held before."""
     units = [[c.page for c in t.hot] for t in r.tables]
-    real(have, r)
+    real(kv, r)
     for t, pages in zip(r.tables, units, strict=True):
         t.kept = {page: i for i, page in enumerate(pages)}
 
@@ -80,18 +80,18 @@ def hot_buffer_longer_than_the_request(real: Real, cfg: CoreConfig, tokens: int)
 
 # ---------------------------------------------------------------- on the way to the host
 @instead_of(allocate, "_way")
-def hot_buffer_skipped_on_resume(real: Real, have: KVCache, r: Request, g: int, place: Place) -> Claim:
+def hot_buffer_skipped_on_resume(real: Real, kv: KVCache, r: Request, g: int, place: Place) -> Claim:
     """One way to host pages forgets the hot buffer."""
-    way: Claim = real(have, r, g, place)
+    way: Claim = real(kv, r, g, place)
     way.hot *= r.phase is not Phase.PAUSED
     return way
 
 
 @instead_of(offload, "is_staged")
-def spill_with_an_incomplete_host_copy(real: Real, have: KVCache, r: Request) -> bool:
+def spill_with_an_incomplete_host_copy(real: Real, kv: KVCache, r: Request) -> bool:
     """A spill goes on when its sealed pages are on the host."""
     return all((copy := page_table.own(t.host, i)) is not None and copy.ready
-               for t in r.tables if t.group.hosted for i in range(len(r.path) * have.cfg.page_size // t.unit))
+               for t in r.tables if t.group.hosted for i in range(len(r.path) * kv.cfg.page_size // t.unit))
 
 
 @mutant()
@@ -107,19 +107,19 @@ class TwinNotStoredFromItsFirstToken(Core):
         for r in self.running:
             for g, t in enumerate(r.tables):
                 i, may = t.end(r.computed) - 1, self.cfg.sparse and r.arrived.selects and t.group.hosted
-                if (may and i >= 0 and r.phase is Phase.RESIDENT and self.have.node(r, t, i) is None
-                        and page_table.own(t.host, i) is None and self.have.host[g].pool.free):
-                    page_table.put(t.host, i, Copy(self.have.host[g].pool.acquire(1)[0]))
+                if (may and i >= 0 and r.phase is Phase.RESIDENT and self.kv.node(r, t, i) is None
+                        and page_table.own(t.host, i) is None and self.kv.host[g].pool.free):
+                    page_table.put(t.host, i, Copy(self.kv.host[g].pool.acquire(1)[0]))
         return adv
 
 
 @instead_of(promote, "take_hot_buffer", 400, first=80, mode="hot_pages=3,spills=60,page_size=2,fail=0")
-def hot_buffer_takes_a_shared_page(real: Real, have: KVCache, r: Request) -> bool:
+def hot_buffer_takes_a_shared_page(real: Real, kv: KVCache, r: Request) -> bool:
     """A page that others read becomes a hot unit."""
     truth = [(c, c.pins) for t in r.tables for c in t.device if c is not None]
     for copy, _ in truth:
         copy.pins = 1
-    ok: bool = real(have, r)
+    ok: bool = real(kv, r)
     for copy, pins in truth:
         copy.pins = pins
     return ok
@@ -133,7 +133,7 @@ def second_victim_while_a_spill_is_promised(real: Real, core: Core, tier: Tier =
 
 
 # ---------------------------------------------------------------- from the host
-@instead_of(page_table, "missing")
+@instead_of(allocate, "missing")
 def row_starts_on_host_pages_that_are_coming(real: Real, r: Request) -> list[Copy] | None:
     """A hosted row does not wait until its host pages have been filled."""
     out: list[Copy] | None = real(r)
@@ -141,56 +141,56 @@ def row_starts_on_host_pages_that_are_coming(real: Real, r: Request) -> list[Cop
 
 
 @instead_of(sealing, "_offer")
-def promotion_without_the_page_that_was_open(real: Real, have: KVCache, r: Request, g: int, i: int,
+def promotion_without_the_page_that_was_open(real: Real, kv: KVCache, r: Request, g: int, i: int,
                                              node: Node, up: Copy | None, down: Copy | None) -> None:
     """The page that was open when a promotion began is never loaded."""
     if r.phase is Phase.PROMOTING and up is not None and up.node is None:
         up.ready = True
-    real(have, r, g, i, node, up, down)
+    real(kv, r, g, i, node, up, down)
 
 
 @instead_of(promote, "reload")
-def promotion_loads_the_open_page_too_early(real: Real, have: KVCache, r: Request, spare: int) -> bool:
+def promotion_loads_the_open_page_too_early(real: Real, kv: KVCache, r: Request, spare: int) -> bool:
     """The open page is loaded with the others, and what is written to it meanwhile is lost."""
-    ok: bool = real(have, r, spare)
+    ok: bool = real(kv, r, spare)
     for g, t in enumerate(r.tables):
         for i in range(t.end(r.computed) if ok and t.group.hosted else 0):
             source, target = t.host[i], t.device[i]
-            if have.node(r, t, i) is None and source is not None and target is not None:
-                have.moves.move_private(r, have.host[g], source, have.device[g], target,
+            if kv.node(r, t, i) is None and source is not None and target is not None:
+                kv.moves.move_private(r, kv.host[g], source, kv.device[g], target,
                                          min(t.unit, r.computed - i * t.unit))
     return ok
 
 
 @instead_of(growth, "grow")
-def page_begun_during_a_promotion_is_on_the_host_only(real: Real, have: KVCache, r: Request,
+def page_begun_during_a_promotion_is_on_the_host_only(real: Real, kv: KVCache, r: Request,
                                                       upto: int) -> bool:
     """A row that is being promoted grows like any hosted row."""
     phase = r.phase
     if phase is Phase.PROMOTING:
         r.phase = Phase.HOSTED
-    ok: bool = real(have, r, upto)
+    ok: bool = real(kv, r, upto)
     r.phase = phase
     return ok
 
 
 # ---------------------------------------------------------------- leases of a hosted row
 @instead_of(KVCache, "unpin")
-def host_page_released_without_a_fence(real: Real, have: KVCache, r: Request, space: TierGroup,
+def host_page_released_without_a_fence(real: Real, kv: KVCache, r: Request, space: TierGroup,
                                        copy: Copy) -> None:
     """The host page of a hosted row is free while steps in flight read and write it."""
     last = r.last_issue
     if space.tier is Tier.DRAM:
         r.last_issue = StepId(0)
-    real(have, r, space, copy)
+    real(kv, r, space, copy)
     r.last_issue = last
 
 
 @instead_of(KVCache, "_free_hot_buffer")
-def hot_buffer_released_without_a_fence(real: Real, have: KVCache, r: Request) -> None:
+def hot_buffer_released_without_a_fence(real: Real, kv: KVCache, r: Request) -> None:
     """The hot buffer of a row that leaves is free while its steps in flight use it."""
     last, r.last_issue = r.last_issue, StepId(0)
-    real(have, r)
+    real(kv, r)
     r.last_issue = last
 
 

@@ -67,21 +67,21 @@ def _forget_under_a_copy(real: Real, tree: Tree, node: Node, space: TierGroup) -
 
 
 @instead_of(KVCache, "unpin")
-def shared_page_freed_under_a_step(real: Real, have: KVCache, r: Request, space: TierGroup,
+def shared_page_freed_under_a_step(real: Real, kv: KVCache, r: Request, space: TierGroup,
                                    copy: Copy) -> None:
     """A shared page forgets which step used it last, so its eviction is not fenced."""
     used, shared = copy.used, copy.node is not None
-    real(have, r, space, copy)
+    real(kv, r, space, copy)
     if shared:
         copy.used = used
 
 
 # ---------------------------------------------------------------- copies between tiers
 @instead_of(sealing, "seal", 200)
-def unsealed_page_written_through(real: Real, have: KVCache, r: Request) -> None:
+def unsealed_page_written_through(real: Real, kv: KVCache, r: Request) -> None:
     """Pages enter the tree, and their copies start, when they are planned, not when computed."""
     settled, r.settled = r.settled, r.computed
-    real(have, r)
+    real(kv, r)
     r.settled = settled
 
 
@@ -91,7 +91,7 @@ class _WrongOnFailure(Core):
     tier = Tier.HBM
 
     def _landed(self, event: Moved) -> None:
-        if self.have.moves.flying[event.id].dst.tier is self.tier:
+        if self.kv.moves.flying[event.id].dst.tier is self.tier:
             event = Moved(event.id, True)
         super()._landed(event)
 
@@ -128,9 +128,9 @@ def eviction_of_a_page_in_use(real: Real, tree: Tree, node: Node, space: TierGro
 
 
 @instead_of(offload, "save", 400)
-def lease_dropped_by_a_pause(real: Real, have: KVCache, r: Request) -> None:
+def lease_dropped_by_a_pause(real: Real, kv: KVCache, r: Request) -> None:
     """A paused request's host pages may be evicted."""
-    real(have, r)
+    real(kv, r)
     for t in r.tables:
         for copy in t.host:
             if copy is not None and copy.node is not None:
@@ -158,23 +158,23 @@ class NamespaceLeftOutOfTheKey(Core):
 
 
 @instead_of(allocate, "_start")
-def open_page_forgotten(real: Real, have: KVCache, r: Request, g: int, fills: list[Load], *,
+def open_page_forgotten(real: Real, kv: KVCache, r: Request, g: int, fills: list[Load], *,
                         up: bool) -> None:
     """A resume loads only sealed pages, and believes that it has them all."""
     for f in fills:
         f.source.pins -= f.node is None
-    real(have, r, g, [f for f in fills if f.node is not None], up=up)
+    real(kv, r, g, [f for f in fills if f.node is not None], up=up)
 
 
 @instead_of(KVCache, "release")
-def row_taken_again_one_step_early(real: Real, have: KVCache, r: Request, leases: Iterable[Lease]) -> None:
+def row_taken_again_one_step_early(real: Real, kv: KVCache, r: Request, leases: Iterable[Lease]) -> None:
     """The last stage samples into a row that the first one has bound anew."""
     last = r.last_issue
     if Lease.ROW in leases and r.row is not None and last:
         r.last_issue = StepId(last - 1)
-        real(have, r, [Lease.ROW])
+        real(kv, r, [Lease.ROW])
         r.last_issue = last
-    real(have, r, leases)
+    real(kv, r, leases)
 
 
 # ---------------------------------------------------------------- requests whose KV is damaged
@@ -187,6 +187,6 @@ def damaged_pages_stay_cached(real: Real, copies: Moves, path: list[Node]) -> No
 
 
 @instead_of(KVCache, "tainted_by", mode=DAMAGES)
-def damage_that_shows_after_a_drop(real: Real, have: KVCache, r: Request) -> list[Node]:
+def damage_that_shows_after_a_drop(real: Real, kv: KVCache, r: Request) -> list[Node]:
     """A request that was dropped with a step in flight names no page any more."""
     return list(r.path)

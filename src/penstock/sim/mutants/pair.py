@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from penstock.core.core import Core
-from penstock.core.kv import page_table
+from penstock.core.kv import allocate
 from penstock.core.kv.cache import KVCache
 from penstock.core.kv.prefix_tree import Copy, TierGroup
 from penstock.core.lifecycle import Phase, Trigger
@@ -40,10 +40,10 @@ def wrong(owner: object, name: str, budget: int = 300, first: int = 0,
 
 # ---------------------------------------------------------------- rule 1: what frees pages
 @wrong(KVCache, "unpin")
-def granted_page_reused(real: Real, have: KVCache, r: Request, space: TierGroup, copy: Copy) -> None:
+def granted_page_reused(real: Real, kv: KVCache, r: Request, space: TierGroup, copy: Copy) -> None:
     """The fence of a page does not name the grant that is open on it."""
-    moves, r.moves = r.moves, {m for m in r.moves if m not in have.moves.to_peer}
-    real(have, r, space, copy)
+    moves, r.moves = r.moves, {m for m in r.moves if m not in kv.moves.to_peer}
+    real(kv, r, space, copy)
     r.moves = moves
 
 
@@ -170,7 +170,7 @@ def first_token_generated_again(real: Real, core: Core, r: Request, tokens: tupl
 
 
 # ---------------------------------------------------------------- what is pushed, and when
-@wrong(page_table, "missing", 60, more=LATE_GRANTS)
+@wrong(allocate, "missing", 60, more=LATE_GRANTS)
 def page_pushed_while_its_load_flies(real: Real, r: Request) -> list[Copy] | None:
     """A prompt that was cached below is sent before it is there."""
     copies: list[Copy] | None = [] if r.phase is Phase.SENDING else real(r)

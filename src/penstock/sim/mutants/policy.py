@@ -67,9 +67,9 @@ class DeadlineIgnored(Core):
 
 
 @instead_of(KVCache, "is_reachable")
-def host_hits_never_used(real: Real, have: KVCache, node: Node, g: int, stored: bool = False) -> bool:
+def host_hits_never_used(real: Real, kv: KVCache, node: Node, g: int, stored: bool = False) -> bool:
     """A prefix that only the host has is computed again."""
-    return bool(node.good(have.device[g]) or (stored and real(have, node, g, stored)))
+    return bool(node.good(kv.device[g]) or (stored and real(kv, node, g, stored)))
 
 
 FORCED = ("pair=0,hot_pages=2,model=1,fail=0.5,spills=60,drops=12,copy=0.3,again=0.5,always_hosted=1,"
@@ -97,7 +97,7 @@ def full_twin_copied_again(real: Real, tree: Tree, node: Node, space: TierGroup,
 
 
 @instead_of(promote, "take_hot_buffer", counter=COPIED)
-def hot_buffer_keeps_the_oldest_pages(real: Real, have: KVCache, r: Request) -> bool:
+def hot_buffer_keeps_the_oldest_pages(real: Real, kv: KVCache, r: Request) -> bool:
     """What the next step reads has to be loaded."""
     own = [[copy for copy in t.device if copy is not None and copy.pins == 1 and not copy.moves]
            for t in r.tables if t.hosted]
@@ -105,7 +105,7 @@ def hot_buffer_keeps_the_oldest_pages(real: Real, have: KVCache, r: Request) -> 
     for copy in hidden:
         copy.moves += 1
     try:
-        return bool(real(have, r))
+        return bool(real(kv, r))
     finally:
         for copy in hidden:
             copy.moves -= 1

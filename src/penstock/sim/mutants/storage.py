@@ -22,7 +22,7 @@ class _BytesNotVerified(Core):
     way: tuple[Tier, Tier]
 
     def _landed(self, event: Moved) -> None:
-        flight = self.have.moves.flying[event.id]
+        flight = self.kv.moves.flying[event.id]
         ok = event.ok or (flight.src.tier, flight.dst.tier) == self.way
         super()._landed(Moved(event.id, ok))
 
@@ -60,7 +60,7 @@ class StorageTakesWhatItLikes(Core):
 
     def __init__(self, cfg: CoreConfig) -> None:
         super().__init__(cfg)
-        self.have.moves.__class__ = _Boundless
+        self.kv.moves.__class__ = _Boundless
 
 
 class _Boundless(Moves):
@@ -70,16 +70,16 @@ class _Boundless(Moves):
 
 
 @instead_of(KVCache, "release", 400, mode="expire=0.3,disk=40,deadline=1")
-def deadline_frees_what_is_still_being_filled(real: Real, have: KVCache, r: Request,
+def deadline_frees_what_is_still_being_filled(real: Real, kv: KVCache, r: Request,
                                               leases: Iterable[Lease]) -> None:
     """Pages released by time-out: the read that hangs lands later."""
-    hung = [(have.host[g], copy) for g, t in enumerate(r.tables) for copy in t.host
+    hung = [(kv.host[g], copy) for g, t in enumerate(r.tables) for copy in t.host
             if r.phase is Phase.DROPPED and r.fetched and copy is not None and not copy.ready]
-    real(have, r, leases)
+    real(kv, r, leases)
     for space, copy in hung:
         if copy.node is not None and not copy.pins:
             copy.moves = 0
-            have.tree.forget(copy.node, space)
+            kv.tree.forget(copy.node, space)
 
 
 @mutant()
