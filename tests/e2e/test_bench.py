@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PENSTOCK = [sys.executable, "-m", "penstock.serve.main"]
 END_S = 550
 
@@ -47,3 +49,17 @@ def test_load_on_a_server_counts_every_token(tmp_path: Path) -> None:
     finally:
         server.terminate()
         assert server.wait(END_S) == 0
+
+
+@pytest.mark.sweep
+def test_hits_by_size_of_the_hot_buffer(tmp_path: Path) -> None:
+    bench("demo", "--threads", "1", "--sparse-top-k", "96", "--hot-context", "160", "--output-len", "8",
+          "--max-num-seqs", "1", "--hbm-bytes", "100M", "--dram-bytes", "100M",
+          "--plot-hot", str(tmp_path / "hot.png"), "--output-json", str(tmp_path / "hot.json"))
+    sizes = json.loads((tmp_path / "hot.json").read_text())["sizes"]
+    assert [s["hot_buffer_tokens"] for s in sizes] == [112, 160]
+    assert sizes[0]["hot_misses"] >= sizes[1]["hot_misses"] > 0 == sizes[1]["device"]
+    assert (tmp_path / "hot.png").read_bytes().startswith(b"\x89PNG")
+    refused = subprocess.run([*PENSTOCK, "bench", "demo", "--plot-hot", "x.png"], capture_output=True,
+                             text=True, timeout=END_S, check=False)
+    assert refused.returncode == 2 and "add --sparse-top-k" in refused.stderr

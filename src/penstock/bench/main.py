@@ -9,7 +9,9 @@ from penstock.config.tree import Config
 
 # name: (default, help). None of the others' flags is accepted and ignored.
 OFFLINE = {"against": (None, "measure transformers' generate in turns with penstock"),
-           "runs": (5, "repetitions of each workload")}
+           "runs": (5, "repetitions of each workload"),
+           "plot_hot": (None, "PNG file for the share of hits by size of the hot buffer; runs only this"),
+           "hot_context": (4000, "prompt tokens of --plot-hot")}
 SERVER = {"bearer": (None, "API key that is sent to the server"),
           "num_prompts": (64, "requests in all"),
           "request_rate": (0.0, "requests a second, Poisson; 0 sends all at once"),
@@ -48,12 +50,15 @@ def run(config: Config | None, args: argparse.Namespace) -> int:
     for name, (default, _) in {**OFFLINE, **SERVER}.items():
         if getattr(args, name) is None:
             setattr(args, name, default)
-    for name in ("runs", "num_prompts", "input_len", "output_len", "token_id_max"):
+    for name in ("runs", "hot_context", "num_prompts", "input_len", "output_len", "token_id_max"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}: at least 1")
     args.seed = args.bench_seed
     if config is None:
         from penstock.bench import load
         return asyncio.run(load.measure(args))
+    if args.plot_hot is not None:
+        from penstock.bench import hot
+        return asyncio.run(hot.measure(config, args))
     from penstock.bench import offline
     return asyncio.run(offline.measure(config, args))

@@ -101,6 +101,15 @@ def plot_bars(path: str, title: str, unit: str, rows: Mapping[str, Mapping[str, 
     _save(figure, path, title)
 
 
+def plot_line(path: str, title: str, x: str, y: str, xs: Sequence[float], ys: Sequence[float]) -> None:
+    """One line with its points, as a PNG."""
+    optional("matplotlib").use("Agg")
+    figure, ax = optional("matplotlib.pyplot").subplots(figsize=(5, 3.4))
+    ax.plot(xs, ys, marker="o")
+    ax.set(xlabel=x, ylabel=y, ylim=(0, 101))
+    _save(figure, path, title)
+
+
 def _save(figure: Any, path: str, title: str) -> None:
     figure.suptitle(title, fontsize=9)
     figure.tight_layout()
