@@ -9,3 +9,10 @@ import ranks
 def stages(request, monkeypatch):
     monkeypatch.setattr(ranks, "NUM", [request.param])
     return request.param
+
+
+@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.sweep)], ids=["whole", "stages"])
+def stages_swept(request, monkeypatch):
+    """As `stages`, of suites that take long."""
+    monkeypatch.setattr(ranks, "NUM", [request.param])
+    return request.param

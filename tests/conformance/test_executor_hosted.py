@@ -22,6 +22,8 @@ from penstock.core.plan import (
     Spilled,
 )
 
+pytestmark = pytest.mark.usefixtures("stages_swept")
+
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("chunk", [5, 16, 37, 200])

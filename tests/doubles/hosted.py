@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, field
 
+import ranks
 import torch
 import torch.nn.functional as F
 from late_copies import Latest, Shuffled
@@ -18,8 +19,6 @@ from penstock.core.core import Core
 from penstock.core.plan import Arrived, Event, Finished, Moved, Outcome, RequestId, Started, StepPlan, Token
 from penstock.core.settings import CoreConfig
 from penstock.exec.caches import caches_of
-from penstock.exec.front import Front
-from penstock.exec.rank import Rank
 from penstock.exec.selecting import Selector
 from penstock.exec.sizing import groups_of
 from penstock.kernels import paged_attention
@@ -40,10 +39,10 @@ SELECTION = Selection(selector="bounds", version=1, unit=UNIT, budget=BUDGET, si
 
 
 @functools.cache
-def model():
-    m = registry.build(CONFIG, dtype=torch.float32,
+def model(stage=None):
+    m = registry.build(CONFIG, dtype=torch.float32, stage=stage,
                        linear=lambda w, b: functools.partial(F.linear, weight=w, bias=b))
-    for name, tensor in registry.dummy_tensors(CONFIG, 5):
+    for name, tensor in registry.dummy_tensors(CONFIG, 5, m.wants):
         m.load(name, tensor if "norm" in name else tensor * 10)
     m.finish()
     return m
@@ -84,25 +83,22 @@ class Engine:
             max_len=MAX_LEN, overlap=self.overlap, hbm_base=500, dram_base=90_000, row_base=70,
             group_base=10_000, groups=caches.groups)
         self.core = Core(self.cfg)
-        self.device, self.host = caches.pools(self.cfg)
-        self.poison(everything=True)
-        self.rank = self.make_rank(groups)
-        self.ex = Front([self.rank])
+        names, chosen = backends(), self.selection
+        self.ex, self.device, self.host = ranks.front(
+            model, functools.partial(paged_attention.plan, backend=names["paged_attention"]), groups, caches,
+            self.cfg, num_layers=3, max_len=MAX_LEN, lateness=self.lateness, selector=Selector(
+                rule=SelectRule(unit=chosen.unit, sink=chosen.sinks, window=chosen.window),
+                hot_pages=self.hot_pages, backends={op: names[op] for op in SELECTING}))
+        self.rank = self.ex._ranks[0]
+        self.poison()
 
-    def make_rank(self, groups) -> Rank:
-        names, s = backends(), self.selection
-        return Rank(
-            model(), functools.partial(paged_attention.plan, backend=names["paged_attention"]), self.device,
-            self.host, rows=self.rows, max_len=MAX_LEN, row_base=70, lateness=self.lateness, groups=groups,
-            selector=Selector(rule=SelectRule(unit=s.unit, sink=s.sinks, window=s.window),
-                              hot_pages=self.hot_pages, backends={op: names[op] for op in SELECTING}))
-
-    def poison(self, everything: bool = False) -> None:
+    def poison(self) -> None:
         """Nobody may read what is on a free list before it is written again."""
         kv = self.core.kv
         for pools, spaces in ((self.device, kv.device), (self.host, kv.host)):
-            for pool, space in zip(pools, spaces, strict=bool(pools)):
-                arena, ledger = space.pool.arena, space.pool
+            for pool in pools:
+                ledger = spaces[pool.group].pool
+                arena = ledger.arena
                 n = ledger.per_slab
                 free = [ledger.base + slab * n + i
                         for slab in (arena.free if arena else ()) for i in range(n)]
@@ -142,7 +138,7 @@ class Engine:
         self.core.check()
         self.poison()
         found = self.ex.poll(block=True)
-        self.needs_rebind += [e for e in found if isinstance(e, Moved)]
+        self.moved += [e for e in found if isinstance(e, Moved)]
         self.inbox += found
         return bool(found)
 
