@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from penstock.core.kv.growth import mirror
-from penstock.core.kv.page_table import own
+from penstock.core.kv.page_table import own, pin, pinned, unpin
 from penstock.core.kv.pages import Pages
 from penstock.core.kv.prefix_tree import Copy, Node
 from penstock.core.lifecycle import Phase, Place
@@ -93,9 +93,9 @@ def receive(kv: Pages, r: Request, place: Place, spare: int) -> bool:
             if copy is None:
                 column, copy = way.host, node.good(kv.host[g])
             assert copy is not None, f"request {r.rid}: page {i} of {t.group.name} is lost"
-            column[i] = _pin(copy)
+            column[i] = pin(copy)
         column = way.host if on_host else way.device
-        column += [_new() for _ in range(t.end(n) - new)]
+        column += [pinned() for _ in range(t.end(n) - new)]
         ways.append(way)
     device, host = [w.new_device() for w in ways], [w.new_host() for w in ways]
     if not (kv.make_free(Tier.HBM, kv.with_spare(Tier.HBM, device, spare))
@@ -127,7 +127,7 @@ def _is_room(kv: Pages, ways: list[Claim], spare: int) -> bool:
         for i, copy in enumerate(w.device if w.hot else ()):
             if copy is not None:
                 w.device[i] = None
-                _unpin(kv, copy)
+                _give_back(kv, copy)
     return on_device()
 
 
@@ -157,28 +157,19 @@ def _way(kv: Pages, r: Request, g: int, place: Place) -> Claim:
     for i in range(begin, max(end, done)):
         node = kv.node(r, t, i)
         if hosted:
-            way.host.append(_entry(kv, r, g, i, node, way, host=True) if i < done else _new())
+            way.host.append(_entry(kv, r, g, i, node, way, host=True) if i < done else pinned())
             way.device.append(_shared(kv, g, node))
         else:
-            way.device.append(_entry(kv, r, g, i, node, way, host=False) if i < done else _new())
+            way.device.append(_entry(kv, r, g, i, node, way, host=False) if i < done else pinned())
     if hosted:
         way.hot = r.hot
     return way
 
 
-def _new() -> Copy:
-    return Copy(-1, pins=1)
-
-
-def _pin(copy: Copy) -> Copy:
-    copy.pins += 1
-    return copy
-
-
 def _shared(kv: Pages, g: int, node: Node | None) -> Copy | None:
     """A device page that a hosted row can read as long as nobody else needs the memory."""
     copy = node.good(kv.device[g]) if node is not None else None
-    return _pin(copy) if copy is not None and copy.ready else None
+    return pin(copy) if copy is not None and copy.ready else None
 
 
 def _entry(kv: Pages, r: Request, g: int, i: int, node: Node | None, way: Claim, *, host: bool) -> Copy:
@@ -195,23 +186,23 @@ def _entry(kv: Pages, r: Request, g: int, i: int, node: Node | None, way: Claim,
     if copy is None or copy in detached:
         copy = None if node is None else kv.host_frame(node, g, source) if host else node.good(space)
     if copy is not None:
-        return _pin(copy)
+        return pin(copy)
     if (source is None or source in detached) and node is not None:
         source = node.good(other)
     assert source is not None and (host or source.ready), f"request {r.rid}: page {i} of group {g} is lost"
-    target = _new()
-    fills.append(Load(i, node, _pin(source), target))
+    target = pinned()
+    fills.append(Load(i, node, pin(source), target))
     return target
 
 
 def _undo(kv: Pages, way: Claim) -> None:
     for copy in [*way.device, *way.host, *(f.source for f in (*way.loads, *way.saves))]:
         if copy is not None and copy.page >= 0:
-            _unpin(kv, copy)
+            _give_back(kv, copy)
 
 
-def _unpin(kv: Pages, copy: Copy) -> None:
-    copy.pins -= 1
+def _give_back(kv: Pages, copy: Copy) -> None:
+    unpin(copy)
     if copy.node is not None:
         kv.tree.update_evictable(copy.node)
 
@@ -225,7 +216,7 @@ def _take(kv: Pages, r: Request, g: int, way: Claim) -> list[Node]:
         pages = space.pool.acquire(len(new) + extra)
         for copy, page in zip(new, pages, strict=False):
             copy.page = page
-        t.hot += [Copy(page, pins=1) for page in pages[len(new):]]
+        t.hot += [pinned(page) for page in pages[len(new):]]
     _start(kv, r, g, way.loads, up=True)
     _start(kv, r, g, way.saves, up=False)
     old_device, old_host = t.device, t.host
@@ -253,7 +244,7 @@ def _start(kv: Pages, r: Request, g: int, fills: list[Load], *, up: bool) -> Non
             tokens = min(r.computed - f.entry * t.unit, t.unit)
             node = f.node if f.target.node is not None else None
             kv.moves.move_private(r, src, f.source, dst, f.target, tokens, node)
-        f.source.pins -= 1
+        unpin(f.source)
     kv.moves.move_nodes(nodes, src, dst)
 
 

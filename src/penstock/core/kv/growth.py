@@ -1,7 +1,7 @@
 """Pages for what a row writes next, on the device, on the host or on both."""
 from __future__ import annotations
 
-from penstock.core.kv.page_table import PageTable, put
+from penstock.core.kv.page_table import PageTable, pinned, put
 from penstock.core.kv.pages import Pages
 from penstock.core.kv.pool import Pool
 from penstock.core.kv.prefix_tree import Copy
@@ -49,7 +49,7 @@ def grow(kv: Pages, r: Request, upto: int) -> bool:
 def _extend(pool: Pool, column: list[Copy | None], n: int) -> None:
     last = column[-1] if column else None
     for page in pool.acquire(n, None if last is None else last.page):
-        column.append(Copy(page, None, True, 1))
+        column.append(pinned(page))
 
 
 def _mirror(kv: Pages, r: Request, g: int, t: PageTable, n: int) -> None:

@@ -34,9 +34,20 @@ class PageTable:
         """Entries that positions below `tokens` need."""
         return -(-tokens // self.unit)
 
-    def pages(self, tokens: int) -> int:
-        """How many pages positions below `tokens` need at once."""
-        return self.end(tokens) - self.begin(tokens)
+
+# ---------------------------------------------------------------- pins: nobody else counts them
+def pin(copy: Copy) -> Copy:
+    copy.pins += 1
+    return copy
+
+
+def unpin(copy: Copy) -> None:
+    copy.pins -= 1
+
+
+def pinned(page: int = -1) -> Copy:
+    """A new page of one request; -1: it is still to be had."""
+    return Copy(page, None, True, 1)
 
 
 def own(column: list[Copy | None], i: int) -> Copy | None:
@@ -45,6 +56,6 @@ def own(column: list[Copy | None], i: int) -> Copy | None:
 
 def put(column: list[Copy | None], i: int, copy: Copy) -> None:
     """Enter a pinned copy. Columns are as long as their last entry."""
-    copy.pins += 1
+    pin(copy)
     column += [None] * (i + 1 - len(column))
     column[i] = copy

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from penstock.core.kv.moves import Moves
-from penstock.core.kv.page_table import PageTable, own
+from penstock.core.kv.page_table import PageTable, own, unpin
 from penstock.core.kv.pool import Arena, Fence, Pool
 from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree
 from penstock.core.lifecycle import Place
@@ -198,7 +198,7 @@ class Pages:
 
     def unpin(self, r: Request, space: TierGroup, copy: Copy) -> None:
         """`r` gives up one page: it goes back if it was its own, else it may be evicted."""
-        copy.pins -= 1
+        unpin(copy)
         copy.used = max(copy.used, r.last_issue)
         if copy.node is not None:
             self.tree.update_evictable(copy.node)
@@ -216,7 +216,7 @@ class Pages:
                 if copy is None:
                     continue
                 if i < len(new) and new[i] is copy:
-                    copy.pins -= 1
+                    unpin(copy)
                 else:
                     self.unpin(r, space, copy)
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.core.kv.page_table import own, put
+from penstock.core.kv.page_table import own, put, unpin
 from penstock.core.kv.pages import Pages
 from penstock.core.kv.prefix_tree import Copy, Node
 from penstock.core.plan import Tier
@@ -45,7 +45,7 @@ def reserve(kv: Pages, r: Request) -> bool:
         for t in r.tables:
             t.host.clear()
         for copy in pinned:
-            copy.pins -= 1
+            unpin(copy)
         kv.tree.unref(path)
         return False
     r.path, r.fetched = path, len(nodes)

@@ -1,7 +1,7 @@
 """From the host to the device: the hot buffer of a row that spills, and promotion, while the row goes on."""
 from __future__ import annotations
 
-from penstock.core.kv.page_table import put
+from penstock.core.kv.page_table import pinned, put
 from penstock.core.kv.pages import Pages
 from penstock.core.kv.prefix_tree import Copy, Node
 from penstock.core.plan import Tier
@@ -29,7 +29,7 @@ def take_hot_buffer(kv: Pages, r: Request) -> bool:
                 copy.node = None
             t.hot.append(copy)
             t.kept[copy.page] = i
-        t.hot += [Copy(page, pins=1) for page in kv.device[g].pool.acquire(want[g])]
+        t.hot += [pinned(page) for page in kv.device[g].pool.acquire(want[g])]
     kv.mark_reclaimable(r)
     return True
 

@@ -8,7 +8,7 @@ from penstock.core.core import Core
 from penstock.core.kv import allocate, sealing
 from penstock.core.kv.allocate import Claim
 from penstock.core.kv.cache import KVCache
-from penstock.core.kv.page_table import PageTable
+from penstock.core.kv.page_table import PageTable, pinned
 from penstock.core.kv.prefix_tree import Copy, Node
 from penstock.core.plan import Advance, Event, Grow, StepId
 from penstock.core.request import Request
@@ -52,7 +52,7 @@ def _or_empty(real: Real, kv: KVCache, r: Request, g: int, i: int, node: Node | 
     except AssertionError:
         if host:
             raise
-        return allocate._new()
+        return pinned()
 
 
 @mutant()
