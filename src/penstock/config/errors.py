@@ -16,3 +16,9 @@ class RequestError(ValueError):
 
 
 CONTEXT_EXCEEDED = "context_length_exceeded"
+
+
+def context_exceeded(tokens: int, context: int) -> RequestError:
+    """The error of a prompt that leaves no room for one output token."""
+    return RequestError(f"the prompt has {tokens} tokens and the context is {context}: at most {context - 1} "
+                        "leave room for an answer", "prompt", CONTEXT_EXCEEDED)

@@ -5,24 +5,16 @@ Knows neither HTTP nor tokens. A template never comes from a request.
 """
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 import secrets
-import socket
-import subprocess
-import sys
-import threading
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from penstock.config.errors import ConfigError, RequestError
-from penstock.serve import chat_render
+from penstock.serve.aside import Aside
 
 SOURCE_BYTES_MAX = 256 << 10
 RENDER_S_MAX = 10.0
-START_S_MAX = 60.0
 ROLES = ("system", "developer", "user", "assistant")
 OPTIONAL = ("name", "reasoning_content")        # fields of a message that some templates show
 # What the server fills in; `chat_template_kwargs` may not.
@@ -52,18 +44,15 @@ class ChatTemplate:
         if len(source.encode()) > SOURCE_BYTES_MAX:
             raise ConfigError(f"the chat template is over {SOURCE_BYTES_MAX >> 10} KiB: "
                               "give a smaller one with --chat-template")
-        self._source = source
         self._variables = dict(variables or {})
         self._render_s_max = render_s_max
         self._shown = frozenset(f for f in OPTIONAL if _reads(source, f))
-        self._lock = threading.Lock()
-        self._link: socket.socket | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._aside = Aside("penstock.serve.chat_render", {"source": source},
+                            wrong="the chat template is wrong", advice="give another with --chat-template")
 
     def check(self) -> None:
         """Compile it now. Raises ConfigError with the syntax error."""
-        with self._lock:
-            self._start()
+        self._aside.check()
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, continue_final: bool = False,
                add_generation_prompt: bool | None = None,
@@ -102,78 +91,22 @@ class ChatTemplate:
 
     def close(self) -> None:
         """End the process. Idempotent."""
-        with self._lock:
-            self._kill()
+        self._aside.close()
 
     def _render(self, value: dict[str, Any]) -> str:
-        with self._lock:
-            try:
-                answer = self._ask(value)
-            except EOFError:
-                # Whoever ended it may have meant another rendering, or none: out of memory, an operator.
-                try:
-                    answer = self._ask(value)
-                except EOFError:
-                    raise RequestError("the chat template used too much memory", "messages") from None
+        try:
+            answer = self._aside.ask(value, self._render_s_max)
+        except ConfigError as e:
+            raise RequestError(str(e), "messages") from None
+        except TimeoutError:
+            raise RequestError(f"the chat template took over {self._render_s_max:g} s",
+                               "messages") from None
+        except EOFError:
+            raise RequestError("the chat template used too much memory", "messages") from None
         if "error" in answer:
             raise RequestError(f"chat template: {answer['error']}", "messages")
         text: str = answer["text"]
         return text
-
-    def _ask(self, value: dict[str, Any]) -> dict[str, Any]:
-        """Its process's answer. Raises RequestError, or EOFError when the process has ended."""
-        try:
-            link = self._start()
-        except ConfigError as e:
-            raise RequestError(str(e), "messages") from None
-        try:
-            link.settimeout(self._render_s_max)
-            chat_render.send(link, value)
-            answer: dict[str, Any] = chat_render.receive(link)
-            return answer
-        except TimeoutError:
-            self._kill()
-            raise RequestError(f"the chat template took over {self._render_s_max:g} s",
-                               "messages") from None
-        except (EOFError, OSError):
-            self._kill()
-            raise EOFError from None
-        except BaseException:
-            self._kill()             # its answer would be taken for the next one's
-            raise
-
-    def _start(self) -> socket.socket:
-        if self._link is not None:
-            return self._link
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "penstock.serve.chat_render", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=_environment(),
-                start_new_session=True)      # Ctrl-C is for the server, which drains first
-        ours.settimeout(START_S_MAX)
-        self._link = ours
-        try:
-            chat_render.send(ours, {"source": self._source})
-            answer = chat_render.receive(ours)
-        except (EOFError, OSError) as e:
-            self._kill()
-            raise ConfigError(f"the chat template's process did not start ({e})") from e
-        if "error" in answer:
-            self._kill()
-            raise ConfigError(f"the chat template is wrong: {answer['error']}: "
-                              "give another with --chat-template")
-        return ours
-
-    def _kill(self) -> None:
-        if self._link is not None:
-            self._link.close()
-            self._link = None
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-            self._process.wait()
-            self._process = None
 
 
 def _reads(source: str, name: str) -> bool:
@@ -231,10 +164,3 @@ def _plain_content(content: Any, where: str) -> str:
             raise RequestError(f'{at} is not {{"type": "text", "text": "..."}}', at)
         texts.append(part["text"])
     return "\n".join(texts)              # as vLLM joins them
-
-
-def _environment() -> dict[str, str]:
-    """Ours, and where this package was imported from: `-P` keeps the current folder out."""
-    root = str(Path(__file__).parents[2])
-    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}

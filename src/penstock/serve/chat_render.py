@@ -2,8 +2,8 @@
 
 A template comes from the operator or from a model folder. Jinja's sandbox keeps it from objects and
 modules, but nothing inside Python bounds its time and memory: `'a' * 10**10` is one instruction. So
-it runs here, under rlimits, and `chat.py` kills this process when it is late. Imports Jinja and the
-standard library only; knows no request, no token and no file.
+it runs here, under rlimits, and `chat.py` kills this process when it is late. Imports little more than
+Jinja; knows no request, no token and no file.
 """
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ import jinja2.sandbox
 from jinja2 import nodes
 from jinja2.parser import Parser
 
+from penstock.serve.frames import receive, send
+
 OUTPUT_CHARS_MAX = 8 << 20
 MEMORY_BYTES_MAX = 1 << 30
 CPU_S_MAX = 30
 STRFTIME_CHARS_MAX = 100
-LENGTH_BYTES = 4
 
 
 class _Raised(Exception):
@@ -81,30 +82,6 @@ def _strftime_now(form: str) -> str:
     if len(form) > STRFTIME_CHARS_MAX:
         raise _Raised("strftime_now: the format is too long")
     return datetime.datetime.now().strftime(form)
-
-
-# ---------------------------------------------------------------- frames: length, then JSON
-def send(link: socket.socket, value: Any) -> None:
-    body = json.dumps(value).encode()
-    link.sendall(len(body).to_bytes(LENGTH_BYTES, "little") + body)
-
-
-def receive(link: socket.socket, bytes_max: int = 1 << 28) -> Any:
-    """The next value. Raises EOFError when the other side has closed, ValueError for nonsense."""
-    length = int.from_bytes(_exactly(link, LENGTH_BYTES), "little")
-    if length > bytes_max:
-        raise ValueError(f"frame of {length} bytes")
-    return json.loads(_exactly(link, length))
-
-
-def _exactly(link: socket.socket, count: int) -> bytes:
-    data = bytearray()
-    while len(data) < count:
-        part = link.recv(min(count - len(data), 1 << 20))
-        if not part:
-            raise EOFError
-        data += part
-    return bytes(data)
 
 
 def _limit() -> None:

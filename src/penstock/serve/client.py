@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
-from penstock.config.errors import CONTEXT_EXCEEDED, ConfigError, RequestError
+from penstock.config.errors import CONTEXT_EXCEEDED, ConfigError, RequestError, context_exceeded
 from penstock.config.params import SamplingParams
 from penstock.config.plain import to_plain
 from penstock.config.selection import attention_identity
@@ -392,9 +392,7 @@ def checked_limits(ready: wire.Ready, prompt: Sequence[int], params: SamplingPar
     if not prompt:
         raise RequestError("the prompt is empty: send at least one token", "prompt")
     if room < 1:
-        raise RequestError(
-            f"the prompt has {len(prompt)} tokens and the context is {ready.max_model_len}: at most "
-            f"{ready.max_model_len - 1} leave room for an answer", "prompt", CONTEXT_EXCEEDED)
+        raise context_exceeded(len(prompt), ready.max_model_len)
     if min(prompt) < 0 or max(prompt) >= vocab:
         raise RequestError(f"a prompt token id is outside 0 to {vocab - 1}", "prompt")
     if len(params.forced) > room:

@@ -25,6 +25,7 @@ from penstock.config.errors import ConfigError
 from penstock.config.tree import Config, ServerConfig
 from penstock.model.locate import ModelFiles, locate
 from penstock.serve.client import EngineClient, EngineDied
+from penstock.serve.encoder import Encoder
 from penstock.serve.http_app import Health, build_app
 from penstock.serve.limits import KEEP_ALIVE_S, Keys, LimitedProtocol, load_keys
 from penstock.serve.metrics import Metrics
@@ -102,6 +103,7 @@ class _Server:
         self._keys = keys
         self._listener = listener
         self._health = Health()
+        self._encoder: Encoder | None = None
         self._stop = asyncio.Event()          # a signal, or the engine's death
         self._engine = EngineClient(config, log=_print_error, on_death=self._on_death)
         self._began = time.monotonic()
@@ -127,6 +129,8 @@ class _Server:
         finally:
             if text is not None:
                 text.close()
+            if self._encoder is not None:
+                self._encoder.close()
             await self._engine.close()
 
     async def _started(self, starting: asyncio.Task[Any]) -> bool:
@@ -143,6 +147,9 @@ class _Server:
 
     def _open_text(self) -> Text:
         text = open_text(self._config, self._files)
+        if text.tokenizer is not None:
+            self._encoder = Encoder(text.tokenizer)
+            self._encoder.check()
         try:
             if text.template is not None:
                 text.template.check()        # starts its process: not at the first chat's cost
@@ -156,6 +163,7 @@ class _Server:
         assert schedule.max_waiting is not None, "resolve fills it"
         api = OpenAI(self._engine, text, Metrics(),
                      model=config.model.served_model_name or self._files.name,
+                     encoder=self._encoder,
                      also=() if config.model.served_model_name else (config.model.model,),
                      choices_max=schedule.max_num_seqs + schedule.max_waiting)
         app = build_app(api, self._health, self._keys, config.server,
@@ -206,7 +214,7 @@ class _Server:
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self._stop.is_set() and number == signal.SIGINT:
-            # The engine and the template's process see their sockets close, and exit.
+            # The engine and the processes aside see their sockets close, and exit.
             os._exit(EXIT_INTERRUPTED)
         if not self._stop.is_set():
             self._stop.set()

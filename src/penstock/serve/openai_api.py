@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Protocol
 
-from penstock.config.errors import CONTEXT_EXCEEDED, RequestError
+from penstock.config.errors import CONTEXT_EXCEEDED, RequestError, context_exceeded
 from penstock.config.params import SamplingParams
 from penstock.serve.client import EngineClosed, EngineDied
+from penstock.serve.encoder import Encoder, TooManyTexts
 from penstock.serve.generate import Ended, Engine, Generation
 from penstock.serve.limits import Namespaces
 from penstock.serve.metrics import Metrics
@@ -39,7 +40,6 @@ from penstock.serve.openai_types import (
 from penstock.serve.text import Text
 
 log = logging.getLogger("penstock.http")
-INLINE_CHARS_MAX = 16 << 10          # longer prompts are tokenized on a thread
 
 
 class Reply(Protocol):
@@ -59,9 +59,10 @@ class OpenAI:
     """
 
     def __init__(self, engine: Engine, text: Text, metrics: Metrics, *, model: str,
-                 choices_max: int, also: Sequence[str] = ()) -> None:
+                 choices_max: int, encoder: Encoder | None = None, also: Sequence[str] = ()) -> None:
         self.engine = engine
         self.tokenizer = text.tokenizer
+        self.encoder = encoder           # None for a model without a tokenizer
         self.template = text.template
         self.eos_ids = text.eos_ids
         self.metrics = metrics
@@ -82,12 +83,12 @@ class OpenAI:
         request = parse(body, ChatRequest)
         self._check_model(request.model)
         params = request.params()
-        prompt = await self._chat_prompt(request)
         out = ChatFormat(
             model=self.model, token_bytes=self._token_bytes, logprobs=params.logprobs is not None,
             include_usage=request.include_usage, return_token_ids=bool(request.return_token_ids),
             num_choices=params.n)
         try:
+            prompt = await self._chat_prompt(request)
             await self._run([prompt], request, params, tenant, out, reply, began)
         except RequestError as e:
             raise RequestError(str(e), "messages" if e.param == "prompt" else e.param, e.code) from None
@@ -98,8 +99,11 @@ class OpenAI:
         self._check_model(request.model)
         params = request.params()
         given = request.prompts(max(1, self.choices_max // params.n))
-        prompts = [p if isinstance(p, list) else await self._encode(p, special=True)
-                   for p in given]
+        ids = iter(await self._encode([p for p in given if isinstance(p, str)], special=True))
+        prompts = [p if isinstance(p, list) else next(ids) for p in given]
+        context = self.engine.ready.max_model_len
+        if (longest := max(map(len, prompts))) >= context:
+            raise context_exceeded(longest, context)        # before an echo of it is made
         out = TextFormat(
             model=self.model, token_bytes=self._token_bytes, logprobs=params.logprobs is not None,
             include_usage=request.include_usage, return_token_ids=bool(request.return_token_ids),
@@ -121,15 +125,19 @@ class OpenAI:
             continue_final=bool(request.continue_final_message),
             add_generation_prompt=request.add_generation_prompt,
             variables=request.chat_template_kwargs)
-        return await self._encode(text, special=False)      # the template writes its own
+        [ids] = await self._encode([text], special=False)       # the template writes its own
+        return ids
 
-    async def _encode(self, text: str, *, special: bool) -> list[int]:
-        if self.tokenizer is None:
+    async def _encode(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
+        if not texts:
+            return []
+        if self.encoder is None:
             raise RequestError("this model has no tokenizer: send the prompt as token ids",
                                "prompt")
-        if len(text) <= INLINE_CHARS_MAX:
-            return self.tokenizer.encode(text, add_special=special)
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special=special)
+        try:
+            return await self.encoder.encode(texts, special=special, context=self.engine.ready.max_model_len)
+        except TooManyTexts:
+            raise overloaded("too many long texts at once: try again") from None
 
     def _shown(self, prompt: str | list[int]) -> str:
         if isinstance(prompt, str):

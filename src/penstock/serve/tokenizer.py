@@ -77,14 +77,16 @@ class Tokenizer:
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Ids of `text`; `add_special` adds what the model expects around a prompt (often BOS).
 
-        Special tokens spelled out in `text` become their ids. Raises RequestError on lone surrogates.
+        Special tokens spelled out in `text` become their ids. Raises RequestError: lone surrogates,
+        or a text that the tokenizer's pattern exhausts its engine at.
         """
+        valid_unicode(text)
         try:
-            text.encode("utf-8")
-        except UnicodeEncodeError:
-            raise RequestError("the text is not valid Unicode: it holds half of a surrogate pair"
-                               ) from None
-        return self.raw.encode(text, add_special_tokens=add_special).ids
+            return self.raw.encode(text, add_special_tokens=add_special).ids
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as e:           # a Rust panic is no Exception
+            raise gave_up(f"{type(e).__name__}: {e}"[:200]) from None
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of `ids`; ids past the vocabulary (padding rows of the head) are left out."""
@@ -102,13 +104,26 @@ class Tokenizer:
         if piece is None:
             return b""
         if self._alphabet == "byte-level":
-            return b"".join(_BYTE_OF[c] if c in _BYTE_OF else c.encode() for c in piece)
+            return b"".join(BYTE_OF[c] if c in BYTE_OF else c.encode() for c in piece)
         if self._alphabet == "byte-fallback" and len(piece) == 6 and piece.startswith("<0x"):
             try:
                 return bytes([int(piece[3:5], 16)])
             except ValueError:
                 pass
         return (piece.replace("▁", " ") if self._alphabet else piece).encode()
+
+
+def valid_unicode(text: str) -> None:
+    """Raises RequestError on lone surrogates."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise RequestError("the text is not valid Unicode: it holds half of a surrogate pair") from None
+
+
+def gave_up(why: str) -> RequestError:
+    """The error of a text that the tokenizer fails at, which is its fault and not the text's."""
+    return RequestError(f"the model's tokenizer gives up at this text ({why}): send token ids", "prompt")
 
 
 def _gpt2_bytes() -> dict[str, bytes]:
@@ -119,7 +134,7 @@ def _gpt2_bytes() -> dict[str, bytes]:
             | {chr(256 + i): bytes([b]) for i, b in enumerate(others)})
 
 
-_BYTE_OF = _gpt2_bytes()
+BYTE_OF = _gpt2_bytes()
 
 
 def _byte_alphabet(raw: tokenizers.Tokenizer) -> str:
