@@ -121,8 +121,8 @@ class Engine:
                else LatentOps(index_select(self.backend), latent_attention(self.backend)))
         self.ex, hbm, dram = ranks.front(functools.partial(model, self.family), ops, groups, caches,
                                          self.cfg, max_len=64, lateness=self.lateness)
-        have = self.core.have
-        self.pools = [(pool, side[pool.group].pool) for pools, side in ((hbm, have.device), (dram, have.host))
+        kv = self.core.kv
+        self.pools = [(pool, side[pool.group].pool) for pools, side in ((hbm, kv.device), (dram, kv.host))
                       for pool in pools]
         self.poison()
 
