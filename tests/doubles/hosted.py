@@ -168,7 +168,9 @@ PROMPTS = {1: text(1, 130), 2: text(2, 131), 3: text(1, 96) + text(3, 40), 4: te
 @functools.cache
 def resident(prompt: tuple[int, ...], new: int, budget: int = BUDGET) -> tuple[int, ...]:
     """The tokens of a request alone on a device that holds it: whatever happens to it, these are right."""
+    stages, ranks.NUM = ranks.NUM, [1]
     engine = Engine(hbm_pages=200, dram_pages=0, hot_pages=0, overlap=False)
+    ranks.NUM = stages
     engine.add(1, prompt, new, budget)
     engine.drain()
     assert budget == 0 or engine.total("hot_misses") == 0 < engine.total("selected_device")

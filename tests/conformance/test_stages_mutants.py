@@ -1,0 +1,147 @@
+"""Faults of stages, each seen: an executor of two or more stages that has one of them fails these scenes."""
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import ranks
+import torch
+from hosted import PROMPTS, Engine, play, resident
+
+from penstock.core.plan import Moved, Paused, RequestId, StepId
+from penstock.exec.front import RanksDisagree
+from penstock.exec.stages import Handover
+
+
+@pytest.fixture(autouse=True)
+def two_stages(monkeypatch):
+    monkeypatch.setattr(ranks, "NUM", [2])
+
+
+def scene(break_it=lambda engine: None) -> None:
+    """Hosted and resident rows that pause and come back, on a device that is too small for all."""
+    engine = Engine(step_tokens=100, hbm_pages=70)
+    break_it(engine)
+    play(engine, lambda turn: [Paused(RequestId(1 + turn % 4))] if turn % 5 == 0 and turn < 90 else ())
+    assert engine.core.stats()["pauses"] >= 3
+
+
+def moved_after_the_first_rank(engine):
+    """The front believes one rank; the other is late with its copies."""
+    front, other = engine.ex, engine.ex._ranks[1]
+    real, late = other._mover.run, []
+
+    def merge(rank, report, told=front._merge):
+        if isinstance(report, Moved):
+            if rank != 0:
+                return []
+            front._moves[report.id].missing = 1
+        return told(rank, report)
+
+    def run(executed, *, idle):
+        late.append(executed)
+        return real(StepId(max(0, late[max(0, len(late) - 9)])), idle=idle)
+
+    front._merge, other._mover.run = merge, run
+
+
+def a_rank_that_skips_a_plan(engine):
+    rank = engine.ex._ranks[1]
+    real = rank._execute
+
+    def execute(plan):
+        return real(plan if plan.step != 9 else replace(plan, binds=(), grows=(), yields=()))
+
+    rank._execute = execute
+
+
+def a_host_page_in_the_wrong_rectangle(engine):
+    """The second stage copies to, and from, where the first does."""
+    first, second = (rank._dram[0] for rank in engine.ex._ranks)
+    second.pages = first.pages
+
+
+class Stale(Handover):
+    """Gives what the step before was given, under the name of this one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._before: dict[int, object] = {}
+
+    def take(self, step):
+        new = super().take(step)
+        held = type(new)(*(part.clone() if isinstance(part, torch.Tensor) else part for part in new))
+        old = self._before.get(len(new[0]), new)
+        self._before[len(new[0])] = held
+        return old
+
+
+def the_hidden_states_of_the_previous_step(engine):
+    first, second = engine.ex._ranks
+    link = Stale()
+    first._links = replace(first._links, after=link)
+    second._links = replace(second._links, before=link)
+
+
+def a_token_that_comes_a_step_late(engine):
+    heard = engine.ex._ranks[0]._heard
+    real = heard.last
+
+    def last(rid):
+        real(rid)
+        outputs = heard._outputs[rid]
+        return outputs[-2] if len(outputs) > 1 else 0
+
+    heard.last = last
+
+
+@pytest.mark.sweep
+def test_the_scene_is_sound():
+    scene()
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("fault", [
+    moved_after_the_first_rank, a_rank_that_skips_a_plan, a_host_page_in_the_wrong_rectangle,
+    the_hidden_states_of_the_previous_step, a_token_that_comes_a_step_late], ids=lambda f: f.__name__)
+def test_a_fault_of_stages_is_seen(fault):
+    with pytest.raises((AssertionError, RanksDisagree)):
+        scene(fault)
+
+
+def test_a_link_refuses_another_steps_states():
+    link: Handover[int] = Handover()
+    link.put(StepId(3), 7)
+    with pytest.raises(AssertionError, match="step 4 was handed what step 3 made"):
+        link.take(StepId(4))
+
+
+def test_row_tables_that_differ_stop_the_engine_with_both_records():
+    """Planted in an entry that no step has read yet: no token is wrong, and it is found."""
+    engine = Engine(hbm_pages=200, step_tokens=8)
+    for rid, prompt in PROMPTS.items():
+        engine.add(rid, prompt, 80)
+    with pytest.raises(RanksDisagree, match=r"step 64: .*ranks 0 and 1 differ.*\(7\d, '\w{16}'\).*rank 1"):
+        while engine.turn():
+            if engine.ex._newest == 63:
+                table = engine.ex._ranks[1]._tables.groups[0]
+                row = next(row for row in range(4) if table._held[row])
+                table.host_RM[row, table._held[row] - 1] = 5
+    for rid, tokens in engine.got.items():
+        assert tuple(tokens) == resident(PROMPTS[rid], 80)[:len(tokens)]
+
+
+def test_two_stages_of_which_one_does_not_bind_a_row_that_comes_back():
+    """A resume that binds the row's pages on one stage only gives wrong tokens, not an answer."""
+    def forget(engine):
+        tables = engine.ex._ranks[1]._tables
+        real, seen = tables.bind, []
+
+        def bind(bind, last):
+            seen.append(bind.rid)
+            if seen.count(bind.rid) == 1:                       # not on the way back
+                real(bind, last)
+        tables.bind = bind
+
+    with pytest.raises((AssertionError, RanksDisagree)):
+        scene(forget)
