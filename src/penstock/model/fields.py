@@ -10,6 +10,10 @@ from typing import Any, NoReturn
 from penstock.config.errors import ConfigError
 
 REQUIRED = -1
+SIZE_MAX = 2**31 - 1
+NUMBER_MAX = 1e12
+DTYPES = (None, "auto", "float64", "float32", "float16", "bfloat16", "float8_e4m3fn")
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 # Field -> the values that change nothing. Anything else would be a silently different model.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -43,6 +47,15 @@ class Fields:
         for name, neutral in NEUTRAL.items():
             if values.get(name) not in neutral:
                 self.refuse(name, f"{self.family} is supported without it")
+        for name in ("torch_dtype", "dtype"):
+            kind = values.get(name)
+            if (kind.removeprefix("torch.") if isinstance(kind, str) else kind) not in DTYPES:
+                self.refuse(name, f"one of {', '.join(d for d in DTYPES if d)}")
+        for name in TOKENS:
+            given, vocab = values.get(name), values.get("vocab_size")
+            ids = given if isinstance(given, list) else [given]
+            if isinstance(vocab, int) and any(isinstance(i, int) and i >= vocab for i in ids):
+                self.refuse(name, f"token ids are below vocab_size = {vocab}")
 
     def refuse(self, name: str, supported: str) -> NoReturn:
         """Raises ConfigError: the field, what it holds, what is supported."""
@@ -60,6 +73,8 @@ class Fields:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             self.refuse(name, f"it must be an integer >= {least}")
+        if value > SIZE_MAX:
+            self.refuse(name, f"it must be at most {SIZE_MAX}")
         return value
 
     def number(self, name: str, default: float) -> float:
@@ -68,6 +83,8 @@ class Fields:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             self.refuse(name, "it must be a number > 0")
+        if value > NUMBER_MAX:
+            self.refuse(name, f"it must be at most {NUMBER_MAX:g}")
         return float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:

@@ -87,7 +87,11 @@ def _no_pack(weight_OI: Tensor, bias_O: Tensor | None) -> Callable[[Tensor], Ten
 
 def _family(config: dict[str, Any]) -> str:
     known = ", ".join(f"{family} ({name})" for family, (name, _) in FAMILIES.items())
-    architectures = config.get("architectures") or []
+    architectures = config.get("architectures")
+    one = isinstance(architectures, list) and len(architectures) == 1 and isinstance(architectures[0], str)
+    if architectures is not None and not one:
+        raise ConfigError(f"config.json: architectures = {architectures!r} is not supported; one of {known}, "
+                          "in a list, or none at all")
     by_name = {name: family for family, (name, _) in FAMILIES.items()}
     if config.get("model_type") is not None:
         family = str(config["model_type"])

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from penstock.config.errors import ConfigError
-from penstock.model.fields import Fields
+from penstock.model.fields import NUMBER_MAX, Fields
+
+FACTOR_MAX = 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +106,9 @@ class _Scaling:
             value = default
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise ConfigError(f"config.json: its RoPE needs {name}, a number > 0; got {value!r}")
+        most = FACTOR_MAX if name == "factor" else NUMBER_MAX
+        if value > most:
+            raise ConfigError(f"config.json: its RoPE has {name} {value!r}: at most {most:g}")
         return float(value)
 
 
