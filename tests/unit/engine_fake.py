@@ -186,7 +186,7 @@ def main() -> None:
         loop = EngineLoop(FakeCore(depth=2), FakeExecutor(), vocab_size=VOCAB,
                           max_model_len=CONTEXT, selection=selection, event_log=event_log)
         return loop, wire.Ready(pid=0, vocab_size=VOCAB, max_model_len=CONTEXT, info={"a": 1},
-                                selection=selection)
+                                selection=selection), []
 
     # What a crash of a fake leaves behind is not the user's.
     os.environ.setdefault("PENSTOCK_CACHE", f"{tempfile.gettempdir()}/penstock-fake-{os.getuid()}")

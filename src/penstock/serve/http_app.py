@@ -34,6 +34,7 @@ from penstock.serve.metrics import CONTENT_TYPE, STATS_AGE, Metrics
 from penstock.serve.openai_api import OpenAI, as_api_error
 from penstock.serve.openai_format import encode, event
 from penstock.serve.openai_types import ApiError
+from penstock.serve.openapi import document
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -230,6 +231,7 @@ def build_app(api: OpenAI, health: Health, keys: Keys, config: ServerConfig,
         get("/ready", views.ready),
         get("/metrics", views.metrics),
         get("/version", views.version),
+        get("/openapi.json", views.openapi),
         get("/server_info", views.server_info),
         get("/get_server_info", views.server_info),
         get("/model_info", views.model_info),
@@ -284,6 +286,9 @@ class _Views:
 
     async def version(self, _: Request) -> Response:
         return _json({"version": version("penstock")})
+
+    async def openapi(self, _: Request) -> Response:
+        return _json(document())
 
     async def server_info(self, _: Request) -> Response:
         return _json({**self._info, "version": version("penstock"), "stats": await self._stats()})
