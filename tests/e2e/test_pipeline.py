@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from pipeline_engine import PROMPTS, Pipeline, checkpoint
 
-from penstock.exec.crew import RankDied
+from penstock.config.errors import ConfigError
+from penstock.exec.crew import RankDied, check_identity
 
 SPARSE = {"sparse_top_k": 96, "sparse_kv": "always"}
 
@@ -48,6 +49,18 @@ def test_hosted_decode_on_two_stages_with_pauses(model, selected):
         assert two.play(pauses=every_few) == selected
         assert two.core.stats()["pauses"] >= 3
         assert sum(reads["hot_misses"] for reads in two.reads.values()) > 0
+
+
+def test_layers_that_the_model_does_not_have_are_refused_before_a_process_starts(model):
+    with pytest.raises(ConfigError, match="--pp 2 with --pp-layers 3,4: this model has 6 layers"):
+        Pipeline(model, hbm_bytes="1M", pp=2, pp_layers=["3", "4"])
+
+
+def test_a_rank_of_another_dtype_is_refused_with_both_values():
+    want = {"model": "a (1)", "dtype": "float32", "layout": "full 6x2x2x8x16"}
+    check_identity(1, dict(want), want)
+    with pytest.raises(ConfigError, match="rank 1 has dtype 'bfloat16' and the engine 'float32'"):
+        check_identity(1, want | {"dtype": "bfloat16"}, want)
 
 
 @pytest.mark.sweep

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from penstock.config import platform as machine
-from penstock.config.errors import ConfigError
 from penstock.config.selection import Selection
 from penstock.config.tree import Config
 from penstock.core.settings import CoreConfig
@@ -32,7 +31,7 @@ from penstock.exec.load import (
 from penstock.exec.prove import prove, prove_front, scratch
 from penstock.exec.rank import Rank
 from penstock.exec.sizing import Sizes, groups_of, show_size, size_pools
-from penstock.exec.stages import even, split
+from penstock.exec.stages import of_config
 from penstock.memory.lateness import Lateness
 
 Info = dict[str, str | int | float | bool | None]
@@ -140,17 +139,15 @@ def _several(config: Config, log: Callable[[str], object]) -> _Parts:
     ranks = config.device.pp
     threads = max(1, (config.device.threads or machine.probe().cores) // ranks)
     loaded = outline(config, log)
-    num_layers, selection = loaded.whole.stage.end, selection_for(config, loaded.whole)
-    layers = [int(n) for n in config.device.pp_layers] or even(num_layers, ranks)
-    if min(layers) < 1 or sum(layers) != num_layers:
-        raise ConfigError(f"--pp {ranks} with --pp-layers {','.join(map(str, layers))}: this model has "
-                          f"{num_layers} layers, of which each stage takes one or more")
+    selection = selection_for(config, loaded.whole)
+    stages = of_config(config, loaded.whole.stage.end)
+    layers = [stage.end - stage.first for stage in stages]
     groups = groups_of(loaded.whole, selection)
     caches = caches_of(groups, config.kv.page_size, DTYPES[config.model.dtype])
     crew = Crew(config, layers, threads)
     try:
         told = crew.loaded(identity_of(loaded, config, caches))
-        own = [caches.stage(stage.first, stage.end, groups) for stage in split(layers)]
+        own = [caches.stage(stage.first, stage.end, groups) for stage in stages]
         widest = max(own, key=lambda c: c.slabs.slab_bytes)
         sizes = size_pools(config, widest, loaded.whole.max_position, machine.probe().memory_available,
                            budget=selection.budget if selection else 0)

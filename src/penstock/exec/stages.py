@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
+from penstock.config.errors import ConfigError
+from penstock.config.tree import Config
 from penstock.core.plan import RequestId, StepId
 from penstock.model.base import Boundary, GlobalLayer, Stage
 
@@ -80,6 +82,16 @@ def split(layers: Sequence[int]) -> list[Stage]:
 def even(num_layers: int, num_stages: int) -> list[int]:
     """Layers of each stage, as even as it goes; the last stages, which also have the head, get fewer."""
     return [num_layers // num_stages + (i < num_layers % num_stages) for i in range(num_stages)]
+
+
+def of_config(config: Config, num_layers: int) -> list[Stage]:
+    """The stages that --pp and --pp-layers ask for. Raises ConfigError: the model has other layers."""
+    layers = [int(n) for n in config.device.pp_layers] or even(num_layers, config.device.pp)
+    if min(layers) < 1 or sum(layers) != num_layers:
+        given = ",".join(map(str, layers))
+        raise ConfigError(f"--pp {config.device.pp} with --pp-layers {given}: this model has {num_layers} "
+                          "layers, of which each stage takes one or more")
+    return split(layers)
 
 
 class Heard:

@@ -5,6 +5,7 @@ Reads and prints; downloads nothing and loads no weights. Exit code 1 when servi
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,7 @@ def examine(config: Config | None, machine: Machine) -> Iterator[Finding]:
     yield from _machine(machine)
     yield from _backends(config)
     yield from _model(config)
+    yield from _ranks(config)
     yield Finding("config", "refused", f"{len(REFUSED)} values and combinations, {len(UNBUILT)} "
                   "spellings of features that are not built (docs/flags.md lists them)")
 
@@ -103,6 +105,29 @@ def _model(config: Config | None) -> Iterator[Finding]:
         yield Finding("model", files.name, f"{files.load_format}, {kind}, {files.folder}")
     except ConfigError as e:
         yield Finding("model", config.model.model, str(e), ok=False)
+
+
+def _ranks(config: Config | None) -> Iterator[Finding]:
+    """What each stage of a pipeline would have; of a model that is here."""
+    from penstock.exec.load import DTYPES
+    from penstock.exec.stages import of_config
+    from penstock.model.checkpoint import open_checkpoint
+    from penstock.model.locate import locate
+    from penstock.model.registry import read_spec_of, tensor_shapes
+
+    if config is None or config.device.pp == 1 or config.model.model == "demo":
+        return
+    try:
+        model = open_checkpoint(locate(config.model.model, load_format=config.model.load_format)).config
+        stages = of_config(config, read_spec_of(model).num_layers)
+    except ConfigError as e:
+        yield Finding("ranks", "--pp", str(e), ok=False)
+        return
+    for i, stage in enumerate(stages):
+        size = sum(math.prod(shape) for _, shape in tensor_shapes(model, stage)) * DTYPES[
+            config.model.dtype].itemsize
+        yield Finding("ranks", f"rank {i}", f"layers {stage.first} to {stage.end - 1}, "
+                      f"{size / (1 << 20):.1f} MiB of weights")
 
 
 def _gib(size: int) -> str:
