@@ -13,7 +13,7 @@ from penstock.config.errors import ConfigError
 from penstock.config.platform import Machine
 from penstock.config.selection import BOUNDS, BOUNDS_VERSION, SINKS, WINDOW, Selection
 from penstock.config.sizes import show_bytes
-from penstock.config.tree import SECRETS, Config
+from penstock.config.tree import SECRETS, Config, KVConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +124,12 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal(lambda c, _: c.kv.hot_buffer_tokens is not None and c.kv.sparse_kv == "off",
             ("kv.hot_buffer_tokens", "kv.sparse_kv"),
             "no request has a hot buffer then: leave one of them out"),
+    Refusal(lambda c, _: c.kv.hot_buffer_tokens is not None
+            and (c.kv.dram_bytes == 0 or c.kv.host_tier is False),
+            ("kv.hot_buffer_tokens", "kv.dram_bytes", "kv.host_tier"),
+            "it is for host pages, and there is no host tier: give that a size, or leave this out"),
+    Refusal(lambda c, _: c.kv.sparse_unit != KVConfig().sparse_unit and c.kv.sparse_top_k is None,
+            ("kv.sparse_unit", "kv.sparse_top_k"), "without a budget nothing is selected: leave it out"),
     Refusal(lambda c, _: c.kv.sparse_kv == "always" and (c.kv.dram_bytes == 0 or c.kv.host_tier is False),
             ("kv.sparse_kv", "kv.dram_bytes", "kv.host_tier"), "host pages need a host tier: give it a size"),
     _outside("schedule.max_num_seqs", 1, 4096, "1 to 4096 rows"),

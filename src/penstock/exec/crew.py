@@ -110,13 +110,17 @@ class RankProcess:
 
     def ask(self, message: wire.ToRank) -> dict[str, float] | None:
         self.send(wire.encode(message))
-        answer = self.answer()
+        answer = self.answer(self._crew.timeout_s)
         assert isinstance(answer, wire.Answer)
         return answer.values
 
-    def answer(self) -> wire.FromRank:
-        """Raises ConfigError when the rank refuses, RankDied when it is gone."""
-        if (message := self._answers.get()) is None:
+    def answer(self, timeout_s: float | None = None) -> wire.FromRank:
+        """Raises ConfigError when the rank refuses, RankDied when it is gone or hangs."""
+        try:
+            message = self._answers.get(timeout=timeout_s)
+        except Empty:
+            self._crew.hang([self])
+        if message is None:
             self._crew.fail(self)
         if isinstance(message, wire.Refused):
             raise ConfigError(message.message)
@@ -130,7 +134,7 @@ class Crew:
         """Starts a process for each stage, which begins to load."""
         self.news: SimpleQueue[None] = SimpleQueue()
         self.vocab_size = 0                         # known before the first request
-        self._timeout_s = config.device.rank_timeout_s
+        self.timeout_s = config.device.rank_timeout_s
         self._encoded: tuple[StepPlan | None, bytes] = None, b""
         self._dead, self._toll = socket.socketpair()
         # It has no name: it goes with the last process that has mapped it.
@@ -186,16 +190,19 @@ class Crew:
     def wait(self) -> None:
         """Until a rank has reported or died. Raises RankDied when none has for as long as a hang takes."""
         try:
-            self.news.get(timeout=self._timeout_s)
+            self.news.get(timeout=self.timeout_s)
         except Empty:
-            hung = [rank for rank in self.ranks if rank.queued] or self.ranks
-            for rank in hung:
-                print(f"rank {rank.index}: no report for {self._timeout_s:g} s; its stack:",
-                      file=sys.stderr, flush=True)
-                rank.process.send_signal(signal.SIGUSR2)
-                time.sleep(STACK_S)
-            names = ", ".join(str(rank.index) for rank in hung)
-            raise RankDied(f"rank {names} hangs: no report for {self._timeout_s:g} s") from None
+            self.hang([rank for rank in self.ranks if rank.queued] or self.ranks)
+
+    def hang(self, hung: Sequence[RankProcess]) -> NoReturn:
+        """These have said nothing for too long: their stacks go to stderr. Raises RankDied."""
+        for rank in hung:
+            print(f"rank {rank.index}: no report for {self.timeout_s:g} s; its stack:",
+                  file=sys.stderr, flush=True)
+            rank.process.send_signal(signal.SIGUSR2)
+            time.sleep(STACK_S)
+        names = ", ".join(str(rank.index) for rank in hung)
+        raise RankDied(f"rank {names} hangs: no report for {self.timeout_s:g} s") from None
 
     def computed(self, rank: RankProcess, began: float, ended: float) -> None:
         """Seconds of a step, and those of them in which the stage before computed as well."""

@@ -63,6 +63,7 @@ class Ranked(Protocol):
 class _Open:
     """A request between `open` and its last plan."""
 
+    selects: bool = False        # its decode reads a part of its KV
     queued: int = 0              # plans in flight that name it
     closed: bool = False
     fault: str | None = None     # why this executor aborted it
@@ -118,7 +119,7 @@ class Front:
         assert rid not in self._open, f"request {rid} is open already"
         for rank in self._ranks:
             rank.open(rid, prompt, params, choice=choice, stop_ids=stop_ids)
-        self._open[rid] = _Open()
+        self._open[rid] = _Open(selects=bool(params.top_k_tokens))
 
     def close(self, rid: RequestId) -> None:
         """`rid` has finished. Its state goes when the last plan in flight that names it has run."""
@@ -141,7 +142,8 @@ class Front:
     def kv_reads(self, rid: RequestId) -> dict[str, int] | None:
         """What the units that `rid` selected were read from, so far, by name, in all layers; None: it
         selects none. Before `close`."""
-        assert rid in self._open, f"request {rid} is not open"
+        if not self._open[rid].selects:
+            return None             # no rank is asked, and waited for, in vain
         found = [reads for rank in self._ranks if (reads := rank.kv_reads(rid)) is not None]
         return {name: sum(reads[name] for reads in found) for name in found[0]} if found else None
 

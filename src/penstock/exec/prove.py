@@ -43,8 +43,8 @@ def prove(model: Model, attention: Planner | LatentOps, caches: Caches, groups: 
 
 
 def scratch(caches: Caches, selector: Selector | None) -> CoreConfig:
-    """Pools of two pages or more of each group, for one row."""
-    size, pages = caches.layouts[0].page_size, 2 * caches.slabs.slab_pages[0]
+    """Pools of two slabs for each group, for one row."""
+    size, pages = caches.layouts[0].page_size, 2 * len(caches.groups) * caches.slabs.slab_pages[0]
     hot = 0 if selector is None else selector.hot_pages
     return CoreConfig(page_size=size, rows=1, hbm_pages=pages, dram_pages=pages if hot else 0,
                       hot_pages=hot, max_len=2 * size, groups=caches.groups, group_base=1 << 20)
@@ -75,7 +75,8 @@ def prove_front(front: Front, core: CoreConfig, max_position: int, selector: Sel
 def _bind(rid: RequestId, core: CoreConfig) -> Bind:
     """Two pages of each group on the device, or those of the first group on the host."""
     def pages(g: int) -> tuple[HbmPage, HbmPage]:
-        return HbmPage(g * core.group_base), HbmPage(g * core.group_base + 1)
+        first = g * core.group_base + 2 * g * core.groups[g].slab_pages      # in slabs of its own
+        return HbmPage(first), HbmPage(first + 1)
 
     groups = range(len(core.groups))
     if not core.hot_pages:

@@ -112,7 +112,9 @@ class Selecting:
         self._reads: dict[RequestId, Counter[str]] = {}      # of rows that a request has left
         self._totals_LE = torch.zeros(layout.num_layers, len(COUNTS), dtype=torch.int64)
         self._unit_bytes = layout.planes * layout.head_dim * rule.unit * layout.dtype.itemsize
-        self._windows = 0
+        self._page_rows = layout.num_kv_heads * self._size
+        self._window_pages = [0] * layout.num_layers
+        self._names = [model.stage.first + layer for layer in groups[0].layers]      # of the whole model
 
     # ------------------------------------------------------------ rows
     def bind(self, bind: Bind, *, budget: int, num_prompt: int) -> None:
@@ -142,7 +144,8 @@ class Selecting:
                 self._settle(r)
         found = self._reads.get(rid)
         return None if found is None else {
-            **{name: found[name] for name in COUNTS}, "host_bytes": found["hot_misses"] * self._unit_bytes}
+            **{name: found[name] for name in COUNTS},
+            "host_bytes": found["hot_misses"] * self._unit_bytes + found["window_bytes"]}
 
     def close(self, rid: RequestId) -> None:
         """No plan names `rid` any more."""
@@ -153,18 +156,21 @@ class Selecting:
         self._reads.pop(rid, None)
 
     def stats(self) -> dict[str, float]:
-        """By metric name: units that decode selected, by layer and where they were."""
+        """By metric name: units that decode selected, by layer and where they were; rows that either they or
+        windows of prompts brought from the host."""
         for r in range(len(self._rows)):
             self._settle(r)
-        out = {"hot_window_pages_total": float(self._windows)}
-        for layer, counts in enumerate(self._totals_LE.tolist()):
+        out: dict[str, float] = {}
+        for layer, counts, pages in zip(self._names, self._totals_LE.tolist(), self._window_pages,
+                                        strict=True):
             named = dict(zip(COUNTS, counts, strict=True))
             at = f'{{layer="{layer}"}}'
             out[f"selected_device_units_total{at}"] = named["device"]
             out[f"hot_hits_total{at}"] = named["hot_hits"]
             out[f"hot_misses_total{at}"] = named["hot_misses"]
             out[f"hot_evictions_total{at}"] = named["hot_evictions"]
-            out[f"host_rows_read_total{at}"] = named["hot_misses"] * self._unit
+            out[f"hot_window_pages_total{at}"] = pages
+            out[f"host_rows_read_total{at}"] = named["hot_misses"] * self._unit + pages * self._page_rows
         return out
 
     # ------------------------------------------------------------ a step
@@ -264,7 +270,11 @@ class Selecting:
         lacks_P = page_P < 0
         hot_P = self._hot.layers[layer].page_RW[row, :end - first].long()
         pool[hot_P[lacks_P]] = self._host[layer][host_RM[row, first:end].long()[lacks_P]]
-        self._windows += int(lacks_P.sum()) if layer == 0 else 0
+        count, rid = int(lacks_P.sum()), self._rows[row].rid
+        self._window_pages[layer] += count
+        if rid is not None:
+            self._reads.setdefault(rid, Counter())["window_bytes"] += (
+                count * self._page_rows * self._unit_bytes // self._unit)
         return pool[torch.where(lacks_P, hot_P, page_P)]
 
 

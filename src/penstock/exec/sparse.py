@@ -58,7 +58,8 @@ class SparseLayers:
         self._rule, self._scale, self._hot = rule, scale, hot
         self._device, self._host, self._bounds = tuple(device), tuple(host), tuple(bounds)
         self._device_RP, self._host_RP, self._bounds_RP = device_RP, host_RP, bounds_RP
-        self._page_units = device[0].shape[3] // rule.unit
+        # A stage whose layers all read everything has none that select.
+        self._page_units = device[0].shape[3] // rule.unit if device else 1
         self._store = store.store(backends["store"])
         self._select = selection.select(backends["select"])
         self._resolve = resolve.resolve(backends["resolve"])
