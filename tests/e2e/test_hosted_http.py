@@ -59,7 +59,7 @@ SCENES = [
                        flags=("--load-format", "dummy")), id="tiny"),
     pytest.param(Scene(page_bytes=DEMO_PAGE_BYTES, budgets=(512, 256), tokens=3000, long=8000, new=100,
                        prompt=text),
-                 id="demo", marks=pytest.mark.sweep)]
+                 id="demo", marks=pytest.mark.soak)]
 
 
 @pytest.fixture

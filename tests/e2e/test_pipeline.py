@@ -63,7 +63,7 @@ def test_a_rank_of_another_dtype_is_refused_with_both_values():
         check_identity(1, want | {"dtype": "bfloat16"}, want)
 
 
-@pytest.mark.sweep
+@pytest.mark.soak                     # until all of its cells have been timed on a quiet machine
 @pytest.mark.parametrize("pp", [1, 2, 3])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("tiers", [False, True], ids=["device", "host"])
