@@ -77,6 +77,6 @@ def test_without_a_compiler_torch_runs_the_ops_and_the_line_says_so(monkeypatch)
     here = Platform(device="cpu", features=("avx2",), torch="0")
     choice = registry.select(here)["paged_attention"]
     assert choice.name == "sdpa"
-    assert choice.skipped == (("native", "no C compiler (cc, gcc, clang)"),)
+    assert dict(choice.skipped)["native"] == "no C compiler (cc, gcc, clang)"
     with pytest.raises(KernelError, match="paged_attention=native cannot run here: no C compiler"):
         registry.select(here, {"paged_attention": "native"})

@@ -31,7 +31,7 @@ class Wait:
     until: int = -1                        # steps when it ended; -1: it lives
     outputs: int = 0
     refused: bool = False
-    gave_way: int = 0
+    num_preemptions: int = 0
     # Who had a row when it arrived, when it gave way, and when its leader first answered.
     behind: set[RequestId] = field(default_factory=set)
 
@@ -66,7 +66,7 @@ class Waiting:
 
     def give_way(self, rid: RequestId, running: Iterable[RequestId]) -> None:
         w = self.seen[rid]
-        w.gave_way += 1
+        w.num_preemptions += 1
         w.behind.update(others := list(running))
         # Alone it gives way to nobody: its pages lay scattered, and are laid out anew.
         if others and w.key == min(q.key for q in self.seen.values() if q.until < 0):
@@ -131,8 +131,8 @@ class Waiting:
         """Every request that the bound does not hold for."""
         lines = [f"request {w.arrived.rid} took {w.until - w.since} steps for {self.ahead(w):.1f} ahead of it"
                  for w in self.ended() if self.ratio(w) > WAIT_MAX]
-        lines += [f"request {w.arrived.rid} gave way {w.gave_way} times"
-                  for w in self.ended() if w.gave_way > GAVE_WAY_MAX]
+        lines += [f"request {w.arrived.rid} gave way {w.num_preemptions} times"
+                  for w in self.ended() if w.num_preemptions > GAVE_WAY_MAX]
         return lines + [f"request {rid} gave way to others, and was the first of all" for rid in self.firsts]
 
 
@@ -196,7 +196,7 @@ def fair(seed: int, mode: str = "", requests: int = 64) -> Waiting:
 
 def report(seeds: Iterable[int], mode: str, say: Callable[[str], None]) -> int:
     """Say who waited too long, and at the end the worst of all. Returns how many there were."""
-    late, worst, gave_way = 0, 0.0, 0
+    late, worst, num_preemptions = 0, 0.0, 0
     for seed in seeds:
         waiting = fair(seed, mode)
         lines = waiting.late()
@@ -204,6 +204,6 @@ def report(seeds: Iterable[int], mode: str, say: Callable[[str], None]) -> int:
             say(f"penstock sim --fair --seed {seed}{f' --mode {mode}' if mode else ''}    # {line}")
         late += len(lines)
         worst = max([worst, *map(waiting.ratio, waiting.ended())])
-        gave_way = max([gave_way, *(w.gave_way for w in waiting.ended())])
-    say(f"{late} findings; at worst {worst:.2f} times the work ahead, gave way {gave_way} times")
+        num_preemptions = max([num_preemptions, *(w.num_preemptions for w in waiting.ended())])
+    say(f"{late} findings; at worst {worst:.2f} times the work ahead, gave way {num_preemptions} times")
     return late
