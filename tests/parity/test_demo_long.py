@@ -88,7 +88,7 @@ def test_any_chunk_size(demo, prompts, chunk, every, page_size):
     assert bool(engine.pauses) == bool(every)
 
 
-@pytest.mark.parametrize("overlap", [pytest.param(True, marks=pytest.mark.sweep),
+@pytest.mark.parametrize("overlap", [pytest.param(True, marks=pytest.mark.soak),
                                      pytest.param(False, marks=pytest.mark.soak)])
 def test_a_pool_for_one_and_torn_copies(demo, prompts, overlap):
     """Three prompts want the device: they wait, pause and come back from the host."""
