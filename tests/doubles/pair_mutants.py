@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock.core.pair.decode_side import DecodeSide, Receiving
 from penstock.core.pair.messages import Cancel, Drained, End, Grant, Message, Reason, Refused
 from penstock.core.pair.prefill_side import OVER, Entry, PrefillSide, Sending, Stage
-from penstock.core.pair.protocol import Landed, Outcome
+from penstock.core.pair.protocol import Landed, Report
 
 MUTANTS: dict[str, tuple[type[DecodeSide], type[PrefillSide]]] = {}
 
@@ -23,7 +23,7 @@ def prefill(cls: type[PrefillSide]) -> type[PrefillSide]:
 # ---------------------------------------------------------------- rule 1: what frees pages
 @decode
 class PagesReleasedByTimeout(DecodeSide):
-    def reminded(self, transfer: int, n: int) -> list[Outcome]:
+    def reminded(self, transfer: int, n: int) -> list[Report]:
         r = self.table.get(transfer)
         if r is not None and r.n == n and r.closing and r.tries >= 2:
             self._end(r, Landed(transfer, r.generation, False, r.closing))
@@ -33,7 +33,7 @@ class PagesReleasedByTimeout(DecodeSide):
 
 @decode
 class CancelFreesAtOnce(DecodeSide):
-    def cancel(self, transfer: int) -> list[Outcome]:
+    def cancel(self, transfer: int) -> list[Report]:
         if (r := self.table.get(transfer)) is not None:
             r.granted = False
         return super().cancel(transfer)
@@ -57,7 +57,7 @@ class NewIncarnationSpeaksForTheDead(DecodeSide):
 
 @decode
 class FenceOfAnotherEpochCounts(DecodeSide):
-    def fenced(self, epoch: int) -> list[Outcome]:
+    def fenced(self, epoch: int) -> list[Report]:
         for r in tuple(self.table.values()):
             if r.granted:
                 self._end(r, Landed(r.transfer, r.generation, False, Reason.LOST))
@@ -69,18 +69,18 @@ class FenceOfAnotherEpochCounts(DecodeSide):
 # ---------------------------------------------------------------- rule 2: what an ack says
 @prefill
 class AckBeforeTheLastWrite(PrefillSide):
-    def _settle(self, s: Sending) -> None:
+    def _end_if_idle(self, s: Sending) -> None:
         flying, s.flying = s.flying, 0 if s.stage is Stage.DRAINING else s.flying
-        super()._settle(s)
+        super()._end_if_idle(s)
         s.flying = flying
 
 
 @prefill
 class RepeatedCancelIsAckedAtOnce(PrefillSide):
-    def _stop_for(self, s: Sending) -> None:
+    def _drain(self, s: Sending) -> None:
         if s.stage is Stage.DRAINING:
             self._say(Drained, s.transfer, s.generation, s.reason)
-        super()._stop_for(s)
+        super()._drain(s)
 
 
 @prefill
@@ -110,7 +110,7 @@ class EarlyCancelForgotten(PrefillSide):
 class TombstoneForgottenByTime(PrefillSide):
     """A Grant that was on its way longer than the deadline begins anew."""
 
-    def expired(self, transfer: int, n: int) -> list[Outcome]:
+    def expired(self, transfer: int, n: int) -> list[Report]:
         out = super().expired(transfer, n)
         self.floor = 0
         return out
@@ -133,7 +133,7 @@ class NoticeBeforeRequestLost(PrefillSide):
 
 @prefill
 class RefusalBeforeGrantLost(PrefillSide):
-    def refuse(self, transfer: int, reason: int = Reason.REFUSED) -> list[Outcome]:
+    def refuse(self, transfer: int, reason: int = Reason.REFUSED) -> list[Report]:
         out = super().refuse(transfer, reason)
         if transfer in self.table:
             self.table[transfer].declined = Reason.NONE
@@ -144,7 +144,7 @@ class RefusalBeforeGrantLost(PrefillSide):
 class CancelBeforeRequestLost(PrefillSide):
     """The copy of the request comes after the end of its generation, and waits for another."""
 
-    def expect(self, transfer: int) -> list[Outcome]:
+    def expect(self, transfer: int) -> list[Report]:
         e = self.table.get(transfer)
         if e is not None and e.sending is not None and e.sending.stage in OVER:
             e.sending.met = True
@@ -210,12 +210,12 @@ class GenerationReused(DecodeSide):
 class RefusalNotSent(PrefillSide):
     def _close(self, s: Sending, reason: int) -> None:
         s.stage, s.reason = Stage.DRAINING, reason
-        self._settle(s)
+        self._end_if_idle(s)
 
 
 @prefill
 class FailedPushIsForgotten(PrefillSide):
-    def push_ended(self, push: int, ok: bool) -> list[Outcome]:
+    def push_ended(self, push: int, ok: bool) -> list[Report]:
         return super().push_ended(push, True)
 
 
@@ -228,16 +228,16 @@ class GrantWaitsForEver(PrefillSide):
 
 @decode
 class NothingIsRepeated(DecodeSide):
-    def reminded(self, transfer: int, n: int) -> list[Outcome]:
+    def reminded(self, transfer: int, n: int) -> list[Report]:
         return self._told()
 
 
 # ---------------------------------------------------------------- rules 8 and 9: first tokens
 @prefill
 class EndOvertakesData(PrefillSide):
-    def _settle(self, s: Sending) -> None:
+    def _end_if_idle(self, s: Sending) -> None:
         flying, s.flying = s.flying, 0 if s.end is not None else s.flying
-        super()._settle(s)
+        super()._end_if_idle(s)
         s.flying = flying
 
 
@@ -247,7 +247,7 @@ class MetadataSlotReused(PrefillSide):
 
     slots: dict[tuple[int, int], tuple[int, tuple[int, ...]]]
 
-    def finish(self, transfer: int, index: int, first: tuple[int, ...]) -> list[Outcome]:
+    def finish(self, transfer: int, index: int, first: tuple[int, ...]) -> list[Report]:
         self.__dict__.setdefault("slots", {})
         return super().finish(transfer, *self.slots.setdefault((self.peer, transfer), (index, first)))
 
@@ -278,8 +278,8 @@ class DuplicateGrantIsGrantedAgain(PrefillSide):
 
 @prefill
 class CancelledAndPushesOn(PrefillSide):
-    def _stop_for(self, s: Sending) -> None:
+    def _drain(self, s: Sending) -> None:
         pushing, told = s.stage is Stage.PUSHING, len(self._out)
-        super()._stop_for(s)
+        super()._drain(s)
         if pushing:
             del self._out[told:]

@@ -1,7 +1,7 @@
 """Both ends of a prefill/decode pair and their owners, on a bad network.
 
 Either end dies, is cut off or takes the other for dead at any moment. The judge looks at what an owner
-of pages cares about: none is used again while a write can land in it. It knows the calls and outcomes
+of pages cares about: none is used again while a write can land in it. It knows the calls and reports
 of the two ends, nothing of their inside.
 """
 from __future__ import annotations
@@ -20,14 +20,14 @@ from penstock.core.pair.protocol import (
     Ask,
     Deadline,
     Declined,
-    Fence,
+    FenceEpoch,
     Granted,
     Landed,
-    Outcome,
     Remind,
     Renew,
+    Report,
     Sent,
-    Stopped,
+    Withdrawn,
 )
 
 EVENTS_MAX = 20_000                       # a run of 12 transfers takes some hundreds
@@ -205,7 +205,7 @@ class World(Network):
         must(said or not job.generation, "the decode side hears at once of a refusal")
 
     # ---------------------------------------------------------------- what the sides say
-    def tell_decode(self, out: list[Outcome]) -> None:
+    def tell_decode(self, out: list[Report]) -> None:
         side = self.decode
         asked, side.outbox[:] = tuple(side.outbox), []
         for x in out:
@@ -213,7 +213,7 @@ class World(Network):
             if isinstance(x, Landed):
                 self.landed(x)
             else:
-                must(isinstance(x, Declined), "the decode side has no other outcomes")
+                must(isinstance(x, Declined), "the decode side has no other reports")
         for a in asked:
             if isinstance(a, Ask):
                 self.serve(side, a)
@@ -227,7 +227,7 @@ class World(Network):
             case Deadline(transfer, n):
                 self.after(self.faults.deadline * self.rng.uniform(0.5, 1), lambda: (
                     self.tell_prefill(self.prefill.expired(transfer, n)) if side is self.prefill else None))
-            case Fence(epoch):
+            case FenceEpoch(epoch):
                 self.after(self.delay(), lambda: self.fence(epoch) if side is self.decode else None)
             case Renew():
                 self.fired["renewed"] += 1
@@ -242,7 +242,7 @@ class World(Network):
 
     def landed(self, x: Landed) -> None:
         want, name = self.wants[x.transfer], (x.transfer, x.generation)
-        must(want.generation == x.generation, "one outcome for each generation")
+        must(want.generation == x.generation, "one report for each generation")
         must(not any(w.name == name and w.decode == self.decode.epoch for w in self.flying),
              "pages come back when no write can land any more")
         must(not (self.calm and x.reason == Reason.EXPIRED), "nothing expires if nothing was lost")
@@ -259,14 +259,14 @@ class World(Network):
             self.fired["asked_again"] += 1
             self.ask(want)
 
-    def tell_prefill(self, out: list[Outcome]) -> None:
+    def tell_prefill(self, out: list[Report]) -> None:
         side = self.prefill
         for x in out:
             self.fired[type(x).__name__] += 1
             match x:
                 case Granted():
                     self.granted_to(x)
-                case Stopped(transfer, reason):
+                case Withdrawn(transfer, reason):
                     must(transfer in self.jobs, "only what was expected stops")
                     must(not (self.calm and reason == Reason.EXPIRED), "nothing expires if nothing was lost")
                     if reason in (Reason.FAILED, Reason.EXPIRED):
@@ -275,7 +275,7 @@ class World(Network):
                 case Sent(transfer, generation):
                     must(self.jobs.pop(transfer).generation == generation, "what was granted is sent")
                 case _:
-                    raise Violation("the prefill side has no other outcomes")
+                    raise Violation("the prefill side has no other reports")
         asked, side.outbox[:] = tuple(side.outbox), []
         for a in asked:
             if isinstance(a, Ask):

@@ -18,14 +18,14 @@ from penstock.core.pair.prefill_side import PrefillSide
 from penstock.core.pair.protocol import (
     Deadline,
     Declined,
-    Fence,
+    FenceEpoch,
     Granted,
     Landed,
-    Outcome,
     Remind,
     Renew,
+    Report,
     Sent,
-    Stopped,
+    Withdrawn,
 )
 
 TRANSFERS, TOKENS = st.integers(1, 3), 2
@@ -71,7 +71,7 @@ class PairMachine(RuleBasedStateMachine):
         self.epochs += 1
         return self.epochs
 
-    def collect(self, decoded: list[Outcome] | None = None, prefilled: list[Outcome] | None = None) -> None:
+    def collect(self, decoded: list[Report] | None = None, prefilled: list[Report] | None = None) -> None:
         for x in decoded or ():
             if isinstance(x, Landed):
                 assert self.open.pop(x.transfer) == x.generation, "one outcome for each generation"
@@ -89,14 +89,14 @@ class PairMachine(RuleBasedStateMachine):
                 assert self.copies[x.transfer] == 0
                 self.copies[x.transfer] = x.generation
             else:
-                assert isinstance(x, Stopped | Sent)
+                assert isinstance(x, Withdrawn | Sent)
                 del self.copies[x.transfer]
         for side in (self.decode, self.prefill):
             for a in side.outbox:
                 match a:
                     case Remind() | Deadline():
                         self.timers.append((side, a))
-                    case Fence(epoch):
+                    case FenceEpoch(epoch):
                         self.fences.append(epoch)
                     case Renew():
                         self.renew = True

@@ -5,7 +5,7 @@ import driver
 
 from penstock.core.lifecycle import Phase, Place
 from penstock.core.pair.messages import Cancel, Drained, End, Grant, Hello, Message, Reason, Refused
-from penstock.core.pair.protocol import Deadline, Fence, Remind
+from penstock.core.pair.protocol import Deadline, FenceEpoch, Remind
 from penstock.core.plan import (
     Aborted,
     Dropped,
@@ -312,7 +312,7 @@ def test_deadline_computes_the_prompt_here_and_is_no_proof() -> None:
 def test_pages_of_a_dead_prefill_engine_wait_for_its_fence() -> None:
     d = receiving()
     d.hear(Hello(PEER + 1, US))
-    assert d.said() == [Fence(PEER)] and d.phase(1) is Phase.RECEIVING
+    assert d.said() == [FenceEpoch(PEER)] and d.phase(1) is Phase.RECEIVING
     assert d.hear(Drained(PEER + 1, US, 5, 1, Reason.CANCELLED)) == []
     assert d.free() == 13
     (prompt,) = d.tell(PeerFenced(PEER))

@@ -11,14 +11,14 @@ from penstock.core.pair.prefill_side import PrefillSide
 from penstock.core.pair.protocol import (
     Deadline,
     Declined,
-    Fence,
+    FenceEpoch,
     Granted,
     Landed,
     Remind,
     Renew,
     Sent,
     Side,
-    Stopped,
+    Withdrawn,
 )
 
 D, P, T = 10, 20, 7        # epochs of the two ends, a transfer
@@ -26,7 +26,7 @@ D, P, T = 10, 20, 7        # epochs of the two ends, a transfer
 
 def said(side: Side) -> list[Message]:
     """Messages since the last call, without timers."""
-    return [m for m in side.outbox if not isinstance(m, Remind | Deadline | Fence | Renew)]
+    return [m for m in side.outbox if not isinstance(m, Remind | Deadline | FenceEpoch | Renew)]
 
 
 def take(side: Side) -> list[Message]:
@@ -65,7 +65,7 @@ def draining() -> PrefillSide:
     """A push is in flight, and the decode side has cancelled."""
     side = pushing()
     side.push_started(T, 1)
-    assert side.received(Cancel(D, P, T, 1)) == [Stopped(T, Reason.CANCELLED)]
+    assert side.received(Cancel(D, P, T, 1)) == [Withdrawn(T, Reason.CANCELLED)]
     assert take(side) == []
     return side
 
@@ -143,7 +143,7 @@ def test_rule_2_unknown_early_and_late_cancels_are_acked() -> None:
     p.received(Cancel(D, P, T, 1))
     assert take(p) == [Drained(P, D, T, 1, Reason.CANCELLED)]
     p.received(Grant(D, P, T, 1, 64))          # it was overtaken, and begins nothing
-    assert p.expect(T) == [Stopped(T, Reason.CANCELLED)]
+    assert p.expect(T) == [Withdrawn(T, Reason.CANCELLED)]
     p.outbox.clear()
     p.received(Cancel(D, P, T, 1))
     assert take(p) == [Drained(P, D, T, 1, Reason.CANCELLED)]
@@ -207,7 +207,7 @@ def test_rule_3_what_waits_has_a_deadline() -> None:
     assert p.expired(T, n) == [] and p.table   # stale
     assert p.expired(T, p.table[T].n) == [] and not p.table
     p.expect(T + 1)
-    assert p.expired(T + 1, p.table[T + 1].n) == [Stopped(T + 1, Reason.EXPIRED)]
+    assert p.expired(T + 1, p.table[T + 1].n) == [Withdrawn(T + 1, Reason.EXPIRED)]
     assert p.expired(T + 1, p.table[T + 1].n) == [] and not p.table
 
 
@@ -222,7 +222,7 @@ def test_rule_4_messages_of_other_incarnations_have_no_effect_and_are_counted() 
     assert d.received(Drained(P, D, T, 2, Reason.CANCELLED)) == []
     assert d.received(Drained(P + 1, D, T, 1, Reason.CANCELLED)) == []      # cannot speak for the dead
     assert d.counters == {"old_sender": 1, "receiver": 1, "generation": 1, "unfenced_sender": 1}
-    assert last(d, Fence) == Fence(P)
+    assert last(d, FenceEpoch) == FenceEpoch(P)
     assert d.fenced(P) == [Landed(T, 1, False, Reason.CANCELLED)]
     assert d.peer == P + 1
 
@@ -230,7 +230,7 @@ def test_rule_4_messages_of_other_incarnations_have_no_effect_and_are_counted() 
 def test_rule_4_a_new_decode_engine_ends_everything_of_the_old() -> None:
     p = pushing()
     p.push_started(T, 1)
-    assert p.received(Hello(D + 1, P)) == [Stopped(T, Reason.LOST)]
+    assert p.received(Hello(D + 1, P)) == [Withdrawn(T, Reason.LOST)]
     assert p.push_ended(1, False) == [] and not p.table and not p.pushes
     p.outbox.clear()
     p.received(Cancel(D, P, T, 1))
@@ -246,7 +246,7 @@ def test_rule_4_who_was_fenced_alive_goes_on_as_another() -> None:
     p.received(hello)
     p.received(hello)
     assert p.outbox == [Renew()]
-    assert p.restart(P + 1) == [Stopped(T, Reason.LOST)]
+    assert p.restart(P + 1) == [Withdrawn(T, Reason.LOST)]
     d.open(T, 64)
     d.received(take(p)[0])
     assert last(d, Grant) == Grant(D, P + 1, T, 1, 64)
@@ -268,7 +268,7 @@ def test_rule_5_a_refusal_is_told_before_the_last_write_ends() -> None:
     p, d = pushing(), decode()
     p.push_started(T, 1)
     p.push_started(T, 2)
-    assert p.push_ended(1, False) == [Stopped(T, Reason.FAILED)]
+    assert p.push_ended(1, False) == [Withdrawn(T, Reason.FAILED)]
     (refused,) = take(p)
     d.open(T, 64)
     assert d.received(refused) == [Declined(T, 1, Reason.FAILED)]

@@ -12,7 +12,7 @@ from penstock.core.kv import allocate
 from penstock.core.lifecycle import Phase, Place
 from penstock.core.pair.decode_side import DecodeSide
 from penstock.core.pair.messages import Cancel, Drained, Grant, Hello, Reason
-from penstock.core.pair.protocol import Fence
+from penstock.core.pair.protocol import FenceEpoch
 from penstock.core.plan import (
     ONE_PEER,
     Aborted,
@@ -342,7 +342,7 @@ def test_pages_granted_to_an_end_that_has_become_another_model_are_fenced() -> N
     core = Core(CoreConfig(page_size=2, rows=4, hbm_pages=20, role="decode", identity=5))
     play(core, [Received(Hello(1, 1, identity=5)), Arrived(RequestId(0), tuple(range(8)), 2, transfer=1)])
     said = [o.what for o in core.advance([Received(Hello(2, 0, identity=6))]).outputs if isinstance(o, Say)]
-    assert Fence(1) in said
+    assert FenceEpoch(1) in said
 
 
 # ---------------------------------------------------------------- damaged pages, again

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.core.core import Core
 from penstock.core.pair.messages import End
-from penstock.core.pair.protocol import Deadline, Fence, Remind, Renew
+from penstock.core.pair.protocol import Deadline, FenceEpoch, Remind, Renew
 from penstock.core.plan import (
     Aborted,
     Arrived,
@@ -125,7 +125,7 @@ def run_pair(requests, turns=512):
             while True:
                 answer = engines[role].advance(events)
                 mail[other] += [Received(o.what) for o in answer.outputs if isinstance(o, Say)
-                                and not isinstance(o.what, Remind | Deadline | Fence | Renew)]
+                                and not isinstance(o.what, Remind | Deadline | FenceEpoch | Renew)]
                 if (plan := answer.plan) is None:
                     break
                 got = tuple((SECRET + start,) for start, samples

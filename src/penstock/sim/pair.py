@@ -17,7 +17,7 @@ from typing import Protocol
 from penstock.core.core import Core
 from penstock.core.lifecycle import Phase
 from penstock.core.pair.messages import Cancel, End, Grant, Message, Refused
-from penstock.core.pair.protocol import Ask, Deadline, Fence, Remind, Renew
+from penstock.core.pair.protocol import Ask, Deadline, FenceEpoch, Remind, Renew
 from penstock.core.plan import (
     Aborted,
     Arrived,
@@ -192,7 +192,7 @@ class Pair:
                 world.timer((4 + 8 * self.rng.random()) * min(tries + 1, 4), Reminded(transfer, n))
             case Deadline(transfer, n):
                 world.timer(200 * (0.5 + self.rng.random()), Overdue(transfer, n))
-            case Fence(epoch):
+            case FenceEpoch(epoch):
                 after(self.rng.random() * 5, partial(self._fence, world, epoch))
             case Renew():
                 after(self.rng.random() ** 4 * 5, partial(self._renew, world))

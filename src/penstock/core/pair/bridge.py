@@ -1,6 +1,6 @@
 """The seam between the core and its side of a prefill/decode pair.
 
-Turns outcomes of the protocol into edges and copies, and requests' fates into the protocol's calls. A
+Turns reports of the protocol into edges and copies, and requests' fates into the protocol's calls. A
 grant is a Move from PEER into our pages, a push a Move of our pages to PEER; both are fenced like
 any other copy. Knows no messages: what they are and when they are repeated is `protocol`'s business.
 """
@@ -55,24 +55,24 @@ class Pairing:
 
     def event(self, event: FromPeer) -> None:
         side = self.side
-        outcomes: list[protocol.Outcome] = []
+        reports: list[protocol.Report] = []
         epochs = side.epoch, side.peer
         match event:
             case Received(message):
-                outcomes = side.received(message)
+                reports = side.received(message)
             case PeerFenced(epoch):
-                outcomes = side.fenced(epoch)
+                reports = side.fenced(epoch)
             case Reminded(transfer, n):
-                outcomes = side.reminded(transfer, n) if isinstance(side, DecodeSide) else []
+                reports = side.reminded(transfer, n) if isinstance(side, DecodeSide) else []
             case Overdue(transfer, n):
-                outcomes = side.expired(transfer, n) if isinstance(side, PrefillSide) else []
+                reports = side.expired(transfer, n) if isinstance(side, PrefillSide) else []
             case Renewed(epoch):
-                outcomes = side.restart(epoch) if isinstance(side, PrefillSide) else []
+                reports = side.restart(epoch) if isinstance(side, PrefillSide) else []
             case _:
                 assert_never(event)
         if (side.epoch, side.peer) != epochs:
             self._recall()
-        self._apply(outcomes)
+        self._apply(reports)
 
     def _recall(self, transfer: int = 0) -> None:
         """Pushes that no plan has yet are not begun: of one transfer, or all, where one of the two has
@@ -169,8 +169,8 @@ class Pairing:
         self._apply(side.push_ended(id, ok))
 
     # ---------------------------------------------------------------- from the protocol
-    def _apply(self, outcomes: Iterable[protocol.Outcome]) -> None:
-        for o in outcomes:
+    def _apply(self, reports: Iterable[protocol.Report]) -> None:
+        for o in reports:
             r = self.requests.get(o.transfer)
             match o:
                 case protocol.Landed():
@@ -185,7 +185,7 @@ class Pairing:
                         self.core.update_runnable(r)
                     elif r is not None:
                         self.core._end(r, Outcome.LOST)      # it is not the same request
-                case protocol.Stopped():
+                case protocol.Withdrawn():
                     self._recall(o.transfer)
                     if r is not None:
                         del self.requests[o.transfer]        # its end is known there

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.core.pair.messages import Cancel, Drained, End, Grant, Hello, Message, Reason
-from penstock.core.pair.protocol import Declined, Fence, Landed, Outcome, Remind, Side
+from penstock.core.pair.protocol import Declined, FenceEpoch, Landed, Remind, Report, Side
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +48,7 @@ class DecodeSide(Side):
         self._ask(r)
         return r.generation
 
-    def cancel(self, transfer: int) -> list[Outcome]:
+    def cancel(self, transfer: int) -> list[Report]:
         """The request is gone. No effect on a transfer that is not open."""
         r = self.table.get(transfer)
         if r is None:
@@ -60,7 +60,7 @@ class DecodeSide(Side):
             self._ask(r)
         return self._told()
 
-    def reminded(self, transfer: int, n: int) -> list[Outcome]:
+    def reminded(self, transfer: int, n: int) -> list[Report]:
         """A timer fired: repeat what has not been answered."""
         r = self.table.get(transfer)
         if r is not None and r.n == n:
@@ -70,7 +70,7 @@ class DecodeSide(Side):
             self._ignore("timer")
         return self._told()
 
-    def fenced(self, epoch: int) -> list[Outcome]:
+    def fenced(self, epoch: int) -> list[Report]:
         """No write of the peer's epochs up to `epoch` can land any more. Asked for or not."""
         self.banned = max(self.banned, epoch)
         if self.peer and self.peer <= epoch:
@@ -86,13 +86,13 @@ class DecodeSide(Side):
         if epoch > self._newest:
             self._newest = epoch
             if self.peer:
-                self.outbox.append(Fence(self.peer))
+                self.outbox.append(FenceEpoch(self.peer))
             self._adopt()
 
     def _replaced(self, epoch: int) -> None:
         if self.peer and epoch > max(self.peer, self._stranger):
             self._stranger = epoch
-            self.outbox.append(Fence(self.peer))
+            self.outbox.append(FenceEpoch(self.peer))
 
     def _adopt(self) -> None:
         """Pair with the newest incarnation, but not before the fence of the one before it."""

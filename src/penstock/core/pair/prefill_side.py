@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from penstock.core.pair.messages import Cancel, Drained, End, Grant, Hello, Message, Reason, Refused
-from penstock.core.pair.protocol import Deadline, Granted, Outcome, Renew, Sent, Side, Stopped
+from penstock.core.pair.protocol import Deadline, Granted, Renew, Report, Sent, Side, Withdrawn
 
 
 class Stage(Enum):
@@ -56,7 +56,7 @@ class Entry:
 class PrefillSide(Side):
     """Writes into pages that it was granted, and says when it has stopped. One for each decode engine.
 
-    Of each transfer it has one copy of the request at a time, from `expect` to Stopped, Sent or `refuse`."""
+    It has one copy of the request of a transfer at a time, from `expect` to Withdrawn, Sent or `refuse`."""
 
     def __init__(self, epoch: int, identity: int = 0) -> None:
         super().__init__(epoch, identity)
@@ -66,7 +66,7 @@ class PrefillSide(Side):
         self._renewing = False
 
     # ---------------------------------------------------------------- our copy of the request
-    def expect(self, transfer: int) -> list[Outcome]:
+    def expect(self, transfer: int) -> list[Report]:
         """Our copy of the request is here. The Grant or the Cancel may have come before it (rule 3)."""
         e = self._entry(transfer)
         s = e.sending
@@ -77,13 +77,13 @@ class PrefillSide(Side):
             self._pair(e, s)
         elif s is not None and not s.met:
             s.met = True
-            self._out.append(Stopped(transfer, s.reason))
+            self._out.append(Withdrawn(transfer, s.reason))
         else:
             e.waiting = True
             self._arm(e)
         return self._told()
 
-    def refuse(self, transfer: int, reason: int = Reason.REFUSED) -> list[Outcome]:
+    def refuse(self, transfer: int, reason: int = Reason.REFUSED) -> list[Report]:
         """Our copy has ended without success, whoever wanted that: tell the decode side (rule 5)."""
         e = self.table.get(transfer)
         if e is not None and e.waiting:
@@ -95,12 +95,12 @@ class PrefillSide(Side):
             self._ignore("refuse")
         return self._told()
 
-    def finish(self, transfer: int, index: int, first: tuple[int, ...]) -> list[Outcome]:
+    def finish(self, transfer: int, index: int, first: tuple[int, ...]) -> list[Report]:
         """All pushes have been begun; `first` are output tokens from number `index` on. Sent follows
         when they have ended well."""
         s = self._pushing(transfer)
         s.end = End(self.epoch, self.peer, transfer, s.generation, s.tokens, index, first)
-        self._settle(s)
+        self._end_if_idle(s)
         return self._told()
 
     def push_started(self, transfer: int, push: int) -> None:
@@ -110,19 +110,19 @@ class PrefillSide(Side):
         self.pushes[push] = s
         s.flying += 1
 
-    def push_ended(self, push: int, ok: bool) -> list[Outcome]:
+    def push_ended(self, push: int, ok: bool) -> list[Report]:
         """No byte of this push will move any more."""
         s = self.pushes.pop(push)
         s.flying -= 1
         if not ok and s.stage is Stage.PUSHING:
-            self._stop(s.transfer, Reason.FAILED)
+            self._withdraw(s.transfer, Reason.FAILED)
             self._close(s, Reason.FAILED)
         else:
-            self._settle(s)
+            self._end_if_idle(s)
         return self._told()
 
     # ---------------------------------------------------------------- time and incarnations
-    def expired(self, transfer: int, n: int) -> list[Outcome]:
+    def expired(self, transfer: int, n: int) -> list[Report]:
         """A deadline fired: what waits is refused, what is over is forgotten."""
         e = self.table.get(transfer)
         if e is None or e.n != n:
@@ -131,7 +131,7 @@ class PrefillSide(Side):
         e.n, e.declined, s = 0, Reason.NONE, e.sending
         if e.waiting:
             e.waiting, e.declined = False, Reason.EXPIRED
-            self._stop(transfer, Reason.EXPIRED)
+            self._withdraw(transfer, Reason.EXPIRED)
             self._arm(e)
         elif s is None:
             del self.table[transfer]
@@ -144,17 +144,17 @@ class PrefillSide(Side):
             del self.table[transfer]
         return self._told()
 
-    def fenced(self, epoch: int) -> list[Outcome]:
+    def fenced(self, epoch: int) -> list[Report]:
         """The connection to this epoch of the decode engine is closed. It may live: so it is told."""
         for e in tuple(self.table.values()) if self.peer and self.peer <= epoch else ():
             s = e.sending
             if s is not None and s.stage in (Stage.NOTICED, Stage.PUSHING):
                 if s.stage is Stage.PUSHING:
-                    self._stop(s.transfer, Reason.LOST)
+                    self._withdraw(s.transfer, Reason.LOST)
                 self._close(s, Reason.LOST)
         return self._told()
 
-    def restart(self, epoch: int) -> list[Outcome]:
+    def restart(self, epoch: int) -> list[Report]:
         """Go on as a new incarnation: the answer to Renew."""
         assert epoch > self.epoch
         self._forget()
@@ -179,7 +179,7 @@ class PrefillSide(Side):
         for e in tuple(self.table.values()):
             if e.sending is not None:
                 if e.sending.stage is Stage.PUSHING:
-                    self._stop(e.transfer, Reason.LOST)
+                    self._withdraw(e.transfer, Reason.LOST)
                 e.sending.stage, e.sending = Stage.LOST, None
             if not (e.waiting or e.declined):
                 del self.table[e.transfer]
@@ -224,7 +224,7 @@ class PrefillSide(Side):
         e = self.table.get(m.transfer)
         s = None if e is None else e.sending
         if s is not None and m.generation == s.generation and s.stage not in OVER:
-            self._stop_for(s)
+            self._drain(s)
         elif s is not None and m.generation > s.generation and s.stage not in OVER:
             self._ignore("early")
         else:
@@ -232,15 +232,15 @@ class PrefillSide(Side):
                 self._remember(m)
             self._say(Drained, m.transfer, m.generation, Reason.CANCELLED)
 
-    def _stop_for(self, s: Sending) -> None:
+    def _drain(self, s: Sending) -> None:
         """The decode side cancelled what has begun: it is told when the last push has ended."""
         if s.stage is Stage.DRAINING:
             self._ignore("draining")
             return
         if s.stage is Stage.PUSHING:
-            self._stop(s.transfer, Reason.CANCELLED)
+            self._withdraw(s.transfer, Reason.CANCELLED)
         s.stage, s.reason = Stage.DRAINING, Reason.CANCELLED
-        self._settle(s)
+        self._end_if_idle(s)
 
     def _remember(self, m: Cancel) -> None:
         """A Cancel came before its Grant: that must not begin anything, and our copy must hear of it."""
@@ -248,7 +248,7 @@ class PrefillSide(Side):
         e.sending = Sending(m.transfer, m.generation, Stage.DRAINED, met=e.waiting or bool(e.declined),
                             reason=Reason.CANCELLED)
         if e.waiting:
-            self._stop(m.transfer, Reason.CANCELLED)
+            self._withdraw(m.transfer, Reason.CANCELLED)
         e.waiting, e.declined = False, Reason.NONE
         self._arm(e)
 
@@ -273,9 +273,9 @@ class PrefillSide(Side):
         """It fails on our side: say so at once, and that it has ended when it has."""
         s.stage, s.reason = Stage.DRAINING, reason
         self._say(Refused, s.transfer, s.generation, reason)
-        self._settle(s)
+        self._end_if_idle(s)
 
-    def _settle(self, s: Sending) -> None:
+    def _end_if_idle(self, s: Sending) -> None:
         """With the last push ended, a generation that has to end does."""
         if s.flying:
             return
@@ -296,8 +296,8 @@ class PrefillSide(Side):
         assert s.end is None, "finished: no push may follow"
         return s
 
-    def _stop(self, transfer: int, reason: int) -> None:
-        self._out.append(Stopped(transfer, reason))
+    def _withdraw(self, transfer: int, reason: int) -> None:
+        self._out.append(Withdrawn(transfer, reason))
 
     def _say(self, kind: Callable[[int, int, int, int, int], Message], transfer: int, generation: int,
              reason: int) -> None:

@@ -34,7 +34,7 @@ class Deadline:
 
 
 @dataclass(frozen=True, slots=True)
-class Fence:
+class FenceEpoch:
     """Close the data connection of this epoch of the peer, drain it to its end, then call
     `fenced(epoch)`. Over RDMA: revoke its key."""
 
@@ -46,7 +46,7 @@ class Renew:
     """The peer fenced our epoch though we live: call `restart` with a greater one."""
 
 
-Ask: TypeAlias = Remind | Deadline | Fence | Renew
+Ask: TypeAlias = Remind | Deadline | FenceEpoch | Renew
 
 
 # ---------------------------------------------------------------- what a side tells its owner
@@ -85,7 +85,7 @@ class Granted:
 
 
 @dataclass(frozen=True, slots=True)
-class Stopped:
+class Withdrawn:
     """Prefill side: begin no push of this transfer; its copy of the request has ended."""
 
     transfer: int
@@ -100,7 +100,7 @@ class Sent:
     generation: int
 
 
-Outcome: TypeAlias = Declined | Landed | Granted | Stopped | Sent
+Report: TypeAlias = Declined | Landed | Granted | Withdrawn | Sent
 
 
 class Side(ABC):
@@ -114,11 +114,11 @@ class Side(ABC):
         self.banned = 0                        # epochs up to this one are over for us
         self.outbox: list[Message | Ask] = []
         self.counters: dict[str, int] = {}     # messages and events without effect, by reason
-        self._out: list[Outcome] = []
+        self._out: list[Report] = []
         self._serial = 0
         self._greet(0)
 
-    def received(self, message: Message) -> list[Outcome]:
+    def received(self, message: Message) -> list[Report]:
         """Apply a message from the other end. Twice is the same as once, but for repeated answers."""
         if self._admits(message):
             self._apply(message)
@@ -164,7 +164,7 @@ class Side(ABC):
         self.counters[why] = self.counters.get(why, 0) + 1
         return False
 
-    def _told(self) -> list[Outcome]:
+    def _told(self) -> list[Report]:
         out, self._out = self._out, []
         return out
 

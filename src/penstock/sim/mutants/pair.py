@@ -64,16 +64,16 @@ def _release(pair: Pairing, receiving: Receiving) -> None:
 
 
 @wrong(DecodeSide, "cancel")
-def cancel_frees_at_once(real: Real, side: DecodeSide, transfer: int) -> list[protocol.Outcome]:
+def cancel_frees_at_once(real: Real, side: DecodeSide, transfer: int) -> list[protocol.Report]:
     """Pages of an aborted request are free while the peer does not even know of it."""
     if (receiving := side.table.get(transfer)) is not None:
         receiving.granted = False
-    out: list[protocol.Outcome] = real(side, transfer)
+    out: list[protocol.Report] = real(side, transfer)
     return out
 
 
 # ---------------------------------------------------------------- rule 2: what an ack says
-@wrong(PrefillSide, "_settle")
+@wrong(PrefillSide, "_end_if_idle")
 def ack_before_the_last_write(real: Real, side: PrefillSide, s: Sending) -> None:
     """Drained is sent while pushes are in flight."""
     flying, s.flying = s.flying, 0 if s.stage is Stage.DRAINING else s.flying
@@ -81,7 +81,7 @@ def ack_before_the_last_write(real: Real, side: PrefillSide, s: Sending) -> None
     s.flying = flying
 
 
-@wrong(PrefillSide, "_stop_for")
+@wrong(PrefillSide, "_drain")
 def repeated_cancel_is_acked_at_once(real: Real, side: PrefillSide, s: Sending) -> None:
     """As above, if the Cancel comes again."""
     if s.stage is Stage.DRAINING:
@@ -120,24 +120,24 @@ def cancel_before_its_grant_forgotten(real: Real, side: PrefillSide, m: Cancel) 
 
 @wrong(PrefillSide, "refuse")
 def refusal_before_its_grant_forgotten(real: Real, side: PrefillSide, transfer: int,
-                                       reason: int) -> list[protocol.Outcome]:
+                                       reason: int) -> list[protocol.Report]:
     """The decode engine waits until a deadline tells it."""
-    out: list[protocol.Outcome] = real(side, transfer, reason)
+    out: list[protocol.Report] = real(side, transfer, reason)
     if transfer in side.table:
         side.table[transfer].declined = Reason.NONE
     return out
 
 
 @wrong(PrefillSide, "refuse")
-def refusal_not_sent(real: Real, side: PrefillSide, transfer: int, reason: int) -> list[protocol.Outcome]:
+def refusal_not_sent(real: Real, side: PrefillSide, transfer: int, reason: int) -> list[protocol.Report]:
     """The prefill engine ends a request, and says so to nobody."""
     return []
 
 
 @wrong(PrefillSide, "push_ended")
-def failed_push_forgotten(real: Real, side: PrefillSide, push: int, ok: bool) -> list[protocol.Outcome]:
+def failed_push_forgotten(real: Real, side: PrefillSide, push: int, ok: bool) -> list[protocol.Report]:
     """The End says that all bytes are in place."""
-    out: list[protocol.Outcome] = real(side, push, True)
+    out: list[protocol.Report] = real(side, push, True)
     return out
 
 
@@ -153,10 +153,10 @@ def repeated_grant_is_granted_again(real: Real, side: PrefillSide, s: Sending) -
 # ---------------------------------------------------------------- rules 8 and 9: first tokens
 @wrong(PrefillSide, "finish")
 def slot_of_first_tokens_reused(real: Real, side: PrefillSide, transfer: int, index: int,
-                                first: tuple[int, ...]) -> list[protocol.Outcome]:
+                                first: tuple[int, ...]) -> list[protocol.Report]:
     """What another generation left in its slot is sent."""
     slots: dict[int, tuple[int, ...]] = side.__dict__.setdefault("slots", {})
-    out: list[protocol.Outcome] = real(side, transfer, index, slots.setdefault(transfer % 4, first))
+    out: list[protocol.Report] = real(side, transfer, index, slots.setdefault(transfer % 4, first))
     return out
 
 
@@ -225,7 +225,7 @@ def grant_said_before_its_pages(real: Real, pair: Pairing) -> list[Say]:
 
 # ---------------------------------------------------------------- the decode engine's own side
 @wrong(DecodeSide, "cancel")
-def cancel_forgotten(real: Real, side: DecodeSide, transfer: int) -> list[protocol.Outcome]:
+def cancel_forgotten(real: Real, side: DecodeSide, transfer: int) -> list[protocol.Report]:
     """A receiving request is aborted, and the prefill engine computes for nobody."""
     return []
 
@@ -243,10 +243,10 @@ class RowOfADeliveredRequestNotBound(Core):
 
 @wrong(PrefillSide, "expired")
 def what_is_over_is_remembered_for_ever(real: Real, side: PrefillSide, transfer: int, n: int
-                                        ) -> list[protocol.Outcome]:
+                                        ) -> list[protocol.Report]:
     """A leak of one entry for each transfer that there ever was."""
     entry = side.table.get(transfer)
-    told: list[protocol.Outcome] = real(side, transfer, n)
+    told: list[protocol.Report] = real(side, transfer, n)
     if entry is not None:
         side.table.setdefault(transfer, entry)
     return told
