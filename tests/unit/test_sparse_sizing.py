@@ -8,12 +8,12 @@ import torch
 
 from penstock.config.errors import ConfigError
 from penstock.config.selection import selection_of
-from penstock.config.tree import Config, KVConfig, ModelConfig, ScheduleConfig
+from penstock.config.tree import Config, DeviceConfig, KVConfig, ModelConfig, ScheduleConfig
 from penstock.core.lifecycle import Place
 from penstock.core.plan import Arrived, RequestId
 from penstock.core.policy.capacity import fits, largest, needs
 from penstock.exec.caches import caches_of
-from penstock.exec.sizing import Sizes, groups_of, size_pools, table_bytes
+from penstock.exec.sizing import WORKSPACE_BYTES, Sizes, groups_of, size_pools, table_bytes
 from penstock.memory.hot import HotBuffers
 from penstock.model.base import CacheShape, GlobalLayer, LocalLayer, Stage
 
@@ -103,6 +103,20 @@ def test_the_host_tier_is_half_of_what_is_free_as_soon_as_something_may_be_hoste
     assert sized(KVConfig(hbm_bytes=256 * MIB)).core.dram_pages == 0
 
 
+def test_ranks_share_the_host_tier_and_divide_what_is_left():
+    """What is free is measured once, by who starts them; each rank's device pool is its part of that."""
+    kv = KVConfig(sparse_top_k=512)
+    caches = caches_for(kv)
+    room = 16 * GIB - 2 * WORKSPACE_BYTES
+    config = Config(model=ModelConfig(model="demo"), kv=kv, device=DeviceConfig(pp=2))
+    halves = caches.stage(0, 15, groups_of(Shape(), selection_of(kv)))
+    core = size_pools(config, halves, 8192, 16 * GIB, budget=512).core
+    assert core.dram_pages == room // 2 // (16 * TOKEN_BYTES)           # pages of all layers
+    device = int((room - room // 2) * kv.memory_fraction) // 2
+    assert device * .98 < halves.nbytes(core.hbm_pages) <= device
+    assert 2 * halves.nbytes(core.hbm_pages) + halves.host_bytes(core) <= room
+
+
 def test_hot_buffers_are_budget_and_one_page_or_what_is_asked_for():
     assert sized(replace(DEMO, sparse_top_k=511)).core.hot_pages == 33         # 504 in units, and 16
     assert sized(replace(DEMO, hot_buffer_tokens=1000)).core.hot_pages == 63
@@ -170,3 +184,9 @@ def test_a_model_that_selects_by_itself_takes_no_other_selector():
 def test_tables_are_those_that_the_device_makes():
     hot = HotBuffers(layers=30, rows=16, kv_heads=3, pages=512, hot_pages=33, page_units=2)
     assert table_bytes(caches_for(DEMO), 16, 8192, 33) == hot.nbytes + 16 * 2 * 2 * 4 * 512
+
+
+def test_no_table_is_made_where_nothing_is_hosted():
+    hot = HotBuffers(layers=30, rows=16, kv_heads=3, pages=512, hot_pages=0, page_units=2)
+    assert hot.nbytes == 30 * 16 * 3 * 4 * 8 + 4                  # counts, and the step
+    hot.bind(3, [], [])

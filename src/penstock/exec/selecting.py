@@ -5,9 +5,11 @@ pages; each position behind its prompt reads what it selects. What is computed f
 where its bytes are changes no token. Knows rows and positions; refuses to know phases.
 
     T tokens of the step   R rows of the tables   P pages of a row   K KV heads   G page size   H head dim
+    S tokens of a window   W hot pages   L pages that lack a device page   E entries of `gather`'s list
 """
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from penstock.core.plan import Bind, RequestId, StepPlan
 from penstock.exec.lower import Lowered, RowTables
 from penstock.exec.sparse import SparseLayers
 from penstock.kernels.chunk_attention import chunk_attention
+from penstock.kernels.gather import gather
 from penstock.kernels.merge import merge
 from penstock.kernels.paged_attention import AttentionSpec, Plan, Planner, store
 from penstock.kernels.ragged import Ragged
@@ -68,6 +71,22 @@ class _Chunk:
         return slice(self.at, self.at + self.end - self.start)
 
 
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """Pages of a row that are read at once.
+
+    page_P     int64: where they are in the device pool, once those that lack a device page are in hot pages
+    keys       tokens in them      brought   how many of them come from the host
+    miss_E3, num_1   what `gather` copies for that, in units of a page
+    """
+
+    page_P: Tensor
+    keys: int
+    brought: int
+    miss_E3: Tensor
+    num_1: Tensor
+
+
 class Selecting:
     """`exec.attend.Attending` of a rank on which requests may select.
 
@@ -96,7 +115,7 @@ class Selecting:
         self._host = [host[0].pages[:, i] for i in range(layout.num_layers)] if host else []
         rows, pages = self._kv.device_RM.shape
         self._hot = HotBuffers(layers=layout.num_layers, rows=rows, kv_heads=layout.num_kv_heads,
-                               pages=pages, hot_pages=max(1, selector.hot_pages),
+                               pages=pages, hot_pages=selector.hot_pages,
                                page_units=layout.page_size // rule.unit,
                                device=self._kv.device_RM.device)
         host_RM = self._kv.host_RM
@@ -107,6 +126,7 @@ class Selecting:
             host_RP=torch.full_like(self._kv.device_RM, -1) if host_RM is None else host_RM,
             backends=selector.backends)
         self._chunk_attention = chunk_attention(selector.backends["chunk_attention"])
+        self._gather = gather(selector.backends["gather"])
         self._merge = merge(selector.backends["merge"])
         self._rows = [_Row() for _ in range(rows)]
         self._reads: dict[RequestId, Counter[str]] = {}      # of rows that a request has left
@@ -183,6 +203,7 @@ class Selecting:
         dense, windows, queries = self._split(plan)
         for chunk in windows:
             self._hot.void(chunk.row)             # their hot pages are about to hold windows
+        through = [(chunk, self._windows(chunk)) for chunk in windows]
         at = self._store_at(lowered)
         ragged = lowered.ragged[0]
         whole = not windows and not queries
@@ -205,9 +226,9 @@ class Selecting:
             out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
             if run is not None:
                 out_TNH[tokens_at] = run(q_TNH[tokens_at], pool_PK2GH[:, :, 0], pool_PK2GH[:, :, 1])
-            for chunk in windows:
+            for chunk, pages in through:
                 of = chunk.tokens
-                out_TNH[of] = self._window(layer, chunk, q_TNH[of], k_TKH[of], v_TKH[of])
+                out_TNH[of] = self._earlier(layer, chunk, pages, q_TNH[of], k_TKH[of], v_TKH[of])
             if sparse is not None:
                 out_TNH[query_at] = self._layers.attend(layer, q_TNH[query_at], sparse)
             return out_TNH
@@ -246,36 +267,52 @@ class Selecting:
                            offset_T // self._unit),
             row_T=row_T.int(), position_T=lowered.positions_T.int(), unit=self._unit)
 
-    def _window(self, layer: int, chunk: _Chunk, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+    def _windows(self, chunk: _Chunk) -> list[_Window]:
+        """The pages before a chunk, as many at a time as the row's hot buffer has."""
+        host_RM, row = self._kv.host_RM, self._rows[chunk.row]
+        assert row.hot_pages, f"row {chunk.row} has pages on the host and no hot buffer"
+        assert host_RM is not None
+        earlier = slice(0, -(-chunk.start // self._size))
+        device_P, host_P = self._kv.device_RM[chunk.row, earlier].long(), host_RM[chunk.row, earlier]
+        hot_W, made = self._hot.pages(chunk.row), []
+        head_K = torch.arange(self._specs[0].num_kv_heads, device=host_P.device)
+        for first in range(0, earlier.stop, row.hot_pages):
+            page_P = device_P[first:first + row.hot_pages].clone()
+            lacks_L = (page_P < 0).nonzero().flatten()
+            page_P[lacks_L] = hot_W[lacks_L].long()
+            miss_E3 = torch.cartesian_prod(head_K, lacks_L)[:, [0, 1, 1]]
+            miss_E3[:, 1], miss_E3[:, 2] = host_P[first + miss_E3[:, 1]], page_P[miss_E3[:, 2]]
+            made.append(_Window(page_P, min(len(page_P) * self._size, chunk.start - first * self._size),
+                                len(lacks_L), miss_E3.int(),
+                                torch.tensor([len(miss_E3)], dtype=torch.int32, device=host_P.device)))
+        return made
+
+    def _earlier(self, layer: int, chunk: _Chunk, windows: Sequence[_Window], q_TNH: Tensor, k_TKH: Tensor,
+                 v_TKH: Tensor) -> Tensor:
         """Attention of prompt positions to all before them: their own chunk as it was computed, what is
         earlier a window of pages at a time, which come through the row's hot buffer."""
-        attend, scale, size = self._chunk_attention, self._scale, self._size
-        hot_pages = self._rows[chunk.row].hot_pages
-        assert hot_pages, f"row {chunk.row} has pages on the host and no hot buffer"
+        attend, scale = self._chunk_attention, self._scale
         out_TNH, lse_TN = attend(q_TNH, k_TKH, v_TKH, causal=True, scale=scale)
-        for first in range(0, -(-chunk.start // size), hot_pages):
-            end = min(first + hot_pages, -(-chunk.start // size))
-            keys = min(end * size, chunk.start) - first * size
-            kv_PK2GH = self._bring(layer, chunk.row, first, end)
-            k_SKH, v_SKH = (kv_PK2GH[:, :, plane].transpose(1, 2).flatten(0, 1)[:keys] for plane in (0, 1))
+        for window in windows:
+            k_SKH, v_SKH = self._bring(layer, chunk.row, window)
             out, lse = attend(q_TNH, k_SKH, v_SKH, causal=False, scale=scale)
             out_TNH, lse_TN = self._merge(torch.stack((out_TNH, out)), torch.stack((lse_TN, lse)))
         return out_TNH
 
-    def _bring(self, layer: int, row: int, first: int, end: int) -> Tensor:
-        """Pages [first, end) of a row, [P, K, 2, G, H]: those without a device page in its hot pages."""
-        host_RM, pool = self._kv.host_RM, self._device[layer]
-        assert host_RM is not None
-        page_P = self._kv.device_RM[row, first:end].long()
-        lacks_P = page_P < 0
-        hot_P = self._hot.layers[layer].page_RW[row, :end - first].long()
-        pool[hot_P[lacks_P]] = self._host[layer][host_RM[row, first:end].long()[lacks_P]]
-        count, rid = int(lacks_P.sum()), self._rows[row].rid
-        self._window_pages[layer] += count
-        if rid is not None:
+    def _bring(self, layer: int, row: int, window: _Window) -> tuple[Tensor, Tensor]:
+        """k and v of a window, [S, K, H]; what has no device page comes into the row's hot pages."""
+        pool_PK2GH = self._device[layer]
+        self._gather(self._host[layer], pool_PK2GH, window.miss_E3, window.num_1, unit=self._size)
+        self._window_pages[layer] += window.brought
+        if (rid := self._rows[row].rid) is not None:
             self._reads.setdefault(rid, Counter())["window_bytes"] += (
-                count * self._page_rows * self._unit_bytes // self._unit)
-        return pool[torch.where(lacks_P, hot_P, page_P)]
+                window.brought * self._page_rows * self._unit_bytes // self._unit)
+        heads, planes, size, dim = pool_PK2GH.shape[1:]
+        kv_2KPGH = pool_PK2GH.new_empty(planes, heads, len(window.page_P), size, dim)
+        for plane, head in itertools.product(range(planes), range(heads)):      # a head's tokens side by side
+            torch.index_select(pool_PK2GH[:, head, plane], 0, window.page_P, out=kv_2KPGH[plane, head])
+        k_SKH, v_SKH = kv_2KPGH.flatten(2, 3)[:, :, :window.keys].transpose(1, 2)
+        return k_SKH, v_SKH
 
 
 class _SelectingStep:

@@ -84,7 +84,7 @@ class SparseLayers:
     def store(self, layer: int, values: Sequence[Tensor], at: StoreAt) -> None:
         """Write a step's new rows, of all its tokens, to every copy; before any `attend` of the layer."""
         self._store(values, at, self._device[layer], self._host[layer] if self._host else None,
-                    self._hot.layers[layer], self._bounds[layer])
+                    self._hot.layers[layer] if self._hot.hot_pages else None, self._bounds[layer])
 
     def attend(self, layer: int, q_BNH: Tensor, step: SparseStep) -> Tensor:
         """out_BNH: each query over what it chooses. Brings what it misses into the rows' hot buffers."""

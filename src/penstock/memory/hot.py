@@ -20,13 +20,15 @@ class HotBuffers:
     """The hot buffers of all rows. Rows, pages and entries are indices: ids less their base.
 
     pages        entries that a row's page table may have
-    hot_pages    pages that a row's hot buffer may have
+    hot_pages    pages that a row's hot buffer may have; 0: no row is ever hosted, and nothing is remembered
     page_units   units of a page
     """
 
     def __init__(self, *, layers: int, rows: int, kv_heads: int, pages: int, hot_pages: int,
                  page_units: int, device: torch.device | str = "cpu") -> None:
         self._page_units = page_units
+        self.hot_pages = hot_pages
+        pages = pages if hot_pages else 0
 
         def filled(value: int, *shape: int) -> Tensor:
             return torch.full(shape, value, dtype=torch.int32, device=device)
@@ -71,6 +73,10 @@ class HotBuffers:
         self._unit_LRKS[:, row, :, slot_J] = unit_J.int()
         # Before any step that is still to come: a unit that this step used could not be given up.
         self._stamp_LRKS[:, row, :, slot_J] = self._now_1 + (unit_J - unit_J.max() - 1).int()
+
+    def pages(self, row: int) -> Tensor:
+        """int32 [W]: pool pages of the row's hot buffer, then -1."""
+        return self._page_RW[row]
 
     def void(self, row: int) -> None:
         """Nothing of `row` is hot any more: its hot pages hold something else, or will."""

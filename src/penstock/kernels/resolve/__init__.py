@@ -26,7 +26,8 @@ class Resolve(Protocol):
         device, host_RP   int32: pages of a row, pool-relative, -1 where a tier has none. What the
                      host is asked for it must have
         hot          changed in place. A row's slots must be at least the units it chose without a
-                     device page: no unit of this step is ever evicted by this step
+                     device page: no unit of this step is ever evicted by this step. Of W = 0 pages
+                     (then M = S = 0) only the counts are touched: all that is chosen is on the device
         now_1        int32: this step, larger by one each time (wraps)
         page_units   units of a page; unit u of a row is in its page u // page_units
         Returns      slot_BKC int32: unit of the pool, page * page_units + place in the page; -1 for none.

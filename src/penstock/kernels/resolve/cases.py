@@ -22,6 +22,7 @@ def cases(device: str = "cpu") -> Iterator[Case]:
             yield Case(f"{page_units} units a page, {share:.0%} on the device",
                        partial(_run, page_units, share, 0, device), 0.0)
     yield Case("stamps that wrap", partial(_run, 2, 0.1, 2 ** 31 - 3, device), 0.0)
+    yield Case("no row has hot units", partial(_run, 2, 1.0, 0, device, hot_pages=0), 0.0)
 
 
 def empty(rows: int, heads: int, units: int, hot_pages: int, page_units: int,
@@ -35,7 +36,8 @@ def empty(rows: int, heads: int, units: int, hot_pages: int, page_units: int,
                     torch.zeros(rows, heads, 4, dtype=torch.int64, device=device))
 
 
-def _run(page_units: int, share: float, first: int, device_name: str, resolve: Resolve) -> Tensor:
+def _run(page_units: int, share: float, first: int, device_name: str, resolve: Resolve, *,
+         hot_pages: int = 14) -> Tensor:
     """Eight steps over three of four rows, whose hot buffers differ; 11 units a step."""
     rows, heads, pages, chosen = 4, 3, 40, 11
     generator = torch.Generator().manual_seed(page_units)
@@ -43,9 +45,9 @@ def _run(page_units: int, share: float, first: int, device_name: str, resolve: R
     device, host, spare = ids[:rows * pages], ids[rows * pages:2 * rows * pages], ids[-40:]
     device = device.where(torch.rand(rows * pages, generator=generator) < share, -1).view(rows, pages)
     units = pages * page_units
-    hot = empty(rows, heads, units, 14, page_units, device_name)
+    hot = empty(rows, heads, units if hot_pages else 0, hot_pages, page_units, device_name)
     device_RP, host_RP = device.to(device_name), host.view(rows, pages).to(device_name)
-    for row in range(rows):
+    for row in range(rows if hot_pages else 0):
         held = -(-(chosen + row) // page_units)
         hot.page_RW[row, :held] = spare[row * 8:][:held] if page_units > 1 else torch.arange(held)
     left: list[Tensor] = []

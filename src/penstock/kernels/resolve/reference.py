@@ -39,7 +39,8 @@ def resolve(chosen_BKC: Tensor, row_B: Tensor, device_RP: Tensor, host_RP: Tenso
             for c, unit in enumerate(chosen_BKC[b, k].tolist()):
                 if unit < 0:
                     continue
-                page, slot = int(device_RP[row, unit // page_units]), int(hot.slot_RKM[row, k, unit])
+                page = int(device_RP[row, unit // page_units])
+                slot = int(hot.slot_RKM[row, k, unit]) if pages and page < 0 else -1
                 if page >= 0:
                     slot_BKC[b, k, c] = page * page_units + unit % page_units
                     hot.count_RKE[row, k, DEVICE] += 1

@@ -79,11 +79,16 @@ static int look(const Resolve *s, int64_t b, int64_t k)
         slot[c] = -1;
         if (unit < 0)
             continue;
-        const int32_t at = device[unit / size], hot = hot_slot[unit];
+        const int32_t at = device[unit / size];
         if (at >= 0) {
             slot[c] = at * size + unit % size;
             here++;
-        } else if (hot >= 0) {
+            continue;
+        }
+        if (!s->slots)
+            return TOO_FEW_SLOTS;                   /* no row has hot units: there is no map either */
+        const int32_t hot = hot_slot[unit];
+        if (hot >= 0) {
             if (page[hot / size] < 0)
                 return NO_PAGE;                     /* the map is of an earlier hot buffer */
             slot[c] = page[hot / size] * size + hot % size;
