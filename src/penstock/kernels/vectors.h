@@ -173,4 +173,72 @@ static inline void largest(const uint32_t *key, int64_t n, int64_t k, int32_t *o
             out[at++] = i;
 }
 
+/* The same of scores, whose place their keys take: they are not needed any more. */
+static inline void largest_scores(float *score, int64_t n, int64_t k, int32_t *out)
+{
+    uint32_t *key = (uint32_t *)score;
+    for (int64_t i = 0; i < n; i++) {
+        float x;
+        memcpy(&x, key + i, sizeof x);
+        key[i] = ordered(x);
+    }
+    largest(key, n, k, out);
+}
+
+/* A chunk of a head's context leaves a part: (largest score, sum of weights, weighted values). This begins one:
+ * `count` scores become weights e^(score - largest), those up to `padded` zero; no value is added yet. */
+INLINE void begin_part(float *w, int64_t count, int64_t padded, float *part, int64_t dim)
+{
+    float top = w[0], sum = 0.0f;
+    #pragma omp simd reduction(max : top)
+    for (int64_t j = 0; j < count; j++)
+        top = w[j] > top ? w[j] : top;
+    #pragma omp simd reduction(+ : sum)
+    for (int64_t j = 0; j < count; j++) {
+        w[j] = exp_negative(w[j] - top);
+        sum += w[j];
+    }
+    memset(w + count, 0, (padded - count) * sizeof(float));
+    part[0] = top;
+    part[1] = sum;
+    memset(part + 2, 0, dim * sizeof(float));
+}
+
+/* Parts, `next` floats from one to the next, into out[at .. at + dim), with (largest, sum) of all into `of`. */
+INLINE void merge_parts(const float *part, int64_t next, int64_t chunks, int64_t dim, void *out, int64_t at,
+                        int bf16, float *of)
+{
+    float top = chunks ? part[0] : -__builtin_inff(), total = 0.0f, sum[dim];
+    for (int64_t c = 1; c < chunks; c++)
+        top = part[c * next] > top ? part[c * next] : top;
+    memset(sum, 0, dim * sizeof(float));
+    for (int64_t c = 0; c < chunks; c++) {
+        float share = exp_negative(part[c * next] - top);
+        total += share * part[c * next + 1];
+        for (int64_t d = 0; d < dim; d += LANES)
+            put(sum, d, load(sum, d, 0) + share * load(part, c * next + 2 + d, 0), 0);
+    }
+    for (int64_t d = 0; d < dim; d += LANES)
+        put(out, at + d, load(sum, d, 0) / (chunks ? total : 1.0f), bf16);
+    of[0] = top;
+    of[1] = total;
+}
+
+/* RUN(dim, bf16) with the type, and head dims that models have, as literals inside its parallel region: variables
+ * would not survive the outlining, and a constant head dim keeps a head in registers. */
+#define BY_SHAPE(small, large) \
+    if (dim == small && bf16) { \
+        RUN(small, 1) \
+    } else if (dim == small) { \
+        RUN(small, 0) \
+    } else if (dim == large && bf16) { \
+        RUN(large, 1) \
+    } else if (dim == large) { \
+        RUN(large, 0) \
+    } else if (bf16) { \
+        RUN(dim, 1) \
+    } else { \
+        RUN(dim, 0) \
+    }
+
 #endif

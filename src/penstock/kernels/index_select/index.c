@@ -48,14 +48,7 @@ static void choose(const Index *s, int64_t b)
     int32_t *out = s->chosen + b * s->topk;
     const int64_t seen = s->position[b] + 1, count = seen < s->topk ? seen : s->topk;
     if (seen > s->topk) {
-        /* The scores are not needed any more: their bits take their place. */
-        uint32_t *key = (uint32_t *)(s->score + b * s->width);
-        for (int64_t i = 0; i < seen; i++) {
-            float score;
-            memcpy(&score, key + i, sizeof score);
-            key[i] = ordered(score);
-        }
-        largest(key, seen, s->topk, out);
+        largest_scores(s->score + b * s->width, seen, s->topk, out);
     } else {
         for (int64_t i = 0; i < count; i++)
             out[i] = i;
@@ -84,18 +77,6 @@ static void choose(const Index *s, int64_t b)
 int penstock_index(const Index *s, int64_t dim, int bf16, int threads)
 {
     const int64_t tasks = (s->width + TASK - 1) / TASK;
-    if (dim == 32 && bf16) {
-        RUN(32, 1)
-    } else if (dim == 32) {
-        RUN(32, 0)
-    } else if (dim == 128 && bf16) {
-        RUN(128, 1)
-    } else if (dim == 128) {
-        RUN(128, 0)
-    } else if (bf16) {
-        RUN(dim, 1)
-    } else {
-        RUN(dim, 0)
-    }
+    BY_SHAPE(32, 128)
     return 0;
 }

@@ -85,21 +85,8 @@ INLINE void run_chunk(const Step *s, int64_t index, int64_t dim, int bf16)
             for (int64_t n = h * group; n < (h + 1) * group; n++)
                 put(weight, n * CHUNK + j, score_block(q + n * dim, s->k, at, dim, bf16), 0);
         }
-    for (int64_t n = 0; n < heads; n++) {
-        float *w = weight + n * CHUNK, top = w[0], sum = 0.0f;
-        #pragma omp simd reduction(max : top)
-        for (int64_t j = 0; j < count; j++)
-            top = w[j] > top ? w[j] : top;
-        #pragma omp simd reduction(+ : sum)
-        for (int64_t j = 0; j < count; j++) {
-            w[j] = exp_negative(w[j] - top);
-            sum += w[j];
-        }
-        memset(w + count, 0, (padded - count) * sizeof(float));
-        partial[n * width] = top;
-        partial[n * width + 1] = sum;
-        memset(partial + n * width + 2, 0, dim * sizeof(float));
-    }
+    for (int64_t n = 0; n < heads; n++)
+        begin_part(weight + n * CHUNK, count, padded, partial + n * width, dim);
     for (int64_t j = 0; j < padded; j += BLOCK)
         for (int64_t h = 0; h < kv_heads; h++) {
             for (int i = 0; i < BLOCK; i++)
@@ -115,26 +102,13 @@ INLINE void merge_query(const Step *s, int64_t token, int64_t dim, int bf16)
 {
     const int64_t *query = s->queries + 3 * token, heads = s->heads, width = dim + 2;
     const int64_t chunks = (query[1] + CHUNK - 1) / CHUNK;
-    const int64_t next = heads * width;
     for (int64_t n = 0; n < heads; n++) {
-        const float *part = s->partial + (query[2] * heads + n) * width;
-        float top = part[0], total = 0.0f, sum[dim];
-        for (int64_t c = 1; c < chunks; c++)
-            top = part[c * next] > top ? part[c * next] : top;
-        memset(sum, 0, dim * sizeof(float));
-        for (int64_t c = 0; c < chunks; c++) {
-            float share = exp_negative(part[c * next] - top);
-            total += share * part[c * next + 1];
-            for (int64_t d = 0; d < dim; d += LANES)
-                put(sum, d, load(sum, d, 0) + share * load(part, c * next + 2 + d, 0), 0);
-        }
-        for (int64_t d = 0; d < dim; d += LANES)
-            put(s->out, (token * heads + n) * dim + d, load(sum, d, 0) / total, bf16);
+        float of[2];
+        merge_parts(s->partial + (query[2] * heads + n) * width, heads * width, chunks, dim, s->out,
+                    (token * heads + n) * dim, bf16, of);
     }
 }
 
-/* Head dim and type are literals inside the parallel region: variables would not survive its
- * outlining, and a constant head dim keeps a head in registers. */
 #define RUN(dim, bf16) \
     _Pragma("omp parallel num_threads(threads)") \
     { \
@@ -148,17 +122,5 @@ INLINE void merge_query(const Step *s, int64_t token, int64_t dim, int bf16)
 
 void penstock_decode(const Step *s, int64_t dim, int bf16, int threads)
 {
-    if (dim == 64 && bf16) {
-        RUN(64, 1)
-    } else if (dim == 64) {
-        RUN(64, 0)
-    } else if (dim == 128 && bf16) {
-        RUN(128, 1)
-    } else if (dim == 128) {
-        RUN(128, 0)
-    } else if (bf16) {
-        RUN(dim, 1)
-    } else {
-        RUN(dim, 0)
-    }
+    BY_SHAPE(64, 128)
 }

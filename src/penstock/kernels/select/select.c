@@ -83,14 +83,7 @@ static void choose(const Select *s, int64_t b, int64_t k)
         for (int64_t u = 0; u < first; u++)
             *out++ = u;
         if (want > 0) {
-            /* The scores are not needed any more: their bits take their place. */
-            uint32_t *key = (uint32_t *)(s->score + (b * s->kv_heads + k) * s->width + first);
-            for (int64_t i = 0; i < have; i++) {
-                float score;
-                memcpy(&score, key + i, sizeof score);
-                key[i] = ordered(score);
-            }
-            largest(key, have, want, out);
+            largest_scores(s->score + (b * s->kv_heads + k) * s->width + first, have, want, out);
             for (int64_t i = 0; i < want; i++)
                 *out++ += first;
         }
@@ -123,18 +116,6 @@ static void choose(const Select *s, int64_t b, int64_t k)
 int penstock_select(const Select *s, int64_t dim, int bf16, int threads)
 {
     const int64_t pairs = s->queries * s->kv_heads, tasks = (s->width + TASK - 1) / TASK;
-    if (dim == 64 && bf16) {
-        RUN(64, 1)
-    } else if (dim == 64) {
-        RUN(64, 0)
-    } else if (dim == 128 && bf16) {
-        RUN(128, 1)
-    } else if (dim == 128) {
-        RUN(128, 0)
-    } else if (bf16) {
-        RUN(dim, 1)
-    } else {
-        RUN(dim, 0)
-    }
+    BY_SHAPE(64, 128)
     return 0;
 }

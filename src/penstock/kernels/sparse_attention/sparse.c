@@ -66,21 +66,8 @@ INLINE void run_chunk(const Sparse *s, int64_t b, int64_t k, int64_t c, int64_t 
     for (int64_t j = 0; j < padded; j += BLOCK)
         for (int64_t n = 0; n < group; n++)
             put(weight, n * CHUNK + j, score_block(q + n * dim, s->pool, at + j, dim, bf16), 0);
-    for (int64_t n = 0; n < group; n++) {
-        float *w = weight + n * CHUNK, top = w[0], sum = 0.0f;
-        #pragma omp simd reduction(max : top)
-        for (int64_t j = 0; j < count; j++)
-            top = w[j] > top ? w[j] : top;
-        #pragma omp simd reduction(+ : sum)
-        for (int64_t j = 0; j < count; j++) {
-            w[j] = exp_negative(w[j] - top);
-            sum += w[j];
-        }
-        memset(w + count, 0, (padded - count) * sizeof(float));
-        partial[n * next] = top;
-        partial[n * next + 1] = sum;
-        memset(partial + n * next + 2, 0, dim * sizeof(float));
-    }
+    for (int64_t n = 0; n < group; n++)
+        begin_part(weight + n * CHUNK, count, padded, partial + n * next, dim);
     for (int64_t j = 0; j < padded; j += BLOCK)
         value_heads(partial + 2, next, weight + j, v, at + j, group, dim, bf16);
 }
@@ -91,19 +78,9 @@ INLINE void merge_head(const Sparse *s, int64_t b, int64_t n, int64_t dim, int b
     const int64_t heads = s->kv_heads * s->group, width = dim + 2, out = (b * heads + n) * dim;
     const int64_t chunks = (tokens(s, b, n / s->group) + CHUNK - 1) / CHUNK;
     const float *part = s->partial + (b * heads + n) * s->chunks * width;
-    float top = chunks ? part[0] : -INFINITY, total = 0.0f, sum[dim];
-    for (int64_t c = 1; c < chunks; c++)
-        top = part[c * width] > top ? part[c * width] : top;
-    memset(sum, 0, dim * sizeof(float));
-    for (int64_t c = 0; c < chunks; c++) {
-        float share = exp_negative(part[c * width] - top);
-        total += share * part[c * width + 1];
-        for (int64_t d = 0; d < dim; d += LANES)
-            put(sum, d, load(sum, d, 0) + share * load(part, c * width + 2 + d, 0), 0);
-    }
-    for (int64_t d = 0; d < dim; d += LANES)
-        put(s->out, out + d, load(sum, d, 0) / (chunks ? total : 1.0f), bf16);
-    s->lse[b * heads + n] = chunks ? top + logf(total) : -INFINITY;
+    float of[2];
+    merge_parts(part, width, chunks, dim, s->out, out, bf16, of);
+    s->lse[b * heads + n] = chunks ? of[0] + logf(of[1]) : of[0];
 }
 
 #define RUN(dim, bf16) \
@@ -121,18 +98,6 @@ INLINE void merge_head(const Sparse *s, int64_t b, int64_t n, int64_t dim, int b
 int penstock_sparse(const Sparse *s, int64_t dim, int bf16, int threads)
 {
     const int64_t pairs = s->queries * s->kv_heads;
-    if (dim == 64 && bf16) {
-        RUN(64, 1)
-    } else if (dim == 64) {
-        RUN(64, 0)
-    } else if (dim == 128 && bf16) {
-        RUN(128, 1)
-    } else if (dim == 128) {
-        RUN(128, 0)
-    } else if (bf16) {
-        RUN(dim, 1)
-    } else {
-        RUN(dim, 0)
-    }
+    BY_SHAPE(64, 128)
     return 0;
 }
