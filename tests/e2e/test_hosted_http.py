@@ -128,7 +128,9 @@ def test_a_prompt_four_times_the_device_answers_as_on_a_large_one(serve, scene):
     rows = "--max-num-seqs", "2"
     with serve(scene, scene.device(scene.long // 4), 2 * need, *rows) as http:
         small = [ask(http, scene, prompt, top_k_tokens=budget) for budget in scene.budgets]
-        refused = http.post("/v1/completions", json={"prompt": prompt, "top_k_tokens": 0, "max_tokens": 1})
+        refused = [http.post("/v1/completions", json={
+            "prompt": prompt[:n], "top_k_tokens": 0, "max_tokens": new})
+            for n, new in ((scene.long * 4, 1), (50, scene.long // 2))]
     with serve(scene, 2 * need, 0, *rows, "--sparse-kv", "off") as http:
         large = [ask(http, scene, prompt, top_k_tokens=budget) for budget in scene.budgets]
     for (tokens, usage), (expected, resident) in zip(small, large, strict=True):
@@ -136,4 +138,5 @@ def test_a_prompt_four_times_the_device_answers_as_on_a_large_one(serve, scene):
         assert usage["completion_tokens_details"]["kv_reads"]["hot_misses"] > 0
         assert not resident["completion_tokens_details"]["kv_reads"]["hot_misses"]
     assert small[0][0] != small[1][0]
-    assert refused.status_code == 400 and "device pool holds" in refused.json()["error"]["message"]
+    for reply in refused:
+        assert reply.status_code == 400 and "device pool holds" in reply.json()["error"]["message"]

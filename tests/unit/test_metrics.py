@@ -2,13 +2,16 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.config.params import SamplingParams
+from penstock.config.selection import Selection, selection_of
+from penstock.config.tree import KVConfig
 from penstock.serve.generate import Ended, Generation
 from penstock.serve.metrics import PREFIX, Metrics, parse_name, published
-from penstock.serve.wire import Chunk
+from penstock.serve.wire import Chunk, Ready
 
 
 def samples(text: bytes) -> dict[tuple, float]:
@@ -44,8 +47,12 @@ def test_names_have_labels():
 class OneChoice:
     """Engine and stream in one: answers with the chunks it was made with."""
 
-    def __init__(self, *chunks: Chunk) -> None:
-        self.rid, self.chunks, self.closed = 1, list(chunks), 0
+    def __init__(self, *chunks: Chunk, selection: Selection | None = None) -> None:
+        self.rid, self.chunks, self.closed, self.stopped = 1, list(chunks), 0, 0
+        self.ready = Ready(pid=1, vocab_size=256, max_model_len=99, info={}, selection=selection)
+
+    def stop_at(self, count: int) -> None:
+        self.stopped = count
 
     def submit(self, prompt, params, *, eos_ids, namespace):
         return [self]
@@ -54,6 +61,7 @@ class OneChoice:
         return self
 
     async def __anext__(self):
+        await asyncio.sleep(0)
         if not self.chunks:
             raise StopAsyncIteration
         return self.chunks.pop(0)
@@ -62,10 +70,10 @@ class OneChoice:
         self.closed += 1
 
 
-def consume(engine: OneChoice, metrics: Metrics):
+def consume(engine: OneChoice, metrics: Metrics, tokenizer=None, **params):
     async def go():
-        generation = Generation(engine, None, metrics)
-        generation.submit([1, 2, 3], SamplingParams(), eos_ids=(), namespace=0)
+        generation = Generation(engine, tokenizer, metrics)
+        generation.submit([1, 2, 3], SamplingParams(**params), eos_ids=(), namespace=0)
         try:
             return [p async for p in generation.pieces()], generation.usage
         finally:
@@ -87,6 +95,17 @@ def test_a_finished_request_is_counted_once():
                         ("e2e_request_latency_seconds", 1)):
         assert got[name + "_count",] == count
     assert engine.closed == 0                    # it had ended by itself
+
+
+def test_a_stop_string_leaves_what_was_read_in_the_usage():
+    """The engine tells it with the last chunk, which comes behind the end of the text."""
+    letters = SimpleNamespace(byte_level=True, special_ids=(), token_bytes=lambda token: bytes([token]))
+    engine = OneChoice(Chunk(1, [97], 0), Chunk(1, [98], 1), Chunk(1, [99], 2),
+                       Chunk(1, [], 3, finish="stop", kv_reads={"hot_hits": 5}),
+                       selection=selection_of(KVConfig(sparse_top_k=512)))
+    pieces, usage = consume(engine, Metrics(), letters, stop=("b",))
+    assert "".join(p.text for p in pieces) == "a" and pieces[-1].finish == "stop"
+    assert engine.stopped == 2 and usage.completion_tokens == 2 and usage.kv_reads == {"hot_hits": 5}
 
 
 def test_an_aborted_request_is_counted_as_such():

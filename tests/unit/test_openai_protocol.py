@@ -15,6 +15,7 @@ from openai.types.completion_create_params import CompletionCreateParamsBase as 
 
 from penstock.config.errors import RequestError
 from penstock.config.params import SamplingParams
+from penstock.config.selection import Selection
 from penstock.serve.client import checked_limits
 from penstock.serve.generate import Ended, Piece, Usage
 from penstock.serve.openai_api import as_api_error
@@ -309,6 +310,23 @@ def test_the_code_of_an_error_is_not_guessed_from_its_text():
     with pytest.raises(RequestError) as e:
         checked_limits(ready, [1] * 4, SamplingParams())
     assert bad_request(e.value).body["error"]["code"] == "context_length_exceeded"
+
+
+def test_a_request_that_reads_all_of_its_kv_is_held_to_the_device():
+    """16 tokens of a context of 40: nothing is cut off in silence, and short or selecting ones may pass."""
+    selection = Selection(selector="bounds", version=1, unit=2, budget=12, sinks=2, window=2)
+    ready = Ready(pid=1, vocab_size=10, max_model_len=40, info={}, selection=selection, dense_len=16)
+
+    def limit(prompt: int, **given) -> int:
+        return checked_limits(ready, [1] * prompt, SamplingParams(**given))
+    for prompt, max_tokens in ((10, 7), (16, 1), (30, None)):
+        with pytest.raises(RequestError, match=r"holds 16 tokens; .* of at most 12, may have 40") as e:
+            limit(prompt, max_tokens=max_tokens, top_k_tokens=0)
+        assert e.value.code == "context_length_exceeded"
+        assert e.value.param == ("max_tokens" if prompt == 10 else "prompt")
+    assert limit(10, max_tokens=6, top_k_tokens=0) == limit(10, max_tokens=None, top_k_tokens=0) == 6
+    assert limit(10, max_tokens=None) == 30 and limit(30, max_tokens=9, top_k_tokens=10) == 9
+    assert limit(4, max_tokens=3) == 3             # short: it reads all, and fits
 
 
 def test_an_event_is_one_line():

@@ -385,7 +385,8 @@ def checked_limits(ready: wire.Ready, prompt: Sequence[int], params: SamplingPar
 
     Raises RequestError for anything that the engine would refuse: sampling values, an empty prompt,
     token ids outside the vocabulary, a prompt that leaves no room for one output token, min_tokens
-    where every token would stop, top_k_tokens that the server does not give.
+    where every token would stop, top_k_tokens that the server does not give, more tokens without a selection
+    than the device pool holds.
     """
     params.checked()
     vocab, room = ready.vocab_size, ready.max_model_len - len(prompt)
@@ -404,8 +405,10 @@ def checked_limits(ready: wire.Ready, prompt: Sequence[int], params: SamplingPar
             raise RequestError(f"{name} has a token id outside 0 to {vocab - 1}", name)
     if params.logprobs is not None and params.logprobs > vocab:
         raise RequestError(f"logprobs is {params.logprobs}: the vocabulary has {vocab}", "logprobs")
+    max_new = room if params.max_tokens is None else min(room, params.max_tokens)
     if ready.selection is not None:
-        ready.selection.of(params, len(prompt), room)
+        if ready.selection.of(params, len(prompt), max_new) is None:
+            max_new = _dense_limit(ready, len(prompt), params.max_tokens, max_new)
     elif params.top_k_tokens:
         raise RequestError(f"top_k_tokens is {params.top_k_tokens}: this server reads all KV; start it with "
                            "--sparse-top-k N, or ask for 0", "top_k_tokens")
@@ -413,4 +416,19 @@ def checked_limits(ready: wire.Ready, prompt: Sequence[int], params: SamplingPar
     if params.min_tokens and len(stop_ids) >= vocab:
         raise RequestError(f"min_tokens is {params.min_tokens}: every token id is a stop id, so none "
                            "may come first; leave it out", "min_tokens")
-    return room if params.max_tokens is None else min(room, params.max_tokens)
+    return max_new
+
+
+def _dense_limit(ready: wire.Ready, prompt: int, asked: int | None, max_new: int) -> int:
+    """Output tokens of a request that reads all of its KV, which stays on the device; `asked`: its
+    max_tokens. Raises RequestError with the numbers."""
+    room = ready.dense_len - prompt
+    if room < 1 or (asked is not None and room < max_new):
+        assert ready.selection is not None
+        new = f" and max_tokens is {asked}" if asked is not None and room > 0 else ""
+        raise RequestError(
+            f"the prompt has {prompt} tokens{new}: of a request that reads all of its KV the device pool "
+            f"holds {ready.dense_len} tokens; one that selects, with top_k_tokens of at most "
+            f"{ready.selection.budget}, may have {ready.max_model_len}",
+            "max_tokens" if new else "prompt", CONTEXT_EXCEEDED)
+    return min(room, max_new)

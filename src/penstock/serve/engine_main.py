@@ -114,6 +114,7 @@ def build(config: Config, event_log: EventLog) -> tuple[EngineLoop, wire.Ready, 
     """Load the model and put the loop together. Raises ConfigError."""
     # Imported here: torch takes seconds, and Hello must be checked before.
     from penstock.core.core import Core
+    from penstock.core.policy.capacity import largest
     from penstock.exec.build import build_engine
 
     built = build_engine(config, log)
@@ -122,7 +123,8 @@ def build(config: Config, event_log: EventLog) -> tuple[EngineLoop, wire.Ready, 
                       event_log=event_log,
                       check=config.debug.check)
     ready = wire.Ready(pid=os.getpid(), vocab_size=built.vocab_size, max_model_len=built.max_model_len,
-                       info=built.info, selection=built.selection)
+                       info=built.info, selection=built.selection,
+                       dense_len=min(built.max_model_len, largest(built.core_config, False) + 1))
     return loop, ready, [built.crew] if built.crew else []
 
 

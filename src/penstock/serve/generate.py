@@ -149,6 +149,11 @@ class Generation:
         for choice in self._choices:
             await choice.close()
 
+    @property
+    def selects(self) -> bool:
+        """Whether the engine may have kv_reads to tell."""
+        return self._engine.ready.selection is not None
+
     # ------------------------------------------------------------ told by the choices
     def first_token(self) -> None:
         self._metrics.ttft.observe(time.monotonic() - self._began)
@@ -186,6 +191,7 @@ class _Choice:
         self._hidden = hidden                    # stop ids that end the text and are not shown
         self._counts_cache = counts_cache
         self._last: float | None = None          # when its last tokens came
+        self._draining: asyncio.Task[None] | None = None     # of a choice that a stop string has ended
         self._done = False
 
     async def pieces(self) -> AsyncIterator[Piece]:
@@ -203,6 +209,7 @@ class _Choice:
             if piece.tokens or piece.text or piece.finish:
                 yield piece
             if self._done:
+                await self._rest()
                 return
 
     def _take(self, chunk: Chunk) -> Piece:
@@ -243,9 +250,20 @@ class _Choice:
             # The answer is complete; the engine hears of it and ends the choice a step later, in
             # its own way, which keeps the pages for later prompts. Leaving the stream would abort.
             self._stream.stop_at(self._detokenizer.count)
-            task = asyncio.create_task(_drain(self._stream))
-            _DRAINING.add(task)
-            task.add_done_callback(_DRAINING.discard)
+            self._draining = asyncio.create_task(self._drain())
+            _DRAINING.add(self._draining)
+            self._draining.add_done_callback(_DRAINING.discard)
+
+    async def _drain(self) -> None:
+        with contextlib.suppress(EngineDied):    # which is told elsewhere
+            async for chunk in self._stream:
+                if chunk.kv_reads is not None:
+                    self._generation.count_reads(chunk.kv_reads)
+
+    async def _rest(self) -> None:
+        """What the engine says last belongs to the usage of a request that may have selected."""
+        if self._draining is not None and self._generation.selects:
+            await asyncio.shield(self._draining)
 
     def _observe_time(self) -> None:
         now = time.monotonic()
@@ -260,9 +278,3 @@ class _Choice:
             self._done = True
             self._generation.choice_ended("abort")
             await self._stream.aclose()
-
-
-async def _drain(stream: Stream) -> None:
-    with contextlib.suppress(EngineDied):        # which is told elsewhere
-        async for _ in stream:
-            pass

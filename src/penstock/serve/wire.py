@@ -13,7 +13,7 @@ import msgspec
 from penstock.config.params import SamplingParams
 from penstock.config.selection import Selection
 
-VERSION = 3
+VERSION = 4
 LOADED = "engine: loaded"       # the last line that the engine prints before it sends Ready
 FRAME_BYTES_MAX = 256 << 20
 
@@ -88,6 +88,7 @@ class Ready(_Message, frozen=True):
     max_model_len: int
     info: dict[str, str | int | float | bool | None]     # what /server_info and `doctor` show
     selection: Selection | None = None                   # the largest that a request may ask for
+    dense_len: int = 0                                   # with it: tokens of a request that reads all KV
 
 
 class Failed(_Message, frozen=True):
