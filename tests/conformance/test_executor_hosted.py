@@ -128,6 +128,26 @@ def test_dense_requests_beside_those_that_select():
         assert tuple(engine.got[rid]) == resident(PROMPTS[rid], NEW)
 
 
+def test_dense_layers_stay_on_the_device_while_the_others_are_hosted():
+    """The layer in the middle reads all of its KV, from device pages of a group of its own."""
+    chosen = replace(SELECTION, dense=(1,))
+    alone = Engine(hbm_pages=400, dram_pages=0, hot_pages=0, overlap=False, selection=chosen)
+    engine = Engine(hbm_pages=110, step_tokens=50, selection=chosen, lateness=Latest())
+    for e in (alone, engine):
+        for rid, prompt in PROMPTS.items():
+            e.add(rid, prompt, NEW, budget=0 if rid == 2 else BUDGET)
+        for turn in range(60):
+            e.inbox += [Paused(RequestId(1 + turn % 4))] if e is engine and turn % 9 == 8 else []
+            e.turn()
+        e.drain()
+    hosted_work(engine)
+    assert engine.got == alone.got and alone.total("hot_misses") == 0 < alone.total("selected_device")
+    assert {name for name in engine.ex.stats() if name.startswith("hot_misses")} == {
+        f'hot_misses_total{{layer="{layer}"}}' for layer in (0, 2)}
+    assert any(tuple(engine.got[rid]) != resident(PROMPTS[rid], NEW) for rid in (1, 3, 4))
+    assert tuple(engine.got[2]) == resident(PROMPTS[2], NEW, 0)
+
+
 def test_budgets_differ_by_request():
     engine = Engine()
     for rid, budget in ((1, 8), (2, 10), (3, 12)):
