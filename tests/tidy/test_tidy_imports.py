@@ -20,6 +20,7 @@ LAYERS = {
     "model": ("kernels", "config"),
     "memory": ("core", "kernels", "config"),
     "exec": ("core", "config", "model", "memory", "kernels"),
+    "transfer": ("core", "config", "memory"),
     "replay": ("core", "config"),
     "sim": ("core", "replay", "config"),
 }
@@ -28,6 +29,7 @@ ONLY = {
     ("kernels", "config"): ("penstock.config.errors",),
     ("memory", "core"): ("penstock.core.plan", "penstock.core.settings"),
     ("exec", "core"): ("penstock.core.plan", "penstock.core.settings"),
+    ("transfer", "core"): ("penstock.core.plan", "penstock.core.pair.messages"),
 }
 THIRD_PARTY = {
     "core": (), "replay": (), "sim": (), "config": ("msgspec",),

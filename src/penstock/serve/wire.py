@@ -6,20 +6,16 @@ nothing of requests: who checks that an id or a length makes sense is the receiv
 """
 from __future__ import annotations
 
-from typing import TypeVar
-
 import msgspec
 
+from penstock.config.decoding import ProtocolError as ProtocolError
+from penstock.config.decoding import decode
 from penstock.config.params import SamplingParams
 from penstock.config.selection import Selection
 
 VERSION = 4
 LOADED = "engine: loaded"       # the last line that the engine prints before it sends Ready
 FRAME_BYTES_MAX = 256 << 20
-
-
-class ProtocolError(Exception):
-    """The other side sent something that is not a message of ours; the connection is closed."""
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -137,7 +133,7 @@ FromEngine = Ready | Failed | Chunks | Stats
 _TO = msgspec.msgpack.Decoder(ToEngine)
 _FROM = msgspec.msgpack.Decoder(FromEngine)
 _ENCODER = msgspec.msgpack.Encoder()
-_M = TypeVar("_M")
+_PROTOCOL = f"protocol version {VERSION}"
 
 
 def frame(message: ToEngine | FromEngine) -> bytes:
@@ -179,21 +175,11 @@ class FrameReader:
 
 def decode_to_engine(body: bytes) -> ToEngine:
     """The message that the API process sent. Raises ProtocolError only."""
-    message: ToEngine = _decode(_TO, body)
+    message: ToEngine = decode(_TO, body, _PROTOCOL)
     return message
 
 
 def decode_from_engine(body: bytes) -> FromEngine:
     """The message that the engine process sent. Raises ProtocolError only."""
-    message: FromEngine = _decode(_FROM, body)
+    message: FromEngine = decode(_FROM, body, _PROTOCOL)
     return message
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[_M], body: bytes) -> _M:
-    try:
-        return decoder.decode(body)
-    # msgspec documents the first; the others were seen on mutated frames.
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError,
-            MemoryError) as e:
-        raise ProtocolError(
-            f"{type(e).__name__}: not a message of protocol version {VERSION}") from e

@@ -1,0 +1,7 @@
+"""KV from one engine of a pair into the pages of the other: codec, authenticated stream, layouts.
+
+The protocol, which decides what is granted, pushed and ended, is `core.pair`; this carries it.
+"""
+from penstock.transfer.link import PairLink
+
+__all__ = ["PairLink"]

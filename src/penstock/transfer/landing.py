@@ -1,0 +1,126 @@
+"""Grants: which pages the other end's bytes may be written into, under which (transfer, generation).
+
+Owns that table and its lock. Only our own thread writes, and only through here: a grant that is
+revoked, or whose epoch is over, is written no more once `revoke` or `end` has returned.
+"""
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from penstock.config.decoding import ProtocolError
+from penstock.core.plan import Move, Tier
+from penstock.transfer.codec import PageFrame, checksum
+from penstock.transfer.facts import Facts, GroupFacts
+from penstock.transfer.layout import Piece, Progress, spans, whole_units
+from penstock.transfer.pages import Pages
+
+
+def place(group: GroupFacts, move_first: int, pages: Sequence[int], piece: Piece) -> tuple[int, int]:
+    """The page that holds `piece`, of those from `move_first` on, and where in it the piece begins."""
+    of_page = group.page_units
+    return pages[piece.unit // of_page - move_first // group.page_size], piece.unit % of_page
+
+
+@dataclass(slots=True)
+class _Granted:
+    move: Move
+    progress: Progress
+
+
+@dataclass(slots=True)
+class _Landing:
+    """One generation. `broken`: bytes arrived that are not what was sent."""
+
+    groups: dict[int, _Granted] = field(default_factory=dict)
+    bytes: int = 0
+    began: float = 0.0
+    broken: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """What a generation has brought by its end. `ok`: all that was granted, every piece verified."""
+
+    ok: bool
+    bytes: int
+    seconds: float                      # since its first frame
+
+
+class Landings:
+    """Any thread may call; one epoch at a time is open, and there is none at first."""
+
+    def __init__(self, facts: Facts, pages: Pages) -> None:
+        self._facts, self._pages = facts, pages
+        self._stages = [spans(stages) for stages in facts.stages]
+        self._lock = threading.Lock()
+        self._open: dict[tuple[int, int], _Landing] = {}
+        self._epoch = 0
+        self.strays = self.damaged = 0
+
+    def begin(self, epoch: int) -> None:
+        with self._lock:
+            assert not self._open, "grants of an older epoch"
+            self._epoch = epoch
+
+    def end(self) -> None:
+        """The epoch is over: nothing of it is written any more."""
+        with self._lock:
+            self._epoch = 0
+            self._open.clear()
+
+    def grant(self, epoch: int, move: Move) -> None:
+        """Its positions may land in its pages. No effect in another epoch than the open one."""
+        assert move.src is Tier.PEER and move.first % self._facts.groups[move.group].page_size == 0
+        group = self._facts.groups[move.group]
+        units = whole_units(move.first, move.tokens, group.unit)
+        with self._lock:
+            if epoch != self._epoch:
+                return
+            landing = self._open.setdefault((move.transfer, move.generation), _Landing())
+            assert move.group not in landing.groups, f"group {move.group} is granted twice"
+            landing.groups[move.group] = _Granted(
+                move, Progress(units, group.page_units, self._stages[move.group]))
+
+    def revoke(self, transfer: int, generation: int) -> None:
+        """Nothing of it is written any more once this has returned. Unknown ones are no error."""
+        with self._lock:
+            self._open.pop((transfer, generation), None)
+
+    def land(self, epoch: int, frame: PageFrame) -> None:
+        """Write a piece, unless nobody waits for it or its bytes are damaged. Raises ProtocolError if it
+        is not the piece that comes next."""
+        head, payload = frame
+        sound = checksum(payload) == head.checksum
+        with self._lock:
+            landing = self._open.get((head.transfer, head.generation)) if epoch == self._epoch else None
+            if landing is None:
+                self.strays += 1
+                return
+            granted = landing.groups.get(head.group)
+            if granted is None:
+                raise ProtocolError(f"group {head.group} is not granted to transfer {head.transfer}")
+            group, move = self._facts.groups[head.group], granted.move
+            if len(payload) != head.piece.units * head.piece.layers * group.cell_bytes:
+                raise ProtocolError(f"{len(payload)} bytes for {head.piece}")
+            granted.progress.take(head.piece)
+            landing.began = landing.began or time.monotonic()
+            landing.bytes += len(payload)
+            if not sound:
+                self.damaged += 1
+                landing.broken = True
+                return
+            page, offset = place(group, move.first, move.dst_pages, head.piece)
+            self._pages.write(move.dst, move.group, page, head.piece, offset, payload)
+
+    def landed(self, epoch: int, transfer: int, generation: int) -> Landed | None:
+        """What has become of a generation whose end was said; None: nobody waits for it."""
+        with self._lock:
+            landing = self._open.get((transfer, generation)) if epoch == self._epoch else None
+            if landing is None:
+                return None
+            ok = not landing.broken and all(g.progress.done for g in landing.groups.values())
+            seconds = time.monotonic() - landing.began if landing.began else 0.0
+            return Landed(ok, landing.bytes, seconds)

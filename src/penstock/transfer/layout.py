@@ -1,0 +1,90 @@
+"""Positions of a prompt as pieces of pages: how two ends with other page sizes and stages agree on bytes.
+
+Pure functions. A unit is what one vector of a cache group stands for: a token of KV, several of a
+selector's summaries. A piece is some layers of some units; it lies within one page and one stage of both
+ends, and within one frame. Pieces of a group go out in rising order: of the first units all layers,
+then of the next ones.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from penstock.config.decoding import ProtocolError
+
+
+class Piece(NamedTuple):
+    """Layers of the group, and units from the first position of the request on."""
+
+    layer: int
+    layers: int
+    unit: int
+    units: int
+
+
+def whole_units(first: int, tokens: int, unit: int) -> range:
+    """Units of `unit` positions that lie wholly in `tokens` positions from `first` on, which is where
+    one begins: a unit that is not full is made where it is filled, from its keys."""
+    assert first % unit == 0, f"position {first} is inside a unit of {unit}"
+    return range(first // unit, (first + tokens) // unit)
+
+
+def spans(stages: Sequence[int]) -> tuple[range, ...]:
+    """The layers of each stage; a stage may have none."""
+    ends = list(accumulate(stages))
+    return tuple(range(end - n, end) for end, n in zip(ends, stages, strict=True) if n)
+
+
+def rectangles(ours: Sequence[int], theirs: Sequence[int]) -> tuple[range, ...]:
+    """Layers that lie in one stage on both sides, in order."""
+    assert sum(ours) == sum(theirs), f"stages of {list(ours)} and {list(theirs)} layers"
+    ends = sorted({0, *accumulate(ours), *accumulate(theirs)})
+    return tuple(range(a, b) for a, b in pairwise(ends))
+
+
+def pieces(units: range, page_units: tuple[int, int], layers: Sequence[range], cell_bytes: int,
+           limit: int) -> Iterator[Piece]:
+    """Every layer of every unit once, in order.
+
+    page_units   units of a page at one end and at the other
+    cell_bytes   of one unit in one layer
+    limit        bytes of a piece, at least one cell
+    """
+    assert cell_bytes <= limit, f"a unit of one layer has {cell_bytes} bytes and a frame {limit}"
+    unit = units.start
+    while unit < units.stop:
+        end = min(units.stop, *((unit // n + 1) * n for n in page_units), unit + limit // cell_bytes)
+        at_once = limit // ((end - unit) * cell_bytes)
+        for span in layers:
+            for layer in range(span.start, span.stop, at_once):
+                yield Piece(layer, min(at_once, span.stop - layer), unit, end - unit)
+        unit = end
+
+
+class Progress:
+    """What of one group of a grant has landed: each unit of each layer once, in the order of `pieces`."""
+
+    def __init__(self, units: range, page_units: int, stages: Sequence[range]) -> None:
+        """page_units and stages are those of this end."""
+        self._units, self._page_units, self._stages = units, page_units, stages
+        self._unit, self._end, self._layer = units.start, units.stop, 0
+
+    @property
+    def done(self) -> bool:
+        return self._unit >= self._units.stop
+
+    def take(self, p: Piece) -> None:
+        """Count `p`. Raises ProtocolError, and counts nothing, if it is not what comes next."""
+        end = p.unit + p.units
+        if p.layers < 1 or p.units < 1 or end > self._units.stop:
+            raise ProtocolError(f"{p} where units {self._units.start} to {self._units.stop - 1} are granted")
+        if (p.unit, p.layer) != (self._unit, self._layer) or (p.layer and end != self._end):
+            raise ProtocolError(f"{p} where layer {self._layer} of unit {self._unit} comes next")
+        if p.unit // self._page_units != (end - 1) // self._page_units:
+            raise ProtocolError(f"{p} is in two pages of {self._page_units} units")
+        if not any(s.start <= p.layer and p.layer + p.layers <= s.stop for s in self._stages):
+            raise ProtocolError(f"{p} is in two stages")
+        self._end, self._layer = end, p.layer + p.layers
+        if self._layer == self._stages[-1].stop:
+            self._unit, self._layer = end, 0

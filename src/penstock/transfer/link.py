@@ -1,0 +1,227 @@
+"""One end of a pair for the life of an engine: connects, pairs, and does so again when a connection ends.
+
+Each connection is an epoch of its own. The loop's thread calls; what happens in the link's threads
+reaches it by `wake` and `collect`. To an engine it is three things, whatever carries them: `grant`
+registers memory that the other end may write, `push` writes into what it was granted there, and the end
+of an epoch, or of `revoke`, is the fence after which nothing is written.
+"""
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from functools import partial
+
+from penstock.config.errors import ConfigError
+from penstock.core.plan import Move, Tier
+from penstock.transfer.events import Events, LinkEvent, Pushed, Unpaired
+from penstock.transfer.facts import Facts
+from penstock.transfer.handshake import Unpairable, handshake
+from penstock.transfer.landing import Landings
+from penstock.transfer.messages import Said
+from penstock.transfer.pages import Pages
+from penstock.transfer.session import Counts, Session
+from penstock.transfer.streams import CONNECT_S, LinkSettings, Stream, dial, listen, secure
+
+HANDSHAKES_MAX = 8                      # at once: strangers cannot keep more threads than these
+RETRY_S = (0.05, 1.0)                   # between two calls of the end that dials: at first, at most
+
+
+class PairLink:
+    def __init__(self, settings: LinkSettings, facts: Facts, pages: Pages, wake: Callable[[], None]) -> None:
+        """Raises ConfigError."""
+        settings.check()
+        self._settings, self._facts, self._pages = settings, facts, pages
+        self._events, self._counts = Events(wake), Counts()
+        self._landings = Landings(facts, pages)
+        self._server: socket.socket | None = None
+        self._lock = threading.Lock()
+        self._running = threading.Lock()            # held by the thread of the session that runs
+        self._session: Session | None = None
+        self._streams: list[Stream | socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self._newest = 0                            # epoch that was given out, or heard of
+        self._words = ""
+        self._closing = threading.Event()
+        self._handshakes = threading.Semaphore(HANDSHAKES_MAX)
+        self.address = settings.address
+
+    def start(self) -> None:
+        """Listen, or begin to dial. Raises ConfigError if that cannot be."""
+        if self._settings.listens:
+            self._server = listen(self._settings)
+            if self._server.family != socket.AF_UNIX:
+                host, port = self._server.getsockname()[:2]
+                self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._spawn(self._accept if self._settings.listens else self._dial)
+
+    # ------------------------------------------------------------ the loop's thread
+    def collect(self) -> list[LinkEvent]:
+        """What has happened, in order. Never waits. Raises RuntimeError when a thread of ours has died."""
+        return self._events.collect()
+
+    def say(self, epoch: int, message: Said) -> None:
+        """Messages are sent in order. Dropped if `epoch` is over. Asserts nothing of their content."""
+        if (session := self._of(epoch)) is not None:
+            session.say(message)
+
+    def push(self, epoch: int, move: Move) -> None:
+        """Send positions of a granted transfer out of our pages, which are read from now until the one
+        Pushed. Of one group in rising order, without a gap, from where the grant begins."""
+        assert move.dst is Tier.PEER
+        if (session := self._of(epoch)) is not None:
+            session.push(move)
+        else:
+            self._events.put(Pushed(move.id, False, 0, 0.0))
+
+    def stop(self, transfer: int, generation: int) -> None:
+        """Pushes of it that are not done end soon, not ok."""
+        if (session := self._session) is not None:
+            session.stop(transfer, generation)
+
+    def grant(self, epoch: int, move: Move) -> None:
+        """The other end may write these positions from now on. No effect if `epoch` is over."""
+        self._landings.grant(epoch, move)
+
+    def revoke(self, transfer: int, generation: int) -> None:
+        """When it returns, nothing of this generation is written any more. Waits for a piece at most."""
+        self._landings.revoke(transfer, generation)
+
+    def cut(self, epoch: int) -> None:
+        """End this epoch: its Down follows."""
+        if (session := self._of(epoch)) is not None:
+            session.cut("cut", "cut here")
+
+    def unsent(self, transfer: int) -> int:
+        """Bytes of its pushes that are not in the stream yet."""
+        session = self._session
+        return 0 if session is None else session.unsent(transfer)
+
+    def stats(self) -> dict[str, float]:
+        """By metric name."""
+        c = self._counts
+        return {"pair_connected": float(self._session is not None),
+                "pair_connections_total": c.connections,
+                "pair_sent_bytes_total": c.bytes_sent, "pair_received_bytes_total": c.bytes_received,
+                "pair_send_seconds_total": c.send_seconds,
+                "pair_sent_frames_total": c.frames_sent, "pair_received_frames_total": c.frames_received,
+                "pair_stray_frames_total": self._landings.strays,
+                "pair_damaged_frames_total": self._landings.damaged,
+                **{f'pair_failures_total{{cause="{cause}"}}': n for cause, n in c.failures.copy().items()}}
+
+    def close(self) -> None:
+        """When it returns nobody writes, and nothing is listened on. Idempotent."""
+        self._closing.set()
+        with self._lock:
+            session, streams, threads = self._session, list(self._streams), list(self._threads)
+        if session is not None:
+            session.cut("cut", "this engine ends")
+        for end in [*streams, *([] if self._server is None else [self._server])]:
+            with contextlib.suppress(OSError):
+                end.cut() if isinstance(end, Stream) else end.shutdown(socket.SHUT_RDWR)
+        with self._running:
+            pass
+        for thread in threads:
+            thread.join(2 * CONNECT_S)
+        if self._server is not None:
+            self._server.close()
+
+    # ------------------------------------------------------------ its threads
+    def _of(self, epoch: int) -> Session | None:
+        session = self._session
+        return session if session is not None and session.epoch == epoch else None
+
+    def _spawn(self, run: Callable[[], object]) -> None:
+        thread = threading.Thread(target=self._guard, args=(run,), daemon=True, name="penstock-pair")
+        with self._lock:
+            self._threads = [t for t in self._threads if t.is_alive()] + [thread]
+            thread.start()
+
+    def _guard(self, run: Callable[[], object]) -> None:
+        try:
+            run()
+        except BaseException as e:      # our bug: handed over, not handled
+            self._events.fail(e)
+
+    def _accept(self) -> None:
+        assert self._server is not None
+        while not self._closing.is_set():
+            self._handshakes.acquire()
+            try:
+                sock, _ = self._server.accept()
+            except OSError:                         # closing, or out of descriptors
+                self._handshakes.release()
+                self._closing.wait(RETRY_S[0])
+                continue
+            self._spawn(partial(self._serve, sock))
+
+    def _dial(self) -> None:
+        wait = RETRY_S[0]
+        while not self._closing.is_set():
+            with contextlib.suppress(OSError):
+                sock = dial(self._settings)
+                self._handshakes.acquire()
+                wait = RETRY_S[0] if self._serve(sock) else wait
+            self._closing.wait(wait)
+            wait = min(2 * wait, RETRY_S[1])
+
+    def _serve(self, sock: socket.socket) -> bool:
+        """A connection from its beginning to its end. False if it never was a pair's."""
+        held: Stream | socket.socket = sock
+        try:
+            session = None
+            with self._lock:
+                self._streams.append(sock)
+            try:
+                stream = secure(sock, self._settings)
+                with self._lock:
+                    self._streams[self._streams.index(sock)] = held = stream
+                session = self._pair(stream)
+            except (Unpairable, ConfigError) as e:
+                self._refuse(str(e))
+            except ssl.SSLError as e:
+                self._refuse(f"no TLS with the other end, which may not speak it: {e.reason}")
+            except OSError:
+                self._counts.failed("handshake")
+            finally:
+                self._handshakes.release()
+            return session is not None and self._take_over(session)
+        finally:
+            with self._lock:
+                self._streams.remove(held)
+            held.close()
+
+    def _pair(self, stream: Stream) -> Session:
+        def choose(theirs: int) -> int:
+            with self._lock:
+                self._newest = max(self._newest, theirs) + 1
+                return self._newest
+
+        paired = handshake(stream, self._settings, self._facts, lambda: self._newest, choose)
+        return Session(stream, paired, self._facts, self._pages, self._landings, self._events, self._counts,
+                       self._settings.silence_s)
+
+    def _refuse(self, words: str) -> None:
+        self._counts.failed("unpaired")
+        with self._lock:
+            told, self._words = self._words == words, words
+        if not told:
+            self._events.put(Unpaired(words))
+
+    def _take_over(self, session: Session) -> bool:
+        """Run it in place of any older one: an end that dials again may have died without a word."""
+        with self._lock:
+            self._newest = max(self._newest, session.epoch)
+            old, self._words = self._session, ""
+        if old is not None and old.epoch < session.epoch:
+            old.cut("replaced", "the other end has connected again")
+        with self._running:
+            with self._lock:
+                if self._closing.is_set() or session.epoch < self._newest:
+                    return False
+                self._session = session
+            session.run()
+            self._session = None
+        return True

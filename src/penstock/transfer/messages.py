@@ -1,0 +1,73 @@
+"""What the engines of a pair say to each other beside the core's messages. Bounded and typed.
+
+Whoever receives one checks that its ids and lengths make sense: here is only what no message exceeds.
+"""
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from penstock.config.params import SamplingParams
+from penstock.core.pair.messages import Cancel, Drained, End, Grant, Hello, Refused
+from penstock.transfer.facts import Facts
+
+Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    pass
+
+
+class Greeting(_Message, frozen=True):
+    """The first message under the keys of a connection. `newest` is the newest epoch that the sender
+    knows of; `epoch`, of the end that listens, is that of this connection."""
+
+    facts: Facts
+    newest: Number
+    epoch: Number = 0
+
+
+class Beat(_Message, frozen=True):
+    """The sender lives and has nothing to say."""
+
+
+class Ask(_Message, frozen=True):
+    """Decode to prefill: compute this prompt and sample its first token.
+
+    prompt      token ids, 4 bytes each, little-endian
+    namespace   digest of the tenant's namespace
+    leader      transfer of the first choice of the same prompt; 0: none
+    """
+
+    transfer: Number
+    prompt: Annotated[bytes, Meta(min_length=4, max_length=1 << 23)]
+    params: SamplingParams
+    stop_ids: Annotated[list[TokenId], Meta(max_length=4096)]
+    max_new: Number
+    namespace: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    choice: Number = 0
+    leader: Number = 0
+    host_token: bool = False
+    selects: bool = False
+    attention: Number = 0
+
+
+Logprob: TypeAlias = tuple[float, Number, Annotated[list[tuple[TokenId, float]], Meta(max_length=64)]]
+
+
+class First(_Message, frozen=True):
+    """Prefill to decode, before the End of the same generation: what belongs to its output tokens.
+
+    logprobs    of each, if they were asked for: its own, its rank, then (token id, logprob) of the best
+    """
+
+    transfer: Number
+    generation: Number
+    logprobs: Annotated[list[Logprob], Meta(max_length=64)] | None = None
+
+
+Said: TypeAlias = (Hello | Grant | Cancel | End | Refused | Drained
+                   | Greeting | Beat | Ask | First)

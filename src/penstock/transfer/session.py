@@ -1,0 +1,216 @@
+"""One connection of a pair, which is one epoch: a thread that receives, and one that sends beside it.
+
+Owns what is to be sent and in which order: messages before page frames that wait, never inside one.
+Holds one frame at either side; pages are read when it is their turn.
+"""
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+
+from penstock.config.decoding import ProtocolError
+from penstock.core.pair.messages import Drained, End, Reason
+from penstock.core.plan import Move
+from penstock.transfer.codec import PAYLOAD_MAX, PageFrame, PageHead, checksum
+from penstock.transfer.events import Down, Events, Heard, Pushed, Up
+from penstock.transfer.facts import Facts
+from penstock.transfer.handshake import Paired
+from penstock.transfer.landing import Landings, place
+from penstock.transfer.layout import Piece, pieces, rectangles, whole_units
+from penstock.transfer.messages import Beat, Greeting, Said
+from penstock.transfer.pages import Pages
+from penstock.transfer.streams import Stream
+
+BEATS = 4                               # in the time after which silence is an end
+
+
+class Counts:
+    """Of a link, over all its connections. Each is written by one thread at a time."""
+
+    def __init__(self) -> None:
+        self.frames_sent = self.frames_received = 0
+        self.bytes_sent = self.bytes_received = 0          # of pages
+        self.send_seconds = 0.0
+        self.connections = 0
+        self.failures: dict[str, int] = {}                 # by cause
+
+    def failed(self, cause: str) -> None:
+        self.failures[cause] = self.failures.get(cause, 0) + 1
+
+
+class _Push:
+    def __init__(self, move: Move, todo: Iterator[Piece], nbytes: int) -> None:
+        self.move, self.todo, self.unsent = move, todo, nbytes
+        self.sent, self.seconds, self.stopped = 0, 0.0, False
+
+    def ended(self, ok: bool) -> Pushed:
+        return Pushed(self.move.id, ok, self.sent, self.seconds)
+
+
+class Session:
+    """`run` in a thread of its own; everything else from any thread."""
+
+    def __init__(self, stream: Stream, paired: Paired, facts: Facts, pages: Pages, landings: Landings,
+                 events: Events, counts: Counts, silence_s: float) -> None:
+        self.epoch = paired.epoch
+        self._stream, self._paired, self._facts, self._pages = stream, paired, facts, pages
+        self._landings, self._events, self._counts, self._silence_s = landings, events, counts, silence_s
+        self._layers = [rectangles(a, b) for a, b in zip(facts.stages, paired.theirs.stages, strict=True)]
+        self._staging = memoryview(bytearray(PAYLOAD_MAX))
+        self._news = threading.Condition()
+        self._messages: deque[Said] = deque()
+        self._pushes: deque[_Push] = deque()
+        self._cause: tuple[str, str] | None = None          # in a word, in words
+        self._over = False
+
+    # ------------------------------------------------------------ any thread
+    def say(self, message: Said) -> None:
+        with self._news:
+            self._messages.append(message)
+            self._news.notify()
+
+    def push(self, move: Move) -> None:
+        group = self._facts.groups[move.group]
+        units = whole_units(move.first, move.tokens, group.unit)
+        there = self._paired.theirs.groups[move.group]
+        push = _Push(move, pieces(units, (group.page_units, there.page_units), self._layers[move.group],
+                                  group.cell_bytes, PAYLOAD_MAX),
+                     len(units) * group.num_layers * group.cell_bytes)
+        with self._news:
+            over = self._over
+            if not over:
+                self._pushes.append(push)
+                self._news.notify()
+        if over:
+            self._events.put(push.ended(False))
+
+    def stop(self, transfer: int, generation: int) -> None:
+        """Pushes of it end between two frames."""
+        with self._news:
+            for push in self._pushes:
+                if (push.move.transfer, push.move.generation) == (transfer, generation):
+                    push.stopped = True
+            self._news.notify()
+
+    def unsent(self, transfer: int) -> int:
+        with self._news:
+            return sum(push.unsent for push in self._pushes if push.move.transfer == transfer)
+
+    def cut(self, cause: str, words: str) -> None:
+        """End it; `run` returns soon. The first cause counts."""
+        with self._news:
+            self._cause = self._cause or (cause, words)
+            self._news.notify()
+        self._stream.cut()
+        self._events.stir()
+
+    # ------------------------------------------------------------ its threads
+    def run(self) -> None:
+        """From Up to Down."""
+        self._counts.connections += 1
+        self._landings.begin(self.epoch)
+        self._stream.limit(self._silence_s)
+        self._events.put(Up(self.epoch, self._paired.theirs))
+        sender = threading.Thread(target=self._guard, args=(self._send,), daemon=True,
+                                  name="penstock-pair-send")
+        sender.start()
+        self._guard(self._receive)
+        sender.join()
+        self._stream.close()
+        self._landings.end()
+        with self._news:
+            self._over = True
+            left, self._pushes = self._pushes, deque()
+        for push in left:
+            self._events.put(push.ended(False))
+        assert self._cause is not None
+        cause, words = self._cause
+        self._counts.failed(cause)
+        self._events.put(Down(self.epoch, words))
+
+    def _guard(self, what: object) -> None:
+        """Whatever ends one of the two ends both."""
+        assert callable(what)
+        try:
+            what()
+        except ProtocolError as e:
+            self.cut("protocol", f"not what this pair sends: {e}")
+        except TimeoutError:
+            sends = what == self._send
+            self.cut("slow" if sends else "silent",
+                     f"{'took' if sends else 'said'} nothing for {self._silence_s:g} s")
+        except OSError as e:
+            self.cut("network", str(e))
+        except BaseException as e:      # our bug: handed over, not handled
+            self.cut("bug", f"{type(e).__name__} in the link")
+            self._events.fail(e)
+        else:
+            self.cut("closed", "closed by the other end")
+
+    def _receive(self) -> None:
+        while self._cause is None and (frame := self._paired.reader.next()) is not None:
+            self._counts.frames_received += 1
+            match frame:
+                case PageFrame():
+                    self._landings.land(self.epoch, frame)
+                    self._counts.bytes_received += len(frame.payload)
+                case Beat():
+                    pass
+                case Greeting():
+                    raise ProtocolError("a second greeting")
+                case _:
+                    self._hear(frame)
+
+    def _hear(self, message: Said) -> None:
+        heard = Heard(self.epoch, message)
+        if isinstance(message, End):
+            landed = self._landings.landed(self.epoch, message.transfer, message.generation)
+            if landed is not None and landed.ok:
+                heard = Heard(self.epoch, message, landed.bytes, landed.seconds)
+            elif landed is not None:
+                # Nothing will be written any more, which is what Drained says; it has not worked.
+                self._counts.failed("damaged")
+                heard = Heard(self.epoch, Drained(message.sender, message.receiver, message.transfer,
+                                                  message.generation, Reason.BROKEN))
+        self._events.put_when_there_is_room(heard, lambda: self._cause is not None)
+
+    def _send(self) -> None:
+        sealer = self._paired.sealer
+        while self._cause is None:
+            with self._news:
+                if not (self._messages or self._pushes or self._cause):
+                    self._news.wait(self._silence_s / BEATS)
+                said = list(self._messages)
+                self._messages.clear()
+                push = self._pushes[0] if self._pushes else None
+            for message in said if said or push else [Beat()]:
+                for frame in sealer.message(message):
+                    self._stream.sendall(frame)
+                    self._counts.frames_sent += 1
+            if push is not None and self._cause is None:
+                self._send_piece(push)
+
+    def _send_piece(self, push: _Push) -> None:
+        piece = None if push.stopped else next(push.todo, None)
+        if piece is None:
+            with self._news:
+                self._pushes.popleft()
+            self._events.put(push.ended(not push.stopped))
+            return
+        began = time.monotonic()
+        move, group = push.move, self._facts.groups[push.move.group]
+        payload = self._staging[:piece.layers * piece.units * group.cell_bytes]
+        page, offset = place(group, move.first, move.src_pages, piece)
+        self._pages.read(move.src, move.group, page, piece, offset, payload)
+        head = PageHead(move.transfer, move.generation, move.group, piece, checksum(payload))
+        self._stream.sendall(self._paired.sealer.page(head, len(payload)))
+        self._stream.sendall(payload)
+        took = time.monotonic() - began
+        push.sent += len(payload)
+        push.unsent -= len(payload)
+        push.seconds += took
+        self._counts.frames_sent += 1
+        self._counts.bytes_sent += len(payload)
+        self._counts.send_seconds += took

@@ -1,0 +1,246 @@
+"""The ordered stream between the ends of a pair: a Unix socket, TCP, or TLS over it.
+
+Owns sockets, what may be listened on and how it is secured. One thread receives and one sends; any
+thread may cut. Knows no frames.
+"""
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import ipaddress
+import os
+import socket
+import ssl
+import stat
+import threading
+from dataclasses import dataclass
+
+from penstock.config.errors import ConfigError
+
+KEY_BYTES_MIN = 16
+SOCKET_BUFFER_BYTES = 4 << 20
+CONNECT_S = 5.0                         # a connection, and each read and write before both are known
+_TLS_CHUNK = 1 << 18
+_UNIX = "unix:"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSettings:
+    """How one end of a pair reaches the other.
+
+    address     unix:PATH or HOST:PORT; port 0, of the end that listens, is any free one
+    key         the secret of both ends
+    tls_cert    of the end that listens: a PEM file with a certificate and its key. The end that dials
+                needs none: which certificate it saw is part of what the key proves
+    tls         with TLS; both ends say the same
+    plaintext   without TLS though the other end may be on another machine
+    silence_s   nothing arrives, or nothing is taken, for as long: the connection is cut
+    """
+
+    role: str
+    address: str
+    listens: bool
+    key: bytes
+    tls: bool = False
+    tls_cert: str = ""
+    plaintext: bool = False
+    silence_s: float = 10.0
+
+    def check(self) -> None:
+        """Raises ConfigError."""
+        if len(self.key) < KEY_BYTES_MIN:
+            raise ConfigError(f"the pair's key has {len(self.key)} bytes, not {KEY_BYTES_MIN} or more")
+        path, host, _ = self.parts()
+        if path and len(os.fsencode(path)) > 100:
+            raise ConfigError(f"the path of a Unix socket has at most 100 bytes: {path}")
+        if not (path or _is_loopback(host) or self.tls or self.plaintext):
+            raise ConfigError(f"{self.address} is beyond this machine: give --pair-tls-cert FILE to the end "
+                              "that listens and --pair-tls to the other one, or --pair-plaintext to both")
+        if self.tls and self.plaintext:
+            raise ConfigError("--pair-plaintext and TLS exclude each other")
+        if self.tls and self.listens and not self.tls_cert:
+            raise ConfigError("the end that listens needs --pair-tls-cert FILE: a PEM file with a "
+                              "certificate and its key, e.g. by openssl req -x509 -newkey rsa:3072 -nodes")
+
+    def parts(self) -> tuple[str, str, int]:
+        """Path, host and port; a path excludes the other two. Raises ConfigError."""
+        if self.address.startswith(_UNIX):
+            return self.address.removeprefix(_UNIX), "", 0
+        host, colon, port = self.address.rpartition(":")
+        if not (colon and host and port.isdecimal() and int(port) < 1 << 16):
+            raise ConfigError(f"the address of a pair is unix:PATH or HOST:PORT, not {self.address!r}")
+        return "", host.strip("[]"), int(port)
+
+
+class Stream(io.RawIOBase):
+    """One connection. `binding` is the digest of the TLS certificate, empty without TLS."""
+
+    binding = b""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
+        self.limit(CONNECT_S)
+
+    def limit(self, seconds: float) -> None:
+        """A read or write that makes no progress for as long raises TimeoutError."""
+        self._socket.settimeout(seconds)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:          # type: ignore[override]
+        return self._socket.recv_into(buffer)
+
+    def sendall(self, data: bytes | memoryview) -> None:
+        self._socket.sendall(data)
+
+    def cut(self) -> None:
+        """Whoever reads or writes gets the end of the stream or an OSError. Idempotent."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._socket.close()
+        super().close()
+
+
+class TlsStream(Stream):
+    """TLS in memory over the socket: the library's own sockets cannot be read and written at once."""
+
+    def __init__(self, sock: socket.socket, settings: LinkSettings) -> None:
+        """Shakes hands. Raises OSError."""
+        super().__init__(sock)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if settings.listens else ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        if settings.listens:
+            context.num_tickets = 0
+            context.load_cert_chain(settings.tls_cert)
+        else:
+            # The shared key proves the certificate, whose digest is in `binding`.
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=settings.listens)
+        self._lock = threading.Lock()
+        while True:
+            try:
+                self._tls.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                self._flush()
+                self._feed()
+            except ssl.SSLError:
+                self._flush()                               # tell the other end why
+                raise
+        self._flush()
+        certificate = _certificate(settings.tls_cert) if settings.listens else self._peer_certificate()
+        self.binding = hashlib.sha256(certificate).digest()
+
+    def _peer_certificate(self) -> bytes:
+        certificate = self._tls.getpeercert(binary_form=True)
+        assert certificate is not None, "TLS 1.3 servers show one"
+        return certificate
+
+    def readinto(self, buffer: memoryview) -> int:          # type: ignore[override]
+        while True:
+            with self._lock:
+                try:
+                    return self._tls.read(len(buffer), buffer)      # type: ignore[return-value]
+                except ssl.SSLWantReadError:
+                    pass
+                except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
+                    return 0            # frames say themselves whether one was cut off
+            self._feed()
+
+    def sendall(self, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        for at in range(0, len(view), _TLS_CHUNK):
+            with self._lock:
+                self._tls.write(view[at:at + _TLS_CHUNK])
+            self._flush()
+
+    def _feed(self) -> None:
+        data = self._socket.recv(1 << 16)
+        with self._lock:
+            if data:
+                self._incoming.write(data)
+            else:
+                self._incoming.write_eof()
+
+    def _flush(self) -> None:
+        with self._lock:
+            data = self._outgoing.read()
+        if data:
+            self._socket.sendall(data)
+
+
+def listen(settings: LinkSettings) -> socket.socket:
+    """Raises ConfigError if the address cannot be listened on, or the certificate is not one."""
+    if settings.tls:
+        _certificate(settings.tls_cert)
+    path, host, port = settings.parts()
+    try:
+        if not path:
+            return socket.create_server((host, port), family=_family(host))
+        with contextlib.suppress(FileNotFoundError):
+            if stat.S_ISSOCK(os.lstat(path).st_mode):
+                os.unlink(path)                             # of an engine before this one
+        server = socket.socket(socket.AF_UNIX)
+        server.bind(path)
+        os.chmod(path, 0o600)
+        server.listen()
+        return server
+    except OSError as e:
+        raise ConfigError(f"cannot listen on {settings.address} for the other engine: {e}") from e
+
+
+def dial(settings: LinkSettings) -> socket.socket:
+    """Raises OSError."""
+    path, host, port = settings.parts()
+    if not path:
+        return socket.create_connection((host, port), CONNECT_S)
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.settimeout(CONNECT_S)
+        sock.connect(path)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def secure(sock: socket.socket, settings: LinkSettings) -> Stream:
+    """Raises OSError. The socket belongs to the stream, or is closed."""
+    try:
+        return TlsStream(sock, settings) if settings.tls else Stream(sock)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _certificate(path: str) -> bytes:
+    """The first certificate of a PEM file, in DER. Raises ConfigError."""
+    try:
+        with open(path, encoding="ascii") as file:
+            text = file.read()
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(path)
+        begin = text.index("-----BEGIN CERTIFICATE-----")
+        end = text.index("-----END CERTIFICATE-----", begin) + len("-----END CERTIFICATE-----")
+        return ssl.PEM_cert_to_DER_cert(text[begin:end] + "\n")
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"--pair-tls-cert {path}: no PEM file with a certificate and its key: {e}") from e
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,209 @@
+"""Frames of a pair: every message survives, nothing but what was sealed next is taken, ProtocolError only."""
+from __future__ import annotations
+
+import hmac
+import io
+import random
+
+import msgspec
+import pytest
+
+from penstock.config.decoding import ProtocolError
+from penstock.config.params import SamplingParams
+from penstock.core.pair.messages import Cancel, Drained, End, Grant, Hello, Reason, Refused
+from penstock.transfer import codec
+from penstock.transfer.codec import FrameReader, PageFrame, PageHead, Sealer, checksum, connection_keys
+from penstock.transfer.facts import Facts, GroupFacts
+from penstock.transfer.layout import Piece
+from penstock.transfer.messages import Ask, Beat, First, Greeting
+
+KEY, EPOCH = b"k" * 32, 7
+FACTS = Facts("decode", {"weights": "abc", "RoPE": "none"},
+              [GroupFacts("kv", 3, 2, 2, 8, 1, "bfloat16", 2, 16)], [[1, 2]], {"model": "demo", "x": None})
+MESSAGES = [
+    Hello(3, 0, 2, 1 << 40), Grant(3, 3, 9, 2, 100, 0, 16), Cancel(3, 3, 9, 2),
+    End(3, 3, 9, 2, 100, 0, (5, 6)), Refused(3, 3, 9, 2, Reason.REFUSED),
+    Drained(3, 3, 9, 2, Reason.CANCELLED),
+    Greeting(FACTS, 6, 7), Beat(),
+    Ask(transfer=9, prompt=b"\1\0\0\0" * 5, params=SamplingParams(stop=("é",), logit_bias={5: -1.5}, seed=-3),
+        stop_ids=[2], max_new=5, namespace=b"n" * 16, choice=1, leader=8, selects=True,
+        attention=(1 << 63) - 1),
+    First(9, 2, [(-0.5, 1, [(4, -0.5), (9, -1.0)])])]
+HEAD = PageHead(9, 2, 1, Piece(0, 3, 16, 2), 0)
+
+
+def page(payload: bytes) -> PageHead:
+    return HEAD._replace(checksum=checksum(payload))
+
+
+def stream(messages=MESSAGES, payload: bytes = b"bytes of a page", epoch: int = EPOCH,
+           key: bytes = KEY) -> bytes:
+    sealer = Sealer(key, epoch)
+    head = sealer.page(page(payload), len(payload)) + payload
+    return head + b"".join(frame for m in messages for frame in sealer.message(m))
+
+
+def reader(data: bytes, epoch: int = EPOCH, key: bytes = KEY) -> FrameReader:
+    return FrameReader(io.BufferedReader(io.BytesIO(data)).readinto, key, epoch)  # type: ignore[arg-type]
+
+
+def read(data: bytes, epoch: int = EPOCH, key: bytes = KEY) -> list[object]:
+    frames, out = reader(data, epoch, key), []
+    while (frame := frames.next()) is not None:
+        out.append(PageFrame(frame.head, memoryview(bytes(frame.payload)))
+                   if isinstance(frame, PageFrame) else frame)
+    return out
+
+
+def test_every_message_survives() -> None:
+    assert {type(m) for m in MESSAGES} == set(codec.KINDS)
+    assert read(stream()) == [PageFrame(page(b"bytes of a page"), memoryview(b"bytes of a page")), *MESSAGES]
+
+
+def test_a_long_message_goes_in_frames_of_at_most_a_mebibyte() -> None:
+    long = msgspec.structs.replace(MESSAGES[8], prompt=b"\1\2\0\0" * (1 << 20))
+    frames = list(Sealer(KEY, EPOCH).message(long))
+    assert len(frames) == 5 and max(map(len, frames)) == codec.FRAME_BYTES_MAX
+    assert read(b"".join(frames)) == [long]
+
+
+def test_a_message_that_is_too_long_is_refused_where_it_is_made_and_where_it_arrives(monkeypatch) -> None:
+    long = msgspec.structs.replace(MESSAGES[8], prompt=b"\1\2\0\0" * (1 << 20))
+    frames = list(Sealer(KEY, EPOCH).message(long))
+    monkeypatch.setattr(codec, "MESSAGE_BYTES_MAX", 1 << 21)
+    with pytest.raises(ProtocolError, match="over"):
+        read(b"".join(frames))
+    with pytest.raises(ProtocolError, match="over"):
+        list(Sealer(KEY, EPOCH).message(long))
+
+
+def test_a_frame_of_an_older_epoch_is_refused_and_so_is_one_sent_twice() -> None:
+    old = stream(epoch=EPOCH - 1)
+    with pytest.raises(ProtocolError, match=f"epoch {EPOCH - 1}"):
+        read(old)
+    # Not even if its head claims to be of this one: the key's MAC covers the epoch.
+    forged = bytearray(old)
+    forged[8:16] = EPOCH.to_bytes(8, "little")
+    with pytest.raises(ProtocolError, match="key"):
+        read(bytes(forged))
+    first = stream([])
+    with pytest.raises(ProtocolError, match="frame 0"):
+        read(first + first)
+
+
+@pytest.mark.parametrize("other", [0, 1, 2])
+def test_no_key_of_another_connection_direction_or_certificate_is_right(other: int) -> None:
+    nonces = (b"a" * 32, b"b" * 32)
+    dialling, listening = connection_keys(KEY, 1, nonces, b"")
+    keys = [listening, connection_keys(KEY, 1, (b"a" * 32, b"c" * 32), b"")[0],
+            connection_keys(KEY, 1, nonces, b"certificate")[0]]
+    assert read(stream(key=dialling), key=dialling)
+    with pytest.raises(ProtocolError, match="key"):
+        read(stream(key=dialling), key=keys[other])
+
+
+def test_every_bit_of_a_message_and_of_a_page_head_is_authenticated() -> None:
+    """And of a page's payload the checksum, which is in its head, tells."""
+    data = stream([MESSAGES[3]])
+    payload = range(codec.HEAD_BYTES + codec.PAGE_HEAD_BYTES,
+                    codec.HEAD_BYTES + codec.PAGE_HEAD_BYTES + len(b"bytes of a page"))
+    for at in range(len(data)):
+        for bit in (0, 7):
+            bad = bytearray(data)
+            bad[at] ^= 1 << bit
+            if at in payload:
+                frame = reader(bytes(bad)).next()
+                assert isinstance(frame, PageFrame) and checksum(frame.payload) != frame.head.checksum
+            else:
+                with pytest.raises(ProtocolError):
+                    read(bytes(bad))
+
+
+@pytest.mark.parametrize("message", [
+    End(1, 1, 1, 1, 1, 0, tuple(range(65))), End(1, 1, 1, 1, 1, 0, (-1,)), Grant(1, 1, -1, 1, 1),
+    Grant(1, 1, 1 << 63, 1, 1)])
+def test_numbers_of_the_cores_messages_are_bounded(message) -> None:
+    with pytest.raises(ProtocolError, match="bounds"):
+        read(b"".join(Sealer(KEY, EPOCH).message(message)))
+
+
+def test_a_length_is_checked_before_anything_is_read() -> None:
+    sealer = Sealer(KEY, EPOCH)
+    head = sealer._seal(1, False, codec.FRAME_BYTES_MAX, b"")
+    with pytest.raises(ProtocolError, match="bytes"):
+        read(head)
+
+
+def test_a_stream_that_ends_inside_a_frame_says_so() -> None:
+    data = stream()
+    ends, at = {0}, 0
+    while at < len(data):
+        at += codec.HEAD_BYTES + int.from_bytes(data[at + 4:at + 8], "little")
+        ends.add(at)
+    for cut in range(len(data)):
+        if cut in ends:
+            read(data[:cut])
+        else:
+            with pytest.raises(ProtocolError, match="inside"):
+                read(data[:cut])
+
+
+def mutate(rng: random.Random, data: bytearray) -> None:
+    for _ in range(rng.randint(1, 4)):
+        at = rng.randrange(len(data) + 1)
+        match rng.randrange(5):
+            case 0:
+                data[at:at + 1] = rng.randbytes(1)
+            case 1:
+                data[at:at] = rng.randbytes(rng.randint(1, 4))
+            case 2:
+                del data[at:at + rng.randint(1, 4)]
+            case 3:                             # headers of big arrays, maps, strings, ints
+                data[at:at + 1] = rng.choice((b"\xdd", b"\xdf", b"\xdb", b"\xcf", b"\xd9")) + rng.randbytes(4)
+            case 4:
+                data[at:at] = data[:rng.randint(0, len(data))]
+
+
+def resealed(rng: random.Random, kind: int, body: bytearray) -> bytes:
+    """A frame by somebody who has the key, and talks nonsense."""
+    mutate(rng, body)
+    more = rng.random() < 0.05
+    covered = bytes(body[:codec.PAGE_HEAD_BYTES]) if kind == 0 else bytes(body)
+    head = codec._HEAD.pack(kind, more, len(body), EPOCH, 0)
+    return head + hmac.digest(KEY, head + covered, "sha256") + bytes(body)
+
+
+def fuzz(count: int, seed: int) -> tuple[int, int]:
+    """(taken, refused) of `count` mutated frames, half of them under the right key."""
+    rng = random.Random(seed)
+    bodies = [(codec._KIND[type(m)], next(Sealer(KEY, EPOCH).message(m))[codec.HEAD_BYTES:])
+              for m in MESSAGES]
+    bodies.append((0, Sealer(KEY, EPOCH).page(page(b"x" * 50), 50)[codec.HEAD_BYTES:] + b"x" * 50))
+    plain = stream()
+    taken = refused = 0
+    for _ in range(count):
+        if rng.random() < 0.5:
+            kind, body = rng.choice(bodies)
+            kind = rng.randrange(14) if rng.random() < 0.1 else kind
+            data = resealed(rng, kind, bytearray(body))
+        else:
+            changed = bytearray(plain)
+            mutate(rng, changed)
+            data = bytes(changed)
+        try:
+            reader(data).next()
+            taken += 1
+        except ProtocolError:
+            refused += 1
+    return taken, refused
+
+
+def test_mutated_frames_raise_only_protocol_errors() -> None:
+    taken, refused = fuzz(3_000, seed=1)
+    assert taken > 100 and refused > 1_000      # both sides of the border are exercised
+
+
+@pytest.mark.sweep
+def test_100000_mutated_frames_raise_only_protocol_errors() -> None:
+    taken, refused = fuzz(100_000, seed=2)
+    assert taken + refused == 100_000 and refused > 30_000

@@ -1,0 +1,131 @@
+"""Positions to pieces: every byte once, in its place, for all small page sizes, units and stages."""
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from penstock.config.decoding import ProtocolError
+from penstock.core.plan import Group, Tier
+from penstock.memory.dram import DramPool
+from penstock.memory.pool import PageLayout
+from penstock.transfer.facts import group_facts
+from penstock.transfer.landing import place
+from penstock.transfer.layout import Piece, Progress, pieces, rectangles, spans, whole_units
+from penstock.transfer.pages import PoolPages
+
+STAGES = ((3,), (1, 2), (2, 1), (1, 1, 1), (0, 3), (1, 0, 2))
+
+
+@pytest.mark.parametrize(("first", "tokens", "unit", "units"), [
+    (0, 35, 1, range(35)), (16, 19, 1, range(16, 35)), (0, 35, 8, range(4)), (16, 19, 8, range(2, 4)),
+    (32, 3, 8, range(4, 4)), (32, 8, 8, range(4, 5)), (64, 64, 4, range(16, 32))])
+def test_only_whole_units_are_sent(first: int, tokens: int, unit: int, units: range) -> None:
+    assert whole_units(first, tokens, unit) == units
+
+
+@pytest.mark.parametrize(("ours", "theirs"), list(product(STAGES, STAGES)))
+def test_rectangles_are_in_one_stage_of_both_and_hold_each_layer_once(ours, theirs) -> None:
+    found = rectangles(ours, theirs)
+    assert [layer for r in found for layer in r] == [0, 1, 2]
+    for r in found:
+        assert all(any(r.start >= s.start and r.stop <= s.stop for s in spans(end)) for end in (ours, theirs))
+    assert len(found) <= sum(map(bool, ours)) + sum(map(bool, theirs)) - 1
+
+
+@pytest.mark.parametrize("a", [1, 2, 4])
+@pytest.mark.parametrize("b", [1, 2, 3, 4])
+def test_pieces_hold_each_layer_of_each_unit_once_in_an_order_that_is_taken(a: int, b: int) -> None:
+    for first, count, limit, ours, theirs in product(
+            (0, 4, 12), range(10), (10, 20, 30, 70, 1000), STAGES[:4], STAGES[:4]):
+        units = range(first, first + count)
+        seen = []
+        here, there = (Progress(units, n, spans(s)) for n, s in ((a, ours), (b, theirs)))
+        for p in pieces(units, (a, b), rectangles(ours, theirs), 10, limit):
+            assert p.layers * p.units * 10 <= limit
+            assert not here.done
+            here.take(p)                        # neither end finds it across its pages or stages
+            there.take(p)
+            seen += product(range(p.unit, p.unit + p.units), range(p.layer, p.layer + p.layers))
+        assert here.done and there.done
+        assert sorted(seen) == sorted(product(units, range(3)))
+
+
+def test_a_grant_takes_a_piece_only_when_it_is_next() -> None:
+    """Left out, twice, exchanged, taller, or from elsewhere: no other sequence than the one that is."""
+    units, stages = range(4, 11), (1, 2)
+    order = list(pieces(units, (4, 2), rectangles(stages, (3,)), 10, 40))
+    for i, right in enumerate(order):
+        for wrong in {p for q in (*order, Piece(0, 1, 11, 1), Piece(0, 1, 3, 1), Piece(3, 1, 4, 1))
+                      for p in (q, q._replace(layer=q.layer + 1), q._replace(unit=q.unit + 1),
+                                q._replace(unit=q.unit - 1), q._replace(layers=3), q._replace(layers=0),
+                                q._replace(units=0), q._replace(units=5))} - {right}:
+            progress = Progress(units, 4, spans(stages))
+            for p in order[:i]:
+                progress.take(p)
+            try:
+                progress.take(wrong)
+            except ProtocolError:
+                progress.take(right)            # and nothing was counted
+                continue
+            # Another cut of the same layers and units is as good: what is left out of it comes next.
+            assert (wrong.unit, wrong.layer) == (right.unit, right.layer)
+            assert wrong.layers <= 2 and wrong.unit // 4 == (wrong.unit + wrong.units - 1) // 4
+
+
+def test_a_grant_that_lacks_its_last_piece_is_not_done() -> None:
+    order = list(pieces(range(5), (2, 2), [range(3)], 10, 20))
+    progress = Progress(range(5), 2, spans([3]))
+    for p in order[:-1]:
+        progress.take(p)
+        assert not progress.done
+    progress.take(order[-1])
+    assert progress.done
+
+
+def pools(layout: PageLayout, stages: tuple[int, ...]) -> list[list[DramPool]]:
+    return [[DramPool(PageLayout(num_layers=n, num_kv_heads=layout.num_kv_heads, page_size=layout.page_size,
+                                 head_dim=layout.head_dim, unit=layout.unit, dtype=layout.dtype), 8, base=50)]
+            for n in stages if n]
+
+
+def fill(stages: list[list[DramPool]], pages: list[int], first: int, value) -> None:
+    """Unit `first + n` of layer l is `value(l, first + n)`."""
+    layer = 0
+    for [pool] in stages:
+        of_page = pool.layout.page_size // pool.layout.unit
+        for i, page in enumerate(pages):
+            for u in range(of_page):
+                for n in range(pool.layout.num_layers):
+                    pool.page(page)[n, :, :, u] = value(layer + n, first + i * of_page + u)
+        layer += pool.layout.num_layers
+
+
+@pytest.mark.parametrize(("size_a", "size_b"), [(4, 4), (4, 16), (16, 4), (8, 12)])
+@pytest.mark.parametrize("unit", [1, 4])
+@pytest.mark.parametrize(("ours", "theirs"), [((3,), (3,)), ((1, 2), (3,)), ((2, 1), (1, 2)),
+                                              ((3,), (1, 1, 1))])
+def test_bytes_arrive_where_their_position_is(size_a: int, size_b: int, unit: int, ours, theirs) -> None:
+    """Page sizes, stages and units: what is read at a position there was written at it here."""
+    start, tokens, first = 48, 21, 48 // unit
+    a, b = (PageLayout(num_layers=3, num_kv_heads=2, page_size=size, head_dim=3, unit=unit,
+                       dtype=torch.int16) for size in (size_a, size_b))
+    from_, to = pools(a, ours), pools(b, theirs)
+    source, target = PoolPages(from_), PoolPages(to)
+    facts = [group_facts("kv", layout) for layout in (a, b)]
+    units = whole_units(start, tokens, unit)
+    pages = [list(range(50, 58)), list(range(57, 49, -1))]                 # not in the order of positions
+    fill(from_, pages[0], first, lambda layer, u: 100 * u + layer)
+    fill(to, pages[1], first, lambda layer, u: -1)
+    for p in pieces(units, (facts[0].page_units, facts[1].page_units), rectangles(ours, theirs),
+                    facts[0].cell_bytes, 5 * facts[0].cell_bytes):
+        out = memoryview(bytearray(p.layers * p.units * facts[0].cell_bytes))
+        page, offset = place(facts[0], start, pages[0], p)
+        source.read(Tier.DRAM, Group(0), page, p, offset, out)
+        page, offset = place(facts[1], start, pages[1], p)
+        target.write(Tier.DRAM, Group(0), page, p, offset, out)
+    want = pools(b, theirs)
+    fill(want, pages[1], first, lambda layer, u: 100 * u + layer if u in units else -1)
+    for [pool], [right] in zip(to, want, strict=True):
+        assert torch.equal(pool.pages, right.pages)

@@ -1,0 +1,395 @@
+"""Two ends and a stream: what is sent lands, what is over is never written, refusals are in words."""
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec.structs import replace as alike
+from pair_ends import BOUNDS, KEY, KV, LinkEnd, check, grant, pages_for, push, transfer_all
+from pair_proxy import Fault, Proxy
+
+from penstock.config.errors import ConfigError
+from penstock.core.pair.messages import Cancel, Drained, Reason, Refused
+from penstock.core.pair.messages import End as Over
+from penstock.core.plan import Tier
+from penstock.transfer import events
+from penstock.transfer.codec import checksum
+from penstock.transfer.events import Down, Heard, Pushed, Unpaired, Up
+from penstock.transfer.facts import Facts
+from penstock.transfer.streams import LinkSettings, TlsStream
+
+CERTIFICATE = str(Path(__file__).parents[1] / "data" / "pair_tls.pem")
+TLS = {"unix": {}, "tcp": {}, "tls": {"tls": True}}
+
+
+@pytest.fixture
+def ends() -> Iterator[Callable[..., LinkEnd]]:
+    """Makes ends, and closes them."""
+    made: list[LinkEnd] = []
+
+    def make(*args, **settings) -> LinkEnd:
+        made.append(LinkEnd(*args, **settings))
+        return made[-1]
+
+    yield make
+    for end in made:
+        end.link.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("penstock-pair")]
+
+
+def pair(ends, prefill: dict | None = None, decode: dict | None = None,
+         through: tuple[Fault, ...] | None = None):
+    """Both ends, connected; with `through`, by way of a proxy, which is the third."""
+    a = ends("prefill", "127.0.0.1:0", **(prefill or {}))
+    proxy = None if through is None else Proxy(a.link.address, through)
+    b = ends("decode", a.link.address if proxy is None else proxy.address, **(decode or {}))
+    assert a.up() == b.up() == 1
+    return (a, b) if proxy is None else (a, b, proxy)
+
+
+@pytest.mark.parametrize("kind", list(TLS))
+def test_pages_land_over_every_stream(kind: str, ends, tmp_path) -> None:
+    address = f"unix:{tmp_path}/pair" if kind == "unix" else "127.0.0.1:0"
+    cert = {"tls_cert": CERTIFICATE} if kind == "tls" else {}
+    prefill = ends("prefill", address, **TLS[kind], **cert)
+    decode = ends("decode", prefill.link.address, **TLS[kind])
+    up = decode.wait(Up)
+    assert up.theirs.info == {"engine": "prefill"} and prefill.up() == up.epoch == 1
+    given, heard = transfer_all(prefill, decode, 1, 61, start=16)
+    assert heard.message == Over(1, 1, 1, 1, 61, 0, (7,))
+    check(decode, given, 61, start=16)
+    sent = 45 * 5 * 2 * 2 * 4 * 2 + 11 * 4 * 2 * 2 * 4 * 4      # whole units only, each position once
+    assert heard.bytes == prefill.link.stats()["pair_sent_bytes_total"] == sent
+    assert decode.link.stats()["pair_received_bytes_total"] == sent
+    assert heard.seconds > 0 and prefill.link.unsent(1) == 0
+
+
+@pytest.mark.parametrize("tier", [Tier.HBM, Tier.DRAM])
+@pytest.mark.parametrize(("sizes", "stages", "chunk"), [
+    ((8, 16), (((5,), (4,)), ((2, 3), (4, 0))), 24), ((16, 8), (((1, 4), (2, 2)), ((5,), (4,))), 16),
+    ((8, 8), (((3, 2), (2, 2)), ((2, 2, 1), (2, 1, 1))), 8)])
+def test_page_sizes_and_stages_may_differ_and_pushes_come_early(sizes, stages, chunk, tier, ends) -> None:
+    prefill, decode = pair(ends, {"page_size": sizes[0], "stages": stages[0]},
+                           {"page_size": sizes[1], "stages": stages[1]})
+    for start, tokens in ((0, 48), (32, 75)):
+        decode.pools.__init__(sizes[1], stages[1])
+        decode.link._pages.__init__(decode.pools.stages)
+        given, heard = transfer_all(prefill, decode, 1, tokens, start=start, tier=tier, chunk=chunk,
+                                    generation=tokens)
+        assert isinstance(heard.message, Over)
+        decode.link.revoke(1, tokens)
+        check(decode, given, tokens, start=start, tier=tier)
+
+
+def test_each_connection_is_an_epoch_and_nothing_of_an_older_one_counts(ends) -> None:
+    prefill, decode, proxy = pair(ends, through=())
+    grant(decode, 1, 40)
+    proxy.cut()
+    assert decode.wait(Down).epoch == prefill.wait(Down).epoch == 1
+    assert decode.up() == prefill.up() == 2
+    move = push(prefill, 1, KV, 0, 40)
+    assert prefill.wait(Pushed) == Pushed(move.id, False, 0, 0.0)
+    prefill.link.say(1, Refused(1, 1, 1, 1, 1))
+    prefill.link.say(2, Refused(2, 2, 9, 9, 1))
+    assert decode.wait(Heard).message.transfer == 9             # not the one of epoch 1
+    grant(decode, 1, 40)                                        # came too late to count
+    push(prefill, 2, KV, 0, 40)                                 # so nobody waits for these
+    assert prefill.wait(Pushed).ok
+    prefill.link.say(2, Refused(2, 2, 8, 9, 1))
+    decode.wait(Heard)
+    assert decode.link.stats()["pair_stray_frames_total"] > 0
+    check(decode, {KV: [], BOUNDS: []}, 40)
+    given, heard = transfer_all(prefill, decode, 2, 40, generation=2)
+    assert isinstance(heard.message, Over)
+    check(decode, given, 40)
+    proxy.close()
+
+
+@pytest.mark.parametrize("who", ["prefill", "decode"])
+def test_an_end_that_comes_back_pairs_again_in_a_newer_epoch(who: str, ends, tmp_path) -> None:
+    address = f"unix:{tmp_path}/pair"
+    both = {"prefill": ends("prefill", address), "decode": ends("decode", address)}
+    assert [end.up() for end in both.values()] == [1, 1]
+    both[who].link.close()
+    other = both["decode" if who == "prefill" else "prefill"]
+    assert other.wait(Down).epoch == 1
+    both[who] = ends(who, address)
+    assert [end.up() for end in both.values()] == [2, 2]
+    given, heard = transfer_all(both["prefill"], both["decode"], 2, 20)
+    assert isinstance(heard.message, Over)
+    check(both["decode"], given, 20)
+
+
+def test_an_end_that_dials_again_replaces_its_old_connection(ends) -> None:
+    """It may have lost its machine, so nobody has closed that."""
+    prefill, _, proxy = pair(ends, through=(Fault("out", at=1 << 40), Fault("in", at=1 << 40)))
+    newer = ends("decode", prefill.link.address)
+    assert "again" in prefill.wait(Down).cause
+    assert prefill.up() == newer.up() >= 2
+    proxy.close()
+
+
+def group(n: int, **changes: object) -> Callable[[Facts], Facts]:
+    return lambda f: alike(f, groups=[alike(g, **changes) if i == n else g for i, g in enumerate(f.groups)])
+
+
+@pytest.mark.parametrize(("alter", "words"), [
+    (lambda f: alike(f, must={"weights": "abd"}),
+     ["weights: abc here and abd there", "weights: abd here and abc there"]),
+    (lambda f: alike(f, must={**f.must, "RoPE": "yarn"}),
+     ["RoPE: nothing here and yarn there", "RoPE: yarn here and nothing there"]),
+    (lambda f: alike(f, role="prefill"), ["both ends are prefill engines"] * 2),
+    (group(1, unit=8), ["unit of bounds: 4 here and 8 there", "unit of bounds: 8 here and 4 there"]),
+    (group(0, dtype="float16"), ["dtype of kv: bfloat16 here and float16 there",
+                                 "dtype of kv: float16 here and bfloat16 there"]),
+    (lambda f: alike(f, stages=[[9], [4]]), ["stages there that do not have the layers of each group"])])
+def test_what_cannot_match_is_refused_with_both_values_in_words(alter, words, ends) -> None:
+    prefill = ends("prefill", "127.0.0.1:0")
+    decode = ends("decode", prefill.link.address, alter=alter)
+    for end, said in zip((prefill, decode), words, strict=False):
+        assert said in end.wait(Unpaired).words
+        assert not [e for e in end.seen if isinstance(e, Up)]
+
+
+@pytest.mark.parametrize(("settings", "words"), [
+    ({"key": b"x" * 32}, ["another one there", "another one there"]),
+    ({"tls": True}, ["speaks TLS and this one does not", "no TLS with the other end"])])
+def test_another_key_and_another_transport_are_refused(settings, words, ends) -> None:
+    prefill = ends("prefill", "127.0.0.1:0")
+    decode = ends("decode", prefill.link.address, **settings)
+    assert words[0] in prefill.wait(Unpaired).words and words[1] in decode.wait(Unpaired).words
+
+
+def test_an_end_without_tls_is_told_so_by_one_that_has_it(ends) -> None:
+    prefill = ends("prefill", "127.0.0.1:0", tls=True, tls_cert=CERTIFICATE)
+    decode = ends("decode", prefill.link.address)
+    assert "no TLS" in prefill.wait(Unpaired).words and "TLS" in decode.wait(Unpaired).words
+
+
+def connect(end: LinkEnd) -> socket.socket:
+    host, _, port = end.link.address.rpartition(":")
+    return socket.create_connection((host, int(port)))
+
+
+def test_another_version_is_refused_with_both(ends) -> None:
+    prefill = ends("prefill", "127.0.0.1:0")
+    with connect(prefill) as other:
+        other.sendall(b"penstock" + (9).to_bytes(2, "little") + bytes(32))
+        assert "version: 1 here and 9 there" in prefill.wait(Unpaired).words
+
+
+def test_strangers_neither_pair_nor_stand_in_the_way(ends) -> None:
+    prefill = ends("prefill", "127.0.0.1:0")
+    strangers = [connect(prefill) for _ in range(4)]
+    strangers[1].sendall(b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100)
+    strangers[2].sendall(b"penstock\1\0" + b"n" * 32 + b"\0" * 500)
+    strangers[3].close()
+    decode = ends("decode", prefill.link.address)
+    epoch = decode.up()
+    given, heard = transfer_all(prefill, decode, epoch, 20)
+    assert isinstance(heard.message, Over)
+    check(decode, given, 20)
+    words = {e.words for e in prefill.seen if isinstance(e, Unpaired)}
+    assert any("no engine" in w for w in words) and any("key" in w for w in words)
+    for s in strangers:
+        s.close()
+
+
+def test_the_certificate_must_be_the_one_that_the_key_was_said_over(ends, monkeypatch) -> None:
+    """Somebody in between with a certificate of his own gets no pair, though nobody checks names."""
+    prefill = ends("prefill", "127.0.0.1:0", tls=True, tls_cert=CERTIFICATE)
+    seen = TlsStream._peer_certificate
+    monkeypatch.setattr(TlsStream, "_peer_certificate", lambda self: seen(self) + b"of another")
+    decode = ends("decode", prefill.link.address, tls=True)
+    assert "key" in prefill.wait(Unpaired).words and "another one there" in decode.wait(Unpaired).words
+
+
+def test_what_is_revoked_is_written_no_more(ends) -> None:
+    prefill, decode = pair(ends)
+    given = grant(decode, 1, 48)
+    push(prefill, 1, KV, 0, 16)
+    prefill.wait(Pushed)
+    prefill.link.say(1, Refused(1, 1, 9, 9, 1))
+    decode.wait(Heard)                                          # so the first pages have landed
+    decode.link.revoke(1, 1)
+    for pool in decode.pools.every():
+        pool.pages.view(torch.uint8).fill_(0xEE)                # they belong to somebody else now
+    push(prefill, 1, KV, 16, 32)
+    push(prefill, 1, BOUNDS, 0, 48)
+    prefill.wait(Pushed)
+    prefill.wait(Pushed)
+    prefill.link.say(1, Over(1, 1, 1, 1, 48, 0, (7,)))
+    assert isinstance(decode.wait(Heard).message, Over)         # the core ignores it: it knows no such grant
+    check(decode, {KV: [], BOUNDS: []}, 48)
+    assert len(given[KV]) == 6
+
+
+@pytest.mark.parametrize("fault", ["missing", "damaged"])
+def test_an_end_without_all_its_bytes_is_heard_as_a_failure(fault: str, ends, monkeypatch) -> None:
+    prefill, decode = pair(ends)
+    grant(decode, 1, 40)
+    if fault == "damaged":
+        monkeypatch.setattr("penstock.transfer.session.checksum", lambda data: checksum(data) ^ 1)
+    push(prefill, 1, KV, 0, 40 if fault == "damaged" else 32)
+    push(prefill, 1, BOUNDS, 0, 40)
+    prefill.wait(Pushed)
+    prefill.wait(Pushed)
+    prefill.link.say(1, Over(1, 1, 1, 1, 40, 0, (7,)))
+    assert decode.wait(Heard).message == Drained(1, 1, 1, 1, Reason.BROKEN)
+    if fault == "damaged":
+        check(decode, {KV: [], BOUNDS: []}, 40)                 # not a byte of it was written
+    monkeypatch.undo()
+    decode.link.revoke(1, 1)
+    decode.pools.__init__(8, ((5,), (4,)))
+    decode.link._pages.__init__(decode.pools.stages)
+    given, heard = transfer_all(prefill, decode, 1, 40, generation=2)
+    assert isinstance(heard.message, Over)                      # the connection has lived on
+    check(decode, given, 40)
+    assert decode.link.stats()['pair_failures_total{cause="damaged"}'] == 1
+
+
+@pytest.mark.parametrize("wrong", ["twice", "gap", "outside", "group"])
+def test_positions_that_were_not_granted_end_the_connection(wrong: str, ends) -> None:
+    prefill, decode = pair(ends)
+    if wrong == "group":
+        decode.link.grant(1, decode.move(Tier.DRAM, KV, pages_for(decode, Tier.DRAM, KV, 0, 16), 0, 16,
+                                         to_peer=False))
+    else:
+        grant(decode, 1, 16)
+    push(prefill, 1, BOUNDS if wrong == "group" else KV, 8 if wrong == "gap" else 0,
+         24 if wrong == "outside" else 8)
+    if wrong == "twice":
+        push(prefill, 1, KV, 0, 8)
+    assert "Piece" in (cause := decode.wait(Down).cause) or "not granted" in cause
+    prefill.wait(Down)
+
+
+class Gate:
+    """Pages whose second read waits until it is opened."""
+
+    def __init__(self, pages) -> None:
+        self.pages, self.reads, self.open = pages, 0, threading.Event()
+
+    def read(self, *args) -> None:
+        self.reads += 1
+        if self.reads == 2:
+            assert self.open.wait(60)
+        self.pages.read(*args)
+
+
+def test_messages_pass_between_the_frames_of_a_push_which_can_be_stopped(ends) -> None:
+    prefill, decode = pair(ends)
+    gate = prefill.link._session._pages = Gate(prefill.link._pages)
+    given = grant(decode, 1, 40)
+    prefill.pools.fill(Tier.HBM, KV, pages_for(prefill, Tier.HBM, KV, 0, 40), 0)
+    push(prefill, 1, KV, 0, 40)                                 # five pages
+    last = push(prefill, 1, BOUNDS, 0, 40)
+    prefill.link.say(1, Refused(1, 1, 9, 9, 1))
+    gate.open.set()
+    assert decode.wait(Heard).message.transfer == 9
+    assert prefill.wait(Pushed).ok and prefill.wait(Pushed).id == last.id
+    prefill.link.say(1, Over(1, 1, 1, 1, 40, 0, (7,)))
+    assert isinstance(decode.wait(Heard).message, Over)
+    check(decode, given, 40)
+    gate.reads, gate.open = 0, threading.Event()
+    push(prefill, 1, KV, 0, 40, generation=2)
+    push(prefill, 1, BOUNDS, 0, 40, generation=2)
+    assert prefill.link.unsent(1) > 0
+    prefill.link.stop(1, 2)
+    gate.open.set()
+    first, second = prefill.wait(Pushed), prefill.wait(Pushed)
+    assert not first.ok and not second.ok and second.bytes == 0 and prefill.link.unsent(1) == 0
+
+
+def test_whoever_does_not_listen_is_not_told_more_than_fits(ends, monkeypatch) -> None:
+    monkeypatch.setattr(events, "WAITING_MAX", 10)
+    prefill, decode = pair(ends)
+    for i in range(1000):
+        prefill.link.say(1, Refused(1, 1, i + 1, 1, 1))
+    most = 0
+    for i in range(1000):
+        most = max(most, len(decode.link._events._waiting))
+        assert decode.wait(Heard).message.transfer == i + 1
+    assert most <= 10
+
+
+@pytest.mark.parametrize("way", ["in", "out"])
+def test_an_end_that_falls_silent_is_cut(way: str, ends) -> None:
+    fault = Fault(way, at=2000, hold=True)
+    prefill, decode, proxy = pair(ends, {"silence_s": 0.5}, {"silence_s": 0.5}, through=(fault,))
+    for i in range(40):                                         # past byte 2,000, if nothing else is
+        prefill.link.say(1, Refused(1, 1, i + 1, 1, 1))
+        decode.link.say(1, Cancel(1, 1, i + 1, 1))
+    first = decode if way == "in" else prefill
+    assert "nothing for 0.5 s" in first.wait(Down).cause
+    assert decode.up() == prefill.up() >= 2
+    proxy.close()
+
+
+@pytest.mark.parametrize("how", ["cut", "close"])
+def test_after_the_end_of_an_epoch_nobody_writes(how: str, ends) -> None:
+    prefill, decode = pair(ends)
+    for generation in range(1, 30):
+        grant(decode, 1, 72, generation=generation)
+        push(prefill, 1, KV, 0, 72, generation=generation)
+        push(prefill, 1, BOUNDS, 0, 72, generation=generation)
+    if how == "cut":
+        decode.link.cut(1)
+        assert decode.wait(Down).cause == "cut here"
+    else:
+        decode.link.close()
+    for pool in decode.pools.every():
+        pool.pages.view(torch.uint8).fill_(0xEE)
+    moves = [prefill.wait(Pushed) for _ in range(58)]
+    assert len({m.id for m in moves}) == 58
+    assert prefill.wait(Down).epoch == 1
+    check(decode, {KV: [], BOUNDS: []}, 72)
+
+
+def test_a_bug_in_a_thread_reaches_the_loop(ends) -> None:
+    prefill, decode = pair(ends)
+    grant(decode, 1, 8)
+    decode.link._landings._pages = None                         # type: ignore[assignment]
+    push(prefill, 1, KV, 0, 8)
+    with pytest.raises(RuntimeError, match="thread of the pair's link died"):
+        decode.wait(Down)
+
+
+def sound(**settings) -> LinkSettings:
+    given = {"role": "prefill", "address": "127.0.0.1:0", "listens": True, "key": KEY}
+    return LinkSettings(**{**given, **settings})
+
+
+@pytest.mark.parametrize(("settings", "words"), [
+    ({"key": b"short"}, "5 bytes"), ({"address": "10.0.0.1:9"}, "--pair-plaintext"),
+    ({"address": "9"}, "HOST:PORT"),
+    ({"address": "0.0.0.0:9"}, "beyond this machine"), ({"address": "unix:" + "x" * 200}, "100 bytes"),
+    ({"tls": True}, "--pair-tls-cert"), ({"tls": True, "plaintext": True}, "exclude"),
+    ({"address": "host:99999"}, "HOST:PORT")])
+def test_settings_are_refused_in_words(settings, words) -> None:
+    with pytest.raises(ConfigError, match=words):
+        sound(**settings).check()
+
+
+@pytest.mark.parametrize("settings", [
+    {"address": "10.0.0.1:9", "plaintext": True}, {"address": "[::1]:9"}, {"address": "localhost:9"},
+    {"address": "10.0.0.1:9", "tls": True, "listens": False},
+    {"address": "10.0.0.1:9", "tls": True, "tls_cert": "x"}])
+def test_settings_that_are_sound(settings) -> None:
+    sound(**settings).check()
+
+
+def test_an_address_that_is_taken_and_a_file_that_is_no_certificate_are_refused(ends, tmp_path) -> None:
+    prefill = ends("prefill", "127.0.0.1:0")
+    with pytest.raises(ConfigError, match="cannot listen"):
+        LinkEnd("prefill", prefill.link.address)
+    with pytest.raises(ConfigError, match="no PEM file"):
+        LinkEnd("prefill", "127.0.0.1:0", tls=True, tls_cert=__file__)
+    with contextlib.suppress(ConfigError):
+        LinkEnd("prefill", f"unix:{tmp_path}/no/such/folder")
+        raise AssertionError
