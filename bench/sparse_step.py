@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from penstock.exec.sparse import OPS, SparseLayers
+from penstock.exec.sparse import BoundsSelector, SparseLayers, unit_attention
 from penstock.kernels import registry
 from penstock.kernels.paged_attention import AttentionSpec, plan
 from penstock.kernels.platform import probe
@@ -24,6 +24,7 @@ from penstock.kernels.store import StoreAt
 from penstock.memory.hot import HotBuffers
 
 LAYERS, HEADS, GROUP, DIM, SIZE = 30, 3, 3, 64, 16              # SmolLM2-135M
+OPS = ("store", "select", "resolve", "gather", "sparse_attention", "paged_attention")
 
 
 class Arms:
@@ -44,11 +45,13 @@ class Arms:
         layers = range(LAYERS)
         self.hot, self.table, self.budget = hot, table, args.budget // args.unit
         self.rule = SelectRule(unit=args.unit, sink=4, window=64)
-        names = {op: registry.select(probe(), ops=[op])[op].name for op in (*OPS, "paged_attention")}
+        names = {op: registry.select(probe(), ops=[op])[op].name for op in OPS}
         self.sparse = SparseLayers(
-            rule=self.rule, scale=DIM ** -0.5, device=[self.device[:, i] for i in layers],
-            host=[self.host[:, i] for i in layers], bounds=[self.bounds[:, i] for i in layers],
-            device_RP=torch.full_like(table, -1), host_RP=table, bounds_RP=table, hot=hot, backends=names)
+            unit_attention(names["sparse_attention"], unit=args.unit, scale=DIM ** -0.5), unit=args.unit,
+            device=[self.device[:, i] for i in layers], host=[self.host[:, i] for i in layers],
+            bounds=[self.bounds[:, i] for i in layers], device_RP=torch.full_like(table, -1),
+            host_RP=table, hot=hot, backends=names)
+        self.selector = BoundsSelector(self.rule, [self.bounds[:, i] for i in layers], table, names["select"])
         self.spec = AttentionSpec(num_heads=HEADS * GROUP, num_kv_heads=HEADS, head_dim=DIM,
                                   dtype=torch.float32, scale=DIM ** -0.5)
         self.backend, self.drift = names["paged_attention"], args.drift
@@ -68,14 +71,16 @@ class Arms:
     def sparse_step(self) -> None:
         position = self.context - 1
         slot = int(self.table[0, position // SIZE]) * SIZE + position % SIZE
-        step = self.sparse.step([0], [position], [self.budget], [True])
+        step = self.sparse.step([0], [position], [True])
+        budget_B = torch.tensor([self.budget], dtype=torch.int32)
         at = StoreAt(torch.tensor([-1]), torch.tensor([slot]), torch.tensor([slot // self.unit]),
                      torch.tensor([0], dtype=torch.int32), torch.tensor([position], dtype=torch.int32),
                      self.unit)
         new = self.q[0, :, :HEADS]
         for i in range(LAYERS):
             self.sparse.store(i, (new, new), at)
-            self.sparse.attend(i, self.q[i], step)
+            chosen = self.selector.choose(i, self.q[i], step, budget_B, self.budget)
+            self.sparse.attend(i, self.q[i], chosen, step)
 
 
 def seconds(call: Callable[[], None]) -> float:

@@ -1,6 +1,7 @@
 """Executors of one rank, and of two stages in one process, by the same tests."""
 from __future__ import annotations
 
+import hosted
 import pytest
 import ranks
 
@@ -15,4 +16,11 @@ def stages(request, monkeypatch):
 def stages_swept(request, monkeypatch):
     """As `stages`, of suites that take long."""
     monkeypatch.setattr(ranks, "NUM", [request.param])
+    return request.param
+
+
+@pytest.fixture(params=["bounds", pytest.param("latent", marks=pytest.mark.sweep)])
+def kinds(request, monkeypatch):
+    """Engines of `hosted` whose requests select by bounds, and those of a model with an indexer."""
+    monkeypatch.setattr(hosted, "KIND", [request.param])
     return request.param

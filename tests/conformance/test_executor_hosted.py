@@ -1,14 +1,15 @@
 """Hosted decode equals resident decode, token for token, whatever happens to the request.
 
 The hot buffer is the budget and a page, contexts are more than eight of them; NaN in every free page of
-both tiers, disjoint ids. Each scene asserts that the slow path ran.
+both tiers, disjoint ids. Each scene asserts that the slow path ran. Units of KV heads that bounds of their
+keys chose, and latent rows that a model's own indexer did, go through the same scenes.
 """
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
-from hosted import BUDGET, LATENESS, NEW, PROMPTS, SELECTION, Engine, hosted_work, play, resident, text
+from hosted import LATENESS, NEW, Engine, hosted_work, kind, play, resident, text
 from late_copies import Latest, Shuffled
 
 from penstock.core.plan import (
@@ -22,7 +23,9 @@ from penstock.core.plan import (
     Spilled,
 )
 
-pytestmark = pytest.mark.usefixtures("stages_swept")
+pytestmark = pytest.mark.usefixtures("stages_swept", "kinds")
+# Where a request says what it reads: with an indexer it is the model that does.
+BY_REQUEST = pytest.mark.parametrize("kinds", ["bounds"], indirect=True)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -32,7 +35,7 @@ def test_prompts_longer_than_the_device_in_any_chunks(chunk, overlap):
     engine = Engine(step_tokens=chunk, overlap=overlap)
     play(engine)
     hosted_work(engine)
-    assert engine.total("hot_window_pages") > 0
+    assert (engine.total("hot_window_pages") > 0) is (not engine.selection.native)
 
 
 @pytest.mark.parametrize("lateness", LATENESS)
@@ -68,7 +71,7 @@ def test_an_abort_at_every_step_leaves_nothing_behind():
     for step in range(2, 38, 5):
         engine = Engine(step_tokens=100, lateness=Shuffled(step))
         play(engine, lambda turn, step=step: [Aborted(RequestId(2))] if turn == step else (),
-             prompts={r: PROMPTS[r] for r in (1, 2)}, arrive=lambda rid: 0, aborts=(2,))
+             prompts={r: kind().prompts[r] for r in (1, 2)}, arrive=lambda rid: 0, aborts=(2,))
 
 
 @pytest.mark.parametrize("lateness", ["latest", "torn"])
@@ -81,9 +84,10 @@ def test_a_full_host_delays_and_changes_nothing(lateness):
 
 def test_a_prefix_found_in_either_tier_is_shared():
     """A prompt is computed densely: its pages serve all, whoever selects and who does not. What decode wrote
-    while it selected serves no prompt: the next turn computes it again."""
+    while it selected serves no prompt: the next turn computes it again. With an indexer prompts and outputs
+    are computed alike, and all pages serve all."""
     engine = Engine(hbm_pages=80, step_tokens=100, lateness=Latest())
-    first = PROMPTS[1]
+    first = kind().prompts[1]
     engine.add(1, first, NEW)
     engine.drain()
     engine.add(2, (*first, 5, 9), NEW)
@@ -91,10 +95,11 @@ def test_a_prefix_found_in_either_tier_is_shared():
     assert engine.started[2].hbm_tokens + engine.started[2].dram_tokens >= 128
     turns = (*first, *engine.got[1], 7)
     engine.add(3, turns, 8)
-    engine.add(4, turns, 8, budget=0)
+    dense = None if engine.selection.native else 0
+    engine.add(4, turns, 8, dense)
     engine.drain()
     found = {r: engine.started[r].hbm_tokens + engine.started[r].dram_tokens for r in (3, 4)}
-    assert all(128 <= n <= len(first) for n in found.values())
+    assert all(128 <= n and (n <= len(first)) is (dense == 0) for n in found.values())
     assert tuple(engine.got[2]) == resident((*first, 5, 9), NEW)
     alone = Engine(hbm_pages=200, dram_pages=0, hot_pages=0)
     alone.add(1, first, NEW)
@@ -102,7 +107,7 @@ def test_a_prefix_found_in_either_tier_is_shared():
     alone.add(3, turns, 8)
     alone.drain()
     assert alone.got[3] == engine.got[3]
-    assert tuple(engine.got[4]) == resident(turns, 8, 0)
+    assert tuple(engine.got[4]) == resident(turns, 8, dense)
     engine.inbox.append(Flushed())
     engine.drain()
 
@@ -115,27 +120,29 @@ def test_always_hosts_what_would_fit():
     assert pages and NO_HBM in pages
 
 
+@BY_REQUEST
 def test_dense_requests_beside_those_that_select():
     """One step has all kinds of rows. Dense ones never leave the device, and lose nothing."""
     engine = Engine(hbm_pages=110, step_tokens=60)
-    for rid, prompt in PROMPTS.items():
-        engine.add(rid, prompt, NEW, budget=0 if rid == 2 else BUDGET)
+    for rid, prompt in kind().prompts.items():
+        engine.add(rid, prompt, NEW, budget=0 if rid == 2 else None)
     engine.drain()
     hosted_work(engine)
-    assert tuple(engine.got[2]) == resident(PROMPTS[2], NEW, 0)
+    assert tuple(engine.got[2]) == resident(kind().prompts[2], NEW, 0)
     assert not engine.reads[2] and engine.reads[1]["hot_misses"] > 0
     for rid in (1, 3, 4):
-        assert tuple(engine.got[rid]) == resident(PROMPTS[rid], NEW)
+        assert tuple(engine.got[rid]) == resident(kind().prompts[rid], NEW)
 
 
+@BY_REQUEST
 def test_dense_layers_stay_on_the_device_while_the_others_are_hosted():
     """The layer in the middle reads all of its KV, from device pages of a group of its own."""
-    chosen = replace(SELECTION, dense=(1,))
+    chosen = replace(kind().selection, dense=(1,))
     alone = Engine(hbm_pages=400, dram_pages=0, hot_pages=0, overlap=False, selection=chosen)
     engine = Engine(hbm_pages=110, step_tokens=50, selection=chosen, lateness=Latest())
     for e in (alone, engine):
-        for rid, prompt in PROMPTS.items():
-            e.add(rid, prompt, NEW, budget=0 if rid == 2 else BUDGET)
+        for rid, prompt in kind().prompts.items():
+            e.add(rid, prompt, NEW, budget=0 if rid == 2 else None)
         for turn in range(60):
             e.inbox += [Paused(RequestId(1 + turn % 4))] if e is engine and turn % 9 == 8 else []
             e.turn()
@@ -144,24 +151,25 @@ def test_dense_layers_stay_on_the_device_while_the_others_are_hosted():
     assert engine.got == alone.got and alone.total("hot_misses") == 0 < alone.total("selected_device")
     assert {name for name in engine.ex.stats() if name.startswith("hot_misses")} == {
         f'hot_misses_total{{layer="{layer}"}}' for layer in (0, 2)}
-    assert any(tuple(engine.got[rid]) != resident(PROMPTS[rid], NEW) for rid in (1, 3, 4))
-    assert tuple(engine.got[2]) == resident(PROMPTS[2], NEW, 0)
+    assert any(tuple(engine.got[rid]) != resident(kind().prompts[rid], NEW) for rid in (1, 3, 4))
+    assert tuple(engine.got[2]) == resident(kind().prompts[2], NEW, 0)
 
 
+@BY_REQUEST
 def test_budgets_differ_by_request():
     engine = Engine()
     for rid, budget in ((1, 8), (2, 10), (3, 12)):
-        engine.add(rid, PROMPTS[rid], NEW, budget)
+        engine.add(rid, kind().prompts[rid], NEW, budget)
     engine.drain()
     for rid, budget in ((1, 8), (2, 10), (3, 12)):
-        assert tuple(engine.got[rid]) == resident(PROMPTS[rid], NEW, budget)
+        assert tuple(engine.got[rid]) == resident(kind().prompts[rid], NEW, budget)
 
 
 def test_a_budget_of_everything_is_dense():
     """With every unit chosen, hosted or not, the tokens are those of a request that reads all."""
     prompt, whole = text(9, 90), 120
     engine = Engine(hbm_pages=70, dram_pages=200, hot_pages=31, always=True,
-                    selection=replace(SELECTION, budget=whole))
+                    selection=replace(kind().selection, budget=whole))
     engine.add(1, prompt, 20, whole)
     engine.drain()
     assert engine.total("hot_misses") > 0
@@ -175,7 +183,7 @@ def test_sampling_does_not_depend_on_where_kv_is(sampling):
     alone = Engine(hbm_pages=200, dram_pages=0, hot_pages=0)
     engine = Engine(step_tokens=33, lateness=Latest())
     for e in (alone, engine):
-        e.add(1, PROMPTS[1], NEW, **sampling)
+        e.add(1, kind().prompts[1], NEW, **sampling)
         for turn in range(60):
             e.inbox += [Paused(RequestId(1))] if turn % 7 == 6 else []
             e.turn()
@@ -186,20 +194,20 @@ def test_sampling_does_not_depend_on_where_kv_is(sampling):
 def test_a_host_page_that_is_zeroed_shows():
     """What is on the host is read: other bytes there are other tokens."""
     engine = Engine(always=True)
-    engine.add(1, PROMPTS[1], NEW)
+    engine.add(1, kind().prompts[1], NEW)
     while not engine.got[1]:
         engine.turn()
     engine.host[0].pages.nan_to_num_(0.0).zero_()
     engine.drain()
-    assert tuple(engine.got[1]) != resident(PROMPTS[1], NEW)
+    assert tuple(engine.got[1]) != resident(kind().prompts[1], NEW)
 
 
 def test_recomputed_outputs_select_again():
     """Dropped rows compute their outputs as a chunk: each position selects by itself, hosted one by one."""
     engine = Engine(step_tokens=200, hbm_pages=30)
     play(engine, lambda turn: [Dropped(RequestId(1))] if turn in (12, 20, 26) else (),
-         prompts={1: PROMPTS[1]})
+         prompts={1: kind().prompts[1]})
     assert engine.core.stats()["drops"] >= 2
     chunks = [count for plan in engine.plans for start, count in zip(plan.start, plan.count, strict=True)
-              if start + count > len(PROMPTS[1]) + 1]
+              if start + count > len(kind().prompts[1]) + 1]
     assert max(chunks) > 3

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hosted import LATENESS, PROMPTS, Engine, play
+from hosted import LATENESS, Engine, kind, play
 
 from penstock.core.plan import Paused, Promoted, RequestId, Spilled
 
@@ -36,7 +36,7 @@ def unmap_ignored(e: Engine) -> None:
 
 def hot_units_outlive_a_bind(e: Engine) -> None:
     """The pages of the hot buffer are those of the bind, the map is that of before."""
-    hot = e.rank._selecting._hot
+    hot = e.rank._selecting.rows.hot
     right = hot.bind
 
     def bind(row: int, pages: list[int], keeps: list[int]) -> None:
@@ -111,7 +111,7 @@ def alone(put: Callable[[Engine], None]) -> None:
     """One request, longer than the device."""
     e = Engine(step_tokens=200)
     put(e)
-    play(e, new=NEW, prompts={1: PROMPTS[1]}, arrive=lambda rid: 0)
+    play(e, new=NEW, prompts={1: kind().prompts[1]}, arrive=lambda rid: 0)
 
 
 def moved(put: Callable[[Engine], None]) -> None:
@@ -120,7 +120,7 @@ def moved(put: Callable[[Engine], None]) -> None:
     put(e)
     play(e, lambda turn: {4: [Spilled(RequestId(1))], 10: [Promoted(RequestId(1))],
                           14: [Spilled(RequestId(1))]}.get(turn, ()),
-         new=20, prompts={1: PROMPTS[1]}, arrive=lambda rid: 0)
+         new=20, prompts={1: kind().prompts[1]}, arrive=lambda rid: 0)
     assert e.core.stats()["spills"] >= 1
 
 
@@ -128,7 +128,7 @@ def paused(put: Callable[[Engine], None]) -> None:
     """A request that decodes from the host pauses, and comes back with another hot buffer."""
     e = Engine(step_tokens=200, lateness=LATENESS["latest"]())
     put(e)
-    play(e, lambda turn: [Paused(RequestId(1))] if turn == 8 else (), new=NEW, prompts={1: PROMPTS[1]},
+    play(e, lambda turn: [Paused(RequestId(1))] if turn == 8 else (), new=NEW, prompts={1: kind().prompts[1]},
          arrive=lambda rid: 0)
     assert e.core.stats()["pauses"] == 1
 

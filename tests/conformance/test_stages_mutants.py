@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import ranks
 import torch
-from hosted import PROMPTS, Engine, play, resident
+from hosted import Engine, kind, play, resident
 
 from penstock.core.plan import Moved, Paused, RequestId, StepId
 from penstock.exec.front import RanksDisagree
@@ -119,7 +119,7 @@ def test_a_link_refuses_another_steps_states():
 def test_row_tables_that_differ_stop_the_engine_with_both_records():
     """Planted in an entry that no step has read yet: no token is wrong, and it is found."""
     engine = Engine(hbm_pages=200, step_tokens=8)
-    for rid, prompt in PROMPTS.items():
+    for rid, prompt in kind().prompts.items():
         engine.add(rid, prompt, 80)
     with pytest.raises(RanksDisagree, match=r"step 64: .*ranks 0 and 1 differ.*\(7\d, '\w{16}'\).*rank 1"):
         while engine.turn():
@@ -128,7 +128,7 @@ def test_row_tables_that_differ_stop_the_engine_with_both_records():
                 row = next(row for row in range(4) if table._held[row])
                 table.host_RM[row, table._held[row] - 1] = 5
     for rid, tokens in engine.got.items():
-        assert tuple(tokens) == resident(PROMPTS[rid], 80)[:len(tokens)]
+        assert tuple(tokens) == resident(kind().prompts[rid], 80)[:len(tokens)]
 
 
 def test_two_stages_of_which_one_does_not_bind_a_row_that_comes_back():

@@ -1,11 +1,14 @@
 """An engine of tiny models whose requests select, for conformance: pools with several groups, NaN in all that
 is free, disjoint ids, and the loop of an engine process without the process.
 
-Page 4, unit 2; a budget of 12 tokens and a hot buffer of 16, contexts of 130 and more.
+Two kinds, by the same scenes: KV heads chosen by bounds (page 4, unit 2; a budget of 12 tokens, a hot buffer
+of 16, contexts of 130 and more) and latent rows chosen by the model's indexer (index_topk 16, a hot buffer
+of 20, contexts of 161 and more).
 """
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import ranks
@@ -14,16 +17,17 @@ import torch.nn.functional as F
 from late_copies import Latest, Shuffled
 
 from penstock.config.params import SamplingParams
-from penstock.config.selection import Selection, attention_identity
+from penstock.config.selection import Selection, attention_identity, indexer_selection
 from penstock.core.core import Core
 from penstock.core.plan import Arrived, Event, Finished, Moved, Outcome, RequestId, Started, StepPlan, Token
 from penstock.core.settings import CoreConfig
+from penstock.exec.attend import LatentOps
 from penstock.exec.caches import caches_of
 from penstock.exec.selecting import Selector
 from penstock.exec.sizing import groups_of
-from penstock.kernels import paged_attention
+from penstock.kernels import index_select, latent_attention, paged_attention
 from penstock.kernels.platform import probe
-from penstock.kernels.registry import SELECTING, select
+from penstock.kernels.registry import HOSTING, OPS, SELECTING, select
 from penstock.kernels.select import SelectRule
 from penstock.memory.lateness import Promptly
 from penstock.model import registry
@@ -34,23 +38,79 @@ CONFIG = {
     "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
     "rope_theta": 10000.0,
 }
-PAGE, UNIT, BUDGET, HOT_PAGES, MAX_LEN = 4, 2, 12, 4, 256
-SELECTION = Selection(selector="bounds", version=1, unit=UNIT, budget=BUDGET, sinks=2, window=3)
+LATENT = {
+    "model_type": "deepseek_v32", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 3, "first_k_dense_replace": 3, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "q_lora_rank": 24, "kv_lora_rank": 48, "qk_nope_head_dim": 12, "qk_rope_head_dim": 16, "v_head_dim": 12,
+    "index_n_heads": 4, "index_head_dim": 16, "index_topk": 16, "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10000.0, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
+    "n_shared_experts": 1,
+}
+PAGE, MAX_LEN = 4, 256
+
+
+def text(seed: int, n: int) -> tuple[int, ...]:
+    """A prompt of `n` tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(0, 61, (n,), generator=generator).tolist())
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How requests select, and what is asked. A context is at least eight hot buffers."""
+
+    config: Mapping[str, object]
+    selection: Selection
+    prompts: Mapping[int, tuple[int, ...]]
+
+    @property
+    def budget(self) -> int:
+        return self.selection.budget
+
+    @property
+    def hot_pages(self) -> int:
+        """The budget, and one page."""
+        return self.budget // PAGE + 1
+
+
+KINDS = {
+    "bounds": Kind(CONFIG, Selection(selector="bounds", version=1, unit=2, budget=12, sinks=2, window=3), {
+        1: text(1, 130), 2: text(2, 131), 3: text(1, 96) + text(3, 40), 4: text(4, 129)}),
+    "latent": Kind(LATENT, indexer_selection(16), {
+        1: text(1, 162), 2: text(2, 163), 3: text(1, 128) + text(3, 40), 4: text(4, 161)}),
+}
+KIND = ["bounds"]       # of the engines to come: the fixture `kinds` of conformance sets it
+
+
+def kind() -> Kind:
+    return KINDS[KIND[0]]
+
+
+def model_of(selection: Selection):
+    """Makes a stage of the model; None: all of it."""
+    config = kind().config
+    return functools.partial(_model, config["model_type"], selection.budget if selection.native else 0)
 
 
 @functools.cache
-def model(stage=None):
-    m = registry.build(CONFIG, dtype=torch.float32, stage=stage,
+def _model(model_type: str, topk: int, stage=None):
+    [config] = [k.config for k in KINDS.values() if k.config["model_type"] == model_type]
+    config = {**config, "index_topk": topk} if topk else config
+    m = registry.build(config, dtype=torch.float32, stage=stage,
                        linear=lambda w, b: functools.partial(F.linear, weight=w, bias=b))
-    for name, tensor in registry.dummy_tensors(CONFIG, 5, m.wants):
+    for name, tensor in registry.dummy_tensors(config, 5, m.wants):
         m.load(name, tensor if "norm" in name else tensor * 10)
     m.finish()
     return m
 
 
+model = functools.partial(_model, "qwen3", 0)       # of an ordinary engine
+
+
 @functools.cache
 def backends() -> dict[str, str]:
-    return {op: choice.name for op, choice in select(probe(), {}, (*SELECTING, "paged_attention")).items()}
+    return {op: choice.name for op, choice in select(probe(), {}, OPS).items()}
 
 
 @dataclass
@@ -59,13 +119,13 @@ class Engine:
 
     hbm_pages: int = 24
     dram_pages: int = 400
-    hot_pages: int = HOT_PAGES
+    hot_pages: int = field(default_factory=lambda: kind().hot_pages)
     step_tokens: int = 64
     overlap: bool = True
     rows: int = 4
     always: bool = False
     lateness: object = field(default_factory=Promptly)
-    selection: Selection = SELECTION
+    selection: Selection = field(default_factory=lambda: kind().selection)
     got: dict[int, list[int]] = field(default_factory=dict)
     ended: dict[int, Finished] = field(default_factory=dict)
     started: dict[int, Started] = field(default_factory=dict)
@@ -75,7 +135,9 @@ class Engine:
     plans: list[StepPlan] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        groups = groups_of(model(), self.selection)
+        chosen, names = self.selection, backends()
+        made = model_of(chosen)
+        groups = groups_of(made(), chosen)
         caches = caches_of(groups, PAGE, torch.float32)
         self.cfg = CoreConfig(
             page_size=PAGE, rows=self.rows, hbm_pages=self.hbm_pages, dram_pages=self.dram_pages,
@@ -83,12 +145,16 @@ class Engine:
             max_len=MAX_LEN, overlap=self.overlap, hbm_base=500, dram_base=90_000, row_base=70,
             group_base=10_000, groups=caches.groups)
         self.core = Core(self.cfg)
-        names, chosen = backends(), self.selection
+        attention = LatentOps(
+            index_select.index_select(names["index_select"]),
+            latent_attention.latent_attention(names["latent_attention"])) if chosen.native else (
+                functools.partial(paged_attention.plan, backend=names["paged_attention"]))
+        rule = None if chosen.native else SelectRule(
+            unit=chosen.unit, sink=chosen.sinks, window=chosen.window)
         self.ex, self.device, self.host = ranks.front(
-            model, functools.partial(paged_attention.plan, backend=names["paged_attention"]), groups, caches,
-            self.cfg, num_layers=3, max_len=MAX_LEN, lateness=self.lateness, selector=Selector(
-                rule=SelectRule(unit=chosen.unit, sink=chosen.sinks, window=chosen.window),
-                hot_pages=self.hot_pages, backends={op: names[op] for op in SELECTING}))
+            made, attention, groups, caches, self.cfg, num_layers=3, max_len=MAX_LEN, lateness=self.lateness,
+            selector=Selector(rule=rule, hot_pages=self.hot_pages, backends={
+                op: names[op] for op in (HOSTING if chosen.native else SELECTING)}))
         self.rank = self.ex._ranks[0]
         self.poison()
 
@@ -105,8 +171,11 @@ class Engine:
                 for page in (*free, *ledger._free):
                     pool.page(page).fill_(float("nan"))
 
-    def add(self, rid: int, prompt: tuple[int, ...], max_new: int, budget: int = BUDGET, **sampling) -> None:
-        """A request that selects `budget` tokens; 0: one that reads all."""
+    def add(self, rid: int, prompt: tuple[int, ...], max_new: int, budget: int | None = None,
+            **sampling) -> None:
+        """A request that selects `budget` tokens, None: the engine's most; 0: one that reads all."""
+        budget = self.selection.budget if budget is None else budget
+        assert budget == self.selection.budget or not self.selection.native, "the model chooses as it does"
         params = SamplingParams(**({"temperature": 0.0, "top_k_tokens": budget} | sampling))
         self.ex.open(RequestId(rid), prompt, params)
         self.got[rid] = []
@@ -156,20 +225,20 @@ class Engine:
         return sum(int(v) for k, v in self.ex.stats().items() if k.startswith(name))
 
 
-def text(seed: int, n: int) -> tuple[int, ...]:
-    """A prompt of `n` tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randint(0, 61, (n,), generator=generator).tolist())
-
-
-PROMPTS = {1: text(1, 130), 2: text(2, 131), 3: text(1, 96) + text(3, 40), 4: text(4, 129)}
+def resident(prompt: tuple[int, ...], new: int, budget: int | None = None) -> tuple[int, ...]:
+    """The tokens of a request alone on a device that holds it: whatever happens to it, these are right.
+    budget: as `Engine.add` takes it; with an indexer 0 is a model that chooses all there are."""
+    return _resident(KIND[0], prompt, new, kind().budget if budget is None else budget)
 
 
 @functools.cache
-def resident(prompt: tuple[int, ...], new: int, budget: int = BUDGET) -> tuple[int, ...]:
-    """The tokens of a request alone on a device that holds it: whatever happens to it, these are right."""
+def _resident(name: str, prompt: tuple[int, ...], new: int, budget: int) -> tuple[int, ...]:
     stages, ranks.NUM = ranks.NUM, [1]
-    engine = Engine(hbm_pages=200, dram_pages=0, hot_pages=0, overlap=False)
+    selection = kind().selection
+    if selection.native:
+        selection = indexer_selection(budget or MAX_LEN)
+        budget = selection.budget
+    engine = Engine(hbm_pages=200, dram_pages=0, hot_pages=0, overlap=False, selection=selection)
     ranks.NUM = stages
     engine.add(1, prompt, new, budget)
     engine.drain()
@@ -184,15 +253,16 @@ LATENESS = {"thread": lambda: None, "latest": Latest, "shuffled": lambda: Shuffl
 
 def hosted_work(engine: Engine) -> None:
     """The slow path ran: misses, evictions, rows read from the host."""
-    assert min(len(p) for p in PROMPTS.values()) >= 8 * HOT_PAGES * PAGE
+    assert min(len(p) for p in kind().prompts.values()) >= 8 * kind().hot_pages * PAGE
     for name in ("hot_misses", "hot_evictions", "host_rows_read", "hot_hits"):
         assert engine.total(name) > 0, name
 
 
 def play(engine: Engine, script=lambda turn: (), new: int = NEW, arrive=lambda rid: 3 * rid,
-         prompts=PROMPTS, aborts=()) -> None:
+         prompts: Mapping[int, tuple[int, ...]] | None = None, aborts=()) -> None:
     """All prompts, with the events that `script` adds at each turn; tokens are those of the resident, all of
     them but where the script aborts: a row without finite logits is ended too."""
+    prompts = kind().prompts if prompts is None else prompts
     waiting = dict(prompts)
     for turn in range(600):
         for rid in [r for r in waiting if turn >= arrive(r)]:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import ranks
 import torch
 from torch import Tensor
 
@@ -23,8 +24,8 @@ from penstock.eval import words
 from penstock.eval.tasks import Interview
 from penstock.exec.attend import LatentOps
 from penstock.exec.caches import caches_of
-from penstock.exec.front import Front
-from penstock.exec.rank import Rank
+from penstock.exec.selecting import Selector
+from penstock.exec.stages import even
 from penstock.kernels import index_select, latent_attention, layer, linear, registry
 from penstock.kernels.platform import probe
 from penstock.memory.lateness import Lateness, Promptly
@@ -37,13 +38,14 @@ IDS = {word: i for i, word in enumerate(words.words())}
 
 
 @functools.cache
-def model(topk: int):
-    """The recall model in float32, with another number of chosen tokens than it comes with."""
+def model(topk: int, stage=None):
+    """The recall model in float32, or one stage of it, with another number of chosen tokens than it comes
+    with."""
     checkpoint = open_checkpoint(locate(str(FOLDER)))
     chosen = registry.select(probe("cpu"), ops=("linear", "layer"))
     made = families.build({**checkpoint.config, "index_topk": topk}, dtype=torch.float32,
                           linear=functools.partial(linear.pack, backend=chosen["linear"].name),
-                          ops=layer.ops(chosen["layer"].name))
+                          ops=layer.ops(chosen["layer"].name), stage=stage)
     for name, tensor in checkpoint.tensors(made.wants):
         made.load(name, tensor)
     made.finish()
@@ -88,24 +90,36 @@ class Answers:
 
 def ask(interviews: list[Interview], *, topk: int = 256, latent: LatentOps | None = None,
         step_tokens: int = 512, hbm_pages: int = 4096, dram_pages: int = 0, page_size: int = 16,
-        rows: int = 4, overlap: bool = True, lateness: Lateness | None = None,
+        rows: int = 4, overlap: bool = True, lateness: Lateness | None = None, hot_tokens: int = 0,
+        stages: int = 1, put: Callable[[object], None] = lambda rank: None,
         script: Callable[[int, list[int]], list[Event]] = lambda turn, live: []) -> Answers:
-    """Hold all interviews at once. script(turn, open requests): events to add at each turn."""
+    """Hold all interviews at once. script(turn, open requests): events to add at each turn.
+
+    hot_tokens   0: all KV stays on the device; else it is read from host pages, always, through hot buffers
+                 of so many tokens
+    put          a fault, of each rank
+    """
     served = model(topk)
     caches = caches_of(served.groups, page_size, torch.float32)
     cfg = CoreConfig(page_size=page_size, rows=rows, hbm_pages=hbm_pages, dram_pages=dram_pages,
                      step_tokens=step_tokens, overlap=overlap, dram_base=500_000, group_base=50_000,
-                     max_len=8192, groups=caches.groups)
+                     max_len=8192, groups=caches.groups, hot_pages=-(-hot_tokens // page_size),
+                     always_hosted=hot_tokens > 0)
     core = Core(cfg)
-    engine = Front([Rank(served, latent or ops(), *caches.pools(cfg), rows=rows, max_len=8192,
-                         lateness=lateness or Promptly())])
+    selector = None if not hot_tokens else Selector(rule=None, hot_pages=cfg.hot_pages, backends={
+        op: choice.name for op, choice in registry.select(probe("cpu"), ops=registry.HOSTING).items()})
+    engine, *_ = ranks.front(
+        functools.partial(model, topk), latent or ops(), served.groups, caches, cfg, layers=even(4, stages),
+        max_len=8192, lateness=lateness or Promptly(), selector=selector)
+    for rank in engine._ranks:
+        put(rank)
     given, inbox, found = {}, [], {}
     for rid, interview in enumerate(interviews):
         prompt, forced = (tuple(IDS[w] for w in text.split())
                           for text in (interview.context, interview.dialogue))
         engine.open(RequestId(rid), prompt, SamplingParams(
             temperature=0.0, forced=forced, logprobs=0, max_tokens=len(forced)), stop_ids=())
-        inbox.append(Arrived(RequestId(rid), prompt, len(forced)))
+        inbox.append(Arrived(RequestId(rid), prompt, len(forced), selects=hot_tokens > 0))
         given[rid], found[rid] = len(forced), {}
     live = list(given)
     for turn in range(100_000):

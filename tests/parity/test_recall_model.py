@@ -6,6 +6,7 @@ Contexts of 1,024 tokens, of which a query reads 64: a wide margin would hide a 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -68,7 +69,79 @@ def test_shuffled_rows_are_useless() -> None:
     assert ask(interviews(), topk=TOPK, latent=shuffled()).share < 0.3
 
 
+# ---------------------------------------------------------------- rows that are read from the host
+# The hot buffer is what one query reads and a page; the device has room for those of both, and their keys.
+HOSTED = {"hot_tokens": TOPK + 16, "hbm_pages": 75 * CONTEXT // 1024, "dram_pages": 800 * CONTEXT // 512}
+
+
+def hosted(**how: Any) -> Answers:
+    return ask(interviews(), topk=TOPK, **{**HOSTED, **how})
+
+
+@pytest.mark.parametrize("how", [
+    {}, {"stages": 2}, {"step_tokens": 100}, {"script": every_5_turns(Paused), "lateness": Latest()},
+    {"stages": 2, "script": every_5_turns(Paused), "lateness": Shuffled(3, torn=0.2)}],
+    ids=["hosted", "two-stages", "chunks", "paused", "two-stages-paused"])
+def test_read_from_the_host_it_answers_the_same(how: dict[str, Any]) -> None:
+    got = hosted(**how)
+    assert same(got, undisturbed())
+    assert sum(n for name, n in got.stats.items() if name.startswith("hot_misses")) > 0
+    assert sum(n for name, n in got.stats.items() if name.startswith("hot_evictions")) > 0
+    assert "script" not in how or got.stats["pauses"] >= 5
+
+
+def test_two_stages_answer_the_same() -> None:
+    assert same(ask(interviews(), topk=TOPK, stages=2), undisturbed())
+
+
+def test_shuffled_rows_from_the_host_are_useless() -> None:
+    assert hosted(latent=shuffled()).share < 0.3
+
+
 # ---------------------------------------------------------------- reports of wrong rows
+def faulty(op: str, fault: Any, **how: Any) -> Answers:
+    """Decode from the host with `fault` around an op of all layers."""
+    def put(rank: Any) -> None:
+        layers = rank._selecting._layers
+        setattr(layers, op, fault(getattr(layers, op)))
+    return hosted(put=put, **how)
+
+
+def test_a_tail_of_4_bytes_that_a_gather_loses_shows() -> None:
+    def fault(right):
+        def gather(host, pool, miss, num, *, unit):
+            tail = pool[..., -1:].clone()
+            right(host, pool, miss, num, unit=unit)
+            pool[..., -1:] = tail
+        return gather
+    assert not same(faulty("_gather", fault), undisturbed())
+
+
+def test_a_row_that_is_stale_in_the_hot_buffer_shows() -> None:
+    """Every other miss is counted as brought and is not: what was evicted is read in its place."""
+    def fault(right):
+        def gather(host, pool, miss, num, *, unit):
+            right(host, pool, miss[::2].contiguous(), (num + 1) // 2, unit=unit)
+        return gather
+    assert faulty("_gather", fault).share < undisturbed().share - 0.1
+
+
+def test_a_bind_of_a_hot_buffer_that_is_left_out_shows() -> None:
+    """Two requests take turns in one row, on a device that holds one: each goes on with the map and the pages
+    of the other's hot buffer."""
+    def put(rank: Any) -> None:
+        hot = rank._selecting.rows.hot
+        right, seen = hot.bind, set()
+
+        def bind(row: int, pages: list[int], keeps: list[int]) -> None:
+            if row not in seen:
+                right(row, pages, keeps)
+            seen.add(row)
+        hot.bind = bind
+    got = hosted(put=put, script=every_5_turns(Paused), rows=1, hbm_pages=30)
+    assert got.share < undisturbed().share - 0.1
+
+
 def paused() -> Answers:
     return ask(interviews(), topk=TOPK, script=every_5_turns(Paused), **SMALL_POOL)
 

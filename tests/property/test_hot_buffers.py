@@ -20,8 +20,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from penstock.exec.sparse import OPS as NAMES
-from penstock.exec.sparse import SparseLayers
+from penstock.exec.sparse import BoundsSelector, SparseLayers, unit_attention
 from penstock.kernels import registry
 from penstock.kernels.platform import probe
 from penstock.kernels.select import SelectRule
@@ -72,11 +71,14 @@ class Machine(RuleBasedStateMachine):
         self.hot_pages: list[list[int]] = [[] for _ in range(ROWS)]
         self.rows = [Row() for _ in range(ROWS)]
         self.sparse = SparseLayers(
-            rule=RULE, scale=SCALE, device=[self.device[:, i] for i in range(LAYERS)],
+            unit_attention(fastest("sparse_attention"), unit=UNIT, scale=SCALE), unit=UNIT,
+            device=[self.device[:, i] for i in range(LAYERS)],
             host=[self.host[:, i] for i in range(LAYERS)],
             bounds=[self.bounds[:, i] for i in range(LAYERS)], device_RP=self.table["device"],
-            host_RP=self.table["host"], bounds_RP=self.bounds_RP, hot=self.hot,
-            backends={name: fastest(name) for name in NAMES})
+            host_RP=self.table["host"], hot=self.hot,
+            backends={name: fastest(name) for name in ("store", "resolve", "gather")})
+        self.selector = BoundsSelector(RULE, [self.bounds[:, i] for i in range(LAYERS)], self.bounds_RP,
+                                       fastest("select"))
 
     # ------------------------------------------------------------ pages
     def take(self, tier: str) -> int:
@@ -158,13 +160,15 @@ class Machine(RuleBasedStateMachine):
         hosted = ["host" in self.rows[row].tiers for row in rows]
         budgets = [self.random.choice((RULE.least_units, BUDGET)) if on_host else
                    self.random.choice((BUDGET, 3 * BUDGET)) for on_host in hosted]
-        step = self.sparse.step(rows, positions, budgets, hosted)
+        step = self.sparse.step(rows, positions, hosted)
+        budget_B = torch.tensor(budgets, dtype=torch.int32)
         for layer in range(LAYERS):
             q = torch.randn(len(rows), HEADS * GROUP, DIM, generator=self.gen)
             before = self.hot.layers[layer].count_RKE.clone()
-            out = self.sparse.attend(layer, q, step)
+            chosen = self.selector.choose(layer, q, step, budget_B, max(budgets))
+            out = self.sparse.attend(layer, q, chosen, step)
             order = [(n, int(j)) for n, at in enumerate(step.rounds)
-                     for j in (range(len(rows)) if isinstance(at, slice) else at)]
+                     for j in (range(len(rows))[at] if isinstance(at, slice) else at)]
             for n, j in order:
                 want, units_K = self.expected(layer, q[j], rows[j], positions[j], budgets[j])
                 torch.testing.assert_close(out[j], want, atol=2e-5, rtol=1e-4)

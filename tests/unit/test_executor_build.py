@@ -198,14 +198,17 @@ def test_a_model_that_chooses_its_tokens_is_built_with_two_groups(latent, topk):
     lines: list[str] = []
     built = build_engine(dummy(latent, kv=KVConfig(hbm_bytes=1 << 20, sparse_top_k=topk)), lines.append)
     assert [group.name for group in built.core_config.groups] == ["latent", "index"]
-    assert built.core_config.groups[1].selector and built.selection is None
+    assert built.core_config.groups[1].selector and built.core_config.hot_pages == 2       # 4 and a page
+    assert built.selection is not None and built.selection.native and built.selection.budget == 4
     assert "backend_index_select" in built.info and "backend_paged_attention" not in built.info
 
 
 @pytest.mark.parametrize(("given", "message"), [
     (dict(sparse_top_k=8), "--sparse-top-k 8: this model chooses 4 tokens itself"),
-    (dict(sparse_kv="always", dram_bytes=1 << 20), "--sparse-kv always: host pages are not built yet"),
-    (dict(hot_buffer_tokens=64), "--hot-buffer-tokens 64: host pages are not built yet")])
+    (dict(sparse_top_k=4, sparse_unit=16), "--sparse-unit, --sparse-dense-layers: this model chooses 4"),
+    (dict(sparse_top_k=4, sparse_dense_layers=("0",)), "chooses 4 tokens one by one in every layer"),
+    (dict(hot_buffer_tokens=3), r"--hot-buffer-tokens 3: .* this model reads 4 tokens .*: at least as many"),
+    (dict(hbm_bytes=9000), r"--hbm-bytes 9000 is too little for one hot buffer: 2 pages of 16 tokens")])
 def test_another_choice_than_the_models_own_is_refused(latent, given, message):
     with pytest.raises(ConfigError, match=message):
-        build_engine(dummy(latent, kv=KVConfig(hbm_bytes=1 << 20, **given)), str)
+        build_engine(dummy(latent, kv=KVConfig(**{"hbm_bytes": 1 << 20, **given})), str)

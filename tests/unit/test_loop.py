@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.config.params import SamplingParams
-from penstock.config.selection import Selection, attention_identity
+from penstock.config.selection import Selection, attention_identity, indexer_selection
 from penstock.core.plan import Aborted, Arrived, Entered, Flushed, Started, Stopped
 from penstock.serve import wire
 from penstock.serve.loop import EngineLoop
@@ -62,6 +62,7 @@ def test_tokens_arrive_once_and_in_order(depth):
 
 TOP = Selection(selector="bounds", version=1, unit=8, budget=512, sinks=16, window=64)
 HALF = SamplingParams(top_k_tokens=256)
+NATIVE = indexer_selection(256)
 
 
 def test_what_a_submit_says_of_attention_and_grammar_reaches_the_core():
@@ -78,7 +79,18 @@ def test_what_a_submit_says_of_attention_and_grammar_reaches_the_core():
     assert all(c.kv_reads is None for c in rig.chunks if not c.finish)
 
 
+def test_every_request_of_a_model_with_an_indexer_selects_and_shares_all_pages():
+    rig = Rig(selection=NATIVE)
+    rig.submit(1, selects=True, params=HALF)
+    rig.run()
+    [arrived] = [e for e in rig.core.seen if isinstance(e, Arrived)]
+    assert arrived.selects and arrived.attention == 0
+
+
 @pytest.mark.parametrize("top, fields, said", [
+    (NATIVE, {}, "every request of this model does"),
+    (NATIVE, {"selects": True, "params": SamplingParams(top_k_tokens=128)}, "256 to 256"),
+    (NATIVE, {"selects": True, "params": HALF, "attention": 5}, "not the identity"),
     (None, {"selects": True}, "no selector"), (TOP, {"attention": 5}, "reads all KV"),
     (None, {"params": HALF}, "reads all KV"),
     (TOP, {"selects": True, "params": SamplingParams(top_k_tokens=520)}, "96 to 512, in units of 8"),

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.config.selection import Selection, attention_identity, selection_of
+from penstock.config.errors import RequestError
+from penstock.config.params import SamplingParams
+from penstock.config.selection import Selection, attention_identity, indexer_selection, selection_of
 from penstock.config.tree import KVConfig
 from penstock.kernels.select import SelectRule
 
@@ -51,3 +53,15 @@ def test_budgets_are_whole_units():
                                   dense=(0, 3))
     assert selection.within(100).budget == 96 and selection.least == 96
     assert selection_of(KVConfig()) is None
+
+
+def test_what_an_indexer_chooses_is_not_the_requests_to_say():
+    """Short and long ones select, pages are shared by all, and another budget is refused with both."""
+    native = indexer_selection(2048)
+    for asked in (None, 2048):
+        assert native.of(SamplingParams(top_k_tokens=asked), 5, 3) is native
+    for asked in (0, 512, 4096):
+        with pytest.raises(RequestError, match=f"top_k_tokens is {asked}: this model chooses 2048") as e:
+            native.of(SamplingParams(top_k_tokens=asked), 5, 3)
+        assert e.value.param == "top_k_tokens"
+    assert attention_identity(native) == 0 and native.least == native.budget == 2048

@@ -13,6 +13,7 @@ from penstock.config.params import SamplingParams
 from penstock.config.tree import KVConfig
 
 BOUNDS = "bounds"       # a unit's score is the most that q.k can be by the bounds of its keys
+INDEXER = "indexer"     # the model's own: every query, of a prompt too, reads the tokens that it chooses
 BOUNDS_VERSION = 1      # rises when its scores, its ties or what it always keeps change
 SINKS, WINDOW = 16, 64  # tokens always kept: the first, and the last, a query's own included
 
@@ -36,8 +37,15 @@ class Selection:
     dense: tuple[int, ...] = ()
 
     @property
+    def native(self) -> bool:
+        """Whether the model chooses, for every request alike, and prompts as outputs."""
+        return self.selector == INDEXER
+
+    @property
     def least(self) -> int:
         """The smallest budget: units of the sinks, those that a window can touch, and one to choose."""
+        if self.native:
+            return self.budget
         units = -(-self.sinks // self.unit) + (self.window + self.unit - 2) // self.unit + 1
         return (units + 1) * self.unit
 
@@ -47,6 +55,11 @@ class Selection:
         Raises RequestError for a budget that this server does not give.
         """
         asked = params.top_k_tokens
+        if self.native:
+            if asked not in (None, self.budget):
+                raise RequestError(f"top_k_tokens is {asked}: this model chooses {self.budget} tokens itself "
+                                   "(index_topk): leave it out", "top_k_tokens")
+            return self
         if asked is not None and asked > self.budget:
             raise RequestError(f"top_k_tokens is {asked}: at most {self.budget}, the server's "
                                "--sparse-top-k; 0 reads all KV", "top_k_tokens")
@@ -73,8 +86,16 @@ def selection_of(kv: KVConfig) -> Selection | None:
     ).within(kv.sparse_top_k)
 
 
+def indexer_selection(topk: int) -> Selection:
+    """What a model with an indexer of its own selects: `topk` tokens, one by one, and nothing always."""
+    return Selection(selector=INDEXER, version=1, unit=1, budget=topk, sinks=0, window=0)
+
+
 def attention_identity(selection: Selection) -> int:
     """`Arrived.attention` of a request that selects so: positive and under 2**63, since page keys
-    store its negative; the same in every process."""
+    store its negative; the same in every process. 0 where prompts are computed as outputs are: all
+    pages of the model serve all of its requests."""
+    if selection.native:
+        return 0
     text = "/".join(map(str, astuple(selection)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) % (2**63 - 1) + 1

@@ -87,7 +87,7 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
         f"{core_config.page_size} tokens ({caches.page_bytes} bytes); context {core_config.max_len}")
     caches.tell(log)
     if selection is not None:
-        log(f"sparse: a step reads at most {selection.budget} tokens of each KV head, in units of "
+        log(f"sparse: a query reads at most {selection.budget} tokens of each KV head, in units of "
             f"{selection.unit}; hot buffers of {core_config.hot_pages * core_config.page_size} tokens "
             f"({show_size(core_config.hot_pages * layout.page_bytes)}), "
             f"tables {show_size(parts.sizes.table_bytes)}")

@@ -18,8 +18,8 @@ from torch import Tensor
 from penstock.config import platform as machine
 from penstock.config.errors import ConfigError
 from penstock.config.paths import cache_dir
-from penstock.config.selection import Selection, selection_of
-from penstock.config.tree import Config
+from penstock.config.selection import Selection, indexer_selection, selection_of
+from penstock.config.tree import Config, KVConfig
 from penstock.core.settings import CoreConfig
 from penstock.exec.attend import LatentOps
 from penstock.exec.caches import Caches
@@ -78,8 +78,10 @@ def outline(config: Config, log: Callable[[str], object]) -> Loaded:
 
 def _backends_of(config: Config, checkpoint: Checkpoint,
                  log: Callable[[str], object]) -> dict[str, registry.Choice]:
-    return choose_backends(config, ("linear", "layer", *families.ops_of(checkpoint.config),
-                                    *(registry.SELECTING if selection_of(config.kv) else ())), log)
+    ops, hosts = families.ops_of(checkpoint.config), config.kv.sparse_kv != "off"
+    more = ((registry.HOSTING if hosts else ()) if "index_select" in ops else
+            registry.SELECTING if selection_of(config.kv) else ())
+    return choose_backends(config, ("linear", "layer", *ops, *more), log)
 
 
 def load(config: Config, stage: Stage | None, log: Callable[[str], object]) -> Loaded:
@@ -126,29 +128,33 @@ def attention_of(backends: Mapping[str, registry.Choice]) -> paged_attention.Pla
 
 
 def selection_for(config: Config, model: Model) -> Selection | None:
-    """What an ordinary model selects by. One that chooses its tokens itself takes no other choice; its rows
-    are read from device pages only. Raises ConfigError where flags ask for more."""
+    """What requests select; None: they read all. A model that chooses its tokens itself takes no other
+    choice. Raises ConfigError where flags ask for one."""
     kv, topk = config.kv, model.attention.topk
     if not topk:
         return selection_of(kv)
     if kv.sparse_top_k not in (None, topk):
         raise ConfigError(f"--sparse-top-k {kv.sparse_top_k}: this model chooses {topk} tokens itself, as "
                           "its config.json says (index_topk): leave the flag out")
-    for flag, given in (("--sparse-kv", kv.sparse_kv if kv.sparse_kv != "off" else None),
-                        ("--hot-buffer-tokens", kv.hot_buffer_tokens),
-                        ("--sparse-dense-layers", kv.sparse_dense_layers or None)):
-        if given is not None:
-            raise ConfigError(f"{flag} {given}: host pages are not built yet for a model that chooses its "
-                              f"{topk} tokens itself: leave the flag out")
-    return None
+    if kv.sparse_unit != KVConfig().sparse_unit or kv.sparse_dense_layers:
+        raise ConfigError(f"--sparse-unit, --sparse-dense-layers: this model chooses {topk} tokens one by "
+                          "one in every layer: leave them out")
+    if kv.hot_buffer_tokens is not None and kv.hot_buffer_tokens < topk:
+        raise ConfigError(f"--hot-buffer-tokens {kv.hot_buffer_tokens}: it holds what one step reads, and "
+                          f"this model reads {topk} tokens (index_topk): at least as many")
+    return indexer_selection(topk)
 
 
 def selector_of(selection: Selection | None, core: CoreConfig,
                 backends: Mapping[str, registry.Choice]) -> Selector | None:
-    """How a rank selects, in the words of its kernels."""
-    return None if selection is None else Selector(
-        rule=SelectRule(unit=selection.unit, sink=selection.sinks, window=selection.window),
-        hot_pages=core.hot_pages, backends={op: backends[op].name for op in registry.SELECTING})
+    """How a rank selects, in the words of its kernels; None: it reads all of its KV, or, with a model that
+    chooses itself, device pages only."""
+    if selection is None or (selection.native and not core.hot_pages):
+        return None
+    names = {op: backends[op].name for op in (registry.HOSTING if selection.native else registry.SELECTING)}
+    rule = None if selection.native else SelectRule(unit=selection.unit, sink=selection.sinks,
+                                                    window=selection.window)
+    return Selector(rule=rule, hot_pages=core.hot_pages, backends=names)
 
 
 def digest_of(config: Mapping[str, object]) -> str:

@@ -53,7 +53,7 @@ def scratch(caches: Caches, selector: Selector | None) -> CoreConfig:
 def prove_front(front: Front, core: CoreConfig, max_position: int, selector: Selector | None) -> None:
     """`prove` of a front whose ranks have pools as `core`, which `scratch` made, says."""
     size, hosted = core.page_size, core.hot_pages > 0
-    budget = selector.rule.least_units * selector.rule.unit if hosted and selector is not None else 0
+    budget = selector.least if hosted and selector is not None else 0
     rid, prompt = RequestId(0), (0,) * min(size, max_position)
     front.open(rid, prompt, SamplingParams(temperature=0.0, top_k_tokens=budget))
     first = StepPlan(

@@ -23,9 +23,10 @@ from penstock.config.params import SamplingParams
 from penstock.core.plan import Bind, Moved, RequestId, StepId, StepPlan
 from penstock.exec.attend import Attending, Grouped, LatentOps, attending
 from penstock.exec.graphs import DecodeGraphs
+from penstock.exec.indexed import Indexed
 from penstock.exec.lower import Lowered, RowTables
 from penstock.exec.sampling import Logprobs, Sampler, Sampling
-from penstock.exec.selecting import Selecting, Selector
+from penstock.exec.selecting import Selecting, Selector, Selects
 from penstock.exec.stages import Heard, Links
 from penstock.kernels.paged_attention import Planner
 from penstock.memory.dram import DramPool
@@ -100,14 +101,15 @@ class Rank:
         self._groups = model.groups if groups is None else groups
         device = hbm[0].pages.device
         self._tables = RowTables(rows, max_len, hbm, dram, base=row_base, device=device)
-        self._selecting: Selecting | None = None
+        self._selecting: Selects | None = None
         self._attending: Attending
         if selector is None:
             self._attending = attending(model, self._groups, attention, hbm)
         else:
-            assert not isinstance(attention, LatentOps), "a model of latent rows selects by itself"
-            self._attending = self._selecting = Selecting(
-                selector, model, self._groups, self._tables, hbm, dram, attention)
+            parts = selector, model, self._groups, self._tables, hbm, dram
+            self._attending = self._selecting = (
+                Indexed(*parts, attention) if isinstance(attention, LatentOps) else
+                Selecting(*parts, attention))
         self._sampler = Sampler(model.vocab_size, rows, seed=seed, device=device)
         self._mover = Mover([*hbm, *dram], lateness, wake)
         self._whole = self._links.before is None and self._samples
@@ -124,7 +126,8 @@ class Rank:
     def open(self, rid: RequestId, prompt: tuple[int, ...], params: SamplingParams, *,
              choice: int, stop_ids: tuple[int, ...]) -> None:
         """Sampling state of `rid`. Raises RequestError for a token id outside the vocabulary."""
-        assert self._selecting or not params.top_k_tokens, f"request {rid} selects, and nothing here can"
+        assert self._selecting or params.top_k_tokens in (None, 0, self._model.attention.topk), (
+            f"request {rid} selects, and nothing here can")
         self._open[rid] = self._sampler.open(rid, prompt, params, choice, stop_ids)
         self._selects[rid] = params.top_k_tokens or 0, len(prompt)
         if self._heard is not None:
@@ -133,13 +136,13 @@ class Rank:
     def close(self, rid: RequestId) -> None:
         del self._open[rid], self._selects[rid]
         if self._selecting is not None:
-            self._selecting.close(rid)
+            self._selecting.rows.close(rid)
         if self._heard is not None:
             self._heard.close(rid)
 
     def kv_reads(self, rid: RequestId) -> dict[str, int] | None:
         """What the units that `rid` selected were read from, so far, by name; None: it selects none."""
-        return None if self._selecting is None else self._selecting.reads(rid)
+        return None if self._selecting is None else self._selecting.rows.reads(rid)
 
     def capture(self, buckets: Sequence[int]) -> None:
         """On a CUDA device, of a whole model with KV heads: capture decode steps of so many rows. Without,
@@ -310,7 +313,7 @@ class Rank:
         for pool in (*self._hbm, *self._dram):
             name = self._groups[pool.group].name
             out[f'pool_bytes{{tier="{pool.tier.value}",group="{name}"}}'] = pool.nbytes
-        return out if self._selecting is None else out | self._selecting.stats()
+        return out if self._selecting is None else out | self._selecting.rows.stats()
 
 
 def _sampled(plan: StepPlan) -> tuple[RequestId, ...]:

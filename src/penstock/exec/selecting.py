@@ -10,51 +10,45 @@ where its bytes are changes no token. Knows rows and positions; refuses to know 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from penstock.core.plan import Bind, RequestId, StepPlan
+from penstock.core.plan import Bind, StepPlan
+from penstock.exec.attend import Attending
+from penstock.exec.hot_rows import HotRows
 from penstock.exec.lower import Lowered, RowTables
-from penstock.exec.sparse import SparseLayers
+from penstock.exec.sparse import BoundsSelector, SparseLayers, unit_attention
 from penstock.kernels.chunk_attention import chunk_attention
 from penstock.kernels.gather import gather
 from penstock.kernels.merge import merge
 from penstock.kernels.paged_attention import AttentionSpec, Plan, Planner, store
 from penstock.kernels.ragged import Ragged
 from penstock.kernels.select import SelectRule
-from penstock.kernels.store import StoreAt
-from penstock.memory.hot import HotBuffers
 from penstock.memory.pool import BlockPool
 from penstock.model.base import Attend, CacheShape, LocalLayer, Model
 
 # attend(layer of the group, q_TNH, k_TKH, v_TKH) -> out_TNH
 _Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-COUNTS = ("device", "hot_hits", "hot_misses", "hot_evictions")      # columns of HotLayer.count_RKE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selector:
     """How rows select. `hot_pages`: of a row's hot buffer, at most, 0 if no row is ever hosted;
-    backends: op -> name of its implementation, of every op that selecting needs."""
+    backends: op -> name of its implementation, of every op that selecting needs.
+    rule: None where the model's own indexer chooses."""
 
-    rule: SelectRule
+    rule: SelectRule | None
     hot_pages: int
     backends: Mapping[str, str]
 
-
-@dataclass(slots=True)
-class _Row:
-    """What a bound row computes: `budget` units a query behind position `first`; 0: it reads all."""
-
-    rid: RequestId | None = None
-    budget: int = 0
-    first: int = 0
-    hot_pages: int = 0
+    @property
+    def least(self) -> int:
+        """Tokens of the smallest budget that a request can have; 0 where requests have none."""
+        return 0 if self.rule is None else self.rule.least_units * self.rule.unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +81,18 @@ class _Window:
     num_1: Tensor
 
 
+class Selects(Attending, Protocol):
+    """`Attending` of a rank on which rows select, and may be hosted."""
+
+    rows: HotRows
+
+    def bind(self, bind: Bind, *, budget: int, num_prompt: int) -> None:
+        """The row's tables are bound already. budget: tokens; 0: what the model reads of itself."""
+        ...
+
+
 class Selecting:
-    """`exec.attend.Attending` of a rank on which requests may select.
+    """`Selects` of a model of KV heads, by bounds of their keys.
 
     groups     group 0 has the KV of the layers that select, group 1 the bounds of its units; layers of
                others, if there are any, read all of theirs, from device pages
@@ -97,6 +101,8 @@ class Selecting:
 
     def __init__(self, selector: Selector, model: Model, groups: Sequence[CacheShape], tables: RowTables,
                  device: Sequence[BlockPool], host: Sequence[BlockPool], planner: Planner) -> None:
+        rule = selector.rule
+        assert rule is not None, "ordinary models select by bounds"
         self._tables, self._planner = tables, planner
         self._kv, self._bounds = tables.groups[0], tables.groups[1]
         self._local = {layer: i for i, layer in enumerate(groups[0].layers)}
@@ -108,90 +114,25 @@ class Selecting:
                        for g, (group, pool) in enumerate(zip(groups, device, strict=True))
                        if g > 1 for i, layer in enumerate(group.layers)}
         self._scale = model.attention.scale
-        layout, rule = device[0].layout, selector.rule
+        layout = device[0].layout
         self._unit, self._size = rule.unit, layout.page_size
-        self._base = device[0]
-        self._device = [device[0].pages[:, i] for i in range(layout.num_layers)]
-        self._host = [host[0].pages[:, i] for i in range(layout.num_layers)] if host else []
-        rows, pages = self._kv.device_RM.shape
-        self._hot = HotBuffers(layers=layout.num_layers, rows=rows, kv_heads=layout.num_kv_heads,
-                               pages=pages, hot_pages=selector.hot_pages,
-                               page_units=layout.page_size // rule.unit,
-                               device=self._kv.device_RM.device)
-        host_RM = self._kv.host_RM
+        self._device, self._host, bounds = (
+            [] if pool is None else [pool.pages[:, i] for i in range(layout.num_layers)]
+            for pool in (device[0], host[0] if host else None, device[1]))
+        self.rows = HotRows(tables, device[0], unit=rule.unit, hot_pages=selector.hot_pages,
+                            names=[model.stage.first + layer for layer in groups[0].layers])
+        backends = selector.backends
         self._layers = SparseLayers(
-            rule=rule, scale=self._scale, device=self._device, host=self._host,
-            bounds=[device[1].pages[:, i] for i in range(layout.num_layers)],
-            device_RP=self._kv.device_RM, bounds_RP=self._bounds.device_RM, hot=self._hot,
-            host_RP=torch.full_like(self._kv.device_RM, -1) if host_RM is None else host_RM,
-            backends=selector.backends)
-        self._chunk_attention = chunk_attention(selector.backends["chunk_attention"])
-        self._gather = gather(selector.backends["gather"])
-        self._merge = merge(selector.backends["merge"])
-        self._rows = [_Row() for _ in range(rows)]
-        self._reads: dict[RequestId, Counter[str]] = {}      # of rows that a request has left
-        self._totals_LE = torch.zeros(layout.num_layers, len(COUNTS), dtype=torch.int64)
-        self._unit_bytes = layout.planes * layout.head_dim * rule.unit * layout.dtype.itemsize
-        self._page_rows = layout.num_kv_heads * self._size
-        self._window_pages = [0] * layout.num_layers
-        self._names = [model.stage.first + layer for layer in groups[0].layers]      # of the whole model
+            unit_attention(backends["sparse_attention"], unit=rule.unit, scale=self._scale), unit=rule.unit,
+            device=self._device, host=self._host, bounds=bounds, device_RP=self._kv.device_RM,
+            host_RP=self.rows.host_RM, hot=self.rows.hot, backends=backends)
+        self._selector = BoundsSelector(rule, bounds, self._bounds.device_RM, backends["select"])
+        self._chunk_attention = chunk_attention(backends["chunk_attention"])
+        self._gather = gather(backends["gather"])
+        self._merge = merge(backends["merge"])
 
-    # ------------------------------------------------------------ rows
     def bind(self, bind: Bind, *, budget: int, num_prompt: int) -> None:
-        """The row's tables are bound already. budget: tokens; 0: this request reads all of its KV."""
-        r = self._tables.index(bind.row)
-        row, hot = self._rows[r], bind.hot[0] if bind.hot else ()
-        self._settle(r)
-        if hot or row.hot_pages:
-            self._hot.bind(r, [self._base.index(h.page) for h in hot], [h.keeps for h in hot])
-        self._rows[r] = _Row(bind.rid, budget // self._unit, num_prompt, len(hot))
-
-    def _settle(self, r: int) -> None:
-        """Add what row `r` has counted to its request and to the layers."""
-        rid = self._rows[r].rid
-        if rid is None or not self._rows[r].budget:
-            return
-        count_LE = self._hot.counts(r).cpu()
-        self._hot.clear(r)
-        self._totals_LE += count_LE
-        self._reads.setdefault(rid, Counter()).update(
-            dict(zip(COUNTS, count_LE.sum(0).tolist(), strict=True)))
-
-    def reads(self, rid: RequestId) -> dict[str, int] | None:
-        """What the units that `rid` selected were read from so far; None if it selects none."""
-        for r, row in enumerate(self._rows):
-            if row.rid == rid:
-                self._settle(r)
-        found = self._reads.get(rid)
-        return None if found is None else {
-            **{name: found[name] for name in COUNTS},
-            "host_bytes": found["hot_misses"] * self._unit_bytes + found["window_bytes"]}
-
-    def close(self, rid: RequestId) -> None:
-        """No plan names `rid` any more."""
-        for r, row in enumerate(self._rows):
-            if row.rid == rid:
-                self._settle(r)
-                row.rid = None
-        self._reads.pop(rid, None)
-
-    def stats(self) -> dict[str, float]:
-        """By metric name: units that decode selected, by layer and where they were; rows that either they or
-        windows of prompts brought from the host."""
-        for r in range(len(self._rows)):
-            self._settle(r)
-        out: dict[str, float] = {}
-        for layer, counts, pages in zip(self._names, self._totals_LE.tolist(), self._window_pages,
-                                        strict=True):
-            named = dict(zip(COUNTS, counts, strict=True))
-            at = f'{{layer="{layer}"}}'
-            out[f"selected_device_units_total{at}"] = named["device"]
-            out[f"hot_hits_total{at}"] = named["hot_hits"]
-            out[f"hot_misses_total{at}"] = named["hot_misses"]
-            out[f"hot_evictions_total{at}"] = named["hot_evictions"]
-            out[f"hot_window_pages_total{at}"] = pages
-            out[f"host_rows_read_total{at}"] = named["hot_misses"] * self._unit + pages * self._page_rows
-        return out
+        self.rows.bind(bind, budget=budget // self._unit, first=num_prompt)
 
     # ------------------------------------------------------------ a step
     def step(self, plan: StepPlan, lowered: Lowered) -> Attend:
@@ -202,9 +143,9 @@ class Selecting:
     def _selects(self, plan: StepPlan, lowered: Lowered) -> _Attend:
         dense, windows, queries = self._split(plan)
         for chunk in windows:
-            self._hot.void(chunk.row)             # their hot pages are about to hold windows
+            self.rows.hot.void(chunk.row)         # their hot pages are about to hold windows
         through = [(chunk, self._windows(chunk)) for chunk in windows]
-        at = self._store_at(lowered)
+        at = self.rows.store_at(lowered, self._bounds)
         ragged = lowered.ragged[0]
         whole = not windows and not queries
         tokens_at = slice(None) if whole else _where(dense, ragged.page_T.device)
@@ -214,8 +155,9 @@ class Selecting:
         if queries:
             query_at = torch.tensor([t for t, _, _ in queries], device=ragged.page_T.device)
             rows = [r for _, r, _ in queries]
+            budgets = [self.rows[r].budget for r in rows]
+            budget_B = torch.tensor(budgets, dtype=torch.int32, device=query_at.device)
             sparse = self._layers.step(rows, [p for _, _, p in queries],
-                                       [self._rows[r].budget for r in rows],
                                        [not self._kv.is_resident(r) for r in rows])
 
         def attend(layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
@@ -230,7 +172,9 @@ class Selecting:
                 of = chunk.tokens
                 out_TNH[of] = self._earlier(layer, chunk, pages, q_TNH[of], k_TKH[of], v_TKH[of])
             if sparse is not None:
-                out_TNH[query_at] = self._layers.attend(layer, q_TNH[query_at], sparse)
+                q_BNH = q_TNH[query_at]
+                chosen_BKC = self._selector.choose(layer, q_BNH, sparse, budget_B, max(budgets))
+                out_TNH[query_at] = self._layers.attend(layer, q_BNH, chosen_BKC, sparse)
             return out_TNH
         return attend
 
@@ -243,7 +187,7 @@ class Selecting:
         at = 0
         for row, start, count in zip(plan.rows, plan.start, plan.count, strict=True):
             r = self._tables.index(row)
-            who, end = self._rows[r], start + count
+            who, end = self.rows[r], start + count
             split = min(max(who.first, start), end) if who.budget else end
             if split > start:
                 chunk = _Chunk(r, at, start, split)
@@ -252,29 +196,14 @@ class Selecting:
             at += count
         return dense, windows, queries
 
-    def _store_at(self, lowered: Lowered) -> StoreAt:
-        ragged, row_T = lowered.ragged[0], lowered.row_T
-        page_T, offset_T = lowered.positions_T // self._size, ragged.offset_T
-
-        def slots(page_T: Tensor, size: int, offset_T: Tensor) -> Tensor:
-            return torch.where(page_T < 0, -1, page_T.long() * size + offset_T)
-        host_RM = self._kv.host_RM
-        return StoreAt(
-            device_T=slots(ragged.page_T, self._size, offset_T),
-            host_T=(torch.full_like(offset_T, -1) if host_RM is None else
-                    slots(host_RM[row_T, page_T], self._size, offset_T)),
-            bounds_T=slots(self._bounds.device_RM[row_T, page_T], self._size // self._unit,
-                           offset_T // self._unit),
-            row_T=row_T.int(), position_T=lowered.positions_T.int(), unit=self._unit)
-
     def _windows(self, chunk: _Chunk) -> list[_Window]:
         """The pages before a chunk, as many at a time as the row's hot buffer has."""
-        host_RM, row = self._kv.host_RM, self._rows[chunk.row]
+        host_RM, row = self._kv.host_RM, self.rows[chunk.row]
         assert row.hot_pages, f"row {chunk.row} has pages on the host and no hot buffer"
         assert host_RM is not None
         earlier = slice(0, -(-chunk.start // self._size))
         device_P, host_P = self._kv.device_RM[chunk.row, earlier].long(), host_RM[chunk.row, earlier]
-        hot_W, made = self._hot.pages(chunk.row), []
+        hot_W, made = self.rows.hot.pages(chunk.row), []
         head_K = torch.arange(self._specs[0].num_kv_heads, device=host_P.device)
         for first in range(0, earlier.stop, row.hot_pages):
             page_P = device_P[first:first + row.hot_pages].clone()
@@ -303,10 +232,7 @@ class Selecting:
         """k and v of a window, [S, K, H]; what has no device page comes into the row's hot pages."""
         pool_PK2GH = self._device[layer]
         self._gather(self._host[layer], pool_PK2GH, window.miss_E3, window.num_1, unit=self._size)
-        self._window_pages[layer] += window.brought
-        if (rid := self._rows[row].rid) is not None:
-            self._reads.setdefault(rid, Counter())["window_bytes"] += (
-                window.brought * self._page_rows * self._unit_bytes // self._unit)
+        self.rows.window(layer, row, window.brought)
         heads, planes, size, dim = pool_PK2GH.shape[1:]
         kv_2KPGH = pool_PK2GH.new_empty(planes, heads, len(window.page_P), size, dim)
         for plane, head in itertools.product(range(planes), range(heads)):      # a head's tokens side by side

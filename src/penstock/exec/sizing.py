@@ -33,7 +33,7 @@ def groups_of(model: Model, selection: Selection | None) -> tuple[CacheShape, ..
 
     Raises ConfigError: a model that cannot be given a selector, layers that it does not have.
     """
-    if selection is None:
+    if selection is None or selection.native:
         return model.groups
     if len(model.groups) > 1 or model.groups[0].planes != 2:
         raise ConfigError("--sparse-top-k: this model has a selector, or KV, of its own kind; the one that "
@@ -132,7 +132,7 @@ def _hosting(config: Config, caches: Caches, core: CoreConfig, hbm: int, budget:
              device: str) -> Sizes:
     """With hot buffers, whose state and tables are of the device's bytes. Raises ConfigError."""
     kv, size = config.kv, core.page_size
-    tokens = kv.hot_buffer_tokens or budget + size
+    tokens = min(kv.hot_buffer_tokens or budget + size, -(-core.max_len // size) * size)
     hot = -(-tokens // size)
     core = replace(core, hot_pages=hot, always_hosted=kv.sparse_kv == "always")
 

@@ -181,6 +181,8 @@ class EngineLoop:
     def _selection_refusal(self, m: Submit) -> str | None:
         top, budget = self._selection, m.params.top_k_tokens or 0
         if not m.selects:
+            if top is not None and top.native:
+                return "selects: every request of this model does"
             odd = budget or m.attention
             return "top_k_tokens or attention of a request that reads all KV" if odd else None
         if top is None:

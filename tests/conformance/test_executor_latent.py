@@ -1,0 +1,40 @@
+"""Latent rows that a model's own indexer chose, from the host: a few cells of `test_executor_hosted.py`,
+whose whole list runs with them in the sweep."""
+from __future__ import annotations
+
+import hosted
+import pytest
+from hosted import LATENESS, Engine, hosted_work, kind, play
+from late_copies import Latest
+
+from penstock.core.plan import Paused, RequestId
+
+
+@pytest.fixture(autouse=True)
+def latent(monkeypatch):
+    monkeypatch.setattr(hosted, "KIND", ["latent"])
+
+
+def test_prompts_longer_than_the_device_select_at_each_position():
+    engine = Engine(step_tokens=37)
+    play(engine, prompts={1: kind().prompts[1], 2: kind().prompts[2]})
+    hosted_work(engine)
+    assert engine.total("hot_window_pages") == 0
+
+
+def test_rows_on_both_tiers_and_pauses():
+    engine = Engine(hbm_pages=60, step_tokens=150, lateness=LATENESS["shuffled"]())
+    play(engine, lambda turn: [Paused(RequestId(1 + turn % 4))] if turn % 5 == 0 and turn < 60 else (),
+         arrive=lambda rid: 0)
+    hosted_work(engine)
+    assert engine.core.stats()["pauses"] >= 1
+
+
+def test_a_host_page_that_is_zeroed_shows():
+    engine = Engine(always=True, lateness=Latest())
+    engine.add(1, kind().prompts[1], hosted.NEW)
+    while not engine.got[1]:
+        engine.turn()
+    engine.host[0].pages.nan_to_num_(0.0).zero_()
+    engine.drain()
+    assert tuple(engine.got[1]) != hosted.resident(kind().prompts[1], hosted.NEW)
