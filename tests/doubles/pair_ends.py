@@ -64,9 +64,9 @@ class Pools:
     def page(self, tier: Tier, group: Group, n: int) -> int:
         return {Tier.HBM: 1000, Tier.DRAM: 5000}[tier] + group * 100 + n
 
-    def block(self, tier: Tier, group: Group, page: int) -> torch.Tensor:
-        """A page of all stages, as one copy [L, K, C, U, H]."""
-        return torch.cat([p.page(page) for p in self.every() if (p.tier, p.group) == (tier, group)])
+    def of(self, tier: Tier, group: Group):
+        """In the order of their stages."""
+        return [p for p in self.every() if (p.tier, p.group) == (tier, group)]
 
     def fill(self, tier: Tier, group: Group, pages: Sequence[int], first: int) -> None:
         """As if a request had its positions from `first` on in these pages."""
@@ -75,10 +75,9 @@ class Pools:
             begin = first // UNITS[group] + i * size
             whole = cells(group, range(begin, begin + size))
             at = 0
-            for pool in self.every():
-                if (pool.tier, pool.group) == (tier, group):
-                    pool.page(page).copy_(whole[at:at + pool.layout.num_layers])
-                    at += pool.layout.num_layers
+            for pool in self.of(tier, group):
+                pool.page(page).copy_(whole[at:at + pool.layout.num_layers])
+                at += pool.layout.num_layers
 
     def facts(self, role: str, stages: Sequence[Sequence[int]], must: dict[str, str]) -> Facts:
         return Facts(role, must, [group_facts(name, layout) for name, layout in
@@ -171,25 +170,19 @@ def push(prefill: LinkEnd, epoch: int, group: Group, first: int, tokens: int, *,
 def check(decode: LinkEnd, given: dict[Group, list[int]], tokens: int, *, start: int = 0,
           tier: Tier = Tier.DRAM) -> None:
     """Every granted unit is what was sent, and every other byte of every pool is as it was."""
-    want = Pools(decode.pools.page_size, [[sum(p.layout.num_layers for p in decode.pools.every()
-                                               if p.group == g and p.tier is Tier.HBM)] for g in (0, 1)])
+    want = Pools(decode.pools.page_size, ((5,), (4,)))
     for group, at in ((KV, tier), (BOUNDS, Tier.HBM)):
         unit, size = UNITS[group], decode.pools.page_size // UNITS[group]
         units = range(start // unit, tokens // unit)
         for i, page in enumerate(given[group]):
             here = range(units.start + i * size, min(units.stop, units.start + (i + 1) * size))
-            block = want.block(at, group, page)
             if len(here) > 0:
-                block[..., :len(here), :] = cells(group, here)
-            for pool in want.every():
-                if (pool.tier, pool.group) == (at, group):
-                    pool.page(page).copy_(block)
-    for tier_ in (Tier.HBM, Tier.DRAM):
+                want.of(at, group)[0].page(page)[..., :len(here), :] = cells(group, here)
+    for at in (Tier.HBM, Tier.DRAM):
         for group in (KV, BOUNDS):
-            for n in range(PAGES):
-                page = decode.pools.page(tier_, group, n)
-                a, b = (p.block(tier_, group, page).view(torch.uint8) for p in (decode.pools, want))
-                assert torch.equal(a, b), f"{tier_} {group} page {page}"
+            a, b = (torch.cat([p.pages for p in pools.of(at, group)], 1).view(torch.uint8)
+                    for pools in (decode.pools, want))
+            assert torch.equal(a, b), f"pages of {at} of group {group}"
 
 
 def transfer_all(prefill: LinkEnd, decode: LinkEnd, epoch: int, tokens: int, *, start: int = 0,

@@ -1,0 +1,271 @@
+"""A network that waits, cuts and flips bits between two ends; and seeded bugs of the link, each seen."""
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from unittest import mock
+
+import pytest
+import torch
+from pair_ends import BOUNDS, KV, LinkEnd, Pools, check, grant, push, transfer_all
+from pair_proxy import Fault, Proxy
+
+from penstock.config.decoding import ProtocolError
+from penstock.core.pair.messages import Drained, Grant, Refused
+from penstock.core.pair.messages import End as Over
+from penstock.core.plan import DramPage, Move, MoveId, StepId, Tier
+from penstock.transfer import landing, session
+from penstock.transfer.codec import FrameReader, PageFrame, PageHead, Sealer, checksum
+from penstock.transfer.events import Down, Heard, LinkEvent, Pushed
+from penstock.transfer.landing import Landings
+from penstock.transfer.layout import Piece, Progress
+from penstock.transfer.pages import PoolPages
+
+
+def connected(*faults: Fault, **settings) -> tuple[LinkEnd, LinkEnd, Proxy]:
+    prefill = LinkEnd("prefill", "127.0.0.1:0", **settings)
+    proxy = Proxy(prefill.link.address, faults)
+    return prefill, LinkEnd("decode", proxy.address, page_size=16, **settings), proxy
+
+
+def end_of(*ends: LinkEnd | Proxy) -> None:
+    for end in ends:
+        end.link.close() if isinstance(end, LinkEnd) else end.close()
+
+
+def fresh(end: LinkEnd) -> None:
+    """Its pools as they were before anything landed."""
+    end.pools = Pools(end.pools.page_size, ((5,), (4,)))
+    end.link._pages.__init__(end.pools.stages)      # type: ignore[misc]
+
+
+def attempt(prefill: LinkEnd, decode: LinkEnd, epoch: int, generation: int) -> str:
+    """One transfer: "ok", and then its bytes are right; "damaged", of which the decode end was told; or
+    "down", and then both ends were."""
+    fresh(decode)
+    given = grant(decode, epoch, 40, generation=generation)
+    decode.link.say(epoch, Grant(epoch, epoch, 1, generation, 40))
+    down = False
+
+    def wait(what: Callable[[LinkEvent], bool]) -> None:
+        nonlocal down
+        down = down or isinstance(prefill.wait(lambda e: isinstance(e, Down) or what(e)), Down)
+
+    wait(lambda e: isinstance(e, Heard) and isinstance(e.message, Grant))
+    for at in (0, 24):
+        for group in (KV, BOUNDS):
+            if not down:
+                push(prefill, epoch, group, at, 24 if at == 0 else 16, generation=generation)
+                wait(lambda e: isinstance(e, Pushed))
+    prefill.link.say(epoch, Over(epoch, epoch, 1, generation, 40, 0, (7,)))
+    heard = decode.wait(lambda e: isinstance(e, Down) or (
+        isinstance(e, Heard) and isinstance(e.message, Over | Drained)))
+    if isinstance(heard, Down):
+        if not down:
+            wait(lambda e: False)
+        return "down"
+    decode.link.revoke(1, generation)
+    assert isinstance(heard, Heard)
+    if isinstance(heard.message, Drained):
+        return "damaged"
+    check(decode, given, 40)
+    return "ok"
+
+
+def up_again(prefill: LinkEnd, decode: LinkEnd) -> int:
+    epoch = decode.up()
+    while prefill.up() < epoch:                 # some that only this end took for a pair
+        pass
+    return epoch
+
+
+def weather(seed: int) -> str:
+    """Transfers through one fault at a random byte, then through none. Returns what the fault came to."""
+    rng = random.Random(seed)
+    way, at = rng.choice(("in", "in", "out")), rng.choice((rng.randrange(900), rng.randrange(18_000)))
+    kind = rng.choice(("cut", "flip", "delay"))
+    fault = Fault(way, at, cut=kind == "cut", flip=kind == "flip", delay_s=0.002 * (kind == "delay"))
+    prefill, decode, proxy = connected(fault)
+    try:
+        epoch, came = up_again(prefill, decode), []
+        for generation in range(1, 5):
+            came.append(attempt(prefill, decode, epoch, generation))
+            if came[-1] == "down":
+                epoch = up_again(prefill, decode)
+        assert came[-1] == "ok" and len(came) - came.count("ok") <= 1, f"one fault: {came}"
+        assert kind != "delay" or (epoch == 1 and came.count("ok") == 4)
+        assert (decode.link.stats()["pair_damaged_frames_total"] > 0) == ("damaged" in came)
+        return f"{kind} {'new epoch' if epoch > 1 else 'damaged' if 'damaged' in came else 'nothing'}"
+    finally:
+        end_of(decode, prefill, proxy)
+
+
+ALL = {"cut new epoch", "flip new epoch", "flip damaged", "delay nothing"}
+
+
+def test_a_fault_of_the_network_costs_a_transfer_or_an_epoch_and_no_byte() -> None:
+    assert {weather(seed) for seed in range(24)} >= ALL
+
+
+@pytest.mark.sweep
+def test_many_faults_of_the_network() -> None:
+    assert {weather(seed) for seed in range(1_000, 1_600)} >= ALL
+
+
+# ---------------------------------------------------------------- seeded bugs
+def flipped_page() -> None:
+    """One bit of a page's payload, on its way."""
+    prefill, decode, proxy = connected()
+    try:
+        epoch, damaged = up_again(prefill, decode), False
+
+        def damage(payload: memoryview) -> int:
+            nonlocal damaged
+            right = checksum(payload)
+            if not damaged:
+                damaged = True
+                payload[5] ^= 4
+            return right
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(session, "checksum", damage)
+            assert attempt(prefill, decode, epoch, 1) == "damaged"
+    finally:
+        end_of(decode, prefill, proxy)
+
+
+def plain_transfer() -> None:
+    prefill, decode, proxy = connected()
+    try:
+        epoch = up_again(prefill, decode)
+        given, heard = transfer_all(prefill, decode, epoch, 75, start=32, chunk=24, tier=Tier.HBM)
+        assert isinstance(heard, Heard) and isinstance(heard.message, Over)
+        check(decode, given, 75, start=32, tier=Tier.HBM)
+        sent = prefill.link.stats()["pair_sent_bytes_total"]
+        assert sent == 43 * 5 * 2 * 2 * 4 * 2 + 10 * 4 * 2 * 2 * 4 * 4
+    finally:
+        end_of(decode, prefill, proxy)
+
+
+def early_end() -> None:
+    """An End before the last position has come."""
+    prefill, decode, proxy = connected()
+    try:
+        epoch = up_again(prefill, decode)
+        grant(decode, epoch, 40)
+        for group in (KV, BOUNDS):
+            push(prefill, epoch, group, 0, 32)
+            prefill.wait(Pushed)
+        prefill.link.say(epoch, Over(epoch, epoch, 1, 1, 40, 0, (7,)))
+        heard = decode.wait(Heard)
+        assert isinstance(heard, Heard) and isinstance(heard.message, Drained)
+    finally:
+        end_of(decode, prefill, proxy)
+
+
+def older_epoch() -> None:
+    """A frame of a connection that is over, when the same transfer and generation is granted again."""
+    pools = Pools(8, ((5,), (4,)))
+    page = pools.page(Tier.DRAM, KV, 0)
+    landings = Landings(pools.facts("decode", ((5,), (4,)), {}), PoolPages(pools.stages))
+    move = Move(MoveId(1), KV, Tier.PEER, (), Tier.DRAM, (DramPage(page),), 8, StepId(0), 0, 1, 1)
+    payload = memoryview(bytes(range(64)) * 10)                 # four units of five layers
+    frame = PageFrame(PageHead(1, 1, 0, Piece(0, 5, 0, 4), checksum(payload)), payload)
+    for epoch in (1, 2):
+        landings.end()
+        landings.begin(epoch)
+        landings.grant(epoch, move)
+    landings.grant(1, move)                                     # nor is a grant of that epoch one of this
+    landings.land(1, frame)
+    assert pools.of(Tier.DRAM, KV)[0].page(page).view(torch.uint8).unique().tolist() == [0xEE]
+    assert landings.strays == 1
+    landings.land(2, frame)
+    assert landings.strays == 1
+    assert len(pools.of(Tier.DRAM, KV)[0].page(page).view(torch.uint8).unique()) > 60
+
+
+def replayed() -> None:
+    """A frame that was recorded on another connection, with this one's epoch written into its head."""
+    frame = bytearray(next(Sealer(b"another connection", 1).message(Refused(1, 1, 9, 9, 1))))
+    frame[8:16] = (2).to_bytes(8, "little")
+    reader = FrameReader(io.BufferedReader(io.BytesIO(frame)).readinto, b"this", 2)   # type: ignore[arg-type]
+    with pytest.raises(ProtocolError):
+        reader.next()
+
+
+def revoked() -> None:
+    prefill, decode, proxy = connected()
+    try:
+        epoch = up_again(prefill, decode)
+        grant(decode, epoch, 40)
+        decode.link.revoke(1, 1)
+        push(prefill, epoch, KV, 0, 40)
+        prefill.wait(Pushed)
+        prefill.link.say(epoch, Refused(epoch, epoch, 9, 9, 1))
+        decode.wait(Heard)
+        check(decode, {KV: [], BOUNDS: []}, 40)
+    finally:
+        end_of(decode, prefill, proxy)
+
+
+@dataclass(frozen=True)
+class Bug:
+    name: str
+    scenario: Callable[[], None]
+    where: object
+    attribute: str
+    made: Callable[[Callable], Callable]
+
+
+def _of_another_page(right: Callable) -> Callable:
+    """Selector state of the page before, of those that it has."""
+    def place(group, first, pages, piece):
+        page, offset = right(group, first, pages, piece)
+        return (pages[max(0, pages.index(page) - 1)] if group.unit > 1 else page), offset
+    return place
+
+
+def _kv_units(right: Callable) -> Callable:
+    """Selector state mapped as if its pages had as many units as pages of KV."""
+    def place(group, first, pages, piece):
+        size = group.page_size
+        return pages[min(len(pages) - 1, piece.unit // size - first // size)], piece.unit % group.page_units
+    return place
+
+
+def _any_epoch(right: Callable) -> Callable:
+    def land(self, epoch, frame):
+        right(self, self._epoch, frame)
+    return land
+
+
+BUGS = (
+    Bug("page-counted-before-its-checksum", flipped_page, landing, "checksum",
+        lambda right: lambda payload: mock.ANY),
+    Bug("frame-of-an-older-epoch-written", older_epoch, Landings, "land", _any_epoch),
+    Bug("frame-of-another-connection-taken", replayed, FrameReader, "_authenticate",
+        lambda right: lambda self, covered: None),
+    Bug("selector-state-of-another-page", plain_transfer, landing, "place", _of_another_page),
+    Bug("selector-state-mapped-by-tokens", plain_transfer, landing, "place", _kv_units),
+    Bug("sent-from-another-page", plain_transfer, session, "place", _of_another_page),
+    Bug("half-a-unit-sent", plain_transfer, session, "whole_units",
+        lambda right: lambda first, tokens, unit: range(first // unit, -(-(first + tokens) // unit))),
+    Bug("done-before-all-has-landed", early_end, Progress, "done", lambda right: property(lambda self: True)),
+    Bug("revoked-and-written", revoked, Landings, "revoke",
+        lambda right: lambda self, transfer, generation: None),
+)
+
+
+@pytest.mark.parametrize("scenario", list(dict.fromkeys(bug.scenario for bug in BUGS)),
+                         ids=lambda scenario: scenario.__name__)
+def test_without_a_bug_the_scenario_passes(scenario: Callable[[], None]) -> None:
+    scenario()
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_each_seeded_bug_is_seen(bug: Bug, monkeypatch) -> None:
+    right = getattr(bug.where, bug.attribute)
+    monkeypatch.setattr(bug.where, bug.attribute, bug.made(right))
+    with pytest.raises((AssertionError, pytest.fail.Exception, RuntimeError)):
+        bug.scenario()
