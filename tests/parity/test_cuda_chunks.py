@@ -34,7 +34,7 @@ def test_a_chunk_in_pieces_equals_the_reference(count, context, large, monkeypat
     monkeypatch.setattr(cuda, "_ROUND", 32)
     monkeypatch.setattr(cuda, "_STEP", 64)
     if DEVICE == "cpu":
-        monkeypatch.setattr(cuda, "_sdpa", plain)
+        monkeypatch.setattr(cuda, "fused", plain)
         monkeypatch.setattr(cuda, "_merge", merged)
     generator = torch.Generator().manual_seed(context)
     size, heads, kv_heads, dim = 16, 6, 2, 64

@@ -40,6 +40,34 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
         (dict(host=BF16, pool=BF16, miss=I32, num=I32, entries="i32", h_page="i32", h_head="i32",
               h_plane="i32", p_page="i32", p_head="i32", p_plane="i32", WORDS="i32"),
          dict(WORD="int64", HOST_UNITS=2, POOL_UNITS=2, PLANES=2, WORDS_PAD=256, LINES=8), 4, 3)],
+    ("store.triton_places", "store_tokens"): [
+        (dict(x0=BF16, x1=BF16, device=BF16, host=BF16, bounds=BF16, device_T="*i64", host_T="*i64",
+              bounds_T="*i64", row_T=I32, position_T=I32, hot_slot=I32, hot_page=I32, UNITS="i32",
+              HOT_PAGES="i32", x_token="i32", x_head="i32",
+              **{f"{pool}_{part}": "i32" for pool in "dhb" for part in ("page", "head", "plane")}),
+         dict(HEADS=8, HEADS_PAD=8, DIM=128, DIM_PAD=128, SIZE=64, UNIT=8, SUMMARIES=summaries, PLANES=2,
+              HOT=summaries > 0), 4, 3) for summaries in (0, 8)],
+    ("select.triton_bounds", "score_units"): [
+        (dict(q=BF16, bounds=BF16, table=I32, row=I32, position=I32, score=F32, q_row="i32", q_head="i32",
+              b_page="i32", b_head="i32", b_plane="i32", table_row="i32", UNITS="i32", SINK_UNITS="i32",
+              WINDOW="i32"),
+         dict(UNIT=8, GROUP=4, GROUP_PAD=16, DIM=128, DIM_PAD=128, OF_PAGE=8, BLOCK=64, EXACT=False), 4, 3)],
+    ("select.triton_bounds", "choose_units"): [
+        (dict(score=F32, position=I32, budget=I32, chosen=I32, UNITS="i32", CHOSEN="i32", SINK_UNITS="i32",
+              WINDOW="i32"), dict(UNIT=8, CHOSEN_PAD=256, BLOCK=16384, WHOLE=whole), 16, 3)
+        for whole in (True, False)],
+    ("resolve.triton_map", "resolve_units"): [
+        (dict(chosen=I32, row=I32, device=I32, host=I32, hot_slot=I32, hot_unit=I32, hot_stamp=I32,
+              hot_page=I32, count="*i64", now=I32, slot=I32, victim=I32, miss=I32, num=I32, device_row="i32",
+              host_row="i32", CHOSEN="i32", UNITS="i32", SLOTS="i32", HOT_PAGES="i32"),
+         dict(PAGE_UNITS=8, CHOSEN_PAD=256, SLOTS_PAD=512, PAGES_PAD=64), 4, 3)],
+    ("sparse_attention.triton_units", "attend_units"): [
+        (dict(q=BF16, k=BF16, v=BF16, chosen=I32, slot=I32, position=I32, part=F32, peak=F32, scale="fp32",
+              q_row="i32", q_head="i32", kv_page="i32", kv_head="i32", CHOSEN="i32"),
+         dict(UNIT=8, OF_PAGE=8, GROUP=4, GROUP_PAD=16, DIM=128, DIM_PAD=128, BLOCK=64, BLOCKS=4,
+              EXACT=False), 4, 3)],
+    ("sparse_attention.triton_units", "join_units"): [
+        (dict(part=F32, peak=F32, out=BF16, lse=F32, PARTS="i32"), dict(DIM=80, DIM_PAD=128), 1, 3)],
     ("layer.triton_ops", "add_norm"): [
         (dict(h=BF16, delta=BF16, weight=BF16, out=BF16, eps="fp32"),
          dict(DIM=4096, DIM_PAD=4096, ADD=True), 8, 3)],

@@ -95,6 +95,26 @@ def gather() -> None:
         check(outs[0], outs[1], torch.float32, ("row", width, offset))
 
 
+def hosted() -> None:
+    """Ops of hosted decode over their own cases; two with rows of more scores than one program keeps."""
+    global count
+    from penstock.kernels import registry
+    from penstock.kernels.cases import cases_of
+    from penstock.kernels.select import triton_bounds
+
+    for name in ("store", "resolve", "sparse_attention", "select", "select"):
+        op = registry.OPS[name]
+        for case in cases_of(op)[1::5 if name == "store" else 4]:       # a device runs all of them
+            products = name in ("select", "sparse_attention")
+            if products and (case.name.startswith("bfloat16") or "-long-" in case.name):
+                continue
+            why = case.wrong(case.run(op.get("cuda").run), case.run(op.get("reference").run))
+            assert not why, (name, why)
+            count += 1
+        if name == "select":
+            triton_bounds.WHOLE_UNITS = 32
+
+
 def layer() -> None:
     from penstock.kernels.layer.reference import Reference
     from penstock.kernels.layer.triton_ops import TritonOps
@@ -135,6 +155,6 @@ def linear() -> None:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    for part in (attention, gather, layer, linear):
+    for part in (attention, gather, hosted, layer, linear):
         part()
     print("checked", count)

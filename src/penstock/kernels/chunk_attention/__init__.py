@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from penstock.kernels.chunk_attention import fused, matmul, reference
+from penstock.kernels.chunk_attention import cuda, fused, matmul, reference
 from penstock.kernels.platform import DEVICES, Implementation, Op
 
 __all__ = ["OP", "ChunkAttention", "chunk_attention"]
@@ -30,6 +30,7 @@ class ChunkAttention(Protocol):
 
 
 OP: Op[ChunkAttention] = Op("chunk_attention", (
+    Implementation("cuda", cuda.chunk_attention, cuda.probe, ("cuda",)),
     Implementation("fused", fused.chunk_attention, fused.probe),
     Implementation("matmul", matmul.chunk_attention, matmul.probe, DEVICES),
     Implementation("reference", reference.chunk_attention, reference.probe, DEVICES),

@@ -70,7 +70,7 @@ class _Decodes:
                             scale=self._scale, cut=self._cut)
 
 
-def _sdpa(q_NCH: Tensor, k_KSH: Tensor, v_KSH: Tensor, scale: float, *, causal: bool,
+def fused(q_NCH: Tensor, k_KSH: Tensor, v_KSH: Tensor, scale: float, *, causal: bool,
           cudnn: bool) -> tuple[Tensor, Tensor]:
     """(out_NCH, log_NC): causal where queries and keys begin together, else over all keys."""
     args = q_NCH[None], k_KSH[None], v_KSH[None]
@@ -115,9 +115,9 @@ class _Chunk:
         lead, length = own - self._count, -(-own // _ROUND) * _ROUND if self._cudnn else own
         own_k, own_v = (F.pad(x[:, before:], (0, 0, 0, length - own)) for x in (k_KSH, v_KSH))
         q_NLH = F.pad(q_NCH, (0, 0, lead, length - own))
-        out_NLH, log_NL = _sdpa(q_NLH, own_k, own_v, scale, causal=True, cudnn=self._cudnn)
+        out_NLH, log_NL = fused(q_NLH, own_k, own_v, scale, causal=True, cudnn=self._cudnn)
         for first, end in pieces(before) if self._cudnn else [(0, before)] if before else []:
-            past = _sdpa(q_NLH, k_KSH[:, first:end], v_KSH[:, first:end], scale, causal=False,
+            past = fused(q_NLH, k_KSH[:, first:end], v_KSH[:, first:end], scale, causal=False,
                          cudnn=self._cudnn)
             out_NLH, log_NL = _merge(out_NLH, log_NL, *past), torch.logaddexp(log_NL, past[1])
         return out_NLH[:, lead:own].transpose(0, 1).contiguous()

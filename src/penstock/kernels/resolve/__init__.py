@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.kernels.hot import HotLayer
 from penstock.kernels.platform import DEVICES, Implementation, Op
-from penstock.kernels.resolve import native, reference
+from penstock.kernels.resolve import cuda, native, reference
 
 __all__ = ["OP", "Resolve", "resolve"]
 
@@ -42,6 +42,7 @@ class Resolve(Protocol):
 
 
 OP: Op[Resolve] = Op("resolve", (
+    Implementation("cuda", cuda.resolve, cuda.probe, ("cuda",)),
     Implementation("native", native.resolve, native.probe),
     Implementation("reference", reference.resolve, reference.probe, DEVICES),
 ))

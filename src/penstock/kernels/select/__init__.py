@@ -14,7 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from penstock.kernels.platform import DEVICES, Implementation, Op
-from penstock.kernels.select import native, reference
+from penstock.kernels.select import cuda, native, reference
 from penstock.kernels.select.spec import SelectRule
 
 __all__ = ["OP", "Select", "SelectRule", "select"]
@@ -43,6 +43,7 @@ class Select(Protocol):
 
 
 OP: Op[Select] = Op("select", (
+    Implementation("cuda", cuda.select, cuda.probe, ("cuda",)),
     Implementation("native", native.select, native.probe),
     Implementation("reference", reference.select, reference.probe, DEVICES),
 ))

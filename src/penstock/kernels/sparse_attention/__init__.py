@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from penstock.kernels.platform import DEVICES, Implementation, Op
-from penstock.kernels.sparse_attention import native, reference
+from penstock.kernels.sparse_attention import cuda, native, reference
 
 __all__ = ["OP", "SparseAttention", "sparse_attention"]
 
@@ -37,6 +37,7 @@ class SparseAttention(Protocol):
 
 
 OP: Op[SparseAttention] = Op("sparse_attention", (
+    Implementation("cuda", cuda.sparse_attention, cuda.probe, ("cuda",)),
     Implementation("native", native.sparse_attention, native.probe),
     Implementation("reference", reference.sparse_attention, reference.probe, DEVICES),
 ))

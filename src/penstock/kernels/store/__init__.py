@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.kernels.hot import HotLayer
 from penstock.kernels.platform import DEVICES, Implementation, Op
-from penstock.kernels.store import native, reference
+from penstock.kernels.store import cuda, native, reference
 from penstock.kernels.store.spec import StoreAt
 
 __all__ = ["OP", "Store", "StoreAt", "store"]
@@ -34,12 +34,14 @@ class Store(Protocol):
                        from all of them, read from the device page if the token has one, else from the
                        host page: what was there before never enters. A unit that is not full yet is
                        left as it is: nobody reads it
+        order          tokens of a unit follow one another, in order of positions
         Writes         nothing else. No destination has duplicates.
         """
         ...
 
 
 OP: Op[Store] = Op("store", (
+    Implementation("cuda", cuda.store, cuda.probe, ("cuda",)),
     Implementation("native", native.store, native.probe),
     Implementation("reference", reference.store, reference.probe, DEVICES),
 ))
