@@ -22,35 +22,46 @@ from penstock.kernels.platform import Unusable
 _COMPILERS = ("cc", "gcc", "clang")
 # No -ffast-math: linking with it makes the whole process flush denormals. 512-bit vectors must be
 # asked for; gcc prefers 256 even where the CPU has more.
-_FLAGS = ("-O3", "-march=native", "-fPIC", "-fno-math-errno", "-fno-trapping-math",
-          "-ffp-contract=fast", "-fopenmp")
+_FLAGS = ("-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-fopenmp")
+# What the compiler may use: all that this CPU has, AVX2 with FMA, or what every CPU of its kind has.
+_MARCH = {"native": ("-march=native",), "avx2": ("-march=x86-64-v3",), "plain": ()}
 _TIMEOUT_S = 60
 _INCLUDE = Path(__file__).parent        # vectors.h
-_loaded: dict[Path, tuple[ctypes.CDLL, str]] = {}
+_loaded: dict[tuple[Path, str], tuple[ctypes.CDLL, str]] = {}
+_most = "native"
 
 
-def library(source: Path, cache: Path | None = None) -> tuple[ctypes.CDLL, str]:
+def limit(isa: str) -> None:
+    """From now on 'native' means no more than `isa`, a key of what there is to compile for. For measuring
+    on one machine what another would do: before the first `library`, and once."""
+    global _most
+    _most = isa
+
+
+def library(source: Path, cache: Path | None = None, isa: str = "native") -> tuple[ctypes.CDLL, str]:
     """(the loaded library, the compiler that made it) of one C file; the first call decides.
 
     cache   folder to keep it in, under a name that changes with source, headers, flags, compiler, CPU;
             None builds it anew in a folder that is gone again on return
+    isa     'native', 'avx2', or 'plain': what every CPU of this kind has
     Raises Unusable: no compiler, no OpenMP runtime in torch, a failed build, an unsafe cache.
     """
-    if source not in _loaded:
+    isa = _most if isa == "native" else isa
+    if (source, isa) not in _loaded:
         try:
-            _loaded[source] = _load(source, cache)
+            _loaded[source, isa] = _load(source, cache, isa)
         except OSError as error:
             raise Unusable(f"{error.strerror or error}: {error.filename or source.name}") from None
-    return _loaded[source]
+    return _loaded[source, isa]
 
 
 @functools.cache
-def entry(source: Path, name: str, *argtypes: type) -> Callable[..., int]:
+def entry(source: Path, name: str, *argtypes: type, isa: str = "native") -> Callable[..., int]:
     """A function of `source`, which a probe has built: (struct by reference, *argtypes, threads).
 
     It returns 0, or a number that says which of its contract's conditions its inputs violate.
     """
-    function = getattr(library(source)[0], name)
+    function = getattr(library(source, isa=isa)[0], name)
     function.argtypes = (ctypes.c_void_p, *argtypes, ctypes.c_int)
     function.restype = ctypes.c_int
     return function  # type: ignore[no-any-return]
@@ -65,13 +76,14 @@ def triton_version() -> str:
     return str(triton.__version__)
 
 
-def _load(source: Path, cache: Path | None) -> tuple[ctypes.CDLL, str]:
+def _load(source: Path, cache: Path | None, isa: str) -> tuple[ctypes.CDLL, str]:
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         raise Unusable(f"no C compiler ({', '.join(_COMPILERS)})")
     version = _run([compiler, "--version"]).splitlines()[0]
     cpu = torch.cpu.get_capabilities()
-    flags = _FLAGS + (("-mprefer-vector-width=512",) if cpu.get("avx512_f") else ())
+    wide = ("-mprefer-vector-width=512",) if isa == "native" and cpu.get("avx512_f") else ()
+    flags = (*_FLAGS, *_MARCH[isa], *wide)
     runtime = _openmp()
     try:
         if cache is not None:

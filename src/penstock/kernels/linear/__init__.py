@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from penstock.kernels.linear import cuda, onednn, reference
+from penstock.kernels.linear import cuda, fastest, onednn, reference
 from penstock.kernels.platform import DEVICES, Implementation, KernelError, Op
 
 Linear: TypeAlias = Callable[[Tensor], Tensor]
@@ -19,6 +19,8 @@ Pack: TypeAlias = Callable[[Tensor, Tensor | None], Linear]
 DTYPES = (torch.float32, torch.bfloat16)
 
 OP: Op[Pack] = Op("linear", (
+    Implementation("fastest", fastest.pack, fastest.probe),
+    Implementation("native", fastest.NATIVE, fastest.NATIVE.probe),
     Implementation("onednn", onednn.pack, onednn.probe),
     Implementation("cuda", cuda.pack, cuda.probe, ("cuda",)),
     Implementation("reference", reference.pack, reference.probe, DEVICES),
@@ -32,7 +34,7 @@ def pack(weight_OI: Tensor, bias_O: Tensor | None = None, *, backend: str) -> Li
     Returns     linear(x_TI) -> y_TO, dtype of the weight, dense; x_TI has the weight's dtype and a
                 dense last dimension. Rows are independent of each other up to rounding.
     Keeps       one copy of the weight: a reference to `weight_OI` (reference) or the packed copy
-                alone (onednn), so drop the original.
+                alone (others), so drop the original.
     Raises      KernelError for another dtype or shape, or a backend that does not exist.
     """
     if weight_OI.dim() != 2 or weight_OI.dtype not in DTYPES:

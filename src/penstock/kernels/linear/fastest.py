@@ -1,0 +1,118 @@
+"""The faster of `native` and `onednn`, per dtype and size of the weight, by what they took on this machine.
+
+Timed once, with one thread, and kept beside the compiled kernels: later processes, and the stages of one
+engine, choose alike. Where neither clearly wins it is `native`, whose rows do not depend on their batch.
+"""
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.linear import onednn
+from penstock.kernels.linear.panels import Panels
+from penstock.kernels.platform import Platform
+
+NATIVE = Panels("native")
+_ARMS: Mapping[str, Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]] = {
+    "native": NATIVE, "onednn": onednn.pack}
+_SIZES = {"small": (576, 576), "large": (2048, 1024)}       # outputs, inputs: in a core's cache, and not
+_SMALL = 1 << 20                                             # elements of a weight that counts as small
+_ROWS = (1, 8, 128)                                         # one stream, eight, a chunk of a prompt
+_MARGIN = 1.1
+_ROUNDS = 5
+_chosen: dict[str, str] = {}
+
+
+def probe(platform: Platform) -> str:
+    """Times both, or reads what was found before. Raises Unusable where only one of them runs."""
+    told = NATIVE.probe(platform)
+    onednn.probe(platform)
+    _chosen.update(_kept(platform, told) or _keep(platform, told, _measure()))
+    won = sorted({name for name in _ARMS if name in _chosen.values()})
+    detail = "" if len(won) == 1 else " " + ", ".join(f"{k}: {v}" for k, v in sorted(_chosen.items()))
+    return f"{' or '.join(won)}, as timed here{detail}; {told}"
+
+
+def pack(weight_OI: Tensor, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
+    size = "small" if weight_OI.numel() <= _SMALL else "large"
+    return _ARMS[_chosen[_key(weight_OI.dtype, size)]](weight_OI, bias_O)
+
+
+def _key(dtype: torch.dtype, size: str) -> str:
+    return f"{size} {str(dtype).removeprefix('torch.')}"
+
+
+def _measure() -> dict[str, str]:
+    """The arm of each dtype and size whose times, each as a multiple of the better one's, sum to less."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return {_key(dtype, size): _faster(dtype, *shape)
+                for dtype in (torch.float32, torch.bfloat16) for size, shape in _SIZES.items()}
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _faster(dtype: torch.dtype, outputs: int, inputs: int) -> str:
+    layers = max(1, (16 << 20) // (outputs * inputs * dtype.itemsize))      # more than caches hold
+    weight_OI = torch.randn(outputs, inputs).to(dtype)
+    packed = {name: [arm(weight_OI, None) for _ in range(layers)] for name, arm in _ARMS.items()}
+    total = dict.fromkeys(_ARMS, 0.0)
+    for rows in _ROWS:
+        x_TI = torch.randn(rows, inputs).to(dtype)
+        best = dict.fromkeys(_ARMS, math.inf)
+        for _ in range(_ROUNDS):
+            for name, linears in packed.items():
+                some = linears[: 1 if rows > 8 else layers]
+                started = time.perf_counter()
+                for linear in some:
+                    linear(x_TI)
+                best[name] = min(best[name], (time.perf_counter() - started) / len(some))
+        for name, seconds in best.items():
+            total[name] += seconds / min(best.values())
+    return "onednn" if total["onednn"] * _MARGIN < total["native"] else "native"
+
+
+def _path(platform: Platform) -> Path | None:
+    return None if platform.cache is None else platform.cache / "linear.json"
+
+
+def _kept(platform: Platform, told: str) -> dict[str, str]:
+    """What an earlier process found with the same torch, compiler and CPU, or nothing."""
+    path = _path(platform)
+    if path is None:
+        return {}
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    wanted = {_key(dtype, size) for dtype in (torch.float32, torch.bfloat16) for size in _SIZES}
+    ok = (isinstance(found, dict) and found.get("of") == _identity(platform, told)
+          and isinstance(found.get("chosen"), dict) and set(found["chosen"]) == wanted
+          and set(found["chosen"].values()) <= set(_ARMS))
+    return found["chosen"] if ok else {}
+
+
+def _keep(platform: Platform, told: str, chosen: dict[str, str]) -> dict[str, str]:
+    """`chosen`, written where the next process looks; a folder that cannot be written costs a probe."""
+    path = _path(platform)
+    if path is not None:
+        try:
+            with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+                json.dump({"of": _identity(platform, told), "chosen": chosen}, file)
+            os.replace(file.name, path)
+        except OSError:
+            pass
+    return chosen
+
+
+def _identity(platform: Platform, told: str) -> str:
+    return f"{platform.torch}; {' '.join(platform.features)}; {told}"

@@ -1,0 +1,310 @@
+/* y = x W^T + b over weights kept in panels of PANEL outputs, in the type they are stored in, with sums in
+ * f32. What a row becomes does not depend on the rows beside it: every sum runs over the inputs in order.
+ *
+ * A panel of f32 is [inputs, PANEL]; of bf16 it is [inputs / 2, PANEL, 2], so that a word holds two inputs
+ * of one output: a shift and a mask make both f32 on any CPU, and AVX512-BF16 multiplies them as they are.
+ * Of codes it is [inputs, PANEL] bytes, or [inputs / 2, PANEL] with two inputs of an output in a byte, the
+ * first one low, and a weight is code * scale + shift: f16 [inputs / group, 2, PANEL].
+ */
+#include <omp.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+#define ROWS_OF_ITEM 128        /* rows of one panel that a thread takes at once */
+#define EXPAND 16               /* rows from which a panel is made f32 once instead of for each tile */
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+#if defined(__AVX512BF16__)
+#define DOT_BF16 1
+#else
+#define DOT_BF16 0
+#endif
+#if defined(__AVX512F__)        /* floats of a vector, and the rows of the widest tile: 16 sums */
+#define LANES 16
+#define TALL 8
+#elif defined(__AVX2__)
+#define LANES 8
+#define TALL 6
+#else
+#define LANES 4
+#define TALL 4
+#endif
+
+#define PANEL (2 * LANES)       /* outputs of a panel: two vectors, so that a tile reads every byte in turn */
+#define WIDTH 2
+
+typedef float Vec __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef uint32_t Word __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef int32_t Int __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef uint16_t Half __attribute__((vector_size(2 * LANES), aligned(2)));
+/* How a panel is read; x is bf16 for DOTS, else f32. */
+enum { F32, PAIRS, DOTS, NIBBLES, BYTES };
+
+typedef struct {
+    const void *weight, *bias, *x;
+    void *y;
+    int64_t rows, outputs, inputs, stride;      /* stride: elements from a row of x to the next */
+    int64_t bf16;                               /* all of weight, bias, x and y; else f32 */
+    const void *scales;                         /* of codes, else NULL: [panels, groups, 2, PANEL] f16 */
+    int64_t bits, group;                        /* of codes: 4 or 8; inputs that share a scale, even */
+} Args;
+
+INLINE float widen(uint16_t half)
+{
+    union { uint32_t u; float f; } x = { (uint32_t)half << 16 };
+    return x.f;
+}
+
+INLINE uint16_t narrow(float value)             /* to nearest, ties to even; a NaN stays one */
+{
+    union { float f; uint32_t u; } x = { value };
+    return value != value ? 0x7fc0 : (x.u + 0x7fff + ((x.u >> 16) & 1)) >> 16;
+}
+
+INLINE void step(Vec *sum, const Vec *weight, const float *x, int64_t stride, int rows)
+{
+    #pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+        #pragma GCC unroll 8
+        for (int v = 0; v < WIDTH; v++)
+            sum[r * WIDTH + v] += weight[v] * x[r * stride];
+}
+
+INLINE void dots(Vec *sum, const Word *pair, const uint16_t *x, int64_t stride, int rows)
+{
+#if DOT_BF16
+    for (int r = 0; r < rows; r++) {
+        uint32_t two;
+        memcpy(&two, x + r * stride, 4);
+        for (int v = 0; v < WIDTH; v++)
+            sum[r * WIDTH + v] = (Vec)_mm512_dpbf16_ps((__m512)sum[r * WIDTH + v],
+                                                         (__m512bh)_mm512_set1_epi32((int)two),
+                                                         (__m512bh)pair[v]);
+    }
+#endif
+}
+
+/* f16 without inf and NaN to f32, with what every CPU has: the exponents differ by 112. */
+INLINE Vec half_vector(const uint16_t *at)
+{
+    const Word bits = __builtin_convertvector(*(const Half *)at, Word);
+    return (Vec)((bits & 0x7fff) << 13 | (bits & 0x8000) << 16) * 0x1p112f;
+}
+
+/* LANES bytes as floats. gcc 12 takes them one by one where it is not told how. */
+INLINE Vec widened(const uint8_t *at, int shift, int mask)
+{
+#if defined(__AVX512F__)
+    const Int code = (Int)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)at));
+#elif defined(__AVX2__)
+    const Int code = (Int)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)at));
+#else
+    Int code;
+    for (int l = 0; l < LANES; l++)
+        code[l] = at[l];
+#endif
+    return __builtin_convertvector(code >> shift & mask, Vec);
+}
+
+/* weight[b][v] of inputs i and i + 1, or of i alone for BYTES, which are in the group of `scale`. */
+INLINE void codes(Vec weight[2][WIDTH], const uint8_t *panel, int64_t i, const Vec *scale, int kind)
+{
+    for (int v = 0; v < WIDTH; v++)
+        if (kind == BYTES)
+            weight[0][v] = widened(panel + i * PANEL + v * LANES, 0, 255) * scale[v] + scale[WIDTH + v];
+        else {
+            const uint8_t *both = panel + i / 2 * PANEL + v * LANES;
+            weight[0][v] = widened(both, 0, 15) * scale[v] + scale[WIDTH + v];
+            weight[1][v] = widened(both, 4, 15) * scale[v] + scale[WIDTH + v];
+        }
+}
+
+INLINE void group_scales(Vec *scale, const uint16_t *scales, int64_t g)
+{
+    for (int v = 0; v < 2 * WIDTH; v++)
+        scale[v] = half_vector(scales + g * 2 * PANEL + v * LANES);
+}
+
+/* out[r][0 .. PANEL) = x[r] . panel, for `rows` rows; constants after inlining. */
+INLINE void tile(const void *panel, const uint16_t *scales, int64_t group, const void *x, int64_t stride,
+                 int64_t inputs, float *out, int rows, int kind)
+{
+    Vec sum[TALL * WIDTH];
+    #pragma GCC unroll 64
+    for (int i = 0; i < rows * WIDTH; i++)
+        sum[i] = (Vec){ 0 };
+    if (kind == F32)
+        for (int64_t i = 0; i < inputs; i++) {
+            Vec weight[WIDTH];
+            #pragma GCC unroll 8
+            for (int v = 0; v < WIDTH; v++)
+                weight[v] = *(const Vec *)((const float *)panel + i * PANEL + v * LANES);
+            step(sum, weight, (const float *)x + i, stride, rows);
+        }
+    else if (kind == NIBBLES || kind == BYTES)
+        for (int64_t g = 0; g < inputs / group; g++) {
+            Vec scale[2 * WIDTH], weight[2][WIDTH];
+            group_scales(scale, scales, g);
+            for (int64_t i = g * group; i < (g + 1) * group; i += kind == BYTES ? 1 : 2) {
+                codes(weight, panel, i, scale, kind);
+                step(sum, weight[0], (const float *)x + i, stride, rows);
+                if (kind == NIBBLES)
+                    step(sum, weight[1], (const float *)x + i + 1, stride, rows);
+            }
+        }
+    else
+        for (int64_t i = 0; i < inputs; i += 2) {
+            Word pair[WIDTH];
+            #pragma GCC unroll 8
+            for (int v = 0; v < WIDTH; v++)
+                pair[v] = *(const Word *)((const uint32_t *)panel + i / 2 * PANEL + v * LANES);
+            if (kind == DOTS)
+                dots(sum, pair, (const uint16_t *)x + i, stride, rows);
+            else {
+                Vec even[WIDTH], odd[WIDTH];
+                #pragma GCC unroll 8
+                for (int v = 0; v < WIDTH; v++)
+                    even[v] = (Vec)(pair[v] << 16), odd[v] = (Vec)(pair[v] & 0xffff0000u);
+                step(sum, even, (const float *)x + i, stride, rows);
+                step(sum, odd, (const float *)x + i + 1, stride, rows);
+            }
+        }
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < WIDTH; v++)
+            *(Vec *)(out + r * PANEL + v * LANES) = sum[r * WIDTH + v];
+}
+
+/* Up to TALL rows of one panel; returns how many. */
+INLINE int64_t tiles(const void *panel, const uint16_t *scales, int64_t group, const void *x, int64_t stride,
+                     int64_t inputs, float *out, int64_t left, int kind)
+{
+    #define TILE(rows) tile(panel, scales, group, x, stride, inputs, out, rows, kind); return rows;
+    /* 4 rows and 4 are faster than 6 and 2. Beside 6 rows there are no registers left for scales. */
+    if (left >= TALL && (TALL == 8 || (left != 8 && kind < NIBBLES))) { TILE(TALL) }
+    if (left >= 4) { TILE(4) }
+    if (left >= 2) { TILE(2) }
+    TILE(1)
+}
+
+static void expand_panel(float *out, const void *panel, const uint16_t *scales, int64_t group,
+                         int64_t inputs, int kind)
+{
+    Vec scale[2 * WIDTH], weight[2][WIDTH];
+    for (int64_t i = 0; i < inputs; i += kind == BYTES ? 1 : 2) {
+        if (kind != PAIRS && i % group == 0)
+            group_scales(scale, scales, i / group);
+        if (kind == PAIRS)
+            for (int v = 0; v < WIDTH; v++) {
+                const Word pair = *(const Word *)((const uint32_t *)panel + i / 2 * PANEL + v * LANES);
+                weight[0][v] = (Vec)(pair << 16), weight[1][v] = (Vec)(pair & 0xffff0000u);
+            }
+        else if (kind == BYTES)
+            codes(weight, panel, i, scale, BYTES);
+        else
+            codes(weight, panel, i, scale, NIBBLES);
+        for (int b = 0; b < (kind == BYTES ? 1 : 2); b++)
+            for (int v = 0; v < WIDTH; v++)
+                *(Vec *)(out + (i + b) * PANEL + v * LANES) = weight[b][v];
+    }
+}
+
+INLINE int64_t panel_bytes(const Args *a, int64_t inputs)
+{
+    return inputs * PANEL * (a->scales ? a->bits : a->bf16 ? 16 : 32) / 8;
+}
+
+static void item(const Args *a, const void *x, int64_t stride, int64_t inputs, int64_t p, int64_t first,
+                 float *expanded)
+{
+    const int64_t last = a->rows - first < ROWS_OF_ITEM ? a->rows : first + ROWS_OF_ITEM;
+    const int64_t wide = a->outputs - p * PANEL < PANEL ? a->outputs - p * PANEL : PANEL;
+    const void *panel = (const char *)a->weight + p * panel_bytes(a, inputs);
+    const uint16_t *scales = a->scales ? (const uint16_t *)a->scales + p * (inputs / a->group) * 2 * PANEL
+                                       : NULL;
+    int kind = scales ? a->bits == 4 ? NIBBLES : BYTES : a->bf16 ? DOT_BF16 ? DOTS : PAIRS : F32;
+    float out[TALL * PANEL];
+    if (expanded) {
+        expand_panel(expanded, panel, scales, a->group, inputs, kind);
+        panel = expanded, kind = F32;
+    }
+    for (int64_t t = first; t < last; ) {
+        const void *row = (const char *)x + t * stride * (kind == DOTS ? 2 : 4);
+        int64_t done = 0;
+        #define CASE(k) case k: \
+            done = tiles(panel, scales, a->group, row, stride, inputs, out, last - t, k); break;
+        switch (kind) {
+        CASE(F32)
+#if DOT_BF16
+        CASE(DOTS)
+#else
+        CASE(PAIRS)
+#endif
+        CASE(NIBBLES)
+        CASE(BYTES)
+        }
+        for (int64_t r = 0; r < done; r++)
+            for (int64_t j = 0; j < wide; j++) {
+                const int64_t o = p * PANEL + j, at = (t + r) * a->outputs + o;
+                if (a->bf16) {
+                    const float bias = a->bias ? widen(((const uint16_t *)a->bias)[o]) : 0.0f;
+                    ((uint16_t *)a->y)[at] = narrow(out[r * PANEL + j] + bias);
+                } else
+                    ((float *)a->y)[at] = out[r * PANEL + j]
+                                          + (a->bias ? ((const float *)a->bias)[o] : 0.0f);
+            }
+        t += done;
+    }
+}
+
+int penstock_panel(const void *none, int threads)
+{
+    (void)none, (void)threads;
+    return PANEL;
+}
+
+/* x is copied where its rows are bf16: as it is, or as f32, with a zero after an odd row. 0, or 1: no memory. */
+int penstock_linear(const Args *a, int threads)
+{
+    const int64_t inputs = a->inputs + (a->bf16 ? a->inputs & 1 : 0);
+    const int64_t panels = (a->outputs + PANEL - 1) / PANEL;
+    const int64_t chunks = (a->rows + ROWS_OF_ITEM - 1) / ROWS_OF_ITEM;
+    const int expand = (a->scales || (a->bf16 && !DOT_BF16)) && a->rows >= EXPAND;
+    const void *x = a->x;
+    int64_t stride = a->stride;
+    float *copy = NULL, *expanded = NULL;
+    if (a->bf16) {
+        copy = malloc((size_t)(a->rows * inputs) * (DOT_BF16 ? 2 : 4));
+        x = copy, stride = inputs;
+    }
+    if (expand)
+        expanded = malloc((size_t)(threads * inputs) * PANEL * sizeof(float));
+    if ((a->bf16 && !copy) || (expand && !expanded)) {
+        free(copy), free(expanded);
+        return 1;
+    }
+    #pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        if (a->bf16) {
+            #pragma omp for
+            for (int64_t t = 0; t < a->rows; t++)
+                for (int64_t i = 0; i < inputs; i++) {
+                    const uint16_t half = i < a->inputs ? ((const uint16_t *)a->x)[t * a->stride + i] : 0;
+                    if (DOT_BF16)
+                        ((uint16_t *)copy)[t * inputs + i] = half;
+                    else
+                        copy[t * inputs + i] = widen(half);
+                }
+        }
+        #pragma omp for schedule(dynamic, 1)
+        for (int64_t n = 0; n < panels * chunks; n++) {
+            float *mine = expanded ? expanded + omp_get_thread_num() * inputs * PANEL : NULL;
+            item(a, x, stride, inputs, n / chunks, n % chunks * ROWS_OF_ITEM, mine);
+        }
+    }
+    free(copy), free(expanded);
+    return 0;
+}

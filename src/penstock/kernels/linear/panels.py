@@ -1,0 +1,104 @@
+"""linear in C (`panels.c`): weights as they are stored, in panels of a few outputs, sums in f32.
+
+A row's result does not depend on the rows beside it, so batching never changes a token. Decoding reads
+bf16 at half of f32's bytes on any CPU: a shift makes it f32. Prefill multiplies with the same panels.
+"""
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.kernels.native import entry, library
+from penstock.kernels.platform import KernelError, Platform, Unusable, WrongResult
+
+_SOURCE = Path(__file__).with_name("panels.c")
+_P, _N = ctypes.c_void_p, ctypes.c_int64
+
+
+class _Args(ctypes.Structure):
+    _fields_ = [("weight", _P), ("bias", _P), ("x", _P), ("y", _P), ("rows", _N), ("outputs", _N),
+                ("inputs", _N), ("stride", _N), ("bf16", _N), ("scales", _P), ("bits", _N), ("group", _N)]
+
+
+class Panels:
+    """`pack` compiled for one instruction set: 'native', 'avx2' or 'plain'."""
+
+    def __init__(self, isa: str) -> None:
+        self._isa = isa
+
+    def probe(self, platform: Platform) -> str:
+        """Builds it and compares both dtypes on an odd shape. Raises Unusable."""
+        if self._isa == "avx2" and not {"avx2", "fma3"} <= set(platform.features):
+            raise Unusable("this CPU has no AVX2 with FMA")
+        _, compiler = library(_SOURCE, platform.cache, self._isa)
+        generator = torch.Generator().manual_seed(0)
+        weight_OI, bias_O, x_TI = (torch.randn(*shape, generator=generator)
+                                   for shape in ((37, 19), (37,), (3, 19)))
+        for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+            w, b, x = weight_OI.to(dtype), bias_O.to(dtype), x_TI.to(dtype)
+            want = F.linear(x.float(), w.float(), b.float())
+            gap = float((self(w, b)(x).float() - want).abs().max() / want.abs().max())
+            if not gap <= tolerance:
+                raise WrongResult(f"{compiler}: {dtype} differs by {gap:.2g} on a small case")
+        best = {"native": platform.best("avx512_bf16", "avx512_f", "avx2", "sve")}.get(self._isa, self._isa)
+        return f"{best}, {compiler}"
+
+    def __call__(self, weight_OI: Tensor, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
+        width, dtype = self._width(), weight_OI.dtype
+        pair = 2 if dtype is torch.bfloat16 else 1
+        panels_PGWB = _panels(weight_OI, width, pair)
+        return self._linear(weight_OI.shape, dtype, panels_PGWB, bias_O)
+
+    def codes(self, code_OI: Tensor, scale_OGB: Tensor, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
+        """As the call, of a weight `code * scale_OGB[.., 0] + scale_OGB[.., 1]` of float32.
+
+        code_OI     u8, kept in four bits if all are below 16
+        scale_OGB   f32 [O, G, 2], kept as f16; G divides I, and I / G is even
+        """
+        width, nibbles = self._width(), int(code_OI.max()) < 16
+        inputs, groups = code_OI.shape[1], scale_OGB.shape[1]
+        panels_PGWB = _panels(code_OI, width, 2 if nibbles else 1)
+        if nibbles:
+            panels_PGWB = panels_PGWB[..., 0] | panels_PGWB[..., 1] << 4
+        scales = [_panels(scale_OGB[:, :, b], width, 1)[..., 0] for b in range(2)]
+        scales_PGBW = torch.stack(scales, 2).to(torch.float16)
+        return self._linear(code_OI.shape, torch.float32, panels_PGWB, bias_O, scales_PGBW,
+                            4 if nibbles else 8, inputs // groups)
+
+    def _width(self) -> int:
+        return entry(_SOURCE, "penstock_panel", isa=self._isa)(None, 0)
+
+    def _linear(self, shape: Sequence[int], dtype: torch.dtype, panels: Tensor, bias_O: Tensor | None,
+                scales: Tensor | None = None, bits: int = 0, group: int = 0) -> Callable[[Tensor], Tensor]:
+        outputs, inputs = shape
+        run = entry(_SOURCE, "penstock_linear", isa=self._isa)
+        bias = None if bias_O is None else bias_O.contiguous()
+
+        def linear(x_TI: Tensor) -> Tensor:
+            y_TO = torch.empty(x_TI.shape[0], outputs, dtype=dtype)
+            args = _Args(panels.data_ptr(), None if bias is None else bias.data_ptr(), x_TI.data_ptr(),
+                         y_TO.data_ptr(), x_TI.shape[0], outputs, inputs, x_TI.stride(0),
+                         dtype is torch.bfloat16, None if scales is None else scales.data_ptr(), bits, group)
+            if run(ctypes.byref(args), torch.get_num_threads()):
+                raise KernelError(f"no memory for {x_TI.shape[0]} rows of {inputs} inputs")
+            return y_TO
+        return linear
+
+
+def _panels(weight_OI: Tensor, width: int, pair: int) -> Tensor:
+    """[O / width, I / pair, width, pair] of it, zero where it ends: input i of output o is
+    [o // width, i // pair, o % width, i % pair]."""
+    outputs, inputs = weight_OI.shape
+    count, groups = -(-outputs // width), -(-inputs // pair)
+    panels_PGWB = torch.zeros(count, groups, width, pair, dtype=weight_OI.dtype)
+    for p in range(count):                      # one at a time: no second copy of a large weight
+        rows_WI = weight_OI[p * width : (p + 1) * width]
+        for b in range(pair):
+            part_GW = rows_WI[:, b::pair].T
+            panels_PGWB[p, : part_GW.shape[0], : part_GW.shape[1], b] = part_GW
+    return panels_PGWB

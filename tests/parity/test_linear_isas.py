@@ -1,0 +1,96 @@
+"""The C linear of every instruction set that this machine runs: cases, codes, rows alone and together."""
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from penstock.kernels import linear
+from penstock.kernels.cases import cases_of
+from penstock.kernels.linear import fastest
+from penstock.kernels.linear.panels import Panels
+from penstock.kernels.platform import Unusable, probe
+
+ISAS = ("native", "avx2", "plain")          # plain runs on any machine that has a compiler
+
+
+@pytest.fixture(params=ISAS)
+def panels(request) -> Panels:
+    made = Panels(request.param)
+    try:
+        made.probe(probe())
+    except Unusable as why:
+        pytest.skip(str(why))
+    return made
+
+
+def test_cases_of_every_instruction_set(panels):
+    wrong = [case.wrong(case.run(panels), case.run(linear.OP.get("reference").run))
+             for case in cases_of(linear.OP)]
+    assert not any(wrong), [text for text in wrong if text][:5]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
+def test_a_row_is_the_same_in_every_batch(panels, dtype):
+    torch.manual_seed(0)
+    if dtype is torch.uint8:
+        run = panels.codes(torch.randint(0, 16, (70, 96), dtype=dtype), torch.randn(70, 3, 2), None)
+        x_TI = torch.randn(140, 96)
+    else:
+        run, x_TI = panels(torch.randn(70, 97).to(dtype), None), torch.randn(140, 97).to(dtype)
+    alone = torch.cat([run(x_TI[t : t + 1]) for t in range(len(x_TI))])
+    for rows in (2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 129, 140):
+        assert torch.equal(run(x_TI[:rows]), alone[:rows]), rows
+
+
+@pytest.mark.parametrize("most, group", [(16, 32), (16, 16), (256, 32), (256, 16)])
+def test_codes_equal_the_weights_they_mean(panels, most, group):
+    torch.manual_seed(1)
+    code_OI = torch.randint(0, most, (70, 96), dtype=torch.uint8)
+    scale_OGB = torch.randn(70, 96 // group, 2).half().float()
+    scale_OGB[0] *= 1e-5                        # subnormal in f16, or nearly
+    kept = scale_OGB.half().float().repeat_interleave(group, 1)
+    weight_OI, bias_O = code_OI * kept[..., 0] + kept[..., 1], torch.randn(70)
+    for rows in (1, 3, 8, 40):
+        x_TI = torch.randn(rows, 96)
+        gap = (panels.codes(code_OI, scale_OGB, bias_O)(x_TI) - (x_TI @ weight_OI.T + bias_O)).abs()
+        most_TO = x_TI.abs() @ weight_OI.abs().T + bias_O.abs()      # what rounding is relative to
+        assert (gap <= 1e-6 * most_TO).all(), (rows, (gap / most_TO).max())
+
+
+def test_the_faster_one_is_kept_for_later_processes(tmp_path, monkeypatch):
+    here = replace(probe(), cache=tmp_path)
+    try:
+        told = fastest.probe(here)
+    except Unusable as why:
+        pytest.skip(str(why))
+    kept = json.loads((tmp_path / "linear.json").read_text())
+    assert set(kept["chosen"].values()) <= {"native", "onednn"} and len(kept["chosen"]) == 4
+    monkeypatch.setattr(fastest, "_measure", lambda: pytest.fail("timed again"))
+    assert fastest.probe(here) == told
+    kept["chosen"]["small bfloat16"] = "onednn" if kept["chosen"]["small bfloat16"] == "native" else "native"
+    (tmp_path / "linear.json").write_text(json.dumps(kept))
+    assert fastest.probe(here) != told and "small bfloat16" in fastest.probe(here)
+    monkeypatch.setattr(fastest, "_measure", lambda: dict.fromkeys(kept["chosen"], "native"))
+    others = [{**kept, "of": "another machine"}, {**kept, "chosen": {}}]
+    for damaged in ("", "[]", *map(json.dumps, others)):
+        (tmp_path / "linear.json").write_text(damaged)
+        assert fastest.probe(here).startswith("native, as timed here;"), damaged
+
+
+def test_the_slower_one_is_not_taken(monkeypatch):
+    def slowed(arm):
+        def pack(weight_OI, bias_O):
+            run = arm(weight_OI, bias_O)
+            return lambda x_TI: [run(x_TI) for _ in range(4)][-1]
+        return pack
+    try:
+        fastest.probe(probe())
+    except Unusable as why:
+        pytest.skip(str(why))
+    for slow, taken in (("onednn", "native"), ("native", "onednn")):
+        arms = {"native": fastest.NATIVE, "onednn": fastest.NATIVE, slow: slowed(fastest.NATIVE)}
+        monkeypatch.setattr(fastest, "_ARMS", arms)
+        assert set(fastest._measure().values()) == {taken}
