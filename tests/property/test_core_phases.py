@@ -247,9 +247,7 @@ class CoreMachine(RuleBasedStateMachine):
         tokens = data.draw(st.sampled_from([*plain, (namespace, *prompt)])) + (2, 0)[:more]
         r = Request(Arrived(RequestId(0), tokens[1:], 1, namespace=tokens[0]), 0, 1, list(tokens[1:]),
                     len(tokens) - 1, kv.tables(), self.core.cfg.max_len)
-        found = kv.found
-        path = kv.match(r, stored=stored)
-        kv.found = found                         # nobody has looked
+        path, _ = kv.match(r, stored=stored)
         end = len(path) * self.core.cfg.page_size
         assert end == served(self.core, pages, tokens, stored)
         assert path == [pages[tokens[:1 + p]] for p in range(2, end + 1, 2)]

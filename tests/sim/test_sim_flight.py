@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.core.core import Core
+from penstock.core.kv.pages import Trial
 from penstock.core.lifecycle import Trigger
 from penstock.core.plan import (
     Advance,
@@ -102,7 +103,7 @@ def test_another_core_makes_other_plans_and_the_turn_is_named() -> None:
 class Broken(Core):
     """Dies when a request ends after a stop id."""
 
-    def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
+    def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> Trial:
         assert trigger is not Trigger.END or r.num_output < 3, "three"
         return super().transition(r, trigger, spare)
 

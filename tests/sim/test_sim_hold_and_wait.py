@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.core.core import Core
+from penstock.core.kv.pages import Trial
 from penstock.core.lifecycle import (
     ACTIVE,
     DECODING,
@@ -126,10 +127,10 @@ def test_what_is_said_not_to_be_taken_is_not_and_the_rest_mostly_is() -> None:
     seen: Counter[Key] = Counter()
 
     class Counting(Core):
-        def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
+        def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> Trial:
             key = r.phase.value, r.place.value, trigger.value
             taken = super().transition(r, trigger, spare)
-            seen[key] += taken
+            seen[key] += bool(taken)
             return taken
 
     for seed in range(40):

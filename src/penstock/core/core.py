@@ -12,6 +12,7 @@ from typing import assert_never
 from penstock.core import check, lifecycle, retire, schedule
 from penstock.core.kv import allocate, offload, prefetch, promote
 from penstock.core.kv.cache import KVCache
+from penstock.core.kv.pages import Refused, Shortage, Trial
 from penstock.core.kv.prefix_tree import Copy
 from penstock.core.lifecycle import (
     ACTIVE,
@@ -183,7 +184,7 @@ class Core:
                 self.request_edge(event.rid, WISHES[type(event)])
             case Spilled(rid):
                 if (r := self.live.get(rid)) is not None and reclaim.may_spill(self, r):
-                    r.excused += self.spill(r)
+                    r.excused += bool(self.spill(r))
             case Flushed():
                 tree = self.kv.tree
                 while tree.evict_all(tree.spaces):
@@ -232,7 +233,7 @@ class Core:
         """Somebody outside wishes an edge; ignored where the tables do not have it."""
         r = self.live.get(rid)
         if r is not None and (r.phase, trigger) in self.edges and not r.is_pushed:
-            r.excused += self.transition(r, trigger)
+            r.excused += bool(self.transition(r, trigger))
 
     def _expire(self, r: Request) -> None:
         if r.phase is Phase.QUEUED or (r.phase is Phase.DROPPED and not r.started):
@@ -302,8 +303,8 @@ class Core:
         self._out.append(Finished(r.rid, outcome))
 
     # ---------------------------------------------------------------- transitions
-    def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
-        """Change the phase. False means not enough resources: nothing has changed."""
+    def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> Trial:
+        """Change the phase; or change nothing, and return what was lacking, which is false."""
         target = self.edges.get((r.phase, trigger))
         if target is None:
             raise IllegalTransition(f"{r.phase} --{trigger}--> ?")
@@ -312,8 +313,8 @@ class Core:
         source, place = r.phase, lifecycle.place_after(r.phase, trigger, r.place)
         holds = self.holds[target, place]
         gains = any(x not in self.holds[source, r.place] for x in holds) or target is Phase.PAUSED
-        if gains and not self.kv.acquire(r, target, holds, place, spare):
-            return False
+        if gains and not (trial := self.kv.acquire(r, target, holds, place, spare)):
+            return trial
         if place is not r.place:
             r.needs_rebind = r.bound
         r.phase, r.place = target, place
@@ -445,12 +446,11 @@ class Core:
         if not r.started:
             self._started(r)
 
-    def spill(self, r: Request) -> bool:
+    def spill(self, r: Request) -> Trial:
         """Let a resident row go on from host pages: at once, if they are complete."""
-        if not self.transition(r, Trigger.SPILL):
-            return False
-        self._stage(r)
-        return True
+        if trial := self.transition(r, Trigger.SPILL):
+            self._stage(r)
+        return trial
 
     def _stage(self, r: Request) -> None:
         kv = self.kv
@@ -460,19 +460,19 @@ class Core:
             offload.copy_down(kv, r, all_groups=False)
             r.is_saved = True
         if offload.is_staged(kv, r):
-            if not self.transition(r, Trigger.LANDED) and not self._is_heating(r):
+            trial = self.transition(r, Trigger.LANDED)
+            if not trial and not self._is_heating(r, trial):
                 reclaim.yield_device(self, r)     # no hot buffer to be had, nor is one on its way
         elif r.is_saved and not r.moves and not offload.is_coming(r):
             reclaim.yield_device(self, r)         # the host has no room any more
         elif r.is_saved:
             r.awaits = allocate.last_missing(t.host for t in r.tables if t.hosted)
 
-    def _is_heating(self, r: Request) -> bool:
+    def _is_heating(self, r: Request, refused: Refused) -> bool:
         """Whether pages for the hot buffer of `r`, who was just refused them, are behind fences. It waits
         for the steps that were in flight when it was first refused: others may get those pages."""
         r.hot_wait_until = r.hot_wait_until or self.kv.issued
-        lack = self.kv.shortage
-        return lack is not None and lack.behind and self.kv.retired < r.hot_wait_until
+        return isinstance(refused, Shortage) and refused.behind and self.kv.retired < r.hot_wait_until
 
     def _fetch(self) -> None:
         """Start reading stored prefixes early, if reading beats computing them again."""

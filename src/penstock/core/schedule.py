@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
+from penstock.core.kv.pages import Shortage
 from penstock.core.kv.prefix_tree import Copy
 from penstock.core.lifecycle import DECODING, Phase, Place, Trigger
 from penstock.core.plan import (
@@ -94,8 +95,8 @@ def _of_turn(core: Core, free: int) -> tuple[list[ScheduledRow], int]:
         looked += 1
         if r.phase not in DECODING or r.last_issue > free or not _may_decode(r):
             continue
-        if r.computed == r.capacity and not core.kv.grow(r, r.computed + 1):
-            reclaim.for_growth(core, r, [c.request for c in chosen])
+        if r.computed == r.capacity and not (grown := core.kv.grow(r, r.computed + 1)):
+            reclaim.for_growth(core, r, grown.tier, [c.request for c in chosen])
             if r.phase not in DECODING or not core.kv.grow(r, r.computed + 1):
                 continue
         width = _width(core, r, budget)
@@ -149,10 +150,11 @@ def _row(r: Request, width: int) -> ScheduledRow:
 def _chunk(core: Core, r: Request, n: int, decoding: list[ScheduledRow], prompts: list[ScheduledRow]) -> int:
     """How much of a prompt is computed: as much as has pages. Windows get theirs here."""
     end = r.computed + n
-    while r.capacity < end and core.kv.grow(r, r.capacity + 1):
+    grown: Literal[True] | Shortage = True
+    while r.capacity < end and (grown := core.kv.grow(r, r.capacity + 1)):
         pass
-    if r.capacity == r.computed:
-        reclaim.for_growth(core, r, [c.request for c in (*decoding, *prompts)])
+    if r.capacity == r.computed and not grown:
+        reclaim.for_growth(core, r, grown.tier, [c.request for c in (*decoding, *prompts)])
         if r.phase is not Phase.PREFILL or not core.kv.grow(r, r.computed + 1):
             return 0
     return min(end, r.capacity) - r.computed

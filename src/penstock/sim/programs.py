@@ -5,7 +5,7 @@ Each returns what it saw; judging is the caller's. A finding carries the line th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -133,14 +133,12 @@ def _refusing(n: int, calls: list[int]) -> MakeCore:
 
     def make(cfg: CoreConfig) -> Core:
         core = Core(cfg)
-        refusable(core, counted)
+        refusable(core, refuses)
         return core
 
-    def counted(real: Callable[..., bool]) -> Callable[..., bool]:
-        def call(*args: object, **kw: object) -> bool:
-            calls[0] += 1
-            return False if calls[0] == n else real(*args, **kw)
-        return call
+    def refuses() -> bool:
+        calls[0] += 1
+        return calls[0] == n
 
     return make
 

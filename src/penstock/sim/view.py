@@ -10,6 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 from penstock.core.core import Core
 from penstock.core.kv.page_table import PageTable
+from penstock.core.kv.pages import Shortage, Trial
 from penstock.core.kv.pool import Pool
 from penstock.core.kv.prefix_tree import Node
 from penstock.core.pair.decode_side import DecodeSide, Receiving
@@ -363,7 +364,12 @@ class View:
         return [name for name, what in kept.items() if what]
 
 
-def refusable(core: Core, counted: Callable[[Callable[..., bool]], Callable[..., bool]]) -> None:
-    """Not a view, a fault: `counted` goes around each way to take pages or rows, and may say no."""
+def refusable(core: Core, refuses: Callable[[], bool]) -> None:
+    """Not a view, a fault: each way to take pages or rows asks `refuses` first."""
+    no = Shortage(Tier.HBM, [0] * len(core.cfg.groups), behind=False)
+
+    def faulty(real: Callable[..., Trial]) -> Callable[..., Trial]:
+        return lambda *args: no if refuses() else real(*args)
+
     for name in ("acquire", "grow", "make_free"):
-        setattr(core.kv, name, counted(getattr(core.kv, name)))
+        setattr(core.kv, name, faulty(getattr(core.kv, name)))

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from penstock.core.kv.growth import mirror
 from penstock.core.kv.page_table import own, pin, pinned, unpin
-from penstock.core.kv.pages import Pages
+from penstock.core.kv.pages import NO_ROW, Early, Found, Pages, Shortage, Trial
 from penstock.core.kv.prefix_tree import Copy, Node
 from penstock.core.lifecycle import Phase, Place
 from penstock.core.plan import Row, Tier
@@ -44,24 +45,26 @@ class Claim:
         return sum(c is not None and c.page < 0 for c in self.host)
 
 
-def enter(kv: Pages, r: Request, place: Place, spare: int) -> bool:
-    """Give `r` a row and all the pages that its known tokens need in `place`. False: nothing has
-    changed."""
+def enter(kv: Pages, r: Request, place: Place, spare: int) -> Trial:
+    """Give `r` a row and all the pages that its known tokens need in `place`, or change nothing."""
     if not kv.rows.free:
-        return False
+        return NO_ROW
+    found = None
     if r.phase not in (Phase.PAUSED, Phase.RECEIVING):
-        _find(kv, r)
+        found = _find(kv, r)
         if place is Place.HOST and r.failed_copies >= FAILED_COPIES_MAX:
             kv.forget_path(r)                # computed in host pages, nothing is to be copied
             r.computed = r.settled = 0
     ways = [_way(kv, r, g, place) for g in range(len(r.tables))]
-    kv.early = _early(ways)
-    if kv.early is not None or not _is_room(kv, ways, spare):
+    trial = _are_filled(ways) and _make_room(kv, ways, spare)
+    if not trial:
         for w in ways:
             _undo(kv, w)
         if r.phase in (Phase.QUEUED, Phase.DROPPED):
             kv.forget_path(r)
-        return False
+        if isinstance(trial, Shortage):
+            trial.found = found
+        return trial
     r.row = Row(kv.rows.acquire(1)[0])
     below = {id(n) for g, w in enumerate(ways) for n in _take(kv, r, g, w)}
     r.loads = len(below)
@@ -76,10 +79,10 @@ def enter(kv: Pages, r: Request, place: Place, spare: int) -> bool:
     return True
 
 
-def receive(kv: Pages, r: Request, place: Place, spare: int) -> bool:
-    """Pages for the prompt of `r`, which another engine will write. What is cached here is kept where
-    it is; the rest begins at `settled`. False: nothing has changed."""
-    _find(kv, r)
+def receive(kv: Pages, r: Request, place: Place, spare: int) -> Trial:
+    """Pages for the prompt of `r`, which another engine will write, or nothing. What is cached here is
+    kept where it is; the rest begins at `settled`."""
+    found = _find(kv, r)
     n = r.num_prompt
     ways: list[Claim] = []
     for g, t in enumerate(r.tables):
@@ -98,31 +101,32 @@ def receive(kv: Pages, r: Request, place: Place, spare: int) -> bool:
         column += [pinned() for _ in range(t.end(n) - new)]
         ways.append(way)
     device, host = [w.new_device() for w in ways], [w.new_host() for w in ways]
-    if not (kv.make_free(Tier.HBM, kv.with_spare(Tier.HBM, device, spare))
-            and kv.make_free(Tier.DRAM, kv.with_spare(Tier.DRAM, host, spare))):
+    room = (kv.make_free(Tier.HBM, kv.with_spare(Tier.HBM, device, spare))
+            and kv.make_free(Tier.DRAM, kv.with_spare(Tier.DRAM, host, spare)))
+    if not room:
         for w in ways:
             _undo(kv, w)
         kv.forget_path(r)
-        return False
+        room.found = found
+        return room
     r.loads = len({id(n) for g, w in enumerate(ways) for n in _take(kv, r, g, w)})
     return True
 
 
-def _early(ways: list[Claim]) -> Copy | None:
+def _are_filled(ways: list[Claim]) -> Literal[True] | Early:
     """What is still being loaded cannot be copied on to the host yet: its load flies beside that copy."""
-    return next((f.source for w in ways for f in w.saves if not f.source.ready), None)
+    return next((Early(f.source) for w in ways for f in w.saves if not f.source.ready), True)
 
 
-def _is_room(kv: Pages, ways: list[Claim], spare: int) -> bool:
-    def on_device() -> bool:
+def _make_room(kv: Pages, ways: list[Claim], spare: int) -> Literal[True] | Shortage:
+    def on_device() -> Literal[True] | Shortage:
         return kv.make_free(Tier.HBM, kv.with_spare(Tier.HBM, [w.new_device() for w in ways], spare))
 
-    if not kv.make_free(Tier.DRAM, kv.with_spare(Tier.DRAM, [w.new_host() for w in ways], spare)):
-        return False
-    if on_device():
-        return True
-    if not any(any(w.device) for w in ways if w.hot):
-        return False
+    room = kv.make_free(Tier.DRAM, kv.with_spare(Tier.DRAM, [w.new_host() for w in ways], spare))
+    if not room:
+        return room
+    if (room := on_device()) or not any(any(w.device) for w in ways if w.hot):
+        return room
     for w in ways:                             # pages that it could do without are in its own way
         for i, copy in enumerate(w.device if w.hot else ()):
             if copy is not None:
@@ -131,9 +135,9 @@ def _is_room(kv: Pages, ways: list[Claim], spare: int) -> bool:
     return on_device()
 
 
-def _find(kv: Pages, r: Request) -> None:
+def _find(kv: Pages, r: Request) -> Found:
     """Name what of the known tokens has KV somewhere, and set `computed`."""
-    old, r.path = r.path, kv.match(r)
+    old, (r.path, found) = r.path, kv.match(r)
     for node in r.path:
         kv.tree.ref(node)
     for g, t in enumerate(r.tables):
@@ -142,6 +146,7 @@ def _find(kv: Pages, r: Request) -> None:
                 kv.drop_entry(r, g, t.host, i)
     kv.tree.unref(old)
     r.computed = r.settled = len(r.path) * kv.cfg.page_size
+    return found
 
 
 def _way(kv: Pages, r: Request, g: int, place: Place) -> Claim:
@@ -174,7 +179,7 @@ def _shared(kv: Pages, g: int, node: Node | None) -> Copy | None:
 
 def _entry(kv: Pages, r: Request, g: int, i: int, node: Node | None, way: Claim, *, host: bool) -> Copy:
     """Page i of group g where it is wanted, or a new one that is filled from the other side. The device
-    may still be loading what is to be saved, see `_early`."""
+    may still be loading what is to be saved, see `_are_filled`."""
     t = r.tables[g]
     sides = (t.device, kv.device[g], way.loads), (t.host, kv.host[g], way.saves)
     column, space, fills = sides[host]

@@ -6,9 +6,10 @@ up what it does not allow, behind fences.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import Literal
 
 from penstock.core.kv import allocate, growth, offload, prefetch, promote, sealing
-from penstock.core.kv.pages import Pages
+from penstock.core.kv.pages import Pages, Shortage, Trial
 from penstock.core.kv.pool import Fence
 from penstock.core.lifecycle import Lease, Phase, Place
 from penstock.core.request import Request
@@ -18,7 +19,7 @@ class KVCache(Pages):
     """Pages, rows and who has them. Every method keeps `check` true."""
 
     def acquire(self, r: Request, phase: Phase, leases: Collection[Lease], place: Place,
-                spare: int = 0) -> bool:
+                spare: int = 0) -> Trial:
         """Make `r` hold what `phase` requires, or change nothing. On the way in so much must be left over
         that `spare` rows, which run, can grow."""
         if Lease.ROW in leases and r.row is None:
@@ -69,7 +70,7 @@ class KVCache(Pages):
                 self.unpin(r, self.device[g], copy)
             t.hot, t.kept = [], {}
 
-    def grow(self, r: Request, upto: int) -> bool:
+    def grow(self, r: Request, upto: int) -> Literal[True] | Shortage:
         """Pages for positions below `upto` in every group, or nothing."""
         return growth.grow(self, r, upto)
 

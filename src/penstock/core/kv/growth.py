@@ -1,8 +1,10 @@
 """Pages for what a row writes next, on the device, on the host or on both."""
 from __future__ import annotations
 
+from typing import Literal
+
 from penstock.core.kv.page_table import PageTable, pinned, put
-from penstock.core.kv.pages import Pages
+from penstock.core.kv.pages import Pages, Shortage
 from penstock.core.kv.pool import Pool
 from penstock.core.kv.prefix_tree import Copy
 from penstock.core.lifecycle import Phase, Place
@@ -12,7 +14,7 @@ from penstock.core.request import Request
 _HOST, _HBM, _DRAM = Place.HOST, Tier.HBM, Tier.DRAM    # Python 3.11 takes 0.1 us to find a member of an Enum
 
 
-def grow(kv: Pages, r: Request, upto: int) -> bool:
+def grow(kv: Pages, r: Request, upto: int) -> Literal[True] | Shortage:
     """Pages for positions below `upto`, in every group, or nothing."""
     host, promoting = r.place is _HOST, r.phase is Phase.PROMOTING
     hbm, dram, new_up, new_down = [0] * len(r.tables), [0] * len(r.tables), 0, 0
@@ -30,9 +32,10 @@ def grow(kv: Pages, r: Request, upto: int) -> bool:
             if n > (free := kv.device[g].pool.free):
                 new_up += n - free
     # Where each new page could have a slab of its own, nobody need count slabs. A single pool has none.
-    if (new_up > len(kv.arenas[_HBM].free) or new_down > len(kv.arenas[_DRAM].free)) and not (
-            kv.make_free(_HBM, hbm) and kv.make_free(_DRAM, dram)):
-        return False
+    if new_up > len(kv.arenas[_HBM].free) or new_down > len(kv.arenas[_DRAM].free):
+        room = kv.make_free(_HBM, hbm) and kv.make_free(_DRAM, dram)
+        if not room:
+            return room
     for g, t in enumerate(r.tables):
         if up := hbm[g]:
             _extend(kv.device[g].pool, t.device, up)

@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from penstock.core.kv.page_table import own, put
-from penstock.core.kv.pages import Pages
+from penstock.core.kv.pages import Pages, Trial
 from penstock.core.kv.pool import Fence
 from penstock.core.kv.prefix_tree import Copy, Node
 from penstock.core.kv.sealing import write_through
@@ -26,14 +26,15 @@ def unsaved(kv: Pages, r: Request, phase: Phase) -> list[int]:
     return want
 
 
-def reserve(kv: Pages, r: Request, phase: Phase) -> bool:
-    """Take the host pages that pausing or staging may need. False: nothing has changed."""
+def reserve(kv: Pages, r: Request, phase: Phase) -> Trial:
+    """Take the host pages that pausing or staging may need, or change nothing."""
     want = unsaved(kv, r, phase)
     pinned = _pin_host(kv, r) if phase is Phase.STAGING else []
-    if not kv.make_free(Tier.DRAM, want):
+    room = kv.make_free(Tier.DRAM, want)
+    if not room:
         for g, i in pinned:
             kv.drop_entry(r, g, r.tables[g].host, i)
-        return False
+        return room
     for g, n in enumerate(want):
         r.reserve[g] += kv.host[g].pool.acquire(n)
     return True

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from penstock.core.kv.moves import Moves
 from penstock.core.kv.page_table import PageTable, own, unpin
@@ -29,15 +29,35 @@ def _arena(cfg: CoreConfig, tier: Tier, pages: int, base: int) -> Arena:
              base + g * cfg.group_base, group.slab_pages) for g, group in enumerate(cfg.groups)])
 
 
+class Refused:
+    """Why a trial changed nothing. It is false; a trial that succeeds is True."""
+
+    __slots__ = ()
+
+    def __bool__(self) -> Literal[False]:
+        return False
+
+
 @dataclass(slots=True)
-class Shortage:
+class Shortage(Refused):
     """Pages of each group that somebody wanted in vain, though all that nobody used was evicted."""
 
     tier: Tier
     want: Sequence[int]
     behind: bool               # fences are all that it waits for
-    found: Found | None        # None: it knew what it has
+    found: Found | None = None     # None: it knew what it has
     gained: int = 0            # `KVCache.gained` when it gave up
+
+
+@dataclass(slots=True)
+class Early(Refused):
+    """What it would copy is still being filled."""
+
+    source: Copy
+
+
+NO_ROW = Refused()
+Trial: TypeAlias = Literal[True] | Refused
 
 
 class Found(NamedTuple):
@@ -69,12 +89,8 @@ class Pages:
         self.issued = StepId(0)
         self.freed = 0                                   # units that came back, in all
         self.reclaimable: list[Request] = []                    # in host pages: their device pages are a loan
-        self.short_tier = Tier.HBM                            # where there was no room last
-        self.shortage: Shortage | None = None                    # and what for
-        self.early: Copy | None = None                   # what somebody found that was still being filled
         # Pages of each group that were sealed when the host was full.
         self.late = [deque[Node](maxlen=max(1, cfg.dram_pages)) for _ in cfg.groups]
-        self.found: Found | None = None                  # of what was last looked for
 
     @property
     def retired(self) -> StepId:
@@ -109,7 +125,7 @@ class Pages:
         return [n and n + (device if group.hosted else host)
                 for n, group in zip(want, self.cfg.groups, strict=True)]
 
-    def make_free(self, tier: Tier, want: Sequence[int]) -> bool:
+    def make_free(self, tier: Tier, want: Sequence[int]) -> Literal[True] | Shortage:
         """Whether `want[g]` pages of each group are free now, evicting cached pages if that makes it so,
         and taking back what hosted rows can do without."""
         if not any(want):
@@ -124,10 +140,7 @@ class Pages:
         short = arena.short(want, promised=True)
         for pool in arena.pools:
             self.freed += pool.drain(self.retired, self.moves.flying)
-        if not arena.short(want, promised=False):
-            return True
-        self.short_tier, self.shortage = tier, Shortage(tier, want, not short, self.found)
-        return False
+        return not arena.short(want, promised=False) or Shortage(tier, want, not short)
 
     def gained(self, tier: Tier) -> int:
         """Pages of `tier` that could be evicted, taken back or shared, and could not before; those that
@@ -273,9 +286,9 @@ class Pages:
             return True
         return node.good(self.device[g]) is not None or (below is not None and below.ready)
 
-    def match(self, r: Request, *, stored: bool = False) -> list[Node]:
+    def match(self, r: Request, *, stored: bool = False) -> tuple[list[Node], Found]:
         """The longest path of whole pages that every group can serve and that leaves at least one
-        token to compute; with `stored`, storage counts too."""
+        token to compute, and how far the tree knows it; with `stored`, storage counts too."""
         path: list[Node] = []
         node = self.tree.roots.get(r.arrived.namespace)
         while node is not None and (node := self._next(r, node, len(path), stored)) is not None:
@@ -285,8 +298,7 @@ class Pages:
         # Groups that keep only a part can serve fewer boundaries.
         while path and not self._serves(r, path, stored):
             path.pop()
-        self.found = Found(last, known, known - len(path))
-        return path
+        return path, Found(last, known, known - len(path))
 
     def _next(self, r: Request, last: Node, pages: int, stored: bool = False) -> Node | None:
         """The page that continues a prefix of so many, if every group that keeps all of it has it, and

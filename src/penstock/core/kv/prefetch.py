@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from penstock.core.kv.page_table import own, put, unpin
-from penstock.core.kv.pages import Pages
+from penstock.core.kv.pages import Pages, Trial
 from penstock.core.kv.prefix_tree import Copy, Node
 from penstock.core.plan import Tier
 from penstock.core.request import Request
@@ -21,14 +21,14 @@ def _wanted(kv: Pages, r: Request, path: list[Node]) -> Iterator[tuple[int, int,
 
 def stored(kv: Pages, r: Request) -> int:
     """Pages of the known prefix that only storage has."""
-    path = kv.match(r, stored=True)
+    path, _ = kv.match(r, stored=True)
     return len({id(node) for g, _, node in _wanted(kv, r, path) if not kv.is_reachable(node, g)})
 
 
-def reserve(kv: Pages, r: Request) -> bool:
+def reserve(kv: Pages, r: Request) -> Trial:
     """Take the path as far as storage knows it, pin what the host has of it, and start reading the
-    rest. False: no room in the host, nothing has changed."""
-    path = kv.match(r, stored=True)
+    rest; or, without room in the host, change nothing."""
+    path, _ = kv.match(r, stored=True)
     want = [0] * len(r.tables)
     nodes: set[int] = set()
     pinned: list[Copy] = []
@@ -41,13 +41,14 @@ def reserve(kv: Pages, r: Request) -> bool:
             nodes.add(id(node))
     for node in path:
         kv.tree.ref(node)
-    if not kv.make_free(Tier.DRAM, want):
+    room = kv.make_free(Tier.DRAM, want)
+    if not room:
         for t in r.tables:
             t.host.clear()
         for copy in pinned:
             unpin(copy)
         kv.tree.unref(path)
-        return False
+        return room
     r.path, r.fetched = path, len(nodes)
     read(kv, r)
     return True

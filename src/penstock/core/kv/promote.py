@@ -2,13 +2,13 @@
 from __future__ import annotations
 
 from penstock.core.kv.page_table import pinned, put
-from penstock.core.kv.pages import Pages
+from penstock.core.kv.pages import Pages, Trial
 from penstock.core.kv.prefix_tree import Copy, Node
 from penstock.core.plan import Tier
 from penstock.core.request import Request
 
 
-def take_hot_buffer(kv: Pages, r: Request) -> bool:
+def take_hot_buffer(kv: Pages, r: Request) -> Trial:
     """The hot buffer of a row that was resident: its own last pages, content and all."""
     want = [0] * len(r.tables)
     keep: dict[int, list[int]] = {}
@@ -17,8 +17,9 @@ def take_hot_buffer(kv: Pages, r: Request) -> bool:
             mine = [i for i, c in enumerate(t.device) if c is not None and c.pins == 1 and not c.moves]
             keep[g] = mine[-r.hot:]
             want[g] = r.hot - len(keep[g])
-    if not kv.make_free(Tier.HBM, want):
-        return False
+    room = kv.make_free(Tier.HBM, want)
+    if not room:
+        return room
     for g, entries in keep.items():
         t = r.tables[g]
         for i in entries:
@@ -34,7 +35,7 @@ def take_hot_buffer(kv: Pages, r: Request) -> bool:
     return True
 
 
-def reload(kv: Pages, r: Request, spare: int) -> bool:
+def reload(kv: Pages, r: Request, spare: int) -> Trial:
     """Device pages for everything that a hosted row has on the host, and the loads of what is
     sealed. The open page follows when it is sealed; pages begun from now on are on both sides."""
     kv.reclaimable.remove(r)                        # what it has already is no loan any more
@@ -45,9 +46,10 @@ def reload(kv: Pages, r: Request, spare: int) -> bool:
             if t.device[i] is None and node is not None and (copy := node.good(kv.device[g])):
                 put(t.device, i, copy)
                 want[g] -= 1
-    if not kv.make_free(Tier.HBM, kv.with_spare(Tier.HBM, want, spare)):
+    room = kv.make_free(Tier.HBM, kv.with_spare(Tier.HBM, want, spare))
+    if not room:
         kv.mark_reclaimable(r)
-        return False
+        return room
     for g, t in enumerate(r.tables):
         if pages := kv.device[g].pool.acquire(want[g])[::-1]:
             new = [i for i, copy in enumerate(t.device) if copy is None]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.core import lifecycle
 from penstock.core.kv import prefetch
-from penstock.core.kv.pages import Shortage
+from penstock.core.kv.pages import Early, Shortage
 from penstock.core.kv.prefix_tree import Copy
 from penstock.core.lifecycle import Phase
 from penstock.core.plan import StepId, Tier
@@ -105,15 +105,15 @@ class Admission:
             if spare is None:
                 state = self._state()          # until the others that run have changed
                 continue
-            kv.shortage, kv.found, kv.early = None, None, None
-            if self.core.transition(r, trigger, spare):
+            trial = self.core.transition(r, trigger, spare)
+            if trial:
                 return True
-            if kv.early is not None:
-                early.append(kv.early)
-            elif kv.shortage is None:
-                no_row = True                  # that is soon seen
+            if isinstance(trial, Early):
+                early.append(trial.source)
+            elif isinstance(trial, Shortage):
+                shortages.append(trial)
             else:
-                shortages.append(kv.shortage)
+                no_row = True                  # that is soon seen
         for shortage in shortages:
             shortage.gained = kv.gained(shortage.tier)
         self._blocked = Blocked(r, r.visit, len(self.core.running), () if no_row else state, shortages, early)
@@ -140,13 +140,13 @@ class Admission:
         if short <= 0 or sum([reclaim.spillable(core, q, short) for q in rows]) < short:
             return
         for q in reversed(rows):
-            kv.shortage = shortages[0]               # what the spill is for: the judge reads it
-            if reclaim.spills(core, q):
+            trial = reclaim.spills(core, q)
+            if trial:
                 self._vain = None
                 return
-            if kv.shortage.tier is Tier.DRAM:
-                kv.shortage.gained = kv.gained(Tier.DRAM)
-                self._vain.host.append(kv.shortage)
+            if isinstance(trial, Shortage):
+                trial.gained = kv.gained(trial.tier)
+                self._vain.host.append(trial)
 
     def _in_vain(self) -> bool:
         """Whether looking again for rows that could make way is too early: it walks the ends of their tables,

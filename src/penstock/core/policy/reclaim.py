@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from penstock.core.kv import growth
+from penstock.core.kv.pages import Refused
 from penstock.core.lifecycle import Phase, Place, Trigger
 from penstock.core.plan import Tier
 from penstock.core.policy import capacity
@@ -90,10 +91,9 @@ def _is_clear(core: Core) -> bool:
                    for pool in kv.arenas[tier].pools)
 
 
-def for_growth(core: Core, r: Request, taken: list[Request]) -> None:
-    """`r` runs and needs one more page: somebody gives up theirs, possibly `r` itself. Rows already
+def for_growth(core: Core, r: Request, tier: Tier, taken: list[Request]) -> None:
+    """`r` runs and needs one more page of `tier`: somebody gives up theirs, possibly `r` itself. Rows already
     in the step being planned are out of reach, they are older."""
-    tier = core.kv.short_tier
     if promised(core, tier):
         return
     if tier is Tier.DRAM:
@@ -112,7 +112,6 @@ def for_growth(core: Core, r: Request, taken: list[Request]) -> None:
     for victim in reversed(core.running):
         if victim not in taken and spills(core, victim):
             return
-    core.kv.short_tier = tier                     # not what a spill has asked for
     victim = next(v for v in reversed(core.running) if v not in taken and v.phase is not Phase.LOADING)
     if victim is r and r is not core.running[-1]:
         return                                 # the younger ones still load: wait for them (sim seed 210)
@@ -148,7 +147,7 @@ def spillable(core: Core, r: Request, most: int = 1) -> int:
     return free
 
 
-def spills(core: Core, victim: Request) -> bool:
+def spills(core: Core, victim: Request) -> bool | Refused:
     """Let it go on from host pages, if that helps and there is room. The first of all only when alone."""
     last = victim is core.running[0] and len(core.running) > 1
     return not last and spillable(core, victim) > 0 and core.spill(victim)
@@ -192,14 +191,14 @@ def _revoke_grant(core: Core, tier: Tier, taken: list[Request]) -> bool:
         [any(t.device if tier is Tier.HBM else t.host) for t in r.tables])]
     victim = next((r for r in with_pages if r.is_saved), None)
     if victim is not None:
-        return core.transition(victim, Trigger.DROP)
+        return bool(core.transition(victim, Trigger.DROP))
     goes_on = core.in_flight or taken or any([q.computed < q.unchanged_until for q in core.running])
     recent = kv.issued < core.last_revoke_step + AWAY_STEPS
     if kv.arenas[tier].away and (recent if goes_on else core.revoke_pending):
         return True
     if with_pages:
         core.last_revoke_step, core.revoke_pending = kv.issued, True
-        return core.transition(with_pages[0], Trigger.DROP)
+        return bool(core.transition(with_pages[0], Trigger.DROP))
     return False
 
 
@@ -207,7 +206,7 @@ def _drop_sending(core: Core, but: Request | None) -> bool:
     """Prefill role: the youngest request that was computed and has no grant computes again later."""
     for victim in reversed(core.waiting):
         if victim.phase is Phase.SENDING and victim is not but and victim.grant is None:
-            return core.transition(victim, Trigger.DROP)
+            return bool(core.transition(victim, Trigger.DROP))
     return False
 
 
@@ -215,7 +214,7 @@ def _drop_delivered(core: Core, but: Request) -> bool:
     """Decode role: the youngest request whose KV has arrived and that has no row computes it later."""
     for victim in reversed(core.waiting):
         if victim.phase is Phase.RECEIVING and victim.is_saved and victim is not but:
-            return core.transition(victim, Trigger.DROP)
+            return bool(core.transition(victim, Trigger.DROP))
     return False
 
 
@@ -257,7 +256,7 @@ def drop_fetching(core: Core, but: Request | None = None) -> bool:
     """The youngest request whose pages come from storage computes them instead."""
     for victim in reversed(core.waiting):
         if victim.phase is Phase.FETCHING and victim is not but:
-            return core.transition(victim, Trigger.DROP)
+            return bool(core.transition(victim, Trigger.DROP))
     return False
 
 
@@ -267,5 +266,5 @@ def _drop_paused(core: Core, but: Request | None, *, bare: bool) -> bool:
     for victim in reversed(core.waiting):
         if victim.phase is Phase.PAUSED and victim is not but and (
                 not bare or (_is_bare(victim) and any(c for t in victim.tables for c in t.device))):
-            return core.transition(victim, Trigger.DROP)
+            return bool(core.transition(victim, Trigger.DROP))
     return False

@@ -7,6 +7,7 @@ from dataclasses import replace
 from penstock.core import schedule
 from penstock.core.core import Core
 from penstock.core.kv.cache import KVCache
+from penstock.core.kv.pages import Shortage, Trial
 from penstock.core.lifecycle import Phase, Trigger
 from penstock.core.plan import (
     Aborted,
@@ -32,7 +33,7 @@ from penstock.sim.mutants.registry import Real, instead_of, mutant
 class NoRebindAfterResume(Core):
     """The device keeps the page table of the row's previous tenant."""
 
-    def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
+    def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> Trial:
         ok = super().transition(r, trigger, spare)
         if ok and trigger is Trigger.RESUME:
             r.bound, r.device_capacity = True, r.capacity
@@ -88,7 +89,7 @@ class DoubleFinish(Core):
 class TokensAgainAfterResume(Core):
     """A resumed request starts its stream again."""
 
-    def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
+    def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> Trial:
         ok = super().transition(r, trigger, spare)
         if ok and trigger is Trigger.RESUME and r.num_output:
             self._out.append(Token(r.rid, r.num_output - 1, r.tokens[-1]))
@@ -155,9 +156,9 @@ class NoFixedPoint(Core):
 
 
 @instead_of(KVCache, "make_free")
-def waits_instead_of_evicting(real: Real, kv: KVCache, tier: Tier, want: Sequence[int]) -> bool:
+def waits_instead_of_evicting(real: Real, kv: KVCache, tier: Tier, want: Sequence[int]) -> Trial:
     """Admission and resume wait for free pages that only an eviction would give."""
-    return not kv.arenas[tier].short(want, promised=False)
+    return not kv.arenas[tier].short(want, promised=False) or Shortage(tier, want, False)
 
 
 @instead_of(reclaim, "promised", 200)
@@ -167,7 +168,7 @@ def second_victim_for_the_same_page(real: Real, core: Core, tier: Tier = Tier.HB
 
 
 @instead_of(reclaim, "for_growth", 200)
-def oldest_gives_way(real: Real, core: Core, r: Request, taken: list[Request]) -> None:
+def oldest_gives_way(real: Real, core: Core, r: Request, tier: Tier, taken: list[Request]) -> None:
     """Memory pressure takes the pages of the request that has waited longest."""
     if not reclaim.promised(core):
         reclaim.yield_device(core, next(v for v in core.running if v not in taken

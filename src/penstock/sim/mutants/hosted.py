@@ -9,6 +9,7 @@ from penstock.core.core import Core
 from penstock.core.kv import allocate, growth, offload, page_table, promote, sealing
 from penstock.core.kv.allocate import Claim
 from penstock.core.kv.cache import KVCache
+from penstock.core.kv.pages import Trial
 from penstock.core.kv.prefix_tree import Copy, Node, TierGroup
 from penstock.core.lifecycle import Phase, Place, Trigger
 from penstock.core.plan import Advance, Bind, Event, Grow, Moved, StepId, Tier, Yield
@@ -29,7 +30,7 @@ TORN = "pair=0,ranks=1,wait_pages=1000,fail=0.5,step_tokens=64,pauses=20,turns=0
 class NoRebindAfterASpill(Core):
     """A row goes on from host pages, and its device pages are others' now: the device is not told."""
 
-    def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
+    def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> Trial:
         source = r.phase
         ok = super().transition(r, trigger, spare)
         if ok and (source, trigger) == (Phase.STAGING, Trigger.LANDED):
@@ -114,12 +115,12 @@ class TwinNotStoredFromItsFirstToken(Core):
 
 
 @instead_of(promote, "take_hot_buffer", 400, first=80, mode="hot_pages=3,spills=60,page_size=2,fail=0")
-def hot_buffer_takes_a_shared_page(real: Real, kv: KVCache, r: Request) -> bool:
+def hot_buffer_takes_a_shared_page(real: Real, kv: KVCache, r: Request) -> Trial:
     """A page that others read becomes a hot unit."""
     truth = [(c, c.pins) for t in r.tables for c in t.device if c is not None]
     for copy, _ in truth:
         copy.pins = 1
-    ok: bool = real(kv, r)
+    ok: Trial = real(kv, r)
     for copy, pins in truth:
         copy.pins = pins
     return ok
@@ -150,9 +151,9 @@ def promotion_without_the_page_that_was_open(real: Real, kv: KVCache, r: Request
 
 
 @instead_of(promote, "reload")
-def promotion_loads_the_open_page_too_early(real: Real, kv: KVCache, r: Request, spare: int) -> bool:
+def promotion_loads_the_open_page_too_early(real: Real, kv: KVCache, r: Request, spare: int) -> Trial:
     """The open page is loaded with the others, and what is written to it meanwhile is lost."""
-    ok: bool = real(kv, r, spare)
+    ok: Trial = real(kv, r, spare)
     for g, t in enumerate(r.tables):
         for i in range(t.end(r.computed) if ok and t.group.hosted else 0):
             source, target = t.host[i], t.device[i]
@@ -164,12 +165,12 @@ def promotion_loads_the_open_page_too_early(real: Real, kv: KVCache, r: Request,
 
 @instead_of(growth, "grow")
 def page_begun_during_a_promotion_is_on_the_host_only(real: Real, kv: KVCache, r: Request,
-                                                      upto: int) -> bool:
+                                                      upto: int) -> Trial:
     """A row that is being promoted grows like any hosted row."""
     phase = r.phase
     if phase is Phase.PROMOTING:
         r.phase = Phase.HOSTED
-    ok: bool = real(kv, r, upto)
+    ok: Trial = real(kv, r, upto)
     r.phase = phase
     return ok
 
@@ -198,7 +199,7 @@ def hot_buffer_released_without_a_fence(real: Real, kv: KVCache, r: Request) -> 
 class DropOfAPausedRequestForgetsAGroup(Core):
     """A paused request that is dropped gives back the host pages of all groups but one."""
 
-    def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
+    def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> Trial:
         if r.phase is Phase.PAUSED and trigger is Trigger.DROP:
             r.tables[-1].host.clear()
         return super().transition(r, trigger, spare)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from penstock.core.core import Core
 from penstock.core.kv import allocate
 from penstock.core.kv.cache import KVCache
+from penstock.core.kv.pages import Trial
 from penstock.core.kv.prefix_tree import Copy, TierGroup
 from penstock.core.lifecycle import Phase, Trigger
 from penstock.core.pair import protocol
@@ -234,10 +235,10 @@ def cancel_forgotten(real: Real, side: DecodeSide, transfer: int) -> list[protoc
 class RowOfADeliveredRequestNotBound(Core):
     """The device keeps the page table of the row's previous tenant."""
 
-    def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> bool:
+    def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> Trial:
         source = r.phase
         ok = super().transition(r, trigger, spare)
-        r.bound = r.bound or (ok and source is Phase.RECEIVING and r.row is not None)
+        r.bound = r.bound or (bool(ok) and source is Phase.RECEIVING and r.row is not None)
         return ok
 
 

@@ -76,9 +76,10 @@ FORCED = ("pair=0,hot_pages=2,model=1,fail=0.5,spills=60,drops=12,copy=0.3,again
           "page_size=2,wait_pages=1000,requests=14,hbm_pages=20,dram_pages=104")
 
 
-@instead_of(allocate, "_early", 200, first=110, mode=FORCED)
-def page_saved_while_its_load_flies(real: Real, ways: list[Claim]) -> None:
+@instead_of(allocate, "_are_filled", 200, first=110, mode=FORCED)
+def page_saved_while_its_load_flies(real: Real, ways: list[Claim]) -> bool:
     """A row that goes to the host copies a page down that is still on its way up."""
+    return True
 
 
 # ---------------------------------------------------------------- what only counters see, and an order
@@ -97,7 +98,7 @@ def full_twin_copied_again(real: Real, tree: Tree, node: Node, space: TierGroup,
 
 
 @instead_of(promote, "take_hot_buffer", counter=COPIED)
-def hot_buffer_keeps_the_oldest_pages(real: Real, kv: KVCache, r: Request) -> bool:
+def hot_buffer_keeps_the_oldest_pages(real: Real, kv: KVCache, r: Request) -> object:
     """What the next step reads has to be loaded."""
     own = [[copy for copy in t.device if copy is not None and copy.pins == 1 and not copy.moves]
            for t in r.tables if t.hosted]
@@ -105,7 +106,7 @@ def hot_buffer_keeps_the_oldest_pages(real: Real, kv: KVCache, r: Request) -> bo
     for copy in hidden:
         copy.moves += 1
     try:
-        return bool(real(kv, r))
+        return real(kv, r)
     finally:
         for copy in hidden:
             copy.moves -= 1
@@ -132,5 +133,5 @@ def oldest_of_the_paused_is_dropped(real: Real, core: Core, but: Request | None,
     """Who comes next computes again, and who comes last keeps its host pages."""
     for victim in core.waiting if not bare else ():
         if victim.phase is Phase.PAUSED and victim is not but:
-            return core.transition(victim, Trigger.DROP)
+            return bool(core.transition(victim, Trigger.DROP))
     return bool(real(core, but, bare=bare))
