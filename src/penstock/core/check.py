@@ -117,7 +117,7 @@ def _leases(core: Core, r: Request, running: set[Request]) -> None:
         device = Lease.HBM if t.hosted else Lease.INDEX
         assert device in either or not any(t.device), where
         assert Lease.DRAM in either or not any(t.host), where
-        hot = r.hot if t.hosted and Lease.HOT in holds else 0
+        hot = r.hot_units if t.hosted and Lease.HOT in holds else 0
         assert len(t.hot) == hot, where
     if Lease.DRAM not in holds:
         assert not any(r.reserve), where

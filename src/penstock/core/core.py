@@ -26,7 +26,7 @@ from penstock.core.lifecycle import (
     Role,
     Trigger,
 )
-from penstock.core.pair.bridge import pairings
+from penstock.core.pair.bridge import FromPeer, pairings
 from penstock.core.plan import (
     Aborted,
     Advance,
@@ -41,14 +41,9 @@ from penstock.core.plan import (
     MoveId,
     Outcome,
     Output,
-    Overdue,
     Paused,
-    PeerFenced,
     Promoted,
     Rates,
-    Received,
-    Reminded,
-    Renewed,
     RequestId,
     Retired,
     Spilled,
@@ -165,6 +160,10 @@ class Core:
                 watcher.applied(event)
 
     def _apply(self, event: Event) -> None:
+        if isinstance(event, FromPeer):
+            if self.pairs:
+                self.pairs[event.peer].event(event)
+            return
         match event:
             case Retired(step, tokens):
                 self._retire(step, tokens)
@@ -195,9 +194,6 @@ class Core:
                     self._expire(r)
             case Rates():
                 self.rates = event
-            case Received() | Reminded() | Overdue() | PeerFenced() | Renewed():
-                if self.pairs:
-                    self.pairs[event.peer].event(event)
             case _:
                 assert_never(event)
 
@@ -214,7 +210,7 @@ class Core:
             return
         r = Request(a, self._seq, min(a.max_new, fits), list(a.prompt), n, self.kv.tables(),
                     n if self.prefills_only else self.cfg.max_len + n)
-        r.hot = capacity.hot_units(self.cfg, min(n + r.max_new - 1, r.compute_limit))
+        r.hot_units = capacity.hot_units(self.cfg, min(n + r.max_new - 1, r.compute_limit))
         r.may_host = hosted and capacity.fits(self.cfg, lifecycle.Place.HOST, n + r.max_new - 1)
         self._seq += 1
         self.live[a.rid] = r

@@ -43,7 +43,7 @@ class Request:
     tables: list[PageTable]                        # of each cache group
     compute_limit: int                         # positions that are computed at most
     may_host: bool = False                     # it selects, and host pages can hold it to its end
-    hot: int = 0                               # units of its hot buffer, in each hosted group
+    hot_units: int = 0                          # units of its hot buffer, in each hosted group
     at_end: dict[Place, tuple[list[int], list[int]]] = field(default_factory=dict)  # pages, when asked for
     phase: Phase = Phase.QUEUED
     place: Place = Place.DEVICE

@@ -64,7 +64,7 @@ class Live:
     has_lost_kv = Of(lambda r: r.kv_epoch > 0)               # it has given up its KV before
     is_windowed = Of(lambda r: any([t.first for t in r.tables]))     # a window has left pages behind
     has_device_pages = Of(lambda r: any([any(t.device) for t in r.tables]))
-    hot = Of(lambda r: r.hot)                            # pages of the hot buffer that it would have
+    hot = Of(lambda r: r.hot_units)                            # pages of the hot buffer that it would have
     groups = Of(lambda r: list(map(Group, r.tables)))
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from penstock.core.kv.growth import mirror
-from penstock.core.kv.page_table import own, pin, pinned, unpin
+from penstock.core.kv.page_table import Column, add, own, pin, pinned, unpin
 from penstock.core.kv.pages import NO_ROW, Early, Found, Pages, Shortage, Trial
 from penstock.core.kv.prefix_tree import Copy, Node
 from penstock.core.lifecycle import Phase, Place
@@ -32,17 +32,17 @@ class Load:
 class Claim:
     """The columns that a table will have. A page that is still to be had is -1."""
 
-    device: list[Copy | None] = field(default_factory=list)
-    host: list[Copy | None] = field(default_factory=list)
+    up: list[Copy | None] = field(default_factory=list)      # on the device
+    down: list[Copy | None] = field(default_factory=list)    # on the host
     loads: list[Load] = field(default_factory=list)      # host to device
     saves: list[Load] = field(default_factory=list)      # device to host
-    hot: int = 0
+    hot_units: int = 0
 
     def new_device(self) -> int:
-        return self.hot + sum(c is not None and c.page < 0 for c in self.device)
+        return self.hot_units + sum(c is not None and c.page < 0 for c in self.up)
 
     def new_host(self) -> int:
-        return sum(c is not None and c.page < 0 for c in self.host)
+        return sum(c is not None and c.page < 0 for c in self.down)
 
 
 def enter(kv: Pages, r: Request, place: Place, spare: int) -> Trial:
@@ -88,16 +88,16 @@ def receive(kv: Pages, r: Request, place: Place, spare: int) -> Trial:
     for g, t in enumerate(r.tables):
         way, begin, new = Claim(), t.begin(n), max(r.settled // t.unit, t.begin(n))
         on_host = place is Place.HOST and t.hosted
-        way.device, way.host = [None] * new, [None] * new
+        way.up, way.down = [None] * new, [None] * new
         for i in range(begin, new):
             node = kv.node(r, t, i)
             assert node is not None, f"request {r.rid}: page {i} of {t.group.name} is lost"
-            column, copy = way.device, node.good(kv.device[g])
+            column, copy = way.up, node.good(kv.device[g])
             if copy is None:
-                column, copy = way.host, node.good(kv.host[g])
+                column, copy = way.down, node.good(kv.host[g])
             assert copy is not None, f"request {r.rid}: page {i} of {t.group.name} is lost"
             column[i] = pin(copy)
-        column = way.host if on_host else way.device
+        column = way.down if on_host else way.up
         column += [pinned() for _ in range(t.end(n) - new)]
         ways.append(way)
     device, host = [w.new_device() for w in ways], [w.new_host() for w in ways]
@@ -125,12 +125,12 @@ def _make_room(kv: Pages, ways: list[Claim], spare: int) -> Literal[True] | Shor
     room = kv.make_free(Tier.DRAM, kv.with_spare(Tier.DRAM, [w.new_host() for w in ways], spare))
     if not room:
         return room
-    if (room := on_device()) or not any(any(w.device) for w in ways if w.hot):
+    if (room := on_device()) or not any(any(w.up) for w in ways if w.hot_units):
         return room
     for w in ways:                             # pages that it could do without are in its own way
-        for i, copy in enumerate(w.device if w.hot else ()):
+        for i, copy in enumerate(w.up if w.hot_units else ()):
             if copy is not None:
-                w.device[i] = None
+                w.up[i] = None
                 _give_back(kv, copy)
     return on_device()
 
@@ -157,17 +157,17 @@ def _way(kv: Pages, r: Request, g: int, place: Place) -> Claim:
     end = t.end(r.computed + 1) if t.group.reach else t.end(known)
     begin = t.begin(r.computed)
     hosted = place is Place.HOST and t.hosted
-    way.device = [None] * begin
-    way.host = [None] * begin if hosted else []
+    way.up = [None] * begin
+    way.down = [None] * begin if hosted else []
     for i in range(begin, max(end, done)):
         node = kv.node(r, t, i)
         if hosted:
-            way.host.append(_entry(kv, r, g, i, node, way, host=True) if i < done else pinned())
-            way.device.append(_shared(kv, g, node))
+            way.down.append(_entry(kv, r, g, i, node, way, host=True) if i < done else pinned())
+            way.up.append(_shared(kv, g, node))
         else:
-            way.device.append(_entry(kv, r, g, i, node, way, host=False) if i < done else pinned())
+            way.up.append(_entry(kv, r, g, i, node, way, host=False) if i < done else pinned())
     if hosted:
-        way.hot = r.hot
+        way.hot_units = r.hot_units
     return way
 
 
@@ -201,7 +201,7 @@ def _entry(kv: Pages, r: Request, g: int, i: int, node: Node | None, way: Claim,
 
 
 def _undo(kv: Pages, way: Claim) -> None:
-    for copy in [*way.device, *way.host, *(f.source for f in (*way.loads, *way.saves))]:
+    for copy in [*way.up, *way.down, *(f.source for f in (*way.loads, *way.saves))]:
         if copy is not None and copy.page >= 0:
             _give_back(kv, copy)
 
@@ -216,18 +216,17 @@ def _take(kv: Pages, r: Request, g: int, way: Claim) -> list[Node]:
     """Get the pages, start the copies, and let go of what `r` had before. Returns the pages of its
     path that the device does not have."""
     t = r.tables[g]
-    for space, column, extra in ((kv.device[g], way.device, way.hot), (kv.host[g], way.host, 0)):
+    for space, column, extra in ((kv.device[g], way.up, way.hot_units), (kv.host[g], way.down, 0)):
         new = [c for c in column if c is not None and c.page < 0]
         pages = space.pool.acquire(len(new) + extra)
         for copy, page in zip(new, pages, strict=False):
             copy.page = page
-        t.hot += [pinned(page) for page in pages[len(new):]]
+        add(t.hot, pages[len(new):])
     _start(kv, r, g, way.loads, up=True)
     _start(kv, r, g, way.saves, up=False)
-    old_device, old_host = t.device, t.host
-    t.device, t.host, t.first = way.device, way.host, t.begin(r.computed)
-    kv.let_go(r, g, old_device, old_host)
-    on_host = [n for i in range(len(way.host)) if own(way.device, i) is None
+    t.first = t.begin(r.computed)
+    kv.let_go(r, g, *t.replace(way.up, way.down))
+    on_host = [n for i in range(len(way.down)) if own(way.up, i) is None
                and (n := kv.node(r, t, i)) is not None]
     return [*on_host, *(f.node for f in way.loads if f.node is not None)]
 
@@ -265,7 +264,7 @@ def missing(r: Request) -> list[Copy] | None:
     return out
 
 
-def last_missing(columns: Iterable[list[Copy | None]]) -> list[Copy]:
+def last_missing(columns: Iterable[Column]) -> list[Copy]:
     """One page that is not in place, if any: as long as it is not, they are not all."""
     for column in columns:
         for copy in reversed(column):          # pages come in order: it is among the last

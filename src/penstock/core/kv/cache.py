@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable
 from typing import Literal
 
 from penstock.core.kv import allocate, growth, offload, prefetch, promote, sealing
+from penstock.core.kv.page_table import take_all
 from penstock.core.kv.pages import Pages, Shortage, Trial
 from penstock.core.kv.pool import Fence
 from penstock.core.lifecycle import Lease, Phase, Place
@@ -45,30 +46,21 @@ class KVCache(Pages):
             elif lease is Lease.HOT:
                 self._free_hot_buffer(r)
             elif lease is Lease.DRAM:
-                for g in range(len(r.tables)):
-                    self._release_column(r, g, host=True)
+                for g, t in enumerate(r.tables):
+                    self.drop_column(r, g, t.host)
                 offload.return_reserve(self, r)
             elif lease in (Lease.HBM, Lease.INDEX):
                 for g, t in enumerate(r.tables):
                     if t.hosted == (lease is Lease.HBM):
-                        self._release_column(r, g, host=False)
-
-    def _release_column(self, r: Request, g: int, *, host: bool) -> None:
-        t = r.tables[g]
-        column = t.host if host else t.device
-        space = self.host[g] if host else self.device[g]
-        for copy in column:
-            if copy is not None:
-                self.unpin(r, space, copy)
-        column.clear()
+                        self.drop_column(r, g, t.device)
 
     def _free_hot_buffer(self, r: Request) -> None:
         if r in self.reclaimable:
             self.reclaimable.remove(r)
         for g, t in enumerate(r.tables):
-            for copy in t.hot:
+            for copy in take_all(t.hot):
                 self.unpin(r, self.device[g], copy)
-            t.hot, t.kept = [], {}
+            t.kept = {}
 
     def grow(self, r: Request, upto: int) -> Literal[True] | Shortage:
         """Pages for positions below `upto` in every group, or nothing."""

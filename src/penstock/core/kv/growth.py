@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from penstock.core.kv.page_table import PageTable, pinned, put
+from penstock.core.kv.page_table import Column, PageTable, add, extend, put
 from penstock.core.kv.pages import Pages, Shortage
 from penstock.core.kv.pool import Pool
 from penstock.core.kv.prefix_tree import Copy
@@ -38,34 +38,27 @@ def grow(kv: Pages, r: Request, upto: int) -> Literal[True] | Shortage:
             return room
     for g, t in enumerate(r.tables):
         if up := hbm[g]:
-            _extend(kv.device[g].pool, t.device, up)
+            _append(kv.device[g].pool, t.device, up)
         if down := dram[g]:
-            _extend(kv.host[g].pool, t.host, down)
+            _append(kv.host[g].pool, t.host, down)
             if not up:
-                t.device += [None] * (len(t.host) - len(t.device))
-        elif up and r.may_host and not host:
-            _mirror(kv, r, g, t, up)
+                extend(t.device, len(t.host))
+        elif up and t.hosted and r.may_host and r.phase is Phase.RESIDENT:
+            for i in range(len(t.device) - up, len(t.device)):
+                mirror(kv, g, t, i)
     r.capacity = kv.covered(r, r.place)
     return True
 
 
-def _extend(pool: Pool, column: list[Copy | None], n: int) -> None:
+def _append(pool: Pool, column: Column, n: int) -> None:
     last = column[-1] if column else None
-    for page in pool.acquire(n, None if last is None else last.page):
-        column.append(pinned(page))
-
-
-def _mirror(kv: Pages, r: Request, g: int, t: PageTable, n: int) -> None:
-    """Where a decoding row may spill, its new pages are on the host from their first token on: that is
-    where they go when they are sealed, so it is worth evicting what is cached there."""
-    if not (t.hosted and r.phase is Phase.RESIDENT):
-        return
-    for i in range(len(t.device) - n, len(t.device)):
-        mirror(kv, g, t, i)
+    add(column, pool.acquire(n, None if last is None else last.page))
 
 
 def mirror(kv: Pages, g: int, t: PageTable, i: int) -> None:
-    """A host page for entry i, which no step has written yet, if there is room."""
+    """A host page for entry i, which no step has written yet, if there is room: of a row that may spill,
+    pages are on the host from their first token on. They go there when they are sealed, so it is worth
+    evicting what is cached there."""
     pool = kv.host[g].pool
     if pool.free or kv.make_free(_DRAM, kv.one_page(g)):
         put(t.host, i, Copy(pool.acquire(1)[0]))
@@ -76,9 +69,6 @@ def drop_mirrors(kv: Pages, r: Request) -> bool:
     if r.place is _HOST or r.phase is Phase.STAGING or not any([any(t.host) for t in r.tables]):
         return False
     for g, t in enumerate(r.tables):
-        for i in range(len(t.host)):
-            if t.host[i] is not None:
-                kv.drop_entry(r, g, t.host, i)
-        t.host.clear()
+        kv.drop_column(r, g, t.host)
     r.needs_rebind, r.unchanged_until = r.bound, 0             # its steps write them until it is bound again
     return True

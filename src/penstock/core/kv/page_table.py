@@ -1,10 +1,17 @@
-"""The page table of a request: two columns of a cache group, one a tier, and who pins what."""
+"""The page table of a request: two columns of a cache group, one a tier, and who pins what.
+
+Everybody reads columns; only this module writes them, and it alone counts pins (`tests/tidy`).
+"""
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from penstock.core.kv.prefix_tree import Copy
 from penstock.core.settings import CacheGroup
+
+Column: TypeAlias = Sequence[Copy | None]      # a list, which others do not change
 
 
 @dataclass(slots=True, eq=False)
@@ -15,9 +22,9 @@ class PageTable:
 
     group: CacheGroup
     unit: int                                  # tokens of a page
-    device: list[Copy | None] = field(default_factory=list)
-    host: list[Copy | None] = field(default_factory=list)
-    hot: list[Copy] = field(default_factory=list)
+    device: Column = field(default_factory=list)
+    host: Column = field(default_factory=list)
+    hot: Sequence[Copy] = field(default_factory=list)
     kept: dict[int, int] = field(default_factory=dict)  # hot unit -> the entry whose page it was
     first: int = 0                             # entries below were left behind by the window
     hosted: bool = field(init=False)           # the group's, kept: each page that grows asks for it
@@ -33,6 +40,12 @@ class PageTable:
     def end(self, tokens: int) -> int:
         """Entries that positions below `tokens` need."""
         return -(-tokens // self.unit)
+
+    def replace(self, device: list[Copy | None], host: list[Copy | None]) -> tuple[Column, Column]:
+        """Take these columns. Returns those that were there before."""
+        old = self.device, self.host
+        self.device, self.host = device, host
+        return old
 
 
 # ---------------------------------------------------------------- pins: nobody else counts them
@@ -50,12 +63,49 @@ def pinned(page: int = -1) -> Copy:
     return Copy(page, None, True, 1)
 
 
-def own(column: list[Copy | None], i: int) -> Copy | None:
+# ---------------------------------------------------------------- entries
+def own(column: Column, i: int) -> Copy | None:
     return column[i] if i < len(column) else None
 
 
-def put(column: list[Copy | None], i: int, copy: Copy) -> None:
-    """Enter a pinned copy. Columns are as long as their last entry."""
-    pin(copy)
-    column += [None] * (i + 1 - len(column))
-    column[i] = copy
+def put(column: Column, i: int, copy: Copy) -> None:
+    """Enter a copy, and pin it. Columns are as long as their last entry."""
+    extend(column, i + 1)
+    assert isinstance(column, list)
+    column[i] = pin(copy)
+
+
+def add(column: Column, pages: Iterable[int]) -> None:
+    """Enter new pages behind the last."""
+    assert isinstance(column, list)
+    column += map(pinned, pages)
+
+
+def extend(column: Column, length: int) -> None:
+    """Entries without a copy, up to this length."""
+    assert isinstance(column, list)
+    column += [None] * (length - len(column))
+
+
+def take(column: Column, i: int) -> Copy | None:
+    """Take out an entry, still pinned."""
+    assert isinstance(column, list)
+    copy: Copy | None = column[i]
+    column[i] = None
+    return copy
+
+
+def take_all(column: Column) -> list[Copy]:
+    """The same of all entries: none is left."""
+    assert isinstance(column, list)
+    copies = [copy for copy in column if copy is not None]
+    column.clear()
+    return copies
+
+
+def move(column: Column, i: int, to: Column) -> Copy:
+    """Entry i becomes the last of another column."""
+    copy = take(column, i)
+    assert copy is not None and isinstance(to, list)
+    to.append(copy)
+    return copy

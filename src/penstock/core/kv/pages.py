@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 from penstock.core.kv.moves import Moves
-from penstock.core.kv.page_table import PageTable, own, unpin
+from penstock.core.kv.page_table import Column, PageTable, own, take, take_all, unpin
 from penstock.core.kv.pool import Arena, Fence, Pool
 from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree
 from penstock.core.lifecycle import Place
@@ -202,11 +202,15 @@ class Pages:
             r.has_reclaimable = False                    # its tables are long: not walked again for nothing
 
     # ---------------------------------------------------------------- pins
-    def drop_entry(self, r: Request, g: int, column: list[Copy | None], i: int) -> None:
+    def drop_entry(self, r: Request, g: int, column: Column, i: int) -> None:
         """Give up one page of a column."""
-        copy, column[i] = column[i], None
+        if (copy := take(column, i)) is not None:
+            self.unpin(r, self.device[g] if column is r.tables[g].device else self.host[g], copy)
+
+    def drop_column(self, r: Request, g: int, column: Column) -> None:
+        """Give up all pages of a column."""
         space = self.device[g] if column is r.tables[g].device else self.host[g]
-        if copy is not None:
+        for copy in take_all(column):
             self.unpin(r, space, copy)
 
     def unpin(self, r: Request, space: TierGroup, copy: Copy) -> None:
@@ -221,7 +225,7 @@ class Pages:
             away = any(move in self.moves.to_peer for move in r.moves)
             space.pool.release([copy.page], Fence(copy.used, frozenset(r.moves), away))
 
-    def let_go(self, r: Request, g: int, device: list[Copy | None], host: list[Copy | None]) -> None:
+    def let_go(self, r: Request, g: int, device: Column, host: Column) -> None:
         """`r` has new columns: what it had before is unpinned, unless it is in both."""
         t = r.tables[g]
         for space, old, new in ((self.device[g], device, t.device), (self.host[g], host, t.host)):

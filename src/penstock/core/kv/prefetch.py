@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.core.kv.page_table import own, put, unpin
+from penstock.core.kv.page_table import own, put, take_all, unpin
 from penstock.core.kv.pages import Pages, Trial
 from penstock.core.kv.prefix_tree import Copy, Node
 from penstock.core.plan import Tier
@@ -31,11 +31,9 @@ def reserve(kv: Pages, r: Request) -> Trial:
     path, _ = kv.match(r, stored=True)
     want = [0] * len(r.tables)
     nodes: set[int] = set()
-    pinned: list[Copy] = []
     for g, i, node in _wanted(kv, r, path):
         if copy := node.good(kv.host[g]):
             put(r.tables[g].host, i, copy)
-            pinned.append(copy)
         elif not node.good(kv.device[g]):
             want[g] += 1
             nodes.add(id(node))
@@ -44,9 +42,8 @@ def reserve(kv: Pages, r: Request) -> Trial:
     room = kv.make_free(Tier.DRAM, want)
     if not room:
         for t in r.tables:
-            t.host.clear()
-        for copy in pinned:
-            unpin(copy)
+            for copy in take_all(t.host):
+                unpin(copy)
         kv.tree.unref(path)
         return room
     r.path, r.fetched = path, len(nodes)

@@ -1,7 +1,7 @@
 """From the host to the device: the hot buffer of a row that spills, and promotion, while the row goes on."""
 from __future__ import annotations
 
-from penstock.core.kv.page_table import pinned, put
+from penstock.core.kv.page_table import add, move, put
 from penstock.core.kv.pages import Pages, Trial
 from penstock.core.kv.prefix_tree import Copy, Node
 from penstock.core.plan import Tier
@@ -15,22 +15,20 @@ def take_hot_buffer(kv: Pages, r: Request) -> Trial:
     for g, t in enumerate(r.tables):
         if t.hosted:
             mine = [i for i, c in enumerate(t.device) if c is not None and c.pins == 1 and not c.moves]
-            keep[g] = mine[-r.hot:]
-            want[g] = r.hot - len(keep[g])
+            keep[g] = mine[-r.hot_units:]
+            want[g] = r.hot_units - len(keep[g])
     room = kv.make_free(Tier.HBM, want)
     if not room:
         return room
     for g, entries in keep.items():
         t = r.tables[g]
         for i in entries:
-            copy, t.device[i] = t.device[i], None
-            assert copy is not None
+            copy = move(t.device, i, t.hot)
+            t.kept[copy.page] = i
             if copy.node is not None:
                 del copy.node.copies[kv.device[g]]
                 copy.node = None
-            t.hot.append(copy)
-            t.kept[copy.page] = i
-        t.hot += [pinned(page) for page in kv.device[g].pool.acquire(want[g])]
+        add(t.hot, kv.device[g].pool.acquire(want[g]))
     kv.mark_reclaimable(r)
     return True
 

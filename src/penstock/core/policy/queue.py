@@ -38,7 +38,7 @@ class Vain(NamedTuple):
 
     taken: int                             # edges by then
     step: StepId
-    host: list[Shortage]                       # what those lacked who would have; empty: it was not enough
+    shortages: list[Shortage]                  # what those lacked who would have; empty: it was not enough
 
 
 class Admission:
@@ -146,7 +146,7 @@ class Admission:
                 return
             if isinstance(trial, Shortage):
                 trial.gained = kv.gained(trial.tier)
-                self._vain.host.append(trial)
+                self._vain.shortages.append(trial)
 
     def _in_vain(self) -> bool:
         """Whether looking again for rows that could make way is too early: it walks the ends of their tables,
@@ -154,9 +154,9 @@ class Admission:
         v, kv = self._vain, self.core.kv
         if v is None or v.taken != self.core.edges_taken:
             return False
-        if v.host:
+        if v.shortages:
             more = kv.gained(Tier.DRAM)
-            return all([self._short(shortage) > more - shortage.gained for shortage in v.host])
+            return all([self._short(shortage) > more - shortage.gained for shortage in v.shortages])
         return kv.issued < v.step + LOOK_STEPS
 
     def may_start(self, r: Request) -> bool:

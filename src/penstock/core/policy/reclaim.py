@@ -6,7 +6,7 @@ else is disturbed.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from penstock.core.kv import growth
@@ -130,7 +130,7 @@ def may_spill(core: Core, r: Request) -> bool:
     """Whether `r` frees device pages when it goes on from the host, and copies to there do not always
     fail it."""
     return (r.phase is Phase.RESIDENT and r.may_host and r.failed_copies < FAILED_COPIES_MAX
-            and any(t.hosted and len(t.device) > r.hot for t in r.tables))
+            and any(t.hosted and len(t.device) > r.hot_units for t in r.tables))
 
 
 def spillable(core: Core, r: Request, most: int = 1) -> int:
@@ -138,7 +138,7 @@ def spillable(core: Core, r: Request, most: int = 1) -> int:
     from the host: what it shares stays, which is how its tables begin, and of its own a hot buffer."""
     if not may_spill(core, r):
         return 0
-    free, hot = 0, r.hot
+    free, hot = 0, r.hot_units
     for t in r.tables:
         if t.hosted:
             own = itertools.takewhile(lambda c: c is not None and c.pins == 1, reversed(t.device))
@@ -202,20 +202,20 @@ def _revoke_grant(core: Core, tier: Tier, taken: list[Request]) -> bool:
     return False
 
 
+def _drop_youngest(core: Core, but: Request | None, gives_way: Callable[[Request], bool]) -> bool:
+    """Of those who wait; it computes again, later, what it gives up."""
+    victim = next((q for q in reversed(core.waiting) if q is not but and gives_way(q)), None)
+    return victim is not None and bool(core.transition(victim, Trigger.DROP))
+
+
 def _drop_sending(core: Core, but: Request | None) -> bool:
-    """Prefill role: the youngest request that was computed and has no grant computes again later."""
-    for victim in reversed(core.waiting):
-        if victim.phase is Phase.SENDING and victim is not but and victim.grant is None:
-            return bool(core.transition(victim, Trigger.DROP))
-    return False
+    """Prefill role: one that was computed and has no grant."""
+    return _drop_youngest(core, but, lambda q: q.phase is Phase.SENDING and q.grant is None)
 
 
-def _drop_delivered(core: Core, but: Request) -> bool:
-    """Decode role: the youngest request whose KV has arrived and that has no row computes it later."""
-    for victim in reversed(core.waiting):
-        if victim.phase is Phase.RECEIVING and victim.is_saved and victim is not but:
-            return bool(core.transition(victim, Trigger.DROP))
-    return False
+def _drop_delivered(core: Core, but: Request | None = None) -> bool:
+    """Decode role: one whose KV has arrived and that has no row."""
+    return _drop_youngest(core, but, lambda q: q.phase is Phase.RECEIVING and q.is_saved)
 
 
 def for_admission(core: Core, r: Request) -> bool:
@@ -253,18 +253,11 @@ def yield_device(core: Core, victim: Request) -> None:
 
 
 def drop_fetching(core: Core, but: Request | None = None) -> bool:
-    """The youngest request whose pages come from storage computes them instead."""
-    for victim in reversed(core.waiting):
-        if victim.phase is Phase.FETCHING and victim is not but:
-            return bool(core.transition(victim, Trigger.DROP))
-    return False
+    """One whose pages come from storage."""
+    return _drop_youngest(core, but, lambda q: q.phase is Phase.FETCHING)
 
 
 def _drop_paused(core: Core, but: Request | None, *, bare: bool) -> bool:
-    """The youngest paused request; with `bare`, one that still needs device pages, because their
-    copies failed."""
-    for victim in reversed(core.waiting):
-        if victim.phase is Phase.PAUSED and victim is not but and (
-                not bare or (_is_bare(victim) and any(c for t in victim.tables for c in t.device))):
-            return bool(core.transition(victim, Trigger.DROP))
-    return False
+    """A paused one; with `bare`, one that still needs device pages, because their copies failed."""
+    return _drop_youngest(core, but, lambda q: q.phase is Phase.PAUSED and (
+        not bare or (_is_bare(q) and any([any(t.device) for t in q.tables]))))

@@ -17,13 +17,13 @@ from penstock.sim.mutants.registry import Real, instead_of, mutant, swapped
 
 # ---------------------------------------------------------------- boundaries
 @instead_of(KVCache, "match", mode="model=3")
-def hit_one_page_short(real: Real, kv: KVCache, r: Request, *, stored: bool = False) -> list[Node]:
+def hit_one_page_short(real: Real, kv: KVCache, r: Request, *, stored: bool = False) -> object:
     """Where groups keep only a part, the last boundary that all of them can serve is not used."""
-    path: list[Node] = real(kv, r, stored=stored)
+    path, found = real(kv, r, stored=stored)
     del path[-1:]
     while path and not kv._serves(r, path, stored):
         path.pop()
-    return path
+    return path, found
 
 
 # ---------------------------------------------------------------- windows

@@ -84,7 +84,7 @@ def hot_buffer_longer_than_the_request(real: Real, cfg: CoreConfig, tokens: int)
 def hot_buffer_skipped_on_resume(real: Real, kv: KVCache, r: Request, g: int, place: Place) -> Claim:
     """One way to host pages forgets the hot buffer."""
     way: Claim = real(kv, r, g, place)
-    way.hot *= r.phase is not Phase.PAUSED
+    way.hot_units *= r.phase is not Phase.PAUSED
     return way
 
 
@@ -103,7 +103,7 @@ class TwinNotStoredFromItsFirstToken(Core):
         def later(*args: object) -> None:
             """Not now."""
 
-        with holding(growth, "_mirror", later), holding(allocate, "mirror", later):
+        with holding(growth, "mirror", later), holding(allocate, "mirror", later):
             adv = super().advance(events)
         for r in self.running:
             for g, t in enumerate(r.tables):
@@ -201,7 +201,7 @@ class DropOfAPausedRequestForgetsAGroup(Core):
 
     def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> Trial:
         if r.phase is Phase.PAUSED and trigger is Trigger.DROP:
-            r.tables[-1].host.clear()
+            page_table.take_all(r.tables[-1].host)
         return super().transition(r, trigger, spare)
 
 

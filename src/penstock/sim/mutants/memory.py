@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from penstock.core.core import Core
-from penstock.core.kv import allocate, offload, sealing
+from penstock.core.kv import allocate, offload, page_table, sealing
 from penstock.core.kv.allocate import Load
 from penstock.core.kv.cache import KVCache
 from penstock.core.kv.moves import Moves
@@ -145,7 +145,7 @@ class LeakWhenAPausedRequestIsAborted(Core):
         if outcome is Outcome.ABORT and r.phase is Phase.PAUSED:
             r.reserve = [[] for _ in r.tables]
             for t in r.tables:
-                t.host.clear()
+                page_table.take_all(t.host)
         super()._end(r, outcome)
 
 

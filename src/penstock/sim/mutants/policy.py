@@ -102,7 +102,7 @@ def hot_buffer_keeps_the_oldest_pages(real: Real, kv: KVCache, r: Request) -> ob
     """What the next step reads has to be loaded."""
     own = [[copy for copy in t.device if copy is not None and copy.pins == 1 and not copy.moves]
            for t in r.tables if t.hosted]
-    hidden = [copy for copies in own for copy in copies[r.hot:]]
+    hidden = [copy for copies in own for copy in copies[r.hot_units:]]
     for copy in hidden:
         copy.moves += 1
     try:
