@@ -2,27 +2,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
+from penstock.core.kv.cache import KVCache
 from penstock.core.kv.prefix_tree import Copy, Node, TierGroup
 from penstock.core.lifecycle import ACTIVE, Lease, Phase, Place
+from penstock.core.pair.bridge import Pairing
 from penstock.core.pair.decode_side import DecodeSide
 from penstock.core.pair.prefill_side import Stage
-from penstock.core.plan import Tier
+from penstock.core.plan import PeerId, Tier
 from penstock.core.policy.reclaim import PREEMPTIONS_MAX
 from penstock.core.request import Request
-
-if TYPE_CHECKING:
-    from penstock.core.core import Core
-    from penstock.core.kv.cache import KVCache
-    from penstock.core.pair.bridge import Pairing
+from penstock.core.state import CoreState
 
 REFS = "refs differ from the requests that name a page"
 PINS = "pins differ from holders"
 MOVES = "a page has other moves than those that fly"
 
 
-def check(core: Core) -> None:
+def check(core: CoreState, pairs: Mapping[PeerId, Pairing]) -> None:
     """Raises AssertionError. Walks everything but pools in which nothing has changed: for tests, the
     simulator and `--check`."""
     kv = core.kv
@@ -50,7 +48,7 @@ def check(core: Core) -> None:
         stored = [len(f.pairs) for f in kv.moves.flying.values() if Tier.DISK in (f.src.tier, f.dst.tier)]
         assert sum(stored) <= core.cfg.store_pages, "storage holds more of the host than it may"
     _queues(core)
-    for pair in core.pairs.values():
+    for pair in pairs.values():
         _pair(core, pair)
 
 
@@ -67,7 +65,7 @@ def _columns(kv: KVCache, r: Request, pinned: list[Copy], pages: dict[TierGroup,
         pages[host] += reserve
 
 
-def _tree(core: Core, pins: dict[Copy, int], refs: dict[Node, int], moves: dict[Copy, int],
+def _tree(core: CoreState, pins: dict[Copy, int], refs: dict[Node, int], moves: dict[Copy, int],
           pages: dict[TierGroup, list[int]]) -> None:
     stack = list(core.kv.tree.roots.values())
     while stack:
@@ -94,7 +92,7 @@ def _tree(core: Core, pins: dict[Copy, int], refs: dict[Node, int], moves: dict[
     assert all(copy.node is None for copy in moves), MOVES
 
 
-def _queues(core: Core) -> None:
+def _queues(core: CoreState) -> None:
     rows = [r.row for r in core.live.values() if r.row is not None]
     assert len(rows) == len(core.kv.rows.held) and core.kv.rows.held == set(rows)
     keys = [r.key for r in core.running]
@@ -106,7 +104,7 @@ def _queues(core: Core) -> None:
         assert r.has_reclaimable or not any([any(t.device) for t in r.tables if t.hosted]), "a loan is lost"
 
 
-def _leases(core: Core, r: Request, running: set[Request]) -> None:
+def _leases(core: CoreState, r: Request, running: set[Request]) -> None:
     """What a request has is what its phase requires and allows."""
     where = (r.rid, r.phase, r.place)
     holds = core.holds[r.phase, r.place]
@@ -127,7 +125,7 @@ def _leases(core: Core, r: Request, running: set[Request]) -> None:
     assert r.num_preemptions - r.excused <= PREEMPTIONS_MAX, (where, "gave way too often")
 
 
-def _tables(core: Core, r: Request) -> None:
+def _tables(core: CoreState, r: Request) -> None:
     """A row has a page for every position that it may read or write, in each group."""
     kv, where = core.kv, (r.rid, r.phase, r.place)
     assert r.capacity == kv.covered(r, r.place) >= max(r.computed, 1), where
@@ -147,7 +145,7 @@ def _tables(core: Core, r: Request) -> None:
             assert not any(t.host[:len(r.path) * core.cfg.page_size // t.unit]), (where, "sealed twins")
 
 
-def _pair(core: Core, pair: Pairing) -> None:
+def _pair(core: CoreState, pair: Pairing) -> None:
     """Both halves agree: the protocol knows which requests are at it."""
     side = pair.side
     for transfer, r in pair.requests.items():

@@ -11,21 +11,9 @@ from typing import assert_never
 
 from penstock.core import check, lifecycle, retire, schedule
 from penstock.core.kv import allocate, offload, prefetch, promote
-from penstock.core.kv.cache import KVCache
 from penstock.core.kv.pages import Refused, Shortage, Trial
 from penstock.core.kv.prefix_tree import Copy
-from penstock.core.lifecycle import (
-    ACTIVE,
-    BUSY,
-    HOLDING,
-    LINE,
-    WAITING,
-    IllegalTransition,
-    Mode,
-    Phase,
-    Role,
-    Trigger,
-)
+from penstock.core.lifecycle import IllegalTransition, Phase, Role, Trigger
 from penstock.core.pair.bridge import FromPeer, pairings
 from penstock.core.plan import (
     Aborted,
@@ -40,7 +28,6 @@ from penstock.core.plan import (
     Moved,
     MoveId,
     Outcome,
-    Output,
     Paused,
     Promoted,
     Rates,
@@ -54,53 +41,30 @@ from penstock.core.plan import (
 )
 from penstock.core.policy import capacity, reclaim
 from penstock.core.policy.queue import Admission
-from penstock.core.request import Request, ScheduledRow
+from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
+from penstock.core.state import CoreState, insert
 from penstock.core.watch import Watcher
 
 WISHES = {Paused: Trigger.PAUSE, Dropped: Trigger.DROP, Promoted: Trigger.PROMOTE}
 
 
-class Core:
+class Core(CoreState):
     """One engine's scheduler. `advance` until it returns no plan, then wait for events."""
 
     def __init__(self, cfg: CoreConfig) -> None:
-        role = Role(cfg.role)
-        mode = Mode(host=cfg.dram_pages > 0, disk=cfg.disk_pages > 0, sparse=cfg.sparse, role=role)
-        self.cfg = cfg
-        self.edges = lifecycle.edges(mode)
-        self.holds = lifecycle.holds(mode)
-        self.may_hold = lifecycle.may_hold(mode)
-        self.kv = KVCache(cfg)
-        self.live: dict[RequestId, Request] = {}
-        self.running: list[Request] = []       # phases with a row, in order of service
-        self.waiting: list[Request] = []       # phases without, in order of service
-        self.runnable: list[Request] = []      # of those waiting, who waits for a row
-        self.transient: list[Request] = []     # of those running, who may take an edge by itself
-        self.saving: list[Request] = []        # of those waiting, who has something to do meanwhile
-        self.prefetch_queue: list[Request] = []  # of those queued, whom storage was not asked for
-        self.in_flight: dict[StepId, list[ScheduledRow]] = {}
-        self.columns: dict[int, tuple[list[ScheduledRow], schedule.Columns]] = {}  # of the last plans
-        self.edges_taken = 0
-        self.counters: dict[str, int] = dict.fromkeys(
-            ("pauses", "drops", "spills", "promotions", "prefix_queries", "prefix_hbm_hits",
-             "prefix_dram_hits", "prefix_disk_hits", "failed_moves", "rows_looked_at"), 0)
-        self.rates: Rates | None = None        # None: not measured yet
+        super().__init__(cfg)
         self.admission = Admission(self)
+        self.pairs = pairings(self, Role(cfg.role))
+        self.watchers: list[Watcher] = []      # add yourself
         self._stay: tuple[int, ...] = ()       # when nobody could be promoted
         self._promotion_short = False          # somebody would then have been, but for pages in use
-        self.pairs = pairings(self, role)
-        self.prefills_only = role is Role.PREFILL
-        self.last_revoke_step = StepId(0)      # when a grant was last given up for its pages,
-        self.revoke_pending = False            # and whether since the last event
-        self.watchers: list[Watcher] = []      # add yourself
         self._seq = 0
-        self._out: list[Output] = []
 
     # ---------------------------------------------------------------- public
     def advance(self, events: Sequence[Event]) -> Advance:
         """Apply events, take every edge that needs no step, and plan at most one step."""
-        self._out, self.revoke_pending = [], self.revoke_pending and not events
+        self.out, self.revoke_pending = [], self.revoke_pending and not events
         self._hear(events)
         # To a fixed point: planning may free, freeing may admit. Each request moves a few times at most.
         for _ in range(100 + 20 * len(self.live)):
@@ -112,13 +76,13 @@ class Core:
             idle = (self.edges_taken, self.kv.freed) == before and not self.admission.is_due()
             if plan is not None or idle:
                 for pair in self.pairs.values():
-                    self._out += pair.flush()
-                return Advance(plan, tuple(self._out))
+                    self.out += pair.flush()
+                return Advance(plan, tuple(self.out))
         raise AssertionError("planning comes to no end")
 
     def check(self) -> None:
         """Every invariant that can be seen from inside; raises AssertionError."""
-        check.check(self)
+        check.check(self, self.pairs)
         schedule.check(self)
 
     def stats(self) -> dict[str, float]:
@@ -174,11 +138,11 @@ class Core:
             case Aborted(rid, damaged):
                 if (r := self.live.get(rid)) is not None:
                     path = self.kv.tainted_by(r) if damaged else []
-                    self._end(r, Outcome.ABORT)
+                    self.end(r, Outcome.ABORT)
                     self.kv.moves.invalidate(path)
             case Stopped(rid, count):
                 if (r := self.live.get(rid)) is not None and count <= r.num_output:
-                    self._end(r, Outcome.STOP)
+                    self.end(r, Outcome.STOP)
             case Paused() | Dropped() | Promoted():
                 self.request_edge(event.rid, WISHES[type(event)])
             case Spilled(rid):
@@ -204,7 +168,7 @@ class Core:
         longest = min(self.cfg.max_len - 1, capacity.largest(self.cfg, hosted))
         fits = longest + 1 - n
         if fits < 1 or (self.prefills_only and not a.transfer):
-            self._out.append(Finished(a.rid, Outcome.REFUSED, capacity.refusal(self.cfg, a, longest)))
+            self.out.append(Finished(a.rid, Outcome.REFUSED, capacity.refusal(self.cfg, a, longest)))
             if self.pairs:
                 self.pairs[a.peer].refused(a.transfer)
             return
@@ -214,7 +178,7 @@ class Core:
         r.may_host = hosted and capacity.fits(self.cfg, lifecycle.Place.HOST, n + r.max_new - 1)
         self._seq += 1
         self.live[a.rid] = r
-        schedule.insert(self.waiting, r)
+        insert(self.waiting, r)
         leader = self.live.get(a.leader) if a.leader is not None else None
         if leader is not None and not leader.num_output:
             r.leader = leader                  # until the pages of the prompt that they share are sealed
@@ -233,7 +197,7 @@ class Core:
 
     def _expire(self, r: Request) -> None:
         if r.phase is Phase.QUEUED or (r.phase is Phase.DROPPED and not r.started):
-            self._end(r, Outcome.EXPIRED)
+            self.end(r, Outcome.EXPIRED)
         elif r.phase is Phase.FETCHING or (r.phase is Phase.RECEIVING and not r.is_saved):
             self.transition(r, Trigger.DROP)
 
@@ -265,7 +229,7 @@ class Core:
         if id in r.waits:                      # perhaps of a row that it has given up
             r.invalid_through = r.last_issue
         if r.is_pushed and counted:
-            self._end(r, Outcome.LOST)         # what it has sent may be wrong
+            self.end(r, Outcome.LOST)         # what it has sent may be wrong
         elif id in r.waits and (r.phase, Trigger.DROP) in self.edges:
             self.transition(r, Trigger.DROP)
         elif r.phase is Phase.STAGING and counted:
@@ -275,7 +239,6 @@ class Core:
             self.transition(r, Trigger.DROP)          # what has gone is computed again
 
     def delivered(self, r: Request, tokens: tuple[int, ...]) -> None:
-        """Decode role: a prefill engine has computed the prompt, and its KV is in our pages."""
         r.delivered = r.num_prompt - r.settled
         if not r.started:
             self._started(r)
@@ -284,23 +247,21 @@ class Core:
         self.update_runnable(r)
         self.kv.seal(r)
         if (outcome := retire.take(self, r, tokens)) is not None:
-            self._end(r, outcome)
+            self.end(r, outcome)
 
     def sent(self, r: Request) -> None:
-        """Prefill role: the decode engine has it all."""
         self.transition(r, Trigger.SENT)
         del self.live[r.rid]
-        self._out.append(Finished(r.rid, Outcome.SENT))
+        self.out.append(Finished(r.rid, Outcome.SENT))
 
-    def _end(self, r: Request, outcome: Outcome) -> None:
+    def end(self, r: Request, outcome: Outcome) -> None:
         moved = self.transition(r, Trigger.END)
         assert moved, "ending never needs resources"
         del self.live[r.rid]
-        self._out.append(Finished(r.rid, outcome))
+        self.out.append(Finished(r.rid, outcome))
 
     # ---------------------------------------------------------------- transitions
     def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> Trial:
-        """Change the phase; or change nothing, and return what was lacking, which is false."""
         target = self.edges.get((r.phase, trigger))
         if target is None:
             raise IllegalTransition(f"{r.phase} --{trigger}--> ?")
@@ -340,55 +301,10 @@ class Core:
             self.pairs[r.arrived.peer].entered(r, source)
         r.is_saved, r.is_saving, r.coming, r.hot_wait_until = False, False, None, StepId(0)
         if target in (Phase.FETCHING, Phase.RECEIVING) or (target is Phase.DROPPED and not r.started):
-            self._out.append(Entered(r.rid, target.value, r.visit))
+            self.out.append(Entered(r.rid, target.value, r.visit))
         for watcher in self.watchers:
             watcher.taken(r, source, trigger)
         return True
-
-    def update_runnable(self, r: Request) -> None:
-        """Keep the line of those who wait for a row in step with what has changed about one of them."""
-        waits = r.leader is None and (r.phase in LINE or (r.phase is Phase.RECEIVING and r.delivered > 0))
-        if self.prefills_only and r.num_output and r.grant is None:
-            waits = False                      # it has been computed once: it waits for its grant
-        if waits and not r.is_runnable:
-            schedule.insert(self.runnable, r)
-        elif r.is_runnable and not waits:
-            self.runnable.remove(r)
-        r.is_runnable = waits
-
-    def enqueue(self, r: Request) -> None:
-        """A request that nothing keeps from being served joins the line, and storage is asked for it."""
-        self.update_runnable(r)
-        if r.is_runnable and self.cfg.disk_pages:
-            schedule.insert(self.prefetch_queue, r)
-            r.prefetch_pending = True
-
-    def release_forks(self, r: Request) -> None:
-        """`r` has begun to answer, or never will: its forks wait no more."""
-        for fork in r.forks:
-            fork.leader = None
-            self.enqueue(fork)
-        r.forks = []
-
-    def update_queues(self, r: Request, source: Phase) -> None:
-        """Keep the queues and the counters in step with a phase that has just changed."""
-        for queue, phases in ((self.running, ACTIVE), (self.waiting, WAITING), (self.transient, BUSY),
-                              (self.saving, HOLDING)):
-            if source in phases and r.phase not in phases:
-                queue.remove(r)
-            elif r.phase in phases and source not in phases:
-                schedule.insert(queue, r)
-        self.update_runnable(r)
-        if r.prefetch_pending:                       # it was queued, and is no more
-            self.prefetch_queue.remove(r)
-            r.prefetch_pending = False
-        if r.phase is Phase.DONE:
-            self.release_forks(r)
-        r.num_preemptions += source in ACTIVE and r.phase in (Phase.PAUSED, Phase.DROPPED)
-        self.counters["pauses"] += r.phase is Phase.PAUSED
-        self.counters["drops"] += r.phase is Phase.DROPPED
-        self.counters["spills"] += r.phase is Phase.STAGING
-        self.counters["promotions"] += source is Phase.PROMOTING and r.phase is Phase.RESIDENT
 
     # ---------------------------------------------------------------- progress without a step
     def _progress(self) -> None:
@@ -421,7 +337,7 @@ class Core:
                 else:
                     r.awaits = allocate.last_missing(t.device for t in r.tables if t.hosted)
         if self.cfg.sparse and self._stay != self._promotable():
-            self._promotion_short = capacity.promote(self)
+            self._promotion_short = not self.admission.needs_pages() and capacity.promote(self)
             self._stay = self._promotable()
 
     def _promotable(self) -> tuple[int, ...]:
@@ -443,7 +359,6 @@ class Core:
             self._started(r)
 
     def spill(self, r: Request) -> Trial:
-        """Let a resident row go on from host pages: at once, if they are complete."""
         if trial := self.transition(r, Trigger.SPILL):
             self._stage(r)
         return trial
@@ -491,4 +406,4 @@ class Core:
         self.counters["prefix_hbm_hits"] += hbm
         self.counters["prefix_dram_hits"] += dram
         self.counters["prefix_disk_hits"] += disk
-        self._out.append(Started(r.rid, hbm, dram, disk, r.delivered))
+        self.out.append(Started(r.rid, hbm, dram, disk, r.delivered))

@@ -5,23 +5,19 @@ counted on without a look. Knows nothing of plans to come.
 """
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from penstock.core import schedule
 from penstock.core.lifecycle import Phase, Trigger
 from penstock.core.plan import Outcome, StepId, Token, make
 from penstock.core.request import Request, ScheduledRow
-
-if TYPE_CHECKING:
-    from penstock.core.core import Core
+from penstock.core.state import CoreState
 
 _DONE, _SENDING = Phase.DONE, Phase.SENDING
 
 
-def retire(core: Core, step: StepId, tokens: tuple[tuple[int, ...], ...]) -> None:
+def retire(core: CoreState, step: StepId, tokens: tuple[tuple[int, ...], ...]) -> None:
     assert step == core.kv.retired + 1, "results arrive in step order"
     core.kv.moves.retired = step
-    rows, out, looked = core.in_flight.pop(step), core._out, 0
+    rows, out, looked = core.in_flight.pop(step), core.out, 0
     if len(tokens) < len(rows):
         tokens = _of_each(rows, tokens)
     for row, new in zip(rows, tokens, strict=True):
@@ -46,7 +42,7 @@ def _of_each(rows: list[ScheduledRow], tokens: tuple[tuple[int, ...], ...]) -> t
     return tuple([next(results) if row.width else () for row in rows])
 
 
-def _look(core: Core, row: ScheduledRow, step: StepId, new: tuple[int, ...]) -> None:
+def _look(core: CoreState, row: ScheduledRow, step: StepId, new: tuple[int, ...]) -> None:
     r = row.request
     if r.phase is _DONE:
         return                                 # over-run: issued before we knew that it had ended
@@ -63,12 +59,12 @@ def _look(core: Core, row: ScheduledRow, step: StepId, new: tuple[int, ...]) -> 
             core.kv.seal(r)                  # before it may end: its pages serve others
         r.append_until = schedule.append_until(core, r)
     if outcome is not None:
-        core._end(r, outcome)
+        core.end(r, outcome)
     elif r.phase is _SENDING and not (r.num_output or core.kv.in_flight(r)):
         core.transition(r, Trigger.DROP)              # it came without its first token: once more
 
 
-def take(core: Core, r: Request, tokens: tuple[int, ...]) -> Outcome | None:
+def take(core: CoreState, r: Request, tokens: tuple[int, ...]) -> Outcome | None:
     """Append output tokens, as far as they count. Returns why the request ends with them."""
     a, n = r.arrived, r.num_output
     if core.prefills_only:
@@ -80,7 +76,7 @@ def take(core: Core, r: Request, tokens: tuple[int, ...]) -> Outcome | None:
         return None
     for token in tokens:
         r.tokens.append(token)
-        core._out.append(make(Token, (a.rid, n, token)))
+        core.out.append(make(Token, (a.rid, n, token)))
         n += 1
         if r.forks:
             core.release_forks(r)

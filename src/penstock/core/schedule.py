@@ -7,9 +7,8 @@ Whatever else could matter to it (a phase, a page given up) sets `unchanged_unti
 """
 from __future__ import annotations
 
-import bisect
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias, cast
+from typing import Literal, cast
 
 from penstock.core.kv.pages import Shortage
 from penstock.core.kv.prefix_tree import Copy
@@ -22,8 +21,6 @@ from penstock.core.plan import (
     HbmPage,
     Hot,
     MoveId,
-    RequestId,
-    Row,
     StepId,
     StepPlan,
     Yield,
@@ -31,21 +28,12 @@ from penstock.core.plan import (
 )
 from penstock.core.policy import reclaim
 from penstock.core.request import Request, ScheduledRow
-
-if TYPE_CHECKING:
-    from penstock.core.core import Core
+from penstock.core.state import Columns, CoreState
 
 _HOST = Place.HOST
 
-Columns: TypeAlias = tuple[tuple[Row, ...], tuple[RequestId, ...], tuple[int, ...], tuple[bool, ...]]
 
-
-def insert(queue: list[Request], r: Request) -> None:
-    """Put a request into its place in the order of service."""
-    bisect.insort(queue, r, key=lambda q: q.key)
-
-
-def plan(core: Core) -> StepPlan | None:
+def plan(core: CoreState) -> StepPlan | None:
     """The next step, or None if the pipeline is full or there is nothing to do."""
     kv = core.kv
     if kv.issued - kv.retired >= core.cfg.depth:
@@ -68,7 +56,7 @@ def plan(core: Core) -> StepPlan | None:
 
 
 # ---------------------------------------------------------------- which rows
-def _decoding(core: Core, step: StepId) -> tuple[list[ScheduledRow], int]:
+def _decoding(core: CoreState, step: StepId) -> tuple[list[ScheduledRow], int]:
     """The rows that decode, and what is left of the budget. With several stages they take turns, each row
     once in as many steps; but a lone row does not wait for steps that nobody issues."""
     retired, turn = core.kv.retired, step - core.cfg.pp_size
@@ -76,7 +64,7 @@ def _decoding(core: Core, step: StepId) -> tuple[list[ScheduledRow], int]:
     return _of_turn(core, retired) if not chosen and retired > turn else (chosen, budget)
 
 
-def _of_turn(core: Core, free: int) -> tuple[list[ScheduledRow], int]:
+def _of_turn(core: CoreState, free: int) -> tuple[list[ScheduledRow], int]:
     """Of the rows whose last step is not later than `free`, so many that each stage has as many."""
     chosen: list[ScheduledRow] = []
     budget, looked, left = core.cfg.step_tokens, 0, len(core.running)
@@ -107,7 +95,7 @@ def _of_turn(core: Core, free: int) -> tuple[list[ScheduledRow], int]:
     return chosen, budget
 
 
-def _prompts(core: Core, decoding: list[ScheduledRow], budget: int) -> list[ScheduledRow]:
+def _prompts(core: CoreState, decoding: list[ScheduledRow], budget: int) -> list[ScheduledRow]:
     chosen: list[ScheduledRow] = []
     for r in list(core.transient) if budget else ():
         if r.phase is Phase.PREFILL and budget and r.todo:
@@ -126,7 +114,7 @@ def _may_decode(r: Request) -> bool:
     return r.computed < ahead < r.num_prompt + r.max_new and not (r.arrived.host_token and r.num_placeholders)
 
 
-def _width(core: Core, r: Request, budget: int) -> int:
+def _width(core: CoreState, r: Request, budget: int) -> int:
     """Positions that a decoding row computes: one, and drafts as far as everything allows."""
     if not core.cfg.draft_tokens:
         return 1
@@ -147,7 +135,7 @@ def _row(r: Request, width: int) -> ScheduledRow:
     return r.issued
 
 
-def _chunk(core: Core, r: Request, n: int, decoding: list[ScheduledRow], prompts: list[ScheduledRow]) -> int:
+def _chunk(core: CoreState, r: Request, n: int, decoding: list[ScheduledRow], prompts: list[ScheduledRow]) -> int:
     """How much of a prompt is computed: as much as has pages. Windows get theirs here."""
     end = r.computed + n
     grown: Literal[True] | Shortage = True
@@ -229,7 +217,7 @@ class _News:
         self.yields: list[Yield] = []
         self.waits: dict[MoveId, None] = {}
 
-    def of(self, core: Core, r: Request) -> None:
+    def of(self, core: CoreState, r: Request) -> None:
         if not r.bound or r.needs_rebind:
             self.binds.append(_bind(r))
             r.bound, r.needs_rebind = True, False
@@ -243,7 +231,7 @@ class _News:
             self.waits.update(dict.fromkeys(r.waits))
 
 
-def _issue(core: Core, step: StepId, chosen: list[ScheduledRow]) -> StepPlan:
+def _issue(core: CoreState, step: StepId, chosen: list[ScheduledRow]) -> StepPlan:
     kv, news, looked = core.kv, _News(), 0
     start: list[int] = []
     tokens: list[int] = []
@@ -278,7 +266,7 @@ def _issue(core: Core, step: StepId, chosen: list[ScheduledRow]) -> StepPlan:
         moves=kv.moves.take_planned(), yields=tuple(news.yields), waits=tuple(news.waits))
 
 
-def _columns(core: Core, step: StepId, chosen: list[ScheduledRow]) -> Columns:
+def _columns(core: CoreState, step: StepId, chosen: list[ScheduledRow]) -> Columns:
     """What is the same in each step of the same rows. With several stages their batches take turns."""
     turn = step % core.cfg.pp_size
     known = core.columns.get(turn)
@@ -290,7 +278,7 @@ def _columns(core: Core, step: StepId, chosen: list[ScheduledRow]) -> Columns:
 
 
 # ---------------------------------------------------------------- what needs no look
-def unchanged_until(core: Core, r: Request) -> int:
+def unchanged_until(core: CoreState, r: Request) -> int:
     """Up to which position `r` decodes one token a step and nothing else happens to its row. Drafts,
     a token that must come back first and loads to wait for need a look each step."""
     if (core.cfg.draft_tokens or r.arrived.host_token or r.waits or r.issued is None
@@ -299,7 +287,7 @@ def unchanged_until(core: Core, r: Request) -> int:
     return min(r.capacity, r.num_prompt + r.max_new - 1)
 
 
-def append_until(core: Core, r: Request) -> int:
+def append_until(core: CoreState, r: Request) -> int:
     """Up to which settled position a result of `r` is one more token: no page is full, no end is
     reached. Stop tokens are looked for."""
     if core.cfg.draft_tokens or r.phase not in DECODING or len(r.tokens) != r.settled + 1 or r.forks:
@@ -307,7 +295,7 @@ def append_until(core: Core, r: Request) -> int:
     return min((len(r.path) + 1) * core.cfg.page_size - 1, r.num_prompt + r.max_new - 2)
 
 
-def check(core: Core) -> None:
+def check(core: CoreState) -> None:
     """Whether all that is not looked at is as it was when it was. Raises AssertionError."""
     for r in core.live.values():
         if r.computed < r.unchanged_until:

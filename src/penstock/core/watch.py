@@ -1,12 +1,9 @@
 """Who watches a core: told of events and edges as they happen. A watcher changes nothing."""
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from penstock.core.lifecycle import Phase, Trigger
-    from penstock.core.plan import Event
-    from penstock.core.request import Request
+from penstock.core.lifecycle import Phase, Trigger
+from penstock.core.plan import Event
+from penstock.core.request import Request
 
 
 class Watcher:

@@ -7,7 +7,7 @@ any other copy. Knows no messages: what they are and when they are repeated is `
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, assert_never
+from typing import assert_never
 
 from penstock.core.kv import allocate
 from penstock.core.kv.moves import FlyingMove
@@ -29,14 +29,12 @@ from penstock.core.plan import (
     Tier,
 )
 from penstock.core.request import Request
-
-if TYPE_CHECKING:
-    from penstock.core.core import Core
+from penstock.core.state import CoreState
 
 FromPeer = Received | Reminded | Overdue | PeerFenced | Renewed
 
 
-def pairings(core: Core, role: Role) -> dict[PeerId, Pairing]:
+def pairings(core: CoreState, role: Role) -> dict[PeerId, Pairing]:
     """One for each peer; an engine that does all of a request itself has none."""
     return {p: Pairing(core, role, p)
             for p in map(PeerId, range(0 if role is Role.UNIFIED else core.cfg.peers))}
@@ -45,7 +43,7 @@ def pairings(core: Core, role: Role) -> dict[PeerId, Pairing]:
 class Pairing:
     """One engine's end of its pair with one peer. Transfers are named by the server, on both alike."""
 
-    def __init__(self, core: Core, role: Role, peer: PeerId) -> None:
+    def __init__(self, core: CoreState, role: Role, peer: PeerId) -> None:
         self.core, self.peer = core, peer
         self.side: DecodeSide | PrefillSide = (
             DecodeSide if role is Role.DECODE else PrefillSide)(core.cfg.epoch, core.cfg.identity)
@@ -184,12 +182,12 @@ class Pairing:
                         self.ready += [r] if r.phase is Phase.SENDING else []
                         self.core.update_runnable(r)
                     elif r is not None:
-                        self.core._end(r, Outcome.LOST)      # it is not the same request
+                        self.core.end(r, Outcome.LOST)      # it is not the same request
                 case protocol.Withdrawn():
                     self._recall(o.transfer)
                     if r is not None:
                         del self.requests[o.transfer]        # its end is known there
-                        self.core._end(r, Outcome.LOST)
+                        self.core.end(r, Outcome.LOST)
                 case protocol.Sent():
                     if r is not None:
                         del self.requests[o.transfer]

@@ -8,16 +8,14 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable
 from functools import cache
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from penstock.core.kv.pool import Arena
 from penstock.core.lifecycle import Phase, Place, Trigger
 from penstock.core.plan import Arrived, Tier
 from penstock.core.request import Request
 from penstock.core.settings import CacheGroup, CoreConfig
-
-if TYPE_CHECKING:
-    from penstock.core.core import Core
+from penstock.core.state import CoreState
 
 
 def may_host(cfg: CoreConfig, a: Arrived) -> bool:
@@ -84,7 +82,7 @@ def refusal(cfg: CoreConfig, a: Arrived, longest: int) -> str:
             f"{cfg.max_len} and {where}")
 
 
-def ways_in(core: Core, r: Request) -> tuple[Trigger, ...]:
+def ways_in(core: CoreState, r: Request) -> tuple[Trigger, ...]:
     """What to try, in this order, for a request that waits."""
     known = r.phase in (Phase.QUEUED, Phase.FETCHING, Phase.RECEIVING)
     device, host = Trigger.ADMIT if known else Trigger.RESUME, Trigger.HOST
@@ -100,7 +98,7 @@ def ways_in(core: Core, r: Request) -> tuple[Trigger, ...]:
 Pages: TypeAlias = tuple[list[int], list[int]]           # of each group: device, host
 
 
-def _at_end(core: Core, r: Request, place: Place) -> Pages:
+def _at_end(core: CoreState, r: Request, place: Place) -> Pages:
     """What `r` needs in `place` when its last position is computed."""
     if place not in r.at_end:
         r.at_end[place] = needs(core.cfg, place, r.num_prompt + r.max_new - 1)
@@ -113,7 +111,7 @@ def _add(total: Pages, pages: Pages, times: int = 1) -> None:
             column[g] += times * n
 
 
-def _demand(core: Core) -> Pages:
+def _demand(core: CoreState) -> Pages:
     """What all that run need at their ends, where they are now."""
     total: Pages = [0] * len(core.cfg.groups), [0] * len(core.cfg.groups)
     for r in core.running:
@@ -121,20 +119,20 @@ def _demand(core: Core) -> Pages:
     return total
 
 
-def _all_fit(core: Core, total: Pages) -> bool:
+def _all_fit(core: CoreState, total: Pages) -> bool:
     device, host = total
     return _total(core.cfg, core.kv.arenas[Tier.HBM], device, _pushed(core, Tier.HBM)) and (
         not any(host) or _total(core.cfg, core.kv.arenas[Tier.DRAM], host,
                                 core.cfg.store_pages + _pushed(core, Tier.DRAM)))
 
 
-def _pushed(core: Core, tier: Tier) -> int:
+def _pushed(core: CoreState, tier: Tier) -> int:
     """Cached pages of `tier` that pushes of requests that have ended still read: as good as away."""
     pushes = [f for f in core.kv.moves.pushes_of_ended() if f.src.tier is tier]
     return sum([source.node is not None and not source.pins for f in pushes for source, _ in f.pairs])
 
 
-def all_end(core: Core, r: Request, place: Place) -> bool:
+def all_end(core: CoreState, r: Request, place: Place) -> bool:
     """Whether all that run, and `r`, who waits, in `place`, can go on to their ends without a victim."""
     total = _demand(core)
     _add(total, _at_end(core, r, place))
@@ -149,13 +147,10 @@ def _total(cfg: CoreConfig, arena: Arena, pages: list[int], kept: int) -> bool:
     return _slabs(cfg.groups, pages, Place.DEVICE) <= arena.slabs - arena.away - kept
 
 
-def promote(core: Core) -> bool:
+def promote(core: CoreState) -> bool:
     """Bring the oldest hosted row back, if all that run could then end on the device. Returns whether
     that failed because pages are still in use."""
-    if core.cfg.always_hosted or any(r.phase is not Phase.RECEIVING or core.admission.shortages_of(r)
-                                     for r in core.runnable):
-        return False                           # who is RECEIVING has its pages, mostly
-    if any(r.phase is Phase.PROMOTING for r in core.running):
+    if core.cfg.always_hosted or any(r.phase is Phase.PROMOTING for r in core.running):
         return False                           # one at a time
     total = _demand(core)
     for r in core.running:

@@ -5,7 +5,7 @@ tried again before as much has come as it lacked, or those that it waits for hav
 """
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from penstock.core import lifecycle
 from penstock.core.kv import prefetch
@@ -15,9 +15,7 @@ from penstock.core.lifecycle import Phase
 from penstock.core.plan import StepId, Tier
 from penstock.core.policy import capacity, reclaim
 from penstock.core.request import Request
-
-if TYPE_CHECKING:
-    from penstock.core.core import Core
+from penstock.core.state import CoreState
 
 LOOK_STEPS = 4       # so long nobody looks again for rows that could make way, if they had too little
 
@@ -44,7 +42,7 @@ class Vain(NamedTuple):
 class Admission:
     """The head of one engine's queue, and why it waits."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: CoreState) -> None:
         self.core = core
         self._blocked: Blocked | None = None   # the head of the queue, when it last did not fit
         self._skipped: Request | None = None   # the same, if it was not tried in this turn
@@ -90,6 +88,10 @@ class Admission:
         """What `r` lacked, if it is the head of the queue and did not fit."""
         b = self._blocked
         return b.shortages if b is not None and b.request is r else []
+
+    def needs_pages(self) -> bool:
+        """Whether somebody in line does. Who is RECEIVING has them, mostly."""
+        return any(r.phase is not Phase.RECEIVING or self.shortages_of(r) for r in self.core.runnable)
 
     def is_due(self) -> bool:
         """Whether planning has made room for somebody who was not tried."""

@@ -7,24 +7,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from penstock.core.kv import growth
 from penstock.core.kv.pages import Refused
+from penstock.core.kv.prefix_tree import Copy
 from penstock.core.lifecycle import Phase, Place, Trigger
 from penstock.core.plan import Tier
 from penstock.core.policy import capacity
 from penstock.core.request import FAILED_COPIES_MAX, Request
+from penstock.core.state import CoreState
 
 PREEMPTIONS_MAX = 3
 AWAY_STEPS = 8       # so long a peer may take to say that it writes no more, before the next must ask it
 
-if TYPE_CHECKING:
-    from penstock.core.core import Core
-    from penstock.core.kv.prefix_tree import Copy
 
-
-def promised(core: Core, tier: Tier = Tier.HBM) -> bool:
+def promised(core: CoreState, tier: Tier = Tier.HBM) -> bool:
     """Whether pages of `tier` will become free or evictable without a further victim. What a store reads
     or writes does not count, it may hang; nor does what another engine writes, or reads for a request
     that has ended: that takes as long as it takes."""
@@ -40,7 +37,7 @@ def promised(core: Core, tier: Tier = Tier.HBM) -> bool:
     return any(r.phase is Phase.STAGING for r in core.running) or leaving(core)
 
 
-def leaving(core: Core) -> bool:
+def leaving(core: CoreState) -> bool:
     """Whether somebody who has no row is about to give up device pages."""
     if any(r.phase is Phase.SENDING and r.is_pushed for r in core.waiting):
         return True
@@ -48,7 +45,7 @@ def leaving(core: Core) -> bool:
                for r in core.waiting)
 
 
-def landing(core: Core, tier: Tier) -> Iterator[Copy]:
+def landing(core: CoreState, tier: Tier) -> Iterator[Copy]:
     """Pages of `tier` that can be evicted when copies that surely end have landed."""
     for flight in core.kv.moves.flying.values():
         ends = flight.src.tier, flight.dst.tier
@@ -64,7 +61,7 @@ def _is_bare(r: Request) -> bool:
     return r.is_saved and not r.is_saving and not r.moves
 
 
-def headroom(core: Core, r: Request, place: Place) -> int | None:
+def headroom(core: CoreState, r: Request, place: Place) -> int | None:
     """How many rows must still be able to grow by a page when `r` gets a row: all that run. None: it has
     to wait. Who has given way twice returns only when all that run, and it, can end without another
     victim. Those admitted later give way before it, or, if they come first in the order of service,
@@ -79,7 +76,7 @@ def headroom(core: Core, r: Request, place: Place) -> int | None:
     return len(core.running)
 
 
-def _is_clear(core: Core) -> bool:
+def _is_clear(core: CoreState) -> bool:
     """Nobody runs: make all slabs whole. Pages of several groups that lie scattered over them are more than
     was counted. False: some are still behind fences, and whoever came now would have to lie around them."""
     kv = core.kv
@@ -91,7 +88,7 @@ def _is_clear(core: Core) -> bool:
                    for pool in kv.arenas[tier].pools)
 
 
-def for_growth(core: Core, r: Request, tier: Tier, taken: list[Request]) -> None:
+def for_growth(core: CoreState, r: Request, tier: Tier, taken: list[Request]) -> None:
     """`r` runs and needs one more page of `tier`: somebody gives up theirs, possibly `r` itself. Rows already
     in the step being planned are out of reach, they are older."""
     if promised(core, tier):
@@ -126,14 +123,14 @@ def for_growth(core: Core, r: Request, tier: Tier, taken: list[Request]) -> None
     yield_device(core, victim)
 
 
-def may_spill(core: Core, r: Request) -> bool:
+def may_spill(core: CoreState, r: Request) -> bool:
     """Whether `r` frees device pages when it goes on from the host, and copies to there do not always
     fail it."""
     return (r.phase is Phase.RESIDENT and r.may_host and r.failed_copies < FAILED_COPIES_MAX
             and any(t.hosted and len(t.device) > r.hot_units for t in r.tables))
 
 
-def spillable(core: Core, r: Request, most: int = 1) -> int:
+def spillable(core: CoreState, r: Request, most: int = 1) -> int:
     """Slabs (of a single group pages), counted to about `most`, that nobody has any more when `r` goes on
     from the host: what it shares stays, which is how its tables begin, and of its own a hot buffer."""
     if not may_spill(core, r):
@@ -147,13 +144,13 @@ def spillable(core: Core, r: Request, most: int = 1) -> int:
     return free
 
 
-def spills(core: Core, victim: Request) -> bool | Refused:
+def spills(core: CoreState, victim: Request) -> bool | Refused:
     """Let it go on from host pages, if that helps and there is room. The first of all only when alone."""
     last = victim is core.running[0] and len(core.running) > 1
     return not last and spillable(core, victim) > 0 and core.spill(victim)
 
 
-def _for_host_pages(core: Core, taken: list[Request]) -> None:
+def _for_host_pages(core: CoreState, taken: list[Request]) -> None:
     """Twins that no step reads go first, of one row, then who does not run gives way, then the youngest
     that runs from host pages."""
     if _drop_twins(core) or drop_fetching(core) or _drop_paused(core, None, bare=False):
@@ -171,17 +168,17 @@ def _for_host_pages(core: Core, taken: list[Request]) -> None:
         return
 
 
-def _drop_twins(core: Core, but: Request | None = None) -> bool:
+def _drop_twins(core: CoreState, but: Request | None = None) -> bool:
     return any(growth.drop_mirrors(core.kv, r) for r in reversed(core.running) if r is not but)
 
 
-def _is_away(core: Core) -> bool:
+def _is_away(core: CoreState) -> bool:
     """Whether pages wait for another engine: to say that it writes them no more, or to have read them for a
     request that has ended."""
     return any(arena.away for arena in core.kv.arenas.values()) or bool(core.kv.moves.pushes_of_ended())
 
 
-def _revoke_grant(core: Core, tier: Tier, taken: list[Request]) -> bool:
+def _revoke_grant(core: CoreState, tier: Tier, taken: list[Request]) -> bool:
     """Decode role: the youngest request that has pages and no row computes its prompt itself, one whose
     KV has come before others. Pages that the other engine may still write come back when it says so:
     it is given some steps for that, or, if nobody can go on, until the next event (it is reminded, so
@@ -202,23 +199,23 @@ def _revoke_grant(core: Core, tier: Tier, taken: list[Request]) -> bool:
     return False
 
 
-def _drop_youngest(core: Core, but: Request | None, gives_way: Callable[[Request], bool]) -> bool:
+def _drop_youngest(core: CoreState, but: Request | None, gives_way: Callable[[Request], bool]) -> bool:
     """Of those who wait; it computes again, later, what it gives up."""
     victim = next((q for q in reversed(core.waiting) if q is not but and gives_way(q)), None)
     return victim is not None and bool(core.transition(victim, Trigger.DROP))
 
 
-def _drop_sending(core: Core, but: Request | None) -> bool:
+def _drop_sending(core: CoreState, but: Request | None) -> bool:
     """Prefill role: one that was computed and has no grant."""
     return _drop_youngest(core, but, lambda q: q.phase is Phase.SENDING and q.grant is None)
 
 
-def _drop_delivered(core: Core, but: Request | None = None) -> bool:
+def _drop_delivered(core: CoreState, but: Request | None = None) -> bool:
     """Decode role: one whose KV has arrived and that has no row."""
     return _drop_youngest(core, but, lambda q: q.phase is Phase.RECEIVING and q.is_saved)
 
 
-def for_admission(core: Core, r: Request) -> bool:
+def for_admission(core: CoreState, r: Request) -> bool:
     """`r` waits. Nobody who runs gives way to it, but pages of those who wait behind it must not block the
     engine for ever. Returns whether nothing can be done: another engine still has pages that it was granted
     and that were given up, and nobody knows when they come back."""
@@ -236,7 +233,7 @@ def for_admission(core: Core, r: Request) -> bool:
     return not (kv.tree.evict_all(kv.device) or kv.tree.evict_all(kv.host)) and _is_away(core)
 
 
-def yield_device(core: Core, victim: Request) -> None:
+def yield_device(core: CoreState, victim: Request) -> None:
     """Pause if the host has room for the KV, else drop it. Fetched pages that nobody has used yet
     are worth less than computed ones."""
     if (victim.phase, Trigger.PAUSE) in core.edges:
@@ -252,12 +249,12 @@ def yield_device(core: Core, victim: Request) -> None:
     core.transition(victim, Trigger.DROP)
 
 
-def drop_fetching(core: Core, but: Request | None = None) -> bool:
+def drop_fetching(core: CoreState, but: Request | None = None) -> bool:
     """One whose pages come from storage."""
     return _drop_youngest(core, but, lambda q: q.phase is Phase.FETCHING)
 
 
-def _drop_paused(core: Core, but: Request | None, *, bare: bool) -> bool:
+def _drop_paused(core: CoreState, but: Request | None, *, bare: bool) -> bool:
     """A paused one; with `bare`, one that still needs device pages, because their copies failed."""
     return _drop_youngest(core, but, lambda q: q.phase is Phase.PAUSED and (
         not bare or (_is_bare(q) and any([any(t.device) for t in q.tables]))))

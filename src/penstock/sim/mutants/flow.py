@@ -81,7 +81,7 @@ class DoubleFinish(Core):
     def _retire(self, step: StepId, tokens: tuple[tuple[int, ...], ...]) -> None:
         for row in self.in_flight[step]:
             if row.request.phase is Phase.DONE and row.samples:
-                self._out.append(Finished(row.request.rid, Outcome.STOP))
+                self.out.append(Finished(row.request.rid, Outcome.STOP))
         super()._retire(step, tokens)
 
 
@@ -92,7 +92,7 @@ class TokensAgainAfterResume(Core):
     def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> Trial:
         ok = super().transition(r, trigger, spare)
         if ok and trigger is Trigger.RESUME and r.num_output:
-            self._out.append(Token(r.rid, r.num_output - 1, r.tokens[-1]))
+            self.out.append(Token(r.rid, r.num_output - 1, r.tokens[-1]))
         return ok
 
 
@@ -110,7 +110,7 @@ class EndsTwiceOnASecondAbort(Core):
 
     def _apply(self, event: Event) -> None:
         if isinstance(event, Aborted) and event.rid not in self.live:
-            self._out.append(Finished(event.rid, Outcome.ABORT))
+            self.out.append(Finished(event.rid, Outcome.ABORT))
         super()._apply(event)
 
 
@@ -148,11 +148,11 @@ class NoFixedPoint(Core):
     """What planning frees is looked at when the next event comes, if one comes."""
 
     def advance(self, events: Sequence[Event]) -> Advance:
-        self._out = []
+        self.out = []
         self._hear(events)
         self.kv.drain()
         self._progress()
-        return Advance(schedule.plan(self), tuple(self._out))
+        return Advance(schedule.plan(self), tuple(self.out))
 
 
 @instead_of(KVCache, "make_free")

@@ -28,10 +28,10 @@ def unfenced_release(real: Real, pool: Pool, units: Sequence[int], fence: Fence)
 class AbortForgetsTheFence(Core):
     """Only the abort path releases at once."""
 
-    def _end(self, r: Request, outcome: Outcome) -> None:
+    def end(self, r: Request, outcome: Outcome) -> None:
         if outcome is Outcome.ABORT:
             r.last_issue = StepId(0)
-        super()._end(r, outcome)
+        super().end(r, outcome)
 
 
 @instead_of(Pool, "release")
@@ -141,12 +141,12 @@ def lease_dropped_by_a_pause(real: Real, kv: KVCache, r: Request) -> None:
 class LeakWhenAPausedRequestIsAborted(Core):
     """The abort of a paused request forgets its host pages."""
 
-    def _end(self, r: Request, outcome: Outcome) -> None:
+    def end(self, r: Request, outcome: Outcome) -> None:
         if outcome is Outcome.ABORT and r.phase is Phase.PAUSED:
             r.reserve = [[] for _ in r.tables]
             for t in r.tables:
                 page_table.take_all(t.host)
-        super()._end(r, outcome)
+        super().end(r, outcome)
 
 
 @mutant()

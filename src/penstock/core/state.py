@@ -1,0 +1,122 @@
+"""What a planner knows, and what those who decide for it may ask of it.
+
+Keeps its queues in step with the phases of requests. Policies, the schedule and the seam to a peer are given
+this; `Core`, which is one, adds events and the order of things, and they need to know nothing of that.
+"""
+from __future__ import annotations
+
+import bisect
+from abc import ABC, abstractmethod
+from typing import TypeAlias
+
+from penstock.core import lifecycle
+from penstock.core.kv.cache import KVCache
+from penstock.core.kv.pages import Trial
+from penstock.core.lifecycle import ACTIVE, BUSY, HOLDING, LINE, WAITING, Mode, Phase, Role, Trigger
+from penstock.core.plan import Outcome, Output, Rates, RequestId, Row, StepId
+from penstock.core.request import Request, ScheduledRow
+from penstock.core.settings import CoreConfig
+
+Columns: TypeAlias = tuple[tuple[Row, ...], tuple[RequestId, ...], tuple[int, ...], tuple[bool, ...]]
+
+
+def insert(queue: list[Request], r: Request) -> None:
+    """Put a request into its place in the order of service."""
+    bisect.insort(queue, r, key=lambda q: q.key)
+
+
+class CoreState(ABC):
+    """One engine's requests and their pages."""
+
+    def __init__(self, cfg: CoreConfig) -> None:
+        role = Role(cfg.role)
+        mode = Mode(host=cfg.dram_pages > 0, disk=cfg.disk_pages > 0, sparse=cfg.sparse, role=role)
+        self.cfg = cfg
+        self.edges = lifecycle.edges(mode)
+        self.holds = lifecycle.holds(mode)
+        self.may_hold = lifecycle.may_hold(mode)
+        self.kv = KVCache(cfg)
+        self.live: dict[RequestId, Request] = {}
+        self.running: list[Request] = []       # phases with a row, in order of service
+        self.waiting: list[Request] = []       # phases without, in order of service
+        self.runnable: list[Request] = []      # of those waiting, who waits for a row
+        self.transient: list[Request] = []     # of those running, who may take an edge by itself
+        self.saving: list[Request] = []        # of those waiting, who has something to do meanwhile
+        self.prefetch_queue: list[Request] = []  # of those queued, whom storage was not asked for
+        self.in_flight: dict[StepId, list[ScheduledRow]] = {}
+        self.columns: dict[int, tuple[list[ScheduledRow], Columns]] = {}  # of the last plans
+        self.edges_taken = 0
+        self.counters: dict[str, int] = dict.fromkeys(
+            ("pauses", "drops", "spills", "promotions", "prefix_queries", "prefix_hbm_hits",
+             "prefix_dram_hits", "prefix_disk_hits", "failed_moves", "rows_looked_at"), 0)
+        self.rates: Rates | None = None        # None: not measured yet
+        self.prefills_only = role is Role.PREFILL
+        self.last_revoke_step = StepId(0)      # when a grant was last given up for its pages,
+        self.revoke_pending = False            # and whether since the last event
+        self.out: list[Output] = []
+
+    @abstractmethod
+    def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> Trial:
+        """Change the phase; or change nothing, and return what was lacking, which is false."""
+
+    @abstractmethod
+    def spill(self, r: Request) -> Trial:
+        """Let a resident row go on from host pages: at once, if they are complete."""
+
+    @abstractmethod
+    def end(self, r: Request, outcome: Outcome) -> None:
+        """It has ended, whatever its phase."""
+
+    @abstractmethod
+    def delivered(self, r: Request, tokens: tuple[int, ...]) -> None:
+        """Decode role: a prefill engine has computed the prompt, and its KV is in our pages."""
+
+    @abstractmethod
+    def sent(self, r: Request) -> None:
+        """Prefill role: the decode engine has it all."""
+
+    # ---------------------------------------------------------------- queues
+    def update_runnable(self, r: Request) -> None:
+        """Keep the line of those who wait for a row in step with what has changed about one of them."""
+        waits = r.leader is None and (r.phase in LINE or (r.phase is Phase.RECEIVING and r.delivered > 0))
+        if self.prefills_only and r.num_output and r.grant is None:
+            waits = False                      # it has been computed once: it waits for its grant
+        if waits and not r.is_runnable:
+            insert(self.runnable, r)
+        elif r.is_runnable and not waits:
+            self.runnable.remove(r)
+        r.is_runnable = waits
+
+    def enqueue(self, r: Request) -> None:
+        """A request that nothing keeps from being served joins the line, and storage is asked for it."""
+        self.update_runnable(r)
+        if r.is_runnable and self.cfg.disk_pages:
+            insert(self.prefetch_queue, r)
+            r.prefetch_pending = True
+
+    def release_forks(self, r: Request) -> None:
+        """`r` has begun to answer, or never will: its forks wait no more."""
+        for fork in r.forks:
+            fork.leader = None
+            self.enqueue(fork)
+        r.forks = []
+
+    def update_queues(self, r: Request, source: Phase) -> None:
+        """Keep the queues and the counters in step with a phase that has just changed."""
+        for queue, phases in ((self.running, ACTIVE), (self.waiting, WAITING), (self.transient, BUSY),
+                              (self.saving, HOLDING)):
+            if source in phases and r.phase not in phases:
+                queue.remove(r)
+            elif r.phase in phases and source not in phases:
+                insert(queue, r)
+        self.update_runnable(r)
+        if r.prefetch_pending:                       # it was queued, and is no more
+            self.prefetch_queue.remove(r)
+            r.prefetch_pending = False
+        if r.phase is Phase.DONE:
+            self.release_forks(r)
+        r.num_preemptions += source in ACTIVE and r.phase in (Phase.PAUSED, Phase.DROPPED)
+        self.counters["pauses"] += r.phase is Phase.PAUSED
+        self.counters["drops"] += r.phase is Phase.DROPPED
+        self.counters["spills"] += r.phase is Phase.STAGING
+        self.counters["promotions"] += source is Phase.PROMOTING and r.phase is Phase.RESIDENT
