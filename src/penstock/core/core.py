@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import assert_never
 
 from penstock.core import check, lifecycle, retire, schedule
-from penstock.core.kv import allocate, offload, prefetch, promote
+from penstock.core.kv import allocate, offload, prefetch, promote, sealing
 from penstock.core.kv.pages import Refused, Shortage, Trial
 from penstock.core.kv.prefix_tree import Copy
 from penstock.core.lifecycle import IllegalTransition, Phase, Role, Trigger
@@ -245,7 +245,7 @@ class Core(CoreState):
         r.computed = r.settled = r.num_prompt
         r.is_saved = True                     # it keeps what it has until it gets a row
         self.update_runnable(r)
-        self.kv.seal(r)
+        sealing.seal(self.kv, r)
         if (outcome := retire.take(self, r, tokens)) is not None:
             self.end(r, outcome)
 
@@ -311,7 +311,7 @@ class Core(CoreState):
         kv = self.kv
         for r in list(self.saving):
             if r.phase is Phase.PAUSED and not (r.is_saved or r.moves or kv.in_flight(r)):
-                kv.save(r)
+                offload.save(kv, r)
                 if not kv.is_complete(r):
                     self.transition(r, Trigger.DROP)  # it had lost a page before that
             if (r.phase is Phase.FETCHING and r.more and kv.moves.reads_left

@@ -6,6 +6,7 @@ counted on without a look. Knows nothing of plans to come.
 from __future__ import annotations
 
 from penstock.core import schedule
+from penstock.core.kv import sealing
 from penstock.core.lifecycle import Phase, Trigger
 from penstock.core.plan import Outcome, StepId, Token, make
 from penstock.core.request import Request, ScheduledRow
@@ -56,7 +57,7 @@ def _look(core: CoreState, row: ScheduledRow, step: StepId, new: tuple[int, ...]
         r.computed -= short
         r.settled += row.count - short
         if r.settled >= (len(r.path) + 1) * core.cfg.page_size:
-            core.kv.seal(r)                  # before it may end: its pages serve others
+            sealing.seal(core.kv, r)         # before it may end: its pages serve others
         r.append_until = schedule.append_until(core, r)
     if outcome is not None:
         core.end(r, outcome)

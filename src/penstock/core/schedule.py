@@ -135,7 +135,8 @@ def _row(r: Request, width: int) -> ScheduledRow:
     return r.issued
 
 
-def _chunk(core: CoreState, r: Request, n: int, decoding: list[ScheduledRow], prompts: list[ScheduledRow]) -> int:
+def _chunk(core: CoreState, r: Request, n: int, decoding: list[ScheduledRow],
+           prompts: list[ScheduledRow]) -> int:
     """How much of a prompt is computed: as much as has pages. Windows get theirs here."""
     end = r.computed + n
     grown: Literal[True] | Shortage = True

@@ -122,10 +122,9 @@ def _make_room(kv: Pages, ways: list[Claim], spare: int) -> Literal[True] | Shor
     def on_device() -> Literal[True] | Shortage:
         return kv.make_free(Tier.HBM, kv.with_spare(Tier.HBM, [w.new_device() for w in ways], spare))
 
-    room = kv.make_free(Tier.DRAM, kv.with_spare(Tier.DRAM, [w.new_host() for w in ways], spare))
-    if not room:
-        return room
-    if (room := on_device()) or not any(any(w.up) for w in ways if w.hot_units):
+    host = kv.with_spare(Tier.DRAM, [w.new_host() for w in ways], spare)
+    room = kv.make_free(Tier.DRAM, host) and on_device()
+    if room or room.tier is Tier.DRAM or not any(any(w.up) for w in ways if w.hot_units):
         return room
     for w in ways:                             # pages that it could do without are in its own way
         for i, copy in enumerate(w.up if w.hot_units else ()):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Literal
 
-from penstock.core.kv import allocate, growth, offload, prefetch, promote, sealing
+from penstock.core.kv import allocate, growth, offload, prefetch, promote
 from penstock.core.kv.page_table import take_all
 from penstock.core.kv.pages import Pages, Shortage, Trial
 from penstock.core.kv.pool import Fence
@@ -65,9 +65,3 @@ class KVCache(Pages):
     def grow(self, r: Request, upto: int) -> Literal[True] | Shortage:
         """Pages for positions below `upto` in every group, or nothing."""
         return growth.grow(self, r, upto)
-
-    def seal(self, r: Request) -> None:
-        sealing.seal(self, r)
-
-    def save(self, r: Request) -> None:
-        offload.save(self, r)

@@ -32,8 +32,6 @@ def _arena(cfg: CoreConfig, tier: Tier, pages: int, base: int) -> Arena:
 class Refused:
     """Why a trial changed nothing. It is false; a trial that succeeds is True."""
 
-    __slots__ = ()
-
     def __bool__(self) -> Literal[False]:
         return False
 

@@ -29,16 +29,14 @@ from penstock.sim.mutants.registry import Real, instead_of, mutant
 
 
 # ---------------------------------------------------------------- tables on the device
-@mutant()
-class NoRebindAfterResume(Core):
+@instead_of(Core, "transition")
+def no_rebind_after_resume(real: Real, core: Core, r: Request, trigger: Trigger, spare: int = 0) -> Trial:
     """The device keeps the page table of the row's previous tenant."""
-
-    def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> Trial:
-        ok = super().transition(r, trigger, spare)
-        if ok and trigger is Trigger.RESUME:
-            r.bound, r.device_capacity = True, r.capacity
-            r.device_len = [len(t.device) for t in r.tables]
-        return ok
+    ok: Trial = real(core, r, trigger, spare)
+    if ok and trigger is Trigger.RESUME:
+        r.bound, r.device_capacity = True, r.capacity
+        r.device_len = [len(t.device) for t in r.tables]
+    return ok
 
 
 @mutant()
@@ -74,26 +72,22 @@ class BudgetExceeded(Core):
 
 
 # ---------------------------------------------------------------- streams
-@mutant()
-class DoubleFinish(Core):
+@instead_of(Core, "_retire")
+def double_finish(real: Real, core: Core, step: StepId, tokens: tuple[tuple[int, ...], ...]) -> None:
     """A request that ends with an answer in flight ends again when it arrives."""
-
-    def _retire(self, step: StepId, tokens: tuple[tuple[int, ...], ...]) -> None:
-        for row in self.in_flight[step]:
-            if row.request.phase is Phase.DONE and row.samples:
-                self.out.append(Finished(row.request.rid, Outcome.STOP))
-        super()._retire(step, tokens)
+    for row in core.in_flight[step]:
+        if row.request.phase is Phase.DONE and row.samples:
+            core.out.append(Finished(row.request.rid, Outcome.STOP))
+    real(core, step, tokens)
 
 
-@mutant()
-class TokensAgainAfterResume(Core):
+@instead_of(Core, "transition")
+def tokens_again_after_resume(real: Real, core: Core, r: Request, trigger: Trigger, spare: int = 0) -> Trial:
     """A resumed request starts its stream again."""
-
-    def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> Trial:
-        ok = super().transition(r, trigger, spare)
-        if ok and trigger is Trigger.RESUME and r.num_output:
-            self.out.append(Token(r.rid, r.num_output - 1, r.tokens[-1]))
-        return ok
+    ok: Trial = real(core, r, trigger, spare)
+    if ok and trigger is Trigger.RESUME and r.num_output:
+        core.out.append(Token(r.rid, r.num_output - 1, r.tokens[-1]))
+    return ok
 
 
 @instead_of(Admission, "may_start")
@@ -104,42 +98,34 @@ def fork_waits_for_a_dead_leader(real: Real, admission: Admission, r: Request) -
     return not dead and bool(real(admission, r))
 
 
-@mutant()
-class EndsTwiceOnASecondAbort(Core):
+@instead_of(Core, "_apply")
+def ends_twice_on_a_second_abort(real: Real, core: Core, event: Event) -> None:
     """An abort of something unknown is answered with an end."""
-
-    def _apply(self, event: Event) -> None:
-        if isinstance(event, Aborted) and event.rid not in self.live:
-            self.out.append(Finished(event.rid, Outcome.ABORT))
-        super()._apply(event)
+    if isinstance(event, Aborted) and event.rid not in core.live:
+        core.out.append(Finished(event.rid, Outcome.ABORT))
+    real(core, event)
 
 
-@mutant()
-class AbortHitsAnother(Core):
+@instead_of(Core, "_apply")
+def abort_hits_another(real: Real, core: Core, event: Event) -> None:
     """Requests are matched by a prefix of their id."""
-
-    def _apply(self, event: Event) -> None:
-        if isinstance(event, Aborted):
-            for rid in self.live:
-                if str(rid).startswith(str(event.rid)):
-                    event = Aborted(rid)
-        super()._apply(event)
+    if isinstance(event, Aborted):
+        for rid in core.live:
+            if str(rid).startswith(str(event.rid)):
+                event = Aborted(rid)
+    real(core, event)
 
 
-@mutant()
-class PriorityIgnored(Core):
+@instead_of(Core, "_arrive")
+def priority_ignored(real: Real, core: Core, a: Arrived) -> None:
     """First come, first served, whatever was asked."""
-
-    def _arrive(self, a: Arrived) -> None:
-        super()._arrive(replace(a, priority=0))
+    real(core, replace(a, priority=0))
 
 
-@mutant()
-class ForkDoesNotWait(Core):
+@instead_of(Core, "_arrive")
+def fork_does_not_wait(real: Real, core: Core, a: Arrived) -> None:
     """A fork starts beside its leader and computes the prompt again."""
-
-    def _arrive(self, a: Arrived) -> None:
-        super()._arrive(replace(a, leader=None))
+    real(core, replace(a, leader=None))
 
 
 # ---------------------------------------------------------------- progress and victims
@@ -175,11 +161,9 @@ def oldest_gives_way(real: Real, core: Core, r: Request, tier: Tier, taken: list
                                      and v.phase is not Phase.LOADING))
 
 
-@mutant(200)
-class FailedLoadWaitsForEver(Core):
+@instead_of(Core, "_landed", 200)
+def failed_load_waits_for_ever(real: Real, core: Core, event: Moved) -> None:
     """Nobody tells the requests that wait for a load that it failed."""
-
-    def _landed(self, event: Moved) -> None:
-        if not event.ok and self.kv.moves.flying[event.id].dst.tier is Tier.HBM:
-            return
-        super()._landed(event)
+    if not event.ok and core.kv.moves.flying[event.id].dst.tier is Tier.HBM:
+        return
+    real(core, event)

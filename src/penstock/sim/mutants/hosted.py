@@ -26,16 +26,14 @@ TORN = "pair=0,ranks=1,wait_pages=1000,fail=0.5,step_tokens=64,pauses=20,turns=0
 
 
 # ---------------------------------------------------------------- binds, grows, yields
-@mutant()
-class NoRebindAfterASpill(Core):
+@instead_of(Core, "transition")
+def no_rebind_after_a_spill(real: Real, core: Core, r: Request, trigger: Trigger, spare: int = 0) -> Trial:
     """A row goes on from host pages, and its device pages are others' now: the device is not told."""
-
-    def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> Trial:
-        source = r.phase
-        ok = super().transition(r, trigger, spare)
-        if ok and (source, trigger) == (Phase.STAGING, Trigger.LANDED):
-            r.needs_rebind = False
-        return ok
+    source = r.phase
+    ok: Trial = real(core, r, trigger, spare)
+    if ok and (source, trigger) == (Phase.STAGING, Trigger.LANDED):
+        r.needs_rebind = False
+    return ok
 
 
 @instead_of(schedule, "_bind")
@@ -195,14 +193,13 @@ def hot_buffer_released_without_a_fence(real: Real, kv: KVCache, r: Request) -> 
     r.last_issue = last
 
 
-@mutant()
-class DropOfAPausedRequestForgetsAGroup(Core):
+@instead_of(Core, "transition")
+def drop_of_a_paused_request_forgets_a_group(real: Real, core: Core, r: Request, trigger: Trigger,
+                                             spare: int = 0) -> object:
     """A paused request that is dropped gives back the host pages of all groups but one."""
-
-    def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> Trial:
-        if r.phase is Phase.PAUSED and trigger is Trigger.DROP:
-            page_table.take_all(r.tables[-1].host)
-        return super().transition(r, trigger, spare)
+    if r.phase is Phase.PAUSED and trigger is Trigger.DROP:
+        page_table.take_all(r.tables[-1].host)
+    return real(core, r, trigger, spare)
 
 
 # ---------------------------------------------------------------- steps that wait for loads
@@ -215,12 +212,10 @@ class StepDoesNotListItsWaits(Core):
         return adv if adv.plan is None else replace(adv, plan=replace(adv.plan, waits=()))
 
 
-@mutant(60, mode=TORN)
-class ResultsOfAFailedLoadUsed(Core):
+@instead_of(Core, "_landed", 60, mode=TORN)
+def results_of_a_failed_load_used(real: Real, core: Core, event: Moved) -> None:
     """A step that waited for a load that failed gives its tokens to the user."""
-
-    def _landed(self, event: Moved) -> None:
-        before = [(r, r.invalid_through) for r in self.live.values()]
-        super()._landed(event)
-        for r, invalid_through in before:
-            r.invalid_through = invalid_through
+    before = [(r, r.invalid_through) for r in core.live.values()]
+    real(core, event)
+    for r, invalid_through in before:
+        r.invalid_through = invalid_through

@@ -24,14 +24,12 @@ def unfenced_release(real: Real, pool: Pool, units: Sequence[int], fence: Fence)
     real(pool, units, Fence(StepId(0)) if pool.name.startswith("hbm") else fence)
 
 
-@mutant()
-class AbortForgetsTheFence(Core):
+@instead_of(Core, "end")
+def abort_forgets_the_fence(real: Real, core: Core, r: Request, outcome: Outcome) -> None:
     """Only the abort path releases at once."""
-
-    def end(self, r: Request, outcome: Outcome) -> None:
-        if outcome is Outcome.ABORT:
-            r.last_issue = StepId(0)
-        super().end(r, outcome)
+    if outcome is Outcome.ABORT:
+        r.last_issue = StepId(0)
+    real(core, r, outcome)
 
 
 @instead_of(Pool, "release")
@@ -137,24 +135,20 @@ def lease_dropped_by_a_pause(real: Real, kv: KVCache, r: Request) -> None:
                 copy.pins -= 1
 
 
-@mutant()
-class LeakWhenAPausedRequestIsAborted(Core):
+@instead_of(Core, "end")
+def leak_when_a_paused_request_is_aborted(real: Real, core: Core, r: Request, outcome: Outcome) -> None:
     """The abort of a paused request forgets its host pages."""
-
-    def end(self, r: Request, outcome: Outcome) -> None:
-        if outcome is Outcome.ABORT and r.phase is Phase.PAUSED:
-            r.reserve = [[] for _ in r.tables]
-            for t in r.tables:
-                page_table.take_all(t.host)
-        super().end(r, outcome)
+    if outcome is Outcome.ABORT and r.phase is Phase.PAUSED:
+        r.reserve = [[] for _ in r.tables]
+        for t in r.tables:
+            page_table.take_all(t.host)
+    real(core, r, outcome)
 
 
-@mutant()
-class NamespaceLeftOutOfTheKey(Core):
+@instead_of(Core, "_arrive")
+def namespace_left_out_of_the_key(real: Real, core: Core, a: Arrived) -> None:
     """Tenants share pages."""
-
-    def _arrive(self, a: Arrived) -> None:
-        super()._arrive(replace(a, namespace=0))
+    real(core, replace(a, namespace=0))
 
 
 @instead_of(allocate, "_start")

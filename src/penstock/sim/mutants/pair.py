@@ -22,7 +22,7 @@ from penstock.core.pair.prefill_side import PrefillSide, Sending, Stage
 from penstock.core.plan import ONE_PEER, Say
 from penstock.core.policy import reclaim
 from penstock.core.request import Request
-from penstock.sim.mutants.registry import Real, Wrong, instead_of, mutant
+from penstock.sim.mutants.registry import Real, Wrong, instead_of
 
 # An engine dies while its writes fly, and is back before they have landed.
 SLOW_WRITES = ",deaths=3,write=60,delay=0.1,lose=0,patience=20"
@@ -231,15 +231,13 @@ def cancel_forgotten(real: Real, side: DecodeSide, transfer: int) -> list[protoc
     return []
 
 
-@mutant(300, mode="pair=1")
-class RowOfADeliveredRequestNotBound(Core):
+@instead_of(Core, "transition", 300, mode="pair=1")
+def row_of_a_delivered_request_not_bound(real: Real, core: Core, r: Request, *edge: object) -> Trial:
     """The device keeps the page table of the row's previous tenant."""
-
-    def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> Trial:
-        source = r.phase
-        ok = super().transition(r, trigger, spare)
-        r.bound = r.bound or (bool(ok) and source is Phase.RECEIVING and r.row is not None)
-        return ok
+    source = r.phase
+    ok: Trial = real(core, r, *edge)
+    r.bound = r.bound or (bool(ok) and source is Phase.RECEIVING and r.row is not None)
+    return ok
 
 
 @wrong(PrefillSide, "expired")

@@ -14,7 +14,7 @@ from penstock.core.pair.prefill_side import PrefillSide
 from penstock.core.plan import Event, Expired, Rates, StepId, Tier
 from penstock.core.policy import capacity, reclaim
 from penstock.core.request import Request, ScheduledRow
-from penstock.sim.mutants.registry import Real, holding, instead_of, mutant
+from penstock.sim.mutants.registry import Real, holding, instead_of
 
 
 @instead_of(reclaim, "yield_device", mode="pair=0,dram_pages=100,hot_pages=0")
@@ -48,22 +48,18 @@ def fetched_pages_outrank_computed_ones(real: Real, core: Core, but: Request | N
     return False
 
 
-@mutant(400)
-class RatesIgnored(Core):
+@instead_of(Core, "_apply", 400)
+def rates_ignored(real: Real, core: Core, event: Event) -> None:
     """Stored pages are fetched even where computing them is faster."""
-
-    def _apply(self, event: Event) -> None:
-        if not isinstance(event, Rates):
-            super()._apply(event)
+    if not isinstance(event, Rates):
+        real(core, event)
 
 
-@mutant(mode="pair=0,deadline=1")
-class DeadlineIgnored(Core):
+@instead_of(Core, "_apply", mode="pair=0,deadline=1")
+def deadline_ignored(real: Real, core: Core, event: Event) -> None:
     """A fetch may take for ever."""
-
-    def _apply(self, event: Event) -> None:
-        if not (isinstance(event, Expired) and event.phase == Phase.FETCHING.value):
-            super()._apply(event)
+    if not (isinstance(event, Expired) and event.phase == Phase.FETCHING.value):
+        real(core, event)
 
 
 @instead_of(KVCache, "is_reachable")

@@ -82,16 +82,14 @@ def deadline_frees_what_is_still_being_filled(real: Real, kv: KVCache, r: Reques
             kv.tree.forget(copy.node, space)
 
 
-@mutant()
-class UpperBoundTakenForLength(Core):
+@instead_of(Core, "_retire")
+def upper_bound_taken_for_length(real: Real, core: Core, step: StepId, tokens: object) -> None:
     """A row that returned fewer tokens than it might is believed to be as long as planned."""
-
-    def _retire(self, step: StepId, tokens: tuple[tuple[int, ...], ...]) -> None:
-        for row in self.in_flight[step]:
-            if row.width > 1:
-                row.request.settled += 1
-                row.request.computed += 1
-        super()._retire(step, tokens)
+    for row in core.in_flight[step]:
+        if row.width > 1:
+            row.request.settled += 1
+            row.request.computed += 1
+    real(core, step, tokens)
 
 
 @instead_of(schedule, "_may_decode")
