@@ -10,7 +10,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -85,8 +85,9 @@ class Direct:
         self.capture_s = time.perf_counter() - started
         self.core, self.front, self._newest = Core(cfg), Front([self.rank]), 0
 
-    def run(self, prompts: Sequence[Sequence[int]], max_new: int) -> Ran:
-        """All at once, to the end."""
+    def run(self, prompts: Sequence[Sequence[int]], max_new: int,
+            every_step: Callable[[], None] = lambda: None) -> Ran:
+        """All at once, to the end. every_step: called after each step that gave every request a token."""
         rids = [RequestId(self._newest + 1 + i) for i in range(len(prompts))]
         self._newest += len(prompts)
         events: list[Event] = []
@@ -119,6 +120,7 @@ class Direct:
                     if last is not None:
                         ran.step_s.append(now - last)
                     last = now
+                    every_step()
         ran.wall_s = time.perf_counter() - began
         return ran
 

@@ -11,8 +11,8 @@ import argparse
 import subprocess
 import sys
 
-PACKAGES = ("msgspec", "gguf")
-PLATFORMS = [f"manylinux{v}_x86_64" for v in ("_2_28", "_2_27", "_2_17", "2014")]
+PACKAGES = ("msgspec", "gguf", "starlette", "uvicorn", "httptools")
+PLATFORMS = [f"manylinux{v}_x86_64" for v in ("_2_28", "_2_27", "_2_17", "2014", "1")]
 
 
 def main() -> None:

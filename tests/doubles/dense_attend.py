@@ -26,9 +26,9 @@ class Dense:
     def __call__(self, layer: int, q_TNH: Tensor, kv_TCKH: Tensor, chosen_TS: Tensor | None = None) -> Tensor:
         held = [self.stored[layer]] if layer in self.stored else []
         kv_PCKH = self.stored[layer] = torch.cat([*held, kv_TCKH])
-        seen_TP = causal(len(q_TNH), len(kv_PCKH))
+        seen_TP = causal(len(q_TNH), len(kv_PCKH)).to(q_TNH.device)
         if chosen_TS is not None:
-            padded = torch.zeros(len(q_TNH), len(kv_PCKH) + 1, dtype=torch.bool)
+            padded = torch.zeros(len(q_TNH), len(kv_PCKH) + 1, dtype=torch.bool, device=q_TNH.device)
             padded.scatter_(1, chosen_TS.long().where(chosen_TS >= 0, len(kv_PCKH)), True)
             assert not (padded[:, :-1] & ~seen_TP).any(), "a token chose one after it"
             seen_TP = padded[:, :-1]

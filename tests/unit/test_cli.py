@@ -73,6 +73,8 @@ def test_every_spelling_sets_its_field(spelling: str, flag: Any) -> None:
     ("--disable-radix-cache", "kv.prefix_cache", False),
     ("--no-enable-prefix-caching", "kv.prefix_cache", False),
     ("--disable-overlap-schedule", "schedule.overlap", False),
+    ("--device cuda", "device.device", "cuda"), ("--enforce-eager", "device.cuda_graphs", False),
+    ("--disable-cuda-graph", "device.cuda_graphs", False),
     ("--load-format dummy", "model.load_format", "dummy"),
     ("--tokenizer-path t", "model.tokenizer", "t"),
     ("--served-model-name m", "model.served_model_name", "m"),
@@ -103,7 +105,7 @@ def test_asking_for_what_happens_anyway_changes_nothing(line: str) -> None:
     ("--hicache-storage-backend file", "storage tier"), ("--disk-bytes 1G", "storage tier"),
     ("--disaggregation-mode prefill", "prefill/decode pair"),
     ("--kv-transfer-config {}", "prefill/decode pair"),
-    ("--kv-cache-dtype fp8_e5m2", "KV cache of another type"), ("--device cuda", "GPU"),
+    ("--kv-cache-dtype fp8_e5m2", "KV cache of another type"), ("--device tpu", "NVIDIA GPU"),
     ("--trust-remote-code", "security"), ("--trust_remote_code", "security"),
     ("--quantization awq", "quantised"), ("--speculative-num-steps 3", "speculative"),
     ("--speculative-config {}", "speculative"), ("--enable-lora", "LoRA"),
@@ -241,7 +243,7 @@ def test_keyword_arguments_equal_the_command_line() -> None:
                "hbm_bytes": 1 << 20, "backends": ("a=b", "c=d"), "max_model_len": None,
                "gpu_memory_utilization": 0.25, "enforce_eager": True, "trust_remote_code": False}
     line = ("demo --page-size 8 --no-prefix-cache --hbm-bytes 1M --backends a=b,c=d "
-            "--memory-fraction 0.25")
+            "--memory-fraction 0.25 --no-cuda-graphs")
     assert from_options("demo", options) == parse(line)
     assert from_options("-odd name", {}).model.model == "-odd name"
     with pytest.raises(ConfigError, match="tensor parallelism"):

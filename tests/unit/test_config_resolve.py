@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -33,6 +34,25 @@ def test_what_was_left_open_is_filled_in() -> None:
 def test_resolving_twice_changes_nothing(options: dict[str, object]) -> None:
     once = resolve(from_options("demo", options), MACHINE)
     assert resolve(once, MACHINE) == once
+
+
+GPU = replace(MACHINE, gpus=("NVIDIA H200",), torch_cuda="13.0")
+
+
+def test_the_device_is_the_gpu_where_torch_can_use_it() -> None:
+    auto = resolve(from_options("demo", {}), GPU)
+    assert (auto.device.device, auto.model.dtype, auto.kv.memory_fraction) == ("cuda", "auto", 0.9)
+    assert resolve(auto, GPU) == auto
+    asked = resolve(from_options("demo", {"device": "cpu"}), GPU)
+    assert (asked.device.device, asked.model.dtype, asked.kv.memory_fraction) == ("cpu", "float32", 0.3)
+    # KV of the device is not of the host's memory
+    assert resolve(from_options("demo", {"hbm_bytes": 100 << 30}), GPU).kv.hbm_bytes == 100 << 30
+    for machine, why in ((MACHINE, ""), (replace(GPU, torch_cuda=""), "CPU build")):
+        assert resolve(from_options("demo", {}), machine).device.device == "cpu"
+        with pytest.raises(ConfigError, match=f"--device cuda: .*{why}.*; take --device cpu"):
+            resolve(from_options("demo", {"device": "cuda"}), machine)
+    with pytest.raises(ConfigError, match="--pp 2: stages run on a CPU only"):
+        resolve(from_options("demo", {"device": "cuda", "pp": 2}), GPU)
 
 
 def test_more_memory_than_there_is_names_both_numbers() -> None:

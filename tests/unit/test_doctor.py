@@ -1,6 +1,7 @@
 """What `penstock doctor` reports, and when it says that serving cannot work."""
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,5 +47,13 @@ def test_a_model_that_is_not_there_is_a_problem(tmp_path: Path) -> None:
     assert main(["doctor", str(tmp_path)]) == 1
 
 
-def test_the_reason_for_no_gpu_is_shown() -> None:
-    assert named(list(examine(None, MACHINE)), "gpu").text == "none: none here"
+def test_the_device_of_auto_and_why() -> None:
+    def of(machine: Machine) -> tuple[str, str]:
+        found = list(examine(from_options("demo", {"device": "cpu"}), machine))
+        return named(found, "gpu").text, named(found, "device").text
+
+    assert of(MACHINE) == ("none: none here", "--device auto is cpu here")
+    gpu, device = of(replace(MACHINE, gpus=("NVIDIA H200",)))
+    assert gpu.startswith("NVIDIA H200: the installed torch is a CPU build") and "cpu" in device
+    assert of(replace(MACHINE, gpus=("NVIDIA H200",), torch_cuda="13.0")) == (
+        "NVIDIA H200: torch is built for CUDA 13.0", "--device auto is cuda here")

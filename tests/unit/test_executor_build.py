@@ -30,7 +30,8 @@ LLAMA = {
 
 
 def config(max_model_len=None, **kv) -> Config:
-    return Config(model=ModelConfig(model="x", max_model_len=max_model_len), kv=KVConfig(**kv))
+    return Config(model=ModelConfig(dtype="float32", model="x", max_model_len=max_model_len),
+                  kv=KVConfig(**{"memory_fraction": 0.3} | kv))
 
 
 def test_pools_take_what_they_are_given():
@@ -91,9 +92,9 @@ def folder(tmp_path):
 
 
 def dummy(folder, **changes) -> Config:
-    base = Config(model=ModelConfig(model=str(folder), load_format="dummy", seed=3),
+    base = Config(model=ModelConfig(dtype="float32", model=str(folder), load_format="dummy", seed=3),
                   kv=KVConfig(hbm_bytes=1 << 20, dram_bytes=1 << 20),
-                  schedule=ScheduleConfig(max_num_seqs=2), device=DeviceConfig(threads=1))
+                  schedule=ScheduleConfig(max_num_seqs=2), device=DeviceConfig(device="cpu", threads=1))
     return replace(base, **changes)
 
 
@@ -136,7 +137,7 @@ def test_decoders_that_have_to_take_turns_are_announced_once(folder, rows):
 
 def test_dummy_weights_follow_the_seed(folder):
     def logits(seed: int) -> torch.Tensor:
-        loaded = build.load(dummy(folder, model=ModelConfig(
+        loaded = build.load(dummy(folder, model=ModelConfig(dtype="float32",
             model=str(folder), load_format="dummy", seed=seed)), None, str)
         return loaded.model.logits(torch.ones(1, 32))
 
@@ -146,11 +147,12 @@ def test_dummy_weights_follow_the_seed(folder):
 
 def test_a_back_end_that_does_not_exist_is_a_config_error(folder):
     with pytest.raises(ConfigError, match=r"--backends linear=fast: .*fast"):
-        build_engine(dummy(folder, device=DeviceConfig(threads=1, backends=("linear=fast",))), str)
+        build_engine(dummy(folder, device=DeviceConfig(device="cpu", threads=1,
+                                                       backends=("linear=fast",))), str)
 
 
 def test_a_named_back_end_is_used(folder):
-    built = build_engine(dummy(folder, device=DeviceConfig(
+    built = build_engine(dummy(folder, device=DeviceConfig(device="cpu",
         threads=1, backends=("linear=reference", "paged_attention=reference"))), str)
     assert "reference" in str(built.info["backend_linear"]).split("(")[0]
     assert "reference" in str(built.info["backend_paged_attention"]).split("(")[0]
@@ -167,8 +169,8 @@ def test_weights_that_cannot_fit_are_refused_before_they_are_read(folder):
 def test_a_model_whose_logits_are_not_finite_never_becomes_ready(folder, monkeypatch):
     real = load.families.dummy_tensors
 
-    def damaged(config, seed, wants):
-        for name, tensor in real(config, seed, wants):
+    def damaged(config, seed, wants, device):
+        for name, tensor in real(config, seed, wants, device=device):
             yield name, tensor * torch.inf if name.endswith("1.mlp.down_proj.weight") else tensor
 
     monkeypatch.setattr(load.families, "dummy_tensors", damaged)

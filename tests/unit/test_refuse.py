@@ -46,6 +46,8 @@ CASES: tuple[tuple[dict[str, object], dict[str, object]], ...] = (
     ({"max_num_seqs": 0}, {"max_num_seqs": 1}),
     ({"step_tokens": 0}, {"step_tokens": 1}),
     ({"max_waiting": -1}, {"max_waiting": 0}),
+    ({"device": "cuda"}, {"device": "auto"}),
+    ({"device": "cuda", "pp": 2}, {"device": "cpu", "pp": 2}),
     ({"threads": 0}, {"threads": 1}),
     ({"pp": 0}, {"pp": 1}),
     ({"pp": 2, "pp_layers": ["30"]}, {"pp": 2, "pp_layers": ["1", "29"]}),

@@ -13,7 +13,7 @@ from penstock.core.lifecycle import Place
 from penstock.core.plan import Arrived, RequestId
 from penstock.core.policy.capacity import fits, largest, needs
 from penstock.exec.caches import caches_of
-from penstock.exec.sizing import WORKSPACE_BYTES, Sizes, groups_of, size_pools, table_bytes
+from penstock.exec.sizing import WORKSPACE_BYTES, DeviceMemory, Sizes, groups_of, size_pools, table_bytes
 from penstock.memory.hot import HotBuffers
 from penstock.model.base import CacheShape, GlobalLayer, LocalLayer, Stage
 
@@ -190,3 +190,27 @@ def test_no_table_is_made_where_nothing_is_hosted():
     hot = HotBuffers(layers=30, rows=16, kv_heads=3, pages=512, hot_pages=0, page_units=2)
     assert hot.nbytes == 30 * 16 * 3 * 4 * 8 + 4                  # counts, and the step
     hot.bind(3, [], [])
+
+
+def on_a_gpu(kv: KVConfig, workspace=2 * GIB, free=100 * GIB) -> Sizes:
+    return size_pools(Config(model=ModelConfig(model="demo"), kv=kv), caches_for(kv), 8192, 16 * GIB,
+                      gpu=DeviceMemory(total=140 * GIB, free=free, workspace=workspace))
+
+
+def test_a_gpu_has_memory_of_its_own():
+    """The share is of all of it: weights, what others use, and the largest step come off."""
+    page = 16 * TOKEN_BYTES
+    core = on_a_gpu(KVConfig(memory_fraction=0.9)).core
+    assert core.hbm_pages == int((100 - 2 - 14) * GIB) // page and core.dram_pages == 0
+    core = on_a_gpu(KVConfig(hbm_bytes=90 * GIB, dram_bytes=15 * GIB)).core
+    assert (core.hbm_pages, core.dram_pages) == (90 * GIB // page, 15 * GIB // page)
+    assert on_a_gpu(KVConfig(memory_fraction=0.9, host_tier=True)).core.dram_pages == (
+        (16 * GIB - 256 * MIB) // 2 // page)
+    for kv, words in ((KVConfig(hbm_bytes=99 * GIB), f"--hbm-bytes {99 * GIB} does not fit: .* of 140.0 GiB"),
+                      (KVConfig(memory_fraction=0.2), "--gpu-memory-utilization 0.2 leaves 0 bytes .*"
+                       "step of --step-tokens 512 and --max-num-seqs 16 2048.0 MiB: at most"),
+                      (KVConfig(hbm_bytes=GIB, dram_bytes=17 * GIB), "--dram-bytes .* of memory .* host")):
+        with pytest.raises(ConfigError, match=words):
+            on_a_gpu(kv)
+    with pytest.raises(ConfigError, match="at most 0 bytes are left"):
+        on_a_gpu(KVConfig(memory_fraction=0.9), workspace=101 * GIB)

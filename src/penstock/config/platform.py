@@ -5,8 +5,10 @@ What torch offers on it is `Platform`, in the kernels' layer.
 """
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform as _platform
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +32,20 @@ class Machine:
     memory_available: int
     gpus: tuple[str, ...] = ()
     no_gpu: str = ""                    # why `gpus` is empty
+    torch_cuda: str = ""                # CUDA version that the installed torch was built for, '' for none
+
+    @property
+    def device(self) -> str:
+        """What `--device auto` is here: a GPU where there is one and torch can use it."""
+        return "cuda" if self.gpus and self.torch_cuda else "cpu"
+
+    @property
+    def why(self) -> str:
+        """The reason of `device`."""
+        if not self.gpus:
+            return self.no_gpu
+        return (f"torch is built for CUDA {self.torch_cuda}" if self.torch_cuda else
+                "the installed torch is a CPU build: install one with CUDA, from pip's default index")
 
 
 def probe(root: Path = Path("/")) -> Machine:
@@ -50,7 +66,7 @@ def probe(root: Path = Path("/")) -> Machine:
         cores=_cores(root),
         memory_total=min(total, limit),
         memory_available=max(0, min(available, limit - used)),
-        gpus=gpus, no_gpu=no_gpu)
+        gpus=gpus, no_gpu=no_gpu, torch_cuda=_torch_cuda())
 
 
 def _read(path: Path) -> str:
@@ -99,6 +115,15 @@ def _cgroup_memory(root: Path) -> tuple[int, int]:
         freeable = int(stat.get(cache, 0))
         return int(limit), max(0, int(used) - freeable) if used.isdigit() else 0
     return 1 << 62, 0
+
+
+def _torch_cuda() -> str:
+    """Read in torch's files: to import it takes a second."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return ""
+    found = re.search(r"^cuda\b[^=]*= *'([^']*)'", _read(Path(spec.origin).parent / "version.py"), re.M)
+    return found[1] if found else ""
 
 
 def _gpus(root: Path) -> tuple[tuple[str, ...], str]:

@@ -70,7 +70,7 @@ def _refused() -> Iterator[str]:
     yield "|---|---|"
     for r in REFUSED:
         names = ", ".join(f"`--{f.split('.')[1].replace('_', '-')}`" for f in r.fields)
-        yield f"| {names} | {r.why.format(free='N GiB')} |"
+        yield f"| {names} | {r.why.format(free='N GiB', why='no GPU that torch can use')} |"
 
 
 def _unbuilt() -> Iterator[str]:

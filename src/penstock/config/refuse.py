@@ -27,7 +27,8 @@ class Refusal:
     def text(self, config: Config, machine: Machine) -> str:
         """One line: what was given, then what is allowed or to do."""
         given = ", ".join(_shown(config, f) for f in self.fields)
-        return f"{given}: {self.why.format(free=f'{machine.memory_available / (1 << 30):.1f} GiB')}"
+        free = f"{machine.memory_available / (1 << 30):.1f} GiB"
+        return f"{given}: {self.why.format(free=free, why=machine.why)}"
 
 
 def _value(config: Config, path: str) -> object:
@@ -68,7 +69,8 @@ def is_public(host: str) -> bool:
 
 
 def _wants_more_than_all(config: Config, machine: Machine) -> bool:
-    wanted = (config.kv.hbm_bytes or 0) * max(1, config.device.pp) + (config.kv.dram_bytes or 0)
+    device = 0 if config.device.device == "cuda" else (config.kv.hbm_bytes or 0) * max(1, config.device.pp)
+    wanted = device + (config.kv.dram_bytes or 0)
     return wanted > machine.memory_available
 
 
@@ -135,6 +137,10 @@ REFUSED: tuple[Refusal, ...] = (
     _outside("schedule.max_num_seqs", 1, 4096, "1 to 4096 rows"),
     _outside("schedule.step_tokens", 1, 1 << 20, "1 to 1048576 tokens a step"),
     _outside("schedule.max_waiting", 0, 1 << 20, "0 to 1048576 waiting requests"),
+    Refusal(lambda c, m: c.device.device == "cuda" and m.device != "cuda", ("device.device",),
+            "{why}; take --device cpu"),
+    Refusal(lambda c, _: c.device.device == "cuda" and c.device.pp > 1, ("device.device", "device.pp"),
+            "stages run on a CPU only so far: take --device cpu, or one stage"),
     _outside("device.threads", 1, 1024, "1 to 1024 threads"),
     _outside("device.pp", 1, 64, "1 to 64 stages"),
     Refusal(lambda c, _: any(not n.isdecimal() or len(n) > 4 or int(n) < 1 for n in c.device.pp_layers)

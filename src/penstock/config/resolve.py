@@ -16,21 +16,23 @@ from penstock.config.tree import SECRETS, Config
 
 def resolve(raw: Config, machine: Machine) -> Config:
     """The config that the engine runs with. Raises ConfigError when it is refused."""
-    schedule, device, model = raw.schedule, raw.device, raw.model
+    schedule, device, model, kv = raw.schedule, raw.device, raw.model, raw.kv
     if schedule.max_waiting is None:
         schedule = replace(schedule, max_waiting=4 * schedule.max_num_seqs)
     if device.device == "auto":
-        device = replace(device, device="cpu")
+        device = replace(device, device="cuda" if machine.device == "cuda" else "cpu")
     if device.threads is None:
         device = replace(device, threads=min(machine.cores, 1024))
-    if model.dtype == "auto":
-        model = replace(model, dtype="float32")
+    if kv.memory_fraction is None:
+        kv = replace(kv, memory_fraction=0.9 if device.device == "cuda" else 0.3)
+    if model.dtype == "auto" and device.device == "cpu":
+        model = replace(model, dtype="float32")         # on a GPU it is the checkpoint's
     if model.seed is None:
         # Drawn: with a constant, servers repeat their answers after every restart. Dummy weights
         # are for tests and measurements, which want the same ones again.
         drawn = int.from_bytes(os.urandom(4))
         model = replace(model, seed=0 if model.load_format == "dummy" else drawn)
-    config = replace(raw, schedule=schedule, device=device, model=model)
+    config = replace(raw, schedule=schedule, device=device, model=model, kv=kv)
     check(config, machine)
     return config
 

@@ -63,7 +63,8 @@ class ModelConfig:
     tokenizer: Annotated[str | None, "folder or file (default: the model's own)",
                          Alias("--tokenizer-path")] = None
     served_model_name: Annotated[str | None, "name in the HTTP API (default: the model's)"] = None
-    dtype: Annotated[Dtype, "compute and KV type; auto is float32 on a CPU"] = "auto"
+    dtype: Annotated[Dtype, "compute and KV type; auto is float32 on a CPU, on a GPU the checkpoint's own, "
+                     "bfloat16 for GGUF and float16"] = "auto"
     load_format: Annotated[LoadFormat, "dummy makes random weights from config.json"] = "auto"
     max_model_len: Annotated[int | None, "tokens of prompt and output (default: the model's)",
                              Alias("--context-length")] = None
@@ -77,8 +78,10 @@ class KVConfig:
     page_size: Annotated[int, "tokens per page: 1 to 256", Alias("--block-size")] = 16
     hbm_bytes: Annotated[int | None, "device bytes for KV (default: measured once, at start)",
                          Bytes()] = None
-    memory_fraction: Annotated[float, "share of free device memory for KV, without --hbm-bytes",
-                               Alias("--gpu-memory-utilization", "--mem-fraction-static")] = 0.3
+    memory_fraction: Annotated[float | None, "without --hbm-bytes: on a GPU the share of its memory that "
+                               "may be used, by weights, activations and KV together (default: 0.9); on a "
+                               "CPU the share of the free memory for KV (default: 0.3)",
+                               Alias("--gpu-memory-utilization", "--mem-fraction-static")] = None
     host_tier: Annotated[bool | None, "copies of pages in host memory: of --dram-bytes, of --dram-ratio, "
                          "else of half of what is free", Alias("--enable-hierarchical-cache")] = None
     dram_bytes: Annotated[int | None, "host bytes for KV, 0 for no host tier (default: 0, or half of what is "
@@ -116,7 +119,10 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceConfig:
-    device: Annotated[Literal["auto", "cpu"], "where the model runs"] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], "where the model runs; auto is the GPU where there is "
+                      "one that torch can use"] = "auto"
+    cuda_graphs: Annotated[bool, "on a GPU: capture decode steps at start, and replay them",
+                           Inverse("--enforce-eager", "--disable-cuda-graph")] = True
     threads: Annotated[int | None, "CPU threads for the model (default: usable cores)"] = None
     pp: Annotated[int, "pipeline stages, each a process with its own layers and --hbm-bytes",
                   Alias("--pipeline-parallel-size", "--pp-size", "-pp")] = 1

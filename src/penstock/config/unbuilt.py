@@ -70,7 +70,7 @@ UNBUILT: tuple[Unbuilt, ...] = (
     _value("serving from several machines", "--nnodes", neutral=("1",)),
     _value("serving from several machines", "--node-rank", neutral=("0",)),
     _value("serving from several machines", "--dist-init-addr", "--distributed-executor-backend"),
-    _value("the GPU", "--device", neutral=("auto", "cpu")),
+    _value("another device than a CPU or an NVIDIA GPU", "--device", neutral=("auto", "cpu", "cuda")),
     _value("the choice of a GPU", "--base-gpu-id", neutral=("0",)),
     # The tiers and attention.
     _value(_DISK, "--disk-bytes", "--swap-space", neutral=("0", "0.0"),
@@ -123,7 +123,8 @@ UNBUILT: tuple[Unbuilt, ...] = (
     _value("another schedule policy", "--schedule-policy", "--scheduling-policy",
            neutral=("fcfs",)),
     _switch("torch.compile", "--enable-torch-compile"),
-    _value("CUDA graphs", "--cuda-graph-*", "--compilation-config", neutral=("0", *_NONE)),
+    _value("the choice of what is captured in CUDA graphs", "--cuda-graph-*", "--compilation-config",
+           neutral=("0", *_NONE)),
     # The server.
     _value("TLS", "--ssl-*", neutral=_NONE, instead="put a reverse proxy in front"),
     _value("more than one API process", "--api-server-count", "--tokenizer-worker-num",
@@ -134,8 +135,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
 
 # Switches of the peers that ask for what penstock always does.
 ALWAYS = {
-    "--enforce-eager": "there are no CUDA graphs on this device",
-    "--disable-cuda-graph": "there are no CUDA graphs on this device",
     "--enable-mixed-chunk": "prefill and decode share every step",
     "--enable-chunked-prefill": "prompts are always computed in chunks",
     "--enable-metrics": "/metrics is always there",

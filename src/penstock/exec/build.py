@@ -11,14 +11,17 @@ from dataclasses import dataclass, replace
 import torch
 
 from penstock.config import platform as machine
+from penstock.config.errors import ConfigError
 from penstock.config.selection import Selection
 from penstock.config.tree import Config
 from penstock.core.settings import CoreConfig
+from penstock.exec.attend import LatentOps
 from penstock.exec.caches import Caches, caches_of
 from penstock.exec.crew import Crew
 from penstock.exec.front import Front
+from penstock.exec.graphs import buckets_of
+from penstock.exec.largest import device_memory
 from penstock.exec.load import (
-    DTYPES,
     Loaded,
     attention_of,
     identity_of,
@@ -30,7 +33,7 @@ from penstock.exec.load import (
 )
 from penstock.exec.prove import prove, prove_front, scratch
 from penstock.exec.rank import Rank
-from penstock.exec.sizing import Sizes, groups_of, show_size, size_pools
+from penstock.exec.sizing import DeviceMemory, Sizes, groups_of, show_size, size_pools
 from penstock.exec.stages import of_config
 from penstock.memory.lateness import Lateness
 
@@ -66,7 +69,7 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
     seconds = time.perf_counter() - started
     info: Info = {
         "model": parts.loaded.name, "load_format": parts.loaded.load_format,
-        "dtype": show_dtype(layout.dtype), "device": "cpu", "threads": parts.threads,
+        "dtype": show_dtype(layout.dtype), "device": config.device.device, "threads": parts.threads,
         "vocab_size": model.vocab_size, "max_model_len": core_config.max_len,
         "model_max_position": model.max_position,
         "num_layers": len(model.groups[0].layers), "num_kv_heads": model.groups[0].num_kv_heads,
@@ -118,25 +121,56 @@ class _Parts:
 
 
 def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None) -> _Parts:
-    """One rank, in this process."""
-    threads = config.device.threads or machine.probe().cores
+    """One rank, in this process, on the CPU or a GPU."""
+    threads, device = config.device.threads or machine.probe().cores, config.device.device
     # One thread: loading is many small operations, which two threads on busy cores slow down 4x.
     torch.set_num_threads(1)
     loaded = load(config, None, log)
     torch.set_num_threads(threads)
     model, selection = loaded.model, selection_for(config, loaded.whole)
     groups = groups_of(model, selection)
-    caches = caches_of(groups, config.kv.page_size, DTYPES[config.model.dtype])
+    caches, attention = caches_of(groups, config.kv.page_size, loaded.dtype), attention_of(loaded.backends)
+    captures = device == "cuda" and config.device.cuda_graphs and selection is None
+    gpu, info = _measure(config, loaded, log) if device == "cuda" else (None, {})
     sizes = size_pools(config, caches, model.max_position, machine.probe().memory_available,
-                       budget=selection.budget if selection else 0)
-    core, attention = sizes.core, attention_of(loaded.backends)
+                       budget=selection.budget if selection else 0, gpu=gpu)
+    core = sizes.core
     selector = selector_of(selection, core, loaded.backends)
-    prove(model, attention, caches, groups, selector)
+    prove(model, attention, caches, groups, selector, device)
     seed = config.model.seed or 0         # `resolve` has drawn one for a server
-    front = Front([Rank(model, attention, *caches.pools(core), rows=core.rows, max_len=core.max_len,
-                        seed=seed, lateness=lateness, groups=groups, selector=selector)])
-    return _Parts(front=front, loaded=loaded, caches=caches, sizes=sizes, selection=selection,
-                  threads=threads, info={})
+    rank = Rank(model, attention, *caches.pools(core, device), rows=core.rows, max_len=core.max_len,
+                seed=seed, lateness=lateness, groups=groups, selector=selector)
+    if captures:
+        started = time.perf_counter()
+        rank.capture(buckets_of(core.rows))
+        info["capture_seconds"] = round(time.perf_counter() - started, 3)
+        log(f"decode steps of up to {core.rows} rows captured in {info['capture_seconds']} s")
+    return _Parts(front=Front([rank]), loaded=loaded, caches=caches, sizes=sizes, selection=selection,
+                  threads=threads, info=info)
+
+
+def _measure(config: Config, loaded: Loaded, log: Callable[[str], object]) -> tuple[DeviceMemory, Info]:
+    """Memory of the GPU, and what to tell of it. Raises ConfigError: its largest step does not fit."""
+    attention, model, schedule = attention_of(loaded.backends), loaded.model, config.schedule
+    if isinstance(attention, LatentOps):
+        raise ConfigError("--device cuda: no kernel of a model of latent rows runs there so far; take "
+                          "--device cpu")
+    caches = caches_of(model.groups, config.kv.page_size, loaded.dtype)
+    free = torch.cuda.mem_get_info()[0]
+    longest = min(config.model.max_model_len or model.max_position,
+                  caches.context_pages(free) * config.kv.page_size)
+    try:
+        gpu = device_memory(model, attention, caches, rows=schedule.max_num_seqs, max_len=longest,
+                            step_tokens=schedule.step_tokens, capture=config.device.cuda_graphs)
+    except torch.OutOfMemoryError:
+        raise ConfigError(
+            f"the largest step of --step-tokens {schedule.step_tokens} and --max-num-seqs "
+            f"{schedule.max_num_seqs} does not fit into the {show_size(free)} of the GPU's memory that are "
+            "free with the weights loaded: lower them") from None
+    name = torch.cuda.get_device_name()
+    log(f"{name}: {show_size(gpu.total)}, {show_size(gpu.free)} free with the weights loaded, "
+        f"{show_size(gpu.workspace)} kept for the largest step")
+    return gpu, {"gpu": name, "gpu_bytes": gpu.total, "workspace_bytes": gpu.workspace}
 
 
 def _several(config: Config, log: Callable[[str], object]) -> _Parts:
@@ -148,7 +182,7 @@ def _several(config: Config, log: Callable[[str], object]) -> _Parts:
     stages = of_config(config, loaded.whole.stage.end)
     layers = [stage.end - stage.first for stage in stages]
     groups = groups_of(loaded.whole, selection)
-    caches = caches_of(groups, config.kv.page_size, DTYPES[config.model.dtype])
+    caches = caches_of(groups, config.kv.page_size, loaded.dtype)
     crew = Crew(config, layers, threads)
     try:
         told = crew.loaded(identity_of(loaded, config, caches))

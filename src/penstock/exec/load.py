@@ -33,7 +33,7 @@ from penstock.model.base import Checkpoint, Model, Stage
 from penstock.model.checkpoint import open_checkpoint
 from penstock.model.locate import locate
 
-DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TRIM_BYTES = 64 << 20         # weights loaded between two trims of the heap
 
 
@@ -41,9 +41,11 @@ def choose_backends(config: Config, ops: Sequence[str],
                     log: Callable[[str], object]) -> dict[str, registry.Choice]:
     requested = dict(pair.split("=", 1) for pair in config.device.backends)
     try:
-        choices = registry.select(probe("cpu", cache_dir() / "kernels"), requested, ops)
+        choices = registry.select(probe(config.device.device, cache_dir() / "kernels"), requested, ops)
     except KernelError as e:
-        raise ConfigError(f"--backends {','.join(config.device.backends)}: {e}") from None
+        given = f"--backends {','.join(config.device.backends)}" if requested else (
+            f"--device {config.device.device}")
+        raise ConfigError(f"{given}: {e}") from None
     for choice in choices.values():
         log(str(choice))
     return choices
@@ -51,14 +53,15 @@ def choose_backends(config: Config, ops: Sequence[str],
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model with its weights, and what is worth telling about them; `bytes` in the dtype used,
-    `peak` what loading added to the largest resident size of this process; `whole`: the shape of all its
-    stages, without weights; `digest`: of its configuration."""
+    """A model with its weights, and what is worth telling about them; `dtype` of weights and KV, `bytes` in
+    it, `peak` what loading added to the largest resident size of this process; `whole`: the shape of all
+    its stages, without weights; `digest`: of its configuration."""
 
     model: Model
     backends: dict[str, registry.Choice]
     name: str
     load_format: str
+    dtype: torch.dtype
     bytes: int
     peak: int
     whole: Model
@@ -69,11 +72,19 @@ def outline(config: Config, log: Callable[[str], object]) -> Loaded:
     """The whole model without weights, for who plans for it and computes nothing. Raises ConfigError."""
     files = locate(config.model.model, load_format=config.model.load_format)
     checkpoint = open_checkpoint(files)
-    backends = _backends_of(config, checkpoint, log)
-    _check_weights_fit(files.name, families.tensor_shapes(checkpoint.config), DTYPES[config.model.dtype])
-    model = families.build(checkpoint.config, dtype=DTYPES[config.model.dtype],
+    backends, dtype = _backends_of(config, checkpoint, log), dtype_of(config, checkpoint.config)
+    _check_weights_fit(files.name, families.tensor_shapes(checkpoint.config), dtype, "cpu")
+    model = families.build(checkpoint.config, dtype=dtype,
                            linear=functools.partial(linear.pack, backend=backends["linear"].name))
-    return Loaded(model, backends, files.name, files.load_format, 0, 0, model, digest_of(checkpoint.config))
+    return Loaded(model, backends, files.name, files.load_format, dtype, 0, 0, model,
+                  digest_of(checkpoint.config))
+
+
+def dtype_of(config: Config, checkpoint: Mapping[str, object]) -> torch.dtype:
+    """--dtype, or for `auto` the checkpoint's own where that is computed in, else bfloat16."""
+    own = str(checkpoint.get("dtype") or checkpoint.get("torch_dtype") or "").removeprefix("torch.")
+    asked = config.model.dtype
+    return DTYPES[asked] if asked != "auto" else DTYPES.get(own, torch.bfloat16)
 
 
 def _backends_of(config: Config, checkpoint: Checkpoint,
@@ -87,25 +98,24 @@ def _backends_of(config: Config, checkpoint: Checkpoint,
 def load(config: Config, stage: Stage | None, log: Callable[[str], object]) -> Loaded:
     """Stream the weights of a stage in, or all: one source tensor at a time, and freed ones go back to
     the system. Raises ConfigError."""
-    started, rss_before = time.perf_counter(), _peak_rss()
-    dtype = DTYPES[config.model.dtype]
+    started, rss_before, device = time.perf_counter(), _peak_rss(), config.device.device
     files = locate(config.model.model, load_format=config.model.load_format)
     name, load_format = files.name, files.load_format
     checkpoint = open_checkpoint(files)
-    backends = _backends_of(config, checkpoint, log)
+    backends, dtype = _backends_of(config, checkpoint, log), dtype_of(config, checkpoint.config)
     pack = functools.partial(linear.pack, backend=backends["linear"].name)
     model = families.build(checkpoint.config, dtype=dtype, linear=pack,
                            ops=layer.ops(backends["layer"].name), stage=stage)
     whole = model if stage is None else families.build(checkpoint.config, dtype=dtype, linear=pack)
     digest = digest_of(checkpoint.config)
-    _check_weights_fit(name, families.tensor_shapes(checkpoint.config, stage), dtype)
+    _check_weights_fit(name, families.tensor_shapes(checkpoint.config, stage), dtype, device)
     tensors: Iterable[tuple[str, Tensor]] = (
-        families.dummy_tensors(checkpoint.config, config.model.seed or 0, model.wants)
+        families.dummy_tensors(checkpoint.config, config.model.seed or 0, model.wants, device=device)
         if load_format == "dummy" else checkpoint.tensors(model.wants))
     loaded = trimmed = 0
     for tensor_name, tensor in tensors:
         loaded += tensor.numel() * dtype.itemsize
-        model.load(tensor_name, tensor)
+        model.load(tensor_name, tensor.to(device))
         del tensor                        # or it would live while the next one is read
         if loaded - trimmed > TRIM_BYTES:
             trimmed = loaded
@@ -116,7 +126,7 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object]) -> L
     model.finish()
     log(f"model: {name}, {show_size(loaded)} of weights as {show_dtype(dtype)} in "
         f"{time.perf_counter() - started:.1f} s")
-    return Loaded(model, backends, name, load_format, loaded, _peak_rss() - rss_before, whole, digest)
+    return Loaded(model, backends, name, load_format, dtype, loaded, _peak_rss() - rss_before, whole, digest)
 
 
 def attention_of(backends: Mapping[str, registry.Choice]) -> paged_attention.Planner | LatentOps:
@@ -167,18 +177,19 @@ def identity_of(loaded: Loaded, config: Config, caches: Caches) -> dict[str, str
     """What all ranks of an engine must have in common."""
     layouts = (f"{g.name} {'x'.join(map(str, layout.shape))}"
                for g, layout in zip(caches.groups, caches.layouts, strict=True))
-    return {"model": f"{loaded.name} ({loaded.digest})", "dtype": show_dtype(DTYPES[config.model.dtype]),
+    return {"model": f"{loaded.name} ({loaded.digest})", "dtype": show_dtype(loaded.dtype),
             "layout": ", ".join(layouts),
             "back-ends": ", ".join(f"{op}={c.name}" for op, c in loaded.backends.items())}
 
 
-def _check_weights_fit(name: str, shapes: Iterable[tuple[str, tuple[int, ...]]],
-                       dtype: torch.dtype) -> None:
+def _check_weights_fit(name: str, shapes: Iterable[tuple[str, tuple[int, ...]]], dtype: torch.dtype,
+                       device: str) -> None:
     need = sum(math.prod(shape) for _, shape in shapes) * dtype.itemsize
-    free = machine.probe().memory_available
+    free = torch.cuda.mem_get_info()[0] if device == "cuda" else machine.probe().memory_available
     if need > free:
+        where = "of the GPU's memory" if device == "cuda" else "of memory"
         raise ConfigError(f"{name}: its weights take {show_size(need)} as {show_dtype(dtype)} and "
-                          f"{show_size(free)} of memory are free: take a smaller model or "
+                          f"{show_size(free)} {where} are free: take a smaller model or "
                           "--dtype bfloat16")
 
 

@@ -30,16 +30,16 @@ from penstock.model.base import CacheShape, Model
 
 
 def prove(model: Model, attention: Planner | LatentOps, caches: Caches, groups: Sequence[CacheShape],
-          selector: Selector | None) -> None:
+          selector: Selector | None, device: str = "cpu") -> None:
     """Produce a token: what is announced as ready has run, and first-call costs are paid.
 
     With hot buffers the prompt goes to a host page, and a second token reads it from there.
     Raises ConfigError if the logits are not finite.
     """
     core = scratch(caches, selector)
-    device, host = caches.pools(core)
-    prove_front(Front([Rank(model, attention, device, host, rows=core.rows, max_len=core.max_len,
-                            groups=groups, selector=selector)]), core, model.max_position, selector)
+    rank = Rank(model, attention, *caches.pools(core, device), rows=core.rows, max_len=core.max_len,
+                groups=groups, selector=selector)
+    prove_front(Front([rank]), core, model.max_position, selector)
 
 
 def scratch(caches: Caches, selector: Selector | None) -> CoreConfig:

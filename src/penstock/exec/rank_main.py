@@ -27,7 +27,7 @@ from penstock.core.plan import Moved
 from penstock.core.settings import CoreConfig
 from penstock.exec import rank_wire as wire
 from penstock.exec.caches import caches_of, stage_shapes
-from penstock.exec.load import DTYPES, attention_of, identity_of, load, selection_for, selector_of
+from penstock.exec.load import attention_of, identity_of, load, selection_for, selector_of
 from penstock.exec.rank import Rank, Stepped
 from penstock.exec.rank_links import PutBoundary, PutSampled, Taker, boundaries, sampled
 from penstock.exec.sizing import groups_of
@@ -68,7 +68,7 @@ class Process:
         torch.set_num_threads(1)
         self._loaded = load(config, stage, self._log)
         torch.set_num_threads(begin.threads)
-        dtype = DTYPES[config.model.dtype]
+        dtype = self._loaded.dtype
         self._selection = selection_for(config, self._loaded.whole)
         whole = groups_of(self._loaded.whole, self._selection)
         self._caches = caches_of(whole, config.kv.page_size, dtype)

@@ -20,6 +20,16 @@ WORKSPACE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """Of a GPU, in bytes: all of it, what is free with the weights loaded, and what of that the largest step
+    takes beside weights and KV, as measured."""
+
+    total: int
+    free: int
+    workspace: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """`table_bytes`: of the device's memory, what page tables and the state of hot buffers take."""
 
@@ -54,11 +64,12 @@ def groups_of(model: Model, selection: Selection | None) -> tuple[CacheShape, ..
 
 
 def size_pools(config: Config, caches: Caches, max_position: int, free: int, *,
-               budget: int = 0) -> Sizes:
+               budget: int = 0, gpu: DeviceMemory | None = None) -> Sizes:
     """The core's numbers.
 
     caches    of the model, or of the stage with the largest pages: pools have as many on every stage
-    free      bytes of memory that are free now, with the weights loaded
+    free      bytes of the host's memory that are free now, with the weights loaded
+    gpu       memory of the device, if that is not the host's
     budget    tokens that a decode step selects and reads at most; 0: it reads all
     Raises ConfigError when the pools do not fit into `free` or the context not into the pools, and for
     settings of a selection where there is none.
@@ -66,7 +77,8 @@ def size_pools(config: Config, caches: Caches, max_position: int, free: int, *,
     kv = config.kv
     _check_selects(kv, budget)
     hosts = bool(budget) and kv.sparse_kv != "off" and kv.host_tier is not False
-    hbm, dram, device = _memory(config, caches, free, hosts)
+    hbm, dram, device = (_memory(config, caches, free, hosts) if gpu is None else
+                         _gpu_memory(config, caches, free, hosts, gpu))
     sizes = Sizes(core=CoreConfig(
         page_size=kv.page_size, rows=config.schedule.max_num_seqs, hbm_pages=caches.num_pages(hbm),
         dram_pages=caches.host_pages(dram), step_tokens=config.schedule.step_tokens,
@@ -91,18 +103,60 @@ def _memory(config: Config, caches: Caches, free: int, hosts: bool) -> tuple[int
     workspace = WORKSPACE_BYTES * ranks
     room = max(0, free - workspace)
     hbm, dram = _split(kv, room, ranks, kv.host_tier or (hosts and kv.host_tier is None))
-    least = caches.bytes_for(1)
     device = (f"--hbm-bytes {hbm}" if kv.hbm_bytes is not None else
               f"--memory-fraction {kv.memory_fraction} of the free memory, {hbm} bytes,")
-    host = (f"--dram-ratio {kv.dram_ratio} times that, {dram} bytes," if kv.dram_ratio is not None else
-            f"--dram-bytes {dram}" if kv.dram_bytes is not None else
-            f"half of what that leaves free, {dram} bytes for the host tier,")
+    host = _host_words(kv, dram)
     if hbm * ranks + dram > room:
         of_each = f" of each of {ranks} ranks" if ranks > 1 else ""
         raise ConfigError(
             f"{device}{of_each} and {host} are {show_size(hbm * ranks + dram)}, but "
             f"{show_size(free)} of memory are free with the weights loaded, of which "
             f"{show_size(workspace)} stay for activations: at most {room} bytes together")
+    _check_a_page(kv, caches, hbm, dram, hosts, device, host)
+    return hbm, dram, device
+
+
+def _gpu_memory(config: Config, caches: Caches, free: int, hosts: bool,
+                gpu: DeviceMemory) -> tuple[int, int, str]:
+    """As `_memory`, of a device with memory of its own."""
+    kv, share = config.kv, config.kv.memory_fraction or 0.0
+    assert kv.hbm_bytes is not None or share, "an unresolved config"
+    most = gpu.free - gpu.workspace
+    room = most - int((1 - share) * gpu.total)
+    used = f"weights and what else is in use {show_size(gpu.total - gpu.free)}, " \
+           f"the largest step of --step-tokens {config.schedule.step_tokens} and --max-num-seqs " \
+           f"{config.schedule.max_num_seqs} {show_size(gpu.workspace)}"
+    hbm = room if kv.hbm_bytes is None else kv.hbm_bytes
+    device = (f"--hbm-bytes {hbm}" if kv.hbm_bytes is not None else
+              f"--gpu-memory-utilization {share} leaves {max(0, hbm)} bytes for KV, which")
+    if hbm > most or hbm < caches.bytes_for(1):
+        raise ConfigError(
+            f"{device} does not fit: one page of {kv.page_size} tokens is {caches.bytes_for(1)} bytes, and "
+            f"of {show_size(gpu.total)} {used}: at most {max(0, most)} bytes are left; lower --step-tokens "
+            "or --max-num-seqs, or raise --gpu-memory-utilization")
+    room = max(0, free - WORKSPACE_BYTES)
+    dram = (int(hbm * kv.dram_ratio) if kv.dram_ratio is not None else
+            kv.dram_bytes if kv.dram_bytes is not None else
+            room // 2 if kv.host_tier or (hosts and kv.host_tier is None) else 0)
+    host = _host_words(kv, dram)
+    if dram > room:
+        raise ConfigError(
+            f"{host} is more than {show_size(free)} of memory that are free on the host, of which "
+            f"{show_size(WORKSPACE_BYTES)} stay for the engine: at most {room} bytes")
+    _check_a_page(kv, caches, hbm, dram, hosts, device, host)
+    return hbm, dram, device
+
+
+def _host_words(kv: KVConfig, dram: int) -> str:
+    return (f"--dram-ratio {kv.dram_ratio} times that, {dram} bytes," if kv.dram_ratio is not None else
+            f"--dram-bytes {dram}" if kv.dram_bytes is not None else
+            f"half of what that leaves free, {dram} bytes for the host tier,")
+
+
+def _check_a_page(kv: KVConfig, caches: Caches, hbm: int, dram: int, hosts: bool, device: str,
+                  host: str) -> None:
+    """Each pool that is wanted holds one page of each group. Raises ConfigError."""
+    least = caches.bytes_for(1)
     if hbm < least:
         raise ConfigError(f"{device} is less than one page: {kv.page_size} tokens of this model "
                           f"are {least} bytes; raise --hbm-bytes or lower --page-size")
@@ -111,12 +165,12 @@ def _memory(config: Config, caches: Caches, free: int, hosts: bool) -> tuple[int
         raise ConfigError(f"{host} is less than one page: "
                           f"{kv.page_size} tokens of this model are {least} bytes; 0 turns the "
                           "host tier off")
-    return hbm, dram, device
 
 
 def _split(kv: KVConfig, room: int, ranks: int, host_tier: bool) -> tuple[int, int]:
     """Bytes of each rank's device pool and of the host pool. On a CPU all are of the same memory, `room`."""
-    hbm, share = kv.hbm_bytes, kv.memory_fraction
+    hbm, share = kv.hbm_bytes, kv.memory_fraction or 0.0
+    assert hbm is not None or share, "an unresolved config"
     if kv.dram_ratio is not None:
         if hbm is None:
             hbm = int(room * share / (1 + share * kv.dram_ratio)) // ranks

@@ -79,6 +79,10 @@ def _choose(op: Op[Any], platform: Platform, wanted: str | None) -> Choice:
     if wanted in skipped:
         raise KernelError(f"{op.name}={wanted} cannot run here: {skipped[wanted]}; "
                           f"use one of {', '.join(reasons)}")
+    if not reasons:
+        raise KernelError(f"{op.name} has nothing that runs on {platform.device}: "
+                          + "; ".join(f"{name} {why}" for name, why in skipped.items())
+                          + ("; take --device cpu" if platform.device != "cpu" else ""))
     name = wanted or next(iter(reasons))
     reason = reasons[name] + (", requested" if wanted else "")
     return Choice(op.name, name, reason, tuple(skipped.items()),

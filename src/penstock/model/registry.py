@@ -66,19 +66,20 @@ def tensor_shapes(
 
 
 def dummy_tensors(
-    config: dict[str, Any], seed: int, wants: Wants = everything
+    config: dict[str, Any], seed: int, wants: Wants = everything, *, device: str = "cpu"
 ) -> Iterator[tuple[str, Tensor]]:
     """Random weights for every wanted name, f32, one at a time: normal(0, 0.02), norms 1. Each is
-    seeded by its name, so that a stage draws its own only and the same as the whole model."""
+    seeded by its name, so that a stage draws its own only and the same as the whole model. They are drawn
+    on the device: a GPU's are others than a CPU's."""
     for name, shape in tensor_shapes(config):
         if not wants(name):
             continue
         if name.endswith("norm.weight"):
-            yield name, torch.ones(shape)
+            yield name, torch.ones(shape, device=device)
         else:
             digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
-            random = torch.Generator().manual_seed(int.from_bytes(digest))
-            yield name, torch.empty(shape).normal_(0.0, 0.02, generator=random)
+            random = torch.Generator(device).manual_seed(int.from_bytes(digest))
+            yield name, torch.empty(shape, device=device).normal_(0.0, 0.02, generator=random)
 
 
 def _no_pack(weight_OI: Tensor, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:

@@ -46,7 +46,8 @@ def run(config: Config | None, args: argparse.Namespace) -> int:
 def examine(config: Config | None, machine: Machine) -> Iterator[Finding]:
     """Everything that the report says, in order."""
     yield from _machine(machine)
-    yield from _backends(config)
+    asked = config.device.device if config else "auto"
+    yield from _backends(config, machine.device if asked == "auto" else asked)
     yield from _model(config)
     yield from _ranks(config)
     yield Finding("config", "refused", f"{len(REFUSED)} values and combinations, {len(UNBUILT)} "
@@ -64,20 +65,20 @@ def _machine(machine: Machine) -> Iterator[Finding]:
     yield Finding("platform", "python", machine.python)
     build = "CPU build" if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
     yield Finding("platform", "torch", f"{torch.__version__} ({build})")
-    seen = f"{', '.join(machine.gpus)}: not used, serving on a GPU is not built yet"
-    yield Finding("platform", "gpu", seen if machine.gpus else f"none: {machine.no_gpu}")
+    yield Finding("platform", "gpu", f"{', '.join(machine.gpus) or 'none'}: {machine.why}")
+    yield Finding("platform", "device", f"--device auto is {machine.device} here")
 
 
-def _backends(config: Config | None) -> Iterator[Finding]:
+def _backends(config: Config | None, device: str) -> Iterator[Finding]:
     from penstock.kernels.platform import KernelError
     from penstock.kernels.platform import probe as probe_torch
     from penstock.kernels.registry import select
 
     named = dict(b.split("=") for b in config.device.backends) if config else {}
     try:
-        choices = select(probe_torch("cpu", cache_dir() / "kernels"), named)
+        choices = select(probe_torch(device, cache_dir() / "kernels"), named)
     except KernelError as e:
-        yield Finding("back-ends", "--backends", str(e), ok=False)
+        yield Finding("back-ends", "--backends" if named else "--device", str(e), ok=False)
         return
     for op, choice in choices.items():
         skipped = [f"{name} skipped: {why}" for name, why in choice.skipped]
@@ -109,7 +110,7 @@ def _model(config: Config | None) -> Iterator[Finding]:
 
 def _ranks(config: Config | None) -> Iterator[Finding]:
     """What each stage of a pipeline would have; of a model that is here."""
-    from penstock.exec.load import DTYPES
+    from penstock.exec.load import dtype_of
     from penstock.exec.stages import of_config
     from penstock.model.checkpoint import open_checkpoint
     from penstock.model.locate import locate
@@ -124,8 +125,8 @@ def _ranks(config: Config | None) -> Iterator[Finding]:
         yield Finding("ranks", "--pp", str(e), ok=False)
         return
     for i, stage in enumerate(stages):
-        size = sum(math.prod(shape) for _, shape in tensor_shapes(model, stage)) * DTYPES[
-            config.model.dtype].itemsize
+        size = sum(math.prod(shape) for _, shape in tensor_shapes(model, stage)) * dtype_of(
+            config, model).itemsize
         yield Finding("ranks", f"rank {i}", f"layers {stage.first} to {stage.end - 1}, "
                       f"{size / (1 << 20):.1f} MiB of weights")
 

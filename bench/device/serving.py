@@ -1,0 +1,128 @@
+"""The demo model over HTTP on the GPU beside the same on the CPU, of one machine: `penstock serve` twice.
+
+Greedy and seeded answers in float32 must be equal; in the GPU's own type (bfloat16) the best token at each
+position of the CPU's answers, given what came before it, must be the CPU's in 99 of 100.
+
+    PYTHONPATH=src python bench/device/serving.py OUT [--chats tests/data/demo_chats.json]
+"""
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+NEW = 32
+
+
+class Server:
+    """`penstock serve` as a user starts it; `ready_s` from start to its line."""
+
+    def __init__(self, *flags: str) -> None:
+        started = time.perf_counter()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "penstock.serve.main", "serve", "demo", "--port", "0", *flags],
+            stdout=subprocess.PIPE, text=True, env=os.environ)
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        found = re.search(r"ready on (http://\S+) ", line)
+        assert found, f"{flags}: {line}"
+        self.url, self.ready_s = found[1], time.perf_counter() - started
+
+    def get(self, path: str) -> Any:
+        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
+            return json.load(answer)
+
+    def chat(self, messages: Any, **more: object) -> dict[str, Any]:
+        body = {"messages": messages, "max_tokens": NEW, "temperature": 0, **more}
+        request = urllib.request.Request(self.url + "/v1/chat/completions", json.dumps(body).encode(),
+                                         {"content-type": "application/json"})
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            found: dict[str, Any] = json.load(answer)["choices"][0]
+            return found
+
+    def chats(self, chats: list[Any], **more: object) -> list[str]:
+        """Sixteen at a time."""
+        with ThreadPoolExecutor(16) as pool:
+            return [a["message"]["content"] for a in pool.map(lambda m: self.chat(m, **more), chats)]
+
+
+@contextlib.contextmanager
+def serving(*flags: str) -> Iterator[Server]:
+    server = Server(*flags)
+    try:
+        yield server
+    finally:
+        server.process.terminate()
+        code = server.process.wait(60)
+        assert code == 0, f"{flags}: the server ended with {code}"
+
+
+def refused(*flags: str) -> str:
+    """What a server that cannot start says."""
+    run = subprocess.run([sys.executable, "-m", "penstock.serve.main", "serve", "demo", "--port", "0",
+                          *flags], capture_output=True, text=True, env=os.environ, timeout=120)
+    assert run.returncode != 0, flags
+    return run.stderr.strip().splitlines()[-1]
+
+
+def teacher_forced(chats: list[Any]) -> dict[str, float]:
+    """Best tokens of the GPU in bfloat16 at the positions of the CPU's float32 answers."""
+    from penstock import LLM, SamplingParams
+    with LLM("demo", device="cpu", dtype="float32") as llm:
+        first = [out.outputs[0].token_ids for out in llm.chat(
+            chats, SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True))]
+    with LLM("demo", device="cuda", dtype="auto") as llm:
+        outs = llm.chat(chats, [SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, logprobs=1,
+                                               forced=tuple(tokens)) for tokens in first])
+    same = total = 0
+    for tokens, out in zip(first, outs, strict=True):
+        got = out.outputs[0]
+        assert list(got.token_ids) == list(tokens)
+        for token, step in zip(tokens, got.logprobs, strict=True):
+            total += 1
+            same += step[token].rank == 1
+    return {"positions": total, "argmax_equal": same / total}
+
+
+def main() -> None:
+    from direct import write
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--chats", type=Path, default=Path("tests/data/demo_chats.json"))
+    args = parser.parse_args()
+    by_language = json.loads(args.chats.read_text(encoding="utf-8"))
+    chats = [messages for several in by_language.values() for messages in several]
+    seeded = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": 7}
+    row: dict[str, Any] = {"chats": len(chats), "new_tokens": NEW}
+    with serving("--device", "cpu", "--dtype", "float32") as cpu, \
+            serving("--device", "auto", "--dtype", "float32") as gpu:
+        row["ready_s_cold_float32"] = gpu.ready_s
+        info = gpu.get("/server_info")
+        told = ("gpu", "device", "dtype", "backend", "hbm", "workspace", "capture", "start")
+        row["server_info"] = {k: info[k] for k in sorted(info) if k.startswith(told)}
+        for name, more in (("greedy", {}), ("seeded", seeded)):
+            a, b = cpu.chats(chats, **more), gpu.chats(chats, **more)
+            row[f"{name}_equal"] = sum(x == y for x, y in zip(a, b, strict=True)) / len(chats)
+            pairs = enumerate(zip(a, b, strict=True))
+            row[f"{name}_differ"] = [(i, x, y) for i, (x, y) in pairs if x != y][:3]
+    with serving("--device", "auto") as gpu:
+        row["ready_s_warm_bfloat16"] = gpu.ready_s
+        row["dtype_auto"] = gpu.get("/server_info")["dtype"]
+        row["first_answer"] = gpu.chats(chats[:1])
+    row |= {f"bfloat16_{k}": v for k, v in teacher_forced(chats).items()}
+    row["refused"] = [refused("--gpu-memory-utilization", "0.004"), refused("--hbm-bytes", "500GiB")]
+    write("serving", args.out, [row])
+
+
+if __name__ == "__main__":
+    main()
