@@ -52,7 +52,7 @@ class Secret:
     """Marks a value that is never printed, logged or sent to another process."""
 
 
-Dtype = Literal["auto", "float32", "bfloat16"]
+Dtype = Literal["auto", "float32", "bfloat16", "gguf"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 SparseKV = Literal["auto", "always", "off"]
 
@@ -64,7 +64,8 @@ class ModelConfig:
                          Alias("--tokenizer-path")] = None
     served_model_name: Annotated[str | None, "name in the HTTP API (default: the model's)"] = None
     dtype: Annotated[Dtype, "compute and KV type; auto is float32 on a CPU, on a GPU the checkpoint's own, "
-                     "bfloat16 for GGUF and float16"] = "auto"
+                     "bfloat16 for GGUF and float16; gguf (on a CPU) is float32 over weights that stay "
+                     "packed, as their .gguf file has them"] = "auto"
     load_format: Annotated[LoadFormat, "dummy makes random weights from config.json"] = "auto"
     max_model_len: Annotated[int | None, "tokens of prompt and output (default: the model's)",
                              Alias("--context-length")] = None

@@ -94,7 +94,7 @@ UNBUILT: tuple[Unbuilt, ...] = (
     _value("", "--num-gpu-blocks-override", "--max-total-tokens",
            instead="the pool is set in bytes, with --hbm-bytes SIZE"),
     # Weights.
-    _value("float16", "--dtype", neutral=("auto", "float32", "bfloat16")),
+    _value("float16", "--dtype", neutral=("auto", "float32", "bfloat16", "gguf")),
     _value("", "--load-format", neutral=("auto", "safetensors", "gguf", "dummy"),
            instead="choose from auto, safetensors, gguf, dummy; pickled checkpoints (.bin, .pt) "
                    "are refused, because loading them runs code"),

@@ -26,14 +26,16 @@ from penstock.exec.caches import Caches
 from penstock.exec.selecting import Selector
 from penstock.exec.sizing import show_size
 from penstock.kernels import index_select, latent_attention, layer, linear, paged_attention, registry
-from penstock.kernels.platform import KernelError, probe
+from penstock.kernels.platform import KernelError, Platform, Unusable, probe
 from penstock.kernels.select import SelectRule
 from penstock.model import registry as families
 from penstock.model.base import Checkpoint, Model, Stage
 from penstock.model.checkpoint import open_checkpoint
-from penstock.model.locate import locate
+from penstock.model.codes import Codes
+from penstock.model.locate import ModelFiles, locate
+from penstock.model.slots import LinearFactory
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "gguf": torch.float32}
 TRIM_BYTES = 64 << 20         # weights loaded between two trims of the heap
 
 
@@ -41,7 +43,7 @@ def choose_backends(config: Config, ops: Sequence[str],
                     log: Callable[[str], object]) -> dict[str, registry.Choice]:
     requested = dict(pair.split("=", 1) for pair in config.device.backends)
     try:
-        choices = registry.select(probe(config.device.device, cache_dir() / "kernels"), requested, ops)
+        choices = registry.select(_platform(config), requested, ops)
     except KernelError as e:
         given = f"--backends {','.join(config.device.backends)}" if requested else (
             f"--device {config.device.device}")
@@ -49,6 +51,10 @@ def choose_backends(config: Config, ops: Sequence[str],
     for choice in choices.values():
         log(str(choice))
     return choices
+
+
+def _platform(config: Config) -> Platform:
+    return probe(config.device.device, cache_dir() / "kernels")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +77,10 @@ class Loaded:
 def outline(config: Config, log: Callable[[str], object]) -> Loaded:
     """The whole model without weights, for who plans for it and computes nothing. Raises ConfigError."""
     files = locate(config.model.model, load_format=config.model.load_format)
-    checkpoint = open_checkpoint(files)
-    backends, dtype = _backends_of(config, checkpoint, log), dtype_of(config, checkpoint.config)
-    _check_weights_fit(files.name, families.tensor_shapes(checkpoint.config), dtype, "cpu")
-    model = families.build(checkpoint.config, dtype=dtype,
-                           linear=functools.partial(linear.pack, backend=backends["linear"].name))
+    checkpoint, pack, backends = _opened(config, files, log)
+    dtype = dtype_of(config, checkpoint.config)
+    _check_weights_fit(config, files, families.tensor_shapes(checkpoint.config), dtype, "cpu")
+    model = families.build(checkpoint.config, dtype=dtype, linear=pack)
     return Loaded(model, backends, files.name, files.load_format, dtype, 0, 0, model,
                   digest_of(checkpoint.config))
 
@@ -85,6 +90,28 @@ def dtype_of(config: Config, checkpoint: Mapping[str, object]) -> torch.dtype:
     own = str(checkpoint.get("dtype") or checkpoint.get("torch_dtype") or "").removeprefix("torch.")
     asked = config.model.dtype
     return DTYPES[asked] if asked != "auto" else DTYPES.get(own, torch.bfloat16)
+
+
+def _opened(config: Config, files: ModelFiles, log: Callable[[str], object]) \
+        -> tuple[Checkpoint, LinearFactory, dict[str, registry.Choice]]:
+    """Its headers, what packs its weights, and the back-ends. Raises ConfigError."""
+    packed = config.model.dtype == "gguf"
+    if packed and files.gguf is None:
+        raise ConfigError(f"--dtype gguf: {files.name} is not a .gguf file: leave the flag out")
+    checkpoint = open_checkpoint(files, packed=packed)
+    backends = _backends_of(config, checkpoint, log)
+    if packed:
+        try:
+            linear.OP.get("native").usable_on(_platform(config))
+        except Unusable as why:
+            raise ConfigError(f"--dtype gguf: {why}: use --dtype float32") from None
+    name = backends["linear"].name
+
+    def pack(weight: Tensor | Codes, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
+        if isinstance(weight, Codes):
+            return linear.pack_codes(weight.code_OI, weight.scale_OGB, bias_O)
+        return linear.pack(weight, bias_O, backend=name)
+    return checkpoint, pack, backends
 
 
 def _backends_of(config: Config, checkpoint: Checkpoint,
@@ -101,21 +128,20 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object]) -> L
     started, rss_before, device = time.perf_counter(), _peak_rss(), config.device.device
     files = locate(config.model.model, load_format=config.model.load_format)
     name, load_format = files.name, files.load_format
-    checkpoint = open_checkpoint(files)
-    backends, dtype = _backends_of(config, checkpoint, log), dtype_of(config, checkpoint.config)
-    pack = functools.partial(linear.pack, backend=backends["linear"].name)
+    checkpoint, pack, backends = _opened(config, files, log)
+    dtype = dtype_of(config, checkpoint.config)
     model = families.build(checkpoint.config, dtype=dtype, linear=pack,
                            ops=layer.ops(backends["layer"].name), stage=stage)
     whole = model if stage is None else families.build(checkpoint.config, dtype=dtype, linear=pack)
     digest = digest_of(checkpoint.config)
-    _check_weights_fit(name, families.tensor_shapes(checkpoint.config, stage), dtype, device)
-    tensors: Iterable[tuple[str, Tensor]] = (
+    _check_weights_fit(config, files, families.tensor_shapes(checkpoint.config, stage), dtype, device)
+    tensors: Iterable[tuple[str, Tensor | Codes]] = (
         families.dummy_tensors(checkpoint.config, config.model.seed or 0, model.wants, device=device)
         if load_format == "dummy" else checkpoint.tensors(model.wants))
     loaded = trimmed = 0
     for tensor_name, tensor in tensors:
-        loaded += tensor.numel() * dtype.itemsize
-        model.load(tensor_name, tensor.to(device))
+        loaded += tensor.num_bytes if isinstance(tensor, Codes) else tensor.numel() * dtype.itemsize
+        model.load(tensor_name, tensor if isinstance(tensor, Codes) else tensor.to(device))
         del tensor                        # or it would live while the next one is read
         if loaded - trimmed > TRIM_BYTES:
             trimmed = loaded
@@ -124,7 +150,8 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object]) -> L
     del tensors, checkpoint, files
     _trim_heap()
     model.finish()
-    log(f"model: {name}, {show_size(loaded)} of weights as {show_dtype(dtype)} in "
+    kept = "codes" if config.model.dtype == "gguf" else show_dtype(dtype)
+    log(f"model: {name}, {show_size(loaded)} of weights as {kept} in "
         f"{time.perf_counter() - started:.1f} s")
     return Loaded(model, backends, name, load_format, dtype, loaded, _peak_rss() - rss_before, whole, digest)
 
@@ -182,13 +209,16 @@ def identity_of(loaded: Loaded, config: Config, caches: Caches) -> dict[str, str
             "back-ends": ", ".join(f"{op}={c.name}" for op, c in loaded.backends.items())}
 
 
-def _check_weights_fit(name: str, shapes: Iterable[tuple[str, tuple[int, ...]]], dtype: torch.dtype,
-                       device: str) -> None:
-    need = sum(math.prod(shape) for _, shape in shapes) * dtype.itemsize
+def _check_weights_fit(config: Config, files: ModelFiles, shapes: Iterable[tuple[str, tuple[int, ...]]],
+                       dtype: torch.dtype, device: str) -> None:
+    need, kept = sum(math.prod(shape) for _, shape in shapes) * dtype.itemsize, show_dtype(dtype)
+    if config.model.dtype == "gguf" and files.gguf is not None:
+        # At most: types of five and six bits take eight, an embedding may be the head as well.
+        need, kept = 2 * files.gguf.stat().st_size, "codes"
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else machine.probe().memory_available
     if need > free:
         where = "of the GPU's memory" if device == "cuda" else "of memory"
-        raise ConfigError(f"{name}: its weights take {show_size(need)} as {show_dtype(dtype)} and "
+        raise ConfigError(f"{files.name}: its weights take {show_size(need)} as {kept} and "
                           f"{show_size(free)} {where} are free: take a smaller model or "
                           "--dtype bfloat16")
 

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, NewType, Protocol, TypeAlias
 
 from torch import Tensor
 
+from penstock.model.codes import Codes
+
 GlobalLayer = NewType("GlobalLayer", int)      # counted over the whole model, as in tensor names
 LocalLayer = NewType("LocalLayer", int)        # counted from the first layer of a stage, as in pools
 Wants: TypeAlias = Callable[[str], bool]       # whether the tensor of this name is to be read
@@ -123,7 +125,7 @@ class Model(Protocol):
         True for a name that no stage knows, which `load` refuses."""
         ...
 
-    def load(self, name: str, tensor: Tensor) -> None:
+    def load(self, name: str, tensor: Tensor | Codes) -> None:
         """Take one checkpoint tensor by its Hugging Face name; drops the source when it returns.
 
         Raises ConfigError on an unknown name or a wrong shape.
@@ -163,7 +165,7 @@ class Checkpoint(Protocol):
     config: dict[str, Any]         # as config.json (GGUF metadata translated)
     eos_ids: tuple[int, ...]       # from generation_config, config, or the tokenizer
 
-    def tensors(self, wants: Wants = everything) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, wants: Wants = everything) -> Iterator[tuple[str, Tensor | Codes]]:
         """Every wanted weight once, Hugging Face name and layout, one at a time (bounded memory).
-        Of the others nothing is read but the header."""
+        Of the others nothing is read but the header. Codes only where they were asked for."""
         ...

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar, cast
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from penstock.config.errors import ConfigError
 from penstock.model.base import Checkpoint, Wants, everything
+from penstock.model.codes import PACKED, Codes, codes_of
 from penstock.model.files import open_regular, show
 from penstock.model.fp8 import SCALE_SUFFIX, Blocks, read_blocks
 from penstock.model.gguf_config import ROPE_FREQS, HFName, hf_name
@@ -31,17 +32,19 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 _CHUNK_ELEMENTS = 1 << 18
 # A buffer that old exports stored; every family computes it from the config.
 _SKIPPED_SUFFIX = ".rotary_emb.inv_freq"
+Weight = TypeVar("Weight", bound=Tensor | Codes)
 
 
-def open_checkpoint(files: ModelFiles) -> Checkpoint:
-    """The checkpoint in `files`, its headers checked.
+def open_checkpoint(files: ModelFiles, *, packed: bool = False) -> Checkpoint:
+    """The checkpoint in `files`, its headers checked. `packed`: weights of two dimensions stay the codes
+    that a GGUF file stores, where `codes.PACKED` has their type.
 
     Raises ConfigError: a damaged or truncated file, a type or an architecture that is not supported.
     `tensors()` of it raises ConfigError too, if a file changes or cannot be read.
     """
     if files.load_format == "dummy":
         return ConfigOnly(files)
-    return GGUFCheckpoint(files) if files.gguf is not None else SafetensorsCheckpoint(files)
+    return GGUFCheckpoint(files, packed) if files.gguf is not None else SafetensorsCheckpoint(files)
 
 
 class ConfigOnly:
@@ -150,10 +153,11 @@ def _check_index(index: Path, shards: dict[Path, dict[str, StoredTensor]]) -> No
 
 
 class GGUFCheckpoint:
-    """One GGUF file. Blocks become float32; F32, F16 and BF16 tensors keep their type."""
+    """One GGUF file. Blocks become float32, or codes; F32, F16 and BF16 tensors keep their type."""
 
-    def __init__(self, files: ModelFiles) -> None:
+    def __init__(self, files: ModelFiles, packed: bool) -> None:
         assert files.gguf is not None
+        self._packed = PACKED if packed else frozenset()
         self.path = files.gguf
         self.config = files.config
         self.eos_ids = files.eos_ids
@@ -169,7 +173,7 @@ class GGUFCheckpoint:
             names.add(target.name)
             self.plan.append((stored, target))
 
-    def tensors(self, wants: Wants = everything) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, wants: Wants = everything) -> Iterator[tuple[str, Tensor | Codes]]:
         """Every wanted weight once, in the order of the file; merged experts one by one."""
         file, _ = open_regular(self.path)
         with file:
@@ -181,7 +185,8 @@ class GGUFCheckpoint:
                     if not wants(name):
                         continue
                     begin = stored.begin + i * (stored.num_bytes // count)
-                    tensor = _dequantise(file, stored, begin, shape, self.path)
+                    tensor = _read_blocks(file, stored, begin, shape, self.path,
+                                          codes=stored.block in self._packed and len(shape) == 2)
                     if target.rope_heads:
                         tensor = _halves(tensor, target.rope_heads)
                     yield name, _finite(tensor, name, self.path)
@@ -196,13 +201,18 @@ def _check_shape(stored: GGUFTensor, target: HFName, config: dict[str, Any], pat
                           "fit the metadata")
 
 
-def _dequantise(file: BinaryIO, stored: GGUFTensor, begin: int, shape: tuple[int, ...],
-                path: Path) -> Tensor:
-    """`shape` elements from byte `begin` on: read as they are, or chunk by chunk into float32."""
+def _read_blocks(file: BinaryIO, stored: GGUFTensor, begin: int, shape: tuple[int, ...], path: Path,
+                 codes: bool) -> Tensor | Codes:
+    """`shape` elements from byte `begin` on: read as they are, or as codes, or chunk by chunk into
+    float32."""
     if stored.block in _DTYPES:
         tensor = torch.empty(shape, dtype=_DTYPES[stored.block])
         _read_into(file, begin, _bytes_of(tensor), path)
         return tensor
+    if codes:
+        raw_NB = np.empty((prod(shape) // stored.block_elements, stored.block_bytes), dtype=np.uint8)
+        _read_into(file, begin, raw_NB.reshape(-1).data, path)
+        return codes_of(stored.block, raw_NB, shape)
     tensor = torch.empty(shape, dtype=torch.float32)
     out = tensor.view(-1).numpy()
     block_type = GGMLQuantizationType[stored.block]
@@ -220,11 +230,11 @@ def _dequantise(file: BinaryIO, stored: GGUFTensor, begin: int, shape: tuple[int
     return tensor
 
 
-def _halves(tensor: Tensor, heads: int) -> Tensor:
+def _halves(weight: Weight, heads: int) -> Weight:
     """Undo llama.cpp's interleaving: rows (2i, 2i+1) of each head become rows (i, i + H/2)."""
-    rows = tensor.shape[0]
-    return (tensor.view(heads, rows // heads // 2, 2, -1).transpose(1, 2).contiguous()
-            .view(tensor.shape))
+    rows = weight.shape[0]
+    order = torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).reshape(-1)
+    return cast(Weight, weight[order])
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -246,8 +256,8 @@ def _read_into(file: BinaryIO, begin: int, target: memoryview, path: Path) -> No
         raise ConfigError(f"{path}: cannot be read: {e.strerror}") from None
 
 
-def _finite(tensor: Tensor, name: str, path: Path) -> Tensor:
+def _finite(weight: Weight, name: str, path: Path) -> Weight:
     """The sum tells: a NaN or an infinity anywhere stays in it. Weights never hold one."""
-    if not tensor.sum(dtype=torch.float32).isfinite():
+    if not (weight.sum(dtype=torch.float32).isfinite() if isinstance(weight, Tensor) else weight.finite()):
         raise ConfigError(f"{path}: tensor {show(name)} holds NaN or infinity: the file is damaged")
-    return tensor
+    return weight

@@ -12,6 +12,7 @@ from penstock.config.errors import ConfigError
 from penstock.kernels import layer
 from penstock.kernels.layer import LayerOps
 from penstock.model.base import Model, Stage, Wants, everything
+from penstock.model.codes import Codes
 from penstock.model.families.deepseek import deepseek_v32, glm_moe_dsa
 from penstock.model.families.llama import llama, mistral
 from penstock.model.families.qwen2 import qwen2
@@ -82,7 +83,7 @@ def dummy_tensors(
             yield name, torch.empty(shape, device=device).normal_(0.0, 0.02, generator=random)
 
 
-def _no_pack(weight_OI: Tensor, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
+def _no_pack(weight_OI: Tensor | Codes, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
     raise AssertionError("a model that is only asked for its shapes packs nothing")
 
 

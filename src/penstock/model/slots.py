@@ -9,20 +9,23 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.config.errors import ConfigError
 from penstock.kernels.layer import LayerOps
+from penstock.model.codes import Codes, joined
 
 # linear(weight_OI, bias_O or None) -> op. Called once per weight, which it may keep. op(x_TI) returns
-# a new y_TO, which the model changes in place.
-LinearFactory: TypeAlias = Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]
+# a new y_TO, which the model changes in place. Codes come only from a checkpoint that was asked for them.
+LinearFactory: TypeAlias = Callable[[Tensor | Codes, Tensor | None], Callable[[Tensor], Tensor]]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Slot:
-    """One tensor in the model's dtype, filled row range by row range."""
+    """One weight, filled row range by row range: a tensor in the model's dtype, or codes if all that came
+    were codes."""
 
     def __init__(
         self, shape: tuple[int, ...], dtype: torch.dtype, done: Callable[[], None]
@@ -32,20 +35,42 @@ class Slot:
         self.done = done
         self.rows_left = shape[0]
         self.tensor: Tensor | None = None
+        self.codes: dict[int, Codes] = {}           # by first row
 
-    def fill(self, first_row: int, tensor: Tensor) -> None:
+    def fill(self, first_row: int, weight: Tensor | Codes) -> None:
+        if isinstance(weight, Codes):
+            self.codes[first_row] = weight
+        else:
+            self._copy(first_row, weight)
+        self.rows_left -= weight.shape[0]
+        if self.rows_left == 0:
+            self.done()
+
+    def _copy(self, first_row: int, tensor: Tensor) -> None:
         # Copy even when nothing is fused: the source may be a file mapping that is about to go.
         if self.tensor is None:
             self.tensor = torch.empty(self.shape, dtype=self.dtype, device=tensor.device)
         self.tensor[first_row : first_row + tensor.shape[0]].copy_(tensor)
-        self.rows_left -= tensor.shape[0]
-        if self.rows_left == 0:
-            self.done()
 
-    def take(self) -> Tensor:
-        """The finished tensor; the slot forgets it."""
-        assert self.tensor is not None and self.rows_left == 0
+    def take(self) -> Tensor | Codes:
+        """The finished weight; the slot forgets it."""
+        assert self.rows_left == 0
+        codes, self.codes = self.codes, {}
+        if self.tensor is None and codes:
+            return joined([codes[row] for row in sorted(codes)])
+        return self._tensor(codes)
+
+    def floats(self) -> Tensor:
+        """As `take`, never codes."""
+        assert self.rows_left == 0
+        codes, self.codes = self.codes, {}
+        return self._tensor(codes)
+
+    def _tensor(self, codes: dict[int, Codes]) -> Tensor:
+        for row, part in codes.items():
+            self._copy(row, part.floats())
         tensor, self.tensor = self.tensor, None
+        assert tensor is not None
         return tensor
 
 
@@ -64,8 +89,9 @@ class Linear:
     def _pack(self) -> None:
         if self.weight.rows_left or (self.bias is not None and self.bias.rows_left):
             return
-        bias = None if self.bias is None else _ordered(self.bias.take(), self._order)
-        self.op = self._slots.pack(_ordered(self.weight.take(), self._order), bias)
+        bias = None if self.bias is None else _ordered(self.bias.floats(), self._order)
+        weight = self.weight.take()
+        self.op = self._slots.pack(weight if self._order is None else weight[self._order], bias)
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         return self.op(x_TI)
@@ -80,7 +106,24 @@ class Vector:
         self._order = order
 
     def _keep(self) -> None:
-        self.value = _ordered(self.slot.take(), self._order)
+        self.value = _ordered(self.slot.floats(), self._order)
+
+
+class Table:
+    """Rows that are looked up by number: the embedding, as a tensor or as codes."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.slot = Slot(shape, dtype, self._keep)
+        self.value: Tensor | Codes
+
+    def _keep(self) -> None:
+        self.value = self.slot.take()
+
+    def __call__(self, ids_T: Tensor) -> Tensor:
+        """Rows [T, D]."""
+        if isinstance(self.value, Codes):
+            return self.value[ids_T].floats()
+        return F.embedding(ids_T, self.value)
 
 
 def _ordered(tensor: Tensor, order: Tensor | None) -> Tensor:
@@ -123,15 +166,21 @@ class Slots:
         self._places[name] = (made.slot, 0, shape)
         return made
 
+    def table(self, name: str, shape: tuple[int, int]) -> Table:
+        made = Table(shape, self.dtype)
+        self._places[name] = (made.slot, 0, shape)
+        return made
+
     def bundle(self, name: str, pieces: list[str], shape: tuple[int, ...]) -> None:
         """`name` may come instead of `pieces`: its first two axes, flattened, are their rows."""
         self._bundles[name] = (pieces, shape)
 
-    def load(self, name: str, tensor: Tensor) -> None:
+    def load(self, name: str, tensor: Tensor | Codes) -> None:
         """Raises ConfigError on an unknown or repeated name, a wrong shape or a dtype not float."""
         if name in self._bundles:
             pieces, shape = self._bundles[name]
             check_tensor(name, tensor, shape)
+            assert isinstance(tensor, Tensor)               # codes have two dimensions
             flat = tensor.flatten(0, 1)
             for piece in pieces:
                 num_rows = self._places[piece][2][0]
@@ -157,14 +206,14 @@ class Slots:
         return [name for name in self._places if name not in self._seen]
 
 
-def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+def check_tensor(name: str, tensor: Tensor | Codes, shape: tuple[int, ...]) -> None:
     """Raises ConfigError unless the tensor has this shape and an ordinary float dtype."""
     if tuple(tensor.shape) != shape:
         raise ConfigError(
             f"the checkpoint's {name!r} has shape {list(tensor.shape)}, "
             f"its config.json asks for {list(shape)}"
         )
-    if tensor.dtype not in FLOATS:
+    if isinstance(tensor, Tensor) and tensor.dtype not in FLOATS:
         raise ConfigError(
             f"the checkpoint's {name!r} is {str(tensor.dtype).removeprefix('torch.')}; "
             f"supported: float32, bfloat16, float16, float64"

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.config.errors import ConfigError
@@ -23,6 +22,7 @@ from penstock.model.base import (
     LocalLayer,
     Stage,
 )
+from penstock.model.codes import Codes
 from penstock.model.latent import LatentSpec
 from penstock.model.layers import AttentionSpec, GatedMLP, Mixer, Mixes
 from penstock.model.moe import MoESpec, SparseMLP
@@ -97,7 +97,7 @@ class Transformer:
         self.max_position = spec.rope.max_position
         self._slots = slots = Slots(dtype, linear, ops)
         if stage.embeds or (stage.heads and spec.tied):
-            self._embed = slots.vector(EMBED, (spec.vocab_size, spec.hidden))
+            self._embed = slots.table(EMBED, (spec.vocab_size, spec.hidden))
         self._layers = [
             Layer(slots, GlobalLayer(index), LocalLayer(index - stage.first), spec)
             for index in range(stage.first, stage.end)
@@ -107,7 +107,7 @@ class Transformer:
             self._norm = slots.vector(NORM, (spec.hidden,))
         if stage.heads and not spec.tied:
             self._head = slots.linear(["lm_head"], [spec.vocab_size], spec.hidden, False)
-        self._extra_head: Tensor | None = None
+        self._extra_head: Tensor | Codes | None = None
 
     def wants(self, name: str) -> bool:
         stage, tied = self.stage, self.spec.tied
@@ -120,12 +120,12 @@ class Transformer:
         return {EMBED: stage.embeds or (stage.heads and tied), NORM: stage.heads,
                 HEAD: stage.heads or (stage.embeds and tied)}.get(name, True)
 
-    def load(self, name: str, tensor: Tensor) -> None:
+    def load(self, name: str, tensor: Tensor | Codes) -> None:
         if name.endswith(".rotary_emb.inv_freq"):
             return                      # old Llama files carry it; transformers recomputes it too
         if name == HEAD and self.spec.tied:
             check_tensor(name, tensor, (self.spec.vocab_size, self.spec.hidden))
-            self._extra_head = tensor.to(self.dtype, copy=True)
+            self._extra_head = tensor if isinstance(tensor, Codes) else tensor.to(self.dtype, copy=True)
             return
         self._slots.load(name, tensor)
 
@@ -144,16 +144,17 @@ class Transformer:
 
     def _tied_head(self) -> Callable[[Tensor], Tensor]:
         """As transformers: an explicit head that differs from the embedding is used."""
-        head = self._extra_head
-        if head is None or torch.equal(head, self._embed.value):
-            head = self._embed.value
+        head, table = self._extra_head, self._embed.value
+        if head is None or (isinstance(head, Codes) and isinstance(table, Codes) and head.equals(table)) \
+                or (isinstance(head, Tensor) and isinstance(table, Tensor) and torch.equal(head, table)):
+            head = table
         return self._slots.pack(head, None)
 
     def forward(self, ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         return self.norm(self.layers(self.embed(ids_T), positions_T, attend))
 
     def embed(self, ids_T: Tensor) -> Boundary:
-        return Boundary(F.embedding(ids_T, self._embed.value), None)
+        return Boundary(self._embed(ids_T), None)
 
     def layers(self, x: Boundary, positions_T: Tensor, attend: Attend) -> Boundary:
         cos_T1H, sin_T1H = self._rope.angles(positions_T, self.dtype)

@@ -27,6 +27,17 @@ OP: Op[Pack] = Op("linear", (
 ))
 
 
+def pack_codes(code_OI: Tensor, scale_OGB: Tensor, bias_O: Tensor | None = None) -> Linear:
+    """As `pack`, of the float32 weight `code * scale_OGB[.., 0] + scale_OGB[.., 1]`, for float32 rows.
+
+    code_OI     u8, kept in four bits if all are below 16, else in eight
+    scale_OGB   f32 [O, G, 2], kept as f16, so that weights are off by up to 1e-3 of the largest of their
+                group; G divides I, and I / G is even
+    Needs       what `native` needs; there is no other implementation
+    """
+    return fastest.NATIVE.codes(code_OI, scale_OGB, bias_O)
+
+
 def pack(weight_OI: Tensor, bias_O: Tensor | None = None, *, backend: str) -> Linear:
     """Prepare a weight for `y_TO = linear(x_TI)`, for any number of rows T >= 1.
 

@@ -55,11 +55,7 @@ class Panels:
         return self._linear(weight_OI.shape, dtype, panels_PGWB, bias_O)
 
     def codes(self, code_OI: Tensor, scale_OGB: Tensor, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
-        """As the call, of a weight `code * scale_OGB[.., 0] + scale_OGB[.., 1]` of float32.
-
-        code_OI     u8, kept in four bits if all are below 16
-        scale_OGB   f32 [O, G, 2], kept as f16; G divides I, and I / G is even
-        """
+        """As `linear.pack_codes`."""
         width, nibbles = self._width(), int(code_OI.max()) < 16
         inputs, groups = code_OI.shape[1], scale_OGB.shape[1]
         panels_PGWB = _panels(code_OI, width, 2 if nibbles else 1)
