@@ -68,7 +68,8 @@ sweep: $(VENV)/.installed-dev  ## the long loops, once through: with make test, 
 gpu:  ## on a machine with a CUDA device, PYTHON's own torch and triton: kernels and executors there
 	PYTHONPATH=src $(PYTHON) -m pytest -p no:cacheprovider --device cuda -m "not sweep and not soak" \
 		tests/parity/test_kernels.py tests/parity/test_cuda_chunks.py \
-		tests/conformance/test_executor_core.py tests/conformance/test_executor_plans.py $(ARGS)
+		tests/conformance/test_executor_core.py tests/conformance/test_executor_plans.py \
+		tests/conformance/test_executor_hosted.py $(ARGS)
 
 soak: $(VENV)/.installed-dev  ## longer still: the loops whole, other seeds, forced faults, seeded bugs from elsewhere
 	$(BIN)/penstock sim --first 100000 --seeds 10000

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from penstock.config.params import SamplingParams
+from penstock.config.selection import Selection, attention_identity
 from penstock.core.core import Core
 from penstock.core.plan import Arrived, Event, Finished, RequestId, Retired, Started, Token
 from penstock.core.settings import CoreConfig
@@ -26,7 +27,11 @@ from penstock.exec.caches import caches_of
 from penstock.exec.front import Front
 from penstock.exec.graphs import buckets_of
 from penstock.exec.rank import Rank
-from penstock.kernels import layer, linear, paged_attention
+from penstock.exec.selecting import Selector
+from penstock.exec.sizing import groups_of
+from penstock.kernels import layer, linear, paged_attention, registry
+from penstock.kernels.platform import probe
+from penstock.kernels.select import SelectRule
 from penstock.model import registry as families
 
 QWEN3_8B = {
@@ -67,18 +72,34 @@ class Ran:
 class Direct:
     def __init__(self, model: Any, *, rows: int, max_len: int, hbm_tokens: int, dram_tokens: int = 0,
                  step_tokens: int = 8192, page_size: int = 16, prefix_cache: bool = False,
-                 buckets: Sequence[int] = ()) -> None:
-        caches = caches_of(model.groups, page_size, model.dtype)
+                 buckets: Sequence[int] = (), selection: Selection | None = None,
+                 hot_tokens: int = 0, hosted: bool = False) -> None:
+        """With a `selection` every request decodes by it; hosted: out of host pages even where it fits.
+        hbm_tokens: of all that is in the device's pool, in slabs of a page of KV."""
+        groups = groups_of(model, selection)
+        caches = caches_of(groups, page_size, model.dtype)
         cfg = CoreConfig(page_size=page_size, rows=rows, hbm_pages=hbm_tokens // page_size,
                          dram_pages=dram_tokens // page_size, step_tokens=step_tokens, max_len=max_len,
-                         overlap=True, prefix_cache=prefix_cache, groups=caches.groups)
+                         overlap=True, prefix_cache=prefix_cache, groups=caches.groups,
+                         hot_pages=hot_tokens // page_size, always_hosted=hosted)
+        self._params, self._attention = GREEDY, 0
+        selector = None
+        if selection is not None:
+            chosen = registry.select(probe("cuda"), ops=registry.SELECTING)
+            selector = Selector(
+                rule=SelectRule(unit=selection.unit, sink=selection.sinks, window=selection.window),
+                budget=selection.budget, hot_pages=cfg.hot_pages,
+                backends={op: choice.name for op, choice in chosen.items()})
+            self._params = SamplingParams(temperature=0.0, max_tokens=None, top_k_tokens=selection.budget)
+            self._attention = attention_identity(selection)
         started = time.perf_counter()
         hbm, dram = caches.pools(cfg, "cuda")
         self.pools_s = time.perf_counter() - started
         for pool in hbm:
             pool.fill(0.0)
         attention = functools.partial(paged_attention.plan, backend="cuda")
-        self.rank = Rank(model, attention, hbm, dram, rows=rows, max_len=max_len)
+        self.rank = Rank(model, attention, hbm, dram, rows=rows, max_len=max_len, groups=groups,
+                         selector=selector)
         started = time.perf_counter()
         self.rank.capture(buckets or buckets_of(rows))
         torch.cuda.synchronize()
@@ -93,8 +114,9 @@ class Direct:
         events: list[Event] = []
         ran = Ran(0.0)
         for rid, prompt in zip(rids, prompts, strict=True):
-            self.front.open(rid, tuple(prompt), GREEDY)
-            events.append(Arrived(rid, tuple(prompt), max_new))
+            self.front.open(rid, tuple(prompt), self._params)
+            events.append(Arrived(rid, tuple(prompt), max_new, selects=self._attention > 0,
+                                  attention=self._attention))
             ran.tokens[rid] = []
         left, began, last = set(rids), time.perf_counter(), None
         while left:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import ranks
 import torch
-import torch.nn.functional as F
+import where
 from late_copies import Latest, Shuffled
 
 from penstock.config.params import SamplingParams
@@ -30,7 +30,6 @@ from penstock.kernels.platform import probe
 from penstock.kernels.registry import HOSTING, OPS, SELECTING, select
 from penstock.kernels.select import SelectRule
 from penstock.memory.lateness import Promptly
-from penstock.model import registry
 
 CONFIG = {
     "model_type": "qwen3", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48,
@@ -97,12 +96,7 @@ def model_of(selection: Selection):
 def _model(model_type: str, topk: int, stage=None):
     [config] = [k.config for k in KINDS.values() if k.config["model_type"] == model_type]
     config = {**config, "index_topk": topk} if topk else config
-    m = registry.build(config, dtype=torch.float32, stage=stage,
-                       linear=lambda w, b: functools.partial(F.linear, weight=w, bias=b))
-    for name, tensor in registry.dummy_tensors(config, 5, m.wants):
-        m.load(name, tensor if "norm" in name else tensor * 10)
-    m.finish()
-    return m
+    return where.model(config, torch.float32, 5, 10, stage)
 
 
 model = functools.partial(_model, "qwen3", 0)       # of an ordinary engine
@@ -110,7 +104,7 @@ model = functools.partial(_model, "qwen3", 0)       # of an ordinary engine
 
 @functools.cache
 def backends() -> dict[str, str]:
-    return {op: choice.name for op, choice in select(probe(), {}, OPS).items()}
+    return {op: choice.name for op, choice in select(probe(where.DEVICE), {}, OPS).items()}
 
 
 @dataclass
@@ -153,7 +147,7 @@ class Engine:
             unit=chosen.unit, sink=chosen.sinks, window=chosen.window)
         self.ex, self.device, self.host = ranks.front(
             made, attention, groups, caches, self.cfg, num_layers=3, max_len=MAX_LEN, lateness=self.lateness,
-            selector=Selector(rule=rule, hot_pages=self.hot_pages, backends={
+            selector=Selector(rule=rule, budget=chosen.budget, hot_pages=self.hot_pages, backends={
                 op: names[op] for op in (HOSTING if chosen.native else SELECTING)}))
         self.rank = self.ex._ranks[0]
         self.poison()

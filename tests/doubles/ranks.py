@@ -24,7 +24,7 @@ def front(model: Callable[[Stage | None], Model], attention: Planner, shapes: Se
     """With its device pools and its host pools, of all ranks. `model` makes one of its stages; None:
     all of it. layers: of each stage; () for as many as NUM says."""
     stages = split(layers or even(num_layers, NUM[0]))
-    host = dram.allocate(caches.host_bytes(cfg)) if cfg.dram_pages else None
+    host = dram.allocate(caches.host_bytes(cfg)) if cfg.dram_pages and where.DEVICE == "cpu" else None
     links = links or links_in_process(len(stages))
     ranks, device_pools, host_pools = [], [], []
     for stage, ends in zip(stages, links, strict=True):

@@ -106,7 +106,7 @@ def ask(interviews: list[Interview], *, topk: int = 256, latent: LatentOps | Non
                      max_len=8192, groups=caches.groups, hot_pages=-(-hot_tokens // page_size),
                      always_hosted=hot_tokens > 0)
     core = Core(cfg)
-    selector = None if not hot_tokens else Selector(rule=None, hot_pages=cfg.hot_pages, backends={
+    selector = None if not hot_tokens else Selector(rule=None, budget=0, hot_pages=cfg.hot_pages, backends={
         op: choice.name for op, choice in registry.select(probe("cpu"), ops=registry.HOSTING).items()})
     engine, *_ = ranks.front(
         functools.partial(model, topk), latent or ops(), served.groups, caches, cfg, layers=even(4, stages),

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from penstock.exec.attend import Grouped
 from penstock.exec.rank import Rank
+from penstock.exec.selecting import Selecting
 from penstock.kernels import layer, linear, paged_attention
 from penstock.model import registry
 
@@ -31,7 +32,7 @@ def model(config: dict[str, Any], dtype: Any, seed: int, scale: float, stage: An
 
 def captured(rank: Rank) -> Rank:
     """The rank, with decode steps captured where that is possible."""
-    if rank._ahead and isinstance(rank._attending, Grouped):
+    if rank._ahead and isinstance(rank._attending, Grouped | Selecting):
         rank.capture((1, 2, 4))
     return rank
 

@@ -130,7 +130,7 @@ def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None
     model, selection = loaded.model, selection_for(config, loaded.whole)
     groups = groups_of(model, selection)
     caches, attention = caches_of(groups, config.kv.page_size, loaded.dtype), attention_of(loaded.backends)
-    captures = device == "cuda" and config.device.cuda_graphs and selection is None
+    captures = device == "cuda" and config.device.cuda_graphs
     gpu, info = _measure(config, loaded, log) if device == "cuda" else (None, {})
     sizes = size_pools(config, caches, model.max_position, machine.probe().memory_available,
                        budget=selection.budget if selection else 0, gpu=gpu)

@@ -9,7 +9,8 @@ tables and last tokens stay on the device, where binds, grows and earlier steps 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from itertools import product
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +18,8 @@ from torch import Tensor
 from penstock.core.plan import StepPlan
 from penstock.exec.attend import Grouped
 from penstock.exec.lower import RowTables
-from penstock.model.base import LocalLayer, Model
+from penstock.kernels.paged_attention import AttentionSpec
+from penstock.model.base import Attend, LocalLayer, Model
 
 if TYPE_CHECKING:
     from penstock.kernels.paged_attention.triton_decode import Tuning
@@ -32,6 +34,24 @@ def buckets_of(rows: int) -> tuple[int, ...]:
     return (*sizes, rows)
 
 
+class Decodes(Protocol):
+    """How rows that decode attend, as a function of tensors on the device alone."""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Of steps, each captured by itself."""
+        ...
+
+    def kind(self, rows: Sequence[int]) -> str:
+        """Of a step with these rows of the tables."""
+        ...
+
+    def attend(self, kind: str, row_B: Tensor, position_B: Tensor) -> Attend:
+        """Of a step whose rows have one query each, int32; a position of -1 is padding: no context, and
+        nothing is stored for it."""
+        ...
+
+
 class DecodeGraphs:
     """One query for each of up to `buckets[-1]` rows, through all layers, to the best token.
 
@@ -39,17 +59,16 @@ class DecodeGraphs:
     become the rows' last tokens.
     """
 
-    def __init__(self, model: Model, tables: RowTables, grouped: Grouped, buckets: Sequence[int]) -> None:
+    def __init__(self, model: Model, tables: RowTables, decodes: Decodes, buckets: Sequence[int]) -> None:
         assert list(buckets) == sorted(set(buckets)), f"buckets {buckets}"
-        self._model, self._tables, self._grouped = model, tables, grouped
+        self._model, self._tables, self._decodes = model, tables, decodes
         self._buckets, device = tuple(buckets), tables.last_R.device
         shape = 2, self._buckets[-1]                                    # row, position
         self._input = torch.zeros(shape, dtype=torch.int32, device=device)
         self._staging = [torch.empty(shape, dtype=torch.int32, pin_memory=True) for _ in range(_STAGES)]
         self._copied = [torch.cuda.Event() for _ in range(_STAGES)]  # type: ignore[no-untyped-call]
         self._turn = 0
-        self._processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        self._graphs: dict[tuple[str, int], tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
 
     def takes(self, plan: StepPlan) -> bool:
         """Whether every row decodes one token, from its own last one, and all fit into a bucket."""
@@ -61,16 +80,17 @@ class DecodeGraphs:
         """Capture every bucket, the largest first: the others fit into its memory. Writes no page."""
         self._input[1] = -1
         memory = torch.cuda.graph_pool_handle()
-        for bucket in reversed(self._buckets):
+        for bucket, kind in product(reversed(self._buckets), self._decodes.kinds):
             side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                self._step(bucket)                  # compiles what is not compiled yet
+                self._step(kind, bucket)            # compiles what is not compiled yet
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=memory):
-                out = self._step(bucket)
-            self._graphs[bucket] = graph, *out
+            # Other threads go on meanwhile: one registers host memory with the device.
+            with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+                out = self._step(kind, bucket)
+            self._graphs[kind, bucket] = graph, *out
 
     def run(self, rows: Sequence[int], positions: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Decode these rows of the tables, whose last tokens are at `positions`. Does not wait.
@@ -90,45 +110,82 @@ class DecodeGraphs:
         for group in self._tables.groups:
             for row, position in zip(rows, positions, strict=True):
                 group.check(row, position + 1)
-        graph, logits_BV, answer_2B = self._graphs[bucket]
+        graph, logits_BV, answer_2B = self._graphs[self._decodes.kind(rows), bucket]
         graph.replay()
         return logits_BV[:len(rows)], answer_2B
 
-    def _step(self, bucket: int) -> tuple[Tensor, Tensor]:
-        row_B, position_B = self._input[0, :bucket], self._input[1, :bucket]
+    def _step(self, kind: str, bucket: int) -> tuple[Tensor, Tensor]:
+        return decode_step(self._model, self._tables, self._decodes, kind, self._input[:, :bucket])
+
+
+def decode_step(model: Model, tables: RowTables, decodes: Decodes, kind: str,
+                input_2B: Tensor) -> tuple[Tensor, Tensor]:
+    """What is captured, as a function of rows and positions: as `DecodeGraphs.run`, with padding.
+
+    input_2B   int32, device: row of the tables and position of each query; -1: padding
+    """
+    (row_B, position_B), last_R = input_2B, tables.last_R
+    # Padding has no context, and its token goes behind the rows.
+    index_B = torch.where(position_B < 0, len(last_R) - 1, row_B).long()
+    attend = decodes.attend(kind, row_B, position_B)
+    hidden_BD = model.forward(last_R[index_B], position_B.clamp(min=0).long(), attend)
+    logits_BV = model.logits(hidden_BD)
+    best_B, token_B = logits_BV.max(-1)
+    last_R.index_copy_(0, index_B, token_B)
+    return logits_BV, torch.stack((token_B, best_B.isfinite().long()))
+
+
+class PagedDecode:
+    """A row's one query over the device pages of one cache group, up to its own position."""
+
+    def __init__(self, spec: AttentionSpec, table_RM: Tensor, page_size: int, row_B: Tensor,
+                 position_B: Tensor) -> None:
         from penstock.kernels.paged_attention import triton_decode  # needs Triton
-        context_B, last_R = position_B + 1, self._tables.last_R
-        # A position of -1 is padding: no context, nothing stored, and its token goes behind the rows.
-        index_B = torch.where(position_B < 0, len(last_R) - 1, row_B).long()
-        cuts = [triton_decode.tuning(bucket, spec.num_kv_heads,
-                                     table.device_RM.shape[1] * table.size, self._processors)
-                for spec, table in zip(self._grouped.specs, self._tables.groups, strict=True)]
-        attend = _Attend(self._grouped, self._tables, row_B, position_B, context_B, cuts)
-        hidden_BD = self._model.forward(last_R[index_B], position_B.clamp(min=0).long(), attend)
-        logits_BV = self._model.logits(hidden_BD)
-        best_B, token_B = logits_BV.max(-1)
-        last_R.index_copy_(0, index_B, token_B)
-        return logits_BV, torch.stack((token_B, best_B.isfinite().long()))
+        processors = torch.cuda.get_device_properties(row_B.device).multi_processor_count
+        self._row_B, self._position_B, self._context_B = row_B, position_B, position_B + 1
+        self._spec, self._table_RM = spec, table_RM
+        self._cut: Tuning = triton_decode.tuning(len(row_B), spec.num_kv_heads,
+                                                 table_RM.shape[1] * page_size, processors)
+
+    def store(self, k_BKH: Tensor, v_BKH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor) -> None:
+        from penstock.kernels.paged_attention import triton_decode
+        triton_decode.store(k_BKH, v_BKH, k_PKGH, v_PKGH, self._table_RM, self._row_B, self._position_B)
+
+    def __call__(self, q_BNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor) -> Tensor:
+        from penstock.kernels.paged_attention import triton_decode
+        return triton_decode.decode(q_BNH, k_PKGH, v_PKGH, self._table_RM, self._row_B, self._context_B,
+                                    scale=self._spec.scale, cut=self._cut)
+
+
+class GroupedDecodes:
+    """`Decodes` of layers that read all of their KV, from device pages."""
+
+    kinds = ("all",)
+
+    def __init__(self, grouped: Grouped, tables: RowTables) -> None:
+        self._grouped, self._tables = grouped, tables
+
+    def kind(self, rows: Sequence[int]) -> str:
+        return "all"
+
+    def attend(self, kind: str, row_B: Tensor, position_B: Tensor) -> Attend:
+        return _Attend(self._grouped, [
+            PagedDecode(spec, table.device_RM, table.size, row_B, position_B)
+            for spec, table in zip(self._grouped.specs, self._tables.groups, strict=True)])
 
 
 class _Attend:
     """`model.base.Attend` of a captured step: its tokens T are the B rows."""
 
-    def __init__(self, grouped: Grouped, tables: RowTables, row_B: Tensor, position_B: Tensor,
-                 context_B: Tensor, cuts: Sequence[Tuning]) -> None:
-        self._grouped, self._tables, self._cuts = grouped, tables, cuts
-        self._row_B, self._position_B, self._context_B = row_B, position_B, context_B
+    def __init__(self, grouped: Grouped, decodes: Sequence[PagedDecode]) -> None:
+        self._grouped, self._decodes = grouped, decodes
 
     def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
                  chosen_TS: Tensor | None = None) -> Tensor:
-        from penstock.kernels.paged_attention import triton_decode
         assert chosen_TS is None, "KV heads are attended to as a whole here"
         group, k_PKGH, v_PKGH = self._grouped.places[layer]
-        table_RM = self._tables.groups[group].device_RM
-        triton_decode.store(kv_TCKH[:, 0], kv_TCKH[:, 1], k_PKGH, v_PKGH, table_RM, self._row_B,
-                            self._position_B)
-        return triton_decode.decode(q_TNH, k_PKGH, v_PKGH, table_RM, self._row_B, self._context_B,
-                                    scale=self._grouped.specs[group].scale, cut=self._cuts[group])
+        self._decodes[group].store(kv_TCKH[:, 0], kv_TCKH[:, 1], k_PKGH, v_PKGH)
+        return self._decodes[group](q_TNH, k_PKGH, v_PKGH)
 
     def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
         raise AssertionError("a model with an indexer and KV heads")

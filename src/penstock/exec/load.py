@@ -191,7 +191,7 @@ def selector_of(selection: Selection | None, core: CoreConfig,
     names = {op: backends[op].name for op in (registry.HOSTING if selection.native else registry.SELECTING)}
     rule = None if selection.native else SelectRule(unit=selection.unit, sink=selection.sinks,
                                                     window=selection.window)
-    return Selector(rule=rule, hot_pages=core.hot_pages, backends=names)
+    return Selector(rule=rule, budget=selection.budget, hot_pages=core.hot_pages, backends=names)
 
 
 def digest_of(config: Mapping[str, object]) -> str:

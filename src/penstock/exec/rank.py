@@ -22,7 +22,7 @@ from torch import Tensor
 from penstock.config.params import SamplingParams
 from penstock.core.plan import Bind, Moved, RequestId, StepId, StepPlan
 from penstock.exec.attend import Attending, Grouped, LatentOps, attending
-from penstock.exec.graphs import DecodeGraphs
+from penstock.exec.graphs import DecodeGraphs, GroupedDecodes
 from penstock.exec.indexed import Indexed
 from penstock.exec.lower import Lowered, RowTables
 from penstock.exec.sampling import Logprobs, Sampler, Sampling
@@ -147,9 +147,12 @@ class Rank:
     def capture(self, buckets: Sequence[int]) -> None:
         """On a CUDA device, of a whole model with KV heads: capture decode steps of so many rows. Without,
         every step is launched kernel by kernel."""
-        assert isinstance(self._attending, Grouped) and self._ahead, "such a rank is not captured"
+        attending = self._attending
+        assert isinstance(attending, Grouped | Selecting) and self._ahead, "such a rank is not captured"
+        decodes = (GroupedDecodes(attending, self._tables) if isinstance(attending, Grouped)
+                   else attending.decodes())
         with torch.inference_mode():
-            self._graphs = DecodeGraphs(self._model, self._tables, self._attending, buckets)
+            self._graphs = DecodeGraphs(self._model, self._tables, decodes, buckets)
             self._graphs.capture()
 
     def settle(self) -> None:

@@ -21,6 +21,7 @@ from penstock.core.plan import Bind, StepPlan
 from penstock.exec.attend import Attending
 from penstock.exec.hot_rows import HotRows
 from penstock.exec.lower import Lowered, RowTables
+from penstock.exec.selecting_graphs import SelectingDecodes
 from penstock.exec.sparse import BoundsSelector, SparseLayers, unit_attention
 from penstock.kernels.chunk_attention import chunk_attention
 from penstock.kernels.gather import gather
@@ -37,11 +38,12 @@ _Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selector:
-    """How rows select. `hot_pages`: of a row's hot buffer, at most, 0 if no row is ever hosted;
-    backends: op -> name of its implementation, of every op that selecting needs.
+    """How rows select. `budget`: tokens, at most; `hot_pages`: of a row's hot buffer, at most, 0 if no row is
+    ever hosted; backends: op -> name of its implementation, of every op that selecting needs.
     rule: None where the model's own indexer chooses."""
 
     rule: SelectRule | None
+    budget: int
     hot_pages: int
     backends: Mapping[str, str]
 
@@ -130,9 +132,20 @@ class Selecting:
         self._chunk_attention = chunk_attention(backends["chunk_attention"])
         self._gather = gather(backends["gather"])
         self._merge = merge(backends["merge"])
+        self._most = selector.budget // rule.unit
+        self._budget_R = torch.zeros_like(self._kv.device_RM[:, 0])     # for captured steps
 
     def bind(self, bind: Bind, *, budget: int, num_prompt: int) -> None:
         self.rows.bind(bind, budget=budget // self._unit, first=num_prompt)
+        self._budget_R[self._tables.index(bind.row)] = budget // self._unit
+
+    def decodes(self) -> SelectingDecodes:
+        """Of steps in which each row decodes one token behind its prompt."""
+        return SelectingDecodes(
+            layers=self._layers, selector=self._selector, hot=self.rows.hot, specs=self._specs,
+            tables=self._tables.groups, local=self._local, dense=self._dense, device=self._device,
+            selects=lambda r: self.rows[r].budget > 0, budget_R=self._budget_R, most=self._most,
+            unit=self._unit)
 
     # ------------------------------------------------------------ a step
     def step(self, plan: StepPlan, lowered: Lowered) -> Attend:

@@ -1,4 +1,4 @@
-"""The n largest of a block of keys, in Triton, for kernels of several ops: a cut found bit by bit.
+"""The n largest of a block of keys, in Triton, for kernels of several ops: a cut found by halving.
 
 Imported only by kernels, where Triton is installed.
 """
@@ -18,15 +18,20 @@ def key_of(x):
 
 @triton.jit
 def cut_of(key, n):
-    """uint32: the n-th largest of a block of uint32 keys; 0 if fewer than n are larger than 0."""
-    cut = (n * 0).to(tl.uint32)
-    bit = cut + 0x80000000
-    for _ in range(32):
-        higher = cut | bit
-        enough = tl.sum((key >= higher).to(tl.int32), 0) >= n
-        cut = tl.where(enough, higher, cut)
-        bit = bit >> 1
-    return cut
+    """uint32: a cut for the n largest of a block of uint32 keys: at least n are no smaller, and fewer are
+    larger. Of keys larger than 0 there are n or more."""
+    high = tl.max(key, 0)
+    count = tl.sum((key == high).to(tl.int32), 0)
+    low = tl.min(tl.where(key == 0, high, key), 0)
+    low = tl.where(count >= n, high, low)
+    # n of them at or above `low` is enough: equal ones need no telling apart then.
+    while (high - low > 1) & (count != n):
+        middle = low + ((high - low) >> 1)
+        found = tl.sum((key >= middle).to(tl.int32), 0)
+        enough = found >= n
+        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
+        count = tl.where(enough, found, count)
+    return low
 
 
 @triton.jit

@@ -21,6 +21,7 @@ def cases(device: str = "cpu") -> Iterator[Case]:
         for share in (0.0, 0.4, 1.0):
             yield Case(f"{page_units} units a page, {share:.0%} on the device",
                        partial(_run, page_units, share, 0, device), 0.0)
+    yield Case("200 units at once", partial(_run, 32, 0.2, 0, device, chosen=200), 0.0)
     yield Case("stamps that wrap", partial(_run, 2, 0.1, 2 ** 31 - 3, device), 0.0)
     yield Case("no row has hot units", partial(_run, 2, 1.0, 0, device, hot_pages=0), 0.0)
 
@@ -37,9 +38,9 @@ def empty(rows: int, heads: int, units: int, hot_pages: int, page_units: int,
 
 
 def _run(page_units: int, share: float, first: int, device_name: str, resolve: Resolve, *,
-         hot_pages: int = 14) -> Tensor:
-    """Eight steps over three of four rows, whose hot buffers differ; 11 units a step."""
-    rows, heads, pages, chosen = 4, 3, 40, 11
+         hot_pages: int = 14, chosen: int = 11) -> Tensor:
+    """Eight steps over three of four rows, whose hot buffers differ; `chosen` units a step."""
+    rows, heads, pages, often = 4, 3, 40, chosen * 8 // 11
     generator = torch.Generator().manual_seed(page_units)
     ids = torch.randperm(2 * rows * pages + 40, generator=generator).int()
     device, host, spare = ids[:rows * pages], ids[rows * pages:2 * rows * pages], ids[-40:]
@@ -55,11 +56,11 @@ def _run(page_units: int, share: float, first: int, device_name: str, resolve: R
         row_B = torch.randperm(rows, generator=generator)[:3].int()
         # Most of what is chosen comes back: the first third of the units is drawn often.
         chosen_BKC = torch.stack([torch.stack([
-            torch.cat((torch.randperm(units // 3, generator=generator)[:8].sort().values,
-                       (torch.randperm(units - units // 3, generator=generator)[:3].sort().values
+            torch.cat((torch.randperm(units // 3, generator=generator)[:often].sort().values,
+                       (torch.randperm(units - units // 3, generator=generator)[:chosen - often].sort().values
                         + units // 3))) for _ in range(heads)]) for _ in range(3)]).int()
         if step % 2:
-            chosen_BKC[0, :, 7:] = -1
+            chosen_BKC[0, :, chosen * 2 // 3:] = -1
         now = torch.tensor([first + step], dtype=torch.int64).to(torch.int32)
         slot, miss, num = resolve(chosen_BKC.to(device_name), row_B.to(device_name), device_RP, host_RP,
                                   hot, now.to(device_name), page_units=page_units)

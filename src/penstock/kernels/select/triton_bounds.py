@@ -125,5 +125,5 @@ def select(q_BNH: Tensor, bounds_PK2SH: Tensor, table_RP: Tensor, row_B: Tensor,
     choose_units[(kv_heads, queries)](
         score_BKU, position_B, budget_B, chosen_BKC, units, chosen, rule.sink_units, rule.window,
         UNIT=rule.unit, CHOSEN_PAD=triton.next_power_of_2(chosen), BLOCK=block, WHOLE=units <= block,
-        num_warps=max(1, min(16, block // 512)))
+        num_warps=max(1, min(32, block // 512)))
     return chosen_BKC

@@ -90,7 +90,7 @@ def join_units(part, peak, out, lse, PARTS, DIM: tl.constexpr, DIM_PAD: tl.const
     tl.store(lse + at, tl.where(none, float("-inf"), (top + tl.log2(total)) / _LOG2E))
 
 
-BLOCK, BLOCKS = 64, 4           # tokens of a block, blocks of a part
+BLOCK, BLOCKS = 64, 8           # tokens of a block, blocks of a part
 
 
 def sparse_attention(q_BNH: Tensor, pool_PK2GH: Tensor, chosen_BKC: Tensor, slot_BKC: Tensor,

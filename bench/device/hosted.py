@@ -1,0 +1,148 @@
+"""Decode through host memory: requests of 64k tokens on a device whose KV memory holds one of them.
+
+    PYTHONPATH=src python bench/device/hosted.py OUT [--layers 36] [--requests 8]
+
+Two engines with the same weights take turns: one reads all of one request's KV, from device pages, the other
+selects 2,048 tokens of each of eight requests, whose KV is in host pages. Memory, prompts and pages are those
+of all layers of the model; with fewer --layers everything but the head is that share of it.
+"""
+from __future__ import annotations
+
+import argparse
+import functools
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from direct import HBM_BYTES_S, LINK_BYTES_S, QWEN3_8B, Direct, spread, write
+from resident import bytes_of
+
+from penstock.config.selection import Selection
+from penstock.kernels import layer, linear
+from penstock.model import registry as families
+
+LAYERS, DEVICE_BYTES = 36, 16e9
+BLOCK = 24                      # steps of one engine before the other's turn
+CONFIG = QWEN3_8B | {"max_position_embeddings": 163840}
+
+
+def build_model(config: dict[str, Any], noise: float) -> Any:
+    """Random weights of variance one over their inputs, embeddings that share most of what they are: `noise`
+    sets how much a token's own part weighs, and with it how much selections of consecutive steps differ."""
+    model = families.build(config, dtype=torch.bfloat16, ops=layer.ops("triton"),
+                           linear=functools.partial(linear.pack, backend="cuda"))
+    generator = torch.Generator(device="cuda").manual_seed(0)
+
+    def normal(*shape: int, scale: float) -> torch.Tensor:
+        return torch.empty(shape, device="cuda").normal_(0, scale, generator=generator)
+    for name, shape in families.tensor_shapes(config):
+        if len(shape) == 1:
+            tensor = torch.ones(shape, device="cuda")
+        elif "embed_tokens" in name:
+            tensor = normal(1, shape[1], scale=1 - noise) + normal(*shape, scale=noise)
+        else:
+            gain = 0.2 if "o_proj" in name or "down_proj" in name else 1.0
+            tensor = normal(*shape, scale=gain / shape[1] ** 0.5)
+        model.load(name, tensor.bfloat16())
+    model.finish()
+    return model
+
+
+def counts(engine: Direct) -> dict[str, int]:
+    """Units selected so far, by where they were."""
+    found: dict[str, int] = {}
+    for name, value in engine.rank.stats().items():
+        if name.startswith(("hot_", "selected_device")):
+            key = name.partition("{")[0]
+            found[key] = found.get(key, 0) + int(value)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--tokens", type=int, default=65536)
+    parser.add_argument("--requests", type=int, default=8)
+    parser.add_argument("--budget", type=int, default=2048)
+    parser.add_argument("--hot", type=int, default=4096)
+    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--noise", type=float, default=0.3)
+    parser.add_argument("--steps", type=int, default=144)
+    parser.add_argument("--profile", action="store_true", help="print what the last steps' kernels took")
+    args = parser.parse_args()
+    config = CONFIG | {"num_hidden_layers": args.layers}
+    began = time.perf_counter()
+    model = build_model(config, args.noise)
+    torch.cuda.synchronize()
+    print(f"model {time.perf_counter() - began:.1f} s", flush=True)
+    token_bytes = args.layers * 4 * config["num_key_value_heads"] * config["head_dim"]    # k and v in bf16
+    device = DEVICE_BYTES * args.layers / LAYERS
+    max_len = args.tokens + args.steps + 256
+    rule = Selection(selector="bounds", version=1, unit=8, budget=args.budget, sinks=16, window=64)
+    dense = Direct(model, rows=1, max_len=max_len, hbm_tokens=args.tokens + args.steps + 512, buckets=(1,),
+                   prefix_cache=True, page_size=args.page_size, step_tokens=16384)
+    began = time.perf_counter()
+    hosted = Direct(model, rows=args.requests, max_len=max_len, hbm_tokens=int(device / token_bytes),
+                    dram_tokens=args.requests * (max_len + 64), buckets=(args.requests,), selection=rule,
+                    hot_tokens=args.hot, hosted=True, page_size=args.page_size, step_tokens=16384)
+    print(f"engine {time.perf_counter() - began:.1f} s, pools {hosted.pools_s:.1f} s, "
+          f"capture {hosted.capture_s:.1f} s", flush=True)
+    rng = random.Random(0)
+
+    def prompt() -> list[int]:
+        return [rng.randrange(10, 150000) for _ in range(args.tokens)]
+    one = prompt()
+    began = time.perf_counter()
+    dense.run([one], 2)
+    print(f"dense prompt {time.perf_counter() - began:.1f} s", flush=True)
+    steps: dict[str, list[float]] = {"dense": [], "hosted": []}
+    at: list[dict[str, int]] = []
+    seen = 0
+
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+
+    def every_step() -> None:
+        nonlocal seen
+        seen += 1
+        if args.profile and seen in (2 * BLOCK + 4, 2 * BLOCK + 8):
+            torch.cuda.synchronize()
+            (profiler.start if seen == 2 * BLOCK + 4 else profiler.stop)()
+        if seen % BLOCK == 0:
+            steps["dense"] += dense.run([one], BLOCK).step_s[4:]
+            at.append(counts(hosted))
+    began = time.perf_counter()
+    ran = hosted.run([prompt() for _ in range(args.requests)], args.steps, every_step=every_step)
+    print(f"hosted prompts {max(ran.first_s.values()):.1f} s", flush=True)
+    # The steps around the other engine's turn, and the first ones, are not counted.
+    steps["hosted"] = [s for i, s in enumerate(ran.step_s, 2) if i > BLOCK and 3 < i % BLOCK < BLOCK]
+    if args.profile:
+        print(profiler.key_averages().table(sort_by="cuda_time_total", row_limit=24,
+                                            max_name_column_width=60), flush=True)
+    told = {key: at[-1][key] - at[0].get(key, 0) for key in at[-1]}
+    hit = told["hot_hits_total"] / (told["hot_hits_total"] + told["hot_misses_total"])
+    weights = bytes_of(config, 0, 0)
+    context = args.tokens + args.steps / 2
+    chosen = args.requests * args.budget * token_bytes
+    memory = (weights + args.requests * context * token_bytes / 8 + chosen) / HBM_BYTES_S
+    link = chosen * (1 - hit) / LINK_BYTES_S
+    alone = bytes_of(config, 1, context) / HBM_BYTES_S
+    took = {name: spread([1e3 * s for s in values]) for name, values in steps.items()}
+    bound = max(memory, link)
+    write("hosted", args.out, [{
+        "layers": args.layers, "requests": args.requests, "context": args.tokens, "budget": args.budget,
+        "unit": 8, "hot_tokens": args.hot, "page_size": args.page_size, "noise": args.noise,
+        "device_kv_bytes": device, "host_bytes": args.requests * (max_len + 64) * token_bytes,
+        "steps": len(steps["hosted"]), "hit_rate": hit, "units": told, "step_ms": took,
+        "bound_memory_ms": 1e3 * memory, "bound_link_ms": 1e3 * link, "share_of_bound":
+            1e3 * bound / took["hosted"]["median"],
+        "dense_bound_ms": 1e3 * alone, "dense_share_of_bound": 1e3 * alone / took["dense"]["median"],
+        "tokens_s_over_dense": args.requests * took["dense"]["median"] / took["hosted"]["median"],
+        "bound_over_dense_bound": args.requests * alone / bound,
+        "prompts_s": max(ran.first_s.values()), "pinning_s": hosted.pools_s, "capture_s": hosted.capture_s}])
+
+
+if __name__ == "__main__":
+    main()
