@@ -1,6 +1,7 @@
 """What `penstock doctor` reports, and when it says that serving cannot work."""
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,3 +58,24 @@ def test_the_device_of_auto_and_why() -> None:
     assert gpu.startswith("NVIDIA H200: the installed torch is a CPU build") and "cpu" in device
     assert of(replace(MACHINE, gpus=("NVIDIA H200",), torch_cuda="13.0")) == (
         "NVIDIA H200: torch is built for CUDA 13.0", "--device auto is cuda here")
+
+
+def test_ranks_have_layers_and_bytes(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64, "hidden_size": 32,
+        "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 64, "tie_word_embeddings": False}))
+    options = {"pp": 2, "load_format": "dummy", "dtype": "float32"}
+    found = [f for f in examine(from_options(str(tmp_path), options), MACHINE) if f.section == "ranks"]
+    layer = 4 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32)
+    sizes = [4 * 64 * 32 + 2 * layer, 4 * 64 * 32 + layer + 4 * 32]
+    assert [f.text for f in found] == [
+        f"layers {layers}, {size / (1 << 20):.1f} MiB of weights, {n * 2 * 2 * 8 * 4} bytes of KV a token"
+        for layers, size, n in (("0 to 1", sizes[0], 2), ("2 to 2", sizes[1], 1))]
+    wrong = list(examine(from_options(str(tmp_path), {**options, "pp_layers": ["2", "2"]}), MACHINE))
+    assert "this model has 3 layers" in named(wrong, "--pp").text and not named(wrong, "--pp").ok
+
+
+def test_ranks_of_a_demo_that_was_not_fetched_are_not_shown(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
+    assert not [f for f in examine(from_options("demo", {"pp": 2}), MACHINE) if f.section == "ranks"]

@@ -88,11 +88,10 @@ def _backends(config: Config | None, device: str) -> Iterator[Finding]:
 
 
 def _model(config: Config | None) -> Iterator[Finding]:
-    from penstock.model.demo import DEMO_NAME, MEMBER, NUM_BYTES
+    from penstock.model.demo import DEMO_NAME
     from penstock.model.locate import locate
 
-    demo = cache_dir() / "demo" / Path(MEMBER).name
-    there = demo.is_file() and demo.stat().st_size == NUM_BYTES
+    there = _demo_is_here()
     yield Finding("model", "cache", str(cache_dir()))
     yield Finding("model", "hub cache", f"{hub_cache_dir()}"
                   f"{'' if hub_cache_dir().is_dir() else ' (does not exist)'}")
@@ -108,27 +107,40 @@ def _model(config: Config | None) -> Iterator[Finding]:
         yield Finding("model", config.model.model, str(e), ok=False)
 
 
+def _demo_is_here() -> bool:
+    from penstock.model.demo import MEMBER, NUM_BYTES
+
+    demo = cache_dir() / "demo" / Path(MEMBER).name
+    return demo.is_file() and demo.stat().st_size == NUM_BYTES
+
+
 def _ranks(config: Config | None) -> Iterator[Finding]:
     """What each stage of a pipeline would have; of a model that is here."""
-    from penstock.exec.load import dtype_of
+    from penstock.exec.caches import caches_of
+    from penstock.exec.load import dtype_of, selection_for
+    from penstock.exec.sizing import groups_of
     from penstock.exec.stages import of_config
     from penstock.model.checkpoint import open_checkpoint
     from penstock.model.locate import locate
-    from penstock.model.registry import read_spec_of, tensor_shapes
+    from penstock.model.registry import build, tensor_shapes
 
-    if config is None or config.device.pp == 1 or config.model.model == "demo":
+    if config is None or config.device.pp == 1 or (config.model.model == "demo" and not _demo_is_here()):
         return
     try:
         model = open_checkpoint(locate(config.model.model, load_format=config.model.load_format)).config
-        stages = of_config(config, read_spec_of(model).num_layers)
+        dtype = dtype_of(config, model)
+        whole = build(model, dtype=dtype, linear=lambda w_OI, b_O: lambda x_TI: x_TI)
+        stages = of_config(config, whole.stage.end)
+        groups = groups_of(whole, selection_for(config, whole))
     except ConfigError as e:
         yield Finding("ranks", "--pp", str(e), ok=False)
         return
+    caches = caches_of(groups, config.kv.page_size, dtype)
     for i, stage in enumerate(stages):
-        size = sum(math.prod(shape) for _, shape in tensor_shapes(model, stage)) * dtype_of(
-            config, model).itemsize
+        size = sum(math.prod(shape) for _, shape in tensor_shapes(model, stage)) * dtype.itemsize
+        kv = caches.stage(stage.first, stage.end, groups).page_bytes // config.kv.page_size
         yield Finding("ranks", f"rank {i}", f"layers {stage.first} to {stage.end - 1}, "
-                      f"{size / (1 << 20):.1f} MiB of weights")
+                      f"{size / (1 << 20):.1f} MiB of weights, {kv} bytes of KV a token")
 
 
 def _gib(size: int) -> str:

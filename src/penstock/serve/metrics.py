@@ -54,6 +54,9 @@ HELP = {
     "prefix_cache_hits": "Prompt tokens found in the prefix cache, by tier.",
     "num_preemptions": "Times that a request gave up its row (pause) or its KV (drop) for others.",
     "moved_bytes": "KV bytes copied between tiers.",
+    "stage_seconds": "Seconds since a pipeline stage's first step.",
+    "stage_busy_seconds": "Of them, those in which it computed: the ratio is its utilisation.",
+    "stage_overlap_seconds": "Of them, those in which the stage before computed as well.",
     STATS_AGE: "Seconds since the engine told its numbers: large while one step takes long.",
     "move_seconds": "Seconds of copies between tiers.",
 }
