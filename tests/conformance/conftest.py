@@ -12,7 +12,7 @@ def stages(request, monkeypatch):
     return request.param
 
 
-@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.soak)], ids=["whole", "stages"])
+@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.sweep)], ids=["whole", "stages"])
 def stages_swept(request, monkeypatch):
     """As `stages`, of suites that take long."""
     monkeypatch.setattr(ranks, "NUM", [request.param])

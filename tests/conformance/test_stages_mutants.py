@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import ranks
 import torch
-from hosted import Engine, kind, play, resident
+from hosted import NEW, Engine, kind, play, resident
+from late_copies import Shuffled
 
 from penstock.core.plan import Moved, Paused, RequestId, StepId
 from penstock.exec.front import RanksDisagree
@@ -100,6 +101,25 @@ def test_the_scene_is_sound():
     scene()
 
 
+def test_a_copy_that_is_torn_on_one_stage_is_torn():
+    """`Moved` tells of all rectangles of a page, so a request whose copy failed on the second stage only is
+    computed again, and says the same."""
+    engine = Engine(step_tokens=100, hbm_pages=70)
+    rank, torn = engine.ex._ranks[1], Shuffled(2, torn=0.3)
+    rank._mover._lateness, rank._mover._thread = torn, None
+    ok = [[], []]
+    for one, told in zip(engine.ex._ranks, ok, strict=True):
+        def run(executed, *, idle, real=one._mover.run, told=told):
+            ended = real(executed, idle=idle)
+            told += [moved for moved in ended]
+            return ended
+        one._mover.run = run
+    play(engine, lambda turn: [Paused(RequestId(1 + turn % 4))] if turn % 5 == 0 and turn < 90 else ())
+    first, second = ({m.id: m.ok for m in told} for told in ok)
+    assert all(first.values()) and not all(second.values()) and first.keys() == second.keys()
+    assert {m.id: m.ok for m in engine.moved} == second
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("fault", [
     moved_after_the_first_rank, a_rank_that_skips_a_plan, a_host_page_in_the_wrong_rectangle,
@@ -131,17 +151,57 @@ def test_row_tables_that_differ_stop_the_engine_with_both_records():
         assert tuple(tokens) == resident(kind().prompts[rid], 80)[:len(tokens)]
 
 
-def test_two_stages_of_which_one_does_not_bind_a_row_that_comes_back():
-    """A resume that binds the row's pages on one stage only gives wrong tokens, not an answer."""
-    def forget(engine):
-        tables = engine.ex._ranks[1]._tables
-        real, seen = tables.bind, []
+def not_bound(engine, path: str, what: str, left_out: list[RequestId]) -> None:
+    """The second stage leaves out `what` of the first bind of each hosted request on `path`; `left_out`
+    gets the requests so treated."""
+    rank = engine.ex._ranks[1]
+    tables, selecting = rank._tables, rank._selecting
+    real_tables, real_hot = tables.bind, selecting.bind
+    seen: set[RequestId] = set()
 
-        def bind(bind, last):
-            seen.append(bind.rid)
-            if seen.count(bind.rid) == 1:                       # not on the way back
-                real(bind, last)
-        tables.bind = bind
+    def strikes(bind) -> bool:
+        on = "moved" if bind.keep else "resumed" if bind.rid in seen else "admitted"
+        return bool(bind.hot) and on == path and bind.rid not in left_out
 
+    def bind_tables(bind, last):
+        if what == "hot buffer" or not strikes(bind):
+            real_tables(bind, last)
+
+    def bind_hot(bind, **given):
+        if strikes(bind):
+            left_out.append(bind.rid)
+            if what == "pages":
+                real_hot(bind, **given)
+        else:
+            real_hot(bind, **given)
+        seen.add(bind.rid)
+
+    tables.bind, selecting.bind = bind_tables, bind_hot
+
+
+@pytest.mark.parametrize("what", ["pages", "hot buffer"])
+@pytest.mark.parametrize("path", ["admitted", "resumed", "moved"])
+def test_hosted_decode_on_two_stages_whose_row_is_not_bound_on_one_path_is_caught(path, what):
+    """A request that gets its row, one that comes back from a pause and one that moves to host pages as it
+    decodes each bind it; where one stage does not, the engine stops or a token differs: never an answer."""
+    left_out: list[RequestId] = []
     with pytest.raises((AssertionError, RanksDisagree)):
-        scene(forget)
+        scene(lambda engine: not_bound(engine, path, what, left_out))
+    assert left_out, "no bind was left out"
+
+
+@pytest.mark.parametrize("dense", [(0, 1), (2,)], ids=["first stage", "last stage"])
+def test_a_stage_whose_layers_all_read_everything(dense):
+    """Stages of layers 0 and 1, and 2. One without a layer that selects has no pages of the hosted group, and
+    its rows are hosted all the same."""
+    selection = replace(kind().selection, dense=dense)
+    prompts = {rid: kind().prompts[rid] for rid in (1, 2)}
+    ranks.NUM = [1]
+    alone = Engine(hbm_pages=200, dram_pages=0, hot_pages=0, overlap=False, selection=selection)
+    ranks.NUM = [2]
+    engine = Engine(hbm_pages=200, always=True, step_tokens=40, selection=selection)
+    for one in (alone, engine):
+        for rid, prompt in prompts.items():
+            one.add(rid, prompt, NEW)
+        one.drain()
+    assert engine.got == alone.got and engine.total("hot_misses") > 0
