@@ -15,6 +15,7 @@ from pathlib import Path
 # Instruction sets that a CPU back-end can depend on; the rest of /proc/cpuinfo is noise here.
 FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16",
             "amx_tile", "amx_bf16", "asimd", "bf16", "i8mm", "sve")
+ONEDNN_CACHED = 64        # a step of a dense model needs five at most, one for each shape of a weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +88,14 @@ def _field(text: str, name: str) -> str:
 def _kib(text: str, name: str) -> int:
     words = _field(text, name).split()
     return int(words[0]) * 1024 if words and words[0].isdigit() else 0
+
+
+def bound_onednn_caches() -> None:
+    """Of this process, before its first product. Two caches, oneDNN's and that of torch's way to it, keep the
+    code made for each number of rows and shape of weight: 0.6 MB each, of 1,024, as they come, 0.6 GB. With
+    fewer, code that is made anew costs 0.2 to 0.8 ms (docs/log.md). What the user has set stays."""
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(name, str(ONEDNN_CACHED))
 
 
 def _cores(root: Path) -> int:

@@ -41,6 +41,7 @@ TRIM_BYTES = 64 << 20         # weights loaded between two trims of the heap
 
 def choose_backends(config: Config, ops: Sequence[str],
                     log: Callable[[str], object]) -> dict[str, registry.Choice]:
+    machine.bound_onednn_caches()
     requested = dict(pair.split("=", 1) for pair in config.device.backends)
     try:
         choices = registry.select(_platform(config), requested, ops)
