@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -14,8 +15,10 @@ from penstock.config.platform import probe
 from penstock.config.resolve import resolve
 from penstock.config.selection import attention_identity
 from penstock.core.core import Core
-from penstock.core.plan import Arrived, Event, Finished, Paused, RequestId, Token
+from penstock.core.plan import Arrived, Dropped, Event, Finished, Paused, RequestId, Token
+from penstock.core.settings import CoreConfig
 from penstock.exec.build import Built, build_engine
+from penstock.exec.front import Front
 from penstock.model import registry
 
 CONFIG = {
@@ -24,15 +27,24 @@ CONFIG = {
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024,
     "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 10000.0, "hidden_act": "silu",
 }
+GLM = {
+    "architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "vocab_size": 97,
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "first_k_dense_replace": 4,
+    "num_attention_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8, "v_head_dim": 8, "index_n_heads": 4, "index_head_dim": 16, "index_topk": 24,
+    "n_routed_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8,
+    "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    "indexer_types": ["full", "shared", "full", "shared"],
+}
 PROMPTS = {rid: tuple((rid * 31 + i * i * 7 + i) % 97 for i in range(40 + 35 * rid)) for rid in range(1, 6)}
 
 
-def checkpoint(folder: Path) -> str:
+def checkpoint(folder: Path, config: dict[str, object] = CONFIG) -> str:
     """Weights whose greedy choices are clear-cut."""
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(config))
     save_file({name: (t if "norm" in name else t * 8).contiguous()
-               for name, t in registry.dummy_tensors(CONFIG, 3)}, folder / "model.safetensors")
+               for name, t in registry.dummy_tensors(config, 3)}, folder / "model.safetensors")
     return str(folder)
 
 
@@ -40,15 +52,37 @@ class Pipeline:
     """A `with` of it ends its processes."""
 
     def __init__(self, model: str, **options: object) -> None:
-        whole = {"dtype": "float32", "threads": 1, "page_size": 8, "max_num_seqs": 4, "seed": 1,
-                 "step_tokens": 48, **options}
+        self.options: dict[str, object] = {"dtype": "float32", "threads": 1, "page_size": 8, "seed": 1,
+                                           "max_num_seqs": 4, "step_tokens": 48, **options}
+        self.model = model
+        self.built = self._build(self.options)
+        self._begin(self.built.executor, self.built.core_config)
+
+    def _build(self, options: dict[str, object]) -> Built:
         self.lines: list[str] = []
-        self.built: Built = build_engine(resolve(from_options(model, whole), probe()), self.lines.append)
-        self.core, self.ex = Core(self.built.core_config), self.built.executor
+        return build_engine(resolve(from_options(self.model, options), probe()), self.lines.append)
+
+    def _begin(self, executor: Front, core: CoreConfig) -> None:
+        self.core, self.ex = Core(core), executor
         self.got: dict[int, list[int]] = {}
         self.ended: dict[int, Finished] = {}
         self.reads: dict[int, dict[str, int]] = {}
         self.inbox: list[Event] = []
+
+    def again(self, *, overlap: bool, host_tier: bool) -> None:
+        """As a new engine, with other settings, of the same processes: they get new pools, as they do between
+        their trial and their service. What it was built with has a host tier."""
+        crew, core = self.built.crew, self.built.core_config
+        if crew is None:
+            without = {"dram_bytes": 0, **({"sparse_kv": "off"} if self.built.selection else {})}
+            built = self._build({**self.options, "overlap": overlap, **({} if host_tier else without)})
+            self._begin(built.executor, built.core_config)
+            return
+        if not host_tier:
+            core = replace(core, dram_pages=0, hot_pages=0, always_hosted=False)
+        core = replace(core, overlap=overlap)
+        crew.pools(core, int(self.built.info["dram_bytes"] or 0))
+        self._begin(Front(crew.ranks, crew.wait), core)
 
     def __enter__(self) -> Pipeline:
         return self
@@ -87,14 +121,15 @@ class Pipeline:
         self.inbox += found
         return bool(found)
 
-    def play(self, new: int = 24,
-             pauses: Callable[[int], Iterable[int]] = lambda turn: ()) -> dict[int, list[int]]:
-        """All PROMPTS at once; what they say."""
-        for rid, prompt in PROMPTS.items():
+    def play(self, new: int = 24, pauses: Callable[[int], Iterable[int]] = lambda turn: (),
+             prompts: Mapping[int, tuple[int, ...]] = PROMPTS,
+             kind: type[Paused] | type[Dropped] = Paused) -> dict[int, list[int]]:
+        """All prompts at once; what they say. `pauses`: whom an event of `kind` is for at a turn."""
+        for rid, prompt in prompts.items():
             self.add(rid, prompt, new)
         for turn in range(4000):
-            self.inbox += [Paused(RequestId(rid)) for rid in pauses(turn) if rid not in self.ended]
+            self.inbox += [kind(RequestId(rid)) for rid in pauses(turn) if rid not in self.ended]
             if not self.turn():
                 break
-        assert set(self.ended) == set(PROMPTS), "a request never ended"
-        return self.got
+        assert set(self.ended) == set(self.got), "a request never ended"
+        return {rid: self.got[rid] for rid in prompts}

@@ -1,16 +1,20 @@
 """Pipeline stages as processes say what one rank says, and end together."""
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from pipeline_engine import PROMPTS, Pipeline, checkpoint
+from pipeline_engine import CONFIG, GLM, PROMPTS, Pipeline, checkpoint
 
 from penstock.config.errors import ConfigError
-from penstock.exec.crew import RankDied, check_identity
+from penstock.core.plan import Dropped, Paused
+from penstock.exec import build
+from penstock.exec.crew import Crew, RankDied, check_identity
 
 SPARSE = {"sparse_top_k": 96, "sparse_kv": "always"}
 
@@ -40,6 +44,11 @@ def gone(pid: int) -> bool:
         return True
 
 
+def rss(pid: int) -> int:
+    """Bytes of memory that a process holds, those included that it shares."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def test_hosted_decode_on_two_stages_with_pauses(model, selected):
     """Rows read from host pages of which each stage has half; every row is paused again and again."""
     def every_few(turn):
@@ -56,27 +65,66 @@ def test_layers_that_the_model_does_not_have_are_refused_before_a_process_starts
         Pipeline(model, hbm_bytes="1M", pp=2, pp_layers=["3", "4"])
 
 
-def test_a_rank_of_another_dtype_is_refused_with_both_values():
+def test_an_identity_that_differs_is_refused_with_both_values():
     want = {"model": "a (1)", "dtype": "float32", "layout": "full 6x2x2x8x16"}
     check_identity(1, dict(want), want)
     with pytest.raises(ConfigError, match="rank 1 has dtype 'bfloat16' and the engine 'float32'"):
         check_identity(1, want | {"dtype": "bfloat16"}, want)
 
 
-@pytest.mark.soak                     # until all of its cells have been timed on a quiet machine
-@pytest.mark.parametrize("pp", [1, 2, 3])
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("tiers", [False, True], ids=["device", "host"])
+def now_and_then(turn):
+    return [1 + turn % 5] if turn % 9 == 0 and turn < 60 else ()
+
+
+@pytest.mark.sweep
 @pytest.mark.parametrize("sparse", [False, True], ids=["resident", "selects"])
-def test_any_stages_overlap_and_tiers_say_the_same(model, dense, selected, pp, overlap, tiers, sparse):
-    options = {"hbm_bytes": f"{4 // pp}M", "dram_bytes": "8M" if tiers else 0, "overlap": overlap}
-    if sparse:
-        options |= {"sparse_top_k": 96, "sparse_kv": "always" if tiers else "off"}
-    with Pipeline(model, pp=pp, **options) as engine:
-        got = engine.play(pauses=lambda turn: [1 + turn % 5] if turn % 9 == 0 and turn < 60 else ())
-        assert got == (selected if sparse else dense)
-        if sparse and tiers:
-            assert sum(reads["hot_misses"] for reads in engine.reads.values()) > 0
+@pytest.mark.parametrize("pp", [1, 2, 3])
+def test_any_stages_overlap_and_tiers_say_the_same(model, dense, selected, pp, sparse):
+    """Four engines of the same processes: with overlap and without, with a host tier and without."""
+    options = {"pp": pp, "hbm_bytes": f"{4 // pp}M", "dram_bytes": "8M", **(SPARSE if sparse else {})}
+    with Pipeline(model, **options) as engine:
+        for overlap, host_tier in itertools.product((True, False), (True, False)):
+            engine.again(overlap=overlap, host_tier=host_tier)
+            cell = f"overlap {overlap}, host tier {host_tier}"
+            got = engine.play(pauses=now_and_then, kind=Paused if host_tier else Dropped)
+            assert got == (selected if sparse else dense), cell
+            told = engine.core.stats()
+            assert told["pauses" if host_tier else "drops"] > 0, cell
+            if sparse:
+                misses = sum(reads["hot_misses"] for reads in engine.reads.values())
+                assert (misses > 0) == host_tier, cell
+
+
+@pytest.mark.sweep
+def test_the_demo_model_on_two_stages_decodes_from_host_pages_as_one_rank_does():
+    """And a stage takes the memory of its own weights, while it loads and after."""
+    prompts = {rid: tuple((rid * 31 + i * i * 7 + i) % 9973 for i in range(100 + 60 * rid))
+               for rid in (1, 2, 3)}
+    options = {"hbm_bytes": "200M", "step_tokens": 128, "sparse_top_k": 128, "max_model_len": 400}
+    with Pipeline("demo", **options, sparse_kv="off") as one:
+        want, whole = one.play(new=16, prompts=prompts), one.built.info["weight_bytes"]
+    with Pipeline("demo", pp=2, dram_bytes="200M", **options, sparse_kv="always") as two:
+        assert two.play(new=16, prompts=prompts, pauses=lambda turn: [2] if turn == 12 else ()) == want
+        assert sum(reads["hot_misses"] for reads in two.reads.values()) > 0
+        info = two.built.info
+        assert info["rank_0_layers"] == info["rank_1_layers"] == 15
+        for rank in range(2):
+            own, peak = info[f"rank_{rank}_weight_bytes"], info[f"rank_{rank}_load_peak_bytes"]
+            # The last one has the embedding too, as its head, and packs it, which takes a copy.
+            assert peak < (1.2, 1.45)[rank] * own and peak < .85 * whole
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("layers", ["1,3", "3,1"])
+def test_a_choice_that_layers_share_goes_to_the_process_of_the_next_stage(tmp_path, layers):
+    """GLM-5's layers without an indexer attend to what one before them chose, here in another process."""
+    glm = checkpoint(tmp_path, GLM)
+    prompts = {rid: PROMPTS[rid] for rid in (1, 3)}
+    with Pipeline(glm, hbm_bytes="4M") as one:
+        want = one.play(prompts=prompts)
+    with Pipeline(glm, hbm_bytes="150K", dram_bytes="4M", pp=2, pp_layers=layers.split(",")) as two:
+        assert two.play(prompts=prompts, pauses=lambda turn: [3] if turn in (9, 20) else ()) == want
+        assert two.core.stats()["pauses"] >= 1
 
 
 def test_three_uneven_stages_with_overlap_and_a_host_tier(model, dense):
@@ -91,6 +139,65 @@ def test_three_uneven_stages_with_overlap_and_a_host_tier(model, dense):
         assert all(0 < stats[f'stage_busy_seconds_total{{stage="{i}"}}'] for i in range(3))
         pids = [info[f"rank_{i}_pid"] for i in range(3)]
     assert all(map(gone, pids))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("section, name, value, message", [
+    ("model", "dtype", "bfloat16", "rank 0 has dtype 'bfloat16' and the engine 'float32'"),
+    ("kv", "page_size", 16, "rank 0 has layout 'full 6x2x2x16x16' and the engine 'full 6x2x2x8x16'"),
+    ("model", "model", None, r"rank 0 has model '\S+ \(\w{16}\)' and the engine '\S+ \(\w{16}\)'")],
+    ids=["dtype", "layout", "model"])
+def test_processes_of_another_engine_are_refused_at_the_handshake(model, tmp_path, monkeypatch, section, name,
+                                                                  value, message):
+    """They start with another setting than the engine has: it names both values, and ends them."""
+    other = value or checkpoint(tmp_path / "other", {**CONFIG, "rope_theta": 20000.0})
+    started: list[Crew] = []
+
+    class Odd(Crew):
+        def __init__(self, config, layers, threads):
+            theirs = replace(getattr(config, section), **{name: other})
+            super().__init__(replace(config, **{section: theirs}), layers, threads)
+            started.append(self)
+
+    monkeypatch.setattr(build, "Crew", Odd)
+    with pytest.raises(ConfigError, match=message):
+        Pipeline(model, hbm_bytes="1M", pp=2)
+    assert [rank.process.returncode for rank in started[0].ranks] == [-signal.SIGKILL] * 2
+
+
+def rounds_of(number: int) -> dict[int, tuple[int, ...]]:
+    """Five prompts of round `number`; a third of each is what the other rounds have too."""
+    return {10 * number + rid: (*p[:len(p) // 3], *((t + number % 4 + 1) % 97 for t in p[len(p) // 3:]))
+            for rid, p in PROMPTS.items()}
+
+
+@pytest.mark.parametrize("seconds", [5, pytest.param(60, marks=pytest.mark.sweep)])
+def test_host_tier_on_two_stages_under_memory_pressure_neither_crashes_nor_diverges_nor_grows(model, seconds):
+    """A device for half of the requests and a host for less than all, so that pages are evicted from both,
+    come back and are computed again, and requests pause. Steps of few tokens: oneDNN keeps 0.6 MB for each
+    number of them and each shape of a weight, so all have been met when the first third is over."""
+    new, tokens = 40, {"step_tokens": 16}
+    with Pipeline(model, hbm_bytes="8M", **tokens) as one:
+        want = [list(one.play(new, prompts=rounds_of(i)).values()) for i in range(4)]
+    with Pipeline(model, hbm_bytes="340K", dram_bytes="1M", pp=2, **tokens) as two:
+        pids = [two.built.info[f"rank_{i}_pid"] for i in range(2)]
+        until, number, resident = time.monotonic() + seconds, 0, []
+        while time.monotonic() < until:
+            prompts = rounds_of(number)
+            busy = list(prompts)
+            got = two.play(new, prompts=prompts, pauses=lambda turn, busy=busy: (
+                [busy[turn % 5]] if turn % 9 == 0 and turn < 60 else ()))
+            assert list(got.values()) == want[number % 4], f"round {number}"
+            resident.append([rss(pid) for pid in pids])
+            number += 1
+        told = two.core.stats()
+        assert two.ex.stats()["executor_requests"] == 0
+        assert told["hbm_pages_in_use"] == told["moves_in_flight"] == 0
+        assert min(told[name] for name in ("pauses", "hbm_evictions", "dram_evictions")) > 0
+        if seconds >= 60:
+            for of_rank in zip(*resident, strict=True):
+                middle, last = of_rank[number // 3:2 * number // 3], of_rank[2 * number // 3:]
+                assert max(last) - max(middle) < 1 << 20, of_rank
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.sweep), 1])

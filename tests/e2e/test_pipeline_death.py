@@ -1,0 +1,93 @@
+"""kill -9 of any process of a server with stages, under load: who waits hears of it, and nothing is left."""
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+WAIT_S = 60
+TINY = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 512, "hidden_size": 64,
+        "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 16, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+        "tie_word_embeddings": False}
+
+
+def children(pid: int) -> list[int]:
+    """Processes that any thread of `pid` has started, and theirs."""
+    own = [int(child) for task in Path(f"/proc/{pid}/task").iterdir()
+           for child in (task / "children").read_text().split()]
+    return own + [child for one in own for child in children(one)]
+
+
+def role(pid: int) -> str:
+    command = Path(f"/proc/{pid}/cmdline").read_text()
+    return "rank" if "rank_main" in command else "engine" if "engine_main" in command else "helper"
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def ask(url: str, seed: int) -> str:
+    """What a client hears of a long request: its error's code, or that the connection broke."""
+    prompt = random.Random(seed).choices(range(512), k=100 + 50 * seed)
+    try:
+        answer = httpx.post(f"{url}/v1/completions", timeout=WAIT_S, json={
+            "prompt": prompt, "max_tokens": 3500, "temperature": 0, "ignore_eos": True})
+    except httpx.TransportError as e:
+        return type(e).__name__
+    told = answer.json()["error"]
+    assert answer.status_code == 503 and set(told) == {"message", "type", "param", "code"}, answer.text
+    return told["code"]
+
+
+@pytest.mark.parametrize("victim", [
+    *(pytest.param(v, marks=pytest.mark.sweep) for v in ("engine", "rank 0", "rank 1", "server")),
+    *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(20))])
+def test_kill_9_of_any_process_is_heard_and_leaves_nothing(tmp_path, victim):
+    """Six requests at once, hosted and paused. A number: a random engine or rank, at a random moment."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    chance, shared, log = random.Random(str(victim)), set(os.listdir("/dev/shm")), tmp_path / "log"
+    server = subprocess.Popen(
+        [sys.executable, "-m", "penstock.serve.main", "serve", str(tmp_path), "--port", "0", "--pp", "2",
+         "--threads", "1", "--load-format", "dummy", "--hbm-bytes", "2M", "--dram-bytes", "64M",
+         "--sparse-top-k", "160", "--sparse-kv", "always"],
+        stdout=subprocess.PIPE, stderr=log.open("w"), text=True)
+    try:
+        found = re.search(r"ready on (http://\S+) ", server.stdout.readline())
+        assert found, log.read_text()
+        below = children(server.pid)
+        roles = {role(pid): pid for pid in below if role(pid) != "rank"}
+        roles |= {f"rank {i}": pid for i, pid in enumerate(pid for pid in below if role(pid) == "rank")}
+        assert {"engine", "rank 0", "rank 1"} <= set(roles)
+        with ThreadPoolExecutor(6) as pool:
+            answers = [pool.submit(ask, found.group(1), seed) for seed in range(6)]
+            time.sleep(chance.uniform(0.5, 3))
+            assert not any(answer.done() for answer in answers)
+            who = victim if isinstance(victim, str) else chance.choice(["engine", "rank 0", "rank 1"])
+            os.kill(server.pid if who == "server" else roles[who], signal.SIGKILL)
+            heard = {answer.result() for answer in answers}
+        if who == "server":
+            assert server.wait(WAIT_S) == -signal.SIGKILL and "engine_died" not in heard
+        else:
+            assert server.wait(WAIT_S) == 1 and heard == {"engine_died"}
+        until = time.monotonic() + 10
+        while (left := [pid for pid in below if not gone(pid)]) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not left and set(os.listdir("/dev/shm")) == shared
+    finally:
+        server.kill()
+        server.wait()
