@@ -2,13 +2,24 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 
 import pytest
 import torch
 
+from penstock.config.platform import limit_libraries
 from penstock.kernels import linear, registry
-from penstock.kernels.platform import Implementation, KernelError, Op, Platform, Unusable, probe
+from penstock.kernels.platform import (
+    Implementation,
+    KernelError,
+    Op,
+    Platform,
+    Unusable,
+    limit,
+    most,
+    probe,
+)
 
 HERE = Platform(device="cpu", features=("avx2",), torch="0")
 
@@ -94,3 +105,17 @@ def test_onednn_lets_go_of_the_weight_it_packed():
 def test_linear_refuses_what_it_does_not_declare(weight, bias):
     with pytest.raises(KernelError):
         linear.pack(weight, bias, backend="reference")
+
+
+def test_less_of_the_cpu_may_be_used(monkeypatch):
+    monkeypatch.setattr("penstock.kernels.platform._most", "native")
+    whole = probe().features
+    for isa, kept in (("avx2", {"avx2", "fma3"}), ("plain", set())):
+        limit(isa)
+        assert most() == isa and set(probe().features) == kept & set(whole)
+    for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"):
+        monkeypatch.setenv(name, "unset")
+    limit_libraries("native")
+    assert os.environ["ATEN_CPU_CAPABILITY"] == "unset"
+    limit_libraries("avx2")
+    assert (os.environ["ATEN_CPU_CAPABILITY"], os.environ["ONEDNN_MAX_CPU_ISA"]) == ("avx2", "AVX2")

@@ -70,6 +70,14 @@ def probe(root: Path = Path("/")) -> Machine:
         gpus=gpus, no_gpu=no_gpu, torch_cuda=_torch_cuda())
 
 
+def limit_libraries(isa: str) -> None:
+    """What torch and oneDNN may use of the CPU, in this process, if they are not loaded, and its children.
+    `isa` is --cpu-isa; 'native' leaves them as they are."""
+    if isa != "native":
+        os.environ["ATEN_CPU_CAPABILITY"] = {"avx2": "avx2", "plain": "default"}[isa]
+        os.environ["ONEDNN_MAX_CPU_ISA"] = {"avx2": "AVX2", "plain": "SSE41"}[isa]
+
+
 def _read(path: Path) -> str:
     try:
         return path.read_text(errors="replace")

@@ -125,6 +125,8 @@ class DeviceConfig:
     cuda_graphs: Annotated[bool, "on a GPU: capture decode steps at start, and replay them",
                            Inverse("--enforce-eager", "--disable-cuda-graph")] = True
     threads: Annotated[int | None, "CPU threads for the model (default: usable cores)"] = None
+    cpu_isa: Annotated[Literal["native", "avx2", "plain"], "most of the CPU's instructions that kernels use, "
+                       "to measure what a smaller one would do"] = "native"
     pp: Annotated[int, "pipeline stages, each a process with its own layers and --hbm-bytes",
                   Alias("--pipeline-parallel-size", "--pp-size", "-pp")] = 1
     pp_layers: Annotated[tuple[str, ...], "layers of each stage, e.g. 10,12,8 (default: even)"] = ()

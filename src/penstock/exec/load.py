@@ -26,7 +26,7 @@ from penstock.exec.caches import Caches
 from penstock.exec.selecting import Selector
 from penstock.exec.sizing import show_size
 from penstock.kernels import index_select, latent_attention, layer, linear, paged_attention, registry
-from penstock.kernels.platform import KernelError, Platform, Unusable, probe
+from penstock.kernels.platform import KernelError, Platform, Unusable, limit, probe
 from penstock.kernels.select import SelectRule
 from penstock.model import registry as families
 from penstock.model.base import Checkpoint, Model, Stage
@@ -55,6 +55,7 @@ def choose_backends(config: Config, ops: Sequence[str],
 
 
 def _platform(config: Config) -> Platform:
+    limit(config.device.cpu_isa)
     return probe(config.device.device, cache_dir() / "kernels")
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from penstock.kernels import platform
 from penstock.kernels.platform import Unusable
 
 _COMPILERS = ("cc", "gcc", "clang")
@@ -28,14 +29,6 @@ _MARCH = {"native": ("-march=native",), "avx2": ("-march=x86-64-v3",), "plain": 
 _TIMEOUT_S = 60
 _INCLUDE = Path(__file__).parent        # vectors.h
 _loaded: dict[tuple[Path, str], tuple[ctypes.CDLL, str]] = {}
-_most = "native"
-
-
-def limit(isa: str) -> None:
-    """From now on 'native' means no more than `isa`, a key of what there is to compile for. For measuring
-    on one machine what another would do: before the first `library`, and once."""
-    global _most
-    _most = isa
 
 
 def library(source: Path, cache: Path | None = None, isa: str = "native") -> tuple[ctypes.CDLL, str]:
@@ -46,7 +39,7 @@ def library(source: Path, cache: Path | None = None, isa: str = "native") -> tup
     isa     'native', 'avx2', or 'plain': what every CPU of this kind has
     Raises Unusable: no compiler, no OpenMP runtime in torch, a failed build, an unsafe cache.
     """
-    isa = _most if isa == "native" else isa
+    isa = platform.most() if isa == "native" else isa
     if (source, isa) not in _loaded:
         try:
             _loaded[source, isa] = _load(source, cache, isa)

@@ -44,6 +44,23 @@ class Platform:
         return next((n for n in names if n in self.features), f"no {names[0]}")
 
 
+_most = "native"
+_LIMITS: dict[str, tuple[str, ...]] = {"native": _FEATURES, "avx2": ("avx2", "fma3"), "plain": ()}
+
+
+def limit(isa: str) -> None:
+    """From now on this process's kernels use no more of the CPU than `isa`: 'native', 'avx2' or 'plain'.
+    For measuring on one machine what another would do; before anything is probed."""
+    global _most
+    assert isa in _LIMITS, isa
+    _most = isa
+
+
+def most() -> str:
+    """What `limit` was last told."""
+    return _most
+
+
 def probe(device: str = "cpu", cache: Path | None = None) -> Platform:
     """Asks torch once. Raises KernelError for a device that no kernel here serves, and for one that
     is not there, with the reason."""
@@ -58,7 +75,7 @@ def probe(device: str = "cpu", cache: Path | None = None) -> Platform:
     if device != "cpu":
         raise KernelError(f"device {device!r} has no kernels in this version: use 'cpu' or 'cuda'")
     known = torch.cpu.get_capabilities()
-    return Platform(device=device, features=tuple(f for f in _FEATURES if known.get(f)),
+    return Platform(device=device, features=tuple(f for f in _LIMITS[_most] if known.get(f)),
                     torch=torch.__version__, cache=cache)
 
 

@@ -70,11 +70,12 @@ def _machine(machine: Machine) -> Iterator[Finding]:
 
 
 def _backends(config: Config | None, device: str) -> Iterator[Finding]:
-    from penstock.kernels.platform import KernelError
+    from penstock.kernels.platform import KernelError, limit
     from penstock.kernels.platform import probe as probe_torch
     from penstock.kernels.registry import select
 
     named = dict(b.split("=") for b in config.device.backends) if config else {}
+    limit(config.device.cpu_isa if config else "native")
     try:
         choices = select(probe_torch(device, cache_dir() / "kernels"), named)
     except KernelError as e:

@@ -91,7 +91,7 @@ def _dispatch(words: list[str]) -> int:
 
 def _run(name: str, command: Command, words: list[str]) -> int:
     from penstock.config.cli import Parser, add_flags, config_from, flags, prepare
-    from penstock.config.platform import probe
+    from penstock.config.platform import limit_libraries, probe
     from penstock.config.resolve import lines, resolve
     from penstock.config.tree import SERVE_ONLY
 
@@ -109,6 +109,7 @@ def _run(name: str, command: Command, words: list[str]) -> int:
     config = None
     if command.model == "needed" or getattr(args, "model", None):
         config = resolve(config_from(args), probe())
+        limit_libraries(config.device.cpu_isa)
         if args.print_config:
             print("\n".join(lines(config, without=without)))
             return 0

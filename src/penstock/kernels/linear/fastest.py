@@ -1,7 +1,7 @@
-"""The faster of `native` and `onednn`, per dtype and size of the weight, by what they took on this machine.
+"""The fastest of `native`, `onednn` and torch's own linear, per dtype and size of the weight, as timed here.
 
 Timed once, with one thread, and kept beside the compiled kernels: later processes, and the stages of one
-engine, choose alike. Where neither clearly wins it is `native`, whose rows do not depend on their batch.
+engine, choose alike. Where none clearly wins it is `native`, whose rows do not depend on their batch.
 """
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.linear import onednn
+from penstock.kernels.linear import onednn, reference
 from penstock.kernels.linear.panels import Panels
 from penstock.kernels.platform import Platform
 
 NATIVE = Panels("native")
 _ARMS: Mapping[str, Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]] = {
-    "native": NATIVE, "onednn": onednn.pack}
+    "native": NATIVE, "onednn": onednn.pack, "reference": reference.pack}
 _SIZES = {"small": (576, 576), "large": (2048, 1024)}       # outputs, inputs: in a core's cache, and not
 _SMALL = 1 << 20                                             # elements of a weight that counts as small
 _ROWS = (1, 8, 128)                                         # one stream, eight, a chunk of a prompt
@@ -32,9 +33,8 @@ _chosen: dict[str, str] = {}
 
 
 def probe(platform: Platform) -> str:
-    """Times both, or reads what was found before. Raises Unusable where only one of them runs."""
+    """Times them, or reads what was found before. Raises Unusable without `native`."""
     told = NATIVE.probe(platform)
-    onednn.probe(platform)
     _chosen.update(_kept(platform, told) or _keep(platform, told, _measure()))
     won = sorted({name for name in _ARMS if name in _chosen.values()})
     detail = "" if len(won) == 1 else " " + ", ".join(f"{k}: {v}" for k, v in sorted(_chosen.items()))
@@ -51,7 +51,7 @@ def _key(dtype: torch.dtype, size: str) -> str:
 
 
 def _measure() -> dict[str, str]:
-    """The arm of each dtype and size whose times, each as a multiple of the better one's, sum to less."""
+    """The arm of each dtype and size whose times, each as a multiple of the best one's, sum to least."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -64,11 +64,12 @@ def _measure() -> dict[str, str]:
 def _faster(dtype: torch.dtype, outputs: int, inputs: int) -> str:
     layers = max(1, (16 << 20) // (outputs * inputs * dtype.itemsize))      # more than caches hold
     weight_OI = torch.randn(outputs, inputs).to(dtype)
-    packed = {name: [arm(weight_OI, None) for _ in range(layers)] for name, arm in _ARMS.items()}
-    total = dict.fromkeys(_ARMS, 0.0)
+    arms = {name: arm for name, arm in _ARMS.items() if _right(arm, dtype)}
+    packed = {name: [arm(weight_OI, None) for _ in range(layers)] for name, arm in arms.items()}
+    total = dict.fromkeys(arms, 0.0)
     for rows in _ROWS:
         x_TI = torch.randn(rows, inputs).to(dtype)
-        best = dict.fromkeys(_ARMS, math.inf)
+        best = dict.fromkeys(arms, math.inf)
         for _ in range(_ROUNDS):
             for name, linears in packed.items():
                 some = linears[: 1 if rows > 8 else layers]
@@ -78,7 +79,19 @@ def _faster(dtype: torch.dtype, outputs: int, inputs: int) -> str:
                 best[name] = min(best[name], (time.perf_counter() - started) / len(some))
         for name, seconds in best.items():
             total[name] += seconds / min(best.values())
-    return "onednn" if total["onednn"] * _MARGIN < total["native"] else "native"
+    least = min(total, key=lambda name: total[name])
+    return least if total[least] * _MARGIN < total["native"] else "native"
+
+
+def _right(arm: Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]], dtype: torch.dtype) -> bool:
+    """Whether it runs here, and to the same result; oneDNN has no bf16 for some CPUs."""
+    weight_OI, x_TI = torch.randn(37, 19).to(dtype), torch.randn(3, 19).to(dtype)
+    want = F.linear(x_TI.float(), weight_OI.float())
+    try:
+        gap = float((arm(weight_OI, None)(x_TI).float() - want).abs().max() / want.abs().max())
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return False
+    return gap <= (1e-5 if dtype is torch.float32 else 2e-2)
 
 
 def _path(platform: Platform) -> Path | None:
