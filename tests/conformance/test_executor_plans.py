@@ -35,7 +35,7 @@ from penstock.core.plan import (
     StepId,
     StepPlan,
     Tier,
-    Yield,
+    Unmap,
 )
 from penstock.core.settings import CoreConfig
 from penstock.exec.caches import caches_of
@@ -280,7 +280,7 @@ def test_the_work_of_a_step_does_not_grow_with_context(backend):
     assert counts[1] == counts[3]
 
 
-def test_tables_follow_binds_grows_and_yields():
+def test_tables_follow_binds_grows_and_unmaps():
     """Both columns; what is bound anew forgets what was there, also behind its end."""
     hbm, dram = (cls(LAYOUT, 40, base=base) for cls, base in ((HbmPool, HBM), (DramPool, DRAM)))
     tables = RowTables(2, 5 * G, [hbm], [dram], base=ROWS)
@@ -295,7 +295,7 @@ def test_tables_follow_binds_grows_and_yields():
     tables.grow(Grow(Row(ROWS + 1), Group(0), 3, (HBM + 1,), (DRAM + 8,)))
     assert table.device_RM.tolist() == [none, [4, 3, 9, 1, -1]]
     assert table.host_RM.tolist() == [none, [-1, -1, -1, 8, -1]]
-    tables.unmap(Yield(Row(ROWS + 1), Group(0), (0, 3)))
+    tables.unmap(Unmap(Row(ROWS + 1), Group(0), (0, 3)))
     assert table.device_RM.tolist() == [none, [-1, 3, 9, -1, -1]]
     bind([5, NO_HBM - HBM], [30, 31], keep=True)
     assert table.device_RM.tolist() == [none, [5, -1, -1, -1, -1]]

@@ -51,7 +51,7 @@ def a_rank_that_skips_a_plan(engine):
     real = rank._execute
 
     def execute(plan):
-        return real(plan if plan.step != 9 else replace(plan, binds=(), grows=(), yields=()))
+        return real(plan if plan.step != 9 else replace(plan, binds=(), grows=(), unmaps=()))
 
     rank._execute = execute
 

@@ -103,9 +103,9 @@ def test_another_core_makes_other_plans_and_the_turn_is_named() -> None:
 class Broken(Core):
     """Dies when a request ends after a stop id."""
 
-    def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> Trial:
+    def transition(self, r: Request, trigger: Trigger, headroom: int = 0) -> Trial:
         assert trigger is not Trigger.END or r.num_output < 3, "three"
-        return super().transition(r, trigger, spare)
+        return super().transition(r, trigger, headroom)
 
 
 def test_a_crash_in_the_core_happens_again_at_the_same_turn() -> None:

@@ -77,7 +77,7 @@ def takes_while_holding() -> dict[Key, set[Lease]]:
             if not (must[phase, place] or may[phase, place]):
                 continue
             if phase is Phase.PREFILL or phase in DECODING:
-                grows = {x for x in must[phase, place] if x in (Lease.HBM, Lease.INDEX, Lease.DRAM)}
+                grows = {x for x in must[phase, place] if x in (Lease.HBM, Lease.DEVICE_ONLY, Lease.DRAM)}
                 found.setdefault((phase.value, place.value, "grow"), set()).update(grows)
             for (source, trigger), target in edges(mode).items():
                 if source is not phase:
@@ -127,9 +127,9 @@ def test_what_is_said_not_to_be_taken_is_not_and_the_rest_mostly_is() -> None:
     seen: Counter[Key] = Counter()
 
     class Counting(Core):
-        def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> Trial:
+        def transition(self, r: Request, trigger: Trigger, headroom: int = 0) -> Trial:
             key = r.phase.value, r.place.value, trigger.value
-            taken = super().transition(r, trigger, spare)
+            taken = super().transition(r, trigger, headroom)
             seen[key] += bool(taken)
             return taken
 

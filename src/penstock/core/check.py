@@ -112,7 +112,7 @@ def _leases(core: CoreState, r: Request, running: set[Request]) -> None:
     assert (r in running) == (r.phase in ACTIVE), where
     assert (r.row is not None) == (Lease.ROW in holds), where
     for t in r.tables:
-        device = Lease.HBM if t.hosted else Lease.INDEX
+        device = Lease.HBM if t.hosted else Lease.DEVICE_ONLY
         assert device in either or not any(t.device), where
         assert Lease.DRAM in either or not any(t.host), where
         hot = r.hot_units if t.hosted and Lease.HOT in holds else 0
@@ -132,7 +132,7 @@ def _tables(core: CoreState, r: Request) -> None:
     for g, t in enumerate(r.tables):
         hosted = r.place is Place.HOST and t.hosted
         column, space = (t.host, kv.host[g]) if hosted else (t.device, kv.device[g])
-        for i in range(max(t.begin(r.settled), t.first), t.end(r.capacity)):
+        for i in range(max(t.begin(r.retired), t.first), t.end(r.capacity)):
             copy = column[i]
             assert copy is not None, (where, t.group.name, i)
             assert copy.ready or r.phase is Phase.LOADING or copy.filled_by in r.waits, where

@@ -239,10 +239,10 @@ class Core(CoreState):
             self.transition(r, Trigger.DROP)          # what has gone is computed again
 
     def delivered(self, r: Request, tokens: tuple[int, ...]) -> None:
-        r.delivered = r.num_prompt - r.settled
+        r.delivered = r.num_prompt - r.retired
         if not r.started:
             self._started(r)
-        r.computed = r.settled = r.num_prompt
+        r.computed = r.retired = r.num_prompt
         r.is_saved = True                     # it keeps what it has until it gets a row
         self.update_runnable(r)
         sealing.seal(self.kv, r)
@@ -261,7 +261,7 @@ class Core(CoreState):
         self.out.append(Finished(r.rid, outcome))
 
     # ---------------------------------------------------------------- transitions
-    def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> Trial:
+    def transition(self, r: Request, trigger: Trigger, headroom: int = 0) -> Trial:
         target = self.edges.get((r.phase, trigger))
         if target is None:
             raise IllegalTransition(f"{r.phase} --{trigger}--> ?")
@@ -270,7 +270,7 @@ class Core(CoreState):
         source, place = r.phase, lifecycle.place_after(r.phase, trigger, r.place)
         holds = self.holds[target, place]
         gains = any(x not in self.holds[source, r.place] for x in holds) or target is Phase.PAUSED
-        if gains and not (trial := self.kv.acquire(r, target, holds, place, spare)):
+        if gains and not (trial := self.kv.acquire(r, target, holds, place, headroom)):
             return trial
         if place is not r.place:
             r.needs_rebind = r.bound
@@ -278,7 +278,7 @@ class Core(CoreState):
         keep = (*holds, *self.may_hold[target, place])
         self.kv.release(r, [x for x in lifecycle.Lease if x not in keep])
         if source is Phase.LOADING:            # what the device has may be what does not get to the host
-            r.failed_copies = r.failed_copies + 1 if target is Phase.DROPPED else 0
+            r.failed_saves = r.failed_saves + 1 if target is Phase.DROPPED else 0
         if target in (Phase.DROPPED, Phase.DONE):
             r.kv_epoch += 1
             r.moves = set()                    # its pages wait for them behind fences
@@ -286,9 +286,9 @@ class Core(CoreState):
         elif (source, target) == (Phase.PROMOTING, Phase.RESIDENT):
             promote.leave_host(self.kv, r)
         elif trigger is Trigger.STAY:          # its host pages are not complete, nor will they be
-            r.failed_copies += 1
-            copies = self.kv.moves
-            copies.cancel_planned([m for m in copies.outbox if copies.flying[m.id].request is r])
+            r.failed_saves += 1
+            moves = self.kv.moves
+            moves.cancel_planned([m for m in moves.outbox if moves.flying[m.id].request is r])
             self.kv.release(r, [lifecycle.Lease.DRAM])
             r.needs_rebind = r.bound
         elif (source, target) == (Phase.PROMOTING, Phase.HOSTED):
@@ -368,7 +368,7 @@ class Core(CoreState):
         if not r.is_saved and not offload.is_staged(kv, r):
             if kv.in_flight(r):
                 return
-            offload.copy_down(kv, r, all_groups=False)
+            offload.save_down(kv, r, all_groups=False)
             r.is_saved = True
         if offload.is_staged(kv, r):
             trial = self.transition(r, Trigger.LANDED)

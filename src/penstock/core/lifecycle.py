@@ -35,9 +35,10 @@ class Trigger(Enum):
     RECEIVE = "receive"      # into device pages
     RECEIVE_HOST = "receive_host"    # into host pages
     ADMIT = "admit"          # to device pages
-    HOST = "host"            # to host pages: first admission, resume, end of the prompt
+    ADMIT_HOST = "admit_host"        # to host pages
     LANDED = "landed"        # every page it waits for is in place
     PREFILLED = "prefilled"  # the step that samples its next token is issued
+    PREFILLED_HOST = "prefilled_host"    # the same of a prompt that was computed in host pages
     SENT = "sent"            # the decode engine has it all
     SPILL = "spill"
     STAY = "stay"            # a copy to the host has failed: it stays on the device
@@ -45,6 +46,7 @@ class Trigger(Enum):
     PAUSE = "pause"
     DROP = "drop"
     RESUME = "resume"        # to device pages
+    RESUME_HOST = "resume_host"
     END = "end"              # stop, length, abort, refusal: legal from every live phase
 
 
@@ -53,7 +55,7 @@ class Lease(Enum):
 
     ROW = "row"              # slot in the device-resident tables
     HBM = "hbm"              # device pages of the groups that a hosted row has on the host
-    INDEX = "index"          # device pages of the other groups: selector state, windows, snapshots
+    DEVICE_ONLY = "device_only"      # device pages of the other groups: selector state, windows, snapshots
     HOT = "hot"              # hot buffer
     DRAM = "dram"            # host pages that must not be evicted
 
@@ -78,7 +80,7 @@ class Place(Enum):
     HOST = "host"
 
 
-_TO_HOST = frozenset((Trigger.HOST, Trigger.RECEIVE_HOST))
+_TO_HOST = frozenset((Trigger.ADMIT_HOST, Trigger.RESUME_HOST, Trigger.RECEIVE_HOST, Trigger.PREFILLED_HOST))
 _TO_DEVICE = frozenset((Trigger.ADMIT, Trigger.RESUME, Trigger.RECEIVE))
 _LANDED = {Phase.STAGING: Place.HOST, Phase.PROMOTING: Place.DEVICE}
 
@@ -146,9 +148,10 @@ def edges(mode: Mode) -> Mapping[tuple[Phase, Trigger], Phase]:
             (P.FETCHING, T.DROP): P.DROPPED,  # too late, or a victim: the prompt is computed
         }
     if mode.sparse:
-        table |= {(p, T.HOST): P.LOADING for p in (P.QUEUED, P.PAUSED, P.DROPPED)}
+        table |= {(P.QUEUED, T.ADMIT_HOST): P.LOADING, (P.PAUSED, T.RESUME_HOST): P.LOADING,
+                  (P.DROPPED, T.RESUME_HOST): P.LOADING}
     if mode.sparse and mode.disk:
-        table[P.FETCHING, T.HOST] = P.LOADING
+        table[P.FETCHING, T.ADMIT_HOST] = P.LOADING
     table |= _sending() if mode.role is Role.PREFILL else _decoding(mode)
     if mode.role is Role.DECODE:
         table |= _receiving(mode)
@@ -162,7 +165,7 @@ def _decoding(mode: Mode) -> dict[tuple[Phase, Trigger], Phase]:
         table[P.RESIDENT, T.PAUSE] = P.PAUSED
     if mode.sparse:
         table |= {
-            (P.PREFILL, T.HOST): P.HOSTED,    # it was computed in host pages: nothing to copy
+            (P.PREFILL, T.PREFILLED_HOST): P.HOSTED,    # it was computed in host pages: nothing to copy
             (P.RESIDENT, T.SPILL): P.STAGING,
             (P.STAGING, T.LANDED): P.HOSTED,
             (P.STAGING, T.STAY): P.RESIDENT,
@@ -192,7 +195,7 @@ def _receiving(mode: Mode) -> dict[tuple[Phase, Trigger], Phase]:
     if mode.disk:
         table[P.FETCHING, T.RECEIVE] = P.RECEIVING       # what storage has need not be sent
     if mode.sparse:
-        table |= {(P.QUEUED, T.RECEIVE_HOST): P.RECEIVING, (P.RECEIVING, T.HOST): P.LOADING}
+        table |= {(P.QUEUED, T.RECEIVE_HOST): P.RECEIVING, (P.RECEIVING, T.ADMIT_HOST): P.LOADING}
     if mode.sparse and mode.disk:
         table[P.FETCHING, T.RECEIVE_HOST] = P.RECEIVING
     return table
@@ -205,15 +208,15 @@ def holds(mode: Mode) -> LeaseTable:
     """What a request must hold in a phase, with its KV in one place or the other."""
     none: tuple[Lease, ...] = ()
     parked = (L.DRAM,) if mode.host else none
-    device: dict[Phase, tuple[Lease, ...]] = {p: (L.ROW, L.HBM, L.INDEX) for p in ACTIVE}
-    host: dict[Phase, tuple[Lease, ...]] = {p: (L.ROW, L.HOT, L.INDEX, L.DRAM) for p in ACTIVE}
-    device[P.STAGING] = (L.ROW, L.HBM, L.INDEX, L.DRAM)
-    host[P.PROMOTING] = (L.ROW, L.HOT, L.HBM, L.INDEX, L.DRAM)
+    device: dict[Phase, tuple[Lease, ...]] = {p: (L.ROW, L.HBM, L.DEVICE_ONLY) for p in ACTIVE}
+    host: dict[Phase, tuple[Lease, ...]] = {p: (L.ROW, L.HOT, L.DEVICE_ONLY, L.DRAM) for p in ACTIVE}
+    device[P.STAGING] = (L.ROW, L.HBM, L.DEVICE_ONLY, L.DRAM)
+    host[P.PROMOTING] = (L.ROW, L.HOT, L.HBM, L.DEVICE_ONLY, L.DRAM)
     for place in (device, host):
         place |= {P.QUEUED: none, P.FETCHING: (L.DRAM,), P.PAUSED: parked, P.DROPPED: none,
                   P.DONE: none}
-    device |= {P.RECEIVING: (L.HBM, L.INDEX), P.SENDING: (L.HBM, L.INDEX)}
-    host |= {P.RECEIVING: (L.DRAM, L.INDEX), P.SENDING: (L.DRAM, L.INDEX)}
+    device |= {P.RECEIVING: (L.HBM, L.DEVICE_ONLY), P.SENDING: (L.HBM, L.DEVICE_ONLY)}
+    host |= {P.RECEIVING: (L.DRAM, L.DEVICE_ONLY), P.SENDING: (L.DRAM, L.DEVICE_ONLY)}
     return {(p, place): leases[p]
             for place, leases in ((Place.DEVICE, device), (Place.HOST, host)) for p in P}
 
@@ -223,7 +226,7 @@ def may_hold(mode: Mode) -> LeaseTable:
     may: dict[tuple[Phase, Place], tuple[Lease, ...]] = {(p, q): () for p in P for q in Place}
     if mode.host:
         # A paused request's device pages stay until its steps have retired and its copies have landed.
-        may |= {(P.PAUSED, q): (L.HBM, L.INDEX) for q in Place}
+        may |= {(P.PAUSED, q): (L.HBM, L.DEVICE_ONLY) for q in Place}
     if mode.sparse:
         # Steps store what stays open to device and host alike where the host has room: SPILL is then
         # free. A row in host pages keeps device pages until somebody needs them.

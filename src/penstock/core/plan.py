@@ -257,7 +257,7 @@ class Grow(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Yield:
+class Unmap:
     """Table entries of a row lose their device page before this step: they are read from the host."""
 
     row: Row
@@ -300,7 +300,7 @@ class StepPlan:
     is its last sampled one and further ones are drafts. It starts where the device's own length says:
     `start` and `count` are upper bounds as long as results of earlier steps are out.
     A plan without rows carries binds, grows and moves only; it retires like any other.
-    Order on the device: binds, grows, yields, forward, moves (each not before its `after`).
+    Order on the device: binds, grows, unmaps, forward, moves (each not before its `after`).
     The forward reads what `waits` write: it may run a layer when its part of them is in place.
     """
 
@@ -314,7 +314,7 @@ class StepPlan:
     grows: tuple[Grow, ...]
     binds: tuple[Bind, ...]
     moves: tuple[Move, ...]
-    yields: tuple[Yield, ...] = ()
+    unmaps: tuple[Unmap, ...] = ()
     waits: tuple[MoveId, ...] = ()  # loads of earlier plans or this one
 
 

@@ -10,7 +10,7 @@ from penstock.core.lifecycle import Phase, Place
 from penstock.core.pair.protocol import Granted
 from penstock.core.plan import Arrived, MoveId, RequestId, Row, StepId
 
-FAILED_COPIES_MAX = 3        # copies to the host that fail again and again help nobody
+FAILED_SAVES_MAX = 3        # copies to the host that fail again and again help nobody
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +31,7 @@ class ScheduledRow:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request. `tokens` are known (prompt + retired outputs), positions below `settled` have KV
+    """One request. `tokens` are known (prompt + retired outputs), positions below `retired` have KV
     from retired steps. With steps in flight, `computed` and `num_placeholders` are upper bounds: of positions
     with KV, and of tokens sampled but not known yet."""
 
@@ -48,7 +48,7 @@ class Request:
     phase: Phase = Phase.QUEUED
     place: Place = Place.DEVICE
     computed: int = 0
-    settled: int = 0
+    retired: int = 0
     num_placeholders: int = 0
     last_issue: StepId = StepId(0)
     kv_epoch: int = 0                          # rises when KV is given up: late results are then tokens only
@@ -60,7 +60,7 @@ class Request:
     has_reclaimable: bool = False              # in host pages: it may have device pages, as a loan
     promotion_undone_at: int = -1              # step before which it gave up a promotion
     hot_wait_until: StepId = StepId(0)         # it waits for a hot buffer until this step has retired
-    failed_copies: int = 0                     # times that copies to the host have failed it, in a row
+    failed_saves: int = 0                     # times that copies to the host have failed it, in a row
     num_preemptions: int = 0                   # times it gave up its row or its KV
     excused: int = 0                           # times something from outside may have made it do so
     started: bool = False                      # Started was sent
@@ -74,7 +74,7 @@ class Request:
     # What the planner need not look at, see `schedule`. Every change of phase ends it.
     issued: ScheduledRow | None = None         # its row of a step in which it decodes one token
     unchanged_until: int = 0                   # while `computed` is below, a step only counts on
-    append_until: int = 0                      # while `settled` is below, a result only counts on
+    append_until: int = 0                      # while `retired` is below, a result only counts on
 
     awaits: list[Copy] = field(default_factory=list)  # its phase lasts until one of these is ready
 
@@ -98,14 +98,14 @@ class Request:
 
     # What the device has not been told yet.
     device_len: list[int] = field(init=False)  # per group: entries it knows of
-    yielded: list[list[int]] = field(init=False)  # per group: entries now read from the host
+    unmapped: list[list[int]] = field(init=False)  # per group: entries now read from the host
 
     rid: RequestId = field(init=False)         # of `arrived`: each result asks for it
 
     def __post_init__(self) -> None:
         self.rid = self.arrived.rid
         self.reserve = [[] for _ in self.tables]
-        self.yielded = [[] for _ in self.tables]
+        self.unmapped = [[] for _ in self.tables]
         self.device_len = [0] * len(self.tables)
 
     @property

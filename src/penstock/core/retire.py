@@ -23,12 +23,12 @@ def retire(core: CoreState, step: StepId, tokens: tuple[tuple[int, ...], ...]) -
         tokens = _of_each(rows, tokens)
     for row, new in zip(rows, tokens, strict=True):
         r = row.request
-        at = r.settled
+        at = r.retired
         if at < r.append_until and len(new) == 1:
             token = new[0]
             if token not in r.arrived.stop:
                 r.num_placeholders -= 1
-                r.settled = at = at + 1
+                r.retired = at = at + 1
                 r.tokens.append(token)
                 out.append(make(Token, (r.rid, at - r.num_prompt, token)))
                 continue
@@ -55,8 +55,8 @@ def _look(core: CoreState, row: ScheduledRow, step: StepId, new: tuple[int, ...]
         short = row.width - len(new)           # what the plan allowed for and did not come
         assert short >= 0, "more tokens than the plan allows"
         r.computed -= short
-        r.settled += row.count - short
-        if r.settled >= (len(r.path) + 1) * core.cfg.page_size:
+        r.retired += row.count - short
+        if r.retired >= (len(r.path) + 1) * core.cfg.page_size:
             sealing.seal(core.kv, r)         # before it may end: its pages serve others
         r.append_until = schedule.append_until(core, r)
     if outcome is not None:

@@ -23,7 +23,7 @@ from penstock.core.plan import (
     MoveId,
     StepId,
     StepPlan,
-    Yield,
+    Unmap,
     make,
 )
 from penstock.core.policy import reclaim
@@ -51,7 +51,7 @@ def plan(core: CoreState) -> StepPlan | None:
         if row.last:
             r = row.request
             device = r.place is Place.DEVICE or core.prefills_only
-            core.transition(r, Trigger.PREFILLED if device else Trigger.HOST)
+            core.transition(r, Trigger.PREFILLED if device else Trigger.PREFILLED_HOST)
     return result
 
 
@@ -174,7 +174,7 @@ def _bind(r: Request) -> Bind:
     bind = Bind(r.row, r.rid, columns, r.num_output, host, hot, keep=r.bound)
     for g, t in enumerate(r.tables):
         r.device_len[g] = len(t.device)
-        r.yielded[g] = []
+        r.unmapped[g] = []
         t.kept = {}
     return bind
 
@@ -197,25 +197,25 @@ def _grows(r: Request) -> list[Grow]:
     return grows
 
 
-def _yields(r: Request) -> list[Yield]:
-    out: list[Yield] = []
-    for g, entries in enumerate(r.yielded):
+def _unmaps(r: Request) -> list[Unmap]:
+    out: list[Unmap] = []
+    for g, entries in enumerate(r.unmapped):
         if entries:
             assert r.row is not None
-            out.append(Yield(r.row, Group(g), tuple(entries)))
-            r.yielded[g] = []
+            out.append(Unmap(r.row, Group(g), tuple(entries)))
+            r.unmapped[g] = []
     return out
 
 
 class _News:
     """What the device is told before a step runs."""
 
-    __slots__ = ("binds", "grows", "waits", "yields")
+    __slots__ = ("binds", "grows", "unmaps", "waits")
 
     def __init__(self) -> None:
         self.binds: list[Bind] = []
         self.grows: list[Grow] = []
-        self.yields: list[Yield] = []
+        self.unmaps: list[Unmap] = []
         self.waits: dict[MoveId, None] = {}
 
     def of(self, core: CoreState, r: Request) -> None:
@@ -225,8 +225,8 @@ class _News:
         elif r.capacity != r.device_capacity:
             self.grows += _grows(r)
         r.device_capacity = r.capacity
-        if r.place is _HOST and any(r.yielded):
-            self.yields += _yields(r)
+        if r.place is _HOST and any(r.unmapped):
+            self.unmaps += _unmaps(r)
         if r.waits:
             r.waits = [m for m in r.waits if m in core.kv.moves.flying]
             self.waits.update(dict.fromkeys(r.waits))
@@ -264,7 +264,7 @@ def _issue(core: CoreState, step: StepId, chosen: list[ScheduledRow]) -> StepPla
     return StepPlan(
         step=step, rows=rows, rids=rids, start=tuple(start), count=count, samples=samples,
         tokens=tuple(tokens), grows=tuple(news.grows), binds=tuple(news.binds),
-        moves=kv.moves.take_planned(), yields=tuple(news.yields), waits=tuple(news.waits))
+        moves=kv.moves.take_planned(), unmaps=tuple(news.unmaps), waits=tuple(news.waits))
 
 
 def _columns(core: CoreState, step: StepId, chosen: list[ScheduledRow]) -> Columns:
@@ -289,9 +289,9 @@ def unchanged_until(core: CoreState, r: Request) -> int:
 
 
 def append_until(core: CoreState, r: Request) -> int:
-    """Up to which settled position a result of `r` is one more token: no page is full, no end is
+    """Up to which retired position a result of `r` is one more token: no page is full, no end is
     reached. Stop tokens are looked for."""
-    if core.cfg.draft_tokens or r.phase not in DECODING or len(r.tokens) != r.settled + 1 or r.forks:
+    if core.cfg.draft_tokens or r.phase not in DECODING or len(r.tokens) != r.retired + 1 or r.forks:
         return 0
     return min((len(r.path) + 1) * core.cfg.page_size - 1, r.num_prompt + r.max_new - 2)
 
@@ -300,8 +300,8 @@ def check(core: CoreState) -> None:
     """Whether all that is not looked at is as it was when it was. Raises AssertionError."""
     for r in core.live.values():
         if r.computed < r.unchanged_until:
-            assert r.phase in DECODING and r.bound and not r.needs_rebind and not any(r.yielded), r.rid
+            assert r.phase in DECODING and r.bound and not r.needs_rebind and not any(r.unmapped), r.rid
             assert r.unchanged_until == unchanged_until(core, r) and r.capacity == r.device_capacity, r.rid
             assert r.issued is not None and (r.issued.row, r.issued.kv_epoch) == (r.row, r.kv_epoch), r.rid
-        if r.settled < r.append_until:
+        if r.retired < r.append_until:
             assert r.append_until == append_until(core, r), r.rid

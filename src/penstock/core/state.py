@@ -56,7 +56,7 @@ class CoreState(ABC):
         self.out: list[Output] = []
 
     @abstractmethod
-    def transition(self, r: Request, trigger: Trigger, spare: int = 0) -> Trial:
+    def transition(self, r: Request, trigger: Trigger, headroom: int = 0) -> Trial:
         """Change the phase; or change nothing, and return what was lacking, which is false."""
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """StepPlan -> tensors: one ragged lowering for prefill, decode and any mix of them.
 
 Owns the device-resident row tables (pages, last sampled token), which change by a plan's binds,
-grows and yields only. Knows rows, positions and pages; refuses to know requests and sampling.
+grows and unmaps only. Knows rows, positions and pages; refuses to know requests and sampling.
 
     R rows of the tables   M pages a row   B rows of the step   T tokens of the step   G page size
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.core.plan import Bind, Grow, Page, Row, StepPlan, Yield
+from penstock.core.plan import Bind, Grow, Page, Row, StepPlan, Unmap
 from penstock.kernels.ragged import Ragged, on_device
 from penstock.memory.pool import Pool
 
@@ -136,7 +136,7 @@ class RowTables:
     def grow(self, grow: Grow) -> None:
         self.groups[grow.group].append(self.index(grow.row), grow.index, grow.pages, grow.host)
 
-    def unmap(self, lost: Yield) -> None:
+    def unmap(self, lost: Unmap) -> None:
         self.groups[lost.group].unmap(self.index(lost.row), lost.entries)
 
     def digests(self) -> tuple[tuple[int, str], ...]:
@@ -154,7 +154,7 @@ class RowTables:
         self.last_R[self._tensor(rows)] = tokens_B
 
     def lower(self, plan: StepPlan) -> Lowered:
-        """The step's tensors. `plan` has rows; its binds, grows and yields are already applied.
+        """The step's tensors. `plan` has rows; its binds, grows and unmaps are already applied.
 
         Asserts that every row is bound and has a page for each position it computes.
         """

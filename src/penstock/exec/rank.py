@@ -205,7 +205,7 @@ class Rank:
                 assert not bind.hot, "a rank without a selector has no hot buffers"
         for grow in plan.grows:
             self._tables.grow(grow)
-        for lost in plan.yields:
+        for lost in plan.unmaps:
             self._tables.unmap(lost)
         if not plan.rows:
             return (), None

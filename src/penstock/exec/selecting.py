@@ -149,7 +149,7 @@ class Selecting:
 
     # ------------------------------------------------------------ a step
     def step(self, plan: StepPlan, lowered: Lowered) -> Attend:
-        """The attention of a step whose binds, grows and yields are applied."""
+        """The attention of a step whose binds, grows and unmaps are applied."""
         others = {g: self._planner(lowered.ragged[g], self._specs[g]) for g, *_ in self._dense.values()}
         return _SelectingStep(self._local, self._selects(plan, lowered), self._dense, others, lowered)
 

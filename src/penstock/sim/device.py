@@ -96,7 +96,7 @@ class Device:
 
     # ---------------------------------------------------------------- steps
     def execute(self, plan: StepPlan) -> tuple[tuple[int, ...], ...]:
-        """Binds, grows, yields, forward; the tokens of the rows that sample, in plan order."""
+        """Binds, grows, unmaps, forward; the tokens of the rows that sample, in plan order."""
         assert plan.step == self.done + 1, f"step {plan.step} after {self.done}"
         for b in plan.binds:
             self._bind(b)
@@ -104,7 +104,7 @@ class Device:
             column = self.rows[g.row].columns[g.group]
             column.pages[g.index:] = g.pages
             column.host[g.index:] = g.host or (-1,) * len(g.pages)
-        for y in plan.yields:
+        for y in plan.unmaps:
             for i in y.entries:
                 self.rows[y.row].columns[y.group].pages[i] = -1
         out: list[tuple[int, ...]] = []

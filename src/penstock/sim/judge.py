@@ -207,11 +207,11 @@ class Judge(Watcher):
             assert g.index == len(pages), f"row {g.row} has {len(pages)} pages and grows at {g.index}"
             pages.extend(g.pages)
             below.extend(g.host or (NO_DRAM,) * len(g.pages))
-        for y in p.yields:
+        for y in p.unmaps:
             for i in y.entries:
                 assert self.tables[y.row][1][y.group][1][i] >= 0, "nothing to read it from"
                 self.tables[y.row][1][y.group][0][i] = NO_HBM
-                self.stats["yields"] += 1
+                self.stats["unmaps"] += 1
 
     def _rows(self, p: StepPlan) -> None:
         at = 0

@@ -55,7 +55,7 @@ class Live:
     num_output = Of(lambda r: r.num_output)
     max_new = Of(lambda r: r.max_new)                    # clipped to what can ever fit
     computed = Of(lambda r: r.computed)                  # positions with KV, at most
-    retired = Of(lambda r: r.settled)                    # of these, seen to be computed
+    retired = Of(lambda r: r.retired)                    # of these, seen to be computed
     started = Of(lambda r: r.started)                    # its Started was sent
     path = Of(lambda r: r.path)                          # its sealed pages
     may_host = Of(lambda r: r.may_host)                  # it could decode from host pages, to its end

@@ -52,7 +52,7 @@ def _loaded(plans: list[StepPlan], unit: int) -> int:
         for g in p.grows:
             if g.group == 0:
                 rows[g.row][0][g.index:] = g.pages
-        for y in p.yields:
+        for y in p.unmaps:
             for i in y.entries if y.group == 0 else ():
                 rows[y.row][0][i] = -1
         for row, start, count in zip(p.rows, p.start, p.count, strict=True):

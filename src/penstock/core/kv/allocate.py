@@ -15,7 +15,7 @@ from penstock.core.kv.pages import NO_ROW, Early, Found, Pages, Shortage, Trial
 from penstock.core.kv.prefix_tree import Copy, Node
 from penstock.core.lifecycle import Phase, Place
 from penstock.core.plan import Row, Tier
-from penstock.core.request import FAILED_COPIES_MAX, Request
+from penstock.core.request import FAILED_SAVES_MAX, Request
 
 
 @dataclass(slots=True)
@@ -45,18 +45,18 @@ class Claim:
         return sum(c is not None and c.page < 0 for c in self.down)
 
 
-def enter(kv: Pages, r: Request, place: Place, spare: int) -> Trial:
+def enter(kv: Pages, r: Request, place: Place, headroom: int) -> Trial:
     """Give `r` a row and all the pages that its known tokens need in `place`, or change nothing."""
     if not kv.rows.free:
         return NO_ROW
     found = None
     if r.phase not in (Phase.PAUSED, Phase.RECEIVING):
         found = _find(kv, r)
-        if place is Place.HOST and r.failed_copies >= FAILED_COPIES_MAX:
+        if place is Place.HOST and r.failed_saves >= FAILED_SAVES_MAX:
             kv.forget_path(r)                # computed in host pages, nothing is to be copied
-            r.computed = r.settled = 0
+            r.computed = r.retired = 0
     ways = [_way(kv, r, g, place) for g in range(len(r.tables))]
-    trial = _are_filled(ways) and _make_room(kv, ways, spare)
+    trial = _are_filled(ways) and _make_room(kv, ways, headroom)
     if not trial:
         for w in ways:
             _undo(kv, w)
@@ -79,14 +79,14 @@ def enter(kv: Pages, r: Request, place: Place, spare: int) -> Trial:
     return True
 
 
-def receive(kv: Pages, r: Request, place: Place, spare: int) -> Trial:
+def receive(kv: Pages, r: Request, place: Place, headroom: int) -> Trial:
     """Pages for the prompt of `r`, which another engine will write, or nothing. What is cached here is
-    kept where it is; the rest begins at `settled`."""
+    kept where it is; the rest begins at `retired`."""
     found = _find(kv, r)
     n = r.num_prompt
     ways: list[Claim] = []
     for g, t in enumerate(r.tables):
-        way, begin, new = Claim(), t.begin(n), max(r.settled // t.unit, t.begin(n))
+        way, begin, new = Claim(), t.begin(n), max(r.retired // t.unit, t.begin(n))
         on_host = place is Place.HOST and t.hosted
         way.up, way.down = [None] * new, [None] * new
         for i in range(begin, new):
@@ -101,8 +101,8 @@ def receive(kv: Pages, r: Request, place: Place, spare: int) -> Trial:
         column += [pinned() for _ in range(t.end(n) - new)]
         ways.append(way)
     device, host = [w.new_device() for w in ways], [w.new_host() for w in ways]
-    room = (kv.make_free(Tier.HBM, kv.with_spare(Tier.HBM, device, spare))
-            and kv.make_free(Tier.DRAM, kv.with_spare(Tier.DRAM, host, spare)))
+    room = (kv.make_free(Tier.HBM, kv.with_headroom(Tier.HBM, device, headroom))
+            and kv.make_free(Tier.DRAM, kv.with_headroom(Tier.DRAM, host, headroom)))
     if not room:
         for w in ways:
             _undo(kv, w)
@@ -118,11 +118,11 @@ def _are_filled(ways: list[Claim]) -> Literal[True] | Early:
     return next((Early(f.source) for w in ways for f in w.saves if not f.source.ready), True)
 
 
-def _make_room(kv: Pages, ways: list[Claim], spare: int) -> Literal[True] | Shortage:
+def _make_room(kv: Pages, ways: list[Claim], headroom: int) -> Literal[True] | Shortage:
     def on_device() -> Literal[True] | Shortage:
-        return kv.make_free(Tier.HBM, kv.with_spare(Tier.HBM, [w.new_device() for w in ways], spare))
+        return kv.make_free(Tier.HBM, kv.with_headroom(Tier.HBM, [w.new_device() for w in ways], headroom))
 
-    host = kv.with_spare(Tier.DRAM, [w.new_host() for w in ways], spare)
+    host = kv.with_headroom(Tier.DRAM, [w.new_host() for w in ways], headroom)
     room = kv.make_free(Tier.DRAM, host) and on_device()
     if room or room.tier is Tier.DRAM or not any(any(w.up) for w in ways if w.hot_units):
         return room
@@ -144,7 +144,7 @@ def _find(kv: Pages, r: Request) -> Found:
             if copy is not None and copy.node is not None and copy.node.banished:
                 kv.drop_entry(r, g, t.host, i)
     kv.tree.unref(old)
-    r.computed = r.settled = len(r.path) * kv.cfg.page_size
+    r.computed = r.retired = len(r.path) * kv.cfg.page_size
     return found
 
 
@@ -186,9 +186,9 @@ def _entry(kv: Pages, r: Request, g: int, i: int, node: Node | None, way: Claim,
     copy, source = own(column, i), own(below, i)
     detached = kv.moves.detached
     if host and copy is not None and copy.node is not None and copy.node is node:
-        kv.host_frame(node, g, source)            # it has fetched it, and may have to let go of that
+        kv.host_copy(node, g, source)            # it has fetched it, and may have to let go of that
     if copy is None or copy in detached:
-        copy = None if node is None else kv.host_frame(node, g, source) if host else node.good(space)
+        copy = None if node is None else kv.host_copy(node, g, source) if host else node.good(space)
     if copy is not None:
         return pin(copy)
     if (source is None or source in detached) and node is not None:

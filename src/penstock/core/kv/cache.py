@@ -20,21 +20,21 @@ class KVCache(Pages):
     """Pages, rows and who has them. Every method keeps `check` true."""
 
     def acquire(self, r: Request, phase: Phase, leases: Collection[Lease], place: Place,
-                spare: int = 0) -> Trial:
+                headroom: int = 0) -> Trial:
         """Make `r` hold what `phase` requires, or change nothing. On the way in so much must be left over
-        that `spare` rows, which run, can grow."""
+        that `headroom` rows, which run, can grow."""
         if Lease.ROW in leases and r.row is None:
-            return allocate.enter(self, r, place, spare)
+            return allocate.enter(self, r, place, headroom)
         if phase in (Phase.PAUSED, Phase.STAGING):
             return offload.reserve(self, r, phase)
         if phase is Phase.FETCHING:
             return prefetch.reserve(self, r)
         if phase is Phase.RECEIVING:
-            return allocate.receive(self, r, place, spare)
+            return allocate.receive(self, r, place, headroom)
         if Lease.HOT in leases and not any(t.hot for t in r.tables):
             return promote.take_hot_buffer(self, r)
         if phase is Phase.PROMOTING:
-            return promote.reload(self, r, spare)
+            return promote.reload(self, r, headroom)
         return True
 
     def release(self, r: Request, leases: Iterable[Lease]) -> None:
@@ -49,7 +49,7 @@ class KVCache(Pages):
                 for g, t in enumerate(r.tables):
                     self.drop_column(r, g, t.host)
                 offload.return_reserve(self, r)
-            elif lease in (Lease.HBM, Lease.INDEX):
+            elif lease in (Lease.HBM, Lease.DEVICE_ONLY):
                 for g, t in enumerate(r.tables):
                     if t.hosted == (lease is Lease.HBM):
                         self.drop_column(r, g, t.device)

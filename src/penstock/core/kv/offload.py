@@ -22,7 +22,7 @@ def unsaved(kv: Pages, r: Request, phase: Phase) -> list[int]:
         for i in range(t.begin(r.computed), len(t.device) if staging else t.end(r.computed)):
             node = kv.node(r, t, i)
             want[g] += own(t.host, i) is None and (
-                node is None or kv.host_frame(node, g, own(t.device, i)) is None)
+                node is None or kv.host_copy(node, g, own(t.device, i)) is None)
     return want
 
 
@@ -47,13 +47,13 @@ def _pin_host(kv: Pages, r: Request) -> list[tuple[int, int]]:
         for i in range(len(t.device) if t.hosted else 0):
             node = kv.node(r, t, i)
             if own(t.host, i) is None and node is not None and (
-                    copy := kv.host_frame(node, g, own(t.device, i))):
+                    copy := kv.host_copy(node, g, own(t.device, i))):
                 put(t.host, i, copy)
                 pinned.append((g, i))
     return pinned
 
 
-def copy_down(kv: Pages, r: Request, *, all_groups: bool) -> None:
+def save_down(kv: Pages, r: Request, *, all_groups: bool) -> None:
     """No step of `r` is in flight: start the copies of all that the host lacks, and pin the rest.
     Pages that the reserve does not cover stay on the device."""
     for g, t in enumerate(r.tables):
@@ -71,7 +71,7 @@ def copy_down(kv: Pages, r: Request, *, all_groups: bool) -> None:
         for i in range(t.begin(r.computed), last + 1):
             node, mine = kv.node(r, t, i), own(t.device, i)
             if node is None or own(t.host, i) is not None or (
-                    kv.host_frame(node, g, mine) or kv.host[g] in node.copies):
+                    kv.host_copy(node, g, mine) or kv.host[g] in node.copies):
                 continue
             if kv.device[g] not in node.copies and mine is not None and not mine.partial:
                 kv.tree.attach(node, kv.device[g], mine)      # its twin was evicted: ours serves
@@ -98,7 +98,7 @@ def return_reserve(kv: Pages, r: Request) -> None:
 
 def save(kv: Pages, r: Request) -> None:
     """All steps of a paused request have retired: pin host copies, then let go of the device."""
-    copy_down(kv, r, all_groups=True)
+    save_down(kv, r, all_groups=True)
     for g, t in enumerate(r.tables):           # the twin of what its prompt would have left open
         for i in range(t.end(r.computed), len(t.host)):
             kv.drop_entry(r, g, t.host, i)

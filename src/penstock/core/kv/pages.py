@@ -115,7 +115,7 @@ class Pages:
         """A demand of one page of group g."""
         return self._one[g]
 
-    def with_spare(self, tier: Tier, want: Sequence[int], rows: int) -> Sequence[int]:
+    def with_headroom(self, tier: Tier, want: Sequence[int], rows: int) -> Sequence[int]:
         """`want`, and of each group that is wanted a page more for each of `rows` that grows there: hosted
         groups do so where the KV of a row lives."""
         hosted = min(rows, len(self.reclaimable))
@@ -193,7 +193,7 @@ class Pages:
                     shared = copy.node is not None
                     self.drop_entry(r, g, t.device, i)
                     if r.bound and not r.needs_rebind and i < r.device_len[g]:
-                        r.yielded[g].append(i)
+                        r.unmapped[g].append(i)
                         r.unchanged_until = 0           # its row has news
                     if shared:
                         self._evict(Tier.HBM, want, 1)
@@ -268,7 +268,7 @@ class Pages:
             path += [] if node is None else [node]
         return path
 
-    def host_frame(self, node: Node, g: int, mine: Copy | None = None) -> Copy | None:
+    def host_copy(self, node: Node, g: int, mine: Copy | None = None) -> Copy | None:
         """The host copy of a page that the device has, or `mine` is, for somebody who needs it on the host:
         one that is there or on its way. A read from storage is not waited for, it may hang; not even where
         the device's copy is still being loaded, that ends."""

@@ -33,7 +33,7 @@ def take_hot_buffer(kv: Pages, r: Request) -> Trial:
     return True
 
 
-def reload(kv: Pages, r: Request, spare: int) -> Trial:
+def reload(kv: Pages, r: Request, headroom: int) -> Trial:
     """Device pages for everything that a hosted row has on the host, and the loads of what is
     sealed. The open page follows when it is sealed; pages begun from now on are on both sides."""
     kv.reclaimable.remove(r)                        # what it has already is no loan any more
@@ -44,7 +44,7 @@ def reload(kv: Pages, r: Request, spare: int) -> Trial:
             if t.device[i] is None and node is not None and (copy := node.good(kv.device[g])):
                 put(t.device, i, copy)
                 want[g] -= 1
-    room = kv.make_free(Tier.HBM, kv.with_spare(Tier.HBM, want, spare))
+    room = kv.make_free(Tier.HBM, kv.with_headroom(Tier.HBM, want, headroom))
     if not room:
         kv.mark_reclaimable(r)
         return room
@@ -70,7 +70,7 @@ def stop_reload(kv: Pages, r: Request) -> None:
             if copy is not None and not (copy.ready and i < r.device_len[g] and kv.node(r, t, i)):
                 kv.drop_entry(r, g, t.device, i)
                 if i < r.device_len[g]:
-                    r.yielded[g].append(i)
+                    r.unmapped[g].append(i)
     kv.mark_reclaimable(r)
 
 

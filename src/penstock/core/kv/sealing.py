@@ -19,7 +19,7 @@ _PROMOTING, _STAGING = Phase.PROMOTING, Phase.STAGING
 def seal(kv: Pages, r: Request) -> None:
     """Move pages whose tokens have all retired from the request into the tree."""
     size, first, path, tree = kv.cfg.page_size, len(r.path), r.path, kv.tree
-    known = min(r.settled, len(r.tokens)) // size
+    known = min(r.retired, len(r.tokens)) // size
     for i in range(first, known):
         parent = path[-1] if path else tree.root(r.arrived.namespace)
         node = tree.child(parent, r.page_key(i, size))
@@ -42,7 +42,7 @@ def seal(kv: Pages, r: Request) -> None:
             if host in there:
                 mine = up or down
                 mine = None if mine is None or mine.partial else mine
-                known_below = kv.host_frame(node, g, mine) is not None
+                known_below = kv.host_copy(node, g, mine) is not None
             _offer(kv, r, g, i, node, up, down)
             if host not in there and node.ready(device):
                 new.append(node)
@@ -108,7 +108,7 @@ def _catch_up(kv: Pages) -> None:
 
 def leave_behind(kv: Pages, r: Request, g: int, t: PageTable) -> None:
     """The window has moved on: pages that no step will read again are given up."""
-    begin = min(t.begin(r.settled), len(t.device))
+    begin = min(t.begin(r.retired), len(t.device))
     if begin <= t.first:
         return
     for i in range(t.first, begin):

@@ -75,10 +75,10 @@ class Pairing:
     def _recall(self, transfer: int = 0) -> None:
         """Pushes that no plan has yet are not begun: of one transfer, or all, where one of the two has
         become another. The new connection is not the one that the peer closes, or has closed."""
-        copies, side = self.core.kv.moves, self.side
-        pushes = [m for m in copies.outbox if m.dst is Tier.PEER and m.peer == self.peer
+        moves, side = self.core.kv.moves, self.side
+        pushes = [m for m in moves.outbox if m.dst is Tier.PEER and m.peer == self.peer
                   and transfer in (0, m.transfer)]
-        copies.cancel_planned(pushes)
+        moves.cancel_planned(pushes)
         for move in pushes:
             assert isinstance(side, PrefillSide)
             self._apply(side.push_ended(move.id, False))
@@ -133,7 +133,7 @@ class Pairing:
     def _open(self, r: Request) -> None:
         side, kv = self.side, self.core.kv
         assert isinstance(side, DecodeSide)
-        transfer, start = r.arrived.transfer, r.settled
+        transfer, start = r.arrived.transfer, r.retired
         generation = side.open(transfer, r.num_prompt, start=start)
         self.granted[transfer] = []
         for g, t in enumerate(r.tables):
@@ -197,13 +197,13 @@ class Pairing:
 
     def _landed(self, o: protocol.Landed, r: Request | None) -> None:
         """No byte of a grant will move any more."""
-        copies = self.core.kv.moves
+        moves = self.core.kv.moves
         ids = self.granted.pop(o.transfer)
         # A grant that ended before it was planned was never said: nobody may hear of its pages.
-        copies.outbox = [move for move in copies.outbox if move.id not in ids]
-        flying: list[FlyingMove] = [copies.landed(id, o.ok)[0] for id in ids]
+        moves.outbox = [move for move in moves.outbox if move.id not in ids]
+        flying: list[FlyingMove] = [moves.landed(id, o.ok)[0] for id in ids]
         for flight in flying:
-            copies.finish(flight)
+            moves.finish(flight)
         if r is None or r.phase is not Phase.RECEIVING or r.is_saved:
             return
         if o.ok:

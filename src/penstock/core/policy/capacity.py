@@ -85,7 +85,7 @@ def refusal(cfg: CoreConfig, a: Arrived, longest: int) -> str:
 def ways_in(core: CoreState, r: Request) -> tuple[Trigger, ...]:
     """What to try, in this order, for a request that waits."""
     known = r.phase in (Phase.QUEUED, Phase.FETCHING, Phase.RECEIVING)
-    device, host = Trigger.ADMIT if known else Trigger.RESUME, Trigger.HOST
+    device, host = (Trigger.ADMIT, Trigger.ADMIT_HOST) if known else (Trigger.RESUME, Trigger.RESUME_HOST)
     if (r.phase, Trigger.RECEIVE) in core.edges and r.arrived.transfer:
         device, host = Trigger.RECEIVE, Trigger.RECEIVE_HOST
     if not r.may_host:
@@ -159,7 +159,7 @@ def promote(core: CoreState) -> bool:
         _add(total, _at_end(core, r, Place.HOST), -1)
         _add(total, _at_end(core, r, Place.DEVICE))
         if _all_fit(core, total):
-            return not core.transition(r, Trigger.PROMOTE, spare=len(core.running))
+            return not core.transition(r, Trigger.PROMOTE, headroom=len(core.running))
         _add(total, _at_end(core, r, Place.DEVICE), -1)
         _add(total, _at_end(core, r, Place.HOST))
     return False

@@ -103,11 +103,11 @@ class Admission:
         early: list[Copy] = []
         for trigger in capacity.ways_in(self.core, r):
             place = lifecycle.place_after(r.phase, trigger, r.place)
-            spare = reclaim.headroom(self.core, r, place)
-            if spare is None:
+            headroom = reclaim.headroom(self.core, r, place)
+            if headroom is None:
                 state = self._state()          # until the others that run have changed
                 continue
-            trial = self.core.transition(r, trigger, spare)
+            trial = self.core.transition(r, trigger, headroom)
             if trial:
                 return True
             if isinstance(trial, Early):

@@ -14,7 +14,7 @@ from penstock.core.kv.prefix_tree import Copy
 from penstock.core.lifecycle import Phase, Place, Trigger
 from penstock.core.plan import Tier
 from penstock.core.policy import capacity
-from penstock.core.request import FAILED_COPIES_MAX, Request
+from penstock.core.request import FAILED_SAVES_MAX, Request
 from penstock.core.state import CoreState
 
 PREEMPTIONS_MAX = 3
@@ -126,7 +126,7 @@ def for_growth(core: CoreState, r: Request, tier: Tier, taken: list[Request]) ->
 def may_spill(core: CoreState, r: Request) -> bool:
     """Whether `r` frees device pages when it goes on from the host, and copies to there do not always
     fail it."""
-    return (r.phase is Phase.RESIDENT and r.may_host and r.failed_copies < FAILED_COPIES_MAX
+    return (r.phase is Phase.RESIDENT and r.may_host and r.failed_saves < FAILED_SAVES_MAX
             and any(t.hosted and len(t.device) > r.hot_units for t in r.tables))
 
 

@@ -30,9 +30,9 @@ from penstock.sim.mutants.registry import Real, instead_of, mutant
 
 # ---------------------------------------------------------------- tables on the device
 @instead_of(Core, "transition")
-def no_rebind_after_resume(real: Real, core: Core, r: Request, trigger: Trigger, spare: int = 0) -> Trial:
+def no_rebind_after_resume(real: Real, core: Core, r: Request, trigger: Trigger, headroom: int = 0) -> Trial:
     """The device keeps the page table of the row's previous tenant."""
-    ok: Trial = real(core, r, trigger, spare)
+    ok: Trial = real(core, r, trigger, headroom)
     if ok and trigger is Trigger.RESUME:
         r.bound, r.device_capacity = True, r.capacity
         r.device_len = [len(t.device) for t in r.tables]
@@ -82,9 +82,9 @@ def double_finish(real: Real, core: Core, step: StepId, tokens: tuple[tuple[int,
 
 
 @instead_of(Core, "transition")
-def tokens_again_after_resume(real: Real, core: Core, r: Request, trigger: Trigger, spare: int = 0) -> Trial:
+def tokens_again_after_resume(real: Real, core: Core, r: Request, trigger: Trigger, *rest: int) -> Trial:
     """A resumed request starts its stream again."""
-    ok: Trial = real(core, r, trigger, spare)
+    ok: Trial = real(core, r, trigger, *rest)
     if ok and trigger is Trigger.RESUME and r.num_output:
         core.out.append(Token(r.rid, r.num_output - 1, r.tokens[-1]))
     return ok

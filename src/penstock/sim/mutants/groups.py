@@ -30,9 +30,9 @@ def hit_one_page_short(real: Real, kv: KVCache, r: Request, *, stored: bool = Fa
 @instead_of(sealing, "leave_behind")
 def window_left_as_planned(real: Real, kv: KVCache, r: Request, g: int, t: PageTable) -> None:
     """A window moves on with the steps that are planned, not with those that have retired."""
-    settled, r.settled = r.settled, r.computed
+    retired, r.retired = r.retired, r.computed
     real(kv, r, g, t)
-    r.settled = settled
+    r.retired = retired
 
 
 @instead_of(sealing, "leave_behind")

@@ -12,7 +12,7 @@ from penstock.core.kv.cache import KVCache
 from penstock.core.kv.pages import Trial
 from penstock.core.kv.prefix_tree import Copy, Node, TierGroup
 from penstock.core.lifecycle import Phase, Place, Trigger
-from penstock.core.plan import Advance, Bind, Event, Grow, Moved, StepId, Tier, Yield
+from penstock.core.plan import Advance, Bind, Event, Grow, Moved, StepId, Tier, Unmap
 from penstock.core.policy import capacity, reclaim
 from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
@@ -25,12 +25,12 @@ LOANS = ("hot_pages=1,always_hosted=0,span=30,requests=14,rows=6,hbm_pages=24,dr
 TORN = "pair=0,ranks=1,wait_pages=1000,fail=0.5,step_tokens=64,pauses=20,turns=0.7,again=0.7,dram_pages=60"
 
 
-# ---------------------------------------------------------------- binds, grows, yields
+# ---------------------------------------------------------------- binds, grows, unmaps
 @instead_of(Core, "transition")
-def no_rebind_after_a_spill(real: Real, core: Core, r: Request, trigger: Trigger, spare: int = 0) -> Trial:
+def no_rebind_after_a_spill(real: Real, core: Core, r: Request, trigger: Trigger, headroom: int = 0) -> Trial:
     """A row goes on from host pages, and its device pages are others' now: the device is not told."""
     source = r.phase
-    ok: Trial = real(core, r, trigger, spare)
+    ok: Trial = real(core, r, trigger, headroom)
     if ok and (source, trigger) == (Phase.STAGING, Trigger.LANDED):
         r.needs_rebind = False
     return ok
@@ -64,8 +64,8 @@ def grow_without_the_twin(real: Real, r: Request) -> list[Grow]:
     return [g._replace(host=()) if r.place is Place.DEVICE else g for g in real(r)]
 
 
-@instead_of(schedule, "_yields", mode=LOANS)
-def device_page_given_back_without_a_yield(real: Real, r: Request) -> list[Yield]:
+@instead_of(schedule, "_unmaps", mode=LOANS)
+def device_page_given_back_without_an_unmap(real: Real, r: Request) -> list[Unmap]:
     """A hosted row goes on reading a device page that was a loan."""
     real(r)
     return []
@@ -149,9 +149,9 @@ def promotion_without_the_page_that_was_open(real: Real, kv: KVCache, r: Request
 
 
 @instead_of(promote, "reload")
-def promotion_loads_the_open_page_too_early(real: Real, kv: KVCache, r: Request, spare: int) -> Trial:
+def promotion_loads_the_open_page_too_early(real: Real, kv: KVCache, r: Request, headroom: int) -> Trial:
     """The open page is loaded with the others, and what is written to it meanwhile is lost."""
-    ok: Trial = real(kv, r, spare)
+    ok: Trial = real(kv, r, headroom)
     for g, t in enumerate(r.tables):
         for i in range(t.end(r.computed) if ok and t.group.hosted else 0):
             source, target = t.host[i], t.device[i]
@@ -195,11 +195,11 @@ def hot_buffer_released_without_a_fence(real: Real, kv: KVCache, r: Request) -> 
 
 @instead_of(Core, "transition")
 def drop_of_a_paused_request_forgets_a_group(real: Real, core: Core, r: Request, trigger: Trigger,
-                                             spare: int = 0) -> object:
+                                             headroom: int = 0) -> object:
     """A paused request that is dropped gives back the host pages of all groups but one."""
     if r.phase is Phase.PAUSED and trigger is Trigger.DROP:
         page_table.take_all(r.tables[-1].host)
-    return real(core, r, trigger, spare)
+    return real(core, r, trigger, headroom)
 
 
 # ---------------------------------------------------------------- steps that wait for loads

@@ -78,9 +78,9 @@ def shared_page_freed_under_a_step(real: Real, kv: KVCache, r: Request, space: T
 @instead_of(sealing, "seal", 200)
 def unsealed_page_written_through(real: Real, kv: KVCache, r: Request) -> None:
     """Pages enter the tree, and their copies start, when they are planned, not when computed."""
-    settled, r.settled = r.settled, r.computed
+    retired, r.retired = r.retired, r.computed
     real(kv, r)
-    r.settled = settled
+    r.retired = retired
 
 
 class _WrongOnFailure(Core):

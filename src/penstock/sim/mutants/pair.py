@@ -167,7 +167,7 @@ def first_token_generated_again(real: Real, core: Core, r: Request, tokens: tupl
     real(core, r, tokens)
     if r.phase is Phase.RECEIVING and tokens:
         del r.tokens[-1:]
-        r.computed = r.settled = r.num_prompt - 1
+        r.computed = r.retired = r.num_prompt - 1
 
 
 # ---------------------------------------------------------------- what is pushed, and when

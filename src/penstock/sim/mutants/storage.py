@@ -87,7 +87,7 @@ def upper_bound_taken_for_length(real: Real, core: Core, step: StepId, tokens: o
     """A row that returned fewer tokens than it might is believed to be as long as planned."""
     for row in core.in_flight[step]:
         if row.width > 1:
-            row.request.settled += 1
+            row.request.retired += 1
             row.request.computed += 1
     real(core, step, tokens)
 
