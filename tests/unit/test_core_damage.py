@@ -5,7 +5,7 @@ import pytest
 
 from penstock.core.core import Core
 from penstock.core.kv import allocate, prefetch
-from penstock.core.kv.cache import KVCache
+from penstock.core.kv.allocate import KVCache
 from penstock.core.kv.prefix_tree import Copy, Node
 from penstock.core.lifecycle import Place
 from penstock.core.plan import (

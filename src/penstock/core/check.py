@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from penstock.core.kv.cache import KVCache
+from penstock.core.kv.allocate import KVCache
 from penstock.core.kv.prefix_tree import Copy, Node, TierGroup
 from penstock.core.lifecycle import ACTIVE, Lease, Phase, Place
 from penstock.core.pair.bridge import Pairing

@@ -13,7 +13,17 @@ from penstock.core import check, lifecycle, retire, schedule
 from penstock.core.kv import allocate, offload, prefetch, promote, sealing
 from penstock.core.kv.pages import Refused, Shortage, Trial
 from penstock.core.kv.prefix_tree import Copy
-from penstock.core.lifecycle import IllegalTransition, Phase, Role, Trigger
+from penstock.core.lifecycle import (
+    ACTIVE,
+    BUSY,
+    HOLDING,
+    LINE,
+    WAITING,
+    IllegalTransition,
+    Phase,
+    Role,
+    Trigger,
+)
 from penstock.core.pair.bridge import FromPeer, pairings
 from penstock.core.plan import (
     Aborted,
@@ -41,9 +51,9 @@ from penstock.core.plan import (
 )
 from penstock.core.policy import capacity, reclaim
 from penstock.core.policy.queue import Admission
-from penstock.core.request import Request
+from penstock.core.request import Request, insert
 from penstock.core.settings import CoreConfig
-from penstock.core.state import CoreState, insert
+from penstock.core.state import CoreState
 from penstock.core.watch import Watcher
 
 WISHES = {Paused: Trigger.PAUSE, Dropped: Trigger.DROP, Promoted: Trigger.PROMOTE}
@@ -305,6 +315,49 @@ class Core(CoreState):
         for watcher in self.watchers:
             watcher.taken(r, source, trigger)
         return True
+
+    def update_runnable(self, r: Request) -> None:
+        waits = r.leader is None and (r.phase in LINE or (r.phase is Phase.RECEIVING and r.delivered > 0))
+        if self.prefills_only and r.num_output and r.grant is None:
+            waits = False                      # it has been computed once: it waits for its grant
+        if waits and not r.is_runnable:
+            insert(self.runnable, r)
+        elif r.is_runnable and not waits:
+            self.runnable.remove(r)
+        r.is_runnable = waits
+
+    def enqueue(self, r: Request) -> None:
+        """A request that nothing keeps from being served joins the line, and storage is asked for it."""
+        self.update_runnable(r)
+        if r.is_runnable and self.cfg.disk_pages:
+            insert(self.prefetch_queue, r)
+            r.prefetch_pending = True
+
+    def release_forks(self, r: Request) -> None:
+        for fork in r.forks:
+            fork.leader = None
+            self.enqueue(fork)
+        r.forks = []
+
+    def update_queues(self, r: Request, source: Phase) -> None:
+        """Keep the queues and the counters in step with a phase that has just changed."""
+        for queue, phases in ((self.running, ACTIVE), (self.waiting, WAITING), (self.transient, BUSY),
+                              (self.saving, HOLDING)):
+            if source in phases and r.phase not in phases:
+                queue.remove(r)
+            elif r.phase in phases and source not in phases:
+                insert(queue, r)
+        self.update_runnable(r)
+        if r.prefetch_pending:                       # it was queued, and is no more
+            self.prefetch_queue.remove(r)
+            r.prefetch_pending = False
+        if r.phase is Phase.DONE:
+            self.release_forks(r)
+        r.num_preemptions += source in ACTIVE and r.phase in (Phase.PAUSED, Phase.DROPPED)
+        self.counters["pauses"] += r.phase is Phase.PAUSED
+        self.counters["drops"] += r.phase is Phase.DROPPED
+        self.counters["spills"] += r.phase is Phase.STAGING
+        self.counters["promotions"] += source is Phase.PROMOTING and r.phase is Phase.RESIDENT
 
     # ---------------------------------------------------------------- progress without a step
     def _progress(self) -> None:

@@ -1,6 +1,7 @@
 """What the core knows of one request. Data only; `Core` decides and `KVCache` moves units."""
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -130,3 +131,8 @@ class Request:
         if attention and end > self.num_prompt:
             return *key, -attention, -max(0, self.num_prompt - index * page_size)
         return key
+
+
+def insert(queue: list[Request], r: Request) -> None:
+    """Put a request into its place in the order of service."""
+    bisect.insort(queue, r, key=lambda q: q.key)

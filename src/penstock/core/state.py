@@ -1,28 +1,21 @@
 """What a planner knows, and what those who decide for it may ask of it.
 
-Keeps its queues in step with the phases of requests. Policies, the schedule and the seam to a peer are given
-this; `Core`, which is one, adds events and the order of things, and they need to know nothing of that.
+Policies, the schedule and the seam to a peer are given this, and need to know no more of `Core`.
 """
 from __future__ import annotations
 
-import bisect
 from abc import ABC, abstractmethod
 from typing import TypeAlias
 
 from penstock.core import lifecycle
-from penstock.core.kv.cache import KVCache
+from penstock.core.kv.allocate import KVCache
 from penstock.core.kv.pages import Trial
-from penstock.core.lifecycle import ACTIVE, BUSY, HOLDING, LINE, WAITING, Mode, Phase, Role, Trigger
+from penstock.core.lifecycle import Mode, Role, Trigger
 from penstock.core.plan import Outcome, Output, Rates, RequestId, Row, StepId
 from penstock.core.request import Request, ScheduledRow
 from penstock.core.settings import CoreConfig
 
 Columns: TypeAlias = tuple[tuple[Row, ...], tuple[RequestId, ...], tuple[int, ...], tuple[bool, ...]]
-
-
-def insert(queue: list[Request], r: Request) -> None:
-    """Put a request into its place in the order of service."""
-    bisect.insort(queue, r, key=lambda q: q.key)
 
 
 class CoreState(ABC):
@@ -75,48 +68,10 @@ class CoreState(ABC):
     def sent(self, r: Request) -> None:
         """Prefill role: the decode engine has it all."""
 
-    # ---------------------------------------------------------------- queues
+    @abstractmethod
     def update_runnable(self, r: Request) -> None:
         """Keep the line of those who wait for a row in step with what has changed about one of them."""
-        waits = r.leader is None and (r.phase in LINE or (r.phase is Phase.RECEIVING and r.delivered > 0))
-        if self.prefills_only and r.num_output and r.grant is None:
-            waits = False                      # it has been computed once: it waits for its grant
-        if waits and not r.is_runnable:
-            insert(self.runnable, r)
-        elif r.is_runnable and not waits:
-            self.runnable.remove(r)
-        r.is_runnable = waits
 
-    def enqueue(self, r: Request) -> None:
-        """A request that nothing keeps from being served joins the line, and storage is asked for it."""
-        self.update_runnable(r)
-        if r.is_runnable and self.cfg.disk_pages:
-            insert(self.prefetch_queue, r)
-            r.prefetch_pending = True
-
+    @abstractmethod
     def release_forks(self, r: Request) -> None:
         """`r` has begun to answer, or never will: its forks wait no more."""
-        for fork in r.forks:
-            fork.leader = None
-            self.enqueue(fork)
-        r.forks = []
-
-    def update_queues(self, r: Request, source: Phase) -> None:
-        """Keep the queues and the counters in step with a phase that has just changed."""
-        for queue, phases in ((self.running, ACTIVE), (self.waiting, WAITING), (self.transient, BUSY),
-                              (self.saving, HOLDING)):
-            if source in phases and r.phase not in phases:
-                queue.remove(r)
-            elif r.phase in phases and source not in phases:
-                insert(queue, r)
-        self.update_runnable(r)
-        if r.prefetch_pending:                       # it was queued, and is no more
-            self.prefetch_queue.remove(r)
-            r.prefetch_pending = False
-        if r.phase is Phase.DONE:
-            self.release_forks(r)
-        r.num_preemptions += source in ACTIVE and r.phase in (Phase.PAUSED, Phase.DROPPED)
-        self.counters["pauses"] += r.phase is Phase.PAUSED
-        self.counters["drops"] += r.phase is Phase.DROPPED
-        self.counters["spills"] += r.phase is Phase.STAGING
-        self.counters["promotions"] += source is Phase.PROMOTING and r.phase is Phase.RESIDENT

@@ -1,23 +1,78 @@
-"""The way in: pages for a request that gets a row, from wherever its KV is.
+"""Who holds what: one acquire and one release for all leases of a request, and the way in.
 
-One function for the first admission, a resume from host pages, a resume after a drop and a prefix
-hit in any tier, to device pages or to host pages. It takes everything or changes nothing.
+`Core` says which phase a request enters; `KVCache` takes all that the phase requires or nothing, and gives
+up what it does not allow, behind fences. The way in is one function, `enter`: the first admission, a resume
+from host pages, a resume after a drop, a prefix hit in any tier, to device pages or to host pages.
 """
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from penstock.core.kv import growth, offload, prefetch, promote
 from penstock.core.kv.growth import mirror
-from penstock.core.kv.page_table import Column, add, own, pin, pinned, unpin
+from penstock.core.kv.page_table import Column, add, own, pin, pinned, take_all, unpin
 from penstock.core.kv.pages import NO_ROW, Early, Found, Pages, Shortage, Trial
+from penstock.core.kv.pool import Fence
 from penstock.core.kv.prefix_tree import Copy, Node
-from penstock.core.lifecycle import Phase, Place
+from penstock.core.lifecycle import Lease, Phase, Place
 from penstock.core.plan import Row, Tier
 from penstock.core.request import FAILED_SAVES_MAX, Request
 
 
+class KVCache(Pages):
+    """Pages, rows and who has them. Every method keeps `check` true."""
+
+    def acquire(self, r: Request, phase: Phase, leases: Collection[Lease], place: Place,
+                headroom: int = 0) -> Trial:
+        """Make `r` hold what `phase` requires, or change nothing. On the way in so much must be left over
+        that `headroom` rows, which run, can grow."""
+        if Lease.ROW in leases and r.row is None:
+            return enter(self, r, place, headroom)
+        if phase in (Phase.PAUSED, Phase.STAGING):
+            return offload.reserve(self, r, phase)
+        if phase is Phase.FETCHING:
+            return prefetch.reserve(self, r)
+        if phase is Phase.RECEIVING:
+            return receive(self, r, place, headroom)
+        if Lease.HOT in leases and not any(t.hot for t in r.tables):
+            return promote.take_hot_buffer(self, r)
+        if phase is Phase.PROMOTING:
+            return promote.reload(self, r, headroom)
+        return True
+
+    def release(self, r: Request, leases: Iterable[Lease]) -> None:
+        """Give up all of these leases that `r` holds."""
+        for lease in leases:
+            if lease is Lease.ROW and r.row is not None:
+                self.rows.release([r.row], Fence(r.last_issue))      # a promise of `Bind`
+                r.row, r.bound, r.needs_rebind = None, False, False
+            elif lease is Lease.HOT:
+                self._free_hot_buffer(r)
+            elif lease is Lease.DRAM:
+                for g, t in enumerate(r.tables):
+                    self.drop_column(r, g, t.host)
+                self.return_reserve(r)
+            elif lease in (Lease.HBM, Lease.DEVICE_ONLY):
+                for g, t in enumerate(r.tables):
+                    if t.hosted == (lease is Lease.HBM):
+                        self.drop_column(r, g, t.device)
+
+    def _free_hot_buffer(self, r: Request) -> None:
+        if r in self.reclaimable:
+            self.reclaimable.remove(r)
+        for g, t in enumerate(r.tables):
+            for copy in take_all(t.hot):
+                self.unpin(r, self.device[g], copy)
+            t.kept = {}
+
+    def grow(self, r: Request, upto: int) -> Literal[True] | Shortage:
+        """Pages for positions below `upto` in every group, or nothing."""
+        return growth.grow(self, r, upto)
+
+
+# ---------------------------------------------------------------- the way in
 @dataclass(slots=True)
 class Load:
     """A page to be copied: `entry` of the table, from `source` to a page that is still to be had."""

@@ -5,11 +5,10 @@ from collections.abc import Collection
 
 from penstock.core.kv.page_table import own, put
 from penstock.core.kv.pages import Pages, Trial
-from penstock.core.kv.pool import Fence
 from penstock.core.kv.prefix_tree import Copy, Node
 from penstock.core.kv.sealing import write_through
 from penstock.core.lifecycle import Phase
-from penstock.core.plan import StepId, Tier
+from penstock.core.plan import Tier
 from penstock.core.request import Request
 
 
@@ -87,13 +86,7 @@ def save_down(kv: Pages, r: Request, *, all_groups: bool) -> None:
             for i in range(last + 1, len(t.device)):              # nothing is in them yet
                 if own(t.host, i) is None and r.reserve[g]:
                     put(t.host, i, Copy(r.reserve[g].pop()))
-    return_reserve(kv, r)
-
-
-def return_reserve(kv: Pages, r: Request) -> None:
-    for g, pages in enumerate(r.reserve):
-        kv.host[g].pool.release(pages, Fence(StepId(0)))
-        r.reserve[g] = []
+    kv.return_reserve(r)
 
 
 def save(kv: Pages, r: Request) -> None:

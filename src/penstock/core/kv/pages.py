@@ -211,6 +211,12 @@ class Pages:
         for copy in take_all(column):
             self.unpin(r, space, copy)
 
+    def return_reserve(self, r: Request) -> None:
+        """Host pages that `r` was to use, and did not."""
+        for g, pages in enumerate(r.reserve):
+            self.host[g].pool.release(pages, Fence(StepId(0)))
+            r.reserve[g] = []
+
     def unpin(self, r: Request, space: TierGroup, copy: Copy) -> None:
         """`r` gives up one page: it goes back if it was its own, else it may be evicted."""
         unpin(copy)

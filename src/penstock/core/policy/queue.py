@@ -11,7 +11,7 @@ from penstock.core import lifecycle
 from penstock.core.kv import prefetch
 from penstock.core.kv.pages import Early, Shortage
 from penstock.core.kv.prefix_tree import Copy
-from penstock.core.lifecycle import Phase
+from penstock.core.lifecycle import Phase, Place
 from penstock.core.plan import StepId, Tier
 from penstock.core.policy import capacity, reclaim
 from penstock.core.request import Request
@@ -103,11 +103,11 @@ class Admission:
         early: list[Copy] = []
         for trigger in capacity.ways_in(self.core, r):
             place = lifecycle.place_after(r.phase, trigger, r.place)
-            headroom = reclaim.headroom(self.core, r, place)
-            if headroom is None:
+            left = headroom(self.core, r, place)
+            if left is None:
                 state = self._state()          # until the others that run have changed
                 continue
-            trial = self.core.transition(r, trigger, headroom)
+            trial = self.core.transition(r, trigger, left)
             if trial:
                 return True
             if isinstance(trial, Early):
@@ -168,3 +168,30 @@ class Admission:
         if r.phase is Phase.PAUSED and not r.is_saved:
             return False
         return r.phase is not Phase.FETCHING or prefetch.is_fetched(self.core.kv, r)
+
+
+def headroom(core: CoreState, r: Request, place: Place) -> int | None:
+    """How many rows must still be able to grow by a page when `r` gets a row: all that run. None: it has
+    to wait. Who has given way twice returns only when all that run, and it, can end without another
+    victim. Those admitted later give way before it, or, if they come first in the order of service,
+    leave it room to its end (`>` below: `test_core_room` has the one that would else give way for ever). So
+    nobody gives way more than three times."""
+    tired = r.num_preemptions >= reclaim.PREEMPTIONS_MAX - 1 or any(
+        [q.num_preemptions >= reclaim.PREEMPTIONS_MAX - 1 and q.key > r.key for q in core.running])
+    if tired and (core.running or reclaim.is_away(core)) and not capacity.all_end(core, r, place):
+        return None
+    if tired and not core.running and not _is_clear(core):
+        return None
+    return len(core.running)
+
+
+def _is_clear(core: CoreState) -> bool:
+    """Nobody runs: make all slabs whole. Pages of several groups that lie scattered over them are more than
+    was counted. False: some are still behind fences, and whoever came now would have to lie around them."""
+    kv = core.kv
+    if len(core.cfg.groups) == 1:
+        return True
+    kv.tree.evict_all((*kv.device, *kv.host))
+    kv.drain()
+    return not any(pool.in_limbo > pool.away for tier in (Tier.HBM, Tier.DRAM)
+                   for pool in kv.arenas[tier].pools)

@@ -13,7 +13,6 @@ from penstock.core.kv.pages import Refused
 from penstock.core.kv.prefix_tree import Copy
 from penstock.core.lifecycle import Phase, Place, Trigger
 from penstock.core.plan import Tier
-from penstock.core.policy import capacity
 from penstock.core.request import FAILED_SAVES_MAX, Request
 from penstock.core.state import CoreState
 
@@ -59,33 +58,6 @@ def landing(core: CoreState, tier: Tier) -> Iterator[Copy]:
 def _is_bare(r: Request) -> bool:
     """A parked request whose device pages stay: they could not be copied to the host."""
     return r.is_saved and not r.is_saving and not r.moves
-
-
-def headroom(core: CoreState, r: Request, place: Place) -> int | None:
-    """How many rows must still be able to grow by a page when `r` gets a row: all that run. None: it has
-    to wait. Who has given way twice returns only when all that run, and it, can end without another
-    victim. Those admitted later give way before it, or, if they come first in the order of service,
-    leave it room to its end (`>` below: `test_core_room` has the one that would else give way for ever). So
-    nobody gives way more than three times."""
-    tired = r.num_preemptions >= PREEMPTIONS_MAX - 1 or any(
-        [q.num_preemptions >= PREEMPTIONS_MAX - 1 and q.key > r.key for q in core.running])
-    if tired and (core.running or _is_away(core)) and not capacity.all_end(core, r, place):
-        return None
-    if tired and not core.running and not _is_clear(core):
-        return None
-    return len(core.running)
-
-
-def _is_clear(core: CoreState) -> bool:
-    """Nobody runs: make all slabs whole. Pages of several groups that lie scattered over them are more than
-    was counted. False: some are still behind fences, and whoever came now would have to lie around them."""
-    kv = core.kv
-    if len(core.cfg.groups) == 1:
-        return True
-    kv.tree.evict_all((*kv.device, *kv.host))
-    kv.drain()
-    return not any(pool.in_limbo > pool.away for tier in (Tier.HBM, Tier.DRAM)
-                   for pool in kv.arenas[tier].pools)
 
 
 def for_growth(core: CoreState, r: Request, tier: Tier, taken: list[Request]) -> None:
@@ -172,7 +144,7 @@ def _drop_twins(core: CoreState, but: Request | None = None) -> bool:
     return any(growth.drop_mirrors(core.kv, r) for r in reversed(core.running) if r is not but)
 
 
-def _is_away(core: CoreState) -> bool:
+def is_away(core: CoreState) -> bool:
     """Whether pages wait for another engine: to say that it writes them no more, or to have read them for a
     request that has ended."""
     return any(arena.away for arena in core.kv.arenas.values()) or bool(core.kv.moves.pushes_of_ended())
@@ -230,7 +202,7 @@ def for_admission(core: CoreState, r: Request) -> bool:
         core.transition(r, Trigger.DROP)              # what it kept is in its own way
         return False
     # What is cached may lie one page to a slab.
-    return not (kv.tree.evict_all(kv.device) or kv.tree.evict_all(kv.host)) and _is_away(core)
+    return not (kv.tree.evict_all(kv.device) or kv.tree.evict_all(kv.host)) and is_away(core)
 
 
 def yield_device(core: CoreState, victim: Request) -> None:

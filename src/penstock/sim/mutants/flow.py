@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from penstock.core import schedule
 from penstock.core.core import Core
-from penstock.core.kv.cache import KVCache
+from penstock.core.kv.allocate import KVCache
 from penstock.core.kv.pages import Shortage, Trial
 from penstock.core.lifecycle import Phase, Trigger
 from penstock.core.plan import (

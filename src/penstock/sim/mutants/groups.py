@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from penstock.core import schedule
 from penstock.core.core import Core
 from penstock.core.kv import allocate, sealing
-from penstock.core.kv.allocate import Claim
-from penstock.core.kv.cache import KVCache
+from penstock.core.kv.allocate import Claim, KVCache
 from penstock.core.kv.page_table import PageTable, pinned
 from penstock.core.kv.prefix_tree import Copy, Node
 from penstock.core.plan import Advance, Event, Grow, StepId

@@ -7,8 +7,7 @@ from dataclasses import replace
 from penstock.core import schedule
 from penstock.core.core import Core
 from penstock.core.kv import allocate, growth, offload, page_table, promote, sealing
-from penstock.core.kv.allocate import Claim
-from penstock.core.kv.cache import KVCache
+from penstock.core.kv.allocate import Claim, KVCache
 from penstock.core.kv.pages import Trial
 from penstock.core.kv.prefix_tree import Copy, Node, TierGroup
 from penstock.core.lifecycle import Phase, Place, Trigger

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from penstock.core.core import Core
 from penstock.core.kv import allocate, offload, page_table, sealing
-from penstock.core.kv.allocate import Load
-from penstock.core.kv.cache import KVCache
+from penstock.core.kv.allocate import KVCache, Load
 from penstock.core.kv.moves import Moves
 from penstock.core.kv.pool import Fence, Pool
 from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree

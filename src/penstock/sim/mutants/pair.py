@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from penstock.core.core import Core
 from penstock.core.kv import allocate
-from penstock.core.kv.cache import KVCache
+from penstock.core.kv.allocate import KVCache
 from penstock.core.kv.pages import Trial
 from penstock.core.kv.prefix_tree import Copy, TierGroup
 from penstock.core.lifecycle import Phase, Trigger

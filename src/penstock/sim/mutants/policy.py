@@ -6,8 +6,7 @@ from dataclasses import replace
 from penstock.core import schedule
 from penstock.core.core import Core
 from penstock.core.kv import allocate, promote, sealing
-from penstock.core.kv.allocate import Claim
-from penstock.core.kv.cache import KVCache
+from penstock.core.kv.allocate import Claim, KVCache
 from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree
 from penstock.core.lifecycle import Phase, Trigger
 from penstock.core.pair.prefill_side import PrefillSide

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from penstock.core import schedule
 from penstock.core.core import Core
-from penstock.core.kv.cache import KVCache
+from penstock.core.kv.allocate import KVCache
 from penstock.core.kv.moves import FlyingMove, Moves
 from penstock.core.kv.prefix_tree import Copy
 from penstock.core.lifecycle import Lease, Phase
