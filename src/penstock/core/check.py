@@ -136,13 +136,13 @@ def _tables(core: CoreState, r: Request) -> None:
             copy = column[i]
             assert copy is not None, (where, t.group.name, i)
             assert copy.ready or r.phase is Phase.LOADING or copy.filled_by in r.waits, where
-            if copy.node is not None:          # else it is a private twin
+            if copy.node is not None:          # else it is private
                 node = kv.node(r, t, i)
                 assert node is not None and node.copies.get(space) is copy, (where, i)
         if r.phase is Phase.PROMOTING and t.hosted:
             assert all(t.device), where
         if r.phase is Phase.RESIDENT and t.hosted:
-            assert not any(t.host[:len(r.path) * core.cfg.page_size // t.unit]), (where, "sealed twins")
+            assert not any(t.host[:len(r.path) * core.cfg.page_size // t.unit]), (where, "sealed mirrors")
 
 
 def _pair(core: CoreState, pair: Pairing) -> None:

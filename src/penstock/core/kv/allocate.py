@@ -287,7 +287,7 @@ def _take(kv: Pages, r: Request, g: int, way: Claim) -> list[Node]:
 
 def _start(kv: Pages, r: Request, g: int, fills: list[Load], *, up: bool) -> None:
     """Begin to copy. A sealed page becomes the tree's copy, unless the tree has one meanwhile or its
-    source is a twin that the tree does not know."""
+    source is private."""
     src, dst = (kv.host[g], kv.device[g]) if up else (kv.device[g], kv.host[g])
     t = r.tables[g]
     nodes: list[Node] = []

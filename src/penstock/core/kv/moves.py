@@ -125,7 +125,7 @@ class Moves:
 
     def move_private(self, r: Request, src: TierGroup, source: Copy, dst: TierGroup, target: Copy,
                      tokens: int, node: Node | None = None) -> None:
-        """Copy a page of which one side belongs to `r` alone: its open page, or a twin of `node`."""
+        """Copy a page of which one side belongs to `r` alone: its open page, or one of its own of `node`."""
         target.ready = False
         flight = FlyingMove(src, dst, [(source, target)], [] if node is None else [node], r)
         r.moves.add(self._plan(self._fly(flight), tokens, r.last_issue))

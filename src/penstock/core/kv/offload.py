@@ -73,7 +73,7 @@ def save_down(kv: Pages, r: Request, *, all_groups: bool) -> None:
                     kv.host_copy(node, g, mine) or kv.host[g] in node.copies):
                 continue
             if kv.device[g] not in node.copies and mine is not None and not mine.partial:
-                kv.tree.attach(node, kv.device[g], mine)      # its twin was evicted: ours serves
+                kv.tree.attach(node, kv.device[g], mine)      # the tree's was evicted: ours serves
             if node.ready(kv.device[g]):
                 bare.append(node)
         if bare:
@@ -92,7 +92,7 @@ def save_down(kv: Pages, r: Request, *, all_groups: bool) -> None:
 def save(kv: Pages, r: Request) -> None:
     """All steps of a paused request have retired: pin host copies, then let go of the device."""
     save_down(kv, r, all_groups=True)
-    for g, t in enumerate(r.tables):           # the twin of what its prompt would have left open
+    for g, t in enumerate(r.tables):           # the mirror of what its prompt would have left open
         for i in range(t.end(r.computed), len(t.host)):
             kv.drop_entry(r, g, t.host, i)
     r.is_saved = True

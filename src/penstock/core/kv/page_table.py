@@ -17,7 +17,7 @@ Column: TypeAlias = Sequence[Copy | None]      # a list, which others do not cha
 @dataclass(slots=True, eq=False)
 class PageTable:
     """One cache group's pages of one request. Entry i is page i of the group: its copy on the
-    device and on the host, each the path node's own or a private twin, each pinned; None is a
+    device and on the host, each the path node's own or a private one, each pinned; None is a
     copy that the request has no need of, or does not have."""
 
     group: CacheGroup

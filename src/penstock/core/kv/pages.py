@@ -145,18 +145,18 @@ class Pages:
         were evicted do not count. Some are counted twice: only a rise means something."""
         return sum([space.gained for space in self._spaces[tier]])
 
-    def is_short(self, r: Request, lack: Shortage) -> bool:
+    def is_short(self, r: Request, shortage: Shortage) -> bool:
         """Whether `r` cannot get these pages yet. False may be wrong: it has to be tried."""
-        more, found = max(0, self.gained(lack.tier) - lack.gained), lack.found
+        more, found = max(0, self.gained(shortage.tier) - shortage.gained), shortage.found
         if found is not None:
             more += found.cut * len(r.tables)
             last = found.last or self.tree.roots.get(r.arrived.namespace)
             if last is not None and self._next(r, last, found.pages) is not None:
                 return False
-        arena = self.arenas[lack.tier]
-        short = arena.short(lack.want, promised=True)
-        if lack.behind:
-            return not short and arena.short(lack.want, promised=False) > more
+        arena = self.arenas[shortage.tier]
+        short = arena.short(shortage.want, promised=True)
+        if shortage.behind:
+            return not short and arena.short(shortage.want, promised=False) > more
         return short > more
 
     def mark_reclaimable(self, r: Request) -> None:

@@ -75,7 +75,7 @@ def stop_reload(kv: Pages, r: Request) -> None:
 
 
 def leave_host(kv: Pages, r: Request) -> None:
-    """A row that has come back to the device keeps only the host twins of what is not sealed."""
+    """A row that has come back to the device keeps only the mirrors of what is not sealed."""
     for g, t in enumerate(r.tables):
         for i in range(len(t.host)):
             if t.host[i] is not None and (not t.hosted or kv.node(r, t, i) is not None):

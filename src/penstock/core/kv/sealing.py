@@ -66,7 +66,7 @@ def _offer(kv: Pages, r: Request, g: int, i: int, node: Node,
     if down is not None:
         _share(kv.tree, node, kv.host[g], down)
         if r.place is not _HOST and r.phase is not _STAGING:
-            kv.drop_entry(r, g, r.tables[g].host, i)      # the host copy is the tree's now, or a twin
+            kv.drop_entry(r, g, r.tables[g].host, i)      # it is the tree's now, or the tree has another
         elif up is not None and not up.ready and r.phase is _PROMOTING:
             load(kv, r, g, [(i, node)])
 

@@ -123,9 +123,9 @@ def spills(core: CoreState, victim: Request) -> bool | Refused:
 
 
 def _for_host_pages(core: CoreState, taken: list[Request]) -> None:
-    """Twins that no step reads go first, of one row, then who does not run gives way, then the youngest
+    """Mirrors, which no step reads, go first, of one row, then who does not run gives way, then the youngest
     that runs from host pages."""
-    if _drop_twins(core) or drop_fetching(core) or _drop_paused(core, None, bare=False):
+    if _drop_mirrors(core) or drop_fetching(core) or _drop_paused(core, None, bare=False):
         return
     if _revoke_grant(core, Tier.DRAM, taken):
         return
@@ -140,7 +140,7 @@ def _for_host_pages(core: CoreState, taken: list[Request]) -> None:
         return
 
 
-def _drop_twins(core: CoreState, but: Request | None = None) -> bool:
+def _drop_mirrors(core: CoreState, but: Request | None = None) -> bool:
     return any(growth.drop_mirrors(core.kv, r) for r in reversed(core.running) if r is not but)
 
 
@@ -212,7 +212,7 @@ def yield_device(core: CoreState, victim: Request) -> None:
         while not core.transition(victim, Trigger.PAUSE):
             if promised(core, Tier.DRAM):
                 return                         # it can pause when they have come
-            if not (_drop_twins(core, victim) or drop_fetching(core)):
+            if not (_drop_mirrors(core, victim) or drop_fetching(core)):
                 break
             if spills(core, victim):
                 return                         # now there is room for that
