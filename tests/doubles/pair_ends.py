@@ -191,7 +191,7 @@ def transfer_all(prefill: LinkEnd, decode: LinkEnd, epoch: int, tokens: int, *, 
     """A whole transfer, in pushes of `chunk` tokens; returns the granted pages and what ended it."""
     given = grant(decode, epoch, tokens, start=start, tier=tier, transfer=transfer, generation=generation,
                   skip=skip)
-    decode.link.say(epoch, Grant(epoch, epoch, transfer, generation, tokens, start=start))
+    decode.link.say(epoch, Grant(transfer, generation, tokens, start=start))
     prefill.wait(lambda e: isinstance(e, Heard) and isinstance(e.message, Grant))
     for at in range(start, tokens, chunk or tokens):
         for group in (KV, BOUNDS):
@@ -202,6 +202,6 @@ def transfer_all(prefill: LinkEnd, decode: LinkEnd, epoch: int, tokens: int, *, 
             if not done.ok:
                 prefill.wait(Down)
                 break
-    prefill.link.say(epoch, Over(epoch, epoch, transfer, generation, tokens, 0, (7,)))
+    prefill.link.say(epoch, Over(transfer, generation, tokens, (7,)))
     heard = decode.wait(lambda e: isinstance(e, Heard | Down))
     return given, heard  # type: ignore[return-value]

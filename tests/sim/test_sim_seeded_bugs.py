@@ -1,29 +1,25 @@
 """The bugs that a simulator of engine, pair and tiers must find, and what plays each of them here.
 
 `seeded_bugs.tsv` has a line for each: its name, what stands for it, and a remark. That is a name in
-`penstock.sim.mutants`, or `path::name` of a test, or of a mutant of the pair's protocol alone.
+`penstock.sim.mutants`, or `path::name` of a test.
 """
 from __future__ import annotations
 
 import ast
 from pathlib import Path
 
-import pair_mutants
 import pytest
 
 from penstock.sim.mutants import MUTANTS
 
 ROOT = Path(__file__).parents[2]
 LINES = [line.split("\t") for line in (Path(__file__).parent / "seeded_bugs.tsv").read_text().splitlines()]
-PAIR = "tests/doubles/pair_mutants.py"
 
 
 def is_played(what: str) -> bool:
     path, _, name = what.rpartition("::")
     if not path:
         return name in MUTANTS
-    if path == PAIR:
-        return name in pair_mutants.MUTANTS
     tree = ast.parse((ROOT / path).read_text()).body
     return name.startswith("test_") and any(isinstance(x, ast.FunctionDef) and x.name == name for x in tree)
 

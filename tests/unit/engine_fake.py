@@ -151,6 +151,10 @@ class FakeExecutor:
     def submit(self, plan):
         self.plans.append(plan)
 
+    @property
+    def works_here(self):
+        return bool(self.plans)
+
     def poll(self, *, block):
         self.polls.append(block)
         if not self.plans:
@@ -173,6 +177,7 @@ class FakeExecutor:
 
 def main() -> None:
     from penstock.config.selection import selection_of
+    from penstock.exec.waker import Waker
     from penstock.serve import engine_main, wire
     from penstock.serve.loop import EngineLoop
 
@@ -185,8 +190,9 @@ def main() -> None:
         selection = selection_of(config.kv)
         loop = EngineLoop(FakeCore(depth=2), FakeExecutor(), vocab_size=VOCAB,
                           max_model_len=CONTEXT, selection=selection, event_log=event_log)
-        return loop, wire.Ready(pid=0, vocab_size=VOCAB, max_model_len=CONTEXT, info={"a": 1},
-                                selection=selection), []
+        ready = wire.Ready(pid=0, vocab_size=VOCAB, max_model_len=CONTEXT, info={"a": 1}, selection=selection,
+                           dense_len=CONTEXT)
+        return engine_main.Engine(loop=loop, ready=ready, wakes=Waker(), crew=None, peer=None)
 
     # What a crash of a fake leaves behind is not the user's.
     os.environ.setdefault("PENSTOCK_CACHE", f"{tempfile.gettempdir()}/penstock-fake-{os.getuid()}")

@@ -88,7 +88,7 @@ def test_spellings_that_users_type(line: str, path: str, expected: object) -> No
 
 @pytest.mark.parametrize("line", [
     "-tp 1", "--tp-size 1", "--tensor-parallel-size=1", "-pp 1", "--pp-size 1", "-dp 1",
-    "--disaggregation-mode null", "--kv-cache-dtype auto", "--device cpu", "--load-format auto",
+    "--kv-cache-dtype auto", "--device cpu", "--load-format auto",
     "--quantization none", "--swap-space 0", "--cpu-offload-gb 0", "--no-enable-lora",
     "--no-trust-remote-code", "--trust_remote_code=false", "--schedule-policy fcfs",
     "--speculative-algorithm none", "--hicache-write-policy write_through", *ALWAYS])
@@ -103,8 +103,10 @@ def test_asking_for_what_happens_anyway_changes_nothing(line: str) -> None:
     ("--hicache-write-policy write_back", "only write_through"), ("--hicache-mem-layout x", "one layout"),
     ("--kv-offloading-backend lmcache", "only native"),
     ("--hicache-storage-backend file", "storage tier"), ("--disk-bytes 1G", "storage tier"),
-    ("--disaggregation-mode prefill", "prefill/decode pair"),
-    ("--kv-transfer-config {}", "prefill/decode pair"),
+    ("--disaggregation-transfer-backend mooncake", "--pair-listen"),
+    ("--disaggregation-bootstrap-port 8998", "--pair-peer"),
+    ("--disaggregation-decode-tp 2", "other settings of a pair"),
+    ("--kv-transfer-config {}", "--disaggregation-mode"),
     ("--kv-cache-dtype fp8_e5m2", "KV cache of another type"), ("--device tpu", "NVIDIA GPU"),
     ("--trust-remote-code", "security"), ("--trust_remote_code", "security"),
     ("--quantization awq", "quantised"), ("--speculative-num-steps 3", "speculative"),

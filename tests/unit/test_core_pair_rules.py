@@ -1,21 +1,20 @@
 """Rules 6 and 7 of a pair (RELIABILITY.md), on whole engines: they speak of more than the protocol. The
-others are in `test_core_peer.py`."""
+others are in `test_core_pair.py`."""
 from __future__ import annotations
 
 import driver
 import pytest
 
 from penstock.core.lifecycle import Phase
-from penstock.core.pair.messages import Cancel, Drained, Grant, Hello, Message, Reason, Refused
-from penstock.core.pair.protocol import Deadline, Remind
+from penstock.core.pair.messages import Cancel, Drained, Grant, Message, Reason
 from penstock.core.plan import (
     Aborted,
     Event,
     Expired,
     Moved,
     Outcome,
-    Overdue,
-    PeerFenced,
+    PeerJoined,
+    PeerLeft,
     Received,
     RequestId,
     Say,
@@ -24,7 +23,6 @@ from penstock.core.plan import (
 )
 from penstock.core.settings import CacheGroup
 
-US, PEER = 1, 7                          # epochs
 ONE, TWO = RequestId(1), RequestId(2)
 
 
@@ -32,15 +30,15 @@ class Driver(driver.Driver):
     """A core whose peer has said hello."""
 
     def __init__(self, role: str, **settings: object) -> None:
-        super().__init__(**dict(role=role, epoch=US, hbm_base=1_000, dram_base=2_000) | settings)
-        self.hear(Hello(PEER, US))
+        super().__init__(**dict(role=role, hbm_base=1_000, dram_base=2_000) | settings)
+        self.tell(PeerJoined())
         self.said()
 
     def hear(self, message: Message) -> list[StepPlan]:
         return self.tell(Received(message))
 
     def drained(self, transfer: int) -> None:
-        self.hear(Drained(PEER, US, transfer, 1, Reason.CANCELLED))
+        self.hear(Drained(transfer, 1, Reason.CANCELLED))
 
     def finish(self) -> None:
         """All steps that can be had; copies do not land."""
@@ -48,19 +46,18 @@ class Driver(driver.Driver):
             self.retire()
 
     def said(self) -> list[object]:
-        """Messages since the last call, without timers and greetings."""
+        """Messages since the last call."""
         said = [o.what for o in self.out if isinstance(o, Say)]
         self.out = [o for o in self.out if not isinstance(o, Say)]
-        return [what for what in said if not isinstance(what, Remind | Deadline | Hello)]
+        return list(said)
 
     def free(self) -> int:
         return self.core.kv.arenas[Tier.HBM].pools[0].free
 
 
 # ---------------------------------------------------------------- rule 6
-def busy(role: str) -> tuple[Driver, StepPlan, list[Deadline]]:
-    """An engine that waits for its peer with request 1, and whose only step, of request 2, hangs; and its
-    deadlines."""
+def busy(role: str) -> tuple[Driver, StepPlan]:
+    """An engine that waits for its peer with request 1, and whose only step, of request 2, hangs."""
     d = Driver(role, rows=1)
     if role == "prefill":
         d.arrive(2, range(50, 70), transfer=6)
@@ -70,9 +67,8 @@ def busy(role: str) -> tuple[Driver, StepPlan, list[Deadline]]:
         d.arrive(2, range(50, 70))
     (hangs,) = d.plans
     assert hangs.rids == (TWO,)
-    deadlines = [o.what for o in d.out if isinstance(o, Say) and isinstance(o.what, Deadline)]
     d.said()
-    return d, hangs, deadlines
+    return d, hangs
 
 
 def told(d: Driver, event: Event) -> list[object]:
@@ -82,35 +78,31 @@ def told(d: Driver, event: Event) -> list[object]:
 
 
 def test_rule_6_a_decode_engine_cleans_up_while_no_step_is_planned() -> None:
-    d, hangs, _ = busy("decode")
+    d, hangs = busy("decode")
     visit = d.core.live[ONE].visit
-    assert told(d, Expired(ONE, Phase.RECEIVING.value, visit)) == [Cancel(US, PEER, 5, 1)]
+    assert told(d, Expired(ONE, Phase.RECEIVING.value, visit)) == [Cancel(5, 1)]
     assert d.phase(1) is Phase.DROPPED and d.free() == 16 - 5 - 3
     d.drained(5)
     assert d.free() == 16 - 5 and d.plans == [hangs]
 
 
-@pytest.mark.parametrize("proof", ["drained", "fenced"])
+@pytest.mark.parametrize("proof", ["drained", "left"])
 def test_rule_6_an_abort_is_said_and_its_pages_come_back_while_no_step_is_planned(proof: str) -> None:
-    d, hangs, _ = busy("decode")
-    assert told(d, Aborted(ONE)) == [Cancel(US, PEER, 5, 1)] and d.finished() == {1: Outcome.ABORT}
+    d, hangs = busy("decode")
+    assert told(d, Aborted(ONE)) == [Cancel(5, 1)] and d.finished() == {1: Outcome.ABORT}
     if proof == "drained":
         d.drained(5)
     else:
-        d.tell(PeerFenced(PEER))
+        d.tell(PeerLeft())
     assert d.free() == 16 - 5 and d.plans == [hangs]
 
 
-def test_rule_6_a_prefill_engine_answers_and_keeps_deadlines_while_no_step_is_planned() -> None:
-    d, hangs, deadlines = busy("prefill")
-    (deadline,) = [x for x in deadlines if x.transfer == 5]
-    assert told(d, Overdue(5, deadline.n)) == []
-    assert d.finished() == {1: Outcome.LOST}
-    d.hear(Grant(PEER, US, 5, 1, 10, 0))                      # it comes too late
-    assert d.said() == [Refused(US, PEER, 5, 1, Reason.EXPIRED), Drained(US, PEER, 5, 1, Reason.EXPIRED)]
-    d.hear(Cancel(PEER, US, 6, 2))                            # of the very request that hangs
-    assert d.said() == [Drained(US, PEER, 6, 2, Reason.CANCELLED)] and d.plans == [hangs]
-    assert d.finished() == {1: Outcome.LOST, 2: Outcome.LOST} and d.free() == 16 - 5
+def test_rule_6_a_prefill_engine_answers_while_no_step_is_planned() -> None:
+    d, hangs = busy("prefill")
+    d.hear(Cancel(6, 0))                                      # of the very request that hangs
+    d.hear(Grant(6, 2, 20))                                   # it had crossed an answer
+    assert d.said() == [Drained(6, 2, Reason.UNKNOWN)] and d.plans == [hangs]
+    assert d.finished() == {2: Outcome.LOST} and d.free() == 16 - 5
 
 
 # ---------------------------------------------------------------- rule 7
@@ -138,7 +130,7 @@ def test_rule_7_a_page_that_is_pushed_is_not_evicted_before_the_push_has_ended()
     d = Driver("prefill")
     d.arrive(1, range(10), transfer=5)
     d.retire()
-    d.hear(Grant(PEER, US, 5, 1, 10, 0))
+    d.hear(Grant(5, 1, 10))
     (push,) = d.moves
     d.tell(Aborted(ONE))
     assert d.finished() == {1: Outcome.ABORT} and evicted(d, Tier.HBM) == 0
@@ -168,9 +160,9 @@ def test_rule_7_who_lacks_pages_that_a_hung_push_reads_does_not_go_round() -> No
     d = Driver("prefill", page_size=2, hbm_pages=20, groups=groups)
     d.arrive(1, range(8), max_new=2, transfer=1)
     d.finish()
-    d.hear(Grant(PEER, US, 1, 1, 8))
+    d.hear(Grant(1, 1, 8))
     d.finish()
-    d.hear(Cancel(PEER, US, 1, 1))
+    d.hear(Cancel(1, 1))
     assert list(d.finished()) == [1] and len(d.core.kv.moves.flying) == 2
     d.arrive(2, range(100, 120), max_new=2, transfer=2)
     d.finish()

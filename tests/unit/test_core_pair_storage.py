@@ -5,8 +5,8 @@ import pytest
 
 from penstock.core.core import Core
 from penstock.core.lifecycle import Phase
-from penstock.core.pair.messages import Grant, Hello
-from penstock.core.plan import Arrived, Event, Moved, Output, Received, RequestId, Retired, Say, Tier
+from penstock.core.pair.messages import Grant
+from penstock.core.plan import Arrived, Event, Moved, Output, PeerJoined, RequestId, Retired, Say, Tier
 from penstock.core.settings import CoreConfig
 
 
@@ -28,7 +28,7 @@ def play(core: Core, events: list[Event]) -> list[Output]:
 def test_a_page_in_storage_does_not_part_a_request_from_its_pair(hosted: bool) -> None:
     core = Core(CoreConfig(page_size=2, rows=4, hbm_pages=60, dram_pages=60, disk_pages=99, role="decode",
                            hot_pages=int(hosted), always_hosted=hosted))
-    play(core, [Received(Hello(1, 1)), Arrived(RequestId(0), (1, 2, 3), 2, selects=hosted)])
+    play(core, [PeerJoined(), Arrived(RequestId(0), (1, 2, 3), 2, selects=hosted)])
     for space in (*core.kv.device, *core.kv.host):
         core.kv.tree.evict(space, 99)
     prompt = (1, 2, *range(100, 138))

@@ -11,8 +11,7 @@ from penstock.core.core import Core
 from penstock.core.kv import allocate
 from penstock.core.lifecycle import Phase, Place
 from penstock.core.pair.decode_side import DecodeSide
-from penstock.core.pair.messages import Cancel, Drained, Grant, Hello, Reason
-from penstock.core.pair.protocol import FenceEpoch
+from penstock.core.pair.messages import Cancel, Drained, Grant, Reason
 from penstock.core.plan import (
     ONE_PEER,
     Aborted,
@@ -23,6 +22,7 @@ from penstock.core.plan import (
     Finished,
     Move,
     Moved,
+    PeerJoined,
     Received,
     RequestId,
     Retired,
@@ -121,7 +121,7 @@ def test_a_hung_grant_stops_nobody_else() -> None:
     """Request 0 gives up its grant, but the peer never says that it writes no more. It cannot have a row
     beside its own old pages. Request 1 needs one page of the four that are free."""
     core = Core(CoreConfig(page_size=2, rows=4, hbm_pages=10, role="decode"))
-    play(core, [Received(Hello(1, 1)), Arrived(RequestId(0), tuple(range(12)), 2, transfer=7)])
+    play(core, [PeerJoined(), Arrived(RequestId(0), tuple(range(12)), 2, transfer=7)])
     r = core.live[RequestId(0)]
     play(core, [Expired(r.rid, r.phase.value, r.visit)])
     assert r.phase is Phase.DROPPED
@@ -160,7 +160,7 @@ def test_a_page_that_grows_costs_the_same_in_any_memory() -> None:
 def test_a_step_costs_the_same_however_many_wait_for_the_peer(role: str) -> None:
     def cost(others: int) -> int:
         core = Core(CoreConfig(page_size=2, rows=8, hbm_pages=9_000, role=role, step_tokens=4))
-        events: list[Event] = [Received(Hello(1, 1))]
+        events: list[Event] = [PeerJoined()]
         events += [Arrived(RequestId(k), (k, k), 2, transfer=k) for k in range(1, others + 1)]
         play(core, events)
         phase = Phase.SENDING if role == "prefill" else Phase.RECEIVING
@@ -231,7 +231,7 @@ def test_the_head_is_tried_when_pages_are_free_though_its_prefix_was_evicted() -
     """Request 2 lacks pages beside its cached prefix. Request 0 grows into that prefix; then the pages of a
     grant come back. `is_short` subtracts what was evicted from pages that are free, and are plenty."""
     core = Core(CoreConfig(page_size=2, rows=4, hbm_pages=24, role="decode"))
-    play(core, [Received(Hello(1, 1)), Arrived(RequestId(9), tuple(range(900, 909)), 1)])
+    play(core, [PeerJoined(), Arrived(RequestId(9), tuple(range(900, 909)), 1)])
     _, _, events = play(core, [Arrived(RequestId(0), (7, 7, 7), 100)], steps=2)
     _, _, events = play(core, [*events, Arrived(RequestId(1), tuple(range(30)), 2, transfer=5)], steps=1)
     assert core.live[RequestId(1)].phase is Phase.RECEIVING
@@ -242,7 +242,7 @@ def test_the_head_is_tried_when_pages_are_free_though_its_prefix_was_evicted() -
     assert isinstance(side, DecodeSide)
     generation = side.table[5].generation
     _, _, events = play(core, [*events, Aborted(RequestId(1))], steps=1)
-    play(core, [*events, Received(Drained(1, 1, 5, generation, Reason.CANCELLED))], steps=2)
+    play(core, [*events, Received(Drained(5, generation, Reason.CANCELLED))], steps=2)
     assert core.live[RequestId(0)].phase is Phase.RESIDENT
     free = core.kv.device[0].pool.free
     assert core.live[RequestId(2)].phase is not Phase.QUEUED, f"it waits, and {free} pages of 24 are free"
@@ -253,7 +253,7 @@ def test_the_head_is_tried_when_pages_are_free_though_its_prefix_was_evicted() -
 def test_a_row_that_needs_one_page_does_not_cancel_every_transfer(other: tuple[int, ...], pages: int) -> None:
     """A grant that is given up frees three pages as soon as the peer has answered, six turns later."""
     core = Core(CoreConfig(page_size=2, rows=4, hbm_pages=pages, role="decode"))
-    events: list[Event] = [Received(Hello(1, 1)), Arrived(RequestId(0), (1, 2, 3), 30),
+    events: list[Event] = [PeerJoined(), Arrived(RequestId(0), (1, 2, 3), 30),
                            Arrived(RequestId(9), other, 30)]
     _, _, events = play(core, events, steps=2)
     events += [Arrived(RequestId(k), tuple(range(100 * k, 100 * k + 6)), 2, transfer=k) for k in range(1, 6)]
@@ -262,7 +262,7 @@ def test_a_row_that_needs_one_page_does_not_cancel_every_transfer(other: tuple[i
         advance = core.advance(events)
         cancels = [o.what for o in advance.outputs if isinstance(o, Say) and isinstance(o.what, Cancel)]
         cancelled += len(cancels)
-        late += [(turn + 6, Received(Drained(1, 1, c.transfer, c.generation, Reason.CANCELLED)))
+        late += [(turn + 6, Received(Drained(c.transfer, c.generation, Reason.CANCELLED)))
                  for c in cancels]
         events = [*(answers(advance.plan) if advance.plan is not None else ()),
                   *(e for at, e in late if at == turn)]
@@ -311,8 +311,8 @@ def test_a_fork_starts_when_a_prefill_engine_has_computed_its_leader() -> None:
     core = Core(CoreConfig(page_size=2, rows=4, hbm_pages=40, role="prefill"))
     prompt, fork = tuple(range(8)), RequestId(1)
     ended, _, _ = play(core, [
-        Received(Hello(1, 1)), Arrived(RequestId(0), prompt, 2, transfer=1),
-        Arrived(fork, prompt, 2, transfer=2, leader=RequestId(0)), Received(Grant(1, 1, 2, 1, 8))])
+        PeerJoined(), Arrived(RequestId(0), prompt, 2, transfer=1),
+        Arrived(fork, prompt, 2, transfer=2, leader=RequestId(0)), Received(Grant(2, 1, 8))])
     assert core.live[RequestId(0)].num_output == 1
     assert ended == {fork}
 
@@ -327,22 +327,14 @@ def test_a_hung_push_stops_nobody_else(n: int) -> None:
     def hangs(m: Move) -> bool:
         return m.dst is Tier.PEER
 
-    play(core, [Received(Hello(1, 1)), Arrived(RequestId(0), tuple(range(n)), 2, transfer=1),
-                Received(Grant(1, 1, 1, 1, n))], hangs)
+    play(core, [PeerJoined(), Arrived(RequestId(0), tuple(range(n)), 2, transfer=1),
+                Received(Grant(1, 1, n))], hangs)
     assert core.live[RequestId(0)].is_pushed
-    play(core, [Received(Cancel(1, 1, 1, 1))], hangs)
+    play(core, [Received(Cancel(1, 1))], hangs)
     assert not core.live
     play(core, [Arrived(RequestId(1), tuple(range(100, 114)), 2, transfer=2),
                 Arrived(RequestId(2), (1, 2, 3), 2, transfer=3)], hangs)
     assert core.live[RequestId(2)].num_output == 1
-
-
-def test_pages_granted_to_an_end_that_has_become_another_model_are_fenced() -> None:
-    """It is not heard, but that it lives means that the one before it does not."""
-    core = Core(CoreConfig(page_size=2, rows=4, hbm_pages=20, role="decode", identity=5))
-    play(core, [Received(Hello(1, 1, identity=5)), Arrived(RequestId(0), tuple(range(8)), 2, transfer=1)])
-    said = [o.what for o in core.advance([Received(Hello(2, 0, identity=6))]).outputs if isinstance(o, Say)]
-    assert FenceEpoch(1) in said
 
 
 # ---------------------------------------------------------------- damaged pages, again
@@ -427,7 +419,7 @@ def test_a_step_costs_the_same_however_many_are_queued_when_a_store_hangs() -> N
 def test_a_step_costs_the_same_however_many_were_computed_and_dropped_without_a_grant() -> None:
     def cost(others: int) -> int:
         core = Core(CoreConfig(page_size=2, rows=4, hbm_pages=40, role="prefill", step_tokens=4))
-        play(core, [Received(Hello(1, 1))])
+        play(core, [PeerJoined()])
         for k in range(1, others + 1):
             play(core, [Arrived(RequestId(k), (k,) * 25, 5, transfer=k)])
         _, _, events = play(core, [Arrived(RequestId(0), tuple(range(60)), 1, transfer=9_999)], steps=3)

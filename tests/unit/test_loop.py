@@ -98,8 +98,7 @@ def test_every_request_of_a_model_with_an_indexer_selects_and_shares_all_pages()
     (TOP, {"selects": True, "params": SamplingParams(top_k_tokens=257)}, "96 to 512, in units of 8"),
     (TOP, {"selects": True}, "96 to 512"),
     (TOP, {"selects": True, "params": HALF, "attention": attention_identity(TOP)}, "not the identity"),
-    (TOP, {"selects": True, "params": HALF, "attention": -1}, "not the identity"),
-    (TOP, {"transfer": 4}, "without a peer"), (TOP, {"transfer": -1}, "without a peer")])
+    (TOP, {"selects": True, "params": HALF, "attention": -1}, "not the identity")])
 def test_what_this_engine_cannot_do_is_refused(top, fields, said):
     rig = Rig(selection=top)
     rig.submit(1, **fields)

@@ -8,12 +8,12 @@ import pytest
 
 from penstock.core.core import Core
 from penstock.core.pair.messages import End
-from penstock.core.pair.protocol import Deadline, FenceEpoch, Remind, Renew
 from penstock.core.plan import (
     Aborted,
     Arrived,
     Flushed,
     Moved,
+    PeerJoined,
     Received,
     RequestId,
     Retired,
@@ -106,26 +106,25 @@ def test_nothing_of_a_user_is_in_a_dump_without_its_beginning_or_of_a_turn_that_
 
 
 def test_a_message_that_standins_know_nothing_of_loses_every_list():
-    end = End(1, 1, 7, 2, 30, 0, (SECRET, SECRET))
+    end = End(7, 2, 30, (SECRET, SECRET))
     recorder = Recorder(Core(CFG))
     recorder.advance([Received(end), Aborted(RequestId(9), damaged=True)])
     first, second = redact(recorder).legs[0].events
     assert first == Received(replace(end, first=(-1, -1))) and second == Aborted(RequestId(9), True)
     assert str(SECRET) not in dump(recorder)
-    assert '["Received",["End",1,1,7,2,30,0,[-1,-1]],0]' in dump(recorder)
+    assert '["Received",["End",7,2,30,[-1,-1]],0]' in dump(recorder)
 
 
 def run_pair(requests, turns=512):
     """Both engines of a pair until nobody has anything to do; every token is a secret."""
     engines = {role: Recorder(Core(replace(CFG, role=role)), turns) for role in ("prefill", "decode")}
-    mail = {role: list(requests) for role in engines}
+    mail = {role: [PeerJoined(), *requests] for role in engines}
     while any(mail.values()):
         for role, other in (("prefill", "decode"), ("decode", "prefill")):
             events, mail[role] = mail[role], []
             while True:
                 answer = engines[role].advance(events)
-                mail[other] += [Received(o.what) for o in answer.outputs if isinstance(o, Say)
-                                and not isinstance(o.what, Remind | Deadline | FenceEpoch | Renew)]
+                mail[other] += [Received(o.what) for o in answer.outputs if isinstance(o, Say)]
                 if (plan := answer.plan) is None:
                     break
                 got = tuple((SECRET + start,) for start, samples

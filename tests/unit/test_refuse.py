@@ -14,6 +14,9 @@ from penstock.config.tree import Config
 MACHINE = Machine(system="Linux", machine="x86_64", python="3.11", cpu="test", features=(),
                    cores=2, memory_total=8 << 30, memory_available=4 << 30)
 
+DECODE: dict[str, object] = {"disaggregation_mode": "decode", "pair_peer": "h:1"}
+PREFILL: dict[str, object] = {"disaggregation_mode": "prefill", "pair_listen": "h:1"}
+
 # One row for every entry of REFUSED, in its order: options that it refuses, options at the edge.
 CASES: tuple[tuple[dict[str, object], dict[str, object]], ...] = (
     ({"max_model_len": 0}, {"max_model_len": 1}),
@@ -61,6 +64,17 @@ CASES: tuple[tuple[dict[str, object], dict[str, object]], ...] = (
     ({"admin_key_file": "f"}, {"admin_key_file": "f", "api_key_file": "keys"}),
     ({"body_bytes_max": 1023}, {"body_bytes_max": 1024}),
     ({"drain_s": -0.5}, {"drain_s": 0}),
+    ({"prefill": 1}, {"prefill": 1, "decode": 1}),
+    ({"prefill": 1, "decode": 1, **DECODE}, DECODE),
+    ({"disaggregation_mode": "prefill"}, PREFILL),
+    ({"disaggregation_mode": "decode"}, DECODE),
+    ({"pair_key_file": "key"}, {"pair_key_file": "key", **DECODE}),
+    ({"pair_tls_cert": "pem", **DECODE}, {"pair_tls_cert": "pem", **PREFILL}),
+    ({"pair_tls": True, **PREFILL}, {"pair_tls": True, **DECODE}),
+    ({"pair_tls": True, "pair_plaintext": True, **DECODE}, {"pair_plaintext": True, **DECODE}),
+    ({"pair_fallback": "refuse"}, {"pair_fallback": "refuse", **DECODE}),
+    ({"pair_timeout_s": 0.0}, {"pair_timeout_s": 0.1}),
+    ({"pair_silence_s": 0.5}, {"pair_silence_s": 1.0}),
 )
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.config.decoding import ProtocolError
 from penstock.config.params import SamplingParams
-from penstock.core.pair.messages import Cancel, Drained, End, Grant, Hello, Reason, Refused
+from penstock.core.pair.messages import Cancel, Drained, End, Grant, Reason, Refused
 from penstock.transfer import codec
 from penstock.transfer.codec import FrameReader, PageFrame, PageHead, Sealer, checksum, connection_keys
 from penstock.transfer.facts import Facts, GroupFacts
@@ -21,9 +21,9 @@ KEY, EPOCH = b"k" * 32, 7
 FACTS = Facts("decode", {"weights": "abc", "RoPE": "none"},
               [GroupFacts("kv", 3, 2, 2, 8, 1, "bfloat16", 2, 16)], [[1, 2]], {"model": "demo", "x": None})
 MESSAGES = [
-    Hello(3, 0, 2, 1 << 40), Grant(3, 3, 9, 2, 100, 0, 16), Cancel(3, 3, 9, 2),
-    End(3, 3, 9, 2, 100, 0, (5, 6)), Refused(3, 3, 9, 2, Reason.REFUSED),
-    Drained(3, 3, 9, 2, Reason.CANCELLED),
+    Grant(9, 2, 100, 16), Cancel(9, 2),
+    End(9, 2, 100, (5, 6)), Refused(9, 2, Reason.REFUSED),
+    Drained(9, 2, Reason.CANCELLED),
     Greeting(FACTS, 6, 7), Beat(),
     Ask(transfer=9, prompt=b"\1\0\0\0" * 5, params=SamplingParams(stop=("é",), logit_bias={5: -1.5}, seed=-3),
         stop_ids=[2], max_new=5, namespace=b"n" * 16, choice=1, leader=8, selects=True,
@@ -61,14 +61,14 @@ def test_every_message_survives() -> None:
 
 
 def test_a_long_message_goes_in_frames_of_at_most_a_mebibyte() -> None:
-    long = msgspec.structs.replace(MESSAGES[8], prompt=b"\1\2\0\0" * (1 << 20))
+    long = msgspec.structs.replace(MESSAGES[7], prompt=b"\1\2\0\0" * (1 << 20))
     frames = list(Sealer(KEY, EPOCH).message(long))
     assert len(frames) == 5 and max(map(len, frames)) == codec.FRAME_BYTES_MAX
     assert read(b"".join(frames)) == [long]
 
 
 def test_a_message_that_is_too_long_is_refused_where_it_is_made_and_where_it_arrives(monkeypatch) -> None:
-    long = msgspec.structs.replace(MESSAGES[8], prompt=b"\1\2\0\0" * (1 << 20))
+    long = msgspec.structs.replace(MESSAGES[7], prompt=b"\1\2\0\0" * (1 << 20))
     frames = list(Sealer(KEY, EPOCH).message(long))
     monkeypatch.setattr(codec, "MESSAGE_BYTES_MAX", 1 << 21)
     with pytest.raises(ProtocolError, match="over"):
@@ -120,8 +120,8 @@ def test_every_bit_of_a_message_and_of_a_page_head_is_authenticated() -> None:
 
 
 @pytest.mark.parametrize("message", [
-    End(1, 1, 1, 1, 1, 0, tuple(range(65))), End(1, 1, 1, 1, 1, 0, (-1,)), Grant(1, 1, -1, 1, 1),
-    Grant(1, 1, 1 << 63, 1, 1)])
+    End(1, 1, 1, tuple(range(65))), End(1, 1, 1, (-1,)), Grant(-1, 1, 1),
+    Grant(1 << 63, 1, 1)])
 def test_numbers_of_the_cores_messages_are_bounded(message) -> None:
     with pytest.raises(ProtocolError, match="bounds"):
         read(b"".join(Sealer(KEY, EPOCH).message(message)))

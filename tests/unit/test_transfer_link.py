@@ -94,13 +94,13 @@ def test_each_connection_is_an_epoch_and_nothing_of_an_older_one_counts(ends) ->
     assert decode.up() == prefill.up() == 2
     move = push(prefill, 1, KV, 0, 40)
     assert prefill.wait(Pushed) == Pushed(move.id, False, 0, 0.0)
-    prefill.link.say(1, Refused(1, 1, 1, 1, 1))
-    prefill.link.say(2, Refused(2, 2, 9, 9, 1))
+    prefill.link.say(1, Refused(1, 1, 1))
+    prefill.link.say(2, Refused(9, 9, 1))
     assert decode.wait(Heard).message.transfer == 9             # not the one of epoch 1
     grant(decode, 1, 40)                                        # came too late to count
     push(prefill, 2, KV, 0, 40)                                 # so nobody waits for these
     assert prefill.wait(Pushed).ok
-    prefill.link.say(2, Refused(2, 2, 8, 9, 1))
+    prefill.link.say(2, Refused(8, 9, 1))
     decode.wait(Heard)
     assert decode.link.stats()["pair_stray_frames_total"] > 0
     check(decode, {KV: [], BOUNDS: []}, 40)
@@ -214,7 +214,7 @@ def test_what_is_revoked_is_written_no_more(ends) -> None:
     given = grant(decode, 1, 48)
     push(prefill, 1, KV, 0, 16)
     prefill.wait(Pushed)
-    prefill.link.say(1, Refused(1, 1, 9, 9, 1))
+    prefill.link.say(1, Refused(9, 9, 1))
     decode.wait(Heard)                                          # so the first pages have landed
     decode.link.revoke(1, 1)
     for pool in decode.pools.every():
@@ -240,7 +240,7 @@ def test_an_end_without_all_its_bytes_is_heard_as_a_failure(fault: str, ends, mo
     prefill.wait(Pushed)
     prefill.wait(Pushed)
     prefill.link.say(1, Over(1, 1, 1, 1, 40, 0, (7,)))
-    assert decode.wait(Heard).message == Drained(1, 1, 1, 1, Reason.BROKEN)
+    assert decode.wait(Heard).message == Drained(1, 1, Reason.BROKEN)
     if fault == "damaged":
         check(decode, {KV: [], BOUNDS: []}, 40)                 # not a byte of it was written
     monkeypatch.undo()
@@ -289,7 +289,7 @@ def test_messages_pass_between_the_frames_of_a_push_which_can_be_stopped(ends) -
     prefill.pools.fill(Tier.HBM, KV, pages_for(prefill, Tier.HBM, KV, 0, 40), 0)
     push(prefill, 1, KV, 0, 40)                                 # five pages
     last = push(prefill, 1, BOUNDS, 0, 40)
-    prefill.link.say(1, Refused(1, 1, 9, 9, 1))
+    prefill.link.say(1, Refused(9, 9, 1))
     gate.open.set()
     assert decode.wait(Heard).message.transfer == 9
     assert prefill.wait(Pushed).ok and prefill.wait(Pushed).id == last.id
@@ -310,7 +310,7 @@ def test_whoever_does_not_listen_is_not_told_more_than_fits(ends, monkeypatch) -
     monkeypatch.setattr(events, "WAITING_MAX", 10)
     prefill, decode = pair(ends)
     for i in range(1000):
-        prefill.link.say(1, Refused(1, 1, i + 1, 1, 1))
+        prefill.link.say(1, Refused(i + 1, 1, 1))
     most = 0
     for i in range(1000):
         most = max(most, len(decode.link._events._waiting))
@@ -323,8 +323,8 @@ def test_an_end_that_falls_silent_is_cut(way: str, ends) -> None:
     fault = Fault(way, at=2000, hold=True)
     prefill, decode, proxy = pair(ends, {"silence_s": 0.5}, {"silence_s": 0.5}, through=(fault,))
     for i in range(40):                                         # past byte 2,000, if nothing else is
-        prefill.link.say(1, Refused(1, 1, i + 1, 1, 1))
-        decode.link.say(1, Cancel(1, 1, i + 1, 1))
+        prefill.link.say(1, Refused(i + 1, 1, 1))
+        decode.link.say(1, Cancel(i + 1, 1))
     first = decode if way == "in" else prefill
     assert "nothing for 0.5 s" in first.wait(Down).cause
     assert decode.up() == prefill.up() >= 2

@@ -12,7 +12,7 @@ from penstock.serve import wire
 TO_ENGINE = [
     wire.Hello(wire.VERSION, {"model": {"model": "demo", "seed": 0, "x": None, "y": ["a", "b"]}}),
     wire.Submit(rid=7, prompt=[1, 2, 3], stop_ids=[2], max_new=5, leader=6, choice=1,
-                selects=True, attention=(1 << 63) - 1, transfer=3, host_token=True,
+                selects=True, attention=(1 << 63) - 1, host_token=True,
                 params=SamplingParams(stop=("é", "##"), logit_bias={5: -1.5}, seed=-3, n=2,
                                       forced=(4, 0))),
     wire.Abort(7), wire.StopAt(7, 3), wire.Flush(), wire.AskStats(1), wire.Shutdown()]
@@ -20,7 +20,7 @@ FROM_ENGINE = [
     wire.Ready(pid=1, vocab_size=9, max_model_len=8, info={"dtype": "float32", "none": None},
                selection=Selection(selector="bounds", version=1, unit=8, budget=512, sinks=16, window=64,
                                    dense=(0, 3))),
-    wire.Failed("no such model"),
+    wire.Failed("no such model"), wire.PeerNews("silent for 10 s", {"model": "x", "pp": 2, "none": None}),
     wire.Chunks([wire.Chunk(rid=1, tokens=[4, 5], index=3, finish="stop", reason="",
                             logprobs=[wire.Logprob(-0.5, 1, [(4, -0.5), (9, -1.0)])] * 2,
                             cached_tokens=16, cached_by_tier={"hbm": 16, "dram": 0},

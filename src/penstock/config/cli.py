@@ -25,6 +25,7 @@ SECTIONS = {
     "schedule": "scheduling",
     "device": "device and back-ends",
     "server": "HTTP server",
+    "pair": "prefill and decode apart",
     "debug": "debugging",
 }
 

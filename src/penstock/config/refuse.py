@@ -71,7 +71,7 @@ def is_public(host: str) -> bool:
 def _wants_more_than_all(config: Config, machine: Machine) -> bool:
     device = 0 if config.device.device == "cuda" else (config.kv.hbm_bytes or 0) * max(1, config.device.pp)
     wanted = device + (config.kv.dram_bytes or 0)
-    return wanted > machine.memory_available
+    return wanted * (2 if config.pair.prefill else 1) > machine.memory_available
 
 
 def _budget_below_least(config: Config, _: Machine) -> bool:
@@ -89,6 +89,39 @@ def _least(unit: int) -> int:
 def _leasts() -> str:
     return ", ".join(f"{_least(unit)} with units of {unit}" for unit in (4, 8, 16))
 
+
+def _mode(config: Config) -> str:
+    return config.pair.disaggregation_mode or ""
+
+
+PAIR: tuple[Refusal, ...] = (
+    Refusal(lambda c, _: (c.pair.prefill, c.pair.decode) not in ((0, 0), (1, 1)),
+            ("pair.prefill", "pair.decode"), "a pair is one of each: --prefill 1 --decode 1, or neither"),
+    Refusal(lambda c, _: bool(c.pair.prefill and _mode(c)), ("pair.prefill", "pair.disaggregation_mode"),
+            "the one starts both ends on this machine, the other one end: leave one of them out"),
+    Refusal(lambda c, _: (c.pair.pair_listen is not None) != (_mode(c) == "prefill"),
+            ("pair.disaggregation_mode", "pair.pair_listen"),
+            "the prefill end listens, and only that: give it --pair-listen HOST:PORT"),
+    Refusal(lambda c, _: (c.pair.pair_peer is not None) != (_mode(c) == "decode"),
+            ("pair.disaggregation_mode", "pair.pair_peer"),
+            "the decode end is told where the prefill end listens, and only that: give it "
+            "--pair-peer HOST:PORT"),
+    Refusal(lambda c, _: not _mode(c) and any((c.pair.pair_key_file, c.pair.pair_tls, c.pair.pair_tls_cert,
+                                              c.pair.pair_plaintext)),
+            ("pair.disaggregation_mode", "pair.pair_key_file", "pair.pair_tls", "pair.pair_tls_cert",
+             "pair.pair_plaintext"), "for one end of a pair: give --disaggregation-mode as well"),
+    Refusal(lambda c, _: c.pair.pair_tls_cert is not None and _mode(c) == "decode",
+            ("pair.pair_tls_cert", "pair.disaggregation_mode"),
+            "the end that listens has the certificate: here give --pair-tls"),
+    Refusal(lambda c, _: c.pair.pair_tls and _mode(c) == "prefill" and c.pair.pair_tls_cert is None,
+            ("pair.pair_tls", "pair.pair_tls_cert"), "the end that listens needs a certificate"),
+    Refusal(lambda c, _: c.pair.pair_plaintext and bool(c.pair.pair_tls or c.pair.pair_tls_cert),
+            ("pair.pair_plaintext", "pair.pair_tls", "pair.pair_tls_cert"), "with TLS, or without: not both"),
+    Refusal(lambda c, _: c.pair.pair_fallback != "compute" and not c.pair.prefill and _mode(c) != "decode",
+            ("pair.pair_fallback",), "of the decode end: there is no other here"),
+    _outside("pair.pair_timeout_s", 0.1, 86400, "0.1 to 86400 seconds"),
+    _outside("pair.pair_silence_s", 1, 3600, "1 to 3600 seconds"),
+)
 
 REFUSED: tuple[Refusal, ...] = (
     _outside("model.max_model_len", 1, 1 << 24, "1 to 16777216 tokens"),
@@ -163,6 +196,7 @@ REFUSED: tuple[Refusal, ...] = (
             "without API keys every program of this machine is an admin: add --api-key-file"),
     _outside("server.body_bytes_max", 1024, 1 << 30, "1KiB to 1GiB"),
     _outside("server.drain_s", 0, 3600, "0 to 3600 seconds"),
+    *PAIR,
 )
 
 

@@ -22,7 +22,8 @@ def resolve(raw: Config, machine: Machine) -> Config:
     if device.device == "auto":
         device = replace(device, device="cuda" if machine.device == "cuda" else "cpu")
     if device.threads is None:
-        device = replace(device, threads=min(machine.cores, 1024))
+        share = 2 if raw.pair.prefill else 1           # engines on this machine
+        device = replace(device, threads=max(1, min(machine.cores, 1024) // share))
     if kv.memory_fraction is None:
         kv = replace(kv, memory_fraction=0.9 if device.device == "cuda" else 0.3)
     if model.dtype == "auto" and device.device == "cpu":

@@ -55,6 +55,8 @@ class Secret:
 Dtype = Literal["auto", "float32", "bfloat16", "gguf"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 SparseKV = Literal["auto", "always", "off"]
+PairMode = Literal["prefill", "decode"]
+PairFallback = Literal["compute", "refuse"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +153,29 @@ class ServerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PairConfig:
+    prefill: Annotated[int, "with --decode 1: an engine for prompts, on this machine too, 1 or 0"] = 0
+    decode: Annotated[int, "with --prefill 1: the engine that decodes, and answers"] = 0
+    disaggregation_mode: Annotated[PairMode | None, "be one end of a pair of engines: prefill computes "
+                                   "prompts, decode has the HTTP address and forwards them"] = None
+    pair_peer: Annotated[str | None, "HOST:PORT, or unix:PATH, where the prefill end listens"] = None
+    pair_listen: Annotated[str | None, "HOST:PORT, or unix:PATH, on which the prefill end listens"] = None
+    pair_key_file: Annotated[str | None, "file with the secret of both ends, 16 characters or more (default: "
+                             "$PENSTOCK_PAIR_KEY)"] = None
+    pair_tls: Annotated[bool, "TLS between the ends, on the one that connects; the other has a "
+                        "certificate"] = False
+    pair_tls_cert: Annotated[str | None, "PEM file with the certificate of the end that listens, and its "
+                             "key"] = None
+    pair_plaintext: Annotated[bool, "no TLS though the other end is on another machine: page bytes are then "
+                              "neither secret nor authenticated"] = False
+    pair_fallback: Annotated[PairFallback, "without the prefill end: compute prompts here, or refuse with "
+                             "503"] = "compute"
+    pair_timeout_s: Annotated[float, "seconds that a request waits for the KV of its prompt before that is "
+                              "computed here"] = 300.0
+    pair_silence_s: Annotated[float, "seconds without a word after which the other end counts as gone"] = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DebugConfig:
     check: Annotated[bool, "check every invariant after every step (slow)"] = False
     event_log: Annotated[str | None, "file that receives core events, without prompts"] = None
@@ -163,13 +188,15 @@ class Config:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    pair: PairConfig = field(default_factory=PairConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
 
 
 # "section.field" of what only an HTTP server has a use for: refused by the other commands.
 SERVE_ONLY = frozenset({
     "model.served_model_name", "schedule.max_waiting",
-    *(f"server.{name}" for name in get_type_hints(ServerConfig))})
+    *(f"server.{name}" for name in get_type_hints(ServerConfig)),
+    *(f"pair.{name}" for name in get_type_hints(PairConfig))})
 
 # "section.field" of every Secret.
 SECRETS = frozenset(

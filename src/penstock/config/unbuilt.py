@@ -45,7 +45,6 @@ class Unbuilt:
 
 _NONE = ("none", "null", "")
 _DISK = "the storage tier (DISK)"
-_PAIR = "a prefill/decode pair (PEER)"
 _LORA = "LoRA"
 _SPECULATION = "speculative decoding"
 
@@ -83,8 +82,17 @@ UNBUILT: tuple[Unbuilt, ...] = (
                    "that giving up its device page never waits for a copy"),
     _value("", "--hicache-io-backend", "--hicache-mem-layout",
            instead="there is one layout and one way to copy: a page is one block in every tier"),
-    _value(_PAIR, "--disaggregation-mode", neutral=_NONE),
-    _value(_PAIR, "--disaggregation-*", "--kv-transfer-config", neutral=_NONE),
+    _value("", "--disaggregation-transfer-backend", neutral=_NONE,
+           instead="there is one, built in: give the prefill end --pair-listen HOST:PORT and the decode "
+                   "end --pair-peer HOST:PORT"),
+    _value("", "--disaggregation-bootstrap-port", neutral=_NONE,
+           instead="the ends meet at one address: give the prefill end --pair-listen HOST:PORT and the "
+                   "decode end --pair-peer HOST:PORT"),
+    _value("", "--kv-transfer-config", neutral=_NONE,
+           instead="for a pair give --disaggregation-mode prefill or decode, with --pair-listen or "
+                   "--pair-peer"),
+    _value("other settings of a pair", "--disaggregation-decode-*", "--disaggregation-prefill-*",
+           "--disaggregation-ib-*", neutral=_NONE),
     _value("publishing KV events", "--kv-events-config", neutral=_NONE),
     _value("a KV cache of another type than the model computes in", "--kv-cache-dtype",
            neutral=("auto",)),

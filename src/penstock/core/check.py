@@ -152,12 +152,14 @@ def _pair(core: CoreState, pair: Pairing) -> None:
         assert core.live.get(r.rid) is r, f"transfer {transfer}: its request has ended"
     if isinstance(side, DecodeSide):
         assert set(pair.granted) == set(side.table), "grants differ from the protocol's"
+        for transfer in side.asked:
+            early = pair.requests.get(transfer)
+            assert early is not None and early.phase in (Phase.QUEUED, Phase.FETCHING), f"transfer {transfer}"
         for transfer, receiving in side.table.items():
             live = pair.requests.get(transfer)
             waits = live is not None and live.phase is Phase.RECEIVING and not live.is_saved
             assert waits or receiving.closing, f"transfer {transfer}: its Cancel was forgotten"
         return
-    for transfer, entry in side.table.items():
-        pushing = entry.sending is not None and entry.sending.stage is Stage.PUSHING
-        assert (entry.waiting or pushing) == (transfer in pair.requests), (
+    for transfer, sending in side.table.items():
+        assert (sending.stage is not Stage.DRAINING) == (transfer in pair.requests), (
             f"transfer {transfer}: its end was not told")

@@ -238,7 +238,7 @@ class Core(CoreState):
         r.excused += counted or id in r.waits
         if id in r.waits:                      # perhaps of a row that it has given up
             r.invalid_through = r.last_issue
-        if r.is_pushed and counted:
+        if r.grant is not None and r.pushed > r.grant.start and counted:
             self.end(r, Outcome.LOST)         # what it has sent may be wrong
         elif id in r.waits and (r.phase, Trigger.DROP) in self.edges:
             self.transition(r, Trigger.DROP)

@@ -18,7 +18,6 @@ from enum import Enum
 from typing import NamedTuple, NewType, Protocol, TypeAlias
 
 from penstock.core.pair.messages import Message
-from penstock.core.pair.protocol import Ask
 
 RequestId = NewType("RequestId", int)   # made by the server, never by a client
 Row = NewType("Row", int)               # slot of a request in the device-resident tables
@@ -176,43 +175,22 @@ class Received:
 
 
 @dataclass(frozen=True, slots=True)
-class Reminded:
-    """The timer of a `Remind` has fired."""
+class PeerJoined:
+    """A connection to this peer was made. Requests that arrive from now on are known there too."""
 
-    transfer: int
-    n: int
     peer: PeerId = ONE_PEER
 
 
 @dataclass(frozen=True, slots=True)
-class Overdue:
-    """The timer of a `Deadline` has fired."""
+class PeerLeft:
+    """The connection to this peer is closed and drained to its end: no write of it can land any more, and
+    nothing that was said on it will be answered."""
 
-    transfer: int
-    n: int
-    peer: PeerId = ONE_PEER
-
-
-@dataclass(frozen=True, slots=True)
-class PeerFenced:
-    """The data connection of this epoch of the peer is closed and drained to its end: no write of
-    it can land any more."""
-
-    epoch: int
-    peer: PeerId = ONE_PEER
-
-
-@dataclass(frozen=True, slots=True)
-class Renewed:
-    """The answer to `Renew`: to this peer the engine goes on in a new epoch."""
-
-    epoch: int
     peer: PeerId = ONE_PEER
 
 
 Event: TypeAlias = (Arrived | Aborted | Stopped | Paused | Dropped | Spilled | Promoted | Flushed
-                    | Expired | Rates | Retired | Moved | Received | Reminded | Overdue | PeerFenced
-                    | Renewed)
+                    | Expired | Rates | Retired | Moved | Received | PeerJoined | PeerLeft)
 
 
 # ---------------------------------------------------------------- plan out
@@ -357,11 +335,10 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Say:
-    """A message for the other engine of a pair, or a timer or a fence to be answered by an event that
-    names the same peer.
-    Messages go out after the plan of the same `Advance` was submitted, and in order."""
+    """A message for the other engine of a pair.
+    They go out after the plan of the same `Advance` was submitted, and in order."""
 
-    what: Message | Ask
+    what: Message
     peer: PeerId = ONE_PEER
 
 

@@ -81,8 +81,10 @@ class Request:
 
     # The pair.
     grant: Granted | None = None               # prefill role: pages wait at the decode engine
+    is_asked: bool = False                     # decode role: the other engine works for it, without a grant
     delivered: int = 0                         # decode role: positions that the other engine computed
-    is_pushed: bool = False                    # prefill role: all of it is on its way there
+    pushed: int = 0                            # prefill role: positions below it are on their way there,
+    is_pushed: bool = False                    # and all of them
 
     # Leases. `path` are its sealed pages in the tree.
     row: Row | None = None

@@ -53,8 +53,6 @@ class CoreConfig:
     pp_size: int = 1
     role: str = "unified"               # or one side of a pair: "prefill", "decode"
     peers: int = 1                      # engines of the other role, if it is a side of a pair
-    epoch: int = 1                      # of this incarnation of a pair's side; rises with each restart
-    identity: int = 0                   # of weights, KV dtype and layout: pairs only with the same
     draft_tokens: int = 0               # a decoding row computes, and may return, up to 1 more than this
     prefix_cache: bool = True
     groups: tuple[CacheGroup, ...] = (CacheGroup(name="full", page_bytes=0),)

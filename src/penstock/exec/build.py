@@ -4,8 +4,9 @@ Owns the order of start-up; the sizes of the pools are `sizing.py`.
 """
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -35,8 +36,13 @@ from penstock.exec.prove import prove, prove_front, scratch
 from penstock.exec.rank import Rank
 from penstock.exec.sizing import DeviceMemory, Sizes, groups_of, show_size, size_pools
 from penstock.exec.stages import of_config
+from penstock.exec.waker import Waker
 from penstock.memory.lateness import Lateness
+from penstock.memory.pool import BlockPool, PageLayout
+from penstock.model.files import sampled_digest
+from penstock.model.locate import locate
 
+ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "head_dim")
 Info = dict[str, str | int | float | bool | None]
 
 
@@ -50,6 +56,10 @@ class Built:
     max_model_len: int
     selection: Selection | None
     info: Info
+    wakes: Waker                    # readable when `executor` has something to tell that no call waits for
+    pools: Sequence[Sequence[BlockPool]]        # of each stage, as far as they are in this process
+    caches: Caches                  # of the whole model
+    identity: dict[str, str]        # what another engine must have in common to read its KV, in words
     crew: Crew | None = None        # the ranks, where they are processes
 
 
@@ -63,7 +73,8 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
     run here, memory that is not there, a context that does not fit.
     """
     started = time.perf_counter()
-    parts = _one(config, log, lateness) if config.device.pp == 1 else _several(config, log)
+    wakes = Waker()
+    parts = _one(config, log, lateness, wakes) if config.device.pp == 1 else _several(config, log, wakes)
     core_config, caches, selection = parts.sizes.core, parts.caches, parts.selection
     model, layout = parts.loaded.whole, parts.caches.layouts[0]
     seconds = time.perf_counter() - started
@@ -103,7 +114,10 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
         log(f"warning: --step-tokens {core_config.step_tokens} is below --max-num-seqs "
             f"{core_config.rows}: the youngest requests wait while older ones decode")
     return Built(executor=parts.front, core_config=core_config, vocab_size=model.vocab_size,
-                 max_model_len=core_config.max_len, selection=selection, info=info, crew=parts.crew)
+                 max_model_len=core_config.max_len, selection=selection, info=info, wakes=wakes,
+                 pools=parts.pools, caches=caches,
+                 identity=kv_identity(config, parts.loaded, selection, layout)
+                 if config.pair.disaggregation_mode else {}, crew=parts.crew)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,10 +131,27 @@ class _Parts:
     selection: Selection | None
     threads: int
     info: Info
+    pools: Sequence[Sequence[BlockPool]]
     crew: Crew | None = None
 
 
-def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None) -> _Parts:
+def kv_identity(config: Config, loaded: Loaded, selection: Selection | None,
+                layout: PageLayout) -> dict[str, str]:
+    """What two engines must have in common for one to go on from the other's KV, in words."""
+    files = locate(config.model.model, load_format=config.model.load_format)
+    seed = config.model.seed or 0
+    rope = {name: files.config[name] for name in ROPE if name in files.config}
+    weights = f"dummy {seed}" if loaded.load_format == "dummy" else sampled_digest(
+        files.safetensors or [path for path in (files.gguf,) if path is not None])
+    return {
+        "weights": weights, "configuration": loaded.digest,
+        "RoPE": json.dumps(rope, sort_keys=True, default=str),
+        "KV dtype": show_dtype(layout.dtype),
+        "selector": "none" if selection is None else
+        f"{selection.selector} {selection.version}, units of {selection.unit}"}
+
+
+def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None, wakes: Waker) -> _Parts:
     """One rank, in this process, on the CPU or a GPU."""
     threads, device = config.device.threads or machine.probe().cores, config.device.device
     # One thread: loading is many small operations, which two threads on busy cores slow down 4x.
@@ -138,15 +169,16 @@ def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None
     selector = selector_of(selection, core, loaded.backends)
     prove(model, attention, caches, groups, selector, device)
     seed = config.model.seed or 0         # `resolve` has drawn one for a server
-    rank = Rank(model, attention, *caches.pools(core, device), rows=core.rows, max_len=core.max_len,
-                seed=seed, lateness=lateness, groups=groups, selector=selector)
+    hbm, dram = caches.pools(core, device)
+    rank = Rank(model, attention, hbm, dram, rows=core.rows, max_len=core.max_len, seed=seed,
+                lateness=lateness, groups=groups, selector=selector, wake=wakes.wake)
     if captures:
         started = time.perf_counter()
         rank.capture(buckets_of(core.rows))
         info["capture_seconds"] = round(time.perf_counter() - started, 3)
         log(f"decode steps of up to {core.rows} rows captured in {info['capture_seconds']} s")
     return _Parts(front=Front([rank]), loaded=loaded, caches=caches, sizes=sizes, selection=selection,
-                  threads=threads, info=info)
+                  threads=threads, info=info, pools=[[*hbm, *dram]])
 
 
 def _measure(config: Config, loaded: Loaded, log: Callable[[str], object]) -> tuple[DeviceMemory, Info]:
@@ -173,7 +205,7 @@ def _measure(config: Config, loaded: Loaded, log: Callable[[str], object]) -> tu
     return gpu, {"gpu": name, "gpu_bytes": gpu.total, "workspace_bytes": gpu.workspace}
 
 
-def _several(config: Config, log: Callable[[str], object]) -> _Parts:
+def _several(config: Config, log: Callable[[str], object], wakes: Waker) -> _Parts:
     """Pipeline stages, each in a process of its own; this one plans for them."""
     ranks = config.device.pp
     threads = max(1, (config.device.threads or machine.probe().cores) // ranks)
@@ -183,7 +215,7 @@ def _several(config: Config, log: Callable[[str], object]) -> _Parts:
     layers = [stage.end - stage.first for stage in stages]
     groups = groups_of(loaded.whole, selection)
     caches = caches_of(groups, config.kv.page_size, loaded.dtype)
-    crew = Crew(config, layers, threads)
+    crew = Crew(config, layers, threads, wakes.wake)
     try:
         told = crew.loaded(identity_of(loaded, config, caches))
         own = [caches.stage(stage.first, stage.end, groups) for stage in stages]
@@ -193,9 +225,9 @@ def _several(config: Config, log: Callable[[str], object]) -> _Parts:
         core, crew.vocab_size = sizes.core, loaded.whole.vocab_size
         selector = selector_of(selection, core, loaded.backends)
         trial = replace(scratch(caches, selector), pp_size=ranks)
-        crew.pools(trial, caches.host_bytes(trial))
+        crew.pools(trial, caches.host_bytes(trial), [one.nbytes(trial.hbm_pages) for one in own])
         prove_front(Front(crew.ranks, crew.wait), trial, loaded.whole.max_position, selector)
-        crew.pools(core, caches.host_bytes(core))
+        crew.pools(core, caches.host_bytes(core), [one.nbytes(core.hbm_pages) for one in own])
     except BaseException:
         crew.close()
         raise
@@ -210,7 +242,7 @@ def _several(config: Config, log: Callable[[str], object]) -> _Parts:
     loaded = replace(loaded, bytes=sum(one.weight_bytes for one in told),
                      peak=max(one.peak_bytes for one in told))
     return _Parts(front=Front(crew.ranks, crew.wait), loaded=loaded, caches=caches, sizes=sizes,
-                  selection=selection, threads=threads, info=info, crew=crew)
+                  selection=selection, threads=threads, info=info, pools=crew.seen(core, own), crew=crew)
 
 
 def _sparse_info(selection: Selection | None, caches: Caches, sizes: Sizes) -> Info:

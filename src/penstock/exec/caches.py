@@ -73,11 +73,13 @@ class Caches:
         """Memory of the host pool, of all stages together."""
         return cfg.dram_pages // self.host.slab_pages[0] * self.host.slab_bytes
 
-    def pools(self, cfg: CoreConfig, device: torch.device | str = "cpu", *,
-              host_memory: Tensor | None = None) -> tuple[list[HbmPool], list[DramPool]]:
+    def pools(self, cfg: CoreConfig, device: torch.device | str = "cpu", *, host_memory: Tensor | None = None,
+              device_memory: Tensor | None = None) -> tuple[list[HbmPool], list[DramPool]]:
         """Device and host pools by cache group, those of a tier in one memory; no host pools without
-        a host tier. host_memory: what stages share, uint8 [`host_bytes`]; None: it is made here."""
-        device_memory = hbm.allocate(self.nbytes(cfg.hbm_pages), device)
+        a host tier. host_memory: what stages share, uint8 [`host_bytes`]; device_memory: what another process
+        sees too, uint8 [`nbytes`]. None: it is made here."""
+        if device_memory is None:
+            device_memory = hbm.allocate(self.nbytes(cfg.hbm_pages), device)
         device_pools = [
             HbmPool(layout, self._count(g, cfg.hbm_pages), base=cfg.hbm_base + g * cfg.group_base,
                     group=Group(g), memory=device_memory, page_stride=self.slabs.page_stride(g))

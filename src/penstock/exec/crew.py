@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import NoReturn
 
@@ -25,8 +25,11 @@ from penstock.config.tree import Config
 from penstock.core.plan import RequestId, StepPlan
 from penstock.core.settings import CoreConfig
 from penstock.exec import rank_wire as wire
+from penstock.exec.caches import Caches
 from penstock.exec.rank import Report
 from penstock.exec.sampling import check_ids
+from penstock.memory.dram import mapped
+from penstock.memory.pool import BlockPool
 
 STACK_S = 1.0               # what a rank that hangs has to print its stack
 OVERLAPS = 8                # steps of the stage before that a step may overlap with
@@ -56,13 +59,12 @@ class RankProcess:
             message = wire.decode_from_rank(body)
             if isinstance(message, wire.Reports):
                 self._reports.put(message)
-                self._crew.news.put(None)
+                self._crew.tell()
             else:
                 self._answers.put(message)
         self.died = True
         self._answers.put(None)
-        self._crew.news.put(None)
-        self._crew.alarm()
+        self._crew.tell()
 
     # ------------------------------------------------------------ Ranked
     def open(self, rid: RequestId, prompt: tuple[int, ...], params: SamplingParams, *, choice: int,
@@ -72,6 +74,9 @@ class RankProcess:
 
     def close(self, rid: RequestId) -> None:
         self.send(wire.encode(wire.Close(rid)))
+
+    def given(self, rid: RequestId, tokens: Sequence[int]) -> None:
+        self.send(wire.encode(wire.Given(rid, list(tokens))))
 
     def start(self, plan: StepPlan) -> None:
         self.queued.append(time.monotonic())
@@ -128,24 +133,29 @@ class RankProcess:
 
 
 class Crew:
-    """All ranks of an engine. `fileno` is readable once one has died, for loops that wait elsewhere."""
+    """All ranks of an engine."""
 
-    def __init__(self, config: Config, layers: Sequence[int], threads: int) -> None:
-        """Starts a process for each stage, which begins to load."""
+    def __init__(self, config: Config, layers: Sequence[int], threads: int,
+                 wake: Callable[[], None]) -> None:
+        """Starts a process for each stage, which begins to load. wake: called in other threads whenever a
+        rank has reported or died. Of an engine of a pair this process sees the device pools too."""
+        self._wake, self._news_at = wake, 0.0
         self.news: SimpleQueue[None] = SimpleQueue()
         self.vocab_size = 0                         # known before the first request
         self.timeout_s = config.device.rank_timeout_s
         self._encoded: tuple[StepPlan | None, bytes] = None, b""
-        self._dead, self._toll = socket.socketpair()
         # It has no name: it goes with the last process that has mapped it.
         self._host_fd = os.memfd_create("penstock-host", os.MFD_CLOEXEC)
         n = len(layers)
+        self._device_fds = [os.memfd_create("penstock-device", os.MFD_CLOEXEC) for _ in layers
+                            if config.pair.disaggregation_mode]
         between = [socket.socketpair() for _ in range(n - 1)]
         tokens = socket.socketpair()
         self.ranks: list[RankProcess] = []
         for i in range(n):
             ours, theirs = socket.socketpair()
-            fds = [theirs.fileno(), self._host_fd, between[i - 1][1].fileno() if i else -1,
+            fds = [theirs.fileno(), self._host_fd, self._device_fds[i] if self._device_fds else -1,
+                   between[i - 1][1].fileno() if i else -1,
                    between[i][0].fileno() if i < n - 1 else -1,
                    tokens[0].fileno() if i == n - 1 else -1 if i else tokens[1].fileno()]
             with theirs:
@@ -158,9 +168,6 @@ class Crew:
             a.close()
             b.close()
 
-    def fileno(self) -> int:
-        return self._dead.fileno()
-
     def loaded(self, want: dict[str, str]) -> list[wire.Loaded]:
         """Wait until every stage has its weights. Raises ConfigError: one is not of this engine."""
         found = []
@@ -171,15 +178,27 @@ class Crew:
             found.append(message)
         return found
 
-    def pools(self, core: CoreConfig, host_bytes: int) -> None:
+    def pools(self, core: CoreConfig, host_bytes: int, device_bytes: Sequence[int]) -> None:
         """Every rank has pools of these sizes when this returns."""
         if core.dram_pages:
             os.ftruncate(self._host_fd, host_bytes)
+        for fd, size in zip(self._device_fds, device_bytes, strict=False):
+            os.ftruncate(fd, size)
         for rank in self.ranks:
             rank.send(wire.encode(wire.Pools(core)))
         for rank in self.ranks:
             message = rank.answer()
             assert isinstance(message, wire.Ready)
+
+    def seen(self, core: CoreConfig, own: Sequence[Caches]) -> list[list[BlockPool]]:
+        """Of an engine of a pair the pools of each stage, over the memory that its rank has."""
+        found: list[list[BlockPool]] = []
+        for fd, caches in zip(self._device_fds, own, strict=False):
+            host = mapped(self._host_fd, caches.host_bytes(core)) if core.dram_pages else None
+            device, below = caches.pools(core, host_memory=host,
+                                         device_memory=mapped(fd, caches.nbytes(core.hbm_pages)))
+            found.append([*device, *below])
+        return found
 
     def encoded(self, plan: StepPlan) -> bytes:
         """Encoded once, for whichever rank asks first."""
@@ -193,6 +212,16 @@ class Crew:
             self.news.get(timeout=self.timeout_s)
         except Empty:
             self.hang([rank for rank in self.ranks if rank.queued] or self.ranks)
+
+    def watch(self) -> None:
+        """For who waits elsewhere: raises RankDied when plans wait and none was reported for as long as a
+        hang takes."""
+        now, sent = time.monotonic(), [rank.queued[-1] for rank in self.ranks if rank.queued]
+        while not self.news.empty():
+            self.news.get_nowait()
+            self._news_at = now
+        if sent and now - max(self._news_at, *sent) > self.timeout_s:
+            self.hang([rank for rank in self.ranks if rank.queued])
 
     def hang(self, hung: Sequence[RankProcess]) -> NoReturn:
         """These have said nothing for too long: their stacks go to stderr. Raises RankDied."""
@@ -215,10 +244,10 @@ class Crew:
                 self.ranks[one].overlap += sum(
                     max(0.0, min(ended, b) - max(began, a)) for a, b in other.steps)
 
-    def alarm(self) -> None:
-        """A rank has gone."""
-        with contextlib.suppress(OSError):
-            self._toll.send(b"!")
+    def tell(self) -> None:
+        """A rank has reported, or has gone."""
+        self.news.put(None)
+        self._wake()
 
     def fail(self, rank: RankProcess) -> NoReturn:
         """Raises RankDied, with what is known of its end."""
@@ -234,9 +263,9 @@ class Crew:
         for rank in self.ranks:
             rank.process.kill()
             rank.process.wait()
-        if self._host_fd >= 0:
-            os.close(self._host_fd)
-            self._host_fd = -1
+        for fd in (*self._device_fds, *([self._host_fd] if self._host_fd >= 0 else [])):
+            os.close(fd)
+        self._host_fd, self._device_fds = -1, []
 
 
 def check_identity(index: int, have: dict[str, str], want: dict[str, str]) -> None:

@@ -41,6 +41,10 @@ class Ranked(Protocol):
         """No plan that is still to come names `rid`."""
         ...
 
+    def given(self, rid: RequestId, tokens: Sequence[int]) -> None:
+        """See `Front.given`."""
+        ...
+
     def start(self, plan: StepPlan) -> None:
         """Queue a plan. Never blocks on the device."""
         ...
@@ -134,6 +138,13 @@ class Front:
             for rank in self._ranks:
                 rank.close(rid)
 
+    def given(self, rid: RequestId, tokens: Sequence[int], logprobs: Sequence[Logprobs] = ()) -> None:
+        """The first output tokens of `rid`, which another engine has sampled, with the logprobs of each
+        where they were asked for. Before a plan that binds it."""
+        for rank in self._ranks:
+            rank.given(rid, tokens)
+        self._open[rid].logprobs.update(enumerate(logprobs))
+
     def take_logprobs(self, rid: RequestId, index: int) -> Logprobs | None:
         """Logprobs of output token `index`, once; None if none were asked for or they are gone."""
         state = self._open.get(rid)
@@ -164,6 +175,12 @@ class Front:
             self._moves[move.id] = _Move(plan.step, len(self._ranks))
         for rank in self._ranks:
             rank.start(plan)
+
+    @property
+    def works_here(self) -> bool:
+        """Whether `poll` with `block` runs a step in this thread, or waits for the device to have run one;
+        else what is in flight ends elsewhere."""
+        return self._wait is None and bool(self._steps)
 
     def poll(self, *, block: bool) -> Sequence[Event]:
         while True:

@@ -140,6 +140,14 @@ class Rank:
         if self._heard is not None:
             self._heard.close(rid)
 
+    def given(self, rid: RequestId, tokens: Sequence[int]) -> None:
+        """The first output tokens of `rid`, which another engine has sampled."""
+        if self._samples:
+            assert not self._open[rid].outputs, f"request {rid} has output tokens of its own"
+            self._open[rid].outputs += tokens
+        if self._heard is not None:
+            self._heard.given(rid, tokens)
+
     def kv_reads(self, rid: RequestId) -> dict[str, int] | None:
         """What the units that `rid` selected were read from, so far, by name; None: it selects none."""
         return None if self._selecting is None else self._selecting.rows.reads(rid)

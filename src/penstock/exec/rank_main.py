@@ -1,6 +1,7 @@
-"""One rank in a process: `python -m penstock.exec.rank_main FRONT HOST BEFORE AFTER TOKENS`.
+"""One rank in a process: `python -m penstock.exec.rank_main FRONT HOST DEVICE BEFORE AFTER TOKENS`.
 
-The arguments are descriptors: the socket to the front, the memory of the host pool (-1: none), the
+The arguments are descriptors: the socket to the front, the memory of the host pool (-1: none), that of the
+device pools where the front must see them (-1: it need not), the
 sockets from the stage before and to the one after (-1: none), and the way of sampled tokens, which leads
 from the last stage to the first (-1 between them). Loads its stage, then does what the front says, until
 the front is gone: it has no life of its own. Exit codes: 0 orphaned, 2 configuration, 70 our bug.
@@ -8,7 +9,6 @@ the front is gone: it has no life of its own. Exit codes: 0 orphaned, 2 configur
 from __future__ import annotations
 
 import faulthandler
-import mmap
 import os
 import signal
 import socket
@@ -32,6 +32,7 @@ from penstock.exec.rank import Rank, Stepped
 from penstock.exec.rank_links import PutBoundary, PutSampled, Taker, boundaries, sampled
 from penstock.exec.sizing import groups_of
 from penstock.exec.stages import Links, split
+from penstock.memory.dram import mapped
 
 EXIT_CONFIG, EXIT_BUG = 2, 70
 
@@ -74,7 +75,7 @@ class Process:
         self._caches = caches_of(whole, config.kv.page_size, dtype)
         self._own = self._caches.stage(stage.first, stage.end, whole)
         self._groups = stage_shapes(whole, stage)
-        _, _, before, after, tokens = self._fds
+        _, _, _, before, after, tokens = self._fds
         self._before = None if before < 0 else Taker(boundaries(_channel(before), dtype))
         way = None if tokens < 0 else _channel(tokens)
         self._links = Links(
@@ -90,12 +91,12 @@ class Process:
     def _pools(self, core: CoreConfig) -> None:
         if self._rank is not None:
             self._rank.settle()
-        host, size = None, self._caches.host_bytes(core)
-        if core.dram_pages:
-            host = torch.frombuffer(mmap.mmap(self._fds[1], size), dtype=torch.uint8)
+        host = mapped(self._fds[1], self._caches.host_bytes(core)) if core.dram_pages else None
+        device = mapped(self._fds[2], self._own.nbytes(core.hbm_pages)) if self._fds[2] >= 0 else None
         seed = self._config.model.seed or 0
         self._rank = Rank(
-            self._loaded.model, attention_of(self._loaded.backends), *self._own.pools(core, host_memory=host),
+            self._loaded.model, attention_of(self._loaded.backends), 
+            *self._own.pools(core, host_memory=host, device_memory=device),
             rows=core.rows, max_len=core.max_len, seed=seed, groups=self._groups, links=self._links,
             selector=selector_of(self._selection, core, self._loaded.backends),
             wake=lambda: self._inbox.put(None))
@@ -124,6 +125,8 @@ class Process:
                 rank.open(rid, tuple(prompt), params, choice=choice, stop_ids=tuple(stop_ids))
             case wire.Close(rid):
                 rank.close(rid)
+            case wire.Given(rid, tokens):
+                rank.given(rid, tokens)
             case wire.Plan(plan):
                 rank.start(plan)
                 self._queued += 1

@@ -49,6 +49,13 @@ class Close(_Message, frozen=True):
     rid: RequestId
 
 
+class Given(_Message, frozen=True):
+    """Output tokens of `rid` that another engine has sampled."""
+
+    rid: RequestId
+    tokens: list[int]
+
+
 class Plan(_Message, frozen=True):
     """The same bytes to every rank, in step order."""
 
@@ -65,7 +72,7 @@ class AskReads(_Message, frozen=True):
     rid: RequestId
 
 
-ToRank = Begin | Pools | Open | Close | Plan | AskStats | AskReads
+ToRank = Begin | Pools | Open | Close | Given | Plan | AskStats | AskReads
 
 
 # ---------------------------------------------------------------- rank -> front

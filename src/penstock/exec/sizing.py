@@ -83,7 +83,8 @@ def size_pools(config: Config, caches: Caches, max_position: int, free: int, *,
         page_size=kv.page_size, rows=config.schedule.max_num_seqs, hbm_pages=caches.num_pages(hbm),
         dram_pages=caches.host_pages(dram), step_tokens=config.schedule.step_tokens,
         max_len=max_position, overlap=config.schedule.overlap,
-        prefix_cache=kv.prefix_cache, groups=caches.groups, pp_size=config.device.pp))
+        prefix_cache=kv.prefix_cache, groups=caches.groups, pp_size=config.device.pp,
+        role=config.pair.disaggregation_mode or "unified"))
     if hosts and dram:
         sizes = _hosting(config, caches, sizes.core, hbm, budget, device)
     return replace(sizes, core=replace(sizes.core, max_len=_max_len(config, caches, sizes.core)))

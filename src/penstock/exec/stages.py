@@ -110,6 +110,10 @@ class Heard:
     def open(self, rid: RequestId) -> None:
         self._outputs[rid] = []
 
+    def given(self, rid: RequestId, tokens: Sequence[int]) -> None:
+        """Output tokens that another engine has sampled, before any of this one."""
+        self._outputs[rid] += tokens
+
     def close(self, rid: RequestId) -> None:
         del self._outputs[rid]
         self._newest.pop(rid, None)

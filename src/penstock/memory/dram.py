@@ -28,6 +28,11 @@ def allocate(nbytes: int, *, pinned: bool = False) -> Tensor:
     return memory
 
 
+def mapped(fd: int, nbytes: int) -> Tensor:
+    """uint8 [nbytes] of a file of memory, shared with every process that maps it."""
+    return torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
+
+
 class DramPool(BlockPool):
     """Pages in the host's memory."""
 

@@ -261,7 +261,7 @@ class _Redaction:
         s = self.stories.get(self.transfers.get(end.transfer, RequestId(-1)))
         first: tuple[int, ...] = _veiled(end.first)
         if s is not None:
-            at = len(s.arrived.prompt) + end.index
+            at = len(s.arrived.prompt)
             if s.tokens[at:at + len(first)] == end.first:
                 first = tuple(s.stand[at:at + len(first)])
         return replace(end, first=first)

@@ -128,6 +128,8 @@ class EngineClient:
         self.config = config
         self.on_death = on_death
         self.died: EngineDied | None = None
+        self.peer_missing = "no connection yet"       # of a pair: why the other engine is not there, or ""
+        self.peer_info: dict[str, str | int | float | bool | None] = {}
         self.num_waiting = 0                  # choices that the core has not admitted yet
         self._log = log
         self._argv = argv or [sys.executable, "-P", "-m", "penstock.serve.engine_main"]
@@ -288,6 +290,8 @@ class EngineClient:
                 future = self._asked.get(asked)
                 if future is not None and not future.done():
                     future.set_result(values)
+            case wire.PeerNews(missing, info):
+                self.peer_missing, self.peer_info = missing, info
             case wire.Ready():
                 if not self._started.done():
                     self._started.set_result(message)

@@ -15,15 +15,21 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Sequence
-from typing import NoReturn, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
 
 from penstock.config.errors import ConfigError
 from penstock.config.plain import from_plain
 from penstock.config.tree import Config
+from penstock.core.lifecycle import Phase
+from penstock.exec.waker import Waker
 from penstock.serve import wire
 from penstock.serve.loop import EngineLoop
 from penstock.serve.record import EventLog, write_flight, write_on_signal
+
+if TYPE_CHECKING:
+    from penstock.exec.crew import Crew
+    from penstock.serve.peer import Peer
 
 EXIT_CONFIG = 2
 EXIT_BUG = 70
@@ -33,12 +39,6 @@ READ_BYTES = 1 << 20
 # 100 ms a time with 1,024 rows, where planning a step takes 1.3 ms; without it the slowest of 1,200
 # steps is 4 ms (docs/log.md). Larger young generations make fewer and longer pauses, 10 to 20 ms.
 COLLECT = (700, 10, 10_000)
-
-
-class Alarm(Protocol):
-    def fileno(self) -> int:
-        """Readable once the executor has something to tell that does not wait for a step: its end."""
-        ...
 
 
 class Link:
@@ -63,14 +63,17 @@ class Link:
         with contextlib.suppress(ConnectionError):          # `_watch` ends the process
             self._socket.sendall(wire.frame(message))
 
-    def receive(self, timeout_s: float | None, alarms: Sequence[Alarm] = ()) -> list[wire.ToEngine]:
-        """Messages that have arrived; waits up to `timeout_s` (None: for ever) for the first, or for one
-        of `alarms` to become readable.
+    def receive(self, timeout_s: float | None, wakes: Waker | None = None) -> list[wire.ToEngine]:
+        """Messages that have arrived; waits up to `timeout_s` (None: for ever) for the first, or for
+        `wakes`, which is cleared.
 
         Raises ProtocolError. Exits when the other end is closed.
         """
         if timeout_s != 0:
-            select.select([self._socket, *alarms], [], [], timeout_s)
+            fds = [self._socket.fileno(), *([] if wakes is None else [wakes.fileno()])]
+            select.select(fds, [], [], timeout_s)
+        if wakes is not None:
+            wakes.clear()
         try:
             data = self._socket.recv(READ_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -82,18 +85,39 @@ class Link:
         return [wire.decode_to_engine(body) for body in self._reader.feed(data)]
 
 
-def run(loop: EngineLoop, link: Link, alarms: Sequence[Alarm]) -> None:
-    """Until Shutdown. Between two turns it reads what is there, and it sleeps only when idle."""
+def run(engine: Engine, link: Link) -> None:
+    """Until Shutdown. It waits in one place, for messages, the executor, the other engine of a pair and
+    deadlines; steps that run in this thread are run between two looks at what has come."""
+    loop, crew, peer = engine.loop, engine.crew, engine.peer
     turn_over = write_on_signal(loop.recorder)
     while True:
-        for message in link.receive(None if loop.idle else 0, alarms):
+        wait_s = loop.wait_s
+        if crew is not None and loop.steps_in_flight:
+            wait_s = crew.timeout_s if wait_s is None else min(wait_s, crew.timeout_s)
+        for message in link.receive(wait_s, engine.wakes):
             if isinstance(message, wire.Shutdown):
                 return
             if (stats := loop.handle(message)) is not None:
                 link.send(stats)
-        if chunks := loop.turn(block=True):
+        if crew is not None:
+            crew.watch()
+        if chunks := loop.turn(block=loop.works_here):
             link.send(wire.Chunks(chunks))
+        if peer is not None and peer.changed:
+            peer.changed = False
+            link.send(wire.PeerNews(peer.missing, peer.info))
         turn_over()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """What a process runs. `crew`, `peer`: where there are several ranks, and another engine."""
+
+    loop: EngineLoop
+    ready: wire.Ready
+    wakes: Waker
+    crew: Crew | None
+    peer: Peer | None
 
 
 def hello(link: Link) -> Config:
@@ -110,22 +134,25 @@ def hello(link: Link) -> Config:
     return from_plain(first.config)
 
 
-def build(config: Config, event_log: EventLog) -> tuple[EngineLoop, wire.Ready, Sequence[Alarm]]:
+def build(config: Config, event_log: EventLog) -> Engine:
     """Load the model and put the loop together. Raises ConfigError."""
     # Imported here: torch takes seconds, and Hello must be checked before.
     from penstock.core.core import Core
     from penstock.core.policy.capacity import largest
     from penstock.exec.build import build_engine
+    from penstock.serve.pairing import open_peer
 
     built = build_engine(config, log)
+    peer = open_peer(config, built)
+    info = built.info if peer is None else built.info | {"pair_address": peer.address}
     loop = EngineLoop(Core(built.core_config), built.executor, vocab_size=built.vocab_size,
                       max_model_len=built.max_model_len, selection=built.selection,
-                      event_log=event_log,
-                      check=config.debug.check)
+                      event_log=event_log, check=config.debug.check, peer=peer,
+                      deadlines_s={Phase.RECEIVING.value: config.pair.pair_timeout_s})
     ready = wire.Ready(pid=os.getpid(), vocab_size=built.vocab_size, max_model_len=built.max_model_len,
-                       info=built.info, selection=built.selection,
+                       info=info, selection=built.selection,
                        dense_len=min(built.max_model_len, largest(built.core_config, False) + 1))
-    return loop, ready, [built.crew] if built.crew else []
+    return Engine(loop=loop, ready=ready, wakes=built.wakes, crew=built.crew, peer=peer)
 
 
 def spare_the_collector() -> None:
@@ -150,19 +177,19 @@ def main(argv: list[str]) -> NoReturn:
     try:
         config = hello(link)
         event_log = EventLog(config.debug.event_log)
-        loop, ready, alarms = build(config, event_log)
+        engine = build(config, event_log)
     except ConfigError as e:
         link.send(wire.Failed(str(e)))
         sys.exit(EXIT_CONFIG)
     spare_the_collector()
     log(wire.LOADED)
-    link.send(ready)
+    link.send(engine.ready)
     try:
-        run(loop, link, alarms)
+        run(engine, link)
     except Exception as e:                          # around the loop: leave evidence, then die
         path = "nothing could be written"
         try:
-            path = f"penstock sim --print {write_flight(loop.recorder, e)}"
+            path = f"penstock sim --print {write_flight(engine.loop.recorder, e)}"
         finally:
             traceback.print_exc()                   # of both, if writing failed as well
             log(f"engine: died; the last turns: {path}")

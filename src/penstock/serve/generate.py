@@ -59,8 +59,8 @@ class Piece:
 
 
 class Ended(Exception):
-    """The engine gave up a choice: `refused` it, or ended it by `abort`. An abort that nobody asked
-    for has a `reason`."""
+    """The engine gave up a choice: `refused` it, ended it by `abort`, or was `unavailable`, one of a pair
+    without the other. An abort that nobody asked for has a `reason`."""
 
     def __init__(self, outcome: str, reason: str) -> None:
         super().__init__(reason or outcome)
@@ -75,6 +75,7 @@ class Usage:
     cached_tokens: int = 0
     cached_by_tier: dict[str, int] = field(default_factory=dict)
     kv_reads: dict[str, int] = field(default_factory=dict)      # of choices that selected, by name
+    peer_tokens: int = 0             # of the prompt, computed by the other engine of a pair
 
 
 class Generation:
@@ -167,6 +168,7 @@ class Generation:
 
     def count_cached(self, chunk: Chunk) -> None:
         self.usage.cached_tokens += chunk.cached_tokens or 0
+        self.usage.peer_tokens += chunk.peer_tokens
         for tier, tokens in (chunk.cached_by_tier or {}).items():
             self.usage.cached_by_tier[tier] = self.usage.cached_by_tier.get(tier, 0) + tokens
 

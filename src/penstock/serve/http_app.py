@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.config.tree import ServerConfig
-from penstock.serve.client import EngineDied
+from penstock.serve.client import EngineClient, EngineDied
 from penstock.serve.limits import (
     BodyTooLarge,
     BodyTooSlow,
@@ -55,6 +55,22 @@ class Health:
 
     draining: bool = False
     died: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PeerView:
+    """The other engine of a pair. `serves`: this end has the endpoints; the prefill end has none."""
+
+    engine: EngineClient
+    role: str
+    serves: bool
+    restarts: Callable[[], int]
+
+    @property
+    def missing(self) -> str:
+        """What is not there, in words; "" if nothing is."""
+        why = self.engine.peer_missing
+        return f"the {self.role} engine: {why}" if why else ""
 
 
 class HttpReply:
@@ -211,10 +227,10 @@ def _values(scope: Scope, name: bytes) -> list[str]:
 
 
 def build_app(api: OpenAI, health: Health, keys: Keys, config: ServerConfig,
-              info: dict[str, Any], stats: dict[str, float]) -> Guard:
+              info: dict[str, Any], stats: dict[str, float], peer: PeerView | None = None) -> Guard:
     """The ASGI app. `info` is what /server_info shows: no key, no path of a secret. `stats` are the
-    engine's numbers until it tells others."""
-    views = _Views(api, health, info, stats)
+    engine's numbers until it tells others. `peer`: of one end of a pair."""
+    views = _Views(api, health, info, stats, peer)
 
     def get(path: str, view: Callable[[Request], Awaitable[Response]]) -> Route:
         return Route(path, view, methods=["GET"])
@@ -222,16 +238,18 @@ def build_app(api: OpenAI, health: Health, keys: Keys, config: ServerConfig,
     def generating(path: str, handler: Handler) -> Route:
         return Route(path, Generating(api, handler, config.body_bytes_max), methods=["POST"])
 
-    app = Starlette(routes=[
+    serving = () if peer is not None and not peer.serves else (
         generating("/v1/chat/completions", api.chat),
         generating("/v1/completions", api.completion),
         get("/v1/models", views.models),
         get("/v1/models/{name:path}", views.model),
+        get("/openapi.json", views.openapi))
+    app = Starlette(routes=[
+        *serving,
         get("/health", views.health),
         get("/ready", views.ready),
         get("/metrics", views.metrics),
         get("/version", views.version),
-        get("/openapi.json", views.openapi),
         get("/server_info", views.server_info),
         get("/get_server_info", views.server_info),
         get("/model_info", views.model_info),
@@ -248,8 +266,9 @@ class _Views:
     """The routes that answer at once."""
 
     def __init__(self, api: OpenAI, health: Health, info: dict[str, Any],
-                 stats: dict[str, float]) -> None:
+                 stats: dict[str, float], peer: PeerView | None) -> None:
         self._api = api
+        self._peer = peer
         self._health = health
         self._info = info
         self._last = stats
@@ -271,9 +290,11 @@ class _Views:
                 "owned_by": "penstock", "max_model_len": self._api.engine.ready.max_model_len}
 
     async def health(self, _: Request) -> Response:
-        """Alive: 200 unless the engine process is gone, also while it drains."""
-        return _json({"status": "engine died" if self._health.died else "ok"},
-                     503 if self._health.died else 200)
+        """Alive: 200 unless the engine process is gone, also while it drains, and without the other engine
+        of a pair."""
+        missing = "" if self._peer is None else self._peer.missing
+        return _json({"status": "engine died" if self._health.died else "ok",
+                      **({"missing": missing} if missing else {})}, 503 if self._health.died else 200)
 
     async def ready(self, _: Request) -> Response:
         """Whether new requests are taken."""
@@ -291,7 +312,10 @@ class _Views:
         return _json(document())
 
     async def server_info(self, _: Request) -> Response:
-        return _json({**self._info, "version": version("penstock"), "stats": await self._stats()})
+        other: dict[str, Any] = {} if self._peer is None else {self._peer.role: {
+            "missing": self._peer.engine.peer_missing, "restarts": self._peer.restarts(),
+            **self._peer.engine.peer_info}}
+        return _json({**self._info, "version": version("penstock"), "stats": await self._stats(), **other})
 
     async def model_info(self, _: Request) -> Response:
         tokenizer = self._api.tokenizer

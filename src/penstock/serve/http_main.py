@@ -26,10 +26,11 @@ from penstock.config.tree import Config, ServerConfig
 from penstock.model.locate import ModelFiles, locate
 from penstock.serve.client import EngineClient, EngineDied
 from penstock.serve.encoder import Encoder
-from penstock.serve.http_app import Health, build_app
+from penstock.serve.http_app import Health, PeerView, build_app
 from penstock.serve.limits import KEEP_ALIVE_S, Keys, LimitedProtocol, load_keys
 from penstock.serve.metrics import Metrics
 from penstock.serve.openai_api import OpenAI
+from penstock.serve.pair_here import PairHere
 from penstock.serve.text import Text, open_text
 
 log = logging.getLogger("penstock.http")
@@ -105,7 +106,9 @@ class _Server:
         self._health = Health()
         self._encoder: Encoder | None = None
         self._stop = asyncio.Event()          # a signal, or the engine's death
-        self._engine = EngineClient(config, log=_print_error, on_death=self._on_death)
+        self._pair = PairHere(config, _print_error) if config.pair.prefill else None
+        decode = config if self._pair is None else self._pair.decode
+        self._engine = EngineClient(decode, log=_print_error, on_death=self._on_death)
         self._began = time.monotonic()
 
     async def serve(self) -> int:
@@ -114,7 +117,7 @@ class _Server:
         loop.add_signal_handler(signal.SIGINT, self._on_signal, signal.SIGINT)
         text: Text | None = None
         try:
-            starting = asyncio.create_task(self._engine.start())
+            starting = asyncio.create_task(self._start_engines())
             try:
                 text = await asyncio.to_thread(self._open_text)
                 if not await self._started(starting):
@@ -132,6 +135,17 @@ class _Server:
             if self._encoder is not None:
                 self._encoder.close()
             await self._engine.close()
+            if self._pair is not None:
+                await self._pair.close()
+
+    async def _start_engines(self) -> None:
+        if self._pair is None:
+            await self._engine.start()
+            return
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._engine.start())
+            group.create_task(self._pair.start())
+        await self._pair.joined(self._engine)
 
     async def _started(self, starting: asyncio.Task[Any]) -> bool:
         """Whether the engine is ready; False when a signal came first."""
@@ -167,7 +181,8 @@ class _Server:
                      also=() if config.model.served_model_name else (config.model.model,),
                      choices_max=schedule.max_num_seqs + schedule.max_waiting)
         app = build_app(api, self._health, self._keys, config.server,
-                        {"model": api.model, **self._engine.ready.info}, await self._engine.stats())
+                        {"model": api.model, "pid": self._engine.ready.pid, **self._engine.ready.info},
+                        await self._engine.stats(), self._peer_view())
         server = _Uvicorn(uvicorn.Config(
             app, http=LimitedProtocol, ws="none", lifespan="off", log_config=None,
             access_log=config.server.log_level == "debug", server_header=False,
@@ -184,6 +199,13 @@ class _Server:
         server.should_exit = True
         await serving
         return EXIT_ENGINE_DIED if self._health.died else 0
+
+    def _peer_view(self) -> PeerView | None:
+        """What is told of the other engine of a pair."""
+        mode = "decode" if self._pair is not None else self._config.pair.disaggregation_mode
+        return None if mode is None else PeerView(
+            self._engine, "prefill" if mode == "decode" else "decode", serves=mode == "decode",
+            restarts=lambda: 0 if self._pair is None else self._pair.num_restarts)
 
     async def _drain(self, api: OpenAI) -> None:
         """Until no request is open, within the time that there is for it."""

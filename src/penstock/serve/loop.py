@@ -1,31 +1,42 @@
 """THE loop: messages become events, the core plans, the executor executes, outputs become chunks.
 
 Synchronous, overlapped and pipelined execution are this one loop; the core's depth says how many
-plans are in flight. Owns no socket, no thread and no clock: `engine_main` and tests drive it.
+plans are in flight. Owns deadlines, no socket and no thread: `engine_main` and tests drive it.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import heapq
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
 
 from penstock.config.errors import RequestError
 from penstock.config.params import SamplingParams
 from penstock.config.selection import Selection, attention_identity
+from penstock.core.lifecycle import Phase
+from penstock.core.pair.messages import End
 from penstock.core.plan import (
     Aborted,
     Arrived,
     Entered,
     Event,
     Executor,
+    Expired,
     Finished,
     Flushed,
     Moved,
     Output,
+    PeerLeft,
     RequestId,
     Retired,
     Say,
     Started,
+    StepPlan,
     Stopped,
+    Tier,
     Token,
 )
 from penstock.replay.recorder import Recorded, Recorder
@@ -45,7 +56,19 @@ from penstock.serve.wire import (
     ToEngine,
 )
 
+if TYPE_CHECKING:
+    from penstock.exec.sampling import Logprobs
+    from penstock.serve.peer import Peer
+
 ID_MAX = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The other engine of a pair wants a prompt computed: a Submit of ours without a number."""
+
+    transfer: int
+    submit: Submit
 
 
 class Planner(Recorded, Protocol):
@@ -61,23 +84,28 @@ class Runner(Executor, Protocol):
     def open(self, rid: RequestId, prompt: tuple[int, ...], params: SamplingParams, *,
              choice: int, stop_ids: tuple[int, ...]) -> None: ...
     def close(self, rid: RequestId) -> None: ...
+    def given(self, rid: RequestId, tokens: Sequence[int], logprobs: Sequence[Logprobs] = ()) -> None: ...
     def fault(self, rid: RequestId) -> str | None: ...
-    def take_logprobs(self, rid: RequestId, index: int) -> tuple[
-        float, int, list[tuple[int, float]]] | None: ...
+    def take_logprobs(self, rid: RequestId, index: int) -> Logprobs | None: ...
     def kv_reads(self, rid: RequestId) -> dict[str, int] | None: ...
     def stats(self) -> dict[str, float]: ...
+
+    @property
+    def works_here(self) -> bool: ...
 
 
 class _Live:
     """One request between Submit and its terminal chunk."""
 
-    __slots__ = ("cached", "first", "logprobs", "tokens")
+    __slots__ = ("cached", "first", "given_up", "is_started", "logprobs", "tokens", "transfer")
 
-    def __init__(self, *, logprobs: bool) -> None:
-        self.logprobs = logprobs
+    def __init__(self, *, logprobs: bool, transfer: int) -> None:
+        self.logprobs, self.transfer = logprobs, transfer
         self.first = 0                          # output index of tokens[0]
         self.tokens: list[int] = []             # of this turn
         self.cached: Started | None = None      # of this turn
+        self.is_started = False
+        self.given_up = False                   # the other engine of a pair is not there, and nobody steps in
 
 
 class EngineLoop:
@@ -85,8 +113,11 @@ class EngineLoop:
 
     def __init__(self, core: Planner, executor: Runner, *, vocab_size: int, max_model_len: int,
                  selection: Selection | None = None, event_log: EventLog | None = None,
-                 check: bool = False) -> None:
-        """`selection`: the largest that `executor` can decode from; None: it reads all KV."""
+                 check: bool = False, peer: Peer | None = None,
+                 deadlines_s: Mapping[str, float] | None = None,
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        """selection: the largest that `executor` can decode from; None: it reads all KV.
+        peer: the other engine of a pair. deadlines_s: by phase, how long a request may be in it."""
         self._core = core
         self.recorder = Recorder(core)
         self._executor = executor
@@ -94,7 +125,11 @@ class EngineLoop:
         self._max_model_len = max_model_len
         self._selection = selection
         self._event_log = event_log or EventLog()
-        self._check = check
+        self._check, self._peer, self._clock = check, peer, clock
+        self._deadlines_s = deadlines_s or {}
+        self._timers: list[tuple[float, int, Expired]] = []    # a heap: when, and in order of their setting
+        self._timers_set = 0
+        self._works_for_peer = core.cfg.role == "prefill"
         self._live: dict[int, _Live] = {}
         self._newest = 0                        # request id
         self._events: list[Event] = []          # since the last advance
@@ -107,6 +142,19 @@ class EngineLoop:
     def idle(self) -> bool:
         """Nothing can happen before the next message."""
         return not (self.steps_in_flight or self.moves_in_flight or self._events or self._chunks)
+
+    @property
+    def wait_s(self) -> float | None:
+        """How long whoever drives it may wait for messages, the executor and the other engine, all together,
+        before the next `turn`; None: until one of them has something."""
+        if self._events or self._chunks or self._executor.works_here:
+            return 0
+        return max(0.0, self._timers[0][0] - self._clock()) if self._timers else None
+
+    @property
+    def works_here(self) -> bool:
+        """Whether a `turn` with `block` waits for nothing but steps."""
+        return self._executor.works_here
 
     # ------------------------------------------------------------ messages in
     def handle(self, message: ToEngine) -> Stats | None:
@@ -140,16 +188,35 @@ class EngineLoop:
             self._chunks.append(Chunk(rid=m.rid, tokens=[], index=0, finish="refused",
                                       reason=reason))
             return
+        transfer = 0 if self._peer is None else self._peer.ask(m)
+        if self._peer is not None and self._peer.refuses and not transfer:
+            self._chunks.append(Chunk(rid=m.rid, tokens=[], index=0, finish="unavailable",
+                                      reason=self._peer.excuse))
+            return
+        self._accept(m, transfer)
+
+    def _asked(self, asked: Asked) -> None:
+        """The other engine wants a prompt computed."""
+        assert self._peer is not None
+        self._newest += 1
+        m = msgspec.structs.replace(asked.submit, rid=self._newest)
+        if self._refusal(m) is not None:
+            self._peer.refuse(asked.transfer)
+            return
+        self._peer.accept(asked.transfer, m.rid, len(m.prompt))
+        self._accept(m, asked.transfer)
+
+    def _accept(self, m: Submit, transfer: int) -> None:
         rid = RequestId(m.rid)
         prompt = tuple(m.prompt)
         leader = m.leader if m.leader in self._live else None
         self._executor.open(rid, prompt, m.params, choice=m.choice, stop_ids=tuple(m.stop_ids))
-        self._live[rid] = _Live(logprobs=m.params.logprobs is not None)
+        self._live[rid] = _Live(logprobs=m.params.logprobs is not None, transfer=transfer)
         self._events.append(Arrived(
             rid=rid, prompt=prompt, max_new=m.max_new, stop=frozenset(m.stop_ids),
             min_new=m.params.min_tokens, namespace=m.namespace, priority=m.params.priority,
             leader=None if leader is None else RequestId(leader), host_token=m.host_token,
-            selects=m.selects, attention=m.attention, transfer=m.transfer))
+            selects=m.selects, attention=m.attention, transfer=transfer))
 
     def _refusal(self, m: Submit) -> str | None:
         """Why `m` cannot run. The API process has said so before with more words: this is the
@@ -165,8 +232,6 @@ class EngineLoop:
             return f"the prompt is empty or has a token id outside 0 to {vocab - 1}"
         if (reason := self._selection_refusal(m)) is not None:
             return reason
-        if not 0 <= m.transfer < ID_MAX or (m.transfer and self._core.cfg.role == "unified"):
-            return "transfer: 0 in an engine without a peer"
         if m.max_new < 1 or len(m.prompt) + m.max_new > self._max_model_len:
             return (f"{len(m.prompt)} prompt tokens and {m.max_new} new ones: "
                     f"the context is {self._max_model_len}")
@@ -204,6 +269,9 @@ class EngineLoop:
         for event in self._executor.poll(block=wait):
             self._settle(event)
             self._events.append(event)
+        if self._peer is not None:
+            self._hear(self._peer)
+        self._ring()
         chunks, self._chunks = self._chunks, []
         outputs: list[Output] = []
         events: Sequence[Event] = self._events
@@ -214,11 +282,12 @@ class EngineLoop:
             advance = self.recorder.advance(events)
             events = ()
             outputs += advance.outputs
+            if self._peer is not None:
+                self._give_first(advance.outputs)
             if advance.plan is not None:        # before anything else: the device must not starve
-                self._executor.submit(advance.plan)
-                self.steps_in_flight += 1
-                self.moves_in_flight += len(advance.plan.moves)
-                self._event_log.plan(advance.plan)
+                self._execute(advance.plan)
+            if self._peer is not None:
+                self._say(advance.outputs)
             if self._check:
                 self._core.check()
             if advance.plan is None:
@@ -226,19 +295,89 @@ class EngineLoop:
         self._event_log.outputs(outputs, self._core.stats)
         return chunks + self._chunks_of(outputs)
 
+    def _execute(self, plan: StepPlan) -> None:
+        here = plan
+        if self._peer is not None:
+            moves = [m for m in plan.moves if Tier.PEER in (m.src, m.dst)]
+            if moves:
+                here = replace(plan, moves=tuple([m for m in plan.moves if Tier.PEER not in (m.src, m.dst)]))
+        self._executor.submit(here)
+        if here is not plan and self._peer is not None:
+            self._peer.take(moves)
+        self.steps_in_flight += 1
+        self.moves_in_flight += len(here.moves)
+        self._event_log.plan(plan)
+
     def _settle(self, event: Event) -> None:
         if isinstance(event, Retired):
             self.steps_in_flight -= 1
+            if self._peer is not None:
+                self._peer.retired(event.step)
         elif isinstance(event, Moved):
             self.moves_in_flight -= 1
         assert self.steps_in_flight >= 0 and self.moves_in_flight >= 0, "executor: told twice"
+
+    # ------------------------------------------------------------ the other engine, and time
+    def _hear(self, peer: Peer) -> None:
+        for news in peer.collect():
+            if isinstance(news, Asked):
+                self._asked(news)
+                continue
+            self._events.append(news)
+            if peer.refuses and isinstance(news, PeerLeft):
+                for rid, live in self._live.items():
+                    self._give_up(rid, live)
+
+    def _give_up(self, rid: int, live: _Live) -> None:
+        """Nobody computes its prompt, where that is the policy."""
+        if not (live.is_started or live.given_up):
+            live.given_up = True
+            self._events.append(Aborted(RequestId(rid)))
+
+    def _give_first(self, outputs: Sequence[Output]) -> None:
+        """The executor must know the tokens that came with a request before a plan that goes on from them."""
+        assert self._peer is not None
+        for output in outputs:
+            if isinstance(output, Started) and output.peer_tokens:
+                tokens, logprobs = self._peer.take_first(self._live[output.rid].transfer)
+                self._executor.given(output.rid, tokens, logprobs)
+
+    def _say(self, outputs: Sequence[Output]) -> None:
+        peer = self._peer
+        assert peer is not None
+        for output in outputs:
+            if isinstance(output, Say):
+                if isinstance(output.what, End):
+                    self._say_first(peer, output.what)
+                peer.say(output.what)
+
+    def _say_first(self, peer: Peer, end: End) -> None:
+        """What belongs to the tokens of `end`, in front of it."""
+        rid = peer.rid_of(end.transfer)
+        found = [] if rid is None else [
+            self._executor.take_logprobs(RequestId(rid), i) for i in range(len(end.first))]
+        peer.say_first(end, [p for p in found if p is not None])
+
+    def _ring(self) -> None:
+        """Deadlines that have passed become events."""
+        now = self._clock() if self._timers else 0.0
+        while self._timers and self._timers[0][0] <= now:
+            self._events.append(heapq.heappop(self._timers)[2])
+
+    def _set_timer(self, entered: Entered) -> None:
+        if (limit_s := self._deadlines_s.get(entered.phase)) is not None:
+            self._timers_set += 1
+            heapq.heappush(self._timers, (self._clock() + limit_s, self._timers_set,
+                                          Expired(entered.rid, entered.phase, entered.visit)))
 
     def _chunks_of(self, outputs: Sequence[Output]) -> list[Chunk]:
         """One chunk a request, in order of its first output of this turn."""
         touched: dict[int, _Live] = {}
         chunks: list[Chunk] = []
         for output in outputs:
-            assert not isinstance(output, Say), "this engine has no peer"
+            if isinstance(output, Say):
+                assert self._peer is not None, "this engine has no peer"
+                continue
             rid = output.rid
             live = self._live[rid]
             match output:
@@ -248,16 +387,22 @@ class EngineLoop:
                     live.tokens.append(output.token)
                     touched[rid] = live
                 case Started():
-                    live.cached = output
+                    live.cached, live.is_started = output, True
                     touched[rid] = live
                 case Entered():
-                    pass                        # no deadline is configured
+                    self._set_timer(output)
+                    if self._peer is not None and self._peer.refuses and output.phase == Phase.DROPPED.value:
+                        self._give_up(rid, live)
                 case Finished():
                     touched.pop(rid, None)
-                    chunks.append(self._chunk(rid, live, output))
+                    if not self._works_for_peer:
+                        chunks.append(self._chunk(rid, live, output))
                     del self._live[rid]
+                    if self._peer is not None:
+                        self._peer.forget(live.transfer, rid)
                     self._executor.close(rid)
-        chunks += [self._chunk(rid, live, None) for rid, live in touched.items()]
+        if not self._works_for_peer:
+            chunks += [self._chunk(rid, live, None) for rid, live in touched.items()]
         return chunks
 
     def _chunk(self, rid: int, live: _Live, end: Finished | None) -> Chunk:
@@ -273,12 +418,14 @@ class EngineLoop:
             by_tier = {"hbm": cached.hbm_tokens, "dram": cached.dram_tokens}
             if cached.disk_tokens:
                 by_tier["disk"] = cached.disk_tokens
+        finish = None if end is None else end.outcome.value
+        if live.given_up and self._peer is not None and finish is not None:
+            finish, reason = "unavailable", self._peer.excuse
         return Chunk(
-            rid=rid, tokens=tokens, index=live.first, logprobs=logprobs,
-            finish=None if end is None else end.outcome.value,
-            reason=reason,
+            rid=rid, tokens=tokens, index=live.first, logprobs=logprobs, finish=finish, reason=reason,
             cached_tokens=None if by_tier is None else sum(by_tier.values()),
             cached_by_tier=by_tier,
+            peer_tokens=cached.peer_tokens if cached is not None else 0,
             kv_reads=None if end is None else self._executor.kv_reads(RequestId(rid)))
 
     def _logprob(self, rid: int, index: int) -> Logprob:
@@ -290,6 +437,7 @@ class EngineLoop:
     def stats(self) -> dict[str, float]:
         """Gauges and counters of the core, the executor and the loop, by metric name."""
         return {**self._core.stats(), **self._executor.stats(),
+                **({} if self._peer is None else self._peer.stats()),
                 "generation_tokens_total": float(self.num_tokens),
                 "steps_in_flight": float(self.steps_in_flight),
                 "moves_in_flight": float(self.moves_in_flight)}

@@ -234,6 +234,8 @@ def as_api_error(error: Exception) -> ApiError:
                             kind="server_error", code="engine_died")
         case Ended(outcome="refused"):
             return ApiError(400, str(error), param="prompt", code="refused")
+        case Ended(outcome="unavailable"):
+            return overloaded(str(error), "prefill_unavailable")
         case Ended(reason=""):
             return overloaded("the server ended this request", "aborted")
         case Ended():

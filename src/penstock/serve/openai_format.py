@@ -28,12 +28,13 @@ def event(value: dict[str, Any]) -> bytes:
 
 def usage_json(usage: Usage) -> dict[str, Any]:
     reads = {"completion_tokens_details": {"kv_reads": usage.kv_reads}} if usage.kv_reads else {}
+    peer = {"peer_tokens": usage.peer_tokens} if usage.peer_tokens else {}
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens,
-                                  "cached_tokens_by_tier": usage.cached_by_tier},
+                                  "cached_tokens_by_tier": usage.cached_by_tier, **peer},
         **reads,
     }
 

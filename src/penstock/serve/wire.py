@@ -41,9 +41,8 @@ class Submit(_Message, frozen=True):
     namespace: int = 0
     leader: int | None = None
     choice: int = 0                     # 0 .. n-1: part of the sampling seed
-    selects: bool = False               # these four as in the core's Arrived
+    selects: bool = False               # these three as in the core's Arrived
     attention: int = 0
-    transfer: int = 0
     host_token: bool = False
 
 
@@ -112,6 +111,7 @@ class Chunk(_Message, frozen=True):
     reason: str = ""
     cached_tokens: int | None = None    # once, when the request starts
     cached_by_tier: dict[str, int] | None = None
+    peer_tokens: int = 0                # the same time: of the prompt, computed by the other engine of a pair
     kv_reads: dict[str, int] | None = None  # with `finish`, of a request that selected: by name
 
 
@@ -121,6 +121,13 @@ class Chunks(_Message, frozen=True):
     chunks: list[Chunk]
 
 
+class PeerNews(_Message, frozen=True):
+    """The other engine of a pair has come or gone. `missing`: why there is none, "" if there is one."""
+
+    missing: str
+    info: dict[str, str | int | float | bool | None]
+
+
 class Stats(_Message, frozen=True):
     """Gauges and counters of the core, the pools and the mover, by metric name."""
 
@@ -128,7 +135,7 @@ class Stats(_Message, frozen=True):
     values: dict[str, float]
 
 
-FromEngine = Ready | Failed | Chunks | Stats
+FromEngine = Ready | Failed | Chunks | PeerNews | Stats
 
 _TO = msgspec.msgpack.Decoder(ToEngine)
 _FROM = msgspec.msgpack.Decoder(FromEngine)

@@ -40,16 +40,17 @@ class Speeds:
 
 
 class Wire(Protocol):
-    """One-sided writes between the engines of a pair."""
+    """Writes of one engine of a pair into pages of the other."""
 
     def granted(self, move: Move) -> None:
         """Pages of the decode engine may be written under this transfer and generation."""
 
-    def epoch(self) -> int:
-        """The connection that a push belongs to which is ordered now."""
+    def connection(self) -> object:
+        """That a push belongs to which is ordered now."""
 
-    def write(self, move: Move, values: dict[int, int], epoch: int, done: Callable[[bool], None]) -> None:
-        """Write what a group stores of some positions; `done` when no byte will move any more."""
+    def write(self, move: Move, values: dict[int, int], connection: object,
+              done: Callable[[bool], None]) -> None:
+        """Send what a group stores of some positions; `done` when none of it is to be read any more."""
 
 
 class SimExecutor:
@@ -201,24 +202,24 @@ class SimExecutor:
             self.wire.granted(move)            # how it ends is not ours to say
             return
         self.stats["pushes"] += 1
-        start = partial(self._try_push, move, self.wire.epoch())
+        start = partial(self._try_push, move, self.wire.connection())
         if not start():
             self._waiting[0].append(start)
 
-    def _try_push(self, move: Move, epoch: int) -> bool:
+    def _try_push(self, move: Move, connection: object) -> bool:
         if self.devices[0].done < move.after:
             return False
-        self.clock.after(self._delay(self.speeds.copy), partial(self._push, move, epoch))
+        self.clock.after(self._delay(self.speeds.copy), partial(self._push, move, connection))
         return True
 
-    def _push(self, move: Move, epoch: int) -> None:
+    def _push(self, move: Move, connection: object) -> None:
         if self.wire is None:
             return                             # this engine has died
         unit = self.devices[0].units[move.group]
         pages, values = self.devices[0].read(move), dict[int, int]()
         for p in range(move.first, move.first + move.tokens):
             values[p] = pages[p // unit - move.first // unit][p % unit]
-        self.wire.write(move, values, epoch, lambda ok: self._event(Moved(move.id, ok)))
+        self.wire.write(move, values, connection, lambda ok: self._event(Moved(move.id, ok)))
 
     def _try(self, k: int, move: Move, bad: int) -> bool:
         """Begin the copy on rank k if its fence permits."""

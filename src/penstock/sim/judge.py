@@ -10,11 +10,9 @@ from typing import NamedTuple
 
 from penstock.core.core import Core
 from penstock.core.lifecycle import DECODING, Phase, Place, Trigger
-from penstock.core.pair.messages import Grant
 from penstock.core.plan import (
     NO_DRAM,
     NO_HBM,
-    Arrived,
     DramPage,
     Entered,
     Event,
@@ -24,7 +22,6 @@ from penstock.core.plan import (
     Moved,
     Outcome,
     Output,
-    Received,
     RequestId,
     Row,
     Say,
@@ -75,7 +72,6 @@ class Judge(Watcher):
         self.written: dict[int, StepId] = {}            # page -> last step that writes it
         self.sampled: dict[Row, StepId] = {}            # step whose sample the row has
         self.stepped: dict[Row, StepId] = {}            # last step that computes it
-        self.came: dict[int, float] = {}                # transfer -> when its request came
         self.retired = 0
         self.issued = 0
         self.moves: dict[int, Move] = {}                # flying
@@ -405,27 +401,13 @@ class Judge(Watcher):
             if r.is_saved and r.rid not in parked:              # its DRAM lease begins here
                 assert view.is_complete(r), f"request {r.rid}: lost"
 
-    def noted(self, event: Event) -> None:
-        """Prefill role: a Grant that comes after its request, not long after, must find it, or what
-        became of it; else the decode engine would learn of that by a time-out."""
-        now = self.executor.clock.now
-        if isinstance(event, Arrived) and event.transfer:
-            self.came[event.transfer] = now
-        elif isinstance(event, Received) and isinstance(event.message, Grant):
-            m = event.message
-            if (m.receiver, m.sender) == self.view.epochs and (
-                    self.came.get(m.transfer, now) < now < self.came.get(m.transfer, now) + 90):
-                known = self.view.known(m.transfer)
-                assert known is not None and known.is_remembered, (
-                    f"transfer {m.transfer}: its request was here, and nobody remembers")
-
     def still(self, in_flight: int) -> None:
         """Nothing happens without an event of the peer. It is waited for with nothing that somebody
         here could use: not with a row, and not while another request could give way."""
         view = self.view
         if self.blind or in_flight or self.cfg.role == "unified":
             return
-        # It was just asked for pages, and will be reminded: the next event finds another victim.
+        # It was just asked for pages, and will answer: the next event finds another victim.
         asked, running = view.is_closing(), view.running
         away = any(map(view.away, view.tiers))
         assert not running or (away and (asked or len(running) == 1)), (

@@ -1,23 +1,22 @@
-"""A prefill engine and a decode engine in one virtual time, with a bad network between them.
+"""A prefill engine and a decode engine in one virtual time, and a stream between them that breaks.
 
-Messages are lost, repeated, delayed and reordered; one-sided writes land late, even after their
-engine has died; engines die and come back with a new epoch. Each engine is a `World` with its own
-core, ranks and judge; what clients see is judged at the decode engine.
+What is said and written arrives in order, sometimes late; the stream is cut, and made again; engines die,
+what they wrote still lands, and they come back empty. Each engine is a `World` with its own core, ranks and
+judge; what clients see is judged at the decode engine.
 """
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
 from typing import Protocol
 
 from penstock.core.core import Core
 from penstock.core.lifecycle import Phase
-from penstock.core.pair.messages import Cancel, End, Grant, Message, Refused
-from penstock.core.pair.protocol import Ask, Deadline, FenceEpoch, Remind, Renew
+from penstock.core.pair.messages import Cancel, Drained, End, Grant, Message, Reason, Refused
 from penstock.core.plan import (
     Aborted,
     Arrived,
@@ -25,22 +24,20 @@ from penstock.core.plan import (
     Event,
     Move,
     Outcome,
-    Overdue,
     Paused,
-    PeerFenced,
+    PeerJoined,
+    PeerLeft,
     Promoted,
     Received,
-    Reminded,
-    Renewed,
     RequestId,
     Spilled,
 )
 from penstock.sim.clock import Clock
 from penstock.sim.scenario import Scenario
+from penstock.sim.view import Live
 from penstock.sim.workload import Expect
 from penstock.sim.world import AIMED, MakeCore, World
 
-TRIES_MAX = 60                # a message is repeated less often, however many are lost
 MESSAGES_MAX = 200            # for each request
 
 
@@ -60,7 +57,7 @@ NEARER: dict[Phase, dict[Phase, type[Paused | Dropped | Spilled | Promoted]]] = 
 # A phase that such a wish leads to at once may be over soon: the answer comes right behind the wish.
 BEHIND = {Paused: Phase.PAUSED, Dropped: Phase.DROPPED, Spilled: Phase.STAGING, Promoted: Phase.PROMOTING}
 ON_HOST = (Phase.STAGING, Phase.HOSTED, Phase.PROMOTING)
-KEPT_TRIES, KEPT_TIME = 180, 0.2
+KEPT_TRIES, KEPT_TIME = 100, 0.2
 Kept = Grant | Cancel | End | Refused
 
 # What both engines of a pair aim at, beside what their scenario says: pairs have little of it by chance.
@@ -86,12 +83,68 @@ class Run(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Write:
-    """A one-sided write: whose, under which epoch, and on how many ranks it has to land."""
+class Way:
+    """One direction of a connection: what is on its way, in order. What does not take what has come is asked
+    again, and all behind it waits."""
 
-    writer: World
-    epoch: int
-    left: int
+    clock: Clock
+    is_joined: bool = False                           # the end that hears was told,
+    is_open: bool = True                              # and not of its end
+    ready: float = 0.0                                # when the last of them has come
+    items: deque[tuple[float, Callable[[], bool]]] = field(default_factory=deque)
+
+    def put(self, delay: float, item: Callable[[], bool]) -> None:
+        self.ready = max(self.ready, self.clock.now + delay)
+        self.items.append((self.ready, item))
+        if len(self.items) == 1:
+            self.clock.after(self.ready - self.clock.now, self._pump)
+
+    def close(self) -> None:
+        self.is_open = False
+        self.items.clear()
+
+    def _pump(self) -> None:
+        while self.items and self.items[0][0] <= self.clock.now:
+            if not self.items[0][1]():
+                self.clock.after(KEPT_TIME, self._pump)
+                return
+            if self.items:                            # not closed by that
+                self.items.popleft()
+        if self.items:
+            self.clock.after(self.items[0][0] - self.clock.now, self._pump)
+
+
+@dataclass(slots=True, eq=False)
+class Connection:
+    """Between two incarnations. An end is closed when its engine has been told, or has died."""
+
+    prefill: World
+    decode: World
+    to_prefill: Way
+    to_decode: Way
+    over: bool = False                                # cut, or an engine has died
+
+    def way(self, world: World) -> Way:
+        """To one of the two."""
+        return self.to_decode if world is self.decode else self.to_prefill
+
+
+@dataclass(frozen=True, slots=True)
+class Wired:
+    """`executor.Wire` of one engine."""
+
+    pair: Pair
+    world: World
+
+    def granted(self, move: Move) -> None:
+        self.pair.grants[move.transfer, move.generation, move.group] = self.world, move
+
+    def connection(self) -> object:
+        return self.world.line
+
+    def write(self, move: Move, values: dict[int, int], connection: object,
+              done: Callable[[bool], None]) -> None:
+        self.pair.write(self.world, move, values, connection, done)
 
 
 class Pair:
@@ -104,14 +157,10 @@ class Pair:
         self.make, self.blind, self.record, self.ticks = make, blind, record, ticks
         self.stats: Counter[str] = Counter()
         self.grants: dict[tuple[int, int, int], tuple[World, Move]] = {}
-        self.flying: list[Write] = []                 # one-sided writes that have not landed
-        self.fenced: dict[int, int] = {}              # decode epoch -> prefill epoch that it has fenced
-        self.copies: dict[RequestId, Expect] = {}
-        self.kept: set[tuple[bool, int]] = set()      # to the decode engine or not, and the transfer
         self.kept_once: set[tuple[bool, int, type[Message]]] = set()
-        self.newest = [0, 0]                          # message that has come, by the engine that hears it
         self.fail_push = 0                            # the n-th push fails, whatever the rate; 0 is off
         self.dead: list[World] = []
+        self.line: Connection | None = None           # the newest
         self.decode = self._world("decode", 1)
         self.prefill = self._world("prefill", 1)
         for e in self.decode.load.initial():
@@ -119,6 +168,7 @@ class Pair:
         for world in (self.decode, self.prefill):
             world.faults()
             self._aim(world)
+        self._connect()
         for _ in range(self.net.cuts):
             waits = KEPT_TRIES if self.rng.random() < self.net.keep else 0
             self.clock.after(self.rng.random() * (sc.span + 30), partial(self._cut, waits))
@@ -126,8 +176,8 @@ class Pair:
             self.clock.after(self.rng.random() * (sc.span + 30), self._die)
 
     def _world(self, role: str, epoch: int) -> World:
-        return World(_of(self.sc, role, epoch), self.make, blind=self.blind, record=self.record,
-                     ticks=self.ticks, link=self)
+        return World(_of(self.sc, role), self.make, blind=self.blind, record=self.record,
+                     ticks=self.ticks, link=self, epoch=epoch)
 
     def _aim(self, world: World) -> None:
         """Events of each kind wait for the rarest phase that its engine has."""
@@ -143,36 +193,79 @@ class Pair:
         """Every engine that there was, the living ones last."""
         return [*self.dead, self.prefill, self.decode]
 
+    # ---------------------------------------------------------------- the connection
+    def _connect(self) -> None:
+        """Make one, if both live and none is there. Each end hears of it in its own time."""
+        old = self.line
+        if self.prefill.dead or self.decode.dead or (old is not None and (
+                old.to_prefill.is_open or old.to_decode.is_open)):
+            return
+        line = self.line = Connection(self.prefill, self.decode, Way(self.clock), Way(self.clock))
+        for world in (line.prefill, line.decode):
+            line.way(world).put(self.rng.random(), partial(self._join, line, world))
+
+    def _join(self, line: Connection, world: World) -> bool:
+        line.way(world).is_joined = True
+        world.lines.append(line)
+        world.send(PeerJoined())
+        return True
+
+    def _close(self) -> None:
+        """Both ends learn of it, each in its own time; until then what was sent still arrives."""
+        line = self.line
+        if line is not None and not line.over:
+            line.over = True
+            for world in (line.prefill, line.decode):
+                slow = 4 if line.prefill.dead else 1          # what it has written lands first
+                self.clock.after(self.rng.random() * 5 * slow, partial(self._leave, line, world))
+
+    def _leave(self, line: Connection, world: World) -> None:
+        way = line.way(world)
+        way.close()
+        if way.is_joined and not world.dead:
+            world.send(PeerLeft())
+        if not (line.to_prefill.is_open or line.to_decode.is_open):
+            self.clock.after(self.rng.random() * 5, self._connect)
+
+    def _cut(self, waits: int) -> None:
+        """Now, or when a push is decided and in no plan yet: its connection will be over."""
+        if waits and not self.prefill.view.has_pushes():
+            self.clock.after(KEPT_TIME, partial(self._cut, waits - 1))
+        else:
+            self.cut(self.decode)
+
+    def cut(self, world: World) -> None:
+        if not (self.prefill.dead or self.decode.dead or self.line is None or self.line.over):
+            self._close()
+
     # ---------------------------------------------------------------- requests
-    def scheduled(self, e: Expect) -> None:
-        """The prefill engine gets it too, sooner or later or never."""
-        if e.arrived.rid in self.copies or not e.arrived.transfer:
+    def asked(self, world: World, e: Expect) -> None:
+        """A request has come to the decode engine, which sends it on to whom it is joined with."""
+        if not isinstance(world.line, Connection):
             return
         a = replace(e.arrived, priority=self.rng.choice((0, e.arrived.priority)))
         copy = Expect(a, e.seed, 0.0, (), Outcome.SENT, False)
-        self.copies[a.rid] = copy
-        if self.rng.random() >= self.net.skip:
-            late = max(0.0, e.at - self.clock.now) + (self.rng.random() - 0.3) * self.net.late
-            waits = 20 if self.sc.cfg.disk_pages and self.rng.random() < self.net.keep else 0
-            self.clock.after(max(0.0, late), partial(self._arrive, copy, waits))
-        else:
-            self.stats["never came to prefill"] += 1
+        waits = 20 if self.sc.cfg.disk_pages and self.rng.random() < self.net.keep else 0
+        self._put(world.line, world.line.prefill, self.net.delay, partial(self._ask, world.line, copy, waits))
 
-    def _arrive(self, e: Expect, waits: int) -> None:
-        """Now, or when its Grant is on its way: that comes while the prefill engine fetches for it."""
-        world, there = self.prefill, self.decode.view.get(e.arrived.rid)
-        if waits and (there is None or there.phase is Phase.QUEUED):
-            self.clock.after(0.3, partial(self._arrive, e, waits - 1))
-            return
-        made = world.load.made
-        rid = e.arrived.rid
+    def _put(self, line: Connection, to: World, delay: float, item: Callable[[], bool]) -> bool:
+        """Whether the connection is still there."""
+        way = line.way(to)
+        if way.is_open:
+            way.put(self.rng.random() * delay, item)
+        return way.is_open
+
+    def _ask(self, line: Connection, e: Expect, waits: int) -> bool:
+        world, made, rid = line.prefill, line.prefill.load.made, e.arrived.rid
         while len(made) <= rid:                       # requests keep their numbers
             made.append(Expect(replace(e.arrived, rid=RequestId(len(made))), 0, 0.0, (),
                                Outcome.SENT, False))
-        made[rid] = e
-        world.expect(e)
-        if waits and self.rng.random() < 0.5:
-            self._cross(rid, 20)
+        if not world.dead:
+            made[rid] = e
+            world.expect(e)
+            if waits and self.rng.random() < 0.5:
+                self._cross(rid, waits)
+        return True
 
     def _cross(self, rid: RequestId, tries: int) -> None:
         """Let a Cancel cross a request that the prefill engine has just begun to fetch for."""
@@ -183,162 +276,92 @@ class Pair:
         elif tries and (fetching or here is None or here.phase is Phase.QUEUED):
             self.clock.after(0.2, partial(self._cross, rid, tries - 1))
 
-    # ---------------------------------------------------------------- messages and timers
-    def say(self, world: World, what: Message | Ask) -> None:
-        after = self.clock.after
-        match what:
-            case Remind(transfer, n, tries):
-                assert tries < TRIES_MAX, f"transfer {transfer} does not end"
-                world.timer((4 + 8 * self.rng.random()) * min(tries + 1, 4), Reminded(transfer, n))
-            case Deadline(transfer, n):
-                world.timer(200 * (0.5 + self.rng.random()), Overdue(transfer, n))
-            case FenceEpoch(epoch):
-                after(self.rng.random() * 5, partial(self._fence, world, epoch))
-            case Renew():
-                after(self.rng.random() ** 4 * 5, partial(self._renew, world))
-            case _:
-                self._post(world, what)
-
-    def _post(self, world: World, message: Message) -> None:
+    # ---------------------------------------------------------------- messages
+    def say(self, world: World, message: Message) -> None:
         rng, self.stats["messages"] = self.rng, self.stats["messages"] + 1
         assert self.stats["messages"] < MESSAGES_MAX * (1 + len(self.decode.load.made)), "a storm of messages"
-        to_decode, transfer = world.sc.cfg.role == "prefill", getattr(message, "transfer", 0)
+        to_decode, transfer, line = world.sc.cfg.role == "prefill", message.transfer, world.line
+        assert isinstance(line, Connection), f"{message}: said to nobody"
         if isinstance(message, Grant) and not self.blind:
             known = self.grants.get((transfer, message.generation, 0))
             assert known is not None and known[0] is world, f"{message}: said before its plan"
-        # What is said after an answer that is kept does not overtake it.
-        if rng.random() < self.net.lose or (to_decode, transfer) in self.kept:
-            self.stats["message lost"] += 1
-            return
-        times = 2 if rng.random() < self.net.repeat else 1
-        self.stats["message repeated"] += times - 1
-        there = self.decode if to_decode else self.prefill
-        send = partial(self._come, there, message, self.stats["messages"])
-        once = to_decode, transfer, type(message)
+        there = line.decode if to_decode else line.prefill
+        if isinstance(message, End) and rng.random() < self.net.push_fail:
+            self.stats["bytes damaged"] += 1          # it is seen there, and said in the place of the End
+            message = Drained(transfer, message.generation, Reason.BROKEN)
+        phase, once = None, (to_decode, transfer, type(message))
         keep = self.net.keep / 4 if isinstance(message, Grant) else self.net.keep
         if isinstance(message, Kept) and rng.random() < keep and once not in self.kept_once:
             self.kept_once.add(once)
-            known_to = {source for source, _ in there.view.edges}
-            phase = rng.choice([p for p in KEPT[there.sc.cfg.role] if p in known_to])
             r = there.view.of_transfer(transfer)
+            phase = rng.choice([p for p in KEPT[there.sc.cfg.role]
+                                if any(p is source for source, _ in there.view.edges)])
             if r is not None and r.phase is Phase.FETCHING:
                 phase = r.phase                # it will not be there again
-            self.kept.add((to_decode, transfer))
-            send, times = partial(self._keep, to_decode, message, phase, KEPT_TRIES), 1
-        for _ in range(times):
-            self.clock.after(rng.random() * self.net.delay, send)
+        come = partial(self._come, there, message, phase, [KEPT_TRIES])
+        self.stats["message lost"] += not self._put(line, there, self.net.delay, come)
 
-    def _keep(self, to_decode: bool, message: Kept, phase: Phase, tries: int) -> None:
-        """Deliver an answer when the request that it is about is in a phase, and help it there."""
-        world, transfer = self.decode if to_decode else self.prefill, message.transfer
-        r, copy = world.view.of_transfer(transfer), self.copies.get(RequestId(transfer - 1))
-        there = tries == 0 or world.dead
-        if r is None:
-            there = there or to_decode or copy is None or copy.sent       # it has ended, or never comes
-        elif phase is Phase.FETCHING and r.phase is not Phase.QUEUED:
-            there = True                       # too late for that
-        elif r.phase is not phase and (phase not in ON_HOST or r.arrived.selects):
-            wish = Dropped if r.phase is Phase.RECEIVING else NEARER.get(phase, {}).get(r.phase)
-            if wish is not None and not there and self.rng.random() < 0.5:
-                world.send(wish(r.rid))
-                there = BEHIND[wish] is phase
-        if there or (r is not None and r.phase is phase):
-            self.kept.discard((to_decode, transfer))
-            self.stats["answer kept"] += tries < KEPT_TRIES
-            self._to(world, Received(message))
-        else:
-            self.clock.after(KEPT_TIME, partial(self._keep, to_decode, message, phase, tries - 1))
-
-    def _come(self, world: World, message: Message, n: int) -> None:
-        """The n-th of all messages, which later ones to the same engine may have overtaken."""
-        to_decode = world.sc.cfg.role == "decode"
-        self.stats["message overtaken"] += n < self.newest[to_decode]
-        self.newest[to_decode] = max(n, self.newest[to_decode])
+    def _come(self, world: World, message: Message, phase: Phase | None, tries: list[int]) -> bool:
+        """Deliver a message; with `phase`, when the request that it is about is in it, and help it there."""
+        r = world.view.of_transfer(message.transfer)
+        if phase is not None and r is not None and tries[0] and not world.dead and not self._is_there(
+                world, r, phase):
+            tries[0] -= 1
+            return False
+        self.stats["answer kept"] += 0 < tries[0] < KEPT_TRIES
         self._to(world, Received(message))
+        return True
+
+    def _is_there(self, world: World, r: Live, phase: Phase) -> bool:
+        if r.phase is phase or (phase is Phase.FETCHING and r.phase is not Phase.QUEUED) or (
+                phase in ON_HOST and not r.arrived.selects):
+            return True
+        wish = Dropped if r.phase is Phase.RECEIVING else NEARER.get(phase, {}).get(r.phase)
+        if wish is None or self.rng.random() < 0.5:
+            return False
+        world.send(wish(r.rid))
+        return BEHIND[wish] is phase
 
     def _to(self, world: World, event: Event) -> None:
         if not world.dead:
             world.send(event)
 
-    # ---------------------------------------------------------------- one-sided writes
-    def granted(self, move: Move) -> None:
-        self.grants[move.transfer, move.generation, move.group] = self.decode, move
+    # ---------------------------------------------------------------- writes
+    def wire(self, world: World) -> Wired:
+        return Wired(self, world)
 
-    def epoch(self) -> int:
-        return self.prefill.view.epochs[0]
-
-    def write(self, move: Move, values: dict[int, int], epoch: int, done: Callable[[bool], None]) -> None:
+    def write(self, writer: World, move: Move, values: dict[int, int], line: object,
+              done: Callable[[bool], None]) -> None:
         rng = self.rng
-        grant = self.grants.get((move.transfer, move.generation, move.group))
-        now = self.decode.view.epochs[0]
-        current = self.prefill.view.epochs[1] == now
-        if grant is None or self.fenced.get(now, 0) >= epoch or not current:
-            assert grant is not None or not current, f"{move}: written without a grant"
+        if line is not writer.line or not isinstance(line, Connection):
             self.stats["write refused"] += 1
-            self.clock.after(rng.random(), partial(done, False))
+            self.clock.after(rng.random(), partial(self._written, writer, done, False))
             return
+        grant = self.grants.get((move.transfer, move.generation, move.group))
+        assert grant is not None and grant[0] is line.decode, f"{move}: written without a grant"
         self.stats["writes"] += 1
         ok = rng.random() >= self.net.push_fail and self.stats["writes"] != self.fail_push
         self.stats["push failed"] += not ok
-        write = Write(self.prefill, epoch, len(grant[0].executor.devices))
-        self.flying.append(write)
-        for k in range(write.left):
-            part = values if ok or k else dict(list(values.items())[:len(values) // 2])
-            late = 10 if rng.random() < 0.1 else 1
-            self.clock.after(rng.random() * self.net.write * late,
-                             partial(self._land, grant, k, part, write, partial(done, ok)))
+        part = values if ok else dict(list(values.items())[:len(values) // 2])
+        late = 10 if rng.random() < 0.1 else 1
+        self._put(line, line.decode, self.net.write * late, partial(self._land, line, move, part))
+        self.clock.after(rng.random() * self.net.write, partial(self._written, writer, done, ok))
 
-    def _land(self, grant: tuple[World, Move], k: int, values: dict[int, int], write: Write,
-              done: Callable[[], None]) -> None:
-        world, move = grant
+    def _written(self, writer: World, done: Callable[[bool], None], ok: bool) -> None:
+        if not writer.dead:
+            done(ok)
+
+    def _land(self, line: Connection, move: Move, values: dict[int, int]) -> bool:
+        world = line.decode
         if not world.dead:
-            self.stats["write of the dead landed"] += write.writer.dead
+            granted = self.grants[move.transfer, move.generation, move.group][1]
+            self.stats["write of the dead landed"] += line.prefill.dead
             self.stats["late write"] += world.view.of_transfer(move.transfer) is None
-            known = world.view.known(move.transfer)
-            assert self.blind or (known is not None and known.generation == move.generation), (
+            assert self.blind or world.view.generation(move.transfer) == move.generation, (
                 f"transfer {move.transfer}: written after its end")
-            world.executor.devices[k].receive(move, values)
-        write.left -= 1
-        if not write.left:
-            self.flying.remove(write)
-            if not write.writer.dead:
-                done()
-
-    # ---------------------------------------------------------------- fences and deaths
-    def _fence(self, world: World, epoch: int) -> None:
-        """The connection closes at once; it is drained when the last write under it has landed."""
-        if world.dead:
-            return
-        mine = world.view.epochs[0]
-        self.fenced[mine] = max(epoch, self.fenced.get(mine, 0))
-        if any(w.epoch <= epoch for w in self.flying):
-            self.clock.after(1.0, partial(self._fence, world, epoch))
-            return
-        self.stats["fenced"] += 1
-        world.send(PeerFenced(epoch))
-
-    def _renew(self, world: World) -> None:
-        if not world.dead:
-            self.stats["renewed"] += 1
-            world.epoch += 1
-            world.send(Renewed(world.epoch))
-
-    def _cut(self, waits: int) -> None:
-        """Now, or when a push is decided and in no plan yet: its connection will be over."""
-        if waits and not self.prefill.view.has_pushes():
-            self.clock.after(KEPT_TIME, partial(self._cut, waits - 1))
-        else:
-            self.cut(self.decode if waits else self.rng.choice((self.prefill, self.decode)))
-
-    def cut(self, world: World) -> None:
-        """`world` takes the other engine for dead, which lives."""
-        if self.prefill.dead or self.decode.dead:
-            return
-        self.stats["cut off"] += 1
-        if world is self.decode:
-            self._fence(world, self.prefill.view.epochs[0])
-        else:
-            world.send(PeerFenced(self.decode.view.epochs[0]))
+            for device in world.executor.devices:
+                device.receive(granted, values)
+        return True
 
     def leave(self, transfer: int) -> None:
         self.decode.send(Aborted(RequestId(transfer - 1)))
@@ -352,6 +375,9 @@ class Pair:
             return
         victim.dead = True
         self.dead.append(victim)
+        if self.line is not None:
+            self.line.way(victim).close()
+            self._close()
         role = victim.sc.cfg.role
         victim.executor.wire = None                   # it begins no more writes
         for event in victim.inbox:
@@ -374,6 +400,7 @@ class Pair:
         else:
             self.prefill = world
         world.wake()
+        self._connect()
 
     def forward(self, world: World, event: Event) -> None:
         """What the router does with an event for an engine that has died."""
@@ -402,7 +429,6 @@ class Pair:
             world.close()
             self.stats.update(world.stats)
             assert not world.view.leftovers(), f"leak: {world.view.leftovers()}"
-        assert not self.flying
         return self
 
     def digest(self) -> str:
@@ -418,9 +444,9 @@ def start(sc: Scenario, make: MakeCore = Core, *, blind: bool = False, record: b
     return kind(sc, make, blind=blind, record=record, ticks=ticks)
 
 
-def _of(sc: Scenario, role: str, epoch: int) -> Scenario:
+def _of(sc: Scenario, role: str) -> Scenario:
     """The engine of one side: another page size, another pool, the same model."""
-    cfg = replace(sc.cfg, role=role, epoch=epoch)
+    cfg = replace(sc.cfg, role=role)
     if role == "prefill":
         rng = Random(f"prefill {sc.seed}")
         size = rng.choice((cfg.page_size, cfg.page_size, 1, 2, 2 * cfg.page_size))

@@ -112,9 +112,10 @@ MUST_FIRE = (
     "drafts", "fewer tokens than planned", "ahead of its token", "forks shared",
     "cut by a limit", "ended stop", "ended length", "ended abort", "ended refused",
     # of a pair
-    "pairs", "messages", "message lost", "message repeated", "message overtaken", "answer kept",
-    "pushes", "push failed", "write refused", "late write", "write of the dead landed", "fenced", "cut off",
-    "renewed", "prefill engine died", "decode engine died", "never came to prefill", "delivered by the peer",
+    "pairs", "messages", "message lost", "answer kept",
+    "pushes", "push failed", "write refused", "late write", "write of the dead landed",
+    "bytes damaged", "cut off",
+    "prefill engine died", "decode engine died", "delivered by the peer",
     "computed here after all", "receiving expired", "ended sent", "ended lost", "messages without effect",
     # of storage, of clocks, of KV that is found to be damaged
     "storage slow", "storage full", "storage hung", "storage lied", "lie found", "clock leapt",

@@ -29,15 +29,11 @@ EVERY, STRIDE = 3, 101                     # the stride has no factor in common 
 class Network:
     """How bad it is between the engines of a pair."""
 
-    lose: float = 0.0         # chance that a message is lost
-    repeat: float = 0.0       # chance that it comes twice
-    delay: float = 0.1        # of a message; each draws its own, so they overtake each other
-    write: float = 0.2        # of a one-sided write
+    delay: float = 0.1        # of a message, behind those before it
+    write: float = 0.2        # of what is written, the same
     push_fail: float = 0.0    # chance that a push fails
-    late: float = 0.0         # between the two arrivals of a request
-    skip: float = 0.0         # chance that one of them never comes
     deaths: int = 0
-    cuts: int = 0             # an engine takes the other for dead that lives
+    cuts: int = 0             # times that the connection breaks
     keep: float = 0.0         # chance that an answer waits until its request is somewhere else
     patience: float = 1000.0  # upper bound of what a transfer may take before `Expired` comes
 
@@ -202,10 +198,8 @@ def _mode(sc: Scenario) -> Scenario:
     sc = replace(sc, steps=steps, requests=min(most, max(4, fits)), aims=rng.choice((0, 5, 10)))
     late = rng.random() < 0.25         # what is said comes when the request is somewhere else
     net = Network(
-        lose=rng.choice((0.0, 0.1, 0.4)), repeat=rng.choice((0.0, 0.1, 0.4)),
         delay=rng.choice((20.0, 60.0) if late else (0.1, 1.0, 5.0)), write=rng.choice((0.2, 2.0, 10.0)),
-        push_fail=rng.choice((0.0, 0.0, 0.1)), late=rng.choice((0.0, 1.0, 10.0)),
-        skip=rng.choice((0.0, 0.0, 0.05)), deaths=rng.choice((0, 0, 1, 3)),
+        push_fail=rng.choice((0.0, 0.0, 0.1)), deaths=rng.choice((0, 0, 1, 3)),
         cuts=rng.choice((0, 0, 1, 3)), keep=rng.choice((0.0, 0.5)),
         patience=rng.choice((20.0, 60.0) if late else (100.0, 500.0, 2000.0)))
     sc = replace(sc, net=net)
@@ -223,8 +217,7 @@ def _short_phases(sc: Scenario, rng: Random) -> Scenario:
                       dram_pages=18 if cfg.sparse else 6, always_hosted=cfg.sparse and rng.random() < 0.2)
         speeds = replace(speeds, copy=0.2, disk=rng.choice((0.3, 1.0, 5.0)), write=0.2,
                          fail=rng.choice((0.0, 0.0, 0.2)))
-        net = replace(net, late=1.0, patience=rng.choice((20.0, 100.0)), delay=min(net.delay, 1.0),
-                      lose=min(net.lose, 0.1))
+        net = replace(net, patience=rng.choice((20.0, 100.0)), delay=min(net.delay, 1.0))
         return replace(sc, cfg=cfg, speeds=speeds, net=net, steps=60, requests=24, span=144.0, prompt_max=12,
                        new_max=2, turns=0.0, again=0.9, flushes=0, abort=0.0, hold=0.0,
                        deadline=rng.choice((3.0, 1000.0, 1000.0)), expire=rng.choice((0.0, 0.5)))
@@ -234,7 +227,7 @@ def _short_phases(sc: Scenario, rng: Random) -> Scenario:
                       rows=max(cfg.rows, 4), wait_pages=0, always_hosted=False,
                       page_size=1 if slow else cfg.page_size)
         speeds = replace(speeds, copy=4.0, fail=0.0) if slow else replace(speeds, copy=0.5)
-        net = replace(net, lose=min(net.lose, 0.1), push_fail=0.0, cuts=min(net.cuts, 1), patience=1000.0,
+        net = replace(net, push_fail=0.0, cuts=min(net.cuts, 1), patience=1000.0,
                       delay=min(net.delay, 1.0), write=min(net.write, 2.0))
         sc = replace(sc, cfg=cfg, speeds=speeds, net=net, steps=30, requests=7, span=30.0, prompt_max=12,
                      new_max=20, turns=0.7, spills=30, pauses=1, drops=1, abort=0.0, aborts=0)

@@ -15,7 +15,7 @@ from penstock.sim.world import MakeCore
 
 # What is gone in one go, the largest first.
 WITHOUT = (
-    "pair=0", "deaths=0", "lose=0", "repeat=0", "skip=0", "push_fail=0", "late=0", "aborts=0", "stops=0",
+    "pair=0", "deaths=0", "push_fail=0", "aborts=0", "stops=0",
     "pauses=0", "drops=0", "spills=0", "flushes=0", "abort=0", "stop=0", "turns=0", "again=0", "expire=0",
     "fail=0", "hang=0", "full=0", "lie=0", "damages=0", "jumps=0", "straggle=0", "hold=0", "shy=0",
     "aims=0", "cuts=0", "keep=0", "delay=0",

@@ -14,14 +14,11 @@ from penstock.core.plan import (
     Expired,
     Flushed,
     Moved,
-    Overdue,
     Paused,
-    PeerFenced,
+    PeerLeft,
     Promoted,
     Rates,
     Received,
-    Reminded,
-    Renewed,
     RequestId,
     Retired,
     Spilled,
@@ -32,8 +29,7 @@ from penstock.sim.view import Live, View
 WISHES = (Aborted, Stopped, Paused, Dropped, Spilled, Promoted)
 SAID = {Grant: "granted", Cancel: "cancelled", End: "sent_end", Refused: "refused", Drained: "drained"}
 NAMES: dict[type[Event], str] = {
-    Retired: "retired", Expired: "expired", Flushed: "flushed", Rates: "rates", PeerFenced: "peer_fenced",
-    Reminded: "reminded", Overdue: "overdue", Renewed: "renewed",
+    Retired: "retired", Expired: "expired", Flushed: "flushed", Rates: "rates", PeerLeft: "peer_left",
     **{kind: kind.__name__.lower() for kind in WISHES}}
 EVENTS = (*NAMES.values(), "moved_ok", "moved_failed", *SAID.values())
 
@@ -60,11 +56,8 @@ def met(view: View, event: Event) -> list[Live]:
             return [r for r in _one(view, rid) if count <= r.num_output]
         case Received(message):
             return _told(view, message)
-        case PeerFenced() | Renewed():
+        case PeerLeft():
             return view.at_peer
-        case Reminded(transfer, n) | Overdue(transfer, n):       # a timer that still counts
-            r, known = view.of_transfer(transfer), view.known(transfer)
-            return [r] if r is not None and known is not None and known.timer == n else []
         case _ if isinstance(event, WISHES):
             return _one(view, event.rid)
     return []
@@ -76,17 +69,11 @@ def _one(view: View, rid: RequestId) -> list[Live]:
 
 
 def _told(view: View, message: Message) -> list[Live]:
-    """Whom a message concerns, if it is news from the present peer."""
-    if view.cfg.role == "unified" or not isinstance(message, Grant | Cancel | End | Refused | Drained):
-        return []
-    r = view.of_transfer(message.transfer)
-    if r is None or (message.receiver, message.sender) != view.epochs:
-        return []
-    known = view.known(message.transfer)
-    if view.cfg.role == "decode" and not (
-            known is not None and known.is_open and known.generation == message.generation):
-        return []
-    return [r]
+    """Whom a message concerns, if it is news."""
+    r = None if view.cfg.role == "unified" else view.of_transfer(message.transfer)
+    known = view.generation(message.transfer)
+    early = isinstance(message, Grant) or (isinstance(message, Refused) and not message.generation)
+    return [r] if r is not None and (early or known == message.generation) else []
 
 
 # ---------------------------------------------------------------- what can meet
@@ -101,11 +88,11 @@ def _cannot(role: Role, p: Phase, event: str) -> bool:
     match event:
         case "granted" | "cancelled":
             return role is not Role.PREFILL
-        case "sent_end" | "refused" | "drained" | "reminded":      # nobody grants anything before RECEIVING
+        case "refused":
+            return role is not Role.DECODE
+        case "sent_end" | "drained":                   # nobody grants anything before RECEIVING
             return role is not Role.DECODE or p in (Phase.QUEUED, Phase.FETCHING)
-        case "overdue" | "renewed":
-            return role is not Role.PREFILL
-        case "peer_fenced":
+        case "peer_left":
             return role is Role.UNIFIED
         case "retired":                                # it never had a row, or waited until its steps had
             return p in (Phase.QUEUED, Phase.FETCHING, Phase.RECEIVING, Phase.LOADING)

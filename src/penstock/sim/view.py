@@ -13,7 +13,7 @@ from penstock.core.kv.page_table import PageTable
 from penstock.core.kv.pages import Shortage, Trial
 from penstock.core.kv.pool import Pool
 from penstock.core.kv.prefix_tree import Node
-from penstock.core.pair.decode_side import DecodeSide, Receiving
+from penstock.core.pair.decode_side import DecodeSide
 from penstock.core.plan import ONE_PEER, MoveId, RequestId, StepId, Tier
 from penstock.core.policy import capacity as capacity  # arithmetic of what can ever fit: it has no state
 from penstock.core.request import Request
@@ -109,16 +109,6 @@ class Where(NamedTuple):
     page: int
     is_moving: bool
     last_step: StepId
-
-
-class Known(NamedTuple):
-    """What the protocol knows of a transfer: which of its timers counts; decode side: the generation of its
-    grant, and whether that is open; prefill side: whether its request is here, or its fate known."""
-
-    timer: int
-    generation: int
-    is_open: bool
-    is_remembered: bool
 
 
 class View:
@@ -314,12 +304,6 @@ class View:
                 for space, page in sealed.copies.items()]
 
     # ---------------------------------------------------------------- the pair
-    @property
-    def epochs(self) -> tuple[int, int]:
-        """Of this engine, and of the one that it takes for its peer."""
-        assert self._pair is not None
-        return self._pair.side.epoch, self._pair.side.peer
-
     def of_transfer(self, transfer: int) -> Live | None:
         r = None if self._pair is None else self._pair.requests.get(transfer)
         return None if r is None else self.of(r)
@@ -329,11 +313,10 @@ class View:
         """Live requests that name a transfer."""
         return [] if self._pair is None else list(map(self.of, self._pair.requests.values()))
 
-    def known(self, transfer: int) -> Known | None:
+    def generation(self, transfer: int) -> int:
+        """Of the grant or the request that the protocol knows, 0 if it knows none."""
         entry = None if self._pair is None else self._pair.side.table.get(transfer)
-        if entry is None or isinstance(entry, Receiving):
-            return None if entry is None else Known(entry.n, entry.generation, entry.granted, False)
-        return Known(entry.n, 0, False, bool(entry.waiting or entry.declined or entry.sending is not None))
+        return 0 if entry is None else entry.generation
 
     def is_closing(self) -> bool:
         """Decode role: a grant was given up for its pages, and its peer has not answered."""
@@ -360,7 +343,8 @@ class View:
             "loans": self._kv.reclaimable, "sealed pages": self._kv.tree.roots}
         if pair is not None:
             kept |= {"transfers": pair.requests, "grants": pair.granted, "of the peer": pair.side.table}
-            kept |= {} if isinstance(pair.side, DecodeSide) else {"pushes": pair.side.pushes}
+            kept |= {"asked": pair.side.asked} if isinstance(pair.side, DecodeSide) else {
+                "pushes": pair.side.pushes, "pushing": pair.pushing}
         return [name for name, what in kept.items() if what]
 
 

@@ -20,7 +20,7 @@ CALM = ("aims=0,aborts=0,stops=0,abort=0,stop=0,turns=0,flushes=0,pauses=0,drops
         "shy=0,damages=0,jumps=0,disk_pages=0,hold=0,straggle=0,deadline=1e9,draft_tokens=0,ranks=1,prefix_cache=1,"
         "alike=0,model=1,max_len=60,page_size=4,report=0.2,step=1,step_tokens=16,copy=0.1,always_hosted=0,"
         "wait_pages=0,pp_size=1,overlap=0,pair=0,hot_pages=0")
-DEATH = 450.0         # when the decode engine of a pair dies: later than the deadlines of its first transfers
+DEATH = 450.0         # when the decode engine of a pair dies: after its first transfers
 LARGE = 2_000         # pages of a pool that is never short
 
 
@@ -125,8 +125,8 @@ WASTE = {waste.name: waste for waste in (
     Waste("positions computed twice", 0.08, again,
           "hbm_pages=20,dram_pages=20,rows=6,requests=14,span=4,prompt_max=20,new_max=40,again=0,overlap=1"),
     Waste("transfers not served after a restart", 0.1, unserved,
-          "pair=1,hbm_pages=100,dram_pages=100,rows=6,requests=16,span=800,prompt_max=12,new_max=6,again=0,lose=0,"
-          "repeat=0,skip=0,push_fail=0,late=0,deaths=0,cuts=0,keep=0,delay=1,write=1,patience=1e9"))}
+          "pair=1,hbm_pages=100,dram_pages=100,rows=6,requests=16,span=800,prompt_max=12,new_max=6,again=0,"
+          "push_fail=0,deaths=0,cuts=0,keep=0,delay=1,write=1,patience=1e9"))}
 SEEDS = range(10)
 
 

@@ -15,7 +15,6 @@ from typing import Protocol
 from penstock.core.core import Core
 from penstock.core.lifecycle import Phase
 from penstock.core.pair.messages import Message
-from penstock.core.pair.protocol import Ask
 from penstock.core.plan import (
     Aborted,
     Advance,
@@ -28,11 +27,11 @@ from penstock.core.plan import (
     Flushed,
     Moved,
     Outcome,
-    Overdue,
     Paused,
+    PeerJoined,
+    PeerLeft,
     Promoted,
     Rates,
-    Renewed,
     RequestId,
     Retired,
     Say,
@@ -64,22 +63,25 @@ AIMS = {"spill": Phase.RESIDENT, "promote": Phase.HOSTED}
 MakeCore = Callable[[CoreConfig], Core]
 
 
-class Link(Wire, Protocol):
+class Link(Protocol):
     """What a pair of worlds gives each of them."""
 
     clock: Clock
 
-    def say(self, world: World, what: Message | Ask) -> None:
-        """A message or a wish of one engine."""
+    def wire(self, world: World) -> Wire:
+        """How the ranks of one engine reach the other."""
 
-    def scheduled(self, e: Expect) -> None:
-        """A request will arrive at the decode engine; its prefill engine gets it too."""
+    def say(self, world: World, message: Message) -> None:
+        """A message of one engine."""
+
+    def asked(self, world: World, e: Expect) -> None:
+        """A request has come to the decode engine; its prefill engine gets it too."""
 
     def forward(self, world: World, event: Event) -> None:
         """An event for an engine that has died."""
 
     def cut(self, world: World) -> None:
-        """`world` takes its peer for dead."""
+        """The connection breaks."""
 
     def leave(self, transfer: int) -> None:
         """A client leaves while the prefill engine works for it."""
@@ -89,21 +91,24 @@ class World(Watcher):
     """`play()` runs to the end; an AssertionError is a finding."""
 
     def __init__(self, sc: Scenario, make: MakeCore = Core, *, blind: bool = False,
-                 record: bool = False, ticks: int = 0, link: Link | None = None) -> None:
-        self.sc, self.link = sc, link
+                 record: bool = False, ticks: int = 0, link: Link | None = None,
+                 epoch: int = 1) -> None:
+        """`epoch`: which incarnation of the engine it is."""
+        self.sc, self.link, self.epoch = sc, link, epoch
         self.clock = Clock() if link is None else link.clock
-        self.rng = Random(f"faults {sc.seed} {sc.cfg.role} {sc.cfg.epoch}")
+        self.rng = Random(f"faults {sc.seed} {sc.cfg.role} {epoch}")
         self.core = make(sc.cfg)
         self.executor = SimExecutor(sc.cfg, self.clock, Random(f"device {sc.seed} {sc.cfg.role}"),
-                                    ranks=sc.ranks, speeds=sc.speeds, wake=self.wake, wire=link)
+                                    ranks=sc.ranks, speeds=sc.speeds, wake=self.wake,
+                                    wire=None if link is None else link.wire(self))
         if (bend := getattr(self.core, "bend", None)) is not None:
             bend(self.executor)           # a seeded bug of the ranks
         self.load = Workload(sc)
         self.judge = Judge(sc, self.core, self.executor, self.load.made, blind=blind)
         self.view = self.judge.view
         self.stats: Counter[str] = Counter()
-        self._damage_rng = Random(f"damage {sc.seed} {sc.cfg.role} {sc.cfg.epoch}")
-        self._stray_rng = Random(f"stray {sc.seed} {sc.cfg.role} {sc.cfg.epoch}")
+        self._damage_rng = Random(f"damage {sc.seed} {sc.cfg.role} {epoch}")
+        self._stray_rng = Random(f"stray {sc.seed} {sc.cfg.role} {epoch}")
         self._damage_due = 0              # requests whose KV is found to be damaged
         self._asked: tuple[Live, int] | None = None        # whom an event wishes an edge, and its visit
         self.core.watchers.append(self)
@@ -121,7 +126,8 @@ class World(Watcher):
         self.plans_max = 0
         self.ending: list[RequestId] = []     # aborted or stopped by the events of this turn
         self.dead = False                 # one engine of a pair has died
-        self.epoch = sc.cfg.epoch
+        self.lines: list[object] = []     # connections that it was told of, and has not noted
+        self.line: object = None          # the one that it is joined by
         self._scheduled = False
         self._held = False                # the loop turns late
         if link is None:
@@ -133,8 +139,6 @@ class World(Watcher):
     def schedule(self, e: Expect) -> None:
         a, rng = e.arrived, self.rng
         self.executor.register(a, e.seed)
-        if self.link is not None:
-            self.link.scheduled(e)
         self.plans_max += 6 * (len(a.prompt) + a.max_new) + 40
         at = e.at - self.clock.now
         self.clock.after(at, partial(self.send, a))
@@ -161,7 +165,7 @@ class World(Watcher):
         self.timer(self.rng.random() * most, Expired(out.rid, out.phase, out.visit))
 
     def expect(self, e: Expect) -> None:
-        """A request arrives now."""
+        """A request arrives now, from the other engine."""
         self.executor.register(e.arrived, e.seed)
         self.plans_max += 6 * (len(e.arrived.prompt) + e.arrived.max_new) + 40
         self._expire(e.arrived, 0.0)
@@ -190,8 +194,8 @@ class World(Watcher):
         phases = [p for p in SHORT if any(source is p for source, _ in self.view.edges)]
         self.aims = [(rng.choice(phases), rng.choice(AIMED)) for _ in range(sc.aims if phases else 0)]
         if sc.cfg.role == "prefill" and (sc.cfg.disk_pages or self._stray_rng.random() < 0.3):
-            self.aims[:0] = ((Phase.FETCHING, self._stray_rng.choice(("overdue", "renew", "leave"))),
-                             (Phase.LOADING, self._stray_rng.choice(("overdue", "renew", "expire"))))
+            self.aims[:0] = ((Phase.FETCHING, self._stray_rng.choice(("cut", "leave"))),
+                             (Phase.LOADING, self._stray_rng.choice(("cut", "expire"))))
 
     def _aim(self) -> None:
         """Some events wait for a phase that is too short to be met by chance."""
@@ -208,11 +212,6 @@ class World(Watcher):
                     self.link.cut(self)
             elif kind == "stop":
                 self.send(Stopped(rid, len(made[rid].got)))
-            elif kind == "renew":
-                self.epoch += 1
-                self.send(Renewed(self.epoch))
-            elif kind == "overdue":
-                self._overdue(rid)
             elif kind == "expire":
                 self.send(Expired(rid, phase.value, next(r for r in self.view.live if r.rid == rid).visit))
             elif kind == "leave":
@@ -225,12 +224,6 @@ class World(Watcher):
             else:
                 self.send(POKES[kind](rid))
             return
-
-    def _overdue(self, rid: RequestId) -> None:
-        """The deadline of a transfer comes early."""
-        transfer = self.load.made[rid].arrived.transfer
-        if (known := self.view.known(transfer)) is not None:
-            self.send(Overdue(transfer, known.timer))
 
     def _poke(self, kind: str) -> None:
         """Aim at a phase first, then at a request in it: short phases are hit as often as long
@@ -299,7 +292,6 @@ class World(Watcher):
     def _leap(self) -> None:
         """The machine slept: all that should have come meanwhile comes now."""
         self.stats["clock leapt"] += bool(self._timers)
-        self.judge.came.clear()           # what may be forgotten is, at once
         for ticket in list(self._timers):
             self._ring(ticket)
 
@@ -397,8 +389,6 @@ class World(Watcher):
     def _note(self, event: Event) -> None:
         """Tell the judge what it may expect, and count what fires."""
         made, view = self.load.made, self.view
-        if self.link is not None:
-            self.judge.noted(event)
         match event:
             case Retired(step):
                 self.judge.retired = step
@@ -406,6 +396,13 @@ class World(Watcher):
                 self.judge.moves.pop(id, None)
             case Arrived(rid):
                 made[rid].sent = True
+                if self.link is not None and self.sc.cfg.role == "decode" and event.transfer:
+                    self.link.asked(self, made[rid])
+            case PeerJoined():
+                self.line = self.lines.pop(0)
+            case PeerLeft():
+                self.line = None
+                self.stats["cut off"] += 1
             case Aborted(rid):
                 if rid < len(made) and made[rid].sent and made[rid].finished is None:
                     self.stats["aborted twice" if made[rid].aborted else "aborted"] += 1

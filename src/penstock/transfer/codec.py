@@ -17,7 +17,7 @@ import msgspec
 import xxhash
 
 from penstock.config.decoding import ProtocolError, decode
-from penstock.core.pair.messages import Cancel, Drained, End, Grant, Hello, Refused
+from penstock.core.pair.messages import Cancel, Drained, End, Grant, Refused
 from penstock.transfer.layout import Piece
 from penstock.transfer.messages import Ask, Beat, First, Greeting, Said
 
@@ -34,7 +34,7 @@ PAYLOAD_MAX = FRAME_BYTES_MAX - HEAD_BYTES - PAGE_HEAD_BYTES
 _PROTOCOL = f"pair protocol version {VERSION}"
 
 # A message's kind is its place here; 0 is a page frame.
-KINDS: tuple[type[Said], ...] = (Hello, Grant, Cancel, End, Refused, Drained,
+KINDS: tuple[type[Said], ...] = (Grant, Cancel, End, Refused, Drained,
                                  Greeting, Beat, Ask, First)
 _KIND = {cls: i for i, cls in enumerate(KINDS, 1)}
 _DECODERS = (None, *(msgspec.msgpack.Decoder(cls) for cls in KINDS))

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.config.params import SamplingParams
-from penstock.core.pair.messages import Cancel, Drained, End, Grant, Hello, Refused
+from penstock.core.pair.messages import Cancel, Drained, End, Grant, Refused
 from penstock.transfer.facts import Facts
 
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -69,5 +69,5 @@ class First(_Message, frozen=True):
     logprobs: Annotated[list[Logprob], Meta(max_length=64)] | None = None
 
 
-Said: TypeAlias = (Hello | Grant | Cancel | End | Refused | Drained
+Said: TypeAlias = (Grant | Cancel | End | Refused | Drained
                    | Greeting | Beat | Ask | First)

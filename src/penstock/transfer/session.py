@@ -172,8 +172,7 @@ class Session:
             elif landed is not None:
                 # Nothing will be written any more, which is what Drained says; it has not worked.
                 self._counts.failed("damaged")
-                heard = Heard(self.epoch, Drained(message.sender, message.receiver, message.transfer,
-                                                  message.generation, Reason.BROKEN))
+                heard = Heard(self.epoch, Drained(message.transfer, message.generation, Reason.BROKEN))
         self._events.put_when_there_is_room(heard, lambda: self._cause is not None)
 
     def _send(self) -> None:

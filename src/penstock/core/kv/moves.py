@@ -145,9 +145,9 @@ class Moves:
 
     def push(self, r: Request, space: TierGroup, sources: list[Copy], first: int, tokens: int,
              transfer: int, generation: int) -> MoveId:
-        """Write positions `first` and on to where the peer has granted pages for them."""
+        """Write positions `first` and on, whose steps have retired, to where the peer has granted pages."""
         flight = FlyingMove(space, self._peer, [(source, Copy(-1)) for source in sources], request=r)
-        move = self._plan(self._fly(flight), tokens, r.last_issue, first, transfer, generation,
+        move = self._plan(self._fly(flight), tokens, self.retired, first, transfer, generation,
                           r.arrived.peer)
         r.moves.add(move)
         self.to_peer[move] = None

@@ -2,7 +2,7 @@
 
 Turns reports of the protocol into edges and copies, and requests' fates into the protocol's calls. A
 grant is a Move from PEER into our pages, a push a Move of our pages to PEER; both are fenced like
-any other copy. Knows no messages: what they are and when they are repeated is `protocol`'s business.
+any other copy. Knows no messages: what they are is `protocol`'s business.
 """
 from __future__ import annotations
 
@@ -11,27 +11,17 @@ from typing import assert_never
 
 from penstock.core.kv import allocate
 from penstock.core.kv.moves import FlyingMove
+from penstock.core.kv.prefix_tree import Copy, TierGroup
 from penstock.core.lifecycle import Phase, Place, Role, Trigger
 from penstock.core.pair import protocol
 from penstock.core.pair.decode_side import DecodeSide
 from penstock.core.pair.messages import Grant, Reason
 from penstock.core.pair.prefill_side import PrefillSide
-from penstock.core.plan import (
-    MoveId,
-    Outcome,
-    Overdue,
-    PeerFenced,
-    PeerId,
-    Received,
-    Reminded,
-    Renewed,
-    Say,
-    Tier,
-)
+from penstock.core.plan import MoveId, Outcome, PeerId, PeerJoined, PeerLeft, Received, Say, Tier
 from penstock.core.request import Request
 from penstock.core.state import CoreState
 
-FromPeer = Received | Reminded | Overdue | PeerFenced | Renewed
+FromPeer = Received | PeerJoined | PeerLeft
 
 
 def pairings(core: CoreState, role: Role) -> dict[PeerId, Pairing]:
@@ -45,36 +35,27 @@ class Pairing:
 
     def __init__(self, core: CoreState, role: Role, peer: PeerId) -> None:
         self.core, self.peer = core, peer
-        self.side: DecodeSide | PrefillSide = (
-            DecodeSide if role is Role.DECODE else PrefillSide)(core.cfg.epoch, core.cfg.identity)
+        self.side: DecodeSide | PrefillSide = (DecodeSide if role is Role.DECODE else PrefillSide)()
         self.requests: dict[int, Request] = {}              # by transfer, live ones
         self.granted: dict[int, list[MoveId]] = {}          # transfer -> Moves that end with it
-        self.ready: list[Request] = []                      # computed and granted, but not pushed yet
+        self.pushing: dict[Request, None] = {}              # granted, and not all of it is pushed
 
     def event(self, event: FromPeer) -> None:
-        side = self.side
-        reports: list[protocol.Report] = []
-        epochs = side.epoch, side.peer
         match event:
             case Received(message):
-                reports = side.received(message)
-            case PeerFenced(epoch):
-                reports = side.fenced(epoch)
-            case Reminded(transfer, n):
-                reports = side.reminded(transfer, n) if isinstance(side, DecodeSide) else []
-            case Overdue(transfer, n):
-                reports = side.expired(transfer, n) if isinstance(side, PrefillSide) else []
-            case Renewed(epoch):
-                reports = side.restart(epoch) if isinstance(side, PrefillSide) else []
+                self._apply(self.side.received(message))
+            case PeerJoined():
+                self.side.joined()
+            case PeerLeft():
+                self._recall()
+                self._apply(self.side.left())
+                for r in self.requests.values():
+                    r.is_asked = False
             case _:
                 assert_never(event)
-        if (side.epoch, side.peer) != epochs:
-            self._recall()
-        self._apply(reports)
 
     def _recall(self, transfer: int = 0) -> None:
-        """Pushes that no plan has yet are not begun: of one transfer, or all, where one of the two has
-        become another. The new connection is not the one that the peer closes, or has closed."""
+        """Pushes that no plan has yet are not begun: of one transfer, or all."""
         moves, side = self.core.kv.moves, self.side
         pushes = [m for m in moves.outbox if m.dst is Tier.PEER and m.peer == self.peer
                   and transfer in (0, m.transfer)]
@@ -96,45 +77,55 @@ class Pairing:
     def arrived(self, r: Request) -> None:
         if r.arrived.transfer:
             self.requests[r.arrived.transfer] = r
-            if isinstance(self.side, PrefillSide):
-                self._apply(self.side.expect(r.arrived.transfer))
+            self.side.expect(r.arrived.transfer)
+            r.is_asked = isinstance(self.side, DecodeSide) and self.side.up
 
     def refused(self, transfer: int) -> None:
         """A request can never run here."""
-        if isinstance(self.side, PrefillSide) and transfer:
-            self._apply(self.side.expect(transfer))
-            self._apply(self.side.refuse(transfer, Reason.REFUSED))
+        if transfer:
+            self.side.expect(transfer)
+            if isinstance(self.side, PrefillSide):
+                self._apply(self.side.refuse(transfer, Reason.REFUSED))
+            else:
+                self._apply(self.side.cancel(transfer))
 
     def entered(self, r: Request, source: Phase) -> None:
         """`r` has changed its phase: what the other engine must hear of that."""
-        transfer = r.arrived.transfer
-        if isinstance(self.side, DecodeSide):
+        transfer, side = r.arrived.transfer, self.side
+        if isinstance(side, DecodeSide):
             if r.phase is Phase.RECEIVING:
                 self._open(r)
-            elif source is Phase.RECEIVING and transfer in self.granted:
-                self._apply(self.side.cancel(transfer))
+            elif r.phase is not Phase.FETCHING and (transfer in side.asked or (
+                    source is Phase.RECEIVING and transfer in self.granted)):
+                self._apply(side.cancel(transfer))
             if r.phase is Phase.DONE:
                 self.requests.pop(transfer, None)
             return
-        if source is Phase.SENDING and r in self.ready:
-            self.ready.remove(r)
-        if r.phase is Phase.SENDING and r.grant is not None:
-            self.ready.append(r)
-        if r.phase is Phase.DONE and self.requests.pop(transfer, None) is not None:
-            self._apply(self.side.refuse(transfer, Reason.REFUSED))
+        if r.phase is Phase.DONE:
+            self.pushing.pop(r, None)
+            if self.requests.pop(transfer, None) is not None:
+                self._apply(side.refuse(transfer, Reason.REFUSED))
 
     def push_ready(self) -> None:
-        """Begin the pushes of those whose last step has retired."""
-        for r in list(self.ready):
-            if not self.core.kv.in_flight(r) and allocate.missing(r) == []:
-                self.ready.remove(r)
-                self.push(r)
+        """Push what is final and was not sent yet: sealed pages while the prompt is computed, and the rest
+        once the last step has retired."""
+        kv = self.core.kv
+        for r in list(self.pushing):
+            if r.phase is Phase.SENDING:
+                if not kv.in_flight(r) and allocate.missing(r) == []:
+                    del self.pushing[r]
+                    self.push(r, r.num_prompt)
+            elif r.phase is Phase.PREFILL:
+                size = kv.cfg.page_size
+                end = min(r.retired, r.num_prompt - 1) // size * size
+                if end > r.pushed:
+                    self.push(r, end)
 
     def _open(self, r: Request) -> None:
         side, kv = self.side, self.core.kv
         assert isinstance(side, DecodeSide)
         transfer, start = r.arrived.transfer, r.retired
-        generation = side.open(transfer, r.num_prompt, start=start)
+        generation = side.open(transfer, r.num_prompt, start)
         self.granted[transfer] = []
         for g, t in enumerate(r.tables):
             on_host = r.place is Place.HOST and t.hosted
@@ -146,20 +137,30 @@ class Pairing:
             self.granted[transfer].append(kv.moves.open(
                 r, space, copies, entry * t.unit, r.num_prompt - entry * t.unit, transfer, generation))
 
-    def push(self, r: Request) -> None:
-        """All of a prompt is computed, and the other engine has pages: send what it lacks."""
-        side, kv = self.side, self.core.kv
+    def push(self, r: Request, end: int) -> None:
+        """Send positions up to `end` that the other engine lacks; with the last of them all is said. Of a
+        window or a state only the end of the prompt is sent."""
+        side, kv, n = self.side, self.core.kv, r.num_prompt
         assert isinstance(side, PrefillSide) and r.grant is not None
-        n, transfer = r.num_prompt, r.arrived.transfer
+        transfer, grant = r.arrived.transfer, r.grant
+        pieces: list[tuple[TierGroup, list[Copy], int]] = []
         for g, t in enumerate(r.tables):
+            if t.reach and end < n:
+                continue
             on_host = r.place is Place.HOST and t.hosted
             space, column = (kv.host[g], t.host) if on_host else (kv.device[g], t.device)
-            first = max(r.grant.start, t.begin(n) * t.unit)
-            copies = [c for c in column[first // t.unit:t.end(n)] if c is not None]
-            move = kv.moves.push(r, space, copies, first, n - first, transfer, r.grant.generation)
+            first = max(grant.start if t.reach else r.pushed, t.begin(n) * t.unit)
+            copies = [c for c in column[first // t.unit:t.end(end)] if c is not None]
+            if not all([c.ready for c in copies]):
+                return                         # a page of it is on its way: the next turn looks again
+            pieces.append((space, copies, first))
+        for space, copies, first in pieces:
+            move = kv.moves.push(r, space, copies, first, end - first, transfer, grant.generation)
             side.push_started(transfer, move)
-        r.is_pushed = True
-        self._apply(side.finish(transfer, 0, tuple(r.tokens[n:n + 1])))
+        r.pushed = end
+        if end == n:
+            r.is_pushed = True
+            self._apply(side.finish(transfer, tuple(r.tokens[n:n + 1])))
 
     def push_ended(self, id: MoveId, ok: bool) -> None:
         side = self.side
@@ -174,14 +175,17 @@ class Pairing:
                 case protocol.Landed():
                     self._landed(o, r)
                 case protocol.Declined():
-                    if r is not None and r.phase is Phase.RECEIVING and not r.is_saved:
+                    if o.generation == 0 and r is not None:
+                        r.is_asked = False
+                    elif r is not None and r.phase is Phase.RECEIVING and not r.is_saved:
                         self.core.transition(r, Trigger.DROP)
                 case protocol.Granted():
-                    if r is not None and o.tokens == r.num_prompt and 0 <= o.start < o.tokens:
-                        r.grant = o
-                        self.ready += [r] if r.phase is Phase.SENDING else []
+                    assert r is not None, "a transfer is known as long as its request lives"
+                    if o.tokens == r.num_prompt and 0 <= o.start < o.tokens:
+                        r.grant, r.pushed = o, o.start
+                        self.pushing[r] = None
                         self.core.update_runnable(r)
-                    elif r is not None:
+                    else:
                         self.core.end(r, Outcome.LOST)      # it is not the same request
                 case protocol.Withdrawn():
                     self._recall(o.transfer)

@@ -1,9 +1,8 @@
 """What the two engines of a prefill/decode pair say to each other. Plain integers and tuples only.
 
-Every message carries the epoch of its sender and of its receiver: positive integers, one for each
-incarnation of an engine, and a later one is greater. A transfer is named by the id that the server
-gave it; a generation names one attempt at it, and rises with every attempt that one epoch of the
-decode engine makes, at whatever transfer. No message holds an address, a page or a tensor.
+They come in order and none is lost, over a connection whose end both hear of; the request itself was sent
+over it before. A transfer is named by the id that the server gave it; a generation names one grant, and rises
+with each that a decode engine gives. No message holds an address, a page or a tensor.
 """
 from __future__ import annotations
 
@@ -19,46 +18,26 @@ class Reason(IntEnum):
     CANCELLED = 1          # the decode engine wants it no more
     REFUSED = 2            # the prefill engine could not, or its copy of the request was aborted
     FAILED = 3             # a push failed
-    EXPIRED = 4            # one half of the request waited too long for the other
-    LOST = 5               # the other engine, or the connection to it, is gone
-    FORGOTTEN = 6          # too old: the prefill engine cannot tell whether it had ended it
-    BROKEN = 7             # the end that arrived is not the end of what was asked for
-
-
-@dataclass(frozen=True, slots=True)
-class Hello:
-    """Tells the sender's epoch. `receiver` is 0 if the sender does not know it: this and a wrong
-    one are answered with a Hello. `fenced`: up to this epoch the sender takes nothing from the
-    receiver any more, not even if it lives. `identity`: what its KV is, see `CoreConfig`."""
-
-    sender: int
-    receiver: int
-    fenced: int = 0
-    identity: int = 0
+    LOST = 4               # the other engine, or the connection to it, is gone
+    UNKNOWN = 5            # the prefill engine has no such request (any more)
+    BROKEN = 6             # the end that arrived is not the end of what was asked for
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Decode to prefill: pages for positions from `start` to `tokens` - 1 wait for your writes.
-    `emitted` output tokens have been streamed already, and must not be sampled again. Repeated until
-    it ends."""
+    """Decode to prefill: pages for positions from `start` to `tokens` - 1 wait for your writes."""
 
-    sender: int
-    receiver: int
     transfer: int
     generation: int
     tokens: int
-    emitted: int = 0
     start: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Decode to prefill: begin no write of this generation; say Drained once none is in flight.
-    Repeated until that, or the End, is heard."""
+    """Decode to prefill: the request is of no use any more. Begin no write of this generation; say Drained
+    once none is in flight. Generation 0: nothing was granted, nothing is to be said."""
 
-    sender: int
-    receiver: int
     transfer: int
     generation: int
 
@@ -66,23 +45,19 @@ class Cancel:
 @dataclass(frozen=True, slots=True)
 class End:
     """Prefill to decode: all writes of this generation have ended well, and there will be no more.
-    `first` are output tokens number `index`, `index + 1`, ... of the request."""
+    `first` are the first output tokens of the request."""
 
-    sender: int
-    receiver: int
     transfer: int
     generation: int
     tokens: int            # positions that were written: those below it
-    index: int
     first: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Prefill to decode: this generation will not end well. Writes of it may still be in flight."""
+    """Prefill to decode: this generation will not end well. Writes of it may still be in flight.
+    Generation 0: no Grant of it had come; one that is on its way is answered with Drained."""
 
-    sender: int
-    receiver: int
     transfer: int
     generation: int
     reason: int
@@ -90,18 +65,15 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """Prefill to decode: no write of this generation is in flight, and none will ever be begun by
-    this epoch of the sender."""
+    """Prefill to decode: no write of this generation is in flight, and none will ever be begun."""
 
-    sender: int
-    receiver: int
     transfer: int
     generation: int
     reason: int
 
 
-Message: TypeAlias = Hello | Grant | Cancel | End | Refused | Drained
+Message: TypeAlias = Grant | Cancel | End | Refused | Drained
 
-# Each of these is a promise about writes, so it must not overtake them. A transport that reports a
-# push as ended before its bytes have landed sends these behind the bytes, in the same stream.
+# Each of these is a promise about writes, so it must not overtake them: they come behind the bytes, in the
+# same stream.
 IN_STREAM = (End, Drained)

@@ -86,7 +86,7 @@ def ways_in(core: CoreState, r: Request) -> tuple[Trigger, ...]:
     """What to try, in this order, for a request that waits."""
     known = r.phase in (Phase.QUEUED, Phase.FETCHING, Phase.RECEIVING)
     device, host = (Trigger.ADMIT, Trigger.ADMIT_HOST) if known else (Trigger.RESUME, Trigger.RESUME_HOST)
-    if (r.phase, Trigger.RECEIVE) in core.edges and r.arrived.transfer:
+    if (r.phase, Trigger.RECEIVE) in core.edges and r.is_asked:
         device, host = Trigger.RECEIVE, Trigger.RECEIVE_HOST
     if not r.may_host:
         return (device,)

@@ -25,6 +25,7 @@ class Blocked(NamedTuple):
 
     request: Request
     visit: int
+    is_asked: bool                         # it has, or had, another way in
     running: int
     state: tuple[int, ...] | None          # of those that run, see `_state`; None: only pages count
     shortages: list[Shortage]
@@ -74,7 +75,7 @@ class Admission:
         """Whether `r` did not fit, and less has come since than it lacked. Its tables are long: it is
         not tried for nothing. If nobody runs it is, for then somebody who waits may have to give way."""
         b = self._blocked
-        return (b is not None and b.request is r and b.visit == r.visit
+        return (b is not None and b.request is r and (b.visit, b.is_asked) == (r.visit, r.is_asked)
                 and 0 < b.running <= len(self.core.running) and b.state in (None, self._state())
                 and all([copy.moves and not copy.ready for copy in b.early])
                 and all([self.core.kv.is_short(r, shortage) for shortage in b.shortages]))
@@ -118,7 +119,8 @@ class Admission:
                 no_row = True                  # that is soon seen
         for shortage in shortages:
             shortage.gained = kv.gained(shortage.tier)
-        self._blocked = Blocked(r, r.visit, len(self.core.running), () if no_row else state, shortages, early)
+        self._blocked = Blocked(r, r.visit, r.is_asked, len(self.core.running),
+                                () if no_row else state, shortages, early)
         return False
 
     def _short(self, shortage: Shortage) -> int:

@@ -153,8 +153,8 @@ def is_away(core: CoreState) -> bool:
 def _revoke_grant(core: CoreState, tier: Tier, taken: list[Request]) -> bool:
     """Decode role: the youngest request that has pages and no row computes its prompt itself, one whose
     KV has come before others. Pages that the other engine may still write come back when it says so:
-    it is given some steps for that, or, if nobody can go on, until the next event (it is reminded, so
-    there is one). Returns whether to wait for the pages."""
+    it is given some steps for that, or, if nobody can go on, until the next event. Returns whether to wait
+    for the pages."""
     kv = core.kv
     with_pages = [r for r in reversed(core.waiting) if r.phase is Phase.RECEIVING and any(
         [any(t.device if tier is Tier.HBM else t.host) for t in r.tables])]

@@ -6,7 +6,6 @@ both engines; what it gets tells on which of them it matters.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from penstock.core.core import Core
 from penstock.core.kv import allocate
@@ -17,20 +16,20 @@ from penstock.core.lifecycle import Phase, Trigger
 from penstock.core.pair import protocol
 from penstock.core.pair.bridge import Pairing
 from penstock.core.pair.decode_side import DecodeSide, Receiving
-from penstock.core.pair.messages import Cancel, Drained, Message, Reason
+from penstock.core.pair.messages import Cancel, Grant, Reason
 from penstock.core.pair.prefill_side import PrefillSide, Sending, Stage
-from penstock.core.plan import ONE_PEER, Say
+from penstock.core.plan import ONE_PEER, PeerLeft, Say
 from penstock.core.policy import reclaim
 from penstock.core.request import Request
 from penstock.sim.mutants.registry import Real, Wrong, instead_of
 
 # An engine dies while its writes fly, and is back before they have landed.
-SLOW_WRITES = ",deaths=3,write=60,delay=0.1,lose=0,patience=20"
-# The decode engine takes a prefill engine for dead that has pushes to plan, and a full pipeline.
-CUT_OFF = (",rows=1,cuts=8,deaths=0,keep=1,lose=0,delay=0.1,hold=0,report=0,step=3,late=0,requests=14"
+SLOW_WRITES = ",deaths=3,write=60,delay=0.1,patience=20"
+# The connection breaks while the prefill engine has pushes to plan, and a full pipeline.
+CUT_OFF = (",rows=1,cuts=8,deaths=0,keep=1,delay=0.1,hold=0,report=0,step=3,requests=14"
            ",prompt_max=20,step_tokens=4,span=20")
 # Prompts are computed, dropped for others, and loaded when their grant comes.
-LATE_GRANTS = (",late=60,lose=0,deaths=0,fail=0,requests=20,span=20,prompt_max=20,new_max=6,hbm_pages=28"
+LATE_GRANTS = (",delay=60,deaths=0,fail=0,requests=20,span=20,prompt_max=20,new_max=6,hbm_pages=28"
                ",dram_pages=400,hot_pages=0,page_size=1,prefix_cache=1,wait_pages=1000")
 
 
@@ -67,8 +66,10 @@ def _release(pair: Pairing, receiving: Receiving) -> None:
 @wrong(DecodeSide, "cancel")
 def cancel_frees_at_once(real: Real, side: DecodeSide, transfer: int) -> list[protocol.Report]:
     """Pages of an aborted request are free while the peer does not even know of it."""
-    if (receiving := side.table.get(transfer)) is not None:
-        receiving.granted = False
+    if (receiving := side.table.get(transfer)) is not None and not receiving.closing:
+        side.outbox.append(Cancel(transfer, receiving.generation))
+        side._end(receiving, protocol.Landed(transfer, receiving.generation, False, Reason.CANCELLED))
+        return side._told()
     out: list[protocol.Report] = real(side, transfer)
     return out
 
@@ -82,53 +83,32 @@ def ack_before_the_last_write(real: Real, side: PrefillSide, s: Sending) -> None
     s.flying = flying
 
 
-@wrong(PrefillSide, "_drain")
-def repeated_cancel_is_acked_at_once(real: Real, side: PrefillSide, s: Sending) -> None:
-    """As above, if the Cancel comes again."""
-    if s.stage is Stage.DRAINING:
-        side._say(Drained, s.transfer, s.generation, s.reason)
-    real(side, s)
-
-
-@wrong(PrefillSide, "_cancel")
-def no_ack_for_an_unknown_transfer(real: Real, side: PrefillSide, m: Cancel) -> None:
+@wrong(PrefillSide, "_grant")
+def no_ack_for_an_unknown_transfer(real: Real, side: PrefillSide, m: Grant) -> None:
     """Pages stay in quarantine for ever."""
     if m.transfer in side.table:
         real(side, m)
 
 
-@wrong(protocol.Side, "_admits", 120, more=SLOW_WRITES)
-def ack_of_another_incarnation(real: Real, side: protocol.Side, m: Message) -> bool:
-    """A Cancel is answered whoever it was meant for, and the answer is taken whoever gave it."""
-    admits: bool = real(side, m)
-    if isinstance(m, Cancel) and not admits:
-        side.outbox.append(Drained(side.epoch, m.sender, m.transfer, m.generation, Reason.CANCELLED))
-    return admits or isinstance(m, Drained)
+@wrong(PrefillSide, "_cancel", 200)
+def ack_for_what_goes_on(real: Real, side: PrefillSide, m: Cancel) -> None:
+    """It is acked, and the request is not ended: its pushes begin later."""
+    if (s := side.table.get(m.transfer)) is None or s.stage is not Stage.PUSHING:
+        real(side, m)
+    elif not s.flying:
+        side._drained(m.transfer, m.generation, Reason.CANCELLED)
 
 
-@wrong(DecodeSide, "_heard", 400, more=SLOW_WRITES)
-def fence_of_the_peer_not_awaited(real: Real, side: DecodeSide, epoch: int) -> None:
-    """The new incarnation speaks for the dead one, whose writes still land."""
-    side.peer = side._newest = max(epoch, side._newest)
+@wrong(Pairing, "event", more=SLOW_WRITES)
+def requests_outlive_their_connection(real: Real, pair: Pairing, event: object) -> None:
+    """The prefill engine does not hear that its peer has gone."""
+    if not (isinstance(event, PeerLeft) and isinstance(pair.side, PrefillSide)):
+        real(pair, event)
+    else:
+        pair.side.up = False
 
 
 # ---------------------------------------------------------------- rules 3 and 5: notices and errors
-@wrong(PrefillSide, "_remember")
-def cancel_before_its_grant_forgotten(real: Real, side: PrefillSide, m: Cancel) -> None:
-    """It is acked, and then its Grant arrives."""
-    side._ignore("cancel")
-
-
-@wrong(PrefillSide, "refuse")
-def refusal_before_its_grant_forgotten(real: Real, side: PrefillSide, transfer: int,
-                                       reason: int) -> list[protocol.Report]:
-    """The decode engine waits until a deadline tells it."""
-    out: list[protocol.Report] = real(side, transfer, reason)
-    if transfer in side.table:
-        side.table[transfer].declined = Reason.NONE
-    return out
-
-
 @wrong(PrefillSide, "refuse")
 def refusal_not_sent(real: Real, side: PrefillSide, transfer: int, reason: int) -> list[protocol.Report]:
     """The prefill engine ends a request, and says so to nobody."""
@@ -142,22 +122,13 @@ def failed_push_forgotten(real: Real, side: PrefillSide, push: int, ok: bool) ->
     return out
 
 
-# ---------------------------------------------------------------- idempotence
-@wrong(PrefillSide, "_repeat")
-def repeated_grant_is_granted_again(real: Real, side: PrefillSide, s: Sending) -> None:
-    """All is pushed twice, the second time perhaps after the End."""
-    if s.stage is Stage.PUSHING or (s.stage is Stage.ENDED and s.flying == 0):
-        side._pair(side.table[s.transfer], s)
-    real(side, s)
-
-
 # ---------------------------------------------------------------- rules 8 and 9: first tokens
 @wrong(PrefillSide, "finish")
-def slot_of_first_tokens_reused(real: Real, side: PrefillSide, transfer: int, index: int,
+def slot_of_first_tokens_reused(real: Real, side: PrefillSide, transfer: int,
                                 first: tuple[int, ...]) -> list[protocol.Report]:
     """What another generation left in its slot is sent."""
     slots: dict[int, tuple[int, ...]] = side.__dict__.setdefault("slots", {})
-    out: list[protocol.Report] = real(side, transfer, index, slots.setdefault(transfer % 4, first))
+    out: list[protocol.Report] = real(side, transfer, slots.setdefault(transfer % 4, first))
     return out
 
 
@@ -179,20 +150,35 @@ def page_pushed_while_its_load_flies(real: Real, r: Request) -> list[Copy] | Non
 
 
 @wrong(Pairing, "push")
-def push_of_other_groups_forgotten(real: Real, pair: Pairing, r: Request) -> None:
+def push_of_other_groups_forgotten(real: Real, pair: Pairing, r: Request, end: int) -> None:
     """Windows, snapshots and what the selector reads stay behind."""
     tables, r.tables = r.tables, r.tables[:1]
-    real(pair, r)
+    real(pair, r, end)
     r.tables = tables
 
 
 @wrong(Pairing, "push", 500, first=330, more=",again=0.9,turns=0.9")
-def push_begins_at_a_whole_page(real: Real, pair: Pairing, r: Request) -> None:
+def push_begins_at_a_whole_page(real: Real, pair: Pairing, r: Request, end: int) -> None:
     """A grant that begins inside a page of ours loses the rest of that page."""
     assert r.grant is not None
     size = pair.core.cfg.page_size
-    r.grant = replace(r.grant, start=min(-(-r.grant.start // size) * size, r.num_prompt - 1))
-    real(pair, r)
+    r.pushed = min(-(-r.pushed // size) * size, end - 1)
+    real(pair, r, end)
+
+
+@wrong(Pairing, "push")
+def open_page_pushed_early(real: Real, pair: Pairing, r: Request, end: int) -> None:
+    """What steps in flight have yet to write is sent with what they have written."""
+    real(pair, r, max(end, min(r.computed, r.num_prompt - 1)))
+
+
+@wrong(Pairing, "push")
+def pushed_early_and_not_counted(real: Real, pair: Pairing, r: Request, end: int) -> None:
+    """The end of a prompt is all that is sent behind its last step: what lies before it was not."""
+    if end == r.num_prompt:
+        real(pair, r, end)
+    else:
+        r.pushed = end
 
 
 @wrong(Core, "request_edge", first=130)
@@ -214,7 +200,7 @@ def computed_without_a_grant_never_gives_way(real: Real, core: Core, but: Reques
 
 @wrong(Pairing, "_recall", more=CUT_OFF)
 def push_begun_on_another_connection(real: Real, pair: Pairing, transfer: int = 0) -> None:
-    """It was decided before the peer cut us off, and goes out with the next plan, under our new epoch."""
+    """It was decided before the connection broke, and goes out with the next plan, on the next one."""
 
 
 @wrong(Pairing, "flush", 120)
@@ -240,12 +226,10 @@ def row_of_a_delivered_request_not_bound(real: Real, core: Core, r: Request, *ed
     return ok
 
 
-@wrong(PrefillSide, "expired")
-def what_is_over_is_remembered_for_ever(real: Real, side: PrefillSide, transfer: int, n: int
-                                        ) -> list[protocol.Report]:
-    """A leak of one entry for each transfer that there ever was."""
-    entry = side.table.get(transfer)
-    told: list[protocol.Report] = real(side, transfer, n)
-    if entry is not None:
-        side.table.setdefault(transfer, entry)
-    return told
+@wrong(DecodeSide, "left")
+def pages_of_a_lost_connection_stay_away(real: Real, side: DecodeSide) -> list[protocol.Report]:
+    """Nobody will say that they are written no more."""
+    table, side.table = side.table, {}
+    out: list[protocol.Report] = real(side)
+    side.table = table
+    return out

@@ -9,7 +9,7 @@ from penstock.core.kv import allocate, promote, sealing
 from penstock.core.kv.allocate import Claim, KVCache
 from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree
 from penstock.core.lifecycle import Phase, Trigger
-from penstock.core.pair.prefill_side import PrefillSide
+from penstock.core.pair.decode_side import DecodeSide
 from penstock.core.plan import Event, Expired, Rates, StepId, Tier
 from penstock.core.policy import capacity, reclaim
 from penstock.core.request import Request, ScheduledRow
@@ -115,12 +115,11 @@ def every_row_in_one_step(real: Real, core: Core, free: StepId) -> tuple[list[Sc
         return chosen
 
 
-@instead_of(PrefillSide, "_heard", counter=UNSERVED)
-def floor_outlives_a_restart(real: Real, side: PrefillSide, epoch: int) -> None:
-    """Generations of the dead engine are taken for those of the one that came after it."""
-    floor = side.floor
-    real(side, epoch)
-    side.floor = floor
+@instead_of(DecodeSide, "expect", counter=UNSERVED)
+def nobody_is_asked_after_a_restart(real: Real, side: DecodeSide, transfer: int) -> None:
+    """A decode engine that was started again computes all prompts itself."""
+    if transfer < 8:
+        real(side, transfer)
 
 
 @instead_of(reclaim, "_drop_paused", mode=CROWDED)

@@ -1,0 +1,138 @@
+"""Both engines of a pair in one process, of a tiny model from a checkpoint, over a real stream."""
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from penstock.config.cli import from_options
+from penstock.config.params import SamplingParams
+from penstock.config.platform import probe
+from penstock.config.resolve import resolve
+from penstock.config.selection import attention_identity
+from penstock.core.core import Core
+from penstock.core.plan import Paused, RequestId
+from penstock.exec.build import build_engine
+from penstock.serve.loop import EngineLoop
+from penstock.serve.pairing import open_peer
+from penstock.serve.wire import Abort, Chunk, Logprob, Submit
+
+SIZES = {"dtype": "float32", "threads": 1, "page_size": 16, "max_num_seqs": 4, "seed": 1, "step_tokens": 48}
+LIMIT_S = 60.0
+
+
+class End:
+    """One engine and its loop; a whole one without `mode`."""
+
+    def __init__(self, model: str, mode: str | None = None, **options: object) -> None:
+        config = resolve(from_options(model, {**SIZES, **options, "disaggregation_mode": mode}), probe())
+        self.built = build_engine(config, lambda _: None)
+        self.peer = open_peer(config, self.built)
+        self.core = Core(self.built.core_config)
+        self.loop = EngineLoop(
+            self.core, self.built.executor, vocab_size=self.built.vocab_size,
+            max_model_len=self.built.max_model_len, selection=self.built.selection, check=True,
+            peer=self.peer, deadlines_s={"receiving": config.pair.pair_timeout_s})
+        self.got: dict[int, list[int]] = {}
+        self.logprobs: dict[int, list[Logprob]] = {}
+        self.ended: dict[int, Chunk] = {}
+        self.cached: dict[int, Chunk] = {}
+        self._rid = 0
+
+    def submit(self, prompt: Sequence[int], max_new: int = 12, *, namespace: int = 0,
+               **params: object) -> int:
+        """Greedy unless `params` say otherwise. Returns its number."""
+        self._rid += 1
+        top = self.built.selection
+        sampling = SamplingParams(**{"temperature": 0.0, "top_k_tokens": top.budget if top else None,
+                                     **params})
+        self.loop.handle(Submit(
+            rid=self._rid, prompt=list(prompt), params=sampling, stop_ids=[], max_new=max_new,
+            namespace=namespace, selects=top is not None,
+            attention=attention_identity(top) if top else 0))
+        self.got[self._rid], self.logprobs[self._rid] = [], []
+        return self._rid
+
+    def abort(self, rid: int) -> None:
+        self.loop.handle(Abort(rid))
+
+    def pause(self, rid: int) -> None:
+        self.loop._events.append(Paused(RequestId(rid)))
+
+    def turn(self) -> None:
+        for chunk in self.loop.turn(block=self.loop.works_here):
+            self.got[chunk.rid] += chunk.tokens
+            self.logprobs[chunk.rid] += chunk.logprobs or []
+            if chunk.cached_by_tier is not None:
+                self.cached[chunk.rid] = chunk
+            if chunk.finish is not None:
+                self.ended[chunk.rid] = chunk
+
+    @property
+    def open(self) -> set[int]:
+        return set(self.got) - set(self.ended)
+
+    def free(self) -> dict[str, float]:
+        """What is neither held nor behind a fence, by tier, once nothing is cached."""
+        stats = self.core.stats()
+        return {name: n for name, n in stats.items() if name.endswith(("_pages_held", "_pages_fenced"))}
+
+    def close(self) -> None:
+        if self.peer is not None:
+            self.peer.close()
+        if self.built.crew is not None:
+            self.built.crew.close()
+
+
+class PairOfEnds:
+    """A prefill and a decode engine on a Unix socket; a `with` of it ends both."""
+
+    def __init__(self, model: str, folder: Path, *, prefill: dict[str, object] | None = None,
+                 decode: dict[str, object] | None = None, **options: object) -> None:
+        key, socket = folder / "key", f"unix:{folder / 'socket'}"
+        key.write_text("0123456789abcdef")
+        both = {"pair_key_file": str(key), **options}
+        self.prefill = End(model, "prefill", **{**both, "pair_listen": socket, **(prefill or {})})
+        self.decode = End(model, "decode", **{**both, "pair_peer": socket, **(decode or {})})
+        self.until(lambda: self.decode.peer.epoch and self.prefill.peer.epoch)
+
+    def __enter__(self) -> PairOfEnds:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.decode.close()
+        self.prefill.close()
+
+    def turn(self) -> None:
+        self.prefill.turn()
+        self.decode.turn()
+
+    def until(self, done) -> None:
+        began = time.monotonic()
+        while not done():
+            assert time.monotonic() - began < LIMIT_S, "nothing happens any more"
+            self.turn()
+            if not (self.prefill.loop.wait_s == 0 or self.decode.loop.wait_s == 0):
+                time.sleep(0.001)
+
+    def finish(self) -> dict[int, list[int]]:
+        """Until all of the decode engine's requests have ended; what they say."""
+        self.until(lambda: not self.decode.open)
+        return self.decode.got
+
+    def settle(self) -> None:
+        """Until the prefill engine has nothing left, and the stream is empty."""
+        self.until(lambda: not self.prefill.core.live and not self.prefill.core.kv.moves.flying
+                   and not self.decode.core.kv.moves.flying)
+
+
+def whole(model: str, prompts: Iterable[Sequence[int]], max_new: int = 12,
+          params: dict[str, object] | None = None, **options: object) -> End:
+    """The same by one engine."""
+    end = End(model, **options)
+    for prompt in prompts:
+        end.submit(prompt, max_new, **(params or {}))
+    while end.open:
+        end.turn()
+    return end
+

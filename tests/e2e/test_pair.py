@@ -1,0 +1,182 @@
+"""A prefill and a decode engine say what one engine says, and outlive each other."""
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pair_engines import End, PairOfEnds, whole
+from pipeline_engine import checkpoint
+
+from penstock.serve.wire import Flush
+
+PROMPT = tuple((i * i * 7 + 3 * i) % 97 for i in range(150))
+PLACES = {
+    "resident": {"hbm_bytes": "4M"},
+    "hosted": {"hbm_bytes": "2M", "dram_bytes": "8M", "sparse_top_k": 96, "sparse_kv": "always"},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return checkpoint(tmp_path_factory.mktemp("pair"))
+
+
+def lines(end: End, rid: int) -> tuple[list[int], list[float]]:
+    """Tokens, and logprobs of each and of its best, in one list."""
+    found = end.logprobs[rid]
+    return end.got[rid], [x for p in found for x in (p.logprob, *(value for _, value in p.top))]
+
+
+def approximately(values: list[float]) -> object:
+    return pytest.approx(values, abs=1e-5)
+
+
+@pytest.mark.parametrize("pages", [(16, 16), (64, 16), (16, 64)])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_pair_says_what_one_engine_says(model: str, tmp_path: Path, place: str,
+                                          pages: tuple[int, int]) -> None:
+    """A miss, the same again, one that begins with it, one that ends with a page."""
+    options = PLACES[place]
+    prompts = [PROMPT, PROMPT, PROMPT + (5, 6, 7) * 9, PROMPT[:128]]
+    one = whole(model, [], page_size=pages[1], **options)
+    with PairOfEnds(model, tmp_path, prefill={"page_size": pages[0]}, decode={"page_size": pages[1]},
+                    **options) as pair:
+        for prompt in prompts:
+            rids = [end.submit(prompt, 12, logprobs=3) for end in (one, pair.decode)]
+            while one.open:
+                one.turn()
+            pair.finish()
+            (tokens, want), (got, has) = lines(one, rids[0]), lines(pair.decode, rids[1])
+            assert got == tokens
+            # Prompts are summed up in the pages of the engine that computes them.
+            assert has == (want if pages[0] == pages[1] else approximately(want))
+        sent = [chunk.peer_tokens for chunk in pair.decode.cached.values()]
+        assert all(sent) and sent[0] == len(PROMPT) and sent[1] < 16 + pages[1], sent
+        cached = [sum(chunk.cached_by_tier.values()) for chunk in pair.decode.cached.values()]
+        assert [a + b for a, b in zip(sent, cached, strict=True)] == [len(p) for p in prompts]
+        stats = pair.decode.loop.stats()
+        assert stats["pair_delivered_total"] == len(prompts) and stats["pair_received_bytes_total"] > 0
+        pair.settle()
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("stages", [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("place", PLACES)
+def test_stages_of_either_engine_say_the_same(model: str, tmp_path: Path, place: str,
+                                              stages: tuple[int, int]) -> None:
+    """Layers 4 and 2 at one end, 3 and 3 at the other; every row of the decode engine is paused again and
+    again."""
+    options, prompts = PLACES[place], [PROMPT, PROMPT[:77], PROMPT + (5, 6, 7) * 9]
+    one = whole(model, prompts, **options)
+    layers = {1: {}, 2: {"pp": 2, "pp_layers": ["4", "2"]}}
+    with PairOfEnds(model, tmp_path, prefill={**layers[stages[0]], "page_size": 64},
+                    decode={"pp": stages[1]}, dram_bytes="8M",
+                    **{name: value for name, value in options.items() if name != "dram_bytes"}) as pair:
+        rids = [pair.decode.submit(prompt) for prompt in prompts]
+        for turn in range(60):
+            if turn % 4 == 0 and (rid := rids[turn // 4 % 3]) in pair.decode.open:
+                pair.decode.pause(rid)
+            pair.turn()
+        assert list(pair.finish().values()) == list(one.got.values())
+        assert pair.decode.loop.stats()["pair_delivered_total"] == 3
+        pair.settle()
+
+
+def test_each_position_is_sent_once_and_to_the_host_without_a_device_page(model: str,
+                                                                          tmp_path: Path) -> None:
+    with PairOfEnds(model, tmp_path, **PLACES["hosted"]) as pair:
+        rid = pair.decode.submit(PROMPT, 12)
+        pair.until(lambda: any(r.tables[0].host for r in pair.decode.core.live.values()))
+        (r,) = pair.decode.core.live.values()
+        assert not any(r.tables[0].device) and not r.tables[0].hot, "device pages for what goes to the host"
+        assert any(r.tables[1].device), "bounds have their own place"
+        pair.finish()
+        pair.settle()
+        sent = pair.prefill.loop.stats()
+        kv, bounds = pair.decode.built.caches.layouts
+        whole_units = len(PROMPT) // bounds.unit
+        want = len(PROMPT) * kv.unit_bytes + whole_units * bounds.unit_bytes
+        assert sent["pair_sent_bytes_total"] == want == pair.decode.loop.stats()["pair_received_bytes_total"]
+        assert 0 < sent["pair_tail_bytes_total"] < want, "nothing left before the last chunk"
+        pair.decode.submit(PROMPT, 12)
+        pair.finish()
+        pair.settle()
+        again = pair.prefill.loop.stats()["pair_sent_bytes_total"] - want
+        assert 0 < again <= kv.page_bytes + bounds.page_bytes, "what was cached was sent"
+        assert pair.decode.got[rid] == pair.decode.got[2]
+
+
+@pytest.mark.parametrize("when", ["asked", "granted", "half"])
+def test_without_the_prefill_engine_the_prompt_is_computed_here(model: str, tmp_path: Path,
+                                                                when: str) -> None:
+    one = whole(model, [PROMPT], hbm_bytes="4M")
+    with PairOfEnds(model, tmp_path, hbm_bytes="4M", step_tokens=16) as pair:
+        pair.decode.submit(PROMPT)
+        if when != "asked":
+            pair.until(lambda: pair.decode.core.live and pair.decode.peer._waits[1].generation)
+        if when == "half":
+            pair.until(lambda: pair.prefill.loop.stats()["pair_sent_bytes_total"])
+        pair.prefill.close()
+        while pair.decode.open:
+            pair.decode.turn()
+        assert pair.decode.got == one.got
+        assert not pair.decode.peer.epoch and pair.decode.peer.missing
+        stats = pair.decode.core.stats()
+        assert stats["hbm_pages_fenced"] == 0
+
+
+def test_by_policy_a_request_without_a_prefill_engine_is_unavailable(model: str, tmp_path: Path) -> None:
+    with PairOfEnds(model, tmp_path, hbm_bytes="4M", decode={"pair_fallback": "refuse"}) as pair:
+        pair.decode.submit(PROMPT)
+        pair.until(lambda: pair.decode.peer._waits[1].generation)
+        pair.prefill.close()
+        pair.until(lambda: not pair.decode.peer.epoch)
+        pair.decode.submit(PROMPT)
+        while pair.decode.open:
+            pair.decode.turn()
+        assert {c.finish for c in pair.decode.ended.values()} == {"unavailable"}
+        assert all("prefill engine" in c.reason for c in pair.decode.ended.values())
+
+
+def test_a_connection_that_is_cut_is_made_again(model: str, tmp_path: Path) -> None:
+    one = whole(model, [PROMPT], hbm_bytes="4M")
+    with PairOfEnds(model, tmp_path, hbm_bytes="4M") as pair:
+        for n in range(4):
+            rid = pair.decode.submit(PROMPT, namespace=n)
+            epoch = pair.decode.peer.epoch
+            if n % 2:
+                pair.decode.peer._link.cut(epoch)
+            pair.finish()
+            assert pair.decode.got[rid] == one.got[1]
+            now = epoch + n % 2
+            pair.until(lambda now=now: pair.decode.peer.epoch == pair.prefill.peer.epoch == now)
+        pair.settle()
+        assert pair.decode.loop.stats()["pair_delivered_total"] >= 2
+
+
+def test_aborts_at_any_point_leave_nothing_behind(model: str, tmp_path: Path) -> None:
+    with PairOfEnds(model, tmp_path, hbm_bytes="4M", step_tokens=16) as pair:
+        for turns in range(40):
+            rid = pair.decode.submit(PROMPT, 4, namespace=turns)
+            for _ in range(turns):
+                pair.turn()
+            if rid in pair.decode.open:
+                pair.decode.abort(rid)
+        pair.finish()
+        pair.settle()
+        for end in (pair.prefill, pair.decode):
+            end.loop.handle(Flush())
+        pair.until(lambda: not any(n for end in (pair.prefill, pair.decode) for n in end.free().values()))
+        assert not pair.decode.peer._waits and not pair.prefill.peer._rids
+
+
+def test_engines_of_other_weights_do_not_pair_and_say_why(model: str, tmp_path: Path) -> None:
+    with PairOfEnds(model, tmp_path, hbm_bytes="4M") as pair:
+        pair.prefill.close()
+        pair.until(lambda: not pair.decode.peer.epoch)
+        other = End(model, "prefill", load_format="dummy", hbm_bytes="4M",
+                    pair_key_file=str(tmp_path / "key"),
+                    pair_listen=f"unix:{tmp_path / 'socket'}")
+        pair.until(lambda: "weights: " in pair.decode.peer.missing)
+        assert "dummy 1 there" in pair.decode.peer.missing and "here" in pair.decode.peer.missing
+        other.close()
