@@ -46,7 +46,7 @@ def attempt(prefill: LinkEnd, decode: LinkEnd, epoch: int, generation: int) -> s
     "down", and then both ends were."""
     fresh(decode)
     given = grant(decode, epoch, 40, generation=generation)
-    decode.link.say(epoch, Grant(epoch, epoch, 1, generation, 40))
+    decode.link.say(epoch, Grant(1, generation, 40))
     down = False
 
     def wait(what: Callable[[LinkEvent], bool]) -> None:
@@ -59,7 +59,7 @@ def attempt(prefill: LinkEnd, decode: LinkEnd, epoch: int, generation: int) -> s
             if not down:
                 push(prefill, epoch, group, at, 24 if at == 0 else 16, generation=generation)
                 wait(lambda e: isinstance(e, Pushed))
-    prefill.link.say(epoch, Over(epoch, epoch, 1, generation, 40, 0, (7,)))
+    prefill.link.say(epoch, Over(1, generation, 40, (7,)))
     heard = decode.wait(lambda e: isinstance(e, Down) or (
         isinstance(e, Heard) and isinstance(e.message, Over | Drained)))
     if isinstance(heard, Down):
@@ -90,12 +90,12 @@ def weather(seed: int) -> str:
     prefill, decode, proxy = connected(fault)
     try:
         epoch, came = up_again(prefill, decode), []
-        for generation in range(1, 5):
-            came.append(attempt(prefill, decode, epoch, generation))
+        while len(came) < 4 or came[-1] != "ok":
+            came.append(attempt(prefill, decode, epoch, len(came) + 1))
             if came[-1] == "down":
                 epoch = up_again(prefill, decode)
-        assert came[-1] == "ok" and len(came) - came.count("ok") <= 1, f"one fault: {came}"
-        assert kind != "delay" or (epoch == 1 and came.count("ok") == 4)
+            assert len(came) - came.count("ok") <= 1, f"one fault: {came}"
+        assert kind != "delay" or (epoch == 1 and len(came) == 4)
         assert (decode.link.stats()["pair_damaged_frames_total"] > 0) == ("damaged" in came)
         return f"{kind} {'new epoch' if epoch > 1 else 'damaged' if 'damaged' in came else 'nothing'}"
     finally:
@@ -111,7 +111,7 @@ def test_a_fault_of_the_network_costs_a_transfer_or_an_epoch_and_no_byte() -> No
 
 @pytest.mark.sweep
 def test_many_faults_of_the_network() -> None:
-    assert {weather(seed) for seed in range(1_000, 1_600)} >= ALL
+    assert {weather(seed) for seed in range(1_000, 1_200)} >= ALL
 
 
 # ---------------------------------------------------------------- seeded bugs
@@ -157,7 +157,7 @@ def early_end() -> None:
         for group in (KV, BOUNDS):
             push(prefill, epoch, group, 0, 32)
             prefill.wait(Pushed)
-        prefill.link.say(epoch, Over(epoch, epoch, 1, 1, 40, 0, (7,)))
+        prefill.link.say(epoch, Over(1, 1, 40, (7,)))
         heard = decode.wait(Heard)
         assert isinstance(heard, Heard) and isinstance(heard.message, Drained)
     finally:
@@ -187,7 +187,7 @@ def older_epoch() -> None:
 
 def replayed() -> None:
     """A frame that was recorded on another connection, with this one's epoch written into its head."""
-    frame = bytearray(next(Sealer(b"another connection", 1).message(Refused(1, 1, 9, 9, 1))))
+    frame = bytearray(next(Sealer(b"another connection", 1).message(Refused(9, 9, 1))))
     frame[8:16] = (2).to_bytes(8, "little")
     reader = FrameReader(io.BufferedReader(io.BytesIO(frame)).readinto, b"this", 2)   # type: ignore[arg-type]
     with pytest.raises(ProtocolError):
@@ -202,7 +202,7 @@ def revoked() -> None:
         decode.link.revoke(1, 1)
         push(prefill, epoch, KV, 0, 40)
         prefill.wait(Pushed)
-        prefill.link.say(epoch, Refused(epoch, epoch, 9, 9, 1))
+        prefill.link.say(epoch, Refused(9, 9, 1))
         decode.wait(Heard)
         check(decode, {KV: [], BOUNDS: []}, 40)
     finally:

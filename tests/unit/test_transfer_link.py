@@ -14,13 +14,15 @@ from pair_ends import BOUNDS, KEY, KV, LinkEnd, check, grant, pages_for, push, t
 from pair_proxy import Fault, Proxy
 
 from penstock.config.errors import ConfigError
+from penstock.config.params import SamplingParams
 from penstock.core.pair.messages import Cancel, Drained, Reason, Refused
 from penstock.core.pair.messages import End as Over
 from penstock.core.plan import Tier
-from penstock.transfer import events
+from penstock.transfer import events, link
 from penstock.transfer.codec import checksum
 from penstock.transfer.events import Down, Heard, Pushed, Unpaired, Up
 from penstock.transfer.facts import Facts
+from penstock.transfer.messages import Ask
 from penstock.transfer.streams import LinkSettings, TlsStream
 
 CERTIFICATE = str(Path(__file__).parents[1] / "data" / "pair_tls.pem")
@@ -61,7 +63,7 @@ def test_pages_land_over_every_stream(kind: str, ends, tmp_path) -> None:
     up = decode.wait(Up)
     assert up.theirs.info == {"engine": "prefill"} and prefill.up() == up.epoch == 1
     given, heard = transfer_all(prefill, decode, 1, 61, start=16)
-    assert heard.message == Over(1, 1, 1, 1, 61, 0, (7,))
+    assert heard.message == Over(1, 1, 61, (7,))
     check(decode, given, 61, start=16)
     sent = 45 * 5 * 2 * 2 * 4 * 2 + 11 * 4 * 2 * 2 * 4 * 4      # whole units only, each position once
     assert heard.bytes == prefill.link.stats()["pair_sent_bytes_total"] == sent
@@ -200,6 +202,27 @@ def test_strangers_neither_pair_nor_stand_in_the_way(ends) -> None:
         s.close()
 
 
+def test_strangers_who_send_a_byte_now_and_then_are_not_waited_for(ends, monkeypatch) -> None:
+    monkeypatch.setattr(link, "CONNECT_S", 0.3)
+    prefill = ends("prefill", "127.0.0.1:0")
+    strangers = [connect(prefill) for _ in range(link.HANDSHAKES_MAX)]
+    over = threading.Event()
+
+    def drip() -> None:
+        while not over.wait(0.05):
+            for s in strangers:
+                with contextlib.suppress(OSError):
+                    s.sendall(b"p")
+    dripping = threading.Thread(target=drip)
+    dripping.start()
+    decode = ends("decode", prefill.link.address)
+    assert decode.up() == prefill.up()
+    over.set()
+    dripping.join()
+    for s in strangers:
+        s.close()
+
+
 def test_the_certificate_must_be_the_one_that_the_key_was_said_over(ends, monkeypatch) -> None:
     """Somebody in between with a certificate of his own gets no pair, though nobody checks names."""
     prefill = ends("prefill", "127.0.0.1:0", tls=True, tls_cert=CERTIFICATE)
@@ -223,7 +246,7 @@ def test_what_is_revoked_is_written_no_more(ends) -> None:
     push(prefill, 1, BOUNDS, 0, 48)
     prefill.wait(Pushed)
     prefill.wait(Pushed)
-    prefill.link.say(1, Over(1, 1, 1, 1, 48, 0, (7,)))
+    prefill.link.say(1, Over(1, 1, 48, (7,)))
     assert isinstance(decode.wait(Heard).message, Over)         # the core ignores it: it knows no such grant
     check(decode, {KV: [], BOUNDS: []}, 48)
     assert len(given[KV]) == 6
@@ -239,7 +262,7 @@ def test_an_end_without_all_its_bytes_is_heard_as_a_failure(fault: str, ends, mo
     push(prefill, 1, BOUNDS, 0, 40)
     prefill.wait(Pushed)
     prefill.wait(Pushed)
-    prefill.link.say(1, Over(1, 1, 1, 1, 40, 0, (7,)))
+    prefill.link.say(1, Over(1, 1, 40, (7,)))
     assert decode.wait(Heard).message == Drained(1, 1, Reason.BROKEN)
     if fault == "damaged":
         check(decode, {KV: [], BOUNDS: []}, 40)                 # not a byte of it was written
@@ -293,7 +316,7 @@ def test_messages_pass_between_the_frames_of_a_push_which_can_be_stopped(ends) -
     gate.open.set()
     assert decode.wait(Heard).message.transfer == 9
     assert prefill.wait(Pushed).ok and prefill.wait(Pushed).id == last.id
-    prefill.link.say(1, Over(1, 1, 1, 1, 40, 0, (7,)))
+    prefill.link.say(1, Over(1, 1, 40, (7,)))
     assert isinstance(decode.wait(Heard).message, Over)
     check(decode, given, 40)
     gate.reads, gate.open = 0, threading.Event()
@@ -327,6 +350,17 @@ def test_an_end_that_falls_silent_is_cut(way: str, ends) -> None:
         decode.link.say(1, Cancel(i + 1, 1))
     first = decode if way == "in" else prefill
     assert "nothing for 0.5 s" in first.wait(Down).cause
+    assert decode.up() == prefill.up() >= 2
+    proxy.close()
+
+
+def test_an_end_that_takes_nothing_is_cut(ends) -> None:
+    prefill, decode, proxy = pair(ends, {"silence_s": 0.5}, through=(Fault("in", at=2000, hold=True),))
+    long = Ask(transfer=1, prompt=b"\1\0\0\0" * (1 << 20), params=SamplingParams(), stop_ids=[], max_new=1,
+               namespace=bytes(16))
+    for _ in range(8):                                          # more than the sockets between them hold
+        prefill.link.say(1, long)
+    assert prefill.wait(Down).cause == "took nothing for 0.5 s"
     assert decode.up() == prefill.up() >= 2
     proxy.close()
 
@@ -370,7 +404,7 @@ def sound(**settings) -> LinkSettings:
     ({"address": "9"}, "HOST:PORT"),
     ({"address": "0.0.0.0:9"}, "beyond this machine"), ({"address": "unix:" + "x" * 200}, "100 bytes"),
     ({"tls": True}, "--pair-tls-cert"), ({"tls": True, "plaintext": True}, "exclude"),
-    ({"address": "host:99999"}, "HOST:PORT")])
+    ({"address": "host:99999"}, "HOST:PORT"), ({"silence_s": 0.01}, "0.1 or more")])
 def test_settings_are_refused_in_words(settings, words) -> None:
     with pytest.raises(ConfigError, match=words):
         sound(**settings).check()
@@ -390,6 +424,8 @@ def test_an_address_that_is_taken_and_a_file_that_is_no_certificate_are_refused(
         LinkEnd("prefill", prefill.link.address)
     with pytest.raises(ConfigError, match="no PEM file"):
         LinkEnd("prefill", "127.0.0.1:0", tls=True, tls_cert=__file__)
-    with contextlib.suppress(ConfigError):
+    with pytest.raises(ConfigError, match="cannot listen"):
         LinkEnd("prefill", f"unix:{tmp_path}/no/such/folder")
-        raise AssertionError
+    ends("prefill", f"unix:{tmp_path}/pair")
+    with pytest.raises(ConfigError, match="somebody does already"):
+        LinkEnd("prefill", f"unix:{tmp_path}/pair")

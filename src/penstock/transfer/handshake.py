@@ -21,6 +21,7 @@ from penstock.transfer.streams import LinkSettings, Stream
 _MAGIC = b"penstock"
 _NONCE_BYTES = 32
 _OPENING = struct.Struct(f"<8sH{_NONCE_BYTES}s")
+BEATS = 4                               # in the time after which silence is an end
 _TLS_RECORDS = (0x15, 0x16)             # an alert, a handshake: what TLS sends first
 
 
@@ -34,6 +35,7 @@ class Paired:
     sealer: Sealer
     reader: FrameReader
     theirs: Facts
+    beat_s: float                       # without a word of ours, after which we say that we live
 
 
 def handshake(stream: Stream, settings: LinkSettings, facts: Facts, newest: Callable[[], int],
@@ -48,13 +50,14 @@ def handshake(stream: Stream, settings: LinkSettings, facts: Facts, newest: Call
     dialling, listening = connection_keys(settings.key, VERSION, nonces, stream.binding)
     send, receive = (listening, dialling) if settings.listens else (dialling, listening)
     sealer, reader = Sealer(send, 0), FrameReader(read, receive, 0)
+    silence_ms = int(1000 * settings.silence_s)
     if settings.listens:
         heard = _greeting(reader)
         epoch = choose(heard.newest)
-        _say(stream, sealer, Greeting(facts, newest(), epoch))
+        _say(stream, sealer, Greeting(facts, newest(), silence_ms, epoch))
     else:
         known = newest()
-        _say(stream, sealer, Greeting(facts, known))
+        _say(stream, sealer, Greeting(facts, known, silence_ms))
         heard = _greeting(reader)
         epoch = heard.epoch
         if epoch <= known:
@@ -62,7 +65,8 @@ def handshake(stream: Stream, settings: LinkSettings, facts: Facts, newest: Call
     if words := differences(facts, heard.facts):
         raise Unpairable(words)
     reader.begin(epoch)
-    return Paired(epoch, Sealer(send, epoch), reader, heard.facts)
+    return Paired(epoch, Sealer(send, epoch), reader, heard.facts,
+                  heard.silence_ms / 1000 / BEATS)
 
 
 def _opening(read: Callable[[memoryview], int]) -> bytes:

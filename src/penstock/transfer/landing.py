@@ -77,7 +77,7 @@ class Landings:
         group = self._facts.groups[move.group]
         units = whole_units(move.first, move.tokens, group.unit)
         with self._lock:
-            if epoch != self._epoch:
+            if not epoch or epoch != self._epoch:
                 return
             landing = self._open.setdefault((move.transfer, move.generation), _Landing())
             assert move.group not in landing.groups, f"group {move.group} is granted twice"

@@ -23,7 +23,7 @@ from penstock.transfer.landing import Landings
 from penstock.transfer.messages import Said
 from penstock.transfer.pages import Pages
 from penstock.transfer.session import Counts, Session
-from penstock.transfer.streams import CONNECT_S, LinkSettings, Stream, dial, listen, secure
+from penstock.transfer.streams import CONNECT_S, LinkSettings, Stream, dial, listen, secure, shut
 
 HANDSHAKES_MAX = 8                      # at once: strangers cannot keep more threads than these
 RETRY_S = (0.05, 1.0)                   # between two calls of the end that dials: at first, at most
@@ -119,8 +119,7 @@ class PairLink:
         if session is not None:
             session.cut("cut", "this engine ends")
         for end in [*streams, *([] if self._server is None else [self._server])]:
-            with contextlib.suppress(OSError):
-                end.cut() if isinstance(end, Stream) else end.shutdown(socket.SHUT_RDWR)
+            end.cut() if isinstance(end, Stream) else shut(end)
         with self._running:
             pass
         for thread in threads:
@@ -174,6 +173,10 @@ class PairLink:
             session = None
             with self._lock:
                 self._streams.append(sock)
+            # Of all of it: a stranger who sends a byte now and then would keep a thread.
+            limit = threading.Timer(CONNECT_S, shut, (sock,))
+            limit.daemon = True
+            limit.start()
             try:
                 stream = secure(sock, self._settings)
                 with self._lock:
@@ -186,6 +189,7 @@ class PairLink:
             except OSError:
                 self._counts.failed("handshake")
             finally:
+                limit.cancel()
                 self._handshakes.release()
             return session is not None and self._take_over(session)
         finally:

@@ -56,6 +56,7 @@ class PoolPages:
         dense = np.frombuffer(data, dtype=np.uint8).reshape(view.shape)
         if view.is_cuda:
             view.copy_(torch.from_numpy(dense))
+            torch.cuda.current_stream(view.device).synchronize()    # what is told of as there is there
         else:
             np.copyto(view.numpy(), dense)
 

@@ -23,8 +23,6 @@ from penstock.transfer.messages import Beat, Greeting, Said
 from penstock.transfer.pages import Pages
 from penstock.transfer.streams import Stream
 
-BEATS = 4                               # in the time after which silence is an end
-
 
 class Counts:
     """Of a link, over all its connections. Each is written by one thread at a time."""
@@ -180,7 +178,7 @@ class Session:
         while self._cause is None:
             with self._news:
                 if not (self._messages or self._pushes or self._cause):
-                    self._news.wait(self._silence_s / BEATS)
+                    self._news.wait(self._paired.beat_s)
                 said = list(self._messages)
                 self._messages.clear()
                 push = self._pushes[0] if self._pushes else None

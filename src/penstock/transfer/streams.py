@@ -20,7 +20,7 @@ from penstock.config.errors import ConfigError
 
 KEY_BYTES_MIN = 16
 SOCKET_BUFFER_BYTES = 4 << 20
-CONNECT_S = 5.0                         # a connection, and each read and write before both are known
+CONNECT_S = 5.0                         # until a connection is one, and then until it is a pair's
 _TLS_CHUNK = 1 << 18
 _UNIX = "unix:"
 
@@ -51,6 +51,8 @@ class LinkSettings:
         """Raises ConfigError."""
         if len(self.key) < KEY_BYTES_MIN:
             raise ConfigError(f"the pair's key has {len(self.key)} bytes, not {KEY_BYTES_MIN} or more")
+        if self.silence_s < 0.1:
+            raise ConfigError(f"a pair hears nothing for {self.silence_s:g} s often: give 0.1 or more")
         path, host, _ = self.parts()
         if path and len(os.fsencode(path)) > 100:
             raise ConfigError(f"the path of a Unix socket has at most 100 bytes: {path}")
@@ -101,8 +103,7 @@ class Stream(io.RawIOBase):
 
     def cut(self) -> None:
         """Whoever reads or writes gets the end of the stream or an OSError. Idempotent."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+        shut(self._socket)
 
     def close(self) -> None:
         self._socket.close()
@@ -178,6 +179,12 @@ class TlsStream(Stream):
             self._socket.sendall(data)
 
 
+def shut(sock: socket.socket) -> None:
+    """Whoever waits in it goes on, with nothing or an OSError. Idempotent."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+
+
 def listen(settings: LinkSettings) -> socket.socket:
     """Raises ConfigError if the address cannot be listened on, or the certificate is not one."""
     if settings.tls:
@@ -188,6 +195,9 @@ def listen(settings: LinkSettings) -> socket.socket:
             return socket.create_server((host, port), family=_family(host))
         with contextlib.suppress(FileNotFoundError):
             if stat.S_ISSOCK(os.lstat(path).st_mode):
+                with socket.socket(socket.AF_UNIX) as probe:
+                    if probe.connect_ex(path) == 0:
+                        raise ConfigError(f"cannot listen on {settings.address}: somebody does already")
                 os.unlink(path)                             # of an engine before this one
         server = socket.socket(socket.AF_UNIX)
         server.bind(path)
