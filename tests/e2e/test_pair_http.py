@@ -122,3 +122,32 @@ def test_a_prefill_engine_that_is_killed_comes_back_and_nobody_hears_a_wrong_tok
                        and not pair.info()["prefill"]["missing"])
         os.kill(pair.info()["pid"], signal.SIGKILL)
         assert pair.process.wait(20) != 0
+
+
+@pytest.mark.sweep
+def test_two_ends_of_their_own_over_tcp_and_tls(model, tmp_path):
+    """The prefill end shows its health, and nothing to ask; without it the decode end does as it was told."""
+    key, flags = tmp_path / "key", PLACES["resident"]
+    key.write_text("0123456789abcdef")
+    certificate = Path(__file__).parents[1] / "data" / "pair_tls.pem"
+    secret = ("--pair-key-file", str(key))
+    with serving(model, tmp_path, *flags) as one:
+        want = said(one.ask(prompts()[0]))
+    with serving(model, tmp_path, *flags, *secret, "--disaggregation-mode", "prefill", "--pair-listen",
+                 "127.0.0.1:0", "--pair-tls-cert", str(certificate)) as prefill:
+        address = prefill.info()["pair_address"]
+        assert prefill.ask(prompts()[0])["status"] == 404
+        assert "decode engine" in prefill.http.get("/health").json()["missing"]
+        with serving(model, tmp_path, *flags, *secret, "--disaggregation-mode", "decode", "--pair-peer",
+                     address, "--pair-tls", "--pair-fallback", "refuse") as decode:
+            decode.until(lambda: not decode.info()["prefill"]["missing"])
+            answer = decode.ask(prompts()[0])
+            assert said(answer) == want
+            assert answer["usage"]["prompt_tokens_details"]["peer_tokens"] == 150
+            assert prefill.http.get("/health").json() == {"status": "ok"}
+            assert "pair_pushed_bytes_total" in prefill.http.get("/metrics").text
+            prefill.process.kill()
+            decode.until(lambda: decode.info()["prefill"]["missing"])
+            refused = decode.ask(prompts()[0])
+            assert (refused["status"], refused["error"]["code"]) == (503, "prefill_unavailable")
+            assert decode.http.get("/health").status_code == 200

@@ -151,7 +151,7 @@ class Pairing:
             space, column = (kv.host[g], t.host) if on_host else (kv.device[g], t.device)
             first = max(grant.start if t.reach else r.pushed, t.begin(n) * t.unit)
             copies = [c for c in column[first // t.unit:t.end(end)] if c is not None]
-            if not all([c.ready for c in copies]):
+            if end < n and not all([c.ready for c in copies]):
                 return                         # a page of it is on its way: the next turn looks again
             pieces.append((space, copies, first))
         for space, copies, first in pieces:

@@ -142,7 +142,7 @@ def first_token_generated_again(real: Real, core: Core, r: Request, tokens: tupl
 
 
 # ---------------------------------------------------------------- what is pushed, and when
-@wrong(allocate, "missing", 60, more=LATE_GRANTS)
+@wrong(allocate, "missing", 240, more=LATE_GRANTS)
 def page_pushed_while_its_load_flies(real: Real, r: Request) -> list[Copy] | None:
     """A prompt that was cached below is sent before it is there."""
     copies: list[Copy] | None = [] if r.phase is Phase.SENDING else real(r)
