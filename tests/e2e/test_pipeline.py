@@ -49,6 +49,12 @@ def rss(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def processor_s(pid: int) -> float:
+    """Seconds of processor that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def test_hosted_decode_on_two_stages_with_pauses(model, selected):
     """Rows read from host pages of which each stage has half; every row is paused again and again."""
     def every_few(turn):
@@ -137,7 +143,12 @@ def test_three_uneven_stages_with_overlap_and_a_host_tier(model, dense):
         assert [info[f"rank_{i}_layers"] for i in range(3)] == [1, 3, 2]
         assert info["rank_1_hbm_unused_bytes"] == 0 < info["rank_0_hbm_unused_bytes"]
         assert all(0 < stats[f'stage_busy_seconds_total{{stage="{i}"}}'] for i in range(3))
+        assert all(info[f"rank_{i}_{what}_bytes"] > 0 for i in range(3) for what in ("weight", "hbm"))
         pids = [info[f"rank_{i}_pid"] for i in range(3)]
+        before = [processor_s(pid) for pid in pids]
+        time.sleep(1.0)
+        spun = [processor_s(pid) - was for pid, was in zip(pids, before, strict=True)]
+        assert max(spun) < 0.2, "a rank without work waits in the kernel"
     assert all(map(gone, pids))
 
 
