@@ -1,0 +1,84 @@
+"""What a CUDA graph of hosted decode computes, step by step on a CPU: as steps that are not captured."""
+from __future__ import annotations
+
+import pytest
+import torch
+from hosted import NEW, Engine, hosted_work, kind, play, resident
+
+from penstock.core.plan import Paused, RequestId, Spilled
+from penstock.exec import selecting_graphs
+from penstock.exec.graphs import DecodeGraphs, decode_step
+from penstock.kernels.ragged import Ragged
+
+BUCKET = 5
+
+
+class Plain:
+    """`PagedDecode` without Triton: attention of the executor's own back-end, a row at a time."""
+
+    def __init__(self, spec, table_RM, page_size, row_B, position_B):
+        self.spec, self.table_RM, self.size = spec, table_RM, page_size
+        self.row_B, self.position_B = row_B, position_B
+
+    def __call__(self, q_BNH, k_PKGH, v_PKGH):
+        from penstock.kernels.paged_attention import plan
+        out = torch.zeros_like(q_BNH)
+        for b, (row, position) in enumerate(zip(self.row_B.tolist(), self.position_B.tolist(), strict=True)):
+            if position >= 0:
+                layout = Ragged((0, 1), (position + 1,), (row,), self.table_RM, torch.empty(0),
+                                torch.empty(0), self.size)
+                out[b] = plan(layout, self.spec, backend="reference")(q_BNH[b:b + 1], k_PKGH, v_PKGH)[0]
+        return out
+
+
+class Eager:
+    """`DecodeGraphs` that computes each step when it runs, with rows of padding."""
+
+    takes = DecodeGraphs.takes
+
+    def __init__(self, rank):
+        self._model, self._tables, self._decodes = rank._model, rank._tables, rank._attending.decodes()
+        self._buckets, self.kinds = (BUCKET,), []
+
+    def run(self, rows, positions):
+        kind = self._decodes.kind(rows)
+        self.kinds.append(kind)
+        input_2B = torch.zeros(2, BUCKET, dtype=torch.int32)
+        input_2B[1] = -1
+        input_2B[:, :len(rows)] = torch.tensor([rows, positions])
+        logits_BV, answer_2B = decode_step(self._model, self._tables, self._decodes, kind, input_2B)
+        return logits_BV[:len(rows)], answer_2B
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    monkeypatch.setattr(selecting_graphs, "PagedDecode", Plain)
+
+    def put(engine):
+        engine.rank._graphs = Eager(engine.rank)
+        return engine
+    return put
+
+
+def test_rows_that_select_decode_as_without(captured):
+    engine = captured(Engine(hbm_pages=70, step_tokens=100))
+    play(engine, lambda turn: [(Paused, Spilled)[turn % 2](RequestId(1 + turn % 4))] if turn % 5 == 4 else ())
+    hosted_work(engine)
+    assert engine.rank._graphs.kinds.count("select") > NEW
+
+
+def test_rows_that_read_all_beside_them(captured):
+    engine = captured(Engine(hbm_pages=110, step_tokens=60))
+    most, prompts = kind().budget, kind().prompts
+    budgets = {1: most, 2: 0, 3: most - 2, 4: most}
+    for rid, prompt in prompts.items():
+        engine.add(rid, prompt, NEW, budgets[rid])
+    engine.drain()
+    hosted_work(engine)
+    assert {"select", "mixed"} == set(engine.rank._graphs.kinds)
+    for rid, prompt in prompts.items():
+        assert tuple(engine.got[rid]) == resident(prompt, NEW, budgets[rid]), rid
+
+
+def test_the_largest_budget_is_what_a_graph_has_room_for():
+    assert Engine().rank._attending.decodes().most == kind().budget // kind().selection.unit
