@@ -2,7 +2,8 @@
 
     PYTHONPATH=src python bench/recall/table.py tests/data/recall [--contexts 1000,2000,4000,8000]
 
-Questions are asked while decoding (`penstock eval --forced`), through an engine process, in float32.
+Questions are asked while decoding (`penstock eval --forced`), through an engine process, in float32; one
+context a cell, of which a prompt is read once. A few minutes on a core.
 """
 
 import argparse
@@ -43,20 +44,23 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--contexts", default="1000,2000,4000,8000")
-    parser.add_argument("--topk", default="16,32,64,128,256,16384")
-    parser.add_argument("--samples", type=int, default=2)
+    parser.add_argument("--topk", default="16,32,64,256,16384")
+    parser.add_argument("--samples", type=int, default=1)
     parser.add_argument("--questions", type=int, default=32)
+    parser.add_argument("--sparse-kv", choices=("off", "always"), default="off",
+                        help="always: rows are read from host pages")
     args = parser.parse_args()
-    source = Path(args.model)
+    source, host = Path(args.model), "500M" if args.sparse_kv == "always" else "0"
     contexts = [int(n) for n in args.contexts.split(",")]
-    rows: dict[str, list[list[str]]] = {task: [] for task in ("recall", "tracking", "sum")}
+    rows: dict[str, list[list[str]]] = {task: [] for task in ("recall", "tracking")}
     for topk in map(int, args.topk.split(",")):
         with tempfile.TemporaryDirectory() as folder:
             for name in ("model.safetensors", "tokenizer.json"):
                 (Path(folder) / name).symlink_to((source / name).absolute())
             config = json.loads((source / "config.json").read_text())
             (Path(folder) / "config.json").write_text(json.dumps({**config, "index_topk": topk}))
-            async with AsyncLLM(folder, hbm_bytes="500M", max_model_len=12000) as llm:
+            async with AsyncLLM(folder, hbm_bytes="100M", dram_bytes=host, max_model_len=12000,
+                                dtype="float32", sparse_kv=args.sparse_kv) as llm:
                 for task, found in rows.items():
                     cells = [await share(llm, task, context, args) for context in contexts]
                     found.append(["all" if topk >= 16384 else str(topk), *cells])

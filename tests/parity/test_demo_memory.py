@@ -43,7 +43,7 @@ def kib(key):
 config = resolve(from_options(sys.argv[1], {"dtype": sys.argv[2], "hbm_bytes": "16M",
                                             "threads": 1}), probe())
 # Imports, but in earnest: torch's library reads 18 MB of its own code when it first multiplies.
-choose_backends(config, ("linear", "layer", "paged_attention"), lambda line: None)
+choose_backends(config, ("linear", "layer", *sys.argv[3].split(",")), lambda line: None)
 before = kib("VmRSS:")
 Path("/proc/self/clear_refs").write_text("5")          # the high-water mark starts again from here
 built = build_engine(config, lambda line: None)
@@ -53,10 +53,10 @@ print(built.info["weight_bytes"], (kib("VmHWM:") - before) << 10, (kib("VmRSS:")
 pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux only")
 
 
-def measured(model: str, dtype: str) -> tuple[int, int, int]:
+def measured(model: str, dtype: str, ops: str = "paged_attention") -> tuple[int, int, int]:
     """Bytes of the weights (parameters x size of the loaded dtype, a tied tensor once); peak and
     last RSS above the RSS after imports."""
-    run = subprocess.run([sys.executable, "-c", MEASURE, model, dtype], capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-c", MEASURE, model, dtype, ops], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     weights, peak, rest = map(int, run.stdout.split())
     print(f"{model.rpartition('/')[2]} {dtype}: {weights / 1e6:.0f} MB of weights, peak "
@@ -125,3 +125,41 @@ def test_steps_of_ever_new_sizes_take_no_more_memory() -> None:
     run = subprocess.run([sys.executable, "-c", SIZES], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert int(run.stdout) < 60e6
+
+
+FP8 = {
+    "model_type": "deepseek_v32", "architectures": ["DeepseekV32ForCausalLM"], "hidden_size": 1024,
+    "intermediate_size": 2816, "num_hidden_layers": 4, "first_k_dense_replace": 1, "num_attention_heads": 16,
+    "q_lora_rank": 384, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64,
+    "index_n_heads": 16, "index_head_dim": 64, "index_topk": 256, "n_routed_experts": 16,
+    "num_experts_per_tok": 4, "moe_intermediate_size": 768, "n_shared_experts": 1, "n_group": 4,
+    "topk_group": 2, "vocab_size": 8192, "max_position_embeddings": 2048, "rope_theta": 10000.0,
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+}
+
+
+@pytest.mark.sweep
+def test_fp8_blocks(tmp_path: Path) -> None:
+    """A made-up checkpoint of 150 M parameters in two shards, each with the scales of the other's tensors."""
+    generator = torch.Generator().manual_seed(0)
+    shards: list[dict[str, torch.Tensor]] = [{}, {}]
+    count = 0
+    for i, (name, shape) in enumerate(registry.tensor_shapes(FP8)):
+        tensor = torch.randn(shape, generator=generator).mul_(0.02)
+        count += tensor.numel()
+        linear = "proj" in name or name.endswith(("wq_b.weight", "wk.weight"))
+        if len(shape) == 2 and linear and "weights_proj" not in name:
+            shards[i % 2][name] = (tensor * 500).to(torch.float8_e4m3fn)
+            shards[1 - i % 2][f"{name}_scale_inv"] = torch.full([-(-n // 128) for n in shape], 0.002)
+        else:
+            shards[i % 2][name] = tensor.to(torch.float32 if "bias" in name else torch.bfloat16)
+    assert sum(t.dtype is torch.float8_e4m3fn for part in shards for t in part.values()) > 100
+    (tmp_path / "config.json").write_text(json.dumps(FP8))
+    for n, part in enumerate(shards):
+        save_file(part, tmp_path / f"{n}.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {
+        name: f"{n}.safetensors" for n, part in enumerate(shards) for name in part}}))
+    del shards
+    weights, peak, rest = measured(str(tmp_path), "bfloat16", "index_select,latent_attention")
+    assert weights == 2 * count
+    assert weights <= rest <= peak <= RATIO_MAX * weights

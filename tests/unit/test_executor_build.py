@@ -214,3 +214,33 @@ def test_a_model_that_chooses_its_tokens_is_built_with_two_groups(latent, topk):
 def test_another_choice_than_the_models_own_is_refused(latent, given, message):
     with pytest.raises(ConfigError, match=message):
         build_engine(dummy(latent, kv=KVConfig(**{"hbm_bytes": 1 << 20, **given})), str)
+
+
+REAL = {**LATENT, "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432,
+        "num_hidden_layers": 61, "first_k_dense_replace": 3, "num_attention_heads": 128, "q_lora_rank": 1536,
+        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048, "n_routed_experts": 256,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1, "n_group": 8,
+        "topk_group": 4, "max_position_embeddings": 163840}
+
+
+def test_a_real_models_shape_is_refused_before_allocation_with_the_numbers(tmp_path):
+    """DeepSeek-V3.2, 671 billion parameters: a second, and no memory."""
+    (tmp_path / "config.json").write_text(json.dumps(REAL))
+    with pytest.raises(ConfigError, match=r"its weights take 12\d\d\.\d GiB as bfloat16 and .* are free"):
+        build_engine(dummy(tmp_path, model=ModelConfig(
+            model=str(tmp_path), load_format="dummy", dtype="bfloat16")), str)
+
+
+def test_the_least_device_memory_of_a_real_models_rows_is_named():
+    """index_topk 2,048 and a page: 61 layers of 1,152 bytes a token; keys of 256 bytes stay on the device."""
+    rows, keys = (CacheShape(name=name, layers=tuple(range(61)), num_kv_heads=1, head_dim=dim, planes=1,
+                             selector=name == "index") for name, dim in (("latent", 576), ("index", 128)))
+    caches = caches_of((rows, keys), 64, torch.bfloat16)
+    sized = size_pools(config(page_size=64, hbm_bytes=4 << 30, dram_bytes=64 << 30), caches, 163840, 1 << 40,
+                       budget=2048)
+    assert sized.core.hot_pages == 33 and sized.core.max_len == 163840
+    with pytest.raises(ConfigError, match=r"--hbm-bytes 104857600 is too little for one hot buffer: 33 "
+                                          r"pages of 64 tokens for 2112 tokens, .* 1\d\d\.\d MiB"):
+        size_pools(config(page_size=64, hbm_bytes=100 << 20, dram_bytes=64 << 30), caches, 163840, 1 << 40,
+                   budget=2048)

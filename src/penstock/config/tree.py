@@ -101,7 +101,7 @@ class KVConfig:
     sparse_dense_layers: Annotated[tuple[str, ...], "layers that read all of their KV, which stays on the "
                                    "device, e.g. 0,1"] = ()
     hot_buffer_tokens: Annotated[int | None, "device tokens through which a request reads its host pages "
-                                 "(default: --sparse-top-k and one page)"] = None
+                                 "(default: what a step selects, and one page)"] = None
     prefix_cache: Annotated[bool, "keep finished requests' pages for later prompts",
                             Alias("--enable-prefix-caching"),
                             Inverse("--disable-radix-cache")] = True
