@@ -125,6 +125,17 @@ def test_a_prefill_engine_that_is_killed_comes_back_and_nobody_hears_a_wrong_tok
 
 
 @pytest.mark.sweep
+def test_what_one_engine_refuses_is_one_line_and_leaves_nothing_behind(model, tmp_path):
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock.serve.main", "serve", model, "--port", "0", "--hbm-bytes", "1",
+         *PAIR],
+        capture_output=True, text=True, timeout=LIMIT_S, check=False, env=environment)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert not list(tmp_path.glob("penstock-pair-*"))
+
+
+@pytest.mark.sweep
 def test_two_ends_of_their_own_over_tcp_and_tls(model, tmp_path):
     """The prefill end shows its health, and nothing to ask; without it the decode end does as it was told."""
     key, flags = tmp_path / "key", PLACES["resident"]

@@ -142,9 +142,12 @@ class _Server:
         if self._pair is None:
             await self._engine.start()
             return
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._engine.start())
-            group.create_task(self._pair.start())
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._engine.start())
+                group.create_task(self._pair.start())
+        except ExceptionGroup as e:               # what one of them has to say is said once
+            raise e.exceptions[0] from None
         await self._pair.joined(self._engine)
 
     async def _started(self, starting: asyncio.Task[Any]) -> bool:

@@ -25,6 +25,8 @@ from penstock.transfer.events import Down, Heard, LinkEvent, Pushed, Unpaired, U
 from penstock.transfer.facts import Info
 from penstock.transfer.messages import Ask, First, Said
 
+PROMPT_MAX = 1 << 21                # tokens of an Ask
+
 
 class Link(Protocol):
     """What is needed of `transfer.link.PairLink`."""
@@ -156,8 +158,9 @@ class Peer:
 
     # ------------------------------------------------------------ decode end
     def ask(self, m: Submit) -> int:
-        """Send a request on. Returns the transfer that names it there, 0 without a connection."""
-        if not self.epoch:
+        """Send a request on. Returns the transfer that names it there; 0: there is no connection, or no
+        message holds it."""
+        if not self.epoch or len(m.prompt) > PROMPT_MAX:
             return 0
         prompt = array("i", m.prompt)
         if sys.byteorder == "big":
