@@ -68,6 +68,10 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
               EXACT=False), 4, 3)],
     ("sparse_attention.triton_units", "join_units"): [
         (dict(part=F32, peak=F32, out=BF16, lse=F32, PARTS="i32"), dict(DIM=80, DIM_PAD=128), 1, 3)],
+    ("draw.triton_draw", "draw_rows"): [
+        (dict(logits=F32, w=F32, token="*i64", row_B=I32, position_B=I32, knobs="*fp64", stream="*i64",
+              V="i32"),
+         dict(BLOCK=4096, ONE=0x3F800000), 16, 3)],
     ("layer.triton_ops", "add_norm"): [
         (dict(h=BF16, delta=BF16, weight=BF16, out=BF16, eps="fp32"),
          dict(DIM=4096, DIM_PAD=4096, ADD=True), 8, 3)],

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from penstock.core.plan import StepPlan
 from penstock.exec.attend import Grouped
+from penstock.exec.draws import Draws
 from penstock.exec.lower import RowTables
 from penstock.kernels.paged_attention import AttentionSpec
 from penstock.model.base import Attend, LocalLayer, Model
@@ -53,15 +54,16 @@ class Decodes(Protocol):
 
 
 class DecodeGraphs:
-    """One query for each of up to `buckets[-1]` rows, through all layers, to the best token.
+    """One query for each of up to `buckets[-1]` rows, through all layers, to the next token.
 
-    Reads and writes the tables and pools in place: nobody may replace their tensors. The best tokens
-    become the rows' last tokens.
+    Reads and writes the tables and pools in place: nobody may replace their tensors. The tokens become the
+    rows' last tokens.
     """
 
-    def __init__(self, model: Model, tables: RowTables, decodes: Decodes, buckets: Sequence[int]) -> None:
+    def __init__(self, model: Model, tables: RowTables, decodes: Decodes, draws: Draws,
+                 buckets: Sequence[int]) -> None:
         assert list(buckets) == sorted(set(buckets)), f"buckets {buckets}"
-        self._model, self._tables, self._decodes = model, tables, decodes
+        self._model, self._tables, self._decodes, self._draws = model, tables, decodes, draws
         self._buckets, device = tuple(buckets), tables.last_R.device
         shape = 2, self._buckets[-1]                                    # row, position
         self._input = torch.zeros(shape, dtype=torch.int32, device=device)
@@ -95,8 +97,8 @@ class DecodeGraphs:
     def run(self, rows: Sequence[int], positions: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Decode these rows of the tables, whose last tokens are at `positions`. Does not wait.
 
-        Returns (logits_BV float32, answer_2B int64: the best tokens, and whether their logits are
-        finite), valid until the next run; of `answer_2B` entries beyond the rows mean nothing.
+        Returns (logits_BV float32, answer_2B int64: the best or the drawn tokens, and whether the logits
+        are finite), valid until the next run; of `answer_2B` entries beyond the rows mean nothing.
         """
         bucket = next(b for b in self._buckets if b >= len(rows))
         self._turn = (self._turn + 1) % _STAGES
@@ -115,11 +117,12 @@ class DecodeGraphs:
         return logits_BV[:len(rows)], answer_2B
 
     def _step(self, kind: str, bucket: int) -> tuple[Tensor, Tensor]:
-        return decode_step(self._model, self._tables, self._decodes, kind, self._input[:, :bucket])
+        return decode_step(self._model, self._tables, self._decodes, kind, self._input[:, :bucket],
+                           self._draws)
 
 
 def decode_step(model: Model, tables: RowTables, decodes: Decodes, kind: str,
-                input_2B: Tensor) -> tuple[Tensor, Tensor]:
+                input_2B: Tensor, draws: Draws | None = None) -> tuple[Tensor, Tensor]:
     """What is captured, as a function of rows and positions: as `DecodeGraphs.run`, with padding.
 
     input_2B   int32, device: row of the tables and position of each query; -1: padding
@@ -131,6 +134,8 @@ def decode_step(model: Model, tables: RowTables, decodes: Decodes, kind: str,
     hidden_BD = model.forward(last_R[index_B], position_B.clamp(min=0).long(), attend)
     logits_BV = model.logits(hidden_BD)
     best_B, token_B = logits_BV.max(-1)
+    if draws is not None:
+        draws.draw(logits_BV, token_B, row_B, position_B)
     last_R.index_copy_(0, index_B, token_B)
     return logits_BV, torch.stack((token_B, best_B.isfinite().long()))
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from penstock.config.params import SamplingParams
 from penstock.core.plan import Bind, Moved, RequestId, StepId, StepPlan
 from penstock.exec.attend import Attending, Grouped, LatentOps, attending
+from penstock.exec.draws import Draws
 from penstock.exec.graphs import DecodeGraphs, GroupedDecodes
 from penstock.exec.indexed import Indexed
 from penstock.exec.lower import Lowered, RowTables
@@ -29,6 +30,7 @@ from penstock.exec.sampling import Logprobs, Sampler, Sampling
 from penstock.exec.selecting import Selecting, Selector, Selects
 from penstock.exec.stages import Heard, Links
 from penstock.kernels.paged_attention import Planner
+from penstock.kernels.ragged import on_device
 from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
 from penstock.memory.lateness import Lateness
@@ -78,7 +80,7 @@ class Rank:
     """One rank in this process, on the device of its pools.
 
     start       queues. A CUDA device gets the plan at once if it needs nothing that only the answers of
-                steps in flight can tell: greedy rows, no row bound anew.
+                steps in flight can tell: rows that the device samples by itself, no row bound anew.
     collect     with `block` executes the oldest queued plan, or waits for the oldest in flight, or, with
                 neither, for the end of a copy; without, runs no step. Both start the copies that are due
                 and report those that have ended. Copies run in a thread of the mover's own, beside the
@@ -111,6 +113,8 @@ class Rank:
                 Indexed(*parts, attention) if isinstance(attention, LatentOps) else
                 Selecting(*parts, attention))
         self._sampler = Sampler(model.vocab_size, rows, seed=seed, device=device)
+        self._draws = (Draws(model.vocab_size, rows, device) if device.type == "cuda" and self._samples
+                       else None)
         self._mover = Mover([*hbm, *dram], lateness, wake)
         self._whole = self._links.before is None and self._samples
         self._ahead = device.type == "cuda" and self._whole
@@ -122,6 +126,7 @@ class Rank:
         self._selects: dict[RequestId, tuple[int, int]] = {}      # budget, length of the prompt
         self._forward_s = 0.0
         self._sampling_s = 0.0
+        self._sampled_outside = 0
 
     def open(self, rid: RequestId, prompt: tuple[int, ...], params: SamplingParams, *,
              choice: int, stop_ids: tuple[int, ...]) -> None:
@@ -160,7 +165,8 @@ class Rank:
         decodes = (GroupedDecodes(attending, self._tables) if isinstance(attending, Grouped)
                    else attending.decodes())
         with torch.inference_mode():
-            self._graphs = DecodeGraphs(self._model, self._tables, decodes, buckets)
+            assert self._draws is not None
+            self._graphs = DecodeGraphs(self._model, self._tables, decodes, self._draws, buckets)
             self._graphs.capture()
 
     def settle(self) -> None:
@@ -191,7 +197,8 @@ class Rank:
 
     def _may_fly(self, plan: StepPlan) -> bool:
         """Whether it can be launched without the answers of the steps in front of it."""
-        return not plan.binds and all(self._open[rid].plain for rid in _sampled(plan))
+        return not plan.binds and all(
+            s.plain if self._draws is None else s.simple for s in map(self._open.__getitem__, _sampled(plan)))
 
     def _launch(self, plan: StepPlan) -> None:
         with torch.inference_mode():
@@ -243,6 +250,8 @@ class Rank:
             return 0
         s = self._open[bind.rid]
         self._sampler.bind(s, self._tables.index(bind.row), bind.emitted)
+        if self._draws is not None:
+            self._draws.bind(self._tables.index(bind.row), s)
         return s.outputs[-1] if s.outputs else 0
 
     def _hear(self, plan: StepPlan) -> None:
@@ -272,16 +281,33 @@ class Rank:
 
     def _sample(self, plan: StepPlan, rows: Sequence[int], logits_BV: Tensor,
                 answer_2B: Tensor | None) -> tuple[_States, Tensor]:
-        """`answer_2B`: a captured step's, with the best tokens; else they are still to be chosen."""
+        """`answer_2B`: a captured step's, with its tokens; else they are still to be chosen."""
         started = time.perf_counter()
-        states = tuple((rid, self._open[rid]) for rid in _sampled(plan))
-        if answer_2B is None or not all(s.plain for _, s in states):
-            token_B, finite_B = self._sampler.sample(logits_BV, [s for _, s in states], rows)
+        pairs = tuple((rid, self._open[rid]) for rid in _sampled(plan))
+        states = [s for _, s in pairs]
+        self._sampled_outside += sum(not s.simple for s in states)
+        drawn = answer_2B is not None
+        if self._draws is not None and all(s.simple for s in states):
+            if answer_2B is None:
+                answer_2B = self._drawn(self._draws, logits_BV, rows)
+        elif answer_2B is None or not all(s.plain for s in states):
+            token_B, finite_B = self._sampler.sample(logits_BV, states, rows)
             self._tables.sampled(rows, token_B)
             answer_2B = torch.stack((token_B, finite_B.long()))
+            if self._draws is not None and not drawn:
+                self._draws.skip(rows, states)
+        assert answer_2B is not None
         answer_2B = answer_2B.to("cpu", non_blocking=True)      # from a device, into pinned memory
         self._sampling_s += time.perf_counter() - started
-        return states, answer_2B
+        return pairs, answer_2B
+
+    def _drawn(self, draws: Draws, logits_BV: Tensor, rows: Sequence[int]) -> Tensor:
+        """Of a step that was not captured: as a captured one ends."""
+        row_B = on_device(rows, logits_BV.device, torch.int32)
+        best_B, token_B = logits_BV.max(-1)
+        draws.draw(logits_BV, token_B, row_B, torch.zeros_like(row_B))
+        self._tables.sampled(rows, token_B)
+        return torch.stack((token_B, best_B.isfinite().long()))
 
     def _land(self, flight: _Flight) -> Stepped:
         """The step has executed once this returns; what it carries may move now."""
@@ -313,7 +339,8 @@ class Rank:
     def stats(self) -> dict[str, float]:
         """By metric name; seconds of this thread, but those of moves, which are the copy thread's."""
         out = {"executor_forward_seconds_total": self._forward_s,
-               "executor_sampling_seconds_total": self._sampling_s}
+               "executor_sampling_seconds_total": self._sampling_s,
+               "executor_sampled_outside_total": float(self._sampled_outside)}
         for (src, dst, group), traffic in self._mover.traffic.items():
             name = self._groups[group].name
             way = f'{{src="{src.value}",dst="{dst.value}",group="{name}"}}'

@@ -36,6 +36,7 @@ class Sampling:
     key: int                                   # names its stream of uniforms
     outputs: list[int] = field(default_factory=list)
     logprobs: dict[int, Logprobs] = field(default_factory=dict)
+    simple: bool = False                       # temperature, top-k, top-p, min-p and seed, and nothing else
     plain: bool = False                        # argmax of the raw logits, and nothing else
     penalised: bool = False
     bias: tuple[Tensor, Tensor] | None = None  # ids int64, values float32
@@ -72,8 +73,9 @@ class Sampler:
         if params.logit_bias:
             s.bias = (torch.tensor(list(params.logit_bias), device=self._device),
                       torch.tensor(list(params.logit_bias.values()), device=self._device))
-        s.plain = (params.temperature == 0 and params.logprobs is None and s.bias is None
-                   and not s.penalised and not params.forced and (params.min_tokens == 0 or not s.stop_ids))
+        s.simple = (params.logprobs is None and s.bias is None and not s.penalised and not params.forced
+                    and (params.min_tokens == 0 or not s.stop_ids))
+        s.plain = s.simple and params.temperature == 0
         return s
 
     def bind(self, s: Sampling, row: int, emitted: int) -> None:
