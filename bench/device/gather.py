@@ -11,7 +11,7 @@ import torch
 from direct import LINK_BYTES_S, spread, write
 
 from penstock.kernels.gather import cuda
-from penstock.memory import dram
+from penstock.memory.pinned import Pinned
 
 HOST_BYTES, LISTS = 2 << 30, 8
 
@@ -46,7 +46,9 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--repeats", type=int, default=17)
     args = parser.parse_args()
-    memory = dram.allocate(HOST_BYTES, pinned=True)
+    pinned = Pinned(HOST_BYTES, 1 << 20)
+    pinned.wait(HOST_BYTES)
+    memory = pinned.memory
     memory.view(torch.int64).random_()
     out = []
     for width in (656, 1001, 1024, 1152, 2048, 4096):

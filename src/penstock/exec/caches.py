@@ -12,6 +12,7 @@ from penstock.core.settings import CacheGroup, CoreConfig
 from penstock.memory import dram, hbm, slabs
 from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
+from penstock.memory.pinned import Pinned
 from penstock.memory.pool import PageLayout
 from penstock.memory.slabs import Slabs
 from penstock.model.base import CacheShape, LocalLayer, Stage
@@ -86,11 +87,17 @@ class Caches:
             for g, layout in enumerate(self.layouts)]
         if not cfg.dram_pages:
             return device_pools, []
-        if host_memory is None:
-            host_memory = dram.allocate(self.host_bytes(cfg), pinned=device_memory.is_cuda)
+        pinned = None
+        if device_memory.is_cuda:
+            assert host_memory is None, "stages on a GPU"
+            pinned = Pinned(self.host_bytes(cfg), self.host.slab_bytes)
+            host_memory = pinned.memory
+        elif host_memory is None:
+            host_memory = dram.allocate(self.host_bytes(cfg))
         return device_pools, [
             DramPool(layout, self._count(g, cfg.dram_pages), base=cfg.dram_base + g * cfg.group_base,
-                     group=Group(g), memory=host_memory[at:], page_stride=self.host.page_stride(g))
+                     group=Group(g), memory=host_memory[at:], page_stride=self.host.page_stride(g),
+                     pinned=pinned)
             for g, (layout, at) in enumerate(zip(self.layouts, self.host_at, strict=True))]
 
     def _count(self, group: int, num_pages: int) -> int:

@@ -5,11 +5,13 @@ order of copies: it is handed what is due.
 """
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TypeAlias
@@ -17,12 +19,13 @@ from typing import TypeAlias
 import torch
 
 from penstock.core.plan import Group, Move, Tier
-from penstock.memory.pool import Pool
+from penstock.memory.pool import BlockPool, Pool
 
 log = logging.getLogger(__name__)
 
 # How long the thread's end is waited for: it stops after the copy it is in, of at most seconds.
 STOP_S = 10.0
+_FLYING = 256               # copies of a device on the way at once: a page is copied in 50 us
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,35 +38,60 @@ class Copied:
     seconds: float
 
 
-Copy: TypeAlias = Callable[[Move], Copied]
+Begin: TypeAlias = Callable[[Move], Callable[[], Copied]]
 
 
 class Copier:
-    """Copies one move's tokens at a call. Holds nothing but the pools, so any thread may call."""
+    """Copies one move's tokens at a call. Holds nothing but the pools, so any thread may call.
+
+    On a CUDA device copies run beside the steps, on a stream for each direction; `flying` is how many may
+    be on the way before the first is waited for.
+    """
 
     def __init__(self, pools: Mapping[tuple[Tier, Group], Pool]) -> None:
         self._pools = pools
-        # Copies of a device run beside the steps, on a stream of their own.
-        device = any(tier is Tier.HBM and pool.page(pool.base).is_cuda for (tier, _), pool in pools.items())
-        self._stream = torch.cuda.Stream() if device else None  # type: ignore[no-untyped-call]
+        device = any(tier is Tier.HBM and pool.pages.is_cuda for (tier, _), pool in pools.items()
+                     if isinstance(pool, BlockPool))
+        self.flying = _FLYING if device else 1
+        self._streams: dict[bool, torch.cuda.Stream | None] = {
+            up: torch.cuda.Stream() if device else None for up in (False, True)}  # type: ignore[no-untyped-call]
 
     def __call__(self, move: Move, *, torn: bool = False) -> Copied:
         """`torn` stops it half way. A fault is logged and answered, never raised."""
+        return self.begin(move, torn=torn)()
+
+    def begin(self, move: Move, *, torn: bool = False) -> Callable[[], Copied]:
+        """Starts a copy, and on a CPU ends it; what it returns waits for its end."""
         tokens = move.tokens // 2 if torn else move.tokens
-        started = time.perf_counter()
-        ok = not torn
-        # The faults of the world: torch raises RuntimeError for a device's, and for memory that is
-        # not there; a tier behind a file raises OSError. Anything else is our bug and must be seen.
-        try:
-            with torch.cuda.stream(self._stream):
+        started, stream = time.perf_counter(), self._streams[move.dst is Tier.HBM]
+        with self._faults(move) as ok:
+            with torch.cuda.stream(stream):
                 self._copy_tokens(move, tokens)
-            if self._stream is not None:
-                self._stream.synchronize()
+        done = None
+        if stream is not None:
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(stream)
+
+        def end() -> Copied:
+            arrived = not torn and bool(ok)
+            if done is not None:
+                with self._faults(move) as waited:
+                    done.synchronize()
+                arrived = arrived and bool(waited)
+            return Copied(move, arrived, self._bytes(move) if arrived else 0, time.perf_counter() - started)
+        return end
+
+    @contextlib.contextmanager
+    def _faults(self, move: Move) -> Iterator[list[bool]]:
+        """The faults of the world: torch raises RuntimeError for a device's, and for memory that is not
+        there; a tier behind a file raises OSError. Anything else is our bug and must be seen. What it
+        yields is filled when there was none."""
+        ok: list[bool] = []
+        try:
+            yield ok
+            ok.append(True)
         except (RuntimeError, OSError):
             log.exception("move %d: %s to %s failed", move.id, move.src.name, move.dst.name)
-            ok = False
-        arrived = self._bytes(move) if ok else 0
-        return Copied(move, ok, arrived, time.perf_counter() - started)
 
     def _copy_tokens(self, move: Move, tokens: int) -> None:
         src, dst = self._pools[move.src, move.group], self._pools[move.dst, move.group]
@@ -84,15 +112,15 @@ class Copier:
 
 class CopyThread:
     """One daemon thread that copies in the order of `start`; torch copies without the interpreter
-    lock, so steps go on meanwhile.
+    lock, so steps go on meanwhile. Up to `flying` copies are on the way at once.
 
     It starts with the first copy, and stops when this object goes or the interpreter ends, after
     the copy that it is in. An exception that `copy` lets through ends it; whoever collects gets it.
     """
 
-    def __init__(self, copy: Copy, wake: Callable[[], None] | None = None) -> None:
+    def __init__(self, begin: Begin, wake: Callable[[], None] | None = None, flying: int = 1) -> None:
         """wake: called in the thread whenever there is something to collect."""
-        self._copy, self._wake = copy, wake
+        self._begin, self._wake, self._most = begin, wake, flying
         self._jobs: SimpleQueue[Move | None] = SimpleQueue()
         self._ended: SimpleQueue[Copied | BaseException] = SimpleQueue()
         self._died: BaseException | None = None
@@ -132,7 +160,7 @@ class CopyThread:
         self._started = True
         stop, ready = threading.Event(), threading.Event()
         thread = threading.Thread(
-            target=_work, args=(self._copy, self._jobs, self._ended, stop, ready, self._wake),
+            target=_work, args=(self._begin, self._most, self._jobs, self._ended, stop, ready, self._wake),
             daemon=True, name="penstock-copy")
         # torch's number of threads is one per thread, plus one for threads to come: the worker
         # sets its own, and then the caller sets both back.
@@ -145,14 +173,24 @@ class CopyThread:
         weakref.finalize(self, _stop, thread, self._jobs, stop)
 
 
-def _work(copy: Copy, jobs: SimpleQueue[Move | None], ended: SimpleQueue[Copied | BaseException],
+def _work(begin: Begin, most: int, jobs: SimpleQueue[Move | None], ended: SimpleQueue[Copied | BaseException],
           stop: threading.Event, ready: threading.Event, wake: Callable[[], None] | None) -> None:
     """The thread's body. It has no reference to its CopyThread, which could not go otherwise."""
     torch.set_num_threads(1)            # cores are the steps' business; one copies 10 GB/s
     ready.set()
+    flying: deque[Callable[[], Copied]] = deque()
     try:
-        while (move := jobs.get()) is not None and not stop.is_set():
-            ended.put(copy(move))
+        while True:
+            try:
+                if len(flying) < most:
+                    move = jobs.get(block=not flying)
+                    if move is None or stop.is_set():
+                        return
+                    flying.append(begin(move))
+                    continue
+            except Empty:
+                pass
+            ended.put(flying.popleft()())
             if wake is not None:
                 wake()
     except BaseException as e:          # handed over, not handled: `collect` raises it

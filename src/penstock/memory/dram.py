@@ -3,29 +3,19 @@ resident memory only after its first write."""
 from __future__ import annotations
 
 import mmap
-import weakref
 
 import torch
 from torch import Tensor
 
 from penstock.core.plan import Group, Tier
+from penstock.memory.pinned import Pinned
 from penstock.memory.pool import ONE_GROUP, BlockPool, PageLayout
 
 
-def allocate(nbytes: int, *, pinned: bool = False) -> Tensor:
-    """uint8 [nbytes] of anonymous memory of this process, zero. `pinned`: a CUDA device copies from and to
-    it, and reads it, at the speed of the link; every page is resident then, which takes 0.6 s a GiB.
-
-    Raises RuntimeError where it cannot be pinned.
-    """
+def allocate(nbytes: int) -> Tensor:
+    """uint8 [nbytes] of anonymous memory of this process, zero."""
     assert nbytes >= 1, "a host pool without memory"
-    mapped = mmap.mmap(-1, nbytes)
-    memory = torch.frombuffer(mapped, dtype=torch.uint8)
-    if pinned:
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), nbytes, 0))
-        weakref.finalize(mapped, runtime.cudaHostUnregister, memory.data_ptr())
-    return memory
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
 
 
 def mapped(fd: int, nbytes: int) -> Tensor:
@@ -40,9 +30,18 @@ class DramPool(BlockPool):
 
     def __init__(self, layout: PageLayout, num_pages: int, *, base: int = 0,
                  group: Group = ONE_GROUP, memory: Tensor | None = None,
-                 page_stride: int | None = None) -> None:
-        """`memory` and `page_stride` of a slab; without them it allocates what it needs."""
+                 page_stride: int | None = None, pinned: Pinned | None = None) -> None:
+        """`memory` and `page_stride` of a slab; without them it allocates what it needs. pinned: whose
+        memory that is, for a CUDA device."""
         stride = layout.page_bytes if page_stride is None else page_stride
         if memory is None:
             memory = allocate(num_pages * stride)
         super().__init__(layout, num_pages, memory, stride, base, group)
+        self._pinned, self._stride = pinned, stride
+
+    def index(self, page: int) -> int:
+        """As any pool's; waits until a device can reach the page."""
+        i = super().index(page)
+        if self._pinned is not None:
+            self._pinned.wait((i + 1) * self._stride)
+        return i

@@ -47,7 +47,8 @@ class Mover:
                 f"group {p.group}: {p.layout} and {self._layouts[p.group]}")
         self._lateness: Lateness = Promptly() if lateness is None else lateness
         self._copy = Copier(self._pools)
-        self._thread = CopyThread(self._copy, wake) if lateness is None else None
+        self._thread = (CopyThread(self._copy.begin, wake, self._copy.flying) if lateness is None
+                        else None)
         self._pending: list[Move] = []
         self.traffic: dict[tuple[Tier, Tier, Group], Traffic] = {
             (a, b, g): Traffic() for a, g in self._pools for b, h in self._pools
