@@ -107,14 +107,14 @@ class Direct:
         self.core, self.front, self._newest = Core(cfg), Front([self.rank]), 0
 
     def run(self, prompts: Sequence[Sequence[int]], max_new: int,
-            every_step: Callable[[], None] = lambda: None) -> Ran:
+            every_step: Callable[[], None] = lambda: None, params: SamplingParams | None = None) -> Ran:
         """All at once, to the end. every_step: called after each step that gave every request a token."""
         rids = [RequestId(self._newest + 1 + i) for i in range(len(prompts))]
         self._newest += len(prompts)
         events: list[Event] = []
         ran = Ran(0.0)
         for rid, prompt in zip(rids, prompts, strict=True):
-            self.front.open(rid, tuple(prompt), self._params)
+            self.front.open(rid, tuple(prompt), params or self._params)
             events.append(Arrived(rid, tuple(prompt), max_new, selects=self._attention > 0,
                                   attention=self._attention))
             ran.tokens[rid] = []

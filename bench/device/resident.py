@@ -9,7 +9,9 @@ import random
 from pathlib import Path
 from typing import Any
 
-from direct import FLOPS_S, HBM_BYTES_S, QWEN3_8B, Direct, build_model, spread
+from direct import FLOPS_S, GREEDY, HBM_BYTES_S, QWEN3_8B, Direct, build_model, spread
+
+from penstock.config.params import SamplingParams
 
 # (requests, prompt tokens): decode of the first three is in the table, and prefill from 8k on
 WORK = ((1, 512), (8, 8192), (32, 8192), (1, 32768))
@@ -40,8 +42,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--step-tokens", type=int, default=8192)
     parser.add_argument("--most", type=int, default=32, help="requests at once")
+    parser.add_argument("--temperature", type=float, default=0.0, help="above 0: with top-k 50 and top-p 0.9")
     args = parser.parse_args()
     config = QWEN3_8B | {"num_hidden_layers": args.layers}
+    params = GREEDY if not args.temperature else SamplingParams(
+        temperature=args.temperature, top_k=50, top_p=0.9, seed=1, max_tokens=None)
     model = build_model(config)
     work = [w for w in WORK if w[0] <= args.most]
     longest = max(n for _, n in work) + args.new + 16
@@ -54,7 +59,7 @@ def main() -> None:
         decode, prefill = [], []
         for _ in range(args.repeats if count < 32 else 2):
             prompts = [[rng.randrange(10, 150000) for _ in range(tokens)] for _ in range(count)]
-            ran = engine.run(prompts, args.new)
+            ran = engine.run(prompts, args.new, params=params)
             decode.append(spread(ran.step_s[4:])["median"])
             prefill.append(max(ran.first_s.values()))
         context = tokens + args.new / 2
@@ -67,7 +72,7 @@ def main() -> None:
                "prefill_share": flops / spread(prefill)["median"] / FLOPS_S}
         rows.append(row)
         print(row, flush=True)
-    rows.append({"capture_s": engine.capture_s})
+    rows.append({"capture_s": engine.capture_s, "temperature": args.temperature})
     write("resident", args.out, rows)
 
 

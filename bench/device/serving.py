@@ -27,10 +27,10 @@ NEW = 32
 class Server:
     """`penstock serve` as a user starts it; `ready_s` from start to its line."""
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, *flags: str, model: str = "demo") -> None:
         started = time.perf_counter()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.serve.main", "serve", "demo", "--port", "0", *flags],
+            [sys.executable, "-m", "penstock.serve.main", "serve", model, "--port", "0", *flags],
             stdout=subprocess.PIPE, text=True, env=os.environ)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
@@ -57,8 +57,8 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(*flags: str) -> Iterator[Server]:
-    server = Server(*flags)
+def serving(*flags: str, model: str = "demo") -> Iterator[Server]:
+    server = Server(*flags, model=model)
     try:
         yield server
     finally:

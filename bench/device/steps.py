@@ -35,7 +35,9 @@ def profiled(engine: Direct, count: int, prompt: int, steps: int) -> Any:
         if seen == LEAD + steps:
             torch.cuda.synchronize()
             profiler.stop()
-    engine.run(prompts, LEAD + steps + TAIL, every_step=every_step)
+    # The first to be prefilled decode while the others are: those steps do not count.
+    engine.run(prompts, LEAD + steps + TAIL + count, every_step=every_step)
+    assert seen >= LEAD + steps, f"{seen} steps in which all decode"
     with tempfile.TemporaryDirectory() as folder:
         profiler.export_chrome_trace(f"{folder}/trace.json")
         return json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
@@ -75,7 +77,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=100)
     args = parser.parse_args()
-    tokens = args.prompt + args.steps + LEAD + TAIL + 32
+    tokens = args.prompt + args.steps + LEAD + TAIL + args.requests + 32
     engine = Direct(build_model(QWEN3_8B | {"num_hidden_layers": args.layers}), rows=args.requests,
                     max_len=tokens, hbm_tokens=args.requests * (tokens + 32), buckets=(args.requests,))
     events = profiled(engine, args.requests, args.prompt, args.steps)

@@ -154,15 +154,18 @@ def kv_identity(config: Config, loaded: Loaded, selection: Selection | None,
 def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None, wakes: Waker) -> _Parts:
     """One rank, in this process, on the CPU or a GPU."""
     threads, device = config.device.threads or machine.probe().cores, config.device.device
-    # One thread: loading is many small operations, which two threads on busy cores slow down 4x.
-    torch.set_num_threads(1)
+    # One thread: loading is many small operations, which two threads on busy cores slow down 4x. A GPU's
+    # host has cores to spare, and what is loaded there is large.
+    torch.set_num_threads(1 if device == "cpu" else min(threads, 8))
     loaded = load(config, None, log)
     torch.set_num_threads(threads)
     model, selection = loaded.model, selection_for(config, loaded.whole)
     groups = groups_of(model, selection)
     caches, attention = caches_of(groups, config.kv.page_size, loaded.dtype), attention_of(loaded.backends)
-    captures = device == "cuda" and config.device.cuda_graphs
-    gpu, info = _measure(config, loaded, log) if device == "cuda" else (None, {})
+    captures = device == "cuda" and config.device.cuda_graphs and not model.reads_back
+    if device == "cuda" and model.reads_back:
+        log("decode steps are not captured: each asks the device which experts its tokens visit")
+    gpu, info = _measure(config, loaded, captures, log) if device == "cuda" else (None, {})
     sizes = size_pools(config, caches, model.max_position, machine.probe().memory_available,
                        budget=selection.budget if selection else 0, gpu=gpu)
     core = sizes.core
@@ -181,7 +184,8 @@ def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None
                   threads=threads, info=info, pools=[[*hbm, *dram]])
 
 
-def _measure(config: Config, loaded: Loaded, log: Callable[[str], object]) -> tuple[DeviceMemory, Info]:
+def _measure(config: Config, loaded: Loaded, captures: bool,
+             log: Callable[[str], object]) -> tuple[DeviceMemory, Info]:
     """Memory of the GPU, and what to tell of it. Raises ConfigError: its largest step does not fit."""
     attention, model, schedule = attention_of(loaded.backends), loaded.model, config.schedule
     if isinstance(attention, LatentOps):
@@ -193,7 +197,7 @@ def _measure(config: Config, loaded: Loaded, log: Callable[[str], object]) -> tu
                   caches.context_pages(free) * config.kv.page_size)
     try:
         gpu = device_memory(model, attention, caches, rows=schedule.max_num_seqs, max_len=longest,
-                            step_tokens=schedule.step_tokens, capture=config.device.cuda_graphs)
+                            step_tokens=schedule.step_tokens, capture=captures)
     except torch.OutOfMemoryError:
         raise ConfigError(
             f"the largest step of --step-tokens {schedule.step_tokens} and --max-num-seqs "

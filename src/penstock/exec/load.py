@@ -80,17 +80,19 @@ def outline(config: Config, log: Callable[[str], object]) -> Loaded:
     """The whole model without weights, for who plans for it and computes nothing. Raises ConfigError."""
     files = locate(config.model.model, load_format=config.model.load_format)
     checkpoint, pack, backends = _opened(config, files, log)
-    dtype = dtype_of(config, checkpoint.config)
+    dtype = dtype_of(config, files, checkpoint.config)
     _check_weights_fit(config, files, families.tensor_shapes(checkpoint.config), dtype, "cpu")
     model = families.build(checkpoint.config, dtype=dtype, linear=pack)
     return Loaded(model, backends, files.name, files.load_format, dtype, 0, 0, model,
                   digest_of(checkpoint.config))
 
 
-def dtype_of(config: Config, checkpoint: Mapping[str, object]) -> torch.dtype:
-    """--dtype, or for `auto` the checkpoint's own where that is computed in, else bfloat16."""
-    own = str(checkpoint.get("dtype") or checkpoint.get("torch_dtype") or "").removeprefix("torch.")
+def dtype_of(config: Config, files: ModelFiles, checkpoint: Mapping[str, object]) -> torch.dtype:
+    """--dtype, or for `auto` the checkpoint's own where that is computed in, else bfloat16: of a GGUF, whose
+    blocks have none, too."""
     asked = config.model.dtype
+    own = "" if files.gguf is not None else str(
+        checkpoint.get("dtype") or checkpoint.get("torch_dtype") or "").removeprefix("torch.")
     return DTYPES[asked] if asked != "auto" else DTYPES.get(own, torch.bfloat16)
 
 
@@ -131,7 +133,7 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object]) -> L
     files = locate(config.model.model, load_format=config.model.load_format)
     name, load_format = files.name, files.load_format
     checkpoint, pack, backends = _opened(config, files, log)
-    dtype = dtype_of(config, checkpoint.config)
+    dtype = dtype_of(config, files, checkpoint.config)
     model = families.build(checkpoint.config, dtype=dtype, linear=pack,
                            ops=layer.ops(backends["layer"].name), stage=stage)
     whole = model if stage is None else families.build(checkpoint.config, dtype=dtype, linear=pack)

@@ -119,6 +119,7 @@ class Model(Protocol):
     attention: AttentionShape
     vocab_size: int
     max_position: int              # context length of the checkpoint, tokens
+    reads_back: bool               # a forward pass waits for numbers of the device, so it is not captured
 
     def wants(self, name: str) -> bool:
         """Whether `load` has a use for the tensor of this name: not for what is another stage's.

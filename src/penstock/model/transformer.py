@@ -95,6 +95,7 @@ class Transformer:
         self.attention = spec.attention.shape
         self.vocab_size = spec.vocab_size
         self.max_position = spec.rope.max_position
+        self.reads_back = spec.moe is not None
         self._slots = slots = Slots(dtype, linear, ops)
         if stage.embeds or (stage.heads and spec.tied):
             self._embed = slots.table(EMBED, (spec.vocab_size, spec.hidden))

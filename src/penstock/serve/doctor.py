@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.config.errors import ConfigError
@@ -128,8 +128,11 @@ def _ranks(config: Config | None) -> Iterator[Finding]:
     if config is None or config.device.pp == 1 or (config.model.model == "demo" and not _demo_is_here()):
         return
     try:
-        model = open_checkpoint(locate(config.model.model, load_format=config.model.load_format)).config
-        dtype = dtype_of(config, model)
+        files = locate(config.model.model, load_format=config.model.load_format)
+        model = open_checkpoint(files).config
+        if config.model.dtype == "auto":        # stages run on a CPU
+            config = replace(config, model=replace(config.model, dtype="float32"))
+        dtype = dtype_of(config, files, model)
         whole = build(model, dtype=dtype, linear=lambda w_OI, b_O: lambda x_TI: x_TI)
         stages = of_config(config, whole.stage.end)
         groups = groups_of(whole, selection_for(config, whole))

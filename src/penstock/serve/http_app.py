@@ -10,7 +10,6 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
 from starlette.applications import Starlette
@@ -20,6 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.config.tree import ServerConfig
+from penstock.config.version import version
 from penstock.serve.client import EngineClient, EngineDied
 from penstock.serve.limits import (
     BodyTooLarge,
@@ -306,7 +306,7 @@ class _Views:
         return Response(self._api.metrics.text(await self._stats()), media_type=CONTENT_TYPE)
 
     async def version(self, _: Request) -> Response:
-        return _json({"version": version("penstock")})
+        return _json({"version": version()})
 
     async def openapi(self, _: Request) -> Response:
         return _json(document())
@@ -315,7 +315,7 @@ class _Views:
         other: dict[str, Any] = {} if self._peer is None else {self._peer.role: {
             "missing": self._peer.engine.peer_missing, "restarts": self._peer.restarts(),
             **self._peer.engine.peer_info}}
-        return _json({**self._info, "version": version("penstock"), "stats": await self._stats(), **other})
+        return _json({**self._info, "version": version(), "stats": await self._stats(), **other})
 
     async def model_info(self, _: Request) -> Response:
         tokenizer = self._api.tokenizer

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.config.errors import ConfigError
+from penstock.config.version import version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +79,7 @@ def _dispatch(words: list[str]) -> int:
         print(usage())
         return 0 if words else 2
     if words[0] in ("-V", "--version"):
-        from importlib.metadata import version
-        print(f"penstock {version('penstock')}")
+        print(f"penstock {version()}")
         return 0
     name = words[0]
     if name not in COMMANDS:

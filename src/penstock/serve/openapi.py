@@ -5,11 +5,11 @@ and that a field's feature is built, is told by a 400.
 """
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 
 import msgspec
 
+from penstock.config.version import version
 from penstock.serve.openai_types import NEUTRAL, ChatRequest, CompletionRequest
 
 _REF = "#/components/schemas/{name}"
@@ -69,7 +69,7 @@ def document() -> dict[str, Any]:
     model = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
     flush = {"post": {"responses": answers(*_GET, ok=objects)}}
     return {
-        "openapi": "3.1.0", "info": {"title": "penstock", "version": version("penstock")},
+        "openapi": "3.1.0", "info": {"title": "penstock", "version": version()},
         "paths": {
             "/v1/chat/completions": generating(chat), "/v1/completions": generating(text),
             "/v1/models": get(*_GET), "/v1/models/{name}": get(*_GET, 404, parameters=[model]),

@@ -13,13 +13,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
 from penstock.config.errors import ConfigError
 from penstock.config.paths import cache_dir
+from penstock.config.version import version
 from penstock.core.plan import Arrived, Event, Finished, Output, Retired, StepPlan, Token
 from penstock.replay import flight
 from penstock.replay.recorder import Recorder
@@ -37,7 +37,7 @@ def write_flight(recorder: Recorder, error: BaseException | None = None) -> Path
     now = time.time()
     stamp = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}.{int(now * 1e6) % 1_000_000:06d}"
     path = folder / f"{stamp}-{os.getpid()}.jsonl"
-    lines = flight.write(redact(recorder), version("penstock"), "" if error is None else where(error))
+    lines = flight.write(redact(recorder), version(), "" if error is None else where(error))
     with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="ascii") as file:
         file.writelines(lines)
     return path
