@@ -33,6 +33,7 @@ def device_memory(model: Model, attention: Planner, caches: Caches, *, rows: int
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     held = torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
     max_len = min(max_len, CONTEXT_MAX)
     size = caches.layouts[0].page_size
     max_len = max(1, max_len // size) * size
@@ -56,6 +57,7 @@ def device_memory(model: Model, attention: Planner, caches: Caches, *, rows: int
     _sample(model.vocab_size, rows)
     taken = torch.cuda.max_memory_reserved() - held
     if capture:
+        torch.cuda.empty_cache()            # as a capture does when it begins
         before = torch.cuda.memory_reserved()
         rank.capture((rows,))
         taken += torch.cuda.memory_reserved() - before
