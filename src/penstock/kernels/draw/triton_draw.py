@@ -24,6 +24,21 @@ def _mix(x):
 
 
 @triton.jit
+def _weigh(logits, w, V, scale, min_p, BLOCK: tl.constexpr):
+    """Weights with temperature and min-p: the largest is 1."""
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for first in range(0, V, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        best = tl.maximum(best, tl.load(logits + at, mask=at < V, other=float("-inf")))
+    peak = tl.max(best)
+    for first in range(0, V, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        x = tl.load(logits + at, mask=at < V, other=float("-inf"))
+        x = tl.exp((x - peak) / scale)
+        tl.store(w + at, tl.where(x < min_p, 0.0, x), mask=at < V)
+
+
+@triton.jit
 def _above(w, V, bits, BLOCK: tl.constexpr):
     """Number and mass of the weights that are larger than the float of `bits`."""
     edge = bits.to(tl.float32, bitcast=True)
@@ -87,16 +102,7 @@ def draw_rows(logits, w, token, row_B, position_B, knobs, stream, V, BLOCK: tl.c
         top_p = tl.load(knobs + row * 4 + 2)
         min_p = tl.load(knobs + row * 4 + 3).to(tl.float32)
         scale = tl.maximum(temperature.to(tl.float32), 1e-30)
-        best = tl.full((BLOCK,), float("-inf"), tl.float32)
-        for first in range(0, V, BLOCK):
-            at = first + tl.arange(0, BLOCK)
-            best = tl.maximum(best, tl.load(logits + at, mask=at < V, other=float("-inf")))
-        peak = tl.max(best)
-        for first in range(0, V, BLOCK):
-            at = first + tl.arange(0, BLOCK)
-            x = tl.load(logits + at, mask=at < V, other=float("-inf"))
-            x = tl.exp((x - peak) / scale)
-            tl.store(w + at, tl.where(x < min_p, 0.0, x), mask=at < V)
+        _weigh(logits, w, V, scale, min_p, BLOCK)
         tl.debug_barrier()
 
         edge = tl.full((), -1, tl.int32)            # every weight is above it
