@@ -1,6 +1,7 @@
 """Requests over HTTP that together, or each, are longer than the device: decode through host pages.
 
-With a tiny random model always, with the demo model and Python's own help texts in the sweep.
+With a tiny random model always, with the demo model and Python's own help texts in the sweep, and with
+prompts of 3,000 and 8,000 tokens in `make soak`: ten minutes of one core.
 """
 from __future__ import annotations
 
@@ -57,9 +58,10 @@ def text(seed: int, tokens: int) -> str:
 SCENES = [
     pytest.param(Scene(page_bytes=PAGE_BYTES, budgets=(160, 96), tokens=600, long=1600, new=120, prompt=ids,
                        flags=("--load-format", "dummy")), id="tiny"),
+    pytest.param(Scene(page_bytes=DEMO_PAGE_BYTES, budgets=(192, 128), tokens=800, long=2400, new=40,
+                       prompt=text), id="demo", marks=pytest.mark.sweep),
     pytest.param(Scene(page_bytes=DEMO_PAGE_BYTES, budgets=(512, 256), tokens=3000, long=8000, new=100,
-                       prompt=text),
-                 id="demo", marks=pytest.mark.soak)]
+                       prompt=text), id="demo, long", marks=pytest.mark.soak)]
 
 
 @pytest.fixture
