@@ -2,25 +2,16 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 import openai
 import pytest
+from pair_server import LIMIT_S, PAIR, SERVED, prompts, said, serving
 from pipeline_engine import checkpoint
-
-LIMIT_S = 60.0
-PLACES = {"resident": ("--hbm-bytes", "4M"),
-          "hosted": ("--hbm-bytes", "2M", "--dram-bytes", "8M", "--sparse-top-k", "96",
-                     "--sparse-kv", "always")}
-PAIR = ("--prefill", "1", "--decode", "1")
 
 
 @pytest.fixture(scope="module")
@@ -28,66 +19,11 @@ def model(tmp_path_factory) -> str:
     return checkpoint(tmp_path_factory.mktemp("pair"))
 
 
-class Server:
-    def __init__(self, model: str, log: Path, *flags: str) -> None:
-        self.log = log
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.serve.main", "serve", model, "--port", "0", "--threads", "1",
-             "--served-model-name", "tiny", "--step-tokens", "48", *flags],
-            stdout=subprocess.PIPE, stderr=log.open("a"), text=True)
-        found = re.search(r"ready on (http://\S+) ", self.process.stdout.readline())
-        assert found, log.read_text()
-        self.url = found.group(1)
-        self.http = httpx.Client(base_url=self.url, timeout=LIMIT_S)
-
-    def ask(self, prompt: list[int], **more: object) -> dict:
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": 16, "temperature": 0, "logprobs": 2,
-                "return_token_ids": True, "ignore_eos": True, **more}
-        answer = self.http.post("/v1/completions", json=body)
-        return {"status": answer.status_code, **answer.json()}
-
-    def info(self) -> dict:
-        return self.http.get("/server_info").json()
-
-    def until(self, what) -> None:
-        began = time.monotonic()
-        while not what():
-            assert time.monotonic() - began < LIMIT_S, self.log.read_text()
-            time.sleep(0.05)
-
-    def close(self) -> None:
-        self.http.close()
-        self.process.terminate()
-        try:
-            self.process.wait(20)
-        finally:
-            self.process.kill()
-
-
-@contextmanager
-def serving(model: str, tmp_path: Path, *flags: str):
-    server = Server(model, tmp_path / "log", *flags)
-    try:
-        yield server
-    finally:
-        server.close()
-
-
-def prompts() -> list[list[int]]:
-    first = [(i * i * 7 + 3 * i) % 97 for i in range(150)]
-    return [first, first, [*first, *(5, 6, 7) * 9], first[:128]]
-
-
-def said(answer: dict) -> tuple:
-    choice = answer["choices"][0]
-    return choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"]
-
-
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", SERVED)
 def test_one_address_and_two_engines_say_what_one_engine_says(model, tmp_path, place):
-    with serving(model, tmp_path, *PLACES[place]) as one:
+    with serving(model, tmp_path, *SERVED[place]) as one:
         want = [said(one.ask(prompt)) for prompt in prompts()]
-    with serving(model, tmp_path, *PLACES[place], *PAIR) as pair:
+    with serving(model, tmp_path, *SERVED[place], *PAIR) as pair:
         answers = [pair.ask(prompt) for prompt in prompts()]
         assert list(map(said, answers)) == want
         usage = [a["usage"]["prompt_tokens_details"] for a in answers]
@@ -107,9 +43,9 @@ def test_one_address_and_two_engines_say_what_one_engine_says(model, tmp_path, p
 
 @pytest.mark.sweep
 def test_a_prefill_engine_that_is_killed_comes_back_and_nobody_hears_a_wrong_token(model, tmp_path):
-    with serving(model, tmp_path, *PLACES["resident"]) as one:
+    with serving(model, tmp_path, *SERVED["resident"]) as one:
         want = [said(one.ask(prompt))[0] for prompt in prompts()]
-    with serving(model, tmp_path, *PLACES["resident"], *PAIR) as pair:
+    with serving(model, tmp_path, *SERVED["resident"], *PAIR) as pair:
         for n in range(3):
             victim = pair.info()["prefill"]["pid"]
             with ThreadPoolExecutor(4) as pool:
@@ -138,7 +74,7 @@ def test_what_one_engine_refuses_is_one_line_and_leaves_nothing_behind(model, tm
 @pytest.mark.sweep
 def test_two_ends_of_their_own_over_tcp_and_tls(model, tmp_path):
     """The prefill end shows its health, and nothing to ask; without it the decode end does as it was told."""
-    key, flags = tmp_path / "key", PLACES["resident"]
+    key, flags = tmp_path / "key", SERVED["resident"]
     key.write_text("0123456789abcdef")
     certificate = Path(__file__).parents[1] / "data" / "pair_tls.pem"
     secret = ("--pair-key-file", str(key))

@@ -1,0 +1,161 @@
+"""Two real engines and a network between them that waits, cuts and flips; engines killed at any moment."""
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from pair_engines import PairOfEnds, whole
+from pair_proxy import Fault, Proxy
+from pair_server import PAIR, SERVED, Server, prompts, said, serving
+from pipeline_engine import checkpoint
+
+from penstock.serve.wire import Flush
+
+PROMPT = tuple((i * i * 7 + 3 * i) % 97 for i in range(150))
+PLACES = {
+    "resident": {"hbm_bytes": "4M"},
+    "hosted": {"hbm_bytes": "2M", "dram_bytes": "8M", "sparse_top_k": 96, "sparse_kv": "always"},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return checkpoint(tmp_path_factory.mktemp("pair"))
+
+
+def faults(seed: int, count: int) -> tuple[Fault, ...]:
+    """One for each of the first connections, at a byte that the prompts of one round are past."""
+    rng = random.Random(seed)
+    found = []
+    for n in range(count):
+        way, kind = rng.choice(("in", "in", "out")), ("cut", "flip", "cut", "delay")[n % 4]
+        at = rng.randrange(rng.choice((600, 1_200, 30_000 if way == "in" else 2_000)))
+        found.append(Fault(way, at, cut=kind == "cut", flip=kind == "flip",
+                           delay_s=0.002 if kind == "delay" else 0.0, connection=n))
+    return tuple(found)
+
+
+def check_weather(model: str, folder: Path, place: str, seed: int, count: int) -> None:
+    prompts = [PROMPT, PROMPT[:77], PROMPT + (5, 6, 7) * 9]
+    one = whole(model, prompts, **PLACES[place])
+    proxy = Proxy(f"unix:{folder / 'socket'}", faults(seed, count), address=f"unix:{folder / 'proxy'}")
+    try:
+        with PairOfEnds(model, folder, decode={"pair_peer": proxy.address}, **PLACES[place]) as pair:
+            ends = (pair.prefill, pair.decode)
+            for n in range(count):
+                rids = [pair.decode.submit(prompt, namespace=n + 1) for prompt in prompts]
+                pair.finish()
+                assert [pair.decode.got[rid] for rid in rids] == list(one.got.values())
+                pair.until(lambda: 0 < pair.decode.peer.epoch == pair.prefill.peer.epoch)
+            pair.settle()
+            stats = pair.decode.loop.stats()
+            assert stats["pair_delivered_total"] > 0 and proxy.connections > 1
+            for end in ends:
+                end.loop.handle(Flush())
+            pair.until(lambda: not any(n for end in ends for n in end.free().values()))
+    finally:
+        proxy.close()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_bad_network_changes_no_token_and_leaves_every_pool_whole(model: str, tmp_path: Path,
+                                                                    place: str) -> None:
+    check_weather(model, tmp_path, place, seed=1, count=4)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(10, 15))
+@pytest.mark.parametrize("place", PLACES)
+def test_fifty_faults_of_the_network(model: str, tmp_path: Path, place: str, seed: int) -> None:
+    check_weather(model, tmp_path, place, seed, count=10)
+
+
+# ---------------------------------------------------------------- over real processes
+def storm(server: Server, count: int) -> None:
+    """Clients that leave at any moment."""
+    def leave(i: int) -> None:
+        rng = random.Random(i)
+        body = {"model": "tiny", "prompt": prompts()[i % 4], "max_tokens": 64, "ignore_eos": True,
+                "cache_salt": f"x{i % 50}"}
+        with contextlib.suppress(httpx.TimeoutException):
+            httpx.post(f"{server.url}/v1/completions", json=body, timeout=rng.uniform(0.005, 0.2))
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(leave, range(count)))
+
+
+def is_quiet(server: Server) -> bool:
+    stats = server.info()["stats"]
+    names = ("requests_running", "requests_waiting", "moves_in_flight", "hbm_pages_fenced")
+    return not any(stats[name] for name in names)
+
+
+@pytest.mark.soak
+def test_fifty_cut_streams_and_five_hundred_aborts(model: str, tmp_path: Path) -> None:
+    key, flags, rng = tmp_path / "key", SERVED["resident"], random.Random(4)
+    key.write_text("0123456789abcdef")
+    flags = (*flags, "--pair-key-file", str(key))
+    with serving(model, tmp_path, *SERVED["resident"]) as one:
+        want = [said(one.ask(prompt))[0] for prompt in prompts()]
+    with serving(model, tmp_path, *flags, "--disaggregation-mode", "prefill",
+                 "--pair-listen", "127.0.0.1:0") as prefill:
+        proxy = Proxy(prefill.info()["pair_address"])
+        with serving(model, tmp_path, *flags, "--disaggregation-mode", "decode",
+                     "--pair-peer", proxy.address) as decode, ThreadPoolExecutor(4) as pool:
+            for n in range(50):
+                decode.until(lambda: not decode.info()["prefill"]["missing"])
+                waiting = [pool.submit(decode.ask, prompt, cache_salt=f"{n}") for prompt in prompts()]
+                time.sleep(rng.uniform(0, 0.3))
+                proxy.cut()
+                assert [said(w.result())[0] for w in waiting] == want
+            assert proxy.connections > 50
+            storm(decode, 500)
+            decode.until(lambda: not decode.info()["prefill"]["missing"])
+            answer = decode.ask(prompts()[0], cache_salt="after")
+            assert said(answer)[0] == want[0]
+            assert answer["usage"]["prompt_tokens_details"]["peer_tokens"] == len(prompts()[0])
+            for end in (decode, prefill):
+                end.until(lambda end=end: is_quiet(end))
+        proxy.close()
+
+
+@pytest.mark.soak
+def test_fifty_kills_of_either_engine(model: str, tmp_path: Path) -> None:
+    """Whoever had the prefill engine killed under it gets its answer. With the decode engine the server goes,
+    and who waited hears a 503, or the end of its connection."""
+    with serving(model, tmp_path, *SERVED["resident"]) as one:
+        want = [said(one.ask(prompt))[0] for prompt in prompts()]
+    with serving(model, tmp_path, *SERVED["resident"], *PAIR) as pair, ThreadPoolExecutor(4) as pool:
+        for n in range(40):
+            waiting = [pool.submit(pair.ask, prompt, cache_salt=f"{n}") for prompt in prompts()]
+            os.kill(pair.info()["prefill"]["pid"], signal.SIGKILL)
+            assert [said(w.result())[0] for w in waiting] == want
+            pair.until(lambda n=n: pair.info()["prefill"]["restarts"] == n + 1
+                       and not pair.info()["prefill"]["missing"])
+        pair.until(lambda: is_quiet(pair))
+    heard = set()
+    for n in range(10):
+        with serving(model, tmp_path, *SERVED["resident"], *PAIR) as pair, ThreadPoolExecutor(4) as pool:
+            victim = pair.info()["pid"]
+            waiting = [pool.submit(pair.ask, prompt, cache_salt=f"{n}") for prompt in prompts()]
+            time.sleep(random.Random(n).uniform(0, 0.3))
+            os.kill(victim, signal.SIGKILL)
+            for w, right in zip(waiting, want, strict=True):
+                try:
+                    answer = w.result()
+                except httpx.TransportError:
+                    heard.add("closed")
+                    continue
+                heard.add(answer["status"])
+                if answer["status"] == 200:
+                    assert said(answer)[0] == right
+                else:
+                    assert answer["status"] == 503 and answer["error"]["message"]
+            assert pair.process.wait(30) != 0
+    assert 503 in heard
