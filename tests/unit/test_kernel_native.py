@@ -22,7 +22,7 @@ def source(tmp_path: Path) -> Path:
 
 def load(source: Path, cache: Path | None) -> int:
     """As a new process would: nothing is remembered."""
-    native._loaded.pop(source, None)
+    native._loaded.pop((source, "native"), None)
     return native.library(source, cache)[0].seven()
 
 

@@ -105,7 +105,7 @@ def test_the_host_tier_is_half_of_what_is_free_as_soon_as_something_may_be_hoste
 
 def test_ranks_share_the_host_tier_and_divide_what_is_left():
     """What is free is measured once, by who starts them; each rank's device pool is its part of that."""
-    kv = KVConfig(sparse_top_k=512)
+    kv = KVConfig(sparse_top_k=512, memory_fraction=0.3)
     caches = caches_for(kv)
     room = 16 * GIB - 2 * WORKSPACE_BYTES
     config = Config(model=ModelConfig(model="demo"), kv=kv, device=DeviceConfig(pp=2))
