@@ -38,12 +38,12 @@ IDS = {word: i for i, word in enumerate(words.words())}
 
 
 @functools.cache
-def model(topk: int, stage=None):
-    """The recall model in float32, or one stage of it, with another number of chosen tokens than it comes
+def model(topk: int, dtype: torch.dtype, stage=None):
+    """The recall model, or one stage of it, with another number of chosen tokens than it comes
     with."""
     checkpoint = open_checkpoint(locate(str(FOLDER)))
     chosen = registry.select(probe("cpu"), ops=("linear", "layer"))
-    made = families.build({**checkpoint.config, "index_topk": topk}, dtype=torch.float32,
+    made = families.build({**checkpoint.config, "index_topk": topk}, dtype=dtype,
                           linear=functools.partial(linear.pack, backend=chosen["linear"].name),
                           ops=layer.ops(chosen["layer"].name), stage=stage)
     for name, tensor in checkpoint.tensors(made.wants):
@@ -91,7 +91,8 @@ class Answers:
 def ask(interviews: list[Interview], *, topk: int = 256, latent: LatentOps | None = None,
         step_tokens: int = 512, hbm_pages: int = 4096, dram_pages: int = 0, page_size: int = 16,
         rows: int = 4, overlap: bool = True, lateness: Lateness | None = None, hot_tokens: int = 0,
-        stages: int = 1, put: Callable[[object], None] = lambda rank: None,
+        stages: int = 1, dtype: torch.dtype = torch.float32,
+        put: Callable[[object], None] = lambda rank: None,
         script: Callable[[int, list[int]], list[Event]] = lambda turn, live: []) -> Answers:
     """Hold all interviews at once. script(turn, open requests): events to add at each turn.
 
@@ -99,8 +100,8 @@ def ask(interviews: list[Interview], *, topk: int = 256, latent: LatentOps | Non
                  of so many tokens
     put          a fault, of each rank
     """
-    served = model(topk)
-    caches = caches_of(served.groups, page_size, torch.float32)
+    served = model(topk, dtype)
+    caches = caches_of(served.groups, page_size, dtype)
     cfg = CoreConfig(page_size=page_size, rows=rows, hbm_pages=hbm_pages, dram_pages=dram_pages,
                      step_tokens=step_tokens, overlap=overlap, dram_base=500_000, group_base=50_000,
                      max_len=8192, groups=caches.groups, hot_pages=-(-hot_tokens // page_size),
@@ -109,8 +110,8 @@ def ask(interviews: list[Interview], *, topk: int = 256, latent: LatentOps | Non
     selector = None if not hot_tokens else Selector(rule=None, budget=0, hot_pages=cfg.hot_pages, backends={
         op: choice.name for op, choice in registry.select(probe("cpu"), ops=registry.HOSTING).items()})
     engine, *_ = ranks.front(
-        functools.partial(model, topk), latent or ops(), served.groups, caches, cfg, layers=even(4, stages),
-        max_len=8192, lateness=lateness or Promptly(), selector=selector)
+        functools.partial(model, topk, dtype), latent or ops(), served.groups, caches, cfg,
+        layers=even(4, stages), max_len=8192, lateness=lateness or Promptly(), selector=selector)
     for rank in engine._ranks:
         put(rank)
     given, inbox, found = {}, [], {}

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 PENSTOCK = [sys.executable, "-m", "penstock.serve.main"]
@@ -30,7 +31,9 @@ def test_questions_while_decoding(tmp_path: Path) -> None:
 
 
 def test_a_running_server_is_asked_the_same() -> None:
-    server = subprocess.Popen([*PENSTOCK, "serve", MODEL, "--port", "0", *SMALL],
+    """One that has no row of a context on the device but what it reads."""
+    hosted = "--sparse-kv always --hbm-bytes 8M --dram-bytes 32M --max-model-len 1024".split()
+    server = subprocess.Popen([*PENSTOCK, "serve", MODEL, "--port", "0", "--threads", "1", *hosted],
                               stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
@@ -38,6 +41,8 @@ def test_a_running_server_is_asked_the_same() -> None:
         assert found
         out = evaluate("--base-url", found[1], "--task", "recall")
         assert re.search(r"\| 512 +\| [78] of 8", out)
+        with urllib.request.urlopen(f"{found[1]}/metrics", timeout=END_S) as reply:
+            assert re.search(r'hot_misses_total\{layer="0"\} [1-9]', reply.read().decode())
     finally:
         server.terminate()
         server.wait(END_S)

@@ -4,12 +4,17 @@ from __future__ import annotations
 import datetime
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
 from penstock.config.errors import ConfigError, RequestError
+from penstock.config.tree import Config, ModelConfig
+from penstock.model.locate import locate
 from penstock.serve.chat import SOURCE_BYTES_MAX, ChatTemplate, plain_message, read_template
+from penstock.serve.text import open_text
 
+RECALL = Path(__file__).parents[1] / "data" / "recall"
 CHATML = ("{%- for m in messages %}\n<|{{ m['role'] }}|>{{ m['content'] | trim }}{{ eos_token }}\n"
           "{%- endfor %}\n{%- if add_generation_prompt %}<|assistant|>{% endif %}")
 USER = [{"role": "user", "content": "ä 'quoted' <b>"}]
@@ -190,3 +195,21 @@ def test_request_variables_cannot_replace_the_servers(template):
             template(CHATML).render(USER, variables={name: []})
     with pytest.raises(RequestError, match="messages is empty"):
         template(CHATML).render([])
+
+
+def test_a_program_in_place_of_a_template_is_refused_by_name(tmp_path):
+    """DeepSeek-V3.2's folder has encoding/encoding_dsv32.py; a template of the operator's works."""
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(RECALL / name)
+    (tmp_path / "encoding").mkdir()
+    (tmp_path / "encoding" / "encoding_dsv32.py").write_text("raise SystemExit\n")
+    given = tmp_path / "given.jinja"
+    given.write_text("{{ messages[0].content }}|")
+    files = locate(str(tmp_path))
+    with pytest.raises(RequestError, match=r"but a program, encoding/encoding_dsv32\.py, .*chat_template"):
+        open_text(Config(model=ModelConfig(model=str(tmp_path))), files).chat(USER)
+    text = open_text(Config(model=ModelConfig(model=str(tmp_path), chat_template=str(given))), files)
+    try:
+        assert text.chat(USER) == "ä 'quoted' <b>|"
+    finally:
+        text.close()

@@ -63,7 +63,7 @@ class OpenAI:
         self.engine = engine
         self.tokenizer = text.tokenizer
         self.encoder = encoder           # None for a model without a tokenizer
-        self.template = text.template
+        self.template, self._no_template = text.template, text.no_template
         self.eos_ids = text.eos_ids
         self.metrics = metrics
         self.model = model
@@ -117,8 +117,8 @@ class OpenAI:
             raise RequestError("this model has no tokenizer: send token ids to /v1/completions",
                                "messages")
         if self.template is None:
-            raise RequestError("this model has no chat template: use /v1/completions, or start the "
-                               "server with --chat-template", "messages")
+            raise RequestError(f"{self._no_template}: use /v1/completions, or start the server with "
+                               "--chat-template", "messages")
         template = self.template
         text = await asyncio.to_thread(
             template.render, request.messages,

@@ -15,10 +15,12 @@ from penstock.serve.tokenizer import Tokenizer, open_tokenizer
 
 
 class Text:
-    """`tokenizer` is None for a model that has none: it serves token ids."""
+    """`tokenizer` is None for a model that has none: it serves token ids. `no_template`: why there is no
+    template, as the beginning of a sentence."""
 
     def __init__(self, tokenizer: Tokenizer | None, template: ChatTemplate | None,
-                 eos_ids: Sequence[int]) -> None:
+                 eos_ids: Sequence[int], no_template: str = "this model has no chat template") -> None:
+        self.no_template = no_template
         self.tokenizer = tokenizer
         self.eos_ids = tuple(eos_ids)
         self.template = template
@@ -33,7 +35,7 @@ class Text:
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The prompt text of a conversation. Raises RequestError."""
         if self.template is None or self.tokenizer is None:
-            raise RequestError("this model has no chat template: use generate, or give one with "
+            raise RequestError(f"{self.no_template}: use generate, or give one with "
                                "chat_template (--chat-template)", "messages")
         return self.template.render(messages)
 
@@ -59,4 +61,13 @@ def open_text(config: Config, files: ModelFiles) -> Text:
         template = ChatTemplate(source, tokenizer.template_vars)
         if model.chat_template is not None:
             template.check()            # the model's own may be broken: it still continues text
-    return Text(tokenizer, template, files.eos_ids if tokenizer is None else tokenizer.eos_ids)
+    return Text(tokenizer, template, files.eos_ids if tokenizer is None else tokenizer.eos_ids,
+                _no_template(files))
+
+
+def _no_template(files: ModelFiles) -> str:
+    """DeepSeek-V3.2 brings a program in place of a template, which nothing here runs."""
+    why = "this model has no chat template"
+    for own in sorted((files.folder / "encoding").glob("encoding_*.py")):
+        return f"{why} but a program, encoding/{own.name}, which is not supported"
+    return why
