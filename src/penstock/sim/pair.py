@@ -216,7 +216,7 @@ class Pair:
         if line is not None and not line.over:
             line.over = True
             for world in (line.prefill, line.decode):
-                slow = 4 if line.prefill.dead else 1          # what it has written lands first
+                slow = 20 if line.prefill.dead else 1         # what it has written lands first
                 self.clock.after(self.rng.random() * 5 * slow, partial(self._leave, line, world))
 
     def _leave(self, line: Connection, world: World) -> None:
@@ -289,17 +289,19 @@ class Pair:
         if isinstance(message, End) and rng.random() < self.net.push_fail:
             self.stats["bytes damaged"] += 1          # it is seen there, and said in the place of the End
             message = Drained(transfer, message.generation, Reason.BROKEN)
-        phase, once = None, (to_decode, transfer, type(message))
+        phase, once, delay = None, (to_decode, transfer, type(message)), self.net.delay
         keep = self.net.keep / 4 if isinstance(message, Grant) else self.net.keep
+        r = there.view.of_transfer(transfer)
+        if r is not None and r.phase is Phase.FETCHING and rng.random() < 0.5:
+            delay = 0.0                        # that phase is short
         if isinstance(message, Kept) and rng.random() < keep and once not in self.kept_once:
             self.kept_once.add(once)
-            r = there.view.of_transfer(transfer)
             phase = rng.choice([p for p in KEPT[there.sc.cfg.role]
                                 if any(p is source for source, _ in there.view.edges)])
             if r is not None and r.phase is Phase.FETCHING:
                 phase = r.phase                # it will not be there again
         come = partial(self._come, there, message, phase, [KEPT_TRIES])
-        self.stats["message lost"] += not self._put(line, there, self.net.delay, come)
+        self.stats["message lost"] += not self._put(line, there, delay, come)
 
     def _come(self, world: World, message: Message, phase: Phase | None, tries: list[int]) -> bool:
         """Deliver a message; with `phase`, when the request that it is about is in it, and help it there."""
