@@ -53,7 +53,7 @@ def server(words: list[str]) -> int:
     argv = [sys.executable, "-P", __file__, "--engine"]
     http_main.EngineClient = functools.partial(http_main.EngineClient, argv=argv)
     http_main.DEAD_S = 5.0                     # a test asks twice meanwhile
-    http_main.locate = lambda model, **_: SimpleNamespace(name=model, eos_ids=())
+    http_main.locate = lambda model, **_: SimpleNamespace(name=model, eos_ids=(), folder=Path(model))
     text.open_tokenizer = tokenizer_of
     code = main.main(["serve", *words])
     assert "torch" not in sys.modules, "the API process has imported torch"

@@ -218,10 +218,11 @@ def cancel_forgotten(real: Real, side: DecodeSide, transfer: int) -> list[protoc
 
 
 @instead_of(Core, "transition", 300, mode="pair=1")
-def row_of_a_delivered_request_not_bound(real: Real, core: Core, r: Request, *edge: object) -> Trial:
+def row_of_a_delivered_request_not_bound(real: Real, core: Core, r: Request, *edge: object,
+                                         **more: object) -> Trial:
     """The device keeps the page table of the row's previous tenant."""
     source = r.phase
-    ok: Trial = real(core, r, *edge)
+    ok: Trial = real(core, r, *edge, **more)
     r.bound = r.bound or (bool(ok) and source is Phase.RECEIVING and r.row is not None)
     return ok
 

@@ -9,7 +9,7 @@ from penstock.core.kv import allocate, promote, sealing
 from penstock.core.kv.allocate import Claim, KVCache
 from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree
 from penstock.core.lifecycle import Phase, Trigger
-from penstock.core.pair.decode_side import DecodeSide
+from penstock.core.pair.bridge import Pairing
 from penstock.core.plan import Event, Expired, Rates, StepId, Tier
 from penstock.core.policy import capacity, reclaim
 from penstock.core.request import Request, ScheduledRow
@@ -115,11 +115,13 @@ def every_row_in_one_step(real: Real, core: Core, free: StepId) -> tuple[list[Sc
         return chosen
 
 
-@instead_of(DecodeSide, "expect", counter=UNSERVED)
-def nobody_is_asked_after_a_restart(real: Real, side: DecodeSide, transfer: int) -> None:
+@instead_of(Pairing, "arrived", counter=UNSERVED)
+def nobody_is_asked_after_a_restart(real: Real, pair: Pairing, r: Request) -> None:
     """A decode engine that was started again computes all prompts itself."""
-    if transfer < 8:
-        real(side, transfer)
+    real(pair, r)
+    if r.is_asked and r.arrived.transfer >= 8:
+        r.is_asked = False
+        pair._apply(pair.side.cancel(r.arrived.transfer))
 
 
 @instead_of(reclaim, "_drop_paused", mode=CROWDED)
