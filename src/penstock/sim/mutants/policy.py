@@ -10,6 +10,7 @@ from penstock.core.kv.allocate import Claim, KVCache
 from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree
 from penstock.core.lifecycle import Phase, Trigger
 from penstock.core.pair.bridge import Pairing
+from penstock.core.pair.decode_side import DecodeSide
 from penstock.core.plan import Event, Expired, Rates, StepId, Tier
 from penstock.core.policy import capacity, reclaim
 from penstock.core.request import Request, ScheduledRow
@@ -119,7 +120,7 @@ def every_row_in_one_step(real: Real, core: Core, free: StepId) -> tuple[list[Sc
 def nobody_is_asked_after_a_restart(real: Real, pair: Pairing, r: Request) -> None:
     """A decode engine that was started again computes all prompts itself."""
     real(pair, r)
-    if r.is_asked and r.arrived.transfer >= 8:
+    if isinstance(pair.side, DecodeSide) and r.is_asked and r.arrived.transfer >= 8:
         r.is_asked = False
         pair._apply(pair.side.cancel(r.arrived.transfer))
 
