@@ -67,11 +67,14 @@ class PairHere:
             await self._died.wait()
             self._died.clear()
             assert self.engine is not None
+            if self.engine.died is None:
+                continue
             why = str(self.engine.died).splitlines()[0]
             self._log(f"the prefill engine is gone ({why}): it is started again")
             while True:
                 await asyncio.sleep(wait)
                 wait = min(2 * wait, RESTART_S[1])
+                self._died.clear()              # also set by one that died before it had started
                 try:
                     await self._start()
                     break

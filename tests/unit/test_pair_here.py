@@ -1,0 +1,60 @@
+"""The keeper of the prefill engine of `--prefill 1`: one at a time, whatever dies when."""
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from penstock.config.cli import from_options
+from penstock.config.tree import Config
+from penstock.serve import pair_here
+from penstock.serve.client import EngineDied
+
+STILL_S = 0.2                           # much longer than it takes to start another one of these
+
+
+class Fake:
+    """An EngineClient whose process is a word: `starts` says of each in turn whether it gets up."""
+
+    starts: list[bool]
+    made: list[Fake]
+
+    def __init__(self, config: Config, *, log: object, on_death: Callable[[EngineDied], None]) -> None:
+        self.died: EngineDied | None = None
+        self._on_death = on_death
+        self.made.append(self)
+
+    async def start(self) -> None:
+        await asyncio.sleep(0)
+        if not self.starts.pop(0):
+            self.die()
+            assert self.died is not None
+            raise self.died
+
+    def die(self) -> None:
+        self.died = EngineDied(-9)
+        self._on_death(self.died)
+
+    async def close(self) -> None:
+        pass
+
+
+def test_a_replacement_that_dies_while_it_loads_is_replaced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    Fake.starts, Fake.made = [True, False, False, *[True] * 50], []
+    monkeypatch.setattr(pair_here, "EngineClient", Fake)
+    monkeypatch.setattr(pair_here, "RESTART_S", (0.001, 0.001))
+    said: list[str] = []
+
+    async def run() -> None:
+        pair = pair_here.PairHere(from_options("demo", {"prefill": 1, "decode": 1}), said.append)
+        await pair.start()
+        Fake.made[0].die()
+        await asyncio.sleep(STILL_S)
+        assert len(Fake.made) == 4 and pair.engine is Fake.made[3] and pair.num_restarts == 1, said
+        Fake.made[3].die()                      # and it still looks after the new one
+        await asyncio.sleep(STILL_S)
+        assert len(Fake.made) == 5 and pair.num_restarts == 2
+        await pair.close()
+
+    asyncio.run(run())
