@@ -9,7 +9,7 @@ import torch
 
 from penstock.config.errors import ConfigError
 from penstock.config.params import SamplingParams
-from penstock.config.tree import Config, DeviceConfig, KVConfig, ModelConfig, ScheduleConfig
+from penstock.config.tree import Config, DeviceConfig, KVConfig, ModelConfig, PairConfig, ScheduleConfig
 from penstock.core.core import Core
 from penstock.core.plan import Arrived, RequestId, Token
 from penstock.exec import build, load
@@ -57,6 +57,21 @@ def test_the_host_tier_is_what_is_asked_for_or_half_of_what_is_free(changes, hbm
     caches = caches_of((FULL,), changes.get("page_size", 16), torch.float32)
     core = size_pools(config(**changes), caches, 512, FREE).core
     assert (core.hbm_pages, core.dram_pages) == (hbm // caches.page_bytes, dram // caches.page_bytes)
+
+
+@pytest.mark.parametrize("changes", [
+    dict(), dict(host_tier=True), dict(memory_fraction=1.0), dict(dram_ratio=2.0, memory_fraction=1.0),
+    dict(host_tier=True, hbm_bytes=400_000)])
+def test_two_engines_of_one_server_take_no_more_than_is_free(changes):
+    both = replace(config(**changes), pair=PairConfig(prefill=1, decode=1))
+    free = 2 * FREE
+    core = size_pools(both, CACHES, 512, free).core
+    alone = size_pools(config(**changes), CACHES, 512, FREE).core
+    assert (core.hbm_pages, core.dram_pages) == (alone.hbm_pages, alone.dram_pages)
+    used = (core.hbm_pages + core.dram_pages) * CACHES.page_bytes
+    assert 2 * (used + WORKSPACE_BYTES) <= free
+    # The second one measures when the first has what it takes: what is named fits still.
+    size_pools(both, CACHES, 512, free - used)
 
 
 @pytest.mark.parametrize(("changes", "message"), [

@@ -40,6 +40,12 @@ class Fake:
         pass
 
 
+def test_each_end_knows_that_it_shares_the_machine() -> None:
+    pair = pair_here.PairHere(from_options("demo", {"prefill": 1, "decode": 1}), print)
+    assert pair.decode.pair.prefill and pair._config.pair.prefill
+    asyncio.run(pair.close())
+
+
 def test_a_replacement_that_dies_while_it_loads_is_replaced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     Fake.starts, Fake.made = [True, False, False, *[True] * 50], []
     monkeypatch.setattr(pair_here, "EngineClient", Fake)

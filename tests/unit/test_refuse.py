@@ -66,6 +66,7 @@ CASES: tuple[tuple[dict[str, object], dict[str, object]], ...] = (
     ({"drain_s": -0.5}, {"drain_s": 0}),
     ({"prefill": 1}, {"prefill": 1, "decode": 1}),
     ({"prefill": 1, "decode": 1, **DECODE}, DECODE),
+    ({"prefill": 1, "decode": 1, "device": "cuda"}, {"prefill": 1, "decode": 1, "device": "cpu"}),
     ({"disaggregation_mode": "prefill"}, PREFILL),
     ({"disaggregation_mode": "decode"}, DECODE),
     ({"pair_key_file": "key"}, {"pair_key_file": "key", **DECODE}),

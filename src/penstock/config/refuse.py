@@ -99,6 +99,9 @@ PAIR: tuple[Refusal, ...] = (
             ("pair.prefill", "pair.decode"), "a pair is one of each: --prefill 1 --decode 1, or neither"),
     Refusal(lambda c, _: bool(c.pair.prefill and _mode(c)), ("pair.prefill", "pair.disaggregation_mode"),
             "the one starts both ends on this machine, the other one end: leave one of them out"),
+    Refusal(lambda c, _: bool(c.pair.prefill) and c.device.device == "cuda" and c.kv.hbm_bytes is None,
+            ("pair.prefill", "kv.hbm_bytes"), "both engines would take the same memory of the GPU: give what "
+            "each takes for KV, e.g. --hbm-bytes 8G"),
     Refusal(lambda c, _: (c.pair.pair_listen is not None) != (_mode(c) == "prefill"),
             ("pair.disaggregation_mode", "pair.pair_listen"),
             "the prefill end listens, and only that: give it --pair-listen HOST:PORT"),

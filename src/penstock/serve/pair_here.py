@@ -98,6 +98,7 @@ def _end(config: Config, mode: PairMode, folder: Path) -> Config:
     address = f"unix:{folder / 'socket'}"
     old = config.pair
     pair = PairConfig(
+        prefill=1, decode=1,                    # it is one of two on this machine: it sizes its pools so
         disaggregation_mode=mode, pair_key_file=str(folder / "key"), pair_timeout_s=old.pair_timeout_s,
         pair_silence_s=old.pair_silence_s, pair_peer=address if mode == "decode" else None,
         pair_listen=address if mode == "prefill" else None,
