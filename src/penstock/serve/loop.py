@@ -17,7 +17,7 @@ from penstock.config.errors import RequestError
 from penstock.config.params import SamplingParams
 from penstock.config.selection import Selection, attention_identity
 from penstock.core.lifecycle import Phase
-from penstock.core.pair.messages import End
+from penstock.core.pair.messages import End, Message, Refused
 from penstock.core.plan import (
     Aborted,
     Arrived,
@@ -30,6 +30,7 @@ from penstock.core.plan import (
     Moved,
     Output,
     PeerLeft,
+    Received,
     RequestId,
     Retired,
     Say,
@@ -61,6 +62,13 @@ if TYPE_CHECKING:
     from penstock.serve.peer import Peer
 
 ID_MAX = 1 << 62
+
+# Why a request gets no answer, where its prompt is to be computed by the other engine only.
+REFUSES = ("the prefill engine refused this prompt: it may be longer than the pages there hold, or they "
+           "were needed for others; send a shorter one, or try again")
+FAILS = "the prefill engine did not bring the KV of this prompt: try again"
+LATE = "the KV of this prompt did not come from the prefill engine in time: try again"
+CROWDED = "the pages that waited for the KV of this prompt were needed for other requests: try again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +105,7 @@ class Runner(Executor, Protocol):
 class _Live:
     """One request between Submit and its terminal chunk."""
 
-    __slots__ = ("cached", "first", "given_up", "is_started", "logprobs", "tokens", "transfer")
+    __slots__ = ("cached", "excuse", "first", "given_up", "is_started", "logprobs", "tokens", "transfer")
 
     def __init__(self, *, logprobs: bool, transfer: int) -> None:
         self.logprobs, self.transfer = logprobs, transfer
@@ -105,7 +113,8 @@ class _Live:
         self.tokens: list[int] = []             # of this turn
         self.cached: Started | None = None      # of this turn
         self.is_started = False
-        self.given_up = False                   # the other engine of a pair is not there, and nobody steps in
+        self.excuse = ""                        # what the other engine of a pair last did for it
+        self.given_up = False                   # that was no prompt computed, and nobody steps in
 
 
 class EngineLoop:
@@ -326,7 +335,19 @@ class EngineLoop:
             self._events.append(news)
             if peer.refuses and isinstance(news, PeerLeft):
                 for rid, live in self._live.items():
+                    live.excuse = peer.excuse
                     self._give_up(rid, live)
+            elif isinstance(news, Received) and not self._works_for_peer:
+                self._answered(peer, news.message)
+
+    def _answered(self, peer: Peer, message: Message) -> None:
+        """Decode end: what the other engine says of one request, which has the number of its transfer."""
+        live = self._live.get(message.transfer)
+        if live is None or not live.transfer or live.given_up:
+            return
+        live.excuse = REFUSES if isinstance(message, Refused) else FAILS
+        if peer.refuses and isinstance(message, Refused) and message.generation == 0:
+            self._give_up(message.transfer, live)       # nothing was granted that would come back
 
     def _give_up(self, rid: int, live: _Live) -> None:
         """Nobody computes its prompt, where that is the policy."""
@@ -362,7 +383,10 @@ class EngineLoop:
         """Deadlines that have passed become events."""
         now = self._clock() if self._timers else 0.0
         while self._timers and self._timers[0][0] <= now:
-            self._events.append(heapq.heappop(self._timers)[2])
+            expired = heapq.heappop(self._timers)[2]
+            if (live := self._live.get(expired.rid)) is not None and expired.phase == Phase.RECEIVING.value:
+                live.excuse = LATE
+            self._events.append(expired)
 
     def _set_timer(self, entered: Entered) -> None:
         if (limit_s := self._deadlines_s.get(entered.phase)) is not None:
@@ -420,7 +444,7 @@ class EngineLoop:
                 by_tier["disk"] = cached.disk_tokens
         finish = None if end is None else end.outcome.value
         if live.given_up and self._peer is not None and finish is not None:
-            finish, reason = "unavailable", self._peer.excuse
+            finish, reason = "unavailable", live.excuse or CROWDED
         return Chunk(
             rid=rid, tokens=tokens, index=live.first, logprobs=logprobs, finish=finish, reason=reason,
             cached_tokens=None if by_tier is None else sum(by_tier.values()),

@@ -11,7 +11,7 @@ import sys
 import time
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -57,7 +57,8 @@ class _Wait:
 
 
 class Peer:
-    def __init__(self, link: Link, role: str, address: str = "", *, refuses: bool = False) -> None:
+    def __init__(self, link: Link, role: str, address: str = "", *, refuses: bool = False,
+                 clock: Callable[[], float] = time.monotonic) -> None:
         """address: where the link listens, or whom it calls. refuses: a prompt that the other engine does
         not compute is not computed here either."""
         self.role, self.address, self.refuses = role, address, refuses
@@ -65,7 +66,7 @@ class Peer:
         self.info: Info = {}                            # of the other engine
         self.missing = "no connection yet"              # why there is none; "" if there is one
         self.changed = True                             # one of these two, since somebody looked
-        self._link = link
+        self._link, self._clock = link, clock
         self._retired = StepId(0)
         self._due: deque[tuple[int, Move]] = deque()    # pushes whose steps have not retired; epochs
         self._waits: dict[int, _Wait] = {}              # by transfer
@@ -119,7 +120,7 @@ class Peer:
                 self._link.revoke(transfer, generation)
                 if (wait := self._waits.get(transfer)) is not None and generation == wait.generation:
                     wait.tokens = tokens
-                    self._count["wait_seconds"] += time.monotonic() - wait.since
+                    self._count["wait_seconds"] += self._clock() - wait.since
                     self._count["received_bytes"] += event.bytes
             case Drained(transfer, generation):
                 self._link.revoke(transfer, generation)
@@ -166,7 +167,7 @@ class Peer:
         if sys.byteorder == "big":
             prompt.byteswap()
         namespace = hashlib.blake2b(m.namespace.to_bytes(8, "little"), key=self._secret, digest_size=16)
-        self._waits[m.rid] = _Wait(time.monotonic())
+        self._waits[m.rid] = _Wait(self._clock())
         self._count["asked"] += 1
         self._link.say(self.epoch, Ask(
             m.rid, prompt.tobytes(), m.params, m.stop_ids, m.max_new, namespace.digest(), m.choice,
@@ -217,8 +218,9 @@ class Peer:
 
     @property
     def excuse(self) -> str:
-        """Why a request gets no answer, where `refuses`."""
-        return f"the prefill engine does not compute this prompt ({self.missing or 'it failed'}): try again"
+        """Why a request was not sent on, or gets no answer as the connection is over."""
+        why = self.missing or f"it is longer than {PROMPT_MAX} tokens"
+        return f"the prefill engine does not compute this prompt ({why}): try again"
 
     def say(self, message: Message) -> None:
         self._link.say(self.epoch, message)

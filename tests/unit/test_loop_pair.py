@@ -1,0 +1,122 @@
+"""The decode end of a pair in the loop, without engines: who gets no answer, and what is said of it."""
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from penstock.config.params import SamplingParams
+from penstock.core.pair.messages import Drained, End, Reason, Refused
+from penstock.core.plan import Aborted, Advance, Entered, Finished, Outcome
+from penstock.serve import wire
+from penstock.serve.loop import CROWDED, FAILS, LATE, REFUSES, EngineLoop
+from penstock.serve.peer import Peer
+from penstock.transfer.events import Down, Heard, Up
+from penstock.transfer.facts import Facts
+
+_spec = importlib.util.spec_from_file_location(
+    "engine_fake", Path(__file__).with_name("engine_fake.py"))
+fake = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(fake)
+
+
+class Core(fake.FakeCore):
+    """Its requests wait for the other engine; `next` is told in the next turn."""
+
+    def __init__(self):
+        super().__init__()
+        self.cfg = replace(self.cfg, role="decode")
+        self.next = []
+
+    def advance(self, events):
+        outputs, self.next = self.next, []
+        self.seen += events
+        outputs += [Finished(e.rid, Outcome.ABORT) for e in events if isinstance(e, Aborted)]
+        return Advance(None, tuple(outputs))
+
+
+class Link:
+    """A connection on which the other end says what is in `events`."""
+
+    def __init__(self):
+        self.events, self.said, self.cuts = [Up(1, Facts("prefill", {}, [], []))], [], []
+
+    def collect(self):
+        events, self.events = self.events, []
+        return events
+
+    def say(self, epoch, message):
+        self.said.append(message)
+
+    def cut(self, epoch):
+        self.cuts.append(epoch)
+        self.events.append(Down(epoch, "cut here"))
+
+    def revoke(self, transfer, generation):
+        pass
+
+    def stats(self):
+        return {}
+
+
+class Rig:
+    def __init__(self, *, refuses):
+        self.now, self.link, self.core = 100.0, Link(), Core()
+        self.peer = Peer(self.link, "decode", refuses=refuses, clock=lambda: self.now)
+        self.loop = EngineLoop(self.core, fake.FakeExecutor(), vocab_size=fake.VOCAB,
+                               max_model_len=fake.CONTEXT, peer=self.peer, deadlines_s={"receiving": 5.0},
+                               clock=lambda: self.now)
+        self.ends = {}
+        self.turn()
+        for rid in (1, 2):
+            self.loop.handle(wire.Submit(rid=rid, prompt=[5, 6], params=SamplingParams(n=8), stop_ids=[],
+                                         max_new=4))
+        self.turn()
+
+    def turn(self, *outputs):
+        self.core.next = list(outputs)
+        for _ in range(2):                      # what is given up in one turn has ended in the next
+            self.ends |= {c.rid: (c.finish, c.reason) for c in self.loop.turn(block=False) if c.finish}
+
+    def hear(self, message):
+        self.link.events.append(Heard(1, message))
+
+
+DROPPED = Entered(1, "dropped", 2)
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+def test_a_prompt_that_the_other_engine_refuses_is_not_computed_here_where_that_is_the_policy(refuses):
+    rig = Rig(refuses=refuses)
+    rig.hear(Refused(1, 0, Reason.REFUSED))
+    rig.turn()
+    assert rig.ends == ({1: ("unavailable", REFUSES)} if refuses else {})
+
+
+@pytest.mark.parametrize("message, said", [
+    (Refused(1, 3, Reason.REFUSED), REFUSES), (Drained(1, 3, Reason.FAILED), FAILS),
+    (End(1, 3, 2, ()), FAILS), (None, CROWDED)])
+def test_why_nothing_came_is_said(message, said):
+    """CROWDED: with nothing from the other engine it was this one that took the pages back."""
+    rig = Rig(refuses=True)
+    if message is not None:
+        rig.hear(message)
+    rig.turn(DROPPED)
+    assert rig.ends == {1: ("unavailable", said)}
+
+
+def test_who_waited_too_long_is_told_so():
+    rig = Rig(refuses=True)
+    rig.turn(Entered(1, "receiving", 1))
+    rig.now += 6
+    rig.turn(DROPPED)
+    assert rig.ends[1] == ("unavailable", LATE)
+
+
+def test_the_end_of_the_connection_is_the_excuse_of_all():
+    rig = Rig(refuses=True)
+    rig.link.events.append(Down(1, "silent"))
+    rig.turn()
+    assert set(rig.ends) == {1, 2} and all("(silent)" in reason for _, reason in rig.ends.values())
