@@ -9,7 +9,7 @@ import pytest
 
 from penstock.config.params import SamplingParams
 from penstock.core.pair.messages import Drained, End, Reason, Refused
-from penstock.core.plan import Aborted, Advance, Entered, Finished, Outcome
+from penstock.core.plan import Aborted, Advance, Entered, Finished, Outcome, PeerLeft
 from penstock.serve import wire
 from penstock.serve.loop import CROWDED, FAILS, LATE, REFUSES, EngineLoop
 from penstock.serve.peer import Peer
@@ -113,6 +113,24 @@ def test_who_waited_too_long_is_told_so():
     rig.now += 6
     rig.turn(DROPPED)
     assert rig.ends[1] == ("unavailable", LATE)
+
+
+@pytest.mark.parametrize("heard", [False, True])
+def test_an_engine_that_hangs_is_cut_off(heard):
+    """Only the end of the connection gives the pages back that it was granted."""
+    rig = Rig(refuses=False)
+    rig.turn(Entered(1, "receiving", 1))
+    rig.now += 3
+    if heard:
+        rig.hear(Refused(2, 0, Reason.REFUSED))
+    rig.turn()
+    rig.now += 3
+    rig.turn(DROPPED)
+    assert rig.link.cuts == ([] if heard else [1])
+    assert any(isinstance(e, PeerLeft) for e in rig.core.seen) != heard
+    rig.link.events.append(Up(2, Facts("prefill", {}, [], [])))
+    rig.turn(DROPPED)                       # later, on its way here: once is enough
+    assert rig.link.cuts == ([] if heard else [1])
 
 
 def test_the_end_of_the_connection_is_the_excuse_of_all():

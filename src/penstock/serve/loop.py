@@ -335,7 +335,8 @@ class EngineLoop:
             self._events.append(news)
             if peer.refuses and isinstance(news, PeerLeft):
                 for rid, live in self._live.items():
-                    live.excuse = peer.excuse
+                    if not live.given_up:
+                        live.excuse = peer.excuse
                     self._give_up(rid, live)
             elif isinstance(news, Received) and not self._works_for_peer:
                 self._answered(peer, news.message)
@@ -348,6 +349,12 @@ class EngineLoop:
         live.excuse = REFUSES if isinstance(message, Refused) else FAILS
         if peer.refuses and isinstance(message, Refused) and message.generation == 0:
             self._give_up(message.transfer, live)       # nothing was granted that would come back
+
+    def _dropped(self, peer: Peer, rid: int, live: _Live) -> None:
+        if live.excuse == LATE and not live.is_started:
+            peer.late(live.transfer)
+        if peer.refuses:
+            self._give_up(rid, live)
 
     def _give_up(self, rid: int, live: _Live) -> None:
         """Nobody computes its prompt, where that is the policy."""
@@ -415,8 +422,8 @@ class EngineLoop:
                     touched[rid] = live
                 case Entered():
                     self._set_timer(output)
-                    if self._peer is not None and self._peer.refuses and output.phase == Phase.DROPPED.value:
-                        self._give_up(rid, live)
+                    if self._peer is not None and output.phase == Phase.DROPPED.value:
+                        self._dropped(self._peer, rid, live)
                 case Finished():
                     touched.pop(rid, None)
                     if not self._works_for_peer:

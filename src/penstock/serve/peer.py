@@ -72,6 +72,7 @@ class Peer:
         self._waits: dict[int, _Wait] = {}              # by transfer
         self._rids: dict[int, int] = {}                 # prefill end: transfer -> ours
         self._lengths: dict[int, int] = {}              # prefill end: transfer -> tokens of the prompt
+        self._heard_at = 0.0                            # a message of the other engine's, not of its link
         self._newest = 0                                # transfer that was asked for on this connection
         self._secret = secrets.token_bytes(32)
         self._namespaces = Namespaces()
@@ -109,6 +110,7 @@ class Peer:
 
     def _heard(self, event: Heard) -> list[News]:
         message = event.message
+        self._heard_at = self._clock()
         match message:
             case Ask():
                 return self._asked(message)
@@ -173,6 +175,16 @@ class Peer:
             m.rid, prompt.tobytes(), m.params, m.stop_ids, m.max_new, namespace.digest(), m.choice,
             m.leader or 0, m.host_token, m.selects, m.attention))
         return m.rid
+
+    def late(self, transfer: int) -> None:
+        """It did not come in time. An engine that has said nothing since it was asked, though its link is
+        alive, may hang: the connection is ended, for that is what frees the pages that it was granted."""
+        wait = self._waits.pop(transfer, None)
+        if wait is None:
+            return
+        self._count["lost"] += 1
+        if self.epoch and self._heard_at < wait.since:
+            self._link.cut(self.epoch)
 
     def take_first(self, transfer: int) -> tuple[tuple[int, ...], list[Logprobs]]:
         """The first tokens of a request that was delivered, and their logprobs, if it asked for them."""
