@@ -113,6 +113,15 @@ def dummy(folder, **changes) -> Config:
     return replace(base, **changes)
 
 
+def test_engines_that_keep_one_file_in_two_ways_are_no_pair(folder):
+    """Their KV has one type, and is not the same KV."""
+    asked = dummy(folder)
+    loaded = load.load(asked, None, lambda _: None)
+    codes = replace(asked, model=replace(asked.model, dtype="gguf"))
+    kept, other = (build.kv_identity(c, loaded, None, CACHES.layouts[0]) for c in (asked, codes))
+    assert {name for name in kept if kept[name] != other[name]} == {"weights kept as"}
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_built_engine_produces_tokens(folder, dtype):
     lines: list[str] = []

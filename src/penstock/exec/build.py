@@ -39,7 +39,7 @@ from penstock.exec.stages import of_config
 from penstock.exec.waker import Waker
 from penstock.memory.lateness import Lateness
 from penstock.memory.pool import BlockPool, PageLayout
-from penstock.model.files import sampled_digest
+from penstock.model.checkpoint import weights_digest
 from penstock.model.locate import locate
 
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "head_dim")
@@ -141,10 +141,12 @@ def kv_identity(config: Config, loaded: Loaded, selection: Selection | None,
     files = locate(config.model.model, load_format=config.model.load_format)
     seed = config.model.seed or 0
     rope = {name: files.config[name] for name in ROPE if name in files.config}
-    weights = f"dummy {seed}" if loaded.load_format == "dummy" else sampled_digest(
-        files.safetensors or [path for path in (files.gguf,) if path is not None])
+    weights = f"dummy {seed}" if loaded.load_format == "dummy" else weights_digest(files)
+    # Of one file: products with its codes are not those with what the codes stand for.
+    kept = "codes" if config.model.dtype == "gguf" else show_dtype(loaded.dtype)
     return {
-        "weights": weights, "configuration": loaded.digest,
+        "weights": weights, "weights kept as": f"{kept}, of {loaded.load_format}",
+        "configuration": loaded.digest,
         "RoPE": json.dumps(rope, sort_keys=True, default=str),
         "KV dtype": show_dtype(layout.dtype),
         "selector": "none" if selection is None else

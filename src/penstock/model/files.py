@@ -9,7 +9,7 @@ import json
 import os
 import stat
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -93,19 +93,20 @@ def read_json_object(path: Path, bytes_max: int = JSON_BYTES_MAX) -> dict[str, A
     return parse_json_object(read_bytes(path, bytes_max), str(path))
 
 
-def sampled_digest(paths: Sequence[Path]) -> str:
-    """Of large files: their sizes, their beginnings (the headers of checkpoints) and 64 pieces of each. The
-    same for copies of them; for others of the same sizes only if all of these bytes are the same. Raises
-    ConfigError."""
+def sampled_digest(files: Mapping[Path, Sequence[int]]) -> str:
+    """Of large files: their sizes, their beginnings (the headers of checkpoints), 64 pieces of each and one
+    at each of the offsets given, of 4 KiB. The same for copies of them; for others of the same sizes only
+    if all of these bytes are the same. Raises ConfigError."""
     found = []
-    for path in paths:
+    for path, offsets in files.items():
         file, size = open_regular(path)
         digest = hashlib.blake2b(size.to_bytes(8, "little"), digest_size=16)
         with file:
             try:
-                for at, count in ((0, 1 << 16), *((size * i // 64, 1 << 12) for i in range(64))):
+                digest.update(file.read(1 << 16))
+                for at in [*(size * i // 64 for i in range(64)), *offsets]:
                     file.seek(at)
-                    digest.update(file.read(count))
+                    digest.update(file.read(1 << 12))
             except OSError as e:
                 raise ConfigError(f"{path}: cannot be read: {e.strerror}") from None
         found.append(digest.hexdigest())
