@@ -4,16 +4,17 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from penstock.config.params import SamplingParams
 from penstock.core.pair.messages import Drained, End, Reason, Refused
 from penstock.core.plan import Aborted, Advance, Entered, Finished, Outcome, PeerLeft
-from penstock.serve import wire
+from penstock.serve import engine_main, wire
 from penstock.serve.loop import CROWDED, FAILS, LATE, REFUSES, EngineLoop
 from penstock.serve.peer import Peer
-from penstock.transfer.events import Down, Heard, Up
+from penstock.transfer.events import Down, Heard, Unpaired, Up
 from penstock.transfer.facts import Facts
 
 _spec = importlib.util.spec_from_file_location(
@@ -131,6 +132,29 @@ def test_an_engine_that_hangs_is_cut_off(heard):
     rig.link.events.append(Up(2, Facts("prefill", {}, [], [])))
     rig.turn(DROPPED)                       # later, on its way here: once is enough
     assert rig.link.cuts == ([] if heard else [1])
+
+
+def test_what_a_stranger_is_told_changes_nothing_while_there_is_a_pair():
+    rig = Rig(refuses=False)
+    rig.peer.changed = False
+    rig.link.events.append(Unpaired("the other end is no engine of a pair"))
+    rig.turn()
+    assert not rig.peer.missing and not rig.peer.changed
+    rig.link.events += [Down(1, "silent"), Unpaired("weights: a here and b there")]
+    rig.turn()
+    assert rig.peer.missing == "weights: a here and b there" and rig.peer.changed
+
+
+def test_each_reason_without_a_pair_is_one_line_of_the_log(capfd):
+    rig, sent = Rig(refuses=False), SimpleNamespace(send=lambda message: None)
+    told = engine_main.tell(rig.peer, sent, "no connection yet")
+    for words in ["weights: a here and b there", "weights: a here and b there", "cannot connect"]:
+        rig.peer.epoch = 0
+        rig.link.events.append(Unpaired(words))
+        rig.turn()
+        told = engine_main.tell(rig.peer, sent, told)
+    assert capfd.readouterr().err.splitlines() == [
+        "pair: connected", "pair: weights: a here and b there", "pair: cannot connect"]
 
 
 def test_the_end_of_the_connection_is_the_excuse_of_all():

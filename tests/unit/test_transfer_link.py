@@ -4,6 +4,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -429,3 +430,18 @@ def test_an_address_that_is_taken_and_a_file_that_is_no_certificate_are_refused(
     ends("prefill", f"unix:{tmp_path}/pair")
     with pytest.raises(ConfigError, match="somebody does already"):
         LinkEnd("prefill", f"unix:{tmp_path}/pair")
+
+
+@pytest.mark.parametrize("address, said", [
+    ("127.0.0.1:1", "cannot connect to 127.0.0.1:1: Connection refused"),
+    ("a..b:1", "cannot connect to a..b:1: "), ("unix:/nowhere/pair", "No such file or directory")])
+def test_who_cannot_connect_says_why_once(address: str, said: str, ends) -> None:
+    decode = ends("decode", address, plaintext=True)
+    assert said in decode.wait(Unpaired).words
+    time.sleep(0.3)                             # some attempts more
+    assert not decode.link.collect()
+
+
+def test_a_host_that_cannot_be_one_is_not_listened_on(ends) -> None:
+    with pytest.raises(ConfigError, match=r"cannot listen on a\.\.b:1"):
+        ends("prefill", "a..b:1", plaintext=True)

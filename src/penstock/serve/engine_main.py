@@ -90,6 +90,7 @@ def run(engine: Engine, link: Link) -> None:
     deadlines; steps that run in this thread are run between two looks at what has come."""
     loop, crew, peer = engine.loop, engine.crew, engine.peer
     turn_over = write_on_signal(loop.recorder)
+    told = "no connection yet" if peer is None else peer.missing
     while True:
         wait_s = loop.wait_s
         if crew is not None and loop.steps_in_flight:
@@ -104,9 +105,18 @@ def run(engine: Engine, link: Link) -> None:
         if chunks := loop.turn(block=loop.works_here):
             link.send(wire.Chunks(chunks))
         if peer is not None and peer.changed:
-            peer.changed = False
-            link.send(wire.PeerNews(peer.missing, peer.info))
+            told = tell(peer, link, told)
         turn_over()
+
+
+def tell(peer: Peer, link: Link, told: str) -> str:
+    """What is new of the other engine, to the API process; a reason that is not the one `told` to the log
+    too. Returns the present one."""
+    peer.changed = False
+    link.send(wire.PeerNews(peer.missing, peer.info))
+    if peer.missing != told:
+        log(f"pair: {peer.missing or 'connected'}")
+    return peer.missing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

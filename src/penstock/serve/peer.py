@@ -97,6 +97,8 @@ class Peer:
                     self._rids.clear()
                     self._lengths.clear()
                     news.append(PeerLeft())
+                case Unpaired(words) if self.epoch:
+                    pass                            # somebody else's, beside the pair that there is
                 case Unpaired(words):
                     self.missing, self.changed = words, True
                 case Pushed(id, ok, nbytes, seconds):

@@ -159,10 +159,15 @@ class PairLink:
     def _dial(self) -> None:
         wait = RETRY_S[0]
         while not self._closing.is_set():
-            with contextlib.suppress(OSError):
+            try:
                 sock = dial(self._settings)
+            except (OSError, UnicodeError) as e:        # UnicodeError: a host that no name can be
+                why = getattr(e, "strerror", None) or e
+                self._tell(f"cannot connect to {self._settings.address}: {why}")
+            else:
                 self._handshakes.acquire()
-                wait = RETRY_S[0] if self._serve(sock) else wait
+                with contextlib.suppress(OSError):
+                    wait = RETRY_S[0] if self._serve(sock) else wait
             self._closing.wait(wait)
             wait = min(2 * wait, RETRY_S[1])
 
@@ -209,6 +214,9 @@ class PairLink:
 
     def _refuse(self, words: str) -> None:
         self._counts.failed("unpaired")
+        self._tell(words)
+
+    def _tell(self, words: str) -> None:
         with self._lock:
             told, self._words = self._words == words, words
         if not told:

@@ -204,12 +204,12 @@ def listen(settings: LinkSettings) -> socket.socket:
         os.chmod(path, 0o600)
         server.listen()
         return server
-    except OSError as e:
+    except (OSError, UnicodeError) as e:
         raise ConfigError(f"cannot listen on {settings.address} for the other engine: {e}") from e
 
 
 def dial(settings: LinkSettings) -> socket.socket:
-    """Raises OSError."""
+    """Raises OSError, and UnicodeError for a host that cannot be one."""
     path, host, port = settings.parts()
     if not path:
         return socket.create_connection((host, port), CONNECT_S)
