@@ -81,7 +81,7 @@ class Pipeline:
         if not host_tier:
             core = replace(core, dram_pages=0, hot_pages=0, always_hosted=False)
         core = replace(core, overlap=overlap)
-        crew.pools(core, int(self.built.info["dram_bytes"] or 0))
+        crew.pools(core, int(self.built.info["dram_bytes"] or 0), [])
         self._begin(Front(crew.ranks, crew.wait), core)
 
     def __enter__(self) -> Pipeline:

@@ -165,9 +165,9 @@ def test_processes_of_another_engine_are_refused_at_the_handshake(model, tmp_pat
     started: list[Crew] = []
 
     class Odd(Crew):
-        def __init__(self, config, layers, threads):
+        def __init__(self, config, layers, threads, wake):
             theirs = replace(getattr(config, section), **{name: other})
-            super().__init__(replace(config, **{section: theirs}), layers, threads)
+            super().__init__(replace(config, **{section: theirs}), layers, threads, wake)
             started.append(self)
 
     monkeypatch.setattr(build, "Crew", Odd)

@@ -80,6 +80,16 @@ def test_the_faster_one_is_kept_for_later_processes(tmp_path, monkeypatch):
         assert fastest.probe(here).startswith("native, as timed here;"), damaged
 
 
+def test_what_cannot_be_kept_is_not_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(fastest, "_measure", lambda: pytest.fail("each process would choose for itself"))
+    (tmp_path / "file").write_text("")
+    for cache in (None, tmp_path / "file" / "cache"):
+        try:
+            assert fastest.probe(replace(probe(), cache=cache)).startswith("native, untimed without")
+        except Unusable as why:
+            pytest.skip(str(why))
+
+
 def test_the_slower_one_is_not_taken(monkeypatch):
     def slowed(arm):
         def pack(weight_OI, bias_O):
@@ -87,7 +97,7 @@ def test_the_slower_one_is_not_taken(monkeypatch):
             return lambda x_TI: [run(x_TI) for _ in range(4)][-1]
         return pack
     try:
-        fastest.probe(probe())
+        fastest.NATIVE.probe(probe())
     except Unusable as why:
         pytest.skip(str(why))
     for slow, taken in (("onednn", "native"), ("native", "onednn")):

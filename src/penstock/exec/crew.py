@@ -124,7 +124,8 @@ class RankProcess:
         try:
             message = self._answers.get(timeout=timeout_s)
         except Empty:
-            self._crew.hang([self])
+            # It may wait for another: who has plans and does not report is named.
+            self._crew.hang([rank for rank in self._crew.ranks if rank.queued] or [self])
         if message is None:
             self._crew.fail(self)
         if isinstance(message, wire.Refused):
@@ -187,7 +188,7 @@ class Crew:
         for rank in self.ranks:
             rank.send(wire.encode(wire.Pools(core)))
         for rank in self.ranks:
-            message = rank.answer()
+            message = rank.answer(self.timeout_s)
             assert isinstance(message, wire.Ready)
 
     def seen(self, core: CoreConfig, own: Sequence[Caches]) -> list[list[BlockPool]]:

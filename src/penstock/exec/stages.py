@@ -94,6 +94,9 @@ def of_config(config: Config, num_layers: int) -> list[Stage]:
     return split(layers)
 
 
+MOST_AWAITED = 128          # steps: more than plans can be in flight (64 stages and the one ahead)
+
+
 class Heard:
     """On the first of several stages: output tokens of open requests, as the last stage samples them.
 
@@ -123,6 +126,9 @@ class Heard:
         self._awaited.append((step, rids))
         for rid in rids:
             self._newest[rid] = step
+        # Requests of one token are never asked for what they had: those of steps that ended long ago.
+        while len(self._awaited) > MOST_AWAITED:
+            self._listen(self._awaited[0][0])
 
     def last(self, rid: RequestId) -> int:
         """The newest output token; 0 before the first."""

@@ -203,9 +203,17 @@ def main(argv: list[str]) -> NoReturn:
         finally:
             traceback.print_exc()                   # of both, if writing failed as well
             log(f"engine: died; the last turns: {path}")
+            _end_ranks(engine)
             os._exit(EXIT_BUG)
     event_log.close()
+    _end_ranks(engine)
     os._exit(0)                                     # no thread of ours has anything to save
+
+
+def _end_ranks(engine: Engine) -> None:
+    """A rank that hangs does not see that its socket has closed."""
+    if engine.crew is not None:
+        engine.crew.close()
 
 
 if __name__ == "__main__":

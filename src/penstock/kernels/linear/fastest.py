@@ -35,10 +35,12 @@ _chosen: dict[str, str] = {}
 def probe(platform: Platform) -> str:
     """Times them, or reads what was found before. Raises Unusable without `native`."""
     told = NATIVE.probe(platform)
-    _chosen.update(_kept(platform, told) or _keep(platform, told, _measure()))
+    _chosen.update(_kept(platform, told) or _keep(platform, told))
     won = sorted({name for name in _ARMS if name in _chosen.values()})
     detail = "" if len(won) == 1 else " " + ", ".join(f"{k}: {v}" for k, v in sorted(_chosen.items()))
-    return f"{' or '.join(won)}, as timed here{detail}; {told}"
+    path = _path(platform)
+    how = "as timed here" if path is not None and path.exists() else "untimed without a cache folder"
+    return f"{' or '.join(won)}, {how}{detail}; {told}"
 
 
 def pack(weight_OI: Tensor, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
@@ -114,16 +116,18 @@ def _kept(platform: Platform, told: str) -> dict[str, str]:
     return found["chosen"] if ok else {}
 
 
-def _keep(platform: Platform, told: str, chosen: dict[str, str]) -> dict[str, str]:
-    """`chosen`, written where the next process looks; a folder that cannot be written costs a probe."""
+def _keep(platform: Platform, told: str) -> dict[str, str]:
+    """What is the fastest, written where the next process looks. `native` for all where nothing can be
+    written: stages of one engine that each timed for themselves might choose differently."""
     path = _path(platform)
-    if path is not None:
-        try:
-            with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-                json.dump({"of": _identity(platform, told), "chosen": chosen}, file)
-            os.replace(file.name, path)
-        except OSError:
-            pass
+    try:
+        if path is None:
+            raise FileNotFoundError
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump({"of": _identity(platform, told), "chosen": (chosen := _measure())}, file)
+        os.replace(file.name, path)
+    except OSError:
+        return {_key(dtype, size): "native" for dtype in (torch.float32, torch.bfloat16) for size in _SIZES}
     return chosen
 
 
