@@ -74,8 +74,10 @@ CASES: tuple[tuple[dict[str, object], dict[str, object]], ...] = (
     ({"pair_tls": True, **PREFILL}, {"pair_tls": True, **DECODE}),
     ({"pair_tls": True, "pair_plaintext": True, **DECODE}, {"pair_plaintext": True, **DECODE}),
     ({"pair_fallback": "refuse"}, {"pair_fallback": "refuse", **DECODE}),
-    ({"pair_timeout_s": 0.0}, {"pair_timeout_s": 0.1}),
-    ({"pair_silence_s": 0.5}, {"pair_silence_s": 1.0}),
+    ({"pair_timeout_s": 5.0, **PREFILL}, {"pair_timeout_s": 5.0, **DECODE}),
+    ({"pair_silence_s": 5.0}, {"pair_silence_s": 5.0, **PREFILL}),
+    ({"pair_timeout_s": 0.0, **DECODE}, {"pair_timeout_s": 0.1, **DECODE}),
+    ({"pair_silence_s": 0.5, **DECODE}, {"pair_silence_s": 1.0, "prefill": 1, "decode": 1}),
 )
 
 

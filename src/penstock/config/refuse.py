@@ -13,7 +13,7 @@ from penstock.config.errors import ConfigError
 from penstock.config.platform import Machine
 from penstock.config.selection import BOUNDS, BOUNDS_VERSION, SINKS, WINDOW, Selection
 from penstock.config.sizes import show_bytes
-from penstock.config.tree import SECRETS, Config, KVConfig
+from penstock.config.tree import SECRETS, Config, KVConfig, PairConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +122,12 @@ PAIR: tuple[Refusal, ...] = (
             ("pair.pair_plaintext", "pair.pair_tls", "pair.pair_tls_cert"), "with TLS, or without: not both"),
     Refusal(lambda c, _: c.pair.pair_fallback != "compute" and not c.pair.prefill and _mode(c) != "decode",
             ("pair.pair_fallback",), "of the decode end: there is no other here"),
+    Refusal(lambda c, _: c.pair.pair_timeout_s != PairConfig().pair_timeout_s
+            and not c.pair.prefill and _mode(c) != "decode",
+            ("pair.pair_timeout_s",), "of the decode end, which waits: there is no other here"),
+    Refusal(lambda c, _: c.pair.pair_silence_s != PairConfig().pair_silence_s
+            and not c.pair.prefill and not _mode(c),
+            ("pair.pair_silence_s",), "of a pair: there is no other engine here"),
     _outside("pair.pair_timeout_s", 0.1, 86400, "0.1 to 86400 seconds"),
     _outside("pair.pair_silence_s", 1, 3600, "1 to 3600 seconds"),
 )

@@ -150,8 +150,9 @@ def build(config: Config, event_log: EventLog) -> Engine:
     from penstock.core.core import Core
     from penstock.core.policy.capacity import largest
     from penstock.exec.build import build_engine
-    from penstock.serve.pairing import open_peer
+    from penstock.serve.pairing import link_settings, open_peer
 
+    link_settings(config)               # what is wrong with them is told before a model is loaded
     built = build_engine(config, log)
     peer = open_peer(config, built)
     info = built.info if peer is None else built.info | {"pair_address": peer.address}

@@ -13,14 +13,14 @@ from penstock.serve.peer import Peer
 from penstock.transfer.facts import Facts, Info, group_facts
 from penstock.transfer.link import PairLink
 from penstock.transfer.pages import PoolPages
-from penstock.transfer.streams import LinkSettings
+from penstock.transfer.streams import LinkSettings, read_certificate
 
 TOLD = ("model", "dtype", "page_size", "hbm_bytes", "dram_bytes", "max_model_len", "max_num_seqs",
         "step_tokens", "sparse_top_k", "pp", "threads", "weight_bytes", "start_seconds")
 
 
-def open_peer(config: Config, built: Built) -> Peer | None:
-    """The link to the other engine, which is being looked for; None for an engine without one.
+def link_settings(config: Config) -> LinkSettings | None:
+    """How the other engine is reached; None for an engine without one. Asks nothing of the network.
 
     Raises ConfigError: the key, the address or the certificate.
     """
@@ -34,10 +34,23 @@ def open_peer(config: Config, built: Built) -> Peer | None:
         role=pair.disaggregation_mode, address=address, listens=listens, key=pair_key(pair),
         tls=pair.pair_tls or pair.pair_tls_cert is not None, tls_cert=pair.pair_tls_cert or "",
         plaintext=pair.pair_plaintext, silence_s=pair.pair_silence_s)
-    facts = facts_of(pair.disaggregation_mode, built)
-    link = PairLink(settings, facts, PoolPages(built.pools), built.wakes.wake)
+    settings.check()
+    if settings.tls and listens:
+        read_certificate(settings.tls_cert)
+    return settings
+
+
+def open_peer(config: Config, built: Built) -> Peer | None:
+    """The link to the other engine, which is being looked for; None for an engine without one.
+
+    Raises ConfigError: as `link_settings`, or the address cannot be listened on.
+    """
+    settings = link_settings(config)
+    if settings is None:
+        return None
+    link = PairLink(settings, facts_of(settings.role, built), PoolPages(built.pools), built.wakes.wake)
     link.start()
-    return Peer(link, pair.disaggregation_mode, link.address, refuses=pair.pair_fallback == "refuse")
+    return Peer(link, settings.role, link.address, refuses=config.pair.pair_fallback == "refuse")
 
 
 def facts_of(role: str, built: Built) -> Facts:

@@ -14,7 +14,7 @@ import socket
 import ssl
 import stat
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock.config.errors import ConfigError
 
@@ -41,7 +41,7 @@ class LinkSettings:
     role: str
     address: str
     listens: bool
-    key: bytes
+    key: bytes = field(repr=False)
     tls: bool = False
     tls_cert: str = ""
     plaintext: bool = False
@@ -138,7 +138,7 @@ class TlsStream(Stream):
                 self._flush()                               # tell the other end why
                 raise
         self._flush()
-        certificate = _certificate(settings.tls_cert) if settings.listens else self._peer_certificate()
+        certificate = read_certificate(settings.tls_cert) if settings.listens else self._peer_certificate()
         self.binding = hashlib.sha256(certificate).digest()
 
     def _peer_certificate(self) -> bytes:
@@ -188,7 +188,7 @@ def shut(sock: socket.socket) -> None:
 def listen(settings: LinkSettings) -> socket.socket:
     """Raises ConfigError if the address cannot be listened on, or the certificate is not one."""
     if settings.tls:
-        _certificate(settings.tls_cert)
+        read_certificate(settings.tls_cert)
     path, host, port = settings.parts()
     try:
         if not path:
@@ -232,7 +232,7 @@ def secure(sock: socket.socket, settings: LinkSettings) -> Stream:
         raise
 
 
-def _certificate(path: str) -> bytes:
+def read_certificate(path: str) -> bytes:
     """The first certificate of a PEM file, in DER. Raises ConfigError."""
     try:
         with open(path, encoding="ascii") as file:
