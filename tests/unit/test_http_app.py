@@ -9,7 +9,7 @@ import pytest
 from penstock.config.tree import ServerConfig
 from penstock.serve import http_app
 from penstock.serve.client import EngineClosed
-from penstock.serve.http_app import ADMIN_PATHS, Health, build_app
+from penstock.serve.http_app import ADMIN_PATHS, Health, PeerView, build_app
 from penstock.serve.limits import Keys
 from penstock.serve.metrics import Metrics
 from penstock.serve.openai_api import OpenAI, as_api_error
@@ -26,8 +26,11 @@ class Engine:
     def __init__(self, *answers: dict[str, float]) -> None:
         self.answers = list(answers)
 
+    flushed = 0
+    peer_missing = ""
+
     def flush(self) -> None:
-        pass
+        self.flushed += 1
 
     async def stats(self) -> dict[str, float]:
         if not self.answers:
@@ -39,11 +42,13 @@ def bearer(*key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key[0]}"} if key else {}
 
 
-def ask(*requests: tuple[str, str] | tuple[str, str, str], engine=None, keys=None) -> list[httpx.Response]:
+def ask(*requests: tuple[str, str] | tuple[str, str, str], engine=None, keys=None,
+        peer=None) -> list[httpx.Response]:
     """Answers to (method, path, key or nothing), one after the other, of one server."""
     api = OpenAI(engine or Engine(), Text(None, None, ()), Metrics(), model="long-name", also=("demo",),
                  choices_max=1)
-    app = build_app(api, Health(), keys or Keys([]), ServerConfig(), {"model": "long-name"}, {"steps": 1.0})
+    app = build_app(api, Health(), keys or Keys([]), ServerConfig(), {"model": "long-name"}, {"steps": 1.0},
+                    peer)
 
     async def go() -> list[httpx.Response]:
         transport = httpx.ASGITransport(app=app)
@@ -84,6 +89,20 @@ def test_a_busy_engines_last_numbers_are_served_with_their_age(monkeypatch):
         lines = answer.text.splitlines()
         return next(float(line.split()[1]) for line in lines if line.startswith("penstock:engine_stats_age"))
     assert age(late) >= 0.02 > 0.0 <= age(fresh)
+
+
+def test_a_server_of_both_ends_flushes_both_and_tells_of_both():
+    engine, other = Engine({"steps": 7, "hbm_pages": 4}), Engine({"steps": 3, "prefix_queries": 5})
+    peer = PeerView(engine, "prefill", True, lambda: 0, lambda: other)
+    done, metrics = ask(("POST", "/flush_cache"), ("GET", "/metrics"), engine=engine, peer=peer)
+    assert done.status_code == 200 and (engine.flushed, other.flushed) == (1, 1)
+    for line in ("penstock:steps_total 7.0", "penstock:hbm_pages 4.0", "penstock:prefill_steps_total 3.0",
+                 "penstock:prefill_prefix_cache_queries_total 5.0"):
+        assert line in metrics.text.splitlines(), line
+    assert "penstock:prefill_hbm_pages" not in metrics.text
+    gone = PeerView(engine, "prefill", True, lambda: 1, lambda: None)
+    assert [a.status_code for a in ask(("POST", "/flush_cache"), ("GET", "/metrics"), engine=Engine({}),
+                                       peer=gone)] == [200, 200]
 
 
 @pytest.mark.parametrize("exit_code", [None, 0, -9])

@@ -21,6 +21,7 @@ from starlette.routing import Route
 from penstock.config.tree import ServerConfig
 from penstock.config.version import version
 from penstock.serve.client import EngineClient, EngineDied
+from penstock.serve.generate import Engine
 from penstock.serve.limits import (
     BodyTooLarge,
     BodyTooSlow,
@@ -59,12 +60,14 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class PeerView:
-    """The other engine of a pair. `serves`: this end has the endpoints; the prefill end has none."""
+    """The other engine of a pair. `serves`: this end has the endpoints; the prefill end has none. `here`:
+    that engine, where this server runs it."""
 
     engine: EngineClient
     role: str
     serves: bool
     restarts: Callable[[], int]
+    here: Callable[[], EngineClient | None]
 
     @property
     def missing(self) -> str:
@@ -271,8 +274,7 @@ class _Views:
         self._peer = peer
         self._health = health
         self._info = info
-        self._last = stats
-        self._last_at = time.monotonic()
+        self._numbers, self._others = _Numbers(stats), _Numbers({})
         self._created = int(time.time())
 
     async def models(self, _: Request) -> Response:
@@ -303,7 +305,10 @@ class _Views:
         return _json({"status": "ready"})
 
     async def metrics(self, _: Request) -> Response:
-        return Response(self._api.metrics.text(await self._stats()), media_type=CONTENT_TYPE)
+        engine, other = self._api.engine, self._other
+        own, others = await asyncio.gather(self._numbers.of(engine),
+                                           asyncio.sleep(0, {}) if other is None else self._others.of(other))
+        return Response(self._api.metrics.text(own, others), media_type=CONTENT_TYPE)
 
     async def version(self, _: Request) -> Response:
         return _json({"version": version()})
@@ -315,7 +320,8 @@ class _Views:
         other: dict[str, Any] = {} if self._peer is None else {self._peer.role: {
             "missing": self._peer.engine.peer_missing, "restarts": self._peer.restarts(),
             **self._peer.engine.peer_info}}
-        return _json({**self._info, "version": version(), "stats": await self._stats(), **other})
+        return _json({**self._info, "version": version(), "stats": await self._numbers.of(self._api.engine),
+                      **other})
 
     async def model_info(self, _: Request) -> Response:
         tokenizer = self._api.tokenizer
@@ -327,15 +333,28 @@ class _Views:
 
     async def flush(self, _: Request) -> Response:
         self._api.engine.flush()
+        if (other := self._other) is not None:
+            other.flush()
         return _json({"success": True, "message": "pages that no request holds are forgotten"})
 
-    async def _stats(self) -> dict[str, float]:
+    @property
+    def _other(self) -> EngineClient | None:
+        return None if self._peer is None else self._peer.here()
+
+
+class _Numbers:
+    """What an engine last told of itself, at first `last`."""
+
+    def __init__(self, last: dict[str, float]) -> None:
+        self._last, self._at = last, time.monotonic()
+
+    async def of(self, engine: Engine) -> dict[str, float]:
         """The engine's numbers; its last ones, with their age, while it is busy or gone."""
         with contextlib.suppress(TimeoutError, EngineDied):
             async with asyncio.timeout(STATS_S_MAX):
-                self._last = await self._api.engine.stats()
-                self._last_at = time.monotonic()
-        return {**self._last, STATS_AGE: time.monotonic() - self._last_at}
+                self._last = await engine.stats()
+                self._at = time.monotonic()
+        return {**self._last, STATS_AGE: time.monotonic() - self._at}
 
 
 def _json(value: Any, status: int = 200) -> Response:

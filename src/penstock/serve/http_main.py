@@ -208,7 +208,8 @@ class _Server:
         mode = "decode" if self._pair is not None else self._config.pair.disaggregation_mode
         return None if mode is None else PeerView(
             self._engine, "prefill" if mode == "decode" else "decode", serves=mode == "decode",
-            restarts=lambda: 0 if self._pair is None else self._pair.num_restarts)
+            restarts=lambda: 0 if self._pair is None else self._pair.num_restarts,
+            here=lambda: None if self._pair is None else self._pair.engine)
 
     async def _drain(self, api: OpenAI) -> None:
         """Until no request is open, within the time that there is for it."""

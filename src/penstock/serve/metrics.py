@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 
 from prometheus_client import (
     CollectorRegistry,
@@ -90,10 +91,11 @@ class Metrics:
                                 ("finished_reason",))
         self.answers = counter("http_responses", "Answers by HTTP status.", ("status",))
 
-    def text(self, engine: Mapping[str, float]) -> bytes:
+    def text(self, engine: Mapping[str, float], prefill: Mapping[str, float] = MappingProxyType({})) -> bytes:
         """The exposition format. `engine`: values by name, `name` or `name{tier="hbm"}`; a name
-        that ends in `_total` is a counter."""
-        self._engine.values = published(engine)
+        that ends in `_total` is a counter. `prefill`: of a prefill engine beside it."""
+        self._engine.values = published(engine) | {
+            f"prefill_{name}": value for name, value in published(prefill).items()}
         return generate_latest(self._registry)
 
 
