@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.config.errors import ConfigError
 from penstock.model.base import Checkpoint, Wants, everything
 from penstock.model.codes import PACKED, Codes, codes_of
-from penstock.model.files import open_regular, sampled_digest, show
+from penstock.model.files import digest_of_files, open_regular, show
 from penstock.model.fp8 import SCALE_SUFFIX, Blocks, read_blocks
 from penstock.model.gguf_config import ROPE_FREQS, HFName, hf_name
 from penstock.model.gguf_file import GGUFTensor
@@ -48,11 +48,8 @@ def open_checkpoint(files: ModelFiles, *, packed: bool = False) -> Checkpoint:
 
 
 def weights_digest(files: ModelFiles) -> str:
-    """Of the weights, by what is stored where each tensor begins, and elsewhere. Raises ConfigError."""
-    if files.gguf is not None:
-        return sampled_digest({files.gguf: [t.begin for t in files.gguf_header.tensors.values()]})
-    return sampled_digest({path: [t.begin for t in read_safetensors_header(path).values()]
-                           for path in files.safetensors})
+    """Of all bytes of the weights' files. Raises ConfigError."""
+    return digest_of_files([files.gguf] if files.gguf is not None else files.safetensors)
 
 
 class ConfigOnly:
