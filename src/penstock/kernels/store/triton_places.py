@@ -23,7 +23,10 @@ def store_tokens(x0, x1, device, host, bounds, device_T, host_T, bounds_T, row_T
                  b_plane, UNITS, HOT_PAGES, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, DIM: tl.constexpr,
                  DIM_PAD: tl.constexpr, SIZE: tl.constexpr, UNIT: tl.constexpr, SUMMARIES: tl.constexpr,
                  PLANES: tl.constexpr, HOT: tl.constexpr):
-    """One token. SUMMARIES: units of a page of summaries, 0 if there are none."""
+    """One token. SUMMARIES: units of a page of summaries, 0 if there are none.
+
+    A condition that is one for the block goes into a mask by `where`: Triton 3.9 interpreted takes no `&`.
+    """
     t = tl.program_id(0).to(tl.int64)
     on_device, on_host = tl.load(device_T + t), tl.load(host_T + t)
     row, position = tl.load(row_T + t).to(tl.int64), tl.load(position_T + t)
@@ -34,15 +37,15 @@ def store_tokens(x0, x1, device, host, bounds, device_T, host_T, bounds_T, row_T
     at_device = on_device // SIZE * d_page + k * d_head + on_device % SIZE * DIM + d
     at_host = on_host // SIZE * h_page + k * h_head + on_host % SIZE * DIM + d
     if HOT:
-        known = (k < HEADS) & (row >= 0)
+        known = tl.where(row >= 0, k < HEADS, False)
         slot = tl.load(hot_slot + (row * HEADS + k) * UNITS + position // UNIT, mask=known, other=-1)
         of_page: tl.constexpr = SIZE // UNIT
         page = tl.load(hot_page + row * HOT_PAGES + slot // of_page, mask=slot >= 0, other=0).to(tl.int64)
         at_hot = page * d_page + k * d_head + (slot % of_page * UNIT + position % UNIT) * DIM + d
     for plane in tl.static_range(PLANES):
         x = tl.load((x0 if plane == 0 else x1) + t * x_token + at_x, mask=own)
-        tl.store(device + plane * d_plane + at_device, x, mask=own & (on_device >= 0))
-        tl.store(host + plane * h_plane + at_host, x, mask=own & (on_host >= 0))
+        tl.store(device + plane * d_plane + at_device, x, mask=tl.where(on_device >= 0, own, False))
+        tl.store(host + plane * h_plane + at_host, x, mask=tl.where(on_host >= 0, own, False))
         if HOT:
             tl.store(device + plane * d_plane + at_hot, x, mask=own & (slot >= 0))
     if SUMMARIES > 0:
@@ -55,10 +58,11 @@ def store_tokens(x0, x1, device, host, bounds, device_T, host_T, bounds_T, row_T
                 slot_device, slot_host = tl.load(device_T + before), tl.load(host_T + before)
                 mine = (t >= j) & tl.where(on_device >= 0, slot_device == on_device - j,
                                            slot_host == on_host - j)
-                new = tl.load(x0 + before * x_token + at_x, mask=own & mine, other=0.0).to(tl.float32)
-                there = own & (mine == 0)
-                y = tl.load(device + at_device - j * DIM, mask=there & (on_device >= 0), other=0.0)
-                z = tl.load(host + at_host - j * DIM, mask=there & (on_device < 0), other=0.0)
+                here, there = tl.where(mine, own, False), tl.where(mine, False, own)
+                near, far = tl.where(on_device >= 0, there, False), tl.where(on_device < 0, there, False)
+                new = tl.load(x0 + before * x_token + at_x, mask=here, other=0.0).to(tl.float32)
+                y = tl.load(device + at_device - j * DIM, mask=near, other=0.0)
+                z = tl.load(host + at_host - j * DIM, mask=far, other=0.0)
                 key = tl.where(mine, new, tl.where(on_device >= 0, y, z).to(tl.float32))
                 low, high = tl.minimum(low, key), tl.maximum(high, key)
             at = summary // SUMMARIES * b_page + k * b_head + summary % SUMMARIES * DIM + d
