@@ -1,6 +1,7 @@
 """`penstock eval`: questions whose answers are in their contexts, what counts as right, and intervals."""
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import math
@@ -9,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config.errors import ConfigError
+from penstock.config.errors import ConfigError, RequestError
+from penstock.config.tree import Config, ModelConfig
 from penstock.eval import main, tasks, words
 from penstock.eval.tasks import Interview, Question, Size
+from penstock.serve.client import EngineDied
 from penstock.serve.main import main as penstock
 from penstock.serve.outputs import Logprob
 
@@ -88,6 +91,16 @@ def test_gsm8k_reads_a_file_that_the_user_names(tmp_path: Path) -> None:
     path.write_text('{"question": "1"}')
     with pytest.raises(ConfigError, match="not JSON lines"):
         tasks.gsm8k(str(path), 5, 0)
+    path.write_text('{"question": "1 + 1?", "answer": "It is 2."}')
+    with pytest.raises(ConfigError, match="must end in '#### number'"):
+        tasks.gsm8k(str(path), 5, 0)
+
+
+def test_a_mark_that_ends_lines_elsewhere_is_a_part_of_its_problem(tmp_path: Path) -> None:
+    path = tmp_path / "problems.jsonl"
+    path.write_bytes('{"question": "1\u2028+ 1?", "answer": "#### 2"}\n\n'.encode())
+    [question] = tasks.gsm8k(str(path), 5, 0)
+    assert question.prompt.startswith("1\u2028+ 1?") and question.answer == "2"
 
 
 def test_intervals() -> None:
@@ -134,12 +147,53 @@ def test_an_interview_counts_ranks_where_answers_are(capsys: pytest.CaptureFixtu
     (("--base-url", "http://x", "--needles", "--budgets", "half"), "--budgets half: numbers of tokens"),
     (("--base-url", "http://127.0.0.1:9", "--needles", "--samples", "0"), "at least 1"),
     (("--base-url", "http://127.0.0.1:9", "--needles"), "does not answer /v1/models"),
+    (("--base-url", "http://x", "--task", "gsm8k", "--file", "f", "--contexts", "512"),
+     "--contexts: --task gsm8k has no use for it"),
+    (("--base-url", "http://x", "--needles", "--prefix", "0.5"), "--prefix: --task needles"),
+    (("--base-url", "http://x", "--text", "f", "--file", "g"), "leave --file out"),
+    (("--base-url", "http://x", "--needles", "--output-json", "/no/such/folder/f"), "f: No such file"),
 ])
 def test_flags_that_do_not_go_together_are_one_line(given: tuple[str, ...], message: str,
                                                     capsys: pytest.CaptureFixture[str]) -> None:
     assert penstock(["eval", *given]) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
+
+
+class Refusing:
+    """Stands for a library whose engine starts, and then does this."""
+
+    max_model_len, has_chat_template = 8192, True
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    async def __aenter__(self) -> Refusing:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    def encode(self, text: str) -> list[int]:
+        raise self.error
+
+
+def started(error: Exception, monkeypatch: pytest.MonkeyPatch) -> int:
+    parser = argparse.ArgumentParser()
+    main.add_arguments(parser)
+    monkeypatch.setattr(main, "AsyncLLM", lambda config: Refusing(error))
+    return main.run(Config(model=ModelConfig(model="m")), parser.parse_args(["--task", "recall"]))
+
+
+def test_a_model_without_a_tokenizer_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="refused a request: this model has no tokenizer"):
+        started(RequestError("this model has no tokenizer"), monkeypatch)
+
+
+def test_an_engine_that_dies_is_told_with_its_end(monkeypatch: pytest.MonkeyPatch,
+                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    assert started(EngineDied(-9, ["its last line"]), monkeypatch) == 70
+    assert "killed by signal 9\n  its last line" in capsys.readouterr().err
 
 
 class Reader(Forced):

@@ -4,6 +4,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 
+from penstock.bench.report import check_output
 from penstock.config.errors import ConfigError
 from penstock.config.tree import Config
 
@@ -53,6 +54,7 @@ def run(config: Config | None, args: argparse.Namespace) -> int:
     for name in ("runs", "hot_context", "num_prompts", "input_len", "output_len", "token_id_max"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}: at least 1")
+    check_output("--output-json", args.output_json)
     args.seed = args.bench_seed
     if config is None:
         from penstock.bench import load

@@ -53,6 +53,17 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join([lines[0], "|" + "|".join("-" * (w + 2) for w in width) + "|", *lines[1:]])
 
 
+def check_output(flag: str, path: str | None) -> None:
+    """Before hours of work: whether what comes of them can be written. Raises ConfigError."""
+    if path is None:
+        return
+    try:
+        with open(path, "a", encoding="utf-8"):
+            pass
+    except OSError as e:
+        raise ConfigError(f"{flag} {path}: {e.strerror}") from None
+
+
 def write_json(path: str, data: Mapping[str, Any]) -> None:
     Path(path).write_text(json.dumps(data, indent=1) + "\n")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from penstock.bench.report import optional
-from penstock.config.errors import ConfigError, RequestError
+from penstock.config.errors import ConfigError
 from penstock.config.params import SamplingParams
 from penstock.eval.tasks import Question
 from penstock.serve.llm import AsyncLLM
@@ -108,7 +108,7 @@ class Server:
 
 async def all_of(ask: Callable[[_Asked], Awaitable[_Answer]], asked: Sequence[_Asked], *, concurrency: int,
                  unit: str, quiet: bool) -> list[_Answer]:
-    """Every answer, in order, with a progress bar. Raises ConfigError where a request is refused."""
+    """Every answer, in order, with a progress bar."""
     bar = optional("tqdm").tqdm(total=len(asked), unit=unit, disable=quiet)
     gate = asyncio.Semaphore(concurrency)
 
@@ -120,7 +120,5 @@ async def all_of(ask: Callable[[_Asked], Awaitable[_Answer]], asked: Sequence[_A
 
     try:
         return await asyncio.gather(*(one(item) for item in asked))
-    except RequestError as e:
-        raise ConfigError(f"the model refused a request: {e}") from None
     finally:
         bar.close()

@@ -5,21 +5,25 @@ import argparse
 import asyncio
 import functools
 import math
+import sys
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from penstock.bench.report import table, write_json
-from penstock.config.errors import ConfigError
+from penstock.bench.report import check_output, table, write_json
+from penstock.config.errors import ConfigError, RequestError
 from penstock.config.tree import Config
 from penstock.eval import tasks
 from penstock.eval.ask import Asker, Library, Server, all_of
 from penstock.eval.tasks import Interview, Question, Size
+from penstock.serve.client import EngineDied
 from penstock.serve.llm import AsyncLLM
 
 TASKS = ("recall", "tracking", "sum", "copying", "needles", "text", "gsm8k")
 OWN_WORDS = ("sum", "copying")              # tasks that only the recall model understands
+DEFAULTS = {"contexts": "1024", "samples": 4, "questions": 8, "prefix": 0.5, "eval_seed": 0}
+UNUSED = {"text": ("samples", "eval_seed"), "gsm8k": ("contexts", "prefix")}     # others have no prefix
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,25 +34,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--file", help="a text (text, or the haystack of needles) or GSM8K's JSON lines")
     group.add_argument("--base-url", help="ask this server instead of a MODEL, e.g. http://127.0.0.1:8000")
     group.add_argument("--bearer", help="API key that is sent to the server")
-    group.add_argument("--contexts", default="1024", help="tokens of a context, several with commas")
-    group.add_argument("--samples", type=int, default=4, help="contexts of each length")
-    group.add_argument("--questions", type=int, default=8, help="questions about each context; of a text "
+    group.add_argument("--contexts", help="tokens of a context, several with commas (1024)")
+    group.add_argument("--samples", type=int, help="contexts of each length (4)")
+    group.add_argument("--questions", type=int, help="questions about each context (8); of a text "
                        "the windows that are read; of gsm8k, times --samples, problems")
     group.add_argument("--forced", action="store_true",
                        help="recall, tracking, sum: ask while decoding, all of a context in one request")
-    group.add_argument("--prefix", type=float, default=0.5,
-                       help="text: share of a window that is the prompt; the rest is forced")
+    group.add_argument("--prefix", type=float,
+                       help="text: share of a window that is the prompt (0.5); the rest is forced")
     group.add_argument("--budgets", help="ask with each of these top_k_tokens, e.g. 0,512: 0 reads all KV; "
                        "others need --sparse-top-k (default: what the server gives)")
     group.add_argument("--concurrency", type=int, default=4, help="requests open at once")
-    group.add_argument("--eval-seed", dest="eval_seed", type=int, default=0, help="of the questions")
+    group.add_argument("--eval-seed", dest="eval_seed", type=int, help="of the questions (0)")
     group.add_argument("--output-json", help="file for every single answer")
     group.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
 def run(config: Config | None, args: argparse.Namespace) -> int:
+    """The exit code: 0, or 70 for a dead engine. Raises ConfigError, also where a request is refused."""
     _settle(config, args)
-    return asyncio.run(_run(config, args))
+    try:
+        return asyncio.run(_run(config, args))
+    except RequestError as e:
+        raise ConfigError(f"the model refused a request: {e}") from None
+    except EngineDied as e:
+        print(f"penstock: {e}", file=sys.stderr)
+        return 70
 
 
 def _settle(config: Config | None, args: argparse.Namespace) -> None:
@@ -60,6 +71,8 @@ def _settle(config: Config | None, args: argparse.Namespace) -> None:
             if args.task not in (None, task):
                 raise ConfigError(f"--task {args.task} and --{task} are two tasks: take one")
             args.task = task
+    if args.text and args.file:
+        raise ConfigError("--text names the file: leave --file out")
     args.file = args.text or args.file
     if args.task is None:
         raise ConfigError(f"eval needs --task, one of {', '.join(TASKS)}")
@@ -73,6 +86,12 @@ def _settle(config: Config | None, args: argparse.Namespace) -> None:
         raise ConfigError("outputs can be given in the library only: --forced and --task text need a MODEL")
     if args.bearer and config is not None:
         raise ConfigError("--bearer is for a server, with --base-url")
+    for name in UNUSED.get(args.task, ("prefix",)):
+        if getattr(args, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')}: --task {args.task} has no use for it")
+    for name, default in DEFAULTS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
     for name in ("samples", "questions", "concurrency"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} is {getattr(args, name)}: at least 1")
@@ -84,6 +103,7 @@ def _settle(config: Config | None, args: argparse.Namespace) -> None:
     args.budgets = (None,) if args.budgets is None else _numbers("--budgets", args.budgets)
     if min(args.contexts) < 128:
         raise ConfigError(f"--contexts {args.contexts}: at least 128 tokens each")
+    check_output("--output-json", args.output_json)
 
 
 def _numbers(flag: str, given: str) -> tuple[int, ...]:
@@ -104,9 +124,11 @@ async def _run(config: Config | None, args: argparse.Namespace) -> int:
             return await _ask(server, args)
     async with AsyncLLM(config=config) as llm:
         asker = Library(llm)
-        if max(args.contexts) > llm.max_model_len:
+        if args.task != "gsm8k" and max(args.contexts) > llm.max_model_len:
             raise ConfigError(f"--contexts {max(args.contexts)}: this engine's context is "
                               f"{llm.max_model_len} tokens")
+        if args.task == "gsm8k" and not llm.has_chat_template:
+            print("penstock: without a chat template: problems are texts to continue", file=sys.stderr)
         if args.task == "text":
             return await _text(asker, args)
         if args.forced:

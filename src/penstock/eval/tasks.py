@@ -210,8 +210,9 @@ def needles(size: Size, haystack: str | None) -> list[Question]:
 def gsm8k(path: str, count: int, seed: int) -> list[Question]:
     """Problems of a GSM8K file: JSON lines with `question` and `answer`, which ends in `#### number`."""
     try:
-        lines = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
-        pairs = [(str(p["question"]), str(p["answer"]).rpartition("####")[2]) for p in lines]
+        # Lines end in a newline: `splitlines` also ends them at marks that a JSON string may hold.
+        lines = [json.loads(line) for line in Path(path).read_text("utf-8").split("\n") if line.strip()]
+        pairs = [(str(p["question"]), str(p["answer"]).partition("####")[2]) for p in lines]
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise ConfigError(f"--file {path}: not JSON lines with question and answer: {e}") from None
     if not pairs or not all(number_in(answer) for _, answer in pairs):
