@@ -193,6 +193,8 @@ REFUSED = {
     "no indexer": ({"index_topk": None}, "index_topk is missing"),
     "layer types": ({"layer_types": ["full_attention"] * LAYERS}, "layer_types"),
     "mlp types": ({"mlp_layer_types": ["dense"]}, "mlp_layer_types"),
+    "rope": ({"rope_interleave": False}, "rope_interleave = False"),
+    "mscale": ({"rope_parameters": {**YARN, "mscale_all_dim": "1"}}, "mscale_all_dim '1'"),
     "no query rank": ({"q_lora_rank": None}, "q_lora_rank is missing"),
 }
 
@@ -205,7 +207,11 @@ def test_what_would_be_another_model_is_refused(case: str) -> None:
         registry.read_spec_of(config)
 
 
-def test_the_first_layer_needs_an_indexer() -> None:
-    config = {**raw_config(make_reference("glm"), "glm"), "indexer_types": ["shared"] * LAYERS}
-    with pytest.raises(ConfigError, match="nobody to share with"):
+@pytest.mark.parametrize(("field", "value", "message"), [
+    ("indexer_types", ["shared"] * LAYERS, "nobody to share with"),
+    ("index_topk_pattern", "S" * LAYERS, "index_topk_pattern = 'SSSS' .* nobody to share with"),
+    ("index_topk_pattern", "FX", "index_topk_pattern = 'FX' ")])
+def test_an_indexer_that_layers_share_is_of_an_earlier_one(field: str, value: object, message: str) -> None:
+    config = {**raw_config(make_reference("glm"), "glm"), "indexer_types": None, field: value}
+    with pytest.raises(ConfigError, match=message):
         registry.read_spec_of(config)

@@ -197,6 +197,18 @@ def test_request_variables_cannot_replace_the_servers(template):
         template(CHATML).render([])
 
 
+def test_without_a_tokenizer_a_template_is_of_no_use(tmp_path):
+    """A folder with a config.json only, as for random weights."""
+    (tmp_path / "config.json").symlink_to(RECALL / "config.json")
+    (tmp_path / "given.jinja").write_text("{{ messages[0].content }}|")
+    files = locate(str(tmp_path), load_format="dummy")
+    with pytest.raises(RequestError, match="no tokenizer"):
+        open_text(Config(model=ModelConfig(model=str(tmp_path))), files).chat(USER)
+    with pytest.raises(ConfigError, match=r"--chat-template .*given.jinja: .* has no tokenizer"):
+        open_text(Config(model=ModelConfig(model=str(tmp_path),
+                                           chat_template=str(tmp_path / "given.jinja"))), files)
+
+
 def test_a_program_in_place_of_a_template_is_refused_by_name(tmp_path):
     """DeepSeek-V3.2's folder has encoding/encoding_dsv32.py; a template of the operator's works."""
     for name in ("config.json", "tokenizer.json", "model.safetensors"):

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.config.errors import RequestError
+from penstock.config.errors import ConfigError, RequestError
 from penstock.config.tree import Config
 from penstock.model.locate import ModelFiles
 from penstock.serve.chat import ChatTemplate, read_template
@@ -34,7 +34,10 @@ class Text:
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The prompt text of a conversation. Raises RequestError."""
-        if self.template is None or self.tokenizer is None:
+        if self.tokenizer is None:
+            raise RequestError('this model has no tokenizer: use generate with {"prompt_token_ids": [...]}',
+                               "messages")
+        if self.template is None:
             raise RequestError(f"{self.no_template}: use generate, or give one with "
                                "chat_template (--chat-template)", "messages")
         return self.template.render(messages)
@@ -55,6 +58,9 @@ def open_text(config: Config, files: ModelFiles) -> Text:
     tokenizer = open_tokenizer(files, model.tokenizer)
     source = tokenizer.chat_template if tokenizer is not None else None
     if model.chat_template is not None:
+        if tokenizer is None:
+            raise ConfigError(f"--chat-template {model.chat_template}: {files.name} has no tokenizer for "
+                              "what it writes: give one with --tokenizer, or leave it out")
         source = read_template(model.chat_template)
     template = None
     if tokenizer is not None and source is not None:

@@ -26,7 +26,8 @@ def _layers(fields: Fields) -> list[GlobalLayer]:
 
 
 def _spec(fields: Fields, *, interleaved: bool, indexed: list[GlobalLayer]) -> Spec:
-    for name, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
+    for name, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1),
+                       ("rope_interleave", True)):
         if fields.values.get(name) not in (None, only):
             fields.refuse(name, f"supported: {only!r}")
     nope, rope = fields.size("qk_nope_head_dim"), fields.size("qk_rope_head_dim")
@@ -63,6 +64,8 @@ def _yarn_scale(fields: Fields) -> float:
     weight, factor = params.get("mscale_all_dim"), params.get("factor")
     if kind == "default" or not weight or not isinstance(factor, int | float) or factor <= 1:
         return 1.0
+    if not isinstance(weight, int | float):
+        raise ConfigError(f"config.json: its RoPE has mscale_all_dim {weight!r}: a number is needed")
     return float(0.1 * weight * math.log(factor) + 1.0) ** 2
 
 
@@ -107,19 +110,17 @@ def _sparse(fields: Fields) -> list[GlobalLayer]:
 def _indexed(fields: Fields) -> list[GlobalLayer]:
     """Layers with an indexer of their own: by name, by pattern, or every `index_topk_freq`-th."""
     layers = _layers(fields)
-    types = fields.values.get("indexer_types")
-    pattern = fields.values.get("index_topk_pattern")
-    if types is None and isinstance(pattern, str):
-        types = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
+    name = "indexer_types" if fields.values.get("indexer_types") is not None else "index_topk_pattern"
+    types = fields.values.get(name)
+    if isinstance(types, str) and name == "index_topk_pattern":
+        types = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in types]
     elif types is None:
-        types = pattern
-    if types is None:
-        frequency = fields.size("index_topk_freq", 1)
+        name, frequency = "index_skip_topk_offset", fields.size("index_topk_freq", 1)
         offset = fields.size("index_skip_topk_offset", 2, least=0)
         types = ["shared" if max(index - offset + 1, 0) % frequency else "full" for index in layers]
-    _check_types(fields, "indexer_types", types, ("full", "shared"))
+    _check_types(fields, name, types, ("full", "shared"))
     if types[0] != "full":
-        fields.refuse("indexer_types", "the first layer must be 'full': it has nobody to share with")
+        fields.refuse(name, "the first layer must be 'full': it has nobody to share with")
     return [index for index in layers if types[index] == "full"]
 
 
