@@ -1,6 +1,7 @@
 """What sparse decode takes of device and host, and what is refused, with the demo model's numbers."""
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 import pytest
@@ -35,11 +36,14 @@ def caches_for(kv: KVConfig, model=None, dtype=torch.float32):
     return caches_of(groups_of(model or Shape(), selection_of(kv)), kv.page_size, dtype)
 
 
-def sized(kv: KVConfig, *, max_model_len=None, free=16 * GIB, rows=16) -> Sizes:
+def sized(kv: KVConfig, *, max_model_len=None, free=16 * GIB, rows=16, pp=1) -> Sizes:
     config = Config(model=ModelConfig(model="demo", max_model_len=max_model_len), kv=kv,
-                    schedule=ScheduleConfig(max_num_seqs=rows))
+                    schedule=ScheduleConfig(max_num_seqs=rows), device=DeviceConfig(pp=pp))
     selection = selection_of(kv)
-    return size_pools(config, caches_for(kv), 8192, free, budget=selection.budget if selection else 0)
+    caches = caches_for(kv)
+    if pp > 1:
+        caches = caches.stage(0, 30 // pp, groups_of(Shape(), selection))
+    return size_pools(config, caches, 8192, free, budget=selection.budget if selection else 0)
 
 
 def request(tokens: int, *, selects=True) -> Arrived:
@@ -170,6 +174,35 @@ def test_the_number_in_the_refusal_is_the_limit():
     with pytest.raises(ConfigError, match="too little"):
         sized(replace(DEMO, hbm_bytes=least - 1))
     assert sized(replace(DEMO, dram_bytes=24330240)).core.dram_pages == 33
+
+
+def at_least(**asked) -> int:
+    """The number that a refusal of `asked` says to type."""
+    with pytest.raises(ConfigError) as e:
+        sized(**asked)
+    return int(re.search(r"to at least (\d+)", str(e.value))[1])
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("changes", [dict(dram_bytes=20 * MIB), dict(dram_bytes=None, dram_ratio=0.04)])
+def test_the_number_in_a_refusal_of_a_host_tier_is_the_limit(changes, pp):
+    """It is one for all stages, whose device pools have parts of its pages."""
+    kv = replace(DEMO, **changes)
+    least = at_least(kv=kv, pp=pp)
+    kv = replace(kv, dram_ratio=None)
+    assert sized(replace(kv, dram_bytes=least), pp=pp).core.dram_pages == 33
+    with pytest.raises(ConfigError, match="less than one hot buffer"):
+        sized(replace(kv, dram_bytes=least - 1), pp=pp)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("kv", [replace(DEMO, hbm_bytes=60 * MIB, dram_bytes=100 * MIB),
+                                KVConfig(hbm_bytes=60 * MIB)])
+def test_the_number_in_a_refusal_of_a_context_is_the_limit(kv, pp):
+    least = at_least(kv=kv, max_model_len=8192, pp=pp)
+    assert sized(replace(kv, hbm_bytes=least), max_model_len=8192, pp=pp).core.max_len == 8192
+    with pytest.raises(ConfigError, match="to at least"):
+        sized(replace(kv, hbm_bytes=least - 1), max_model_len=8192, pp=pp)
 
 
 def test_a_model_that_selects_by_itself_takes_no_other_selector():

@@ -109,7 +109,7 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
         if core_config.hot_pages and host < context:
             log(f"warning: the host tier holds {host} tokens and the context is {context}: requests whose "
                 "max_tokens makes them longer than the host tier stay on the device; give fewer, or set "
-                f"--dram-bytes to at least {context * layout.page_bytes // core_config.page_size}")
+                f"--dram-bytes to at least {caches.host_bytes_for(-(-context // core_config.page_size))}")
     if core_config.step_tokens < core_config.rows:
         log(f"warning: --step-tokens {core_config.step_tokens} is below --max-num-seqs "
             f"{core_config.rows}: the youngest requests wait while older ones decode")

@@ -42,6 +42,10 @@ class Caches:
         """Of a host pool of so many bytes, of all stages together, in pages of group 0."""
         return nbytes // self.host.slab_bytes * self.host.slab_pages[0]
 
+    def host_bytes_for(self, pages: int) -> int:
+        """Memory of a host pool, of all stages together, of at least so many pages of group 0."""
+        return -(-pages // self.host.slab_pages[0]) * self.host.slab_bytes
+
     def nbytes(self, num_pages: int) -> int:
         """Memory of a pool of so many pages of group 0."""
         return num_pages // self.slabs.slab_pages[0] * self.slabs.slab_bytes

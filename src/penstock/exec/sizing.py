@@ -217,10 +217,11 @@ def _hosting(config: Config, caches: Caches, core: CoreConfig, hbm: int, budget:
     taken = tables(hbm)
     core = replace(core, hbm_pages=caches.num_pages(hbm - taken))
     if core.dram_pages < hot:
+        instead = " in place of --dram-ratio" if kv.dram_ratio is not None else ""
         raise ConfigError(
             f"the host tier of {core.dram_pages} pages holds {core.dram_pages * size} tokens, less than "
-            f"one hot buffer of {hot * size}: set --dram-bytes to at least {hot * caches.slabs.slab_bytes}, "
-            "or to 0 for none")
+            f"one hot buffer of {hot * size}: set --dram-bytes{instead} to at least "
+            f"{caches.host_bytes_for(hot)}, or to 0 for none")
     return Sizes(core=core, table_bytes=taken)
 
 
@@ -258,12 +259,13 @@ def _max_len(config: Config, caches: Caches, core: CoreConfig) -> int:
         raise ConfigError(f"--max-model-len {asked}: this model's context is {core.max_len} tokens")
     if asked > held:
         pages = -(-asked // size)
+        tables = table_bytes(caches, core.rows, asked, core.hot_pages) if core.hot_pages else 0
         where = (f"the device pool holds {core.hbm_pages} pages of {size} tokens" if not core.hot_pages else
                  f"with {core.hot_pages} pages of hot buffer, {core.hbm_pages} device pages and "
                  f"{core.dram_pages} host pages of {size} tokens")
         raise ConfigError(
             f"--max-model-len {asked}: {where}, {held} in all; set --hbm-bytes to at least "
-            f"{caches.bytes_for(pages)}, or --max-model-len to at most {held}")
+            f"{caches.bytes_for(pages) + tables}, or --max-model-len to at most {held}")
     return asked
 
 
