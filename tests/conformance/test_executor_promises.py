@@ -106,7 +106,7 @@ def test_every_plan_and_every_move_is_answered_once_and_in_order(make):
         events.append(Arrived(RequestId(rid), prompt, 11))
         tokens[rid] = 0
     plans, moves, ended = {}, set(), set()             # in flight; finished requests
-    retired = 0
+    retired, answers = 0, []
     for turn in range(2000):
         if turn % 5 == 4:
             events.append(Paused(RequestId(1 + turn % 6)))
@@ -134,9 +134,13 @@ def test_every_plan_and_every_move_is_answered_once_and_in_order(make):
             else:
                 assert isinstance(event, Moved)
                 moves.remove(event.id)
+                answers.append(event.ok)
         events += found
         if not found:
             break
     assert not plans and not moves and len(ended) == 6
     assert core.stats()["pauses"] >= 1      # how many depends on when the thread's copies end
     assert set(tokens.values()) == {11}
+    if isinstance(ex, Front):               # its metrics tell a move once, whatever the number of ranks
+        for name, count in (("moves_total", len(answers)), ("moves_failed_total", answers.count(False))):
+            assert sum(v for k, v in ex.stats().items() if k.startswith(name)) == count

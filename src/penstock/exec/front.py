@@ -6,7 +6,6 @@ tensor: which rows run, where pages live and when a request ends is the core's b
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -26,6 +25,9 @@ from penstock.exec.rank import Report, Stepped
 from penstock.exec.sampling import Logprobs
 
 log = logging.getLogger(__name__)
+
+# Every rank makes every move, of its own layers: the one that has ended most has ended all that all have.
+ONCE = ("moves_total", "moves_failed_total")
 
 
 class Ranked(Protocol):
@@ -59,7 +61,7 @@ class Ranked(Protocol):
         ...
 
     def stats(self) -> dict[str, float]:
-        """Seconds, bytes and moves of this rank, by metric name; those of all ranks are added."""
+        """Seconds, bytes and moves of this rank, by metric name. Those of all ranks are added, but ONCE."""
         ...
 
 
@@ -244,10 +246,13 @@ class Front:
         return True
 
     def stats(self) -> dict[str, float]:
-        """By metric name: counters since start, and the sums over the ranks of what they tell."""
-        out: Counter[str] = Counter({f"executor_{k}_total": v for k, v in self._count.items()})
+        """By metric name: counters since start, and the sums over the ranks of what they tell, or of ONCE the
+        most that one tells."""
+        out: dict[str, float] = {f"executor_{k}_total": v for k, v in self._count.items()}
         for rank in self._ranks:
-            out.update(rank.stats())
+            for name, value in rank.stats().items():
+                before = out.get(name, 0.0)
+                out[name] = max(before, value) if name.startswith(ONCE) else before + value
         return {**out, "executor_requests": len(self._open), "executor_queued_plans": len(self._steps),
                 "executor_pending_moves": float(sum(m.step <= self._retired for m in self._moves.values()))}
 
