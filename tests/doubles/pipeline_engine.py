@@ -6,7 +6,9 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import gguf
 from safetensors.torch import save_file
 
 from penstock.config.cli import from_options
@@ -36,6 +38,9 @@ GLM = {
     "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
     "indexer_types": ["full", "shared", "full", "shared"],
 }
+GGUF_NAMES = {"model.layers.": "blk.", "model.embed_tokens": "token_embd", "model.norm": "output_norm",
+              "self_attn.o_proj": "attn_output", "self_attn.": "attn_", "mlp.": "ffn_", "_proj": "",
+              "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
 PROMPTS = {rid: tuple((rid * 31 + i * i * 7 + i) % 97 for i in range(40 + 35 * rid)) for rid in range(1, 6)}
 
 
@@ -46,6 +51,35 @@ def checkpoint(folder: Path, config: dict[str, object] = CONFIG) -> str:
     save_file({name: (t if "norm" in name else t * 8).contiguous()
                for name, t in registry.dummy_tensors(config, 3)}, folder / "model.safetensors")
     return str(folder)
+
+
+def gguf_checkpoint(path: Path, config: Mapping[str, Any] = CONFIG) -> str:
+    """The same in one file: matrices in blocks of four bits, one of each layer in eight, and those of rows
+    that no block divides as they are."""
+    made = gguf.GGUFWriter(path, "llama")
+    for key, value in (("block_count", config["num_hidden_layers"]), ("context_length", 1024),
+                       ("embedding_length", config["hidden_size"]),
+                       ("feed_forward_length", config["intermediate_size"]),
+                       ("attention.head_count", config["num_attention_heads"]),
+                       ("attention.head_count_kv", config["num_key_value_heads"]),
+                       ("attention.key_length", config["head_dim"])):
+        made.add_uint32(f"llama.{key}", value)
+    made.add_float32("llama.attention.layer_norm_rms_epsilon", config["rms_norm_eps"])
+    for name, tensor in registry.dummy_tensors(dict(config), 3):
+        for theirs, ours in GGUF_NAMES.items():
+            name = name.replace(theirs, ours)
+        if tensor.ndim == 1:
+            made.add_tensor(name, tensor.numpy())
+        elif tensor.shape[1] % 32:
+            made.add_tensor(name, tensor.numpy() * 8)
+        else:
+            block = gguf.GGMLQuantizationType["Q8_0" if "attn_v" in name else "Q4_0"]
+            made.add_tensor(name, gguf.quants.quantize(tensor.numpy() * 8, block), raw_dtype=block)
+    made.write_header_to_file()
+    made.write_kv_data_to_file()
+    made.write_tensors_to_file()
+    made.close()
+    return str(path)
 
 
 class Pipeline:

@@ -9,12 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from pipeline_engine import CONFIG, GLM, PROMPTS, Pipeline, checkpoint
+from pipeline_engine import CONFIG, GLM, PROMPTS, Pipeline, checkpoint, gguf_checkpoint
 
+from penstock.config.cli import from_options
 from penstock.config.errors import ConfigError
+from penstock.config.platform import probe
 from penstock.core.plan import Dropped, Paused
 from penstock.exec import build
 from penstock.exec.crew import Crew, RankDied, check_identity
+from penstock.serve.doctor import examine
 
 SPARSE = {"sparse_top_k": 96, "sparse_kv": "always"}
 
@@ -64,6 +67,20 @@ def test_hosted_decode_on_two_stages_with_pauses(model, selected):
         assert two.play(pauses=every_few) == selected
         assert two.core.stats()["pauses"] >= 3
         assert sum(reads["hot_misses"] for reads in two.reads.values()) > 0
+
+
+def test_codes_of_a_gguf_file_on_two_stages(tmp_path):
+    """Each has those of its layers, and both have the embedding, which is the head."""
+    file = gguf_checkpoint(tmp_path / "tiny.gguf")
+    with Pipeline(file, dtype="gguf", hbm_bytes="4M") as one:
+        want = one.play()
+    with Pipeline(file, dtype="gguf", hbm_bytes="2M", pp=2, pp_layers=["4", "2"]) as two:
+        assert two.play(pauses=now_and_then, kind=Dropped) == want
+        have = [two.built.info[f"rank_{i}_weight_bytes"] for i in range(2)]
+    told = [f.text for f in examine(from_options(file, {"dtype": "gguf", "pp": 2, "pp_layers": ["4", "2"]}),
+                                    probe()) if f.section == "ranks"]
+    assert [f"{nbytes / (1 << 20):.1f} MiB of weights" in text
+            for nbytes, text in zip(have, told, strict=True)] == [True, True]
 
 
 def test_layers_that_the_model_does_not_have_are_refused_before_a_process_starts(model):

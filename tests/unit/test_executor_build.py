@@ -3,9 +3,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from pipeline_engine import gguf_checkpoint
 
 from penstock.config.errors import ConfigError
 from penstock.config.params import SamplingParams
@@ -16,7 +19,9 @@ from penstock.exec import build, load
 from penstock.exec.build import build_engine
 from penstock.exec.caches import caches_of
 from penstock.exec.sizing import WORKSPACE_BYTES, size_pools
+from penstock.exec.stages import split
 from penstock.model.base import CacheShape
+from penstock.model.locate import locate
 
 FULL = CacheShape(name="full", layers=(0, 1), num_kv_heads=2, head_dim=8)
 CACHES = caches_of((FULL,), 16, torch.float32)                                  # pages of 4,096 bytes
@@ -188,6 +193,21 @@ def test_weights_that_cannot_fit_are_refused_before_they_are_read(folder):
     (folder / "config.json").write_text(json.dumps(huge))
     with pytest.raises(ConfigError, match=r"its weights take .* GiB as float32 and .* are free"):
         build_engine(dummy(folder), str)
+
+
+def test_a_stage_of_a_gguf_file_needs_memory_for_its_own_codes(tmp_path, monkeypatch):
+    file = gguf_checkpoint(tmp_path / "tiny.gguf")
+    asked = Config(model=ModelConfig(dtype="gguf", model=file), device=DeviceConfig(device="cpu", threads=1))
+    stage = split([4, 2])[1]
+    need = load.weight_bytes(load.headers(asked, locate(file)), torch.float32, stage)
+    free = [need]
+    monkeypatch.setattr(load.machine, "probe", lambda: SimpleNamespace(memory_available=free[0]))
+    lines: list[str] = []
+    loaded = load.load(asked, stage, lines.append)
+    assert loaded.bytes == need < Path(file).stat().st_size
+    free[0] -= 1
+    with pytest.raises(ConfigError, match=r"its weights take .* as codes and .*: take a smaller model$"):
+        load.load(asked, stage, lines.append)
 
 
 def test_a_model_whose_logits_are_not_finite_never_becomes_ready(folder, monkeypatch):

@@ -8,7 +8,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from penstock.kernels import layer
-from penstock.model.codes import PACKED, Codes, codes_of, joined
+from penstock.model.codes import PACKED, Codes, codes_bytes, codes_of, joined
 from penstock.model.gguf_file import BLOCKS
 from penstock.model.slots import Slots
 
@@ -30,6 +30,7 @@ def some(block: str, outputs: int, inputs: int, seed: int = 0) -> tuple[Codes, t
 def test_codes_mean_what_the_file_says(block):
     codes, want = some(block, 6, 512)
     assert torch.equal(codes.floats(), want) and codes.finite()
+    assert codes_bytes(block, codes.shape) == codes.num_bytes
     order = torch.tensor([5, 0, 3])
     assert torch.equal(codes[order].floats(), want[order])
     codes.scale_OGB[2, 1, 0] = 70_000.0

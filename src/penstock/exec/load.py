@@ -31,7 +31,7 @@ from penstock.kernels.select import SelectRule
 from penstock.model import registry as families
 from penstock.model.base import Checkpoint, Model, Stage
 from penstock.model.checkpoint import open_checkpoint
-from penstock.model.codes import Codes
+from penstock.model.codes import Codes, codes_bytes
 from penstock.model.locate import ModelFiles, locate
 from penstock.model.slots import LinearFactory
 
@@ -81,7 +81,7 @@ def outline(config: Config, log: Callable[[str], object]) -> Loaded:
     files = locate(config.model.model, load_format=config.model.load_format)
     checkpoint, pack, backends = _opened(config, files, log)
     dtype = dtype_of(config, files, checkpoint.config)
-    _check_weights_fit(config, files, families.tensor_shapes(checkpoint.config), dtype, "cpu")
+    _check_weights_fit(config, files, weight_bytes(checkpoint, dtype), dtype)
     model = families.build(checkpoint.config, dtype=dtype, linear=pack)
     return Loaded(model, backends, files.name, files.load_format, dtype, 0, 0, model,
                   digest_of(checkpoint.config))
@@ -96,15 +96,28 @@ def dtype_of(config: Config, files: ModelFiles, checkpoint: Mapping[str, object]
     return DTYPES[asked] if asked != "auto" else DTYPES.get(own, torch.bfloat16)
 
 
-def _opened(config: Config, files: ModelFiles, log: Callable[[str], object]) \
-        -> tuple[Checkpoint, LinearFactory, dict[str, registry.Choice]]:
-    """Its headers, what packs its weights, and the back-ends. Raises ConfigError."""
+def headers(config: Config, files: ModelFiles) -> Checkpoint:
+    """The checkpoint, of which no weight is read yet. Raises ConfigError."""
     packed = config.model.dtype == "gguf"
     if packed and files.gguf is None:
         raise ConfigError(f"--dtype gguf: {files.name} is not a .gguf file: leave the flag out")
-    checkpoint = open_checkpoint(files, packed=packed)
+    return open_checkpoint(files, packed=packed)
+
+
+def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype, stage: Stage | None = None) -> int:
+    """Of the weights of a stage, or of all, as they are kept; a little more where fused ones are codes of
+    several types, or the embedding is the head as well."""
+    return sum(codes_bytes(checkpoint.codes[name], shape) if name in checkpoint.codes else
+               math.prod(shape) * dtype.itemsize
+               for name, shape in families.tensor_shapes(checkpoint.config, stage))
+
+
+def _opened(config: Config, files: ModelFiles, log: Callable[[str], object]) \
+        -> tuple[Checkpoint, LinearFactory, dict[str, registry.Choice]]:
+    """Its headers, what packs its weights, and the back-ends. Raises ConfigError."""
+    checkpoint = headers(config, files)
     backends = _backends_of(config, checkpoint, log)
-    if packed:
+    if config.model.dtype == "gguf":
         try:
             linear.OP.get("native").usable_on(_platform(config))
         except Unusable as why:
@@ -138,7 +151,7 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object]) -> L
                            ops=layer.ops(backends["layer"].name), stage=stage)
     whole = model if stage is None else families.build(checkpoint.config, dtype=dtype, linear=pack)
     digest = digest_of(checkpoint.config)
-    _check_weights_fit(config, files, families.tensor_shapes(checkpoint.config, stage), dtype, device)
+    _check_weights_fit(config, files, weight_bytes(checkpoint, dtype, stage), dtype)
     tensors: Iterable[tuple[str, Tensor | Codes]] = (
         families.dummy_tensors(checkpoint.config, config.model.seed or 0, model.wants, device=device)
         if load_format == "dummy" else checkpoint.tensors(model.wants))
@@ -154,8 +167,7 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object]) -> L
     del tensors, checkpoint, files
     _trim_heap()
     model.finish()
-    kept = "codes" if config.model.dtype == "gguf" else show_dtype(dtype)
-    log(f"model: {name}, {show_size(loaded)} of weights as {kept} in "
+    log(f"model: {name}, {show_size(loaded)} of weights as {_kept(config, dtype)} in "
         f"{time.perf_counter() - started:.1f} s")
     return Loaded(model, backends, name, load_format, dtype, loaded, _peak_rss() - rss_before, whole, digest)
 
@@ -213,18 +225,18 @@ def identity_of(loaded: Loaded, config: Config, caches: Caches) -> dict[str, str
             "back-ends": ", ".join(f"{op}={c.name}" for op, c in loaded.backends.items())}
 
 
-def _check_weights_fit(config: Config, files: ModelFiles, shapes: Iterable[tuple[str, tuple[int, ...]]],
-                       dtype: torch.dtype, device: str) -> None:
-    need, kept = sum(math.prod(shape) for _, shape in shapes) * dtype.itemsize, show_dtype(dtype)
-    if config.model.dtype == "gguf" and files.gguf is not None:
-        # At most: types of five and six bits take eight, an embedding may be the head as well.
-        need, kept = 2 * files.gguf.stat().st_size, "codes"
-    free = torch.cuda.mem_get_info()[0] if device == "cuda" else machine.probe().memory_available
+def _check_weights_fit(config: Config, files: ModelFiles, need: int, dtype: torch.dtype) -> None:
+    cuda = config.device.device == "cuda"
+    free = torch.cuda.mem_get_info()[0] if cuda else machine.probe().memory_available
     if need > free:
-        where = "of the GPU's memory" if device == "cuda" else "of memory"
+        where, kept = "of the GPU's memory" if cuda else "of memory", _kept(config, dtype)
+        less = " or --dtype bfloat16" if kept == "float32" else ""
         raise ConfigError(f"{files.name}: its weights take {show_size(need)} as {kept} and "
-                          f"{show_size(free)} {where} are free: take a smaller model or "
-                          "--dtype bfloat16")
+                          f"{show_size(free)} {where} are free: take a smaller model{less}")
+
+
+def _kept(config: Config, dtype: torch.dtype) -> str:
+    return "codes" if config.model.dtype == "gguf" else show_dtype(dtype)
 
 
 def _trim_heap() -> None:

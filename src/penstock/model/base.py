@@ -5,7 +5,7 @@
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NewType, Protocol, TypeAlias
 
@@ -165,6 +165,7 @@ class Checkpoint(Protocol):
 
     config: dict[str, Any]         # as config.json (GGUF metadata translated)
     eos_ids: tuple[int, ...]       # from generation_config, config, or the tokenizer
+    codes: Mapping[str, str]       # block type of each weight that comes as codes
 
     def tensors(self, wants: Wants = everything) -> Iterator[tuple[str, Tensor | Codes]]:
         """Every wanted weight once, Hugging Face name and layout, one at a time (bounded memory).

@@ -5,7 +5,7 @@ mapping: mapped pages would count as ours until the kernel takes them back). Kno
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
@@ -57,6 +57,7 @@ class ConfigOnly:
 
     def __init__(self, files: ModelFiles) -> None:
         self.config, self.eos_ids = files.config, files.eos_ids
+        self.codes: Mapping[str, str] = {}
 
     def tensors(self, wants: Wants = everything) -> Iterator[tuple[str, Tensor]]:
         """Nothing."""
@@ -67,6 +68,7 @@ class SafetensorsCheckpoint:
     """One file, or the shards of an index. Tensors keep their dtype; blocks of fp8 become float32."""
 
     def __init__(self, files: ModelFiles) -> None:
+        self.codes: Mapping[str, str] = {}
         self.config: dict[str, Any] = files.config
         self.eos_ids = files.eos_ids
         self.shards = {path: read_safetensors_header(path) for path in files.safetensors}
@@ -162,11 +164,12 @@ class GGUFCheckpoint:
 
     def __init__(self, files: ModelFiles, packed: bool) -> None:
         assert files.gguf is not None
-        self._packed = PACKED if packed else frozenset()
+        packs = PACKED if packed else frozenset()
         self.path = files.gguf
         self.config = files.config
         self.eos_ids = files.eos_ids
         self.plan: list[tuple[GGUFTensor, HFName]] = []
+        codes: dict[str, str] = {}
         names: set[str] = set()
         for stored in files.gguf_header.tensors.values():
             if stored.name == ROPE_FREQS:                    # is in the config
@@ -177,25 +180,30 @@ class GGUFCheckpoint:
                 raise ConfigError(f"{self.path}: two tensors are {target.name}")
             names.add(target.name)
             self.plan.append((stored, target))
+            if stored.block in packs and len(stored.shape) - target.experts == 2:
+                codes |= dict.fromkeys(_names(stored, target), stored.block)
+        self.codes: Mapping[str, str] = codes
 
     def tensors(self, wants: Wants = everything) -> Iterator[tuple[str, Tensor | Codes]]:
         """Every wanted weight once, in the order of the file; merged experts one by one."""
         file, _ = open_regular(self.path)
         with file:
             for stored, target in self.plan:
-                count = stored.shape[0] if target.experts else 1
+                names = _names(stored, target)
                 shape = stored.shape[1:] if target.experts else stored.shape
-                for i in range(count):
-                    name = target.name.format(i) if target.experts else target.name
+                for i, name in enumerate(names):
                     if not wants(name):
                         continue
-                    begin = stored.begin + i * (stored.num_bytes // count)
-                    tensor = _read_blocks(file, stored, begin, shape, self.path,
-                                          codes=stored.block in self._packed and len(shape) == 2)
+                    begin = stored.begin + i * (stored.num_bytes // len(names))
+                    tensor = _read_blocks(file, stored, begin, shape, self.path, codes=name in self.codes)
                     if target.rope_heads:
                         tensor = _halves(tensor, target.rope_heads)
                     yield name, _finite(tensor, name, self.path)
                     del tensor
+
+
+def _names(stored: GGUFTensor, target: HFName) -> list[str]:
+    return [target.name.format(i) for i in range(stored.shape[0])] if target.experts else [target.name]
 
 
 def _check_shape(stored: GGUFTensor, target: HFName, config: dict[str, Any], path: Path) -> None:

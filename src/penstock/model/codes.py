@@ -7,6 +7,7 @@ ggml's `ggml-quants.c`. Kernels keep codes of four bits in four, all others in e
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -131,3 +132,9 @@ def _q6_k(raw: _U8) -> _Read:
 _READERS: dict[str, Callable[[_U8], _Read]] = {
     "Q4_0": _q4_0, "Q4_1": _q4_1, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k}
 PACKED = frozenset(_READERS)                    # block types that stay codes
+
+
+def codes_bytes(block: str, shape: Sequence[int]) -> int:
+    """`num_bytes` of a weight of so many blocks of a type in `PACKED`, by its header alone: at most."""
+    bits, group = 4 if block.startswith("Q4_") else 8, 16 if block == "Q6_K" else 32
+    return math.prod(shape) * bits // 8 + math.prod(shape) // group * 4

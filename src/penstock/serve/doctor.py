@@ -5,7 +5,6 @@ Reads and prints; downloads nothing and loads no weights. Exit code 1 when servi
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -118,22 +117,21 @@ def _demo_is_here() -> bool:
 def _ranks(config: Config | None) -> Iterator[Finding]:
     """What each stage of a pipeline would have; of a model that is here."""
     from penstock.exec.caches import caches_of
-    from penstock.exec.load import dtype_of, selection_for
+    from penstock.exec.load import dtype_of, headers, selection_for, weight_bytes
     from penstock.exec.sizing import groups_of
     from penstock.exec.stages import of_config
-    from penstock.model.checkpoint import open_checkpoint
     from penstock.model.locate import locate
-    from penstock.model.registry import build, tensor_shapes
+    from penstock.model.registry import build
 
     if config is None or config.device.pp == 1 or (config.model.model == "demo" and not _demo_is_here()):
         return
     try:
         files = locate(config.model.model, load_format=config.model.load_format)
-        model = open_checkpoint(files).config
+        checkpoint = headers(config, files)
         if config.model.dtype == "auto":        # stages run on a CPU
             config = replace(config, model=replace(config.model, dtype="float32"))
-        dtype = dtype_of(config, files, model)
-        whole = build(model, dtype=dtype, linear=lambda w_OI, b_O: lambda x_TI: x_TI)
+        dtype = dtype_of(config, files, checkpoint.config)
+        whole = build(checkpoint.config, dtype=dtype, linear=lambda w_OI, b_O: lambda x_TI: x_TI)
         stages = of_config(config, whole.stage.end)
         groups = groups_of(whole, selection_for(config, whole))
     except ConfigError as e:
@@ -141,7 +139,7 @@ def _ranks(config: Config | None) -> Iterator[Finding]:
         return
     caches = caches_of(groups, config.kv.page_size, dtype)
     for i, stage in enumerate(stages):
-        size = sum(math.prod(shape) for _, shape in tensor_shapes(model, stage)) * dtype.itemsize
+        size = weight_bytes(checkpoint, dtype, stage)
         kv = caches.stage(stage.first, stage.end, groups).page_bytes // config.kv.page_size
         yield Finding("ranks", f"rank {i}", f"layers {stage.first} to {stage.end - 1}, "
                       f"{size / (1 << 20):.1f} MiB of weights, {kv} bytes of KV a token")
