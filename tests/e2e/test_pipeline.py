@@ -16,6 +16,8 @@ from penstock.config.errors import ConfigError
 from penstock.config.platform import probe
 from penstock.core.plan import Dropped, Paused
 from penstock.exec import build
+from penstock.exec import crew as crews
+from penstock.exec import rank_wire as wire
 from penstock.exec.crew import Crew, RankDied, check_identity
 from penstock.serve.doctor import examine
 
@@ -240,6 +242,38 @@ def test_a_rank_that_is_killed_ends_the_engine_and_says_so(model, victim):
                     os.kill(pids[victim], signal.SIGKILL)
                 two.turn()
     assert all(map(gone, pids))
+
+
+def test_a_rank_that_stops_loading_is_named_with_the_time(model, monkeypatch, capfd):
+    """As when the network file system with its weights is gone."""
+    started: list[Crew] = []
+
+    class Stuck(Crew):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.ranks[0].process.send_signal(signal.SIGSTOP)
+            started.append(self)
+
+    monkeypatch.setattr(build, "Crew", Stuck)
+    monkeypatch.setattr(crews, "LOADING_S", 0.5)
+    monkeypatch.setattr(crews, "STACK_S", 0.1)
+    with pytest.raises(RankDied, match="rank 0 hangs: no report for 1 s"):
+        Pipeline(model, hbm_bytes="1M", pp=2, rank_timeout_s=1)
+    assert "rank 0: no report for 1 s; its stack:" in capfd.readouterr().err
+    assert [rank.process.returncode for rank in started[0].ranks] == [-signal.SIGKILL] * 2
+
+
+def test_a_rank_that_loads_slowly_is_waited_for_while_it_says_how_far_it_is():
+    class Slow:
+        index, said = 0, [wire.Loading(), wire.Loading(), wire.Loaded({"dtype": "float32"}, 1, 1)]
+
+        def answer(self, timeout_s):
+            assert timeout_s == crews.LOADING_S             # of each, not of all
+            return self.said.pop(0)
+
+    crew = object.__new__(Crew)
+    crew.ranks, crew.timeout_s = [Slow()], 1.0
+    assert [one.weight_bytes for one in crew.loaded({"dtype": "float32"})] == [1]
 
 
 @pytest.mark.sweep

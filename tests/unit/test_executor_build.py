@@ -210,6 +210,15 @@ def test_a_stage_of_a_gguf_file_needs_memory_for_its_own_codes(tmp_path, monkeyp
         load.load(asked, stage, lines.append)
 
 
+def test_how_far_the_weights_are_is_told(folder, monkeypatch):
+    monkeypatch.setattr(load, "PROGRESS_S", 0.0)
+    lines: list[str] = []
+    load.load(dummy(folder), None, lines.append)
+    told = [line for line in lines if line.startswith("model: ") and " after " in line]
+    assert len(told) == len(list(load.families.tensor_shapes(LLAMA)))
+    assert any(line.endswith("of weights to load") for line in lines)
+
+
 def test_a_model_whose_logits_are_not_finite_never_becomes_ready(folder, monkeypatch):
     real = load.families.dummy_tensors
 

@@ -31,6 +31,7 @@ from penstock.exec.sampling import check_ids
 from penstock.memory.dram import mapped
 from penstock.memory.pool import BlockPool
 
+LOADING_S = 60.0            # a rank that loads may be silent for so long at least: files may be slow
 STACK_S = 1.0               # what a rank that hangs has to print its stack
 OVERLAPS = 8                # steps of the stage before that a step may overlap with
 
@@ -119,13 +120,13 @@ class RankProcess:
         assert isinstance(answer, wire.Answer)
         return answer.values
 
-    def answer(self, timeout_s: float | None = None) -> wire.FromRank:
+    def answer(self, timeout_s: float) -> wire.FromRank:
         """Raises ConfigError when the rank refuses, RankDied when it is gone or hangs."""
         try:
             message = self._answers.get(timeout=timeout_s)
         except Empty:
             # It may wait for another: who has plans and does not report is named.
-            self._crew.hang([rank for rank in self._crew.ranks if rank.queued] or [self])
+            self._crew.hang([rank for rank in self._crew.ranks if rank.queued] or [self], timeout_s)
         if message is None:
             self._crew.fail(self)
         if isinstance(message, wire.Refused):
@@ -170,10 +171,12 @@ class Crew:
             b.close()
 
     def loaded(self, want: dict[str, str]) -> list[wire.Loaded]:
-        """Wait until every stage has its weights. Raises ConfigError: one is not of this engine."""
-        found = []
+        """Wait until every stage has its weights. Raises ConfigError: one is not of this engine; RankDied:
+        one has not got on for as long as a hang takes."""
+        found, limit = [], max(self.timeout_s, LOADING_S)
         for rank in self.ranks:
-            message = rank.answer()
+            while isinstance(message := rank.answer(limit), wire.Loading):
+                pass
             assert isinstance(message, wire.Loaded)
             check_identity(rank.index, message.identity, want)
             found.append(message)
@@ -212,7 +215,7 @@ class Crew:
         try:
             self.news.get(timeout=self.timeout_s)
         except Empty:
-            self.hang([rank for rank in self.ranks if rank.queued] or self.ranks)
+            self.hang([rank for rank in self.ranks if rank.queued] or self.ranks, self.timeout_s)
 
     def watch(self) -> None:
         """For who waits elsewhere: raises RankDied when plans wait and none was reported for as long as a
@@ -222,17 +225,17 @@ class Crew:
             self.news.get_nowait()
             self._news_at = now
         if sent and now - max(self._news_at, *sent) > self.timeout_s:
-            self.hang([rank for rank in self.ranks if rank.queued])
+            self.hang([rank for rank in self.ranks if rank.queued], self.timeout_s)
 
-    def hang(self, hung: Sequence[RankProcess]) -> NoReturn:
-        """These have said nothing for too long: their stacks go to stderr. Raises RankDied."""
+    def hang(self, hung: Sequence[RankProcess], silent_s: float) -> NoReturn:
+        """These have said nothing for so long: their stacks go to stderr. Raises RankDied."""
         for rank in hung:
-            print(f"rank {rank.index}: no report for {self.timeout_s:g} s; its stack:",
+            print(f"rank {rank.index}: no report for {silent_s:g} s; its stack:",
                   file=sys.stderr, flush=True)
             rank.process.send_signal(signal.SIGUSR2)
             time.sleep(STACK_S)
         names = ", ".join(str(rank.index) for rank in hung)
-        raise RankDied(f"rank {names} hangs: no report for {self.timeout_s:g} s") from None
+        raise RankDied(f"rank {names} hangs: no report for {silent_s:g} s") from None
 
     def computed(self, rank: RankProcess, began: float, ended: float) -> None:
         """Seconds of a step, and those of them in which the stage before computed as well."""

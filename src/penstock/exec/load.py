@@ -37,6 +37,7 @@ from penstock.model.slots import LinearFactory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "gguf": torch.float32}
 TRIM_BYTES = 64 << 20         # weights loaded between two trims of the heap
+PROGRESS_S = 10.0             # between two lines of the log that say how far it is
 
 
 def choose_backends(config: Config, ops: Sequence[str],
@@ -141,7 +142,7 @@ def _backends_of(config: Config, checkpoint: Checkpoint,
 
 def load(config: Config, stage: Stage | None, log: Callable[[str], object]) -> Loaded:
     """Stream the weights of a stage in, or all: one source tensor at a time, and freed ones go back to
-    the system. Raises ConfigError."""
+    the system. `log` is told how far it is every PROGRESS_S, as long as tensors come. Raises ConfigError."""
     started, rss_before, device = time.perf_counter(), _peak_rss(), config.device.device
     files = locate(config.model.model, load_format=config.model.load_format)
     name, load_format = files.name, files.load_format
@@ -151,11 +152,13 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object]) -> L
                            ops=layer.ops(backends["layer"].name), stage=stage)
     whole = model if stage is None else families.build(checkpoint.config, dtype=dtype, linear=pack)
     digest = digest_of(checkpoint.config)
-    _check_weights_fit(config, files, weight_bytes(checkpoint, dtype, stage), dtype)
+    need = weight_bytes(checkpoint, dtype, stage)
+    _check_weights_fit(config, files, need, dtype)
     tensors: Iterable[tuple[str, Tensor | Codes]] = (
         families.dummy_tensors(checkpoint.config, config.model.seed or 0, model.wants, device=device)
         if load_format == "dummy" else checkpoint.tensors(model.wants))
-    loaded = trimmed = 0
+    log(f"model: {name} has {show_size(need)} of weights to load")
+    loaded, trimmed, told = 0, 0, time.perf_counter()
     for tensor_name, tensor in tensors:
         loaded += tensor.num_bytes if isinstance(tensor, Codes) else tensor.numel() * dtype.itemsize
         model.load(tensor_name, tensor if isinstance(tensor, Codes) else tensor.to(device))
@@ -163,6 +166,9 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object]) -> L
         if loaded - trimmed > TRIM_BYTES:
             trimmed = loaded
             _trim_heap()
+        if (now := time.perf_counter()) - told >= PROGRESS_S:
+            told = now
+            log(f"model: {show_size(loaded)} of {show_size(need)} after {now - started:.0f} s")
     # A GGUF's header holds its whole tokenizer; `finish` may pack a large head: not both at once.
     del tensors, checkpoint, files
     _trim_heap()

@@ -87,6 +87,7 @@ class Process:
 
     def _log(self, line: object) -> None:
         print(f"rank {self._index}: {line}", file=sys.stderr, flush=True)
+        self.send(wire.Loading())
 
     def _pools(self, core: CoreConfig) -> None:
         if self._rank is not None:

@@ -76,6 +76,10 @@ ToRank = Begin | Pools | Open | Close | Given | Plan | AskStats | AskReads
 
 
 # ---------------------------------------------------------------- rank -> front
+class Loading(_Message, frozen=True):
+    """It has just told the log how far it is, before Loaded."""
+
+
 class Loaded(_Message, frozen=True):
     """The stage has its weights. `identity`: what must be the same on every rank, by name."""
 
@@ -108,7 +112,7 @@ class Answer(_Message, frozen=True):
     values: dict[str, float] | None
 
 
-FromRank = Loaded | Refused | Ready | Reports | Answer
+FromRank = Loading | Loaded | Refused | Ready | Reports | Answer
 
 _ENCODER = msgspec.msgpack.Encoder()
 _TO = msgspec.msgpack.Decoder(ToRank)
