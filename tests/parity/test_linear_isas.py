@@ -1,8 +1,14 @@
-"""The C linear of every instruction set that this machine runs: cases, codes, rows alone and together."""
+"""The C linear of every instruction set that this machine runs: cases, codes, rows alone and together.
+
+All other C kernels of less than this CPU has run in processes of their own, `limited_isa.py`.
+"""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -58,6 +64,15 @@ def test_codes_equal_the_weights_they_mean(panels, most, group):
         gap = (panels.codes(code_OI, scale_OGB, bias_O)(x_TI) - (x_TI @ weight_OI.T + bias_O)).abs()
         most_TO = x_TI.abs() @ weight_OI.abs().T + bias_O.abs()      # what rounding is relative to
         assert (gap <= 1e-6 * most_TO).all(), (rows, (gap / most_TO).max())
+
+
+@pytest.mark.parametrize("isa", ["avx2", "plain"])
+def test_the_other_kernels_of_a_lesser_cpu(isa):
+    done = subprocess.run([sys.executable, str(Path(__file__).with_name("limited_isa.py")), isa],
+                          capture_output=True, text=True, timeout=300)
+    if "Unusable" in done.stderr:
+        pytest.skip(done.stderr.splitlines()[-1])
+    assert done.returncode == 0 and done.stdout.startswith("checked "), done.stdout + done.stderr[-3000:]
 
 
 def test_the_faster_one_is_kept_for_later_processes(tmp_path, monkeypatch):

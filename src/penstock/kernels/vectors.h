@@ -1,4 +1,4 @@
-/* What the C kernels share: vectors of 16 floats over f32 and bf16, sums in a fixed order, e^x for
+/* What the C kernels share: vectors of floats over f32 and bf16, sums in a fixed order, e^x for
  * x <= 0, attention of a chunk block by block, and the largest of a list. For any CPU that gcc 12 or
  * clang makes vectors for.
  */
@@ -10,7 +10,21 @@
 
 #define CHUNK 128               /* tokens whose weights are kept at once */
 #define BLOCK 16                /* slots that are read together */
+/* A vector is as wide as the CPU's: gcc takes wider ones apart lane by lane where a scalar goes into all lanes
+ * or lanes change their place. SLOTS and WIDE: how many scores, and vectors of a value, registers hold. */
+#if defined(__AVX512F__)
 #define LANES 16
+#define SLOTS 16
+#define WIDE 4
+#elif defined(__AVX2__)
+#define LANES 8
+#define SLOTS 8
+#define WIDE 2
+#else
+#define LANES 4
+#define SLOTS 8
+#define WIDE 2
+#endif
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float Vec __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -64,45 +78,64 @@ INLINE float exp_negative(float x)
     return x < -87.0f ? 0.0f : p * scale.f;
 }
 
-/* Lane i of the result is the sum of the lanes of a[i]: 16 sums by halving, two vectors into one. */
-#define FOLD(a, b, ...) (__builtin_shufflevector(a, b, __VA_ARGS__))
-#define LO8 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23
-#define HI8 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31
-#define LO4 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27
-#define HI4 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31
-#define LO2 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29
-#define HI2 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31
-#define LO1 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
-#define HI1 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
-INLINE Vec sums(Vec *a)
+/* a[i] becomes the sums of neighbours: of a[2 * i] in the lower lanes, of a[2 * i + 1] in the upper ones. */
+#define FOLD(low, high) \
+    for (int i = 0; i < count / 2; i++) \
+        a[i] = __builtin_shufflevector(a[2 * i], a[2 * i + 1], low) \
+             + __builtin_shufflevector(a[2 * i], a[2 * i + 1], high); \
+    count /= 2;
+#define ALL(...) __VA_ARGS__
+
+/* out[i] is the sum of the lanes of a[i], for BLOCK vectors, which are used up: by halving, two vectors into
+ * one, neighbours first and the widest fold last, so that sums end up in order. */
+INLINE void sums(Vec *a, float *out)
 {
-    /* Neighbours first and the widest fold last, so that sums end up in order. */
-    for (int i = 0; i < 8; i++)
-        a[i] = FOLD(a[2 * i], a[2 * i + 1], LO8) + FOLD(a[2 * i], a[2 * i + 1], HI8);
-    for (int i = 0; i < 4; i++)
-        a[i] = FOLD(a[2 * i], a[2 * i + 1], LO4) + FOLD(a[2 * i], a[2 * i + 1], HI4);
-    for (int i = 0; i < 2; i++)
-        a[i] = FOLD(a[2 * i], a[2 * i + 1], LO2) + FOLD(a[2 * i], a[2 * i + 1], HI2);
-    return FOLD(a[0], a[1], LO1) + FOLD(a[0], a[1], HI1);
+    int count = BLOCK;
+#if LANES == 16
+    FOLD(ALL(0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
+         ALL(8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31))
+    FOLD(ALL(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27),
+         ALL(4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31))
+    FOLD(ALL(0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29),
+         ALL(2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31))
+    FOLD(ALL(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30),
+         ALL(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31))
+#elif LANES == 8
+    FOLD(ALL(0, 1, 2, 3, 8, 9, 10, 11), ALL(4, 5, 6, 7, 12, 13, 14, 15))
+    FOLD(ALL(0, 1, 4, 5, 8, 9, 12, 13), ALL(2, 3, 6, 7, 10, 11, 14, 15))
+    FOLD(ALL(0, 2, 4, 6, 8, 10, 12, 14), ALL(1, 3, 5, 7, 9, 11, 13, 15))
+#else
+    FOLD(ALL(0, 1, 4, 5), ALL(2, 3, 6, 7))
+    FOLD(ALL(0, 2, 4, 6), ALL(1, 3, 5, 7))
+#endif
+    for (int i = 0; i < count; i++)
+        put(out, i * LANES, a[i], 0);
 }
 
 /* score[j] = q . k[slot[j]] for BLOCK slots and one query head. */
-INLINE Vec score_block(const float *q, const void *k, const int64_t *at, int64_t dim, int bf16)
+INLINE void score_block(const float *q, const void *k, const int64_t *at, int64_t dim, int bf16, float *score)
 {
-    Vec sum[BLOCK] = { 0 };
-    for (int64_t d = 0; d < dim; d += LANES) {
-        Vec query = load(q, d, 0);
-        for (int j = 0; j < BLOCK; j++)
-            sum[j] += query * load(k, at[j] + d, bf16);
+    Vec sum[BLOCK];
+    for (int first = 0; first < BLOCK; first += SLOTS) {
+        Vec some[SLOTS] = { 0 };
+        for (int64_t d = 0; d < dim; d += LANES) {
+            Vec query = load(q, d, 0);
+            #pragma GCC unroll 16
+            for (int j = 0; j < SLOTS; j++)
+                some[j] += query * load(k, at[first + j] + d, bf16);
+        }
+        #pragma GCC unroll 16
+        for (int j = 0; j < SLOTS; j++)
+            sum[first + j] = some[j];
     }
-    return sums(sum);
+    sums(sum, score);
 }
 
 /* sum[i][d .. d + vectors * LANES) += weight[i][j] * v[slot[j]], for up to four query heads. */
 INLINE void value_block(float *sum, int64_t width, const float *weight, const void *v,
                         const int64_t *at, int heads, int vectors, int bf16)
 {
-    Vec total[4][4];
+    Vec total[4][WIDE];
     for (int i = 0; i < heads; i++)
         for (int d = 0; d < vectors; d++)
             total[i][d] = load(sum, i * width + d * LANES, 0);
@@ -122,21 +155,21 @@ INLINE void value_heads(float *sum, int64_t width, const float *weight, const vo
 {
     for (int64_t n = 0; n < heads; n += 4, sum += 4 * width, weight += 4 * CHUNK)
         for (int64_t d = 0; d < dim; ) {
-            const int vectors = dim - d >= 4 * LANES ? 4 : 1;
+            const int vectors = dim - d >= WIDE * LANES ? WIDE : 1;
             int64_t place[BLOCK];
             for (int j = 0; j < BLOCK; j++)
                 place[j] = at[j] + d;
             #define CASE(count, wide) \
                 value_block(sum + d, width, weight, v, place, count, wide, bf16)
             switch ((heads - n > 4 ? 4 : heads - n) * 8 + vectors) {
-            case 12: CASE(1, 4); break;
-            case 20: CASE(2, 4); break;
-            case 28: CASE(3, 4); break;
-            case 36: CASE(4, 4); break;
-            case 9: CASE(1, 1); break;
-            case 17: CASE(2, 1); break;
-            case 25: CASE(3, 1); break;
-            case 33: CASE(4, 1); break;
+            case 1 * 8 + WIDE: CASE(1, WIDE); break;
+            case 2 * 8 + WIDE: CASE(2, WIDE); break;
+            case 3 * 8 + WIDE: CASE(3, WIDE); break;
+            case 4 * 8 + WIDE: CASE(4, WIDE); break;
+            case 1 * 8 + 1: CASE(1, 1); break;
+            case 2 * 8 + 1: CASE(2, 1); break;
+            case 3 * 8 + 1: CASE(3, 1); break;
+            case 4 * 8 + 1: CASE(4, 1); break;
             }
             d += vectors * LANES;
         }

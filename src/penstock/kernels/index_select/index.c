@@ -22,7 +22,7 @@ typedef struct {
 INLINE void score_tokens(const Index *s, int64_t b, int64_t first, int64_t end, int64_t dim, int bf16)
 {
     const int32_t *pages = s->table + s->row[b] * s->table_stride;
-    float q[s->heads * dim], total[BLOCK], *score = s->score + b * s->width;
+    float q[s->heads * dim], one_head[BLOCK], *score = s->score + b * s->width;
     for (int64_t i = 0; i < s->heads * dim; i += LANES)
         put(q, i, load(s->q, b * s->heads * dim + i, bf16), 0);
     for (int64_t p = first; p < end; p += BLOCK) {
@@ -31,13 +31,12 @@ INLINE void score_tokens(const Index *s, int64_t b, int64_t first, int64_t end, 
             int64_t token = p + j < end ? p + j : p;
             at[j] = pages[token / s->page_size] * s->page_stride + token % s->page_size * dim;
         }
-        Vec sum = { 0 };
+        float total[BLOCK] = { 0 };
         for (int64_t i = 0; i < s->heads; i++) {
-            Vec one_head = score_block(q + i * dim, s->key, at, dim, bf16);
-            Vec positive = (Vec)((Word)one_head & (Word)(one_head > 0.0f));
-            sum += s->weight[b * s->heads + i] * positive;
+            score_block(q + i * dim, s->key, at, dim, bf16, one_head);
+            for (int j = 0; j < BLOCK; j++)
+                total[j] += s->weight[b * s->heads + i] * (one_head[j] > 0.0f ? one_head[j] : 0.0f);
         }
-        put(total, 0, sum, 0);
         for (int64_t j = 0; j < BLOCK && p + j < end; j++)
             score[p + j] = total[j];
     }

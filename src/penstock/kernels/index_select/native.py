@@ -11,7 +11,7 @@ from penstock.kernels.index_select import reference
 from penstock.kernels.native import entry, library
 from penstock.kernels.platform import Platform, WrongResult
 
-_LANES = 16                         # as in vectors.h
+_LANES = 16                         # the widest in vectors.h
 _SOURCE = Path(__file__).with_name("index.c")
 
 

@@ -45,7 +45,7 @@ INLINE void run_task(const Latent *s, int64_t b, int64_t head, int64_t dim, int 
             at[j] = at[0];
         for (int64_t j = 0; j < padded; j += BLOCK)
             for (int64_t n = 0; n < heads; n++)
-                put(weight, n * CHUNK + j, score_block(q + n * dim, s->pool, at + j, dim, bf16), 0);
+                score_block(q + n * dim, s->pool, at + j, dim, bf16, weight + n * CHUNK + j);
         for (int64_t n = 0; n < heads; n++) {
             float *w = weight + n * CHUNK, most = top[n], added = 0.0f;
             #pragma omp simd reduction(max : most)

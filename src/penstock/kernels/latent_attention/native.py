@@ -11,7 +11,7 @@ from penstock.kernels.latent_attention import reference
 from penstock.kernels.native import entry, library
 from penstock.kernels.platform import Platform, WrongResult
 
-_LANES = 16                         # as in vectors.h
+_LANES = 16                         # the widest in vectors.h
 _HEADS = 32                         # of a task at most: its sums stay in the second-level cache
 _SOURCE = Path(__file__).with_name("latent.c")
 

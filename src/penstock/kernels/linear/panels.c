@@ -36,6 +36,8 @@
 
 #define PANEL (2 * LANES)       /* outputs of a panel: two vectors, so that a tile reads every byte in turn */
 #define WIDTH 2
+#define PANELS_MAX 4            /* of a tile of one row */
+#define SUMS (TALL * WIDTH)     /* of the largest tile */
 
 typedef float Vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint32_t Word __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -129,65 +131,91 @@ INLINE void group_scales(Vec *scale, const uint16_t *scales, int64_t g)
         scale[v] = half_vector(scales + g * 2 * PANEL + v * LANES);
 }
 
-/* out[r][0 .. PANEL) = x[r] . panel, for `rows` rows; constants after inlining. */
-INLINE void tile(const void *panel, const uint16_t *scales, int64_t group, const void *x, int64_t stride,
-                 int64_t inputs, float *out, int rows, int kind)
+/* Panels one after the other, and the scales of each; bytes, and halves, from one to the next. */
+typedef struct {
+    const char *weight;
+    const uint16_t *scales;
+    int64_t bytes, halves, group;
+} Panels;
+
+/* out[p][r][0 .. PANEL) = x[r] . panel p, of `rows` rows and `panels` panels; constants after inlining. */
+INLINE void tile(const Panels *at, const void *x, int64_t stride, int64_t inputs, float *out, int rows,
+                 int panels, int kind)
 {
-    Vec sum[TALL * WIDTH];
+    Vec sum[SUMS];
     #pragma GCC unroll 64
-    for (int i = 0; i < rows * WIDTH; i++)
+    for (int i = 0; i < panels * rows * WIDTH; i++)
         sum[i] = (Vec){ 0 };
     if (kind == F32)
-        for (int64_t i = 0; i < inputs; i++) {
-            Vec weight[WIDTH];
+        for (int64_t i = 0; i < inputs; i++)
             #pragma GCC unroll 8
-            for (int v = 0; v < WIDTH; v++)
-                weight[v] = *(const Vec *)((const float *)panel + i * PANEL + v * LANES);
-            step(sum, weight, (const float *)x + i, stride, rows);
-        }
-    else if (kind == NIBBLES || kind == BYTES)
-        for (int64_t g = 0; g < inputs / group; g++) {
-            Vec scale[2 * WIDTH], weight[2][WIDTH];
-            group_scales(scale, scales, g);
-            for (int64_t i = g * group; i < (g + 1) * group; i += kind == BYTES ? 1 : 2) {
-                codes(weight, panel, i, scale, kind);
-                step(sum, weight[0], (const float *)x + i, stride, rows);
-                if (kind == NIBBLES)
-                    step(sum, weight[1], (const float *)x + i + 1, stride, rows);
-            }
-        }
-    else
-        for (int64_t i = 0; i < inputs; i += 2) {
-            Word pair[WIDTH];
-            #pragma GCC unroll 8
-            for (int v = 0; v < WIDTH; v++)
-                pair[v] = *(const Word *)((const uint32_t *)panel + i / 2 * PANEL + v * LANES);
-            if (kind == DOTS)
-                dots(sum, pair, (const uint16_t *)x + i, stride, rows);
-            else {
-                Vec even[WIDTH], odd[WIDTH];
+            for (int p = 0; p < panels; p++) {
+                const float *panel = (const float *)(at->weight + p * at->bytes) + i * PANEL;
+                Vec weight[WIDTH];
                 #pragma GCC unroll 8
                 for (int v = 0; v < WIDTH; v++)
-                    even[v] = (Vec)(pair[v] << 16), odd[v] = (Vec)(pair[v] & 0xffff0000u);
-                step(sum, even, (const float *)x + i, stride, rows);
-                step(sum, odd, (const float *)x + i + 1, stride, rows);
+                    weight[v] = *(const Vec *)(panel + v * LANES);
+                step(sum + p * rows * WIDTH, weight, (const float *)x + i, stride, rows);
             }
+    else if (kind == NIBBLES || kind == BYTES)
+        for (int64_t g = 0; g < inputs / at->group; g++) {
+            Vec scale[PANELS_MAX][2 * WIDTH], weight[2][WIDTH];
+            for (int p = 0; p < panels; p++)
+                group_scales(scale[p], at->scales + p * at->halves, g);
+            for (int64_t i = g * at->group; i < (g + 1) * at->group; i += kind == BYTES ? 1 : 2)
+                #pragma GCC unroll 8
+                for (int p = 0; p < panels; p++) {
+                    codes(weight, (const uint8_t *)at->weight + p * at->bytes, i, scale[p], kind);
+                    step(sum + p * rows * WIDTH, weight[0], (const float *)x + i, stride, rows);
+                    if (kind == NIBBLES)
+                        step(sum + p * rows * WIDTH, weight[1], (const float *)x + i + 1, stride, rows);
+                }
         }
-    for (int r = 0; r < rows; r++)
-        for (int v = 0; v < WIDTH; v++)
-            *(Vec *)(out + r * PANEL + v * LANES) = sum[r * WIDTH + v];
+    else
+        for (int64_t i = 0; i < inputs; i += 2)
+            #pragma GCC unroll 8
+            for (int p = 0; p < panels; p++) {
+                const uint32_t *panel = (const uint32_t *)(at->weight + p * at->bytes) + i / 2 * PANEL;
+                Vec *mine = sum + p * rows * WIDTH;
+                Word pair[WIDTH];
+                #pragma GCC unroll 8
+                for (int v = 0; v < WIDTH; v++)
+                    pair[v] = *(const Word *)(panel + v * LANES);
+                if (kind == DOTS)
+                    dots(mine, pair, (const uint16_t *)x + i, stride, rows);
+                else {
+                    Vec even[WIDTH], odd[WIDTH];
+                    #pragma GCC unroll 8
+                    for (int v = 0; v < WIDTH; v++)
+                        even[v] = (Vec)(pair[v] << 16), odd[v] = (Vec)(pair[v] & 0xffff0000u);
+                    step(mine, even, (const float *)x + i, stride, rows);
+                    step(mine, odd, (const float *)x + i + 1, stride, rows);
+                }
+            }
+    for (int i = 0; i < panels * rows * WIDTH; i++)
+        *(Vec *)(out + i * LANES) = sum[i];
 }
 
-/* Up to TALL rows of one panel; returns how many. */
-INLINE int64_t tiles(const void *panel, const uint16_t *scales, int64_t group, const void *x, int64_t stride,
-                     int64_t inputs, float *out, int64_t left, int kind)
+/* Up to TALL rows of `panels` panels; returns how many. A sum waits for the one before it: where there are
+ * few of them, because there are few rows, panels are read side by side. */
+INLINE int64_t tiles(const Panels *at, const void *x, int64_t stride, int64_t inputs, float *out,
+                     int64_t left, int panels, int kind)
 {
-    #define TILE(rows) tile(panel, scales, group, x, stride, inputs, out, rows, kind); return rows;
+    #define TILE(rows, panels) tile(at, x, stride, inputs, out, rows, panels, kind); return rows;
+    if (panels == 4) { TILE(1, 4) }
+    if (panels == 2 && left == 1) { TILE(1, 2) }
+    if (panels == 2) { TILE(2, 2) }
     /* 4 rows and 4 are faster than 6 and 2. Beside 6 rows there are no registers left for scales. */
-    if (left >= TALL && (TALL == 8 || (left != 8 && kind < NIBBLES))) { TILE(TALL) }
-    if (left >= 4) { TILE(4) }
-    if (left >= 2) { TILE(2) }
-    TILE(1)
+    if (left >= TALL && (TALL == 8 || (left != 8 && kind < NIBBLES))) { TILE(TALL, 1) }
+    if (left >= 4) { TILE(4, 1) }
+    if (left >= 2) { TILE(2, 1) }
+    TILE(1, 1)
+}
+
+/* Panels that are read at once: beside the scales of codes there are no registers for four. */
+INLINE int side_by_side(const Args *a)
+{
+    return a->rows > 2 ? 1 : a->rows == 1 && !a->scales ? 4 : 2;
 }
 
 static void expand_panel(float *out, const void *panel, const uint16_t *scales, int64_t group,
@@ -217,25 +245,26 @@ INLINE int64_t panel_bytes(const Args *a, int64_t inputs)
     return inputs * PANEL * (a->scales ? a->bits : a->bf16 ? 16 : 32) / 8;
 }
 
-static void item(const Args *a, const void *x, int64_t stride, int64_t inputs, int64_t p, int64_t first,
-                 float *expanded)
+static void item(const Args *a, const void *x, int64_t stride, int64_t inputs, int64_t p, int panels,
+                 int64_t first, float *expanded)
 {
     const int64_t last = a->rows - first < ROWS_OF_ITEM ? a->rows : first + ROWS_OF_ITEM;
-    const int64_t wide = a->outputs - p * PANEL < PANEL ? a->outputs - p * PANEL : PANEL;
-    const void *panel = (const char *)a->weight + p * panel_bytes(a, inputs);
-    const uint16_t *scales = a->scales ? (const uint16_t *)a->scales + p * (inputs / a->group) * 2 * PANEL
-                                       : NULL;
-    int kind = scales ? a->bits == 4 ? NIBBLES : BYTES : a->bf16 ? DOT_BF16 ? DOTS : PAIRS : F32;
-    float out[TALL * PANEL];
+    const int64_t wide = a->outputs - p * PANEL < panels * PANEL ? a->outputs - p * PANEL : panels * PANEL;
+    Panels at = { .bytes = panel_bytes(a, inputs), .halves = a->scales ? inputs / a->group * 2 * PANEL : 0,
+                  .group = a->group };
+    at.weight = (const char *)a->weight + p * at.bytes;
+    at.scales = a->scales ? (const uint16_t *)a->scales + p * at.halves : NULL;
+    int kind = a->scales ? a->bits == 4 ? NIBBLES : BYTES : a->bf16 ? DOT_BF16 ? DOTS : PAIRS : F32;
+    float out[SUMS * LANES];
     if (expanded) {
-        expand_panel(expanded, panel, scales, a->group, inputs, kind);
-        panel = expanded, kind = F32;
+        expand_panel(expanded, at.weight, at.scales, a->group, inputs, kind);
+        at.weight = (const char *)expanded, kind = F32;
     }
     for (int64_t t = first; t < last; ) {
         const void *row = (const char *)x + t * stride * (kind == DOTS ? 2 : 4);
         int64_t done = 0;
         #define CASE(k) case k: \
-            done = tiles(panel, scales, a->group, row, stride, inputs, out, last - t, k); break;
+            done = tiles(&at, row, stride, inputs, out, last - t, panels, k); break;
         switch (kind) {
         CASE(F32)
 #if DOT_BF16
@@ -248,13 +277,13 @@ static void item(const Args *a, const void *x, int64_t stride, int64_t inputs, i
         }
         for (int64_t r = 0; r < done; r++)
             for (int64_t j = 0; j < wide; j++) {
-                const int64_t o = p * PANEL + j, at = (t + r) * a->outputs + o;
+                const int64_t o = p * PANEL + j, to = (t + r) * a->outputs + o;
+                const float sum = out[(j / PANEL * done + r) * PANEL + j % PANEL];
                 if (a->bf16) {
                     const float bias = a->bias ? widen(((const uint16_t *)a->bias)[o]) : 0.0f;
-                    ((uint16_t *)a->y)[at] = narrow(out[r * PANEL + j] + bias);
+                    ((uint16_t *)a->y)[to] = narrow(sum + bias);
                 } else
-                    ((float *)a->y)[at] = out[r * PANEL + j]
-                                          + (a->bias ? ((const float *)a->bias)[o] : 0.0f);
+                    ((float *)a->y)[to] = sum + (a->bias ? ((const float *)a->bias)[o] : 0.0f);
             }
         t += done;
     }
@@ -272,6 +301,7 @@ int penstock_linear(const Args *a, int threads)
     const int64_t inputs = a->inputs + (a->bf16 ? a->inputs & 1 : 0);
     const int64_t panels = (a->outputs + PANEL - 1) / PANEL;
     const int64_t chunks = (a->rows + ROWS_OF_ITEM - 1) / ROWS_OF_ITEM;
+    const int64_t side = side_by_side(a), whole = panels / side;      /* the last ones go one by one */
     const int expand = (a->scales || (a->bf16 && !DOT_BF16)) && a->rows >= EXPAND;
     const void *x = a->x;
     int64_t stride = a->stride;
@@ -300,9 +330,10 @@ int penstock_linear(const Args *a, int threads)
                 }
         }
         #pragma omp for schedule(dynamic, 1)
-        for (int64_t n = 0; n < panels * chunks; n++) {
+        for (int64_t n = 0; n < (whole + panels % side) * chunks; n++) {
+            const int64_t i = n / chunks, p = i < whole ? i * side : i - whole + whole * side;
             float *mine = expanded ? expanded + omp_get_thread_num() * inputs * PANEL : NULL;
-            item(a, x, stride, inputs, n / chunks, n % chunks * ROWS_OF_ITEM, mine);
+            item(a, x, stride, inputs, p, i < whole ? side : 1, n % chunks * ROWS_OF_ITEM, mine);
         }
     }
     free(copy), free(expanded);

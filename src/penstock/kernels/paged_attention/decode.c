@@ -83,7 +83,7 @@ INLINE void run_chunk(const Step *s, int64_t index, int64_t dim, int bf16)
                 at[i] = slot[j + i] + h * s->head_stride;
             fetch(s->k, at, ahead(s, slot, j, padded, h), dim, bf16);
             for (int64_t n = h * group; n < (h + 1) * group; n++)
-                put(weight, n * CHUNK + j, score_block(q + n * dim, s->k, at, dim, bf16), 0);
+                score_block(q + n * dim, s->k, at, dim, bf16, weight + n * CHUNK + j);
         }
     for (int64_t n = 0; n < heads; n++)
         begin_part(weight + n * CHUNK, count, padded, partial + n * width, dim);

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.paged_attention.spec import AttentionSpec, Row, pages_of, rows_of
-from penstock.kernels.platform import Platform
+from penstock.kernels.platform import Platform, multiplies_bf16
 from penstock.kernels.ragged import Ragged
 
 # Queries of a prefill chunk handled at once: the masked triangle is small, matmuls are large.
@@ -150,26 +150,31 @@ class _Batch:
 
 
 class Chunk:
-    """The queries of one prefill chunk, a block at a time, each over the keys up to its last."""
+    """The queries of one prefill chunk, a block at a time, each over the keys up to its last.
+
+    bf16 is converted to f32 where the CPU cannot multiply it.
+    """
 
     def __init__(self, row: Row, spec: AttentionSpec, layout: Ragged) -> None:
         self.at: slice | Tensor = slice(row.first, row.first + row.count)
         self._context = _Context(row, layout)
         self._spec, self._count, self._length = spec, row.count, row.context
         block = min(_BLOCK, row.count)
+        products = spec.dtype == torch.bfloat16 and multiplies_bf16()
+        self._dtype = spec.dtype if products else torch.float32
         # Aligned at the lower right corner: every block and its keys is a view of this one mask.
-        self._mask = torch.zeros(block, row.context, dtype=spec.dtype)
+        self._mask = torch.zeros(block, row.context, dtype=self._dtype)
         self._mask[:, row.context - block:] = torch.full(
-            (block, block), float("-inf"), dtype=spec.dtype).triu_(1)
-        self._run = self._matmuls if spec.dtype == torch.bfloat16 else self._fused
+            (block, block), float("-inf"), dtype=self._dtype).triu_(1)
+        self._run = self._matmuls if products else self._fused
         self._unused = torch.empty((), dtype=spec.dtype)
 
     def __call__(self, q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor) -> Tensor:
         spec = self._spec
-        k_KSH, v_KSH = self._context(k_PKGH), self._context(v_PKGH)
+        k_KSH, v_KSH = (self._context(pool_PKGH).to(self._dtype) for pool_PKGH in (k_PKGH, v_PKGH))
         out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
         heads = (-1, spec.num_kv_heads, spec.group, spec.head_dim)
-        q_CKgH, out_CKgH = q_TNH.view(heads), out_TNH.view(heads)
+        q_CKgH, out_CKgH = q_TNH.to(self._dtype).view(heads), out_TNH.view(heads)
         for start in range(0, self._count, _BLOCK):
             end = min(start + _BLOCK, self._count)
             visible = self._length - self._count + end

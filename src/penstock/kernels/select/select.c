@@ -62,7 +62,7 @@ INLINE void score_units(const Select *s, int64_t b, int64_t k, int64_t first, in
                                          * one(s->bounds, at[j] + s->plane_stride + d, bf16);
                     sum[j][d - whole] += below[n * dim + d] * one(s->bounds, at[j] + d, bf16);
                 }
-            put(total, 0, sums(sum), 0);
+            sums(sum, total);
             for (int j = 0; j < BLOCK; j++)
                 best[j] = n == 0 || total[j] > best[j] ? total[j] : best[j];
         }

@@ -11,7 +11,7 @@ from penstock.kernels.native import entry, library
 from penstock.kernels.platform import Platform, WrongResult
 from penstock.kernels.sparse_attention import reference
 
-_CHUNK, _LANES = 128, 16            # as in vectors.h
+_CHUNK, _LANES = 128, 16            # as in vectors.h, its widest
 _SOURCE = Path(__file__).with_name("sparse.c")
 
 

@@ -65,7 +65,7 @@ INLINE void run_chunk(const Sparse *s, int64_t b, int64_t k, int64_t c, int64_t 
         at[j] = at[0];
     for (int64_t j = 0; j < padded; j += BLOCK)
         for (int64_t n = 0; n < group; n++)
-            put(weight, n * CHUNK + j, score_block(q + n * dim, s->pool, at + j, dim, bf16), 0);
+            score_block(q + n * dim, s->pool, at + j, dim, bf16, weight + n * CHUNK + j);
     for (int64_t n = 0; n < group; n++)
         begin_part(weight + n * CHUNK, count, padded, partial + n * next, dim);
     for (int64_t j = 0; j < padded; j += BLOCK)
