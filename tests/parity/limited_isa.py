@@ -1,4 +1,4 @@
-"""Run by test_linear_isas.py in a process of its own: every C kernel but `linear`, compiled for less than this
+"""Run by test_linear_isas.py in a process of its own: C kernels but `linear`, compiled for less than this
 CPU has, against the references (one case of eight)."""
 from __future__ import annotations
 
