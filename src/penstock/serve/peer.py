@@ -140,9 +140,7 @@ class Peer:
             self._link.cut(self.epoch)                 # it breaks its rule: ids only grow
             return []
         self._newest = ask.transfer
-        prompt = array("i", ask.prompt[:len(ask.prompt) // 4 * 4])
-        if sys.byteorder == "big":
-            prompt.byteswap()
+        prompt = _little(array("i", ask.prompt[:len(ask.prompt) // 4 * 4]))
         return [Asked(ask.transfer, Submit(
             rid=0, prompt=prompt.tolist(), params=ask.params, stop_ids=ask.stop_ids, max_new=1,
             namespace=self._namespaces.number(ask.namespace, None),
@@ -167,9 +165,7 @@ class Peer:
         message holds it."""
         if not self.epoch or len(m.prompt) > PROMPT_MAX:
             return 0
-        prompt = array("i", m.prompt)
-        if sys.byteorder == "big":
-            prompt.byteswap()
+        prompt = _little(array("i", m.prompt))
         namespace = hashlib.blake2b(m.namespace.to_bytes(8, "little"), key=self._secret, digest_size=16)
         self._waits[m.rid] = _Wait(self._clock())
         self._count["asked"] += 1
@@ -256,3 +252,10 @@ class Peer:
 
     def close(self) -> None:
         self._link.close()
+
+
+def _little(numbers: array[int]) -> array[int]:
+    """To or from little-endian, in place."""
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers
