@@ -22,7 +22,7 @@ FACTS = Facts("decode", {"weights": "abc", "RoPE": "none"},
               [GroupFacts("kv", 3, 2, 2, 8, 1, "bfloat16", 2, 16)], [[1, 2]], {"model": "demo", "x": None})
 MESSAGES = [
     Grant(9, 2, 100, 16), Cancel(9, 2), End(9, 2, 100, (5, 6)), Refused(9, 2, Reason.REFUSED),
-    Drained(9, 2, Reason.CANCELLED), Greeting(FACTS, 6, 10_000, 7), Beat(),
+    Drained(9, 2, Reason.CANCELLED), Greeting(FACTS, 6, 10_000, b"e" * 16, 7), Beat(),
     Ask(transfer=9, prompt=b"\1\0\0\0" * 5, params=SamplingParams(stop=("é",), logit_bias={5: -1.5}, seed=-3),
         stop_ids=[2], max_new=5, namespace=b"n" * 16, choice=1, leader=8, selects=True,
         attention=(1 << 63) - 1),

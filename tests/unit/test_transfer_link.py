@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from msgspec.structs import replace as alike
-from pair_ends import BOUNDS, KEY, KV, LinkEnd, check, grant, pages_for, push, transfer_all
+from pair_ends import BOUNDS, KEY, KV, WAIT_S, LinkEnd, check, grant, pages_for, push, transfer_all
 from pair_proxy import Fault, Proxy
 
 from penstock.config.errors import ConfigError
@@ -19,7 +19,7 @@ from penstock.config.params import SamplingParams
 from penstock.core.pair.messages import Cancel, Drained, Reason, Refused
 from penstock.core.pair.messages import End as Over
 from penstock.core.plan import Tier
-from penstock.transfer import events, link
+from penstock.transfer import events, link, streams
 from penstock.transfer.codec import checksum
 from penstock.transfer.events import Down, Heard, Pushed, Unpaired, Up
 from penstock.transfer.facts import Facts
@@ -128,12 +128,47 @@ def test_an_end_that_comes_back_pairs_again_in_a_newer_epoch(who: str, ends, tmp
     check(both["decode"], given, 20)
 
 
+def lose(prefill: LinkEnd, decode: LinkEnd) -> None:
+    """Say so much that a proxy which holds what comes after 8 KiB holds everything."""
+    for end in (prefill, decode):
+        for _ in range(200):
+            end.link.say(1, Refused(9, 9, 1))
+
+
+HELD = (Fault("out", at=8192, hold=True), Fault("in", at=8192, hold=True))
+
+
 def test_an_end_that_dials_again_replaces_its_old_connection(ends) -> None:
-    """It may have lost its machine, so nobody has closed that."""
-    prefill, _, proxy = pair(ends, through=(Fault("out", at=1 << 40), Fault("in", at=1 << 40)))
-    newer = ends("decode", prefill.link.address)
+    """The network between them forgot it, so nobody has told the other end that it is over."""
+    prefill, decode, proxy = pair(ends, decode={"silence_s": 0.4}, through=HELD)
+    lose(prefill, decode)
+    assert "said nothing" in decode.wait(Down).cause
     assert "again" in prefill.wait(Down).cause
-    assert prefill.up() == newer.up() >= 2
+    assert prefill.up() == decode.up() >= 2
+    proxy.close()
+
+
+def test_a_second_end_does_not_take_the_first_ones_place(ends) -> None:
+    """They would go on taking it from each other."""
+    prefill, first = pair(ends)
+    second = ends("decode", prefill.link.address)
+    for end in (second, prefill):
+        assert "the prefill engine has another decode engine" in end.wait(Unpaired).words
+    given, heard = transfer_all(prefill, first, 1, 20)
+    assert isinstance(heard.message, Over)
+    check(first, given, 20)
+    assert not [e for e in (*prefill.seen, *first.seen) if isinstance(e, Down)]
+    first.link.close()
+    assert second.up() == prefill.up() >= 2
+
+
+def test_a_second_end_is_taken_when_the_first_has_been_silent(ends) -> None:
+    """It may be the first one's machine, which has lost its power and started again."""
+    prefill, first, proxy = pair(ends, prefill={"silence_s": 0.4}, through=HELD)
+    lose(prefill, first)
+    second = ends("decode", prefill.link.address)
+    assert "said nothing" in prefill.wait(Down).cause
+    assert prefill.up() == second.up() >= 2
     proxy.close()
 
 
@@ -183,14 +218,14 @@ def test_another_version_is_refused_with_both(ends) -> None:
     prefill = ends("prefill", "127.0.0.1:0")
     with connect(prefill) as other:
         other.sendall(b"penstock" + (9).to_bytes(2, "little") + bytes(32))
-        assert "version: 1 here and 9 there" in prefill.wait(Unpaired).words
+        assert "version: 2 here and 9 there" in prefill.wait(Unpaired).words
 
 
 def test_strangers_neither_pair_nor_stand_in_the_way(ends) -> None:
     prefill = ends("prefill", "127.0.0.1:0")
     strangers = [connect(prefill) for _ in range(4)]
     strangers[1].sendall(b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100)
-    strangers[2].sendall(b"penstock\1\0" + b"n" * 32 + b"\0" * 500)
+    strangers[2].sendall(b"penstock\2\0" + b"n" * 32 + b"\0" * 500)
     strangers[3].close()
     decode = ends("decode", prefill.link.address)
     epoch = decode.up()
@@ -200,6 +235,21 @@ def test_strangers_neither_pair_nor_stand_in_the_way(ends) -> None:
     words = {e.words for e in prefill.seen if isinstance(e, Unpaired)}
     assert any("no engine" in w for w in words) and any("key" in w for w in words)
     for s in strangers:
+        s.close()
+
+
+def test_strangers_who_say_nothing_do_not_keep_an_end_out(ends, monkeypatch) -> None:
+    for module in (link, streams):
+        monkeypatch.setattr(module, "CONNECT_S", 600.0)
+    prefill = ends("prefill", "127.0.0.1:0")
+    strangers = [connect(prefill) for _ in range(3 * link.HANDSHAKES_MAX)]
+    decode = ends("decode", prefill.link.address)
+    assert decode.up() == prefill.up()
+    more = [connect(prefill) for _ in range(3 * link.HANDSHAKES_MAX)]
+    given, heard = transfer_all(prefill, decode, 1, 20)         # those neither
+    assert isinstance(heard.message, Over)
+    check(decode, given, 20)
+    for s in (*strangers, *more):
         s.close()
 
 
@@ -216,8 +266,11 @@ def test_strangers_who_send_a_byte_now_and_then_are_not_waited_for(ends, monkeyp
                     s.sendall(b"p")
     dripping = threading.Thread(target=drip)
     dripping.start()
-    decode = ends("decode", prefill.link.address)
-    assert decode.up() == prefill.up()
+    for s in strangers:
+        s.settimeout(WAIT_S)
+        with contextlib.suppress(ConnectionError):
+            while s.recv(1 << 10):                              # its opening, then the end
+                pass
     over.set()
     dripping.join()
     for s in strangers:

@@ -35,13 +35,15 @@ class Paired:
     sealer: Sealer
     reader: FrameReader
     theirs: Facts
+    engine: bytes                       # which one the other end is
     beat_s: float                       # without a word of ours, after which we say that we live
 
 
-def handshake(stream: Stream, settings: LinkSettings, facts: Facts, newest: Callable[[], int],
-              choose: Callable[[int], int]) -> Paired:
-    """newest: the newest epoch known here; choose: of the end that listens, a newer one than that and
-    the one given. Raises Unpairable, and OSError where the stream ends."""
+def handshake(stream: Stream, settings: LinkSettings, facts: Facts, engine: bytes,
+              newest: Callable[[], int], choose: Callable[[Greeting], int]) -> Paired:
+    """engine: this one; newest: the newest epoch known here; choose: of the end that listens, a newer one
+    than that and the one given, or 0 for an engine that is not to be paired with now. Raises Unpairable,
+    and OSError where the stream ends."""
     read = io.BufferedReader(stream, 1 << 16).readinto
     ours = os.urandom(_NONCE_BYTES)
     stream.sendall(_OPENING.pack(_MAGIC, VERSION, ours))
@@ -53,19 +55,23 @@ def handshake(stream: Stream, settings: LinkSettings, facts: Facts, newest: Call
     silence_ms = int(1000 * settings.silence_s)
     if settings.listens:
         heard = _greeting(reader)
-        epoch = choose(heard.newest)
-        _say(stream, sealer, Greeting(facts, newest(), silence_ms, epoch))
+        known, epoch = 0, choose(heard)
+        _say(stream, sealer, Greeting(facts, newest(), silence_ms, engine, epoch))
     else:
         known = newest()
-        _say(stream, sealer, Greeting(facts, known, silence_ms))
+        _say(stream, sealer, Greeting(facts, known, silence_ms, engine))
         heard = _greeting(reader)
         epoch = heard.epoch
-        if epoch <= known:
-            raise Unpairable(f"the other end begins epoch {epoch} and {known} has been")
     if words := differences(facts, heard.facts):
         raise Unpairable(words)
+    if not epoch:
+        one, two = (facts.role, heard.facts.role) if settings.listens else (heard.facts.role, facts.role)
+        raise Unpairable(f"the {one} engine has another {two} engine, which is alive, and a pair is one of "
+                         f"each: stop that one, or start a second {one} engine")
+    if epoch <= known:
+        raise Unpairable(f"the other end begins epoch {epoch} and {known} has been")
     reader.begin(epoch)
-    return Paired(epoch, Sealer(send, epoch), reader, heard.facts,
+    return Paired(epoch, Sealer(send, epoch), reader, heard.facts, heard.engine,
                   heard.silence_ms / 1000 / BEATS)
 
 

@@ -8,6 +8,7 @@ of an epoch, or of `revoke`, is the fence after which nothing is written.
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import ssl
 import threading
@@ -20,12 +21,12 @@ from penstock.transfer.events import Events, LinkEvent, Pushed, Unpaired
 from penstock.transfer.facts import Facts
 from penstock.transfer.handshake import Unpairable, handshake
 from penstock.transfer.landing import Landings
-from penstock.transfer.messages import Said
+from penstock.transfer.messages import Greeting, Said
 from penstock.transfer.pages import Pages
 from penstock.transfer.session import Counts, Session
 from penstock.transfer.streams import CONNECT_S, LinkSettings, Stream, dial, listen, secure, shut
 
-HANDSHAKES_MAX = 8                      # at once: strangers cannot keep more threads than these
+HANDSHAKES_MAX = 8                      # at once: strangers cannot keep more threads, nor these long
 RETRY_S = (0.05, 1.0)                   # between two calls of the end that dials: at first, at most
 
 
@@ -40,12 +41,14 @@ class PairLink:
         self._lock = threading.Lock()
         self._running = threading.Lock()            # held by the thread of the session that runs
         self._session: Session | None = None
+        self._engine = os.urandom(16)               # which one this is, to the other end
         self._streams: list[Stream | socket.socket] = []
         self._threads: list[threading.Thread] = []
         self._newest = 0                            # epoch that was given out, or heard of
         self._words = ""
         self._closing = threading.Event()
         self._handshakes = threading.Semaphore(HANDSHAKES_MAX)
+        self._unknown: dict[socket.socket, None] = {}       # whose handshakes these are, the oldest first
         self.address = settings.address
 
     def start(self) -> None:
@@ -147,14 +150,25 @@ class PairLink:
     def _accept(self) -> None:
         assert self._server is not None
         while not self._closing.is_set():
-            self._handshakes.acquire()
             try:
                 sock, _ = self._server.accept()
             except OSError:                         # closing, or out of descriptors
-                self._handshakes.release()
                 self._closing.wait(RETRY_S[0])
                 continue
+            self._begin(sock)
             self._spawn(partial(self._serve, sock))
+
+    def _begin(self, sock: socket.socket) -> None:
+        """Have a handshake for it. If there are too many the oldest ends, so that strangers who say nothing
+        keep nobody out: with the key one takes milliseconds."""
+        if not self._handshakes.acquire(blocking=False):
+            with self._lock:
+                oldest = next(iter(self._unknown), None)
+            if oldest is not None:
+                shut(oldest)
+            self._handshakes.acquire()
+        with self._lock:
+            self._unknown[sock] = None
 
     def _dial(self) -> None:
         wait = RETRY_S[0]
@@ -165,7 +179,7 @@ class PairLink:
                 why = getattr(e, "strerror", None) or e
                 self._tell(f"cannot connect to {self._settings.address}: {why}")
             else:
-                self._handshakes.acquire()
+                self._begin(sock)
                 with contextlib.suppress(OSError):
                     wait = RETRY_S[0] if self._serve(sock) else wait
             self._closing.wait(wait)
@@ -195,6 +209,8 @@ class PairLink:
                 self._counts.failed("handshake")
             finally:
                 limit.cancel()
+                with self._lock:
+                    del self._unknown[sock]
                 self._handshakes.release()
             return session is not None and self._take_over(session)
         finally:
@@ -203,12 +219,14 @@ class PairLink:
             held.close()
 
     def _pair(self, stream: Stream) -> Session:
-        def choose(theirs: int) -> int:
+        def choose(theirs: Greeting) -> int:
             with self._lock:
-                self._newest = max(self._newest, theirs) + 1
+                if self._session is not None and self._session.engine != theirs.engine:
+                    return 0            # each would take us from the other, in turns
+                self._newest = max(self._newest, theirs.newest) + 1
                 return self._newest
 
-        paired = handshake(stream, self._settings, self._facts, lambda: self._newest, choose)
+        paired = handshake(stream, self._settings, self._facts, self._engine, lambda: self._newest, choose)
         return Session(stream, paired, self._facts, self._pages, self._landings, self._events, self._counts,
                        self._settings.silence_s)
 
@@ -223,7 +241,7 @@ class PairLink:
             self._events.put(Unpaired(words))
 
     def _take_over(self, session: Session) -> bool:
-        """Run it in place of any older one: an end that dials again may have died without a word."""
+        """Run it in place of any older one: an end that dials again knows that its old connection is over."""
         with self._lock:
             self._newest = max(self._newest, session.epoch)
             old, self._words = self._session, ""

@@ -23,12 +23,13 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 class Greeting(_Message, frozen=True):
     """The first message under the keys of a connection. `newest` is the newest epoch that the sender
-    knows of; `epoch`, of the end that listens, is that of this connection. After `silence_ms` without a
-    word the sender ends it."""
+    knows of; `epoch`, of the end that listens, is that of this connection, 0 if it is paired with another
+    engine. After `silence_ms` without a word the sender ends it. `engine`: drawn when the sender started."""
 
     facts: Facts
     newest: Number
     silence_ms: Annotated[int, Meta(ge=100, le=1 << 31)]
+    engine: Annotated[bytes, Meta(min_length=16, max_length=16)]
     epoch: Number = 0
 
 

@@ -52,7 +52,7 @@ class Session:
 
     def __init__(self, stream: Stream, paired: Paired, facts: Facts, pages: Pages, landings: Landings,
                  events: Events, counts: Counts, silence_s: float) -> None:
-        self.epoch = paired.epoch
+        self.epoch, self.engine = paired.epoch, paired.engine
         self._stream, self._paired, self._facts, self._pages = stream, paired, facts, pages
         self._landings, self._events, self._counts, self._silence_s = landings, events, counts, silence_s
         self._layers = [rectangles(a, b) for a, b in zip(facts.stages, paired.theirs.stages, strict=True)]

@@ -35,7 +35,7 @@ class LinkSettings:
                 needs none: which certificate it saw is part of what the key proves
     tls         with TLS; both ends say the same
     plaintext   without TLS though the other end may be on another machine
-    silence_s   nothing arrives, or nothing is taken, for as long: the connection is cut
+    silence_s   nothing arrives, or a frame is not taken, for as long: the connection is cut
     """
 
     role: str
@@ -89,7 +89,7 @@ class Stream(io.RawIOBase):
         self.limit(CONNECT_S)
 
     def limit(self, seconds: float) -> None:
-        """A read or write that makes no progress for as long raises TimeoutError."""
+        """A read that gets nothing, or a `sendall` that is not done, after so long raises TimeoutError."""
         self._socket.settimeout(seconds)
 
     def readable(self) -> bool:
