@@ -189,6 +189,7 @@ REFUSED = {
     "scoring": ({"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
     "groups": ({"n_group": 3}, "do not go together"),
     "too many chosen": ({"n_group": 4, "topk_group": 1}, "more than the 2 experts"),
+    "odd rope": ({"qk_rope_head_dim": 7}, "qk_rope_head_dim = 7"),
     "index head": ({"index_head_dim": 4}, "index_head_dim = 4"),
     "no indexer": ({"index_topk": None}, "index_topk is missing"),
     "layer types": ({"layer_types": ["full_attention"] * LAYERS}, "layer_types"),

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -217,6 +218,18 @@ def test_how_far_the_weights_are_is_told(folder, monkeypatch):
     told = [line for line in lines if line.startswith("model: ") and " after " in line]
     assert len(told) == len(list(load.families.tensor_shapes(LLAMA)))
     assert any(line.endswith("of weights to load") for line in lines)
+
+
+def test_the_largest_weight_needs_room_twice_while_it_is_loaded(folder, monkeypatch):
+    """Or a model of a few layers with a large vocabulary is killed while it loads."""
+    sizes = [math.prod(shape) for _, shape in load.families.tensor_shapes(LLAMA)]
+    half = dummy(folder, model=ModelConfig(model=str(folder), load_format="dummy", dtype="bfloat16"))
+    need, here = 2 * sum(sizes) + 4 * max(sizes), load.machine.probe()
+    monkeypatch.setattr(load.machine, "probe", lambda: replace(here, memory_available=need))
+    assert load.load(half, None, str).bytes == 2 * sum(sizes)
+    monkeypatch.setattr(load.machine, "probe", lambda: replace(here, memory_available=need - 1))
+    with pytest.raises(ConfigError, match=r"its weights take .* more while they are loaded, and .* are free"):
+        load.load(half, None, str)
 
 
 def test_a_model_whose_logits_are_not_finite_never_becomes_ready(folder, monkeypatch):

@@ -82,7 +82,7 @@ def outline(config: Config, log: Callable[[str], object]) -> Loaded:
     files = locate(config.model.model, load_format=config.model.load_format)
     checkpoint, pack, backends = _opened(config, files, log)
     dtype = dtype_of(config, files, checkpoint.config)
-    _check_weights_fit(config, files, weight_bytes(checkpoint, dtype), dtype)
+    _check_weights_fit(config, files, checkpoint, dtype)
     model = families.build(checkpoint.config, dtype=dtype, linear=pack)
     return Loaded(model, backends, files.name, files.load_format, dtype, 0, 0, model,
                   digest_of(checkpoint.config))
@@ -153,7 +153,7 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object]) -> L
     whole = model if stage is None else families.build(checkpoint.config, dtype=dtype, linear=pack)
     digest = digest_of(checkpoint.config)
     need = weight_bytes(checkpoint, dtype, stage)
-    _check_weights_fit(config, files, need, dtype)
+    _check_weights_fit(config, files, checkpoint, dtype, stage)
     tensors: Iterable[tuple[str, Tensor | Codes]] = (
         families.dummy_tensors(checkpoint.config, config.model.seed or 0, model.wants, device=device)
         if load_format == "dummy" else checkpoint.tensors(model.wants))
@@ -231,14 +231,21 @@ def identity_of(loaded: Loaded, config: Config, caches: Caches) -> dict[str, str
             "back-ends": ", ".join(f"{op}={c.name}" for op, c in loaded.backends.items())}
 
 
-def _check_weights_fit(config: Config, files: ModelFiles, need: int, dtype: torch.dtype) -> None:
+def _check_weights_fit(config: Config, files: ModelFiles, checkpoint: Checkpoint, dtype: torch.dtype,
+                       stage: Stage | None = None) -> None:
+    """They, and, but for codes, the largest once more, in four bytes an element at least: as it came, and its
+    rows until they are packed. Raises ConfigError."""
+    need = weight_bytes(checkpoint, dtype, stage)
+    more = 0 if checkpoint.codes else 4 * max(
+        math.prod(shape) for _, shape in families.tensor_shapes(checkpoint.config, stage))
     cuda = config.device.device == "cuda"
     free = torch.cuda.mem_get_info()[0] if cuda else machine.probe().memory_available
-    if need > free:
+    if need + more > free:
         where, kept = "of the GPU's memory" if cuda else "of memory", _kept(config, dtype)
         less = " or --dtype bfloat16" if kept == "float32" else ""
         raise ConfigError(f"{files.name}: its weights take {show_size(need)} as {kept} and "
-                          f"{show_size(free)} {where} are free: take a smaller model{less}")
+                          f"{show_size(more)} more while they are loaded, and {show_size(free)} {where} "
+                          f"are free: take a smaller model{less}")
 
 
 def _kept(config: Config, dtype: torch.dtype) -> str:

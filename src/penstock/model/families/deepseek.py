@@ -31,6 +31,8 @@ def _spec(fields: Fields, *, interleaved: bool, indexed: list[GlobalLayer]) -> S
         if fields.values.get(name) not in (None, only):
             fields.refuse(name, f"supported: {only!r}")
     nope, rope = fields.size("qk_nope_head_dim"), fields.size("qk_rope_head_dim")
+    if rope % 2 or rope < 4:
+        fields.refuse("qk_rope_head_dim", "it must be even and at least 4 for RoPE")
     head_dim = fields.size("index_head_dim")
     if head_dim < rope:
         fields.refuse("index_head_dim", f"at least qk_rope_head_dim = {rope}")
