@@ -51,7 +51,8 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
         (dict(q=BF16, bounds=BF16, table=I32, row=I32, position=I32, score=F32, q_row="i32", q_head="i32",
               b_page="i32", b_head="i32", b_plane="i32", table_row="i32", UNITS="i32", SINK_UNITS="i32",
               WINDOW="i32"),
-         dict(UNIT=8, GROUP=4, GROUP_PAD=16, DIM=128, DIM_PAD=128, OF_PAGE=8, BLOCK=64, EXACT=False), 4, 3)],
+         dict(UNIT=8, GROUP=4, GROUP_PAD=16, DIM=128, DIM_PAD=128, OF_PAGE=8, BLOCK=64, MOST=0.75, LEAST=0.25,
+              EXACT=False), 4, 3)],
     ("select.triton_bounds", "choose_units"): [
         (dict(score=F32, position=I32, budget=I32, chosen=I32, UNITS="i32", CHOSEN="i32", SINK_UNITS="i32",
               WINDOW="i32"), dict(UNIT=8, CHOSEN_PAD=256, BLOCK=16384, WHOLE=whole), 16, 3)

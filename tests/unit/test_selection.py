@@ -14,7 +14,7 @@ from penstock.kernels.registry import OPS
 from penstock.kernels.resolve.cases import empty
 from penstock.kernels.select import SelectRule
 from penstock.kernels.select.cases import make
-from penstock.kernels.select.reference import scores
+from penstock.kernels.select.reference import least_and_most, scores
 from penstock.kernels.store import StoreAt
 
 RULE = SelectRule(unit=4, sink=6, window=13)
@@ -38,7 +38,7 @@ def run(backend: str, inputs, **changed):
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2 ** 31), st.integers(1, 16), st.integers(1, 4), st.integers(1, 70), st.booleans())
-def test_a_bound_is_never_below_a_true_score(seed, unit, group, dim, grid):
+def test_no_true_score_is_outside_of_the_bounds_between_which_a_units_score_is(seed, unit, group, dim, grid):
     """On a grid where sums are exact, exactly; else up to the rounding of two sums."""
     g = torch.Generator().manual_seed(seed)
     q_gH, keys_UuH = torch.randn(group, dim, generator=g), torch.randn(5, unit, dim, generator=g) * 3
@@ -46,11 +46,27 @@ def test_a_bound_is_never_below_a_true_score(seed, unit, group, dim, grid):
         q_gH, keys_UuH = (q_gH * 4).round() / 4, (keys_UuH * 4).round() / 4
     bounds_U2H = torch.stack((keys_UuH.amin(1), keys_UuH.amax(1)), 1)
     products = q_gH[None, None] * keys_UuH[:, :, None]
-    true_U = products.sum(-1).flatten(1).amax(1)
-    slack_U = 0 if grid else 1e-6 * products.abs().sum(-1).flatten(1).amax(1)
-    assert (scores(q_gH, bounds_U2H) >= true_U - slack_U).all()
+    true_Uug, score_U = products.sum(-1), scores(q_gH, bounds_U2H)
+    slack_U1 = 0 if grid else 1e-6 * products.abs().sum(-1).flatten(1).amax(1)[:, None]
+    least_Ug, most_Ug = least_and_most(q_gH, bounds_U2H)
+    assert (most_Ug >= true_Uug.amax(1) - slack_U1).all() and (least_Ug <= true_Uug.amin(1) + slack_U1).all()
+    assert (score_U <= (most_Ug + slack_U1).amax(1)).all()
+    assert (score_U >= (least_Ug - slack_U1).amax(1)).all()
     if unit == 1 and grid:
-        assert torch.equal(scores(q_gH, bounds_U2H), true_U)        # a bound of one key is its score
+        assert torch.equal(score_U, true_Uug[:, 0].amax(1))         # bounds of one key are its score
+
+
+def test_one_key_that_is_wanted_outranks_many_that_could_be_and_are_not():
+    """A wide unit's keys never agree with the query: its upper bound promises what none of them keeps."""
+    g = torch.Generator().manual_seed(0)
+    q_gH = torch.ones(1, 64)
+    wide_uH = 0.6 * torch.randn(8, 64, generator=g)
+    wide_uH -= wide_uH.mean(1, keepdim=True)                        # q.k is 0 for each
+    wanted_uH = 0.5 + 0.1 * torch.randn(8, 64, generator=g)
+    bounds_U2H = torch.stack([torch.stack((x.amin(0), x.amax(0))) for x in (wide_uH, wanted_uH)])
+    most_Ug = least_and_most(q_gH, bounds_U2H)[1]
+    assert most_Ug[0] > most_Ug[1] and (q_gH @ wide_uH.T).abs().max() < 1e-4 < (q_gH @ wanted_uH.T).min()
+    assert scores(q_gH, bounds_U2H).argmax() == 1
 
 
 def floats(queries):

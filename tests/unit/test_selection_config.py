@@ -49,7 +49,7 @@ def test_the_least_budget_is_what_the_rule_of_the_op_needs(unit, sinks, window):
 def test_budgets_are_whole_units():
     kv = KVConfig(sparse_top_k=510, sparse_unit=8, sparse_dense_layers=("3", "0", "3"))
     selection = selection_of(kv)
-    assert selection == Selection(selector="bounds", version=1, unit=8, budget=504, sinks=16, window=64,
+    assert selection == Selection(selector="bounds", version=2, unit=8, budget=504, sinks=16, window=64,
                                   dense=(0, 3))
     assert selection.within(100).budget == 96 and selection.least == 96
     assert selection_of(KVConfig()) is None

@@ -12,9 +12,9 @@ from penstock.config.errors import RequestError
 from penstock.config.params import SamplingParams
 from penstock.config.tree import KVConfig
 
-BOUNDS = "bounds"       # a unit's score is the most that q.k can be by the bounds of its keys
+BOUNDS = "bounds"       # a unit's score comes from what q.k can be by the bounds of its keys
 INDEXER = "indexer"     # the model's own: every query, of a prompt too, reads the tokens that it chooses
-BOUNDS_VERSION = 1      # rises when its scores, its ties or what it always keeps change
+BOUNDS_VERSION = 2      # rises when its scores, its ties or what it always keeps change
 SINKS, WINDOW = 16, 64  # tokens always kept: the first, and the last, a query's own included
 
 

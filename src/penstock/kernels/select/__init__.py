@@ -1,8 +1,8 @@
 """select: the units of KV that a query attends to, by bounds of their keys. Contract, implementations.
 
 The selector of models that have none of their own. A unit is a few tokens of one KV head; its summary
-is the elementwise minimum and maximum of its keys, and q.k of no key in it can exceed what the bounds
-allow. Scores are those upper bounds.
+is the elementwise minimum and maximum of its keys, and q.k of no key in it can be outside of what the
+bounds allow. A score is three quarters of the way from the least to the most that they allow.
 
     B queries   N query heads   K KV heads   H head dim   P pages of summaries   S units a page
     R rows of the table   C units chosen at most
@@ -34,10 +34,12 @@ class Select(Protocol):
         Returns        chosen_BKC int32, C = chosen: ascending units, -1 after the last. All units
                        that `rule` keeps, then those of the largest scores up to the budget; all
                        visible units if they are no more than that. Of equal scores the lower unit.
-        score          max over the KV head's query heads of sum over H of max(q lower, q upper),
-                       in f32 and an order that is the same for every unit, batch and chunk
+        score          max over the KV head's query heads of MOST * sum over H of max(q lower, q upper)
+                       + LEAST * sum over H of min(q lower, q upper), factors of `spec`, in f32 and an
+                       order that is the same for every unit, batch and chunk
         Reads          only summaries of scored units (`SelectRule.scored`). Writes nothing.
-        Source         Quest, arXiv:2406.10774; sinks and window as in arXiv:2309.17453.
+        Source         Quest, arXiv:2406.10774, where the most is the score; sinks and window as in
+                       arXiv:2309.17453.
         """
         ...
 

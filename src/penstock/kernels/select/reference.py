@@ -5,18 +5,24 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.platform import Platform
-from penstock.kernels.select.spec import SelectRule
+from penstock.kernels.select.spec import LEAST, MOST, SelectRule
 
 
 def probe(_: Platform) -> str:
     return "one query and head at a time"
 
 
-def scores(q_gH: Tensor, bounds_U2H: Tensor) -> Tensor:
-    """score_U of units for the query heads that share a KV head, float32."""
+def least_and_most(q_gH: Tensor, bounds_U2H: Tensor) -> tuple[Tensor, Tensor]:
+    """least_Ug, most_Ug, float32: q.k of no key of a unit is outside of them."""
     low_UgH, high_UgH = (q_gH.float() * bound_U1H.float() for bound_U1H in
                          (bounds_U2H[:, 0, None], bounds_U2H[:, 1, None]))
-    return torch.maximum(low_UgH, high_UgH).sum(-1).amax(-1)
+    return torch.minimum(low_UgH, high_UgH).sum(-1), torch.maximum(low_UgH, high_UgH).sum(-1)
+
+
+def scores(q_gH: Tensor, bounds_U2H: Tensor) -> Tensor:
+    """score_U of units for the query heads that share a KV head, float32."""
+    least_Ug, most_Ug = least_and_most(q_gH, bounds_U2H)
+    return (MOST * most_Ug + LEAST * least_Ug).amax(-1)
 
 
 def select(q_BNH: Tensor, bounds_PK2SH: Tensor, table_RP: Tensor, row_B: Tensor, position_B: Tensor,

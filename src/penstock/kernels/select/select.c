@@ -1,14 +1,16 @@
-/* Which units a query attends to: upper bounds of q.k over each unit's keys, and the largest of them.
+/* Which units a query attends to: bounds of q.k over each unit's keys, and the largest scores made of them.
  *
  * Units are scored BLOCK at a time; a unit's sum has one order wherever it stands in a block, so scores
- * depend neither on the batch nor on the thread count. max(q lo, q hi) is max(q, 0) hi + min(q, 0) lo,
- * one of the two products being zero.
+ * depend neither on the batch nor on the thread count. MOST max(q lo, q hi) + LEAST min(q lo, q hi) is
+ * q times one of them for hi plus q times the other for lo, by the sign of q.
  *
  *   N query heads   K KV heads   g = N / K   H head dim   S units of a page of summaries
  */
 #include "vectors.h"
 
 #define TASK 256                /* units that one thread scores at a time */
+#define MOST 0.75f              /* as in spec.py */
+#define LEAST 0.25f
 
 typedef struct {
     const void *q, *bounds;         /* q [B, N, H]; bounds [P, K, 2, S, H] */
@@ -36,8 +38,8 @@ INLINE void score_units(const Select *s, int64_t b, int64_t k, int64_t first, in
     for (int64_t i = 0; i < group * dim; i++) {
         int64_t at = b * s->q_stride + k * group * dim + i;
         float q = one(s->q, at, bf16);
-        above[i] = q > 0.0f ? q : 0.0f;
-        below[i] = q > 0.0f ? 0.0f : q;
+        above[i] = q * (q > 0.0f ? MOST : LEAST);
+        below[i] = q * (q > 0.0f ? LEAST : MOST);
     }
     for (int64_t u = first; u < end; u += BLOCK) {
         int64_t at[BLOCK];

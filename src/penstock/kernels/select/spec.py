@@ -3,6 +3,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MOST, LEAST = 0.75, 0.25    # what the most and the least that q.k can be in a unit count in its score
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectRule:

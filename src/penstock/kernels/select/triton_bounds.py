@@ -14,16 +14,16 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.largest import cut_of, key_of, taken_of
-from penstock.kernels.select.spec import SelectRule
+from penstock.kernels.select.spec import LEAST, MOST, SelectRule
 
 
 @triton.jit
 def score_units(q, bounds, table, row, position, score, q_row, q_head, b_page, b_head, b_plane, table_row,
                 UNITS, SINK_UNITS, WINDOW, UNIT: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
                 DIM: tl.constexpr, DIM_PAD: tl.constexpr, OF_PAGE: tl.constexpr, BLOCK: tl.constexpr,
-                EXACT: tl.constexpr):
-    """BLOCK units of one query and KV head. max(q low, q high) is q's positive part times high plus its
-    negative part times low, so both sums are matrix products."""
+                MOST: tl.constexpr, LEAST: tl.constexpr, EXACT: tl.constexpr):
+    """BLOCK units of one query and KV head. The sum of max(q low, q high) is q's positive part times high
+    plus its negative part times low, that of min the other way round: all are matrix products."""
     block, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     end = tl.maximum(tl.load(position + b) + 1 - WINDOW, 0) // UNIT
     first = tl.minimum(SINK_UNITS, end)
@@ -42,8 +42,12 @@ def score_units(q, bounds, table, row, position, score, q_row, q_head, b_page, b
                        mask=(i[None, :] < GROUP) & (d[:, None] < DIM), other=0.0)
         zero = tl.zeros([DIM_PAD, GROUP_PAD], q_Hg.dtype)
         precision: tl.constexpr = "ieee" if EXACT else "tf32"
-        s_ug = tl.dot(high_uH, tl.where(q_Hg > 0, q_Hg, zero), input_precision=precision)
-        s_ug = tl.dot(low_uH, tl.where(q_Hg < 0, q_Hg, zero), s_ug, input_precision=precision)
+        above_Hg, below_Hg = tl.where(q_Hg > 0, q_Hg, zero), tl.where(q_Hg < 0, q_Hg, zero)
+        most_ug = tl.dot(high_uH, above_Hg, input_precision=precision)
+        most_ug = tl.dot(low_uH, below_Hg, most_ug, input_precision=precision)
+        least_ug = tl.dot(low_uH, above_Hg, input_precision=precision)
+        least_ug = tl.dot(high_uH, below_Hg, least_ug, input_precision=precision)
+        s_ug = MOST * most_ug + LEAST * least_ug
         best_u = tl.max(tl.where(i[None, :] < GROUP, s_ug, float("-inf")), 1)
         tl.store(score + (b * tl.num_programs(1) + head).to(tl.int64) * UNITS + u, best_u, mask=own)
 
@@ -119,8 +123,8 @@ def select(q_BNH: Tensor, bounds_PK2SH: Tensor, table_RP: Tensor, row_B: Tensor,
         q_BNH, bounds_PK2SH, table_RP, row_B, position_B, score_BKU, q_BNH.stride(0), q_BNH.stride(1),
         *bounds_PK2SH.stride()[:3], table_RP.stride(0), units, rule.sink_units, rule.window, UNIT=rule.unit,
         GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)), DIM=dim,
-        DIM_PAD=max(16, triton.next_power_of_2(dim)), OF_PAGE=of_page, BLOCK=BLOCK_UNITS,
-        EXACT=q_BNH.dtype == torch.float32, num_warps=4)
+        DIM_PAD=max(16, triton.next_power_of_2(dim)), OF_PAGE=of_page, BLOCK=BLOCK_UNITS, MOST=MOST,
+        LEAST=LEAST, EXACT=q_BNH.dtype == torch.float32, num_warps=4)
     block = min(WHOLE_UNITS, max(32, triton.next_power_of_2(units)))
     choose_units[(kv_heads, queries)](
         score_BKU, position_B, budget_B, chosen_BKC, units, chosen, rule.sink_units, rule.window,
