@@ -15,10 +15,18 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 KERNELS = Path(__file__).parents[2] / "src" / "penstock" / "kernels"
-BF16, F32, I32 = "*bf16", "*fp32", "*i32"
+BF16, F32, I32, I64, U8 = "*bf16", "*fp32", "*i32", "*i64", "*u8"
 STRIDES = {"q_row": "i32", "q_head": "i32", "kv_page": "i64", "kv_head": "i32", "kv_token": "i32",
            "table_row": "i32"}
 PAGED = {"DIM": 128, "DIM_PAD": 128, "PAGE": 16}
+
+FP8, FLOATS = (dict(BLOCK_ROWS=n, BLOCK_COLS=n, SCALED=n > 1) for n in (128, 1))
+VISITS = {"expert": I64, "block_expert": I32, "block_visit": I32}
+FEW, MANY = (dict(VISITS=64, ROWS=32, COLS=128, FEW=True), dict(VISITS=64, ROWS=64, COLS=64, FEW=False))
+EXPERTS = [(BF16, {"weight": U8, "scale": F32}, FP8, FEW), (BF16, {"weight": U8, "scale": F32}, FP8, MANY),
+           (BF16, {"weight": BF16, "scale": BF16}, FLOATS, FEW),
+           (BF16, {"weight": BF16, "scale": BF16}, FLOATS, MANY),
+           (F32, {"weight": F32, "scale": F32}, FLOATS, MANY)]
 
 # (module, kernel): (types of arguments, constants, warps, stages); one or more ways to compile each
 COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], int, int]]] = {
@@ -88,6 +96,29 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
     ("linear.triton_rows", "few_rows"): [
         (dict(x=BF16, weight=BF16, bias=BF16, out=BF16, T="i32", OUTPUTS="i32", x_row="i32"),
          dict(INPUTS=4096, T_PAD=16, ROWS=64, COLS=128, BIAS=True), 4, 5)],
+    ("scaled_linear.triton_scaled", "scaled_rows"): [
+        (dict(x=kind, weight=U8, scale=F32, bias=kind, out=kind, T="i32", OUTPUTS="i32", x_row="i32",
+              SCALES="i32"),
+         dict(INPUTS=2048, T_PAD=pad, ROWS=32, COLS=64 if kind == F32 else 128, BIAS=False,
+              EXACT=kind == F32, **FP8), 4, 4) for kind, pad in ((BF16, 16), (BF16, 64), (F32, 64))],
+    ("scaled_linear.triton_scaled", "dequantise"): [
+        (dict(weight=U8, scale=F32, out=BF16, OUTPUTS="i32", INPUTS="i32", SCALES="i32"),
+         dict(ROWS=32, COLS=128, BLOCK_ROWS=128, BLOCK_COLS=128), 4, 3)],
+    ("experts.triton_experts", "route_tokens"): [
+        (dict(logit=BF16, bias=F32, expert=I64, weight=F32, l_row="i32", scale="fp32", E="i32",
+              PER_GROUP="i32"),
+         dict(E_PAD=256, C=8, C_PAD=8, GROUPS=8, GROUPS_PAD=8, GROUPS_CHOSEN=chosen, SIGMOID=chosen < 8,
+              BIAS=chosen < 8, RENORMALIZE=True), 1, 3) for chosen in (4, 8)],
+    ("experts.triton_experts", "experts_in"): [
+        (dict(x=kind, inner=kind, T="i32", x_row="i32", SCALES="i32", WIDTH="i32", **VISITS, **weights),
+         dict(INPUTS=2048, C=8, C_PAD=8, EXACT=kind == F32, **tiles, **scaled), 4, 3)
+        for kind, weights, scaled, tiles in EXPERTS],
+    ("experts.triton_experts", "experts_out"): [
+        (dict(inner=kind, part=kind, weighs=F32, T="i32", SCALES="i32", OUTPUTS="i32", **VISITS, **weights),
+         dict(INPUTS=768, C=8, C_PAD=8, EXACT=kind == F32, **tiles, **scaled), 4, 3)
+        for kind, weights, scaled, tiles in EXPERTS],
+    ("experts.triton_experts", "sum_visits"): [
+        (dict(part=BF16, out=BF16, DIM="i32"), dict(C=8, BLOCK=1024), 4, 3)],
 }
 
 
@@ -116,6 +147,7 @@ def test_kernel_compiles_for_hopper(module: str, name: str) -> None:
                                target=GPUTarget("cuda", 90, 32),
                                options={"num_warps": warps, "num_stages": stages})
         assert ".target sm_90a" in built.asm["ptx"] and len(built.asm["cubin"]) > 1000
+        assert built.metadata.shared <= 227 << 10, "more shared memory than a block has"
 
 
 def test_kernels_interpreted_equal_the_references() -> None:

@@ -153,6 +153,61 @@ def linear() -> None:
             check(triton_rows.run(x, weight, b, cut), want, torch.float16, ("linear", tokens, outputs, cut))
 
 
+def scaled() -> None:
+    """Linears of fp8 blocks over their own cases, and some in float16, the type nearest to a device's."""
+    global count
+    from penstock.kernels.cases import cases_of
+    from penstock.kernels.scaled_linear import OP, cases, triton_scaled
+
+    triton, reference = OP.get("triton").run, OP.get("reference").run
+    for case in cases_of(OP):
+        if not case.name.startswith("bfloat16"):
+            why = case.wrong(case.run(triton), case.run(reference))
+            assert not why, why
+            count += 1
+    for shape in ((37, 19, 4, 16), (300, 130, 1, 64)):
+        weight, x = cases.weight_of(*shape), torch.randn(5, shape[1]).half() / 16
+        check(triton(weight, None)(x), reference(weight, None)(x), torch.float16, ("scaled", shape))
+        check(triton_scaled.floats(weight, torch.float32), weight.floats(), torch.float32, ("floats", shape))
+
+
+def experts() -> None:
+    """Routing over its own cases; of those of experts some, with few tokens and with many."""
+    global count
+    from penstock.kernels.cases import cases_of
+    from penstock.kernels.experts import OP, Rule, cases, triton_experts
+
+    triton, reference = OP.get("triton").run, OP.get("reference").run
+    for case in cases_of(OP):
+        kind, what, tokens = case.name.split("-")
+        if "route" in what or (kind == "float32" and tokens in (("1",) if "16x8" in what else ("3", "150"))):
+            why = case.wrong(case.run(triton), case.run(reference))
+            assert not why, why
+            count += 1
+    for tokens, fp8 in product((3, 70), (False, True)):
+        out = [cases._mlp("cpu", torch.float16, (5, 2, 40, 24, 16, 16), fp8, tokens, ops)
+               for ops in (triton, reference)]
+        check(*out, torch.float16, ("experts", tokens, fp8))
+    # A token whose router is damaged must show, and must not read outside of the weights.
+    rule = Rule(num_chosen=2, renormalize=True)
+    logits = torch.randn(2, 6)
+    logits[1] = float("nan")
+    expert, weight = triton.route(logits, None, rule)
+    assert (expert >= 0).all() and (expert < 6).all()
+    assert weight[0].isfinite().all() and weight[1].isnan().all()
+    up, down = torch.randn(6 * 2 * 8, 16), torch.randn(6 * 16, 8)
+    out = triton.mlp(torch.randn(2, 16), expert, weight, up, down)
+    assert out[0].isfinite().all() and out[1].isnan().all()
+    # As many blocks as there could be, each visit in one of them, and each block of one expert.
+    for visits in (torch.zeros(9, 2), torch.arange(18).view(9, 2) % 7, torch.randint(0, 7, (40, 2))):
+        expert_M, visit_MJ = triton_experts.blocks(visits.long(), 7, 4)
+        assert len(expert_M) == visits.numel() // 4 + 7
+        assert sorted(visit_MJ[visit_MJ >= 0].tolist()) == list(range(visits.numel()))
+        for e, row in zip(expert_M.tolist(), visit_MJ.tolist(), strict=True):
+            assert {int(visits.flatten()[v]) for v in row if v >= 0} <= {e}
+        count += 1
+
+
 def draw() -> None:
     """Every mix of parameters, with ties, against the sampler's own filters and draws."""
     from penstock.exec import filters, hashing
@@ -189,6 +244,6 @@ def draw() -> None:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    for part in (attention, gather, hosted, layer, linear, draw):
+    for part in (attention, gather, hosted, layer, linear, scaled, experts, draw):
         part()
     print("checked", count)

@@ -10,6 +10,7 @@ from typing import Any
 
 from penstock.kernels import (
     chunk_attention,
+    experts,
     gather,
     index_select,
     latent_attention,
@@ -18,6 +19,7 @@ from penstock.kernels import (
     merge,
     paged_attention,
     resolve,
+    scaled_linear,
     sparse_attention,
     store,
 )
@@ -26,7 +28,8 @@ from penstock.kernels.platform import KernelError, Op, Platform, Unusable
 
 OPS: dict[str, Op[Any]] = {op.name: op for op in (
     linear.OP, paged_attention.OP, layer.OP, store.OP, unit_select.OP, resolve.OP, gather.OP,
-    sparse_attention.OP, merge.OP, chunk_attention.OP, index_select.OP, latent_attention.OP)}
+    sparse_attention.OP, merge.OP, chunk_attention.OP, index_select.OP, latent_attention.OP,
+    scaled_linear.OP, experts.OP)}
 DENSE = ("linear", "paged_attention", "layer")      # what an engine needs that selects nothing
 HOSTING = ("store", "resolve", "gather")            # beside its own: a model that chooses its tokens itself
 SELECTING = ("store", "select", "resolve", "gather", "sparse_attention", "merge", "chunk_attention")
