@@ -67,13 +67,19 @@ def model(stage=None):
 
 
 @functools.cache
-def dense(prompt: tuple[int, ...], n: int) -> tuple[int, ...]:
+def with_experts(stage=None):
+    return where.model({**CONFIG, "model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2,
+                        "moe_intermediate_size": 24, "norm_topk_prob": True}, torch.float32, 3, 8, stage)
+
+
+@functools.cache
+def dense(prompt: tuple[int, ...], n: int, made=model) -> tuple[int, ...]:
     """Greedy tokens, recomputing everything for each."""
     tokens = list(prompt)
     with torch.inference_mode():
         for _ in range(n):
-            hidden = model().forward(*where.sequence(tokens), causal)
-            tokens.append(int(model().logits(hidden[-1:]).argmax()))
+            hidden = made().forward(*where.sequence(tokens), causal)
+            tokens.append(int(made().logits(hidden[-1:]).argmax()))
     return tuple(tokens[len(prompt):])
 
 
@@ -206,6 +212,21 @@ def test_mixed_steps_do_not_disturb_each_other():
     assert all(len(tokens) >= 5 for tokens in got.values())
     assert {rid: tuple(t) for rid, t in got.items()} == {
         rid: dense(prompt, len(got[rid])) for rid, prompt in prompts.items()}
+
+
+def test_rows_whose_tokens_visit_experts_decode_together_as_each_does_alone():
+    """A step of more tokens than a device treats as few, then decodes of both rows at once."""
+    h, prompts = Hand(executor(with_model=with_experts)), {1: PROMPT * 7, 2: PROMPT[3:]}
+    for rid, prompt in prompts.items():
+        h.ex.open(RequestId(rid), prompt, GREEDY)
+        h.bind(rid, rid, range(30 * rid - 30, min(40, 30 * rid)))
+    for i in range(6):
+        for rid, prompt in prompts.items():
+            h.run(rid, rid, len(prompt) + i - 1 if i else 0, (-1,) if i else prompt)
+        h.send()
+    steps = [e.tokens for e in h.drain() if isinstance(e, Retired)]
+    assert [tuple(a[0] for a in row) for row in zip(*steps, strict=True)] == [
+        dense(prompt, 6, with_experts) for prompt in prompts.values()]
 
 
 @pytest.mark.parametrize("lateness", [None, Promptly(), Latest()])

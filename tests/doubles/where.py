@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from penstock.exec.attend import Grouped
 from penstock.exec.rank import Rank
 from penstock.exec.selecting import Selecting
-from penstock.kernels import layer, linear, paged_attention
+from penstock.kernels import experts, layer, linear, paged_attention
 from penstock.model import registry
 
 DEVICE = "cpu"
@@ -20,10 +20,11 @@ DEVICE = "cpu"
 def model(config: dict[str, Any], dtype: Any, seed: int, scale: float, stage: Any = None) -> Any:
     """Random weights, the same on every device, norms as they come and the rest times `scale`."""
     pack: Callable[..., Any] = lambda w, b: functools.partial(F.linear, weight=w, bias=b)  # noqa: E731
-    ops = layer.ops("reference")
+    ops, together = layer.ops("reference"), None
     if DEVICE == "cuda":
         pack, ops = functools.partial(linear.pack, backend="cuda"), layer.ops("triton")
-    made = registry.build(config, dtype=dtype, linear=pack, ops=ops, stage=stage)
+        together = experts.ops("triton")
+    made = registry.build(config, dtype=dtype, linear=pack, ops=ops, stage=stage, experts=together)
     for name, tensor in registry.dummy_tensors(config, seed, made.wants):
         made.load(name, (tensor if "norm" in name else tensor * scale).to(DEVICE))
     made.finish()

@@ -180,11 +180,12 @@ def experts() -> None:
     triton, reference = OP.get("triton").run, OP.get("reference").run
     for case in cases_of(OP):
         kind, what, tokens = case.name.split("-")
-        if "route" in what or (kind == "float32" and tokens in (("1",) if "16x8" in what else ("3", "150"))):
+        some = {"1": ("16x8",), "3": ("5x2", "3x3", "1x1"), "150": ("5x2",)}.get(tokens, ())
+        if "route" in what or (kind == "float32" and any(shape in what for shape in some)):
             why = case.wrong(case.run(triton), case.run(reference))
             assert not why, why
             count += 1
-    for tokens, fp8 in product((3, 70), (False, True)):
+    for tokens, fp8 in ((3, False), (70, True)):
         out = [cases._mlp("cpu", torch.float16, (5, 2, 40, 24, 16, 16), fp8, tokens, ops)
                for ops in (triton, reference)]
         check(*out, torch.float16, ("experts", tokens, fp8))

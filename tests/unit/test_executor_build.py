@@ -235,8 +235,8 @@ def test_the_largest_weight_needs_room_twice_while_it_is_loaded(folder, monkeypa
 def test_a_model_whose_logits_are_not_finite_never_becomes_ready(folder, monkeypatch):
     real = load.families.dummy_tensors
 
-    def damaged(config, seed, wants, device):
-        for name, tensor in real(config, seed, wants, device=device):
+    def damaged(config, seed, wants, **how):
+        for name, tensor in real(config, seed, wants, **how):
             yield name, tensor * torch.inf if name.endswith("1.mlp.down_proj.weight") else tensor
 
     monkeypatch.setattr(load.families, "dummy_tensors", damaged)

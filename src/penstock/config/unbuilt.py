@@ -107,7 +107,8 @@ UNBUILT: tuple[Unbuilt, ...] = (
            instead="choose from auto, safetensors, gguf, dummy; pickled checkpoints (.bin, .pt) "
                    "are refused, because loading them runs code"),
     _value("quantised compute", "--quantization", neutral=_NONE,
-           instead="GGUF and fp8 weights are dequantised when they are loaded"),
+           instead="a checkpoint says itself what it is; GGUF and fp8 weights are dequantised when they are "
+                   "loaded, fp8 ones on a GPU when they are used"),
     _value("offloading weights", "--cpu-offload-gb", neutral=("0", "0.0")),
     _value("another hub revision", "--revision", "--tokenizer-revision", neutral=("main", *_NONE)),
     _value("another tokenizer mode", "--tokenizer-mode", neutral=("auto",)),

@@ -26,6 +26,7 @@ from penstock.exec.load import (
     Loaded,
     attention_of,
     identity_of,
+    kept_as,
     load,
     outline,
     selection_for,
@@ -143,7 +144,7 @@ def kv_identity(config: Config, loaded: Loaded, selection: Selection | None,
     rope = {name: files.config[name] for name in ROPE if name in files.config}
     weights = f"dummy {seed}" if loaded.load_format == "dummy" else weights_digest(files)
     # Of one file: products with its codes are not those with what the codes stand for.
-    kept = "codes" if config.model.dtype == "gguf" else show_dtype(loaded.dtype)
+    kept = kept_as(config, loaded.dtype, loaded.scaled)
     return {
         "weights": weights, "weights kept as": f"{kept}, of {loaded.load_format}",
         "configuration": loaded.digest,
@@ -164,9 +165,7 @@ def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None
     model, selection = loaded.model, selection_for(config, loaded.whole)
     groups = groups_of(model, selection)
     caches, attention = caches_of(groups, config.kv.page_size, loaded.dtype), attention_of(loaded.backends)
-    captures = device == "cuda" and config.device.cuda_graphs and not model.reads_back
-    if device == "cuda" and model.reads_back:
-        log("decode steps are not captured: each asks the device which experts its tokens visit")
+    captures = device == "cuda" and config.device.cuda_graphs
     gpu, info = _measure(config, loaded, captures, log) if device == "cuda" else (None, {})
     sizes = size_pools(config, caches, model.max_position, machine.probe().memory_available,
                        budget=selection.budget if selection else 0, gpu=gpu)

@@ -25,13 +25,24 @@ from penstock.exec.attend import LatentOps
 from penstock.exec.caches import Caches
 from penstock.exec.selecting import Selector
 from penstock.exec.sizing import show_size
-from penstock.kernels import index_select, latent_attention, layer, linear, paged_attention, registry
+from penstock.kernels import (
+    experts,
+    index_select,
+    latent_attention,
+    layer,
+    linear,
+    paged_attention,
+    registry,
+    scaled_linear,
+)
 from penstock.kernels.platform import KernelError, Platform, Unusable, limit, probe
+from penstock.kernels.scaled import Scaled
 from penstock.kernels.select import SelectRule
 from penstock.model import registry as families
 from penstock.model.base import Checkpoint, Model, Stage
 from penstock.model.checkpoint import open_checkpoint
-from penstock.model.codes import Codes, codes_bytes
+from penstock.model.codes import Codes, Packed, codes_bytes
+from penstock.model.fp8 import read_blocks
 from penstock.model.locate import ModelFiles, locate
 from penstock.model.slots import LinearFactory
 
@@ -64,7 +75,7 @@ def _platform(config: Config) -> Platform:
 class Loaded:
     """A model with its weights, and what is worth telling about them; `dtype` of weights and KV, `bytes` in
     it, `peak` what loading added to the largest resident size of this process; `whole`: the shape of all
-    its stages, without weights; `digest`: of its configuration."""
+    its stages, without weights; `digest`: of its configuration; `scaled`: some weights have stayed in fp8."""
 
     model: Model
     backends: dict[str, registry.Choice]
@@ -75,6 +86,7 @@ class Loaded:
     peak: int
     whole: Model
     digest: str
+    scaled: bool = False
 
 
 def outline(config: Config, log: Callable[[str], object]) -> Loaded:
@@ -97,27 +109,36 @@ def dtype_of(config: Config, files: ModelFiles, checkpoint: Mapping[str, object]
     return DTYPES[asked] if asked != "auto" else DTYPES.get(own, torch.bfloat16)
 
 
-def headers(config: Config, files: ModelFiles) -> Checkpoint:
-    """The checkpoint, of which no weight is read yet. Raises ConfigError."""
+def headers(config: Config, files: ModelFiles, *, scaled: bool = False) -> Checkpoint:
+    """The checkpoint, of which no weight is read. `scaled`: those in fp8 stay that. Raises ConfigError."""
     packed = config.model.dtype == "gguf"
     if packed and files.gguf is None:
         raise ConfigError(f"--dtype gguf: {files.name} is not a .gguf file: leave the flag out")
-    return open_checkpoint(files, packed=packed)
+    return open_checkpoint(files, packed=packed, scaled=scaled)
 
 
 def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype, stage: Stage | None = None) -> int:
     """Of the weights of a stage, or of all, as they are kept; a little more where fused ones are codes of
     several types, or the embedding is the head as well."""
-    return sum(codes_bytes(checkpoint.codes[name], shape) if name in checkpoint.codes else
-               math.prod(shape) * dtype.itemsize
+    return sum(_bytes_of(checkpoint, name, shape, dtype)
                for name, shape in families.tensor_shapes(checkpoint.config, stage))
+
+
+def _bytes_of(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    if name in checkpoint.codes:
+        return codes_bytes(checkpoint.codes[name], shape)
+    blocks = checkpoint.scaled(name)
+    if blocks is not None:
+        return math.prod(shape) + 4 * math.prod(blocks.scales(shape))
+    return math.prod(shape) * dtype.itemsize
 
 
 def _opened(config: Config, files: ModelFiles, log: Callable[[str], object]) \
         -> tuple[Checkpoint, LinearFactory, dict[str, registry.Choice]]:
     """Its headers, what packs its weights, and the back-ends. Raises ConfigError."""
-    checkpoint = headers(config, files)
-    backends = _backends_of(config, checkpoint, log)
+    scaled = _keeps_scaled(config, files, log)
+    checkpoint = headers(config, files, scaled=scaled)
+    backends = _backends_of(config, checkpoint, scaled, log)
     if config.model.dtype == "gguf":
         try:
             linear.OP.get("native").usable_on(_platform(config))
@@ -125,16 +146,38 @@ def _opened(config: Config, files: ModelFiles, log: Callable[[str], object]) \
             raise ConfigError(f"--dtype gguf: {why}: use --dtype float32") from None
     name = backends["linear"].name
 
-    def pack(weight: Tensor | Codes, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
+    def pack(weight: Tensor | Packed, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
         if isinstance(weight, Codes):
             return linear.pack_codes(weight.code_OI, weight.scale_OGB, bias_O)
+        if isinstance(weight, Scaled):
+            return scaled_linear.pack(weight, bias_O, backend=backends["scaled_linear"].name)
         return linear.pack(weight, bias_O, backend=name)
     return checkpoint, pack, backends
 
 
-def _backends_of(config: Config, checkpoint: Checkpoint,
+def _keeps_scaled(config: Config, files: ModelFiles, log: Callable[[str], object]) -> bool:
+    """Whether weights in blocks of fp8 stay that: on a device with kernels for them. Raises ConfigError."""
+    blocks = None if files.gguf is not None else read_blocks(files.config, f"{files.folder}/config.json")
+    if blocks is None or config.device.device != "cuda":
+        return False
+    try:
+        scaled_linear.OP.get("triton").usable_on(_platform(config))
+        if not scaled_linear.takes(blocks.cols):
+            raise Unusable(f"its blocks have {blocks.cols} columns, not 16 or a multiple")
+    except Unusable as why:
+        log(f"weights in fp8 are dequantised when they are loaded: {why}")
+        return False
+    except KernelError:                 # no such device: whoever chooses back-ends says so
+        return False
+    return True
+
+
+def _backends_of(config: Config, checkpoint: Checkpoint, scaled: bool,
                  log: Callable[[str], object]) -> dict[str, registry.Choice]:
-    ops, hosts = families.ops_of(checkpoint.config), config.kv.sparse_kv != "off"
+    spec, hosts = families.read_spec_of(checkpoint.config), config.kv.sparse_kv != "off"
+    on_device = config.device.device == "cuda"
+    ops = (*spec.attention.ops, *(("scaled_linear",) if scaled else ()),
+           *(("experts",) if spec.moe is not None and on_device else ()))
     more = ((registry.HOSTING if hosts else ()) if "index_select" in ops else
             registry.SELECTING if selection_of(config.kv) else ())
     return choose_backends(config, ("linear", "layer", *ops, *more), log)
@@ -149,18 +192,21 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object]) -> L
     checkpoint, pack, backends = _opened(config, files, log)
     dtype = dtype_of(config, files, checkpoint.config)
     model = families.build(checkpoint.config, dtype=dtype, linear=pack,
-                           ops=layer.ops(backends["layer"].name), stage=stage)
+                           ops=layer.ops(backends["layer"].name), stage=stage,
+                           experts=experts.ops(backends["experts"].name) if "experts" in backends else None)
     whole = model if stage is None else families.build(checkpoint.config, dtype=dtype, linear=pack)
     digest = digest_of(checkpoint.config)
     need = weight_bytes(checkpoint, dtype, stage)
     _check_weights_fit(config, files, checkpoint, dtype, stage)
-    tensors: Iterable[tuple[str, Tensor | Codes]] = (
-        families.dummy_tensors(checkpoint.config, config.model.seed or 0, model.wants, device=device)
+    tensors: Iterable[tuple[str, Tensor | Packed]] = (
+        families.dummy_tensors(checkpoint.config, config.model.seed or 0, model.wants, device=device,
+                               scaled=checkpoint.scaled)
         if load_format == "dummy" else checkpoint.tensors(model.wants))
     log(f"model: {name} has {show_size(need)} of weights to load")
-    loaded, trimmed, told = 0, 0, time.perf_counter()
+    loaded, trimmed, scaled, told = 0, 0, False, time.perf_counter()
     for tensor_name, tensor in tensors:
-        loaded += tensor.num_bytes if isinstance(tensor, Codes) else tensor.numel() * dtype.itemsize
+        loaded += tensor.num_bytes if isinstance(tensor, Packed) else tensor.numel() * dtype.itemsize
+        scaled |= isinstance(tensor, Scaled)
         model.load(tensor_name, tensor if isinstance(tensor, Codes) else tensor.to(device))
         del tensor                        # or it would live while the next one is read
         if loaded - trimmed > TRIM_BYTES:
@@ -173,9 +219,10 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object]) -> L
     del tensors, checkpoint, files
     _trim_heap()
     model.finish()
-    log(f"model: {name}, {show_size(loaded)} of weights as {_kept(config, dtype)} in "
+    log(f"model: {name}, {show_size(loaded)} of weights as {kept_as(config, dtype, scaled)} in "
         f"{time.perf_counter() - started:.1f} s")
-    return Loaded(model, backends, name, load_format, dtype, loaded, _peak_rss() - rss_before, whole, digest)
+    return Loaded(model, backends, name, load_format, dtype, loaded, _peak_rss() - rss_before, whole, digest,
+                  scaled)
 
 
 def attention_of(backends: Mapping[str, registry.Choice]) -> paged_attention.Planner | LatentOps:
@@ -231,25 +278,27 @@ def identity_of(loaded: Loaded, config: Config, caches: Caches) -> dict[str, str
             "back-ends": ", ".join(f"{op}={c.name}" for op, c in loaded.backends.items())}
 
 
+def kept_as(config: Config, dtype: torch.dtype, scaled: bool) -> str:
+    """What weights are in memory, in words; `scaled`: those that came in fp8 are."""
+    return "codes" if config.model.dtype == "gguf" else f"{'fp8 and ' * scaled}{show_dtype(dtype)}"
+
+
 def _check_weights_fit(config: Config, files: ModelFiles, checkpoint: Checkpoint, dtype: torch.dtype,
                        stage: Stage | None = None) -> None:
     """They, and, but for codes, the largest once more, in four bytes an element at least: as it came, and its
     rows until they are packed. Raises ConfigError."""
     need = weight_bytes(checkpoint, dtype, stage)
-    more = 0 if checkpoint.codes else 4 * max(
-        math.prod(shape) for _, shape in families.tensor_shapes(checkpoint.config, stage))
+    shapes = dict(families.tensor_shapes(checkpoint.config, stage))
+    more = 0 if checkpoint.codes else 4 * max(map(math.prod, shapes.values()))
     cuda = config.device.device == "cuda"
     free = torch.cuda.mem_get_info()[0] if cuda else machine.probe().memory_available
     if need + more > free:
-        where, kept = "of the GPU's memory" if cuda else "of memory", _kept(config, dtype)
+        where = "of the GPU's memory" if cuda else "of memory"
+        kept = kept_as(config, dtype, any(map(checkpoint.scaled, shapes)))
         less = " or --dtype bfloat16" if kept == "float32" else ""
         raise ConfigError(f"{files.name}: its weights take {show_size(need)} as {kept} and "
                           f"{show_size(more)} more while they are loaded, and {show_size(free)} {where} "
                           f"are free: take a smaller model{less}")
-
-
-def _kept(config: Config, dtype: torch.dtype) -> str:
-    return "codes" if config.model.dtype == "gguf" else show_dtype(dtype)
 
 
 def _trim_heap() -> None:

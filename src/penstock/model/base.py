@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, NewType, Protocol, TypeAlias
 
 from torch import Tensor
 
-from penstock.model.codes import Codes
+from penstock.model.codes import Packed
+from penstock.model.fp8 import Blocks
 
 GlobalLayer = NewType("GlobalLayer", int)      # counted over the whole model, as in tensor names
 LocalLayer = NewType("LocalLayer", int)        # counted from the first layer of a stage, as in pools
@@ -119,14 +120,13 @@ class Model(Protocol):
     attention: AttentionShape
     vocab_size: int
     max_position: int              # context length of the checkpoint, tokens
-    reads_back: bool               # a forward pass waits for numbers of the device, so it is not captured
 
     def wants(self, name: str) -> bool:
         """Whether `load` has a use for the tensor of this name: not for what is another stage's.
         True for a name that no stage knows, which `load` refuses."""
         ...
 
-    def load(self, name: str, tensor: Tensor | Codes) -> None:
+    def load(self, name: str, tensor: Tensor | Packed) -> None:
         """Take one checkpoint tensor by its Hugging Face name; drops the source when it returns.
 
         Raises ConfigError on an unknown name or a wrong shape.
@@ -167,7 +167,11 @@ class Checkpoint(Protocol):
     eos_ids: tuple[int, ...]       # from generation_config, config, or the tokenizer
     codes: Mapping[str, str]       # block type of each weight that comes as codes
 
-    def tensors(self, wants: Wants = everything) -> Iterator[tuple[str, Tensor | Codes]]:
+    def tensors(self, wants: Wants = everything) -> Iterator[tuple[str, Tensor | Packed]]:
         """Every wanted weight once, Hugging Face name and layout, one at a time (bounded memory).
-        Of the others nothing is read but the header. Codes only where they were asked for."""
+        Of the others nothing is read but the header. Packed only where that was asked for."""
+        ...
+
+    def scaled(self, name: str) -> Blocks | None:
+        """Of the weight of this name, if it stays in fp8: which elements share a scale."""
         ...

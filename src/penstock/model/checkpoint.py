@@ -17,10 +17,11 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from penstock.config.errors import ConfigError
+from penstock.kernels.scaled import Scaled
 from penstock.model.base import Checkpoint, Wants, everything
-from penstock.model.codes import PACKED, Codes, codes_of
+from penstock.model.codes import PACKED, Codes, Packed, codes_of
 from penstock.model.files import digest_of_files, open_regular, show
-from penstock.model.fp8 import SCALE_SUFFIX, Blocks, read_blocks
+from penstock.model.fp8 import SCALE_SUFFIX, Blocks, quantises, read_blocks
 from penstock.model.gguf_config import ROPE_FREQS, HFName, hf_name
 from penstock.model.gguf_file import GGUFTensor
 from penstock.model.locate import ModelFiles, read_weight_map
@@ -32,19 +33,20 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 _CHUNK_ELEMENTS = 1 << 18
 # A buffer that old exports stored; every family computes it from the config.
 _SKIPPED_SUFFIX = ".rotary_emb.inv_freq"
-Weight = TypeVar("Weight", bound=Tensor | Codes)
+Weight = TypeVar("Weight", bound=Tensor | Packed)
 
 
-def open_checkpoint(files: ModelFiles, *, packed: bool = False) -> Checkpoint:
+def open_checkpoint(files: ModelFiles, *, packed: bool = False, scaled: bool = False) -> Checkpoint:
     """The checkpoint in `files`, its headers checked. `packed`: weights of two dimensions stay the codes
-    that a GGUF file stores, where `codes.PACKED` has their type.
+    that a GGUF file stores, where `codes.PACKED` has their type. `scaled`: those in blocks of fp8 stay that.
 
     Raises ConfigError: a damaged or truncated file, a type or an architecture that is not supported.
     `tensors()` of it raises ConfigError too, if a file changes or cannot be read.
     """
     if files.load_format == "dummy":
-        return ConfigOnly(files)
-    return GGUFCheckpoint(files, packed) if files.gguf is not None else SafetensorsCheckpoint(files)
+        return ConfigOnly(files, scaled)
+    return (GGUFCheckpoint(files, packed) if files.gguf is not None else
+            SafetensorsCheckpoint(files, scaled))
 
 
 def weights_digest(files: ModelFiles) -> str:
@@ -55,19 +57,23 @@ def weights_digest(files: ModelFiles) -> str:
 class ConfigOnly:
     """For random weights: the config of a model whose weights are not read."""
 
-    def __init__(self, files: ModelFiles) -> None:
+    def __init__(self, files: ModelFiles, keeps_scaled: bool) -> None:
         self.config, self.eos_ids = files.config, files.eos_ids
         self.codes: Mapping[str, str] = {}
+        self._blocks = read_blocks(self.config, f"{files.folder}/config.json") if keeps_scaled else None
 
     def tensors(self, wants: Wants = everything) -> Iterator[tuple[str, Tensor]]:
         """Nothing."""
         return iter(())
 
+    def scaled(self, name: str) -> Blocks | None:
+        return self._blocks if quantises(name) else None
+
 
 class SafetensorsCheckpoint:
-    """One file, or the shards of an index. Tensors keep their dtype; blocks of fp8 become float32."""
+    """One file, or the shards of an index. Tensors keep their dtype; blocks of fp8 do, or become float32."""
 
-    def __init__(self, files: ModelFiles) -> None:
+    def __init__(self, files: ModelFiles, keeps_scaled: bool) -> None:
         self.codes: Mapping[str, str] = {}
         self.config: dict[str, Any] = files.config
         self.eos_ids = files.eos_ids
@@ -78,8 +84,12 @@ class SafetensorsCheckpoint:
             raise ConfigError(f"{files.folder}: the safetensors files hold no tensors")
         self.blocks = read_blocks(self.config, f"{files.folder}/config.json")
         self.scales = _scales(self.shards, self.blocks)
+        self._keeps_scaled = keeps_scaled
 
-    def tensors(self, wants: Wants = everything) -> Iterator[tuple[str, Tensor]]:
+    def scaled(self, name: str) -> Blocks | None:
+        return self.blocks if self._keeps_scaled and name in self.scales else None
+
+    def tensors(self, wants: Wants = everything) -> Iterator[tuple[str, Tensor | Scaled]]:
         """Every wanted weight once, in the order of the files; a scale is read with its weight."""
         for path, stored in self.shards.items():
             file, _ = open_regular(path)
@@ -90,19 +100,21 @@ class SafetensorsCheckpoint:
                     if entry.name.removesuffix(SCALE_SUFFIX) in self.scales and (
                             entry.name.endswith(SCALE_SUFFIX)):
                         continue
-                    tensor = _read(file, entry, path)
-                    if entry.name in self.scales:
-                        assert self.blocks is not None
-                        tensor = _rescaled(tensor, self._scale(entry.name), self.blocks)
-                    yield entry.name, _finite(tensor, entry.name, path)
-                    del tensor          # before the next one is made
+                    weight: Tensor | Scaled = self._with_scale(entry.name, _read(file, entry, path))
+                    yield entry.name, _finite(weight, entry.name, path)
+                    del weight          # before the next one is made
 
-    def _scale(self, weight: str) -> Tensor:
-        """float32; whichever shard it is in."""
-        path, entry = self.scales[weight]
+    def _with_scale(self, name: str, element_OI: Tensor) -> Tensor | Scaled:
+        """Its scales, if it has any, are read from whichever shard they are in."""
+        if name not in self.scales:
+            return element_OI
+        path, entry = self.scales[name]
         file, _ = open_regular(path)
         with file:
-            return _read(file, entry, path).float()
+            scale = _read(file, entry, path).float()
+        assert self.blocks is not None
+        weight = Scaled(element_OI, scale, self.blocks.rows, self.blocks.cols)
+        return weight if self._keeps_scaled else weight.floats()
 
 
 def _scales(shards: dict[Path, dict[str, StoredTensor]],
@@ -127,16 +139,6 @@ def _scales(shards: dict[Path, dict[str, StoredTensor]],
                 raise ConfigError(f"{what} of shape {entry.shape}; its scales are {scale[1].dtype} of shape "
                                   f"{scale[1].shape}, expected F32 of {blocks.scales(entry.shape)}")
     return scales
-
-
-def _rescaled(weight_OI: Tensor, scale: Tensor, blocks: Blocks) -> Tensor:
-    """float32 [O, I]: every element times the scale of its block. scale float32, `blocks.scales` of it."""
-    out_OI = torch.empty(weight_OI.shape, dtype=torch.float32)
-    for i, scale_B in enumerate(scale):
-        rows = slice(i * blocks.rows, (i + 1) * blocks.rows)
-        out_OI[rows] = weight_OI[rows]
-        out_OI[rows] *= scale_B.repeat_interleave(blocks.cols)[:weight_OI.shape[1]]
-    return out_OI
 
 
 def _read(file: BinaryIO, entry: StoredTensor, path: Path) -> Tensor:
@@ -183,6 +185,9 @@ class GGUFCheckpoint:
             if stored.block in packs and len(stored.shape) - target.experts == 2:
                 codes |= dict.fromkeys(_names(stored, target), stored.block)
         self.codes: Mapping[str, str] = codes
+
+    def scaled(self, name: str) -> Blocks | None:
+        return None
 
     def tensors(self, wants: Wants = everything) -> Iterator[tuple[str, Tensor | Codes]]:
         """Every wanted weight once, in the order of the file; merged experts one by one."""

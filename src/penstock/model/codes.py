@@ -17,6 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from penstock.kernels.scaled import Scaled
+
 _U8: TypeAlias = npt.NDArray[np.uint8]
 _F32: TypeAlias = npt.NDArray[np.float32]
 _Read: TypeAlias = tuple[_U8, _F32, _F32]       # codes, scales, shifts
@@ -55,6 +57,9 @@ class Codes:
 
     def equals(self, other: Codes) -> bool:
         return torch.equal(self.code_OI, other.code_OI) and torch.equal(self.scale_OGB, other.scale_OGB)
+
+
+Packed: TypeAlias = Codes | Scaled      # weights that are kept as files have them
 
 
 def joined(parts: Sequence[Codes]) -> Codes:

@@ -1,7 +1,7 @@
 """Block-scaled fp8 weights, as DeepSeek-V3 and others ship them: e4m3 elements, one scale a block.
 
 Owns the config's words for it and the shapes. `model.checkpoint` makes float32 of such weights while it reads
-them: the engine computes in its own types.
+them, or, for a device that has kernels for them, `kernels.scaled.Scaled`.
 """
 from __future__ import annotations
 
@@ -24,6 +24,12 @@ class Blocks:
     def scales(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Shape of the scales of a weight of this shape."""
         return -(-shape[0] // self.rows), -(-shape[1] // self.cols)
+
+
+def quantises(name: str) -> bool:
+    """Whether the weight of this name is in fp8 in checkpoints that are: the projections of a layer, not its
+    router, nor the weights of an indexer's heads."""
+    return name.endswith("_proj.weight") and not name.endswith(".weights_proj.weight")
 
 
 def read_blocks(config: dict[str, Any], where: str) -> Blocks | None:

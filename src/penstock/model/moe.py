@@ -1,6 +1,7 @@
 """Sparse mixture of experts: a router over gated MLPs, of which each token visits a few.
 
-Runs only the experts that the step hits, in ascending order, so sums are made in one order.
+On a CPU each expert is an MLP of its own, and those that the step hits run in ascending order, so sums are
+made in one order. On a device all experts of a layer are one operation, which the host knows no counts of.
 
     T tokens   D model dim   E experts   C chosen per token   S = T * C visits
 """
@@ -13,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.kernels.experts import ExpertOps, Rule
+from penstock.kernels.experts.reference import route
 from penstock.model.base import GlobalLayer
 from penstock.model.layers import GatedMLP, Mixer
 from penstock.model.slots import Slots
@@ -41,17 +44,24 @@ class MoESpec:
     shared_width: int = 0
     scale: float = 1.0
 
+    @property
+    def rule(self) -> Rule:
+        return Rule(num_chosen=self.num_chosen, renormalize=self.renormalize, sigmoid=self.sigmoid,
+                    groups=self.groups, groups_chosen=self.groups_chosen, scale=self.scale)
+
 
 class SparseMLP:
     def __init__(self, slots: Slots, prefix: str, hidden: int, spec: MoESpec) -> None:
-        self.spec = spec
-        self.scores: Callable[[Tensor], tuple[Tensor, Tensor]]
-        self.scores = (Sigmoid if spec.sigmoid else Softmax)(slots, f"{prefix}.gate", hidden, spec)
+        self.rule = spec.rule
+        self.router = (Sigmoid if spec.sigmoid else Softmax)(slots, f"{prefix}.gate", hidden, spec)
         self.shared: Mixer | None = None
         if spec.shared_width:
             self.shared = GatedMLP(slots, f"{prefix}.shared_experts", hidden, spec.shared_width, False)
         names = [f"{prefix}.experts.{index}" for index in range(spec.num_experts)]
-        self.experts = [GatedMLP(slots, name, hidden, spec.width, False) for name in names]
+        self.route = route if slots.experts is None else slots.experts.route
+        self.visit: Callable[[Tensor, Tensor, Tensor], Tensor] = (
+            EachExpert(slots, names, hidden, spec.width) if slots.experts is None else
+            AllExperts(slots, slots.experts, names, hidden, spec.width))
         # transformers keeps a layer's experts in two tensors; files may have them either way.
         slots.bundle(
             f"{prefix}.experts.gate_up_proj",
@@ -65,16 +75,22 @@ class SparseMLP:
         )
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        """out_TD. One synchronisation with the host, for the number of visits of each expert."""
-        score_TE, rank_TE = self.scores(x_TD)
-        expert_TC = torch.topk(rank_TE, self.spec.num_chosen, dim=-1).indices
-        weight_TC = score_TE.gather(1, expert_TC)
-        if self.spec.renormalize:
-            weight_TC /= weight_TC.sum(dim=-1, keepdim=True).clamp_min(1e-20)
-        weight_TC *= self.spec.scale
+        """out_TD."""
+        expert_TC, weight_TC = self.route(*self.router(x_TD), self.rule)
+        out_TD = self.visit(x_TD, expert_TC, weight_TC)
+        return out_TD if self.shared is None else out_TD.add_(self.shared(x_TD))
+
+
+class EachExpert:
+    """An MLP for each expert. One synchronisation with the host, for the number of visits of each."""
+
+    def __init__(self, slots: Slots, names: list[str], hidden: int, width: int) -> None:
+        self.experts = [GatedMLP(slots, name, hidden, width, False) for name in names]
+
+    def __call__(self, x_TD: Tensor, expert_TC: Tensor, weight_TC: Tensor) -> Tensor:
         expert_S = expert_TC.flatten()
         order_S = expert_S.argsort(stable=True)
-        token_S = order_S // self.spec.num_chosen
+        token_S = order_S // expert_TC.shape[1]
         x_SD = x_TD.index_select(0, token_S)
         outs, first = [], 0
         for expert, visits in enumerate(expert_S.bincount().tolist()):
@@ -82,38 +98,39 @@ class SparseMLP:
                 outs.append(self.experts[expert](x_SD[first : first + visits]))
                 first += visits
         weight_S1 = weight_TC.to(x_TD.dtype).view(-1, 1).index_select(0, order_S)
-        out_TD = torch.zeros_like(x_TD).index_add_(0, token_S, torch.cat(outs).mul_(weight_S1))
-        return out_TD if self.shared is None else out_TD.add_(self.shared(x_TD))
+        return torch.zeros_like(x_TD).index_add_(0, token_S, torch.cat(outs).mul_(weight_S1))
+
+
+class AllExperts:
+    """Two stacks of weights for all experts. No synchronisation."""
+
+    def __init__(self, slots: Slots, ops: ExpertOps, names: list[str], hidden: int, width: int) -> None:
+        self.ops = ops
+        self.gate_up = slots.stack(
+            [f"{name}.{part}_proj" for name in names for part in ("gate", "up")], width, hidden)
+        self.down = slots.stack([f"{name}.down_proj" for name in names], hidden, width)
+
+    def __call__(self, x_TD: Tensor, expert_TC: Tensor, weight_TC: Tensor) -> Tensor:
+        return self.ops.mlp(x_TD, expert_TC, weight_TC, self.gate_up.value, self.down.value)
 
 
 class Softmax:
-    """Scores, and what experts are chosen by: the same."""
+    """Logits, and no bias."""
 
     def __init__(self, slots: Slots, prefix: str, hidden: int, spec: MoESpec) -> None:
         self.router = slots.linear([prefix], [spec.num_experts], hidden, False)
 
-    def __call__(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        score_TE = torch.softmax(self.router(x_TD), dim=-1, dtype=torch.float32)
-        return score_TE, score_TE
+    def __call__(self, x_TD: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.router(x_TD), None
 
 
 class Sigmoid:
-    """Scores, and what experts are chosen by: with the bias, and -inf outside of the chosen groups."""
+    """Logits in float32, and the bias by which experts are chosen."""
 
     def __init__(self, slots: Slots, prefix: str, hidden: int, spec: MoESpec) -> None:
-        self.spec = spec
         f32 = torch.float32
         self.weight = slots.vector(f"{prefix}.weight", (spec.num_experts, hidden), dtype=f32)
         self.bias = slots.vector(f"{prefix}.e_score_correction_bias", (spec.num_experts,), dtype=f32)
 
-    def __call__(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        spec = self.spec
-        score_TE = F.linear(x_TD.float(), self.weight.value).sigmoid()
-        rank_TE = score_TE + self.bias.value
-        if spec.groups_chosen < spec.groups:
-            rank_TGe = rank_TE.view(len(x_TD), spec.groups, -1)
-            group_TG = rank_TGe.topk(2, dim=-1).values.sum(dim=-1)
-            best_TC = group_TG.topk(spec.groups_chosen, dim=-1).indices
-            out_TG = torch.ones_like(group_TG, dtype=torch.bool).scatter_(1, best_TC, False)
-            rank_TE = rank_TGe.masked_fill(out_TG[..., None], float("-inf")).view_as(score_TE)
-        return score_TE, rank_TE
+    def __call__(self, x_TD: Tensor) -> tuple[Tensor, Tensor | None]:
+        return F.linear(x_TD.float(), self.weight.value), self.bias.value

@@ -10,15 +10,18 @@ from torch import Tensor
 
 from penstock.config.errors import ConfigError
 from penstock.kernels import layer
+from penstock.kernels.experts import ExpertOps
 from penstock.kernels.layer import LayerOps
+from penstock.kernels.scaled import Scaled, quantised
 from penstock.model.base import Model, Stage, Wants, everything
-from penstock.model.codes import Codes
+from penstock.model.codes import Packed
 from penstock.model.families.deepseek import deepseek_v32, glm_moe_dsa
 from penstock.model.families.llama import llama, mistral
 from penstock.model.families.qwen2 import qwen2
 from penstock.model.families.qwen3 import qwen3
 from penstock.model.families.qwen3_moe import qwen3_moe
 from penstock.model.fields import Fields
+from penstock.model.fp8 import Blocks
 from penstock.model.slots import LinearFactory
 from penstock.model.transformer import Spec, Transformer
 
@@ -36,26 +39,23 @@ FAMILIES: dict[str, tuple[str, Callable[[Fields], Spec]]] = {
 
 def build(
     config: dict[str, Any], *, dtype: torch.dtype, linear: LinearFactory,
-    ops: LayerOps = REFERENCE_OPS, stage: Stage | None = None,
+    ops: LayerOps = REFERENCE_OPS, stage: Stage | None = None, experts: ExpertOps | None = None,
 ) -> Model:
     """An empty model of this config.json. Allocates no weights; `load` and `finish` fill it.
 
     linear(weight_OI, bias_O or None) packs one weight, in `dtype`, and is called once per weight.
     ops      what a layer does between its linears      stage    a part of it; None: all of it
+    experts  computes all experts of a layer at once; None: they are MLPs packed one by one, and a forward
+             pass reads back which of them are visited, so it cannot be captured
     Raises ConfigError on an unknown family and on any field that this code would get wrong.
     """
-    return Transformer(read_spec_of(config), dtype, linear, ops, stage)
+    return Transformer(read_spec_of(config), dtype, linear, ops, stage, experts)
 
 
 def read_spec_of(config: dict[str, Any]) -> Spec:
     """The shape of the model that a config.json describes. Raises ConfigError as `build` does."""
     family = _family(config)
     return FAMILIES[family][1](Fields(config, family))
-
-
-def ops_of(config: dict[str, Any]) -> tuple[str, ...]:
-    """Names of the ops that its attention is computed with. Raises ConfigError as `build` does."""
-    return read_spec_of(config).attention.ops
 
 
 def tensor_shapes(
@@ -66,12 +66,17 @@ def tensor_shapes(
     return Transformer(read_spec_of(config), torch.float32, _no_pack, REFERENCE_OPS, stage).shapes()
 
 
+def _all_floats(name: str) -> Blocks | None:
+    return None
+
+
 def dummy_tensors(
-    config: dict[str, Any], seed: int, wants: Wants = everything, *, device: str = "cpu"
-) -> Iterator[tuple[str, Tensor]]:
-    """Random weights for every wanted name, f32, one at a time: normal(0, 0.02), norms 1. Each is
-    seeded by its name, so that a stage draws its own only and the same as the whole model. They are drawn
-    on the device: a GPU's are others than a CPU's."""
+    config: dict[str, Any], seed: int, wants: Wants = everything, *, device: str = "cpu",
+    scaled: Callable[[str], Blocks | None] = _all_floats,
+) -> Iterator[tuple[str, Tensor | Scaled]]:
+    """Random weights for every wanted name, f32, one at a time: normal(0, 0.02), norms 1; in fp8 where
+    `scaled` says so. Each is seeded by its name, so that a stage draws its own only and the same as the whole
+    model. They are drawn on the device: a GPU's are others than a CPU's."""
     for name, shape in tensor_shapes(config):
         if not wants(name):
             continue
@@ -80,10 +85,16 @@ def dummy_tensors(
         else:
             digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
             random = torch.Generator(device).manual_seed(int.from_bytes(digest))
-            yield name, torch.empty(shape, device=device).normal_(0.0, 0.02, generator=random)
+            # No name for it here: it would live as long as this waits.
+            yield name, _scaled(torch.empty(shape, device=device).normal_(0.0, 0.02, generator=random),
+                                scaled(name))
 
 
-def _no_pack(weight_OI: Tensor | Codes, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
+def _scaled(weight: Tensor, blocks: Blocks | None) -> Tensor | Scaled:
+    return weight if blocks is None else quantised(weight, blocks.rows, blocks.cols)
+
+
+def _no_pack(weight_OI: Tensor | Packed, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
     raise AssertionError("a model that is only asked for its shapes packs nothing")
 
 

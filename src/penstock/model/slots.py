@@ -13,19 +13,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.config.errors import ConfigError
+from penstock.kernels import scaled
+from penstock.kernels.experts import ExpertOps
 from penstock.kernels.layer import LayerOps
-from penstock.model.codes import Codes, joined
+from penstock.kernels.scaled import Scaled
+from penstock.model import codes
+from penstock.model.codes import Codes, Packed
 
 # linear(weight_OI, bias_O or None) -> op. Called once per weight, which it may keep. op(x_TI) returns
-# a new y_TO, which the model changes in place. Codes come only from a checkpoint that was asked for them.
-LinearFactory: TypeAlias = Callable[[Tensor | Codes, Tensor | None], Callable[[Tensor], Tensor]]
+# a new y_TO, which the model changes in place. Packed ones come only from a checkpoint asked for them.
+LinearFactory: TypeAlias = Callable[[Tensor | Packed, Tensor | None], Callable[[Tensor], Tensor]]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Slot:
-    """One weight, filled row range by row range: a tensor in the model's dtype, or codes if all that came
-    were codes."""
+    """One weight, filled row range by row range: a tensor in the model's dtype, or packed if all that came
+    were."""
 
     def __init__(
         self, shape: tuple[int, ...], dtype: torch.dtype, done: Callable[[], None]
@@ -35,11 +39,11 @@ class Slot:
         self.done = done
         self.rows_left = shape[0]
         self.tensor: Tensor | None = None
-        self.codes: dict[int, Codes] = {}           # by first row
+        self.packed: dict[int, Packed] = {}         # by first row
 
-    def fill(self, first_row: int, weight: Tensor | Codes) -> None:
-        if isinstance(weight, Codes):
-            self.codes[first_row] = weight
+    def fill(self, first_row: int, weight: Tensor | Packed) -> None:
+        if isinstance(weight, Packed):
+            self.packed[first_row] = weight
         else:
             self._copy(first_row, weight)
         self.rows_left -= weight.shape[0]
@@ -52,26 +56,33 @@ class Slot:
             self.tensor = torch.empty(self.shape, dtype=self.dtype, device=tensor.device)
         self.tensor[first_row : first_row + tensor.shape[0]].copy_(tensor)
 
-    def take(self) -> Tensor | Codes:
+    def take(self) -> Tensor | Packed:
         """The finished weight; the slot forgets it."""
         assert self.rows_left == 0
-        codes, self.codes = self.codes, {}
-        if self.tensor is None and codes:
-            return joined([codes[row] for row in sorted(codes)])
-        return self._tensor(codes)
+        packed, self.packed = self.packed, {}
+        if self.tensor is None and packed:
+            return _joined([packed[row] for row in sorted(packed)])
+        return self._tensor(packed)
 
     def floats(self) -> Tensor:
-        """As `take`, never codes."""
+        """As `take`, never packed."""
         assert self.rows_left == 0
-        codes, self.codes = self.codes, {}
-        return self._tensor(codes)
+        packed, self.packed = self.packed, {}
+        return self._tensor(packed)
 
-    def _tensor(self, codes: dict[int, Codes]) -> Tensor:
-        for row, part in codes.items():
+    def _tensor(self, packed: dict[int, Packed]) -> Tensor:
+        for row, part in packed.items():
             self._copy(row, part.floats())
         tensor, self.tensor = self.tensor, None
         assert tensor is not None
         return tensor
+
+
+def _joined(parts: Sequence[Packed]) -> Packed:
+    """Rows of all of them, one after the other; one checkpoint packs in one way."""
+    if isinstance(parts[0], Codes):
+        return codes.joined([part for part in parts if isinstance(part, Codes)])
+    return scaled.joined([part for part in parts if isinstance(part, Scaled)])
 
 
 class Linear:
@@ -109,19 +120,32 @@ class Vector:
         self.value = _ordered(self.slot.floats(), self._order)
 
 
+class Stack:
+    """Weights of one shape below each other, used as they are."""
+
+    def __init__(self, shape: tuple[int, int], dtype: torch.dtype) -> None:
+        self.slot = Slot(shape, dtype, self._keep)
+        self.value: Tensor | Scaled
+
+    def _keep(self) -> None:
+        value = self.slot.take()
+        assert not isinstance(value, Codes), "codes are read on a CPU, where nothing is stacked"
+        self.value = value
+
+
 class Table:
     """Rows that are looked up by number: the embedding, as a tensor or as codes."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.slot = Slot(shape, dtype, self._keep)
-        self.value: Tensor | Codes
+        self.value: Tensor | Packed
 
     def _keep(self) -> None:
         self.value = self.slot.take()
 
     def __call__(self, ids_T: Tensor) -> Tensor:
         """Rows [T, D]."""
-        if isinstance(self.value, Codes):
+        if isinstance(self.value, Packed):
             return self.value[ids_T].floats()
         return F.embedding(ids_T, self.value)
 
@@ -132,12 +156,17 @@ def _ordered(tensor: Tensor, order: Tensor | None) -> Tensor:
 
 
 class Slots:
-    """Every name that a model expects, with its shape and the place of its rows."""
+    """Every name that a model expects, with its shape and the place of its rows.
 
-    def __init__(self, dtype: torch.dtype, pack: LinearFactory, ops: LayerOps) -> None:
+    experts     computes all experts of a layer at once; None: each is an MLP of its own
+    """
+
+    def __init__(self, dtype: torch.dtype, pack: LinearFactory, ops: LayerOps,
+                 experts: ExpertOps | None = None) -> None:
         self.dtype = dtype
         self.pack = pack
         self.ops = ops
+        self.experts = experts
         self._places: dict[str, tuple[Slot, int, tuple[int, ...]]] = {}
         self._seen: set[str] = set()
         self._bundles: dict[str, tuple[list[str], tuple[int, ...]]] = {}
@@ -155,6 +184,13 @@ class Slots:
             if made.bias is not None:
                 self._places[f"{prefix}.bias"] = (made.bias, first, (num_rows,))
             first += num_rows
+        return made
+
+    def stack(self, prefixes: Sequence[str], rows: int, cols: int) -> Stack:
+        """`prefix.weight` of every prefix, [rows, cols] each, below each other."""
+        made = Stack((len(prefixes) * rows, cols), self.dtype)
+        for i, prefix in enumerate(prefixes):
+            self._places[f"{prefix}.weight"] = (made.slot, i * rows, (rows, cols))
         return made
 
     def vector(
@@ -175,12 +211,12 @@ class Slots:
         """`name` may come instead of `pieces`: its first two axes, flattened, are their rows."""
         self._bundles[name] = (pieces, shape)
 
-    def load(self, name: str, tensor: Tensor | Codes) -> None:
+    def load(self, name: str, tensor: Tensor | Packed) -> None:
         """Raises ConfigError on an unknown or repeated name, a wrong shape or a dtype not float."""
         if name in self._bundles:
             pieces, shape = self._bundles[name]
             check_tensor(name, tensor, shape)
-            assert isinstance(tensor, Tensor)               # codes have two dimensions
+            assert isinstance(tensor, Tensor)               # what is packed has two dimensions
             flat = tensor.flatten(0, 1)
             for piece in pieces:
                 num_rows = self._places[piece][2][0]
@@ -206,7 +242,7 @@ class Slots:
         return [name for name in self._places if name not in self._seen]
 
 
-def check_tensor(name: str, tensor: Tensor | Codes, shape: tuple[int, ...]) -> None:
+def check_tensor(name: str, tensor: Tensor | Packed, shape: tuple[int, ...]) -> None:
     """Raises ConfigError unless the tensor has this shape and an ordinary float dtype."""
     if tuple(tensor.shape) != shape:
         raise ConfigError(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.config.errors import ConfigError
+from penstock.kernels.experts import ExpertOps
 from penstock.kernels.layer import LayerOps
 from penstock.model.base import (
     Attend,
@@ -22,7 +23,7 @@ from penstock.model.base import (
     LocalLayer,
     Stage,
 )
-from penstock.model.codes import Codes
+from penstock.model.codes import Codes, Packed
 from penstock.model.latent import LatentSpec
 from penstock.model.layers import AttentionSpec, GatedMLP, Mixer, Mixes
 from penstock.model.moe import MoESpec, SparseMLP
@@ -84,7 +85,7 @@ class Transformer:
 
     def __init__(
         self, spec: Spec, dtype: torch.dtype, linear: LinearFactory, ops: LayerOps,
-        stage: Stage | None = None,
+        stage: Stage | None = None, experts: ExpertOps | None = None,
     ) -> None:
         self.spec = spec
         self.stage = stage = stage or Stage(
@@ -95,8 +96,7 @@ class Transformer:
         self.attention = spec.attention.shape
         self.vocab_size = spec.vocab_size
         self.max_position = spec.rope.max_position
-        self.reads_back = spec.moe is not None
-        self._slots = slots = Slots(dtype, linear, ops)
+        self._slots = slots = Slots(dtype, linear, ops, experts)
         if stage.embeds or (stage.heads and spec.tied):
             self._embed = slots.table(EMBED, (spec.vocab_size, spec.hidden))
         self._layers = [
@@ -108,7 +108,7 @@ class Transformer:
             self._norm = slots.vector(NORM, (spec.hidden,))
         if stage.heads and not spec.tied:
             self._head = slots.linear(["lm_head"], [spec.vocab_size], spec.hidden, False)
-        self._extra_head: Tensor | Codes | None = None
+        self._extra_head: Tensor | Packed | None = None
 
     def wants(self, name: str) -> bool:
         stage, tied = self.stage, self.spec.tied
@@ -121,12 +121,12 @@ class Transformer:
         return {EMBED: stage.embeds or (stage.heads and tied), NORM: stage.heads,
                 HEAD: stage.heads or (stage.embeds and tied)}.get(name, True)
 
-    def load(self, name: str, tensor: Tensor | Codes) -> None:
+    def load(self, name: str, tensor: Tensor | Packed) -> None:
         if name.endswith(".rotary_emb.inv_freq"):
             return                      # old Llama files carry it; transformers recomputes it too
         if name == HEAD and self.spec.tied:
             check_tensor(name, tensor, (self.spec.vocab_size, self.spec.hidden))
-            self._extra_head = tensor if isinstance(tensor, Codes) else tensor.to(self.dtype, copy=True)
+            self._extra_head = tensor if isinstance(tensor, Packed) else tensor.to(self.dtype, copy=True)
             return
         self._slots.load(name, tensor)
 

@@ -1,0 +1,167 @@
+"""Weights that stay in block-scaled fp8: what they mean, how they are joined, and models that hold them."""
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from plain_attention import causal
+from safetensors.torch import save_file
+
+from penstock.kernels import experts, linear, scaled_linear
+from penstock.kernels.platform import KernelError
+from penstock.kernels.scaled import E4M3, Scaled, joined, quantised
+from penstock.model import registry
+from penstock.model.checkpoint import open_checkpoint
+from penstock.model.fp8 import Blocks, quantises
+from penstock.model.locate import locate
+
+MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 61, "hidden_size": 48,
+    "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True,
+    "mlp_only_layers": [0], "quantization_config": {"quant_method": "fp8", "weight_block_size": [32, 16]},
+}
+LATENT = {
+    "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "vocab_size": 61,
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "first_k_dense_replace": 1,
+    "num_attention_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8, "v_head_dim": 8, "index_n_heads": 4, "index_head_dim": 16, "index_topk": 4,
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "n_group": 4,
+    "topk_group": 2, "n_shared_experts": 2, "max_position_embeddings": 512,
+}
+BLOCKS = Blocks(32, 16)
+
+
+def meant(weight: Scaled) -> torch.Tensor:
+    """Element by element."""
+    element, scale = weight.element_OI.float().tolist(), weight.scale_RJ.tolist()
+    return torch.tensor([[x * scale[i // weight.rows][j // weight.cols] for j, x in enumerate(row)]
+                         for i, row in enumerate(element)])
+
+
+@pytest.mark.parametrize("shape", [(300, 20, 128, 128), (300, 20, 7, 3), (5, 9, 1, 16), (1, 1, 128, 128)])
+def test_floats_are_elements_times_the_scale_of_their_block(shape: tuple[int, ...]) -> None:
+    rows, cols, *block = shape
+    weight = quantised(torch.randn(rows, cols) * torch.rand(rows, 1), *block)
+    torch.testing.assert_close(weight.floats(), meant(weight), rtol=1e-6, atol=0)
+    assert weight.finite() and weight.num_bytes == rows * cols + 4 * weight.scale_RJ.numel()
+    order = torch.randperm(rows)
+    assert weight[order].floats().equal(weight.floats()[order])
+
+
+def test_the_nearest_elements_are_within_the_last_bit_of_their_block() -> None:
+    weight = torch.randn(70, 50)
+    gap = (quantised(weight, 32, 16).floats() - weight).abs()
+    assert (gap <= weight.abs() / 16 + weight.abs().max() * 2 ** -16).all()
+    assert quantised(torch.zeros(3, 4), 2, 2).floats().eq(0).all()
+
+
+@pytest.mark.parametrize("heights", [(32, 64, 32), (24, 24, 24), (5, 9), (7,)])
+def test_joined_parts_mean_what_each_does(heights: tuple[int, ...]) -> None:
+    parts = [quantised(torch.randn(rows, 40), 32, 16) for rows in heights]
+    whole = joined(parts)
+    assert whole.floats().equal(torch.cat([part.floats() for part in parts]))
+    assert whole.rows == {3: 32 if heights[0] == 32 else 8}.get(len(heights), 1 if len(heights) == 2 else 32)
+
+
+def test_a_nan_among_the_elements_or_scales_is_seen() -> None:
+    inf = float("inf")
+    for byte, scale, fine in ((0x7F, 1.0, False), (0xFF, 1.0, False), (0x7E, 1.0, True), (0, inf, False)):
+        element = torch.tensor([[0, byte]], dtype=torch.uint8).view(E4M3)
+        assert Scaled(element, torch.tensor([[scale]]), 1, 2).finite() == fine
+
+
+def test_blocks_that_kernels_do_not_read_are_refused() -> None:
+    with pytest.raises(KernelError, match="blocks of 16 columns or a multiple"):
+        scaled_linear.pack(quantised(torch.randn(4, 24), 4, 24), backend="reference")
+
+
+def build(config: dict[str, Any], dtype: torch.dtype, together: bool) -> Any:
+    def pack(weight: Any, bias: Any) -> Any:
+        how = scaled_linear if isinstance(weight, Scaled) else linear
+        return how.pack(weight, bias, backend="reference")
+    ops = experts.ops("reference") if together else None
+    return registry.build(config, dtype=dtype, linear=pack, experts=ops)
+
+
+def logits(model: Any, attend: Any = causal) -> torch.Tensor:
+    with torch.inference_mode():
+        ids = torch.arange(23) * 7 % 61
+        return model.logits(model.forward(ids, torch.arange(23), attend))
+
+
+@pytest.mark.parametrize("config", [MOE, LATENT], ids=["qwen3_moe", "deepseek_v32"])
+def test_experts_at_once_equal_experts_one_by_one(config: dict[str, Any]) -> None:
+    """Both ways from routing to the sum, over a whole model's second half layers."""
+    one, all_ = build(config, torch.float32, False), build(config, torch.float32, True)
+    for name, tensor in registry.dummy_tensors(config, 5):
+        weight = tensor if "norm" in name else tensor * 10
+        one.load(name, weight)
+        all_.load(name, weight)
+    x = torch.randn(23, config["hidden_size"])
+    for model in (one, all_):
+        model.finish()
+    a, b = (model._layers[1].mlp(x) for model in (one, all_))
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert a.abs().max() > 1e-3
+
+
+def test_experts_that_come_in_one_tensor_are_stacked_too() -> None:
+    one, all_ = build(MOE, torch.float32, True), build(MOE, torch.float32, True)
+    parts = dict(registry.dummy_tensors(MOE, 5))
+    for name, tensor in parts.items():
+        one.load(name, tensor)
+        if ".experts." not in name:
+            all_.load(name, tensor)
+    prefix = "model.layers.1.mlp.experts"
+    all_.load(f"{prefix}.gate_up_proj", torch.stack([torch.cat([
+        parts[f"{prefix}.{e}.{part}_proj.weight"] for part in ("gate", "up")]) for e in range(7)]))
+    all_.load(f"{prefix}.down_proj", torch.stack([parts[f"{prefix}.{e}.down_proj.weight"] for e in range(7)]))
+    one.finish()
+    all_.finish()
+    assert logits(one).equal(logits(all_))
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_a_model_in_fp8_equals_its_dequantised_twin(tmp_path, dtype, tolerance) -> None:
+    """Of a checkpoint's files: projections and experts are joined whose rows are no multiple of a block's."""
+    tensors = {}
+    for name, tensor in registry.dummy_tensors(MOE, 3, scaled=lambda n: BLOCKS if quantises(n) else None):
+        if isinstance(tensor, Scaled):
+            tensors |= {name: tensor.element_OI, f"{name}_scale_inv": tensor.scale_RJ * 10}
+        else:
+            tensors[name] = tensor
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(MOE))
+    kept, twin = (build(MOE, dtype, together=True) for _ in range(2))
+    for model, scaled in ((kept, True), (twin, False)):
+        checkpoint = open_checkpoint(locate(str(tmp_path)), scaled=scaled)
+        assert (checkpoint.scaled("model.layers.0.self_attn.q_proj.weight") == BLOCKS) == scaled
+        assert checkpoint.scaled("lm_head.weight") is None
+        for name, weight in checkpoint.tensors():
+            assert isinstance(weight, Scaled) == (scaled and quantises(name)), name
+            model.load(name, weight)
+        model.finish()
+    mlp = kept._layers[1].mlp.visit
+    assert isinstance(mlp.gate_up.value, Scaled) and isinstance(mlp.down.value, Scaled)
+    a, b = logits(kept), logits(twin)
+    assert (a - b).abs().max() <= tolerance * b.abs().max()
+
+
+def test_dummy_weights_of_such_a_config_are_in_fp8_where_its_checkpoints_are(tmp_path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MOE))
+    files = locate(str(tmp_path), load_format="dummy")
+    kept = open_checkpoint(files, scaled=True)
+    weights = dict(registry.dummy_tensors(MOE, 1, scaled=kept.scaled))
+    plain = dict(registry.dummy_tensors(MOE, 1, scaled=open_checkpoint(files).scaled))
+    assert {name for name, w in weights.items() if isinstance(w, Scaled)} == {
+        name for name in weights if quantises(name)} != set()
+    assert not any(isinstance(w, Scaled) for w in plain.values())
+    for name, weight in weights.items():
+        floats = weight.floats() if isinstance(weight, Scaled) else weight
+        assert (floats - plain[name]).abs().max() <= 0.07 * plain[name].abs().max(), name
+    router = [name for name in weights if name.endswith("mlp.gate.weight")]
+    assert router and not isinstance(weights[router[0]], Scaled)
