@@ -29,7 +29,7 @@ from penstock.exec.graphs import buckets_of
 from penstock.exec.rank import Rank
 from penstock.exec.selecting import Selector
 from penstock.exec.sizing import groups_of
-from penstock.kernels import layer, linear, paged_attention, registry
+from penstock.kernels import experts, layer, linear, paged_attention, registry
 from penstock.kernels.platform import probe
 from penstock.kernels.select import SelectRule
 from penstock.model import registry as families
@@ -48,7 +48,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
 def build_model(config: dict[str, Any], dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Any:
     """Random weights, normal with 0.02, norms 1."""
     model = families.build(config, dtype=dtype, linear=functools.partial(linear.pack, backend="cuda"),
-                           ops=layer.ops("triton"))
+                           ops=layer.ops("triton"), experts=experts.ops("triton"))
     generator = torch.Generator(device="cuda").manual_seed(seed)
     for name, shape in families.tensor_shapes(config):
         tensor = torch.ones(shape, device="cuda", dtype=dtype)
