@@ -24,7 +24,6 @@ from torch import Tensor
 from penstock.kernels import experts, layer, linear, scaled_linear
 from penstock.kernels.scaled import Scaled
 from penstock.model import registry as families
-from penstock.model.base import Boundary
 from penstock.model.fp8 import Blocks, quantises
 
 QWEN3_30B_A3B = {
@@ -67,19 +66,23 @@ def causal(_: Any, q_TNH: Tensor, kv_TCKH: Tensor, chosen: Any = None) -> Tensor
 
 @torch.inference_mode()
 def one_layer(tokens: int, pair: list[Any]) -> dict[str, Any]:
-    """Both halves of the layer: the largest difference of a token, in units of the twin's largest value."""
+    """What both halves of the layer add: the largest difference, in units of the twin's largest value."""
     x_TD = torch.randn(tokens, QWEN3_30B_A3B["hidden_size"], device="cuda").bfloat16()
     outs, chosen = [], []
     for model in pair:
-        mlp = model._layers[0].mlp
+        one, mlp = model._layers[0], model._layers[0].mlp
         route = mlp.route
         def seen(*args: Any, route: Any = route) -> Any:
             found = route(*args)
             chosen.append(found[0].sort(-1).values)
             return found
         mlp.route = seen
-        out = model.layers(Boundary(x_TD.clone(), None), torch.arange(tokens, device="cuda"), causal)
-        outs.append((out.h_TD.float() - x_TD.float(), out.delta_TD.float()))
+        cos, sin = model._rope.angles(torch.arange(tokens, device="cuda"), model.dtype)
+        h_TD = x_TD.clone()
+        normed_TD = one.ops.norm(h_TD, None, one.norm_in.value, one.eps)
+        first_TD, _ = one.attention(normed_TD, None, cos, sin, causal)
+        second_TD = mlp(one.ops.norm(h_TD, first_TD, one.norm_mlp.value, one.eps))
+        outs.append((first_TD.float(), second_TD.float()))
         mlp.route = route
     same_T = (chosen[0] == chosen[1]).all(-1)
     row: dict[str, Any] = {"tokens": tokens, "same_experts": same_T.float().mean().item()}
