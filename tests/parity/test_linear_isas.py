@@ -7,17 +7,24 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Type
 
 from penstock.kernels import linear
 from penstock.kernels.cases import cases_of
 from penstock.kernels.linear import fastest
 from penstock.kernels.linear.panels import Panels
-from penstock.kernels.platform import Unusable, probe
+from penstock.kernels.platform import Unusable, WrongResult, probe
+from penstock.model.codes import PACKED, codes_of
 
 ISAS = ("native", "avx2", "plain")          # plain runs on any machine that has a compiler
 
@@ -25,11 +32,18 @@ ISAS = ("native", "avx2", "plain")          # plain runs on any machine that has
 @pytest.fixture(params=ISAS)
 def panels(request) -> Panels:
     made = Panels(request.param)
+    probed(made.probe, probe())
+    return made
+
+
+def probed(ask, here) -> str:
+    """What a probe says. Where it cannot run the test is skipped, not where it runs wrongly."""
     try:
-        made.probe(probe())
+        return ask(here)
+    except WrongResult:
+        raise
     except Unusable as why:
         pytest.skip(str(why))
-    return made
 
 
 def test_cases_of_every_instruction_set(panels):
@@ -75,34 +89,74 @@ def test_the_other_kernels_of_a_lesser_cpu(isa):
     assert done.returncode == 0 and done.stdout.startswith("checked "), done.stdout + done.stderr[-3000:]
 
 
+@pytest.mark.parametrize("block", sorted(PACKED))
+def test_weights_of_blocks_are_within_a_thousandth(panels, block):
+    """Of the largest of their group, which is what scales are rounded by: exact but for those of K types."""
+    elements, size = gguf.GGML_QUANT_SIZES[Type[block]]
+    rng = np.random.default_rng(2)
+    raw_NB = rng.integers(0, 256, (256 * 512 // elements, size), dtype=np.uint8)
+    two = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
+    for at in (208,) if block == "Q6_K" else (0, 2) if block in two else (0,):
+        raw_NB[:, at : at + 2] = rng.normal(0, 0.01, (len(raw_NB), 1)).astype(np.float16).view(np.uint8)
+    codes = codes_of(block, raw_NB, (256, 512))
+    want_OI, groups = codes.floats(), codes.scale_OGB.shape[1]
+    gap_OI = panels.codes(codes.code_OI, codes.scale_OGB, None)(torch.eye(512)).T - want_OI
+    gap, most = (w_OI.abs().view(256, groups, -1).amax(-1) for w_OI in (gap_OI, want_OI))
+    assert (gap <= (1e-3 if block.endswith("K") else 1e-6) * most).all(), (gap / most).nan_to_num().max()
+
+
 def test_the_faster_one_is_kept_for_later_processes(tmp_path, monkeypatch):
     here = replace(probe(), cache=tmp_path)
-    try:
-        told = fastest.probe(here)
-    except Unusable as why:
-        pytest.skip(str(why))
-    kept = json.loads((tmp_path / "linear.json").read_text())
-    assert set(kept["chosen"].values()) <= {"native", "onednn", "reference"} and len(kept["chosen"]) == 4
+    told = probed(fastest.probe, here)
+    [path] = tmp_path.glob("linear-*.json")
+    kept = json.loads(path.read_text())
+    assert set(kept.values()) <= {"native", "onednn", "reference"} and len(kept) == 4
     monkeypatch.setattr(fastest, "_measure", lambda: pytest.fail("timed again"))
     assert fastest.probe(here) == told
-    kept["chosen"]["small bfloat16"] = "onednn" if kept["chosen"]["small bfloat16"] == "native" else "native"
-    (tmp_path / "linear.json").write_text(json.dumps(kept))
+    kept["small bfloat16"] = "onednn" if kept["small bfloat16"] == "native" else "native"
+    path.write_text(json.dumps(kept))
     assert fastest.probe(here) != told and "small bfloat16" in fastest.probe(here)
-    monkeypatch.setattr(fastest, "_measure", lambda: dict.fromkeys(kept["chosen"], "native"))
-    others = [{**kept, "of": "another machine"}, {**kept, "chosen": {}}]
-    for damaged in ("", "[]", *map(json.dumps, others)):
-        (tmp_path / "linear.json").write_text(damaged)
+    monkeypatch.setattr(fastest, "_measure", lambda: dict.fromkeys(kept, "native"))
+    for damaged in ("", "[]", "{}", json.dumps({**kept, "small bfloat16": ["native"]})):
+        path.write_text(damaged)
         assert fastest.probe(here).startswith("native, as timed here;"), damaged
+
+
+def test_each_cpu_that_shares_the_folder_keeps_its_own_choice(tmp_path, monkeypatch):
+    here, chosen = replace(probe(), cache=tmp_path), dict.fromkeys(fastest._KEYS, "native")
+    other = replace(here, features=("another",))
+    monkeypatch.setattr(fastest, "_measure", lambda: chosen)
+    told = probed(fastest.probe, here)
+    chosen = dict.fromkeys(fastest._KEYS, "onednn")
+    assert fastest.probe(other).startswith("onednn, as timed here")
+    monkeypatch.setattr(fastest, "_measure", lambda: pytest.fail("timed again"))
+    assert fastest.probe(here) == told and fastest.probe(other) != told
+
+
+def test_who_comes_while_another_times_takes_its_choice(tmp_path, monkeypatch):
+    here, both, times = replace(probe(), cache=tmp_path), threading.Barrier(2), []
+    told = probed(fastest.NATIVE.probe, here)
+
+    def measure():
+        times.append(0)
+        time.sleep(0.2)
+        return dict.fromkeys(fastest._KEYS, ("native", "onednn")[len(times) - 1])
+
+    def choose():
+        both.wait()
+        return fastest._choice(here, told)
+    monkeypatch.setattr(fastest, "_measure", measure)
+    with ThreadPoolExecutor(2) as pool:
+        a, b = pool.submit(choose), pool.submit(choose)
+        assert a.result() == b.result() == dict.fromkeys(fastest._KEYS, "native")
+    assert len(times) == 1
 
 
 def test_what_cannot_be_kept_is_not_timed(tmp_path, monkeypatch):
     monkeypatch.setattr(fastest, "_measure", lambda: pytest.fail("each process would choose for itself"))
     (tmp_path / "file").write_text("")
     for cache in (None, tmp_path / "file" / "cache"):
-        try:
-            assert fastest.probe(replace(probe(), cache=cache)).startswith("native, untimed without")
-        except Unusable as why:
-            pytest.skip(str(why))
+        assert probed(fastest.probe, replace(probe(), cache=cache)).startswith("native, untimed without")
 
 
 def test_the_slower_one_is_not_taken(monkeypatch):
@@ -111,12 +165,23 @@ def test_the_slower_one_is_not_taken(monkeypatch):
             run = arm(weight_OI, bias_O)
             return lambda x_TI: [run(x_TI) for _ in range(4)][-1]
         return pack
-    try:
-        fastest.NATIVE.probe(probe())
-    except Unusable as why:
-        pytest.skip(str(why))
+    probed(fastest.NATIVE.probe, probe())
     for slow, taken in (("onednn", "native"), ("native", "onednn")):
         arms = {"native": fastest.NATIVE, "onednn": fastest.NATIVE, slow: slowed(fastest.NATIVE),
                 "broken": lambda weight_OI, bias_O: lambda x_TI: x_TI[:, :1] * weight_OI[:, 0]}
         monkeypatch.setattr(fastest, "_ARMS", arms)
         assert set(fastest._measure().values()) == {taken}
+
+
+def test_every_arm_is_timed_on_weights_that_no_cache_holds(monkeypatch):
+    """An arm that keeps the weight as it came would else be timed on one, in a cache, and others on many."""
+    weights = set()
+
+    def pack(weight_OI, bias_O):
+        weights.add(weight_OI.data_ptr())
+        kept.append(weight_OI)
+        return lambda x_TI: x_TI @ weight_OI.T
+    kept: list[torch.Tensor] = []
+    monkeypatch.setattr(fastest, "_ARMS", {"native": pack})
+    fastest._faster(torch.float32, 576, 576)
+    assert len(weights) > 10

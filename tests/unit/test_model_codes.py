@@ -12,7 +12,8 @@ from penstock.model.codes import PACKED, Codes, codes_bytes, codes_of, joined
 from penstock.model.gguf_file import BLOCKS
 from penstock.model.slots import Slots
 
-HALVES = {"Q4_0": [0], "Q4_1": [0, 2], "Q8_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}
+HALVES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0],
+          "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}
 
 
 def some(block: str, outputs: int, inputs: int, seed: int = 0) -> tuple[Codes, torch.Tensor]:

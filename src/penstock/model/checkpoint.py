@@ -276,6 +276,9 @@ def _read_into(file: BinaryIO, begin: int, target: memoryview, path: Path) -> No
 
 def _finite(weight: Weight, name: str, path: Path) -> Weight:
     """The sum tells: a NaN or an infinity anywhere stays in it. Weights never hold one."""
-    if not (weight.sum(dtype=torch.float32).isfinite() if isinstance(weight, Tensor) else weight.finite()):
+    if isinstance(weight, Codes) and not weight.finite():
+        raise ConfigError(f"{path}: tensor {show(name)} has scales that are no number or beyond f16, in "
+                          "which they are kept: take --dtype float32, or the file is damaged")
+    if isinstance(weight, Tensor) and not weight.sum(dtype=torch.float32).isfinite():
         raise ConfigError(f"{path}: tensor {show(name)} holds NaN or infinity: the file is damaged")
     return weight

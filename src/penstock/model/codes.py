@@ -2,7 +2,7 @@
 
     O rows   I columns   G groups of columns that share a scale   B scale, then shift
 
-A weight is `code * scale + shift`. Owns how six block types are read so; the file's layout of them is in
+A weight is `code * scale + shift`. Owns how eight block types are read so; the file's layout of them is in
 ggml's `ggml-quants.c`. Kernels keep codes of four bits in four, all others in eight.
 """
 from __future__ import annotations
@@ -97,6 +97,21 @@ def _q4_1(raw: _U8) -> _Read:
     return _nibbles(raw[:, 4:]), _half(raw, 0), _half(raw, 2)
 
 
+def _fifth(raw: _U8) -> _U8:
+    """[N, 32]: four bytes, whose bits are the fifth ones of 32 codes, in their place."""
+    bits: _U8 = np.unpackbits(raw, axis=-1, bitorder="little") << np.uint8(4)
+    return bits
+
+
+def _q5_0(raw: _U8) -> _Read:
+    d = _half(raw, 0)
+    return _nibbles(raw[:, 6:]) | _fifth(raw[:, 2:6]), d, -16 * d
+
+
+def _q5_1(raw: _U8) -> _Read:
+    return _nibbles(raw[:, 8:]) | _fifth(raw[:, 4:8]), _half(raw, 0), _half(raw, 2)
+
+
 def _q8_0(raw: _U8) -> _Read:
     d = _half(raw, 0)
     return raw[:, 2:] ^ np.uint8(128), d, -128 * d
@@ -135,7 +150,8 @@ def _q6_k(raw: _U8) -> _Read:
 
 
 _READERS: dict[str, Callable[[_U8], _Read]] = {
-    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k}
+    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q4_K": _q4_k,
+    "Q5_K": _q5_k, "Q6_K": _q6_k}
 PACKED = frozenset(_READERS)                    # block types that stay codes
 
 

@@ -1,10 +1,14 @@
 """The fastest of `native`, `onednn` and torch's own linear, per dtype and size of the weight, as timed here.
 
-Timed once, with one thread, and kept beside the compiled kernels: later processes, and the stages of one
-engine, choose alike. Where none clearly wins it is `native`, whose rows do not depend on their batch.
+Timed once, with one thread, and kept beside the compiled kernels: other processes, such as the stages of
+one engine and the two engines of a pair, choose alike. A weight is kept once, so one arm serves any number
+of rows: the one with the least sum over one row, eight and a chunk of a prompt. Where none wins by a tenth it
+is `native`, the only one whose rows do not depend on their batch.
 """
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
 import math
 import os
@@ -18,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.linear import onednn, reference
-from penstock.kernels.linear.panels import Panels
+from penstock.kernels.linear.panels import SOURCE, Panels
 from penstock.kernels.platform import Platform
 
 NATIVE = Panels("native")
@@ -29,27 +33,30 @@ _SMALL = 1 << 20                                             # elements of a wei
 _ROWS = (1, 8, 128)                                         # one stream, eight, a chunk of a prompt
 _MARGIN = 1.1
 _ROUNDS = 5
+
+
+def _key(dtype: torch.dtype, size: str) -> str:
+    return f"{size} {str(dtype).removeprefix('torch.')}"
+
+
+_KEYS = frozenset(_key(dtype, size) for dtype in (torch.float32, torch.bfloat16) for size in _SIZES)
 _chosen: dict[str, str] = {}
 
 
 def probe(platform: Platform) -> str:
     """Times them, or reads what was found before. Raises Unusable without `native`."""
     told = NATIVE.probe(platform)
-    _chosen.update(_kept(platform, told) or _keep(platform, told))
+    chosen = _choice(platform, told)
+    _chosen.update(chosen or dict.fromkeys(_KEYS, "native"))
     won = sorted({name for name in _ARMS if name in _chosen.values()})
+    how = "untimed without a cache folder" if chosen is None else "as timed here"
     detail = "" if len(won) == 1 else " " + ", ".join(f"{k}: {v}" for k, v in sorted(_chosen.items()))
-    path = _path(platform)
-    how = "as timed here" if path is not None and path.exists() else "untimed without a cache folder"
     return f"{' or '.join(won)}, {how}{detail}; {told}"
 
 
 def pack(weight_OI: Tensor, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
     size = "small" if weight_OI.numel() <= _SMALL else "large"
     return _ARMS[_chosen[_key(weight_OI.dtype, size)]](weight_OI, bias_O)
-
-
-def _key(dtype: torch.dtype, size: str) -> str:
-    return f"{size} {str(dtype).removeprefix('torch.')}"
 
 
 def _measure() -> dict[str, str]:
@@ -97,40 +104,41 @@ def _right(arm: Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]], d
     return gap <= (1e-5 if dtype is torch.float32 else 2e-2)
 
 
-def _path(platform: Platform) -> Path | None:
-    return None if platform.cache is None else platform.cache / "linear.json"
+def _choice(platform: Platform, told: str) -> dict[str, str] | None:
+    """What was found here before, else what is found now, by one process while the others wait. None where it
+    cannot be kept: processes that each timed for themselves might choose differently."""
+    if platform.cache is None:
+        return None
+    path = platform.cache / f"linear-{_identity(platform, told)}.json"
+    if found := _kept(path):
+        return found
+    try:
+        with open(platform.cache / "linear.lock", "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if found := _kept(path):
+                return found
+            chosen = _measure()
+            with tempfile.TemporaryDirectory(dir=path.parent, prefix="time-") as folder:
+                part = Path(folder) / path.name
+                part.write_text(json.dumps(chosen))
+                os.replace(part, path)
+    except OSError:
+        return None
+    return chosen
 
 
-def _kept(platform: Platform, told: str) -> dict[str, str]:
-    """What an earlier process found with the same torch, compiler and CPU, or nothing."""
-    path = _path(platform)
-    if path is None:
-        return {}
+def _kept(path: Path) -> dict[str, str]:
+    """What an earlier process wrote, or nothing."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    wanted = {_key(dtype, size) for dtype in (torch.float32, torch.bfloat16) for size in _SIZES}
-    ok = (isinstance(found, dict) and found.get("of") == _identity(platform, told)
-          and isinstance(found.get("chosen"), dict) and set(found["chosen"]) == wanted
-          and set(found["chosen"].values()) <= set(_ARMS))
-    return found["chosen"] if ok else {}
-
-
-def _keep(platform: Platform, told: str) -> dict[str, str]:
-    """What is the fastest, written where the next process looks. `native` for all where nothing can be
-    written: stages of one engine that each timed for themselves might choose differently."""
-    path = _path(platform)
-    try:
-        if path is None:
-            raise FileNotFoundError
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump({"of": _identity(platform, told), "chosen": (chosen := _measure())}, file)
-        os.replace(file.name, path)
-    except OSError:
-        return {_key(dtype, size): "native" for dtype in (torch.float32, torch.bfloat16) for size in _SIZES}
-    return chosen
+    ok = isinstance(found, dict) and set(found) == _KEYS and all(str(arm) in _ARMS for arm in found.values())
+    return found if ok else {}
 
 
 def _identity(platform: Platform, told: str) -> str:
-    return f"{platform.torch}; {' '.join(platform.features)}; {told}"
+    """Of this CPU, as much of it as is used, this torch, compiler and source: of what the times depend on."""
+    of = (platform.torch, platform.features, told, sorted(torch.cpu.get_capabilities().items(), key=str))
+    sources = SOURCE.read_bytes() + Path(__file__).read_bytes()
+    return hashlib.sha256(repr(of).encode() + sources).hexdigest()[:24]

@@ -1,12 +1,12 @@
 """linear in C (`panels.c`): weights as they are stored, in panels of a few outputs, sums in f32.
 
-A row's result does not depend on the rows beside it, so batching never changes a token. Decoding reads
+A row's result does not depend on the rows beside it, so batching changes nothing in it. Decoding reads
 bf16 at half of f32's bytes on any CPU: a shift makes it f32. Prefill multiplies with the same panels.
 """
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.kernels.native import entry, library
 from penstock.kernels.platform import KernelError, Platform, Unusable, WrongResult
 
-_SOURCE = Path(__file__).with_name("panels.c")
+SOURCE = Path(__file__).with_name("panels.c")
 _P, _N = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -32,21 +32,32 @@ class Panels:
         self._isa = isa
 
     def probe(self, platform: Platform) -> str:
-        """Builds it and compares both dtypes on an odd shape. Raises Unusable."""
+        """Builds it and compares every kind of weight on an odd shape. Raises Unusable."""
         if self._isa == "avx2" and not {"avx2", "fma3"} <= set(platform.features):
             raise Unusable("this CPU has no AVX2 with FMA")
-        _, compiler = library(_SOURCE, platform.cache, self._isa)
-        generator = torch.Generator().manual_seed(0)
-        weight_OI, bias_O, x_TI = (torch.randn(*shape, generator=generator)
-                                   for shape in ((37, 19), (37,), (3, 19)))
-        for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
-            w, b, x = weight_OI.to(dtype), bias_O.to(dtype), x_TI.to(dtype)
-            want = F.linear(x.float(), w.float(), b.float())
-            gap = float((self(w, b)(x).float() - want).abs().max() / want.abs().max())
+        _, compiler = library(SOURCE, platform.cache, self._isa)
+        for what, got, want, tolerance in self._trials():
+            gap = float((got.float() - want).abs().max() / want.abs().max())
             if not gap <= tolerance:
-                raise WrongResult(f"{compiler}: {dtype} differs by {gap:.2g} on a small case")
+                raise WrongResult(f"{compiler}: {what} differs by {gap:.2g} on a small case")
         best = {"native": platform.best("avx512_bf16", "avx512_f", "avx2", "sve")}.get(self._isa, self._isa)
         return f"{best}, {compiler}"
+
+    def _trials(self) -> Iterator[tuple[str, Tensor, Tensor, float]]:
+        """(weights, result, what it should be, tolerance) of rows as in decoding and as in a prompt."""
+        generator = torch.Generator().manual_seed(0)
+        weight_OI, bias_O, x_TI, scale_OGB = (torch.randn(*shape, generator=generator) for shape in (
+            (37, 32), (37,), (17, 32), (37, 2, 2)))
+        scale_OGB = scale_OGB.half().float()
+        for rows in (3, 17):
+            for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+                w, b, x = weight_OI[:, :19].to(dtype), bias_O.to(dtype), x_TI[:rows, :19].to(dtype)
+                yield str(dtype), self(w, b)(x), F.linear(x.float(), w.float(), b.float()), tolerance
+            for most in (16, 256):
+                code_OI = torch.randint(0, most, (37, 32), dtype=torch.uint8, generator=generator)
+                scale_OIB = scale_OGB.repeat_interleave(16, 1)
+                want = F.linear(x_TI[:rows], code_OI * scale_OIB[..., 0] + scale_OIB[..., 1], bias_O)
+                yield f"codes below {most}", self.codes(code_OI, scale_OGB, bias_O)(x_TI[:rows]), want, 1e-5
 
     def __call__(self, weight_OI: Tensor, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
         width, dtype = self._width(), weight_OI.dtype
@@ -61,21 +72,23 @@ class Panels:
         panels_PGWB = _panels(code_OI, width, 2 if nibbles else 1)
         if nibbles:
             panels_PGWB = panels_PGWB[..., 0] | panels_PGWB[..., 1] << 4
-        scales = [_panels(scale_OGB[:, :, b], width, 1)[..., 0] for b in range(2)]
+        parts = _rounded(scale_OGB, 15 if nibbles else 255)
+        scales = [_panels(part_OG, width, 1)[..., 0] for part_OG in parts]
         scales_PGBW = torch.stack(scales, 2).to(torch.float16)
         return self._linear(code_OI.shape, torch.float32, panels_PGWB, bias_O, scales_PGBW,
                             4 if nibbles else 8, inputs // groups)
 
     def _width(self) -> int:
-        return entry(_SOURCE, "penstock_panel", isa=self._isa)(None, 0)
+        return entry(SOURCE, "penstock_panel", isa=self._isa)(None, 0)
 
     def _linear(self, shape: Sequence[int], dtype: torch.dtype, panels: Tensor, bias_O: Tensor | None,
                 scales: Tensor | None = None, bits: int = 0, group: int = 0) -> Callable[[Tensor], Tensor]:
         outputs, inputs = shape
-        run = entry(_SOURCE, "penstock_linear", isa=self._isa)
+        run = entry(SOURCE, "penstock_linear", isa=self._isa)
         bias = None if bias_O is None else bias_O.contiguous()
 
         def linear(x_TI: Tensor) -> Tensor:
+            assert x_TI.dtype is dtype and x_TI.shape[1] == inputs and (x_TI.stride(1) == 1 or inputs == 1)
             y_TO = torch.empty(x_TI.shape[0], outputs, dtype=dtype)
             args = _Args(panels.data_ptr(), None if bias is None else bias.data_ptr(), x_TI.data_ptr(),
                          y_TO.data_ptr(), x_TI.shape[0], outputs, inputs, x_TI.stride(0),
@@ -84,6 +97,15 @@ class Panels:
                 raise KernelError(f"no memory for {x_TI.shape[0]} rows of {inputs} inputs")
             return y_TO
         return linear
+
+
+def _rounded(scale_OGB: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Scales rounded to f16, and shifts that make up for it at the code that is nearest to a weight of zero:
+    what is left is relative to the weight, not to the shift."""
+    scale_OG, shift_OG = scale_OGB.unbind(-1)
+    kept_OG = scale_OG.half().float()
+    zero_OG = (-shift_OG / scale_OG).nan_to_num().clamp(0, most)
+    return kept_OG, shift_OG + zero_OG * (scale_OG - kept_OG)
 
 
 def _panels(weight_OI: Tensor, width: int, pair: int) -> Tensor:
