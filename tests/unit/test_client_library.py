@@ -276,3 +276,19 @@ def test_a_ctrl_c_before_the_call_has_its_future_still_ends_the_work(monkeypatch
                 call()
             eventually(lambda: llm._inner._client.num_running == 0)
             eventually(lambda: stats(llm)["rows_used"] == 0)
+
+
+def test_a_smaller_cpu_is_the_engines_and_not_the_callers(monkeypatch):
+    from penstock.exec import build
+    from penstock.serve import engine_main
+    from penstock.serve.record import EventLog
+
+    def build_engine(*_):
+        raise ConfigError(os.environ["ATEN_CPU_CAPABILITY"])
+    for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"):
+        monkeypatch.setenv(name, "as it was")
+    config = AsyncLLM("fake", cpu_isa="plain").config
+    assert os.environ["ATEN_CPU_CAPABILITY"] == "as it was"         # the next engine may use all of the CPU
+    monkeypatch.setattr(build, "build_engine", build_engine)
+    with pytest.raises(ConfigError, match="default"):
+        engine_main.build(config, EventLog())

@@ -183,6 +183,19 @@ REFUSED: tuple[Refusal, ...] = (
             "{why}; take --device cpu"),
     Refusal(lambda c, _: c.device.device == "cuda" and c.device.pp > 1, ("device.device", "device.pp"),
             "stages run on a CPU only so far: take --device cpu, or one stage"),
+    Refusal(lambda c, _: c.model.dtype == "gguf" and c.device.device == "cuda",
+            ("model.dtype", "device.device"),
+            "weights stay packed on a CPU only: take --device cpu, or --dtype bfloat16"),
+    Refusal(lambda c, _: c.model.dtype == "gguf" and c.model.load_format == "dummy",
+            ("model.dtype", "model.load_format"), "random weights are floats: leave one of them out"),
+    Refusal(lambda c, _: c.model.dtype == "gguf" and any(
+                b.startswith("linear=") and b not in ("linear=native", "linear=fastest")
+                for b in c.device.backends), ("model.dtype", "device.backends"),
+            "packed weights are multiplied by linear=native alone: leave one of them out"),
+    Refusal(lambda c, m: c.device.cpu_isa == "avx2" and not {"avx2", "fma"} <= set(m.features),
+            ("device.cpu_isa",), "this CPU has no AVX2 with FMA: leave it out, or take --cpu-isa plain"),
+    Refusal(lambda c, _: c.device.cpu_isa != "native" and c.device.device == "cuda",
+            ("device.cpu_isa", "device.device"), "it is about kernels of a CPU: take --device cpu"),
     _outside("device.threads", 1, 1024, "1 to 1024 threads"),
     _outside("device.pp", 1, 64, "1 to 64 stages"),
     Refusal(lambda c, _: any(not n.isdecimal() or len(n) > 4 or int(n) < 1 for n in c.device.pp_layers)

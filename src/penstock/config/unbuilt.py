@@ -108,7 +108,7 @@ UNBUILT: tuple[Unbuilt, ...] = (
                    "are refused, because loading them runs code"),
     _value("quantised compute", "--quantization", neutral=_NONE,
            instead="a checkpoint says itself what it is; GGUF and fp8 weights are dequantised when they are "
-                   "loaded, fp8 ones on a GPU when they are used"),
+                   "loaded, fp8 ones on a GPU when they are used; --dtype gguf keeps those of a GGUF packed"),
     _value("offloading weights", "--cpu-offload-gb", neutral=("0", "0.0")),
     _value("another hub revision", "--revision", "--tokenizer-revision", neutral=("main", *_NONE)),
     _value("another tokenizer mode", "--tokenizer-mode", neutral=("auto",)),

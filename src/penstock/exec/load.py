@@ -41,7 +41,7 @@ from penstock.kernels.select import SelectRule
 from penstock.model import registry as families
 from penstock.model.base import Checkpoint, Model, Stage
 from penstock.model.checkpoint import open_checkpoint
-from penstock.model.codes import Codes, Packed, codes_bytes
+from penstock.model.codes import PACKED, Codes, Packed, codes_bytes
 from penstock.model.fp8 import read_blocks
 from penstock.model.locate import ModelFiles, locate
 from penstock.model.slots import LinearFactory
@@ -112,9 +112,23 @@ def dtype_of(config: Config, files: ModelFiles, checkpoint: Mapping[str, object]
 def headers(config: Config, files: ModelFiles, *, scaled: bool = False) -> Checkpoint:
     """The checkpoint, of which no weight is read. `scaled`: those in fp8 stay that. Raises ConfigError."""
     packed = config.model.dtype == "gguf"
-    if packed and files.gguf is None:
-        raise ConfigError(f"--dtype gguf: {files.name} is not a .gguf file: leave the flag out")
+    if packed:
+        _check_packable(files, _platform(config))
     return open_checkpoint(files, packed=packed, scaled=scaled)
+
+
+def _check_packable(files: ModelFiles, platform: Platform) -> None:
+    """Raises ConfigError: not of a GGUF with weights that can stay codes, or nothing here multiplies them."""
+    if files.load_format != "gguf":
+        raise ConfigError(f"--dtype gguf: {files.name} is not a .gguf file: leave the flag out")
+    there = {tensor.block for tensor in files.gguf_header.tensors.values()}
+    if not there & PACKED:
+        raise ConfigError(f"--dtype gguf: {files.name} has no weights of {', '.join(sorted(PACKED))}, only "
+                          f"of {', '.join(sorted(there))}: leave the flag out")
+    try:
+        linear.OP.get("native").usable_on(platform)
+    except Unusable as why:
+        raise ConfigError(f"--dtype gguf: {why}: use --dtype float32") from None
 
 
 def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype, stage: Stage | None = None) -> int:
@@ -139,11 +153,6 @@ def _opened(config: Config, files: ModelFiles, log: Callable[[str], object]) \
     scaled = _keeps_scaled(config, files, log)
     checkpoint = headers(config, files, scaled=scaled)
     backends = _backends_of(config, checkpoint, scaled, log)
-    if config.model.dtype == "gguf":
-        try:
-            linear.OP.get("native").usable_on(_platform(config))
-        except Unusable as why:
-            raise ConfigError(f"--dtype gguf: {why}: use --dtype float32") from None
     name = backends["linear"].name
 
     def pack(weight: Tensor | Packed, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
@@ -215,12 +224,12 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object]) -> L
         if (now := time.perf_counter()) - told >= PROGRESS_S:
             told = now
             log(f"model: {show_size(loaded)} of {show_size(need)} after {now - started:.0f} s")
+    kept = kept_as(config, dtype, scaled) + _other_form(config, files)
     # A GGUF's header holds its whole tokenizer; `finish` may pack a large head: not both at once.
     del tensors, checkpoint, files
     _trim_heap()
     model.finish()
-    log(f"model: {name}, {show_size(loaded)} of weights as {kept_as(config, dtype, scaled)} in "
-        f"{time.perf_counter() - started:.1f} s")
+    log(f"model: {name}, {show_size(loaded)} of weights as {kept} in {time.perf_counter() - started:.1f} s")
     return Loaded(model, backends, name, load_format, dtype, loaded, _peak_rss() - rss_before, whole, digest,
                   scaled)
 
@@ -299,6 +308,19 @@ def _check_weights_fit(config: Config, files: ModelFiles, checkpoint: Checkpoint
         raise ConfigError(f"{files.name}: its weights take {show_size(need)} as {kept} and "
                           f"{show_size(more)} more while they are loaded, and {show_size(free)} {where} "
                           f"are free: take a smaller model{less}")
+
+
+def _other_form(config: Config, files: ModelFiles) -> str:
+    """Which weights of a GGUF are floats where others stay codes, or that they could stay codes."""
+    if files.load_format != "gguf" or config.device.device != "cpu":
+        return ""
+    tensors = files.gguf_header.tensors.values()
+    if config.model.dtype == "gguf":
+        floats = dict.fromkeys(t.block for t in tensors
+                               if t.block not in (*PACKED, "F32") and len(t.shape) > 1)
+        return f" (those of {', '.join(floats)}, and what is fused with them, as float32)" if floats else ""
+    can = any(t.block in PACKED for t in tensors)
+    return " (--dtype gguf keeps blocks packed, scales rounded to f16)" if can else ""
 
 
 def _trim_heap() -> None:

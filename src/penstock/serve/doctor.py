@@ -88,6 +88,8 @@ def _backends(config: Config | None, device: str) -> Iterator[Finding]:
 
 
 def _model(config: Config | None) -> Iterator[Finding]:
+    from penstock.exec.load import headers
+    from penstock.model.codes import PACKED
     from penstock.model.demo import DEMO_NAME
     from penstock.model.locate import locate
 
@@ -97,12 +99,20 @@ def _model(config: Config | None) -> Iterator[Finding]:
                   f"{'' if hub_cache_dir().is_dir() else ' (does not exist)'}")
     yield Finding("model", "demo", f"{DEMO_NAME}, "
                   + ("fetched" if there else "not fetched yet: the first `penstock serve demo` does"))
-    if config is None or config.model.model == "demo":
+    if config is None or (config.model.model == "demo" and not there):
         return
     try:
         files = locate(config.model.model, load_format=config.model.load_format)
-        kind = ", ".join(map(str, files.config.get("architectures") or ["unknown architecture"]))
-        yield Finding("model", files.name, f"{files.load_format}, {kind}, {files.folder}")
+        if config.model.model != "demo":
+            kind = ", ".join(map(str, files.config.get("architectures") or ["unknown architecture"]))
+            yield Finding("model", files.name, f"{files.load_format}, {kind}, {files.folder}")
+        if files.load_format == "gguf":
+            blocks = dict.fromkeys(t.block for t in files.gguf_header.tensors.values())
+            packed = ", ".join(b for b in blocks if b in PACKED) or "none of them"
+            yield Finding("model", "weights", f"{', '.join(blocks)}: float32 with --dtype auto on a CPU, "
+                          f"which is exact; --dtype gguf keeps {packed} packed, scales rounded to f16")
+        if config.model.dtype == "gguf":
+            headers(config, files)
     except ConfigError as e:
         yield Finding("model", config.model.model, str(e), ok=False)
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from penstock.config.errors import ConfigError
 from penstock.config.plain import from_plain
+from penstock.config.platform import limit_libraries
 from penstock.config.tree import Config
 from penstock.core.lifecycle import Phase
 from penstock.exec.waker import Waker
@@ -146,7 +147,8 @@ def hello(link: Link) -> Config:
 
 def build(config: Config, event_log: EventLog) -> Engine:
     """Load the model and put the loop together. Raises ConfigError."""
-    # Imported here: torch takes seconds, and Hello must be checked before.
+    limit_libraries(config.device.cpu_isa)
+    # Imported here: torch takes seconds, reads its limits then, and Hello must be checked before.
     from penstock.core.core import Core
     from penstock.core.policy.capacity import largest
     from penstock.exec.build import build_engine

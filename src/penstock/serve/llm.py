@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 from penstock.config.cli import from_options
 from penstock.config.errors import ConfigError, RequestError
 from penstock.config.params import SamplingParams
-from penstock.config.platform import limit_libraries, probe
+from penstock.config.platform import probe
 from penstock.config.resolve import resolve
 from penstock.config.tree import SERVE_ONLY, Config
 from penstock.model.locate import locate
@@ -61,7 +61,6 @@ class AsyncLLM:
                  **options: object) -> None:
         self.config = config or resolve(
             from_options(model, options, without=SERVE_ONLY), probe())
-        limit_libraries(self.config.device.cpu_isa)
         self._client = EngineClient(self.config, log=_log.info)
         self._metrics = Metrics()
         self._text: Text | None = None
