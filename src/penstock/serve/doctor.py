@@ -8,6 +8,7 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from penstock.config.errors import ConfigError
 from penstock.config.paths import cache_dir, hub_cache_dir
@@ -44,9 +45,11 @@ def run(config: Config | None, args: argparse.Namespace) -> int:
 
 def examine(config: Config | None, machine: Machine) -> Iterator[Finding]:
     """Everything that the report says, in order."""
+    if config is not None and config.device.device == "auto":
+        chosen: Literal["cuda", "cpu"] = "cuda" if machine.device == "cuda" else "cpu"
+        config = replace(config, device=replace(config.device, device=chosen))
     yield from _machine(machine)
-    asked = config.device.device if config else "auto"
-    yield from _backends(config, machine.device if asked == "auto" else asked)
+    yield from _backends(config, config.device.device if config else machine.device)
     yield from _model(config)
     yield from _ranks(config)
     yield Finding("config", "refused", f"{len(REFUSED)} values and combinations, {len(UNBUILT)} "
