@@ -29,7 +29,8 @@ TABLE: dict[Key, set[str]] = {
     for role, phase, event, follows, _ in lines("next_states.tsv")}
 # Ten thousand seeds hardly meet these: tests/unit/test_core_pair_rare.py leads there by hand.
 BY_HAND = {("prefill", "dropped", "expired", "done"), ("unified", "dropped", "expired", "done"),
-           ("decode", "staging", "paused", "staging"), ("decode", "promoting", "paused", "promoting"),
+           ("decode", "staging", "paused", "staging"), ("decode", "hosted", "paused", "hosted"),
+           ("decode", "promoting", "paused", "promoting"),
            ("unified", "staging", "moved_failed", "dropped")}
 DEVIATIONS = {(role, phase, event, follows) for role, phase, event, follows, _ in lines("deviations.tsv")}
 

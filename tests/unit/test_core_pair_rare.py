@@ -45,26 +45,39 @@ def test_who_fetched_in_vain_without_a_pair_still_has_a_deadline_in_line() -> No
     expire_twice(d, 5)
 
 
-def spilled(dram_pages: int) -> Driver:
-    """A row on its way to the host, which has no room for more."""
+def decoding(dram_pages: int, *, always_hosted: bool) -> Driver:
+    """A row of a decode engine that has read its prompt itself."""
     groups = CacheGroup(name="full", page_bytes=0), CacheGroup(name="selector", page_bytes=0, selector=True)
     d = Driver(role="decode", groups=groups, page_size=2, hbm_pages=40, dram_pages=dram_pages, hot_pages=1,
-               max_len=16)
+               max_len=16, always_hosted=always_hosted)
     d.arrive(1, range(9), max_new=7, selects=True)
     d.retire()
+    return d
+
+
+def spilled() -> Driver:
+    """A row on its way to the host, which has no room for more."""
+    d = decoding(dram_pages=9, always_hosted=False)
     d.tell(Spilled(RequestId(1)))
     assert d.phase(1) is Phase.STAGING
     return d
 
 
 def test_a_pause_without_room_on_the_host_leaves_a_row_where_it_goes() -> None:
-    d = spilled(dram_pages=9)
+    d = spilled()
     d.tell(Paused(RequestId(1)))
     assert d.phase(1) is Phase.STAGING
 
 
+def test_a_pause_without_room_on_the_host_leaves_a_row_that_decodes_from_there() -> None:
+    d = decoding(dram_pages=9, always_hosted=True)
+    assert d.phase(1) is Phase.HOSTED
+    d.tell(Paused(RequestId(1)))
+    assert d.phase(1) is Phase.HOSTED
+
+
 def test_a_pause_without_room_on_the_host_leaves_a_row_on_its_way_back() -> None:
-    d = spilled(dram_pages=9)
+    d = spilled()
     while d.phase(1) is Phase.STAGING:
         if d.moves:
             d.land()

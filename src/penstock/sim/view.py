@@ -5,6 +5,7 @@ Only this module and the seeded bugs look inside a core, so that it can change w
 """
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
@@ -82,8 +83,10 @@ class Group:
 
     @property
     def num_own(self) -> int:
-        """Device pages that nobody else reads."""
-        return sum([page is not None and page.pins == 1 for page in self.device])
+        """Device pages that nobody else reads, behind the last that somebody does. Two who computed the same
+        first page can share the second: what lies before a shared page need not count (sim seed 11514)."""
+        own = itertools.takewhile(lambda page: page is not None and page.pins == 1, reversed(self.device))
+        return sum(1 for _ in own)
 
     def num_pages(self, positions: int) -> int:
         return self._table.end(positions)
