@@ -13,7 +13,10 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define ROWS_OF_ITEM 128        /* rows of one panel that a thread takes at once */
-#define EXPAND 16               /* rows from which a panel is made f32 once instead of for each tile */
+#define EXPAND_BF16 32          /* rows from which a panel is made f32 once instead of for each tile */
+#define EXPAND_CODES 16
+#define AHEAD 8192              /* bytes between what is multiplied and what is asked for from memory */
+#define RUN_MAX 8               /* panels that a thread takes one after the other */
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -97,6 +100,13 @@ INLINE Vec half_vector(const uint16_t *at)
     return (Vec)((bits & 0x7fff) << 13 | (bits & 0x8000) << 16) * 0x1p112f;
 }
 
+/* Ask for what is read next: beside many sums a CPU does not look far enough ahead by itself. */
+INLINE void fetch(const void *at, int64_t bytes)
+{
+    for (int64_t line = 0; line < bytes; line += 64)
+        __builtin_prefetch((const char *)at + AHEAD + line, 0, 2);
+}
+
 /* LANES bytes as floats. gcc 12 takes them one by one where it is not told how. */
 INLINE Vec widened(const uint8_t *at, int shift, int mask)
 {
@@ -151,6 +161,7 @@ INLINE void tile(const Panels *at, const void *x, int64_t stride, int64_t inputs
             #pragma GCC unroll 8
             for (int p = 0; p < panels; p++) {
                 const float *panel = (const float *)(at->weight + p * at->bytes) + i * PANEL;
+                fetch(panel, 4 * PANEL);
                 Vec weight[WIDTH];
                 #pragma GCC unroll 8
                 for (int v = 0; v < WIDTH; v++)
@@ -160,8 +171,11 @@ INLINE void tile(const Panels *at, const void *x, int64_t stride, int64_t inputs
     else if (kind == NIBBLES || kind == BYTES)
         for (int64_t g = 0; g < inputs / at->group; g++) {
             Vec scale[PANELS_MAX][2 * WIDTH], weight[2][WIDTH];
-            for (int p = 0; p < panels; p++)
+            for (int p = 0; p < panels; p++) {
+                const int64_t bytes = at->group * PANEL / (kind == BYTES ? 1 : 2);
                 group_scales(scale[p], at->scales + p * at->halves, g);
+                fetch(at->weight + p * at->bytes + g * bytes, bytes);
+            }
             for (int64_t i = g * at->group; i < (g + 1) * at->group; i += kind == BYTES ? 1 : 2)
                 #pragma GCC unroll 8
                 for (int p = 0; p < panels; p++) {
@@ -176,6 +190,7 @@ INLINE void tile(const Panels *at, const void *x, int64_t stride, int64_t inputs
             #pragma GCC unroll 8
             for (int p = 0; p < panels; p++) {
                 const uint32_t *panel = (const uint32_t *)(at->weight + p * at->bytes) + i / 2 * PANEL;
+                fetch(panel, 4 * PANEL);
                 Vec *mine = sum + p * rows * WIDTH;
                 Word pair[WIDTH];
                 #pragma GCC unroll 8
@@ -225,12 +240,14 @@ static void expand_panel(float *out, const void *panel, const uint16_t *scales, 
     for (int64_t i = 0; i < inputs; i += kind == BYTES ? 1 : 2) {
         if (kind != PAIRS && i % group == 0)
             group_scales(scale, scales, i / group);
-        if (kind == PAIRS)
+        if (kind == PAIRS) {
+            const uint32_t *pairs = (const uint32_t *)panel + i / 2 * PANEL;
+            fetch(pairs, 4 * PANEL);
             for (int v = 0; v < WIDTH; v++) {
-                const Word pair = *(const Word *)((const uint32_t *)panel + i / 2 * PANEL + v * LANES);
+                const Word pair = *(const Word *)(pairs + v * LANES);
                 weight[0][v] = (Vec)(pair << 16), weight[1][v] = (Vec)(pair & 0xffff0000u);
             }
-        else if (kind == BYTES)
+        } else if (kind == BYTES)
             codes(weight, panel, i, scale, BYTES);
         else
             codes(weight, panel, i, scale, NIBBLES);
@@ -302,7 +319,10 @@ int penstock_linear(const Args *a, int threads)
     const int64_t panels = (a->outputs + PANEL - 1) / PANEL;
     const int64_t chunks = (a->rows + ROWS_OF_ITEM - 1) / ROWS_OF_ITEM;
     const int64_t side = side_by_side(a), whole = panels / side;      /* the last ones go one by one */
-    const int expand = (a->scales || (a->bf16 && !DOT_BF16)) && a->rows >= EXPAND;
+    const int64_t items = (whole + panels % side) * chunks, share = items / (4 * threads);
+    const int64_t run = share < 1 ? 1 : share < RUN_MAX ? share : RUN_MAX;
+    const int expand = a->scales ? a->rows >= EXPAND_CODES
+                                 : a->bf16 && !DOT_BF16 && a->rows >= EXPAND_BF16;
     const void *x = a->x;
     int64_t stride = a->stride;
     float *copy = NULL, *expanded = NULL;
@@ -329,8 +349,8 @@ int penstock_linear(const Args *a, int threads)
                         copy[t * inputs + i] = widen(half);
                 }
         }
-        #pragma omp for schedule(dynamic, 1)
-        for (int64_t n = 0; n < (whole + panels % side) * chunks; n++) {
+        #pragma omp for schedule(dynamic, run)
+        for (int64_t n = 0; n < items; n++) {
             const int64_t i = n / chunks, p = i < whole ? i * side : i - whole + whole * side;
             float *mine = expanded ? expanded + omp_get_thread_num() * inputs * PANEL : NULL;
             item(a, x, stride, inputs, p, i < whole ? side : 1, n % chunks * ROWS_OF_ITEM, mine);
