@@ -47,7 +47,8 @@ typedef uint32_t Word __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t Int __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint16_t Half __attribute__((vector_size(2 * LANES), aligned(2)));
 /* How a panel is read; x is bf16 for DOTS, else f32. */
-enum { F32, PAIRS, DOTS, NIBBLES, BYTES };
+enum { F32, PAIRS, DOTS, NIBBLES, BYTES, FLOATS };     /* FLOATS: codes that were expanded */
+enum { ALL, LOW, HIGH };        /* of a byte */
 
 typedef struct {
     const void *weight, *bias, *x;
@@ -107,8 +108,8 @@ INLINE void fetch(const void *at, int64_t bytes)
         __builtin_prefetch((const char *)at + AHEAD + line, 0, 2);
 }
 
-/* LANES bytes as floats. gcc 12 takes them one by one where it is not told how. */
-INLINE Vec widened(const uint8_t *at, int shift, int mask)
+/* LANES bytes, or their low or high halves, as floats. gcc 12 takes bytes one by one where it is not told how. */
+INLINE Vec widened(const uint8_t *at, int part)
 {
 #if defined(__AVX512F__)
     const Int code = (Int)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)at));
@@ -119,19 +120,24 @@ INLINE Vec widened(const uint8_t *at, int shift, int mask)
     for (int l = 0; l < LANES; l++)
         code[l] = at[l];
 #endif
-    return __builtin_convertvector(code >> shift & mask, Vec);
+    const Int half = part == HIGH ? code >> 4 : code;
+#if defined(__AVX512F__)
+    if (part != ALL)                            /* a table of 16 looks at four bits, and makes floats of them */
+        return (Vec)_mm512_permutexvar_ps((__m512i)half, _mm512_setr_ps(
+            0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+#endif
+    return __builtin_convertvector(part == LOW ? half & 15 : half, Vec);
 }
 
-/* weight[b][v] of inputs i and i + 1, or of i alone for BYTES, which are in the group of `scale`. */
-INLINE void codes(Vec weight[2][WIDTH], const uint8_t *panel, int64_t i, const Vec *scale, int kind)
+/* The codes of inputs i and i + 1 as weight[b][v], or of i alone for BYTES. */
+INLINE void codes(Vec weight[2][WIDTH], const uint8_t *panel, int64_t i, int kind)
 {
     for (int v = 0; v < WIDTH; v++)
         if (kind == BYTES)
-            weight[0][v] = widened(panel + i * PANEL + v * LANES, 0, 255) * scale[v] + scale[WIDTH + v];
+            weight[0][v] = widened(panel + i * PANEL + v * LANES, ALL);
         else {
             const uint8_t *both = panel + i / 2 * PANEL + v * LANES;
-            weight[0][v] = widened(both, 0, 15) * scale[v] + scale[WIDTH + v];
-            weight[1][v] = widened(both, 4, 15) * scale[v] + scale[WIDTH + v];
+            weight[0][v] = widened(both, LOW), weight[1][v] = widened(both, HIGH);
         }
 }
 
@@ -145,23 +151,21 @@ INLINE void group_scales(Vec *scale, const uint16_t *scales, int64_t g)
 typedef struct {
     const char *weight;
     const uint16_t *scales;
-    int64_t bytes, halves, group;
+    const float *totals;                        /* of the first row: the sum of x in each group */
+    int64_t bytes, halves, group, groups;
 } Panels;
 
-/* out[p][r][0 .. PANEL) = x[r] . panel p, of `rows` rows and `panels` panels; constants after inlining. */
-INLINE void tile(const Panels *at, const void *x, int64_t stride, int64_t inputs, float *out, int rows,
-                 int panels, int kind)
+/* sum[p][r] += x[r] . panel p over inputs `begin` to `end`: the unit of what is read is even. */
+INLINE void multiply(Vec *sum, const Panels *at, const void *x, int64_t stride, int64_t begin, int64_t end,
+                     int rows, int panels, int kind)
 {
-    Vec sum[SUMS];
-    #pragma GCC unroll 64
-    for (int i = 0; i < panels * rows * WIDTH; i++)
-        sum[i] = (Vec){ 0 };
-    if (kind == F32)
-        for (int64_t i = 0; i < inputs; i++)
+    if (kind == F32 || kind == FLOATS)
+        for (int64_t i = begin; i < end; i++)
             #pragma GCC unroll 8
             for (int p = 0; p < panels; p++) {
                 const float *panel = (const float *)(at->weight + p * at->bytes) + i * PANEL;
-                fetch(panel, 4 * PANEL);
+                if (kind == F32)
+                    fetch(panel, 4 * PANEL);
                 Vec weight[WIDTH];
                 #pragma GCC unroll 8
                 for (int v = 0; v < WIDTH; v++)
@@ -169,24 +173,17 @@ INLINE void tile(const Panels *at, const void *x, int64_t stride, int64_t inputs
                 step(sum + p * rows * WIDTH, weight, (const float *)x + i, stride, rows);
             }
     else if (kind == NIBBLES || kind == BYTES)
-        for (int64_t g = 0; g < inputs / at->group; g++) {
-            Vec scale[PANELS_MAX][2 * WIDTH], weight[2][WIDTH];
+        for (int64_t i = begin; i < end; i += kind == BYTES ? 1 : 2)
+            #pragma GCC unroll 8
             for (int p = 0; p < panels; p++) {
-                const int64_t bytes = at->group * PANEL / (kind == BYTES ? 1 : 2);
-                group_scales(scale[p], at->scales + p * at->halves, g);
-                fetch(at->weight + p * at->bytes + g * bytes, bytes);
+                Vec weight[2][WIDTH];
+                codes(weight, (const uint8_t *)at->weight + p * at->bytes, i, kind);
+                step(sum + p * rows * WIDTH, weight[0], (const float *)x + i, stride, rows);
+                if (kind == NIBBLES)
+                    step(sum + p * rows * WIDTH, weight[1], (const float *)x + i + 1, stride, rows);
             }
-            for (int64_t i = g * at->group; i < (g + 1) * at->group; i += kind == BYTES ? 1 : 2)
-                #pragma GCC unroll 8
-                for (int p = 0; p < panels; p++) {
-                    codes(weight, (const uint8_t *)at->weight + p * at->bytes, i, scale[p], kind);
-                    step(sum + p * rows * WIDTH, weight[0], (const float *)x + i, stride, rows);
-                    if (kind == NIBBLES)
-                        step(sum + p * rows * WIDTH, weight[1], (const float *)x + i + 1, stride, rows);
-                }
-        }
     else
-        for (int64_t i = 0; i < inputs; i += 2)
+        for (int64_t i = begin; i < end; i += 2)
             #pragma GCC unroll 8
             for (int p = 0; p < panels; p++) {
                 const uint32_t *panel = (const uint32_t *)(at->weight + p * at->bytes) + i / 2 * PANEL;
@@ -207,6 +204,40 @@ INLINE void tile(const Panels *at, const void *x, int64_t stride, int64_t inputs
                     step(mine, odd, (const float *)x + i + 1, stride, rows);
                 }
             }
+}
+
+/* out[p][r][0 .. PANEL) = x[r] . panel p, of `rows` rows and `panels` panels; constants after inlining. The scale
+ * and the shift of a group of codes meet its sums, not each of its weights. */
+INLINE void tile(const Panels *at, const void *x, int64_t stride, int64_t inputs, float *out, int rows,
+                 int panels, int kind)
+{
+    Vec sum[SUMS];
+    #pragma GCC unroll 64
+    for (int i = 0; i < panels * rows * WIDTH; i++)
+        sum[i] = (Vec){ 0 };
+    if (kind < NIBBLES)
+        multiply(sum, at, x, stride, 0, inputs, rows, panels, kind);
+    else
+        for (int64_t g = 0; g < at->groups; g++) {
+            const int64_t bytes = at->group * PANEL / (kind == NIBBLES ? 2 : 1);
+            Vec part[SUMS], scale[2 * WIDTH];
+            #pragma GCC unroll 64
+            for (int i = 0; i < panels * rows * WIDTH; i++)
+                part[i] = (Vec){ 0 };
+            multiply(part, at, x, stride, g * at->group, (g + 1) * at->group, rows, panels, kind);
+            #pragma GCC unroll 8
+            for (int p = 0; p < panels; p++) {
+                if (kind != FLOATS)
+                    fetch(at->weight + p * at->bytes + g * bytes, bytes);
+                group_scales(scale, at->scales + p * at->halves, g);
+                #pragma GCC unroll 8
+                for (int r = 0; r < rows; r++)
+                    #pragma GCC unroll 8
+                    for (int v = 0; v < WIDTH; v++)
+                        sum[(p * rows + r) * WIDTH + v] += part[(p * rows + r) * WIDTH + v] * scale[v]
+                            + scale[WIDTH + v] * at->totals[r * at->groups + g];
+            }
+        }
     for (int i = 0; i < panels * rows * WIDTH; i++)
         *(Vec *)(out + i * LANES) = sum[i];
 }
@@ -220,26 +251,24 @@ INLINE int64_t tiles(const Panels *at, const void *x, int64_t stride, int64_t in
     if (panels == 4) { TILE(1, 4) }
     if (panels == 2 && left == 1) { TILE(1, 2) }
     if (panels == 2) { TILE(2, 2) }
-    /* 4 rows and 4 are faster than 6 and 2. Beside 6 rows there are no registers left for scales. */
-    if (left >= TALL && (TALL == 8 || (left != 8 && kind < NIBBLES))) { TILE(TALL, 1) }
+    /* 4 rows and 4 are faster than 6 and 2. Beside 6 rows there are no registers left for codes. */
+    if (left >= TALL && (TALL == 8 || (left != 8 && kind != NIBBLES && kind != BYTES))) { TILE(TALL, 1) }
     if (left >= 4) { TILE(4, 1) }
     if (left >= 2) { TILE(2, 1) }
     TILE(1, 1)
 }
 
-/* Panels that are read at once: beside the scales of codes there are no registers for four. */
+/* Panels that are read at once. */
 INLINE int side_by_side(const Args *a)
 {
-    return a->rows > 2 ? 1 : a->rows == 1 && !a->scales ? 4 : 2;
+    return a->rows > 2 ? 1 : a->rows == 1 ? 4 : 2;
 }
 
-static void expand_panel(float *out, const void *panel, const uint16_t *scales, int64_t group,
-                         int64_t inputs, int kind)
+/* A panel of bf16 or of codes as one of floats. */
+static void expand_panel(float *out, const void *panel, int64_t inputs, int kind)
 {
-    Vec scale[2 * WIDTH], weight[2][WIDTH];
+    Vec weight[2][WIDTH];
     for (int64_t i = 0; i < inputs; i += kind == BYTES ? 1 : 2) {
-        if (kind != PAIRS && i % group == 0)
-            group_scales(scale, scales, i / group);
         if (kind == PAIRS) {
             const uint32_t *pairs = (const uint32_t *)panel + i / 2 * PANEL;
             fetch(pairs, 4 * PANEL);
@@ -248,9 +277,9 @@ static void expand_panel(float *out, const void *panel, const uint16_t *scales, 
                 weight[0][v] = (Vec)(pair << 16), weight[1][v] = (Vec)(pair & 0xffff0000u);
             }
         } else if (kind == BYTES)
-            codes(weight, panel, i, scale, BYTES);
+            codes(weight, panel, i, BYTES);
         else
-            codes(weight, panel, i, scale, NIBBLES);
+            codes(weight, panel, i, NIBBLES);
         for (int b = 0; b < (kind == BYTES ? 1 : 2); b++)
             for (int v = 0; v < WIDTH; v++)
                 *(Vec *)(out + (i + b) * PANEL + v * LANES) = weight[b][v];
@@ -262,24 +291,25 @@ INLINE int64_t panel_bytes(const Args *a, int64_t inputs)
     return inputs * PANEL * (a->scales ? a->bits : a->bf16 ? 16 : 32) / 8;
 }
 
-static void item(const Args *a, const void *x, int64_t stride, int64_t inputs, int64_t p, int panels,
-                 int64_t first, float *expanded)
+static void item(const Args *a, const void *x, int64_t stride, int64_t inputs, const float *totals, int64_t p,
+                 int panels, int64_t first, float *expanded)
 {
     const int64_t last = a->rows - first < ROWS_OF_ITEM ? a->rows : first + ROWS_OF_ITEM;
     const int64_t wide = a->outputs - p * PANEL < panels * PANEL ? a->outputs - p * PANEL : panels * PANEL;
-    Panels at = { .bytes = panel_bytes(a, inputs), .halves = a->scales ? inputs / a->group * 2 * PANEL : 0,
-                  .group = a->group };
+    Panels at = { .bytes = panel_bytes(a, inputs), .group = a->group };
+    at.groups = a->scales ? inputs / a->group : 0, at.halves = at.groups * 2 * PANEL;
     at.weight = (const char *)a->weight + p * at.bytes;
     at.scales = a->scales ? (const uint16_t *)a->scales + p * at.halves : NULL;
     int kind = a->scales ? a->bits == 4 ? NIBBLES : BYTES : a->bf16 ? DOT_BF16 ? DOTS : PAIRS : F32;
     float out[SUMS * LANES];
     if (expanded) {
-        expand_panel(expanded, at.weight, at.scales, a->group, inputs, kind);
-        at.weight = (const char *)expanded, kind = F32;
+        expand_panel(expanded, at.weight, inputs, kind);
+        at.weight = (const char *)expanded, kind = a->scales ? FLOATS : F32;
     }
     for (int64_t t = first; t < last; ) {
         const void *row = (const char *)x + t * stride * (kind == DOTS ? 2 : 4);
         int64_t done = 0;
+        at.totals = totals + t * at.groups;
         #define CASE(k) case k: \
             done = tiles(&at, row, stride, inputs, out, last - t, panels, k); break;
         switch (kind) {
@@ -291,6 +321,7 @@ static void item(const Args *a, const void *x, int64_t stride, int64_t inputs, i
 #endif
         CASE(NIBBLES)
         CASE(BYTES)
+        CASE(FLOATS)
         }
         for (int64_t r = 0; r < done; r++)
             for (int64_t j = 0; j < wide; j++) {
@@ -325,15 +356,18 @@ int penstock_linear(const Args *a, int threads)
                                  : a->bf16 && !DOT_BF16 && a->rows >= EXPAND_BF16;
     const void *x = a->x;
     int64_t stride = a->stride;
-    float *copy = NULL, *expanded = NULL;
+    const int64_t groups = a->scales ? inputs / a->group : 0;
+    float *copy = NULL, *expanded = NULL, *totals = NULL;
     if (a->bf16) {
         copy = malloc((size_t)(a->rows * inputs) * (DOT_BF16 ? 2 : 4));
         x = copy, stride = inputs;
     }
     if (expand)
         expanded = malloc((size_t)(threads * inputs) * PANEL * sizeof(float));
-    if ((a->bf16 && !copy) || (expand && !expanded)) {
-        free(copy), free(expanded);
+    if (a->scales)
+        totals = malloc((size_t)(a->rows * groups) * sizeof(float));
+    if ((a->bf16 && !copy) || (expand && !expanded) || (a->scales && !totals)) {
+        free(copy), free(expanded), free(totals);
         return 1;
     }
     #pragma omp parallel num_threads(threads) if (threads > 1)
@@ -349,13 +383,22 @@ int penstock_linear(const Args *a, int threads)
                         copy[t * inputs + i] = widen(half);
                 }
         }
+        if (a->scales) {
+            #pragma omp for
+            for (int64_t n = 0; n < a->rows * groups; n++) {
+                const float *part = (const float *)x + n / groups * stride + n % groups * a->group;
+                totals[n] = 0;
+                for (int64_t i = 0; i < a->group; i++)
+                    totals[n] += part[i];
+            }
+        }
         #pragma omp for schedule(dynamic, run)
         for (int64_t n = 0; n < items; n++) {
             const int64_t i = n / chunks, p = i < whole ? i * side : i - whole + whole * side;
             float *mine = expanded ? expanded + omp_get_thread_num() * inputs * PANEL : NULL;
-            item(a, x, stride, inputs, p, i < whole ? side : 1, n % chunks * ROWS_OF_ITEM, mine);
+            item(a, x, stride, inputs, totals, p, i < whole ? side : 1, n % chunks * ROWS_OF_ITEM, mine);
         }
     }
-    free(copy), free(expanded);
+    free(copy), free(expanded), free(totals);
     return 0;
 }
