@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import sys
 import time
 from pathlib import Path
@@ -35,6 +36,8 @@ def engine(descriptor: str) -> None:
     fake.FakeExecutor = Slow
     fake.CONTEXT = 20_000
     fake.VOCAB = load("tokenizers_fake").byte_level().get_vocab_size()
+    if "PENSTOCK_FAKE_CALM" in os.environ:     # no prompt is a fault: "." would begin with 13
+        fake.CRASH = fake.ENDLESS = fake.REFUSED = fake.FAULT = -1
     sys.argv = ["engine", descriptor]
     fake.main()
 

@@ -32,11 +32,14 @@ def test_the_document_has_every_route_with_its_methods():
 
 
 @pytest.fixture
-def server(tmp_path):
+def server(tmp_path, monkeypatch):
+    monkeypatch.setenv("PENSTOCK_FAKE_CALM", "1")
     spec = importlib.util.spec_from_file_location("servers", Path(__file__).with_name("test_http_server.py"))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     made = module.Server(tmp_path)
+    for prompt in "./01":
+        assert made.post(prompt=prompt).status_code == 200
     yield made
     assert made.end(signal.SIGTERM) == 0
     assert "internal error" not in made.log.read_text()
