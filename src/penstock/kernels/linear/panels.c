@@ -1,5 +1,6 @@
 /* y = x W^T + b over weights kept in panels of PANEL outputs, in the type they are stored in, with sums in
- * f32. What a row becomes does not depend on the rows beside it: every sum runs over the inputs in order.
+ * f32. What a row becomes does not depend on the rows beside it: every sum runs over the inputs in order, of
+ * codes over those of a group and then over the groups.
  *
  * A panel of f32 is [inputs, PANEL]; of bf16 it is [inputs / 2, PANEL, 2], so that a word holds two inputs
  * of one output: a shift and a mask make both f32 on any CPU, and AVX512-BF16 multiplies them as they are.
@@ -16,7 +17,7 @@
 #define EXPAND_BF16 32          /* rows from which a panel is made f32 once instead of for each tile */
 #define EXPAND_CODES 16
 #define AHEAD 8192              /* bytes between what is multiplied and what is asked for from memory */
-#define RUN_MAX 8               /* panels that a thread takes one after the other */
+#define RUN_MAX 8               /* items that a thread takes one after the other: what it asks for is its own */
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -39,7 +40,6 @@
 
 #define PANEL (2 * LANES)       /* outputs of a panel: two vectors, so that a tile reads every byte in turn */
 #define WIDTH 2
-#define PANELS_MAX 4            /* of a tile of one row */
 #define SUMS (TALL * WIDTH)     /* of the largest tile */
 
 typedef float Vec __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -47,7 +47,7 @@ typedef uint32_t Word __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t Int __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint16_t Half __attribute__((vector_size(2 * LANES), aligned(2)));
 /* How a panel is read; x is bf16 for DOTS, else f32. */
-enum { F32, PAIRS, DOTS, NIBBLES, BYTES, FLOATS };     /* FLOATS: codes that were expanded */
+enum { F32, PAIRS, DOTS, NIBBLES, BYTES, FLOATS };      /* from NIBBLES on codes: FLOATS are expanded ones */
 enum { ALL, LOW, HIGH };        /* of a byte */
 
 typedef struct {
@@ -155,7 +155,7 @@ typedef struct {
     int64_t bytes, halves, group, groups;
 } Panels;
 
-/* sum[p][r] += x[r] . panel p over inputs `begin` to `end`: the unit of what is read is even. */
+/* sum[p][r] += x[r] . panel p over inputs `begin` to `end`, both even where two inputs lie side by side. */
 INLINE void multiply(Vec *sum, const Panels *at, const void *x, int64_t stride, int64_t begin, int64_t end,
                      int rows, int panels, int kind)
 {
@@ -286,6 +286,11 @@ static void expand_panel(float *out, const void *panel, int64_t inputs, int kind
     }
 }
 
+INLINE int64_t groups_of(const Args *a)         /* of codes; no bf16, so no input is added to make a pair */
+{
+    return a->scales ? a->inputs / a->group : 0;
+}
+
 INLINE int64_t panel_bytes(const Args *a, int64_t inputs)
 {
     return inputs * PANEL * (a->scales ? a->bits : a->bf16 ? 16 : 32) / 8;
@@ -296,8 +301,8 @@ static void item(const Args *a, const void *x, int64_t stride, int64_t inputs, c
 {
     const int64_t last = a->rows - first < ROWS_OF_ITEM ? a->rows : first + ROWS_OF_ITEM;
     const int64_t wide = a->outputs - p * PANEL < panels * PANEL ? a->outputs - p * PANEL : panels * PANEL;
-    Panels at = { .bytes = panel_bytes(a, inputs), .group = a->group };
-    at.groups = a->scales ? inputs / a->group : 0, at.halves = at.groups * 2 * PANEL;
+    Panels at = { .bytes = panel_bytes(a, inputs), .group = a->group, .groups = groups_of(a),
+                  .halves = groups_of(a) * 2 * PANEL };
     at.weight = (const char *)a->weight + p * at.bytes;
     at.scales = a->scales ? (const uint16_t *)a->scales + p * at.halves : NULL;
     int kind = a->scales ? a->bits == 4 ? NIBBLES : BYTES : a->bf16 ? DOT_BF16 ? DOTS : PAIRS : F32;
@@ -356,7 +361,7 @@ int penstock_linear(const Args *a, int threads)
                                  : a->bf16 && !DOT_BF16 && a->rows >= EXPAND_BF16;
     const void *x = a->x;
     int64_t stride = a->stride;
-    const int64_t groups = a->scales ? inputs / a->group : 0;
+    const int64_t groups = groups_of(a);
     float *copy = NULL, *expanded = NULL, *totals = NULL;
     if (a->bf16) {
         copy = malloc((size_t)(a->rows * inputs) * (DOT_BF16 ? 2 : 4));
