@@ -102,13 +102,14 @@ def test_op_has_a_reference_and_distinct_cases(name):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_store_writes_its_slots_and_no_other(dtype):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     pages, size, heads, dim = 5, 3, 2, 8
-    pools = torch.full((pages, 3, heads, 2, size, dim), 7.0, dtype=dtype)
-    qkv = torch.randn(4, 6, dim).to(dtype)
+    pools = torch.full((pages, 3, heads, 2, size, dim), 7.0, dtype=dtype, device=device)
+    qkv = torch.randn(4, 6, dim).to(device, dtype)
     slots = [(0, 2), (4, 2), (0, 0), (3, 0)]
-    page_T, offset_T = torch.tensor(slots).T
+    page_T, offset_T = (x.contiguous() for x in torch.tensor(slots, device=device).T)
     store(qkv[:, 2:4], qkv[:, 4:], pools[:, 1, :, 0], pools[:, 1, :, 1], page_T, offset_T)
-    want = torch.full(pools.shape, 7.0, dtype=dtype)
+    want = torch.full(pools.shape, 7.0, dtype=dtype, device=device)
     for token, (page, offset) in enumerate(slots):
         for plane in (0, 1):
             want[page, 1, :, plane, offset] = qkv[token, 2 + 2 * plane:4 + 2 * plane]

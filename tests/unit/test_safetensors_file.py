@@ -48,6 +48,16 @@ def test_tensors_equal_the_library(tmp_path: Path) -> None:
         assert tensor.dtype == wanted[name].dtype and tensor.equal(wanted[name]), name
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_tensors_reach_a_device_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through halves that hold a part of a tensor, which are filled again while copies may still run."""
+    monkeypatch.setattr("penstock.model.checkpoint._STAGED_BYTES", 4096)
+    wanted = {"scalar": torch.tensor(1.5), "many": torch.randn(300, 1001), "half": torch.randn(4096).half()}
+    for name, tensor in open_checkpoint(locate(str(model(tmp_path, model=wanted)))).tensors(device="cuda"):
+        assert tensor.device.type == "cuda" and tensor.cpu().equal(wanted[name]), name
+
+
 def test_shards_of_an_index_and_old_buffers(tmp_path: Path) -> None:
     a, b, c = torch.randn(2, 2), torch.randn(3), torch.ones(4)
     model(tmp_path, one={"a": a, "model.layers.0.self_attn.rotary_emb.inv_freq": c}, two={"b": b})

@@ -210,13 +210,13 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object]) -> L
     tensors: Iterable[tuple[str, Tensor | Packed]] = (
         families.dummy_tensors(checkpoint.config, config.model.seed or 0, model.wants, device=device,
                                scaled=checkpoint.scaled)
-        if load_format == "dummy" else checkpoint.tensors(model.wants))
+        if load_format == "dummy" else checkpoint.tensors(model.wants, device))
     log(f"model: {name} has {show_size(need)} of weights to load")
     loaded, trimmed, scaled, told = 0, 0, False, time.perf_counter()
     for tensor_name, tensor in tensors:
         loaded += tensor.num_bytes if isinstance(tensor, Packed) else tensor.numel() * dtype.itemsize
         scaled |= isinstance(tensor, Scaled)
-        model.load(tensor_name, tensor if isinstance(tensor, Codes) else tensor.to(device))
+        model.load(tensor_name, tensor)
         del tensor                        # or it would live while the next one is read
         if loaded - trimmed > TRIM_BYTES:
             trimmed = loaded

@@ -167,9 +167,11 @@ class Checkpoint(Protocol):
     eos_ids: tuple[int, ...]       # from generation_config, config, or the tokenizer
     codes: Mapping[str, str]       # block type of each weight that comes as codes
 
-    def tensors(self, wants: Wants = everything) -> Iterator[tuple[str, Tensor | Packed]]:
-        """Every wanted weight once, Hugging Face name and layout, one at a time (bounded memory).
-        Of the others nothing is read but the header. Packed only where that was asked for."""
+    def tensors(self, wants: Wants = everything,
+                device: str = "cpu") -> Iterator[tuple[str, Tensor | Packed]]:
+        """Every wanted weight once, Hugging Face name and layout, one at a time (bounded memory), in the
+        memory of `device`; codes only on a CPU. Of the others nothing is read but the header. Packed only
+        where that was asked for."""
         ...
 
     def scaled(self, name: str) -> Blocks | None:

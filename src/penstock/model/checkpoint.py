@@ -1,14 +1,15 @@
 """A model on disk as Hugging Face tensors, one at a time: safetensors (single, sharded) and GGUF.
 
 Everything is checked from the headers when it is opened; then each tensor is read into its own memory (no
-mapping: mapped pages would count as ours until the kernel takes them back). Knows no family's layers.
+mapping: mapped pages would count as ours until the kernel takes them back), that of a device through a little
+pinned memory. Knows no family's layers.
 """
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import Any, BinaryIO, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
@@ -33,7 +34,9 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 _CHUNK_ELEMENTS = 1 << 18
 # A buffer that old exports stored; every family computes it from the config.
 _SKIPPED_SUFFIX = ".rotary_emb.inv_freq"
+_STAGED_BYTES = 32 << 20         # a half of what is pinned while a device's weights are read
 Weight = TypeVar("Weight", bound=Tensor | Packed)
+Read: TypeAlias = Callable[[BinaryIO, StoredTensor, Path], Tensor]
 
 
 def open_checkpoint(files: ModelFiles, *, packed: bool = False, scaled: bool = False) -> Checkpoint:
@@ -62,7 +65,7 @@ class ConfigOnly:
         self.codes: Mapping[str, str] = {}
         self._blocks = read_blocks(self.config, f"{files.folder}/config.json") if keeps_scaled else None
 
-    def tensors(self, wants: Wants = everything) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, wants: Wants = everything, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
         """Nothing."""
         return iter(())
 
@@ -89,8 +92,10 @@ class SafetensorsCheckpoint:
     def scaled(self, name: str) -> Blocks | None:
         return self.blocks if self._keeps_scaled and name in self.scales else None
 
-    def tensors(self, wants: Wants = everything) -> Iterator[tuple[str, Tensor | Scaled]]:
+    def tensors(self, wants: Wants = everything,
+                device: str = "cpu") -> Iterator[tuple[str, Tensor | Scaled]]:
         """Every wanted weight once, in the order of the files; a scale is read with its weight."""
+        read: Read = _read if device == "cpu" else _Staged(device)
         for path, stored in self.shards.items():
             file, _ = open_regular(path)
             with file:
@@ -100,18 +105,18 @@ class SafetensorsCheckpoint:
                     if entry.name.removesuffix(SCALE_SUFFIX) in self.scales and (
                             entry.name.endswith(SCALE_SUFFIX)):
                         continue
-                    weight: Tensor | Scaled = self._with_scale(entry.name, _read(file, entry, path))
+                    weight: Tensor | Scaled = self._with_scale(entry.name, read(file, entry, path), read)
                     yield entry.name, _finite(weight, entry.name, path)
                     del weight          # before the next one is made
 
-    def _with_scale(self, name: str, element_OI: Tensor) -> Tensor | Scaled:
+    def _with_scale(self, name: str, element_OI: Tensor, read: Read) -> Tensor | Scaled:
         """Its scales, if it has any, are read from whichever shard they are in."""
         if name not in self.scales:
             return element_OI
         path, entry = self.scales[name]
         file, _ = open_regular(path)
         with file:
-            scale = _read(file, entry, path).float()
+            scale = read(file, entry, path).float()
         assert self.blocks is not None
         weight = Scaled(element_OI, scale, self.blocks.rows, self.blocks.cols)
         return weight if self._keeps_scaled else weight.floats()
@@ -145,6 +150,28 @@ def _read(file: BinaryIO, entry: StoredTensor, path: Path) -> Tensor:
     tensor = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
     _read_into(file, entry.begin, _bytes_of(tensor), path)
     return tensor
+
+
+class _Staged:
+    """As `_read`, into a device's memory: one half of what is pinned is filled while the other is copied."""
+
+    def __init__(self, device: str) -> None:
+        self._device, self._turn = device, 0
+        self._halves = [(torch.empty(_STAGED_BYTES, dtype=torch.uint8, pin_memory=True),
+                         torch.cuda.Event()) for _ in range(2)]  # type: ignore[no-untyped-call]
+
+    def __call__(self, file: BinaryIO, entry: StoredTensor, path: Path) -> Tensor:
+        tensor = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype], device=self._device)
+        flat = tensor.view(-1).view(torch.uint8)
+        for first in range(0, len(flat), _STAGED_BYTES):
+            part = flat[first:first + _STAGED_BYTES]
+            half, copied = self._halves[self._turn]
+            self._turn = 1 - self._turn
+            copied.synchronize()
+            _read_into(file, entry.begin + first, half[:len(part)].numpy().data, path)
+            part.copy_(half[:len(part)], non_blocking=True)
+            copied.record()
+        return tensor
 
 
 def _check_index(index: Path, shards: dict[Path, dict[str, StoredTensor]]) -> None:
@@ -189,7 +216,8 @@ class GGUFCheckpoint:
     def scaled(self, name: str) -> Blocks | None:
         return None
 
-    def tensors(self, wants: Wants = everything) -> Iterator[tuple[str, Tensor | Codes]]:
+    def tensors(self, wants: Wants = everything,
+                device: str = "cpu") -> Iterator[tuple[str, Tensor | Codes]]:
         """Every wanted weight once, in the order of the file; merged experts one by one."""
         file, _ = open_regular(self.path)
         with file:
@@ -203,7 +231,8 @@ class GGUFCheckpoint:
                     tensor = _read_blocks(file, stored, begin, shape, self.path, codes=name in self.codes)
                     if target.rope_heads:
                         tensor = _halves(tensor, target.rope_heads)
-                    yield name, _finite(tensor, name, self.path)
+                    tensor = _finite(tensor, name, self.path)
+                    yield name, tensor if isinstance(tensor, Codes) else tensor.to(device)
                     del tensor
 
 

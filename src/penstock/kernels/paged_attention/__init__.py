@@ -55,8 +55,12 @@ def store(k_TKH: Tensor, v_TKH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor, page_T: 
           offset_T: Tensor) -> None:
     """Write each new token's k and v into its slot of one layer's pools.
 
-    k_TKH, v_TKH        dtype of the pools, any strides
+    k_TKH, v_TKH        dtype of the pools, any strides; on a CUDA device the same ones, dense in H
     page_T, offset_T    `Ragged.page_T`, `Ragged.offset_T`; no slot twice
     """
+    if k_PKGH.is_cuda:
+        from penstock.kernels.paged_attention import triton_chunk  # needs Triton
+        triton_chunk.store(k_TKH, v_TKH, k_PKGH, v_PKGH, page_T, offset_T)
+        return
     k_PKGH[page_T, :, offset_T] = k_TKH
     v_PKGH[page_T, :, offset_T] = v_TKH

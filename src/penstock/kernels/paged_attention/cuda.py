@@ -83,9 +83,14 @@ def fused(q_NCH: Tensor, k_KSH: Tensor, v_KSH: Tensor, scale: float, *, causal: 
     return out[0], log.reshape(log.shape[1:3])
 
 
+def _gather(k_PKGH: Tensor, v_PKGH: Tensor, pages_p: Tensor, context: int, length: int) -> Tensor:
+    from penstock.kernels.paged_attention import triton_chunk
+    return triton_chunk.gather(k_PKGH, v_PKGH, pages_p, context, length)
+
+
 def _merge(out_NCH: Tensor, log_NC: Tensor, past_NCH: Tensor, past_log_NC: Tensor) -> Tensor:
-    from penstock.kernels.paged_attention import triton_decode
-    return triton_decode.merge(out_NCH, log_NC, past_NCH, past_log_NC).transpose(0, 1)
+    from penstock.kernels.paged_attention import triton_chunk
+    return triton_chunk.merge(out_NCH, log_NC, past_NCH, past_log_NC).transpose(0, 1)
 
 
 class _Chunk:
@@ -94,38 +99,47 @@ class _Chunk:
     cuDNN is twice as fast as flash attention and builds a plan of 0.4 s for every new pair of lengths.
     So large chunks come in few lengths: queries are padded in front, to where a multiple of _STEP keys
     was before, and behind; what was before that is taken in pieces of _STEP times a power of two.
+    Queries stay token by token, as they came: the fused kernels answer in the layout of their queries.
     """
 
     def __init__(self, row: Row, layout: Ragged, spec: AttentionSpec) -> None:
-        self._pages, self._count, self._context, self._spec = (
-            pages_of(row, layout), row.count, row.context, spec)
+        self._pages, self._context, self._spec = pages_of(row, layout), row.context, spec
         self._fused = spec.dtype in (torch.bfloat16, torch.float16) and spec.head_dim % 8 == 0
-        self._cudnn = row.count >= _LARGE and spec.head_dim <= 128
-        self._before = row.context - row.count
-        if self._cudnn:
-            self._before -= self._before % _STEP
+        self._cudnn = self._fused and row.count >= _LARGE and spec.head_dim <= 128
+        first = row.context - row.count
+        self._before = first - first % _STEP if self._cudnn else first
+        own = row.context - self._before
+        self._lead, self._own = own - row.count, own
+        self._length = -(-own // _ROUND) * _ROUND if self._cudnn else own
 
     def __call__(self, q_CNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor) -> Tensor:
-        k_KSH, v_KSH = (pool.index_select(0, self._pages).transpose(0, 1).flatten(1, 2)[:, :self._context]
-                        for pool in (k_PKGH, v_PKGH))
-        q_NCH = q_CNH.transpose(0, 1)
+        before, scale = self._before, self._spec.scale
+        k_KSH, v_KSH = _gather(k_PKGH, v_PKGH, self._pages, self._context, before + self._length)
         if not self._fused:
-            return self._masked(q_NCH, k_KSH, v_KSH)
-        before, scale, own = self._before, self._spec.scale, self._context - self._before
-        lead, length = own - self._count, -(-own // _ROUND) * _ROUND if self._cudnn else own
-        own_k, own_v = (F.pad(x[:, before:], (0, 0, 0, length - own)) for x in (k_KSH, v_KSH))
-        q_NLH = F.pad(q_NCH, (0, 0, lead, length - own))
-        out_NLH, log_NL = fused(q_NLH, own_k, own_v, scale, causal=True, cudnn=self._cudnn)
+            return self._masked(q_CNH.transpose(0, 1), k_KSH, v_KSH)
+        q_NLH = self._padded(q_CNH).transpose(0, 1)
+        out_NLH, log_NL = fused(q_NLH, k_KSH[:, before:], v_KSH[:, before:], scale, causal=True,
+                                cudnn=self._cudnn)
         for first, end in pieces(before) if self._cudnn else [(0, before)] if before else []:
             past = fused(q_NLH, k_KSH[:, first:end], v_KSH[:, first:end], scale, causal=False,
                          cudnn=self._cudnn)
             out_NLH, log_NL = _merge(out_NLH, log_NL, *past), torch.logaddexp(log_NL, past[1])
-        return out_NLH[:, lead:own].transpose(0, 1).contiguous()
+        return out_NLH[:, self._lead:self._own].transpose(0, 1).contiguous()
+
+    def _padded(self, q_CNH: Tensor) -> Tensor:
+        """q_LNH: with zeros in front and behind."""
+        lead, own = self._lead, self._own
+        if len(q_CNH) == self._length:
+            return q_CNH
+        q_LNH = q_CNH.new_empty((self._length, *q_CNH.shape[1:]))
+        q_LNH[:lead], q_LNH[lead:own], q_LNH[own:] = 0, q_CNH, 0
+        return q_LNH
 
     def _masked(self, q_NCH: Tensor, k_KSH: Tensor, v_KSH: Tensor) -> Tensor:
         """For types that the fused kernels do not take: every score in memory."""
-        seen_CS = torch.ones(self._count, self._context, dtype=torch.bool,
-                             device=q_NCH.device).tril_(self._context - self._count)
+        count = q_NCH.shape[1]
+        seen_CS = torch.ones(count, self._context, dtype=torch.bool,
+                             device=q_NCH.device).tril_(self._context - count)
         out = F.scaled_dot_product_attention(q_NCH[None], k_KSH[None], v_KSH[None], attn_mask=seen_CS,
                                              scale=self._spec.scale, enable_gqa=True)
         return out[0].transpose(0, 1).contiguous()

@@ -173,32 +173,3 @@ def store(k_TKH: Tensor, v_TKH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor, table_RP
         k_PKGH.stride(0), k_PKGH.stride(1), k_PKGH.stride(2), table_RP.stride(0), HEADS=heads,
         HEADS_PAD=triton.next_power_of_2(heads), DIM=dim, DIM_PAD=triton.next_power_of_2(dim),
         PAGE=k_PKGH.shape[2], num_warps=4)
-
-
-@triton.jit
-def merge_parts(a, a_log, b, b_log, out, tokens, heads, b_token, b_head, a_token, a_head,
-                DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """out = the mean of two attentions over different keys, weighted by their sums of weights. Logs are
-    natural and [N, T]; a, b have strides of their own, out is dense."""
-    t, n = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    d = tl.arange(0, DIM_PAD)
-    own = d < DIM
-    at = n.to(tl.int64) * tokens + t
-    log_a, log_b = tl.load(a_log + at), tl.load(b_log + at)
-    top = tl.maximum(log_a, log_b)
-    weight_a, weight_b = tl.exp(log_a - top), tl.exp(log_b - top)
-    x = tl.load(a + t * a_token + n * a_head + d, mask=own).to(tl.float32) * weight_a
-    x += tl.load(b + t * b_token + n * b_head + d, mask=own).to(tl.float32) * weight_b
-    tl.store(out + (t * heads + n) * DIM + d, (x / (weight_a + weight_b)).to(out.dtype.element_ty), mask=own)
-
-
-def merge(a_NTH: Tensor, a_log_NT: Tensor, b_NTH: Tensor, b_log_NT: Tensor) -> Tensor:
-    """out_TNH of the same queries over two sets of keys. Logs f32, dense: natural log of the sum of
-    exponentials of the scaled scores."""
-    heads, tokens, dim = a_NTH.shape
-    assert a_NTH.stride(2) == b_NTH.stride(2) == 1 and a_log_NT.is_contiguous() and b_log_NT.is_contiguous()
-    out_TNH = torch.empty((tokens, heads, dim), dtype=a_NTH.dtype, device=a_NTH.device)
-    merge_parts[(tokens, heads)](
-        a_NTH, a_log_NT, b_NTH, b_log_NT, out_TNH, tokens, heads, b_NTH.stride(1), b_NTH.stride(0),
-        a_NTH.stride(1), a_NTH.stride(0), DIM=dim, DIM_PAD=triton.next_power_of_2(dim), num_warps=1)
-    return out_TNH
