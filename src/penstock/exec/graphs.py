@@ -70,6 +70,8 @@ class DecodeGraphs:
         self._staging = [torch.empty(shape, dtype=torch.int32, pin_memory=True) for _ in range(_STAGES)]
         self._copied = [torch.cuda.Event() for _ in range(_STAGES)]  # type: ignore[no-untyped-call]
         self._turn = 0
+        # Of whichever bucket ran last: some for each bucket would be gigabytes with hundreds of rows.
+        self._logits_BV = torch.empty(self._buckets[-1], model.vocab_size, dtype=torch.float32, device=device)
         self._graphs: dict[tuple[str, int], tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
 
     def takes(self, plan: StepPlan) -> bool:
@@ -82,8 +84,9 @@ class DecodeGraphs:
         """Capture every bucket, the largest first: the others fit into its memory. Writes no page."""
         self._input[1] = -1
         memory = torch.cuda.graph_pool_handle()
+        # One for all: cuBLAS keeps a workspace for each stream that it has seen.
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         for bucket, kind in product(reversed(self._buckets), self._decodes.kinds):
-            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 self._step(kind, bucket)            # compiles what is not compiled yet
@@ -117,8 +120,9 @@ class DecodeGraphs:
         return logits_BV[:len(rows)], answer_2B
 
     def _step(self, kind: str, bucket: int) -> tuple[Tensor, Tensor]:
-        return decode_step(self._model, self._tables, self._decodes, kind, self._input[:, :bucket],
-                           self._draws)
+        logits_BV, answer_2B = decode_step(self._model, self._tables, self._decodes, kind,
+                                           self._input[:, :bucket], self._draws)
+        return self._logits_BV[:bucket].copy_(logits_BV), answer_2B
 
 
 def decode_step(model: Model, tables: RowTables, decodes: Decodes, kind: str,
