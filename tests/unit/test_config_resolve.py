@@ -135,9 +135,14 @@ def test_probe_without_any_file_still_answers(tmp_path: Path) -> None:
     assert found.cores >= 1 and found.memory_available > 0 and found.features == ()
 
 
-def test_probe_names_gpus(tmp_path: Path) -> None:
+def test_probe_names_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, {"proc/driver/nvidia/gpus/0000:01/information": "Model: \t NVIDIA H200\n"})
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert probe(tmp_path).gpus == ("NVIDIA H200",)
+    for shown, gpus in (("0", 1), ("GPU-1a", 1), ("", 0), ("-1", 0)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+        found = probe(tmp_path)
+        assert len(found.gpus) == gpus and ("hides" in found.no_gpu) == (not gpus), shown
 
 
 def test_two_starts_do_not_sample_the_same() -> None:

@@ -51,6 +51,8 @@ CASES: tuple[tuple[dict[str, object], dict[str, object]], ...] = (
     ({"max_waiting": -1}, {"max_waiting": 0}),
     ({"device": "cuda"}, {"device": "auto"}),
     ({"device": "cuda", "pp": 2}, {"device": "cpu", "pp": 2}),
+    ({"device": "cuda", "backends": ["gather=reference"]},
+     {"device": "cpu", "backends": ["gather=reference"]}),
     ({"dtype": "gguf", "device": "cuda"}, {"dtype": "gguf", "device": "cpu"}),
     ({"dtype": "gguf", "load_format": "dummy"}, {"dtype": "gguf", "load_format": "gguf"}),
     ({"dtype": "gguf", "backends": ["linear=onednn"]},

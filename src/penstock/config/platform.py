@@ -149,4 +149,7 @@ def _gpus(root: Path) -> tuple[tuple[str, ...], str]:
         names = tuple(_field(_read(p / "information"), "Model") for p in sorted(folder.iterdir()))
     except OSError:
         return (), "no NVIDIA driver is loaded (/proc/driver/nvidia/gpus is missing)"
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip()
+    if not shown or shown.startswith("-"):
+        return (), f"CUDA_VISIBLE_DEVICES={shown} hides every GPU"
     return names, "" if names else "the NVIDIA driver is loaded but reports no device"

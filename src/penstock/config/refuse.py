@@ -90,6 +90,11 @@ def _leasts() -> str:
     return ", ".join(f"{_least(unit)} with units of {unit}" for unit in (4, 8, 16))
 
 
+# What a captured step runs kernels of its own for.
+_CAPTURED = frozenset(f"{op}=reference" for op in (
+    "paged_attention", "store", "select", "resolve", "gather", "sparse_attention"))
+
+
 def _mode(config: Config) -> str:
     return config.pair.disaggregation_mode or ""
 
@@ -183,6 +188,10 @@ REFUSED: tuple[Refusal, ...] = (
             "{why}; take --device cpu"),
     Refusal(lambda c, _: c.device.device == "cuda" and c.device.pp > 1, ("device.device", "device.pp"),
             "stages run on a CPU only so far: take --device cpu, or one stage"),
+    Refusal(lambda c, _: c.device.device == "cuda" and c.device.cuda_graphs
+            and not _CAPTURED.isdisjoint(c.device.backends), ("device.backends", "device.cuda_graphs"),
+            "captured decode steps have kernels of their own, and references ask the host: take "
+            "--no-cuda-graphs as well"),
     Refusal(lambda c, _: c.model.dtype == "gguf" and c.device.device == "cuda",
             ("model.dtype", "device.device"),
             "weights stay packed on a CPU only: take --device cpu, or --dtype bfloat16"),

@@ -108,6 +108,8 @@ class Rank:
         if selector is None:
             self._attending = attending(model, self._groups, attention, hbm)
         else:
+            for pool in dram:           # its address goes to kernels before any page: they must know it
+                pool.index(pool.base)
             parts = selector, model, self._groups, self._tables, hbm, dram
             self._attending = self._selecting = (
                 Indexed(*parts, attention) if isinstance(attention, LatentOps) else

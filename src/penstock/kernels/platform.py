@@ -76,7 +76,7 @@ def probe(device: str = "cpu", cache: Path | None = None) -> Platform:
             torch.cuda.init()  # type: ignore[no-untyped-call]
             major, minor = torch.cuda.get_device_capability()
         except (RuntimeError, AssertionError) as error:     # the latter: built without CUDA
-            raise KernelError(f"device 'cuda': {str(error).splitlines()[0]}") from None
+            raise KernelError(f"device 'cuda': {str(error).splitlines()[0]}; take --device cpu") from None
         return Platform(device=device, features=(f"sm_{major}{minor}",), torch=torch.__version__,
                         cache=cache, gpu=torch.cuda.get_device_name())
     if device != "cpu":
