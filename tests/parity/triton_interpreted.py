@@ -112,13 +112,15 @@ def gather() -> None:
 
 
 def hosted() -> None:
-    """Ops of hosted decode over their own cases; two with rows of more scores than one program keeps."""
+    """Ops of hosted decode over their own cases; then with rows of more scores than one program keeps, and
+    with more queries than memory is taken for."""
     global count
     from penstock.kernels import registry
     from penstock.kernels.cases import cases_of
     from penstock.kernels.select import triton_bounds
+    from penstock.kernels.sparse_attention import triton_units
 
-    for name in ("store", "resolve", "sparse_attention", "select", "select"):
+    for name in ("store", "resolve", "sparse_attention", "sparse_attention", "select", "select"):
         op = registry.OPS[name]
         for case in cases_of(op)[1::5 if name == "store" else 4]:       # a device runs all of them
             products = name in ("select", "sparse_attention")
@@ -128,7 +130,9 @@ def hosted() -> None:
             assert not why, (name, why)
             count += 1
         if name == "select":
-            triton_bounds.WHOLE_UNITS = 32
+            triton_bounds.WHOLE_UNITS, triton_bounds.SCORES = 32, 200
+        if name == "sparse_attention":
+            triton_units.SUMS = 100
 
 
 def layer() -> None:

@@ -4,7 +4,7 @@ Which units are scored depends on positions alone, which are on the device: a ca
 rows. Imported only where a CUDA device was asked for.
 
     B queries   N query heads   K KV heads   g = N / K   H head dim   P pages of summaries   S units a page
-    R rows of the table   U units a row may have   C units chosen at most
+    R rows of the table   U units a row may have   C units chosen at most   b queries of a turn
 """
 from __future__ import annotations
 
@@ -107,6 +107,7 @@ def choose_units(score, position, budget, chosen, UNITS, CHOSEN, SINK_UNITS, WIN
 
 WHOLE_UNITS = 16384         # of a row: as many scores as one program keeps in registers
 BLOCK_UNITS = 64            # of a program that scores
+SCORES = 1 << 24            # in memory at once: a prompt's outputs computed anew are thousands of queries
 
 
 def select(q_BNH: Tensor, bounds_PK2SH: Tensor, table_RP: Tensor, row_B: Tensor, position_B: Tensor,
@@ -117,17 +118,21 @@ def select(q_BNH: Tensor, bounds_PK2SH: Tensor, table_RP: Tensor, row_B: Tensor,
     group, units = heads // kv_heads, table_RP.shape[1] * of_page
     assert q_BNH.stride(2) == bounds_PK2SH.stride(4) == table_RP.stride(1) == 1, "rows must be dense"
     assert bounds_PK2SH.stride(3) == dim, "units of a page must be dense"
-    score_BKU = torch.empty((queries, kv_heads, units), dtype=torch.float32, device=q_BNH.device)
+    most = max(1, min(queries, SCORES // (kv_heads * units)))
+    score_bKU = torch.empty((most, kv_heads, units), dtype=torch.float32, device=q_BNH.device)
     chosen_BKC = torch.empty((queries, kv_heads, chosen), dtype=torch.int32, device=q_BNH.device)
-    score_units[(triton.cdiv(units, BLOCK_UNITS), kv_heads, queries)](
-        q_BNH, bounds_PK2SH, table_RP, row_B, position_B, score_BKU, q_BNH.stride(0), q_BNH.stride(1),
-        *bounds_PK2SH.stride()[:3], table_RP.stride(0), units, rule.sink_units, rule.window, UNIT=rule.unit,
-        GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)), DIM=dim,
-        DIM_PAD=max(16, triton.next_power_of_2(dim)), OF_PAGE=of_page, BLOCK=BLOCK_UNITS, MOST=MOST,
-        LEAST=LEAST, EXACT=q_BNH.dtype == torch.float32, num_warps=4)
     block = min(WHOLE_UNITS, max(32, triton.next_power_of_2(units)))
-    choose_units[(kv_heads, queries)](
-        score_BKU, position_B, budget_B, chosen_BKC, units, chosen, rule.sink_units, rule.window,
-        UNIT=rule.unit, CHOSEN_PAD=triton.next_power_of_2(chosen), BLOCK=block, WHOLE=units <= block,
-        num_warps=max(1, min(32, block // 512)))
+    for first in range(0, queries, most):
+        at = slice(first, first + most)
+        q_bNH, position_b = q_BNH[at], position_B[at]
+        score_units[(triton.cdiv(units, BLOCK_UNITS), kv_heads, len(q_bNH))](
+            q_bNH, bounds_PK2SH, table_RP, row_B[at], position_b, score_bKU, q_BNH.stride(0),
+            q_BNH.stride(1), *bounds_PK2SH.stride()[:3], table_RP.stride(0), units, rule.sink_units,
+            rule.window, UNIT=rule.unit, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)),
+            DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)), OF_PAGE=of_page, BLOCK=BLOCK_UNITS,
+            MOST=MOST, LEAST=LEAST, EXACT=q_BNH.dtype == torch.float32, num_warps=4)
+        choose_units[(kv_heads, len(q_bNH))](
+            score_bKU, position_b, budget_B[at], chosen_BKC[at], units, chosen, rule.sink_units, rule.window,
+            UNIT=rule.unit, CHOSEN_PAD=triton.next_power_of_2(chosen), BLOCK=block, WHOLE=units <= block,
+            num_warps=max(1, min(32, block // 512)))
     return chosen_BKC
