@@ -239,7 +239,8 @@ def test_a_gpu_has_memory_of_its_own():
     assert (core.hbm_pages, core.dram_pages) == (90 * GIB // page, 15 * GIB // page)
     assert on_a_gpu(KVConfig(memory_fraction=0.9, host_tier=True)).core.dram_pages == (
         (16 * GIB - 256 * MIB) // 2 // page)
-    for kv, words in ((KVConfig(hbm_bytes=99 * GIB), f"--hbm-bytes {99 * GIB} does not fit: .* of 140.0 GiB"),
+    for kv, words in ((KVConfig(hbm_bytes=99 * GIB), f"--hbm-bytes {99 * GIB} does not fit: .* of 140.0 GiB"
+                       f".* at most {98 * GIB} bytes are left; .* give at most that"),
                       (KVConfig(memory_fraction=0.2), "--gpu-memory-utilization 0.2 leaves 0 bytes .*"
                        "step of --step-tokens 512 and --max-num-seqs 16 2048.0 MiB: at most"),
                       (KVConfig(hbm_bytes=GIB, dram_bytes=17 * GIB), "--dram-bytes .* of memory .* host")):

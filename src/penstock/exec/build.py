@@ -173,14 +173,21 @@ def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None
     selector = selector_of(selection, core, loaded.backends)
     prove(model, attention, caches, groups, selector, device)
     seed = config.model.seed or 0         # `resolve` has drawn one for a server
-    hbm, dram = caches.pools(core, device)
-    rank = Rank(model, attention, hbm, dram, rows=core.rows, max_len=core.max_len, seed=seed,
-                lateness=lateness, groups=groups, selector=selector, wake=wakes.wake)
-    if captures:
-        started = time.perf_counter()
-        rank.capture(buckets_of(core.rows))
-        info["capture_seconds"] = round(time.perf_counter() - started, 3)
-        log(f"decode steps of up to {core.rows} rows captured in {info['capture_seconds']} s")
+    try:
+        hbm, dram = caches.pools(core, device)
+        rank = Rank(model, attention, hbm, dram, rows=core.rows, max_len=core.max_len, seed=seed,
+                    lateness=lateness, groups=groups, selector=selector, wake=wakes.wake)
+        if captures:
+            started = time.perf_counter()
+            rank.capture(buckets_of(core.rows))
+            info["capture_seconds"] = round(time.perf_counter() - started, 3)
+            log(f"decode steps of up to {core.rows} rows captured in {info['capture_seconds']} s")
+    except torch.OutOfMemoryError:
+        raise ConfigError(
+            f"{show_size(caches.nbytes(core.hbm_pages))} for KV and decode steps of --max-num-seqs "
+            f"{core.rows} do not fit into what is left of the GPU's memory by now: lower "
+            "--gpu-memory-utilization, or --hbm-bytes if it was given; another process may have taken "
+            "some") from None
     return _Parts(front=Front([rank]), loaded=loaded, caches=caches, sizes=sizes, selection=selection,
                   threads=threads, info=info, pools=[[*hbm, *dram]])
 

@@ -142,7 +142,7 @@ def _gpu_memory(config: Config, caches: Caches, free: int, hosts: bool,
         raise ConfigError(
             f"{device} does not fit: one page of {kv.page_size} tokens is {caches.bytes_for(1)} bytes, and "
             f"of {show_size(gpu.total)} {used}: at most {max(0, most)} bytes are left; lower --step-tokens "
-            "or --max-num-seqs, or raise --gpu-memory-utilization")
+            f"or --max-num-seqs, or {'give at most that' if hbm > most else 'raise what KV may take'}")
     room = max(0, free - WORKSPACE_BYTES)
     dram = (int(hbm * kv.dram_ratio) if kv.dram_ratio is not None else
             kv.dram_bytes if kv.dram_bytes is not None else
