@@ -66,7 +66,7 @@ sweep: $(VENV)/.installed-dev  ## the long loops, once through: with make test, 
 	$(PYTEST) -m sweep
 
 gpu:  ## on a machine with a CUDA device, PYTHON's own torch and triton: kernels and executors there
-	PYTHONPATH=src $(PYTHON) -m pytest -p no:cacheprovider --device cuda -m "not sweep and not soak" \
+	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m pytest -p no:cacheprovider --device cuda -m "not sweep and not soak" \
 		tests/unit/test_safetensors_file.py tests/parity/test_kernels.py tests/parity/test_cuda_chunks.py \
 		tests/conformance/test_executor_core.py tests/conformance/test_executor_plans.py \
 		tests/conformance/test_executor_hosted.py $(ARGS)

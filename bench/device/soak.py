@@ -48,6 +48,12 @@ def rss_mib(server: Server) -> float:
     return total
 
 
+def answered(text: str) -> bool:
+    """Whether a stream came to its end without an error."""
+    *events, done = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
+    return done == "[DONE]" and not any("error" in json.loads(event) for event in events)
+
+
 def client(server: Server, seed: int, until: float, seen: Counter[str], errors: list[str]) -> None:
     rng = random.Random(seed)
     host = server.url.removeprefix("http://")
@@ -76,7 +82,7 @@ def client(server: Server, seed: int, until: float, seen: Counter[str], errors: 
                 seen["left"] += 1
             else:
                 text = answer.read().decode()
-                whole = "[DONE]" in text and '"error"' not in text
+                whole = answered(text)
                 seen["answered" if whole else "failed"] += 1
                 if not whole:
                     errors.append(text[-300:])
@@ -117,6 +123,11 @@ def main() -> None:
                "pauses|drops|steps|tokens_total|moves_total|moved_bytes|outside|failed", k)}}
     write("soak", args.out, [row])
     assert not errors and not seen["failed"], errors[:3]
+    assert not any(row["left"].values()), row["left"]
+    settled = [sample for sample in samples if sample[0] > args.seconds / 4]
+    for name, at, most in (("GPU", 1, 1.0), ("host", 2, 1.02)):
+        first, last = settled[0][at], settled[-1][at]
+        assert last <= first * most, f"{name} memory grew from {first} to {last} MiB"
 
 
 if __name__ == "__main__":

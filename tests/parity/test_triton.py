@@ -48,6 +48,9 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
     ("paged_attention.triton_chunk", "gather_pages"): [
         (dict(k=BF16, v=BF16, pages=I32, out=BF16, context="i32", length="i32", plane="i32", kv_page="i64",
               kv_head="i32", kv_token="i32"), dict(BLOCK=64, **PAGED), 4, 3)],
+    ("paged_attention.triton_chunk", "pad_queries"): [
+        (dict(q=BF16, out=BF16, q_token="i32", lead="i32", count="i32"),
+         dict(WIDTH=4096, WIDTH_PAD=4096), 4, 3)],
     ("paged_attention.triton_chunk", "merge_parts"): [
         (dict(a=BF16, a_log=F32, b=BF16, b_log=F32, out=BF16, tokens="i32", b_token="i32", b_head="i32",
               a_token="i32", a_head="i32"), dict(HEADS=32, HEADS_PAD=32, DIM=128, DIM_PAD=128), 4, 3)],

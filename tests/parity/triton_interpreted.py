@@ -75,6 +75,8 @@ def chunks() -> None:
         want = torch.zeros(2, heads, length, dim, dtype=dtype)
         want[:, :, :37] = new.unflatten(1, (2, heads)).permute(1, 2, 0, 3)
         assert torch.equal(got, want), (dtype, heads, size, length)
+        out = triton_chunk.pad(new[:, :heads], 5, length + 6)
+        assert torch.equal(out[5:42], new[:, :heads]) and not out[:5].any() and not out[42:].any()
     for dtype in DTYPES:
         scores, v = torch.randn(3, 5, 12), torch.randn(3, 12, 20).to(dtype)
         halves = []

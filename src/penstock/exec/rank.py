@@ -191,10 +191,12 @@ class Rank:
                 self._launch_ahead()
             reports.append(self._land(self._flights.popleft()))
         reports += self._mover.run(self._executed, idle=idle)
+        if self._ahead:             # what had to wait for these answers: now, not after the next plan is made
+            self._launch_ahead()
         return reports
 
     def _launch_ahead(self) -> None:
-        while self._queue and self._may_fly(self._queue[0]):
+        while self._queue and (not self._flights or self._may_fly(self._queue[0])):
             self._launch(self._queue.popleft())
 
     def _may_fly(self, plan: StepPlan) -> bool:

@@ -88,6 +88,11 @@ def _gather(k_PKGH: Tensor, v_PKGH: Tensor, pages_p: Tensor, context: int, lengt
     return triton_chunk.gather(k_PKGH, v_PKGH, pages_p, context, length)
 
 
+def _pad(q_CNH: Tensor, lead: int, length: int) -> Tensor:
+    from penstock.kernels.paged_attention import triton_chunk
+    return triton_chunk.pad(q_CNH, lead, length)
+
+
 def _merge(out_NCH: Tensor, log_NC: Tensor, past_NCH: Tensor, past_log_NC: Tensor) -> Tensor:
     from penstock.kernels.paged_attention import triton_chunk
     return triton_chunk.merge(out_NCH, log_NC, past_NCH, past_log_NC).transpose(0, 1)
@@ -117,7 +122,8 @@ class _Chunk:
         k_KSH, v_KSH = _gather(k_PKGH, v_PKGH, self._pages, self._context, before + self._length)
         if not self._fused:
             return self._masked(q_CNH.transpose(0, 1), k_KSH, v_KSH)
-        q_NLH = self._padded(q_CNH).transpose(0, 1)
+        q_LNH = q_CNH if len(q_CNH) == self._length else _pad(q_CNH, self._lead, self._length)
+        q_NLH = q_LNH.transpose(0, 1)
         out_NLH, log_NL = fused(q_NLH, k_KSH[:, before:], v_KSH[:, before:], scale, causal=True,
                                 cudnn=self._cudnn)
         for first, end in pieces(before) if self._cudnn else [(0, before)] if before else []:
@@ -125,15 +131,6 @@ class _Chunk:
                          cudnn=self._cudnn)
             out_NLH, log_NL = _merge(out_NLH, log_NL, *past), torch.logaddexp(log_NL, past[1])
         return out_NLH[:, self._lead:self._own].transpose(0, 1).contiguous()
-
-    def _padded(self, q_CNH: Tensor) -> Tensor:
-        """q_LNH: with zeros in front and behind."""
-        lead, own = self._lead, self._own
-        if len(q_CNH) == self._length:
-            return q_CNH
-        q_LNH = q_CNH.new_empty((self._length, *q_CNH.shape[1:]))
-        q_LNH[:lead], q_LNH[lead:own], q_LNH[own:] = 0, q_CNH, 0
-        return q_LNH
 
     def _masked(self, q_NCH: Tensor, k_KSH: Tensor, v_KSH: Tensor) -> Tensor:
         """For types that the fused kernels do not take: every score in memory."""

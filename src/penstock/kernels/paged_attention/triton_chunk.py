@@ -1,5 +1,5 @@
 """What a prefill chunk needs around torch's fused attention, in Triton, one pass each: new rows into pages,
-pages into rows that lie together, and the merge of attention over two runs of keys.
+pages into rows that lie together, queries with padding, and the merge of attention over two runs of keys.
 
 Imported only where a CUDA device was asked for.
 
@@ -72,6 +72,27 @@ def gather(k_PKGH: Tensor, v_PKGH: Tensor, pages_p: Tensor, context: int, length
         k_PKGH.stride(1), k_PKGH.stride(2), DIM=dim, DIM_PAD=triton.next_power_of_2(dim), PAGE=size,
         BLOCK=_BLOCK, num_warps=4)
     return kv_2KSH
+
+
+@triton.jit
+def pad_queries(q, out, q_token, lead, count, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr):
+    """All heads of one token."""
+    t = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, WIDTH_PAD)
+    width = tl.where(t < lead, 0, tl.where(t < lead + count, WIDTH, 0))
+    x = tl.load(q + (t - lead) * q_token + d, mask=d < width, other=0.0)
+    tl.store(out + t * WIDTH + d, x, mask=d < WIDTH)
+
+
+def pad(q_CNH: Tensor, lead: int, length: int) -> Tensor:
+    """q_LNH, new, dense, L = `length`: `lead` zeros, the queries, zeros. q_CNH is dense in N and H."""
+    count, heads, dim = q_CNH.shape
+    assert q_CNH.stride(2) == 1 and q_CNH.stride(1) == dim, "the heads of a query must be dense"
+    out_LNH = torch.empty((length, heads, dim), dtype=q_CNH.dtype, device=q_CNH.device)
+    width = heads * dim
+    pad_queries[(length,)](q_CNH, out_LNH, q_CNH.stride(0), lead, count, WIDTH=width,
+                           WIDTH_PAD=triton.next_power_of_2(width), num_warps=4)
+    return out_LNH
 
 
 @triton.jit
