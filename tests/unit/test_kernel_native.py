@@ -80,3 +80,15 @@ def test_without_a_compiler_torch_runs_the_ops_and_the_line_says_so(monkeypatch)
     assert dict(choice.skipped)["native"] == "no C compiler (cc, gcc, clang)"
     with pytest.raises(KernelError, match="paged_attention=native cannot run here: no C compiler"):
         registry.select(here, {"paged_attention": "native"})
+
+
+def test_a_gpu_that_triton_cannot_reach_is_told_with_what_it_needs(monkeypatch):
+    runtime = pytest.importorskip("triton.runtime")
+
+    class Driver:
+        @property
+        def active(self):
+            raise RuntimeError("Failed to find C compiler.")
+    monkeypatch.setattr(runtime, "driver", Driver())
+    with pytest.raises(Unusable, match=r"C compiler and Python's headers .*: Failed to find C compiler\.$"):
+        native.triton_runs()

@@ -38,6 +38,8 @@ from penstock.exec.rank import Rank
 from penstock.exec.sizing import DeviceMemory, Sizes, groups_of, show_size, size_pools
 from penstock.exec.stages import of_config
 from penstock.exec.waker import Waker
+from penstock.kernels.native import triton_runs
+from penstock.kernels.platform import KernelError, Unusable, probe
 from penstock.memory.lateness import Lateness
 from penstock.memory.pool import BlockPool, PageLayout
 from penstock.model.checkpoint import weights_digest
@@ -157,6 +159,8 @@ def kv_identity(config: Config, loaded: Loaded, selection: Selection | None,
 def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None, wakes: Waker) -> _Parts:
     """One rank, in this process, on the CPU or a GPU."""
     threads, device = config.device.threads or machine.probe().cores, config.device.device
+    if device == "cuda":
+        _check_gpu()
     # One thread: loading is many small operations, which two threads on busy cores slow down 4x. A GPU's
     # host has cores to spare, and what is loaded there is large.
     torch.set_num_threads(1 if device == "cpu" else min(threads, 8))
@@ -190,6 +194,15 @@ def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None
             "some") from None
     return _Parts(front=Front([rank]), loaded=loaded, caches=caches, sizes=sizes, selection=selection,
                   threads=threads, info=info, pools=[[*hbm, *dram]])
+
+
+def _check_gpu() -> None:
+    """Raises ConfigError: torch or Triton cannot use it, whatever the model."""
+    try:
+        probe("cuda")
+        triton_runs()
+    except (KernelError, Unusable) as why:
+        raise ConfigError(f"--device cuda: {why}") from None
 
 
 def _measure(config: Config, loaded: Loaded, captures: bool,

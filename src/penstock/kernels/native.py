@@ -69,6 +69,20 @@ def triton_version() -> str:
     return str(triton.__version__)
 
 
+def triton_runs() -> None:
+    """On a machine with a GPU: Triton builds, once, in C, what it calls the driver with. Raises Unusable
+    where it cannot, or is not installed."""
+    triton_version()
+    from triton.runtime import driver
+    try:
+        assert driver.active.utils is not None
+    except (RuntimeError, ImportError, OSError, subprocess.SubprocessError) as error:
+        told = str(error).splitlines()[-1] if str(error) else type(error).__name__
+        raise Unusable("Triton cannot reach the GPU's driver, for which it needs a C compiler and Python's "
+                       "headers (apt install gcc python3-dev) and a cache it may write: "
+                       f"{told[:200]}") from None
+
+
 def _load(source: Path, cache: Path | None, isa: str) -> tuple[ctypes.CDLL, str]:
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:

@@ -72,7 +72,8 @@ def _machine(machine: Machine) -> Iterator[Finding]:
 
 
 def _backends(config: Config | None, device: str) -> Iterator[Finding]:
-    from penstock.kernels.platform import KernelError, limit
+    from penstock.kernels.native import triton_runs
+    from penstock.kernels.platform import KernelError, Unusable, limit
     from penstock.kernels.platform import probe as probe_torch
     from penstock.kernels.registry import select
 
@@ -80,7 +81,9 @@ def _backends(config: Config | None, device: str) -> Iterator[Finding]:
     limit(config.device.cpu_isa if config else "native")
     try:
         choices = select(probe_torch(device, cache_dir() / "kernels"), named)
-    except KernelError as e:
+        if device == "cuda":
+            triton_runs()
+    except (KernelError, Unusable) as e:
         yield Finding("back-ends", "--backends" if named else "--device", str(e), ok=False)
         return
     for op, choice in choices.items():
