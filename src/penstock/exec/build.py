@@ -41,6 +41,7 @@ from penstock.exec.waker import Waker
 from penstock.kernels.native import triton_runs
 from penstock.kernels.platform import KernelError, Unusable, probe
 from penstock.memory.lateness import Lateness
+from penstock.memory.pinned import NotPinned
 from penstock.memory.pool import BlockPool, PageLayout
 from penstock.model.checkpoint import weights_digest
 from penstock.model.locate import locate
@@ -175,9 +176,9 @@ def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None
                        budget=selection.budget if selection else 0, gpu=gpu)
     core = sizes.core
     selector = selector_of(selection, core, loaded.backends)
-    prove(model, attention, caches, groups, selector, device)
     seed = config.model.seed or 0         # `resolve` has drawn one for a server
     try:
+        prove(model, attention, caches, groups, selector, device)
         hbm, dram = caches.pools(core, device)
         rank = Rank(model, attention, hbm, dram, rows=core.rows, max_len=core.max_len, seed=seed,
                     lateness=lateness, groups=groups, selector=selector, wake=wakes.wake)
@@ -192,6 +193,8 @@ def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None
             f"{core.rows} do not fit into what is left of the GPU's memory by now: lower "
             "--gpu-memory-utilization, or --hbm-bytes if it was given; another process may have taken "
             "some") from None
+    except NotPinned as why:
+        raise ConfigError(f"{why}: give less with --dram-bytes, or 0 for no host tier") from None
     return _Parts(front=Front([rank]), loaded=loaded, caches=caches, sizes=sizes, selection=selection,
                   threads=threads, info=info, pools=[[*hbm, *dram]])
 

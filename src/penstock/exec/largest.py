@@ -28,12 +28,15 @@ def device_memory(model: Model, attention: Planner, caches: Caches, *, rows: int
     """Measured with the weights on the device and no pools there. Raises torch's OutOfMemoryError.
 
     The last chunk of `step_tokens` tokens of a prompt of `max_len`; then `rows` rows sampled with every
-    parameter; with `capture` the largest decode graph, which keeps its memory. Their sum and a tenth.
+    parameter; with `capture` the largest decode graph, which keeps its memory. Their sum and a tenth; what
+    grows with a context beyond CONTEXT_MAX is added by its size.
     """
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     held = torch.cuda.memory_reserved()
     torch.cuda.reset_peak_memory_stats()
+    # One layer's KV of a prompt lies together while its chunk attends to it.
+    beyond = max(0, max_len - CONTEXT_MAX) * max(n.unit_bytes // n.num_layers for n in caches.layouts)
     max_len = min(max_len, CONTEXT_MAX)
     size = caches.layouts[0].page_size
     max_len = max(1, max_len // size) * size
@@ -64,7 +67,7 @@ def device_memory(model: Model, attention: Planner, caches: Caches, *, rows: int
     del rank, front
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    workspace = int(taken * (1 + SLACK)) + SLACK_BYTES
+    workspace = int(taken * (1 + SLACK)) + SLACK_BYTES + beyond
     return DeviceMemory(total=total, free=free, workspace=workspace)
 
 

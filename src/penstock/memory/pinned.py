@@ -16,6 +16,10 @@ REGION_BYTES = 512 << 20
 STOP_S = 10.0
 
 
+class NotPinned(RuntimeError):
+    """Host memory cannot be registered with CUDA."""
+
+
 @dataclass(slots=True)
 class _Progress:
     """Of the thread, which holds nothing else: a pool can go while it works."""
@@ -43,14 +47,14 @@ class Pinned:
         weakref.finalize(self, _release, self._progress, thread)
 
     def wait(self, end: int) -> None:
-        """Until the bytes before `end` are registered. Raises RuntimeError where they cannot be."""
+        """Until the bytes before `end` are registered. Raises NotPinned where they cannot be."""
         p = self._progress
         if p.done >= end:
             return
         with p.changed:
             p.changed.wait_for(lambda: p.done >= end or bool(p.error))
         if p.done < end:
-            raise RuntimeError(f"host memory cannot be registered with CUDA after {p.done} bytes: {p.error}")
+            raise NotPinned(f"host memory cannot be registered with CUDA after {p.done} bytes: {p.error}")
 
 
 def _register(p: _Progress) -> None:
