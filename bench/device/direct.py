@@ -28,7 +28,7 @@ from penstock.exec.front import Front
 from penstock.exec.graphs import buckets_of
 from penstock.exec.rank import Rank
 from penstock.exec.selecting import Selector
-from penstock.exec.sizing import groups_of
+from penstock.exec.sizing import WAIT_BYTES, groups_of
 from penstock.kernels import experts, layer, linear, paged_attention, registry
 from penstock.kernels.platform import probe
 from penstock.kernels.select import SelectRule
@@ -80,6 +80,7 @@ class Direct:
         caches = caches_of(groups, page_size, model.dtype)
         cfg = CoreConfig(page_size=page_size, rows=rows, hbm_pages=hbm_tokens // page_size,
                          dram_pages=dram_tokens // page_size, step_tokens=step_tokens, max_len=max_len,
+                         wait_pages=WAIT_BYTES[True] // caches.page_bytes if dram_tokens else 0,
                          overlap=True, prefix_cache=prefix_cache, groups=caches.groups,
                          hot_pages=hot_tokens // page_size, always_hosted=hosted)
         self._params, self._attention = GREEDY, 0

@@ -95,6 +95,7 @@ class Engine:
     hbm_pages: int = 64
     dram_pages: int = 64
     step_tokens: int = 64
+    wait_pages: int = 0
     overlap: bool = True
     rows: int = 4
     lateness: object = field(default_factory=Promptly)
@@ -105,6 +106,7 @@ class Engine:
     ended: dict[int, Finished] = field(default_factory=dict)
     started: dict[int, Started] = field(default_factory=dict)
     moved: list[Moved] = field(default_factory=list)
+    waited: int = 0                             # plans that named loads
     inbox: list[Event] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -114,7 +116,8 @@ class Engine:
         caches = caches_of(groups, 4, torch.float32)
         self.cfg = CoreConfig(
             page_size=4, rows=self.rows, hbm_pages=self.hbm_pages, dram_pages=self.dram_pages,
-            step_tokens=self.step_tokens, overlap=self.overlap, hbm_base=500, dram_base=9000,
+            step_tokens=self.step_tokens, wait_pages=self.wait_pages, overlap=self.overlap, hbm_base=500,
+            dram_base=9000,
             group_base=50_000, row_base=70, groups=caches.groups)
         self.core = Core(self.cfg)
         ops = (functools.partial(paged_attention.plan, backend=self.backend) if self.family == "grouped"
@@ -155,6 +158,7 @@ class Engine:
                         self.ex.close(rid)
             if adv.plan is None:
                 break
+            self.waited += bool(adv.plan.waits)
             self.ex.submit(adv.plan)
         self.core.check()
         self.poison()
@@ -213,6 +217,19 @@ def test_a_device_pool_that_is_too_small(chunk, overlap, lateness, family):
                     lateness=LATENESS[lateness](), family=family)
     play(engine)
     assert engine.core.stats()["pauses"] >= 1
+    assert {m.ok for m in engine.moved} == ({True, False} if lateness == "torn" else {True})
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("lateness", LATENESS)
+@pytest.mark.parametrize("chunk", [3, 64])
+def test_steps_that_wait_for_their_loads(chunk, lateness, family):
+    """A row that comes back computes in the step that carries its loads, or the next; a load that fails there
+    spoils what was computed, and nothing else."""
+    engine = Engine(step_tokens=chunk, hbm_pages=SMALL[family], wait_pages=1000,
+                    lateness=LATENESS[lateness](), family=family)
+    play(engine)
+    assert engine.core.stats()["pauses"] >= 1 and engine.waited >= 1
     assert {m.ok for m in engine.moved} == ({True, False} if lateness == "torn" else {True})
 
 

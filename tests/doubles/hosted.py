@@ -136,8 +136,8 @@ class Engine:
         self.cfg = CoreConfig(
             page_size=PAGE, rows=self.rows, hbm_pages=self.hbm_pages, dram_pages=self.dram_pages,
             hot_pages=self.hot_pages, always_hosted=self.always, step_tokens=self.step_tokens,
-            max_len=MAX_LEN, overlap=self.overlap, hbm_base=500, dram_base=90_000, row_base=70,
-            group_base=10_000, groups=caches.groups)
+            max_len=MAX_LEN, overlap=self.overlap, wait_pages=1000, hbm_base=500, dram_base=90_000,
+            row_base=70, group_base=10_000, groups=caches.groups)
         self.core = Core(self.cfg)
         attention = LatentOps(
             index_select.index_select(names["index_select"]),

@@ -15,11 +15,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.core.plan import StepPlan
+from penstock.core.plan import Group, StepPlan
 from penstock.exec.lower import Lowered
 from penstock.kernels.index_select import IndexSelect
 from penstock.kernels.latent_attention import LatentAttention
 from penstock.kernels.paged_attention import AttentionSpec, Plan, Planner, store
+from penstock.memory.copying import parts_of
 from penstock.memory.hbm import HbmPool
 from penstock.model.base import Attend, CacheShape, LocalLayer, Model
 
@@ -50,6 +51,37 @@ def attending(model: Model, groups: Sequence[CacheShape], ops: Planner | LatentO
     if isinstance(ops, LatentOps):
         return Latent(model, groups, ops, hbm)
     return Grouped(model, groups, ops, hbm)
+
+
+class Arriving:
+    """`Attend` of a step that reads what copies are still writing: the device, not the host, waits before
+    each layer for what of them belongs to it.
+
+    arrivals   of each copy its cache group and, in order, an event behind each of the `parts_of` its layers
+    """
+
+    def __init__(self, attend: Attend, groups: Sequence[CacheShape],
+                 arrivals: Sequence[tuple[Group, Sequence[torch.cuda.Event]]]) -> None:
+        self._attend = attend
+        self._before: dict[LocalLayer, list[torch.cuda.Event]] = {}
+        for group, events in arrivals:
+            layers = groups[group].layers
+            for part, event in zip(parts_of(len(layers), len(events)), events, strict=True):
+                for layer in layers[part][:1]:
+                    self._before.setdefault(layer, []).append(event)
+
+    def _hold(self, layer: LocalLayer) -> None:
+        for event in self._before.pop(layer, ()):
+            torch.cuda.current_stream().wait_event(event)
+
+    def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
+                 chosen_TS: Tensor | None = None) -> Tensor:
+        self._hold(layer)
+        return self._attend(layer, q_TNH, kv_TCKH, chosen_TS)
+
+    def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
+        self._hold(layer)
+        return self._attend.select(layer, q_TIJ, weight_TI, key_TJ)
 
 
 class Grouped:

@@ -110,7 +110,7 @@ class Front:
         self._open: dict[RequestId, _Open] = {}
         self._steps: dict[StepId, _Step] = {}
         self._moves: dict[MoveId, _Move] = {}
-        self._newest = self._retired = StepId(0)
+        self._newest = self._retired = self._spoiled = StepId(0)
         self._count = dict.fromkeys(("steps", "empty_steps", "prefill_tokens", "decode_tokens",
                                      "sampled_tokens", "nonfinite_rows"), 0)
 
@@ -205,6 +205,8 @@ class Front:
             if move.missing:
                 return []
             del self._moves[report.id]
+            if not move.ok:
+                self._spoiled = self._newest
             return [Moved(report.id, move.ok)]
         step = self._steps[report.step]
         step.missing -= 1
@@ -221,8 +223,10 @@ class Front:
     def _end(self, plan: StepPlan, stepped: Stepped) -> list[Event]:
         for rid, index, logprobs in stepped.logprobs:
             self._open[rid].logprobs[index] = logprobs
+        # A step may have read what a failed copy should have written: the core forgets that row's results,
+        # and whatever else is not finite is so again in the next step.
         aborts: list[Event] = [Aborted(rid, damaged=True) for rid, why in stepped.faults
-                               if self._fault(rid, why)]
+                               if plan.step > self._spoiled and self._fault(rid, why)]
         decodes = sum(c == 1 and s for c, s in zip(plan.count, plan.samples, strict=True))
         self._count["steps"] += 1
         self._count["empty_steps"] += not plan.rows

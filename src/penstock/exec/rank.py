@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from penstock.config.params import SamplingParams
-from penstock.core.plan import Bind, Moved, RequestId, StepId, StepPlan
-from penstock.exec.attend import Attending, Grouped, LatentOps, attending
+from penstock.core.plan import Bind, Group, Moved, RequestId, StepId, StepPlan
+from penstock.exec.attend import Arriving, Attending, Grouped, LatentOps, attending
 from penstock.exec.draws import Draws
 from penstock.exec.graphs import DecodeGraphs, GroupedDecodes
 from penstock.exec.indexed import Indexed
@@ -60,6 +60,7 @@ class Stepped:
 Report: TypeAlias = Stepped | Moved
 DIGEST_STEPS = 64
 _States: TypeAlias = tuple[tuple[RequestId, Sampling], ...]
+Arrivals: TypeAlias = Sequence[tuple[Group, Sequence[torch.cuda.Event]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +190,11 @@ class Rank:
                 self._launch(self._queue.popleft())
             if self._ahead:
                 self._launch_ahead()
-            reports.append(self._land(self._flights.popleft()))
+            flight = self._flights.popleft()
+            stepped = self._land(flight)
+            if flight.plan.waits:       # told before the step that has read what they wrote
+                reports += self._mover.finish(flight.plan.waits)
+            reports.append(stepped)
         reports += self._mover.run(self._executed, idle=idle)
         if self._ahead:             # what had to wait for these answers: now, not after the next plan is made
             self._launch_ahead()
@@ -201,7 +206,7 @@ class Rank:
 
     def _may_fly(self, plan: StepPlan) -> bool:
         """Whether it can be launched without the answers of the steps in front of it."""
-        return not plan.binds and all(
+        return not (plan.binds or plan.waits) and all(
             s.plain if self._draws is None else s.simple for s in map(self._open.__getitem__, _sampled(plan)))
 
     def _launch(self, plan: StepPlan) -> None:
@@ -214,7 +219,6 @@ class Rank:
         self._flights.append(_Flight(plan, states, answer_2B, done))
 
     def _execute(self, plan: StepPlan) -> tuple[_States, Tensor | None]:
-        assert not plan.waits, "this rank waits for no copies"
         for bind in plan.binds:
             self._tables.bind(bind, 0 if bind.keep else self._last(bind))
             if self._selecting is not None:
@@ -229,13 +233,16 @@ class Rank:
         if not plan.rows:
             return (), None
         self._hear(plan)
+        arrivals = self._arrivals(plan) if plan.waits else []
         started = time.perf_counter()
         if self._graphs is not None and self._graphs.takes(plan):
+            for _, events in arrivals:
+                torch.cuda.current_stream().wait_event(events[-1])
             rows = tuple(map(self._tables.index, plan.rows))
             logits_BV, answer_2B = self._graphs.run(rows, plan.start)
         else:
             lowered = self._tables.lower(plan)
-            hidden_TD = self._forward(plan, lowered)
+            hidden_TD = self._forward(plan, lowered, arrivals)
             rows, answer_2B = lowered.sample_rows, None
             if rows and self._samples:
                 logits_BV = self._model.logits(hidden_TD[lowered.sample_at_B])
@@ -271,9 +278,19 @@ class Rank:
         if rows:
             self._tables.sampled(rows, torch.tensor(tokens, device=self._tables.last_R.device))
 
-    def _forward(self, plan: StepPlan, lowered: Lowered) -> Tensor:
+    def _arrivals(self, plan: StepPlan) -> Arrivals:
+        """Start what the step waits for; on a CPU it has ended then, a device waits for events."""
+        self._mover.hasten(plan.waits, plan.moves, self._executed)
+        if self._tables.last_R.is_cuda:
+            return self._mover.arrivals(plan.waits)
+        self._mover.settle(plan.waits)
+        return []
+
+    def _forward(self, plan: StepPlan, lowered: Lowered, arrivals: Arrivals) -> Tensor:
         """hidden_TD behind the final norm, or, but for the last stage, nothing that is used here."""
         model, links, attend = self._model, self._links, self._attending.step(plan, lowered)
+        if arrivals:
+            attend = Arriving(attend, self._groups, arrivals)
         if links.before is None and links.after is None:
             return model.forward(lowered.ids_T, lowered.positions_T, attend)
         x = model.embed(lowered.ids_T) if links.before is None else links.before.take(plan.step)
@@ -335,7 +352,7 @@ class Rank:
         if flight.states and self._links.tell is not None:
             self._links.tell.put(plan.step, tuple(tokens))
         self._executed = plan.step
-        self._mover.add(plan.moves)
+        self._mover.add([m for m in plan.moves if m.id not in plan.waits])
         compared = self._links != Links() and plan.step % DIGEST_STEPS == 0
         return Stepped(plan.step, tuple(tokens), tuple(logprobs), tuple(faults),
                        self._tables.digests() if compared else ())

@@ -17,6 +17,9 @@ from penstock.model.base import CacheShape, LocalLayer, Model
 # Left for activations, logits and the allocator when pools are sized: a step of 512 tokens of a
 # model of 1.5 B parameters needs about half of it.
 WORKSPACE_BYTES = 256 << 20
+# A row starts before the last so many bytes of its prefix have been loaded, and its step waits for them: a
+# device's layer by layer, on a CPU all others wait too, for a few milliseconds.
+WAIT_BYTES = {True: 128 << 20, False: 32 << 20}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +86,7 @@ def size_pools(config: Config, caches: Caches, max_position: int, free: int, *,
         page_size=kv.page_size, rows=config.schedule.max_num_seqs, hbm_pages=caches.num_pages(hbm),
         dram_pages=caches.host_pages(dram), step_tokens=config.schedule.step_tokens,
         max_len=max_position, overlap=config.schedule.overlap,
+        wait_pages=WAIT_BYTES[gpu is not None] // caches.page_bytes if dram else 0,
         prefix_cache=kv.prefix_cache, groups=caches.groups, pp_size=config.device.pp,
         role=config.pair.disaggregation_mode or "unified"))
     if hosts and dram:

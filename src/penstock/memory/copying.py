@@ -11,14 +11,14 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TypeAlias
 
 import torch
 
-from penstock.core.plan import Group, Move, Tier
+from penstock.core.plan import Group, Move, MoveId, Tier
 from penstock.memory.pool import BlockPool, Pool
 
 log = logging.getLogger(__name__)
@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 # How long the thread's end is waited for: it stops after the copy it is in, of at most seconds.
 STOP_S = 10.0
 _FLYING = 256               # copies of a device on the way at once: a page is copied in 50 us
+# A copy to a device of so few bytes goes a part of the layers at a time: a step may wait for it by layer. No
+# part of a page is smaller than half of what keeps the link busy until the next one is on its way.
+_SPLIT_BYTES, _PARTS, _PART_BYTES = 128 << 20, 4, 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +41,21 @@ class Copied:
     seconds: float
 
 
-Begin: TypeAlias = Callable[[Move], Callable[[], Copied]]
+End: TypeAlias = Callable[[], Copied]
+Begin: TypeAlias = Callable[[Move], End]
+
+
+def parts_of(num_layers: int, num_parts: int) -> list[slice]:
+    """Layers [0, num_layers) in runs of about the same length; no part is empty but of no layers."""
+    return [slice(num_layers * p // num_parts, num_layers * (p + 1) // num_parts) for p in range(num_parts)]
 
 
 class Copier:
-    """Copies one move's tokens at a call. Holds nothing but the pools, so any thread may call.
+    """Copies one move's tokens at a call, from any thread.
 
     On a CUDA device copies run beside the steps, on a stream for each direction; `flying` is how many may
-    be on the way before the first is waited for.
+    be on the way before the first is waited for. `events`, there: of each copy that has begun and is not
+    forgotten, one behind each of its `parts_of` the layers.
     """
 
     def __init__(self, pools: Mapping[tuple[Tier, Group], Pool]) -> None:
@@ -53,6 +63,7 @@ class Copier:
         device = any(tier is Tier.HBM and pool.pages.is_cuda for (tier, _), pool in pools.items()
                      if isinstance(pool, BlockPool))
         self.flying = _FLYING if device else 1
+        self.events: dict[MoveId, Sequence[torch.cuda.Event]] = {}
         self._streams: dict[bool, torch.cuda.Stream | None] = {
             up: torch.cuda.Stream() if device else None for up in (False, True)}  # type: ignore[no-untyped-call]
 
@@ -60,17 +71,21 @@ class Copier:
         """`torn` stops it half way. A fault is logged and answered, never raised."""
         return self.begin(move, torn=torn)()
 
-    def begin(self, move: Move, *, torn: bool = False) -> Callable[[], Copied]:
+    def begin(self, move: Move, *, torn: bool = False) -> End:
         """Starts a copy, and on a CPU ends it; what it returns waits for its end."""
         tokens = move.tokens // 2 if torn else move.tokens
         started, stream = time.perf_counter(), self._streams[move.dst is Tier.HBM]
+        events: list[torch.cuda.Event] = []
         with self._faults(move) as ok:
             with torch.cuda.stream(stream):
-                self._copy_tokens(move, tokens)
+                for layers in self._layers(move):
+                    self._copy_tokens(move, tokens, layers)
+                    if stream is not None:
+                        events.append(stream.record_event())
         done = None
         if stream is not None:
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record(stream)
+            done = events[-1] if ok else stream.record_event()
+            self.events[move.id] = events if ok else [done]
 
         def end() -> Copied:
             arrived = not torn and bool(ok)
@@ -93,16 +108,22 @@ class Copier:
         except (RuntimeError, OSError):
             log.exception("move %d: %s to %s failed", move.id, move.src.name, move.dst.name)
 
-    def _copy_tokens(self, move: Move, tokens: int) -> None:
+    def _layers(self, move: Move) -> list[slice]:
+        layout = self._pools[move.dst, move.group].layout
+        split = self.flying > 1 and move.dst is Tier.HBM and self._bytes(move) <= _SPLIT_BYTES
+        parts = min(_PARTS, layout.num_layers, layout.page_bytes // _PART_BYTES) if split else 1
+        return parts_of(layout.num_layers, max(1, parts))
+
+    def _copy_tokens(self, move: Move, tokens: int, layers: slice) -> None:
         src, dst = self._pools[move.src, move.group], self._pools[move.dst, move.group]
         size = src.layout.page_size
         for i, (a, b) in enumerate(zip(move.src_pages, move.dst_pages, strict=True)):
             left = tokens - i * size
             if left >= size:
-                dst.page(b).copy_(src.page(a), non_blocking=True)
+                dst.page(b)[layers].copy_(src.page(a)[layers], non_blocking=True)
             elif left > 0:
                 units = src.layout.units(left)
-                dst.page(b)[..., :units, :].copy_(src.page(a)[..., :units, :])
+                dst.page(b)[layers, ..., :units, :].copy_(src.page(a)[layers, ..., :units, :])
 
     def _bytes(self, move: Move) -> int:
         layout = self._pools[move.src, move.group].layout
@@ -121,7 +142,7 @@ class CopyThread:
     def __init__(self, begin: Begin, wake: Callable[[], None] | None = None, flying: int = 1) -> None:
         """wake: called in the thread whenever there is something to collect."""
         self._begin, self._wake, self._most = begin, wake, flying
-        self._jobs: SimpleQueue[Move | None] = SimpleQueue()
+        self._jobs: SimpleQueue[Move | End | None] = SimpleQueue()
         self._ended: SimpleQueue[Copied | BaseException] = SimpleQueue()
         self._died: BaseException | None = None
         self._started = False
@@ -131,12 +152,12 @@ class CopyThread:
         """Copies started and not collected."""
         return self._flying
 
-    def start(self, move: Move) -> None:
-        """Copy `move` after those before it. Returns at once."""
+    def start(self, job: Move | End) -> None:
+        """Copy a move after those before it, or see one to its end that has begun. Returns at once."""
         if not self._started:
             self._start_thread()
         self._flying += 1
-        self._jobs.put(move)
+        self._jobs.put(job)
 
     def collect(self, *, wait: bool) -> list[Copied]:
         """Copies that have ended, in order. With `wait`, blocks until there is one, unless none
@@ -173,20 +194,21 @@ class CopyThread:
         weakref.finalize(self, _stop, thread, self._jobs, stop)
 
 
-def _work(begin: Begin, most: int, jobs: SimpleQueue[Move | None], ended: SimpleQueue[Copied | BaseException],
-          stop: threading.Event, ready: threading.Event, wake: Callable[[], None] | None) -> None:
+def _work(begin: Begin, most: int, jobs: SimpleQueue[Move | End | None],
+          ended: SimpleQueue[Copied | BaseException], stop: threading.Event, ready: threading.Event,
+          wake: Callable[[], None] | None) -> None:
     """The thread's body. It has no reference to its CopyThread, which could not go otherwise."""
     torch.set_num_threads(1)            # cores are the steps' business; one copies 10 GB/s
     ready.set()
-    flying: deque[Callable[[], Copied]] = deque()
+    flying: deque[End] = deque()
     try:
         while True:
             try:
                 if len(flying) < most:
-                    move = jobs.get(block=not flying)
-                    if move is None or stop.is_set():
+                    job = jobs.get(block=not flying)
+                    if job is None or stop.is_set():
                         return
-                    flying.append(begin(move))
+                    flying.append(job if callable(job) else begin(job))
                     continue
             except Empty:
                 pass
@@ -199,7 +221,7 @@ def _work(begin: Begin, most: int, jobs: SimpleQueue[Move | None], ended: Simple
             wake()
 
 
-def _stop(thread: threading.Thread, jobs: SimpleQueue[Move | None],
+def _stop(thread: threading.Thread, jobs: SimpleQueue[Move | End | None],
           stop: threading.Event) -> None:
     stop.set()
     jobs.put(None)

@@ -1,14 +1,18 @@
 """Executes Moves: whole pages, or their first tokens, between two tiers of this node.
 
 Owns the moves that have not reported yet, and their counters. Knows steps only as fences: a copy
-starts after step `after` and after the step that carried it, and ends in exactly one Moved.
+starts after step `after` and after the step that carried it, or before that one if it waits for the copy,
+and ends in exactly one Moved.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from penstock.core.plan import Group, Move, Moved, StepId, Tier
+import torch
+
+from penstock.core.plan import Group, Move, Moved, MoveId, StepId, Tier
 from penstock.memory.copying import Copied, Copier, CopyThread
 from penstock.memory.lateness import Lateness, Promptly
 from penstock.memory.pool import Pool
@@ -22,6 +26,9 @@ class Traffic:
     failed: int = 0
     bytes: int = 0
     seconds: float = 0.0
+
+
+_BEGUN_S = 0.0005           # between two looks whether the thread has begun a copy that was handed to it
 
 
 class Mover:
@@ -50,13 +57,15 @@ class Mover:
         self._thread = (CopyThread(self._copy.begin, wake, self._copy.flying) if lateness is None
                         else None)
         self._pending: list[Move] = []
+        self._running: dict[MoveId, Group] = {}     # in the thread
+        self._ended: list[Copied] = []              # not told yet
         self.traffic: dict[tuple[Tier, Tier, Group], Traffic] = {
             (a, b, g): Traffic() for a, g in self._pools for b, h in self._pools
             if g == h and a is not b}
 
     def __len__(self) -> int:
         """Moves that have not reported yet."""
-        return len(self._pending) + (0 if self._thread is None else len(self._thread))
+        return len(self._pending) + len(self._running) + len(self._ended)
 
     def add(self, moves: Sequence[Move]) -> None:
         """Take the moves of a step that has just executed. Asserts that they are well formed."""
@@ -73,6 +82,42 @@ class Mover:
                     self._pools[tier, m.group].index(page)
         self._pending += moves
 
+    def hasten(self, ids: Collection[MoveId], moves: Sequence[Move], executed: StepId) -> None:
+        """Start what a step waits for that is about to run and carries `moves`, if it has not been. On a CPU
+        that is done when this returns, but for copies that the thread is in."""
+        self.add([m for m in moves if m.id in ids])
+        due = [m for m in self._pending if m.id in ids]
+        self._pending = [m for m in self._pending if m.id not in ids]
+        for m in due:
+            assert m.after <= executed, f"a step waits for move {m.id}, whose source step {m.after} writes"
+            end = self._copy.begin(m, torn=self._lateness.tears(m))
+            if self._thread is not None and self._copy.flying > 1:
+                self._running[m.id] = m.group
+                self._thread.start(end)
+            else:
+                self._ended.append(end())
+
+    def settle(self, ids: Collection[MoveId]) -> None:
+        """Blocks until these have ended."""
+        while not self._running.keys().isdisjoint(ids):
+            self._collect(wait=True)
+
+    def finish(self, ids: Collection[MoveId]) -> list[Moved]:
+        """As `settle`; returns all that has ended."""
+        self.settle(ids)
+        return self._tell()
+
+    def arrivals(self, ids: Iterable[MoveId]) -> list[tuple[Group, Sequence[torch.cuda.Event]]]:
+        """On a CUDA device, of those that have not ended: an event behind each of the `parts_of` layers."""
+        found = []
+        for id in ids:
+            while id in self._running and id not in self._copy.events:
+                time.sleep(_BEGUN_S)
+                self._collect(wait=False)
+            if id in self._running:
+                found.append((self._running[id], self._copy.events[id]))
+        return found
+
     def run(self, executed: StepId, *, idle: bool) -> list[Moved]:
         """Start what is due after step `executed`; returns what has ended since the last call.
 
@@ -85,11 +130,22 @@ class Mover:
             taken = {m.id for m in chosen}
             self._pending = [m for m in self._pending if m.id not in taken]
         if self._thread is None:
-            ended = [self._copy(m, torn=self._lateness.tears(m)) for m in chosen]
+            self._ended += [self._copy(m, torn=self._lateness.tears(m)) for m in chosen]
         else:
             for m in chosen:
+                self._running[m.id] = m.group
                 self._thread.start(m)
-            ended = self._thread.collect(wait=idle)
+            self._collect(wait=idle and not self._ended)
+        return self._tell()
+
+    def _collect(self, *, wait: bool) -> None:
+        assert self._thread is not None
+        for copied in self._thread.collect(wait=wait):
+            del self._running[copied.move.id]
+            self._ended.append(copied)
+
+    def _tell(self) -> list[Moved]:
+        ended, self._ended = self._ended, []
         return [self._moved(copied) for copied in ended]
 
     def _moved(self, copied: Copied) -> Moved:
@@ -98,4 +154,5 @@ class Mover:
         traffic.failed += not copied.ok
         traffic.bytes += copied.bytes
         traffic.seconds += copied.seconds
+        self._copy.events.pop(copied.move.id, None)
         return Moved(copied.move.id, copied.ok)
