@@ -8,6 +8,7 @@ know plans and requests.
 """
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,6 +21,7 @@ from penstock.exec.lower import Lowered
 from penstock.kernels.index_select import IndexSelect
 from penstock.kernels.latent_attention import LatentAttention
 from penstock.kernels.paged_attention import AttentionSpec, Plan, Planner, store
+from penstock.kernels.paged_attention.native import Decodes, Paged
 from penstock.memory.copying import parts_of
 from penstock.memory.hbm import HbmPool
 from penstock.model.base import Attend, CacheShape, LocalLayer, Model
@@ -99,17 +101,19 @@ class Grouped:
         self.places = {layer: (g, pool.pages[:, i, :, 0], pool.pages[:, i, :, 1])
                        for g, (group, pool) in enumerate(zip(groups, hbm, strict=True))
                        if not group.selector for i, layer in enumerate(group.layers)}
+        addresses = [pool.data_ptr() for layer in sorted(self.places) for pool in self.places[layer][1:]]
+        self.pools = (ctypes.c_void_p * len(addresses))(*addresses)
 
     def step(self, plan: StepPlan, lowered: Lowered) -> Attend:
         plans = [self._planner(ragged, spec)
                  for ragged, spec in zip(lowered.ragged, self.specs, strict=True)]
-        return _GroupedStep(self.places, lowered, plans)
+        return _GroupedStep(self, lowered, plans)
 
 
 class _GroupedStep:
-    def __init__(self, places: dict[LocalLayer, tuple[int, Tensor, Tensor]], lowered: Lowered,
-                 plans: Sequence[Plan]) -> None:
-        self._places, self._ragged, self._plans = places, lowered.ragged, plans
+    def __init__(self, grouped: Grouped, lowered: Lowered, plans: Sequence[Plan]) -> None:
+        self._places, self._pools = grouped.places, grouped.pools
+        self._ragged, self._plans = lowered.ragged, plans
 
     def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
                  chosen_TS: Tensor | None = None) -> Tensor:
@@ -118,6 +122,12 @@ class _GroupedStep:
         ragged = self._ragged[group]
         store(kv_TCKH[:, 0], kv_TCKH[:, 1], k_PKGH, v_PKGH, ragged.page_T, ragged.offset_T)
         return self._plans[group](q_TNH, k_PKGH, v_PKGH)
+
+    def paged(self) -> Paged | None:
+        plan, ragged = self._plans[0], self._ragged[0]
+        if len(self._plans) > 1 or not isinstance(plan, Decodes):
+            return None
+        return plan.paged(self._pools, self._places[LocalLayer(0)][1], ragged.page_T, ragged.offset_T)
 
     def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
         raise AssertionError("a model with an indexer and KV heads")

@@ -60,6 +60,13 @@ def entry(source: Path, name: str, *argtypes: type, isa: str = "native") -> Call
     return function  # type: ignore[no-any-return]
 
 
+def address(function: Callable[..., object]) -> int:
+    """Of a function of a library, for one in C that calls it."""
+    at = ctypes.cast(function, ctypes.c_void_p).value  # type: ignore[arg-type]
+    assert at is not None
+    return at
+
+
 def triton_version() -> str:
     """Raises Unusable where Triton is not installed: kernels in it are compiled when they run first."""
     try:

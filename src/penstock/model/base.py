@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NewType, Protocol, TypeAlias
+from typing import Any, NamedTuple, NewType, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
 
+from penstock.kernels.paged_attention.native import Paged
 from penstock.model.codes import Packed
 from penstock.model.fp8 import Blocks
 
@@ -74,6 +75,16 @@ class Attend(Protocol):
         weight_TI   float32
         Returns     chosen_TS int32, ascending, -1 pads at the end; of equal scores the lower position
         """
+        ...
+
+
+@runtime_checkable
+class AttendsPaged(Protocol):
+    """An `Attend` that may say where all layers store and read in this step, for a kernel that does it
+    itself. The layers have KV heads, and share one cache group."""
+
+    def paged(self) -> Paged | None:
+        """None: each layer must call."""
         ...
 
 

@@ -12,6 +12,7 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor
 
+from penstock.kernels.layer import LayerWeights
 from penstock.model.base import Attend, AttentionShape, CacheShape, GlobalLayer, LocalLayer, Stage
 from penstock.model.slots import Slots
 
@@ -109,6 +110,14 @@ class Attention:
         kv_TCKH = qkv[:, num_heads:].view(self.kv_shape)
         out_TNH = attend(self.layer, qk_TMH[:, :num_heads], kv_TCKH)
         return self.out(out_TNH.flatten(1)), None
+
+    def beside(self, norm_in: Tensor, norm_mlp: Tensor, mlp: GatedMLP) -> LayerWeights:
+        """The weights of the layer that consists of these and this."""
+        normed = self.spec.qk_norm
+        return LayerWeights(
+            norm_in=norm_in, qkv=self.qkv.op, q_norm=self.q_norm.value if normed else None,
+            k_norm=self.k_norm.value if normed else None, out=self.out.op, norm_mlp=norm_mlp,
+            gate_up=mlp.gate_up.op, down=mlp.down.op)
 
 
 class GatedMLP:

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from penstock.config.errors import ConfigError
 from penstock.kernels.experts import ExpertOps
-from penstock.kernels.layer import LayerOps
+from penstock.kernels.layer import LayerOps, LayerWeights, Stack, stack
 from penstock.model.base import (
     Attend,
+    AttendsPaged,
     Boundary,
     GlobalLayer,
     LocalLayer,
@@ -25,7 +26,7 @@ from penstock.model.base import (
 )
 from penstock.model.codes import Codes, Packed
 from penstock.model.latent import LatentSpec
-from penstock.model.layers import AttentionSpec, GatedMLP, Mixer, Mixes
+from penstock.model.layers import Attention, AttentionSpec, GatedMLP, Mixer, Mixes
 from penstock.model.moe import MoESpec, SparseMLP
 from penstock.model.rope import Rope
 from penstock.model.slots import LinearFactory, Slots, check_tensor
@@ -68,6 +69,13 @@ class Layer:
             self.mlp = SparseMLP(slots, f"{prefix}.mlp", hidden, spec.moe)
         else:
             self.mlp = GatedMLP(slots, f"{prefix}.mlp", hidden, spec.width, spec.mlp_bias)
+
+    @property
+    def weights(self) -> LayerWeights | None:
+        """None where it is not made of attention with KV heads and a dense MLP."""
+        if not isinstance(self.attention, Attention) or not isinstance(self.mlp, GatedMLP):
+            return None
+        return self.attention.beside(self.norm_in.value, self.norm_mlp.value, self.mlp)
 
     def __call__(
         self, x: Boundary, cos_T1H: Tensor, sin_T1H: Tensor, attend: Attend
@@ -142,6 +150,15 @@ class Transformer:
             self._head = self._tied_head()
         self._extra_head = None
         self._rope = self.spec.rope.on(self._layers[0].norm_in.value.device)
+        self._stack = self._stacked()
+
+    def _stacked(self) -> Stack | None:
+        spec = self.spec.attention
+        layers = [weights for layer in self._layers if (weights := layer.weights) is not None]
+        if not isinstance(spec, AttentionSpec) or len(layers) < len(self._layers):
+            return None
+        return stack(self._slots.ops, layers, heads=spec.num_heads, kv_heads=spec.num_kv_heads,
+                     head_dim=spec.head_dim, eps=self.spec.norm_eps)
 
     def _tied_head(self) -> Callable[[Tensor], Tensor]:
         """As transformers: an explicit head that differs from the embedding is used."""
@@ -159,6 +176,9 @@ class Transformer:
 
     def layers(self, x: Boundary, positions_T: Tensor, attend: Attend) -> Boundary:
         cos_T1H, sin_T1H = self._rope.angles(positions_T, self.dtype)
+        if (self._stack is not None and isinstance(attend, AttendsPaged)
+                and (paged := attend.paged()) is not None):
+            return Boundary(x.h_TD, self._stack(x.h_TD, x.delta_TD, cos_T1H, sin_T1H, paged))
         for layer in self._layers:
             x = layer(x, cos_T1H, sin_T1H, attend)
         return x

@@ -7,12 +7,16 @@ Each is one pass over a few kilobytes per token, so calls cost more than arithme
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from penstock.kernels.layer import cuda, native, reference
+from penstock.kernels.layer.stack import LayerWeights, Stack
 from penstock.kernels.platform import DEVICES, Implementation, Op
+
+__all__ = ["OP", "LayerOps", "LayerWeights", "Stack", "ops", "stack"]
 
 
 class LayerOps(Protocol):
@@ -59,3 +63,15 @@ OP: Op[LayerOps] = Op("layer", (
 def ops(backend: str) -> LayerOps:
     """The operations of one implementation. Raises KernelError for a name that does not exist."""
     return OP.get(backend).run
+
+
+def stack(ops: LayerOps, layers: Sequence[LayerWeights], *, heads: int, kv_heads: int, head_dim: int,
+          eps: float) -> Stack | None:
+    """These layers in one call, bit for bit what `ops`, the linears and paged attention make of them one by
+    one. None: some of these do not run in C.
+
+    eps     of all norms, those of heads too
+    """
+    if not isinstance(ops, native.Native) or any(len(layer.products) < 4 for layer in layers):
+        return None
+    return Stack(layers, native.functions(), heads=heads, kv_heads=kv_heads, head_dim=head_dim, eps=eps)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.kernels.layer import reference
+from penstock.kernels.layer import reference, stack
 from penstock.kernels.native import library
 from penstock.kernels.platform import Platform, WrongResult
 
@@ -23,6 +23,7 @@ _P, _N, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 def probe(platform: Platform) -> str:
     """Builds the operations and compares each with the reference on a few odd tokens."""
     _, compiler = library(_SOURCE, platform.cache)
+    library(stack.SOURCE, platform.cache)
     native, definition = Native(), reference.Reference()
     generator = torch.Generator().manual_seed(0)
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.02)):
@@ -49,23 +50,44 @@ def _function(name: str, *argtypes: type) -> Callable[..., None]:
     return function  # type: ignore[no-any-return]
 
 
+def _norm() -> Callable[..., None]:
+    return _function("penstock_norm", _P, _P, _P, _P, _N, _N, ctypes.c_float)
+
+
+def _rotate() -> Callable[..., None]:
+    return _function("penstock_rotate", _P, _N, _P, _P, _N, _N, _N)
+
+
+def _norm_rotate() -> Callable[..., None]:
+    return _function("penstock_norm_rotate", _P, _N, _P, _P, _P, _P, _N, _N, _N, _N, ctypes.c_float)
+
+
+def _gate() -> Callable[..., None]:
+    return _function("penstock_gate", _P, _N, _P, _N, _N)
+
+
+def functions() -> tuple[Callable[..., None], ...]:
+    """norm, rotate, norm_rotate and gate of layer.c, for a kernel that calls them."""
+    return _norm(), _rotate(), _norm_rotate(), _gate()
+
+
 class Native:
     def norm(self, h_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
         x_TD = torch.empty_like(h_TD)
-        _function("penstock_norm", _P, _P, _P, _P, _N, _N, ctypes.c_float)(
+        _norm()(
             h_TD.data_ptr(), None if delta_TD is None else delta_TD.data_ptr(),
             weight_D.data_ptr(), x_TD.data_ptr(), *h_TD.shape, eps,
             h_TD.dtype is torch.bfloat16, torch.get_num_threads())
         return x_TD
 
     def rotate(self, x_TMH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> None:
-        _function("penstock_rotate", _P, _N, _P, _P, _N, _N, _N)(
+        _rotate()(
             x_TMH.data_ptr(), x_TMH.stride(0), cos_T1H.data_ptr(), sin_T1H.data_ptr(),
             *x_TMH.shape, x_TMH.dtype is torch.bfloat16, torch.get_num_threads())
 
     def norm_rotate(self, x_TMH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor, q_weight_H: Tensor,
                     k_weight_H: Tensor, num_heads: int, eps: float) -> None:
-        _function("penstock_norm_rotate", _P, _N, _P, _P, _P, _P, _N, _N, _N, _N, ctypes.c_float)(
+        _norm_rotate()(
             x_TMH.data_ptr(), x_TMH.stride(0), cos_T1H.data_ptr(), sin_T1H.data_ptr(),
             q_weight_H.data_ptr(), k_weight_H.data_ptr(), *x_TMH.shape, num_heads, eps,
             x_TMH.dtype is torch.bfloat16, torch.get_num_threads())
@@ -73,7 +95,7 @@ class Native:
     def gate(self, gate_up_TJ: Tensor) -> Tensor:
         tokens, width = gate_up_TJ.shape[0], gate_up_TJ.shape[1] // 2
         out_TI = gate_up_TJ.new_empty(tokens, width)
-        _function("penstock_gate", _P, _N, _P, _N, _N)(
+        _gate()(
             gate_up_TJ.data_ptr(), gate_up_TJ.stride(0), out_TI.data_ptr(), tokens, width,
             gate_up_TJ.dtype is torch.bfloat16, torch.get_num_threads())
         return out_TI

@@ -12,6 +12,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "calls.h"
+
 #define INLINE static inline __attribute__((always_inline))
 #define ROWS_OF_ITEM 128        /* rows of one panel that a thread takes at once */
 #define EXPAND_BF16 32          /* rows from which a panel is made f32 once instead of for each tile */
@@ -49,15 +51,6 @@ typedef uint16_t Half __attribute__((vector_size(2 * LANES), aligned(2)));
 /* How a panel is read; x is bf16 for DOTS, else f32. */
 enum { F32, PAIRS, DOTS, NIBBLES, BYTES, FLOATS };      /* from NIBBLES on codes: FLOATS are expanded ones */
 enum { ALL, LOW, HIGH };        /* of a byte */
-
-typedef struct {
-    const void *weight, *bias, *x;
-    void *y;
-    int64_t rows, outputs, inputs, stride;      /* stride: elements from a row of x to the next */
-    int64_t bf16;                               /* all of weight, bias, x and y; else f32 */
-    const void *scales;                         /* of codes, else NULL: [panels, groups, 2, PANEL] f16 */
-    int64_t bits, group;                        /* of codes: 4 or 8; inputs that share a scale, even */
-} Args;
 
 INLINE float widen(uint16_t half)
 {
@@ -259,7 +252,7 @@ INLINE int64_t tiles(const Panels *at, const void *x, int64_t stride, int64_t in
 }
 
 /* Panels that are read at once. */
-INLINE int side_by_side(const Args *a)
+INLINE int side_by_side(const Linear *a)
 {
     return a->rows > 2 ? 1 : a->rows == 1 ? 4 : 2;
 }
@@ -286,17 +279,17 @@ static void expand_panel(float *out, const void *panel, int64_t inputs, int kind
     }
 }
 
-INLINE int64_t groups_of(const Args *a)         /* of codes; no bf16, so no input is added to make a pair */
+INLINE int64_t groups_of(const Linear *a)         /* of codes; no bf16, so no input is added to make a pair */
 {
     return a->scales ? a->inputs / a->group : 0;
 }
 
-INLINE int64_t panel_bytes(const Args *a, int64_t inputs)
+INLINE int64_t panel_bytes(const Linear *a, int64_t inputs)
 {
     return inputs * PANEL * (a->scales ? a->bits : a->bf16 ? 16 : 32) / 8;
 }
 
-static void item(const Args *a, const void *x, int64_t stride, int64_t inputs, const float *totals, int64_t p,
+static void item(const Linear *a, const void *x, int64_t stride, int64_t inputs, const float *totals, int64_t p,
                  int panels, int64_t first, float *expanded)
 {
     const int64_t last = a->rows - first < ROWS_OF_ITEM ? a->rows : first + ROWS_OF_ITEM;
@@ -349,7 +342,7 @@ int penstock_panel(const void *none, int threads)
 }
 
 /* x is copied where its rows are bf16: as it is, or as f32, with a zero after an odd row. 0, or 1: no memory. */
-int penstock_linear(const Args *a, int threads)
+int penstock_linear(const Linear *a, int threads)
 {
     const int64_t inputs = a->inputs + (a->bf16 ? a->inputs & 1 : 0);
     const int64_t panels = (a->outputs + PANEL - 1) / PANEL;

@@ -20,7 +20,9 @@ SOURCE = Path(__file__).with_name("panels.c")
 _P, _N = ctypes.c_void_p, ctypes.c_int64
 
 
-class _Args(ctypes.Structure):
+class Args(ctypes.Structure):
+    """`Linear` of calls.h."""
+
     _fields_ = [("weight", _P), ("bias", _P), ("x", _P), ("y", _P), ("rows", _N), ("outputs", _N),
                 ("inputs", _N), ("stride", _N), ("bf16", _N), ("scales", _P), ("bits", _N), ("group", _N)]
 
@@ -82,21 +84,34 @@ class Panels:
         return entry(SOURCE, "penstock_panel", isa=self._isa)(None, 0)
 
     def _linear(self, shape: Sequence[int], dtype: torch.dtype, panels: Tensor, bias_O: Tensor | None,
-                scales: Tensor | None = None, bits: int = 0, group: int = 0) -> Callable[[Tensor], Tensor]:
-        outputs, inputs = shape
+                scales: Tensor | None = None, bits: int = 0, group: int = 0) -> Product:
         run = entry(SOURCE, "penstock_linear", isa=self._isa)
-        bias = None if bias_O is None else bias_O.contiguous()
+        return Product(run, shape, dtype, panels, bias_O, scales, bits, group)
 
-        def linear(x_TI: Tensor) -> Tensor:
-            assert x_TI.dtype is dtype and x_TI.shape[1] == inputs and (x_TI.stride(1) == 1 or inputs == 1)
-            y_TO = torch.empty(x_TI.shape[0], outputs, dtype=dtype)
-            args = _Args(panels.data_ptr(), None if bias is None else bias.data_ptr(), x_TI.data_ptr(),
-                         y_TO.data_ptr(), x_TI.shape[0], outputs, inputs, x_TI.stride(0),
-                         dtype is torch.bfloat16, None if scales is None else scales.data_ptr(), bits, group)
-            if run(ctypes.byref(args), torch.get_num_threads()):
-                raise KernelError(f"no memory for {x_TI.shape[0]} rows of {inputs} inputs")
-            return y_TO
-        return linear
+
+class Product:
+    """`y_TO = product(x_TI)` of one packed weight. For a kernel that calls it itself: `run` is the function,
+    `args` its argument but for `x`, `y`, `rows` and `stride`."""
+
+    def __init__(self, run: Callable[..., int], shape: Sequence[int], dtype: torch.dtype, panels: Tensor,
+                 bias_O: Tensor | None, scales: Tensor | None, bits: int, group: int) -> None:
+        bias = None if bias_O is None else bias_O.contiguous()
+        self._held = panels, bias, scales           # `args` has only their addresses
+        self.run, self.dtype = run, dtype
+        self.outputs, self.inputs = shape
+        self.args = Args(weight=panels.data_ptr(), bias=None if bias is None else bias.data_ptr(),
+                         outputs=self.outputs, inputs=self.inputs, bf16=dtype is torch.bfloat16,
+                         scales=None if scales is None else scales.data_ptr(), bits=bits, group=group)
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        rows, inputs = x_TI.shape
+        assert x_TI.dtype is self.dtype and inputs == self.inputs and (x_TI.stride(1) == 1 or inputs == 1)
+        y_TO = torch.empty(rows, self.outputs, dtype=self.dtype)
+        args = Args.from_buffer_copy(self.args)
+        args.x, args.y, args.rows, args.stride = x_TI.data_ptr(), y_TO.data_ptr(), rows, x_TI.stride(0)
+        if self.run(ctypes.byref(args), torch.get_num_threads()):
+            raise KernelError(f"no memory for {rows} rows of {inputs} inputs")
+        return y_TO
 
 
 def _rounded(scale_OGB: Tensor, most: int) -> tuple[Tensor, Tensor]:

@@ -6,23 +6,11 @@
  *
  *   N query heads   K KV heads   g = N / K   H head dim, a multiple of 16   P pages   G page size
  */
+#include "calls.h"
 #include "vectors.h"
 
-typedef struct {
-    const void *q, *k, *v;          /* q [T, N, H], strided in T; one layer's pools [P, K, G, H] */
-    void *out;                      /* [T, N, H] */
-    int64_t q_stride;               /* elements, as all strides */
-    int64_t page_stride, head_stride, token_stride;     /* of both pools */
-    const int32_t *table;           /* pages of all rows, one row every table_stride */
-    int64_t table_stride;
-    const int64_t *queries;         /* [T, 3]: table row, context, first chunk */
-    float *partial;                 /* [num_chunks, N, H + 2] */
-    int64_t num_queries, num_chunks, heads, kv_heads, page_size;
-    float scale;
-} Step;
-
 /* The query that chunk `index` belongs to: the last whose first chunk is not behind it. */
-INLINE int64_t query_of(const Step *s, int64_t index)
+INLINE int64_t query_of(const Decode *s, int64_t index)
 {
     int64_t low = 0, high = s->num_queries;
     while (high - low > 1) {
@@ -36,7 +24,7 @@ INLINE int64_t query_of(const Step *s, int64_t index)
 }
 
 /* From block (j, h) to the one that is read next; 0 behind the last. */
-INLINE int64_t ahead(const Step *s, const int64_t *slot, int64_t j, int64_t padded, int64_t h)
+INLINE int64_t ahead(const Decode *s, const int64_t *slot, int64_t j, int64_t padded, int64_t h)
 {
     if (h + 1 < s->kv_heads)
         return s->head_stride;
@@ -53,7 +41,7 @@ INLINE void fetch(const void *pool, const int64_t *at, int64_t step, int64_t dim
             __builtin_prefetch((const char *)pool + (at[i] + step) * size + byte, 0, 2);
 }
 
-INLINE void run_chunk(const Step *s, int64_t index, int64_t dim, int bf16)
+INLINE void run_chunk(const Decode *s, int64_t index, int64_t dim, int bf16)
 {
     const int64_t token = query_of(s, index), *query = s->queries + 3 * token;
     const int32_t *pages = s->table + query[0] * s->table_stride;
@@ -98,7 +86,7 @@ INLINE void run_chunk(const Step *s, int64_t index, int64_t dim, int bf16)
 }
 
 /* The chunks of one query into its output. */
-INLINE void merge_query(const Step *s, int64_t token, int64_t dim, int bf16)
+INLINE void merge_query(const Decode *s, int64_t token, int64_t dim, int bf16)
 {
     const int64_t *query = s->queries + 3 * token, heads = s->heads, width = dim + 2;
     const int64_t chunks = (query[1] + CHUNK - 1) / CHUNK;
@@ -120,7 +108,7 @@ INLINE void merge_query(const Step *s, int64_t token, int64_t dim, int bf16)
             merge_query(s, i, dim, bf16); \
     }
 
-void penstock_decode(const Step *s, int64_t dim, int bf16, int threads)
+void penstock_decode(const Decode *s, int64_t dim, int bf16, int threads)
 {
     BY_SHAPE(64, 128)
 }

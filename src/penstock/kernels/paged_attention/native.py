@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ _SOURCE = Path(__file__).with_name("decode.c")
 
 
 class _Step(ctypes.Structure):
-    """`Step` of decode.c."""
+    """`Decode` of calls.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out")),
@@ -66,19 +67,28 @@ def plan(layout: Ragged, spec: AttentionSpec) -> Callable[[Tensor, Tensor, Tenso
     few = [row for row in rows if row.count <= _QUERIES_MAX]
     parts: list[sdpa.Part] = [sdpa.Chunk(row, spec, layout)
                               for row in rows if row.count > _QUERIES_MAX]
-    return sdpa.compose([_Decodes(few, spec, layout), *parts] if few else parts)
+    if not parts:
+        return Decodes(few, spec, layout)
+    return sdpa.compose([Decodes(few, spec, layout), *parts] if few else parts)
 
 
-@functools.cache
-def _kernel() -> Callable[..., None]:
-    function = library(_SOURCE)[0].penstock_decode
-    function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int)
-    function.restype = None
-    return function
+@dataclass(frozen=True, slots=True)
+class Paged:
+    """A step of which every token decodes, for a kernel that stores and attends itself, in all layers.
+
+    pools               of each layer the addresses of k and v, [P, K, G, H], all with the strides of one
+    page_T, offset_T    int64: where the step's tokens are stored
+    """
+
+    decodes: Decodes
+    pools: ctypes.Array[ctypes.c_void_p]
+    page_T: Tensor
+    offset_T: Tensor
 
 
-class _Decodes:
-    """All queries that are handled one by one, in the order of their tokens."""
+class Decodes:
+    """All queries that are handled one by one, in the order of their tokens. `step` is the argument of
+    `kernel` but for `q`, `k`, `v`, `out` and strides."""
 
     def __init__(self, rows: list[Row], spec: AttentionSpec, layout: Ragged) -> None:
         tokens = [row.first + j for row in rows for j in range(row.count)]
@@ -94,21 +104,40 @@ class _Decodes:
         queries_T3 = torch.tensor(queries)
         partial = torch.empty(chunks * spec.num_heads * (spec.head_dim + 2))
         self._held = layout.pages_RM, queries_T3, partial      # the step has only their addresses
-        self._step = _Step(
+        self.step = _Step(
             table=layout.pages_RM.data_ptr(), table_stride=layout.pages_RM.stride(0),
             queries=queries_T3.data_ptr(), partial=partial.data_ptr(), num_queries=len(queries),
             num_chunks=chunks, heads=spec.num_heads, kv_heads=spec.num_kv_heads,
             page_size=layout.page_size, scale=spec.scale)
-        self._kernel = _kernel()
         self._constants = (spec.head_dim, int(spec.dtype == torch.bfloat16),
                            torch.get_num_threads())
 
+    @staticmethod
+    @functools.cache
+    def kernel() -> Callable[..., None]:
+        """`penstock_decode` of decode.c: (step, head dim, whether it is bf16, threads)."""
+        function = library(_SOURCE)[0].penstock_decode
+        function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int)
+        function.restype = None
+        return function
+
+    def paged(self, pools: ctypes.Array[ctypes.c_void_p], k_PKGH: Tensor, page_T: Tensor,
+              offset_T: Tensor) -> Paged:
+        """`k_PKGH`: one of the pools, for its strides."""
+        self._strides(k_PKGH)
+        return Paged(self, pools, page_T, offset_T)
+
+    def _strides(self, k_PKGH: Tensor) -> None:
+        step = self.step
+        step.page_stride, step.head_stride, step.token_stride, dense = k_PKGH.stride()
+        assert dense == 1, "strides of the pools"
+
     def __call__(self, q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor) -> Tensor:
-        assert k_PKGH.stride() == v_PKGH.stride() and k_PKGH.stride(3) == 1, "strides of the pools"
+        assert k_PKGH.stride() == v_PKGH.stride(), "strides of the pools"
         out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
-        step = self._step
+        step = self.step
         step.q, step.k, step.v = q_TNH.data_ptr(), k_PKGH.data_ptr(), v_PKGH.data_ptr()
-        step.page_stride, step.head_stride, step.token_stride, _ = k_PKGH.stride()
+        self._strides(k_PKGH)
         step.out, step.q_stride = out_TNH.data_ptr(), q_TNH.stride(0)
-        self._kernel(ctypes.byref(step), *self._constants)
+        self.kernel()(ctypes.byref(step), *self._constants)
         return out_TNH
