@@ -108,22 +108,25 @@ class Copier:
         except (RuntimeError, OSError):
             log.exception("move %d: %s to %s failed", move.id, move.src.name, move.dst.name)
 
-    def _layers(self, move: Move) -> list[slice]:
+    def _layers(self, move: Move) -> Sequence[slice | None]:
+        """The runs of layers that it is cut into; None: all at once."""
         layout = self._pools[move.dst, move.group].layout
         split = self.flying > 1 and move.dst is Tier.HBM and self._bytes(move) <= _SPLIT_BYTES
         parts = min(_PARTS, layout.num_layers, layout.page_bytes // _PART_BYTES) if split else 1
-        return parts_of(layout.num_layers, max(1, parts))
+        return parts_of(layout.num_layers, parts) if parts > 1 else [None]
 
-    def _copy_tokens(self, move: Move, tokens: int, layers: slice) -> None:
+    def _copy_tokens(self, move: Move, tokens: int, layers: slice | None) -> None:
         src, dst = self._pools[move.src, move.group], self._pools[move.dst, move.group]
         size = src.layout.page_size
         for i, (a, b) in enumerate(zip(move.src_pages, move.dst_pages, strict=True)):
-            left = tokens - i * size
+            source, target, left = src.page(a), dst.page(b), tokens - i * size
+            if layers is not None:
+                source, target = source[layers], target[layers]
             if left >= size:
-                dst.page(b)[layers].copy_(src.page(a)[layers], non_blocking=True)
+                target.copy_(source, non_blocking=True)
             elif left > 0:
                 units = src.layout.units(left)
-                dst.page(b)[layers, ..., :units, :].copy_(src.page(a)[layers, ..., :units, :])
+                target[..., :units, :].copy_(source[..., :units, :])
 
     def _bytes(self, move: Move) -> int:
         layout = self._pools[move.src, move.group].layout
