@@ -17,7 +17,19 @@ from penstock.config.platform import probe
 from penstock.config.resolve import resolve
 from penstock.config.selection import attention_identity
 from penstock.core.core import Core
-from penstock.core.plan import Arrived, Dropped, Event, Finished, Paused, RequestId, Token
+from penstock.core.plan import (
+    Arrived,
+    Dropped,
+    Event,
+    Finished,
+    Moved,
+    MoveId,
+    Paused,
+    RequestId,
+    Retired,
+    StepId,
+    Token,
+)
 from penstock.core.settings import CoreConfig
 from penstock.exec.build import Built, build_engine
 from penstock.exec.front import Front
@@ -102,6 +114,9 @@ class Pipeline:
         self.ended: dict[int, Finished] = {}
         self.reads: dict[int, dict[str, int]] = {}
         self.inbox: list[Event] = []
+        self.flying: set[MoveId] = set()
+        self.waits: dict[StepId, tuple[MoveId, ...]] = {}       # of plans in flight
+        self.waited = 0                                         # plans that named loads
 
     def again(self, *, overlap: bool, host_tier: bool) -> None:
         """As a new engine, with other settings, of the same processes: they get new pools, as they do between
@@ -150,8 +165,16 @@ class Pipeline:
             if advance.plan is None:
                 break
             self.ex.submit(advance.plan)
+            self.flying.update(move.id for move in advance.plan.moves)
+            self.waits[advance.plan.step] = advance.plan.waits
+            self.waited += bool(advance.plan.waits)
         self.core.check()
         found = self.ex.poll(block=True)
+        for event in found:
+            if isinstance(event, Moved):
+                self.flying.remove(event.id)
+            elif isinstance(event, Retired):
+                assert self.flying.isdisjoint(self.waits.pop(event.step)), "told before what it waits for"
         self.inbox += found
         return bool(found)
 

@@ -67,7 +67,7 @@ def test_hosted_decode_on_two_stages_with_pauses(model, selected):
 
     with Pipeline(model, hbm_bytes="1M", dram_bytes="8M", pp=2, **SPARSE) as two:
         assert two.play(pauses=every_few) == selected
-        assert two.core.stats()["pauses"] >= 3
+        assert two.core.stats()["pauses"] >= 3 and two.waited >= 1
         assert sum(reads["hot_misses"] for reads in two.reads.values()) > 0
 
 

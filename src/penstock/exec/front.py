@@ -83,6 +83,7 @@ class _Step:
     plan: StepPlan
     missing: int
     stepped: Stepped | None = None
+    spoiled: bool = False        # it has waited for a copy that failed
     tables: list[tuple[int, tuple[tuple[int, str], ...]]] = field(default_factory=list)   # rank, digests
 
 
@@ -110,7 +111,7 @@ class Front:
         self._open: dict[RequestId, _Open] = {}
         self._steps: dict[StepId, _Step] = {}
         self._moves: dict[MoveId, _Move] = {}
-        self._newest = self._retired = self._spoiled = StepId(0)
+        self._newest = self._retired = StepId(0)
         self._count = dict.fromkeys(("steps", "empty_steps", "prefill_tokens", "decode_tokens",
                                      "sampled_tokens", "nonfinite_rows"), 0)
 
@@ -206,7 +207,8 @@ class Front:
                 return []
             del self._moves[report.id]
             if not move.ok:
-                self._spoiled = self._newest
+                for waiting in self._steps.values():
+                    waiting.spoiled |= report.id in waiting.plan.waits
             return [Moved(report.id, move.ok)]
         step = self._steps[report.step]
         step.missing -= 1
@@ -218,15 +220,16 @@ class Front:
         assert step.stepped is not None and report.step == self._retired + 1
         self._retired = report.step
         _check_tables(report.step, step.tables)
-        return self._end(self._steps.pop(report.step).plan, step.stepped)
+        del self._steps[report.step]
+        return self._end(step.plan, step.stepped, spoiled=step.spoiled)
 
-    def _end(self, plan: StepPlan, stepped: Stepped) -> list[Event]:
+    def _end(self, plan: StepPlan, stepped: Stepped, *, spoiled: bool) -> list[Event]:
         for rid, index, logprobs in stepped.logprobs:
             self._open[rid].logprobs[index] = logprobs
-        # A step may have read what a failed copy should have written: the core forgets that row's results,
+        # A spoiled step has read what a failed copy should have written: the core forgets that row's results,
         # and whatever else is not finite is so again in the next step.
-        aborts: list[Event] = [Aborted(rid, damaged=True) for rid, why in stepped.faults
-                               if plan.step > self._spoiled and self._fault(rid, why)]
+        faults = () if spoiled else stepped.faults
+        aborts: list[Event] = [Aborted(rid, damaged=True) for rid, why in faults if self._fault(rid, why)]
         decodes = sum(c == 1 and s for c, s in zip(plan.count, plan.samples, strict=True))
         self._count["steps"] += 1
         self._count["empty_steps"] += not plan.rows

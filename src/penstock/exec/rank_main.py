@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 from typing import NoReturn
 
@@ -28,7 +29,7 @@ from penstock.core.settings import CoreConfig
 from penstock.exec import rank_wire as wire
 from penstock.exec.caches import caches_of, stage_shapes
 from penstock.exec.load import attention_of, identity_of, load, selection_for, selector_of
-from penstock.exec.rank import Rank, Stepped
+from penstock.exec.rank import Rank, Report, Stepped
 from penstock.exec.rank_links import PutBoundary, PutSampled, Taker, boundaries, sampled
 from penstock.exec.sizing import groups_of
 from penstock.exec.stages import Links, split
@@ -149,12 +150,19 @@ class Process:
             began = max(began, self._before.taken_at)
         if isinstance(self._links.hear, Taker):
             began = max(began, self._links.hear.taken_at)
-        self.send(wire.Reports([r for r in reports if isinstance(r, Stepped)],
-                               [r for r in reports if isinstance(r, Moved)], began, time.monotonic()))
+        at = next(i for i, report in enumerate(reports) if isinstance(report, Stepped))
+        if at:                          # what the step has waited for is told before it
+            self.send(wire.Reports([], _moved(reports[:at])))
+        self.send(wire.Reports([r for r in reports if isinstance(r, Stepped)], _moved(reports[at:]), began,
+                               time.monotonic()))
 
     def _collect_copies(self) -> None:
         if self._rank is not None and (reports := self._rank.collect(block=False)):
-            self.send(wire.Reports([], [r for r in reports if isinstance(r, Moved)]))
+            self.send(wire.Reports([], _moved(reports)))
+
+
+def _moved(reports: Sequence[Report]) -> list[Moved]:
+    return [report for report in reports if isinstance(report, Moved)]
 
 
 def _channel(fd: int) -> wire.Channel:

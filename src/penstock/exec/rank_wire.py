@@ -99,8 +99,8 @@ class Ready(_Message, frozen=True):
 
 
 class Reports(_Message, frozen=True):
-    """What has happened since the last one. `began` and `ended` (seconds of this machine's monotonic
-    clock) say when the step computed, without its wait for the stage before it."""
+    """What has happened since the last one: a step, if any, and then copies. `began` and `ended` (seconds of
+    this machine's monotonic clock) say when the step computed, without its wait for the stage before it."""
 
     stepped: list[Stepped]
     moved: list[Moved]

@@ -1,0 +1,59 @@
+"""What the front makes of its ranks' reports."""
+from __future__ import annotations
+
+import pytest
+
+from penstock.config.params import SamplingParams
+from penstock.core.plan import (
+    Aborted,
+    DramPage,
+    Group,
+    HbmPage,
+    Move,
+    Moved,
+    MoveId,
+    RequestId,
+    Retired,
+    Row,
+    StepId,
+    StepPlan,
+    Tier,
+)
+from penstock.exec.front import Front
+from penstock.exec.rank import Stepped
+
+RID, STEP, MOVE = RequestId(1), StepId(1), MoveId(1)
+
+
+class Scripted:
+    """A rank that reports what it is given."""
+
+    def __init__(self) -> None:
+        self.reports = []
+
+    def open(self, rid, prompt, params, *, choice, stop_ids):
+        pass
+
+    def start(self, plan):
+        pass
+
+    def collect(self, *, block):
+        reports, self.reports = self.reports, []
+        return reports
+
+
+@pytest.mark.parametrize("ok", [True, False])
+@pytest.mark.parametrize("waits", [True, False])
+def test_only_a_failed_copy_that_a_step_has_waited_for_excuses_its_rows(ok, waits):
+    """One that fails beside it says nothing of what the step has read."""
+    rank = Scripted()
+    front = Front([rank])
+    front.open(RID, (5,), SamplingParams())
+    move = Move(MOVE, Group(0), Tier.DRAM, (DramPage(0),), Tier.HBM, (HbmPage(0),), 4, StepId(0))
+    front.submit(StepPlan(STEP, (Row(0),), (RID,), (0,), (1,), (True,), (5,), (), (), (move,),
+                          waits=(MOVE,) if waits else ()))
+    rank.reports = [Moved(MOVE, ok), Stepped(STEP, ((),), faults=((RID, "not finite"),))]
+    excused = waits and not ok
+    aborts = [] if excused else [Aborted(RID, damaged=True)]
+    assert front.poll(block=False) == [Moved(MOVE, ok), Retired(STEP, ((),)), *aborts]
+    assert (front.fault(RID) is None) == excused
