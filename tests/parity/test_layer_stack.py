@@ -9,6 +9,7 @@ import torch
 from penstock.kernels import layer, paged_attention
 from penstock.kernels.linear import fastest
 from penstock.kernels.paged_attention import AttentionSpec
+from penstock.kernels.paged_attention.native import Decodes
 from penstock.kernels.platform import Unusable, WrongResult, probe
 from penstock.kernels.ragged import Ragged
 from penstock.model import registry
@@ -113,3 +114,18 @@ def test_what_runs_elsewhere_is_not_stacked():
     shape = {"heads": 1, "kv_heads": 1, "head_dim": 16, "eps": 1e-5}
     assert layer.stack(layer.ops("native"), one, **shape) is None
     assert layer.stack(layer.ops("reference"), [], **shape) is None
+
+
+@torch.inference_mode()
+def test_attention_that_does_not_build_is_not_asked_for(monkeypatch):
+    """Another implementation of it runs then, and layers are called one by one."""
+    def kernel():
+        raise Unusable("cc took more than 60 s")
+
+    monkeypatch.setattr(Decodes, "kernel", staticmethod(kernel))
+    model = registry.build(LLAMA, dtype=torch.float32, linear=fastest.NATIVE, ops=layer.ops("native"))
+    for name, tensor in registry.dummy_tensors(LLAMA, 7):
+        model.load(name, tensor)
+    model.finish()
+    x = model.layers(Boundary(torch.randn(2, 80), None), torch.arange(2), lambda i, q, kv: q)
+    assert x.delta_TD.isfinite().all()

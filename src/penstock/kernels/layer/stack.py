@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.kernels.linear.panels import Args, Product
 from penstock.kernels.native import address, entry
-from penstock.kernels.paged_attention.native import Decodes, Paged
+from penstock.kernels.paged_attention.native import Paged
 from penstock.kernels.platform import KernelError
 
 SOURCE = Path(__file__).with_name("stack.c")
@@ -76,8 +76,8 @@ class Stack:
         array = (_Layer * len(layers))(*map(_layer, layers))
         self._held = layers, array                  # `_stack` has only their addresses
         self._stack = _Stack(
-            *map(address, (first[0].run, *functions, Decodes.kernel())), ctypes.addressof(array), len(layers),
-            self._dim, heads, kv_heads, head_dim, first[3].inputs, self._dtype is torch.bfloat16, eps)
+            *map(address, (first[0].run, *functions)), None, ctypes.addressof(array), len(layers), self._dim,
+            heads, kv_heads, head_dim, first[3].inputs, self._dtype is torch.bfloat16, eps)
         self._run = entry(SOURCE, "penstock_stack", _P)
 
     def __call__(self, h_TD: Tensor, delta_TD: Tensor | None, cos_T1H: Tensor, sin_T1H: Tensor,
@@ -88,6 +88,9 @@ class Stack:
         for tensor in (h_TD, cos_T1H, sin_T1H, h_TD if delta_TD is None else delta_TD):
             assert tensor.dtype is self._dtype and tensor.is_contiguous() and len(tensor) == tokens
         assert dim == self._dim and len(paged.pools) == 2 * self._stack.num_layers
+        assert paged.decodes.step.num_queries == tokens
+        if self._stack.attend is None:      # not built where another implementation of attention runs
+            self._stack.attend = address(paged.decodes.kernel())
         out_TD = torch.empty_like(h_TD)
         step = _Step(*map(_pointer, (h_TD, delta_TD, out_TD, cos_T1H, sin_T1H, paged.page_T, paged.offset_T)),
                      ctypes.addressof(paged.pools), ctypes.addressof(paged.decodes.step), tokens)
