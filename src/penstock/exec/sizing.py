@@ -17,8 +17,8 @@ from penstock.model.base import CacheShape, LocalLayer, Model
 # Left for activations, logits and the allocator when pools are sized: a step of 512 tokens of a
 # model of 1.5 B parameters needs about half of it.
 WORKSPACE_BYTES = 256 << 20
-# A row starts before the last so many bytes of its prefix have been loaded, and its step waits for them: a
-# device's layer by layer, on a CPU all others wait too, for a few milliseconds.
+# A row of which at most so many bytes are still being loaded starts, and its step waits for them: a device's
+# layer by layer, on a CPU all others wait too, for a few milliseconds a row.
 WAIT_BYTES = {True: 128 << 20, False: 32 << 20}
 
 
