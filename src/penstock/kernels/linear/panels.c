@@ -16,40 +16,52 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define ROWS_OF_ITEM 128        /* rows of one panel that a thread takes at once */
-#define EXPAND_BF16 32          /* rows from which a panel is made f32 once instead of for each tile */
-#define EXPAND_CODES 16
+#define EXPAND 16               /* rows from which a panel is made f32 once instead of for each tile */
+#define BLOCK 128               /* inputs of a panel that all rows meet before those behind them */
 #define AHEAD 8192              /* bytes between what is multiplied and what is asked for from memory */
 #define RUN_MAX 8               /* items that a thread takes one after the other: what it asks for is its own */
 
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
+#if defined(__FMA__)
+#define FMA 1
+#else
+#define FMA 0
+#endif
 #if defined(__AVX512BF16__)
 #define DOT_BF16 1
 #else
 #define DOT_BF16 0
 #endif
-#if defined(__AVX512F__)        /* floats of a vector, and the rows of the widest tile: 16 sums */
+/* Floats of a vector, vectors of a panel, rows of the tallest tile. With SIXTEEN registers 12 are sums, 3 a
+ * weight and 1 an input: fewer sums would wait for each other. gcc 12 puts some of 12 on the stack, which
+ * takes twice as long, unless it is told which register an instruction writes. */
+#if defined(__AVX512F__)
 #define LANES 16
+#define WIDTH 2
 #define TALL 8
 #elif defined(__AVX2__)
 #define LANES 8
-#define TALL 6
+#define WIDTH 3
+#define TALL 4
 #else
 #define LANES 4
+#define WIDTH 2
 #define TALL 4
 #endif
 
-#define PANEL (2 * LANES)       /* outputs of a panel: two vectors, so that a tile reads every byte in turn */
-#define WIDTH 2
+#define SIXTEEN (LANES == 8 && FMA)
+#define PANEL (WIDTH * LANES)   /* outputs of a panel, so that a tile reads every byte in turn */
 #define SUMS (TALL * WIDTH)     /* of the largest tile */
 
 typedef float Vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint32_t Word __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t Int __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint16_t Half __attribute__((vector_size(2 * LANES), aligned(2)));
-/* How a panel is read; x is bf16 for DOTS, else f32. */
-enum { F32, PAIRS, DOTS, NIBBLES, BYTES, FLOATS };      /* from NIBBLES on codes: FLOATS are expanded ones */
+/* How a panel is read; x is bf16 for DOTS, else f32. From NIBBLES on codes. NEAR is f32 and FLOATS codes made
+ * f32 that a cache holds, so that nothing is asked for from memory. */
+enum { F32, NEAR, PAIRS, DOTS, NIBBLES, BYTES, FLOATS };
 enum { ALL, LOW, HIGH };        /* of a byte */
 
 INLINE float widen(uint16_t half)
@@ -70,7 +82,12 @@ INLINE void step(Vec *sum, const Vec *weight, const float *x, int64_t stride, in
     for (int r = 0; r < rows; r++)
         #pragma GCC unroll 8
         for (int v = 0; v < WIDTH; v++)
+#if SIXTEEN
+            __asm__ ("vfmadd231ps %2, %1, %0" : "+x"(sum[r * WIDTH + v])
+                     : "x"(weight[v]), "x"(_mm256_broadcast_ss(x + r * stride)));
+#else
             sum[r * WIDTH + v] += weight[v] * x[r * stride];
+#endif
 }
 
 INLINE void dots(Vec *sum, const Word *pair, const uint16_t *x, int64_t stride, int rows)
@@ -145,14 +162,14 @@ typedef struct {
     const char *weight;
     const uint16_t *scales;
     const float *totals;                        /* of the first row: the sum of x in each group */
-    int64_t bytes, halves, group, groups;
+    int64_t bytes, halves, group, groups;       /* groups: of a whole row */
 } Panels;
 
 /* sum[p][r] += x[r] . panel p over inputs `begin` to `end`, both even where two inputs lie side by side. */
 INLINE void multiply(Vec *sum, const Panels *at, const void *x, int64_t stride, int64_t begin, int64_t end,
                      int rows, int panels, int kind)
 {
-    if (kind == F32 || kind == FLOATS)
+    if (kind == F32 || kind == NEAR || kind == FLOATS)
         for (int64_t i = begin; i < end; i++)
             #pragma GCC unroll 8
             for (int p = 0; p < panels; p++) {
@@ -182,36 +199,50 @@ INLINE void multiply(Vec *sum, const Panels *at, const void *x, int64_t stride, 
                 const uint32_t *panel = (const uint32_t *)(at->weight + p * at->bytes) + i / 2 * PANEL;
                 fetch(panel, 4 * PANEL);
                 Vec *mine = sum + p * rows * WIDTH;
-                Word pair[WIDTH];
-                #pragma GCC unroll 8
-                for (int v = 0; v < WIDTH; v++)
-                    pair[v] = *(const Word *)(panel + v * LANES);
-                if (kind == DOTS)
-                    dots(mine, pair, (const uint16_t *)x + i, stride, rows);
-                else {
-                    Vec even[WIDTH], odd[WIDTH];
+                if (kind == DOTS) {
+                    Word pair[WIDTH];
                     #pragma GCC unroll 8
                     for (int v = 0; v < WIDTH; v++)
-                        even[v] = (Vec)(pair[v] << 16), odd[v] = (Vec)(pair[v] & 0xffff0000u);
-                    step(mine, even, (const float *)x + i, stride, rows);
-                    step(mine, odd, (const float *)x + i + 1, stride, rows);
+                        pair[v] = *(const Word *)(panel + v * LANES);
+                    dots(mine, pair, (const uint16_t *)x + i, stride, rows);
+                    continue;
                 }
+                Vec weight[WIDTH];
+                #pragma GCC unroll 8
+                for (int v = 0; v < WIDTH; v++)
+                    weight[v] = (Vec)(*(const Word *)(panel + v * LANES) << 16);
+                step(mine, weight, (const float *)x + i, stride, rows);
+#if SIXTEEN
+                __asm__ volatile ("" ::: "memory");     /* read again: there is no register to keep it in */
+#endif
+                #pragma GCC unroll 8
+                for (int v = 0; v < WIDTH; v++) {
+                    Word odd = *(const Word *)(panel + v * LANES);
+#if SIXTEEN                                             /* nor for a mask */
+                    odd >>= 16;
+                    __asm__ ("" : "+x"(odd));
+                    weight[v] = (Vec)(odd << 16);
+#else
+                    weight[v] = (Vec)(odd & 0xffff0000u);
+#endif
+                }
+                step(mine, weight, (const float *)x + i + 1, stride, rows);
             }
 }
 
-/* out[p][r][0 .. PANEL) = x[r] . panel p, of `rows` rows and `panels` panels; constants after inlining. The scale
- * and the shift of a group of codes meet its sums, not each of its weights. */
-INLINE void tile(const Panels *at, const void *x, int64_t stride, int64_t inputs, float *out, int rows,
-                 int panels, int kind)
+/* out[p][r][0 .. PANEL) = x[r] . panel p, of `rows` rows and `panels` panels; constants after inlining.
+ * `more`: is added to what is there. The scale and the shift of a group of codes meet its sums, not each weight. */
+INLINE void tile(const Panels *at, const void *x, int64_t stride, int64_t inputs, float *out, int more,
+                 int rows, int panels, int kind)
 {
     Vec sum[SUMS];
     #pragma GCC unroll 64
     for (int i = 0; i < panels * rows * WIDTH; i++)
-        sum[i] = (Vec){ 0 };
+        sum[i] = more ? *(const Vec *)(out + i * LANES) : (Vec){ 0 };
     if (kind < NIBBLES)
         multiply(sum, at, x, stride, 0, inputs, rows, panels, kind);
     else
-        for (int64_t g = 0; g < at->groups; g++) {
+        for (int64_t g = 0; g < inputs / at->group; g++) {
             const int64_t bytes = at->group * PANEL / (kind == NIBBLES ? 2 : 1);
             Vec part[SUMS], scale[2 * WIDTH];
             #pragma GCC unroll 64
@@ -237,15 +268,19 @@ INLINE void tile(const Panels *at, const void *x, int64_t stride, int64_t inputs
 
 /* Up to TALL rows of `panels` panels; returns how many. A sum waits for the one before it: where there are
  * few of them, because there are few rows, panels are read side by side. */
-INLINE int64_t tiles(const Panels *at, const void *x, int64_t stride, int64_t inputs, float *out,
+INLINE int64_t tiles(const Panels *at, const void *x, int64_t stride, int64_t inputs, float *out, int more,
                      int64_t left, int panels, int kind)
 {
-    #define TILE(rows, panels) tile(at, x, stride, inputs, out, rows, panels, kind); return rows;
+    #define TILE(rows, panels) tile(at, x, stride, inputs, out, more, rows, panels, kind); return rows;
     if (panels == 4) { TILE(1, 4) }
     if (panels == 2 && left == 1) { TILE(1, 2) }
     if (panels == 2) { TILE(2, 2) }
-    /* 4 rows and 4 are faster than 6 and 2. Beside 6 rows there are no registers left for codes. */
-    if (left >= TALL && (TALL == 8 || (left != 8 && kind != NIBBLES && kind != BYTES))) { TILE(TALL, 1) }
+    if (SIXTEEN && kind == NIBBLES) {           /* beside 12 sums there is no room for two weights */
+        if (left == 3 || left > 4) { TILE(3, 1) }
+        if (left >= 2) { TILE(2, 1) }
+        TILE(1, 1)
+    }
+    if (left >= TALL) { TILE(TALL, 1) }
     if (left >= 4) { TILE(4, 1) }
     if (left >= 2) { TILE(2, 1) }
     TILE(1, 1)
@@ -289,49 +324,77 @@ INLINE int64_t panel_bytes(const Linear *a, int64_t inputs)
     return inputs * PANEL * (a->scales ? a->bits : a->bf16 ? 16 : 32) / 8;
 }
 
+/* `count` sums, and the bias, of outputs `o` and on, into y. */
+INLINE void leave(const Linear *a, const float *sum, int64_t o, int64_t row, int64_t count)
+{
+    if (a->bf16)
+        for (int64_t j = 0; j < count; j++) {
+            const float bias = a->bias ? widen(((const uint16_t *)a->bias)[o + j]) : 0.0f;
+            ((uint16_t *)a->y)[row * a->outputs + o + j] = narrow(sum[j] + bias);
+        }
+    else
+        for (int64_t j = 0; j < count; j++) {
+            const float bias = a->bias ? ((const float *)a->bias)[o + j] : 0.0f;
+            ((float *)a->y)[row * a->outputs + o + j] = sum[j] + bias;
+        }
+}
+
+/* Inputs of a block, which a core's nearest cache holds for all rows. Of few rows all are one block. */
+INLINE int64_t block_of(const Linear *a, int64_t inputs)
+{
+    const int64_t group = a->scales ? a->group : 2;
+    return a->rows < EXPAND ? inputs : group < BLOCK ? BLOCK / group * group : group;
+}
+
+/* Rows `first` and on of panel p and those beside it. `expanded` is NULL, or has room for a block in f32. */
 static void item(const Linear *a, const void *x, int64_t stride, int64_t inputs, const float *totals, int64_t p,
                  int panels, int64_t first, float *expanded)
 {
-    const int64_t last = a->rows - first < ROWS_OF_ITEM ? a->rows : first + ROWS_OF_ITEM;
-    const int64_t wide = a->outputs - p * PANEL < panels * PANEL ? a->outputs - p * PANEL : panels * PANEL;
+    const int64_t last = a->rows - first < ROWS_OF_ITEM ? a->rows : first + ROWS_OF_ITEM, rows = last - first;
+    const int64_t block = block_of(a, inputs);
+    const int kind = a->scales ? a->bits == 4 ? NIBBLES : BYTES : a->bf16 ? DOT_BF16 ? DOTS : PAIRS : F32;
     Panels at = { .bytes = panel_bytes(a, inputs), .group = a->group, .groups = groups_of(a),
                   .halves = groups_of(a) * 2 * PANEL };
-    at.weight = (const char *)a->weight + p * at.bytes;
-    at.scales = a->scales ? (const uint16_t *)a->scales + p * at.halves : NULL;
-    int kind = a->scales ? a->bits == 4 ? NIBBLES : BYTES : a->bf16 ? DOT_BF16 ? DOTS : PAIRS : F32;
-    float out[SUMS * LANES];
-    if (expanded) {
-        expand_panel(expanded, at.weight, inputs, kind);
-        at.weight = (const char *)expanded, kind = a->scales ? FLOATS : F32;
-    }
-    for (int64_t t = first; t < last; ) {
-        const void *row = (const char *)x + t * stride * (kind == DOTS ? 2 : 4);
-        int64_t done = 0;
-        at.totals = totals + t * at.groups;
-        #define CASE(k) case k: \
-            done = tiles(&at, row, stride, inputs, out, last - t, panels, k); break;
-        switch (kind) {
-        CASE(F32)
-#if DOT_BF16
-        CASE(DOTS)
-#else
-        CASE(PAIRS)
-#endif
-        CASE(NIBBLES)
-        CASE(BYTES)
-        CASE(FLOATS)
+    float out[(ROWS_OF_ITEM > SUMS ? ROWS_OF_ITEM : SUMS) * PANEL];
+    for (int64_t begin = 0; begin < inputs; begin += block) {
+        const int64_t count = inputs - begin < block ? inputs - begin : block;
+        const int64_t g = at.groups ? begin / at.group : 0;
+        int how = kind;
+        at.weight = (const char *)a->weight + p * at.bytes + panel_bytes(a, begin);
+        at.scales = a->scales ? (const uint16_t *)a->scales + p * at.halves + g * 2 * PANEL : NULL;
+        if (expanded) {
+            expand_panel(expanded, at.weight, count, kind);
+            at.weight = (const char *)expanded, how = a->scales ? FLOATS : NEAR;
         }
-        for (int64_t r = 0; r < done; r++)
-            for (int64_t j = 0; j < wide; j++) {
-                const int64_t o = p * PANEL + j, to = (t + r) * a->outputs + o;
-                const float sum = out[(j / PANEL * done + r) * PANEL + j % PANEL];
-                if (a->bf16) {
-                    const float bias = a->bias ? widen(((const uint16_t *)a->bias)[o]) : 0.0f;
-                    ((uint16_t *)a->y)[to] = narrow(sum + bias);
-                } else
-                    ((float *)a->y)[to] = sum + (a->bias ? ((const float *)a->bias)[o] : 0.0f);
+        for (int64_t t = first; t < last; ) {
+            const void *row = (const char *)x + (t * stride + begin) * (kind == DOTS ? 2 : 4);
+            float *sums = out + (t - first) * PANEL;
+            int64_t done = 0;
+            at.totals = totals + t * at.groups + g;
+            #define CASE(k) case k: \
+                done = tiles(&at, row, stride, count, sums, begin > 0, last - t, panels, k); break;
+            switch (how) {
+            CASE(F32)
+            CASE(NEAR)
+#if DOT_BF16
+            CASE(DOTS)
+#else
+            CASE(PAIRS)
+#endif
+            CASE(NIBBLES)
+            CASE(BYTES)
+            CASE(FLOATS)
             }
-        t += done;
+            how = how == F32 ? NEAR : how;
+            t += done;
+        }
+    }
+    for (int64_t n = 0; n < panels * rows; n++) {
+        const int64_t o = (p + n / rows) * PANEL;
+        if (a->outputs - o >= PANEL)
+            leave(a, out + n * PANEL, o, first + n % rows, PANEL);
+        else
+            leave(a, out + n * PANEL, o, first + n % rows, a->outputs - o);
     }
 }
 
@@ -350,18 +413,17 @@ int penstock_linear(const Linear *a, int threads)
     const int64_t side = side_by_side(a), whole = panels / side;      /* the last ones go one by one */
     const int64_t items = (whole + panels % side) * chunks, share = items / (4 * threads);
     const int64_t run = share < 1 ? 1 : share < RUN_MAX ? share : RUN_MAX;
-    const int expand = a->scales ? a->rows >= EXPAND_CODES
-                                 : a->bf16 && !DOT_BF16 && a->rows >= EXPAND_BF16;
+    const int expand = a->rows >= EXPAND && (a->scales || (a->bf16 && !DOT_BF16));
     const void *x = a->x;
     int64_t stride = a->stride;
-    const int64_t groups = groups_of(a);
+    const int64_t groups = groups_of(a), block = block_of(a, inputs);
     float *copy = NULL, *expanded = NULL, *totals = NULL;
     if (a->bf16) {
         copy = malloc((size_t)(a->rows * inputs) * (DOT_BF16 ? 2 : 4));
         x = copy, stride = inputs;
     }
     if (expand)
-        expanded = malloc((size_t)(threads * inputs) * PANEL * sizeof(float));
+        expanded = malloc((size_t)(threads * block) * PANEL * sizeof(float));
     if (a->scales)
         totals = malloc((size_t)(a->rows * groups) * sizeof(float));
     if ((a->bf16 && !copy) || (expand && !expanded) || (a->scales && !totals)) {
@@ -393,7 +455,7 @@ int penstock_linear(const Linear *a, int threads)
         #pragma omp for schedule(dynamic, run)
         for (int64_t n = 0; n < items; n++) {
             const int64_t i = n / chunks, p = i < whole ? i * side : i - whole + whole * side;
-            float *mine = expanded ? expanded + omp_get_thread_num() * inputs * PANEL : NULL;
+            float *mine = expanded ? expanded + omp_get_thread_num() * block * PANEL : NULL;
             item(a, x, stride, inputs, totals, p, i < whole ? side : 1, n % chunks * ROWS_OF_ITEM, mine);
         }
     }
