@@ -171,7 +171,7 @@ def test_a_bind_that_is_left_out_shows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_tail_of_4_bytes_that_is_not_copied_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    def copy(self, move, tokens):
+    def copy(self, move, tokens, layers):
         src, dst = self._pools[move.src, move.group], self._pools[move.dst, move.group]
         for a, b in zip(move.src_pages, move.dst_pages, strict=True):
             dst.page(b)[..., :-1].copy_(src.page(a)[..., :-1])
@@ -183,10 +183,10 @@ def test_a_tail_of_4_bytes_that_is_not_copied_shows(monkeypatch: pytest.MonkeyPa
 def test_a_page_that_is_stale_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Copier._copy_tokens
 
-    def copy(self, move, tokens):
+    def copy(self, move, tokens, layers):
         if move.dst.name == "HBM" and len(move.dst_pages) > 1:
             return                                  # what was there before stays
-        real(self, move, tokens)
+        real(self, move, tokens, layers)
 
     monkeypatch.setattr(Copier, "_copy_tokens", copy)
     assert paused().share < undisturbed().share - 0.1
