@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.core.plan import Group, StepPlan
+from penstock.core.plan import StepPlan
 from penstock.exec.lower import Lowered
 from penstock.kernels.index_select import IndexSelect
 from penstock.kernels.latent_attention import LatentAttention
@@ -24,6 +24,7 @@ from penstock.kernels.paged_attention import AttentionSpec, Plan, Planner, store
 from penstock.kernels.paged_attention.native import Decodes, Paged
 from penstock.memory.copying import parts_of
 from penstock.memory.hbm import HbmPool
+from penstock.memory.mover import Arrivals
 from penstock.model.base import Attend, CacheShape, LocalLayer, Model
 
 
@@ -57,13 +58,9 @@ def attending(model: Model, groups: Sequence[CacheShape], ops: Planner | LatentO
 
 class Arriving:
     """`Attend` of a step that reads what copies are still writing: the device, not the host, waits before
-    each layer for what of them belongs to it.
+    each layer for what of them belongs to it."""
 
-    arrivals   of each copy its cache group and, in order, an event behind each of the `parts_of` its layers
-    """
-
-    def __init__(self, attend: Attend, groups: Sequence[CacheShape],
-                 arrivals: Sequence[tuple[Group, Sequence[torch.cuda.Event]]]) -> None:
+    def __init__(self, attend: Attend, groups: Sequence[CacheShape], arrivals: Arrivals) -> None:
         self._attend = attend
         self._before: dict[LocalLayer, list[torch.cuda.Event]] = {}
         for group, events in arrivals:

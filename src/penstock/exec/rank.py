@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from penstock.config.params import SamplingParams
-from penstock.core.plan import Bind, Group, Moved, RequestId, StepId, StepPlan
+from penstock.core.plan import Bind, Moved, RequestId, StepId, StepPlan
 from penstock.exec.attend import Arriving, Attending, Grouped, LatentOps, attending
 from penstock.exec.draws import Draws
 from penstock.exec.graphs import DecodeGraphs, GroupedDecodes
@@ -34,7 +34,7 @@ from penstock.kernels.ragged import on_device
 from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
 from penstock.memory.lateness import Lateness
-from penstock.memory.mover import Mover
+from penstock.memory.mover import Arrivals, Mover
 from penstock.model.base import CacheShape, Model
 
 
@@ -60,7 +60,6 @@ class Stepped:
 Report: TypeAlias = Stepped | Moved
 DIGEST_STEPS = 64
 _States: TypeAlias = tuple[tuple[RequestId, Sampling], ...]
-Arrivals: TypeAlias = Sequence[tuple[Group, Sequence[torch.cuda.Event]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,7 +357,7 @@ class Rank:
                        self._tables.digests() if compared else ())
 
     def stats(self) -> dict[str, float]:
-        """By metric name; seconds of this thread, but those of moves, which are the copy thread's."""
+        """By metric name; seconds of this thread, those of moves of whichever made them."""
         out = {"executor_forward_seconds_total": self._forward_s,
                "executor_sampling_seconds_total": self._sampling_s,
                "executor_sampled_outside_total": float(self._sampled_outside)}

@@ -12,6 +12,7 @@ from penstock.config.selection import Selection
 from penstock.config.tree import Config, KVConfig
 from penstock.core.settings import CoreConfig
 from penstock.exec.caches import Caches
+from penstock.memory.copying import SPLIT_BYTES
 from penstock.model.base import CacheShape, LocalLayer, Model
 
 # Left for activations, logits and the allocator when pools are sized: a step of 512 tokens of a
@@ -19,7 +20,7 @@ from penstock.model.base import CacheShape, LocalLayer, Model
 WORKSPACE_BYTES = 256 << 20
 # A row of which at most so many bytes are still being loaded starts, and its step waits for them: a device's
 # layer by layer, on a CPU all others wait too, for a few milliseconds a row.
-WAIT_BYTES = {True: 128 << 20, False: 32 << 20}
+WAIT_BYTES = {True: SPLIT_BYTES, False: 32 << 20}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

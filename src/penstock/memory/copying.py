@@ -26,9 +26,10 @@ log = logging.getLogger(__name__)
 # How long the thread's end is waited for: it stops after the copy it is in, of at most seconds.
 STOP_S = 10.0
 _FLYING = 256               # copies of a device on the way at once: a page is copied in 50 us
-# A copy to a device of so few bytes goes a part of the layers at a time: a step may wait for it by layer. No
-# part of a page is smaller than half of what keeps the link busy until the next one is on its way.
-_SPLIT_BYTES, _PARTS, _PART_BYTES = 128 << 20, 4, 256 << 10
+# A copy to a device of so few bytes goes a part of the layers at a time: a step may wait for it by layer. How
+# many parts, and how small one of a page may be, are guesses.
+SPLIT_BYTES = 128 << 20
+_PARTS, _PART_BYTES = 4, 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ class Copier:
     def _layers(self, move: Move) -> Sequence[slice | None]:
         """The runs of layers that it is cut into; None: all at once."""
         layout = self._pools[move.dst, move.group].layout
-        split = self.flying > 1 and move.dst is Tier.HBM and self._bytes(move) <= _SPLIT_BYTES
+        split = self.flying > 1 and move.dst is Tier.HBM and self._bytes(move) <= SPLIT_BYTES
         parts = min(_PARTS, layout.num_layers, layout.page_bytes // _PART_BYTES) if split else 1
         return parts_of(layout.num_layers, parts) if parts > 1 else [None]
 
@@ -150,10 +151,6 @@ class CopyThread:
         self._died: BaseException | None = None
         self._started = False
         self._flying = 0
-
-    def __len__(self) -> int:
-        """Copies started and not collected."""
-        return self._flying
 
     def start(self, job: Move | End) -> None:
         """Copy a move after those before it, or see one to its end that has begun. Returns at once."""

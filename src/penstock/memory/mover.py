@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -28,6 +29,8 @@ class Traffic:
     seconds: float = 0.0
 
 
+# Of each copy its cache group and, in order, an event behind each of the `parts_of` its layers.
+Arrivals: TypeAlias = list[tuple[Group, Sequence[torch.cuda.Event]]]
 _BEGUN_S = 0.0005           # between two looks whether the thread has begun a copy that was handed to it
 
 
@@ -68,7 +71,8 @@ class Mover:
         return len(self._pending) + len(self._running) + len(self._ended)
 
     def add(self, moves: Sequence[Move]) -> None:
-        """Take the moves of a step that has just executed. Asserts that they are well formed."""
+        """Take the moves of a step that has just executed, or is about to and waits for them. Asserts that
+        they are well formed."""
         for m in moves:
             assert (m.src, m.dst, m.group) in self.traffic, (
                 f"move {m.id}: no way {m.src} to {m.dst} for group {m.group}")
@@ -107,9 +111,9 @@ class Mover:
         self.settle(ids)
         return self._tell()
 
-    def arrivals(self, ids: Iterable[MoveId]) -> list[tuple[Group, Sequence[torch.cuda.Event]]]:
-        """On a CUDA device, of those that have not ended: an event behind each of the `parts_of` layers."""
-        found = []
+    def arrivals(self, ids: Iterable[MoveId]) -> Arrivals:
+        """On a CUDA device, of those that have not ended."""
+        found: Arrivals = []
         for id in ids:
             while id in self._running and id not in self._copy.events:
                 time.sleep(_BEGUN_S)
