@@ -26,7 +26,7 @@ from penstock.kernels.linear.panels import Panels
 from penstock.kernels.platform import Unusable, WrongResult, probe
 from penstock.model.codes import PACKED, codes_of
 
-ISAS = ("native", "avx2", "plain")          # plain runs on any machine that has a compiler
+ISAS = ("native", "avx512", "avx2", "plain")          # plain runs on any machine that has a compiler
 
 
 @pytest.fixture(params=ISAS)
@@ -61,7 +61,7 @@ def test_a_row_is_the_same_in_every_batch(panels, dtype):
     else:
         run, x_TI = panels(torch.randn(70, 97).to(dtype), None), torch.randn(140, 97).to(dtype)
     alone = torch.cat([run(x_TI[t : t + 1]) for t in range(len(x_TI))])
-    for rows in (2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 129, 140):
+    for rows in (2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 33, 129, 140):
         assert torch.equal(run(x_TI[:rows]), alone[:rows]), rows
 
 

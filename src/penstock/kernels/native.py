@@ -24,10 +24,13 @@ _COMPILERS = ("cc", "gcc", "clang")
 # No -ffast-math: linking with it makes the whole process flush denormals. 512-bit vectors must be
 # asked for; gcc prefers 256 even where the CPU has more.
 _FLAGS = ("-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-fopenmp")
-# What the compiler may use: all that this CPU has, AVX2 with FMA, or what every CPU of its kind has.
-_MARCH = {"native": ("-march=native",), "avx2": ("-march=x86-64-v3",), "plain": ()}
+# What the compiler may use: all that this CPU has, that but for AMX, AVX2 with FMA, or what every CPU of its
+# kind has.
+_MARCH = {"native": ("-march=native",), "avx512": ("-march=native", "-mno-amx-tile", "-mno-amx-bf16"),
+          "avx2": ("-march=x86-64-v3",), "plain": ()}
 _TIMEOUT_S = 60
-_INCLUDE = Path(__file__).parent        # vectors.h
+_INCLUDE = Path(__file__).parent
+HEADERS = tuple(sorted(_INCLUDE.glob("*.h")))
 _loaded: dict[tuple[Path, str], tuple[ctypes.CDLL, str]] = {}
 
 
@@ -36,7 +39,7 @@ def library(source: Path, cache: Path | None = None, isa: str = "native") -> tup
 
     cache   folder to keep it in, under a name that changes with source, headers, flags, compiler, CPU;
             None builds it anew in a folder that is gone again on return
-    isa     'native', 'avx2', or 'plain': what every CPU of this kind has
+    isa     'native', 'avx512', 'avx2', or 'plain': what every CPU of this kind has
     Raises Unusable: no compiler, no OpenMP runtime in torch, a failed build, an unsafe cache.
     """
     isa = platform.most() if isa == "native" else isa
@@ -96,7 +99,7 @@ def _load(source: Path, cache: Path | None, isa: str) -> tuple[ctypes.CDLL, str]
         raise Unusable(f"no C compiler ({', '.join(_COMPILERS)})")
     version = _run([compiler, "--version"]).splitlines()[0]
     cpu = torch.cpu.get_capabilities()
-    wide = ("-mprefer-vector-width=512",) if isa == "native" and cpu.get("avx512_f") else ()
+    wide = ("-mprefer-vector-width=512",) if isa in ("native", "avx512") and cpu.get("avx512_f") else ()
     flags = (*_FLAGS, *_MARCH[isa], *wide)
     runtime = _openmp()
     try:
@@ -110,7 +113,7 @@ def _load(source: Path, cache: Path | None, isa: str) -> tuple[ctypes.CDLL, str]
             return ctypes.CDLL(str(path)), version
     key = hashlib.sha256(repr((version, flags, str(runtime), sorted(cpu.items(), key=str))).encode()
                          + b"".join(file.read_bytes() for file in
-                                    (source, *sorted(_INCLUDE.glob("*.h"))))).hexdigest()
+                                    (source, *HEADERS))).hexdigest()
     path = cache / f"{source.stem}-{key[:24]}.so"
     if not path.exists():
         _build(compiler, flags, source, runtime, path)

@@ -64,8 +64,17 @@ def most() -> str:
 def multiplies_bf16() -> bool:
     """Whether the CPU has instructions for it. Without them torch's products of bf16 take several times as
     long as those of f32 that it is converted to."""
+    return _has("avx512_bf16", "amx_bf16", "bf16")
+
+
+def has_tiles() -> bool:
+    """Whether it multiplies tiles of bf16 (AMX). There torch's fused attention is the fastest."""
+    return _has("amx_bf16")
+
+
+def _has(*features: str) -> bool:
     known = torch.cpu.get_capabilities()
-    return any(known.get(f) for f in ("avx512_bf16", "amx_bf16", "bf16") if f in _LIMITS[_most])
+    return any(known.get(f) for f in features if f in _LIMITS[_most])
 
 
 def probe(device: str = "cpu", cache: Path | None = None) -> Platform:

@@ -1,7 +1,7 @@
 """`chunk_attention` through torch's fused CPU kernel, which returns the log-sum-exp beside the output.
 
-Of float32: bf16 is converted to it, but where the CPU multiplies bf16: there oneDNN's matrix products are
-faster than that kernel, so `matmul` has them.
+Of float32, and of bf16 where the CPU has tiles for it. Elsewhere bf16 is converted, but where the CPU
+multiplies it: there oneDNN's matrix products are faster than that kernel, so `matmul` has them.
 
     T queries   S keys   N query heads   K KV heads   g query heads of a KV head   H head dim
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.chunk_attention import matmul, reference
-from penstock.kernels.platform import Platform, Unusable, WrongResult, multiplies_bf16
+from penstock.kernels.platform import Platform, Unusable, WrongResult, has_tiles, multiplies_bf16
 
 
 def probe(platform: Platform) -> str:
@@ -31,7 +31,7 @@ def probe(platform: Platform) -> str:
 
 def chunk_attention(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, *, causal: bool,
                     scale: float) -> tuple[Tensor, Tensor]:
-    if q_TNH.dtype is not torch.float32:
+    if q_TNH.dtype is not torch.float32 and not has_tiles():
         if multiplies_bf16():
             return matmul.chunk_attention(q_TNH, k_SKH, v_SKH, causal=causal, scale=scale)
         out_TNH, lse_TN = chunk_attention(q_TNH.float(), k_SKH.float(), v_SKH.float(), causal=causal,

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from penstock.kernels.linear import onednn, reference
 from penstock.kernels.linear.panels import SOURCE, Panels
+from penstock.kernels.native import HEADERS
 from penstock.kernels.platform import Platform
 
 NATIVE = Panels("native")
@@ -140,5 +141,5 @@ def _kept(path: Path) -> dict[str, str]:
 def _identity(platform: Platform, told: str) -> str:
     """Of this CPU, as much of it as is used, this torch, compiler and source: of what the times depend on."""
     of = (platform.torch, platform.features, told, sorted(torch.cpu.get_capabilities().items(), key=str))
-    sources = SOURCE.read_bytes() + Path(__file__).read_bytes()
+    sources = b"".join(file.read_bytes() for file in (SOURCE, *HEADERS, Path(__file__)))
     return hashlib.sha256(repr(of).encode() + sources).hexdigest()[:24]

@@ -3,288 +3,22 @@
  * codes over those of a group and then over the groups.
  *
  * A panel of f32 is [inputs, PANEL]; of bf16 it is [inputs / 2, PANEL, 2], so that a word holds two inputs
- * of one output: a shift and a mask make both f32 on any CPU, and AVX512-BF16 multiplies them as they are.
+ * of one output: a shift and a mask make both f32 on any CPU, AVX512-BF16 and AMX multiply them as they are.
  * Of codes it is [inputs, PANEL] bytes, or [inputs / 2, PANEL] with two inputs of an output in a byte, the
  * first one low, and a weight is code * scale + shift: f16 [inputs / group, 2, PANEL].
  */
 #include <omp.h>
 #include <stdint.h>
 #include <stdlib.h>
-#include <string.h>
 
+#include "amx.h"
 #include "calls.h"
+#include "panels.h"
 
-#define INLINE static inline __attribute__((always_inline))
-#define ROWS_OF_ITEM 128        /* rows of one panel that a thread takes at once */
+#define ROWS_OF_ITEM 128        /* rows of one panel that a thread takes at once, at most */
 #define EXPAND 16               /* rows from which a panel is made f32 once instead of for each tile */
 #define BLOCK 128               /* inputs of a panel that all rows meet before those behind them */
-#define AHEAD 8192              /* bytes between what is multiplied and what is asked for from memory */
-#define RUN_MAX 8               /* items that a thread takes one after the other: what it asks for is its own */
-
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
-#if defined(__FMA__)
-#define FMA 1
-#else
-#define FMA 0
-#endif
-#if defined(__AVX512BF16__)
-#define DOT_BF16 1
-#else
-#define DOT_BF16 0
-#endif
-/* Floats of a vector, vectors of a panel, rows of the tallest tile. With SIXTEEN registers 12 are sums, 3 a
- * weight and 1 an input: fewer sums would wait for each other. gcc 12 puts some of 12 on the stack, which
- * takes twice as long, unless it is told which register an instruction writes. */
-#if defined(__AVX512F__)
-#define LANES 16
-#define WIDTH 2
-#define TALL 8
-#elif defined(__AVX2__)
-#define LANES 8
-#define WIDTH 3
-#define TALL 4
-#else
-#define LANES 4
-#define WIDTH 2
-#define TALL 4
-#endif
-
-#define SIXTEEN (LANES == 8 && FMA)
-#define PANEL (WIDTH * LANES)   /* outputs of a panel, so that a tile reads every byte in turn */
-#define SUMS (TALL * WIDTH)     /* of the largest tile */
-
-typedef float Vec __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef uint32_t Word __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef int32_t Int __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef uint16_t Half __attribute__((vector_size(2 * LANES), aligned(2)));
-/* How a panel is read; x is bf16 for DOTS, else f32. From NIBBLES on codes. NEAR is f32 and FLOATS codes made
- * f32 that a cache holds, so that nothing is asked for from memory. */
-enum { F32, NEAR, PAIRS, DOTS, NIBBLES, BYTES, FLOATS };
-enum { ALL, LOW, HIGH };        /* of a byte */
-
-INLINE float widen(uint16_t half)
-{
-    union { uint32_t u; float f; } x = { (uint32_t)half << 16 };
-    return x.f;
-}
-
-INLINE uint16_t narrow(float value)             /* to nearest, ties to even; a NaN stays one */
-{
-    union { float f; uint32_t u; } x = { value };
-    return value != value ? 0x7fc0 : (x.u + 0x7fff + ((x.u >> 16) & 1)) >> 16;
-}
-
-INLINE void step(Vec *sum, const Vec *weight, const float *x, int64_t stride, int rows)
-{
-    #pragma GCC unroll 8
-    for (int r = 0; r < rows; r++)
-        #pragma GCC unroll 8
-        for (int v = 0; v < WIDTH; v++)
-#if SIXTEEN
-            __asm__ ("vfmadd231ps %2, %1, %0" : "+x"(sum[r * WIDTH + v])
-                     : "x"(weight[v]), "x"(_mm256_broadcast_ss(x + r * stride)));
-#else
-            sum[r * WIDTH + v] += weight[v] * x[r * stride];
-#endif
-}
-
-INLINE void dots(Vec *sum, const Word *pair, const uint16_t *x, int64_t stride, int rows)
-{
-#if DOT_BF16
-    for (int r = 0; r < rows; r++) {
-        uint32_t two;
-        memcpy(&two, x + r * stride, 4);
-        for (int v = 0; v < WIDTH; v++)
-            sum[r * WIDTH + v] = (Vec)_mm512_dpbf16_ps((__m512)sum[r * WIDTH + v],
-                                                         (__m512bh)_mm512_set1_epi32((int)two),
-                                                         (__m512bh)pair[v]);
-    }
-#endif
-}
-
-/* f16 without inf and NaN to f32, with what every CPU has: the exponents differ by 112. */
-INLINE Vec half_vector(const uint16_t *at)
-{
-    const Word bits = __builtin_convertvector(*(const Half *)at, Word);
-    return (Vec)((bits & 0x7fff) << 13 | (bits & 0x8000) << 16) * 0x1p112f;
-}
-
-/* Ask for what is read next: beside many sums a CPU does not look far enough ahead by itself. */
-INLINE void fetch(const void *at, int64_t bytes)
-{
-    for (int64_t line = 0; line < bytes; line += 64)
-        __builtin_prefetch((const char *)at + AHEAD + line, 0, 2);
-}
-
-/* LANES bytes, or their low or high halves, as floats. gcc 12 takes bytes one by one where it is not told how. */
-INLINE Vec widened(const uint8_t *at, int part)
-{
-#if defined(__AVX512F__)
-    const Int code = (Int)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)at));
-#elif defined(__AVX2__)
-    const Int code = (Int)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)at));
-#else
-    Int code;
-    for (int l = 0; l < LANES; l++)
-        code[l] = at[l];
-#endif
-    const Int half = part == HIGH ? code >> 4 : code;
-#if defined(__AVX512F__)
-    if (part != ALL)                            /* a table of 16 looks at four bits, and makes floats of them */
-        return (Vec)_mm512_permutexvar_ps((__m512i)half, _mm512_setr_ps(
-            0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
-#endif
-    return __builtin_convertvector(part == LOW ? half & 15 : half, Vec);
-}
-
-/* The codes of inputs i and i + 1 as weight[b][v], or of i alone for BYTES. */
-INLINE void codes(Vec weight[2][WIDTH], const uint8_t *panel, int64_t i, int kind)
-{
-    for (int v = 0; v < WIDTH; v++)
-        if (kind == BYTES)
-            weight[0][v] = widened(panel + i * PANEL + v * LANES, ALL);
-        else {
-            const uint8_t *both = panel + i / 2 * PANEL + v * LANES;
-            weight[0][v] = widened(both, LOW), weight[1][v] = widened(both, HIGH);
-        }
-}
-
-INLINE void group_scales(Vec *scale, const uint16_t *scales, int64_t g)
-{
-    for (int v = 0; v < 2 * WIDTH; v++)
-        scale[v] = half_vector(scales + g * 2 * PANEL + v * LANES);
-}
-
-/* Panels one after the other, and the scales of each; bytes, and halves, from one to the next. */
-typedef struct {
-    const char *weight;
-    const uint16_t *scales;
-    const float *totals;                        /* of the first row: the sum of x in each group */
-    int64_t bytes, halves, group, groups;       /* groups: of a whole row */
-} Panels;
-
-/* sum[p][r] += x[r] . panel p over inputs `begin` to `end`, both even where two inputs lie side by side. */
-INLINE void multiply(Vec *sum, const Panels *at, const void *x, int64_t stride, int64_t begin, int64_t end,
-                     int rows, int panels, int kind)
-{
-    if (kind == F32 || kind == NEAR || kind == FLOATS)
-        for (int64_t i = begin; i < end; i++)
-            #pragma GCC unroll 8
-            for (int p = 0; p < panels; p++) {
-                const float *panel = (const float *)(at->weight + p * at->bytes) + i * PANEL;
-                if (kind == F32)
-                    fetch(panel, 4 * PANEL);
-                Vec weight[WIDTH];
-                #pragma GCC unroll 8
-                for (int v = 0; v < WIDTH; v++)
-                    weight[v] = *(const Vec *)(panel + v * LANES);
-                step(sum + p * rows * WIDTH, weight, (const float *)x + i, stride, rows);
-            }
-    else if (kind == NIBBLES || kind == BYTES)
-        for (int64_t i = begin; i < end; i += kind == BYTES ? 1 : 2)
-            #pragma GCC unroll 8
-            for (int p = 0; p < panels; p++) {
-                Vec weight[2][WIDTH];
-                codes(weight, (const uint8_t *)at->weight + p * at->bytes, i, kind);
-                step(sum + p * rows * WIDTH, weight[0], (const float *)x + i, stride, rows);
-                if (kind == NIBBLES)
-                    step(sum + p * rows * WIDTH, weight[1], (const float *)x + i + 1, stride, rows);
-            }
-    else
-        for (int64_t i = begin; i < end; i += 2)
-            #pragma GCC unroll 8
-            for (int p = 0; p < panels; p++) {
-                const uint32_t *panel = (const uint32_t *)(at->weight + p * at->bytes) + i / 2 * PANEL;
-                fetch(panel, 4 * PANEL);
-                Vec *mine = sum + p * rows * WIDTH;
-                if (kind == DOTS) {
-                    Word pair[WIDTH];
-                    #pragma GCC unroll 8
-                    for (int v = 0; v < WIDTH; v++)
-                        pair[v] = *(const Word *)(panel + v * LANES);
-                    dots(mine, pair, (const uint16_t *)x + i, stride, rows);
-                    continue;
-                }
-                Vec weight[WIDTH];
-                #pragma GCC unroll 8
-                for (int v = 0; v < WIDTH; v++)
-                    weight[v] = (Vec)(*(const Word *)(panel + v * LANES) << 16);
-                step(mine, weight, (const float *)x + i, stride, rows);
-#if SIXTEEN
-                __asm__ volatile ("" ::: "memory");     /* read again: there is no register to keep it in */
-#endif
-                #pragma GCC unroll 8
-                for (int v = 0; v < WIDTH; v++) {
-                    Word odd = *(const Word *)(panel + v * LANES);
-#if SIXTEEN                                             /* nor for a mask */
-                    odd >>= 16;
-                    __asm__ ("" : "+x"(odd));
-                    weight[v] = (Vec)(odd << 16);
-#else
-                    weight[v] = (Vec)(odd & 0xffff0000u);
-#endif
-                }
-                step(mine, weight, (const float *)x + i + 1, stride, rows);
-            }
-}
-
-/* out[p][r][0 .. PANEL) = x[r] . panel p, of `rows` rows and `panels` panels; constants after inlining.
- * `more`: is added to what is there. The scale and the shift of a group of codes meet its sums, not each weight. */
-INLINE void tile(const Panels *at, const void *x, int64_t stride, int64_t inputs, float *out, int more,
-                 int rows, int panels, int kind)
-{
-    Vec sum[SUMS];
-    #pragma GCC unroll 64
-    for (int i = 0; i < panels * rows * WIDTH; i++)
-        sum[i] = more ? *(const Vec *)(out + i * LANES) : (Vec){ 0 };
-    if (kind < NIBBLES)
-        multiply(sum, at, x, stride, 0, inputs, rows, panels, kind);
-    else
-        for (int64_t g = 0; g < inputs / at->group; g++) {
-            const int64_t bytes = at->group * PANEL / (kind == NIBBLES ? 2 : 1);
-            Vec part[SUMS], scale[2 * WIDTH];
-            #pragma GCC unroll 64
-            for (int i = 0; i < panels * rows * WIDTH; i++)
-                part[i] = (Vec){ 0 };
-            multiply(part, at, x, stride, g * at->group, (g + 1) * at->group, rows, panels, kind);
-            #pragma GCC unroll 8
-            for (int p = 0; p < panels; p++) {
-                if (kind != FLOATS)
-                    fetch(at->weight + p * at->bytes + g * bytes, bytes);
-                group_scales(scale, at->scales + p * at->halves, g);
-                #pragma GCC unroll 8
-                for (int r = 0; r < rows; r++)
-                    #pragma GCC unroll 8
-                    for (int v = 0; v < WIDTH; v++)
-                        sum[(p * rows + r) * WIDTH + v] += part[(p * rows + r) * WIDTH + v] * scale[v]
-                            + scale[WIDTH + v] * at->totals[r * at->groups + g];
-            }
-        }
-    for (int i = 0; i < panels * rows * WIDTH; i++)
-        *(Vec *)(out + i * LANES) = sum[i];
-}
-
-/* Up to TALL rows of `panels` panels; returns how many. A sum waits for the one before it: where there are
- * few of them, because there are few rows, panels are read side by side. */
-INLINE int64_t tiles(const Panels *at, const void *x, int64_t stride, int64_t inputs, float *out, int more,
-                     int64_t left, int panels, int kind)
-{
-    #define TILE(rows, panels) tile(at, x, stride, inputs, out, more, rows, panels, kind); return rows;
-    if (panels == 4) { TILE(1, 4) }
-    if (panels == 2 && left == 1) { TILE(1, 2) }
-    if (panels == 2) { TILE(2, 2) }
-    if (SIXTEEN && kind == NIBBLES) {           /* beside 12 sums there is no room for two weights */
-        if (left == 3 || left > 4) { TILE(3, 1) }
-        if (left >= 2) { TILE(2, 1) }
-        TILE(1, 1)
-    }
-    if (left >= TALL) { TILE(TALL, 1) }
-    if (left >= 4) { TILE(4, 1) }
-    if (left >= 2) { TILE(2, 1) }
-    TILE(1, 1)
-}
+#define GROUP 4                 /* panels whose rows are taken one part after the other */
 
 /* Panels that are read at once. */
 INLINE int side_by_side(const Linear *a)
@@ -299,7 +33,6 @@ static void expand_panel(float *out, const void *panel, int64_t inputs, int kind
     for (int64_t i = 0; i < inputs; i += kind == BYTES ? 1 : 2) {
         if (kind == PAIRS) {
             const uint32_t *pairs = (const uint32_t *)panel + i / 2 * PANEL;
-            fetch(pairs, 4 * PANEL);
             for (int v = 0; v < WIDTH; v++) {
                 const Word pair = *(const Word *)(pairs + v * LANES);
                 weight[0][v] = (Vec)(pair << 16), weight[1][v] = (Vec)(pair & 0xffff0000u);
@@ -317,6 +50,13 @@ static void expand_panel(float *out, const void *panel, int64_t inputs, int kind
 INLINE int64_t groups_of(const Linear *a)         /* of codes; no bf16, so no input is added to make a pair */
 {
     return a->scales ? a->inputs / a->group : 0;
+}
+
+/* Inputs of a panel: zeros follow the last one where two are read at once, or AMX_INPUTS. */
+INLINE int64_t padded(int64_t inputs, int bf16)
+{
+    const int64_t whole = !bf16 ? 1 : AMX ? AMX_INPUTS : 2;
+    return (inputs + whole - 1) / whole * whole;
 }
 
 INLINE int64_t panel_bytes(const Linear *a, int64_t inputs)
@@ -346,30 +86,48 @@ INLINE int64_t block_of(const Linear *a, int64_t inputs)
     return a->rows < EXPAND ? inputs : group < BLOCK ? BLOCK / group * group : group;
 }
 
-/* Rows `first` and on of panel p and those beside it. `expanded` is NULL, or has room for a block in f32. */
-static void item(const Linear *a, const void *x, int64_t stride, int64_t inputs, const float *totals, int64_t p,
-                 int panels, int64_t first, float *expanded)
+INLINE int kind_of(const Linear *a)
 {
-    const int64_t last = a->rows - first < ROWS_OF_ITEM ? a->rows : first + ROWS_OF_ITEM, rows = last - first;
-    const int64_t block = block_of(a, inputs);
-    const int kind = a->scales ? a->bits == 4 ? NIBBLES : BYTES : a->bf16 ? DOT_BF16 ? DOTS : PAIRS : F32;
+    return a->scales ? a->bits == 4 ? NIBBLES : BYTES
+        : !a->bf16 ? F32 : AMX && amx_granted() ? TILES : DOT_BF16 ? DOTS : PAIRS;
+}
+
+/* Rows `first` up to `last` of panel p and those beside it. `expanded` is NULL, or has room for a block in f32. */
+static void item(const Linear *a, int kind, const void *x, int64_t stride, int64_t inputs, const float *totals,
+                 int64_t p, int panels, int64_t first, int64_t last, float *expanded)
+{
+    const int64_t rows = last - first;
+    const int64_t block = kind == TILES ? inputs : block_of(a, inputs);
     Panels at = { .bytes = panel_bytes(a, inputs), .group = a->group, .groups = groups_of(a),
                   .halves = groups_of(a) * 2 * PANEL };
+    const int many = rows >= EXPAND && kind != TILES && kind != DOTS;
+    const int64_t share = panel_bytes(a, block) * TALL / rows;
+    if (many && !a->bf16)                       /* what is written in the end is asked for, too */
+        for (int64_t t = first; t < last; t++)
+            for (int64_t line = 0; line < 4 * PANEL; line += 64)
+                __builtin_prefetch((char *)a->y + (t * a->outputs + p * PANEL) * 4 + line, 1, 2);
     float out[(ROWS_OF_ITEM > SUMS ? ROWS_OF_ITEM : SUMS) * PANEL];
     for (int64_t begin = 0; begin < inputs; begin += block) {
         const int64_t count = inputs - begin < block ? inputs - begin : block;
         const int64_t g = at.groups ? begin / at.group : 0;
+        const char *next = (const char *)a->weight + p * at.bytes + panel_bytes(a, begin + count);
         int how = kind;
         at.weight = (const char *)a->weight + p * at.bytes + panel_bytes(a, begin);
         at.scales = a->scales ? (const uint16_t *)a->scales + p * at.halves + g * 2 * PANEL : NULL;
         if (expanded) {
             expand_panel(expanded, at.weight, count, kind);
             at.weight = (const char *)expanded, how = a->scales ? FLOATS : NEAR;
-        }
-        for (int64_t t = first; t < last; ) {
+        } else if (many)
+            how = NEAR;
+        if (kind == TILES)
+            amx_product(at.weight, (const uint16_t *)x + first * stride, stride, inputs, out, rows, AHEAD);
+        else for (int64_t t = first; t < last; ) {
             const void *row = (const char *)x + (t * stride + begin) * (kind == DOTS ? 2 : 4);
             float *sums = out + (t - first) * PANEL;
             int64_t done = 0;
+            if (many)                           /* each tile asks for its share of the next block */
+                for (int64_t line = 0; line < share; line += 64)
+                    __builtin_prefetch(next + (t - first) * share / TALL + line, 0, 2);
             at.totals = totals + t * at.groups + g;
             #define CASE(k) case k: \
                 done = tiles(&at, row, stride, count, sums, begin > 0, last - t, panels, k); break;
@@ -404,40 +162,69 @@ int penstock_panel(const void *none, int threads)
     return PANEL;
 }
 
-/* x is copied where its rows are bf16: as it is, or as f32, with a zero after an odd row. 0, or 1: no memory. */
+/* Inputs of a panel of bf16 are a multiple of this. */
+int penstock_whole(const void *none, int threads)
+{
+    (void)none, (void)threads;
+    return padded(1, 1);
+}
+
+/* Whether bf16 goes through AMX: compiled for it, and this process may. */
+int penstock_tiles(const void *none, int threads)
+{
+    (void)none, (void)threads;
+    return AMX && amx_granted();
+}
+
+/* A thread's next run of items, `first` and on, of all there are: a share of what is left, so that they lie side by
+ * side in memory and threads end together. Returns how many; a multiple of `side` but at the end. */
+static int64_t claim(int64_t *next, int64_t items, int threads, int64_t side, int64_t *first)
+{
+    int64_t take;
+    *first = __atomic_load_n(next, __ATOMIC_RELAXED);
+    do {
+        const int64_t left = items - *first, share = (left + threads - 1) / threads / side * side;
+        take = left < side ? left : share < side ? side : share;
+    } while (take && !__atomic_compare_exchange_n(next, first, *first + take, 1, __ATOMIC_RELAXED,
+                                                  __ATOMIC_RELAXED));
+    return take;
+}
+
+/* x is copied where it is padded with zeros, or bf16 and multiplied as f32. 0, or 1: no memory. */
 int penstock_linear(const Linear *a, int threads)
 {
-    const int64_t inputs = a->inputs + (a->bf16 ? a->inputs & 1 : 0);
+    const int kind = kind_of(a), narrow_x = kind == DOTS || kind == TILES;
+    const int64_t inputs = padded(a->inputs, a->bf16);
+    const int copied = a->bf16 && !(narrow_x && inputs == a->inputs);
     const int64_t panels = (a->outputs + PANEL - 1) / PANEL;
     const int64_t chunks = (a->rows + ROWS_OF_ITEM - 1) / ROWS_OF_ITEM;
-    const int64_t side = side_by_side(a), whole = panels / side;      /* the last ones go one by one */
-    const int64_t items = (whole + panels % side) * chunks, share = items / (4 * threads);
-    const int64_t run = share < 1 ? 1 : share < RUN_MAX ? share : RUN_MAX;
-    const int expand = a->rows >= EXPAND && (a->scales || (a->bf16 && !DOT_BF16));
+    const int64_t side = kind == TILES ? 1 : side_by_side(a);
+    int64_t next = 0;
+    const int expand = a->rows >= EXPAND && (a->scales || kind == PAIRS);
     const void *x = a->x;
     int64_t stride = a->stride;
     const int64_t groups = groups_of(a), block = block_of(a, inputs);
     float *copy = NULL, *expanded = NULL, *totals = NULL;
-    if (a->bf16) {
-        copy = malloc((size_t)(a->rows * inputs) * (DOT_BF16 ? 2 : 4));
+    if (copied) {
+        copy = malloc((size_t)(a->rows * inputs) * (narrow_x ? 2 : 4));
         x = copy, stride = inputs;
     }
     if (expand)
-        expanded = malloc((size_t)(threads * block) * PANEL * sizeof(float));
+        expanded = aligned_alloc(64, (size_t)(threads * block) * PANEL * sizeof(float));     /* `block` is even */
     if (a->scales)
         totals = malloc((size_t)(a->rows * groups) * sizeof(float));
-    if ((a->bf16 && !copy) || (expand && !expanded) || (a->scales && !totals)) {
+    if ((copied && !copy) || (expand && !expanded) || (a->scales && !totals)) {
         free(copy), free(expanded), free(totals);
         return 1;
     }
     #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        if (a->bf16) {
+        if (copied) {
             #pragma omp for
             for (int64_t t = 0; t < a->rows; t++)
                 for (int64_t i = 0; i < inputs; i++) {
                     const uint16_t half = i < a->inputs ? ((const uint16_t *)a->x)[t * a->stride + i] : 0;
-                    if (DOT_BF16)
+                    if (narrow_x)
                         ((uint16_t *)copy)[t * inputs + i] = half;
                     else
                         copy[t * inputs + i] = widen(half);
@@ -452,12 +239,20 @@ int penstock_linear(const Linear *a, int threads)
                     totals[n] += part[i];
             }
         }
-        #pragma omp for schedule(dynamic, run)
-        for (int64_t n = 0; n < items; n++) {
-            const int64_t i = n / chunks, p = i < whole ? i * side : i - whole + whole * side;
-            float *mine = expanded ? expanded + omp_get_thread_num() * block * PANEL : NULL;
-            item(a, x, stride, inputs, totals, p, i < whole ? side : 1, n % chunks * ROWS_OF_ITEM, mine);
-        }
+        if (kind == TILES)
+            amx_begin(a->rows);
+        float *mine = expanded ? expanded + omp_get_thread_num() * block * PANEL : NULL;
+        for (int64_t n, run; (run = claim(&next, panels * chunks, threads, side, &n)); )
+            for (int64_t beside; run; n += beside, run -= beside) {
+                /* GROUP panels, then those of the next rows: what they share stays in a core's second cache. */
+                const int64_t g = n / (chunks * GROUP) * GROUP, size = panels - g < GROUP ? panels - g : GROUP;
+                const int64_t p = g + n % (chunks * GROUP) % size, c = n % (chunks * GROUP) / size;
+                beside = run < side ? 1 : side;
+                item(a, kind, x, stride, inputs, totals, p, beside, a->rows * c / chunks,
+                     a->rows * (c + 1) / chunks, mine);
+            }
+        if (kind == TILES)
+            amx_end();
     }
     free(copy), free(expanded), free(totals);
     return 0;

@@ -1,7 +1,8 @@
 """linear in C (`panels.c`): weights as they are stored, in panels of a few outputs, sums in f32.
 
 A row's result does not depend on the rows beside it, so batching changes nothing in it. Decoding reads
-bf16 at half of f32's bytes on any CPU: a shift makes it f32. Prefill multiplies with the same panels.
+bf16 at half of f32's bytes on any CPU: a shift makes it f32, AVX512-BF16 and AMX take it as it is. Prefill
+multiplies with the same panels.
 """
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ class Args(ctypes.Structure):
 
 
 class Panels:
-    """`pack` compiled for one instruction set: 'native', 'avx2' or 'plain'."""
+    """`pack` compiled for one instruction set: 'native', 'avx512' (native without AMX), 'avx2' or 'plain'."""
 
     def __init__(self, isa: str) -> None:
         self._isa = isa
@@ -37,13 +38,15 @@ class Panels:
         """Builds it and compares every kind of weight on an odd shape. Raises Unusable."""
         if self._isa == "avx2" and not {"avx2", "fma3"} <= set(platform.features):
             raise Unusable("this CPU has no AVX2 with FMA")
+        if self._isa == "avx512" and "avx512_f" not in platform.features:
+            raise Unusable("this CPU has no AVX-512")
         _, compiler = library(SOURCE, platform.cache, self._isa)
         for what, got, want, tolerance in self._trials():
             gap = float((got.float() - want).abs().max() / want.abs().max())
             if not gap <= tolerance:
                 raise WrongResult(f"{compiler}: {what} differs by {gap:.2g} on a small case")
         best = {"native": platform.best("avx512_bf16", "avx512_f", "avx2", "sve")}.get(self._isa, self._isa)
-        return f"{best}, {compiler}"
+        return f"{'amx_bf16' if self._ask('penstock_tiles') else best}, {compiler}"
 
     def _trials(self) -> Iterator[tuple[str, Tensor, Tensor, float]]:
         """(weights, result, what it should be, tolerance) of rows as in decoding and as in a prompt."""
@@ -62,26 +65,27 @@ class Panels:
                 yield f"codes below {most}", self.codes(code_OI, scale_OGB, bias_O)(x_TI[:rows]), want, 1e-5
 
     def __call__(self, weight_OI: Tensor, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
-        width, dtype = self._width(), weight_OI.dtype
-        pair = 2 if dtype is torch.bfloat16 else 1
-        panels_PGWB = _panels(weight_OI, width, pair)
+        width, dtype = self._ask("penstock_panel"), weight_OI.dtype
+        pair, whole = (2, self._ask("penstock_whole")) if dtype is torch.bfloat16 else (1, 1)
+        panels_PGWB = _panels(weight_OI, width, pair, whole)
         return self._linear(weight_OI.shape, dtype, panels_PGWB, bias_O)
 
     def codes(self, code_OI: Tensor, scale_OGB: Tensor, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
         """As `linear.pack_codes`."""
-        width, nibbles = self._width(), int(code_OI.max()) < 16
+        width, nibbles = self._ask("penstock_panel"), int(code_OI.max()) < 16
         inputs, groups = code_OI.shape[1], scale_OGB.shape[1]
-        panels_PGWB = _panels(code_OI, width, 2 if nibbles else 1)
+        panels_PGWB = _panels(code_OI, width, *((2, 2) if nibbles else (1, 1)))
         if nibbles:
             panels_PGWB = panels_PGWB[..., 0] | panels_PGWB[..., 1] << 4
         parts = _rounded(scale_OGB, 15 if nibbles else 255)
-        scales = [_panels(part_OG, width, 1)[..., 0] for part_OG in parts]
+        scales = [_panels(part_OG, width, 1, 1)[..., 0] for part_OG in parts]
         scales_PGBW = torch.stack(scales, 2).to(torch.float16)
         return self._linear(code_OI.shape, torch.float32, panels_PGWB, bias_O, scales_PGBW,
                             4 if nibbles else 8, inputs // groups)
 
-    def _width(self) -> int:
-        return entry(SOURCE, "penstock_panel", isa=self._isa)(None, 0)
+    def _ask(self, name: str) -> int:
+        """One of the numbers that packing goes by."""
+        return entry(SOURCE, name, isa=self._isa)(None, 0)
 
     def _linear(self, shape: Sequence[int], dtype: torch.dtype, panels: Tensor, bias_O: Tensor | None,
                 scales: Tensor | None = None, bits: int = 0, group: int = 0) -> Product:
@@ -123,11 +127,11 @@ def _rounded(scale_OGB: Tensor, most: int) -> tuple[Tensor, Tensor]:
     return kept_OG, shift_OG + zero_OG * (scale_OG - kept_OG)
 
 
-def _panels(weight_OI: Tensor, width: int, pair: int) -> Tensor:
+def _panels(weight_OI: Tensor, width: int, pair: int, whole: int) -> Tensor:
     """[O / width, I / pair, width, pair] of it, zero where it ends: input i of output o is
-    [o // width, i // pair, o % width, i % pair]."""
+    [o // width, i // pair, o % width, i % pair]. I is rounded up to a multiple of `whole`."""
     outputs, inputs = weight_OI.shape
-    count, groups = -(-outputs // width), -(-inputs // pair)
+    count, groups = -(-outputs // width), -(-inputs // whole) * (whole // pair)
     panels_PGWB = torch.zeros(count, groups, width, pair, dtype=weight_OI.dtype)
     for p in range(count):                      # one at a time: no second copy of a large weight
         rows_WI = weight_OI[p * width : (p + 1) * width]
