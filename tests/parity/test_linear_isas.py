@@ -61,8 +61,16 @@ def test_a_row_is_the_same_in_every_batch(panels, dtype):
     else:
         run, x_TI = panels(torch.randn(70, 97).to(dtype), None), torch.randn(140, 97).to(dtype)
     alone = torch.cat([run(x_TI[t : t + 1]) for t in range(len(x_TI))])
-    for rows in (2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 33, 129, 140):
+    for rows in (2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 128, 129, 140):
         assert torch.equal(run(x_TI[:rows]), alone[:rows]), rows
+
+
+def test_rows_of_a_wider_tensor_are_read_where_they_are(panels):
+    torch.manual_seed(0)
+    run, wide_TI = panels(torch.randn(70, 64).bfloat16(), None), torch.randn(40, 160).bfloat16()
+    for rows in (1, 16, 19, 40):
+        x_TI = wide_TI[:rows, 32:96]
+        assert torch.equal(run(x_TI), run(x_TI.contiguous())), rows
 
 
 @pytest.mark.parametrize("most, group", [(16, 32), (16, 16), (256, 32), (256, 16)])

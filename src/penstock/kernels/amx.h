@@ -8,7 +8,7 @@
 #define AMX_ROWS 16             /* of a tile */
 #define AMX_INPUTS 32           /* of a row of a tile */
 
-#if defined(__AMX_BF16__) && defined(__linux__)
+#if defined(__AMX_BF16__) && defined(__AVX512F__) && defined(__linux__)
 #define AMX 1
 #include <immintrin.h>
 #include <sys/syscall.h>
@@ -33,7 +33,7 @@ static void amx_begin(int64_t rows)
     struct { uint8_t palette, start, none[14]; uint16_t bytes[16]; uint8_t rows[16]; } tiles = { .palette = 1 };
     for (int n = 0; n < 8; n++)
         tiles.bytes[n] = 64, tiles.rows[n] = n > 5 || rows > AMX_ROWS ? AMX_ROWS : rows;
-    _tile_loadconfig(&tiles);
+    __asm__ volatile ("ldtilecfg %0" :: "m"(tiles));    /* gcc 12's intrinsic tells of its first 8 bytes only */
 }
 
 static void amx_end(void)

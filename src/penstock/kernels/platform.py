@@ -4,6 +4,7 @@ Owns the types `Platform`, `Op`, `Implementation` and their errors; `registry.py
 """
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,9 +68,11 @@ def multiplies_bf16() -> bool:
     return _has("avx512_bf16", "amx_bf16", "bf16")
 
 
+@functools.cache
 def has_tiles() -> bool:
-    """Whether it multiplies tiles of bf16 (AMX). There torch's fused attention is the fastest."""
-    return _has("amx_bf16")
+    """Whether it multiplies tiles of bf16 (AMX), and the system lets this process have them. There torch's
+    fused attention is the fastest."""
+    return _has("amx_bf16") and bool(torch.cpu._init_amx())
 
 
 def _has(*features: str) -> bool:

@@ -19,14 +19,16 @@ def probe(platform: Platform) -> str:
     and not promised to anybody."""
     if not hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"):
         raise Unusable("this torch has no fused attention that returns the log-sum-exp")
-    q, k, v = torch.randn(3, 9, 6, 32, generator=torch.Generator().manual_seed(0))
-    for causal in (False, True):
-        got, want = (run(q, k[:, :2], v[:, :2], causal=causal, scale=0.2)
-                     for run in (chunk_attention, reference.chunk_attention))
-        gap = max(float((a - b).abs().max()) for a, b in zip(got, want, strict=True))
-        if not gap <= 1e-5:
-            raise WrongResult(f"torch {torch.__version__}: differs by {gap:.2g} on a small case")
-    return f"{platform.best('avx512_f', 'avx2', 'sve')} through torch"
+    # Tiles are used from 64 queries and keys on.
+    q, k, v = torch.randn(3, 70, 6, 32, generator=torch.Generator().manual_seed(0))
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.02)):
+        for causal in (False, True):
+            got, want = (run(q.to(dtype), k[:, :2].to(dtype), v[:, :2].to(dtype), causal=causal, scale=0.2)
+                         for run in (chunk_attention, reference.chunk_attention))
+            gap = max(float((a.float() - b.float()).abs().max()) for a, b in zip(got, want, strict=True))
+            if not gap <= tolerance:
+                raise WrongResult(f"torch {torch.__version__}: {dtype} differs by {gap:.2g} on a small case")
+    return f"{'amx_bf16' if has_tiles() else platform.best('avx512_f', 'avx2', 'sve')} through torch"
 
 
 def chunk_attention(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, *, causal: bool,

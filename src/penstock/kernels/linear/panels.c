@@ -1,6 +1,6 @@
 /* y = x W^T + b over weights kept in panels of PANEL outputs, in the type they are stored in, with sums in
- * f32. What a row becomes does not depend on the rows beside it: every sum runs over the inputs in order, of
- * codes over those of a group and then over the groups.
+ * f32. What a row becomes does not depend on the rows beside it: every sum runs over the inputs in the same
+ * order, of codes over those of a group and then over the groups.
  *
  * A panel of f32 is [inputs, PANEL]; of bf16 it is [inputs / 2, PANEL, 2], so that a word holds two inputs
  * of one output: a shift and a mask make both f32 on any CPU, AVX512-BF16 and AMX multiply them as they are.
@@ -19,6 +19,8 @@
 #define EXPAND 16               /* rows from which a panel is made f32 once instead of for each tile */
 #define BLOCK 128               /* inputs of a panel that all rows meet before those behind them */
 #define GROUP 4                 /* panels whose rows are taken one part after the other */
+
+_Static_assert(!AMX || PANEL == 32, "amx_product has panels of 32 outputs");
 
 /* Panels that are read at once. */
 INLINE int side_by_side(const Linear *a)

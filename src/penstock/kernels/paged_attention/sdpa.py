@@ -20,9 +20,9 @@ from penstock.kernels.paged_attention.spec import AttentionSpec, Row, pages_of, 
 from penstock.kernels.platform import Platform, has_tiles, multiplies_bf16
 from penstock.kernels.ragged import Ragged
 
-# Queries of a prefill chunk handled at once: the masked triangle is small, matmuls are large. The fused
-# kernel copies the keys for each block.
-_BLOCK, _BLOCK_FUSED = 128, 256
+# Queries of a prefill chunk handled at once: the masked triangle is small, matmuls are large. With tiles of
+# bf16 torch's fused kernel copies the keys for each block.
+_BLOCK, _BLOCK_TILES = 128, 256
 # Rows share a batch while padding adds at most half of the work (and never for a few pages).
 _PADDING, _PADDING_TOKENS = 1.5, 64
 # One gathered batch stays near the caches: beyond it, a copy costs more than separate calls.
@@ -162,8 +162,9 @@ class Chunk:
         self._context = _Context(row, layout)
         self._spec, self._count, self._length = spec, row.count, row.context
         bf16 = spec.dtype == torch.bfloat16
-        products = bf16 and multiplies_bf16() and not has_tiles()
-        self._block = _BLOCK if products else _BLOCK_FUSED
+        tiles = bf16 and has_tiles()
+        products = bf16 and multiplies_bf16() and not tiles
+        self._block = _BLOCK_TILES if tiles else _BLOCK
         block = min(self._block, row.count)
         self._dtype = spec.dtype if bf16 and multiplies_bf16() else torch.float32
         # Aligned at the lower right corner: every block and its keys is a view of this one mask.
