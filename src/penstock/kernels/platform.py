@@ -4,7 +4,6 @@ Owns the types `Platform`, `Op`, `Implementation` and their errors; `registry.py
 """
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +67,6 @@ def multiplies_bf16() -> bool:
     return _has("avx512_bf16", "amx_bf16", "bf16")
 
 
-@functools.cache
 def has_tiles() -> bool:
     """Whether it multiplies tiles of bf16 (AMX), and the system lets this process have them. There torch's
     fused attention is the fastest."""

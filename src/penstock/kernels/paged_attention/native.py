@@ -1,4 +1,4 @@
-"""Paged attention of decodes in C (`decode.c`), of prefill chunks through torch.
+"""Paged attention of decodes in C (`decode.c`), of prefill chunks through torch, or in C on AMX (`tiled`).
 
 The fused kernel of torch takes 15 us before it reads anything and needs a row's pages gathered; this
 one takes 4 us and reads a slot once, where it is. A step's decode rows are one call.
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.native import library
-from penstock.kernels.paged_attention import reference, sdpa
+from penstock.kernels.paged_attention import reference, sdpa, tiled
+from penstock.kernels.paged_attention.calls import Step
 from penstock.kernels.paged_attention.spec import AttentionSpec, Row, rows_of
 from penstock.kernels.platform import Platform, WrongResult
 from penstock.kernels.ragged import Ragged
@@ -28,36 +29,23 @@ _QUERIES_MAX = 8
 _SOURCE = Path(__file__).with_name("decode.c")
 
 
-class _Step(ctypes.Structure):
-    """`Decode` of calls.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out")),
-        *((name, ctypes.c_int64)
-          for name in ("q_stride", "page_stride", "head_stride", "token_stride")),
-        ("table", ctypes.c_void_p), ("table_stride", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("queries", "partial")),
-        *((name, ctypes.c_int64)
-          for name in ("num_queries", "num_chunks", "heads", "kv_heads", "page_size")),
-        ("scale", ctypes.c_float),
-    )
-
-
 def probe(platform: Platform) -> str:
-    """Builds the kernel and compares one small step with the reference."""
+    """Builds the kernels and compares one small step, two decodes and a chunk, with the reference."""
     _, compiler = library(_SOURCE, platform.cache)
+    tiles = tiled.build(platform)
     generator = torch.Generator().manual_seed(0)
     tables = torch.tensor([[9, 8, 7, 6, 5, 4, 3, 2, 1, 0], [10] + 9 * [-1]], dtype=torch.int32)
-    layout = Ragged((0, 1, 2), (150, 3), (0, 1), tables, torch.tensor([0, 10]),
-                    torch.tensor([5, 2]), 16)
-    q, kv = (torch.randn(shape, generator=generator) for shape in ((2, 6, 32), (11, 2, 2, 16, 32)))
+    where = torch.arange(110, 150)
+    layout = Ragged((0, 1, 2, 42), (150, 3, 150), (0, 1, 0), tables, torch.cat([
+        torch.tensor([0, 10]), tables[0][where // 16]]), torch.cat([torch.tensor([5, 2]), where % 16]), 16)
+    q, kv = (torch.randn(shape, generator=generator) for shape in ((42, 6, 32), (11, 2, 2, 16, 32)))
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.02)):
         spec = AttentionSpec(num_heads=6, num_kv_heads=2, head_dim=32, dtype=dtype, scale=0.2)
         out, want = (planner(layout, spec)(q.to(dtype), *kv.to(dtype).unbind(2)).float()
                      for planner in (plan, reference.plan))
         if not (gap := (out - want).abs().max()) <= tolerance:
             raise WrongResult(f"{compiler}: {dtype} differs by {gap:.2g} on a small case")
-    return f"{platform.best('avx512_f', 'avx2', 'sve')}, {compiler}"
+    return f"{'amx_bf16, ' if tiles else ''}{platform.best('avx512_f', 'avx2', 'sve')}, {compiler}"
 
 
 def plan(layout: Ragged, spec: AttentionSpec) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -65,7 +53,8 @@ def plan(layout: Ragged, spec: AttentionSpec) -> Callable[[Tensor, Tensor, Tenso
     if spec.head_dim % _LANES:          # no model that is served has such heads
         return sdpa.compose(sdpa.parts_of(rows, spec, layout))
     few = [row for row in rows if row.count <= _QUERIES_MAX]
-    parts: list[sdpa.Part] = [sdpa.Chunk(row, spec, layout)
+    parts: list[sdpa.Part] = [tiled.Chunk(row, spec, layout) if tiled.takes(row, spec)
+                              else sdpa.Chunk(row, spec, layout)
                               for row in rows if row.count > _QUERIES_MAX]
     if not parts:
         return Decodes(few, spec, layout)
@@ -104,7 +93,7 @@ class Decodes:
         queries_T3 = torch.tensor(queries)
         partial = torch.empty(chunks * spec.num_heads * (spec.head_dim + 2))
         self._held = layout.pages_RM, queries_T3, partial      # the step has only their addresses
-        self.step = _Step(
+        self.step = Step(
             table=layout.pages_RM.data_ptr(), table_stride=layout.pages_RM.stride(0),
             queries=queries_T3.data_ptr(), partial=partial.data_ptr(), num_queries=len(queries),
             num_chunks=chunks, heads=spec.num_heads, kv_heads=spec.num_kv_heads,
