@@ -6,7 +6,7 @@ import torch
 
 from penstock.kernels.paged_attention import native, reference, tiled
 from penstock.kernels.paged_attention.spec import AttentionSpec, rows_of
-from penstock.kernels.platform import probe
+from penstock.kernels.platform import KernelError, probe
 from penstock.kernels.ragged import Ragged
 
 
@@ -75,3 +75,15 @@ def test_scores_far_apart_give_no_nan():
     got = native.plan(layout, spec)(q * 1e4, k, v)
     want = reference.plan(layout, spec_of(2, 1, 64, torch.float32))((q * 1e4).float(), k.float(), v.float())
     assert (got.float() - want).abs().max() <= 0.01 * want.abs().max()
+
+
+def test_a_nan_reaches_the_queries_that_see_it_and_an_absent_page_is_told():
+    spec, layout = spec_of(2, 1, 64, torch.bfloat16), chunk(0, 300, 16)
+    q, k, v = tensors(2, 1, 64, 300, 300, 16)
+    q[40, 0], k[layout.page_T[200], 0, layout.offset_T[200]] = float("nan"), float("inf")
+    got = native.plan(layout, spec)(q, k, v)
+    assert got[40, 0].isnan().all() and got[40, 1].isfinite().all() and got[:40].isfinite().all()
+    assert got[200:].isnan().any(-1).any() and got[41:200].isfinite().all()
+    layout.pages_RM[0, 3] = -1
+    with pytest.raises(KernelError, match="no page"):
+        native.plan(layout, spec)(q, k, v)

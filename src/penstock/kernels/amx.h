@@ -47,6 +47,7 @@ static void amx_end(void)
 static void amx_product(const void *panel, const uint16_t *x, int64_t stride, int64_t inputs, float *out,
                         int64_t rows, int64_t ahead)
 {
+    __asm__ volatile ("" ::: "memory");         /* gcc 12 does not know that a tile is loaded from memory */
     const int64_t end = rows > AMX_ROWS ? rows - AMX_ROWS : 0;     /* where the last tile begins */
     for (int64_t t = 0; t < rows; t += 2 * AMX_ROWS) {
         const int two = rows - t > AMX_ROWS;

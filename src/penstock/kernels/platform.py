@@ -68,8 +68,8 @@ def multiplies_bf16() -> bool:
 
 
 def has_tiles() -> bool:
-    """Whether it multiplies tiles of bf16 (AMX), and the system lets this process have them. There torch's
-    fused attention is the fastest."""
+    """Whether it multiplies tiles of bf16 (AMX), and the system lets this process have them. There
+    torch's fused attention is faster than its products."""
     return _has("amx_bf16") and bool(torch.cpu._init_amx())
 
 

@@ -55,11 +55,11 @@ static void pack(const Chunk *a, int64_t head, int64_t n, uint32_t *k, uint32_t 
         }
 }
 
-/* score[r][j] = q[r] . key j, of QUERIES rows and KEYS keys. */
-static void scores(const Chunk *a, const uint16_t *q, const uint32_t *k, float *score)
+/* score[r][j] = q[r] . key j, of QUERIES rows and the first `keys` of a block, a multiple of 32. */
+static void scores(const Chunk *a, const uint16_t *q, const uint32_t *k, float *score, int64_t keys)
 {
     const int64_t H = a->head_dim, stride = 2 * a->step.q_stride;
-    for (int64_t j = 0; j < KEYS; j += 32) {
+    for (int64_t j = 0; j < keys; j += 32) {
         const uint32_t *left = k + j / 16 * 8 * H, *right = left + 8 * H;
         _tile_zero(0);
         _tile_zero(1);
@@ -82,17 +82,18 @@ static void scores(const Chunk *a, const uint16_t *q, const uint32_t *k, float *
     }
 }
 
-/* out[r] += weight[r] . values, of QUERIES rows and KEYS keys. */
-static void values(const Chunk *a, const uint16_t *weight, const uint32_t *v, float *out)
+/* out[r] += weight[r] . values, of as many. */
+static void values(const Chunk *a, const uint16_t *weight, const uint32_t *v, float *out, int64_t keys)
 {
     const int64_t H = a->head_dim;
+    __asm__ volatile ("" ::: "memory");         /* gcc 12 does not know that a tile is loaded from memory */
     for (int64_t d = 0; d < H; d += 32) {
         float *low = out + d, *high = out + AMX_ROWS * H + d;
         _tile_loadd(0, low, 4 * H);
         _tile_loadd(1, low + 16, 4 * H);
         _tile_loadd(2, high, 4 * H);
         _tile_loadd(3, high + 16, 4 * H);
-        for (int64_t j = 0; j < KEYS; j += 32) {
+        for (int64_t j = 0; j < keys; j += 32) {
             const uint32_t *pairs = v + j / 32 * 16 * H + d * 16;
             _tile_loadd(4, weight + j, 2 * KEYS);
             _tile_loadd(5, weight + AMX_ROWS * KEYS + j, 2 * KEYS);
@@ -113,7 +114,7 @@ static void values(const Chunk *a, const uint16_t *weight, const uint32_t *v, fl
 /* 2^x for x <= 0, to 3e-6 of it. */
 static inline __m512 power(__m512 x)
 {
-    x = _mm512_max_ps(x, _mm512_set1_ps(-126));
+    x = _mm512_max_ps(_mm512_set1_ps(-126), x);         /* of a NaN it is the second: a NaN stays one */
     const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const __m512 f = _mm512_sub_ps(x, whole);
     __m512 y = _mm512_set1_ps(1.3333558e-3f);
@@ -170,15 +171,17 @@ static void block(const Chunk *a, int64_t kv_head, int64_t first, int64_t done, 
     memset(out, 0, group * QUERIES * H * sizeof(float));
     for (int64_t i = 0; i < group * QUERIES; i++)
         top[i] = -FLT_MAX, total[i] = 0;
-    for (int64_t n = 0; n < before + QUERIES; n += KEYS)
+    for (int64_t n = 0; n < before + QUERIES; n += KEYS) {
+        const int64_t seen = (before + QUERIES - n + 31) / 32 * 32, keys = seen < KEYS ? seen : KEYS;
         for (int64_t g = 0; g < group; g++) {
             const uint16_t *q = (const uint16_t *)s->q + first * s->q_stride + (kv_head * group + g) * H;
-            scores(a, q, k + n * H / 2, score);
+            scores(a, q, k + n * H / 2, score, keys);
             for (int64_t r = 0; r < QUERIES; r++)
                 soften(score + r * KEYS, before + r + 1 - n, scale, weight + r * KEYS, top + g * QUERIES + r,
                        total + g * QUERIES + r, out + (g * QUERIES + r) * H, H);
-            values(a, weight, v + n * H / 2, out + g * QUERIES * H);
+            values(a, weight, v + n * H / 2, out + g * QUERIES * H, keys);
         }
+    }
     for (int64_t g = 0; g < group; g++)
         for (int64_t r = done; r < QUERIES; r++) {
             uint16_t *to = (uint16_t *)s->out + ((first + r) * s->heads + kv_head * group + g) * H;
@@ -189,10 +192,13 @@ static void block(const Chunk *a, int64_t kv_head, int64_t first, int64_t done, 
         }
 }
 
-/* H a multiple of 32, at most 1,024; T at least QUERIES. 0, or 1: no memory. */
+/* H a multiple of 32, at most 1,024; T at least QUERIES. 0, or 1: no memory, or 2: a page is absent. */
 int penstock_chunk(const Chunk *a, int threads)
 {
     const Decode *s = &a->step;
+    for (int64_t n = 0; n < a->context; n += s->page_size)
+        if (s->table[n / s->page_size] < 0)
+            return 2;
     const int64_t H = a->head_dim, padded = (a->context + KEYS - 1) / KEYS * KEYS, group = s->heads / s->kv_heads;
     const int64_t words = padded * H / 2, blocks = (s->num_queries + QUERIES - 1) / QUERIES;
     const int64_t each = (QUERIES * KEYS * 3 / 2 + group * QUERIES * (H + 2) + 15) / 16 * 16;      /* floats */

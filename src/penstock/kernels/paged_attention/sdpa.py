@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.paged_attention.spec import AttentionSpec, Row, pages_of, rows_of
-from penstock.kernels.platform import Platform, multiplies_bf16
+from penstock.kernels.platform import Platform, has_tiles, multiplies_bf16
 from penstock.kernels.ragged import Ragged
 
-# Queries of a prefill chunk handled at once: the masked triangle is small, matmuls are large.
-_BLOCK = 128
+# Queries of a prefill chunk handled at once: the masked triangle is small, matmuls are large. The fused kernel
+# is faster with twice as many, for which its mask is too large behind a long context.
+_BLOCK, _CONTEXT_LONG = 128, 16384
 # Rows share a batch while padding adds at most half of the work (and never for a few pages).
 _PADDING, _PADDING_TOKENS = 1.5, 64
 # One gathered batch stays near the caches: beyond it, a copy costs more than separate calls.
@@ -152,16 +153,19 @@ class _Batch:
 class Chunk:
     """The queries of one prefill chunk, a block at a time, each over the keys up to its last.
 
-    bf16 is converted to f32 where the CPU cannot multiply it.
+    bf16 goes through the fused kernel where the CPU has tiles for it, through matmuls where it multiplies
+    bf16 otherwise, and is converted to f32 elsewhere.
     """
 
     def __init__(self, row: Row, spec: AttentionSpec, layout: Ragged) -> None:
         self.at: slice | Tensor = slice(row.first, row.first + row.count)
         self._context = _Context(row, layout)
         self._spec, self._count, self._length = spec, row.count, row.context
-        block = min(_BLOCK, row.count)
-        products = spec.dtype == torch.bfloat16 and multiplies_bf16()
-        self._dtype = spec.dtype if products else torch.float32
+        bf16 = spec.dtype == torch.bfloat16 and multiplies_bf16()
+        products = bf16 and not has_tiles()
+        self._block = _BLOCK if products or row.context > _CONTEXT_LONG else 2 * _BLOCK
+        block = min(self._block, row.count)
+        self._dtype = spec.dtype if bf16 else torch.float32
         # Aligned at the lower right corner: every block and its keys is a view of this one mask.
         self._mask = torch.zeros(block, row.context, dtype=self._dtype)
         self._mask[:, row.context - block:] = torch.full(
@@ -175,8 +179,8 @@ class Chunk:
         out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
         heads = (-1, spec.num_kv_heads, spec.group, spec.head_dim)
         q_CKgH, out_CKgH = q_TNH.to(self._dtype).view(heads), out_TNH.view(heads)
-        for start in range(0, self._count, _BLOCK):
-            end = min(start + _BLOCK, self._count)
+        for start in range(0, self._count, self._block):
+            end = min(start + self._block, self._count)
             visible = self._length - self._count + end
             mask = self._mask[start - end:, self._length - visible:]
             self._run(q_CKgH[start:end], k_KSH[:, :visible], v_KSH[:, :visible], mask,

@@ -57,7 +57,7 @@ class Chunk:
         self._threads = torch.get_num_threads()
 
     def __call__(self, q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor) -> Tensor:
-        """Raises KernelError: no memory."""
+        """Raises KernelError: no memory, or a page of the context that is not there."""
         assert k_PKGH.stride() == v_PKGH.stride() and k_PKGH.stride(3) == 1, "strides of the pools"
         assert q_TNH.stride(2) == 1 and q_TNH.stride(1) == q_TNH.shape[2], "heads of a query lie together"
         out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
@@ -65,6 +65,7 @@ class Chunk:
         step.q, step.k, step.v = q_TNH.data_ptr(), k_PKGH.data_ptr(), v_PKGH.data_ptr()
         step.page_stride, step.head_stride, step.token_stride, _ = k_PKGH.stride()
         step.q_stride, step.out = q_TNH.stride(0), out_TNH.data_ptr()
-        if entry(_SOURCE, "penstock_chunk")(ctypes.byref(self._args), self._threads):
-            raise KernelError(f"no memory for {len(q_TNH)} queries of {self._args.context} keys")
+        if why := entry(_SOURCE, "penstock_chunk")(ctypes.byref(self._args), self._threads):
+            raise KernelError(f"{'no memory' if why == 1 else 'no page'} for {len(q_TNH)} queries of "
+                              f"{self._args.context} keys")
         return out_TNH
