@@ -113,9 +113,10 @@ def test_less_of_the_cpu_may_be_used(monkeypatch):
     for isa, kept in (("avx2", {"avx2", "fma3"}), ("plain", set())):
         limit(isa)
         assert most() == isa and set(probe().features) == kept & set(whole)
-    for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"):
+    for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"):
         monkeypatch.setenv(name, "unset")
     limit_libraries("native")
     assert os.environ["ATEN_CPU_CAPABILITY"] == "unset"
     limit_libraries("avx2")
-    assert (os.environ["ATEN_CPU_CAPABILITY"], os.environ["ONEDNN_MAX_CPU_ISA"]) == ("avx2", "AVX2")
+    assert (os.environ["ATEN_CPU_CAPABILITY"], os.environ["ONEDNN_MAX_CPU_ISA"],
+            os.environ["MKL_ENABLE_INSTRUCTIONS"]) == ("avx2", "AVX2", "AVX2")

@@ -20,8 +20,8 @@ from penstock.kernels.paged_attention.spec import AttentionSpec, Row, pages_of, 
 from penstock.kernels.platform import Platform, has_tiles, multiplies_bf16
 from penstock.kernels.ragged import Ragged
 
-# Queries of a prefill chunk handled at once: the masked triangle is small, matmuls are large. The fused kernel
-# is faster with twice as many, for which its mask is too large behind a long context.
+# Queries of a prefill chunk handled at once: the masked triangle is small, matmuls are large. Twice as many
+# make the fused kernel faster, and its mask too large behind a long context.
 _BLOCK, _CONTEXT_LONG = 128, 16384
 # Rows share a batch while padding adds at most half of the work (and never for a few pages).
 _PADDING, _PADDING_TOKENS = 1.5, 64
