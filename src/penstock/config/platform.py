@@ -71,8 +71,9 @@ def probe(root: Path = Path("/")) -> Machine:
 
 
 def limit_libraries(isa: str) -> None:
-    """What torch, oneDNN and MKL (on an Intel CPU) may use of the CPU, in this process, if they are not loaded,
-    and its children: so in a process that ends with its engine. `isa` is --cpu-isa; 'native' leaves them."""
+    """What torch, oneDNN and MKL (on an Intel CPU) may use of the CPU, in this process, if they are not
+    loaded, and its children: so in a process that ends with its engine. `isa` is --cpu-isa; 'native' leaves
+    them as they are."""
     if isa != "native":
         os.environ["ATEN_CPU_CAPABILITY"] = {"avx2": "avx2", "plain": "default"}[isa]
         os.environ["ONEDNN_MAX_CPU_ISA"] = {"avx2": "AVX2", "plain": "SSE41"}[isa]
