@@ -19,9 +19,10 @@ def probe(platform: Platform) -> str:
     and not promised to anybody."""
     if not hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"):
         raise Unusable("this torch has no fused attention that returns the log-sum-exp")
-    # Tiles are used from 64 queries and keys on.
+    # Tiles are used from 64 queries and keys on. Without them no bf16 comes here: see below.
+    dtypes = {torch.float32: 1e-5, **({torch.bfloat16: 0.05} if has_tiles() else {})}
     q, k, v = torch.randn(3, 70, 6, 32, generator=torch.Generator().manual_seed(0))
-    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.02)):
+    for dtype, tolerance in dtypes.items():
         for causal in (False, True):
             got, want = (run(q.to(dtype), k[:, :2].to(dtype), v[:, :2].to(dtype), causal=causal, scale=0.2)
                          for run in (chunk_attention, reference.chunk_attention))
