@@ -80,7 +80,7 @@ sim: $(VENV)/.installed-dev  ## N simulations of the planner, all modes: make si
 	$(BIN)/penstock sim --seeds $(N) $(ARGS)
 
 docs: $(VENV)/.installed  ## write docs/flags.md again from the config tree
-	$(BIN)/python -m penstock.config.reference > docs/flags.md
+	$(BIN)/python -m penstock.config.settings.reference > docs/flags.md
 
 clean:  ## remove the environment and every cache
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache

@@ -15,10 +15,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from penstock.kernels import layer, linear, paged_attention
+from penstock.kernels.attention import paged_attention
+from penstock.kernels.fused import layer
+from penstock.kernels.gemm import linear
 from penstock.kernels.platform import probe
-from penstock.kernels.ragged import Ragged
 from penstock.kernels.registry import DENSE, select
+from penstock.kernels.types.ragged import Ragged
 from penstock.model import registry as families
 
 SMOLLM2 = {

@@ -21,22 +21,22 @@ import numpy as np
 import torch
 
 from penstock.bench.report import table
-from penstock.config.cli import from_options
-from penstock.config.params import SamplingParams
-from penstock.config.platform import probe
-from penstock.config.resolve import resolve
-from penstock.config.selection import attention_identity
+from penstock.config.base.machine import probe
+from penstock.config.request.params import SamplingParams
+from penstock.config.request.selection import attention_identity
+from penstock.config.settings.cli import from_options
+from penstock.config.settings.resolve import resolve
 from penstock.core.core import Core
 from penstock.eval import tasks
 from penstock.eval.tasks import Size
-from penstock.exec.build import build_engine
+from penstock.exec.start.build import build_engine
 from penstock.kernels import registry
-from penstock.kernels import resolve as op
+from penstock.kernels.choose import resolve as op
 from penstock.kernels.platform import probe as kernels_probe
 from penstock.memory.hot import HotBuffers
-from penstock.model.locate import locate
-from penstock.serve.loop import EngineLoop
-from penstock.serve.tokenizer import open_tokenizer
+from penstock.model.weights.locate import locate
+from penstock.serve.engine.loop import EngineLoop
+from penstock.serve.text.tokenizer import open_tokenizer
 from penstock.serve.wire import Submit
 
 TIMES = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0)         # hot buffers, times the budget; each and one page

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from penstock.kernels import linear
 from penstock.kernels.cases import workloads_of
+from penstock.kernels.gemm import linear
 from penstock.kernels.platform import Op, Unusable, probe
 from penstock.kernels.registry import OPS
 

@@ -25,7 +25,7 @@ from penstock.core.core import Core
 from penstock.core.plan import Arrived, Event, Moved, RequestId, Retired, StepPlan
 from penstock.core.settings import CacheGroup, CoreConfig
 from penstock.replay.recorder import Recorder
-from penstock.serve.engine_main import spare_the_collector
+from penstock.serve.engine.main import spare_the_collector
 
 HOT_PAGES = 4
 SPARE = 8                    # tokens that are left over when the last turn has been measured

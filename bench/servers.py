@@ -35,7 +35,7 @@ TEXT = "\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
 @contextlib.contextmanager
 def server(source: Path, model: str, threads: int, *flags: str) -> Iterator[httpx.Client]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "penstock.serve.main", "serve", model, "--port", "0",
+        [sys.executable, "-m", "penstock.serve.cli.main", "serve", model, "--port", "0",
          "--threads", str(threads), *flags],
         env=os.environ | {"PYTHONPATH": str(source)}, stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL, text=True)

@@ -14,13 +14,13 @@ from collections.abc import Callable
 
 import torch
 
-from penstock.exec.sparse import BoundsSelector, SparseLayers, unit_attention
+from penstock.exec.sparse.layers import BoundsSelector, SparseLayers, unit_attention
 from penstock.kernels import registry
-from penstock.kernels.paged_attention import AttentionSpec, plan
+from penstock.kernels.attention.paged_attention import AttentionSpec, plan
+from penstock.kernels.choose.select import SelectRule
+from penstock.kernels.kv.store import StoreAt
 from penstock.kernels.platform import probe
-from penstock.kernels.ragged import Ragged
-from penstock.kernels.select import SelectRule
-from penstock.kernels.store import StoreAt
+from penstock.kernels.types.ragged import Ragged
 from penstock.memory.hot import HotBuffers
 
 LAYERS, HEADS, GROUP, DIM, SIZE = 30, 3, 3, 64, 16              # SmolLM2-135M

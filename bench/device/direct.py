@@ -18,20 +18,23 @@ from typing import Any
 
 import torch
 
-from penstock.config.params import SamplingParams
-from penstock.config.selection import Selection, attention_identity
+from penstock.config.request.params import SamplingParams
+from penstock.config.request.selection import Selection, attention_identity
 from penstock.core.core import Core
 from penstock.core.plan import Arrived, Event, Finished, RequestId, Retired, Started, Token
 from penstock.core.settings import CoreConfig
-from penstock.exec.caches import caches_of
 from penstock.exec.front import Front
-from penstock.exec.graphs import buckets_of
+from penstock.exec.graphs.capture import buckets_of
+from penstock.exec.load.layout import caches_of
+from penstock.exec.load.sizing import WAIT_BYTES, groups_of
 from penstock.exec.rank import Rank
-from penstock.exec.selecting import Selector
-from penstock.exec.sizing import WAIT_BYTES, groups_of
-from penstock.kernels import experts, layer, linear, paged_attention, registry
+from penstock.exec.sparse.bounds import Selector
+from penstock.kernels import registry
+from penstock.kernels.attention import paged_attention
+from penstock.kernels.choose.select import SelectRule
+from penstock.kernels.fused import layer
+from penstock.kernels.gemm import experts, linear
 from penstock.kernels.platform import probe
-from penstock.kernels.select import SelectRule
 from penstock.model import registry as families
 
 QWEN3_8B = {

@@ -21,10 +21,11 @@ from direct import HBM_BYTES_S, Direct, spread, write
 from steps import profiled, report
 from torch import Tensor
 
-from penstock.kernels import experts, layer, linear, scaled_linear
-from penstock.kernels.scaled import Scaled
+from penstock.kernels.fused import layer
+from penstock.kernels.gemm import experts, linear, scaled_linear
+from penstock.kernels.types.scaled import Scaled
 from penstock.model import registry as families
-from penstock.model.fp8 import Blocks, quantises
+from penstock.model.weights.fp8 import Blocks, quantises
 
 QWEN3_30B_A3B = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,

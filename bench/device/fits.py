@@ -11,7 +11,7 @@ from pathlib import Path
 from direct import QWEN3_8B, Direct, build_model, spread, write
 from hosted import counts
 
-from penstock.config.selection import Selection
+from penstock.config.request.selection import Selection
 
 
 def main() -> None:

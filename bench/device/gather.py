@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from direct import LINK_BYTES_S, spread, write
 
-from penstock.kernels.gather import cuda
+from penstock.kernels.kv.gather import cuda
 from penstock.memory.pinned import Pinned
 
 HOST_BYTES, LISTS = 2 << 30, 8

@@ -19,8 +19,9 @@ import torch
 from direct import HBM_BYTES_S, LINK_BYTES_S, QWEN3_8B, Direct, spread, write
 from resident import bytes_of
 
-from penstock.config.selection import Selection
-from penstock.kernels import layer, linear
+from penstock.config.request.selection import Selection
+from penstock.kernels.fused import layer
+from penstock.kernels.gemm import linear
 from penstock.model import registry as families
 
 LAYERS, DEVICE_BYTES = 36, 16e9

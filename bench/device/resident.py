@@ -12,7 +12,7 @@ from typing import Any
 
 from direct import FLOPS_S, GREEDY, HBM_BYTES_S, QWEN3_8B, Direct, build_model, spread
 
-from penstock.config.params import SamplingParams
+from penstock.config.request.params import SamplingParams
 
 # (requests, prompt tokens): decode of the first three is in the table, and prefill from 8k on
 WORK = ((1, 512), (8, 8192), (32, 8192), (1, 32768))

@@ -17,7 +17,7 @@ from penstock.eval import tasks
 from penstock.eval.ask import Library, all_of
 from penstock.eval.main import interval
 from penstock.eval.tasks import Interview, Size
-from penstock.serve.llm import AsyncLLM
+from penstock.serve.client.llm import AsyncLLM
 
 
 async def share(llm: AsyncLLM, task: str, context: int, args: argparse.Namespace) -> str:

@@ -9,16 +9,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.config.errors import ConfigError, RequestError
-    from penstock.config.params import SamplingParams
-    from penstock.serve.client import EngineDied
-    from penstock.serve.llm import LLM, AsyncLLM
+    from penstock.config.base.errors import ConfigError, RequestError
+    from penstock.config.request.params import SamplingParams
+    from penstock.serve.client.client import EngineDied
+    from penstock.serve.client.llm import LLM, AsyncLLM
 
 __all__ = ["LLM", "AsyncLLM", "ConfigError", "EngineDied", "RequestError", "SamplingParams"]
 
-_HOME = {"LLM": "serve.llm", "AsyncLLM": "serve.llm", "SamplingParams": "config.params",
-         "ConfigError": "config.errors", "RequestError": "config.errors",
-         "EngineDied": "serve.client"}
+_HOME = {"LLM": "serve.client.llm", "AsyncLLM": "serve.client.llm",
+         "SamplingParams": "config.request.params", "ConfigError": "config.base.errors",
+         "RequestError": "config.base.errors", "EngineDied": "serve.client.client"}
 
 
 def __getattr__(name: str) -> Any:

@@ -18,13 +18,13 @@ import ranks
 import torch
 from hosted import CONFIG, backends, model, text
 
-from penstock.config.params import SamplingParams
+from penstock.config.request.params import SamplingParams
 from penstock.core.core import Core
 from penstock.core.plan import Arrived, Finished, Paused, RequestId, StepPlan
 from penstock.core.settings import CoreConfig
-from penstock.exec import attend
-from penstock.exec.caches import caches_of
-from penstock.kernels import paged_attention
+from penstock.exec.load.layout import caches_of
+from penstock.exec.step import attend
+from penstock.kernels.attention import paged_attention
 from penstock.memory.lateness import Promptly
 
 BEFORE = Path(__file__).parents[1] / "data" / "calls_before_selection.json"

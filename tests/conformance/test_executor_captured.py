@@ -6,9 +6,9 @@ import torch
 from hosted import NEW, Engine, hosted_work, kind, play, resident
 
 from penstock.core.plan import Paused, RequestId, Spilled
-from penstock.exec import selecting_graphs
-from penstock.exec.graphs import DecodeGraphs, decode_step
-from penstock.kernels.ragged import Ragged
+from penstock.exec.graphs.capture import DecodeGraphs, decode_step
+from penstock.exec.sparse import captured as selecting_graphs
+from penstock.kernels.types.ragged import Ragged
 
 BUCKET = 5
 
@@ -21,7 +21,7 @@ class Plain:
         self.row_B, self.position_B = row_B, position_B
 
     def __call__(self, q_BNH, k_PKGH, v_PKGH):
-        from penstock.kernels.paged_attention import plan
+        from penstock.kernels.attention.paged_attention import plan
         out = torch.zeros_like(q_BNH)
         for b, (row, position) in enumerate(zip(self.row_B.tolist(), self.position_B.tolist(), strict=True)):
             if position >= 0:

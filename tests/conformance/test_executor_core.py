@@ -15,7 +15,7 @@ import where
 from dense_attend import Dense
 from late_copies import Latest, Shuffled
 
-from penstock.config.params import SamplingParams
+from penstock.config.request.params import SamplingParams
 from penstock.core.core import Core
 from penstock.core.plan import (
     Aborted,
@@ -32,11 +32,11 @@ from penstock.core.plan import (
     Token,
 )
 from penstock.core.settings import CoreConfig
-from penstock.exec.attend import LatentOps
-from penstock.exec.caches import caches_of
-from penstock.kernels import paged_attention
-from penstock.kernels.index_select import index_select
-from penstock.kernels.latent_attention import latent_attention
+from penstock.exec.load.layout import caches_of
+from penstock.exec.step.attend import LatentOps
+from penstock.kernels.attention import paged_attention
+from penstock.kernels.attention.latent_attention import latent_attention
+from penstock.kernels.choose.index_select import index_select
 from penstock.memory.lateness import Promptly
 from penstock.model.base import CacheShape
 

@@ -16,8 +16,8 @@ from counting import bytecodes
 from late_copies import Latest
 from plain_attention import causal, plain
 
-from penstock.config.errors import RequestError
-from penstock.config.params import SamplingParams
+from penstock.config.base.errors import RequestError
+from penstock.config.request.params import SamplingParams
 from penstock.core.plan import (
     NO_HBM,
     Aborted,
@@ -38,10 +38,10 @@ from penstock.core.plan import (
     Unmap,
 )
 from penstock.core.settings import CoreConfig
-from penstock.exec.caches import caches_of
 from penstock.exec.front import Front
-from penstock.exec.lower import RowTables
-from penstock.kernels import paged_attention
+from penstock.exec.load.layout import caches_of
+from penstock.exec.step.tables import RowTables
+from penstock.kernels.attention import paged_attention
 from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
 from penstock.memory.lateness import Promptly

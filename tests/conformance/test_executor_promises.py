@@ -16,13 +16,13 @@ from late_copies import Latest, Shuffled
 
 import penstock.exec
 import penstock.sim
-from penstock.config.params import SamplingParams
+from penstock.config.request.params import SamplingParams
 from penstock.core.core import Core
 from penstock.core.plan import Arrived, Finished, Moved, Paused, RequestId, Retired, Token
 from penstock.core.settings import CacheGroup, CoreConfig
 from penstock.exec.front import Front
 from penstock.exec.rank import Rank
-from penstock.kernels import paged_attention
+from penstock.kernels.attention import paged_attention
 from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
 from penstock.memory.lateness import Promptly

@@ -11,7 +11,7 @@ from late_copies import Shuffled
 
 from penstock.core.plan import Moved, Paused, RequestId, StepId
 from penstock.exec.front import RanksDisagree
-from penstock.exec.stages import Handover
+from penstock.exec.step.links import Handover
 
 
 @pytest.fixture(autouse=True)

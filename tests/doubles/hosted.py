@@ -16,19 +16,20 @@ import torch
 import where
 from late_copies import Latest, Shuffled
 
-from penstock.config.params import SamplingParams
-from penstock.config.selection import Selection, attention_identity, indexer_selection
+from penstock.config.request.params import SamplingParams
+from penstock.config.request.selection import Selection, attention_identity, indexer_selection
 from penstock.core.core import Core
 from penstock.core.plan import Arrived, Event, Finished, Moved, Outcome, RequestId, Started, StepPlan, Token
 from penstock.core.settings import CoreConfig
-from penstock.exec.attend import LatentOps
-from penstock.exec.caches import caches_of
-from penstock.exec.selecting import Selector
-from penstock.exec.sizing import groups_of
-from penstock.kernels import index_select, latent_attention, paged_attention
+from penstock.exec.load.layout import caches_of
+from penstock.exec.load.sizing import groups_of
+from penstock.exec.sparse.bounds import Selector
+from penstock.exec.step.attend import LatentOps
+from penstock.kernels.attention import latent_attention, paged_attention
+from penstock.kernels.choose import index_select
+from penstock.kernels.choose.select import SelectRule
 from penstock.kernels.platform import probe
 from penstock.kernels.registry import HOSTING, OPS, SELECTING, select
-from penstock.kernels.select import SelectRule
 from penstock.memory.lateness import Promptly
 
 CONFIG = {

@@ -5,16 +5,16 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from penstock.config.cli import from_options
-from penstock.config.params import SamplingParams
-from penstock.config.platform import probe
-from penstock.config.resolve import resolve
-from penstock.config.selection import attention_identity
+from penstock.config.base.machine import probe
+from penstock.config.request.params import SamplingParams
+from penstock.config.request.selection import attention_identity
+from penstock.config.settings.cli import from_options
+from penstock.config.settings.resolve import resolve
 from penstock.core.core import Core
 from penstock.core.plan import Paused, RequestId
-from penstock.exec.build import build_engine
-from penstock.serve.loop import EngineLoop
-from penstock.serve.pairing import open_peer
+from penstock.exec.start.build import build_engine
+from penstock.serve.engine.loop import EngineLoop
+from penstock.serve.engine.open_pair import open_peer
 from penstock.serve.wire import Abort, Chunk, Logprob, Submit
 
 SIZES = {"dtype": "float32", "threads": 1, "page_size": 16, "max_num_seqs": 4, "seed": 1, "step_tokens": 48}

@@ -21,7 +21,7 @@ class Server:
     def __init__(self, model: str, log: Path, *flags: str) -> None:
         self.log = log
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.serve.main", "serve", model, "--port", "0", "--threads", "1",
+            [sys.executable, "-m", "penstock.serve.cli.main", "serve", model, "--port", "0", "--threads", "1",
              "--served-model-name", "tiny", "--step-tokens", "48", *flags],
             stdout=subprocess.PIPE, stderr=log.open("a"), text=True)
         found = re.search(r"ready on (http://\S+) ", self.process.stdout.readline())

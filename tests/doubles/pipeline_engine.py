@@ -11,11 +11,11 @@ from typing import Any
 import gguf
 from safetensors.torch import save_file
 
-from penstock.config.cli import from_options
-from penstock.config.params import SamplingParams
-from penstock.config.platform import probe
-from penstock.config.resolve import resolve
-from penstock.config.selection import attention_identity
+from penstock.config.base.machine import probe
+from penstock.config.request.params import SamplingParams
+from penstock.config.request.selection import attention_identity
+from penstock.config.settings.cli import from_options
+from penstock.config.settings.resolve import resolve
 from penstock.core.core import Core
 from penstock.core.plan import (
     Arrived,
@@ -31,8 +31,8 @@ from penstock.core.plan import (
     Token,
 )
 from penstock.core.settings import CoreConfig
-from penstock.exec.build import Built, build_engine
 from penstock.exec.front import Front
+from penstock.exec.start.build import Built, build_engine
 from penstock.model import registry
 
 CONFIG = {

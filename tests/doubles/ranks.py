@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 import where
 
 from penstock.core.settings import CoreConfig
-from penstock.exec.caches import Caches, stage_shapes
 from penstock.exec.front import Front
+from penstock.exec.load.layout import Caches, stage_shapes
 from penstock.exec.rank import Rank
-from penstock.exec.stages import even, links_in_process, split
-from penstock.kernels.paged_attention import Planner
+from penstock.exec.step.links import even, links_in_process, split
+from penstock.kernels.attention.paged_attention import Planner
 from penstock.memory import dram
 from penstock.memory.pool import BlockPool
 from penstock.model.base import CacheShape, Model, Stage

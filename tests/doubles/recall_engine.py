@@ -16,22 +16,26 @@ import ranks
 import torch
 from torch import Tensor
 
-from penstock.config.params import SamplingParams
+from penstock.config.request.params import SamplingParams
 from penstock.core.core import Core
 from penstock.core.plan import Arrived, Event, Finished, RequestId, Token
 from penstock.core.settings import CoreConfig
 from penstock.eval import words
 from penstock.eval.tasks import Interview
-from penstock.exec.attend import LatentOps
-from penstock.exec.caches import caches_of
-from penstock.exec.selecting import Selector
-from penstock.exec.stages import even
-from penstock.kernels import index_select, latent_attention, layer, linear, registry
+from penstock.exec.load.layout import caches_of
+from penstock.exec.sparse.bounds import Selector
+from penstock.exec.step.attend import LatentOps
+from penstock.exec.step.links import even
+from penstock.kernels import registry
+from penstock.kernels.attention import latent_attention
+from penstock.kernels.choose import index_select
+from penstock.kernels.fused import layer
+from penstock.kernels.gemm import linear
 from penstock.kernels.platform import probe
 from penstock.memory.lateness import Lateness, Promptly
 from penstock.model import registry as families
-from penstock.model.checkpoint import open_checkpoint
-from penstock.model.locate import locate
+from penstock.model.weights.checkpoint import open_checkpoint
+from penstock.model.weights.locate import locate
 
 FOLDER = Path(__file__).parents[1] / "data" / "recall"
 IDS = {word: i for i, word in enumerate(words.words())}

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from penstock.exec.attend import Grouped
 from penstock.exec.rank import Rank
-from penstock.exec.selecting import Selecting
-from penstock.kernels import experts, layer, linear, paged_attention
+from penstock.exec.sparse.bounds import Selecting
+from penstock.exec.step.attend import Grouped
+from penstock.kernels.attention import paged_attention
+from penstock.kernels.fused import layer
+from penstock.kernels.gemm import experts, linear
 from penstock.model import registry
 
 DEVICE = "cpu"

@@ -43,8 +43,10 @@ def engine(descriptor: str) -> None:
 
 
 def server(words: list[str]) -> int:
-    from penstock.serve import http_main, main, text
-    from penstock.serve.tokenizer import Tokenizer
+    from penstock.serve.cli import main
+    from penstock.serve.http import main as http_main
+    from penstock.serve.text import model_text as text
+    from penstock.serve.text.tokenizer import Tokenizer
 
     fake = load("tokenizers_fake")
     raw = fake.byte_level()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-PENSTOCK = [sys.executable, "-m", "penstock.serve.main"]
+PENSTOCK = [sys.executable, "-m", "penstock.serve.cli.main"]
 END_S = 550
 
 

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from penstock import LLM, SamplingParams
-from penstock.config.errors import ConfigError
+from penstock.config.base.errors import ConfigError
 
 PROMPTS = ["The capital of France is", "Once upon a time, in a small village by the sea,",
            "def fibonacci(n):", "Water boils at", "List three colours:", "Der schnelle braune Fuchs",

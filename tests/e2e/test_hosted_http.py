@@ -73,7 +73,7 @@ def serve(tmp_path):
         model = "demo" if scene.page_bytes == DEMO_PAGE_BYTES else str(tmp_path)
         log = tmp_path / "log"
         process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.serve.main", "serve", model, "--port", "0", "--threads", "1",
+            [sys.executable, "-m", "penstock.serve.cli.main", "serve", model, "--port", "0", "--threads", "1",
              "--hbm-bytes", str(device), "--dram-bytes", str(host), "--sparse-top-k", str(scene.budgets[0]),
              "--event-log", str(tmp_path / "events"), *scene.flags, *flags],
             stdout=subprocess.PIPE, stderr=log.open("w"), text=True)

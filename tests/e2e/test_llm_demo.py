@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from penstock import LLM, AsyncLLM, ConfigError, RequestError, SamplingParams
-from penstock.config.cli import Parser
-from penstock.serve import commands
-from penstock.serve.outputs import Delta
+from penstock.config.settings.cli import Parser
+from penstock.serve.cli import commands
+from penstock.serve.client.outputs import Delta
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]

@@ -26,7 +26,7 @@ def server(tmp_path_factory):
     log, events = folder / "log", folder / "events"
     (folder / "keys").write_text(KEY)
     process = subprocess.Popen(
-        [sys.executable, "-m", "penstock.serve.main", "serve", "demo", "--port", "0", "--threads",
+        [sys.executable, "-m", "penstock.serve.cli.main", "serve", "demo", "--port", "0", "--threads",
          "1", "--hbm-bytes", "200M", "--api-key-file", str(folder / "keys"),
          "--event-log", str(events), "--check"],
         stdout=subprocess.PIPE, stderr=log.open("w"), text=True)

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config.tree import ServerConfig
-from penstock.serve.http_app import Health, build_app
-from penstock.serve.limits import Keys
+from penstock.config.settings.tree import ServerConfig
+from penstock.serve.http.app import Health, build_app
+from penstock.serve.http.completions import OpenAI
+from penstock.serve.http.limits import Keys
+from penstock.serve.http.openapi import document
 from penstock.serve.metrics import Metrics
-from penstock.serve.openai_api import OpenAI
-from penstock.serve.openapi import document
-from penstock.serve.text import Text
+from penstock.serve.text.model_text import Text
 
 # Not expressed by the document, hence not checked here: the events of a stream, and aborts, which are
 # connections that end. A value out of its range is a 400, which the document lists.

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 from pipeline_engine import CONFIG, GLM, PROMPTS, Pipeline, checkpoint, gguf_checkpoint
 
-from penstock.config.cli import from_options
-from penstock.config.errors import ConfigError
-from penstock.config.platform import probe
+from penstock.config.base.errors import ConfigError
+from penstock.config.base.machine import probe
+from penstock.config.settings.cli import from_options
 from penstock.core.plan import Dropped, Paused
-from penstock.exec import build
-from penstock.exec import crew as crews
-from penstock.exec import rank_wire as wire
-from penstock.exec.crew import Crew, RankDied, check_identity
-from penstock.serve.doctor import examine
+from penstock.exec.pipeline import crew as crews
+from penstock.exec.pipeline import wire
+from penstock.exec.pipeline.crew import Crew, RankDied, check_identity
+from penstock.exec.start import build
+from penstock.serve.cli.doctor import examine
 
 SPARSE = {"sparse_top_k": 96, "sparse_kv": "always"}
 
@@ -286,10 +286,10 @@ def test_a_rank_that_hangs_is_found_and_asked_for_its_stack(model, capfd):
         pid = two.built.info["rank_1_pid"]
         os.kill(pid, signal.SIGUSR2)
         said, until = "", time.monotonic() + 20
-        while "rank_main.py" not in said and time.monotonic() < until:
+        while "pipeline/process.py" not in said and time.monotonic() < until:
             time.sleep(0.05)
             said += capfd.readouterr().err
-        assert "rank_main.py" in said and 'in run' in said
+        assert "pipeline/process.py" in said and 'in run' in said
         os.kill(pid, signal.SIGSTOP)
         started = time.monotonic()
         with pytest.raises(RankDied, match="hangs: no report for 1 s"):

@@ -31,7 +31,8 @@ def children(pid: int) -> list[int]:
 
 def role(pid: int) -> str:
     command = Path(f"/proc/{pid}/cmdline").read_text()
-    return "rank" if "rank_main" in command else "engine" if "engine_main" in command else "helper"
+    names = {"penstock.exec.pipeline.process": "rank", "penstock.serve.engine.main": "engine"}
+    return next((what for name, what in names.items() if name in command), "helper")
 
 
 def gone(pid: int) -> bool:
@@ -62,7 +63,7 @@ def test_kill_9_of_any_process_is_heard_and_leaves_nothing(tmp_path, victim):
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     chance, shared, log = random.Random(str(victim)), set(os.listdir("/dev/shm")), tmp_path / "log"
     server = subprocess.Popen(
-        [sys.executable, "-m", "penstock.serve.main", "serve", str(tmp_path), "--port", "0", "--pp", "2",
+        [sys.executable, "-m", "penstock.serve.cli.main", "serve", str(tmp_path), "--port", "0", "--pp", "2",
          "--threads", "1", "--load-format", "dummy", "--hbm-bytes", "2M", "--dram-bytes", "64M",
          "--sparse-top-k", "160", "--sparse-kv", "always"],
         stdout=subprocess.PIPE, stderr=log.open("w"), text=True)

@@ -12,18 +12,18 @@ from dataclasses import dataclass, field
 
 from demo_reference import DATA, Reference, long_text
 
-from penstock.config.cli import from_options
-from penstock.config.params import SamplingParams
-from penstock.config.platform import probe
-from penstock.config.resolve import resolve
+from penstock.config.base.machine import probe
+from penstock.config.request.params import SamplingParams
+from penstock.config.settings.cli import from_options
+from penstock.config.settings.resolve import resolve
 from penstock.core.core import Core
 from penstock.core.plan import Advance, Event, Paused, Retired
 from penstock.core.settings import CoreConfig
-from penstock.exec import build
+from penstock.exec.start import build
 from penstock.memory.lateness import Lateness
-from penstock.model.locate import ModelFiles, locate
-from penstock.serve.loop import EngineLoop
-from penstock.serve.text import open_text
+from penstock.model.weights.locate import ModelFiles, locate
+from penstock.serve.engine.loop import EngineLoop
+from penstock.serve.text.model_text import open_text
 from penstock.serve.wire import Submit
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from penstock.model.checkpoint import open_checkpoint
-from penstock.model.locate import ModelFiles
+from penstock.model.weights.checkpoint import open_checkpoint
+from penstock.model.weights.locate import ModelFiles
 
 TIE = 1e-3          # the reference's two best logits this near: either is right, in float32
 LOGPROB = 1e-3      # how far our logprob of the same token may be from the reference's

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.paged_attention import AttentionSpec, cuda, reference
-from penstock.kernels.ragged import Ragged
+from penstock.kernels.attention.paged_attention import AttentionSpec, cuda, reference
+from penstock.kernels.types.ragged import Ragged
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -31,11 +31,11 @@ MEASURE = """
 import sys
 from pathlib import Path
 
-from penstock.config.cli import from_options
-from penstock.config.platform import probe
-from penstock.config.resolve import resolve
-from penstock.exec.build import build_engine
-from penstock.exec.load import choose_backends
+from penstock.config.settings.cli import from_options
+from penstock.config.base.machine import probe
+from penstock.config.settings.resolve import resolve
+from penstock.exec.start.build import build_engine
+from penstock.exec.load.weights import choose_backends
 
 def kib(key):
     return int(Path("/proc/self/status").read_text().split(key)[1].split()[0])
@@ -104,7 +104,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.config.platform import bound_onednn_caches
+from penstock.config.base.machine import bound_onednn_caches
 from penstock.kernels import linear
 
 def resident():

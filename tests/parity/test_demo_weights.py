@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.model.checkpoint import open_checkpoint
-from penstock.model.gguf_config import hf_name
-from penstock.model.locate import ModelFiles, locate
+from penstock.model.weights.checkpoint import open_checkpoint
+from penstock.model.weights.gguf_config import hf_name
+from penstock.model.weights.locate import ModelFiles, locate
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +53,8 @@ def test_equal_to_the_loader_of_transformers(files: ModelFiles) -> None:
 MEASURE = """
 import resource, sys
 from pathlib import Path
-from penstock.model.checkpoint import open_checkpoint
-from penstock.model.locate import locate
+from penstock.model.weights.checkpoint import open_checkpoint
+from penstock.model.weights.locate import locate
 files = locate(sys.argv[1])
 Path("/proc/self/clear_refs").write_text("5")          # the peak starts again from here
 def kib(key): return int(Path("/proc/self/status").read_text().split(key)[1].split()[0])

@@ -8,10 +8,10 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from penstock.config.errors import ConfigError
-from penstock.kernels import layer
-from penstock.model.fields import Fields
+from penstock.config.base.errors import ConfigError
+from penstock.kernels.fused import layer
 from penstock.model.rope import Rope, read_rope
+from penstock.model.weights.fields import Fields
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from penstock.kernels.attention.paged_attention import AttentionSpec, store
 from penstock.kernels.cases import Case, cases_of, sets_differ
-from penstock.kernels.paged_attention import AttentionSpec, store
 from penstock.kernels.platform import DEVICES, KernelError, Op, Unusable, WrongResult, probe
-from penstock.kernels.ragged import Ragged
 from penstock.kernels.registry import OPS
+from penstock.kernels.types.ragged import Ragged
 
 WALK = [(op, implementation.name, device) for op in OPS.values()
         for implementation in op.implementations for device in implementation.devices

@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from penstock.config.errors import ConfigError
+from penstock.config.base.errors import ConfigError
 from penstock.model import registry
 from penstock.model.base import AttentionShape, Model
 

@@ -6,12 +6,13 @@ import ctypes
 import pytest
 import torch
 
-from penstock.kernels import layer, paged_attention
-from penstock.kernels.linear import fastest
-from penstock.kernels.paged_attention import AttentionSpec
-from penstock.kernels.paged_attention.native import Decodes
+from penstock.kernels.attention import paged_attention
+from penstock.kernels.attention.paged_attention import AttentionSpec
+from penstock.kernels.attention.paged_attention.native import Decodes
+from penstock.kernels.fused import layer
+from penstock.kernels.gemm.linear import fastest
 from penstock.kernels.platform import Unusable, WrongResult, probe
-from penstock.kernels.ragged import Ragged
+from penstock.kernels.types.ragged import Ragged
 from penstock.model import registry
 from penstock.model.base import Boundary
 

@@ -19,12 +19,12 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 
-from penstock.kernels import linear
 from penstock.kernels.cases import cases_of
-from penstock.kernels.linear import fastest
-from penstock.kernels.linear.panels import Panels
+from penstock.kernels.gemm import linear
+from penstock.kernels.gemm.linear import fastest
+from penstock.kernels.gemm.linear.panels import Panels
 from penstock.kernels.platform import Unusable, WrongResult, probe
-from penstock.model.codes import PACKED, codes_of
+from penstock.model.weights.codes import PACKED, codes_of
 
 ISAS = ("native", "avx512", "avx2", "plain")          # plain runs on any machine that has a compiler
 

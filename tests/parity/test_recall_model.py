@@ -16,7 +16,7 @@ from recall_engine import Answers, ask, shuffled
 from penstock.core.plan import Dropped, Paused, RequestId
 from penstock.eval import tasks
 from penstock.eval.tasks import Interview, Size
-from penstock.exec.lower import PageTable
+from penstock.exec.step.tables import PageTable
 from penstock.memory.copying import Copier
 
 TOPK, CONTEXT = 64, 1024

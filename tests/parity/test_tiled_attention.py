@@ -4,10 +4,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.kernels.paged_attention import native, reference, tiled
-from penstock.kernels.paged_attention.spec import AttentionSpec, rows_of
+from penstock.kernels.attention.paged_attention import native, reference, tiled
+from penstock.kernels.attention.paged_attention.spec import AttentionSpec, rows_of
 from penstock.kernels.platform import KernelError, probe
-from penstock.kernels.ragged import Ragged
+from penstock.kernels.types.ragged import Ragged
 
 
 @pytest.fixture(autouse=True)

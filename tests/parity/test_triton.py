@@ -30,104 +30,104 @@ EXPERTS = [(BF16, {"weight": U8, "scale": F32}, FP8, FEW), (BF16, {"weight": U8,
 
 # (module, kernel): (types of arguments, constants, warps, stages); one or more ways to compile each
 COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], int, int]]] = {
-    ("paged_attention.triton_decode", "attend_parts"): [
+    ("attention.paged_attention.triton_decode", "attend_parts"): [
         (dict(q=BF16, k=BF16, v=BF16, table=I32, row=I32, context=I32, out=BF16, part=F32, peak=F32,
               scale="fp32", **STRIDES),
          dict(GROUP=4, GROUP_PAD=16, BLOCK=64, PARTS=4, EXACT=False, **PAGED), 4, 5)],
-    ("paged_attention.triton_decode", "join_parts"): [
+    ("attention.paged_attention.triton_decode", "join_parts"): [
         (dict(part=F32, peak=F32, out=BF16), dict(DIM=80, DIM_PAD=128, PARTS=3, PARTS_PAD=4), 1, 3)],
-    ("paged_attention.triton_decode", "store_rows"): [
+    ("attention.paged_attention.triton_decode", "store_rows"): [
         (dict(k_new=BF16, v_new=BF16, k=BF16, v=BF16, table=I32, row_T=I32, position_T=I32,
               new_token="i32", new_head="i32", kv_page="i64", kv_head="i32", kv_token="i32",
               table_row="i32"),
          dict(HEADS=8, HEADS_PAD=8, **PAGED), 4, 3)],
-    ("paged_attention.triton_chunk", "store_slots"): [
+    ("attention.paged_attention.triton_chunk", "store_slots"): [
         (dict(k_new=BF16, v_new=BF16, k=BF16, v=BF16, page_T=I64, offset_T=I64, new_token="i32",
               new_head="i32", kv_page="i64", kv_head="i32", kv_token="i32"),
          dict(HEADS=8, HEADS_PAD=8, DIM=128, DIM_PAD=128), 4, 3)],
-    ("paged_attention.triton_chunk", "gather_pages"): [
+    ("attention.paged_attention.triton_chunk", "gather_pages"): [
         (dict(k=BF16, v=BF16, pages=I32, out=BF16, context="i32", length="i32", plane="i32", kv_page="i64",
               kv_head="i32", kv_token="i32"), dict(BLOCK=64, **PAGED), 4, 3)],
-    ("paged_attention.triton_chunk", "pad_queries"): [
+    ("attention.paged_attention.triton_chunk", "pad_queries"): [
         (dict(q=BF16, out=BF16, q_token="i32", lead="i32", count="i32"),
          dict(WIDTH=4096, WIDTH_PAD=4096), 4, 3)],
-    ("paged_attention.triton_chunk", "merge_parts"): [
+    ("attention.paged_attention.triton_chunk", "merge_parts"): [
         (dict(a=BF16, a_log=F32, b=BF16, b_log=F32, out=BF16, tokens="i32", b_token="i32", b_head="i32",
               a_token="i32", a_head="i32"), dict(HEADS=32, HEADS_PAD=32, DIM=128, DIM_PAD=128), 4, 3)],
-    ("gather.triton_copy", "copy_units"): [
+    ("kv.gather.triton_copy", "copy_units"): [
         (dict(host=BF16, pool=BF16, miss=I32, num=I32, entries="i32", h_page="i32", h_head="i32",
               h_plane="i32", p_page="i32", p_head="i32", p_plane="i32", WORDS="i32"),
          dict(WORD="int64", HOST_UNITS=2, POOL_UNITS=2, PLANES=2, WORDS_PAD=256, LINES=8), 4, 3)],
-    ("store.triton_places", "store_tokens"): [
+    ("kv.store.triton_places", "store_tokens"): [
         (dict(x0=BF16, x1=BF16, device=BF16, host=BF16, bounds=BF16, device_T="*i64", host_T="*i64",
               bounds_T="*i64", row_T=I32, position_T=I32, hot_slot=I32, hot_page=I32, UNITS="i32",
               HOT_PAGES="i32", x_token="i32", x_head="i32",
               **{f"{pool}_{part}": "i32" for pool in "dhb" for part in ("page", "head", "plane")}),
          dict(HEADS=8, HEADS_PAD=8, DIM=128, DIM_PAD=128, SIZE=64, UNIT=8, SUMMARIES=summaries, PLANES=2,
               HOT=summaries > 0), 4, 3) for summaries in (0, 8)],
-    ("select.triton_bounds", "score_units"): [
+    ("choose.select.triton_bounds", "score_units"): [
         (dict(q=BF16, bounds=BF16, table=I32, row=I32, position=I32, score=F32, q_row="i32", q_head="i32",
               b_page="i32", b_head="i32", b_plane="i32", table_row="i32", UNITS="i32", SINK_UNITS="i32",
               WINDOW="i32"),
          dict(UNIT=8, GROUP=4, GROUP_PAD=16, DIM=128, DIM_PAD=128, OF_PAGE=8, BLOCK=64, MOST=0.75, LEAST=0.25,
               EXACT=False), 4, 3)],
-    ("select.triton_bounds", "choose_units"): [
+    ("choose.select.triton_bounds", "choose_units"): [
         (dict(score=F32, position=I32, budget=I32, chosen=I32, UNITS="i32", CHOSEN="i32", SINK_UNITS="i32",
               WINDOW="i32"), dict(UNIT=8, CHOSEN_PAD=256, BLOCK=16384, WHOLE=whole), 16, 3)
         for whole in (True, False)],
-    ("resolve.triton_map", "resolve_units"): [
+    ("choose.resolve.triton_map", "resolve_units"): [
         (dict(chosen=I32, row=I32, device=I32, host=I32, hot_slot=I32, hot_unit=I32, hot_stamp=I32,
               hot_page=I32, count="*i64", now=I32, slot=I32, victim=I32, miss=I32, num=I32, device_row="i32",
               host_row="i32", CHOSEN="i32", UNITS="i32", SLOTS="i32", HOT_PAGES="i32"),
          dict(PAGE_UNITS=8, CHOSEN_PAD=256, SLOTS_PAD=512, PAGES_PAD=64), 4, 3)],
-    ("sparse_attention.triton_units", "attend_units"): [
+    ("attention.sparse_attention.triton_units", "attend_units"): [
         (dict(q=BF16, k=BF16, v=BF16, chosen=I32, slot=I32, position=I32, part=F32, peak=F32, scale="fp32",
               q_row="i32", q_head="i32", kv_page="i32", kv_head="i32", CHOSEN="i32"),
          dict(UNIT=8, OF_PAGE=8, GROUP=4, GROUP_PAD=16, DIM=128, DIM_PAD=128, BLOCK=64, BLOCKS=4,
               EXACT=False), 4, 3)],
-    ("sparse_attention.triton_units", "join_units"): [
+    ("attention.sparse_attention.triton_units", "join_units"): [
         (dict(part=F32, peak=F32, out=BF16, lse=F32, PARTS="i32"), dict(DIM=80, DIM_PAD=128), 1, 3)],
-    ("draw.triton_draw", "draw_rows"): [
+    ("sample.draw.triton_draw", "draw_rows"): [
         (dict(logits=F32, w=F32, token="*i64", row_B=I32, position_B=I32, knobs="*fp64", stream="*i64",
               V="i32"),
          dict(BLOCK=4096, ONE=0x3F800000), 16, 3)],
-    ("layer.triton_ops", "add_norm"): [
+    ("fused.layer.triton_ops", "add_norm"): [
         (dict(h=BF16, delta=BF16, weight=BF16, out=BF16, eps="fp32"),
          dict(DIM=4096, DIM_PAD=4096, ADD=True), 8, 3)],
-    ("layer.triton_ops", "norm_rotate"): [
+    ("fused.layer.triton_ops", "norm_rotate"): [
         (dict(x=BF16, cos=BF16, sin=BF16, q_weight=BF16, k_weight=BF16, eps="fp32", x_token="i32",
               x_head="i32", M="i32", N="i32"),
          dict(DIM=128, HALF=64, HALF_PAD=64, HEADS=4, NORM=norm), 1, 3) for norm in (True, False)],
-    ("layer.triton_ops", "silu_gate"): [
+    ("fused.layer.triton_ops", "silu_gate"): [
         (dict(x=BF16, out=BF16, x_token="i32", WIDTH="i32"), dict(BLOCK=1024), 4, 3)],
-    ("linear.triton_rows", "one_row"): [
+    ("gemm.linear.triton_rows", "one_row"): [
         (dict(x=BF16, weight=BF16, bias=BF16, out=BF16, OUTPUTS="i32"),
          dict(INPUTS=4096, ROWS=8, COLS=512, STAGES=3, BIAS=False), 4, 3)],
-    ("linear.triton_rows", "few_rows"): [
+    ("gemm.linear.triton_rows", "few_rows"): [
         (dict(x=BF16, weight=BF16, bias=BF16, out=BF16, T="i32", OUTPUTS="i32", x_row="i32"),
          dict(INPUTS=4096, T_PAD=16, ROWS=64, COLS=128, BIAS=True), 4, 5)],
-    ("scaled_linear.triton_scaled", "scaled_rows"): [
+    ("gemm.scaled_linear.triton_scaled", "scaled_rows"): [
         (dict(x=kind, weight=U8, scale=F32, bias=kind, out=kind, T="i32", OUTPUTS="i32", x_row="i32",
               SCALES="i32"),
          dict(INPUTS=2048, T_PAD=pad, ROWS=32, COLS=64 if kind == F32 else 128, BIAS=False,
               EXACT=kind == F32, **FP8), 4, 4) for kind, pad in ((BF16, 16), (BF16, 64), (F32, 64))],
-    ("scaled_linear.triton_scaled", "dequantise"): [
+    ("gemm.scaled_linear.triton_scaled", "dequantise"): [
         (dict(weight=U8, scale=F32, out=BF16, OUTPUTS="i32", INPUTS="i32", SCALES="i32"),
          dict(ROWS=32, COLS=128, BLOCK_ROWS=128, BLOCK_COLS=128), 4, 3)],
-    ("experts.triton_experts", "route_tokens"): [
+    ("gemm.experts.triton_experts", "route_tokens"): [
         (dict(logit=BF16, bias=F32, expert=I64, weight=F32, l_row="i32", scale="fp32", E="i32",
               PER_GROUP="i32"),
          dict(E_PAD=256, C=8, C_PAD=8, GROUPS=8, GROUPS_PAD=8, GROUPS_CHOSEN=chosen, SIGMOID=chosen < 8,
               BIAS=chosen < 8, RENORMALIZE=True), 1, 3) for chosen in (4, 8)],
-    ("experts.triton_experts", "experts_in"): [
+    ("gemm.experts.triton_experts", "experts_in"): [
         (dict(x=kind, inner=kind, T="i32", x_row="i32", SCALES="i32", WIDTH="i32", **VISITS, **weights),
          dict(INPUTS=2048, C=8, C_PAD=8, EXACT=kind == F32, **tiles, **scaled), 4, 3)
         for kind, weights, scaled, tiles in EXPERTS],
-    ("experts.triton_experts", "experts_out"): [
+    ("gemm.experts.triton_experts", "experts_out"): [
         (dict(inner=kind, part=kind, weighs=F32, T="i32", SCALES="i32", OUTPUTS="i32", **VISITS, **weights),
          dict(INPUTS=768, C=8, C_PAD=8, EXACT=kind == F32, **tiles, **scaled), 4, 3)
         for kind, weights, scaled, tiles in EXPERTS],
-    ("experts.triton_experts", "sum_visits"): [
+    ("gemm.experts.triton_experts", "sum_visits"): [
         (dict(part=BF16, out=BF16, DIM="i32"), dict(C=8, BLOCK=1024), 4, 3)],
 }
 

@@ -28,7 +28,7 @@ def attended(q_NH: Tensor, k_SKH: Tensor, v_SKH: Tensor, scale: float) -> Tensor
 
 def attention() -> None:
     """Stores every token through the tables into pages that are NaN elsewhere, then decodes."""
-    from penstock.kernels.paged_attention import triton_decode
+    from penstock.kernels.attention.paged_attention import triton_decode
 
     contexts = [17, 1, 0, 16]
     rows = torch.tensor([5, 1, 0, 3], dtype=torch.int32)
@@ -63,7 +63,7 @@ def attention() -> None:
 
 def chunks() -> None:
     """A chunk's rows into pages that are NaN elsewhere, out of them with zeros behind, and a merge."""
-    from penstock.kernels.paged_attention import triton_chunk
+    from penstock.kernels.attention.paged_attention import triton_chunk
 
     for dtype, (heads, dim), size, length in product(DTYPES, ((2, 20), (3, 16)), (3, 16), (37, 130)):
         pool = torch.full((20, 2, heads, 2, size, dim), float("nan")).to(dtype)
@@ -88,7 +88,7 @@ def chunks() -> None:
 
 def gather() -> None:
     """Scattered units of several planes and heads, odd widths, any alignment; a grid that goes round."""
-    from penstock.kernels.gather import reference, triton_copy
+    from penstock.kernels.kv.gather import reference, triton_copy
 
     triton_copy.GRID = 2
     for dtype, (heads, planes, size, width), unit, entries in (
@@ -118,9 +118,9 @@ def hosted() -> None:
     with more queries than memory is taken for."""
     global count
     from penstock.kernels import registry
+    from penstock.kernels.attention.sparse_attention import triton_units
     from penstock.kernels.cases import cases_of
-    from penstock.kernels.select import triton_bounds
-    from penstock.kernels.sparse_attention import triton_units
+    from penstock.kernels.choose.select import triton_bounds
 
     for name in ("store", "resolve", "sparse_attention", "sparse_attention", "select", "select"):
         op = registry.OPS[name]
@@ -138,8 +138,8 @@ def hosted() -> None:
 
 
 def layer() -> None:
-    from penstock.kernels.layer.reference import Reference
-    from penstock.kernels.layer.triton_ops import TritonOps
+    from penstock.kernels.fused.layer.reference import Reference
+    from penstock.kernels.fused.layer.triton_ops import TritonOps
 
     own, reference = TritonOps(), Reference()
     for dtype, tokens, dim in product(DTYPES, (1, 3), (7, 300)):
@@ -164,7 +164,7 @@ def layer() -> None:
 
 
 def linear() -> None:
-    from penstock.kernels.linear import triton_rows
+    from penstock.kernels.gemm.linear import triton_rows
 
     for tokens, (outputs, inputs), cut in product(
             (1, 2, 17), ((37, 19), (64, 300)), (triton_rows.Cut(16, 64, 4, 2),)):
@@ -179,7 +179,7 @@ def scaled() -> None:
     """Linears of fp8 blocks over their own cases, and some in float16, the type nearest to a device's."""
     global count
     from penstock.kernels.cases import cases_of
-    from penstock.kernels.scaled_linear import OP, cases, triton_scaled
+    from penstock.kernels.gemm.scaled_linear import OP, cases, triton_scaled
 
     triton, reference = OP.get("triton").run, OP.get("reference").run
     for case in cases_of(OP):
@@ -197,7 +197,7 @@ def experts() -> None:
     """Routing over its own cases; of those of experts some, with few tokens and with many."""
     global count
     from penstock.kernels.cases import cases_of
-    from penstock.kernels.experts import OP, Rule, cases, triton_experts
+    from penstock.kernels.gemm.experts import OP, Rule, cases, triton_experts
 
     triton, reference = OP.get("triton").run, OP.get("reference").run
     for case in cases_of(OP):
@@ -233,15 +233,15 @@ def experts() -> None:
 
 def draw() -> None:
     """Every mix of parameters, with ties, against the sampler's own filters and draws."""
-    from penstock.exec import filters, hashing
-    from penstock.kernels.draw import triton_draw
+    from penstock.exec.sampling import filters, uniform
+    from penstock.kernels.sample.draw import triton_draw
 
     grid = [p for p in product((0.0, 0.7, 1.0, 2.5), (1, 7, 150), (0.05, 0.6, 1.0), (0.0, 0.1))]
     rows, vocab = len(grid), 150
     logits = torch.randn(rows, vocab) * 3
     logits[::2] = (logits[::2] * 2).round() / 2             # ties
     params = torch.tensor(grid, dtype=torch.float64)
-    stream = torch.tensor([(hashing.stream(5, r) - (1 << 63), r) for r in range(rows)])
+    stream = torch.tensor([(uniform.stream(5, r) - (1 << 63), r) for r in range(rows)])
     row = torch.randperm(rows).int()
     position = torch.full((rows,), 3, dtype=torch.int32)
     position[3::7] = -1                                     # padding
@@ -258,7 +258,7 @@ def draw() -> None:
             assert token[b] == -9
             continue
         w = filters.weights(logits[b:b + 1].clone(), [t], [k], [p], [m])
-        want = filters.draw(w, [hashing.uniform(int(before[r, 0]), r)])
+        want = filters.draw(w, [uniform.uniform(int(before[r, 0]), r)])
         assert token[b] == want[0], (grid[r], int(token[b]), int(want[0]))
         drawn += 1
     check(torch.tensor([drawn]), torch.tensor([drawn]), torch.float32, "draw")

@@ -20,12 +20,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from penstock.exec.sparse import BoundsSelector, SparseLayers, unit_attention
+from penstock.exec.sparse.layers import BoundsSelector, SparseLayers, unit_attention
 from penstock.kernels import registry
+from penstock.kernels.choose.select import SelectRule
+from penstock.kernels.choose.select.reference import scores
+from penstock.kernels.kv.store import StoreAt
 from penstock.kernels.platform import probe
-from penstock.kernels.select import SelectRule
-from penstock.kernels.select.reference import scores
-from penstock.kernels.store import StoreAt
 from penstock.memory.hot import HotBuffers
 
 SIZE, UNIT, LAYERS, HEADS, GROUP, DIM, ROWS, PAGES = 8, 4, 2, 2, 2, 16, 3, 12

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from penstock.config.errors import ConfigError
-from penstock.model.gguf_config import check_config, hf_config, hf_name
-from penstock.model.gguf_file import BLOCKS, GGUFHeader, parse_gguf_header
-from penstock.model.safetensors_file import DTYPE_BYTES, parse_safetensors_header
+from penstock.config.base.errors import ConfigError
+from penstock.model.weights.gguf_config import check_config, hf_config, hf_name
+from penstock.model.weights.gguf_file import BLOCKS, GGUFHeader, parse_gguf_header
+from penstock.model.weights.safetensors_file import DTYPE_BYTES, parse_safetensors_header
 
 MEMORY_GROWTH_BYTES_MAX = 64 << 20
 

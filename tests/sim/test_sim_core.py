@@ -13,7 +13,7 @@ import pytest
 from penstock.core.core import Core
 from penstock.core.lifecycle import Phase
 from penstock.core.plan import Outcome
-from penstock.serve.main import main
+from penstock.serve.cli.main import main
 from penstock.sim import jobs
 from penstock.sim import main as command
 from penstock.sim.pair import start

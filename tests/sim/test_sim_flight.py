@@ -27,7 +27,7 @@ from penstock.replay import flight
 from penstock.replay.exact import exact
 from penstock.replay.recorder import Recorder
 from penstock.replay.redact import redact
-from penstock.serve.main import main
+from penstock.serve.cli.main import main
 from penstock.sim import rerun
 from penstock.sim.pair import start
 from penstock.sim.scenario import draw

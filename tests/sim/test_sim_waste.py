@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.serve.main import main
+from penstock.serve.cli.main import main
 from penstock.sim.mutants.registry import COUNTER
 from penstock.sim.waste import WASTE
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config.cli import Parser, add_flags, flags, prepare
-from penstock.config.reference import reference
-from penstock.serve.main import COMMANDS
+from penstock.config.settings.cli import Parser, add_flags, flags, prepare
+from penstock.config.settings.reference import reference
+from penstock.serve.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 DOCS = [p for p in (ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md",
@@ -67,7 +67,7 @@ def test_serve_commands_parse(doc: Path) -> None:
 def test_flags_are_documented() -> None:
     """docs/flags.md is what the config tree says; `make docs` writes it."""
     assert (ROOT / "docs" / "flags.md").read_text() == reference()
-    run = subprocess.run([sys.executable, "-m", "penstock.config.reference"],
+    run = subprocess.run([sys.executable, "-m", "penstock.config.settings.reference"],
                          capture_output=True, text=True, check=True)
     assert run.stdout == reference()
     for flag in flags():

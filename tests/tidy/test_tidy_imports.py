@@ -26,7 +26,7 @@ LAYERS = {
 }
 # Layers that see only parts of another one.
 ONLY = {
-    ("kernels", "config"): ("penstock.config.errors",),
+    ("kernels", "config"): ("penstock.config.base.errors",),
     ("memory", "core"): ("penstock.core.plan", "penstock.core.settings"),
     ("exec", "core"): ("penstock.core.plan", "penstock.core.settings"),
     ("transfer", "core"): ("penstock.core.plan", "penstock.core.pair.messages"),
@@ -35,8 +35,8 @@ THIRD_PARTY = {
     "core": (), "replay": (), "sim": (), "config": ("msgspec",),
     "kernels": ("torch", "triton", "cuda", "numpy"),
 }
-ENTRY_POINTS = ("penstock", "penstock.serve.main", "penstock.serve.engine_main",
-                "penstock.config.reference")
+ENTRY_POINTS = ("penstock", "penstock.serve.cli.main", "penstock.serve.engine.main",
+                "penstock.config.settings.reference")
 
 
 def layer_of(module: str) -> str:
@@ -163,7 +163,7 @@ def test_every_module_is_used() -> None:
     # Commands, families and kernels are imported by name: a string in a table is a use.
     text = {m: p.read_text() for m, p in MODULES.items()}
     named = {m for m in MODULES if any(f'"{m}"' in t or f'"{m}:' in t for t in text.values())}
-    used |= {f"{m}.{s}" for m in MODULES for s in ("reference", "cases") if m.count(".") == 2
+    used |= {f"{m}.{s}" for m in MODULES for s in ("reference", "cases") if m.count(".") == 3
              and m.startswith("penstock.kernels.")}
     dead = [m for m, p in MODULES.items()
             if m not in used and m not in named and p.name != "__init__.py"]
@@ -173,7 +173,7 @@ def test_every_module_is_used() -> None:
 @pytest.mark.parametrize("argv", ["--help", "serve --help", "doctor --help", "--version"])
 def test_help_imports_nothing_heavy(argv: str) -> None:
     """Speed of `penstock --help`, asserted by its cause: these take 0.1 to 2 s to import."""
-    code = ("import sys\nfrom penstock.serve.main import main\n"
+    code = ("import sys\nfrom penstock.serve.cli.main import main\n"
             f"try: main({argv.split()!r})\nexcept SystemExit: pass\n"
             "print('HEAVY', sorted({'torch', 'numpy', 'uvicorn', 'starlette', 'tokenizers',"
             " 'transformers', 'jinja2', 'asyncio'} & set(sys.modules)))")

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections import deque
 
-from penstock.config.errors import ConfigError
+from penstock.config.base.errors import ConfigError
 from penstock.core.lifecycle import Phase, Trigger
 from penstock.core.plan import (
     Aborted,
@@ -176,10 +176,11 @@ class FakeExecutor:
 
 
 def main() -> None:
-    from penstock.config.selection import selection_of
+    from penstock.config.request.selection import selection_of
     from penstock.exec.waker import Waker
-    from penstock.serve import engine_main, wire
-    from penstock.serve.loop import EngineLoop
+    from penstock.serve import wire
+    from penstock.serve.engine import main as engine_main
+    from penstock.serve.engine.loop import EngineLoop
 
     def build(config, event_log):
         print("loading a fake", flush=True)

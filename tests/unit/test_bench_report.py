@@ -6,7 +6,7 @@ import math
 import pytest
 
 from penstock.bench.report import Spread, percentile, table
-from penstock.serve.main import main
+from penstock.serve.cli.main import main
 
 
 def test_percentiles_interpolate() -> None:

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.config.cli import (
+from penstock.config.base.errors import ConfigError
+from penstock.config.base.sizes import parse_bytes, show_bytes
+from penstock.config.settings.cli import (
     Parser,
     add_flags,
     config_from,
@@ -16,12 +18,10 @@ from penstock.config.cli import (
     from_options,
     prepare,
 )
-from penstock.config.errors import ConfigError
-from penstock.config.sizes import parse_bytes, show_bytes
-from penstock.config.tree import SERVE_ONLY, Config, KVConfig
-from penstock.config.unbuilt import ALWAYS, UNBUILT
-from penstock.serve.llm import LLM
-from penstock.serve.main import COMMANDS, main
+from penstock.config.settings.tree import SERVE_ONLY, Config, KVConfig
+from penstock.config.settings.unbuilt import ALWAYS, UNBUILT
+from penstock.serve.cli.main import COMMANDS, main
+from penstock.serve.client.llm import LLM
 
 
 def parse(line: str) -> Config:

@@ -8,11 +8,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from penstock.config.cli import from_options
-from penstock.config.errors import ConfigError
-from penstock.config.plain import from_plain, to_plain
-from penstock.config.platform import Machine, probe
-from penstock.config.resolve import lines, resolve
+from penstock.config.base.errors import ConfigError
+from penstock.config.base.machine import Machine, probe
+from penstock.config.settings.cli import from_options
+from penstock.config.settings.plain import from_plain, to_plain
+from penstock.config.settings.resolve import lines, resolve
 from penstock.serve import wire
 
 MACHINE = Machine(system="Linux", machine="x86_64", python="3.11", cpu="test", features=(),

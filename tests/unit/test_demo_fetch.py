@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config.errors import ConfigError
+from penstock.config.base.errors import ConfigError
 from penstock.model import demo
 
 CONTENT = b"GGUF" + bytes(range(256)) * 40

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config.cli import from_options
-from penstock.config.platform import Machine
+from penstock.config.base.machine import Machine
+from penstock.config.settings.cli import from_options
 from penstock.kernels.registry import OPS
-from penstock.serve.doctor import Finding, examine
-from penstock.serve.main import main
+from penstock.serve.cli.doctor import Finding, examine
+from penstock.serve.cli.main import main
 
 MACHINE = Machine(system="Linux", machine="x86_64", python="3.11", cpu="test", features=("avx2",),
                   cores=2, memory_total=8 << 30, memory_available=4 << 30, no_gpu="none here")

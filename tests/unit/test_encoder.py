@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from penstock.config.errors import CONTEXT_EXCEEDED, RequestError
-from penstock.serve import encoder as encoder_module
-from penstock.serve.encoder import INLINE_CHARS_MAX, Bound, Encoder, TooManyTexts, bound
-from penstock.serve.tokenizer import Tokenizer
+from penstock.config.base.errors import CONTEXT_EXCEEDED, RequestError
+from penstock.serve.text import encoder as encoder_module
+from penstock.serve.text.encoder import INLINE_CHARS_MAX, Bound, Encoder, TooManyTexts, bound
+from penstock.serve.text.tokenizer import Tokenizer
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 WORDS = "hello é wörld ☃ \n"

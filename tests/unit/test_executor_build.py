@@ -11,18 +11,26 @@ import pytest
 import torch
 from pipeline_engine import gguf_checkpoint
 
-from penstock.config.errors import ConfigError
-from penstock.config.params import SamplingParams
-from penstock.config.tree import Config, DeviceConfig, KVConfig, ModelConfig, PairConfig, ScheduleConfig
+from penstock.config.base.errors import ConfigError
+from penstock.config.request.params import SamplingParams
+from penstock.config.settings.tree import (
+    Config,
+    DeviceConfig,
+    KVConfig,
+    ModelConfig,
+    PairConfig,
+    ScheduleConfig,
+)
 from penstock.core.core import Core
 from penstock.core.plan import Arrived, RequestId, Token
-from penstock.exec import build, load
-from penstock.exec.build import build_engine
-from penstock.exec.caches import caches_of
-from penstock.exec.sizing import WORKSPACE_BYTES, size_pools
-from penstock.exec.stages import split
+from penstock.exec.load import weights
+from penstock.exec.load.layout import caches_of
+from penstock.exec.load.sizing import WORKSPACE_BYTES, size_pools
+from penstock.exec.start import build
+from penstock.exec.start.build import build_engine
+from penstock.exec.step.links import split
 from penstock.model.base import CacheShape
-from penstock.model.locate import locate
+from penstock.model.weights.locate import locate
 
 FULL = CacheShape(name="full", layers=(0, 1), num_kv_heads=2, head_dim=8)
 CACHES = caches_of((FULL,), 16, torch.float32)                                  # pages of 4,096 bytes
@@ -122,7 +130,7 @@ def dummy(folder, **changes) -> Config:
 def test_engines_that_keep_one_file_in_two_ways_are_no_pair(folder):
     """Their KV has one type, and is not the same KV."""
     asked = dummy(folder)
-    loaded = load.load(asked, None, lambda _: None)
+    loaded = weights.load(asked, None, lambda _: None)
     codes = replace(asked, model=replace(asked.model, dtype="gguf"))
     kept, other = (build.kv_identity(c, loaded, None, CACHES.layouts[0]) for c in (asked, codes))
     assert {name for name in kept if kept[name] != other[name]} == {"weights kept as"}
@@ -148,7 +156,7 @@ def test_a_built_engine_produces_tokens(folder, dtype):
     info = built.info
     assert info["dtype"] == dtype
     assert info["weight_bytes"] == (
-        sum(w.numel() for _, w in load.families.dummy_tensors(LLAMA, 0))
+        sum(w.numel() for _, w in weights.families.dummy_tensors(LLAMA, 0))
         * (4 if dtype == "float32" else 2))
     assert info["hbm_pages"] * info["page_bytes"] == info["hbm_bytes"] <= 1 << 20
     assert all(isinstance(v, str | int | float | bool) for v in info.values())
@@ -200,46 +208,46 @@ def test_a_stage_of_a_gguf_file_needs_memory_for_its_own_codes(tmp_path, monkeyp
     file = gguf_checkpoint(tmp_path / "tiny.gguf")
     asked = Config(model=ModelConfig(dtype="gguf", model=file), device=DeviceConfig(device="cpu", threads=1))
     stage = split([4, 2])[1]
-    need = load.weight_bytes(load.headers(asked, locate(file)), torch.float32, stage)
+    need = weights.weight_bytes(weights.headers(asked, locate(file)), torch.float32, stage)
     free = [need]
-    monkeypatch.setattr(load.machine, "probe", lambda: SimpleNamespace(memory_available=free[0]))
+    monkeypatch.setattr(weights.machine, "probe", lambda: SimpleNamespace(memory_available=free[0]))
     lines: list[str] = []
-    loaded = load.load(asked, stage, lines.append)
+    loaded = weights.load(asked, stage, lines.append)
     assert loaded.bytes == need < Path(file).stat().st_size
     free[0] -= 1
     with pytest.raises(ConfigError, match=r"its weights take .* as codes and .*: take a smaller model$"):
-        load.load(asked, stage, lines.append)
+        weights.load(asked, stage, lines.append)
 
 
 def test_how_far_the_weights_are_is_told(folder, monkeypatch):
-    monkeypatch.setattr(load, "PROGRESS_S", 0.0)
+    monkeypatch.setattr(weights, "PROGRESS_S", 0.0)
     lines: list[str] = []
-    load.load(dummy(folder), None, lines.append)
+    weights.load(dummy(folder), None, lines.append)
     told = [line for line in lines if line.startswith("model: ") and " after " in line]
-    assert len(told) == len(list(load.families.tensor_shapes(LLAMA)))
+    assert len(told) == len(list(weights.families.tensor_shapes(LLAMA)))
     assert any(line.endswith("of weights to load") for line in lines)
 
 
 def test_the_largest_weight_needs_room_twice_while_it_is_loaded(folder, monkeypatch):
     """Or a model of a few layers with a large vocabulary is killed while it loads."""
-    sizes = [math.prod(shape) for _, shape in load.families.tensor_shapes(LLAMA)]
+    sizes = [math.prod(shape) for _, shape in weights.families.tensor_shapes(LLAMA)]
     half = dummy(folder, model=ModelConfig(model=str(folder), load_format="dummy", dtype="bfloat16"))
-    need, here = 2 * sum(sizes) + 4 * max(sizes), load.machine.probe()
-    monkeypatch.setattr(load.machine, "probe", lambda: replace(here, memory_available=need))
-    assert load.load(half, None, str).bytes == 2 * sum(sizes)
-    monkeypatch.setattr(load.machine, "probe", lambda: replace(here, memory_available=need - 1))
+    need, here = 2 * sum(sizes) + 4 * max(sizes), weights.machine.probe()
+    monkeypatch.setattr(weights.machine, "probe", lambda: replace(here, memory_available=need))
+    assert weights.load(half, None, str).bytes == 2 * sum(sizes)
+    monkeypatch.setattr(weights.machine, "probe", lambda: replace(here, memory_available=need - 1))
     with pytest.raises(ConfigError, match=r"its weights take .* more while they are loaded, and .* are free"):
-        load.load(half, None, str)
+        weights.load(half, None, str)
 
 
 def test_a_model_whose_logits_are_not_finite_never_becomes_ready(folder, monkeypatch):
-    real = load.families.dummy_tensors
+    real = weights.families.dummy_tensors
 
     def damaged(config, seed, wants, **how):
         for name, tensor in real(config, seed, wants, **how):
             yield name, tensor * torch.inf if name.endswith("1.mlp.down_proj.weight") else tensor
 
-    monkeypatch.setattr(load.families, "dummy_tensors", damaged)
+    monkeypatch.setattr(weights.families, "dummy_tensors", damaged)
     with pytest.raises(ConfigError, match="logits are not finite"):
         build_engine(dummy(folder), str)
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from penstock.config.errors import ConfigError
-from penstock.model import checkpoint
-from penstock.model.checkpoint import open_checkpoint
-from penstock.model.locate import locate
+from penstock.config.base.errors import ConfigError
+from penstock.model.weights import checkpoint
+from penstock.model.weights.checkpoint import open_checkpoint
+from penstock.model.weights.locate import locate
 
 CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "quantization_config": {
     "quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [4, 8]}}

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.config.params import SamplingParams
+from penstock.config.request.params import SamplingParams
 from penstock.core.plan import (
     Aborted,
     DramPage,

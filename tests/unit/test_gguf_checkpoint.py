@@ -12,11 +12,11 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 
-from penstock.config.errors import ConfigError
-from penstock.model import checkpoint
-from penstock.model.checkpoint import open_checkpoint
-from penstock.model.gguf_file import BLOCKS, read_gguf_header
-from penstock.model.locate import locate
+from penstock.config.base.errors import ConfigError
+from penstock.model.weights import checkpoint
+from penstock.model.weights.checkpoint import open_checkpoint
+from penstock.model.weights.gguf_file import BLOCKS, read_gguf_header
+from penstock.model.weights.locate import locate
 
 HIDDEN, HEADS, KV_HEADS, FFN, VOCAB, EXPERTS = 32, 4, 2, 64, 11, 3
 HEAD_DIM = HIDDEN // HEADS

@@ -10,11 +10,11 @@ import torch
 from dense_attend import Dense
 from gguf import GGMLQuantizationType as Type
 
-from penstock.config.cli import from_options
-from penstock.config.errors import ConfigError
-from penstock.config.tree import Config
-from penstock.exec import load
-from penstock.kernels import native
+from penstock.config.base.errors import ConfigError
+from penstock.config.settings.cli import from_options
+from penstock.config.settings.tree import Config
+from penstock.exec.load import weights
+from penstock.kernels.c import build as native
 from penstock.model.base import Model
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, WIDTH, VOCAB, EXPERTS = 256, 4, 2, 64, 256, 40, 3
@@ -85,7 +85,7 @@ def compiler() -> None:
 @pytest.mark.parametrize("architecture, types, floats", [("llama", DENSE, True), ("qwen3moe", MOE, False)])
 def test_a_mixed_file_gives_the_same_logits(tmp_path, compiler, architecture, types, floats):
     path, lines = written(tmp_path / "m.gguf", architecture, types), []
-    packed, exact = (load.load(config(path, dtype), None, lines.append) for dtype in ("gguf", "float32"))
+    packed, exact = (weights.load(config(path, dtype), None, lines.append) for dtype in ("gguf", "float32"))
     got, want = logits_of(packed.model), logits_of(exact.model)
     assert want.std() > 1e-3 and (got - want).abs().max() < 2e-3 * want.abs().max()
     assert exact.bytes > 2 * packed.bytes
@@ -98,21 +98,21 @@ def test_a_file_of_other_blocks_is_refused(tmp_path):
     types = {name: ("Q3_K", rows) for name, (_, rows) in DENSE.items()}
     path = written(tmp_path / "m.gguf", "llama", types)
     with pytest.raises(ConfigError, match=r"m has no weights of Q4_0, .* only of F32, Q3_K: leave"):
-        load.load(config(path, "gguf"), None, lambda _: None)
+        weights.load(config(path, "gguf"), None, lambda _: None)
 
 
 def test_without_a_compiler_it_is_refused_and_doctor_says_so(tmp_path, monkeypatch):
-    from penstock.serve import doctor
+    from penstock.serve.cli import doctor
 
     path = written(tmp_path / "m.gguf", "llama", DENSE)
     monkeypatch.setattr(native.shutil, "which", lambda name: None)
     monkeypatch.setattr(native, "_loaded", {})
     asked = config(path, "gguf")
     with pytest.raises(ConfigError, match=r"--dtype gguf: no C compiler .*: use --dtype float32"):
-        load.load(asked, None, lambda _: None)
-    found = list(doctor.examine(asked, load.machine.probe()))
+        weights.load(asked, None, lambda _: None)
+    found = list(doctor.examine(asked, weights.machine.probe()))
     assert [finding.text for finding in found if not finding.ok] == [
         "--dtype gguf: no C compiler (cc, gcc, clang): use --dtype float32"]
-    [weights] = [finding.text for finding in found if finding.name == "weights"]
-    assert "Q3_K" in weights.split(":")[0] and "Q3_K" not in weights.split(";")[1]
-    assert all(block in weights.split(";")[1] for block in ("Q4_1", "Q4_K", "Q5_0", "Q6_K", "Q8_0"))
+    [told] = [finding.text for finding in found if finding.name == "weights"]
+    assert "Q3_K" in told.split(":")[0] and "Q3_K" not in told.split(";")[1]
+    assert all(block in told.split(";")[1] for block in ("Q4_1", "Q4_K", "Q5_0", "Q6_K", "Q8_0"))

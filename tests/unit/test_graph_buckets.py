@@ -1,7 +1,7 @@
 """Batch sizes that decode steps are captured for."""
 from __future__ import annotations
 
-from penstock.exec.graphs import buckets_of
+from penstock.exec.graphs.capture import buckets_of
 
 
 def test_buckets_end_with_all_rows_and_waste_little():

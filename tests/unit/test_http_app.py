@@ -6,14 +6,14 @@ import asyncio
 import httpx
 import pytest
 
-from penstock.config.tree import ServerConfig
-from penstock.serve import http_app
-from penstock.serve.client import EngineClosed
-from penstock.serve.http_app import ADMIN_PATHS, Health, PeerView, build_app
-from penstock.serve.limits import Keys
+from penstock.config.settings.tree import ServerConfig
+from penstock.serve.client.client import EngineClosed
+from penstock.serve.http import app as http_app
+from penstock.serve.http.app import ADMIN_PATHS, Health, PeerView, build_app
+from penstock.serve.http.completions import OpenAI, as_api_error
+from penstock.serve.http.limits import Keys
 from penstock.serve.metrics import Metrics
-from penstock.serve.openai_api import OpenAI, as_api_error
-from penstock.serve.text import Text
+from penstock.serve.text.model_text import Text
 from penstock.serve.wire import Ready
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.kernels import native, registry
+from penstock.kernels import registry
+from penstock.kernels.c import build as native
 from penstock.kernels.platform import KernelError, Platform, Unusable
 
 needs_compiler = pytest.mark.skipif(

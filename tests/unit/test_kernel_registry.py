@@ -8,8 +8,9 @@ import weakref
 import pytest
 import torch
 
-from penstock.config.platform import limit_libraries
-from penstock.kernels import linear, registry
+from penstock.config.base.machine import limit_libraries
+from penstock.kernels import registry
+from penstock.kernels.gemm import linear
 from penstock.kernels.platform import (
     Implementation,
     KernelError,

@@ -10,10 +10,10 @@ import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.config.errors import ConfigError
-from penstock.config.tree import ServerConfig
-from penstock.serve import limits
-from penstock.serve.limits import (
+from penstock.config.base.errors import ConfigError
+from penstock.config.settings.tree import ServerConfig
+from penstock.serve.http import limits
+from penstock.serve.http.limits import (
     BodyTooLarge,
     BodyTooSlow,
     Disconnected,

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from penstock.config.errors import ConfigError
-from penstock.config.paths import cache_dir, hub_cache_dir
-from penstock.model.locate import INDEX, locate
+from penstock.config.base.errors import ConfigError
+from penstock.config.base.paths import cache_dir, hub_cache_dir
+from penstock.model.weights.locate import INDEX, locate
 
 CONFIG = {"model_type": "llama", "vocab_size": 8}
 GGUF = b"GGUF" + struct.pack("<IQQ", 3, 0, 0)
@@ -199,7 +199,7 @@ def test_cache_folders_follow_the_environment(monkeypatch: pytest.MonkeyPatch, t
     assert cache_dir() == Path("/home/someone/own")
 
 
-@pytest.mark.parametrize("module", ["penstock.model.locate", "penstock.serve.tokenizer"])
+@pytest.mark.parametrize("module", ["penstock.model.weights.locate", "penstock.serve.text.tokenizer"])
 def test_locating_imports_neither_torch_nor_numpy(module: str) -> None:
     code = (f"import sys, {module};"
             "sys.exit(', '.join({'torch', 'numpy', 'gguf'} & set(sys.modules)) or 0)")

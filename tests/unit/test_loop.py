@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config.params import SamplingParams
-from penstock.config.selection import Selection, attention_identity, indexer_selection
+from penstock.config.request.params import SamplingParams
+from penstock.config.request.selection import Selection, attention_identity, indexer_selection
 from penstock.core.plan import Aborted, Arrived, Entered, Flushed, Started, Stopped
 from penstock.serve import wire
-from penstock.serve.loop import EngineLoop
-from penstock.serve.record import EventLog
+from penstock.serve.engine.loop import EngineLoop
+from penstock.serve.engine.record import EventLog
 
 _spec = importlib.util.spec_from_file_location(
     "engine_fake", Path(__file__).with_name("engine_fake.py"))

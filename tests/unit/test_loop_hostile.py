@@ -8,12 +8,12 @@ from pathlib import Path
 
 import msgspec
 
-from penstock.config.params import SamplingParams
+from penstock.config.request.params import SamplingParams
 from penstock.core.core import Core
 from penstock.core.plan import Retired
 from penstock.core.settings import CoreConfig
 from penstock.serve import wire
-from penstock.serve.loop import EngineLoop
+from penstock.serve.engine.loop import EngineLoop
 
 _spec = importlib.util.spec_from_file_location(
     "engine_fake", Path(__file__).with_name("engine_fake.py"))

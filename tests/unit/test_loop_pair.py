@@ -8,12 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.config.params import SamplingParams
+from penstock.config.request.params import SamplingParams
 from penstock.core.pair.messages import Drained, End, Reason, Refused
 from penstock.core.plan import Aborted, Advance, Entered, Finished, Outcome, PeerLeft
-from penstock.serve import engine_main, wire
-from penstock.serve.loop import CROWDED, FAILS, LATE, REFUSES, EngineLoop
-from penstock.serve.peer import Peer
+from penstock.serve import wire
+from penstock.serve.engine import main as engine_main
+from penstock.serve.engine.loop import CROWDED, FAILS, LATE, REFUSES, EngineLoop
+from penstock.serve.engine.peer import Peer
 from penstock.transfer.events import Down, Heard, Unpaired, Up
 from penstock.transfer.facts import Facts
 

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.config.params import SamplingParams
-from penstock.config.selection import Selection, selection_of
-from penstock.config.tree import KVConfig
-from penstock.serve.generate import Ended, Generation
+from penstock.config.request.params import SamplingParams
+from penstock.config.request.selection import Selection, selection_of
+from penstock.config.settings.tree import KVConfig
+from penstock.serve.client.generate import Ended, Generation
 from penstock.serve.metrics import PREFIX, Metrics, parse_name, published
 from penstock.serve.wire import Chunk, Ready
 

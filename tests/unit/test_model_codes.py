@@ -7,10 +7,10 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from penstock.kernels import layer
-from penstock.model.codes import PACKED, Codes, codes_bytes, codes_of, joined
-from penstock.model.gguf_file import BLOCKS
-from penstock.model.slots import Slots
+from penstock.kernels.fused import layer
+from penstock.model.weights.codes import PACKED, Codes, codes_bytes, codes_of, joined
+from penstock.model.weights.gguf_file import BLOCKS
+from penstock.model.weights.slots import Slots
 
 HALVES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0],
           "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}

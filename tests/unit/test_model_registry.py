@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from penstock.config.errors import ConfigError
+from penstock.config.base.errors import ConfigError
 from penstock.model import registry
 from penstock.model.transformer import Transformer
 

@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from dense_attend import Dense
 from safetensors.torch import save_file
 
-from penstock.config.errors import ConfigError
-from penstock.model import checkpoint, registry
+from penstock.config.base.errors import ConfigError
+from penstock.model import registry
 from penstock.model.base import Boundary, GlobalLayer, Stage
-from penstock.model.checkpoint import open_checkpoint
-from penstock.model.locate import locate
+from penstock.model.weights import checkpoint
+from penstock.model.weights.checkpoint import open_checkpoint
+from penstock.model.weights.locate import locate
 
 LAYERS, HIDDEN, VOCAB = 4, 16, 40
 LLAMA: dict[str, Any] = {

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatBase
 from openai.types.completion_create_params import CompletionCreateParamsBase as TextBase
 
-from penstock.config.errors import RequestError
-from penstock.config.params import SamplingParams
-from penstock.config.selection import Selection
-from penstock.serve.client import checked_limits
-from penstock.serve.generate import Ended, Piece, Usage
-from penstock.serve.openai_api import as_api_error
-from penstock.serve.openai_format import ChatFormat, TextFormat, Whole, encode, event, usage_json
-from penstock.serve.openai_types import (
+from penstock.config.base.errors import RequestError
+from penstock.config.request.params import SamplingParams
+from penstock.config.request.selection import Selection
+from penstock.serve.client.client import checked_limits
+from penstock.serve.client.generate import Ended, Piece, Usage
+from penstock.serve.http.completions import as_api_error
+from penstock.serve.http.format import ChatFormat, TextFormat, Whole, encode, event, usage_json
+from penstock.serve.http.types import (
     NEUTRAL,
     ChatRequest,
     CompletionRequest,

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.config.cli import from_options
-from penstock.config.tree import Config
-from penstock.serve import pair_here
-from penstock.serve.client import EngineDied
+from penstock.config.settings.cli import from_options
+from penstock.config.settings.tree import Config
+from penstock.serve.client.client import EngineDied
+from penstock.serve.http import local_pair as pair_here
 
 STILL_S = 0.2                           # much longer than it takes to start another one of these
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config.cli import from_options
-from penstock.config.errors import ConfigError
-from penstock.exec import build
-from penstock.serve import engine_main
-from penstock.serve.record import EventLog
+from penstock.config.base.errors import ConfigError
+from penstock.config.settings.cli import from_options
+from penstock.exec.start import build
+from penstock.serve.engine import main as engine_main
+from penstock.serve.engine.record import EventLog
 from penstock.transfer.streams import LinkSettings
 
 

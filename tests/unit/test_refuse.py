@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.config.cli import from_options
-from penstock.config.platform import Machine
-from penstock.config.refuse import REFUSED, is_public, refusals
-from penstock.config.resolve import resolve
-from penstock.config.tree import Config
+from penstock.config.base.machine import Machine
+from penstock.config.settings.cli import from_options
+from penstock.config.settings.refuse import REFUSED, is_public, refusals
+from penstock.config.settings.resolve import resolve
+from penstock.config.settings.tree import Config
 
 MACHINE = Machine(system="Linux", machine="x86_64", python="3.11", cpu="test", features=(),
                    cores=2, memory_total=8 << 30, memory_available=4 << 30)

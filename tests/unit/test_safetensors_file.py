@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from penstock.config.errors import ConfigError
-from penstock.model.checkpoint import open_checkpoint
-from penstock.model.locate import INDEX, locate
-from penstock.model.safetensors_file import read_safetensors_header
+from penstock.config.base.errors import ConfigError
+from penstock.model.weights.checkpoint import open_checkpoint
+from penstock.model.weights.locate import INDEX, locate
+from penstock.model.weights.safetensors_file import read_safetensors_header
 
 CONFIG = {"model_type": "llama", "vocab_size": 8, "eos_token_id": 7}
 W = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
@@ -52,7 +52,7 @@ def test_tensors_equal_the_library(tmp_path: Path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_tensors_reach_a_device_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through halves that hold a part of a tensor, which are filled again while copies may still run."""
-    monkeypatch.setattr("penstock.model.checkpoint._STAGED_BYTES", 4096)
+    monkeypatch.setattr("penstock.model.weights.checkpoint._STAGED_BYTES", 4096)
     wanted = {"scalar": torch.tensor(1.5), "many": torch.randn(300, 1001), "half": torch.randn(4096).half()}
     for name, tensor in open_checkpoint(locate(str(model(tmp_path, model=wanted)))).tensors(device="cuda"):
         assert tensor.device.type == "cuda" and tensor.cpu().equal(wanted[name]), name

@@ -7,10 +7,10 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from penstock.config.errors import RequestError
-from penstock.config.params import SamplingParams
-from penstock.exec import filters, hashing
-from penstock.exec.sampling import Sampler
+from penstock.config.base.errors import RequestError
+from penstock.config.request.params import SamplingParams
+from penstock.exec.sampling import filters, uniform
+from penstock.exec.sampling.sampler import Sampler
 
 V = 40
 
@@ -90,8 +90,8 @@ def test_draw_is_the_inverse_cdf_and_never_hits_weight_zero():
 
 
 def test_uniforms_are_uniform_and_independent_of_each_other():
-    keys = [hashing.stream(seed, choice) for seed in range(-20, 20) for choice in range(5)]
-    us = torch.tensor([[hashing.uniform(k, i) for i in range(100)] for k in keys],
+    keys = [uniform.stream(seed, choice) for seed in range(-20, 20) for choice in range(5)]
+    us = torch.tensor([[uniform.uniform(k, i) for i in range(100)] for k in keys],
                       dtype=torch.float64)
     assert len(set(us.flatten().tolist())) == us.numel()
     assert abs(us.mean() - 0.5) < 0.01

@@ -9,13 +9,13 @@ import torch
 from plain_attention import causal
 from safetensors.torch import save_file
 
-from penstock.kernels import experts, linear, scaled_linear
+from penstock.kernels.gemm import experts, linear, scaled_linear
 from penstock.kernels.platform import KernelError
-from penstock.kernels.scaled import E4M3, Scaled, joined, quantised
+from penstock.kernels.types.scaled import E4M3, Scaled, joined, quantised
 from penstock.model import registry
-from penstock.model.checkpoint import open_checkpoint
-from penstock.model.fp8 import Blocks, quantises
-from penstock.model.locate import locate
+from penstock.model.weights.checkpoint import open_checkpoint
+from penstock.model.weights.fp8 import Blocks, quantises
+from penstock.model.weights.locate import locate
 
 MOE = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 61, "hidden_size": 48,

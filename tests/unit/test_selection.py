@@ -6,16 +6,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.kernels.attention.paged_attention import AttentionSpec
 from penstock.kernels.cases import cases_of
-from penstock.kernels.paged_attention import AttentionSpec
+from penstock.kernels.choose.resolve.cases import empty
+from penstock.kernels.choose.select import SelectRule
+from penstock.kernels.choose.select.cases import make
+from penstock.kernels.choose.select.reference import least_and_most, scores
+from penstock.kernels.kv.store import StoreAt
 from penstock.kernels.platform import Unusable, probe
-from penstock.kernels.ragged import Ragged
 from penstock.kernels.registry import OPS
-from penstock.kernels.resolve.cases import empty
-from penstock.kernels.select import SelectRule
-from penstock.kernels.select.cases import make
-from penstock.kernels.select.reference import least_and_most, scores
-from penstock.kernels.store import StoreAt
+from penstock.kernels.types.ragged import Ragged
 
 RULE = SelectRule(unit=4, sink=6, window=13)
 BACKENDS = ("reference", "native")

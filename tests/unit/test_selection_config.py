@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.config.errors import RequestError
-from penstock.config.params import SamplingParams
-from penstock.config.selection import Selection, attention_identity, indexer_selection, selection_of
-from penstock.config.tree import KVConfig
-from penstock.kernels.select import SelectRule
+from penstock.config.base.errors import RequestError
+from penstock.config.request.params import SamplingParams
+from penstock.config.request.selection import Selection, attention_identity, indexer_selection, selection_of
+from penstock.config.settings.tree import KVConfig
+from penstock.kernels.choose.select import SelectRule
 
 ONE = Selection(selector="bounds", version=1, unit=8, budget=512, sinks=16, window=64, dense=(0, 3))
 
@@ -28,7 +28,7 @@ def test_whatever_changes_what_is_computed_changes_the_identity():
 
 
 def test_another_process_has_the_same():
-    code = ("from penstock.config.selection import *; print(attention_identity(Selection("
+    code = ("from penstock.config.request.selection import *; print(attention_identity(Selection("
             "selector='bounds', version=1, unit=8, budget=512, sinks=16, window=64, dense=(0, 3))))")
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(said.stdout) == attention_identity(ONE)

@@ -8,7 +8,7 @@ import torch
 
 from penstock.core.plan import Group, Move, MoveId, StepId, Tier
 from penstock.core.settings import CoreConfig
-from penstock.exec.caches import caches_of
+from penstock.exec.load.layout import caches_of
 from penstock.memory.lateness import Promptly
 from penstock.memory.mover import Mover
 from penstock.memory.pool import PageLayout

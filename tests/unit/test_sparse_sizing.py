@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from penstock.config.errors import ConfigError
-from penstock.config.selection import selection_of
-from penstock.config.tree import Config, DeviceConfig, KVConfig, ModelConfig, ScheduleConfig
+from penstock.config.base.errors import ConfigError
+from penstock.config.request.selection import selection_of
+from penstock.config.settings.tree import Config, DeviceConfig, KVConfig, ModelConfig, ScheduleConfig
 from penstock.core.lifecycle import Place
 from penstock.core.plan import Arrived, RequestId
 from penstock.core.policy.capacity import fits, largest, needs
-from penstock.exec.caches import caches_of
-from penstock.exec.sizing import WORKSPACE_BYTES, DeviceMemory, Sizes, groups_of, size_pools, table_bytes
+from penstock.exec.load.layout import caches_of
+from penstock.exec.load.sizing import WORKSPACE_BYTES, DeviceMemory, Sizes, groups_of, size_pools, table_bytes
 from penstock.memory.hot import HotBuffers
 from penstock.model.base import CacheShape, GlobalLayer, LocalLayer, Stage
 

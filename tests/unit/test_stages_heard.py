@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from penstock.core.plan import RequestId, StepId
-from penstock.exec.stages import MOST_AWAITED, Heard
+from penstock.exec.step.links import MOST_AWAITED, Heard
 
 
 class Source:

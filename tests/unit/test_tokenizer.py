@@ -14,11 +14,11 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 from tokenizers.decoders import DecodeStream
 
-from penstock.config.errors import ConfigError, RequestError
-from penstock.model.files import show
-from penstock.model.locate import ModelFiles, locate
-from penstock.serve.gguf_tokenizer import tokenizer_of_gguf
-from penstock.serve.tokenizer import Tokenizer, open_tokenizer
+from penstock.config.base.errors import ConfigError, RequestError
+from penstock.model.weights.files import show
+from penstock.model.weights.locate import ModelFiles, locate
+from penstock.serve.text.gguf_tokenizer import tokenizer_of_gguf
+from penstock.serve.text.tokenizer import Tokenizer, open_tokenizer
 
 RECORDED = Path(__file__).parents[1] / "data" / "smollm2_ids.jsonl"
 TEXTS = [json.loads(line)["text"] for line in RECORDED.read_text().splitlines()]

@@ -8,8 +8,8 @@ import random
 import msgspec
 import pytest
 
-from penstock.config.decoding import ProtocolError
-from penstock.config.params import SamplingParams
+from penstock.config.base.decoding import ProtocolError
+from penstock.config.request.params import SamplingParams
 from penstock.core.pair.messages import Cancel, Drained, End, Grant, Reason, Refused
 from penstock.transfer import codec
 from penstock.transfer.codec import FrameReader, PageFrame, PageHead, Sealer, checksum, connection_keys

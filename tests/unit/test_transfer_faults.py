@@ -12,7 +12,7 @@ import torch
 from pair_ends import BOUNDS, KV, LinkEnd, Pools, check, grant, push, transfer_all
 from pair_proxy import Fault, Proxy
 
-from penstock.config.decoding import ProtocolError
+from penstock.config.base.decoding import ProtocolError
 from penstock.core.pair.messages import Drained, Grant, Refused
 from penstock.core.pair.messages import End as Over
 from penstock.core.plan import DramPage, Move, MoveId, StepId, Tier

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from penstock.config.decoding import ProtocolError
+from penstock.config.base.decoding import ProtocolError
 from penstock.core.plan import Group, Tier
 from penstock.memory.dram import DramPool
 from penstock.memory.pool import PageLayout

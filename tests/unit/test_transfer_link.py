@@ -14,8 +14,8 @@ from msgspec.structs import replace as alike
 from pair_ends import BOUNDS, KEY, KV, WAIT_S, LinkEnd, check, grant, pages_for, push, transfer_all
 from pair_proxy import Fault, Proxy
 
-from penstock.config.errors import ConfigError
-from penstock.config.params import SamplingParams
+from penstock.config.base.errors import ConfigError
+from penstock.config.request.params import SamplingParams
 from penstock.core.pair.messages import Cancel, Drained, Reason, Refused
 from penstock.core.pair.messages import End as Over
 from penstock.core.plan import Tier

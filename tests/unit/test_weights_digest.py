@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from penstock.model import checkpoint
-from penstock.model.locate import ModelFiles
-from penstock.model.safetensors_file import read_safetensors_header
+from penstock.model.weights import checkpoint
+from penstock.model.weights.locate import ModelFiles
+from penstock.model.weights.safetensors_file import read_safetensors_header
 
 TENSORS = 24
 

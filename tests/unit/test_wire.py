@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from penstock.config.params import SamplingParams
-from penstock.config.selection import Selection
+from penstock.config.request.params import SamplingParams
+from penstock.config.request.selection import Selection
 from penstock.serve import wire
 
 TO_ENGINE = [

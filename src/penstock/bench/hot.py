@@ -10,10 +10,10 @@ from argparse import Namespace
 from dataclasses import replace
 
 from penstock.bench.report import optional, plot_line, table, write_json
-from penstock.config.errors import ConfigError
-from penstock.config.params import SamplingParams
-from penstock.config.tree import Config
-from penstock.serve.llm import AsyncLLM
+from penstock.config.base.errors import ConfigError
+from penstock.config.request.params import SamplingParams
+from penstock.config.settings.tree import Config
+from penstock.serve.client.llm import AsyncLLM
 
 SIZES = (1.0, 1.5, 2.0, 3.0, 4.0)      # hot buffers, times the budget; each and one page
 

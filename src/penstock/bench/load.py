@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.bench.report import optional, percentile, plot_percentiles, table, write_json
-from penstock.config.errors import ConfigError
+from penstock.config.base.errors import ConfigError
 
 
 @dataclass(slots=True)

@@ -5,8 +5,8 @@ import argparse
 import asyncio
 
 from penstock.bench.report import check_output
-from penstock.config.errors import ConfigError
-from penstock.config.tree import Config
+from penstock.config.base.errors import ConfigError
+from penstock.config.settings.tree import Config
 
 # name: (default, help). None of the others' flags is accepted and ignored.
 OFFLINE = {"against": (None, "measure transformers' generate in turns with penstock"),

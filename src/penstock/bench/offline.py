@@ -14,9 +14,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from penstock.bench.report import Spread, optional, plot_bars, table, write_json
-from penstock.config.params import SamplingParams
-from penstock.config.tree import Config
-from penstock.serve.llm import AsyncLLM
+from penstock.config.request.params import SamplingParams
+from penstock.config.settings.tree import Config
+from penstock.serve.client.llm import AsyncLLM
 
 PROMPT = 64                      # tokens before a measured decode
 STREAMS = 8

@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from penstock.config.errors import ConfigError
+from penstock.config.base.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 import time
 
 from penstock.bench.report import optional
-from penstock.config.tree import Config
+from penstock.config.settings.tree import Config
 
 
 class Transformers:
@@ -16,8 +16,8 @@ class Transformers:
         transformers = optional("transformers")
         import torch
 
-        from penstock.model.checkpoint import open_checkpoint
-        from penstock.model.locate import locate
+        from penstock.model.weights.checkpoint import open_checkpoint
+        from penstock.model.weights.locate import locate
         torch.set_num_threads(config.device.threads or torch.get_num_threads())
         dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
         checkpoint = open_checkpoint(locate(config.model.model))

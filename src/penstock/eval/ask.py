@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from penstock.bench.report import optional
-from penstock.config.errors import ConfigError
-from penstock.config.params import SamplingParams
+from penstock.config.base.errors import ConfigError
+from penstock.config.request.params import SamplingParams
 from penstock.eval.tasks import Question
-from penstock.serve.llm import AsyncLLM
-from penstock.serve.outputs import Logprob
+from penstock.serve.client.llm import AsyncLLM
+from penstock.serve.client.outputs import Logprob
 
 _Asked = TypeVar("_Asked")
 _Answer = TypeVar("_Answer")

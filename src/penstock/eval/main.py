@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from penstock.bench.report import check_output, table, write_json
-from penstock.config.errors import ConfigError, RequestError
-from penstock.config.tree import Config
+from penstock.config.base.errors import ConfigError, RequestError
+from penstock.config.settings.tree import Config
 from penstock.eval import tasks
 from penstock.eval.ask import Asker, Library, Server, all_of
 from penstock.eval.tasks import Interview, Question, Size
-from penstock.serve.client import EngineDied
-from penstock.serve.llm import AsyncLLM
+from penstock.serve.client.client import EngineDied
+from penstock.serve.client.llm import AsyncLLM
 
 TASKS = ("recall", "tracking", "sum", "copying", "needles", "text", "gsm8k")
 OWN_WORDS = ("sum", "copying")              # tasks that only the recall model understands

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.config.errors import ConfigError
+from penstock.config.base.errors import ConfigError
 from penstock.eval import words
 
 ADJECTIVES = ("amber ancient bright calm clever crimson distant early eager faint gentle golden happy hidden "

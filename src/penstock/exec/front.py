@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from penstock.config.params import SamplingParams
+from penstock.config.request.params import SamplingParams
 from penstock.core.plan import (
     Aborted,
     Event,
@@ -22,7 +22,7 @@ from penstock.core.plan import (
     StepPlan,
 )
 from penstock.exec.rank import Report, Stepped
-from penstock.exec.sampling import Logprobs
+from penstock.exec.sampling.sampler import Logprobs
 
 log = logging.getLogger(__name__)
 

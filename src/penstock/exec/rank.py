@@ -19,18 +19,18 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from penstock.config.params import SamplingParams
+from penstock.config.request.params import SamplingParams
 from penstock.core.plan import Bind, Moved, RequestId, StepId, StepPlan
-from penstock.exec.attend import Arriving, Attending, Grouped, LatentOps, attending
-from penstock.exec.draws import Draws
-from penstock.exec.graphs import DecodeGraphs, GroupedDecodes
-from penstock.exec.indexed import Indexed
-from penstock.exec.lower import Lowered, RowTables
-from penstock.exec.sampling import Logprobs, Sampler, Sampling
-from penstock.exec.selecting import Selecting, Selector, Selects
-from penstock.exec.stages import Heard, Links
-from penstock.kernels.paged_attention import Planner
-from penstock.kernels.ragged import on_device
+from penstock.exec.graphs.capture import DecodeGraphs, GroupedDecodes
+from penstock.exec.sampling.on_device import Draws
+from penstock.exec.sampling.sampler import Logprobs, Sampler, Sampling
+from penstock.exec.sparse.bounds import Selecting, Selector, Selects
+from penstock.exec.sparse.indexer import Indexed
+from penstock.exec.step.attend import Arriving, Attending, Grouped, LatentOps, attending
+from penstock.exec.step.links import Heard, Links
+from penstock.exec.step.tables import Lowered, RowTables
+from penstock.kernels.attention.paged_attention import Planner
+from penstock.kernels.types.ragged import on_device
 from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
 from penstock.memory.lateness import Lateness

@@ -112,4 +112,6 @@ def workloads_of(op: Op[Any]) -> list[Workload]:
 
 
 def _module(op: Op[Any]) -> Any:
-    return importlib.import_module(f"penstock.kernels.{op.name}.cases")
+    """`cases` beside the op's reference."""
+    folder = op.get("reference").run.__module__.rpartition(".")[0]
+    return importlib.import_module(f"{folder}.cases")

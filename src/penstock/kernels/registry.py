@@ -8,22 +8,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.kernels import (
+from penstock.kernels.attention import (
     chunk_attention,
-    experts,
-    gather,
-    index_select,
     latent_attention,
-    layer,
-    linear,
     merge,
     paged_attention,
-    resolve,
-    scaled_linear,
     sparse_attention,
-    store,
 )
-from penstock.kernels import select as unit_select
+from penstock.kernels.choose import index_select, resolve
+from penstock.kernels.choose import select as unit_select
+from penstock.kernels.fused import layer
+from penstock.kernels.gemm import experts, linear, scaled_linear
+from penstock.kernels.kv import gather, store
 from penstock.kernels.platform import KernelError, Op, Platform, Unusable
 
 OPS: dict[str, Op[Any]] = {op.name: op for op in (

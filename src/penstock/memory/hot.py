@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from penstock.kernels.hot import HotLayer
+from penstock.kernels.types.hot import HotLayer
 
 
 class HotBuffers:

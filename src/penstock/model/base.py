@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, NewType, Protocol, TypeAlias, runtime_checka
 
 from torch import Tensor
 
-from penstock.kernels.paged_attention.native import Paged
-from penstock.model.codes import Packed
-from penstock.model.fp8 import Blocks
+from penstock.kernels.attention.paged_attention.native import Paged
+from penstock.model.weights.codes import Packed
+from penstock.model.weights.fp8 import Blocks
 
 GlobalLayer = NewType("GlobalLayer", int)      # counted over the whole model, as in tensor names
 LocalLayer = NewType("LocalLayer", int)        # counted from the first layer of a stage, as in pools

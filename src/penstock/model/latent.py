@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.model.base import Attend, AttentionShape, CacheShape, GlobalLayer, LocalLayer, Stage
-from penstock.model.slots import Slots
+from penstock.model.weights.slots import Slots
 
 # Of the norms inside of attention: fixed in the family's code, whatever rms_norm_eps says.
 INNER_EPS = 1e-6

@@ -12,9 +12,9 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor
 
-from penstock.kernels.layer import LayerWeights
+from penstock.kernels.fused.layer import LayerWeights
 from penstock.model.base import Attend, AttentionShape, CacheShape, GlobalLayer, LocalLayer, Stage
-from penstock.model.slots import Slots
+from penstock.model.weights.slots import Slots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

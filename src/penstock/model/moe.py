@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.experts import ExpertOps, Rule
-from penstock.kernels.experts.reference import route
+from penstock.kernels.gemm.experts import ExpertOps, Rule
+from penstock.kernels.gemm.experts.reference import route
 from penstock.model.base import GlobalLayer
 from penstock.model.layers import GatedMLP, Mixer
-from penstock.model.slots import Slots
+from penstock.model.weights.slots import Slots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

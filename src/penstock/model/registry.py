@@ -8,22 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.config.errors import ConfigError
-from penstock.kernels import layer
-from penstock.kernels.experts import ExpertOps
-from penstock.kernels.layer import LayerOps
-from penstock.kernels.scaled import Scaled, quantised
+from penstock.config.base.errors import ConfigError
+from penstock.kernels.fused import layer
+from penstock.kernels.fused.layer import LayerOps
+from penstock.kernels.gemm.experts import ExpertOps
+from penstock.kernels.types.scaled import Scaled, quantised
 from penstock.model.base import Model, Stage, Wants, everything
-from penstock.model.codes import Packed
 from penstock.model.families.deepseek import deepseek_v32, glm_moe_dsa
 from penstock.model.families.llama import llama, mistral
 from penstock.model.families.qwen2 import qwen2
 from penstock.model.families.qwen3 import qwen3
 from penstock.model.families.qwen3_moe import qwen3_moe
-from penstock.model.fields import Fields
-from penstock.model.fp8 import Blocks
-from penstock.model.slots import LinearFactory
 from penstock.model.transformer import Spec, Transformer
+from penstock.model.weights.codes import Packed
+from penstock.model.weights.fields import Fields
+from penstock.model.weights.fp8 import Blocks
+from penstock.model.weights.slots import LinearFactory
 
 REFERENCE_OPS = layer.ops("reference")
 FAMILIES: dict[str, tuple[str, Callable[[Fields], Spec]]] = {

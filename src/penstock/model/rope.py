@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.config.errors import ConfigError
-from penstock.model.fields import NUMBER_MAX, Fields
+from penstock.config.base.errors import ConfigError
+from penstock.model.weights.fields import NUMBER_MAX, Fields
 
 FACTOR_MAX = 1e6
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.config.errors import ConfigError
-from penstock.kernels.experts import ExpertOps
-from penstock.kernels.layer import LayerOps, LayerWeights, Stack, stack
+from penstock.config.base.errors import ConfigError
+from penstock.kernels.fused.layer import LayerOps, LayerWeights, Stack, stack
+from penstock.kernels.gemm.experts import ExpertOps
 from penstock.model.base import (
     Attend,
     AttendsPaged,
@@ -24,12 +24,12 @@ from penstock.model.base import (
     LocalLayer,
     Stage,
 )
-from penstock.model.codes import Codes, Packed
 from penstock.model.latent import LatentSpec
 from penstock.model.layers import Attention, AttentionSpec, GatedMLP, Mixer, Mixes
 from penstock.model.moe import MoESpec, SparseMLP
 from penstock.model.rope import Rope
-from penstock.model.slots import LinearFactory, Slots, check_tensor
+from penstock.model.weights.codes import Codes, Packed
+from penstock.model.weights.slots import LinearFactory, Slots, check_tensor
 
 EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")

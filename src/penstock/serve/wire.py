@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import msgspec
 
-from penstock.config.decoding import ProtocolError as ProtocolError
-from penstock.config.decoding import decode
-from penstock.config.params import SamplingParams
-from penstock.config.selection import Selection
+from penstock.config.base.decoding import ProtocolError as ProtocolError
+from penstock.config.base.decoding import decode
+from penstock.config.request.params import SamplingParams
+from penstock.config.request.selection import Selection
 
 VERSION = 4
 LOADED = "engine: loaded"       # the last line that the engine prints before it sends Ready

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-from penstock.config.decoding import ProtocolError, decode
+from penstock.config.base.decoding import ProtocolError, decode
 from penstock.core.pair.messages import Cancel, Drained, End, Grant, Refused
 from penstock.transfer.layout import Piece
 from penstock.transfer.messages import Ask, Beat, First, Greeting, Said

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.config.decoding import ProtocolError
+from penstock.config.base.decoding import ProtocolError
 from penstock.transfer.codec import VERSION, FrameReader, Sealer, connection_keys
 from penstock.transfer.facts import Facts, differences
 from penstock.transfer.messages import Greeting

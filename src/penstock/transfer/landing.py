@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock.config.decoding import ProtocolError
+from penstock.config.base.decoding import ProtocolError
 from penstock.core.plan import Move, Tier
 from penstock.transfer.codec import PageFrame, checksum
 from penstock.transfer.facts import Facts, GroupFacts

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from penstock.config.decoding import ProtocolError
+from penstock.config.base.decoding import ProtocolError
 
 
 class Piece(NamedTuple):

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
-from penstock.config.errors import ConfigError
+from penstock.config.base.errors import ConfigError
 from penstock.core.plan import Move, Tier
 from penstock.transfer.events import Events, LinkEvent, Pushed, Unpaired
 from penstock.transfer.facts import Facts

@@ -9,7 +9,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from penstock.config.params import SamplingParams
+from penstock.config.request.params import SamplingParams
 from penstock.core.pair.messages import Cancel, Drained, End, Grant, Refused
 from penstock.transfer.facts import Facts
 

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
-from penstock.config.decoding import ProtocolError
+from penstock.config.base.decoding import ProtocolError
 from penstock.core.pair.messages import Drained, End, Reason
 from penstock.core.plan import Move
 from penstock.transfer.codec import PAYLOAD_MAX, PageFrame, PageHead, checksum

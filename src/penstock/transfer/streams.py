@@ -16,7 +16,7 @@ import stat
 import threading
 from dataclasses import dataclass, field
 
-from penstock.config.errors import ConfigError
+from penstock.config.base.errors import ConfigError
 
 KEY_BYTES_MIN = 16
 SOCKET_BUFFER_BYTES = 4 << 20

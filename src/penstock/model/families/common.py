@@ -1,13 +1,13 @@
 """What the config.json of every family has in common, read into a Spec."""
 from __future__ import annotations
 
-from penstock.config.errors import ConfigError
-from penstock.model.fields import Fields
+from penstock.config.base.errors import ConfigError
 from penstock.model.latent import LatentSpec
 from penstock.model.layers import AttentionSpec
 from penstock.model.moe import MoESpec
 from penstock.model.rope import read_rope
 from penstock.model.transformer import Spec
+from penstock.model.weights.fields import Fields
 
 
 def read_attention(

@@ -4,13 +4,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from penstock.config.errors import ConfigError
+from penstock.config.base.errors import ConfigError
 from penstock.model.base import GlobalLayer
 from penstock.model.families.common import read_spec
-from penstock.model.fields import Fields
 from penstock.model.latent import IndexSpec, LatentSpec
 from penstock.model.moe import MoESpec
 from penstock.model.transformer import Spec
+from penstock.model.weights.fields import Fields
 
 
 def deepseek_v32(fields: Fields) -> Spec:

@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 from penstock.model.families.common import read_attention, read_spec
-from penstock.model.fields import Fields
 from penstock.model.transformer import Spec
+from penstock.model.weights.fields import Fields
 
 
 def qwen2(fields: Fields) -> Spec:

@@ -1,12 +1,12 @@
 """Qwen3-MoE: Qwen3 whose MLP is sparse in every layer that the config does not exempt."""
 from __future__ import annotations
 
-from penstock.config.errors import ConfigError
+from penstock.config.base.errors import ConfigError
 from penstock.model.base import GlobalLayer
 from penstock.model.families.common import read_attention, read_spec
-from penstock.model.fields import Fields
 from penstock.model.moe import MoESpec
 from penstock.model.transformer import Spec
+from penstock.model.weights.fields import Fields
 
 
 def qwen3_moe(fields: Fields) -> Spec:

@@ -1,0 +1,1 @@
+"""Ground that every layer may stand on: errors, sizes, paths, the machine."""

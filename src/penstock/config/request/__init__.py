@@ -1,0 +1,1 @@
+"""What a request may ask: sampling parameters, what its attention selects."""

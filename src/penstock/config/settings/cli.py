@@ -1,0 +1,298 @@
+"""The command line, generated from the config tree: one flat flag per field, aliases included.
+
+Owns spellings, number formats and the messages about them; knows no default and no meaning: those
+are in `tree.py`. The library's keyword arguments go through the same table (`from_options`).
+"""
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from functools import cache
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+
+from penstock.config.base.errors import ConfigError
+from penstock.config.base.sizes import parse_bytes, show_bytes
+from penstock.config.settings import hisparse
+from penstock.config.settings.tree import Alias, Bytes, Config, InUnit, Inverse
+from penstock.config.settings.unbuilt import ALWAYS, find_unbuilt, unbuilt_spellings
+
+SECTIONS = {
+    "model": "model and weights",
+    "kv": "KV cache and its tiers",
+    "schedule": "scheduling",
+    "device": "device and back-ends",
+    "server": "HTTP server",
+    "pair": "prefill and decode apart",
+    "debug": "debugging",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """One field of the tree as a flag. `kind` is the type's name; `spellings[0]` is ours."""
+
+    section: str
+    name: str
+    kind: Literal["str", "int", "float", "bytes", "bool", "list"]
+    spellings: tuple[str, ...]
+    inverse: tuple[str, ...]            # spellings that mean False
+    in_unit: tuple[tuple[str, str], ...]    # (spelling, unit): take a plain number of that unit
+    choices: tuple[str, ...]
+    default: Any
+    required: bool
+    help: str
+
+    @property
+    def dest(self) -> str:
+        return f"{self.section}.{self.name}"
+
+
+@cache
+def flags() -> tuple[Flag, ...]:
+    """Every flag, in the order of the tree."""
+    return tuple(_flags())
+
+
+def _flags() -> Iterator[Flag]:
+    for section, cls in get_type_hints(Config).items():
+        hints = get_type_hints(cls, include_extras=True)
+        for f in fields(cls):
+            base, *meta = get_args(hints[f.name])
+            base = next((t for t in get_args(base) if get_origin(t) is Literal), base)   # of X | None
+            yield Flag(
+                section=section, name=f.name, kind=_kind(base, meta),
+                spellings=("--" + f.name.replace("_", "-"),
+                           *(n for a in meta if isinstance(a, Alias) for n in a.names)),
+                inverse=tuple(n for a in meta if isinstance(a, Inverse) for n in a.names),
+                in_unit=tuple((n, a.unit) for a in meta if isinstance(a, InUnit) for n in a.names),
+                choices=get_args(base) if get_origin(base) is Literal else (),
+                default=None if f.default is MISSING else f.default,
+                required=f.default is MISSING and f.default_factory is MISSING,
+                help=next(a for a in meta if isinstance(a, str)))
+
+
+def _kind(base: Any, meta: list[Any]) -> Any:
+    if any(isinstance(a, Bytes) for a in meta):
+        return "bytes"
+    if get_origin(base) is Literal:
+        return "str"
+    if get_origin(base) is tuple:
+        return "list"
+    plain = [t for t in get_args(base) or (base,) if t is not type(None)]
+    assert len(plain) == 1 and plain[0] in (str, int, float, bool), f"no flag form for {base}"
+    return plain[0].__name__
+
+
+def parse_value(flag: Flag, text: str) -> Any:
+    """The field's value for what was typed. Raises ConfigError that names the spelling's flag."""
+    own = flag.spellings[0]
+    if flag.choices and text not in flag.choices:
+        raise ConfigError(f"{own} {text}: choose from {', '.join(flag.choices)}")
+    if flag.kind == "bytes":
+        try:
+            return parse_bytes(text)
+        except ConfigError as e:
+            raise ConfigError(f"{own}: {e}") from None
+    if flag.kind == "list":
+        return tuple(part for part in text.split(",") if part)
+    if flag.kind in ("int", "float"):
+        try:
+            return int(text) if flag.kind == "int" else float(text)
+        except ValueError:
+            what = "a whole number" if flag.kind == "int" else "a number"
+            raise ConfigError(f"{own} {text}: {what} is needed") from None
+    return text
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse without prefix guessing, whose errors are ConfigError and suggest a spelling."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        kwargs.setdefault("allow_abbrev", False)
+        kwargs.setdefault("formatter_class", _Help)
+        super().__init__(**kwargs)
+        self.elsewhere: frozenset[str] = frozenset()    # spellings that only `serve` takes
+
+    def error(self, message: str) -> NoReturn:
+        """argparse's messages in our form: what was given, then what is needed."""
+        message = message.removeprefix("argument ")
+        message = re.sub(r": invalid (int|float) value: '(.*)'", lambda m: (
+            f" {m[2]}: a {'whole ' * (m[1] == 'int')}number is needed"), message)
+        message = message.replace("expected one argument", "a value is needed")
+        raise ConfigError(f"{message} (see {self.prog} --help)")
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parses all of `argv`. Raises ConfigError; an unknown flag names its nearest match."""
+        args, unknown = self.parse_known_args(list(argv))
+        for text in unknown:
+            if (name := text.split("=")[0]) in self.elsewhere:
+                raise ConfigError(f"{name} is a flag of penstock serve: {self.prog} has no use "
+                                  "for it, leave it out")
+        for text in unknown:
+            if not text.startswith("-"):
+                raise ConfigError(f"{text!r} is one argument too many (see {self.prog} --help)")
+            known = [s for s in self._option_string_actions if s.startswith("--")]
+            near = difflib.get_close_matches(
+                text.split("=")[0], [*known, *_in_units(), *unbuilt_spellings()], 1)
+            hint = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
+            raise ConfigError(f"{text.split('=')[0]} is not a flag of {self.prog}: {hint}")
+        return args
+
+
+class _Help(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34, width=100)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        # `--a, --b SIZE` instead of argparse's `--a SIZE, --b SIZE`.
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        value = self._format_args(action, self._get_default_metavar_for_optional(action))
+        return ", ".join(action.option_strings) + " " + value
+
+
+def add_flags(parser: Parser, *, model_required: bool = True,
+              without: Collection[str] = ()) -> None:
+    """Adds MODEL and the flags of the tree, one help group per section; those `without`, as
+    "section.field", are refused as flags of `serve`."""
+    parser.usage = f"{parser.prog} {'MODEL' if model_required else '[MODEL]'} [flags]"
+    parser.epilog = ("SIZE is bytes, or a number with K, M, G, T (powers of 1,024) or KB, MB, GB, "
+                     "TB. Flags of other engines whose feature is not built are refused by name: "
+                     "docs/flags.md lists them.")
+    # Optional for argparse: `config_from` says it better when it is missing.
+    parser.add_argument("model", nargs="?", metavar="MODEL",
+                        help="folder, .gguf file, hub id, or 'demo'")
+    groups = {s: parser.add_argument_group(title) for s, title in SECTIONS.items()}
+    for flag in flags():
+        if flag.dest != "model.model" and flag.dest not in without:
+            _add(groups[flag.section], flag)
+    parser.elsewhere = frozenset(
+        spelling for flag in flags() if flag.dest in without for spelling in flag.spellings)
+
+
+def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
+    # Values stay text until `config_from`: argparse would replace our messages by its own.
+    if flag.kind == "bool":
+        group.add_argument(*flag.spellings, dest=flag.dest, default=argparse.SUPPRESS,
+                           help=f"{flag.help} (default: {'on' if flag.default else 'off'})",
+                           action=argparse.BooleanOptionalAction)
+        if flag.inverse:
+            group.add_argument(*flag.inverse, dest=flag.dest, default=argparse.SUPPRESS,
+                               action="store_false", help=f"same as --no-{flag.spellings[0][2:]}")
+        return
+    shown = show_bytes(flag.default) if flag.kind == "bytes" and flag.default else flag.default
+    metavar = {"int": "N", "float": "X", "bytes": "SIZE", "list": "A,B"}.get(
+        flag.kind, flag.name.rpartition("_")[2].upper())
+    group.add_argument(*flag.spellings, dest=flag.dest, default=argparse.SUPPRESS,
+                       help=flag.help if shown in (None, ()) else f"{flag.help} (default: {shown})",
+                       metavar="{" + ",".join(flag.choices) + "}" if flag.choices else metavar,
+                       action="append" if flag.kind == "list" else "store")
+
+
+def prepare(argv: Sequence[str]) -> list[str]:
+    """`argv` in our spelling: `_` in a flag's name becomes `-`, `--model X` becomes MODEL, plain
+    numbers of a unit become sizes, SGLang's words for sparse decode ours, and peers' flags for what
+    is not built are dropped when neutral.
+
+    Raises ConfigError for a flag whose feature is not built, naming the feature.
+    """
+    ours = {s for f in flags() for s in f.spellings}
+    out: list[str] = []
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        if word == "--":
+            return [*out, word, *rest]
+        name, eq, value = word.partition("=")
+        if name.startswith("--"):
+            name = name.replace("_", "-")
+        if name in ("--model", "--model-path"):
+            if not eq and not rest:
+                raise ConfigError(f"{name}: a folder, a .gguf file, a hub id or 'demo' is needed")
+            out.append(value if eq else rest.pop(0))
+            continue
+        if name == hisparse.ENABLE and not eq:
+            out.append("--sparse-kv=auto")
+            continue
+        if name == hisparse.CONFIG:
+            if not any(word.replace("_", "-") == hisparse.ENABLE for word in argv):
+                raise ConfigError(f"{name}: give {hisparse.ENABLE} as well, or our own flags")
+            out += hisparse.translated(value if eq else rest.pop(0) if rest else "")
+            continue
+        if name in _in_units():
+            out.append(_sized(name, value if eq else rest.pop(0) if rest else ""))
+            continue
+        entry = find_unbuilt(name)
+        if name in ALWAYS:
+            continue
+        if entry is None:
+            out.append(name + eq + value if name.startswith("--") else word)
+            continue
+        taken = entry.takes_value and not eq and bool(rest) and not rest[0].startswith("--")
+        given = value if eq else rest[0] if taken else None
+        entry.check(name, given)
+        if name in ours:
+            out.append(word)
+        elif taken:
+            rest.pop(0)
+    return out
+
+
+def _in_units() -> dict[str, tuple[str, str]]:
+    """(our flag, unit) by the spelling that takes a plain number of it."""
+    return {name: (flag.spellings[0], unit) for flag in flags() for name, unit in flag.in_unit}
+
+
+def _sized(name: str, number: str) -> str:
+    own, unit = _in_units()[name]
+    if not re.fullmatch(r"[0-9]{1,12}(\.[0-9]{1,9})?", number):
+        raise ConfigError(f"{name} {number}: a number of {unit} is needed (or {own} SIZE)")
+    return f"{own}={number}{unit}"
+
+
+def config_from(args: argparse.Namespace) -> Config:
+    """The raw config: what was typed, the tree's defaults elsewhere. Not resolved, not checked.
+
+    Raises ConfigError when the model is missing.
+    """
+    if not args.model:
+        raise ConfigError("MODEL is missing: a folder, a .gguf file, a hub id, or 'demo'")
+    given: dict[str, dict[str, Any]] = {s: {} for s in SECTIONS}
+    given["model"]["model"] = args.model
+    for flag in flags():
+        if hasattr(args, flag.dest):
+            value = getattr(args, flag.dest)
+            if flag.kind == "list":
+                value = tuple(part for text in value for part in parse_value(flag, text))
+            elif flag.kind != "bool":
+                value = parse_value(flag, value)
+            given[flag.section][flag.name] = value
+    hints = get_type_hints(Config)
+    return Config(**{section: hints[section](**values) for section, values in given.items()})
+
+
+def from_options(model: str, options: Mapping[str, object], *,
+                 without: Collection[str] = ()) -> Config:
+    """The raw config for keyword arguments (`LLM(model, tensor_parallel_size=1)`): every spelling
+    of the command line without its dashes, `_` for `-`. None means the default. `without` as in
+    `add_flags`.
+
+    Raises ConfigError as the command line does.
+    """
+    argv: list[str] = []
+    for name, value in options.items():
+        flag = "--" + name.replace("_", "-")
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            argv.append(flag if value else "--no-" + flag[2:])
+        elif isinstance(value, (list, tuple)):
+            argv.append(f"{flag}={','.join(map(str, value))}")
+        else:
+            argv.append(f"{flag}={value}")
+    parser = Parser(prog="LLM()" if without else "penstock", add_help=False)
+    add_flags(parser, without=without)
+    return config_from(parser.parse([*prepare(argv), "--", model]))

@@ -1,0 +1,95 @@
+"""Writes docs/flags.md: every flag, every refusal, every spelling of what is not built.
+
+`python -m penstock.config.settings.reference` prints it; a test compares it with the file.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from penstock.config.base.sizes import show_bytes
+from penstock.config.settings.cli import SECTIONS, Flag, flags
+from penstock.config.settings.refuse import REFUSED
+from penstock.config.settings.tree import SERVE_ONLY
+from penstock.config.settings.unbuilt import ALWAYS, UNBUILT
+
+_INTRO = """\
+# Flags
+
+Written by `make docs` from `src/penstock/config/`; a test compares it. A flag is also a keyword
+argument of `LLM(...)`, without its dashes and with `_` for `-`. Flags marked (serve) are refused by
+`LLM`, `penstock chat`, `generate` and `bench`, which have no use for them. SIZE is a number of bytes, or a
+number with K, M, G, T (powers of 1,024; also KiB, MiB, ...) or KB, MB, GB, TB (powers of 1,000).
+`penstock serve MODEL --print-config` prints the resolved values."""
+
+
+def reference() -> str:
+    """The whole document, ending in a newline."""
+    return "\n".join([_INTRO, *_flags(), *_refused(), *_unbuilt(), *_always()]) + "\n"
+
+
+def _flags() -> Iterator[str]:
+    section = ""
+    for flag in flags():
+        if flag.dest == "model.model":
+            continue
+        if flag.section != section:
+            section = flag.section
+            title = SECTIONS[section]
+            yield f"\n## {title[0].upper()}{title[1:]}\n"
+            yield "| flag | also | default | meaning |"
+            yield "|---|---|---|---|"
+        also = ", ".join(f"`{s}`" for s in flag.spellings[1:])
+        also += "".join(f", `{s}` ({unit})" for s, unit in flag.in_unit).removeprefix("" if also else ", ")
+        if flag.inverse:
+            also += f"{'; ' if also else ''}off: " + ", ".join(f"`{s}`" for s in flag.inverse)
+        yield f"| {_form(flag)} | {also} | {_default(flag)} | {flag.help}" + (
+            " (serve) |" if flag.dest in SERVE_ONLY else " |")
+
+
+def _form(flag: Flag) -> str:
+    own = flag.spellings[0]
+    if flag.kind == "bool":
+        return f"`{own}`, `--no-{own[2:]}`"
+    values = {"int": "N", "float": "X", "bytes": "SIZE", "list": "A,B"}.get(flag.kind, "TEXT")
+    return f"`{own} {','.join(flag.choices) or values}`"
+
+
+def _default(flag: Flag) -> str:
+    if flag.kind == "bool":
+        return "on" if flag.default else "off"
+    if flag.default in (None, ()):
+        return ""
+    return f"`{show_bytes(flag.default) if flag.kind == 'bytes' else flag.default}`"
+
+
+def _refused() -> Iterator[str]:
+    yield f"\n## Refused values and combinations ({len(REFUSED)})\n"
+    yield "Exit code 2 before anything is loaded, with every reason. The list is meant to shrink."
+    yield ""
+    yield "| flag | allowed, or what to do |"
+    yield "|---|---|"
+    for r in REFUSED:
+        names = ", ".join(f"`--{f.split('.')[1].replace('_', '-')}`" for f in r.fields)
+        yield f"| {names} | {r.why.format(free='N GiB', why='no GPU that torch can use')} |"
+
+
+def _unbuilt() -> Iterator[str]:
+    yield f"\n## Spellings of other engines that are refused by name ({len(UNBUILT)})\n"
+    yield "| flag | feature that is not built | accepted values | instead |"
+    yield "|---|---|---|---|"
+    for e in UNBUILT:
+        accepted = ", ".join(f"`{v}`" for v in e.neutral if v) or ("off" if e.switch else "")
+        names = ", ".join(f"`{f}`" for f in e.flags)
+        yield f"| {names} | {e.feature} | {accepted} | {e.instead} |"
+
+
+def _always() -> Iterator[str]:
+    yield "\n## Switches of other engines for what is always so\n"
+    yield "| accepted | because |"
+    yield "|---|---|"
+    for name, why in ALWAYS.items():
+        yield f"| `{name}` | {why} |"
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

@@ -1,0 +1,243 @@
+"""What does not work: values out of range and combinations, each with its reason.
+
+The list is the honest measure of the project: it is generated into docs/flags.md, and it shrinks.
+Flags of features that are not built at all are in `unbuilt.py`.
+"""
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from penstock.config.base.errors import ConfigError
+from penstock.config.base.machine import Machine
+from penstock.config.base.sizes import show_bytes
+from penstock.config.request.selection import BOUNDS, BOUNDS_VERSION, SINKS, WINDOW, Selection
+from penstock.config.settings.tree import SECRETS, Config, KVConfig, PairConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """`when` is true for a config that is refused; `fields` are named with their values."""
+
+    when: Callable[[Config, Machine], bool]
+    fields: tuple[str, ...]
+    why: str
+
+    def text(self, config: Config, machine: Machine) -> str:
+        """One line: what was given, then what is allowed or to do."""
+        given = ", ".join(_shown(config, f) for f in self.fields)
+        free = f"{machine.memory_available / (1 << 30):.1f} GiB"
+        return f"{given}: {self.why.format(free=free, why=machine.why)}"
+
+
+def _value(config: Config, path: str) -> object:
+    section, name = path.split(".")
+    value: object = getattr(getattr(config, section), name)
+    return value
+
+
+def _shown(config: Config, path: str) -> str:
+    flag, value = "--" + path.split(".")[1].replace("_", "-"), _value(config, path)
+    if value is None:
+        return f"no {flag}"
+    if path in SECRETS:
+        return flag
+    if isinstance(value, bool):
+        return flag if value else f"--no-{flag[2:]}"
+    if isinstance(value, int) and path.endswith("_bytes"):
+        return f"{flag} {show_bytes(value)}"
+    return f"{flag} {','.join(value) if isinstance(value, tuple) else value}"
+
+
+def _outside(path: str, low: float, high: float, why: str) -> Refusal:
+    """Refuses a number under `low` or over `high`; None is inside. NaN is outside."""
+    def when(config: Config, _: Machine) -> bool:
+        value = _value(config, path)
+        return isinstance(value, int | float) and not low <= value <= high
+    return Refusal(when, (path,), why)
+
+
+def is_public(host: str) -> bool:
+    """Whether a bind to `host` can be reached from another machine."""
+    if host == "localhost":
+        return False
+    try:
+        return not ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return True
+
+
+def _wants_more_than_all(config: Config, machine: Machine) -> bool:
+    device = 0 if config.device.device == "cuda" else (config.kv.hbm_bytes or 0) * max(1, config.device.pp)
+    wanted = device + (config.kv.dram_bytes or 0)
+    return wanted * (2 if config.pair.prefill else 1) > machine.memory_available
+
+
+def _budget_below_least(config: Config, _: Machine) -> bool:
+    kv = config.kv
+    if kv.sparse_top_k is None or kv.sparse_unit < 1:
+        return False
+    return kv.sparse_top_k < _least(kv.sparse_unit)
+
+
+def _least(unit: int) -> int:
+    return Selection(selector=BOUNDS, version=BOUNDS_VERSION, unit=unit, budget=0, sinks=SINKS,
+                     window=WINDOW).least
+
+
+def _leasts() -> str:
+    return ", ".join(f"{_least(unit)} with units of {unit}" for unit in (4, 8, 16))
+
+
+# What a captured step runs kernels of its own for.
+_CAPTURED = frozenset(f"{op}=reference" for op in (
+    "paged_attention", "store", "select", "resolve", "gather", "sparse_attention"))
+
+
+def _mode(config: Config) -> str:
+    return config.pair.disaggregation_mode or ""
+
+
+PAIR: tuple[Refusal, ...] = (
+    Refusal(lambda c, _: (c.pair.prefill, c.pair.decode) not in ((0, 0), (1, 1)),
+            ("pair.prefill", "pair.decode"), "a pair is one of each: --prefill 1 --decode 1, or neither"),
+    Refusal(lambda c, _: bool(c.pair.prefill and _mode(c)), ("pair.prefill", "pair.disaggregation_mode"),
+            "the one starts both ends on this machine, the other one end: leave one of them out"),
+    Refusal(lambda c, _: bool(c.pair.prefill) and c.device.device == "cuda" and c.kv.hbm_bytes is None,
+            ("pair.prefill", "kv.hbm_bytes"), "both engines would take the same memory of the GPU: give what "
+            "each takes for KV, e.g. --hbm-bytes 8G"),
+    Refusal(lambda c, _: (c.pair.pair_listen is not None) != (_mode(c) == "prefill"),
+            ("pair.disaggregation_mode", "pair.pair_listen"),
+            "the prefill end listens, and only that: give it --pair-listen HOST:PORT"),
+    Refusal(lambda c, _: (c.pair.pair_peer is not None) != (_mode(c) == "decode"),
+            ("pair.disaggregation_mode", "pair.pair_peer"),
+            "the decode end is told where the prefill end listens, and only that: give it "
+            "--pair-peer HOST:PORT"),
+    Refusal(lambda c, _: not _mode(c) and any((c.pair.pair_key_file, c.pair.pair_tls, c.pair.pair_tls_cert,
+                                              c.pair.pair_plaintext)),
+            ("pair.disaggregation_mode", "pair.pair_key_file", "pair.pair_tls", "pair.pair_tls_cert",
+             "pair.pair_plaintext"), "for one end of a pair: give --disaggregation-mode as well"),
+    Refusal(lambda c, _: c.pair.pair_tls_cert is not None and _mode(c) == "decode",
+            ("pair.pair_tls_cert", "pair.disaggregation_mode"),
+            "the end that listens has the certificate: here give --pair-tls"),
+    Refusal(lambda c, _: c.pair.pair_tls and _mode(c) == "prefill" and c.pair.pair_tls_cert is None,
+            ("pair.pair_tls", "pair.pair_tls_cert"), "the end that listens needs a certificate"),
+    Refusal(lambda c, _: c.pair.pair_plaintext and bool(c.pair.pair_tls or c.pair.pair_tls_cert),
+            ("pair.pair_plaintext", "pair.pair_tls", "pair.pair_tls_cert"), "with TLS, or without: not both"),
+    Refusal(lambda c, _: c.pair.pair_fallback != "compute" and not c.pair.prefill and _mode(c) != "decode",
+            ("pair.pair_fallback",), "of the decode end: there is no other here"),
+    Refusal(lambda c, _: c.pair.pair_timeout_s != PairConfig().pair_timeout_s
+            and not c.pair.prefill and _mode(c) != "decode",
+            ("pair.pair_timeout_s",), "of the decode end, which waits: there is no other here"),
+    Refusal(lambda c, _: c.pair.pair_silence_s != PairConfig().pair_silence_s
+            and not c.pair.prefill and not _mode(c),
+            ("pair.pair_silence_s",), "of a pair: there is no other engine here"),
+    _outside("pair.pair_timeout_s", 0.1, 86400, "0.1 to 86400 seconds"),
+    _outside("pair.pair_silence_s", 1, 3600, "1 to 3600 seconds"),
+)
+
+REFUSED: tuple[Refusal, ...] = (
+    _outside("model.max_model_len", 1, 1 << 24, "1 to 16777216 tokens"),
+    _outside("model.seed", 0, 2**63 - 1, "0 to 9223372036854775807"),
+    _outside("kv.page_size", 1, 256, "1 to 256 tokens per page"),
+    _outside("kv.hbm_bytes", 1, 1 << 62, "at least 1 byte, or leave the flag out to measure"),
+    _outside("kv.memory_fraction", 1e-6, 1.0, "above 0 and at most 1"),
+    _outside("kv.dram_bytes", 0, 1 << 62, "0 turns the host tier off, else a size in bytes"),
+    Refusal(_wants_more_than_all, ("kv.hbm_bytes", "kv.dram_bytes"),
+            "together more than the {free} of memory that are free here"),
+    _outside("kv.dram_ratio", 0.01, 1000, "0.01 to 1000 times the device pool"),
+    Refusal(lambda c, _: c.kv.dram_bytes is not None and c.kv.dram_ratio is not None,
+            ("kv.dram_bytes", "kv.dram_ratio"), "give the size of the host tier once"),
+    Refusal(lambda c, _: c.kv.host_tier is True and c.kv.dram_bytes == 0, ("kv.host_tier", "kv.dram_bytes"),
+            "0 turns the host tier off: give a size, or leave one of them out"),
+    Refusal(lambda c, _: c.kv.host_tier is False and bool(c.kv.dram_bytes or c.kv.dram_ratio),
+            ("kv.host_tier", "kv.dram_bytes", "kv.dram_ratio"), "a size is for a host tier: leave it out"),
+    _outside("kv.sparse_top_k", 1, 1 << 24, "1 to 16777216 tokens, or leave the flag out to read all KV"),
+    _outside("kv.sparse_unit", 4, 16, "4 to 16 tokens"),
+    Refusal(lambda c, _: c.kv.sparse_top_k is not None and 0 < c.kv.sparse_unit
+            and 0 < c.kv.page_size and c.kv.page_size % c.kv.sparse_unit != 0,
+            ("kv.sparse_unit", "kv.page_size"), "a page holds whole units: take a unit that divides it"),
+    Refusal(_budget_below_least, ("kv.sparse_top_k", "kv.sparse_unit"),
+            f"a step always reads the first {SINKS} tokens and the last {WINDOW}, in whole units, and "
+            f"selects at least one unit: at least {_leasts()} tokens"),
+    Refusal(lambda c, _: not all(i.isascii() and i.isdigit() and len(i) < 6
+                                 for i in c.kv.sparse_dense_layers),
+            ("kv.sparse_dense_layers",), "numbers of layers, from 0, separated by commas"),
+    Refusal(lambda c, _: bool(c.kv.sparse_dense_layers) and c.kv.sparse_top_k is None,
+            ("kv.sparse_dense_layers", "kv.sparse_top_k"),
+            "without a budget all layers read all of their KV"),
+    _outside("kv.hot_buffer_tokens", 1, 1 << 24, "1 to 16777216 tokens"),
+    Refusal(lambda c, _: (c.kv.hot_buffer_tokens or 1 << 30) < (c.kv.sparse_top_k or 0),
+            ("kv.hot_buffer_tokens", "kv.sparse_top_k"), "it holds what one step reads: at least as many"),
+    Refusal(lambda c, _: c.kv.hot_buffer_tokens is not None and c.kv.sparse_kv == "off",
+            ("kv.hot_buffer_tokens", "kv.sparse_kv"),
+            "no request has a hot buffer then: leave one of them out"),
+    Refusal(lambda c, _: c.kv.hot_buffer_tokens is not None
+            and (c.kv.dram_bytes == 0 or c.kv.host_tier is False),
+            ("kv.hot_buffer_tokens", "kv.dram_bytes", "kv.host_tier"),
+            "it is for host pages, and there is no host tier: give that a size, or leave this out"),
+    Refusal(lambda c, _: c.kv.sparse_unit != KVConfig().sparse_unit and c.kv.sparse_top_k is None,
+            ("kv.sparse_unit", "kv.sparse_top_k"), "without a budget nothing is selected: leave it out"),
+    Refusal(lambda c, _: c.kv.sparse_kv == "always" and (c.kv.dram_bytes == 0 or c.kv.host_tier is False),
+            ("kv.sparse_kv", "kv.dram_bytes", "kv.host_tier"), "host pages need a host tier: give it a size"),
+    _outside("schedule.max_num_seqs", 1, 4096, "1 to 4096 rows"),
+    _outside("schedule.step_tokens", 1, 1 << 20, "1 to 1048576 tokens a step"),
+    _outside("schedule.max_waiting", 0, 1 << 20, "0 to 1048576 waiting requests"),
+    Refusal(lambda c, m: c.device.device == "cuda" and m.device != "cuda", ("device.device",),
+            "{why}; take --device cpu"),
+    Refusal(lambda c, _: c.device.device == "cuda" and c.device.pp > 1, ("device.device", "device.pp"),
+            "stages run on a CPU only so far: take --device cpu, or one stage"),
+    Refusal(lambda c, _: c.device.device == "cuda" and c.device.cuda_graphs
+            and not _CAPTURED.isdisjoint(c.device.backends), ("device.backends", "device.cuda_graphs"),
+            "captured decode steps have kernels of their own, and references ask the host: take "
+            "--no-cuda-graphs as well"),
+    Refusal(lambda c, _: c.model.dtype == "gguf" and c.device.device == "cuda",
+            ("model.dtype", "device.device"),
+            "weights stay packed on a CPU only: take --device cpu, or --dtype bfloat16"),
+    Refusal(lambda c, _: c.model.dtype == "gguf" and c.model.load_format == "dummy",
+            ("model.dtype", "model.load_format"), "random weights are floats: leave one of them out"),
+    Refusal(lambda c, _: c.model.dtype == "gguf" and any(
+                b.startswith("linear=") and b not in ("linear=native", "linear=fastest")
+                for b in c.device.backends), ("model.dtype", "device.backends"),
+            "packed weights are multiplied by linear=native alone: leave one of them out"),
+    Refusal(lambda c, m: c.device.cpu_isa == "avx2" and not {"avx2", "fma"} <= set(m.features),
+            ("device.cpu_isa",), "this CPU has no AVX2 with FMA: leave it out, or take --cpu-isa plain"),
+    Refusal(lambda c, _: c.device.cpu_isa != "native" and c.device.device == "cuda",
+            ("device.cpu_isa", "device.device"), "it is about kernels of a CPU: take --device cpu"),
+    _outside("device.threads", 1, 1024, "1 to 1024 threads"),
+    _outside("device.pp", 1, 64, "1 to 64 stages"),
+    Refusal(lambda c, _: any(not n.isdecimal() or len(n) > 4 or int(n) < 1 for n in c.device.pp_layers)
+            or len(c.device.pp_layers) not in (0, c.device.pp), ("device.pp_layers", "device.pp"),
+            "one number of layers for each stage, at least 1, separated by commas"),
+    _outside("device.rank_timeout_s", 1, 86400, "1 to 86400 seconds"),
+    Refusal(lambda c, _: any(b.count("=") != 1 or "" in b.split("=") for b in c.device.backends),
+            ("device.backends",), "written as OP=NAME, several separated by commas"),
+    _outside("server.port", 0, 65535, "0 (any free port) to 65535"),
+    Refusal(lambda c, _: not c.server.host, ("server.host",), "an address is needed"),
+    Refusal(lambda c, _: is_public(c.server.host) and not c.server.api_key
+            and not c.server.api_key_file, ("server.host", "server.api_key_file"),
+            "other machines can reach this address: set --api-key-file, or bind 127.0.0.1"),
+    Refusal(lambda c, _: c.server.api_key is not None and c.server.api_key_file is not None,
+            ("server.api_key", "server.api_key_file"), "give the keys in one place"),
+    Refusal(lambda c, _: c.server.api_key is not None and not c.server.api_key.strip(),
+            ("server.api_key",), "is empty: leave the flag out to serve without a key"),
+    Refusal(lambda c, _: c.server.admin_key_file is not None and c.server.api_key is None
+            and c.server.api_key_file is None, ("server.admin_key_file",),
+            "without API keys every program of this machine is an admin: add --api-key-file"),
+    _outside("server.body_bytes_max", 1024, 1 << 30, "1KiB to 1GiB"),
+    _outside("server.drain_s", 0, 3600, "0 to 3600 seconds"),
+    *PAIR,
+)
+
+
+def refusals(config: Config, machine: Machine) -> list[str]:
+    """Every reason why this config is refused, in the order of the list; empty when it is not."""
+    return [r.text(config, machine) for r in REFUSED if r.when(config, machine)]
+
+
+def check(config: Config, machine: Machine) -> None:
+    """Raises ConfigError with every reason, one a line."""
+    reasons = refusals(config, machine)
+    if reasons:
+        raise ConfigError("\n".join(reasons))

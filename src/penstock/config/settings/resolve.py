@@ -1,0 +1,53 @@
+"""Fills what the user left open, once, at start; nothing mutates the config later.
+
+Owns the values that follow from the flags and the machine. What needs the model (its context
+length, its name, free memory after loading) stays None and is decided by the engine.
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+from dataclasses import fields, replace
+
+from penstock.config.base.machine import Machine
+from penstock.config.settings.refuse import check
+from penstock.config.settings.tree import SECRETS, Config
+
+
+def resolve(raw: Config, machine: Machine) -> Config:
+    """The config that the engine runs with. Raises ConfigError when it is refused."""
+    schedule, device, model, kv = raw.schedule, raw.device, raw.model, raw.kv
+    if schedule.max_waiting is None:
+        schedule = replace(schedule, max_waiting=4 * schedule.max_num_seqs)
+    if device.device == "auto":
+        device = replace(device, device="cuda" if machine.device == "cuda" else "cpu")
+    if device.threads is None:
+        share = 2 if raw.pair.prefill else 1           # engines on this machine
+        device = replace(device, threads=max(1, min(machine.cores, 1024) // share))
+    if kv.memory_fraction is None:
+        kv = replace(kv, memory_fraction=0.9 if device.device == "cuda" else 0.3)
+    if model.dtype == "auto" and device.device == "cpu":
+        model = replace(model, dtype="float32")         # on a GPU it is the checkpoint's
+    if model.seed is None:
+        # Drawn: with a constant, servers repeat their answers after every restart. Dummy weights
+        # are for tests and measurements, which want the same ones again.
+        drawn = int.from_bytes(os.urandom(4))
+        model = replace(model, seed=0 if model.load_format == "dummy" else drawn)
+    config = replace(raw, schedule=schedule, device=device, model=model, kv=kv)
+    check(config, machine)
+    return config
+
+
+def lines(config: Config, *, without: Collection[str] = ()) -> Iterator[str]:
+    """`name value` for every setting, in the order of the tree, but those `without`, as
+    "section.field". A secret shows only as (set)."""
+    for section in fields(config):
+        part = getattr(config, section.name)
+        for f in fields(part):
+            if f"{section.name}.{f.name}" in without:
+                continue
+            value = getattr(part, f.name)
+            if f"{section.name}.{f.name}" in SECRETS and value is not None:
+                value = "(set)"
+            shown = ",".join(value) if isinstance(value, tuple) else value
+            yield f"{f.name} {'-' if shown in (None, '') else shown}"

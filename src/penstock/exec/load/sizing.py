@@ -1,0 +1,278 @@
+"""How large the pools become, from the flags, the model and the memory that is free.
+
+Owns every number that depends on both. What is asked for and does not fit is refused here, with the
+numbers and the flag to change.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from penstock.config.base.errors import ConfigError
+from penstock.config.request.selection import Selection
+from penstock.config.settings.tree import Config, KVConfig
+from penstock.core.settings import CoreConfig
+from penstock.exec.load.layout import Caches
+from penstock.memory.copying import SPLIT_BYTES
+from penstock.model.base import CacheShape, LocalLayer, Model
+
+# Left for activations, logits and the allocator when pools are sized: a step of 512 tokens of a
+# model of 1.5 B parameters needs about half of it.
+WORKSPACE_BYTES = 256 << 20
+# A row of which at most so many bytes are still being loaded starts, and its step waits for them: a device's
+# layer by layer, on a CPU all others wait too, for a few milliseconds a row.
+WAIT_BYTES = {True: SPLIT_BYTES, False: 32 << 20}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """Of a GPU, in bytes: all of it, what is free with the weights loaded, and what of that the largest step
+    takes beside weights and KV, as measured."""
+
+    total: int
+    free: int
+    workspace: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """`table_bytes`: of the device's memory, what page tables and the state of hot buffers take."""
+
+    core: CoreConfig
+    table_bytes: int = 0
+
+
+def groups_of(model: Model, selection: Selection | None) -> tuple[CacheShape, ...]:
+    """The model's cache groups, with what a selection adds: bounds of the keys of each unit, on the
+    device, and dense layers in a group of their own, which stays there too.
+
+    Raises ConfigError: a model that cannot be given a selector, layers that it does not have.
+    """
+    if selection is None or selection.native:
+        return model.groups
+    if len(model.groups) > 1 or model.groups[0].planes != 2:
+        raise ConfigError("--sparse-top-k: this model has a selector, or KV, of its own kind; the one that "
+                          "this flag gives is for layers with keys and values alike: leave it out")
+    [full] = model.groups
+    first, end = model.stage.first, model.stage.end
+    if odd := [i for i in selection.dense if i >= end]:
+        raise ConfigError(f"--sparse-dense-layers {odd[0]}: this model has layers 0 to {end - 1}")
+    dense = tuple(LocalLayer(i - first) for i in selection.dense if i >= first)
+    rest = tuple(i for i in full.layers if i not in dense)
+    if not rest:
+        raise ConfigError("--sparse-dense-layers names every layer: leave --sparse-top-k out instead")
+    groups = [replace(full, layers=rest),
+              replace(full, name="bounds", layers=rest, unit=selection.unit, selector=True)]
+    if dense:
+        groups.append(replace(full, name="dense", layers=dense, resident=True))
+    return tuple(groups)
+
+
+def size_pools(config: Config, caches: Caches, max_position: int, free: int, *,
+               budget: int = 0, gpu: DeviceMemory | None = None) -> Sizes:
+    """The core's numbers.
+
+    caches    of the model, or of the stage with the largest pages: pools have as many on every stage
+    free      bytes of the host's memory that are free now, with the weights loaded
+    gpu       memory of the device, if that is not the host's
+    budget    tokens that a decode step selects and reads at most; 0: it reads all
+    Raises ConfigError when the pools do not fit into `free` or the context not into the pools, and for
+    settings of a selection where there is none.
+    """
+    kv = config.kv
+    _check_selects(kv, budget)
+    hosts = bool(budget) and kv.sparse_kv != "off" and kv.host_tier is not False
+    hbm, dram, device = (_memory(config, caches, free, hosts) if gpu is None else
+                         _gpu_memory(config, caches, free, hosts, gpu))
+    sizes = Sizes(core=CoreConfig(
+        page_size=kv.page_size, rows=config.schedule.max_num_seqs, hbm_pages=caches.num_pages(hbm),
+        dram_pages=caches.host_pages(dram), step_tokens=config.schedule.step_tokens,
+        max_len=max_position, overlap=config.schedule.overlap,
+        wait_pages=WAIT_BYTES[gpu is not None] // caches.page_bytes if dram else 0,
+        prefix_cache=kv.prefix_cache, groups=caches.groups, pp_size=config.device.pp,
+        role=config.pair.disaggregation_mode or "unified"))
+    if hosts and dram:
+        sizes = _hosting(config, caches, sizes.core, hbm, budget, device)
+    return replace(sizes, core=replace(sizes.core, max_len=_max_len(config, caches, sizes.core)))
+
+
+def _check_selects(kv: KVConfig, budget: int) -> None:
+    given = ("--hot-buffer-tokens" if kv.hot_buffer_tokens is not None else
+             f"--sparse-kv {kv.sparse_kv}" if kv.sparse_kv in ("auto", "always") else "")
+    if given and not budget:
+        raise ConfigError(f"{given}: this model reads all of its KV at each step, which host pages are too "
+                          "far for; give it a selector with --sparse-top-k N")
+
+
+def _memory(config: Config, caches: Caches, free: int, hosts: bool) -> tuple[int, int, str]:
+    """Bytes of a rank's device pool and of the host pool, and what to call the first. Raises ConfigError."""
+    kv, ranks, engines = config.kv, config.device.pp, _engines(config)
+    workspace = WORKSPACE_BYTES * ranks
+    room = max(0, free - workspace)
+    # The other engine measures the same bytes, now or when this one has taken its own.
+    share = max(0, free // engines - workspace)
+    hbm, dram = _split(kv, share, ranks, kv.host_tier or (hosts and kv.host_tier is None))
+    device = (f"--hbm-bytes {hbm}" if kv.hbm_bytes is not None else
+              f"--memory-fraction {kv.memory_fraction} of {'half of ' if engines > 1 else ''}the free "
+              f"memory, {hbm} bytes,")
+    host = _host_words(kv, dram)
+    if hbm * ranks + dram > room:
+        of_each = f" of each of {ranks} ranks" if ranks > 1 else ""
+        raise ConfigError(
+            f"{device}{of_each} and {host} are {show_size(hbm * ranks + dram)}, but "
+            f"{show_size(free)} of memory are free with the weights loaded, of which "
+            f"{show_size(workspace)} stay for activations: at most {room} bytes together")
+    _check_a_page(kv, caches, hbm, dram, hosts, device, host)
+    return hbm, dram, device
+
+
+def _engines(config: Config) -> int:
+    """Of a server that runs both ends of a pair: each takes half of what is measured."""
+    return 2 if config.pair.prefill else 1
+
+
+def _gpu_memory(config: Config, caches: Caches, free: int, hosts: bool,
+                gpu: DeviceMemory) -> tuple[int, int, str]:
+    """As `_memory`, of a device with memory of its own."""
+    kv, share = config.kv, config.kv.memory_fraction or 0.0
+    assert kv.hbm_bytes is not None or share, "an unresolved config"
+    most = gpu.free - gpu.workspace
+    room = most - int((1 - share) * gpu.total)
+    used = f"weights and what else is in use {show_size(gpu.total - gpu.free)}, " \
+           f"the largest step of --step-tokens {config.schedule.step_tokens} and --max-num-seqs " \
+           f"{config.schedule.max_num_seqs} {show_size(gpu.workspace)}"
+    hbm = room if kv.hbm_bytes is None else kv.hbm_bytes
+    device = (f"--hbm-bytes {hbm}" if kv.hbm_bytes is not None else
+              f"--gpu-memory-utilization {share} leaves {max(0, hbm)} bytes for KV, which")
+    if hbm > most or hbm < caches.bytes_for(1):
+        raise ConfigError(
+            f"{device} does not fit: one page of {kv.page_size} tokens is {caches.bytes_for(1)} bytes, and "
+            f"of {show_size(gpu.total)} {used}: at most {max(0, most)} bytes are left; lower --step-tokens "
+            f"or --max-num-seqs, or {'give at most that' if hbm > most else 'raise what KV may take'}")
+    room = max(0, free - WORKSPACE_BYTES)
+    dram = (int(hbm * kv.dram_ratio) if kv.dram_ratio is not None else
+            kv.dram_bytes if kv.dram_bytes is not None else
+            max(0, free // _engines(config) - WORKSPACE_BYTES) // 2
+            if kv.host_tier or (hosts and kv.host_tier is None) else 0)
+    host = _host_words(kv, dram)
+    if dram > room:
+        raise ConfigError(
+            f"{host} is more than {show_size(free)} of memory that are free on the host, of which "
+            f"{show_size(WORKSPACE_BYTES)} stay for the engine: at most {room} bytes")
+    _check_a_page(kv, caches, hbm, dram, hosts, device, host)
+    return hbm, dram, device
+
+
+def _host_words(kv: KVConfig, dram: int) -> str:
+    return (f"--dram-ratio {kv.dram_ratio} times that, {dram} bytes," if kv.dram_ratio is not None else
+            f"--dram-bytes {dram}" if kv.dram_bytes is not None else
+            f"half of what that leaves free, {dram} bytes for the host tier,")
+
+
+def _check_a_page(kv: KVConfig, caches: Caches, hbm: int, dram: int, hosts: bool, device: str,
+                  host: str) -> None:
+    """Each pool that is wanted holds one page of each group. Raises ConfigError."""
+    least = caches.bytes_for(1)
+    if hbm < least:
+        raise ConfigError(f"{device} is less than one page: {kv.page_size} tokens of this model "
+                          f"are {least} bytes; raise --hbm-bytes or lower --page-size")
+    least = len(caches.host.slab_pages) * caches.host.slab_bytes
+    if dram < least and (dram or kv.host_tier or (hosts and kv.dram_bytes is None)):
+        raise ConfigError(f"{host} is less than one page: "
+                          f"{kv.page_size} tokens of this model are {least} bytes; 0 turns the "
+                          "host tier off")
+
+
+def _split(kv: KVConfig, room: int, ranks: int, host_tier: bool) -> tuple[int, int]:
+    """Bytes of each rank's device pool and of the host pool. On a CPU all are of the same memory, `room`."""
+    hbm, share = kv.hbm_bytes, kv.memory_fraction or 0.0
+    assert hbm is not None or share, "an unresolved config"
+    if kv.dram_ratio is not None:
+        if hbm is None:
+            hbm = int(room * share / (1 + share * kv.dram_ratio)) // ranks
+        dram = int(hbm * ranks * kv.dram_ratio)
+    elif kv.dram_bytes is not None:
+        dram = kv.dram_bytes
+    else:
+        dram = max(0, room - (hbm or 0) * ranks) // 2 if host_tier else 0
+    return int(max(0, room - dram) * share) // ranks if hbm is None else hbm, dram
+
+
+def _hosting(config: Config, caches: Caches, core: CoreConfig, hbm: int, budget: int,
+             device: str) -> Sizes:
+    """With hot buffers, whose state and tables are of the device's bytes. Raises ConfigError."""
+    kv, size = config.kv, core.page_size
+    tokens = min(kv.hot_buffer_tokens or budget + size, -(-core.max_len // size) * size)
+    hot = -(-tokens // size)
+    core = replace(core, hot_pages=hot, always_hosted=kv.sparse_kv == "always")
+
+    def tables(nbytes: int) -> int:
+        held = _held(caches, replace(core, hbm_pages=caches.num_pages(nbytes))) * size
+        return table_bytes(caches, core.rows, min(config.model.max_model_len or core.max_len, held), hot)
+
+    least = (hot + len(caches.groups) - 1) * caches.slabs.slab_bytes
+    if hbm - tables(hbm) < least:
+        need = least
+        while need < least + tables(need):      # more memory may hold longer contexts, and their tables
+            need = least + tables(need)
+        raise ConfigError(
+            f"{device} is too little for one hot buffer: {hot} pages of {size} tokens for "
+            f"{tokens} tokens, and a slab of each group that stays on the device, are {show_size(least)}, "
+            f"tables {show_size(need - least)}; raise --hbm-bytes to at least {need}, or lower "
+            "--hot-buffer-tokens or --sparse-top-k")
+    taken = tables(hbm)
+    core = replace(core, hbm_pages=caches.num_pages(hbm - taken))
+    if core.dram_pages < hot:
+        instead = " in place of --dram-ratio" if kv.dram_ratio is not None else ""
+        raise ConfigError(
+            f"the host tier of {core.dram_pages} pages holds {core.dram_pages * size} tokens, less than "
+            f"one hot buffer of {hot * size}: set --dram-bytes{instead} to at least "
+            f"{caches.host_bytes_for(hot)}, or to 0 for none")
+    return Sizes(core=core, table_bytes=taken)
+
+
+def table_bytes(caches: Caches, rows: int, max_len: int, hot_pages: int) -> int:
+    """Device bytes of the page tables of both tiers (int32) and of `memory.hot.HotBuffers`: a slot of
+    each unit a row may have, unit and stamp of each slot, four counters, and the step."""
+    layout, size = caches.layouts[0], caches.layouts[0].page_size
+    unit = max(layout.unit for layout in caches.layouts)
+    pages = -(-max_len // size)
+    per_head = 4 * (pages * size // unit + 2 * hot_pages * size // unit) + 4 * 8
+    return 4 + rows * (2 * 4 * pages * len(caches.layouts) + 4 * hot_pages
+                       + layout.num_layers * layout.num_kv_heads * per_head)
+
+
+def _held(caches: Caches, core: CoreConfig) -> int:
+    """Pages of the longest context: on the device, or with a hot buffer, in host pages."""
+    held = caches.context_pages(caches.nbytes(core.hbm_pages))
+    if not core.hot_pages:
+        return held
+    staying = [n for g, n in zip(caches.groups, caches.slabs.slab_pages, strict=True) if not g.hosted]
+    slabs = core.hbm_pages // caches.slabs.slab_pages[0] - core.hot_pages
+    low, high = 0, core.dram_pages + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits = sum(-(-middle // n) for n in staying) <= slabs
+        low, high = (middle, high) if fits else (low, middle)
+    return max(held, low)
+
+
+def _max_len(config: Config, caches: Caches, core: CoreConfig) -> int:
+    size, asked, held = core.page_size, config.model.max_model_len, _held(caches, core) * core.page_size
+    if asked is None:
+        return min(core.max_len, held)
+    if asked > core.max_len:
+        raise ConfigError(f"--max-model-len {asked}: this model's context is {core.max_len} tokens")
+    if asked > held:
+        pages = -(-asked // size)
+        tables = table_bytes(caches, core.rows, asked, core.hot_pages) if core.hot_pages else 0
+        where = (f"the device pool holds {core.hbm_pages} pages of {size} tokens" if not core.hot_pages else
+                 f"with {core.hot_pages} pages of hot buffer, {core.hbm_pages} device pages and "
+                 f"{core.dram_pages} host pages of {size} tokens")
+        raise ConfigError(
+            f"--max-model-len {asked}: {where}, {held} in all; set --hbm-bytes to at least "
+            f"{caches.bytes_for(pages) + tables}, or --max-model-len to at most {held}")
+    return asked
+
+
+def show_size(n: int) -> str:
+    return f"{n / (1 << 20):.1f} MiB" if n < 10 << 30 else f"{n / (1 << 30):.1f} GiB"

@@ -1,0 +1,193 @@
+"""One rank in a process: `python -m penstock.exec.pipeline.process FRONT HOST DEVICE BEFORE AFTER TOKENS`.
+
+The arguments are descriptors: the socket to the front, the memory of the host pool (-1: none), that of the
+device pools where the front must see them (-1: it need not), the
+sockets from the stage before and to the one after (-1: none), and the way of sampled tokens, which leads
+from the last stage to the first (-1 between them). Loads its stage, then does what the front says, until
+the front is gone: it has no life of its own. Exit codes: 0 orphaned, 2 configuration, 70 our bug.
+"""
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from queue import Empty, SimpleQueue
+from typing import NoReturn
+
+import torch
+
+from penstock.config.base.errors import ConfigError
+from penstock.config.settings.plain import from_plain
+from penstock.core.plan import Moved
+from penstock.core.settings import CoreConfig
+from penstock.exec.load.layout import caches_of, stage_shapes
+from penstock.exec.load.sizing import groups_of
+from penstock.exec.load.weights import attention_of, identity_of, load, selection_for, selector_of
+from penstock.exec.pipeline import wire
+from penstock.exec.pipeline.sockets import PutBoundary, PutSampled, Taker, boundaries, sampled
+from penstock.exec.rank import Rank, Report, Stepped
+from penstock.exec.step.links import Links, split
+from penstock.memory.dram import mapped
+
+EXIT_CONFIG, EXIT_BUG = 2, 70
+
+
+class Process:
+    """The rank, and its inbox: messages of the front, and None when a copy has ended."""
+
+    def __init__(self, fds: list[int]) -> None:
+        self._front = wire.Channel(socket.socket(fileno=fds[0]))
+        self._fds = fds
+        self._inbox: SimpleQueue[wire.ToRank | None] = SimpleQueue()
+        self._rank: Rank | None = None
+        self._queued = 0                        # plans that have not run
+        threading.Thread(target=self._listen, daemon=True, name="penstock-front").start()
+
+    def _listen(self) -> None:
+        while (body := self._front.receive()) is not None:
+            self._inbox.put(wire.decode_to_rank(body))
+        os._exit(0)                             # the front is gone, and what it wanted with it
+
+    def send(self, message: wire.FromRank) -> None:
+        try:
+            self._front.send(wire.encode(message))
+        except ConnectionError:
+            os._exit(0)
+
+    def load(self) -> None:
+        """Raises ConfigError."""
+        begin = self._inbox.get()
+        assert isinstance(begin, wire.Begin)
+        self._index = begin.index
+        config = self._config = from_plain(begin.config)
+        stage = split(begin.layers)[begin.index]
+        torch.set_num_threads(1)
+        self._loaded = load(config, stage, self._log)
+        torch.set_num_threads(begin.threads)
+        dtype = self._loaded.dtype
+        self._selection = selection_for(config, self._loaded.whole)
+        whole = groups_of(self._loaded.whole, self._selection)
+        self._caches = caches_of(whole, config.kv.page_size, dtype)
+        self._own = self._caches.stage(stage.first, stage.end, whole)
+        self._groups = stage_shapes(whole, stage)
+        _, _, _, before, after, tokens = self._fds
+        self._before = None if before < 0 else Taker(boundaries(_channel(before), dtype))
+        way = None if tokens < 0 else _channel(tokens)
+        self._links = Links(
+            before=self._before, after=None if after < 0 else PutBoundary(_channel(after)),
+            tell=PutSampled(way) if way and stage.heads else None,
+            hear=Taker(sampled(way)) if way and stage.embeds else None)
+        self.send(wire.Loaded(identity_of(self._loaded, config, self._caches), self._loaded.bytes,
+                              self._loaded.peak))
+
+    def _log(self, line: object) -> None:
+        print(f"rank {self._index}: {line}", file=sys.stderr, flush=True)
+        self.send(wire.Loading())
+
+    def _pools(self, core: CoreConfig) -> None:
+        if self._rank is not None:
+            self._rank.settle()
+        host = mapped(self._fds[1], self._caches.host_bytes(core)) if core.dram_pages else None
+        device = mapped(self._fds[2], self._own.nbytes(core.hbm_pages)) if self._fds[2] >= 0 else None
+        seed = self._config.model.seed or 0
+        self._rank = Rank(
+            self._loaded.model, attention_of(self._loaded.backends), 
+            *self._own.pools(core, host_memory=host, device_memory=device),
+            rows=core.rows, max_len=core.max_len, seed=seed, groups=self._groups, links=self._links,
+            selector=selector_of(self._selection, core, self._loaded.backends),
+            wake=lambda: self._inbox.put(None))
+        self.send(wire.Ready())
+
+    def run(self) -> NoReturn:
+        """Messages as they come, steps when there is nothing else; waits in the kernel."""
+        while True:
+            try:
+                while True:
+                    self._handle(self._inbox.get(block=not self._queued))
+            except Empty:
+                self._collect()
+
+    def _handle(self, message: wire.ToRank | None) -> None:
+        if message is None:
+            self._collect_copies()
+            return
+        if isinstance(message, wire.Pools):
+            self._pools(message.core)
+            return
+        rank = self._rank
+        assert rank is not None, f"{type(message).__name__} before Pools"
+        match message:
+            case wire.Open(rid, prompt, params, choice, stop_ids):
+                rank.open(rid, tuple(prompt), params, choice=choice, stop_ids=tuple(stop_ids))
+            case wire.Close(rid):
+                rank.close(rid)
+            case wire.Given(rid, tokens):
+                rank.given(rid, tokens)
+            case wire.Plan(plan):
+                rank.start(plan)
+                self._queued += 1
+            case wire.AskStats():
+                self.send(wire.Answer(rank.stats()))
+            case wire.AskReads(rid):
+                reads = rank.kv_reads(rid)
+                self.send(wire.Answer(None if reads is None else {k: float(v) for k, v in reads.items()}))
+            case _:
+                raise AssertionError(f"{type(message).__name__} to a rank that runs")
+
+    def _collect(self) -> None:
+        """The oldest plan, then what its copies and earlier ones have come to."""
+        assert self._rank is not None
+        began = time.monotonic()
+        reports = self._rank.collect(block=True)
+        self._queued -= 1
+        if self._before is not None:
+            began = max(began, self._before.taken_at)
+        if isinstance(self._links.hear, Taker):
+            began = max(began, self._links.hear.taken_at)
+        at = next(i for i, report in enumerate(reports) if isinstance(report, Stepped))
+        if at:                          # what the step has waited for is told before it
+            self.send(wire.Reports([], _moved(reports[:at])))
+        self.send(wire.Reports([r for r in reports if isinstance(r, Stepped)], _moved(reports[at:]), began,
+                               time.monotonic()))
+
+    def _collect_copies(self) -> None:
+        if self._rank is not None and (reports := self._rank.collect(block=False)):
+            self.send(wire.Reports([], _moved(reports)))
+
+
+def _moved(reports: Sequence[Report]) -> list[Moved]:
+    return [report for report in reports if isinstance(report, Moved)]
+
+
+def _channel(fd: int) -> wire.Channel:
+    return wire.Channel(socket.socket(fileno=fd))
+
+
+def main(argv: list[str]) -> NoReturn:
+    # As the engine process: who ends this one is the front, by going.
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(ignored, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR2, all_threads=True)     # the front's watchdog asks for it
+    process = Process([int(a) for a in argv])
+    try:
+        process.load()
+        process.run()
+    except ConfigError as e:
+        process.send(wire.Refused(str(e)))
+        os._exit(EXIT_CONFIG)
+    except ConnectionError:
+        threading.Event().wait()        # a neighbour is gone: the front hears of it, and goes itself
+    except BaseException:
+        traceback.print_exc()
+        os._exit(EXIT_BUG)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

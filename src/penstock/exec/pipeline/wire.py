@@ -1,0 +1,167 @@
+"""What the front and its ranks in other processes say to each other: closed, typed messages in msgpack.
+
+Frames are an 8-byte little-endian length and a body, over Unix socket pairs that only these processes
+hold. Plans are the core's own types. No pickle in any form.
+"""
+from __future__ import annotations
+
+import socket
+
+import msgspec
+
+from penstock.config.request.params import SamplingParams
+from penstock.config.settings.plain import Plain
+from penstock.core.plan import Moved, RequestId, StepPlan
+from penstock.core.settings import CoreConfig
+from penstock.exec.rank import Stepped
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    pass
+
+
+# ---------------------------------------------------------------- front -> rank
+class Begin(_Message, frozen=True):
+    """First message: load stage `index` of stages that have so many layers each."""
+
+    config: Plain
+    index: int
+    layers: list[int]
+    threads: int
+
+
+class Pools(_Message, frozen=True):
+    """Make pools, tables and sampler of these sizes, in place of any there are; answered by Ready. The
+    host pool is the descriptor that the process was started with, large enough by now."""
+
+    core: CoreConfig
+
+
+class Open(_Message, frozen=True):
+    rid: RequestId
+    prompt: list[int]
+    params: SamplingParams
+    choice: int
+    stop_ids: list[int]
+
+
+class Close(_Message, frozen=True):
+    rid: RequestId
+
+
+class Given(_Message, frozen=True):
+    """Output tokens of `rid` that another engine has sampled."""
+
+    rid: RequestId
+    tokens: list[int]
+
+
+class Plan(_Message, frozen=True):
+    """The same bytes to every rank, in step order."""
+
+    plan: StepPlan
+
+
+class AskStats(_Message, frozen=True):
+    """Answered by one Answer, after the step that runs."""
+
+
+class AskReads(_Message, frozen=True):
+    """What `rid` has read; answered by one Answer, after the step that runs."""
+
+    rid: RequestId
+
+
+ToRank = Begin | Pools | Open | Close | Given | Plan | AskStats | AskReads
+
+
+# ---------------------------------------------------------------- rank -> front
+class Loading(_Message, frozen=True):
+    """It has just told the log how far it is, before Loaded."""
+
+
+class Loaded(_Message, frozen=True):
+    """The stage has its weights. `identity`: what must be the same on every rank, by name."""
+
+    identity: dict[str, str]
+    weight_bytes: int
+    peak_bytes: int
+
+
+class Refused(_Message, frozen=True):
+    """The stage cannot be built: one clear line for the user; the process exits."""
+
+    message: str
+
+
+class Ready(_Message, frozen=True):
+    """Answers Pools."""
+
+
+class Reports(_Message, frozen=True):
+    """What has happened since the last one: a step, if any, and then copies. `began` and `ended` (seconds of
+    this machine's monotonic clock) say when the step computed, without its wait for the stage before it."""
+
+    stepped: list[Stepped]
+    moved: list[Moved]
+    began: float = 0.0
+    ended: float = 0.0
+
+
+class Answer(_Message, frozen=True):
+    values: dict[str, float] | None
+
+
+FromRank = Loading | Loaded | Refused | Ready | Reports | Answer
+
+_ENCODER = msgspec.msgpack.Encoder()
+_TO = msgspec.msgpack.Decoder(ToRank)
+_FROM = msgspec.msgpack.Decoder(FromRank)
+
+
+def encode(message: object) -> bytes:
+    """A frame: any number of channels may send the same."""
+    body = _ENCODER.encode(message)
+    return len(body).to_bytes(8, "little") + body
+
+
+def decode_to_rank(body: bytes) -> ToRank:
+    message: ToRank = _TO.decode(body)
+    return message
+
+
+def decode_from_rank(body: bytes) -> FromRank:
+    message: FromRank = _FROM.decode(body)
+    return message
+
+
+class Channel:
+    """One end of a socket pair: one thread sends, one receives, both waiting in the kernel."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket, self._in = sock, sock.makefile("rb")
+
+    def send(self, frame: bytes | memoryview) -> None:
+        """Raises ConnectionError when the other end is gone."""
+        self._socket.sendall(frame)
+
+    def read(self, nbytes: int) -> bytearray | None:
+        """So many bytes; None when the other end is gone."""
+        data = bytearray(nbytes)
+        view, at = memoryview(data), 0
+        while at < nbytes:
+            try:
+                n = self._in.readinto(view[at:])
+            except ConnectionError:
+                return None
+            if not n:
+                return None
+            at += n
+        return data
+
+    def receive(self) -> bytes | None:
+        """The body of the next frame; None when the other end is gone."""
+        if (head := self.read(8)) is None:
+            return None
+        body = self.read(int.from_bytes(head, "little"))
+        return None if body is None else bytes(body)

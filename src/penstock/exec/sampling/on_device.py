@@ -1,0 +1,44 @@
+"""What a CUDA device knows of each row's sampling, so that it draws the next token without the host.
+
+Of requests whose tokens follow from temperature, top-k, top-p, min-p and seed. What else there is (penalties,
+bias, logprobs, forced tokens, minimal lengths) `sampling.py` does, outside of the captured steps.
+
+    B rows of a step   R rows of the tables   V vocabulary
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from penstock.exec.sampling.sampler import Sampling
+
+
+class Draws:
+    """Changed by binds and by the draws themselves only. Has one row more than the tables."""
+
+    def __init__(self, vocab_size: int, rows: int, device: torch.device) -> None:
+        self._vocab, self._device = vocab_size, device
+        self._params_R4 = torch.zeros(rows + 1, 4, dtype=torch.float64, device=device)
+        self._stream_R2 = torch.zeros(rows + 1, 2, dtype=torch.int64, device=device)
+
+    def bind(self, row: int, s: Sampling) -> None:
+        """`row` samples for `s`, of which all tokens in `s.outputs` have retired."""
+        p, key = s.params, s.key - (1 << 64) if s.key >> 63 else s.key
+        top_k = p.top_k if 1 <= p.top_k < self._vocab else self._vocab
+        params = torch.tensor([p.temperature, top_k, p.top_p, p.min_p], dtype=torch.float64)
+        stream = torch.tensor([key, len(s.outputs)])
+        self._params_R4[row].copy_(params.pin_memory(), non_blocking=True)
+        self._stream_R2[row].copy_(stream.pin_memory(), non_blocking=True)
+
+    def draw(self, logits_BV: Tensor, token_B: Tensor, row_B: Tensor, position_B: Tensor) -> None:
+        """Overwrites the tokens of rows that draw: see `kernels.draw`."""
+        from penstock.kernels.sample.draw import triton_draw  # needs Triton
+        triton_draw.draw(logits_BV, token_B, row_B, position_B, self._params_R4, self._stream_R2)
+
+    def skip(self, rows: Sequence[int], states: Sequence[Sampling]) -> None:
+        """These rows, by table index, were given a token by others."""
+        drew = [row for row, s in zip(rows, states, strict=True) if s.params.temperature > 0]
+        if drew:
+            self._stream_R2[torch.tensor(drew, device=self._device), 1] += 1

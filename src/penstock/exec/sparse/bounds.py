@@ -1,0 +1,293 @@
+"""What the tokens of a step attend to where requests may select, and where pages may be on the host.
+
+Owns the split of a step: prompts read all that is before them, from device pages or in windows of host
+pages; each position behind its prompt reads what it selects. What is computed follows from the request;
+where its bytes are changes no token. Knows rows and positions; refuses to know phases.
+
+    T tokens of the step   R rows of the tables   P pages of a row   K KV heads   G page size   H head dim
+    S tokens of a window   W hot pages   L pages that lack a device page   E entries of `gather`'s list
+"""
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from penstock.core.plan import Bind, StepPlan
+from penstock.exec.sparse.captured import SelectingDecodes
+from penstock.exec.sparse.layers import BoundsSelector, SparseLayers, unit_attention
+from penstock.exec.sparse.rows import HotRows
+from penstock.exec.step.attend import Attending
+from penstock.exec.step.tables import Lowered, RowTables
+from penstock.kernels.attention.chunk_attention import chunk_attention
+from penstock.kernels.attention.merge import merge
+from penstock.kernels.attention.paged_attention import AttentionSpec, Plan, Planner, store
+from penstock.kernels.choose.select import SelectRule
+from penstock.kernels.kv.gather import gather
+from penstock.kernels.types.ragged import Ragged
+from penstock.memory.pool import BlockPool
+from penstock.model.base import Attend, CacheShape, LocalLayer, Model
+
+# attend(layer of the group, q_TNH, k_TKH, v_TKH) -> out_TNH
+_Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selector:
+    """How rows select. `budget`: tokens, at most; `hot_pages`: of a row's hot buffer, at most, 0 if no row is
+    ever hosted; backends: op -> name of its implementation, of every op that selecting needs.
+    rule: None where the model's own indexer chooses."""
+
+    rule: SelectRule | None
+    budget: int
+    hot_pages: int
+    backends: Mapping[str, str]
+
+    @property
+    def least(self) -> int:
+        """Tokens of the smallest budget that a request can have; 0 where requests have none."""
+        return 0 if self.rule is None else self.rule.least_units * self.rule.unit
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Tokens [at, at + end - start) of the step are positions [start, end) of a row, and read all."""
+
+    row: int
+    at: int
+    start: int
+    end: int
+
+    @property
+    def tokens(self) -> slice:
+        return slice(self.at, self.at + self.end - self.start)
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """Pages of a row that are read at once.
+
+    page_P     int64: where they are in the device pool, once those that lack a device page are in hot pages
+    keys       tokens in them      brought   how many of them come from the host
+    miss_E3, num_1   what `gather` copies for that, in units of a page
+    """
+
+    page_P: Tensor
+    keys: int
+    brought: int
+    miss_E3: Tensor
+    num_1: Tensor
+
+
+class Selects(Attending, Protocol):
+    """`Attending` of a rank on which rows select, and may be hosted."""
+
+    rows: HotRows
+
+    def bind(self, bind: Bind, *, budget: int, num_prompt: int) -> None:
+        """The row's tables are bound already. budget: tokens; 0: what the model reads of itself."""
+        ...
+
+
+class Selecting:
+    """`Selects` of a model of KV heads, by bounds of their keys.
+
+    groups     group 0 has the KV of the layers that select, group 1 the bounds of its units; layers of
+               others, if there are any, read all of theirs, from device pages
+    planner    attention of what reads all
+    """
+
+    def __init__(self, selector: Selector, model: Model, groups: Sequence[CacheShape], tables: RowTables,
+                 device: Sequence[BlockPool], host: Sequence[BlockPool], planner: Planner) -> None:
+        rule = selector.rule
+        assert rule is not None, "ordinary models select by bounds"
+        self._tables, self._planner = tables, planner
+        self._kv, self._bounds = tables.groups[0], tables.groups[1]
+        self._local = {layer: i for i, layer in enumerate(groups[0].layers)}
+        self._specs = [AttentionSpec(
+            num_heads=model.attention.num_heads, num_kv_heads=group.num_kv_heads, head_dim=group.head_dim,
+            dtype=pool.layout.dtype, scale=model.attention.scale)
+            for group, pool in zip(groups, device, strict=True)]
+        self._dense = {layer: (g, pool.pages[:, i, :, 0], pool.pages[:, i, :, 1])
+                       for g, (group, pool) in enumerate(zip(groups, device, strict=True))
+                       if g > 1 for i, layer in enumerate(group.layers)}
+        self._scale = model.attention.scale
+        layout = device[0].layout
+        self._unit, self._size = rule.unit, layout.page_size
+        self._device, self._host, bounds = (
+            [] if pool is None else [pool.pages[:, i] for i in range(layout.num_layers)]
+            for pool in (device[0], host[0] if host else None, device[1]))
+        self.rows = HotRows(tables, device[0], unit=rule.unit, hot_pages=selector.hot_pages,
+                            names=[model.stage.first + layer for layer in groups[0].layers])
+        backends = selector.backends
+        self._layers = SparseLayers(
+            unit_attention(backends["sparse_attention"], unit=rule.unit, scale=self._scale), unit=rule.unit,
+            device=self._device, host=self._host, bounds=bounds, device_RP=self._kv.device_RM,
+            host_RP=self.rows.host_RM, hot=self.rows.hot, backends=backends)
+        self._selector = BoundsSelector(rule, bounds, self._bounds.device_RM, backends["select"])
+        self._chunk_attention = chunk_attention(backends["chunk_attention"])
+        self._gather = gather(backends["gather"])
+        self._merge = merge(backends["merge"])
+        self._most = selector.budget // rule.unit
+        self._budget_R = torch.zeros_like(self._kv.device_RM[:, 0])     # for captured steps
+
+    def bind(self, bind: Bind, *, budget: int, num_prompt: int) -> None:
+        self.rows.bind(bind, budget=budget // self._unit, first=num_prompt)
+        self._budget_R[self._tables.index(bind.row)] = budget // self._unit
+
+    def decodes(self) -> SelectingDecodes:
+        """Of steps in which each row decodes one token behind its prompt."""
+        return SelectingDecodes(
+            layers=self._layers, selector=self._selector, hot=self.rows.hot, specs=self._specs,
+            tables=self._tables.groups, local=self._local, dense=self._dense, device=self._device,
+            selects=lambda r: self.rows[r].budget > 0, budget_R=self._budget_R, most=self._most,
+            unit=self._unit)
+
+    # ------------------------------------------------------------ a step
+    def step(self, plan: StepPlan, lowered: Lowered) -> Attend:
+        """The attention of a step whose binds, grows and unmaps are applied."""
+        others = {g: self._planner(lowered.ragged[g], self._specs[g]) for g, *_ in self._dense.values()}
+        return _SelectingStep(self._local, self._selects(plan, lowered), self._dense, others, lowered)
+
+    def _selects(self, plan: StepPlan, lowered: Lowered) -> _Attend:
+        dense, windows, queries = self._split(plan)
+        for chunk in windows:
+            self.rows.hot.void(chunk.row)         # their hot pages are about to hold windows
+        through = [(chunk, self._windows(chunk)) for chunk in windows]
+        at = self.rows.store_at(lowered, self._bounds)
+        ragged = lowered.ragged[0]
+        whole = not windows and not queries
+        tokens_at = slice(None) if whole else _where(dense, ragged.page_T.device)
+        run = (self._planner(ragged if whole else _part(ragged, dense, tokens_at), self._specs[0])
+               if dense else None)
+        sparse = None
+        if queries:
+            query_at = torch.tensor([t for t, _, _ in queries], device=ragged.page_T.device)
+            rows = [r for _, r, _ in queries]
+            budgets = [self.rows[r].budget for r in rows]
+            budget_B = torch.tensor(budgets, dtype=torch.int32, device=query_at.device)
+            sparse = self._layers.step(rows, [p for _, _, p in queries],
+                                       [not self._kv.is_resident(r) for r in rows])
+
+        def attend(layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+            self._layers.store(layer, (k_TKH, v_TKH), at)
+            pool_PK2GH = self._device[layer]
+            if whole and run is not None:
+                return run(q_TNH, pool_PK2GH[:, :, 0], pool_PK2GH[:, :, 1])
+            out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+            if run is not None:
+                out_TNH[tokens_at] = run(q_TNH[tokens_at], pool_PK2GH[:, :, 0], pool_PK2GH[:, :, 1])
+            for chunk, pages in through:
+                of = chunk.tokens
+                out_TNH[of] = self._earlier(layer, chunk, pages, q_TNH[of], k_TKH[of], v_TKH[of])
+            if sparse is not None:
+                q_BNH = q_TNH[query_at]
+                chosen_BKC = self._selector.choose(layer, q_BNH, sparse, budget_B, max(budgets))
+                out_TNH[query_at] = self._layers.attend(layer, q_BNH, chosen_BKC, sparse)
+            return out_TNH
+        return attend
+
+    def _split(self, plan: StepPlan) -> tuple[list[_Chunk], list[_Chunk], list[tuple[int, int, int]]]:
+        """Chunks that read all from device pages, those whose pages are not all there, and queries that
+        select: (token, row, position)."""
+        dense: list[_Chunk] = []
+        windows: list[_Chunk] = []
+        queries: list[tuple[int, int, int]] = []
+        at = 0
+        for row, start, count in zip(plan.rows, plan.start, plan.count, strict=True):
+            r = self._tables.index(row)
+            who, end = self.rows[r], start + count
+            split = min(max(who.first, start), end) if who.budget else end
+            if split > start:
+                chunk = _Chunk(r, at, start, split)
+                (dense if self._kv.is_resident(r) else windows).append(chunk)
+            queries += [(at + p - start, r, p) for p in range(split, end)]
+            at += count
+        return dense, windows, queries
+
+    def _windows(self, chunk: _Chunk) -> list[_Window]:
+        """The pages before a chunk, as many at a time as the row's hot buffer has."""
+        host_RM, row = self._kv.host_RM, self.rows[chunk.row]
+        assert row.hot_pages, f"row {chunk.row} has pages on the host and no hot buffer"
+        assert host_RM is not None
+        earlier = slice(0, -(-chunk.start // self._size))
+        device_P, host_P = self._kv.device_RM[chunk.row, earlier].long(), host_RM[chunk.row, earlier]
+        hot_W, made = self.rows.hot.pages(chunk.row), []
+        head_K = torch.arange(self._specs[0].num_kv_heads, device=host_P.device)
+        for first in range(0, earlier.stop, row.hot_pages):
+            page_P = device_P[first:first + row.hot_pages].clone()
+            lacks_L = (page_P < 0).nonzero().flatten()
+            page_P[lacks_L] = hot_W[lacks_L].long()
+            miss_E3 = torch.cartesian_prod(head_K, lacks_L)[:, [0, 1, 1]]
+            miss_E3[:, 1], miss_E3[:, 2] = host_P[first + miss_E3[:, 1]], page_P[miss_E3[:, 2]]
+            made.append(_Window(page_P, min(len(page_P) * self._size, chunk.start - first * self._size),
+                                len(lacks_L), miss_E3.int(),
+                                torch.tensor([len(miss_E3)], dtype=torch.int32, device=host_P.device)))
+        return made
+
+    def _earlier(self, layer: int, chunk: _Chunk, windows: Sequence[_Window], q_TNH: Tensor, k_TKH: Tensor,
+                 v_TKH: Tensor) -> Tensor:
+        """Attention of prompt positions to all before them: their own chunk as it was computed, what is
+        earlier a window of pages at a time, which come through the row's hot buffer."""
+        attend, scale = self._chunk_attention, self._scale
+        out_TNH, lse_TN = attend(q_TNH, k_TKH, v_TKH, causal=True, scale=scale)
+        for window in windows:
+            k_SKH, v_SKH = self._bring(layer, chunk.row, window)
+            out, lse = attend(q_TNH, k_SKH, v_SKH, causal=False, scale=scale)
+            out_TNH, lse_TN = self._merge(torch.stack((out_TNH, out)), torch.stack((lse_TN, lse)))
+        return out_TNH
+
+    def _bring(self, layer: int, row: int, window: _Window) -> tuple[Tensor, Tensor]:
+        """k and v of a window, [S, K, H]; what has no device page comes into the row's hot pages."""
+        pool_PK2GH = self._device[layer]
+        self._gather(self._host[layer], pool_PK2GH, window.miss_E3, window.num_1, unit=self._size)
+        self.rows.window(layer, row, window.brought)
+        heads, planes, size, dim = pool_PK2GH.shape[1:]
+        kv_2KPGH = pool_PK2GH.new_empty(planes, heads, len(window.page_P), size, dim)
+        for plane, head in itertools.product(range(planes), range(heads)):      # a head's tokens side by side
+            torch.index_select(pool_PK2GH[:, head, plane], 0, window.page_P, out=kv_2KPGH[plane, head])
+        k_SKH, v_SKH = kv_2KPGH.flatten(2, 3)[:, :, :window.keys].transpose(1, 2)
+        return k_SKH, v_SKH
+
+
+class _SelectingStep:
+    """`model.base.Attend` of one step."""
+
+    def __init__(self, local: Mapping[LocalLayer, int], selects: _Attend,
+                 dense: Mapping[LocalLayer, tuple[int, Tensor, Tensor]], plans: Mapping[int, Plan],
+                 lowered: Lowered) -> None:
+        self._local, self._selects, self._dense, self._plans = local, selects, dense, plans
+        self._ragged = lowered.ragged
+
+    def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
+                 chosen_TS: Tensor | None = None) -> Tensor:
+        assert chosen_TS is None, "what is read of KV heads is chosen here"
+        k_TKH, v_TKH = kv_TCKH[:, 0], kv_TCKH[:, 1]
+        if (i := self._local.get(layer)) is not None:
+            return self._selects(i, q_TNH, k_TKH, v_TKH)
+        group, k_PKGH, v_PKGH = self._dense[layer]
+        ragged = self._ragged[group]
+        store(k_TKH, v_TKH, k_PKGH, v_PKGH, ragged.page_T, ragged.offset_T)
+        return self._plans[group](q_TNH, k_PKGH, v_PKGH)
+
+    def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
+        raise AssertionError("a model with an indexer and KV heads")
+
+
+def _where(chunks: Sequence[_Chunk], device: torch.device) -> Tensor:
+    """int64: indices into T of the chunks' tokens, in their order."""
+    return torch.tensor([t for c in chunks for t in range(c.at, c.at + c.end - c.start)],
+                        dtype=torch.int64, device=device)
+
+
+def _part(ragged: Ragged, chunks: Sequence[_Chunk], at_T: Tensor | slice) -> Ragged:
+    """The layout of these chunks alone."""
+    starts = [0]
+    for chunk in chunks:
+        starts.append(starts[-1] + chunk.end - chunk.start)
+    return Ragged(tuple(starts), tuple(c.end for c in chunks), tuple(c.row for c in chunks),
+                  ragged.pages_RM, ragged.page_T[at_T], ragged.offset_T[at_T], ragged.page_size)

@@ -1,0 +1,111 @@
+"""Decode steps of rows that select, for CUDA graphs: all that depends on a row is on the device.
+
+Steps in which every row selects are one kind; the others also read all pages of the rows that do not.
+
+    B rows of a step   R rows of the tables   K KV heads   P pages   G page size   H head dim
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.exec.graphs.capture import PagedDecode
+from penstock.exec.sparse.layers import BoundsSelector, SparseLayers, SparseStep
+from penstock.exec.step.tables import PageTable
+from penstock.kernels.attention.paged_attention import AttentionSpec
+from penstock.kernels.kv.store import StoreAt
+from penstock.memory.hot import HotBuffers
+from penstock.model.base import Attend, LocalLayer
+
+SELECT, MIXED = "select", "mixed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectingDecodes:
+    """`graphs.Decodes` of an `exec.selecting.Selecting`, whose parts these are.
+
+    specs, tables    by cache group: KV that is selected from, bounds of its units, then the others
+    local            layer -> which one of group 0 it is
+    dense            layer of the others -> its group, k and v pools
+    device           one view [P, K, 2, G, H] a layer of group 0
+    selects          whether a row of the tables does
+    budget_R         int32, device: units that each row selects; 0: it reads all, from device pages
+    most             the largest of all budgets, units
+    unit             tokens
+    """
+
+    layers: SparseLayers
+    selector: BoundsSelector
+    hot: HotBuffers
+    specs: Sequence[AttentionSpec]
+    tables: Sequence[PageTable]
+    local: Mapping[LocalLayer, int]
+    dense: Mapping[LocalLayer, tuple[int, Tensor, Tensor]]
+    device: Sequence[Tensor]
+    selects: Callable[[int], bool]
+    budget_R: Tensor
+    most: int
+    unit: int
+    kinds: tuple[str, ...] = (SELECT, MIXED)
+
+    def kind(self, rows: Sequence[int]) -> str:
+        return SELECT if all(map(self.selects, rows)) else MIXED
+
+    def attend(self, kind: str, row_B: Tensor, position_B: Tensor) -> Attend:
+        return _Attend(self, kind, row_B, position_B)
+
+
+class _Attend:
+    """`model.base.Attend` of a captured step: its tokens T are the B rows."""
+
+    def __init__(self, of: SelectingDecodes, kind: str, row_B: Tensor, position_B: Tensor) -> None:
+        self._of, self._at = of, _store_at(of, row_B, position_B)
+        self._budget_B = of.budget_R[row_B.long()]
+        self._selects_B = self._budget_B > 0
+        select_B = position_B.where(self._selects_B, -1)
+        self._step = SparseStep(row_B, select_B, (slice(None),), of.hot.tick(1))
+        self._whole: PagedDecode | None = None
+        if kind == MIXED:
+            self._whole = PagedDecode(of.specs[0], of.tables[0].device_RM, of.tables[0].size, row_B,
+                                      position_B.where(~self._selects_B, -1))
+        self._others = {g: PagedDecode(of.specs[g], of.tables[g].device_RM, of.tables[g].size, row_B,
+                                       position_B) for g, *_ in of.dense.values()}
+
+    def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
+                 chosen_TS: Tensor | None = None) -> Tensor:
+        assert chosen_TS is None, "what is read of KV heads is chosen here"
+        of, k_TKH, v_TKH = self._of, kv_TCKH[:, 0], kv_TCKH[:, 1]
+        if (i := of.local.get(layer)) is None:
+            group, k_PKGH, v_PKGH = of.dense[layer]
+            self._others[group].store(k_TKH, v_TKH, k_PKGH, v_PKGH)
+            return self._others[group](q_TNH, k_PKGH, v_PKGH)
+        of.layers.store(i, (k_TKH, v_TKH), self._at)
+        chosen_BKC = of.selector.choose(i, q_TNH, self._step, self._budget_B, of.most)
+        out_TNH = of.layers.attend(i, q_TNH, chosen_BKC, self._step)
+        if self._whole is None:
+            return out_TNH
+        pool_PK2GH = of.device[i]
+        all_TNH = self._whole(q_TNH, pool_PK2GH[:, :, 0], pool_PK2GH[:, :, 1])
+        return torch.where(self._selects_B[:, None, None], out_TNH, all_TNH)
+
+    def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
+        raise AssertionError("a model with an indexer and KV heads")
+
+
+def _store_at(of: SelectingDecodes, row_B: Tensor, position_B: Tensor) -> StoreAt:
+    """-1 throughout for padding."""
+    kv, bounds, row = of.tables[0], of.tables[1], row_B.long()
+    real_B, at_B = position_B >= 0, position_B.clamp(min=0).long()
+    page_B, offset_B = at_B // kv.size, at_B % kv.size
+
+    def slots(table_RM: Tensor, size: int, of_page_B: Tensor) -> Tensor:
+        page = table_RM[row, page_B].long()
+        return torch.where(real_B & (page >= 0), page * size + of_page_B, -1)
+    return StoreAt(
+        device_T=slots(kv.device_RM, kv.size, offset_B),
+        host_T=torch.full_like(at_B, -1) if kv.host_RM is None else slots(kv.host_RM, kv.size, offset_B),
+        bounds_T=slots(bounds.device_RM, kv.size // of.unit, offset_B // of.unit),
+        row_T=row_B.where(real_B, -1), position_T=position_B, unit=of.unit)

@@ -1,0 +1,159 @@
+"""Decode that reads a selection of its KV: the ops in order, for one layer, wherever pages are.
+
+Owns the composition and the rounds of a step; memory and tables belong to others. Rows that are all
+on the device, all on the host or both are one code path, and so are units of KV heads that bounds of their
+keys chose, and latent rows that a model's own indexer did.
+
+    B queries of the step   R rows of the tables   P pages of a row   N query heads   H head dim
+    K KV heads   C chosen units   G page size
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.attention import sparse_attention
+from penstock.kernels.attention.latent_attention import LatentAttention
+from penstock.kernels.choose import resolve
+from penstock.kernels.choose import select as selection
+from penstock.kernels.choose.select import SelectRule
+from penstock.kernels.kv import gather, store
+from penstock.kernels.kv.store import StoreAt
+from penstock.memory.hot import HotBuffers
+
+# attend(q_BNH, pool [P, K, planes, G, H], chosen_BKC, slot_BKC, position_B) -> out_BNH: over units that have
+# been chosen and found.
+UnitAttention: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class SparseStep:
+    """The queries of a step that select, made once and used for every layer.
+
+    row, position   int32 [B], device: as `select` takes them
+    rounds          queries of each round, as an index of B: no round has two queries of a row that has a
+                    page without a device copy, since what both choose need not fit its hot buffer
+    now_R1          int32, device: stamp of each round
+    """
+
+    row_B: Tensor
+    position_B: Tensor
+    rounds: tuple[slice | Tensor, ...]
+    now_R1: Tensor
+
+
+class SparseLayers:
+    """Attention of one cache group to chosen units, through whatever tier they are in.
+
+    device, host   one view [P, K, planes, G, H] a layer of the pools; `host` is empty without that tier
+    bounds         one view [P, K, 2, S, H] a layer of the pool of summaries; empty where nobody reads any
+    device_RP, host_RP   int32 tables of the rows: pool indices, -1 for none. Read anew in every call:
+                   whoever owns them changes them between steps
+    unit           tokens that are chosen together
+    backends       op -> name of its implementation: of store, resolve and gather
+    """
+
+    def __init__(self, attend: UnitAttention, *, unit: int, device: Sequence[Tensor],
+                 host: Sequence[Tensor], bounds: Sequence[Tensor] = (), device_RP: Tensor, host_RP: Tensor,
+                 hot: HotBuffers, backends: Mapping[str, str]) -> None:
+        self._attend, self._unit, self._hot = attend, unit, hot
+        self._device, self._host, self._bounds = tuple(device), tuple(host), tuple(bounds)
+        self._device_RP, self._host_RP = device_RP, host_RP
+        # A stage whose layers all read everything has none that select.
+        self._page_units = device[0].shape[3] // unit if device else 1
+        self._store = store.store(backends["store"])
+        self._resolve = resolve.resolve(backends["resolve"])
+        self._gather = gather.gather(backends["gather"])
+
+    def step(self, rows: Sequence[int], positions: Sequence[int], hosted: Sequence[bool]) -> SparseStep:
+        """The selecting queries of a step, in the order of their tokens.
+
+        hosted    whether the query's row has a page without a device copy
+        """
+        device = self._device_RP.device
+        row_B, position_B = (torch.tensor(x, dtype=torch.int32, device=device) for x in (rows, positions))
+        rounds = tuple(_index(queries, device) for queries in _rounds(rows, hosted))
+        return SparseStep(row_B, position_B, rounds, self._hot.tick(len(rounds)))
+
+    def store(self, layer: int, values: Sequence[Tensor], at: StoreAt) -> None:
+        """Write a step's new rows, of all its tokens, to every copy; before any `attend` of the layer."""
+        self._store(values, at, self._device[layer], self._host[layer] if self._host else None,
+                    self._hot.layers[layer] if self._hot.hot_pages else None,
+                    self._bounds[layer] if self._bounds else None)
+
+    def attend(self, layer: int, q_BNH: Tensor, chosen_BKC: Tensor, step: SparseStep) -> Tensor:
+        """out_BNH: each query over what was chosen for it. Brings what it misses into the rows' hot
+        buffers."""
+        device, hot = self._device[layer], self._hot.layers[layer]
+        outs = []
+        for at, now_1 in zip(step.rounds, step.now_R1, strict=True):
+            chosen, row, position = chosen_BKC[at], step.row_B[at], step.position_B[at]
+            slot, miss, num = self._resolve(chosen, row, self._device_RP, self._host_RP, hot, now_1,
+                                            page_units=self._page_units)
+            if self._host:
+                self._gather(self._host[layer], device, miss, num, unit=self._unit)
+            outs.append(self._attend(q_BNH[at], device, chosen, slot, position))
+        if len(outs) == 1:
+            return outs[0]
+        out_BNH = outs[0].new_empty(len(q_BNH), *outs[0].shape[1:])
+        for at, out in zip(step.rounds, outs, strict=True):
+            out_BNH[at] = out
+        return out_BNH
+
+
+class BoundsSelector:
+    """Chooses units of KV heads by the bounds of their keys: of models without a selector of their own.
+
+    bounds       one view [P, K, 2, S, H] a layer of the pool of summaries
+    bounds_RP    int32: the rows' pages in it, read anew in every call
+    """
+
+    def __init__(self, rule: SelectRule, bounds: Sequence[Tensor], bounds_RP: Tensor, backend: str) -> None:
+        self._rule, self._bounds, self._bounds_RP = rule, tuple(bounds), bounds_RP
+        self._select = selection.select(backend)
+
+    def choose(self, layer: int, q_BNH: Tensor, step: SparseStep, budget_B: Tensor, most: int) -> Tensor:
+        """chosen_BKC. budget_B: int32, units, each at least `rule.least_units` and at most `most`."""
+        return self._select(q_BNH, self._bounds[layer], self._bounds_RP, step.row_B, step.position_B,
+                            budget_B, rule=self._rule, chosen=most)
+
+
+def unit_attention(backend: str, *, unit: int, scale: float) -> UnitAttention:
+    """Over units of KV heads."""
+    run = sparse_attention.sparse_attention(backend)
+
+    def attend(q_BNH: Tensor, pool_PK2GH: Tensor, chosen_BKC: Tensor, slot_BKC: Tensor,
+               position_B: Tensor) -> Tensor:
+        return run(q_BNH, pool_PK2GH, chosen_BKC, slot_BKC, position_B, unit=unit, scale=scale)[0]
+    return attend
+
+
+def row_attention(run: LatentAttention, *, value_dim: int, scale: float) -> UnitAttention:
+    """Over latent rows, of which every one that was chosen may be seen."""
+    def attend(q_BNH: Tensor, pool_P11GH: Tensor, chosen_B1C: Tensor, slot_B1C: Tensor,
+               position_B: Tensor) -> Tensor:
+        return run(q_BNH, pool_P11GH[:, 0, 0], slot_B1C[:, 0], value_dim=value_dim, scale=scale)[0]
+    return attend
+
+
+def _rounds(rows: Sequence[int], hosted: Sequence[bool]) -> list[list[int]]:
+    """Queries by round: the n-th of a hosted row is in the n-th, all others are in the first."""
+    rounds: list[list[int]] = [[]]
+    seen: dict[int, int] = {}
+    for query, (row, on_host) in enumerate(zip(rows, hosted, strict=True)):
+        n = seen.get(row, 0) if on_host else 0
+        seen[row] = n + 1
+        if n == len(rounds):
+            rounds.append([])
+        rounds[n].append(query)
+    return rounds
+
+
+def _index(queries: Sequence[int], device: torch.device) -> slice | Tensor:
+    """Neighbours need no copy."""
+    first, end = queries[0], queries[-1] + 1
+    return slice(first, end) if end - first == len(queries) else torch.tensor(queries, device=device)

@@ -1,0 +1,145 @@
+"""Rows that select, whose pages may be on the host: their hot buffers, and what was read from where.
+
+Owns what both kinds of selection have in common; knows rows, requests and counters, and refuses to know how
+anything is chosen.
+
+    L layers of the group   T tokens of the step
+"""
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.core.plan import Bind, RequestId
+from penstock.exec.step.tables import Lowered, PageTable, RowTables
+from penstock.kernels.kv.store import StoreAt
+from penstock.memory.hot import HotBuffers
+from penstock.memory.pool import BlockPool
+
+COUNTS = ("device", "hot_hits", "hot_misses", "hot_evictions")      # columns of HotLayer.count_RKE
+
+
+@dataclass(slots=True)
+class HotRow:
+    """What a bound row computes: `budget` units a query behind position `first`; 0: it reads all."""
+
+    rid: RequestId | None = None
+    budget: int = 0
+    first: int = 0
+    hot_pages: int = 0
+
+
+class HotRows:
+    """Rows by table index, of the layers of one hosted cache group, group 0.
+
+    pool        its device pages, of which hot buffers are made
+    unit        tokens that are chosen together
+    hot_pages   of a row's hot buffer, at most; 0 if no row is ever hosted
+    names       numbers of the layers in the whole model
+    """
+
+    def __init__(self, tables: RowTables, pool: BlockPool, *, unit: int, hot_pages: int,
+                 names: Sequence[int]) -> None:
+        layout = pool.layout
+        self._tables, self._pool, self._unit, self._names = tables, pool, unit, names
+        kv = tables.groups[0]
+        rows, pages = kv.device_RM.shape
+        self.hot = HotBuffers(layers=layout.num_layers, rows=rows, kv_heads=layout.num_kv_heads,
+                              pages=pages, hot_pages=hot_pages, page_units=layout.page_size // unit,
+                              device=kv.device_RM.device)
+        self.host_RM = torch.full_like(kv.device_RM, -1) if kv.host_RM is None else kv.host_RM
+        self._rows = [HotRow() for _ in range(rows)]
+        self._reads: dict[RequestId, Counter[str]] = {}      # of rows that a request has left
+        self._totals_LE = torch.zeros(layout.num_layers, len(COUNTS), dtype=torch.int64)
+        self._unit_bytes = layout.planes * layout.head_dim * unit * layout.dtype.itemsize
+        self._page_rows = layout.num_kv_heads * layout.page_size
+        self._window_pages = [0] * layout.num_layers
+
+    def __getitem__(self, row: int) -> HotRow:
+        return self._rows[row]
+
+    def bind(self, bind: Bind, *, budget: int, first: int) -> None:
+        """The row's tables are bound already. budget: units that each query behind position `first`
+        chooses; 0: this request reads all of its KV."""
+        r = self._tables.index(bind.row)
+        row, hot = self._rows[r], bind.hot[0] if bind.hot else ()
+        self._settle(r)
+        if hot or row.hot_pages:
+            self.hot.bind(r, [self._pool.index(h.page) for h in hot], [h.keeps for h in hot])
+        self._rows[r] = HotRow(bind.rid, budget, first, len(hot))
+
+    def _settle(self, r: int) -> None:
+        """Add what row `r` has counted to its request and to the layers."""
+        rid = self._rows[r].rid
+        if rid is None or not self._rows[r].budget:
+            return
+        count_LE = self.hot.counts(r).cpu()
+        self.hot.clear(r)
+        self._totals_LE += count_LE
+        self._reads.setdefault(rid, Counter()).update(
+            dict(zip(COUNTS, count_LE.sum(0).tolist(), strict=True)))
+
+    def window(self, layer: int, row: int, pages: int) -> None:
+        """A window of a prompt has brought so many pages from the host."""
+        self._window_pages[layer] += pages
+        rid = self._rows[row].rid
+        if rid is not None:
+            self._reads.setdefault(rid, Counter())["window_bytes"] += (
+                pages * self._page_rows * self._unit_bytes // self._unit)
+
+    def reads(self, rid: RequestId) -> dict[str, int] | None:
+        """What the units that `rid` selected were read from so far; None if it selects none."""
+        for r, row in enumerate(self._rows):
+            if row.rid == rid:
+                self._settle(r)
+        found = self._reads.get(rid)
+        return None if found is None else {
+            **{name: found[name] for name in COUNTS},
+            "host_bytes": found["hot_misses"] * self._unit_bytes + found["window_bytes"]}
+
+    def close(self, rid: RequestId) -> None:
+        """No plan names `rid` any more."""
+        for r, row in enumerate(self._rows):
+            if row.rid == rid:
+                self._settle(r)
+                row.rid = None
+        self._reads.pop(rid, None)
+
+    def stats(self) -> dict[str, float]:
+        """By metric name: units that were selected, by layer and where they were; rows that either they or
+        windows of prompts brought from the host."""
+        for r in range(len(self._rows)):
+            self._settle(r)
+        out: dict[str, float] = {}
+        for layer, counts, pages in zip(self._names, self._totals_LE.tolist(), self._window_pages,
+                                        strict=True):
+            named = dict(zip(COUNTS, counts, strict=True))
+            at = f'{{layer="{layer}"}}'
+            out[f"selected_device_units_total{at}"] = named["device"]
+            out[f"hot_hits_total{at}"] = named["hot_hits"]
+            out[f"hot_misses_total{at}"] = named["hot_misses"]
+            out[f"hot_evictions_total{at}"] = named["hot_evictions"]
+            out[f"hot_window_pages_total{at}"] = pages
+            out[f"host_rows_read_total{at}"] = named["hot_misses"] * self._unit + pages * self._page_rows
+        return out
+
+    def store_at(self, lowered: Lowered, bounds: PageTable | None = None) -> StoreAt:
+        """Where the tokens of a step go, and the bounds of their units if there is a group of them."""
+        ragged, row_T, unit = lowered.ragged[0], lowered.row_T, self._unit
+        size = ragged.page_size
+        page_T, offset_T = lowered.positions_T // size, ragged.offset_T
+        nowhere_T = torch.full_like(offset_T, -1)
+
+        def slots(page_T: Tensor, size: int, offset_T: Tensor) -> Tensor:
+            return torch.where(page_T < 0, -1, page_T.long() * size + offset_T)
+        host_RM = self._tables.groups[0].host_RM
+        return StoreAt(
+            device_T=slots(ragged.page_T, size, offset_T),
+            host_T=nowhere_T if host_RM is None else slots(host_RM[row_T, page_T], size, offset_T),
+            bounds_T=nowhere_T if bounds is None else
+            slots(bounds.device_RM[row_T, page_T], size // unit, offset_T // unit),
+            row_T=row_T.int(), position_T=lowered.positions_T.int(), unit=unit)

@@ -1,0 +1,1 @@
+"""From a configuration to an engine that has proved itself."""

@@ -1,0 +1,287 @@
+"""From a config to an engine that is ready: back-ends, weights, pools, one token as a proof.
+
+Owns the order of start-up; the sizes of the pools are `sizing.py`.
+"""
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from penstock.config.base import machine
+from penstock.config.base.errors import ConfigError
+from penstock.config.request.selection import Selection
+from penstock.config.settings.tree import Config
+from penstock.core.settings import CoreConfig
+from penstock.exec.front import Front
+from penstock.exec.graphs.capture import buckets_of
+from penstock.exec.load.layout import Caches, caches_of
+from penstock.exec.load.sizing import DeviceMemory, Sizes, groups_of, show_size, size_pools
+from penstock.exec.load.weights import (
+    Loaded,
+    attention_of,
+    identity_of,
+    kept_as,
+    load,
+    outline,
+    selection_for,
+    selector_of,
+    show_dtype,
+)
+from penstock.exec.pipeline.crew import Crew
+from penstock.exec.rank import Rank
+from penstock.exec.start.prove import prove, prove_front, scratch
+from penstock.exec.start.workspace import device_memory
+from penstock.exec.step.attend import LatentOps
+from penstock.exec.step.links import of_config
+from penstock.exec.waker import Waker
+from penstock.kernels.c.build import triton_runs
+from penstock.kernels.platform import KernelError, Unusable, probe
+from penstock.memory.lateness import Lateness
+from penstock.memory.pinned import NotPinned
+from penstock.memory.pool import BlockPool, PageLayout
+from penstock.model.weights.checkpoint import weights_digest
+from penstock.model.weights.locate import locate
+
+ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "head_dim")
+Info = dict[str, str | int | float | bool | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """An engine without its loop. `info` is flat: what was chosen and what it costs."""
+
+    executor: Front
+    core_config: CoreConfig
+    vocab_size: int
+    max_model_len: int
+    selection: Selection | None
+    info: Info
+    wakes: Waker                    # readable when `executor` has something to tell that no call waits for
+    pools: Sequence[Sequence[BlockPool]]        # of each stage, as far as they are in this process
+    caches: Caches                  # of the whole model
+    identity: dict[str, str]        # what another engine must have in common to read its KV, in words
+    crew: Crew | None = None        # the ranks, where they are processes
+
+
+def build_engine(config: Config, log: Callable[[str], object] = print, *,
+                 lateness: Lateness | None = None) -> Built:
+    """Load the model, size the pools, produce one token.
+
+    log        takes one line at a time      lateness   when copies run; None: promptly
+    Sets torch's thread count of this process.
+    Raises ConfigError: no such model, a damaged or unsupported checkpoint, a back-end that cannot
+    run here, memory that is not there, a context that does not fit.
+    """
+    started = time.perf_counter()
+    wakes = Waker()
+    parts = _one(config, log, lateness, wakes) if config.device.pp == 1 else _several(config, log, wakes)
+    core_config, caches, selection = parts.sizes.core, parts.caches, parts.selection
+    model, layout = parts.loaded.whole, parts.caches.layouts[0]
+    seconds = time.perf_counter() - started
+    info: Info = {
+        "model": parts.loaded.name, "load_format": parts.loaded.load_format,
+        "dtype": show_dtype(layout.dtype), "device": config.device.device, "threads": parts.threads,
+        "vocab_size": model.vocab_size, "max_model_len": core_config.max_len,
+        "model_max_position": model.max_position,
+        "num_layers": len(model.groups[0].layers), "num_kv_heads": model.groups[0].num_kv_heads,
+        "head_dim": model.groups[0].head_dim, "page_size": core_config.page_size,
+        "page_bytes": caches.page_bytes,
+        "kv_bytes_per_token": caches.page_bytes // core_config.page_size,
+        "hbm_pages": core_config.hbm_pages, "hbm_bytes": caches.nbytes(core_config.hbm_pages),
+        "dram_pages": core_config.dram_pages, "dram_bytes": caches.host_bytes(core_config),
+        **_sparse_info(selection, caches, parts.sizes),
+        "max_num_seqs": core_config.rows, "step_tokens": core_config.step_tokens,
+        "seed": config.model.seed or 0, "overlap": core_config.overlap,
+        "prefix_cache": core_config.prefix_cache,
+        "weight_bytes": parts.loaded.bytes, "load_peak_bytes": parts.loaded.peak,
+        "start_seconds": round(seconds, 3), **parts.info,
+        **{f"backend_{op}": str(choice) for op, choice in parts.loaded.backends.items()},
+    }
+    log(f"kv: {core_config.hbm_pages} device pages and {core_config.dram_pages} host pages of "
+        f"{core_config.page_size} tokens ({caches.page_bytes} bytes); context {core_config.max_len}")
+    caches.tell(log)
+    if selection is not None:
+        log(f"sparse: a query reads at most {selection.budget} tokens of each KV head, in units of "
+            f"{selection.unit}; hot buffers of {core_config.hot_pages * core_config.page_size} tokens "
+            f"({show_size(core_config.hot_pages * layout.page_bytes)}), "
+            f"tables {show_size(parts.sizes.table_bytes)}")
+        host, context = core_config.dram_pages * core_config.page_size, core_config.max_len
+        if core_config.hot_pages and host < context:
+            log(f"warning: the host tier holds {host} tokens and the context is {context}: requests whose "
+                "max_tokens makes them longer than the host tier stay on the device; give fewer, or set "
+                f"--dram-bytes to at least {caches.host_bytes_for(-(-context // core_config.page_size))}")
+    if core_config.step_tokens < core_config.rows:
+        log(f"warning: --step-tokens {core_config.step_tokens} is below --max-num-seqs "
+            f"{core_config.rows}: the youngest requests wait while older ones decode")
+    return Built(executor=parts.front, core_config=core_config, vocab_size=model.vocab_size,
+                 max_model_len=core_config.max_len, selection=selection, info=info, wakes=wakes,
+                 pools=parts.pools, caches=caches,
+                 identity=kv_identity(config, parts.loaded, selection, layout)
+                 if config.pair.disaggregation_mode else {}, crew=parts.crew)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """`caches` of the whole model; `threads` of each rank."""
+
+    front: Front
+    loaded: Loaded
+    caches: Caches
+    sizes: Sizes
+    selection: Selection | None
+    threads: int
+    info: Info
+    pools: Sequence[Sequence[BlockPool]]
+    crew: Crew | None = None
+
+
+def kv_identity(config: Config, loaded: Loaded, selection: Selection | None,
+                layout: PageLayout) -> dict[str, str]:
+    """What two engines must have in common for one to go on from the other's KV, in words."""
+    files = locate(config.model.model, load_format=config.model.load_format)
+    seed = config.model.seed or 0
+    rope = {name: files.config[name] for name in ROPE if name in files.config}
+    weights = f"dummy {seed}" if loaded.load_format == "dummy" else weights_digest(files)
+    # Of one file: products with its codes are not those with what the codes stand for.
+    kept = kept_as(config, loaded.dtype, loaded.scaled)
+    return {
+        "weights": weights, "weights kept as": f"{kept}, of {loaded.load_format}",
+        "configuration": loaded.digest,
+        "RoPE": json.dumps(rope, sort_keys=True, default=str),
+        "KV dtype": show_dtype(layout.dtype),
+        "selector": "none" if selection is None else
+        f"{selection.selector} {selection.version}, units of {selection.unit}"}
+
+
+def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None, wakes: Waker) -> _Parts:
+    """One rank, in this process, on the CPU or a GPU."""
+    threads, device = config.device.threads or machine.probe().cores, config.device.device
+    if device == "cuda":
+        _check_gpu()
+    # One thread: loading is many small operations, which two threads on busy cores slow down 4x. A GPU's
+    # host has cores to spare, and what is loaded there is large.
+    torch.set_num_threads(1 if device == "cpu" else min(threads, 8))
+    loaded = load(config, None, log)
+    torch.set_num_threads(threads)
+    model, selection = loaded.model, selection_for(config, loaded.whole)
+    groups = groups_of(model, selection)
+    caches, attention = caches_of(groups, config.kv.page_size, loaded.dtype), attention_of(loaded.backends)
+    captures = device == "cuda" and config.device.cuda_graphs
+    gpu, info = _measure(config, loaded, captures, log) if device == "cuda" else (None, {})
+    sizes = size_pools(config, caches, model.max_position, machine.probe().memory_available,
+                       budget=selection.budget if selection else 0, gpu=gpu)
+    core = sizes.core
+    selector = selector_of(selection, core, loaded.backends)
+    seed = config.model.seed or 0         # `resolve` has drawn one for a server
+    try:
+        prove(model, attention, caches, groups, selector, device)
+        hbm, dram = caches.pools(core, device)
+        rank = Rank(model, attention, hbm, dram, rows=core.rows, max_len=core.max_len, seed=seed,
+                    lateness=lateness, groups=groups, selector=selector, wake=wakes.wake)
+        if captures:
+            started = time.perf_counter()
+            rank.capture(buckets_of(core.rows))
+            info["capture_seconds"] = round(time.perf_counter() - started, 3)
+            log(f"decode steps of up to {core.rows} rows captured in {info['capture_seconds']} s")
+    except torch.OutOfMemoryError:
+        raise ConfigError(
+            f"{show_size(caches.nbytes(core.hbm_pages))} for KV and decode steps of --max-num-seqs "
+            f"{core.rows} do not fit into what is left of the GPU's memory by now: lower "
+            "--gpu-memory-utilization, or --hbm-bytes if it was given; another process may have taken "
+            "some") from None
+    except NotPinned as why:
+        raise ConfigError(f"{why}: give less with --dram-bytes, or 0 for no host tier") from None
+    return _Parts(front=Front([rank]), loaded=loaded, caches=caches, sizes=sizes, selection=selection,
+                  threads=threads, info=info, pools=[[*hbm, *dram]])
+
+
+def _check_gpu() -> None:
+    """Raises ConfigError: torch or Triton cannot use it, whatever the model."""
+    try:
+        probe("cuda")
+        triton_runs()
+    except (KernelError, Unusable) as why:
+        raise ConfigError(f"--device cuda: {why}") from None
+
+
+def _measure(config: Config, loaded: Loaded, captures: bool,
+             log: Callable[[str], object]) -> tuple[DeviceMemory, Info]:
+    """Memory of the GPU, and what to tell of it. Raises ConfigError: its largest step does not fit."""
+    attention, model, schedule = attention_of(loaded.backends), loaded.model, config.schedule
+    if isinstance(attention, LatentOps):
+        raise ConfigError("--device cuda: no kernel of a model of latent rows runs there so far; take "
+                          "--device cpu")
+    caches = caches_of(model.groups, config.kv.page_size, loaded.dtype)
+    free = torch.cuda.mem_get_info()[0]
+    longest = min(config.model.max_model_len or model.max_position,
+                  caches.context_pages(free) * config.kv.page_size)
+    try:
+        gpu = device_memory(model, attention, caches, rows=schedule.max_num_seqs, max_len=longest,
+                            step_tokens=schedule.step_tokens, capture=captures)
+    except torch.OutOfMemoryError:
+        raise ConfigError(
+            f"the largest step of --step-tokens {schedule.step_tokens} and --max-num-seqs "
+            f"{schedule.max_num_seqs} does not fit into the {show_size(free)} of the GPU's memory that are "
+            "free with the weights loaded: lower them") from None
+    name = torch.cuda.get_device_name()
+    log(f"{name}: {show_size(gpu.total)}, {show_size(gpu.free)} free with the weights loaded, "
+        f"{show_size(gpu.workspace)} kept for the largest step")
+    return gpu, {"gpu": name, "gpu_bytes": gpu.total, "workspace_bytes": gpu.workspace}
+
+
+def _several(config: Config, log: Callable[[str], object], wakes: Waker) -> _Parts:
+    """Pipeline stages, each in a process of its own; this one plans for them."""
+    ranks = config.device.pp
+    threads = max(1, (config.device.threads or machine.probe().cores) // ranks)
+    loaded = outline(config, log)
+    selection = selection_for(config, loaded.whole)
+    stages = of_config(config, loaded.whole.stage.end)
+    layers = [stage.end - stage.first for stage in stages]
+    groups = groups_of(loaded.whole, selection)
+    caches = caches_of(groups, config.kv.page_size, loaded.dtype)
+    crew = Crew(config, layers, threads, wakes.wake)
+    try:
+        told = crew.loaded(identity_of(loaded, config, caches))
+        own = [caches.stage(stage.first, stage.end, groups) for stage in stages]
+        widest = max(own, key=lambda c: c.slabs.slab_bytes)
+        sizes = size_pools(config, widest, loaded.whole.max_position, machine.probe().memory_available,
+                           budget=selection.budget if selection else 0)
+        core, crew.vocab_size = sizes.core, loaded.whole.vocab_size
+        selector = selector_of(selection, core, loaded.backends)
+        trial = replace(scratch(caches, selector), pp_size=ranks)
+        crew.pools(trial, caches.host_bytes(trial), [one.nbytes(trial.hbm_pages) for one in own])
+        prove_front(Front(crew.ranks, crew.wait), trial, loaded.whole.max_position, selector)
+        crew.pools(core, caches.host_bytes(core), [one.nbytes(core.hbm_pages) for one in own])
+    except BaseException:
+        crew.close()
+        raise
+    info: Info = {"pp": ranks, "pp_layers": ",".join(map(str, layers))}
+    for i, (n, mine, one) in enumerate(zip(layers, own, told, strict=True)):
+        used, given = mine.nbytes(core.hbm_pages), widest.nbytes(core.hbm_pages)
+        info |= {f"rank_{i}_layers": n, f"rank_{i}_weight_bytes": one.weight_bytes,
+                 f"rank_{i}_load_peak_bytes": one.peak_bytes, f"rank_{i}_hbm_bytes": used,
+                 f"rank_{i}_hbm_unused_bytes": given - used, f"rank_{i}_pid": crew.ranks[i].process.pid}
+        log(f"rank {i}: {n} layers, {show_size(one.weight_bytes)} of weights, {show_size(used)} of KV "
+            f"({show_size(given - used)} unused, as the widest stage has no more pages), {threads} threads")
+    loaded = replace(loaded, bytes=sum(one.weight_bytes for one in told),
+                     peak=max(one.peak_bytes for one in told))
+    return _Parts(front=Front(crew.ranks, crew.wait), loaded=loaded, caches=caches, sizes=sizes,
+                  selection=selection, threads=threads, info=info, pools=crew.seen(core, own), crew=crew)
+
+
+def _sparse_info(selection: Selection | None, caches: Caches, sizes: Sizes) -> Info:
+    """What a selection costs, for /server_info; nothing without one."""
+    if selection is None:
+        return {}
+    layout, bounds = caches.layouts[:2]
+    return {
+        "sparse_top_k": selection.budget, "sparse_unit": selection.unit,
+        "selector_bytes_per_token": bounds.page_bytes // bounds.page_size,
+        "hot_buffer_tokens": sizes.core.hot_pages * sizes.core.page_size,
+        "hot_buffer_bytes": sizes.core.hot_pages * layout.page_bytes,
+        "table_bytes": sizes.table_bytes,
+    }

@@ -1,0 +1,87 @@
+"""One token on scratch pools before an engine says that it is ready; with a selector, one from host pages."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from penstock.config.base.errors import ConfigError
+from penstock.config.request.params import SamplingParams
+from penstock.core.plan import (
+    NO_DRAM,
+    NO_HBM,
+    Bind,
+    DramPage,
+    HbmPage,
+    Hot,
+    RequestId,
+    Retired,
+    Row,
+    StepId,
+    StepPlan,
+)
+from penstock.core.settings import CoreConfig
+from penstock.exec.front import Front
+from penstock.exec.load.layout import Caches
+from penstock.exec.rank import Rank
+from penstock.exec.sparse.bounds import Selector
+from penstock.exec.step.attend import LatentOps
+from penstock.kernels.attention.paged_attention import Planner
+from penstock.model.base import CacheShape, Model
+
+
+def prove(model: Model, attention: Planner | LatentOps, caches: Caches, groups: Sequence[CacheShape],
+          selector: Selector | None, device: str = "cpu") -> None:
+    """Produce a token: what is announced as ready has run, and first-call costs are paid.
+
+    With hot buffers the prompt goes to a host page, and a second token reads it from there.
+    Raises ConfigError if the logits are not finite.
+    """
+    core = scratch(caches, selector)
+    rank = Rank(model, attention, *caches.pools(core, device), rows=core.rows, max_len=core.max_len,
+                groups=groups, selector=selector)
+    prove_front(Front([rank]), core, model.max_position, selector)
+
+
+def scratch(caches: Caches, selector: Selector | None) -> CoreConfig:
+    """Pools of two slabs for each group, for one row."""
+    size, pages = caches.layouts[0].page_size, 2 * len(caches.groups) * caches.slabs.slab_pages[0]
+    hot = 0 if selector is None else selector.hot_pages
+    return CoreConfig(page_size=size, rows=1, hbm_pages=pages, dram_pages=pages if hot else 0,
+                      hot_pages=hot, max_len=2 * size, groups=caches.groups, group_base=1 << 20)
+
+
+def prove_front(front: Front, core: CoreConfig, max_position: int, selector: Selector | None) -> None:
+    """`prove` of a front whose ranks have pools as `core`, which `scratch` made, says."""
+    size, hosted = core.page_size, core.hot_pages > 0
+    budget = selector.least if hosted and selector is not None else 0
+    rid, prompt = RequestId(0), (0,) * min(size, max_position)
+    front.open(rid, prompt, SamplingParams(temperature=0.0, top_k_tokens=budget))
+    first = StepPlan(
+        step=StepId(1), rows=(Row(0),), rids=(rid,), start=(0,), count=(len(prompt),), samples=(True,),
+        tokens=prompt, grows=(), moves=(), binds=(_bind(rid, core),))
+    plans = [first]
+    if (hosted or core.pp_size > 1) and len(prompt) < max_position:
+        plans.append(replace(first, step=StepId(2), start=(len(prompt),), count=(1,), tokens=(-1,), binds=()))
+    for plan in plans:
+        front.submit(plan)
+        [retired, *_] = front.poll(block=True)
+        assert isinstance(retired, Retired)
+        if retired.tokens == ((),):
+            raise ConfigError("a first token cannot be produced: the model's logits are not finite. "
+                              "Its weights are damaged, or overflow in this --dtype")
+    front.close(rid)
+
+
+def _bind(rid: RequestId, core: CoreConfig) -> Bind:
+    """Two pages of each group on the device, or those of the first group on the host."""
+    def pages(g: int) -> tuple[HbmPage, HbmPage]:
+        first = g * core.group_base + 2 * g * core.groups[g].slab_pages      # in slabs of its own
+        return HbmPage(first), HbmPage(first + 1)
+
+    groups = range(len(core.groups))
+    if not core.hot_pages:
+        return Bind(Row(0), rid, tuple(pages(g) for g in groups), 0)
+    others = len(groups) - 1
+    return Bind(Row(0), rid, ((NO_HBM, NO_HBM), *(pages(g) for g in groups[1:])), 0,
+                host=((DramPage(0), DramPage(1)), *((NO_DRAM, NO_DRAM),) * others),
+                hot=(tuple(Hot(page) for page in pages(0)), *((),) * others))

@@ -1,0 +1,1 @@
+"""One step as tensors: its tables, who attends in a layer, what passes between stages."""

@@ -1,0 +1,188 @@
+"""What a rank answers when a layer asks: store what a token leaves behind, and attend (`model.base.Attend`).
+
+One kind for KV heads, one for latent rows with an indexer. Knows pools and the layout of a step; refuses to
+know plans and requests.
+
+    T tokens of the step   N query heads   K KV heads   C planes   H head dim   P pages   G page size
+    I index heads   J index head dim   S chosen tokens
+"""
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.core.plan import StepPlan
+from penstock.exec.step.tables import Lowered
+from penstock.kernels.attention.latent_attention import LatentAttention
+from penstock.kernels.attention.paged_attention import AttentionSpec, Plan, Planner, store
+from penstock.kernels.attention.paged_attention.native import Decodes, Paged
+from penstock.kernels.choose.index_select import IndexSelect
+from penstock.memory.copying import parts_of
+from penstock.memory.hbm import HbmPool
+from penstock.memory.mover import Arrivals
+from penstock.model.base import Attend, CacheShape, LocalLayer, Model
+
+
+@dataclass(frozen=True, slots=True)
+class LatentOps:
+    """The ops of a model with latent rows, as a `Planner` is that of one with KV heads."""
+
+    select: IndexSelect
+    attend: LatentAttention
+
+
+class Attending(Protocol):
+    """Made once for a rank; `step` of each step."""
+
+    def step(self, plan: StepPlan, lowered: Lowered) -> Attend:
+        ...
+
+
+def attending(model: Model, groups: Sequence[CacheShape], ops: Planner | LatentOps,
+              hbm: Sequence[HbmPool]) -> Attending:
+    """Pools by cache group."""
+    for group, pool in zip(groups, hbm, strict=True):
+        want = (len(group.layers), group.num_kv_heads, group.planes, group.unit, group.head_dim)
+        have = pool.layout
+        assert want == (have.num_layers, have.num_kv_heads, have.planes, have.unit, have.head_dim), (
+            f"a foreign pool for group {group.name}")
+    if isinstance(ops, LatentOps):
+        return Latent(model, groups, ops, hbm)
+    return Grouped(model, groups, ops, hbm)
+
+
+class Arriving:
+    """`Attend` of a step that reads what copies are still writing: the device, not the host, waits before
+    each layer for what of them belongs to it."""
+
+    def __init__(self, attend: Attend, groups: Sequence[CacheShape], arrivals: Arrivals) -> None:
+        self._attend = attend
+        self._before: dict[LocalLayer, list[torch.cuda.Event]] = {}
+        for group, events in arrivals:
+            layers = groups[group].layers
+            for part, event in zip(parts_of(len(layers), len(events)), events, strict=True):
+                for layer in layers[part][:1]:
+                    self._before.setdefault(layer, []).append(event)
+
+    def _hold(self, layer: LocalLayer) -> None:
+        for event in self._before.pop(layer, ()):
+            torch.cuda.current_stream().wait_event(event)
+
+    def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
+                 chosen_TS: Tensor | None = None) -> Tensor:
+        self._hold(layer)
+        return self._attend(layer, q_TNH, kv_TCKH, chosen_TS)
+
+    def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
+        self._hold(layer)
+        return self._attend.select(layer, q_TIJ, weight_TI, key_TJ)
+
+
+class Grouped:
+    """Layers that store k and v of their KV heads, in one cache group or several."""
+
+    def __init__(self, model: Model, groups: Sequence[CacheShape], planner: Planner,
+                 hbm: Sequence[HbmPool]) -> None:
+        assert not model.attention.latent_dim, "a model of latent rows and ops for KV heads"
+        self._planner = planner
+        self.specs = [
+            AttentionSpec(num_heads=model.attention.num_heads, num_kv_heads=group.num_kv_heads,
+                          head_dim=group.head_dim, dtype=pool.layout.dtype, scale=model.attention.scale)
+            for group, pool in zip(groups, hbm, strict=True)]
+        # Of each layer: the group that attention reads, its k and v pools [P, K, G, H].
+        self.places = {layer: (g, pool.pages[:, i, :, 0], pool.pages[:, i, :, 1])
+                       for g, (group, pool) in enumerate(zip(groups, hbm, strict=True))
+                       if not group.selector for i, layer in enumerate(group.layers)}
+        addresses = [pool.data_ptr() for layer in sorted(self.places) for pool in self.places[layer][1:]]
+        self.pools = (ctypes.c_void_p * len(addresses))(*addresses)
+
+    def step(self, plan: StepPlan, lowered: Lowered) -> Attend:
+        plans = [self._planner(ragged, spec)
+                 for ragged, spec in zip(lowered.ragged, self.specs, strict=True)]
+        return _GroupedStep(self, lowered, plans)
+
+
+class _GroupedStep:
+    def __init__(self, grouped: Grouped, lowered: Lowered, plans: Sequence[Plan]) -> None:
+        self._places, self._pools = grouped.places, grouped.pools
+        self._ragged, self._plans = lowered.ragged, plans
+
+    def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
+                 chosen_TS: Tensor | None = None) -> Tensor:
+        assert chosen_TS is None, "KV heads are attended to as a whole here"
+        group, k_PKGH, v_PKGH = self._places[layer]
+        ragged = self._ragged[group]
+        store(kv_TCKH[:, 0], kv_TCKH[:, 1], k_PKGH, v_PKGH, ragged.page_T, ragged.offset_T)
+        return self._plans[group](q_TNH, k_PKGH, v_PKGH)
+
+    def paged(self) -> Paged | None:
+        plan, ragged = self._plans[0], self._ragged[0]
+        if len(self._plans) > 1 or not isinstance(plan, Decodes):
+            return None
+        return plan.paged(self._pools, self._places[LocalLayer(0)][1], ragged.page_T, ragged.offset_T)
+
+    def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
+        raise AssertionError("a model with an indexer and KV heads")
+
+
+class Latent:
+    """Layers that store one latent row a token, and, where they have an indexer, one key."""
+
+    def __init__(self, model: Model, groups: Sequence[CacheShape], ops: LatentOps,
+                 hbm: Sequence[HbmPool]) -> None:
+        self.ops, self.shape = ops, model.attention
+        assert self.shape.latent_dim and self.shape.topk, "ops for latent rows and another model"
+        # One plane, one head: [P, G, H] of each layer. Group 0 is the rows, the other the keys.
+        self.rows, self.keys = (
+            {layer: pool.pages[:, i, 0, 0]
+             for group, pool in zip(groups, hbm, strict=True) if group.selector is selector
+             for i, layer in enumerate(group.layers)} for selector in (False, True))
+
+    def step(self, plan: StepPlan, lowered: Lowered) -> Attend:
+        return _LatentStep(self, lowered)
+
+
+class _LatentStep:
+    def __init__(self, latent: Latent, lowered: Lowered) -> None:
+        self._latent, self._ragged = latent, lowered.ragged
+        ragged = lowered.ragged[0]
+        device = lowered.positions_T.device
+        counts = [end - first for first, end in zip(ragged.query_start, ragged.query_start[1:], strict=False)]
+        row_T = torch.tensor(ragged.rows, dtype=torch.int32, device=device)
+        if len(lowered.positions_T) > len(counts):
+            row_T = row_T.repeat_interleave(torch.tensor(counts, device=device),
+                                            output_size=len(lowered.positions_T))
+        self._row_T, self._position_T = row_T, lowered.positions_T.int()
+        self._slots: tuple[Tensor, Tensor] | None = None        # chosen, and where that is
+
+    def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
+                 chosen_TS: Tensor | None = None) -> Tensor:
+        assert chosen_TS is not None, "nothing has been chosen for this layer"
+        latent, ragged = self._latent, self._ragged[0]
+        pool_PGH = latent.rows[layer]
+        pool_PGH[ragged.page_T, ragged.offset_T] = kv_TCKH[:, 0, 0]
+        out_TNR, _ = latent.ops.attend(q_TNH, pool_PGH, self._where(chosen_TS),
+                                       value_dim=latent.shape.latent_dim, scale=latent.shape.scale)
+        return out_TNR
+
+    def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
+        latent, ragged = self._latent, self._ragged[1]
+        pool_PGJ = latent.keys[layer]
+        pool_PGJ[ragged.page_T, ragged.offset_T] = key_TJ
+        return latent.ops.select(q_TIJ, weight_TI, pool_PGJ, ragged.pages_RM, self._row_T,
+                                 self._position_T, topk=latent.shape.topk)
+
+    def _where(self, chosen_TS: Tensor) -> Tensor:
+        """Slots of the chosen positions, -1 where there is none. Layers that share a choice share them."""
+        if self._slots is None or self._slots[0] is not chosen_TS:
+            ragged = self._ragged[0]
+            page = chosen_TS // ragged.page_size          # -1 stays negative
+            held = ragged.pages_RM[self._row_T.long()[:, None], page.clamp_min(0).long()]
+            slot_TS = held * ragged.page_size + chosen_TS % ragged.page_size
+            self._slots = chosen_TS, slot_TS.where(chosen_TS >= 0, -1)
+        return self._slots[1]

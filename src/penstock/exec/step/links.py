@@ -1,0 +1,157 @@
+"""What the stages of a pipeline hand to each other: hidden states to the next, sampled tokens to the first.
+
+Owns the ends of these links and what the first stage has heard. Everything is labelled with its step,
+and taken by that label: a stage that is a step off fails at once. Decides nothing.
+"""
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeAlias, TypeVar
+
+from penstock.config.base.errors import ConfigError
+from penstock.config.settings.tree import Config
+from penstock.core.plan import RequestId, StepId
+from penstock.model.base import Boundary, GlobalLayer, Stage
+
+T_contra = TypeVar("T_contra", contravariant=True)
+T_co = TypeVar("T_co", covariant=True)
+T = TypeVar("T")
+Sampled: TypeAlias = tuple[tuple[int, ...], ...]       # as `rank.Stepped.tokens`
+
+
+class Puts(Protocol[T_contra]):
+    def put(self, step: StepId, what: T_contra) -> None:
+        """Hand over what `step` made. Never waits for whoever takes it."""
+        ...
+
+
+class Takes(Protocol[T_co]):
+    def take(self, step: StepId) -> T_co:
+        """What `step` made; waits until it is there. Asserts that it is the oldest not taken yet."""
+        ...
+
+
+class Handover(Generic[T]):
+    """A link within one process."""
+
+    def __init__(self) -> None:
+        self._queue: deque[tuple[StepId, T]] = deque()
+
+    def put(self, step: StepId, what: T) -> None:
+        self._queue.append((step, what))
+
+    def take(self, step: StepId) -> T:
+        found, what = self._queue.popleft()
+        assert found == step, f"step {step} was handed what step {found} made"
+        return what
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """The ends that one stage holds: `before` is None on the first stage, `after` on the last; sampled
+    tokens go from `tell` of the last to `hear` of the first. Of one stage alone all are None."""
+
+    before: Takes[Boundary] | None = None
+    after: Puts[Boundary] | None = None
+    tell: Puts[Sampled] | None = None
+    hear: Takes[Sampled] | None = None
+
+
+def links_in_process(num_stages: int) -> list[Links]:
+    """Of stages that share a process, one after the other."""
+    if num_stages == 1:
+        return [Links()]
+    between = [Handover[Boundary]() for _ in range(num_stages - 1)]
+    sampled = Handover[Sampled]()
+    return [Links(before=between[i - 1] if i else None,
+                  after=between[i] if i < num_stages - 1 else None,
+                  tell=sampled if i == num_stages - 1 else None, hear=None if i else sampled)
+            for i in range(num_stages)]
+
+
+def split(layers: Sequence[int]) -> list[Stage]:
+    """Stages of so many layers each, in order. Asserts that each has one at least."""
+    assert layers and min(layers) >= 1, f"stages of {list(layers)} layers"
+    ends = [sum(layers[:i + 1]) for i in range(len(layers))]
+    return [Stage(GlobalLayer(end - n), GlobalLayer(end), embeds=i == 0, heads=i == len(layers) - 1)
+            for i, (n, end) in enumerate(zip(layers, ends, strict=True))]
+
+
+def even(num_layers: int, num_stages: int) -> list[int]:
+    """Layers of each stage, as even as it goes; the last stages, which also have the head, get fewer."""
+    return [num_layers // num_stages + (i < num_layers % num_stages) for i in range(num_stages)]
+
+
+def of_config(config: Config, num_layers: int) -> list[Stage]:
+    """The stages that --pp and --pp-layers ask for. Raises ConfigError: the model has other layers."""
+    layers = [int(n) for n in config.device.pp_layers] or even(num_layers, config.device.pp)
+    if min(layers) < 1 or sum(layers) != num_layers:
+        given = ",".join(map(str, layers))
+        raise ConfigError(f"--pp {config.device.pp} with --pp-layers {given}: this model has {num_layers} "
+                          "layers, of which each stage takes one or more")
+    return split(layers)
+
+
+MOST_AWAITED = 128          # steps: more than plans can be in flight (64 stages and the one ahead)
+
+
+class Heard:
+    """On the first of several stages: output tokens of open requests, as the last stage samples them.
+
+    Waits for a step only when a row needs a token of it: a row that decodes needs its newest, and a
+    bind what its request has had. So stages run ahead of each other as far as plans do.
+    """
+
+    def __init__(self, source: Takes[Sampled]) -> None:
+        self._source = source
+        self._outputs: dict[RequestId, list[int]] = {}
+        self._newest: dict[RequestId, StepId] = {}                 # the last step that sampled it
+        self._awaited: deque[tuple[StepId, tuple[RequestId, ...]]] = deque()
+
+    def open(self, rid: RequestId) -> None:
+        self._outputs[rid] = []
+
+    def given(self, rid: RequestId, tokens: Sequence[int]) -> None:
+        """Output tokens that another engine has sampled, before any of this one."""
+        self._outputs[rid] += tokens
+
+    def close(self, rid: RequestId) -> None:
+        del self._outputs[rid]
+        self._newest.pop(rid, None)
+
+    def expect(self, step: StepId, rids: tuple[RequestId, ...]) -> None:
+        """`step` samples these, in this order; this stage has done its part of it."""
+        self._awaited.append((step, rids))
+        for rid in rids:
+            self._newest[rid] = step
+        # Requests of one token are never asked for what they had: those of steps that ended long ago.
+        while len(self._awaited) > MOST_AWAITED:
+            self._listen(self._awaited[0][0])
+
+    def last(self, rid: RequestId) -> int:
+        """The newest output token; 0 before the first."""
+        self._listen(self._newest.get(rid, StepId(0)))
+        outputs = self._outputs[rid]
+        return outputs[-1] if outputs else 0
+
+    def settle(self) -> None:
+        """Take all that has been sampled: nobody will ask for it any more."""
+        if self._awaited:
+            self._listen(self._awaited[-1][0])
+
+    def _listen(self, until: StepId) -> None:
+        while self._awaited and self._awaited[0][0] <= until:
+            step, rids = self._awaited.popleft()
+            for rid, tokens in zip(rids, self._source.take(step), strict=True):
+                if (outputs := self._outputs.get(rid)) is not None:        # else it has ended
+                    outputs += tokens
+
+    def rewind(self, rid: RequestId, emitted: int) -> int:
+        """Forget output tokens from `emitted` on, sampled ahead and never retired; returns the newest."""
+        self.last(rid)
+        outputs = self._outputs[rid]
+        assert emitted <= len(outputs), f"{emitted} tokens retired, {len(outputs)} heard of"
+        del outputs[emitted:]
+        return outputs[-1] if outputs else 0

@@ -1,0 +1,205 @@
+"""StepPlan -> tensors: one ragged lowering for prefill, decode and any mix of them.
+
+Owns the device-resident row tables (pages, last sampled token), which change by a plan's binds,
+grows and unmaps only. Knows rows, positions and pages; refuses to know requests and sampling.
+
+    R rows of the tables   M pages a row   B rows of the step   T tokens of the step   G page size
+"""
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.core.plan import Bind, Grow, Page, Row, StepPlan, Unmap
+from penstock.kernels.types.ragged import Ragged, on_device
+from penstock.memory.pool import Pool
+
+NONE = -1       # entry of a table without a page in that tier
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """The tensors of one step.
+
+    ids_T, positions_T    int64, device
+    row_T                 int64, device: table index of each token's row
+    ragged                of each cache group
+    sample_rows           table index of each row that samples, in plan order
+    sample_at_B           int64, device: index into T of the last token of each of these rows
+    """
+
+    ids_T: Tensor
+    positions_T: Tensor
+    row_T: Tensor
+    ragged: tuple[Ragged, ...]
+    sample_rows: tuple[int, ...]
+    sample_at_B: Tensor
+
+
+class PageTable:
+    """The pages of one cache group: entry [r, i] of `device_RM` and of `host_RM`, int32, is the index
+    of page i of row r in that tier's pool (its id less the pool's base), or NONE. `host_RM` is None
+    without a host pool."""
+
+    def __init__(self, rows: int, max_len: int, device_pool: Pool, host_pool: Pool | None,
+                 device: torch.device | str) -> None:
+        self._pools = device_pool, host_pool
+        self.size = device_pool.layout.page_size
+        shape = rows, -(-max_len // self.size)
+        self.device_RM = torch.full(shape, NONE, dtype=torch.int32, device=device)
+        self.host_RM = None if host_pool is None else torch.full_like(self.device_RM, NONE)
+        self._held: list[int | None] = [None] * rows       # entries; None: never bound
+        self._absent = [0] * rows                          # of them, those without a device page
+
+    def bind(self, row: int, pages: Sequence[Page], host: Sequence[Page]) -> None:
+        """Forget all entries of `row`; from now on it has these."""
+        self.device_RM[row] = NONE
+        if self.host_RM is not None:
+            self.host_RM[row] = NONE
+        self._held[row] = self._absent[row] = 0
+        self.append(row, 0, pages, host)
+
+    def append(self, row: int, first: int, pages: Sequence[Page], host: Sequence[Page]) -> None:
+        """Entries `first` and on; what is appended ends the table. Asserts that nothing is between."""
+        assert first == self._held[row], f"row {row} has {self._held[row]} pages and grows at {first}"
+        end = first + len(pages)
+        assert end <= self.device_RM.shape[1], (
+            f"row {row}: {end} pages in a table of {self.device_RM.shape[1]}")
+        assert len(host) in (0, len(pages)), f"row {row}: {len(pages)} pages, {len(host)} on the host"
+        self._held[row] = end
+        self._absent[row] += pages.count(NONE)
+        for table, pool, column in zip((self.device_RM, self.host_RM), self._pools, (pages, host),
+                                       strict=True):
+            if column:
+                assert table is not None and pool is not None, f"row {row}: no host pool"
+                table[row, first:end] = on_device(
+                    [NONE if p == NONE else pool.index(p) for p in column], table.device, torch.int32)
+
+    def unmap(self, row: int, entries: Sequence[int]) -> None:
+        """These entries have no device page any more."""
+        self.device_RM[row, list(entries)] = NONE
+        self._absent[row] += len(entries)
+
+    def is_resident(self, row: int) -> bool:
+        """Whether each page of `row` has a device page."""
+        return not self._absent[row]
+
+    def record(self, row: int) -> tuple[int, bytes]:
+        """Entries of `row` (-1: never bound) and their bytes, of both tiers."""
+        held = self._held[row]
+        columns = [table[row, :held or 0] for table in (self.device_RM, self.host_RM) if table is not None]
+        return -1 if held is None else held, b"".join(c.cpu().numpy().tobytes() for c in columns)
+
+    def check(self, row: int, end: int) -> None:
+        """Asserts that `row` is bound and has an entry for each position before `end`."""
+        held = self._held[row]
+        assert held is not None, f"row {row} runs before it was bound"
+        assert end <= held * self.size, (
+            f"row {row} computes up to {end} but has {held} pages of {self.size}")
+
+
+class RowTables:
+    """What the device remembers of each row: its pages in each cache group, its last token."""
+
+    def __init__(self, rows: int, max_len: int, device_pools: Sequence[Pool],
+                 host_pools: Sequence[Pool], *, base: int = 0,
+                 device: torch.device | str = "cpu") -> None:
+        """Pools by cache group; `host_pools` may be empty. max_len: tokens of the longest row."""
+        hosts: Sequence[Pool | None] = host_pools or [None] * len(device_pools)
+        self.groups = tuple(PageTable(rows, max_len, pool, host, device)
+                            for pool, host in zip(device_pools, hosts, strict=True))
+        self._rows, self._base, self._device = rows, base, device
+        # One more than there are rows: what a captured step samples for padding goes there.
+        self.last_R = torch.zeros(rows + 1, dtype=torch.int64, device=device)
+
+    def index(self, row: Row) -> int:
+        """Table index of `row`. Asserts that the id is a row of these tables."""
+        i = row - self._base
+        assert 0 <= i < self._rows, (
+            f"row {row} is not in {self._base} .. {self._base + self._rows - 1}")
+        return i
+
+    def bind(self, bind: Bind, last: int) -> None:
+        """Apply a bind, but for its hot buffer; `last` is the row's last sampled token, unless the bind
+        keeps it."""
+        i, groups = self.index(bind.row), self.groups
+        for table, pages, host in zip(groups, bind.pages, bind.host or [()] * len(groups),
+                                      strict=True):
+            table.bind(i, pages, host)
+        if not bind.keep:
+            self.last_R[i] = last
+
+    def grow(self, grow: Grow) -> None:
+        self.groups[grow.group].append(self.index(grow.row), grow.index, grow.pages, grow.host)
+
+    def unmap(self, lost: Unmap) -> None:
+        self.groups[lost.group].unmap(self.index(lost.row), lost.entries)
+
+    def digests(self) -> tuple[tuple[int, str], ...]:
+        """(row id, digest of its pages in every group) of each bound row: the same on every rank."""
+        out = []
+        for row in range(self._rows):
+            records = [table.record(row) for table in self.groups]
+            if records[0][0] >= 0:
+                digest = hashlib.blake2b(repr(records).encode(), digest_size=8).hexdigest()
+                out.append((self._base + row, digest))
+        return tuple(out)
+
+    def sampled(self, rows: Sequence[int], tokens_B: Tensor) -> None:
+        """Remember the newest token of each row, given by table index. Stays on the device."""
+        self.last_R[self._tensor(rows)] = tokens_B
+
+    def lower(self, plan: StepPlan) -> Lowered:
+        """The step's tensors. `plan` has rows; its binds, grows and unmaps are already applied.
+
+        Asserts that every row is bound and has a page for each position it computes.
+        """
+        query_start, context, rows = [0], [], []
+        sample_rows, sample_at, owed = [], [], []     # owed: (T, row) whose input is on the device
+        for row, start, count, samples in zip(plan.rows, plan.start, plan.count, plan.samples,
+                                              strict=True):
+            i, last = self.index(row), query_start[-1] + count - 1
+            assert count >= 1, f"row {row} computes {count} tokens"
+            for table in self.groups:
+                table.check(i, start + count)
+            rows.append(i)
+            context.append(start + count)
+            query_start.append(last + 1)
+            if plan.tokens[last] < 0:
+                owed.append((last, i))
+            if samples:
+                sample_rows.append(i)
+                sample_at.append(last)
+        assert len(plan.tokens) == query_start[-1], "tokens do not add up to the counts"
+        row_T = self._tensor(rows)
+        positions_T = self._tensor(plan.start)
+        if len(plan.tokens) > len(rows):
+            count_B = self._tensor(plan.count)
+            first_B = positions_T - self._tensor(query_start[:-1])
+            row_T = row_T.repeat_interleave(count_B, output_size=len(plan.tokens))
+            positions_T = (first_B.repeat_interleave(count_B, output_size=len(plan.tokens))
+                           + torch.arange(len(plan.tokens), device=self._device))
+        step = tuple(query_start), tuple(context), tuple(rows)
+        return Lowered(
+            self._ids(plan.tokens, owed), positions_T, row_T,
+            tuple(Ragged(*step, table.device_RM,
+                         table.device_RM[row_T, positions_T // table.size].long(),
+                         positions_T % table.size, table.size) for table in self.groups),
+            tuple(sample_rows), self._tensor(sample_at))
+
+    def _tensor(self, values: Sequence[int]) -> Tensor:
+        return on_device(values, self.last_R.device, torch.int64)
+
+    def _ids(self, tokens: Sequence[int], owed: Sequence[tuple[int, int]]) -> Tensor:
+        ids_T = self._tensor(tokens)
+        if owed:
+            at, rows = zip(*owed, strict=True)
+            ids_T[self._tensor(at)] = (
+                self.last_R[self._tensor(rows)])
+        assert tokens.count(-1) == len(owed), (
+            "-1 may only be the last token of a row: this executor takes no drafts")
+        return ids_T

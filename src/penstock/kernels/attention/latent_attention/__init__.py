@@ -1,0 +1,44 @@
+"""latent_attention: one query over the latent rows chosen for it, wherever they are. Its contract.
+
+A row is one token's key for all heads, and its first dims are its value (MLA, absorbed).
+
+    B queries   N query heads   H row dim   R value dim   P pages   G page size   S chosen rows
+"""
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from penstock.kernels.attention.latent_attention import native, reference
+from penstock.kernels.platform import DEVICES, Implementation, Op
+
+__all__ = ["OP", "LatentAttention", "latent_attention"]
+
+
+class LatentAttention(Protocol):
+    def __call__(self, q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor, *, value_dim: int,
+                 scale: float) -> tuple[Tensor, Tensor]:
+        """Attend to the rows that the slots name.
+
+        q_BNH      f32|bf16, dense
+        pool_PGH   dtype of q: one layer of the device pool; dense in G and H
+        slot_BS    int32: token n % G of page n // G, in the order of positions; -1 after the last
+        Returns    out_BNR, R = value_dim <= H, dtype of q, dense; lse_BN f32, log of the sum of e^score,
+                   natural. A query without rows has 0 and -inf.
+        Reads      only what slots name. Writes nothing.
+        Exact      does not depend on the numbers of the slots beyond what lies there, nor on the batch.
+        Source     DeepSeek-V2, arXiv:2405.04434 section 2.1.2
+        """
+        ...
+
+
+OP: Op[LatentAttention] = Op("latent_attention", (
+    Implementation("native", native.latent_attention, native.probe),
+    Implementation("reference", reference.latent_attention, reference.probe, DEVICES),
+))
+
+
+def latent_attention(backend: str) -> LatentAttention:
+    """One implementation. Raises KernelError for a name that does not exist."""
+    return OP.get(backend).run

@@ -1,0 +1,66 @@
+"""paged_attention: attention over a paged KV pool. The contract and its implementations.
+
+Planning and running are apart, as in FlashInfer: `plan` looks at the step's layout once, the plan
+then runs for every layer with no host work that depends on the rows.
+
+    T tokens of the step   P pages   G page size   N query heads   K KV heads   H head dim
+
+Pools are page-major: of one layer, k and v are [P, K, G, H] with strides of their own for pages,
+heads and tokens. Only H is dense, so that pages of several layers and groups lie in one memory.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from torch import Tensor
+
+from penstock.kernels.attention.paged_attention import cuda, native, reference, sdpa
+from penstock.kernels.attention.paged_attention.spec import AttentionSpec
+from penstock.kernels.platform import DEVICES, Implementation, Op
+from penstock.kernels.types.ragged import Ragged
+
+__all__ = ["OP", "AttentionSpec", "Plan", "Planner", "plan", "store"]
+
+# plan(q_TNH, k_PKGH, v_PKGH) -> out_TNH: one layer's attention for the step it was made for.
+Plan: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+Planner: TypeAlias = Callable[[Ragged, AttentionSpec], Plan]
+
+OP: Op[Planner] = Op("paged_attention", (
+    Implementation("cuda", cuda.plan, cuda.probe, ("cuda",)),
+    Implementation("native", native.plan, native.probe),
+    Implementation("sdpa", sdpa.plan, sdpa.probe),
+    Implementation("reference", reference.plan, reference.probe, DEVICES),
+))
+
+
+def plan(layout: Ragged, spec: AttentionSpec, *, backend: str) -> Plan:
+    """Prepare the attention of one step; the result runs once per layer.
+
+    layout      prefill chunks, decodes and any mix; every context >= its number of queries >= 1
+    Returns     attend(q_TNH, k_PKGH, v_PKGH) -> out_TNH: causal attention of each row's queries
+                over the first `context` slots of the row's pages, scaled by `spec.scale`.
+    q_TNH       f32|bf16, dense in N and H, any stride in T    out_TNH   dtype of q, dense
+    k, v_PKGH   dtype of q, dense in H, the same strides: one layer's pools
+    Reads       only slots that hold tokens of the row: a NaN anywhere else stays there.
+                Writes nothing. The new tokens' k and v are stored before (`store`).
+    Exact       rows do not influence each other, up to rounding.
+    Raises      KernelError for a backend that does not exist.
+    Source      PagedAttention, arXiv:2309.06180; plan and run as in FlashInfer, arXiv:2501.01005.
+    """
+    return OP.get(backend).run(layout, spec)
+
+
+def store(k_TKH: Tensor, v_TKH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor, page_T: Tensor,
+          offset_T: Tensor) -> None:
+    """Write each new token's k and v into its slot of one layer's pools.
+
+    k_TKH, v_TKH        dtype of the pools, any strides; on a CUDA device the same ones, dense in H
+    page_T, offset_T    `Ragged.page_T`, `Ragged.offset_T`; no slot twice
+    """
+    if k_PKGH.is_cuda:
+        from penstock.kernels.attention.paged_attention import triton_chunk  # needs Triton
+        triton_chunk.store(k_TKH, v_TKH, k_PKGH, v_PKGH, page_T, offset_T)
+        return
+    k_PKGH[page_T, :, offset_T] = k_TKH
+    v_PKGH[page_T, :, offset_T] = v_TKH

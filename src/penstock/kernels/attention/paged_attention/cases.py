@@ -1,0 +1,147 @@
+"""Inputs of paged_attention: chunks, decodes and mixes over scattered and contiguous pages.
+
+Every slot that holds no token of a row is NaN, so reading one shows in the output. Pools are one
+layer of page-major memory, so that pages do not touch; scattered ones lie in slabs that are larger
+than their pages, by an odd number of elements.
+"""
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.attention.paged_attention import AttentionSpec, Planner
+from penstock.kernels.cases import TOLERANCE, Case, Workload
+from penstock.kernels.types.ragged import Ragged
+
+# name: (queries, context) of each row
+_STEPS: dict[str, tuple[tuple[int, int], ...]] = {
+    "first token": ((1, 1),),
+    "one decode": ((1, 47),),
+    "decode on a page edge": ((1, 48), (1, 49)),
+    "eight decodes": tuple((1, n) for n in (200, 190, 180, 55, 199, 3, 210, 1)),
+    "equal decodes": ((1, 33),) * 4,
+    "whole prompt": ((37, 37),),
+    "one-token chunks": ((1, 1), (1, 2)),
+    "later chunk": ((19, 64),),
+    "blocks of queries": ((300, 333),),
+    "mixed": ((1, 40), (130, 130), (1, 70), (1, 44), (7, 100), (1, 1)),
+}
+# (KV heads, group, head dim)
+_HEADS = ((3, 3, 64), (2, 1, 80), (1, 8, 16), (2, 4, 128))
+_PAGE_SIZES = (1, 3, 16, 64)
+
+
+def cases(device: str) -> Iterator[Case]:
+    for dtype in (torch.float32, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        for step, rows in _STEPS.items():
+            for i, heads in enumerate(_HEADS):
+                for j, page_size in enumerate(_PAGE_SIZES):
+                    if (i + j) % 2 and step != "mixed":
+                        continue                       # half of the grid, every pair of sizes
+                    for scattered in (False, True):
+                        where = "scattered" if scattered else "runs"
+                        yield Case(f"{name}-{step}-{heads}-pages of {page_size}-{where}",
+                                   partial(_run, device, dtype, rows, heads, page_size, scattered),
+                                   TOLERANCE[dtype])
+        for scattered in (False, True):
+            yield Case(f"{name}-long decodes-{'scattered' if scattered else 'runs'}",
+                       partial(_run, device, dtype, ((1, 1500), (1, 20), (1, 1037)), (3, 3, 64), 16,
+                               scattered),
+                       TOLERANCE[dtype])
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    layout: Ragged
+    spec: AttentionSpec
+    q_TNH: Tensor
+    k_PKGH: Tensor
+    v_PKGH: Tensor
+
+
+def make(dtype: torch.dtype, rows: tuple[tuple[int, int], ...], heads: tuple[int, int, int],
+         page_size: int, scattered: bool, device: str = "cpu") -> Inputs:
+    """A step of `rows` (queries, context) with its pools; q is a view of wider rows."""
+    num_kv_heads, group, head_dim = heads
+    generator = torch.Generator().manual_seed(len(rows) * 100 + page_size)
+    needed = [-(-context // page_size) for _, context in rows]
+    free = list(range(2, sum(needed) + 5))
+    if scattered:
+        random.Random(page_size).shuffle(free)
+    query_start, at = [0], []
+    index = list(range(1, 2 * len(rows), 2))                   # rows of the tables, none the first
+    tables = torch.full((2 * len(rows), max(needed) + 1), -1, dtype=torch.int32,
+                        device=device)
+    k_PKGH, v_PKGH = pool(dtype, max(free) + 1, 1, num_kv_heads, page_size, head_dim,
+                          pad=7 if scattered else 0, device=device)[0]
+    for (count, context), num_pages, row in zip(rows, needed, index, strict=True):
+        pages = torch.tensor(free[:num_pages], device=device)
+        del free[:num_pages]
+        tables[row, :num_pages] = pages
+        held = torch.arange(context, device=device)
+        page_S, offset_S = pages[held // page_size], held % page_size
+        query_start.append(query_start[-1] + count)
+        at.append(torch.stack((page_S, offset_S))[:, context - count:])
+        for part in (k_PKGH, v_PKGH):
+            part[page_S, :, offset_S] = torch.randn(
+                context, num_kv_heads, head_dim, generator=generator).to(device, dtype)
+    page_T, offset_T = torch.cat(at, 1)
+    layout = Ragged(tuple(query_start), tuple(context for _, context in rows), tuple(index), tables,
+                    page_T, offset_T, page_size)
+    num_heads = num_kv_heads * group
+    q_TMH = torch.randn(query_start[-1], num_heads + 2, head_dim, generator=generator).to(device, dtype)
+    spec = AttentionSpec(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
+                         dtype=dtype, scale=head_dim ** -0.5)
+    return Inputs(layout, spec, q_TMH[:, :num_heads], k_PKGH, v_PKGH)
+
+
+def pool(dtype: torch.dtype, num_pages: int, layers: int, num_kv_heads: int, page_size: int,
+         head_dim: int, *, pad: int = 0, device: str = "cpu") -> list[tuple[Tensor, Tensor]]:
+    """(k_PKGH, v_PKGH) of each layer, all NaN, in one page-major memory with `pad` elements between
+    two pages, which begins with another layer's."""
+    shape = (layers + 1, num_kv_heads, 2, page_size, head_dim)
+    strides = torch.empty(shape, device="meta").stride()
+    stride = shape[0] * strides[0] + pad
+    memory = torch.full((num_pages * stride,), float("nan"), dtype=dtype, device=device)
+    pages = memory.as_strided((num_pages, *shape), (stride, *strides))
+    return [(pages[:, layer, :, 0], pages[:, layer, :, 1]) for layer in range(1, layers + 1)]
+
+
+def _run(device: str, dtype: torch.dtype, rows: tuple[tuple[int, int], ...],
+         heads: tuple[int, int, int], page_size: int, scattered: bool, planner: Planner) -> Tensor:
+    inputs = make(dtype, rows, heads, page_size, scattered, device)
+    plan = planner(inputs.layout, inputs.spec)
+    return plan(inputs.q_TNH, inputs.k_PKGH, inputs.v_PKGH)
+
+
+def workloads() -> Iterator[Workload]:
+    """SmolLM2-135M's heads, pages of 16, contiguous: decodes and a prompt."""
+    heads, layers = (3, 3, 64), 12
+    slot_values, query_flops = 2 * heads[0] * heads[2], 4 * heads[0] * heads[1] * heads[2]
+    for dtype in (torch.float32, torch.bfloat16):
+        for rows, queries, context in ((1, 1, 300), (8, 1, 300), (1, 1, 4000), (1, 512, 512)):
+            visible = sum(range(context - queries + 1, context + 1))
+            yield Workload(
+                f"{str(dtype).removeprefix('torch.')} {rows} x {queries} at {context}",
+                partial(_prepare, dtype, ((queries, context),) * rows, heads, layers),
+                dtype.itemsize * rows * (context * slot_values
+                                         + 2 * queries * heads[0] * heads[1] * heads[2]),
+                rows * visible * query_flops, layers)
+
+
+def _prepare(dtype: torch.dtype, rows: tuple[tuple[int, int], ...], heads: tuple[int, int, int],
+             layers: int, planner: Planner) -> Callable[[int], object]:
+    inputs = make(dtype, rows, heads, 16, scattered=False)
+    num_pages, num_kv_heads, _, head_dim = inputs.k_PKGH.shape
+    pools = pool(dtype, num_pages, layers, num_kv_heads, 16, head_dim)
+    for k_PKGH, v_PKGH in pools:
+        k_PKGH.copy_(inputs.k_PKGH)
+        v_PKGH.copy_(inputs.v_PKGH)
+    plan = planner(inputs.layout, inputs.spec)
+    return lambda layer: plan(inputs.q_TNH, *pools[layer])

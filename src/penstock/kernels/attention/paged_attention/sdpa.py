@@ -1,0 +1,209 @@
+"""Paged attention from torch's own kernels: a row's pages are gathered, then fused attention or
+matmuls run over them, whichever wins.
+
+A step is cut into parts once (`plan`): decodes of similar context together, every prefill chunk in
+blocks of queries.
+
+    T tokens of the step   B decode rows   C queries of a chunk   S context   E keys of a block
+    P pages of the pool   N query heads   K KV heads   g = N / K   G page size   H head dim
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.kernels.attention.paged_attention.spec import AttentionSpec, Row, pages_of, rows_of
+from penstock.kernels.platform import Platform, has_tiles, multiplies_bf16
+from penstock.kernels.types.ragged import Ragged
+
+# Queries of a prefill chunk handled at once: the masked triangle is small, matmuls are large. Twice as many
+# make the fused kernel faster, and its mask too large behind a long context.
+_BLOCK, _CONTEXT_LONG = 128, 16384
+# Rows share a batch while padding adds at most half of the work (and never for a few pages).
+_PADDING, _PADDING_TOKENS = 1.5, 64
+# One gathered batch stays near the caches: beyond it, a copy costs more than separate calls.
+_GATHER_BYTES_MAX = 16 << 20
+
+
+class Part(Protocol):
+    """Attention of the tokens `at`: from their queries to their outputs."""
+
+    at: slice | Tensor
+
+    def __call__(self, q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor) -> Tensor: ...
+
+
+def probe(platform: Platform) -> str:
+    return f"{platform.best('amx_bf16', 'avx512_bf16', 'avx512_f', 'avx2', 'sve')} through torch"
+
+
+def plan(layout: Ragged, spec: AttentionSpec) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    return compose(parts_of(rows_of(layout), spec, layout))
+
+
+def compose(parts: list[Part]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """One attention out of parts that cover every token of the step once."""
+    def attend(q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor) -> Tensor:
+        if len(parts) == 1:
+            return parts[0](q_TNH, k_PKGH, v_PKGH)
+        out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
+        for part in parts:
+            out_TNH[part.at] = part(q_TNH[part.at], k_PKGH, v_PKGH)
+        return out_TNH
+    return attend
+
+
+def parts_of(rows: list[Row], spec: AttentionSpec, layout: Ragged) -> list[Part]:
+    parts: list[Part] = [Chunk(row, spec, layout) for row in rows if row.count > 1]
+    for bucket in _buckets([row for row in rows if row.count == 1], spec):
+        parts.append(_Single(bucket[0], spec, layout) if len(bucket) == 1
+                     else _Batch(bucket, spec, layout))
+    return parts
+
+
+def _buckets(rows: list[Row], spec: AttentionSpec) -> list[list[Row]]:
+    """Rows whose contexts are near enough to share one padded call, each bucket in token order."""
+    slot_bytes = 2 * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize
+    buckets: list[list[Row]] = []
+    for row in sorted(rows, key=lambda row: -row.context):
+        if buckets:
+            widest = buckets[-1][0].context
+            near = widest <= max(row.context * _PADDING, row.context + _PADDING_TOKENS)
+            if near and (len(buckets[-1]) + 1) * widest * slot_bytes <= _GATHER_BYTES_MAX:
+                buckets[-1].append(row)
+                continue
+        buckets.append([row])
+    return [sorted(bucket, key=lambda row: row.first) for bucket in buckets]
+
+
+def _gather(pool_PKGH: Tensor, pages_n: Tensor) -> Tensor:
+    """[K, n, G, H], contiguous: a page's tokens of one head lie together, so a head is one pass."""
+    heads, size, dim = pool_PKGH.shape[1:]
+    out_KnGH = pool_PKGH.new_empty(heads, len(pages_n), size, dim)
+    for head in range(heads):
+        torch.index_select(pool_PKGH[:, head], 0, pages_n, out=out_KnGH[head])
+    return out_KnGH
+
+
+class _Context:
+    """k or v of one row, [K, S, H], gathered."""
+
+    def __init__(self, row: Row, layout: Ragged) -> None:
+        self._pages, self._length = pages_of(row, layout), row.context
+
+    def __call__(self, pool_PKGH: Tensor) -> Tensor:
+        return _gather(pool_PKGH, self._pages).flatten(1, 2)[:, :self._length]
+
+
+class _Single:
+    """One decode. The query heads of a group are the queries of their KV head: [1, K, g, H]."""
+
+    def __init__(self, row: Row, spec: AttentionSpec, layout: Ragged) -> None:
+        self.at: slice | Tensor = slice(row.first, row.first + 1)
+        self._context, self._scale = _Context(row, layout), spec.scale
+        self._q_shape = (1, spec.num_kv_heads, spec.group, spec.head_dim)
+
+    def __call__(self, q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor) -> Tensor:
+        out_1KgH = F.scaled_dot_product_attention(
+            q_TNH.view(self._q_shape), self._context(k_PKGH).unsqueeze(0),
+            self._context(v_PKGH).unsqueeze(0), scale=self._scale)
+        return out_1KgH.flatten(1, 2)
+
+
+class _Batch:
+    """Decodes of similar context, gathered and padded to the longest: [B, K, g, H].
+
+    What a page has behind the row's last token is cleared in the copy, not only masked: 0 times NaN
+    is NaN. Padding repeats the row's first page.
+    """
+
+    def __init__(self, rows: list[Row], spec: AttentionSpec, layout: Ragged) -> None:
+        first, last = rows[0].first, rows[-1].first
+        self.at: slice | Tensor = (slice(first, last + 1) if last - first + 1 == len(rows)
+                                   else torch.tensor([row.first for row in rows]))
+        length_B1 = torch.tensor([[row.context] for row in rows])
+        longest = -(-int(length_B1.max()) // layout.page_size)
+        pages_Bn = torch.stack([pages_of(row, layout)[0].expand(longest) for row in rows])
+        for pages_n, row in zip(pages_Bn, rows, strict=True):
+            own = pages_of(row, layout)
+            pages_n[:len(own)] = own
+        self._pages = pages_Bn.flatten()
+        padded_BS = torch.arange(longest * layout.page_size) >= length_B1
+        self._mask = (torch.zeros(padded_BS.shape, dtype=spec.dtype)
+                      .masked_fill_(padded_BS, float("-inf"))[:, None, None])
+        self._lengths = [row.context for row in rows]
+        self._q_shape = (len(rows), spec.num_kv_heads, spec.group, spec.head_dim)
+        self._kv_shape = (spec.num_kv_heads, len(rows), -1, spec.head_dim)
+        self._scale = spec.scale
+
+    def __call__(self, q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor) -> Tensor:
+        k_BKSH, v_BKSH = (_gather(pool_PKGH, self._pages).view(self._kv_shape).transpose(0, 1)
+                          for pool_PKGH in (k_PKGH, v_PKGH))
+        for i, length in enumerate(self._lengths):
+            k_BKSH[i, :, length:] = v_BKSH[i, :, length:] = 0
+        out_BKgH = F.scaled_dot_product_attention(
+            q_TNH.view(self._q_shape), k_BKSH, v_BKSH, attn_mask=self._mask, scale=self._scale)
+        return out_BKgH.flatten(1, 2)
+
+
+class Chunk:
+    """The queries of one prefill chunk, a block at a time, each over the keys up to its last.
+
+    bf16 goes through the fused kernel where the CPU has tiles for it, through matmuls where it multiplies
+    bf16 otherwise, and is converted to f32 elsewhere.
+    """
+
+    def __init__(self, row: Row, spec: AttentionSpec, layout: Ragged) -> None:
+        self.at: slice | Tensor = slice(row.first, row.first + row.count)
+        self._context = _Context(row, layout)
+        self._spec, self._count, self._length = spec, row.count, row.context
+        bf16 = spec.dtype == torch.bfloat16 and multiplies_bf16()
+        products = bf16 and not has_tiles()
+        self._block = _BLOCK if products or row.context > _CONTEXT_LONG else 2 * _BLOCK
+        block = min(self._block, row.count)
+        self._dtype = spec.dtype if bf16 else torch.float32
+        # Aligned at the lower right corner: every block and its keys is a view of this one mask.
+        self._mask = torch.zeros(block, row.context, dtype=self._dtype)
+        self._mask[:, row.context - block:] = torch.full(
+            (block, block), float("-inf"), dtype=self._dtype).triu_(1)
+        self._run = self._matmuls if products else self._fused
+        self._unused = torch.empty((), dtype=spec.dtype)
+
+    def __call__(self, q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor) -> Tensor:
+        spec = self._spec
+        k_KSH, v_KSH = (self._context(pool_PKGH).to(self._dtype) for pool_PKGH in (k_PKGH, v_PKGH))
+        out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
+        heads = (-1, spec.num_kv_heads, spec.group, spec.head_dim)
+        q_CKgH, out_CKgH = q_TNH.to(self._dtype).view(heads), out_TNH.view(heads)
+        for start in range(0, self._count, self._block):
+            end = min(start + self._block, self._count)
+            visible = self._length - self._count + end
+            mask = self._mask[start - end:, self._length - visible:]
+            self._run(q_CKgH[start:end], k_KSH[:, :visible], v_KSH[:, :visible], mask,
+                      out_CKgH[start:end])
+        return out_TNH
+
+    def _fused(self, q_CKgH: Tensor, k_KEH: Tensor, v_KEH: Tensor, mask_CE: Tensor,
+               out_CKgH: Tensor) -> None:
+        """KV heads are the batch, a group's query heads share theirs through a zero stride."""
+        shape = (-1, self._spec.group, -1, -1)
+        out_KgCH = F.scaled_dot_product_attention(
+            q_CKgH.permute(1, 2, 0, 3), k_KEH.unsqueeze(1).expand(shape),
+            v_KEH.unsqueeze(1).expand(shape), attn_mask=mask_CE, scale=self._spec.scale)
+        out_CKgH.copy_(out_KgCH.permute(2, 0, 1, 3))
+
+    def _matmuls(self, q_CKgH: Tensor, k_KEH: Tensor, v_KEH: Tensor, mask_CE: Tensor,
+                 out_CKgH: Tensor) -> None:
+        """Scores in memory, in bf16: oneDNN's bf16 matmul makes it 3x the fused kernel."""
+        queries, group = mask_CE.shape[0], self._spec.group
+        q_KcH = q_CKgH.transpose(0, 1).flatten(1, 2)
+        scores_KcE = torch.baddbmm(self._unused, q_KcH, k_KEH.transpose(1, 2), beta=0,
+                                   alpha=self._spec.scale)
+        scores_KCgE = scores_KcE.view(-1, queries, group, mask_CE.shape[1])
+        scores_KCgE[..., -queries:] += mask_CE[:, None, -queries:]
+        out_KcH = torch.bmm(torch.softmax(scores_KcE, -1), v_KEH)
+        out_CKgH.copy_(out_KcH.view(-1, queries, group, out_KcH.shape[2]).transpose(0, 1))

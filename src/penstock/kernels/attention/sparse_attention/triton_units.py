@@ -1,0 +1,124 @@
+"""One query over chosen units in Triton: tokens cut into parts that run side by side, then joined in order.
+
+A part is a fixed number of tokens, whatever the batch: a query's result does not depend on who runs
+beside it. Imported only where a CUDA device was asked for.
+
+    B queries   N query heads   K KV heads   g = N / K   H head dim   P pages   G page size   C chosen units
+    S parts
+"""
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def attend_units(q, k, v, chosen, slot, position, part, peak, scale, q_row, q_head, kv_page, kv_head, CHOSEN,
+                 UNIT: tl.constexpr, OF_PAGE: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
+                 DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+                 EXACT: tl.constexpr):
+    """Part `s` of query `b`, all query heads of one KV head: the mean of its values into `part`, log2 of
+    the weights' sum into `peak`, -inf for a part that sees nothing."""
+    s, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    parts, heads = tl.num_programs(0), tl.num_programs(1)
+    p = tl.load(position + b)
+    i = tl.arange(0, GROUP_PAD)
+    d = tl.arange(0, DIM_PAD)
+    own = (i[:, None] < GROUP) & (d[None, :] < DIM)
+    q_gH = tl.load(q + b.to(tl.int64) * q_row + (head * GROUP + i[:, None]) * q_head + d[None, :], mask=own,
+                   other=0.0)
+    units = (b * heads + head) * CHOSEN
+    top_g = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+    sum_g = tl.zeros([GROUP_PAD], tl.float32)
+    acc_gH = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+    precision: tl.constexpr = "ieee" if EXACT else "tf32"
+    for block in range(BLOCKS):
+        n = (s * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
+        listed = n // UNIT < CHOSEN
+        unit = tl.load(chosen + units + n // UNIT, mask=listed, other=-1)
+        at = tl.load(slot + units + n // UNIT, mask=listed, other=-1)
+        seen = (unit >= 0) & (unit * UNIT + n % UNIT <= p)
+        here = seen & (at >= 0)
+        token = at % OF_PAGE * UNIT + n % UNIT
+        token = (at // OF_PAGE).to(tl.int64) * kv_page + head * kv_head + token * DIM
+        inside = here[:, None] & (d[None, :] < DIM)
+        k_nH = tl.load(k + token[:, None] + d[None, :], mask=inside, other=0.0)
+        scores = tl.dot(q_gH, tl.trans(k_nH), input_precision=precision) * (scale * _LOG2E)
+        # A unit that is nowhere must show.
+        scores = tl.where(here[None, :], scores, tl.where(seen[None, :], float("nan"), float("-inf")))
+        new_g = tl.maximum(top_g, tl.max(scores, 1))
+        base_g = tl.where(new_g == float("-inf"), 0.0, new_g)
+        weight = tl.exp2(scores - base_g[:, None])
+        keep_g = tl.exp2(top_g - base_g)
+        sum_g = sum_g * keep_g + tl.sum(weight, 1)
+        v_nH = tl.load(v + token[:, None] + d[None, :], mask=inside, other=0.0)
+        acc_gH = acc_gH * keep_g[:, None]
+        acc_gH = tl.dot(weight.to(v_nH.dtype), v_nH, acc_gH, input_precision=precision)
+        top_g = new_g
+    at_g = ((b * heads + head) * GROUP + i) * parts + s
+    none = sum_g == 0
+    total = tl.where(none, 1.0, sum_g)
+    tl.store(part + at_g[:, None] * DIM + d[None, :], acc_gH / total[:, None], mask=own)
+    tl.store(peak + at_g, tl.where(none, float("-inf"), top_g + tl.log2(total)), mask=i < GROUP)
+
+
+@triton.jit
+def join_units(part, peak, out, lse, PARTS, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """The parts of one query and head, added in their order; 0 and -inf where none sees anything."""
+    at = tl.program_id(0)
+    d = tl.arange(0, DIM_PAD)
+    own = d < DIM
+    top = tl.load(peak + at * PARTS)
+    acc = tl.load(part + at * PARTS * DIM + d, mask=own, other=0.0)
+    total = tl.where(top == float("-inf"), 0.0, 1.0)
+    for s in range(1, PARTS):
+        log = tl.load(peak + at * PARTS + s)
+        x = tl.load(part + (at * PARTS + s) * DIM + d, mask=own, other=0.0)
+        new = tl.maximum(top, log)
+        base = tl.where(new == float("-inf"), 0.0, new)
+        keep, weight = tl.exp2(top - base), tl.exp2(log - base)
+        acc = acc * keep + x * weight
+        total = total * keep + weight
+        top = new
+    none = total == 0
+    total = tl.where(none, 1.0, total)
+    tl.store(out + at * DIM + d, (acc / total).to(out.dtype.element_ty), mask=own)
+    tl.store(lse + at, tl.where(none, float("-inf"), (top + tl.log2(total)) / _LOG2E))
+
+
+BLOCK, BLOCKS = 64, 8           # tokens of a block, blocks of a part
+SUMS = 1 << 24                  # of parts, in memory at once
+
+
+def sparse_attention(q_BNH: Tensor, pool_PK2GH: Tensor, chosen_BKC: Tensor, slot_BKC: Tensor,
+                     position_B: Tensor, *, unit: int, scale: float) -> tuple[Tensor, Tensor]:
+    """As `penstock.kernels.attention.sparse_attention`. Capturable."""
+    queries, heads, dim = q_BNH.shape
+    _, kv_heads, _, size, _ = pool_PK2GH.shape
+    group, chosen = heads // kv_heads, chosen_BKC.shape[2]
+    assert q_BNH.stride(2) == pool_PK2GH.stride(4) == 1 and pool_PK2GH.stride(3) == dim, "not dense"
+    assert chosen_BKC.is_contiguous() and slot_BKC.is_contiguous(), "choices must be dense"
+    parts = triton.cdiv(chosen * unit, BLOCK * BLOCKS)
+    most = max(1, min(queries, SUMS // (heads * parts * dim)))
+    device = q_BNH.device
+    part = torch.empty((most, heads, parts, dim), dtype=torch.float32, device=device)
+    peak = torch.empty((most, heads, parts), dtype=torch.float32, device=device)
+    out_BNH = torch.empty((queries, heads, dim), dtype=q_BNH.dtype, device=device)
+    lse_BN = torch.empty((queries, heads), dtype=torch.float32, device=device)
+    dim_pad = max(16, triton.next_power_of_2(dim))
+    for first in range(0, queries, most):
+        at = slice(first, first + most)
+        num = len(position_B[at])
+        attend_units[(parts, kv_heads, num)](
+            q_BNH[at], pool_PK2GH[:, :, 0], pool_PK2GH[:, :, 1], chosen_BKC[at], slot_BKC[at], position_B[at],
+            part, peak, scale, q_BNH.stride(0), q_BNH.stride(1), pool_PK2GH.stride(0), pool_PK2GH.stride(1),
+            chosen, UNIT=unit, OF_PAGE=size // unit, GROUP=group,
+            GROUP_PAD=max(16, triton.next_power_of_2(group)), DIM=dim, DIM_PAD=dim_pad, BLOCK=BLOCK,
+            BLOCKS=BLOCKS, EXACT=q_BNH.dtype == torch.float32, num_warps=4, num_stages=3)
+        join_units[(num * heads,)](part, peak, out_BNH[at], lse_BN[at], parts, DIM=dim, DIM_PAD=dim_pad,
+                                   num_warps=1)
+    return out_BNH, lse_BN

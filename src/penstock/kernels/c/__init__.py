@@ -1,0 +1,1 @@
+"""How C kernels are built, and what they share."""

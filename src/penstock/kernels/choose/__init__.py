@@ -1,0 +1,1 @@
+"""Ops that choose what is read, and find where it lies."""

@@ -1,0 +1,93 @@
+"""Inputs of index_select on a grid where sums are exact: scores tie often, and everyone agrees.
+
+Keys of positions that no query sees are NaN.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.cases import Case, Workload
+from penstock.kernels.choose.index_select import IndexSelect
+
+# name: (row, position) of each query
+_QUERIES: dict[str, tuple[tuple[int, int], ...]] = {
+    "first token": ((0, 0),),
+    "around topk": ((0, 22), (1, 23), (2, 24), (0, 25)),
+    "page edges": ((0, 63), (1, 64), (2, 65)),
+    "a chunk of one row": tuple((1, n) for n in range(130, 145)),
+    "none and one": ((0, -1), (1, 333), (2, -1)),
+    "long": ((0, 5000), (2, 4500)),
+}
+_HEADS = ((8, 32), (4, 20), (1, 16), (64, 128))     # index heads, index head dim
+_TOPK = 24
+
+
+def cases(device: str) -> Iterator[Case]:
+    for dtype in (torch.float32, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        for step, queries in _QUERIES.items():
+            for i, heads in enumerate(_HEADS):
+                size = (16, 64, 3)[i % 3]
+                yield Case(f"{name}-{step}-{heads}-pages of {size}",
+                           partial(_run, dtype, queries, heads, size, device), 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    q_BIJ: Tensor
+    weight_BI: Tensor
+    key_PGJ: Tensor
+    table_RP: Tensor
+    row_B: Tensor
+    position_B: Tensor
+
+
+def make(dtype: torch.dtype, queries: tuple[tuple[int, int], ...], heads: tuple[int, int],
+         size: int) -> Inputs:
+    """Three rows over scattered pages; the pool's page stride is larger than a page."""
+    num_heads, dim = heads
+    generator = torch.Generator().manual_seed(len(queries) + dim)
+    pages = max(max(position for _, position in queries), 0) // size + 1
+    table_RP = torch.randperm(3 * pages + 2, generator=generator)[:3 * pages].view(3, pages).int()
+    keys = torch.full((3 * pages + 2, 2, size, dim), float("nan"), dtype=dtype)
+    for row in range(3):
+        seen = torch.arange(1 + max((p for r, p in queries if r == row), default=-1))
+        at = table_RP[row, seen // size].long()
+        keys[at, 1, seen % size] = torch.randint(-3, 4, (len(seen), dim), generator=generator).to(dtype)
+    q = torch.randint(-3, 4, (len(queries), num_heads, dim), generator=generator)
+    weight = torch.randint(-2, 5, (len(queries), num_heads), generator=generator)
+    row_B, position_B = (torch.tensor(x, dtype=torch.int32) for x in zip(*queries, strict=True))
+    return Inputs(q.to(dtype), weight.float(), keys[:, 1], table_RP, row_B, position_B)
+
+
+def _run(dtype: torch.dtype, queries: tuple[tuple[int, int], ...], heads: tuple[int, int], size: int,
+         device: str, run: IndexSelect) -> Tensor:
+    i = make(dtype, queries, heads, size)
+    return run(*(t.to(device) for t in (i.q_BIJ, i.weight_BI, i.key_PGJ, i.table_RP, i.row_B,
+                                        i.position_B)), topk=_TOPK)
+
+
+def workloads() -> Iterator[Workload]:
+    """DeepSeek-V3.2's indexer at 16,384 tokens; a prompt of the recall model."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for heads, queries, context, topk in (((64, 128), 1, 16384, 2048), ((8, 32), 512, 4096, 256)):
+            yield Workload(
+                f"{str(dtype).removeprefix('torch.')} {heads} {queries} at {context}",
+                partial(_prepare, dtype, heads, queries, context, topk),
+                context * heads[1] * dtype.itemsize, 2 * queries * context * heads[0] * heads[1], 4)
+
+
+def _prepare(dtype: torch.dtype, heads: tuple[int, int], queries: int, context: int, topk: int,
+             run: IndexSelect) -> Callable[[int], object]:
+    num_heads, dim = heads
+    pools = torch.randn(4, context // 64, 64, dim).to(dtype)
+    q, weight = torch.randn(queries, num_heads, dim).to(dtype), torch.rand(queries, num_heads)
+    table = torch.arange(context // 64, dtype=torch.int32).view(1, -1)
+    row = torch.zeros(queries, dtype=torch.int32)
+    position = torch.arange(context - queries, context, dtype=torch.int32)
+    return lambda layer: run(q, weight, pools[layer], table, row, position, topk=topk)

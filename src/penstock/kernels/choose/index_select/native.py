@@ -1,0 +1,62 @@
+"""`index_select` in C (`index.c`): a token's key is read once, for all index heads."""
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.c.build import entry, library
+from penstock.kernels.choose.index_select import reference
+from penstock.kernels.platform import Platform, WrongResult
+
+_LANES = 16                         # the widest in vectors.h
+_SOURCE = Path(__file__).with_name("index.c")
+
+
+class _Index(ctypes.Structure):
+    """`Index` of index.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in (
+            "q", "key", "weight", "table", "row", "position", "score", "chosen")),
+        *((name, ctypes.c_int64) for name in (
+            "page_stride", "table_stride", "queries", "heads", "page_size", "width", "topk")),
+    )
+
+
+def probe(platform: Platform) -> str:
+    """Builds the kernel and compares one small choice with the reference, where sums are exact."""
+    _, compiler = library(_SOURCE, platform.cache)
+    generator = torch.Generator().manual_seed(0)
+    q, keys = (torch.randint(-3, 4, shape, generator=generator).float() for shape in (
+        (3, 4, 32), (9, 16, 32)))
+    weight = torch.randint(-2, 5, (3, 4), generator=generator).float()
+    table = torch.arange(8, -1, -1, dtype=torch.int32).view(1, 9)
+    row, position = (torch.tensor(x, dtype=torch.int32) for x in ([0, 0, 0], [143, 57, 3]))
+    for dtype in (torch.float32, torch.bfloat16):
+        out, want = (run(q.to(dtype), weight, keys.to(dtype), table, row, position, topk=20)
+                     for run in (index_select, reference.index_select))
+        if not torch.equal(out, want):
+            raise WrongResult(f"{compiler}: {dtype} chooses others on a small case")
+    return f"{platform.best('avx512_f', 'avx2', 'sve')}, {compiler}"
+
+
+def index_select(q_BIJ: Tensor, weight_BI: Tensor, key_PGJ: Tensor, table_RP: Tensor, row_B: Tensor,
+                 position_B: Tensor, *, topk: int) -> Tensor:
+    queries, heads, dim = q_BIJ.shape
+    if dim % _LANES:                    # no model that is served has such heads
+        return reference.index_select(q_BIJ, weight_BI, key_PGJ, table_RP, row_B, position_B, topk=topk)
+    chosen_BS = torch.empty(queries, topk, dtype=torch.int32)
+    if queries == 0:
+        return chosen_BS
+    width = int(position_B.max()) + 1
+    score = torch.empty(queries * width if width > topk else 0)
+    args = _Index(
+        *(t.data_ptr() for t in (
+            q_BIJ, key_PGJ, weight_BI, table_RP, row_B, position_B, score, chosen_BS)),
+        key_PGJ.stride(0), table_RP.stride(0), queries, heads, key_PGJ.shape[1], width, topk)
+    entry(_SOURCE, "penstock_index", ctypes.c_int64, ctypes.c_int)(
+        ctypes.byref(args), dim, q_BIJ.dtype is torch.bfloat16, torch.get_num_threads())
+    return chosen_BS

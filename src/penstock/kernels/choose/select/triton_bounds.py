@@ -1,0 +1,138 @@
+"""Units by bounds of their keys in Triton: scores of all, then the largest of each query and KV head.
+
+Which units are scored depends on positions alone, which are on the device: a captured graph serves any
+rows. Imported only where a CUDA device was asked for.
+
+    B queries   N query heads   K KV heads   g = N / K   H head dim   P pages of summaries   S units a page
+    R rows of the table   U units a row may have   C units chosen at most   b queries of a turn
+"""
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.kernels.choose.select.spec import LEAST, MOST, SelectRule
+from penstock.kernels.triton.topn import cut_of, key_of, taken_of
+
+
+@triton.jit
+def score_units(q, bounds, table, row, position, score, q_row, q_head, b_page, b_head, b_plane, table_row,
+                UNITS, SINK_UNITS, WINDOW, UNIT: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
+                DIM: tl.constexpr, DIM_PAD: tl.constexpr, OF_PAGE: tl.constexpr, BLOCK: tl.constexpr,
+                MOST: tl.constexpr, LEAST: tl.constexpr, EXACT: tl.constexpr):
+    """BLOCK units of one query and KV head. The sum of max(q low, q high) is q's positive part times high
+    plus its negative part times low, that of min the other way round: all are matrix products."""
+    block, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    end = tl.maximum(tl.load(position + b) + 1 - WINDOW, 0) // UNIT
+    first = tl.minimum(SINK_UNITS, end)
+    if (block * BLOCK < end) & (block * BLOCK + BLOCK > first):
+        u = block * BLOCK + tl.arange(0, BLOCK)
+        own = (u >= first) & (u < end)
+        pages = table + tl.load(row + b).to(tl.int64) * table_row
+        page = tl.load(pages + u // OF_PAGE, mask=own, other=0).to(tl.int64)
+        d = tl.arange(0, DIM_PAD)
+        i = tl.arange(0, GROUP_PAD)
+        at_uH = bounds + (page * b_page + head * b_head + (u % OF_PAGE) * DIM)[:, None] + d[None, :]
+        inside = own[:, None] & (d[None, :] < DIM)
+        low_uH = tl.load(at_uH, mask=inside, other=0.0)
+        high_uH = tl.load(at_uH + b_plane, mask=inside, other=0.0)
+        q_Hg = tl.load(q + b.to(tl.int64) * q_row + (head * GROUP + i[None, :]) * q_head + d[:, None],
+                       mask=(i[None, :] < GROUP) & (d[:, None] < DIM), other=0.0)
+        zero = tl.zeros([DIM_PAD, GROUP_PAD], q_Hg.dtype)
+        precision: tl.constexpr = "ieee" if EXACT else "tf32"
+        above_Hg, below_Hg = tl.where(q_Hg > 0, q_Hg, zero), tl.where(q_Hg < 0, q_Hg, zero)
+        most_ug = tl.dot(high_uH, above_Hg, input_precision=precision)
+        most_ug = tl.dot(low_uH, below_Hg, most_ug, input_precision=precision)
+        least_ug = tl.dot(low_uH, above_Hg, input_precision=precision)
+        least_ug = tl.dot(high_uH, below_Hg, least_ug, input_precision=precision)
+        s_ug = MOST * most_ug + LEAST * least_ug
+        best_u = tl.max(tl.where(i[None, :] < GROUP, s_ug, float("-inf")), 1)
+        tl.store(score + (b * tl.num_programs(1) + head).to(tl.int64) * UNITS + u, best_u, mask=own)
+
+
+@triton.jit
+def choose_units(score, position, budget, chosen, UNITS, CHOSEN, SINK_UNITS, WINDOW, UNIT: tl.constexpr,
+                 CHOSEN_PAD: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+    """What one query and KV head keeps: all that is not scored, and the best of what is, in the order of
+    units; -1 behind them. WHOLE: one block holds all scores of a row."""
+    head, b = tl.program_id(0), tl.program_id(1)
+    at = (b * tl.num_programs(0) + head).to(tl.int64)
+    p = tl.load(position + b)
+    end = tl.maximum(p + 1 - WINDOW, 0) // UNIT
+    first = tl.minimum(SINK_UNITS, end)
+    behind = tl.where(p < 0, 0, p // UNIT + 1 - end)
+    want = tl.maximum(tl.minimum(tl.load(budget + b) - first - behind, end - first), 0)
+    out = chosen + at * CHOSEN
+    c = tl.arange(0, CHOSEN_PAD)
+    kept = tl.where(c < first, c, end + c - first - want)
+    tl.store(out + c, tl.where(c < first + want + behind, kept, -1),
+             mask=(c < CHOSEN) & ((c < first) | (c >= first + want)))
+    line = score + at * UNITS
+    if want > 0:
+        i = tl.arange(0, BLOCK)
+        if WHOLE:
+            u = first + i
+            key = tl.where(u < end, key_of(tl.load(line + u, mask=u < end, other=0.0)), 0)
+            cut = cut_of(key, want)
+            taken = taken_of(key, cut, want - tl.sum((key > cut).to(tl.int32), 0))
+            tl.store(out + first + tl.cumsum(taken.to(tl.int32), 0) - 1, u, mask=taken)
+        else:
+            cut = (want * 0).to(tl.uint32)
+            bit = cut + 0x80000000
+            for _ in range(32):
+                higher = cut | bit
+                count = want * 0
+                for start in range(first, end, BLOCK):
+                    u = start + i
+                    key = tl.where(u < end, key_of(tl.load(line + u, mask=u < end, other=0.0)), 0)
+                    count += tl.sum((key >= higher).to(tl.int32), 0)
+                cut = tl.where(count >= want, higher, cut)
+                bit = bit >> 1
+            spare = want
+            for start in range(first, end, BLOCK):
+                u = start + i
+                key = tl.where(u < end, key_of(tl.load(line + u, mask=u < end, other=0.0)), 0)
+                spare -= tl.sum((key > cut).to(tl.int32), 0)
+            place = first
+            for start in range(first, end, BLOCK):
+                u = start + i
+                key = tl.where(u < end, key_of(tl.load(line + u, mask=u < end, other=0.0)), 0)
+                taken = taken_of(key, cut, spare)
+                tl.store(out + place + tl.cumsum(taken.to(tl.int32), 0) - 1, u, mask=taken)
+                place += tl.sum(taken.to(tl.int32), 0)
+                spare -= tl.sum((taken & (key == cut)).to(tl.int32), 0)
+
+
+WHOLE_UNITS = 16384         # of a row: as many scores as one program keeps in registers
+BLOCK_UNITS = 64            # of a program that scores
+SCORES = 1 << 24            # in memory at once: a prompt's outputs computed anew are thousands of queries
+
+
+def select(q_BNH: Tensor, bounds_PK2SH: Tensor, table_RP: Tensor, row_B: Tensor, position_B: Tensor,
+           budget_B: Tensor, *, rule: SelectRule, chosen: int) -> Tensor:
+    """As `penstock.kernels.choose.select`. Capturable."""
+    queries, heads, dim = q_BNH.shape
+    _, kv_heads, _, of_page, _ = bounds_PK2SH.shape
+    group, units = heads // kv_heads, table_RP.shape[1] * of_page
+    assert q_BNH.stride(2) == bounds_PK2SH.stride(4) == table_RP.stride(1) == 1, "rows must be dense"
+    assert bounds_PK2SH.stride(3) == dim, "units of a page must be dense"
+    most = max(1, min(queries, SCORES // (kv_heads * units)))
+    score_bKU = torch.empty((most, kv_heads, units), dtype=torch.float32, device=q_BNH.device)
+    chosen_BKC = torch.empty((queries, kv_heads, chosen), dtype=torch.int32, device=q_BNH.device)
+    block = min(WHOLE_UNITS, max(32, triton.next_power_of_2(units)))
+    for first in range(0, queries, most):
+        at = slice(first, first + most)
+        q_bNH, position_b = q_BNH[at], position_B[at]
+        score_units[(triton.cdiv(units, BLOCK_UNITS), kv_heads, len(q_bNH))](
+            q_bNH, bounds_PK2SH, table_RP, row_B[at], position_b, score_bKU, q_BNH.stride(0),
+            q_BNH.stride(1), *bounds_PK2SH.stride()[:3], table_RP.stride(0), units, rule.sink_units,
+            rule.window, UNIT=rule.unit, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)),
+            DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)), OF_PAGE=of_page, BLOCK=BLOCK_UNITS,
+            MOST=MOST, LEAST=LEAST, EXACT=q_BNH.dtype == torch.float32, num_warps=4)
+        choose_units[(kv_heads, len(q_bNH))](
+            score_bKU, position_b, budget_B[at], chosen_BKC[at], units, chosen, rule.sink_units, rule.window,
+            UNIT=rule.unit, CHOSEN_PAD=triton.next_power_of_2(chosen), BLOCK=block, WHOLE=units <= block,
+            num_warps=max(1, min(32, block // 512)))
+    return chosen_BKC

@@ -1,0 +1,77 @@
+"""layer: the small operations between a decoder layer's linears. Contract and implementations.
+
+Each is one pass over a few kilobytes per token, so calls cost more than arithmetic when decoding.
+
+    T tokens of the step   D model dim   M heads   N query heads, the first of M   H head dim
+    I MLP width
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from penstock.kernels.fused.layer import cuda, native, reference
+from penstock.kernels.fused.layer.stack import LayerWeights, Stack
+from penstock.kernels.platform import DEVICES, Implementation, Op
+
+__all__ = ["OP", "LayerOps", "LayerWeights", "Stack", "ops", "stack"]
+
+
+class LayerOps(Protocol):
+    """f32|bf16 throughout, one dtype a call. Sums are in f32, results rounded once or twice."""
+
+    def norm(self, h_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
+        """h += delta in place (unless None), then RMS norm of h times weight. Returns x_TD.
+
+        h, delta   dense
+        """
+        ...
+
+    def rotate(self, x_TMH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> None:
+        """x = x * cos + roll(x, H / 2) * sin in place: RoPE when sin's first half is negated.
+
+        x_TMH   dense in M and H, any stride in T    cos, sin   dense    H   even
+        """
+        ...
+
+    def norm_rotate(self, x_TMH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor, q_weight_H: Tensor,
+                    k_weight_H: Tensor, num_heads: int, eps: float) -> None:
+        """In place: RMS norm of each head times its weight, `q_weight` for the first `num_heads`, then
+        `rotate`. The normed head is rounded, and its product with the weight again.
+
+        x_TMH   as in `rotate`
+        """
+        ...
+
+    def gate(self, gate_up_TJ: Tensor) -> Tensor:
+        """silu(gate) * up for the first and second half of the last dimension, J = 2 I. -> [T, I]
+
+        gate_up   dense in J, any stride in T
+        """
+        ...
+
+
+OP: Op[LayerOps] = Op("layer", (
+    Implementation("native", native.Native(), native.probe),
+    Implementation("triton", cuda.Cuda(), cuda.probe, ("cuda",)),
+    Implementation("reference", reference.Reference(), reference.probe, DEVICES),
+))
+
+
+def ops(backend: str) -> LayerOps:
+    """The operations of one implementation. Raises KernelError for a name that does not exist."""
+    return OP.get(backend).run
+
+
+def stack(ops: LayerOps, layers: Sequence[LayerWeights], *, heads: int, kv_heads: int, head_dim: int,
+          eps: float) -> Stack | None:
+    """These layers in one call, bit for bit what `ops`, the linears and paged attention make of them one by
+    one. None: some of these do not run in C.
+
+    eps     of all norms, those of heads too
+    """
+    if not isinstance(ops, native.Native) or any(len(layer.products) < 4 for layer in layers):
+        return None
+    return Stack(layers, native.functions(), heads=heads, kv_heads=kv_heads, head_dim=head_dim, eps=eps)

@@ -1,0 +1,100 @@
+"""Inputs of the layer operations: odd widths, one token to many, heads that are views."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.cases import TOLERANCE, Case, Workload
+from penstock.kernels.fused.layer import LayerOps
+
+_TOKENS = (1, 2, 9, 70)
+_WIDTHS = (1, 7, 64, 576)
+_HEADS = ((1, 2), (3, 6), (12, 64), (2, 80))
+
+
+def cases(device: str) -> Iterator[Case]:
+    for dtype in (torch.float32, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        for tokens in _TOKENS:
+            for width in _WIDTHS:
+                for add in (False, True):
+                    yield Case(f"{name}-norm-{tokens}x{width}{'-add' if add else ''}",
+                               partial(_norm, device, dtype, tokens, width, add), TOLERANCE[dtype])
+                yield Case(f"{name}-gate-{tokens}x{width}",
+                           partial(_gate, device, dtype, tokens, width), TOLERANCE[dtype])
+            for heads, dim in _HEADS:
+                yield Case(f"{name}-rotate-{tokens}x{heads}x{dim}",
+                           partial(_rotate, device, dtype, tokens, heads, dim), TOLERANCE[dtype])
+                yield Case(f"{name}-norm_rotate-{tokens}x{heads}x{dim}",
+                           partial(_norm_rotate, device, dtype, tokens, heads, dim), TOLERANCE[dtype])
+
+
+def _randn(device: str, dtype: torch.dtype, *shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return (torch.randn(*shape, generator=generator) * 3).to(device, dtype)
+
+
+def _norm(device: str, dtype: torch.dtype, tokens: int, width: int, add: bool,
+          ops: LayerOps) -> Tensor:
+    """The norm and the h that it leaves."""
+    randn = partial(_randn, device, dtype)
+    h = randn(tokens, width)
+    x = ops.norm(h, randn(tokens + 1, width)[1:] if add else None, randn(width), 1e-5)
+    return torch.cat((x, h))
+
+
+def _rotate(device: str, dtype: torch.dtype, tokens: int, heads: int, dim: int,
+            ops: LayerOps) -> Tensor:
+    """All heads, of which those rotated are a view: the others must stay."""
+    randn = partial(_randn, device, dtype)
+    x = randn(tokens, heads + 2, dim)
+    ops.rotate(x[:, 1:heads + 1], randn(tokens, 1, dim), randn(tokens + 1, 1, dim)[1:])
+    return x
+
+
+def _norm_rotate(device: str, dtype: torch.dtype, tokens: int, heads: int, dim: int,
+                 ops: LayerOps) -> Tensor:
+    randn = partial(_randn, device, dtype)
+    x, weights = randn(tokens, heads + 2, dim), randn(2, dim)
+    ops.norm_rotate(x[:, 1:heads + 1], randn(tokens, 1, dim), randn(tokens + 1, 1, dim)[1:], weights[0],
+                    weights[1], heads * 3 // 4, 1e-5)
+    return x
+
+
+def _gate(device: str, dtype: torch.dtype, tokens: int, width: int, ops: LayerOps) -> Tensor:
+    """Large values too: silu of -300 is 0 and of 300 is 300."""
+    x = _randn(device, dtype, tokens, 2 * width + 5)[:, :2 * width]
+    x[0, 0] = -300.0
+    out = ops.gate(x)
+    x[0, 0] = 300.0
+    return torch.cat((out, ops.gate(x)))
+
+
+def workloads() -> Iterator[Workload]:
+    """One layer of SmolLM2-135M: 576 wide, 12 rotated heads of 64, MLP of 1,536."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for tokens in (1, 8, 512):
+            name = f"{str(dtype).removeprefix('torch.')} {tokens} tokens"
+            size = dtype.itemsize * tokens
+            yield Workload(f"norm {name}", partial(_prepare, "norm", dtype, tokens),
+                           size * 4 * 576, 4 * tokens * 576)
+            yield Workload(f"rotate {name}", partial(_prepare, "rotate", dtype, tokens),
+                           size * (2 * 768 + 128), 3 * tokens * 768)
+            yield Workload(f"gate {name}", partial(_prepare, "gate", dtype, tokens),
+                           size * 3 * 1536, 4 * tokens * 1536)
+
+
+def _prepare(op: str, dtype: torch.dtype, tokens: int, ops: LayerOps) -> Callable[[int], object]:
+    randn = partial(_randn, "cpu", dtype)
+    h, delta, weight = randn(tokens, 576), torch.zeros(tokens, 576, dtype=dtype), randn(576)
+    heads, gate_up = randn(tokens, 15, 64)[:, :12], randn(tokens, 3072)
+    cos, sin = torch.ones(tokens, 1, 64, dtype=dtype), torch.zeros(tokens, 1, 64, dtype=dtype)
+    calls: dict[str, Callable[[int], object]] = {
+        "norm": lambda _: ops.norm(h, delta, weight, 1e-5),
+        "rotate": lambda _: ops.rotate(heads, cos, sin),
+        "gate": lambda _: ops.gate(gate_up),
+    }
+    return calls[op]

@@ -1,0 +1,71 @@
+"""experts: which experts a token visits, and their gated MLPs, without a number that the host has to know.
+
+Shapes follow from the number of tokens alone, so a step with experts can be captured.
+
+    T tokens of the step   D model dim   E experts   C chosen per token   I MLP width
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from penstock.kernels.gemm.experts import cuda, reference
+from penstock.kernels.platform import DEVICES, Implementation, Op
+from penstock.kernels.types.scaled import Scaled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """How experts are chosen.
+
+    num_chosen      C
+    renormalize     weights are scaled to sum to 1
+    sigmoid         scores are sigmoids, else a softmax
+    groups          experts are chosen from the `groups_chosen` groups whose best two rank highest
+    scale           of the weights
+    """
+
+    num_chosen: int
+    renormalize: bool
+    sigmoid: bool = False
+    groups: int = 1
+    groups_chosen: int = 1
+    scale: float = 1.0
+
+
+class ExpertOps(Protocol):
+    def route(self, logit_TE: Tensor, bias_E: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
+        """The C experts of each token that rank highest, by score plus bias, and what they weigh.
+
+        logit_TE    f32|bf16, dense in E; E is a multiple of `rule.groups`
+        bias_E      f32, added where experts are chosen, not in their weights; None: 0
+        Returns     expert_TC int64, different ones of a token, best first (of equal ones any);
+                    weight_TC f32. A token with NaN among its logits gets experts that exist, and NaN.
+        """
+        ...
+
+    def mlp(self, x_TD: Tensor, expert_TC: Tensor, weight_TC: Tensor, gate_up: Tensor | Scaled,
+            down: Tensor | Scaled) -> Tensor:
+        """out_TD, the sum over a token's experts of weight * down(silu(gate(x)) * up(x)); new, dense.
+
+        x_TD        f32|bf16, dense
+        gate_up     [E * 2I, D], expert after expert, each with the rows of gate before those of up; dense,
+                    dtype of x or block-scaled fp8
+        down        [E * D, I], likewise
+        Rounds      to x's dtype: what `down` gets, what each expert gives, their sum. Products are summed
+                    in f32. A token's result does not depend on the others up to rounding.
+        """
+        ...
+
+
+OP: Op[ExpertOps] = Op("experts", (
+    Implementation("triton", cuda.Cuda(), cuda.probe, ("cuda",)),
+    Implementation("reference", reference.Reference(), reference.probe, DEVICES),
+))
+
+
+def ops(backend: str) -> ExpertOps:
+    """The operations of one implementation. Raises KernelError for a name that does not exist."""
+    return OP.get(backend).run

@@ -1,0 +1,92 @@
+"""Inputs of experts: one token to hundreds, to few experts or to all, odd sizes, floats and fp8 in blocks."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.cases import TOLERANCE, Case, Workload
+from penstock.kernels.gemm.experts import ExpertOps, Rule
+from penstock.kernels.types.scaled import Scaled, joined, quantised
+
+_TOKENS = (1, 3, 64, 150)
+# experts, chosen, model dim, width, rows and columns of a scaled block
+_SHAPES = ((5, 2, 40, 24, 16, 16), (16, 8, 128, 96, 32, 64), (3, 3, 33, 7, 5, 16), (1, 1, 16, 17, 128, 128))
+# experts, rule
+_RULES = {
+    "softmax": (128, Rule(num_chosen=8, renormalize=True)),
+    "softmax as it is": (7, Rule(num_chosen=7, renormalize=False, scale=2.5)),
+    "sigmoid": (24, Rule(num_chosen=3, renormalize=True, sigmoid=True, scale=2.5)),
+    "groups": (24, Rule(num_chosen=4, renormalize=True, sigmoid=True, groups=6, groups_chosen=2, scale=1.5)),
+    "groups of softmax": (64, Rule(num_chosen=6, renormalize=False, groups=8, groups_chosen=3)),
+}
+
+
+def cases(device: str = "cpu") -> Iterator[Case]:
+    for dtype in (torch.float32, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        for rule, (experts, how) in _RULES.items():
+            for tokens in (1, 37):
+                yield Case(f"{name}-route {rule}-{tokens}",
+                           partial(_route, device, dtype, experts, how, tokens), 1e-5)
+        for shape in _SHAPES:
+            for scaled in (False, True):
+                for tokens in _TOKENS:
+                    yield Case(f"{name}-{'fp8 ' * scaled}{'x'.join(map(str, shape))}-{tokens}",
+                               partial(_mlp, device, dtype, shape, scaled, tokens), TOLERANCE[dtype])
+
+
+def _route(device: str, dtype: torch.dtype, experts: int, rule: Rule, tokens: int, ops: ExpertOps) -> Tensor:
+    """What each expert weighs, 0 where it is not chosen. Logits of a token differ by more than a rounding."""
+    generator = torch.Generator().manual_seed(experts + tokens)
+    order = torch.stack([torch.randperm(experts, generator=generator) for _ in range(tokens)])
+    logit = torch.cat([(order - experts // 2) / 16, torch.full((tokens, 3), 99.0)], 1).to(device, dtype)
+    bias = torch.randperm(experts, generator=generator).float().to(device) / 64 if rule.sigmoid else None
+    expert, weight = ops.route(logit[:, :experts], bias, rule)
+    assert expert.dtype == torch.int64 and weight.dtype == torch.float32
+    assert expert.shape == weight.shape == (tokens, rule.num_chosen)
+    return torch.zeros(tokens, experts, device=device).scatter_add_(1, expert, weight)
+
+
+def stack(generator: torch.Generator, experts: int, rows: int, cols: int, block: tuple[int, int],
+          dtype: torch.dtype, scaled: bool) -> Tensor | Scaled:
+    """Random weights of all experts; `scaled` as a model joins those of each."""
+    parts = [torch.randn(rows, cols, generator=generator) * cols ** -0.5 for _ in range(experts)]
+    return joined([quantised(part, *block) for part in parts]) if scaled else torch.cat(parts).to(dtype)
+
+
+def _mlp(device: str, dtype: torch.dtype, shape: tuple[int, ...], scaled: bool, tokens: int,
+         ops: ExpertOps) -> Tensor:
+    """A third of the tokens visits the same experts."""
+    experts, chosen, dim, width, *block = shape
+    generator = torch.Generator().manual_seed(sum(shape) + tokens)
+    x = torch.randn(tokens, dim, generator=generator).to(device, dtype)
+    expert = torch.stack([torch.randperm(experts, generator=generator)[:chosen] for _ in range(tokens)])
+    expert[::3] = expert[0].clone()
+    weight = torch.rand(tokens, chosen, generator=generator)
+    gate_up = stack(generator, experts, 2 * width, dim, (block[0], block[1]), dtype, scaled)
+    down = stack(generator, experts, dim, width, (block[0], block[1]), dtype, scaled)
+    return ops.mlp(x, expert.to(device), weight.to(device), gate_up.to(device), down.to(device))
+
+
+def workloads() -> Iterator[Workload]:
+    """A small layer: 16 experts of which a token visits 4."""
+    dim, width, experts, chosen = 512, 256, 16, 4
+    for tokens in (1, 32):
+        used = min(experts, tokens * chosen)
+        yield Workload(f"bfloat16 {experts} experts {dim}x{width}, {tokens} tokens",
+                       partial(_prepare, tokens, experts, chosen, dim, width), 2 * used * 3 * dim * width,
+                       6 * tokens * chosen * dim * width)
+
+
+def _prepare(tokens: int, experts: int, chosen: int, dim: int, width: int,
+             ops: ExpertOps) -> Callable[[int], object]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(tokens, dim, generator=generator).bfloat16()
+    expert = torch.rand(tokens, experts, generator=generator).topk(chosen).indices
+    weight = torch.rand(tokens, chosen, generator=generator)
+    gate_up, down = (stack(generator, experts, rows, cols, (1, 1), torch.bfloat16, False)
+                     for rows, cols in ((2 * width, dim), (dim, width)))
+    return lambda _: ops.mlp(x, expert, weight, gate_up, down)

@@ -1,0 +1,45 @@
+"""scaled_linear: y = x W^T + b with a weight that stays in block-scaled fp8. Contract, implementations.
+
+    T tokens of the step   O outputs   I inputs
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from torch import Tensor
+
+from penstock.kernels.gemm.scaled_linear import cuda, reference
+from penstock.kernels.platform import DEVICES, Implementation, KernelError, Op
+from penstock.kernels.types.scaled import Scaled
+
+Linear: TypeAlias = Callable[[Tensor], Tensor]
+Pack: TypeAlias = Callable[[Scaled, Tensor | None], Linear]
+
+OP: Op[Pack] = Op("scaled_linear", (
+    Implementation("triton", cuda.pack, cuda.probe, ("cuda",)),
+    Implementation("reference", reference.pack, reference.probe, DEVICES),
+))
+
+
+def takes(cols: int) -> bool:
+    """Whether kernels read blocks of so many columns: products are made of tiles that each have one scale."""
+    return cols % 16 == 0
+
+
+def pack(weight: Scaled, bias_O: Tensor | None = None, *, backend: str) -> Linear:
+    """Prepare a weight for `y_TO = linear(x_TI)`, for any number of rows T >= 1.
+
+    weight      its blocks have columns that are a multiple of 16
+    bias_O      dtype of x, or None
+    Returns     linear(x_TI) -> y_TO, dtype of x, dense; x_TI is f32|bf16, with a dense last dimension.
+                Elements are exact in bf16; products are summed in f32, and scaled there or, of many
+                rows, before, rounded to x's dtype.
+    Keeps       elements and scales as they are: no other copy of the weight.
+    Raises      KernelError for another shape, or a backend that does not exist.
+    """
+    if not takes(weight.cols) or (bias_O is not None and bias_O.shape != weight.shape[:1]):
+        raise KernelError("scaled_linear takes blocks of 16 columns or a multiple, and a bias of a number "
+                          f"for each row: not {tuple(weight.shape)} in {weight.rows} x {weight.cols}"
+                          + ("" if bias_O is None else f" with a bias {tuple(bias_O.shape)}"))
+    return OP.get(backend).run(weight, bias_O)

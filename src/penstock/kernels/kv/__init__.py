@@ -1,0 +1,1 @@
+"""Ops that write KV and fetch it from the host."""

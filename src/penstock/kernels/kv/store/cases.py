@@ -1,0 +1,86 @@
+"""Inputs of store: each token has any of the three copies, units are completed in one call or in several.
+
+An output is everything that could have been written: both pools and the summaries.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.cases import Case, Workload
+from penstock.kernels.choose.resolve.cases import empty
+from penstock.kernels.kv.gather.cases import host_memory
+from penstock.kernels.kv.store import Store, StoreAt
+
+
+def cases(device: str = "cpu") -> Iterator[Case]:
+    for dtype in (torch.float32, torch.bfloat16):
+        for planes, heads, dim, size, unit in ((2, 3, 20, 16, 8), (2, 2, 64, 12, 4), (1, 1, 41, 8, 1)):
+            for chunk in (1, 5, 31):
+                yield Case(f"{str(dtype).removeprefix('torch.')}-{planes} x {heads} x {dim}-units of "
+                           f"{unit}-{chunk} at once",
+                           partial(_run, dtype, planes, heads, dim, size, unit, chunk, device), 0.0)
+    yield Case("rows of 656 bytes", partial(_bytes, device), 0.0)
+
+
+def _run(dtype: torch.dtype, planes: int, heads: int, dim: int, size: int, unit: int, chunk: int,
+         on: str, store: Store) -> Tensor:
+    """Two rows of 62 tokens, `chunk` of each at once: pages on the device, on the host or on both, some
+    units of what is on the host alone hot. Pools are the second of two layers'."""
+    generator = torch.Generator().manual_seed(size + chunk)
+    length, rows = 62, 2
+    pages = -(-length // size)
+    device = torch.full((3 * rows * pages, 2, heads, planes, size, dim), 3.0, dtype=dtype, device=on)
+    host = host_memory(device.cpu().clone(), on)
+    bounds = torch.full((rows * pages, 2, heads, 2, size // unit, dim), 3.0, dtype=dtype, device=on)
+    where = torch.arange(rows * pages).view(rows, pages) % 3            # device, host, both
+    ids = torch.randperm(rows * pages, generator=generator).view(rows, pages)
+    device_RP, host_RP = ids.where(where != 1, -1), ids.flip(1).where(where != 0, -1)
+    hot = empty(rows, heads, pages * size // unit, 4, size // unit, on)
+    for row in range(rows):
+        hot.page_RW[row] = torch.arange(4).int() + rows * pages + 4 * row
+        for k in range(heads):
+            units = [u for u in range(pages * size // unit) if where[row, u * unit // size] == 1]
+            for slot, u in enumerate(units[k::2][:4 * size // unit]):
+                hot.slot_RKM[row, k, u], hot.unit_RKS[row, k, slot] = slot, u
+    x = torch.randn(planes, rows, length, heads + 1, dim, generator=generator).to(on, dtype)
+    for first in range(0, length, chunk):
+        at = torch.arange(first, min(first + chunk, length))
+        device_T, host_T = (
+            (table[:, at // size] * size + at % size).where(table[:, at // size] >= 0, -1).flatten()
+            for table in (device_RP, host_RP))
+        summaries = torch.arange(rows)[:, None] * pages * (size // unit) + at // unit
+        step = StoreAt(device_T.to(on), host_T.to(on), summaries.flatten().to(on),
+                       torch.arange(rows).repeat_interleave(len(at)).int().to(on),
+                       at.repeat(rows).int().to(on), unit)
+        store([part[:, at, 1:].flatten(0, 1) for part in x], step, device[:, 1], host[:, 1], hot,
+              bounds[:, 1] if planes == 2 else None)
+    return torch.cat([t.cpu().float().flatten() for t in (device, host, bounds)])
+
+
+def _bytes(on: str, store: Store) -> Tensor:
+    """Latent rows as bytes, to the device alone: no other tier, no summaries, one token without a slot."""
+    device = torch.ones(3, 1, 1, 4, 656, dtype=torch.uint8, device=on)
+    x = (torch.arange(5 * 656) % 251).to(torch.uint8).view(5, 1, 656).to(on)
+    none, slots = torch.full((5,), -1, device=on), torch.tensor([9, -1, 3, 0, 7], device=on)
+    store([x], StoreAt(slots, none, none, none.int(), torch.arange(5, device=on).int(), 1), device)
+    return device.float()
+
+
+def workloads() -> Iterator[Workload]:
+    """SmolLM2-135M's heads to all three places: one token, eight and a chunk."""
+    for tokens in (1, 8, 512):
+        yield Workload(f"{tokens} tokens, 3 heads of 64", partial(_prepare, tokens),
+                       tokens * 3 * 2 * 64 * 4 * 4, 0, 12)
+
+
+def _prepare(tokens: int, store: Store) -> Callable[[int], object]:
+    device, host = (torch.zeros(12, 64, 3, 2, 16, 64) for _ in range(2))
+    bounds, hot = torch.zeros(12, 64, 3, 2, 2, 64), empty(1, 3, 128, 8, 2)
+    k, v = torch.randn(2, tokens, 3, 64).unbind()
+    at = torch.arange(tokens)
+    step = StoreAt(at, at, at // 8, torch.zeros(tokens).int(), at.int(), 8)
+    return lambda layer: store((k, v), step, device[layer], host[layer], hot, bounds[layer])

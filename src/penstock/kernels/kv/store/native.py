@@ -1,0 +1,81 @@
+"""`store` in C (`store.c`): one call for all copies and planes."""
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.c.build import entry, library
+from penstock.kernels.kv.store.spec import StoreAt
+from penstock.kernels.platform import Platform, WrongResult
+from penstock.kernels.types.hot import HotLayer
+
+_PLANES = 4                             # as in store.c
+_SOURCE = Path(__file__).with_name("store.c")
+
+
+class _Store(ctypes.Structure):
+    """`Store` of store.c."""
+
+    _fields_ = (
+        ("value", ctypes.c_void_p * _PLANES),
+        *((name, ctypes.c_void_p) for name in (
+            "device", "host", "bounds", "device_at", "host_at", "bounds_at", "row", "position",
+            "hot_slot", "hot_page")),
+        ("value_token", ctypes.c_int64 * _PLANES),
+        ("value_head", ctypes.c_int64 * _PLANES),
+        *((name, ctypes.c_int64) for name in (
+            "device_page", "device_head", "device_plane", "host_page", "host_head", "host_plane",
+            "bounds_page", "bounds_head", "bounds_plane", "tokens", "heads", "planes", "width",
+            "page_size", "summaries", "unit", "units", "hot_pages")),
+    )
+
+
+def probe(platform: Platform) -> str:
+    """Builds the kernel and completes one unit of two tokens on the host."""
+    _, compiler = library(_SOURCE, platform.cache)
+    device, host, bounds = torch.zeros(1, 1, 2, 2, 3), torch.ones(1, 1, 2, 2, 3), torch.ones(1, 1, 2, 1, 3)
+    k, v = torch.tensor([[[-1.0, 0.5, 2.0]]]), torch.full((1, 1, 3), 7.0)
+    none, last = torch.tensor([-1]), torch.tensor([1])
+    store((k, v), StoreAt(none, last, torch.tensor([0]), torch.tensor([0], dtype=torch.int32),
+                          torch.tensor([5], dtype=torch.int32), 2), device, host, None, bounds)
+    want = torch.tensor([[-1.0, 0.5, 1.0], [1.0, 1.0, 2.0]])
+    if not (torch.equal(bounds[0, 0, :, 0], want) and torch.equal(host[0, 0, :, 1], torch.cat((k, v))[:, 0])
+            and device.count_nonzero() == 0):
+        raise WrongResult(f"{compiler}: a token is not where it should be")
+    return compiler
+
+
+def _strides(pages: Tensor | None) -> list[int]:
+    if pages is None:
+        return [0, 0, 0]
+    return [stride * pages.element_size() for stride in pages.stride()[:3]]
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def store(values: Sequence[Tensor], at: StoreAt, device_PKCGH: Tensor,
+          host_PKCGH: Tensor | None = None, hot: HotLayer | None = None,
+          bounds_PK2SH: Tensor | None = None) -> None:
+    planes, itemsize = len(values), device_PKCGH.element_size()
+    tokens, heads, width = values[0].shape
+    more = (0,) * (_PLANES - planes)
+    args = _Store(
+        (ctypes.c_void_p * _PLANES)(*(x.data_ptr() for x in values)),
+        *map(_pointer, (device_PKCGH, host_PKCGH, bounds_PK2SH, at.device_T, at.host_T, at.bounds_T,
+                        at.row_T, at.position_T, *((None, None) if hot is None
+                                                   else (hot.slot_RKM, hot.page_RW)))),
+        (*(x.stride(0) * itemsize for x in values), *more),
+        (*(x.stride(1) * itemsize for x in values), *more),
+        *_strides(device_PKCGH), *_strides(host_PKCGH), *_strides(bounds_PK2SH),
+        tokens, heads, planes, width, device_PKCGH.shape[3],
+        1 if bounds_PK2SH is None else bounds_PK2SH.shape[3], at.unit,
+        *((0, 0) if hot is None else (hot.slot_RKM.shape[2], hot.page_RW.shape[1])))
+    error = entry(_SOURCE, "penstock_store", ctypes.c_int64)(
+        ctypes.byref(args), itemsize, torch.get_num_threads())
+    assert not error, "a unit is hot in a page that the row does not have"

@@ -1,0 +1,93 @@
+"""A step's new rows into every copy of their pages in Triton: device, host, hot unit and summary at once.
+
+Host pages are pinned and written over the link. A unit's bounds are of its own keys: those of this call
+are read where they come from, earlier ones from the page. Imported only where a CUDA device was asked for.
+
+    T tokens of the step   P pages   K KV heads   C planes   G page size   H head dim   S units a page
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.kernels.kv.store.spec import StoreAt
+from penstock.kernels.types.hot import HotLayer
+
+
+@triton.jit
+def store_tokens(x0, x1, device, host, bounds, device_T, host_T, bounds_T, row_T, position_T, hot_slot,
+                 hot_page, x_token, x_head, d_page, d_head, d_plane, h_page, h_head, h_plane, b_page, b_head,
+                 b_plane, UNITS, HOT_PAGES, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, DIM: tl.constexpr,
+                 DIM_PAD: tl.constexpr, SIZE: tl.constexpr, UNIT: tl.constexpr, SUMMARIES: tl.constexpr,
+                 PLANES: tl.constexpr, HOT: tl.constexpr):
+    """One token. SUMMARIES: units of a page of summaries, 0 if there are none.
+
+    A condition that is one for the block goes into a mask by `where`: Triton 3.9 interpreted takes no `&`.
+    """
+    t = tl.program_id(0).to(tl.int64)
+    on_device, on_host = tl.load(device_T + t), tl.load(host_T + t)
+    row, position = tl.load(row_T + t).to(tl.int64), tl.load(position_T + t)
+    k = tl.arange(0, HEADS_PAD)[:, None]
+    d = tl.arange(0, DIM_PAD)[None, :]
+    own = (k < HEADS) & (d < DIM)
+    at_x = k * x_head + d
+    at_device = on_device // SIZE * d_page + k * d_head + on_device % SIZE * DIM + d
+    at_host = on_host // SIZE * h_page + k * h_head + on_host % SIZE * DIM + d
+    if HOT:
+        known = tl.where(row >= 0, k < HEADS, False)
+        slot = tl.load(hot_slot + (row * HEADS + k) * UNITS + position // UNIT, mask=known, other=-1)
+        of_page: tl.constexpr = SIZE // UNIT
+        page = tl.load(hot_page + row * HOT_PAGES + slot // of_page, mask=slot >= 0, other=0).to(tl.int64)
+        at_hot = page * d_page + k * d_head + (slot % of_page * UNIT + position % UNIT) * DIM + d
+    for plane in tl.static_range(PLANES):
+        x = tl.load((x0 if plane == 0 else x1) + t * x_token + at_x, mask=own)
+        tl.store(device + plane * d_plane + at_device, x, mask=tl.where(on_device >= 0, own, False))
+        tl.store(host + plane * h_plane + at_host, x, mask=tl.where(on_host >= 0, own, False))
+        if HOT:
+            tl.store(device + plane * d_plane + at_hot, x, mask=own & (slot >= 0))
+    if SUMMARIES > 0:
+        summary = tl.load(bounds_T + t)
+        if (summary >= 0) & ((position + 1) % UNIT == 0):
+            low = tl.load(x0 + t * x_token + at_x, mask=own, other=0.0).to(tl.float32)
+            high = low
+            for j in range(1, UNIT):
+                before = tl.maximum(t - j, 0)
+                slot_device, slot_host = tl.load(device_T + before), tl.load(host_T + before)
+                mine = (t >= j) & tl.where(on_device >= 0, slot_device == on_device - j,
+                                           slot_host == on_host - j)
+                here, there = tl.where(mine, own, False), tl.where(mine, False, own)
+                near, far = tl.where(on_device >= 0, there, False), tl.where(on_device < 0, there, False)
+                new = tl.load(x0 + before * x_token + at_x, mask=here, other=0.0).to(tl.float32)
+                y = tl.load(device + at_device - j * DIM, mask=near, other=0.0)
+                z = tl.load(host + at_host - j * DIM, mask=far, other=0.0)
+                key = tl.where(mine, new, tl.where(on_device >= 0, y, z).to(tl.float32))
+                low, high = tl.minimum(low, key), tl.maximum(high, key)
+            at = summary // SUMMARIES * b_page + k * b_head + summary % SUMMARIES * DIM + d
+            tl.store(bounds + at, low.to(bounds.dtype.element_ty), mask=own)
+            tl.store(bounds + at + b_plane, high.to(bounds.dtype.element_ty), mask=own)
+
+
+def store(values: Sequence[Tensor], at: StoreAt, device_PKCGH: Tensor, host_PKCGH: Tensor | None = None,
+          hot: HotLayer | None = None, bounds_PK2SH: Tensor | None = None) -> None:
+    """As `penstock.kernels.kv.store`. Host pages are pinned. Capturable."""
+    x0, x1 = values[0], values[-1]
+    tokens, heads, dim = x0.shape
+    _, _, planes, size, _ = device_PKCGH.shape
+    assert len(values) == planes <= 2, f"{len(values)} planes of new rows"
+    assert x0.stride() == x1.stride() and x0.stride(2) == 1, "new rows must lie alike and be dense"
+    host = device_PKCGH if host_PKCGH is None else host_PKCGH
+    bounds = device_PKCGH if bounds_PK2SH is None else bounds_PK2SH
+    for pool in (device_PKCGH, host, bounds):
+        assert pool.stride(4) == 1 and pool.stride(3) == dim, "tokens of a page must be dense"
+    slots, pages = (at.row_T, at.row_T) if hot is None else (hot.slot_RKM, hot.page_RW)
+    assert slots.is_contiguous() and pages.is_contiguous(), "state that is not dense"
+    store_tokens[(tokens,)](
+        x0, x1, device_PKCGH, host, bounds, at.device_T, at.host_T, at.bounds_T, at.row_T, at.position_T,
+        slots, pages, x0.stride(0), x0.stride(1), *device_PKCGH.stride()[:3], *host.stride()[:3],
+        *bounds.stride()[:3], slots.shape[-1], pages.shape[-1], HEADS=heads,
+        HEADS_PAD=triton.next_power_of_2(heads), DIM=dim, DIM_PAD=triton.next_power_of_2(dim), SIZE=size,
+        UNIT=at.unit, SUMMARIES=0 if bounds_PK2SH is None else bounds.shape[3], PLANES=planes,
+        HOT=hot is not None, num_warps=4)

@@ -1,0 +1,1 @@
+"""Tokens drawn on the device."""

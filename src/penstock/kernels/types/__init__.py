@@ -1,0 +1,1 @@
+"""Tensors with a meaning of their own: ragged rows, hot units, scaled weights."""

@@ -1,0 +1,1 @@
+"""Weights as files: safetensors and GGUF, their names, types and places."""

@@ -1,0 +1,313 @@
+"""A model on disk as Hugging Face tensors, one at a time: safetensors (single, sharded) and GGUF.
+
+Everything is checked from the headers when it is opened; then each tensor is read into its own memory (no
+mapping: mapped pages would count as ours until the kernel takes them back), that of a device through a little
+pinned memory. Knows no family's layers.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO, TypeAlias, TypeVar, cast
+
+import numpy as np
+import torch
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import dequantize
+from torch import Tensor
+
+from penstock.config.base.errors import ConfigError
+from penstock.kernels.types.scaled import Scaled
+from penstock.model.base import Checkpoint, Wants, everything
+from penstock.model.weights.codes import PACKED, Codes, Packed, codes_of
+from penstock.model.weights.files import digest_of_files, open_regular, show
+from penstock.model.weights.fp8 import SCALE_SUFFIX, Blocks, quantises, read_blocks
+from penstock.model.weights.gguf_config import ROPE_FREQS, HFName, hf_name
+from penstock.model.weights.gguf_file import GGUFTensor
+from penstock.model.weights.locate import ModelFiles, read_weight_map
+from penstock.model.weights.safetensors_file import StoredTensor, read_safetensors_header
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+           "F8_E4M3": torch.float8_e4m3fn}
+# Elements dequantised at once: the temporaries of numpy (about ten of this size) stay in the cache.
+_CHUNK_ELEMENTS = 1 << 18
+# A buffer that old exports stored; every family computes it from the config.
+_SKIPPED_SUFFIX = ".rotary_emb.inv_freq"
+_STAGED_BYTES = 32 << 20         # a half of what is pinned while a device's weights are read
+Weight = TypeVar("Weight", bound=Tensor | Packed)
+Read: TypeAlias = Callable[[BinaryIO, StoredTensor, Path], Tensor]
+
+
+def open_checkpoint(files: ModelFiles, *, packed: bool = False, scaled: bool = False) -> Checkpoint:
+    """The checkpoint in `files`, its headers checked. `packed`: weights of two dimensions stay the codes
+    that a GGUF file stores, where `codes.PACKED` has their type. `scaled`: those in blocks of fp8 stay that.
+
+    Raises ConfigError: a damaged or truncated file, a type or an architecture that is not supported.
+    `tensors()` of it raises ConfigError too, if a file changes or cannot be read.
+    """
+    if files.load_format == "dummy":
+        return ConfigOnly(files, scaled)
+    return (GGUFCheckpoint(files, packed) if files.gguf is not None else
+            SafetensorsCheckpoint(files, scaled))
+
+
+def weights_digest(files: ModelFiles) -> str:
+    """Of all bytes of the weights' files. Raises ConfigError."""
+    return digest_of_files([files.gguf] if files.gguf is not None else files.safetensors)
+
+
+class ConfigOnly:
+    """For random weights: the config of a model whose weights are not read."""
+
+    def __init__(self, files: ModelFiles, keeps_scaled: bool) -> None:
+        self.config, self.eos_ids = files.config, files.eos_ids
+        self.codes: Mapping[str, str] = {}
+        self._blocks = read_blocks(self.config, f"{files.folder}/config.json") if keeps_scaled else None
+
+    def tensors(self, wants: Wants = everything, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
+        """Nothing."""
+        return iter(())
+
+    def scaled(self, name: str) -> Blocks | None:
+        return self._blocks if quantises(name) else None
+
+
+class SafetensorsCheckpoint:
+    """One file, or the shards of an index. Tensors keep their dtype; blocks of fp8 do, or become float32."""
+
+    def __init__(self, files: ModelFiles, keeps_scaled: bool) -> None:
+        self.codes: Mapping[str, str] = {}
+        self.config: dict[str, Any] = files.config
+        self.eos_ids = files.eos_ids
+        self.shards = {path: read_safetensors_header(path) for path in files.safetensors}
+        if files.index is not None:
+            _check_index(files.index, self.shards)
+        if not any(self.shards.values()):
+            raise ConfigError(f"{files.folder}: the safetensors files hold no tensors")
+        self.blocks = read_blocks(self.config, f"{files.folder}/config.json")
+        self.scales = _scales(self.shards, self.blocks)
+        self._keeps_scaled = keeps_scaled
+
+    def scaled(self, name: str) -> Blocks | None:
+        return self.blocks if self._keeps_scaled and name in self.scales else None
+
+    def tensors(self, wants: Wants = everything,
+                device: str = "cpu") -> Iterator[tuple[str, Tensor | Scaled]]:
+        """Every wanted weight once, in the order of the files; a scale is read with its weight."""
+        read: Read = _read if device == "cpu" else _Staged(device)
+        for path, stored in self.shards.items():
+            file, _ = open_regular(path)
+            with file:
+                for entry in stored.values():
+                    if entry.name.endswith(_SKIPPED_SUFFIX) or not wants(entry.name):
+                        continue
+                    if entry.name.removesuffix(SCALE_SUFFIX) in self.scales and (
+                            entry.name.endswith(SCALE_SUFFIX)):
+                        continue
+                    weight: Tensor | Scaled = self._with_scale(entry.name, read(file, entry, path), read)
+                    yield entry.name, _finite(weight, entry.name, path)
+                    del weight          # before the next one is made
+
+    def _with_scale(self, name: str, element_OI: Tensor, read: Read) -> Tensor | Scaled:
+        """Its scales, if it has any, are read from whichever shard they are in."""
+        if name not in self.scales:
+            return element_OI
+        path, entry = self.scales[name]
+        file, _ = open_regular(path)
+        with file:
+            scale = read(file, entry, path).float()
+        assert self.blocks is not None
+        weight = Scaled(element_OI, scale, self.blocks.rows, self.blocks.cols)
+        return weight if self._keeps_scaled else weight.floats()
+
+
+def _scales(shards: dict[Path, dict[str, StoredTensor]],
+            blocks: Blocks | None) -> dict[str, tuple[Path, StoredTensor]]:
+    """Of every weight in fp8 where its scales are. Raises ConfigError: one without, or of another shape."""
+    found = {name: (path, entry) for path, stored in shards.items() for name, entry in stored.items()
+             if name.endswith(SCALE_SUFFIX)}
+    scales = {}
+    for path, stored in shards.items():
+        for name, entry in stored.items():
+            if entry.dtype != "F8_E4M3":
+                continue
+            what = f"{path}: tensor {show(name)} is F8_E4M3"
+            if blocks is None:
+                raise ConfigError(f"{what}, but config.json has no quantization_config that says its blocks")
+            if len(entry.shape) != 2 or name + SCALE_SUFFIX not in found:
+                raise ConfigError(f"{what} of shape {entry.shape}; supported: weights of two dimensions with "
+                                  f"their scales in {show(name + SCALE_SUFFIX)}, which "
+                                  + ("is there" if name + SCALE_SUFFIX in found else "no file holds"))
+            scales[name] = scale = found[name + SCALE_SUFFIX]
+            if scale[1].shape != blocks.scales(entry.shape) or scale[1].dtype not in ("F32", "BF16"):
+                raise ConfigError(f"{what} of shape {entry.shape}; its scales are {scale[1].dtype} of shape "
+                                  f"{scale[1].shape}, expected F32 of {blocks.scales(entry.shape)}")
+    return scales
+
+
+def _read(file: BinaryIO, entry: StoredTensor, path: Path) -> Tensor:
+    tensor = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
+    _read_into(file, entry.begin, _bytes_of(tensor), path)
+    return tensor
+
+
+class _Staged:
+    """As `_read`, into a device's memory: one half of what is pinned is filled while the other is copied."""
+
+    def __init__(self, device: str) -> None:
+        self._device, self._turn = device, 0
+        self._halves = [(torch.empty(_STAGED_BYTES, dtype=torch.uint8, pin_memory=True),
+                         torch.cuda.Event()) for _ in range(2)]  # type: ignore[no-untyped-call]
+
+    def __call__(self, file: BinaryIO, entry: StoredTensor, path: Path) -> Tensor:
+        tensor = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype], device=self._device)
+        flat = tensor.view(-1).view(torch.uint8)
+        for first in range(0, len(flat), _STAGED_BYTES):
+            part = flat[first:first + _STAGED_BYTES]
+            half, copied = self._halves[self._turn]
+            self._turn = 1 - self._turn
+            copied.synchronize()
+            _read_into(file, entry.begin + first, half[:len(part)].numpy().data, path)
+            part.copy_(half[:len(part)], non_blocking=True)
+            copied.record()
+        return tensor
+
+
+def _check_index(index: Path, shards: dict[Path, dict[str, StoredTensor]]) -> None:
+    weight_map = read_weight_map(index)
+    for path, stored in shards.items():
+        for name in stored:
+            if (listed := weight_map.get(name)) != path.name:
+                raise ConfigError(f"{path}: holds tensor {show(name)}, which {index.name} "
+                                  + (f"places in {show(listed)}" if listed else "does not list"))
+    names = {path.name: stored for path, stored in shards.items()}
+    for name, shard in weight_map.items():
+        if name not in names[shard]:
+            raise ConfigError(f"{index}: tensor {show(name)} is not in {shard}: the shards are not of "
+                              "one checkpoint, or a file is damaged")
+
+
+class GGUFCheckpoint:
+    """One GGUF file. Blocks become float32, or codes; F32, F16 and BF16 tensors keep their type."""
+
+    def __init__(self, files: ModelFiles, packed: bool) -> None:
+        assert files.gguf is not None
+        packs = PACKED if packed else frozenset()
+        self.path = files.gguf
+        self.config = files.config
+        self.eos_ids = files.eos_ids
+        self.plan: list[tuple[GGUFTensor, HFName]] = []
+        codes: dict[str, str] = {}
+        names: set[str] = set()
+        for stored in files.gguf_header.tensors.values():
+            if stored.name == ROPE_FREQS:                    # is in the config
+                continue
+            target = hf_name(stored.name, self.config, str(self.path))
+            _check_shape(stored, target, self.config, self.path)
+            if target.name in names:
+                raise ConfigError(f"{self.path}: two tensors are {target.name}")
+            names.add(target.name)
+            self.plan.append((stored, target))
+            if stored.block in packs and len(stored.shape) - target.experts == 2:
+                codes |= dict.fromkeys(_names(stored, target), stored.block)
+        self.codes: Mapping[str, str] = codes
+
+    def scaled(self, name: str) -> Blocks | None:
+        return None
+
+    def tensors(self, wants: Wants = everything,
+                device: str = "cpu") -> Iterator[tuple[str, Tensor | Codes]]:
+        """Every wanted weight once, in the order of the file; merged experts one by one."""
+        file, _ = open_regular(self.path)
+        with file:
+            for stored, target in self.plan:
+                names = _names(stored, target)
+                shape = stored.shape[1:] if target.experts else stored.shape
+                for i, name in enumerate(names):
+                    if not wants(name):
+                        continue
+                    begin = stored.begin + i * (stored.num_bytes // len(names))
+                    tensor = _read_blocks(file, stored, begin, shape, self.path, codes=name in self.codes)
+                    if target.rope_heads:
+                        tensor = _halves(tensor, target.rope_heads)
+                    tensor = _finite(tensor, name, self.path)
+                    yield name, tensor if isinstance(tensor, Codes) else tensor.to(device)
+                    del tensor
+
+
+def _names(stored: GGUFTensor, target: HFName) -> list[str]:
+    return [target.name.format(i) for i in range(stored.shape[0])] if target.experts else [target.name]
+
+
+def _check_shape(stored: GGUFTensor, target: HFName, config: dict[str, Any], path: Path) -> None:
+    wrong = (len(stored.shape) != 3 or stored.shape[0] != config["num_experts"] if target.experts
+             else len(stored.shape) > 2)
+    if wrong or (target.rope_heads and stored.shape[0] % (2 * target.rope_heads)):
+        raise ConfigError(f"{path}: tensor {show(stored.name)} has shape {stored.shape}, which does not "
+                          "fit the metadata")
+
+
+def _read_blocks(file: BinaryIO, stored: GGUFTensor, begin: int, shape: tuple[int, ...], path: Path,
+                 codes: bool) -> Tensor | Codes:
+    """`shape` elements from byte `begin` on: read as they are, or as codes, or chunk by chunk into
+    float32."""
+    if stored.block in _DTYPES:
+        tensor = torch.empty(shape, dtype=_DTYPES[stored.block])
+        _read_into(file, begin, _bytes_of(tensor), path)
+        return tensor
+    if codes:
+        raw_NB = np.empty((prod(shape) // stored.block_elements, stored.block_bytes), dtype=np.uint8)
+        _read_into(file, begin, raw_NB.reshape(-1).data, path)
+        return codes_of(stored.block, raw_NB, shape)
+    tensor = torch.empty(shape, dtype=torch.float32)
+    out = tensor.view(-1).numpy()
+    block_type = GGMLQuantizationType[stored.block]
+    num_blocks = prod(shape) // stored.block_elements
+    step = _CHUNK_ELEMENTS // stored.block_elements
+    raw = np.empty(min(step, num_blocks) * stored.block_bytes, dtype=np.uint8)
+    for first in range(0, num_blocks, step):
+        count = min(step, num_blocks - first)
+        part = raw[:count * stored.block_bytes]
+        _read_into(file, begin + first * stored.block_bytes, part.data, path)
+        start = first * stored.block_elements
+        with np.errstate(all="ignore"):                      # _finite looks at the result
+            # One long row: blocks are independent, and the package loops over rows in Python.
+            out[start:start + count * stored.block_elements] = dequantize(part[None], block_type)[0]
+    return tensor
+
+
+def _halves(weight: Weight, heads: int) -> Weight:
+    """Undo llama.cpp's interleaving: rows (2i, 2i+1) of each head become rows (i, i + H/2)."""
+    rows = weight.shape[0]
+    order = torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).reshape(-1)
+    return cast(Weight, weight[order])
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.view(-1).view(torch.uint8).numpy().data
+
+
+def _read_into(file: BinaryIO, begin: int, target: memoryview, path: Path) -> None:
+    """Fill `target` from byte `begin` on. Raises ConfigError when the bytes are not there."""
+    try:
+        file.seek(begin)
+        done = 0
+        while done < len(target):
+            # readinto of an unbuffered file may return fewer bytes, and at most 2 GiB.
+            got = file.readinto(target[done:])  # type: ignore[attr-defined]
+            if not got:
+                raise ConfigError(f"{path}: ended at byte {begin + done}: the file has changed")
+            done += got
+    except OSError as e:
+        raise ConfigError(f"{path}: cannot be read: {e.strerror}") from None
+
+
+def _finite(weight: Weight, name: str, path: Path) -> Weight:
+    """The sum tells: a NaN or an infinity anywhere stays in it. Weights never hold one."""
+    if isinstance(weight, Codes) and not weight.finite():
+        raise ConfigError(f"{path}: tensor {show(name)} has scales that are no number or beyond f16, in "
+                          "which they are kept: take --dtype float32, or the file is damaged")
+    if isinstance(weight, Tensor) and not weight.sum(dtype=torch.float32).isfinite():
+        raise ConfigError(f"{path}: tensor {show(name)} holds NaN or infinity: the file is damaged")
+    return weight

@@ -1,0 +1,111 @@
+"""Opening and parsing small files that strangers wrote: whatever is wrong is one ConfigError line.
+
+Knows JSON and bytes; knows neither models nor tensors.
+"""
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+import xxhash
+
+from penstock.config.base.errors import ConfigError
+
+JSON_BYTES_MAX = 64 << 20           # the index of a model with a million tensors is 100 MB; none is
+
+
+def show(value: object) -> str:
+    """`value` for a message: one line, printable, at most 80 characters."""
+    text = ascii(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def open_regular(path: Path) -> tuple[BinaryIO, int]:
+    """An unbuffered handle to a regular file, and its size in bytes. Raises ConfigError."""
+    try:
+        # A FIFO would block the open for ever: look first.
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise ConfigError(f"{path}: not a regular file")
+        file = open(path, "rb", buffering=0)
+        return file, os.fstat(file.fileno()).st_size
+    except (OSError, ValueError) as e:          # ValueError: a NUL in the name
+        if isinstance(e, ConfigError):
+            raise
+        raise ConfigError(f"{path}: cannot be read: {getattr(e, 'strerror', None) or e}") from None
+
+
+def read_bytes(path: Path, bytes_max: int) -> bytes:
+    """The whole file; refused when it is larger than `bytes_max`. Raises ConfigError."""
+    file, size = open_regular(path)
+    with file:
+        if size > bytes_max:
+            raise ConfigError(f"{path}: {size} bytes; at most {bytes_max} are expected here")
+        try:
+            data = file.read(bytes_max + 1)
+        except OSError as e:
+            raise ConfigError(f"{path}: cannot be read: {e.strerror}") from None
+    if len(data) != size:
+        raise ConfigError(f"{path}: changed while it was read")
+    return data
+
+
+def read_text(path: Path, bytes_max: int = 4 << 20) -> str:
+    """A UTF-8 file. Raises ConfigError."""
+    try:
+        return read_bytes(path, bytes_max).decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise ConfigError(f"{path}: not UTF-8 (byte {e.start})") from None
+
+
+def parse_json_object(data: bytes, where: str) -> dict[str, Any]:
+    """A JSON object; duplicate keys, NaN and Infinity are refused. Raises ConfigError."""
+
+    def no_constant(text: str) -> NoReturn:
+        raise ValueError(f"{text} is not JSON")
+
+    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) != len(pairs):
+            again = Counter(key for key, _ in pairs).most_common(1)[0][0]
+            raise ValueError(f"duplicate key {show(again)}")
+        return made
+
+    try:
+        value = json.loads(data.decode("utf-8"), parse_constant=no_constant,
+                           object_pairs_hook=no_duplicates)
+    except RecursionError:
+        raise ConfigError(f"{where}: JSON is nested too deeply") from None
+    except UnicodeDecodeError as e:
+        raise ConfigError(f"{where}: not UTF-8 (byte {e.start})") from None
+    except ValueError as e:
+        raise ConfigError(f"{where}: not valid JSON: {e}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def read_json_object(path: Path, bytes_max: int = JSON_BYTES_MAX) -> dict[str, Any]:
+    """`parse_json_object` of a file."""
+    return parse_json_object(read_bytes(path, bytes_max), str(path))
+
+
+def digest_of_files(paths: Iterable[Path]) -> str:
+    """Of all bytes of large files, whatever their names: 7 GB a second and core where they are in the page
+    cache. Not against an attacker, who would need other bytes with the same digest. Raises ConfigError."""
+    found, chunk = [], bytearray(4 << 20)
+    for path in paths:
+        file, _ = open_regular(path)
+        digest = xxhash.xxh3_128()
+        with file:
+            try:
+                while num_bytes := file.readinto(chunk):     # type: ignore[attr-defined]
+                    digest.update(memoryview(chunk)[:num_bytes])
+            except OSError as e:
+                raise ConfigError(f"{path}: cannot be read: {e.strerror}") from None
+        found.append(digest.hexdigest())
+    return xxhash.xxh3_128("".join(sorted(found)).encode()).hexdigest()

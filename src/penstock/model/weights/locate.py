@@ -1,0 +1,233 @@
+"""Finds the files of a model: the demo, a folder, a .gguf file, or a hub id that is already cached.
+
+Reads headers and small JSON files only; imports neither torch nor numpy. Never downloads from the hub,
+never runs code that comes with a model, and never opens pickled weights.
+"""
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from penstock.config.base.errors import ConfigError
+from penstock.config.base.paths import hub_cache_dir
+from penstock.model.demo import DEMO_NAME, fetch_demo
+from penstock.model.weights.files import read_json_object, read_text, show
+from penstock.model.weights.fp8 import read_blocks
+from penstock.model.weights.gguf_config import check_config, gguf_eos_ids, read_gguf_config
+from penstock.model.weights.gguf_file import GGUFHeader, read_gguf_header
+
+INDEX = "model.safetensors.index.json"
+OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model")
+_PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?\Z", re.ASCII)
+_SMALL_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFiles:
+    """Where everything of one model is. Exactly one of `gguf` and `safetensors` is given for weights;
+    neither for `load_format` dummy, unless the config comes from a GGUF.
+    """
+
+    name: str                            # to show and to serve under
+    folder: Path
+    load_format: str                     # 'safetensors', 'gguf' or 'dummy'
+    gguf: Path | None = None
+    safetensors: tuple[Path, ...] = ()
+    index: Path | None = None            # of the shards, when there are several
+    tokenizer: Path | None = None        # tokenizer.json or a .gguf file
+
+    @cached_property
+    def gguf_header(self) -> GGUFHeader:
+        """Metadata and tensor table of `gguf`. Raises ConfigError."""
+        assert self.gguf is not None
+        return read_gguf_header(self.gguf)
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """config.json, or the GGUF's metadata in the same terms; checked. Raises ConfigError."""
+        if self.gguf is not None:
+            return read_gguf_config(self.gguf, self.gguf_header)
+        path = self.folder / "config.json"
+        if not path.exists():
+            raise ConfigError(f"{self.folder}: there is no config.json")
+        config = read_json_object(path, _SMALL_BYTES)
+        check_config(config, str(path))
+        read_blocks(config, str(path))
+        return config
+
+    @cached_property
+    def generation_config(self) -> dict[str, Any]:
+        """generation_config.json, {} where there is none. Raises ConfigError."""
+        path = self.folder / "generation_config.json"
+        if self.gguf is not None or not path.exists():
+            return {}
+        return read_json_object(path, _SMALL_BYTES)
+
+    @cached_property
+    def eos_ids(self) -> tuple[int, ...]:
+        """The ids that end an answer: generation_config.json, else config.json, or GGUF metadata.
+
+        May be empty: the tokenizer can know more (`Tokenizer.eos_ids`). Raises ConfigError.
+        """
+        if self.gguf is not None:
+            return gguf_eos_ids(self.gguf_header.metadata, str(self.gguf))
+        for name in ("generation_config", "config"):
+            value = getattr(self, name).get("eos_token_id")
+            if value is not None:
+                ids = value if isinstance(value, list) else [value]
+                if not all(type(i) is int and 0 <= i < 1 << 31 for i in ids):
+                    raise ConfigError(f"{self.folder}: eos_token_id of {name}.json is {show(value)}; "
+                                      "expected a token id or a list of them")
+                return tuple(dict.fromkeys(ids))
+        return ()
+
+
+def locate(model: str, *, load_format: str = "auto") -> ModelFiles:
+    """The files of `model`: 'demo', a folder, a .gguf file, or a hub id in the local hub cache.
+
+    load_format   'auto', 'safetensors', 'gguf', or 'dummy' (only the config is needed)
+    Raises        ConfigError: what was given, where was looked, what to do
+    """
+    if load_format not in ("auto", "safetensors", "gguf", "dummy"):
+        raise ConfigError(f"load format {show(load_format)}: expected auto, safetensors, gguf or dummy")
+    if not model or "\0" in model:
+        raise ConfigError(f"model {show(model)}: expected 'demo', a folder, a .gguf file or a hub id")
+    if model == "demo":
+        return _gguf(fetch_demo(), DEMO_NAME, load_format)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _folder(path, path.resolve().name, load_format)
+    if path.is_file():
+        return _file(path, load_format)
+    return _folder(hub_snapshot(model), model, load_format)
+
+
+def _gguf(path: Path, name: str, load_format: str) -> ModelFiles:
+    if load_format == "safetensors":
+        raise ConfigError(f"{path}: a GGUF file, but the load format is safetensors")
+    return ModelFiles(name=name, folder=path.parent, gguf=path, tokenizer=path,
+                      load_format="dummy" if load_format == "dummy" else "gguf")
+
+
+def _file(path: Path, load_format: str) -> ModelFiles:
+    if path.suffix.lower() in _PICKLED:
+        raise ConfigError(_pickle_message(path, [path.name]))
+    if path.suffix.lower() == ".safetensors":
+        raise ConfigError(f"{path}: weights alone; give the folder that also holds config.json")
+    try:
+        with open(path, "rb") as file:
+            magic = file.read(4)
+    except OSError as e:
+        raise ConfigError(f"{path}: cannot be read: {e.strerror}") from None
+    if path.suffix.lower() != ".gguf" and magic != b"GGUF":
+        raise ConfigError(f"{path}: not a GGUF file; expected a .gguf file or a model folder")
+    return _gguf(path, path.stem, load_format)
+
+
+def _folder(folder: Path, name: str, load_format: str) -> ModelFiles:
+    try:
+        names = sorted(entry.name for entry in folder.iterdir())
+    except OSError as e:
+        raise ConfigError(f"{folder}: cannot be read: {e.strerror}") from None
+    ggufs = [n for n in names if n.lower().endswith(".gguf")]
+    shards = [n for n in names if n.endswith(".safetensors")]
+    if load_format == "gguf" or (load_format == "auto" and not shards and ggufs):
+        if len(ggufs) != 1:
+            raise ConfigError(f"{folder}: {len(ggufs)} .gguf files; " + (
+                f"give one of them by its path: {_some(ggufs)}" if ggufs else "expected one"))
+        return _gguf(folder / ggufs[0], name, load_format)
+    # Also set for a tokenizer of a kind that is not read: opening it then says so.
+    found = any(n in names for n in ("tokenizer.json", *OTHER_TOKENIZERS))
+    tokenizer = folder / "tokenizer.json" if found else None
+    files = ModelFiles(name=name, folder=folder, tokenizer=tokenizer,
+                       load_format="dummy" if load_format == "dummy" else "safetensors")
+    if "config.json" not in names:
+        raise ConfigError(f"{folder}: there is no config.json: not a model folder")
+    if load_format == "dummy":
+        return files
+    if INDEX in names:
+        index = folder / INDEX
+        paths = tuple(folder / n for n in index_shards(index))
+    elif not shards:
+        pickled = [n for n in names if n.lower().endswith(_PICKLED)]
+        raise ConfigError(_pickle_message(folder, pickled) if pickled else
+                          f"{folder}: there are no weights (*.safetensors or *.gguf)")
+    else:
+        one = "model.safetensors" if "model.safetensors" in shards else shards[0]
+        if len(shards) > 1 and one != "model.safetensors":
+            raise ConfigError(f"{folder}: {len(shards)} safetensors files but no {INDEX}")
+        index, paths = None, (folder / one,)
+    return ModelFiles(name=name, folder=folder, tokenizer=tokenizer, load_format="safetensors",
+                      safetensors=paths, index=index)
+
+
+def index_shards(index: Path) -> list[str]:
+    """The shard files that an index names, in order, each beside the index. Raises ConfigError."""
+    return list(dict.fromkeys(read_weight_map(index).values()))
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> shard file of an index, every file name checked. Raises ConfigError."""
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ConfigError(f"{index}: there is no weight_map")
+    shards = set()
+    for tensor, shard in weight_map.items():
+        if shard in shards if isinstance(shard, str) else False:
+            continue
+        # A plain name in the same folder: a path could name any file of this machine.
+        if not isinstance(shard, str) or Path(shard).name != shard or "\\" in shard or "\0" in shard:
+            raise ConfigError(f"{index}: tensor {show(tensor)} is in {show(shard)}; expected the name "
+                              "of a file in the same folder")
+        if not shard.endswith(".safetensors"):
+            raise ConfigError(f"{index}: {show(shard)} is not a safetensors file")
+        if not (index.parent / shard).is_file():
+            raise ConfigError(f"{index}: the shard {show(shard)} is missing: download it again")
+        shards.add(shard)
+    return weight_map
+
+
+def hub_snapshot(model: str) -> Path:
+    """The folder of hub id `model` in the local hub cache, at the revision that `main` was.
+
+    The layout is Hugging Face's: models--org--name/{refs/main, snapshots/<revision>/}. Raises
+    ConfigError that says where it looked.
+    """
+    if model.lower().endswith((".gguf", ".safetensors", *_PICKLED)) or not _HUB_ID.match(model) or (
+            "--" in model or ".." in model):
+        raise ConfigError(f"model {show(model)}: no such file or folder")
+    cache = hub_cache_dir()
+    repo = cache / ("models--" + model.replace("/", "--"))
+    snapshots = repo / "snapshots"
+    if not snapshots.is_dir():
+        raise ConfigError(f"model {show(model)}: no such folder here, and no such model in the hub cache "
+                          f"{cache}. penstock does not download from the hub: run `hf download {model}` "
+                          "first (set HF_HUB_CACHE if the cache is elsewhere)")
+    main = repo / "refs" / "main"
+    if main.is_file():
+        revision = read_text(main, 1024).strip()
+        if not re.fullmatch(r"[\w-]{1,64}", revision, re.ASCII):
+            raise ConfigError(f"{main}: {show(revision)} is not a revision")
+    else:
+        revisions = sorted(p.name for p in snapshots.iterdir() if p.is_dir())
+        if len(revisions) != 1:
+            raise ConfigError(f"{repo}: {len(revisions)} revisions and no refs/main; run `hf download "
+                              f"{model}`, or give the snapshot's folder")
+        revision = revisions[0]
+    if not (snapshots / revision).is_dir():
+        raise ConfigError(f"{snapshots}: revision {revision} is incomplete; run `hf download {model}`")
+    return snapshots / revision
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+
+
+def _pickle_message(path: Path, names: list[str]) -> str:
+    return (f"{path}: {_some(names)}: pickled weights can run code when they are read and are never "
+            "loaded; convert them to safetensors where you trust them, e.g. with transformers' "
+            "save_pretrained")

@@ -1,0 +1,256 @@
+"""Weights that arrive by name, in any order, a piece at a time, and are packed when complete.
+
+Owns names, shapes, fusion and when a source may be dropped. Knows no file format and no family.
+Memory above the packed weights: the fused weights that are incomplete, normally one.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.config.base.errors import ConfigError
+from penstock.kernels.fused.layer import LayerOps
+from penstock.kernels.gemm.experts import ExpertOps
+from penstock.kernels.types import scaled
+from penstock.kernels.types.scaled import Scaled
+from penstock.model.weights import codes
+from penstock.model.weights.codes import Codes, Packed
+
+# linear(weight_OI, bias_O or None) -> op. Called once per weight, which it may keep. op(x_TI) returns
+# a new y_TO, which the model changes in place. Packed ones come only from a checkpoint asked for them.
+LinearFactory: TypeAlias = Callable[[Tensor | Packed, Tensor | None], Callable[[Tensor], Tensor]]
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Slot:
+    """One weight, filled row range by row range: a tensor in the model's dtype, or packed if all that came
+    were."""
+
+    def __init__(
+        self, shape: tuple[int, ...], dtype: torch.dtype, done: Callable[[], None]
+    ) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.done = done
+        self.rows_left = shape[0]
+        self.tensor: Tensor | None = None
+        self.packed: dict[int, Packed] = {}         # by first row
+
+    def fill(self, first_row: int, weight: Tensor | Packed) -> None:
+        if isinstance(weight, Packed):
+            self.packed[first_row] = weight
+        else:
+            self._copy(first_row, weight)
+        self.rows_left -= weight.shape[0]
+        if self.rows_left == 0:
+            self.done()
+
+    def _copy(self, first_row: int, tensor: Tensor) -> None:
+        # Copy even when nothing is fused: the source may be a file mapping that is about to go.
+        if self.tensor is None:
+            self.tensor = torch.empty(self.shape, dtype=self.dtype, device=tensor.device)
+        self.tensor[first_row : first_row + tensor.shape[0]].copy_(tensor)
+
+    def take(self) -> Tensor | Packed:
+        """The finished weight; the slot forgets it."""
+        assert self.rows_left == 0
+        packed, self.packed = self.packed, {}
+        if self.tensor is None and packed:
+            return _joined([packed[row] for row in sorted(packed)])
+        return self._tensor(packed)
+
+    def floats(self) -> Tensor:
+        """As `take`, never packed."""
+        assert self.rows_left == 0
+        packed, self.packed = self.packed, {}
+        return self._tensor(packed)
+
+    def _tensor(self, packed: dict[int, Packed]) -> Tensor:
+        for row, part in packed.items():
+            self._copy(row, part.floats())
+        tensor, self.tensor = self.tensor, None
+        assert tensor is not None
+        return tensor
+
+
+def _joined(parts: Sequence[Packed]) -> Packed:
+    """Rows of all of them, one after the other; one checkpoint packs in one way."""
+    if isinstance(parts[0], Codes):
+        return codes.joined([part for part in parts if isinstance(part, Codes)])
+    return scaled.joined([part for part in parts if isinstance(part, Scaled)])
+
+
+class Linear:
+    """y = x W^T + b, W and b fused from the rows of several named weights. Callable once packed."""
+
+    op: Callable[[Tensor], Tensor]
+
+    def __init__(
+        self, shape: tuple[int, int], bias: bool, slots: Slots, order: Tensor | None
+    ) -> None:
+        self._slots, self._order = slots, order
+        self.weight = Slot(shape, slots.dtype, self._pack)
+        self.bias = Slot(shape[:1], slots.dtype, self._pack) if bias else None
+
+    def _pack(self) -> None:
+        if self.weight.rows_left or (self.bias is not None and self.bias.rows_left):
+            return
+        bias = None if self.bias is None else _ordered(self.bias.floats(), self._order)
+        weight = self.weight.take()
+        self.op = self._slots.pack(weight if self._order is None else weight[self._order], bias)
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        return self.op(x_TI)
+
+
+class Vector:
+    """A small tensor that is used as it is: a norm weight, or several stacked along rows."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, order: Tensor | None) -> None:
+        self.slot = Slot(shape, dtype, self._keep)
+        self.value: Tensor
+        self._order = order
+
+    def _keep(self) -> None:
+        self.value = _ordered(self.slot.floats(), self._order)
+
+
+class Stack:
+    """Weights of one shape below each other, used as they are."""
+
+    def __init__(self, shape: tuple[int, int], dtype: torch.dtype) -> None:
+        self.slot = Slot(shape, dtype, self._keep)
+        self.value: Tensor | Scaled
+
+    def _keep(self) -> None:
+        value = self.slot.take()
+        assert not isinstance(value, Codes), "codes are read on a CPU, where nothing is stacked"
+        self.value = value
+
+
+class Table:
+    """Rows that are looked up by number: the embedding, as a tensor or as codes."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.slot = Slot(shape, dtype, self._keep)
+        self.value: Tensor | Packed
+
+    def _keep(self) -> None:
+        self.value = self.slot.take()
+
+    def __call__(self, ids_T: Tensor) -> Tensor:
+        """Rows [T, D]."""
+        if isinstance(self.value, Packed):
+            return self.value[ids_T].floats()
+        return F.embedding(ids_T, self.value)
+
+
+def _ordered(tensor: Tensor, order: Tensor | None) -> Tensor:
+    """Rows `order` of it; as they came without one."""
+    return tensor if order is None else tensor[order]
+
+
+class Slots:
+    """Every name that a model expects, with its shape and the place of its rows.
+
+    experts     computes all experts of a layer at once; None: each is an MLP of its own
+    """
+
+    def __init__(self, dtype: torch.dtype, pack: LinearFactory, ops: LayerOps,
+                 experts: ExpertOps | None = None) -> None:
+        self.dtype = dtype
+        self.pack = pack
+        self.ops = ops
+        self.experts = experts
+        self._places: dict[str, tuple[Slot, int, tuple[int, ...]]] = {}
+        self._seen: set[str] = set()
+        self._bundles: dict[str, tuple[list[str], tuple[int, ...]]] = {}
+
+    def linear(
+        self, prefixes: Sequence[str], rows: Sequence[int], cols: int, bias: bool, *,
+        order: Tensor | None = None,
+    ) -> Linear:
+        """Fuses `prefix.weight` (and `prefix.bias`) of every prefix, in this order; output i is then
+        row order[i] of that."""
+        made = Linear((sum(rows), cols), bias, self, order)
+        first = 0
+        for prefix, num_rows in zip(prefixes, rows, strict=True):
+            self._places[f"{prefix}.weight"] = (made.weight, first, (num_rows, cols))
+            if made.bias is not None:
+                self._places[f"{prefix}.bias"] = (made.bias, first, (num_rows,))
+            first += num_rows
+        return made
+
+    def stack(self, prefixes: Sequence[str], rows: int, cols: int) -> Stack:
+        """`prefix.weight` of every prefix, [rows, cols] each, below each other."""
+        made = Stack((len(prefixes) * rows, cols), self.dtype)
+        for i, prefix in enumerate(prefixes):
+            self._places[f"{prefix}.weight"] = (made.slot, i * rows, (rows, cols))
+        return made
+
+    def vector(
+        self, name: str, shape: tuple[int, ...], *, order: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Vector:
+        """`dtype`: where it is not the model's. `order` as of `linear`."""
+        made = Vector(shape, dtype or self.dtype, order)
+        self._places[name] = (made.slot, 0, shape)
+        return made
+
+    def table(self, name: str, shape: tuple[int, int]) -> Table:
+        made = Table(shape, self.dtype)
+        self._places[name] = (made.slot, 0, shape)
+        return made
+
+    def bundle(self, name: str, pieces: list[str], shape: tuple[int, ...]) -> None:
+        """`name` may come instead of `pieces`: its first two axes, flattened, are their rows."""
+        self._bundles[name] = (pieces, shape)
+
+    def load(self, name: str, tensor: Tensor | Packed) -> None:
+        """Raises ConfigError on an unknown or repeated name, a wrong shape or a dtype not float."""
+        if name in self._bundles:
+            pieces, shape = self._bundles[name]
+            check_tensor(name, tensor, shape)
+            assert isinstance(tensor, Tensor)               # what is packed has two dimensions
+            flat = tensor.flatten(0, 1)
+            for piece in pieces:
+                num_rows = self._places[piece][2][0]
+                self.load(piece, flat[:num_rows])
+                flat = flat[num_rows:]
+            return
+        if name not in self._places:
+            raise ConfigError(
+                f"the checkpoint holds {name!r}, which a model of this config.json does not have"
+            )
+        slot, first_row, shape = self._places[name]
+        check_tensor(name, tensor, shape)
+        if name in self._seen:
+            raise ConfigError(f"the checkpoint holds {name!r} twice")
+        self._seen.add(name)
+        slot.fill(first_row, tensor)
+
+    def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        for name, (_, _, shape) in self._places.items():
+            yield name, shape
+
+    def missing(self) -> list[str]:
+        return [name for name in self._places if name not in self._seen]
+
+
+def check_tensor(name: str, tensor: Tensor | Packed, shape: tuple[int, ...]) -> None:
+    """Raises ConfigError unless the tensor has this shape and an ordinary float dtype."""
+    if tuple(tensor.shape) != shape:
+        raise ConfigError(
+            f"the checkpoint's {name!r} has shape {list(tensor.shape)}, "
+            f"its config.json asks for {list(shape)}"
+        )
+    if isinstance(tensor, Tensor) and tensor.dtype not in FLOATS:
+        raise ConfigError(
+            f"the checkpoint's {name!r} is {str(tensor.dtype).removeprefix('torch.')}; "
+            f"supported: float32, bfloat16, float16, float64"
+        )

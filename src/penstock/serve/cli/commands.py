@@ -1,0 +1,252 @@
+"""`penstock generate` and `penstock chat`: the library in a terminal or a pipe.
+
+Owns what is printed and how a Ctrl-C is taken. Answers go to stdout, everything else to stderr.
+"""
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import aclosing
+from typing import Any, TextIO
+
+from penstock.config.base.errors import ConfigError, RequestError
+from penstock.config.request.params import SamplingParams
+from penstock.config.settings.tree import Config
+from penstock.serve.client.client import EngineDied
+
+HELP = """/reset  forget the conversation     /system TEXT  start again with this system message
+/help   this text                   Ctrl-C  stop an answer     Ctrl-D  leave"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `penstock generate` or `penstock chat`, as `parser.prog` says."""
+    group = parser.add_argument_group("what to ask")
+    if parser.prog.endswith("generate"):
+        what = group.add_mutually_exclusive_group()
+        what.add_argument("--prompt", metavar="TEXT", help="the prompt (default: read from stdin)")
+        what.add_argument("--input", metavar="FILE", help=(
+            'one JSON object a line with "prompt", "prompt_token_ids" or "messages"; - is stdin'))
+        group.add_argument("--output", metavar="FILE",
+                           help="one JSON object a line, in the order of --input (default: stdout)")
+    else:
+        group.add_argument("--system", metavar="TEXT", help="system message of the conversation")
+    group.add_argument("--max-tokens", type=int, metavar="N",
+                       help="tokens of an answer at most (default: up to the context length)")
+    group.add_argument("--temperature", type=float, default=None, metavar="X",
+                       help="0 is greedy (default: 0 for generate, 0.7 for chat)")
+    group.add_argument("--top-p", type=float, default=1.0, metavar="X", help="nucleus")
+    group.add_argument("--top-k", type=int, default=0, metavar="N", help="0 is off")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT",
+                       help="ends an answer and is not shown; may be given again")
+
+
+def run(config: Config, args: argparse.Namespace) -> int:
+    """The exit code: 0, 1 for a refused request, 70 for a dead engine. Raises ConfigError."""
+    try:
+        if args.command == "chat":
+            return chat(config, args)
+        return asyncio.run(generate(config, args))
+    except RequestError as e:
+        print(f"penstock: error: {e}", file=sys.stderr)
+        return 1
+    except EngineDied as e:
+        print(f"penstock: {e}", file=sys.stderr)
+        return 70
+
+
+def params_of(args: argparse.Namespace, temperature: float) -> SamplingParams:
+    """Raises ConfigError for a value out of range."""
+    if args.temperature is not None:
+        temperature = args.temperature
+    try:
+        return SamplingParams(max_tokens=args.max_tokens, temperature=temperature,
+                              top_p=args.top_p, top_k=args.top_k, stop=tuple(args.stop)).checked()
+    except RequestError as e:
+        raise ConfigError(f"--{str(e).replace('_', '-', 1)}") from None
+
+
+# ---------------------------------------------------------------- generate
+async def generate(config: Config, args: argparse.Namespace) -> int:
+    from penstock.serve.client.llm import AsyncLLM
+
+    params = params_of(args, temperature=0.0)
+    if args.input is not None:
+        requests = read_requests(args.input)
+    elif args.output is not None:
+        raise ConfigError("--output needs --input: one prompt streams to stdout")
+    else:
+        # Not before the prompt is whole: an engine that waits for a typist only holds memory.
+        prompt = sys.stdin.read().removesuffix("\n") if args.prompt is None else args.prompt
+        if not prompt:
+            raise RequestError("the prompt is empty: give --prompt TEXT, or text on stdin", "prompt")
+    async with AsyncLLM(config=config) as llm:
+        if args.input is None:
+            async with aclosing(llm.stream(prompt, params)) as deltas:
+                async for delta in deltas:
+                    print(delta.text, end="", flush=True)
+            print()
+            return 0
+        with opened(args.output) as out:
+            failed = 0
+            async for line in answers(llm, requests, params):
+                failed += "error" in line
+                print(json.dumps(line, ensure_ascii=False), file=out, flush=True)
+    if failed:
+        print(f"penstock: {failed} of {len(requests)} requests were refused", file=sys.stderr)
+    return 1 if failed else 0
+
+
+async def answers(llm: Any, requests: list[dict[str, Any]],
+                  params: SamplingParams) -> AsyncIterator[dict[str, Any]]:
+    """One result a request, in order, while later ones run."""
+    async def one(request: dict[str, Any]) -> dict[str, Any]:
+        kept = {k: v for k, v in request.items() if k not in PROMPT_FIELDS}
+        asked = {k: v for k, v in request.items() if k in PROMPT_FIELDS}
+        try:
+            async with gate:
+                if "messages" in asked:
+                    [result] = await llm.chat(asked["messages"], params)
+                else:
+                    [result] = await llm.generate(asked, params)
+        except RequestError as e:
+            return {**kept, "error": str(e)}
+        output = result.outputs[0]
+        return {**kept, "text": output.text, "token_ids": output.token_ids,
+                "finish_reason": output.finish_reason,
+                "num_prompt_tokens": len(result.prompt_token_ids),
+                "num_cached_tokens": result.num_cached_tokens}
+
+    gate = asyncio.Semaphore(4 * llm.config.schedule.max_num_seqs)
+    tasks = [asyncio.create_task(one(r)) for r in requests]
+    try:
+        for task in tasks:
+            yield await task
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
+
+
+def read_requests(path: str) -> list[dict[str, Any]]:
+    """Raises ConfigError that names the file and the line."""
+    try:
+        if path == "-":
+            lines = sys.stdin.readlines()
+        else:
+            with open(path, encoding="utf-8") as f:
+                lines = f.readlines()
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"--input {path}: {e}") from None
+    requests = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as e:
+            raise ConfigError(f"--input {path}, line {number}: not JSON: {e}") from None
+        if not isinstance(value, dict) or sum(f in value for f in PROMPT_FIELDS) != 1:
+            raise ConfigError(f"--input {path}, line {number}: an object with exactly one of "
+                              f"{', '.join(PROMPT_FIELDS)} is needed")
+        requests.append(value)
+    return requests
+
+
+class opened:
+    """The output file, or stdout, which stays open. Raises ConfigError."""
+
+    def __init__(self, path: str | None) -> None:
+        try:
+            self._file: TextIO = (sys.stdout if path in (None, "-") else
+                                  open(str(path), "w", encoding="utf-8"))
+        except OSError as e:
+            raise ConfigError(f"--output {path}: {e.strerror}") from None
+
+    def __enter__(self) -> TextIO:
+        return self._file
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not sys.stdout:
+            self._file.close()
+
+
+# ---------------------------------------------------------------- chat
+def chat(config: Config, args: argparse.Namespace) -> int:
+    """A conversation: line by line from a terminal or a pipe."""
+    from penstock.serve.client.llm import LLM
+
+    params = params_of(args, temperature=0.7)
+    terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if terminal:
+        print(f"loading {config.model.model} ...", file=sys.stderr)
+    with LLM(config=config) as llm:
+        if terminal:
+            print(HELP, file=sys.stderr)
+        Conversation(llm, params, args.system).run(typed(terminal))
+    return 0
+
+
+class Conversation:
+    """History and commands of a chat."""
+
+    def __init__(self, llm: Any, params: SamplingParams, system: str | None) -> None:
+        self._llm = llm
+        self._params = params
+        self._system = system
+        self.messages: list[dict[str, str]] = []
+        self.reset()
+
+    def reset(self) -> None:
+        self.messages = [{"role": "system", "content": self._system}] if self._system else []
+
+    def run(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            command, _, rest = line.strip().partition(" ")
+            if command == "/reset":
+                self.reset()
+            elif command == "/system":
+                self._system = rest or None
+                self.reset()
+            elif command == "/help" or (command.startswith("/") and command[1:].isalpha()):
+                print(HELP, file=sys.stderr)
+            elif line.strip():
+                self.ask(line.strip())
+
+    def ask(self, text: str) -> None:
+        """Stream the answer. A Ctrl-C keeps what was said so far; a refusal keeps nothing."""
+        self.messages.append({"role": "user", "content": text})
+        said = ""
+        try:
+            for delta in self._llm.stream_chat(self.messages, self._params):
+                said += delta.text
+                print(delta.text, end="", flush=True)
+        except KeyboardInterrupt:
+            print(" [stopped]", end="", file=sys.stderr)
+        except RequestError as e:
+            self.messages.pop()
+            print(f"penstock: {e} (/reset starts again)", file=sys.stderr)
+            return
+        print(flush=True)
+        self.messages.append({"role": "assistant", "content": said})
+
+
+def typed(terminal: bool) -> Iterator[str]:
+    """Lines of stdin; in a terminal with a prompt, and a Ctrl-C only clears the line."""
+    if not terminal:
+        yield from sys.stdin
+        return
+    import readline  # noqa: F401 - gives input() its line editing and history
+
+    while True:
+        try:
+            yield input("> ")
+        except KeyboardInterrupt:
+            print()
+        except EOFError:
+            print()
+            return

@@ -1,0 +1,1 @@
+"""What talks to an engine: the client, generation, the library's `LLM`."""

@@ -1,0 +1,438 @@
+"""The API process's side of the engine: starts it by exec, speaks wire messages, hands out streams.
+
+Owns the engine process and the fate of every open stream: one that the reader leaves is aborted, and
+all end with EngineDied when the process does. Knows no text: tokens in, tokens out.
+"""
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from msgspec.structs import replace
+
+from penstock.config.base.errors import CONTEXT_EXCEEDED, ConfigError, RequestError, context_exceeded
+from penstock.config.request.params import SamplingParams
+from penstock.config.request.selection import attention_identity
+from penstock.config.settings.plain import to_plain
+from penstock.config.settings.tree import Config
+from penstock.serve import wire
+
+TAIL_LINES = 20
+EXIT_GRACE_S = 5.0
+
+
+class EngineDied(RuntimeError):
+    """The engine process is gone. `exit_code` as subprocess has it, `tail` its last log lines."""
+
+    def __init__(self, exit_code: int | None, tail: Sequence[str] = ()) -> None:
+        how = (f"was killed by signal {-exit_code}" if exit_code is not None and exit_code < 0
+               else f"exited with code {exit_code}")
+        super().__init__("\n  ".join([f"the engine process {how}", *tail]))
+        self.exit_code = exit_code
+        self.tail = tuple(tail)
+
+
+class EngineClosed(EngineDied):
+    """The engine process was asked to go, by `close`."""
+
+
+class Stream:
+    """Chunks of one choice, in order, until the one with `finish`; then StopAsyncIteration.
+
+    One reader. Leaving early aborts the choice in the engine: `aclose()`, the end of `async with`,
+    cancellation while waiting, or the object being collected. Raises EngineDied when that happened.
+    """
+
+    def __init__(self, client: EngineClient, inbox: _Inbox) -> None:
+        self.rid = inbox.rid
+        self._client = client
+        self._inbox = inbox
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> wire.Chunk:
+        inbox = self._inbox
+        while not inbox.chunks:
+            if inbox.error is not None:
+                raise inbox.error
+            if inbox.finished:
+                raise StopAsyncIteration
+            inbox.waiter = asyncio.get_running_loop().create_future()
+            try:
+                await inbox.waiter
+            except asyncio.CancelledError:
+                self._client.abort(self.rid)
+                raise
+            finally:
+                inbox.waiter = None
+        return inbox.chunks.popleft()
+
+    def stop_at(self, count: int) -> None:
+        """A stop string ended this choice after `count` output tokens; chunks go on until the
+        engine's own `finish`, and what they hold past `count` is to be ignored."""
+        self._client.stop_at(self.rid, count)
+
+    async def aclose(self) -> None:
+        """Abort unless finished. Idempotent."""
+        self._client.abort(self.rid)
+
+    async def __aenter__(self) -> Stream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        if not self._inbox.finished:
+            self._client.abort_from_anywhere(self.rid)
+
+
+class _Inbox:
+    """What has arrived for one choice. The client holds this and not the Stream, so that a Stream
+    that nobody reads any more can be collected and aborted."""
+
+    __slots__ = ("chunks", "error", "finished", "rid", "started", "waiter")
+
+    def __init__(self, rid: int) -> None:
+        self.rid = rid
+        self.chunks: deque[wire.Chunk] = deque()
+        self.waiter: asyncio.Future[None] | None = None
+        self.started = False
+        self.finished = False
+        self.error: Exception | None = None
+
+    def wake(self) -> None:
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+
+class EngineClient:
+    """Starts one engine process and multiplexes requests to it. Everything on one asyncio loop.
+
+    `log` receives each line that the engine prints, on a thread of its own (None: only the tail is
+    kept). `on_death` is called once, on the loop, when the engine goes without having been asked to.
+    """
+
+    def __init__(self, config: Config, *, log: Callable[[str], None] | None = None,
+                 on_death: Callable[[EngineDied], None] | None = None,
+                 argv: Sequence[str] | None = None) -> None:
+        """`argv` replaces the engine's command line; the socket's number is appended (tests)."""
+        self.config = config
+        self.on_death = on_death
+        self.died: EngineDied | None = None
+        self.peer_missing = "no connection yet"       # of a pair: why the other engine is not there, or ""
+        self.peer_info: dict[str, str | int | float | bool | None] = {}
+        self.num_waiting = 0                  # choices that the core has not admitted yet
+        self._log = log
+        self._argv = argv or [sys.executable, "-P", "-m", "penstock.serve.engine.main"]
+        self._rids = itertools.count(1)
+        self._inboxes: dict[int, _Inbox] = {}
+        self._asked: dict[int, asyncio.Future[dict[str, float]]] = {}
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._ready: wire.Ready | None = None
+        self._transport: asyncio.Transport | None = None
+        self._process: subprocess.Popen[str] | None = None
+        self._closing = False
+
+    # ------------------------------------------------------------ life of the process
+    async def start(self) -> wire.Ready:
+        """Start the engine and wait until it is ready. Raises ConfigError (the engine refused the
+        configuration) or EngineDied. Cancellable; nothing is left running when it raises."""
+        self._loop = asyncio.get_running_loop()
+        self._started: asyncio.Future[wire.Ready] = self._loop.create_future()
+        self._gone: asyncio.Future[None] = self._loop.create_future()
+        # A socket pair is more private than a path: nothing to guess, to accept, or to clean up,
+        # and the engine sees the end of this process at any moment, even while it loads.
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    [*self._argv, str(theirs.fileno())], pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                    encoding="utf-8", errors="replace")
+            self._log_thread = threading.Thread(target=self._read_log, daemon=True,
+                                                name="penstock-log")
+            self._log_thread.start()
+            ours.setblocking(False)
+            self._transport, _ = await self._loop.create_unix_connection(
+                lambda: _Link(self), sock=ours)
+            self._send(wire.Hello(version=wire.VERSION, config=to_plain(self.config)))
+            self._ready = await self._started
+        except BaseException:
+            if self._transport is None:         # which would own it
+                ours.close()
+            await self.close()
+            raise
+        return self._ready
+
+    async def close(self) -> None:
+        """Ask the engine to exit, wait, kill it if it does not. Idempotent; streams that are still
+        open end with EngineDied."""
+        self._closing = True
+        process = self._process
+        if process is None:
+            return
+        try:
+            if self._ready is not None:         # one that still loads does not listen: kill it
+                self._send(wire.Shutdown())
+                await self._wait(process, EXIT_GRACE_S)
+        finally:
+            process.kill()                      # nothing, if it has exited
+            if self._transport is not None:
+                self._transport.close()
+                await asyncio.wait([self._gone])
+            await self._wait(process, None)
+
+    @property
+    def ready(self) -> wire.Ready:
+        assert self._ready is not None, "start() has not returned"
+        return self._ready
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def num_running(self) -> int:
+        """Choices that the core has admitted and not finished."""
+        return len(self._inboxes) - self.num_waiting
+
+    # ------------------------------------------------------------ requests
+    def submit(self, prompt: Sequence[int], params: SamplingParams, *,
+               eos_ids: Sequence[int] = (), namespace: int = 0) -> list[Stream]:
+        """Start one request; one Stream for each of `params.n` choices, in order of their index.
+
+        Stop ids are `eos_ids` (unless `ignore_eos`) and `params.stop_token_ids`; `max_tokens` is
+        clipped to the context. Raises RequestError (nothing was started) or EngineDied.
+        """
+        if self.died is not None or self._closing:
+            raise self.died or EngineClosed(None)
+        max_new = checked_limits(self.ready, prompt, params, eos_ids)
+        top = self.ready.selection
+        selection = None if top is None else top.of(params, len(prompt), max_new)
+        if top is not None:
+            params = replace(params, top_k_tokens=0 if selection is None else selection.budget)
+        stop_ids = sorted({*(() if params.ignore_eos else eos_ids), *params.stop_token_ids})
+        streams: list[Stream] = []
+        tokens = list(prompt)
+        try:
+            for choice in range(params.n):
+                inbox = _Inbox(next(self._rids))
+                message = wire.Submit(
+                    rid=inbox.rid, prompt=tokens, params=params, stop_ids=stop_ids,
+                    max_new=max_new, namespace=namespace,
+                    leader=streams[0].rid if streams else None, choice=choice,
+                    selects=selection is not None,
+                    attention=0 if selection is None else attention_identity(selection))
+                self._inboxes[inbox.rid] = inbox
+                self.num_waiting += 1
+                streams.append(Stream(self, inbox))
+                self._send(message)
+        except BaseException:                   # all choices or none
+            for stream in streams:
+                self.abort(stream.rid)
+            raise
+        return streams
+
+    def abort(self, rid: int) -> None:
+        """The reader has gone. Unknown and finished ids are ignored."""
+        if (inbox := self._inboxes.get(rid)) is not None:
+            self._forget(inbox)
+            self._send(wire.Abort(rid))
+
+    def abort_from_anywhere(self, rid: int) -> None:
+        """`abort` for callers that may be on another thread (object collection)."""
+        with contextlib.suppress(RuntimeError):         # the loop is closed, and the engine gone
+            self._loop.call_soon_threadsafe(self.abort, rid)
+
+    def stop_at(self, rid: int, count: int) -> None:
+        """See Stream.stop_at. Unknown and finished ids are ignored."""
+        if rid in self._inboxes:
+            self._send(wire.StopAt(rid, count))
+
+    def flush(self) -> None:
+        """Forget cached pages that no request holds."""
+        self._send(wire.Flush())
+
+    async def stats(self) -> dict[str, float]:
+        """Gauges and counters by metric name. Raises EngineDied."""
+        if self.died is not None:
+            raise self.died
+        asked = next(self._rids)
+        self._asked[asked] = self._loop.create_future()
+        try:
+            self._send(wire.AskStats(asked))
+            return await self._asked[asked]
+        finally:
+            del self._asked[asked]
+
+    # ------------------------------------------------------------ messages
+    def _send(self, message: wire.ToEngine) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(wire.frame(message))
+
+    def receive(self, message: wire.FromEngine) -> None:
+        """Act on one message of the engine."""
+        match message:
+            case wire.Chunks(chunks):
+                for chunk in chunks:
+                    self._deliver(chunk)
+            case wire.Stats(asked, values):
+                future = self._asked.get(asked)
+                if future is not None and not future.done():
+                    future.set_result(values)
+            case wire.PeerNews(missing, info):
+                self.peer_missing, self.peer_info = missing, info
+            case wire.Ready():
+                if not self._started.done():
+                    self._started.set_result(message)
+            case wire.Failed(text):
+                if not self._started.done():
+                    self._started.set_exception(ConfigError(text))
+
+    def _deliver(self, chunk: wire.Chunk) -> None:
+        inbox = self._inboxes.get(chunk.rid)
+        if inbox is None:
+            return                          # aborted by us while this was on its way
+        if not inbox.started:
+            inbox.started = True
+            self.num_waiting -= 1
+        inbox.chunks.append(chunk)
+        if chunk.finish is not None:
+            self._forget(inbox)
+        inbox.wake()
+
+    def _forget(self, inbox: _Inbox) -> None:
+        del self._inboxes[inbox.rid]
+        inbox.finished = True
+        if not inbox.started:
+            self.num_waiting -= 1
+
+    # ------------------------------------------------------------ the end
+    def link_lost(self) -> None:
+        """The engine closed its end, or sent something that is not a message of ours."""
+        self._burial = self._loop.create_task(self._bury())
+
+    async def _bury(self) -> None:
+        process = self._process
+        assert process is not None
+        await self._wait(process, 1.0)
+        process.kill()                      # it talks nonsense, or hangs without a socket
+        await self._wait(process, None)
+        await self._loop.run_in_executor(None, self._log_thread.join, 1.0)
+        self.died = (EngineClosed if self._closing else EngineDied)(process.returncode, self._tail)
+        if not self._started.done():
+            self._started.set_exception(self.died)
+            self._started.exception()       # retrieved: start() may have been cancelled
+        for inbox in list(self._inboxes.values()):
+            self._forget(inbox)
+            inbox.error = self.died
+            inbox.wake()
+        for future in self._asked.values():
+            if not future.done():
+                future.set_exception(self.died)
+        self._gone.set_result(None)
+        if self.on_death is not None and not self._closing:
+            self.on_death(self.died)
+
+    async def _wait(self, process: subprocess.Popen[str], timeout_s: float | None) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            await self._loop.run_in_executor(None, process.wait, timeout_s)
+
+    def _read_log(self) -> None:
+        assert self._process is not None and self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                if line.rstrip() == wire.LOADED:
+                    self._tail.clear()      # why it dies from now on is not in what it said before
+                    continue
+                self._tail.append(line.rstrip())
+                if self._log is not None:
+                    self._log(line.rstrip())
+
+
+class _Link(asyncio.Protocol):
+    """Bytes of the socket to messages of the client, without a task in between."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self._reader = wire.FrameReader()
+        self._transport: asyncio.BaseTransport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for body in self._reader.feed(data):
+                self._client.receive(wire.decode_from_engine(body))
+        except wire.ProtocolError:
+            assert self._transport is not None
+            self._transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._client.link_lost()
+
+
+def checked_limits(ready: wire.Ready, prompt: Sequence[int], params: SamplingParams,
+                   eos_ids: Sequence[int] = ()) -> int:
+    """The most output tokens that `prompt` may get: `max_tokens` clipped to the context.
+
+    Raises RequestError for anything that the engine would refuse: sampling values, an empty prompt,
+    token ids outside the vocabulary, a prompt that leaves no room for one output token, min_tokens
+    where every token would stop, top_k_tokens that the server does not give, more tokens without a selection
+    than the device pool holds.
+    """
+    params.checked()
+    vocab, room = ready.vocab_size, ready.max_model_len - len(prompt)
+    if not prompt:
+        raise RequestError("the prompt is empty: send at least one token", "prompt")
+    if room < 1:
+        raise context_exceeded(len(prompt), ready.max_model_len)
+    if min(prompt) < 0 or max(prompt) >= vocab:
+        raise RequestError(f"a prompt token id is outside 0 to {vocab - 1}", "prompt")
+    if len(params.forced) > room:
+        raise RequestError(f"forced has {len(params.forced)} ids: after this prompt the context has "
+                           f"room for {room}", "forced", CONTEXT_EXCEEDED)
+    for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias),
+                      ("forced", params.forced)):
+        if any(not 0 <= i < vocab for i in ids):
+            raise RequestError(f"{name} has a token id outside 0 to {vocab - 1}", name)
+    if params.logprobs is not None and params.logprobs > vocab:
+        raise RequestError(f"logprobs is {params.logprobs}: the vocabulary has {vocab}", "logprobs")
+    max_new = room if params.max_tokens is None else min(room, params.max_tokens)
+    if ready.selection is not None:
+        if ready.selection.of(params, len(prompt), max_new) is None:
+            max_new = _dense_limit(ready, len(prompt), params.max_tokens, max_new)
+    elif params.top_k_tokens:
+        raise RequestError(f"top_k_tokens is {params.top_k_tokens}: this server reads all KV; start it with "
+                           "--sparse-top-k N, or ask for 0", "top_k_tokens")
+    stop_ids = {*(() if params.ignore_eos else eos_ids), *params.stop_token_ids}
+    if params.min_tokens and len(stop_ids) >= vocab:
+        raise RequestError(f"min_tokens is {params.min_tokens}: every token id is a stop id, so none "
+                           "may come first; leave it out", "min_tokens")
+    return max_new
+
+
+def _dense_limit(ready: wire.Ready, prompt: int, asked: int | None, max_new: int) -> int:
+    """Output tokens of a request that reads all of its KV, which stays on the device; `asked`: its
+    max_tokens. Raises RequestError with the numbers."""
+    room = ready.dense_len - prompt
+    if room < 1 or (asked is not None and room < max_new):
+        assert ready.selection is not None
+        new = f" and max_tokens is {asked}" if asked is not None and room > 0 else ""
+        raise RequestError(
+            f"the prompt has {prompt} tokens{new}: of a request that reads all of its KV the device pool "
+            f"holds {ready.dense_len} tokens; one that selects, with top_k_tokens of at most "
+            f"{ready.selection.budget}, may have {ready.max_model_len}",
+            "max_tokens" if new else "prompt", CONTEXT_EXCEEDED)
+    return min(room, max_new)

@@ -1,0 +1,282 @@
+"""One API request while it runs: its choices in the engine, their text, their usage.
+
+Owns the way from chunks of tokens to pieces of text: stop strings, log-probabilities beside their
+tokens, one order over all choices. Knows no JSON and no HTTP.
+"""
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from penstock.config.request.params import SamplingParams
+from penstock.serve.client.client import EngineDied
+from penstock.serve.metrics import Metrics
+from penstock.serve.text.detokenize import Delta, Detokenizer
+from penstock.serve.text.tokenizer import Tokenizer
+from penstock.serve.wire import Chunk, Logprob
+
+
+class Stream(Protocol):
+    """`client.Stream`: chunks of one choice."""
+
+    rid: int
+
+    def __aiter__(self) -> AsyncIterator[Chunk]: ...
+    def stop_at(self, count: int) -> None: ...
+    async def aclose(self) -> None: ...
+
+
+class Engine(Protocol):
+    """What the API side needs of `client.EngineClient`."""
+
+    num_waiting: int
+
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def ready(self) -> Any: ...
+    def submit(self, prompt: Sequence[int], params: SamplingParams, *,
+               eos_ids: Sequence[int] = (), namespace: int = 0) -> Sequence[Stream]: ...
+    def flush(self) -> None: ...
+    async def stats(self) -> dict[str, float]: ...
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one choice adds. Tokens may come before their text, never after it."""
+
+    index: int
+    text: str
+    tokens: list[int]
+    logprobs: list[Logprob]
+    offsets: list[int]              # characters decoded before each token
+    finish: str | None = None       # "stop" or "length"
+    stop_reason: str | None = None  # the stop string that ended it
+
+
+class Ended(Exception):
+    """The engine gave up a choice: `refused` it, ended it by `abort`, or was `unavailable`, one of a pair
+    without the other. An abort that nobody asked for has a `reason`."""
+
+    def __init__(self, outcome: str, reason: str) -> None:
+        super().__init__(reason or outcome)
+        self.outcome = outcome
+        self.reason = reason
+
+
+@dataclass(slots=True)
+class Usage:
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    cached_by_tier: dict[str, int] = field(default_factory=dict)
+    kv_reads: dict[str, int] = field(default_factory=dict)      # of choices that selected, by name
+    peer_tokens: int = 0             # of the prompt, computed by the other engine of a pair
+
+
+class Generation:
+    """The choices of all prompts of one request. `pieces` once, then `usage`; `close` always."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer | None, metrics: Metrics, *,
+                 began: float | None = None) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._began = time.monotonic() if began is None else began
+        self._choices: list[_Choice] = []
+        self.usage = Usage()
+
+    def submit(self, prompt: list[int], params: SamplingParams, *, eos_ids: Sequence[int],
+               namespace: int, context: Sequence[int] = ()) -> None:
+        """Start `params.n` choices of one more prompt. Raises RequestError, EngineDied."""
+        streams = self._engine.submit(prompt, params, eos_ids=eos_ids, namespace=namespace)
+        hidden = frozenset() if params.include_stop_str_in_output else frozenset(
+            {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)})
+        self.usage.prompt_tokens += len(prompt)
+        for n, stream in enumerate(streams):
+            detokenizer = Detokenizer(
+                self._tokenizer, skip_special=params.skip_special_tokens, stop=params.stop,
+                include_stop=params.include_stop_str_in_output, min_tokens=params.min_tokens,
+                context=context)
+            self._choices.append(_Choice(self, len(self._choices), stream, detokenizer, hidden,
+                                         counts_cache=n == 0))
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """Pieces of every choice as they come. Raises Ended or EngineDied; then the rest of the
+        choices are aborted by `close`."""
+        if len(self._choices) == 1:
+            async for piece in self._choices[0].pieces():
+                yield piece
+        else:
+            async for piece in self._merged():
+                yield piece
+        self._finished()
+
+    async def _merged(self) -> AsyncIterator[Piece]:
+        arrived: asyncio.Queue[Piece | asyncio.Task[None]] = asyncio.Queue()
+
+        async def forward(choice: _Choice) -> None:
+            async for piece in choice.pieces():
+                arrived.put_nowait(piece)
+
+        tasks = [asyncio.create_task(forward(c)) for c in self._choices]
+        for task in tasks:
+            task.add_done_callback(arrived.put_nowait)
+        try:
+            running = len(tasks)
+            while running:
+                item = await arrived.get()
+                if isinstance(item, asyncio.Task):
+                    item.result()                # raises what ended it
+                    running -= 1
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _finished(self) -> None:
+        metrics = self._metrics
+        metrics.e2e.observe(time.monotonic() - self._began)
+        metrics.prompt_tokens.inc(self.usage.prompt_tokens)
+        metrics.cached_tokens.inc(self.usage.cached_tokens)
+
+    async def close(self) -> None:
+        """Abort what is still running. Idempotent."""
+        for choice in self._choices:
+            await choice.close()
+
+    @property
+    def selects(self) -> bool:
+        """Whether the engine may have kv_reads to tell."""
+        return self._engine.ready.selection is not None
+
+    # ------------------------------------------------------------ told by the choices
+    def first_token(self) -> None:
+        self._metrics.ttft.observe(time.monotonic() - self._began)
+
+    def later_token(self, seconds: float) -> None:
+        self._metrics.itl.observe(seconds)
+
+    def count_tokens(self, count: int) -> None:
+        self.usage.completion_tokens += count
+        self._metrics.generation_tokens.inc(count)
+
+    def count_cached(self, chunk: Chunk) -> None:
+        self.usage.cached_tokens += chunk.cached_tokens or 0
+        self.usage.peer_tokens += chunk.peer_tokens
+        for tier, tokens in (chunk.cached_by_tier or {}).items():
+            self.usage.cached_by_tier[tier] = self.usage.cached_by_tier.get(tier, 0) + tokens
+
+    def count_reads(self, reads: dict[str, int]) -> None:
+        for name, count in reads.items():
+            self.usage.kv_reads[name] = self.usage.kv_reads.get(name, 0) + count
+
+    def choice_ended(self, finish: str) -> None:
+        self._metrics.finished.labels(finish).inc()
+
+
+_DRAINING: set[asyncio.Task[None]] = set()       # asyncio itself holds tasks weakly
+
+
+class _Choice:
+    def __init__(self, generation: Generation, index: int, stream: Stream,
+                 detokenizer: Detokenizer, hidden: frozenset[int], *, counts_cache: bool) -> None:
+        self._generation = generation
+        self._index = index
+        self._stream = stream
+        self._detokenizer = detokenizer
+        self._hidden = hidden                    # stop ids that end the text and are not shown
+        self._counts_cache = counts_cache
+        self._last: float | None = None          # when its last tokens came
+        self._draining: asyncio.Task[None] | None = None     # of a choice that a stop string has ended
+        self._done = False
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        async for chunk in self._stream:
+            if chunk.cached_tokens is not None and self._counts_cache:
+                self._counts_cache = False       # a choice that was dropped starts again
+                self._generation.count_cached(chunk)
+            if chunk.kv_reads is not None:
+                self._generation.count_reads(chunk.kv_reads)
+            if chunk.finish not in (None, "stop", "length"):
+                self._done = True
+                self._generation.choice_ended(chunk.finish)
+                raise Ended(chunk.finish, chunk.reason)
+            piece = self._take(chunk)
+            if piece.tokens or piece.text or piece.finish:
+                yield piece
+            if self._done:
+                await self._rest()
+                return
+
+    def _take(self, chunk: Chunk) -> Piece:
+        if chunk.tokens:
+            self._observe_time()
+        piece = Piece(self._index, "", [], [], [])
+        delta: Delta | None = None
+        shown = chunk.tokens
+        if chunk.finish == "stop" and shown and shown[-1] in self._hidden:
+            shown = shown[:-1]
+        for token in shown:
+            piece.offsets.append(self._detokenizer.chars)
+            delta = self._detokenizer.push((token,))
+            piece.text += delta.text
+            if delta.stop is not None:
+                break
+        else:
+            if chunk.finish:
+                delta = self._detokenizer.flush()
+                piece.text += delta.text
+            piece.offsets += [self._detokenizer.chars] * (len(chunk.tokens) - len(shown))
+        if delta is not None and delta.stop is not None:
+            self._stop_at(piece, chunk, delta.stop)
+        else:
+            piece.finish = chunk.finish
+        count = len(piece.offsets)
+        piece.tokens = chunk.tokens[:count]
+        piece.logprobs = (chunk.logprobs or [])[:count]
+        self._generation.count_tokens(count)
+        if piece.finish is not None:
+            self._done = True
+            self._generation.choice_ended(piece.finish)
+        return piece
+
+    def _stop_at(self, piece: Piece, chunk: Chunk, stop: str) -> None:
+        piece.finish, piece.stop_reason = "stop", stop
+        if chunk.finish is None:
+            # The answer is complete; the engine hears of it and ends the choice a step later, in
+            # its own way, which keeps the pages for later prompts. Leaving the stream would abort.
+            self._stream.stop_at(self._detokenizer.count)
+            self._draining = asyncio.create_task(self._drain())
+            _DRAINING.add(self._draining)
+            self._draining.add_done_callback(_DRAINING.discard)
+
+    async def _drain(self) -> None:
+        with contextlib.suppress(EngineDied):    # which is told elsewhere
+            async for chunk in self._stream:
+                if chunk.kv_reads is not None:
+                    self._generation.count_reads(chunk.kv_reads)
+
+    async def _rest(self) -> None:
+        """What the engine says last belongs to the usage of a request that may have selected."""
+        if self._draining is not None and self._generation.selects:
+            await asyncio.shield(self._draining)
+
+    def _observe_time(self) -> None:
+        now = time.monotonic()
+        if self._last is None:
+            self._generation.first_token()
+        else:
+            self._generation.later_token(now - self._last)
+        self._last = now
+
+    async def close(self) -> None:
+        if not self._done:
+            self._done = True
+            self._generation.choice_ended("abort")
+            await self._stream.aclose()

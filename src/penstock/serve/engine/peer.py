@@ -1,0 +1,261 @@
+"""One engine's end of a pair, for its loop: what the link tells becomes core events, Moves become calls.
+
+Owns the present connection's number, the pushes whose steps have not retired, and what came for the first
+tokens of requests. Knows no socket and no thread (`transfer`), and plans nothing.
+"""
+from __future__ import annotations
+
+import hashlib
+import secrets
+import sys
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from penstock.core.pair.messages import Cancel, Drained, End, Message, Reason, Refused
+from penstock.core.plan import Event, Move, Moved, PeerJoined, PeerLeft, Received, StepId, Tier
+from penstock.exec.sampling.sampler import Logprobs
+from penstock.serve.engine.loop import Asked
+from penstock.serve.http.limits import Namespaces
+from penstock.serve.wire import Submit
+from penstock.transfer.events import Down, Heard, LinkEvent, Pushed, Unpaired, Up
+from penstock.transfer.facts import Info
+from penstock.transfer.messages import Ask, First, Said
+
+PROMPT_MAX = 1 << 21                # tokens of an Ask
+
+
+class Link(Protocol):
+    """What is needed of `transfer.link.PairLink`."""
+
+    def collect(self) -> list[LinkEvent]: ...
+    def say(self, epoch: int, message: Said) -> None: ...
+    def push(self, epoch: int, move: Move) -> None: ...
+    def stop(self, transfer: int, generation: int) -> None: ...
+    def grant(self, epoch: int, move: Move) -> None: ...
+    def revoke(self, transfer: int, generation: int) -> None: ...
+    def cut(self, epoch: int) -> None: ...
+    def unsent(self, transfer: int) -> int: ...
+    def stats(self) -> dict[str, float]: ...
+    def close(self) -> None: ...
+
+
+News: TypeAlias = Event | Asked
+
+
+@dataclass(slots=True)
+class _Wait:
+    """Decode end: a request that the other engine works for."""
+
+    since: float                     # when it was sent on
+    generation: int = 0
+    tokens: tuple[int, ...] = ()
+    logprobs: list[Logprobs] | None = None
+
+
+class Peer:
+    def __init__(self, link: Link, role: str, address: str = "", *, refuses: bool = False,
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        """address: where the link listens, or whom it calls. refuses: a prompt that the other engine does
+        not compute is not computed here either."""
+        self.role, self.address, self.refuses = role, address, refuses
+        self.epoch = 0                                  # of the connection that the core knows; 0: none
+        self.info: Info = {}                            # of the other engine
+        self.missing = "no connection yet"              # why there is none; "" if there is one
+        self.changed = True                             # one of these two, since somebody looked
+        self._link, self._clock = link, clock
+        self._retired = StepId(0)
+        self._due: deque[tuple[int, Move]] = deque()    # pushes whose steps have not retired; epochs
+        self._waits: dict[int, _Wait] = {}              # by transfer
+        self._rids: dict[int, int] = {}                 # prefill end: transfer -> ours
+        self._lengths: dict[int, int] = {}              # prefill end: transfer -> tokens of the prompt
+        self._heard_at = 0.0                            # a message of the other engine's, not of its link
+        self._newest = 0                                # transfer that was asked for on this connection
+        self._secret = secrets.token_bytes(32)
+        self._namespaces = Namespaces()
+        self.num_pushes = 0                             # taken, and not ended
+        self._count = dict.fromkeys((
+            "asked", "delivered", "refused", "lost", "wait_seconds", "received_bytes", "tail_bytes",
+            "pushed_bytes", "push_seconds"), 0.0)
+
+    # ------------------------------------------------------------ from the link
+    def collect(self) -> list[News]:
+        """What has happened at the other end, in order."""
+        news: list[News] = []
+        for event in self._link.collect():
+            match event:
+                case Up(epoch, facts):
+                    self.epoch, self.info, self.missing, self.changed = epoch, dict(facts.info), "", True
+                    self._newest = 0
+                    news.append(PeerJoined())
+                case Down(_, cause):
+                    self._count["lost"] += sum(not wait.tokens for wait in self._waits.values())
+                    self.epoch, self.missing, self.changed = 0, cause, True
+                    self._rids.clear()
+                    self._lengths.clear()
+                    news.append(PeerLeft())
+                case Unpaired(words) if self.epoch:
+                    pass                            # somebody else's, beside the pair that there is
+                case Unpaired(words):
+                    self.missing, self.changed = words, True
+                case Pushed(id, ok, nbytes, seconds):
+                    self.num_pushes -= 1
+                    self._count["pushed_bytes"] += nbytes
+                    self._count["push_seconds"] += seconds
+                    news.append(Moved(id, ok))
+                case Heard():
+                    news += self._heard(event)
+        return news
+
+    def _heard(self, event: Heard) -> list[News]:
+        message = event.message
+        self._heard_at = self._clock()
+        match message:
+            case Ask():
+                return self._asked(message)
+            case First(transfer, generation, logprobs):
+                if (wait := self._waits.get(transfer)) is not None and generation == wait.generation:
+                    wait.logprobs = None if logprobs is None else list(logprobs)
+                return []
+            case End(transfer, generation, _, tokens):
+                self._link.revoke(transfer, generation)
+                if (wait := self._waits.get(transfer)) is not None and generation == wait.generation:
+                    wait.tokens = tokens
+                    self._count["wait_seconds"] += self._clock() - wait.since
+                    self._count["received_bytes"] += event.bytes
+            case Drained(transfer, generation):
+                self._link.revoke(transfer, generation)
+            case Cancel(transfer, generation):
+                self._link.stop(transfer, generation)
+            case Refused():
+                self._count["refused"] += 1
+        assert isinstance(message, Message)
+        return [Received(message)]
+
+    def _asked(self, ask: Ask) -> list[News]:
+        if self.role != "prefill" or ask.transfer <= self._newest:
+            self._link.cut(self.epoch)                 # it breaks its rule: ids only grow
+            return []
+        self._newest = ask.transfer
+        prompt = _little(array("i", ask.prompt[:len(ask.prompt) // 4 * 4]))
+        return [Asked(ask.transfer, Submit(
+            rid=0, prompt=prompt.tolist(), params=ask.params, stop_ids=ask.stop_ids, max_new=1,
+            namespace=self._namespaces.number(ask.namespace, None),
+            leader=self._rids.get(ask.leader), choice=ask.choice, selects=ask.selects,
+            attention=ask.attention, host_token=ask.host_token))]
+
+    # ------------------------------------------------------------ prefill end
+    def accept(self, transfer: int, rid: int, num_prompt: int) -> None:
+        """Our request `rid` works for `transfer` now."""
+        self._rids[transfer], self._lengths[transfer] = rid, num_prompt
+
+    def refuse(self, transfer: int) -> None:
+        """A request that the core was never told of."""
+        self.say(Refused(transfer, 0, Reason.REFUSED))
+
+    def rid_of(self, transfer: int) -> int | None:
+        return self._rids.get(transfer)
+
+    # ------------------------------------------------------------ decode end
+    def ask(self, m: Submit) -> int:
+        """Send a request on. Returns the transfer that names it there; 0: there is no connection, or no
+        message holds it."""
+        if not self.epoch or len(m.prompt) > PROMPT_MAX:
+            return 0
+        prompt = _little(array("i", m.prompt))
+        namespace = hashlib.blake2b(m.namespace.to_bytes(8, "little"), key=self._secret, digest_size=16)
+        self._waits[m.rid] = _Wait(self._clock())
+        self._count["asked"] += 1
+        self._link.say(self.epoch, Ask(
+            m.rid, prompt.tobytes(), m.params, m.stop_ids, m.max_new, namespace.digest(), m.choice,
+            m.leader or 0, m.host_token, m.selects, m.attention))
+        return m.rid
+
+    def late(self, transfer: int) -> None:
+        """It did not come in time. An engine that has said nothing since it was asked, though its link is
+        alive, may hang: the connection is ended, for that is what frees the pages that it was granted."""
+        wait = self._waits.pop(transfer, None)
+        if wait is None:
+            return
+        self._count["lost"] += 1
+        if self.epoch and self._heard_at < wait.since:
+            self._link.cut(self.epoch)
+
+    def take_first(self, transfer: int) -> tuple[tuple[int, ...], list[Logprobs]]:
+        """The first tokens of a request that was delivered, and their logprobs, if it asked for them."""
+        wait = self._waits.pop(transfer)
+        self._count["delivered"] += 1
+        return wait.tokens, wait.logprobs or []
+
+    def forget(self, transfer: int, rid: int) -> None:
+        """Our request `rid` has ended. On a later connection the transfer may be another one's."""
+        self._waits.pop(transfer, None)
+        if self._rids.get(transfer) == rid:
+            del self._rids[transfer], self._lengths[transfer]
+
+    # ------------------------------------------------------------ from the core
+    def take(self, moves: Sequence[Move]) -> None:
+        """Moves from and to the other engine, of a plan that was just made."""
+        for move in moves:
+            if move.src is Tier.PEER:
+                self._link.grant(self.epoch, move)
+                if (wait := self._waits.get(move.transfer)) is not None:
+                    wait.generation = move.generation
+            else:
+                self.num_pushes += 1
+                self._due.append((self.epoch, move))
+        self.retired(self._retired)
+
+    def retired(self, step: StepId) -> None:
+        """What was to wait for this step, and those before it, is sent."""
+        self._retired = step
+        later: list[tuple[int, Move]] = []
+        ends: dict[int, None] = {}
+        while self._due:
+            epoch, move = self._due.popleft()
+            if move.after > step:
+                later.append((epoch, move))
+                continue
+            self._link.push(epoch, move)
+            if move.first + move.tokens == self._lengths.get(move.transfer):
+                ends[move.transfer] = None
+        self._due.extend(later)
+        for transfer in ends:                           # its last chunk has ended, and is among them
+            self._count["tail_bytes"] += self._link.unsent(transfer)
+
+    @property
+    def excuse(self) -> str:
+        """Why a request was not sent on, or gets no answer as the connection is over."""
+        why = self.missing or f"it is longer than {PROMPT_MAX} tokens"
+        return f"the prefill engine does not compute this prompt ({why}): try again"
+
+    def say(self, message: Message) -> None:
+        self._link.say(self.epoch, message)
+
+    def say_first(self, end: End, logprobs: list[Logprobs]) -> None:
+        """What belongs to the tokens of `end`, in front of it."""
+        self._link.say(self.epoch, First(end.transfer, end.generation, logprobs or None))
+
+    def stats(self) -> dict[str, float]:
+        """By metric name."""
+        c = self._count
+        return {**self._link.stats(), "pair_requests_total": c["asked"],
+                "pair_delivered_total": c["delivered"], "pair_refused_total": c["refused"],
+                "pair_lost_total": c["lost"],
+                "pair_wait_seconds_total": c["wait_seconds"], "pair_tail_bytes_total": c["tail_bytes"],
+                "pair_pushed_bytes_total": c["pushed_bytes"], "pair_push_seconds_total": c["push_seconds"],
+                "pair_delivered_bytes_total": c["received_bytes"],
+                "pair_requests_waiting": float(len(self._waits))}
+
+    def close(self) -> None:
+        self._link.close()
+
+
+def _little(numbers: array[int]) -> array[int]:
+    """To or from little-endian, in place."""
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers

@@ -1,0 +1,162 @@
+"""What the engine writes of its past: the flight recorder's file and the event log.
+
+Neither has prompts, token ids or sampling in it: the flight has stand-ins (`replay.redact`), the log
+ids, steps and counts. The log is a file of JSON lines for tests and for debugging; the flight is written
+when the engine dies, or on SIGUSR1.
+"""
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from penstock.config.base.errors import ConfigError
+from penstock.config.base.paths import cache_dir
+from penstock.config.base.version import version
+from penstock.core.plan import Arrived, Event, Finished, Output, Retired, StepPlan, Token
+from penstock.replay import flight
+from penstock.replay.recorder import Recorder
+from penstock.replay.redact import redact
+
+FLIGHTS_MAX = 20                # files that are kept: an engine that dies at every start fills no disk
+
+
+def write_flight(recorder: Recorder, error: BaseException | None = None) -> Path:
+    """Write what the recorder has to a new file that only this user can read. Raises OSError."""
+    folder = cache_dir() / "flights"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for old in sorted(folder.glob("*.jsonl"))[:-FLIGHTS_MAX + 1]:          # their names are times
+        old.unlink(missing_ok=True)
+    now = time.time()
+    stamp = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}.{int(now * 1e6) % 1_000_000:06d}"
+    path = folder / f"{stamp}-{os.getpid()}.jsonl"
+    lines = flight.write(redact(recorder), version(), "" if error is None else where(error))
+    with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="ascii") as file:
+        file.writelines(lines)
+    return path
+
+
+def where(error: BaseException) -> str:
+    """The kind of an exception and the line of ours that raised it; not its message, which may quote
+    what a user sent."""
+    at, tb = "", error.__traceback__
+    while tb is not None:
+        at = _line(tb) or at
+        tb = tb.tb_next
+    return type(error).__name__ + at
+
+
+def _line(tb: TracebackType) -> str:
+    parts = Path(tb.tb_frame.f_code.co_filename).parts
+    if "penstock" not in parts:
+        return ""
+    last = len(parts) - 1 - parts[::-1].index("penstock")
+    return f" at {'/'.join(parts[last:])}:{tb.tb_lineno}"
+
+
+def write_on_signal(recorder: Recorder) -> Callable[[], None]:
+    """SIGUSR1 writes a flight, at once between two turns, else after the turn: call what is returned
+    after each. The main thread's; the handler runs wherever that thread is, also while it sleeps."""
+    asked = False
+
+    def turn_over() -> None:
+        nonlocal asked
+        if asked:
+            asked = False
+            try:
+                print(f"engine: flight recorder: {write_flight(recorder)}", file=sys.stderr, flush=True)
+            except OSError as e:
+                print(f"engine: flight recorder: {e}", file=sys.stderr, flush=True)
+
+    def handler(signum: int, frame: object) -> None:
+        nonlocal asked
+        asked = True
+        if recorder.now is None:
+            turn_over()
+
+    signal.signal(signal.SIGUSR1, handler)
+    return turn_over
+
+
+class EventLog:
+    """Events, plans and outputs as JSON lines in `path`; None: nowhere.
+
+    Raises ConfigError if `path` cannot be appended to.
+    """
+
+    def __init__(self, path: str | None = None) -> None:
+        self._file: TextIO | None = None
+        self._news = False                      # since `outputs` was last called
+        self._issued = 0                        # step of the last plan
+        self._retired = 0
+        if path is not None:
+            try:
+                self._file = open(path, "a", encoding="utf-8")
+            except OSError as e:
+                raise ConfigError(f"--event-log {path}: {e.strerror}") from e
+
+    def event(self, event: Event) -> None:
+        if self._file is None:
+            return
+        if isinstance(event, Retired):
+            self._retired = event.step
+        self._write(summary(event) | self._at())
+        self._news = True
+
+    def plan(self, plan: StepPlan) -> None:
+        if self._file is None:
+            return
+        self._issued = plan.step
+        self._write(summary(plan) | self._at())
+        self._news = True
+
+    def outputs(self, outputs: Sequence[Output], pools: Callable[[], dict[str, float]]) -> None:
+        """Log the outputs of one turn, then the pools, and make the lines visible to readers."""
+        if self._file is None or not (self._news or outputs):
+            return
+        for output in outputs:
+            self._write(summary(output) | self._at())
+        self._write({"kind": "pools", **self._at(), **pools()})
+        self._file.flush()
+        self._news = False
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _at(self) -> dict[str, int]:
+        return {"issued": self._issued, "retired": self._retired}
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        assert self._file is not None
+        self._file.write(json.dumps(entry) + "\n")
+
+
+def summary(what: Event | StepPlan | Output) -> dict[str, Any]:
+    """`what` as plain data, with counts in place of everything that a user said or was told."""
+    kind = type(what).__name__
+    match what:
+        case Arrived():
+            return {"kind": kind, "rid": what.rid, "prompt": len(what.prompt),
+                    "max_new": what.max_new, "stop": len(what.stop), "leader": what.leader}
+        case Retired():
+            return {"kind": kind, "step": what.step, "tokens": [len(t) for t in what.tokens]}
+        case Token():
+            return {"kind": kind, "rid": what.rid, "index": what.index}
+        case Finished():
+            return {"kind": kind, "rid": what.rid, "outcome": what.outcome.value}
+        case StepPlan():
+            return {"kind": kind, "step": what.step, "rows": what.rows, "rids": what.rids,
+                    "start": what.start, "count": what.count, "samples": what.samples,
+                    "binds": [(b.row, b.rid, b.pages, b.emitted) for b in what.binds],
+                    "grows": [(g.row, g.group, g.index, g.pages) for g in what.grows],
+                    "moves": [(m.id, m.group, m.src.value, m.src_pages, m.dst.value, m.dst_pages,
+                               m.tokens, m.after) for m in what.moves]}
+    return {"kind": kind} | {f.name: getattr(what, f.name) for f in fields(what)}

@@ -1,0 +1,375 @@
+"""Routes, keys and errors of the HTTP server; one handler a path.
+
+Every route wants the API key but /health and /ready; ADMIN_PATHS want an admin's. Owns what goes over
+HTTP; knows no process and no signal (`http_main`) and no field of a request (`openai_types`).
+"""
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from penstock.config.base.version import version
+from penstock.config.settings.tree import ServerConfig
+from penstock.serve.client.client import EngineClient, EngineDied
+from penstock.serve.client.generate import Engine
+from penstock.serve.http.completions import OpenAI, as_api_error
+from penstock.serve.http.format import encode, event
+from penstock.serve.http.limits import (
+    BodyTooLarge,
+    BodyTooSlow,
+    Disconnected,
+    Keys,
+    is_local,
+    is_local_origin,
+    read_body,
+)
+from penstock.serve.http.openapi import document
+from penstock.serve.http.types import ApiError
+from penstock.serve.metrics import CONTENT_TYPE, STATS_AGE, Metrics
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+ReceiveCall = Callable[[], Awaitable[Message]]
+SendCall = Callable[[Message], Awaitable[None]]
+Handler = Callable[[bytes, bytes, "HttpReply"], Awaitable[None]]
+
+OPEN_PATHS = ("/health", "/ready")
+# What belongs to every tenant: where there are keys, one of an admin.
+ADMIN_PATHS = ("/metrics", "/server_info", "/get_server_info", "/flush_cache", "/reset_prefix_cache")
+STATS_S_MAX = 5.0
+JSON_TYPE = "application/json"
+
+
+@dataclass(slots=True)
+class Health:
+    """What /ready and /health tell."""
+
+    draining: bool = False
+    died: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PeerView:
+    """The other engine of a pair. `serves`: this end has the endpoints; the prefill end has none. `here`:
+    that engine, where this server runs it."""
+
+    engine: EngineClient
+    role: str
+    serves: bool
+    restarts: Callable[[], int]
+    here: Callable[[], EngineClient | None]
+
+    @property
+    def missing(self) -> str:
+        """What is not there, in words; "" if nothing is."""
+        why = self.engine.peer_missing
+        return f"the {self.role} engine: {why}" if why else ""
+
+
+class HttpReply:
+    """One answer over ASGI. `started` once a status has been sent."""
+
+    def __init__(self, send: SendCall, metrics: Metrics) -> None:
+        self._send = send
+        self._metrics = metrics
+        self.started = False
+        self.ended = False
+
+    async def whole(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        self.started = self.ended = True
+        self._metrics.answers.labels(str(status)).inc()
+        await self._send({"type": "http.response.start", "status": status, "headers": [
+            (b"content-type", JSON_TYPE.encode()), (b"content-length", b"%d" % len(body)),
+            *((k.encode(), v.encode()) for k, v in headers.items())]})
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def start(self) -> None:
+        self.started = True
+        self._metrics.answers.labels("200").inc()
+        await self._send({"type": "http.response.start", "status": 200, "headers": [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]})
+
+    async def events(self, data: bytes, *, last: bool = False) -> None:
+        self.ended = last
+        if data or last:
+            await self._send({"type": "http.response.body", "body": data, "more_body": not last})
+
+    async def error(self, error: ApiError) -> None:
+        """As a status, or, once a stream runs, as its last event."""
+        if not self.started:
+            await self.whole(error.status, encode(error.body), error.headers)
+        elif not self.ended:
+            await self.events(event(error.body), last=True)
+
+
+class Generating:
+    """ASGI endpoint of a POST that runs in the engine: it ends at once when its client has gone."""
+
+    def __init__(self, api: OpenAI, handler: Handler, bytes_max: int) -> None:
+        self._api = api
+        self._handler = handler
+        self._bytes_max = bytes_max
+
+    async def __call__(self, scope: Scope, receive: ReceiveCall, send: SendCall) -> None:
+        reply = HttpReply(send, self._api.metrics)
+        api = self._api
+        api.num_open += 1
+        api.idle.clear()
+        try:
+            body = await self._body(scope, receive)
+            await _while_connected(self._handler(body, scope["tenant"], reply), receive)
+        except Disconnected:
+            pass
+        # One request's error is one request's answer, whatever it is: left to the frameworks, an
+        # unknown one would end a stream without a word and print its text, which may be a prompt.
+        except Exception as e:
+            await reply.error(as_api_error(e))
+        finally:
+            api.num_open -= 1
+            if not api.num_open:
+                api.idle.set()
+
+    async def _body(self, scope: Scope, receive: ReceiveCall) -> bytes:
+        close = {"connection": "close"}          # what follows on the connection is not a request
+        for name, value in scope["headers"]:
+            kind = value.partition(b";")[0].strip().lower()
+            if name == b"content-type" and kind != JSON_TYPE.encode():
+                raise ApiError(
+                    415, "the body's Content-Type is not application/json: send that header (curl -d "
+                    "says application/x-www-form-urlencoded unless -H names another)",
+                    code="unsupported_media_type", headers=close)
+        try:
+            return await read_body(scope["headers"], receive, self._bytes_max)
+        except BodyTooLarge:
+            raise ApiError(413, f"the body is over {self._bytes_max} bytes",
+                           code="body_too_large", headers=close) from None
+        except BodyTooSlow:
+            raise ApiError(408, "the body took too long to arrive", code="body_too_slow",
+                           headers=close) from None
+
+
+async def _while_connected(work: Awaitable[None], receive: ReceiveCall) -> None:
+    """Await `work`; cancel it as soon as the client disconnects. Raises Disconnected then."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.create_task(_disconnect(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Disconnected
+        task.result()
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+
+async def _disconnect(receive: ReceiveCall) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class Guard:
+    """The one place where it is checked who asks: in front of every route.
+
+    By key; without keys by name: a page in the browser of this machine's user can send requests to
+    a loopback port, also under a name of its own that it lets resolve to it (DNS rebinding).
+    """
+
+    def __init__(self, app: Callable[[Scope, ReceiveCall, SendCall], Awaitable[None]], keys: Keys,
+                 metrics: Metrics) -> None:
+        self._app = app
+        self._keys = keys
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: ReceiveCall, send: SendCall) -> None:
+        if scope["type"] == "http":
+            given = _values(scope, b"authorization")
+            tenant = self._keys.tenant(given[0].encode("latin-1") if len(given) == 1 else None)
+            if scope["path"] not in OPEN_PATHS and (error := self._refusal(scope, tenant)):
+                await HttpReply(send, self._metrics).error(error)
+                return
+            scope["tenant"] = tenant or b""
+        await self._app(scope, receive, send)
+
+    def _refusal(self, scope: Scope, tenant: bytes | None) -> ApiError | None:
+        if tenant is None:
+            return ApiError(401, "the API key is missing or wrong: send Authorization: Bearer KEY",
+                            code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+        if self._keys:
+            if scope["path"] not in ADMIN_PATHS or self._keys.is_admin(tenant):
+                return None
+            return ApiError(403, "this path is for a key of --admin-key-file: it shows or changes what "
+                            "belongs to all keys", code="admin_key_required")
+        hosts = _values(scope, b"host")
+        if len(hosts) != 1 or not is_local(hosts[0]):
+            name = "Host"
+        elif not all(is_local_origin(o) for o in _values(scope, b"origin")):
+            name = "Origin"
+        else:
+            return None
+        return ApiError(403, f"the {name} header does not name this machine: without API keys only "
+                        "its own programs may ask; use http://localhost, or start the server with "
+                        "--api-key-file", code="not_local")
+
+
+def _values(scope: Scope, name: bytes) -> list[str]:
+    return [v.decode("latin-1") for k, v in scope["headers"] if k == name]
+
+
+def build_app(api: OpenAI, health: Health, keys: Keys, config: ServerConfig,
+              info: dict[str, Any], stats: dict[str, float], peer: PeerView | None = None) -> Guard:
+    """The ASGI app. `info` is what /server_info shows: no key, no path of a secret. `stats` are the
+    engine's numbers until it tells others. `peer`: of one end of a pair."""
+    views = _Views(api, health, info, stats, peer)
+
+    def get(path: str, view: Callable[[Request], Awaitable[Response]]) -> Route:
+        return Route(path, view, methods=["GET"])
+
+    def generating(path: str, handler: Handler) -> Route:
+        return Route(path, Generating(api, handler, config.body_bytes_max), methods=["POST"])
+
+    serving = () if peer is not None and not peer.serves else (
+        generating("/v1/chat/completions", api.chat),
+        generating("/v1/completions", api.completion),
+        get("/v1/models", views.models),
+        get("/v1/models/{name:path}", views.model),
+        get("/openapi.json", views.openapi))
+    app = Starlette(routes=[
+        *serving,
+        get("/health", views.health),
+        get("/ready", views.ready),
+        get("/metrics", views.metrics),
+        get("/version", views.version),
+        get("/server_info", views.server_info),
+        get("/get_server_info", views.server_info),
+        get("/model_info", views.model_info),
+        get("/get_model_info", views.model_info),
+        Route("/flush_cache", views.flush, methods=["POST"]),
+        Route("/reset_prefix_cache", views.flush, methods=["POST"]),
+    ], exception_handlers={
+        HTTPException: _http_error, ApiError: _any_error, Exception: _any_error})
+    app.router.redirect_slashes = False
+    return Guard(app, keys, api.metrics)
+
+
+class _Views:
+    """The routes that answer at once."""
+
+    def __init__(self, api: OpenAI, health: Health, info: dict[str, Any],
+                 stats: dict[str, float], peer: PeerView | None) -> None:
+        self._api = api
+        self._peer = peer
+        self._health = health
+        self._info = info
+        self._numbers, self._others = _Numbers(stats), _Numbers({})
+        self._created = int(time.time())
+
+    async def models(self, _: Request) -> Response:
+        return _json({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in self._api.own_names:
+            raise ApiError(404, f"the model {name!r} does not exist: this server has "
+                           f"{self._api.model!r}", param="model", code="model_not_found")
+        return _json({**self._model(), "id": name})
+
+    def _model(self) -> dict[str, Any]:
+        return {"id": self._api.model, "object": "model", "created": self._created,
+                "owned_by": "penstock", "max_model_len": self._api.engine.ready.max_model_len}
+
+    async def health(self, _: Request) -> Response:
+        """Alive: 200 unless the engine process is gone, also while it drains, and without the other engine
+        of a pair."""
+        missing = "" if self._peer is None else self._peer.missing
+        return _json({"status": "engine died" if self._health.died else "ok",
+                      **({"missing": missing} if missing else {})}, 503 if self._health.died else 200)
+
+    async def ready(self, _: Request) -> Response:
+        """Whether new requests are taken."""
+        if self._health.died or self._health.draining:
+            return _json({"status": "engine died" if self._health.died else "draining"}, 503)
+        return _json({"status": "ready"})
+
+    async def metrics(self, _: Request) -> Response:
+        engine, other = self._api.engine, self._other
+        own, others = await asyncio.gather(self._numbers.of(engine),
+                                           asyncio.sleep(0, {}) if other is None else self._others.of(other))
+        return Response(self._api.metrics.text(own, others), media_type=CONTENT_TYPE)
+
+    async def version(self, _: Request) -> Response:
+        return _json({"version": version()})
+
+    async def openapi(self, _: Request) -> Response:
+        return _json(document())
+
+    async def server_info(self, _: Request) -> Response:
+        other: dict[str, Any] = {} if self._peer is None else {self._peer.role: {
+            "missing": self._peer.engine.peer_missing, "restarts": self._peer.restarts(),
+            **self._peer.engine.peer_info}}
+        return _json({**self._info, "version": version(), "stats": await self._numbers.of(self._api.engine),
+                      **other})
+
+    async def model_info(self, _: Request) -> Response:
+        tokenizer = self._api.tokenizer
+        return _json({
+            "model_path": self._info["model"], "served_model_name": self._api.model,
+            "tokenizer_path": self._info["model"] if tokenizer else None, "is_generation": True,
+            "max_model_len": self._api.engine.ready.max_model_len,
+            "vocab_size": self._api.engine.ready.vocab_size})
+
+    async def flush(self, _: Request) -> Response:
+        self._api.engine.flush()
+        if (other := self._other) is not None:
+            other.flush()
+        return _json({"success": True, "message": "pages that no request holds are forgotten"})
+
+    @property
+    def _other(self) -> EngineClient | None:
+        return None if self._peer is None else self._peer.here()
+
+
+class _Numbers:
+    """What an engine last told of itself, at first `last`."""
+
+    def __init__(self, last: dict[str, float]) -> None:
+        self._last, self._at = last, time.monotonic()
+
+    async def of(self, engine: Engine) -> dict[str, float]:
+        """The engine's numbers; its last ones, with their age, while it is busy or gone."""
+        with contextlib.suppress(TimeoutError, EngineDied):
+            async with asyncio.timeout(STATS_S_MAX):
+                self._last = await engine.stats()
+                self._at = time.monotonic()
+        return {**self._last, STATS_AGE: time.monotonic() - self._at}
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(encode(value), status, media_type=JSON_TYPE)
+
+
+async def _http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    what = {404: "there is no such path", 405: "this path has another method"}
+    body = ApiError(error.status_code, what.get(error.status_code, str(error.detail)),
+                    code={404: "not_found", 405: "method_not_allowed"}.get(error.status_code)).body
+    return Response(encode(body), error.status_code, headers=dict(error.headers or {}),
+                    media_type=JSON_TYPE)
+
+
+async def _any_error(_: Request, error: Exception) -> Response:
+    told = as_api_error(error)
+    return Response(encode(told.body), told.status, headers=told.headers, media_type=JSON_TYPE)

@@ -1,0 +1,247 @@
+"""Chat and completion requests from body to answer.
+
+Owns the way of one request: parse, prompt to tokens, submit, and what becomes an error. Writes to a
+`Reply`, so it knows no HTTP.
+"""
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import aclosing
+from typing import Protocol
+
+from penstock.config.base.errors import CONTEXT_EXCEEDED, RequestError, context_exceeded
+from penstock.config.request.params import SamplingParams
+from penstock.serve.client.client import EngineClosed, EngineDied
+from penstock.serve.client.generate import Ended, Engine, Generation
+from penstock.serve.http.format import (
+    DONE,
+    ChatFormat,
+    Format,
+    TextFormat,
+    Whole,
+    encode,
+    event,
+)
+from penstock.serve.http.limits import Namespaces
+from penstock.serve.http.types import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    bad_request,
+    overloaded,
+    parse,
+)
+from penstock.serve.metrics import Metrics
+from penstock.serve.text.encoder import Encoder, TooManyTexts
+from penstock.serve.text.model_text import Text
+
+log = logging.getLogger("penstock.http")
+
+
+class Reply(Protocol):
+    """One HTTP answer: `whole`, or `start` and any number of `events`."""
+
+    started: bool
+
+    async def whole(self, status: int, body: bytes, headers: dict[str, str]) -> None: ...
+    async def start(self) -> None: ...
+    async def events(self, data: bytes, *, last: bool = False) -> None: ...
+
+
+class OpenAI:
+    """The two generating endpoints of one server.
+
+    `choices_max` bounds choices that run or wait: beyond it the answer is 503 with Retry-After.
+    """
+
+    def __init__(self, engine: Engine, text: Text, metrics: Metrics, *, model: str,
+                 choices_max: int, encoder: Encoder | None = None, also: Sequence[str] = ()) -> None:
+        self.engine = engine
+        self.tokenizer = text.tokenizer
+        self.encoder = encoder           # None for a model without a tokenizer
+        self.template, self._no_template = text.template, text.no_template
+        self.eos_ids = text.eos_ids
+        self.metrics = metrics
+        self.model = model
+        self.own_names = frozenset({model, *also})
+        # Routers fill in "unknown" where their client named none.
+        self.names = self.own_names | {"unknown"}
+        self.choices_max = choices_max
+        self.namespaces = Namespaces()
+        self.draining = False
+        self.num_open = 0            # requests that have not been answered to the end
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    # ------------------------------------------------------------ endpoints
+    async def chat(self, body: bytes, tenant: bytes, reply: Reply) -> None:
+        began = time.monotonic()
+        request = parse(body, ChatRequest)
+        self._check_model(request.model)
+        params = request.params()
+        out = ChatFormat(
+            model=self.model, token_bytes=self._token_bytes, logprobs=params.logprobs is not None,
+            include_usage=request.include_usage, return_token_ids=bool(request.return_token_ids),
+            num_choices=params.n)
+        try:
+            prompt = await self._chat_prompt(request)
+            await self._run([prompt], request, params, tenant, out, reply, began)
+        except RequestError as e:
+            raise RequestError(str(e), "messages" if e.param == "prompt" else e.param, e.code) from None
+
+    async def completion(self, body: bytes, tenant: bytes, reply: Reply) -> None:
+        began = time.monotonic()
+        request = parse(body, CompletionRequest)
+        self._check_model(request.model)
+        params = request.params()
+        given = request.prompts(max(1, self.choices_max // params.n))
+        ids = iter(await self._encode([p for p in given if isinstance(p, str)], special=True))
+        prompts = [p if isinstance(p, list) else next(ids) for p in given]
+        context = self.engine.ready.max_model_len
+        if (longest := max(map(len, prompts))) >= context:
+            raise context_exceeded(longest, context)        # before an echo of it is made
+        out = TextFormat(
+            model=self.model, token_bytes=self._token_bytes, logprobs=params.logprobs is not None,
+            include_usage=request.include_usage, return_token_ids=bool(request.return_token_ids),
+            num_choices=len(prompts) * params.n,
+            echoes=[self._shown(p) for p in given for _ in range(params.n)] if request.echo else ())
+        await self._run(prompts, request, params, tenant, out, reply, began)
+
+    # ------------------------------------------------------------ prompts
+    async def _chat_prompt(self, request: ChatRequest) -> list[int]:
+        if self.tokenizer is None:
+            raise RequestError("this model has no tokenizer: send token ids to /v1/completions",
+                               "messages")
+        if self.template is None:
+            raise RequestError(f"{self._no_template}: use /v1/completions, or start the server with "
+                               "--chat-template", "messages")
+        template = self.template
+        text = await asyncio.to_thread(
+            template.render, request.messages,
+            continue_final=bool(request.continue_final_message),
+            add_generation_prompt=request.add_generation_prompt,
+            variables=request.chat_template_kwargs)
+        [ids] = await self._encode([text], special=False)       # the template writes its own
+        return ids
+
+    async def _encode(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
+        if not texts:
+            return []
+        if self.encoder is None:
+            raise RequestError("this model has no tokenizer: send the prompt as token ids",
+                               "prompt")
+        try:
+            return await self.encoder.encode(texts, special=special, context=self.engine.ready.max_model_len)
+        except TooManyTexts:
+            raise overloaded("too many long texts at once: try again") from None
+
+    def _shown(self, prompt: str | list[int]) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        if self.tokenizer is None:
+            raise RequestError("this model has no tokenizer: echo needs one", "echo")
+        try:
+            return self.tokenizer.decode(prompt, skip_special=False)
+        except (OverflowError, TypeError):
+            raise RequestError("a prompt token id is outside the vocabulary", "prompt") from None
+
+    def _token_bytes(self, token: int) -> bytes:
+        if self.tokenizer is None:
+            return f"token_id:{token}".encode()
+        return self.tokenizer.token_bytes(token)
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name not in self.names:
+            raise ApiError(404, f"the model {name!r} does not exist: this server has "
+                           f"{self.model!r}", param="model", code="model_not_found")
+
+    # ------------------------------------------------------------ running
+    async def _run(self, prompts: list[list[int]], request: ChatRequest | CompletionRequest,
+                   params: SamplingParams, tenant: bytes, out: Format, reply: Reply,
+                   began: float) -> None:
+        self._check_room(prompts, request, params)
+        if params.stop and self.tokenizer is None:
+            raise RequestError("this model has no tokenizer: use stop_token_ids", "stop")
+        namespace = self.namespaces.number(tenant, request.cache_salt)
+        generation = Generation(self.engine, self.tokenizer, self.metrics, began=began)
+        try:
+            for prompt in prompts:
+                generation.submit(
+                    prompt, params, eos_ids=self.eos_ids, namespace=namespace,
+                    context=prompt if isinstance(request, CompletionRequest) else ())
+            if request.stream:
+                await self._stream(generation, out, reply)
+            else:
+                await self._whole(generation, out, reply, len(prompts) * params.n)
+        finally:
+            # Also when the client has gone, which cancels this task wherever it waits.
+            await generation.close()
+
+    def _check_room(self, prompts: list[list[int]], request: ChatRequest | CompletionRequest,
+                    params: SamplingParams) -> None:
+        context = self.engine.ready.max_model_len
+        explicit, name = request.max_tokens, "max_tokens"
+        if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
+            explicit, name = request.max_completion_tokens, "max_completion_tokens"
+        longest = max(len(p) for p in prompts)
+        if explicit is not None and longest < context < longest + explicit:
+            raise RequestError(
+                f"the prompt has {longest} tokens and {name} is {explicit}: the context is "
+                f"{context} tokens for both", name, CONTEXT_EXCEEDED)
+        if self.draining:
+            raise overloaded("the server is shutting down", "shutting_down")
+        wanted = len(prompts) * params.n
+        open_now = self.engine.num_waiting + self.engine.num_running
+        if open_now and open_now + wanted > self.choices_max:
+            raise overloaded(f"{open_now} requests run or wait, and {self.choices_max} are the "
+                             "most: try again")
+
+    async def _whole(self, generation: Generation, out: Format, reply: Reply, count: int) -> None:
+        choices = [Whole() for _ in range(count)]
+        async with aclosing(generation.pieces()) as pieces:
+            async for piece in pieces:
+                choices[piece.index].add(piece)
+        await reply.whole(200, encode(out.whole(choices, generation.usage)), {})
+
+    async def _stream(self, generation: Generation, out: Format, reply: Reply) -> None:
+        async with aclosing(generation.pieces()) as pieces:
+            async for piece in pieces:
+                if not reply.started:
+                    # Not before: until the first token a refusal can still be an HTTP status.
+                    await reply.start()
+                    await reply.events(b"".join(map(event, out.openings())))
+                if chunks := out.chunks(piece):
+                    await reply.events(b"".join(map(event, chunks)))
+        tail = event(out.usage_chunk(generation.usage)) if out.include_usage else b""
+        await reply.events(tail + DONE, last=True)
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told of anything that went wrong."""
+    match error:
+        case ApiError():
+            return error
+        case RequestError():
+            return bad_request(error)
+        case EngineClosed():
+            return overloaded("the server shut down before the answer was complete", "shutting_down")
+        case EngineDied():
+            return ApiError(503, "the engine process is gone: the server is going down",
+                            kind="server_error", code="engine_died")
+        case Ended(outcome="refused"):
+            return ApiError(400, str(error), param="prompt", code="refused")
+        case Ended(outcome="unavailable"):
+            return overloaded(str(error), "prefill_unavailable")
+        case Ended(reason=""):
+            return overloaded("the server ended this request", "aborted")
+        case Ended():
+            # The model's fault, not the load's: it would happen again, so no Retry-After.
+            return ApiError(500, error.reason, kind="server_error", code="model_fault")
+    # The message of an unknown error may quote the prompt: the log gets the place and the type.
+    places = "".join(traceback.format_tb(error.__traceback__))
+    log.error("internal error: %s\n%s", type(error).__name__, places)
+    return ApiError(500, "internal error", kind="server_error", code="internal_error")

@@ -1,0 +1,206 @@
+"""Answers of OpenAI's API: pieces of text as JSON objects, whole or one server-sent event at a time.
+
+Owns the shape of answers. Knows no engine, no HTTP and no request field.
+"""
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from penstock.serve.client.generate import Piece, Usage
+from penstock.serve.wire import Logprob
+
+LOGPROB_MIN = -9999.0        # JSON has no infinity
+_ENCODER = msgspec.json.Encoder()
+encode = _ENCODER.encode
+DONE = b"data: [DONE]\n\n"
+
+
+def event(value: dict[str, Any]) -> bytes:
+    """One server-sent event. JSON has no raw newline, so it is one line."""
+    return b"data: " + encode(value) + b"\n\n"
+
+
+def usage_json(usage: Usage) -> dict[str, Any]:
+    reads = {"completion_tokens_details": {"kv_reads": usage.kv_reads}} if usage.kv_reads else {}
+    peer = {"peer_tokens": usage.peer_tokens} if usage.peer_tokens else {}
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens,
+                                  "cached_tokens_by_tier": usage.cached_by_tier, **peer},
+        **reads,
+    }
+
+
+@dataclass(slots=True)
+class Whole:
+    """One choice, complete."""
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    finish: str | None = None
+    stop_reason: str | None = None
+
+    def add(self, piece: Piece) -> None:
+        self.text += piece.text
+        self.tokens += piece.tokens
+        self.logprobs += piece.logprobs
+        self.offsets += piece.offsets
+        self.finish = piece.finish
+        self.stop_reason = piece.stop_reason
+
+
+class Format(Protocol):
+    """How one endpoint writes its answers; `chunks` are the events of one piece."""
+
+    include_usage: bool
+
+    def openings(self) -> list[dict[str, Any]]: ...
+    def chunks(self, piece: Piece) -> list[dict[str, Any]]: ...
+    def usage_chunk(self, usage: Usage) -> dict[str, Any]: ...
+    def whole(self, choices: Sequence[Whole], usage: Usage) -> dict[str, Any]: ...
+
+
+@dataclass(slots=True)
+class _Common:
+    model: str
+    token_bytes: Callable[[int], bytes]
+    logprobs: bool                    # asked for
+    include_usage: bool
+    return_token_ids: bool
+    num_choices: int
+    created: int = field(default_factory=lambda: int(time.time()))
+    id: str = ""
+    _waiting: dict[int, Whole] = field(default_factory=dict)
+
+    def _frame(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model,
+                "choices": choices, **more}
+
+    def _streamed(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        if self.include_usage:        # null in every chunk but the last, as OpenAI sends it
+            return self._frame(kind, choices, usage=None)
+        return self._frame(kind, choices)
+
+    def _gather(self, piece: Piece) -> Whole | None:
+        """`piece` and what waited before it, once there is text to send or the end has come."""
+        whole = self._waiting.setdefault(piece.index, Whole())
+        whole.add(piece)
+        if not whole.text and piece.finish is None and not self.return_token_ids:
+            return None
+        return self._waiting.pop(piece.index)
+
+    def _ids(self, whole: Whole) -> dict[str, Any]:
+        return {"token_ids": whole.tokens} if self.return_token_ids else {}
+
+    def _name(self, token: int) -> str:
+        return self.token_bytes(token).decode("utf-8", "replace")
+
+
+@dataclass(slots=True)
+class ChatFormat(_Common):
+    def __post_init__(self) -> None:
+        self.id = f"chatcmpl-{secrets.token_hex(16)}"
+
+    def openings(self) -> list[dict[str, Any]]:
+        return [self._streamed("chat.completion.chunk", [
+            {"index": i, "delta": {"role": "assistant", "content": ""}, "logprobs": None,
+             "finish_reason": None}]) for i in range(self.num_choices)]
+
+    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        whole = self._gather(piece)
+        if whole is None:
+            return []
+        found = []
+        if whole.text or whole.tokens:
+            found.append({"index": piece.index, "delta": {"content": whole.text},
+                          "logprobs": self._logprobs(whole), "finish_reason": None,
+                          **self._ids(whole)})
+        if piece.finish is not None:
+            found.append({"index": piece.index, "delta": {}, "logprobs": None,
+                          "finish_reason": piece.finish, "stop_reason": piece.stop_reason})
+        return [self._streamed("chat.completion.chunk", [choice]) for choice in found]
+
+    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
+        return self._frame("chat.completion.chunk", [], usage=usage_json(usage))
+
+    def whole(self, choices: Sequence[Whole], usage: Usage) -> dict[str, Any]:
+        return self._frame("chat.completion", [
+            {"index": i, "message": {"role": "assistant", "content": c.text, "refusal": None},
+             "logprobs": self._logprobs(c), "finish_reason": c.finish,
+             "stop_reason": c.stop_reason, **self._ids(c)}
+            for i, c in enumerate(choices)], usage=usage_json(usage))
+
+    def _logprobs(self, whole: Whole) -> dict[str, Any] | None:
+        if not self.logprobs:
+            return None
+        return {"content": [
+            {**self._entry(token, of.logprob),
+             "top_logprobs": [self._entry(t, p) for t, p in of.top]}
+            for token, of in zip(whole.tokens, whole.logprobs, strict=True)], "refusal": None}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        return {"token": self._name(token), "logprob": max(logprob, LOGPROB_MIN),
+                "bytes": list(self.token_bytes(token))}
+
+
+@dataclass(slots=True)
+class TextFormat(_Common):
+    echoes: Sequence[str] = ()        # text shown before each choice
+
+    def __post_init__(self) -> None:
+        self.id = f"cmpl-{secrets.token_hex(16)}"
+
+    def openings(self) -> list[dict[str, Any]]:
+        return [self._streamed("text_completion", [
+            {"index": i, "text": text, "logprobs": None, "finish_reason": None}])
+            for i, text in enumerate(self.echoes)]
+
+    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        whole = self._gather(piece)
+        if whole is None:
+            return []
+        return [self._streamed("text_completion", [self._choice(piece.index, whole, "")])]
+
+    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
+        return self._frame("text_completion", [], usage=usage_json(usage))
+
+    def whole(self, choices: Sequence[Whole], usage: Usage) -> dict[str, Any]:
+        echoes = self.echoes or [""] * len(choices)
+        return self._frame("text_completion", [
+            self._choice(i, c, echoes[i]) for i, c in enumerate(choices)], usage=usage_json(usage))
+
+    def _choice(self, index: int, whole: Whole, echo: str) -> dict[str, Any]:
+        return {"index": index, "text": echo + whole.text, "logprobs": self._logprobs(whole),
+                "finish_reason": whole.finish, "stop_reason": whole.stop_reason,
+                **self._ids(whole)}
+
+    def _logprobs(self, whole: Whole) -> dict[str, Any] | None:
+        """The older shape: columns, and the chosen token among the best."""
+        if not self.logprobs:
+            return None
+        return {
+            "tokens": [self._key(t) for t in whole.tokens],
+            "token_logprobs": [max(of.logprob, LOGPROB_MIN) for of in whole.logprobs],
+            "top_logprobs": [
+                {self._key(t): max(p, LOGPROB_MIN) for t, p in [*of.top, (token, of.logprob)]}
+                for token, of in zip(whole.tokens, whole.logprobs, strict=True)],
+            "text_offset": whole.offsets,
+        }
+
+    def _key(self, token: int) -> str:
+        """Text, or OpenAI's escape for a part of a character, which keeps keys distinct."""
+        data = self.token_bytes(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{b:02x}" for b in data)

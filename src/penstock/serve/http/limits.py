@@ -1,0 +1,279 @@
+"""What one client may take: bytes, seconds, and other clients' cached pages; and who may ask at all.
+
+Owns reading a request body under limits, API keys, this machine's names, cache namespaces and slow
+connections. Knows no route and no OpenAI type.
+"""
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import re
+import secrets
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from penstock.config.base.errors import ConfigError
+from penstock.config.settings.refuse import is_public
+from penstock.config.settings.tree import ServerConfig
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+
+HEADER_S_MAX = 10.0
+BODY_S_MAX = 30.0
+KEEP_ALIVE_S = 5
+HEADER_BYTES_MAX = 16 << 10
+HEADERS_MAX = 100
+NAMESPACES_MAX = 1 << 16
+_HOST = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
+
+
+class BodyTooLarge(Exception):
+    pass
+
+
+class BodyTooSlow(Exception):
+    pass
+
+
+class Disconnected(Exception):
+    """The client has gone; nobody reads an answer."""
+
+
+async def read_body(headers: Iterable[tuple[bytes, bytes]], receive: Receive, bytes_max: int,
+                    seconds_max: float = BODY_S_MAX) -> bytes:
+    """The whole body, of at most `bytes_max`, which is checked before and while it arrives.
+
+    Raises BodyTooLarge, BodyTooSlow, Disconnected.
+    """
+    for name, value in headers:
+        if name == b"content-length" and int(value) > bytes_max:
+            raise BodyTooLarge
+    body = bytearray()
+    try:
+        async with asyncio.timeout(seconds_max):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise Disconnected
+                body += message.get("body", b"")
+                if len(body) > bytes_max:
+                    raise BodyTooLarge
+                if not message.get("more_body", False):
+                    return bytes(body)
+    except TimeoutError:
+        raise BodyTooSlow from None
+
+
+class Keys:
+    """The API keys, as keyed hashes. Without any, everybody may ask. `admins` are keys too."""
+
+    def __init__(self, keys: Iterable[str], admins: Iterable[str] = ()) -> None:
+        self._secret = secrets.token_bytes(32)
+        self._admins = frozenset(self._hash(k.encode()) for k in admins)
+        self._hashes = [*(self._hash(k.encode()) for k in keys), *self._admins]
+
+    def __bool__(self) -> bool:
+        return bool(self._hashes)
+
+    def tenant(self, authorization: bytes | None) -> bytes | None:
+        """Whose cache the bearer of this header uses: b"" when no key is asked for, None when the
+        key is missing or wrong. Compares with every key, in constant time."""
+        if not self._hashes:
+            return b""
+        scheme, _, key = (authorization or b"").partition(b" ")
+        given = self._hash(key.strip())
+        same = [h for h in self._hashes if hmac.compare_digest(h, given)]
+        return same[0] if same and scheme.lower() == b"bearer" else None
+
+    def is_admin(self, tenant: bytes) -> bool:
+        """Whether this tenant may see and change what belongs to all of them."""
+        return not self._hashes or tenant in self._admins
+
+    def _hash(self, key: bytes) -> bytes:
+        return hashlib.blake2b(key, key=self._secret, digest_size=32).digest()
+
+
+def is_local(host: str) -> bool:
+    """Whether a Host header, with or without a port, names this machine as a server without keys can
+    be bound: localhost or a loopback address."""
+    found = _HOST.fullmatch(host)
+    return found is not None and not is_public(found[1].strip("[]").lower())
+
+
+def is_local_origin(origin: str) -> bool:
+    """`is_local` of an Origin header. "null", which sandboxed pages send, is not."""
+    scheme, _, host = origin.partition("://")
+    return scheme in ("http", "https") and is_local(host)
+
+
+def load_keys(config: ServerConfig) -> Keys:
+    """The keys of the command line and of the key files. Raises ConfigError."""
+    keys = [config.api_key] if config.api_key else []
+    if config.api_key_file is not None:
+        keys += _read_keys("--api-key-file", config.api_key_file)
+    if config.admin_key_file is None:
+        return Keys(keys)
+    return Keys(keys, _read_keys("--admin-key-file", config.admin_key_file))
+
+
+def _read_keys(flag: str, path: str) -> list[str]:
+    try:
+        with open(path, encoding="utf-8") as f:
+            lines = [line.strip() for line in f]
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{flag} {path}: {e}: give a readable file with one key a line") from e
+    found = [line for line in lines if line and not line.startswith("#")]
+    if not found:
+        raise ConfigError(f"{flag} {path} has no key: one a line")
+    return found
+
+
+class Namespaces:
+    """Numbers for roots of the prefix tree: pages are shared inside one, never across.
+
+    The tenant comes from the API key; a client's `cache_salt` only narrows it. Numbers are dense and
+    never used twice, so two salts cannot collide. One that was not seen for long gets a new number,
+    which costs a cache miss.
+    """
+
+    def __init__(self, size_max: int = NAMESPACES_MAX) -> None:
+        self._secret = secrets.token_bytes(32)
+        self._numbers: OrderedDict[bytes, int] = OrderedDict()
+        self._next = 1
+        self._size_max = size_max
+
+    def number(self, tenant: bytes, salt: str | None) -> int:
+        """The namespace of this tenant and salt; 0 when there is neither."""
+        if not tenant and salt is None:
+            return 0
+        text = b"" if salt is None else b"salt" + salt.encode()
+        name = len(tenant).to_bytes(8, "little") + tenant + text
+        key = hashlib.blake2b(name, key=self._secret, digest_size=32).digest()
+        known = self._numbers.get(key)
+        if known is None:
+            known = self._numbers[key] = self._next
+            self._next += 1
+            if len(self._numbers) > self._size_max:
+                self._numbers.popitem(last=False)
+        else:
+            self._numbers.move_to_end(key)
+        return known
+
+
+class _HeadTooLarge(Exception):
+    pass
+
+
+def _unframe(cycle: RequestResponseCycle) -> None:
+    """HTTP/1.0 knows no chunks: what has no length ends with its connection, which uvicorn closes."""
+    send = cycle.send
+    cycle.chunked_encoding = False
+
+    async def unframed(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = unframed  # type: ignore[method-assign]
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """uvicorn's HTTP/1.1 with what it leaves open: a time and a size for the head of a request,
+    errors in OpenAI's shape also for what is not HTTP, and a disconnect that reaches every request
+    of a pipelined connection."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._head = 0                       # which request of the connection
+        self._head_bytes = 0                 # of its head so far; complete lines only
+        self._head_parts = 0                 # as they arrived, of a head that arrives in several
+        self._head_too_large = False
+        self._open_cycles: list[RequestResponseCycle] = []
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._await_head()
+
+    def data_received(self, data: bytes) -> None:
+        head = self._head
+        super().data_received(data)
+        same = head in (0, self._head)
+        if self._head_timer is not None and same and not self.transport.is_closing():
+            self._head_parts += len(data)    # a line that never ends is not told by the parser
+            if self._head_parts > HEADER_BYTES_MAX:
+                self._refuse_head()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._head += 1
+        self._head_bytes = self._head_parts = 0
+        if self._head_timer is None:         # the second and later requests of a connection
+            self._await_head()
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count_head(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._count_head(len(name) + len(value) + 4)
+
+    def _count_head(self, count: int) -> None:
+        self._head_bytes += count
+        if self._head_bytes > HEADER_BYTES_MAX or len(self.headers) > HEADERS_MAX:
+            self._head_too_large = True
+            raise _HeadTooLarge              # the parser stops, and asks for send_400_response
+
+    def on_headers_complete(self) -> None:
+        self._stop_timer()
+        super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            _unframe(self.cycle)
+        self._open_cycles = [c for c in self._open_cycles if not c.response_complete]
+        self._open_cycles.append(self.cycle)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        for cycle in self._open_cycles:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        self._open_cycles = []
+        self.pipeline.clear()                # nobody waits for those that have not begun
+        super().connection_lost(exc)
+
+    def _await_head(self) -> None:
+        self._head_timer = self.loop.call_later(HEADER_S_MAX, self._head_late)
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_late(self) -> None:
+        self._head_timer = None
+        if not self.transport.is_closing():
+            self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        if self._head_too_large:
+            self._refuse_head()
+        else:
+            self._refuse(400, "Bad Request", "this is not an HTTP/1.1 request")
+
+    def _refuse_head(self) -> None:
+        self._refuse(431, "Request Header Fields Too Large",
+                     f"the request's head is over {HEADER_BYTES_MAX} bytes or {HEADERS_MAX} fields")
+
+    def _refuse(self, status: int, phrase: str, message: str) -> None:
+        """Answer what never became a request, and close."""
+        self._stop_timer()
+        body = msgspec.json.encode({"error": {
+            "message": message, "type": "invalid_request_error", "param": None, "code": None}})
+        self.transport.write(
+            f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: "
+            f"{len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
+        self.transport.close()

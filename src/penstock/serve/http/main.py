@@ -1,0 +1,267 @@
+"""`penstock serve`: the API process, from an empty socket to its exit code.
+
+Owns the order of start and end: bind, start the engine, say ready, drain, exit. Knows signals and
+processes; what is served is `http_app`'s. Does not import torch: the engine process does.
+"""
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+import uvloop
+
+from penstock.config.base.errors import ConfigError
+from penstock.config.settings.tree import Config, ServerConfig
+from penstock.model.weights.locate import ModelFiles, locate
+from penstock.serve.client.client import EngineClient, EngineDied
+from penstock.serve.http.app import Health, PeerView, build_app
+from penstock.serve.http.completions import OpenAI
+from penstock.serve.http.limits import KEEP_ALIVE_S, Keys, LimitedProtocol, load_keys
+from penstock.serve.http.local_pair import PairHere
+from penstock.serve.metrics import Metrics
+from penstock.serve.text.encoder import Encoder
+from penstock.serve.text.model_text import Text, open_text
+
+log = logging.getLogger("penstock.http")
+
+EXIT_ENGINE_DIED = 1
+EXIT_INTERRUPTED = 130
+DYING_S = 5.0          # for open requests to hear that the engine is gone
+DEAD_S = 1.0           # for new ones to hear it: a closed port says less
+CLOSING_S = 5          # for connections to close after the last answer
+
+
+def run(config: Config | None, args: argparse.Namespace) -> int:
+    """Serve until a signal or the engine's death; the exit code. Raises ConfigError."""
+    assert config is not None, "the command line takes a MODEL"
+    logging.basicConfig(level=config.server.log_level.upper(), stream=sys.stderr,
+                        format="penstock: %(levelname)s: %(message)s")
+    if config.server.log_level != "debug":
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+        logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    keys = load_keys(config.server)
+    with bind(config.server) as listener:
+        files = locate(config.model.model, load_format=config.model.load_format)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_Server(config, files, keys, listener).serve())
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """The public socket, bound and not yet listening: nobody waits while the model loads.
+
+    Raises ConfigError: the address is in use, or is not one of this machine's.
+    """
+    try:
+        found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM,
+                                   flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except BaseException:
+            listener.close()
+            raise
+    except OSError as e:
+        raise _cannot_bind(config, e) from None
+    return listener
+
+
+def _cannot_bind(config: ServerConfig, error: OSError) -> ConfigError:
+    if error.errno == errno.EADDRINUSE:
+        return ConfigError(f"port {config.port} on {config.host} is in use: stop what uses it, "
+                           "choose another with --port, or let --port 0 take a free one")
+    return ConfigError(f"cannot bind {config.host} port {config.port} ({error.strerror or error}): "
+                       "give an address of this machine with --host, and a free --port")
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without its signal handlers: draining comes before its own shutdown."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Server:
+    """One run of the API process."""
+
+    def __init__(self, config: Config, files: ModelFiles, keys: Keys,
+                 listener: socket.socket) -> None:
+        self._config = config
+        self._files = files
+        self._keys = keys
+        self._listener = listener
+        self._health = Health()
+        self._encoder: Encoder | None = None
+        self._stop = asyncio.Event()          # a signal, or the engine's death
+        self._pair = PairHere(config, _print_error) if config.pair.prefill else None
+        decode = config if self._pair is None else self._pair.decode
+        self._engine = EngineClient(decode, log=_print_error, on_death=self._on_death)
+        self._began = time.monotonic()
+
+    async def serve(self) -> int:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._on_signal, signal.SIGTERM)
+        loop.add_signal_handler(signal.SIGINT, self._on_signal, signal.SIGINT)
+        text: Text | None = None
+        try:
+            starting = asyncio.create_task(self._start_engines())
+            try:
+                text = await asyncio.to_thread(self._open_text)
+                if not await self._started(starting):
+                    return 0
+            finally:
+                starting.cancel()
+                await asyncio.wait([starting])
+            return await self._serve(text)
+        except EngineDied as e:
+            _print_death(e)
+            return EXIT_ENGINE_DIED
+        finally:
+            if text is not None:
+                text.close()
+            if self._encoder is not None:
+                self._encoder.close()
+            await self._engine.close()
+            if self._pair is not None:
+                await self._pair.close()
+
+    async def _start_engines(self) -> None:
+        if self._pair is None:
+            await self._engine.start()
+            return
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._engine.start())
+                group.create_task(self._pair.start())
+        except ExceptionGroup as e:               # what one of them has to say is said once
+            raise e.exceptions[0] from None
+        await self._pair.joined(self._engine)
+
+    async def _started(self, starting: asyncio.Task[Any]) -> bool:
+        """Whether the engine is ready; False when a signal came first."""
+        stop = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait((starting, stop), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stop.cancel()
+        if not starting.done():
+            return False
+        starting.result()
+        return not self._stop.is_set()
+
+    def _open_text(self) -> Text:
+        text = open_text(self._config, self._files)
+        if text.tokenizer is not None:
+            self._encoder = Encoder(text.tokenizer)
+            self._encoder.check()
+        try:
+            if text.template is not None:
+                text.template.check()        # starts its process: not at the first chat's cost
+        except ConfigError as e:
+            log.warning("%s; until then chats answer 400", e)
+        return text
+
+    async def _serve(self, text: Text) -> int:
+        config = self._config
+        schedule = config.schedule
+        assert schedule.max_waiting is not None, "resolve fills it"
+        api = OpenAI(self._engine, text, Metrics(),
+                     model=config.model.served_model_name or self._files.name,
+                     encoder=self._encoder,
+                     also=() if config.model.served_model_name else (config.model.model,),
+                     choices_max=schedule.max_num_seqs + schedule.max_waiting)
+        app = build_app(api, self._health, self._keys, config.server,
+                        {"model": api.model, "pid": self._engine.ready.pid, **self._engine.ready.info},
+                        await self._engine.stats(), self._peer_view())
+        server = _Uvicorn(uvicorn.Config(
+            app, http=LimitedProtocol, ws="none", lifespan="off", log_config=None,
+            access_log=config.server.log_level == "debug", server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=CLOSING_S))
+        try:
+            self._listener.listen(2048)
+        except OSError as e:                  # somebody else bound it too, and was faster
+            raise _cannot_bind(config.server, e) from None
+        print(self._ready_line(api.model), flush=True)
+        serving = asyncio.create_task(server.serve(sockets=[self._listener]))
+        stop = asyncio.create_task(self._stop.wait())
+        await asyncio.wait((serving, stop), return_when=asyncio.FIRST_COMPLETED)
+        await self._drain(api)
+        server.should_exit = True
+        await serving
+        return EXIT_ENGINE_DIED if self._health.died else 0
+
+    def _peer_view(self) -> PeerView | None:
+        """What is told of the other engine of a pair."""
+        mode = "decode" if self._pair is not None else self._config.pair.disaggregation_mode
+        return None if mode is None else PeerView(
+            self._engine, "prefill" if mode == "decode" else "decode", serves=mode == "decode",
+            restarts=lambda: 0 if self._pair is None else self._pair.num_restarts,
+            here=lambda: None if self._pair is None else self._pair.engine)
+
+    async def _drain(self, api: OpenAI) -> None:
+        """Until no request is open, within the time that there is for it."""
+        self._health.draining = api.draining = True
+        if self._health.died:
+            await asyncio.sleep(DEAD_S)
+        limit_s = DYING_S if self._health.died else self._config.server.drain_s
+        died = asyncio.create_task(self._died())
+        idle = asyncio.create_task(api.idle.wait())
+        await asyncio.wait((died, idle), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        died.cancel()
+        idle.cancel()
+        if api.num_open:
+            # Ends their streams, each with an error that says so.
+            await self._engine.close()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(api.idle.wait(), DYING_S)
+
+    async def _died(self) -> None:
+        """The engine died while draining; open requests hear of it by their streams."""
+        while not self._health.died:
+            await asyncio.sleep(0.05)
+
+    def _on_death(self, error: EngineDied) -> None:
+        self._health.died = True
+        _print_death(error)
+        self._stop.set()
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self._stop.is_set() and number == signal.SIGINT:
+            # The engine and the processes aside see their sockets close, and exit.
+            os._exit(EXIT_INTERRUPTED)
+        if not self._stop.is_set():
+            self._stop.set()
+            _print_error("stopping: open requests finish first; interrupt again to exit at once")
+
+    def _ready_line(self, model: str) -> str:
+        host, port = self._listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        info = self._engine.ready.info
+        parts = [f"model {model}"]
+        if (pages := info.get("hbm_pages")) is not None:
+            parts.append(f"{pages} pages")
+        parts.append(f"started in {time.monotonic() - self._began:.1f} s")
+        return f"penstock: ready on http://{shown}:{port} ({', '.join(parts)})"
+
+
+def _print_death(error: EngineDied) -> None:
+    # Its first line: the others are the engine's last ones, which were printed as they came.
+    _print_error(str(error).splitlines()[0])
+
+
+def _print_error(line: str) -> None:
+    print(f"penstock: {line}" if not line.startswith("penstock") else line, file=sys.stderr,
+          flush=True)

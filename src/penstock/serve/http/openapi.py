@@ -1,0 +1,83 @@
+"""The OpenAPI document of /openapi.json, made from the types that requests are decoded with.
+
+Owns which answers each route has. A schema is what a request may look like; that a value is also in range,
+and that a field's feature is built, is told by a 400.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from penstock.config.base.version import version
+from penstock.serve.http.types import NEUTRAL, ChatRequest, CompletionRequest
+
+_REF = "#/components/schemas/{name}"
+
+
+class ErrorBody(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(msgspec.Struct):
+    error: ErrorBody
+
+
+_WHAT = {
+    400: "A field is wrong or not supported: `param` names it.", 401: "The API key is missing or wrong.",
+    403: "Not from this machine, or not an admin's key.", 404: "No such model.",
+    408: "The body took too long to arrive.", 413: "The body is too large.",
+    415: "The body's Content-Type is not application/json.",
+    500: "The model failed at this request, and would again.",
+    503: "Overloaded, shutting down, or the engine is gone.",
+}
+_POST = (400, 401, 403, 404, 408, 413, 415, 500, 503)
+_GET = (401, 403)
+
+
+def document() -> dict[str, Any]:
+    """OpenAPI 3.1, as JSON types."""
+    (chat, text, error), schemas = msgspec.json.schema_components(
+        [ChatRequest, CompletionRequest, Error], ref_template=_REF)
+    for schema in schemas.values():
+        for name, field in schema["properties"].items():
+            if name in NEUTRAL:
+                field["enum"] = [None, *NEUTRAL[name]]
+    objects = {"application/json": {"schema": {"type": "object"}}}
+    errors = {"application/json": {"schema": error}}
+
+    def answers(*statuses: int, ok: dict[str, Any]) -> dict[str, Any]:
+        return {"200": {"description": "The answer.", "content": ok},
+                **{str(s): {"description": _WHAT[s], "content": errors} for s in statuses}}
+
+    def generating(schema: dict[str, Any]) -> dict[str, Any]:
+        return {"post": {
+            "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
+            "responses": answers(*_POST, ok=objects | {"text/event-stream": {"schema": {"type": "string"}}})}}
+
+    def get(*statuses: int, ok: dict[str, Any] = objects, **more: Any) -> dict[str, Any]:
+        return {"get": {**more, "responses": answers(*statuses, ok=ok)}}
+
+    def health(what: str) -> dict[str, Any]:
+        found = get()
+        found["get"]["responses"]["503"] = {"description": what, "content": objects}
+        return found
+
+    model = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    flush = {"post": {"responses": answers(*_GET, ok=objects)}}
+    return {
+        "openapi": "3.1.0", "info": {"title": "penstock", "version": version()},
+        "paths": {
+            "/v1/chat/completions": generating(chat), "/v1/completions": generating(text),
+            "/v1/models": get(*_GET), "/v1/models/{name}": get(*_GET, 404, parameters=[model]),
+            "/health": health("The engine process is gone."), "/ready": health("No new requests are taken."),
+            "/metrics": get(*_GET, ok={"text/plain": {"schema": {"type": "string"}}}),
+            **{path: get(*_GET) for path in ("/version", "/server_info", "/get_server_info", "/model_info",
+                                             "/get_model_info", "/openapi.json")},
+            "/flush_cache": flush, "/reset_prefix_cache": flush},
+        "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+        "security": [{"key": []}, {}],
+    }

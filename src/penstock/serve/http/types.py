@@ -1,0 +1,290 @@
+"""Requests of OpenAI's API, as typed data: what is understood, what is neutral, what is refused.
+
+Owns the fields' names and types. A field that this server does not know or cannot honour is an
+error that names it, never silence. Knows no engine and no tokenizer.
+
+Accepted and without effect, whatever the value: `user`, `safety_identifier`, `prompt_cache_key`
+(tags of the caller). Fields of NEUTRAL are accepted at the values listed there, which include what
+routers fill in.
+"""
+from __future__ import annotations
+
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from penstock.config.base.errors import RequestError
+from penstock.config.request.params import COUNT_MAX, SamplingParams
+
+# Of fields whose feature is not built: null, and these values that do not ask for it.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "chat_template": (),
+    "custom_params": (),
+    "documents": ([],),
+    "ebnf": (),
+    "function_call": ("none",),
+    "functions": ([],),
+    "guided_json": (),
+    "json_schema": (),
+    "log_metrics": (True,),                     # every request is counted
+    "lora_path": (),
+    "metadata": ({},),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "prompt_cache_options": (),
+    "prompt_cache_retention": (),
+    "reasoning_effort": ("none",),
+    "regex": (),
+    "response_format": ({"type": "text"},),
+    "return_hidden_states": (False,),
+    "separate_reasoning": (True, False),        # without a reasoning parser both do nothing
+    "service_tier": ("auto", "default"),
+    "session_params": (),
+    "store": (False,),
+    "stream_reasoning": (True,),                # all text is streamed
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+
+
+class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What chat and completions share. None is "not given"."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    # Not OpenAI's; the names are those of vLLM and SGLang.
+    min_tokens: int | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None            # SGLang's name of the same
+    skip_special_tokens: bool | None = None
+    priority: int | None = None
+    top_k_tokens: int | None = None             # ours: KV that a decode step reads; 0 is all of it
+    cache_salt: str | None = None
+    return_token_ids: bool | None = None
+    # Without effect.
+    user: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    # NEUTRAL.
+    custom_params: Any = None
+    ebnf: Any = None
+    guided_json: Any = None
+    json_schema: Any = None
+    log_metrics: Any = None
+    lora_path: Any = None
+    metadata: Any = None
+    moderation: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+    regex: Any = None
+    response_format: Any = None
+    return_hidden_states: Any = None
+    separate_reasoning: Any = None
+    service_tier: Any = None
+    session_params: Any = None
+    store: Any = None
+    stream_reasoning: Any = None
+    structured_outputs: Any = None
+
+    def checked(self) -> None:
+        """Raises RequestError for a field that is not supported at its value."""
+        for name in self.__struct_fields__:
+            if name in NEUTRAL:
+                value = getattr(self, name)
+                if value is not None and not any(_same(value, ok) for ok in NEUTRAL[name]):
+                    raise RequestError(f"{name} is not supported yet: leave it out", name)
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options needs stream: true", "stream_options")
+        if self.cache_salt is not None and not 0 < len(self.cache_salt) <= 1024:
+            raise RequestError("cache_salt has 1 to 1024 characters", "cache_salt")
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def _params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        given = {name: value for name in _SAME_NAME if (value := getattr(self, name)) is not None}
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return SamplingParams(
+            **given, max_tokens=max_tokens, logprobs=logprobs, stop=stop,
+            logit_bias={_token_id(k): v for k, v in (self.logit_bias or {}).items()},
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            include_stop_str_in_output=bool(self.include_stop_str_in_output or self.no_stop_trim),
+        ).checked()
+
+
+_SAME_NAME = ("n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed",
+              "min_tokens", "top_k", "min_p", "repetition_penalty", "ignore_eos",
+              "skip_special_tokens", "priority", "top_k_tokens")
+
+
+class ChatRequest(_Request, kw_only=True, forbid_unknown_fields=True):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # NEUTRAL.
+    audio: Any = None
+    chat_template: Any = None
+    documents: Any = None
+    function_call: Any = None
+    functions: Any = None
+    modalities: Any = None
+    parallel_tool_calls: Any = None
+    prediction: Any = None
+    reasoning_effort: Any = None
+    tool_choice: Any = None
+    tools: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+
+    def params(self) -> SamplingParams:
+        """Raises RequestError. Without a maximum the answer may fill the context."""
+        most = self.max_completion_tokens
+        if most is None:
+            most = self.max_tokens
+        elif self.max_tokens is not None and self.max_tokens != most:
+            raise RequestError("max_tokens and max_completion_tokens differ: give one of them",
+                               "max_tokens")
+        if self.max_completion_tokens is not None and not 1 <= self.max_completion_tokens <= COUNT_MAX:
+            raise RequestError(f"max_completion_tokens is {self.max_completion_tokens}: 1 to {COUNT_MAX}",
+                               "max_completion_tokens")
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= 20:
+            raise RequestError(f"top_logprobs is {self.top_logprobs}: 0 to 20", "top_logprobs")
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
+        return self._params(max_tokens=most,
+                            logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+
+
+class CompletionRequest(_Request, kw_only=True, forbid_unknown_fields=True):
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: Any = None                          # NEUTRAL
+
+    def params(self) -> SamplingParams:
+        """Raises RequestError. Without a maximum there are 16 tokens, as in OpenAI's API."""
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise RequestError("best_of is not supported yet: leave it out", "best_of")
+        if self.echo and self.logprobs is not None:
+            raise RequestError("echo with logprobs is not supported yet: leave one out", "echo")
+        return self._params(max_tokens=16 if self.max_tokens is None else self.max_tokens,
+                            logprobs=self.logprobs)
+
+    def prompts(self, most: int) -> list[str | list[int]]:
+        """One entry for each prompt. Raises RequestError: empty, mixed, or more than `most`."""
+        if isinstance(self.prompt, str):
+            found: list[str | list[int]] = [self.prompt]
+        elif all(isinstance(p, int) for p in self.prompt):
+            found = [[p for p in self.prompt if isinstance(p, int)]]
+        elif all(isinstance(p, str) for p in self.prompt) or all(
+                isinstance(p, list) for p in self.prompt):
+            found = [p for p in self.prompt if not isinstance(p, int)]
+        else:
+            raise RequestError("prompt mixes strings, token ids and lists: give a string, a list of "
+                               "strings, a list of token ids or a list of those", "prompt")
+        if any(len(p) == 0 for p in found):
+            raise RequestError("the prompt is empty: send at least one token", "prompt")
+        if len(found) > most:
+            raise RequestError(f"prompt has {len(found)} prompts: at most {most} in one request",
+                               "prompt")
+        return found
+
+
+T = TypeVar("T", bound=_Request)
+_AT = re.compile(r" - at `\$?\.?([^`]*)`$")
+_FIELD = re.compile(r"field `([^`]+)`")
+
+
+def parse(body: bytes, kind: type[T]) -> T:
+    """The typed request. Raises RequestError that names the field."""
+    try:
+        request = msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as e:
+        raise _named(str(e)) from None
+    except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as e:
+        # UnicodeDecodeError is a ValueError; its text would quote the body.
+        why = str(e) if isinstance(e, msgspec.MsgspecError) else type(e).__name__
+        raise RequestError(f"the body is not valid JSON: {why}") from None
+    request.checked()
+    return request
+
+
+def _named(text: str) -> RequestError:
+    """msgspec's message with the field as OpenAI's `param`."""
+    at = _AT.search(text)
+    path = at.group(1) if at else ""
+    field = _FIELD.search(text)
+    name = ".".join(filter(None, [path, field.group(1) if field else ""]))
+    what = text[:at.start()] if at else text
+    if "unknown field" in text:
+        return RequestError(f"{name} is not a field of this API, or not supported yet", name)
+    if "missing required field" in text:
+        return RequestError(f"{name} is missing", name)
+    return RequestError(f"{name or 'the body'}: {what[:1].lower() + what[1:]}", name or None)
+
+
+def _token_id(key: str) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) <= 10):
+        raise RequestError("logit_bias has a key that is not a token id", "logit_bias")
+    return int(key)
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    """Equal, and of one type: 0 is not False here."""
+    return type(value) is type(neutral) and bool(value == neutral)
+
+
+# ---------------------------------------------------------------- errors
+class ApiError(Exception):
+    """An answer that is an error: HTTP status, and the fields of OpenAI's shape."""
+
+    def __init__(self, status: int, message: str, *, kind: str = "invalid_request_error",
+                 param: str | None = None, code: str | None = None,
+                 headers: dict[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = headers or {}
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def overloaded(message: str, code: str = "overloaded", retry_s: int = 1) -> ApiError:
+    """503 that asks the client to come back."""
+    return ApiError(503, message, kind="server_error", code=code,
+                    headers={"retry-after": str(retry_s)})
+
+
+def bad_request(error: RequestError) -> ApiError:
+    return ApiError(400, str(error), param=error.param, code=error.code)

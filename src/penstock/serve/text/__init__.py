@@ -1,0 +1,1 @@
+"""Tokenizers, chat templates and their helper processes, text out of tokens."""

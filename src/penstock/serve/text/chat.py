@@ -1,0 +1,166 @@
+"""Chat messages to prompt text, by the model's own template, in a process of its own.
+
+Owns the limits on templates: size of the source, time, and (in `chat_render`) memory and output.
+Knows neither HTTP nor tokens. A template never comes from a request.
+"""
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from penstock.config.base.errors import ConfigError, RequestError
+from penstock.serve.text.helper import Aside
+
+SOURCE_BYTES_MAX = 256 << 10
+RENDER_S_MAX = 10.0
+ROLES = ("system", "developer", "user", "assistant")
+OPTIONAL = ("name", "reasoning_content")        # fields of a message that some templates show
+# What the server fills in; `chat_template_kwargs` may not.
+RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents", "raise_exception",
+                      "strftime_now", "tojson", "range", "namespace"})
+
+
+def read_template(path: str) -> str:
+    """Source of the operator's --chat-template. Raises ConfigError."""
+    try:
+        with open(path, encoding="utf-8") as f:
+            return f.read(SOURCE_BYTES_MAX + 1)
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"--chat-template {path}: {e}: give a readable UTF-8 Jinja file") from e
+
+
+class ChatTemplate:
+    """A template and the process that renders it; thread-safe, one rendering at a time.
+
+    The process starts with the first `check` or `render`, is killed when it is late, and starts
+    again for the next one. `variables` are the model's: bos_token, eos_token and the like.
+    """
+
+    def __init__(self, source: str, variables: Mapping[str, Any] | None = None, *,
+                 render_s_max: float = RENDER_S_MAX) -> None:
+        """Raises ConfigError: the source is too large."""
+        if len(source.encode()) > SOURCE_BYTES_MAX:
+            raise ConfigError(f"the chat template is over {SOURCE_BYTES_MAX >> 10} KiB: "
+                              "give a smaller one with --chat-template")
+        self._variables = dict(variables or {})
+        self._render_s_max = render_s_max
+        self._shown = frozenset(f for f in OPTIONAL if _reads(source, f))
+        self._aside = Aside("penstock.serve.text.chat_render", {"source": source},
+                            wrong="the chat template is wrong", advice="give another with --chat-template")
+
+    def check(self) -> None:
+        """Compile it now. Raises ConfigError with the syntax error."""
+        self._aside.check()
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, continue_final: bool = False,
+               add_generation_prompt: bool | None = None,
+               variables: Mapping[str, Any] | None = None) -> str:
+        """The prompt text of a conversation.
+
+        messages   {"role", "content"} with content a string or a list of {"type": "text"} parts
+        continue_final   the last message, the assistant's, is left open: the model goes on with it
+        variables  more names for the template (`chat_template_kwargs`)
+        Raises     RequestError: a message of another form, or the template refused or failed.
+        """
+        plain = [plain_message(m, i, self._shown) for i, m in enumerate(messages)]
+        if not plain:
+            raise RequestError("messages is empty: send at least one message", "messages")
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final
+        if taken := sorted(RESERVED & set(variables or {})):
+            raise RequestError(f"chat_template_kwargs may not set {taken[0]}",
+                               "chat_template_kwargs")
+        mark = ""
+        if continue_final:
+            if plain[-1]["role"] != "assistant" or add_generation_prompt:
+                raise RequestError("continue_final_message needs a last message of the assistant "
+                                   "and add_generation_prompt false", "continue_final_message")
+            mark = secrets.token_hex(16)
+            plain[-1]["content"] += mark
+        text = self._render({**self._variables, **(variables or {}), "messages": plain,
+                             "add_generation_prompt": add_generation_prompt})
+        if not continue_final:
+            return text
+        end = text.rfind(mark)
+        if end < 0:
+            raise RequestError("this model's chat template does not show the last message: it "
+                               "cannot be continued", "continue_final_message")
+        return text[:end]
+
+    def close(self) -> None:
+        """End the process. Idempotent."""
+        self._aside.close()
+
+    def _render(self, value: dict[str, Any]) -> str:
+        try:
+            answer = self._aside.ask(value, self._render_s_max)
+        except ConfigError as e:
+            raise RequestError(str(e), "messages") from None
+        except TimeoutError:
+            raise RequestError(f"the chat template took over {self._render_s_max:g} s",
+                               "messages") from None
+        except EOFError:
+            raise RequestError("the chat template used too much memory", "messages") from None
+        if "error" in answer:
+            raise RequestError(f"chat template: {answer['error']}", "messages")
+        text: str = answer["text"]
+        return text
+
+
+def _reads(source: str, name: str) -> bool:
+    """Whether a template looks at `name` of a message: `m.name`, `m['name']`, `m.get("name")`,
+    `'name' in m`. The name of a tool or of its function is another one."""
+    return re.search(rf"""(?<!tool)(?<!tool_call)(?<!function)(\.|\[['"]|\.get\(['"]){name}\b"""
+                     rf"""|['"]{name}['"] +in\b""", source) is not None
+
+
+def plain_message(message: Mapping[str, Any], index: int,
+                  shown: Collection[str] = OPTIONAL) -> dict[str, Any]:
+    """A message as templates know it: content is one string, `developer` is `system`.
+
+    shown    fields of OPTIONAL that the template looks at
+    Raises   RequestError that names the message and the field.
+    """
+    where = f"messages[{index}]"
+    if not isinstance(message, Mapping):
+        raise RequestError(f"{where} is not an object with role and content", where)
+    role = message.get("role")
+    if role not in ROLES:
+        raise RequestError(f"{where}.role is {role!r}: one of {', '.join(ROLES)}", f"{where}.role")
+    for name, value in message.items():
+        if value in (None, []) or name in ("role", "content", *shown):
+            continue
+        if name in OPTIONAL:
+            raise RequestError(f"{where}.{name}: this model's chat template does not show it, leave "
+                               "it out", f"{where}.{name}")
+        raise RequestError(f"{where}.{name} is not supported yet", f"{where}.{name}")
+    plain = {"role": "system" if role == "developer" else role,
+             "content": _plain_content(message.get("content"), where)}
+    for name in OPTIONAL:
+        if (value := message.get(name)) is not None:
+            if not isinstance(value, str):
+                raise RequestError(f"{where}.{name} is not a string", f"{where}.{name}")
+            plain[name] = value
+    return plain
+
+
+def _plain_content(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise RequestError(f"{where}.content is neither a string nor a list of text parts",
+                           f"{where}.content")
+    texts = []
+    for i, part in enumerate(content):
+        at = f"{where}.content[{i}]"
+        if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
+            raise RequestError(f"{at} is not an object with a type", at)
+        if part["type"] != "text":
+            raise RequestError(f"{at}.type is {part['type']!r}: only text parts are supported",
+                               f"{at}.type")
+        if set(part) != {"type", "text"} or not isinstance(part["text"], str):
+            raise RequestError(f'{at} is not {{"type": "text", "text": "..."}}', at)
+        texts.append(part["text"])
+    return "\n".join(texts)              # as vLLM joins them

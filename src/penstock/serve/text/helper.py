@@ -1,0 +1,119 @@
+"""A process of ours that answers one question at a time: what must hold neither this one nor its memory.
+
+Owns its start, the frames to it, its time, and its end. Knows nothing of what it computes: `chat` and
+`encoder` do.
+"""
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from penstock.config.base.errors import ConfigError
+from penstock.serve.text.frames import receive, send
+
+START_S_MAX = 60.0
+
+
+class Aside:
+    """`python -m MODULE` and the socket to it; thread-safe.
+
+    The process starts with the first `check` or `ask`, is killed when it is late, and starts again for
+    the next one. It gets `hello` first and answers {} or {"error"}; so it does every later question.
+    """
+
+    def __init__(self, module: str, hello: dict[str, Any], *, wrong: str, advice: str) -> None:
+        """Of the ConfigError of a process that does not start or refuses `hello`, `wrong` is the beginning
+        and `advice` the end."""
+        self._module = module
+        self._hello = hello
+        self._wrong = wrong
+        self._advice = advice
+        self._lock = threading.Lock()
+        self._link: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def check(self) -> None:
+        """Start it now. Raises ConfigError."""
+        with self._lock:
+            self._start()
+
+    def ask(self, question: dict[str, Any], seconds_max: float) -> dict[str, Any]:
+        """Its answer. Raises ConfigError; TimeoutError; EOFError: it ended twice without one."""
+        with self._lock:
+            try:
+                return self._ask(question, seconds_max)
+            except EOFError:
+                # Whoever ended it may not have meant this question: memory of another, an operator.
+                return self._ask(question, seconds_max)
+
+    def close(self) -> None:
+        """End the process. Idempotent."""
+        with self._lock:
+            self._kill()
+
+    def _ask(self, question: dict[str, Any], seconds_max: float) -> dict[str, Any]:
+        link = self._start()
+        try:
+            link.settimeout(seconds_max)
+            send(link, question)
+            answer: dict[str, Any] = receive(link)
+            return answer
+        except TimeoutError:
+            self._kill()
+            raise
+        except (EOFError, OSError):
+            self._kill()
+            raise EOFError from None
+        except BaseException:
+            self._kill()             # its answer would be taken for the next one's
+            raise
+
+    def _start(self) -> socket.socket:
+        if self._link is not None:
+            return self._link
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", self._module, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=_environment(),
+                start_new_session=True)      # Ctrl-C is for the server, which drains first
+        ours.settimeout(START_S_MAX)
+        self._link = ours
+        try:
+            send(ours, self._hello)
+            answer = receive(ours)
+        except (EOFError, OSError) as e:
+            self._kill()
+            raise ConfigError(f"{self._wrong}: its process did not start ({e}): {self._advice}") from e
+        if "error" in answer:
+            self._kill()
+            raise ConfigError(f"{self._wrong}: {answer['error']}: {self._advice}")
+        return ours
+
+    def _kill(self) -> None:
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+def _environment() -> dict[str, str]:
+    """Ours, and where this package was imported from: `-P` keeps the current folder out."""
+    root = str(Path(__file__).parents[2])
+    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}

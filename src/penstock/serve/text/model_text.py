@@ -1,0 +1,79 @@
+"""The text side of a model: tokenizer, chat template, stop ids. Opened from the model's files.
+
+Owns how a prompt or a conversation becomes token ids. Knows no engine; imports no torch.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.config.base.errors import ConfigError, RequestError
+from penstock.config.settings.tree import Config
+from penstock.model.weights.locate import ModelFiles
+from penstock.serve.text.chat import ChatTemplate, read_template
+from penstock.serve.text.tokenizer import Tokenizer, open_tokenizer
+
+
+class Text:
+    """`tokenizer` is None for a model that has none: it serves token ids. `no_template`: why there is no
+    template, as the beginning of a sentence."""
+
+    def __init__(self, tokenizer: Tokenizer | None, template: ChatTemplate | None,
+                 eos_ids: Sequence[int], no_template: str = "this model has no chat template") -> None:
+        self.no_template = no_template
+        self.tokenizer = tokenizer
+        self.eos_ids = tuple(eos_ids)
+        self.template = template
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids; `special` adds what the model wants around a prompt. Raises RequestError."""
+        if self.tokenizer is None:
+            raise RequestError('this model has no tokenizer: send {"prompt_token_ids": [...]}',
+                               "prompts")
+        return self.tokenizer.encode(text, add_special=special)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The prompt text of a conversation. Raises RequestError."""
+        if self.tokenizer is None:
+            raise RequestError('this model has no tokenizer: use generate with {"prompt_token_ids": [...]}',
+                               "messages")
+        if self.template is None:
+            raise RequestError(f"{self.no_template}: use generate, or give one with "
+                               "chat_template (--chat-template)", "messages")
+        return self.template.render(messages)
+
+    def token(self, token: int) -> str:
+        """Text of one token id; half a character shows as U+FFFD."""
+        return "" if self.tokenizer is None else self.tokenizer.token_text(token)
+
+    def close(self) -> None:
+        """End the template's process."""
+        if self.template is not None:
+            self.template.close()
+
+
+def open_text(config: Config, files: ModelFiles) -> Text:
+    """Raises ConfigError: the tokenizer or the operator's template is missing or broken."""
+    model = config.model
+    tokenizer = open_tokenizer(files, model.tokenizer)
+    source = tokenizer.chat_template if tokenizer is not None else None
+    if model.chat_template is not None:
+        if tokenizer is None:
+            raise ConfigError(f"--chat-template {model.chat_template}: {files.name} has no tokenizer for "
+                              "what it writes: give one with --tokenizer, or leave it out")
+        source = read_template(model.chat_template)
+    template = None
+    if tokenizer is not None and source is not None:
+        template = ChatTemplate(source, tokenizer.template_vars)
+        if model.chat_template is not None:
+            template.check()            # the model's own may be broken: it still continues text
+    return Text(tokenizer, template, files.eos_ids if tokenizer is None else tokenizer.eos_ids,
+                _no_template(files))
+
+
+def _no_template(files: ModelFiles) -> str:
+    """DeepSeek-V3.2 brings a program in place of a template, which nothing here runs."""
+    why = "this model has no chat template"
+    for own in sorted((files.folder / "encoding").glob("encoding_*.py")):
+        return f"{why} but a program, encoding/{own.name}, which is not supported"
+    return why
