@@ -158,9 +158,10 @@ class EngineClient:
                     [*self._argv, str(theirs.fileno())], pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                     encoding="utf-8", errors="replace")
-            self._log_thread = threading.Thread(target=self._read_log, daemon=True,
-                                                name="penstock-log")
-            self._log_thread.start()
+            # No executor: at the end of a script it takes no work any more, and `close` may come then.
+            self._exited, self._logged = asyncio.Event(), asyncio.Event()
+            self._on_a_thread(self._process.wait, self._exited, "penstock-exit")
+            self._on_a_thread(self._read_log, self._logged, "penstock-log")
             ours.setblocking(False)
             self._transport, _ = await self._loop.create_unix_connection(
                 lambda: _Link(self), sock=ours)
@@ -183,13 +184,13 @@ class EngineClient:
         try:
             if self._ready is not None:         # one that still loads does not listen: kill it
                 self._send(wire.Shutdown())
-                await self._wait(process, EXIT_GRACE_S)
+                await _within(EXIT_GRACE_S, self._exited)
         finally:
             process.kill()                      # nothing, if it has exited
             if self._transport is not None:
                 self._transport.close()
                 await asyncio.wait([self._gone])
-            await self._wait(process, None)
+            await self._exited.wait()
 
     @property
     def ready(self) -> wire.Ready:
@@ -325,10 +326,10 @@ class EngineClient:
     async def _bury(self) -> None:
         process = self._process
         assert process is not None
-        await self._wait(process, 1.0)
+        await _within(1.0, self._exited)
         process.kill()                      # it talks nonsense, or hangs without a socket
-        await self._wait(process, None)
-        await self._loop.run_in_executor(None, self._log_thread.join, 1.0)
+        await self._exited.wait()
+        await _within(1.0, self._logged)
         self.died = (EngineClosed if self._closing else EngineDied)(process.returncode, self._tail)
         if not self._started.done():
             self._started.set_exception(self.died)
@@ -344,9 +345,14 @@ class EngineClient:
         if self.on_death is not None and not self._closing:
             self.on_death(self.died)
 
-    async def _wait(self, process: subprocess.Popen[str], timeout_s: float | None) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            await self._loop.run_in_executor(None, process.wait, timeout_s)
+    def _on_a_thread(self, work: Callable[[], object], done: asyncio.Event, name: str) -> None:
+        """`work` on a thread of its own, and `done` when it has returned."""
+        def run() -> None:
+            work()
+            with contextlib.suppress(RuntimeError):     # the loop is closed: nobody waits
+                self._loop.call_soon_threadsafe(done.set)
+
+        threading.Thread(target=run, daemon=True, name=name).start()
 
     def _read_log(self) -> None:
         assert self._process is not None and self._process.stdout is not None
@@ -381,6 +387,11 @@ class _Link(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._client.link_lost()
+
+
+async def _within(timeout_s: float, event: asyncio.Event) -> None:
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), timeout_s)
 
 
 def checked_limits(ready: wire.Ready, prompt: Sequence[int], params: SamplingParams,

@@ -114,6 +114,6 @@ class Aside:
 
 def _environment() -> dict[str, str]:
     """Ours, and where this package was imported from: `-P` keeps the current folder out."""
-    root = str(Path(__file__).parents[2])
+    root = str(Path(__file__).parents[3])
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
