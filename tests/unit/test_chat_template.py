@@ -117,14 +117,14 @@ def test_a_killed_renderer_costs_no_request(template):
     chat = template("x")
     for _ in range(2):
         chat.check()
-        os.kill(chat._aside.pid, signal.SIGKILL)
+        os.kill(chat._short.pid, signal.SIGKILL)
         assert chat.render(USER) == "x"
 
 
 def test_close_leaves_no_process(template):
     chat = template("x")
     chat.check()
-    process = chat._aside._process
+    process = chat._short._process
     chat.close()
     chat.close()
     assert process.poll() is not None

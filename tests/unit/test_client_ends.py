@@ -1,4 +1,4 @@
-"""Scripts that make an `LLM` and never close it: they end, with their own exit code, and so does the engine."""
+"""Scripts that make an `LLM` and never close it: they end, with their own exit code, and the engine too."""
 from __future__ import annotations
 
 import os

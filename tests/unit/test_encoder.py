@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from penstock.config.base.errors import CONTEXT_EXCEEDED, RequestError
-from penstock.serve.text import encoder as encoder_module
-from penstock.serve.text.encoder import INLINE_CHARS_MAX, Bound, Encoder, TooManyTexts, bound
+from penstock.serve.text.encoder import INLINE_CHARS_MAX, Bound, Encoder, bound
 from penstock.serve.text.tokenizer import Tokenizer
+from penstock.serve.text.turns import TooManyTexts
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 WORDS = "hello é wörld ☃ \n"
@@ -112,7 +112,7 @@ def test_a_pattern_that_exhausts_its_engine_is_a_request_error(capfd):
 
 
 def test_texts_at_once_are_limited_and_one_that_is_left_keeps_its_place(plain, monkeypatch):
-    monkeypatch.setattr(encoder_module, "TEXTS_MAX", 2)
+    monkeypatch.setattr(plain._turns, "_most", 2)
 
     async def go():
         long = "x" * 20_000
@@ -124,7 +124,7 @@ def test_texts_at_once_are_limited_and_one_that_is_left_keeps_its_place(plain, m
             await plain.encode([long], special=False, context=1 << 30)
         assert await plain.encode(["short"], special=False, context=1 << 30)
         await open_now.pop()
-        while plain._open:
+        while plain._turns.num_open:
             await asyncio.sleep(0.001)
         return await plain.encode([long], special=False, context=1 << 30)
     assert len(asyncio.run(go())[0]) == 20_000

@@ -14,8 +14,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 from tokenizers.decoders import DecodeStream
 
-from penstock.config.base.errors import ConfigError, RequestError
-from penstock.model.weights.files import show
+from penstock.config.base.errors import ConfigError, RequestError, show
 from penstock.model.weights.locate import ModelFiles, locate
 from penstock.serve.text.gguf_tokenizer import tokenizer_of_gguf
 from penstock.serve.text.tokenizer import Tokenizer, open_tokenizer

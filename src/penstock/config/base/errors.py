@@ -1,6 +1,23 @@
 """Errors for users. Everything else that goes wrong is either our bug (assert) or an event."""
 from __future__ import annotations
 
+import reprlib
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 200
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = 40
+
+
+def show(value: object) -> str:
+    """`value` for a message: one line, printable, at most 80 characters, however large it is."""
+    text = _SHORT.repr(value).encode("ascii", "backslashreplace").decode()
+    return cut(text)
+
+
+def cut(text: str, most: int = 80) -> str:
+    """`text`, or its beginning, of at most `most` characters."""
+    return text if len(text) <= most else text[:most - 3] + "..."
+
 
 class ConfigError(ValueError):
     """A setting or an input file is wrong: says what was given, what is allowed, what to do."""

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import msgspec
 
-from penstock.config.base.errors import RequestError
+from penstock.config.base.errors import RequestError, show
 
 COUNT_MAX = 2**31 - 1                  # of tokens: what the engine counts with
 
@@ -42,7 +42,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """This, or RequestError that names the field, the value and the allowed range."""
         def need(ok: bool, name: str, allowed: str) -> None:
             if not ok:
-                raise RequestError(f"{name} is {getattr(self, name)!r}: {allowed}", name)
+                raise RequestError(f"{name} is {show(getattr(self, name))}: {allowed}", name)
 
         need(self.max_tokens is None or 1 <= self.max_tokens <= COUNT_MAX, "max_tokens", f"1 to {COUNT_MAX}")
         need(0 <= self.min_tokens <= COUNT_MAX, "min_tokens", f"0 to {COUNT_MAX}")

@@ -17,11 +17,11 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from penstock.config.base.errors import ConfigError
+from penstock.config.base.errors import ConfigError, show
 from penstock.kernels.types.scaled import Scaled
 from penstock.model.base import Checkpoint, Wants, everything
 from penstock.model.weights.codes import PACKED, Codes, Packed, codes_of
-from penstock.model.weights.files import digest_of_files, open_regular, show
+from penstock.model.weights.files import digest_of_files, open_regular
 from penstock.model.weights.fp8 import SCALE_SUFFIX, Blocks, quantises, read_blocks
 from penstock.model.weights.gguf_config import ROPE_FREQS, HFName, hf_name
 from penstock.model.weights.gguf_file import GGUFTensor

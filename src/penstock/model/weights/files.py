@@ -14,15 +14,9 @@ from typing import Any, BinaryIO, NoReturn
 
 import xxhash
 
-from penstock.config.base.errors import ConfigError
+from penstock.config.base.errors import ConfigError, show
 
 JSON_BYTES_MAX = 64 << 20           # the index of a model with a million tensors is 100 MB; none is
-
-
-def show(value: object) -> str:
-    """`value` for a message: one line, printable, at most 80 characters."""
-    text = ascii(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def open_regular(path: Path) -> tuple[BinaryIO, int]:

@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.config.base.errors import ConfigError
-from penstock.model.weights.files import show
+from penstock.config.base.errors import ConfigError, show
 
 SCALE_SUFFIX = "_scale_inv"         # of the tensor beside `weight` that its elements are multiplied by
 

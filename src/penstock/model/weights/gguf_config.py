@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.config.base.errors import ConfigError
-from penstock.model.weights.files import open_regular, show
+from penstock.config.base.errors import ConfigError, show
+from penstock.model.weights.files import open_regular
 from penstock.model.weights.gguf_file import GGUFHeader
 
 # GGUF architecture -> (model_type, class name in config.json)

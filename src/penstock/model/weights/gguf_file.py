@@ -13,8 +13,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from penstock.config.base.errors import ConfigError
-from penstock.model.weights.files import open_regular, show
+from penstock.config.base.errors import ConfigError, show
+from penstock.model.weights.files import open_regular
 
 ARRAY_MAX = 1 << 21                  # elements of one metadata array; vocabularies have 2**18
 STRING_BYTES_MAX = 16 << 20

@@ -11,10 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from penstock.config.base.errors import ConfigError
+from penstock.config.base.errors import ConfigError, show
 from penstock.config.base.paths import hub_cache_dir
 from penstock.model.demo import DEMO_NAME, fetch_demo
-from penstock.model.weights.files import read_json_object, read_text, show
+from penstock.model.weights.files import read_json_object, read_text
 from penstock.model.weights.fp8 import read_blocks
 from penstock.model.weights.gguf_config import check_config, gguf_eos_ids, read_gguf_config
 from penstock.model.weights.gguf_file import GGUFHeader, read_gguf_header

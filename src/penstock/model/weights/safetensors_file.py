@@ -10,8 +10,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from penstock.config.base.errors import ConfigError
-from penstock.model.weights.files import open_regular, parse_json_object, show
+from penstock.config.base.errors import ConfigError, show
+from penstock.model.weights.files import open_regular, parse_json_object
 
 HEADER_BYTES_MAX = 32 << 20          # 200,000 tensors; parsing takes about 10x that in memory
 DIMS_MAX = 8

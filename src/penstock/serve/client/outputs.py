@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from penstock.config.base.errors import RequestError
+from penstock.config.base.errors import RequestError, show
 from penstock.config.request.params import SamplingParams
 
 Prompt: TypeAlias = "str | Mapping[str, Any]"          # text, {"prompt"}, or {"prompt_token_ids"}
@@ -84,7 +84,7 @@ def text_or_ids(prompt: Prompt) -> str | list[int]:
             if isinstance(ids, Sequence) and all(type(i) is int for i in ids):
                 return list(ids)
             raise RequestError("prompt_token_ids is not a list of whole numbers", "prompts")
-    raise RequestError(f"a prompt has the fields {sorted(map(str, prompt))}: one of prompt (text) "
+    raise RequestError(f"a prompt has the fields {show(sorted(map(str, prompt)))}: one of prompt (text) "
                        "and prompt_token_ids (a list) is needed", "prompts")
 
 

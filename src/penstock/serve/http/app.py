@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from penstock.config.base.errors import show
 from penstock.config.base.version import version
 from penstock.config.settings.tree import ServerConfig
 from penstock.serve.client.client import EngineClient, EngineDied
@@ -283,7 +284,7 @@ class _Views:
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name not in self._api.own_names:
-            raise ApiError(404, f"the model {name!r} does not exist: this server has "
+            raise ApiError(404, f"the model {show(name)} does not exist: this server has "
                            f"{self._api.model!r}", param="model", code="model_not_found")
         return _json({**self._model(), "id": name})
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Protocol
 
-from penstock.config.base.errors import CONTEXT_EXCEEDED, RequestError, context_exceeded
+from penstock.config.base.errors import CONTEXT_EXCEEDED, RequestError, context_exceeded, show
 from penstock.config.request.params import SamplingParams
 from penstock.serve.client.client import EngineClosed, EngineDied
 from penstock.serve.client.generate import Ended, Engine, Generation
@@ -36,8 +36,9 @@ from penstock.serve.http.types import (
     parse,
 )
 from penstock.serve.metrics import Metrics
-from penstock.serve.text.encoder import Encoder, TooManyTexts
+from penstock.serve.text.encoder import Encoder
 from penstock.serve.text.model_text import Text
+from penstock.serve.text.turns import TooManyTexts
 
 log = logging.getLogger("penstock.http")
 
@@ -88,7 +89,7 @@ class OpenAI:
             include_usage=request.include_usage, return_token_ids=bool(request.return_token_ids),
             num_choices=params.n)
         try:
-            prompt = await self._chat_prompt(request)
+            prompt = await self._chat_prompt(request, tenant)
             await self._run([prompt], request, params, tenant, out, reply, began)
         except RequestError as e:
             raise RequestError(str(e), "messages" if e.param == "prompt" else e.param, e.code) from None
@@ -99,7 +100,8 @@ class OpenAI:
         self._check_model(request.model)
         params = request.params()
         given = request.prompts(max(1, self.choices_max // params.n))
-        ids = iter(await self._encode([p for p in given if isinstance(p, str)], special=True))
+        ids = iter(await self._encode([p for p in given if isinstance(p, str)], tenant,
+                                      special=True))
         prompts = [p if isinstance(p, list) else next(ids) for p in given]
         context = self.engine.ready.max_model_len
         if (longest := max(map(len, prompts))) >= context:
@@ -112,30 +114,33 @@ class OpenAI:
         await self._run(prompts, request, params, tenant, out, reply, began)
 
     # ------------------------------------------------------------ prompts
-    async def _chat_prompt(self, request: ChatRequest) -> list[int]:
+    async def _chat_prompt(self, request: ChatRequest, tenant: bytes) -> list[int]:
         if self.tokenizer is None:
             raise RequestError("this model has no tokenizer: send token ids to /v1/completions",
                                "messages")
         if self.template is None:
             raise RequestError(f"{self._no_template}: use /v1/completions, or start the server with "
                                "--chat-template", "messages")
-        template = self.template
-        text = await asyncio.to_thread(
-            template.render, request.messages,
-            continue_final=bool(request.continue_final_message),
-            add_generation_prompt=request.add_generation_prompt,
-            variables=request.chat_template_kwargs)
-        [ids] = await self._encode([text], special=False)       # the template writes its own
+        try:
+            text = await self.template.take(
+                request.messages, tenant=tenant, context=self.engine.ready.max_model_len,
+                continue_final=bool(request.continue_final_message),
+                add_generation_prompt=request.add_generation_prompt,
+                variables=request.chat_template_kwargs)
+        except TooManyTexts:
+            raise overloaded("too many conversations at once: try again") from None
+        [ids] = await self._encode([text], tenant, special=False)       # the template writes its own
         return ids
 
-    async def _encode(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
+    async def _encode(self, texts: Sequence[str], tenant: bytes, *, special: bool) -> list[list[int]]:
         if not texts:
             return []
         if self.encoder is None:
             raise RequestError("this model has no tokenizer: send the prompt as token ids",
                                "prompt")
         try:
-            return await self.encoder.encode(texts, special=special, context=self.engine.ready.max_model_len)
+            return await self.encoder.encode(texts, special=special, context=self.engine.ready.max_model_len,
+                                             tenant=tenant)
         except TooManyTexts:
             raise overloaded("too many long texts at once: try again") from None
 
@@ -156,7 +161,7 @@ class OpenAI:
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name not in self.names:
-            raise ApiError(404, f"the model {name!r} does not exist: this server has "
+            raise ApiError(404, f"the model {show(name)} does not exist: this server has "
                            f"{self.model!r}", param="model", code="model_not_found")
 
     # ------------------------------------------------------------ running

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from penstock.config.base.errors import RequestError
+from penstock.config.base.errors import RequestError, cut
 from penstock.config.request.params import COUNT_MAX, SamplingParams
 
 # Of fields whose feature is not built: null, and these values that do not ask for it.
@@ -247,8 +247,8 @@ def _named(text: str) -> RequestError:
     at = _AT.search(text)
     path = at.group(1) if at else ""
     field = _FIELD.search(text)
-    name = ".".join(filter(None, [path, field.group(1) if field else ""]))
-    what = text[:at.start()] if at else text
+    name = cut(".".join(filter(None, [path, field.group(1) if field else ""])))
+    what = cut(text[:at.start()] if at else text, 200)
     if "unknown field" in text:
         return RequestError(f"{name} is not a field of this API, or not supported yet", name)
     if "missing required field" in text:

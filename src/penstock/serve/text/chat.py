@@ -1,6 +1,7 @@
 """Chat messages to prompt text, by the model's own template, in a process of its own.
 
-Owns the limits on templates: size of the source, time, and (in `chat_render`) memory and output.
+Owns the limits on templates: size of the source, how many conversations at once, time, and (in `chat_render`)
+memory and output.
 Knows neither HTTP nor tokens. A template never comes from a request.
 """
 from __future__ import annotations
@@ -10,11 +11,14 @@ import secrets
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from penstock.config.base.errors import ConfigError, RequestError
+from penstock.config.base.errors import CONTEXT_EXCEEDED, ConfigError, RequestError, cut, show
 from penstock.serve.text.helper import Aside
+from penstock.serve.text.turns import Turns
 
 SOURCE_BYTES_MAX = 256 << 10
 RENDER_S_MAX = 10.0
+LONG_MESSAGES, LONG_CHARS = 256, 64 << 10       # from here on a conversation is long: over a millisecond
+SHORT_MAX, LONG_MAX = 1024, 32                  # conversations that are rendered or wait for it
 ROLES = ("system", "developer", "user", "assistant")
 OPTIONAL = ("name", "reasoning_content")        # fields of a message that some templates show
 # What the server fills in; `chat_template_kwargs` may not.
@@ -32,9 +36,10 @@ def read_template(path: str) -> str:
 
 
 class ChatTemplate:
-    """A template and the process that renders it; thread-safe, one rendering at a time.
+    """A template and the processes that render it, one for long conversations; `render` is thread-safe,
+    `take` is for one event loop.
 
-    The process starts with the first `check` or `render`, is killed when it is late, and starts
+    A process starts with the first `check` or rendering, is killed when it is late, and starts
     again for the next one. `variables` are the model's: bos_token, eos_token and the like.
     """
 
@@ -47,12 +52,30 @@ class ChatTemplate:
         self._variables = dict(variables or {})
         self._render_s_max = render_s_max
         self._shown = frozenset(f for f in OPTIONAL if _reads(source, f))
-        self._aside = Aside("penstock.serve.text.chat_render", {"source": source},
-                            wrong="the chat template is wrong", advice="give another with --chat-template")
+        self._short, self._long = (
+            Aside("penstock.serve.text.chat_render", {"source": source},
+                  wrong="the chat template is wrong", advice="give another with --chat-template")
+            for _ in range(2))
+        self._short_turns, self._long_turns = Turns("chat", SHORT_MAX), Turns("chat-long", LONG_MAX)
 
     def check(self) -> None:
         """Compile it now. Raises ConfigError with the syntax error."""
-        self._aside.check()
+        self._short.check()
+
+    async def take(self, messages: Sequence[Mapping[str, Any]], *, tenant: bytes, context: int,
+                   continue_final: bool = False, add_generation_prompt: bool | None = None,
+                   variables: Mapping[str, Any] | None = None) -> str:
+        """`render` in its turn among tenants; nobody's short conversation waits for a long one.
+
+        Raises   RequestError, also for more messages than the context of the model has tokens; TooManyTexts.
+        """
+        if len(messages) > context:
+            raise RequestError(f"there are {len(messages)} messages: the context is {context} tokens",
+                               "messages", CONTEXT_EXCEEDED)
+        turns = self._long_turns if is_long(messages) else self._short_turns
+        return await turns.run(tenant, lambda: self.render(
+            messages, continue_final=continue_final, add_generation_prompt=add_generation_prompt,
+            variables=variables))
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, continue_final: bool = False,
                add_generation_prompt: bool | None = None,
@@ -79,7 +102,8 @@ class ChatTemplate:
                                    "and add_generation_prompt false", "continue_final_message")
             mark = secrets.token_hex(16)
             plain[-1]["content"] += mark
-        text = self._render({**self._variables, **(variables or {}), "messages": plain,
+        text = self._render(self._long if is_long(messages) else self._short,
+                            {**self._variables, **(variables or {}), "messages": plain,
                              "add_generation_prompt": add_generation_prompt})
         if not continue_final:
             return text
@@ -90,12 +114,14 @@ class ChatTemplate:
         return text[:end]
 
     def close(self) -> None:
-        """End the process. Idempotent."""
-        self._aside.close()
+        """End the processes. Idempotent."""
+        for aside, turns in ((self._short, self._short_turns), (self._long, self._long_turns)):
+            turns.close()
+            aside.close()
 
-    def _render(self, value: dict[str, Any]) -> str:
+    def _render(self, aside: Aside, value: dict[str, Any]) -> str:
         try:
-            answer = self._aside.ask(value, self._render_s_max)
+            answer = aside.ask(value, self._render_s_max)
         except ConfigError as e:
             raise RequestError(str(e), "messages") from None
         except TimeoutError:
@@ -104,9 +130,23 @@ class ChatTemplate:
         except EOFError:
             raise RequestError("the chat template used too much memory", "messages") from None
         if "error" in answer:
-            raise RequestError(f"chat template: {answer['error']}", "messages")
+            raise RequestError(f"chat template: {cut(answer['error'], 300)}", "messages")
         text: str = answer["text"]
         return text
+
+
+def is_long(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether to render them would keep short conversations waiting."""
+    return len(messages) > LONG_MESSAGES or sum(map(_length, messages)) > LONG_CHARS
+
+
+def _length(value: Any) -> int:
+    """Characters of a message or of a part of one, roughly; every item counts as one."""
+    if isinstance(value, Mapping):
+        return sum(map(_length, value.values()))
+    if isinstance(value, list):
+        return len(value) if len(value) > LONG_CHARS else sum(map(_length, value))
+    return len(value) if isinstance(value, str) else 1
 
 
 def _reads(source: str, name: str) -> bool:
@@ -128,14 +168,15 @@ def plain_message(message: Mapping[str, Any], index: int,
         raise RequestError(f"{where} is not an object with role and content", where)
     role = message.get("role")
     if role not in ROLES:
-        raise RequestError(f"{where}.role is {role!r}: one of {', '.join(ROLES)}", f"{where}.role")
+        raise RequestError(f"{where}.role is {show(role)}: one of {', '.join(ROLES)}", f"{where}.role")
     for name, value in message.items():
         if value in (None, []) or name in ("role", "content", *shown):
             continue
         if name in OPTIONAL:
             raise RequestError(f"{where}.{name}: this model's chat template does not show it, leave "
                                "it out", f"{where}.{name}")
-        raise RequestError(f"{where}.{name} is not supported yet", f"{where}.{name}")
+        at = f"{where}.{cut(name)}"
+        raise RequestError(f"{at} is not supported yet", at)
     plain = {"role": "system" if role == "developer" else role,
              "content": _plain_content(message.get("content"), where)}
     for name in OPTIONAL:
@@ -158,7 +199,7 @@ def _plain_content(content: Any, where: str) -> str:
         if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
             raise RequestError(f"{at} is not an object with a type", at)
         if part["type"] != "text":
-            raise RequestError(f"{at}.type is {part['type']!r}: only text parts are supported",
+            raise RequestError(f"{at}.type is {show(part['type'])}: only text parts are supported",
                                f"{at}.type")
         if set(part) != {"type", "text"} or not isinstance(part["text"], str):
             raise RequestError(f'{at} is not {{"type": "text", "text": "..."}}', at)

@@ -4,9 +4,8 @@ Owns the limits on texts: how long, how many at once, and for how many seconds. 
 """
 from __future__ import annotations
 
-import asyncio
+import functools
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ import msgspec
 from penstock.config.base.errors import CONTEXT_EXCEEDED, RequestError, context_exceeded
 from penstock.serve.text.helper import Aside
 from penstock.serve.text.tokenizer import BYTE_OF, Tokenizer, gave_up, valid_unicode
+from penstock.serve.text.turns import Turns
 
 INLINE_CHARS_MAX = 16 << 10          # shorter ones are encoded at once: some milliseconds
 TEXTS_MAX = 32                       # long requests that are encoded or wait for it
@@ -23,10 +23,6 @@ ENCODE_S_MAX = 60.0
 _COMPOSED = {"NFC": 4, "NFKC": 4}
 _SAME_LENGTH = ("NFD", "NFKD", "Prepend", "Lowercase")
 _KEEPS_ALL = ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts")
-
-
-class TooManyTexts(Exception):
-    """More than TEXTS_MAX requests with long texts at once."""
 
 
 class Encoder:
@@ -38,14 +34,14 @@ class Encoder:
         self._bound = bound(state)
         self._aside = Aside("penstock.serve.text.encode_text", {"tokenizer": state},
                             wrong="the tokenizer is wrong", advice="give another with --tokenizer")
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="penstock-encode")
-        self._open = 0
+        self._turns = Turns("encode", TEXTS_MAX)
 
     def check(self) -> None:
         """Start its process now. Raises ConfigError."""
         self._aside.check()
 
-    async def encode(self, texts: Sequence[str], *, special: bool, context: int) -> list[list[int]]:
+    async def encode(self, texts: Sequence[str], *, special: bool, context: int,
+                     tenant: bytes = b"") -> list[list[int]]:
         """Ids of each text. Raises RequestError: one cannot fit `context` tokens, is not valid Unicode, or
         is more than the tokenizer can do; TooManyTexts."""
         for text in texts:
@@ -55,18 +51,7 @@ class Encoder:
                     f"is {context}", "prompt", CONTEXT_EXCEEDED)
         if sum(map(len, texts)) <= INLINE_CHARS_MAX:
             return [self._tokenizer.encode(text, add_special=special) for text in texts]
-        if self._open >= TEXTS_MAX:
-            raise TooManyTexts
-        self._open += 1
-        work = asyncio.get_running_loop().run_in_executor(self._thread, self._ask, texts, special, context)
-        work.add_done_callback(self._ended)
-        # A client that leaves does not give its place away: its text is being encoded all the same.
-        return await asyncio.shield(work)
-
-    def _ended(self, work: asyncio.Future[list[list[int]]]) -> None:
-        self._open -= 1
-        if not work.cancelled():
-            work.exception()             # retrieved: nobody may wait for it any more
+        return await self._turns.run(tenant, functools.partial(self._ask, texts, special, context))
 
     def _ask(self, texts: Sequence[str], special: bool, context: int) -> list[list[int]]:
         for text in texts:
@@ -89,7 +74,7 @@ class Encoder:
     def close(self) -> None:
         """End the process. Idempotent."""
         self._aside.close()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._turns.close()
 
 
 @dataclass(frozen=True, slots=True)

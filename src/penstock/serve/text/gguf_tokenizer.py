@@ -21,8 +21,7 @@ from tokenizers import (
     processors,
 )
 
-from penstock.config.base.errors import ConfigError
-from penstock.model.weights.files import show
+from penstock.config.base.errors import ConfigError, show
 
 # tokenizer.ggml.token_type
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6

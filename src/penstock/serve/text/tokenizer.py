@@ -12,8 +12,8 @@ from typing import Any
 
 import tokenizers
 
-from penstock.config.base.errors import ConfigError, RequestError
-from penstock.model.weights.files import read_bytes, read_json_object, read_text, show
+from penstock.config.base.errors import ConfigError, RequestError, show
+from penstock.model.weights.files import read_bytes, read_json_object, read_text
 from penstock.model.weights.gguf_config import gguf_eos_ids
 from penstock.model.weights.gguf_file import read_gguf_header
 from penstock.model.weights.locate import OTHER_TOKENIZERS, ModelFiles, hub_snapshot
