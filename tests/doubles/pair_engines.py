@@ -91,6 +91,7 @@ class PairOfEnds:
                  decode: dict[str, object] | None = None, **options: object) -> None:
         key, socket = folder / "key", f"unix:{folder / 'socket'}"
         key.write_text("0123456789abcdef")
+        key.chmod(0o600)
         both = {"pair_key_file": str(key), **options}
         self.prefill = End(model, "prefill", **{**both, "pair_listen": socket, **(prefill or {})})
         self.decode = End(model, "decode", **{**both, "pair_peer": socket, **(decode or {})})

@@ -237,6 +237,7 @@ def test_what_the_server_tells_of_itself(shared):
 def test_every_route_wants_the_key_but_health_and_ready(start, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("one\ntwo\n")
+    keys.chmod(0o600)
     server = start("--api-key-file", str(keys))
     for path in ("/v1/models", "/metrics", "/server_info", "/nothing", "/version"):
         assert error(server.http.get(path), 401)["code"] == "invalid_api_key"
@@ -347,10 +348,11 @@ def test_a_pipelined_request_is_ended_with_its_connection(start):
     assert "internal error" not in server.log.read_text()
 
 
-def test_sigterm_finishes_open_requests_and_takes_no_others(start):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["term", "hup"])
+def test_a_signal_finishes_open_requests_and_takes_no_others(start, number):
     server = start("--drain-s", "600")
     with server.started(max_tokens=5000) as link:
-        server.process.send_signal(signal.SIGTERM)
+        server.process.send_signal(number)
         server.until(lambda: server.http.get("/ready").status_code == 503)
         assert error(server.post(prompt="abc"), 503)["code"] == "shutting_down"
         assert server.http.get("/health").status_code == 200

@@ -25,6 +25,7 @@ def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("serve")
     log, events = folder / "log", folder / "events"
     (folder / "keys").write_text(KEY)
+    (folder / "keys").chmod(0o600)
     process = subprocess.Popen(
         [sys.executable, "-m", "penstock.serve.cli.main", "serve", "demo", "--port", "0", "--threads",
          "1", "--hbm-bytes", "200M", "--api-key-file", str(folder / "keys"),

@@ -100,6 +100,7 @@ def is_quiet(server: Server) -> bool:
 def test_fifty_cut_streams_and_five_hundred_aborts(model: str, tmp_path: Path) -> None:
     key, flags, rng = tmp_path / "key", SERVED["resident"], random.Random(4)
     key.write_text("0123456789abcdef")
+    key.chmod(0o600)
     flags = (*flags, "--pair-key-file", str(key))
     with serving(model, tmp_path, *SERVED["resident"]) as one:
         want = [said(one.ask(prompt))[0] for prompt in prompts()]

@@ -76,6 +76,7 @@ def test_two_ends_of_their_own_over_tcp_and_tls(model, tmp_path):
     """The prefill end shows its health, and nothing to ask; without it the decode end does as it was told."""
     key, flags = tmp_path / "key", SERVED["resident"]
     key.write_text("0123456789abcdef")
+    key.chmod(0o600)
     certificate = Path(__file__).parents[1] / "data" / "pair_tls.pem"
     secret = ("--pair-key-file", str(key))
     with serving(model, tmp_path, *flags) as one:

@@ -225,3 +225,14 @@ def test_a_program_in_place_of_a_template_is_refused_by_name(tmp_path):
         assert text.chat(USER) == "ä 'quoted' <b>|"
     finally:
         text.close()
+
+
+def test_the_process_of_a_template_gets_no_secret_of_ours(monkeypatch):
+    monkeypatch.setenv("PENSTOCK_PAIR_KEY", "0123456789abcdef")
+    chat = ChatTemplate("x")
+    try:
+        chat.check()
+        given = Path(f"/proc/{chat._short.pid}/environ").read_text()
+    finally:
+        chat.close()
+    assert "PYTHONPATH=" in given and "0123456789abcdef" not in given

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config.base.errors import ConfigError
-from penstock.config.settings.tree import ServerConfig
+from penstock.config.settings.pairkey import pair_key
+from penstock.config.settings.tree import PairConfig, ServerConfig
 from penstock.serve.http import limits
 from penstock.serve.http.limits import (
     BodyTooLarge,
@@ -84,6 +85,7 @@ def test_keys_are_tenants_and_anything_else_is_nobody():
 def test_keys_come_from_a_file(tmp_path):
     path = tmp_path / "keys"
     path.write_text("# two\nalpha\n\n beta \n")
+    path.chmod(0o600)
     keys = load_keys(ServerConfig(api_key_file=str(path)))
     assert keys.tenant(b"Bearer beta") and keys.tenant(b"Bearer # two") is None
     path.write_text("# none\n\n")
@@ -94,9 +96,20 @@ def test_keys_come_from_a_file(tmp_path):
             load_keys(ServerConfig(api_key="a", admin_key_file=str(wrong)))
 
 
+def test_a_key_that_every_user_can_read_is_refused(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("0123456789abcdef\n")
+    path.chmod(0o604)
+    for flag, load in (("--api-key-file", lambda: load_keys(ServerConfig(api_key_file=str(path)))),
+                       ("--pair-key-file", lambda: pair_key(PairConfig(pair_key_file=str(path))))):
+        with pytest.raises(ConfigError, match=rf"{flag} .*can read it \(mode 604\): chmod o= "):
+            load()
+
+
 def test_an_admins_key_is_a_key_and_a_tenants_is_no_admins(tmp_path):
     path = tmp_path / "admins"
     path.write_text("boss\n")
+    path.chmod(0o600)
     keys = load_keys(ServerConfig(api_key="one", admin_key_file=str(path)))
     one, boss = keys.tenant(b"Bearer one"), keys.tenant(b"Bearer boss")
     assert one and boss and one != boss

@@ -2,14 +2,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 
 import pytest
 
 from penstock.config.settings.cli import from_options
+from penstock.config.settings.pairkey import pair_key
 from penstock.config.settings.tree import Config
 from penstock.serve.client.client import EngineDied
 from penstock.serve.http import local_pair as pair_here
+from penstock.transfer.streams import LinkSettings, dial, listen
 
 STILL_S = 0.2                           # much longer than it takes to start another one of these
 
@@ -20,7 +23,8 @@ class Fake:
     starts: list[bool]
     made: list[Fake]
 
-    def __init__(self, config: Config, *, log: object, on_death: Callable[[EngineDied], None]) -> None:
+    def __init__(self, config: Config, *, log: object, on_death: Callable[[EngineDied], None],
+                 fds: tuple[int, ...]) -> None:
         self.died: EngineDied | None = None
         self._on_death = on_death
         self.made.append(self)
@@ -44,6 +48,19 @@ def test_each_end_knows_that_it_shares_the_machine() -> None:
     pair = pair_here.PairHere(from_options("demo", {"prefill": 1, "decode": 1}), print)
     assert pair.decode.pair.prefill and pair._config.pair.prefill
     asyncio.run(pair.close())
+
+
+def test_where_they_meet_and_their_secret_are_in_no_folder() -> None:
+    pair = pair_here.PairHere(from_options("demo", {"prefill": 1, "decode": 1}), print)
+    ends = pair.decode.pair, pair._config.pair
+    one, two = map(pair_key, ends)
+    assert one == two and len(one) == 64
+    at = [LinkSettings(role="decode", address=address, listens=False, key=one)
+          for address in (ends[0].pair_peer, ends[1].pair_listen)]
+    with listen(at[1]), dial(at[0]) as dialled:
+        assert str(dialled.getpeername(), "ascii").startswith("\0penstock-pair-")
+    asyncio.run(pair.close())
+    assert pair.fds == () and not os.path.exists(ends[0].pair_key_file)
 
 
 def test_a_replacement_that_dies_while_it_loads_is_replaced_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ def test_bad_flags_are_told_before_a_model_is_loaded(
     monkeypatch.delenv("PENSTOCK_PAIR_KEY", raising=False)
     if key is not None:
         (tmp_path / "key").write_text(key)
+        (tmp_path / "key").chmod(0o600)
         options = {"pair_key_file": str(tmp_path / "key"), **options}
     config = from_options("demo", {"disaggregation_mode": "prefill", "pair_listen": "127.0.0.1:0", **options})
     with pytest.raises(ConfigError, match=said):

@@ -29,7 +29,8 @@ _UNIX = "unix:"
 class LinkSettings:
     """How one end of a pair reaches the other.
 
-    address     unix:PATH or HOST:PORT; port 0, of the end that listens, is any free one
+    address     unix:PATH, unix:@NAME of Linux's abstract sockets, which are no files, or HOST:PORT; port 0,
+                of the end that listens, is any free one
     key         the secret of both ends
     tls_cert    of the end that listens: a PEM file with a certificate and its key. The end that dials
                 needs none: which certificate it saw is part of what the key proves
@@ -66,9 +67,11 @@ class LinkSettings:
                               "certificate and its key, e.g. by openssl req -x509 -newkey rsa:3072 -nodes")
 
     def parts(self) -> tuple[str, str, int]:
-        """Path, host and port; a path excludes the other two. Raises ConfigError."""
+        """Path, host and port; a path, of a name that is no file after a zero, excludes the other two. Raises
+        ConfigError."""
         if self.address.startswith(_UNIX):
-            return self.address.removeprefix(_UNIX), "", 0
+            path = self.address.removeprefix(_UNIX)
+            return "\0" + path[1:] if path.startswith("@") else path, "", 0
         host, colon, port = self.address.rpartition(":")
         if not (colon and host and port.isdecimal() and int(port) < 1 << 16):
             raise ConfigError(f"the address of a pair is unix:PATH or HOST:PORT, not {self.address!r}")
@@ -193,13 +196,17 @@ def listen(settings: LinkSettings) -> socket.socket:
     try:
         if not path:
             return socket.create_server((host, port), family=_family(host))
+        server = socket.socket(socket.AF_UNIX)
+        if path.startswith("\0"):
+            server.bind(path)
+            server.listen()
+            return server
         with contextlib.suppress(FileNotFoundError):
             if stat.S_ISSOCK(os.lstat(path).st_mode):
                 with socket.socket(socket.AF_UNIX) as probe:
                     if probe.connect_ex(path) == 0:
                         raise ConfigError(f"cannot listen on {settings.address}: somebody does already")
                 os.unlink(path)                             # of an engine before this one
-        server = socket.socket(socket.AF_UNIX)
         server.bind(path)
         os.chmod(path, 0o600)
         server.listen()

@@ -1,17 +1,33 @@
-"""The secret of the two ends of a pair: of a file, or of the environment."""
+"""Secrets out of files, and the one of the two ends of a pair: of a file, or of the environment."""
 from __future__ import annotations
 
 import os
+import stat
 
 from penstock.config.base.errors import ConfigError
 from penstock.config.settings.tree import PairConfig
 
 VARIABLE = "PENSTOCK_PAIR_KEY"
 BYTES_MIN = 16
+SECRET_VARIABLES = (VARIABLE,)      # what processes that need no secret are not handed on
+
+
+def read_secret(flag: str, path: str) -> bytes:
+    """At most the first 64 KiB of a file. Raises ConfigError: it cannot be read, or every user of this
+    machine can."""
+    try:
+        with open(path, "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            if mode & stat.S_IROTH:
+                raise ConfigError(f"{flag} {path}: every user of this machine can read it "
+                                  f"(mode {stat.S_IMODE(mode):03o}): chmod o= {path}")
+            return file.read(1 << 16)
+    except OSError as e:
+        raise ConfigError(f"{flag} {path}: {e.strerror}: give a readable file") from None
 
 
 def pair_key(config: PairConfig) -> bytes:
-    """Raises ConfigError: there is none, it cannot be read, or it is too short."""
+    """Raises ConfigError: there is none, it cannot be read, others can read it, or it is too short."""
     if config.pair_key_file is None:
         key, where = os.environ.get(VARIABLE, "").encode(), f"${VARIABLE}"
         if not key:
@@ -19,11 +35,7 @@ def pair_key(config: PairConfig) -> bytes:
                               "secret, e.g. of openssl rand -hex 32")
     else:
         where = f"--pair-key-file {config.pair_key_file}"
-        try:
-            with open(config.pair_key_file, "rb") as file:
-                key = file.read(1 << 16).strip()
-        except OSError as e:
-            raise ConfigError(f"{where}: {e.strerror}: give a readable file") from None
+        key = read_secret("--pair-key-file", config.pair_key_file).strip()
     if len(key) < BYTES_MIN:
         raise ConfigError(f"{where} has {len(key)} characters: a secret of {BYTES_MIN} or more is needed")
     return key

@@ -158,8 +158,10 @@ class PairConfig:
     decode: Annotated[int, "with --prefill 1: the engine that decodes, and answers"] = 0
     disaggregation_mode: Annotated[PairMode | None, "be one end of a pair of engines: prefill computes "
                                    "prompts, decode has the HTTP address and forwards them"] = None
-    pair_peer: Annotated[str | None, "HOST:PORT, or unix:PATH, where the prefill end listens"] = None
-    pair_listen: Annotated[str | None, "HOST:PORT, or unix:PATH, on which the prefill end listens"] = None
+    pair_peer: Annotated[str | None, "HOST:PORT, unix:PATH or unix:@NAME, where the prefill "
+                         "end listens"] = None
+    pair_listen: Annotated[str | None, "HOST:PORT, unix:PATH or unix:@NAME, on which the prefill "
+                           "end listens"] = None
     pair_key_file: Annotated[str | None, "file with the secret of both ends, 16 characters or more (default: "
                              "$PENSTOCK_PAIR_KEY)"] = None
     pair_tls: Annotated[bool, "TLS between the ends, on the one that connects; the other has a "

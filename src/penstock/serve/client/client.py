@@ -123,8 +123,9 @@ class EngineClient:
 
     def __init__(self, config: Config, *, log: Callable[[str], None] | None = None,
                  on_death: Callable[[EngineDied], None] | None = None,
-                 argv: Sequence[str] | None = None) -> None:
-        """`argv` replaces the engine's command line; the socket's number is appended (tests)."""
+                 fds: Sequence[int] = (), argv: Sequence[str] | None = None) -> None:
+        """`fds`: descriptors that the engine gets under their numbers. `argv` replaces its command line; the
+        socket's number is appended (tests)."""
         self.config = config
         self.on_death = on_death
         self.died: EngineDied | None = None
@@ -132,6 +133,7 @@ class EngineClient:
         self.peer_info: dict[str, str | int | float | bool | None] = {}
         self.num_waiting = 0                  # choices that the core has not admitted yet
         self._log = log
+        self._fds = fds
         self._argv = argv or [sys.executable, "-P", "-m", "penstock.serve.engine.main"]
         self._rids = itertools.count(1)
         self._inboxes: dict[int, _Inbox] = {}
@@ -155,7 +157,7 @@ class EngineClient:
         try:
             with theirs:
                 self._process = subprocess.Popen(
-                    [*self._argv, str(theirs.fileno())], pass_fds=[theirs.fileno()],
+                    [*self._argv, str(theirs.fileno())], pass_fds=[theirs.fileno(), *self._fds],
                     stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                     encoding="utf-8", errors="replace")
             # No executor: at the end of a script it takes no work any more, and `close` may come then.

@@ -18,6 +18,7 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from penstock.config.base.errors import ConfigError
+from penstock.config.settings.pairkey import read_secret
 from penstock.config.settings.refuse import is_public
 from penstock.config.settings.tree import ServerConfig
 
@@ -123,11 +124,10 @@ def load_keys(config: ServerConfig) -> Keys:
 
 def _read_keys(flag: str, path: str) -> list[str]:
     try:
-        with open(path, encoding="utf-8") as f:
-            lines = [line.strip() for line in f]
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"{flag} {path}: {e}: give a readable file with one key a line") from e
-    found = [line for line in lines if line and not line.startswith("#")]
+        lines = read_secret(flag, path).decode().splitlines()
+    except UnicodeDecodeError as e:
+        raise ConfigError(f"{flag} {path}: {e}: give a file with one key a line") from e
+    found = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
     if not found:
         raise ConfigError(f"{flag} {path} has no key: one a line")
     return found

@@ -1,7 +1,7 @@
 """Both ends of a pair on one machine: the prefill engine as a second child of the API process.
 
-Owns their meeting place, a folder that only this user may enter, the secret in it, and the prefill engine's
-process: one that dies is started again. The decode engine is an ordinary engine of the server.
+Owns where they meet, a socket and a secret that are in no folder, and the prefill engine's process: one that
+dies is started again. The decode engine is an ordinary engine of the server.
 """
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ import asyncio
 import contextlib
 import os
 import secrets
-import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from penstock.config.base.errors import ConfigError
 from penstock.config.settings.tree import Config, PairConfig, PairMode
@@ -30,12 +27,14 @@ class PairHere:
     def __init__(self, config: Config, log: Callable[[str], None]) -> None:
         """log: takes a line at a time."""
         self._log = log
-        self._folder = Path(tempfile.mkdtemp(prefix="penstock-pair-"))          # 0700
-        key = self._folder / "key"
-        with open(os.open(key, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="ascii") as file:
-            file.write(secrets.token_hex(32))
-        self.decode = _end(config, "decode", self._folder)
-        self._config = _end(config, "prefill", self._folder)
+        # The engines get the secret by descriptor, so that nothing is left behind however all of them end.
+        key = os.memfd_create("penstock-pair-key")
+        os.fchmod(key, 0o600)
+        os.write(key, secrets.token_hex(32).encode())
+        self.fds = (key,)
+        address = f"unix:@penstock-pair-{secrets.token_hex(16)}"
+        self.decode = _end(config, "decode", address, key)
+        self._config = _end(config, "prefill", address, key)
         self._died = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
         self.engine: EngineClient | None = None     # the present one, once it has started
@@ -56,7 +55,7 @@ class PairHere:
 
     async def _start(self) -> Ready:
         engine = EngineClient(self._config, log=lambda line: self._log(f"prefill: {line}"),
-                              on_death=lambda _: self._died.set())
+                              on_death=lambda _: self._died.set(), fds=self.fds)
         ready = await engine.start()
         self.engine = engine
         return ready
@@ -84,22 +83,23 @@ class PairHere:
             wait = RESTART_S[0]
 
     async def close(self) -> None:
-        """End the prefill engine, and remove what was made. Idempotent."""
+        """End the prefill engine. Idempotent."""
         if self._keeping is not None:
             self._keeping.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._keeping
         if self.engine is not None:
             await self.engine.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        for fd in self.fds:
+            os.close(fd)
+        self.fds = ()
 
 
-def _end(config: Config, mode: PairMode, folder: Path) -> Config:
-    address = f"unix:{folder / 'socket'}"
+def _end(config: Config, mode: PairMode, address: str, key: int) -> Config:
     old = config.pair
     pair = PairConfig(
         prefill=1, decode=1,                    # it is one of two on this machine: it sizes its pools so
-        disaggregation_mode=mode, pair_key_file=str(folder / "key"), pair_timeout_s=old.pair_timeout_s,
+        disaggregation_mode=mode, pair_key_file=f"/dev/fd/{key}", pair_timeout_s=old.pair_timeout_s,
         pair_silence_s=old.pair_silence_s, pair_peer=address if mode == "decode" else None,
         pair_listen=address if mode == "prefill" else None,
         pair_fallback=old.pair_fallback if mode == "decode" else "compute")

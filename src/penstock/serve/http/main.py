@@ -108,13 +108,14 @@ class _Server:
         self._stop = asyncio.Event()          # a signal, or the engine's death
         self._pair = PairHere(config, _print_error) if config.pair.prefill else None
         decode = config if self._pair is None else self._pair.decode
-        self._engine = EngineClient(decode, log=_print_error, on_death=self._on_death)
+        self._engine = EngineClient(decode, log=_print_error, on_death=self._on_death,
+                                    fds=() if self._pair is None else self._pair.fds)
         self._began = time.monotonic()
 
     async def serve(self) -> int:
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self._on_signal, signal.SIGTERM)
-        loop.add_signal_handler(signal.SIGINT, self._on_signal, signal.SIGINT)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):     # the last: a closed terminal
+            loop.add_signal_handler(number, self._on_signal, number)
         text: Text | None = None
         try:
             starting = asyncio.create_task(self._start_engines())
@@ -263,5 +264,5 @@ def _print_death(error: EngineDied) -> None:
 
 
 def _print_error(line: str) -> None:
-    print(f"penstock: {line}" if not line.startswith("penstock") else line, file=sys.stderr,
-          flush=True)
+    with contextlib.suppress(OSError):          # the terminal was closed
+        print(f"penstock: {line}" if not line.startswith("penstock") else line, file=sys.stderr, flush=True)

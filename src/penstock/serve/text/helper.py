@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config.base.errors import ConfigError
+from penstock.config.settings.pairkey import SECRET_VARIABLES
 from penstock.serve.text.frames import receive, send
 
 START_S_MAX = 60.0
@@ -113,7 +114,8 @@ class Aside:
 
 
 def _environment() -> dict[str, str]:
-    """Ours, and where this package was imported from: `-P` keeps the current folder out."""
+    """Ours without secrets, and where this package was imported from: `-P` keeps the current folder out."""
     root = str(Path(__file__).parents[3])
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+    ours = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+    return {name: value for name, value in ours.items() if name not in SECRET_VARIABLES}
