@@ -9,6 +9,7 @@ import pytest
 
 from penstock.config.base.machine import Machine
 from penstock.config.settings.cli import from_options
+from penstock.kernels.c import build
 from penstock.kernels.registry import OPS
 from penstock.serve.cli.doctor import Finding, examine
 from penstock.serve.cli.main import main
@@ -79,3 +80,15 @@ def test_ranks_have_layers_and_bytes(tmp_path: Path) -> None:
 def test_ranks_of_a_demo_that_was_not_fetched_are_not_shown(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
     assert not [f for f in examine(from_options("demo", {"pp": 2}), MACHINE) if f.section == "ranks"]
+
+
+def test_a_kernel_that_could_be_built_and_is_not_is_a_problem(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
+    monkeypatch.setattr(build, "_loaded", {})
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels").chmod(0o777)
+    problems = [f.text for f in examine(None, MACHINE) if not f.ok and f.name == "native"]
+    if build.compiler() is not None:
+        assert len(problems) == 1 and "could have been written by someone else: chmod go-w" in problems[0]
+    monkeypatch.setattr(build, "compiler", lambda: None)
+    assert not [f for f in examine(None, MACHINE) if not f.ok and f.name == "native"]

@@ -2,6 +2,11 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -62,6 +67,72 @@ def test_a_library_that_others_may_write_is_refused(source, tmp_path):
     built.chmod(0o777)
     with pytest.raises(Unusable, match="could have been written by someone else"):
         load(source, tmp_path / "cache")
+
+
+@needs_compiler
+@pytest.mark.parametrize("left", [0, 100], ids=["empty", "cut"])
+def test_a_damaged_library_is_built_once_more(source, tmp_path, left):
+    # By another process: the loader gives this one what it has under the same name.
+    code = ("import sys; from pathlib import Path; from penstock.kernels.c.build import library; "
+            "library(*map(Path, sys.argv[1:]))")
+    subprocess.run([sys.executable, "-c", code, source, tmp_path / "cache"], check=True)
+    [built] = (tmp_path / "cache").iterdir()
+    built.write_bytes(built.read_bytes()[:left])
+    assert load(source, tmp_path / "cache") == 7
+    assert built.stat().st_size > 1000
+
+
+@needs_compiler
+def test_a_folder_that_others_may_write_is_refused(source, tmp_path):
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o777)
+    with pytest.raises(Unusable, match=r"cache could have been written by someone else: chmod go-w .*CACHE"):
+        load(source, tmp_path / "cache")
+
+
+@needs_compiler
+def test_who_waits_for_anothers_build_takes_it(source, tmp_path, monkeypatch):
+    cache, real, built = tmp_path / "cache", native._build, threading.Event()
+
+    def slow(*given):
+        path = real(*given)
+        assert built.wait(60)
+        return path
+
+    monkeypatch.setattr(native, "_build", slow)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(native._load, source, cache, "native")
+        while not (cache.is_dir() and list(cache.glob("*.so"))):
+            time.sleep(0.001)
+        monkeypatch.setattr(native, "_build", None)             # a second build would fail
+        monkeypatch.setattr(native, "_opened", lambda path, real=native._opened, first=[1]:
+                            None if first and first.pop() else real(path))
+        waiting = threading.Thread(target=load, args=(source, cache))
+        waiting.start()
+        waiting.join(0.1)
+        assert waiting.is_alive()
+        built.set()
+        waiting.join(60)
+        assert not waiting.is_alive() and (source, "native") in native._loaded
+        other.result()
+
+
+def test_kernels_link_the_runtime_that_torch_uses_whatever_else_is_loaded():
+    pytest.importorskip("sentencepiece")        # brings a libgomp of its own
+    found = set()
+    for first in ("", "import sentencepiece; ", "import torch, sentencepiece; "):
+        done = subprocess.run([sys.executable, "-c", f"{first}from penstock.kernels.c.build import _openmp; "
+                               "print(_openmp())"], capture_output=True, text=True, check=True)
+        found.add(done.stdout)
+    assert len(found) == 1 and "sentencepiece" not in found.pop()
+
+
+@needs_compiler
+def test_a_runtime_under_a_path_with_a_space_is_linked(source, tmp_path):
+    folder = tmp_path / "my models"
+    folder.mkdir()
+    runtime = Path(shutil.copy(native._openmp(), folder))
+    assert native._build(native.compiler(), ("-fPIC",), source, runtime, folder / "k.so").exists()
 
 
 @needs_compiler

@@ -5,14 +5,16 @@ cannot be built is Unusable with the reason, and an op's next implementation run
 """
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -93,11 +95,16 @@ def triton_runs() -> None:
                        f"{told[:200]}") from None
 
 
+def compiler() -> str | None:
+    """The path of this machine's C compiler."""
+    return next(filter(None, map(shutil.which, _COMPILERS)), None)
+
+
 def _load(source: Path, cache: Path | None, isa: str) -> tuple[ctypes.CDLL, str]:
-    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
-    if compiler is None:
+    cc = compiler()
+    if cc is None:
         raise Unusable(f"no C compiler ({', '.join(_COMPILERS)})")
-    version = _run([compiler, "--version"]).splitlines()[0]
+    version = _run([cc, "--version"]).splitlines()[0]
     cpu = torch.cpu.get_capabilities()
     wide = ("-mprefer-vector-width=512",) if isa in ("native", "avx512") and cpu.get("avx512_f") else ()
     flags = (*_FLAGS, *_MARCH[isa], *wide)
@@ -109,42 +116,84 @@ def _load(source: Path, cache: Path | None, isa: str) -> tuple[ctypes.CDLL, str]
         cache = None                    # a read-only home costs a build at every start, no more
     if cache is None or not os.access(cache, os.W_OK):
         with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
-            path = _build(compiler, flags, source, runtime, Path(folder) / "kernel.so")
+            path = _build(cc, flags, source, runtime, Path(folder) / "kernel.so")
             return ctypes.CDLL(str(path)), version
     key = hashlib.sha256(repr((version, flags, str(runtime), sorted(cpu.items(), key=str))).encode()
                          + b"".join(file.read_bytes() for file in
                                     (source, *HEADERS))).hexdigest()
     path = cache / f"{source.stem}-{key[:24]}.so"
+    _refuse_shared(cache)
+    found = _opened(path)
+    if found is None:
+        with _only_builder(cache):
+            found = _opened(path) or ctypes.CDLL(str(_build(cc, flags, source, runtime, path)))
+    return found, version
+
+
+def _opened(path: Path) -> ctypes.CDLL | None:
+    """What the cache has; None if that is nothing, or damaged. Raises Unusable."""
     if not path.exists():
-        _build(compiler, flags, source, runtime, path)
+        return None
+    _refuse_shared(path)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        return None
+
+
+def _refuse_shared(path: Path) -> None:
+    """Raises Unusable for a file or folder of the cache that somebody else may write."""
     found = path.stat()
     if found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise Unusable(f"{path} could have been written by someone else: remove it")
-    return ctypes.CDLL(str(path)), version
+        what = "remove it" if path.is_file() else f"chmod go-w {path}, or set PENSTOCK_CACHE to another"
+        raise Unusable(f"{path} could have been written by someone else: {what}")
 
 
-def _build(compiler: str, flags: tuple[str, ...], source: Path, runtime: Path,
-           path: Path) -> Path:
-    """Compile and put the result in place at once: another process may build the same."""
+@contextlib.contextmanager
+def _only_builder(cache: Path) -> Iterator[None]:
+    """One process of all builds at a time: ranks start together, and each would compile the same."""
+    folder = os.open(cache, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+def _build(cc: str, flags: tuple[str, ...], source: Path, runtime: Path, path: Path) -> Path:
+    """Compile and put the result in place at once, and on the disk."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
         object_file, built = Path(folder) / "k.o", Path(folder) / "k.so"
-        _run([compiler, *flags, f"-I{_INCLUDE}", "-c", str(source), "-o", str(object_file)])
+        _run([cc, *flags, f"-I{_INCLUDE}", "-c", str(source), "-o", str(object_file)])
         # Linked with torch's own OpenMP runtime: a second one would keep its threads spinning next
         # to torch's, on the same cores.
-        _run([compiler, "-shared", str(object_file), str(runtime), "-o", str(built)])
+        _run([cc, "-shared", str(object_file), str(runtime), "-o", str(built)])
         built.chmod(0o700)
+        with built.open("rb") as file:
+            os.fsync(file.fileno())             # or a crash leaves a name without its bytes
         os.replace(built, path)
     return path
 
 
+class _Symbol(ctypes.Structure):
+    """Dl_info of dladdr(3)."""
+
+    _fields_ = (("file", ctypes.c_char_p), ("base", ctypes.c_void_p), ("name", ctypes.c_char_p),
+                ("address", ctypes.c_void_p))
+
+
 def _openmp() -> Path:
-    """The OpenMP runtime that torch has loaded."""
-    with open("/proc/self/maps") as maps:
-        for line in maps:
-            path = line.rstrip("\n").split(" ")[-1]
-            if Path(path).name.startswith(("libgomp", "libiomp5", "libomp")):
-                return Path(path)
-    raise Unusable("torch has loaded no OpenMP runtime")
+    """The OpenMP runtime that torch's own library finds its functions in, whatever else is loaded."""
+    found = _Symbol()
+    try:
+        torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        known = ctypes.CDLL(None).dladdr(ctypes.cast(torch_cpu.omp_get_max_threads, ctypes.c_void_p),
+                                         ctypes.byref(found))
+    except (OSError, AttributeError):
+        known = 0
+    if not known:
+        raise Unusable("torch has loaded no OpenMP runtime")
+    return Path(os.fsdecode(found.file))
 
 
 def _run(command: list[str]) -> str:

@@ -72,7 +72,7 @@ def _machine(machine: Machine) -> Iterator[Finding]:
 
 
 def _backends(config: Config | None, device: str) -> Iterator[Finding]:
-    from penstock.kernels.c.build import triton_runs
+    from penstock.kernels.c.build import compiler, triton_runs
     from penstock.kernels.platform import KernelError, Unusable, limit
     from penstock.kernels.platform import probe as probe_torch
     from penstock.kernels.registry import select
@@ -91,6 +91,12 @@ def _backends(config: Config | None, device: str) -> Iterator[Finding]:
         usable = [f"{name} usable" for name in choice.usable]
         yield Finding("back-ends", op,
                       "; ".join([f"{choice.name} ({choice.reason})", *skipped, *usable]))
+    broken = {why: op for op, choice in choices.items() for name, why in choice.skipped
+              if name == "native" and device == "cpu"}
+    for why, op in broken.items():
+        if compiler() is not None:              # without one that is how it is
+            yield Finding("back-ends", "native", f"{op} does without its kernel in C, which is faster: {why}",
+                          ok=False)
 
 
 def _model(config: Config | None) -> Iterator[Finding]:
