@@ -175,7 +175,7 @@ class Broken(DramPool):
         return super().page(page)
 
 
-@pytest.mark.parametrize("fault", [OSError("the disk is gone"), RuntimeError("the disk is gone")])
+@pytest.mark.parametrize("fault", [OSError("the disk is gone"), torch.OutOfMemoryError("the disk is gone")])
 def test_a_copy_that_fails_is_a_failed_move_and_is_logged(caplog, lateness, fault):
     dram = Broken(SHAPE, 6, base=1000)
     dram.fault = fault
@@ -187,9 +187,10 @@ def test_a_copy_that_fails_is_a_failed_move_and_is_logged(caplog, lateness, faul
     assert mover.traffic[*DOWN, FULL].failed == 2 and mover.traffic[*DOWN, FULL].bytes == 0
 
 
-def test_our_bug_in_a_copy_reaches_the_caller_and_nobody_hangs(lateness):
+@pytest.mark.parametrize("bug", [AssertionError("our bug"), RuntimeError("our bug: shapes differ")])
+def test_our_bug_in_a_copy_reaches_the_caller_and_nobody_hangs(lateness, bug):
     dram = Broken(SHAPE, 6, base=1000)
-    dram.fault = AssertionError("our bug")
+    dram.fault = bug
     mover = Mover([pools()[0], dram], lateness)
     mover.add([move(1, DOWN, [100], [1000], 4), move(2, DOWN, [101], [1001], 4)])
     with pytest.raises((AssertionError, RuntimeError)) as seen:

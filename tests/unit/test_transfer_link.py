@@ -1,17 +1,16 @@
 """Two ends and a stream: what is sent lands, what is over is never written, refusals are in words."""
 from __future__ import annotations
 
-import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from msgspec.structs import replace as alike
-from pair_ends import BOUNDS, KEY, KV, WAIT_S, LinkEnd, check, grant, pages_for, push, transfer_all
+from pair_ends import BOUNDS, KEY, KV, LinkEnd, check, grant, pages_for, push, transfer_all
 from pair_proxy import Fault, Proxy
 
 from penstock.config.base.errors import ConfigError
@@ -19,7 +18,7 @@ from penstock.config.request.params import SamplingParams
 from penstock.core.pair.messages import Cancel, Drained, Reason, Refused
 from penstock.core.pair.messages import End as Over
 from penstock.core.plan import Tier
-from penstock.transfer import events, link, streams
+from penstock.transfer import events
 from penstock.transfer.codec import checksum
 from penstock.transfer.events import Down, Heard, Pushed, Unpaired, Up
 from penstock.transfer.facts import Facts
@@ -28,21 +27,6 @@ from penstock.transfer.streams import LinkSettings, TlsStream
 
 CERTIFICATE = str(Path(__file__).parents[1] / "data" / "pair_tls.pem")
 TLS = {"unix": {}, "tcp": {}, "tls": {"tls": True}}
-
-
-@pytest.fixture
-def ends() -> Iterator[Callable[..., LinkEnd]]:
-    """Makes ends, and closes them."""
-    made: list[LinkEnd] = []
-
-    def make(*args, **settings) -> LinkEnd:
-        made.append(LinkEnd(*args, **settings))
-        return made[-1]
-
-    yield make
-    for end in made:
-        end.link.close()
-    assert not [t for t in threading.enumerate() if t.name.startswith("penstock-pair")]
 
 
 def pair(ends, prefill: dict | None = None, decode: dict | None = None,
@@ -219,62 +203,6 @@ def test_another_version_is_refused_with_both(ends) -> None:
     with connect(prefill) as other:
         other.sendall(b"penstock" + (9).to_bytes(2, "little") + bytes(32))
         assert "version: 2 here and 9 there" in prefill.wait(Unpaired).words
-
-
-def test_strangers_neither_pair_nor_stand_in_the_way(ends) -> None:
-    prefill = ends("prefill", "127.0.0.1:0")
-    strangers = [connect(prefill) for _ in range(4)]
-    strangers[1].sendall(b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100)
-    strangers[2].sendall(b"penstock\2\0" + b"n" * 32 + b"\0" * 500)
-    strangers[3].close()
-    decode = ends("decode", prefill.link.address)
-    epoch = decode.up()
-    given, heard = transfer_all(prefill, decode, epoch, 20)
-    assert isinstance(heard.message, Over)
-    check(decode, given, 20)
-    words = {e.words for e in prefill.seen if isinstance(e, Unpaired)}
-    assert any("no engine" in w for w in words) and any("key" in w for w in words)
-    for s in strangers:
-        s.close()
-
-
-def test_strangers_who_say_nothing_do_not_keep_an_end_out(ends, monkeypatch) -> None:
-    for module in (link, streams):
-        monkeypatch.setattr(module, "CONNECT_S", 600.0)
-    prefill = ends("prefill", "127.0.0.1:0")
-    strangers = [connect(prefill) for _ in range(3 * link.HANDSHAKES_MAX)]
-    decode = ends("decode", prefill.link.address)
-    assert decode.up() == prefill.up()
-    more = [connect(prefill) for _ in range(3 * link.HANDSHAKES_MAX)]
-    given, heard = transfer_all(prefill, decode, 1, 20)         # those neither
-    assert isinstance(heard.message, Over)
-    check(decode, given, 20)
-    for s in (*strangers, *more):
-        s.close()
-
-
-def test_strangers_who_send_a_byte_now_and_then_are_not_waited_for(ends, monkeypatch) -> None:
-    monkeypatch.setattr(link, "CONNECT_S", 0.3)
-    prefill = ends("prefill", "127.0.0.1:0")
-    strangers = [connect(prefill) for _ in range(link.HANDSHAKES_MAX)]
-    over = threading.Event()
-
-    def drip() -> None:
-        while not over.wait(0.05):
-            for s in strangers:
-                with contextlib.suppress(OSError):
-                    s.sendall(b"p")
-    dripping = threading.Thread(target=drip)
-    dripping.start()
-    for s in strangers:
-        s.settimeout(WAIT_S)
-        with contextlib.suppress(ConnectionError):
-            while s.recv(1 << 10):                              # its opening, then the end
-                pass
-    over.set()
-    dripping.join()
-    for s in strangers:
-        s.close()
 
 
 def test_the_certificate_must_be_the_one_that_the_key_was_said_over(ends, monkeypatch) -> None:

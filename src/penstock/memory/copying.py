@@ -99,14 +99,14 @@ class Copier:
 
     @contextlib.contextmanager
     def _faults(self, move: Move) -> Iterator[list[bool]]:
-        """The faults of the world: torch raises RuntimeError for a device's, and for memory that is not
-        there; a tier behind a file raises OSError. Anything else is our bug and must be seen. What it
-        yields is filled when there was none."""
+        """The faults of the world: of a device, of memory that is not there, of a tier behind a file.
+        Anything else, as two shapes that differ, is our bug and must be seen. What it yields is filled when
+        there was none."""
         ok: list[bool] = []
         try:
             yield ok
             ok.append(True)
-        except (RuntimeError, OSError):
+        except (torch.AcceleratorError, torch.OutOfMemoryError, MemoryError, OSError):
             log.exception("move %d: %s to %s failed", move.id, move.src.name, move.dst.name)
 
     def _layers(self, move: Move) -> Sequence[slice | None]:

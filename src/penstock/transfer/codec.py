@@ -1,9 +1,10 @@
-"""Frames of a pair's stream: every one authenticated, bounded and in order, whatever bytes arrive.
+"""Frames of a pair's stream: each from who has the key, bounded and in order, whatever bytes arrive.
 
 A frame is a head, its HMAC-SHA256, and a body of at most 1 MiB together. The HMAC is under a key of the
 connection and of the direction; it covers the head, which has the epoch and a counter, and the whole
-body of a message, or, of a page frame, the page head, which has the checksum of the payload. Raises
-ProtocolError only. No pickle in any form.
+body of a message, or, of a page frame, the page head, which has the checksum of the payload: that finds
+damage, and an attacker on the way only where TLS is (ADR 0034). Raises ProtocolError only. No pickle in
+any form.
 """
 from __future__ import annotations
 

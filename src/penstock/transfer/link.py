@@ -12,6 +12,7 @@ import os
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -118,15 +119,17 @@ class PairLink:
         """When it returns nobody writes, and nothing is listened on. Idempotent."""
         self._closing.set()
         with self._lock:
-            session, streams, threads = self._session, list(self._streams), list(self._threads)
+            session, streams = self._session, list(self._streams)
         if session is not None:
             session.cut("cut", "this engine ends")
         for end in [*streams, *([] if self._server is None else [self._server])]:
             end.cut() if isinstance(end, Stream) else shut(end)
         with self._running:
             pass
-        for thread in threads:
-            thread.join(2 * CONNECT_S)
+        until = time.monotonic() + 2 * CONNECT_S
+        # Again until there is none: the thread that accepts may have begun one more meanwhile.
+        while (alive := [t for t in self._threads if t.is_alive()]) and time.monotonic() < until:
+            alive[0].join(until - time.monotonic())
         if self._server is not None:
             self._server.close()
 
@@ -192,6 +195,8 @@ class PairLink:
             session = None
             with self._lock:
                 self._streams.append(sock)
+            if self._closing.is_set():          # and `close` may not have seen this one
+                shut(sock)
             # Of all of it: a stranger who sends a byte now and then would keep a thread.
             limit = threading.Timer(CONNECT_S, shut, (sock,))
             limit.daemon = True
