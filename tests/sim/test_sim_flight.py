@@ -190,13 +190,3 @@ def test_the_command_prints_and_replays_and_says_which_of_the_two_it_is(
     assert main(["sim", "--replay", str(path)]) == 2
     assert main(["sim", "--print", str(tmp_path / "none")]) == 2
     assert "flight" in capsys.readouterr().err
-
-
-def test_a_seeded_bug_that_nobody_knows_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    for name, said in (("unfenced-releas", "unfenced-release?"), ("qqq", "--mutants lists them")):
-        assert main(["sim", "--mutant", name]) == 2
-        err = capsys.readouterr().err
-        assert name in err and said in err and len(err.splitlines()) == 1
-    with pytest.raises(SystemExit, match="0"):
-        main(["sim", "--help"])
-    assert "unfenced-release" not in capsys.readouterr().out, "the list is longer than the help"

@@ -207,7 +207,7 @@ def test_a_row_that_keeps_goes_on_where_it_was() -> None:
 def test_a_mode_fixes_dimensions_and_replays() -> None:
     sc = draw(7, "pp_size=2,overlap=1,ranks=3,fail=0.5")
     assert (sc.cfg.pp_size, sc.cfg.overlap, sc.ranks, sc.speeds.fail) == (2, True, 3, 0.5)
-    assert sc.replay == "penstock sim --seed 7 --mode pp_size=2,overlap=1,ranks=3,fail=0.5"
+    assert sc.replay == "--seed 7 --mode pp_size=2,overlap=1,ranks=3,fail=0.5"
     for wrong in ("nothing=1", "seed=3", "pp_size=two", "groups=1"):
         with pytest.raises(ValueError, match=r"mode|two"):
             draw(7, wrong)

@@ -1,7 +1,7 @@
 """The bugs that a simulator of engine, pair and tiers must find, and what plays each of them here.
 
 `seeded_bugs.tsv` has a line for each: its name, what stands for it, and a remark. That is a name in
-`penstock.sim.mutants`, or `path::name` of a test.
+`mutants`, or `path::name` of a test.
 """
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import ast
 from pathlib import Path
 
 import pytest
-
-from penstock.sim.mutants import MUTANTS
+from mutants import MUTANTS
 
 ROOT = Path(__file__).parents[2]
 LINES = [line.split("\t") for line in (Path(__file__).parent / "seeded_bugs.tsv").read_text().splitlines()]

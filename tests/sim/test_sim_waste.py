@@ -2,9 +2,9 @@
 from __future__ import annotations
 
 import pytest
+from mutants.registry import COUNTER
 
 from penstock.serve.cli.main import main
-from penstock.sim.mutants.registry import COUNTER
 from penstock.sim.waste import WASTE
 
 

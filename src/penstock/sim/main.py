@@ -5,7 +5,6 @@ Exit code 1 if anything failed. Every failure is one line that replays it.
 from __future__ import annotations
 
 import argparse
-import difflib
 import gc
 import json
 import sys
@@ -17,7 +16,6 @@ from penstock.core.core import Core
 from penstock.replay import flight
 from penstock.replay.exact import exact
 from penstock.sim import jobs, rerun, waiting, waste
-from penstock.sim.mutants import MUTANTS, hunt
 from penstock.sim.pair import start
 from penstock.sim.programs import ANOMALIES, MUST_FIRE, RARE, Report, anomaly, never_met, never_taken, sweep
 from penstock.sim.scenario import draw
@@ -35,9 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, help="run this seed alone, with a traceback")
     parser.add_argument("--mode", default="", metavar="NAME=NUMBER,...",
                         help="fix dimensions of every scenario, e.g. pp_size=2,overlap=1,ranks=1")
-    parser.add_argument("--mutant", type=_mutant, metavar="NAME", help="run with this seeded bug")
-    parser.add_argument("--mutants", action="store_true",
-                        help="seeds until each seeded bug is caught, --seeds at most")
     parser.add_argument("--blind", action="store_true",
                         help="judge only what a user could see: tokens, outcomes, progress")
     parser.add_argument("--anomaly", choices=sorted(ANOMALIES),
@@ -61,27 +56,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print all that was counted as one JSON value")
 
 
-def _mutant(name: str) -> str:
-    if name in MUTANTS:
-        return name
-    near = difflib.get_close_matches(name, MUTANTS, n=3)
-    raise argparse.ArgumentTypeError(
-        f"no seeded bug is called {name!r}: " + (f"{' or '.join(near)}?" if near else "--mutants lists them"))
-
-
 # What each thing to do takes; anything else would be accepted and ignored.
 _COUNTED = {"seeds", "first", "mode"}
 _SHOWN = {"edges", "strict", "json"}
 TAKES: dict[str, set[str]] = {
     "print": set(),
-    "replay": {"mutant"},
+    "replay": set(),
     "fair": _COUNTED | {"seed"},
-    "waste": {"mutant"},
-    "mutants": {"seeds", "first", "mutant", "blind"},
+    "waste": set(),
     "record": _COUNTED | {"seed"},
     "anomaly": _COUNTED | _SHOWN | {"seed"},
-    "seed": {"mode", "mutant", "blind", "shrink"},
-    "seeds": _COUNTED | _SHOWN | {"jobs", "mutant", "blind"},
+    "seed": {"mode", "blind", "shrink"},
+    "seeds": _COUNTED | _SHOWN | {"jobs", "blind"},
 }
 
 
@@ -114,11 +100,9 @@ def run(config: object, args: argparse.Namespace) -> int:
         case "fair":
             return 1 if waiting.report(seeds, args.mode, print) else 0
         case "waste":
-            return waste.report(MUTANTS[args.mutant] if args.mutant else Core, print)
+            return waste.report(print)
         case "seed":
-            return _one(args)
-        case "mutants":
-            return _mutants(args)
+            return one(args)
         case "record":
             with open(args.record, "w", encoding="ascii") as file:
                 file.writelines(dump(trace) + "\n" for seed in seeds for trace in record(seed, args.mode))
@@ -127,7 +111,7 @@ def run(config: object, args: argparse.Namespace) -> int:
     report = _sweep(args, seeds)
     silent = _silent(report)
     # Whoever fixes dimensions turns faults off; a short sweep meets not all of them.
-    whole = doing == "seeds" and not (args.mode or args.mutant)
+    whole = doing == "seeds" and not args.mode
     holes = [name for name in silent if whole and report.runs >= (LONG if name in RARE else MEDIUM)]
     never = _never(report) if args.strict else []
     missing = [f"{name}: never fired" for name in silent] + never
@@ -153,13 +137,12 @@ def _sweep(args: argparse.Namespace, seeds: range) -> Report:
         for seed in seeds:
             report.merge(anomaly(args.anomaly, seed, args.mode))
         return report
-    extra = (f" --mutant {args.mutant}" if args.mutant else "") + (" --blind" if args.blind else "")
+    blind = ["--blind"] if args.blind else []
     workers = min(args.jobs or jobs.cores(), len(seeds) // jobs.SMALL)
     if workers > 1:
         mode = ["--mode", args.mode] if args.mode else []
-        return jobs.spread(seeds, workers, [*mode, *extra.split()])
-    make = MUTANTS[args.mutant] if args.mutant else Core
-    return sweep(seeds, args.mode, make, blind=args.blind, extra=extra)
+        return jobs.spread(seeds, workers, [*mode, *blind])
+    return sweep(seeds, args.mode, blind=args.blind, command=" ".join(("penstock sim", *blind)))
 
 
 def _silent(report: Report) -> list[str]:
@@ -173,11 +156,11 @@ def _never(report: Report) -> list[str]:
             *(f"{role} {phase}, {event}: never met" for role, phase, event in never_met(report.met))]
 
 
-def _one(args: argparse.Namespace) -> int:
-    make: MakeCore = MUTANTS[args.mutant] if args.mutant else Core
+def one(args: argparse.Namespace, make: MakeCore = Core, command: str = "penstock sim") -> int:
+    """`args.seed` alone, with a traceback, or the simplest mode in which it fails. The exit code."""
     if args.shrink:
-        extra = f" --mutant {args.mutant}" if args.mutant else ""
-        failure = shrink(args.seed, args.mode, make, extra, blind=args.blind)
+        command += " --blind" * args.blind
+        failure = shrink(args.seed, args.mode, make, command, blind=args.blind)
         print(failure or f"seed {args.seed} passes")
         return 1 if failure else 0
     sc = draw(args.seed, args.mode)
@@ -207,9 +190,8 @@ def _flight(args: argparse.Namespace) -> int:
         for line in flight.pages(log):
             print(line)
         return 0
-    make: MakeCore = MUTANTS[args.mutant] if args.mutant else Core
     if log.complete:
-        same, said = exact(log, make)
+        same, said = exact(log)
         print(said)
         return 0 if same else 1
     print(f"{log.lost} earlier turns are lost: not an exact replay")
@@ -218,7 +200,7 @@ def _flight(args: argparse.Namespace) -> int:
               file=sys.stderr)
         return 2
     try:
-        said, notes = rerun.alike(log, make)
+        said, notes = rerun.alike(log)
     except Exception:              # a finding, or the crash that was recorded
         traceback.print_exc()
         return 1
@@ -226,18 +208,6 @@ def _flight(args: argparse.Namespace) -> int:
     for note in notes:
         print(f"  not done again: {note}")
     return 0
-
-
-def _mutants(args: argparse.Namespace) -> int:
-    missed, names = 0, list(MUTANTS) if args.mutant is None else [args.mutant]
-    for name in names:
-        began = time.monotonic()
-        seeds, line = hunt(name, range(args.first, args.first + args.seeds), blind=args.blind)
-        missed += line is None
-        print(f"{name:32s} {seeds:5d} seeds {time.monotonic() - began:6.1f} s  "
-              f"{line or 'NOT CAUGHT'}", flush=True)
-    print(f"{len(names) - missed} of {len(names)} seeded bugs caught")
-    return 1 if missed else 0
 
 
 def _print(report: Report, seconds: float) -> None:

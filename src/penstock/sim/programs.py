@@ -75,13 +75,14 @@ class Report:
                       Counter({(role, *seen): n for role, *seen, n in plain["met"]}))
 
 
-def describe(sc: Scenario, error: BaseException, extra: str = "") -> str:
+def describe(sc: Scenario, error: BaseException, command: str = "penstock sim") -> str:
+    """The line that replays it: `command`, its options, and what was found."""
     text = str(error).splitlines()[0] if str(error) else ""
-    return f"{sc.replay}{extra}    # {type(error).__name__}: {text}"
+    return f"{command} {sc.replay}    # {type(error).__name__}: {text}"
 
 
 def sweep(seeds: Iterable[int], mode: str = "", make: MakeCore = Core, *, blind: bool = False,
-          first_only: bool = False, extra: str = "") -> Report:
+          first_only: bool = False, command: str = "penstock sim") -> Report:
     """Run every seed; failures are collected as replay lines."""
     report = Report()
     for seed in seeds:
@@ -90,7 +91,7 @@ def sweep(seeds: Iterable[int], mode: str = "", make: MakeCore = Core, *, blind:
         try:
             run.play()
         except Exception as error:     # whatever a broken core raises is a finding
-            report.failures.append(describe(sc, error, extra))
+            report.failures.append(describe(sc, error, command))
         report.add(run)
         if first_only and report.failures:
             break

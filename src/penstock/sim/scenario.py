@@ -74,8 +74,9 @@ class Scenario:
 
     @property
     def replay(self) -> str:
+        """The options of `penstock sim` that run it again."""
         mode = f" --mode {self.mode}" if self.mode else ""
-        return f"penstock sim --seed {self.seed}{mode}"
+        return f"--seed {self.seed}{mode}"
 
 
 def draw(seed: int, mode: str = "") -> Scenario:

@@ -27,24 +27,24 @@ LESS = ("requests", "new_max", "prompt_max", "spills", "pauses", "drops", "abort
         "deaths", "rows", "pp_size", "ranks", "span")
 
 
-def shrink(seed: int, mode: str = "", make: MakeCore = Core, extra: str = "", *,
+def shrink(seed: int, mode: str = "", make: MakeCore = Core, command: str = "penstock sim", *,
            blind: bool = False) -> str:
     """The replay line of a simpler mode in which `seed` fails in the same way; empty if it passes."""
-    failure, before = _failure(draw(seed, mode), make, extra, blind), ""
+    failure, before = _failure(draw(seed, mode), make, command, blind), ""
     while failure and failure != before:
         before = failure
         for change in WITHOUT:
-            mode, failure = _try(seed, mode, change, failure, make, extra, blind)
+            mode, failure = _try(seed, mode, change, failure, make, command, blind)
         for name in LESS:
             while (value := int(_value(draw(seed, mode), name))) > 1:
-                shorter = _try(seed, mode, f"{name}={value // 2}", failure, make, extra, blind)
+                shorter = _try(seed, mode, f"{name}={value // 2}", failure, make, command, blind)
                 if shorter[0] == mode:
                     break
                 mode, failure = shorter
     return failure
 
 
-def _try(seed: int, mode: str, change: str, failure: str, make: MakeCore, extra: str,
+def _try(seed: int, mode: str, change: str, failure: str, make: MakeCore, command: str,
          blind: bool) -> tuple[str, str]:
     """Mode and failure after `change`, or as they were."""
     name = change.split("=")[0]
@@ -53,7 +53,7 @@ def _try(seed: int, mode: str, change: str, failure: str, make: MakeCore, extra:
         return mode, failure                       # it is so already
     rest = [item for item in mode.split(",") if item and not item.startswith(f"{name}=")]
     simpler = ",".join([*rest, change])
-    found = _failure(draw(seed, simpler), make, extra, blind)
+    found = _failure(draw(seed, simpler), make, command, blind)
     return (simpler, found) if found and _kind(found) == _kind(failure) else (mode, failure)
 
 
@@ -69,9 +69,9 @@ def _value(sc: Scenario, name: str) -> float:
     return float(getattr(part, name))
 
 
-def _failure(sc: Scenario, make: MakeCore, extra: str, blind: bool) -> str:
+def _failure(sc: Scenario, make: MakeCore, command: str, blind: bool) -> str:
     try:
         start(sc, make, blind=blind).play()
     except Exception as error:
-        return describe(sc, error, extra)
+        return describe(sc, error, command)
     return ""

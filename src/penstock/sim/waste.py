@@ -115,8 +115,8 @@ class Waste(NamedTuple):
     mode: str
 
 
-# When the bounds were set: 0.36, and 0.43 or 0.82 with the seeded bugs of `mutants.policy`; 0.15 and 0.56;
-# 0.04; 0.02 and 0.52.
+# When the bounds were set: 0.36, and 0.43 or 0.82 with the seeded bugs of tests/sim/mutants/policy.py;
+# 0.15 and 0.56; 0.04; 0.02 and 0.52.
 WASTE = {waste.name: waste for waste in (
     Waste("pages copied per sealed page", 0.38, copied,
           "hot_pages=2,hbm_pages=20,dram_pages=400,rows=6,requests=14,span=20,prompt_max=8,new_max=48,again=0.2"),
@@ -136,16 +136,17 @@ def measure(waste: Waste, make: MakeCore = Core) -> float:
     return sum(n for n, _ in counts) / sum(of for _, of in counts)
 
 
-def findings(make: MakeCore = Core, names: tuple[str, ...] = tuple(WASTE), extra: str = "") -> list[str]:
+def findings(make: MakeCore = Core, names: tuple[str, ...] = tuple(WASTE),
+             command: str = "penstock sim") -> list[str]:
     """A line for each counter of `names` that is over its bound."""
     measured = [(WASTE[name], measure(WASTE[name], make)) for name in names]
-    return [f"penstock sim --waste{extra}    # {waste.name}: {n:.3f}, bound {waste.bound}"
+    return [f"{command} --waste    # {waste.name}: {n:.3f}, bound {waste.bound}"
             for waste, n in measured if n > waste.bound]
 
 
-def report(make: MakeCore, say: Callable[[str], None]) -> int:
+def report(say: Callable[[str], None]) -> int:
     """Say what each counter has. The exit code: 1 if one is over its bound."""
-    measured = {waste: measure(waste, make) for waste in WASTE.values()}
+    measured = {waste: measure(waste) for waste in WASTE.values()}
     for waste, n in measured.items():
         say(f"{waste.name}: {n:.3f}, bound {waste.bound}")
     return int(any(n > waste.bound for waste, n in measured.items()))

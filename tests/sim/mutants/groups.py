@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mutants.registry import Real, instead_of, mutant, swapped
 from penstock.core import schedule
 from penstock.core.core import Core
 from penstock.core.kv import allocate, sealing
@@ -11,7 +12,6 @@ from penstock.core.kv.page_table import PageTable, pinned
 from penstock.core.kv.prefix_tree import Copy, Node
 from penstock.core.plan import Advance, Event, Grow, StepId
 from penstock.core.request import Request
-from penstock.sim.mutants.registry import Real, instead_of, mutant, swapped
 
 
 # ---------------------------------------------------------------- boundaries

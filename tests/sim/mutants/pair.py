@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from mutants.registry import Real, Wrong, instead_of
 from penstock.core.core import Core
 from penstock.core.kv import allocate
 from penstock.core.kv.allocate import KVCache
@@ -21,7 +22,6 @@ from penstock.core.pair.prefill_side import PrefillSide, Sending, Stage
 from penstock.core.plan import ONE_PEER, PeerLeft, Say
 from penstock.core.policy import reclaim
 from penstock.core.request import Request
-from penstock.sim.mutants.registry import Real, Wrong, instead_of
 
 # An engine dies while its writes fly, and is back before they have landed.
 SLOW_WRITES = ",deaths=3,write=60,delay=0.1,patience=20"

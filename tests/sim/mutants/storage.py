@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from mutants.registry import Real, holding, instead_of, mutant, of_ranks
 from penstock.core import schedule
 from penstock.core.core import Core
 from penstock.core.kv.allocate import KVCache
@@ -14,7 +15,6 @@ from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
 from penstock.sim.device import Device
 from penstock.sim.executor import SimExecutor
-from penstock.sim.mutants.registry import Real, holding, instead_of, mutant, of_ranks
 from penstock.sim.store import Store
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from mutants.registry import Real, instead_of, mutant
 from penstock.core import schedule
 from penstock.core.core import Core
 from penstock.core.kv.allocate import KVCache
@@ -25,7 +26,6 @@ from penstock.core.policy import reclaim
 from penstock.core.policy.queue import Admission
 from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
-from penstock.sim.mutants.registry import Real, instead_of, mutant
 
 
 # ---------------------------------------------------------------- tables on the device

@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from mutants.registry import Real, instead_of, mutant, swapped
 from penstock.core.core import Core
 from penstock.core.kv import allocate, offload, page_table, sealing
 from penstock.core.kv.allocate import KVCache, Load
@@ -13,7 +14,6 @@ from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree
 from penstock.core.lifecycle import Lease, Phase
 from penstock.core.plan import Advance, Arrived, Event, Moved, Outcome, StepId, Tier
 from penstock.core.request import Request
-from penstock.sim.mutants.registry import Real, instead_of, mutant, swapped
 
 
 # ---------------------------------------------------------------- fences

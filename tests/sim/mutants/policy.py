@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mutants.registry import Real, holding, instead_of
 from penstock.core import schedule
 from penstock.core.core import Core
 from penstock.core.kv import allocate, promote, sealing
@@ -14,7 +15,6 @@ from penstock.core.pair.decode_side import DecodeSide
 from penstock.core.plan import Event, Expired, Rates, StepId, Tier
 from penstock.core.policy import capacity, reclaim
 from penstock.core.request import Request, ScheduledRow
-from penstock.sim.mutants.registry import Real, holding, instead_of
 
 
 @instead_of(reclaim, "yield_device", mode="pair=0,dram_pages=100,hot_pages=0")

@@ -1,4 +1,5 @@
-"""Seeded bugs of the core, each switchable by name. The simulator must catch every one.
+"""Seeded bugs of the core, each switchable by name. The simulator must catch every one;
+`python tests/sim/hunt.py` runs them by hand.
 
 A mutant is a Core with a wrong method, or one that calls a wrong function of another module.
 Each is a mistake that somebody made: in a peer, in a draft of this core, or in its simulator. Two that
@@ -9,27 +10,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from penstock.sim.mutants import flow, groups, hosted, memory, pair, policy, storage
-from penstock.sim.mutants.registry import BUDGET, COUNTER, MODE, MUTANTS, Stale
+from mutants import flow, groups, hosted, memory, pair, policy, storage
+from mutants.registry import BUDGET, COUNTER, MODE, MUTANTS, Stale
 from penstock.sim.programs import sweep
 from penstock.sim.waste import findings
 
-__all__ = ["BUDGET", "MODE", "MUTANTS", "flow", "groups", "hosted", "hunt", "memory",
+__all__ = ["BUDGET", "COMMAND", "COUNTER", "MODE", "MUTANTS", "flow", "groups", "hosted", "hunt", "memory",
            "pair", "policy", "storage"]
 
 
+COMMAND = "python tests/sim/hunt.py {}"
 CRASHES = ("TypeError", "AttributeError", "NameError", "ImportError")      # of a bug that is none any more
 
 
 def hunt(name: str, seeds: Iterable[int], *, blind: bool = False) -> tuple[int, str | None]:
     """Seeds until `name` was caught, and the line that replays it; None if it was not. A seed in
     which the real core fails too says nothing."""
-    runs, extra = 0, f" --mutant {name}" + (" --blind" if blind else "")
+    runs, command = 0, COMMAND.format(name) + " --blind" * blind
     if name in COUNTER:
-        found = findings(MUTANTS[name], (COUNTER[name],), extra)
+        found = findings(MUTANTS[name], (COUNTER[name],), command)
         return 10, found[0] if found else None
     for runs, seed in enumerate(seeds, 1):
-        report = sweep((seed,), MODE[name], MUTANTS[name], blind=blind, extra=extra)
+        report = sweep((seed,), MODE[name], MUTANTS[name], blind=blind, command=command)
         if report.failures and any(f"# {crash}:" in report.failures[0] for crash in CRASHES):
             raise Stale(f"{name} only crashes: {report.failures[0]}")
         if report.failures and not sweep((seed,), MODE[name], blind=blind).failures:

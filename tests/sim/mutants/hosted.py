@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from mutants.registry import Real, holding, instead_of, mutant
 from penstock.core import schedule
 from penstock.core.core import Core
 from penstock.core.kv import allocate, growth, offload, page_table, promote, sealing
@@ -15,7 +16,6 @@ from penstock.core.plan import Advance, Bind, Event, Grow, Moved, StepId, Tier, 
 from penstock.core.policy import capacity, reclaim
 from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
-from penstock.sim.mutants.registry import Real, holding, instead_of, mutant
 
 # Hosted rows read pages that they share, and that others need.
 LOANS = ("hot_pages=1,always_hosted=0,span=30,requests=14,rows=6,hbm_pages=24,dram_pages=200,page_size=1"
