@@ -30,8 +30,9 @@ _FLAGS = ("-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contrac
 # kind has.
 _MARCH = {"native": ("-march=native",), "avx512": ("-march=native", "-mno-amx-tile", "-mno-amx-bf16"),
           "avx2": ("-march=x86-64-v3",), "plain": ()}
-_TIMEOUT_S = 60
+_TIMEOUT_S = 180                # a kernel takes 1 to 5 s, on a busy machine ten times that
 _INCLUDE = Path(__file__).parent
+_DIGEST_BYTES = 32              # of a kept file, at its end, of what is before: the loader looks at neither
 HEADERS = tuple(sorted(_INCLUDE.glob("*.h")))
 _loaded: dict[tuple[Path, str], tuple[ctypes.CDLL, str]] = {}
 
@@ -131,14 +132,15 @@ def _load(source: Path, cache: Path | None, isa: str) -> tuple[ctypes.CDLL, str]
 
 
 def _opened(path: Path) -> ctypes.CDLL | None:
-    """What the cache has; None if that is nothing, or damaged. Raises Unusable."""
+    """What the cache has; None if that is nothing, or not all that was built: of a file that a crash has cut
+    the loader maps what is there, and the process dies at the first page that is not. Raises Unusable."""
     if not path.exists():
         return None
     _refuse_shared(path)
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError:
+    kept = path.read_bytes()
+    if kept[-_DIGEST_BYTES:] != hashlib.sha256(kept[:-_DIGEST_BYTES]).digest():
         return None
+    return ctypes.CDLL(str(path))
 
 
 def _refuse_shared(path: Path) -> None:
@@ -161,16 +163,16 @@ def _only_builder(cache: Path) -> Iterator[None]:
 
 
 def _build(cc: str, flags: tuple[str, ...], source: Path, runtime: Path, path: Path) -> Path:
-    """Compile and put the result in place at once, and on the disk."""
+    """Compile and put the result in place at once, with its digest."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
         object_file, built = Path(folder) / "k.o", Path(folder) / "k.so"
         _run([cc, *flags, f"-I{_INCLUDE}", "-c", str(source), "-o", str(object_file)])
         # Linked with torch's own OpenMP runtime: a second one would keep its threads spinning next
         # to torch's, on the same cores.
         _run([cc, "-shared", str(object_file), str(runtime), "-o", str(built)])
+        with built.open("ab") as file:
+            file.write(hashlib.sha256(built.read_bytes()).digest())
         built.chmod(0o700)
-        with built.open("rb") as file:
-            os.fsync(file.fileno())             # or a crash leaves a name without its bytes
         os.replace(built, path)
     return path
 
