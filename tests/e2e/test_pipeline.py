@@ -86,7 +86,7 @@ def test_codes_of_a_gguf_file_on_two_stages(tmp_path):
 
 
 def test_layers_that_the_model_does_not_have_are_refused_before_a_process_starts(model):
-    with pytest.raises(ConfigError, match="--pp 2 with --pp-layers 3,4: this model has 6 layers"):
+    with pytest.raises(ConfigError, match="--pp 2, --pp-layers 3,4: this model has 6 layers"):
         Pipeline(model, hbm_bytes="1M", pp=2, pp_layers=["3", "4"])
 
 

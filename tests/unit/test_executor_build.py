@@ -281,7 +281,7 @@ def test_a_model_that_chooses_its_tokens_is_built_with_two_groups(latent, topk):
 
 @pytest.mark.parametrize(("given", "message"), [
     (dict(sparse_top_k=8), "--sparse-top-k 8: this model chooses 4 tokens itself"),
-    (dict(sparse_top_k=4, sparse_unit=16), "--sparse-unit, --sparse-dense-layers: this model chooses 4"),
+    (dict(sparse_top_k=4, sparse_unit=16), "--sparse-unit 16: this model chooses 4"),
     (dict(sparse_top_k=4, sparse_dense_layers=("0",)), "chooses 4 tokens one by one in every layer"),
     (dict(hot_buffer_tokens=3), r"--hot-buffer-tokens 3: .* this model reads 4 tokens .*: at least as many"),
     (dict(hbm_bytes=9000), r"--hbm-bytes 9000 is too little for one hot buffer: 2 pages of 16 tokens")])

@@ -154,12 +154,6 @@ def test_tables_are_what_a_row_may_need():
      r"tokens for 528 tokens, .* are 23\.9 MiB, tables .*; raise --hbm-bytes to at least \d+, or lower"),
     (dict(dram_bytes=20 * MIB), r"host tier of 28 pages holds 448 tokens, less than one hot buffer of 528: "
      r"set --dram-bytes to at least 24330240, or to 0"),
-    (dict(sparse_dense_layers=("30",)), r"--sparse-dense-layers 30: this model has layers 0 to 29"),
-    (dict(sparse_dense_layers=tuple(map(str, range(30)))), "names every layer"),
-    (dict(sparse_top_k=None, sparse_kv="always"), r"--sparse-kv always: this model reads all of its KV .* "
-     r"--sparse-top-k N"),
-    (dict(sparse_top_k=None, sparse_kv="auto"), "--sparse-kv auto: this model reads all"),
-    (dict(sparse_top_k=None, hot_buffer_tokens=600), "--hot-buffer-tokens: this model reads all"),
 ])
 def test_what_does_not_fit_is_refused_with_the_numbers(kv, said):
     with pytest.raises(ConfigError, match=said):
@@ -203,15 +197,6 @@ def test_the_number_in_a_refusal_of_a_context_is_the_limit(kv, pp):
     assert sized(replace(kv, hbm_bytes=least), max_model_len=8192, pp=pp).core.max_len == 8192
     with pytest.raises(ConfigError, match="to at least"):
         sized(replace(kv, hbm_bytes=least - 1), max_model_len=8192, pp=pp)
-
-
-def test_a_model_that_selects_by_itself_takes_no_other_selector():
-    own = Shape(groups=(*Shape().groups, replace(Shape().groups[0], name="index", selector=True)))
-    latent = Shape(groups=(replace(Shape().groups[0], planes=1),))
-    for model in (own, latent):
-        with pytest.raises(ConfigError, match="--sparse-top-k: this model has a selector, or KV, of its own"):
-            groups_of(model, selection_of(DEMO))
-        assert groups_of(model, None) == model.groups
 
 
 def test_tables_are_those_that_the_device_makes():

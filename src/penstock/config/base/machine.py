@@ -41,6 +41,11 @@ class Machine:
         return "cuda" if self.gpus and self.torch_cuda else "cpu"
 
     @property
+    def words(self) -> dict[str, str]:
+        """What a refusal may name."""
+        return {"free": f"{self.memory_available / (1 << 30):.1f} GiB", "why": self.why}
+
+    @property
     def why(self) -> str:
         """The reason of `device`."""
         if not self.gpus:

@@ -4,11 +4,16 @@
 """
 from __future__ import annotations
 
+import ast
+import itertools
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from penstock.config.base.sizes import show_bytes
 from penstock.config.settings.cli import SECTIONS, Flag, flags
 from penstock.config.settings.refuse import REFUSED
+from penstock.config.settings.refuse_model import OF_MODEL, WORDS
 from penstock.config.settings.tree import SERVE_ONLY
 from penstock.config.settings.unbuilt import ALWAYS, UNBUILT
 
@@ -24,7 +29,8 @@ number with K, M, G, T (powers of 1,024; also KiB, MiB, ...) or KB, MB, GB, TB (
 
 def reference() -> str:
     """The whole document, ending in a newline."""
-    return "\n".join([_INTRO, *_flags(), *_refused(), *_unbuilt(), *_always()]) + "\n"
+    parts = (_flags(), _refused(), _of_model(), _unbuilt(), _always(), _raised())
+    return "\n".join([_INTRO, *itertools.chain(*parts)]) + "\n"
 
 
 def _flags() -> Iterator[str]:
@@ -62,6 +68,11 @@ def _default(flag: Flag) -> str:
     return f"`{show_bytes(flag.default) if flag.kind == 'bytes' else flag.default}`"
 
 
+def flags_of(fields: tuple[str, ...]) -> str:
+    """The flags of a refusal's fields."""
+    return ", ".join(f"`--{f.split('.')[1].replace('_', '-')}`" for f in fields)
+
+
 def _refused() -> Iterator[str]:
     yield f"\n## Refused values and combinations ({len(REFUSED)})\n"
     yield "Exit code 2 before anything is loaded, with every reason. The list is meant to shrink."
@@ -69,8 +80,68 @@ def _refused() -> Iterator[str]:
     yield "| flag | allowed, or what to do |"
     yield "|---|---|"
     for r in REFUSED:
-        names = ", ".join(f"`--{f.split('.')[1].replace('_', '-')}`" for f in r.fields)
-        yield f"| {names} | {r.why.format(free='N GiB', why='no GPU that torch can use')} |"
+        yield f"| {flags_of(r.fields)} | {r.why.format(free='N GiB', why='no GPU that torch can use')} |"
+
+
+def _of_model() -> Iterator[str]:
+    yield f"\n## Refused with the model that was found ({len(OF_MODEL)})\n"
+    yield "The same, before a weight is read. What works together is docs/combinations.md."
+    yield ""
+    yield "| flag | allowed, or what to do |"
+    yield "|---|---|"
+    for r in OF_MODEL:
+        yield f"| {flags_of(r.fields)} | {r.why.format_map(WORDS)} |"
+
+
+AREAS = {
+    "exec": "Memory, back-ends and stages",
+    "model": "Checkpoints",
+    "serve/text": "Tokenizers and chat templates",
+    "transfer": "The other end of a pair",
+    "serve": "Addresses, files and commands",
+    "bench": "`penstock bench`",
+    "eval": "`penstock eval`",
+}
+
+
+def raised(area: str) -> Iterator[tuple[str, str]]:
+    """(file, message) of every ConfigError that is made there, values as dots. What only hands on the
+    words of another error is left out, and so is what belongs to an area of its own."""
+    root = Path(__file__).parents[2]
+    for path in sorted((root / area).rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        if area != max((a for a in AREAS if name.startswith(a + "/")), key=len):
+            continue
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
+                 and isinstance(node.func, ast.Name) and node.func.id == "ConfigError" and node.args]
+        for call in sorted(calls, key=lambda node: node.lineno):
+            message = _words(call.args[0])
+            if re.search(r"[a-z]{2}", message):
+                yield name, message
+
+
+def _words(node: ast.AST) -> str:
+    """The text of a string expression, with dots for what it shows."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(_words, node.values))
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _words(node.left) + _words(node.right)
+    if isinstance(node, ast.IfExp):
+        return f"{_words(node.body)} / {_words(node.orelse)}"
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else "\u2026"
+
+
+def _raised() -> Iterator[str]:
+    found = {area: list(raised(area)) for area in AREAS}
+    yield f"\n## Refused for what is found on the way ({sum(map(len, found.values()))})\n"
+    yield "Read out of the source; dots are what the message shows there."
+    for area, title in AREAS.items():
+        yield f"\n### {title}\n"
+        yield "| where | refused |"
+        yield "|---|---|"
+        for name, message in found[area]:
+            shown = message.replace("|", "\\|").replace("\n", " ")
+            yield f"| `src/penstock/{name}` | {shown} |"
 
 
 def _unbuilt() -> Iterator[str]:

@@ -6,8 +6,9 @@ Flags of features that are not built at all are in `unbuilt.py`.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 from penstock.config.base.errors import ConfigError
 from penstock.config.base.machine import Machine
@@ -16,19 +17,29 @@ from penstock.config.request.selection import BOUNDS, BOUNDS_VERSION, SINKS, WIN
 from penstock.config.settings.tree import SECRETS, Config, KVConfig, PairConfig
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """`when` is true for a config that is refused; `fields` are named with their values."""
+class Known(Protocol):
+    """What is known beside the flags: the machine, or what a model's files say."""
 
-    when: Callable[[Config, Machine], bool]
+    @property
+    def words(self) -> Mapping[str, str]: ...
+
+
+K = TypeVar("K", bound=Known)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal(Generic[K]):
+    """`when` is true for a config that is refused; `fields` are named with their values. `why` may name the
+    words of what is known."""
+
+    when: Callable[[Config, K], bool]
     fields: tuple[str, ...]
     why: str
 
-    def text(self, config: Config, machine: Machine) -> str:
+    def text(self, config: Config, known: K) -> str:
         """One line: what was given, then what is allowed or to do."""
         given = ", ".join(_shown(config, f) for f in self.fields)
-        free = f"{machine.memory_available / (1 << 30):.1f} GiB"
-        return f"{given}: {self.why.format(free=free, why=machine.why)}"
+        return f"{given}: {self.why.format_map(known.words)}"
 
 
 def _value(config: Config, path: str) -> object:
@@ -39,7 +50,7 @@ def _value(config: Config, path: str) -> object:
 
 def _shown(config: Config, path: str) -> str:
     flag, value = "--" + path.split(".")[1].replace("_", "-"), _value(config, path)
-    if value is None:
+    if value is None or value == ():
         return f"no {flag}"
     if path in SECRETS:
         return flag
@@ -50,7 +61,7 @@ def _shown(config: Config, path: str) -> str:
     return f"{flag} {','.join(value) if isinstance(value, tuple) else value}"
 
 
-def _outside(path: str, low: float, high: float, why: str) -> Refusal:
+def _outside(path: str, low: float, high: float, why: str) -> Refusal[Machine]:
     """Refuses a number under `low` or over `high`; None is inside. NaN is outside."""
     def when(config: Config, _: Machine) -> bool:
         value = _value(config, path)
@@ -99,7 +110,7 @@ def _mode(config: Config) -> str:
     return config.pair.disaggregation_mode or ""
 
 
-PAIR: tuple[Refusal, ...] = (
+PAIR: tuple[Refusal[Machine], ...] = (
     Refusal(lambda c, _: (c.pair.prefill, c.pair.decode) not in ((0, 0), (1, 1)),
             ("pair.prefill", "pair.decode"), "a pair is one of each: --prefill 1 --decode 1, or neither"),
     Refusal(lambda c, _: bool(c.pair.prefill and _mode(c)), ("pair.prefill", "pair.disaggregation_mode"),
@@ -137,7 +148,7 @@ PAIR: tuple[Refusal, ...] = (
     _outside("pair.pair_silence_s", 1, 3600, "1 to 3600 seconds"),
 )
 
-REFUSED: tuple[Refusal, ...] = (
+REFUSED: tuple[Refusal[Machine], ...] = (
     _outside("model.max_model_len", 1, 1 << 24, "1 to 16777216 tokens"),
     _outside("model.seed", 0, 2**63 - 1, "0 to 9223372036854775807"),
     _outside("kv.page_size", 1, 256, "1 to 256 tokens per page"),

@@ -43,23 +43,13 @@ class Sizes:
 
 def groups_of(model: Model, selection: Selection | None) -> tuple[CacheShape, ...]:
     """The model's cache groups, with what a selection adds: bounds of the keys of each unit, on the
-    device, and dense layers in a group of their own, which stays there too.
-
-    Raises ConfigError: a model that cannot be given a selector, layers that it does not have.
-    """
+    device, and dense layers in a group of their own, which stays there too."""
     if selection is None or selection.native:
         return model.groups
-    if len(model.groups) > 1 or model.groups[0].planes != 2:
-        raise ConfigError("--sparse-top-k: this model has a selector, or KV, of its own kind; the one that "
-                          "this flag gives is for layers with keys and values alike: leave it out")
     [full] = model.groups
-    first, end = model.stage.first, model.stage.end
-    if odd := [i for i in selection.dense if i >= end]:
-        raise ConfigError(f"--sparse-dense-layers {odd[0]}: this model has layers 0 to {end - 1}")
+    first = model.stage.first
     dense = tuple(LocalLayer(i - first) for i in selection.dense if i >= first)
     rest = tuple(i for i in full.layers if i not in dense)
-    if not rest:
-        raise ConfigError("--sparse-dense-layers names every layer: leave --sparse-top-k out instead")
     groups = [replace(full, layers=rest),
               replace(full, name="bounds", layers=rest, unit=selection.unit, selector=True)]
     if dense:
@@ -75,11 +65,9 @@ def size_pools(config: Config, caches: Caches, max_position: int, free: int, *,
     free      bytes of the host's memory that are free now, with the weights loaded
     gpu       memory of the device, if that is not the host's
     budget    tokens that a decode step selects and reads at most; 0: it reads all
-    Raises ConfigError when the pools do not fit into `free` or the context not into the pools, and for
-    settings of a selection where there is none.
+    Raises ConfigError when the pools do not fit into `free` or the context not into the pools.
     """
     kv = config.kv
-    _check_selects(kv, budget)
     hosts = bool(budget) and kv.sparse_kv != "off" and kv.host_tier is not False
     hbm, dram, device = (_memory(config, caches, free, hosts) if gpu is None else
                          _gpu_memory(config, caches, free, hosts, gpu))
@@ -93,14 +81,6 @@ def size_pools(config: Config, caches: Caches, max_position: int, free: int, *,
     if hosts and dram:
         sizes = _hosting(config, caches, sizes.core, hbm, budget, device)
     return replace(sizes, core=replace(sizes.core, max_len=_max_len(config, caches, sizes.core)))
-
-
-def _check_selects(kv: KVConfig, budget: int) -> None:
-    given = ("--hot-buffer-tokens" if kv.hot_buffer_tokens is not None else
-             f"--sparse-kv {kv.sparse_kv}" if kv.sparse_kv in ("auto", "always") else "")
-    if given and not budget:
-        raise ConfigError(f"{given}: this model reads all of its KV at each step, which host pages are too "
-                          "far for; give it a selector with --sparse-top-k N")
 
 
 def _memory(config: Config, caches: Caches, free: int, hosts: bool) -> tuple[int, int, str]:

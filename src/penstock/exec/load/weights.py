@@ -19,7 +19,8 @@ from penstock.config.base import machine
 from penstock.config.base.errors import ConfigError
 from penstock.config.base.paths import cache_dir
 from penstock.config.request.selection import Selection, indexer_selection, selection_of
-from penstock.config.settings.tree import Config, KVConfig
+from penstock.config.settings.refuse_model import ModelFacts, check_model
+from penstock.config.settings.tree import Config
 from penstock.core.settings import CoreConfig
 from penstock.exec.load.layout import Caches
 from penstock.exec.load.sizing import show_size
@@ -115,7 +116,7 @@ def headers(config: Config, files: ModelFiles, *, scaled: bool = False) -> Check
 def _check_packable(files: ModelFiles, platform: Platform) -> None:
     """Raises ConfigError: not of a GGUF with weights that can stay codes, or nothing here multiplies them."""
     if files.load_format != "gguf":
-        raise ConfigError(f"--dtype gguf: {files.name} is not a .gguf file: leave the flag out")
+        return                          # `check_model` refuses that
     there = {tensor.block for tensor in files.gguf_header.tensors.values()}
     if not there & PACKED:
         raise ConfigError(f"--dtype gguf: {files.name} has no weights of {', '.join(sorted(PACKED))}, only "
@@ -124,6 +125,13 @@ def _check_packable(files: ModelFiles, platform: Platform) -> None:
         linear.OP.get("native").usable_on(platform)
     except Unusable as why:
         raise ConfigError(f"--dtype gguf: {why}: use --dtype float32") from None
+
+
+def facts_of(files: ModelFiles) -> ModelFacts:
+    """What refusals ask of a model. Raises ConfigError: no model of a family that is known."""
+    spec = families.read_spec_of(files.config)
+    return ModelFacts(name=files.name, load_format=files.load_format, layers=spec.num_layers,
+                      topk=spec.attention.shape.topk, kv_heads="paged_attention" in spec.attention.ops)
 
 
 def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype, stage: Stage | None = None) -> int:
@@ -145,6 +153,7 @@ def _bytes_of(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], dtype: 
 def _opened(config: Config, files: ModelFiles, log: Callable[[str], object]) \
         -> tuple[Checkpoint, LinearFactory, dict[str, registry.Choice]]:
     """Its headers, what packs its weights, and the back-ends. Raises ConfigError."""
+    check_model(config, facts_of(files))
     scaled = _keeps_scaled(config, files, log)
     checkpoint = headers(config, files, scaled=scaled)
     backends = _backends_of(config, checkpoint, scaled, log)
@@ -239,20 +248,9 @@ def attention_of(backends: Mapping[str, registry.Choice]) -> paged_attention.Pla
 
 def selection_for(config: Config, model: Model) -> Selection | None:
     """What requests select; None: they read all. A model that chooses its tokens itself takes no other
-    choice. Raises ConfigError where flags ask for one."""
-    kv, topk = config.kv, model.attention.topk
-    if not topk:
-        return selection_of(kv)
-    if kv.sparse_top_k not in (None, topk):
-        raise ConfigError(f"--sparse-top-k {kv.sparse_top_k}: this model chooses {topk} tokens itself, as "
-                          "its config.json says (index_topk): leave the flag out")
-    if kv.sparse_unit != KVConfig().sparse_unit or kv.sparse_dense_layers:
-        raise ConfigError(f"--sparse-unit, --sparse-dense-layers: this model chooses {topk} tokens one by "
-                          "one in every layer: leave them out")
-    if kv.hot_buffer_tokens is not None and kv.hot_buffer_tokens < topk:
-        raise ConfigError(f"--hot-buffer-tokens {kv.hot_buffer_tokens}: it holds what one step reads, and "
-                          f"this model reads {topk} tokens (index_topk): at least as many")
-    return indexer_selection(topk)
+    choice."""
+    topk = model.attention.topk
+    return indexer_selection(topk) if topk else selection_of(config.kv)
 
 
 def selector_of(selection: Selection | None, core: CoreConfig,

@@ -212,9 +212,7 @@ def _measure(config: Config, loaded: Loaded, captures: bool,
              log: Callable[[str], object]) -> tuple[DeviceMemory, Info]:
     """Memory of the GPU, and what to tell of it. Raises ConfigError: its largest step does not fit."""
     attention, model, schedule = attention_of(loaded.backends), loaded.model, config.schedule
-    if isinstance(attention, LatentOps):
-        raise ConfigError("--device cuda: no kernel of a model of latent rows runs there so far; take "
-                          "--device cpu")
+    assert not isinstance(attention, LatentOps), "refused by `check_model`"
     caches = caches_of(model.groups, config.kv.page_size, loaded.dtype)
     free = torch.cuda.mem_get_info()[0]
     longest = min(config.model.max_model_len or model.max_position,

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
-from penstock.config.base.errors import ConfigError
 from penstock.config.settings.tree import Config
 from penstock.core.plan import RequestId, StepId
 from penstock.model.base import Boundary, GlobalLayer, Stage
@@ -85,12 +84,9 @@ def even(num_layers: int, num_stages: int) -> list[int]:
 
 
 def of_config(config: Config, num_layers: int) -> list[Stage]:
-    """The stages that --pp and --pp-layers ask for. Raises ConfigError: the model has other layers."""
+    """The stages that --pp and --pp-layers ask for, of a config that `check_model` has taken."""
     layers = [int(n) for n in config.device.pp_layers] or even(num_layers, config.device.pp)
-    if min(layers) < 1 or sum(layers) != num_layers:
-        given = ",".join(map(str, layers))
-        raise ConfigError(f"--pp {config.device.pp} with --pp-layers {given}: this model has {num_layers} "
-                          "layers, of which each stage takes one or more")
+    assert min(layers) >= 1 and sum(layers) == num_layers, layers
     return split(layers)
 
 

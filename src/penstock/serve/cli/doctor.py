@@ -100,7 +100,8 @@ def _backends(config: Config | None, device: str) -> Iterator[Finding]:
 
 
 def _model(config: Config | None) -> Iterator[Finding]:
-    from penstock.exec.load.weights import headers
+    from penstock.config.settings.refuse_model import check_model
+    from penstock.exec.load.weights import facts_of, headers
     from penstock.model.demo import DEMO_NAME
     from penstock.model.weights.codes import PACKED
     from penstock.model.weights.locate import locate
@@ -123,6 +124,7 @@ def _model(config: Config | None) -> Iterator[Finding]:
             packed = ", ".join(b for b in blocks if b in PACKED) or "none of them"
             yield Finding("model", "weights", f"{', '.join(blocks)}: float32 with --dtype auto on a CPU, "
                           f"which is exact; --dtype gguf keeps {packed} packed, scales rounded to f16")
+        check_model(config, facts_of(files))
         if config.model.dtype == "gguf":
             headers(config, files)
     except ConfigError as e:
@@ -138,9 +140,10 @@ def _demo_is_here() -> bool:
 
 def _ranks(config: Config | None) -> Iterator[Finding]:
     """What each stage of a pipeline would have; of a model that is here."""
+    from penstock.config.settings.refuse_model import check_model
     from penstock.exec.load.layout import caches_of
     from penstock.exec.load.sizing import groups_of
-    from penstock.exec.load.weights import dtype_of, headers, selection_for, weight_bytes
+    from penstock.exec.load.weights import dtype_of, facts_of, headers, selection_for, weight_bytes
     from penstock.exec.step.links import of_config
     from penstock.model.registry import build
     from penstock.model.weights.locate import locate
@@ -149,6 +152,7 @@ def _ranks(config: Config | None) -> Iterator[Finding]:
         return
     try:
         files = locate(config.model.model, load_format=config.model.load_format)
+        check_model(config, facts_of(files))
         checkpoint = headers(config, files)
         if config.model.dtype == "auto":        # stages run on a CPU
             config = replace(config, model=replace(config.model, dtype="float32"))

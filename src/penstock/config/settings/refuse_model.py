@@ -1,0 +1,91 @@
+"""What does not work with the model that was found: combinations of flags and of what its files say.
+
+Asked before a weight is read, and by `penstock combos`. Sizes, which need the memory that is free, are
+refused where they are computed (`exec/load/sizing.py`); docs/flags.md lists both.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from penstock.config.base.errors import ConfigError
+from penstock.config.settings.refuse import Refusal
+from penstock.config.settings.tree import Config, KVConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What a model's files say of it.
+
+    name, load_format   of `ModelFiles`              layers    all of them, whatever the stage
+    topk                tokens that the model itself chooses for each query; 0: it reads all
+    kv_heads            its KV is keys and values of KV heads, in one cache group; else latent rows
+    """
+
+    name: str
+    load_format: str
+    layers: int
+    topk: int = 0
+    kv_heads: bool = True
+
+    @property
+    def words(self) -> Mapping[str, str]:
+        """What `Refusal.why` may name."""
+        return {"name": self.name, "layers": str(self.layers), "last": str(self.layers - 1),
+                "topk": str(self.topk)}
+
+
+WORDS = {"name": "NAME", "layers": "N", "last": "N-1", "topk": "N"}      # in docs, without a model
+
+
+def _dense(config: Config) -> set[int]:
+    return {int(i) for i in config.kv.sparse_dense_layers}
+
+
+def _reads_all(config: Config, model: ModelFacts) -> bool:
+    return not model.topk and config.kv.sparse_top_k is None
+
+
+def _other_layers(config: Config, model: ModelFacts) -> bool:
+    given, stages = config.device.pp_layers, config.device.pp
+    return sum(map(int, given)) != model.layers if given else stages > model.layers
+
+
+_CHOOSES = "this model chooses {topk} tokens one by one in every layer: leave it out"
+
+OF_MODEL: tuple[Refusal[ModelFacts], ...] = (
+    Refusal(lambda c, m: c.device.device == "cuda" and not m.kv_heads, ("device.device",),
+            "no kernel of a model of latent rows runs there so far; take --device cpu"),
+    Refusal(lambda c, m: c.model.dtype == "gguf" and m.load_format != "gguf", ("model.dtype",),
+            "{name} is not a .gguf file: leave the flag out"),
+    Refusal(lambda c, m: c.kv.sparse_top_k is not None and not m.topk and not m.kv_heads,
+            ("kv.sparse_top_k",), "the selector that this flag gives is for keys and values of KV heads, in "
+            "one cache group, and this model has others: leave it out"),
+    Refusal(lambda c, m: bool(m.topk) and c.kv.sparse_top_k not in (None, m.topk), ("kv.sparse_top_k",),
+            "this model chooses {topk} tokens itself, as its config.json says (index_topk): leave the flag "
+            "out"),
+    Refusal(lambda c, m: bool(m.topk) and c.kv.sparse_unit != KVConfig().sparse_unit, ("kv.sparse_unit",),
+            _CHOOSES),
+    Refusal(lambda c, m: bool(m.topk and c.kv.sparse_dense_layers), ("kv.sparse_dense_layers",), _CHOOSES),
+    Refusal(lambda c, m: c.kv.hot_buffer_tokens is not None and c.kv.hot_buffer_tokens < m.topk,
+            ("kv.hot_buffer_tokens",), "it holds what one step reads, and this model reads {topk} tokens "
+            "(index_topk): at least as many"),
+    Refusal(lambda c, m: max(_dense(c), default=0) >= m.layers, ("kv.sparse_dense_layers",),
+            "this model has layers 0 to {last}"),
+    Refusal(lambda c, m: _dense(c) == set(range(m.layers)), ("kv.sparse_dense_layers",),
+            "names every layer: leave --sparse-top-k out instead"),
+    Refusal(lambda c, m: c.kv.sparse_kv in ("auto", "always") and _reads_all(c, m), ("kv.sparse_kv",),
+            "this model reads all of its KV at each step, which host pages are too far for; give it a "
+            "selector with --sparse-top-k N"),
+    Refusal(lambda c, m: c.kv.hot_buffer_tokens is not None and _reads_all(c, m), ("kv.hot_buffer_tokens",),
+            "this model reads all of its KV at each step, from device pages; give it a selector with "
+            "--sparse-top-k N"),
+    Refusal(_other_layers, ("device.pp", "device.pp_layers"),
+            "this model has {layers} layers, of which each stage takes one or more"),
+)
+
+
+def check_model(config: Config, model: ModelFacts) -> None:
+    """Raises ConfigError with every reason, one a line."""
+    if reasons := [r.text(config, model) for r in OF_MODEL if r.when(config, model)]:
+        raise ConfigError("\n".join(reasons))

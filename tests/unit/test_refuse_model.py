@@ -1,0 +1,60 @@
+"""Every entry of OF_MODEL: a config that trips it alone for some model, and a neighbour that passes."""
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.config.base.errors import ConfigError
+from penstock.config.settings.cli import from_options
+from penstock.config.settings.refuse_model import OF_MODEL, WORDS, ModelFacts, check_model
+
+DENSE = ModelFacts(name="tiny", load_format="safetensors", layers=4)
+LATENT = replace(DENSE, topk=16, kv_heads=False)
+ALL_BUT = {"sparse_top_k": 512, "sparse_dense_layers": ["0", "1", "2"]}
+
+# One row for every entry of OF_MODEL, in its order: a model, options refused for it, options at the edge.
+CASES: tuple[tuple[ModelFacts, dict[str, object], dict[str, object]], ...] = (
+    (LATENT, {"device": "cuda"}, {"device": "cpu"}),
+    (DENSE, {"dtype": "gguf"}, {"dtype": "bfloat16"}),
+    (replace(LATENT, topk=0), {"sparse_top_k": 512}, {}),
+    (LATENT, {"sparse_top_k": 512}, {"sparse_top_k": 16}),
+    (LATENT, {"sparse_unit": 4}, {"sparse_unit": 8}),
+    (LATENT, {"sparse_dense_layers": ["0"]}, {}),
+    (LATENT, {"hot_buffer_tokens": 15}, {"hot_buffer_tokens": 16}),
+    (DENSE, {"sparse_top_k": 512, "sparse_dense_layers": ["0", "4"]},
+     {"sparse_top_k": 512, "sparse_dense_layers": ["0", "3"]}),
+    (DENSE, {"sparse_top_k": 512, "sparse_dense_layers": ["0", "1", "2", "3"]}, ALL_BUT),
+    (DENSE, {"sparse_kv": "always"}, {"sparse_kv": "off"}),
+    (DENSE, {"hot_buffer_tokens": 512}, {"hot_buffer_tokens": 512, "sparse_top_k": 512}),
+    (DENSE, {"pp": 5}, {"pp": 4}),
+)
+
+
+def test_every_refusal_has_a_case() -> None:
+    assert len(CASES) == len(OF_MODEL)
+
+
+@pytest.mark.parametrize("index", range(len(OF_MODEL)))
+def test_refusal_trips_alone_and_not_at_its_edge(index: int) -> None:
+    model, bad, good = CASES[index]
+    config = from_options("tiny", bad)
+    assert [r for r in OF_MODEL if r.when(config, model)] == [OF_MODEL[index]]
+    with pytest.raises(ConfigError) as e:
+        check_model(config, model)
+    assert str(e.value).startswith("--") and "\n" not in str(e.value) and "{" not in str(e.value)
+    check_model(from_options("tiny", good), model)
+    assert OF_MODEL[index].why.format_map(WORDS)
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    ({"sparse_top_k": 512, "sparse_dense_layers": ["4"]},
+     "--sparse-dense-layers 4: this model has layers 0 to 3"),
+    ({"pp": 2, "pp_layers": ["1", "4"]},
+     "--pp 2, --pp-layers 1,4: this model has 4 layers, of which each stage takes one or more"),
+    ({"pp": 5}, "--pp 5, no --pp-layers: this model has 4 layers, of which each stage takes one or more"),
+    ({"dtype": "gguf"}, "--dtype gguf: tiny is not a .gguf file: leave the flag out")])
+def test_what_was_given_and_what_is_allowed_is_said(options: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError) as e:
+        check_model(from_options("tiny", options), DENSE)
+    assert str(e.value) == said
