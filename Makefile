@@ -79,8 +79,10 @@ soak: $(VENV)/.installed-dev  ## longer still: the loops whole, other seeds, for
 sim: $(VENV)/.installed-dev  ## N simulations of the planner, all modes: make sim N=10000
 	$(BIN)/penstock sim --seeds $(N) $(ARGS)
 
-docs: $(VENV)/.installed  ## write docs/flags.md again from the config tree
+docs: $(VENV)/.installed  ## write again what comes from the code: flags, combinations
 	$(BIN)/python -m penstock.config.settings.reference > docs/flags.md
+	$(BIN)/penstock combos > docs/combinations.md
+	$(BIN)/penstock combos --into README.md
 
 clean:  ## remove the environment and every cache
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache

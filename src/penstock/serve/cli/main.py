@@ -42,6 +42,8 @@ COMMANDS = {
                     help="measure answers: recall, needles, a text's perplexity, GSM8K"),
     "sim": Command(module="penstock.sim.main", model="none",
                    help="run the planner against simulated ranks and faults"),
+    "combos": Command(module="penstock.serve.cli.combos", model="none",
+                      help="show what works with what, and which test or refusal says so"),
     "doctor": Command(module="penstock.serve.cli.doctor", model="optional", own_flags=False, serves=True,
                       help="show this machine and the chosen back-ends, and why"),
 }

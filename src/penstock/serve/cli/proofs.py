@@ -1,0 +1,124 @@
+"""Which test proves which combinations. `combos.py` asks the refusals; this says what is shown to work.
+
+A row names a test and what of each dimension it covers, in words of `DIMENSIONS`. A cell is turned by adding
+a row, or by deleting the refusal that it names. Tests of the sweep count.
+"""
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+DIMENSIONS: dict[str, dict[str, str]] = {
+    "kind": {"ordinary": "read all of their KV", "selecting": "select (`--sparse-top-k`)",
+             "latent": "latent rows, chosen by an indexer", "experts": "experts"},
+    "place": {"resident": "device", "hosted": "host memory"},          # where decode reads KV from
+    "feature": {"plain": "-", "tier": "host tier", "cache": "prefix cache", "paused": "pages paused"},
+    "across": {"one": "one process", "pp": "`--pp`", "pair": "a pair", "both": "a pair of `--pp`"},
+    "device": {"cpu": "CPU", "gpu": "GPU"},
+    "weights": {"float32": "float32", "bfloat16": "bfloat16", "fp8": "fp8 in blocks", "gguf": "GGUF",
+                "packed": "GGUF, `--dtype gguf`"},
+}
+
+
+class Cell(NamedTuple):
+    """One combination, a word of each dimension."""
+
+    kind: str
+    place: str
+    feature: str
+    across: str
+    device: str
+    weights: str
+
+
+def cells() -> Iterator[Cell]:
+    """All of them, in the order of `DIMENSIONS`."""
+    return map(Cell._make, itertools.product(*DIMENSIONS.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """`test` is path::name; each other field one word of its dimension, or several."""
+
+    test: str
+    kind: str
+    place: str = "resident"
+    feature: str = "plain"
+    across: str = "one"
+    device: str = "cpu"
+    weights: str = "float32"
+
+    def covers(self) -> Iterator[Cell]:
+        return map(Cell._make, itertools.product(*(getattr(self, name).split() for name in DIMENSIONS)))
+
+
+_CORE = "tests/conformance/test_executor_core.py::test_"
+_HOSTED = "tests/conformance/test_executor_hosted.py::test_"
+_LATENT = "tests/conformance/test_executor_latent.py::test_"
+_PIPELINE = "tests/e2e/test_pipeline.py::test_"
+_PAIR = "tests/e2e/test_pair.py::test_"
+_DEMO = "tests/parity/test_demo_greedy.py::test_"
+BOTH = "cpu gpu"            # `make gpu` runs it, too
+
+PROOFS: tuple[Proof, ...] = (
+    Proof(_CORE + "any_chunk_size_in_mixed_batches", "ordinary", device=BOTH),
+    Proof(_CORE + "any_chunk_size_in_mixed_batches", "latent"),
+    Proof(_CORE + "a_device_pool_that_is_too_small", "ordinary", feature="tier", device=BOTH),
+    Proof(_CORE + "a_device_pool_that_is_too_small", "latent", feature="tier"),
+    Proof(_CORE + "a_prefix_hit_in_either_tier_changes_no_token", "ordinary", feature="cache", device=BOTH),
+    Proof(_CORE + "pause_or_drop_of_anyone_at_any_moment", "ordinary", feature="paused", device=BOTH),
+    Proof(_CORE + "pause_or_drop_of_anyone_at_any_moment", "latent", feature="paused"),
+    Proof("tests/conformance/test_executor_plans.py::"
+          "test_rows_whose_tokens_visit_experts_decode_together_as_each_does_alone", "experts", device=BOTH),
+    Proof("tests/parity/test_family_parity.py::test_bf16_follows_transformers", "ordinary experts",
+          weights="bfloat16"),
+    Proof("tests/parity/test_latent_parity.py::test_bf16_follows_transformers", "latent", weights="bfloat16"),
+    Proof("tests/unit/test_fp8_checkpoint.py::"
+          "test_blocks_equal_their_dequantised_twin_with_scales_in_another_shard", "ordinary", weights="fp8"),
+    # Decode that selects.
+    Proof(_HOSTED + "budgets_differ_by_request", "selecting", "resident hosted", device=BOTH),
+    Proof(_HOSTED + "prompts_longer_than_the_device_in_any_chunks", "selecting", "hosted", device=BOTH),
+    Proof(_HOSTED + "rows_that_outgrow_the_device_spill", "selecting", "resident hosted", "tier",
+          device=BOTH),
+    Proof(_HOSTED + "a_prefix_found_in_either_tier_is_shared", "selecting", "resident hosted", "cache",
+          device=BOTH),
+    Proof(_HOSTED + "pauses_drops_and_moves_of_anyone_every_few_steps", "selecting", "resident hosted",
+          "paused", device=BOTH),
+    Proof(_HOSTED + "a_prefix_found_in_either_tier_is_shared", "latent", "resident hosted", "cache"),
+    Proof(_LATENT + "prompts_longer_than_the_device_select_at_each_position", "latent", "hosted"),
+    Proof(_LATENT + "rows_on_both_tiers_and_pauses", "latent", "resident hosted", "tier paused"),
+    Proof("tests/parity/test_recall_model.py::"
+          "test_in_bfloat16_it_answers_from_the_host_as_from_the_device", "latent", "hosted", "tier paused",
+          weights="bfloat16"),
+    # GGUF.
+    Proof(_DEMO + "all_chats_in_one_batch", "ordinary", weights="gguf"),
+    Proof(_DEMO + "one_after_another_then_again_from_the_cache", "ordinary", feature="cache", weights="gguf"),
+    Proof(_DEMO + "pauses_every_other_step_with_copies_as_late_as_allowed", "ordinary", feature="tier paused",
+          weights="gguf"),
+    Proof("tests/e2e/test_gguf_codes.py::test_codes_answer_as_floats_do", "ordinary", weights="packed"),
+    Proof(_PIPELINE + "codes_of_a_gguf_file_on_two_stages", "ordinary", across="pp", weights="packed"),
+    Proof(_PIPELINE + "the_demo_model_on_two_stages_decodes_from_host_pages_as_one_rank_does", "selecting",
+          "hosted", "plain tier paused", "pp", weights="gguf"),
+    # Stages.
+    Proof(_PIPELINE + "any_stages_overlap_and_tiers_say_the_same", "ordinary selecting", "resident",
+          across="one pp"),
+    Proof(_PIPELINE + "three_uneven_stages_with_overlap_and_a_host_tier", "ordinary", "resident",
+          "tier paused", "pp"),
+    Proof(_PIPELINE + "hosted_decode_on_two_stages_with_pauses", "selecting", "hosted", "plain tier paused",
+          "pp"),
+    Proof("tests/e2e/test_pipeline_recall.py::test_recall_on_two_stages_from_host_pages_with_pauses",
+          "latent", "hosted", "plain tier paused", "pp"),
+    # Pairs.
+    Proof(_PAIR + "a_pair_says_what_one_engine_says", "ordinary", feature="plain cache", across="pair"),
+    Proof(_PAIR + "a_pair_says_what_one_engine_says", "selecting", "hosted", "plain tier cache", "pair"),
+    Proof(_PAIR + "stages_of_either_engine_say_the_same", "ordinary", feature="plain tier paused",
+          across="pair both"),
+    Proof(_PAIR + "stages_of_either_engine_say_the_same", "selecting", "hosted", "plain tier paused",
+          "pair both"),
+    Proof("tests/e2e/test_pair_recall.py::test_what_a_prefill_engine_delivers_is_recalled", "latent",
+          "resident", "plain", "pair both"),
+    Proof("tests/e2e/test_pair_recall.py::test_what_a_prefill_engine_delivers_is_recalled", "latent",
+          "hosted", "plain tier paused", "pair both"),
+)

@@ -1,0 +1,54 @@
+"""`penstock combos`: answers follow the refusals and the proofs, and are found by their words."""
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.serve.cli import combos
+from penstock.serve.cli.main import main
+from penstock.serve.cli.proofs import Cell
+
+STAGES_ON_A_GPU = Cell("ordinary", "resident", "plain", "pp", "gpu", "float32")
+
+
+@pytest.fixture(autouse=True)
+def asked_anew():
+    yield
+    combos.answer.cache_clear()
+    combos._proven.cache_clear()
+
+
+def test_a_cell_turns_with_its_refusal_and_its_proof(monkeypatch) -> None:
+    refused = combos.answer(STAGES_ON_A_GPU)
+    assert refused.status == "refused" and "stages run on a CPU only" in refused.why[0]
+    combos.answer.cache_clear()
+    monkeypatch.setattr(combos, "REFUSED", [r for r in combos.REFUSED if "stages run on a CPU" not in r.why])
+    assert combos.answer(STAGES_ON_A_GPU).status == "untried"
+    combos.answer.cache_clear()
+    monkeypatch.setattr(combos, "_proven", lambda: {STAGES_ON_A_GPU: ("tests/a.py::test_it",)})
+    assert combos.answer(STAGES_ON_A_GPU) == combos.Answer("yes", ("tests/a.py::test_it",))
+
+
+def test_a_proof_of_what_is_refused_is_a_mistake(monkeypatch) -> None:
+    combos.answer.cache_clear()
+    monkeypatch.setattr(combos, "_proven", lambda: {STAGES_ON_A_GPU: ("tests/a.py::test_it",)})
+    with pytest.raises(AssertionError, match="which is refused"):
+        combos.answer(STAGES_ON_A_GPU)
+
+
+def test_words_choose(capsys) -> None:
+    assert main(["combos", *STAGES_ON_A_GPU, "latent"]) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
+    assert told == [f"{kind} resident plain pp gpu float32: refused" for kind in ("ordinary", "latent")]
+    assert main(["combos", "tpu"]) == 2
+    assert "'tpu' is no word" in capsys.readouterr().err
+
+
+def test_the_view_goes_between_its_marks_and_nothing_else_changes(tmp_path: Path) -> None:
+    file = tmp_path / "a.md"
+    file.write_text(f"before\n{combos._START}\nold\n{combos._END}\nafter\n")
+    assert main(["combos", "--into", str(file)]) == 0
+    text = file.read_text()
+    assert text == f"before\n{combos._START}\n{combos.view()}\n{combos._END}\nafter\n"
+    assert main(["combos", "--into", str(file), "gpu"]) == 2
