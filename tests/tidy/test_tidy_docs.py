@@ -15,6 +15,7 @@ from penstock.serve.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 DOCS = [p for p in (ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md",
+                    ROOT / "SECURITY.md", ROOT / "CHANGELOG.md",
                     *sorted((ROOT / "docs").rglob("*.md"))) if p.exists()]
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 PATH = re.compile(r"`((?:src|tests|docs|bench|examples|\.ci)/[\w./*-]+|[\w-]+\.(?:md|toml|txt))`"

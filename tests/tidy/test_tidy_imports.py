@@ -35,7 +35,7 @@ THIRD_PARTY = {
     "core": (), "replay": (), "sim": (), "config": ("msgspec",),
     "kernels": ("torch", "triton", "cuda", "numpy"),
 }
-ENTRY_POINTS = ("penstock", "penstock.serve.cli.main", "penstock.serve.engine.main",
+ENTRY_POINTS = ("penstock", "penstock.__main__", "penstock.serve.cli.main", "penstock.serve.engine.main",
                 "penstock.config.settings.reference")
 
 

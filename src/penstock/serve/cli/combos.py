@@ -98,8 +98,8 @@ def answer(cell: Cell) -> Answer:
 _START, _END = "<!-- combos: written by `make docs` -->", "<!-- combos: end -->"
 _VIEW: tuple[tuple[str, tuple[Proof, ...]], ...] = (
     ("all KV read, on the device", (Proof("", "ordinary"),)),
-    ("sparse decode (`--sparse-top-k`), KV on the device", (Proof("", "selecting"),)),
-    ("sparse decode, KV in host memory", (Proof("", "selecting", "hosted"),)),
+    ("sparse decode (`--sparse-top-k`), KV on the device or in host memory",
+     (Proof("", "selecting", "resident hosted"),)),
     ("latent rows (DeepSeek-V3.2, GLM-5), either", (Proof("", "latent", "resident hosted"),)),
     ("experts", (Proof("", "experts"),)),
     ("host tier, pause and resume", (Proof("", "ordinary", feature="tier paused"),
@@ -110,8 +110,7 @@ _VIEW: tuple[tuple[str, tuple[Proof, ...]], ...] = (
                                   Proof("", "selecting", "hosted", across="pp"))),
     ("prefill/decode pair", (Proof("", "ordinary", across="pair"),
                              Proof("", "selecting", "hosted", across="pair"))),
-    ("bfloat16", (Proof("", "ordinary", weights="bfloat16"),)),
-    ("fp8 in blocks", (Proof("", "ordinary", weights="fp8"),)),
+    ("bfloat16; fp8 in blocks", (Proof("", "ordinary", weights="bfloat16 fp8"),)),
     ("GGUF kept packed (`--dtype gguf`)", (Proof("", "ordinary", weights="packed"),)),
 )
 

@@ -38,7 +38,7 @@ READ_BYTES = 1 << 20
 # Of Python's cycle collector: young objects as always, a full collection once in 70 million objects.
 # The core makes no cycles, but each page is a few objects that live long and that a full collection walks:
 # 100 ms a time with 1,024 rows, where planning a step takes 1.3 ms; without it the slowest of 1,200
-# steps is 4 ms (docs/log.md). Larger young generations make fewer and longer pauses, 10 to 20 ms.
+# steps is 4 ms (docs/log-older.md). Larger young generations make fewer and longer pauses, 10 to 20 ms.
 COLLECT = (700, 10, 10_000)
 
 

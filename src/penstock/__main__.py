@@ -1,0 +1,8 @@
+"""`python -m penstock`: the command, where its script is not on the path."""
+from __future__ import annotations
+
+import sys
+
+from penstock.serve.cli.main import main
+
+sys.exit(main())

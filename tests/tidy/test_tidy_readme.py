@@ -1,0 +1,110 @@
+"""README is short, begins with a command, and has no figure that `bench/results` does not; what
+docs/performance.md says is what was measured."""
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+LINES_MAX = 120
+# Numbers of names and versions, not of measurements.
+NAMES = ("Python 3.11", "Apache-2.0")
+
+
+@cache
+def results(name: str) -> Any:
+    """The newest file of that name: its rows, or for a CPU its results."""
+    found = json.loads(sorted((ROOT / "bench/results").glob(f"*-{name}.json"))[-1].read_text())
+    return found["rows"] if "rows" in found else found["results"]
+
+
+def ratio(name: str, work: str) -> float:
+    """Of the pairs of a run, ours over transformers': their median."""
+    both = results(name)[work]
+    return median(a / b for a, b in zip(both["penstock"], both["transformers"], strict=True))
+
+
+HOSTED, LOADED = results("h200-hosted")[0], results("h200-loadback")[0]
+ONE = "decode, 1 stream"
+# In the order in which README has them.
+FIGURES = {
+    "requests": f"{HOSTED['requests']}",
+    "context": f"{HOSTED['context']:,}",
+    "device": f"{HOSTED['device_kv_bytes'] / 1e9:.0f}",
+    "hosted against the one that fits": f"{HOSTED['tokens_s_over_dense']:.1f}",
+    "prompt": f"{LOADED['tokens']:,}",
+    "loaded against computed": f"{LOADED['computed_over_loaded']['median']:.1f}",
+    "a CPU against transformers": f"{ratio('cpu-float32-native', ONE):.1f}",
+    "another": f"{ratio('cpu-amx-float32-native', ONE):.1f}",
+}
+
+
+def numbers(text: str) -> list[str]:
+    """Those that stand for themselves: not of code, links, tables of code, or names such as GLM-5."""
+    text = re.sub(r"(?s)```.*?```|`[^`]*`|\]\([^)]*\)", " ", text)
+    for name in NAMES:
+        text = text.replace(name, " ")
+    return re.findall(r"(?<![\w.-])\d[\d,.]*\d|(?<![\w.-])\d", text)
+
+
+def test_readme_is_short_and_begins_with_a_command() -> None:
+    lines = README.splitlines()
+    assert len(lines) <= LINES_MAX
+    assert any(line.startswith("make serve") for line in lines[:15])
+
+
+def test_readme_has_no_number_that_was_not_measured() -> None:
+    assert numbers(README) == list(FIGURES.values())
+
+
+@pytest.mark.parametrize(("text", "found"), [
+    ("GLM-5, Qwen2.5 and an H200", []), ("**3.7 times**, 1,024 and 5", ["3.7", "1,024", "5"]),
+    ("`--pp 2`, [x](a/2.md)\n```\n4\n```", []), ("7.", ["7"])])
+def test_what_counts_as_a_number(text: str, found: list[str]) -> None:
+    assert numbers(text) == found
+
+
+PERFORMANCE = (ROOT / "docs/performance.md").read_text()
+WORKS = {"decode, 1 stream": "decode, 1 stream", "decode, 8 streams": "decode, 8 streams",
+         "prefill 512": "prefill, 512 tokens", "prefill 2048": "prefill, 2,048 tokens"}
+
+
+@pytest.mark.parametrize("run", ["float32-native", "float32-avx2", "bfloat16-native", "bfloat16-avx2"])
+@pytest.mark.parametrize(("machine", "of"), [("EPYC", "cpu-"), ("Xeon", "cpu-amx-")])
+def test_rows_of_the_cpus_are_medians_of_what_was_measured(machine: str, of: str, run: str) -> None:
+    for work, title in WORKS.items():
+        ours = median(results(of + run)[work]["penstock"])
+        row = (machine, run.replace("-", ", "), title, f"{ours:,.0f}", f"{ratio(of + run, work):.1f}")
+        assert f"| {' | '.join(row)} |" in PERFORMANCE.splitlines()
+
+
+def test_rows_of_the_gpu_are_what_was_measured() -> None:
+    decode = {(row.get("requests"), row.get("prompt")): row for row in results("h200-resident")}
+    one, eight, many, long = (decode[key] for key in ((1, 512), (8, 8192), (32, 8192), (1, 32768)))
+    sampled, [experts, experts_32] = results("h200-sampled")[0], results("h200-experts")[-2:]
+    [steps], [ready], [fits] = results("h200-steps"), results("h200-ready"), results("h200-fits")
+    for figure in (
+            f"{one['decode_tokens_s']:.0f} tokens/s | {one['decode_share']:.2f}",
+            f"{eight['decode_step_ms']['median']:.1f} ms a step | {eight['decode_share']:.2f}",
+            f"{many['decode_step_ms']['median']:.1f} ms a step | {many['decode_share']:.2f}",
+            f"{sampled['decode_tokens_s']:.0f} tokens/s | {sampled['decode_share']:.2f}",
+            f"{eight['prefill_tflops']:.0f} TFLOP/s | {eight['prefill_share']:.2f}",
+            f"{eight['prefill_first_s']:.1f} s, later {eight['prefill_s']['median']:.1f} s |",
+            f"{long['prefill_tflops']:.0f} TFLOP/s | {long['prefill_share']:.2f}",
+            f"{LOADED['computed_over_loaded']['median']:.1f} times as fast |",
+            f"{HOSTED['step_ms']['hosted']['median']:.1f} ms a step | {HOSTED['share_of_bound']:.2f}",
+            f"{HOSTED['tokens_s_over_dense']:.1f} times |",
+            f"{fits['speed_ratio']['median']:.2f} of the speed |",
+            f"{100 * steps['idle_share']:.1f} % |",
+            f"{ready['cold']['ready_s']:.1f} s |", f"{ready['warm']['ready_s']:.1f} s |",
+            f"{experts['decode_tokens_s']:,.0f} tokens/s | {experts['decode_share']:.2f}",
+            f"{experts_32['decode_tokens_s']:,.0f} tokens/s | {experts_32['decode_share']:.2f}"):
+        assert f"| {figure}" in PERFORMANCE, figure
+    assert f"hit rate {HOSTED['hit_rate']:.2f} |" in PERFORMANCE
