@@ -53,7 +53,7 @@ bench: $(VENV)/.installed-dev  ## measure: make bench ARGS="..."
 	@$(BIN)/penstock bench $(ARGS)
 
 # ---------------------------------------------------------------- checking
-test: $(VENV)/.installed-dev  ## every test but the long ones, under 10 minutes
+test: $(VENV)/.installed-dev  ## every test but the long ones, under 10 minutes on two quiet cores
 	$(PYTEST) -m "not sweep and not soak and not gpu" $(ARGS)
 
 check: $(VENV)/.installed-dev  ## lint, types, tidy, unit tests, a few simulations, in a minute or two

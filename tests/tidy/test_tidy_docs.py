@@ -36,6 +36,16 @@ def test_paths_exist(doc: Path) -> None:
     assert not missing, missing
 
 
+@pytest.mark.parametrize("doc", DOCS, ids=ids)
+def test_rows_have_the_columns_of_their_table(doc: Path) -> None:
+    wrong, columns = [], 0
+    for line in doc.read_text().splitlines():
+        cells = len(re.sub(r"`[^`]*`|\\\\\|", "", line).strip().split("|")) if line.startswith("|") else 0
+        wrong += [line] if columns and cells not in (0, columns) else []
+        columns = cells and (columns or cells)
+    assert not wrong, wrong
+
+
 def commands(doc: Path) -> list[list[str]]:
     """Commands of shell blocks, and inline ones in backquotes."""
     text = doc.read_text()
@@ -63,6 +73,12 @@ def test_serve_commands_parse(doc: Path) -> None:
     for words in commands(doc):
         if words[:2] == ["penstock", "serve"] and len(words) > 2:
             parser.parse(prepare(words[2:]))
+
+
+def test_decisions_that_are_missing_are_named() -> None:
+    have = {int(path.name[:4]) for path in (ROOT / "docs/adr").glob("0*.md")}
+    said = re.search(r"no page ([\d, or]+)\.", (ROOT / "docs/adr/README.md").read_text())
+    assert said and {int(n) for n in re.findall(r"\d+", said[1])} == set(range(1, max(have))) - have
 
 
 def test_flags_are_documented() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,29 @@ def test_tests_run_in_the_environment_that_serves(clone: Path) -> None:
     plan = planned(clone, "test")
     assert plan[0].endswith("-e '.[dev]'") and "pytest" in plan[-1]
     assert 'not sweep and not soak and not gpu' in plan[-1]
+
+
+def test_what_runs_before_a_commit_is_what_check_runs() -> None:
+    told = (ROOT / ".pre-commit-config.yaml").read_text()
+    for command in planned(ROOT, "-B", "check")[-4:-2]:
+        tool = command.split()[0]
+        assert f"entry: {tool}" in told and tool in (".venv/bin/ruff", ".venv/bin/mypy")
+    assert "repo: local" in told and "http" not in told, "nothing is fetched"
+
+
+def test_the_image_is_short_and_said_to_be_untested() -> None:
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    assert len(lines) <= 20
+    copied = [name for line in lines if line.startswith("COPY") for name in line.split()[1:-1]]
+    assert copied and all((ROOT / name).exists() for name in copied)
+    told = (ROOT / "docs/install.md").read_text().split("\n\n")
+    assert "untested" in next(part for part in told if "`Dockerfile`" in part)
+
+
+def test_the_changes_begin_with_the_version_that_is_built() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    first = next(s for s in (ROOT / "CHANGELOG.md").read_text().splitlines() if s.startswith("## "))
+    assert version in first
 
 
 def test_ci_runs_the_two_targets_and_stops_at_the_first_failure() -> None:
