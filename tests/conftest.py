@@ -4,13 +4,16 @@ from __future__ import annotations
 import faulthandler
 import gc
 import importlib.util
+import json
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import times
 from hypothesis import HealthCheck, settings
 
 # Before torch is imported, and for every process that a test starts. Two threads on cores that
@@ -57,6 +60,23 @@ def _nothing_unpickled() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where executors run")
+    parser.addoption("--times", type=Path, help="note the seconds of each test here, and print folders")
+
+
+SECONDS: Counter[str] = Counter()           # of each test with all its cases, fixtures included
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    SECONDS[report.nodeid.split("[")[0]] += report.duration
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    path = config.getoption("--times")
+    if path is not None and not hasattr(config, "workerinput"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(SECONDS, indent=0))
+        for folder, took in times.by_folder(SECONDS):
+            terminalreporter.write_line(f"{took:7.0f} s  tests/{folder}")
 
 
 def pytest_configure(config: pytest.Config) -> None:

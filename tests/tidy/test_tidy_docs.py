@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import times
 
 from penstock.config.settings.cli import Parser, add_flags, flags, prepare
 from penstock.config.settings.reference import AREAS, raised, reference
@@ -44,6 +45,22 @@ def test_rows_have_the_columns_of_their_table(doc: Path) -> None:
         wrong += [line] if columns and cells not in (0, columns) else []
         columns = cells and (columns or cells)
     assert not wrong, wrong
+
+
+def test_tests_that_are_named_exist() -> None:
+    named = {name for doc in DOCS for name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", doc.read_text())}
+    assert len(named) > 20
+    assert not [(path, test) for path, test in named if f"def {test}(" not in (ROOT / path).read_text()]
+
+
+def test_times_go_between_their_marks() -> None:
+    noted = {"tests/unit/a.py::test_a": 2.4, "tests/e2e/b.py::test_b": 3.0, "tests/unit/c.py::test_c": 1.0}
+    assert times.by_folder(noted) == [("unit", 3.4), ("e2e", 3.0)]
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    put = times.put_into(text, noted)
+    assert "| 3 | `tests/e2e` |" in put and "| 3 | `tests/e2e/b.py::test_b` |\n| 2 | `tests/unit/a.py" in put
+    outside = [part.split(times.END)[-1] for part in text.split(times.START)]
+    assert [part.split(times.END)[-1] for part in put.split(times.START)] == outside and len(outside) == 2
 
 
 def commands(doc: Path) -> list[list[str]]:

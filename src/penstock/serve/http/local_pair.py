@@ -31,7 +31,7 @@ class PairHere:
         key = os.memfd_create("penstock-pair-key")
         os.fchmod(key, 0o600)
         os.write(key, secrets.token_hex(32).encode())
-        self.fds = (key,)
+        self.fds: tuple[int, ...] = (key,)
         address = f"unix:@penstock-pair-{secrets.token_hex(16)}"
         self.decode = _end(config, "decode", address, key)
         self._config = _end(config, "prefill", address, key)
