@@ -54,6 +54,8 @@ LATENT = {
     "moe_intermediate_size": 8, "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
 }
 CONFIGS = {"grouped": CONFIG, "latent": LATENT}       # one cache group; two, and a choice of 4 tokens
+EXPERTS = {**CONFIG, "model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2,
+           "moe_intermediate_size": 24, "norm_topk_prob": True}
 GREEDY = SamplingParams(temperature=0.0)
 LATENESS = {"thread": lambda: None, "prompt": Promptly, "latest": Latest,
             "shuffled": lambda: Shuffled(1), "torn": lambda: Shuffled(2, torn=0.3)}
@@ -64,7 +66,7 @@ pytestmark = pytest.mark.usefixtures("stages")
 
 @functools.cache
 def model(family="grouped", stage=None):
-    return where.model(CONFIGS[family], torch.float32, 5, 10, stage)
+    return where.model({**CONFIGS, "experts": EXPERTS}[family], torch.float32, 5, 10, stage)
 
 
 # Each layer a group, and what a selector would have: a quarter of a page of theirs, less two rows.
@@ -120,7 +122,7 @@ class Engine:
             dram_base=9000,
             group_base=50_000, row_base=70, groups=caches.groups)
         self.core = Core(self.cfg)
-        ops = (functools.partial(paged_attention.plan, backend=self.backend) if self.family == "grouped"
+        ops = (functools.partial(paged_attention.plan, backend=self.backend) if self.family != "latent"
                else LatentOps(index_select(self.backend), latent_attention(self.backend)))
         self.ex, hbm, dram = ranks.front(functools.partial(model, self.family), ops, groups, caches,
                                          self.cfg, max_len=64, lateness=self.lateness)
@@ -179,7 +181,7 @@ class Engine:
 
 SHARED = (7, 3, 29, 41, 5, 5, 18, 60, 2, 33, 9)
 BACKENDS = where.backends()
-SMALL = {"grouped": 11, "latent": 18}         # device pages of group 0 that are too few; slabs of 1
+SMALL = {"grouped": 11, "latent": 18, "experts": 11}     # device pages of group 0, too few; slabs of 1
 PROMPTS = {1: (*SHARED, 1, 2), 2: (*SHARED, 40), 3: (50,), 4: SHARED * 2, 5: (12, 8, 30, 21),
            6: SHARED[:8], 7: (*SHARED, *SHARED, 4, 4)}
 
@@ -299,6 +301,17 @@ def test_a_prefix_hit_in_either_tier_changes_no_token():
     assert engine.started[2].hbm_tokens == 20
     assert engine.started[3].hbm_tokens == engine.started[3].dram_tokens == 0
     assert engine.started[4].dram_tokens > 0
+
+
+@pytest.mark.parametrize("lateness", ["latest", "torn"])
+def test_experts_on_a_device_that_is_too_small(lateness):
+    """Pauses, asked for and needed, and prefixes found in either tier."""
+    engine = Engine(step_tokens=5, hbm_pages=SMALL["experts"], lateness=LATENESS[lateness](),
+                    family="experts")
+    play(engine, lambda turn: [Paused(RequestId(1 + turn % 7))] if turn % 3 == 0 else [])
+    assert engine.core.stats()["pauses"] >= 3
+    assert any(started.hbm_tokens + started.dram_tokens for started in engine.started.values())
+    assert {m.ok for m in engine.moved} == ({True, False} if lateness == "torn" else {True})
 
 
 def test_sampling_does_not_depend_on_the_schedule():

@@ -59,6 +59,7 @@ _HOSTED = "tests/conformance/test_executor_hosted.py::test_"
 _LATENT = "tests/conformance/test_executor_latent.py::test_"
 _PIPELINE = "tests/e2e/test_pipeline.py::test_"
 _PAIR = "tests/e2e/test_pair.py::test_"
+_EXPERTS = "tests/e2e/test_experts.py::test_"
 _DEMO = "tests/parity/test_demo_greedy.py::test_"
 BOTH = "cpu gpu"            # `make gpu` runs it, too
 
@@ -72,6 +73,7 @@ PROOFS: tuple[Proof, ...] = (
     Proof(_CORE + "pause_or_drop_of_anyone_at_any_moment", "latent", feature="paused"),
     Proof("tests/conformance/test_executor_plans.py::"
           "test_rows_whose_tokens_visit_experts_decode_together_as_each_does_alone", "experts", device=BOTH),
+    Proof(_CORE + "experts_on_a_device_that_is_too_small", "experts", feature="tier cache paused"),
     Proof("tests/parity/test_family_parity.py::test_bf16_follows_transformers", "ordinary experts",
           weights="bfloat16"),
     Proof("tests/parity/test_latent_parity.py::test_bf16_follows_transformers", "latent", weights="bfloat16"),
@@ -110,7 +112,13 @@ PROOFS: tuple[Proof, ...] = (
           "pp"),
     Proof("tests/e2e/test_pipeline_recall.py::test_recall_on_two_stages_from_host_pages_with_pauses",
           "latent", "hosted", "plain tier paused", "pp"),
+    Proof(_EXPERTS + "two_stages_with_a_host_tier_and_pauses", "experts", feature="plain tier paused",
+          across="pp"),
+    Proof(_EXPERTS + "a_selection_out_of_host_memory_on_one_rank_and_on_two_stages", "experts", "hosted",
+          "plain tier paused", "one pp"),
     # Pairs.
+    Proof(_EXPERTS + "a_pair", "experts", feature="plain cache", across="pair"),
+    Proof(_EXPERTS + "a_pair", "experts", "hosted", "plain tier cache", "pair"),
     Proof(_PAIR + "a_pair_says_what_one_engine_says", "ordinary", feature="plain cache", across="pair"),
     Proof(_PAIR + "a_pair_says_what_one_engine_says", "selecting", "hosted", "plain tier cache", "pair"),
     Proof(_PAIR + "stages_of_either_engine_say_the_same", "ordinary", feature="plain tier paused",

@@ -1,0 +1,57 @@
+"""A model with experts through stages, host memory and pairs says what one rank says."""
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pair_engines import PairOfEnds, whole
+from pipeline_engine import CONFIG, PROMPTS, Pipeline, checkpoint
+
+MOE = {**CONFIG, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 5,
+       "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True, "rms_norm_eps": 1e-6,
+       "tie_word_embeddings": False}
+SPARSE: dict[str, object] = {"sparse_top_k": 96}
+PLACES: dict[str, dict[str, object]] = {
+    "resident": {"hbm_bytes": "4M"},
+    "hosted": {"hbm_bytes": "2M", "dram_bytes": "8M", **SPARSE, "sparse_kv": "always"}}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return checkpoint(tmp_path_factory.mktemp("experts"), MOE)
+
+
+def every_few(turn: int) -> list[int]:
+    return [1 + turn // 5 % 5] if turn % 5 == 0 and turn < 150 else []
+
+
+def test_two_stages_with_a_host_tier_and_pauses(model: str) -> None:
+    with Pipeline(model, hbm_bytes="4M") as one:
+        want = one.play()
+    with Pipeline(model, hbm_bytes="1M", dram_bytes="8M", pp=2) as two:
+        assert two.play(pauses=every_few) == want
+        assert two.core.stats()["pauses"] >= 3
+
+
+def test_a_selection_out_of_host_memory_on_one_rank_and_on_two_stages(model: str) -> None:
+    with Pipeline(model, hbm_bytes="4M", sparse_kv="off", **SPARSE) as one:
+        want = one.play()
+    for pp in (1, 2):
+        with Pipeline(model, pp=pp, **{**PLACES["hosted"], "hbm_bytes": f"{2 // pp}M"}) as hosted:
+            assert hosted.play(pauses=every_few) == want, pp
+            assert hosted.core.stats()["pauses"] >= 3
+            assert sum(reads["hot_misses"] for reads in hosted.reads.values()) > 0
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_pair(model: str, tmp_path: Path, place: str) -> None:
+    """Prompts, and one of them again."""
+    prompts = [PROMPTS[rid] for rid in (3, 5, 3)]
+    one = whole(model, prompts, **PLACES[place])
+    with PairOfEnds(model, tmp_path, **PLACES[place]) as pair:
+        for prompt in prompts:
+            pair.decode.submit(prompt)
+            pair.finish()
+        assert list(pair.decode.got.values()) == list(one.got.values())
+        assert pair.decode.loop.stats()["pair_delivered_total"] == len(prompts)
+        pair.settle()
