@@ -71,6 +71,32 @@ def test_hosted_decode_on_two_stages_with_pauses(model, selected):
         assert sum(reads["hot_misses"] for reads in two.reads.values()) > 0
 
 
+def layers_of(stats: dict[str, float], name: str) -> dict[str, float]:
+    return {key.split('"')[1]: value for key, value in stats.items() if key.startswith(name + "{")}
+
+
+def test_counters_are_there_without_waiting_for_a_rank(model):
+    """They came with what the ranks have reported: no plan waits for them. Ranks that have no work tell their
+    last ones by themselves, each of its own layers under their numbers in the model."""
+    with Pipeline(model, hbm_bytes="1M", dram_bytes="8M", pp=2, pp_layers=["4", "2"], **SPARSE) as two:
+        pids = [two.built.info[f"rank_{i}_pid"] for i in range(2)]
+        two.add(9, PROMPTS[1], 24)
+        while len(two.got[9]) < 12:
+            two.turn()
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        reads, stats = two.ex.kv_reads(9), two.ex.stats()
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        assert reads["hot_misses"] > 0 and layers_of(stats, "hot_misses_total").keys() == set("012345")
+        two.play()
+        last, until = sum(reads["hot_misses"] for reads in two.reads.values()), time.monotonic() + 20
+        while sum(told := layers_of(two.ex.stats(), "hot_misses_total").values()) < last:
+            assert time.monotonic() < until, (told, last)
+            time.sleep(0.01)
+        assert sum(told) == last and all(told)
+
+
 def test_codes_of_a_gguf_file_on_two_stages(tmp_path):
     """Each has those of its layers, and both have the embedding, which is the head."""
     file = gguf_checkpoint(tmp_path / "tiny.gguf")

@@ -23,6 +23,7 @@ from penstock.core.plan import (
 )
 from penstock.exec.rank import Report, Stepped
 from penstock.exec.sampling.sampler import Logprobs
+from penstock.exec.sparse.rows import READS
 
 log = logging.getLogger(__name__)
 
@@ -56,12 +57,9 @@ class Ranked(Protocol):
         in flight can end before another plan comes."""
         ...
 
-    def kv_reads(self, rid: RequestId) -> dict[str, int] | None:
-        """See `Front.kv_reads`, of this rank's layers."""
-        ...
-
     def stats(self) -> dict[str, float]:
-        """Seconds, bytes and moves of this rank, by metric name. Those of all ranks are added, but ONCE."""
+        """Seconds, bytes and moves of this rank, by metric name, as it has last told: never waits for it.
+        Those of all ranks are added, but ONCE."""
         ...
 
 
@@ -69,22 +67,20 @@ class Ranked(Protocol):
 class _Open:
     """A request between `open` and its last plan."""
 
-    selects: bool = False        # its decode reads a part of its KV
     queued: int = 0              # plans in flight that name it
     closed: bool = False
     fault: str | None = None     # why this executor aborted it
     logprobs: dict[int, Logprobs] = field(default_factory=dict)
+    reads: dict[int, tuple[int, ...]] = field(default_factory=dict)     # READS, by rank
 
 
 @dataclass(slots=True)
 class _Step:
-    """A plan in flight, how many ranks have not reported it, and what the last one did."""
+    """A plan in flight, and what each rank that has reported it did."""
 
     plan: StepPlan
-    missing: int
-    stepped: Stepped | None = None
+    stepped: dict[int, Stepped] = field(default_factory=dict)
     spoiled: bool = False        # it has waited for a copy that failed
-    tables: list[tuple[int, tuple[tuple[int, str], ...]]] = field(default_factory=list)   # rank, digests
 
 
 @dataclass(slots=True)
@@ -126,7 +122,7 @@ class Front:
         assert rid not in self._open, f"request {rid} is open already"
         for rank in self._ranks:
             rank.open(rid, prompt, params, choice=choice, stop_ids=stop_ids)
-        self._open[rid] = _Open(selects=bool(params.top_k_tokens))
+        self._open[rid] = _Open()
 
     def close(self, rid: RequestId) -> None:
         """`rid` has finished. Its state goes when the last plan in flight that names it has run."""
@@ -154,12 +150,10 @@ class Front:
         return None if state is None else state.logprobs.pop(index, None)
 
     def kv_reads(self, rid: RequestId) -> dict[str, int] | None:
-        """What the units that `rid` selected were read from, so far, by name, in all layers; None: it
-        selects none. Before `close`."""
-        if not self._open[rid].selects:
-            return None             # no rank is asked, and waited for, in vain
-        found = [reads for rank in self._ranks if (reads := rank.kv_reads(rid)) is not None]
-        return {name: sum(reads[name] for reads in found) for name in found[0]} if found else None
+        """What the units that `rid` selected were read from, by name, in all layers, up to the last step that
+        has retired; None: it has selected none. Before `close`."""
+        found = self._open[rid].reads.values()
+        return dict(zip(READS, map(sum, zip(*found, strict=True)), strict=True)) if found else None
 
     def fault(self, rid: RequestId) -> str | None:
         """Why this executor aborted `rid`, until `close`; None if it did not."""
@@ -173,7 +167,7 @@ class Front:
             assert rid in self._open, f"step {plan.step} names request {rid}, which is not open"
             self._open[rid].queued += 1
         self._newest = plan.step
-        self._steps[plan.step] = _Step(plan, len(self._ranks))
+        self._steps[plan.step] = _Step(plan)
         for move in plan.moves:
             self._moves[move.id] = _Move(plan.step, len(self._ranks))
         for rank in self._ranks:
@@ -211,17 +205,17 @@ class Front:
                     waiting.spoiled |= report.id in waiting.plan.waits
             return [Moved(report.id, move.ok)]
         step = self._steps[report.step]
-        step.missing -= 1
-        step.tables.append((rank, report.tables))
-        if rank == len(self._ranks) - 1:
-            step.stepped = report
-        if step.missing:
+        step.stepped[rank] = report
+        if len(step.stepped) < len(self._ranks):
             return []
-        assert step.stepped is not None and report.step == self._retired + 1
+        assert report.step == self._retired + 1
         self._retired = report.step
-        _check_tables(report.step, step.tables)
+        _check_tables(report.step, [(i, stepped.tables) for i, stepped in step.stepped.items()])
         del self._steps[report.step]
-        return self._end(step.plan, step.stepped, spoiled=step.spoiled)
+        for i, stepped in step.stepped.items():
+            for rid, reads in stepped.reads:
+                self._open[rid].reads[i] = reads
+        return self._end(step.plan, step.stepped[len(self._ranks) - 1], spoiled=step.spoiled)
 
     def _end(self, plan: StepPlan, stepped: Stepped, *, spoiled: bool) -> list[Event]:
         for rid, index, logprobs in stepped.logprobs:

@@ -48,6 +48,7 @@ class Stepped:
     faults      (request, why) of each row whose logits were not finite
     tables      each DIGEST_STEPS steps of several stages: digest of each bound row's pages, by row; all
                 stages must have the same
+    reads       (request, `exec.sparse.rows.READS`) of each row that selects, since its beginning
     """
 
     step: StepId
@@ -55,6 +56,7 @@ class Stepped:
     logprobs: tuple[tuple[RequestId, int, Logprobs], ...] = ()
     faults: tuple[tuple[RequestId, str], ...] = ()
     tables: tuple[tuple[int, str], ...] = ()
+    reads: tuple[tuple[RequestId, tuple[int, ...]], ...] = ()
 
 
 Report: TypeAlias = Stepped | Moved
@@ -68,12 +70,14 @@ class _Flight:
 
     done        None on a CPU
     answer_2B   int64, host: tokens, and whether each row's logits were finite; complete after `done`
+    reads       tells `Stepped.reads`, after `done`
     """
 
     plan: StepPlan
     states: _States
     answer_2B: Tensor | None
     done: torch.cuda.Event | None
+    reads: Callable[[], tuple[tuple[RequestId, tuple[int, ...]], ...]]
 
 
 class Rank:
@@ -155,10 +159,6 @@ class Rank:
         if self._heard is not None:
             self._heard.given(rid, tokens)
 
-    def kv_reads(self, rid: RequestId) -> dict[str, int] | None:
-        """What the units that `rid` selected were read from, so far, by name; None: it selects none."""
-        return None if self._selecting is None else self._selecting.rows.reads(rid)
-
     def capture(self, buckets: Sequence[int]) -> None:
         """On a CUDA device, of a whole model with KV heads: capture decode steps of so many rows. Without,
         every step is launched kernel by kernel."""
@@ -211,11 +211,13 @@ class Rank:
     def _launch(self, plan: StepPlan) -> None:
         with torch.inference_mode():
             states, answer_2B = self._execute(plan)
+        reads = (tuple if self._selecting is None else
+                 self._selecting.rows.reads(list(map(self._tables.index, plan.rows))))
         done = None
         if self._tables.last_R.is_cuda:
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
-        self._flights.append(_Flight(plan, states, answer_2B, done))
+        self._flights.append(_Flight(plan, states, answer_2B, done, reads))
 
     def _execute(self, plan: StepPlan) -> tuple[_States, Tensor | None]:
         for bind in plan.binds:
@@ -354,7 +356,7 @@ class Rank:
         self._mover.add([m for m in plan.moves if m.id not in plan.waits])
         compared = self._links != Links() and plan.step % DIGEST_STEPS == 0
         return Stepped(plan.step, tuple(tokens), tuple(logprobs), tuple(faults),
-                       self._tables.digests() if compared else ())
+                       self._tables.digests() if compared else (), flight.reads())
 
     def stats(self) -> dict[str, float]:
         """By metric name; seconds of this thread, those of moves of whichever made them."""

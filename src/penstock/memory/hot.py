@@ -95,6 +95,10 @@ class HotBuffers:
         units that lost their slot, since the last `clear`; summed over KV heads."""
         return self._count_LRKE[:, row].sum(1)
 
+    def all_counts(self) -> Tensor:
+        """int64 [R, 4], on the device: `counts` of every row, summed over layers."""
+        return self._count_LRKE.sum((0, 2))
+
     def clear(self, row: int) -> None:
         """Counts of `row` begin anew."""
         self._count_LRKE[:, row] = 0

@@ -48,6 +48,7 @@ class RankProcess:
         self._channel = wire.Channel(sock)
         self._reports: SimpleQueue[wire.Reports] = SimpleQueue()
         self._answers: SimpleQueue[wire.FromRank | None] = SimpleQueue()
+        self._counters: dict[str, float] = {}       # as it has last told
         self.died = False
         self.queued: deque[float] = deque()         # when each plan was sent that is not reported yet
         self.steps: deque[tuple[float, float]] = deque(maxlen=OVERLAPS)
@@ -58,11 +59,14 @@ class RankProcess:
     def _listen(self) -> None:
         while (body := self._channel.receive()) is not None:
             message = wire.decode_from_rank(body)
-            if isinstance(message, wire.Reports):
-                self._reports.put(message)
-                self._crew.tell()
-            else:
-                self._answers.put(message)
+            match message:
+                case wire.Reports():
+                    self._reports.put(message)
+                    self._crew.tell()
+                case wire.Counters(values):
+                    self._counters = values
+                case _:
+                    self._answers.put(message)
         self.died = True
         self._answers.put(None)
         self._crew.tell()
@@ -97,14 +101,10 @@ class RankProcess:
             self._crew.fail(self)
         return found
 
-    def kv_reads(self, rid: RequestId) -> dict[str, int] | None:
-        values = self.ask(wire.AskReads(rid))
-        return None if values is None else {name: int(n) for name, n in values.items()}
-
     def stats(self) -> dict[str, float]:
         stage = f'{{stage="{self.index}"}}'
         since = time.monotonic() - self.first if self.first else 0.0
-        return {**(self.ask(wire.AskStats()) or {}), f"stage_busy_seconds_total{stage}": self.busy,
+        return {**self._counters, f"stage_busy_seconds_total{stage}": self.busy,
                 f"stage_overlap_seconds_total{stage}": self.overlap, f"stage_seconds_total{stage}": since}
 
     # ------------------------------------------------------------ messages
@@ -113,12 +113,6 @@ class RankProcess:
             self._channel.send(frame)
         except ConnectionError:
             self._crew.fail(self)
-
-    def ask(self, message: wire.ToRank) -> dict[str, float] | None:
-        self.send(wire.encode(message))
-        answer = self.answer(self._crew.timeout_s)
-        assert isinstance(answer, wire.Answer)
-        return answer.values
 
     def answer(self, timeout_s: float) -> wire.FromRank:
         """Raises ConfigError when the rank refuses, RankDied when it is gone or hangs."""

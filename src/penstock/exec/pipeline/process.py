@@ -36,6 +36,7 @@ from penstock.exec.step.links import Links, split
 from penstock.memory.dram import mapped
 
 EXIT_CONFIG, EXIT_BUG = 2, 70
+COUNTERS_S = 0.2            # between two of its Counters
 
 
 class Process:
@@ -47,6 +48,8 @@ class Process:
         self._inbox: SimpleQueue[wire.ToRank | None] = SimpleQueue()
         self._rank: Rank | None = None
         self._queued = 0                        # plans that have not run
+        self._uncounted = False                 # something was reported since its counters were told
+        self._count_at = 0.0                    # when they may be told again
         threading.Thread(target=self._listen, daemon=True, name="penstock-front").start()
 
     def _listen(self) -> None:
@@ -102,16 +105,20 @@ class Process:
             rows=core.rows, max_len=core.max_len, seed=seed, groups=self._groups, links=self._links,
             selector=selector_of(self._selection, core, self._loaded.backends),
             wake=lambda: self._inbox.put(None))
+        self._count()
         self.send(wire.Ready())
 
     def run(self) -> NoReturn:
         """Messages as they come, steps when there is nothing else; waits in the kernel."""
         while True:
+            late = max(0.0, self._count_at - time.monotonic()) if self._uncounted else None
             try:
-                while True:
-                    self._handle(self._inbox.get(block=not self._queued))
+                self._handle(self._inbox.get(block=not self._queued, timeout=late))
             except Empty:
-                self._collect()
+                if self._queued:
+                    self._collect()
+                else:
+                    self._count()
 
     def _handle(self, message: wire.ToRank | None) -> None:
         if message is None:
@@ -132,11 +139,6 @@ class Process:
             case wire.Plan(plan):
                 rank.start(plan)
                 self._queued += 1
-            case wire.AskStats():
-                self.send(wire.Answer(rank.stats()))
-            case wire.AskReads(rid):
-                reads = rank.kv_reads(rid)
-                self.send(wire.Answer(None if reads is None else {k: float(v) for k, v in reads.items()}))
             case _:
                 raise AssertionError(f"{type(message).__name__} to a rank that runs")
 
@@ -153,12 +155,24 @@ class Process:
         at = next(i for i, report in enumerate(reports) if isinstance(report, Stepped))
         if at:                          # what the step has waited for is told before it
             self.send(wire.Reports([], _moved(reports[:at])))
-        self.send(wire.Reports([r for r in reports if isinstance(r, Stepped)], _moved(reports[at:]), began,
-                               time.monotonic()))
+        self._report(wire.Reports([r for r in reports if isinstance(r, Stepped)], _moved(reports[at:]), began,
+                                  time.monotonic()))
 
     def _collect_copies(self) -> None:
         if self._rank is not None and (reports := self._rank.collect(block=False)):
-            self.send(wire.Reports([], _moved(reports)))
+            self._report(wire.Reports([], _moved(reports)))
+
+    def _report(self, reports: wire.Reports) -> None:
+        self.send(reports)
+        self._uncounted = True
+        if time.monotonic() >= self._count_at:
+            self._count()
+
+    def _count(self) -> None:
+        """Tell the counters, which nobody waits for."""
+        assert self._rank is not None
+        self.send(wire.Counters(self._rank.stats()))
+        self._uncounted, self._count_at = False, time.monotonic() + COUNTERS_S
 
 
 def _moved(reports: Sequence[Report]) -> list[Moved]:

@@ -62,17 +62,7 @@ class Plan(_Message, frozen=True):
     plan: StepPlan
 
 
-class AskStats(_Message, frozen=True):
-    """Answered by one Answer, after the step that runs."""
-
-
-class AskReads(_Message, frozen=True):
-    """What `rid` has read; answered by one Answer, after the step that runs."""
-
-    rid: RequestId
-
-
-ToRank = Begin | Pools | Open | Close | Given | Plan | AskStats | AskReads
+ToRank = Begin | Pools | Open | Close | Given | Plan
 
 
 # ---------------------------------------------------------------- rank -> front
@@ -108,11 +98,13 @@ class Reports(_Message, frozen=True):
     ended: float = 0.0
 
 
-class Answer(_Message, frozen=True):
-    values: dict[str, float] | None
+class Counters(_Message, frozen=True):
+    """`front.Ranked.stats` as they are now: before Ready, behind Reports, and when nothing more comes."""
+
+    values: dict[str, float]
 
 
-FromRank = Loading | Loaded | Refused | Ready | Reports | Answer
+FromRank = Loading | Loaded | Refused | Ready | Reports | Counters
 
 _ENCODER = msgspec.msgpack.Encoder()
 _TO = msgspec.msgpack.Decoder(ToRank)

@@ -8,7 +8,7 @@ anything is chosen.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from penstock.memory.hot import HotBuffers
 from penstock.memory.pool import BlockPool
 
 COUNTS = ("device", "hot_hits", "hot_misses", "hot_evictions")      # columns of HotLayer.count_RKE
+READS = (*COUNTS, "host_bytes")             # what the units that a request selected were read from
 
 
 @dataclass(slots=True)
@@ -67,7 +68,9 @@ class HotRows:
         chooses; 0: this request reads all of its KV."""
         r = self._tables.index(bind.row)
         row, hot = self._rows[r], bind.hot[0] if bind.hot else ()
-        self._settle(r)
+        for other, had in enumerate(self._rows):
+            if other == r or had.rid == bind.rid:       # where it was before a pause
+                self._settle(other)
         if hot or row.hot_pages:
             self.hot.bind(r, [self._pool.index(h.page) for h in hot], [h.keeps for h in hot])
         self._rows[r] = HotRow(bind.rid, budget, first, len(hot))
@@ -75,13 +78,14 @@ class HotRows:
     def _settle(self, r: int) -> None:
         """Add what row `r` has counted to its request and to the layers."""
         rid = self._rows[r].rid
-        if rid is None or not self._rows[r].budget:
+        if not self._rows[r].budget:
             return
         count_LE = self.hot.counts(r).cpu()
         self.hot.clear(r)
         self._totals_LE += count_LE
-        self._reads.setdefault(rid, Counter()).update(
-            dict(zip(COUNTS, count_LE.sum(0).tolist(), strict=True)))
+        if rid is not None:                 # else it has ended
+            self._reads.setdefault(rid, Counter()).update(
+                dict(zip(COUNTS, count_LE.sum(0).tolist(), strict=True)))
 
     def window(self, layer: int, row: int, pages: int) -> None:
         """A window of a prompt has brought so many pages from the host."""
@@ -91,21 +95,30 @@ class HotRows:
             self._reads.setdefault(rid, Counter())["window_bytes"] += (
                 pages * self._page_rows * self._unit_bytes // self._unit)
 
-    def reads(self, rid: RequestId) -> dict[str, int] | None:
-        """What the units that `rid` selected were read from so far; None if it selects none."""
-        for r, row in enumerate(self._rows):
-            if row.rid == rid:
-                self._settle(r)
-        found = self._reads.get(rid)
-        return None if found is None else {
-            **{name: found[name] for name in COUNTS},
-            "host_bytes": found["hot_misses"] * self._unit_bytes + found["window_bytes"]}
+    def reads(self, rows: Sequence[int]) -> Callable[[], tuple[tuple[RequestId, tuple[int, ...]], ...]]:
+        """(request, READS) of those of these rows that select, up to the steps that the device has been given
+        by now. What it returns tells them, once the last of these has run."""
+        before = [(r, row.rid, self._reads.get(row.rid) or Counter()) for r in rows
+                  if (row := self._rows[r]).rid is not None and row.budget]
+        if not before:
+            return tuple
+        count_RE = self.hot.all_counts().to("cpu", non_blocking=True)
+        left = [([had[name] for name in COUNTS], had["window_bytes"]) for _, _, had in before]
+
+        def told() -> tuple[tuple[RequestId, tuple[int, ...]], ...]:
+            counts = count_RE.tolist()
+            found = []
+            for (r, rid, _), (had, window_bytes) in zip(before, left, strict=True):
+                now = [a + b for a, b in zip(had, counts[r], strict=True)]
+                host_bytes = now[COUNTS.index("hot_misses")] * self._unit_bytes + window_bytes
+                found.append((rid, (*now, host_bytes)))
+            return tuple(found)
+        return told
 
     def close(self, rid: RequestId) -> None:
         """No plan names `rid` any more."""
-        for r, row in enumerate(self._rows):
+        for row in self._rows:
             if row.rid == rid:
-                self._settle(r)
                 row.rid = None
         self._reads.pop(rid, None)
 
