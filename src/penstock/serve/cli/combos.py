@@ -45,7 +45,7 @@ def options(cell: Cell) -> dict[str, object]:
     hosted, tier = cell.place == "hosted", cell.feature in ("tier", "paused")
     asked: dict[str, object] = {
         "device": {"cpu": "cpu", "gpu": "cuda"}[cell.device], "dtype": _DTYPE[cell.weights],
-        "hbm_bytes": "1G", "host_tier": hosted or tier, "prefix_cache": cell.feature == "cache",
+        "hbm_bytes": "1G", "host_tier": hosted or tier, "prefix_cache": True,     # as by default
         "sparse_kv": "always" if hosted else "off"}
     if cell.kind == "selecting" or (cell.kind == "experts" and hosted):
         asked["sparse_top_k"] = 512
