@@ -128,11 +128,15 @@ class Request:
     def page_key(self, index: int, page_size: int) -> Sequence[int]:
         """What names page `index` among its siblings: its tokens, and how they were computed where
         that is not what any prefill computes."""
-        end, attention = (index + 1) * page_size, self.arrived.attention
-        key = tuple(self.tokens[index * page_size:end])
-        if attention and end > self.num_prompt:
-            return *key, -attention, -max(0, self.num_prompt - index * page_size)
-        return key
+        if self.arrived.attention and (index + 1) * page_size > self.num_prompt:
+            return self.output_key(index, page_size, max(0, self.num_prompt - index * page_size))
+        return tuple(self.tokens[index * page_size:(index + 1) * page_size])
+
+    def output_key(self, index: int, page_size: int, num_prompt: int) -> Sequence[int]:
+        """The key of a page of which all but the first `num_prompt` tokens were decoded as this request
+        selects: of that request, and for no prompt, which is computed with all of its KV."""
+        tokens = self.tokens[index * page_size:(index + 1) * page_size]
+        return *tokens, -self.arrived.attention, -num_prompt
 
 
 def insert(queue: list[Request], r: Request) -> None:

@@ -41,7 +41,8 @@ class CoreState(ABC):
         self.edges_taken = 0
         self.counters: dict[str, int] = dict.fromkeys(
             ("pauses", "drops", "spills", "promotions", "prefix_queries", "prefix_hbm_hits",
-             "prefix_dram_hits", "prefix_disk_hits", "failed_moves", "rows_looked_at"), 0)
+             "prefix_dram_hits", "prefix_disk_hits", "prefix_recomputed", "failed_moves",
+             "rows_looked_at"), 0)
         self.rates: Rates | None = None        # None: not measured yet
         self.prefills_only = role is Role.PREFILL
         self.last_revoke_step = StepId(0)      # when a grant was last given up for its pages,

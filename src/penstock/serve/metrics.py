@@ -34,6 +34,7 @@ RENAMED = {
     "prefix_queries": "prefix_cache_queries_total",
     "prefix_hbm_hits": 'prefix_cache_hits_total{tier="hbm"}',
     "prefix_dram_hits": 'prefix_cache_hits_total{tier="dram"}',
+    "prefix_recomputed": "prefix_cache_recomputed_total",
     "pauses": 'num_preemptions_total{kind="pause"}',
     "drops": 'num_preemptions_total{kind="drop"}',
     "requests_running": "num_requests_running",
@@ -53,6 +54,8 @@ HELP = {
                            "cached copies too.",
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens found in the prefix cache, by tier.",
+    "prefix_cache_recomputed": "Prompt tokens computed again though the cache has them: as outputs of "
+                               "decode that selected its KV.",
     "num_preemptions": "Times that a request gave up its row (pause) or its KV (drop) for others.",
     "moved_bytes": "KV bytes copied between tiers.",
     "stage_seconds": "Seconds since a pipeline stage's first step.",

@@ -308,6 +308,17 @@ class Pages:
             path.pop()
         return path, Found(last, known, known - len(path))
 
+    def recomputed(self, r: Request) -> int:
+        """Prompt tokens behind the path of `r` that the tree has as outputs of one who selected as `r`
+        does: a prompt is computed with all of its KV, so they are computed again."""
+        size, pages = self.cfg.page_size, len(r.path)
+        node = r.path[-1] if r.path else self.tree.roots.get(r.arrived.namespace)
+        ways = range(size)                     # how much of the first page was that one's prompt
+        while r.arrived.attention and node is not None and (pages + 1) * size <= r.num_prompt:
+            node = next((n for i in ways if (n := node.children.get(r.output_key(pages, size, i)))), None)
+            pages, ways = pages + (node is not None), range(1)
+        return (pages - len(r.path)) * size
+
     def _next(self, r: Request, last: Node, pages: int, stored: bool = False) -> Node | None:
         """The page that continues a prefix of so many, if every group that keeps all of it has it, and
         a token is left to compute."""
