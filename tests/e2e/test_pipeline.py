@@ -5,8 +5,11 @@ import itertools
 import os
 import signal
 import time
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
 
 import pytest
 from pipeline_engine import CONFIG, GLM, PROMPTS, Pipeline, checkpoint, gguf_checkpoint
@@ -121,6 +124,8 @@ def test_an_identity_that_differs_is_refused_with_both_values():
     check_identity(1, dict(want), want)
     with pytest.raises(ConfigError, match="rank 1 has dtype 'bfloat16' and the engine 'float32'"):
         check_identity(1, want | {"dtype": "bfloat16"}, want)
+    with pytest.raises(ConfigError, match="rank 1 has layout None and the engine 'full 6x2x2x8x16'"):
+        check_identity(1, {"model": "a (1)", "dtype": "float32"}, want)
 
 
 def now_and_then(turn):
@@ -300,6 +305,34 @@ def test_a_rank_that_loads_slowly_is_waited_for_while_it_says_how_far_it_is():
     crew = object.__new__(Crew)
     crew.ranks, crew.timeout_s = [Slow()], 1.0
     assert [one.weight_bytes for one in crew.loaded({"dtype": "float32"})] == [1]
+
+
+def test_a_hang_is_noticed_by_who_only_looks_now_and_then(monkeypatch):
+    """As a server's loop does, which waits for messages too: plans wait, none was reported for so long."""
+    class Idle:
+        index, process = 0, SimpleNamespace(send_signal=lambda signal: None)
+
+        def __init__(self, index: int) -> None:
+            self.index, self.queued = index, deque()
+
+    now, crew = [100.0], object.__new__(Crew)
+    crew.ranks, crew.timeout_s, crew.news, crew._news_at = [Idle(0), Idle(1)], 2.0, SimpleQueue(), 0.0
+    crew._wake = lambda: None
+    monkeypatch.setattr(crews.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(crews, "STACK_S", 0.0)
+
+    def at(seconds: float) -> None:
+        now[0] = 100.0 + seconds
+        crew.watch()
+
+    at(50)                                      # nothing is asked of them
+    crew.ranks[1].queued += [150.0, 151.0]
+    at(52.9)                                    # since the newest plan: who is told late is not late
+    crew.tell()
+    at(53)
+    at(54.9)
+    with pytest.raises(RankDied, match="rank 1 hangs: no report for 2 s"):
+        at(55.1)
 
 
 @pytest.mark.sweep

@@ -155,8 +155,6 @@ class Selecting:
 
     def _selects(self, plan: StepPlan, lowered: Lowered) -> _Attend:
         dense, windows, queries = self._split(plan)
-        for chunk in windows:
-            self.rows.hot.void(chunk.row)         # their hot pages are about to hold windows
         through = [(chunk, self._windows(chunk)) for chunk in windows]
         at = self.rows.store_at(lowered, self._bounds)
         ragged = lowered.ragged[0]
@@ -210,7 +208,9 @@ class Selecting:
         return dense, windows, queries
 
     def _windows(self, chunk: _Chunk) -> list[_Window]:
-        """The pages before a chunk, as many at a time as the row's hot buffer has."""
+        """The pages before a chunk, as many at a time as the row's hot buffer has, of which nothing is hot
+        yet: its bind has said so, pages are kept only of a row behind its prompt, and so are positions that
+        bring units."""
         host_RM, row = self._kv.host_RM, self.rows[chunk.row]
         assert row.hot_pages, f"row {chunk.row} has pages on the host and no hot buffer"
         assert host_RM is not None
