@@ -1,81 +1,121 @@
-"""How a prefill chunk is cut for a CUDA device: padding and pieces, on any device; there with its kernels."""
+"""What prompts attend to on a CUDA device, all rows of a step in one call, by each back-end; on a CPU with
+stand-ins for their kernels: which pages, queries and lengths they are given."""
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention.paged_attention import AttentionSpec, cuda, reference
+from penstock.kernels.attention.paged_attention import AttentionSpec, cuda, flash, reference
 from penstock.kernels.types.ragged import Ragged
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+STEPS = {                               # queries and context of each row
+    "one": ((40, 40),), "two tokens": ((2, 2),), "behind a prefix": ((33, 300),),
+    "alike": ((100, 100),) * 5,
+    "a crowd": tuple((2 + 7 * i % 90, 2 + 8 * i % 90 + 7 * i % 90) for i in range(64)),
+    "lengths far apart": ((2, 700), (600, 600), (3, 4), (129, 257)),
+}
+LARGE = {                               # on a device only
+    "256 rows": tuple((100, 100 + i) for i in range(256)), "far behind": ((8, 131072), (1000, 30000)),
+    "long": ((8192, 8192), (2048, 32768)),
+}
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool,
-          cudnn: bool) -> tuple[Tensor, Tensor]:
-    k, v = (x.float().repeat_interleave(len(q) // len(x), 0) for x in (k, v))
-    scores = q.float() @ k.transpose(1, 2) * scale
-    if causal:
-        assert q.shape[1] == k.shape[1]
-        scores = scores.where(torch.ones(scores.shape[1:], dtype=torch.bool).tril(), -torch.inf)
-    return (scores.softmax(-1) @ v).to(q.dtype), scores.logsumexp(-1)
+def attended(q_CNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, scale: float) -> Tensor:
+    count, group = len(q_CNH), q_CNH.shape[1] // k_SKH.shape[1]
+    k, v = (x.float().repeat_interleave(group, 1) for x in (k_SKH, v_SKH))
+    scores = torch.einsum("cnh,snh->ncs", q_CNH.float(), k) * scale
+    seen = torch.ones(count, len(k), dtype=torch.bool).tril(len(k) - count)
+    return torch.einsum("ncs,snh->cnh", scores.where(seen, -torch.inf).softmax(-1), v).to(q_CNH.dtype)
 
 
-def merged(a: Tensor, a_log: Tensor, b: Tensor, b_log: Tensor) -> Tensor:
-    share = torch.sigmoid(b_log - a_log)[..., None]
-    return (a.float() * (1 - share) + b.float() * share).to(a.dtype)
+def out_of_pages(q, k, v, *, scale, max_query, max_key, start_B1, context_B, table_BM):
+    outs = []
+    for b, context in enumerate(context_B.tolist()):
+        own = q[start_B1[b]:start_B1[b + 1]]
+        assert 1 < len(own) <= max_query and context <= max_key
+        pages = table_BM[b, :-(-context // k.shape[1])].long()
+        outs.append(attended(own, k[pages].flatten(0, 1)[:context], v[pages].flatten(0, 1)[:context], scale))
+    return torch.cat(outs)
 
 
-def gathered(k: Tensor, v: Tensor, pages: Tensor, context: int, length: int) -> Tensor:
-    out = k.new_zeros(2, k.shape[1], length, k.shape[3])
-    for plane, pool in enumerate((k, v)):
-        out[plane, :, :context] = pool[pages.long()].transpose(0, 1).flatten(1, 2)[:, :context]
-    return out
+def gathered(q, k, v, start_B1, key_start_B1, max_query, max_key, scale):
+    assert k.isfinite().all() and v.isfinite().all(), "a slot of nobody was read"
+    return torch.cat([attended(q[a:b], k[c:d], v[c:d], scale) for a, b, c, d in zip(
+        start_B1, start_B1[1:], key_start_B1, key_start_B1[1:], strict=False)])
 
 
-def padded(q: Tensor, lead: int, length: int) -> Tensor:
-    return torch.cat((q.new_zeros(lead, *q.shape[1:]), q, q.new_zeros(length - lead - len(q), *q.shape[1:])))
-
-
-@pytest.mark.parametrize("large", [8, 10**6])
-@pytest.mark.parametrize("count, context", [(40, 40), (17, 17), (33, 300), (16, 144), (200, 333), (9, 129)])
-def test_a_chunk_in_pieces_equals_the_reference(count, context, large, monkeypatch):
-    """With `large` 8 every chunk is padded and cut as the largest are."""
-    monkeypatch.setattr(cuda, "_LARGE", large)
-    monkeypatch.setattr(cuda, "_ROUND", 32)
-    monkeypatch.setattr(cuda, "_STEP", 64)
-    if DEVICE == "cpu":
-        monkeypatch.setattr(cuda, "fused", plain)
-        monkeypatch.setattr(cuda, "_gather", gathered)
-        monkeypatch.setattr(cuda, "_pad", padded)
-        monkeypatch.setattr(cuda, "_merge", merged)
-    generator = torch.Generator().manual_seed(context)
-    size, heads, kv_heads, dim = 16, 6, 2, 64
-    num = -(-context // size)
-    pool = torch.full((num + 4, kv_heads, 2, size, dim), float("nan"))
-    pages = torch.randperm(num + 4, generator=generator)[:num]
-    values = torch.randn(context, 2, kv_heads, dim, generator=generator)
-    at = torch.arange(context)
-    pool[pages[at // size], :, :, at % size] = values.transpose(1, 2)
-    pool = pool.to(DEVICE, torch.bfloat16)
-    q = torch.randn(count, heads + 1, dim, generator=generator).to(DEVICE, torch.bfloat16)[:, 1:]
-    table = torch.full((3, num + 1), -1, dtype=torch.int32, device=DEVICE)
-    table[1, :num] = pages.to(DEVICE)
+def layout_of(step, size: int, generator: torch.Generator) -> tuple[Ragged, int]:
+    """Rows of a step on pages in no order; entries that no row needs have none."""
+    pages = [-(-context // size) for _, context in step]
+    order = torch.randperm(sum(pages) + 5, generator=generator)
+    table = torch.full((len(step) + 2, max(pages) + 1), -1, dtype=torch.int32)
+    rows = torch.randperm(len(step) + 2, generator=generator)[:len(step)].tolist()
+    first, start = 0, [0]
+    for row, num, (count, _) in zip(rows, pages, step, strict=True):
+        table[row, :num] = order[first:first + num]
+        first += num
+        start.append(start[-1] + count)
     none = torch.empty(0, dtype=torch.int64, device=DEVICE)
-    layout = Ragged((0, count), (context,), (1,), table, none, none, size)
-    spec = AttentionSpec(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, dtype=torch.bfloat16,
-                         scale=0.1)
+    return Ragged(tuple(start), tuple(c for _, c in step), tuple(rows), table.to(DEVICE), none, none,
+                  size), len(order)
+
+
+@pytest.mark.parametrize("size", [16, 64])
+@pytest.mark.parametrize("way", ["flash-attn-4", "torch", "masked"])
+@pytest.mark.parametrize("name", [*STEPS, *LARGE])
+def test_prompts_of_a_step_equal_the_reference(name, way, size, monkeypatch):
+    if name in LARGE and (DEVICE == "cpu" or way == "masked"):
+        pytest.skip("large: on a device, by its kernels")
+    step = {**STEPS, **LARGE}[name]
+    if DEVICE == "cpu":
+        monkeypatch.setattr(flash, "attend", out_of_pages)
+        monkeypatch.setattr(cuda, "rows_by_torch", gathered)
+        monkeypatch.setattr(flash, "ready", lambda *_: way == "flash-attn-4")
+    elif way != "flash-attn-4":
+        monkeypatch.setattr(flash, "ready", lambda *_: False)
+    elif not flash.ready(6, 2, 64, torch.bfloat16, size):
+        pytest.skip("flash-attn-4 is not to be had here")
+    heads, kv_heads, dim = 6, 2, 64
+    dtype = torch.float32 if way == "masked" else torch.bfloat16
+    generator = torch.Generator().manual_seed(len(step))
+    layout, num_pages = layout_of(step, size, generator)
+    pool = torch.full((num_pages, kv_heads, 2, size, dim), float("nan"), dtype=dtype, device=DEVICE)
+    for row, (_, context) in zip(layout.rows, step, strict=True):
+        at = torch.arange(context, device=DEVICE)
+        pages = layout.pages_RM[row, at // size].long()
+        pool[pages, :, :, at % size] = torch.randn(context, kv_heads, 2, dim, device=DEVICE).to(dtype)
+    q = torch.randn(layout.query_start[-1], heads + 1, dim, device=DEVICE).to(dtype)[:, 1:]
+    spec = AttentionSpec(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, dtype=dtype, scale=0.1)
     k, v = pool[:, :, 0], pool[:, :, 1]
-    got, want = cuda.plan(layout, spec)(q, k, v), reference.plan(layout, spec)(q, k, v)
-    assert got.shape == want.shape and got.is_contiguous()
-    gap = (got.float() - want.float()).abs().max() / want.float().abs().max()
-    assert gap < 2e-2
+    got = cuda.plan(layout, spec)(q, k, v)
+    assert got.shape == q.shape and got.is_contiguous()
+    for i in range(0, len(step), 1 + len(step) // 8):       # the reference takes a row at a time, and seconds
+        a, b = layout.query_start[i:i + 2]
+        one = Ragged((0, min(b - a, 512)), (layout.context[i],), (layout.rows[i],), layout.pages_RM,
+                     layout.page_T, layout.offset_T, size)
+        want = reference.plan(one, spec)(q[max(a, b - 512):b], k, v)
+        gap = (got[max(a, b - 512):b].float() - want.float()).abs().max() / want.float().abs().max()
+        assert gap < 2e-2, (i, float(gap))
 
 
-def test_pieces_are_few_lengths():
-    step = cuda._STEP
-    for n in (0, 1, 2, 3, 7, 31, 64):
-        found = cuda.pieces(n * step)
-        assert [a for a, _ in found] == [0, *(b for _, b in found)][:len(found)]
-        assert not found or found[-1][1] == n * step
-        assert len(found) <= 6 and all((b - a) // step & ((b - a) // step - 1) == 0 for a, b in found)
+def test_decodes_between_prompts_keep_their_places(monkeypatch):
+    """The planner puts them first; nothing here relies on it."""
+    monkeypatch.setattr(cuda, "_Decodes", lambda rows, layout, spec: lambda q, k, v: q + 1)
+    monkeypatch.setattr(cuda, "prompts", lambda rows, layout, spec: lambda q, k, v: q + 2)
+    layout, _ = layout_of(((1, 5), (3, 9), (1, 2), (2, 4)), 16, torch.Generator().manual_seed(0))
+    spec = AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=8, dtype=torch.float32, scale=1.0)
+    q = torch.zeros(7, 1, 8, device=DEVICE)
+    assert cuda.plan(layout, spec)(q, q, q)[:, 0, 0].tolist() == [1, 2, 2, 2, 1, 2, 2]
+
+
+def test_what_does_not_compile_is_not_used_and_said_once(monkeypatch, caplog):
+    monkeypatch.setattr(flash, "_flash", flash._Flash())
+    monkeypatch.setattr(flash, "import_module", lambda name: 1 / 0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for _ in range(2):
+        assert not flash.ready(6, 2, 64, torch.bfloat16, 16)
+    assert not flash.ready(6, 2, 64, torch.float32, 16) and not flash.ready(6, 2, 20, torch.bfloat16, 16)
+    assert [r.message for r in caplog.records] == [
+        "flash-attn-4 is not used for prompts: ZeroDivisionError: division by zero"]

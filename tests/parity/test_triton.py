@@ -45,15 +45,6 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
         (dict(k_new=BF16, v_new=BF16, k=BF16, v=BF16, page_T=I64, offset_T=I64, new_token="i32",
               new_head="i32", kv_page="i64", kv_head="i32", kv_token="i32"),
          dict(HEADS=8, HEADS_PAD=8, DIM=128, DIM_PAD=128), 4, 3)],
-    ("attention.paged_attention.triton_chunk", "gather_pages"): [
-        (dict(k=BF16, v=BF16, pages=I32, out=BF16, context="i32", length="i32", plane="i32", kv_page="i64",
-              kv_head="i32", kv_token="i32"), dict(BLOCK=64, **PAGED), 4, 3)],
-    ("attention.paged_attention.triton_chunk", "pad_queries"): [
-        (dict(q=BF16, out=BF16, q_token="i32", lead="i32", count="i32"),
-         dict(WIDTH=4096, WIDTH_PAD=4096), 4, 3)],
-    ("attention.paged_attention.triton_chunk", "merge_parts"): [
-        (dict(a=BF16, a_log=F32, b=BF16, b_log=F32, out=BF16, tokens="i32", b_token="i32", b_head="i32",
-              a_token="i32", a_head="i32"), dict(HEADS=32, HEADS_PAD=32, DIM=128, DIM_PAD=128), 4, 3)],
     ("kv.gather.triton_copy", "copy_units"): [
         (dict(host=BF16, pool=BF16, miss=I32, num=I32, entries="i32", h_page="i32", h_head="i32",
               h_plane="i32", p_page="i32", p_head="i32", p_plane="i32", WORDS="i32"),

@@ -62,28 +62,15 @@ def attention() -> None:
 
 
 def chunks() -> None:
-    """A chunk's rows into pages that are NaN elsewhere, out of them with zeros behind, and a merge."""
+    """A chunk's rows into pages that are NaN elsewhere."""
     from penstock.kernels.attention.paged_attention import triton_chunk
 
-    for dtype, (heads, dim), size, length in product(DTYPES, ((2, 20), (3, 16)), (3, 16), (37, 130)):
+    for dtype, (heads, dim), size in product(DTYPES, ((2, 20), (3, 16)), (3, 16)):
         pool = torch.full((20, 2, heads, 2, size, dim), float("nan")).to(dtype)
         k, v, pages = pool[:, 1, :, 0], pool[:, 1, :, 1], torch.randperm(20).int()
         new, at = torch.randn(37, 2 * heads + 1, dim).to(dtype)[:, 1:], torch.arange(37)
         triton_chunk.store(new[:, :heads], new[:, heads:], k, v, pages[at // size].long(), at % size)
         assert pool[:, 0].isnan().all() and int(pool.isfinite().sum()) == new.numel()
-        got = triton_chunk.gather(k, v, pages, 37, length)
-        want = torch.zeros(2, heads, length, dim, dtype=dtype)
-        want[:, :, :37] = new.unflatten(1, (2, heads)).permute(1, 2, 0, 3)
-        assert torch.equal(got, want), (dtype, heads, size, length)
-        out = triton_chunk.pad(new[:, :heads], 5, length + 6)
-        assert torch.equal(out[5:42], new[:, :heads]) and not out[:5].any() and not out[42:].any()
-    for dtype in DTYPES:
-        scores, v = torch.randn(3, 5, 12), torch.randn(3, 12, 20).to(dtype)
-        halves = []
-        for cut in (slice(0, 7), slice(7, 12)):
-            part = (scores[..., cut].softmax(-1) @ v[:, cut].float()).to(dtype)
-            halves += [part, scores[..., cut].logsumexp(-1)]
-        check(triton_chunk.merge(*halves), (scores.softmax(-1) @ v.float()).transpose(0, 1), dtype, "merge")
 
 
 def gather() -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from penstock.config.request.params import SamplingParams
 from penstock.core.plan import Bind, Moved, RequestId, StepId, StepPlan
 from penstock.exec.graphs.capture import DecodeGraphs, GroupedDecodes
+from penstock.exec.graphs.mixed import START_S, MixedGraphs
 from penstock.exec.sampling.on_device import Draws
 from penstock.exec.sampling.sampler import Logprobs, Sampler, Sampling
 from penstock.exec.sparse.bounds import Selecting, Selector, Selects
@@ -125,6 +126,7 @@ class Rank:
         self._whole = self._links.before is None and self._samples
         self._ahead = device.type == "cuda" and self._whole
         self._graphs: DecodeGraphs | None = None
+        self._mixed: MixedGraphs | None = None
         self._queue: deque[StepPlan] = deque()
         self._flights: deque[_Flight] = deque()
         self._executed = StepId(0)
@@ -159,9 +161,9 @@ class Rank:
         if self._heard is not None:
             self._heard.given(rid, tokens)
 
-    def capture(self, buckets: Sequence[int]) -> None:
-        """On a CUDA device, of a whole model with KV heads: capture decode steps of so many rows. Without,
-        every step is launched kernel by kernel."""
+    def capture(self, buckets: Sequence[int], seconds: float = START_S) -> None:
+        """On a CUDA device, of a whole model with KV heads: capture decode steps of so many rows, and for so
+        long steps with prompts. Without, every step is launched kernel by kernel."""
         attending = self._attending
         assert isinstance(attending, Grouped | Selecting) and self._ahead, "such a rank is not captured"
         decodes = (GroupedDecodes(attending, self._tables) if isinstance(attending, Grouped)
@@ -170,6 +172,10 @@ class Rank:
             assert self._draws is not None
             self._graphs = DecodeGraphs(self._model, self._tables, decodes, self._draws, buckets)
             self._graphs.capture()
+            if isinstance(attending, Grouped) and attending.reads_pages(self._tables):
+                self._mixed = MixedGraphs(self._model, self._tables, attending, self._draws, buckets[-1],
+                                          self._graphs.memory, self._graphs.logits_BV)
+                self._mixed.capture(seconds)
 
     def settle(self) -> None:
         """No further plan comes: leave nothing on the links."""
@@ -241,6 +247,10 @@ class Rank:
                 torch.cuda.current_stream().wait_event(events[-1])
             rows = tuple(map(self._tables.index, plan.rows))
             logits_BV, answer_2B = self._graphs.run(rows, plan.start)
+        elif self._mixed is not None and (bucket := self._mixed.bucket(plan)):
+            at = tuple(map(self._tables.index, plan.rows))
+            logits_BV, answer_2B = self._mixed.run(plan, at, bucket)
+            rows = tuple(row for row, samples in zip(at, plan.samples, strict=True) if samples)
         else:
             lowered = self._tables.lower(plan)
             hidden_TD = self._forward(plan, lowered, arrivals)
@@ -363,6 +373,9 @@ class Rank:
         out = {"executor_forward_seconds_total": self._forward_s,
                "executor_sampling_seconds_total": self._sampling_s,
                "executor_sampled_outside_total": float(self._sampled_outside)}
+        if self._mixed is not None:
+            out |= {f'executor_launched_total{{cause="{cause}"}}': float(n)
+                    for cause, n in self._mixed.launched.items()}
         for (src, dst, group), traffic in self._mover.traffic.items():
             name = self._groups[group].name
             way = f'{{src="{src.value}",dst="{dst.value}",group="{name}"}}'

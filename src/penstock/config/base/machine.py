@@ -113,6 +113,17 @@ def bound_onednn_caches() -> None:
         os.environ.setdefault(name, str(ONEDNN_CACHED))
 
 
+def keep_compiled(folder: Path) -> None:
+    """Where flash-attn-4 keeps what it compiles for this machine, 3 to 5 s for each kind of model. Of this
+    process, before it is imported; a folder that cannot be made keeps nothing."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError:
+        return
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder))
+
+
 def _cores(root: Path) -> int:
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1

@@ -71,8 +71,9 @@ class DecodeGraphs:
         self._copied = [torch.cuda.Event() for _ in range(_STAGES)]  # type: ignore[no-untyped-call]
         self._turn = 0
         # Of whichever bucket ran last: some for each bucket would be gigabytes with hundreds of rows.
-        self._logits_BV = torch.empty(self._buckets[-1], model.vocab_size, dtype=torch.float32, device=device)
+        self.logits_BV = torch.empty(self._buckets[-1], model.vocab_size, dtype=torch.float32, device=device)
         self._graphs: dict[tuple[str, int], tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        self.memory = torch.cuda.graph_pool_handle()
 
     def takes(self, plan: StepPlan) -> bool:
         """Whether every row decodes one token, from its own last one, and all fit into a bucket."""
@@ -83,7 +84,6 @@ class DecodeGraphs:
     def capture(self) -> None:
         """Capture every bucket, the largest first: the others fit into its memory. Writes no page."""
         self._input[1] = -1
-        memory = torch.cuda.graph_pool_handle()
         # One for all: cuBLAS keeps a workspace for each stream that it has seen.
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         for bucket, kind in product(reversed(self._buckets), self._decodes.kinds):
@@ -93,7 +93,7 @@ class DecodeGraphs:
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             # Other threads go on meanwhile: one registers host memory with the device.
-            with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self.memory, capture_error_mode="thread_local"):
                 out = self._step(kind, bucket)
             self._graphs[kind, bucket] = graph, *out
 
@@ -122,7 +122,7 @@ class DecodeGraphs:
     def _step(self, kind: str, bucket: int) -> tuple[Tensor, Tensor]:
         logits_BV, answer_2B = decode_step(self._model, self._tables, self._decodes, kind,
                                            self._input[:, :bucket], self._draws)
-        return self._logits_BV[:bucket].copy_(logits_BV), answer_2B
+        return self.logits_BV[:bucket].copy_(logits_BV), answer_2B
 
 
 def decode_step(model: Model, tables: RowTables, decodes: Decodes, kind: str,

@@ -50,6 +50,7 @@ PROGRESS_S = 10.0             # between two lines of the log that say how far it
 def choose_backends(config: Config, ops: Sequence[str],
                     log: Callable[[str], object]) -> dict[str, registry.Choice]:
     machine.bound_onednn_caches()
+    machine.keep_compiled(cache_dir() / "kernels" / "flash-attn-4")
     requested = dict(pair.split("=", 1) for pair in config.device.backends)
     try:
         choices = registry.select(_platform(config), requested, ops)

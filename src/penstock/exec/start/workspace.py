@@ -28,7 +28,7 @@ def device_memory(model: Model, attention: Planner, caches: Caches, *, rows: int
     """Measured with the weights on the device and no pools there. Raises torch's OutOfMemoryError.
 
     The last chunk of `step_tokens` tokens of a prompt of `max_len`; then `rows` rows sampled with every
-    parameter; with `capture` the largest decode graph, which keeps its memory. Their sum and a tenth; what
+    parameter; with `capture` the largest graphs, which keep their memory. Their sum and a tenth; what
     grows with a context beyond CONTEXT_MAX is added by its size.
     """
     torch.cuda.empty_cache()
@@ -62,7 +62,7 @@ def device_memory(model: Model, attention: Planner, caches: Caches, *, rows: int
     if capture:
         torch.cuda.empty_cache()            # as a capture does when it begins
         before = torch.cuda.memory_reserved()
-        rank.capture((rows,))
+        rank.capture((rows,), 0.0)
         taken += torch.cuda.memory_reserved() - before
     del rank, front
     torch.cuda.empty_cache()

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from penstock.core.plan import StepPlan
-from penstock.exec.step.tables import Lowered
+from penstock.exec.step.tables import Lowered, RowTables
 from penstock.kernels.attention.latent_attention import LatentAttention
-from penstock.kernels.attention.paged_attention import AttentionSpec, Plan, Planner, store
+from penstock.kernels.attention.paged_attention import AttentionSpec, Plan, Planner, flash, store
 from penstock.kernels.attention.paged_attention.native import Decodes, Paged
 from penstock.kernels.choose.index_select import IndexSelect
 from penstock.memory.copying import parts_of
@@ -100,6 +100,12 @@ class Grouped:
                        if not group.selector for i, layer in enumerate(group.layers)}
         addresses = [pool.data_ptr() for layer in sorted(self.places) for pool in self.places[layer][1:]]
         self.pools = (ctypes.c_void_p * len(addresses))(*addresses)
+
+    def reads_pages(self, tables: RowTables) -> bool:
+        """Whether what prompts attend to can be captured: read out of pages in one call, whatever their
+        lengths."""
+        return all(flash.ready(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.dtype, table.size)
+                   for spec, table in zip(self.specs, tables.groups, strict=True))
 
     def step(self, plan: StepPlan, lowered: Lowered) -> Attend:
         plans = [self._planner(ragged, spec)

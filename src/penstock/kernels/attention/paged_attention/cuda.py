@@ -1,47 +1,48 @@
-"""Paged attention on a CUDA device: decodes in Triton over pages, chunks in torch's own over gathered KV.
+"""Paged attention on a CUDA device: decodes in Triton, what prompts attend to in one call a layer.
 
-A chunk attends to what came before it and to itself in several calls, whose outputs are merged: torch's
-fast kernels are causal only where queries and keys begin at the same position.
+Rows of several tokens go, all of a step together, to flash-attn-4, which reads pages where they lie; where
+it is not to be had to torch's flash attention over their KV, gathered; in types that neither takes every
+score is in memory, a row at a time.
 
-    T tokens of the step   B decode rows   C queries of a chunk   L with padding   S keys   N query heads
-    K KV heads   P pages   G page size   H head dim
+    T tokens of the step   B rows of the call   C queries of a row   S keys   N query heads   K KV heads
+    P pages   G page size   M pages a row   H head dim
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.kernels.attention.paged_attention import flash
 from penstock.kernels.attention.paged_attention.spec import AttentionSpec, Row, pages_of, rows_of
 from penstock.kernels.c.build import triton_version
-from penstock.kernels.platform import Platform
+from penstock.kernels.platform import Platform, Unusable
 from penstock.kernels.types.ragged import Ragged, on_device
-
-# Queries from which on a plan of cuDNN's pays; lengths are rounded up to _ROUND, keys come in _STEPs.
-_LARGE, _ROUND, _STEP = 1024, 1024, 2048
 
 Part = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def probe(platform: Platform) -> str:
-    return f"cuDNN and flash attention for chunks, Triton {triton_version()} for decodes"
+    try:
+        prompts = flash.check(platform)
+    except Unusable as why:
+        prompts = f"torch's flash attention for prompts ({why})"
+    else:
+        prompts += " for prompts"
+    return f"{prompts}, Triton {triton_version()} for decodes"
 
 
-def plan(layout: Ragged, spec: AttentionSpec) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def plan(layout: Ragged, spec: AttentionSpec) -> Part:
+    parts: list[tuple[slice | Tensor, Part]] = []
     rows = rows_of(layout)
-    device = layout.pages_RM.device
-    parts: list[tuple[slice | Tensor, Part]] = [
-        (slice(row.first, row.first + row.count), _Chunk(row, layout, spec)) for row in rows if row.count > 1]
-    singles = [row for row in rows if row.count == 1]
-    if singles:
-        first = singles[0].first
-        together = singles[-1].first - first + 1 == len(singles)
-        at = (slice(first, first + len(singles)) if together
-              else on_device([row.first for row in singles], device, torch.int64))
-        parts.append((at, _Decodes(singles, layout, spec)))
+    for found, make in (([r for r in rows if r.count > 1], prompts),
+                        ([r for r in rows if r.count == 1], _Decodes)):
+        if found:
+            parts.append((_tokens(found, layout.pages_RM.device), make(found, layout, spec)))
 
     def attend(q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor) -> Tensor:
         if len(parts) == 1:
@@ -53,8 +54,24 @@ def plan(layout: Ragged, spec: AttentionSpec) -> Callable[[Tensor, Tensor, Tenso
     return attend
 
 
+def prompts(rows: Sequence[Row], layout: Ragged, spec: AttentionSpec) -> Part:
+    """Attention of rows of several tokens: their queries, one behind the other."""
+    if flash.ready(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.dtype, layout.page_size):
+        return _Paged(rows, layout, spec)
+    fused = spec.dtype in flash.TYPES and spec.head_dim % 8 == 0 and spec.head_dim <= flash.DIM_MAX
+    return _Gathered(rows, layout, spec) if fused else _Masked(rows, layout, spec)
+
+
+def _tokens(rows: Sequence[Row], device: torch.device) -> slice | Tensor:
+    """Where the queries of these rows are in the step."""
+    first, last = rows[0].first, rows[-1].first + rows[-1].count
+    if last - first == sum(row.count for row in rows):
+        return slice(first, last)
+    return on_device([row.first + i for row in rows for i in range(row.count)], device, torch.int64)
+
+
 class _Decodes:
-    def __init__(self, rows: list[Row], layout: Ragged, spec: AttentionSpec) -> None:
+    def __init__(self, rows: Sequence[Row], layout: Ragged, spec: AttentionSpec) -> None:
         from penstock.kernels.attention.paged_attention import triton_decode
         device = layout.pages_RM.device
         self._decode, self._table, self._scale = triton_decode.decode, layout.pages_RM, spec.scale
@@ -70,83 +87,77 @@ class _Decodes:
                             scale=self._scale, cut=self._cut)
 
 
-def fused(q_NCH: Tensor, k_KSH: Tensor, v_KSH: Tensor, scale: float, *, causal: bool,
-          cudnn: bool) -> tuple[Tensor, Tensor]:
-    """(out_NCH, log_NC): causal where queries and keys begin together, else over all keys."""
-    args = q_NCH[None], k_KSH[None], v_KSH[None]
+class _Lengths:
+    """Of some rows, on the device and on the host."""
+
+    def __init__(self, rows: Sequence[Row], device: torch.device) -> None:
+        self.queries, self.contexts = [row.count for row in rows], [row.context for row in rows]
+        starts = list(accumulate(self.queries, initial=0)), list(accumulate(self.contexts, initial=0))
+        together = on_device([row.index for row in rows] + self.contexts + starts[0] + starts[1], device,
+                             torch.int32)
+        index_B, self.context_B, self.start_B1, self.key_start_B1 = torch.split(
+            together, [len(rows), len(rows), len(rows) + 1, len(rows) + 1])
+        self.index_B = index_B.long()
+
+
+class _Paged:
+    def __init__(self, rows: Sequence[Row], layout: Ragged, spec: AttentionSpec) -> None:
+        self._of, self._scale = _Lengths(rows, layout.pages_RM.device), spec.scale
+        most = -(-max(self._of.contexts) // layout.page_size)
+        # An entry without a page is not read, and may be looked at.
+        self._table_BM = layout.pages_RM[:, :most][self._of.index_B].clamp_min(0)
+
+    def __call__(self, q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor) -> Tensor:
+        of = self._of
+        return flash.attend(
+            q_TNH, k_PKGH.transpose(1, 2), v_PKGH.transpose(1, 2), scale=self._scale,
+            max_query=max(of.queries), max_key=max(of.contexts), start_B1=of.start_B1, context_B=of.context_B,
+            table_BM=self._table_BM)
+
+
+class _Gathered:
+    def __init__(self, rows: Sequence[Row], layout: Ragged, spec: AttentionSpec) -> None:
+        self._of, self._scale = _Lengths(rows, layout.pages_RM.device), spec.scale
+        of, size, total = self._of, layout.page_size, sum(self._of.contexts)
+        row_S = of.index_B.repeat_interleave(of.context_B, output_size=total)
+        first_S = of.key_start_B1[:-1].repeat_interleave(of.context_B, output_size=total)
+        position_S = torch.arange(total, device=row_S.device) - first_S
+        self._page_S = layout.pages_RM[row_S, position_S // size].long()
+        self._offset_S = position_S % size
+
+    def __call__(self, q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor) -> Tensor:
+        of = self._of
+        k_SKH, v_SKH = (pool[self._page_S, :, self._offset_S] for pool in (k_PKGH, v_PKGH))
+        return rows_by_torch(q_TNH, k_SKH, v_SKH, of.start_B1, of.key_start_B1, max(of.queries),
+                             max(of.contexts), self._scale)
+
+
+def rows_by_torch(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, start_B1: Tensor, key_start_B1: Tensor,
+                  max_query: int, max_key: int, scale: float) -> Tensor:
+    """out_TNH: causal from each row's last query, as `flash.attend`, over keys that lie together."""
     aten: Any = torch.ops.aten
-    if cudnn:
-        out, log = aten._scaled_dot_product_cudnn_attention(*args, None, True, 0.0, causal, False,
-                                                            scale=scale)[:2]
-    else:
-        out, log = aten._scaled_dot_product_flash_attention(*args, 0.0, causal, False, scale=scale)[:2]
-    return out[0], log.reshape(log.shape[1:3])
+    out_TNH: Tensor = aten._flash_attention_forward(q_TNH, k_SKH, v_SKH, start_B1, key_start_B1, max_query,
+                                                    max_key, 0.0, True, False, scale=scale)[0]
+    return out_TNH
 
 
-def _gather(k_PKGH: Tensor, v_PKGH: Tensor, pages_p: Tensor, context: int, length: int) -> Tensor:
-    from penstock.kernels.attention.paged_attention import triton_chunk
-    return triton_chunk.gather(k_PKGH, v_PKGH, pages_p, context, length)
+class _Masked:
+    """For types that the fused kernels do not take."""
 
+    def __init__(self, rows: Sequence[Row], layout: Ragged, spec: AttentionSpec) -> None:
+        self._rows = [(row, pages_of(row, layout).long()) for row in rows]
+        self._scale = spec.scale
 
-def _pad(q_CNH: Tensor, lead: int, length: int) -> Tensor:
-    from penstock.kernels.attention.paged_attention import triton_chunk
-    return triton_chunk.pad(q_CNH, lead, length)
-
-
-def _merge(out_NCH: Tensor, log_NC: Tensor, past_NCH: Tensor, past_log_NC: Tensor) -> Tensor:
-    from penstock.kernels.attention.paged_attention import triton_chunk
-    return triton_chunk.merge(out_NCH, log_NC, past_NCH, past_log_NC).transpose(0, 1)
-
-
-class _Chunk:
-    """The queries of one prefill chunk.
-
-    cuDNN is twice as fast as flash attention and builds a plan of 0.4 s for every new pair of lengths.
-    So large chunks come in few lengths: queries are padded in front, to where a multiple of _STEP keys
-    was before, and behind; what was before that is taken in pieces of _STEP times a power of two.
-    Queries stay token by token, as they came: the fused kernels answer in the layout of their queries.
-    """
-
-    def __init__(self, row: Row, layout: Ragged, spec: AttentionSpec) -> None:
-        self._pages, self._context, self._spec = pages_of(row, layout), row.context, spec
-        self._fused = spec.dtype in (torch.bfloat16, torch.float16) and spec.head_dim % 8 == 0
-        self._cudnn = self._fused and row.count >= _LARGE and spec.head_dim <= 128
-        first = row.context - row.count
-        self._before = first - first % _STEP if self._cudnn else first
-        own = row.context - self._before
-        self._lead, self._own = own - row.count, own
-        self._length = -(-own // _ROUND) * _ROUND if self._cudnn else own
-
-    def __call__(self, q_CNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor) -> Tensor:
-        before, scale = self._before, self._spec.scale
-        k_KSH, v_KSH = _gather(k_PKGH, v_PKGH, self._pages, self._context, before + self._length)
-        if not self._fused:
-            return self._masked(q_CNH.transpose(0, 1), k_KSH, v_KSH)
-        q_LNH = q_CNH if len(q_CNH) == self._length else _pad(q_CNH, self._lead, self._length)
-        q_NLH = q_LNH.transpose(0, 1)
-        out_NLH, log_NL = fused(q_NLH, k_KSH[:, before:], v_KSH[:, before:], scale, causal=True,
-                                cudnn=self._cudnn)
-        for first, end in pieces(before) if self._cudnn else [(0, before)] if before else []:
-            past = fused(q_NLH, k_KSH[:, first:end], v_KSH[:, first:end], scale, causal=False,
-                         cudnn=self._cudnn)
-            out_NLH, log_NL = _merge(out_NLH, log_NL, *past), torch.logaddexp(log_NL, past[1])
-        return out_NLH[:, self._lead:self._own].transpose(0, 1).contiguous()
-
-    def _masked(self, q_NCH: Tensor, k_KSH: Tensor, v_KSH: Tensor) -> Tensor:
-        """For types that the fused kernels do not take: every score in memory."""
-        count = q_NCH.shape[1]
-        seen_CS = torch.ones(count, self._context, dtype=torch.bool,
-                             device=q_NCH.device).tril_(self._context - count)
-        out = F.scaled_dot_product_attention(q_NCH[None], k_KSH[None], v_KSH[None], attn_mask=seen_CS,
-                                             scale=self._spec.scale, enable_gqa=True)
-        return out[0].transpose(0, 1).contiguous()
-
-
-def pieces(length: int) -> list[tuple[int, int]]:
-    """Runs of _STEP times a power of two, the largest first, that make up a multiple of _STEP."""
-    found, first = [], 0
-    while first < length:
-        size = _STEP << ((length - first) // _STEP).bit_length() - 1
-        found.append((first, first + size))
-        first += size
-    return found
+    def __call__(self, q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor) -> Tensor:
+        outs, first = [], 0
+        for row, pages_p in self._rows:
+            q_NCH = q_TNH[first:first + row.count].transpose(0, 1)
+            k_KSH, v_KSH = (pool[pages_p].transpose(0, 1).flatten(1, 2)[:, :row.context]
+                            for pool in (k_PKGH, v_PKGH))
+            seen_CS = torch.ones(row.count, row.context, dtype=torch.bool,
+                                 device=q_TNH.device).tril_(row.context - row.count)
+            out = F.scaled_dot_product_attention(q_NCH[None], k_KSH[None], v_KSH[None], attn_mask=seen_CS,
+                                                 scale=self._scale, enable_gqa=True)
+            outs.append(out[0].transpose(0, 1))
+            first += row.count
+        return torch.cat(outs)

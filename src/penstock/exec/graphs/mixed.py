@@ -1,0 +1,242 @@
+"""Steps with prompts on a CUDA device, decodes among them, captured for each bucket of tokens and rows.
+
+A replay reads one small tensor of the host: of each token its id, row and position; of each row its queries
+and context; which rows decode and which sample. All else is on the device, as in `capture.py`. A bucket that
+was not captured at the start is when it is first met.
+
+    T tokens of the step, B rows of it, D of these that decode, S that sample, each padded
+    R rows of the tables   M pages a row   N query heads   K KV heads   G page size   H head dim
+"""
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.core.plan import StepPlan
+from penstock.exec.sampling.on_device import Draws
+from penstock.exec.step.attend import Grouped
+from penstock.exec.step.tables import RowTables
+from penstock.kernels.attention.paged_attention import flash
+from penstock.model.base import Attend, LocalLayer, Model
+
+TOKENS = (16, 32, 64, 128, 256, 512, 1024)
+ROWS = (8, 64)                      # and as many as there are
+START_S = 5.0                       # for buckets that are captured before anybody asks
+_STAGES = 4                         # as in `capture.py`
+Bucket = tuple[int, int]            # T, B
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """Views of one int32 tensor. Padding: a position, a decode context or a sample position of -1 or 0.
+
+    id_T, row_T, position_T, decode_T    id -1: the row's last token; position -1: padding; decode: which of
+                                         the D rows that decode it is, or -1
+    row_B, context_B, start_B1           of all rows, for their prompts: one that decodes has a context of 1
+    at_D, row_D, context_D               token, row and context of those that decode; context 0: padding
+    at_S, row_S, position_S              token and row of those that sample; position -1: padding
+    """
+
+    id_T: Tensor
+    row_T: Tensor
+    position_T: Tensor
+    decode_T: Tensor
+    row_B: Tensor
+    context_B: Tensor
+    start_B1: Tensor
+    at_D: Tensor
+    row_D: Tensor
+    context_D: Tensor
+    at_S: Tensor
+    row_S: Tensor
+    position_S: Tensor
+
+
+def lengths(bucket: Bucket) -> list[int]:
+    """Of the parts of a StepInput, in order."""
+    tokens, rows = bucket
+    return [tokens] * 4 + [rows, rows, rows + 1] + [rows] * 6
+
+
+def input_of(values: Tensor, bucket: Bucket) -> StepInput:
+    """Its parts, as views."""
+    sizes = lengths(bucket)
+    return StepInput(*torch.split(values[:sum(sizes)], sizes))
+
+
+def lay_out(plan: StepPlan, rows: Sequence[int], bucket: Bucket, out: np.ndarray) -> None:
+    """A plan as the parts of a StepInput in `out`; `rows` are table indices."""
+    parts = dict(zip(StepInput.__slots__, np.split(out, np.cumsum(lengths(bucket))[:-1]), strict=True))
+    row, count, start = (np.asarray(x, dtype=np.int32) for x in (rows, plan.count, plan.start))
+    first = np.concatenate(([0], np.cumsum(count, dtype=np.int32)))
+    num = int(first[-1])
+    for name, values, padding in (
+            ("id_T", plan.tokens, 0), ("row_T", np.repeat(row, count), 0),
+            ("position_T", np.arange(num) + np.repeat(start - first[:-1], count), -1), ("decode_T", (), -1),
+            ("row_B", row, 0), ("context_B", np.where(count == 1, 1, start + count), 1),
+            ("start_B1", first, num)):
+        parts[name][:len(values)], parts[name][len(values):] = values, padding
+    decode = np.flatnonzero(count == 1)
+    parts["decode_T"][first[decode]] = np.arange(len(decode))
+    sample = np.flatnonzero(plan.samples)
+    for names, which, last, padding in ((("at_D", "row_D", "context_D"), decode, start + 1, 0),
+                                        (("at_S", "row_S", "position_S"), sample, start + count - 1, -1)):
+        for name, values, rest in zip(names, (first[1:] - 1, row, last), (0, 0, padding), strict=True):
+            parts[name][:len(which)], parts[name][len(which):] = values[which], rest
+
+
+def step(model: Model, tables: RowTables, grouped: Grouped, given: StepInput,
+         draws: Draws | None = None) -> tuple[Tensor, Tensor]:
+    """What is captured: (logits_SV, answer_2S int64), as `DecodeGraphs.run` returns, with padding."""
+    last_R = tables.last_R
+    id_T = torch.where(given.id_T < 0, last_R[given.row_T.long()], given.id_T.long())
+    attend: Attend = _Mixed(grouped, tables, given)
+    hidden_TD = model.forward(id_T, given.position_T.clamp(min=0).long(), attend)
+    logits_SV = model.logits(hidden_TD[given.at_S.long()])
+    best_S, token_S = logits_SV.max(-1)
+    if draws is not None:
+        draws.draw(logits_SV, token_S, given.row_S, given.position_S)
+    # Padding's token goes behind the rows.
+    index_S = torch.where(given.position_S < 0, len(last_R) - 1, given.row_S).long()
+    last_R.index_copy_(0, index_S, token_S)
+    return logits_SV, torch.stack((token_S, best_S.isfinite().long()))
+
+
+class _Mixed:
+    """`model.base.Attend` of such a step."""
+
+    def __init__(self, grouped: Grouped, tables: RowTables, given: StepInput) -> None:
+        from penstock.kernels.attention.paged_attention import triton_decode  # needs Triton
+        self._triton, self._grouped, self._given = triton_decode, grouped, given
+        self._tables = [table.device_RM for table in tables.groups]
+        # Entries without a page are not read, and may be looked at.
+        self._pages = [table_RM[given.row_B.long()].clamp_min(0) for table_RM in self._tables]
+        self._decode_T = given.decode_T.clamp(min=0).long()
+        self._decodes_T11 = (given.decode_T >= 0)[:, None, None]
+        self._padding_T11 = (given.position_T < 0)[:, None, None]
+        device = tables.last_R.device
+        processors = (1 if device.type == "cpu" else
+                      torch.cuda.get_device_properties(device).multi_processor_count)
+        self._cut = [triton_decode.tuning(len(given.row_D), spec.num_kv_heads,
+                                          table.device_RM.shape[1] * table.size, processors)
+                     for spec, table in zip(grouped.specs, tables.groups, strict=True)]
+
+    def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
+                 chosen_TS: Tensor | None = None) -> Tensor:
+        assert chosen_TS is None, "KV heads are attended to as a whole here"
+        group, k_PKGH, v_PKGH = self._grouped.places[layer]
+        given, spec, table_RM = self._given, self._grouped.specs[group], self._tables[group]
+        self._triton.store(kv_TCKH[:, 0], kv_TCKH[:, 1], k_PKGH, v_PKGH, table_RM, given.row_T,
+                           given.position_T)
+        decode_DNH = self._triton.decode(q_TNH[given.at_D.long()], k_PKGH, v_PKGH, table_RM, given.row_D,
+                                         given.context_D, scale=spec.scale, cut=self._cut[group])
+        pages_BM = self._pages[group]
+        out_TNH = flash.attend(
+            q_TNH, k_PKGH.transpose(1, 2), v_PKGH.transpose(1, 2), scale=spec.scale, max_query=len(q_TNH),
+            max_key=pages_BM.shape[1] * k_PKGH.shape[2], start_B1=given.start_B1, context_B=given.context_B,
+            table_BM=pages_BM)
+        out_TNH = torch.where(self._decodes_T11, decode_DNH[self._decode_T], out_TNH)
+        return out_TNH.masked_fill_(self._padding_T11, 0)
+
+    def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
+        raise AssertionError("a model with an indexer and KV heads")
+
+
+class MixedGraphs:
+    """Steps of up to TOKENS[-1] tokens and `rows` rows, of a whole model whose KV heads read all.
+
+    Reads and writes the tables and pools in place: nobody may replace their tensors.
+    """
+
+    def __init__(self, model: Model, tables: RowTables, grouped: Grouped, draws: Draws | None, rows: int,
+                 memory: Any, logits_BV: Tensor) -> None:
+        """memory: the pool of the decode graphs      logits_BV: theirs, of `rows` rows or more"""
+        self._model, self._tables, self._grouped, self._draws = model, tables, grouped, draws
+        self._memory, self._logits_BV = memory, logits_BV
+        self._rows = (*(r for r in ROWS if r < rows), rows)
+        size, device = sum(lengths((TOKENS[-1], rows))), tables.last_R.device
+        self._input = torch.zeros(size, dtype=torch.int32, device=device)
+        self._staging = [torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+                         for _ in range(_STAGES)]
+        self._copied = [torch.cuda.Event() for _ in range(_STAGES)]  # type: ignore[no-untyped-call]
+        self._turn = 0
+        self._graphs: dict[Bucket, tuple[torch.cuda.CUDAGraph, Tensor, Tensor] | None] = {}
+        self.launched: Counter[str] = Counter()         # steps that were not replayed, by cause
+
+    def bucket(self, plan: StepPlan) -> Bucket | None:
+        """That a plan runs in; None, and the cause is counted: it has to be launched."""
+        if plan.waits:
+            self.launched["waits"] += 1         # its layers wait for their own copies
+        elif len(plan.tokens) > TOKENS[-1]:
+            self.launched["tokens"] += 1
+        else:
+            rows = next(r for r in self._rows if r >= len(plan.rows))
+            found = next(t for t in TOKENS if t >= len(plan.tokens)), rows
+            if found not in self._graphs:
+                self._capture(found)
+            if self._graphs[found] is not None:
+                return found
+            self.launched["memory"] += 1
+        return None
+
+    def capture(self, seconds: float = START_S) -> None:
+        """Capture the largest bucket, whose memory the others fit into, and, for so long, those that most
+        steps are of."""
+        until = time.perf_counter() + seconds
+        largest = TOKENS[-1], self._rows[-1]
+        often = [(t, r) for r, t in product(self._rows[:2], reversed(TOKENS))
+                 if t >= 2 * r or r == self._rows[0]]
+        for bucket in (largest, *(b for b in often if b != largest)):
+            self._capture(bucket)
+            if time.perf_counter() > until:
+                return
+
+    def run(self, plan: StepPlan, rows: Sequence[int], bucket: Bucket) -> tuple[Tensor, Tensor]:
+        """The plan's step; `rows` are table indices. Does not wait. Returns as `DecodeGraphs.run`, of the
+        rows that sample; valid until the next run."""
+        self._turn = (self._turn + 1) % _STAGES
+        staging, copied = self._staging[self._turn], self._copied[self._turn]
+        copied.synchronize()
+        size = sum(lengths(bucket))
+        lay_out(plan, rows, bucket, staging.numpy()[:size])
+        self._input[:size].copy_(staging[:size], non_blocking=True)
+        copied.record()
+        for group in self._tables.groups:
+            for row, start, count in zip(rows, plan.start, plan.count, strict=True):
+                group.check(row, start + count)
+        captured = self._graphs[bucket]
+        assert captured is not None
+        graph, logits_SV, answer_2S = captured
+        graph.replay()
+        return logits_SV[:sum(plan.samples)], answer_2S
+
+    def _step(self, given: StepInput) -> tuple[Tensor, Tensor]:
+        logits_SV, answer_2S = step(self._model, self._tables, self._grouped, given, self._draws)
+        return self._logits_BV[:len(logits_SV)].copy_(logits_SV), answer_2S
+
+    def _capture(self, bucket: Bucket) -> None:
+        given = input_of(self._input, bucket)
+        # Padding only: nothing is stored, nobody is drawn for.
+        self._input.zero_()
+        for part in (given.position_T, given.decode_T, given.position_S):
+            part.fill_(-1)
+        try:
+            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                self._step(given)
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+                out = self._step(given)
+            self._graphs[bucket] = graph, *out
+        except torch.OutOfMemoryError:
+            self._graphs[bucket] = None

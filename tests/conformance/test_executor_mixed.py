@@ -1,0 +1,133 @@
+"""What a captured step with prompts computes: step by step on a CPU, in graphs on a device, as launched ones.
+
+Stand-ins for flash-attn-4, which takes no float32, and on a CPU for Triton.
+"""
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import where
+from prompts_engine import PROMPTS, Engine, dense, play
+
+from penstock.core.plan import Aborted, Paused, RequestId, Row, StepId, StepPlan
+from penstock.exec.graphs import mixed
+from penstock.exec.graphs.mixed import MixedGraphs, StepInput, input_of, lay_out, lengths, step
+from penstock.kernels.attention.paged_attention import flash, triton_decode
+
+
+def attend(q_TNH, k_PGKH, v_PGKH, *, scale, max_query, max_key, start_B1, context_B, table_BM):
+    """Every token over all that its row's table holds, what it may not see masked: capturable."""
+    tokens, heads = len(q_TNH), k_PGKH.shape[2]
+    t = torch.arange(tokens, device=q_TNH.device)
+    row_T = (t[:, None] >= start_B1[None, 1:]).sum(1)
+    inside_T = row_T < len(context_B)
+    row_T = row_T.clamp(max=len(context_B) - 1)
+    last_T = context_B[row_T] - start_B1[row_T + 1] + t          # position of the token
+    k_BSKH, v_BSKH = (x[table_BM.long()].flatten(1, 2) for x in (k_PGKH, v_PGKH))
+    seen_TS = (torch.arange(k_BSKH.shape[1], device=q_TNH.device) <= last_T[:, None]) & inside_T[:, None]
+    k, v = (x.nan_to_num(0)[row_T].repeat_interleave(q_TNH.shape[1] // heads, 2) for x in (k_BSKH, v_BSKH))
+    scores = torch.einsum("tnh,tsnh->tns", q_TNH, k) * scale
+    scores = scores.masked_fill(~seen_TS[:, None], -1e30)
+    return torch.einsum("tns,tsnh->tnh", scores.softmax(-1), v)
+
+
+def store(k_TKH, v_TKH, k_PKGH, v_PKGH, table_RP, row_T, position_T):
+    at = position_T >= 0
+    size = k_PKGH.shape[2]
+    row, position = row_T[at].long(), position_T[at].long()
+    page = table_RP[row, position // size].long()
+    k_PKGH[page, :, position % size], v_PKGH[page, :, position % size] = k_TKH[at], v_TKH[at]
+
+
+def decode(q_BNH, k_PKGH, v_PKGH, table_RP, row_B, context_B, *, scale, cut):
+    start = torch.arange(len(q_BNH) + 1, dtype=torch.int32)
+    out = attend(q_BNH, k_PKGH.transpose(1, 2), v_PKGH.transpose(1, 2), scale=scale, max_query=1, max_key=0,
+                 start_B1=start, context_B=context_B.clamp(min=1),
+                 table_BM=table_RP[row_B.long()].clamp_min(0))
+    return out * (context_B > 0)[:, None, None]
+
+
+class Eager(MixedGraphs):
+    """Computes each step when it runs, with its padding."""
+
+    def __init__(self, rank):
+        self._model, self._tables, self._grouped = rank._model, rank._tables, rank._attending
+        self._draws = None
+        self._rows, self._graphs, self.launched = (2, 4), {}, mixed.Counter()
+
+    def _capture(self, bucket):
+        self._graphs[bucket] = ()
+
+    def run(self, plan, rows, bucket):
+        values = np.full(sum(lengths(bucket)), 99, dtype=np.int32)
+        lay_out(plan, rows, bucket, values)
+        given = input_of(torch.from_numpy(values), bucket)
+        logits, answer = step(self._model, self._tables, self._grouped, given)
+        return logits[:sum(plan.samples)], answer
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    monkeypatch.setattr(flash, "attend", attend)
+    monkeypatch.setattr(flash, "ready", lambda *_: True)
+    monkeypatch.setattr(mixed, "TOKENS", (4, 8, 64))
+    monkeypatch.setattr(mixed, "ROWS", (2,))
+    if where.DEVICE == "cpu":
+        monkeypatch.setattr(triton_decode, "store", store)
+        monkeypatch.setattr(triton_decode, "decode", decode)
+
+    def put(engine):
+        [rank] = engine.ex._ranks
+        if where.DEVICE == "cpu":
+            rank._mixed = Eager(rank)
+        assert rank._mixed is not None
+        return engine, rank
+    return put
+
+
+@pytest.mark.parametrize("chunk", [2, 3, 7, 64])
+def test_mixed_batches_of_any_chunk(chunk, captured):
+    engine, rank = captured(Engine(step_tokens=chunk))
+    play(engine)
+    assert len(rank._mixed._graphs) > (0 if chunk < 4 else 2) and not rank._mixed.launched
+
+
+def test_pauses_aborts_and_binds_between_replays(captured):
+    engine, rank = captured(Engine(hbm_pages=22, step_tokens=9))
+    turns = {turn: Paused(RequestId(rid)) for turn, rid in ((5, 1), (9, 4), (13, 7), (17, 2))}
+    play(engine, lambda turn: [turns[turn]] if turn in turns else ())
+    assert engine.ex.stats()["executor_sampled_tokens_total"] and rank._mixed._graphs
+    engine.add(90, PROMPTS[7], 12)
+    engine.turn()
+    engine.inbox.append(Aborted(RequestId(90)))
+    engine.add(91, PROMPTS[4], 12)
+    engine.drain()
+    assert tuple(engine.got[91]) == dense(PROMPTS[4], 12)
+
+
+def test_what_waits_for_copies_or_is_too_large_is_launched_and_counted(captured, monkeypatch):
+    monkeypatch.setattr(mixed, "TOKENS", (4, 8))
+    engine, rank = captured(Engine(step_tokens=64, wait_pages=8, hbm_pages=11))
+    play(engine)
+    engine.add(90, PROMPTS[7], 3)
+    engine.drain()
+    assert rank._mixed.launched["tokens"] > 0
+    if engine.waited:
+        assert rank._mixed.launched["waits"] > 0
+    assert any("executor_launched_total" in name for name in engine.ex.stats())
+
+
+def test_the_layout_of_a_step():
+    plan = StepPlan(step=StepId(1), rows=(Row(5), Row(3), Row(4)), rids=(RequestId(1),) * 3, start=(6, 0, 2),
+                    count=(1, 3, 2), samples=(True, False, True), tokens=(-1, 11, 12, 13, 14, 15), grows=(),
+                    moves=(), binds=())
+    bucket, values = (8, 4), np.full(sum(lengths((8, 4))), 99, dtype=np.int32)
+    lay_out(plan, (5, 3, 4), bucket, values)
+    given = input_of(torch.from_numpy(values), bucket)
+    assert {name: getattr(given, name).tolist() for name in StepInput.__slots__} == {
+        "id_T": [-1, 11, 12, 13, 14, 15, 0, 0], "row_T": [5, 3, 3, 3, 4, 4, 0, 0],
+        "position_T": [6, 0, 1, 2, 2, 3, -1, -1], "decode_T": [0, -1, -1, -1, -1, -1, -1, -1],
+        "row_B": [5, 3, 4, 0], "context_B": [1, 3, 4, 1], "start_B1": [0, 1, 4, 6, 6],
+        "at_D": [0, 0, 0, 0], "row_D": [5, 0, 0, 0], "context_D": [7, 0, 0, 0],
+        "at_S": [0, 5, 0, 0], "row_S": [5, 4, 0, 0], "position_S": [6, 3, -1, -1]}
