@@ -4,10 +4,11 @@ Owns the types `Platform`, `Op`, `Implementation` and their errors; `registry.py
 """
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -103,12 +104,22 @@ DEVICES = ("cpu", "cuda")                   # devices of what is written in torc
 @dataclass(frozen=True, slots=True)
 class Implementation(Generic[F]):
     """One way to run an op. `probe` says in a few words what it relies on, or raises Unusable; it is
-    asked on a platform of `devices` only, by `usable_on`."""
+    asked on a platform of `devices` only, by `usable_on`. `code` is what runs it, or where that is, "module"
+    or "module:name"."""
 
     name: str
-    run: F
+    code: F | str
     probe: Callable[[Platform], str]
     devices: tuple[str, ...] = ("cpu",)
+
+    @property
+    def run(self) -> F:
+        """What runs it, imported if need be."""
+        if not isinstance(self.code, str):
+            return self.code
+        module, _, name = self.code.partition(":")
+        found: Any = importlib.import_module(module)
+        return getattr(found, name) if name else found  # type: ignore[no-any-return]
 
     def usable_on(self, platform: Platform) -> str:
         """What it relies on there. Raises Unusable."""

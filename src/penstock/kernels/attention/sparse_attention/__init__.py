@@ -8,8 +8,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from penstock.kernels.attention.sparse_attention import cuda, native, reference
+from penstock.kernels.attention.sparse_attention import native, reference
 from penstock.kernels.platform import DEVICES, Implementation, Op
+from penstock.kernels.triton.lazy import lazy
 
 __all__ = ["OP", "SparseAttention", "sparse_attention"]
 
@@ -37,7 +38,7 @@ class SparseAttention(Protocol):
 
 
 OP: Op[SparseAttention] = Op("sparse_attention", (
-    Implementation("cuda", cuda.sparse_attention, cuda.probe, ("cuda",)),
+    lazy("cuda", "penstock.kernels.attention.sparse_attention.triton_units:sparse_attention"),
     Implementation("native", native.sparse_attention, native.probe),
     Implementation("reference", reference.sparse_attention, reference.probe, DEVICES),
 ))

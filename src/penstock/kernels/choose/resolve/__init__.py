@@ -9,8 +9,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from penstock.kernels.choose.resolve import cuda, native, reference
+from penstock.kernels.choose.resolve import native, reference
 from penstock.kernels.platform import DEVICES, Implementation, Op
+from penstock.kernels.triton.lazy import lazy
 from penstock.kernels.types.hot import HotLayer
 
 __all__ = ["OP", "Resolve", "resolve"]
@@ -42,7 +43,7 @@ class Resolve(Protocol):
 
 
 OP: Op[Resolve] = Op("resolve", (
-    Implementation("cuda", cuda.resolve, cuda.probe, ("cuda",)),
+    lazy("cuda", "penstock.kernels.choose.resolve.triton_map:resolve"),
     Implementation("native", native.resolve, native.probe),
     Implementation("reference", reference.resolve, reference.probe, DEVICES),
 ))

@@ -13,9 +13,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from penstock.kernels.choose.select import cuda, native, reference
+from penstock.kernels.choose.select import native, reference
 from penstock.kernels.choose.select.spec import SelectRule
 from penstock.kernels.platform import DEVICES, Implementation, Op
+from penstock.kernels.triton.lazy import lazy
 
 __all__ = ["OP", "Select", "SelectRule", "select"]
 
@@ -45,7 +46,7 @@ class Select(Protocol):
 
 
 OP: Op[Select] = Op("select", (
-    Implementation("cuda", cuda.select, cuda.probe, ("cuda",)),
+    lazy("cuda", "penstock.kernels.choose.select.triton_bounds:select"),
     Implementation("native", native.select, native.probe),
     Implementation("reference", reference.select, reference.probe, DEVICES),
 ))

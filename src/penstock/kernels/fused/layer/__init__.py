@@ -12,9 +12,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from penstock.kernels.fused.layer import cuda, native, reference
+from penstock.kernels.fused.layer import native, reference
 from penstock.kernels.fused.layer.stack import LayerWeights, Stack
 from penstock.kernels.platform import DEVICES, Implementation, Op
+from penstock.kernels.triton.lazy import lazy
 
 __all__ = ["OP", "LayerOps", "LayerWeights", "Stack", "ops", "stack"]
 
@@ -55,7 +56,7 @@ class LayerOps(Protocol):
 
 OP: Op[LayerOps] = Op("layer", (
     Implementation("native", native.Native(), native.probe),
-    Implementation("triton", cuda.Cuda(), cuda.probe, ("cuda",)),
+    lazy("triton", "penstock.kernels.fused.layer.triton_ops:OPS"),
     Implementation("reference", reference.Reference(), reference.probe, DEVICES),
 ))
 

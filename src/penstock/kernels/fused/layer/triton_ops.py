@@ -110,3 +110,6 @@ class TritonOps:
         silu_gate[(tokens, triton.cdiv(width, block))](
             gate_up_TJ, out_TI, gate_up_TJ.stride(0), width, BLOCK=block, num_warps=4)
         return out_TI
+
+
+OPS = TritonOps()

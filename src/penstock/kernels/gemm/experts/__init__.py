@@ -11,8 +11,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from penstock.kernels.gemm.experts import cuda, reference
+from penstock.kernels.gemm.experts import reference
 from penstock.kernels.platform import DEVICES, Implementation, Op
+from penstock.kernels.triton.lazy import lazy
 from penstock.kernels.types.scaled import Scaled
 
 
@@ -61,7 +62,7 @@ class ExpertOps(Protocol):
 
 
 OP: Op[ExpertOps] = Op("experts", (
-    Implementation("triton", cuda.Cuda(), cuda.probe, ("cuda",)),
+    lazy("triton", "penstock.kernels.gemm.experts.triton_experts"),
     Implementation("reference", reference.Reference(), reference.probe, DEVICES),
 ))
 

@@ -10,8 +10,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from penstock.kernels.gemm.linear import cuda, fastest, onednn, reference
+from penstock.kernels.gemm.linear import fastest, onednn, reference
 from penstock.kernels.platform import DEVICES, Implementation, KernelError, Op
+from penstock.kernels.triton.lazy import lazy
 
 Linear: TypeAlias = Callable[[Tensor], Tensor]
 Pack: TypeAlias = Callable[[Tensor, Tensor | None], Linear]
@@ -22,7 +23,7 @@ OP: Op[Pack] = Op("linear", (
     Implementation("fastest", fastest.pack, fastest.probe),
     Implementation("native", fastest.NATIVE, fastest.NATIVE.probe),
     Implementation("onednn", onednn.pack, onednn.probe),
-    Implementation("cuda", cuda.pack, cuda.probe, ("cuda",)),
+    lazy("cuda", "penstock.kernels.gemm.linear.triton_rows:pack"),
     Implementation("reference", reference.pack, reference.probe, DEVICES),
 ))
 

@@ -7,9 +7,11 @@ are the large operand of a matrix product. Imported only where a CUDA device was
 """
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -98,3 +100,15 @@ def run(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, cut: Cut | None 
         T_PAD=max(16, triton.next_power_of_2(tokens)), ROWS=cut.rows, COLS=cut.cols,
         BIAS=bias_O is not None, num_warps=cut.warps, num_stages=cut.stages)
     return out_TO
+
+
+def pack(weight_OI: Tensor, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """As `Pack`: cuBLAS, but for a few rows in bf16."""
+    weight_OI = weight_OI.contiguous()
+    few = FEW_MAX if weight_OI.dtype == torch.bfloat16 else 0
+
+    def linear(x_TI: Tensor) -> Tensor:
+        if x_TI.shape[0] <= few:
+            return run(x_TI, weight_OI, bias_O)
+        return F.linear(x_TI, weight_OI, bias_O)
+    return linear

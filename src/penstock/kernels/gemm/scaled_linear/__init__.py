@@ -9,15 +9,26 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from penstock.kernels.gemm.scaled_linear import cuda, reference
-from penstock.kernels.platform import DEVICES, Implementation, KernelError, Op
+from penstock.kernels.gemm.scaled_linear import reference
+from penstock.kernels.platform import DEVICES, Implementation, KernelError, Op, Platform, Unusable
+from penstock.kernels.triton.lazy import lazy, probe
 from penstock.kernels.types.scaled import Scaled
 
 Linear: TypeAlias = Callable[[Tensor], Tensor]
 Pack: TypeAlias = Callable[[Scaled, Tensor | None], Linear]
 
+_LEAST = 89                     # the first architecture that converts e4m3
+
+
+def _probe(platform: Platform) -> str:
+    told = probe(platform)
+    if not any(f.startswith("sm_") and int(f[3:]) >= _LEAST for f in platform.features):
+        raise Unusable(f"{platform.gpu} has no fp8 (sm_{_LEAST})")
+    return told
+
+
 OP: Op[Pack] = Op("scaled_linear", (
-    Implementation("triton", cuda.pack, cuda.probe, ("cuda",)),
+    lazy("triton", "penstock.kernels.gemm.scaled_linear.triton_scaled:pack", _probe),
     Implementation("reference", reference.pack, reference.probe, DEVICES),
 ))
 

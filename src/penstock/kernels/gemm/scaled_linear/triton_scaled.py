@@ -6,7 +6,10 @@ Imported only where a CUDA device was asked for.
 """
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -79,3 +82,12 @@ def floats(weight: Scaled, dtype: torch.dtype) -> Tensor:
         element, scale, out_OI, outputs, inputs, scales, ROWS=rows, COLS=cols, BLOCK_ROWS=weight.rows,
         BLOCK_COLS=weight.cols, num_warps=4)
     return out_OI
+
+
+def pack(weight: Scaled, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """As `Pack`: of more than a few rows cuBLAS, behind a dequantised copy."""
+    def linear(x_TI: Tensor) -> Tensor:
+        if x_TI.shape[0] <= FEW_MAX:
+            return run(x_TI, weight, bias_O)
+        return F.linear(x_TI, floats(weight, x_TI.dtype), bias_O)
+    return linear

@@ -10,8 +10,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from penstock.kernels.kv.gather import cuda, native, reference
+from penstock.kernels.kv.gather import native, reference
 from penstock.kernels.platform import DEVICES, Implementation, Op
+from penstock.kernels.triton.lazy import lazy
 
 __all__ = ["OP", "Gather", "gather"]
 
@@ -34,7 +35,7 @@ class Gather(Protocol):
 
 
 OP: Op[Gather] = Op("gather", (
-    Implementation("cuda", cuda.gather, cuda.probe, ("cuda",)),
+    lazy("cuda", "penstock.kernels.kv.gather.triton_copy:gather"),
     Implementation("native", native.gather, native.probe),
     Implementation("reference", reference.gather, reference.probe, DEVICES),
 ))

@@ -10,9 +10,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from penstock.kernels.kv.store import cuda, native, reference
+from penstock.kernels.kv.store import native, reference
 from penstock.kernels.kv.store.spec import StoreAt
 from penstock.kernels.platform import DEVICES, Implementation, Op
+from penstock.kernels.triton.lazy import lazy
 from penstock.kernels.types.hot import HotLayer
 
 __all__ = ["OP", "Store", "StoreAt", "store"]
@@ -41,7 +42,7 @@ class Store(Protocol):
 
 
 OP: Op[Store] = Op("store", (
-    Implementation("cuda", cuda.store, cuda.probe, ("cuda",)),
+    lazy("cuda", "penstock.kernels.kv.store.triton_places:store"),
     Implementation("native", native.store, native.probe),
     Implementation("reference", reference.store, reference.probe, DEVICES),
 ))
