@@ -106,7 +106,7 @@ def main() -> None:
     def pack(weight_OI: Tensor, bias_O: Tensor | None) -> linear.Linear:
         return clock.wrap("linear", linear.pack(weight_OI, bias_O, backend=choices["linear"].name))
     model = families.build(SMOLLM2, dtype=dtype, linear=pack,
-                           ops=layer.ops(choices["layer"].name))
+                           ops=layer.OP.use(choices["layer"].name))
     for name, tensor in families.dummy_tensors(SMOLLM2, 0):
         model.load(name, tensor)
     model.finish()

@@ -51,7 +51,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
 def build_model(config: dict[str, Any], dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Any:
     """Random weights, normal with 0.02, norms 1."""
     model = families.build(config, dtype=dtype, linear=functools.partial(linear.pack, backend="cuda"),
-                           ops=layer.ops("triton"), experts=experts.ops("triton"))
+                           ops=layer.OP.use("triton"), experts=experts.OP.use("triton"))
     generator = torch.Generator(device="cuda").manual_seed(seed)
     for name, shape in families.tensor_shapes(config):
         tensor = torch.ones(shape, device="cuda", dtype=dtype)

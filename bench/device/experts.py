@@ -48,8 +48,8 @@ def pack(weight: Any, bias: Any) -> Any:
 
 def models_of(config: dict[str, Any], twin: bool) -> list[Any]:
     """In fp8, and with `twin` the same dequantised."""
-    made = [families.build(config, dtype=torch.bfloat16, linear=pack, ops=layer.ops("triton"),
-                           experts=None if is_twin else experts.ops("triton"))
+    made = [families.build(config, dtype=torch.bfloat16, linear=pack, ops=layer.OP.use("triton"),
+                           experts=None if is_twin else experts.OP.use("triton"))
             for is_twin in (False, True)[:1 + twin]]
     for name, weight in families.dummy_tensors(config, 0, device="cuda",
                                                scaled=lambda n: BLOCKS if quantises(n) else None):

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from direct import LINK_BYTES_S, spread, write
 
-from penstock.kernels.kv.gather import cuda
+from penstock.kernels.kv import gather
 from penstock.memory.pinned import Pinned
 
 HOST_BYTES, LISTS = 2 << 30, 8
@@ -21,9 +21,11 @@ def seconds(host: torch.Tensor, pool: torch.Tensor, rows: int, repeats: int) -> 
     places = [torch.randint(0, len(host), (rows,)) for _ in range(LISTS)]
     lists = [torch.stack((torch.zeros(rows), p, torch.arange(rows)), 1).int().cuda() for p in places]
     num = torch.tensor([rows], dtype=torch.int32, device="cuda")
+    run = gather.OP.use("cuda")
+
     def all_lists() -> None:
         for miss in lists:
-            cuda.gather(host, pool, miss, num, unit=1)
+            run(host, pool, miss, num, unit=1)
     all_lists()
     torch.cuda.synchronize()
     assert torch.equal(pool[:rows, 0, 0, 0].cpu(), host[places[-1], 0, 0, 0]), "a row did not arrive"

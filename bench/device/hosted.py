@@ -32,7 +32,7 @@ CONFIG = QWEN3_8B | {"max_position_embeddings": 163840}
 def build_model(config: dict[str, Any], noise: float) -> Any:
     """Random weights of variance one over their inputs, embeddings that share most of what they are: `noise`
     sets how much a token's own part weighs, and with it how much selections of consecutive steps differ."""
-    model = families.build(config, dtype=torch.bfloat16, ops=layer.ops("triton"),
+    model = families.build(config, dtype=torch.bfloat16, ops=layer.OP.use("triton"),
                            linear=functools.partial(linear.pack, backend="cuda"))
     generator = torch.Generator(device="cuda").manual_seed(0)
 

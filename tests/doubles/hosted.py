@@ -141,8 +141,8 @@ class Engine:
             row_base=70, group_base=10_000, groups=caches.groups)
         self.core = Core(self.cfg)
         attention = LatentOps(
-            index_select.index_select(names["index_select"]),
-            latent_attention.latent_attention(names["latent_attention"])) if chosen.native else (
+            index_select.OP.use(names["index_select"]),
+            latent_attention.OP.use(names["latent_attention"])) if chosen.native else (
                 functools.partial(paged_attention.plan, backend=names["paged_attention"]))
         rule = None if chosen.native else SelectRule(
             unit=chosen.unit, sink=chosen.sinks, window=chosen.window)

@@ -25,9 +25,8 @@ from penstock.core.plan import (
 from penstock.core.settings import CoreConfig
 from penstock.exec.load.layout import caches_of
 from penstock.exec.step.attend import LatentOps
-from penstock.kernels.attention import paged_attention
-from penstock.kernels.attention.latent_attention import latent_attention
-from penstock.kernels.choose.index_select import index_select
+from penstock.kernels.attention import latent_attention, paged_attention
+from penstock.kernels.choose import index_select
 from penstock.memory.lateness import Promptly
 from penstock.model.base import CacheShape
 
@@ -109,7 +108,8 @@ class Engine:
             group_base=50_000, row_base=70, groups=caches.groups)
         self.core = Core(self.cfg)
         ops = (functools.partial(paged_attention.plan, backend=self.backend) if self.family != "latent"
-               else LatentOps(index_select(self.backend), latent_attention(self.backend)))
+               else LatentOps(index_select.OP.use(self.backend),
+                              latent_attention.OP.use(self.backend)))
         self.ex, hbm, dram = ranks.front(functools.partial(model, self.family), ops, groups, caches,
                                          self.cfg, max_len=64, lateness=self.lateness)
         kv = self.core.kv

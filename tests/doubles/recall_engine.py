@@ -49,7 +49,7 @@ def model(topk: int, dtype: torch.dtype, stage=None):
     chosen = registry.select(probe("cpu"), ops=("linear", "layer"))
     made = families.build({**checkpoint.config, "index_topk": topk}, dtype=dtype,
                           linear=functools.partial(linear.pack, backend=chosen["linear"].name),
-                          ops=layer.ops(chosen["layer"].name), stage=stage)
+                          ops=layer.OP.use(chosen["layer"].name), stage=stage)
     for name, tensor in checkpoint.tensors(made.wants):
         made.load(name, tensor)
     made.finish()
@@ -59,8 +59,8 @@ def model(topk: int, dtype: torch.dtype, stage=None):
 @functools.cache
 def ops() -> LatentOps:
     chosen = registry.select(probe("cpu"), ops=("index_select", "latent_attention"))
-    return LatentOps(index_select.index_select(chosen["index_select"].name),
-                     latent_attention.latent_attention(chosen["latent_attention"].name))
+    return LatentOps(index_select.OP.use(chosen["index_select"].name),
+                     latent_attention.OP.use(chosen["latent_attention"].name))
 
 
 def shuffled() -> LatentOps:

@@ -22,10 +22,10 @@ DEVICE = "cpu"
 def model(config: dict[str, Any], dtype: Any, seed: int, scale: float, stage: Any = None) -> Any:
     """Random weights, the same on every device, norms as they come and the rest times `scale`."""
     pack: Callable[..., Any] = lambda w, b: functools.partial(F.linear, weight=w, bias=b)  # noqa: E731
-    ops, together = layer.ops("reference"), None
+    ops, together = layer.OP.use("reference"), None
     if DEVICE == "cuda":
-        pack, ops = functools.partial(linear.pack, backend="cuda"), layer.ops("triton")
-        together = experts.ops("triton")
+        pack, ops = functools.partial(linear.pack, backend="cuda"), layer.OP.use("triton")
+        together = experts.OP.use("triton")
     made = registry.build(config, dtype=dtype, linear=pack, ops=ops, stage=stage, experts=together)
     for name, tensor in registry.dummy_tensors(config, seed, made.wants):
         made.load(name, (tensor if "norm" in name else tensor * scale).to(DEVICE))

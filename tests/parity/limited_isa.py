@@ -18,7 +18,7 @@ for op in OPS.values():
         if implementation.name == "native":
             implementation.usable_on(here)
     for case in cases_of(op)[::8]:
-        wrong = case.wrong(case.run(op.get("native").run), case.run(op.get("reference").run))
+        wrong = case.wrong(case.run(op.use("native")), case.run(op.use("reference")))
         assert not wrong, (op.name, case.name, wrong)
         count += 1
 print("checked", count)

@@ -64,7 +64,7 @@ def test_rotation_equals_transformers(name: str, head_dim: int) -> None:
     cos, sin = theirs(q, positions_T[None])
     expected = torch.cat(apply_rotary_pos_emb(q, k, cos, sin), dim=1)[0].transpose(0, 1)
     qk_TMH = torch.cat((q, k), dim=1)[0].transpose(0, 1).contiguous()
-    layer.ops("reference").rotate(qk_TMH, *rope.angles(positions_T, torch.float32))
+    layer.OP.use("reference").rotate(qk_TMH, *rope.angles(positions_T, torch.float32))
     torch.testing.assert_close(qk_TMH, expected, rtol=0, atol=1e-5)
 
 

@@ -41,7 +41,7 @@ def test_implementation_equals_reference(op, name, device, expected):
     for case, here in zip(cases_of(op, device), cases_of(op), strict=True):
         key = f"{op.name} {case.name}"
         if key not in expected:
-            expected[key] = here.run(op.get("reference").run)
+            expected[key] = here.run(op.use("reference"))
         want = expected[key]
         for tensor in want if isinstance(want, tuple) else (want,):
             assert tensor.isfinite().all(), f"{key}: the reference read a slot it must not"
@@ -122,7 +122,7 @@ def test_attention_rounds_to_nearest(name):
     op = OPS["paged_attention"]
     skip_unusable(op, name)
     v = torch.randn(2, 2, 1, 64).bfloat16()                     # two pages of one token
-    plan = op.get(name).run(
+    plan = op.use(name)(
         Ragged((0, 1), (2,), (0,), torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([1]),
                torch.tensor([0]), 1),
         AttentionSpec(num_heads=2, num_kv_heads=2, head_dim=64, dtype=v.dtype, scale=1.0))
@@ -135,4 +135,4 @@ def test_gate_rounds_to_nearest():
     skip_unusable(op, "native")
     up = torch.randn(3, 70).bfloat16()
     gate_up = torch.cat((torch.full_like(up, 300.0), up), -1)   # silu(300) is 300
-    assert torch.equal(op.get("native").run.gate(gate_up), (300.0 * up.float()).bfloat16())
+    assert torch.equal(op.use("native").gate(gate_up), (300.0 * up.float()).bfloat16())

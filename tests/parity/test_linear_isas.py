@@ -47,7 +47,7 @@ def probed(ask, here) -> str:
 
 
 def test_cases_of_every_instruction_set(panels):
-    wrong = [case.wrong(case.run(panels), case.run(linear.OP.get("reference").run))
+    wrong = [case.wrong(case.run(panels), case.run(linear.OP.use("reference")))
              for case in cases_of(linear.OP)]
     assert not any(wrong), [text for text in wrong if text][:5]
 

@@ -115,7 +115,7 @@ def hosted() -> None:
             products = name in ("select", "sparse_attention")
             if products and (case.name.startswith("bfloat16") or "-long-" in case.name):
                 continue
-            why = case.wrong(case.run(op.get("cuda").run), case.run(op.get("reference").run))
+            why = case.wrong(case.run(op.use("cuda")), case.run(op.use("reference")))
             assert not why, (name, why)
             count += 1
         if name == "select":
@@ -168,7 +168,7 @@ def scaled() -> None:
     from penstock.kernels.cases import cases_of
     from penstock.kernels.gemm.scaled_linear import OP, cases, triton_scaled
 
-    triton, reference = OP.get("triton").run, OP.get("reference").run
+    triton, reference = OP.use("triton"), OP.use("reference")
     for case in cases_of(OP):
         if not case.name.startswith("bfloat16"):
             why = case.wrong(case.run(triton), case.run(reference))
@@ -186,7 +186,7 @@ def experts() -> None:
     from penstock.kernels.cases import cases_of
     from penstock.kernels.gemm.experts import OP, Rule, cases, triton_experts
 
-    triton, reference = OP.get("triton").run, OP.get("reference").run
+    triton, reference = OP.use("triton"), OP.use("reference")
     for case in cases_of(OP):
         kind, what, tokens = case.name.split("-")
         some = {"1": ("16x8",), "3": ("5x2", "3x3", "1x1"), "150": ("5x2",)}.get(tokens, ())

@@ -51,7 +51,7 @@ def test_a_fused_weight_is_codes_if_all_of_it_is(plain):
     def pack(weight, bias):
         packed.append((weight, bias))
         return lambda x_TI: x_TI
-    slots = Slots(torch.float32, pack, layer.ops("reference"))
+    slots = Slots(torch.float32, pack, layer.OP.use("reference"))
     slots.linear(["q", "v"], [4, 2], 256, True, order=torch.tensor([5, 4, 3, 2, 1, 0]))
     (q, q_floats), (v, v_floats) = some("Q4_0", 4, 256, 1), some("Q6_K", 2, 256, 2)
     for name, tensor in (("v.weight", v_floats if plain else v), ("q.bias", torch.zeros(4)),
@@ -65,7 +65,7 @@ def test_a_fused_weight_is_codes_if_all_of_it_is(plain):
 
 
 def test_an_embedding_of_codes_is_looked_up():
-    slots = Slots(torch.float32, lambda *_: pytest.fail("packed"), layer.ops("reference"))
+    slots = Slots(torch.float32, lambda *_: pytest.fail("packed"), layer.OP.use("reference"))
     table = slots.table("embed", (8, 256))
     codes, want = some("Q8_0", 8, 256)
     slots.load("embed", codes)

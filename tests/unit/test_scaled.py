@@ -83,7 +83,7 @@ def build(config: dict[str, Any], dtype: torch.dtype, together: bool) -> Any:
     def pack(weight: Any, bias: Any) -> Any:
         how = scaled_linear if isinstance(weight, Scaled) else linear
         return how.pack(weight, bias, backend="reference")
-    ops = experts.ops("reference") if together else None
+    ops = experts.OP.use("reference") if together else None
     return registry.build(config, dtype=dtype, linear=pack, experts=ops)
 
 

@@ -170,7 +170,7 @@ def test_every_row_size_and_each_tail_is_a_case_of_gather():
 
 def test_a_copy_that_loses_its_tail_fails_the_cases():
     """The change report's bug: whole words of 8 bytes are copied, the last 1 to 7 are not."""
-    reference = OPS["gather"].get("reference").run
+    reference = OPS["gather"].use("reference")
 
     def words_only(host, pool, miss, num, *, unit):
         width = host.shape[4] * host.element_size()

@@ -113,5 +113,5 @@ def workloads_of(op: Op[Any]) -> list[Workload]:
 
 def _module(op: Op[Any]) -> Any:
     """`cases` beside the op's reference."""
-    folder = op.get("reference").run.__module__.rpartition(".")[0]
+    folder = op.use("reference").__module__.rpartition(".")[0]
     return importlib.import_module(f"{folder}.cases")

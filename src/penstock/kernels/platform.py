@@ -139,6 +139,10 @@ class Op(Generic[F]):
     def names(self) -> tuple[str, ...]:
         return tuple(i.name for i in self.implementations)
 
+    def use(self, name: str) -> F:
+        """What runs the implementation called `name`. Raises KernelError that lists those there are."""
+        return self.get(name).run
+
     def get(self, name: str) -> Implementation[F]:
         """The implementation called `name`. Raises KernelError that lists those there are."""
         for implementation in self.implementations:

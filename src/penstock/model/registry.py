@@ -25,7 +25,7 @@ from penstock.model.weights.fields import Fields
 from penstock.model.weights.fp8 import Blocks
 from penstock.model.weights.slots import LinearFactory
 
-REFERENCE_OPS = layer.ops("reference")
+REFERENCE_OPS = layer.OP.use("reference")
 FAMILIES: dict[str, tuple[str, Callable[[Fields], Spec]]] = {
     "llama": ("LlamaForCausalLM", llama),
     "mistral": ("MistralForCausalLM", mistral),

@@ -205,9 +205,9 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object]) -> L
     name, load_format = files.name, files.load_format
     checkpoint, pack, backends = _opened(config, files, log)
     dtype = dtype_of(config, files, checkpoint.config)
+    together = experts.OP.use(backends["experts"].name) if "experts" in backends else None
     model = families.build(checkpoint.config, dtype=dtype, linear=pack,
-                           ops=layer.ops(backends["layer"].name), stage=stage,
-                           experts=experts.ops(backends["experts"].name) if "experts" in backends else None)
+                           ops=layer.OP.use(backends["layer"].name), stage=stage, experts=together)
     whole = model if stage is None else families.build(checkpoint.config, dtype=dtype, linear=pack)
     digest = digest_of(checkpoint.config)
     need = weight_bytes(checkpoint, dtype, stage)
@@ -242,8 +242,8 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object]) -> L
 def attention_of(backends: Mapping[str, registry.Choice]) -> paged_attention.Planner | LatentOps:
     """What a rank attends with, of the ops that the model's family needs."""
     if "latent_attention" in backends:
-        return LatentOps(index_select.index_select(backends["index_select"].name),
-                         latent_attention.latent_attention(backends["latent_attention"].name))
+        return LatentOps(index_select.OP.use(backends["index_select"].name),
+                         latent_attention.OP.use(backends["latent_attention"].name))
     return functools.partial(paged_attention.plan, backend=backends["paged_attention"].name)
 
 

@@ -23,11 +23,10 @@ from penstock.exec.sparse.layers import BoundsSelector, SparseLayers, unit_atten
 from penstock.exec.sparse.rows import HotRows
 from penstock.exec.step.attend import Attending
 from penstock.exec.step.tables import Lowered, RowTables
-from penstock.kernels.attention.chunk_attention import chunk_attention
-from penstock.kernels.attention.merge import merge
+from penstock.kernels.attention import chunk_attention, merge
 from penstock.kernels.attention.paged_attention import AttentionSpec, Plan, Planner, store
 from penstock.kernels.choose.select import SelectRule
-from penstock.kernels.kv.gather import gather
+from penstock.kernels.kv import gather
 from penstock.kernels.types.ragged import Ragged
 from penstock.memory.pool import BlockPool
 from penstock.model.base import Attend, CacheShape, LocalLayer, Model
@@ -129,9 +128,9 @@ class Selecting:
             device=self._device, host=self._host, bounds=bounds, device_RP=self._kv.device_RM,
             host_RP=self.rows.host_RM, hot=self.rows.hot, backends=backends)
         self._selector = BoundsSelector(rule, bounds, self._bounds.device_RM, backends["select"])
-        self._chunk_attention = chunk_attention(backends["chunk_attention"])
-        self._gather = gather(backends["gather"])
-        self._merge = merge(backends["merge"])
+        self._chunk_attention = chunk_attention.OP.use(backends["chunk_attention"])
+        self._gather = gather.OP.use(backends["gather"])
+        self._merge = merge.OP.use(backends["merge"])
         self._most = selector.budget // rule.unit
         self._budget_R = torch.zeros_like(self._kv.device_RM[:, 0])     # for captured steps
 

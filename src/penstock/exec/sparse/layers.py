@@ -65,9 +65,9 @@ class SparseLayers:
         self._device_RP, self._host_RP = device_RP, host_RP
         # A stage whose layers all read everything has none that select.
         self._page_units = device[0].shape[3] // unit if device else 1
-        self._store = store.store(backends["store"])
-        self._resolve = resolve.resolve(backends["resolve"])
-        self._gather = gather.gather(backends["gather"])
+        self._store = store.OP.use(backends["store"])
+        self._resolve = resolve.OP.use(backends["resolve"])
+        self._gather = gather.OP.use(backends["gather"])
 
     def step(self, rows: Sequence[int], positions: Sequence[int], hosted: Sequence[bool]) -> SparseStep:
         """The selecting queries of a step, in the order of their tokens.
@@ -114,7 +114,7 @@ class BoundsSelector:
 
     def __init__(self, rule: SelectRule, bounds: Sequence[Tensor], bounds_RP: Tensor, backend: str) -> None:
         self._rule, self._bounds, self._bounds_RP = rule, tuple(bounds), bounds_RP
-        self._select = selection.select(backend)
+        self._select = selection.OP.use(backend)
 
     def choose(self, layer: int, q_BNH: Tensor, step: SparseStep, budget_B: Tensor, most: int) -> Tensor:
         """chosen_BKC. budget_B: int32, units, each at least `rule.least_units` and at most `most`."""
@@ -124,7 +124,7 @@ class BoundsSelector:
 
 def unit_attention(backend: str, *, unit: int, scale: float) -> UnitAttention:
     """Over units of KV heads."""
-    run = sparse_attention.sparse_attention(backend)
+    run = sparse_attention.OP.use(backend)
 
     def attend(q_BNH: Tensor, pool_PK2GH: Tensor, chosen_BKC: Tensor, slot_BKC: Tensor,
                position_B: Tensor) -> Tensor:

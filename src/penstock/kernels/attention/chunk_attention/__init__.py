@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.kernels.attention.chunk_attention import cuda, fused, matmul, reference
 from penstock.kernels.platform import DEVICES, Implementation, Op
 
-__all__ = ["OP", "ChunkAttention", "chunk_attention"]
+__all__ = ["OP", "ChunkAttention"]
 
 
 class ChunkAttention(Protocol):
@@ -35,8 +35,3 @@ OP: Op[ChunkAttention] = Op("chunk_attention", (
     Implementation("matmul", matmul.chunk_attention, matmul.probe, DEVICES),
     Implementation("reference", reference.chunk_attention, reference.probe, DEVICES),
 ))
-
-
-def chunk_attention(backend: str) -> ChunkAttention:
-    """One implementation. Raises KernelError for a name that does not exist."""
-    return OP.get(backend).run

@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.kernels.attention.latent_attention import native, reference
 from penstock.kernels.platform import DEVICES, Implementation, Op
 
-__all__ = ["OP", "LatentAttention", "latent_attention"]
+__all__ = ["OP", "LatentAttention"]
 
 
 class LatentAttention(Protocol):
@@ -37,8 +37,3 @@ OP: Op[LatentAttention] = Op("latent_attention", (
     Implementation("native", native.latent_attention, native.probe),
     Implementation("reference", reference.latent_attention, reference.probe, DEVICES),
 ))
-
-
-def latent_attention(backend: str) -> LatentAttention:
-    """One implementation. Raises KernelError for a name that does not exist."""
-    return OP.get(backend).run

@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.kernels.attention.merge import reference
 from penstock.kernels.platform import DEVICES, Implementation, Op
 
-__all__ = ["OP", "Merge", "merge"]
+__all__ = ["OP", "Merge"]
 
 
 class Merge(Protocol):
@@ -31,8 +31,3 @@ class Merge(Protocol):
 OP: Op[Merge] = Op("merge", (
     Implementation("reference", reference.merge, reference.probe, DEVICES),
 ))
-
-
-def merge(backend: str) -> Merge:
-    """One implementation. Raises KernelError for a name that does not exist."""
-    return OP.get(backend).run

@@ -48,7 +48,7 @@ def plan(layout: Ragged, spec: AttentionSpec, *, backend: str) -> Plan:
     Raises      KernelError for a backend that does not exist.
     Source      PagedAttention, arXiv:2309.06180; plan and run as in FlashInfer, arXiv:2501.01005.
     """
-    return OP.get(backend).run(layout, spec)
+    return OP.use(backend)(layout, spec)
 
 
 def store(k_TKH: Tensor, v_TKH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor, page_T: Tensor,

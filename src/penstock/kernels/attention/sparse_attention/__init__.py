@@ -12,7 +12,7 @@ from penstock.kernels.attention.sparse_attention import native, reference
 from penstock.kernels.platform import DEVICES, Implementation, Op
 from penstock.kernels.triton.lazy import lazy
 
-__all__ = ["OP", "SparseAttention", "sparse_attention"]
+__all__ = ["OP", "SparseAttention"]
 
 
 class SparseAttention(Protocol):
@@ -42,8 +42,3 @@ OP: Op[SparseAttention] = Op("sparse_attention", (
     Implementation("native", native.sparse_attention, native.probe),
     Implementation("reference", reference.sparse_attention, reference.probe, DEVICES),
 ))
-
-
-def sparse_attention(backend: str) -> SparseAttention:
-    """One implementation. Raises KernelError for a name that does not exist."""
-    return OP.get(backend).run

@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.kernels.choose.index_select import native, reference
 from penstock.kernels.platform import DEVICES, Implementation, Op
 
-__all__ = ["OP", "IndexSelect", "index_select"]
+__all__ = ["OP", "IndexSelect"]
 
 
 class IndexSelect(Protocol):
@@ -42,8 +42,3 @@ OP: Op[IndexSelect] = Op("index_select", (
     Implementation("native", native.index_select, native.probe),
     Implementation("reference", reference.index_select, reference.probe, DEVICES),
 ))
-
-
-def index_select(backend: str) -> IndexSelect:
-    """One implementation. Raises KernelError for a name that does not exist."""
-    return OP.get(backend).run

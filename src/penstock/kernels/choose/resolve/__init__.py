@@ -14,7 +14,7 @@ from penstock.kernels.platform import DEVICES, Implementation, Op
 from penstock.kernels.triton.lazy import lazy
 from penstock.kernels.types.hot import HotLayer
 
-__all__ = ["OP", "Resolve", "resolve"]
+__all__ = ["OP", "Resolve"]
 
 
 class Resolve(Protocol):
@@ -47,8 +47,3 @@ OP: Op[Resolve] = Op("resolve", (
     Implementation("native", native.resolve, native.probe),
     Implementation("reference", reference.resolve, reference.probe, DEVICES),
 ))
-
-
-def resolve(backend: str) -> Resolve:
-    """One implementation. Raises KernelError for a name that does not exist."""
-    return OP.get(backend).run

@@ -18,7 +18,7 @@ from penstock.kernels.choose.select.spec import SelectRule
 from penstock.kernels.platform import DEVICES, Implementation, Op
 from penstock.kernels.triton.lazy import lazy
 
-__all__ = ["OP", "Select", "SelectRule", "select"]
+__all__ = ["OP", "Select", "SelectRule"]
 
 
 class Select(Protocol):
@@ -50,8 +50,3 @@ OP: Op[Select] = Op("select", (
     Implementation("native", native.select, native.probe),
     Implementation("reference", reference.select, reference.probe, DEVICES),
 ))
-
-
-def select(backend: str) -> Select:
-    """One implementation. Raises KernelError for a name that does not exist."""
-    return OP.get(backend).run

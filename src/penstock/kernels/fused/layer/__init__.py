@@ -17,7 +17,7 @@ from penstock.kernels.fused.layer.stack import LayerWeights, Stack
 from penstock.kernels.platform import DEVICES, Implementation, Op
 from penstock.kernels.triton.lazy import lazy
 
-__all__ = ["OP", "LayerOps", "LayerWeights", "Stack", "ops", "stack"]
+__all__ = ["OP", "LayerOps", "LayerWeights", "Stack", "stack"]
 
 
 class LayerOps(Protocol):
@@ -59,11 +59,6 @@ OP: Op[LayerOps] = Op("layer", (
     lazy("triton", "penstock.kernels.fused.layer.triton_ops:OPS"),
     Implementation("reference", reference.Reference(), reference.probe, DEVICES),
 ))
-
-
-def ops(backend: str) -> LayerOps:
-    """The operations of one implementation. Raises KernelError for a name that does not exist."""
-    return OP.get(backend).run
 
 
 def stack(ops: LayerOps, layers: Sequence[LayerWeights], *, heads: int, kv_heads: int, head_dim: int,

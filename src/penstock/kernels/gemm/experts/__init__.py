@@ -65,8 +65,3 @@ OP: Op[ExpertOps] = Op("experts", (
     lazy("triton", "penstock.kernels.gemm.experts.triton_experts"),
     Implementation("reference", reference.Reference(), reference.probe, DEVICES),
 ))
-
-
-def ops(backend: str) -> ExpertOps:
-    """The operations of one implementation. Raises KernelError for a name that does not exist."""
-    return OP.get(backend).run

@@ -56,4 +56,4 @@ def pack(weight_OI: Tensor, bias_O: Tensor | None = None, *, backend: str) -> Li
                                or bias_O.dtype != weight_OI.dtype):
         raise KernelError(f"the bias of a {tuple(weight_OI.shape)} {weight_OI.dtype} weight is "
                           f"{tuple(bias_O.shape)} {bias_O.dtype}")
-    return OP.get(backend).run(weight_OI, bias_O)
+    return OP.use(backend)(weight_OI, bias_O)

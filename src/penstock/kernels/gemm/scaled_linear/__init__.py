@@ -53,4 +53,4 @@ def pack(weight: Scaled, bias_O: Tensor | None = None, *, backend: str) -> Linea
         raise KernelError("scaled_linear takes blocks of 16 columns or a multiple, and a bias of a number "
                           f"for each row: not {tuple(weight.shape)} in {weight.rows} x {weight.cols}"
                           + ("" if bias_O is None else f" with a bias {tuple(bias_O.shape)}"))
-    return OP.get(backend).run(weight, bias_O)
+    return OP.use(backend)(weight, bias_O)

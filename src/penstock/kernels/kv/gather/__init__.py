@@ -14,7 +14,7 @@ from penstock.kernels.kv.gather import native, reference
 from penstock.kernels.platform import DEVICES, Implementation, Op
 from penstock.kernels.triton.lazy import lazy
 
-__all__ = ["OP", "Gather", "gather"]
+__all__ = ["OP", "Gather"]
 
 
 class Gather(Protocol):
@@ -39,8 +39,3 @@ OP: Op[Gather] = Op("gather", (
     Implementation("native", native.gather, native.probe),
     Implementation("reference", reference.gather, reference.probe, DEVICES),
 ))
-
-
-def gather(backend: str) -> Gather:
-    """One implementation. Raises KernelError for a name that does not exist."""
-    return OP.get(backend).run

@@ -16,7 +16,7 @@ from penstock.kernels.platform import DEVICES, Implementation, Op
 from penstock.kernels.triton.lazy import lazy
 from penstock.kernels.types.hot import HotLayer
 
-__all__ = ["OP", "Store", "StoreAt", "store"]
+__all__ = ["OP", "Store", "StoreAt"]
 
 
 class Store(Protocol):
@@ -46,8 +46,3 @@ OP: Op[Store] = Op("store", (
     Implementation("native", native.store, native.probe),
     Implementation("reference", reference.store, reference.probe, DEVICES),
 ))
-
-
-def store(backend: str) -> Store:
-    """One implementation. Raises KernelError for a name that does not exist."""
-    return OP.get(backend).run
