@@ -289,6 +289,10 @@ def test_a_model_without_a_tokenizer_serves_ids(start):
     got = server.post(prompt=[5, 6], max_tokens=2, return_token_ids=True, logprobs=1).json()
     assert got["choices"][0]["token_ids"] == [5, 6] and got["choices"][0]["text"] == ""
     assert got["choices"][0]["logprobs"]["tokens"] == ["token_id:5", "token_id:6"]
+    assert server.post(prompt=[5, 6], max_tokens=2).json()["choices"][0]["token_ids"] == [5, 6]
+    lines = server.post(prompt=[5, 6, 7], max_tokens=3, stream=True).text.splitlines()
+    pieces = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
+    assert [piece["token_ids"] for piece in pieces if piece["token_ids"]] == [[5], [6], [7]]
     assert error(server.post(prompt="text"), 400)["param"] == "prompt"
     assert error(server.post(prompt=[5], stop="a"), 400)["param"] == "stop"
     assert "tokenizer" in error(server.post("chat/completions", messages=[

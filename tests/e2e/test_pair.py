@@ -54,8 +54,15 @@ def test_a_pair_says_what_one_engine_says(model: str, tmp_path: Path, place: str
         assert all(sent) and sent[0] == len(PROMPT) and sent[1] < 16 + pages[1], sent
         cached = [sum(chunk.cached_by_tier.values()) for chunk in pair.decode.cached.values()]
         assert [a + b for a, b in zip(sent, cached, strict=True)] == [len(p) for p in prompts]
+        pair.decode.loop.handle(Flush())        # what the other engine still has counts as cached
+        rid = pair.decode.submit(PROMPT, 12)
+        pair.finish()
+        told = pair.decode.cached[rid]
+        there = {"hbm": 0, "dram": 0, "hbm" if place == "resident" else "dram": 149 // pages[0] * pages[0]}
+        assert told.cached_by_tier == there
+        assert told.peer_tokens == 150 - told.cached_tokens
         stats = pair.decode.loop.stats()
-        assert stats["pair_delivered_total"] == len(prompts) and stats["pair_received_bytes_total"] > 0
+        assert stats["pair_delivered_total"] == len(prompts) + 1 and stats["pair_received_bytes_total"] > 0
         pair.settle()
 
 

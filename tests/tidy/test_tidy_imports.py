@@ -4,6 +4,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -35,6 +36,7 @@ THIRD_PARTY = {
     "core": (), "replay": (), "sim": (), "config": ("msgspec",),
     "kernels": ("torch", "triton", "cuda", "numpy"),
 }
+FILES_BESIDE = 12
 ENTRY_POINTS = ("penstock", "penstock.__main__", "penstock.serve.cli.main", "penstock.serve.engine.main",
                 "penstock.config.settings.reference")
 
@@ -107,13 +109,20 @@ def test_pure_layers_use_no_library() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_files_of_the_core_need_each_other_in_one_direction() -> None:
-    """Imports for types count."""
+def test_files_need_each_other_in_one_direction() -> None:
+    """In the whole house; imports for types count."""
     needs = {module: {name for name, _ in imports(path, module)}
-             for module, path in MODULES.items() if layer_of(module) == "core" and path.name != "__init__.py"}
+             for module, path in MODULES.items() if path.name != "__init__.py"}
     while free := {module for module, others in needs.items() if not others & needs.keys()}:
         needs = {module: others for module, others in needs.items() if module not in free}
     assert not needs, f"these go round: {sorted(needs)}"
+
+
+def test_no_folder_is_a_heap() -> None:
+    """Of files side by side; the simulator is a test's tool and stays one room."""
+    beside = Counter(path.parent for path in MODULES.values() if path.name != "__init__.py")
+    heaps = {str(folder): n for folder, n in beside.items() if n > FILES_BESIDE and folder.name != "sim"}
+    assert not heaps, heaps
 
 
 def test_pins_are_counted_in_one_module() -> None:

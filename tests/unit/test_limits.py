@@ -19,12 +19,12 @@ from penstock.serve.http.limits import (
     BodyTooSlow,
     Disconnected,
     Keys,
-    Namespaces,
     is_local,
     is_local_origin,
     load_keys,
     read_body,
 )
+from penstock.serve.namespaces import Namespaces
 
 
 def body_of(*parts, headers=(), bytes_max=10, end=None, seconds_max=60.0):

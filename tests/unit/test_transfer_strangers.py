@@ -21,7 +21,7 @@ def test_strangers_neither_pair_nor_stand_in_the_way(ends) -> None:
     prefill = ends("prefill", "127.0.0.1:0")
     strangers = [connect(prefill) for _ in range(4)]
     strangers[1].sendall(b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100)
-    strangers[2].sendall(b"penstock\2\0" + b"n" * 32 + b"\0" * 500)
+    strangers[2].sendall(b"penstock\3\0" + b"n" * 32 + b"\0" * 500)
     strangers[3].close()
     decode = ends("decode", prefill.link.address)
     epoch = decode.up()

@@ -6,6 +6,8 @@ nothing of requests: who checks that an id or a length makes sense is the receiv
 """
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import msgspec
 
 from penstock.config.base.decoding import ProtocolError as ProtocolError
@@ -44,6 +46,14 @@ class Submit(_Message, frozen=True):
     selects: bool = False               # these three as in the core's Arrived
     attention: int = 0
     host_token: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The other engine of a pair wants a prompt computed: a Submit of ours without a number."""
+
+    transfer: int
+    submit: Submit
 
 
 class Abort(_Message, frozen=True):

@@ -62,14 +62,17 @@ Logprob: TypeAlias = tuple[float, Number, Annotated[list[tuple[TokenId, float]],
 
 
 class First(_Message, frozen=True):
-    """Prefill to decode, before the End of the same generation: what belongs to its output tokens.
+    """Prefill to decode, before the End of the same generation: what belongs to its output tokens and prompt.
 
     logprobs    of each, if they were asked for: its own, its rank, then (token id, logprob) of the best
+    hbm, dram   tokens of the prompt that were cached there, in that tier
     """
 
     transfer: Number
     generation: Number
     logprobs: Annotated[list[Logprob], Meta(max_length=64)] | None = None
+    hbm: Number = 0
+    dram: Number = 0
 
 
 Said: TypeAlias = (Grant | Cancel | End | Refused | Drained

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -44,6 +44,7 @@ from penstock.replay.recorder import Recorded, Recorder
 from penstock.serve.engine.record import EventLog
 from penstock.serve.wire import (
     Abort,
+    Asked,
     AskStats,
     Chunk,
     Flush,
@@ -69,14 +70,6 @@ REFUSES = ("the prefill engine refused this prompt: it may be longer than the pa
 FAILS = "the prefill engine did not bring the KV of this prompt: try again"
 LATE = "the KV of this prompt did not come from the prefill engine in time: try again"
 CROWDED = "the pages that waited for the KV of this prompt were needed for other requests: try again"
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """The other engine of a pair wants a prompt computed: a Submit of ours without a number."""
-
-    transfer: int
-    submit: Submit
 
 
 class Planner(Recorded, Protocol):
@@ -105,16 +98,32 @@ class Runner(Executor, Protocol):
 class _Live:
     """One request between Submit and its terminal chunk."""
 
-    __slots__ = ("cached", "excuse", "first", "given_up", "is_started", "logprobs", "tokens", "transfer")
+    __slots__ = ("cached", "excuse", "first", "given_up", "is_started", "logprobs", "peer_cached", "tokens",
+                 "transfer")
 
     def __init__(self, *, logprobs: bool, transfer: int) -> None:
         self.logprobs, self.transfer = logprobs, transfer
         self.first = 0                          # output index of tokens[0]
         self.tokens: list[int] = []             # of this turn
         self.cached: Started | None = None      # of this turn
+        self.peer_cached = 0, 0                 # tokens of its prompt that the other engine had, by tier
         self.is_started = False
         self.excuse = ""                        # what the other engine of a pair last did for it
         self.given_up = False                   # that was no prompt computed, and nobody steps in
+
+
+def _cached(found: Started, there: tuple[int, int]) -> tuple[dict[str, int], int]:
+    """Tokens of a prompt by the tier that they were cached in, of either engine of a pair, and those that the
+    other one has computed. What both had is ours."""
+    ours = {"hbm": found.hbm_tokens, "dram": found.dram_tokens, "disk": found.disk_tokens}
+    skip, computed = sum(ours.values()), found.peer_tokens
+    for tier, tokens in zip(("hbm", "dram"), there, strict=True):
+        more = min(max(0, tokens - skip), computed)
+        skip, computed = max(0, skip - tokens), computed - more
+        ours[tier] += more
+    if not ours["disk"]:
+        del ours["disk"]
+    return ours, computed
 
 
 class EngineLoop:
@@ -367,7 +376,8 @@ class EngineLoop:
         assert self._peer is not None
         for output in outputs:
             if isinstance(output, Started) and output.peer_tokens:
-                tokens, logprobs = self._peer.take_first(self._live[output.rid].transfer)
+                live = self._live[output.rid]
+                tokens, logprobs, live.peer_cached = self._peer.take_first(live.transfer)
                 self._executor.given(output.rid, tokens, logprobs)
 
     def _say(self, outputs: Sequence[Output]) -> None:
@@ -384,7 +394,9 @@ class EngineLoop:
         rid = peer.rid_of(end.transfer)
         found = [] if rid is None else [
             self._executor.take_logprobs(RequestId(rid), i) for i in range(len(end.first))]
-        peer.say_first(end, [p for p in found if p is not None])
+        hits = None if rid is None else self._live[rid].cached
+        peer.say_first(end, [p for p in found if p is not None],
+                       (0, 0) if hits is None else (hits.hbm_tokens, hits.dram_tokens))
 
     def _ring(self) -> None:
         """Deadlines that have passed become events."""
@@ -444,11 +456,7 @@ class EngineLoop:
         if live.logprobs and tokens:
             logprobs = [self._logprob(rid, live.first + i) for i in range(len(tokens))]
         reason = "" if end is None else end.reason or self._executor.fault(RequestId(rid)) or ""
-        by_tier = None
-        if cached is not None:
-            by_tier = {"hbm": cached.hbm_tokens, "dram": cached.dram_tokens}
-            if cached.disk_tokens:
-                by_tier["disk"] = cached.disk_tokens
+        by_tier, peer_tokens = (None, 0) if cached is None else _cached(cached, live.peer_cached)
         finish = None if end is None else end.outcome.value
         if live.given_up and self._peer is not None and finish is not None:
             finish, reason = "unavailable", live.excuse or CROWDED
@@ -456,7 +464,7 @@ class EngineLoop:
             rid=rid, tokens=tokens, index=live.first, logprobs=logprobs, finish=finish, reason=reason,
             cached_tokens=None if by_tier is None else sum(by_tier.values()),
             cached_by_tier=by_tier,
-            peer_tokens=cached.peer_tokens if cached is not None else 0,
+            peer_tokens=peer_tokens,
             kv_reads=None if end is None else self._executor.kv_reads(RequestId(rid)))
 
     def _logprob(self, rid: int, index: int) -> Logprob:

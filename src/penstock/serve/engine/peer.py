@@ -18,9 +18,8 @@ from typing import Protocol, TypeAlias
 from penstock.core.pair.messages import Cancel, Drained, End, Message, Reason, Refused
 from penstock.core.plan import Event, Move, Moved, PeerJoined, PeerLeft, Received, StepId, Tier
 from penstock.exec.sampling.sampler import Logprobs
-from penstock.serve.engine.loop import Asked
-from penstock.serve.http.limits import Namespaces
-from penstock.serve.wire import Submit
+from penstock.serve.namespaces import Namespaces
+from penstock.serve.wire import Asked, Submit
 from penstock.transfer.events import Down, Heard, LinkEvent, Pushed, Unpaired, Up
 from penstock.transfer.facts import Info
 from penstock.transfer.messages import Ask, First, Said
@@ -54,6 +53,7 @@ class _Wait:
     generation: int = 0
     tokens: tuple[int, ...] = ()
     logprobs: list[Logprobs] | None = None
+    cached: tuple[int, int] = (0, 0)    # tokens of its prompt found there in HBM and DRAM
 
 
 class Peer:
@@ -116,9 +116,10 @@ class Peer:
         match message:
             case Ask():
                 return self._asked(message)
-            case First(transfer, generation, logprobs):
+            case First(transfer, generation, logprobs, hbm, dram):
                 if (wait := self._waits.get(transfer)) is not None and generation == wait.generation:
                     wait.logprobs = None if logprobs is None else list(logprobs)
+                    wait.cached = hbm, dram
                 return []
             case End(transfer, generation, _, tokens):
                 self._link.revoke(transfer, generation)
@@ -184,11 +185,12 @@ class Peer:
         if self.epoch and self._heard_at < wait.since:
             self._link.cut(self.epoch)
 
-    def take_first(self, transfer: int) -> tuple[tuple[int, ...], list[Logprobs]]:
-        """The first tokens of a request that was delivered, and their logprobs, if it asked for them."""
+    def take_first(self, transfer: int) -> tuple[tuple[int, ...], list[Logprobs], tuple[int, int]]:
+        """The first tokens of a request that was delivered, their logprobs, if it asked for them, and the
+        tokens of its prompt that the other engine had cached, in HBM and in DRAM."""
         wait = self._waits.pop(transfer)
         self._count["delivered"] += 1
-        return wait.tokens, wait.logprobs or []
+        return wait.tokens, wait.logprobs or [], wait.cached
 
     def forget(self, transfer: int, rid: int) -> None:
         """Our request `rid` has ended. On a later connection the transfer may be another one's."""
@@ -235,9 +237,9 @@ class Peer:
     def say(self, message: Message) -> None:
         self._link.say(self.epoch, message)
 
-    def say_first(self, end: End, logprobs: list[Logprobs]) -> None:
-        """What belongs to the tokens of `end`, in front of it."""
-        self._link.say(self.epoch, First(end.transfer, end.generation, logprobs or None))
+    def say_first(self, end: End, logprobs: list[Logprobs], cached: tuple[int, int]) -> None:
+        """What belongs to the tokens of `end`, in front of it; `cached` as in `take_first`."""
+        self._link.say(self.epoch, First(end.transfer, end.generation, logprobs or None, *cached))
 
     def stats(self) -> dict[str, float]:
         """By metric name."""

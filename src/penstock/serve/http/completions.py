@@ -26,7 +26,6 @@ from penstock.serve.http.format import (
     encode,
     event,
 )
-from penstock.serve.http.limits import Namespaces
 from penstock.serve.http.types import (
     ApiError,
     ChatRequest,
@@ -36,6 +35,7 @@ from penstock.serve.http.types import (
     parse,
 )
 from penstock.serve.metrics import Metrics
+from penstock.serve.namespaces import Namespaces
 from penstock.serve.text.encoder import Encoder
 from penstock.serve.text.model_text import Text
 from penstock.serve.text.turns import TooManyTexts
@@ -86,7 +86,7 @@ class OpenAI:
         params = request.params()
         out = ChatFormat(
             model=self.model, token_bytes=self._token_bytes, logprobs=params.logprobs is not None,
-            include_usage=request.include_usage, return_token_ids=bool(request.return_token_ids),
+            include_usage=request.include_usage, return_token_ids=self._shows_ids(request),
             num_choices=params.n)
         try:
             prompt = await self._chat_prompt(request, tenant)
@@ -108,7 +108,7 @@ class OpenAI:
             raise context_exceeded(longest, context)        # before an echo of it is made
         out = TextFormat(
             model=self.model, token_bytes=self._token_bytes, logprobs=params.logprobs is not None,
-            include_usage=request.include_usage, return_token_ids=bool(request.return_token_ids),
+            include_usage=request.include_usage, return_token_ids=self._shows_ids(request),
             num_choices=len(prompts) * params.n,
             echoes=[self._shown(p) for p in given for _ in range(params.n)] if request.echo else ())
         await self._run(prompts, request, params, tenant, out, reply, began)
@@ -158,6 +158,10 @@ class OpenAI:
         if self.tokenizer is None:
             return f"token_id:{token}".encode()
         return self.tokenizer.token_bytes(token)
+
+    def _shows_ids(self, request: ChatRequest | CompletionRequest) -> bool:
+        """Without a tokenizer there is nothing else to show."""
+        return bool(request.return_token_ids) or self.tokenizer is None
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name not in self.names:
