@@ -219,37 +219,15 @@ def experts() -> None:
 
 
 def draw() -> None:
-    """Every mix of parameters, with ties, against the sampler's own filters and draws."""
-    from penstock.exec.sampling import filters, uniform
-    from penstock.kernels.sample.draw import triton_draw
+    """With blocks of 64 tokens, so that a row has several."""
+    global count
+    from penstock.kernels.sample.draw import OP, cases, triton_draw
 
-    grid = [p for p in product((0.0, 0.7, 1.0, 2.5), (1, 7, 150), (0.05, 0.6, 1.0), (0.0, 0.1))]
-    rows, vocab = len(grid), 150
-    logits = torch.randn(rows, vocab) * 3
-    logits[::2] = (logits[::2] * 2).round() / 2             # ties
-    params = torch.tensor(grid, dtype=torch.float64)
-    stream = torch.tensor([(uniform.stream(5, r) - (1 << 63), r) for r in range(rows)])
-    row = torch.randperm(rows).int()
-    position = torch.full((rows,), 3, dtype=torch.int32)
-    position[3::7] = -1                                     # padding
-    token = torch.full((rows,), -9)
-    before = stream.clone()
     triton_draw.BLOCK = 64
-    triton_draw.draw(logits, token, row, position, params, stream)
-    drawn = 0
-    for b, r in enumerate(row.tolist()):
-        t, k, p, m = grid[r]
-        runs = t > 0 and position[b] >= 0
-        assert stream[r].tolist() == [int(before[r, 0]), r + runs]
-        if not runs:
-            assert token[b] == -9
-            continue
-        w = filters.weights(logits[b:b + 1].clone(), [t], [k], [p], [m])
-        want = filters.draw(w, [uniform.uniform(int(before[r, 0]), r)])
-        assert token[b] == want[0], (grid[r], int(token[b]), int(want[0]))
-        drawn += 1
-    check(torch.tensor([drawn]), torch.tensor([drawn]), torch.float32, "draw")
-    assert drawn > rows // 2
+    for case in list(cases.cases())[::2]:           # a device runs all of them
+        if why := case.wrong(case.run(OP.use("cuda")), case.run(OP.use("reference"))):
+            raise AssertionError(why)
+        count += 1
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from penstock.config.base.errors import RequestError
 from penstock.config.request.params import SamplingParams
-from penstock.exec.sampling import filters, uniform
 from penstock.exec.sampling.sampler import Sampler
+from penstock.kernels.sample import filters, uniform
 
 V = 40
 

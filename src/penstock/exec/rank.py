@@ -96,11 +96,13 @@ class Rank:
                  dram: Sequence[DramPool] = (), *, rows: int, max_len: int, row_base: int = 0,
                  seed: int = 0, lateness: Lateness | None = None,
                  groups: Sequence[CacheShape] | None = None, selector: Selector | None = None,
-                 links: Links | None = None, wake: Callable[[], None] | None = None) -> None:
+                 links: Links | None = None, wake: Callable[[], None] | None = None,
+                 draw: str = "cuda") -> None:
         """Pools by cache group; `dram` is empty without a host tier. max_len: tokens of the longest
         request. selector: how requests with a budget select, in `groups` as `exec.sizing.groups_of` makes
         them; None: no request does. groups: None are the model's. links: to the other stages; None: the
-        model is whole. wake: called in another thread when a copy has ended."""
+        model is whole. wake: called in another thread when a copy has ended. draw: the implementation that
+        a device draws with."""
         self._links = links or Links()
         self._samples = self._links.after is None
         self._heard = None if self._links.hear is None else Heard(self._links.hear)
@@ -120,7 +122,7 @@ class Rank:
                 Indexed(*parts, attention) if isinstance(attention, LatentOps) else
                 Selecting(*parts, attention))
         self._sampler = Sampler(model.vocab_size, rows, seed=seed, device=device)
-        self._draws = (Draws(model.vocab_size, rows, device) if device.type == "cuda" and self._samples
+        self._draws = (Draws(model.vocab_size, rows, device, draw) if device.type == "cuda" and self._samples
                        else None)
         self._mover = Mover([*hbm, *dram], lateness, wake)
         self._whole = self._links.before is None and self._samples

@@ -21,11 +21,12 @@ from penstock.kernels.fused import layer
 from penstock.kernels.gemm import experts, linear, scaled_linear
 from penstock.kernels.kv import gather, store
 from penstock.kernels.platform import KernelError, Op, Platform, Unusable
+from penstock.kernels.sample import draw
 
 OPS: dict[str, Op[Any]] = {op.name: op for op in (
     linear.OP, paged_attention.OP, layer.OP, store.OP, unit_select.OP, resolve.OP, gather.OP,
     sparse_attention.OP, merge.OP, chunk_attention.OP, index_select.OP, latent_attention.OP,
-    scaled_linear.OP, experts.OP)}
+    scaled_linear.OP, experts.OP, draw.OP)}
 DENSE = ("linear", "paged_attention", "layer")      # what an engine needs that selects nothing
 HOSTING = ("store", "resolve", "gather")            # beside its own: a model that chooses its tokens itself
 SELECTING = ("store", "select", "resolve", "gather", "sparse_attention", "merge", "chunk_attention")

@@ -191,7 +191,7 @@ def _backends_of(config: Config, checkpoint: Checkpoint, scaled: bool,
     spec, hosts = families.read_spec_of(checkpoint.config), config.kv.sparse_kv != "off"
     on_device = config.device.device == "cuda"
     ops = (*spec.attention.ops, *(("scaled_linear",) if scaled else ()),
-           *(("experts",) if spec.moe is not None and on_device else ()))
+           *(("experts",) if spec.moe is not None and on_device else ()), *(("draw",) if on_device else ()))
     more = ((registry.HOSTING if hosts else ()) if "index_select" in ops else
             registry.SELECTING if selection_of(config.kv) else ())
     return choose_backends(config, ("linear", "layer", *ops, *more), log)

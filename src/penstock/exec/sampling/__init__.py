@@ -1,1 +1,1 @@
-"""From logits to tokens: filters, the uniform numbers of a request, on the host or on the device."""
+"""From logits to tokens: penalties, filters, the draw, on the host or on the device."""

@@ -13,13 +13,17 @@ import torch
 from torch import Tensor
 
 from penstock.exec.sampling.sampler import Sampling
+from penstock.kernels.sample import draw
 
 
 class Draws:
-    """Changed by binds and by the draws themselves only. Has one row more than the tables."""
+    """Changed by binds and by the draws themselves only. Has one row more than the tables.
 
-    def __init__(self, vocab_size: int, rows: int, device: torch.device) -> None:
-        self._vocab, self._device = vocab_size, device
+    backend   the implementation of `kernels.sample.draw` that draws
+    """
+
+    def __init__(self, vocab_size: int, rows: int, device: torch.device, backend: str) -> None:
+        self._vocab, self._device, self._draw = vocab_size, device, draw.OP.use(backend)
         self._params_R4 = torch.zeros(rows + 1, 4, dtype=torch.float64, device=device)
         self._stream_R2 = torch.zeros(rows + 1, 2, dtype=torch.int64, device=device)
 
@@ -33,9 +37,8 @@ class Draws:
         self._stream_R2[row].copy_(stream.pin_memory(), non_blocking=True)
 
     def draw(self, logits_BV: Tensor, token_B: Tensor, row_B: Tensor, position_B: Tensor) -> None:
-        """Overwrites the tokens of rows that draw: see `kernels.draw`."""
-        from penstock.kernels.sample.draw import triton_draw  # needs Triton
-        triton_draw.draw(logits_BV, token_B, row_B, position_B, self._params_R4, self._stream_R2)
+        """Overwrites the tokens of rows that draw: see `kernels.sample.draw`."""
+        self._draw(logits_BV, token_B, row_B, position_B, self._params_R4, self._stream_R2)
 
     def skip(self, rows: Sequence[int], states: Sequence[Sampling]) -> None:
         """These rows, by table index, were given a token by others."""

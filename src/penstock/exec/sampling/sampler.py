@@ -20,7 +20,7 @@ from torch import Tensor
 
 from penstock.config.base.errors import RequestError
 from penstock.config.request.params import SamplingParams
-from penstock.exec.sampling import filters, uniform
+from penstock.kernels.sample import filters, uniform
 
 # (logprob of the token, its rank from 1, the best (id, logprob) in descending order)
 Logprobs: TypeAlias = tuple[float, int, list[tuple[int, float]]]

@@ -181,7 +181,8 @@ def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None
         prove(model, attention, caches, groups, selector, device)
         hbm, dram = caches.pools(core, device)
         rank = Rank(model, attention, hbm, dram, rows=core.rows, max_len=core.max_len, seed=seed,
-                    lateness=lateness, groups=groups, selector=selector, wake=wakes.wake)
+                    lateness=lateness, groups=groups, selector=selector, wake=wakes.wake,
+                    draw=loaded.backends["draw"].name if device == "cuda" else "")
         if captures:
             started = time.perf_counter()
             rank.capture(buckets_of(core.rows))

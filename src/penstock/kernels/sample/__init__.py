@@ -1,1 +1,1 @@
-"""Tokens drawn on the device."""
+"""From weights of tokens to one of them: filters, uniform numbers, and the draw."""

@@ -16,7 +16,7 @@ _ONE = 0x3F800000               # bits of 1.0
 
 @triton.jit
 def _mix(x):
-    """SplitMix64's finaliser, in signed words: see exec.sampling.uniform."""
+    """SplitMix64's finaliser, in signed words: see `kernels.sample.uniform`."""
     x = x + -7046029254386353131
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
