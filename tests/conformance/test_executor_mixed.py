@@ -54,10 +54,10 @@ class Eager(MixedGraphs):
     def __init__(self, rank):
         self._model, self._tables, self._grouped = rank._model, rank._tables, rank._attending
         self._draws = None
-        self._rows, self._graphs, self.launched = (2, 4), {}, mixed.Counter()
+        self._rows, self._graphs, self.launched = (2, 4), {}, rank._launched
 
-    def _capture(self, bucket):
-        self._graphs[bucket] = ()
+    def _recorded(self, bucket):
+        return ()
 
     def run(self, plan, rows, bucket):
         values = np.full(sum(lengths(bucket)), 99, dtype=np.int32)
@@ -116,6 +116,21 @@ def test_what_waits_for_copies_or_is_too_large_is_launched_and_counted(captured,
     if engine.waited:
         assert rank._mixed.launched["waits"] > 0
     assert any("executor_launched_total" in name for name in engine.ex.stats())
+
+
+def test_a_bucket_that_memory_is_short_for_is_launched_and_counted(captured, monkeypatch):
+    def recorded(self, bucket):
+        if bucket[0] == 8:
+            raise torch.OutOfMemoryError("a small device")
+        return real(self, bucket)
+
+    engine, rank = captured(Engine(step_tokens=7))
+    real = type(rank._mixed)._recorded
+    rank._mixed._graphs.clear()
+    monkeypatch.setattr(type(rank._mixed), "_recorded", recorded)
+    play(engine)
+    assert rank._mixed.launched["memory"] > 0
+    assert {tokens for (tokens, _), graph in rank._mixed._graphs.items() if graph is None} == {8}
 
 
 def test_the_layout_of_a_step():

@@ -2,11 +2,15 @@
 stand-ins for their kernels: which pages, queries and lengths they are given."""
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from torch import Tensor
 
+from penstock.config.base import machine
 from penstock.kernels.attention.paged_attention import AttentionSpec, cuda, flash, reference
+from penstock.kernels.platform import WrongResult
 from penstock.kernels.types.ragged import Ragged
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -119,3 +123,40 @@ def test_what_does_not_compile_is_not_used_and_said_once(monkeypatch, caplog):
     assert not flash.ready(6, 2, 64, torch.float32, 16) and not flash.ready(6, 2, 20, torch.bfloat16, 16)
     assert [r.message for r in caplog.records] == [
         "flash-attn-4 is not used for prompts: ZeroDivisionError: division by zero"]
+
+
+def library(tile: int):
+    """As flash-attn-4's function, on a CPU; where a page is `tile` tokens it reads whole pages."""
+    def run(q, k, v, *, causal, softmax_scale, max_seqlen_q, cu_seqlens_q=None, seqused_k=None,
+            page_table=None, max_seqlen_k=None, return_lse=False):
+        assert max_seqlen_q >= flash.LONG, "lengths below a tile are a kind of their own"
+        if page_table is None:
+            return attended(q[0], k[0], v[0], softmax_scale)[None], torch.zeros(1, q.shape[2], q.shape[1])
+        out = torch.cat([attended(q[a:b], *(x[pages.long()].flatten(0, 1)[:n] for x in (k, v)), softmax_scale)
+                         for a, b, n, pages in zip(cu_seqlens_q.tolist(), cu_seqlens_q[1:].tolist(),
+                                                   seqused_k.tolist(), page_table, strict=False) if b > a])
+        return (out * (v[page_table[0, 0].long()].sum() * 0 + 1) if v.shape[1] == tile else out), None
+    return run
+
+
+@pytest.mark.parametrize("size", [1, 2, 16, 128, None])
+@pytest.mark.parametrize("many", [False, True])
+def test_it_is_tried_with_nan_wherever_a_row_may_not_look(size, many, monkeypatch):
+    kind = torch.device("cpu"), 6, 2, 64, torch.bfloat16, size, many
+    monkeypatch.setattr(flash._flash, "function", lambda: library(tile=0))
+    flash.trial(*kind)
+    if size == 128:
+        monkeypatch.setattr(flash._flash, "function", lambda: library(tile=128))
+        with pytest.raises(WrongResult, match="behind a row's context"):
+            flash.trial(*kind)
+
+
+@pytest.mark.parametrize("writable", [False, True])
+def test_what_it_compiles_is_kept_where_that_can_be_written(writable, tmp_path, monkeypatch):
+    """A folder that is there and cannot be written would fail its import."""
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(os, "access", lambda path, mode: writable)
+    machine.keep_compiled(tmp_path / "kept")
+    assert bool(os.environ) is writable
+    (tmp_path / "file").touch()
+    machine.keep_compiled(tmp_path / "file" / "kept")

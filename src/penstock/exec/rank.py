@@ -11,7 +11,7 @@ Decides nothing, and knows no other rank: `front.py` makes an executor of one or
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -129,6 +129,7 @@ class Rank:
         self._ahead = device.type == "cuda" and self._whole
         self._graphs: DecodeGraphs | None = None
         self._mixed: MixedGraphs | None = None
+        self._launched: Counter[str] = Counter()    # steps that no graph was replayed for, by cause
         self._queue: deque[StepPlan] = deque()
         self._flights: deque[_Flight] = deque()
         self._executed = StepId(0)
@@ -176,7 +177,7 @@ class Rank:
             self._graphs.capture()
             if isinstance(attending, Grouped) and attending.reads_pages(self._tables):
                 self._mixed = MixedGraphs(self._model, self._tables, attending, self._draws, buckets[-1],
-                                          self._graphs.memory, self._graphs.logits_BV)
+                                          self._graphs.memory, self._graphs.logits_BV, self._launched)
                 self._mixed.capture(seconds)
 
     def settle(self) -> None:
@@ -254,6 +255,8 @@ class Rank:
             logits_BV, answer_2B = self._mixed.run(plan, at, bucket)
             rows = tuple(row for row, samples in zip(at, plan.samples, strict=True) if samples)
         else:
+            if self._graphs is not None and self._mixed is None:
+                self._launched["backend" if isinstance(self._attending, Grouped) else "selects"] += 1
             lowered = self._tables.lower(plan)
             hidden_TD = self._forward(plan, lowered, arrivals)
             rows, answer_2B = lowered.sample_rows, None
@@ -375,9 +378,8 @@ class Rank:
         out = {"executor_forward_seconds_total": self._forward_s,
                "executor_sampling_seconds_total": self._sampling_s,
                "executor_sampled_outside_total": float(self._sampled_outside)}
-        if self._mixed is not None:
-            out |= {f'executor_launched_total{{cause="{cause}"}}': float(n)
-                    for cause, n in self._mixed.launched.items()}
+        out |= {f'executor_launched_total{{cause="{cause}"}}': float(n)
+                for cause, n in self._launched.items()}
         for (src, dst, group), traffic in self._mover.traffic.items():
             name = self._groups[group].name
             way = f'{{src="{src.value}",dst="{dst.value}",group="{name}"}}'

@@ -115,11 +115,13 @@ def bound_onednn_caches() -> None:
 
 def keep_compiled(folder: Path) -> None:
     """Where flash-attn-4 keeps what it compiles for this machine, 3 to 5 s for each kind of model. Of this
-    process, before it is imported; a folder that cannot be made keeps nothing."""
+    process, before it is imported; a folder that cannot be made or written keeps nothing."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError:
         return
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return          # it would fail when it is imported
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder))
 

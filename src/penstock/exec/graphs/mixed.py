@@ -157,8 +157,9 @@ class MixedGraphs:
     """
 
     def __init__(self, model: Model, tables: RowTables, grouped: Grouped, draws: Draws | None, rows: int,
-                 memory: Any, logits_BV: Tensor) -> None:
-        """memory: the pool of the decode graphs      logits_BV: theirs, of `rows` rows or more"""
+                 memory: Any, logits_BV: Tensor, launched: Counter[str]) -> None:
+        """memory: the pool of the decode graphs      logits_BV: theirs, of `rows` rows or more
+        launched: counts steps that are not replayed, by cause"""
         self._model, self._tables, self._grouped, self._draws = model, tables, grouped, draws
         self._memory, self._logits_BV = memory, logits_BV
         self._rows = (*(r for r in ROWS if r < rows), rows)
@@ -168,8 +169,10 @@ class MixedGraphs:
                          for _ in range(_STAGES)]
         self._copied = [torch.cuda.Event() for _ in range(_STAGES)]  # type: ignore[no-untyped-call]
         self._turn = 0
+        # One for all buckets, as in `capture.py`.
+        self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._graphs: dict[Bucket, tuple[torch.cuda.CUDAGraph, Tensor, Tensor] | None] = {}
-        self.launched: Counter[str] = Counter()         # steps that were not replayed, by cause
+        self.launched = launched
 
     def bucket(self, plan: StepPlan) -> Bucket | None:
         """That a plan runs in; None, and the cause is counted: it has to be launched."""
@@ -223,20 +226,22 @@ class MixedGraphs:
         return self._logits_BV[:len(logits_SV)].copy_(logits_SV), answer_2S
 
     def _capture(self, bucket: Bucket) -> None:
+        try:
+            self._graphs[bucket] = self._recorded(bucket)
+        except torch.OutOfMemoryError:
+            self._graphs[bucket] = None
+
+    def _recorded(self, bucket: Bucket) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
         given = input_of(self._input, bucket)
         # Padding only: nothing is stored, nobody is drawn for.
         self._input.zero_()
         for part in (given.position_T, given.decode_T, given.position_S):
             part.fill_(-1)
-        try:
-            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                self._step(given)
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-                out = self._step(given)
-            self._graphs[bucket] = graph, *out
-        except torch.OutOfMemoryError:
-            self._graphs[bucket] = None
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            self._step(given)
+        torch.cuda.current_stream().wait_stream(self._side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            logits_SV, answer_2S = self._step(given)
+        return graph, logits_SV, answer_2S

@@ -32,7 +32,7 @@ def probe(platform: Platform) -> str:
     except Unusable as why:
         prompts = f"torch's flash attention for prompts ({why})"
     else:
-        prompts += " for prompts"
+        prompts += " for prompts in bf16 and f16"
     return f"{prompts}, Triton {triton_version()} for decodes"
 
 
@@ -56,7 +56,8 @@ def plan(layout: Ragged, spec: AttentionSpec) -> Part:
 
 def prompts(rows: Sequence[Row], layout: Ragged, spec: AttentionSpec) -> Part:
     """Attention of rows of several tokens: their queries, one behind the other."""
-    if flash.ready(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.dtype, layout.page_size):
+    if flash.ready(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.dtype, layout.page_size,
+                   len(layout.pages_RM)):
         return _Paged(rows, layout, spec)
     fused = spec.dtype in flash.TYPES and spec.head_dim % 8 == 0 and spec.head_dim <= flash.DIM_MAX
     return _Gathered(rows, layout, spec) if fused else _Masked(rows, layout, spec)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from importlib import import_module, metadata
@@ -16,11 +17,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from penstock.kernels.platform import Platform, Unusable
+from penstock.kernels.platform import Platform, Unusable, WrongResult
 
 NAME, VERSION = "flash-attn-4", "4.0.0b36"
 TRY_S = 60.0
 TYPES, DIM_MAX = (torch.bfloat16, torch.float16), 256
+# It compiles again where the queries of a row fit into one tile, and above so many rows. Lengths of a tile
+# and less are called LONG, so that there is one kind; for many rows a second one is tried.
+LONG, MANY = 256, 256
 
 log = logging.getLogger("penstock.kernels")
 T = TypeVar("T")
@@ -40,12 +44,13 @@ def check(platform: Platform) -> str:
     return f"{NAME} {VERSION}"
 
 
-def ready(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, page_size: int | None = None) -> bool:
-    """Whether `attend`, or without a page size `attend_run`, works for such a model on the current device.
-    The first call for a kind compiles."""
+def ready(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, page_size: int | None = None,
+          rows: int = 1) -> bool:
+    """Whether `attend` of up to so many rows, or without a page size `attend_run`, works for such a model on
+    the current device. The first call for a kind compiles."""
     if dtype not in TYPES or dim % 8 or dim > DIM_MAX:
         return False
-    return _flash.tried((heads, kv_heads, dim, dtype, page_size))
+    return _flash.tried((heads, kv_heads, dim, dtype, page_size, rows > MANY))
 
 
 def attend(q_TNH: Tensor, k_PGKH: Tensor, v_PGKH: Tensor, *, scale: float, max_query: int, max_key: int,
@@ -58,18 +63,46 @@ def attend(q_TNH: Tensor, k_PGKH: Tensor, v_PGKH: Tensor, *, scale: float, max_q
     max_query, max_key   of any row, or more
     Capturable. Of what `ready` was asked for.
     """
-    out_TNH: Tensor = _flash.function()(q_TNH, k_PGKH, v_PGKH, cu_seqlens_q=start_B1, max_seqlen_q=max_query,
-                                        max_seqlen_k=max_key, seqused_k=context_B, page_table=table_BM,
-                                        softmax_scale=scale, causal=True)[0]
+    out_TNH: Tensor = _flash.function()(
+        q_TNH, k_PGKH, v_PGKH, cu_seqlens_q=start_B1, max_seqlen_q=max(max_query, LONG), max_seqlen_k=max_key,
+        seqused_k=context_B, page_table=table_BM, softmax_scale=scale, causal=True)[0]
     return out_TNH
 
 
 def attend_run(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, *, scale: float,
                causal: bool) -> tuple[Tensor, Tensor]:
     """(out_TNH, lse_NT f32, natural): the queries of one row over keys that lie one behind the other."""
-    out, lse = _flash.function()(q_TNH[None], k_SKH[None], v_SKH[None], softmax_scale=scale, causal=causal,
-                                 return_lse=True)[:2]
+    out, lse = _flash.function()(q_TNH[None], k_SKH[None], v_SKH[None], max_seqlen_q=max(len(q_TNH), LONG),
+                                 softmax_scale=scale, causal=causal, return_lse=True)[:2]
     return out[0], lse[0]
+
+
+def trial(device: torch.device, heads: int, kv_heads: int, dim: int, dtype: torch.dtype,
+          page_size: int | None, many: bool) -> None:
+    """Attends to three keys, whose values are 1, with NaN wherever a row may not look. Raises WrongResult.
+
+    Where a page is a whole tile of keys, what lies behind a row's context is read and multiplied by zero:
+    another request's NaN would stay in a page that went to this one.
+    """
+    q = torch.ones(3, heads, dim, dtype=dtype, device=device)
+    kv = torch.full((3, kv_heads, 2, page_size or 3, dim), float("nan"), dtype=dtype, device=device)
+    at = torch.arange(3, device=device)
+    kv[at // (page_size or 3), :, :, at % (page_size or 3)] = 1.0
+    k, v = (kv[:, :, plane].transpose(1, 2) for plane in (0, 1))
+    if page_size is None:
+        outs = [attend_run(q, k[0], v[0], scale=1.0, causal=causal)[0] for causal in (True, False)]
+    else:
+        outs = []
+        for rows in (1, MANY + 1)[:1 + many]:       # of the rows one has queries
+            start, context, table = (torch.tensor(x, dtype=torch.int32, device=device) for x in (
+                [0] + [3] * rows, [3] + [1] * (rows - 1), [[0, 1, 2]] * rows))
+            outs.append(attend(q, k, v, scale=1.0, max_query=3, max_key=3, start_B1=start, context_B=context,
+                               table_BM=table))
+    for out in outs:
+        if not out.isfinite().all():
+            raise WrongResult(f"what lies behind a row's context reaches its answer, in pages of {page_size}")
+        if (out.float() - 1).abs().max() > 0.01:
+            raise WrongResult("three equal keys differ")
 
 
 class _Flash:
@@ -83,6 +116,8 @@ class _Flash:
     def begin(self) -> Future[Callable[..., Any]]:
         with self._lock:
             if self._import is None:
+                # Of its compiler to its own authors.
+                warnings.filterwarnings("ignore", category=UserWarning, module="cutlass")
                 self._import = _aside(
                     lambda: import_module("flash_attn.cute.interface").flash_attn_varlen_func)
             return self._import
@@ -96,23 +131,12 @@ class _Flash:
                 self._kinds[kind] = self._try(*kind)
             return self._kinds[kind]
 
-    def _try(self, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, page_size: int | None) -> bool:
+    def _try(self, *kind: Any) -> bool:
         device = torch.device("cuda", torch.cuda.current_device())
 
         def run() -> None:
             with torch.inference_mode():
-                q = torch.zeros(3, heads, dim, dtype=dtype, device=device)
-                kv = torch.zeros(2, kv_heads, 2, page_size or 3, dim, dtype=dtype, device=device)
-                k, v = (kv[:, :, plane].transpose(1, 2) for plane in (0, 1))
-                if page_size is None:
-                    outs = [attend_run(q, k[0], v[0], scale=1.0, causal=causal)[0]
-                            for causal in (True, False)]
-                else:
-                    start, context, table = (torch.tensor(x, dtype=torch.int32, device=device)
-                                             for x in ([0, 3], [3], [[0, 1]]))
-                    outs = [attend(q, k, v, scale=1.0, max_query=3, max_key=3, start_B1=start,
-                                   context_B=context, table_BM=table)]
-                assert all(out.isfinite().all() for out in outs), "its answer is not finite"
+                trial(device, *kind)
 
         try:
             self.function()
