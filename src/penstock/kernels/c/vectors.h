@@ -61,11 +61,22 @@ INLINE void put(void *base, int64_t at, Vec value, int bf16)
         __builtin_convertvector((rounded & ~is_nan) | (0x7fc0 & is_nan), Half);
 }
 
-/* e^x for x <= 0 to 2e-7, 0 below -87. Written out so that loops over it become vectors. */
-INLINE float exp_negative(float x)
+/* As `put`, of one: written out so that loops over it become vectors, as the next two are. */
+INLINE void put_one(void *base, int64_t at, float value, int bf16)
 {
-    float t = x * 1.44269504f;
-    t = t < -126.0f ? -126.0f : t;
+    if (!bf16) {
+        ((float *)base)[at] = value;
+        return;
+    }
+    union { float f; uint32_t u; } x = { value };
+    uint32_t rounded = (x.u + 0x7fff + ((x.u >> 16) & 1)) >> 16;
+    uint32_t bits = value != value ? 0x7fc0u : rounded;
+    ((uint16_t *)base)[at] = (uint16_t)bits;
+}
+
+/* 2^t to 2e-7, for t from -126 to 127. */
+INLINE float exp_two(float t)
+{
     float n = __builtin_rintf(t), f = t - n;
     float p = 1.5353362e-4f;
     p = p * f + 1.3398874e-3f;
@@ -75,7 +86,15 @@ INLINE float exp_negative(float x)
     p = p * f + 6.9314720e-1f;
     p = p * f + 1.0f;
     union { int32_t i; float f; } scale = { ((int32_t)n + 127) << 23 };
-    return x < -87.0f ? 0.0f : p * scale.f;
+    return p * scale.f;
+}
+
+/* e^x for x <= 0, 0 below -87. */
+INLINE float exp_negative(float x)
+{
+    float t = x * 1.44269504f;
+    float power = exp_two(t < -126.0f ? -126.0f : t);
+    return x < -87.0f ? 0.0f : power;
 }
 
 /* a[i] becomes the sums of neighbours: of a[2 * i] in the lower lanes, of a[2 * i + 1] in the upper ones. */
@@ -218,11 +237,11 @@ static inline void largest_scores(float *score, int64_t n, int64_t k, int32_t *o
     largest(key, n, k, out);
 }
 
-/* A chunk of a head's context leaves a part: (largest score, sum of weights, weighted values). This begins one:
- * `count` scores become weights e^(score - largest), those up to `padded` zero; no value is added yet. */
-INLINE void begin_part(float *w, int64_t count, int64_t padded, float *part, int64_t dim)
+/* `count` scores become weights e^(score - the largest of them and `top`), those up to `padded` zero; returns that
+ * largest, with the sum of the weights. */
+INLINE float weigh(float *w, int64_t count, int64_t padded, float top, float *total)
 {
-    float top = w[0], sum = 0.0f;
+    float sum = 0.0f;
     #pragma omp simd reduction(max : top)
     for (int64_t j = 0; j < count; j++)
         top = w[j] > top ? w[j] : top;
@@ -232,8 +251,15 @@ INLINE void begin_part(float *w, int64_t count, int64_t padded, float *part, int
         sum += w[j];
     }
     memset(w + count, 0, (padded - count) * sizeof(float));
-    part[0] = top;
-    part[1] = sum;
+    *total = sum;
+    return top;
+}
+
+/* A chunk of a head's context leaves a part: (largest score, sum of weights, weighted values). This begins one;
+ * no value is added yet. */
+INLINE void begin_part(float *w, int64_t count, int64_t padded, float *part, int64_t dim)
+{
+    part[0] = weigh(w, count, padded, w[0], part + 1);
     memset(part + 2, 0, dim * sizeof(float));
 }
 

@@ -47,16 +47,8 @@ INLINE void run_task(const Latent *s, int64_t b, int64_t head, int64_t dim, int 
             for (int64_t n = 0; n < heads; n++)
                 score_block(q + n * dim, s->pool, at + j, dim, bf16, weight + n * CHUNK + j);
         for (int64_t n = 0; n < heads; n++) {
-            float *w = weight + n * CHUNK, most = top[n], added = 0.0f;
-            #pragma omp simd reduction(max : most)
-            for (int64_t j = 0; j < count; j++)
-                most = w[j] > most ? w[j] : most;
-            #pragma omp simd reduction(+ : added)
-            for (int64_t j = 0; j < count; j++) {
-                w[j] = exp_negative(w[j] - most);
-                added += w[j];
-            }
-            memset(w + count, 0, (padded - count) * sizeof(float));
+            float added;
+            const float most = weigh(weight + n * CHUNK, count, padded, top[n], &added);
             if (first && most > top[n]) {
                 const float share = exp_negative(top[n] - most);
                 total[n] *= share;

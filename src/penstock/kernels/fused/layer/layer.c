@@ -2,47 +2,10 @@
  * memory, float32 in registers. A token's result depends on that token alone.
  */
 #include <math.h>
-#include <stdint.h>
+#include "vectors.h"
 
-#define INLINE static inline __attribute__((always_inline))
 /* Fewer elements than this are done before a second thread has woken up. */
 #define SERIAL 16384
-
-INLINE float load(const void *base, int64_t at, int bf16)
-{
-    if (!bf16)
-        return ((const float *)base)[at];
-    union { uint32_t u; float f; } x = { (uint32_t)((const uint16_t *)base)[at] << 16 };
-    return x.f;
-}
-
-INLINE void put(void *base, int64_t at, float value, int bf16)
-{
-    if (!bf16) {
-        ((float *)base)[at] = value;
-        return;
-    }
-    union { float f; uint32_t u; } x = { value };   /* to nearest, ties to even; a NaN stays one */
-    uint32_t rounded = (x.u + 0x7fff + ((x.u >> 16) & 1)) >> 16;
-    uint32_t bits = value != value ? 0x7fc0u : rounded;
-    ((uint16_t *)base)[at] = (uint16_t)bits;
-}
-
-/* e^x to 2e-7, at least e^-87 and at most e^88; written out so that loops become vectors. */
-INLINE float exponential(float x)
-{
-    float t = (x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x) * 1.44269504f;
-    float n = __builtin_rintf(t), f = t - n;
-    float p = 1.5353362e-4f;
-    p = p * f + 1.3398874e-3f;
-    p = p * f + 9.6184373e-3f;
-    p = p * f + 5.5503324e-2f;
-    p = p * f + 2.4022648e-1f;
-    p = p * f + 6.9314720e-1f;
-    p = p * f + 1.0f;
-    union { int32_t i; float f; } scale = { ((int32_t)n + 127) << 23 };
-    return p * scale.f;
-}
 
 INLINE void norm_token(void *h, const void *delta, const void *weight, void *out, int64_t t,
                        int64_t dim, float eps, int bf16)
@@ -52,17 +15,17 @@ INLINE void norm_token(void *h, const void *delta, const void *weight, void *out
     if (delta) {
         #pragma omp simd
         for (int64_t d = 0; d < dim; d++)
-            put(h, row + d, load(h, row + d, bf16) + load(delta, row + d, bf16), bf16);
+            put_one(h, row + d, one(h, row + d, bf16) + one(delta, row + d, bf16), bf16);
     }
     #pragma omp simd reduction(+ : sum)
     for (int64_t d = 0; d < dim; d++) {
-        float x = load(h, row + d, bf16);
+        float x = one(h, row + d, bf16);
         sum += x * x;
     }
     const float scale = 1.0f / sqrtf(sum / dim + eps);
     #pragma omp simd
     for (int64_t d = 0; d < dim; d++)
-        put(out, row + d, load(h, row + d, bf16) * scale * load(weight, d, bf16), bf16);
+        put_one(out, row + d, one(h, row + d, bf16) * scale * one(weight, d, bf16), bf16);
 }
 
 INLINE void rotate_token(void *x, int64_t stride, const void *cosine, const void *sine, int64_t t,
@@ -73,11 +36,11 @@ INLINE void rotate_token(void *x, int64_t stride, const void *cosine, const void
         const int64_t low = t * stride + m * dim, high = low + half;
         #pragma omp simd
         for (int64_t d = 0; d < half; d++) {
-            float a = load(x, low + d, bf16), b = load(x, high + d, bf16);
-            put(x, low + d, a * load(cosine, angle + d, bf16)
-                            + b * load(sine, angle + d, bf16), bf16);
-            put(x, high + d, b * load(cosine, angle + half + d, bf16)
-                             + a * load(sine, angle + half + d, bf16), bf16);
+            float a = one(x, low + d, bf16), b = one(x, high + d, bf16);
+            put_one(x, low + d, a * one(cosine, angle + d, bf16)
+                            + b * one(sine, angle + d, bf16), bf16);
+            put_one(x, high + d, b * one(cosine, angle + half + d, bf16)
+                             + a * one(sine, angle + half + d, bf16), bf16);
         }
     }
 }
@@ -93,14 +56,14 @@ INLINE void norm_rotate_token(void *x, int64_t stride, const void *cosine, const
         float sum = 0.0f;
         #pragma omp simd reduction(+ : sum)
         for (int64_t d = 0; d < dim; d++) {
-            float a = load(x, at + d, bf16);
+            float a = one(x, at + d, bf16);
             sum += a * a;
         }
         const float scale = 1.0f / sqrtf(sum / dim + eps);
         #pragma omp simd
         for (int64_t d = 0; d < dim; d++) {
-            put(x, at + d, load(x, at + d, bf16) * scale, bf16);
-            put(x, at + d, load(x, at + d, bf16) * load(weight, d, bf16), bf16);
+            put_one(x, at + d, one(x, at + d, bf16) * scale, bf16);
+            put_one(x, at + d, one(x, at + d, bf16) * one(weight, d, bf16), bf16);
         }
     }
     rotate_token(x, stride, cosine, sine, t, heads, dim, bf16);
@@ -111,9 +74,9 @@ INLINE void gate_token(const void *gate_up, int64_t stride, void *out, int64_t t
 {
     #pragma omp simd
     for (int64_t i = 0; i < width; i++) {
-        float x = load(gate_up, t * stride + i, bf16);
-        float silu = x / (1.0f + exponential(-x));
-        put(out, t * width + i, silu * load(gate_up, t * stride + width + i, bf16), bf16);
+        float x = one(gate_up, t * stride + i, bf16);
+        float silu = x / (1.0f + exp_two((x > 87.0f ? -87.0f : x < -88.0f ? 88.0f : -x) * 1.44269504f));
+        put_one(out, t * width + i, silu * one(gate_up, t * stride + width + i, bf16), bf16);
     }
 }
 
