@@ -5,6 +5,8 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import where
+
 from penstock.config.base.machine import probe
 from penstock.config.request.params import SamplingParams
 from penstock.config.request.selection import attention_identity
@@ -25,7 +27,8 @@ class End:
     """One engine and its loop; a whole one without `mode`."""
 
     def __init__(self, model: str, mode: str | None = None, **options: object) -> None:
-        config = resolve(from_options(model, {**SIZES, **options, "disaggregation_mode": mode}), probe())
+        given = {**SIZES, "device": where.DEVICE, **options, "disaggregation_mode": mode}
+        config = resolve(from_options(model, given), probe())
         self.built = build_engine(config, lambda _: None)
         self.peer = open_peer(config, self.built)
         self.core = Core(self.built.core_config)

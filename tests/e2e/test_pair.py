@@ -4,6 +4,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import where
 from pair_engines import End, PairOfEnds, whole
 from pipeline_engine import checkpoint
 
@@ -28,7 +29,7 @@ def lines(end: End, rid: int) -> tuple[list[int], list[float]]:
 
 
 def approximately(values: list[float]) -> object:
-    return pytest.approx(values, abs=1e-5)
+    return pytest.approx(values, abs=1e-5 if where.DEVICE == "cpu" else 1e-3)
 
 
 @pytest.mark.parametrize("pages", [(16, 16), (64, 16), (16, 64)])
@@ -49,7 +50,7 @@ def test_a_pair_says_what_one_engine_says(model: str, tmp_path: Path, place: str
             (tokens, want), (got, has) = lines(one, rids[0]), lines(pair.decode, rids[1])
             assert got == tokens
             # Prompts are summed up in the pages of the engine that computes them.
-            assert has == (want if pages[0] == pages[1] else approximately(want))
+            assert has == (want if pages[0] == pages[1] and where.DEVICE == "cpu" else approximately(want))
         sent = [chunk.peer_tokens for chunk in pair.decode.cached.values()]
         assert all(sent) and sent[0] == len(PROMPT) and sent[1] < 16 + pages[1], sent
         cached = [sum(chunk.cached_by_tier.values()) for chunk in pair.decode.cached.values()]
