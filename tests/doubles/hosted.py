@@ -270,4 +270,5 @@ def play(engine: Engine, script=lambda turn: (), new: int = NEW, arrive=lambda r
         want = resident(prompt, new)
         got = tuple(engine.got[rid])
         assert got == want[:len(got)], f"request {rid}"
-        assert len(got) == new or (rid in aborts and engine.ended[rid].outcome is Outcome.ABORT)
+        whole = len(got) == new or (rid in aborts and engine.ended[rid].outcome is Outcome.ABORT)
+        assert whole, f"request {rid} has {len(got)} tokens of {new}"
