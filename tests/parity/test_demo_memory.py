@@ -105,7 +105,7 @@ from pathlib import Path
 import torch
 
 from penstock.config.base.machine import bound_onednn_caches
-from penstock.kernels import linear
+from penstock.kernels.gemm import linear
 
 def resident():
     return int(Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0]) << 10
