@@ -31,10 +31,8 @@ class Plain:
         return out
 
 
-class Eager:
+class Eager(DecodeGraphs):
     """`DecodeGraphs` that computes each step when it runs, with rows of padding."""
-
-    takes = DecodeGraphs.takes
 
     def __init__(self, rank):
         self._model, self._tables, self._decodes = rank._model, rank._tables, rank._attending.decodes()
@@ -55,27 +53,28 @@ def captured(monkeypatch):
     monkeypatch.setattr(selecting_graphs, "PagedDecode", Plain)
 
     def put(engine):
-        engine.rank._graphs = Eager(engine.rank)
-        return engine
+        graphs = Eager(engine.rank)
+        engine.rank._steps.insert(0, graphs)
+        return engine, graphs
     return put
 
 
 def test_rows_that_select_decode_as_without(captured):
-    engine = captured(Engine(hbm_pages=70, step_tokens=100))
+    engine, graphs = captured(Engine(hbm_pages=70, step_tokens=100))
     play(engine, lambda turn: [(Paused, Spilled)[turn % 2](RequestId(1 + turn % 4))] if turn % 5 == 4 else ())
     hosted_work(engine)
-    assert engine.rank._graphs.kinds.count("select") > NEW
+    assert graphs.kinds.count("select") > NEW
 
 
 def test_rows_that_read_all_beside_them(captured):
-    engine = captured(Engine(hbm_pages=110, step_tokens=60))
+    engine, graphs = captured(Engine(hbm_pages=110, step_tokens=60))
     most, prompts = kind().budget, kind().prompts
     budgets = {1: most, 2: 0, 3: most - 2, 4: most}
     for rid, prompt in prompts.items():
         engine.add(rid, prompt, NEW, budgets[rid])
     engine.drain()
     hosted_work(engine)
-    assert {"select", "mixed"} == set(engine.rank._graphs.kinds)
+    assert {"select", "mixed"} == set(graphs.kinds)
     for rid, prompt in prompts.items():
         assert tuple(engine.got[rid]) == resident(prompt, NEW, budgets[rid]), rid
 

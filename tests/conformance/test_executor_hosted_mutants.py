@@ -36,7 +36,7 @@ def unmap_ignored(e: Engine) -> None:
 
 def hot_units_outlive_a_bind(e: Engine) -> None:
     """The pages of the hot buffer are those of the bind, the map is that of before."""
-    hot = e.rank._selecting.rows.hot
+    hot = e.rank._attending.rows.hot
     right = hot.bind
 
     def bind(row: int, pages: list[int], keeps: list[int]) -> None:
@@ -102,7 +102,7 @@ def the_tail_is_lost(e: Engine) -> None:
 
 def of_layers(e: Engine, op: str, fault: Callable) -> None:
     """Put `fault` around an op of all layers."""
-    layers = e.rank._selecting._layers
+    layers = e.rank._attending._layers
     setattr(layers, op, fault(getattr(layers, op)))
 
 

@@ -54,7 +54,7 @@ class Eager(MixedGraphs):
     def __init__(self, rank):
         self._model, self._tables, self._grouped = rank._model, rank._tables, rank._attending
         self._draws = None
-        self._rows, self._graphs, self.launched = (2, 4), {}, rank._launched
+        self._rows, self._graphs, self.launched = (2, 4), {}, mixed.Counter()
 
     def _recorded(self, bucket):
         return ()
@@ -80,24 +80,24 @@ def captured(monkeypatch):
     def put(engine):
         [rank] = engine.ex._ranks
         if where.DEVICE == "cpu":
-            rank._mixed = Eager(rank)
-        assert rank._mixed is not None
-        return engine, rank
+            rank._steps.insert(0, Eager(rank))
+        [graphs] = [way for way in rank._steps if isinstance(way, MixedGraphs)]
+        return engine, graphs
     return put
 
 
 @pytest.mark.parametrize("chunk", [2, 3, 7, 64])
 def test_mixed_batches_of_any_chunk(chunk, captured):
-    engine, rank = captured(Engine(step_tokens=chunk))
+    engine, graphs = captured(Engine(step_tokens=chunk))
     play(engine)
-    assert len(rank._mixed._graphs) > (0 if chunk < 4 else 2) and not rank._mixed.launched
+    assert len(graphs._graphs) > (0 if chunk < 4 else 2) and not graphs.launched
 
 
 def test_pauses_aborts_and_binds_between_replays(captured):
-    engine, rank = captured(Engine(hbm_pages=22, step_tokens=9))
+    engine, graphs = captured(Engine(hbm_pages=22, step_tokens=9))
     turns = {turn: Paused(RequestId(rid)) for turn, rid in ((5, 1), (9, 4), (13, 7), (17, 2))}
     play(engine, lambda turn: [turns[turn]] if turn in turns else ())
-    assert engine.ex.stats()["executor_sampled_tokens_total"] and rank._mixed._graphs
+    assert engine.ex.stats()["executor_sampled_tokens_total"] and graphs._graphs
     engine.add(90, PROMPTS[7], 12)
     engine.turn()
     engine.inbox.append(Aborted(RequestId(90)))
@@ -108,13 +108,13 @@ def test_pauses_aborts_and_binds_between_replays(captured):
 
 def test_what_waits_for_copies_or_is_too_large_is_launched_and_counted(captured, monkeypatch):
     monkeypatch.setattr(mixed, "TOKENS", (4, 8))
-    engine, rank = captured(Engine(step_tokens=64, wait_pages=8, hbm_pages=11))
+    engine, graphs = captured(Engine(step_tokens=64, wait_pages=8, hbm_pages=11))
     play(engine)
     engine.add(90, PROMPTS[7], 3)
     engine.drain()
-    assert rank._mixed.launched["tokens"] > 0
+    assert graphs.launched["tokens"] > 0
     if engine.waited:
-        assert rank._mixed.launched["waits"] > 0
+        assert graphs.launched["waits"] > 0
     assert any("executor_launched_total" in name for name in engine.ex.stats())
 
 
@@ -124,13 +124,13 @@ def test_a_bucket_that_memory_is_short_for_is_launched_and_counted(captured, mon
             raise torch.OutOfMemoryError("a small device")
         return real(self, bucket)
 
-    engine, rank = captured(Engine(step_tokens=7))
-    real = type(rank._mixed)._recorded
-    rank._mixed._graphs.clear()
-    monkeypatch.setattr(type(rank._mixed), "_recorded", recorded)
+    engine, graphs = captured(Engine(step_tokens=7))
+    real = type(graphs)._recorded
+    graphs._graphs.clear()
+    monkeypatch.setattr(type(graphs), "_recorded", recorded)
     play(engine)
-    assert rank._mixed.launched["memory"] > 0
-    assert {tokens for (tokens, _), graph in rank._mixed._graphs.items() if graph is None} == {8}
+    assert graphs.launched["memory"] > 0
+    assert {tokens for (tokens, _), graph in graphs._graphs.items() if graph is None} == {8}
 
 
 def test_the_layout_of_a_step():

@@ -163,7 +163,7 @@ def not_bound(engine, path: str, what: str, left_out: list[RequestId]) -> None:
     """The second stage leaves out `what` of the first bind of each hosted request on `path`; `left_out`
     gets the requests so treated."""
     rank = engine.ex._ranks[1]
-    tables, selecting = rank._tables, rank._selecting
+    tables, selecting = rank._tables, rank._attending
     real_tables, real_hot = tables.bind, selecting.bind
     seen: set[RequestId] = set()
 

@@ -108,7 +108,7 @@ def test_shuffled_rows_from_the_host_are_useless() -> None:
 def faulty(op: str, fault: Any, **how: Any) -> Answers:
     """Decode from the host with `fault` around an op of all layers."""
     def put(rank: Any) -> None:
-        layers = rank._selecting._layers
+        layers = rank._attending._layers
         setattr(layers, op, fault(getattr(layers, op)))
     return hosted(put=put, **how)
 
@@ -136,7 +136,7 @@ def test_a_bind_of_a_hot_buffer_that_is_left_out_shows() -> None:
     """Two requests take turns in one row, on a device that holds one: each goes on with the map and the pages
     of the other's hot buffer."""
     def put(rank: Any) -> None:
-        hot = rank._selecting.rows.hot
+        hot = rank._attending.rows.hot
         right, seen = hot.bind, set()
 
         def bind(row: int, pages: list[int], keeps: list[int]) -> None:

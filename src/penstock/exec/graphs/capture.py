@@ -18,8 +18,10 @@ from torch import Tensor
 from penstock.core.plan import StepPlan
 from penstock.exec.sampling.on_device import Draws
 from penstock.exec.step.attend import Grouped
+from penstock.exec.step.eager import Ran, Steps
 from penstock.exec.step.tables import RowTables
 from penstock.kernels.attention.paged_attention import AttentionSpec
+from penstock.memory.mover import Arrivals
 from penstock.model.base import Attend, LocalLayer, Model
 
 if TYPE_CHECKING:
@@ -53,7 +55,7 @@ class Decodes(Protocol):
         ...
 
 
-class DecodeGraphs:
+class DecodeGraphs(Steps):
     """One query for each of up to `buckets[-1]` rows, through all layers, to the next token.
 
     Reads and writes the tables and pools in place: nobody may replace their tensors. The tokens become the
@@ -80,6 +82,14 @@ class DecodeGraphs:
         rows = len(plan.rows)
         return rows <= self._buckets[-1] and len(plan.tokens) == rows and max(plan.tokens) < 0 and all(
             plan.samples)
+
+    def step(self, plan: StepPlan, arrivals: Arrivals) -> Ran | None:
+        if not self.takes(plan):
+            return None
+        for _, events in arrivals:
+            torch.cuda.current_stream().wait_event(events[-1])
+        rows = tuple(map(self._tables.index, plan.rows))
+        return Ran(rows, *self.run(rows, plan.start))
 
     def capture(self) -> None:
         """Capture every bucket, the largest first: the others fit into its memory. Writes no page."""

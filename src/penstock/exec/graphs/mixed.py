@@ -23,8 +23,10 @@ from torch import Tensor
 from penstock.core.plan import StepPlan
 from penstock.exec.sampling.on_device import Draws
 from penstock.exec.step.attend import Grouped
+from penstock.exec.step.eager import Ran, Steps
 from penstock.exec.step.tables import RowTables
 from penstock.kernels.attention.paged_attention import flash
+from penstock.memory.mover import Arrivals
 from penstock.model.base import Attend, LocalLayer, Model
 
 TOKENS = (16, 32, 64, 128, 256, 512, 1024)
@@ -150,16 +152,15 @@ class _Mixed:
         raise AssertionError("a model with an indexer and KV heads")
 
 
-class MixedGraphs:
+class MixedGraphs(Steps):
     """Steps of up to TOKENS[-1] tokens and `rows` rows, of a whole model whose KV heads read all.
 
     Reads and writes the tables and pools in place: nobody may replace their tensors.
     """
 
     def __init__(self, model: Model, tables: RowTables, grouped: Grouped, draws: Draws | None, rows: int,
-                 memory: Any, logits_BV: Tensor, launched: Counter[str]) -> None:
-        """memory: the pool of the decode graphs      logits_BV: theirs, of `rows` rows or more
-        launched: counts steps that are not replayed, by cause"""
+                 memory: Any, logits_BV: Tensor) -> None:
+        """memory: the pool of the decode graphs      logits_BV: theirs, of `rows` rows or more"""
         self._model, self._tables, self._grouped, self._draws = model, tables, grouped, draws
         self._memory, self._logits_BV = memory, logits_BV
         self._rows = (*(r for r in ROWS if r < rows), rows)
@@ -172,7 +173,17 @@ class MixedGraphs:
         # One for all buckets, as in `capture.py`.
         self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._graphs: dict[Bucket, tuple[torch.cuda.CUDAGraph, Tensor, Tensor] | None] = {}
-        self.launched = launched
+        self.launched: Counter[str] = Counter()         # steps that were not replayed, by cause
+
+    def step(self, plan: StepPlan, arrivals: Arrivals) -> Ran | None:
+        if not (bucket := self.bucket(plan)):
+            return None
+        rows = tuple(map(self._tables.index, plan.rows))
+        samples = tuple(row for row, samples in zip(rows, plan.samples, strict=True) if samples)
+        return Ran(samples, *self.run(plan, rows, bucket))
+
+    def stats(self) -> dict[str, float]:
+        return {f'executor_launched_total{{cause="{cause}"}}': float(n) for cause, n in self.launched.items()}
 
     def bucket(self, plan: StepPlan) -> Bucket | None:
         """That a plan runs in; None, and the cause is counted: it has to be launched."""

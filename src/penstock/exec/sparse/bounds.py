@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,8 +20,7 @@ from torch import Tensor
 from penstock.core.plan import Bind, StepPlan
 from penstock.exec.sparse.captured import SelectingDecodes
 from penstock.exec.sparse.layers import BoundsSelector, SparseLayers, unit_attention
-from penstock.exec.sparse.rows import HotRows
-from penstock.exec.step.attend import Attending
+from penstock.exec.sparse.rows import HotRows, Selects
 from penstock.exec.step.tables import Lowered, RowTables
 from penstock.kernels.attention import chunk_attention, merge
 from penstock.kernels.attention.paged_attention import AttentionSpec, Plan, Planner, store
@@ -82,17 +81,7 @@ class _Window:
     num_1: Tensor
 
 
-class Selects(Attending, Protocol):
-    """`Attending` of a rank on which rows select, and may be hosted."""
-
-    rows: HotRows
-
-    def bind(self, bind: Bind, *, budget: int, num_prompt: int) -> None:
-        """The row's tables are bound already. budget: tokens; 0: what the model reads of itself."""
-        ...
-
-
-class Selecting:
+class Selecting(Selects):
     """`Selects` of a model of KV heads, by bounds of their keys.
 
     groups     group 0 has the KV of the layers that select, group 1 the bounds of its units; layers of

@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.core.plan import Bind, StepPlan
 from penstock.exec.sparse.bounds import Selector
 from penstock.exec.sparse.layers import SparseLayers, SparseStep, row_attention
-from penstock.exec.sparse.rows import HotRows
+from penstock.exec.sparse.rows import HotRows, Selects
 from penstock.exec.step.attend import LatentOps
 from penstock.exec.step.tables import Lowered, RowTables
 from penstock.kernels.kv.store import StoreAt
@@ -24,8 +24,8 @@ from penstock.memory.pool import BlockPool
 from penstock.model.base import Attend, CacheShape, LocalLayer, Model
 
 
-class Indexed:
-    """`exec.selecting.Selects` of a model that chooses its tokens itself.
+class Indexed(Selects):
+    """`Selects` of a model that chooses its tokens itself.
 
     groups    group 0 has the latent rows of all layers, group 1 the keys of those that have an indexer
     """

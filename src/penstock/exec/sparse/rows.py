@@ -8,13 +8,14 @@ anything is chosen.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from penstock.core.plan import Bind, RequestId
+from penstock.exec.step.attend import Attending, Reads
 from penstock.exec.step.tables import Lowered, PageTable, RowTables
 from penstock.kernels.kv.store import StoreAt
 from penstock.memory.hot import HotBuffers
@@ -95,7 +96,7 @@ class HotRows:
             self._reads.setdefault(rid, Counter())["window_bytes"] += (
                 pages * self._page_rows * self._unit_bytes // self._unit)
 
-    def reads(self, rows: Sequence[int]) -> Callable[[], tuple[tuple[RequestId, tuple[int, ...]], ...]]:
+    def reads(self, rows: Sequence[int]) -> Reads:
         """(request, READS) of those of these rows that select, up to the steps that the device has been given
         by now. What it returns tells them, once the last of these has run."""
         before = [(r, row.rid, self._reads.get(row.rid) or Counter()) for r in rows
@@ -156,3 +157,19 @@ class HotRows:
             bounds_T=nowhere_T if bounds is None else
             slots(bounds.device_RM[row_T, page_T], size // unit, offset_T // unit),
             row_T=row_T.int(), position_T=lowered.positions_T.int(), unit=unit)
+
+
+class Selects(Attending):
+    """`Attending` of a rank on which rows select, and may be hosted."""
+
+    selects = True
+    rows: HotRows
+
+    def close(self, rid: RequestId) -> None:
+        self.rows.close(rid)
+
+    def reads(self, rows: Sequence[int]) -> Reads:
+        return self.rows.reads(rows)
+
+    def stats(self) -> dict[str, float]:
+        return self.rows.stats()

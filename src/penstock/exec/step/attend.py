@@ -9,14 +9,14 @@ know plans and requests.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from penstock.core.plan import StepPlan
+from penstock.core.plan import Bind, RequestId, StepPlan
 from penstock.exec.step.tables import Lowered, RowTables
 from penstock.kernels.attention.latent_attention import LatentAttention
 from penstock.kernels.attention.paged_attention import AttentionSpec, Plan, Planner, flash, store
@@ -36,11 +36,32 @@ class LatentOps:
     attend: LatentAttention
 
 
+Reads: TypeAlias = Callable[[], tuple[tuple[RequestId, tuple[int, ...]], ...]]
+
+
 class Attending(Protocol):
-    """Made once for a rank; `step` of each step."""
+    """Made once for a rank; `step` of each step. As it stands here: of rows that read all of their KV."""
+
+    selects = False
 
     def step(self, plan: StepPlan, lowered: Lowered) -> Attend:
-        ...
+        """The attention of a step whose binds, grows and unmaps are applied."""
+
+    def bind(self, bind: Bind, *, budget: int, num_prompt: int) -> None:
+        """The row's tables are bound already. budget: tokens; 0: what the model reads of itself."""
+        assert not bind.hot, "a rank without a selector has no hot buffers"
+
+    def close(self, rid: RequestId) -> None:
+        """No plan names `rid` any more."""
+        return
+
+    def reads(self, rows: Sequence[int]) -> Reads:
+        """As `HotRows.reads`."""
+        return tuple
+
+    def stats(self) -> dict[str, float]:
+        """By metric name."""
+        return {}
 
 
 def attending(model: Model, groups: Sequence[CacheShape], ops: Planner | LatentOps,
@@ -83,7 +104,7 @@ class Arriving:
         return self._attend.select(layer, q_TIJ, weight_TI, key_TJ)
 
 
-class Grouped:
+class Grouped(Attending):
     """Layers that store k and v of their KV heads, in one cache group or several."""
 
     def __init__(self, model: Model, groups: Sequence[CacheShape], planner: Planner,
@@ -137,7 +158,7 @@ class _GroupedStep:
         raise AssertionError("a model with an indexer and KV heads")
 
 
-class Latent:
+class Latent(Attending):
     """Layers that store one latent row a token, and, where they have an indexer, one key."""
 
     def __init__(self, model: Model, groups: Sequence[CacheShape], ops: LatentOps,

@@ -1,0 +1,51 @@
+"""Which steps of a rank on a CUDA device are replayed, in the order in which they are asked."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from penstock.core.plan import StepPlan
+from penstock.exec.graphs.capture import DecodeGraphs, GroupedDecodes
+from penstock.exec.graphs.mixed import MixedGraphs
+from penstock.exec.sampling.on_device import Draws
+from penstock.exec.sparse.bounds import Selecting
+from penstock.exec.step.attend import Attending, Grouped
+from penstock.exec.step.eager import Ran, Steps
+from penstock.exec.step.tables import RowTables
+from penstock.memory.mover import Arrivals
+from penstock.model.base import Model
+
+
+@torch.inference_mode()
+def captured(model: Model, tables: RowTables, attending: Attending, draws: Draws, buckets: Sequence[int],
+             seconds: float) -> list[Steps]:
+    """Of a whole model with KV heads: decode steps of so many rows, and, captured for so long, steps with
+    prompts where one call attends to them."""
+    assert isinstance(attending, Grouped | Selecting), "such a rank is not captured"
+    if isinstance(attending, Selecting):
+        graphs = DecodeGraphs(model, tables, attending.decodes(), draws, buckets)
+    else:
+        graphs = DecodeGraphs(model, tables, GroupedDecodes(attending, tables), draws, buckets)
+    graphs.capture()
+    if not isinstance(attending, Grouped):
+        return [graphs, Uncaptured("selects")]
+    if not attending.reads_pages(tables):
+        return [graphs, Uncaptured("backend")]
+    mixed = MixedGraphs(model, tables, attending, draws, buckets[-1], graphs.memory, graphs.logits_BV)
+    mixed.capture(seconds)
+    return [graphs, mixed]
+
+
+class Uncaptured(Steps):
+    """Takes no step, and counts those that come: all for one cause."""
+
+    def __init__(self, cause: str) -> None:
+        self._cause, self._count = cause, 0
+
+    def step(self, plan: StepPlan, arrivals: Arrivals) -> Ran | None:
+        self._count += 1
+        return None
+
+    def stats(self) -> dict[str, float]:
+        return {f'executor_launched_total{{cause="{self._cause}"}}': float(self._count)}

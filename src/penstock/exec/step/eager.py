@@ -1,0 +1,70 @@
+"""A step, kernel by kernel: from the tables to hidden states, handed to the next stage or to the head.
+
+    T tokens of the step   B rows that sample   V vocabulary   D model dim
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from penstock.core.plan import StepPlan
+from penstock.exec.step.attend import Arriving, Attending
+from penstock.exec.step.links import Links
+from penstock.exec.step.tables import Lowered, RowTables
+from penstock.memory.mover import Arrivals
+from penstock.model.base import CacheShape, Model
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What a step leaves to sampling. rows: by table index; logits_BV: None where another stage has them;
+    answer_2B: of a captured step, with its tokens (`DecodeGraphs.run`), which are in the tables already."""
+
+    rows: Sequence[int]
+    logits_BV: Tensor | None = None
+    answer_2B: Tensor | None = None
+
+
+class Steps(Protocol):
+    """A way to run steps."""
+
+    def step(self, plan: StepPlan, arrivals: Arrivals) -> Ran | None:
+        """Of a plan with rows, whose binds, grows and unmaps are applied. Does not wait for a device: that
+        waits for the arrivals. None: not one of its steps, and nothing was done."""
+
+    def stats(self) -> dict[str, float]:
+        """By metric name."""
+        return {}
+
+
+class Eager(Steps):
+    """Takes every step. groups: the model's cache groups."""
+
+    def __init__(self, model: Model, groups: Sequence[CacheShape], tables: RowTables, attending: Attending,
+                 links: Links) -> None:
+        self._model, self._groups, self._tables = model, groups, tables
+        self._attending, self._links = attending, links
+
+    def step(self, plan: StepPlan, arrivals: Arrivals) -> Ran:
+        lowered = self._tables.lower(plan)
+        hidden_TD = self._forward(plan, lowered, arrivals)
+        if self._links.after is not None or not lowered.sample_rows:
+            return Ran(lowered.sample_rows)
+        return Ran(lowered.sample_rows, self._model.logits(hidden_TD[lowered.sample_at_B]))
+
+    def _forward(self, plan: StepPlan, lowered: Lowered, arrivals: Arrivals) -> Tensor:
+        """hidden_TD behind the final norm, or, but for the last stage, nothing that is used here."""
+        model, links, attend = self._model, self._links, self._attending.step(plan, lowered)
+        if arrivals:
+            attend = Arriving(attend, self._groups, arrivals)
+        if links.before is None and links.after is None:
+            return model.forward(lowered.ids_T, lowered.positions_T, attend)
+        x = model.embed(lowered.ids_T) if links.before is None else links.before.take(plan.step)
+        x = model.layers(x, lowered.positions_T, attend)
+        if links.after is None:
+            return model.norm(x)
+        links.after.put(plan.step, x)
+        return x.h_TD
