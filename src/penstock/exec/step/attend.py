@@ -42,7 +42,7 @@ Reads: TypeAlias = Callable[[], tuple[tuple[RequestId, tuple[int, ...]], ...]]
 class Attending(Protocol):
     """Made once for a rank; `step` of each step. As it stands here: of rows that read all of their KV."""
 
-    selects = False
+    selects: bool = False
 
     def step(self, plan: StepPlan, lowered: Lowered) -> Attend:
         """The attention of a step whose binds, grows and unmaps are applied."""
