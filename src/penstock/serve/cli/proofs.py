@@ -73,7 +73,8 @@ PROOFS: tuple[Proof, ...] = (
     Proof(_CORE + "pause_or_drop_of_anyone_at_any_moment", "latent", feature="paused"),
     Proof("tests/conformance/test_executor_plans.py::"
           "test_rows_whose_tokens_visit_experts_decode_together_as_each_does_alone", "experts", device=BOTH),
-    Proof(_CORE + "experts_on_a_device_that_is_too_small", "experts", feature="tier cache paused"),
+    Proof(_CORE + "experts_on_a_device_that_is_too_small", "experts", feature="tier cache paused",
+          device=BOTH),
     Proof("tests/parity/test_family_parity.py::test_bf16_follows_transformers", "ordinary experts",
           weights="bfloat16"),
     Proof("tests/parity/test_latent_parity.py::test_bf16_follows_transformers", "latent", weights="bfloat16"),
@@ -119,8 +120,10 @@ PROOFS: tuple[Proof, ...] = (
     # Pairs.
     Proof(_EXPERTS + "a_pair", "experts", feature="plain cache", across="pair"),
     Proof(_EXPERTS + "a_pair", "experts", "hosted", "plain tier cache", "pair"),
-    Proof(_PAIR + "a_pair_says_what_one_engine_says", "ordinary", feature="plain cache", across="pair"),
-    Proof(_PAIR + "a_pair_says_what_one_engine_says", "selecting", "hosted", "plain tier cache", "pair"),
+    Proof(_PAIR + "a_pair_says_what_one_engine_says", "ordinary", feature="plain cache", across="pair",
+          device=BOTH),
+    Proof(_PAIR + "a_pair_says_what_one_engine_says", "selecting", "hosted", "plain tier cache", "pair",
+          device=BOTH),
     Proof(_PAIR + "stages_of_either_engine_say_the_same", "ordinary", feature="plain tier paused",
           across="pair both"),
     Proof(_PAIR + "stages_of_either_engine_say_the_same", "selecting", "hosted", "plain tier paused",
