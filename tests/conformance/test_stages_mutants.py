@@ -85,14 +85,14 @@ class Stale(Handover):
 
 
 def the_hidden_states_of_the_previous_step(engine):
-    first, second = engine.ex._ranks
+    first, second = (rank._steps[-1] for rank in engine.ex._ranks)
     link = Stale()
     first._links = replace(first._links, after=link)
     second._links = replace(second._links, before=link)
 
 
 def a_token_that_comes_a_step_late(engine):
-    heard = engine.ex._ranks[0]._heard
+    heard = engine.ex._ranks[0]._tokens._heard
     real = heard.last
 
     def last(rid):
