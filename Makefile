@@ -65,7 +65,7 @@ check: $(VENV)/.installed-dev  ## lint, types, tidy, unit tests, a few simulatio
 	$(PYTEST) -m "not sweep and not soak and not gpu" tests/tidy tests/unit
 	$(BIN)/penstock sim --seeds 20
 
-sweep: $(VENV)/.installed-dev  ## the long loops, once through: with make test, under 40 minutes
+sweep: $(VENV)/.installed-dev  ## the long loops, once through: with make test, under 20 minutes
 	$(PYTEST) -m sweep
 
 gpu:  ## on a machine with a CUDA device, PYTHON's own torch and triton: kernels and executors there

@@ -2,11 +2,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from penstock.config.base.errors import CONTEXT_EXCEEDED, RequestError
+from penstock.serve.http import completions
 from penstock.serve.text.chat import LONG_CHARS, LONG_MAX, LONG_MESSAGES, ChatTemplate, is_long
 from penstock.serve.text.turns import TooManyTexts, Turns
 
@@ -31,21 +34,25 @@ def test_the_second_of_a_tenant_waits_behind_anothers_first():
         order.append("a1")
 
     async def go():
-        turns = Turns("test", 4)
+        turns = Turns("test", 6)
         running = [asyncio.ensure_future(turns.run(b"a", held))]
         await begun(first)
         for tenant, name in ((b"a", "a2"), (b"a", "a3"), (b"b", "b1")):
             running.append(asyncio.ensure_future(turns.run(tenant, lambda name=name: order.append(name))))
             await asyncio.sleep(0)
+        with pytest.raises(TooManyTexts):           # half of the places, and others still have some
+            await turns.run(b"a", int)
+        running += [asyncio.ensure_future(turns.run(b"c", lambda: order.append("c1"))) for _ in range(2)]
+        await asyncio.sleep(0)
         with pytest.raises(TooManyTexts):
-            await turns.run(b"c", int)
+            await turns.run(b"d", int)
         gate.set()
         await asyncio.gather(*running)
         await asyncio.sleep(0)
         assert turns.num_open == 0 and turns._open == {}
         turns.close()
     asyncio.run(go())
-    assert order == ["a1", "b1", "a2", "a3"]
+    assert order == ["a1", "b1", "c1", "a2", "c1", "a3"]
 
 
 @pytest.mark.parametrize("messages, long", [
@@ -80,8 +87,19 @@ def test_a_short_conversation_does_not_wait_for_long_ones(chat):
     asyncio.run(go())
 
 
+def test_they_are_refused_before_their_body_is_decoded(monkeypatch):
+    api = object.__new__(completions.OpenAI)
+    api.engine = SimpleNamespace(ready=SimpleNamespace(max_model_len=8))
+    monkeypatch.setattr(completions, "parse", None)
+    with pytest.raises(RequestError, match="more messages than the context has tokens, which is 8"):
+        asyncio.run(api.chat(json.dumps({"messages": talk(9)}).encode(), b"", None))
+    quoting = json.dumps({"messages": talk(1, '"role"' * 100)}).encode()
+    with pytest.raises(TypeError):                  # to be decoded: `parse` is None
+        asyncio.run(api.chat(quoting, b"", None))
+
+
 def test_more_messages_than_tokens_are_refused_before_they_are_rendered(chat, monkeypatch):
     monkeypatch.setattr(chat, "render", None)
-    with pytest.raises(RequestError, match="there are 118000 messages: the context is 8192 tokens") as e:
+    with pytest.raises(RequestError, match="more messages than the context has tokens, which is 8192") as e:
         asyncio.run(take(chat, talk(118_000), context=8192))
     assert (e.value.param, e.value.code) == ("messages", CONTEXT_EXCEEDED)

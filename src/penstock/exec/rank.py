@@ -100,10 +100,10 @@ class Rank:
                  links: Links | None = None, wake: Callable[[], None] | None = None,
                  draw: str = "cuda") -> None:
         """Pools by cache group; `dram` is empty without a host tier. max_len: tokens of the longest
-        request. selector: how requests with a budget select, in `groups` as `exec.sizing.groups_of` makes
-        them; None: no request does. groups: None are the model's. links: to the other stages; None: the
-        model is whole. wake: called in another thread when a copy has ended. draw: the implementation that
-        a device draws with."""
+        request. selector: how requests with a budget select, in `groups` as `exec.load.sizing.groups_of`
+        makes them; None: no request does. groups: None are the model's. links: to the other stages; None:
+        the model is whole. wake: called in another thread when a copy has ended. draw: the implementation
+        that a device draws with."""
         self._links = links or Links()
         self._model, self._hbm, self._dram = model, hbm, dram
         self._groups = model.groups if groups is None else groups

@@ -1,7 +1,7 @@
 """What a CUDA device knows of each row's sampling, so that it draws the next token without the host.
 
 Of requests whose tokens follow from temperature, top-k, top-p, min-p and seed. What else there is (penalties,
-bias, logprobs, forced tokens, minimal lengths) `sampling.py` does, outside of the captured steps.
+bias, logprobs, forced tokens, minimal lengths) `sampler.py` does, outside of the captured steps.
 
     B rows of a step   R rows of the tables   V vocabulary
 """

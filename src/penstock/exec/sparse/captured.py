@@ -25,7 +25,7 @@ SELECT, MIXED = "select", "mixed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectingDecodes:
-    """`graphs.Decodes` of an `exec.selecting.Selecting`, whose parts these are.
+    """`exec.graphs.capture.Decodes` of an `exec.sparse.bounds.Selecting`, whose parts these are.
 
     specs, tables    by cache group: KV that is selected from, bounds of its units, then the others
     local            layer -> which one of group 0 it is

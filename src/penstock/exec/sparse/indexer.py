@@ -50,7 +50,7 @@ class Indexed(Selects):
         self.rows.bind(bind, budget=self._shape.topk, first=0)
 
     def step(self, plan: StepPlan, lowered: Lowered) -> Attend:
-        """The attention of a step whose binds, grows and yields are applied."""
+        """The attention of a step whose binds, grows and unmaps are applied."""
         rows: list[int] = []
         positions: list[int] = []
         hosted: list[bool] = []

@@ -1,7 +1,7 @@
 """THE loop: messages become events, the core plans, the executor executes, outputs become chunks.
 
 Synchronous, overlapped and pipelined execution are this one loop; the core's depth says how many
-plans are in flight. Owns deadlines, no socket and no thread: `engine_main` and tests drive it.
+plans are in flight. Owns deadlines, no socket and no thread: `main` beside it and tests drive it.
 """
 from __future__ import annotations
 

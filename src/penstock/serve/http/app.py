@@ -1,7 +1,7 @@
 """Routes, keys and errors of the HTTP server; one handler a path.
 
 Every route wants the API key but /health and /ready; ADMIN_PATHS want an admin's. Owns what goes over
-HTTP; knows no process and no signal (`http_main`) and no field of a request (`openai_types`).
+HTTP; knows no process and no signal (`main`) and no field of a request (`types`).
 """
 from __future__ import annotations
 

@@ -36,6 +36,7 @@ from penstock.serve.http.types import (
 )
 from penstock.serve.metrics import Metrics
 from penstock.serve.namespaces import Namespaces
+from penstock.serve.text.chat import too_many_messages
 from penstock.serve.text.encoder import Encoder
 from penstock.serve.text.model_text import Text
 from penstock.serve.text.turns import TooManyTexts
@@ -81,6 +82,11 @@ class OpenAI:
     # ------------------------------------------------------------ endpoints
     async def chat(self, body: bytes, tenant: bytes, reply: Reply) -> None:
         began = time.monotonic()
+        context = self.engine.ready.max_model_len
+        # Before it is decoded, which holds everybody for tens of milliseconds: a message's key is nowhere
+        # inside a string, where quotes are escaped.
+        if body.count(b'"role"') > context:
+            raise too_many_messages(context)
         request = parse(body, ChatRequest)
         self._check_model(request.model)
         params = request.params()

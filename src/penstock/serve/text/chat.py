@@ -70,8 +70,7 @@ class ChatTemplate:
         Raises   RequestError, also for more messages than the context of the model has tokens; TooManyTexts.
         """
         if len(messages) > context:
-            raise RequestError(f"there are {len(messages)} messages: the context is {context} tokens",
-                               "messages", CONTEXT_EXCEEDED)
+            raise too_many_messages(context)
         turns = self._long_turns if is_long(messages) else self._short_turns
         return await turns.run(tenant, lambda: self.render(
             messages, continue_final=continue_final, add_generation_prompt=add_generation_prompt,
@@ -133,6 +132,12 @@ class ChatTemplate:
             raise RequestError(f"chat template: {cut(answer['error'], 300)}", "messages")
         text: str = answer["text"]
         return text
+
+
+def too_many_messages(context: int) -> RequestError:
+    """The error of a conversation that has more messages than the context has tokens."""
+    return RequestError(f"there are more messages than the context has tokens, which is {context}",
+                        "messages", CONTEXT_EXCEEDED)
 
 
 def is_long(messages: Sequence[Mapping[str, Any]]) -> bool:

@@ -1,7 +1,7 @@
-"""Whose long text is worked on next: a bounded number wait, and a tenant has one open at a time.
+"""Whose long text is worked on next: a bounded number wait, and a tenant has one in work at a time.
 
-The work runs on one thread. A client that leaves does not give its place away: its text is being worked on
-all the same.
+No tenant takes more than half of the places. The work runs on one thread. A client that leaves does not give
+its place away: its text is being worked on all the same.
 """
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ class Turns:
 
     async def run(self, tenant: bytes, work: Callable[[], T]) -> T:
         """What `work` returns or raises. Raises TooManyTexts at once."""
-        if self.num_open >= self._most:
+        own = len(self._open.get(tenant, ()))
+        # Without keys there is one tenant, b"", and nobody to leave places for.
+        if self.num_open >= self._most or (tenant and own >= max(1, self._most // 2)):
             raise TooManyTexts
         locks = self._open.setdefault(tenant, [])
         locks.append(locks[0] if locks else asyncio.Lock())
