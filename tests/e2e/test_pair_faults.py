@@ -13,7 +13,7 @@ import httpx
 import pytest
 from pair_engines import PairOfEnds, whole
 from pair_proxy import Fault, Proxy
-from pair_server import PAIR, SERVED, Server, prompts, said, serving
+from pair_server import LONG, PAIR, SERVED, Server, half_pushed, key_file, prompts, said, serving
 from pipeline_engine import checkpoint
 
 from penstock.serve.wire import Flush
@@ -98,10 +98,7 @@ def is_quiet(server: Server) -> bool:
 
 @pytest.mark.soak
 def test_fifty_cut_streams_and_five_hundred_aborts(model: str, tmp_path: Path) -> None:
-    key, flags, rng = tmp_path / "key", SERVED["resident"], random.Random(4)
-    key.write_text("0123456789abcdef")
-    key.chmod(0o600)
-    flags = (*flags, "--pair-key-file", str(key))
+    flags, rng = (*SERVED["resident"], *key_file(tmp_path)), random.Random(4)
     with serving(model, tmp_path, *SERVED["resident"]) as one:
         want = [said(one.ask(prompt))[0] for prompt in prompts()]
     with serving(model, tmp_path, *flags, "--disaggregation-mode", "prefill",
@@ -160,3 +157,65 @@ def test_fifty_kills_of_either_engine(model: str, tmp_path: Path) -> None:
                     assert answer["status"] == 503 and answer["error"]["message"]
             assert pair.process.wait(30) != 0
     assert 503 in heard
+
+
+ON_ITS_WAY = [pytest.param(victim, place, share, marks=pytest.mark.sweep if swept else pytest.mark.soak)
+              for victim, swept_place in (("prefill", "hosted"), ("decode", "resident"))
+              for place in SERVED for share in (0, 0.5, 0.9)
+              for swept in [(place, share) == (swept_place, 0.5)]]
+
+
+@pytest.mark.parametrize(("victim", "place", "share"), ON_ITS_WAY)
+def test_an_engine_is_killed_while_a_push_is_under_way(model: str, tmp_path: Path, victim: str, place: str,
+                                                       share: float) -> None:
+    """The prefill engine: who waits gets its answer, and the next prompt is computed there again. The decode
+    engine: its server goes, and the prefill engine works for the next one. No page stays behind."""
+    with serving(model, tmp_path, *SERVED[place]) as one:
+        want = said(one.ask(LONG))
+    check = {"prefill": check_prefill_killed, "decode": check_decode_killed}[victim]
+    check(model, tmp_path, SERVED[place], share, want)
+
+
+def check_computed_there(decode: Server, salt: str, want: tuple) -> None:
+    decode.until(lambda: not decode.info()["prefill"]["missing"])
+    answer = decode.ask(LONG, cache_salt=salt)
+    assert said(answer) == want
+    assert answer["usage"]["prompt_tokens_details"]["peer_tokens"] == len(LONG)
+
+
+def check_prefill_killed(model: str, folder: Path, flags: tuple[str, ...], share: float,
+                         want: tuple) -> None:
+    with serving(model, folder, *flags, *PAIR) as pair:
+        for n in range(2):
+            victim = pair.info()["prefill"]["pid"]
+            with half_pushed(pair, victim, share, f"{n}") as waiting:
+                lost = pair.stats()["pair_lost_total"]
+                os.kill(victim, signal.SIGKILL)
+                answer = waiting.result()
+            assert said(answer) == want
+            assert "peer_tokens" not in answer["usage"]["prompt_tokens_details"]
+            assert pair.stats()["pair_lost_total"] == lost + 1
+            pair.until(lambda n=n: pair.info()["prefill"]["restarts"] == n + 1)
+            check_computed_there(pair, f"{n} after", want)
+            pair.flushed()
+
+
+def check_decode_killed(model: str, folder: Path, flags: tuple[str, ...], share: float,
+                        want: tuple) -> None:
+    flags = (*flags, *key_file(folder))
+    with serving(model, folder, *flags, "--disaggregation-mode", "prefill",
+                 "--pair-listen", "127.0.0.1:0") as prefill:
+        to = ("--disaggregation-mode", "decode", "--pair-peer", prefill.info()["pair_address"])
+        for n in range(2):
+            with serving(model, folder, *flags, *to) as decode:
+                with half_pushed(decode, prefill.info()["pid"], share, f"{n}") as waiting:
+                    os.kill(decode.info()["pid"], signal.SIGKILL)
+                    with contextlib.suppress(httpx.TransportError):
+                        assert waiting.result()["status"] == 503
+                assert decode.process.wait(30) != 0
+            prefill.until(lambda: prefill.info()["decode"]["missing"])
+            prefill.flushed()
+        with serving(model, folder, *flags, *to) as decode:
+            check_computed_there(decode, "after", want)
+            decode.flushed()
+            prefill.flushed()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import openai
 import pytest
-from pair_server import LIMIT_S, PAIR, SERVED, prompts, said, serving
+from pair_server import LIMIT_S, PAIR, SERVED, gone, key_file, prompts, said, serving
 from pipeline_engine import checkpoint
 
 
@@ -56,8 +56,10 @@ def test_a_prefill_engine_that_is_killed_comes_back_and_nobody_hears_a_wrong_tok
             assert health.status_code == 200
             pair.until(lambda n=n: pair.info()["prefill"]["restarts"] == n + 1
                        and not pair.info()["prefill"]["missing"])
+        victim = pair.info()["prefill"]["pid"]
+        os.kill(victim, signal.SIGSTOP)                 # it does not hear that its server is going
         os.kill(pair.info()["pid"], signal.SIGKILL)
-        assert pair.process.wait(20) != 0
+        assert pair.process.wait(30) != 0 and gone(victim)
 
 
 @pytest.mark.sweep
@@ -74,11 +76,8 @@ def test_what_one_engine_refuses_is_one_line_and_leaves_nothing_behind(model, tm
 @pytest.mark.sweep
 def test_two_ends_of_their_own_over_tcp_and_tls(model, tmp_path):
     """The prefill end shows its health, and nothing to ask; without it the decode end does as it was told."""
-    key, flags = tmp_path / "key", SERVED["resident"]
-    key.write_text("0123456789abcdef")
-    key.chmod(0o600)
+    flags, secret = SERVED["resident"], key_file(tmp_path)
     certificate = Path(__file__).parents[1] / "data" / "pair_tls.pem"
-    secret = ("--pair-key-file", str(key))
     with serving(model, tmp_path, *flags) as one:
         want = said(one.ask(prompts()[0]))
     with serving(model, tmp_path, *flags, *secret, "--disaggregation-mode", "prefill", "--pair-listen",

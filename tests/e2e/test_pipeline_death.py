@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from pair_server import gone
 
 WAIT_S = 60
 TINY = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 512, "hidden_size": 64,
@@ -33,13 +34,6 @@ def role(pid: int) -> str:
     command = Path(f"/proc/{pid}/cmdline").read_text()
     names = {"penstock.exec.pipeline.process": "rank", "penstock.serve.engine.main": "engine"}
     return next((what for name, what in names.items() if name in command), "helper")
-
-
-def gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-    except OSError:
-        return True
 
 
 def ask(url: str, seed: int) -> str:
