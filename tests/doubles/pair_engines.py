@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import where
+from msgspec.structs import replace
 
 from penstock.config.base.machine import probe
 from penstock.config.request.params import SamplingParams
@@ -44,15 +45,17 @@ class End:
 
     def submit(self, prompt: Sequence[int], max_new: int = 12, *, namespace: int = 0,
                **params: object) -> int:
-        """Greedy unless `params` say otherwise. Returns its number."""
+        """Greedy unless `params` say otherwise, and selecting as a client's would be: with the engine's
+        budget or its own `top_k_tokens`, and not if it is short. Returns its number."""
         self._rid += 1
-        top = self.built.selection
-        sampling = SamplingParams(**{"temperature": 0.0, "top_k_tokens": top.budget if top else None,
-                                     **params})
+        sampling, top = SamplingParams(**{"temperature": 0.0, **params}), self.built.selection
+        selection = None if top is None else top.of(sampling, len(prompt), max_new)
+        if top is not None:
+            sampling = replace(sampling, top_k_tokens=0 if selection is None else selection.budget)
         self.loop.handle(Submit(
             rid=self._rid, prompt=list(prompt), params=sampling, stop_ids=[], max_new=max_new,
-            namespace=namespace, selects=top is not None,
-            attention=attention_identity(top) if top else 0))
+            namespace=namespace, selects=selection is not None,
+            attention=0 if selection is None else attention_identity(selection)))
         self.got[self._rid], self.logprobs[self._rid] = [], []
         return self._rid
 

@@ -67,6 +67,43 @@ def test_a_pair_says_what_one_engine_says(model: str, tmp_path: Path, place: str
         pair.settle()
 
 
+SHARED = {
+    "off": {"hbm_bytes": "4M", "sparse_kv": "off"},
+    "always": {"hbm_bytes": "2M", "dram_bytes": "8M", "sparse_kv": "always"},
+    "auto": {"hbm_bytes": "800K", "dram_bytes": "8M", "sparse_kv": "auto"},
+}
+
+
+@pytest.mark.parametrize("place", SHARED)
+def test_requests_that_select_and_that_read_all_share_a_pair(model: str, tmp_path: Path, place: str) -> None:
+    """At once, with one beginning: budgets of their own, dense ones, one that is too short to select. Host
+    pages are for those that select, with `auto` for some: the device holds two of them."""
+    work = [(PROMPT, None), (PROMPT, 96), (PROMPT, 0), (PROMPT + (5, 6, 7) * 9, 112), (PROMPT[:128], 0),
+            (PROMPT[:128], None), (PROMPT[:60], None)]
+    sampling, options = {"temperature": 1.0, "seed": 5, "logprobs": 2}, {"sparse_top_k": 128, **SHARED[place]}
+    one = End(model, **options)
+    for prompt, budget in work:
+        rid = one.submit(prompt, 40, top_k_tokens=budget, **sampling)
+        while one.open:
+            one.turn()
+    with PairOfEnds(model, tmp_path, **options) as pair:
+        rids = [pair.decode.submit(prompt, 40, top_k_tokens=budget, **sampling) for prompt, budget in work]
+        pair.finish()
+        for rid in rids:
+            (tokens, want), (got, has) = lines(one, rid), lines(pair.decode, rid)
+            assert got == tokens
+            assert has == approximately(want)
+        assert len({tuple(pair.decode.got[rid]) for rid in rids[:3]}) == 3, "a budget changes what is said"
+        reads = [pair.decode.ended[rid].kv_reads for rid in rids]
+        assert [r is not None for r in reads] == [True, True, False, True, False, True, False]
+        hosted = [r["hot_hits"] > 0 for r in reads if r is not None]
+        assert all(hosted) if place == "always" else any(hosted) == (place == "auto")
+        assert place != "auto" or not all(hosted), "nothing was on the device"
+        stats = pair.decode.loop.stats()
+        assert stats["pair_delivered_total"] == len(work) and stats["pair_lost_total"] == 0
+        pair.settle()
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("stages", [(2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("place", PLACES)

@@ -124,6 +124,8 @@ PROOFS: tuple[Proof, ...] = (
           device=BOTH),
     Proof(_PAIR + "a_pair_says_what_one_engine_says", "selecting", "hosted", "plain tier cache", "pair",
           device=BOTH),
+    Proof(_PAIR + "requests_that_select_and_that_read_all_share_a_pair", "selecting", "resident",
+          "plain tier", "pair"),
     Proof(_PAIR + "stages_of_either_engine_say_the_same", "ordinary", feature="plain tier paused",
           across="pair both"),
     Proof(_PAIR + "stages_of_either_engine_say_the_same", "selecting", "hosted", "plain tier paused",
