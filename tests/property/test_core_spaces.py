@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from penstock.core.kv.moves import FlyingMove, Moves
+from penstock.core.kv.page_table import pin, unpin
 from penstock.core.kv.pool import Arena, Fence, Pool
 from penstock.core.kv.prefix_tree import IN_USE, Copy, Node, TierGroup, Tree
 from penstock.core.plan import Arrived, Group, MoveId, RequestId, StepId, Tier
@@ -67,7 +68,7 @@ class SpacesMachine(RuleBasedStateMachine):
                     copy = Copy(space.pool.acquire(1)[0])
                     self.tree.attach(page, space, copy)
                 if copy is not None:
-                    copy.pins += 1
+                    pin(copy)
                     pinned.append(copy)
         if path:
             self.users.append((path, pinned))
@@ -86,7 +87,7 @@ class SpacesMachine(RuleBasedStateMachine):
         self.left |= dict.fromkeys(path, self.step)
 
     def _unpin(self, copy: Copy) -> None:
-        copy.pins -= 1
+        unpin(copy)
         copy.used = StepId(self.step)
         if copy.node is not None:
             self.tree.update_evictable(copy.node)
@@ -98,7 +99,7 @@ class SpacesMachine(RuleBasedStateMachine):
         path, pinned = data.draw(st.sampled_from(self.users))
         copy = data.draw(st.sampled_from(path)).good(self._space(data))
         if copy is not None and copy not in pinned:
-            copy.pins += 1
+            pin(copy)
             pinned.append(copy)
 
     @precondition(lambda self: any(pinned for _, pinned in self.users))
@@ -153,7 +154,7 @@ class SpacesMachine(RuleBasedStateMachine):
         for _, pinned in self.users:
             for copy in [c for c in pinned if c in lost]:
                 pinned.remove(copy)
-                copy.pins -= 1
+                unpin(copy)
 
     def _landed(self, flight: FlyingMove, ok: bool, suspect: list[bool]) -> None:
         load = flight.dst.tier is Tier.HBM
@@ -236,6 +237,8 @@ class SpacesMachine(RuleBasedStateMachine):
             pages = [node.copies[space].page for node in nodes if space in node.copies]
             pages += [mirror.page for where, mirror in self.twins.values() if where is space]
             assert sorted(pages) == sorted(space.pool.held), "a page without a node, or with two"
+            assert space.pool.loose == sum(self.tree.evictable(x, space) for x in nodes) == sum(
+                c.ready and not (c.pins or c.moves) for x in nodes for s, c in x.copies.items() if s is space)
             assert len(space.order) <= 4 * space.pool.capacity + 65
         for node in nodes:
             assert node.copies or node.children or node.refs, "a node with nothing left"

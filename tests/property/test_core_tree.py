@@ -6,8 +6,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from penstock.core.kv.page_table import pin, unpin
 from penstock.core.kv.pool import Pool
-from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree
+from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree, fix
 from penstock.core.plan import Group, StepId, Tier
 
 SIZE = 2
@@ -40,7 +41,7 @@ class TreeMachine(RuleBasedStateMachine):
                 self.tree.attach(child, self.device, Copy(self.device.pool.acquire(1)[0]))
             node = child
             self.tree.ref(node)
-            node.copies[self.device].pins += 1
+            pin(node.copies[self.device])
             path.append((node, node.copies[self.device]))
         if path:
             self.users.append(path)
@@ -50,7 +51,7 @@ class TreeMachine(RuleBasedStateMachine):
     def unref(self, data: st.DataObject) -> None:
         path = self.users.pop(data.draw(st.integers(0, len(self.users) - 1)))
         for _, copy in path:
-            copy.pins -= 1
+            unpin(copy)
         self.tree.unref([node for node, _ in path])
 
     @rule(data=st.data())
@@ -62,6 +63,7 @@ class TreeMachine(RuleBasedStateMachine):
             copy = Copy(self.host.pool.acquire(1)[0], ready=False, moves=1)
             self.tree.attach(node, self.host, copy)
             node.copies[self.device].moves += 1
+            fix(node.copies[self.device])      # as `Moves` does
             self.flying.append(node)
 
     @precondition(lambda self: self.flying)

@@ -7,7 +7,7 @@ from driver import Driver
 from penstock.core.kv import growth
 from penstock.core.kv.prefix_tree import Tree
 from penstock.core.lifecycle import Phase, Place
-from penstock.core.plan import Arrived, Rates, RequestId, Spilled, Started, Tier
+from penstock.core.plan import Aborted, Arrived, Rates, RequestId, Spilled, Started, Tier
 from penstock.core.settings import CacheGroup
 
 
@@ -70,6 +70,28 @@ def test_a_promotion_is_one_move() -> None:
         d.land() if d.moves else d.retire()
     (plan,) = d.retire()
     assert [len(m.src_pages) for m in plan.moves if m.dst is Tier.HBM] == [5, 1]     # what was open follows
+
+
+def test_a_refused_trial_takes_nothing_from_others() -> None:
+    """The device alone would hold request 4, so it is tried there first; beside request 2 it does not fit."""
+    d = Driver(hbm_pages=28, dram_pages=200, hot_pages=1)
+    d.arrive(1, range(16), max_new=1)
+    d.run()                                                # three pages are cached
+    d.arrive(2, range(100, 120), max_new=60, selects=True)
+    d.arrive(3, range(200, 228), max_new=60, selects=True)
+    d.retire()
+    d.tell(Spilled(RequestId(3)))
+    while d.phase(3) is not Phase.HOSTED:
+        d.land() if d.moves else d.retire()
+    lent = list(d.core.live[RequestId(3)].tables[0].device)
+    assert len([copy for copy in lent if copy is not None]) > 4
+    d.arrive(4, range(300, 384), max_new=4, selects=True)
+    assert d.core.live[RequestId(4)].place is Place.HOST
+    assert list(d.core.live[RequestId(3)].tables[0].device) == lent
+    d.tell(Aborted(RequestId(4)))
+    d.arrive(5, range(16), max_new=1)
+    d.retire()
+    assert cached(d, 5) == (12, 0, 0)
 
 
 def test_hosted_rows_share_what_the_host_has() -> None:

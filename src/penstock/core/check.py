@@ -18,6 +18,7 @@ from penstock.core.state import CoreState
 REFS = "refs differ from the requests that name a page"
 PINS = "pins differ from holders"
 MOVES = "a page has other moves than those that fly"
+LOOSE = "pages that can be had differ from those that are counted"
 
 
 def check(core: CoreState, pairs: Mapping[PeerId, Pairing]) -> None:
@@ -27,17 +28,18 @@ def check(core: CoreState, pairs: Mapping[PeerId, Pairing]) -> None:
     kv.rows.check()
     for arena in kv.arenas.values():
         arena.check()
-    pinned: list[Copy] = []                    # once for each pin
+    pinned: list[Copy] = []                    # once for each pin,
+    loaned: list[Copy] = []                    # for each loan,
     named: list[Node] = []                     # and for each path
     pages: dict[TierGroup, list[int]] = {space: [] for space in kv.tree.spaces}
     running = set(core.running)
     for r in core.live.values():
         _leases(core, r, running)
-        _columns(kv, r, pinned, pages)
+        _columns(kv, r, pinned, loaned, pages)
         named += r.path
     moved = [copy for flight in kv.moves.flying.values() for pair in flight.pairs for copy in pair]
     _tree(core, Counter(pinned) if pinned else {}, Counter(named) if named else {},
-          Counter(moved) if moved else {}, pages)
+          Counter(moved) if moved else {}, Counter(loaned), pages)
     for copy, home in kv.moves.detached.items():
         assert copy.node is None and (copy.moves or copy.pins), "an orphan stays"
         pages[home].append(copy.page)
@@ -52,8 +54,11 @@ def check(core: CoreState, pairs: Mapping[PeerId, Pairing]) -> None:
         _pair(core, pair)
 
 
-def _columns(kv: KVCache, r: Request, pinned: list[Copy], pages: dict[TierGroup, list[int]]) -> None:
+def _columns(kv: KVCache, r: Request, pinned: list[Copy], loaned: list[Copy],
+             pages: dict[TierGroup, list[int]]) -> None:
     for t, device, host, reserve in zip(r.tables, kv.device, kv.host, r.reserve, strict=True):
+        if r.has_reclaimable and t.hosted:
+            loaned += [copy for copy in t.device if copy is not None]
         for space, column in ((device, t.device), (device, t.hot), (host, t.host)):
             if column:
                 copies = [copy for copy in column if copy is not None]
@@ -66,7 +71,8 @@ def _columns(kv: KVCache, r: Request, pinned: list[Copy], pages: dict[TierGroup,
 
 
 def _tree(core: CoreState, pins: dict[Copy, int], refs: dict[Node, int], moves: dict[Copy, int],
-          pages: dict[TierGroup, list[int]]) -> None:
+          loans: Counter[Copy], pages: dict[TierGroup, list[int]]) -> None:
+    loose = Counter([copy.loose for copy in loans if copy.node is None and _is_loose(copy, loans)])
     stack = list(core.kv.tree.roots.values())
     while stack:
         parent = stack.pop()
@@ -84,12 +90,22 @@ def _tree(core: CoreState, pins: dict[Copy, int], refs: dict[Node, int], moves: 
                     assert copy.moves == moves.pop(copy, 0), MOVES
                 assert copy.ready or copy.moves or copy.pins, f"{space}: a page that nothing will fill"
                 pages[space].append(copy.page)
+                loose[space.pool] += _is_loose(copy, loans)
             if node.children:
                 stack.append(node)
     # What is left is private, or its node says that there is less of it.
     assert not refs, REFS
     assert all(copy.node is None for copy in pins), PINS
     assert all(copy.node is None for copy in moves), MOVES
+    for space in core.kv.tree.spaces:
+        assert space.pool.loose == loose[space.pool], f"{space}: {LOOSE}"
+
+
+def _is_loose(copy: Copy, loans: Counter[Copy]) -> bool:
+    """Whether a page can be had by whoever needs it more: it is cached, or all who have it can do without."""
+    loose = copy.ready and not copy.moves and copy.pins == loans[copy]
+    assert copy.loans == loans[copy] and (copy.loose is not None) == loose, LOOSE
+    return loose
 
 
 def _queues(core: CoreState) -> None:

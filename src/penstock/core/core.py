@@ -395,8 +395,8 @@ class Core(CoreState):
 
     def _promotable(self) -> tuple[int, ...]:
         """As long as this is the same, it is of no use to try again to promote somebody."""
-        gained = self.kv.gained(Tier.HBM) if self._promotion_short else 0
-        return self.edges_taken, self.kv.freed, len(self.runnable), gained
+        loose = self.kv.arenas[Tier.HBM].loose if self._promotion_short else 0
+        return self.edges_taken, self.kv.freed, len(self.runnable), loose
 
     def _start(self, r: Request) -> None:
         """Leave LOADING once all is in place, or so little is missing that a step may wait for it."""

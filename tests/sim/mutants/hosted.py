@@ -130,6 +130,12 @@ def second_victim_while_a_spill_is_promised(real: Real, core: Core, tier: Tier =
     return not spilled and bool(real(core, tier))
 
 
+@instead_of(KVCache, "end_loans", mode=LOANS)
+def loan_is_counted_after_its_end(real: Real, kv: KVCache, r: Request) -> None:
+    """What a row needs again is still counted among the pages that can be had."""
+    kv.reclaimable.remove(r)
+
+
 # ---------------------------------------------------------------- from the host
 @instead_of(allocate, "missing")
 def row_starts_on_host_pages_that_are_coming(real: Real, r: Request) -> list[Copy] | None:

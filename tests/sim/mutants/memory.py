@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from mutants.registry import Real, instead_of, mutant, swapped
 from penstock.core.core import Core
-from penstock.core.kv import allocate, offload, page_table, sealing
+from penstock.core.kv import allocate, moves, offload, page_table, sealing
 from penstock.core.kv.allocate import KVCache, Load
 from penstock.core.kv.moves import Moves
 from penstock.core.kv.pool import Fence, Pool
@@ -183,3 +183,14 @@ def damaged_pages_stay_cached(real: Real, copies: Moves, path: list[Node]) -> No
 def damage_that_shows_after_a_drop(real: Real, kv: KVCache, r: Request) -> list[Node]:
     """A request that was dropped with a step in flight names no page any more."""
     return list(r.path)
+
+
+# ---------------------------------------------------------------- what is counted
+@instead_of(page_table, "fix")
+def pinned_page_counts_as_cached(real: Real, copy: Copy) -> None:
+    """A cached page that a request takes is still counted among those that can be had."""
+
+
+@instead_of(moves, "fix")
+def page_that_is_copied_counts_as_cached(real: Real, copy: Copy) -> None:
+    """A cached page that is being loaded or saved is counted among those that can be had."""

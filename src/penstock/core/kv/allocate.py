@@ -42,8 +42,10 @@ class KVCache(Pages):
             return promote.reload(self, r, headroom)
         return True
 
-    def release(self, r: Request, leases: Iterable[Lease]) -> None:
+    def release(self, r: Request, leases: Collection[Lease]) -> None:
         """Give up all of these leases that `r` holds."""
+        if Lease.HOT in leases and r in self.reclaimable:
+            self.end_loans(r)
         for lease in leases:
             if lease is Lease.ROW and r.row is not None:
                 self.rows.release([r.row], Fence(r.last_issue))      # a promise of `Bind`
@@ -60,8 +62,6 @@ class KVCache(Pages):
                         self.drop_column(r, g, t.device)
 
     def _free_hot_buffer(self, r: Request) -> None:
-        if r in self.reclaimable:
-            self.reclaimable.remove(r)
         for g, t in enumerate(r.tables):
             for copy in take_all(t.hot):
                 self.unpin(r, self.device[g], copy)
@@ -156,8 +156,8 @@ def receive(kv: Pages, r: Request, place: Place, headroom: int) -> Trial:
         column += [pinned() for _ in range(t.end(n) - new)]
         ways.append(way)
     device, host = [w.new_device() for w in ways], [w.new_host() for w in ways]
-    room = (kv.make_free(Tier.HBM, kv.with_headroom(Tier.HBM, device, headroom))
-            and kv.make_free(Tier.DRAM, kv.with_headroom(Tier.DRAM, host, headroom)))
+    room = kv.make_both_free(kv.with_headroom(Tier.DRAM, host, headroom),
+                             kv.with_headroom(Tier.HBM, device, headroom))
     if not room:
         for w in ways:
             _undo(kv, w)
@@ -174,11 +174,9 @@ def _are_filled(ways: list[Claim]) -> Literal[True] | Early:
 
 
 def _make_room(kv: Pages, ways: list[Claim], headroom: int) -> Literal[True] | Shortage:
-    def on_device() -> Literal[True] | Shortage:
-        return kv.make_free(Tier.HBM, kv.with_headroom(Tier.HBM, [w.new_device() for w in ways], headroom))
-
     host = kv.with_headroom(Tier.DRAM, [w.new_host() for w in ways], headroom)
-    room = kv.make_free(Tier.DRAM, host) and on_device()
+    device = kv.with_headroom(Tier.HBM, [w.new_device() for w in ways], headroom)
+    room = kv.make_both_free(host, device)
     if room or room.tier is Tier.DRAM or not any(any(w.up) for w in ways if w.hot_units):
         return room
     for w in ways:                             # pages that it could do without are in its own way
@@ -186,7 +184,7 @@ def _make_room(kv: Pages, ways: list[Claim], headroom: int) -> Literal[True] | S
             if copy is not None:
                 w.up[i] = None
                 _give_back(kv, copy)
-    return on_device()
+    return kv.make_both_free(host, device)
 
 
 def _find(kv: Pages, r: Request) -> Found:

@@ -33,7 +33,7 @@ def grow(kv: Pages, r: Request, upto: int) -> Literal[True] | Shortage:
                 new_up += n - free
     # Where each new page could have a slab of its own, nobody need count slabs. A single pool has none.
     if new_up > len(kv.arenas[_HBM].free) or new_down > len(kv.arenas[_DRAM].free):
-        room = kv.make_free(_HBM, hbm) and kv.make_free(_DRAM, dram)
+        room = kv.make_both_free(dram, hbm)
         if not room:
             return room
     for g, t in enumerate(r.tables):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from penstock.core.kv.pool import Arena, Fence, Pool
-from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree
+from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree, fix, lend
 from penstock.core.lifecycle import Phase
 from penstock.core.plan import ONE_PEER, Group, Move, MoveId, Page, PeerId, StepId, Tier
 from penstock.core.request import Request
@@ -66,6 +66,8 @@ class Moves:
             src.moves += 1
             dst.moves += 1
             dst.filled_by = move
+            if src.loose is not None:
+                fix(src)
 
     def _plan(self, move: MoveId, tokens: int, after: StepId, first: int = 0, transfer: int = 0,
               generation: int = 0, peer: PeerId = ONE_PEER) -> MoveId:
@@ -213,6 +215,7 @@ class Moves:
             for copy, space in ((target, flight.dst), (source, flight.src)):
                 node = copy.node
                 if node is None:
+                    lend(copy, space.pool)
                     continue
                 if not (copy.ready or copy.moves or copy.pins):
                     self.tree.forget(node, space)

@@ -6,14 +6,14 @@ hosted rows can do without are taken back. Knows no policy: who must give way is
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 from penstock.core.kv.moves import Moves
 from penstock.core.kv.page_table import Column, PageTable, own, take, take_all, unpin
 from penstock.core.kv.pool import Arena, Fence, Pool
-from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree
+from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree, fix, lend
 from penstock.core.lifecycle import Place
 from penstock.core.plan import Group, StepId, Tier
 from penstock.core.request import Request
@@ -38,13 +38,13 @@ class Refused:
 
 @dataclass(slots=True)
 class Shortage(Refused):
-    """Pages of each group that somebody wanted in vain, though all that nobody used was evicted."""
+    """Pages of each group that somebody wanted in vain."""
 
     tier: Tier
     want: Sequence[int]
     behind: bool               # fences are all that it waits for
     found: Found | None = None     # None: it knew what it has
-    gained: int = 0            # `KVCache.gained` when it gave up
+    seen: tuple[int, ...] = ()     # `Pages.coming` when it gave up
 
 
 @dataclass(slots=True)
@@ -125,47 +125,65 @@ class Pages:
 
     def make_free(self, tier: Tier, want: Sequence[int]) -> Literal[True] | Shortage:
         """Whether `want[g]` pages of each group are free now, evicting cached pages if that makes it so,
-        and taking back what hosted rows can do without."""
+        and taking back what hosted rows can do without. Counts first: what would not be enough stays."""
         if not any(want):
             return True
         arena = self.arenas[tier]
         if not arena.short(want, promised=False):
             return True
+        if arena.lacks(want):
+            return Shortage(tier, want, behind=False)
         while (short := arena.short(want, promised=True)) and self._evict(tier, want, short):
             pass
-        if short and tier is Tier.HBM and self.reclaimable:
+        if short:
             self._reclaim_loaned(want)
-        short = arena.short(want, promised=True)
+        assert not arena.short(want, promised=True), "what was counted could not be had"
         for pool in arena.pools:
             self.freed += pool.drain(self.retired, self.moves.flying)
-        return not arena.short(want, promised=False) or Shortage(tier, want, not short)
+        return not arena.short(want, promised=False) or Shortage(tier, want, behind=True)
 
-    def gained(self, tier: Tier) -> int:
-        """Pages of `tier` that could be evicted, taken back or shared, and could not before; those that
-        were evicted do not count. Some are counted twice: only a rise means something."""
-        return sum([space.gained for space in self._spaces[tier]])
+    def make_both_free(self, host: Sequence[int], device: Sequence[int]) -> Literal[True] | Shortage:
+        """The same of both tiers: what one lacks costs the other nothing."""
+        wants = (Tier.DRAM, host), (Tier.HBM, device)
+        lacking = [Shortage(tier, want, behind=False) for tier, want in wants
+                   if any(want) and self.arenas[tier].lacks(want)]
+        return lacking[0] if lacking else self.make_free(*wants[0]) and self.make_free(*wants[1])
+
+    def coming(self, tier: Tier) -> tuple[int, ...]:
+        """As long as this is the same, who was refused pages of `tier` would be again: pages that came to
+        others of the same prefix, that came back, that can be had."""
+        return (sum([space.joined for space in self._spaces[tier]]), self.freed, self.arenas[tier].loose)
 
     def is_short(self, r: Request, shortage: Shortage) -> bool:
         """Whether `r` cannot get these pages yet. False may be wrong: it has to be tried."""
-        more, found = max(0, self.gained(shortage.tier) - shortage.gained), shortage.found
+        seen, found = self.coming(shortage.tier), shortage.found
+        more = seen[0] - shortage.seen[0]
         if found is not None:
             more += found.cut * len(r.tables)
             last = found.last or self.tree.roots.get(r.arrived.namespace)
             if last is not None and self._next(r, last, found.pages) is not None:
                 return False
-        arena = self.arenas[shortage.tier]
-        short = arena.short(shortage.want, promised=True)
-        if shortage.behind:
-            return not short and arena.short(shortage.want, promised=False) > more
-        return short > more
+        return seen == shortage.seen or self.arenas[shortage.tier].lacks(shortage.want) > more
 
     def mark_reclaimable(self, r: Request) -> None:
         """`r` decodes from host pages: those that it has on the device are a loan from now on."""
         self.reclaimable.append(r)
         r.has_reclaimable = True
-        for space, t in zip(self.device, r.tables, strict=True):
-            if t.hosted:
-                space.gained += sum([copy is not None for copy in t.device])
+        for space, copy in self._loaned(r):
+            copy.loans += 1
+            lend(copy, space.pool)
+
+    def end_loans(self, r: Request) -> None:
+        """`r` needs what it has on the device, or is about to give it up."""
+        self.reclaimable.remove(r)
+        for _, copy in self._loaned(r) if r.has_reclaimable else ():
+            copy.loans -= 1
+            fix(copy)
+        r.has_reclaimable = False
+
+    def _loaned(self, r: Request) -> Iterator[tuple[TierGroup, Copy]]:
+        return ((space, copy) for space, t in zip(self.device, r.tables, strict=True) if t.hosted
+                for copy in t.device if copy is not None)
 
     def _evict(self, tier: Tier, want: Sequence[int], short: int) -> int:
         """Evict cached pages of a group that is short of them, else the oldest of any: as many as slabs, or
@@ -191,6 +209,7 @@ class Pages:
                     if not self.arenas[Tier.HBM].short(want, promised=True):
                         return
                     shared = copy.node is not None
+                    copy.loans -= 1
                     self.drop_entry(r, g, t.device, i)
                     if r.bound and not r.needs_rebind and i < r.device_len[g]:
                         r.unmapped[g].append(i)
@@ -226,6 +245,7 @@ class Pages:
         elif copy in self.moves.detached:
             self.moves.free_detached(copy)
         elif copy.page >= 0:
+            fix(copy)
             away = any(move in self.moves.to_peer for move in r.moves)
             space.pool.release([copy.page], Fence(copy.used, frozenset(r.moves), away))
 

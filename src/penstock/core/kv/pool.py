@@ -1,7 +1,8 @@
 """Ownership of every finite resource. Nothing returns to a free list except through a fence.
 
 A unit is free, held, or in limbo: released, but a step or a copy that knows it may still touch it.
-Who holds a unit, and how many share it, is the tree's and the request's knowledge, not the pool's.
+Who holds a unit, and how many share it, is the tree's and the request's knowledge, not the pool's; it is told
+which of them are loose: held, and to be had by whoever needs them more.
 Pools that share one memory take slabs of it and give them back when they are empty.
 """
 from __future__ import annotations
@@ -44,6 +45,9 @@ class Pool:
     held_in: dict[int, int] = field(init=False, default_factory=dict)      # slab -> units held, or away
     limbo_in: dict[int, int] = field(init=False, default_factory=dict)     # slab -> units in limbo
     spare_slabs: int = field(init=False, default=0)      # slabs with limbo alone: soon they go back
+    loose: int = field(init=False, default=0)            # units held that can be had: cached, or on loan
+    fixed_in: dict[int, int] = field(init=False, default_factory=dict)     # as `held_in`, less what is loose
+    loose_slabs: int = field(init=False, default=0)      # slabs with nothing fixed
     changes: int = field(init=False, default=0)          # times that units changed hands,
     checked: int = field(init=False, default=-1)         # of which `check` found all in order
     _free: set[int] = field(init=False)
@@ -81,6 +85,8 @@ class Pool:
                 slab = (unit - self.base) // self.per_slab
                 self.spare_slabs -= not self.held_in[slab]
                 self.held_in[slab] += 1
+                self.loose_slabs -= not self.fixed_in[slab]
+                self.fixed_in[slab] += 1
         while n > 1 and self._order and self._order[0] not in free:
             heapq.heappop(self._order)         # or a later row that takes one page would do it for these
         return taken
@@ -98,6 +104,8 @@ class Pool:
                 self.held_in[slab] -= 1
                 self.limbo_in[slab] += 1
                 self.spare_slabs += not self.held_in[slab]
+                self.fixed_in[slab] -= 1
+                self.loose_slabs += not self.fixed_in[slab]
         if self.limbo and self.limbo[-1][0] == fence:
             self.limbo[-1][1].extend(units)    # requests give up page by page; each entry is asked for ever
         else:
@@ -129,14 +137,34 @@ class Pool:
             self._order = sorted(self._free)   # neighbours are taken past it: what they leave piles up
         return freed
 
+    # ---------------------------------------------------------------- what can be had
+    def loosen(self, unit: int) -> None:
+        """This unit, which is held, can be had from now on."""
+        self.loose += 1
+        self.changes += 1
+        if self.arena is not None:
+            slab = (unit - self.base) // self.per_slab
+            self.fixed_in[slab] -= 1
+            self.loose_slabs += not self.fixed_in[slab]
+
+    def fix(self, unit: int) -> None:
+        """It cannot any more, or is about to be released."""
+        self.loose -= 1
+        self.changes += 1
+        if self.arena is not None:
+            slab = (unit - self.base) // self.per_slab
+            self.loose_slabs -= not self.fixed_in[slab]
+            self.fixed_in[slab] += 1
+
     # ---------------------------------------------------------------- slabs
     def _slab(self, unit: int) -> int:
         return (unit - self.base) // self.per_slab
 
     def _gain(self, slab: int) -> None:
         first = self.base + slab * self.per_slab
-        self.held_in[slab] = self.limbo_in[slab] = 0
+        self.held_in[slab] = self.limbo_in[slab] = self.fixed_in[slab] = 0
         self.spare_slabs += 1
+        self.loose_slabs += 1
         self.capacity += self.per_slab
         self._free.update(range(first, first + self.per_slab))
         for unit in range(first, first + self.per_slab):
@@ -145,7 +173,7 @@ class Pool:
     def _whole(self, slab: int) -> int:
         """Nothing is free: gain a slab of one unit, and hold that."""
         self._order.clear()
-        self.held_in[slab], self.limbo_in[slab] = 1, 0
+        self.held_in[slab], self.limbo_in[slab], self.fixed_in[slab] = 1, 0, 1
         self.capacity += 1
         self.held.add(unit := self.base + slab)
         return unit
@@ -155,10 +183,14 @@ class Pool:
         for unit in units:
             slab = self._slab(unit)
             counted[slab] -= 1
-            self.spare_slabs += counted is self.held_in and not counted[slab]
+            if counted is self.held_in:
+                self.spare_slabs += not counted[slab]
+                self.fixed_in[slab] -= 1
+                self.loose_slabs += not self.fixed_in[slab]
             if not self.held_in[slab] and not self.limbo_in[slab]:
-                del self.held_in[slab], self.limbo_in[slab]
+                del self.held_in[slab], self.limbo_in[slab], self.fixed_in[slab]
                 self.spare_slabs -= 1
+                self.loose_slabs -= 1
                 first = self.base + slab * self.per_slab
                 self._free.difference_update(range(first, first + self.per_slab))
                 self.capacity -= self.per_slab
@@ -171,7 +203,7 @@ class Pool:
             return
         free, held = self._free, self.held
         if not (self.capacity or free or held or self.limbo):
-            assert not (self.in_limbo or self.held_in or self.limbo_in or self.away), self.name
+            assert not (self.in_limbo or self.held_in or self.limbo_in or self.away or self.loose), self.name
             self.checked = self.changes
             return
         limbo = [u for _, units in self.limbo for u in units]
@@ -184,10 +216,12 @@ class Pool:
         assert len(self._order) <= 4 * self.capacity + 64, f"{self.name}: units that were taken pile up"
         if self.arena is not None:
             assert self.capacity == len(self.held_in) * self.per_slab
-            assert self.held_in.keys() == self.limbo_in.keys()
+            assert self.held_in.keys() == self.limbo_in.keys() == self.fixed_in.keys()
             assert self.spare_slabs == sum([not n for n in self.held_in.values()])
             assert sum(self.held_in.values()) == len(held) + self.away
             assert sum(self.limbo_in.values()) == len(limbo) - self.away
+            assert sum(self.fixed_in.values()) == len(held) + self.away - self.loose
+            assert self.loose_slabs == sum([not n for n in self.fixed_in.values()])
             assert all(n or self.limbo_in[slab] for slab, n in self.held_in.items()), "an empty slab"
         self.checked = self.changes
 
@@ -212,6 +246,22 @@ class Arena:
     def away(self) -> int:
         """Units that another engine may still write."""
         return sum([pool.away for pool in self.pools])
+
+    @property
+    def loose(self) -> int:
+        """Units that can be had, of all pools."""
+        return sum([pool.loose for pool in self.pools])
+
+    def lacks(self, want: Sequence[int]) -> int:
+        """The same as `short` if all that is loose were given up as well."""
+        if len(self.pools) == 1:
+            return max(0, self.short(want, promised=True) - self.pools[0].loose)
+        need, have = 0, len(self.free)
+        for pool, n in zip(self.pools, want, strict=True):
+            units = pool.free + pool.in_limbo - pool.away + pool.loose - pool.loose_slabs * pool.per_slab
+            need += -(-max(0, n - units) // pool.per_slab)
+            have += pool.loose_slabs
+        return max(0, need - have)
 
     def short(self, want: Sequence[int], *, promised: bool) -> int:
         """How much is missing for `want[k]` units of each pool; 0 if all can be taken now, or, with

@@ -25,7 +25,7 @@ class TierGroup:
     group: Group
     pool: Pool
     evicted: int = 0
-    gained: int = 0                # copies that could be evicted or shared, and could not before
+    joined: int = 0                # copies that came to pages which the tree had elsewhere: less is missing
     # Heap of (last_used, -depth, entry, node); an entry counts only if the node still qualifies.
     order: list[tuple[int, int, int, Node]] = field(default_factory=list)
 
@@ -40,7 +40,9 @@ class Copy:
     page: int
     node: Node | None = None
     ready: bool = True             # False while the Move that fills it is flying
-    pins: int = 0                  # requests that need it where it is
+    pins: int = 0                  # requests that need it where it is,
+    loans: int = 0                 # of these, those that can do without it
+    loose: Pool | None = None      # counted there as one that can be had, see `Tree.update_evictable`, `lend`
     moves: int = 0                 # flying Moves that read or write it
     partial: bool = False          # holds only what its owner's window needs: never the tree's
     bad: bool = False              # reading it has failed: goes when its last Move has landed
@@ -69,6 +71,20 @@ class Node:
         """The copy that is there or on its way, unless reading it has failed."""
         copy = self.copies.get(space)
         return None if copy is None or copy.bad else copy
+
+
+def lend(copy: Copy, pool: Pool) -> None:
+    """If all who pin this page can do without, whoever needs it more can have it."""
+    if copy.loans and copy.pins == copy.loans and copy.ready and not copy.moves and copy.loose is None:
+        copy.loose = pool
+        pool.loosen(copy.page)
+
+
+def fix(copy: Copy) -> None:
+    """It cannot be had, or is about to be given up."""
+    if (pool := copy.loose) is not None:
+        copy.loose = None
+        pool.fix(copy.page)
 
 
 class Tree:
@@ -113,7 +129,7 @@ class Tree:
 
     def attach(self, node: Node, space: TierGroup, copy: Copy) -> None:
         assert space not in node.copies and copy.node is None
-        space.gained += bool(node.copies)      # what is new to the tree nobody has missed
+        space.joined += bool(node.copies)      # what is new to the tree nobody has missed
         node.copies[space], copy.node = copy, node
 
     def ref(self, node: Node) -> None:
@@ -139,17 +155,21 @@ class Tree:
     # ---------------------------------------------------------------- eviction
     def evictable(self, node: Node, space: TierGroup) -> bool:
         copy = node.copies.get(space)
-        return copy is not None and copy.ready and not copy.pins and not copy.moves
+        return copy is not None and not copy.pins and copy.loose is not None
 
     def update_evictable(self, node: Node) -> None:
         """Look at a node again after anything about it changed: enter it into the eviction orders,
         or remove it if nothing is left of it."""
         for space, copy in node.copies.items():
-            if copy.ready and not copy.pins and not copy.moves:
+            if copy.moves or copy.pins != copy.loans or not copy.ready:
+                continue                       # who made it so has said so, see `fix`
+            if copy.loose is None:
+                copy.loose = space.pool
+                space.pool.loosen(copy.page)
+            if not copy.pins:
                 if len(space.order) > 4 * space.pool.capacity + 64:
                     self._compact(space)
                 self._entry += 1
-                space.gained += 1
                 heapq.heappush(space.order, (node.last_used, -node.depth, self._entry, node))
         gone: Node | None = node
         while gone is not None and not (gone.copies or gone.children or gone.refs):
@@ -179,7 +199,6 @@ class Tree:
         for used, copies in itertools.groupby(gone, lambda copy: copy.used):
             space.pool.release([copy.page for copy in copies], Fence(used))
         space.evicted += len(gone)
-        space.gained -= len(gone)
         return len(gone)
 
     def evict_oldest(self, spaces: Sequence[TierGroup], n: int) -> int:
@@ -211,6 +230,7 @@ class Tree:
         copy = node.copies.pop(space)
         assert not copy.moves
         copy.node = None
+        fix(copy)
         self.update_evictable(node)
         return copy
 

@@ -36,7 +36,7 @@ def take_hot_buffer(kv: Pages, r: Request) -> Trial:
 def reload(kv: Pages, r: Request, headroom: int) -> Trial:
     """Device pages for everything that a hosted row has on the host, and the loads of what is
     sealed. The open page follows when it is sealed; pages begun from now on are on both sides."""
-    kv.reclaimable.remove(r)                        # what it has already is no loan any more
+    kv.end_loans(r)                            # what it has already is no loan any more
     want = [sum(c is None for c in t.device) if t.hosted else 0 for t in r.tables]
     for g, t in enumerate(r.tables):
         for i in range(len(t.device) if want[g] else 0):

@@ -118,7 +118,7 @@ class Admission:
             else:
                 no_row = True                  # that is soon seen
         for shortage in shortages:
-            shortage.gained = kv.gained(shortage.tier)
+            shortage.seen = kv.coming(shortage.tier)
         self._blocked = Blocked(r, r.visit, r.is_asked, len(self.core.running),
                                 () if no_row else state, shortages, early)
         return False
@@ -149,18 +149,16 @@ class Admission:
                 self._vain = None
                 return
             if isinstance(trial, Shortage):
-                trial.gained = kv.gained(trial.tier)
                 self._vain.shortages.append(trial)
 
     def _in_vain(self) -> bool:
-        """Whether looking again for rows that could make way is too early: it walks the ends of their tables,
-        and asking for host pages evicts what is cached there."""
+        """Whether looking again for rows that could make way is too early: it walks the ends of their
+        tables."""
         v, kv = self._vain, self.core.kv
         if v is None or v.taken != self.core.edges_taken:
             return False
         if v.shortages:
-            more = kv.gained(Tier.DRAM)
-            return all([self._short(shortage) > more - shortage.gained for shortage in v.shortages])
+            return all([kv.arenas[shortage.tier].lacks(shortage.want) for shortage in v.shortages])
         return kv.issued < v.step + LOOK_STEPS
 
     def may_start(self, r: Request) -> bool:
