@@ -14,15 +14,11 @@ import json
 from pathlib import Path
 
 import pytest
-import ranks
-import torch
+from driven import InProcess
 from hosted import CONFIG, backends, model, text
 
 from penstock.config.request.params import SamplingParams
-from penstock.core.core import Core
-from penstock.core.plan import Arrived, Finished, Paused, RequestId, StepPlan
-from penstock.core.settings import CoreConfig
-from penstock.exec.load.layout import caches_of
+from penstock.core.plan import Outcome, Paused, RequestId, Retired, StepPlan
 from penstock.exec.step import attend
 from penstock.kernels.attention import paged_attention
 from penstock.memory.lateness import Promptly
@@ -55,34 +51,21 @@ def digest(what: object) -> str:
     return hashlib.blake2b(json.dumps(what).encode(), digest_size=6).hexdigest()
 
 
-def drive(core: Core, executor, calls: list[object]) -> list[list[object]]:
+def drive(engine: InProcess, calls: list[object]) -> list[list[object]]:
     """[plan, calls] of each step in order. Two requests come later, one is paused for a while."""
-    waiting, inbox, steps, live = dict(PROMPTS), [], [], set()
+    waiting, steps = dict(PROMPTS), []
     for turn in range(400):
         for rid in [r for r in waiting if turn >= 4 * r - 4]:
-            executor.open(RequestId(rid), waiting[rid], SamplingParams(temperature=0.0))
-            inbox.append(Arrived(RequestId(rid), waiting.pop(rid), NEW))
-            live.add(rid)
-        inbox += [Paused(RequestId(2))] if turn == 14 else []
-        events, inbox = inbox, []
-        while True:
-            adv = core.advance(events)
-            events = []
-            for o in adv.outputs:
-                if isinstance(o, Finished):
-                    assert o.outcome.value == "length"
-                    executor.close(o.rid)
-                    live.remove(o.rid)
-            if adv.plan is None:
-                break
-            steps.append([plan_of(adv.plan)])
-            executor.submit(adv.plan)
-        for event in executor.poll(block=True):
-            if type(event).__name__ == "Retired":
+            engine.tell(rid, waiting.pop(rid), NEW, SamplingParams(temperature=0.0))
+        engine.inbox += [Paused(RequestId(2))] if turn == 14 else []
+        engine.turn()
+        steps += [[plan_of(plan)] for plan in engine.plans[len(steps):]]
+        for event in engine.inbox:
+            if isinstance(event, Retired):
                 steps[event.step - 1].append(calls[:])
                 calls.clear()
-            inbox.append(event)
-        if not (waiting or live):
+        if not waiting and engine.ended.keys() == engine.got.keys():
+            assert {end.outcome for end in engine.ended.values()} == {Outcome.LENGTH}
             return steps
     raise AssertionError("requests never end")
 
@@ -108,11 +91,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[list[object]]:
         return attention
 
     monkeypatch.setattr(attend, "store", store)
-    cfg = CoreConfig(**SETTINGS)
-    caches = caches_of(model().groups, PAGE, torch.float32)
-    executor, *_ = ranks.front(model, plan, model().groups, caches, cfg, num_layers=LAYERS,
-                               max_len=cfg.max_len, lateness=Promptly())
-    return drive(Core(cfg), executor, calls)
+    engine = InProcess()
+    engine.build(model, plan, model().groups, num_layers=LAYERS, lateness=Promptly(), **SETTINGS)
+    return drive(engine, calls)
 
 
 def test_plans_and_kernel_calls_are_those_before_there_were_selections(monkeypatch):

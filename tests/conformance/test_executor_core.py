@@ -114,7 +114,7 @@ def test_groups_that_share_slabs(backend, lateness, stages):
     have no layer of a group, or some."""
     engine = Engine(step_tokens=7, hbm_pages=28, backend=backend, lateness=LATENESS[lateness](),
                     groups=THREE)
-    strides = {pool.layout.page_bytes: pool.pages.stride(0) * 4 for pool, _ in engine.pools}
+    strides = {pool.layout.page_bytes: pool.pages.stride(0) * 4 for pool in (*engine.device, *engine.host)}
     assert strides == ({512: 512, 112: 128} if stages == 1 else {512: 512, 0: 512, 56: 128})
     play(engine, lambda turn: [Paused(RequestId(1))] if turn == 9 else [])
     stats = engine.ex.stats()

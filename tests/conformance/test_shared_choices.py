@@ -24,7 +24,7 @@ def test_a_choice_crosses_the_boundary_of_two_stages(monkeypatch, layers):
     for prompt in kind().prompts.values():
         resident(prompt, hosted.NEW)                # by one rank: `play` compares with these
     front = ranks.front
-    monkeypatch.setattr(ranks, "front", lambda *args, **kw: front(*args, layers=layers, **kw))
+    monkeypatch.setattr(ranks, "front", lambda *args, **kw: front(*args, **{**kw, "layers": layers}))
     engine = hosted.Engine(step_tokens=100, lateness=LATENESS["latest"]())
     play(engine, lambda turn: [Paused(RequestId(1 + turn % 4))] if turn % 5 == 0 and turn < 60 else ())
     hosted_work(engine)

@@ -1,5 +1,5 @@
 """An engine of tiny models whose requests select, for conformance: pools with several groups, NaN in all that
-is free, disjoint ids, and the loop of an engine process without the process.
+is free, disjoint ids.
 
 Two kinds, by the same scenes: KV heads chosen by bounds (page 4, unit 2; a budget of 12 tokens, a hot buffer
 of 16, contexts of 130 and more) and latent rows chosen by the model's indexer (index_topk 16, a hot buffer
@@ -14,14 +14,12 @@ from dataclasses import dataclass, field
 import ranks
 import torch
 import where
+from driven import PAGE, InProcess
 from late_copies import Latest, Shuffled
 
 from penstock.config.request.params import SamplingParams
 from penstock.config.request.selection import Selection, attention_identity, indexer_selection
-from penstock.core.core import Core
-from penstock.core.plan import Arrived, Event, Finished, Moved, Outcome, RequestId, Started, StepPlan, Token
-from penstock.core.settings import CoreConfig
-from penstock.exec.load.layout import caches_of
+from penstock.core.plan import Outcome
 from penstock.exec.load.sizing import groups_of
 from penstock.exec.sparse.bounds import Selector
 from penstock.exec.step.attend import LatentOps
@@ -47,7 +45,7 @@ LATENT = {
     "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
     "n_shared_experts": 1,
 }
-PAGE, MAX_LEN = 4, 256
+MAX_LEN = 256
 
 
 def text(seed: int, n: int) -> tuple[int, ...]:
@@ -109,7 +107,7 @@ def backends() -> dict[str, str]:
 
 
 @dataclass
-class Engine:
+class Engine(InProcess):
     """`selection`: the largest that it gives. hot_pages 0: no row is ever hosted: the reference."""
 
     hbm_pages: int = 24
@@ -117,54 +115,25 @@ class Engine:
     hot_pages: int = field(default_factory=lambda: kind().hot_pages)
     step_tokens: int = 64
     overlap: bool = True
-    rows: int = 4
     always: bool = False
     lateness: object = field(default_factory=Promptly)
     selection: Selection = field(default_factory=lambda: kind().selection)
-    got: dict[int, list[int]] = field(default_factory=dict)
-    ended: dict[int, Finished] = field(default_factory=dict)
-    started: dict[int, Started] = field(default_factory=dict)
-    reads: dict[int, dict[str, int]] = field(default_factory=dict)
-    moved: list[Moved] = field(default_factory=list)
-    inbox: list[Event] = field(default_factory=list)
-    plans: list[StepPlan] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         chosen, names = self.selection, backends()
         made = model_of(chosen)
-        groups = groups_of(made(), chosen)
-        caches = caches_of(groups, PAGE, torch.float32)
-        self.cfg = CoreConfig(
-            page_size=PAGE, rows=self.rows, hbm_pages=self.hbm_pages, dram_pages=self.dram_pages,
-            hot_pages=self.hot_pages, always_hosted=self.always, step_tokens=self.step_tokens,
-            max_len=MAX_LEN, overlap=self.overlap, wait_pages=1000, hbm_base=500, dram_base=90_000,
-            row_base=70, group_base=10_000, groups=caches.groups)
-        self.core = Core(self.cfg)
         attention = LatentOps(
             index_select.OP.use(names["index_select"]),
             latent_attention.OP.use(names["latent_attention"])) if chosen.native else (
                 functools.partial(paged_attention.plan, backend=names["paged_attention"]))
         rule = None if chosen.native else SelectRule(
             unit=chosen.unit, sink=chosen.sinks, window=chosen.window)
-        self.ex, self.device, self.host = ranks.front(
-            made, attention, groups, caches, self.cfg, num_layers=3, max_len=MAX_LEN, lateness=self.lateness,
+        self.build(
+            made, attention, groups_of(made(), chosen), num_layers=3, max_len=MAX_LEN, lateness=self.lateness,
             selector=Selector(rule=rule, budget=chosen.budget, hot_pages=self.hot_pages, backends={
-                op: names[op] for op in (HOSTING if chosen.native else SELECTING)}))
-        self.rank = self.ex._ranks[0]
-        self.poison()
-
-    def poison(self) -> None:
-        """Nobody may read what is on a free list before it is written again."""
-        kv = self.core.kv
-        for pools, spaces in ((self.device, kv.device), (self.host, kv.host)):
-            for pool in pools:
-                ledger = spaces[pool.group].pool
-                arena = ledger.arena
-                n = ledger.per_slab
-                free = [ledger.base + slab * n + i
-                        for slab in (arena.free if arena else ()) for i in range(n)]
-                for page in (*free, *ledger._free):
-                    pool.page(page).fill_(float("nan"))
+                op: names[op] for op in (HOSTING if chosen.native else SELECTING)}),
+            rows=4, hbm_pages=self.hbm_pages, dram_pages=self.dram_pages, hot_pages=self.hot_pages,
+            always_hosted=self.always, step_tokens=self.step_tokens, overlap=self.overlap, wait_pages=1000)
 
     def add(self, rid: int, prompt: tuple[int, ...], max_new: int, budget: int | None = None,
             **sampling) -> None:
@@ -172,52 +141,8 @@ class Engine:
         budget = self.selection.budget if budget is None else budget
         assert budget == self.selection.budget or not self.selection.native, "the model chooses as it does"
         params = SamplingParams(**({"temperature": 0.0, "top_k_tokens": budget} | sampling))
-        self.ex.open(RequestId(rid), prompt, params)
-        self.got[rid] = []
-        self.inbox.append(Arrived(
-            RequestId(rid), prompt, max_new, selects=budget > 0,
-            attention=attention_identity(self.selection.within(budget)) if budget else 0))
-
-    def turn(self) -> bool:
-        """Advance, submit, poll. False when nothing is left to do."""
-        events, self.inbox = self.inbox, []
-        while True:
-            adv = self.core.advance(events)
-            events = []
-            for o in adv.outputs:
-                match o:
-                    case Token(rid, index, token):
-                        assert index == len(self.got[rid])
-                        self.got[rid].append(token)
-                    case Started(rid):
-                        self.started[rid] = o
-                    case Finished(rid):
-                        self.ended[rid] = o
-                        self.reads[rid] = self.ex.kv_reads(rid) or {}
-                        self.ex.close(rid)
-            if adv.plan is None:
-                break
-            self.plans.append(adv.plan)
-            self.ex.submit(adv.plan)
-        self.core.check()
-        self.poison()
-        found = self.ex.poll(block=True)
-        self.moved += [e for e in found if isinstance(e, Moved)]
-        self.inbox += found
-        return bool(found)
-
-    def drain(self, turns: int = 5000) -> None:
-        for _ in range(turns):
-            if not self.turn():
-                break
-        assert set(self.ended) == set(self.got), "a request never ended"
-        assert self.ex.stats()["executor_requests"] == 0
-        held = self.core.stats()
-        assert held["hbm_pages_in_use"] == held["moves_in_flight"] == 0
-
-    def total(self, name: str) -> int:
-        """A counter of the rank, over layers."""
-        return sum(int(v) for k, v in self.ex.stats().items() if k.startswith(name))
+        self.tell(rid, prompt, max_new, params, selects=budget > 0,
+                  attention=attention_identity(self.selection.within(budget)) if budget else 0)
 
 
 def resident(prompt: tuple[int, ...], new: int, budget: int | None = None) -> tuple[int, ...]:

@@ -6,18 +6,18 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import where
-from msgspec.structs import replace
+from driven import asked
 
 from penstock.config.base.machine import probe
 from penstock.config.request.params import SamplingParams
-from penstock.config.request.selection import attention_identity
 from penstock.config.settings.cli import from_options
 from penstock.config.settings.resolve import resolve
 from penstock.core.core import Core
 from penstock.core.plan import Paused, RequestId
-from penstock.exec.start.build import build_engine
+from penstock.exec.start.build import Built, build_engine
 from penstock.serve.engine.loop import EngineLoop
 from penstock.serve.engine.open_pair import open_peer
+from penstock.serve.engine.peer import Peer
 from penstock.serve.wire import Abort, Chunk, Logprob, Submit
 
 SIZES = {"dtype": "float32", "threads": 1, "page_size": 16, "max_num_seqs": 4, "seed": 1, "step_tokens": 48}
@@ -30,13 +30,14 @@ class End:
     def __init__(self, model: str, mode: str | None = None, **options: object) -> None:
         given = {**SIZES, "device": where.DEVICE, **options, "disaggregation_mode": mode}
         config = resolve(from_options(model, given), probe())
-        self.built = build_engine(config, lambda _: None)
-        self.peer = open_peer(config, self.built)
-        self.core = Core(self.built.core_config)
+        built = build_engine(config, lambda _: None)
+        self.begin(built, Core(built.core_config), open_peer(config, built), config.pair.pair_timeout_s)
+
+    def begin(self, built: Built, core: Core, peer: Peer | None = None, timeout_s: float = LIMIT_S) -> None:
+        self.built, self.core, self.peer = built, core, peer
         self.loop = EngineLoop(
-            self.core, self.built.executor, vocab_size=self.built.vocab_size,
-            max_model_len=self.built.max_model_len, selection=self.built.selection, check=True,
-            peer=self.peer, deadlines_s={"receiving": config.pair.pair_timeout_s})
+            core, built.executor, vocab_size=built.vocab_size, max_model_len=built.max_model_len,
+            selection=built.selection, check=True, peer=peer, deadlines_s={"receiving": timeout_s})
         self.got: dict[int, list[int]] = {}
         self.logprobs: dict[int, list[Logprob]] = {}
         self.ended: dict[int, Chunk] = {}
@@ -45,17 +46,12 @@ class End:
 
     def submit(self, prompt: Sequence[int], max_new: int = 12, *, namespace: int = 0,
                **params: object) -> int:
-        """Greedy unless `params` say otherwise, and selecting as a client's would be: with the engine's
-        budget or its own `top_k_tokens`, and not if it is short. Returns its number."""
+        """Greedy unless `params` say otherwise, and selecting as a client's would be. Returns its number."""
         self._rid += 1
-        sampling, top = SamplingParams(**{"temperature": 0.0, **params}), self.built.selection
-        selection = None if top is None else top.of(sampling, len(prompt), max_new)
-        if top is not None:
-            sampling = replace(sampling, top_k_tokens=0 if selection is None else selection.budget)
-        self.loop.handle(Submit(
-            rid=self._rid, prompt=list(prompt), params=sampling, stop_ids=[], max_new=max_new,
-            namespace=namespace, selects=selection is not None,
-            attention=0 if selection is None else attention_identity(selection)))
+        sampling, more = asked(self.built.selection, SamplingParams(**{"temperature": 0.0, **params}),
+                               len(prompt), max_new)
+        self.loop.handle(Submit(rid=self._rid, prompt=list(prompt), params=sampling, stop_ids=[],
+                                max_new=max_new, namespace=namespace, **more))
         self.got[self._rid], self.logprobs[self._rid] = [], []
         return self._rid
 
@@ -66,7 +62,8 @@ class End:
         self.loop._events.append(Paused(RequestId(rid)))
 
     def turn(self) -> None:
-        for chunk in self.loop.turn(block=self.loop.works_here):
+        for chunk in self.loop.turn(block=self.peer is None or self.loop.works_here):
+            assert not chunk.tokens or chunk.index == len(self.got[chunk.rid])
             self.got[chunk.rid] += chunk.tokens
             self.logprobs[chunk.rid] += chunk.logprobs or []
             if chunk.cached_by_tier is not None:

@@ -9,28 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+from driven import Driven, asked
 from safetensors.torch import save_file
 
 from penstock.config.base.machine import probe
 from penstock.config.request.params import SamplingParams
-from penstock.config.request.selection import attention_identity
 from penstock.config.settings.cli import from_options
 from penstock.config.settings.resolve import resolve
-from penstock.core.core import Core
-from penstock.core.plan import (
-    Arrived,
-    Dropped,
-    Event,
-    Finished,
-    Moved,
-    MoveId,
-    Paused,
-    RequestId,
-    Retired,
-    StepId,
-    Token,
-)
-from penstock.core.settings import CoreConfig
+from penstock.core.plan import Dropped, Paused, RequestId
 from penstock.exec.front import Front
 from penstock.exec.start.build import Built, build_engine
 from penstock.model import registry
@@ -94,7 +80,7 @@ def gguf_checkpoint(path: Path, config: Mapping[str, Any] = CONFIG) -> str:
     return str(path)
 
 
-class Pipeline:
+class Pipeline(Driven):
     """A `with` of it ends its processes."""
 
     def __init__(self, model: str, **options: object) -> None:
@@ -102,21 +88,11 @@ class Pipeline:
                                            "max_num_seqs": 4, "step_tokens": 48, **options}
         self.model = model
         self.built = self._build(self.options)
-        self._begin(self.built.executor, self.built.core_config)
+        self.begin(self.built.core_config, self.built.executor)
 
     def _build(self, options: dict[str, object]) -> Built:
         self.lines: list[str] = []
         return build_engine(resolve(from_options(self.model, options), probe()), self.lines.append)
-
-    def _begin(self, executor: Front, core: CoreConfig) -> None:
-        self.core, self.ex = Core(core), executor
-        self.got: dict[int, list[int]] = {}
-        self.ended: dict[int, Finished] = {}
-        self.reads: dict[int, dict[str, int]] = {}
-        self.inbox: list[Event] = []
-        self.flying: set[MoveId] = set()
-        self.waits: dict[StepId, tuple[MoveId, ...]] = {}       # of plans in flight
-        self.waited = 0                                         # plans that named loads
 
     def again(self, *, overlap: bool, host_tier: bool) -> None:
         """As a new engine, with other settings, of the same processes: they get new pools, as they do between
@@ -125,13 +101,13 @@ class Pipeline:
         if crew is None:
             without = {"dram_bytes": 0, **({"sparse_kv": "off"} if self.built.selection else {})}
             built = self._build({**self.options, "overlap": overlap, **({} if host_tier else without)})
-            self._begin(built.executor, built.core_config)
+            self.begin(built.core_config, built.executor)
             return
         if not host_tier:
             core = replace(core, dram_pages=0, hot_pages=0, always_hosted=False)
         core = replace(core, overlap=overlap)
         crew.pools(core, int(self.built.info["dram_bytes"] or 0), [])
-        self._begin(Front(crew.ranks, crew.wait), core)
+        self.begin(core, Front(crew.ranks, crew.wait))
 
     def __enter__(self) -> Pipeline:
         return self
@@ -141,42 +117,9 @@ class Pipeline:
             self.built.crew.close()
 
     def add(self, rid: int, prompt: tuple[int, ...], max_new: int, **sampling) -> None:
-        selection = self.built.selection
-        budget = selection.budget if selection else None
-        params = SamplingParams(temperature=0.0, top_k_tokens=budget, **sampling)
-        self.ex.open(RequestId(rid), prompt, params)
-        self.got[rid] = []
-        self.inbox.append(Arrived(RequestId(rid), prompt, max_new, selects=selection is not None,
-                                  attention=attention_identity(selection) if selection else 0))
-
-    def turn(self) -> bool:
-        events, self.inbox = self.inbox, []
-        while True:
-            advance = self.core.advance(events)
-            events = []
-            for o in advance.outputs:
-                match o:
-                    case Token(rid, _, token):
-                        self.got[rid].append(token)
-                    case Finished(rid):
-                        self.ended[rid] = o
-                        self.reads[rid] = self.ex.kv_reads(rid) or {}
-                        self.ex.close(rid)
-            if advance.plan is None:
-                break
-            self.ex.submit(advance.plan)
-            self.flying.update(move.id for move in advance.plan.moves)
-            self.waits[advance.plan.step] = advance.plan.waits
-            self.waited += bool(advance.plan.waits)
-        self.core.check()
-        found = self.ex.poll(block=True)
-        for event in found:
-            if isinstance(event, Moved):
-                self.flying.remove(event.id)
-            elif isinstance(event, Retired):
-                assert self.flying.isdisjoint(self.waits.pop(event.step)), "told before what it waits for"
-        self.inbox += found
-        return bool(found)
+        params, more = asked(self.built.selection, SamplingParams(temperature=0.0, **sampling), len(prompt),
+                             max_new)
+        self.tell(rid, prompt, max_new, params, **more)
 
     def play(self, new: int = 24, pauses: Callable[[int], Iterable[int]] = lambda turn: (),
              prompts: Mapping[int, tuple[int, ...]] = PROMPTS,

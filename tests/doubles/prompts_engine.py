@@ -1,29 +1,17 @@
-"""The loop of an engine process without the process, over tiny models, and the prompts that tests play."""
+"""Engines of tiny models whose requests read all of their KV, and the prompts that tests play."""
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
 
 import pytest
-import ranks
 import torch
 import where
 from dense_attend import Dense
+from driven import InProcess
 
 from penstock.config.request.params import SamplingParams
-from penstock.core.core import Core
-from penstock.core.plan import (
-    Arrived,
-    Event,
-    Finished,
-    Moved,
-    Outcome,
-    RequestId,
-    Started,
-    Token,
-)
-from penstock.core.settings import CoreConfig
-from penstock.exec.load.layout import caches_of
+from penstock.core.plan import Outcome
 from penstock.exec.step.attend import LatentOps
 from penstock.kernels.attention import latent_attention, paged_attention
 from penstock.kernels.choose import index_select
@@ -76,9 +64,7 @@ def dense(prompt: tuple[int, ...], n: int, family="grouped") -> tuple[int, ...]:
 
 
 @dataclass
-class Engine:
-    """The loop of an engine process, without the process."""
-
+class Engine(InProcess):
     hbm_pages: int = 64
     dram_pages: int = 64
     step_tokens: int = 64
@@ -89,80 +75,20 @@ class Engine:
     backend: str = field(default_factory=lambda: "cuda" if where.DEVICE == "cuda" else "reference")
     groups: tuple[CacheShape, ...] = ()         # of the model; () for its own
     family: str = "grouped"
-    got: dict[int, list[int]] = field(default_factory=dict)
-    ended: dict[int, Finished] = field(default_factory=dict)
-    started: dict[int, Started] = field(default_factory=dict)
-    moved: list[Moved] = field(default_factory=list)
-    waited: int = 0                             # plans that named loads
-    inbox: list[Event] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.family == "latent" and where.DEVICE != "cpu":
             pytest.skip("ops of latent rows run on the CPU only")
-        groups = self.groups or model(self.family).groups
-        caches = caches_of(groups, 4, torch.float32)
-        self.cfg = CoreConfig(
-            page_size=4, rows=self.rows, hbm_pages=self.hbm_pages, dram_pages=self.dram_pages,
-            step_tokens=self.step_tokens, wait_pages=self.wait_pages, overlap=self.overlap, hbm_base=500,
-            dram_base=9000,
-            group_base=50_000, row_base=70, groups=caches.groups)
-        self.core = Core(self.cfg)
         ops = (functools.partial(paged_attention.plan, backend=self.backend) if self.family != "latent"
                else LatentOps(index_select.OP.use(self.backend),
                               latent_attention.OP.use(self.backend)))
-        self.ex, hbm, dram = ranks.front(functools.partial(model, self.family), ops, groups, caches,
-                                         self.cfg, max_len=64, lateness=self.lateness)
-        kv = self.core.kv
-        self.pools = [(pool, side[pool.group].pool) for pools, side in ((hbm, kv.device), (dram, kv.host))
-                      for pool in pools]
-        self.poison()
-
-    def poison(self) -> None:
-        """Nobody may read a page that is on a free list before it is written again."""
-        for pool, units in self.pools:
-            for page in units._free:
-                pool.page(page).fill_(float("nan"))
+        self.build(functools.partial(model, self.family), ops, self.groups or model(self.family).groups,
+                   max_len=64, lateness=self.lateness, rows=self.rows, hbm_pages=self.hbm_pages,
+                   dram_pages=self.dram_pages, step_tokens=self.step_tokens, wait_pages=self.wait_pages,
+                   overlap=self.overlap)
 
     def add(self, rid: int, prompt: tuple[int, ...], max_new: int, params=GREEDY, **more) -> None:
-        self.ex.open(RequestId(rid), prompt, params, stop_ids=tuple(more.get("stop", ())))
-        self.got[rid] = []
-        self.inbox.append(Arrived(RequestId(rid), prompt, max_new, **more))
-
-    def turn(self) -> bool:
-        """Advance, submit, poll. False when nothing is left to do."""
-        events, self.inbox = self.inbox, []
-        while True:
-            adv = self.core.advance(events)
-            events = []
-            for o in adv.outputs:
-                match o:
-                    case Token(rid, index, token):
-                        assert index == len(self.got[rid])
-                        self.got[rid].append(token)
-                    case Started(rid):
-                        self.started[rid] = o
-                    case Finished(rid):
-                        self.ended[rid] = o
-                        self.ex.close(rid)
-            if adv.plan is None:
-                break
-            self.waited += bool(adv.plan.waits)
-            self.ex.submit(adv.plan)
-        self.core.check()
-        self.poison()
-        found = self.ex.poll(block=True)
-        self.moved += [e for e in found if isinstance(e, Moved)]
-        self.inbox += found
-        return bool(found)
-
-    def drain(self, turns: int = 5000) -> None:
-        for _ in range(turns):
-            if not self.turn():
-                break
-        assert set(self.ended) == set(self.got), "a request never ended"
-        assert self.ex.stats()["executor_requests"] == 0
-        held = self.core.stats()
-        assert held["hbm_pages_in_use"] == held["moves_in_flight"] == 0
+        self.tell(rid, prompt, max_new, params, **more)
 
 
 SHARED = (7, 3, 29, 41, 5, 5, 18, 60, 2, 33, 9)

@@ -12,17 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import ranks
 import torch
+from driven import InProcess
 from torch import Tensor
 
 from penstock.config.request.params import SamplingParams
-from penstock.core.core import Core
-from penstock.core.plan import Arrived, Event, Finished, RequestId, Token
-from penstock.core.settings import CoreConfig
+from penstock.core.plan import Event, Token
 from penstock.eval import words
 from penstock.eval.tasks import Interview
-from penstock.exec.load.layout import caches_of
 from penstock.exec.sparse.bounds import Selector
 from penstock.exec.step.attend import LatentOps
 from penstock.exec.step.links import even
@@ -92,6 +89,19 @@ class Answers:
         return sum(flat) / len(flat)
 
 
+class Engine(InProcess):
+    """Keeps each token's logprob and rank."""
+
+    found: dict[tuple[int, int], tuple]         # by request and index
+
+    def said(self, token: Token) -> None:
+        super().said(token)
+        self.found[token.rid, token.index] = self.ex.take_logprobs(token.rid, token.index)
+
+    def poison(self) -> None:
+        """Not at every turn: the pools are large."""
+
+
 def ask(interviews: list[Interview], *, topk: int = 256, latent: LatentOps | None = None,
         step_tokens: int = 512, hbm_pages: int = 4096, dram_pages: int = 0, page_size: int = 16,
         rows: int = 4, overlap: bool = True, lateness: Lateness | None = None, hot_tokens: int = 0,
@@ -104,51 +114,34 @@ def ask(interviews: list[Interview], *, topk: int = 256, latent: LatentOps | Non
                  of so many tokens
     put          a fault, of each rank
     """
-    served = model(topk, dtype)
-    caches = caches_of(served.groups, page_size, dtype)
-    cfg = CoreConfig(page_size=page_size, rows=rows, hbm_pages=hbm_pages, dram_pages=dram_pages,
-                     step_tokens=step_tokens, overlap=overlap, dram_base=500_000, group_base=50_000,
-                     max_len=8192, groups=caches.groups, hot_pages=-(-hot_tokens // page_size),
-                     always_hosted=hot_tokens > 0)
-    core = Core(cfg)
-    selector = None if not hot_tokens else Selector(rule=None, budget=0, hot_pages=cfg.hot_pages, backends={
-        op: choice.name for op, choice in registry.select(probe("cpu"), ops=registry.HOSTING).items()})
-    engine, *_ = ranks.front(
-        functools.partial(model, topk, dtype), latent or ops(), served.groups, caches, cfg,
-        layers=even(4, stages), max_len=8192, lateness=lateness or Promptly(), selector=selector)
-    for rank in engine._ranks:
+    hot_pages = -(-hot_tokens // page_size)
+    engine = Engine()
+    engine.found = {}
+    engine.build(
+        functools.partial(model, topk, dtype), latent or ops(), model(topk, dtype).groups, dtype=dtype,
+        layers=even(4, stages), max_len=8192, lateness=lateness or Promptly(), page_size=page_size, rows=rows,
+        selector=None if not hot_tokens else Selector(rule=None, budget=0, hot_pages=hot_pages, backends={
+            op: choice.name for op, choice in registry.select(probe("cpu"), ops=registry.HOSTING).items()}),
+        hbm_pages=hbm_pages, dram_pages=dram_pages, step_tokens=step_tokens, overlap=overlap,
+        hot_pages=hot_pages, always_hosted=hot_tokens > 0)
+    for rank in engine.ex._ranks:
         put(rank)
-    given, inbox, found = {}, [], {}
+    given = {}
     for rid, interview in enumerate(interviews):
         prompt, forced = (tuple(IDS[w] for w in text.split())
                           for text in (interview.context, interview.dialogue))
-        engine.open(RequestId(rid), prompt, SamplingParams(
-            temperature=0.0, forced=forced, logprobs=0, max_tokens=len(forced)), stop_ids=())
-        inbox.append(Arrived(RequestId(rid), prompt, len(forced), selects=hot_tokens > 0))
-        given[rid], found[rid] = len(forced), {}
-    live = list(given)
+        engine.tell(rid, prompt, len(forced), SamplingParams(
+            temperature=0.0, forced=forced, logprobs=0, max_tokens=len(forced)), selects=hot_tokens > 0)
+        given[rid] = len(forced)
     for turn in range(100_000):
-        events, inbox = inbox + script(turn, live), []
-        while True:
-            advanced = core.advance(events)
-            events, ended = [], []
-            for out in advanced.outputs:
-                if isinstance(out, Token):
-                    found[out.rid][out.index] = engine.take_logprobs(out.rid, out.index)
-                elif isinstance(out, Finished):
-                    ended.append(out.rid)
-            for rid in ended:
-                live.remove(rid)
-                engine.close(rid)
-            if advanced.plan is None:
-                break
-            engine.submit(advanced.plan)
-        if not live:
+        engine.inbox += script(turn, [rid for rid in given if rid not in engine.ended])
+        engine.turn()
+        if len(engine.ended) == len(given):
             break
-        inbox = list(engine.poll(block=True))
-    assert not live, "a request never ended"
-    right = [[all(i in found[rid] and found[rid][i][1] == 1 for i in places) for places in one.answers]
+    assert engine.ended.keys() == given.keys(), "a request never ended"
+    found = engine.found
+    right = [[all((rid, i) in found and found[rid, i][1] == 1 for i in places) for places in one.answers]
              for rid, one in enumerate(interviews)]
-    logprobs = [[found[rid][i][0] if i in found[rid] else float("nan") for i in range(given[rid])]
-                for rid in range(len(interviews))]
-    return Answers(right, logprobs, {**core.stats(), **engine.stats()})
+    logprobs = [[found[rid, i][0] if (rid, i) in found else float("nan") for i in range(given[rid])]
+                for rid in given]
+    return Answers(right, logprobs, {**engine.core.stats(), **engine.ex.stats()})

@@ -7,13 +7,13 @@ product's, the core too, but for a policy that pauses requests on purpose. As a 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from demo_reference import DATA, Reference, long_text
+from pair_engines import End
 
 from penstock.config.base.machine import probe
-from penstock.config.request.params import SamplingParams
 from penstock.config.settings.cli import from_options
 from penstock.config.settings.resolve import resolve
 from penstock.core.core import Core
@@ -22,12 +22,10 @@ from penstock.core.settings import CoreConfig
 from penstock.exec.start import build
 from penstock.memory.lateness import Lateness
 from penstock.model.weights.locate import ModelFiles, locate
-from penstock.serve.engine.loop import EngineLoop
 from penstock.serve.text.model_text import open_text
-from penstock.serve.wire import Submit
 
-GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
-MEASURED = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=0)
+GREEDY = {"ignore_eos": True}
+MEASURED = {"ignore_eos": True, "logprobs": 0}
 NUM_NEW = 32        # output tokens of every request
 LONG = {1: 6_000, 2: 6_000, 4: 2_000}       # tokens of a long prompt, by its seed
 Tokens = tuple[int, ...]
@@ -55,44 +53,29 @@ class Answer:
     """What a request was told."""
 
     prompt: Tokens
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)        # if asked for
-    cached: dict[str, int] = field(default_factory=dict)       # prompt tokens found, by tier
+    tokens: list[int]
+    logprobs: list[float]           # if asked for
+    cached: dict[str, int]          # prompt tokens found, by tier
 
     def judged(self, reference: Reference) -> None:
         reference.judge(self.prompt, tuple(self.tokens), self.logprobs)
 
 
-class Engine:
-    """A loop, and what its requests said. Prompts run in the order of `ask`, as many as fit."""
+class Engine(End):
+    """Prompts run in the order of `ask`, as many as fit."""
 
     def __init__(self, built: build.Built, pause_every: int) -> None:
-        self.core = Pausing(built.core_config, pause_every)
-        self.loop = EngineLoop(self.core, built.executor,
-                               vocab_size=built.vocab_size, max_model_len=built.max_model_len,
-                               check=True)
-        self._last = 0
+        self.begin(built, Pausing(built.core_config, pause_every))
 
-    def ask(self, prompts: Sequence[Tokens], *, params: SamplingParams = GREEDY) -> list[Answer]:
+    def ask(self, prompts: Sequence[Tokens], *, params: Mapping[str, object] = GREEDY) -> list[Answer]:
         """NUM_NEW tokens each, all at once; the answers in the order of the prompts."""
-        answers: dict[int, Answer] = {}
-        for prompt in prompts:
-            self._last += 1
-            answers[self._last] = Answer(prompt)
-            self.loop.handle(Submit(rid=self._last, prompt=list(prompt), params=params, stop_ids=[],
-                                    max_new=NUM_NEW))
-        left = len(answers)
-        while left:
-            for chunk in self.loop.turn(block=True):
-                assert chunk.finish in (None, "length"), chunk.reason
-                answer = answers[chunk.rid]
-                assert chunk.index == len(answer.tokens) or not chunk.tokens
-                answer.tokens += chunk.tokens
-                answer.logprobs += [found.logprob for found in chunk.logprobs or ()]
-                answer.cached = chunk.cached_by_tier or answer.cached
-                left -= chunk.finish is not None
-        assert {len(answer.tokens) for answer in answers.values()} == {NUM_NEW}
-        return list(answers.values())
+        rids = [self.submit(prompt, NUM_NEW, **params) for prompt in prompts]
+        while self.open:
+            self.turn()
+        assert {self.ended[rid].finish for rid in rids} == {"length"}
+        assert {len(self.got[rid]) for rid in rids} == {NUM_NEW}
+        return [Answer(prompt, self.got[rid], [found.logprob for found in self.logprobs[rid]],
+                       self.cached[rid].cached_by_tier) for prompt, rid in zip(prompts, rids, strict=True)]
 
     @property
     def pauses(self) -> int:

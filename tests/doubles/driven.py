@@ -1,0 +1,159 @@
+"""The loop of an engine process without the process: a real core, an executor, and what requests are told."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ranks
+import torch
+from msgspec.structs import replace
+
+from penstock.config.request.params import SamplingParams
+from penstock.config.request.selection import Selection, attention_identity
+from penstock.core.core import Core
+from penstock.core.plan import (
+    Arrived,
+    Event,
+    Finished,
+    Moved,
+    MoveId,
+    RequestId,
+    Retired,
+    Started,
+    StepId,
+    StepPlan,
+    Token,
+)
+from penstock.core.settings import CoreConfig
+from penstock.exec.front import Front
+from penstock.exec.load.layout import caches_of
+from penstock.kernels.attention.paged_attention import Planner
+from penstock.memory.lateness import Lateness
+from penstock.model.base import CacheShape, Model, Stage
+
+PAGE = 4
+
+
+def asked(top: Selection | None, params: SamplingParams, prompt: int, max_new: int,
+          ) -> tuple[SamplingParams, dict[str, Any]]:
+    """What a client tells of a request of so many tokens: with the engine's budget or its own
+    `top_k_tokens`, and reading all if it is short."""
+    selection = None if top is None else top.of(params, prompt, max_new)
+    if top is not None:
+        params = replace(params, top_k_tokens=0 if selection is None else selection.budget)
+    return params, {"selects": selection is not None,
+                    "attention": 0 if selection is None else attention_identity(selection)}
+
+
+class Driven:
+    """`begin`, `add`, and turns until `drain` is content."""
+
+    def begin(self, cfg: CoreConfig, executor: Front) -> None:
+        self.core, self.ex = Core(cfg), executor
+        self.got: dict[int, list[int]] = {}
+        self.started: dict[int, Started] = {}
+        self.ended: dict[int, Finished] = {}
+        self.reads: dict[int, dict[str, int]] = {}
+        self.inbox: list[Event] = []
+        self.moved: list[Moved] = []
+        self.plans: list[StepPlan] = []
+        self._flying: set[MoveId] = set()
+        self._waits: dict[StepId, tuple[MoveId, ...]] = {}      # of plans in flight
+
+    @property
+    def waited(self) -> int:
+        """Plans that named loads."""
+        return sum(bool(plan.waits) for plan in self.plans)
+
+    def tell(self, rid: int, prompt: tuple[int, ...], max_new: int, params: SamplingParams,
+             **more: Any) -> None:
+        """A request arrives; `more` of `Arrived`."""
+        self.ex.open(RequestId(rid), prompt, params, stop_ids=tuple(more.get("stop", ())))
+        self.got[rid] = []
+        self.inbox.append(Arrived(RequestId(rid), prompt, max_new, **more))
+
+    def turn(self) -> bool:
+        """Advance, submit, poll. False when nothing is left to do."""
+        events, self.inbox = self.inbox, []
+        while True:
+            advance = self.core.advance(events)
+            events = []
+            for o in advance.outputs:
+                match o:
+                    case Token():
+                        self.said(o)
+                    case Started(rid):
+                        self.started[rid] = o
+                    case Finished(rid):
+                        self.ended[rid] = o
+                        self.reads[rid] = self.ex.kv_reads(rid) or {}
+                        self.ex.close(rid)
+            if (plan := advance.plan) is None:
+                break
+            self.plans.append(plan)
+            self.ex.submit(plan)
+            self._flying.update(move.id for move in plan.moves)
+            self._waits[plan.step] = plan.waits
+        self.core.check()
+        self.poison()
+        found = self.ex.poll(block=True)
+        for event in found:
+            if isinstance(event, Moved):
+                self._flying.remove(event.id)
+                self.moved.append(event)
+            elif isinstance(event, Retired):
+                assert self._flying.isdisjoint(self._waits.pop(event.step)), "told before what it waits for"
+        self.inbox += found
+        return bool(found)
+
+    def said(self, token: Token) -> None:
+        assert token.index == len(self.got[token.rid])
+        self.got[token.rid].append(token.token)
+
+    def poison(self) -> None:
+        """Spoil what nobody may read."""
+
+    def drain(self, turns: int = 5000) -> None:
+        for _ in range(turns):
+            if not self.turn():
+                break
+        assert set(self.ended) == set(self.got), "a request never ended"
+        assert self.ex.stats()["executor_requests"] == 0
+        held = self.core.stats()
+        assert held["hbm_pages_in_use"] == held["moves_in_flight"] == 0
+
+    def total(self, name: str) -> int:
+        """A counter of the ranks, over layers."""
+        return sum(int(v) for k, v in self.ex.stats().items() if k.startswith(name))
+
+
+class InProcess(Driven):
+    """Its ranks are stages of a model in this process; rows, and pages of each tier and group, have ids of
+    their own."""
+
+    def build(self, model: Callable[[Stage | None], Model], attention: Planner, groups: Sequence[CacheShape],
+              *, max_len: int, lateness: Lateness | None, layers: Sequence[int] = (), num_layers: int = 2,
+              dtype: torch.dtype = torch.float32, page_size: int = PAGE, selector: Any = None,
+              **settings: Any) -> None:
+        """`settings` of the core; the rest as `ranks.front` takes it."""
+        caches = caches_of(groups, page_size, dtype)
+        cfg = CoreConfig(**{"page_size": page_size, "max_len": max_len, "hbm_base": 500, "dram_base": 500_000,
+                            "row_base": 70, "group_base": 50_000, "groups": caches.groups, **settings})
+        executor, self.device, self.host = ranks.front(
+            model, attention, groups, caches, cfg, layers=layers, num_layers=num_layers, max_len=max_len,
+            lateness=lateness, selector=selector)
+        self.begin(cfg, executor)
+        self.rank = executor._ranks[0]
+        self.poison()
+
+    def poison(self) -> None:
+        """Nobody may read what is on a free list before it is written again."""
+        kv = self.core.kv
+        for pools, spaces in ((self.device, kv.device), (self.host, kv.host)):
+            for pool in pools:
+                ledger = spaces[pool.group].pool
+                arena, n = ledger.arena, ledger.per_slab
+                free = [ledger.base + slab * n + i
+                        for slab in (arena.free if arena else ()) for i in range(n)]
+                for page in (*free, *ledger._free):
+                    pool.page(page).fill_(float("nan"))
