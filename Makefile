@@ -68,12 +68,13 @@ check: $(VENV)/.installed-dev  ## lint, types, tidy, unit tests, a few simulatio
 sweep: $(VENV)/.installed-dev  ## the long loops, once through: with make test, under 20 minutes
 	$(PYTEST) -m sweep
 
-gpu:  ## on a machine with a CUDA device, PYTHON's own torch and triton: kernels and executors there
+gpu:  ## on a machine with a CUDA device, PYTHON's own torch and triton: kernels, executors, servers
 	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m pytest -p no:cacheprovider --device cuda -m "not sweep and not soak" \
 		tests/unit/test_safetensors_file.py tests/parity/test_kernels.py tests/parity/test_cuda_chunks.py \
 		tests/conformance/test_executor_core.py tests/conformance/test_executor_plans.py \
 		tests/conformance/test_executor_hosted.py tests/conformance/test_executor_mixed.py \
-		tests/e2e/test_pair.py $(ARGS)
+		tests/e2e/test_pair.py tests/e2e/test_pair_faults.py tests/e2e/test_pair_http.py \
+		tests/e2e/test_hosted_http.py $(ARGS)
 
 soak: $(VENV)/.installed-dev  ## longer still: the loops whole, other seeds, forced faults, seeded bugs from elsewhere
 	$(BIN)/penstock sim --first 100000 --seeds 10000

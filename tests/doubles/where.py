@@ -1,4 +1,4 @@
-"""On which device tests of executors run: `pytest --device cuda` says so, else the CPU."""
+"""On which device tests of executors and servers run: `pytest --device cuda` says so, else the CPU."""
 from __future__ import annotations
 
 import functools
@@ -38,6 +38,11 @@ def captured(rank: Rank) -> Rank:
     if rank._ahead and isinstance(rank._attending, Grouped | Selecting):
         rank.capture((1, 2, 4))
     return rank
+
+
+def flags() -> tuple[str, ...]:
+    """Of a server."""
+    return () if DEVICE == "cpu" else ("--device", DEVICE, "--dtype", "float32")
 
 
 def backends() -> list[str]:

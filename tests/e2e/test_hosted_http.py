@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import httpx
 import pytest
+import where
 
 WAIT_S = 1500
 TEXT = "\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
@@ -75,7 +76,7 @@ def serve(tmp_path):
         process = subprocess.Popen(
             [sys.executable, "-m", "penstock.serve.cli.main", "serve", model, "--port", "0", "--threads", "1",
              "--hbm-bytes", str(device), "--dram-bytes", str(host), "--sparse-top-k", str(scene.budgets[0]),
-             "--event-log", str(tmp_path / "events"), *scene.flags, *flags],
+             "--event-log", str(tmp_path / "events"), *where.flags(), *scene.flags, *flags],
             stdout=subprocess.PIPE, stderr=log.open("w"), text=True)
         try:
             found = re.search(r"ready on (http://\S+) ", process.stdout.readline())
