@@ -140,7 +140,7 @@ class SpacesMachine(RuleBasedStateMachine):
 
     def _land(self, move: MoveId, ok: bool) -> None:
         suspect = [source.bad for source, _ in self.copies.flying[move].pairs]
-        flight, lost = self.copies.landed(move, ok)
+        flight, lost = self.copies.landed(move, ok, 0)
         self._let_go(lost)
         self.copies.finish(flight)
         if move in self.twins:

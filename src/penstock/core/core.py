@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import assert_never
 
 from penstock.core import check, lifecycle, retire, schedule
-from penstock.core.kv import allocate, offload, prefetch, promote, sealing
+from penstock.core.kv import allocate, listing, offload, prefetch, promote, sealing
 from penstock.core.kv.pages import Refused, Shortage, Trial
 from penstock.core.kv.prefix_tree import Copy
 from penstock.core.lifecycle import (
@@ -35,6 +35,8 @@ from penstock.core.plan import (
     Expired,
     Finished,
     Flushed,
+    Listed,
+    Lookup,
     Moved,
     MoveId,
     Outcome,
@@ -48,6 +50,7 @@ from penstock.core.plan import (
     StepId,
     Stopped,
     Tier,
+    Unstore,
 )
 from penstock.core.policy import capacity, reclaim
 from penstock.core.policy.queue import Admission
@@ -149,7 +152,8 @@ class Core(CoreState):
                 if (r := self.live.get(rid)) is not None:
                     path = self.kv.tainted_by(r) if damaged else []
                     self.end(r, Outcome.ABORT)
-                    self.kv.moves.invalidate(path)
+                    if keys := self.kv.moves.invalidate(path):
+                        self.out.append(Unstore(keys))
             case Stopped(rid, count):
                 if (r := self.live.get(rid)) is not None and count <= r.num_output:
                     self.end(r, Outcome.STOP)
@@ -168,6 +172,10 @@ class Core(CoreState):
                     self._expire(r)
             case Rates():
                 self.rates = event
+            case Listed(rid, visit, present):
+                r = self.live.get(rid)
+                if r is not None and r.visit == visit and r.asked:
+                    self._look_up(r, listing.listed(self.kv, r, present))
             case _:
                 assert_never(event)
 
@@ -219,7 +227,7 @@ class Core(CoreState):
         kv = self.kv
         if event.id not in kv.moves.flying:
             return
-        flight, lost = kv.moves.landed(event.id, event.ok)
+        flight, lost = kv.moves.landed(event.id, event.ok, event.good)
         gone = frozenset([copy for copy in lost if copy.pins])   # what is in no table is not looked for there
         for r in list(self.live.values()) if lost else ():
             if gone or event.id in r.waits:
@@ -330,6 +338,14 @@ class Core(CoreState):
         """A request that nothing keeps from being served joins the line, and storage is asked for it."""
         self.update_runnable(r)
         if r.is_runnable and self.cfg.disk_pages:
+            self._look_up(r, more=bool(self.cfg.store_root) and self.cfg.prefix_cache)
+
+    def _look_up(self, r: Request, more: bool) -> None:
+        """Ask storage for pages that the tree does not know; then for what is known to be there."""
+        r.asked = listing.keys(self.kv, r) if more else ()
+        if r.asked:
+            self.out.append(Lookup(r.rid, r.visit, r.asked))
+        else:
             insert(self.prefetch_queue, r)
             r.prefetch_pending = True
 
@@ -351,6 +367,7 @@ class Core(CoreState):
         if r.prefetch_pending:                       # it was queued, and is no more
             self.prefetch_queue.remove(r)
             r.prefetch_pending = False
+        r.asked = ()
         if r.phase is Phase.DONE:
             self.release_forks(r)
         r.num_preemptions += source in ACTIVE and r.phase in (Phase.PAUSED, Phase.DROPPED)

@@ -160,10 +160,21 @@ class Retired:
 class Moved:
     """No byte of Move `id` will move any more, on any rank. `ok` is False if its bytes are not
     all in place and verified: a failed copy to a lower tier is forgotten, a failed load is a miss
-    and its source is not read again."""
+    and its source is not read again. Of its first `good` pages that is not so: they have arrived."""
 
     id: MoveId
     ok: bool
+    good: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """The one answer to a Lookup, in bounded time. `present[i]` has bit g set if storage has the page of its
+    key i in cache group g; keys behind its end were not found."""
+
+    rid: RequestId
+    visit: int
+    present: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +200,8 @@ class PeerLeft:
     peer: PeerId = ONE_PEER
 
 
-Event: TypeAlias = (Arrived | Aborted | Stopped | Paused | Dropped | Spilled | Promoted | Flushed
-                    | Expired | Rates | Retired | Moved | Received | PeerJoined | PeerLeft)
+Event: TypeAlias = (Arrived | Aborted | Stopped | Paused | Dropped | Spilled | Promoted | Flushed | Expired
+                    | Rates | Retired | Moved | Listed | Received | PeerJoined | PeerLeft)
 
 
 # ---------------------------------------------------------------- plan out
@@ -253,7 +264,8 @@ class Move(NamedTuple):
 
     Reads its source after step `after` has executed and answers with exactly one `Moved(id)`, not
     later than the `Retired` of a step that waits for it.
-    Within a node `src_pages[i]` goes to `dst_pages[i]`; both have the same length, at least 1.
+    Within a node `src_pages[i]` goes to `dst_pages[i]`; both have the same length, at least 1. A page of
+    storage is found by `keys[i]`, which says what it holds; its slot only counts what the core remembers.
     """
 
     id: MoveId
@@ -268,6 +280,7 @@ class Move(NamedTuple):
     transfer: int = 0
     generation: int = 0
     peer: PeerId = ONE_PEER
+    keys: tuple[bytes, ...] = ()              # see `CoreConfig.store_root`
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,7 +355,23 @@ class Say:
     peer: PeerId = ONE_PEER
 
 
-Output: TypeAlias = Token | Started | Entered | Finished | Say
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """Which of these pages does storage have? `rid` waits for the one `Listed` that repeats `visit`."""
+
+    rid: RequestId
+    visit: int
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Unstore:
+    """Pages of these keys are damaged: storage never shows them again, and takes none."""
+
+    keys: tuple[bytes, ...]
+
+
+Output: TypeAlias = Token | Started | Entered | Finished | Say | Lookup | Unstore
 
 
 @dataclass(frozen=True, slots=True)

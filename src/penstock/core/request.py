@@ -91,6 +91,8 @@ class Request:
     path: list[Node] = field(default_factory=list)
     reserve: list[list[int]] = field(init=False)  # per group: host pages not used yet
     is_runnable: bool = False                  # it waits for a row
+    asked: tuple[bytes, ...] = ()              # keys of its pages behind the first `asked_from`: storage was
+    asked_from: int = -1                       # asked for these, and it waits for the answer
     prefetch_pending: bool = False             # storage was not asked for it yet
     leader: Request | None = None              # a fork's, until that has begun to answer
     forks: list[Request] = field(default_factory=list)  # who waits for that

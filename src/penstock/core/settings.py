@@ -43,7 +43,9 @@ class CoreConfig:
     rows: int                           # device-resident table slots
     hbm_pages: int
     dram_pages: int = 0                 # 0: no host tier, hence no PAUSE, only DROP
-    disk_pages: int = 0                 # 0: no storage tier; needs a host tier
+    disk_pages: int = 0                 # stored pages remembered; 0: no storage tier; needs a host tier
+    store_root: bytes = b""             # what keys of stored pages begin with; empty: pages have no keys, and
+                                        # storage is not asked for those of others
     hot_pages: int = 0                  # hot buffer of a hosted row in each hosted group, at most; 0: none is
     always_hosted: bool = False         # requests that select never take the device pages they could
     wait_pages: int = 0                 # a step may run before at most this many pages have landed

@@ -15,6 +15,8 @@ from penstock.core.plan import (
     Advance,
     Arrived,
     Event,
+    Listed,
+    Lookup,
     Output,
     Received,
     RequestId,
@@ -122,9 +124,9 @@ class Recorder(Watcher):
             elif type(event) is Arrived:
                 turn.tokens += len(event.prompt)
                 quiet = False
-            elif type(event) is Received:
-                quiet = False                  # it may bring a token
-        if new and type(answer.outputs[-1]) is Say:
+            elif type(event) in (Received, Listed):
+                quiet = False                  # it may bring a token, or ask for more
+        if new and type(answer.outputs[-1]) in (Say, Lookup):
             quiet = False
         turn.num_outputs = new
         if answer.plan is not None:

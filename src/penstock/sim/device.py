@@ -262,15 +262,31 @@ class Device:
                 self._not_free(move.dst, page, "write of the peer")
                 self.page(move.dst, move.group, page)[p % unit] = value
 
-    def read(self, move: Move) -> list[list[int]]:
+    def read(self, move: Move, good: int = -1) -> list[list[int]]:
+        """What its pages hold; those behind the first `good` are not there."""
         for page in move.src_pages:
             self._not_free(move.src, page, "copy")
-        return [list(self.page(move.src, move.group, p)) for p in move.src_pages]
+        pages = stored_as(move, move.src)
+        found = [list(self.page(move.src, move.group, p)) for p in (pages if good < 0 else pages[:good])]
+        return found + [self._garbage(move.group) for _ in pages[len(found):]]
 
     def write(self, move: Move, data: list[list[int]]) -> None:
         left, unit = move.tokens, self.units[move.group]
-        for page, slots in zip(move.dst_pages, data, strict=True):
+        for page in move.dst_pages:
             self._not_free(move.dst, page, "copy")
+        for name, slots in zip(stored_as(move, move.dst), data, strict=True):
             n = min(left, unit)
-            self.page(move.dst, move.group, page)[:n] = slots[:n]
+            self.page(move.dst, move.group, name)[:n] = slots[:n]
             left -= n
+
+
+def name_of(key: bytes, group: int) -> int:
+    """A page of one cache group in a storage that knows it by its key: no slot has such a number."""
+    return int.from_bytes(key) << 3 | group
+
+
+def stored_as(move: Move, tier: Tier) -> Sequence[int]:
+    """Under what its pages of one side are found: storage has names of its own, where the core gives any."""
+    if tier is Tier.DISK and move.keys:
+        return [name_of(key, move.group) for key in move.keys]
+    return move.src_pages if tier is move.src else move.dst_pages

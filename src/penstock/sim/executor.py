@@ -13,10 +13,24 @@ from functools import partial
 from random import Random
 from typing import Protocol
 
-from penstock.core.plan import Arrived, Event, Move, Moved, MoveId, RequestId, Retired, StepId, StepPlan, Tier
+from penstock.core.plan import (
+    Arrived,
+    Event,
+    Listed,
+    Lookup,
+    Move,
+    Moved,
+    MoveId,
+    RequestId,
+    Retired,
+    StepId,
+    StepPlan,
+    Tier,
+    Unstore,
+)
 from penstock.core.settings import CoreConfig
 from penstock.sim.clock import Clock
-from penstock.sim.device import Device, Identity
+from penstock.sim.device import Device, Identity, stored_as
 from penstock.sim.store import Store
 
 APART = 1.0              # ranks that end the same step or copy further apart than this go their own ways
@@ -37,6 +51,7 @@ class Speeds:
     hang: float = 0.0               # what storage does wrong, see `store`
     full: float = 0.0
     lie: float = 0.0
+    gone: float = 0.0
 
 
 class Wire(Protocol):
@@ -73,7 +88,7 @@ class SimExecutor:
         self.in_flight = 0                # plans and moves without their event
         apart, way = Random(), self.speeds
         apart.setstate(rng.getstate())
-        self.store = Store(way.hang, way.full, way.lie, apart, self.stats)
+        self.store = Store(way.hang, way.full, way.lie, way.gone, apart, self.stats)
         self._queues: list[list[StepPlan]] = [[] for _ in range(ranks)]
         self._waiting: list[list[Callable[[], bool]]] = [[] for _ in range(ranks)]
         self._busy = [False] * ranks
@@ -83,7 +98,7 @@ class SimExecutor:
         self._copies: dict[MoveId, int] = {}          # ranks that have not finished it
         self._flying: list[set[MoveId]] = [set() for _ in range(ranks)]
         self._moves: dict[MoveId, Move] = {}          # those of `_copies`
-        self._torn: set[MoveId] = set()               # moves that failed on some rank
+        self._torn: dict[MoveId, int] = {}            # moves that failed on some rank: pages that are good
         self._spoiled: dict[MoveId, list[int]] = {}   # what they write into these pages is wrong
         self._sampled: dict[StepId, list[RequestId]] = {}
         self._damaged: set[RequestId] = set()         # their tokens may be anything
@@ -105,6 +120,19 @@ class SimExecutor:
         for k in range(len(self.devices)):
             self._queues[k].append(plan)
             self._kick(k)
+
+    def ask_storage(self, out: Lookup | Unstore) -> None:
+        """It answers in a while, with what it had when it was asked, or some of that."""
+        store, rng = self.store, self.store.rng
+        if isinstance(out, Unstore):
+            store.unstore(self.devices, out.keys)
+            return
+        present = store.present(self.devices, out)
+        if rng.random() < 0.2:                 # or somebody answers for it, who knows of nothing
+            present = present[:rng.choice((0, rng.randint(0, len(present))))]
+        self.in_flight += 1
+        self.clock.after(rng.choice((0.1, 1.0, 10.0)) * rng.random(),
+                         lambda: self._event(Listed(out.rid, out.visit, present)))
 
     def poll(self, *, block: bool) -> Sequence[Event]:
         while block and not self._events and self.in_flight and self.clock.step():
@@ -140,7 +168,7 @@ class SimExecutor:
         while len(done := self._reports.get(StepId(self._retired + 1), [])) == len(self.devices):
             self._retired += 1
             # What read a copy that failed on one rank is garbage there: the core must not use it.
-            torn = not self._torn.isdisjoint(self._waits.pop(StepId(self._retired)))
+            torn = not self._torn.keys().isdisjoint(self._waits.pop(StepId(self._retired)))
             rids = self._sampled.pop(StepId(self._retired))
             assert torn or all(self._agree(rids, tokens, done[0]) for tokens in done), "ranks disagree"
             self.stats["step read a torn load"] += torn
@@ -170,7 +198,8 @@ class SimExecutor:
                     self.store.damaged(k, device, page)
         for move in self._moves.values():
             self._spoiled[move.id] = [*self._spoiled.get(move.id, ()),
-                                      *(page for page in move.dst_pages if (move.dst, page) in pages)]
+                                      *(page for page in stored_as(move, move.dst)
+                                        if (move.dst, page) in pages)]
 
     def _event(self, event: Event) -> None:
         self.in_flight -= 1
@@ -234,16 +263,22 @@ class SimExecutor:
         return True
 
     def _read(self, k: int, move: Move, bad: int) -> None:
-        data = self.devices[k].read(move)
-        if move.src is Tier.DISK and not self.store.is_good(k, self.devices[k], move):
-            bad = k
-        self.clock.after(self._delay(self.speeds.copy), partial(self._land, k, move, bad, data))
+        good, num = len(move.src_pages), len(move.src_pages)
+        if move.src is Tier.DISK:
+            good = self.store.num_good(k, self.devices[k], move)
+        data = self.devices[k].read(move, good if move.keys else -1)
+        if k == bad or (good < num and not move.keys):       # tear it: the first half arrives, or less
+            good = min(good, num // 2)
+        self.clock.after(self._delay(self.speeds.copy), partial(self._land, k, move, good, data))
 
-    def _land(self, k: int, move: Move, bad: int, data: list[list[int]]) -> None:
-        if k == bad:       # tear it: the first half arrives, the rest is garbage
-            self._torn.add(move.id)
-            half = len(data) // 2
-            data = data[:half] + [[-7_000_003 - v for v in slots] for slots in data[half:]]
+    def _land(self, k: int, move: Move, good: int, data: list[list[int]]) -> None:
+        """`good` of its pages arrive, the rest is garbage; but storage takes nothing of a page, or all."""
+        if good < len(data):
+            self._torn[move.id] = min(good, self._torn.get(move.id, good))
+            data = data[:good] + [[-7_000_003 - v for v in slots] for slots in data[good:]]
+        if move.dst is Tier.DISK and move.keys:
+            move = move._replace(dst_pages=move.dst_pages[:good], keys=move.keys[:good])
+            data = data[:good]
         self.devices[k].write(move, data)
         for page in self._spoiled.get(move.id, ()):
             self.devices[k].damage(move.dst, page)
@@ -259,5 +294,6 @@ class SimExecutor:
                 self.stats["moves reordered"] += 1
             if self.devices[k].done > move.after + 1:
                 self.stats["late copy"] += 1
-            self._event(Moved(move.id, move.id not in self._torn))
+            torn = self._torn.get(move.id)
+            self._event(Moved(move.id, torn is None, torn if torn and move.keys else 0))
         self._kick(k)

@@ -18,6 +18,7 @@ from penstock.core.plan import (
     Event,
     Finished,
     HbmPage,
+    Lookup,
     Move,
     Moved,
     Outcome,
@@ -30,6 +31,7 @@ from penstock.core.plan import (
     StepPlan,
     Tier,
     Token,
+    Unstore,
 )
 from penstock.core.watch import Watcher
 from penstock.sim import states
@@ -92,7 +94,7 @@ class Judge(Watcher):
 
     # ---------------------------------------------------------------- what users see
     def output(self, out: Output) -> None:
-        if isinstance(out, Say):
+        if isinstance(out, Say | Lookup | Unstore):
             return
         e = self.made[out.rid]
         assert e.finished is None, f"request {out.rid}: {out} after the end"
@@ -300,11 +302,11 @@ class Judge(Watcher):
         self._about = [(r, r.phase, r.visit) for r in states.met(self.view, event)]
         if isinstance(event, Moved) and not event.ok:
             self.failing = True
-            move = self.view.transfer(event.id)
+            move, good = self.view.transfer(event.id), event.good
             if move is not None and move.dst is not Tier.PEER:
-                self.torn.update(move.dst_pages)
+                self.torn.update(move.dst_pages[good:])
                 if HEIGHT[move.dst] > HEIGHT[move.src]:
-                    self.suspect.update(move.src_pages)
+                    self.suspect.update(move.src_pages[good:])
 
     def applied(self, event: Event) -> None:
         self.failing = False
@@ -363,7 +365,7 @@ class Judge(Watcher):
             return                             # nobody else ran, and a peer may keep its pages for ever
         for w in self.view.waiting:
             a = self.made[w.rid].arrived
-            if w.phase is Phase.QUEUED and a.leader is None:
+            if w.phase is Phase.QUEUED and a.leader is None and not w.is_asked_for:
                 assert (a.priority, w.order[1]) > mine, f"request {r.rid} overtook {w.rid}"
 
     # ---------------------------------------------------------------- who owns what

@@ -68,6 +68,7 @@ class Scenario:
     steps: int                # so many steps and answers are no longer extended by later prompts
     pair: int = 0             # 1: a prefill engine and a decode engine, with `net` between them
     net: Network = Network()
+    named: int = 0            # 1: pages in storage are named by what they hold, and it is asked for them
     damages: int = 0          # requests whose KV is found to be damaged
     jumps: int = 0            # the clock leaps: every deadline and reminder comes at once
     mode: str = ""            # overrides, for the line that replays it
@@ -93,7 +94,17 @@ def draw(seed: int, mode: str = "") -> Scenario:
     if sc.again > 0.5:                     # what only storage has is wanted: more of it is read
         speeds = replace(speeds, lie=Random(f"lies {seed}").choice((0.1, 0.3, speeds.lie)))
     sc = replace(sc, damages=damages, speeds=speeds, jumps=rng.choice((0, 0, 0, 0, 1, 3)))
-    return finish(override(sc, mode))
+    return finish(override(_named(sc), mode))
+
+
+def _named(sc: Scenario) -> Scenario:
+    """Storage that outlives what the core knows of it. Flushes are what a restart is: the tree is empty, and
+    the store is not."""
+    rng = Random(f"named {sc.seed}")
+    if sc.pair or not sc.cfg.disk_pages or rng.random() < 0.5:
+        return sc
+    flushes = sc.flushes + (rng.choice((1, 3)) if sc.again > 0.5 else 0)
+    return replace(sc, named=1, flushes=flushes, speeds=replace(sc.speeds, gone=rng.choice((0.0, 0.0, 0.1))))
 
 
 def _cell(seed: int) -> tuple[int, int, int, int, int, tuple[int, int, int]] | None:
@@ -242,6 +253,9 @@ def _short_phases(sc: Scenario, rng: Random) -> Scenario:
 def finish(sc: Scenario) -> Scenario:
     """The cache groups that the other dimensions ask for, and memory for them."""
     rng, cfg = Random(f"groups {sc.seed}"), sc.cfg
+    if sc.named and cfg.disk_pages:
+        cfg = replace(cfg, store_root=b"keys")
+        sc = replace(sc, cfg=cfg)
     slab = rng.choice((1, 1, 2)) if cfg.sparse or sc.model == 3 else 1
     groups = [CacheGroup(name="full", page_bytes=0, slab_pages=slab)]
     if sc.model == 3:
@@ -266,7 +280,7 @@ def _whole(pages: int, slab: int) -> int:
     return -(-pages // slab) * slab
 
 
-ONLY = {"model": (1, 3), "pair": (0, 1)}
+ONLY = {"model": (1, 3), "pair": (0, 1), "named": (0, 1)}
 
 
 def override(sc: Scenario, mode: str) -> Scenario:

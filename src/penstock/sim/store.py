@@ -2,15 +2,17 @@
 
 A slow store takes its time, a hung one answers long after every deadline, a full one takes nothing,
 a lying one says that all is well. The ranks keep a checksum of what they stored; whatever does not
-match is a failed copy, and the planner never hears of lies.
+match is a failed copy, and the planner never hears of lies. Where the core names pages by what they hold, a
+store also says what it has, forgets some of it by itself, and shows nothing that it was told is damaged.
 """
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from random import Random
 
-from penstock.core.plan import Move, Tier
-from penstock.sim.device import Device
+from penstock.core.plan import Lookup, Move, Tier
+from penstock.sim.device import Device, name_of, stored_as
 
 SLOW = 5.0                # so many times slower than a copy in memory counts as slow
 
@@ -19,14 +21,17 @@ class Store:
     """The storage of all ranks, and what they know of it: `sums` of what each page should hold.
 
     `hang`, `full`, `lie`: chances that a copy is answered after some hundred units of time, that there
-    is no space for what is stored, that a page is altered and said to be stored.
+    is no space for what is stored, that a page is altered and said to be stored, that one is gone when it is
+    asked for.
     """
 
-    def __init__(self, hang: float, full: float, lie: float, rng: Random, stats: Counter[str]) -> None:
-        self.hang, self.full, self.lie = hang, full, lie
+    def __init__(self, hang: float, full: float, lie: float, gone: float, rng: Random,
+                 stats: Counter[str]) -> None:
+        self.hang, self.full, self.lie, self.gone = hang, full, lie, gone
         self.rng, self.stats = rng, stats
         self.sums: dict[tuple[int, int], int] = {}      # rank, page
         self.lies: set[tuple[int, int]] = set()
+        self.denied: set[int] = set()                   # told to be damaged
 
     def late(self, times: float) -> float:
         """How much later than others a copy ends that is `times` slower than in memory."""
@@ -43,8 +48,11 @@ class Store:
 
     def stored(self, k: int, device: Device, move: Move) -> None:
         """Rank `k` has written these pages, and remembers what they should hold."""
-        for page in move.dst_pages:
+        for page in stored_as(move, Tier.DISK):
             slots = device.page(Tier.DISK, move.group, page)
+            if page >> 3 in self.denied:
+                device.memory[Tier.DISK][move.group].pop(page)
+                continue
             self.sums[k, page] = hash(tuple(slots))
             self.lies.discard((k, page))
             if self.rng.random() < self.lie:
@@ -53,14 +61,46 @@ class Store:
                 at = self.rng.randrange(len(slots))
                 slots[at:] = [-8_000_003 - value for value in slots[at:]]
 
-    def is_good(self, k: int, device: Device, move: Move) -> bool:
-        """Whether rank `k` gets from storage what it has stored."""
-        wrong = [page for page in move.src_pages
-                 if hash(tuple(device.page(Tier.DISK, move.group, page))) != self.sums.get((k, page))]
-        for page in wrong:
-            assert (k, page) in self.lies, f"{move}: reads what was never stored"
-        self.stats["lie found"] += bool(wrong)
-        return not wrong
+    def num_good(self, k: int, device: Device, move: Move) -> int:
+        """Of how many of its first pages rank `k` gets what it has stored. The next is gone then, if it has
+        a name."""
+        pages = stored_as(move, Tier.DISK)
+        for i, page in enumerate(pages):
+            memory = device.memory[Tier.DISK][move.group]
+            if move.keys and page not in memory:
+                known = (k, page) in self.sums or page >> 3 in self.denied
+                assert known, f"{move}: reads what was never stored"
+                return i
+            slots = device.page(Tier.DISK, move.group, page)
+            if hash(tuple(slots)) != self.sums.get((k, page)):
+                assert (k, page) in self.lies, f"{move}: reads what was never stored"
+                self.stats["lie found"] += 1
+                if move.keys:
+                    del memory[page]
+                return i
+        return len(pages)
+
+    def present(self, devices: Sequence[Device], out: Lookup) -> bytes:
+        """What every rank has, as `Listed` says it. Some of it goes just then."""
+        found = [sum([1 << g for g in range(len(devices[0].groups)) if int.from_bytes(key) not in self.denied
+                      and all([name_of(key, g) in device.memory[Tier.DISK][g] for device in devices])])
+                 for key in out.keys]
+        self.forget(devices, [key for key in out.keys if self.rng.random() < self.gone])
+        self.stats["storage asked"] += 1
+        self.stats["storage knew of a page"] += bool(found and found[0])
+        return bytes(found)
+
+    def unstore(self, devices: Sequence[Device], keys: Sequence[bytes]) -> None:
+        """These are damaged."""
+        self.denied.update(map(int.from_bytes, keys))
+        self.forget(devices, keys)
+
+    def forget(self, devices: Sequence[Device], keys: Sequence[bytes]) -> None:
+        """It has let go of these."""
+        for device in devices:
+            for g, memory in enumerate(device.memory[Tier.DISK]):
+                for key in keys:
+                    self.stats["storage forgot a page"] += memory.pop(name_of(key, g), None) is not None
 
     def taken(self, page: int) -> None:
         """A slot has another owner, and nobody knows what it should hold."""

@@ -18,6 +18,7 @@ from penstock.core.pair.decode_side import DecodeSide
 from penstock.core.plan import ONE_PEER, MoveId, RequestId, StepId, Tier
 from penstock.core.policy import capacity as capacity  # arithmetic of what can ever fit: it has no state
 from penstock.core.request import Request
+from penstock.sim.device import name_of
 
 Sealed = Node              # a handle, see `View`
 Raw = Request              # as a watcher is given it, for `View.of`
@@ -58,6 +59,7 @@ class Live:
     computed = Of(lambda r: r.computed)                  # positions with KV, at most
     retired = Of(lambda r: r.retired)                    # of these, seen to be computed
     started = Of(lambda r: r.started)                    # its Started was sent
+    is_asked_for = Of(lambda r: bool(r.asked))           # storage was asked what it has of it
     path = Of(lambda r: r.path)                          # its sealed pages
     may_host = Of(lambda r: r.may_host)                  # it could decode from host pages, to its end
     is_saved = Of(lambda r: r.is_saved)                 # it waits, and what it has is pinned on the host
@@ -303,8 +305,10 @@ class View:
         return sealed.banished
 
     def copies(self, sealed: Sealed) -> list[Where]:
-        return [Where(space.tier, page.page, page.moves > 0, page.used)
-                for space, page in sealed.copies.items()]
+        named = self.cfg.store_root and [k for k in self._kv.disk if k in sealed.copies]
+        key = self._kv.tree.digest(sealed) if named else b""
+        return [Where(space.tier, name_of(key, space.group) if key and space.tier is Tier.DISK else page.page,
+                      page.moves > 0, page.used) for space, page in sealed.copies.items()]
 
     # ---------------------------------------------------------------- the pair
     def of_transfer(self, transfer: int) -> Live | None:

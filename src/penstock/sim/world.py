@@ -25,6 +25,8 @@ from penstock.core.plan import (
     Expired,
     Finished,
     Flushed,
+    Listed,
+    Lookup,
     Moved,
     Outcome,
     Paused,
@@ -39,6 +41,7 @@ from penstock.core.plan import (
     StepPlan,
     Stopped,
     Token,
+    Unstore,
 )
 from penstock.core.settings import CoreConfig
 from penstock.core.watch import Watcher
@@ -343,6 +346,8 @@ class World(Watcher):
                     self._maybe_turn(out)
                 elif isinstance(out, Entered):
                     self._entered(out)
+                elif isinstance(out, Lookup | Unstore):
+                    self.executor.ask_storage(out)
             for rid in self.ending:
                 assert self.load.made[rid].finished is not None, f"request {rid} was not ended"
             self.ending.clear()
@@ -434,6 +439,8 @@ class World(Watcher):
                 self.stats["rates"] += 1
             case Flushed():
                 self.stats["flushed"] += 1
+            case Listed():
+                self.stats["storage answered"] += 1
             case _:
                 self.stats["from the peer"] += 1
 

@@ -69,7 +69,7 @@ def host_hits_never_used(real: Real, kv: KVCache, node: Node, g: int, stored: bo
 
 
 FORCED = ("pair=0,hot_pages=2,model=1,fail=0.5,spills=60,drops=12,copy=0.3,again=0.5,always_hosted=1,"
-          "page_size=2,wait_pages=1000,requests=14,hbm_pages=20,dram_pages=104")
+          "page_size=2,wait_pages=1000,requests=14,hbm_pages=20,dram_pages=104,named=0")
 
 
 @instead_of(allocate, "_are_filled", 200, first=110, mode=FORCED)

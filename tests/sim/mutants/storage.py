@@ -1,14 +1,16 @@
 """Seeded bugs of the storage tier, of deadlines and of ragged results."""
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from mutants.registry import Real, holding, instead_of, mutant, of_ranks
 from penstock.core import schedule
 from penstock.core.core import Core
+from penstock.core.kv import listing, prefix_tree
 from penstock.core.kv.allocate import KVCache
 from penstock.core.kv.moves import FlyingMove, Moves
-from penstock.core.kv.prefix_tree import Copy
+from penstock.core.kv.pages import Pages
+from penstock.core.kv.prefix_tree import Copy, Node, Tree
 from penstock.core.lifecycle import Lease, Phase
 from penstock.core.plan import Event, Move, Moved, MoveId, StepId, Tier
 from penstock.core.request import Request
@@ -24,7 +26,7 @@ class _BytesNotVerified(Core):
     def _landed(self, event: Moved) -> None:
         flight = self.kv.moves.flying[event.id]
         ok = event.ok or (flight.src.tier, flight.dst.tier) == self.way
-        super()._landed(Moved(event.id, ok))
+        super()._landed(Moved(event.id, ok, event.good))
 
 
 @mutant(400, mode="fail=0.5,again=0.7,turns=0.7")
@@ -42,10 +44,10 @@ class FailedStoreLeftVisible(_BytesNotVerified):
 
 
 @instead_of(Moves, "landed")
-def what_failed_to_load_is_loaded_again(real: Real, copies: Moves, id: MoveId, ok: bool
+def what_failed_to_load_is_loaded_again(real: Real, copies: Moves, id: MoveId, ok: bool, good: int
                                         ) -> tuple[FlyingMove, list[Copy]]:
     """Whose bytes were found to be wrong once is asked for them again, perhaps for ever."""
-    result: tuple[FlyingMove, list[Copy]] = real(copies, id, ok)
+    result: tuple[FlyingMove, list[Copy]] = real(copies, id, ok, good)
     flight, lost = result
     for source, _ in flight.pairs:
         if source.bad and source in lost:
@@ -110,14 +112,62 @@ LYING = ("pair=0,model=1,prefix_cache=1,lie=0.5,fail=0,full=0,hang=0,disk=1,copy
          "requests=20,hbm_pages=16,dram_pages=12,disk_pages=200,deadline=1000,rows=4")
 
 
-@of_ranks(Store, "store", "is_good", mode=LYING)
-def checksums_of_storage_not_compared(real: Real, store: Store, k: int, device: Device, move: Move) -> bool:
+@of_ranks(Store, "store", "num_good", mode=LYING)
+def checksums_of_storage_not_compared(real: Real, store: Store, k: int, device: Device, move: Move) -> int:
     """Whatever is read from storage is taken for what was stored."""
-    return True
+    return len(move.src_pages)
+
+
+# Storage that knows pages by what they hold: a flush is what a restart is, and the store is asked again.
+NAMED = LYING + ",named=1,flushes=6,write=0.5,span=200"
+
+
+@instead_of(prefix_tree, "key_under", 400, mode=NAMED + ",lie=0,alike=1")
+def a_page_named_without_its_parent(real: Real, parent: bytes, key: Sequence[int]) -> bytes:
+    """The same tokens behind another beginning are taken for the same page."""
+    name: bytes = real(b"", key)
+    return name
+
+
+@instead_of(Tree, "root_digest", 400, mode=NAMED + ",lie=0")
+def stored_pages_without_a_namespace(real: Real, tree: Tree, namespace: int) -> bytes:
+    """What one tenant has stored, another finds."""
+    name: bytes = real(tree, 0)
+    return name
+
+
+@instead_of(Moves, "landed", 400, mode=NAMED + ",gone=0.3")
+def a_partial_read_taken_for_a_whole(real: Real, copies: Moves, id: MoveId, ok: bool, good: int
+                                     ) -> tuple[FlyingMove, list[Copy]]:
+    """Some of its pages have arrived, so all have."""
+    result: tuple[FlyingMove, list[Copy]] = real(copies, id, ok or good > 0, good)
+    return result
+
+
+@instead_of(Moves, "landed", 400, mode=NAMED)
+def one_page_more_than_has_arrived(real: Real, copies: Moves, id: MoveId, ok: bool, good: int
+                                   ) -> tuple[FlyingMove, list[Copy]]:
+    """The page that was found to be wrong is taken for the last good one."""
+    result: tuple[FlyingMove, list[Copy]] = real(copies, id, ok, good and good + 1)
+    return result
+
+
+@instead_of(Moves, "invalidate", 400, mode=NAMED + ",lie=0,damages=6,abort=0.1")
+def storage_not_told_of_damage(real: Real, copies: Moves, path: list[Node]) -> tuple[bytes, ...]:
+    """The tree forgets damaged pages, and finds them in storage the next time."""
+    real(copies, path)
+    return ()
+
+
+@instead_of(listing, "_remember", 400, mode=NAMED + ",lie=0,gone=0,model=3")
+def a_page_of_one_group_taken_for_all(real: Real, kv: Pages, node: Node, groups: int) -> bool:
+    """Storage has one cache group's page: those of the others are not looked for."""
+    remembered: bool = real(kv, node, groups and (1 << len(kv.disk)) - 1)
+    return remembered
 
 
 @of_ranks(SimExecutor, "", "_land", mode="ranks=3,fail=0,lie=0,straggle=0.2")
-def moved_when_the_first_rank_has_landed(real: Real, executor: SimExecutor, k: int, move: Move, bad: int,
+def moved_when_the_first_rank_has_landed(real: Real, executor: SimExecutor, k: int, move: Move, good: int,
                                          data: list[list[int]]) -> None:
     """The engine hears of the end of a copy that other ranks have not finished."""
     ranks = len(executor.devices)
@@ -127,6 +177,6 @@ def moved_when_the_first_rank_has_landed(real: Real, executor: SimExecutor, k: i
         """The first rank has said it."""
 
     with holding(executor, "_event", silent if told else executor._event):
-        real(executor, k, move, bad, data)
+        real(executor, k, move, good, data)
     if not told and ranks > 1:
         executor._event(Moved(move.id, move.id not in executor._torn))

@@ -70,7 +70,7 @@ class Moves:
                 fix(src)
 
     def _plan(self, move: MoveId, tokens: int, after: StepId, first: int = 0, transfer: int = 0,
-              generation: int = 0, peer: PeerId = ONE_PEER) -> MoveId:
+              generation: int = 0, peer: PeerId = ONE_PEER, keys: tuple[bytes, ...] = ()) -> MoveId:
         """`after` names the last step that wrote the source; sealed pages have none, their producers
         were seen to retire."""
         flight = self.flying[move]
@@ -78,16 +78,18 @@ class Moves:
         self.outbox.append(Move(
             move, near.group, flight.src.tier, _pages(flight.src.tier, [s for s, _ in flight.pairs]),
             flight.dst.tier, _pages(flight.dst.tier, [d for _, d in flight.pairs]), tokens, after,
-            first, transfer, generation, peer))
+            first, transfer, generation, peer, keys))
         return move
 
     def move_nodes(self, nodes: list[Node], src: TierGroup, dst: TierGroup) -> None:
         """Fill the copies that `nodes` have in `dst` from those in `src`."""
         if nodes:
             pairs = [(n.copies[src], n.copies[dst]) for n in nodes]
-            self._at_store += len(pairs) if Tier.DISK in (src.tier, dst.tier) else 0
+            at_store = Tier.DISK in (src.tier, dst.tier)
+            self._at_store += len(pairs) if at_store else 0
+            keys = tuple(map(self.tree.digest, nodes)) if at_store and self.cfg.store_root else ()
             move = self._fly(FlyingMove(src, dst, pairs, nodes))
-            self._plan(move, len(nodes) * self._unit(src), self.retired)
+            self._plan(move, len(nodes) * self._unit(src), self.retired, keys=keys)
 
     def move_sealed(self, pairs: list[tuple[Copy, Copy]], src: TierGroup, dst: TierGroup,
                     r: Request | None) -> None:
@@ -164,18 +166,19 @@ class Moves:
         return self.cfg.groups[space.group].page_tokens or self.cfg.page_size
 
     # ---------------------------------------------------------------- a copy has ended
-    def landed(self, id: MoveId, ok: bool) -> tuple[FlyingMove, list[Copy]]:
+    def landed(self, id: MoveId, ok: bool, good: int) -> tuple[FlyingMove, list[Copy]]:
         """A Move was answered. Returns it, and the copies that nobody may read (again): whoever counts
-        on them must let go of them before `update_evictable`."""
+        on them must let go of them before `update_evictable`. good: pages of one that failed that arrived."""
         failed: list[Copy] = []
         flight = self.flying.pop(id)
         self.to_peer.pop(id, None)
-        for source, target in flight.pairs:
+        for i, (source, target) in enumerate(flight.pairs):
             source.moves -= 1
             target.moves -= 1
-            target.ready = ok and not source.bad
+            arrived = ok or i < good
+            target.ready = arrived and not source.bad
             # A failed load makes its source suspect; a failed copy to a lower tier changes nothing.
-            source.bad = source.bad or (not ok and UP[flight.dst.tier] < UP[flight.src.tier])
+            source.bad = source.bad or (not arrived and UP[flight.dst.tier] < UP[flight.src.tier])
             if not target.ready:
                 failed.append(target)
             if source.bad and source.ready:
@@ -191,7 +194,7 @@ class Moves:
         """These are planned, and in no plan yet: they are not made."""
         for move in moves:
             self.outbox.remove(move)
-            self.finish(self.landed(move.id, False)[0])
+            self.finish(self.landed(move.id, False, 0)[0])
 
     def detach(self, node: Node, space: TierGroup, copy: Copy) -> None:
         """A page is being read from storage, and somebody needs it who has it elsewhere. It is nobody's any
@@ -229,13 +232,18 @@ class Moves:
         elif tiers[0] is Tier.DRAM and self.cfg.disk_pages and self.cfg.prefix_cache:
             self.store([(flight.dst.group, n) for n in flight.nodes if n.ready(flight.dst)])
 
-    def invalidate(self, path: list[Node]) -> None:
+    def invalidate(self, path: list[Node]) -> tuple[bytes, ...]:
         """The KV of a request that has left is damaged: nobody else may start from its pages, nor from what
-        was computed from them. Who has done so already goes on; what nobody names goes at once."""
+        was computed from them. Who has done so already goes on; what nobody names goes at once. Returns the
+        keys under which storage may have any of it."""
+        keys: tuple[bytes, ...] = ()
         if path:
+            if self.cfg.store_root and not path[0].banished:
+                keys = tuple(map(self.tree.digest, self.tree.below(path[0])))
             self.tree.banish(path[0])
         for node in reversed(path):
             self.discard_node(node)
+        return keys
 
     def discard_node(self, node: Node) -> None:
         """Give up the copies of a page that is not worth keeping, once nobody names it."""
@@ -255,7 +263,7 @@ class Moves:
             g, node = self._to_store.popleft()
             space = self.disk[g]
             if (node.banished or not node.ready(self.host[g]) or space in node.copies
-                    or not self._slot(g)):
+                    or not self.slot(g)):
                 continue
             self.tree.attach(node, space, Copy(space.pool.acquire(1)[0], ready=False))
             todo.setdefault(g, []).append(node)
@@ -268,7 +276,7 @@ class Moves:
         """Host pages that storage may begin to fill now."""
         return max(0, self.cfg.store_pages - self._at_store)
 
-    def _slot(self, g: int) -> bool:
+    def slot(self, g: int) -> bool:
         """Whether a storage slot for a page of group g can be had, from the oldest of any group."""
         want = [int(k == g) for k in range(len(self.disk))]
         while self._disk_arena.short(want, promised=False):

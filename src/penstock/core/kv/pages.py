@@ -81,7 +81,7 @@ class Pages:
         self.device, self.host, self.disk = (spaces[t] for t in (Tier.HBM, Tier.DRAM, Tier.DISK))
         self._spaces = spaces
         self._pools = [self.rows, *(pool for arena in self.arenas.values() for pool in arena.pools)]
-        self.tree = Tree([*self.device, *self.host, *self.disk])
+        self.tree = Tree([*self.device, *self.host, *self.disk], cfg.store_root)
         self.moves = Moves(cfg, self.tree, self.device, self.host, self.disk, self.arenas[Tier.DISK])
         self._one = [tuple(int(k == g) for k in range(len(cfg.groups))) for g in range(len(cfg.groups))]
         self.issued = StepId(0)

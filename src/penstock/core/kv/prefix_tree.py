@@ -6,8 +6,11 @@ phases or plans; evicts what nobody pins, least recently used first, deepest fir
 """
 from __future__ import annotations
 
+import hashlib
 import heapq
 import itertools
+import sys
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -62,6 +65,7 @@ class Node:
     refs: int = 0
     last_used: int = 0             # the tree's clock when the last request left it, or IN_USE
     banished: bool = False         # damaged, or computed from what is: nobody finds it
+    digest: bytes = b""            # its key in storage, when somebody has asked for it
 
     def ready(self, space: TierGroup) -> bool:
         copy = self.copies.get(space)
@@ -87,11 +91,20 @@ def fix(copy: Copy) -> None:
         pool.fix(copy.page)
 
 
+def key_under(parent: bytes, key: Sequence[int]) -> bytes:
+    """What names a page in storage: 16 bytes of the key of its parent and its own 64-bit numbers, the same in
+    every process and on every machine."""
+    numbers = array("q", key)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return hashlib.blake2b(parent + numbers.tobytes(), digest_size=16).digest()
+
+
 class Tree:
     """All nodes, and the eviction order of each space."""
 
-    def __init__(self, spaces: Sequence[TierGroup]) -> None:
-        self.spaces = tuple(spaces)
+    def __init__(self, spaces: Sequence[TierGroup], store_root: bytes = b"") -> None:
+        self.spaces, self._store_root = tuple(spaces), store_root
         self.roots: dict[int, Node] = {}
         self._clock = 0
         self._entry = 0
@@ -110,6 +123,20 @@ class Tree:
             node = parent.children[key] = Node(key, parent, parent.depth + 1, banished=parent.banished)
         return node
 
+    def digest(self, node: Node) -> bytes:
+        """The key of a page in storage. Of a banished one only if it was asked for before."""
+        chain: list[Node] = []
+        while not node.digest and node.parent is not None:
+            chain.append(node)
+            node = node.parent
+        found = node.digest or self.root_digest(node.key[0])
+        for below in reversed(chain):
+            found = below.digest = key_under(found, below.key)
+        return found
+
+    def root_digest(self, namespace: int) -> bytes:
+        return key_under(self._store_root, (namespace,))
+
     def banish(self, node: Node) -> None:
         """Nobody finds this page any more, nor what builds on it. Requests that name it go on with it; when
         they leave it, its copies are the first to be evicted."""
@@ -120,7 +147,7 @@ class Tree:
         self._banished -= 1
         node.parent = self.root(self._banished)
         node.parent.children[node.key] = node
-        for below in list(self._below(node)):
+        for below in list(self.below(node)):
             below.banished = True
             if not below.refs:
                 below.last_used = 0
@@ -238,11 +265,11 @@ class Tree:
     def nodes(self) -> Iterator[Node]:
         """Every node but the roots, parents before children."""
         for root in self.roots.values():
-            for node in self._below(root):
+            for node in self.below(root):
                 if node is not root:
                     yield node
 
-    def _below(self, node: Node) -> Iterator[Node]:
+    def below(self, node: Node) -> Iterator[Node]:
         """This node, and all that build on it."""
         stack = [node]
         while stack:

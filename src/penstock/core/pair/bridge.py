@@ -205,7 +205,7 @@ class Pairing:
         ids = self.granted.pop(o.transfer)
         # A grant that ended before it was planned was never said: nobody may hear of its pages.
         moves.outbox = [move for move in moves.outbox if move.id not in ids]
-        flying: list[FlyingMove] = [moves.landed(id, o.ok)[0] for id in ids]
+        flying: list[FlyingMove] = [moves.landed(id, o.ok, 0)[0] for id in ids]
         for flight in flying:
             moves.finish(flight)
         if r is None or r.phase is not Phase.RECEIVING or r.is_saved:

@@ -163,7 +163,7 @@ class Admission:
 
     def may_start(self, r: Request) -> bool:
         """Whether nothing that `r`, who is in line, waits for by itself keeps it from getting a row."""
-        if r.moves or self.core.kv.in_flight(r):
+        if r.moves or r.asked or self.core.kv.in_flight(r):
             return False
         if r.phase is Phase.PAUSED and not r.is_saved:
             return False

@@ -27,6 +27,7 @@ from penstock.core.plan import (
     Expired,
     Finished,
     Flushed,
+    Lookup,
     Moved,
     Output,
     PeerLeft,
@@ -39,6 +40,7 @@ from penstock.core.plan import (
     Stopped,
     Tier,
     Token,
+    Unstore,
 )
 from penstock.replay.recorder import Recorded, Recorder
 from penstock.serve.engine.record import EventLog
@@ -418,8 +420,7 @@ class EngineLoop:
         touched: dict[int, _Live] = {}
         chunks: list[Chunk] = []
         for output in outputs:
-            if isinstance(output, Say):
-                assert self._peer is not None, "this engine has no peer"
+            if isinstance(output, Say | Lookup | Unstore):
                 continue
             rid = output.rid
             live = self._live[rid]
