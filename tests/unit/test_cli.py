@@ -102,7 +102,7 @@ def test_asking_for_what_happens_anyway_changes_nothing(line: str) -> None:
     ("--ep-size 2", "expert parallelism"), ("-dp 2", "data parallelism"),
     ("--hicache-write-policy write_back", "only write_through"), ("--hicache-mem-layout x", "one layout"),
     ("--kv-offloading-backend lmcache", "only native"),
-    ("--hicache-storage-backend file", "storage tier"), ("--disk-bytes 1G", "storage tier"),
+    ("--hicache-storage-backend file", "--kv-storage"), ("--disk-bytes 1G", "--kv-storage"),
     ("--disaggregation-transfer-backend mooncake", "--pair-listen"),
     ("--disaggregation-bootstrap-port 8998", "--pair-peer"),
     ("--disaggregation-decode-tp 2", "other settings of a pair"),

@@ -131,12 +131,12 @@ def test_namespaces_are_equal_only_for_equal_tenant_and_salt(asked):
     assert len(set(given_out.values())) == len(given_out)
 
 
-def test_forgotten_namespaces_get_a_new_number_and_never_anothers():
-    numbers = Namespaces(size_max=2)
-    first = [numbers.number(b"", salt) for salt in "abc"]
-    again = [numbers.number(b"", salt) for salt in "ab"]
-    assert len({*first, *again}) == 5
-    assert numbers.number(b"", "b") == again[1] and len(numbers._numbers) == 2
+def test_namespaces_of_one_secret_are_the_same_in_every_process_and_of_another_none():
+    asked = [(b"one", None), (b"one", "salt"), (b"", "salt"), (b"two", None)]
+    one, same, other = (Namespaces(secret * 32) for secret in (b"a", b"a", b"b"))
+    assert [one.number(*a) for a in asked] == [same.number(*a) for a in asked]
+    numbers = {n.number(*a) for n in (one, other) for a in asked}
+    assert len(numbers) == 2 * len(asked) and all(0 < n < 1 << 63 for n in numbers)
 
 
 # ---------------------------------------------------------------- connections

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from penstock.config.request.params import SamplingParams
@@ -20,10 +20,12 @@ from penstock.core.plan import (
     Retired,
     StepId,
     StepPlan,
+    Tier,
 )
 from penstock.exec.rank import Report, Stepped
 from penstock.exec.sampling.sampler import Logprobs
 from penstock.exec.sparse.rows import READS
+from penstock.memory.storage import Storage
 
 log = logging.getLogger(__name__)
 
@@ -100,10 +102,11 @@ class Front:
                 and `fault` says why. One request fails, the engine goes on.
     """
 
-    def __init__(self, ranks: Sequence[Ranked], wait: Callable[[], None] | None = None) -> None:
+    def __init__(self, ranks: Sequence[Ranked], wait: Callable[[], None] | None = None,
+                 storage: Storage | None = None) -> None:
         """wait: blocks until a rank in another process has reported; None: all are in this process, and
-        work while they are collected."""
-        self._ranks, self._wait = ranks, wait
+        work while they are collected. storage: makes the Moves from and to it, for all ranks."""
+        self._ranks, self._wait, self.storage = ranks, wait, storage
         self._open: dict[RequestId, _Open] = {}
         self._steps: dict[StepId, _Step] = {}
         self._moves: dict[MoveId, _Move] = {}
@@ -167,6 +170,12 @@ class Front:
             assert rid in self._open, f"step {plan.step} names request {rid}, which is not open"
             self._open[rid].queued += 1
         self._newest = plan.step
+        if self.storage is not None:
+            stored = [move for move in plan.moves if Tier.DISK in (move.src, move.dst)]
+            for move in stored:
+                self.storage.start(move)
+            if stored:
+                plan = replace(plan, moves=tuple([move for move in plan.moves if move not in stored]))
         self._steps[plan.step] = _Step(plan)
         for move in plan.moves:
             self._moves[move.id] = _Move(plan.step, len(self._ranks))
@@ -181,15 +190,16 @@ class Front:
 
     def poll(self, *, block: bool) -> Sequence[Event]:
         while True:
+            stored = [] if self.storage is None else self.storage.collect()
             reports = [(i, report) for i, rank in enumerate(self._ranks)
-                       for report in rank.collect(block=block and self._wait is None)]
-            events = [event for i, report in reports for event in self._merge(i, report)]
+                       for report in rank.collect(block=block and self._wait is None and not stored)]
+            events = stored + [event for i, report in reports for event in self._merge(i, report)]
             if events or not block:
                 return events
             if self._wait is not None and (self._steps or self._moves):
                 self._wait()
             elif not reports:
-                return events
+                return events if self.storage is None else self.storage.collect(wait=True)
 
     def _merge(self, rank: int, report: Report) -> list[Event]:
         """What is told now that this rank has reported too."""
@@ -254,6 +264,7 @@ class Front:
             for name, value in rank.stats().items():
                 before = out.get(name, 0.0)
                 out[name] = max(before, value) if name.startswith(ONCE) else before + value
+        out |= {} if self.storage is None else self.storage.stats()
         return {**out, "executor_requests": len(self._open), "executor_queued_plans": len(self._steps),
                 "executor_pending_moves": float(sum(m.step <= self._retired for m in self._moves.values()))}
 

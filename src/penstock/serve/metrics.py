@@ -34,6 +34,7 @@ RENAMED = {
     "prefix_queries": "prefix_cache_queries_total",
     "prefix_hbm_hits": 'prefix_cache_hits_total{tier="hbm"}',
     "prefix_dram_hits": 'prefix_cache_hits_total{tier="dram"}',
+    "prefix_disk_hits": 'prefix_cache_hits_total{tier="disk"}',
     "prefix_recomputed": "prefix_cache_recomputed_total",
     "pauses": 'num_preemptions_total{kind="pause"}',
     "drops": 'num_preemptions_total{kind="drop"}',
@@ -44,6 +45,7 @@ RENAMED = {
     "failed_moves": "failed_moves_total",
     "hbm_evictions": 'evicted_pages_total{tier="hbm"}',
     "dram_evictions": 'evicted_pages_total{tier="dram"}',
+    "disk_evictions": 'forgotten_pages_total{tier="disk"}',
 }
 STATS_AGE = "engine_stats_age_seconds"
 USED = {"hbm": "hbm_pages_in_use", "dram": "dram_pages_held"}
@@ -63,6 +65,17 @@ HELP = {
     "stage_overlap_seconds": "Of them, those in which the stage before computed as well.",
     STATS_AGE: "Seconds since the engine told its numbers: large while one step takes long.",
     "move_seconds": "Seconds of copies between tiers.",
+    "forgotten_pages": "Pages of storage that the planner forgot: it asks again, nothing is deleted.",
+    "storage_up": "1: storage answers; 0: it hangs, or is left alone after failures.",
+    "storage_bytes": "Bytes in the folder of --kv-storage, as last counted.",
+    "storage_bytes_max": "Its quota.",
+    "storage_gone": "Stored pages that were listed, and were not there when they were read.",
+    "storage_bad": "Stored pages that were not what their names say: a miss, and deleted.",
+    "storage_failed": "Reads, writes and look-ups that storage has failed.",
+    "storage_denied": "Keys of pages that were found to be damaged.",
+    "storage_known_objects": "Pages that were not written, since storage had them.",
+    "storage_refused_full": "Pages that were not written, for the quota or a full disk.",
+    "storage_lookups_late": "Look-ups that storage did not answer in time: nobody waits then.",
 }
 
 

@@ -12,6 +12,7 @@ from typing import Generic, Protocol, TypeVar
 
 from penstock.config.base.errors import ConfigError
 from penstock.config.base.machine import Machine
+from penstock.config.base.paths import storage_folder
 from penstock.config.base.sizes import show_bytes
 from penstock.config.request.selection import BOUNDS, BOUNDS_VERSION, SINKS, WINDOW, Selection
 from penstock.config.settings.tree import SECRETS, Config, KVConfig, PairConfig
@@ -192,6 +193,25 @@ REFUSED: tuple[Refusal[Machine], ...] = (
             ("kv.sparse_unit", "kv.sparse_top_k"), "without a budget nothing is selected: leave it out"),
     Refusal(lambda c, _: c.kv.sparse_kv == "always" and (c.kv.dram_bytes == 0 or c.kv.host_tier is False),
             ("kv.sparse_kv", "kv.dram_bytes", "kv.host_tier"), "host pages need a host tier: give it a size"),
+    Refusal(lambda c, _: c.kv.kv_storage is not None and storage_folder(c.kv.kv_storage) is None,
+            ("kv.kv_storage",), "file:///DIR is needed, an absolute path: other storage is not built yet"),
+    Refusal(lambda c, _: c.kv.kv_storage is not None and (c.kv.dram_bytes == 0 or c.kv.host_tier is False),
+            ("kv.kv_storage", "kv.dram_bytes", "kv.host_tier"),
+            "stored pages go through the host tier: give that a size, or leave both out"),
+    Refusal(lambda c, _: c.kv.kv_storage is not None and not c.kv.prefix_cache,
+            ("kv.kv_storage", "kv.prefix_cache"), "what is stored is found as a prefix: leave one out"),
+    Refusal(lambda c, _: c.kv.kv_storage is not None and bool(_mode(c) or c.pair.prefill),
+            ("kv.kv_storage", "pair.disaggregation_mode", "pair.prefill"),
+            "engines of a pair do not share storage yet: leave one of them out"),
+    Refusal(lambda c, _: c.kv.kv_storage is None and (c.kv.kv_storage_bytes is not None
+                                                      or c.kv.kv_storage_readonly),
+            ("kv.kv_storage_bytes", "kv.kv_storage_readonly", "kv.kv_storage"),
+            "of a storage: give one with --kv-storage file:///DIR"),
+    Refusal(lambda c, _: c.kv.kv_storage is None and c.kv.kv_storage_policy != "timeout",
+            ("kv.kv_storage_policy", "kv.kv_storage"), "of a storage: give one with --kv-storage file:///DIR"),
+    Refusal(lambda c, _: c.kv.kv_storage_readonly and c.kv.kv_storage_bytes is not None,
+            ("kv.kv_storage_readonly", "kv.kv_storage_bytes"), "nothing is stored then: leave one out"),
+    _outside("kv.kv_storage_bytes", 1 << 20, 1 << 62, "at least 1MiB"),
     _outside("schedule.max_num_seqs", 1, 4096, "1 to 4096 rows"),
     _outside("schedule.step_tokens", 1, 1 << 20, "1 to 1048576 tokens a step"),
     _outside("schedule.max_waiting", 0, 1 << 20, "0 to 1048576 waiting requests"),

@@ -24,6 +24,8 @@ def resolve(raw: Config, machine: Machine) -> Config:
     if device.threads is None:
         share = 2 if raw.pair.prefill else 1           # engines on this machine
         device = replace(device, threads=max(1, min(machine.cores, 1024) // share))
+    if kv.kv_storage is not None and kv.host_tier is kv.dram_bytes is kv.dram_ratio is None:
+        kv = replace(kv, host_tier=True)                # stored pages go through it
     if kv.memory_fraction is None:
         kv = replace(kv, memory_fraction=0.9 if device.device == "cuda" else 0.3)
     if model.dtype == "auto" and device.device == "cpu":

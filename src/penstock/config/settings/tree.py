@@ -57,6 +57,7 @@ LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 SparseKV = Literal["auto", "always", "off"]
 PairMode = Literal["prefill", "decode"]
 PairFallback = Literal["compute", "refuse"]
+StoragePolicy = Literal["timeout", "wait_complete"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +106,14 @@ class KVConfig:
     prefix_cache: Annotated[bool, "keep finished requests' pages for later prompts",
                             Alias("--enable-prefix-caching"),
                             Inverse("--disable-radix-cache")] = True
+    kv_storage: Annotated[str | None, "file:///DIR, where pages of KV outlive the engine; others on the same "
+                          "folder share them"] = None
+    kv_storage_bytes: Annotated[int | None, "of that folder at most, of all engines (default: four fifths of "
+                                "what is free at start, beside what it holds)", Bytes()] = None
+    kv_storage_readonly: Annotated[bool, "find pages there, and store none"] = False
+    kv_storage_policy: Annotated[StoragePolicy, "timeout: a request waits for stored pages while that is "
+                                 "faster than computing them; wait_complete: until they have come",
+                                 Alias("--hicache-storage-prefetch-policy")] = "timeout"
     kv_cache_dtype: Annotated[Literal["auto"], "KV type; auto is the compute type"] = "auto"
 
 

@@ -44,7 +44,6 @@ class Unbuilt:
 
 
 _NONE = ("none", "null", "")
-_DISK = "the storage tier (DISK)"
 _LORA = "LoRA"
 _SPECULATION = "speculative decoding"
 
@@ -72,9 +71,11 @@ UNBUILT: tuple[Unbuilt, ...] = (
     _value("another device than a CPU or an NVIDIA GPU", "--device", neutral=("auto", "cpu", "cuda")),
     _value("the choice of a GPU", "--base-gpu-id", neutral=("0",)),
     # The tiers and attention.
-    _value(_DISK, "--disk-bytes", "--swap-space", neutral=("0", "0.0"),
-           instead="for copies in host memory use --dram-bytes"),
-    _value(_DISK, "--disk-path", "--hicache-storage-*", neutral=_NONE),
+    _value("", "--disk-bytes", "--swap-space", neutral=("0", "0.0"),
+           instead="for copies in host memory use --dram-bytes SIZE, for files --kv-storage file:///DIR"),
+    _value("", "--disk-path", "--hicache-storage-backend", "--hicache-storage-backend-extra-config",
+           neutral=_NONE,
+           instead="pages are stored in files, with --kv-storage file:///DIR"),
     _value("", "--kv-offloading-backend", neutral=("native", *_NONE),
            instead="only native is accepted: the host tier is built in"),
     _value("", "--hicache-write-policy", neutral=("write_through",),

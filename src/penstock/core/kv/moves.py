@@ -256,7 +256,8 @@ class Moves:
     def store(self, nodes: Sequence[tuple[int, Node]]) -> None:
         """Pages whose host copy has landed go on to storage, as far as there is room. Reads are urgent:
         they may use twice as much of the host as makes writes wait."""
-        self._to_store += nodes
+        if self.cfg.store_writes:
+            self._to_store += nodes
         todo: dict[int, list[Node]] = {}
         num = 0
         while self._to_store and 2 * (self._at_store + num) < self.cfg.store_pages:

@@ -98,11 +98,14 @@ class Caches:
             host_memory = pinned.memory
         elif host_memory is None:
             host_memory = dram.allocate(self.host_bytes(cfg))
-        return device_pools, [
-            DramPool(layout, self._count(g, cfg.dram_pages), base=cfg.dram_base + g * cfg.group_base,
-                     group=Group(g), memory=host_memory[at:], page_stride=self.host.page_stride(g),
-                     pinned=pinned)
-            for g, (layout, at) in enumerate(zip(self.layouts, self.host_at, strict=True))]
+        return device_pools, self.host_pools(cfg, host_memory, pinned)
+
+    def host_pools(self, cfg: CoreConfig, memory: Tensor, pinned: Pinned | None = None) -> list[DramPool]:
+        """By cache group, over uint8 [`host_bytes`]."""
+        return [DramPool(layout, self._count(g, cfg.dram_pages), base=cfg.dram_base + g * cfg.group_base,
+                         group=Group(g), memory=memory[at:], page_stride=self.host.page_stride(g),
+                         pinned=pinned)
+                for g, (layout, at) in enumerate(zip(self.layouts, self.host_at, strict=True))]
 
     def _count(self, group: int, num_pages: int) -> int:
         return num_pages // self.slabs.slab_pages[0] * self.slabs.slab_pages[group]

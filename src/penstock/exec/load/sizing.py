@@ -21,6 +21,7 @@ WORKSPACE_BYTES = 256 << 20
 # A row of which at most so many bytes are still being loaded starts, and its step waits for them: a device's
 # layer by layer, on a CPU all others wait too, for a few milliseconds a row.
 WAIT_BYTES = {True: SPLIT_BYTES, False: 32 << 20}
+STORED_PAGES = 1 << 16      # that the core remembers, of what storage has: about 1 KB each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +77,8 @@ def size_pools(config: Config, caches: Caches, max_position: int, free: int, *,
         dram_pages=caches.host_pages(dram), step_tokens=config.schedule.step_tokens,
         max_len=max_position, overlap=config.schedule.overlap,
         wait_pages=WAIT_BYTES[gpu is not None] // caches.page_bytes if dram else 0,
+        disk_pages=STORED_PAGES // caches.slabs.slab_pages[0] * caches.slabs.slab_pages[0]
+        if kv.kv_storage else 0,
         prefix_cache=kv.prefix_cache, groups=caches.groups, pp_size=config.device.pp,
         role=config.pair.disaggregation_mode or "unified"))
     if hosts and dram:
@@ -228,7 +231,7 @@ def _held(caches: Caches, core: CoreConfig) -> int:
         return held
     staying = [n for g, n in zip(caches.groups, caches.slabs.slab_pages, strict=True) if not g.hosted]
     slabs = core.hbm_pages // caches.slabs.slab_pages[0] - core.hot_pages
-    low, high = 0, core.dram_pages + 1
+    low, high = 0, core.dram_pages - core.store_pages * (core.dram_pages // core.host_units) + 1
     while high - low > 1:
         middle = (low + high) // 2
         fits = sum(-(-middle // n) for n in staying) <= slabs

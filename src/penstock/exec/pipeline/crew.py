@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import NoReturn
 
+from torch import Tensor
+
 from penstock.config.base.errors import ConfigError
 from penstock.config.request.params import SamplingParams
 from penstock.config.settings.plain import to_plain
@@ -197,6 +199,10 @@ class Crew:
                                          device_memory=mapped(fd, caches.nbytes(core.hbm_pages)))
             found.append([*device, *below])
         return found
+
+    def host(self, nbytes: int) -> Tensor:
+        """The host pool of all ranks, uint8 [nbytes], seen from this process."""
+        return mapped(self._host_fd, nbytes)
 
     def encoded(self, plan: StepPlan) -> bytes:
         """Encoded once, for whichever rank asks first."""

@@ -34,6 +34,7 @@ from penstock.exec.load.weights import (
 from penstock.exec.pipeline.crew import Crew
 from penstock.exec.rank import Rank
 from penstock.exec.start.prove import prove, prove_front, scratch
+from penstock.exec.start.store import open_storage
 from penstock.exec.start.workspace import device_memory
 from penstock.exec.step.attend import LatentOps
 from penstock.exec.step.links import of_config
@@ -80,7 +81,13 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
     wakes = Waker()
     parts = _one(config, log, lateness, wakes) if config.device.pp == 1 else _several(config, log, wakes)
     core_config, caches, selection = parts.sizes.core, parts.caches, parts.selection
-    model, layout = parts.loaded.whole, parts.caches.layouts[0]
+    model, layout, kv = parts.loaded.whole, parts.caches.layouts[0], config.kv
+    identity: dict[str, str] = {}
+    if config.pair.disaggregation_mode or kv.kv_storage is not None:
+        identity = kv_identity(config, parts.loaded, selection, layout)
+    if kv.kv_storage is not None:
+        parts.front.storage, root = open_storage(kv, identity, caches, parts.host, wakes.wake, log)
+        core_config = replace(core_config, store_root=root, store_writes=not kv.kv_storage_readonly)
     seconds = time.perf_counter() - started
     info: Info = {
         "model": parts.loaded.name, "load_format": parts.loaded.load_format,
@@ -120,8 +127,7 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
     return Built(executor=parts.front, core_config=core_config, vocab_size=model.vocab_size,
                  max_model_len=core_config.max_len, selection=selection, info=info, wakes=wakes,
                  pools=parts.pools, caches=caches,
-                 identity=kv_identity(config, parts.loaded, selection, layout)
-                 if config.pair.disaggregation_mode else {}, crew=parts.crew)
+                 identity=identity, crew=parts.crew)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +142,7 @@ class _Parts:
     threads: int
     info: Info
     pools: Sequence[Sequence[BlockPool]]
+    host: Sequence[BlockPool]           # of whole pages
     crew: Crew | None = None
 
 
@@ -197,7 +204,7 @@ def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None
     except NotPinned as why:
         raise ConfigError(f"{why}: give less with --dram-bytes, or 0 for no host tier") from None
     return _Parts(front=Front([rank]), loaded=loaded, caches=caches, sizes=sizes, selection=selection,
-                  threads=threads, info=info, pools=[[*hbm, *dram]])
+                  threads=threads, info=info, pools=[[*hbm, *dram]], host=dram)
 
 
 def _check_gpu() -> None:
@@ -269,7 +276,9 @@ def _several(config: Config, log: Callable[[str], object], wakes: Waker) -> _Par
     loaded = replace(loaded, bytes=sum(one.weight_bytes for one in told),
                      peak=max(one.peak_bytes for one in told))
     return _Parts(front=Front(crew.ranks, crew.wait), loaded=loaded, caches=caches, sizes=sizes,
-                  selection=selection, threads=threads, info=info, pools=crew.seen(core, own), crew=crew)
+                  selection=selection, threads=threads, info=info, pools=crew.seen(core, own),
+                  host=caches.host_pools(core, crew.host(caches.host_bytes(core))) if core.dram_pages else [],
+                  crew=crew)
 
 
 def _sparse_info(selection: Selection | None, caches: Caches, sizes: Sizes) -> Info:

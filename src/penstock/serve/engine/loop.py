@@ -63,6 +63,7 @@ from penstock.serve.wire import (
 if TYPE_CHECKING:
     from penstock.exec.sampling.sampler import Logprobs
     from penstock.serve.engine.peer import Peer
+    from penstock.serve.engine.storing import Storing
 
 ID_MAX = 1 << 62
 
@@ -100,11 +101,11 @@ class Runner(Executor, Protocol):
 class _Live:
     """One request between Submit and its terminal chunk."""
 
-    __slots__ = ("cached", "excuse", "first", "given_up", "is_started", "logprobs", "peer_cached", "tokens",
-                 "transfer")
+    __slots__ = ("cached", "excuse", "first", "given_up", "is_started", "logprobs", "num_prompt",
+                 "peer_cached", "tokens", "transfer")
 
-    def __init__(self, *, logprobs: bool, transfer: int) -> None:
-        self.logprobs, self.transfer = logprobs, transfer
+    def __init__(self, *, logprobs: bool, transfer: int, num_prompt: int) -> None:
+        self.logprobs, self.transfer, self.num_prompt = logprobs, transfer, num_prompt
         self.first = 0                          # output index of tokens[0]
         self.tokens: list[int] = []             # of this turn
         self.cached: Started | None = None      # of this turn
@@ -133,11 +134,12 @@ class EngineLoop:
 
     def __init__(self, core: Planner, executor: Runner, *, vocab_size: int, max_model_len: int,
                  selection: Selection | None = None, event_log: EventLog | None = None,
-                 check: bool = False, peer: Peer | None = None,
+                 check: bool = False, peer: Peer | None = None, storing: Storing | None = None,
                  deadlines_s: Mapping[str, float] | None = None,
                  clock: Callable[[], float] = time.monotonic) -> None:
         """selection: the largest that `executor` can decode from; None: it reads all KV.
-        peer: the other engine of a pair. deadlines_s: by phase, how long a request may be in it."""
+        peer: the other engine of a pair. storing: where `executor` has storage. deadlines_s: by phase, how
+        long a request may be in it."""
         self._core = core
         self.recorder = Recorder(core)
         self._executor = executor
@@ -145,7 +147,7 @@ class EngineLoop:
         self._max_model_len = max_model_len
         self._selection = selection
         self._event_log = event_log or EventLog()
-        self._check, self._peer, self._clock = check, peer, clock
+        self._check, self._peer, self._clock, self._storing = check, peer, clock, storing
         self._deadlines_s = deadlines_s or {}
         self._timers: list[tuple[float, int, Expired]] = []    # a heap: when, and in order of their setting
         self._timers_set = 0
@@ -231,7 +233,8 @@ class EngineLoop:
         prompt = tuple(m.prompt)
         leader = m.leader if m.leader in self._live else None
         self._executor.open(rid, prompt, m.params, choice=m.choice, stop_ids=tuple(m.stop_ids))
-        self._live[rid] = _Live(logprobs=m.params.logprobs is not None, transfer=transfer)
+        self._live[rid] = _Live(logprobs=m.params.logprobs is not None, transfer=transfer,
+                                num_prompt=len(prompt))
         self._events.append(Arrived(
             rid=rid, prompt=prompt, max_new=m.max_new, stop=frozenset(m.stop_ids),
             min_new=m.params.min_tokens, namespace=m.namespace, priority=m.params.priority,
@@ -292,6 +295,8 @@ class EngineLoop:
         if self._peer is not None:
             self._hear(self._peer)
         self._ring()
+        if self._storing is not None and (rates := self._storing.rates()) is not None:
+            self._events.append(rates)
         chunks, self._chunks = self._chunks, []
         outputs: list[Output] = []
         events: Sequence[Event] = self._events
@@ -302,6 +307,8 @@ class EngineLoop:
             advance = self.recorder.advance(events)
             events = ()
             outputs += advance.outputs
+            if self._storing is not None:
+                self._storing.ask(advance.outputs)
             if self._peer is not None:
                 self._give_first(advance.outputs)
             if advance.plan is not None:        # before anything else: the device must not starve
@@ -322,6 +329,8 @@ class EngineLoop:
             if moves:
                 here = replace(plan, moves=tuple([m for m in plan.moves if Tier.PEER not in (m.src, m.dst)]))
         self._executor.submit(here)
+        if self._storing is not None:
+            self._storing.submitted(plan)
         if here is not plan and self._peer is not None:
             self._peer.take(moves)
         self.steps_in_flight += 1
@@ -331,6 +340,8 @@ class EngineLoop:
     def _settle(self, event: Event) -> None:
         if isinstance(event, Retired):
             self.steps_in_flight -= 1
+            if self._storing is not None:
+                self._storing.retired(event.step)
             if self._peer is not None:
                 self._peer.retired(event.step)
         elif isinstance(event, Moved):
@@ -410,7 +421,10 @@ class EngineLoop:
             self._events.append(expired)
 
     def _set_timer(self, entered: Entered) -> None:
-        if (limit_s := self._deadlines_s.get(entered.phase)) is not None:
+        limit_s = self._deadlines_s.get(entered.phase)
+        if self._storing is not None and entered.phase == Phase.FETCHING.value:
+            limit_s = self._storing.patience_s(self._live[entered.rid].num_prompt)
+        if limit_s is not None:
             self._timers_set += 1
             heapq.heappush(self._timers, (self._clock() + limit_s, self._timers_set,
                                           Expired(entered.rid, entered.phase, entered.visit)))

@@ -153,14 +153,17 @@ def build(config: Config, event_log: EventLog) -> Engine:
     from penstock.core.policy.capacity import largest
     from penstock.exec.start.build import build_engine
     from penstock.serve.engine.open_pair import link_settings, open_peer
+    from penstock.serve.engine.storing import Storing
 
     link_settings(config)               # what is wrong with them is told before a model is loaded
     built = build_engine(config, log)
     peer = open_peer(config, built)
+    storage = built.executor.storage
     info = built.info if peer is None else built.info | {"pair_address": peer.address}
     loop = EngineLoop(Core(built.core_config), built.executor, vocab_size=built.vocab_size,
                       max_model_len=built.max_model_len, selection=built.selection,
                       event_log=event_log, check=config.debug.check, peer=peer,
+                      storing=None if storage is None else Storing(storage, config.kv.kv_storage_policy),
                       deadlines_s={Phase.RECEIVING.value: config.pair.pair_timeout_s})
     ready = wire.Ready(pid=os.getpid(), vocab_size=built.vocab_size, max_model_len=built.max_model_len,
                        info=info, selection=built.selection,

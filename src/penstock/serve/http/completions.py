@@ -61,7 +61,9 @@ class OpenAI:
     """
 
     def __init__(self, engine: Engine, text: Text, metrics: Metrics, *, model: str,
-                 choices_max: int, encoder: Encoder | None = None, also: Sequence[str] = ()) -> None:
+                 choices_max: int, encoder: Encoder | None = None, also: Sequence[str] = (),
+                 secret: bytes | None = None) -> None:
+        """secret: what tenants' namespaces are made with, see `Namespaces`."""
         self.engine = engine
         self.tokenizer = text.tokenizer
         self.encoder = encoder           # None for a model without a tokenizer
@@ -73,7 +75,7 @@ class OpenAI:
         # Routers fill in "unknown" where their client named none.
         self.names = self.own_names | {"unknown"}
         self.choices_max = choices_max
-        self.namespaces = Namespaces()
+        self.namespaces = Namespaces(secret)
         self.draining = False
         self.num_open = 0            # requests that have not been answered to the end
         self.idle = asyncio.Event()

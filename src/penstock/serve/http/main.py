@@ -22,7 +22,9 @@ import uvicorn
 import uvloop
 
 from penstock.config.base.errors import ConfigError
-from penstock.config.settings.tree import Config, ServerConfig
+from penstock.config.base.paths import storage_folder
+from penstock.config.settings.tree import Config, KVConfig, ServerConfig
+from penstock.memory.files import secret_of
 from penstock.model.weights.locate import ModelFiles, locate
 from penstock.serve.client.client import EngineClient, EngineDied
 from penstock.serve.http.app import Health, PeerView, build_app
@@ -84,6 +86,12 @@ def _cannot_bind(config: ServerConfig, error: OSError) -> ConfigError:
                            "choose another with --port, or let --port 0 take a free one")
     return ConfigError(f"cannot bind {config.host} port {config.port} ({error.strerror or error}): "
                        "give an address of this machine with --host, and a free --port")
+
+
+def _secret(kv: KVConfig) -> bytes | None:
+    """What tenants' pages are told apart by, where they outlive this process. Raises ConfigError."""
+    root = None if kv.kv_storage is None else storage_folder(kv.kv_storage)
+    return None if root is None else secret_of(root, readonly=kv.kv_storage_readonly)
 
 
 class _Uvicorn(uvicorn.Server):
@@ -183,7 +191,7 @@ class _Server:
                      model=config.model.served_model_name or self._files.name,
                      encoder=self._encoder,
                      also=() if config.model.served_model_name else (config.model.model,),
-                     choices_max=schedule.max_num_seqs + schedule.max_waiting)
+                     choices_max=schedule.max_num_seqs + schedule.max_waiting, secret=_secret(config.kv))
         app = build_app(api, self._health, self._keys, config.server,
                         {"model": api.model, "pid": self._engine.ready.pid, **self._engine.ready.info},
                         await self._engine.stats(), self._peer_view())

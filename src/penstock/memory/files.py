@@ -1,0 +1,305 @@
+"""Pages of KV as files in a folder, one object a page and cache group, named by what it holds.
+
+    ROOT/v1/FINGERPRINT/ab/cdef....G      the page with key abcdef...., of cache group G
+    ROOT/v1/FINGERPRINT/manifest.json     what the fingerprint stands for, in words: for people
+
+An object is 64 bytes of header, then the bytes of the host page. The name is the index: there is no journal,
+and nothing that must survive but the objects. One is whole or is not there: it is written under another name
+and renamed; what power loss or anybody else leaves is found by its checksum, and is a miss. Nothing read here
+is used as a size, an index or a path. Knows nothing of requests or of the core's slots.
+"""
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import json
+import os
+import secrets
+import stat
+import struct
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import xxhash
+
+from penstock.config.base.errors import ConfigError
+
+FORMAT = "v1"
+# Magic, version, cache group, bytes of the page, key, xxh3-128 of all that and the page, nothing.
+HEADER = struct.Struct("<4sHHQ16s16s16x")
+_MAGIC, _VERSION = b"PNKV", 1
+LOW_WATER = 0.9             # of the quota: what a sweep leaves
+TOUCH_S, STALE_S = 3600.0, 3600.0       # how often a hit is noted as a use; age of temporary files that go
+_OURS = frozenset((FORMAT, "secret", "lock", "lost+found"))
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+_WRITE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+_FOLDER = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_DIRECTORY
+
+
+class Verdict(Enum):
+    """What a read has found."""
+
+    GOOD = "good"
+    GONE = "gone"          # there is no such object
+    BAD = "bad"            # what is there is not what was stored
+
+
+def sealed(key: bytes, group: int, page: memoryview) -> bytes:
+    """The header of an object."""
+    blank = HEADER.pack(_MAGIC, _VERSION, group, len(page), key, bytes(16))
+    return HEADER.pack(_MAGIC, _VERSION, group, len(page), key, _sum(blank, page))
+
+
+def is_sealed(header: bytes | bytearray, key: bytes, group: int, page: memoryview) -> bool:
+    """Whether `page` is what `sealed` was given with this key and group."""
+    return len(header) == HEADER.size and bytes(header) == sealed(key, group, page)
+
+
+def _sum(blank: bytes, page: memoryview) -> bytes:
+    digest = xxhash.xxh3_128(blank)
+    digest.update(page)
+    return digest.digest()
+
+
+def open_root(root: Path, *, readonly: bool) -> None:
+    """Make the folder, or see that it is one of ours. Raises ConfigError."""
+    try:
+        if not readonly:
+            (root / FORMAT).mkdir(mode=0o700, parents=True, exist_ok=True)
+        others = sorted(n for n in os.listdir(root) if n not in _OURS and not n.startswith("."))
+        if not readonly and not os.access(root / FORMAT, os.W_OK | os.X_OK):
+            raise ConfigError(f"--kv-storage {root}: it cannot be written to: give a folder of this user, or "
+                              "take --kv-storage-readonly")
+    except OSError as e:
+        raise ConfigError(f"--kv-storage {root}: {e.strerror}: give a folder that this user can "
+                          f"{'read' if readonly else 'write to'}") from None
+    if others:
+        raise ConfigError(f"--kv-storage {root}: holds {', '.join(others[:3])}, which storage of format "
+                          f"{FORMAT} does not have: give an empty folder, or one that this version has made")
+
+
+def secret_of(root: Path, *, readonly: bool) -> bytes:
+    """32 bytes that all engines on this folder share, and nobody else: what keeps tenants' pages apart. Made
+    if there are none; without a folder to write to they are of this process. Raises ConfigError."""
+    open_root(root, readonly=readonly)
+    path = root / "secret"
+    try:
+        if not (readonly or path.exists()):
+            temp = root / f".secret.{os.getpid()}"
+            with open(os.open(temp, _WRITE, 0o600), "wb") as file:
+                file.write(secrets.token_bytes(32))
+            with contextlib.suppress(FileExistsError):       # another engine was faster: its secret counts
+                os.link(temp, path)
+            os.unlink(temp)
+        with open(os.open(path, _READ), "rb") as file:
+            found, mode = file.read(33), os.fstat(file.fileno()).st_mode
+    except FileNotFoundError:
+        return secrets.token_bytes(32)
+    except OSError as e:
+        raise ConfigError(f"--kv-storage {root}: {path}: {e.strerror}: it must be a file that this user can "
+                          "read") from None
+    if len(found) != 32 or mode & 0o077:
+        raise ConfigError(f"--kv-storage {root}: {path}: 32 bytes that only this user can read are needed: "
+                          f"chmod 600 it, or remove it with all that is stored")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Object:
+    """One file of a storage, as a listing finds it; `path` below the root."""
+
+    path: str
+    bytes: int
+    used: float              # seconds since 1970
+
+    @property
+    def temporary(self) -> bool:
+        return self.path.endswith(".tmp")
+
+
+def objects(root: Path) -> Iterator[Object]:
+    """All objects of all engines, and temporary files; follows no link. Raises OSError."""
+    for at, folders, names, fd in os.fwalk(root / FORMAT, follow_symlinks=False):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names if "/" in os.path.relpath(at, root / FORMAT) else ():
+            with contextlib.suppress(FileNotFoundError):
+                found = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                if stat.S_ISREG(found.st_mode):
+                    path = os.path.relpath(os.path.join(at, name), root)
+                    yield Object(path, found.st_size, found.st_mtime)
+
+
+def sweep(root: Path, quota: int | None) -> tuple[int, int]:
+    """Remove temporary files that nobody writes any more, and, where there is more than `quota` bytes, what
+    was used longest ago, down to LOW_WATER of it. Returns bytes that are left and bytes removed; if another
+    engine is sweeping, what there is. Raises OSError."""
+    with contextlib.ExitStack() as stack:
+        lock = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        stack.callback(os.close, lock)
+        found = list(objects(root))
+        left = sum(o.bytes for o in found)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return left, 0
+        before, now = left, time.time()
+        over = quota is not None and left > quota
+        for o in sorted(found, key=lambda o: o.used):
+            stale = o.temporary and now - o.used > STALE_S
+            if stale or (over and left > LOW_WATER * (quota or 0) and not o.temporary):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(root / o.path)
+                left -= o.bytes
+        return left, before - left
+
+
+class Files:
+    """The objects of one kind of engine in a folder. Any thread may call anything; what is wrong with the
+    world is an OSError, but that an object is not there, or not what it should be."""
+
+    def __init__(self, root: Path, fingerprint: str, page_bytes: Sequence[int], *, readonly: bool = False,
+                 words: Mapping[str, str] | None = None) -> None:
+        """page_bytes: of a page of each cache group. words: for the manifest. Raises ConfigError."""
+        open_root(root, readonly=readonly)
+        self.root, self.readonly, self._sizes = root, readonly, tuple(page_bytes)
+        self._home = root / FORMAT / fingerprint
+        self._folders: dict[str, int] = {}       # descriptors: no name of a link is followed
+        self._temps = itertools.count()
+        if not readonly:
+            try:
+                self._home.mkdir(mode=0o700, exist_ok=True)
+                self._write_manifest(words or {})
+            except OSError as e:
+                raise ConfigError(f"--kv-storage {root}: {e.strerror}: give a folder that this user can "
+                                  "write to") from None
+
+    def _write_manifest(self, words: Mapping[str, str]) -> None:
+        path = self._home / "manifest.json"
+        if not path.exists():
+            temp = self._home / f".manifest.{os.getpid()}"
+            with open(os.open(temp, _WRITE, 0o600), "w", encoding="utf-8") as file:
+                file.write(json.dumps({"format": FORMAT, "page_bytes": self._sizes, **words}, indent=1))
+            os.replace(temp, path)
+
+    # ------------------------------------------------------------ names
+    def _folder(self, key: bytes, *, make: bool = False) -> int:
+        """Descriptor of the folder of a key. Raises FileNotFoundError."""
+        name = key[:1].hex()
+        fd = self._folders.get(name)
+        if fd is not None and os.fstat(fd).st_nlink:
+            return fd
+        if make:
+            (self._home / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+        home = os.open(self._home, _FOLDER)
+        try:
+            fd = os.open(name, _FOLDER, dir_fd=home)
+        finally:
+            os.close(home)
+        # Two threads may both open it: one descriptor of 256 is left open then.
+        self._folders[name] = fd
+        return fd
+
+    @staticmethod
+    def _name(key: bytes, group: int) -> str:
+        return f"{key[1:].hex()}.{group}"
+
+    # ------------------------------------------------------------ objects
+    def present(self, key: bytes) -> int:
+        """Bit g is set if there is a page of cache group g, by its name and length alone."""
+        try:
+            folder, found = self._folder(key), 0
+        except FileNotFoundError:
+            return 0
+        for group, size in enumerate(self._sizes):
+            with contextlib.suppress(FileNotFoundError):
+                at = os.stat(self._name(key, group), dir_fd=folder, follow_symlinks=False)
+                found |= (stat.S_ISREG(at.st_mode) and at.st_size == HEADER.size + size) << group
+        return found
+
+    def get(self, key: bytes, group: int, page: memoryview) -> Verdict:
+        """Read an object into `page`, whose bytes are anything unless it is GOOD."""
+        assert len(page) == self._sizes[group], f"a page of {len(page)} bytes"
+        try:
+            fd = os.open(self._name(key, group), _READ, dir_fd=self._folder(key))
+        except FileNotFoundError:
+            return Verdict.GONE
+        except OSError as e:
+            if e.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+                return Verdict.BAD
+            raise
+        try:
+            at = os.fstat(fd)
+            if not stat.S_ISREG(at.st_mode) or at.st_size != HEADER.size + len(page):
+                return Verdict.BAD
+            header = bytearray(HEADER.size)
+            if not (_fill(fd, [memoryview(header), page]) and is_sealed(header, key, group, page)):
+                return Verdict.BAD
+            if not self.readonly and time.time() - at.st_mtime > TOUCH_S:
+                with contextlib.suppress(OSError):
+                    os.utime(fd)
+            return Verdict.GOOD
+        finally:
+            os.close(fd)
+
+    def put(self, key: bytes, group: int, page: memoryview) -> int:
+        """Store a page, unless it is there. Returns the bytes that were written."""
+        assert len(page) == self._sizes[group] and not self.readonly
+        folder, name = self._folder(key, make=True), self._name(key, group)
+        if self.present(key) >> group & 1:
+            return 0
+        temp = f"{name}.{os.getpid()}.{next(self._temps)}.tmp"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(temp, flags, 0o600, dir_fd=folder)
+        try:
+            try:
+                _drain(fd, [memoryview(sealed(key, group, page)), page])
+            finally:
+                os.close(fd)
+            os.rename(temp, name, src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temp, dir_fd=folder)
+            raise
+        return HEADER.size + len(page)
+
+    def delete(self, key: bytes, group: int) -> None:
+        """Remove an object, if it is there."""
+        with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+            os.unlink(self._name(key, group), dir_fd=self._folder(key))
+
+    def close(self) -> None:
+        for fd in self._folders.values():
+            os.close(fd)
+        self._folders.clear()
+
+
+def _fill(fd: int, into: list[memoryview]) -> bool:
+    """Whether the file had so many bytes."""
+    at, end = 0, sum(map(len, into))
+    while at < end:
+        n = os.preadv(fd, _rest(into, at), at)
+        if n == 0:
+            return False
+        at += n
+    return True
+
+
+def _drain(fd: int, parts: list[memoryview]) -> None:
+    at, end = 0, sum(map(len, parts))
+    while at < end:
+        at += os.writev(fd, _rest(parts, at))
+
+
+def _rest(parts: list[memoryview], at: int) -> list[memoryview]:
+    """What follows the first `at` bytes."""
+    found = []
+    for part in parts:
+        if at < len(part):
+            found.append(part[at:])
+        at = max(0, at - len(part))
+    return found
