@@ -34,7 +34,7 @@ FORMAT = "v1"
 HEADER = struct.Struct("<4sHHQ16s16s16x")
 _MAGIC, _VERSION = b"PNKV", 1
 LOW_WATER = 0.9             # of the quota: what a sweep leaves
-TOUCH_S, STALE_S = 3600.0, 3600.0       # how often a hit is noted as a use; age of temporary files that go
+TOUCH_S, STALE_S = 60.0, 3600.0     # how often a hit is noted as a use; age of temporary files that go
 _OURS = frozenset((FORMAT, "secret", "lock", "lost+found"))
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 _WRITE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -156,6 +156,27 @@ def sweep(root: Path, quota: int | None) -> tuple[int, int]:
                     os.unlink(root / o.path)
                 left -= o.bytes
         return left, before - left
+
+
+def examine(root: Path, o: Object) -> Verdict:
+    """Whether an object that was listed is what its name says. Raises OSError."""
+    folder, name = os.path.split(o.path)
+    digits, _, group = name.partition(".")
+    try:
+        key = bytes.fromhex(os.path.basename(folder) + digits)
+        fd = os.open(root / o.path, _READ)
+    except ValueError:
+        return Verdict.BAD
+    except FileNotFoundError:
+        return Verdict.GONE
+    try:
+        data = memoryview(bytearray(o.bytes))
+        good = (len(key) == 16 and group.isdecimal() and len(group) < 3 and len(data) >= HEADER.size
+                and _fill(fd, [data])
+                and is_sealed(bytes(data[:HEADER.size]), key, int(group), data[HEADER.size:]))
+    finally:
+        os.close(fd)
+    return Verdict.GOOD if good else Verdict.BAD
 
 
 class Files:
