@@ -69,18 +69,18 @@ def _sum(blank: bytes, page: memoryview) -> bytes:
 def open_root(root: Path, *, readonly: bool) -> None:
     """Make the folder, or see that it is one of ours. Raises ConfigError."""
     try:
+        names = os.listdir(root) if readonly or root.exists() else []
+        if others := sorted(n for n in names if n not in _OURS and not n.startswith(".")):
+            raise ConfigError(f"--kv-storage {root}: holds {', '.join(others[:3])}, which storage of format "
+                              f"{FORMAT} has not: give an empty folder, or one that this version has made")
         if not readonly:
             (root / FORMAT).mkdir(mode=0o700, parents=True, exist_ok=True)
-        others = sorted(n for n in os.listdir(root) if n not in _OURS and not n.startswith("."))
-        if not readonly and not os.access(root / FORMAT, os.W_OK | os.X_OK):
-            raise ConfigError(f"--kv-storage {root}: it cannot be written to: give a folder of this user, or "
-                              "take --kv-storage-readonly")
+            if not os.access(root / FORMAT, os.W_OK | os.X_OK):
+                raise ConfigError(f"--kv-storage {root}: it cannot be written to: give a folder of this "
+                                  "user, or take --kv-storage-readonly")
     except OSError as e:
         raise ConfigError(f"--kv-storage {root}: {e.strerror}: give a folder that this user can "
                           f"{'read' if readonly else 'write to'}") from None
-    if others:
-        raise ConfigError(f"--kv-storage {root}: holds {', '.join(others[:3])}, which storage of format "
-                          f"{FORMAT} does not have: give an empty folder, or one that this version has made")
 
 
 def secret_of(root: Path, *, readonly: bool) -> bytes:
@@ -134,10 +134,10 @@ def objects(root: Path) -> Iterator[Object]:
                     yield Object(path, found.st_size, found.st_mtime)
 
 
-def sweep(root: Path, quota: int | None) -> tuple[int, int]:
-    """Remove temporary files that nobody writes any more, and, where there is more than `quota` bytes, what
-    was used longest ago, down to LOW_WATER of it. Returns bytes that are left and bytes removed; if another
-    engine is sweeping, what there is. Raises OSError."""
+def sweep(root: Path, quota: int | None, room: int = 0) -> tuple[int, int]:
+    """Remove temporary files that nobody writes any more, and, where `quota` bytes have no `room` for more,
+    what was used longest ago, down to LOW_WATER of them. Returns bytes that are left and bytes removed; if
+    another engine is sweeping, what there is. Raises OSError."""
     with contextlib.ExitStack() as stack:
         lock = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         stack.callback(os.close, lock)
@@ -148,7 +148,7 @@ def sweep(root: Path, quota: int | None) -> tuple[int, int]:
         except BlockingIOError:
             return left, 0
         before, now = left, time.time()
-        over = quota is not None and left > quota
+        over = quota is not None and left + room > quota
         for o in sorted(found, key=lambda o: o.used):
             stale = o.temporary and now - o.used > STALE_S
             if stale or (over and left > LOW_WATER * (quota or 0) and not o.temporary):

@@ -79,6 +79,7 @@ class Storage:
         self.page_s = 0.0                      # seconds of a page that was read lately; 0: none was
         self.in_flight = 0                     # moves and look-ups that are not told
         self._sweeps = threading.Event()
+        self._largest = max(pool.layout.page_bytes for pool in pools)
         bodies = [*[self._read] * READERS, *[self._write] * WRITERS, self._answer, self._watch]
         for body in bodies if files.readonly else [*bodies, self._sweep]:
             threading.Thread(target=body, daemon=True, name=f"penstock-storage{body.__name__}").start()
@@ -314,7 +315,7 @@ class Storage:
         """Counts what there is, now and then, and makes room when it is too much."""
         while True:
             try:
-                self._used, gone = sweep(self.files.root, self._quota)
+                self._used, gone = sweep(self.files.root, self._quota, room=PART * self._largest)
                 if self._quota is None:
                     self._quota = self._used + int(FREE * free_bytes(self.files.root))
                 with self._lock:

@@ -97,6 +97,7 @@ AREAS = {
     "exec": "Memory, back-ends and stages",
     "model": "Checkpoints",
     "serve/text": "Tokenizers and chat templates",
+    "memory": "Storage",
     "transfer": "The other end of a pair",
     "serve": "Addresses, files and commands",
     "bench": "`penstock bench`",

@@ -152,10 +152,12 @@ def build(config: Config, event_log: EventLog) -> Engine:
     from penstock.core.core import Core
     from penstock.core.policy.capacity import largest
     from penstock.exec.start.build import build_engine
+    from penstock.exec.start.store import check_folder
     from penstock.serve.engine.open_pair import link_settings, open_peer
     from penstock.serve.engine.storing import Storing
 
     link_settings(config)               # what is wrong with them is told before a model is loaded
+    check_folder(config.kv)
     built = build_engine(config, log)
     peer = open_peer(config, built)
     storage = built.executor.storage

@@ -71,8 +71,9 @@ async def read_body(headers: Iterable[tuple[bytes, bytes]], receive: Receive, by
 class Keys:
     """The API keys, as keyed hashes. Without any, everybody may ask. `admins` are keys too."""
 
-    def __init__(self, keys: Iterable[str], admins: Iterable[str] = ()) -> None:
-        self._secret = secrets.token_bytes(32)
+    def __init__(self, keys: Iterable[str], admins: Iterable[str] = (), secret: bytes | None = None) -> None:
+        """secret: see `Namespaces`: what a tenant is called with it is the same in every process."""
+        self._secret = secret or secrets.token_bytes(32)
         self._admins = frozenset(self._hash(k.encode()) for k in admins)
         self._hashes = [*(self._hash(k.encode()) for k in keys), *self._admins]
 
@@ -110,14 +111,13 @@ def is_local_origin(origin: str) -> bool:
     return scheme in ("http", "https") and is_local(host)
 
 
-def load_keys(config: ServerConfig) -> Keys:
+def load_keys(config: ServerConfig, secret: bytes | None = None) -> Keys:
     """The keys of the command line and of the key files. Raises ConfigError."""
     keys = [config.api_key] if config.api_key else []
     if config.api_key_file is not None:
         keys += _read_keys("--api-key-file", config.api_key_file)
-    if config.admin_key_file is None:
-        return Keys(keys)
-    return Keys(keys, _read_keys("--admin-key-file", config.admin_key_file))
+    admins = [] if config.admin_key_file is None else _read_keys("--admin-key-file", config.admin_key_file)
+    return Keys(keys, admins, secret)
 
 
 def _read_keys(flag: str, path: str) -> list[str]:

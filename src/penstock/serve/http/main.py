@@ -52,11 +52,12 @@ def run(config: Config | None, args: argparse.Namespace) -> int:
     if config.server.log_level != "debug":
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-    keys = load_keys(config.server)
+    secret = _secret(config.kv)
+    keys = load_keys(config.server, secret)
     with bind(config.server) as listener:
         files = locate(config.model.model, load_format=config.model.load_format)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_Server(config, files, keys, listener).serve())
+            return runner.run(_Server(config, files, keys, listener, secret).serve())
 
 
 def bind(config: ServerConfig) -> socket.socket:
@@ -106,8 +107,8 @@ class _Server:
     """One run of the API process."""
 
     def __init__(self, config: Config, files: ModelFiles, keys: Keys,
-                 listener: socket.socket) -> None:
-        self._config = config
+                 listener: socket.socket, secret: bytes | None) -> None:
+        self._config, self._secret = config, secret
         self._files = files
         self._keys = keys
         self._listener = listener
@@ -191,7 +192,7 @@ class _Server:
                      model=config.model.served_model_name or self._files.name,
                      encoder=self._encoder,
                      also=() if config.model.served_model_name else (config.model.model,),
-                     choices_max=schedule.max_num_seqs + schedule.max_waiting, secret=_secret(config.kv))
+                     choices_max=schedule.max_num_seqs + schedule.max_waiting, secret=self._secret)
         app = build_app(api, self._health, self._keys, config.server,
                         {"model": api.model, "pid": self._engine.ready.pid, **self._engine.ready.info},
                         await self._engine.stats(), self._peer_view())

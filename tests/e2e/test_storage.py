@@ -1,0 +1,170 @@
+"""Pages that outlive the engine: over HTTP with restarts, between engines of another shape."""
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pair_server import SERVED, said, serving
+from pipeline_engine import GLM, checkpoint
+
+PROMPT = [(7 * i) % 96 + 1 for i in range(150)]
+PAGES = 9 * 16              # of its 150 tokens, whole pages
+ALL = 10                    # objects of a cache group, with an answer of 16 tokens
+BOSS = {"Authorization": "Bearer boss"}
+COMPLETE = "--kv-storage-policy", "wait_complete"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return checkpoint(tmp_path_factory.mktemp("stored"))
+
+
+def disk(answer: dict) -> int:
+    details = answer["usage"]["prompt_tokens_details"]
+    assert sum(details["cached_tokens_by_tier"].values()) == details["cached_tokens"]
+    return details["cached_tokens_by_tier"].get("disk", 0)
+
+
+def ids(answer: dict) -> list[int]:
+    return said(answer)[0]
+
+
+def metric(server, name: str) -> float:
+    text = server.http.get("/metrics", headers=BOSS).text
+    found = re.search(rf"^penstock:{re.escape(name)} (\S+)$", text, re.MULTILINE)
+    return float(found[1])
+
+
+def stored(server) -> float:
+    return metric(server, "storage_written_objects_total")
+
+
+def settle(server, pages: int) -> None:
+    """Until so many objects are written: it is done behind the answers."""
+    server.until(lambda: stored(server) >= pages)
+
+
+def keys(tmp_path: Path) -> tuple[str, ...]:
+    flags = []
+    for flag, text in (("--api-key-file", "one\ntwo\n"), ("--admin-key-file", "boss\n")):
+        path = tmp_path / flag
+        path.write_text(text)
+        path.chmod(0o600)
+        flags += [flag, str(path)]
+    return tuple(flags)
+
+
+@pytest.mark.parametrize("place", SERVED)
+def test_a_restarted_server_hits_what_the_one_before_it_has_stored(model, tmp_path, place):
+    """Of a tenant and a salt; what is not stored is computed, and all say the same."""
+    url = f"file://{tmp_path}/a%20store"
+    flags = *SERVED[place], "--kv-storage", url, *COMPLETE, *keys(tmp_path), "--check"
+    host = () if place == "hosted" else ("--dram-bytes", "4M")
+
+    def ask(server, tenant: str, **more):
+        server.http.headers["Authorization"] = f"Bearer {tenant}"
+        return server.ask(PROMPT, **more)
+
+    groups = 1 if place == "resident" else 2
+    with serving(model, tmp_path, *flags, *host) as first:
+        want = ask(first, "one")
+        assert disk(want) == 0
+        settle(first, ALL * groups)
+        first.process.send_signal(signal.SIGKILL)
+    with serving(model, tmp_path, *flags, *host) as second:
+        again = ask(second, "one")
+        assert (ids(again), disk(again)) == (ids(want), PAGES)
+        assert disk(ask(second, "one", cache_salt="s")) == 0
+        other = ask(second, "two")
+        assert (ids(other), disk(other)) == (ids(want), 0), "another tenant's"
+        assert metric(second, 'prefix_cache_hits_total{tier="disk"}') == PAGES
+        assert metric(second, "storage_up") == 1
+        settle(second, 2 * ALL * groups)
+        second.http.post("/flush_cache", headers=BOSS)
+        assert disk(ask(second, "two")) == PAGES, "a flush forgets, and deletes nothing"
+        assert stored(second) == 2 * ALL * groups
+    log = (tmp_path / "log").read_text()
+    assert "Traceback" not in log
+
+
+def test_pages_of_any_pipeline_are_read_by_any_other(model, tmp_path):
+    host = "--hbm-bytes", "4M", "--dram-bytes", "4M", "--kv-storage", f"file://{tmp_path}/store", *COMPLETE
+    with serving(model, tmp_path, *host, "--pp", "2") as two:
+        want = two.ask(PROMPT)
+        settle(two, ALL)
+    with serving(model, tmp_path, *host) as one:
+        again = one.ask(PROMPT)
+        assert (ids(again), disk(again)) == (ids(want), PAGES)
+        longer = one.ask([*PROMPT, *range(1, 60)])
+        settle(one, 4)
+    with serving(model, tmp_path, *host, "--pp", "2") as two:
+        again = two.ask([*PROMPT, *range(1, 60)])
+        assert (ids(again), disk(again)) == (ids(longer), 13 * 16)
+        assert stored(two) == 0
+
+
+def test_two_engines_on_one_folder_and_one_that_only_reads(model, tmp_path):
+    host = "--hbm-bytes", "4M", "--dram-bytes", "4M", "--kv-storage", f"file://{tmp_path}/store", *COMPLETE
+    (tmp_path / "b").mkdir()
+    with serving(model, tmp_path, *host) as one, serving(model, tmp_path / "b", *host,
+                                                         "--kv-storage-readonly") as two:
+        want = one.ask(PROMPT)
+        settle(one, ALL)
+        again = two.ask(PROMPT)
+        assert (ids(again), disk(again)) == (ids(want), PAGES)
+        assert disk(two.ask([9, *PROMPT])) == 0 and stored(two) == 0
+        assert disk(one.ask([9, *PROMPT])) == 0
+        # Another kind of engine shares nothing.
+    with serving(model, tmp_path, *host, "--page-size", "8") as other:
+        assert disk(other.ask(PROMPT)) == 0
+
+
+def test_damage_and_loss_cost_hits_and_no_answer(model, tmp_path):
+    host = "--hbm-bytes", "4M", "--dram-bytes", "4M", "--kv-storage", f"file://{tmp_path}/store", *COMPLETE
+    with serving(model, tmp_path, *host) as first:
+        want = first.ask(PROMPT)
+        settle(first, ALL)
+    objects = sorted((tmp_path / "store" / "v1").rglob("*.0"), key=lambda p: p.stat().st_mtime_ns)
+    assert len(objects) == ALL
+    data = bytearray(objects[5].read_bytes())
+    data[100] ^= 4
+    objects[5].write_bytes(data)
+    with serving(model, tmp_path, *host) as second:
+        again = second.ask(PROMPT)
+        assert ids(again) == ids(want) and disk(again) <= 8 * 16
+        assert metric(second, "storage_bad_total") == 1
+        settle(second, 1)                             # it was deleted, and is stored again
+        assert second.http.get("/health").status_code == 200
+        for path in (tmp_path / "store" / "v1").rglob("*.0"):
+            path.unlink()
+        second.http.post("/flush_cache")
+        again = second.ask(PROMPT)
+        assert (ids(again), disk(again)) == (ids(want), 0)
+    run = subprocess.run([sys.executable, "-m", "penstock.serve.cli.main", "store", "verify",
+                          f"file://{tmp_path}/store"], capture_output=True, text=True)
+    assert run.returncode == 0 and ", 0 are not" in run.stdout, run.stdout + run.stderr
+
+
+def test_rows_of_latent_models_are_stored_too(tmp_path):
+    model = checkpoint(tmp_path / "latent", GLM)
+    host = "--hbm-bytes", "4M", "--dram-bytes", "4M", "--kv-storage", f"file://{tmp_path}/store", *COMPLETE
+    with serving(model, tmp_path, *host) as first:
+        want = first.ask(PROMPT)
+        settle(first, ALL)
+    with serving(model, tmp_path, *host) as second:
+        again = second.ask(PROMPT)
+        assert (ids(again), disk(again)) == (ids(want), PAGES)
+
+
+def test_a_folder_that_is_not_one_of_ours_is_refused_before_it_serves(model, tmp_path):
+    (tmp_path / "photos" / "x").mkdir(parents=True)
+    run = subprocess.run(
+        [sys.executable, "-m", "penstock.serve.cli.main", "serve", model, "--port", "0", "--kv-storage",
+         f"file://{tmp_path}/photos"], capture_output=True, text=True)
+    assert run.returncode == 2 and "give an empty folder" in run.stderr
+    assert os.listdir(tmp_path / "photos") == ["x"], "nothing was made in it"

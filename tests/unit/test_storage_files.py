@@ -1,0 +1,185 @@
+"""Pages as files: names, the header, what damage and strangers in the folder lead to, quota and secret."""
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from penstock.config.base.errors import ConfigError
+from penstock.core.kv.prefix_tree import Tree, key_under
+from penstock.memory.files import HEADER, Files, Verdict, examine, objects, open_root, secret_of, sweep
+
+SIZES = [256, 64]
+KEYS = [bytes([i]) * 16 for i in range(40)]
+FP = "f" * 32
+
+
+@pytest.fixture
+def files(tmp_path):
+    return Files(tmp_path / "store", FP, SIZES, words={"weights": "w"})
+
+
+def page(seed: int, group: int = 0) -> memoryview:
+    return memoryview(bytearray(random.Random(seed).randbytes(SIZES[group])))
+
+
+def read(files: Files, key: bytes, group: int = 0) -> tuple[Verdict, bytes]:
+    into = memoryview(bytearray(SIZES[group]))
+    return files.get(key, group, into), bytes(into)
+
+
+def where(files: Files, key: bytes, group: int = 0) -> Path:
+    return files.root / "v1" / FP / key[:1].hex() / f"{key[1:].hex()}.{group}"
+
+
+def test_names_of_pages_are_the_same_in_every_process_for_ever():
+    """What was stored by an earlier version is found: these must never change."""
+    root = key_under(b"engine", (0,))
+    first = key_under(root, tuple(range(16)))
+    assert root.hex() == "3d54fdd7e3b303b798132a70b5c4068d"
+    assert first.hex() == "98be3c18c2543a3e8467e3fc1938f903"
+    assert key_under(first, (5, 6, -(2**63) + 1, -3)).hex() == "98b052841793e014f24150718326baa8"
+    tree = Tree([], b"engine")
+    node = tree.child(tree.root(0), tuple(range(16)))
+    assert tree.digest(node) == first and tree.root_digest(2**63 - 1) != root
+
+
+def test_what_was_stored_is_read_and_what_was_not_is_gone(files):
+    assert files.put(KEYS[1], 0, page(1)) == 256 + HEADER.size
+    assert files.put(KEYS[1], 0, page(2)) == 0, "it is there: a name says what it holds"
+    files.put(KEYS[1], 1, page(3, 1))
+    assert read(files, KEYS[1]) == (Verdict.GOOD, bytes(page(1)))
+    assert read(files, KEYS[1], 1) == (Verdict.GOOD, bytes(page(3, 1)))
+    assert read(files, KEYS[2])[0] is Verdict.GONE
+    assert (files.present(KEYS[1]), files.present(KEYS[2])) == (3, 0)
+    files.delete(KEYS[1], 0)
+    files.delete(KEYS[1], 0)
+    assert files.present(KEYS[1]) == 2 and read(files, KEYS[1])[0] is Verdict.GONE
+    again = Files(files.root, FP, SIZES)            # a restart
+    assert read(again, KEYS[1], 1)[0] is Verdict.GOOD
+    assert Files(files.root, "e" * 32, SIZES).present(KEYS[1]) == 0, "another kind of engine"
+
+
+def test_a_damaged_object_is_never_good(files):
+    """1,000 of them: bits, lengths, names, groups, headers of others."""
+    dice = random.Random(7)
+    for key in KEYS[:20]:
+        files.put(key, 0, page(key[0]))
+        files.put(key, 1, page(key[0], 1))
+    for _ in range(1000):
+        key, group = dice.choice(KEYS[:20]), dice.randrange(2)
+        path = where(files, key, group)
+        good = path.read_bytes()
+        data = bytearray(good)
+        match dice.randrange(7):
+            case 0:
+                data[dice.randrange(len(data) - 16 if dice.random() < 0.5 else 48)] ^= 1 << dice.randrange(8)
+            case 1:
+                del data[dice.randrange(len(data)):]
+            case 2:
+                data += bytes(dice.randint(1, 99))
+            case 3:
+                other = dice.choice([k for k in KEYS[:20] if k != key])
+                data[:] = where(files, other, group).read_bytes()
+            case 4:
+                data[:] = where(files, key, 1 - group).read_bytes()
+            case 5:
+                data[:] = bytes(len(data))
+            case 6:
+                data[dice.randrange(HEADER.size, len(data)):] = b""
+                data += bytes(len(good) - len(data) + (data[-1] == 0))
+        if data == good:
+            continue
+        path.write_bytes(data)
+        verdict, _ = read(files, key, group)
+        assert verdict is Verdict.BAD
+        [listed] = [o for o in objects(files.root) if files.root / o.path == path]
+        assert examine(files.root, listed) is Verdict.BAD
+        path.write_bytes(good)
+        assert read(files, key, group)[0] is Verdict.GOOD
+
+
+def test_no_link_is_followed(files, tmp_path):
+    files.put(KEYS[1], 0, page(1))
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    for name in (where(files, KEYS[1]), where(files, KEYS[2])):
+        shutil.copy(where(files, KEYS[1]), outside / name.name)
+    where(files, KEYS[1]).unlink()
+    where(files, KEYS[1]).symlink_to(outside / where(files, KEYS[1]).name)
+    assert read(files, KEYS[1])[0] is Verdict.BAD and files.present(KEYS[1]) == 0
+    where(files, KEYS[2]).parent.symlink_to(outside)
+    with pytest.raises(OSError):
+        files.put(KEYS[2], 0, page(2))
+    assert len(list(outside.iterdir())) == 2
+    assert not list(objects(files.root)), "nor is one listed"
+    files.put(KEYS[1], 0, page(1))                   # takes the link's place
+    assert read(files, KEYS[1])[0] is Verdict.GOOD
+
+
+def test_a_folder_that_is_removed_meanwhile_is_made_again(files):
+    files.put(KEYS[1], 0, page(1))
+    shutil.rmtree(files.root / "v1")
+    assert read(files, KEYS[1])[0] is Verdict.GONE and files.present(KEYS[1]) == 0
+    files.put(KEYS[1], 0, page(1))
+    assert read(files, KEYS[1])[0] is Verdict.GOOD
+
+
+def test_a_write_that_fails_leaves_nothing(files, monkeypatch):
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("penstock.memory.files.os.writev", full)
+    with pytest.raises(OSError, match="No space"):
+        files.put(KEYS[1], 0, page(1))
+    assert not list(objects(files.root))
+
+
+def test_a_sweep_removes_what_was_used_longest_ago_and_left_overs(files):
+    for i, key in enumerate(KEYS[:20]):
+        files.put(key, 0, page(i))
+        os.utime(where(files, key), (1_000_000 + i, 1_000_000 + i))
+    assert read(files, KEYS[0])[0] is Verdict.GOOD   # a use
+    old, new = (where(files, KEYS[1]).with_name(f"x.{n}.tmp") for n in range(2))
+    for path in (old, new):
+        path.write_bytes(b"half")
+    os.utime(old, (5, 5))
+    each = 256 + HEADER.size
+    assert sweep(files.root, 100 * each) == (20 * each + 4, 4)
+    assert new.exists() and not old.exists()
+    left, gone = sweep(files.root, 10 * each)        # down to nine tenths of that
+    assert (left, gone) == (8 * each + 4, 12 * each)
+    assert [bool(files.present(key)) for key in KEYS[:20]] == [True] + [False] * 12 + [True] * 7
+    with open(files.root / "lock") as lock:          # another engine does it
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert sweep(files.root, 1) == (left, 0)
+
+
+def test_folders_that_are_not_ours_are_refused_in_words(tmp_path):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / ".hidden").mkdir()
+    with pytest.raises(ConfigError, match=r"holds photos.*give an empty folder"):
+        open_root(tmp_path, readonly=False)
+    with pytest.raises(ConfigError, match=r"Not a directory.*give a folder"):
+        (tmp_path / "file").write_text("x")
+        open_root(tmp_path / "file", readonly=False)
+    with pytest.raises(ConfigError, match=r"No such file.*read"):
+        open_root(tmp_path / "nowhere", readonly=True)
+
+
+def test_engines_on_a_folder_share_one_secret_that_only_their_user_reads(tmp_path):
+    root = tmp_path / "store"
+    secret = secret_of(root, readonly=False)
+    assert len(secret) == 32 and secret == secret_of(root, readonly=False) == secret_of(root, readonly=True)
+    assert secret != secret_of(tmp_path / "other", readonly=False)
+    assert (root / "secret").stat().st_mode & 0o777 == 0o600
+    (root / "secret").chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        secret_of(root, readonly=False)
+    (root / "secret").unlink()
+    assert secret_of(root, readonly=True) != secret_of(root, readonly=True), "of this process, then"
+    assert not (root / "secret").exists()
