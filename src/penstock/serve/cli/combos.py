@@ -42,13 +42,15 @@ class Answer:
 
 def options(cell: Cell) -> dict[str, object]:
     """The flags that ask for it."""
-    hosted, tier = cell.place == "hosted", cell.feature in ("tier", "paused")
+    hosted, tier = cell.place == "hosted", cell.feature in ("tier", "paused", "stored")
     asked: dict[str, object] = {
         "device": {"cpu": "cpu", "gpu": "cuda"}[cell.device], "dtype": _DTYPE[cell.weights],
         "hbm_bytes": "1G", "host_tier": hosted or tier, "prefix_cache": True,     # as by default
         "sparse_kv": "always" if hosted else "off"}
     if cell.kind == "selecting" or (cell.kind == "experts" and hosted):
         asked["sparse_top_k"] = 512
+    if cell.feature == "stored":
+        asked["kv_storage"] = "file:///DIR"
     if cell.across in ("pp", "both"):
         asked["pp"] = 2
     if cell.across in ("pair", "both"):
@@ -106,6 +108,8 @@ _VIEW: tuple[tuple[str, tuple[Proof, ...]], ...] = (
                                      Proof("", "selecting", "hosted", "tier paused"))),
     ("prefix cache over both tiers", (Proof("", "ordinary", feature="cache"),
                                       Proof("", "selecting", "hosted", "cache"))),
+    ("storage in files (`--kv-storage`)", (Proof("", "ordinary", feature="stored"),
+                                           Proof("", "selecting", "hosted", "stored"))),
     ("pipeline stages (`--pp`)", (Proof("", "ordinary", across="pp"),
                                   Proof("", "selecting", "hosted", across="pp"))),
     ("prefill/decode pair", (Proof("", "ordinary", across="pair"),

@@ -14,7 +14,8 @@ DIMENSIONS: dict[str, dict[str, str]] = {
     "kind": {"ordinary": "read all of their KV", "selecting": "select (`--sparse-top-k`)",
              "latent": "latent rows, chosen by an indexer", "experts": "experts"},
     "place": {"resident": "device", "hosted": "host memory"},          # where decode reads KV from
-    "feature": {"plain": "-", "tier": "host tier", "cache": "prefix cache", "paused": "pages paused"},
+    "feature": {"plain": "-", "tier": "host tier", "cache": "prefix cache", "paused": "pages paused",
+                "stored": "storage in files"},
     "across": {"one": "one process", "pp": "`--pp`", "pair": "a pair", "both": "a pair of `--pp`"},
     "device": {"cpu": "CPU", "gpu": "GPU"},
     "weights": {"float32": "float32", "bfloat16": "bfloat16", "fp8": "fp8 in blocks", "gguf": "GGUF",
@@ -58,6 +59,7 @@ _CORE = "tests/conformance/test_executor_core.py::test_"
 _HOSTED = "tests/conformance/test_executor_hosted.py::test_"
 _LATENT = "tests/conformance/test_executor_latent.py::test_"
 _PIPELINE = "tests/e2e/test_pipeline.py::test_"
+_STORAGE = "tests/e2e/test_storage.py::test_"
 _PAIR = "tests/e2e/test_pair.py::test_"
 _EXPERTS = "tests/e2e/test_experts.py::test_"
 _DEMO = "tests/parity/test_demo_greedy.py::test_"
@@ -104,6 +106,14 @@ PROOFS: tuple[Proof, ...] = (
     Proof(_PIPELINE + "codes_of_a_gguf_file_on_two_stages", "ordinary", across="pp", weights="packed"),
     Proof(_PIPELINE + "the_demo_model_on_two_stages_decodes_from_host_pages_as_one_rank_does", "selecting",
           "hosted", "plain tier paused", "pp", weights="gguf"),
+    # Storage.
+    Proof(_STORAGE + "a_restarted_server_hits_what_the_one_before_it_has_stored", "ordinary",
+          feature="stored"),
+    Proof(_STORAGE + "a_restarted_server_hits_what_the_one_before_it_has_stored", "selecting", "hosted",
+          "stored"),
+    Proof(_STORAGE + "pages_of_any_pipeline_are_read_by_any_other", "ordinary", feature="stored",
+          across="pp"),
+    Proof(_STORAGE + "rows_of_latent_models_are_stored_too", "latent", feature="stored"),
     # Stages.
     Proof(_PIPELINE + "any_stages_overlap_and_tiers_say_the_same", "ordinary selecting", "resident",
           across="one pp"),
