@@ -9,13 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from pair_server import SERVED, said, serving
+from pair_server import PAIR, SERVED, said, serving
 from pipeline_engine import GLM, checkpoint
 
 PROMPT = [(7 * i) % 96 + 1 for i in range(150)]
 PAGES = 9 * 16              # of its 150 tokens, whole pages
 ALL = 10                    # objects of a cache group, with an answer of 16 tokens
 BOSS = {"Authorization": "Bearer boss"}
+ONE = {"Authorization": "Bearer one"}
 COMPLETE = "--kv-storage-policy", "wait_complete"
 
 
@@ -45,8 +46,8 @@ def stored(server) -> float:
 
 
 def settle(server, pages: int) -> None:
-    """Until so many objects are written: it is done behind the answers."""
-    server.until(lambda: stored(server) >= pages)
+    """Until so many objects are written, or were there: it is done behind the answers."""
+    server.until(lambda: stored(server) + metric(server, "storage_known_objects_total") >= pages)
 
 
 def keys(tmp_path: Path) -> tuple[str, ...]:
@@ -106,6 +107,27 @@ def test_pages_of_any_pipeline_are_read_by_any_other(model, tmp_path):
         again = two.ask([*PROMPT, *range(1, 60)])
         assert (ids(again), disk(again)) == (ids(longer), 13 * 16)
         assert stored(two) == 0
+
+
+@pytest.mark.parametrize("place", SERVED)
+def test_either_end_of_a_pair_stores_what_the_other_and_a_single_engine_find(model, tmp_path, place):
+    flags = *SERVED[place], "--kv-storage", f"file://{tmp_path}/store", *COMPLETE, *keys(tmp_path), "--check"
+    flags = *flags, *(() if place == "hosted" else ("--dram-bytes", "4M"))
+    with serving(model, tmp_path, *flags, *PAIR) as pair:
+        pair.http.headers.update(ONE)
+        want = pair.ask(PROMPT)
+        settle(pair, ALL)
+    with serving(model, tmp_path, *flags) as one:
+        one.http.headers.update(ONE)
+        again = one.ask(PROMPT)
+        assert (ids(again), disk(again)) == (ids(want), PAGES)
+        longer = one.ask([*PROMPT, *range(1, 60)])
+        settle(one, 4)
+    with serving(model, tmp_path, *flags, *PAIR) as pair:
+        pair.http.headers.update(ONE)
+        again = pair.ask([*PROMPT, *range(1, 60)])
+        assert ids(again) == ids(longer) and disk(again) == 13 * 16
+        assert ids(pair.ask(PROMPT)) == ids(want)
 
 
 def test_two_engines_on_one_folder_and_one_that_only_reads(model, tmp_path):

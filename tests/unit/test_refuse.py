@@ -49,7 +49,6 @@ CASES: tuple[tuple[dict[str, object], dict[str, object]], ...] = (
     ({"kv_storage": "file://host/a"}, {"kv_storage": "file:///a/b%20c"}),
     ({"kv_storage": "file:///a", "dram_bytes": 0}, {"kv_storage": "file:///a", "dram_bytes": 1}),
     ({"kv_storage": "file:///a", "prefix_cache": False}, {"kv_storage": "file:///a", "prefix_cache": True}),
-    ({"kv_storage": "file:///a", **DECODE}, {"kv_storage": "file:///a"}),
     ({"kv_storage_readonly": True}, {"kv_storage": "file:///a", "kv_storage_readonly": True}),
     ({"kv_storage_policy": "wait_complete"},
      {"kv_storage": "file:///a", "kv_storage_policy": "wait_complete"}),

@@ -41,7 +41,7 @@ class Ask(_Message, frozen=True):
     """Decode to prefill: compute this prompt and sample its first token.
 
     prompt      token ids, 4 bytes each, little-endian
-    namespace   digest of the tenant's namespace
+    namespace   of the tenant: 63 bits of a keyed digest, above bit 0; both ends store pages under it
     leader      transfer of the first choice of the same prompt; 0: none
     """
 

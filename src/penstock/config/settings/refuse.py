@@ -200,9 +200,6 @@ REFUSED: tuple[Refusal[Machine], ...] = (
             "stored pages go through the host tier: give that a size, or leave both out"),
     Refusal(lambda c, _: c.kv.kv_storage is not None and not c.kv.prefix_cache,
             ("kv.kv_storage", "kv.prefix_cache"), "what is stored is found as a prefix: leave one out"),
-    Refusal(lambda c, _: c.kv.kv_storage is not None and bool(_mode(c) or c.pair.prefill),
-            ("kv.kv_storage", "pair.disaggregation_mode", "pair.prefill"),
-            "engines of a pair do not share storage yet: leave one of them out"),
     Refusal(lambda c, _: c.kv.kv_storage is None and (c.kv.kv_storage_bytes is not None
                                                       or c.kv.kv_storage_readonly),
             ("kv.kv_storage_bytes", "kv.kv_storage_readonly", "kv.kv_storage"),

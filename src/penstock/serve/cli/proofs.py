@@ -113,6 +113,10 @@ PROOFS: tuple[Proof, ...] = (
           "stored"),
     Proof(_STORAGE + "pages_of_any_pipeline_are_read_by_any_other", "ordinary", feature="stored",
           across="pp"),
+    Proof(_STORAGE + "either_end_of_a_pair_stores_what_the_other_and_a_single_engine_find", "ordinary",
+          feature="stored", across="pair"),
+    Proof(_STORAGE + "either_end_of_a_pair_stores_what_the_other_and_a_single_engine_find", "selecting",
+          "hosted", "stored", "pair"),
     Proof(_STORAGE + "rows_of_latent_models_are_stored_too", "latent", feature="stored"),
     # Stages.
     Proof(_PIPELINE + "any_stages_overlap_and_tiers_say_the_same", "ordinary selecting", "resident",

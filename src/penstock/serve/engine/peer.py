@@ -5,8 +5,6 @@ tokens of requests. Knows no socket and no thread (`transfer`), and plans nothin
 """
 from __future__ import annotations
 
-import hashlib
-import secrets
 import sys
 import time
 from array import array
@@ -18,7 +16,6 @@ from typing import Protocol, TypeAlias
 from penstock.core.pair.messages import Cancel, Drained, End, Message, Reason, Refused
 from penstock.core.plan import Event, Move, Moved, PeerJoined, PeerLeft, Received, StepId, Tier
 from penstock.exec.sampling.sampler import Logprobs
-from penstock.serve.namespaces import Namespaces
 from penstock.serve.wire import Asked, Submit
 from penstock.transfer.events import Down, Heard, LinkEvent, Pushed, Unpaired, Up
 from penstock.transfer.facts import Info
@@ -74,8 +71,6 @@ class Peer:
         self._lengths: dict[int, int] = {}              # prefill end: transfer -> tokens of the prompt
         self._heard_at = 0.0                            # a message of the other engine's, not of its link
         self._newest = 0                                # transfer that was asked for on this connection
-        self._secret = secrets.token_bytes(32)
-        self._namespaces = Namespaces()
         self.num_pushes = 0                             # taken, and not ended
         self._count = dict.fromkeys((
             "asked", "delivered", "refused", "lost", "wait_seconds", "received_bytes", "tail_bytes",
@@ -144,7 +139,7 @@ class Peer:
         prompt = _little(array("i", ask.prompt[:len(ask.prompt) // 4 * 4]))
         return [Asked(ask.transfer, Submit(
             rid=0, prompt=prompt.tolist(), params=ask.params, stop_ids=ask.stop_ids, max_new=1,
-            namespace=self._namespaces.number(ask.namespace, None),
+            namespace=int.from_bytes(ask.namespace[:8], "little") >> 1,
             leader=self._rids.get(ask.leader), choice=ask.choice, selects=ask.selects,
             attention=ask.attention, host_token=ask.host_token))]
 
@@ -167,11 +162,11 @@ class Peer:
         if not self.epoch or len(m.prompt) > PROMPT_MAX:
             return 0
         prompt = _little(array("i", m.prompt))
-        namespace = hashlib.blake2b(m.namespace.to_bytes(8, "little"), key=self._secret, digest_size=16)
         self._waits[m.rid] = _Wait(self._clock())
         self._count["asked"] += 1
         self._link.say(self.epoch, Ask(
-            m.rid, prompt.tobytes(), m.params, m.stop_ids, m.max_new, namespace.digest(), m.choice,
+            m.rid, prompt.tobytes(), m.params, m.stop_ids, m.max_new,
+            (m.namespace << 1).to_bytes(16, "little"), m.choice,
             m.leader or 0, m.host_token, m.selects, m.attention))
         return m.rid
 
