@@ -12,17 +12,22 @@ machine had to give meanwhile, 1.0 is a quiet one.
     python bench/planning.py --rows 256 --groups 3
     python bench/planning.py --rows 64 --context 1000000 --shared --page-size 64
     python bench/planning.py --rows 64 --worst --groups 3
+    python bench/planning.py --residency
 """
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from random import Random
 
 from penstock.core.core import Core
-from penstock.core.plan import Arrived, Event, Moved, RequestId, Retired, StepPlan
+from penstock.core.lifecycle import Phase
+from penstock.core.plan import Arrived, Event, Finished, HotUse, Moved, RequestId, Retired, StepPlan
+from penstock.core.request import Request
 from penstock.core.settings import CacheGroup, CoreConfig
 from penstock.replay.recorder import Recorder
 from penstock.serve.engine.main import spare_the_collector
@@ -147,6 +152,64 @@ def admitting(w: Work, clock: Callable[[], float]) -> list[float]:
     return taken
 
 
+def residency(rows: int, length: int, over: float, hits: float) -> tuple[float, int, int, float]:
+    """A closed loop of `rows` requests that select, of so many tokens give or take a fifth, on a device that
+    holds 1/`over` of them; of what a row selects and no device page has, `hits` is in its hot buffer. Returns
+    the part of the device that is free while a row lacks pages, promotions, those of them that load more than
+    they save, and what they load for each token that is missed."""
+    page, budget, out, rng = 64, 2048, 512, Random(1)
+    pages = rows * ((length + out) // page + 1)
+    core = Core(CoreConfig(page_size=page, rows=rows, hbm_pages=int(pages / over), dram_pages=3 * pages,
+                           hot_pages=budget // page + 1, budget=budget, step_tokens=8192, max_len=1 << 18))
+    ids, back = itertools.count(1), set[RequestId]()
+    idle = steps = loaded = vain = 0.0
+    missed, promotions = 1.0, 0
+
+    def new() -> Arrived:
+        rid = next(ids)
+        n = int(length * rng.uniform(0.8, 1.2))
+        return Arrived(RequestId(rid), tuple(range(rid << 20, (rid << 20) + n)), out, selects=True)
+
+    def misses(r: Request) -> float:
+        return budget * (1 - hits) * r.tables[0].device.count(None) / len(r.tables[0].device)
+
+    events: list[Event] = [new() for _ in range(rows)]
+    for _ in range(3_000):
+        advance = core.advance(events)
+        plan, events = advance.plan, [new() for o in advance.outputs if isinstance(o, Finished)]
+        if plan is None:
+            continue
+        hosted = [r for r in core.running if r.phase in (Phase.HOSTED, Phase.PROMOTING)]
+        lacking = any(r.phase is Phase.HOSTED and None in r.tables[0].device for r in hosted)
+        idle, steps = idle + lacking * core.kv.device[0].pool.free / int(pages / over), steps + lacking
+        missed += sum(map(misses, hosted))
+        for r in [r for r in hosted if r.phase is Phase.PROMOTING and r.rid not in back]:
+            load = page * sum(c is not None and not c.ready for c in r.tables[0].device)
+            left = r.num_prompt + r.max_new - len(r.tokens)
+            promotions, loaded = promotions + 1, loaded + load
+            vain += left * budget * (1 - hits) < load
+        back = {r.rid for r in hosted if r.phase is Phase.PROMOTING}
+        events += answer(plan, 9)
+        if plan.step % 16 == 0:
+            events.append(HotUse(plan.step, tuple((r.rid, budget, int(misses(r))) for r in hosted)))
+    return idle / max(1.0, steps), promotions, int(vain), loaded / missed
+
+
+def report_residency() -> None:
+    """Raises AssertionError if more than one promotion in ten does not pay back, or the device lies idle."""
+    idle, promotions, vain = [], 0, 0
+    sizes = (8, 65_536), (16, 32_768)
+    for (rows, length), over, hits in itertools.product(sizes, (1.2, 1.5, 2, 4), (0.79, 0.93)):
+        free, tried, lost, loaded = residency(rows, length, over, hits)
+        print(f"{rows} x {length >> 10}k, {over} times the device, {hits} hits: {100 * free:.1f} % idle, "
+              f"{tried} promotions, {lost} in vain, {loaded:.2f} tokens loaded for each missed")
+        idle.append(free)
+        promotions, vain = promotions + tried, vain + lost
+    assert 10 * vain <= promotions, f"{vain} of {promotions} promotions do not pay back"
+    free = sum(idle) / len(idle)
+    assert free <= 0.01, f"{free:.3f} of the device is idle beside rows that lack pages"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 256, 1024])
@@ -166,7 +229,11 @@ def main() -> None:
                         "that does other things too")
     parser.add_argument("--worst", action="store_true", help="the longest turn while 1,000,000 tokens are "
                         "admitted beside rows that decode")
+    parser.add_argument("--residency", action="store_true", help="what promotions cost and what lies idle "
+                        "where the device holds a part of the rows")
     args = parser.parse_args()
+    if args.residency:
+        return report_residency()
     if args.gc == "engine":
         spare_the_collector()
     elif args.gc == "off":

@@ -7,7 +7,7 @@ from driver import Driver
 from penstock.core.kv import growth
 from penstock.core.kv.prefix_tree import Tree
 from penstock.core.lifecycle import Phase, Place
-from penstock.core.plan import Aborted, Arrived, Rates, RequestId, Spilled, Started, Tier
+from penstock.core.plan import Aborted, Arrived, HotUse, Rates, RequestId, Spilled, Started, StepId, Tier
 from penstock.core.settings import CacheGroup
 
 
@@ -61,15 +61,33 @@ def test_a_short_request_takes_a_small_hot_buffer() -> None:
 
 
 def test_a_promotion_is_one_move() -> None:
-    d = Driver(hbm_pages=20, dram_pages=64, hot_pages=1)
+    d = Driver(hbm_pages=20, dram_pages=64, hot_pages=1, budget=64)
     d.arrive(1, range(33), max_new=30, selects=True)
     while d.moves or d.phase(1) is not Phase.RESIDENT:
         d.land() if d.moves else d.retire()
-    d.tell(Spilled(RequestId(1)), Arrived(RequestId(2), tuple(range(100, 162)), 1))
-    while d.phase(1) is not Phase.PROMOTING:           # 2 has taken what it had on loan, and ends
+    d.tell(Spilled(RequestId(1)), Arrived(RequestId(2), tuple(range(100, 156)), 7))
+    up: list[int] = []
+    while d.phase(1) is not Phase.RESIDENT:            # 2 has taken what it had on loan, and ends
+        plans = d.land() if d.moves else d.retire()
+        up += [len(m.src_pages) for plan in plans for m in plan.moves if m.dst is Tier.HBM]
+    assert len(up) == 2 and up[0] > 1 == up[1]           # what was open follows
+
+
+@pytest.mark.parametrize(("max_new", "missed", "back"), [(60, 8, True), (60, 1, False), (5, 64, False)])
+def test_a_row_comes_back_if_it_misses_more_than_it_loads(max_new: int, missed: int, back: bool) -> None:
+    """It has some ten pages on the host alone, and a step selects two. Absurd counts are no counts."""
+    d, rid = Driver(hbm_pages=30, dram_pages=64, hot_pages=2, budget=8), RequestId(1)
+    d.arrive(1, range(41), max_new=max_new, selects=True)
+    d.retire()
+    d.tell(Spilled(rid), Arrived(RequestId(2), tuple(range(100, 202)), 5))     # takes what it has on loan
+    while d.phase(1) is not Phase.HOSTED:
         d.land() if d.moves else d.retire()
-    (plan,) = d.retire()
-    assert [len(m.src_pages) for m in plan.moves if m.dst is Tier.HBM] == [5, 1]     # what was open follows
+    absurd = (rid, 1, 2), (rid, -1, -1), (rid, 0, 0), (RequestId(7), 1, 1)
+    d.tell(HotUse(StepId(1), ((rid, 80, missed), *absurd)))
+    assert d.core.live[rid].tables[0].device.count(None) > 8 and d.phase(1) is Phase.HOSTED
+    d.tell(Aborted(RequestId(2)))
+    d.retire()
+    assert (d.phase(1) is Phase.PROMOTING) is back
 
 
 def test_a_refused_trial_takes_nothing_from_others() -> None:

@@ -74,7 +74,7 @@ def test_a_row_on_its_way_to_the_host_gives_way_before_the_first_of_all() -> Non
 def test_a_hosted_row_comes_back_when_the_last_copies_of_another_have_landed() -> None:
     """The other has ended, its pages are in the way as long as their write-through flies, and after that
     no edge is taken and no page becomes free."""
-    core = Core(CoreConfig(page_size=2, rows=2, hbm_pages=28, dram_pages=64, hot_pages=1))
+    core = Core(CoreConfig(page_size=2, rows=2, hbm_pages=28, dram_pages=64, hot_pages=1, budget=60))
     events: list[Event] = [Arrived(RequestId(0), tuple(range(1000, 1040)), 8)]
     phases = list[Phase]()
     for turn in range(14):

@@ -35,6 +35,7 @@ from penstock.core.plan import (
     Expired,
     Finished,
     Flushed,
+    HotUse,
     Listed,
     Lookup,
     Moved,
@@ -176,6 +177,11 @@ class Core(CoreState):
                 r = self.live.get(rid)
                 if r is not None and r.visit == visit and r.asked:
                     self._look_up(r, listing.listed(self.kv, r, present))
+            case HotUse(_, rows):
+                self.hot_uses += 1
+                for rid, selected, missed in rows:
+                    if (r := self.live.get(rid)) is not None and 0 <= missed <= selected and selected:
+                        r.missed = missed / selected
             case _:
                 assert_never(event)
 
@@ -275,6 +281,8 @@ class Core(CoreState):
     def end(self, r: Request, outcome: Outcome) -> None:
         moved = self.transition(r, Trigger.END)
         assert moved, "ending never needs resources"
+        self.answers += r.num_output > 0
+        self.answered += r.num_output
         del self.live[r.rid]
         self.out.append(Finished(r.rid, outcome))
 
@@ -413,7 +421,7 @@ class Core(CoreState):
     def _promotable(self) -> tuple[int, ...]:
         """As long as this is the same, it is of no use to try again to promote somebody."""
         loose = self.kv.arenas[Tier.HBM].loose if self._promotion_short else 0
-        return self.edges_taken, self.kv.freed, len(self.runnable), loose
+        return self.edges_taken, self.kv.freed, len(self.runnable), self.hot_uses, loose
 
     def _start(self, r: Request) -> None:
         """Leave LOADING once all is in place, or so little is missing that a step may wait for it."""

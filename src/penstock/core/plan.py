@@ -146,6 +146,15 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True)
+class HotUse:
+    """What steps up to `step` have selected since the last of these: for each row the request, units of its
+    hosted groups, and how many of them no device page held. Late or absurd, it changes no token."""
+
+    step: StepId
+    rows: tuple[tuple[RequestId, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Retired:
     """`step` has executed on every rank. `tokens[i]` are the tokens of the i-th row of the plan that
     has `samples` set, in plan order: 0 to `count` of them for a decoding row, 0 or 1 after a prompt.
@@ -201,7 +210,7 @@ class PeerLeft:
 
 
 Event: TypeAlias = (Arrived | Aborted | Stopped | Paused | Dropped | Spilled | Promoted | Flushed | Expired
-                    | Rates | Retired | Moved | Listed | Received | PeerJoined | PeerLeft)
+                    | Rates | HotUse | Retired | Moved | Listed | Received | PeerJoined | PeerLeft)
 
 
 # ---------------------------------------------------------------- plan out

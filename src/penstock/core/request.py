@@ -11,6 +11,7 @@ from penstock.core.lifecycle import Phase, Place
 from penstock.core.pair.protocol import Granted
 from penstock.core.plan import Arrived, MoveId, RequestId, Row, StepId
 
+MISSED = 0.2                # of what a hosted row selects, until a HotUse says how much
 FAILED_SAVES_MAX = 3        # copies to the host that fail again and again help nobody
 
 
@@ -59,6 +60,7 @@ class Request:
     bound: bool = False                        # the device has its row
     needs_rebind: bool = False                 # its pages live elsewhere since: bind again, and keep
     has_reclaimable: bool = False              # in host pages: it may have device pages, as a loan
+    missed: float = MISSED                     # of what its steps select, the part that no device page has
     promotion_undone_at: int = -1              # step before which it gave up a promotion
     hot_wait_until: StepId = StepId(0)         # it waits for a hot buffer until this step has retired
     failed_saves: int = 0                     # times that copies to the host have failed it, in a row

@@ -48,6 +48,7 @@ class CoreConfig:
     store_root: bytes = b""             # what keys of stored pages begin with; empty: pages have no keys, and
                                         # storage is not asked for those of others
     hot_pages: int = 0                  # hot buffer of a hosted row in each hosted group, at most; 0: none is
+    budget: int = 0                     # tokens that a step of a hosted row selects; 0: its hot buffer's
     always_hosted: bool = False         # requests that select never take the device pages they could
     wait_pages: int = 0                 # a step may run before at most this many pages have landed
     step_tokens: int = 512              # token budget of one step

@@ -44,6 +44,9 @@ class CoreState(ABC):
              "prefix_dram_hits", "prefix_disk_hits", "prefix_recomputed", "failed_moves",
              "rows_looked_at"), 0)
         self.rates: Rates | None = None        # None: not measured yet
+        self.hot_uses = 0                      # HotUse so far
+        self.answers = 0                       # requests that have ended with some output,
+        self.answered = 0                      # and tokens of it
         self.prefills_only = role is Role.PREFILL
         self.last_revoke_step = StepId(0)      # when a grant was last given up for its pages,
         self.revoke_pending = False            # and whether since the last event

@@ -14,6 +14,7 @@ from penstock.config.request.params import SamplingParams
 from penstock.core.plan import (
     Aborted,
     Event,
+    HotUse,
     Moved,
     MoveId,
     RequestId,
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 
 # Every rank makes every move, of its own layers: the one that has ended most has ended all that all have.
 ONCE = ("moves_total", "moves_failed_total")
+HOT_USE_STEPS = 16       # steps after which the core is told what rows on the host have missed
 
 
 class Ranked(Protocol):
@@ -74,6 +76,7 @@ class _Open:
     fault: str | None = None     # why this executor aborted it
     logprobs: dict[int, Logprobs] = field(default_factory=dict)
     reads: dict[int, tuple[int, ...]] = field(default_factory=dict)     # READS, by rank
+    told: tuple[int, int] = 0, 0  # units selected and missed, when the core was last told
 
 
 @dataclass(slots=True)
@@ -225,7 +228,19 @@ class Front:
         for i, stepped in step.stepped.items():
             for rid, reads in stepped.reads:
                 self._open[rid].reads[i] = reads
-        return self._end(step.plan, step.stepped[len(self._ranks) - 1], spoiled=step.spoiled)
+        use = self._hot_use(report.step) if report.step % HOT_USE_STEPS == 0 else []
+        return use + self._end(step.plan, step.stepped[len(self._ranks) - 1], spoiled=step.spoiled)
+
+    def _hot_use(self, step: StepId) -> list[Event]:
+        rows = []
+        for rid, state in self._open.items():
+            if state.reads:
+                device, hits, misses = map(sum, [*zip(*state.reads.values(), strict=True)][:3])
+                selected, missed = (now - was for now, was in
+                                    zip((device + hits + misses, misses), state.told, strict=True))
+                state.told = device + hits + misses, misses
+                rows += [(rid, selected, missed)] if selected else []
+        return [HotUse(step, tuple(rows))] if rows else []
 
     def _end(self, plan: StepPlan, stepped: Stepped, *, spoiled: bool) -> list[Event]:
         for rid, index, logprobs in stepped.logprobs:

@@ -17,6 +17,7 @@ from penstock.core.plan import (
     Arrived,
     Event,
     Finished,
+    HotUse,
     Output,
     Received,
     RequestId,
@@ -247,7 +248,7 @@ class _Redaction:
                                          for rid, got in self._sampled(e)))
         if isinstance(e, Received) and isinstance(e.message, End):
             return Received(self._end(e.message), e.peer)
-        veiled: Event = _veiled(e)
+        veiled: Event = e if isinstance(e, HotUse) else _veiled(e)         # it counts, and has no token
         return veiled
 
     def _output(self, o: Output) -> Output:

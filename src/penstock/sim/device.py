@@ -62,6 +62,7 @@ class Device:
     reaches: list[int] = field(init=False)         # positions that a step reads, of each group
     rows: dict[Row, Bound] = field(init=False, default_factory=dict)
     done: int = field(init=False, default=0)       # last executed step
+    use: dict[RequestId, tuple[int, int]] = field(init=False, default_factory=dict)   # pages: read, missed
     stats: Counter[str] = field(init=False, default_factory=Counter)
     _poison: int = field(init=False, default=0)
 
@@ -183,10 +184,13 @@ class Device:
         """Compute positions from `start` on: read what each group shows, write what it stores."""
         bound = self.rows[row]
         who = self.who[bound.rid]
-        views = []
+        views, missed = [], self.stats["hot misses"]
         for group, column in enumerate(bound.columns):
             reach = self.reaches[group]
             views.append(self._read(column, group, max(0, start - reach) if reach else 0, start))
+        if pages := sum([-(-start // self.page_size) for c in bound.columns if c.hot or c.spare]):
+            read, before = self.use.get(bound.rid, (0, 0))
+            self.use[bound.rid] = read + pages, before + self.stats["hot misses"] - missed
         value = 0
         for p, token in enumerate(tokens, start):
             value = kv_value(views, token, identity(who.namespace, who.attention,

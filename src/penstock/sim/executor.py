@@ -16,6 +16,7 @@ from typing import Protocol
 from penstock.core.plan import (
     Arrived,
     Event,
+    HotUse,
     Listed,
     Lookup,
     Move,
@@ -33,6 +34,7 @@ from penstock.sim.clock import Clock
 from penstock.sim.device import Device, Identity, stored_as
 from penstock.sim.store import Store
 
+HOT_USE_STEPS = 4        # steps after which the core is told what rows on the host have missed
 APART = 1.0              # ranks that end the same step or copy further apart than this go their own ways
 
 
@@ -174,6 +176,11 @@ class SimExecutor:
             self.stats["step read a torn load"] += torn
             del self._reports[StepId(self._retired)]
             self._event(Retired(StepId(self._retired), done[0]))
+            if self._retired % HOT_USE_STEPS == 0 and (use := self.devices[0].use):
+                absurd = self._retired % (5 * HOT_USE_STEPS) == 0
+                self._events.append(HotUse(StepId(self._retired), tuple(
+                    (rid, -read if absurd else read, missed) for rid, (read, missed) in use.items())))
+                self.devices[0].use = {}
 
     def _ended(self, what: tuple[str, int], ranks: int) -> None:
         """One more rank is done with a step or a copy; `ranks` are, with it."""

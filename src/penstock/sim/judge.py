@@ -178,7 +178,6 @@ class Judge(Watcher):
         self._rows(p)
         for move in p.moves:
             self._move(p, move)
-        self.policy.step()
 
     def _tables(self, p: StepPlan) -> None:
         for b in p.binds:

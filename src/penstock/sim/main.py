@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fair", action="store_true",
                         help="storms of calm requests: how long each waits for the work ahead of it")
     parser.add_argument("--waste", action="store_true",
-                        help="forty calm workloads: what is copied, computed or left idle in vain")
+                        help="sixty calm workloads: what is copied, computed or left idle in vain")
     parser.add_argument("--edges", action="store_true", help="print how often each edge was taken")
     parser.add_argument("--strict", action="store_true",
                         help="fail too if some fault did not fire, or some edge was not taken")

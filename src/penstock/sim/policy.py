@@ -6,14 +6,11 @@ computed anew, from pools and tree, and what is judged shares no rule with the c
 """
 from __future__ import annotations
 
-from collections import Counter
-
 from penstock.core.lifecycle import ACTIVE, WAITING, Phase, Place, Trigger
 from penstock.core.plan import Event, Expired, Rates, Tier
 from penstock.sim.view import Live, Sealed, View
 
 GIVING_WAY = (Trigger.PAUSE, Trigger.DROP)
-HOSTED_MAX = 3         # steps that a row goes on from the host though it could come back
 
 
 class Policy:
@@ -24,7 +21,6 @@ class Policy:
         self.rates: Rates | None = None
         self.longest = -1
         self.pausing = -1, -1                   # who was to pause last: it gives up device pages
-        self.hosted = 0                         # steps since somebody could come back from the host
         self.refused = False                    # something says no where there is room: nothing is judged
 
     # ---------------------------------------------------------------- before an edge
@@ -94,43 +90,6 @@ class Policy:
         want = sum([page is not None and not (i < len(t.host) and t.host[i])
                     for t in r.groups for i, page in enumerate(t.device)])
         return want <= self.view.free(Tier.DRAM)
-
-    # ---------------------------------------------------------------- back from the host
-    def step(self) -> None:
-        """A step was planned. Nobody stays on the host for long whom the device could serve to the end."""
-        view = self.view
-        if not self.cfg.sparse:
-            return
-        away = [r for r in view.running if r.phase is Phase.HOSTED]
-        busy = view.waiting or self.cfg.always_hosted or self.refused or any(
-            [r.phase is Phase.PROMOTING for r in view.running])
-        # Whomever the core chooses, there is room for it now.
-        could = away and not busy and all(map(self._is_room, away)) and any(map(self._may_end, away))
-        self.hosted = self.hosted + 1 if could else 0
-        assert self.hosted <= HOSTED_MAX, f"request {away[0].rid} stays on the host, and the device has room"
-
-    def _is_room(self, r: Live) -> bool:
-        """Whether free device pages hold what only the host has of `r`, and a page more for each row. Of
-        several groups, one to a slab: that is more than it can take."""
-        want = [t.device.count(None) for t, group in zip(r.groups, self.cfg.groups, strict=True)
-                if group.hosted]
-        return sum(n + self.view.num_running() for n in want if n) <= self.view.free(Tier.HBM)
-
-    def _may_end(self, back: Live) -> bool:
-        """Whether all that run fit to their ends with `back` on the device, one page to a slab."""
-        cfg, need = self.cfg, Counter[Tier]()
-        for r in self.view.running:
-            for group in cfg.groups:
-                unit = group.page_tokens or cfg.page_size
-                pages = -(-(r.num_prompt + r.max_new - 1) // unit)
-                if group.reach:
-                    pages = min(pages, -(-group.reach // unit) + 1)
-                below = group.hosted and r.place is Place.HOST and r is not back
-                need[Tier.HBM] += r.hot if below else pages
-                need[Tier.DRAM] += pages if below else 0
-        room = {tier: self.view.size(tier) - self.view.away(tier) for tier in self.view.tiers}
-        room[Tier.DRAM] -= cfg.store_pages
-        return all(need[tier] <= max(0, room[tier]) for tier in (Tier.HBM, Tier.DRAM))
 
     # ---------------------------------------------------------------- prefixes
     def _known(self, r: Live) -> int:

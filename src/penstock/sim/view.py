@@ -214,11 +214,6 @@ class View:
         """Pages that the other engine may still write."""
         return self._kv.arenas[tier].away
 
-    def size(self, tier: Tier) -> int:
-        """Of a tier: slabs, of a single group pages."""
-        arena = self._kv.arenas[tier]
-        return arena.slabs if len(arena.pools) > 1 else arena.pools[0].capacity
-
     def free(self, tier: Tier) -> int:
         """The same, of what nobody has."""
         arena = self._kv.arenas[tier]

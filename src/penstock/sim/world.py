@@ -25,6 +25,7 @@ from penstock.core.plan import (
     Expired,
     Finished,
     Flushed,
+    HotUse,
     Listed,
     Lookup,
     Moved,
@@ -437,6 +438,8 @@ class World(Watcher):
                 self.judge.forced.add(rid)
             case Rates():
                 self.stats["rates"] += 1
+            case HotUse():
+                self.stats["hot uses"] += 1
             case Flushed():
                 self.stats["flushed"] += 1
             case Listed():

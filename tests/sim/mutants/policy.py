@@ -1,6 +1,7 @@
 """Seeded bugs that no client sees in any token: they only make everything slower."""
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from mutants.registry import Real, holding, instead_of
@@ -26,13 +27,6 @@ def drops_instead_of_pausing(real: Real, core: Core, victim: Request) -> None:
 @instead_of(reclaim, "may_spill")
 def never_spills(real: Real, core: Core, r: Request) -> bool:
     """Rows pause that could go on from host pages."""
-    return False
-
-
-@instead_of(capacity, "promote", 400,
-            mode="pair=0,hot_pages=1,always_hosted=0,spills=30,hbm_pages=60,dram_pages=120")
-def never_promotes(real: Real, core: Core) -> bool:
-    """A row that has gone to the host stays there, however empty the device becomes."""
     return False
 
 
@@ -80,6 +74,7 @@ def page_saved_while_its_load_flies(real: Real, ways: list[Claim]) -> bool:
 
 # ---------------------------------------------------------------- what only counters see, and an order
 COPIED, IDLE = "pages copied per sealed page", "stage slots idle"
+UNUSED, BROUGHT = "device pages idle beside rows that lack some", "pages brought back for each miss saved"
 UNSERVED = "transfers not served after a restart"
 # Many wait with host pages, and rows that decode from the host need some.
 CROWDED = ("pair=0,model=1,hot_pages=1,hbm_pages=8,dram_pages=12,rows=12,page_size=2,prompt_max=2,new_max=40,"
@@ -106,6 +101,18 @@ def hot_buffer_keeps_the_oldest_pages(real: Real, kv: KVCache, r: Request) -> ob
     finally:
         for copy in hidden:
             copy.moves -= 1
+
+
+@instead_of(capacity, "promote", counter=UNUSED)
+def never_promotes(real: Real, core: Core) -> bool:
+    """A row that has gone to the host stays there, however empty the device becomes."""
+    return False
+
+
+@instead_of(capacity, "worth", counter=BROUGHT)
+def promotion_has_no_price(real: Real, core: Core, r: Request) -> float:
+    """The oldest row comes back when there is room, though it has a few tokens left."""
+    return math.inf
 
 
 @instead_of(schedule, "_of_turn", counter=IDLE)

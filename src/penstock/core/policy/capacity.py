@@ -1,11 +1,13 @@
 """Where a request goes: device pages or host pages, and what can ever fit.
 
 A request that fits nowhere alone is refused; one that fits for a while has its output clipped. Host
-pages are for requests that select, when the device has no room; they come back when there is room.
+pages are for requests that select, when the device has no room; they come back when there is room and what
+they miss is more than what that loads.
 """
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Iterable
 from functools import cache
 from typing import TypeAlias
@@ -147,15 +149,29 @@ def _total(cfg: CoreConfig, arena: Arena, pages: list[int], kept: int) -> bool:
     return _slabs(cfg.groups, pages, Place.DEVICE) <= arena.slabs - arena.away - kept
 
 
+def worth(core: CoreState, r: Request) -> float:
+    """Tokens that `r` would still miss on the host, for each that a promotion loads. It has as many steps
+    left as it may take, but no more than those that have ended took."""
+    step, load, left = 0, 0, r.num_prompt + r.max_new - len(r.tokens)
+    if core.answers:
+        left = min(left, -(-core.answered // core.answers))
+    for t in r.tables:
+        if t.hosted:
+            step += min(core.cfg.budget or len(t.hot) * t.unit, len(t.device) * t.unit)
+            load += t.device.count(None) * t.unit
+    return left * step * r.missed / load if load else math.inf
+
+
 def promote(core: CoreState) -> bool:
-    """Bring the oldest hosted row back, if all that run could then end on the device. Returns whether
-    that failed because pages are still in use."""
+    """Bring back the hosted row that is worth it most, if any is, and all that run could then end on the
+    device. Returns whether that failed because pages are still in use."""
     if core.cfg.always_hosted or any(r.phase is Phase.PROMOTING for r in core.running):
         return False                           # one at a time
-    total = _demand(core)
-    for r in core.running:
-        if r.phase is not Phase.HOSTED or r.promotion_undone_at >= core.kv.issued:
-            continue
+    rows = [(worth(core, r), r) for r in core.running
+            if r.phase is Phase.HOSTED and r.promotion_undone_at < core.kv.issued]
+    rows = sorted([(price, r) for price, r in rows if price > 1], key=lambda row: -row[0])
+    total = _demand(core) if rows else ([], [])
+    for _, r in rows:
         _add(total, _at_end(core, r, Place.HOST), -1)
         _add(total, _at_end(core, r, Place.DEVICE))
         if _all_fit(core, total):

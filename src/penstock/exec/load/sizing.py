@@ -186,7 +186,7 @@ def _hosting(config: Config, caches: Caches, core: CoreConfig, hbm: int, budget:
     kv, size = config.kv, core.page_size
     tokens = min(kv.hot_buffer_tokens or budget + size, -(-core.max_len // size) * size)
     hot = -(-tokens // size)
-    core = replace(core, hot_pages=hot, always_hosted=kv.sparse_kv == "always")
+    core = replace(core, hot_pages=hot, always_hosted=kv.sparse_kv == "always", budget=budget)
 
     def tables(nbytes: int) -> int:
         held = _held(caches, replace(core, hbm_pages=caches.num_pages(nbytes))) * size
