@@ -239,9 +239,9 @@ def _entry(kv: Pages, r: Request, g: int, i: int, node: Node | None, way: Claim,
     copy, source = own(column, i), own(below, i)
     detached = kv.moves.detached
     if host and copy is not None and copy.node is not None and copy.node is node:
-        kv.host_copy(node, g, source)            # it has fetched it, and may have to let go of that
+        kv.take_host_copy(node, g, source)            # it has fetched it, and may have to let go of that
     if copy is None or copy in detached:
-        copy = None if node is None else kv.host_copy(node, g, source) if host else node.good(space)
+        copy = None if node is None else kv.take_host_copy(node, g, source) if host else node.good(space)
     if copy is not None:
         return pin(copy)
     if (source is None or source in detached) and node is not None:

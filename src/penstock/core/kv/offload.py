@@ -46,7 +46,7 @@ def _pin_host(kv: Pages, r: Request) -> list[tuple[int, int]]:
         for i in range(len(t.device) if t.hosted else 0):
             node = kv.node(r, t, i)
             if own(t.host, i) is None and node is not None and (
-                    copy := kv.host_copy(node, g, own(t.device, i))):
+                    copy := kv.take_host_copy(node, g, own(t.device, i))):
                 put(t.host, i, copy)
                 pinned.append((g, i))
     return pinned
@@ -70,7 +70,7 @@ def save_down(kv: Pages, r: Request, *, all_groups: bool) -> None:
         for i in range(t.begin(r.computed), last + 1):
             node, mine = kv.node(r, t, i), own(t.device, i)
             if node is None or own(t.host, i) is not None or (
-                    kv.host_copy(node, g, mine) or kv.host[g] in node.copies):
+                    kv.take_host_copy(node, g, mine) or kv.host[g] in node.copies):
                 continue
             if kv.device[g] not in node.copies and mine is not None and not mine.partial:
                 kv.tree.attach(node, kv.device[g], mine)      # the tree's was evicted: ours serves

@@ -300,12 +300,15 @@ class Pages:
         the device's copy is still being loaded, that ends."""
         copy = node.good(self.host[g])
         flight = self.moves.flying.get(copy.filled_by) if copy is not None and not copy.ready else None
-        if copy is None or flight is None or flight.src.tier is not Tier.DISK:
-            return copy
-        if mine is None and node.good(self.device[g]) is None:
-            return copy
-        self.moves.detach(node, self.host[g], copy)
-        return None
+        waits = mine is None and node.good(self.device[g]) is None
+        return copy if waits or flight is None or flight.src.tier is not Tier.DISK else None
+
+    def take_host_copy(self, node: Node, g: int, mine: Copy | None = None) -> Copy | None:
+        """The same for somebody who makes one if there is none: what is still being read is in its way."""
+        copy = self.host_copy(node, g, mine)
+        if copy is None and (read := node.good(self.host[g])) is not None:
+            self.moves.detach(node, self.host[g], read)
+        return copy
 
     def is_reachable(self, node: Node, g: int, stored: bool = False) -> bool:
         """Whether a request can get this page on the device: it is there, coming, or below."""

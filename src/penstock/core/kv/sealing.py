@@ -42,7 +42,7 @@ def seal(kv: Pages, r: Request) -> None:
             if host in there:
                 mine = up or down
                 mine = None if mine is None or mine.partial else mine
-                known_below = kv.host_copy(node, g, mine) is not None
+                known_below = kv.take_host_copy(node, g, mine) is not None
             _offer(kv, r, g, i, node, up, down)
             if host not in there and node.ready(device):
                 new.append(node)
