@@ -167,15 +167,15 @@ def promote(core: CoreState) -> bool:
     device. Returns whether that failed because pages are still in use."""
     if core.cfg.always_hosted or any(r.phase is Phase.PROMOTING for r in core.running):
         return False                           # one at a time
-    rows = [(worth(core, r), r) for r in core.running
-            if r.phase is Phase.HOSTED and r.promotion_undone_at < core.kv.issued]
-    rows = sorted([(price, r) for price, r in rows if price > 1], key=lambda row: -row[0])
-    total = _demand(core) if rows else ([], [])
-    for _, r in rows:
+    total, best, price = _demand(core), None, 1.0
+    for r in core.running:
+        if r.phase is not Phase.HOSTED or r.promotion_undone_at >= core.kv.issued:
+            continue
         _add(total, _at_end(core, r, Place.HOST), -1)
         _add(total, _at_end(core, r, Place.DEVICE))
-        if _all_fit(core, total):
-            return not core.transition(r, Trigger.PROMOTE, headroom=len(core.running))
+        # Its tables are long: what it is worth is asked where there may be room.
+        if _all_fit(core, total) and (ratio := worth(core, r)) > price:
+            best, price = r, ratio
         _add(total, _at_end(core, r, Place.DEVICE), -1)
         _add(total, _at_end(core, r, Place.HOST))
-    return False
+    return best is not None and not core.transition(best, Trigger.PROMOTE, headroom=len(core.running))
