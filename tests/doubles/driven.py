@@ -15,6 +15,7 @@ from penstock.core.plan import (
     Arrived,
     Event,
     Finished,
+    Lookup,
     Moved,
     MoveId,
     RequestId,
@@ -23,6 +24,7 @@ from penstock.core.plan import (
     StepId,
     StepPlan,
     Token,
+    Unstore,
 )
 from penstock.core.settings import CoreConfig
 from penstock.exec.front import Front
@@ -88,6 +90,10 @@ class Driven:
                         self.ended[rid] = o
                         self.reads[rid] = self.ex.kv_reads(rid) or {}
                         self.ex.close(rid)
+                    case Lookup():
+                        self.ex.storage.ask(o)
+                    case Unstore(keys):
+                        self.ex.storage.deny(keys)
             if (plan := advance.plan) is None:
                 break
             self.plans.append(plan)
@@ -134,14 +140,14 @@ class InProcess(Driven):
     def build(self, model: Callable[[Stage | None], Model], attention: Planner, groups: Sequence[CacheShape],
               *, max_len: int, lateness: Lateness | None, layers: Sequence[int] = (), num_layers: int = 2,
               dtype: torch.dtype = torch.float32, page_size: int = PAGE, selector: Any = None,
-              **settings: Any) -> None:
+              storage: Any = None, **settings: Any) -> None:
         """`settings` of the core; the rest as `ranks.front` takes it."""
         caches = caches_of(groups, page_size, dtype)
         cfg = CoreConfig(**{"page_size": page_size, "max_len": max_len, "hbm_base": 500, "dram_base": 500_000,
                             "row_base": 70, "group_base": 50_000, "groups": caches.groups, **settings})
         executor, self.device, self.host = ranks.front(
             model, attention, groups, caches, cfg, layers=layers, num_layers=num_layers, max_len=max_len,
-            lateness=lateness, selector=selector)
+            lateness=lateness, selector=selector, storage=storage)
         self.begin(cfg, executor)
         self.rank = executor._ranks[0]
         self.poison()

@@ -75,6 +75,8 @@ class Engine(InProcess):
     backend: str = field(default_factory=lambda: "cuda" if where.DEVICE == "cuda" else "reference")
     groups: tuple[CacheShape, ...] = ()         # of the model; () for its own
     family: str = "grouped"
+    storage: object = None                      # made of the host pools; and pages that the core remembers
+    disk_pages: int = 0
 
     def __post_init__(self) -> None:
         if self.family == "latent" and where.DEVICE != "cpu":
@@ -85,7 +87,8 @@ class Engine(InProcess):
         self.build(functools.partial(model, self.family), ops, self.groups or model(self.family).groups,
                    max_len=64, lateness=self.lateness, rows=self.rows, hbm_pages=self.hbm_pages,
                    dram_pages=self.dram_pages, step_tokens=self.step_tokens, wait_pages=self.wait_pages,
-                   overlap=self.overlap)
+                   overlap=self.overlap, storage=self.storage, disk_pages=self.disk_pages,
+                   store_root=b"an engine" if self.disk_pages else b"")
 
     def add(self, rid: int, prompt: tuple[int, ...], max_new: int, params=GREEDY, **more) -> None:
         self.tell(rid, prompt, max_new, params, **more)

@@ -13,6 +13,7 @@ from penstock.exec.step.links import even, links_in_process, split
 from penstock.kernels.attention.paged_attention import Planner
 from penstock.memory import dram
 from penstock.memory.pool import BlockPool
+from penstock.memory.storage import Storage
 from penstock.model.base import CacheShape, Model, Stage
 
 NUM = [1]           # stages of the fronts to come: the fixture `stages` of conformance sets it
@@ -20,9 +21,10 @@ NUM = [1]           # stages of the fronts to come: the fixture `stages` of conf
 
 def front(model: Callable[[Stage | None], Model], attention: Planner, shapes: Sequence[CacheShape],
           caches: Caches, cfg: CoreConfig, layers: Sequence[int] = (), *, num_layers: int = 2, links=None,
+          storage: Callable[[Sequence[BlockPool]], Storage] | None = None,
           **rank) -> tuple[Front, list[BlockPool], list[BlockPool]]:
     """With its device pools and its host pools, of all ranks. `model` makes one of its stages; None:
-    all of it. layers: of each stage; () for as many as NUM says."""
+    all of it. layers: of each stage; () for as many as NUM says. storage: over host pools of whole pages."""
     stages = split(layers or even(num_layers, NUM[0]))
     host = dram.allocate(caches.host_bytes(cfg)) if cfg.dram_pages and where.DEVICE == "cpu" else None
     links = links or links_in_process(len(stages))
@@ -36,4 +38,5 @@ def front(model: Callable[[Stage | None], Model], attention: Planner, shapes: Se
         made_rank = Rank(model(None if one else stage), attention, *pools, rows=cfg.rows,
                          row_base=cfg.row_base, links=ends, groups=stage_shapes(shapes, stage), **rank)
         ranks.append(where.captured(made_rank))
-    return Front(ranks), device_pools, host_pools
+    whole = host_pools if host is None else caches.host_pools(cfg, host)
+    return Front(ranks, storage=storage and storage(whole)), device_pools, host_pools

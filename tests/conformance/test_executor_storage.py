@@ -1,0 +1,102 @@
+"""Pages that go to storage and come back, or do not: tokens equal a dense recompute whatever it does."""
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from prompts_engine import CONFIGS, PROMPTS, SHARED, Engine, dense, play
+
+from penstock.core.plan import Flushed, Paused, RequestId
+from penstock.memory import storage
+from penstock.memory.files import Files, Verdict
+
+pytestmark = pytest.mark.usefixtures("stages")
+FAULTS = ("none", "gone", "bad", "fails", "slow", "all")
+
+
+class Faulty(Files):
+    """One call in three for a page finds it gone, damaged, not to be read or written, or takes its time."""
+
+    fault = "none"
+
+    def __init__(self, *args, **more) -> None:
+        super().__init__(*args, **more)
+        self.calls = Counter[bytes]()
+
+    def strikes(self, fault: str, key: bytes) -> bool:
+        """The same in every run: a key says what a page holds."""
+        self.calls[key] += self.fault in (fault, "all")
+        often = 8 if self.fault == "all" else 3
+        return self.fault in (fault, "all") and (key[0] + self.calls[key]) % often == 0
+
+    def get(self, key: bytes, group: int, page: memoryview) -> Verdict:
+        if self.strikes("slow", key):
+            time.sleep(0.002)
+        if self.strikes("fails", key):
+            raise OSError(5, "Input/output error")
+        if self.strikes("gone", key):
+            self.delete(key, group)
+        elif self.strikes("bad", key) and self.present(key):
+            page[:] = bytes(b ^ 3 for b in page)     # what was read before it was found to be wrong
+            return Verdict.BAD
+        return super().get(key, group, page)
+
+    def put(self, key: bytes, group: int, page: memoryview) -> int:
+        if self.strikes("fails", key):
+            raise OSError(5, "Input/output error")
+        return super().put(key, group, page)
+
+
+def engine(root: Path, family: str, fault: str, **more: object) -> Engine:
+    def made(pools) -> storage.Storage:
+        files = Faulty(root, "f" * 32, [pool.layout.page_bytes for pool in pools])
+        files.fault = fault
+        return storage.Storage(files, pools, lambda: None)
+
+    return Engine(family=family, storage=made, disk_pages=400, **more)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_tokens_are_the_same_whatever_storage_does(tmp_path, monkeypatch, family, fault):
+    """Flushes and pauses while all is written; then other engines that have nothing else."""
+    monkeypatch.setattr(storage, "FAILURES_MAX", 1 << 30)        # never left alone: more happens
+    first = engine(tmp_path, family, "fails" if fault == "all" else "none", hbm_pages=24, dram_pages=40)
+    play(first, lambda turn: {3: (Flushed(),), 0: (Paused(RequestId(turn % 7 + 1)),)}.get(turn % 5, ()))
+    assert first.ex.stats()["storage_written_objects_total"] >= 10
+    again = engine(tmp_path, family, fault, hbm_pages=24, dram_pages=40)
+    play(again, lambda turn: (Flushed(),) if turn % 7 == 0 else ())
+    last = engine(tmp_path, family, fault, hbm_pages=24, dram_pages=40)
+    for _ in range(2):
+        for rid, prompt in PROMPTS.items():
+            last.inbox.append(Flushed())
+            last.add(rid, prompt, 12)
+            last.drain()
+            assert tuple(last.got.pop(rid)) == dense(prompt, 12, family)
+            del last.ended[rid]
+    count = last.ex.stats()
+    assert count["storage_read_objects_total"] > 5
+    missed = {name for name in ("bad", "gone", "failed") if count[f"storage_{name}_total"]}
+    if fault in ("none", "slow"):
+        assert not missed and all(m.ok for m in last.moved)
+    else:
+        assert missed and (fault == "all" or missed == {"failed" if fault == "fails" else fault})
+
+
+def test_a_hit_ends_where_the_first_page_is_missing(tmp_path):
+    first = engine(tmp_path, "grouped", "none")
+    first.add(1, SHARED * 3, 4)
+    first.drain()
+    objects = sorted((tmp_path / "v1").rglob("*.0"), key=lambda p: p.stat().st_mtime_ns)
+    assert len(objects) == 9
+    for missing in (objects[4], objects[2]):
+        missing.unlink()
+        again = engine(tmp_path, "grouped", "none")
+        again.add(1, SHARED * 3, 4)
+        again.drain()
+        assert tuple(again.got[1]) == dense(SHARED * 3, 4)
+        assert again.started[1].disk_tokens == 4 * objects.index(missing)
+        assert missing.exists(), "it is stored again"
+    assert tuple(first.got[1]) == dense(SHARED * 3, 4) and len(PROMPTS) == 7
