@@ -2,15 +2,21 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 from pair_server import PAIR, SERVED, said, serving
 from pipeline_engine import GLM, checkpoint
+
+from penstock.memory.files import Verdict, examine, objects, sweep
 
 PROMPT = [(7 * i) % 96 + 1 for i in range(150)]
 PAGES = 9 * 16              # of its 150 tokens, whole pages
@@ -170,6 +176,48 @@ def test_damage_and_loss_cost_hits_and_no_answer(model, tmp_path):
     run = subprocess.run([sys.executable, "-m", "penstock.serve.cli.main", "store", "verify",
                           f"file://{tmp_path}/store"], capture_output=True, text=True)
     assert run.returncode == 0 and ", 0 are not" in run.stdout, run.stdout + run.stderr
+
+
+@pytest.mark.sweep
+def test_engines_that_are_killed_while_they_write_leave_nothing_wrong(model, tmp_path):
+    """Two on one folder, under load; one of them is killed at any moment, again and again."""
+    dice, host = random.Random(4), ("--hbm-bytes", "4M", "--dram-bytes", "2M", "--kv-storage",
+                                    f"file://{tmp_path}/store")
+    prompts = [[(7 * i + 13 * n) % 96 + 1 for i in range(40 + 20 * n)] for n in range(8)]
+    with serving(model, tmp_path, "--hbm-bytes", "4M") as plain:
+        want = [ids(plain.ask(prompt)) for prompt in prompts]
+    (tmp_path / "b").mkdir()
+    hits = 0
+
+    def load(server, seconds: float) -> None:
+        nonlocal hits
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            n = dice.randrange(8)
+            try:
+                answer = server.ask(prompts[n])
+            except httpx.HTTPError:
+                return                            # it was killed
+            assert ids(answer) == want[n]
+            hits += disk(answer) > 0
+
+    with serving(model, tmp_path / "b", *host) as stays:
+        for _ in range(8):
+            with serving(model, tmp_path, *host) as dies, ThreadPoolExecutor(6) as pool:
+                running = [pool.submit(load, server, 3.0) for server in (dies, stays) for _ in range(3)]
+                time.sleep(dice.random() * 2)
+                os.kill(dies.process.pid, signal.SIGKILL)
+                for one in running:
+                    one.result()
+            stays.http.post("/flush_cache")
+        assert hits and metric(stays, "storage_bad_total") == 0
+    left = [o for o in objects(tmp_path / "store") if not o.temporary]
+    assert len(left) >= 20 and all(examine(tmp_path / "store", o) is Verdict.GOOD for o in left)
+    for o in objects(tmp_path / "store"):
+        if o.temporary:
+            os.utime(tmp_path / "store" / o.path, (1, 1))
+    sweep(tmp_path / "store", None)
+    assert not any(o.temporary for o in objects(tmp_path / "store"))
 
 
 def test_rows_of_latent_models_are_stored_too(tmp_path):
