@@ -9,6 +9,7 @@ from penstock.core.plan import (
     DramPage,
     Group,
     HbmPage,
+    HotUse,
     Move,
     Moved,
     MoveId,
@@ -57,3 +58,19 @@ def test_only_a_failed_copy_that_a_step_has_waited_for_excuses_its_rows(ok, wait
     aborts = [] if excused else [Aborted(RID, damaged=True)]
     assert front.poll(block=False) == [Moved(MOVE, ok), Retired(STEP, ((),)), *aborts]
     assert (front.fault(RID) is None) == excused
+
+
+def test_what_rows_have_missed_is_told_every_sixteen_steps_of_all_ranks():
+    """Ranks count from the beginning of a request, the core hears what is new. Who has selected nothing since
+    is not named."""
+    ranks, told = [Scripted(), Scripted()], []
+    front = Front(ranks)
+    front.open(RID, (5,), SamplingParams())
+    for n in range(1, 50):
+        front.submit(StepPlan(StepId(n), (Row(0),), (RID,), (n,), (1,), (True,), (-1,), (), (), ()))
+        for k, rank in enumerate(ranks):
+            seen = min(n, 20)
+            reads = (RID, (seen, 2 * seen, (k + 1) * seen, 0, 99))
+            rank.reports = [Stepped(StepId(n), ((7,),), reads=(reads,))]
+        told += [event for event in front.poll(block=False) if not isinstance(event, Retired)]
+    assert told == [HotUse(StepId(16), ((RID, 16 * 9, 16 * 3),)), HotUse(StepId(32), ((RID, 4 * 9, 4 * 3),))]
