@@ -71,6 +71,7 @@ def test_a_restarted_server_hits_what_the_one_before_it_has_stored(model, tmp_pa
     """Of a tenant and a salt; what is not stored is computed, and all say the same."""
     url = f"file://{tmp_path}/a%20store"
     flags = *SERVED[place], "--kv-storage", url, *COMPLETE, *keys(tmp_path), "--check"
+    flags = *flags, "--event-log", str(tmp_path / "events")
     host = () if place == "hosted" else ("--dram-bytes", "4M")
 
     def ask(server, tenant: str, **more):
@@ -95,8 +96,10 @@ def test_a_restarted_server_hits_what_the_one_before_it_has_stored(model, tmp_pa
         second.http.post("/flush_cache", headers=BOSS)
         assert disk(ask(second, "two")) == PAGES, "a flush forgets, and deletes nothing"
         assert stored(second) == 2 * ALL * groups
-    log = (tmp_path / "log").read_text()
-    assert "Traceback" not in log
+    log, events = (tmp_path / "log").read_text(), (tmp_path / "events").read_text()
+    assert "Traceback" not in log and '"kind": "Lookup"' in events
+    names = [p.parent.name + p.name.partition(".")[0] for p in (tmp_path / "a store" / "v1").rglob("*.0")]
+    assert len(names) == 3 * ALL and not any(name in log + events for name in names)
 
 
 def test_pages_of_any_pipeline_are_read_by_any_other(model, tmp_path):

@@ -20,7 +20,18 @@ from typing import Any, TextIO
 from penstock.config.base.errors import ConfigError
 from penstock.config.base.paths import cache_dir
 from penstock.config.base.version import version
-from penstock.core.plan import Arrived, Event, Finished, Output, Retired, StepPlan, Token
+from penstock.core.plan import (
+    Arrived,
+    Event,
+    Finished,
+    Listed,
+    Lookup,
+    Output,
+    Retired,
+    StepPlan,
+    Token,
+    Unstore,
+)
 from penstock.replay import flight
 from penstock.replay.recorder import Recorder
 from penstock.replay.redact import redact
@@ -150,6 +161,12 @@ def summary(what: Event | StepPlan | Output) -> dict[str, Any]:
             return {"kind": kind, "step": what.step, "tokens": [len(t) for t in what.tokens]}
         case Token():
             return {"kind": kind, "rid": what.rid, "index": what.index}
+        case Lookup():
+            return {"kind": kind, "rid": what.rid, "pages": len(what.keys)}
+        case Listed():
+            return {"kind": kind, "rid": what.rid, "pages": len(what.present)}
+        case Unstore():
+            return {"kind": kind, "pages": len(what.keys)}
         case Finished():
             return {"kind": kind, "rid": what.rid, "outcome": what.outcome.value}
         case StepPlan():
