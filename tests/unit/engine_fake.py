@@ -31,6 +31,7 @@ from penstock.core.plan import (
 from penstock.core.settings import CoreConfig
 
 VOCAB, CONTEXT = 100, 1000
+INFO = {"page_size": 16, "max_num_seqs": 100}
 CRASH, ENDLESS, REFUSED, FAULT = 13, 14, 15, 16
 FAULT_REASON = "the logits are not finite"
 
@@ -191,7 +192,7 @@ def main() -> None:
         selection = selection_of(config.kv)
         loop = EngineLoop(FakeCore(depth=2), FakeExecutor(), vocab_size=VOCAB,
                           max_model_len=CONTEXT, selection=selection, event_log=event_log)
-        ready = wire.Ready(pid=0, vocab_size=VOCAB, max_model_len=CONTEXT, info={"a": 1}, selection=selection,
+        ready = wire.Ready(pid=0, vocab_size=VOCAB, max_model_len=CONTEXT, info=INFO, selection=selection,
                            dense_len=CONTEXT)
         return engine_main.Engine(loop=loop, ready=ready, wakes=Waker(), crew=None, peer=None)
 

@@ -47,7 +47,8 @@ def ask(*requests: tuple[str, str] | tuple[str, str, str], engine=None, keys=Non
     """Answers to (method, path, key or nothing), one after the other, of one server."""
     api = OpenAI(engine or Engine(), Text(None, None, ()), Metrics(), model="long-name", also=("demo",),
                  choices_max=1)
-    app = build_app(api, Health(), keys or Keys([]), ServerConfig(), {"model": "long-name"}, {"steps": 1.0},
+    app = build_app(api, Health(), keys or Keys([]), ServerConfig(),
+                    {"model": "long-name", "page_size": 16, "max_num_seqs": 4}, {"steps": 1.0},
                     peer)
 
     async def go() -> list[httpx.Response]:

@@ -84,9 +84,9 @@ def test_neutral_lists_only_fields_that_exist():
 @pytest.mark.parametrize("name, value", [
     ("tools", [{"type": "function"}]), ("tool_choice", "required"), ("functions", [{}]),
     ("response_format", {"type": "json_object"}), ("audio", {}), ("modalities", ["audio"]),
-    ("prediction", {}), ("store", True), ("reasoning_effort", "high"), ("metadata", {"a": "b"}),
+    ("prediction", {}), ("reasoning_effort", "high"), ("verbosity", "loud"),
     ("service_tier", "priority"), ("chat_template", "{{ x }}"), ("web_search_options", {}),
-    ("logprobs", 1), ("nonsense", None), ("regex", "a"), ("store", 0), ("return_hidden_states", 0),
+    ("logprobs", 1), ("nonsense", None), ("regex", "a"), ("return_hidden_states", 0),
     ("stream_options", {"include_usage": True}), ("log_metrics", False), ("log_metrics", 1),
     ("separate_reasoning", "yes"), ("stream_reasoning", False),
 ])
@@ -102,6 +102,7 @@ def test_a_field_that_is_not_supported_is_named(name, value):
     {"model": None, "log_metrics": True, "separate_reasoning": True, "no_stop_trim": False,
      "return_hidden_states": False, "stream_reasoning": True, "lora_path": None, "regex": None},
     {"separate_reasoning": False, "log_metrics": None, "stream_reasoning": None},
+    {"metadata": {"a": "b"}, "store": True, "verbosity": "low"},
 ])
 def test_neutral_values_and_what_routers_fill_in_are_accepted(fields):
     assert chat(**fields).params() == SamplingParams(max_tokens=None)
@@ -132,8 +133,11 @@ def test_defaults_are_openais():
 
 @pytest.mark.parametrize("fields, param", [
     ({"temperature": -1}, "temperature"), ({"temperature": "hot"}, "temperature"),
-    ({"n": 0}, "n"), ({"n": 9}, "n"), ({"n": 1.5}, "n"), ({"max_tokens": 0}, "max_tokens"),
-    ({"stop": ["a"] * 5}, "stop"), ({"stop": ""}, "stop"), ({"stop": [1]}, "stop[0]"),
+    ({"n": 0}, "n"), ({"n": 129}, "n"), ({"n": 1.5}, "n"), ({"max_tokens": 0}, "max_tokens"),
+    ({"stop": ["a"] * 17}, "stop"), ({"stop": "a" * 1025}, "stop"),
+    ({"metadata": {"a": 1}}, "metadata[...]"),
+    ({"metadata": []}, "metadata"), ({"store": 0}, "store"), ({"stop": ""}, "stop"),
+    ({"stop": [1]}, "stop[0]"),
     ({"logit_bias": {"x": 1}}, "logit_bias"), ({"logit_bias": {"1": 101}}, "logit_bias"),
     ({"logit_bias": {"1" * 5000: 1}}, "logit_bias"), ({"seed": 2**64}, "seed"),
     ({"top_logprobs": 2}, "top_logprobs"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),

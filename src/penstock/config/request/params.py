@@ -59,9 +59,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         need(all(-100 <= b <= 100 for b in self.logit_bias.values()), "logit_bias",
              "values from -100 to 100")
         need(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "a 64-bit integer")
-        need(1 <= self.n <= 8, "n", "1 to 8")
-        need(len(self.stop) <= 4, "stop", "at most 4 strings")
-        need(all(0 < len(s) <= 64 for s in self.stop), "stop", "1 to 64 characters each")
+        need(1 <= self.n <= 128, "n", "1 to 128")
+        need(len(self.stop) <= 16, "stop", "at most 16 strings")
+        need(all(0 < len(s) <= 1024 for s in self.stop), "stop", "1 to 1024 characters each")
         need(len(self.stop_token_ids) <= 64, "stop_token_ids", "at most 64 ids")
         need(self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", "0 to 20")
         need(-(2**31) <= self.priority < 2**31, "priority", "a 32-bit integer")

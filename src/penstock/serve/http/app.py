@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from starlette.applications import Starlette
@@ -20,6 +21,7 @@ from starlette.routing import Route
 
 from penstock.config.base.errors import show
 from penstock.config.base.version import version
+from penstock.config.request.params import SamplingParams
 from penstock.config.settings.tree import ServerConfig
 from penstock.serve.client.client import EngineClient, EngineDied
 from penstock.serve.client.generate import Engine
@@ -34,6 +36,7 @@ from penstock.serve.http.limits import (
     is_local_origin,
     read_body,
 )
+from penstock.serve.http.native import Native, no_such_path
 from penstock.serve.http.openapi import document
 from penstock.serve.http.types import ApiError
 from penstock.serve.metrics import CONTENT_TYPE, STATS_AGE, Metrics
@@ -46,8 +49,10 @@ Handler = Callable[[bytes, bytes, "HttpReply"], Awaitable[None]]
 
 OPEN_PATHS = ("/health", "/ready")
 # What belongs to every tenant: where there are keys, one of an admin.
-ADMIN_PATHS = ("/metrics", "/server_info", "/get_server_info", "/flush_cache", "/reset_prefix_cache")
+ADMIN_PATHS = ("/metrics", "/server_info", "/get_server_info", "/flush_cache", "/reset_prefix_cache",
+               "/get_load", "/v1/loads")
 STATS_S_MAX = 5.0
+GENERATE_S_MAX = 20.0
 JSON_TYPE = "application/json"
 
 
@@ -242,18 +247,25 @@ def build_app(api: OpenAI, health: Health, keys: Keys, config: ServerConfig,
     def generating(path: str, handler: Handler) -> Route:
         return Route(path, Generating(api, handler, config.body_bytes_max), methods=["POST"])
 
+    native = Native(api)
     serving = () if peer is not None and not peer.serves else (
         generating("/v1/chat/completions", api.chat),
         generating("/v1/completions", api.completion),
         get("/v1/models", views.models),
         get("/v1/models/{name:path}", views.model),
-        get("/openapi.json", views.openapi))
+        generating("/tokenize", native.tokenize),
+        generating("/detokenize", native.detokenize),
+        generating("/abort_request", native.abort),
+        get("/health_generate", views.health_generate))
     app = Starlette(routes=[
         *serving,
         get("/health", views.health),
         get("/ready", views.ready),
         get("/metrics", views.metrics),
+        get("/get_load", views.get_load),
+        get("/v1/loads", views.loads),
         get("/version", views.version),
+        get("/openapi.json", views.openapi),
         get("/server_info", views.server_info),
         get("/get_server_info", views.server_info),
         get("/model_info", views.model_info),
@@ -299,6 +311,20 @@ class _Views:
         return _json({"status": "engine died" if self._health.died else "ok",
                       **({"missing": missing} if missing else {})}, 503 if self._health.died else 200)
 
+    async def health_generate(self, _: Request) -> Response:
+        """200 once the engine has made one token of a prompt of one, before whatever else waits."""
+        first = SamplingParams(max_tokens=1, temperature=0, priority=-(1 << 31))
+        with contextlib.suppress(TimeoutError, EngineDied):
+            async with asyncio.timeout(GENERATE_S_MAX):
+                [stream] = self._api.engine.submit([0], first)
+                try:
+                    async for chunk in stream:
+                        if chunk.tokens:
+                            return _json({"status": "ok"})
+                finally:
+                    await stream.aclose()
+        return _json({"status": "engine died" if self._health.died else "no token"}, 503)
+
     async def ready(self, _: Request) -> Response:
         """Whether new requests are taken."""
         if self._health.died or self._health.draining:
@@ -311,11 +337,36 @@ class _Views:
                                            asyncio.sleep(0, {}) if other is None else self._others.of(other))
         return Response(self._api.metrics.text(own, others), media_type=CONTENT_TYPE)
 
+    async def get_load(self, _: Request) -> Response:
+        load = await self._load()
+        return _json([{"dp_rank": 0, "num_reqs": load["num_running_reqs"] + load["num_waiting_reqs"],
+                       "num_waiting_reqs": load["num_waiting_reqs"], "num_tokens": load["num_used_tokens"]}])
+
+    async def loads(self, _: Request) -> Response:
+        load, now = await self._load(), datetime.now(UTC).isoformat()
+        return _json({
+            "timestamp": now, "version": version(), "dp_rank_count": 1,
+            "loads": [{"dp_rank": 0, "timestamp": time.time(), **load}],
+            "aggregate": {"total_running_reqs": load["num_running_reqs"],
+                          "total_waiting_reqs": load["num_waiting_reqs"],
+                          "total_reqs": load["num_running_reqs"] + load["num_waiting_reqs"],
+                          "avg_token_usage": load["token_usage"], "avg_utilization": load["utilization"]}})
+
+    async def _load(self) -> dict[str, float]:
+        """In SGLang's words; tokens are those of the device pool that requests hold."""
+        engine, page = self._api.engine, self._info["page_size"]
+        stats = await self._numbers.of(engine)
+        used, room = (int(stats.get(name, 0)) * page for name in ("hbm_pages_in_use", "hbm_pages"))
+        rows: int = self._info["max_num_seqs"]
+        return {"num_running_reqs": engine.num_running, "num_waiting_reqs": engine.num_waiting,
+                "num_used_tokens": used, "max_total_num_tokens": room, "token_usage": used / max(1, room),
+                "max_running_requests": rows, "utilization": engine.num_running / rows}
+
     async def version(self, _: Request) -> Response:
         return _json({"version": version()})
 
-    async def openapi(self, _: Request) -> Response:
-        return _json(document())
+    async def openapi(self, request: Request) -> Response:
+        return _json(document({route.path.replace(":path", "") for route in request.app.routes}))
 
     async def server_info(self, _: Request) -> Response:
         other: dict[str, Any] = {} if self._peer is None else {self._peer.role: {
@@ -362,11 +413,11 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(encode(value), status, media_type=JSON_TYPE)
 
 
-async def _http_error(_: Request, error: Exception) -> Response:
+async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    what = {404: "there is no such path", 405: "this path has another method"}
-    body = ApiError(error.status_code, what.get(error.status_code, str(error.detail)),
-                    code={404: "not_found", 405: "method_not_allowed"}.get(error.status_code)).body
+    what = {404: no_such_path(request.url.path), 405: ("this path has another method", "method_not_allowed")}
+    message, code = what.get(error.status_code, (str(error.detail), None))
+    body = ApiError(error.status_code, message, code=code).body
     return Response(encode(body), error.status_code, headers=dict(error.headers or {}),
                     media_type=JSON_TYPE)
 

@@ -9,9 +9,9 @@ import asyncio
 import logging
 import time
 import traceback
-from collections.abc import Sequence
-from contextlib import aclosing
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from typing import Any, Protocol
 
 from penstock.config.base.errors import CONTEXT_EXCEEDED, RequestError, context_exceeded, show
 from penstock.config.request.params import SamplingParams
@@ -25,6 +25,8 @@ from penstock.serve.http.format import (
     Whole,
     encode,
     event,
+    padded,
+    usage_json,
 )
 from penstock.serve.http.types import (
     ApiError,
@@ -54,6 +56,40 @@ class Reply(Protocol):
     async def events(self, data: bytes, *, last: bool = False) -> None: ...
 
 
+class Running:
+    """Requests that run, by tenant and their names, so that others can end them."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[asyncio.Task[Any], tuple[bytes, tuple[str | None, ...]]] = {}
+        self._aborted: set[asyncio.Task[Any]] = set()
+
+    @contextmanager
+    def of(self, tenant: bytes, *names: str | None) -> Iterator[None]:
+        """The calling task runs one. Raises ApiError in it when it is aborted."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks[task] = tenant, names
+        try:
+            yield
+        except asyncio.CancelledError:
+            if task not in self._aborted:
+                raise                       # its client has gone
+            task.uncancel()
+            raise ApiError(400, "this request was ended by /abort_request", code="aborted") from None
+        finally:
+            del self._tasks[task]
+            self._aborted.discard(task)
+
+    def abort(self, tenant: bytes, name: str | None) -> int:
+        """End those of `tenant` that are called `name`, None: all; how many these are."""
+        found = [t for t, (whose, names) in self._tasks.items()
+                 if whose == tenant and (name is None or name in names) and t not in self._aborted]
+        for task in found:
+            self._aborted.add(task)
+            task.cancel()
+        return len(found)
+
+
 class OpenAI:
     """The two generating endpoints of one server.
 
@@ -77,6 +113,7 @@ class OpenAI:
         self.choices_max = choices_max
         self.namespaces = Namespaces(secret)
         self.draining = False
+        self.running = Running()
         self.num_open = 0            # requests that have not been answered to the end
         self.idle = asyncio.Event()
         self.idle.set()
@@ -90,14 +127,14 @@ class OpenAI:
         if body.count(b'"role"') > context:
             raise too_many_messages(context)
         request = parse(body, ChatRequest)
-        self._check_model(request.model)
+        self.check_model(request.model)
         params = request.params()
         out = ChatFormat(
-            model=self.model, token_bytes=self._token_bytes, logprobs=params.logprobs is not None,
+            model=self.model, token_bytes=self.token_bytes, logprobs=params.logprobs is not None,
             include_usage=request.include_usage, return_token_ids=self._shows_ids(request),
             num_choices=params.n)
         try:
-            prompt = await self._chat_prompt(request, tenant)
+            prompt = await self.chat_prompt(request, tenant)
             await self._run([prompt], request, params, tenant, out, reply, began)
         except RequestError as e:
             raise RequestError(str(e), "messages" if e.param == "prompt" else e.param, e.code) from None
@@ -105,24 +142,24 @@ class OpenAI:
     async def completion(self, body: bytes, tenant: bytes, reply: Reply) -> None:
         began = time.monotonic()
         request = parse(body, CompletionRequest)
-        self._check_model(request.model)
+        self.check_model(request.model)
         params = request.params()
         given = request.prompts(max(1, self.choices_max // params.n))
-        ids = iter(await self._encode([p for p in given if isinstance(p, str)], tenant,
+        ids = iter(await self.encode([p for p in given if isinstance(p, str)], tenant,
                                       special=True))
         prompts = [p if isinstance(p, list) else next(ids) for p in given]
         context = self.engine.ready.max_model_len
         if (longest := max(map(len, prompts))) >= context:
             raise context_exceeded(longest, context)        # before an echo of it is made
         out = TextFormat(
-            model=self.model, token_bytes=self._token_bytes, logprobs=params.logprobs is not None,
+            model=self.model, token_bytes=self.token_bytes, logprobs=params.logprobs is not None,
             include_usage=request.include_usage, return_token_ids=self._shows_ids(request),
             num_choices=len(prompts) * params.n,
             echoes=[self._shown(p) for p in given for _ in range(params.n)] if request.echo else ())
         await self._run(prompts, request, params, tenant, out, reply, began)
 
     # ------------------------------------------------------------ prompts
-    async def _chat_prompt(self, request: ChatRequest, tenant: bytes) -> list[int]:
+    async def chat_prompt(self, request: ChatRequest, tenant: bytes) -> list[int]:
         if self.tokenizer is None:
             raise RequestError("this model has no tokenizer: send token ids to /v1/completions",
                                "messages")
@@ -134,13 +171,13 @@ class OpenAI:
                 request.messages, tenant=tenant, context=self.engine.ready.max_model_len,
                 continue_final=bool(request.continue_final_message),
                 add_generation_prompt=request.add_generation_prompt,
-                variables=request.chat_template_kwargs)
+                variables=request.variables)
         except TooManyTexts:
             raise overloaded("too many conversations at once: try again") from None
-        [ids] = await self._encode([text], tenant, special=False)       # the template writes its own
+        [ids] = await self.encode([text], tenant, special=False)       # the template writes its own
         return ids
 
-    async def _encode(self, texts: Sequence[str], tenant: bytes, *, special: bool) -> list[list[int]]:
+    async def encode(self, texts: Sequence[str], tenant: bytes, *, special: bool) -> list[list[int]]:
         if not texts:
             return []
         if self.encoder is None:
@@ -162,7 +199,7 @@ class OpenAI:
         except (OverflowError, TypeError):
             raise RequestError("a prompt token id is outside the vocabulary", "prompt") from None
 
-    def _token_bytes(self, token: int) -> bytes:
+    def token_bytes(self, token: int) -> bytes:
         if self.tokenizer is None:
             return f"token_id:{token}".encode()
         return self.tokenizer.token_bytes(token)
@@ -171,7 +208,7 @@ class OpenAI:
         """Without a tokenizer there is nothing else to show."""
         return bool(request.return_token_ids) or self.tokenizer is None
 
-    def _check_model(self, name: str | None) -> None:
+    def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.names:
             raise ApiError(404, f"the model {show(name)} does not exist: this server has "
                            f"{self.model!r}", param="model", code="model_not_found")
@@ -186,14 +223,15 @@ class OpenAI:
         namespace = self.namespaces.number(tenant, request.cache_salt)
         generation = Generation(self.engine, self.tokenizer, self.metrics, began=began)
         try:
-            for prompt in prompts:
-                generation.submit(
-                    prompt, params, eos_ids=self.eos_ids, namespace=namespace,
-                    context=prompt if isinstance(request, CompletionRequest) else ())
-            if request.stream:
-                await self._stream(generation, out, reply)
-            else:
-                await self._whole(generation, out, reply, len(prompts) * params.n)
+            with self.running.of(tenant, out.id, request.rid):
+                for prompt in prompts:
+                    generation.submit(
+                        prompt, params, eos_ids=self.eos_ids, namespace=namespace,
+                        context=prompt if isinstance(request, CompletionRequest) else ())
+                if request.stream:
+                    await self._stream(generation, request, out, reply)
+                else:
+                    await self._whole(generation, request, out, reply, len(prompts) * params.n)
         finally:
             # Also when the client has gone, which cancels this task wherever it waits.
             await generation.close()
@@ -217,22 +255,30 @@ class OpenAI:
             raise overloaded(f"{open_now} requests run or wait, and {self.choices_max} are the "
                              "most: try again")
 
-    async def _whole(self, generation: Generation, out: Format, reply: Reply, count: int) -> None:
+    async def _whole(self, generation: Generation, request: ChatRequest | CompletionRequest, out: Format,
+                     reply: Reply, count: int) -> None:
         choices = [Whole() for _ in range(count)]
         async with aclosing(generation.pieces()) as pieces:
             async for piece in pieces:
                 choices[piece.index].add(piece)
-        await reply.whole(200, encode(out.whole(choices, generation.usage)), {})
+        told = {"store": False} if request.store else {}
+        await reply.whole(200, encode(out.whole(choices, generation.usage) | told), {})
 
-    async def _stream(self, generation: Generation, out: Format, reply: Reply) -> None:
+    async def _stream(self, generation: Generation, request: ChatRequest | CompletionRequest, out: Format,
+                      reply: Reply) -> None:
+        def events(chunks: list[dict[str, Any]]) -> bytes:
+            if request.usage_so_far:
+                chunks = [c | {"usage": usage_json(generation.usage)} for c in chunks]
+            return b"".join(map(event, map(padded, chunks) if request.padded else chunks))
+
         async with aclosing(generation.pieces()) as pieces:
             async for piece in pieces:
                 if not reply.started:
                     # Not before: until the first token a refusal can still be an HTTP status.
                     await reply.start()
-                    await reply.events(b"".join(map(event, out.openings())))
+                    await reply.events(events(out.openings()))
                 if chunks := out.chunks(piece):
-                    await reply.events(b"".join(map(event, chunks)))
+                    await reply.events(events(chunks))
         tail = event(out.usage_chunk(generation.usage)) if out.include_usage else b""
         await reply.events(tail + DONE, last=True)
 

@@ -26,6 +26,16 @@ def event(value: dict[str, Any]) -> bytes:
     return b"data: " + encode(value) + b"\n\n"
 
 
+PADDED_BYTES = 64
+
+
+def padded(value: dict[str, Any]) -> dict[str, Any]:
+    """With OpenAI's `obfuscation`: random characters, so that the event's length tells little of its text."""
+    filled = {**value, "obfuscation": ""}
+    room = -len(event(filled)) % PADDED_BYTES
+    return {**filled, "obfuscation": secrets.token_hex(room)[:room]}
+
+
 def usage_json(usage: Usage) -> dict[str, Any]:
     reads = {"completion_tokens_details": {"kv_reads": usage.kv_reads}} if usage.kv_reads else {}
     peer = {"peer_tokens": usage.peer_tokens} if usage.peer_tokens else {}
@@ -63,6 +73,7 @@ class Format(Protocol):
     """How one endpoint writes its answers; `chunks` are the events of one piece."""
 
     include_usage: bool
+    id: str
 
     def openings(self) -> list[dict[str, Any]]: ...
     def chunks(self, piece: Piece) -> list[dict[str, Any]]: ...

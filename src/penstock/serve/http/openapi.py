@@ -5,11 +5,13 @@ and that a field's feature is built, is told by a 400.
 """
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
 
 from penstock.config.base.version import version
+from penstock.serve.http.native import AbortRequest, DetokenizeRequest, TokenizeRequest
 from penstock.serve.http.types import NEUTRAL, ChatRequest, CompletionRequest
 
 _REF = "#/components/schemas/{name}"
@@ -38,10 +40,11 @@ _POST = (400, 401, 403, 404, 408, 413, 415, 500, 503)
 _GET = (401, 403)
 
 
-def document() -> dict[str, Any]:
-    """OpenAPI 3.1, as JSON types."""
-    (chat, text, error), schemas = msgspec.json.schema_components(
-        [ChatRequest, CompletionRequest, Error], ref_template=_REF)
+def document(served: Collection[str] | None = None) -> dict[str, Any]:
+    """OpenAPI 3.1, as JSON types; of the paths `served` only, where they are given."""
+    (chat, text, error, tokenize, detokenize, abort), schemas = msgspec.json.schema_components(
+        [ChatRequest, CompletionRequest, Error, TokenizeRequest, DetokenizeRequest, AbortRequest],
+        ref_template=_REF)
     for schema in schemas.values():
         for name, field in schema["properties"].items():
             if name in NEUTRAL:
@@ -61,23 +64,28 @@ def document() -> dict[str, Any]:
     def get(*statuses: int, ok: dict[str, Any] = objects, **more: Any) -> dict[str, Any]:
         return {"get": {**more, "responses": answers(*statuses, ok=ok)}}
 
-    def health(what: str) -> dict[str, Any]:
-        found = get()
+    def health(what: str, *statuses: int) -> dict[str, Any]:
+        found = get(*statuses)
         found["get"]["responses"]["503"] = {"description": what, "content": objects}
         return found
 
     model = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
     flush = {"post": {"responses": answers(*_GET, ok=objects)}}
+    paths = {
+        "/v1/chat/completions": generating(chat), "/v1/completions": generating(text),
+        "/tokenize": generating(tokenize), "/detokenize": generating(detokenize),
+        "/abort_request": generating(abort),
+        "/v1/models": get(*_GET), "/v1/models/{name}": get(*_GET, 404, parameters=[model]),
+        "/health_generate": health("No token was made in time.", *_GET),
+        "/health": health("The engine process is gone."), "/ready": health("No new requests are taken."),
+        "/metrics": get(*_GET, ok={"text/plain": {"schema": {"type": "string"}}}),
+        **{path: get(*_GET) for path in ("/version", "/server_info", "/get_server_info", "/model_info",
+                                         "/get_model_info", "/openapi.json", "/get_load", "/v1/loads")},
+        "/flush_cache": flush, "/reset_prefix_cache": flush,
+    }
     return {
         "openapi": "3.1.0", "info": {"title": "penstock", "version": version()},
-        "paths": {
-            "/v1/chat/completions": generating(chat), "/v1/completions": generating(text),
-            "/v1/models": get(*_GET), "/v1/models/{name}": get(*_GET, 404, parameters=[model]),
-            "/health": health("The engine process is gone."), "/ready": health("No new requests are taken."),
-            "/metrics": get(*_GET, ok={"text/plain": {"schema": {"type": "string"}}}),
-            **{path: get(*_GET) for path in ("/version", "/server_info", "/get_server_info", "/model_info",
-                                             "/get_model_info", "/openapi.json")},
-            "/flush_cache": flush, "/reset_prefix_cache": flush},
+        "paths": {p: item for p, item in paths.items() if served is None or p in served},
         "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
         "security": [{"key": []}, {}],
     }

@@ -3,14 +3,14 @@
 Owns the fields' names and types. A field that this server does not know or cannot honour is an
 error that names it, never silence. Knows no engine and no tokenizer.
 
-Accepted and without effect, whatever the value: `user`, `safety_identifier`, `prompt_cache_key`
-(tags of the caller). Fields of NEUTRAL are accepted at the values listed there, which include what
-routers fill in.
+Accepted and without effect: `user`, `safety_identifier`, `prompt_cache_key` whatever the value, and
+`metadata`, an object of strings (tags of the caller); `store`, as nothing is stored, and the answer says so.
+Fields of NEUTRAL are accepted at the values listed there, which include what routers fill in.
 """
 from __future__ import annotations
 
 import re
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -30,7 +30,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "json_schema": (),
     "log_metrics": (True,),                     # every request is counted
     "lora_path": (),
-    "metadata": ({},),
     "modalities": (["text"],),
     "moderation": (),
     "parallel_tool_calls": (True, False),
@@ -44,22 +43,29 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "separate_reasoning": (True, False),        # without a reasoning parser both do nothing
     "service_tier": ("auto", "default"),
     "session_params": (),
-    "store": (False,),
     "stream_reasoning": (True,),                # all text is streamed
     "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "verbosity": ("medium",),
     "web_search_options": (),
 }
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: with it, usage so far in every event
+    include_obfuscation: bool | None = None     # events are padded to a multiple of 64 bytes
 
 
-class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A request's body."""
+
+    def checked(self) -> None:
+        """Raises RequestError for a field that is not supported at its value."""
+
+
+class _Request(Body, kw_only=True, forbid_unknown_fields=True):
     """What chat and completions share. None is "not given"."""
 
     model: str | None = None
@@ -88,10 +94,13 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     top_k_tokens: int | None = None             # ours: KV that a decode step reads; 0 is all of it
     cache_salt: str | None = None
     return_token_ids: bool | None = None
+    rid: str | None = None                      # names it for /abort_request
     # Without effect.
     user: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None                   # the answer has `store: false`
     # NEUTRAL.
     custom_params: Any = None
     ebnf: Any = None
@@ -99,7 +108,6 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     json_schema: Any = None
     log_metrics: Any = None
     lora_path: Any = None
-    metadata: Any = None
     moderation: Any = None
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
@@ -109,17 +117,15 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     separate_reasoning: Any = None
     service_tier: Any = None
     session_params: Any = None
-    store: Any = None
     stream_reasoning: Any = None
     structured_outputs: Any = None
 
     def checked(self) -> None:
-        """Raises RequestError for a field that is not supported at its value."""
         for name in self.__struct_fields__:
             if name in NEUTRAL:
                 value = getattr(self, name)
                 if value is not None and not any(_same(value, ok) for ok in NEUTRAL[name]):
-                    raise RequestError(f"{name} is not supported yet: leave it out", name)
+                    raise RequestError(f"{name} is not supported at this value: it is not built", name)
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream: true", "stream_options")
         if self.cache_salt is not None and not 0 < len(self.cache_salt) <= 1024:
@@ -128,6 +134,14 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def usage_so_far(self) -> bool:
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def padded(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_obfuscation)
 
     def _params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         given = {name: value for name in _SAME_NAME if (value := getattr(self, name)) is not None}
@@ -153,6 +167,7 @@ class ChatRequest(_Request, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None      # for templates that read it
     # NEUTRAL.
     audio: Any = None
     chat_template: Any = None
@@ -165,8 +180,13 @@ class ChatRequest(_Request, kw_only=True, forbid_unknown_fields=True):
     reasoning_effort: Any = None
     tool_choice: Any = None
     tools: Any = None
-    verbosity: Any = None
     web_search_options: Any = None
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Of the template, beside what is always there."""
+        given = {} if self.verbosity is None else {"verbosity": self.verbosity}
+        return given | (self.chat_template_kwargs or {})
 
     def params(self) -> SamplingParams:
         """Raises RequestError. Without a maximum the answer may fill the context."""
@@ -223,7 +243,7 @@ class CompletionRequest(_Request, kw_only=True, forbid_unknown_fields=True):
         return found
 
 
-T = TypeVar("T", bound=_Request)
+T = TypeVar("T", bound=Body)
 _AT = re.compile(r" - at `\$?\.?([^`]*)`$")
 _FIELD = re.compile(r"field `([^`]+)`")
 
