@@ -5,83 +5,15 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import httpx
 import pytest
+from http_server import LONG, SCRIPT, WAIT_S, Server, error, events
 
-from penstock.serve.http.native import UNBUILT_PATHS
-
-SCRIPT = str(Path(__file__).with_name("http_fake.py"))
 FAULT = 16                  # a prompt that begins with it makes the model fail there
 CRASH = 13                  # a prompt that begins with it ends the engine at its third token
-# 30 s: it does not end before a test has done what it is about, however busy the machine.
-LONG = {"prompt": [1, 2, 3], "max_tokens": 15_000}
-WAIT_S = 120
-
-
-class Server:
-    """One `penstock serve` and what it printed."""
-
-    def __init__(self, folder: Path, *flags: str, model: str = "fake") -> None:
-        self.events = folder / "events"
-        self.log = folder / "log"
-        self.process = subprocess.Popen(
-            [sys.executable, SCRIPT, model, "--port", "0", "--event-log", str(self.events), *flags],
-            stdout=subprocess.PIPE, stderr=self.log.open("w"), text=True)
-        self.line = self.process.stdout.readline()
-        found = re.search(r"ready on (http://\S+) ", self.line)
-        assert found, self.line + self.log.read_text()
-        self.http = httpx.Client(base_url=found.group(1), timeout=WAIT_S,
-                                 limits=httpx.Limits(keepalive_expiry=1))   # before the server drops it
-
-    def post(self, path="completions", **body):
-        return self.http.post("/v1/" + path, json=body)
-
-    def socket(self) -> socket.socket:
-        return socket.create_connection((self.http.base_url.host, self.http.base_url.port), WAIT_S)
-
-    def raw(self, data: bytes) -> bytes:
-        """The answer to these bytes, until the server closes."""
-        with self.socket() as link:
-            link.sendall(data)
-            return b"".join(iter(lambda: link.recv(65536), b""))
-
-    def started(self, **body) -> socket.socket:
-        """A connection whose request has shown its first event."""
-        link = self.socket()
-        data = json.dumps({**LONG, "stream": True, **body}).encode()
-        link.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
-                     % len(data) + data)
-        seen = b""
-        while b"data: " not in seen:
-            part = link.recv(65536)
-            assert part, seen
-            seen += part
-        return link
-
-    def until(self, condition):
-        """Poll until `condition()` is true; its value."""
-        end = time.monotonic() + WAIT_S
-        while not (value := condition()):
-            assert time.monotonic() < end, self.log.read_text()
-            time.sleep(0.01)
-        return value
-
-    def metric(self, name: str) -> float:
-        found = re.search(rf"^penstock:{re.escape(name)} (\S+)$", self.http.get("/metrics").text,
-                          re.MULTILINE)
-        return float(found.group(1)) if found else 0.0
-
-    def end(self, *signals: int) -> int:
-        """The exit code after these signals."""
-        for number in signals:
-            self.process.send_signal(number)
-        return self.process.wait(WAIT_S)
 
 
 @pytest.fixture(scope="module")
@@ -103,22 +35,6 @@ def start(tmp_path):
     for server in servers:
         server.process.kill()
         server.process.wait()
-
-
-def events(answer: httpx.Response) -> list:
-    """Data of a whole event stream, which must end in [DONE]."""
-    assert answer.headers["content-type"].startswith("text/event-stream"), answer.text
-    lines = [part.removeprefix("data: ") for part in answer.text.split("\n\n") if part]
-    assert lines.pop() == "[DONE]"
-    return [json.loads(line) for line in lines]
-
-
-def error(answer: httpx.Response, status: int) -> dict:
-    """The error, checked for OpenAI's shape."""
-    assert answer.status_code == status, answer.text
-    found = answer.json()["error"]
-    assert set(found) == {"message", "type", "param", "code"} and found["message"]
-    return found
 
 
 # ---------------------------------------------------------------- answers
@@ -145,67 +61,6 @@ def test_a_stream_says_what_the_whole_answer_says(shared):
             assert text == choice.get("text", choice.get("message", {}).get("content"))
             assert mine[-1]["finish_reason"] == choice["finish_reason"]
             assert all(c["finish_reason"] is None for c in mine[:-1])
-
-
-def test_what_clients_ask_of_a_stream_besides_text(shared):
-    asked = {"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": True}
-    got = shared.post(prompt="hello", max_tokens=5, stream=True, stream_options=asked, metadata={"a": "b"})
-    chunks = events(got)
-    counts = [c["usage"]["completion_tokens"] for c in chunks]
-    assert counts == sorted(counts) and counts[-1] == 5 and chunks[-1]["choices"] == []
-    lengths = [len(part) + 2 for part in got.text.split("\n\n") if '"obfuscation"' in part]
-    assert len(lengths) == len(chunks) - 1 and all(n % 64 == 0 for n in lengths)
-    assert shared.post(prompt="hello", max_tokens=1, store=True).json()["store"] is False
-    assert "store" not in shared.post(prompt="hello", max_tokens=1).json()
-
-
-def test_text_to_tokens_and_back(shared):
-    http = shared.http
-    got = http.post("/tokenize", json={"prompt": "é ok", "return_token_strs": True}).json()
-    assert got["count"] == len(got["tokens"]) and got["max_model_len"] == 20_000
-    assert "".join(got["token_strs"][-2:]) == "ok"
-    assert http.post("/detokenize", json={"tokens": got["tokens"]}).json() == {"prompt": "é ok"}
-    chat = http.post("/tokenize", json={"messages": [{"role": "user", "content": "é"}]}).json()
-    asked = shared.post("chat/completions", messages=[{"role": "user", "content": "é"}], max_tokens=1).json()
-    assert chat["count"] == asked["usage"]["prompt_tokens"]
-    for path, body in (("tokenize", {}), ("tokenize", {"prompt": "a", "messages": []}),
-                       ("tokenize", {"prompt": "a", "x": 1}), ("detokenize", {"tokens": [2**70]}),
-                       ("detokenize", {"tokens": [-1]}), ("tokenize", {"prompt": "x" * 30_000})):
-        error(http.post("/" + path, json=body), 400)
-    error(http.post("/tokenize", json={"prompt": "a", "model": "other"}), 404)
-
-
-def test_others_can_end_a_request_by_its_name(shared):
-    with shared.started(rid="mine") as one, shared.started(rid="yours"):
-        assert shared.http.post("/abort_request", json={"rid": "nobody"}).json()["aborted"] == 0
-        assert shared.http.post("/abort_request", json={"rid": "mine"}).json()["aborted"] == 1
-        seen = b""
-        while part := one.recv(65536):
-            seen += part
-            if b'"code":"aborted"' in seen:
-                break
-        assert b'"code":"aborted"' in seen and b"[DONE]" not in seen
-        load = shared.until(lambda: (got := shared.http.get("/get_load").json()[0])["num_reqs"] == 1 and got)
-        assert load["num_waiting_reqs"] == 0
-        assert shared.http.post("/abort_request", json={"abort_all": True}).json()["aborted"] == 1
-        shared.until(lambda: shared.http.get("/v1/loads").json()["aggregate"]["total_reqs"] == 0)
-    assert shared.http.get("/v1/loads").json()["loads"][0]["max_running_requests"] == 100
-    error(shared.http.post("/abort_request", json={}), 400)
-
-
-def test_a_token_is_made_to_tell_that_one_can_be(shared):
-    assert shared.http.get("/health_generate").json() == {"status": "ok"}
-
-
-def test_a_path_that_is_not_built_is_refused_by_name(shared):
-    for path in ("/v1/embeddings", "/v1/images/generations", "/api/chat"):
-        told = error(shared.http.post(path, json={}), 404)
-        assert told["code"] == "not_built" and "is not built" in told["message"]
-        assert "/openapi.json" in told["message"]
-    for path in ("/v1/nothing", "/apis", "/v1/embeddingss"):
-        told = error(shared.http.get(path), 404)
-        assert told["code"] == "not_found" and "/openapi.json" in told["message"]
-    assert not set(UNBUILT_PATHS) & set(shared.http.get("/openapi.json").json()["paths"])
 
 
 def test_a_stop_string_ends_the_text_and_the_request(shared):

@@ -1,13 +1,12 @@
 """/openapi.json against the server that serves it: every route, every error, bodies made from the schema."""
 from __future__ import annotations
 
-import importlib.util
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from http_server import Server
 
 from penstock.config.settings.tree import ServerConfig
 from penstock.serve.http.app import Health, build_app
@@ -34,10 +33,7 @@ def test_the_document_has_every_route_with_its_methods():
 @pytest.fixture
 def server(tmp_path, monkeypatch):
     monkeypatch.setenv("PENSTOCK_FAKE_CALM", "1")
-    spec = importlib.util.spec_from_file_location("servers", Path(__file__).with_name("test_http_server.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    made = module.Server(tmp_path)
+    made = Server(tmp_path)
     for prompt in "./01":
         assert made.post(prompt=prompt).status_code == 200
     yield made
