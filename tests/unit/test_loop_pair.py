@@ -13,7 +13,8 @@ from penstock.core.pair.messages import Drained, End, Reason, Refused
 from penstock.core.plan import Aborted, Advance, Entered, Finished, Outcome, PeerLeft
 from penstock.serve import wire
 from penstock.serve.engine import main as engine_main
-from penstock.serve.engine.loop import CROWDED, FAILS, LATE, REFUSES, EngineLoop
+from penstock.serve.engine.loop import EngineLoop
+from penstock.serve.engine.paired import CROWDED, FAILS, LATE, REFUSES
 from penstock.serve.engine.peer import Peer
 from penstock.transfer.events import Down, Heard, Unpaired, Up
 from penstock.transfer.facts import Facts
