@@ -19,7 +19,7 @@ def test_prompts_longer_than_the_device_select_at_each_position():
     engine = Engine(step_tokens=37)
     play(engine, prompts={1: kind().prompts[1], 2: kind().prompts[2]})
     hosted_work(engine)
-    assert engine.total("hot_window_pages") == 0
+    assert engine.total("hot_window_pages") > 0
 
 
 def test_rows_on_both_tiers_and_pauses():

@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 
 from penstock.exec.rank import Rank
-from penstock.exec.sparse.bounds import Selecting
-from penstock.exec.step.attend import Grouped
 from penstock.kernels.attention import paged_attention
 from penstock.kernels.fused import layer
 from penstock.kernels.gemm import experts, linear
@@ -35,7 +33,7 @@ def model(config: dict[str, Any], dtype: Any, seed: int, scale: float, stage: An
 
 def captured(rank: Rank) -> Rank:
     """The rank, with decode steps captured where that is possible."""
-    if rank._ahead and isinstance(rank._attending, Grouped | Selecting):
+    if rank._ahead:
         rank.capture((1, 2, 4))
     return rank
 

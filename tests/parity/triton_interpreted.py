@@ -230,8 +230,32 @@ def draw() -> None:
         count += 1
 
 
+def latent() -> None:
+    """The ops' own cases in float32 but the largest, and rows so long that choosing takes three rounds."""
+    from penstock.kernels.attention.latent_attention import cases as rows
+    from penstock.kernels.attention.latent_attention import reference as attends
+    from penstock.kernels.attention.latent_attention import triton_latent
+    from penstock.kernels.choose.index_select import cases as keys
+    from penstock.kernels.choose.index_select import reference as selects
+    from penstock.kernels.choose.index_select import triton_keys
+
+    for module, run, want in ((keys, triton_keys.index_select, selects.index_select),
+                              (rows, triton_latent.latent_attention, attends.latent_attention)):
+        for case in module.cases("cpu"):
+            if case.name.startswith("float32") and "128" not in case.name and "long" not in case.name:
+                got, right = (x if isinstance(x, tuple) else (x,) for x in map(case.run, (run, want)))
+                for a, b in zip(got, right, strict=True):
+                    check(a.nan_to_num(neginf=-1e3), b.nan_to_num(neginf=-1e3), torch.float32, case.name)
+    whole, triton_keys.WHOLE = triton_keys.WHOLE, 64
+    inputs = keys.make(torch.float32, ((0, 900), (1, 63), (2, 64), (1, -1)), (1, 16), 16)
+    args = [getattr(inputs, name) for name in inputs.__slots__]
+    check(triton_keys.index_select(*args, topk=24), selects.index_select(*args, topk=24), torch.float32,
+          "three rounds")
+    triton_keys.WHOLE = whole
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
-    for part in (attention, chunks, gather, hosted, layer, linear, scaled, experts, draw):
+    for part in (attention, chunks, gather, hosted, layer, linear, scaled, experts, draw, latent):
         part()
     print("checked", count)

@@ -28,8 +28,7 @@ from penstock.exec.sampling.sampler import Logprobs
 from penstock.exec.sampling.tokens import Drawn, States, tokens_of
 from penstock.exec.sparse.bounds import Selecting, Selector
 from penstock.exec.sparse.indexer import Indexed
-from penstock.exec.sparse.rows import Selects
-from penstock.exec.step.attend import LatentOps, Reads, attending
+from penstock.exec.step.attend import Attending, Grouped, LatentOps, Reads
 from penstock.exec.step.eager import Eager, Steps
 from penstock.exec.step.links import Links
 from penstock.exec.step.tables import RowTables
@@ -100,7 +99,7 @@ class Rank:
                  links: Links | None = None, wake: Callable[[], None] | None = None,
                  draw: str = "cuda") -> None:
         """Pools by cache group; `dram` is empty without a host tier. max_len: tokens of the longest
-        request. selector: how requests with a budget select, in `groups` as `exec.load.sizing.groups_of`
+        request. selector: how requests select, in `groups` as `exec.load.sizing.groups_of`
         makes them; None: no request does. groups: None are the model's. links: to the other stages; None:
         the model is whole. wake: called in another thread when a copy has ended. draw: the implementation
         that a device draws with."""
@@ -109,8 +108,7 @@ class Rank:
         self._groups = model.groups if groups is None else groups
         device = hbm[0].pages.device
         self._tables = RowTables(rows, max_len, hbm, dram, base=row_base, device=device)
-        self._attending = (attending(model, self._groups, attention, hbm) if selector is None else
-                           _selecting(selector, model, self._groups, self._tables, hbm, dram, attention))
+        self._attending = _attending(selector, model, self._groups, self._tables, hbm, dram, attention)
         self._tokens = tokens_of(self._links, model.vocab_size, rows, self._tables, seed, draw)
         self._steps: list[Steps] = [Eager(model, self._groups, self._tables, self._attending, self._links)]
         self._mover = Mover([*hbm, *dram], lateness, wake)
@@ -140,8 +138,8 @@ class Rank:
         self._tokens.given(rid, tokens)
 
     def capture(self, buckets: Sequence[int], seconds: float = START_S) -> None:
-        """On a CUDA device, of a whole model with KV heads: capture decode steps of so many rows, and for so
-        long steps with prompts. Without, every step is launched kernel by kernel."""
+        """On a CUDA device, of a whole model: capture decode steps of so many rows, and for so long steps
+        with prompts. Without, every step is launched kernel by kernel."""
         assert isinstance(self._tokens, Drawn) and self._ahead, "such a rank is not captured"
         self._steps[:-1] = captured(self._model, self._tables, self._attending, self._tokens.draws, buckets,
                                     seconds)
@@ -269,8 +267,12 @@ class Rank:
         return out
 
 
-def _selecting(selector: Selector, model: Model, groups: Sequence[CacheShape], tables: RowTables,
-               hbm: Sequence[HbmPool], dram: Sequence[DramPool], attention: Planner | LatentOps) -> Selects:
+def _attending(selector: Selector | None, model: Model, groups: Sequence[CacheShape], tables: RowTables,
+               hbm: Sequence[HbmPool], dram: Sequence[DramPool],
+               attention: Planner | LatentOps) -> Attending:
+    if selector is None:
+        assert not isinstance(attention, LatentOps), "a model that chooses its tokens itself has a selector"
+        return Grouped(model, groups, attention, hbm)
     for pool in dram:           # its address goes to kernels before any page: they must know it
         pool.index(pool.base)
     parts = selector, model, groups, tables, hbm, dram

@@ -54,8 +54,6 @@ def _other_layers(config: Config, model: ModelFacts) -> bool:
 _CHOOSES = "this model chooses {topk} tokens one by one in every layer: leave it out"
 
 OF_MODEL: tuple[Refusal[ModelFacts], ...] = (
-    Refusal(lambda c, m: c.device.device == "cuda" and not m.kv_heads, ("device.device",),
-            "no kernel of a model of latent rows runs there so far; take --device cpu"),
     Refusal(lambda c, m: c.model.dtype == "gguf" and m.load_format != "gguf", ("model.dtype",),
             "{name} is not a .gguf file: leave the flag out"),
     Refusal(lambda c, m: c.kv.sparse_top_k is not None and not m.topk and not m.kv_heads,

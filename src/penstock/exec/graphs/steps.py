@@ -10,6 +10,7 @@ from penstock.exec.graphs.capture import DecodeGraphs, GroupedDecodes
 from penstock.exec.graphs.mixed import MixedGraphs
 from penstock.exec.sampling.on_device import Draws
 from penstock.exec.sparse.bounds import Selecting
+from penstock.exec.sparse.indexer import Indexed
 from penstock.exec.step.attend import Attending, Grouped
 from penstock.exec.step.eager import Ran, Steps
 from penstock.exec.step.tables import RowTables
@@ -20,13 +21,11 @@ from penstock.model.base import Model
 @torch.inference_mode()
 def captured(model: Model, tables: RowTables, attending: Attending, draws: Draws, buckets: Sequence[int],
              seconds: float) -> list[Steps]:
-    """Of a whole model with KV heads: decode steps of so many rows, and, captured for so long, steps with
-    prompts where one call attends to them."""
-    assert isinstance(attending, Grouped | Selecting), "such a rank is not captured"
-    if isinstance(attending, Selecting):
-        graphs = DecodeGraphs(model, tables, attending.decodes(), draws, buckets)
-    else:
-        graphs = DecodeGraphs(model, tables, GroupedDecodes(attending, tables), draws, buckets)
+    """Of a whole model: decode steps of so many rows, and, captured for so long, steps with prompts where
+    one call attends to them."""
+    assert isinstance(attending, Grouped | Selecting | Indexed), "such a rank is not captured"
+    decodes = GroupedDecodes(attending, tables) if isinstance(attending, Grouped) else attending.decodes()
+    graphs = DecodeGraphs(model, tables, decodes, draws, buckets)
     graphs.capture()
     if not isinstance(attending, Grouped):
         return [graphs, Uncaptured("selects")]

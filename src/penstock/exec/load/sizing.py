@@ -215,12 +215,14 @@ def _hosting(config: Config, caches: Caches, core: CoreConfig, hbm: int, budget:
 
 def table_bytes(caches: Caches, rows: int, max_len: int, hot_pages: int) -> int:
     """Device bytes of the page tables of both tiers (int32) and of `memory.hot.HotBuffers`: a slot of
-    each unit a row may have, unit and stamp of each slot, four counters, and the step."""
+    each unit a row may have, unit and stamp of each slot, four counters, and the step. Of latent rows also
+    a layer's of the longest request, where chunks of a hosted prompt read them."""
     layout, size = caches.layouts[0], caches.layouts[0].page_size
     unit = max(layout.unit for layout in caches.layouts)
     pages = -(-max_len // size)
     per_head = 4 * (pages * size // unit + 2 * hot_pages * size // unit) + 4 * 8
-    return 4 + rows * (2 * 4 * pages * len(caches.layouts) + 4 * hot_pages
+    whole = pages * layout.page_bytes // layout.num_layers if layout.planes == 1 else 0
+    return whole + 4 + rows * (2 * 4 * pages * len(caches.layouts) + 4 * hot_pages
                        + layout.num_layers * layout.num_kv_heads * per_head)
 
 

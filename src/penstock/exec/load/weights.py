@@ -21,7 +21,6 @@ from penstock.config.base.paths import cache_dir
 from penstock.config.request.selection import Selection, indexer_selection, selection_of
 from penstock.config.settings.refuse_model import ModelFacts, check_model
 from penstock.config.settings.tree import Config
-from penstock.core.settings import CoreConfig
 from penstock.exec.load.layout import Caches
 from penstock.exec.load.sizing import show_size
 from penstock.exec.sparse.bounds import Selector
@@ -188,11 +187,11 @@ def _keeps_scaled(config: Config, files: ModelFiles, log: Callable[[str], object
 
 def _backends_of(config: Config, checkpoint: Checkpoint, scaled: bool,
                  log: Callable[[str], object]) -> dict[str, registry.Choice]:
-    spec, hosts = families.read_spec_of(checkpoint.config), config.kv.sparse_kv != "off"
+    spec = families.read_spec_of(checkpoint.config)
     on_device = config.device.device == "cuda"
     ops = (*spec.attention.ops, *(("scaled_linear",) if scaled else ()),
            *(("experts",) if spec.moe is not None and on_device else ()), *(("draw",) if on_device else ()))
-    more = ((registry.HOSTING if hosts else ()) if "index_select" in ops else
+    more = (registry.HOSTING if "index_select" in ops else
             registry.SELECTING if selection_of(config.kv) else ())
     return choose_backends(config, ("linear", "layer", *ops, *more), log)
 
@@ -254,16 +253,15 @@ def selection_for(config: Config, model: Model) -> Selection | None:
     return indexer_selection(topk) if topk else selection_of(config.kv)
 
 
-def selector_of(selection: Selection | None, core: CoreConfig,
+def selector_of(selection: Selection | None, hot_pages: int,
                 backends: Mapping[str, registry.Choice]) -> Selector | None:
-    """How a rank selects, in the words of its kernels; None: it reads all of its KV, or, with a model that
-    chooses itself, device pages only."""
-    if selection is None or (selection.native and not core.hot_pages):
+    """How a rank selects, in the words of its kernels; None: it reads all of its KV."""
+    if selection is None:
         return None
     names = {op: backends[op].name for op in (registry.HOSTING if selection.native else registry.SELECTING)}
     rule = None if selection.native else SelectRule(unit=selection.unit, sink=selection.sinks,
                                                     window=selection.window)
-    return Selector(rule=rule, budget=selection.budget, hot_pages=core.hot_pages, backends=names)
+    return Selector(rule=rule, budget=selection.budget, hot_pages=hot_pages, backends=names)
 
 
 def digest_of(config: Mapping[str, object]) -> str:

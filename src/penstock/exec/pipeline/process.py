@@ -103,7 +103,7 @@ class Process:
             self._loaded.model, attention_of(self._loaded.backends), 
             *self._own.pools(core, host_memory=host, device_memory=device),
             rows=core.rows, max_len=core.max_len, seed=seed, groups=self._groups, links=self._links,
-            selector=selector_of(self._selection, core, self._loaded.backends),
+            selector=selector_of(self._selection, core.hot_pages, self._loaded.backends),
             wake=lambda: self._inbox.put(None))
         self._count()
         self.send(wire.Ready())

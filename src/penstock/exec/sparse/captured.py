@@ -1,8 +1,10 @@
 """Decode steps of rows that select, for CUDA graphs: all that depends on a row is on the device.
 
-Steps in which every row selects are one kind; the others also read all pages of the rows that do not.
+Of rows that select by bounds, steps in which every row does are one kind; the others also read all pages of
+the rows that do not. Rows of a model that chooses its tokens itself are all alike.
 
-    B rows of a step   R rows of the tables   K KV heads   P pages   G page size   H head dim
+    B rows of a step   R rows of the tables   M pages a row   K KV heads   P pages   G page size   H head dim
+    N query heads   I index heads   J index head dim   S chosen tokens
 """
 from __future__ import annotations
 
@@ -16,11 +18,12 @@ from penstock.exec.graphs.capture import PagedDecode
 from penstock.exec.sparse.layers import BoundsSelector, SparseLayers, SparseStep
 from penstock.exec.step.tables import PageTable
 from penstock.kernels.attention.paged_attention import AttentionSpec
+from penstock.kernels.choose.index_select import IndexSelect
 from penstock.kernels.kv.store import StoreAt
 from penstock.memory.hot import HotBuffers
 from penstock.model.base import Attend, LocalLayer
 
-SELECT, MIXED = "select", "mixed"
+SELECT, MIXED, CHOSEN = "select", "mixed", "chosen"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,17 +98,76 @@ class _Attend:
         raise AssertionError("a model with an indexer and KV heads")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexedDecodes:
+    """`exec.graphs.capture.Decodes` of an `exec.sparse.indexer.Indexed`, whose parts these are.
+
+    tables     by cache group: latent rows, then index keys
+    local      layer -> which one of group 0 it is
+    keys       layer that has an indexer -> its pages of keys [P, 1, 1, G, J]
+    select     chooses `topk` tokens
+    """
+
+    layers: SparseLayers
+    hot: HotBuffers
+    tables: Sequence[PageTable]
+    local: Mapping[LocalLayer, int]
+    keys: Mapping[LocalLayer, Tensor]
+    select: IndexSelect
+    topk: int
+    kinds: tuple[str, ...] = (CHOSEN,)
+
+    def kind(self, rows: Sequence[int]) -> str:
+        return CHOSEN
+
+    def attend(self, kind: str, row_B: Tensor, position_B: Tensor) -> Attend:
+        return _IndexedAttend(self, row_B, position_B)
+
+
+class _IndexedAttend:
+    """`model.base.Attend` of a captured step: its tokens T are the B rows."""
+
+    def __init__(self, of: IndexedDecodes, row_B: Tensor, position_B: Tensor) -> None:
+        self._of, rows, keys = of, of.tables[0], of.tables[-1]
+        nowhere_B = torch.full_like(position_B, -1).long()
+        row_T = row_B.where(position_B >= 0, -1)
+        self._at = StoreAt(
+            _slots(rows.device_RM, rows.size, row_B, position_B),
+            _slots(rows.host_RM, rows.size, row_B, position_B), nowhere_B, row_T, position_B, 1)
+        self._keys_at = StoreAt(_slots(keys.device_RM, keys.size, row_B, position_B), nowhere_B, nowhere_B,
+                                row_T, position_B, 1)
+        self._step = SparseStep(row_B, position_B, (slice(None),), of.hot.tick(1))
+
+    def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
+                 chosen_TS: Tensor | None = None) -> Tensor:
+        assert chosen_TS is not None, "nothing has been chosen for this layer"
+        i = self._of.local[layer]
+        self._of.layers.store(i, (kv_TCKH[:, 0],), self._at)
+        return self._of.layers.attend(i, q_TNH, chosen_TS[:, None], self._step)
+
+    def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
+        of, step = self._of, self._step
+        of.layers.put((key_TJ[:, None],), self._keys_at, of.keys[layer])
+        return of.select(q_TIJ, weight_TI, of.keys[layer][:, 0, 0], of.tables[-1].device_RM, step.row_B,
+                         step.position_B, topk=of.topk)
+
+
 def _store_at(of: SelectingDecodes, row_B: Tensor, position_B: Tensor) -> StoreAt:
     """-1 throughout for padding."""
-    kv, bounds, row = of.tables[0], of.tables[1], row_B.long()
-    real_B, at_B = position_B >= 0, position_B.clamp(min=0).long()
-    page_B, offset_B = at_B // kv.size, at_B % kv.size
-
-    def slots(table_RM: Tensor, size: int, of_page_B: Tensor) -> Tensor:
-        page = table_RM[row, page_B].long()
-        return torch.where(real_B & (page >= 0), page * size + of_page_B, -1)
+    kv, bounds = of.tables[0], of.tables[1]
     return StoreAt(
-        device_T=slots(kv.device_RM, kv.size, offset_B),
-        host_T=torch.full_like(at_B, -1) if kv.host_RM is None else slots(kv.host_RM, kv.size, offset_B),
-        bounds_T=slots(bounds.device_RM, kv.size // of.unit, offset_B // of.unit),
-        row_T=row_B.where(real_B, -1), position_T=position_B, unit=of.unit)
+        device_T=_slots(kv.device_RM, kv.size, row_B, position_B),
+        host_T=_slots(kv.host_RM, kv.size, row_B, position_B),
+        bounds_T=_slots(bounds.device_RM, kv.size // of.unit, row_B,
+                        torch.where(position_B < 0, -1, position_B // of.unit)),
+        row_T=row_B.where(position_B >= 0, -1), position_T=position_B, unit=of.unit)
+
+
+def _slots(table_RM: Tensor | None, size: int, row_B: Tensor, at_B: Tensor) -> Tensor:
+    """int64: where entry `at` of each row is in a pool whose pages have `size` of them; -1: nowhere, or
+    padding, of which `at` is negative."""
+    if table_RM is None:
+        return torch.full_like(at_B, -1).long()
+    real_B = at_B.clamp(min=0).long()
+    page_B = table_RM[row_B.long(), real_B // size].long()
+    return torch.where((at_B >= 0) & (page_B >= 0), page_B * size + real_B % size, -1)

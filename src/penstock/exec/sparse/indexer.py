@@ -1,27 +1,52 @@
 """What a model of latent rows with an indexer attends to, where its rows may be on the host.
 
-Every position, of a prompt and behind it alike, reads the tokens that the model's own indexer chooses: from
-device pages, from the row's hot buffer, or from the host into it, row by row. So a prompt may be longer than
-the device without anything else: no window of it is ever read as a whole. Index keys stay on the device.
+Every position, of a prompt and behind it alike, reads the tokens that the model's own indexer chooses. One
+that decodes finds them in device pages, in the row's hot buffer, or on the host, from where they come into
+it. A chunk of a hosted prompt would bring most rows many times: all that are before it come once, a layer at
+a time, into a workspace where a token's slot is its position. The sums are the same, term by term, wherever
+rows lie. Index keys stay on the device.
 
     T tokens of the step   N query heads   H row dim   I index heads   J index head dim   S chosen tokens
-    G page size
+    P pages of a row   G page size   L pages that lack a device page   E entries of `gather`'s list
 """
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from penstock.core.plan import Bind, StepPlan
 from penstock.exec.sparse.bounds import Selector
+from penstock.exec.sparse.captured import IndexedDecodes
 from penstock.exec.sparse.layers import SparseLayers, SparseStep, row_attention
 from penstock.exec.sparse.rows import HotRows, Selects
-from penstock.exec.step.attend import LatentOps
+from penstock.exec.step.attend import LatentOps, check_pools
 from penstock.exec.step.tables import Lowered, RowTables
+from penstock.kernels.kv import gather
 from penstock.kernels.kv.store import StoreAt
 from penstock.memory.pool import BlockPool
 from penstock.model.base import Attend, CacheShape, LocalLayer, Model
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Tokens `at` of the step are positions [start, end) of a hosted row; what is before them, by page of it:
+
+    held_2L        int64: page of the device pool, and of the row
+    miss_E3, num_1 what `gather` copies from the host, in units of a page
+    brought        pages of that
+    """
+
+    row: int
+    at: slice
+    start: int
+    end: int
+    held_2L: Tensor
+    miss_E3: Tensor
+    num_1: Tensor
+    brought: int
 
 
 class Indexed(Selects):
@@ -34,58 +59,119 @@ class Indexed(Selects):
                  device: Sequence[BlockPool], host: Sequence[BlockPool], ops: LatentOps) -> None:
         self._tables, self._ops, self._shape = tables, ops, model.attention
         assert self._shape.latent_dim and self._shape.topk, "ops for latent rows and another model"
+        check_pools(groups, device)
         self._local = {layer: i for i, layer in enumerate(groups[0].layers)}
-        self._keys_PGJ = {layer: device[1].pages[:, i, 0, 0] for i, layer in enumerate(groups[1].layers)}
+        self._keys = {layer: device[1].pages[:, i] for group in groups[1:]
+                      for i, layer in enumerate(group.layers)}
         self.rows = HotRows(tables, device[0], unit=1, hot_pages=selector.hot_pages,
                             names=[model.stage.first + layer for layer in groups[0].layers])
         layers = range(len(groups[0].layers))
+        self._device = [device[0].pages[:, i] for i in layers]
+        self._host = [host[0].pages[:, i] for i in layers] if host else []
         self._layers = SparseLayers(
             row_attention(ops.attend, value_dim=self._shape.latent_dim, scale=self._shape.scale), unit=1,
-            device=[device[0].pages[:, i] for i in layers],
-            host=[host[0].pages[:, i] for i in layers] if host else [],
-            device_RP=tables.groups[0].device_RM, host_RP=self.rows.host_RM, hot=self.rows.hot,
-            backends=selector.backends)
+            device=self._device, host=self._host, device_RP=tables.groups[0].device_RM,
+            host_RP=self.rows.host_RM, hot=self.rows.hot, backends=selector.backends)
+        self._gather = gather.OP.use(selector.backends["gather"])
+        pages = tables.groups[0].device_RM.shape[1] if host else 0
+        self._whole_P11GH = device[0].pages.new_empty(pages, *device[0].pages.shape[2:])
 
     def bind(self, bind: Bind, *, budget: int, num_prompt: int) -> None:
         self.rows.bind(bind, budget=self._shape.topk, first=0)
+
+    def decodes(self) -> IndexedDecodes:
+        """Of steps in which each row decodes one token."""
+        return IndexedDecodes(layers=self._layers, hot=self.rows.hot, tables=self._tables.groups,
+                              local=self._local, keys=self._keys, select=self._ops.select,
+                              topk=self._shape.topk)
 
     def step(self, plan: StepPlan, lowered: Lowered) -> Attend:
         """The attention of a step whose binds, grows and unmaps are applied."""
         rows: list[int] = []
         positions: list[int] = []
-        hosted: list[bool] = []
+        tokens: list[int] = []              # of the step, that read row by row
+        chunks: list[_Chunk] = []
+        at = 0
         for row, start, count in zip(plan.rows, plan.start, plan.count, strict=True):
             r = self._tables.index(row)
-            rows += [r] * count
-            positions += range(start, start + count)
-            hosted += [not self._tables.groups[0].is_resident(r)] * count
-        return _IndexedStep(self, lowered, self._layers.step(rows, positions, hosted),
-                            self.rows.store_at(lowered))
+            if count > 1 and not self._tables.groups[0].is_resident(r):
+                chunks.append(self._chunk(r, slice(at, at + count), start, start + count))
+            else:
+                rows += [r] * count
+                positions += range(start, start + count)
+                tokens += range(at, at + count)
+            at += count
+        step = self._layers.step(rows, positions, [False] * len(rows)) if rows else None
+        token_B = torch.tensor(tokens, device=lowered.row_T.device) if chunks else slice(None)
+        return _IndexedStep(self, lowered, step, token_B, chunks)
 
-    def attend(self, layer: LocalLayer, q_TNH: Tensor, row_T1H: Tensor, chosen_TS: Tensor, step: SparseStep,
+    def _chunk(self, r: int, at: slice, start: int, end: int) -> _Chunk:
+        table = self._tables.groups[0]
+        earlier = slice(0, -(-start // table.size))
+        device_P, host_P = (x[r, earlier] for x in (table.device_RM, self.rows.host_RM))
+        lacks_L, held_L = ((device_P < 0).nonzero().flatten(), (device_P >= 0).nonzero().flatten())
+        miss_E3 = torch.stack((torch.zeros_like(lacks_L), host_P[lacks_L].long(), lacks_L), 1).int()
+        return _Chunk(r, at, start, end, torch.stack((device_P[held_L].long(), held_L)), miss_E3,
+                      torch.tensor([len(miss_E3)], dtype=torch.int32, device=miss_E3.device), len(miss_E3))
+
+    def attend(self, layer: LocalLayer, q_TNH: Tensor, row_T1H: Tensor, chosen_TS: Tensor,
+               step: SparseStep | None, token_B: Tensor | slice, chunks: Sequence[_Chunk],
                at: StoreAt) -> Tensor:
         i = self._local[layer]
         self._layers.store(i, (row_T1H,), at)
-        return self._layers.attend(i, q_TNH, chosen_TS[:, None], step)
+        if not chunks:
+            assert step is not None, "a step without tokens"
+            return self._layers.attend(i, q_TNH, chosen_TS[:, None], step)
+        out_TNR = q_TNH.new_empty(*q_TNH.shape[:2], self._shape.latent_dim)
+        if step is not None:
+            out_TNR[token_B] = self._layers.attend(i, q_TNH[token_B], chosen_TS[token_B][:, None], step)
+        for chunk in chunks:
+            of = chunk.at
+            out_TNR[of] = self._through(i, chunk, q_TNH[of], row_T1H[of], chosen_TS[of])
+        return out_TNR
 
-    def choose(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor, step: SparseStep,
-               lowered: Lowered) -> Tensor:
-        ragged, keys_PGJ = lowered.ragged[1], self._keys_PGJ[layer]
-        keys_PGJ[ragged.page_T, ragged.offset_T] = key_TJ
-        return self._ops.select(q_TIJ, weight_TI, keys_PGJ, ragged.pages_RM, step.row_B, step.position_B,
+    def _through(self, layer: int, chunk: _Chunk, q_TNH: Tensor, row_T1H: Tensor,
+                 chosen_TS: Tensor) -> Tensor:
+        """A chunk of a hosted row, over all rows before it and its own, in the order of positions."""
+        whole_P11GH = self._whole_P11GH
+        self._gather(self._host[layer], whole_P11GH, chunk.miss_E3, chunk.num_1, unit=whole_P11GH.shape[3])
+        self.rows.window(layer, chunk.row, chunk.brought)
+        page_L, at_L = chunk.held_2L
+        whole_P11GH[at_L] = self._device[layer][page_L]
+        whole_P11GH.view(-1, row_T1H.shape[2])[chunk.start:chunk.end] = row_T1H[:, 0]
+        return self._ops.attend(q_TNH, whole_P11GH[:, 0, 0], chosen_TS, value_dim=self._shape.latent_dim,
+                                scale=self._shape.scale)[0]
+
+    def choose(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor, row_T: Tensor,
+               position_T: Tensor, table_RM: Tensor, at: StoreAt) -> Tensor:
+        keys_P11GJ = self._keys[layer]
+        self._layers.put((key_TJ[:, None],), at, keys_P11GJ)
+        return self._ops.select(q_TIJ, weight_TI, keys_P11GJ[:, 0, 0], table_RM, row_T, position_T,
                                 topk=self._shape.topk)
 
 
 class _IndexedStep:
     """`model.base.Attend` of one step."""
 
-    def __init__(self, indexed: Indexed, lowered: Lowered, step: SparseStep, at: StoreAt) -> None:
-        self._indexed, self._lowered, self._step, self._at = indexed, lowered, step, at
+    def __init__(self, indexed: Indexed, lowered: Lowered, step: SparseStep | None, token_B: Tensor | slice,
+                 chunks: Sequence[_Chunk]) -> None:
+        self._indexed, self._chunks = indexed, chunks
+        self._step, self._token_B = step, token_B
+        self._at, self._row_T = indexed.rows.store_at(lowered), lowered.row_T.int()
+        self._position_T = lowered.positions_T.int()
+        ragged = lowered.ragged[-1]
+        # Only pages that the step sees: scores are as wide as the table.
+        self._table_RM = ragged.pages_RM[:, :-(-max(ragged.context) // ragged.page_size)]
+        nowhere_T = torch.full_like(ragged.page_T, -1)
+        self._keys_at = StoreAt(ragged.page_T * ragged.page_size + ragged.offset_T, nowhere_T, nowhere_T,
+                                nowhere_T.int(), self._position_T, 1)
 
     def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
                  chosen_TS: Tensor | None = None) -> Tensor:
         assert chosen_TS is not None, "nothing has been chosen for this layer"
-        return self._indexed.attend(layer, q_TNH, kv_TCKH[:, 0], chosen_TS, self._step, self._at)
+        return self._indexed.attend(layer, q_TNH, kv_TCKH[:, 0], chosen_TS, self._step, self._token_B,
+                                    self._chunks, self._at)
 
     def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
-        return self._indexed.choose(layer, q_TIJ, weight_TI, key_TJ, self._step, self._lowered)
+        return self._indexed.choose(layer, q_TIJ, weight_TI, key_TJ, self._row_T, self._position_T,
+                                    self._table_RM, self._keys_at)

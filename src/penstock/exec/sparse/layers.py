@@ -85,6 +85,10 @@ class SparseLayers:
                     self._hot.layers[layer] if self._hot.hot_pages else None,
                     self._bounds[layer] if self._bounds else None)
 
+    def put(self, values: Sequence[Tensor], at: StoreAt, device: Tensor) -> None:
+        """Write a step's new rows to pages that stay on the device."""
+        self._store(values, at, device)
+
     def attend(self, layer: int, q_BNH: Tensor, chosen_BKC: Tensor, step: SparseStep) -> Tensor:
         """out_BNH: each query over what was chosen for it. Brings what it misses into the rows' hot
         buffers."""

@@ -36,7 +36,6 @@ from penstock.exec.rank import Rank
 from penstock.exec.start.prove import prove, prove_front, scratch
 from penstock.exec.start.store import open_storage
 from penstock.exec.start.workspace import device_memory
-from penstock.exec.step.attend import LatentOps
 from penstock.exec.step.links import of_config
 from penstock.exec.waker import Waker
 from penstock.kernels.c.build import triton_runs
@@ -178,11 +177,11 @@ def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None
     groups = groups_of(model, selection)
     caches, attention = caches_of(groups, config.kv.page_size, loaded.dtype), attention_of(loaded.backends)
     captures = device == "cuda" and config.device.cuda_graphs
-    gpu, info = _measure(config, loaded, captures, log) if device == "cuda" else (None, {})
+    gpu, info = _measure(config, loaded, selection, captures, log) if device == "cuda" else (None, {})
     sizes = size_pools(config, caches, model.max_position, machine.probe().memory_available,
                        budget=selection.budget if selection else 0, gpu=gpu)
     core = sizes.core
-    selector = selector_of(selection, core, loaded.backends)
+    selector = selector_of(selection, core.hot_pages, loaded.backends)
     seed = config.model.seed or 0         # `resolve` has drawn one for a server
     try:
         prove(model, attention, caches, groups, selector, device)
@@ -216,18 +215,19 @@ def _check_gpu() -> None:
         raise ConfigError(f"--device cuda: {why}") from None
 
 
-def _measure(config: Config, loaded: Loaded, captures: bool,
+def _measure(config: Config, loaded: Loaded, selection: Selection | None, captures: bool,
              log: Callable[[str], object]) -> tuple[DeviceMemory, Info]:
     """Memory of the GPU, and what to tell of it. Raises ConfigError: its largest step does not fit."""
     attention, model, schedule = attention_of(loaded.backends), loaded.model, config.schedule
-    assert not isinstance(attention, LatentOps), "refused by `check_model`"
+    chooses = selection if selection is not None and selection.native else None
     caches = caches_of(model.groups, config.kv.page_size, loaded.dtype)
     free = torch.cuda.mem_get_info()[0]
     longest = min(config.model.max_model_len or model.max_position,
                   caches.context_pages(free) * config.kv.page_size)
     try:
         gpu = device_memory(model, attention, caches, rows=schedule.max_num_seqs, max_len=longest,
-                            step_tokens=schedule.step_tokens, capture=captures)
+                            step_tokens=schedule.step_tokens, capture=captures,
+                            selector=selector_of(chooses, 0, loaded.backends))
     except torch.OutOfMemoryError:
         raise ConfigError(
             f"the largest step of --step-tokens {schedule.step_tokens} and --max-num-seqs "
@@ -257,7 +257,7 @@ def _several(config: Config, log: Callable[[str], object], wakes: Waker) -> _Par
         sizes = size_pools(config, widest, loaded.whole.max_position, machine.probe().memory_available,
                            budget=selection.budget if selection else 0)
         core, crew.vocab_size = sizes.core, loaded.whole.vocab_size
-        selector = selector_of(selection, core, loaded.backends)
+        selector = selector_of(selection, core.hot_pages, loaded.backends)
         trial = replace(scratch(caches, selector), pp_size=ranks)
         crew.pools(trial, caches.host_bytes(trial), [one.nbytes(trial.hbm_pages) for one in own])
         prove_front(Front(crew.ranks, crew.wait), trial, loaded.whole.max_position, selector)

@@ -14,6 +14,8 @@ from penstock.exec.load.layout import Caches
 from penstock.exec.load.sizing import DeviceMemory
 from penstock.exec.rank import Rank
 from penstock.exec.sampling.sampler import Sampler
+from penstock.exec.sparse.bounds import Selector
+from penstock.exec.step.attend import LatentOps
 from penstock.kernels.attention.paged_attention import Planner
 from penstock.model.base import Model
 
@@ -23,8 +25,9 @@ SLACK_BYTES = 256 << 20
 CONTEXT_MAX = 131_072           # tokens of the prompt whose last chunk is measured
 
 
-def device_memory(model: Model, attention: Planner, caches: Caches, *, rows: int, step_tokens: int,
-                  max_len: int, capture: bool) -> DeviceMemory:
+def device_memory(model: Model, attention: Planner | LatentOps, caches: Caches, *, rows: int,
+                  step_tokens: int, max_len: int, capture: bool,
+                  selector: Selector | None = None) -> DeviceMemory:
     """Measured with the weights on the device and no pools there. Raises torch's OutOfMemoryError.
 
     The last chunk of `step_tokens` tokens of a prompt of `max_len`; then `rows` rows sampled with every
@@ -43,7 +46,7 @@ def device_memory(model: Model, attention: Planner, caches: Caches, *, rows: int
     pages = len(caches.groups) * caches.slabs.slab_pages[0]
     core = CoreConfig(page_size=size, rows=rows, hbm_pages=pages, max_len=max_len, groups=caches.groups,
                       group_base=1 << 20)
-    rank = Rank(model, attention, *caches.pools(core, "cuda"), rows=rows, max_len=max_len)
+    rank = Rank(model, attention, *caches.pools(core, "cuda"), rows=rows, max_len=max_len, selector=selector)
     chunk, pages_held = min(step_tokens, max_len), max_len // size
     rid, params = RequestId(0), SamplingParams(temperature=0.0)
     front = Front([rank])

@@ -1,7 +1,7 @@
 """What a rank answers when a layer asks: store what a token leaves behind, and attend (`model.base.Attend`).
 
-One kind for KV heads, one for latent rows with an indexer. Knows pools and the layout of a step; refuses to
-know plans and requests.
+Here the layers that read all of their KV; those that select are in `exec.sparse`. Knows pools and the layout
+of a step; refuses to know plans and requests.
 
     T tokens of the step   N query heads   K KV heads   C planes   H head dim   P pages   G page size
     I index heads   J index head dim   S chosen tokens
@@ -25,6 +25,7 @@ from penstock.kernels.choose.index_select import IndexSelect
 from penstock.memory.copying import parts_of
 from penstock.memory.hbm import HbmPool
 from penstock.memory.mover import Arrivals
+from penstock.memory.pool import BlockPool
 from penstock.model.base import Attend, CacheShape, LocalLayer, Model
 
 
@@ -64,17 +65,13 @@ class Attending(Protocol):
         return {}
 
 
-def attending(model: Model, groups: Sequence[CacheShape], ops: Planner | LatentOps,
-              hbm: Sequence[HbmPool]) -> Attending:
-    """Pools by cache group."""
+def check_pools(groups: Sequence[CacheShape], hbm: Sequence[BlockPool]) -> None:
+    """Asserts that the pools are of these cache groups."""
     for group, pool in zip(groups, hbm, strict=True):
         want = (len(group.layers), group.num_kv_heads, group.planes, group.unit, group.head_dim)
         have = pool.layout
         assert want == (have.num_layers, have.num_kv_heads, have.planes, have.unit, have.head_dim), (
             f"a foreign pool for group {group.name}")
-    if isinstance(ops, LatentOps):
-        return Latent(model, groups, ops, hbm)
-    return Grouped(model, groups, ops, hbm)
 
 
 class Arriving:
@@ -110,6 +107,7 @@ class Grouped(Attending):
     def __init__(self, model: Model, groups: Sequence[CacheShape], planner: Planner,
                  hbm: Sequence[HbmPool]) -> None:
         assert not model.attention.latent_dim, "a model of latent rows and ops for KV heads"
+        check_pools(groups, hbm)
         self._planner = planner
         self.specs = [
             AttentionSpec(num_heads=model.attention.num_heads, num_kv_heads=group.num_kv_heads,
@@ -156,61 +154,3 @@ class _GroupedStep:
 
     def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
         raise AssertionError("a model with an indexer and KV heads")
-
-
-class Latent(Attending):
-    """Layers that store one latent row a token, and, where they have an indexer, one key."""
-
-    def __init__(self, model: Model, groups: Sequence[CacheShape], ops: LatentOps,
-                 hbm: Sequence[HbmPool]) -> None:
-        self.ops, self.shape = ops, model.attention
-        assert self.shape.latent_dim and self.shape.topk, "ops for latent rows and another model"
-        # One plane, one head: [P, G, H] of each layer. Group 0 is the rows, the other the keys.
-        self.rows, self.keys = (
-            {layer: pool.pages[:, i, 0, 0]
-             for group, pool in zip(groups, hbm, strict=True) if group.selector is selector
-             for i, layer in enumerate(group.layers)} for selector in (False, True))
-
-    def step(self, plan: StepPlan, lowered: Lowered) -> Attend:
-        return _LatentStep(self, lowered)
-
-
-class _LatentStep:
-    def __init__(self, latent: Latent, lowered: Lowered) -> None:
-        self._latent, self._ragged = latent, lowered.ragged
-        ragged = lowered.ragged[0]
-        device = lowered.positions_T.device
-        counts = [end - first for first, end in zip(ragged.query_start, ragged.query_start[1:], strict=False)]
-        row_T = torch.tensor(ragged.rows, dtype=torch.int32, device=device)
-        if len(lowered.positions_T) > len(counts):
-            row_T = row_T.repeat_interleave(torch.tensor(counts, device=device),
-                                            output_size=len(lowered.positions_T))
-        self._row_T, self._position_T = row_T, lowered.positions_T.int()
-        self._slots: tuple[Tensor, Tensor] | None = None        # chosen, and where that is
-
-    def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
-                 chosen_TS: Tensor | None = None) -> Tensor:
-        assert chosen_TS is not None, "nothing has been chosen for this layer"
-        latent, ragged = self._latent, self._ragged[0]
-        pool_PGH = latent.rows[layer]
-        pool_PGH[ragged.page_T, ragged.offset_T] = kv_TCKH[:, 0, 0]
-        out_TNR, _ = latent.ops.attend(q_TNH, pool_PGH, self._where(chosen_TS),
-                                       value_dim=latent.shape.latent_dim, scale=latent.shape.scale)
-        return out_TNR
-
-    def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
-        latent, ragged = self._latent, self._ragged[1]
-        pool_PGJ = latent.keys[layer]
-        pool_PGJ[ragged.page_T, ragged.offset_T] = key_TJ
-        return latent.ops.select(q_TIJ, weight_TI, pool_PGJ, ragged.pages_RM, self._row_T,
-                                 self._position_T, topk=latent.shape.topk)
-
-    def _where(self, chosen_TS: Tensor) -> Tensor:
-        """Slots of the chosen positions, -1 where there is none. Layers that share a choice share them."""
-        if self._slots is None or self._slots[0] is not chosen_TS:
-            ragged = self._ragged[0]
-            page = chosen_TS // ragged.page_size          # -1 stays negative
-            held = ragged.pages_RM[self._row_T.long()[:, None], page.clamp_min(0).long()]
-            slot_TS = held * ragged.page_size + chosen_TS % ragged.page_size
-            self._slots = chosen_TS, slot_TS.where(chosen_TS >= 0, -1)
-        return self._slots[1]

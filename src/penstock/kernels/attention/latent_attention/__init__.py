@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.kernels.attention.latent_attention import native, reference
 from penstock.kernels.platform import DEVICES, Implementation, Op
+from penstock.kernels.triton.lazy import lazy
 
 __all__ = ["OP", "LatentAttention"]
 
@@ -34,6 +35,7 @@ class LatentAttention(Protocol):
 
 
 OP: Op[LatentAttention] = Op("latent_attention", (
+    lazy("cuda", "penstock.kernels.attention.latent_attention.triton_latent:latent_attention"),
     Implementation("native", native.latent_attention, native.probe),
     Implementation("reference", reference.latent_attention, reference.probe, DEVICES),
 ))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from penstock.kernels.choose.index_select import native, reference
 from penstock.kernels.platform import DEVICES, Implementation, Op
+from penstock.kernels.triton.lazy import lazy
 
 __all__ = ["OP", "IndexSelect"]
 
@@ -39,6 +40,7 @@ class IndexSelect(Protocol):
 
 
 OP: Op[IndexSelect] = Op("index_select", (
+    lazy("cuda", "penstock.kernels.choose.index_select.triton_keys:index_select"),
     Implementation("native", native.index_select, native.probe),
     Implementation("reference", reference.index_select, reference.probe, DEVICES),
 ))

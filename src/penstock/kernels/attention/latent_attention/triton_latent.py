@@ -1,0 +1,114 @@
+"""One query over chosen latent rows in Triton: rows cut into parts that run side by side, joined in order.
+
+A part is a fixed number of rows, whatever the batch: a query's result does not depend on who runs beside
+it. A program has some heads and, where values are wide, one half of them: their sums must stay in
+registers. It scores with the row's two halves and its rest one by one, and adds these in an order that
+is the same in either half. Imported only where a CUDA device was asked for.
+
+    B queries   N query heads   H row dim   R value dim   P pages   G page size   S chosen rows
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.kernels.attention.sparse_attention.triton_units import join_units
+
+_LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def attend_rows(q, pool, slot, part, peak, scale, pool_page, HEADS, CHOSEN, SIZE: tl.constexpr, DIM:
+                tl.constexpr, VALUE: tl.constexpr, HALVES: tl.constexpr, HALF: tl.constexpr, REST_PAD:
+                tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, EXACT:
+                tl.constexpr):
+    """Part `s` of query `b`, GROUP heads, HALF value dims: the mean of its values into `part`, log2 of the
+    weights' sum into `peak`, -inf for a part without rows."""
+    s, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    half, group = tl.program_id(1) % HALVES, tl.program_id(1) // HALVES
+    parts = tl.num_programs(0)
+    n = group * GROUP + tl.arange(0, GROUP)
+    own_n = (n < HEADS)[:, None]
+    d = tl.arange(0, HALF)
+    mine, other = half * HALF + d, (HALVES - 1 - half) * HALF + d
+    rest = VALUE + tl.arange(0, REST_PAD)
+    line = q + (b * HEADS + n)[:, None] * DIM
+    q_mine = tl.load(line + mine[None, :], mask=own_n & (mine < VALUE)[None, :], other=0.0)
+    q_rest = tl.load(line + rest[None, :], mask=own_n & (rest < DIM)[None, :], other=0.0)
+    if HALVES == 2:
+        q_other = tl.load(line + other[None, :], mask=own_n & (other < VALUE)[None, :], other=0.0)
+    top_n = tl.full([GROUP], float("-inf"), tl.float32)
+    sum_n = tl.zeros([GROUP], tl.float32)
+    acc_nV = tl.zeros([GROUP, HALF], tl.float32)
+    precision: tl.constexpr = "ieee" if EXACT else "tf32"
+    for block in range(BLOCKS):
+        i = (s * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
+        at = tl.load(slot + b * CHOSEN + i, mask=i < CHOSEN, other=-1)
+        here = at >= 0
+        row = pool + ((at // SIZE).to(tl.int64) * pool_page + at % SIZE * DIM)[:, None]
+        v_iV = tl.load(row + mine[None, :], mask=here[:, None] & (mine < VALUE)[None, :], other=0.0)
+        r_iH = tl.load(row + rest[None, :], mask=here[:, None] & (rest < DIM)[None, :], other=0.0)
+        score = tl.dot(q_mine, tl.trans(v_iV), input_precision=precision)
+        if HALVES == 2:
+            o_iV = tl.load(row + other[None, :], mask=here[:, None] & (other < VALUE)[None, :], other=0.0)
+            score += tl.dot(q_other, tl.trans(o_iV), input_precision=precision)
+        score += tl.dot(q_rest, tl.trans(r_iH), input_precision=precision)
+        score = tl.where(here[None, :], score * (scale * _LOG2E), float("-inf"))
+        new_n = tl.maximum(top_n, tl.max(score, 1))
+        base_n = tl.where(new_n == float("-inf"), 0.0, new_n)
+        weight = tl.exp2(score - base_n[:, None])
+        keep_n = tl.exp2(top_n - base_n)
+        sum_n = sum_n * keep_n + tl.sum(weight, 1)
+        acc_nV = acc_nV * keep_n[:, None]
+        acc_nV = tl.dot(weight.to(v_iV.dtype), v_iV, acc_nV, input_precision=precision)
+        top_n = new_n
+    at_n = (b * HEADS + n) * parts + s
+    none = sum_n == 0
+    total = tl.where(none, 1.0, sum_n)
+    tl.store(part + at_n[:, None] * VALUE + mine[None, :], acc_nV / total[:, None], mask=own_n & (mine <
+             VALUE)[None, :])
+    tl.store(peak + at_n, tl.where(none, float("-inf"), top_n + tl.log2(total)), mask=tl.where(half == 0, n <
+             HEADS, False))
+
+
+BLOCK, BLOCKS = 32, 8  # rows of a block, blocks of a part
+WIDE = 256  # value dims that one program sums
+SUMS = 1 << 24  # of parts, in memory at once
+
+
+def latent_attention(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor, *, value_dim: int,
+                     scale: float) -> tuple[Tensor, Tensor]:
+    """As `penstock.kernels.attention.latent_attention`. Capturable."""
+    queries, heads, dim = q_BNH.shape
+    size, chosen = pool_PGH.shape[1], slot_BS.shape[1]
+    assert q_BNH.is_contiguous() and slot_BS.is_contiguous(), "queries and slots must be dense"
+    assert pool_PGH.stride(2) == 1 and pool_PGH.stride(1) == dim, "rows of a page must be dense"
+    exact = q_BNH.dtype == torch.float32
+    pad = max(16, triton.next_power_of_2(value_dim))
+    halves = 2 if pad > WIDE else 1
+    assert pad <= 2 * WIDE, f"values of {value_dim}"
+    group = min(16 if exact else 64, max(16, triton.next_power_of_2(heads)))
+    groups = triton.cdiv(heads, group)
+    parts = triton.cdiv(chosen, BLOCK * BLOCKS)
+    most = max(1, min(queries, SUMS // (heads * parts * value_dim)))
+    device = q_BNH.device
+    part = torch.empty((most, heads, parts, value_dim), dtype=torch.float32, device=device)
+    peak = torch.empty((most, heads, parts), dtype=torch.float32, device=device)
+    out_BNR = torch.empty((queries, heads, value_dim), dtype=q_BNH.dtype, device=device)
+    lse_BN = torch.empty((queries, heads), dtype=torch.float32, device=device)
+    for first in range(0, queries, most):
+        turn = slice(first, first + most)
+        num = len(slot_BS[turn])
+        attend_rows[(parts, groups * halves, num)](q_BNH[turn], pool_PGH, slot_BS[turn], part, peak, scale,
+                                                   pool_PGH.stride(0), heads, chosen, SIZE=size, DIM=dim,
+                                                   VALUE=value_dim, HALVES=halves, HALF=pad // halves,
+                                                   REST_PAD=max(16, triton.next_power_of_2(max(1, dim -
+                                                   value_dim))), GROUP=group, BLOCK=BLOCK, BLOCKS=BLOCKS,
+                                                   EXACT=exact, num_warps=8 if group * pad >= 64 * WIDE else
+                                                   4, num_stages=1 if exact else 2)
+        join_units[(num * heads,)](part, peak, out_BNR[turn], lse_BN[turn], parts, DIM=value_dim,
+                                   DIM_PAD=triton.next_power_of_2(value_dim), num_warps=1)
+    return out_BNR, lse_BN
