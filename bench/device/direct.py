@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from penstock.config.request.params import SamplingParams
-from penstock.config.request.selection import Selection, attention_identity
+from penstock.config.request.selection import Selection, attention_identity, indexer_selection
 from penstock.core.core import Core
 from penstock.core.plan import Arrived, Event, Finished, RequestId, Retired, Started, Token
 from penstock.core.settings import CoreConfig
@@ -29,8 +29,10 @@ from penstock.exec.load.layout import caches_of
 from penstock.exec.load.sizing import WAIT_BYTES, groups_of
 from penstock.exec.rank import Rank
 from penstock.exec.sparse.bounds import Selector
+from penstock.exec.step.attend import LatentOps
 from penstock.kernels import registry
-from penstock.kernels.attention import paged_attention
+from penstock.kernels.attention import latent_attention, paged_attention
+from penstock.kernels.choose import index_select
 from penstock.kernels.choose.select import SelectRule
 from penstock.kernels.fused import layer
 from penstock.kernels.gemm import experts, linear
@@ -77,8 +79,11 @@ class Direct:
                  step_tokens: int = 8192, page_size: int = 16, prefix_cache: bool = False,
                  buckets: Sequence[int] = (), selection: Selection | None = None,
                  hot_tokens: int = 0, hosted: bool = False) -> None:
-        """With a `selection` every request decodes by it; hosted: out of host pages even where it fits.
-        hbm_tokens: of all that is in the device's pool, in slabs of a page of KV."""
+        """With a `selection` every request decodes by it, a model that chooses itself by its own; hosted: out
+        of host pages even where it fits. hbm_tokens: of all that is in the device's pool, in slabs of a page
+        of KV."""
+        if model.attention.topk:
+            selection = indexer_selection(model.attention.topk)
         groups = groups_of(model, selection)
         caches = caches_of(groups, page_size, model.dtype)
         cfg = CoreConfig(page_size=page_size, rows=rows, hbm_pages=hbm_tokens // page_size,
@@ -86,22 +91,27 @@ class Direct:
                          wait_pages=WAIT_BYTES[True] // caches.page_bytes if dram_tokens else 0,
                          overlap=True, prefix_cache=prefix_cache, groups=caches.groups,
                          hot_pages=hot_tokens // page_size, always_hosted=hosted)
-        self._params, self._attention = GREEDY, 0
+        self._params, self._attention, self._selects = GREEDY, 0, False
         selector = None
         if selection is not None:
-            chosen = registry.select(probe("cuda"), ops=registry.SELECTING)
+            native = selection.native
+            self._selects = hot_tokens > 0 or not native
+            chosen = registry.select(probe("cuda"), ops=registry.HOSTING if native else registry.SELECTING)
             selector = Selector(
-                rule=SelectRule(unit=selection.unit, sink=selection.sinks, window=selection.window),
+                rule=None if native else SelectRule(unit=selection.unit, sink=selection.sinks,
+                                                    window=selection.window),
                 budget=selection.budget, hot_pages=cfg.hot_pages,
                 backends={op: choice.name for op, choice in chosen.items()})
-            self._params = SamplingParams(temperature=0.0, max_tokens=None, top_k_tokens=selection.budget)
+            self._params = SamplingParams(temperature=0.0, max_tokens=None,
+                                          top_k_tokens=None if native else selection.budget)
             self._attention = attention_identity(selection)
         started = time.perf_counter()
         hbm, dram = caches.pools(cfg, "cuda")
         self.pools_s = time.perf_counter() - started
         for pool in hbm:
             pool.fill(0.0)
-        attention = functools.partial(paged_attention.plan, backend="cuda")
+        attention = (LatentOps(index_select.OP.use("cuda"), latent_attention.OP.use("cuda"))
+                     if model.attention.topk else functools.partial(paged_attention.plan, backend="cuda"))
         self.rank = Rank(model, attention, hbm, dram, rows=rows, max_len=max_len, groups=groups,
                          selector=selector)
         started = time.perf_counter()
@@ -119,7 +129,7 @@ class Direct:
         ran = Ran(0.0)
         for rid, prompt in zip(rids, prompts, strict=True):
             self.front.open(rid, tuple(prompt), params or self._params)
-            events.append(Arrived(rid, tuple(prompt), max_new, selects=self._attention > 0,
+            events.append(Arrived(rid, tuple(prompt), max_new, selects=self._selects,
                                   attention=self._attention))
             ran.tokens[rid] = []
         left, began, last = set(rids), time.perf_counter(), None
