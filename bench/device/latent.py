@@ -83,7 +83,7 @@ def measure(model: Any, cell: str, work: str, args: argparse.Namespace) -> list[
     rows, max_len = batches[-1], args.tokens + args.steps + 128
     token = LAYERS * ROW
     every = rows * (max_len + 64)
-    fits = int(every * (token + LAYERS * KEY) / token) + 4096
+    fits = int(1.4 * every * (token + LAYERS * KEY) / token) + 4096
     hbm = (int(device / token) if device else fits if not hot else
            int((rows * (hot + 64) * token + every * LAYERS * KEY) / token) + 8192)
     engine = Direct(model, rows=rows, max_len=max_len, hbm_tokens=hbm, dram_tokens=every if hot else 0,
@@ -105,7 +105,7 @@ def measure(model: Any, cell: str, work: str, args: argparse.Namespace) -> list[
                 (profiler.start if seen == 24 else profiler.stop)()  # noqa: B023
         ran = engine.run(prompts[:batch], args.steps, every_step=every_step)
         wall = time.perf_counter() - began
-        if args.profile:
+        if args.profile and seen >= 32:
             print(cell, batch, profiler.key_averages().table(
                 sort_by="cuda_time_total", row_limit=28, max_name_column_width=50), flush=True)
         told = {key: value - before.get(key, 0) for key, value in counts(engine).items()}

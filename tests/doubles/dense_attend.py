@@ -44,7 +44,7 @@ class Dense:
         key_PJ = self.keys[layer] = torch.cat([*held, key_TJ])
         score_TIP = (q_TIJ.float() @ key_PJ.float().T).relu()
         score_TP = (score_TIP * weight_TI[..., None]).sum(1)
-        score_TP = score_TP.masked_fill(~causal(len(q_TIJ), len(key_PJ)), float("-inf"))
+        score_TP = score_TP.masked_fill(~causal(len(q_TIJ), len(key_PJ)).to(score_TP.device), float("-inf"))
         chosen_TS = score_TP.sort(descending=True, stable=True).indices[:, :self.shape.topk]
         past = score_TP.gather(1, chosen_TS) == float("-inf")
         chosen_TS = chosen_TS.where(~past, len(key_PJ)).sort().values

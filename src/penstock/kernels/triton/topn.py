@@ -1,4 +1,4 @@
-"""The n largest of a block of keys, in Triton, for kernels of several ops: a cut found by halving.
+"""The n largest of a block of keys, in Triton, for kernels of several ops: a cut found by quartering.
 
 Imported only by kernels, where Triton is installed.
 """
@@ -25,12 +25,19 @@ def cut_of(key, n):
     low = tl.min(tl.where(key == 0, high, key), 0)
     low = tl.where(count >= n, high, low)
     # n of them at or above `low` is enough: equal ones need no telling apart then.
+    # A sum over the block is what takes time: one counts at three cuts, 21 bits each.
     while (high - low > 1) & (count != n):
-        middle = low + ((high - low) >> 1)
-        found = tl.sum((key >= middle).to(tl.int32), 0)
-        enough = found >= n
-        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
-        count = tl.where(enough, found, count)
+        part = tl.maximum((high - low) >> 2, 1).to(tl.uint32)
+        a = low + part
+        b = tl.minimum(a + part, high)
+        c = tl.minimum(b + part, high)
+        three = tl.sum((key >= a).to(tl.int64) + ((key >= b).to(tl.int64) << 21)
+                       + ((key >= c).to(tl.int64) << 42), 0)
+        at_a, at_b, at_c = three & 0x1fffff, (three >> 21) & 0x1fffff, three >> 42
+        high = tl.where(at_c >= n, high, tl.where(at_b >= n, c, tl.where(at_a >= n, b, a)))
+        low = tl.where(at_c >= n, c, tl.where(at_b >= n, b, tl.where(at_a >= n, a, low)))
+        best = tl.where(at_c >= n, at_c, tl.where(at_b >= n, at_b, at_a))
+        count = tl.where(best >= n, best.to(tl.int32), count)
     return low
 
 

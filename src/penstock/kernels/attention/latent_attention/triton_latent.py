@@ -21,10 +21,10 @@ _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def attend_rows(q, pool, slot, part, peak, scale, pool_page, HEADS, CHOSEN, SIZE: tl.constexpr, DIM:
-                tl.constexpr, VALUE: tl.constexpr, HALVES: tl.constexpr, HALF: tl.constexpr, REST_PAD:
-                tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, EXACT:
-                tl.constexpr):
+def attend_rows(q, pool, slot, part, peak, scale, pool_page, HEADS, CHOSEN, SIZE: tl.constexpr,
+                DIM: tl.constexpr, VALUE: tl.constexpr, HALVES: tl.constexpr, HALF: tl.constexpr,
+                REST_PAD: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+                EXACT: tl.constexpr):
     """Part `s` of query `b`, GROUP heads, HALF value dims: the mean of its values into `part`, log2 of the
     weights' sum into `peak`, -inf for a part without rows."""
     s, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
@@ -68,15 +68,16 @@ def attend_rows(q, pool, slot, part, peak, scale, pool_page, HEADS, CHOSEN, SIZE
     at_n = (b * HEADS + n) * parts + s
     none = sum_n == 0
     total = tl.where(none, 1.0, sum_n)
-    tl.store(part + at_n[:, None] * VALUE + mine[None, :], acc_nV / total[:, None], mask=own_n & (mine <
-             VALUE)[None, :])
-    tl.store(peak + at_n, tl.where(none, float("-inf"), top_n + tl.log2(total)), mask=tl.where(half == 0, n <
-             HEADS, False))
+    tl.store(part + at_n[:, None] * VALUE + mine[None, :], acc_nV / total[:, None],
+             mask=own_n & (mine < VALUE)[None, :])
+    tl.store(peak + at_n, tl.where(none, float("-inf"), top_n + tl.log2(total)),
+             mask=tl.where(half == 0, n < HEADS, False))
 
 
-BLOCK, BLOCKS = 32, 8  # rows of a block, blocks of a part
-WIDE = 256  # value dims that one program sums
-SUMS = 1 << 24  # of parts, in memory at once
+BLOCK, BLOCKS = 32, 8           # rows of a block, blocks of a part
+STAGES = 3
+WIDE = 256                      # value dims that one program sums
+SUMS = 1 << 24                  # of parts, in memory at once
 
 
 def latent_attention(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor, *, value_dim: int,
@@ -102,13 +103,12 @@ def latent_attention(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor, *, value_
     for first in range(0, queries, most):
         turn = slice(first, first + most)
         num = len(slot_BS[turn])
-        attend_rows[(parts, groups * halves, num)](q_BNH[turn], pool_PGH, slot_BS[turn], part, peak, scale,
-                                                   pool_PGH.stride(0), heads, chosen, SIZE=size, DIM=dim,
-                                                   VALUE=value_dim, HALVES=halves, HALF=pad // halves,
-                                                   REST_PAD=max(16, triton.next_power_of_2(max(1, dim -
-                                                   value_dim))), GROUP=group, BLOCK=BLOCK, BLOCKS=BLOCKS,
-                                                   EXACT=exact, num_warps=8 if group * pad >= 64 * WIDE else
-                                                   4, num_stages=1 if exact else 2)
+        attend_rows[(parts, groups * halves, num)](
+            q_BNH[turn], pool_PGH, slot_BS[turn], part, peak, scale, pool_PGH.stride(0), heads, chosen,
+            SIZE=size, DIM=dim, VALUE=value_dim, HALVES=halves, HALF=pad // halves,
+            REST_PAD=max(16, triton.next_power_of_2(max(1, dim - value_dim))), GROUP=group, BLOCK=BLOCK,
+            BLOCKS=BLOCKS, EXACT=exact, num_warps=8 if group * pad >= 64 * WIDE else 4,
+            num_stages=1 if exact else STAGES)
         join_units[(num * heads,)](part, peak, out_BNR[turn], lse_BN[turn], parts, DIM=value_dim,
                                    DIM_PAD=triton.next_power_of_2(value_dim), num_warps=1)
     return out_BNR, lse_BN

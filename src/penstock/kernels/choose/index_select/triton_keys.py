@@ -77,10 +77,11 @@ def best_keys(score, at, position, out_score, out_at, CANDIDATES, OUT, TOPK, TOP
     tl.store(out_at + out + n, -1, mask=(n >= num) & (n < TOPK))
 
 
-BLOCK = 128  # tokens that are scored together
-PROGRAMS = 528  # that score at once: four on each processor of an H200
-WHOLE = 16384  # candidates of a block: as many as one program keeps in registers
-SCORES = 1 << 26  # in memory at once: a prompt's are thousands of queries
+BLOCK = 128                 # tokens that are scored together
+PROGRAMS = 528              # that score at once: four on each processor of an H200
+WHOLE = 16384               # candidates of a block: as many as one program keeps in registers
+WARPS = 512                 # candidates of a warp
+SCORES = 1 << 26            # in memory at once: a prompt's are thousands of queries
 
 
 def index_select(q_BIJ: Tensor, weight_BI: Tensor, key_PGJ: Tensor, table_RP: Tensor, row_B: Tensor,
@@ -126,5 +127,5 @@ def _best(score_bU: Tensor, position_b: Tensor, chosen_bS: Tensor) -> None:
         out_score = score_bU if last else score_bU.new_empty(num, groups * topk)
         best_keys[(groups, num)](score_bC, at_bC, position_b, out_score, out_at, candidates, groups * topk,
                                  topk, TOPK_PAD=triton.next_power_of_2(topk), BLOCK=block, FIRST=score_bC is
-                                 score_bU, LAST=last, num_warps=max(1, min(32, block // 512)))
+                                 score_bU, LAST=last, num_warps=max(1, min(32, block // WARPS)))
         score_bC, at_bC, candidates = out_score, out_at, groups * topk

@@ -94,5 +94,5 @@ def resolve(chosen_BKC: Tensor, row_B: Tensor, device_RP: Tensor, host_RP: Tenso
         chosen, hot.slot_RKM.shape[2], slots, hot_pages, PAGE_UNITS=page_units,
         CHOSEN_PAD=triton.next_power_of_2(chosen), SLOTS_PAD=triton.next_power_of_2(max(1, slots)),
         PAGES_PAD=triton.next_power_of_2(max(1, hot_pages)),
-        num_warps=max(1, min(8, triton.next_power_of_2(max(1, slots)) // 128)))
+        num_warps=max(1, min(8, triton.next_power_of_2(max(chosen, slots)) // 128)))
     return slot_BKC, miss_E3, num_1
