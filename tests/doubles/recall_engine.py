@@ -122,7 +122,7 @@ def ask(interviews: list[Interview], *, topk: int = 256, latent: LatentOps | Non
         functools.partial(model, topk, dtype), latent or ops(), model(topk, dtype).groups, dtype=dtype,
         layers=even(4, stages), max_len=8192, lateness=lateness or Promptly(), page_size=page_size, rows=rows,
         selector=Selector(rule=None, budget=topk, hot_pages=hot_pages, backends={
-            op: choice.name for op, choice in registry.select(probe(where.DEVICE), ops=registry.HOSTING).items()}),
+            op: c.name for op, c in registry.select(probe(where.DEVICE), ops=registry.HOSTING).items()}),
         hbm_pages=hbm_pages, dram_pages=dram_pages, step_tokens=step_tokens, overlap=overlap,
         hot_pages=hot_pages, always_hosted=hot_tokens > 0)
     for rank in engine.ex._ranks:

@@ -72,12 +72,12 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
          dict(SIZE=64, HEADS=64, HEADS_PAD=64, DIM=128, DIM_PAD=128, BLOCK=128, EXACT=False), 4, 3)],
     ("choose.index_select.triton_keys", "best_keys"): [
         (dict(score=F32, at=I32, position=I32, out_score=F32, out_at=I32, CANDIDATES="i32", OUT="i32",
-              TOPK="i32"), dict(TOPK_PAD=2048, BLOCK=16384, FIRST=first, LAST=not first), 32, 3)
+              TOPK="i32"), dict(TOPK_PAD=2048, BLOCK=8192, FIRST=first, LAST=not first), 16, 3)
         for first in (True, False)],
     ("attention.latent_attention.triton_latent", "attend_rows"): [
         (dict(q=kind, pool=kind, slot=I32, part=F32, peak=F32, scale="fp32", pool_page="i32", HEADS="i32",
               CHOSEN="i32"),
-         dict(SIZE=64, DIM=576, VALUE=512, HALVES=2, HALF=256, REST_PAD=64, GROUP=group, BLOCK=32, BLOCKS=8,
+         dict(SIZE=64, DIM=576, VALUE=512, HALVES=2, HALF=256, REST_PAD=64, GROUP=group, BLOCK=64, BLOCKS=4,
               EXACT=kind == F32), warps, stages)
         for kind, group, warps, stages in ((BF16, 64, 8, 2), (F32, 16, 4, 1))],
     ("choose.resolve.triton_map", "resolve_units"): [

@@ -74,8 +74,7 @@ def attend_rows(q, pool, slot, part, peak, scale, pool_page, HEADS, CHOSEN, SIZE
              mask=tl.where(half == 0, n < HEADS, False))
 
 
-BLOCK, BLOCKS = 32, 8           # rows of a block, blocks of a part
-STAGES = 3
+BLOCK, BLOCKS = 64, 4           # rows of a block, blocks of a part
 WIDE = 256                      # value dims that one program sums
 SUMS = 1 << 24                  # of parts, in memory at once
 
@@ -108,7 +107,7 @@ def latent_attention(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor, *, value_
             SIZE=size, DIM=dim, VALUE=value_dim, HALVES=halves, HALF=pad // halves,
             REST_PAD=max(16, triton.next_power_of_2(max(1, dim - value_dim))), GROUP=group, BLOCK=BLOCK,
             BLOCKS=BLOCKS, EXACT=exact, num_warps=8 if group * pad >= 64 * WIDE else 4,
-            num_stages=1 if exact else STAGES)
+            num_stages=1 if exact else 2)
         join_units[(num * heads,)](part, peak, out_BNR[turn], lse_BN[turn], parts, DIM=value_dim,
                                    DIM_PAD=triton.next_power_of_2(value_dim), num_warps=1)
     return out_BNR, lse_BN

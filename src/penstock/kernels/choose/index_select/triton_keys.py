@@ -79,8 +79,7 @@ def best_keys(score, at, position, out_score, out_at, CANDIDATES, OUT, TOPK, TOP
 
 BLOCK = 128                 # tokens that are scored together
 PROGRAMS = 528              # that score at once: four on each processor of an H200
-WHOLE = 16384               # candidates of a block: as many as one program keeps in registers
-WARPS = 512                 # candidates of a warp
+WHOLE = 8192                # candidates of a block: as many as 16 warps keep in registers
 SCORES = 1 << 26            # in memory at once: a prompt's are thousands of queries
 
 
@@ -92,7 +91,6 @@ def index_select(q_BIJ: Tensor, weight_BI: Tensor, key_PGJ: Tensor, table_RP: Te
     tokens = table_RP.shape[1] * size
     assert q_BIJ.is_contiguous() and weight_BI.stride(1) == table_RP.stride(1) == 1, "rows must be dense"
     assert key_PGJ.stride(2) == 1 and key_PGJ.stride(1) == dim, "tokens of a page must be dense"
-    assert topk <= WHOLE // 2, f"{topk} tokens of at most {WHOLE // 2}"
     device = q_BIJ.device
     most = max(1, min(queries, SCORES // tokens))
     score_bU = torch.empty((most, tokens), dtype=torch.float32, device=device)
@@ -115,17 +113,17 @@ def index_select(q_BIJ: Tensor, weight_BI: Tensor, key_PGJ: Tensor, table_RP: Te
 
 
 def _best(score_bU: Tensor, position_b: Tensor, chosen_bS: Tensor) -> None:
-    """The tokens of the best scores of each query into `chosen_bS`."""
+    """The tokens of the best scores of each query into `chosen_bS`, block by block until one is left."""
     num, topk = chosen_bS.shape
     score_bC, at_bC, candidates = score_bU, chosen_bS, score_bU.shape[1]
     last = False
     while not last:
-        block = min(WHOLE, max(32, triton.next_power_of_2(candidates)))
+        block = min(max(WHOLE, 2 * triton.next_power_of_2(topk)), max(32, triton.next_power_of_2(candidates)))
         groups = triton.cdiv(candidates, block)
         last = groups == 1
         out_at = chosen_bS if last else chosen_bS.new_empty(num, groups * topk)
         out_score = score_bU if last else score_bU.new_empty(num, groups * topk)
         best_keys[(groups, num)](score_bC, at_bC, position_b, out_score, out_at, candidates, groups * topk,
                                  topk, TOPK_PAD=triton.next_power_of_2(topk), BLOCK=block, FIRST=score_bC is
-                                 score_bU, LAST=last, num_warps=max(1, min(32, block // WARPS)))
+                                 score_bU, LAST=last, num_warps=max(1, min(32, block // 512)))
         score_bC, at_bC, candidates = out_score, out_at, groups * topk
