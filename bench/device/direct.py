@@ -176,5 +176,6 @@ def write(name: str, out: Path, rows: list[dict[str, Any]]) -> None:
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
                "cuda": torch.version.cuda, "python": platform.python_version()}
     text = json.dumps({"what": name, "machine": machine, "commit": commit, "rows": rows}, indent=1)
+    out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.json").write_text(text + "\n")
     print(text, flush=True)

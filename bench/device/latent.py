@@ -80,7 +80,9 @@ def measure(model: Any, cell: str, work: str, args: argparse.Namespace) -> list[
     batches = tuple(b for b in batches if b <= args.most)
     if not batches:
         return []
-    rows, max_len = batches[-1], args.tokens + args.steps + 128
+    # Whoever is first decodes beside the prompts of the others: as many tokens more.
+    rows, chunks = batches[-1], -(-args.tokens // args.step_tokens) + 1
+    max_len = args.tokens + args.steps + rows * chunks + 128
     token = LAYERS * ROW
     every = rows * (max_len + 64)
     fits = int(1.4 * every * (token + LAYERS * KEY) / token) + 4096
@@ -103,7 +105,7 @@ def measure(model: Any, cell: str, work: str, args: argparse.Namespace) -> list[
             if args.profile and seen in (24, 32):
                 torch.cuda.synchronize()
                 (profiler.start if seen == 24 else profiler.stop)()  # noqa: B023
-        ran = engine.run(prompts[:batch], args.steps, every_step=every_step)
+        ran = engine.run(prompts[:batch], args.steps + batch * chunks, every_step=every_step)
         wall = time.perf_counter() - began
         if args.profile and seen >= 32:
             print(cell, batch, profiler.key_averages().table(

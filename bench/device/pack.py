@@ -20,10 +20,11 @@ def main() -> None:
     parser.add_argument("folder")
     parser.add_argument("--python", default="3.12", help="of that machine")
     args = parser.parse_args()
-    subprocess.run(
-        [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:",
-         "--dest", args.folder, "--implementation", "cp", "--python-version", args.python,
-         *(f"--platform={name}" for name in PLATFORMS), *PACKAGES], check=True)
+    for packages in (["--no-deps", *PACKAGES], ["openai"]):
+        subprocess.run(
+            [sys.executable, "-m", "pip", "download", "-q", "--only-binary=:all:",
+             "--dest", args.folder, "--implementation", "cp", "--python-version", args.python,
+             *(f"--platform={name}" for name in PLATFORMS), *packages], check=True)
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ def latent_attention(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor, *, value_
             q_BNH[turn], pool_PGH, slot_BS[turn], part, peak, scale, pool_PGH.stride(0), heads, chosen,
             SIZE=size, DIM=dim, VALUE=value_dim, HALVES=halves, HALF=pad // halves,
             REST_PAD=max(16, triton.next_power_of_2(max(1, dim - value_dim))), GROUP=group, BLOCK=BLOCK,
-            BLOCKS=BLOCKS, EXACT=exact, num_warps=8 if group * pad >= 64 * WIDE else 4,
+            BLOCKS=BLOCKS, EXACT=exact, num_warps=4,
             num_stages=1 if exact else 2)
         join_units[(num * heads,)](part, peak, out_BNR[turn], lse_BN[turn], parts, DIM=value_dim,
                                    DIM_PAD=triton.next_power_of_2(value_dim), num_warps=1)
