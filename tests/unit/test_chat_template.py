@@ -76,10 +76,15 @@ def test_strftime_now_is_today(template):
 
 
 def test_raise_exception_reaches_the_user(template):
-    chat = template("{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(RequestError, match="roles must alternate") as e:
+    """Its own words whole, a message's in them never."""
+    words = "roles must alternate: " + "user, assistant, " * 8
+    chat = template(f"{{{{ raise_exception('{words}' if messages|length < 2 else messages[0].content) }}}}")
+    with pytest.raises(RequestError, match=words) as e:
         chat.render(USER)
     assert e.value.param == "messages"
+    with pytest.raises(RequestError) as e:
+        chat.render([{"role": "user", "content": "x" * 1000}] * 2)
+    assert "x" * 77 + "..." in str(e.value) and "x" * 81 not in str(e.value)
 
 
 @pytest.mark.parametrize("source, error", [

@@ -13,14 +13,14 @@ SECRET_VARIABLES = (VARIABLE,)      # what processes that need no secret are not
 
 
 def read_secret(flag: str, path: str) -> bytes:
-    """At most the first 64 KiB of a file. Raises ConfigError: it cannot be read, or every user of this
-    machine can."""
+    """At most the first 64 KiB of a file. Raises ConfigError: it cannot be read, or others than its owner
+    can."""
     try:
         with open(path, "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
-            if mode & stat.S_IROTH:
-                raise ConfigError(f"{flag} {path}: every user of this machine can read it "
-                                  f"(mode {stat.S_IMODE(mode):03o}): chmod o= {path}")
+            if mode & (stat.S_IRGRP | stat.S_IROTH):
+                raise ConfigError(f"{flag} {path}: others than its owner can read it "
+                                  f"(mode {stat.S_IMODE(mode):03o}): chmod go= {path}")
             return file.read(1 << 16)
     except OSError as e:
         raise ConfigError(f"{flag} {path}: {e.strerror}: give a readable file") from None

@@ -268,7 +268,7 @@ def _named(text: str) -> RequestError:
     path = at.group(1) if at else ""
     field = _FIELD.search(text)
     name = cut(".".join(filter(None, [path, field.group(1) if field else ""])))
-    what = cut(text[:at.start()] if at else text, 200)
+    what = cut(text[:at.start()] if at else text)
     if "unknown field" in text:
         return RequestError(f"{name} is not a field of this API, or not supported yet", name)
     if "missing required field" in text:

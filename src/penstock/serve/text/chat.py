@@ -49,7 +49,7 @@ class ChatTemplate:
         if len(source.encode()) > SOURCE_BYTES_MAX:
             raise ConfigError(f"the chat template is over {SOURCE_BYTES_MAX >> 10} KiB: "
                               "give a smaller one with --chat-template")
-        self._variables = dict(variables or {})
+        self._source, self._variables = source, dict(variables or {})
         self._render_s_max = render_s_max
         self._shown = frozenset(f for f in OPTIONAL if _reads(source, f))
         self._short, self._long = (
@@ -129,7 +129,8 @@ class ChatTemplate:
         except EOFError:
             raise RequestError("the chat template used too much memory", "messages") from None
         if "error" in answer:
-            raise RequestError(f"chat template: {cut(answer['error'], 300)}", "messages")
+            why = answer["error"]       # the template's own words, or with a message's in them
+            raise RequestError(f"chat template: {cut(why, 300 if why in self._source else 80)}", "messages")
         text: str = answer["text"]
         return text
 

@@ -26,7 +26,7 @@ def answer(raw: tokenizers.Tokenizer, question: dict[str, Any]) -> dict[str, Any
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as e:           # a Rust panic is no Exception
-            return {"error": f"{type(e).__name__}: {e}"[:200]}
+            return {"error": f"{type(e).__name__}: {e}"[:1000]}
         if len(encoded) > question["most"]:
             return {"count": len(encoded)}
         found.append(encoded.ids)

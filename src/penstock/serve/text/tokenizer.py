@@ -12,7 +12,7 @@ from typing import Any
 
 import tokenizers
 
-from penstock.config.base.errors import ConfigError, RequestError, show
+from penstock.config.base.errors import ConfigError, RequestError, cut, show
 from penstock.model.weights.files import read_bytes, read_json_object, read_text
 from penstock.model.weights.gguf_config import gguf_eos_ids
 from penstock.model.weights.gguf_file import read_gguf_header
@@ -86,7 +86,7 @@ class Tokenizer:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as e:           # a Rust panic is no Exception
-            raise gave_up(f"{type(e).__name__}: {e}"[:200]) from None
+            raise gave_up(f"{type(e).__name__}: {e}") from None
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of `ids`; ids past the vocabulary (padding rows of the head) are left out."""
@@ -123,7 +123,7 @@ def valid_unicode(text: str) -> None:
 
 def gave_up(why: str) -> RequestError:
     """The error of a text that the tokenizer fails at, which is its fault and not the text's."""
-    return RequestError(f"the model's tokenizer gives up at this text ({why}): send token ids", "prompt")
+    return RequestError(f"the model's tokenizer gives up at this text ({cut(why)}): send token ids", "prompt")
 
 
 def _gpt2_bytes() -> dict[str, bytes]:
