@@ -225,13 +225,13 @@ def _short_phases(sc: Scenario, rng: Random) -> Scenario:
     cfg, net = replace(sc.cfg, page_size=min(sc.cfg.page_size, 2)), replace(sc.net, deaths=0, keep=0.7)
     speeds = replace(sc.speeds, fail=rng.choice((0.0, 0.2, 0.4)))
     stored = sc.pair and cfg.disk_pages and cfg.prefix_cache
-    if stored and rng.random() < (0.6 if cfg.sparse else 0.4):         # only storage has what is wanted
+    if stored and rng.random() < (0.6 if cfg.sparse else 0.8):         # only storage has what is wanted
         cfg = replace(cfg, hbm_pages=rng.choice((10, 14)) if cfg.sparse else 10, disk_pages=200, wait_pages=0,
                       dram_pages=18 if cfg.sparse else 6, always_hosted=cfg.sparse and rng.random() < 0.2)
         speeds = replace(speeds, copy=0.2, disk=rng.choice((0.3, 1.0, 5.0)), write=0.2,
                          fail=rng.choice((0.0, 0.0, 0.2)))
         net = replace(net, patience=rng.choice((20.0, 100.0)), delay=min(net.delay, 1.0))
-        return replace(sc, cfg=cfg, speeds=speeds, net=net, steps=60, requests=24, span=144.0, prompt_max=12,
+        return replace(sc, cfg=cfg, speeds=speeds, net=net, steps=60, requests=40, span=240.0, prompt_max=12,
                        new_max=2, turns=0.0, again=0.9, flushes=0, abort=0.0, hold=0.0,
                        deadline=rng.choice((3.0, 1000.0, 1000.0)), expire=rng.choice((0.0, 0.5)))
     if cfg.sparse and rng.random() < 0.9:      # rows go to the host and come back
