@@ -5,11 +5,9 @@ pages; each position behind its prompt reads what it selects. What is computed f
 where its bytes are changes no token. Knows rows and positions; refuses to know phases.
 
     T tokens of the step   R rows of the tables   P pages of a row   K KV heads   G page size   H head dim
-    S tokens of a window   W hot pages   L pages that lack a device page   E entries of `gather`'s list
 """
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -20,12 +18,11 @@ from torch import Tensor
 from penstock.core.plan import Bind, StepPlan
 from penstock.exec.sparse.captured import SelectingDecodes
 from penstock.exec.sparse.layers import BoundsSelector, SparseLayers, unit_attention
+from penstock.exec.sparse.prompts import Chunk, HostedPrompts
 from penstock.exec.sparse.rows import HotRows, Selects
 from penstock.exec.step.tables import Lowered, RowTables
-from penstock.kernels.attention import chunk_attention, merge
 from penstock.kernels.attention.paged_attention import AttentionSpec, Plan, Planner, store
 from penstock.kernels.choose.select import SelectRule
-from penstock.kernels.kv import gather
 from penstock.kernels.types.ragged import Ragged
 from penstock.memory.pool import BlockPool
 from penstock.model.base import Attend, CacheShape, LocalLayer, Model
@@ -51,36 +48,6 @@ class Selector:
         return 0 if self.rule is None else self.rule.least_units * self.rule.unit
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """Tokens [at, at + end - start) of the step are positions [start, end) of a row, and read all."""
-
-    row: int
-    at: int
-    start: int
-    end: int
-
-    @property
-    def tokens(self) -> slice:
-        return slice(self.at, self.at + self.end - self.start)
-
-
-@dataclass(frozen=True, slots=True)
-class _Window:
-    """Pages of a row that are read at once.
-
-    page_P     int64: where they are in the device pool, once those that lack a device page are in hot pages
-    keys       tokens in them      brought   how many of them come from the host
-    miss_E3, num_1   what `gather` copies for that, in units of a page
-    """
-
-    page_P: Tensor
-    keys: int
-    brought: int
-    miss_E3: Tensor
-    num_1: Tensor
-
-
 class Selecting(Selects):
     """`Selects` of a model of KV heads, by bounds of their keys.
 
@@ -103,9 +70,8 @@ class Selecting(Selects):
         self._dense = {layer: (g, pool.pages[:, i, :, 0], pool.pages[:, i, :, 1])
                        for g, (group, pool) in enumerate(zip(groups, device, strict=True))
                        if g > 1 for i, layer in enumerate(group.layers)}
-        self._scale = model.attention.scale
         layout = device[0].layout
-        self._unit, self._size = rule.unit, layout.page_size
+        self._unit = rule.unit
         self._device, self._host, bounds = (
             [] if pool is None else [pool.pages[:, i] for i in range(layout.num_layers)]
             for pool in (device[0], host[0] if host else None, device[1]))
@@ -113,13 +79,13 @@ class Selecting(Selects):
                             names=[model.stage.first + layer for layer in groups[0].layers])
         backends = selector.backends
         self._layers = SparseLayers(
-            unit_attention(backends["sparse_attention"], unit=rule.unit, scale=self._scale), unit=rule.unit,
-            device=self._device, host=self._host, bounds=bounds, device_RP=self._kv.device_RM,
+            unit_attention(backends["sparse_attention"], unit=rule.unit, scale=model.attention.scale),
+            unit=rule.unit, device=self._device, host=self._host, bounds=bounds, device_RP=self._kv.device_RM,
             host_RP=self.rows.host_RM, hot=self.rows.hot, backends=backends)
         self._selector = BoundsSelector(rule, bounds, self._bounds.device_RM, backends["select"])
-        self._chunk_attention = chunk_attention.OP.use(backends["chunk_attention"])
-        self._gather = gather.OP.use(backends["gather"])
-        self._merge = merge.OP.use(backends["merge"])
+        self._prompts = HostedPrompts(self._kv, self.rows, self._device, self._host,
+                                      num_kv_heads=self._specs[0].num_kv_heads,
+                                      scale=model.attention.scale, backends=backends)
         self._most = selector.budget // rule.unit
         self._budget_R = torch.zeros_like(self._kv.device_RM[:, 0])     # for captured steps
 
@@ -143,7 +109,7 @@ class Selecting(Selects):
 
     def _selects(self, plan: StepPlan, lowered: Lowered) -> _Attend:
         dense, windows, queries = self._split(plan)
-        through = [(chunk, self._windows(chunk)) for chunk in windows]
+        through = [(chunk, self._prompts.windows(chunk)) for chunk in windows]
         at = self.rows.store_at(lowered, self._bounds)
         ragged = lowered.ragged[0]
         whole = not windows and not queries
@@ -169,7 +135,7 @@ class Selecting(Selects):
                 out_TNH[tokens_at] = run(q_TNH[tokens_at], pool_PK2GH[:, :, 0], pool_PK2GH[:, :, 1])
             for chunk, pages in through:
                 of = chunk.tokens
-                out_TNH[of] = self._earlier(layer, chunk, pages, q_TNH[of], k_TKH[of], v_TKH[of])
+                out_TNH[of] = self._prompts.attend(layer, chunk, pages, q_TNH[of], k_TKH[of], v_TKH[of])
             if sparse is not None:
                 q_BNH = q_TNH[query_at]
                 chosen_BKC = self._selector.choose(layer, q_BNH, sparse, budget_B, max(budgets))
@@ -177,11 +143,11 @@ class Selecting(Selects):
             return out_TNH
         return attend
 
-    def _split(self, plan: StepPlan) -> tuple[list[_Chunk], list[_Chunk], list[tuple[int, int, int]]]:
+    def _split(self, plan: StepPlan) -> tuple[list[Chunk], list[Chunk], list[tuple[int, int, int]]]:
         """Chunks that read all from device pages, those whose pages are not all there, and queries that
         select: (token, row, position)."""
-        dense: list[_Chunk] = []
-        windows: list[_Chunk] = []
+        dense: list[Chunk] = []
+        windows: list[Chunk] = []
         queries: list[tuple[int, int, int]] = []
         at = 0
         for row, start, count in zip(plan.rows, plan.start, plan.count, strict=True):
@@ -189,58 +155,11 @@ class Selecting(Selects):
             who, end = self.rows[r], start + count
             split = min(max(who.first, start), end) if who.budget else end
             if split > start:
-                chunk = _Chunk(r, at, start, split)
+                chunk = Chunk(r, at, start, split)
                 (dense if self._kv.is_resident(r) else windows).append(chunk)
             queries += [(at + p - start, r, p) for p in range(split, end)]
             at += count
         return dense, windows, queries
-
-    def _windows(self, chunk: _Chunk) -> list[_Window]:
-        """The pages before a chunk, as many at a time as the row's hot buffer has, of which nothing is hot
-        yet: its bind has said so, pages are kept only of a row behind its prompt, and so are positions that
-        bring units."""
-        host_RM, row = self._kv.host_RM, self.rows[chunk.row]
-        assert row.hot_pages, f"row {chunk.row} has pages on the host and no hot buffer"
-        assert host_RM is not None
-        earlier = slice(0, -(-chunk.start // self._size))
-        device_P, host_P = self._kv.device_RM[chunk.row, earlier].long(), host_RM[chunk.row, earlier]
-        hot_W, made = self.rows.hot.pages(chunk.row), []
-        head_K = torch.arange(self._specs[0].num_kv_heads, device=host_P.device)
-        for first in range(0, earlier.stop, row.hot_pages):
-            page_P = device_P[first:first + row.hot_pages].clone()
-            lacks_L = (page_P < 0).nonzero().flatten()
-            page_P[lacks_L] = hot_W[lacks_L].long()
-            miss_E3 = torch.cartesian_prod(head_K, lacks_L)[:, [0, 1, 1]]
-            miss_E3[:, 1], miss_E3[:, 2] = host_P[first + miss_E3[:, 1]], page_P[miss_E3[:, 2]]
-            made.append(_Window(page_P, min(len(page_P) * self._size, chunk.start - first * self._size),
-                                len(lacks_L), miss_E3.int(),
-                                torch.tensor([len(miss_E3)], dtype=torch.int32, device=host_P.device)))
-        return made
-
-    def _earlier(self, layer: int, chunk: _Chunk, windows: Sequence[_Window], q_TNH: Tensor, k_TKH: Tensor,
-                 v_TKH: Tensor) -> Tensor:
-        """Attention of prompt positions to all before them: their own chunk as it was computed, what is
-        earlier a window of pages at a time, which come through the row's hot buffer."""
-        attend, scale = self._chunk_attention, self._scale
-        out_TNH, lse_TN = attend(q_TNH, k_TKH, v_TKH, causal=True, scale=scale)
-        for window in windows:
-            k_SKH, v_SKH = self._bring(layer, chunk.row, window)
-            out, lse = attend(q_TNH, k_SKH, v_SKH, causal=False, scale=scale)
-            out_TNH, lse_TN = self._merge(torch.stack((out_TNH, out)), torch.stack((lse_TN, lse)))
-        return out_TNH
-
-    def _bring(self, layer: int, row: int, window: _Window) -> tuple[Tensor, Tensor]:
-        """k and v of a window, [S, K, H]; what has no device page comes into the row's hot pages."""
-        pool_PK2GH = self._device[layer]
-        self._gather(self._host[layer], pool_PK2GH, window.miss_E3, window.num_1, unit=self._size)
-        self.rows.window(layer, row, window.brought)
-        heads, planes, size, dim = pool_PK2GH.shape[1:]
-        kv_2KPGH = pool_PK2GH.new_empty(planes, heads, len(window.page_P), size, dim)
-        for plane, head in itertools.product(range(planes), range(heads)):      # a head's tokens side by side
-            torch.index_select(pool_PK2GH[:, head, plane], 0, window.page_P, out=kv_2KPGH[plane, head])
-        k_SKH, v_SKH = kv_2KPGH.flatten(2, 3)[:, :, :window.keys].transpose(1, 2)
-        return k_SKH, v_SKH
-
 
 class _SelectingStep:
     """`model.base.Attend` of one step."""
@@ -266,13 +185,13 @@ class _SelectingStep:
         raise AssertionError("a model with an indexer and KV heads")
 
 
-def _where(chunks: Sequence[_Chunk], device: torch.device) -> Tensor:
+def _where(chunks: Sequence[Chunk], device: torch.device) -> Tensor:
     """int64: indices into T of the chunks' tokens, in their order."""
     return torch.tensor([t for c in chunks for t in range(c.at, c.at + c.end - c.start)],
                         dtype=torch.int64, device=device)
 
 
-def _part(ragged: Ragged, chunks: Sequence[_Chunk], at_T: Tensor | slice) -> Ragged:
+def _part(ragged: Ragged, chunks: Sequence[Chunk], at_T: Tensor | slice) -> Ragged:
     """The layout of these chunks alone."""
     starts = [0]
     for chunk in chunks:
