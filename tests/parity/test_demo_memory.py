@@ -35,7 +35,7 @@ from penstock.config.settings.cli import from_options
 from penstock.config.base.machine import probe
 from penstock.config.settings.resolve import resolve
 from penstock.exec.start.build import build_engine
-from penstock.exec.load.weights import choose_backends
+from penstock.exec.load.backends import choose_backends
 
 def kib(key):
     return int(Path("/proc/self/status").read_text().split(key)[1].split()[0])

@@ -15,7 +15,6 @@ ALL_BUT = {"sparse_top_k": 512, "sparse_dense_layers": ["0", "1", "2"]}
 
 # One row for every entry of OF_MODEL, in its order: a model, options refused for it, options at the edge.
 CASES: tuple[tuple[ModelFacts, dict[str, object], dict[str, object]], ...] = (
-    (LATENT, {"device": "cuda"}, {"device": "cpu"}),
     (DENSE, {"dtype": "gguf"}, {"dtype": "bfloat16"}),
     (replace(LATENT, topk=0), {"sparse_top_k": 512}, {}),
     (LATENT, {"sparse_top_k": 512}, {"sparse_top_k": 16}),

@@ -1,15 +1,14 @@
-"""The weights of a model, or of one stage of it, and the back-ends that compute with them."""
+"""The weights of a model, or of one stage of it."""
 from __future__ import annotations
 
 import ctypes
-import functools
 import hashlib
 import json
 import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,54 +16,25 @@ from torch import Tensor
 
 from penstock.config.base import machine
 from penstock.config.base.errors import ConfigError
-from penstock.config.base.paths import cache_dir
-from penstock.config.request.selection import Selection, indexer_selection, selection_of
 from penstock.config.settings.refuse_model import ModelFacts, check_model
 from penstock.config.settings.tree import Config
+from penstock.exec.load.backends import backends_of, check_packable, keeps_scaled, packer
 from penstock.exec.load.layout import Caches
 from penstock.exec.load.sizing import show_size
-from penstock.exec.sparse.bounds import Selector
-from penstock.exec.step.attend import LatentOps
 from penstock.kernels import registry
-from penstock.kernels.attention import latent_attention, paged_attention
-from penstock.kernels.choose import index_select
-from penstock.kernels.choose.select import SelectRule
 from penstock.kernels.fused import layer
-from penstock.kernels.gemm import experts, linear, scaled_linear
-from penstock.kernels.platform import KernelError, Platform, Unusable, limit, probe
+from penstock.kernels.gemm import experts
 from penstock.kernels.types.scaled import Scaled
 from penstock.model import registry as families
 from penstock.model.base import Checkpoint, Model, Stage
 from penstock.model.weights.checkpoint import open_checkpoint
-from penstock.model.weights.codes import PACKED, Codes, Packed, codes_bytes
-from penstock.model.weights.fp8 import read_blocks
+from penstock.model.weights.codes import PACKED, Packed, codes_bytes
 from penstock.model.weights.locate import ModelFiles, locate
 from penstock.model.weights.slots import LinearFactory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "gguf": torch.float32}
 TRIM_BYTES = 64 << 20         # weights loaded between two trims of the heap
 PROGRESS_S = 10.0             # between two lines of the log that say how far it is
-
-
-def choose_backends(config: Config, ops: Sequence[str],
-                    log: Callable[[str], object]) -> dict[str, registry.Choice]:
-    machine.bound_onednn_caches()
-    machine.keep_compiled(cache_dir() / "kernels" / "flash-attn-4")
-    requested = dict(pair.split("=", 1) for pair in config.device.backends)
-    try:
-        choices = registry.select(_platform(config), requested, ops)
-    except KernelError as e:
-        given = f"--backends {','.join(config.device.backends)}" if requested else (
-            f"--device {config.device.device}")
-        raise ConfigError(f"{given}: {e}") from None
-    for choice in choices.values():
-        log(str(choice))
-    return choices
-
-
-def _platform(config: Config) -> Platform:
-    limit(config.device.cpu_isa)
-    return probe(config.device.device, cache_dir() / "kernels")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,22 +79,8 @@ def headers(config: Config, files: ModelFiles, *, scaled: bool = False) -> Check
     """The checkpoint, of which no weight is read. `scaled`: those in fp8 stay that. Raises ConfigError."""
     packed = config.model.dtype == "gguf"
     if packed:
-        _check_packable(files, _platform(config))
+        check_packable(config, files)
     return open_checkpoint(files, packed=packed, scaled=scaled)
-
-
-def _check_packable(files: ModelFiles, platform: Platform) -> None:
-    """Raises ConfigError: not of a GGUF with weights that can stay codes, or nothing here multiplies them."""
-    if files.load_format != "gguf":
-        return                          # `check_model` refuses that
-    there = {tensor.block for tensor in files.gguf_header.tensors.values()}
-    if not there & PACKED:
-        raise ConfigError(f"--dtype gguf: {files.name} has no weights of {', '.join(sorted(PACKED))}, only "
-                          f"of {', '.join(sorted(there))}: leave the flag out")
-    try:
-        linear.OP.get("native").usable_on(platform)
-    except Unusable as why:
-        raise ConfigError(f"--dtype gguf: {why}: use --dtype float32") from None
 
 
 def facts_of(files: ModelFiles) -> ModelFacts:
@@ -154,46 +110,10 @@ def _opened(config: Config, files: ModelFiles, log: Callable[[str], object]) \
         -> tuple[Checkpoint, LinearFactory, dict[str, registry.Choice]]:
     """Its headers, what packs its weights, and the back-ends. Raises ConfigError."""
     check_model(config, facts_of(files))
-    scaled = _keeps_scaled(config, files, log)
+    scaled = keeps_scaled(config, files, log)
     checkpoint = headers(config, files, scaled=scaled)
-    backends = _backends_of(config, checkpoint, scaled, log)
-    name = backends["linear"].name
-
-    def pack(weight: Tensor | Packed, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
-        if isinstance(weight, Codes):
-            return linear.pack_codes(weight.code_OI, weight.scale_OGB, bias_O)
-        if isinstance(weight, Scaled):
-            return scaled_linear.pack(weight, bias_O, backend=backends["scaled_linear"].name)
-        return linear.pack(weight, bias_O, backend=name)
-    return checkpoint, pack, backends
-
-
-def _keeps_scaled(config: Config, files: ModelFiles, log: Callable[[str], object]) -> bool:
-    """Whether weights in blocks of fp8 stay that: on a device with kernels for them. Raises ConfigError."""
-    blocks = None if files.gguf is not None else read_blocks(files.config, f"{files.folder}/config.json")
-    if blocks is None or config.device.device != "cuda":
-        return False
-    try:
-        scaled_linear.OP.get("triton").usable_on(_platform(config))
-        if not scaled_linear.takes(blocks.cols):
-            raise Unusable(f"its blocks have {blocks.cols} columns, not 16 or a multiple")
-    except Unusable as why:
-        log(f"weights in fp8 are dequantised when they are loaded: {why}")
-        return False
-    except KernelError:                 # no such device: whoever chooses back-ends says so
-        return False
-    return True
-
-
-def _backends_of(config: Config, checkpoint: Checkpoint, scaled: bool,
-                 log: Callable[[str], object]) -> dict[str, registry.Choice]:
-    spec = families.read_spec_of(checkpoint.config)
-    on_device = config.device.device == "cuda"
-    ops = (*spec.attention.ops, *(("scaled_linear",) if scaled else ()),
-           *(("experts",) if spec.moe is not None and on_device else ()), *(("draw",) if on_device else ()))
-    more = (registry.HOSTING if "index_select" in ops else
-            registry.SELECTING if selection_of(config.kv) else ())
-    return choose_backends(config, ("linear", "layer", *ops, *more), log)
+    backends = backends_of(config, checkpoint.config, scaled, log)
+    return checkpoint, packer(backends), backends
 
 
 def load(config: Config, stage: Stage | None, log: Callable[[str], object]) -> Loaded:
@@ -236,32 +156,6 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object]) -> L
     log(f"model: {name}, {show_size(loaded)} of weights as {kept} in {time.perf_counter() - started:.1f} s")
     return Loaded(model, backends, name, load_format, dtype, loaded, _peak_rss() - rss_before, whole, digest,
                   scaled)
-
-
-def attention_of(backends: Mapping[str, registry.Choice]) -> paged_attention.Planner | LatentOps:
-    """What a rank attends with, of the ops that the model's family needs."""
-    if "latent_attention" in backends:
-        return LatentOps(index_select.OP.use(backends["index_select"].name),
-                         latent_attention.OP.use(backends["latent_attention"].name))
-    return functools.partial(paged_attention.plan, backend=backends["paged_attention"].name)
-
-
-def selection_for(config: Config, model: Model) -> Selection | None:
-    """What requests select; None: they read all. A model that chooses its tokens itself takes no other
-    choice."""
-    topk = model.attention.topk
-    return indexer_selection(topk) if topk else selection_of(config.kv)
-
-
-def selector_of(selection: Selection | None, hot_pages: int,
-                backends: Mapping[str, registry.Choice]) -> Selector | None:
-    """How a rank selects, in the words of its kernels; None: it reads all of its KV."""
-    if selection is None:
-        return None
-    names = {op: backends[op].name for op in (registry.HOSTING if selection.native else registry.SELECTING)}
-    rule = None if selection.native else SelectRule(unit=selection.unit, sink=selection.sinks,
-                                                    window=selection.window)
-    return Selector(rule=rule, budget=selection.budget, hot_pages=hot_pages, backends=names)
 
 
 def digest_of(config: Mapping[str, object]) -> str:

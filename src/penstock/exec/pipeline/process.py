@@ -26,9 +26,10 @@ from penstock.config.base.errors import ConfigError
 from penstock.config.settings.plain import from_plain
 from penstock.core.plan import Moved
 from penstock.core.settings import CoreConfig
+from penstock.exec.load.backends import attention_of, selection_for, selector_of
 from penstock.exec.load.layout import caches_of, stage_shapes
 from penstock.exec.load.sizing import groups_of
-from penstock.exec.load.weights import attention_of, identity_of, load, selection_for, selector_of
+from penstock.exec.load.weights import identity_of, load
 from penstock.exec.pipeline import wire
 from penstock.exec.pipeline.sockets import PutBoundary, PutSampled, Taker, boundaries, sampled
 from penstock.exec.rank import Rank, Report, Stepped

@@ -18,19 +18,10 @@ from penstock.config.settings.tree import Config
 from penstock.core.settings import CoreConfig
 from penstock.exec.front import Front
 from penstock.exec.graphs.capture import buckets_of
+from penstock.exec.load.backends import attention_of, selection_for, selector_of
 from penstock.exec.load.layout import Caches, caches_of
 from penstock.exec.load.sizing import DeviceMemory, Sizes, groups_of, show_size, size_pools
-from penstock.exec.load.weights import (
-    Loaded,
-    attention_of,
-    identity_of,
-    kept_as,
-    load,
-    outline,
-    selection_for,
-    selector_of,
-    show_dtype,
-)
+from penstock.exec.load.weights import Loaded, identity_of, kept_as, load, outline, show_dtype
 from penstock.exec.pipeline.crew import Crew
 from penstock.exec.rank import Rank
 from penstock.exec.start.prove import prove, prove_front, scratch

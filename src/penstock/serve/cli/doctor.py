@@ -141,9 +141,10 @@ def _demo_is_here() -> bool:
 def _ranks(config: Config | None) -> Iterator[Finding]:
     """What each stage of a pipeline would have; of a model that is here."""
     from penstock.config.settings.refuse_model import check_model
+    from penstock.exec.load.backends import selection_for
     from penstock.exec.load.layout import caches_of
     from penstock.exec.load.sizing import groups_of
-    from penstock.exec.load.weights import dtype_of, facts_of, headers, selection_for, weight_bytes
+    from penstock.exec.load.weights import dtype_of, facts_of, headers, weight_bytes
     from penstock.exec.step.links import of_config
     from penstock.model.registry import build
     from penstock.model.weights.locate import locate

@@ -1,0 +1,132 @@
+"""Which implementations compute with a model here, and what a rank gets of them."""
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from penstock.config.base import machine
+from penstock.config.base.errors import ConfigError
+from penstock.config.base.paths import cache_dir
+from penstock.config.request.selection import Selection, indexer_selection, selection_of
+from penstock.config.settings.tree import Config
+from penstock.exec.sparse.bounds import Selector
+from penstock.exec.step.attend import LatentOps
+from penstock.kernels import registry
+from penstock.kernels.attention import latent_attention, paged_attention
+from penstock.kernels.choose import index_select
+from penstock.kernels.choose.select import SelectRule
+from penstock.kernels.gemm import linear, scaled_linear
+from penstock.kernels.platform import KernelError, Platform, Unusable, limit, probe
+from penstock.kernels.types.scaled import Scaled
+from penstock.model import registry as families
+from penstock.model.base import Model
+from penstock.model.weights.codes import PACKED, Codes, Packed
+from penstock.model.weights.fp8 import read_blocks
+from penstock.model.weights.locate import ModelFiles
+from penstock.model.weights.slots import LinearFactory
+
+
+def backends_of(config: Config, model: dict[str, Any], scaled: bool,
+                log: Callable[[str], object]) -> dict[str, registry.Choice]:
+    """For a model of this configuration, with weights that have stayed in fp8 or not. Raises ConfigError."""
+    spec = families.read_spec_of(model)
+    on_device = config.device.device == "cuda"
+    ops = (*spec.attention.ops, *(("scaled_linear",) if scaled else ()),
+           *(("experts",) if spec.moe is not None and on_device else ()), *(("draw",) if on_device else ()))
+    more = (registry.HOSTING if "index_select" in ops else
+            registry.SELECTING if selection_of(config.kv) else ())
+    return choose_backends(config, ("linear", "layer", *ops, *more), log)
+
+
+def choose_backends(config: Config, ops: Sequence[str],
+                    log: Callable[[str], object]) -> dict[str, registry.Choice]:
+    machine.bound_onednn_caches()
+    machine.keep_compiled(cache_dir() / "kernels" / "flash-attn-4")
+    requested = dict(pair.split("=", 1) for pair in config.device.backends)
+    try:
+        choices = registry.select(_platform(config), requested, ops)
+    except KernelError as e:
+        given = f"--backends {','.join(config.device.backends)}" if requested else (
+            f"--device {config.device.device}")
+        raise ConfigError(f"{given}: {e}") from None
+    for choice in choices.values():
+        log(str(choice))
+    return choices
+
+
+def _platform(config: Config) -> Platform:
+    limit(config.device.cpu_isa)
+    return probe(config.device.device, cache_dir() / "kernels")
+
+
+def check_packable(config: Config, files: ModelFiles) -> None:
+    """Raises ConfigError: not of a GGUF with weights that can stay codes, or nothing here multiplies them."""
+    if files.load_format != "gguf":
+        return                          # `check_model` refuses that
+    there = {tensor.block for tensor in files.gguf_header.tensors.values()}
+    if not there & PACKED:
+        raise ConfigError(f"--dtype gguf: {files.name} has no weights of {', '.join(sorted(PACKED))}, only "
+                          f"of {', '.join(sorted(there))}: leave the flag out")
+    try:
+        linear.OP.get("native").usable_on(_platform(config))
+    except Unusable as why:
+        raise ConfigError(f"--dtype gguf: {why}: use --dtype float32") from None
+
+
+def keeps_scaled(config: Config, files: ModelFiles, log: Callable[[str], object]) -> bool:
+    """Whether weights in blocks of fp8 stay that: on a device with kernels for them. Raises ConfigError."""
+    blocks = None if files.gguf is not None else read_blocks(files.config, f"{files.folder}/config.json")
+    if blocks is None or config.device.device != "cuda":
+        return False
+    try:
+        scaled_linear.OP.get("triton").usable_on(_platform(config))
+        if not scaled_linear.takes(blocks.cols):
+            raise Unusable(f"its blocks have {blocks.cols} columns, not 16 or a multiple")
+    except Unusable as why:
+        log(f"weights in fp8 are dequantised when they are loaded: {why}")
+        return False
+    except KernelError:                 # no such device: whoever chooses back-ends says so
+        return False
+    return True
+
+
+def packer(backends: Mapping[str, registry.Choice]) -> LinearFactory:
+    """What makes products of weights."""
+    name = backends["linear"].name
+
+    def pack(weight: Tensor | Packed, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
+        if isinstance(weight, Codes):
+            return linear.pack_codes(weight.code_OI, weight.scale_OGB, bias_O)
+        if isinstance(weight, Scaled):
+            return scaled_linear.pack(weight, bias_O, backend=backends["scaled_linear"].name)
+        return linear.pack(weight, bias_O, backend=name)
+    return pack
+
+
+def attention_of(backends: Mapping[str, registry.Choice]) -> paged_attention.Planner | LatentOps:
+    """What a rank attends with, of the ops that the model's family needs."""
+    if "latent_attention" in backends:
+        return LatentOps(index_select.OP.use(backends["index_select"].name),
+                         latent_attention.OP.use(backends["latent_attention"].name))
+    return functools.partial(paged_attention.plan, backend=backends["paged_attention"].name)
+
+
+def selection_for(config: Config, model: Model) -> Selection | None:
+    """What requests select; None: they read all. A model that chooses its tokens itself takes no other
+    choice."""
+    topk = model.attention.topk
+    return indexer_selection(topk) if topk else selection_of(config.kv)
+
+
+def selector_of(selection: Selection | None, hot_pages: int,
+                backends: Mapping[str, registry.Choice]) -> Selector | None:
+    """How a rank selects, in the words of its kernels; None: it reads all of its KV."""
+    if selection is None:
+        return None
+    names = {op: backends[op].name for op in (registry.HOSTING if selection.native else registry.SELECTING)}
+    rule = None if selection.native else SelectRule(unit=selection.unit, sink=selection.sinks,
+                                                    window=selection.window)
+    return Selector(rule=rule, budget=selection.budget, hot_pages=hot_pages, backends=names)
