@@ -1,5 +1,5 @@
 """An engine of a tiny model from a checkpoint, driven by the real core; its stages are processes where
-`pp` is more than 1. Pauses come from the caller."""
+`pp` or `tp` is more than 1. Pauses come from the caller."""
 from __future__ import annotations
 
 import json
@@ -107,7 +107,7 @@ class Pipeline(Driven):
             core = replace(core, dram_pages=0, hot_pages=0, always_hosted=False)
         core = replace(core, overlap=overlap)
         crew.pools(core, int(self.built.info["dram_bytes"] or 0), [])
-        self.begin(core, Front(crew.ranks, crew.wait))
+        self.begin(core, Front(crew.ranks, crew.wait, lanes=int(self.built.info["tp"] or 1)))
 
     def __enter__(self) -> Pipeline:
         return self

@@ -9,12 +9,13 @@ from penstock.core.settings import CoreConfig
 from penstock.exec.front import Front
 from penstock.exec.load.layout import Caches, stage_shapes
 from penstock.exec.rank import Rank
-from penstock.exec.step.links import even, links_in_process, split
+from penstock.exec.step.links import links_in_process, split
 from penstock.kernels.attention.paged_attention import Planner
 from penstock.memory import dram
 from penstock.memory.pool import BlockPool
 from penstock.memory.storage import Storage
 from penstock.model.base import CacheShape, Model, Stage
+from penstock.model.parts import even
 
 NUM = [1]           # stages of the fronts to come: the fixture `stages` of conformance sets it
 
@@ -31,7 +32,7 @@ def front(model: Callable[[Stage | None], Model], attention: Planner, shapes: Se
     ranks, device_pools, host_pools = [], [], []
     for stage, ends in zip(stages, links, strict=True):
         one = len(stages) == 1
-        own = caches.stage(stage.first, stage.end, shapes)
+        own = caches.stage(stage, shapes)
         pools = own.pools(cfg, where.DEVICE, host_memory=host)
         for kept, made in zip((device_pools, host_pools), pools, strict=True):
             kept += made

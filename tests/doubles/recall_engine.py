@@ -23,7 +23,6 @@ from penstock.eval import words
 from penstock.eval.tasks import Interview
 from penstock.exec.sparse.bounds import Selector
 from penstock.exec.step.attend import LatentOps
-from penstock.exec.step.links import even
 from penstock.kernels import registry
 from penstock.kernels.attention import latent_attention
 from penstock.kernels.choose import index_select
@@ -32,6 +31,7 @@ from penstock.kernels.gemm import linear
 from penstock.kernels.platform import probe
 from penstock.memory.lateness import Lateness, Promptly
 from penstock.model import registry as families
+from penstock.model.parts import even
 from penstock.model.weights.checkpoint import open_checkpoint
 from penstock.model.weights.locate import locate
 

@@ -215,9 +215,9 @@ def test_processes_of_another_engine_are_refused_at_the_handshake(model, tmp_pat
     started: list[Crew] = []
 
     class Odd(Crew):
-        def __init__(self, config, layers, threads, wake):
+        def __init__(self, config, num_layers, threads, wake):
             theirs = replace(getattr(config, section), **{name: other})
-            super().__init__(replace(config, **{section: theirs}), layers, threads, wake)
+            super().__init__(replace(config, **{section: theirs}), num_layers, threads, wake)
             started.append(self)
 
     monkeypatch.setattr(build, "Crew", Odd)

@@ -50,16 +50,17 @@ def ask(url: str, seed: int) -> str:
 
 
 @pytest.mark.parametrize("victim", [
-    *(pytest.param(v, marks=pytest.mark.sweep) for v in ("engine", "rank 0", "rank 1", "server")),
+    *(pytest.param(v, marks=pytest.mark.sweep) for v in ("engine", "rank 0", "rank 1", "server", "lane 1")),
     *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(20))])
 def test_kill_9_of_any_process_is_heard_and_leaves_nothing(tmp_path, victim):
-    """Six requests at once, hosted and paused. A number: a random engine or rank, at a random moment."""
+    """Six requests at once, hosted and paused. A number: a random engine or rank, at a random moment. A lane:
+    another is inside a sum with it."""
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     chance, shared, log = random.Random(str(victim)), set(os.listdir("/dev/shm")), tmp_path / "log"
     server = subprocess.Popen(
-        [sys.executable, "-m", "penstock.serve.cli.main", "serve", str(tmp_path), "--port", "0", "--pp", "2",
-         "--threads", "1", "--load-format", "dummy", "--hbm-bytes", "2M", "--dram-bytes", "64M",
-         "--sparse-top-k", "160", "--sparse-kv", "always"],
+        [sys.executable, "-m", "penstock.serve.cli.main", "serve", str(tmp_path), "--port", "0",
+         "--tp" if victim == "lane 1" else "--pp", "2", "--threads", "1", "--load-format", "dummy",
+         "--hbm-bytes", "2M", "--dram-bytes", "64M", "--sparse-top-k", "160", "--sparse-kv", "always"],
         stdout=subprocess.PIPE, stderr=log.open("w"), text=True)
     try:
         found = re.search(r"ready on (http://\S+) ", server.stdout.readline())
@@ -72,7 +73,8 @@ def test_kill_9_of_any_process_is_heard_and_leaves_nothing(tmp_path, victim):
             answers = [pool.submit(ask, found.group(1), seed) for seed in range(6)]
             time.sleep(chance.uniform(0.5, 3))
             assert not any(answer.done() for answer in answers)
-            who = victim if isinstance(victim, str) else chance.choice(["engine", "rank 0", "rank 1"])
+            who = (victim.replace("lane", "rank") if isinstance(victim, str) else
+                   chance.choice(["engine", "rank 0", "rank 1"]))
             os.kill(server.pid if who == "server" else roles[who], signal.SIGKILL)
             heard = {answer.result() for answer in answers}
         if who == "server":

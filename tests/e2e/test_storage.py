@@ -102,7 +102,7 @@ def test_a_restarted_server_hits_what_the_one_before_it_has_stored(model, tmp_pa
     assert len(names) == 3 * ALL and not any(name in log + events for name in names)
 
 
-def test_pages_of_any_pipeline_are_read_by_any_other(model, tmp_path):
+def test_pages_of_any_ranks_are_read_by_any_other(model, tmp_path):
     host = "--hbm-bytes", "4M", "--dram-bytes", "4M", "--kv-storage", f"file://{tmp_path}/store", *COMPLETE
     with serving(model, tmp_path, *host, "--pp", "2") as two:
         want = two.ask(PROMPT)
@@ -112,7 +112,7 @@ def test_pages_of_any_pipeline_are_read_by_any_other(model, tmp_path):
         assert (ids(again), disk(again)) == (ids(want), PAGES)
         longer = one.ask([*PROMPT, *range(1, 60)])
         settle(one, 4)
-    with serving(model, tmp_path, *host, "--pp", "2") as two:
+    with serving(model, tmp_path, *host, "--tp", "2") as two:
         again = two.ask([*PROMPT, *range(1, 60)])
         assert (ids(again), disk(again)) == (ids(longer), 13 * 16)
         assert stored(two) == 0

@@ -81,6 +81,8 @@ def test_every_spelling_sets_its_field(spelling: str, flag: Any) -> None:
     ("--api-key k", "server.api_key", "k"),
     ("--backends a=b,c=d --backends e=f", "device.backends", ("a=b", "c=d", "e=f")),
     ("--page-size 8 --page-size 4", "kv.page_size", 4),
+    ("-tp 2", "device.tp", 2), ("--tensor-parallel-size 3", "device.tp", 3), ("--ep-size 2", "device.ep", 2),
+    ("--enable-expert-parallel", "device.expert_parallel", True),
 ])
 def test_spellings_that_users_type(line: str, path: str, expected: object) -> None:
     assert value(parse(f"demo {line}"), path) == expected
@@ -98,8 +100,7 @@ def test_asking_for_what_happens_anyway_changes_nothing(line: str) -> None:
 
 
 @pytest.mark.parametrize(("line", "feature"), [
-    ("-tp 2", "tensor parallelism"), ("--tp-size=2", "tensor parallelism"),
-    ("--ep-size 2", "expert parallelism"), ("-dp 2", "data parallelism"),
+    ("-dp 2", "data parallelism"), ("--nnodes 2", "several machines"),
     ("--hicache-write-policy write_back", "only write_through"), ("--hicache-mem-layout x", "one layout"),
     ("--kv-offloading-backend lmcache", "only native"),
     ("--hicache-storage-backend file", "--kv-storage"), ("--disk-bytes 1G", "--kv-storage"),
@@ -125,9 +126,8 @@ def test_unbuilt_features_are_refused_by_name(line: str, feature: str) -> None:
 
 def test_refusal_says_what_is_accepted() -> None:
     with pytest.raises(ConfigError) as e:
-        parse("demo --tensor-parallel-size 2")
-    assert str(e.value) == ("--tensor-parallel-size 2: tensor parallelism is not built yet; "
-                            "only 1 is accepted")
+        parse("demo --data-parallel-size 2")
+    assert str(e.value) == "--data-parallel-size 2: data parallelism is not built yet; only 1 is accepted"
 
 
 def test_no_unbuilt_spelling_hides_a_flag_of_ours() -> None:
@@ -248,15 +248,15 @@ def test_keyword_arguments_equal_the_command_line() -> None:
             "--memory-fraction 0.25 --no-cuda-graphs")
     assert from_options("demo", options) == parse(line)
     assert from_options("-odd name", {}).model.model == "-odd name"
-    with pytest.raises(ConfigError, match="tensor parallelism"):
-        from_options("demo", {"tensor_parallel_size": 2})
+    with pytest.raises(ConfigError, match="data parallelism"):
+        from_options("demo", {"data_parallel_size": 2})
     with pytest.raises(ConfigError, match="did you mean --page-size"):
         from_options("demo", {"page_sizes": 2})
 
 
 # ---------------------------------------------------------------- the whole command
 def test_errors_leave_by_stderr_with_code_2(capsys: pytest.CaptureFixture[str]) -> None:
-    for argv in (["serv"], ["serve"], ["serve", "demo", "-tp", "2"], ["doctor", "--tru"],
+    for argv in (["serv"], ["serve"], ["serve", "demo", "-dp", "2"], ["doctor", "--tru"],
                  ["serve", "demo", "--page-size", "0", "--memory-fraction", "2"]):
         assert main(argv) == 2
         out, err = capsys.readouterr()

@@ -20,7 +20,7 @@ from penstock.core.plan import (
     StepPlan,
     Tier,
 )
-from penstock.exec.front import Front
+from penstock.exec.front import Front, RanksDisagree
 from penstock.exec.rank import Stepped
 
 RID, STEP, MOVE = RequestId(1), StepId(1), MoveId(1)
@@ -58,6 +58,22 @@ def test_only_a_failed_copy_that_a_step_has_waited_for_excuses_its_rows(ok, wait
     aborts = [] if excused else [Aborted(RID, damaged=True)]
     assert front.poll(block=False) == [Moved(MOVE, ok), Retired(STEP, ((),)), *aborts]
     assert (front.fault(RID) is None) == excused
+
+
+@pytest.mark.parametrize("other, seen", [((7,), False), ((8,), True), ((), True)])
+def test_lanes_that_sample_apart_stop_the_engine_with_both(other, seen):
+    """Of three ranks the last two are lanes of the last stage."""
+    ranks = [Scripted() for _ in range(3)]
+    front = Front(ranks, lanes=2)
+    front.open(RID, (5,), SamplingParams())
+    front.submit(StepPlan(STEP, (Row(0),), (RID,), (0,), (1,), (True,), (5,), (), (), ()))
+    for rank, tokens in zip(ranks, ((), (other,), ((7,),)), strict=True):
+        rank.reports = [Stepped(STEP, tokens)]
+    if not seen:
+        assert front.poll(block=False) == [Retired(STEP, ((7,),))]
+        return
+    with pytest.raises(RanksDisagree, match=r"step 1: rank 1 has sampled .*, rank 2 \[\(7,\)\]"):
+        front.poll(block=False)
 
 
 def test_what_rows_have_missed_is_told_every_sixteen_steps_of_all_ranks():

@@ -27,6 +27,10 @@ CASES: tuple[tuple[ModelFacts, dict[str, object], dict[str, object]], ...] = (
     (DENSE, {"sparse_kv": "always"}, {"sparse_kv": "off"}),
     (DENSE, {"hot_buffer_tokens": 512}, {"hot_buffer_tokens": 512, "sparse_top_k": 512}),
     (DENSE, {"pp": 5}, {"pp": 4}),
+    (replace(DENSE, heads=3), {"tp": 4}, {"tp": 3}),
+    (DENSE, {"tp": 2, "expert_parallel": True}, {"tp": 2}),
+    (replace(DENSE, experts=2), {"tp": 3, "ep": 3}, {"tp": 4, "ep": 2}),
+    (DENSE, {"tp": 9, "sparse_top_k": 512}, {"tp": 8, "sparse_top_k": 512}),
 )
 
 

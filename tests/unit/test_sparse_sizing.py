@@ -15,6 +15,7 @@ from penstock.core.plan import Arrived, RequestId
 from penstock.core.policy.capacity import fits, largest, needs
 from penstock.exec.load.layout import caches_of
 from penstock.exec.load.sizing import WORKSPACE_BYTES, DeviceMemory, Sizes, groups_of, size_pools, table_bytes
+from penstock.exec.step.links import split
 from penstock.memory.hot import HotBuffers
 from penstock.model.base import CacheShape, GlobalLayer, LocalLayer, Stage
 
@@ -42,7 +43,7 @@ def sized(kv: KVConfig, *, max_model_len=None, free=16 * GIB, rows=16, pp=1) -> 
     selection = selection_of(kv)
     caches = caches_for(kv)
     if pp > 1:
-        caches = caches.stage(0, 30 // pp, groups_of(Shape(), selection))
+        caches = caches.stage(split([30 // pp] * pp)[0], groups_of(Shape(), selection))
     return size_pools(config, caches, 8192, free, budget=selection.budget if selection else 0)
 
 
@@ -113,7 +114,7 @@ def test_ranks_share_the_host_tier_and_divide_what_is_left():
     caches = caches_for(kv)
     room = 16 * GIB - 2 * WORKSPACE_BYTES
     config = Config(model=ModelConfig(model="demo"), kv=kv, device=DeviceConfig(pp=2))
-    halves = caches.stage(0, 15, groups_of(Shape(), selection_of(kv)))
+    halves = caches.stage(split([15, 15])[0], groups_of(Shape(), selection_of(kv)))
     core = size_pools(config, halves, 8192, 16 * GIB, budget=512).core
     assert core.dram_pages == room // 2 // (16 * TOKEN_BYTES)           # pages of all layers
     device = int((room - room // 2) * kv.memory_fraction) // 2

@@ -106,10 +106,11 @@ class Front:
     """
 
     def __init__(self, ranks: Sequence[Ranked], wait: Callable[[], None] | None = None,
-                 storage: Storage | None = None) -> None:
+                 storage: Storage | None = None, *, lanes: int = 1) -> None:
         """wait: blocks until a rank in another process has reported; None: all are in this process, and
-        work while they are collected. storage: makes the Moves from and to it, for all ranks."""
-        self._ranks, self._wait, self.storage = ranks, wait, storage
+        work while they are collected. storage: makes the Moves from and to it, for all ranks. lanes: the last
+        ranks, which sample the same."""
+        self._ranks, self._wait, self.storage, self._lanes = ranks, wait, storage, lanes
         self._open: dict[RequestId, _Open] = {}
         self._steps: dict[StepId, _Step] = {}
         self._moves: dict[MoveId, _Move] = {}
@@ -224,12 +225,18 @@ class Front:
         assert report.step == self._retired + 1
         self._retired = report.step
         _check_tables(report.step, [(i, stepped.tables) for i, stepped in step.stepped.items()])
+        last = len(self._ranks) - 1
+        for i in range(len(self._ranks) - self._lanes, last):
+            if step.stepped[i].tokens != step.stepped[last].tokens:
+                raise RanksDisagree(
+                    f"step {report.step}: rank {i} has sampled {list(step.stepped[i].tokens)}, rank {last} "
+                    f"{list(step.stepped[last].tokens)}")
         del self._steps[report.step]
         for i, stepped in step.stepped.items():
             for rid, reads in stepped.reads:
                 self._open[rid].reads[i] = reads
         use = self._hot_use(report.step) if report.step % HOT_USE_STEPS == 0 else []
-        return use + self._end(step.plan, step.stepped[len(self._ranks) - 1], spoiled=step.spoiled)
+        return use + self._end(step.plan, step.stepped[last], spoiled=step.spoiled)
 
     def _hot_use(self, step: StepId) -> list[Event]:
         rows = []
@@ -285,7 +292,8 @@ class Front:
 
 
 class RanksDisagree(RuntimeError):
-    """Two ranks have other pages for the same row: one of them would compute a wrong token."""
+    """Two ranks have other pages for the same row, or lanes have sampled other tokens: one of them would go
+    wrong."""
 
 
 def _check_tables(step: StepId, records: Sequence[tuple[int, tuple[tuple[int, str], ...]]]) -> None:

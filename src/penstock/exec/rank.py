@@ -45,11 +45,11 @@ class Stepped:
     """A step has executed on this rank.
 
     tokens      as in `core.plan.Retired`; () for a row whose logits were not finite. These three are
-                of the last stage; others sample nothing
+                of the last stage, the same on all its lanes; others sample nothing
     logprobs    (request, index of the output token, its logprobs) where they were asked for
     faults      (request, why) of each row whose logits were not finite
-    tables      each DIGEST_STEPS steps of several stages: digest of each bound row's pages, by row; all
-                stages must have the same
+    tables      each DIGEST_STEPS steps of several ranks: digest of each bound row's pages, by row; all must
+                have the same
     reads       (request, `exec.sparse.rows.READS`) of each row that selects, since its beginning
     """
 
@@ -182,7 +182,9 @@ class Rank:
     def _launch(self, plan: StepPlan) -> None:
         with torch.inference_mode():
             states, answer_2B = self._execute(plan)
-        reads = self._attending.reads(list(map(self._tables.index, plan.rows)))
+        # What several lanes have is counted by one.
+        rows = map(self._tables.index, plan.rows if self._groups[0].owned else ())
+        reads = self._attending.reads(list(rows))
         done = None
         if self._tables.last_R.is_cuda:
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -243,7 +245,8 @@ class Rank:
             self._links.tell.put(plan.step, tuple(tokens))
         self._executed = plan.step
         self._mover.add([m for m in plan.moves if m.id not in plan.waits])
-        compared = self._links != Links() and plan.step % DIGEST_STEPS == 0
+        several = self._links != Links() or self._model.stage.lane.size > 1
+        compared = several and plan.step % DIGEST_STEPS == 0
         return Stepped(plan.step, tuple(tokens), tuple(logprobs), tuple(faults),
                        self._tables.digests() if compared else (), flight.reads())
 
@@ -252,7 +255,8 @@ class Rank:
         out = {"executor_forward_seconds_total": self._forward_s,
                "executor_sampling_seconds_total": self._sampling_s,
                "executor_sampled_outside_total": float(self._tokens.outside)}
-        for stats in (*(way.stats for way in self._steps), self._attending.stats):
+        for stats in (*(way.stats for way in self._steps),
+                      *([self._attending.stats] if self._groups[0].owned else [])):
             out |= stats()
         for (src, dst, group), traffic in self._mover.traffic.items():
             name = self._groups[group].name

@@ -118,6 +118,8 @@ class Copier:
 
     def _copy_tokens(self, move: Move, tokens: int, layers: slice | None) -> None:
         src, dst = self._pools[move.src, move.group], self._pools[move.dst, move.group]
+        if not dst.writes:              # another rank makes this copy: the move ends when all have said so
+            return
         size = src.layout.page_size
         for i, (a, b) in enumerate(zip(move.src_pages, move.dst_pages, strict=True)):
             source, target, left = src.page(a), dst.page(b), tokens - i * size
@@ -131,6 +133,8 @@ class Copier:
 
     def _bytes(self, move: Move) -> int:
         layout = self._pools[move.src, move.group].layout
+        if not self._pools[move.dst, move.group].writes:
+            return 0
         whole, left = divmod(move.tokens, layout.page_size)
         return whole * layout.page_bytes + layout.units(left) * layout.unit_bytes
 

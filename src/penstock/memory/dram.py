@@ -30,13 +30,15 @@ class DramPool(BlockPool):
 
     def __init__(self, layout: PageLayout, num_pages: int, *, base: int = 0,
                  group: Group = ONE_GROUP, memory: Tensor | None = None,
-                 page_stride: int | None = None, pinned: Pinned | None = None) -> None:
+                 page_stride: int | None = None, pinned: Pinned | None = None,
+                 within: PageLayout | None = None, writes: bool = True) -> None:
         """`memory` and `page_stride` of a slab; without them it allocates what it needs. pinned: whose
-        memory that is, for a CUDA device."""
+        memory that is, for a CUDA device. writes: as of `Pool`."""
         stride = layout.page_bytes if page_stride is None else page_stride
         if memory is None:
             memory = allocate(num_pages * stride)
-        super().__init__(layout, num_pages, memory, stride, base, group)
+        super().__init__(layout, num_pages, memory, stride, base, group, within)
+        self.writes = writes
         self._pinned, self._stride = pinned, stride
 
     def index(self, page: int) -> int:

@@ -59,40 +59,46 @@ class PageLayout:
 
 class Pool(Protocol):
     """Pages of one cache group in one tier. Page ids are `base .. base + num_pages - 1`; ranges of
-    tiers and groups may be disjoint, so that an id of another one fails at once."""
+    tiers and groups may be disjoint, so that an id of another one fails at once. writes: copies to it are
+    made here; else by another rank that has the same of each page."""
 
     tier: Tier
     group: Group
     layout: PageLayout
     base: int
     num_pages: int
+    writes: bool
 
     def index(self, page: int) -> int:
         """Position of `page` in this pool. Asserts that the id belongs to it."""
         ...
 
     def page(self, page: int) -> Tensor:
-        """[L, K, C, U, H], contiguous: one page as a view."""
+        """[L, K, C, U, H]: one page as a view, dense behind K."""
         ...
 
 
 class BlockPool:
-    """Pages in one memory: `pages` is [P, L, K, C, U, H] over it, each page one block.
+    """Pages in one memory: `pages` is [P, L, K, C, U, H] over it, each page one block, or some layers and
+    heads of one.
 
     memory        uint8 [bytes], at least (P - 1) * page_stride + page_bytes of it
     page_stride   bytes from one page to the next; more than a page where several groups share the
                   memory (`memory.slabs`)
+    within        layout of the page of which these are a part, from where `memory` begins; None: they are
+                  whole
     """
 
     tier: Tier
+    writes = True
 
     def __init__(self, layout: PageLayout, num_pages: int, memory: Tensor, page_stride: int,
-                 base: int, group: Group) -> None:
+                 base: int, group: Group, within: PageLayout | None = None) -> None:
         assert num_pages >= 1, f"a {self.tier.name} pool of {num_pages} pages"
         assert page_stride >= layout.page_bytes, (
             f"pages of {layout.page_bytes} bytes every {page_stride}")
         self.layout, self.num_pages, self.base, self.group = layout, num_pages, base, group
-        elements = torch.empty(layout.shape, device="meta").stride()
+        elements = torch.empty((within or layout).shape, device="meta").stride()
         itemsize = layout.dtype.itemsize
         assert page_stride % itemsize == 0, f"a page stride of {page_stride} bytes"
         whole = memory[:memory.numel() // itemsize * itemsize].view(layout.dtype)

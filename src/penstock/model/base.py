@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, NewType, Protocol, TypeAlias, runtime_checka
 from torch import Tensor
 
 from penstock.kernels.attention.paged_attention.native import Paged
+from penstock.model.parts import ONE, Lane
 from penstock.model.weights.codes import Packed
 from penstock.model.weights.fp8 import Blocks
 
@@ -27,14 +28,15 @@ def everything(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What one pipeline rank has of a model: layers [first, end), at least one. The first stage has
-    the embedding (`embeds`), the last the final norm and the head (`heads`); a tied head needs the
-    embedding's tensor as well."""
+    """What one rank has of a model: layers [first, end), at least one, and of those what its lane has. The
+    first stage has the embedding (`embeds`), the last the final norm and the head (`heads`); a tied head
+    needs the embedding's tensor as well."""
 
     first: GlobalLayer
     end: GlobalLayer
     embeds: bool
     heads: bool
+    lane: Lane = ONE
 
 
 class Boundary(NamedTuple):
@@ -48,6 +50,19 @@ class Boundary(NamedTuple):
     h_TD: Tensor
     delta_TD: Tensor | None
     chosen_TS: Tensor | None = None
+
+
+class Lanes(Protocol):
+    """The lanes of a stage, as one of them sees them. Each call is made by all, in the same order, with the
+    same shapes; what they get is the same on all, bit for bit."""
+
+    def add(self, x_TD: Tensor) -> None:
+        """x_TD, dense, becomes the sum over the lanes."""
+        ...
+
+    def join(self, x_BV: Tensor, num: int) -> Tensor:
+        """[B, num]: what the lanes have of `Lane.evenly(num)` columns, side by side."""
+        ...
 
 
 class Attend(Protocol):
@@ -97,6 +112,7 @@ class CacheShape:
     unit        tokens that one vector stands for: 1 for KV, more for summaries
     selector    only what chooses tokens reads it; not what attention reads
     resident    attention reads all of it at each step, so it stays on the device
+    owned       no lane before this one has the same: what all lanes see is written and counted by this one
     """
 
     name: str
@@ -107,11 +123,12 @@ class CacheShape:
     unit: int = 1
     selector: bool = False
     resident: bool = False
+    owned: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """Queries of one token: `num_heads` x `CacheShape.head_dim`. Scores are q.k times `scale`.
+    """Queries of one token, of this lane: `num_heads` x `CacheShape.head_dim`. Scores are q.k times `scale`.
 
     latent_dim   0, or: the stored vector is latent, and its first `latent_dim` dims are its value
     topk         0, or: tokens that the model itself chooses for each query
@@ -131,6 +148,11 @@ class Model(Protocol):
     attention: AttentionShape
     vocab_size: int
     max_position: int              # context length of the checkpoint, tokens
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the weights that were loaded: what is kept of them."""
+        ...
 
     def wants(self, name: str) -> bool:
         """Whether `load` has a use for the tensor of this name: not for what is another stage's.

@@ -10,7 +10,7 @@ Source: DeepSeek-V2, arXiv:2405.04434 section 2.1; DeepSeek-V3.2-Exp technical r
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.model.base import Attend, AttentionShape, CacheShape, GlobalLayer, LocalLayer, Stage
+from penstock.model.parts import Lane
 from penstock.model.weights.slots import Slots
 
 # Of the norms inside of attention: fixed in the family's code, whatever rms_norm_eps says.
@@ -52,22 +53,23 @@ class LatentSpec:
 
     ops: ClassVar = ("index_select", "latent_attention")
 
-    @property
-    def shape(self) -> AttentionShape:
+    def shape(self, lane: Lane) -> AttentionShape:
         return AttentionShape(
-            num_heads=self.num_heads, scale=self.scale, latent_dim=self.kv_rank, topk=self.index.topk
+            num_heads=lane.evenly(self.num_heads).size, scale=self.scale, latent_dim=self.kv_rank,
+            topk=self.index.topk
         )
 
     def groups(self, stage: Stage) -> tuple[CacheShape, ...]:
-        """Rows of every layer, index keys of those that have an indexer."""
+        """Rows of every layer, index keys of those that have an indexer; the same on all lanes."""
+        owned = stage.lane.owns(1)
         layers = [GlobalLayer(index) for index in range(stage.first, stage.end)]
         rows = CacheShape(
             name="latent", layers=tuple(LocalLayer(i - stage.first) for i in layers), num_kv_heads=1,
-            head_dim=self.kv_rank + self.rope_dim, planes=1,
+            head_dim=self.kv_rank + self.rope_dim, planes=1, owned=owned,
         )
         indexed = tuple(LocalLayer(i - stage.first) for i in layers if i in self.index.layers)
         keys = CacheShape(name="index", layers=indexed, num_kv_heads=1, head_dim=self.index.head_dim,
-                          planes=1, selector=True)
+                          planes=1, selector=True, owned=owned)
         return (rows, keys) if indexed else (rows,)
 
     def build(
@@ -85,7 +87,9 @@ class LatentAttention:
     def __init__(
         self, slots: Slots, prefix: str, local: LocalLayer, hidden: int, spec: LatentSpec, indexes: bool
     ) -> None:
-        self.spec, self.layer, self.ops = spec, local, slots.ops
+        heads = slots.lane.evenly(spec.num_heads)
+        self.spec = spec = replace(spec, num_heads=heads.size)
+        self.layer, self.ops = local, slots.ops
         self.row_dim = spec.kv_rank + spec.rope_dim
         down_order = torch.arange(spec.q_rank + self.row_dim)
         down_order[spec.q_rank + spec.kv_rank:] = spec.q_rank + spec.kv_rank + _halves(spec.rope_dim)
@@ -100,15 +104,15 @@ class LatentAttention:
         plain = (head + torch.arange(spec.nope_dim)).flatten()
         turned = (head + spec.nope_dim + _halves(spec.rope_dim)).flatten()
         self.q_up = slots.linear(
-            [f"{prefix}.q_b_proj"], [len(plain) + len(turned)], spec.q_rank, False,
+            [f"{prefix}.q_b_proj"], [heads.of_each(spec.nope_dim + spec.rope_dim)], spec.q_rank, False,
             order=torch.cat((plain, turned)),
         )
         self.kv_up = slots.vector(
             f"{prefix}.kv_b_proj.weight",
-            (spec.num_heads * (spec.nope_dim + spec.value_dim), spec.kv_rank),
+            (heads.of_each(spec.nope_dim + spec.value_dim), spec.kv_rank),
         )
         self.out = slots.linear(
-            [f"{prefix}.o_proj"], [hidden], spec.num_heads * spec.value_dim, spec.bias
+            [f"{prefix}.o_proj"], [hidden], heads.of_each(spec.value_dim), spec.bias
         )
         self.indexer = Indexer(slots, f"{prefix}.indexer", hidden, spec) if indexes else None
 

@@ -7,13 +7,14 @@ They own weights and order of operations; which blocks a model has is the family
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
 from torch import Tensor
 
 from penstock.kernels.fused.layer import LayerWeights
 from penstock.model.base import Attend, AttentionShape, CacheShape, GlobalLayer, LocalLayer, Stage
+from penstock.model.parts import Cut, Lane
 from penstock.model.weights.slots import Slots
 
 
@@ -36,16 +37,17 @@ class AttentionSpec:
     def rope_dim(self) -> int:
         return self.head_dim
 
-    @property
-    def shape(self) -> AttentionShape:
-        return AttentionShape(num_heads=self.num_heads, scale=self.scale)
+    def shape(self, lane: Lane) -> AttentionShape:
+        return AttentionShape(num_heads=lane.queries(self.num_heads, self.num_kv_heads).size,
+                              scale=self.scale)
 
     def groups(self, stage: Stage) -> tuple[CacheShape, ...]:
         return (CacheShape(
             name="full",
             layers=tuple(LocalLayer(layer) for layer in range(stage.end - stage.first)),
-            num_kv_heads=self.num_kv_heads,
+            num_kv_heads=stage.lane.kv_heads(self.num_kv_heads).size,
             head_dim=self.head_dim,
+            owned=stage.lane.owns(self.num_kv_heads),
         ),)
 
     def build(
@@ -79,11 +81,13 @@ class Attention:
         self.layer = layer
         self.eps = eps
         self.ops = slots.ops
-        self.spec = spec
+        q_rows = slots.lane.queries(spec.num_heads, spec.num_kv_heads).of_each(spec.head_dim)
+        kv_rows = slots.lane.kv_heads(spec.num_kv_heads).of_each(spec.head_dim)
+        self.spec = spec = replace(spec, num_heads=q_rows.size // spec.head_dim,
+                                   num_kv_heads=kv_rows.size // spec.head_dim)
         self.num_rotated = spec.num_heads + spec.num_kv_heads
         self.qkv_shape = (-1, self.num_rotated + spec.num_kv_heads, spec.head_dim)
         self.kv_shape = (-1, 2, spec.num_kv_heads, spec.head_dim)
-        q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self.qkv = slots.linear(
             [f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj"],
             [q_rows, kv_rows, kv_rows],
@@ -123,7 +127,7 @@ class Attention:
 class GatedMLP:
     """down(silu(gate(x)) * up(x)), gate and up in one projection."""
 
-    def __init__(self, slots: Slots, prefix: str, hidden: int, width: int, bias: bool) -> None:
+    def __init__(self, slots: Slots, prefix: str, hidden: int, width: Cut, bias: bool) -> None:
         self.ops = slots.ops
         self.gate_up = slots.linear(
             [f"{prefix}.gate_proj", f"{prefix}.up_proj"], [width, width], hidden, bias

@@ -18,6 +18,7 @@ from penstock.kernels.gemm.experts import ExpertOps, Rule
 from penstock.kernels.gemm.experts.reference import route
 from penstock.model.base import GlobalLayer
 from penstock.model.layers import GatedMLP, Mixer
+from penstock.model.parts import Cut
 from penstock.model.weights.slots import Slots
 
 
@@ -56,11 +57,13 @@ class SparseMLP:
         self.router = (Sigmoid if spec.sigmoid else Softmax)(slots, f"{prefix}.gate", hidden, spec)
         self.shared: Mixer | None = None
         if spec.shared_width:
-            self.shared = GatedMLP(slots, f"{prefix}.shared_experts", hidden, spec.shared_width, False)
+            self.shared = GatedMLP(slots, f"{prefix}.shared_experts", hidden,
+                                   slots.lane.columns(spec.shared_width), False)
         names = [f"{prefix}.experts.{index}" for index in range(spec.num_experts)]
         self.route = route if slots.experts is None else slots.experts.route
         self.visit: Callable[[Tensor, Tensor, Tensor], Tensor] = (
-            EachExpert(slots, names, hidden, spec.width) if slots.experts is None else
+            EachExpert(slots, names, hidden, slots.lane.experts(spec.num_experts),
+                       slots.lane.of_range.columns(spec.width)) if slots.experts is None else
             AllExperts(slots, slots.experts, names, hidden, spec.width))
         # transformers keeps a layer's experts in two tensors; files may have them either way.
         slots.bundle(
@@ -82,29 +85,39 @@ class SparseMLP:
 
 
 class EachExpert:
-    """An MLP for each expert. One synchronisation with the host, for the number of visits of each."""
+    """An MLP for each expert of a lane. One synchronisation with the host, for the visits of each."""
 
-    def __init__(self, slots: Slots, names: list[str], hidden: int, width: int) -> None:
-        self.experts = [GatedMLP(slots, name, hidden, width, False) for name in names]
+    def __init__(self, slots: Slots, names: list[str], hidden: int, kept: Cut, width: Cut) -> None:
+        self.kept = kept
+        self.experts = [GatedMLP(slots, name, hidden, width, False) for name in names[kept.range]]
+        for name in (*names[:kept.first], *names[kept.end:]):
+            for part in ("gate", "up"):
+                slots.foreign(f"{name}.{part}_proj.weight", (width.of, hidden))
+            slots.foreign(f"{name}.down_proj.weight", (hidden, width.of))
 
     def __call__(self, x_TD: Tensor, expert_TC: Tensor, weight_TC: Tensor) -> Tensor:
         expert_S = expert_TC.flatten()
         order_S = expert_S.argsort(stable=True)
         token_S = order_S // expert_TC.shape[1]
         x_SD = x_TD.index_select(0, token_S)
-        outs, first = [], 0
-        for expert, visits in enumerate(expert_S.bincount().tolist()):
+        counts, outs = expert_S.bincount(minlength=self.kept.of).tolist(), []
+        begin = first = sum(counts[:self.kept.first])
+        for mlp, visits in zip(self.experts, counts[self.kept.range], strict=True):
             if visits:
-                outs.append(self.experts[expert](x_SD[first : first + visits]))
+                outs.append(mlp(x_SD[first : first + visits]))
                 first += visits
-        weight_S1 = weight_TC.to(x_TD.dtype).view(-1, 1).index_select(0, order_S)
-        return torch.zeros_like(x_TD).index_add_(0, token_S, torch.cat(outs).mul_(weight_S1))
+        out_TD, here = torch.zeros_like(x_TD), slice(begin, first)
+        if not outs:                    # all visits are to other lanes
+            return out_TD
+        weight_S1 = weight_TC.to(x_TD.dtype).view(-1, 1).index_select(0, order_S[here])
+        return out_TD.index_add_(0, token_S[here], torch.cat(outs).mul_(weight_S1))
 
 
 class AllExperts:
     """Two stacks of weights for all experts. No synchronisation."""
 
     def __init__(self, slots: Slots, ops: ExpertOps, names: list[str], hidden: int, width: int) -> None:
+        assert slots.lane.size == 1, "lanes on a device"
         self.ops = ops
         self.gate_up = slots.stack(
             [f"{name}.{part}_proj" for name in names for part in ("gate", "up")], width, hidden)

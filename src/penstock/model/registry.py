@@ -13,12 +13,14 @@ from penstock.kernels.fused import layer
 from penstock.kernels.fused.layer import LayerOps
 from penstock.kernels.gemm.experts import ExpertOps
 from penstock.kernels.types.scaled import Scaled, quantised
-from penstock.model.base import Model, Stage, Wants, everything
+from penstock.model.base import Lanes, Model, Stage, Wants, everything
 from penstock.model.families.deepseek import deepseek_v32, glm_moe_dsa
 from penstock.model.families.llama import llama, mistral
 from penstock.model.families.qwen2 import qwen2
 from penstock.model.families.qwen3 import qwen3
 from penstock.model.families.qwen3_moe import qwen3_moe
+from penstock.model.layers import AttentionSpec
+from penstock.model.parts import ONE, Cut
 from penstock.model.transformer import Spec, Transformer
 from penstock.model.weights.codes import Packed
 from penstock.model.weights.fields import Fields
@@ -40,6 +42,7 @@ FAMILIES: dict[str, tuple[str, Callable[[Fields], Spec]]] = {
 def build(
     config: dict[str, Any], *, dtype: torch.dtype, linear: LinearFactory,
     ops: LayerOps = REFERENCE_OPS, stage: Stage | None = None, experts: ExpertOps | None = None,
+    lanes: Lanes | None = None,
 ) -> Model:
     """An empty model of this config.json. Allocates no weights; `load` and `finish` fill it.
 
@@ -47,9 +50,10 @@ def build(
     ops      what a layer does between its linears      stage    a part of it; None: all of it
     experts  computes all experts of a layer at once; None: they are MLPs packed one by one, and a forward
              pass reads back which of them are visited, so it cannot be captured
+    lanes    those of its stage, where it has several: its weights are one of them's
     Raises ConfigError on an unknown family and on any field that this code would get wrong.
     """
-    return Transformer(read_spec_of(config), dtype, linear, ops, stage, experts)
+    return Transformer(read_spec_of(config), dtype, linear, ops, stage, experts, lanes)
 
 
 def read_spec_of(config: dict[str, Any]) -> Spec:
@@ -58,12 +62,27 @@ def read_spec_of(config: dict[str, Any]) -> Spec:
     return FAMILIES[family][1](Fields(config, family))
 
 
+def numbers_of(spec: Spec) -> dict[str, int]:
+    """Of a model, what refusals compare: words as in `ModelFacts`."""
+    attention, moe = spec.attention, spec.moe
+    widths = [spec.width, *([moe.width, *([moe.shared_width] if moe.shared_width else [])] if moe else [])]
+    return {"topk": attention.shape(ONE).topk, "heads": attention.num_heads,
+            "groups": attention.num_kv_heads if isinstance(attention, AttentionSpec) else 1,
+            "experts": moe.num_experts if moe else 0, "vocab": spec.vocab_size, "width": min(widths)}
+
+
 def tensor_shapes(
     config: dict[str, Any], stage: Stage | None = None
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(Hugging Face name, shape) of every weight of a stage or of all, in model order. Allocates
-    nothing."""
-    return Transformer(read_spec_of(config), torch.float32, _no_pack, REFERENCE_OPS, stage).shapes()
+    """(Hugging Face name, shape of what is kept) of every weight of a stage or of all, in model order.
+    Allocates nothing."""
+    for name, cuts in cuts_of(config, stage):
+        yield name, tuple(cut.size for cut in cuts)
+
+
+def cuts_of(config: dict[str, Any], stage: Stage | None = None) -> Iterator[tuple[str, tuple[Cut, ...]]]:
+    """As `tensor_shapes`: which rows and columns are kept."""
+    return Transformer(read_spec_of(config), torch.float32, _no_pack, REFERENCE_OPS, stage).cuts()
 
 
 def _all_floats(name: str) -> Blocks | None:

@@ -21,12 +21,14 @@ from penstock.model.base import (
     AttendsPaged,
     Boundary,
     GlobalLayer,
+    Lanes,
     LocalLayer,
     Stage,
 )
 from penstock.model.latent import LatentSpec
 from penstock.model.layers import Attention, AttentionSpec, GatedMLP, Mixer, Mixes
 from penstock.model.moe import MoESpec, SparseMLP
+from penstock.model.parts import Cut
 from penstock.model.rope import Rope
 from penstock.model.weights.codes import Codes, Packed
 from penstock.model.weights.slots import LinearFactory, Slots, check_tensor
@@ -55,10 +57,10 @@ class Spec:
 
 class Layer:
     def __init__(
-        self, slots: Slots, index: GlobalLayer, local: LocalLayer, spec: Spec
+        self, slots: Slots, index: GlobalLayer, local: LocalLayer, spec: Spec, lanes: Lanes | None
     ) -> None:
         prefix, hidden = f"model.layers.{index}", spec.hidden
-        self.ops, self.eps = slots.ops, spec.norm_eps
+        self.ops, self.eps, self.lanes = slots.ops, spec.norm_eps, lanes
         self.norm_in = slots.vector(f"{prefix}.input_layernorm.weight", (hidden,))
         self.attention: Mixes = spec.attention.build(
             slots, f"{prefix}.self_attn", index, local, hidden, self.eps
@@ -68,7 +70,7 @@ class Layer:
         if spec.moe is not None and index in spec.moe.layers:
             self.mlp = SparseMLP(slots, f"{prefix}.mlp", hidden, spec.moe)
         else:
-            self.mlp = GatedMLP(slots, f"{prefix}.mlp", hidden, spec.width, spec.mlp_bias)
+            self.mlp = GatedMLP(slots, f"{prefix}.mlp", hidden, slots.lane.columns(spec.width), spec.mlp_bias)
 
     @property
     def weights(self) -> LayerWeights | None:
@@ -83,17 +85,21 @@ class Layer:
         """Adds x's delta and the attention's half to its h in place; hands on the MLP's half."""
         x_TD = self.ops.norm(x.h_TD, x.delta_TD, self.norm_in.value, self.eps)
         delta_TD, chosen_TS = self.attention(x_TD, x.chosen_TS, cos_T1H, sin_T1H, attend)
-        return Boundary(
-            x.h_TD, self.mlp(self.ops.norm(x.h_TD, delta_TD, self.norm_mlp.value, self.eps)), chosen_TS)
+        if self.lanes is not None:
+            self.lanes.add(delta_TD)
+        out_TD = self.mlp(self.ops.norm(x.h_TD, delta_TD, self.norm_mlp.value, self.eps))
+        if self.lanes is not None:
+            self.lanes.add(out_TD)
+        return Boundary(x.h_TD, out_TD, chosen_TS)
 
 
 class Transformer:
     """Implements `model.base.Model`. Building allocates nothing; weights come with `load`.
-    `stage` is the part that it is; None: all of it."""
+    `stage` is the part that it is; None: all of it. `lanes`: those of its stage, where it has several."""
 
     def __init__(
         self, spec: Spec, dtype: torch.dtype, linear: LinearFactory, ops: LayerOps,
-        stage: Stage | None = None, experts: ExpertOps | None = None,
+        stage: Stage | None = None, experts: ExpertOps | None = None, lanes: Lanes | None = None,
     ) -> None:
         self.spec = spec
         self.stage = stage = stage or Stage(
@@ -101,21 +107,21 @@ class Transformer:
         assert 0 <= stage.first < stage.end <= spec.num_layers, f"{stage} of {spec.num_layers} layers"
         self.dtype = dtype
         self.groups = spec.attention.groups(stage)
-        self.attention = spec.attention.shape
+        self.attention = spec.attention.shape(stage.lane)
         self.vocab_size = spec.vocab_size
         self.max_position = spec.rope.max_position
-        self._slots = slots = Slots(dtype, linear, ops, experts)
+        self._lanes, self._slots = lanes, (slots := Slots(dtype, linear, ops, experts, stage.lane))
         if stage.embeds or (stage.heads and spec.tied):
             self._embed = slots.table(EMBED, (spec.vocab_size, spec.hidden))
         self._layers = [
-            Layer(slots, GlobalLayer(index), LocalLayer(index - stage.first), spec)
+            Layer(slots, GlobalLayer(index), LocalLayer(index - stage.first), spec, lanes)
             for index in range(stage.first, stage.end)
         ]
         self._head: Callable[[Tensor], Tensor]          # a tied head is packed by `finish`
         if stage.heads:
             self._norm = slots.vector(NORM, (spec.hidden,))
         if stage.heads and not spec.tied:
-            self._head = slots.linear(["lm_head"], [spec.vocab_size], spec.hidden, False)
+            self._head = slots.linear(["lm_head"], [stage.lane.evenly(spec.vocab_size)], spec.hidden, False)
         self._extra_head: Tensor | Packed | None = None
 
     def wants(self, name: str) -> bool:
@@ -124,7 +130,7 @@ class Transformer:
             index = int(layer[1]) - self.spec.num_layers
             if index >= 0:
                 return index >= self.spec.skipped_layers
-            return stage.first <= index + self.spec.num_layers < stage.end
+            return stage.first <= index + self.spec.num_layers < stage.end and self._slots.wants(name)
         # Whoever needs a tied tensor reads both names: a file may have either.
         return {EMBED: stage.embeds or (stage.heads and tied), NORM: stage.heads,
                 HEAD: stage.heads or (stage.embeds and tied)}.get(name, True)
@@ -137,6 +143,10 @@ class Transformer:
             self._extra_head = tensor if isinstance(tensor, Packed) else tensor.to(self.dtype, copy=True)
             return
         self._slots.load(name, tensor)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._slots.num_bytes
 
     def finish(self) -> None:
         missing = self._slots.missing()
@@ -155,7 +165,7 @@ class Transformer:
     def _stacked(self) -> Stack | None:
         spec = self.spec.attention
         layers = [weights for layer in self._layers if (weights := layer.weights) is not None]
-        if not isinstance(spec, AttentionSpec) or len(layers) < len(self._layers):
+        if not isinstance(spec, AttentionSpec) or len(layers) < len(self._layers) or self._lanes is not None:
             return None
         return stack(self._slots.ops, layers, heads=spec.num_heads, kv_heads=spec.num_kv_heads,
                      head_dim=spec.head_dim, eps=self.spec.norm_eps)
@@ -166,7 +176,8 @@ class Transformer:
         if head is None or (isinstance(head, Codes) and isinstance(table, Codes) and head.equals(table)) \
                 or (isinstance(head, Tensor) and isinstance(table, Tensor) and torch.equal(head, table)):
             head = table
-        return self._slots.pack(head, None)
+        words = self.stage.lane.evenly(self.spec.vocab_size)
+        return self._slots.pack(head if words.size == words.of else head[words.range], None)
 
     def forward(self, ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         return self.norm(self.layers(self.embed(ids_T), positions_T, attend))
@@ -187,8 +198,10 @@ class Transformer:
         return self._slots.ops.norm(x.h_TD, x.delta_TD, self._norm.value, self.spec.norm_eps)
 
     def logits(self, hidden_BD: Tensor) -> Tensor:
-        return self._head(hidden_BD).float()
+        logits_BV = self._head(hidden_BD).float()
+        return logits_BV if self._lanes is None else self._lanes.join(logits_BV, self.vocab_size)
 
-    def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """(name, shape) of every tensor that `load` expects, in the order of the model."""
-        return self._slots.shapes()
+    def cuts(self) -> Iterator[tuple[str, tuple[Cut, ...]]]:
+        """(name, what is kept of each dimension) of every tensor that `load` expects, in the order of the
+        model."""
+        return self._slots.cuts()

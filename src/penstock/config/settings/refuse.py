@@ -81,7 +81,8 @@ def is_public(host: str) -> bool:
 
 
 def _wants_more_than_all(config: Config, machine: Machine) -> bool:
-    device = 0 if config.device.device == "cuda" else (config.kv.hbm_bytes or 0) * max(1, config.device.pp)
+    ranks = max(1, config.device.num_ranks)
+    device = 0 if config.device.device == "cuda" else (config.kv.hbm_bytes or 0) * ranks
     wanted = device + (config.kv.dram_bytes or 0)
     return wanted * (2 if config.pair.prefill else 1) > machine.memory_available
 
@@ -235,6 +236,17 @@ REFUSED: tuple[Refusal[Machine], ...] = (
             ("device.cpu_isa", "device.device"), "it is about kernels of a CPU: take --device cpu"),
     _outside("device.threads", 1, 1024, "1 to 1024 threads"),
     _outside("device.pp", 1, 64, "1 to 64 stages"),
+    _outside("device.tp", 1, 64, "1 to 64 lanes"),
+    Refusal(lambda c, _: c.device.device == "cuda" and c.device.tp > 1, ("device.device", "device.tp"),
+            "lanes run on a CPU only so far: take --device cpu, or one lane"),
+    Refusal(lambda c, _: c.device.ep < 1 or (c.device.tp >= 1 and c.device.tp % c.device.ep > 0),
+            ("device.ep", "device.tp"), "ranges of experts go over the lanes: a number that divides --tp"),
+    Refusal(lambda c, _: c.device.expert_parallel and c.device.ep not in (1, c.device.tp),
+            ("device.expert_parallel", "device.ep", "device.tp"),
+            "that makes as many ranges as lanes: leave one of them out"),
+    Refusal(lambda c, _: c.device.tp > 1 and (c.pair.disaggregation_mode is not None or c.pair.prefill > 0),
+            ("device.tp", "pair.disaggregation_mode", "pair.prefill"),
+            "an engine of a pair has one lane so far: take --pp, or leave --tp out"),
     Refusal(lambda c, _: any(not n.isdecimal() or len(n) > 4 or int(n) < 1 for n in c.device.pp_layers)
             or len(c.device.pp_layers) not in (0, c.device.pp), ("device.pp_layers", "device.pp"),
             "one number of layers for each stage, at least 1, separated by commas"),

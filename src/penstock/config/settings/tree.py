@@ -141,9 +141,24 @@ class DeviceConfig:
     pp: Annotated[int, "pipeline stages, each a process with its own layers and --hbm-bytes",
                   Alias("--pipeline-parallel-size", "--pp-size", "-pp")] = 1
     pp_layers: Annotated[tuple[str, ...], "layers of each stage, e.g. 10,12,8 (default: even)"] = ()
-    rank_timeout_s: Annotated[float, "seconds without a report after which a stage counts as hung",
+    tp: Annotated[int, "lanes of each stage, which have its heads, MLP columns, experts and words between "
+                  "them, each a process with --hbm-bytes of its own",
+                  Alias("--tensor-parallel-size", "--tp-size", "-tp")] = 1
+    ep: Annotated[int, "ranges of experts over the lanes (default: each has columns of all)",
+                  Alias("--expert-parallel-size", "--ep-size", "-ep")] = 1
+    expert_parallel: Annotated[bool, "as many ranges of experts as lanes",
+                               Alias("--enable-expert-parallel", "--enable-ep-moe")] = False
+    rank_timeout_s: Annotated[float, "seconds without a report after which a rank counts as hung",
                               Alias("--watchdog-timeout")] = 300.0
     backends: Annotated[tuple[str, ...], "OP=NAME choices, e.g. linear=reference"] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        return self.pp * self.tp
+
+    @property
+    def expert_ranges(self) -> int:
+        return self.tp if self.expert_parallel else self.ep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

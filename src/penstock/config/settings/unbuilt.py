@@ -58,12 +58,7 @@ def _value(feature: str, *flags: str, neutral: tuple[str, ...] = (), instead: st
 
 UNBUILT: tuple[Unbuilt, ...] = (
     # Several devices.
-    _value("tensor parallelism", "--tensor-parallel-size", "--tp-size", "--tp", "-tp",
-           neutral=("1",)),
     _value("data parallelism", "--data-parallel-size", "--dp-size", "--dp", "-dp", neutral=("1",)),
-    _value("expert parallelism", "--expert-parallel-size", "--ep-size", "--ep", "-ep",
-           neutral=("1",)),
-    _switch("expert parallelism", "--enable-expert-parallel", "--enable-ep-moe"),
     _switch("data-parallel attention", "--enable-dp-attention"),
     _value("serving from several machines", "--nnodes", neutral=("1",)),
     _value("serving from several machines", "--node-rank", neutral=("0",)),

@@ -26,8 +26,10 @@ class Caches:
     groups: tuple[CacheGroup, ...]
     layouts: tuple[PageLayout, ...]
     slabs: Slabs
-    host: Slabs                 # of the host pool, which all stages of a model share
-    host_at: tuple[int, ...]    # by group: byte of a host page at which these layers begin
+    host: Slabs                 # of the host pool, which all ranks of a model share
+    host_layouts: tuple[PageLayout, ...]        # of its whole pages
+    host_at: tuple[int, ...]    # by group: byte of a host page at which what is here begins
+    owned: tuple[bool, ...]     # by group: copies to the host pool are made here, not by another lane
 
     @property
     def page_bytes(self) -> int:
@@ -39,11 +41,11 @@ class Caches:
         return nbytes // self.slabs.slab_bytes * self.slabs.slab_pages[0]
 
     def host_pages(self, nbytes: int) -> int:
-        """Of a host pool of so many bytes, of all stages together, in pages of group 0."""
+        """Of a host pool of so many bytes, of all ranks together, in pages of group 0."""
         return nbytes // self.host.slab_bytes * self.host.slab_pages[0]
 
     def host_bytes_for(self, pages: int) -> int:
-        """Memory of a host pool, of all stages together, of at least so many pages of group 0."""
+        """Memory of a host pool, of all ranks together, of at least so many pages of group 0."""
         return -(-pages // self.host.slab_pages[0]) * self.host.slab_bytes
 
     def nbytes(self, num_pages: int) -> int:
@@ -62,26 +64,30 @@ class Caches:
             low, high = (middle, high) if self.bytes_for(middle) <= nbytes else (low, middle)
         return low
 
-    def stage(self, first: int, end: int, shapes: Sequence[CacheShape]) -> Caches:
-        """Of layers [first, end) of this model, of which `shapes` are the cache groups. Slabs have as
-        many pages as the model's, of these layers; in the host a stage has its rectangle of each page."""
-        parts, at = [], []
+    def stage(self, stage: Stage, shapes: Sequence[CacheShape]) -> Caches:
+        """Of the layers and heads of a part of this model, of which `shapes` are the cache groups. Slabs have
+        as many pages as the model's, of these; in the host it has its rectangle of each page, which other
+        lanes may have too."""
+        parts, at, owned = [], [], []
         for layout, shape in zip(self.layouts, shapes, strict=True):
-            before = sum(layer < first for layer in shape.layers)
-            n = sum(first <= layer < end for layer in shape.layers)
-            parts.append(replace(layout, num_layers=n))
-            at.append(layout.page_bytes // layout.num_layers * before)
+            before = sum(layer < stage.first for layer in shape.layers)
+            n = sum(stage.first <= layer < stage.end for layer in shape.layers)
+            heads = stage.lane.kv_heads(layout.num_kv_heads)
+            parts.append(replace(layout, num_layers=n, num_kv_heads=heads.size))
+            of_head = layout.page_bytes // layout.num_layers // layout.num_kv_heads
+            at.append(of_head * (before * layout.num_kv_heads + heads.first))
+            owned.append(stage.lane.owns(layout.num_kv_heads))
         return Caches(self.groups, tuple(parts), slabs.of_counts(parts, self.slabs.slab_pages),
-                      self.slabs, tuple(at))
+                      self.slabs, self.layouts, tuple(at), tuple(owned))
 
     def host_bytes(self, cfg: CoreConfig) -> int:
-        """Memory of the host pool, of all stages together."""
+        """Memory of the host pool, of all ranks together."""
         return cfg.dram_pages // self.host.slab_pages[0] * self.host.slab_bytes
 
     def pools(self, cfg: CoreConfig, device: torch.device | str = "cpu", *, host_memory: Tensor | None = None,
               device_memory: Tensor | None = None) -> tuple[list[HbmPool], list[DramPool]]:
         """Device and host pools by cache group, those of a tier in one memory; no host pools without
-        a host tier. host_memory: what stages share, uint8 [`host_bytes`]; device_memory: what another process
+        a host tier. host_memory: what ranks share, uint8 [`host_bytes`]; device_memory: what another process
         sees too, uint8 [`nbytes`]. None: it is made here."""
         if device_memory is None:
             device_memory = hbm.allocate(self.nbytes(cfg.hbm_pages), device)
@@ -104,7 +110,7 @@ class Caches:
         """By cache group, over uint8 [`host_bytes`]."""
         return [DramPool(layout, self._count(g, cfg.dram_pages), base=cfg.dram_base + g * cfg.group_base,
                          group=Group(g), memory=memory[at:], page_stride=self.host.page_stride(g),
-                         pinned=pinned)
+                         pinned=pinned, within=self.host_layouts[g], writes=self.owned[g])
                 for g, (layout, at) in enumerate(zip(self.layouts, self.host_at, strict=True))]
 
     def _count(self, group: int, num_pages: int) -> int:
@@ -119,10 +125,12 @@ class Caches:
 
 
 def stage_shapes(shapes: Sequence[CacheShape], stage: Stage) -> tuple[CacheShape, ...]:
-    """A whole model's cache groups as `stage` has them: of each its own layers, perhaps none."""
-    return tuple(replace(shape, layers=tuple(
-        LocalLayer(layer - stage.first) for layer in shape.layers if stage.first <= layer < stage.end))
-        for shape in shapes)
+    """A whole model's cache groups as `stage` has them: of each its own layers, perhaps none, and heads."""
+    lane = stage.lane
+    return tuple(replace(
+        shape, num_kv_heads=lane.kv_heads(shape.num_kv_heads).size, owned=lane.owns(shape.num_kv_heads),
+        layers=tuple(LocalLayer(layer - stage.first) for layer in shape.layers
+                     if stage.first <= layer < stage.end)) for shape in shapes)
 
 
 def caches_of(groups: Sequence[CacheShape], page_size: int, dtype: torch.dtype) -> Caches:
@@ -136,4 +144,4 @@ def caches_of(groups: Sequence[CacheShape], page_size: int, dtype: torch.dtype) 
         CacheGroup(name=group.name, page_bytes=layout.page_bytes, selector=group.selector,
                    resident=group.resident, slab_pages=n)
         for group, layout, n in zip(groups, layouts, shared.slab_pages, strict=True)),
-        layouts, shared, shared, (0,) * len(layouts))
+        layouts, shared, shared, layouts, (0,) * len(layouts), (True,) * len(layouts))

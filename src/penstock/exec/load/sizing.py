@@ -88,7 +88,7 @@ def size_pools(config: Config, caches: Caches, max_position: int, free: int, *,
 
 def _memory(config: Config, caches: Caches, free: int, hosts: bool) -> tuple[int, int, str]:
     """Bytes of a rank's device pool and of the host pool, and what to call the first. Raises ConfigError."""
-    kv, ranks, engines = config.kv, config.device.pp, _engines(config)
+    kv, ranks, engines = config.kv, config.device.num_ranks, _engines(config)
     workspace = WORKSPACE_BYTES * ranks
     room = max(0, free - workspace)
     # The other engine measures the same bytes, now or when this one has taken its own.

@@ -26,7 +26,7 @@ from penstock.kernels.fused import layer
 from penstock.kernels.gemm import experts
 from penstock.kernels.types.scaled import Scaled
 from penstock.model import registry as families
-from penstock.model.base import Checkpoint, Model, Stage
+from penstock.model.base import Checkpoint, Lanes, Model, Stage
 from penstock.model.weights.checkpoint import open_checkpoint
 from penstock.model.weights.codes import PACKED, Packed, codes_bytes
 from penstock.model.weights.locate import ModelFiles, locate
@@ -87,7 +87,7 @@ def facts_of(files: ModelFiles) -> ModelFacts:
     """What refusals ask of a model. Raises ConfigError: no model of a family that is known."""
     spec = families.read_spec_of(files.config)
     return ModelFacts(name=files.name, load_format=files.load_format, layers=spec.num_layers,
-                      topk=spec.attention.shape.topk, kv_heads="paged_attention" in spec.attention.ops)
+                      kv_heads="paged_attention" in spec.attention.ops, **families.numbers_of(spec))
 
 
 def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype, stage: Stage | None = None) -> int:
@@ -116,7 +116,8 @@ def _opened(config: Config, files: ModelFiles, log: Callable[[str], object]) \
     return checkpoint, packer(backends), backends
 
 
-def load(config: Config, stage: Stage | None, log: Callable[[str], object]) -> Loaded:
+def load(config: Config, stage: Stage | None, log: Callable[[str], object],
+         lanes: Lanes | None = None) -> Loaded:
     """Stream the weights of a stage in, or all: one source tensor at a time, and freed ones go back to
     the system. `log` is told how far it is every PROGRESS_S, as long as tensors come. Raises ConfigError."""
     started, rss_before, device = time.perf_counter(), _peak_rss(), config.device.device
@@ -126,7 +127,8 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object]) -> L
     dtype = dtype_of(config, files, checkpoint.config)
     together = experts.OP.use(backends["experts"].name) if "experts" in backends else None
     model = families.build(checkpoint.config, dtype=dtype, linear=pack,
-                           ops=layer.OP.use(backends["layer"].name), stage=stage, experts=together)
+                           ops=layer.OP.use(backends["layer"].name), stage=stage, experts=together,
+                           lanes=lanes)
     whole = model if stage is None else families.build(checkpoint.config, dtype=dtype, linear=pack)
     digest = digest_of(checkpoint.config)
     need = weight_bytes(checkpoint, dtype, stage)
@@ -153,6 +155,7 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object]) -> L
     del tensors, checkpoint, files
     _trim_heap()
     model.finish()
+    loaded = model.num_bytes
     log(f"model: {name}, {show_size(loaded)} of weights as {kept} in {time.perf_counter() - started:.1f} s")
     return Loaded(model, backends, name, load_format, dtype, loaded, _peak_rss() - rss_before, whole, digest,
                   scaled)

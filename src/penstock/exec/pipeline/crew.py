@@ -1,4 +1,4 @@
-"""The ranks of a pipeline as processes: started by exec, spoken to over socket pairs, dead together.
+"""The ranks of an engine as processes: started by exec, spoken to over socket pairs, dead together.
 
 Owns the processes, the host pool's memory and what they have reported. A rank that dies or hangs is
 RankDied for whoever waits; the ranks go when this process does. Decides nothing.
@@ -28,6 +28,7 @@ from penstock.core.plan import RequestId, StepPlan
 from penstock.core.settings import CoreConfig
 from penstock.exec.load.layout import Caches
 from penstock.exec.pipeline import wire
+from penstock.exec.pipeline.lanes import INTERFACE
 from penstock.exec.rank import Report
 from penstock.exec.sampling.sampler import check_ids
 from penstock.memory.dram import mapped
@@ -104,7 +105,7 @@ class RankProcess:
         return found
 
     def stats(self) -> dict[str, float]:
-        stage = f'{{stage="{self.index}"}}'
+        stage = f'{{stage="{self._crew.stage_of(self)}"}}'
         since = time.monotonic() - self.first if self.first else 0.0
         return {**self._counters, f"stage_busy_seconds_total{stage}": self.busy,
                 f"stage_overlap_seconds_total{stage}": self.overlap, f"stage_seconds_total{stage}": since}
@@ -133,10 +134,9 @@ class RankProcess:
 class Crew:
     """All ranks of an engine."""
 
-    def __init__(self, config: Config, layers: Sequence[int], threads: int,
-                 wake: Callable[[], None]) -> None:
-        """Starts a process for each stage, which begins to load. wake: called in other threads whenever a
-        rank has reported or died. Of an engine of a pair this process sees the device pools too."""
+    def __init__(self, config: Config, num_layers: int, threads: int, wake: Callable[[], None]) -> None:
+        """Starts a process for each lane of each stage, which begins to load. wake: called in other threads
+        whenever a rank has reported or died. Of an engine of a pair this process sees device pools too."""
         self._wake, self._news_at = wake, 0.0
         self.news: SimpleQueue[None] = SimpleQueue()
         self.vocab_size = 0                         # known before the first request
@@ -144,30 +144,25 @@ class Crew:
         self._encoded: tuple[StepPlan | None, bytes] = None, b""
         # It has no name: it goes with the last process that has mapped it.
         self._host_fd = os.memfd_create("penstock-host", os.MFD_CLOEXEC)
-        n = len(layers)
-        self._device_fds = [os.memfd_create("penstock-device", os.MFD_CLOEXEC) for _ in layers
+        n, self._lanes = config.device.num_ranks, config.device.tp
+        self._device_fds = [os.memfd_create("penstock-device", os.MFD_CLOEXEC) for _ in range(n)
                             if config.pair.disaggregation_mode]
-        between = [socket.socketpair() for _ in range(n - 1)]
-        tokens = socket.socketpair()
         self.ranks: list[RankProcess] = []
-        for i in range(n):
-            ours, theirs = socket.socketpair()
-            fds = [theirs.fileno(), self._host_fd, self._device_fds[i] if self._device_fds else -1,
-                   between[i - 1][1].fileno() if i else -1,
-                   between[i][0].fileno() if i < n - 1 else -1,
-                   tokens[0].fileno() if i == n - 1 else -1 if i else tokens[1].fileno()]
-            with theirs:
-                process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "penstock.exec.pipeline.process", *map(str, fds)],
-                    pass_fds=[fd for fd in fds if fd >= 0], stdin=subprocess.DEVNULL)
-            self.ranks.append(RankProcess(self, i, ours, process))
-            self.ranks[-1].send(wire.encode(wire.Begin(to_plain(config), i, list(layers), threads)))
-        for a, b in [*between, tokens]:
-            a.close()
-            b.close()
+        with contextlib.ExitStack() as until_started:
+            for i, between in enumerate(_between(config.device.pp, config.device.tp, until_started)):
+                ours, theirs = socket.socketpair()
+                device = self._device_fds[i] if self._device_fds else -1
+                fds = [theirs.fileno(), self._host_fd, device, *between]
+                with theirs:
+                    process = subprocess.Popen(
+                        [sys.executable, "-P", "-m", "penstock.exec.pipeline.process", *map(str, fds)],
+                        pass_fds=[fd for fd in fds if fd >= 0], stdin=subprocess.DEVNULL,
+                        env={**os.environ, **INTERFACE})
+                self.ranks.append(RankProcess(self, i, ours, process))
+                self.ranks[-1].send(wire.encode(wire.Begin(to_plain(config), i, num_layers, threads)))
 
     def loaded(self, want: dict[str, str]) -> list[wire.Loaded]:
-        """Wait until every stage has its weights. Raises ConfigError: one is not of this engine; RankDied:
+        """Wait until every rank has its weights. Raises ConfigError: one is not of this engine; RankDied:
         one has not got on for as long as a hang takes."""
         found, limit = [], max(self.timeout_s, LOADING_S)
         for rank in self.ranks:
@@ -191,7 +186,7 @@ class Crew:
             assert isinstance(message, wire.Ready)
 
     def seen(self, core: CoreConfig, own: Sequence[Caches]) -> list[list[BlockPool]]:
-        """Of an engine of a pair the pools of each stage, over the memory that its rank has."""
+        """Of an engine of a pair the pools of each rank, over the memory that its rank has."""
         found: list[list[BlockPool]] = []
         for fd, caches in zip(self._device_fds, own, strict=False):
             host = mapped(self._host_fd, caches.host_bytes(core)) if core.dram_pages else None
@@ -237,14 +232,18 @@ class Crew:
         names = ", ".join(str(rank.index) for rank in hung)
         raise RankDied(f"rank {names} hangs: no report for {silent_s:g} s") from None
 
+    def stage_of(self, rank: RankProcess) -> int:
+        return rank.index // self._lanes
+
     def computed(self, rank: RankProcess, began: float, ended: float) -> None:
         """Seconds of a step, and those of them in which the stage before computed as well."""
         rank.first = rank.first or began
         rank.busy += ended - began
         rank.steps.append((began, ended))
-        for one in (rank.index, rank.index + 1):            # whichever of two reports last finds the other
-            if 0 < one < len(self.ranks):
-                other = self.ranks[one - 1 if one == rank.index else one]
+        n = self._lanes
+        for one in (rank.index, rank.index + n):            # whichever of two reports last finds the other
+            if n <= one < len(self.ranks):
+                other = self.ranks[one - n if one == rank.index else one]
                 self.ranks[one].overlap += sum(
                     max(0.0, min(ended, b) - max(began, a)) for a, b in other.steps)
 
@@ -270,6 +269,28 @@ class Crew:
         for fd in (*self._device_fds, *([self._host_fd] if self._host_fd >= 0 else [])):
             os.close(fd)
         self._host_fd, self._device_fds = -1, []
+
+
+def _between(stages: int, lanes: int, until: contextlib.ExitStack) -> list[list[int]]:
+    """For each rank its descriptors BEFORE, AFTER, TOKENS and LANES (`process.py`), open until then. A lane
+    hands its hidden states to the same lane of the next stage: all have the same."""
+    def pair() -> tuple[int, int]:
+        a, b = socket.socketpair()
+        until.enter_context(a)
+        until.enter_context(b)
+        return a.fileno(), b.fileno()
+
+    found = [[-1, -1, -1, -1] for _ in range(stages * lanes)]
+    for i in range((stages - 1) * lanes):
+        found[i][1], found[i + lanes][0] = pair()
+    for i in range(lanes if stages > 1 else 0):
+        found[i - lanes][2], found[i][2] = pair()
+    for first in range(0, len(found) if lanes > 1 else 0, lanes):
+        store = os.memfd_create("penstock-lanes", os.MFD_CLOEXEC)
+        until.callback(os.close, store)
+        for one in found[first:first + lanes]:
+            one[3] = store
+    return found
 
 
 def check_identity(index: int, have: dict[str, str], want: dict[str, str]) -> None:

@@ -1,9 +1,10 @@
-"""One rank in a process: `python -m penstock.exec.pipeline.process FRONT HOST DEVICE BEFORE AFTER TOKENS`.
+"""One rank in a process: `... -m penstock.exec.pipeline.process FRONT HOST DEVICE BEFORE AFTER TOKENS LANES`.
 
 The arguments are descriptors: the socket to the front, the memory of the host pool (-1: none), that of the
 device pools where the front must see them (-1: it need not), the
 sockets from the stage before and to the one after (-1: none), and the way of sampled tokens, which leads
-from the last stage to the first (-1 between them). Loads its stage, then does what the front says, until
+from the last stage to the first (-1 between them), and the memory in which the lanes of its stage meet (-1:
+there is one). Loads its part, then does what the front says, until
 the front is gone: it has no life of its own. Exit codes: 0 orphaned, 2 configuration, 70 our bug.
 """
 from __future__ import annotations
@@ -31,9 +32,10 @@ from penstock.exec.load.layout import caches_of, stage_shapes
 from penstock.exec.load.sizing import groups_of
 from penstock.exec.load.weights import identity_of, load
 from penstock.exec.pipeline import wire
+from penstock.exec.pipeline.lanes import GlooLanes
 from penstock.exec.pipeline.sockets import PutBoundary, PutSampled, Taker, boundaries, sampled
 from penstock.exec.rank import Rank, Report, Stepped
-from penstock.exec.step.links import Links, split
+from penstock.exec.step.links import Links, of_config
 from penstock.memory.dram import mapped
 
 EXIT_CONFIG, EXIT_BUG = 2, 70
@@ -70,17 +72,18 @@ class Process:
         assert isinstance(begin, wire.Begin)
         self._index = begin.index
         config = self._config = from_plain(begin.config)
-        stage = split(begin.layers)[begin.index]
+        stage = of_config(config, begin.num_layers)[begin.index]
         torch.set_num_threads(1)
-        self._loaded = load(config, stage, self._log)
+        _, _, _, before, after, tokens, store = self._fds
+        lanes = None if store < 0 else GlooLanes(store, stage.lane, config.device.rank_timeout_s)
+        self._loaded = load(config, stage, self._log, lanes)
         torch.set_num_threads(begin.threads)
         dtype = self._loaded.dtype
         self._selection = selection_for(config, self._loaded.whole)
         whole = groups_of(self._loaded.whole, self._selection)
         self._caches = caches_of(whole, config.kv.page_size, dtype)
-        self._own = self._caches.stage(stage.first, stage.end, whole)
+        self._own = self._caches.stage(stage, whole)
         self._groups = stage_shapes(whole, stage)
-        _, _, _, before, after, tokens = self._fds
         self._before = None if before < 0 else Taker(boundaries(_channel(before), dtype))
         way = None if tokens < 0 else _channel(tokens)
         self._links = Links(

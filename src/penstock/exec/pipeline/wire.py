@@ -22,11 +22,11 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 # ---------------------------------------------------------------- front -> rank
 class Begin(_Message, frozen=True):
-    """First message: load stage `index` of stages that have so many layers each."""
+    """First message: load what rank `index` of a model of so many layers has."""
 
     config: Plain
     index: int
-    layers: list[int]
+    num_layers: int
     threads: int
 
 

@@ -69,7 +69,8 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
     """
     started = time.perf_counter()
     wakes = Waker()
-    parts = _one(config, log, lateness, wakes) if config.device.pp == 1 else _several(config, log, wakes)
+    parts = (_one(config, log, lateness, wakes) if config.device.num_ranks == 1 else
+             _several(config, log, wakes))
     core_config, caches, selection = parts.sizes.core, parts.caches, parts.selection
     model, layout, kv = parts.loaded.whole, parts.caches.layouts[0], config.kv
     identity: dict[str, str] = {}
@@ -231,42 +232,44 @@ def _measure(config: Config, loaded: Loaded, selection: Selection | None, captur
 
 
 def _several(config: Config, log: Callable[[str], object], wakes: Waker) -> _Parts:
-    """Pipeline stages, each in a process of its own; this one plans for them."""
-    ranks = config.device.pp
+    """Pipeline stages and their lanes, each in a process of its own; this one plans for them."""
+    ranks, lanes = config.device.num_ranks, config.device.tp
     threads = max(1, (config.device.threads or machine.probe().cores) // ranks)
     loaded = outline(config, log)
     selection = selection_for(config, loaded.whole)
-    stages = of_config(config, loaded.whole.stage.end)
+    num_layers = int(loaded.whole.stage.end)
+    stages = of_config(config, num_layers)
     layers = [stage.end - stage.first for stage in stages]
     groups = groups_of(loaded.whole, selection)
     caches = caches_of(groups, config.kv.page_size, loaded.dtype)
-    crew = Crew(config, layers, threads, wakes.wake)
+    crew = Crew(config, num_layers, threads, wakes.wake)
     try:
         told = crew.loaded(identity_of(loaded, config, caches))
-        own = [caches.stage(stage.first, stage.end, groups) for stage in stages]
+        own = [caches.stage(stage, groups) for stage in stages]
         widest = max(own, key=lambda c: c.slabs.slab_bytes)
         sizes = size_pools(config, widest, loaded.whole.max_position, machine.probe().memory_available,
                            budget=selection.budget if selection else 0)
         core, crew.vocab_size = sizes.core, loaded.whole.vocab_size
         selector = selector_of(selection, core.hot_pages, loaded.backends)
-        trial = replace(scratch(caches, selector), pp_size=ranks)
+        trial = replace(scratch(caches, selector), pp_size=config.device.pp)
         crew.pools(trial, caches.host_bytes(trial), [one.nbytes(trial.hbm_pages) for one in own])
-        prove_front(Front(crew.ranks, crew.wait), trial, loaded.whole.max_position, selector)
+        prove_front(Front(crew.ranks, crew.wait, lanes=lanes), trial, loaded.whole.max_position, selector)
         crew.pools(core, caches.host_bytes(core), [one.nbytes(core.hbm_pages) for one in own])
     except BaseException:
         crew.close()
         raise
-    info: Info = {"pp": ranks, "pp_layers": ",".join(map(str, layers))}
+    info: Info = {"pp": config.device.pp, "pp_layers": ",".join(map(str, layers[::lanes])), "tp": lanes,
+                  **({"ep": config.device.expert_ranges} if config.device.expert_ranges > 1 else {})}
     for i, (n, mine, one) in enumerate(zip(layers, own, told, strict=True)):
         used, given = mine.nbytes(core.hbm_pages), widest.nbytes(core.hbm_pages)
         info |= {f"rank_{i}_layers": n, f"rank_{i}_weight_bytes": one.weight_bytes,
                  f"rank_{i}_load_peak_bytes": one.peak_bytes, f"rank_{i}_hbm_bytes": used,
                  f"rank_{i}_hbm_unused_bytes": given - used, f"rank_{i}_pid": crew.ranks[i].process.pid}
         log(f"rank {i}: {n} layers, {show_size(one.weight_bytes)} of weights, {show_size(used)} of KV "
-            f"({show_size(given - used)} unused, as the widest stage has no more pages), {threads} threads")
+            f"({show_size(given - used)} unused, as the widest rank has no more pages), {threads} threads")
     loaded = replace(loaded, bytes=sum(one.weight_bytes for one in told),
                      peak=max(one.peak_bytes for one in told))
-    return _Parts(front=Front(crew.ranks, crew.wait), loaded=loaded, caches=caches, sizes=sizes,
+    return _Parts(front=Front(crew.ranks, crew.wait, lanes=lanes), loaded=loaded, caches=caches, sizes=sizes,
                   selection=selection, threads=threads, info=info, pools=crew.seen(core, own),
                   host=caches.host_pools(core, crew.host(caches.host_bytes(core))) if core.dram_pages else [],
                   crew=crew)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from penstock.config.settings.tree import Config
 from penstock.core.plan import RequestId, StepId
 from penstock.model.base import Boundary, GlobalLayer, Stage
+from penstock.model.parts import Lane, even
 
 T_contra = TypeVar("T_contra", contravariant=True)
 T_co = TypeVar("T_co", covariant=True)
@@ -78,16 +79,16 @@ def split(layers: Sequence[int]) -> list[Stage]:
             for i, (n, end) in enumerate(zip(layers, ends, strict=True))]
 
 
-def even(num_layers: int, num_stages: int) -> list[int]:
-    """Layers of each stage, as even as it goes; the last stages, which also have the head, get fewer."""
-    return [num_layers // num_stages + (i < num_layers % num_stages) for i in range(num_stages)]
-
-
 def of_config(config: Config, num_layers: int) -> list[Stage]:
-    """The stages that --pp and --pp-layers ask for, of a config that `check_model` has taken."""
-    layers = [int(n) for n in config.device.pp_layers] or even(num_layers, config.device.pp)
+    """What each rank has, as --pp, --pp-layers, --tp and --ep ask for, of a config that `check_model` has
+    taken: all lanes of the first stage, then of the next. The last stages, which also have the head, get
+    fewer layers."""
+    device = config.device
+    layers = [int(n) for n in device.pp_layers] or even(num_layers, device.pp)
     assert min(layers) >= 1 and sum(layers) == num_layers, layers
-    return split(layers)
+    block = 32 if config.model.dtype == "gguf" else 16
+    lanes = [Lane(i, device.tp, device.expert_ranges, block) for i in range(device.tp)]
+    return [replace(stage, lane=lane) for stage in split(layers) for lane in lanes]
 
 
 MOST_AWAITED = 128          # steps: more than plans can be in flight (64 stages and the one ahead)

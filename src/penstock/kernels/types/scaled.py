@@ -52,6 +52,14 @@ class Scaled:
         return Scaled(self.element_OI.view(torch.uint8)[rows].view(E4M3), self.finer(1).scale_RJ[rows], 1,
                       self.cols)
 
+    def part(self, rows: slice, columns: slice) -> Scaled:
+        """Some rows and columns of it; in smaller blocks where these begin in one."""
+        up, left = math.gcd(self.rows, rows.start), math.gcd(self.cols, columns.start)
+        scale_RJ = self.finer(up).scale_RJ.repeat_interleave(self.cols // left, 1)
+        return Scaled(self.element_OI.view(torch.uint8)[rows, columns].contiguous().view(E4M3),
+                      scale_RJ[rows.start // up:-(-rows.stop // up),
+                               columns.start // left:-(-columns.stop // left)].contiguous(), up, left)
+
     def finer(self, rows: int) -> Scaled:
         """The same in blocks of fewer rows; `rows` divides theirs."""
         assert self.rows % rows == 0, f"blocks of {self.rows} rows cut into {rows}"

@@ -40,6 +40,14 @@ class Codes:
         """Some rows of it, in the order of `rows`."""
         return Codes(self.code_OI[rows], self.scale_OGB[rows])
 
+    def part(self, rows: slice, columns: slice) -> Codes:
+        """Some rows and columns of it; in smaller groups where these begin or end in one."""
+        inputs, groups = self.code_OI.shape[1], self.scale_OGB.shape[1]
+        group = math.gcd(inputs // groups, columns.start, columns.stop)
+        scale_OGB = self.scale_OGB[rows].repeat_interleave(inputs // groups // group, 1)
+        return Codes(self.code_OI[rows, columns].contiguous(),
+                     scale_OGB[:, columns.start // group:columns.stop // group].contiguous())
+
     def floats(self) -> Tensor:
         """float32 [O, I]: what it means."""
         outputs, inputs = self.shape

@@ -17,6 +17,7 @@ from penstock.kernels.fused.layer import LayerOps
 from penstock.kernels.gemm.experts import ExpertOps
 from penstock.kernels.types import scaled
 from penstock.kernels.types.scaled import Scaled
+from penstock.model.parts import ONE, Cut, Lane, whole
 from penstock.model.weights import codes
 from penstock.model.weights.codes import Codes, Packed
 
@@ -159,52 +160,66 @@ class Slots:
     """Every name that a model expects, with its shape and the place of its rows.
 
     experts     computes all experts of a layer at once; None: each is an MLP of its own
+    lane        what of the model's weights this is: shapes are checked whole, then cut
     """
 
     def __init__(self, dtype: torch.dtype, pack: LinearFactory, ops: LayerOps,
-                 experts: ExpertOps | None = None) -> None:
+                 experts: ExpertOps | None = None, lane: Lane = ONE) -> None:
         self.dtype = dtype
         self.pack = pack
         self.ops = ops
         self.experts = experts
-        self._places: dict[str, tuple[Slot, int, tuple[int, ...]]] = {}
+        self.lane = lane
+        self._places: dict[str, tuple[Slot, int, tuple[Cut, ...]]] = {}
+        self._foreign: dict[str, tuple[int, ...]] = {}
         self._seen: set[str] = set()
+        self.num_bytes = 0                  # of what has come and is kept
         self._bundles: dict[str, tuple[list[str], tuple[int, ...]]] = {}
 
     def linear(
-        self, prefixes: Sequence[str], rows: Sequence[int], cols: int, bias: bool, *,
+        self, prefixes: Sequence[str], rows: Sequence[int | Cut], cols: int | Cut, bias: bool, *,
         order: Tensor | None = None,
     ) -> Linear:
-        """Fuses `prefix.weight` (and `prefix.bias`) of every prefix, in this order; output i is then
-        row order[i] of that."""
-        made = Linear((sum(rows), cols), bias, self, order)
+        """Fuses `prefix.weight` (and `prefix.bias`) of every prefix, in this order, of each the rows and
+        columns of its cuts; output i is then row order[i] of that. Where columns are cut, outputs are summed
+        over the lanes, and the first adds the bias."""
+        kept, columns = [_cut(n) for n in rows], _cut(cols)
+        adds = bias and (isinstance(cols, int) or self.lane.index == 0)
+        made = Linear((sum(cut.size for cut in kept), columns.size), adds, self, order)
         first = 0
-        for prefix, num_rows in zip(prefixes, rows, strict=True):
-            self._places[f"{prefix}.weight"] = (made.weight, first, (num_rows, cols))
+        for prefix, cut in zip(prefixes, kept, strict=True):
+            self._places[f"{prefix}.weight"] = (made.weight, first, (cut, columns))
             if made.bias is not None:
-                self._places[f"{prefix}.bias"] = (made.bias, first, (num_rows,))
-            first += num_rows
+                self._places[f"{prefix}.bias"] = (made.bias, first, (cut,))
+            elif bias:
+                self.foreign(f"{prefix}.bias", (cut.of,))
+            first += cut.size
         return made
+
+    def foreign(self, name: str, shape: tuple[int, ...]) -> None:
+        """A weight of this stage that another lane has."""
+        self._foreign[name] = shape
 
     def stack(self, prefixes: Sequence[str], rows: int, cols: int) -> Stack:
         """`prefix.weight` of every prefix, [rows, cols] each, below each other."""
         made = Stack((len(prefixes) * rows, cols), self.dtype)
         for i, prefix in enumerate(prefixes):
-            self._places[f"{prefix}.weight"] = (made.slot, i * rows, (rows, cols))
+            self._places[f"{prefix}.weight"] = (made.slot, i * rows, (whole(rows), whole(cols)))
         return made
 
     def vector(
-        self, name: str, shape: tuple[int, ...], *, order: Tensor | None = None,
+        self, name: str, shape: tuple[int | Cut, ...], *, order: Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> Vector:
-        """`dtype`: where it is not the model's. `order` as of `linear`."""
-        made = Vector(shape, dtype or self.dtype, order)
-        self._places[name] = (made.slot, 0, shape)
+        """`dtype`: where it is not the model's. Cuts and `order` as of `linear`."""
+        cuts = tuple(map(_cut, shape))
+        made = Vector(tuple(cut.size for cut in cuts), dtype or self.dtype, order)
+        self._places[name] = (made.slot, 0, cuts)
         return made
 
     def table(self, name: str, shape: tuple[int, int]) -> Table:
         made = Table(shape, self.dtype)
-        self._places[name] = (made.slot, 0, shape)
+        self._places[name] = (made.slot, 0, tuple(map(whole, shape)))
         return made
 
     def bundle(self, name: str, pieces: list[str], shape: tuple[int, ...]) -> None:
@@ -219,27 +234,54 @@ class Slots:
             assert isinstance(tensor, Tensor)               # what is packed has two dimensions
             flat = tensor.flatten(0, 1)
             for piece in pieces:
-                num_rows = self._places[piece][2][0]
+                num_rows = self._shape(piece)[0]
                 self.load(piece, flat[:num_rows])
                 flat = flat[num_rows:]
             return
-        if name not in self._places:
+        if name not in self._places and name not in self._foreign:
             raise ConfigError(
                 f"the checkpoint holds {name!r}, which a model of this config.json does not have"
             )
-        slot, first_row, shape = self._places[name]
-        check_tensor(name, tensor, shape)
+        check_tensor(name, tensor, self._shape(name))
         if name in self._seen:
             raise ConfigError(f"the checkpoint holds {name!r} twice")
         self._seen.add(name)
-        slot.fill(first_row, tensor)
+        if name in self._places:
+            slot, first_row, cuts = self._places[name]
+            part = _part(tensor, cuts)
+            self.num_bytes += (part.num_bytes if isinstance(part, Packed) else
+                               part.numel() * slot.dtype.itemsize)
+            slot.fill(first_row, part)
 
-    def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        for name, (_, _, shape) in self._places.items():
-            yield name, shape
+    def wants(self, name: str) -> bool:
+        """Not of what another lane has."""
+        return name not in self._foreign
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        """As the checkpoint has it."""
+        foreign = self._foreign.get(name)
+        return tuple(cut.of for cut in self._places[name][2]) if foreign is None else foreign
+
+    def cuts(self) -> Iterator[tuple[str, tuple[Cut, ...]]]:
+        """What is kept here of each weight."""
+        for name, (_, _, cuts) in self._places.items():
+            yield name, cuts
 
     def missing(self) -> list[str]:
         return [name for name in self._places if name not in self._seen]
+
+
+def _cut(num: int | Cut) -> Cut:
+    return whole(num) if isinstance(num, int) else num
+
+
+def _part(tensor: Tensor | Packed, cuts: tuple[Cut, ...]) -> Tensor | Packed:
+    """What the cuts keep of it: no copy of a tensor."""
+    if all(cut.size == cut.of for cut in cuts):
+        return tensor
+    if isinstance(tensor, Packed):
+        return tensor.part(cuts[0].range, cuts[1].range)
+    return tensor[tuple(cut.range for cut in cuts)]
 
 
 def check_tensor(name: str, tensor: Tensor | Packed, shape: tuple[int, ...]) -> None:

@@ -53,6 +53,8 @@ def options(cell: Cell) -> dict[str, object]:
         asked["kv_storage"] = "file:///DIR"
     if cell.across in ("pp", "both"):
         asked["pp"] = 2
+    if cell.across == "tp":
+        asked["tp"] = 2
     if cell.across in ("pair", "both"):
         asked |= {"prefill": 1, "decode": 1}
     return asked
@@ -112,6 +114,9 @@ _VIEW: tuple[tuple[str, tuple[Proof, ...]], ...] = (
                                            Proof("", "selecting", "hosted", "stored"))),
     ("pipeline stages (`--pp`)", (Proof("", "ordinary", across="pp"),
                                   Proof("", "selecting", "hosted", across="pp"))),
+    ("lanes (`--tp`), experts in columns or ranges", (
+        Proof("", "ordinary experts latent", across="tp"),
+        Proof("", "selecting experts latent", "hosted", across="tp"))),
     ("prefill/decode pair", (Proof("", "ordinary", across="pair"),
                              Proof("", "selecting", "hosted", across="pair"))),
     ("bfloat16; fp8 in blocks", (Proof("", "ordinary", weights="bfloat16 fp8"),)),

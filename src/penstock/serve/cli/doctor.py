@@ -139,7 +139,7 @@ def _demo_is_here() -> bool:
 
 
 def _ranks(config: Config | None) -> Iterator[Finding]:
-    """What each stage of a pipeline would have; of a model that is here."""
+    """What each rank would have, if there are several; of a model that is here."""
     from penstock.config.settings.refuse_model import check_model
     from penstock.exec.load.backends import selection_for
     from penstock.exec.load.layout import caches_of
@@ -149,13 +149,14 @@ def _ranks(config: Config | None) -> Iterator[Finding]:
     from penstock.model.registry import build
     from penstock.model.weights.locate import locate
 
-    if config is None or config.device.pp == 1 or (config.model.model == "demo" and not _demo_is_here()):
+    if config is None or config.device.num_ranks == 1 or (
+            config.model.model == "demo" and not _demo_is_here()):
         return
     try:
         files = locate(config.model.model, load_format=config.model.load_format)
         check_model(config, facts_of(files))
         checkpoint = headers(config, files)
-        if config.model.dtype == "auto":        # stages run on a CPU
+        if config.model.dtype == "auto":        # ranks of several run on a CPU
             config = replace(config, model=replace(config.model, dtype="float32"))
         dtype = dtype_of(config, files, checkpoint.config)
         whole = build(checkpoint.config, dtype=dtype, linear=lambda w_OI, b_O: lambda x_TI: x_TI)
@@ -167,7 +168,7 @@ def _ranks(config: Config | None) -> Iterator[Finding]:
     caches = caches_of(groups, config.kv.page_size, dtype)
     for i, stage in enumerate(stages):
         size = weight_bytes(checkpoint, dtype, stage)
-        kv = caches.stage(stage.first, stage.end, groups).page_bytes // config.kv.page_size
+        kv = caches.stage(stage, groups).page_bytes // config.kv.page_size
         yield Finding("ranks", f"rank {i}", f"layers {stage.first} to {stage.end - 1}, "
                       f"{size / (1 << 20):.1f} MiB of weights, {kv} bytes of KV a token")
 

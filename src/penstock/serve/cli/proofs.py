@@ -16,7 +16,8 @@ DIMENSIONS: dict[str, dict[str, str]] = {
     "place": {"resident": "device", "hosted": "host memory"},          # where decode reads KV from
     "feature": {"plain": "-", "tier": "host tier", "cache": "prefix cache", "paused": "pages paused",
                 "stored": "storage in files"},
-    "across": {"one": "one process", "pp": "`--pp`", "pair": "a pair", "both": "a pair of `--pp`"},
+    "across": {"one": "one process", "pp": "`--pp`", "tp": "`--tp`", "pair": "a pair",
+               "both": "a pair of `--pp`"},
     "device": {"cpu": "CPU", "gpu": "GPU"},
     "weights": {"float32": "float32", "bfloat16": "bfloat16", "fp8": "fp8 in blocks", "gguf": "GGUF",
                 "packed": "GGUF, `--dtype gguf`"},
@@ -62,6 +63,7 @@ _PIPELINE = "tests/e2e/test_pipeline.py::test_"
 _STORAGE = "tests/e2e/test_storage.py::test_"
 _PAIR = "tests/e2e/test_pair.py::test_"
 _EXPERTS = "tests/e2e/test_experts.py::test_"
+_LANES = "tests/e2e/test_lanes.py::test_"
 _DEMO = "tests/parity/test_demo_greedy.py::test_"
 BOTH = "cpu gpu"            # `make gpu` runs it, too
 
@@ -114,7 +116,7 @@ PROOFS: tuple[Proof, ...] = (
           feature="stored"),
     Proof(_STORAGE + "a_restarted_server_hits_what_the_one_before_it_has_stored", "selecting", "hosted",
           "stored"),
-    Proof(_STORAGE + "pages_of_any_pipeline_are_read_by_any_other", "ordinary", feature="stored",
+    Proof(_STORAGE + "pages_of_any_ranks_are_read_by_any_other", "ordinary", feature="stored",
           across="pp"),
     Proof(_STORAGE + "either_end_of_a_pair_stores_what_the_other_and_a_single_engine_find", "ordinary",
           feature="stored", across="pair"),
@@ -134,6 +136,14 @@ PROOFS: tuple[Proof, ...] = (
           across="pp"),
     Proof(_EXPERTS + "a_selection_out_of_host_memory_on_one_rank_and_on_two_stages", "experts", "hosted",
           "plain tier paused", "one pp"),
+    # Lanes.
+    Proof(_LANES + "lanes_and_stages_say_what_one_rank_says", "ordinary experts latent", "resident",
+          "plain tier cache paused", "tp"),
+    Proof(_LANES + "lanes_and_stages_say_what_one_rank_says", "selecting experts latent", "hosted",
+          "plain tier cache paused", "tp"),
+    Proof(_LANES + "codes_of_a_gguf_file", "ordinary", feature="plain tier cache paused", across="tp",
+          weights="packed"),
+    Proof(_STORAGE + "pages_of_any_ranks_are_read_by_any_other", "ordinary", feature="stored", across="tp"),
     # Pairs.
     Proof(_EXPERTS + "a_pair", "experts", feature="plain cache", across="pair"),
     Proof(_EXPERTS + "a_pair", "experts", "hosted", "plain tier cache", "pair"),

@@ -1,0 +1,105 @@
+"""Lanes of stages (`--tp`) as processes say what one rank says, in float32 and greedy, token for token."""
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import pytest
+from pipeline_engine import CONFIG, GLM, PROMPTS, Pipeline, checkpoint, gguf_checkpoint
+
+# Nine query and three KV heads are 6 + 3 and 2 + 1 on two lanes. Biases are added by one lane.
+DENSE = {**CONFIG, "num_hidden_layers": 3, "num_attention_heads": 9, "num_key_value_heads": 3,
+         "attention_bias": True, "mlp_bias": True}
+MOE = {**CONFIG, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_hidden_layers": 3,
+       "num_attention_heads": 6, "num_key_value_heads": 3, "num_experts": 5, "num_experts_per_tok": 2,
+       "moe_intermediate_size": 24, "norm_topk_prob": True, "rms_norm_eps": 1e-6,
+       "tie_word_embeddings": False}
+LATENT = {**GLM, "num_hidden_layers": 3, "first_k_dense_replace": 1, "n_routed_experts": 4, "n_group": 1,
+          "topk_group": 1, "n_shared_experts": 1, "num_experts_per_tok": 2,
+          "indexer_types": ["full", "shared", "full"]}
+MODELS = {"dense": DENSE, "experts": MOE, "latent": LATENT}
+SELECTS = {"dense": {"sparse_top_k": 96}, "experts": {"sparse_top_k": 96}, "latent": {}}
+NEW = 12
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("lanes")
+    return {name: checkpoint(folder / name, config) for name, config in MODELS.items()}
+
+
+def numbered(base: int) -> dict[int, tuple[int, ...]]:
+    return {base + rid: PROMPTS[rid] for rid in (1, 3, 4)}
+
+
+def rounds(engine: Pipeline) -> Iterator[list[list[int]]]:
+    """The prompts as misses, then as hits of the prefix cache, then with requests paused again and again."""
+    yield list(engine.play(NEW, prompts=numbered(0)).values())
+    yield list(engine.play(NEW, prompts=numbered(10)).values())
+    busy = numbered(20)
+    yield list(engine.play(NEW, prompts=busy, pauses=lambda turn: (
+        [list(busy)[turn // 4 % 3]] if turn % 4 == 3 and turn < 40 else ())).values())
+
+
+@pytest.fixture(scope="module")
+def wanted(models: dict[str, str]) -> Callable[[str, str], list[list[int]]]:
+    """What one rank says, from its device."""
+    @functools.cache
+    def says(family: str, place: str) -> list[list[int]]:
+        more = {**SELECTS[family], "sparse_kv": "off"} if place == "hosted" else {}
+        with Pipeline(models[family], hbm_bytes="4M", **more) as one:
+            return next(rounds(one))
+    return says
+
+
+def check(model: str, want: list[list[int]], place: str, family: str, **layout: object) -> None:
+    more: dict[str, object] = {**SELECTS[family], "sparse_kv": "always"} if place == "hosted" else {}
+    with Pipeline(model, hbm_bytes="1M", dram_bytes="8M", **more, **layout) as engine:
+        for got, what in zip(rounds(engine), ("miss", "hit", "paused"), strict=True):
+            assert got == want, what
+        told, stats = engine.core.stats(), engine.ex.stats()
+        assert told["pauses"] >= 3 and told["prefix_hbm_hits"] + told["prefix_dram_hits"] > 0
+        if place == "hosted":
+            assert sum(reads.get("hot_misses", 0) for reads in engine.reads.values()) > 0
+        assert stats["executor_queued_plans"] == 0
+
+
+LAYOUTS = [(tp, pp) for tp in (2, 3) for pp in (1, 2)]           # one lane: test_pipeline.py
+
+
+@pytest.mark.parametrize("family, place, tp, pp", [
+    pytest.param(family, place, tp, pp, marks=() if (family, place, tp, pp) in (
+        ("dense", "hosted", 2, 2), ("latent", "hosted", 2, 1)) else pytest.mark.sweep)
+    for family in MODELS for place in ("resident", "hosted") for tp, pp in LAYOUTS])
+def test_lanes_and_stages_say_what_one_rank_says(models, wanted, family, place, tp, pp):
+    check(models[family], wanted(family, place), place, family, tp=tp, pp=pp)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("layout", [{"tp": 2, "expert_parallel": True}, {"tp": 3, "ep": 3, "pp": 2},
+                                    {"tp": 4, "ep": 2}], ids=str)
+@pytest.mark.parametrize("family", ["experts", "latent"])
+def test_experts_in_ranges_over_the_lanes(models, wanted, family, layout):
+    place = "resident" if layout["tp"] > 3 else "hosted"            # there are three KV heads
+    check(models[family], wanted(family, place), place, family, **layout)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("tp", [3, 4])
+def test_lanes_that_share_a_kv_head(tmp_path, tp):
+    """Two KV heads on three lanes: the first is on two of them, of which one writes it where all read it."""
+    model = checkpoint(tmp_path / "shared", {**CONFIG, "num_hidden_layers": 2})
+    with Pipeline(model, hbm_bytes="4M") as one:
+        want = next(rounds(one))
+    check(model, want, "resident", "dense", tp=tp)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("tp, pp", [(2, 1), (3, 2)])
+def test_codes_of_a_gguf_file(tmp_path, tp, pp):
+    config = {**CONFIG, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 96,
+              "num_hidden_layers": 2}
+    file = gguf_checkpoint(tmp_path / "tiny.gguf", config)
+    with Pipeline(file, dtype="gguf", hbm_bytes="4M") as one:
+        want = next(rounds(one))
+    check(file, want, "resident", "dense", dtype="gguf", tp=tp, pp=pp)

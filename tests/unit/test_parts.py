@@ -1,0 +1,269 @@
+"""Which rank has what: every element of every weight and page of every family, for any number of lanes."""
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from dense_attend import Dense
+
+from penstock.config.request.selection import selection_of
+from penstock.config.settings.tree import KVConfig
+from penstock.core.settings import CoreConfig
+from penstock.exec.load.layout import caches_of
+from penstock.exec.load.sizing import groups_of
+from penstock.exec.step.links import split
+from penstock.kernels.types.scaled import quantised
+from penstock.model import registry
+from penstock.model.base import Stage
+from penstock.model.parts import Lane, even
+from penstock.model.weights.codes import Codes
+from penstock.model.weights.slots import Slots
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 136,
+    "num_hidden_layers": 4, "num_attention_heads": 12, "num_key_value_heads": 4,
+    "head_dim": 8, "max_position_embeddings": 64,
+    "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}
+QWEN2 = {**LLAMA, "model_type": "qwen2", "num_attention_heads": 14, "num_key_value_heads": 2,
+         "tie_word_embeddings": True}
+QWEN3 = {**LLAMA, "model_type": "qwen3", "num_attention_heads": 9, "num_key_value_heads": 3}
+MISTRAL = {**LLAMA, "model_type": "mistral", "num_attention_heads": 8, "num_key_value_heads": 8}
+MOE = {**LLAMA, "model_type": "qwen3_moe", "num_experts": 9, "num_experts_per_tok": 2,
+       "moe_intermediate_size": 24, "mlp_only_layers": [1]}
+LATENT = {"model_type": "deepseek_v32", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48,
+          "num_hidden_layers": 4, "first_k_dense_replace": 2, "num_attention_heads": 9, "q_lora_rank": 24,
+          "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+          "index_n_heads": 4, "index_head_dim": 16, "index_topk": 4, "n_routed_experts": 8,
+          "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1, "n_group": 1,
+          "topk_group": 1, "attention_bias": True, "max_position_embeddings": 64, "rope_theta": 10000.0}
+GLM = {**LATENT, "model_type": "glm_moe_dsa", "indexer_types": ["full", "shared", "full", "shared"]}
+FAMILIES = {"llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3, "qwen3_moe": MOE,
+            "deepseek_v32": LATENT, "glm_moe_dsa": GLM}
+SUMMED = ("o_proj.bias", "down_proj.bias")                  # added by one lane, of all that have the columns
+WHOLE = ("embed_tokens.weight", "norm.weight", "norm.bias", "mlp.gate.weight", "correction_bias",
+         "_a_proj.weight", "_a_proj.bias", "_with_mqa.weight", "_with_mqa.bias",
+         "indexer.wq_b.weight", "indexer.wk.weight",
+         "indexer.weights_proj.weight")
+
+
+def parts(pp: int, tp: int, ranges: int = 1, block: int = 16) -> list[Stage]:
+    lanes = [Lane(i, tp, ranges, block) for i in range(tp)]
+    return [replace(stage, lane=lane) for stage in split(even(4, pp)) for lane in lanes]
+
+
+def kept_by(config: dict[str, Any], ranks: list[Stage]) -> dict[str, list[torch.Tensor]]:
+    """Of each weight for each rank that has its layer or table a mask of what it keeps."""
+    shapes, found = dict(registry.tensor_shapes(config)), {}
+    for rank in ranks:
+        mine = dict(registry.cuts_of(config, rank))
+        for name in {*mine, *(n for n in shapes if n.startswith(tuple(
+                f"model.layers.{i}." for i in range(rank.first, rank.end))))}:
+            mask = torch.zeros(shapes[name], dtype=torch.int64)
+            if name in mine:
+                assert tuple(cut.of for cut in mine[name]) == shapes[name]
+                mask[tuple(cut.range for cut in mine[name])] = 1
+            found.setdefault(name, []).append(mask)
+    return found
+
+
+def check_weights(config: dict[str, Any], pp: int, tp: int, ranges: int) -> None:
+    tied = config.get("tie_word_embeddings", False)
+    for name, masks in kept_by(config, parts(pp, tp, ranges)).items():
+        count = sum(masks)
+        if name.endswith(WHOLE):
+            times = (1 + (pp > 1)) if tied and "embed" in name else 1
+            assert (count == tp * times).all(), name
+        elif ".k_proj" in name or ".v_proj" in name:
+            assert (count >= 1).all(), name
+        elif name.endswith(SUMMED):
+            assert len(masks) == tp and masks[0].all() and not sum(masks[1:], torch.zeros(1)).any(), name
+        else:
+            assert (count == 1).all(), name
+    assert len(kept_by(config, parts(pp, tp, ranges))) == len(dict(registry.tensor_shapes(config)))
+
+
+def check_heads(config: dict[str, Any], tp: int) -> None:
+    """A lane's KV heads are those of its query heads, in q, k, v and the columns of o alike."""
+    num, groups, dim = (config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    at = "model.layers.0.self_attn."
+    for lane in range(tp):
+        mine = dict(registry.cuts_of(config, parts(1, tp)[lane]))
+        q, k, v, o = (mine[f"{at}{x}_proj.weight"] for x in "qkvo")
+        heads = {row // dim for row in range(q[0].first, q[0].end)}
+        assert heads == {col // dim for col in range(o[1].first, o[1].end)}
+        assert {h // (num // groups) for h in heads} == {row // dim for row in range(k[0].first, k[0].end)}
+        assert k[0] == v[0] and heads
+
+
+def check_pages(config: dict[str, Any], pp: int, tp: int) -> None:
+    """Each element of a host page is written by one rank, and seen by those that have its layer and head."""
+    model = registry.build(config, dtype=torch.float32, linear=lambda w, b: F.silu)
+    bounds = KVConfig(sparse_top_k=512, sparse_dense_layers=("1",))
+    selection = None if model.attention.topk else selection_of(bounds)
+    groups = groups_of(model, selection)
+    caches = caches_of(groups, 16, torch.float32)
+    pages = 2 * caches.slabs.slab_pages[0]
+    core = CoreConfig(page_size=16, rows=1, hbm_pages=pages, dram_pages=pages, groups=caches.groups,
+                      max_len=16, group_base=1 << 20)
+    for g, group in enumerate(groups):              # groups take turns with slabs: each in memory of its own
+        seen, written = (torch.zeros(caches.host_bytes(core), dtype=torch.uint8) for _ in range(2))
+        for rank in parts(pp, tp):
+            for memory in (seen, written):
+                pool = caches.stage(rank, groups).host_pools(core, memory)[g]
+                if pool.layout.num_layers and (memory is seen or pool.writes):
+                    pool.pages += 1
+        assert (caches.host_pools(core, written)[g].pages == 1).all(), group.name
+        for head in range(group.num_kv_heads):
+            holders = sum(head in range(cut.first, cut.end) for cut in (
+                Lane(i, tp).kv_heads(group.num_kv_heads) for i in range(tp)))
+            assert (caches.host_pools(core, seen)[g].pages[:, :, head] == holders).all(), (group.name, head)
+            assert holders == 1 or tp > group.num_kv_heads
+
+
+@pytest.mark.parametrize("tp", range(1, 9))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_element_of_weights_and_pages_is_where_it_should_be(family, tp):
+    config = FAMILIES[family]
+    for pp in range(1, 5):
+        for ranges in {1, tp, 2 if tp % 2 == 0 else 1} if family in ("qwen3_moe", "deepseek_v32") else {1}:
+            check_weights(config, pp, tp, ranges)
+        check_pages(config, pp, tp)
+    if "head_dim" in config:
+        check_heads(config, tp)
+
+
+def test_two_writers_of_a_rectangle_are_seen(monkeypatch):
+    monkeypatch.setattr(Lane, "owns", lambda self, kv_heads: True)
+    with pytest.raises(AssertionError, match="latent"):
+        check_pages(LATENT, 1, 2)
+
+
+@pytest.mark.parametrize("width, tp, block, want", [
+    (136, 3, 32, [64, 64, 8]), (768, 4, 128, [256, 256, 128, 128]), (24, 3, 16, [8, 8, 8]),
+    (3, 3, 16, [1, 1, 1])])
+def test_columns_go_in_blocks_and_no_lane_has_none(width, tp, block, want):
+    assert [Lane(i, tp, block=block).columns(width).size for i in range(tp)] == want
+
+
+def test_a_part_of_packed_weights_means_the_part():
+    """Also where it begins inside of what shares a scale."""
+    random = torch.Generator().manual_seed(0)
+    codes = Codes(torch.randint(16, (12, 96), generator=random, dtype=torch.uint8),
+                  torch.rand(12, 3, 2, generator=random))
+    scaled = quantised(torch.randn(300, 260, generator=random), 128, 128)
+    for rows, columns in ((slice(2, 7), slice(32, 96)), (slice(0, 12), slice(16, 48))):
+        assert codes.part(rows, columns).floats().equal(codes.floats()[rows, columns])
+        assert codes.part(rows, columns).finite()
+    for rows, columns in ((slice(128, 300), slice(0, 128)), (slice(64, 130), slice(16, 260)),
+                          (slice(3, 5), slice(0, 260))):
+        assert scaled.part(rows, columns).floats().equal(scaled.floats()[rows, columns])
+    whole = scaled.part(slice(128, 256), slice(128, 260))
+    assert (whole.rows, whole.cols) == (128, 128)
+
+
+# ---------------------------------------------------------------- lanes as threads
+class Threads:
+    """`model.base.Lanes` of lanes that are threads, in turns."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self._at, self._given = size, threading.Barrier(size, timeout=60), {}
+
+    def _all(self, index: int, x: torch.Tensor) -> list[torch.Tensor]:
+        self._given[index] = x.clone()
+        self._at.wait()
+        found = [self._given[i] for i in range(self.size)]
+        self._at.wait()
+        return found
+
+    def of(self, index: int) -> Any:
+        all_of = self._all
+
+        class One:
+            def add(self, x_TD):
+                x_TD.copy_(sum(all_of(index, x_TD)))
+
+            def join(self, x_BV, num):
+                return torch.cat(all_of(index, x_BV), 1)
+        return One()
+
+
+def logits(config: dict[str, Any], tp: int, ranges: int = 1) -> list[torch.Tensor]:
+    """Of a chunk and then a token, by lane."""
+    lanes, found = Threads(tp), [None] * tp
+
+    @torch.inference_mode()
+    def run(stage: Stage) -> None:
+        index = stage.lane.index
+        model = registry.build(config, dtype=torch.float32, stage=stage,
+                               lanes=lanes.of(index) if tp > 1 else None,
+                               linear=lambda w_OI, b_O: lambda x_TI: F.linear(x_TI, w_OI, b_O))
+        for name, tensor in registry.dummy_tensors(config, 7, model.wants):
+            model.load(name, tensor if "norm" in name else tensor * 8)
+        model.finish()
+        attend, ids = Dense(model.attention), torch.arange(12) * 3 % 61
+        found[index] = torch.cat([
+            model.logits(model.forward(ids[at], torch.arange(at.start, at.stop), attend))
+            for at in (slice(0, 11), slice(11, 12))])
+
+    threads = [threading.Thread(target=run, args=(stage,)) for stage in parts(1, tp, ranges)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    return found
+
+
+def check_logits(config: dict[str, Any], tp: int, ranges: int = 1) -> None:
+    [want], found = logits(config, 1), logits(config, tp, ranges)
+    assert all(one is not None and one.equal(found[0]) for one in found), "lanes differ"
+    assert torch.allclose(found[0], want, atol=1e-4, rtol=1e-4), "not the model"
+
+
+@pytest.mark.parametrize("tp", [2, 3, 5])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe", "deepseek_v32"])
+def test_lanes_compute_what_the_model_does_and_the_same_on_each(family, tp):
+    for ranges in {1, tp} if family in ("qwen3_moe", "deepseek_v32") else {1}:
+        check_logits(FAMILIES[family], tp, ranges)
+
+
+def a_bias_on_each_lane(monkeypatch):
+    real = Slots.linear
+
+    def linear(self, *args, **more):
+        lane, self.lane = self.lane, replace(self.lane, index=0)
+        made = real(self, *args, **more)
+        self.lane = lane
+        return made
+    monkeypatch.setattr(Slots, "linear", linear)
+
+
+def heads_that_are_off_by_one(monkeypatch):
+    real = Lane.queries
+
+    def queries(self, num, kv_heads):
+        cut = real(self, num, kv_heads)
+        return cut if self.index == 0 else cut._replace(first=cut.first - 1, end=cut.end - 1)
+    monkeypatch.setattr(Lane, "queries", queries)
+
+
+def experts_visited_on_two_lanes(monkeypatch):
+    real = Lane.experts
+
+    def experts(self, num):
+        cut = real(self, num)
+        return cut if self.index or self.size == 1 else cut._replace(end=cut.end + 1)
+    monkeypatch.setattr(Lane, "experts", experts)
+
+
+@pytest.mark.parametrize("fault, family", [
+    (a_bias_on_each_lane, "llama"), (heads_that_are_off_by_one, "llama"),
+    (experts_visited_on_two_lanes, "qwen3_moe")],
+    ids=lambda x: getattr(x, "__name__", x))
+def test_a_fault_of_lanes_is_seen(monkeypatch, fault, family):
+    fault(monkeypatch)
+    with pytest.raises(AssertionError, match="not the model"):
+        check_logits(FAMILIES[family], 2, 2 if family == "qwen3_moe" else 1)
