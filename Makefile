@@ -75,7 +75,7 @@ gpu:  ## on a machine with a CUDA device, PYTHON's own torch and triton: kernels
 		tests/conformance/test_executor_hosted.py tests/conformance/test_executor_mixed.py \
 		tests/conformance/test_executor_latent.py tests/parity/test_recall_model.py \
 		tests/e2e/test_pair.py tests/e2e/test_pair_faults.py tests/e2e/test_pair_http.py \
-		tests/e2e/test_hosted_http.py $(ARGS)
+		tests/e2e/test_hosted_http.py tests/e2e/test_pipeline.py $(ARGS)
 
 soak: $(VENV)/.installed-dev  ## longer still: the loops whole, other seeds, forced faults, seeded bugs from elsewhere
 	$(BIN)/penstock sim --first 100000 --seeds 10000

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import where
 from driven import Driven, asked
 from safetensors.torch import save_file
 
@@ -85,7 +86,8 @@ class Pipeline(Driven):
 
     def __init__(self, model: str, **options: object) -> None:
         self.options: dict[str, object] = {"dtype": "float32", "threads": 1, "page_size": 8, "seed": 1,
-                                           "max_num_seqs": 4, "step_tokens": 48, **options}
+                                           "max_num_seqs": 4, "step_tokens": 48, "device": where.DEVICE,
+                                           **options}
         self.model = model
         self.built = self._build(self.options)
         self.begin(self.built.core_config, self.built.executor)

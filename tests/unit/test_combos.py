@@ -9,7 +9,7 @@ from penstock.serve.cli import combos
 from penstock.serve.cli.main import main
 from penstock.serve.cli.proofs import Cell
 
-STAGES_ON_A_GPU = Cell("ordinary", "resident", "plain", "pp", "gpu", "float32")
+STAGES_ON_A_GPU = Cell("ordinary", "resident", "plain", "both", "gpu", "float32")
 
 
 @pytest.fixture(autouse=True)
@@ -21,9 +21,9 @@ def asked_anew():
 
 def test_a_cell_turns_with_its_refusal_and_its_proof(monkeypatch) -> None:
     refused = combos.answer(STAGES_ON_A_GPU)
-    assert refused.status == "refused" and "stages run on a CPU only" in refused.why[0]
+    assert refused.status == "refused" and "have stages on a CPU only" in refused.why[0]
     combos.answer.cache_clear()
-    monkeypatch.setattr(combos, "REFUSED", [r for r in combos.REFUSED if "stages run on a CPU" not in r.why])
+    monkeypatch.setattr(combos, "REFUSED", [r for r in combos.REFUSED if "have stages on a CPU" not in r.why])
     assert combos.answer(STAGES_ON_A_GPU).status == "untried"
     combos.answer.cache_clear()
     monkeypatch.setattr(combos, "_proven", lambda: {STAGES_ON_A_GPU: ("tests/a.py::test_it",)})
@@ -40,7 +40,7 @@ def test_a_proof_of_what_is_refused_is_a_mistake(monkeypatch) -> None:
 def test_words_choose(capsys) -> None:
     assert main(["combos", *STAGES_ON_A_GPU, "latent"]) == 0
     told = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
-    assert told == [f"{kind} resident plain pp gpu float32: refused" for kind in ("ordinary", "latent")]
+    assert told == [f"{kind} resident plain both gpu float32: refused" for kind in ("ordinary", "latent")]
     assert main(["combos", "tpu"]) == 2
     assert "'tpu' is no word" in capsys.readouterr().err
 

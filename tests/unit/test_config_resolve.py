@@ -51,8 +51,9 @@ def test_the_device_is_the_gpu_where_torch_can_use_it() -> None:
         assert resolve(from_options("demo", {}), machine).device.device == "cpu"
         with pytest.raises(ConfigError, match=f"--device cuda: .*{why}.*; take --device cpu"):
             resolve(from_options("demo", {"device": "cuda"}), machine)
-    with pytest.raises(ConfigError, match="--pp 2: stages run on a CPU only"):
-        resolve(from_options("demo", {"device": "cuda", "pp": 2}), GPU)
+    ends = {"device": "cuda", "pp": 2, "prefill": 1, "decode": 1, "hbm_bytes": "1G"}
+    with pytest.raises(ConfigError, match="--pp 2: the ends of a pair have stages on a CPU only"):
+        resolve(from_options("demo", ends), GPU)
 
 
 def test_more_memory_than_there_is_names_both_numbers() -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 REGION_BYTES = 512 << 20
 STOP_S = 10.0
@@ -34,13 +35,14 @@ class _Progress:
 
 
 class Pinned:
-    """`memory`: uint8 [nbytes], zero, pages resident as they are registered. No copy may cross the border of
-    two regions, which lie between pages of `stride` bytes."""
+    """`memory`: uint8 [nbytes], what is given or, made here, zero; pages resident as they are registered. No
+    copy may cross the border of two regions, which lie between pages of `stride` bytes."""
 
-    def __init__(self, nbytes: int, stride: int, region_bytes: int = REGION_BYTES) -> None:
+    def __init__(self, nbytes: int, stride: int, region_bytes: int = REGION_BYTES,
+                 memory: Tensor | None = None) -> None:
         whole = math.lcm(stride, mmap.PAGESIZE)
         region = max(1, region_bytes // whole) * whole
-        self.memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+        self.memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8) if memory is None else memory
         self._progress = _Progress(self.memory.data_ptr(), nbytes, region)
         thread = threading.Thread(target=_register, args=(self._progress,), daemon=True, name="penstock-pin")
         thread.start()

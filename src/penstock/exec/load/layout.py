@@ -99,8 +99,7 @@ class Caches:
             return device_pools, []
         pinned = None
         if device_memory.is_cuda:
-            assert host_memory is None, "stages on a GPU"
-            pinned = Pinned(self.host_bytes(cfg), self.host.slab_bytes)
+            pinned = Pinned(self.host_bytes(cfg), self.host.slab_bytes, memory=host_memory)
             host_memory = pinned.memory
         elif host_memory is None:
             host_memory = dram.allocate(self.host_bytes(cfg))

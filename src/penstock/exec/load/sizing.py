@@ -115,11 +115,11 @@ def _engines(config: Config) -> int:
 
 def _gpu_memory(config: Config, caches: Caches, free: int, hosts: bool,
                 gpu: DeviceMemory) -> tuple[int, int, str]:
-    """As `_memory`, of a device with memory of its own."""
-    kv, share = config.kv, config.kv.memory_fraction or 0.0
+    """As `_memory`, of a device with memory of its own, in which each stage takes the same for KV."""
+    kv, share, ranks = config.kv, config.kv.memory_fraction or 0.0, config.device.num_ranks
     assert kv.hbm_bytes is not None or share, "an unresolved config"
-    most = gpu.free - gpu.workspace
-    room = most - int((1 - share) * gpu.total)
+    most = (gpu.free - gpu.workspace) // ranks
+    room = most - int((1 - share) * gpu.total) // ranks
     used = f"weights and what else is in use {show_size(gpu.total - gpu.free)}, " \
            f"the largest step of --step-tokens {config.schedule.step_tokens} and --max-num-seqs " \
            f"{config.schedule.max_num_seqs} {show_size(gpu.workspace)}"
@@ -127,12 +127,14 @@ def _gpu_memory(config: Config, caches: Caches, free: int, hosts: bool,
     device = (f"--hbm-bytes {hbm}" if kv.hbm_bytes is not None else
               f"--gpu-memory-utilization {share} leaves {max(0, hbm)} bytes for KV, which")
     if hbm > most or hbm < caches.bytes_for(1):
+        of_each = f" for each of {ranks} stages" if ranks > 1 else ""
         raise ConfigError(
-            f"{device} does not fit: one page of {kv.page_size} tokens is {caches.bytes_for(1)} bytes, and "
-            f"of {show_size(gpu.total)} {used}: at most {max(0, most)} bytes are left; lower --step-tokens "
-            f"or --max-num-seqs, or {'give at most that' if hbm > most else 'raise what KV may take'}")
+            f"{device} does not fit{of_each}: one page of {kv.page_size} tokens is {caches.bytes_for(1)} "
+            f"bytes, and of {show_size(gpu.total)} {used}: at most {max(0, most)} bytes are left; lower "
+            "--step-tokens or --max-num-seqs, or "
+            f"{'give at most that' if hbm > most else 'raise what KV may take'}")
     room = max(0, free - WORKSPACE_BYTES)
-    dram = (int(hbm * kv.dram_ratio) if kv.dram_ratio is not None else
+    dram = (int(hbm * ranks * kv.dram_ratio) if kv.dram_ratio is not None else
             kv.dram_bytes if kv.dram_bytes is not None else
             max(0, free // _engines(config) - WORKSPACE_BYTES) // 2
             if kv.host_tier or (hosts and kv.host_tier is None) else 0)

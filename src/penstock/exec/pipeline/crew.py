@@ -185,6 +185,16 @@ class Crew:
             message = rank.answer(self.timeout_s)
             assert isinstance(message, wire.Ready)
 
+    def measured(self) -> list[wire.Memory]:
+        """Of each rank on a GPU, one after the other, what its steps so far have taken."""
+        found = []
+        for rank in self.ranks:
+            rank.send(wire.encode(wire.Measure()))
+            message = rank.answer(self.timeout_s)
+            assert isinstance(message, wire.Memory)
+            found.append(message)
+        return found
+
     def seen(self, core: CoreConfig, own: Sequence[Caches]) -> list[list[BlockPool]]:
         """Of an engine of a pair the pools of each rank, over the memory that its rank has."""
         found: list[list[BlockPool]] = []

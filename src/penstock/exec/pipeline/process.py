@@ -35,8 +35,10 @@ from penstock.exec.pipeline import wire
 from penstock.exec.pipeline.lanes import GlooLanes
 from penstock.exec.pipeline.sockets import PutBoundary, PutSampled, Taker, boundaries, sampled
 from penstock.exec.rank import Rank, Report, Stepped
+from penstock.exec.start.workspace import Gauge
 from penstock.exec.step.links import Links, of_config
 from penstock.memory.dram import mapped
+from penstock.memory.pinned import NotPinned
 
 EXIT_CONFIG, EXIT_BUG = 2, 70
 COUNTERS_S = 0.2            # between two of its Counters
@@ -84,12 +86,15 @@ class Process:
         self._caches = caches_of(whole, config.kv.page_size, dtype)
         self._own = self._caches.stage(stage, whole)
         self._groups = stage_shapes(whole, stage)
-        self._before = None if before < 0 else Taker(boundaries(_channel(before), dtype))
+        self._device = config.device.device
+        self._before = None if before < 0 else Taker(boundaries(_channel(before), dtype, self._device))
         way = None if tokens < 0 else _channel(tokens)
         self._links = Links(
             before=self._before, after=None if after < 0 else PutBoundary(_channel(after)),
             tell=PutSampled(way) if way and stage.heads else None,
             hear=Taker(sampled(way)) if way and stage.embeds else None)
+        if self._device == "cuda":
+            self._gauge = Gauge()
         self.send(wire.Loaded(identity_of(self._loaded, config, self._caches), self._loaded.bytes,
                               self._loaded.peak))
 
@@ -98,19 +103,31 @@ class Process:
         self.send(wire.Loading())
 
     def _pools(self, core: CoreConfig) -> None:
-        if self._rank is not None:
-            self._rank.settle()
+        self._drop()
         host = mapped(self._fds[1], self._caches.host_bytes(core)) if core.dram_pages else None
         device = mapped(self._fds[2], self._own.nbytes(core.hbm_pages)) if self._fds[2] >= 0 else None
         seed = self._config.model.seed or 0
         self._rank = Rank(
-            self._loaded.model, attention_of(self._loaded.backends), 
-            *self._own.pools(core, host_memory=host, device_memory=device),
+            self._loaded.model, attention_of(self._loaded.backends),
+            *self._own.pools(core, self._device, host_memory=host, device_memory=device),
             rows=core.rows, max_len=core.max_len, seed=seed, groups=self._groups, links=self._links,
             selector=selector_of(self._selection, core.hot_pages, self._loaded.backends),
-            wake=lambda: self._inbox.put(None))
+            wake=lambda: self._inbox.put(None),
+            draw=self._loaded.backends["draw"].name if self._device == "cuda" else "")
         self._count()
         self.send(wire.Ready())
+
+    def _drop(self) -> None:
+        """Before another rank takes its place: the device's memory has no room for both."""
+        if self._rank is not None:
+            self._rank.settle()
+        self._rank = None
+
+    def _measure(self) -> None:
+        self._drop()
+        rows = self._config.schedule.max_num_seqs if self._links.after is None else 0
+        told = self._gauge.read(self._loaded.model.vocab_size, rows)
+        self.send(wire.Memory(told.total, torch.cuda.mem_get_info()[0], told.workspace))     # of all by now
 
     def run(self) -> NoReturn:
         """Messages as they come, steps when there is nothing else; waits in the kernel."""
@@ -130,6 +147,9 @@ class Process:
             return
         if isinstance(message, wire.Pools):
             self._pools(message.core)
+            return
+        if isinstance(message, wire.Measure):
+            self._measure()
             return
         rank = self._rank
         assert rank is not None, f"{type(message).__name__} before Pools"
@@ -196,8 +216,14 @@ def main(argv: list[str]) -> NoReturn:
     try:
         process.load()
         process.run()
-    except ConfigError as e:
+    except (ConfigError, NotPinned) as e:
         process.send(wire.Refused(str(e)))
+        os._exit(EXIT_CONFIG)
+    except torch.OutOfMemoryError as e:
+        print(e, file=sys.stderr, flush=True)
+        process.send(wire.Refused(
+            "a stage, its KV and its largest step do not fit into what is left of the GPU's memory: lower "
+            "--gpu-memory-utilization, --step-tokens or --max-num-seqs"))
         os._exit(EXIT_CONFIG)
     except ConnectionError:
         threading.Event().wait()        # a neighbour is gone: the front hears of it, and goes itself

@@ -38,7 +38,7 @@ class PutBoundary:
                                       0 if chosen_TS is None else chosen_TS.shape[1]))
         for part in (h_TD, delta_TD, chosen_TS):
             if part is not None:
-                self._channel.send(part.contiguous().view(-1).view(torch.uint8).numpy().data)
+                self._channel.send(part.contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
 
 
 class PutSampled:
@@ -69,11 +69,13 @@ class Taker(Generic[T]):
         return what
 
 
-def boundaries(channel: Channel, dtype: torch.dtype) -> Callable[[], tuple[StepId, Boundary] | None]:
-    """Reads what PutBoundary sends."""
+def boundaries(channel: Channel, dtype: torch.dtype,
+               device: str) -> Callable[[], tuple[StepId, Boundary] | None]:
+    """Reads what PutBoundary sends, onto the device."""
     def part(rows: int, columns: int, kind: torch.dtype) -> Tensor | None:
         data = channel.read(rows * columns * kind.itemsize)
-        return None if data is None else torch.frombuffer(data, dtype=kind).view(rows, columns)
+        return None if data is None else torch.frombuffer(
+            data, dtype=kind).view(rows, columns).to(device)
 
     def receive() -> tuple[StepId, Boundary] | None:
         if (head := channel.read(_HEAD.size)) is None:

@@ -37,6 +37,10 @@ class Pools(_Message, frozen=True):
     core: CoreConfig
 
 
+class Measure(_Message, frozen=True):
+    """Drop pools, tables and sampler, and answer with Memory."""
+
+
 class Open(_Message, frozen=True):
     rid: RequestId
     prompt: list[int]
@@ -62,7 +66,7 @@ class Plan(_Message, frozen=True):
     plan: StepPlan
 
 
-ToRank = Begin | Pools | Open | Close | Given | Plan
+ToRank = Begin | Pools | Measure | Open | Close | Given | Plan
 
 
 # ---------------------------------------------------------------- rank -> front
@@ -88,6 +92,15 @@ class Ready(_Message, frozen=True):
     """Answers Pools."""
 
 
+class Memory(_Message, frozen=True):
+    """Answers Measure, in bytes: of the GPU, what is free of that, and what steps since Loaded have taken
+    beside weights, at most."""
+
+    total: int
+    free: int
+    workspace: int
+
+
 class Reports(_Message, frozen=True):
     """What has happened since the last one: a step, if any, and then copies. `began` and `ended` (seconds of
     this machine's monotonic clock) say when the step computed, without its wait for the stage before it."""
@@ -104,7 +117,7 @@ class Counters(_Message, frozen=True):
     values: dict[str, float]
 
 
-FromRank = Loading | Loaded | Refused | Ready | Reports | Counters
+FromRank = Loading | Loaded | Refused | Ready | Memory | Reports | Counters
 
 _ENCODER = msgspec.msgpack.Encoder()
 _TO = msgspec.msgpack.Decoder(ToRank)

@@ -26,7 +26,7 @@ from penstock.exec.pipeline.crew import Crew
 from penstock.exec.rank import Rank
 from penstock.exec.start.prove import prove, prove_front, scratch
 from penstock.exec.start.store import open_storage
-from penstock.exec.start.workspace import device_memory
+from penstock.exec.start.workspace import beyond, device_memory, largest_step, one_page
 from penstock.exec.step.links import of_config
 from penstock.exec.waker import Waker
 from penstock.kernels.c.build import triton_runs
@@ -207,6 +207,12 @@ def _check_gpu() -> None:
         raise ConfigError(f"--device cuda: {why}") from None
 
 
+def _longest(config: Config, caches: Caches, max_position: int) -> int:
+    """Tokens of the longest context that this model and the GPU's free memory may have."""
+    return min(config.model.max_model_len or max_position,
+               caches.context_pages(torch.cuda.mem_get_info()[0]) * config.kv.page_size)
+
+
 def _measure(config: Config, loaded: Loaded, selection: Selection | None, captures: bool,
              log: Callable[[str], object]) -> tuple[DeviceMemory, Info]:
     """Memory of the GPU, and what to tell of it. Raises ConfigError: its largest step does not fit."""
@@ -214,10 +220,9 @@ def _measure(config: Config, loaded: Loaded, selection: Selection | None, captur
     chooses = selection if selection is not None and selection.native else None
     caches = caches_of(model.groups, config.kv.page_size, loaded.dtype)
     free = torch.cuda.mem_get_info()[0]
-    longest = min(config.model.max_model_len or model.max_position,
-                  caches.context_pages(free) * config.kv.page_size)
     try:
-        gpu = device_memory(model, attention, caches, rows=schedule.max_num_seqs, max_len=longest,
+        gpu = device_memory(model, attention, caches, rows=schedule.max_num_seqs,
+                            max_len=_longest(config, caches, model.max_position),
                             step_tokens=schedule.step_tokens, capture=captures,
                             selector=selector_of(chooses, 0, loaded.backends))
     except torch.OutOfMemoryError:
@@ -225,15 +230,36 @@ def _measure(config: Config, loaded: Loaded, selection: Selection | None, captur
             f"the largest step of --step-tokens {schedule.step_tokens} and --max-num-seqs "
             f"{schedule.max_num_seqs} does not fit into the {show_size(free)} of the GPU's memory that are "
             "free with the weights loaded: lower them") from None
+    return gpu, _tell_gpu(gpu, log)
+
+
+def _measure_several(config: Config, crew: Crew, loaded: Loaded, caches: Caches,
+                     log: Callable[[str], object]) -> tuple[DeviceMemory, Info]:
+    """As `_measure`, of all stages together: what one takes at most another may take at the same time."""
+    longest, ranks = _longest(config, caches, loaded.whole.max_position), config.device.pp
+    core = replace(one_page(caches, config.schedule.max_num_seqs, longest), pp_size=ranks)
+    crew.pools(core, 0, [])
+    largest_step(Front(crew.ranks, crew.wait), core, config.schedule.step_tokens)
+    told = crew.measured()
+    gpu = DeviceMemory(total=told[0].total, free=told[-1].free,
+                       workspace=sum(one.workspace for one in told) + ranks * beyond(caches, longest))
+    log(f"{ranks} stages share one GPU; their steps are launched kernel by kernel")
+    return gpu, _tell_gpu(gpu, log)
+
+
+def _tell_gpu(gpu: DeviceMemory, log: Callable[[str], object]) -> Info:
     name = torch.cuda.get_device_name()
     log(f"{name}: {show_size(gpu.total)}, {show_size(gpu.free)} free with the weights loaded, "
         f"{show_size(gpu.workspace)} kept for the largest step")
-    return gpu, {"gpu": name, "gpu_bytes": gpu.total, "workspace_bytes": gpu.workspace}
+    return {"gpu": name, "gpu_bytes": gpu.total, "workspace_bytes": gpu.workspace}
 
 
 def _several(config: Config, log: Callable[[str], object], wakes: Waker) -> _Parts:
-    """Pipeline stages and their lanes, each in a process of its own; this one plans for them."""
-    ranks, lanes = config.device.num_ranks, config.device.tp
+    """Pipeline stages and their lanes, each in a process of its own; this one plans for them. Stages on a GPU
+    share it."""
+    ranks, lanes, device = config.device.num_ranks, config.device.tp, config.device.device
+    if device == "cuda":
+        _check_gpu()
     threads = max(1, (config.device.threads or machine.probe().cores) // ranks)
     loaded = outline(config, log)
     selection = selection_for(config, loaded.whole)
@@ -243,13 +269,16 @@ def _several(config: Config, log: Callable[[str], object], wakes: Waker) -> _Par
     groups = groups_of(loaded.whole, selection)
     caches = caches_of(groups, config.kv.page_size, loaded.dtype)
     crew = Crew(config, num_layers, threads, wakes.wake)
+    crew.vocab_size = loaded.whole.vocab_size
     try:
         told = crew.loaded(identity_of(loaded, config, caches))
         own = [caches.stage(stage, groups) for stage in stages]
         widest = max(own, key=lambda c: c.slabs.slab_bytes)
+        gpu, info = (_measure_several(config, crew, loaded, caches, log) if device == "cuda" else
+                     (None, {}))
         sizes = size_pools(config, widest, loaded.whole.max_position, machine.probe().memory_available,
-                           budget=selection.budget if selection else 0)
-        core, crew.vocab_size = sizes.core, loaded.whole.vocab_size
+                           budget=selection.budget if selection else 0, gpu=gpu)
+        core = sizes.core
         selector = selector_of(selection, core.hot_pages, loaded.backends)
         trial = replace(scratch(caches, selector), pp_size=config.device.pp)
         crew.pools(trial, caches.host_bytes(trial), [one.nbytes(trial.hbm_pages) for one in own])
@@ -258,8 +287,8 @@ def _several(config: Config, log: Callable[[str], object], wakes: Waker) -> _Par
     except BaseException:
         crew.close()
         raise
-    info: Info = {"pp": config.device.pp, "pp_layers": ",".join(map(str, layers[::lanes])), "tp": lanes,
-                  **({"ep": config.device.expert_ranges} if config.device.expert_ranges > 1 else {})}
+    info |= {"pp": config.device.pp, "pp_layers": ",".join(map(str, layers[::lanes])), "tp": lanes,
+             **({"ep": config.device.expert_ranges} if config.device.expert_ranges > 1 else {})}
     for i, (n, mine, one) in enumerate(zip(layers, own, told, strict=True)):
         used, given = mine.nbytes(core.hbm_pages), widest.nbytes(core.hbm_pages)
         info |= {f"rank_{i}_layers": n, f"rank_{i}_weight_bytes": one.weight_bytes,

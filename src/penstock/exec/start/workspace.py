@@ -4,6 +4,8 @@ Runs it on one page of KV that stands for all: content does not matter, addresse
 """
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from penstock.config.request.params import SamplingParams
@@ -25,53 +27,77 @@ SLACK_BYTES = 256 << 20
 CONTEXT_MAX = 131_072           # tokens of the prompt whose last chunk is measured
 
 
+class Gauge:
+    """What is taken of a GPU's memory by this process from now on, beside what it holds already."""
+
+    def __init__(self) -> None:
+        torch.cuda.empty_cache()
+        self._free, self._total = torch.cuda.mem_get_info()
+        self._held = torch.cuda.memory_reserved()
+        torch.cuda.reset_peak_memory_stats()
+
+    def read(self, vocab_size: int, rows: int, rank: Rank | None = None) -> DeviceMemory:
+        """Of the steps since then, of sampling so many rows (0: another stage does), and of the largest
+        graphs of `rank`, which keep their memory; and a tenth."""
+        if rows:
+            _sample(vocab_size, rows)
+        taken = torch.cuda.max_memory_reserved() - self._held
+        torch.cuda.empty_cache()            # as a capture does when it begins
+        if rank is not None:
+            before = torch.cuda.memory_reserved()
+            rank.capture((rows,), 0.0)
+            taken += torch.cuda.memory_reserved() - before
+        torch.cuda.reset_peak_memory_stats()
+        return DeviceMemory(total=self._total, free=self._free,
+                            workspace=int(taken * (1 + SLACK)) + SLACK_BYTES)
+
+
+def one_page(caches: Caches, rows: int, max_len: int) -> CoreConfig:
+    """Pools in which one page of each group stands for all of a context, of CONTEXT_MAX tokens at most."""
+    size = caches.layouts[0].page_size
+    return CoreConfig(page_size=size, rows=rows, hbm_pages=len(caches.groups) * caches.slabs.slab_pages[0],
+                      max_len=max(1, min(max_len, CONTEXT_MAX) // size) * size, groups=caches.groups,
+                      group_base=1 << 20)
+
+
+def largest_step(front: Front, core: CoreConfig, step_tokens: int) -> None:
+    """The last chunk of a prompt of `core.max_len` tokens, on pools as `one_page` has them."""
+    chunk, pages = min(step_tokens, core.max_len), core.max_len // core.page_size
+    rid = RequestId(0)
+    front.open(rid, (0,) * core.max_len, SamplingParams(temperature=0.0))
+    bind = Bind(Row(0), rid, tuple(
+        (HbmPage(g * core.group_base + g * core.groups[g].slab_pages),) * pages
+        for g in range(len(core.groups))), 0)
+    front.submit(StepPlan(
+        step=StepId(1), rows=(Row(0),), rids=(rid,), start=(core.max_len - chunk,), count=(chunk,),
+        samples=(True,), tokens=(0,) * chunk, grows=(), moves=(), binds=(bind,)))
+    [retired, *_] = front.poll(block=True)
+    assert isinstance(retired, Retired)
+    front.close(rid)
+
+
+def beyond(caches: Caches, max_len: int) -> int:
+    """Bytes of one layer's KV behind CONTEXT_MAX: it lies together while a prompt's chunk attends to it."""
+    return max(0, max_len - CONTEXT_MAX) * max(n.unit_bytes // n.num_layers for n in caches.layouts)
+
+
 def device_memory(model: Model, attention: Planner | LatentOps, caches: Caches, *, rows: int,
                   step_tokens: int, max_len: int, capture: bool,
                   selector: Selector | None = None) -> DeviceMemory:
     """Measured with the weights on the device and no pools there. Raises torch's OutOfMemoryError.
 
     The last chunk of `step_tokens` tokens of a prompt of `max_len`; then `rows` rows sampled with every
-    parameter; with `capture` the largest graphs, which keep their memory. Their sum and a tenth; what
-    grows with a context beyond CONTEXT_MAX is added by its size.
+    parameter; with `capture` the largest graphs. Their sum and a tenth; what grows with a context beyond
+    CONTEXT_MAX is added by its size.
     """
+    gauge, core = Gauge(), one_page(caches, rows, max_len)
+    rank = Rank(model, attention, *caches.pools(core, "cuda"), rows=rows, max_len=core.max_len,
+                selector=selector)
+    largest_step(Front([rank]), core, step_tokens)
+    found = gauge.read(model.vocab_size, rows, rank if capture else None)
+    del rank
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    held = torch.cuda.memory_reserved()
-    torch.cuda.reset_peak_memory_stats()
-    # One layer's KV of a prompt lies together while its chunk attends to it.
-    beyond = max(0, max_len - CONTEXT_MAX) * max(n.unit_bytes // n.num_layers for n in caches.layouts)
-    max_len = min(max_len, CONTEXT_MAX)
-    size = caches.layouts[0].page_size
-    max_len = max(1, max_len // size) * size
-    pages = len(caches.groups) * caches.slabs.slab_pages[0]
-    core = CoreConfig(page_size=size, rows=rows, hbm_pages=pages, max_len=max_len, groups=caches.groups,
-                      group_base=1 << 20)
-    rank = Rank(model, attention, *caches.pools(core, "cuda"), rows=rows, max_len=max_len, selector=selector)
-    chunk, pages_held = min(step_tokens, max_len), max_len // size
-    rid, params = RequestId(0), SamplingParams(temperature=0.0)
-    front = Front([rank])
-    front.open(rid, (0,) * max_len, params)
-    bind = Bind(Row(0), rid, tuple(
-        (HbmPage(g * core.group_base + g * core.groups[g].slab_pages),) * pages_held
-        for g in range(len(core.groups))), 0)
-    front.submit(StepPlan(
-        step=StepId(1), rows=(Row(0),), rids=(rid,), start=(max_len - chunk,), count=(chunk,),
-        samples=(True,), tokens=(0,) * chunk, grows=(), moves=(), binds=(bind,)))
-    [retired, *_] = front.poll(block=True)
-    assert isinstance(retired, Retired)
-    front.close(rid)
-    _sample(model.vocab_size, rows)
-    taken = torch.cuda.max_memory_reserved() - held
-    if capture:
-        torch.cuda.empty_cache()            # as a capture does when it begins
-        before = torch.cuda.memory_reserved()
-        rank.capture((rows,), 0.0)
-        taken += torch.cuda.memory_reserved() - before
-    del rank, front
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    workspace = int(taken * (1 + SLACK)) + SLACK_BYTES + beyond
-    return DeviceMemory(total=total, free=free, workspace=workspace)
+    return replace(found, workspace=found.workspace + beyond(caches, max_len))
 
 
 @torch.inference_mode()
