@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.config.base.errors import ConfigError, RequestError
+    from penstock.config.request.grammar import Grammar
     from penstock.config.request.params import SamplingParams
     from penstock.serve.client.client import EngineDied
     from penstock.serve.client.llm import LLM, AsyncLLM
 
-__all__ = ["LLM", "AsyncLLM", "ConfigError", "EngineDied", "RequestError", "SamplingParams"]
+__all__ = ["LLM", "AsyncLLM", "ConfigError", "EngineDied", "Grammar", "RequestError", "SamplingParams"]
 
 _HOME = {"LLM": "serve.client.llm", "AsyncLLM": "serve.client.llm",
-         "SamplingParams": "config.request.params", "ConfigError": "config.base.errors",
+         "Grammar": "config.request.grammar", "SamplingParams": "config.request.params",
+         "ConfigError": "config.base.errors",
          "RequestError": "config.base.errors", "EngineDied": "serve.client.client"}
 
 

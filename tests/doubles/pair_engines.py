@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import printable
 import where
 from driven import asked
 
@@ -30,7 +31,7 @@ class End:
     def __init__(self, model: str, mode: str | None = None, **options: object) -> None:
         given = {**SIZES, "device": where.DEVICE, **options, "disaggregation_mode": mode}
         config = resolve(from_options(model, given), probe())
-        built = build_engine(config, lambda _: None)
+        built = build_engine(config, lambda _: None, vocabulary=printable.vocabulary)
         self.begin(built, Core(built.core_config), open_peer(config, built), config.pair.pair_timeout_s)
 
     def begin(self, built: Built, core: Core, peer: Peer | None = None, timeout_s: float = LIMIT_S) -> None:
@@ -45,12 +46,13 @@ class End:
         self._rid = 0
 
     def submit(self, prompt: Sequence[int], max_new: int = 12, *, namespace: int = 0,
-               **params: object) -> int:
+               stop_ids: Sequence[int] = (), **params: object) -> int:
         """Greedy unless `params` say otherwise, and selecting as a client's would be. Returns its number."""
         self._rid += 1
         sampling, more = asked(self.built.selection, SamplingParams(**{"temperature": 0.0, **params}),
                                len(prompt), max_new)
-        self.loop.handle(Submit(rid=self._rid, prompt=list(prompt), params=sampling, stop_ids=[],
+        self.loop.handle(Submit(rid=self._rid, prompt=list(prompt), params=sampling,
+                                stop_ids=list(stop_ids),
                                 max_new=max_new, namespace=namespace, **more))
         self.got[self._rid], self.logprobs[self._rid] = [], []
         return self._rid

@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from typing import Annotated, Literal
 
 import openai
+import pydantic
 import pytest
 
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
@@ -115,6 +117,31 @@ def test_choices_share_their_prompt_and_a_seed_repeats_them(client):
     assert one.usage.prompt_tokens == 8 and one.usage.completion_tokens == 24
 
 
+class City(pydantic.BaseModel):
+    name: Annotated[str, pydantic.Field(max_length=40)]
+    capital: bool
+    rivers: Annotated[list[Literal["Seine", "Rhine"]], pydantic.Field(max_length=2)]
+
+
+def test_answers_match_what_was_asked_for(client):
+    """The client's own parser of pydantic models, any object, and a regular expression; also streamed."""
+    asked = [{"role": "user", "content": "Describe Paris in JSON."}]
+    sampled = {"model": "demo", "temperature": 1.0, "seed": 3, "max_tokens": 200}
+    got = client.chat.completions.parse(messages=asked, response_format=City, **sampled)
+    assert got.choices[0].finish_reason == "stop" and isinstance(got.choices[0].message.parsed, City)
+    with client.chat.completions.stream(messages=asked, response_format=City, **sampled) as stream:
+        assert isinstance(stream.get_final_completion().choices[0].message.parsed, City)
+    got = client.chat.completions.create(messages=asked, response_format={"type": "json_object"}, **sampled)
+    assert got.choices[0].finish_reason == "length" or isinstance(
+        json.loads(got.choices[0].message.content), dict)
+    got = client.completions.create(prompt="The year is", n=2, extra_body={
+        "structured_outputs": {"regex": " (19|20)[0-9]{2}"}}, **sampled)
+    assert all(re.fullmatch(" (19|20)[0-9]{2}", c.text) for c in got.choices)
+    got = client.completions.create(prompt="Yes or no?", extra_body={"guided_choice": ["maybe", "never"]},
+                                    logprobs=1, **sampled)
+    assert got.choices[0].text in ("maybe", "never")
+
+
 def test_stop_strings_end_the_text(client):
     got = client.completions.create(prompt="The capital of France is", stop=["ris", "zzz"], **GREEDY)
     assert got.choices[0].text == " Pa" and got.choices[0].finish_reason == "stop"
@@ -144,7 +171,8 @@ def test_errors_are_the_clients_own(client, server):
 
     for fields, param in (({"temperature": 101}, "temperature"), ({"messages": []}, "messages"),
                           ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-                          ({"response_format": {"type": "json_object"}}, "response_format"),
+                          ({"response_format": {"type": "json_schema", "json_schema": {
+                              "name": "n", "schema": {"not": {}}}}}, "response_format"),
                           ({"extra_body": {"nonsense": 1}}, "nonsense")):
         with pytest.raises(openai.BadRequestError) as e:
             create(**fields)

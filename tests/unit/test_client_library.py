@@ -283,7 +283,7 @@ def test_a_smaller_cpu_is_the_engines_and_not_the_callers(monkeypatch):
     from penstock.serve.engine import main as engine_main
     from penstock.serve.engine.record import EventLog
 
-    def build_engine(*_):
+    def build_engine(*_, **__):
         raise ConfigError(os.environ["ATEN_CPU_CAPABILITY"])
     for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"):
         monkeypatch.setenv(name, "as it was")

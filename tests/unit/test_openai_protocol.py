@@ -83,10 +83,10 @@ def test_neutral_lists_only_fields_that_exist():
 
 @pytest.mark.parametrize("name, value", [
     ("tools", [{"type": "function"}]), ("tool_choice", "required"), ("functions", [{}]),
-    ("response_format", {"type": "json_object"}), ("audio", {}), ("modalities", ["audio"]),
+    ("audio", {}), ("modalities", ["audio"]),
     ("prediction", {}), ("reasoning_effort", "high"), ("verbosity", "loud"),
     ("service_tier", "priority"), ("chat_template", "{{ x }}"), ("web_search_options", {}),
-    ("logprobs", 1), ("nonsense", None), ("regex", "a"), ("return_hidden_states", 0),
+    ("logprobs", 1), ("nonsense", None), ("regex", 1), ("return_hidden_states", 0),
     ("stream_options", {"include_usage": True}), ("log_metrics", False), ("log_metrics", 1),
     ("separate_reasoning", "yes"), ("stream_reasoning", False),
 ])

@@ -24,6 +24,7 @@ from penstock.config.request.params import SamplingParams
 from penstock.core.plan import Moved, RequestId, StepId, StepPlan
 from penstock.exec.graphs.mixed import START_S
 from penstock.exec.graphs.steps import captured
+from penstock.exec.sampling.grammar import Grammars
 from penstock.exec.sampling.sampler import Logprobs
 from penstock.exec.sampling.tokens import Drawn, States, tokens_of
 from penstock.exec.sparse.bounds import Selecting, Selector
@@ -97,19 +98,19 @@ class Rank:
                  seed: int = 0, lateness: Lateness | None = None,
                  groups: Sequence[CacheShape] | None = None, selector: Selector | None = None,
                  links: Links | None = None, wake: Callable[[], None] | None = None,
-                 draw: str = "cuda") -> None:
+                 draw: str = "cuda", grammars: Grammars | None = None) -> None:
         """Pools by cache group; `dram` is empty without a host tier. max_len: tokens of the longest
         request. selector: how requests select, in `groups` as `exec.load.sizing.groups_of`
         makes them; None: no request does. groups: None are the model's. links: to the other stages; None:
         the model is whole. wake: called in another thread when a copy has ended. draw: the implementation
-        that a device draws with."""
+        that a device draws with. grammars: of requests that have one; None: no request does."""
         self._links = links or Links()
         self._model, self._hbm, self._dram = model, hbm, dram
         self._groups = model.groups if groups is None else groups
         device = hbm[0].pages.device
         self._tables = RowTables(rows, max_len, hbm, dram, base=row_base, device=device)
         self._attending = _attending(selector, model, self._groups, self._tables, hbm, dram, attention)
-        self._tokens = tokens_of(self._links, model.vocab_size, rows, self._tables, seed, draw)
+        self._tokens = tokens_of(self._links, model.vocab_size, rows, self._tables, seed, draw, grammars)
         self._steps: list[Steps] = [Eager(model, self._groups, self._tables, self._attending, self._links)]
         self._mover = Mover([*hbm, *dram], lateness, wake)
         self._ahead = device.type == "cuda" and self._links.before is None and self._links.after is None
@@ -234,8 +235,8 @@ class Rank:
             index = len(s.outputs)
             if not finite:                  # no token is better than a made-up one
                 tokens.append(())
-                faults.append((rid, f"the model's logits for output token {index} are not finite: "
-                                    "its weights are damaged or overflow in this dtype"))
+                faults.append((rid, s.fault or f"the model's logits for output token {index} are not finite: "
+                                               "its weights are damaged or overflow in this dtype"))
                 continue
             s.outputs.append(token)
             tokens.append((token,))

@@ -4,6 +4,7 @@ from __future__ import annotations
 import msgspec
 
 from penstock.config.base.errors import RequestError, show
+from penstock.config.request.grammar import Grammar
 
 COUNT_MAX = 2**31 - 1                  # of tokens: what the engine counts with
 
@@ -35,6 +36,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     priority: int = 0
     top_k_tokens: int | None = None        # KV that a decode step selects and reads; 0: all, None: the
                                            # server's --sparse-top-k
+    grammar: Grammar | None = None         # what the answer must match; not with three others, see `checked`
     forced: tuple[int, ...] = ()           # library only: output i is forced[i], whatever the model
                                            # says (teacher forcing); later ones are chosen
 
@@ -69,4 +71,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
              "0 (all) to 16777216")
         need(self.max_tokens is None or len(self.forced) <= self.max_tokens, "forced",
              "at most max_tokens ids")
+        if self.grammar is not None:
+            self.grammar.checked()
+            for name in ("forced", "ignore_eos", "min_tokens"):
+                need(not getattr(self, name), name, "not with a grammar, which says when an answer ends")
         return self

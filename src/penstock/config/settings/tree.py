@@ -55,6 +55,7 @@ class Secret:
 Dtype = Literal["auto", "float32", "bfloat16", "gguf"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 SparseKV = Literal["auto", "always", "off"]
+GrammarBackend = Literal["auto", "llguidance", "none"]
 PairMode = Literal["prefill", "decode"]
 PairFallback = Literal["compute", "refuse"]
 StoragePolicy = Literal["timeout", "wait_complete"]
@@ -73,6 +74,9 @@ class ModelConfig:
     max_model_len: Annotated[int | None, "tokens of prompt and output (default: the model's)",
                              Alias("--context-length")] = None
     chat_template: Annotated[str | None, "Jinja template file, in place of the model's"] = None
+    grammar_backend: Annotated[GrammarBackend, "what makes answers match a schema, a regular expression or a "
+                               "grammar; auto is llguidance where it is installed",
+                               Alias("--guided-decoding-backend")] = "auto"
     seed: Annotated[int | None, "of requests without a seed (default: drawn at start), and of dummy weights",
                     Alias("--random-seed")] = None
 

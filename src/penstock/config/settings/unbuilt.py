@@ -120,8 +120,9 @@ UNBUILT: tuple[Unbuilt, ...] = (
     _switch("tool calls", "--enable-auto-tool-choice"),
     _value("tool calls", "--tool-call-parser", "--tool-parser-plugin", neutral=_NONE),
     _value("a reasoning parser", "--reasoning-parser", neutral=_NONE),
-    _value("structured output", "--grammar-backend", "--guided-decoding-backend",
-           "--structured-outputs-config", neutral=(*_NONE, "auto")),
+    _value("", "--grammar-backend", "--guided-decoding-backend", neutral=("auto", "llguidance", "none"),
+           instead="choose from auto, llguidance, none"),
+    _value("", "--structured-outputs-config", neutral=_NONE, instead="choose with --grammar-backend"),
     _value("images and other media", "--limit-mm-per-prompt", "--mm-*", neutral=_NONE),
     _switch("images and other media", "--enable-multimodal"),
     # The step.

@@ -30,6 +30,7 @@ from penstock.exec.load.layout import Caches
 from penstock.exec.pipeline import wire
 from penstock.exec.pipeline.lanes import INTERFACE
 from penstock.exec.rank import Report
+from penstock.exec.sampling.grammar import NO_TOKENIZER, BadGrammar, Vocabulary
 from penstock.exec.sampling.sampler import check_ids
 from penstock.memory.dram import mapped
 from penstock.memory.pool import BlockPool
@@ -139,6 +140,7 @@ class Crew:
         whenever a rank has reported or died. Of an engine of a pair this process sees device pools too."""
         self._wake, self._news_at = wake, 0.0
         self.news: SimpleQueue[None] = SimpleQueue()
+        self.grammars = ""                          # what the last stage says of them
         self.vocab_size = 0                         # known before the first request
         self.timeout_s = config.device.rank_timeout_s
         self._encoded: tuple[StepPlan | None, bytes] = None, b""
@@ -173,6 +175,17 @@ class Crew:
             found.append(message)
         return found
 
+    def vocabulary(self, of: Callable[[], Vocabulary | None], lanes: int) -> None:
+        """Tell the lanes of the last stage, which sample. Before `pools`."""
+        try:
+            found = of()
+            words = wire.Words("", [], NO_TOKENIZER) if found is None else wire.Words(
+                found.tokenizer, list(found.eos_ids), "")
+        except BadGrammar as why:
+            words = wire.Words("", [], str(why))
+        for rank in self.ranks[-lanes:]:
+            rank.send(wire.encode(words))
+
     def pools(self, core: CoreConfig, host_bytes: int, device_bytes: Sequence[int]) -> None:
         """Every rank has pools of these sizes when this returns."""
         if core.dram_pages:
@@ -184,6 +197,7 @@ class Crew:
         for rank in self.ranks:
             message = rank.answer(self.timeout_s)
             assert isinstance(message, wire.Ready)
+            self.grammars = message.grammars
 
     def measured(self) -> list[wire.Memory]:
         """Of each rank on a GPU, one after the other, what its steps so far have taken."""

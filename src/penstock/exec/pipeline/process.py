@@ -35,6 +35,7 @@ from penstock.exec.pipeline import wire
 from penstock.exec.pipeline.lanes import GlooLanes
 from penstock.exec.pipeline.sockets import PutBoundary, PutSampled, Taker, boundaries, sampled
 from penstock.exec.rank import Rank, Report, Stepped
+from penstock.exec.sampling.grammar import BadGrammar, Grammars, Vocabulary
 from penstock.exec.start.workspace import Gauge
 from penstock.exec.step.links import Links, of_config
 from penstock.memory.dram import mapped
@@ -52,6 +53,7 @@ class Process:
         self._fds = fds
         self._inbox: SimpleQueue[wire.ToRank | None] = SimpleQueue()
         self._rank: Rank | None = None
+        self._grammars: Grammars | None = None
         self._queued = 0                        # plans that have not run
         self._uncounted = False                 # something was reported since its counters were told
         self._count_at = 0.0                    # when they may be told again
@@ -113,9 +115,10 @@ class Process:
             rows=core.rows, max_len=core.max_len, seed=seed, groups=self._groups, links=self._links,
             selector=selector_of(self._selection, core.hot_pages, self._loaded.backends),
             wake=lambda: self._inbox.put(None),
-            draw=self._loaded.backends["draw"].name if self._device == "cuda" else "")
+            draw=self._loaded.backends["draw"].name if self._device == "cuda" else "",
+            grammars=self._grammars)
         self._count()
-        self.send(wire.Ready())
+        self.send(wire.Ready("" if self._grammars is None else self._grammars.info))
 
     def _drop(self) -> None:
         """Before another rank takes its place: the device's memory has no room for both."""
@@ -144,6 +147,16 @@ class Process:
     def _handle(self, message: wire.ToRank | None) -> None:
         if message is None:
             self._collect_copies()
+            return
+        if isinstance(message, wire.Words):
+            words = message
+
+            def vocabulary() -> Vocabulary:
+                if words.missing:
+                    raise BadGrammar(words.missing)
+                return Vocabulary(words.tokenizer, tuple(words.eos_ids))
+
+            self._grammars = Grammars(vocabulary)
             return
         if isinstance(message, wire.Pools):
             self._pools(message.core)

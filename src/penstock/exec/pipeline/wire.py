@@ -41,6 +41,15 @@ class Measure(_Message, frozen=True):
     """Drop pools, tables and sampler, and answer with Memory."""
 
 
+class Words(_Message, frozen=True):
+    """To the lanes of the last stage, before Pools: the vocabulary of grammars, as
+    `exec.sampling.grammar.Vocabulary`, or why there is none."""
+
+    tokenizer: str
+    eos_ids: list[int]
+    missing: str
+
+
 class Open(_Message, frozen=True):
     rid: RequestId
     prompt: list[int]
@@ -66,7 +75,7 @@ class Plan(_Message, frozen=True):
     plan: StepPlan
 
 
-ToRank = Begin | Pools | Measure | Open | Close | Given | Plan
+ToRank = Begin | Pools | Words | Measure | Open | Close | Given | Plan
 
 
 # ---------------------------------------------------------------- rank -> front
@@ -89,7 +98,9 @@ class Refused(_Message, frozen=True):
 
 
 class Ready(_Message, frozen=True):
-    """Answers Pools."""
+    """Answers Pools. `grammars`: of the last stage, `exec.sampling.grammar.Grammars.info`."""
+
+    grammars: str = ""
 
 
 class Memory(_Message, frozen=True):

@@ -1,10 +1,11 @@
 """Next tokens from logits: penalties, bias, filters, the draw, and logprobs, on the device.
 
 Owns what a request's sampling remembers (its output tokens, its penalty counts). Knows no pages
-and no steps. The order is vLLM's: min_tokens, logit bias, repetition, frequency and presence
-penalty, then argmax, or temperature, min-p, top-k, top-p and the draw. Logprobs are those of the
-model: log-softmax of the logits before any of this. A row of which bias and penalties leave no
-finite maximum is sampled without them: a token that was to be avoided is better than none.
+and no steps. The order is vLLM's: what the grammar admits, min_tokens, logit bias, repetition, frequency
+and presence penalty, then argmax, or temperature, min-p, top-k, top-p and the draw. Logprobs are those of
+the model: log-softmax of the logits before any of this. A row of which bias and penalties leave no
+finite maximum is sampled without them: a token that was to be avoided is better than none. Not so a
+grammar: a row of which it admits no token with a finite logit fails, with the reason in `Sampling.fault`.
 Forced tokens are given after all of this, and counted, recorded and stopped at like any other.
 
     R rows of the table   B rows that sample   V vocabulary
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from penstock.config.base.errors import RequestError
 from penstock.config.request.params import SamplingParams
+from penstock.exec.sampling.grammar import Grammars, Matcher
 from penstock.kernels.sample import filters, uniform
 
 # (logprob of the token, its rank from 1, the best (id, logprob) in descending order)
@@ -40,6 +42,8 @@ class Sampling:
     plain: bool = False                        # argmax of the raw logits, and nothing else
     penalised: bool = False
     bias: tuple[Tensor, Tensor] | None = None  # ids int64, values float32
+    matcher: Matcher | None = None             # of a request with a grammar
+    fault: str | None = None                   # why the grammar gave no next token
 
     def rewind(self, emitted: int) -> None:
         """Forget output tokens from `emitted` on: sampled ahead, never retired."""
@@ -48,13 +52,18 @@ class Sampling:
         for index in range(emitted, len(self.outputs)):
             self.logprobs.pop(index, None)
         del self.outputs[emitted:]
+        self.fault = None
+        if self.matcher is not None:
+            self.matcher.rewind(emitted)
 
 
 class Sampler:
     """Samples all rows of a step at once. Not thread-safe; runs under inference mode."""
 
     def __init__(self, vocab_size: int, rows: int, *, seed: int = 0,
-                 device: torch.device | str = "cpu") -> None:
+                 device: torch.device | str = "cpu", grammars: Grammars | None = None) -> None:
+        """grammars: None: requests have none."""
+        self._grammars = grammars
         self._vocab, self._rows, self._seed, self._device = vocab_size, rows, seed, device
         # Made for the first request with a penalty: most servers never need them.
         self._count_RV: Tensor | None = None       # int32: times in the output
@@ -73,7 +82,11 @@ class Sampler:
         if params.logit_bias:
             s.bias = (torch.tensor(list(params.logit_bias), device=self._device),
                       torch.tensor(list(params.logit_bias.values()), device=self._device))
+        if params.grammar is not None:
+            assert self._grammars is not None, "a request with a grammar, and nothing here can"
+            s.matcher = self._grammars.matcher(params.grammar)
         s.simple = (params.logprobs is None and s.bias is None and not s.penalised and not params.forced
+                    and s.matcher is None
                     and (params.min_tokens == 0 or not s.stop_ids))
         s.plain = s.simple and params.temperature == 0
         return s
@@ -98,9 +111,9 @@ class Sampler:
         """(token_B int64, finite_B bool), both on the device.
 
         logits_BV  float32; it may be overwritten     states, rows  of each, rows by table index
-        Where `finite_B` is False the logits had a NaN or an infinite maximum: the token means
-        nothing. `states[i].outputs` is the caller's to extend; logprobs are added here, under the
-        index that the new token will have.
+        Where `finite_B` is False the logits had a NaN or an infinite maximum, or the row's grammar admits
+        no token (`states[i].fault`): the token means nothing. `states[i].outputs` is the caller's to
+        extend; logprobs are added here, under the index that the new token will have.
         """
         token_B = logits_BV.argmax(-1)
         finite_B = logits_BV.gather(1, token_B.unsqueeze(1)).squeeze(1).isfinite()
@@ -115,13 +128,16 @@ class Sampler:
         chosen = [states[i] for i in some]
         token_b = self._processed(raw_BV, chosen, [rows[i] for i in some])
         token_B[at_B] = token_b
+        if failed := [i for i in some if states[i].fault is not None]:
+            finite_B[torch.tensor(failed, device=self._device)] = False
         return token_B, finite_B
 
     def _processed(self, raw_BV: Tensor, states: Sequence[Sampling],
                    rows: Sequence[int]) -> Tensor:
-        logits_BV = self._penalised(self._biased(raw_BV, states), states, rows)
-        if logits_BV is not raw_BV:
-            logits_BV = _usable(logits_BV, raw_BV)
+        masked_BV = self._masked(raw_BV, states)
+        logits_BV = self._penalised(self._biased(masked_BV, states), states, rows)
+        if logits_BV is not masked_BV:
+            logits_BV = _usable(logits_BV, masked_BV)
         random = [i for i, s in enumerate(states) if s.params.temperature > 0]
         if len(random) < len(states):
             token_B = logits_BV.argmax(-1)
@@ -147,6 +163,28 @@ class Sampler:
                            token_B[torch.tensor(counted, device=self._device)]] += 1
         self._record(raw_BV, token_B, states)
         return token_B
+
+    def _masked(self, raw_BV: Tensor, states: Sequence[Sampling]) -> Tensor:
+        """Minus infinity where a row's grammar admits no token, in a copy; raw where it admits none."""
+        some = [i for i, s in enumerate(states) if s.matcher is not None]
+        if not some:
+            return raw_BV
+        matchers = [m for i in some if (m := states[i].matcher) is not None]
+        words_BW = torch.zeros(len(some), max(m.words() for m in matchers), dtype=torch.int32,
+                               pin_memory=raw_BV.is_cuda)
+        for i, matcher, words_W in zip(some, matchers, words_BW, strict=True):
+            fault = matcher.fill(states[i].outputs, words_W.data_ptr())
+            states[i].fault = f"at output token {len(states[i].outputs)}: {fault}" if fault else None
+        at_B = torch.tensor(some, device=self._device)
+        mine_BV = raw_BV[at_B]
+        masked_BV = mine_BV.masked_fill(~_bits(words_BW.to(self._device, non_blocking=True), self._vocab),
+                                        -torch.inf)
+        ok_B1 = masked_BV.amax(-1, keepdim=True).isfinite()
+        for i, ok in zip(some, ok_B1.squeeze(1).tolist(), strict=True):
+            if not ok and states[i].fault is None:
+                states[i].fault = (f"at output token {len(states[i].outputs)}: its grammar admits no token "
+                                   "that the model gives a finite logit")
+        return raw_BV.index_copy(0, at_B, torch.where(ok_B1, masked_BV, mine_BV))
 
     def _biased(self, logits_BV: Tensor, states: Sequence[Sampling]) -> Tensor:
         """min_tokens and logit_bias; copies before it writes, for the logprobs' sake."""
@@ -205,6 +243,13 @@ class Sampler:
             n = s.params.logprobs or 0
             s.logprobs[len(s.outputs)] = (
                 own, rank, list(zip(ids[:n], values[:n], strict=True)))
+
+
+def _bits(words_BW: Tensor, count: int) -> Tensor:
+    """bool_BV: bit i of the words, lowest first, False past their end."""
+    bit_32 = torch.arange(32, dtype=torch.int32, device=words_BW.device)
+    bits_BV = ((words_BW.unsqueeze(-1) >> bit_32) & 1).flatten(1).bool()
+    return torch.nn.functional.pad(bits_BV, (0, count - bits_BV.shape[1]))       # cuts where that is negative
 
 
 def check_ids(prompt: tuple[int, ...], params: SamplingParams, vocab_size: int) -> None:

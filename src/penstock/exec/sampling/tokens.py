@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.config.request.params import SamplingParams
 from penstock.core.plan import Bind, RequestId, StepPlan
+from penstock.exec.sampling.grammar import Grammars
 from penstock.exec.sampling.on_device import Draws
 from penstock.exec.sampling.sampler import Sampler, Sampling, check_ids
 from penstock.exec.step.eager import Ran
@@ -65,14 +66,14 @@ class Tokens:
 
 
 def tokens_of(links: Links, vocab_size: int, rows: int, tables: RowTables, seed: int,
-              draw: str) -> Tokens:
+              draw: str, grammars: Grammars | None) -> Tokens:
     """Of a stage with these links, on the device of its tables; `draw` as for `Draws`."""
     if links.hear is not None:
         return FromLast(vocab_size, Heard(links.hear), tables)
     if links.after is not None:
         return Tokens(vocab_size)
     device = tables.last_R.device
-    sampler = Sampler(vocab_size, rows, seed=seed, device=device)
+    sampler = Sampler(vocab_size, rows, seed=seed, device=device, grammars=grammars)
     if device.type == "cuda":
         return Drawn(sampler, tables, Draws(vocab_size, rows, device, draw))
     return Chosen(sampler, tables)

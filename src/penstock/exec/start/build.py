@@ -24,6 +24,7 @@ from penstock.exec.load.sizing import DeviceMemory, Sizes, groups_of, show_size,
 from penstock.exec.load.weights import Loaded, identity_of, kept_as, load, outline, show_dtype
 from penstock.exec.pipeline.crew import Crew
 from penstock.exec.rank import Rank
+from penstock.exec.sampling.grammar import Grammars, Vocabulary, switched_off
 from penstock.exec.start.prove import prove, prove_front, scratch
 from penstock.exec.start.store import open_storage
 from penstock.exec.start.workspace import beyond, device_memory, largest_step, one_page
@@ -59,18 +60,20 @@ class Built:
 
 
 def build_engine(config: Config, log: Callable[[str], object] = print, *,
-                 lateness: Lateness | None = None) -> Built:
+                 lateness: Lateness | None = None,
+                 vocabulary: Callable[[], Vocabulary | None] = switched_off) -> Built:
     """Load the model, size the pools, produce one token.
 
     log        takes one line at a time      lateness   when copies run; None: promptly
+    vocabulary as for `exec.sampling.grammar.Grammars`
     Sets torch's thread count of this process.
     Raises ConfigError: no such model, a damaged or unsupported checkpoint, a back-end that cannot
     run here, memory that is not there, a context that does not fit.
     """
     started = time.perf_counter()
     wakes = Waker()
-    parts = (_one(config, log, lateness, wakes) if config.device.num_ranks == 1 else
-             _several(config, log, wakes))
+    parts = (_one(config, log, lateness, wakes, vocabulary) if config.device.num_ranks == 1 else
+             _several(config, log, wakes, vocabulary))
     core_config, caches, selection = parts.sizes.core, parts.caches, parts.selection
     model, layout, kv = parts.loaded.whole, parts.caches.layouts[0], config.kv
     identity: dict[str, str] = {}
@@ -155,9 +158,11 @@ def kv_identity(config: Config, loaded: Loaded, selection: Selection | None,
         f"{selection.selector} {selection.version}, units of {selection.unit}"}
 
 
-def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None, wakes: Waker) -> _Parts:
+def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None, wakes: Waker,
+         vocabulary: Callable[[], Vocabulary | None]) -> _Parts:
     """One rank, in this process, on the CPU or a GPU."""
     threads, device = config.device.threads or machine.probe().cores, config.device.device
+    grammars = Grammars(vocabulary)
     if device == "cuda":
         _check_gpu()
     # One thread: loading is many small operations, which two threads on busy cores slow down 4x. A GPU's
@@ -180,7 +185,7 @@ def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None
         hbm, dram = caches.pools(core, device)
         rank = Rank(model, attention, hbm, dram, rows=core.rows, max_len=core.max_len, seed=seed,
                     lateness=lateness, groups=groups, selector=selector, wake=wakes.wake,
-                    draw=loaded.backends["draw"].name if device == "cuda" else "")
+                    draw=loaded.backends["draw"].name if device == "cuda" else "", grammars=grammars)
         if captures:
             started = time.perf_counter()
             rank.capture(buckets_of(core.rows))
@@ -194,6 +199,7 @@ def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None
             "some") from None
     except NotPinned as why:
         raise ConfigError(f"{why}: give less with --dram-bytes, or 0 for no host tier") from None
+    info["grammar_backend"] = grammars.info
     return _Parts(front=Front([rank]), loaded=loaded, caches=caches, sizes=sizes, selection=selection,
                   threads=threads, info=info, pools=[[*hbm, *dram]], host=dram)
 
@@ -254,7 +260,8 @@ def _tell_gpu(gpu: DeviceMemory, log: Callable[[str], object]) -> Info:
     return {"gpu": name, "gpu_bytes": gpu.total, "workspace_bytes": gpu.workspace}
 
 
-def _several(config: Config, log: Callable[[str], object], wakes: Waker) -> _Parts:
+def _several(config: Config, log: Callable[[str], object], wakes: Waker,
+             vocabulary: Callable[[], Vocabulary | None]) -> _Parts:
     """Pipeline stages and their lanes, each in a process of its own; this one plans for them. Stages on a GPU
     share it."""
     ranks, lanes, device = config.device.num_ranks, config.device.tp, config.device.device
@@ -280,6 +287,7 @@ def _several(config: Config, log: Callable[[str], object], wakes: Waker) -> _Par
                            budget=selection.budget if selection else 0, gpu=gpu)
         core = sizes.core
         selector = selector_of(selection, core.hot_pages, loaded.backends)
+        crew.vocabulary(vocabulary, lanes)
         trial = replace(scratch(caches, selector), pp_size=config.device.pp)
         crew.pools(trial, caches.host_bytes(trial), [one.nbytes(trial.hbm_pages) for one in own])
         prove_front(Front(crew.ranks, crew.wait, lanes=lanes), trial, loaded.whole.max_position, selector)
@@ -287,7 +295,8 @@ def _several(config: Config, log: Callable[[str], object], wakes: Waker) -> _Par
     except BaseException:
         crew.close()
         raise
-    info |= {"pp": config.device.pp, "pp_layers": ",".join(map(str, layers[::lanes])), "tp": lanes,
+    info |= {"grammar_backend": crew.grammars, "pp": config.device.pp,
+             "pp_layers": ",".join(map(str, layers[::lanes])), "tp": lanes,
              **({"ep": config.device.expert_ranges} if config.device.expert_ranges > 1 else {})}
     for i, (n, mine, one) in enumerate(zip(layers, own, told, strict=True)):
         used, given = mine.nbytes(core.hbm_pages), widest.nbytes(core.hbm_pages)

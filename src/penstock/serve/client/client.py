@@ -422,6 +422,10 @@ def checked_limits(ready: wire.Ready, prompt: Sequence[int], params: SamplingPar
             raise RequestError(f"{name} has a token id outside 0 to {vocab - 1}", name)
     if params.logprobs is not None and params.logprobs > vocab:
         raise RequestError(f"logprobs is {params.logprobs}: the vocabulary has {vocab}", "logprobs")
+    why = str(ready.info.get("grammar_backend", "none"))
+    if params.grammar is not None and why.startswith("none"):
+        raise RequestError(f"this server has no structured output ({why}): start it with --grammar-backend "
+                           "llguidance, or leave it out", "grammar")
     max_new = room if params.max_tokens is None else min(room, params.max_tokens)
     if ready.selection is not None:
         if ready.selection.of(params, len(prompt), max_new) is None:

@@ -142,6 +142,8 @@ class AsyncLLM:
                    is_chat: bool = False) -> list[RequestOutput]:
         for prompt, p in zip(ids, params, strict=True):
             self._check(prompt, p)
+        for p in params:
+            await self._opened.check(p)
         progress = _progress(len(ids)) if use_tqdm else None
         # Enough for the core to choose from, few enough that its queue stays short.
         gate = asyncio.Semaphore(4 * self.config.schedule.max_num_seqs)
@@ -203,6 +205,8 @@ class AsyncLLM:
     async def _stream(self, ids: list[int], params: SamplingParams | None, *,
                       context: Sequence[int]) -> AsyncGenerator[Delta, None]:
         [params] = one_each(params, 1)
+        self._check(ids, params)
+        await self._opened.check(params)
         generation = self._submit(ids, params, context)
         async with aclosing(_pieces(generation)) as pieces:
             async for piece in pieces:

@@ -155,10 +155,13 @@ def build(config: Config, event_log: EventLog) -> Engine:
     from penstock.exec.start.store import check_folder
     from penstock.serve.engine.open_pair import link_settings, open_peer
     from penstock.serve.engine.storing import Storing
+    from penstock.serve.grammars.vocabulary import vocabulary_of
 
     link_settings(config)               # what is wrong with them is told before a model is loaded
     check_folder(config.kv)
-    built = build_engine(config, log)
+    built = build_engine(config, log, vocabulary=lambda: vocabulary_of(config))
+    if config.model.grammar_backend == "llguidance" and str(built.info["grammar_backend"]).startswith("none"):
+        raise ConfigError(f"--grammar-backend llguidance: {built.info['grammar_backend']}")
     peer = open_peer(config, built)
     storage = built.executor.storage
     info = built.info if peer is None else built.info | {"pair_address": peer.address}

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from penstock.config.base.errors import CONTEXT_EXCEEDED, RequestError, context_exceeded, show
 from penstock.config.request.params import SamplingParams
-from penstock.serve.client.client import EngineClosed, EngineDied
+from penstock.serve.client.client import EngineClosed, EngineDied, checked_limits
 from penstock.serve.client.generate import Ended, Engine, Generation
 from penstock.serve.http.format import (
     DONE,
@@ -28,6 +28,7 @@ from penstock.serve.http.format import (
     padded,
     usage_json,
 )
+from penstock.serve.http.structured import grammar_of
 from penstock.serve.http.types import (
     ApiError,
     ChatRequest,
@@ -101,6 +102,7 @@ class OpenAI:
                  secret: bytes | None = None) -> None:
         """secret: what tenants' namespaces are made with, see `Namespaces`."""
         self.engine = engine
+        self.text = text
         self.tokenizer = text.tokenizer
         self.encoder = encoder           # None for a model without a tokenizer
         self.template, self._no_template = text.template, text.no_template
@@ -220,6 +222,7 @@ class OpenAI:
         self._check_room(prompts, request, params)
         if params.stop and self.tokenizer is None:
             raise RequestError("this model has no tokenizer: use stop_token_ids", "stop")
+        await self._check_grammar(request, params, prompts[0], tenant)
         namespace = self.namespaces.number(tenant, request.cache_salt)
         generation = Generation(self.engine, self.tokenizer, self.metrics, began=began)
         try:
@@ -235,6 +238,19 @@ class OpenAI:
         finally:
             # Also when the client has gone, which cancels this task wherever it waits.
             await generation.close()
+
+    async def _check_grammar(self, request: ChatRequest | CompletionRequest, params: SamplingParams,
+                             prompt: list[int], tenant: bytes) -> None:
+        """Raises RequestError that names the field, or ApiError."""
+        if (asked := grammar_of(request)) is None:
+            return
+        try:
+            checked_limits(self.engine.ready, prompt, params, self.eos_ids)
+            await self.text.check(params, tenant)
+        except RequestError as e:
+            raise RequestError(str(e), asked[0] if e.param == "grammar" else e.param, e.code) from None
+        except TooManyTexts:
+            raise overloaded("too many grammars at once: try again") from None
 
     def _check_room(self, prompts: list[list[int]], request: ChatRequest | CompletionRequest,
                     params: SamplingParams) -> None:

@@ -80,7 +80,8 @@ def document(served: Collection[str] | None = None) -> dict[str, Any]:
         "/health": health("The engine process is gone."), "/ready": health("No new requests are taken."),
         "/metrics": get(*_GET, ok={"text/plain": {"schema": {"type": "string"}}}),
         **{path: get(*_GET) for path in ("/version", "/server_info", "/get_server_info", "/model_info",
-                                         "/get_model_info", "/openapi.json", "/get_load", "/v1/loads")},
+                                         "/get_model_info", "/openapi.json", "/v1/loads")},
+        "/get_load": get(*_GET, ok={"application/json": {"schema": {"type": "array"}}}),
         "/flush_cache": flush, "/reset_prefix_cache": flush,
     }
     return {

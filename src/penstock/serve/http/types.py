@@ -16,6 +16,7 @@ import msgspec
 
 from penstock.config.base.errors import RequestError, cut
 from penstock.config.request.params import COUNT_MAX, SamplingParams
+from penstock.serve.http.structured import ResponseFormat, StructuredOutputs, grammar_of
 
 # Of fields whose feature is not built: null, and these values that do not ask for it.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -23,11 +24,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "chat_template": (),
     "custom_params": (),
     "documents": ([],),
-    "ebnf": (),
     "function_call": ("none",),
     "functions": ([],),
-    "guided_json": (),
-    "json_schema": (),
     "log_metrics": (True,),                     # every request is counted
     "lora_path": (),
     "modalities": (["text"],),
@@ -37,14 +35,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt_cache_options": (),
     "prompt_cache_retention": (),
     "reasoning_effort": ("none",),
-    "regex": (),
-    "response_format": ({"type": "text"},),
     "return_hidden_states": (False,),
     "separate_reasoning": (True, False),        # without a reasoning parser both do nothing
     "service_tier": ("auto", "default"),
     "session_params": (),
     "stream_reasoning": (True,),                # all text is streamed
-    "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -95,6 +90,16 @@ class _Request(Body, kw_only=True, forbid_unknown_fields=True):
     cache_salt: str | None = None
     return_token_ids: bool | None = None
     rid: str | None = None                      # names it for /abort_request
+    # What the answer must match: one of these. SGLang's are the last three.
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
     # Without effect.
     user: Any = None
     safety_identifier: Any = None
@@ -103,22 +108,16 @@ class _Request(Body, kw_only=True, forbid_unknown_fields=True):
     store: bool | None = None                   # the answer has `store: false`
     # NEUTRAL.
     custom_params: Any = None
-    ebnf: Any = None
-    guided_json: Any = None
-    json_schema: Any = None
     log_metrics: Any = None
     lora_path: Any = None
     moderation: Any = None
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
-    regex: Any = None
-    response_format: Any = None
     return_hidden_states: Any = None
     separate_reasoning: Any = None
     service_tier: Any = None
     session_params: Any = None
     stream_reasoning: Any = None
-    structured_outputs: Any = None
 
     def checked(self) -> None:
         for name in self.__struct_fields__:
@@ -145,9 +144,11 @@ class _Request(Body, kw_only=True, forbid_unknown_fields=True):
 
     def _params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         given = {name: value for name in _SAME_NAME if (value := getattr(self, name)) is not None}
+        asked = grammar_of(self)
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return SamplingParams(
             **given, max_tokens=max_tokens, logprobs=logprobs, stop=stop,
+            grammar=None if asked is None else asked[1],
             logit_bias={_token_id(k): v for k, v in (self.logit_bias or {}).items()},
             stop_token_ids=tuple(self.stop_token_ids or ()),
             include_stop_str_in_output=bool(self.include_stop_str_in_output or self.no_stop_trim),

@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.config.base.errors import ConfigError, RequestError
+from penstock.config.request.params import SamplingParams
 from penstock.config.settings.tree import Config
 from penstock.model.weights.locate import ModelFiles
+from penstock.serve.grammars.check import GrammarCheck
 from penstock.serve.text.chat import ChatTemplate, read_template
 from penstock.serve.text.tokenizer import Tokenizer, open_tokenizer
 
@@ -24,6 +26,14 @@ class Text:
         self.tokenizer = tokenizer
         self.eos_ids = tuple(eos_ids)
         self.template = template
+        self.grammars = None if tokenizer is None else GrammarCheck(tokenizer)
+
+    async def check(self, params: SamplingParams, tenant: bytes = b"") -> None:
+        """Whether the grammar, if there is one, can be compiled. Raises RequestError, TooManyTexts."""
+        if params.grammar is not None:
+            if self.grammars is None:
+                raise RequestError("this model has no tokenizer: a grammar needs one", "grammar")
+            await self.grammars.check(params.grammar, tenant)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids; `special` adds what the model wants around a prompt. Raises RequestError."""
@@ -47,7 +57,9 @@ class Text:
         return "" if self.tokenizer is None else self.tokenizer.token_text(token)
 
     def close(self) -> None:
-        """End the template's process."""
+        """End the processes of the template and of grammars."""
+        if self.grammars is not None:
+            self.grammars.close()
         if self.template is not None:
             self.template.close()
 

@@ -1,0 +1,30 @@
+"""What an answer must match, as text: a JSON schema, a regular expression, a grammar or a list of choices."""
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from penstock.config.base.errors import RequestError
+
+TEXT_BYTES_MAX = 64 << 10
+
+Kind = Literal["json_schema", "regex", "grammar", "choice"]
+
+
+class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`text` by kind: a JSON schema; a regular expression of Rust's crate `regex`, for the whole answer; Lark
+    as llguidance reads it, or GBNF (with `::=`); a JSON list of strings."""
+
+    kind: Kind
+    text: str
+
+    def checked(self) -> Grammar:
+        """This, or RequestError. Whether the text means something is for whoever compiles it."""
+        size = len(self.text.encode("utf-8", "surrogatepass"))
+        if not 0 < size <= TEXT_BYTES_MAX:
+            raise RequestError(f"grammar has {size} bytes: 1 to {TEXT_BYTES_MAX}", "grammar")
+        return self
+
+
+ANY_OBJECT = Grammar("json_schema", '{"type":"object"}')

@@ -1,0 +1,45 @@
+"""Grammars compiled to see whether they can be, in a process of its own, over the socket it was started with.
+
+A schema of a client may cost seconds or gigabytes to compile: here both cost nobody but the next grammar.
+"""
+from __future__ import annotations
+
+import resource
+import socket
+import sys
+import time
+
+from penstock.config.request.grammar import Grammar
+from penstock.exec.sampling.grammar import BadGrammar, Compiler, Vocabulary
+from penstock.serve.text.frames import receive, send
+
+MEMORY_BYTES_MAX = 4 << 30
+ERROR_CHARS_MAX = 400
+
+
+def main(descriptor: int) -> int:
+    """Answer {"tokenizer", "eos_ids"} with {}, then each {"kind", "text"} with {"seconds"} or {"error"}."""
+    link = socket.socket(fileno=descriptor)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES_MAX, MEMORY_BYTES_MAX))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        hello = receive(link)
+        try:
+            compiler = Compiler(Vocabulary(hello["tokenizer"], tuple(hello["eos_ids"])))
+        except (ImportError, ValueError) as e:
+            send(link, {"error": str(e)[:ERROR_CHARS_MAX]})
+            return 0
+        send(link, {})
+        while True:
+            asked, began = receive(link), time.process_time()
+            try:
+                compiler.compile(Grammar(asked["kind"], asked["text"]))
+                send(link, {"seconds": time.process_time() - began})
+            except BadGrammar as e:
+                send(link, {"error": str(e)[:ERROR_CHARS_MAX]})
+    except (EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

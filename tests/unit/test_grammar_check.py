@@ -1,0 +1,112 @@
+"""Fields that ask for structured output, and the process that says whether a grammar can be compiled."""
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+
+import printable
+import pytest
+from tokenizers import Tokenizer as Raw
+
+from penstock.config.base.errors import RequestError
+from penstock.config.request.grammar import ANY_OBJECT, Grammar
+from penstock.serve.grammars import check as grammars
+from penstock.serve.grammars.check import GrammarCheck
+from penstock.serve.http.types import ChatRequest, CompletionRequest, parse
+from penstock.serve.text.tokenizer import Tokenizer
+
+SCHEMA = {"type": "object", "properties": {"b": {"type": "null"}, "a": {"type": "integer"}}}
+TEXT = json.dumps(SCHEMA, separators=(",", ":"))
+
+
+def asked(kind: type = CompletionRequest, **fields) -> Grammar | None:
+    base = {"prompt": "a"} if kind is CompletionRequest else {"messages": []}
+    return parse(json.dumps({**base, **fields}).encode(), kind).params().grammar
+
+
+@pytest.mark.parametrize("fields, grammar", [
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA,
+                                                                 "strict": True}}},
+     Grammar("json_schema", TEXT)),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}}, ANY_OBJECT),
+    ({"response_format": {"type": "json_object"}}, ANY_OBJECT),
+    ({"response_format": {"type": "text"}}, None), ({"response_format": None}, None),
+    ({"structured_outputs": {"json": SCHEMA}}, Grammar("json_schema", TEXT)),
+    ({"structured_outputs": {"json": TEXT}}, Grammar("json_schema", TEXT)),
+    ({"structured_outputs": {"json_object": True}}, ANY_OBJECT),
+    ({"structured_outputs": {"regex": "a+"}}, Grammar("regex", "a+")),
+    ({"structured_outputs": {"choice": ["a", "b"]}}, Grammar("choice", '["a","b"]')),
+    ({"structured_outputs": {"grammar": "root ::= 'a'"}}, Grammar("grammar", "root ::= 'a'")),
+    ({"structured_outputs": {}}, None),
+    ({"guided_json": SCHEMA}, Grammar("json_schema", TEXT)), ({"guided_regex": "a"}, Grammar("regex", "a")),
+    ({"guided_choice": ["a"]}, Grammar("choice", '["a"]')),
+    ({"guided_grammar": "start: A"}, Grammar("grammar", "start: A")),
+    ({"json_schema": TEXT}, Grammar("json_schema", TEXT)), ({"regex": "a"}, Grammar("regex", "a")),
+    ({"ebnf": "root ::= 'a'"}, Grammar("grammar", "root ::= 'a'")),
+])
+def test_every_way_to_ask_is_one_grammar(fields, grammar):
+    for kind in (ChatRequest, CompletionRequest):
+        assert asked(kind, **fields) == grammar
+
+
+@pytest.mark.parametrize("fields, param", [
+    ({"response_format": {"type": "json_schema"}}, "response_format"),
+    ({"response_format": {"type": "json_object", "json_schema": {}}}, "response_format"),
+    ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
+    ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+    ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs.regex"),
+    ({"regex": "a", "response_format": {"type": "json_object"}}, "response_format"),
+    ({"guided_choice": []}, "guided_choice"), ({"regex": ""}, "regex"), ({"ebnf": "x" * 70_000}, "ebnf"),
+    ({"regex": "a", "min_tokens": 1}, "min_tokens"), ({"regex": "a", "ignore_eos": True}, "ignore_eos"),
+])
+def test_what_cannot_be_asked_names_its_field(fields, param):
+    with pytest.raises(RequestError) as e:
+        asked(**fields)
+    assert e.value.param == param
+
+
+# ---------------------------------------------------------------- the process
+@pytest.fixture
+def check():
+    found = printable.vocabulary()
+    made = GrammarCheck(Tokenizer(Raw.from_str(found.tokenizer), eos_ids=found.eos_ids, chat_template=None,
+                                  template_vars={}))
+    yield made
+    made.close()
+
+
+def test_what_can_be_compiled_passes_once_and_what_cannot_says_where(check):
+    async def go() -> None:
+        good = Grammar("json_schema", TEXT)
+        await check.check(good)
+        check._aside.close()                    # the answer is known: nobody is asked
+        await check.check(good)
+        assert check._aside._process is None
+        for bad, word in ((Grammar("json_schema", '{"not": {}}'), '"not"'),
+                          (Grammar("regex", "a("), "unclosed"),
+                          (Grammar("grammar", "start: b"), "b"), (Grammar("choice", "[]"), "list")):
+            for _ in range(2):
+                with pytest.raises(RequestError) as e:
+                    await check.check(bad)
+                assert word in str(e.value) and e.value.param == "grammar"
+    asyncio.run(go())
+
+
+def test_a_grammar_that_takes_too_long_is_refused_and_the_next_one_is_not(check, monkeypatch):
+    monkeypatch.setattr(grammars, "WAIT_S_MAX", 1e-9)
+    with pytest.raises(RequestError, match="to compile"):
+        asyncio.run(check.check(Grammar("regex", "[ab]{3}")))
+    monkeypatch.setattr(grammars, "WAIT_S_MAX", 60.0)
+    monkeypatch.setattr(grammars, "CPU_S_MAX", 0.0)
+    with pytest.raises(RequestError, match="to compile"):
+        asyncio.run(check.check(Grammar("regex", "[ab]{3}")))
+    monkeypatch.setattr(grammars, "CPU_S_MAX", 60.0)
+    asyncio.run(check.check(Grammar("regex", "[ab]{3}")))
+
+
+def test_a_killed_process_is_started_again(check):
+    asyncio.run(check.check(Grammar("regex", "a")))
+    os.kill(check._aside.pid, signal.SIGKILL)
+    asyncio.run(check.check(Grammar("regex", "b")))
