@@ -19,7 +19,8 @@ import torch
 
 from penstock.kernels.cases import workloads_of
 from penstock.kernels.gemm import linear
-from penstock.kernels.platform import Op, Unusable, probe
+from penstock.kernels.op import Op, Unusable
+from penstock.kernels.platform import probe
 from penstock.kernels.registry import OPS
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.config.base import machine
 from penstock.kernels.attention.paged_attention import AttentionSpec, cuda, flash, reference
-from penstock.kernels.platform import WrongResult
+from penstock.kernels.op import WrongResult
 from penstock.kernels.types.ragged import Ragged
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

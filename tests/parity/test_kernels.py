@@ -8,7 +8,8 @@ import torch
 
 from penstock.kernels.attention.paged_attention import AttentionSpec, store
 from penstock.kernels.cases import Case, cases_of, sets_differ
-from penstock.kernels.platform import DEVICES, KernelError, Op, Unusable, WrongResult, probe
+from penstock.kernels.op import DEVICES, Op, Unusable, WrongResult
+from penstock.kernels.platform import KernelError, probe
 from penstock.kernels.registry import OPS
 from penstock.kernels.types.ragged import Ragged
 

@@ -11,7 +11,8 @@ from penstock.kernels.attention.paged_attention import AttentionSpec
 from penstock.kernels.attention.paged_attention.native import Decodes
 from penstock.kernels.fused import layer
 from penstock.kernels.gemm.linear import fastest
-from penstock.kernels.platform import Unusable, WrongResult, probe
+from penstock.kernels.op import Unusable, WrongResult
+from penstock.kernels.platform import probe
 from penstock.kernels.types.ragged import Ragged
 from penstock.model import registry
 from penstock.model.base import Boundary

@@ -23,7 +23,8 @@ from penstock.kernels.cases import cases_of
 from penstock.kernels.gemm import linear
 from penstock.kernels.gemm.linear import fastest
 from penstock.kernels.gemm.linear.panels import Panels
-from penstock.kernels.platform import Unusable, WrongResult, probe
+from penstock.kernels.op import Unusable, WrongResult
+from penstock.kernels.platform import probe
 from penstock.model.weights.codes import PACKED, codes_of
 
 ISAS = ("native", "avx512", "avx2", "plain")          # plain runs on any machine that has a compiler

@@ -13,7 +13,8 @@ import pytest
 
 from penstock.kernels import registry
 from penstock.kernels.c import build as native
-from penstock.kernels.platform import KernelError, Platform, Unusable
+from penstock.kernels.op import Unusable
+from penstock.kernels.platform import KernelError, Platform
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, native._COMPILERS)), reason="no C compiler on this machine")

@@ -11,16 +11,8 @@ import torch
 from penstock.config.base.machine import limit_libraries
 from penstock.kernels import registry
 from penstock.kernels.gemm import linear
-from penstock.kernels.platform import (
-    Implementation,
-    KernelError,
-    Op,
-    Platform,
-    Unusable,
-    limit,
-    most,
-    probe,
-)
+from penstock.kernels.op import Implementation, Op, Unusable
+from penstock.kernels.platform import KernelError, Platform, limit, most, probe
 
 HERE = Platform(device="cpu", features=("avx2",), torch="0")
 

@@ -13,7 +13,8 @@ from penstock.kernels.choose.select import SelectRule
 from penstock.kernels.choose.select.cases import make
 from penstock.kernels.choose.select.reference import least_and_most, scores
 from penstock.kernels.kv.store import StoreAt
-from penstock.kernels.platform import Unusable, probe
+from penstock.kernels.op import Unusable
+from penstock.kernels.platform import probe
 from penstock.kernels.registry import OPS
 from penstock.kernels.types.ragged import Ragged
 

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from penstock.kernels.platform import Op
+from penstock.kernels.op import Op
 
 Output: TypeAlias = "Tensor | tuple[Tensor, ...]"
 

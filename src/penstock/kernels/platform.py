@@ -1,14 +1,8 @@
-"""What torch offers on this machine, probed once, and the words in which an op lists itself.
-
-Owns the types `Platform`, `Op`, `Implementation` and their errors; `registry.py` owns the choice.
-"""
+"""What torch offers on this machine, probed once."""
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -19,15 +13,6 @@ _FEATURES = ("avx2", "fma3", "avx512_f", "avx512_bf16", "avx512_vnni", "amx_bf16
 
 class KernelError(ValueError):
     """A request to the kernels cannot be met: what was given, what is allowed, what to do."""
-
-
-class Unusable(Exception):
-    """Raised by a probe: why an implementation cannot run here."""
-
-
-class WrongResult(Unusable):
-    """It runs and differs from the reference: on a user's machine a reason to skip it, in our
-    tests a failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,58 +80,3 @@ def probe(device: str = "cpu", cache: Path | None = None) -> Platform:
     known = torch.cpu.get_capabilities()
     return Platform(device=device, features=tuple(f for f in _LIMITS[_most] if known.get(f)),
                     torch=torch.__version__, cache=cache)
-
-
-F = TypeVar("F")
-DEVICES = ("cpu", "cuda")                   # devices of what is written in torch's own operations
-
-
-@dataclass(frozen=True, slots=True)
-class Implementation(Generic[F]):
-    """One way to run an op. `probe` says in a few words what it relies on, or raises Unusable; it is
-    asked on a platform of `devices` only, by `usable_on`. `code` is what runs it, or where that is, "module"
-    or "module:name"."""
-
-    name: str
-    code: F | str
-    probe: Callable[[Platform], str]
-    devices: tuple[str, ...] = ("cpu",)
-
-    @property
-    def run(self) -> F:
-        """What runs it, imported if need be."""
-        if not isinstance(self.code, str):
-            return self.code
-        module, _, name = self.code.partition(":")
-        found: Any = importlib.import_module(module)
-        return getattr(found, name) if name else found  # type: ignore[no-any-return]
-
-    def usable_on(self, platform: Platform) -> str:
-        """What it relies on there. Raises Unusable."""
-        if platform.device not in self.devices:
-            raise Unusable(f"runs on {' and '.join(self.devices)}, not on {platform.device}")
-        return self.probe(platform)
-
-
-@dataclass(frozen=True, slots=True)
-class Op(Generic[F]):
-    """An op and its implementations, the fastest first and `reference` last."""
-
-    name: str
-    implementations: tuple[Implementation[F], ...]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(i.name for i in self.implementations)
-
-    def use(self, name: str) -> F:
-        """What runs the implementation called `name`. Raises KernelError that lists those there are."""
-        return self.get(name).run
-
-    def get(self, name: str) -> Implementation[F]:
-        """The implementation called `name`. Raises KernelError that lists those there are."""
-        for implementation in self.implementations:
-            if implementation.name == name:
-                return implementation
-        raise KernelError(f"{self.name} has no implementation {name!r}: "
-                          f"use one of {', '.join(self.names)}")

@@ -20,7 +20,8 @@ from penstock.kernels.choose import select as unit_select
 from penstock.kernels.fused import layer
 from penstock.kernels.gemm import experts, linear, scaled_linear
 from penstock.kernels.kv import gather, store
-from penstock.kernels.platform import KernelError, Op, Platform, Unusable
+from penstock.kernels.op import Op, Unusable
+from penstock.kernels.platform import KernelError, Platform
 from penstock.kernels.sample import draw
 
 OPS: dict[str, Op[Any]] = {op.name: op for op in (

@@ -19,7 +19,8 @@ from penstock.kernels.attention import latent_attention, paged_attention
 from penstock.kernels.choose import index_select
 from penstock.kernels.choose.select import SelectRule
 from penstock.kernels.gemm import linear, scaled_linear
-from penstock.kernels.platform import KernelError, Platform, Unusable, limit, probe
+from penstock.kernels.op import Unusable
+from penstock.kernels.platform import KernelError, Platform, limit, probe
 from penstock.kernels.types.scaled import Scaled
 from penstock.model import registry as families
 from penstock.model.base import Model

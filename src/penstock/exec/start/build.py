@@ -31,7 +31,8 @@ from penstock.exec.start.workspace import beyond, device_memory, largest_step, o
 from penstock.exec.step.links import of_config
 from penstock.exec.waker import Waker
 from penstock.kernels.c.build import triton_runs
-from penstock.kernels.platform import KernelError, Unusable, probe
+from penstock.kernels.op import Unusable
+from penstock.kernels.platform import KernelError, probe
 from penstock.memory.lateness import Lateness
 from penstock.memory.pinned import NotPinned
 from penstock.memory.pool import BlockPool, PageLayout

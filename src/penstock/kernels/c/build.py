@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from penstock.kernels import platform
-from penstock.kernels.platform import Unusable
+from penstock.kernels.op import Unusable
 
 _COMPILERS = ("cc", "gcc", "clang")
 # No -ffast-math: linking with it makes the whole process flush denormals. 512-bit vectors must be

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.kernels.c.build import triton_version
-from penstock.kernels.platform import Implementation, Platform
+from penstock.kernels.op import Implementation
+from penstock.kernels.platform import Platform
 
 
 def probe(_: Platform) -> str:

@@ -73,7 +73,8 @@ def _machine(machine: Machine) -> Iterator[Finding]:
 
 def _backends(config: Config | None, device: str) -> Iterator[Finding]:
     from penstock.kernels.c.build import compiler, triton_runs
-    from penstock.kernels.platform import KernelError, Unusable, limit
+    from penstock.kernels.op import Unusable
+    from penstock.kernels.platform import KernelError, limit
     from penstock.kernels.platform import probe as probe_torch
     from penstock.kernels.registry import select
 

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from penstock.kernels.attention.chunk_attention import cuda, fused, matmul, reference
-from penstock.kernels.platform import DEVICES, Implementation, Op
+from penstock.kernels.op import DEVICES, Implementation, Op
 
 __all__ = ["OP", "ChunkAttention"]
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from penstock.kernels.attention.chunk_attention import matmul
 from penstock.kernels.attention.paged_attention import flash
-from penstock.kernels.platform import Platform, Unusable
+from penstock.kernels.op import Unusable
+from penstock.kernels.platform import Platform
 
 
 def probe(platform: Platform) -> str:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention.chunk_attention import matmul, reference
-from penstock.kernels.platform import Platform, Unusable, WrongResult, has_tiles, multiplies_bf16
+from penstock.kernels.op import Unusable, WrongResult
+from penstock.kernels.platform import Platform, has_tiles, multiplies_bf16
 
 
 def probe(platform: Platform) -> str:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from penstock.kernels.attention.latent_attention import reference
 from penstock.kernels.c.build import entry, library
-from penstock.kernels.platform import Platform, WrongResult
+from penstock.kernels.op import WrongResult
+from penstock.kernels.platform import Platform
 
 _LANES = 16                         # the widest in vectors.h
 _HEADS = 32                         # of a task at most: its sums stay in the second-level cache

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.kernels.attention.paged_attention import cuda, native, reference, sdpa
 from penstock.kernels.attention.paged_attention.spec import AttentionSpec
-from penstock.kernels.platform import DEVICES, Implementation, Op
+from penstock.kernels.op import DEVICES, Implementation, Op
 from penstock.kernels.types.ragged import Ragged
 
 __all__ = ["OP", "AttentionSpec", "Plan", "Planner", "plan", "store"]

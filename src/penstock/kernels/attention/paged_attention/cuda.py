@@ -20,7 +20,8 @@ from torch import Tensor
 from penstock.kernels.attention.paged_attention import flash
 from penstock.kernels.attention.paged_attention.spec import AttentionSpec, Row, pages_of, rows_of
 from penstock.kernels.c.build import triton_version
-from penstock.kernels.platform import Platform, Unusable
+from penstock.kernels.op import Unusable
+from penstock.kernels.platform import Platform
 from penstock.kernels.types.ragged import Ragged, on_device
 
 Part = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from penstock.kernels.platform import Platform, Unusable, WrongResult
+from penstock.kernels.op import Unusable, WrongResult
+from penstock.kernels.platform import Platform
 
 NAME, VERSION = "flash-attn-4", "4.0.0b36"
 TRY_S = 60.0

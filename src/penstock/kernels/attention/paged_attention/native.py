@@ -20,7 +20,8 @@ from penstock.kernels.attention.paged_attention import reference, sdpa, tiled
 from penstock.kernels.attention.paged_attention.calls import Step
 from penstock.kernels.attention.paged_attention.spec import AttentionSpec, Row, rows_of
 from penstock.kernels.c.build import library
-from penstock.kernels.platform import Platform, WrongResult
+from penstock.kernels.op import WrongResult
+from penstock.kernels.platform import Platform
 from penstock.kernels.types.ragged import Ragged
 
 _CHUNK, _LANES = 128, 16            # as in decode.c

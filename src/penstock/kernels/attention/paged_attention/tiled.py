@@ -13,7 +13,8 @@ from torch import Tensor
 from penstock.kernels.attention.paged_attention.calls import Step
 from penstock.kernels.attention.paged_attention.spec import AttentionSpec, Row, pages_of
 from penstock.kernels.c.build import entry, library
-from penstock.kernels.platform import KernelError, Platform, Unusable, has_tiles
+from penstock.kernels.op import Unusable
+from penstock.kernels.platform import KernelError, Platform, has_tiles
 from penstock.kernels.types.ragged import Ragged
 
 _QUERIES, _DIM, _DIM_MAX = 32, 32, 1024         # as in chunk.c

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from penstock.kernels.attention.sparse_attention import native, reference
-from penstock.kernels.platform import DEVICES, Implementation, Op
+from penstock.kernels.op import DEVICES, Implementation, Op
 from penstock.kernels.triton.lazy import lazy
 
 __all__ = ["OP", "SparseAttention"]

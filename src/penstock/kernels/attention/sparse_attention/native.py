@@ -9,7 +9,8 @@ from torch import Tensor
 
 from penstock.kernels.attention.sparse_attention import reference
 from penstock.kernels.c.build import entry, library
-from penstock.kernels.platform import Platform, WrongResult
+from penstock.kernels.op import WrongResult
+from penstock.kernels.platform import Platform
 
 _CHUNK, _LANES = 128, 16            # as in vectors.h, its widest
 _SOURCE = Path(__file__).with_name("sparse.c")

@@ -12,7 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from penstock.kernels.choose.index_select import native, reference
-from penstock.kernels.platform import DEVICES, Implementation, Op
+from penstock.kernels.op import DEVICES, Implementation, Op
 from penstock.kernels.triton.lazy import lazy
 
 __all__ = ["OP", "IndexSelect"]

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from penstock.kernels.c.build import entry, library
 from penstock.kernels.choose.index_select import reference
-from penstock.kernels.platform import Platform, WrongResult
+from penstock.kernels.op import WrongResult
+from penstock.kernels.platform import Platform
 
 _LANES = 16                         # the widest in vectors.h
 _SOURCE = Path(__file__).with_name("index.c")

@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from penstock.kernels.choose.resolve import native, reference
-from penstock.kernels.platform import DEVICES, Implementation, Op
+from penstock.kernels.op import DEVICES, Implementation, Op
 from penstock.kernels.triton.lazy import lazy
 from penstock.kernels.types.hot import HotLayer
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.kernels.choose.select import native, reference
 from penstock.kernels.choose.select.spec import SelectRule
-from penstock.kernels.platform import DEVICES, Implementation, Op
+from penstock.kernels.op import DEVICES, Implementation, Op
 from penstock.kernels.triton.lazy import lazy
 
 __all__ = ["OP", "Select", "SelectRule"]

@@ -10,7 +10,8 @@ from torch import Tensor
 from penstock.kernels.c.build import entry, library
 from penstock.kernels.choose.select import reference
 from penstock.kernels.choose.select.spec import SelectRule
-from penstock.kernels.platform import Platform, WrongResult
+from penstock.kernels.op import WrongResult
+from penstock.kernels.platform import Platform
 
 _SOURCE = Path(__file__).with_name("select.c")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.kernels.fused.layer import native, reference
 from penstock.kernels.fused.layer.stack import LayerWeights, Stack
-from penstock.kernels.platform import DEVICES, Implementation, Op
+from penstock.kernels.op import DEVICES, Implementation, Op
 from penstock.kernels.triton.lazy import lazy
 
 __all__ = ["OP", "LayerOps", "LayerWeights", "Stack", "stack"]

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from penstock.kernels.c.build import library
 from penstock.kernels.fused.layer import reference, stack
-from penstock.kernels.platform import Platform, WrongResult
+from penstock.kernels.op import WrongResult
+from penstock.kernels.platform import Platform
 
 _SOURCE = Path(__file__).with_name("layer.c")
 _P, _N, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int

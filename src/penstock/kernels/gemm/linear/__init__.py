@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.gemm.linear import fastest, onednn, reference
-from penstock.kernels.platform import DEVICES, Implementation, KernelError, Op
+from penstock.kernels.op import DEVICES, Implementation, Op
+from penstock.kernels.platform import KernelError
 from penstock.kernels.triton.lazy import lazy
 
 Linear: TypeAlias = Callable[[Tensor], Tensor]

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.platform import Platform, Unusable, WrongResult
+from penstock.kernels.op import Unusable, WrongResult
+from penstock.kernels.platform import Platform
 
 
 def probe(platform: Platform) -> str:

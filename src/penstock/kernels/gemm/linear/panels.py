@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.c.build import entry, library
-from penstock.kernels.platform import KernelError, Platform, Unusable, WrongResult
+from penstock.kernels.op import Unusable, WrongResult
+from penstock.kernels.platform import KernelError, Platform
 
 SOURCE = Path(__file__).with_name("panels.c")
 _P, _N = ctypes.c_void_p, ctypes.c_int64

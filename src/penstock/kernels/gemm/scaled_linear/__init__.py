@@ -10,7 +10,8 @@ from typing import TypeAlias
 from torch import Tensor
 
 from penstock.kernels.gemm.scaled_linear import reference
-from penstock.kernels.platform import DEVICES, Implementation, KernelError, Op, Platform, Unusable
+from penstock.kernels.op import DEVICES, Implementation, Op, Unusable
+from penstock.kernels.platform import KernelError, Platform
 from penstock.kernels.triton.lazy import lazy, probe
 from penstock.kernels.types.scaled import Scaled
 

@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from penstock.kernels.kv.gather import native, reference
-from penstock.kernels.platform import DEVICES, Implementation, Op
+from penstock.kernels.op import DEVICES, Implementation, Op
 from penstock.kernels.triton.lazy import lazy
 
 __all__ = ["OP", "Gather"]

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.c.build import entry, library
-from penstock.kernels.platform import Platform, WrongResult
+from penstock.kernels.op import WrongResult
+from penstock.kernels.platform import Platform
 
 _SOURCE = Path(__file__).with_name("gather.c")
 

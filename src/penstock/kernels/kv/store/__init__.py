@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.kernels.kv.store import native, reference
 from penstock.kernels.kv.store.spec import StoreAt
-from penstock.kernels.platform import DEVICES, Implementation, Op
+from penstock.kernels.op import DEVICES, Implementation, Op
 from penstock.kernels.triton.lazy import lazy
 from penstock.kernels.types.hot import HotLayer
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from penstock.kernels.c.build import entry, library
 from penstock.kernels.kv.store.spec import StoreAt
-from penstock.kernels.platform import Platform, WrongResult
+from penstock.kernels.op import WrongResult
+from penstock.kernels.platform import Platform
 from penstock.kernels.types.hot import HotLayer
 
 _PLANES = 4                             # as in store.c

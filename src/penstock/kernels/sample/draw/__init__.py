@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from penstock.kernels.platform import DEVICES, Implementation, Op
+from penstock.kernels.op import DEVICES, Implementation, Op
 from penstock.kernels.sample.draw import reference
 from penstock.kernels.triton.lazy import lazy
 
