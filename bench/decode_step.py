@@ -19,7 +19,7 @@ from penstock.kernels.attention import paged_attention
 from penstock.kernels.fused import layer
 from penstock.kernels.gemm import linear
 from penstock.kernels.platform import probe
-from penstock.kernels.registry import DENSE, select
+from penstock.kernels.registry import DENSE, choose
 from penstock.kernels.types.ragged import Ragged
 from penstock.model import registry as families
 
@@ -100,7 +100,7 @@ def main() -> None:
     torch.set_num_threads(1)              # until the model is there: packing gains nothing
     torch.set_grad_enabled(False)
     dtype = getattr(torch, args.dtype)
-    choices = select(probe(), dict(pair.split("=") for pair in args.backends), DENSE)
+    choices = choose(probe(), dict(pair.split("=") for pair in args.backends), DENSE)
     clock = Clock()
 
     def pack(weight_OI: Tensor, bias_O: Tensor | None) -> linear.Linear:
@@ -120,7 +120,7 @@ def main() -> None:
     ids = torch.randint(0, 49152, (tokens,))
     positions = torch.cat([torch.arange(c - args.queries, c) for c in layout.context])
     last = torch.tensor(layout.query_start[1:]) - 1
-    store = clock.wrap("store", paged_attention.store)
+    write_kv = clock.wrap("write_kv", paged_attention.write_kv)
 
     def step() -> float:
         clock.start()
@@ -129,7 +129,7 @@ def main() -> None:
         plan = clock.wrap("attention", run)
 
         def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
-            store(kv[:, 0], kv[:, 1], *pools[layer], layout.page_T, layout.offset_T)
+            write_kv(kv[:, 0], kv[:, 1], *pools[layer], layout.page_T, layout.offset_T)
             return plan(q, *pools[layer])
         model.logits(model.forward(ids, positions, attend)[last])
         return clock.stop()

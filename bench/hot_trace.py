@@ -99,7 +99,7 @@ def play(file: str, times: tuple[float, ...] = TIMES) -> list[tuple[int, float, 
     num_steps, layers, heads, _ = chosen_SLKC.shape
     page, unit = meta["page_size"], meta["unit"]
     pages = -(-(meta["context"] + num_steps + 1) // page)
-    run = op.OP.use(registry.select(kernels_probe(), ops=("resolve",))["resolve"].name)
+    run = op.OP.use(registry.choose(kernels_probe(), ops=("resolve",))["resolve"].name)
     host_RP, row_B = torch.arange(pages, dtype=torch.int32)[None], torch.zeros(1, dtype=torch.int32)
     found = []
     for hot_tokens in [int(t * meta["budget"]) + page for t in times]:

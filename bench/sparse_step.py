@@ -18,13 +18,13 @@ from penstock.exec.sparse.layers import BoundsSelector, SparseLayers, unit_atten
 from penstock.kernels import registry
 from penstock.kernels.attention.paged_attention import AttentionSpec, plan
 from penstock.kernels.choose.select import SelectRule
-from penstock.kernels.kv.store import StoreAt
+from penstock.kernels.kv.write_kv import WriteAt
 from penstock.kernels.platform import probe
 from penstock.kernels.types.ragged import Ragged
 from penstock.memory.hot import HotBuffers
 
 LAYERS, HEADS, GROUP, DIM, SIZE = 30, 3, 3, 64, 16              # SmolLM2-135M
-OPS = ("store", "select", "resolve", "gather", "sparse_attention", "paged_attention")
+OPS = ("write_kv", "select", "resolve", "gather", "sparse_attention", "paged_attention")
 
 
 class Arms:
@@ -45,7 +45,7 @@ class Arms:
         layers = range(LAYERS)
         self.hot, self.table, self.budget = hot, table, args.budget // args.unit
         self.rule = SelectRule(unit=args.unit, sink=4, window=64)
-        names = {op: registry.select(probe(), ops=[op])[op].name for op in OPS}
+        names = {op: registry.choose(probe(), ops=[op])[op].name for op in OPS}
         self.sparse = SparseLayers(
             unit_attention(names["sparse_attention"], unit=args.unit, scale=DIM ** -0.5), unit=args.unit,
             device=[self.device[:, i] for i in layers], host=[self.host[:, i] for i in layers],
@@ -73,12 +73,12 @@ class Arms:
         slot = int(self.table[0, position // SIZE]) * SIZE + position % SIZE
         step = self.sparse.step([0], [position], [True])
         budget_B = torch.tensor([self.budget], dtype=torch.int32)
-        at = StoreAt(torch.tensor([-1]), torch.tensor([slot]), torch.tensor([slot // self.unit]),
+        at = WriteAt(torch.tensor([-1]), torch.tensor([slot]), torch.tensor([slot // self.unit]),
                      torch.tensor([0], dtype=torch.int32), torch.tensor([position], dtype=torch.int32),
                      self.unit)
         new = self.q[0, :, :HEADS]
         for i in range(LAYERS):
-            self.sparse.store(i, (new, new), at)
+            self.sparse.write_kv(i, (new, new), at)
             chosen = self.selector.choose(i, self.q[i], step, budget_B, self.budget)
             self.sparse.attend(i, self.q[i], chosen, step)
 

@@ -96,7 +96,7 @@ class Direct:
         if selection is not None:
             native = selection.native
             self._selects = hot_tokens > 0 or not native
-            chosen = registry.select(probe("cuda"), ops=registry.HOSTING if native else registry.SELECTING)
+            chosen = registry.choose(probe("cuda"), ops=registry.HOSTING if native else registry.SELECTING)
             selector = Selector(
                 rule=None if native else SelectRule(unit=selection.unit, sink=selection.sinks,
                                                     window=selection.window),

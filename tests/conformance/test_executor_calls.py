@@ -1,7 +1,7 @@
 """What an engine without a selection plans and asks of its kernels is what it was before there were any.
 
 `tests/data/calls_before_selection.json` was recorded with the executor of 0efe645, which knew no sparse
-decode, by this very work: of each step a digest of its plan, and of its calls of `store` and attention in
+decode, by this very work: of each step a digest of its plan, and of its calls of `write_kv` and attention in
 order, each with shapes, slots, rows and pages. Only how they are passed has changed since (pools by page,
 tables of rows): slots and pages are compared as numbers.
 """
@@ -72,10 +72,10 @@ def drive(engine: InProcess, calls: list[object]) -> list[list[object]]:
 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[list[object]]:
     calls: list[object] = []
-    inner, planner = attend.store, functools.partial(
+    inner, planner = attend.write_kv, functools.partial(
         paged_attention.plan, backend=backends()["paged_attention"])
 
-    def store(k_TKH, v_TKH, k_PKGH, v_PKGH, page_T, offset_T):
+    def write_kv(k_TKH, v_TKH, k_PKGH, v_PKGH, page_T, offset_T):
         calls.append(["store", list(k_TKH.shape), (page_T * PAGE + offset_T).tolist()])
         inner(k_TKH, v_TKH, k_PKGH, v_PKGH, page_T, offset_T)
 
@@ -90,7 +90,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[list[object]]:
             return run(q_TNH, k_PKGH, v_PKGH)
         return attention
 
-    monkeypatch.setattr(attend, "store", store)
+    monkeypatch.setattr(attend, "write_kv", write_kv)
     engine = InProcess()
     engine.build(model, plan, model().groups, num_layers=LAYERS, lateness=Promptly(), **SETTINGS)
     return drive(engine, calls)

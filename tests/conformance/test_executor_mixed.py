@@ -32,7 +32,7 @@ def attend(q_TNH, k_PGKH, v_PGKH, *, scale, max_query, max_key, start_B1, contex
     return torch.einsum("tns,tsnh->tnh", scores.softmax(-1), v)
 
 
-def store(k_TKH, v_TKH, k_PKGH, v_PKGH, table_RP, row_T, position_T):
+def write_kv(k_TKH, v_TKH, k_PKGH, v_PKGH, table_RP, row_T, position_T):
     at = position_T >= 0
     size = k_PKGH.shape[2]
     row, position = row_T[at].long(), position_T[at].long()
@@ -74,7 +74,7 @@ def captured(monkeypatch):
     monkeypatch.setattr(mixed, "TOKENS", (4, 8, 64))
     monkeypatch.setattr(mixed, "ROWS", (2,))
     if where.DEVICE == "cpu":
-        monkeypatch.setattr(triton_decode, "store", store)
+        monkeypatch.setattr(triton_decode, "write_kv", write_kv)
         monkeypatch.setattr(triton_decode, "decode", decode)
 
     def put(engine):

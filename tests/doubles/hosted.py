@@ -27,7 +27,7 @@ from penstock.kernels.attention import latent_attention, paged_attention
 from penstock.kernels.choose import index_select
 from penstock.kernels.choose.select import SelectRule
 from penstock.kernels.platform import probe
-from penstock.kernels.registry import HOSTING, OPS, SELECTING, select
+from penstock.kernels.registry import HOSTING, OPS, SELECTING, choose
 from penstock.memory.lateness import Promptly
 
 CONFIG = {
@@ -103,7 +103,7 @@ model = functools.partial(_model, "qwen3", 0)       # of an ordinary engine
 
 @functools.cache
 def backends() -> dict[str, str]:
-    return {op: choice.name for op, choice in select(probe(where.DEVICE), {}, OPS).items()}
+    return {op: choice.name for op, choice in choose(probe(where.DEVICE), {}, OPS).items()}
 
 
 @dataclass

@@ -44,7 +44,7 @@ def model(topk: int, dtype: torch.dtype, stage=None):
     """The recall model, or one stage of it, with another number of chosen tokens than it comes
     with."""
     checkpoint = open_checkpoint(locate(str(FOLDER)))
-    chosen = registry.select(probe(where.DEVICE), ops=("linear", "layer"))
+    chosen = registry.choose(probe(where.DEVICE), ops=("linear", "layer"))
     made = families.build({**checkpoint.config, "index_topk": topk}, dtype=dtype,
                           linear=functools.partial(linear.pack, backend=chosen["linear"].name),
                           ops=layer.OP.use(chosen["layer"].name), stage=stage)
@@ -56,7 +56,7 @@ def model(topk: int, dtype: torch.dtype, stage=None):
 
 @functools.cache
 def ops() -> LatentOps:
-    chosen = registry.select(probe(where.DEVICE), ops=("index_select", "latent_attention"))
+    chosen = registry.choose(probe(where.DEVICE), ops=("index_select", "latent_attention"))
     return LatentOps(index_select.OP.use(chosen["index_select"].name),
                      latent_attention.OP.use(chosen["latent_attention"].name))
 
@@ -122,7 +122,7 @@ def ask(interviews: list[Interview], *, topk: int = 256, latent: LatentOps | Non
         functools.partial(model, topk, dtype), latent or ops(), model(topk, dtype).groups, dtype=dtype,
         layers=even(4, stages), max_len=8192, lateness=lateness or Promptly(), page_size=page_size, rows=rows,
         selector=Selector(rule=None, budget=topk, hot_pages=hot_pages, backends={
-            op: c.name for op, c in registry.select(probe(where.DEVICE), ops=registry.HOSTING).items()}),
+            op: c.name for op, c in registry.choose(probe(where.DEVICE), ops=registry.HOSTING).items()}),
         hbm_pages=hbm_pages, dram_pages=dram_pages, step_tokens=step_tokens, overlap=overlap,
         hot_pages=hot_pages, always_hosted=hot_tokens > 0)
     for rank in engine.ex._ranks:

@@ -15,7 +15,7 @@ import pytest
 from late_copies import Latest, Shuffled
 
 from penstock.kernels.platform import probe
-from penstock.kernels.registry import DENSE, OPS, select
+from penstock.kernels.registry import DENSE, OPS, choose
 
 sys.path.insert(0, str(Path(__file__).parent))
 demo_reference = importlib.import_module("demo_reference")
@@ -154,7 +154,7 @@ def test_pauses_with_every_page_size(demo, reference, prompts, lateness, page_si
 @pytest.mark.parametrize("choice", [f"{op}={name}" for op in DENSE for name in OPS[op].names])
 def test_every_back_end(demo, reference, prompts, choice, every):
     op, _, name = choice.partition("=")
-    if any(name == skipped for skipped, _ in select(probe())[op].skipped):
+    if any(name == skipped for skipped, _ in choose(probe())[op].skipped):
         pytest.skip("cannot run here")
     engine = demo.engine(max_num_seqs=40, step_tokens=47, dram_bytes="100M", pause_every=5,
                          backends=[choice])

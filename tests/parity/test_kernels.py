@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from penstock.kernels.attention.paged_attention import AttentionSpec, store
+from penstock.kernels.attention.paged_attention import AttentionSpec, write_kv
 from penstock.kernels.cases import Case, cases_of, sets_differ
 from penstock.kernels.op import DEVICES, Op, Unusable, WrongResult
 from penstock.kernels.platform import KernelError, probe
@@ -109,7 +109,7 @@ def test_store_writes_its_slots_and_no_other(dtype):
     qkv = torch.randn(4, 6, dim).to(device, dtype)
     slots = [(0, 2), (4, 2), (0, 0), (3, 0)]
     page_T, offset_T = (x.contiguous() for x in torch.tensor(slots, device=device).T)
-    store(qkv[:, 2:4], qkv[:, 4:], pools[:, 1, :, 0], pools[:, 1, :, 1], page_T, offset_T)
+    write_kv(qkv[:, 2:4], qkv[:, 4:], pools[:, 1, :, 0], pools[:, 1, :, 1], page_T, offset_T)
     want = torch.full(pools.shape, 7.0, dtype=dtype, device=device)
     for token, (page, offset) in enumerate(slots):
         for plane in (0, 1):

@@ -43,7 +43,7 @@ class OneByOne:
         return self.pages[:, i, :, 0], self.pages[:, i, :, 1]
 
     def __call__(self, i, q, kv, chosen=None):
-        paged_attention.store(kv[:, 0], kv[:, 1], *self.pools(i), self.layout.page_T, self.layout.offset_T)
+        paged_attention.write_kv(kv[:, 0], kv[:, 1], *self.pools(i), self.layout.page_T, self.layout.offset_T)
         return self.run(q, *self.pools(i))
 
 

@@ -36,12 +36,12 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
          dict(GROUP=4, GROUP_PAD=16, BLOCK=64, PARTS=4, EXACT=False, **PAGED), 4, 5)],
     ("attention.paged_attention.triton_decode", "join_parts"): [
         (dict(part=F32, peak=F32, out=BF16), dict(DIM=80, DIM_PAD=128, PARTS=3, PARTS_PAD=4), 1, 3)],
-    ("attention.paged_attention.triton_decode", "store_rows"): [
+    ("attention.paged_attention.triton_decode", "write_rows"): [
         (dict(k_new=BF16, v_new=BF16, k=BF16, v=BF16, table=I32, row_T=I32, position_T=I32,
               new_token="i32", new_head="i32", kv_page="i64", kv_head="i32", kv_token="i32",
               table_row="i32"),
          dict(HEADS=8, HEADS_PAD=8, **PAGED), 4, 3)],
-    ("attention.paged_attention.triton_chunk", "store_slots"): [
+    ("attention.paged_attention.triton_chunk", "write_slots"): [
         (dict(k_new=BF16, v_new=BF16, k=BF16, v=BF16, page_T=I64, offset_T=I64, new_token="i32",
               new_head="i32", kv_page="i64", kv_head="i32", kv_token="i32"),
          dict(HEADS=8, HEADS_PAD=8, DIM=128, DIM_PAD=128), 4, 3)],
@@ -49,7 +49,7 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
         (dict(host=BF16, pool=BF16, miss=I32, num=I32, entries="i32", h_page="i32", h_head="i32",
               h_plane="i32", p_page="i32", p_head="i32", p_plane="i32", WORDS="i32"),
          dict(WORD="int64", HOST_UNITS=2, POOL_UNITS=2, PLANES=2, WORDS_PAD=256, LINES=8), 4, 3)],
-    ("kv.store.triton_places", "store_tokens"): [
+    ("kv.write_kv.triton_places", "write_tokens"): [
         (dict(x0=BF16, x1=BF16, device=BF16, host=BF16, bounds=BF16, device_T="*i64", host_T="*i64",
               bounds_T="*i64", row_T=I32, position_T=I32, hot_slot=I32, hot_page=I32, UNITS="i32",
               HOT_PAGES="i32", x_token="i32", x_head="i32",

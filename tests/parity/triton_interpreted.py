@@ -47,8 +47,8 @@ def attention() -> None:
         position_T = torch.cat([torch.arange(n) for n in contexts]).int()
         row_T, position_T = torch.cat((row_T, row_T[:1])), torch.cat((position_T, position_T[:1] - 1))
         padded = torch.cat((qkv, qkv[:1]))                  # its last token has position -1
-        triton_decode.store(padded[:, 1:kv_heads + 1], padded[:, kv_heads + 1:], k, v, table, row_T,
-                            position_T)
+        triton_decode.write_kv(padded[:, 1:kv_heads + 1], padded[:, kv_heads + 1:], k, v, table, row_T,
+                               position_T)
         assert pool[:, 0].isnan().all()
         q = torch.randn(len(contexts), kv_heads * group + 1, dim).to(dtype)[:, 1:]
         starts = [sum(contexts[:i]) for i in range(len(contexts))]
@@ -69,7 +69,7 @@ def chunks() -> None:
         pool = torch.full((20, 2, heads, 2, size, dim), float("nan")).to(dtype)
         k, v, pages = pool[:, 1, :, 0], pool[:, 1, :, 1], torch.randperm(20).int()
         new, at = torch.randn(37, 2 * heads + 1, dim).to(dtype)[:, 1:], torch.arange(37)
-        triton_chunk.store(new[:, :heads], new[:, heads:], k, v, pages[at // size].long(), at % size)
+        triton_chunk.write_kv(new[:, :heads], new[:, heads:], k, v, pages[at // size].long(), at % size)
         assert pool[:, 0].isnan().all() and int(pool.isfinite().sum()) == new.numel()
 
 
@@ -109,9 +109,9 @@ def hosted() -> None:
     from penstock.kernels.cases import cases_of
     from penstock.kernels.choose.select import triton_bounds
 
-    for name in ("store", "resolve", "sparse_attention", "sparse_attention", "select", "select"):
+    for name in ("write_kv", "resolve", "sparse_attention", "sparse_attention", "select", "select"):
         op = registry.OPS[name]
-        for case in cases_of(op)[1::5 if name == "store" else 4]:       # a device runs all of them
+        for case in cases_of(op)[1::5 if name == "write_kv" else 4]:       # a device runs all of them
             products = name in ("select", "sparse_attention")
             if products and (case.name.startswith("bfloat16") or "-long-" in case.name):
                 continue

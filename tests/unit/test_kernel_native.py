@@ -153,11 +153,11 @@ def test_without_a_compiler_torch_runs_the_ops_and_the_line_says_so(monkeypatch)
     monkeypatch.setattr(native.shutil, "which", lambda name: None)
     monkeypatch.setattr(native, "_loaded", {})
     here = Platform(device="cpu", features=("avx2",), torch="0")
-    choice = registry.select(here)["paged_attention"]
+    choice = registry.choose(here)["paged_attention"]
     assert choice.name == "sdpa"
     assert dict(choice.skipped)["native"] == "no C compiler (cc, gcc, clang)"
     with pytest.raises(KernelError, match="paged_attention=native cannot run here: no C compiler"):
-        registry.select(here, {"paged_attention": "native"})
+        registry.choose(here, {"paged_attention": "native"})
 
 
 def test_a_gpu_that_triton_cannot_reach_is_told_with_what_it_needs(monkeypatch):

@@ -34,19 +34,19 @@ def two(monkeypatch):
 
 
 def test_what_will_not_run_is_not_probed(two):
-    assert registry.select(HERE, ops=()) == {}
+    assert registry.choose(HERE, ops=()) == {}
     with pytest.raises(KernelError, match="no op 'act'"):
-        registry.select(HERE, {"act": "reference"}, ops=())
+        registry.choose(HERE, {"act": "reference"}, ops=())
 
 
 def test_first_usable_is_chosen_and_the_line_says_why(two):
-    choice = registry.select(HERE)["act"]
+    choice = registry.choose(HERE)["act"]
     assert choice.name == "slow"
     assert str(choice) == "act: slow (avx2); fast skipped: it is missing; reference usable"
 
 
 def test_a_requested_name_wins(two):
-    choice = registry.select(HERE, {"act": "reference"})["act"]
+    choice = registry.choose(HERE, {"act": "reference"})["act"]
     assert (choice.name, choice.reason) == ("reference", "avx2, requested")
 
 
@@ -57,11 +57,11 @@ def test_a_requested_name_wins(two):
 ])
 def test_a_request_that_cannot_be_met_is_an_error(two, requested, said):
     with pytest.raises(KernelError, match=f"^{said}$"):
-        registry.select(HERE, requested)
+        registry.choose(HERE, requested)
 
 
 def test_every_op_has_a_choice_on_this_machine():
-    choices = registry.select(probe())
+    choices = registry.choose(probe())
     assert set(choices) == set(registry.OPS)
     for name, choice in choices.items():
         assert choice.name in registry.OPS[name].names and choice.reason
@@ -69,7 +69,7 @@ def test_every_op_has_a_choice_on_this_machine():
 
 def test_reference_alone_when_nothing_else_is_asked():
     requested = dict.fromkeys(registry.OPS, "reference")
-    assert {c.name for c in registry.select(probe(), requested).values()} == {"reference"}
+    assert {c.name for c in registry.choose(probe(), requested).values()} == {"reference"}
 
 
 def test_probe_refuses_a_device_without_kernels():

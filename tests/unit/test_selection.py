@@ -12,7 +12,7 @@ from penstock.kernels.choose.resolve.cases import empty
 from penstock.kernels.choose.select import SelectRule
 from penstock.kernels.choose.select.cases import make
 from penstock.kernels.choose.select.reference import least_and_most, scores
-from penstock.kernels.kv.store import StoreAt
+from penstock.kernels.kv.write_kv import WriteAt
 from penstock.kernels.op import Unusable
 from penstock.kernels.platform import probe
 from penstock.kernels.registry import OPS
@@ -195,6 +195,6 @@ def test_a_map_of_an_earlier_hot_buffer_is_noticed_and_not_followed(backend):
                                    torch.ones(1, **i32), page_units=2)
     pool, none = torch.zeros(6, 1, 1, 4, 8), torch.tensor([-1])
     with pytest.raises(AssertionError, match="hot in a page that the row does not have"):
-        usable("store", backend)([torch.ones(1, 1, 8)], StoreAt(
+        usable("write_kv", backend)([torch.ones(1, 1, 8)], WriteAt(
             none, none, none, row, torch.tensor([3], **i32), 2), pool, None, hot)
     assert pool.count_nonzero() == 0

@@ -9,7 +9,7 @@ from penstock.core.kv.prefix_tree import Copy, Node, TierGroup
 from penstock.core.lifecycle import ACTIVE, Lease, Phase, Place
 from penstock.core.pair.bridge import Pairing
 from penstock.core.pair.decode_side import DecodeSide
-from penstock.core.pair.prefill_side import Stage
+from penstock.core.pair.prefill_side import SendState
 from penstock.core.plan import PeerId, Tier
 from penstock.core.policy.reclaim import PREEMPTIONS_MAX
 from penstock.core.request import Request
@@ -177,5 +177,5 @@ def _pair(core: CoreState, pair: Pairing) -> None:
             assert waits or receiving.closing, f"transfer {transfer}: its Cancel was forgotten"
         return
     for transfer, sending in side.table.items():
-        assert (sending.stage is not Stage.DRAINING) == (transfer in pair.requests), (
+        assert (sending.state is not SendState.DRAINING) == (transfer in pair.requests), (
             f"transfer {transfer}: its end was not told")

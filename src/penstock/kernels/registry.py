@@ -19,18 +19,18 @@ from penstock.kernels.choose import index_select, resolve
 from penstock.kernels.choose import select as unit_select
 from penstock.kernels.fused import layer
 from penstock.kernels.gemm import experts, linear, scaled_linear
-from penstock.kernels.kv import gather, store
+from penstock.kernels.kv import gather, write_kv
 from penstock.kernels.op import Op, Unusable
 from penstock.kernels.platform import KernelError, Platform
 from penstock.kernels.sample import draw
 
 OPS: dict[str, Op[Any]] = {op.name: op for op in (
-    linear.OP, paged_attention.OP, layer.OP, store.OP, unit_select.OP, resolve.OP, gather.OP,
+    linear.OP, paged_attention.OP, layer.OP, write_kv.OP, unit_select.OP, resolve.OP, gather.OP,
     sparse_attention.OP, merge.OP, chunk_attention.OP, index_select.OP, latent_attention.OP,
     scaled_linear.OP, experts.OP, draw.OP)}
 DENSE = ("linear", "paged_attention", "layer")      # what an engine needs that selects nothing
-HOSTING = ("store", "resolve", "gather")            # beside its own: a model that chooses its tokens itself
-SELECTING = ("store", "select", "resolve", "gather", "sparse_attention", "merge", "chunk_attention")
+HOSTING = ("write_kv", "resolve", "gather")         # beside its own: a model that chooses its tokens itself
+SELECTING = ("write_kv", "select", "resolve", "gather", "sparse_attention", "merge", "chunk_attention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Choice:
         return "; ".join(parts)
 
 
-def select(platform: Platform, requested: Mapping[str, str] | None = None,
+def choose(platform: Platform, requested: Mapping[str, str] | None = None,
            ops: Sequence[str] | None = None) -> dict[str, Choice]:
     """One choice for each of `ops`: the requested name, else the first implementation that is usable.
 
@@ -64,10 +64,10 @@ def select(platform: Platform, requested: Mapping[str, str] | None = None,
         if op not in ops:
             raise KernelError(f"there is no op {op!r} to choose an implementation for: "
                               f"use one of {', '.join(ops)}")
-    return {name: _choose(OPS[name], platform, requested.get(name)) for name in ops}
+    return {name: _chosen(OPS[name], platform, requested.get(name)) for name in ops}
 
 
-def _choose(op: Op[Any], platform: Platform, wanted: str | None) -> Choice:
+def _chosen(op: Op[Any], platform: Platform, wanted: str | None) -> Choice:
     if wanted is not None:
         op.get(wanted)
     reasons: dict[str, str] = {}

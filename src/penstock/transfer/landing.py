@@ -15,7 +15,7 @@ from penstock.core.plan import Move, Tier
 from penstock.transfer.codec import PageFrame, checksum
 from penstock.transfer.facts import Facts, GroupFacts
 from penstock.transfer.layout import Piece, Progress, spans, whole_units
-from penstock.transfer.pages import Pages
+from penstock.transfer.pages import PageBytes
 
 
 def place(group: GroupFacts, move_first: int, pages: Sequence[int], piece: Piece) -> tuple[int, int]:
@@ -52,7 +52,7 @@ class Landed:
 class Landings:
     """Any thread may call; one epoch at a time is open, and there is none at first."""
 
-    def __init__(self, facts: Facts, pages: Pages) -> None:
+    def __init__(self, facts: Facts, pages: PageBytes) -> None:
         self._facts, self._pages = facts, pages
         self._stages = [spans(stages) for stages in facts.stages]
         self._lock = threading.Lock()

@@ -23,7 +23,7 @@ from penstock.transfer.facts import Facts
 from penstock.transfer.handshake import Unpairable, handshake
 from penstock.transfer.landing import Landings
 from penstock.transfer.messages import Greeting, Said
-from penstock.transfer.pages import Pages
+from penstock.transfer.pages import PageBytes
 from penstock.transfer.session import Counts, Session
 from penstock.transfer.streams import CONNECT_S, LinkSettings, Stream, dial, listen, secure, shut
 
@@ -32,7 +32,8 @@ RETRY_S = (0.05, 1.0)                   # between two calls of the end that dial
 
 
 class PairLink:
-    def __init__(self, settings: LinkSettings, facts: Facts, pages: Pages, wake: Callable[[], None]) -> None:
+    def __init__(self, settings: LinkSettings, facts: Facts, pages: PageBytes,
+                 wake: Callable[[], None]) -> None:
         """Raises ConfigError."""
         settings.check()
         self._settings, self._facts, self._pages = settings, facts, pages

@@ -18,7 +18,7 @@ from penstock.memory.pool import BlockPool
 from penstock.transfer.layout import Piece
 
 
-class Pages(Protocol):
+class PageBytes(Protocol):
     """Where bytes of pages are. Calls come from a link's threads, never two at once for one page."""
 
     def read(self, tier: Tier, group: Group, page: int, piece: Piece, offset: int, out: memoryview) -> None:

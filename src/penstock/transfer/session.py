@@ -20,7 +20,7 @@ from penstock.transfer.handshake import Paired
 from penstock.transfer.landing import Landings, place
 from penstock.transfer.layout import Piece, pieces, rectangles, whole_units
 from penstock.transfer.messages import Beat, Greeting, Said
-from penstock.transfer.pages import Pages
+from penstock.transfer.pages import PageBytes
 from penstock.transfer.streams import Stream
 
 
@@ -50,7 +50,7 @@ class _Push:
 class Session:
     """`run` in a thread of its own; everything else from any thread."""
 
-    def __init__(self, stream: Stream, paired: Paired, facts: Facts, pages: Pages, landings: Landings,
+    def __init__(self, stream: Stream, paired: Paired, facts: Facts, pages: PageBytes, landings: Landings,
                  events: Events, counts: Counts, silence_s: float) -> None:
         self.epoch, self.engine = paired.epoch, paired.engine
         self._stream, self._paired, self._facts, self._pages = stream, paired, facts, pages

@@ -18,7 +18,7 @@ from penstock.core.pair import protocol
 from penstock.core.pair.bridge import Pairing
 from penstock.core.pair.decode_side import DecodeSide, Receiving
 from penstock.core.pair.messages import Cancel, Grant, Reason
-from penstock.core.pair.prefill_side import PrefillSide, Sending, Stage
+from penstock.core.pair.prefill_side import PrefillSide, Sending, SendState
 from penstock.core.plan import ONE_PEER, PeerLeft, Say
 from penstock.core.policy import reclaim
 from penstock.core.request import Request
@@ -78,7 +78,7 @@ def cancel_frees_at_once(real: Real, side: DecodeSide, transfer: int) -> list[pr
 @wrong(PrefillSide, "_end_if_idle")
 def ack_before_the_last_write(real: Real, side: PrefillSide, s: Sending) -> None:
     """Drained is sent while pushes are in flight."""
-    flying, s.flying = s.flying, 0 if s.stage is Stage.DRAINING else s.flying
+    flying, s.flying = s.flying, 0 if s.state is SendState.DRAINING else s.flying
     real(side, s)
     s.flying = flying
 
@@ -93,7 +93,7 @@ def no_ack_for_an_unknown_transfer(real: Real, side: PrefillSide, m: Grant) -> N
 @wrong(PrefillSide, "_cancel", 200)
 def ack_for_what_goes_on(real: Real, side: PrefillSide, m: Cancel) -> None:
     """It is acked, and the request is not ended: its pushes begin later."""
-    if (s := side.table.get(m.transfer)) is None or s.stage is not Stage.PUSHING:
+    if (s := side.table.get(m.transfer)) is None or s.state is not SendState.PUSHING:
         real(side, m)
     elif not s.flying:
         side._drained(m.transfer, m.generation, Reason.CANCELLED)

@@ -105,7 +105,7 @@ def _leasts() -> str:
 
 # What a captured step runs kernels of its own for.
 _CAPTURED = frozenset(f"{op}=reference" for op in (
-    "paged_attention", "store", "select", "resolve", "gather", "sparse_attention"))
+    "paged_attention", "write_kv", "select", "resolve", "gather", "sparse_attention"))
 
 
 def _mode(config: Config) -> str:

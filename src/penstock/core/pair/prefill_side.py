@@ -13,7 +13,7 @@ from penstock.core.pair.messages import Cancel, Drained, End, Grant, Message, Re
 from penstock.core.pair.protocol import Granted, Report, Sent, Side, Withdrawn
 
 
-class Stage(Enum):
+class SendState(Enum):
     WAITING = "waiting"    # our copy of the request waits for its Grant
     PUSHING = "pushing"    # pushes may begin
     DRAINING = "draining"  # it will fail; pushes are in flight
@@ -25,7 +25,7 @@ class Sending:
     """One transfer, as the prefill engine knows it."""
 
     transfer: int
-    stage: Stage = Stage.WAITING
+    state: SendState = SendState.WAITING
     generation: int = 0
     tokens: int = 0
     flying: int = 0                            # pushes begun and not ended
@@ -52,10 +52,10 @@ class PrefillSide(Side):
     def refuse(self, transfer: int, reason: int = Reason.REFUSED) -> list[Report]:
         """Our copy has ended without success, whoever wanted that: tell the decode side (rule 5)."""
         s = self.table.get(transfer)
-        if s is not None and s.stage is Stage.WAITING:
+        if s is not None and s.state is SendState.WAITING:
             del self.table[transfer]
             self.outbox.append(Refused(transfer, 0, reason))
-        elif s is not None and s.stage is Stage.PUSHING:
+        elif s is not None and s.state is SendState.PUSHING:
             self._close(s, reason)
         return self._told()
 
@@ -78,7 +78,7 @@ class PrefillSide(Side):
         """No byte of this push will move any more."""
         s = self.pushes.pop(push)
         s.flying -= 1
-        if not ok and s.stage is Stage.PUSHING:
+        if not ok and s.state is SendState.PUSHING:
             self._out.append(Withdrawn(s.transfer, Reason.FAILED))
             self._close(s, Reason.FAILED)
         else:
@@ -88,9 +88,9 @@ class PrefillSide(Side):
     def _lost(self) -> None:
         """Nobody waits for our answers. Pushes end, for us, when they are said to."""
         for s in self.table.values():
-            if s.stage is not Stage.DRAINING:
+            if s.state is not SendState.DRAINING:
                 self._out.append(Withdrawn(s.transfer, Reason.LOST))
-            s.stage = Stage.LOST
+            s.state = SendState.LOST
         self.table.clear()
 
     # ---------------------------------------------------------------- messages
@@ -107,10 +107,10 @@ class PrefillSide(Side):
         s = self.table.get(m.transfer)
         if s is None:
             self._drained(m.transfer, m.generation, Reason.UNKNOWN)
-        elif s.stage is not Stage.WAITING:
+        elif s.state is not SendState.WAITING:
             self._ignore("granted")            # our peer breaks its rule
         else:
-            s.stage, s.generation, s.tokens = Stage.PUSHING, m.generation, m.tokens
+            s.state, s.generation, s.tokens = SendState.PUSHING, m.generation, m.tokens
             self._out.append(Granted(m.transfer, m.generation, m.tokens, m.start))
 
     def _cancel(self, m: Cancel) -> None:
@@ -119,17 +119,17 @@ class PrefillSide(Side):
             self._drained(m.transfer, m.generation, Reason.CANCELLED)
         elif s.generation != m.generation:
             self._ignore("generation")
-        elif s.stage is Stage.DRAINING:
+        elif s.state is SendState.DRAINING:
             self._ignore("draining")           # it is told when the last push has ended
         else:
             self._out.append(Withdrawn(m.transfer, Reason.CANCELLED))
-            s.stage, s.reason = Stage.DRAINING, Reason.CANCELLED
+            s.state, s.reason = SendState.DRAINING, Reason.CANCELLED
             self._end_if_idle(s)
 
-    # ---------------------------------------------------------------- stages
+    # ---------------------------------------------------------------- states
     def _close(self, s: Sending, reason: int) -> None:
         """It fails on our side: say so at once, and that it has ended when it has."""
-        s.stage, s.reason = Stage.DRAINING, reason
+        s.state, s.reason = SendState.DRAINING, reason
         self.outbox.append(Refused(s.transfer, s.generation, reason))
         self._end_if_idle(s)
 
@@ -137,10 +137,10 @@ class PrefillSide(Side):
         """With the last push ended, a transfer that has to end does."""
         if s.flying:
             return
-        if s.stage is Stage.DRAINING:
+        if s.state is SendState.DRAINING:
             del self.table[s.transfer]
             self._drained(s.transfer, s.generation, s.reason)
-        elif s.stage is Stage.PUSHING and s.end is not None:
+        elif s.state is SendState.PUSHING and s.end is not None:
             del self.table[s.transfer]
             self.outbox.append(s.end)
             self._out.append(Sent(s.transfer, s.generation))
@@ -151,6 +151,6 @@ class PrefillSide(Side):
 
     def _pushing(self, transfer: int) -> Sending:
         s = self.table[transfer]
-        assert s.stage is Stage.PUSHING
+        assert s.state is SendState.PUSHING
         assert s.end is None, "finished: no push may follow"
         return s

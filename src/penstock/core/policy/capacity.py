@@ -97,31 +97,31 @@ def ways_in(core: CoreState, r: Request) -> tuple[Trigger, ...]:
     return (device, host)
 
 
-Pages: TypeAlias = tuple[list[int], list[int]]           # of each group: device, host
+PageCounts: TypeAlias = tuple[list[int], list[int]]           # of each group: device, host
 
 
-def _at_end(core: CoreState, r: Request, place: Place) -> Pages:
+def _at_end(core: CoreState, r: Request, place: Place) -> PageCounts:
     """What `r` needs in `place` when its last position is computed."""
     if place not in r.at_end:
         r.at_end[place] = needs(core.cfg, place, r.num_prompt + r.max_new - 1)
     return r.at_end[place]
 
 
-def _add(total: Pages, pages: Pages, times: int = 1) -> None:
+def _add(total: PageCounts, pages: PageCounts, times: int = 1) -> None:
     for column, more in zip(total, pages, strict=True):
         for g, n in enumerate(more):
             column[g] += times * n
 
 
-def _demand(core: CoreState) -> Pages:
+def _demand(core: CoreState) -> PageCounts:
     """What all that run need at their ends, where they are now."""
-    total: Pages = [0] * len(core.cfg.groups), [0] * len(core.cfg.groups)
+    total: PageCounts = [0] * len(core.cfg.groups), [0] * len(core.cfg.groups)
     for r in core.running:
         _add(total, _at_end(core, r, r.place))
     return total
 
 
-def _all_fit(core: CoreState, total: Pages) -> bool:
+def _all_fit(core: CoreState, total: PageCounts) -> bool:
     device, host = total
     return _total(core.cfg, core.kv.arenas[Tier.HBM], device, _pushed(core, Tier.HBM)) and (
         not any(host) or _total(core.cfg, core.kv.arenas[Tier.DRAM], host,

@@ -166,9 +166,9 @@ class PagedDecode:
         self._cut: Tuning = triton_decode.tuning(len(row_B), spec.num_kv_heads,
                                                  table_RM.shape[1] * page_size, processors)
 
-    def store(self, k_BKH: Tensor, v_BKH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor) -> None:
+    def write_kv(self, k_BKH: Tensor, v_BKH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor) -> None:
         from penstock.kernels.attention.paged_attention import triton_decode
-        triton_decode.store(k_BKH, v_BKH, k_PKGH, v_PKGH, self._table_RM, self._row_B, self._position_B)
+        triton_decode.write_kv(k_BKH, v_BKH, k_PKGH, v_PKGH, self._table_RM, self._row_B, self._position_B)
 
     def __call__(self, q_BNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor) -> Tensor:
         from penstock.kernels.attention.paged_attention import triton_decode
@@ -203,7 +203,7 @@ class _Attend:
                  chosen_TS: Tensor | None = None) -> Tensor:
         assert chosen_TS is None, "KV heads are attended to as a whole here"
         group, k_PKGH, v_PKGH = self._grouped.places[layer]
-        self._decodes[group].store(kv_TCKH[:, 0], kv_TCKH[:, 1], k_PKGH, v_PKGH)
+        self._decodes[group].write_kv(kv_TCKH[:, 0], kv_TCKH[:, 1], k_PKGH, v_PKGH)
         return self._decodes[group](q_TNH, k_PKGH, v_PKGH)
 
     def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:

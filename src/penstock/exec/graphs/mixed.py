@@ -136,8 +136,8 @@ class _Mixed:
         assert chosen_TS is None, "KV heads are attended to as a whole here"
         group, k_PKGH, v_PKGH = self._grouped.places[layer]
         given, spec, table_RM = self._given, self._grouped.specs[group], self._tables[group]
-        self._triton.store(kv_TCKH[:, 0], kv_TCKH[:, 1], k_PKGH, v_PKGH, table_RM, given.row_T,
-                           given.position_T)
+        self._triton.write_kv(kv_TCKH[:, 0], kv_TCKH[:, 1], k_PKGH, v_PKGH, table_RM, given.row_T,
+                              given.position_T)
         decode_DNH = self._triton.decode(q_TNH[given.at_D.long()], k_PKGH, v_PKGH, table_RM, given.row_D,
                                          given.context_D, scale=spec.scale, cut=self._cut[group])
         pages_BM = self._pages[group]

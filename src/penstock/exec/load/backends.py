@@ -48,7 +48,7 @@ def choose_backends(config: Config, ops: Sequence[str],
     machine.keep_compiled(cache_dir() / "kernels" / "flash-attn-4")
     requested = dict(pair.split("=", 1) for pair in config.device.backends)
     try:
-        choices = registry.select(_platform(config), requested, ops)
+        choices = registry.choose(_platform(config), requested, ops)
     except KernelError as e:
         given = f"--backends {','.join(config.device.backends)}" if requested else (
             f"--device {config.device.device}")

@@ -21,7 +21,7 @@ from penstock.exec.sparse.layers import BoundsSelector, SparseLayers, unit_atten
 from penstock.exec.sparse.prompts import Chunk, HostedPrompts
 from penstock.exec.sparse.rows import HotRows, Selects
 from penstock.exec.step.tables import Lowered, RowTables
-from penstock.kernels.attention.paged_attention import AttentionSpec, Plan, Planner, store
+from penstock.kernels.attention.paged_attention import AttentionSpec, Plan, Planner, write_kv
 from penstock.kernels.choose.select import SelectRule
 from penstock.kernels.types.ragged import Ragged
 from penstock.memory.pool import BlockPool
@@ -110,7 +110,7 @@ class Selecting(Selects):
     def _selects(self, plan: StepPlan, lowered: Lowered) -> _Attend:
         dense, windows, queries = self._split(plan)
         through = [(chunk, self._prompts.windows(chunk)) for chunk in windows]
-        at = self.rows.store_at(lowered, self._bounds)
+        at = self.rows.write_at(lowered, self._bounds)
         ragged = lowered.ragged[0]
         whole = not windows and not queries
         tokens_at = slice(None) if whole else _where(dense, ragged.page_T.device)
@@ -126,7 +126,7 @@ class Selecting(Selects):
                                        [not self._kv.is_resident(r) for r in rows])
 
         def attend(layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
-            self._layers.store(layer, (k_TKH, v_TKH), at)
+            self._layers.write_kv(layer, (k_TKH, v_TKH), at)
             pool_PK2GH = self._device[layer]
             if whole and run is not None:
                 return run(q_TNH, pool_PK2GH[:, :, 0], pool_PK2GH[:, :, 1])
@@ -178,7 +178,7 @@ class _SelectingStep:
             return self._selects(i, q_TNH, k_TKH, v_TKH)
         group, k_PKGH, v_PKGH = self._dense[layer]
         ragged = self._ragged[group]
-        store(k_TKH, v_TKH, k_PKGH, v_PKGH, ragged.page_T, ragged.offset_T)
+        write_kv(k_TKH, v_TKH, k_PKGH, v_PKGH, ragged.page_T, ragged.offset_T)
         return self._plans[group](q_TNH, k_PKGH, v_PKGH)
 
     def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from penstock.exec.graphs.capture import PagedDecode
 from penstock.exec.sparse.layers import BoundsSelector, SparseLayers, SparseStep
-from penstock.exec.step.tables import PageTable
+from penstock.exec.step.tables import GroupTable
 from penstock.kernels.attention.paged_attention import AttentionSpec
 from penstock.kernels.choose.index_select import IndexSelect
-from penstock.kernels.kv.store import StoreAt
+from penstock.kernels.kv.write_kv import WriteAt
 from penstock.memory.hot import HotBuffers
 from penstock.model.base import Attend, LocalLayer
 
@@ -44,7 +44,7 @@ class SelectingDecodes:
     selector: BoundsSelector
     hot: HotBuffers
     specs: Sequence[AttentionSpec]
-    tables: Sequence[PageTable]
+    tables: Sequence[GroupTable]
     local: Mapping[LocalLayer, int]
     dense: Mapping[LocalLayer, tuple[int, Tensor, Tensor]]
     device: Sequence[Tensor]
@@ -65,7 +65,7 @@ class _Attend:
     """`model.base.Attend` of a captured step: its tokens T are the B rows."""
 
     def __init__(self, of: SelectingDecodes, kind: str, row_B: Tensor, position_B: Tensor) -> None:
-        self._of, self._at = of, _store_at(of, row_B, position_B)
+        self._of, self._at = of, _write_at(of, row_B, position_B)
         self._budget_B = of.budget_R[row_B.long()]
         self._selects_B = self._budget_B > 0
         select_B = position_B.where(self._selects_B, -1)
@@ -83,9 +83,9 @@ class _Attend:
         of, k_TKH, v_TKH = self._of, kv_TCKH[:, 0], kv_TCKH[:, 1]
         if (i := of.local.get(layer)) is None:
             group, k_PKGH, v_PKGH = of.dense[layer]
-            self._others[group].store(k_TKH, v_TKH, k_PKGH, v_PKGH)
+            self._others[group].write_kv(k_TKH, v_TKH, k_PKGH, v_PKGH)
             return self._others[group](q_TNH, k_PKGH, v_PKGH)
-        of.layers.store(i, (k_TKH, v_TKH), self._at)
+        of.layers.write_kv(i, (k_TKH, v_TKH), self._at)
         chosen_BKC = of.selector.choose(i, q_TNH, self._step, self._budget_B, of.most)
         out_TNH = of.layers.attend(i, q_TNH, chosen_BKC, self._step)
         if self._whole is None:
@@ -110,7 +110,7 @@ class IndexedDecodes:
 
     layers: SparseLayers
     hot: HotBuffers
-    tables: Sequence[PageTable]
+    tables: Sequence[GroupTable]
     local: Mapping[LocalLayer, int]
     keys: Mapping[LocalLayer, Tensor]
     select: IndexSelect
@@ -131,10 +131,10 @@ class _IndexedAttend:
         self._of, rows, keys = of, of.tables[0], of.tables[-1]
         nowhere_B = torch.full_like(position_B, -1).long()
         row_T = row_B.where(position_B >= 0, -1)
-        self._at = StoreAt(
+        self._at = WriteAt(
             _slots(rows.device_RM, rows.size, row_B, position_B),
             _slots(rows.host_RM, rows.size, row_B, position_B), nowhere_B, row_T, position_B, 1)
-        self._keys_at = StoreAt(_slots(keys.device_RM, keys.size, row_B, position_B), nowhere_B, nowhere_B,
+        self._keys_at = WriteAt(_slots(keys.device_RM, keys.size, row_B, position_B), nowhere_B, nowhere_B,
                                 row_T, position_B, 1)
         self._step = SparseStep(row_B, position_B, (slice(None),), of.hot.tick(1))
 
@@ -142,7 +142,7 @@ class _IndexedAttend:
                  chosen_TS: Tensor | None = None) -> Tensor:
         assert chosen_TS is not None, "nothing has been chosen for this layer"
         i = self._of.local[layer]
-        self._of.layers.store(i, (kv_TCKH[:, 0],), self._at)
+        self._of.layers.write_kv(i, (kv_TCKH[:, 0],), self._at)
         return self._of.layers.attend(i, q_TNH, chosen_TS[:, None], self._step)
 
     def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
@@ -152,10 +152,10 @@ class _IndexedAttend:
                          step.position_B, topk=of.topk)
 
 
-def _store_at(of: SelectingDecodes, row_B: Tensor, position_B: Tensor) -> StoreAt:
+def _write_at(of: SelectingDecodes, row_B: Tensor, position_B: Tensor) -> WriteAt:
     """-1 throughout for padding."""
     kv, bounds = of.tables[0], of.tables[1]
-    return StoreAt(
+    return WriteAt(
         device_T=_slots(kv.device_RM, kv.size, row_B, position_B),
         host_T=_slots(kv.host_RM, kv.size, row_B, position_B),
         bounds_T=_slots(bounds.device_RM, kv.size // of.unit, row_B,

@@ -25,7 +25,7 @@ from penstock.exec.sparse.rows import HotRows, Selects
 from penstock.exec.step.attend import LatentOps, check_pools
 from penstock.exec.step.tables import Lowered, RowTables
 from penstock.kernels.kv import gather
-from penstock.kernels.kv.store import StoreAt
+from penstock.kernels.kv.write_kv import WriteAt
 from penstock.memory.pool import BlockPool
 from penstock.model.base import Attend, CacheShape, LocalLayer, Model
 
@@ -116,9 +116,9 @@ class Indexed(Selects):
 
     def attend(self, layer: LocalLayer, q_TNH: Tensor, row_T1H: Tensor, chosen_TS: Tensor,
                step: SparseStep | None, token_B: Tensor | slice, chunks: Sequence[_Chunk],
-               at: StoreAt) -> Tensor:
+               at: WriteAt) -> Tensor:
         i = self._local[layer]
-        self._layers.store(i, (row_T1H,), at)
+        self._layers.write_kv(i, (row_T1H,), at)
         if not chunks:
             assert step is not None, "a step without tokens"
             return self._layers.attend(i, q_TNH, chosen_TS[:, None], step)
@@ -143,7 +143,7 @@ class Indexed(Selects):
                                 scale=self._shape.scale)[0]
 
     def choose(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor, row_T: Tensor,
-               position_T: Tensor, table_RM: Tensor, at: StoreAt) -> Tensor:
+               position_T: Tensor, table_RM: Tensor, at: WriteAt) -> Tensor:
         keys_P11GJ = self._keys[layer]
         self._layers.put((key_TJ[:, None],), at, keys_P11GJ)
         return self._ops.select(q_TIJ, weight_TI, keys_P11GJ[:, 0, 0], table_RM, row_T, position_T,
@@ -157,13 +157,13 @@ class _IndexedStep:
                  chunks: Sequence[_Chunk]) -> None:
         self._indexed, self._chunks = indexed, chunks
         self._step, self._token_B = step, token_B
-        self._at, self._row_T = indexed.rows.store_at(lowered), lowered.row_T.int()
+        self._at, self._row_T = indexed.rows.write_at(lowered), lowered.row_T.int()
         self._position_T = lowered.positions_T.int()
         ragged = lowered.ragged[-1]
         # Only pages that the step sees: scores are as wide as the table.
         self._table_RM = ragged.pages_RM[:, :-(-max(ragged.context) // ragged.page_size)]
         nowhere_T = torch.full_like(ragged.page_T, -1)
-        self._keys_at = StoreAt(ragged.page_T * ragged.page_size + ragged.offset_T, nowhere_T, nowhere_T,
+        self._keys_at = WriteAt(ragged.page_T * ragged.page_size + ragged.offset_T, nowhere_T, nowhere_T,
                                 nowhere_T.int(), self._position_T, 1)
 
     def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,

@@ -21,8 +21,8 @@ from penstock.kernels.attention.latent_attention import LatentAttention
 from penstock.kernels.choose import resolve
 from penstock.kernels.choose import select as selection
 from penstock.kernels.choose.select import SelectRule
-from penstock.kernels.kv import gather, store
-from penstock.kernels.kv.store import StoreAt
+from penstock.kernels.kv import gather, write_kv
+from penstock.kernels.kv.write_kv import WriteAt
 from penstock.memory.hot import HotBuffers
 
 # attend(q_BNH, pool [P, K, planes, G, H], chosen_BKC, slot_BKC, position_B) -> out_BNH: over units that have
@@ -54,7 +54,7 @@ class SparseLayers:
     device_RP, host_RP   int32 tables of the rows: pool indices, -1 for none. Read anew in every call:
                    whoever owns them changes them between steps
     unit           tokens that are chosen together
-    backends       op -> name of its implementation: of store, resolve and gather
+    backends       op -> name of its implementation: of write_kv, resolve and gather
     """
 
     def __init__(self, attend: UnitAttention, *, unit: int, device: Sequence[Tensor],
@@ -65,7 +65,7 @@ class SparseLayers:
         self._device_RP, self._host_RP = device_RP, host_RP
         # A stage whose layers all read everything has none that select.
         self._page_units = device[0].shape[3] // unit if device else 1
-        self._store = store.OP.use(backends["store"])
+        self._write_kv = write_kv.OP.use(backends["write_kv"])
         self._resolve = resolve.OP.use(backends["resolve"])
         self._gather = gather.OP.use(backends["gather"])
 
@@ -79,15 +79,15 @@ class SparseLayers:
         rounds = tuple(_index(queries, device) for queries in _rounds(rows, hosted))
         return SparseStep(row_B, position_B, rounds, self._hot.tick(len(rounds)))
 
-    def store(self, layer: int, values: Sequence[Tensor], at: StoreAt) -> None:
+    def write_kv(self, layer: int, values: Sequence[Tensor], at: WriteAt) -> None:
         """Write a step's new rows, of all its tokens, to every copy; before any `attend` of the layer."""
-        self._store(values, at, self._device[layer], self._host[layer] if self._host else None,
-                    self._hot.layers[layer] if self._hot.hot_pages else None,
-                    self._bounds[layer] if self._bounds else None)
+        self._write_kv(values, at, self._device[layer], self._host[layer] if self._host else None,
+                       self._hot.layers[layer] if self._hot.hot_pages else None,
+                       self._bounds[layer] if self._bounds else None)
 
-    def put(self, values: Sequence[Tensor], at: StoreAt, device: Tensor) -> None:
+    def put(self, values: Sequence[Tensor], at: WriteAt, device: Tensor) -> None:
         """Write a step's new rows to pages that stay on the device."""
-        self._store(values, at, device)
+        self._write_kv(values, at, device)
 
     def attend(self, layer: int, q_BNH: Tensor, chosen_BKC: Tensor, step: SparseStep) -> Tensor:
         """out_BNH: each query over what was chosen for it. Brings what it misses into the rows' hot

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.exec.sparse.rows import HotRows
-from penstock.exec.step.tables import PageTable
+from penstock.exec.step.tables import GroupTable
 from penstock.kernels.attention import chunk_attention, merge
 from penstock.kernels.kv import gather
 
@@ -57,7 +57,7 @@ class HostedPrompts:
     backends       op -> name of its implementation: of chunk_attention, gather and merge
     """
 
-    def __init__(self, kv: PageTable, rows: HotRows, device: Sequence[Tensor], host: Sequence[Tensor], *,
+    def __init__(self, kv: GroupTable, rows: HotRows, device: Sequence[Tensor], host: Sequence[Tensor], *,
                  num_kv_heads: int, scale: float, backends: Mapping[str, str]) -> None:
         self._kv, self._rows, self._device, self._host = kv, rows, device, host
         self._num_kv_heads, self._scale = num_kv_heads, scale

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from penstock.core.plan import Bind, RequestId
 from penstock.exec.step.attend import Attending, Reads
-from penstock.exec.step.tables import Lowered, PageTable, RowTables
-from penstock.kernels.kv.store import StoreAt
+from penstock.exec.step.tables import GroupTable, Lowered, RowTables
+from penstock.kernels.kv.write_kv import WriteAt
 from penstock.memory.hot import HotBuffers
 from penstock.memory.pool import BlockPool
 
@@ -141,7 +141,7 @@ class HotRows:
             out[f"host_rows_read_total{at}"] = named["hot_misses"] * self._unit + pages * self._page_rows
         return out
 
-    def store_at(self, lowered: Lowered, bounds: PageTable | None = None) -> StoreAt:
+    def write_at(self, lowered: Lowered, bounds: GroupTable | None = None) -> WriteAt:
         """Where the tokens of a step go, and the bounds of their units if there is a group of them."""
         ragged, row_T, unit = lowered.ragged[0], lowered.row_T, self._unit
         size = ragged.page_size
@@ -151,7 +151,7 @@ class HotRows:
         def slots(page_T: Tensor, size: int, offset_T: Tensor) -> Tensor:
             return torch.where(page_T < 0, -1, page_T.long() * size + offset_T)
         host_RM = self._tables.groups[0].host_RM
-        return StoreAt(
+        return WriteAt(
             device_T=slots(ragged.page_T, size, offset_T),
             host_T=nowhere_T if host_RM is None else slots(host_RM[row_T, page_T], size, offset_T),
             bounds_T=nowhere_T if bounds is None else

@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.core.plan import Bind, RequestId, StepPlan
 from penstock.exec.step.tables import Lowered, RowTables
 from penstock.kernels.attention.latent_attention import LatentAttention
-from penstock.kernels.attention.paged_attention import AttentionSpec, Plan, Planner, flash, store
+from penstock.kernels.attention.paged_attention import AttentionSpec, Plan, Planner, flash, write_kv
 from penstock.kernels.attention.paged_attention.native import Decodes, Paged
 from penstock.kernels.choose.index_select import IndexSelect
 from penstock.memory.copying import parts_of
@@ -143,7 +143,7 @@ class _GroupedStep:
         assert chosen_TS is None, "KV heads are attended to as a whole here"
         group, k_PKGH, v_PKGH = self._places[layer]
         ragged = self._ragged[group]
-        store(kv_TCKH[:, 0], kv_TCKH[:, 1], k_PKGH, v_PKGH, ragged.page_T, ragged.offset_T)
+        write_kv(kv_TCKH[:, 0], kv_TCKH[:, 1], k_PKGH, v_PKGH, ragged.page_T, ragged.offset_T)
         return self._plans[group](q_TNH, k_PKGH, v_PKGH)
 
     def paged(self) -> Paged | None:

@@ -40,7 +40,7 @@ class Lowered:
     sample_at_B: Tensor
 
 
-class PageTable:
+class GroupTable:
     """The pages of one cache group: entry [r, i] of `device_RM` and of `host_RM`, int32, is the index
     of page i of row r in that tier's pool (its id less the pool's base), or NONE. `host_RM` is None
     without a host pool."""
@@ -110,7 +110,7 @@ class RowTables:
                  device: torch.device | str = "cpu") -> None:
         """Pools by cache group; `host_pools` may be empty. max_len: tokens of the longest row."""
         hosts: Sequence[Pool | None] = host_pools or [None] * len(device_pools)
-        self.groups = tuple(PageTable(rows, max_len, pool, host, device)
+        self.groups = tuple(GroupTable(rows, max_len, pool, host, device)
                             for pool, host in zip(device_pools, hosts, strict=True))
         self._rows, self._base, self._device = rows, base, device
         # One more than there are rows: what a captured step samples for padding goes there.

@@ -17,7 +17,7 @@ DEVICE, HITS, MISSES, EVICTIONS = range(4)      # columns of HotLayer.count_RKE
 
 @dataclass(frozen=True, slots=True)
 class HotLayer:
-    """Tensors on the device, changed in place by `resolve`, read by `store`.
+    """Tensors on the device, changed in place by `resolve`, read by `write_kv`.
 
     slot_RKM    int32: hot slot of each unit of the row, -1 if it has none
     unit_RKS    int32: the unit in each slot, -1 if it is free; the inverse of slot_RKM

@@ -76,12 +76,12 @@ def _backends(config: Config | None, device: str) -> Iterator[Finding]:
     from penstock.kernels.op import Unusable
     from penstock.kernels.platform import KernelError, limit
     from penstock.kernels.platform import probe as probe_torch
-    from penstock.kernels.registry import select
+    from penstock.kernels.registry import choose
 
     named = dict(b.split("=") for b in config.device.backends) if config else {}
     limit(config.device.cpu_isa if config else "native")
     try:
-        choices = select(probe_torch(device, cache_dir() / "kernels"), named)
+        choices = choose(probe_torch(device, cache_dir() / "kernels"), named)
         if device == "cuda":
             triton_runs()
     except (KernelError, Unusable) as e:

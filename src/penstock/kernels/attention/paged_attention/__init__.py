@@ -20,7 +20,7 @@ from penstock.kernels.attention.paged_attention.spec import AttentionSpec
 from penstock.kernels.op import DEVICES, Implementation, Op
 from penstock.kernels.types.ragged import Ragged
 
-__all__ = ["OP", "AttentionSpec", "Plan", "Planner", "plan", "store"]
+__all__ = ["OP", "AttentionSpec", "Plan", "Planner", "plan", "write_kv"]
 
 # plan(q_TNH, k_PKGH, v_PKGH) -> out_TNH: one layer's attention for the step it was made for.
 Plan: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -43,7 +43,7 @@ def plan(layout: Ragged, spec: AttentionSpec, *, backend: str) -> Plan:
     q_TNH       f32|bf16, dense in N and H, any stride in T    out_TNH   dtype of q, dense
     k, v_PKGH   dtype of q, dense in H, the same strides: one layer's pools
     Reads       only slots that hold tokens of the row: a NaN anywhere else stays there.
-                Writes nothing. The new tokens' k and v are stored before (`store`).
+                Writes nothing. The new tokens' k and v are stored before (`write_kv`).
     Exact       rows do not influence each other, up to rounding.
     Raises      KernelError for a backend that does not exist.
     Source      PagedAttention, arXiv:2309.06180; plan and run as in FlashInfer, arXiv:2501.01005.
@@ -51,8 +51,8 @@ def plan(layout: Ragged, spec: AttentionSpec, *, backend: str) -> Plan:
     return OP.use(backend)(layout, spec)
 
 
-def store(k_TKH: Tensor, v_TKH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor, page_T: Tensor,
-          offset_T: Tensor) -> None:
+def write_kv(k_TKH: Tensor, v_TKH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor, page_T: Tensor,
+             offset_T: Tensor) -> None:
     """Write each new token's k and v into its slot of one layer's pools.
 
     k_TKH, v_TKH        dtype of the pools, any strides; on a CUDA device the same ones, dense in H
@@ -60,7 +60,7 @@ def store(k_TKH: Tensor, v_TKH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor, page_T: 
     """
     if k_PKGH.is_cuda:
         from penstock.kernels.attention.paged_attention import triton_chunk  # needs Triton
-        triton_chunk.store(k_TKH, v_TKH, k_PKGH, v_PKGH, page_T, offset_T)
+        triton_chunk.write_kv(k_TKH, v_TKH, k_PKGH, v_PKGH, page_T, offset_T)
         return
     k_PKGH[page_T, :, offset_T] = k_TKH
     v_PKGH[page_T, :, offset_T] = v_TKH

@@ -140,7 +140,7 @@ def decode(q_BNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor, table_RP: Tensor, row_
 
 
 @triton.jit
-def store_rows(k_new, v_new, k, v, table, row_T, position_T, new_token, new_head, kv_page, kv_head,
+def write_rows(k_new, v_new, k, v, table, row_T, position_T, new_token, new_head, kv_page, kv_head,
                kv_token, table_row, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, DIM: tl.constexpr,
                DIM_PAD: tl.constexpr, PAGE: tl.constexpr):
     """One new token's k and v into its slot; none for a negative position."""
@@ -158,8 +158,8 @@ def store_rows(k_new, v_new, k, v, table, row_T, position_T, new_token, new_head
         tl.store(v + at, tl.load(v_new + src, mask=own), mask=own)
 
 
-def store(k_TKH: Tensor, v_TKH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor, table_RP: Tensor,
-          row_T: Tensor, position_T: Tensor) -> None:
+def write_kv(k_TKH: Tensor, v_TKH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor, table_RP: Tensor,
+             row_T: Tensor, position_T: Tensor) -> None:
     """Write each new token's k and v into the page that its row's table names for its position.
 
     k, v_TKH   dtype of the pools, dense in H, equal strides      row_T   int32, per token
@@ -168,7 +168,7 @@ def store(k_TKH: Tensor, v_TKH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor, table_RP
     tokens, heads, dim = k_TKH.shape
     assert k_TKH.stride() == v_TKH.stride() and k_PKGH.stride() == v_PKGH.stride(), "k and v lie differently"
     assert k_TKH.stride(2) == 1 and k_PKGH.stride(3) == 1, "head dim must be dense"
-    store_rows[(tokens,)](
+    write_rows[(tokens,)](
         k_TKH, v_TKH, k_PKGH, v_PKGH, table_RP, row_T, position_T, k_TKH.stride(0), k_TKH.stride(1),
         k_PKGH.stride(0), k_PKGH.stride(1), k_PKGH.stride(2), table_RP.stride(0), HEADS=heads,
         HEADS_PAD=triton.next_power_of_2(heads), DIM=dim, DIM_PAD=triton.next_power_of_2(dim),

@@ -1,4 +1,4 @@
-"""store: a step's new rows into every copy of their pages. Contract and implementations.
+"""write_kv: a step's new rows into every copy of their pages. Contract and implementations.
 
     T tokens of the step   P pages   K KV heads   C planes   G page size   H head dim
     S units a page of summaries
@@ -10,17 +10,17 @@ from typing import Protocol
 
 from torch import Tensor
 
-from penstock.kernels.kv.store import native, reference
-from penstock.kernels.kv.store.spec import StoreAt
+from penstock.kernels.kv.write_kv import native, reference
+from penstock.kernels.kv.write_kv.spec import WriteAt
 from penstock.kernels.op import DEVICES, Implementation, Op
 from penstock.kernels.triton.lazy import lazy
 from penstock.kernels.types.hot import HotLayer
 
-__all__ = ["OP", "Store", "StoreAt"]
+__all__ = ["OP", "WriteAt", "WriteKV"]
 
 
-class Store(Protocol):
-    def __call__(self, values: Sequence[Tensor], at: StoreAt, device_PKCGH: Tensor,
+class WriteKV(Protocol):
+    def __call__(self, values: Sequence[Tensor], at: WriteAt, device_PKCGH: Tensor,
                  host_PKCGH: Tensor | None = None, hot: HotLayer | None = None,
                  bounds_PK2SH: Tensor | None = None) -> None:
         """Write each token's rows to its device slot, its host slot and the hot unit that holds its
@@ -41,8 +41,8 @@ class Store(Protocol):
         ...
 
 
-OP: Op[Store] = Op("store", (
-    lazy("cuda", "penstock.kernels.kv.store.triton_places:store"),
-    Implementation("native", native.store, native.probe),
-    Implementation("reference", reference.store, reference.probe, DEVICES),
+OP: Op[WriteKV] = Op("write_kv", (
+    lazy("cuda", "penstock.kernels.kv.write_kv.triton_places:write_kv"),
+    Implementation("native", native.write_kv, native.probe),
+    Implementation("reference", reference.write_kv, reference.probe, DEVICES),
 ))

@@ -1,4 +1,4 @@
-"""Inputs of store: each token has any of the three copies, units are completed in one call or in several.
+"""Inputs of write_kv: each token has any of the three copies, units are completed in one call or in several.
 
 An output is everything that could have been written: both pools and the summaries.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.kernels.cases import Case, Workload
 from penstock.kernels.choose.resolve.cases import empty
 from penstock.kernels.kv.gather.cases import host_memory
-from penstock.kernels.kv.store import Store, StoreAt
+from penstock.kernels.kv.write_kv import WriteAt, WriteKV
 
 
 def cases(device: str = "cpu") -> Iterator[Case]:
@@ -27,7 +27,7 @@ def cases(device: str = "cpu") -> Iterator[Case]:
 
 
 def _run(dtype: torch.dtype, planes: int, heads: int, dim: int, size: int, unit: int, chunk: int,
-         on: str, store: Store) -> Tensor:
+         on: str, write_kv: WriteKV) -> Tensor:
     """Two rows of 62 tokens, `chunk` of each at once: pages on the device, on the host or on both, some
     units of what is on the host alone hot. Pools are the second of two layers'."""
     generator = torch.Generator().manual_seed(size + chunk)
@@ -53,20 +53,20 @@ def _run(dtype: torch.dtype, planes: int, heads: int, dim: int, size: int, unit:
             (table[:, at // size] * size + at % size).where(table[:, at // size] >= 0, -1).flatten()
             for table in (device_RP, host_RP))
         summaries = torch.arange(rows)[:, None] * pages * (size // unit) + at // unit
-        step = StoreAt(device_T.to(on), host_T.to(on), summaries.flatten().to(on),
+        step = WriteAt(device_T.to(on), host_T.to(on), summaries.flatten().to(on),
                        torch.arange(rows).repeat_interleave(len(at)).int().to(on),
                        at.repeat(rows).int().to(on), unit)
-        store([part[:, at, 1:].flatten(0, 1) for part in x], step, device[:, 1], host[:, 1], hot,
-              bounds[:, 1] if planes == 2 else None)
+        write_kv([part[:, at, 1:].flatten(0, 1) for part in x], step, device[:, 1], host[:, 1], hot,
+                 bounds[:, 1] if planes == 2 else None)
     return torch.cat([t.cpu().float().flatten() for t in (device, host, bounds)])
 
 
-def _bytes(on: str, store: Store) -> Tensor:
+def _bytes(on: str, write_kv: WriteKV) -> Tensor:
     """Latent rows as bytes, to the device alone: no other tier, no summaries, one token without a slot."""
     device = torch.ones(3, 1, 1, 4, 656, dtype=torch.uint8, device=on)
     x = (torch.arange(5 * 656) % 251).to(torch.uint8).view(5, 1, 656).to(on)
     none, slots = torch.full((5,), -1, device=on), torch.tensor([9, -1, 3, 0, 7], device=on)
-    store([x], StoreAt(slots, none, none, none.int(), torch.arange(5, device=on).int(), 1), device)
+    write_kv([x], WriteAt(slots, none, none, none.int(), torch.arange(5, device=on).int(), 1), device)
     return device.float()
 
 
@@ -77,10 +77,10 @@ def workloads() -> Iterator[Workload]:
                        tokens * 3 * 2 * 64 * 4 * 4, 0, 12)
 
 
-def _prepare(tokens: int, store: Store) -> Callable[[int], object]:
+def _prepare(tokens: int, write_kv: WriteKV) -> Callable[[int], object]:
     device, host = (torch.zeros(12, 64, 3, 2, 16, 64) for _ in range(2))
     bounds, hot = torch.zeros(12, 64, 3, 2, 2, 64), empty(1, 3, 128, 8, 2)
     k, v = torch.randn(2, tokens, 3, 64).unbind()
     at = torch.arange(tokens)
-    step = StoreAt(at, at, at // 8, torch.zeros(tokens).int(), at.int(), 8)
-    return lambda layer: store((k, v), step, device[layer], host[layer], hot, bounds[layer])
+    step = WriteAt(at, at, at // 8, torch.zeros(tokens).int(), at.int(), 8)
+    return lambda layer: write_kv((k, v), step, device[layer], host[layer], hot, bounds[layer])

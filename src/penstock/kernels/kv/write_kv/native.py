@@ -1,4 +1,4 @@
-"""`store` in C (`store.c`): one call for all copies and planes."""
+"""`write_kv` in C (`write_kv.c`): one call for all copies and planes."""
 from __future__ import annotations
 
 import ctypes
@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.c.build import entry, library
-from penstock.kernels.kv.store.spec import StoreAt
+from penstock.kernels.kv.write_kv.spec import WriteAt
 from penstock.kernels.op import WrongResult
 from penstock.kernels.platform import Platform
 from penstock.kernels.types.hot import HotLayer
 
-_PLANES = 4                             # as in store.c
-_SOURCE = Path(__file__).with_name("store.c")
+_PLANES = 4                             # as in write_kv.c
+_SOURCE = Path(__file__).with_name("write_kv.c")
 
 
-class _Store(ctypes.Structure):
-    """`Store` of store.c."""
+class _WriteKV(ctypes.Structure):
+    """`WriteKV` of write_kv.c."""
 
     _fields_ = (
         ("value", ctypes.c_void_p * _PLANES),
@@ -41,8 +41,8 @@ def probe(platform: Platform) -> str:
     device, host, bounds = torch.zeros(1, 1, 2, 2, 3), torch.ones(1, 1, 2, 2, 3), torch.ones(1, 1, 2, 1, 3)
     k, v = torch.tensor([[[-1.0, 0.5, 2.0]]]), torch.full((1, 1, 3), 7.0)
     none, last = torch.tensor([-1]), torch.tensor([1])
-    store((k, v), StoreAt(none, last, torch.tensor([0]), torch.tensor([0], dtype=torch.int32),
-                          torch.tensor([5], dtype=torch.int32), 2), device, host, None, bounds)
+    write_kv((k, v), WriteAt(none, last, torch.tensor([0]), torch.tensor([0], dtype=torch.int32),
+                             torch.tensor([5], dtype=torch.int32), 2), device, host, None, bounds)
     want = torch.tensor([[-1.0, 0.5, 1.0], [1.0, 1.0, 2.0]])
     if not (torch.equal(bounds[0, 0, :, 0], want) and torch.equal(host[0, 0, :, 1], torch.cat((k, v))[:, 0])
             and device.count_nonzero() == 0):
@@ -60,13 +60,13 @@ def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def store(values: Sequence[Tensor], at: StoreAt, device_PKCGH: Tensor,
-          host_PKCGH: Tensor | None = None, hot: HotLayer | None = None,
-          bounds_PK2SH: Tensor | None = None) -> None:
+def write_kv(values: Sequence[Tensor], at: WriteAt, device_PKCGH: Tensor,
+             host_PKCGH: Tensor | None = None, hot: HotLayer | None = None,
+             bounds_PK2SH: Tensor | None = None) -> None:
     planes, itemsize = len(values), device_PKCGH.element_size()
     tokens, heads, width = values[0].shape
     more = (0,) * (_PLANES - planes)
-    args = _Store(
+    args = _WriteKV(
         (ctypes.c_void_p * _PLANES)(*(x.data_ptr() for x in values)),
         *map(_pointer, (device_PKCGH, host_PKCGH, bounds_PK2SH, at.device_T, at.host_T, at.bounds_T,
                         at.row_T, at.position_T, *((None, None) if hot is None
@@ -77,6 +77,6 @@ def store(values: Sequence[Tensor], at: StoreAt, device_PKCGH: Tensor,
         tokens, heads, planes, width, device_PKCGH.shape[3],
         1 if bounds_PK2SH is None else bounds_PK2SH.shape[3], at.unit,
         *((0, 0) if hot is None else (hot.slot_RKM.shape[2], hot.page_RW.shape[1])))
-    error = entry(_SOURCE, "penstock_store", ctypes.c_int64)(
+    error = entry(_SOURCE, "penstock_write_kv", ctypes.c_int64)(
         ctypes.byref(args), itemsize, torch.get_num_threads())
     assert not error, "a unit is hot in a page that the row does not have"

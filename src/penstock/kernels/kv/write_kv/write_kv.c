@@ -12,7 +12,7 @@ typedef struct {
     int64_t device_page, device_head, device_plane, host_page, host_head, host_plane;
     int64_t bounds_page, bounds_head, bounds_plane;
     int64_t tokens, heads, planes, width, page_size, summaries, unit, units, hot_pages;
-} Store;
+} WriteKV;
 
 /* Keys of one unit, rows of `width` values from `keys` on, into its lower and upper bound. */
 INLINE void bound(const char *keys, char *low, char *high, int64_t unit, int64_t width, int bf16)
@@ -37,7 +37,7 @@ INLINE void bound(const char *keys, char *low, char *high, int64_t unit, int64_t
     }
 }
 
-INLINE int write_token(const Store *s, int64_t t, int64_t k, int64_t bytes)
+INLINE int write_token(const WriteKV *s, int64_t t, int64_t k, int64_t bytes)
 {
     const int64_t device = s->device_at[t], host = s->host_at[t], of_page = s->page_size / s->unit;
     const int32_t row = s->row[t], position = s->position[t];
@@ -62,7 +62,7 @@ INLINE int write_token(const Store *s, int64_t t, int64_t k, int64_t bytes)
     return 0;
 }
 
-INLINE void write_bounds(const Store *s, int64_t t, int64_t k, int64_t bytes, int bf16)
+INLINE void write_bounds(const WriteKV *s, int64_t t, int64_t k, int64_t bytes, int bf16)
 {
     const int64_t unit = s->bounds_at[t], on = s->device_at[t] >= 0;
     const int64_t slot = on ? s->device_at[t] : s->host_at[t];
@@ -77,7 +77,7 @@ INLINE void write_bounds(const Store *s, int64_t t, int64_t k, int64_t bytes, in
 }
 
 /* itemsize   bytes of a value; with bounds 4 (f32) or 2 (bf16) */
-int penstock_store(const Store *s, int64_t itemsize, int threads)
+int penstock_write_kv(const WriteKV *s, int64_t itemsize, int threads)
 {
     const int64_t bytes = s->width * itemsize, pairs = s->tokens * s->heads;
     int error = 0;

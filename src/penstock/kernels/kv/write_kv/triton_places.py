@@ -13,12 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.kv.store.spec import StoreAt
+from penstock.kernels.kv.write_kv.spec import WriteAt
 from penstock.kernels.types.hot import HotLayer
 
 
 @triton.jit
-def store_tokens(x0, x1, device, host, bounds, device_T, host_T, bounds_T, row_T, position_T, hot_slot,
+def write_tokens(x0, x1, device, host, bounds, device_T, host_T, bounds_T, row_T, position_T, hot_slot,
                  hot_page, x_token, x_head, d_page, d_head, d_plane, h_page, h_head, h_plane, b_page, b_head,
                  b_plane, UNITS, HOT_PAGES, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, DIM: tl.constexpr,
                  DIM_PAD: tl.constexpr, SIZE: tl.constexpr, UNIT: tl.constexpr, SUMMARIES: tl.constexpr,
@@ -70,9 +70,9 @@ def store_tokens(x0, x1, device, host, bounds, device_T, host_T, bounds_T, row_T
             tl.store(bounds + at + b_plane, high.to(bounds.dtype.element_ty), mask=own)
 
 
-def store(values: Sequence[Tensor], at: StoreAt, device_PKCGH: Tensor, host_PKCGH: Tensor | None = None,
-          hot: HotLayer | None = None, bounds_PK2SH: Tensor | None = None) -> None:
-    """As `penstock.kernels.kv.store`. Host pages are pinned. Capturable."""
+def write_kv(values: Sequence[Tensor], at: WriteAt, device_PKCGH: Tensor, host_PKCGH: Tensor | None = None,
+             hot: HotLayer | None = None, bounds_PK2SH: Tensor | None = None) -> None:
+    """As `penstock.kernels.kv.write_kv`. Host pages are pinned. Capturable."""
     x0, x1 = values[0], values[-1]
     tokens, heads, dim = x0.shape
     _, _, planes, size, _ = device_PKCGH.shape
@@ -84,7 +84,7 @@ def store(values: Sequence[Tensor], at: StoreAt, device_PKCGH: Tensor, host_PKCG
         assert pool.stride(4) == 1 and pool.stride(3) == dim, "tokens of a page must be dense"
     slots, pages = (at.row_T, at.row_T) if hot is None else (hot.slot_RKM, hot.page_RW)
     assert slots.is_contiguous() and pages.is_contiguous(), "state that is not dense"
-    store_tokens[(tokens,)](
+    write_tokens[(tokens,)](
         x0, x1, device_PKCGH, host, bounds, at.device_T, at.host_T, at.bounds_T, at.row_T, at.position_T,
         slots, pages, x0.stride(0), x0.stride(1), *device_PKCGH.stride()[:3], *host.stride()[:3],
         *bounds.stride()[:3], slots.shape[-1], pages.shape[-1], HEADS=heads,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class StoreAt:
+class WriteAt:
     """Destinations of each new token, -1 for none. `T` tokens of the step.
 
     device_T     int64: page * G + offset in the device pool

@@ -1,4 +1,4 @@
-"""The definition of `store`: one token at a time, then one unit at a time."""
+"""The definition of `write_kv`: one token at a time, then one unit at a time."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from penstock.kernels.kv.store.spec import StoreAt
+from penstock.kernels.kv.write_kv.spec import WriteAt
 from penstock.kernels.platform import Platform
 from penstock.kernels.types.hot import HotLayer
 
@@ -15,9 +15,9 @@ def probe(_: Platform) -> str:
     return "one token at a time"
 
 
-def store(values: Sequence[Tensor], at: StoreAt, device_PKCGH: Tensor,
-          host_PKCGH: Tensor | None = None, hot: HotLayer | None = None,
-          bounds_PK2SH: Tensor | None = None) -> None:
+def write_kv(values: Sequence[Tensor], at: WriteAt, device_PKCGH: Tensor,
+             host_PKCGH: Tensor | None = None, hot: HotLayer | None = None,
+             bounds_PK2SH: Tensor | None = None) -> None:
     tokens = list(zip(at.device_T.tolist(), at.host_T.tolist(), at.bounds_T.tolist(),
                       at.row_T.tolist(), at.position_T.tolist(), strict=True))
     size, unit = device_PKCGH.shape[3], at.unit
