@@ -10,7 +10,8 @@ from prompts_engine import CONFIGS, PROMPTS, SHARED, Engine, dense, play
 
 from penstock.core.plan import Flushed, Paused, RequestId
 from penstock.memory import storage
-from penstock.memory.files import Files, Verdict
+from penstock.memory.stores.files import Files
+from penstock.memory.stores.objects import Verdict
 
 pytestmark = pytest.mark.usefixtures("stages")
 FAULTS = ("none", "gone", "bad", "fails", "slow", "all")
@@ -31,22 +32,22 @@ class Faulty(Files):
         often = 8 if self.fault == "all" else 3
         return self.fault in (fault, "all") and (key[0] + self.calls[key]) % often == 0
 
-    def get(self, key: bytes, group: int, page: memoryview) -> Verdict:
+    def _get(self, key: bytes, group: int, page: memoryview) -> Verdict:
         if self.strikes("slow", key):
             time.sleep(0.002)
         if self.strikes("fails", key):
             raise OSError(5, "Input/output error")
         if self.strikes("gone", key):
-            self.delete(key, group)
-        elif self.strikes("bad", key) and self.present(key):
+            self.delete([key], group)
+        elif self.strikes("bad", key) and self._present(key):
             page[:] = bytes(b ^ 3 for b in page)     # what was read before it was found to be wrong
             return Verdict.BAD
-        return super().get(key, group, page)
+        return super()._get(key, group, page)
 
-    def put(self, key: bytes, group: int, page: memoryview) -> int:
+    def _put(self, key: bytes, group: int, page: memoryview) -> int:
         if self.strikes("fails", key):
             raise OSError(5, "Input/output error")
-        return super().put(key, group, page)
+        return super()._put(key, group, page)
 
 
 def engine(root: Path, family: str, fault: str, **more: object) -> Engine:

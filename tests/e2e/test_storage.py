@@ -16,7 +16,8 @@ import pytest
 from pair_server import PAIR, SERVED, said, serving
 from pipeline_engine import GLM, checkpoint
 
-from penstock.memory.files import Verdict, examine, objects, sweep
+from penstock.memory.stores.files import examine, objects, sweep
+from penstock.memory.stores.objects import Verdict
 
 PROMPT = [(7 * i) % 96 + 1 for i in range(150)]
 PAGES = 9 * 16              # of its 150 tokens, whole pages

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.config.base.machine import Machine
+from penstock.config.base.storage_url import StorageUrl, parse_storage
 from penstock.config.settings.cli import from_options
 from penstock.config.settings.refuse import REFUSED, is_public, refusals
 from penstock.config.settings.resolve import resolve
@@ -49,13 +50,27 @@ CASES: tuple[tuple[dict[str, object], dict[str, object]], ...] = (
     ({"kv_storage": "file://host/a"}, {"kv_storage": "file:///a/b%20c"}),
     ({"kv_storage": "file:///a", "dram_bytes": 0}, {"kv_storage": "file:///a", "dram_bytes": 1}),
     ({"kv_storage": "file:///a", "prefix_cache": False}, {"kv_storage": "file:///a", "prefix_cache": True}),
+    ({"kv_storage_bytes": "1G"}, {"kv_storage": "file:///a", "kv_storage_bytes": "1G"}),
     ({"kv_storage_readonly": True}, {"kv_storage": "file:///a", "kv_storage_readonly": True}),
-    ({"kv_storage_policy": "wait_complete"},
-     {"kv_storage": "file:///a", "kv_storage_policy": "wait_complete"}),
+    ({"kv_storage_key": "f"}, {"kv_storage": "file:///a", "kv_storage_key": "f"}),
+    ({"kv_storage_write_rate": "1M"}, {"kv_storage": "file:///a", "kv_storage_write_rate": "1M"}),
+    ({"kv_storage_sync": True}, {"kv_storage": "file:///a", "kv_storage_sync": True}),
+    ({"kv_storage": "valkey://host", "kv_storage_bytes": "1G"},
+     {"kv_storage": "file:///a", "kv_storage_bytes": "1G"}),
+    ({"kv_storage": "valkey://host", "kv_storage_sync": True},
+     {"kv_storage": "file:///a", "kv_storage_sync": True}),
     ({"kv_storage": "file:///a", "kv_storage_readonly": True, "kv_storage_bytes": "1G"},
      {"kv_storage": "file:///a", "kv_storage_bytes": "1G"}),
+    ({"kv_storage": "file:///a", "kv_storage_readonly": True, "kv_storage_write_rate": "1M"},
+     {"kv_storage": "file:///a", "kv_storage_write_rate": "1M"}),
+    ({"kv_storage": "file:///a", "kv_storage_readonly": True, "kv_storage_sync": True},
+     {"kv_storage": "file:///a", "kv_storage_sync": True}),
+    ({"kv_storage_policy": "wait_complete"},
+     {"kv_storage": "file:///a", "kv_storage_policy": "wait_complete"}),
     ({"kv_storage": "file:///a", "kv_storage_bytes": 1},
      {"kv_storage": "file:///a", "kv_storage_bytes": "1M"}),
+    ({"kv_storage": "file:///a", "kv_storage_write_rate": 1},
+     {"kv_storage": "file:///a", "kv_storage_write_rate": "1M"}),
     ({"max_num_seqs": 0}, {"max_num_seqs": 1}),
     ({"step_tokens": 0}, {"step_tokens": 1}),
     ({"max_waiting": -1}, {"max_waiting": 0}),
@@ -158,3 +173,14 @@ def test_every_page_size_is_accepted() -> None:
 def test_a_key_is_never_part_of_a_message() -> None:
     config = from_options("demo", {"api_key": "marker-7", "api_key_file": "f"})
     assert all("marker-7" not in text for text in refusals(config, MACHINE))
+
+
+def test_what_a_storage_may_be_called() -> None:
+    assert parse_storage("s3://bucket/some/where") == StorageUrl("s3", "bucket", "/some/where")
+    assert parse_storage("valkey:///run/a.sock") == StorageUrl("valkey", None, "/run/a.sock")
+    found = parse_storage("redis://me:w%2Ford@[::1]:6380/1")
+    assert found == StorageUrl("valkey", "::1", "/1", 6380, 1, "me", "w/ord")
+    assert "ord" not in f"{found}{found.shown}" and found.shown == "valkey://[::1]:6380/1"
+    for wrong in ("", "file:", "s3://", "s3://me@bucket", "s3://b/../c", "redis://host/one", "valkey://host:0",
+                  "redis://host:x", "redis://", "valkey:///", "redis://host?db=1", "http://host"):
+        assert parse_storage(wrong) is None, wrong

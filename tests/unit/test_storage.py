@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -21,11 +21,13 @@ from penstock.core.plan import (
     Tier,
 )
 from penstock.memory.dram import DramPool
-from penstock.memory.files import Files, Verdict
 from penstock.memory.pool import PageLayout
-from penstock.memory.storage import PART, Storage, bytes_of
+from penstock.memory.storage import Storage, bytes_of
+from penstock.memory.stores.files import Files
+from penstock.memory.stores.objects import Verdict
 
 LAYOUT = PageLayout(num_layers=2, num_kv_heads=1, page_size=4, head_dim=8)
+PART = Files.part
 PAGES = 3 * PART
 KEYS = tuple(bytes([i]) * 16 for i in range(PAGES))
 LIMIT_S = 60.0
@@ -36,17 +38,18 @@ class Broken(Files):
 
     before: Callable[[str, bytes], None] = staticmethod(lambda what, key: None)
 
-    def get(self, key: bytes, group: int, page: memoryview) -> Verdict:
+    def _get(self, key: bytes, group: int, page: memoryview) -> Verdict:
         self.before("get", key)
-        return super().get(key, group, page)
+        return super()._get(key, group, page)
 
-    def put(self, key: bytes, group: int, page: memoryview) -> int:
+    def _put(self, key: bytes, group: int, page: memoryview) -> int:
         self.before("put", key)
-        return super().put(key, group, page)
+        return super()._put(key, group, page)
 
-    def present(self, key: bytes) -> int:
-        self.before("present", key)
-        return super().present(key)
+    def present(self, keys: Sequence[bytes]) -> Iterator[int]:
+        for key in keys:
+            self.before("present", key)
+            yield from super().present([key])
 
 
 class Bench:
@@ -219,18 +222,26 @@ def test_damaged_pages_are_neither_shown_nor_read_nor_taken_again(bench):
     bench.storage.deny(KEYS[3:5])
     assert bench.look() == b"\x01" * 3
     assert bench.read() == Moved(MoveId(2), False, 3)
-    until(lambda: not (bench.files.present(KEYS[3]) or bench.files.present(KEYS[4])))
-    assert not bench.write().ok and not bench.files.present(KEYS[3]) and bench.files.present(KEYS[5])
+    until(lambda: list(bench.files.present(KEYS[3:5])) == [0, 0])
+    assert not bench.write().ok and list(bench.files.present(KEYS[3:6])) == [0, 0, 1]
 
 
 def test_pages_found_to_be_damaged_while_they_are_written_or_read_are_not_kept(bench):
     bench.files.before = lambda what, key: bench.storage.deny(KEYS[:1]) if what == "put" else None
     assert not bench.write(1).ok
-    until(lambda: not bench.files.present(KEYS[0]))
+    until(lambda: list(bench.files.present(KEYS[:1])) == [0])
     bench.files.before = lambda what, key: None
     bench.write(2)
     bench.files.before = lambda what, key: bench.storage.deny(KEYS[1:2]) if key == KEYS[1] else None
     bench.storage._denied.clear()
-    bench.files.put(KEYS[0], 0, bytes_of(bench.pool, 0))
+    list(bench.files.put(KEYS[:1], 0, [bytes_of(bench.pool, 0)]))
     bench.storage._denied.clear()
     assert bench.read(2) == Moved(MoveId(bench.moves), False, 1)
+
+
+def test_no_more_is_written_a_second_than_was_said(tmp_path):
+    rate = 40 * (LAYOUT.page_bytes + 64)
+    bench = Bench(tmp_path / "store", rate=rate)
+    began = time.monotonic()
+    assert bench.write().ok and time.monotonic() - began >= PART / 40, "the last part waits for one before it"
+    assert bench.stat("written_bytes_total") == PAGES * (LAYOUT.page_bytes + 64)

@@ -10,8 +10,13 @@ from pathlib import Path
 import pytest
 
 from penstock.config.base.errors import ConfigError
+from penstock.config.base.storage_url import StorageUrl
+from penstock.config.settings.tree import KVConfig
 from penstock.core.kv.prefix_tree import Tree, key_under
-from penstock.memory.files import HEADER, Files, Verdict, examine, objects, open_root, secret_of, sweep
+from penstock.exec.start.store import check_storage
+from penstock.memory.stores.files import Files, examine, objects, open_root, sweep
+from penstock.memory.stores.objects import HEADER, Verdict
+from penstock.memory.stores.secret import secret_of
 
 SIZES = [256, 64]
 KEYS = [bytes([i]) * 16 for i in range(40)]
@@ -29,7 +34,18 @@ def page(seed: int, group: int = 0) -> memoryview:
 
 def read(files: Files, key: bytes, group: int = 0) -> tuple[Verdict, bytes]:
     into = memoryview(bytearray(SIZES[group]))
-    return files.get(key, group, into), bytes(into)
+    [verdict] = files.get([key], group, [into])
+    return verdict, bytes(into)
+
+
+def put(files: Files, key: bytes, group: int, what: memoryview) -> int:
+    [written] = files.put([key], group, [what])
+    return written
+
+
+def present(files: Files, key: bytes) -> int:
+    [groups] = files.present([key])
+    return groups
 
 
 def where(files: Files, key: bytes, group: int = 0) -> Path:
@@ -49,27 +65,27 @@ def test_names_of_pages_are_the_same_in_every_process_for_ever():
 
 
 def test_what_was_stored_is_read_and_what_was_not_is_gone(files):
-    assert files.put(KEYS[1], 0, page(1)) == 256 + HEADER.size
-    assert files.put(KEYS[1], 0, page(2)) == 0, "it is there: a name says what it holds"
-    files.put(KEYS[1], 1, page(3, 1))
+    assert put(files, KEYS[1], 0, page(1)) == 256 + HEADER.size
+    assert put(files, KEYS[1], 0, page(2)) == 0, "it is there: a name says what it holds"
+    put(files, KEYS[1], 1, page(3, 1))
     assert read(files, KEYS[1]) == (Verdict.GOOD, bytes(page(1)))
     assert read(files, KEYS[1], 1) == (Verdict.GOOD, bytes(page(3, 1)))
     assert read(files, KEYS[2])[0] is Verdict.GONE
-    assert (files.present(KEYS[1]), files.present(KEYS[2])) == (3, 0)
-    files.delete(KEYS[1], 0)
-    files.delete(KEYS[1], 0)
-    assert files.present(KEYS[1]) == 2 and read(files, KEYS[1])[0] is Verdict.GONE
+    assert (present(files, KEYS[1]), present(files, KEYS[2])) == (3, 0)
+    files.delete(KEYS[1:2], 0)
+    files.delete(KEYS[1:2], 0)
+    assert present(files, KEYS[1]) == 2 and read(files, KEYS[1])[0] is Verdict.GONE
     again = Files(files.root, FP, SIZES)            # a restart
     assert read(again, KEYS[1], 1)[0] is Verdict.GOOD
-    assert Files(files.root, "e" * 32, SIZES).present(KEYS[1]) == 0, "another kind of engine"
+    assert present(Files(files.root, "e" * 32, SIZES), KEYS[1]) == 0, "another kind of engine"
 
 
 def test_a_damaged_object_is_never_good(files):
     """1,000 of them: bits, lengths, names, groups, headers of others."""
     dice = random.Random(7)
     for key in KEYS[:20]:
-        files.put(key, 0, page(key[0]))
-        files.put(key, 1, page(key[0], 1))
+        put(files, key, 0, page(key[0]))
+        put(files, key, 1, page(key[0], 1))
     for _ in range(1000):
         key, group = dice.choice(KEYS[:20]), dice.randrange(2)
         path = where(files, key, group)
@@ -104,28 +120,28 @@ def test_a_damaged_object_is_never_good(files):
 
 
 def test_no_link_is_followed(files, tmp_path):
-    files.put(KEYS[1], 0, page(1))
+    put(files, KEYS[1], 0, page(1))
     outside = tmp_path / "outside"
     outside.mkdir()
     for name in (where(files, KEYS[1]), where(files, KEYS[2])):
         shutil.copy(where(files, KEYS[1]), outside / name.name)
     where(files, KEYS[1]).unlink()
     where(files, KEYS[1]).symlink_to(outside / where(files, KEYS[1]).name)
-    assert read(files, KEYS[1])[0] is Verdict.BAD and files.present(KEYS[1]) == 0
+    assert read(files, KEYS[1])[0] is Verdict.BAD and present(files, KEYS[1]) == 0
     where(files, KEYS[2]).parent.symlink_to(outside)
     with pytest.raises(OSError):
-        files.put(KEYS[2], 0, page(2))
+        put(files, KEYS[2], 0, page(2))
     assert len(list(outside.iterdir())) == 2
     assert not list(objects(files.root)), "nor is one listed"
-    files.put(KEYS[1], 0, page(1))                   # takes the link's place
+    put(files, KEYS[1], 0, page(1))                   # takes the link's place
     assert read(files, KEYS[1])[0] is Verdict.GOOD
 
 
 def test_a_folder_that_is_removed_meanwhile_is_made_again(files):
-    files.put(KEYS[1], 0, page(1))
+    put(files, KEYS[1], 0, page(1))
     shutil.rmtree(files.root / "v1")
-    assert read(files, KEYS[1])[0] is Verdict.GONE and files.present(KEYS[1]) == 0
-    files.put(KEYS[1], 0, page(1))
+    assert read(files, KEYS[1])[0] is Verdict.GONE and present(files, KEYS[1]) == 0
+    put(files, KEYS[1], 0, page(1))
     assert read(files, KEYS[1])[0] is Verdict.GOOD
 
 
@@ -133,15 +149,15 @@ def test_a_write_that_fails_leaves_nothing(files, monkeypatch):
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("penstock.memory.files.os.writev", full)
+    monkeypatch.setattr("penstock.memory.stores.files.os.writev", full)
     with pytest.raises(OSError, match="No space"):
-        files.put(KEYS[1], 0, page(1))
+        put(files, KEYS[1], 0, page(1))
     assert not list(objects(files.root))
 
 
 def test_a_sweep_removes_what_was_used_longest_ago_and_left_overs(files):
     for i, key in enumerate(KEYS[:20]):
-        files.put(key, 0, page(i))
+        put(files, key, 0, page(i))
         os.utime(where(files, key), (1_000_000 + i, 1_000_000 + i))
     assert read(files, KEYS[0])[0] is Verdict.GOOD   # a use
     old, new = (where(files, KEYS[1]).with_name(f"x.{n}.tmp") for n in range(2))
@@ -153,7 +169,7 @@ def test_a_sweep_removes_what_was_used_longest_ago_and_left_overs(files):
     assert new.exists() and not old.exists()
     left, gone = sweep(files.root, 10 * each)        # down to nine tenths of that
     assert (left, gone) == (8 * each + 4, 12 * each)
-    assert [bool(files.present(key)) for key in KEYS[:20]] == [True] + [False] * 12 + [True] * 7
+    assert [bool(present(files, key)) for key in KEYS[:20]] == [True] + [False] * 12 + [True] * 7
     with open(files.root / "lock") as lock:          # another engine does it
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert sweep(files.root, 1) == (left, 0)
@@ -172,14 +188,48 @@ def test_folders_that_are_not_ours_are_refused_in_words(tmp_path):
 
 
 def test_engines_on_a_folder_share_one_secret_that_only_their_user_reads(tmp_path):
+    def of(folder: Path) -> StorageUrl:
+        return StorageUrl("file", None, str(folder))
+
     root = tmp_path / "store"
-    secret = secret_of(root, readonly=False)
-    assert len(secret) == 32 and secret == secret_of(root, readonly=False) == secret_of(root, readonly=True)
-    assert secret != secret_of(tmp_path / "other", readonly=False)
+    url = of(root)
+    secret = secret_of(url, None, readonly=False)
+    assert len(secret) == 32 and secret == secret_of(url, None, readonly=False)
+    assert secret == secret_of(url, None, readonly=True)
+    assert secret != secret_of(of(tmp_path / "other"), None, readonly=False)
     assert (root / "secret").stat().st_mode & 0o777 == 0o600
     (root / "secret").chmod(0o644)
     with pytest.raises(ConfigError, match="chmod 600"):
-        secret_of(root, readonly=False)
+        secret_of(url, None, readonly=False)
     (root / "secret").unlink()
-    assert secret_of(root, readonly=True) != secret_of(root, readonly=True), "of this process, then"
+    assert secret_of(url, None, readonly=True) != secret_of(url, None, readonly=True), "of this process, then"
     assert not (root / "secret").exists()
+
+
+def test_a_secret_of_a_file_is_the_same_for_every_store_and_one_is_made_for_stores_elsewhere(tmp_path,
+                                                                                               monkeypatch):
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    urls = [StorageUrl("file", None, str(tmp_path / "store")), StorageUrl("valkey", "here", "", 1)]
+    key = tmp_path / "key"
+    key.write_text("0123456789abcdef\n")
+    key.chmod(0o600)
+    first, second = (secret_of(url, str(key), readonly=False) for url in urls)
+    assert first == second and len(first) == 32
+    made = secret_of(urls[1], None, readonly=True)
+    assert made == secret_of(urls[1], None, readonly=False) != secret_of(urls[0], None, readonly=False)
+    key.write_text("short")
+    with pytest.raises(ConfigError, match="has 5 characters"):
+        secret_of(urls[0], str(key), readonly=False)
+    key.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod go="):
+        secret_of(urls[0], str(key), readonly=False)
+
+
+@pytest.mark.parametrize(("url", "words"), [
+    ("s3://bucket", r"obstore is not installed: pip install 'penstock\[s3\]'"),
+    ("redis://me:word@host", r"valkey://host: redis is not installed: pip install 'penstock\[valkey\]'")])
+def test_a_missing_extra_is_told_by_name_before_a_model_is_loaded(monkeypatch, url, words):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=words) as told:
+        check_storage(KVConfig(kv_storage=url))
+    assert "word" not in str(told.value)

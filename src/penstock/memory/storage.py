@@ -11,25 +11,21 @@ from __future__ import annotations
 
 import errno
 import logging
-import shutil
 import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from queue import Empty, SimpleQueue
 
 import torch
 
 from penstock.core.plan import Event, Listed, Lookup, Move, Moved, Tier
-from penstock.memory.files import Files, Verdict, sweep
 from penstock.memory.pool import BlockPool
+from penstock.memory.stores.objects import Bounded, Store, Verdict
 
 log = logging.getLogger(__name__)
 
-READERS, WRITERS = 4, 2
-PART = 16                   # pages of a move that one thread reads or writes
 LOOK_S = 0.5                # so long a request waits for what the store says that it has
 FAILURES_MAX, PAUSE_MAX_S = 3, 60.0     # failures in a row after which it is left alone: first a second
 FULL_S = 30.0               # so long nothing is written to a full disk
@@ -58,13 +54,16 @@ _Job = tuple[_Flight, range]
 class Storage:
     """See above. `start`, `ask` and `deny` return at once; `collect` tells what has ended since."""
 
-    def __init__(self, files: Files, pools: Sequence[BlockPool], wake: Callable[[], None], *,
-                 quota: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, store: Store, pools: Sequence[BlockPool], wake: Callable[[], None], *,
+                 quota: int | None = None, rate: int | None = None,
+                 clock: Callable[[], float] = time.monotonic) -> None:
         """pools: whole host pages by cache group. wake: called in the threads when there is something to
-        collect. quota: bytes in the folder at most, of all engines; None: FREE of what is free by now, beside
-        what is there."""
-        self.files, self._pools, self._wake, self._clock = files, pools, wake, clock
-        self._quota = quota
+        collect. quota: of a Bounded store, bytes there at most, of all engines; None: FREE of what is
+        free by now, beside what is there. rate: bytes a second that are written at most; pages wait."""
+        self.store, self._pools, self._wake, self._clock = store, pools, wake, clock
+        self._quota, self._rate = quota, rate
+        self._bounded = store if isinstance(store, Bounded) and not store.readonly else None
+        self._write_at = 0.0                   # when the next page may be written
         self._reads: SimpleQueue[_Job] = SimpleQueue()
         self._writes: SimpleQueue[_Job] = SimpleQueue()
         self._asked: SimpleQueue[tuple[Lookup, float, threading.Event]] = SimpleQueue()
@@ -80,8 +79,8 @@ class Storage:
         self.in_flight = 0                     # moves and look-ups that are not told
         self._sweeps = threading.Event()
         self._largest = max(pool.layout.page_bytes for pool in pools)
-        bodies = [*[self._read] * READERS, *[self._write] * WRITERS, self._answer, self._watch]
-        for body in bodies if files.readonly else [*bodies, self._sweep]:
+        bodies = [*[self._read] * store.readers, *[self._write] * store.writers, self._answer, self._watch]
+        for body in [*bodies, self._sweep] if self._bounded is not None else bodies:
             threading.Thread(target=body, daemon=True, name=f"penstock-storage{body.__name__}").start()
 
     # ------------------------------------------------------------ for the loop
@@ -91,7 +90,8 @@ class Storage:
         assert Tier.DISK in (move.src, move.dst) and Tier.DRAM in (move.src, move.dst)
         assert n == len(move.src_pages) == len(move.dst_pages) >= 1, f"move {move.id}: {n} keys"
         assert move.tokens == n * self._pools[move.group].layout.page_size, f"move {move.id}: an open page"
-        parts = [range(i, min(n, i + PART)) for i in range(0, n, PART)]
+        size = self.store.part
+        parts = [range(i, min(n, i + size)) for i in range(0, n, size)]
         flight, queue = _Flight(move, len(parts), [False] * n), self._queue(move)
         self.in_flight += 1
         for part in parts:
@@ -119,7 +119,7 @@ class Storage:
                 if len(self._denied) > DENIED_MAX:
                     self._denied.popitem(last=False)
             self._count["denied"] += len(keys)
-        if not self.files.readonly:
+        if not self.store.readonly:
             threading.Thread(target=self._remove, args=(keys,), daemon=True).start()
 
     @property
@@ -191,75 +191,85 @@ class Storage:
         while True:
             flight, part = self._reads.get()
             began = time.monotonic()
-            for i in part:
-                if not self._read_page(flight, i):
-                    break                      # those behind it are of no use
+            try:
+                if not self._is_paused():
+                    self._read_part(flight, part)
+            except OSError as e:
+                self._failed(e)
             with self._lock:
                 self._count["read_seconds"] += time.monotonic() - began  # type: ignore[assignment]
             self._ended_part(flight)
 
-    def _read_page(self, flight: _Flight, i: int) -> bool:
-        move, key = flight.move, flight.move.keys[i]
-        if self._is_paused() or self._is_denied(key):
-            return False
-        page = bytes_of(self._pools[move.group], move.dst_pages[i])
-        try:
-            verdict = self.files.get(key, move.group, page)
-            if verdict is Verdict.BAD and not self.files.readonly:
-                self.files.delete(key, move.group)
-        except OSError as e:
-            self._failed(e)
-            return False
-        self._worked()
-        good = verdict is Verdict.GOOD
-        with self._lock:
-            self._count["read_objects" if good else verdict.value] += 1
-            self._count["read_bytes"] += len(page) if good else 0
-        flight.ok[i] = good and not self._is_denied(key)
-        return flight.ok[i]
+    def _read_part(self, flight: _Flight, part: range) -> None:
+        """Pages from the front: those behind one that is missing are of no use. Raises OSError."""
+        move, pool = flight.move, self._pools[flight.move.group]
+        keys = [move.keys[i] for i in part]
+        keys = keys[:next((n for n, key in enumerate(keys) if self._is_denied(key)), len(keys))]
+        pages = [bytes_of(pool, move.dst_pages[i]) for i in part[:len(keys)]]
+        for i, key, verdict in zip(part, keys, self.store.get(keys, move.group, pages), strict=False):
+            self._worked()
+            good = verdict is Verdict.GOOD
+            with self._lock:
+                self._count["read_objects" if good else verdict.value] += 1
+                self._count["read_bytes"] += len(pages[0]) if good else 0
+            flight.ok[i] = good and not self._is_denied(key)
+            if verdict is Verdict.BAD and not self.store.readonly:
+                self.store.delete([key], move.group)
+            if not flight.ok[i]:
+                return
 
     def _write(self) -> None:
         while True:
             flight, part = self._writes.get()
             began = time.monotonic()
-            for i in part:
-                self._write_page(flight, i)
+            try:
+                self._write_part(flight, part)
+            except OSError as e:
+                if e.errno in FULL:
+                    with self._lock:
+                        self._full_until = self._clock() + FULL_S
+                    self._sweeps.set()
+                    log.warning("storage: %s; nothing is written for %g s", e.strerror, FULL_S)
+                else:
+                    self._failed(e)
             with self._lock:
                 self._count["write_seconds"] += time.monotonic() - began  # type: ignore[assignment]
             self._ended_part(flight)
 
-    def _write_page(self, flight: _Flight, i: int) -> None:
-        move, key = flight.move, flight.move.keys[i]
-        page = bytes_of(self._pools[move.group], move.src_pages[i])
-        if self._is_paused() or self._is_denied(key) or not self._has_room(len(page)):
+    def _write_part(self, flight: _Flight, part: range) -> None:
+        """Raises OSError: what is behind the page that failed is not written."""
+        move, pool = flight.move, self._pools[flight.move.group]
+        size = pool.layout.page_bytes
+        these = [i for i in part if not self._is_denied(move.keys[i])]
+        if not these or self._is_paused():
             return
-        try:
-            written = self.files.put(key, move.group, page)
-            if self._is_denied(key):           # meanwhile
-                self.files.delete(key, move.group)
+        if self._rate is not None:
+            time.sleep(max(0.0, self._write_at - time.monotonic()))
+        keys = [move.keys[i] for i in these]
+        pages = [bytes_of(pool, move.src_pages[i]) for i in these]
+        puts = self.store.put(keys, move.group, pages)
+        for n, (i, key) in enumerate(zip(these, keys, strict=True)):
+            if not self._has_room(size, len(these) - n):
                 return
-        except OSError as e:
-            if e.errno in FULL:
-                with self._lock:
-                    self._full_until = self._clock() + FULL_S
-                self._sweeps.set()
-                log.warning("storage: %s; nothing is written for %g s", e.strerror, FULL_S)
+            written = next(puts)
+            self._worked()
+            with self._lock:
+                if self._rate is not None:
+                    self._write_at = max(time.monotonic(), self._write_at) + written / self._rate
+                self._count["written_objects" if written else "known_objects"] += 1
+                self._count["written_bytes"] += written
+                self._used += written
+            if self._is_denied(key):           # meanwhile
+                self.store.delete([key], move.group)
             else:
-                self._failed(e)
-            return
-        self._worked()
-        flight.ok[i] = True
-        with self._lock:
-            self._count["written_objects" if written else "known_objects"] += 1
-            self._count["written_bytes"] += written
-            self._used += written
+                flight.ok[i] = True
 
-    def _has_room(self, size: int) -> bool:
-        """Whether the quota lets a page be written; it asks for a sweep if not."""
+    def _has_room(self, size: int, num_left: int) -> bool:
+        """Whether the quota lets the next of so many pages be written; it asks for a sweep if not."""
         with self._lock:
             full = self._quota is not None and self._used + size > self._quota
             late = self._clock() < self._full_until
-            self._count["refused_full"] += full or late
+            self._count["refused_full"] += num_left * (full or late)
         if full:
             self._sweeps.set()
         return not (full or late)
@@ -271,9 +281,8 @@ class Storage:
                 continue                       # it was answered for the store, which has hung since
             found = bytearray()
             try:
-                for key in lookup.keys:
-                    groups = 0 if self._is_denied(key) else self.files.present(key)
-                    if not groups or time.monotonic() > limit:
+                for key, groups in zip(lookup.keys, self.store.present(lookup.keys), strict=False):
+                    if not groups or self._is_denied(key) or time.monotonic() > limit:
                         break
                     found.append(groups)
             except OSError as e:
@@ -304,20 +313,21 @@ class Storage:
             self._end(Listed(lookup.rid, lookup.visit, b""))
 
     def _remove(self, keys: Sequence[bytes]) -> None:
-        for key in keys:
-            for group in range(len(self._pools)):
-                try:
-                    self.files.delete(key, group)
-                except OSError as e:
-                    self._failed(e)
+        for group in range(len(self._pools)):
+            try:
+                self.store.delete(keys, group)
+            except OSError as e:
+                self._failed(e)
 
     def _sweep(self) -> None:
         """Counts what there is, now and then, and makes room when it is too much."""
+        store = self._bounded
+        assert store is not None
         while True:
             try:
-                self._used, gone = sweep(self.files.root, self._quota, room=PART * self._largest)
+                self._used, gone = store.sweep(self._quota, self.store.part * self._largest)
                 if self._quota is None:
-                    self._quota = self._used + int(FREE * free_bytes(self.files.root))
+                    self._quota = self._used + int(FREE * store.free_bytes)
                 with self._lock:
                     self._count["swept_bytes"] += gone
             except OSError as e:
@@ -329,7 +339,3 @@ class Storage:
 def bytes_of(pool: BlockPool, page: int) -> memoryview:
     """The bytes of a page, writable."""
     return pool.page(page).reshape(-1).view(torch.uint8).numpy().data
-
-
-def free_bytes(root: Path) -> int:
-    return shutil.disk_usage(root).free

@@ -6,25 +6,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 
 def _user_cache() -> Path:
     base = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification: a relative path is invalid and is ignored.
     return Path(base) if os.path.isabs(base) else Path.home() / ".cache"
-
-
-def storage_folder(url: str) -> Path | None:
-    """The folder that file:///DIR names, an absolute path without `..`; None: it names none."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        return None
-    path = unquote(parts.path)
-    names_one = (parts.scheme == "file" and parts.netloc in ("", "localhost") and path.strip("/")
-                 and path.startswith("/") and not (parts.query or parts.fragment or "\0" in path))
-    return Path(path) if names_one and ".." not in Path(path).parts else None
 
 
 def cache_dir() -> Path:

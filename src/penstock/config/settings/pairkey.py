@@ -9,7 +9,8 @@ from penstock.config.settings.tree import PairConfig
 
 VARIABLE = "PENSTOCK_PAIR_KEY"
 BYTES_MIN = 16
-SECRET_VARIABLES = (VARIABLE,)      # what processes that need no secret are not handed on
+# What processes that need no secret are not handed on.
+SECRET_VARIABLES = (VARIABLE, "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
 
 def read_secret(flag: str, path: str) -> bytes:

@@ -12,8 +12,8 @@ from typing import Generic, Protocol, TypeVar
 
 from penstock.config.base.errors import ConfigError
 from penstock.config.base.machine import Machine
-from penstock.config.base.paths import storage_folder
 from penstock.config.base.sizes import show_bytes
+from penstock.config.base.storage_url import FORMS, parse_storage
 from penstock.config.request.selection import BOUNDS, BOUNDS_VERSION, SINKS, WINDOW, Selection
 from penstock.config.settings.tree import SECRETS, Config, KVConfig, PairConfig
 
@@ -60,6 +60,17 @@ def _shown(config: Config, path: str) -> str:
     if isinstance(value, int) and path.endswith("_bytes"):
         return f"{flag} {show_bytes(value)}"
     return f"{flag} {','.join(value) if isinstance(value, tuple) else value}"
+
+
+def _is_elsewhere(url: object) -> bool:
+    """Whether pages are stored in no folder."""
+    found = parse_storage(url) if isinstance(url, str) else None
+    return found is not None and found.folder is None
+
+
+def _both(path: str, other: str, wrong: Callable[[object], bool], why: str) -> Refusal[Machine]:
+    """Refuses a flag that is given where another has a value that is `wrong` with it."""
+    return Refusal(lambda c, _: bool(_value(c, path)) and wrong(_value(c, other)), (path, other), why)
 
 
 def _outside(path: str, low: float, high: float, why: str) -> Refusal[Machine]:
@@ -194,22 +205,25 @@ REFUSED: tuple[Refusal[Machine], ...] = (
             ("kv.sparse_unit", "kv.sparse_top_k"), "without a budget nothing is selected: leave it out"),
     Refusal(lambda c, _: c.kv.sparse_kv == "always" and (c.kv.dram_bytes == 0 or c.kv.host_tier is False),
             ("kv.sparse_kv", "kv.dram_bytes", "kv.host_tier"), "host pages need a host tier: give it a size"),
-    Refusal(lambda c, _: c.kv.kv_storage is not None and storage_folder(c.kv.kv_storage) is None,
-            ("kv.kv_storage",), "file:///DIR is needed, an absolute path: other storage is not built yet"),
+    Refusal(lambda c, _: c.kv.kv_storage is not None and parse_storage(c.kv.kv_storage) is None,
+            ("kv.kv_storage",), f"one of these is needed, paths absolute: {FORMS}"),
     Refusal(lambda c, _: c.kv.kv_storage is not None and (c.kv.dram_bytes == 0 or c.kv.host_tier is False),
             ("kv.kv_storage", "kv.dram_bytes", "kv.host_tier"),
             "stored pages go through the host tier: give that a size, or leave both out"),
     Refusal(lambda c, _: c.kv.kv_storage is not None and not c.kv.prefix_cache,
             ("kv.kv_storage", "kv.prefix_cache"), "what is stored is found as a prefix: leave one out"),
-    Refusal(lambda c, _: c.kv.kv_storage is None and (c.kv.kv_storage_bytes is not None
-                                                      or c.kv.kv_storage_readonly),
-            ("kv.kv_storage_bytes", "kv.kv_storage_readonly", "kv.kv_storage"),
-            "of a storage: give one with --kv-storage file:///DIR"),
+    *(_both(f"kv.{name}", "kv.kv_storage", lambda url: url is None,
+            "of a storage: give one with --kv-storage file:///DIR")
+      for name in ("kv_storage_bytes", "kv_storage_readonly", "kv_storage_key", "kv_storage_write_rate",
+                   "kv_storage_sync")),
+    *(_both(f"kv.{name}", "kv.kv_storage", _is_elsewhere, "of a folder: leave it out")
+      for name in ("kv_storage_bytes", "kv_storage_sync")),
+    *(_both(f"kv.{name}", "kv.kv_storage_readonly", bool, "nothing is stored then: leave one out")
+      for name in ("kv_storage_bytes", "kv_storage_write_rate", "kv_storage_sync")),
     Refusal(lambda c, _: c.kv.kv_storage is None and c.kv.kv_storage_policy != "timeout",
             ("kv.kv_storage_policy", "kv.kv_storage"), "of a storage: give one with --kv-storage file:///DIR"),
-    Refusal(lambda c, _: c.kv.kv_storage_readonly and c.kv.kv_storage_bytes is not None,
-            ("kv.kv_storage_readonly", "kv.kv_storage_bytes"), "nothing is stored then: leave one out"),
     _outside("kv.kv_storage_bytes", 1 << 20, 1 << 62, "at least 1MiB"),
+    _outside("kv.kv_storage_write_rate", 1 << 20, 1 << 62, "at least 1MiB a second"),
     _outside("schedule.max_num_seqs", 1, 4096, "1 to 4096 rows"),
     _outside("schedule.step_tokens", 1, 1 << 20, "1 to 1048576 tokens a step"),
     _outside("schedule.max_waiting", 0, 1 << 20, "0 to 1048576 waiting requests"),

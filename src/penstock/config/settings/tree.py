@@ -110,10 +110,14 @@ class KVConfig:
     prefix_cache: Annotated[bool, "keep finished requests' pages for later prompts",
                             Alias("--enable-prefix-caching"),
                             Inverse("--disable-radix-cache")] = True
-    kv_storage: Annotated[str | None, "file:///DIR, where pages of KV outlive the engine; others on the same "
-                          "folder share them"] = None
-    kv_storage_bytes: Annotated[int | None, "of that folder at most, of all engines (default: four fifths of "
+    kv_storage: Annotated[str | None, "where pages of KV outlive the engine, and others share them: "
+                          "file:///DIR, s3://BUCKET/PREFIX, valkey://HOST:PORT or valkey:///SOCKET"] = None
+    kv_storage_bytes: Annotated[int | None, "of a folder at most, of all engines (default: four fifths of "
                                 "what is free at start, beside what it holds)", Bytes()] = None
+    kv_storage_key: Annotated[str | None, "file with the secret of engines that share stored pages, 16 "
+                              "characters or more (default: one in the folder, or the user's cache)"] = None
+    kv_storage_write_rate: Annotated[int | None, "bytes a second that are stored at most", Bytes()] = None
+    kv_storage_sync: Annotated[bool, "a page in a folder is on the disk before it counts as stored"] = False
     kv_storage_readonly: Annotated[bool, "find pages there, and store none"] = False
     kv_storage_policy: Annotated[StoragePolicy, "timeout: a request waits for stored pages while that is "
                                  "faster than computing them; wait_complete: until they have come",

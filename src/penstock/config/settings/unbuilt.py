@@ -70,7 +70,7 @@ UNBUILT: tuple[Unbuilt, ...] = (
            instead="for copies in host memory use --dram-bytes SIZE, for files --kv-storage file:///DIR"),
     _value("", "--disk-path", "--hicache-storage-backend", "--hicache-storage-backend-extra-config",
            neutral=_NONE,
-           instead="pages are stored in files, with --kv-storage file:///DIR"),
+           instead="pages are stored with --kv-storage file:///DIR, s3://BUCKET/PREFIX or valkey://HOST:PORT"),
     _value("", "--kv-offloading-backend", neutral=("native", *_NONE),
            instead="only native is accepted: the host tier is built in"),
     _value("", "--hicache-write-policy", neutral=("write_through",),

@@ -26,7 +26,7 @@ from penstock.exec.pipeline.crew import Crew
 from penstock.exec.rank import Rank
 from penstock.exec.sampling.grammar import Grammars, Vocabulary, switched_off
 from penstock.exec.start.prove import prove, prove_front, scratch
-from penstock.exec.start.store import open_storage
+from penstock.exec.start.store import open_storage, storage_info
 from penstock.exec.start.workspace import beyond, device_memory, largest_step, one_page
 from penstock.exec.step.links import of_config
 from penstock.exec.waker import Waker
@@ -98,7 +98,7 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
         **_sparse_info(selection, caches, parts.sizes),
         "max_num_seqs": core_config.rows, "step_tokens": core_config.step_tokens,
         "seed": config.model.seed or 0, "overlap": core_config.overlap,
-        "prefix_cache": core_config.prefix_cache, **({"kv_storage": kv.kv_storage} if kv.kv_storage else {}),
+        "prefix_cache": core_config.prefix_cache, **storage_info(kv),
         "weight_bytes": parts.loaded.bytes, "load_peak_bytes": parts.loaded.peak,
         "start_seconds": round(seconds, 3), **parts.info,
         **{f"backend_{op}": str(choice) for op, choice in parts.loaded.backends.items()},

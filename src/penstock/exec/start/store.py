@@ -2,50 +2,92 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 
-from penstock.config.base.paths import storage_folder
+from penstock.config.base.errors import ConfigError
+from penstock.config.base.storage_url import EXTRAS, StorageUrl, parse_storage
 from penstock.config.settings.tree import KVConfig
 from penstock.exec.load.layout import Caches
 from penstock.exec.load.sizing import show_size
-from penstock.memory.files import FORMAT, Files, open_root, secret_of
 from penstock.memory.pool import BlockPool
-from penstock.memory.storage import Storage, free_bytes
+from penstock.memory.storage import Storage
+from penstock.memory.stores.files import Files, open_root
+from penstock.memory.stores.objects import FORMAT, Store
+from penstock.memory.stores.secret import default_key, secret_of
 
 
-def check_folder(kv: KVConfig) -> None:
-    """What is wrong with the folder is told before a model is loaded. Raises ConfigError."""
-    if kv.kv_storage is not None:
-        open_root(folder_of(kv), readonly=kv.kv_storage_readonly)
+def check_storage(kv: KVConfig) -> None:
+    """What is wrong with it for good is told before a model is loaded. Raises ConfigError."""
+    if kv.kv_storage is None:
+        return
+    url = _url(kv)
+    if url.folder is not None:
+        open_root(url.folder, readonly=kv.kv_storage_readonly)
+    else:
+        extra, module = EXTRAS[url.kind]
+        if importlib.util.find_spec(module) is None:
+            raise ConfigError(f"--kv-storage {url.shown}: {module} is not installed: pip install "
+                              f"'penstock[{extra}]'")
+    secret_of(url, kv.kv_storage_key, readonly=kv.kv_storage_readonly)
 
 
-def folder_of(kv: KVConfig) -> Path:
-    root = storage_folder(kv.kv_storage or "")
-    assert root is not None, "refused"
-    return root
+def storage_info(kv: KVConfig) -> dict[str, str]:
+    """For people: where it is, without a password."""
+    return {} if kv.kv_storage is None else {"kv_storage": _url(kv).shown}
+
+
+def _url(kv: KVConfig) -> StorageUrl:
+    url = parse_storage(kv.kv_storage or "")
+    assert url is not None, "refused"
+    return url
 
 
 def open_storage(kv: KVConfig, identity: Mapping[str, str], caches: Caches, pools: Sequence[BlockPool],
                  wake: Callable[[], None], log: Callable[[str], object]) -> tuple[Storage, bytes]:
     """The storage, and `CoreConfig.store_root`. identity: what engines must have in common to read each
     other's KV, in words. pools: whole host pages by cache group. Raises ConfigError."""
-    root, readonly = folder_of(kv), kv.kv_storage_readonly
+    url, readonly = _url(kv), kv.kv_storage_readonly
     words = {**identity, "page size": str(kv.page_size), "cache groups": json.dumps(
         [{"name": group.name, **{name: str(value) for name, value in asdict(layout).items()}}
          for group, layout in zip(caches.groups, caches.layouts, strict=True)])}
     text = json.dumps([FORMAT, sorted(words.items())])
     fingerprint = hashlib.blake2b(text.encode(), digest_size=16).digest()
-    secret = secret_of(root, readonly=readonly)
-    files = Files(root, fingerprint.hex(), [layout.page_bytes for layout in caches.layouts],
-                  readonly=readonly, words=words)
-    quota = ("nothing is stored" if readonly else f"at most {show_size(kv.kv_storage_bytes)}"
-             if kv.kv_storage_bytes is not None else
-             f"at most 80 % of the {show_size(free_bytes(root))} that are free, beside what it holds")
-    log(f"storage: {root}, {quota}; shared with engines of the same weights, settings of KV and page size")
+    secret = secret_of(url, kv.kv_storage_key, readonly=readonly)
+    store = _open(kv, url, fingerprint.hex(), [layout.page_bytes for layout in caches.layouts], words, log)
     if kv.dram_bytes is None and kv.dram_ratio is None:
         log("storage: its pages go through a host tier, which takes half of what is free: see --dram-bytes")
-    storage = Storage(files, pools, wake, quota=kv.kv_storage_bytes)
+    if url.folder is None and kv.kv_storage_key is None:
+        log(f"storage: engines of other users and machines find nothing of this one without the same "
+            f"--kv-storage-key; it is {default_key()} here")
+    try:
+        if advice := store.check():
+            log(f"storage: {advice}")
+    except OSError as e:
+        log(f"storage: {url.shown}: {e.strerror}: serving begins without it, and it is tried again")
+    storage = Storage(store, pools, wake, quota=kv.kv_storage_bytes, rate=kv.kv_storage_write_rate)
     return storage, hashlib.blake2b(fingerprint, key=secret, digest_size=16).digest()
+
+
+def _open(kv: KVConfig, url: StorageUrl, fingerprint: str, sizes: Sequence[int], words: Mapping[str, str],
+          log: Callable[[str], object]) -> Store:
+    store: Store
+    readonly = kv.kv_storage_readonly
+    match url.kind:
+        case "file":
+            assert url.folder is not None
+            store = files = Files(url.folder, fingerprint, sizes, readonly=readonly,
+                                  sync=kv.kv_storage_sync, words=words)
+            bound = (f"at most {show_size(kv.kv_storage_bytes)}" if kv.kv_storage_bytes is not None else
+                     f"at most 80 % of the {show_size(files.free_bytes)} that are free, beside what it holds")
+        case "s3":
+            from penstock.memory.stores.s3 import Bucket
+            store, bound = Bucket(url, fingerprint, sizes, readonly=readonly), "kept by the bucket's rules"
+        case "valkey":
+            from penstock.memory.stores.valkey import Valkey
+            store, bound = Valkey(url, fingerprint, sizes, readonly=readonly), "kept by the server's policy"
+    log(f"storage: {url.shown}, {'nothing is stored' if readonly else bound}; shared with engines of the "
+        "same weights, settings of KV and page size")
+    return store

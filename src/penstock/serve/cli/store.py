@@ -1,6 +1,6 @@
 """`penstock store`: what lies in the folder of --kv-storage, for people. Engines may use it meanwhile.
 
-Owns the words; the format is `penstock.memory.files`. Loads no model.
+Owns the words; the format is `penstock.memory.stores.files`. Loads no model.
 """
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from collections import Counter
 from pathlib import Path
 
 from penstock.config.base.errors import ConfigError
-from penstock.config.base.paths import storage_folder
 from penstock.config.base.sizes import parse_bytes
+from penstock.config.base.storage_url import parse_storage
 from penstock.config.settings.tree import Config
-from penstock.memory.files import FORMAT, Verdict, examine, objects, open_root, sweep
+from penstock.memory.stores.files import examine, objects, open_root, sweep
+from penstock.memory.stores.objects import FORMAT, Verdict
 
 WORDS = ("weights", "weights kept as", "KV dtype", "selector", "page size")
 WORDS_MAX = 100             # characters of a value that are shown: anybody may have written them
@@ -34,7 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(config: Config | None, args: argparse.Namespace) -> int:
     """The exit code: 0, or 1 if verify has found damage. Raises ConfigError."""
-    root = storage_folder(args.url)
+    url = parse_storage(args.url)
+    root = None if url is None else url.folder
     if root is None:
         raise ConfigError(f"{args.url}: file:///DIR is needed, an absolute path")
     for flag, of in (("bytes", "sweep"), ("delete", "verify"), ("yes", "purge")):

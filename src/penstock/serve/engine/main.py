@@ -152,13 +152,13 @@ def build(config: Config, event_log: EventLog) -> Engine:
     from penstock.core.core import Core
     from penstock.core.policy.capacity import largest
     from penstock.exec.start.build import build_engine
-    from penstock.exec.start.store import check_folder
+    from penstock.exec.start.store import check_storage
     from penstock.serve.engine.open_pair import link_settings, open_peer
     from penstock.serve.engine.storing import Storing
     from penstock.serve.grammars.vocabulary import vocabulary_of
 
     link_settings(config)               # what is wrong with them is told before a model is loaded
-    check_folder(config.kv)
+    check_storage(config.kv)
     built = build_engine(config, log, vocabulary=lambda: vocabulary_of(config))
     if config.model.grammar_backend == "llguidance" and str(built.info["grammar_backend"]).startswith("none"):
         raise ConfigError(f"--grammar-backend llguidance: {built.info['grammar_backend']}")

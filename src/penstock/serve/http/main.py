@@ -22,9 +22,9 @@ import uvicorn
 import uvloop
 
 from penstock.config.base.errors import ConfigError
-from penstock.config.base.paths import storage_folder
+from penstock.config.base.storage_url import parse_storage
 from penstock.config.settings.tree import Config, KVConfig, ServerConfig
-from penstock.memory.files import secret_of
+from penstock.memory.stores.secret import secret_of
 from penstock.model.weights.locate import ModelFiles, locate
 from penstock.serve.client.client import EngineClient, EngineDied
 from penstock.serve.http.app import Health, PeerView, build_app
@@ -91,8 +91,8 @@ def _cannot_bind(config: ServerConfig, error: OSError) -> ConfigError:
 
 def _secret(kv: KVConfig) -> bytes | None:
     """What tenants' pages are told apart by, where they outlive this process. Raises ConfigError."""
-    root = None if kv.kv_storage is None else storage_folder(kv.kv_storage)
-    return None if root is None else secret_of(root, readonly=kv.kv_storage_readonly)
+    url = None if kv.kv_storage is None else parse_storage(kv.kv_storage)
+    return None if url is None else secret_of(url, kv.kv_storage_key, readonly=kv.kv_storage_readonly)
 
 
 class _Uvicorn(uvicorn.Server):

@@ -16,54 +16,22 @@ import fcntl
 import itertools
 import json
 import os
-import secrets
+import shutil
 import stat
-import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 
-import xxhash
-
 from penstock.config.base.errors import ConfigError
+from penstock.memory.stores.objects import FORMAT, HEADER, Bounded, Verdict, is_sealed, sealed
 
-FORMAT = "v1"
-# Magic, version, cache group, bytes of the page, key, xxh3-128 of all that and the page, nothing.
-HEADER = struct.Struct("<4sHHQ16s16s16x")
-_MAGIC, _VERSION = b"PNKV", 1
 LOW_WATER = 0.9             # of the quota: what a sweep leaves
 TOUCH_S, STALE_S = 60.0, 3600.0     # how often a hit is noted as a use; age of temporary files that go
 _OURS = frozenset((FORMAT, "secret", "lock", "lost+found"))
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 _WRITE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
 _FOLDER = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_DIRECTORY
-
-
-class Verdict(Enum):
-    """What a read has found."""
-
-    GOOD = "good"
-    GONE = "gone"          # there is no such object
-    BAD = "bad"            # what is there is not what was stored
-
-
-def sealed(key: bytes, group: int, page: memoryview) -> bytes:
-    """The header of an object."""
-    blank = HEADER.pack(_MAGIC, _VERSION, group, len(page), key, bytes(16))
-    return HEADER.pack(_MAGIC, _VERSION, group, len(page), key, _sum(blank, page))
-
-
-def is_sealed(header: bytes | bytearray, key: bytes, group: int, page: memoryview) -> bool:
-    """Whether `page` is what `sealed` was given with this key and group."""
-    return len(header) == HEADER.size and bytes(header) == sealed(key, group, page)
-
-
-def _sum(blank: bytes, page: memoryview) -> bytes:
-    digest = xxhash.xxh3_128(blank)
-    digest.update(page)
-    return digest.digest()
 
 
 def open_root(root: Path, *, readonly: bool) -> None:
@@ -81,32 +49,6 @@ def open_root(root: Path, *, readonly: bool) -> None:
     except OSError as e:
         raise ConfigError(f"--kv-storage {root}: {e.strerror}: give a folder that this user can "
                           f"{'read' if readonly else 'write to'}") from None
-
-
-def secret_of(root: Path, *, readonly: bool) -> bytes:
-    """32 bytes that all engines on this folder share, and nobody else: what keeps tenants' pages apart. Made
-    if there are none; without a folder to write to they are of this process. Raises ConfigError."""
-    open_root(root, readonly=readonly)
-    path = root / "secret"
-    try:
-        if not (readonly or path.exists()):
-            temp = root / f".secret.{os.getpid()}"
-            with open(os.open(temp, _WRITE, 0o600), "wb") as file:
-                file.write(secrets.token_bytes(32))
-            with contextlib.suppress(FileExistsError):       # another engine was faster: its secret counts
-                os.link(temp, path)
-            os.unlink(temp)
-        with open(os.open(path, _READ), "rb") as file:
-            found, mode = file.read(33), os.fstat(file.fileno()).st_mode
-    except FileNotFoundError:
-        return secrets.token_bytes(32)
-    except OSError as e:
-        raise ConfigError(f"--kv-storage {root}: {path}: {e.strerror}: it must be a file that this user can "
-                          "read") from None
-    if len(found) != 32 or mode & 0o077:
-        raise ConfigError(f"--kv-storage {root}: {path}: 32 bytes that only this user can read are needed: "
-                          f"chmod 600 it, or remove it with all that is stored")
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,15 +121,17 @@ def examine(root: Path, o: Object) -> Verdict:
     return Verdict.GOOD if good else Verdict.BAD
 
 
-class Files:
-    """The objects of one kind of engine in a folder. Any thread may call anything; what is wrong with the
-    world is an OSError, but that an object is not there, or not what it should be."""
+class Files(Bounded):
+    """The objects of one kind of engine in a folder."""
+
+    readers, writers, part = 4, 2, 16
 
     def __init__(self, root: Path, fingerprint: str, page_bytes: Sequence[int], *, readonly: bool = False,
-                 words: Mapping[str, str] | None = None) -> None:
-        """page_bytes: of a page of each cache group. words: for the manifest. Raises ConfigError."""
+                 sync: bool = False, words: Mapping[str, str] | None = None) -> None:
+        """page_bytes: of a page of each cache group. sync: a page is on the disk before its write has
+        ended. words: for the manifest. Raises ConfigError."""
         open_root(root, readonly=readonly)
-        self.root, self.readonly, self._sizes = root, readonly, tuple(page_bytes)
+        self.root, self.readonly, self._sync, self._sizes = root, readonly, sync, tuple(page_bytes)
         self._home = root / FORMAT / fingerprint
         self._folders: dict[str, int] = {}       # descriptors: no name of a link is followed
         self._temps = itertools.count()
@@ -230,8 +174,11 @@ class Files:
         return f"{key[1:].hex()}.{group}"
 
     # ------------------------------------------------------------ objects
-    def present(self, key: bytes) -> int:
-        """Bit g is set if there is a page of cache group g, by its name and length alone."""
+    def present(self, keys: Sequence[bytes]) -> Iterator[int]:
+        """Of each key: bit g is set if there is a page of cache group g, by its name and length alone."""
+        return map(self._present, keys)
+
+    def _present(self, key: bytes) -> int:
         try:
             folder, found = self._folder(key), 0
         except FileNotFoundError:
@@ -242,8 +189,11 @@ class Files:
                 found |= (stat.S_ISREG(at.st_mode) and at.st_size == HEADER.size + size) << group
         return found
 
-    def get(self, key: bytes, group: int, page: memoryview) -> Verdict:
-        """Read an object into `page`, whose bytes are anything unless it is GOOD."""
+    def get(self, keys: Sequence[bytes], group: int, pages: Sequence[memoryview]) -> Iterator[Verdict]:
+        """Read objects into `pages`, whose bytes are anything unless the verdict is GOOD."""
+        return (self._get(key, group, page) for key, page in zip(keys, pages, strict=True))
+
+    def _get(self, key: bytes, group: int, page: memoryview) -> Verdict:
         assert len(page) == self._sizes[group], f"a page of {len(page)} bytes"
         try:
             fd = os.open(self._name(key, group), _READ, dir_fd=self._folder(key))
@@ -267,11 +217,15 @@ class Files:
         finally:
             os.close(fd)
 
-    def put(self, key: bytes, group: int, page: memoryview) -> int:
-        """Store a page, unless it is there. Returns the bytes that were written."""
-        assert len(page) == self._sizes[group] and not self.readonly
+    def put(self, keys: Sequence[bytes], group: int, pages: Sequence[memoryview]) -> Iterator[int]:
+        """Store pages, unless they are there. Yields the bytes that were written of each."""
+        assert not self.readonly
+        return (self._put(key, group, page) for key, page in zip(keys, pages, strict=True))
+
+    def _put(self, key: bytes, group: int, page: memoryview) -> int:
+        assert len(page) == self._sizes[group]
         folder, name = self._folder(key, make=True), self._name(key, group)
-        if self.present(key) >> group & 1:
+        if self._present(key) >> group & 1:
             return 0
         temp = f"{name}.{os.getpid()}.{next(self._temps)}.tmp"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -279,6 +233,8 @@ class Files:
         try:
             try:
                 _drain(fd, [memoryview(sealed(key, group, page)), page])
+                if self._sync:
+                    os.fdatasync(fd)
             finally:
                 os.close(fd)
             os.rename(temp, name, src_dir_fd=folder, dst_dir_fd=folder)
@@ -286,12 +242,23 @@ class Files:
             with contextlib.suppress(OSError):
                 os.unlink(temp, dir_fd=folder)
             raise
+        if self._sync:
+            os.fsync(folder)
         return HEADER.size + len(page)
 
-    def delete(self, key: bytes, group: int) -> None:
-        """Remove an object, if it is there."""
-        with contextlib.suppress(FileNotFoundError, IsADirectoryError):
-            os.unlink(self._name(key, group), dir_fd=self._folder(key))
+    def delete(self, keys: Sequence[bytes], group: int) -> None:
+        """Remove objects, those that are there."""
+        for key in keys:
+            with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+                os.unlink(self._name(key, group), dir_fd=self._folder(key))
+
+    def sweep(self, quota: int | None, room: int) -> tuple[int, int]:
+        """See `sweep`."""
+        return sweep(self.root, quota, room)
+
+    @property
+    def free_bytes(self) -> int:
+        return shutil.disk_usage(self.root).free
 
     def close(self) -> None:
         for fd in self._folders.values():

@@ -1,0 +1,60 @@
+"""What --kv-storage names: a folder, a bucket, a server."""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+from urllib.parse import unquote, urlsplit
+
+FORMS = "file:///DIR, s3://BUCKET/PREFIX, valkey://HOST:PORT, valkey:///SOCKET, or redis: as valkey:"
+EXTRAS = {"s3": ("s3", "obstore"), "valkey": ("valkey", "redis")}     # penstock[extra], and the module
+
+
+@dataclass(frozen=True, slots=True)
+class StorageUrl:
+    """kind: what speaks to it. host: server or bucket; None: `path` is a folder or socket of this machine."""
+
+    kind: Literal["file", "s3", "valkey"]
+    host: str | None
+    path: str
+    port: int | None = None
+    database: int = 0
+    user: str | None = field(default=None, repr=False)
+    password: str | None = field(default=None, repr=False)
+
+    @property
+    def folder(self) -> Path | None:
+        return Path(self.path) if self.kind == "file" else None
+
+    @property
+    def shown(self) -> str:
+        """Without what nobody should read."""
+        scheme = f"{self.kind}://" + ("" if self.host is None else
+                                      f"[{self.host}]" if ":" in self.host else self.host)
+        return scheme + (f":{self.port}" if self.port else "") + self.path
+
+
+def parse_storage(url: str) -> StorageUrl | None:
+    """None: it names nothing that pages can be stored in. A path is absolute, without `..`."""
+    try:
+        parts = urlsplit(url)
+        host, port, path = parts.hostname, parts.port, unquote(parts.path)
+    except ValueError:
+        return None
+    local = path.startswith("/") and path.strip("/") and ".." not in Path(path).parts
+    if parts.query or parts.fragment or "\0" in path or (port == 0):
+        return None
+    match parts.scheme:
+        case "file" if local and parts.netloc in ("", "localhost"):
+            return StorageUrl("file", None, path)
+        case "s3" if host and parts.netloc == host and ".." not in Path(path).parts:
+            return StorageUrl("s3", host, path)
+        case "redis" | "valkey":
+            user, password = unquote(parts.username or "") or None, unquote(parts.password or "") or None
+            if host is None:
+                return StorageUrl("valkey", None, path, user=user, password=password) if local else None
+            number = path.strip("/")
+            if not number or (number.isascii() and number.isdecimal() and len(number) < 6):
+                return StorageUrl("valkey", host, f"/{int(number)}" if number else "", port,
+                                  int(number or 0), user, password)
+    return None

@@ -1,0 +1,101 @@
+"""What a stored page of KV is, wherever it is stored, and what every store must do.
+
+An object is 64 bytes of header, then the bytes of the host page, under a name made of the page's key and
+its cache group. Nothing read from a store is believed: an object is good if its header is as `sealed` says.
+"""
+from __future__ import annotations
+
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from enum import Enum
+
+import xxhash
+
+FORMAT = "v1"
+# Magic, version, cache group, bytes of the page, key, xxh3-128 of all that and the page, nothing.
+HEADER = struct.Struct("<4sHHQ16s16s16x")
+_MAGIC, _VERSION = b"PNKV", 1
+
+
+class Verdict(Enum):
+    """What a read has found."""
+
+    GOOD = "good"
+    GONE = "gone"          # there is no such object
+    BAD = "bad"            # what is there is not what was stored
+
+
+def sealed(key: bytes, group: int, page: memoryview) -> bytes:
+    """The header of an object."""
+    blank = HEADER.pack(_MAGIC, _VERSION, group, len(page), key, bytes(16))
+    return HEADER.pack(_MAGIC, _VERSION, group, len(page), key, _sum(blank, page))
+
+
+def is_sealed(header: bytes | bytearray | memoryview, key: bytes, group: int, page: memoryview) -> bool:
+    """Whether `page` is what `sealed` was given with this key and group."""
+    return len(header) == HEADER.size and bytes(header) == sealed(key, group, page)
+
+
+def unpack(data: memoryview, key: bytes, group: int, page: memoryview) -> Verdict:
+    """A whole object into a page: copied only if it is what was stored."""
+    if len(data) != HEADER.size + len(page) or not is_sealed(data[:HEADER.size], key, group,
+                                                            data[HEADER.size:]):
+        return Verdict.BAD
+    page[:] = data[HEADER.size:]
+    return Verdict.GOOD
+
+
+def _sum(blank: bytes, page: memoryview) -> bytes:
+    digest = xxhash.xxh3_128(blank)
+    digest.update(page)
+    return digest.digest()
+
+
+class Store(ABC):
+    """The objects of one kind of engine. Any thread may call anything. What is wrong with the world is an
+    OSError, in bounded time where the world lets it be, but that an object is not there, or not what it
+    should be. Iterators give what is known so far; whoever has enough stops."""
+
+    readonly: bool
+    readers: int            # threads that read, and that write
+    writers: int
+    part: int               # pages that a thread asks for at once
+
+    def check(self) -> str | None:
+        """Ask it once whether it is there. Returns what people should know. Raises OSError."""
+        next(iter(self.present([bytes(16)])))
+        return None
+
+    @abstractmethod
+    def present(self, keys: Sequence[bytes]) -> Iterator[int]:
+        """Of each key: bit g is set if there is a page of cache group g, for all that is known."""
+
+    @abstractmethod
+    def get(self, keys: Sequence[bytes], group: int, pages: Sequence[memoryview]) -> Iterator[Verdict]:
+        """Read objects into `pages`, whose bytes are anything unless the verdict is GOOD."""
+
+    @abstractmethod
+    def put(self, keys: Sequence[bytes], group: int, pages: Sequence[memoryview]) -> Iterator[int]:
+        """Store pages, unless they are there. Yields the bytes that were written of each."""
+
+    @abstractmethod
+    def delete(self, keys: Sequence[bytes], group: int) -> None:
+        """Remove objects, those that are there."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of what it has open."""
+
+
+class Bounded(Store):
+    """A store whose quota is kept by engines."""
+
+    @abstractmethod
+    def sweep(self, quota: int | None, room: int) -> tuple[int, int]:
+        """Make `room` if `quota` bytes have none. Returns bytes left, and removed. Raises OSError."""
+
+    @property
+    @abstractmethod
+    def free_bytes(self) -> int:
+        """What else could be stored. Raises OSError."""

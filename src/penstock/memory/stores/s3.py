@@ -1,0 +1,126 @@
+"""Pages of KV in a bucket of S3, or what speaks like it: PREFIX/v1/FINGERPRINT/KEY.GROUP.
+
+Where the server is and who asks is the environment's, as with other tools: AWS_ENDPOINT_URL, AWS_REGION,
+AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY. What is removed, and when, is a rule of the bucket. A request ends
+within seconds, and is made once.
+"""
+from __future__ import annotations
+
+import asyncio
+import errno
+import re
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+from penstock.config.base.storage_url import StorageUrl
+from penstock.memory.stores.objects import FORMAT, HEADER, Store, Verdict, sealed, unpack
+
+CONNECT_S, ANSWER_S = 1.0, 5.0
+WAVES = 16, 64              # keys that are asked after at once, first and then
+
+T = TypeVar("T")
+
+
+class Bucket(Store):
+    """The objects of one kind of engine in a bucket. Connects when it is first asked."""
+
+    readers, writers, part = 2, 1, 16       # 16 requests at once, of each thread
+
+    def __init__(self, url: StorageUrl, fingerprint: str, page_bytes: Sequence[int], *,
+                 readonly: bool = False) -> None:
+        """page_bytes: of a page of each cache group. Raises ImportError where there is no obstore."""
+        import obstore
+        from obstore.store import S3Store
+
+        assert url.host is not None
+        self._obstore, self._error = obstore, obstore.exceptions.BaseError
+        self._missing = FileNotFoundError, obstore.exceptions.NotFoundError
+        self._bucket = S3Store(
+            url.host, prefix=url.path.strip("/") or None,
+            client_options={"connect_timeout": timedelta(seconds=CONNECT_S), "allow_http": True,
+                            "timeout": timedelta(seconds=ANSWER_S)},
+            retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=ANSWER_S)})
+        self.readonly, self._sizes = readonly, tuple(page_bytes)
+        self._prefix = f"{FORMAT}/{fingerprint}/"
+
+    def _name(self, key: bytes, group: int) -> str:
+        return f"{self._prefix}{key.hex()}.{group}"
+
+    def _all(self, call: Callable[..., Awaitable[T]], *of: Sequence[Any]) -> list[T | None]:
+        """What the calls give, all at once; None: there is no such object. Raises OSError."""
+        async def one(*args: Any) -> T | None:
+            try:
+                return await call(*args)
+            except self._missing:
+                return None
+
+        async def every() -> list[T | BaseException | None]:
+            return await asyncio.gather(*map(one, *of), return_exceptions=True)
+
+        found: list[T | None] = []
+        for value in asyncio.run(every()):
+            if isinstance(value, (self._error, OSError)):
+                raise _fault(value)
+            if isinstance(value, BaseException):
+                raise value
+            found.append(value)
+        return found
+
+    def present(self, keys: Sequence[bytes]) -> Iterator[int]:
+        at, num = 0, len(self._sizes)
+        while at < len(keys):
+            wave = keys[at:at + WAVES[at > 0]]
+            names = [self._name(key, group) for key in wave for group in range(num)]
+            found = self._all(partial(self._obstore.head_async, self._bucket), names)
+            for i in range(len(wave)):
+                heads = found[i * num:(i + 1) * num]
+                yield sum((head is not None and head["size"] == HEADER.size + size) << group
+                          for group, (head, size) in enumerate(zip(heads, self._sizes, strict=True)))
+            at += len(wave)
+
+    def get(self, keys: Sequence[bytes], group: int, pages: Sequence[memoryview]) -> Iterator[Verdict]:
+        async def read(key: bytes) -> memoryview:
+            found = await self._obstore.get_async(self._bucket, self._name(key, group))
+            if found.meta["size"] != HEADER.size + self._sizes[group]:
+                return memoryview(b"")         # checked before it is read
+            return memoryview(await found.bytes_async())
+
+        for key, page, data in zip(keys, pages, self._all(read, keys), strict=True):
+            yield Verdict.GONE if data is None else unpack(data, key, group, page)
+
+    def put(self, keys: Sequence[bytes], group: int, pages: Sequence[memoryview]) -> Iterator[int]:
+        assert not self.readonly
+
+        async def write(key: bytes, page: memoryview) -> int:
+            data, name = b"".join((sealed(key, group, page), page)), self._name(key, group)
+            try:
+                await self._obstore.put_async(self._bucket, name, data, mode="create", use_multipart=False)
+            except (FileExistsError, self._obstore.exceptions.AlreadyExistsError):
+                return 0
+            return len(data)
+
+        for written in self._all(write, keys, pages):
+            yield written or 0
+
+    def delete(self, keys: Sequence[bytes], group: int) -> None:
+        self._all(partial(self._obstore.delete_async, self._bucket), [self._name(key, group) for key in keys])
+
+    def names(self) -> Iterator[tuple[str, int]]:
+        """Of all engines: names and bytes of what is there, for people. Raises OSError."""
+        try:
+            for batch in self._obstore.list(self._bucket, prefix=f"{FORMAT}/"):
+                for found in batch:
+                    yield found["path"], found["size"]
+        except self._error as e:
+            raise _fault(e) from None
+
+    def close(self) -> None:
+        """Nothing: the client's connections end by themselves."""
+
+
+def _fault(error: Any) -> OSError:
+    """In words without names of objects, which say what they hold."""
+    words = re.sub(r"[0-9a-f]{16,}", "...", " ".join(str(error).split()))[:200]
+    return OSError(errno.EIO, f"{type(error).__name__}: {words}")

