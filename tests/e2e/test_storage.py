@@ -182,8 +182,9 @@ def test_damage_and_loss_cost_hits_and_no_answer(model, tmp_path):
     assert run.returncode == 0 and ", 0 are not" in run.stdout, run.stdout + run.stderr
 
 
-@pytest.mark.sweep
-def test_engines_that_are_killed_while_they_write_leave_nothing_wrong(model, tmp_path):
+@pytest.mark.parametrize("kills", [pytest.param(8, marks=pytest.mark.sweep),
+                                   pytest.param(100, marks=pytest.mark.soak)])
+def test_engines_that_are_killed_while_they_write_leave_nothing_wrong(model, tmp_path, kills):
     """Two on one folder, under load; one of them is killed at any moment, again and again."""
     dice, host = random.Random(4), ("--hbm-bytes", "4M", "--dram-bytes", "2M", "--kv-storage",
                                     f"file://{tmp_path}/store")
@@ -191,10 +192,10 @@ def test_engines_that_are_killed_while_they_write_leave_nothing_wrong(model, tmp
     with serving(model, tmp_path, "--hbm-bytes", "4M") as plain:
         want = [ids(plain.ask(prompt)) for prompt in prompts]
     (tmp_path / "b").mkdir()
-    hits = 0
+    asked = hits = 0
 
     def load(server, seconds: float) -> None:
-        nonlocal hits
+        nonlocal asked, hits
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             n = dice.randrange(8)
@@ -203,10 +204,11 @@ def test_engines_that_are_killed_while_they_write_leave_nothing_wrong(model, tmp
             except httpx.HTTPError:
                 return                            # it was killed
             assert ids(answer) == want[n]
+            asked += 1
             hits += disk(answer) > 0
 
     with serving(model, tmp_path / "b", *host) as stays:
-        for _ in range(8):
+        for _ in range(kills):
             with serving(model, tmp_path, *host) as dies, ThreadPoolExecutor(6) as pool:
                 running = [pool.submit(load, server, 3.0) for server in (dies, stays) for _ in range(3)]
                 time.sleep(dice.random() * 2)
@@ -214,8 +216,9 @@ def test_engines_that_are_killed_while_they_write_leave_nothing_wrong(model, tmp
                 for one in running:
                     one.result()
             stays.http.post("/flush_cache")
-        assert hits and metric(stays, "storage_bad_total") == 0
+        assert hits and metric(stays, "storage_bad_total") == metric(stays, "storage_gone_total") == 0
     left = [o for o in objects(tmp_path / "store") if not o.temporary]
+    print(f"{kills} kills, {asked} answers, {hits} with hits; {len(left)} objects read again")
     assert len(left) >= 20 and all(examine(tmp_path / "store", o) is Verdict.GOOD for o in left)
     for o in objects(tmp_path / "store"):
         if o.temporary:

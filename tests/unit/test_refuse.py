@@ -9,7 +9,7 @@ from penstock.config.base.machine import Machine
 from penstock.config.base.storage_url import StorageUrl, parse_storage
 from penstock.config.settings.cli import from_options
 from penstock.config.settings.refuse import REFUSED, is_public, refusals
-from penstock.config.settings.resolve import resolve
+from penstock.config.settings.resolve import lines, resolve
 from penstock.config.settings.tree import Config
 
 MACHINE = Machine(system="Linux", machine="x86_64", python="3.11", cpu="test", features=(),
@@ -184,3 +184,13 @@ def test_what_a_storage_may_be_called() -> None:
     for wrong in ("", "file:", "s3://", "s3://me@bucket", "s3://b/../c", "redis://host/one", "valkey://host:0",
                   "redis://host:x", "redis://", "valkey:///", "redis://host?db=1", "http://host"):
         assert parse_storage(wrong) is None, wrong
+
+
+def test_a_password_of_a_storage_is_shown_nowhere() -> None:
+    good, bad = (from_options("demo", {"kv_storage": f"valkey://me:{word}@host"})
+                 for word in ("pass@word", "pass/word"))
+    resolved = resolve(good, MACHINE)
+    [line] = [line for line in lines(resolved) if line.startswith("kv_storage ")]
+    assert line == "kv_storage valkey://...@host" and resolved.kv.kv_storage == good.kv.kv_storage
+    [text] = refusals(bad, MACHINE)
+    assert "valkey://...@host" in text and "word" not in text

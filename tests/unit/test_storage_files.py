@@ -80,13 +80,15 @@ def test_what_was_stored_is_read_and_what_was_not_is_gone(files):
     assert present(Files(files.root, "e" * 32, SIZES), KEYS[1]) == 0, "another kind of engine"
 
 
-def test_a_damaged_object_is_never_good(files):
-    """1,000 of them: bits, lengths, names, groups, headers of others."""
+@pytest.mark.parametrize("num", [1000, pytest.param(10_000, marks=pytest.mark.soak)])
+def test_a_damaged_object_is_never_good(files, num):
+    """Bits, lengths, names, groups, headers of others."""
     dice = random.Random(7)
     for key in KEYS[:20]:
         put(files, key, 0, page(key[0]))
         put(files, key, 1, page(key[0], 1))
-    for _ in range(1000):
+    done = 0
+    while done < num:
         key, group = dice.choice(KEYS[:20]), dice.randrange(2)
         path = where(files, key, group)
         good = path.read_bytes()
@@ -110,6 +112,7 @@ def test_a_damaged_object_is_never_good(files):
                 data += bytes(len(good) - len(data) + (data[-1] == 0))
         if data == good:
             continue
+        done += 1
         path.write_bytes(data)
         verdict, _ = read(files, key, group)
         assert verdict is Verdict.BAD

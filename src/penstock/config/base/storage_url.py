@@ -1,6 +1,7 @@
 """What --kv-storage names: a folder, a bucket, a server."""
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -32,6 +33,11 @@ class StorageUrl:
         scheme = f"{self.kind}://" + ("" if self.host is None else
                                       f"[{self.host}]" if ":" in self.host else self.host)
         return scheme + (f":{self.port}" if self.port else "") + self.path
+
+
+def masked(url: str) -> str:
+    """For people: without a password, even where it is no URL of ours."""
+    return re.sub(r"^(?!file:)([^:]*://).*@", r"\1...@", url)
 
 
 def parse_storage(url: str) -> StorageUrl | None:

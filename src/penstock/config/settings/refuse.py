@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 from penstock.config.base.errors import ConfigError
 from penstock.config.base.machine import Machine
 from penstock.config.base.sizes import show_bytes
-from penstock.config.base.storage_url import FORMS, parse_storage
+from penstock.config.base.storage_url import FORMS, masked, parse_storage
 from penstock.config.request.selection import BOUNDS, BOUNDS_VERSION, SINKS, WINDOW, Selection
 from penstock.config.settings.tree import SECRETS, Config, KVConfig, PairConfig
 
@@ -55,6 +55,8 @@ def _shown(config: Config, path: str) -> str:
         return f"no {flag}"
     if path in SECRETS:
         return flag
+    if path == "kv.kv_storage" and isinstance(value, str):
+        return f"{flag} {masked(value)}"
     if isinstance(value, bool):
         return flag if value else f"--no-{flag[2:]}"
     if isinstance(value, int) and path.endswith("_bytes"):

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import fields, replace
 
 from penstock.config.base.machine import Machine
+from penstock.config.base.storage_url import masked
 from penstock.config.settings.refuse import check
 from penstock.config.settings.tree import SECRETS, Config
 
@@ -51,5 +52,7 @@ def lines(config: Config, *, without: Collection[str] = ()) -> Iterator[str]:
             value = getattr(part, f.name)
             if f"{section.name}.{f.name}" in SECRETS and value is not None:
                 value = "(set)"
+            elif f.name == "kv_storage" and isinstance(value, str):
+                value = masked(value)
             shown = ",".join(value) if isinstance(value, tuple) else value
             yield f"{f.name} {'-' if shown in (None, '') else shown}"
