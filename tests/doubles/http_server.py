@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -20,16 +21,18 @@ WAIT_S = 120
 class Server:
     """One `penstock serve` and what it printed."""
 
-    def __init__(self, folder: Path, *flags: str, model: str = "fake") -> None:
+    def __init__(self, folder: Path, *flags: str, model: str = "fake",
+                 verify: ssl.SSLContext | bool = True) -> None:
         self.events = folder / "events"
         self.log = folder / "log"
         self.process = subprocess.Popen(
             [sys.executable, SCRIPT, model, "--port", "0", "--event-log", str(self.events), *flags],
             stdout=subprocess.PIPE, stderr=self.log.open("w"), text=True)
         self.line = self.process.stdout.readline()
-        found = re.search(r"ready on (http://\S+) ", self.line)
+        found = re.search(r"ready on (https?://\S+) ", self.line)
         assert found, self.line + self.log.read_text()
         self.http = httpx.Client(base_url=found.group(1), timeout=WAIT_S,
+                                 verify=verify,
                                  limits=httpx.Limits(keepalive_expiry=1))   # before the server drops it
 
     def post(self, path="completions", **body):

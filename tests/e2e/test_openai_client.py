@@ -34,8 +34,9 @@ def server(tmp_path_factory):
          "--event-log", str(events), "--check"],
         stdout=subprocess.PIPE, stderr=log.open("w"), text=True)
     try:
-        found = re.search(r"ready on (http://\S+) \(model \S+, \d+ pages, started in",
-                          process.stdout.readline())
+        found = re.search(
+            r"ready on (http://\S+) \(model \S+, KV of [\d,]+ tokens in 0\.\d\d GiB, started in",
+            process.stdout.readline())
         assert found, log.read_text()
         yield found.group(1) + "/v1", events
         process.send_signal(signal.SIGTERM)

@@ -114,7 +114,7 @@ def test_asking_for_what_happens_anyway_changes_nothing(line: str) -> None:
     ("--speculative-config {}", "speculative"), ("--enable-lora", "LoRA"),
     ("--lora-paths x", "LoRA"), ("--max-loras 2", "LoRA"), ("--dtype float16", "float16"),
     ("--load-format pt", "runs code"), ("--swap-space 4", "--dram-bytes"),
-    ("--cpu-offload-gb 4", "offloading weights"), ("--ssl-keyfile k", "TLS"),
+    ("--cpu-offload-gb 4", "offloading weights"), ("--ssl-ca-certs k", "TLS"),
     ("--no-enable-chunked-prefill", "cannot be turned off"),
 ])
 def test_unbuilt_features_are_refused_by_name(line: str, feature: str) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.config.base.errors import ConfigError
 from penstock.config.settings.pairkey import pair_key
+from penstock.config.settings.refuse import is_local, is_local_origin
 from penstock.config.settings.tree import PairConfig, ServerConfig
 from penstock.serve.http import limits
 from penstock.serve.http.limits import (
@@ -19,8 +20,6 @@ from penstock.serve.http.limits import (
     BodyTooSlow,
     Disconnected,
     Keys,
-    is_local,
-    is_local_origin,
     load_keys,
     read_body,
 )

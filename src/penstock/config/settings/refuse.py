@@ -6,6 +6,7 @@ Flags of features that are not built at all are in `unbuilt.py`.
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -91,6 +92,27 @@ def is_public(host: str) -> bool:
         return not ipaddress.ip_address(host).is_loopback
     except ValueError:
         return True
+
+
+_HOST = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
+
+
+def is_local(host: str) -> bool:
+    """Whether a Host header, with or without a port, names this machine as a server without keys can
+    be bound: localhost or a loopback address."""
+    found = _HOST.fullmatch(host)
+    return found is not None and not is_public(found[1].strip("[]").lower())
+
+
+def is_local_origin(origin: str) -> bool:
+    """`is_local` of an Origin header. "null", which sandboxed pages send, is not."""
+    scheme, _, host = origin.partition("://")
+    return scheme in ("http", "https") and is_local(host)
+
+
+def _is_origin(origin: str) -> bool:
+    scheme, _, host = origin.partition("://")
+    return origin == "*" or (scheme in ("http", "https") and _HOST.fullmatch(host) is not None)
 
 
 def _wants_more_than_all(config: Config, machine: Machine) -> bool:
@@ -282,6 +304,15 @@ REFUSED: tuple[Refusal[Machine], ...] = (
     Refusal(lambda c, _: c.server.admin_key_file is not None and c.server.api_key is None
             and c.server.api_key_file is None, ("server.admin_key_file",),
             "without API keys every program of this machine is an admin: add --api-key-file"),
+    Refusal(lambda c, _: c.server.ssl_keyfile is not None and c.server.ssl_certfile is None,
+            ("server.ssl_keyfile", "server.ssl_certfile"), "a key is of a certificate: give both"),
+    Refusal(lambda c, _: not all(map(_is_origin, c.server.cors_origins)), ("server.cors_origins",),
+            "origins such as https://chat.example.com or http://localhost:3000, separated by commas, or *"),
+    Refusal(lambda c, _: bool(c.server.cors_origins) and c.server.api_key is None
+            and c.server.api_key_file is None
+            and not all(is_local_origin(o) for o in c.server.cors_origins),
+            ("server.cors_origins", "server.api_key_file"),
+            "without API keys only pages of this machine may ask: add --api-key-file"),
     _outside("server.body_bytes_max", 1024, 1 << 30, "1KiB to 1GiB"),
     _outside("server.drain_s", 0, 3600, "0 to 3600 seconds"),
     *PAIR,

@@ -179,6 +179,11 @@ class ServerConfig:
     api_key_file: Annotated[str | None, "file with one key a line"] = None
     admin_key_file: Annotated[str | None, "beside API keys: file of those that may also read metrics and "
                               "server_info, and flush; one a line"] = None
+    ssl_certfile: Annotated[str | None, "PEM file with the server's certificate: serve HTTPS; read again on "
+                            "SIGHUP"] = None
+    ssl_keyfile: Annotated[str | None, "PEM file with its key (default: in --ssl-certfile)"] = None
+    cors_origins: Annotated[tuple[str, ...], "origins whose pages may ask from a browser, e.g. "
+                            "https://chat.example.com; * is all of them"] = ()
     body_bytes_max: Annotated[int, "largest request body", Bytes()] = 4 << 20
     log_level: Annotated[Literal["debug", "info", "warning", "error"], "what is logged"] = "info"
     drain_s: Annotated[float, "seconds that SIGTERM gives running requests"] = 30.0

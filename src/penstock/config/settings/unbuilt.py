@@ -132,10 +132,13 @@ UNBUILT: tuple[Unbuilt, ...] = (
     _value("the choice of what is captured in CUDA graphs", "--cuda-graph-*", "--compilation-config",
            neutral=("0", *_NONE)),
     # The server.
-    _value("TLS", "--ssl-*", neutral=_NONE, instead="put a reverse proxy in front"),
+    _value("certificates of clients, and other settings of TLS", "--ssl-ca-certs", "--ssl-cert-reqs",
+           "--ssl-ciphers", "--ssl-keyfile-password", neutral=_NONE,
+           instead="--ssl-certfile and --ssl-keyfile are there"),
     _value("more than one API process", "--api-server-count", "--tokenizer-worker-num",
            neutral=("1",)),
-    _value("another root path or CORS rule", "--root-path", "--allowed-*", neutral=_NONE),
+    _value("another root path", "--root-path", neutral=_NONE),
+    _value("", "--allowed-*", neutral=_NONE, instead="say which pages may ask with --cors-origins"),
     _switch("", "--log-requests", "--enable-log-requests", instead="prompts are never logged"),
 )
 

@@ -103,8 +103,11 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
         "start_seconds": round(seconds, 3), **parts.info,
         **{f"backend_{op}": str(choice) for op, choice in parts.loaded.backends.items()},
     }
-    log(f"kv: {core_config.hbm_pages} device pages and {core_config.dram_pages} host pages of "
-        f"{core_config.page_size} tokens ({caches.page_bytes} bytes); context {core_config.max_len}")
+    tokens, host = (n * core_config.page_size for n in (core_config.hbm_pages, core_config.dram_pages))
+    log(f"kv: {tokens:,} tokens on the device ({show_size(caches.nbytes(core_config.hbm_pages))}), {host:,} "
+        f"in host memory ({show_size(caches.host_bytes(core_config))}), in pages of {core_config.page_size}; "
+        f"the device holds {tokens / core_config.max_len:.1f} requests of the context of "
+        f"{core_config.max_len:,}")
     caches.tell(log)
     if selection is not None:
         log(f"sparse: a query reads at most {selection.budget} tokens of each KV head, in units of "

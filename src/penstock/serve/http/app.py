@@ -15,13 +15,16 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from penstock.config.base.errors import show
 from penstock.config.base.version import version
 from penstock.config.request.params import SamplingParams
+from penstock.config.settings.refuse import is_local, is_local_origin
 from penstock.config.settings.tree import ServerConfig
 from penstock.serve.client.client import EngineClient, EngineDied
 from penstock.serve.client.generate import Engine
@@ -32,8 +35,6 @@ from penstock.serve.http.limits import (
     BodyTooSlow,
     Disconnected,
     Keys,
-    is_local,
-    is_local_origin,
     read_body,
 )
 from penstock.serve.http.native import Native, no_such_path
@@ -236,7 +237,8 @@ def _values(scope: Scope, name: bytes) -> list[str]:
 
 
 def build_app(api: OpenAI, health: Health, keys: Keys, config: ServerConfig,
-              info: dict[str, Any], stats: dict[str, float], peer: PeerView | None = None) -> Guard:
+              info: dict[str, Any], stats: dict[str, float],
+              peer: PeerView | None = None) -> ASGIApp:
     """The ASGI app. `info` is what /server_info shows: no key, no path of a secret. `stats` are the
     engine's numbers until it tells others. `peer`: of one end of a pair."""
     views = _Views(api, health, info, stats, peer)
@@ -275,7 +277,12 @@ def build_app(api: OpenAI, health: Health, keys: Keys, config: ServerConfig,
     ], exception_handlers={
         HTTPException: _http_error, ApiError: _any_error, Exception: _any_error})
     app.router.redirect_slashes = False
-    return Guard(app, keys, api.metrics)
+    guard = Guard(app, keys, api.metrics)
+    if not config.cors_origins:
+        return guard
+    # In front of the guard: a browser asks without a key whether it may ask.
+    return CORSMiddleware(guard, allow_origins=config.cors_origins, allow_methods=("GET", "POST"),
+                          allow_headers=("*",), max_age=3600)
 
 
 class _Views:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import re
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
@@ -18,7 +17,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from penstock.config.base.errors import ConfigError
 from penstock.config.settings.pairkey import read_secret
-from penstock.config.settings.refuse import is_public
 from penstock.config.settings.tree import ServerConfig
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -28,7 +26,6 @@ BODY_S_MAX = 30.0
 KEEP_ALIVE_S = 5
 HEADER_BYTES_MAX = 16 << 10
 HEADERS_MAX = 100
-_HOST = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
 
 
 class BodyTooLarge(Exception):
@@ -96,19 +93,6 @@ class Keys:
 
     def _hash(self, key: bytes) -> bytes:
         return hashlib.blake2b(key, key=self._secret, digest_size=32).digest()
-
-
-def is_local(host: str) -> bool:
-    """Whether a Host header, with or without a port, names this machine as a server without keys can
-    be bound: localhost or a loopback address."""
-    found = _HOST.fullmatch(host)
-    return found is not None and not is_public(found[1].strip("[]").lower())
-
-
-def is_local_origin(origin: str) -> bool:
-    """`is_local` of an Origin header. "null", which sandboxed pages send, is not."""
-    scheme, _, host = origin.partition("://")
-    return scheme in ("http", "https") and is_local(host)
 
 
 def load_keys(config: ServerConfig, secret: bytes | None = None) -> Keys:

@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ import uvloop
 
 from penstock.config.base.errors import ConfigError
 from penstock.config.base.storage_url import parse_storage
+from penstock.config.settings.pairkey import read_secret
 from penstock.config.settings.tree import Config, KVConfig, ServerConfig
 from penstock.memory.stores.secret import secret_of
 from penstock.model.weights.locate import ModelFiles, locate
@@ -52,12 +54,13 @@ def run(config: Config | None, args: argparse.Namespace) -> int:
     if config.server.log_level != "debug":
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    tls = tls_of(config.server)
     secret = _secret(config.kv)
     keys = load_keys(config.server, secret)
     with bind(config.server) as listener:
         files = locate(config.model.model, load_format=config.model.load_format)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_Server(config, files, keys, listener, secret).serve())
+            return runner.run(_Server(config, files, keys, listener, secret, tls).serve())
 
 
 def bind(config: ServerConfig) -> socket.socket:
@@ -89,6 +92,25 @@ def _cannot_bind(config: ServerConfig, error: OSError) -> ConfigError:
                        "give an address of this machine with --host, and a free --port")
 
 
+def tls_of(config: ServerConfig, into: ssl.SSLContext | None = None) -> ssl.SSLContext | None:
+    """What TLS is made with, where there is a certificate; `into`, for later connections, once it has been
+    found to be right. Raises ConfigError."""
+    if config.ssl_certfile is None:
+        return None
+    flag, key = ("--ssl-certfile", config.ssl_certfile) if config.ssl_keyfile is None else (
+        "--ssl-keyfile", config.ssl_keyfile)
+    read_secret(flag, key)
+    found = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    for context in (found, into):
+        if context is not None:
+            try:
+                context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password="")
+            except (OSError, ValueError) as e:
+                raise ConfigError(f"--ssl-certfile {config.ssl_certfile}: {e}: give a PEM file with a "
+                                  "certificate, and its key in it or with --ssl-keyfile") from None
+    return into or found
+
+
 def _secret(kv: KVConfig) -> bytes | None:
     """What tenants' pages are told apart by, where they outlive this process. Raises ConfigError."""
     url = None if kv.kv_storage is None else parse_storage(kv.kv_storage)
@@ -107,8 +129,8 @@ class _Server:
     """One run of the API process."""
 
     def __init__(self, config: Config, files: ModelFiles, keys: Keys,
-                 listener: socket.socket, secret: bytes | None) -> None:
-        self._config, self._secret = config, secret
+                 listener: socket.socket, secret: bytes | None, tls: ssl.SSLContext | None) -> None:
+        self._config, self._secret, self._tls = config, secret, tls
         self._files = files
         self._keys = keys
         self._listener = listener
@@ -196,10 +218,13 @@ class _Server:
         app = build_app(api, self._health, self._keys, config.server,
                         {"model": api.model, "pid": self._engine.ready.pid, **self._engine.ready.info},
                         await self._engine.stats(), self._peer_view())
-        server = _Uvicorn(uvicorn.Config(
+        settings = uvicorn.Config(
             app, http=LimitedProtocol, ws="none", lifespan="off", log_config=None,
             access_log=config.server.log_level == "debug", server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=CLOSING_S))
+            timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=CLOSING_S)
+        server = _Uvicorn(settings)
+        settings.load()
+        settings.ssl = self._tls
         try:
             self._listener.listen(2048)
         except OSError as e:                  # somebody else bound it too, and was faster
@@ -249,6 +274,13 @@ class _Server:
         self._stop.set()
 
     def _on_signal(self, number: signal.Signals) -> None:
+        if number == signal.SIGHUP and self._tls is not None:
+            try:
+                tls_of(self._config.server, self._tls)
+                _print_error("certificate read again")
+            except ConfigError as e:
+                _print_error(f"the certificate stays as it was: {e}")
+            return
         if self._stop.is_set() and number == signal.SIGINT:
             # The engine and the processes aside see their sockets close, and exit.
             os._exit(EXIT_INTERRUPTED)
@@ -261,10 +293,12 @@ class _Server:
         shown = f"[{host}]" if ":" in host else host
         info = self._engine.ready.info
         parts = [f"model {model}"]
-        if (pages := info.get("hbm_pages")) is not None:
-            parts.append(f"{pages} pages")
+        pages, page, size = (info.get(name) for name in ("hbm_pages", "page_size", "hbm_bytes"))
+        if isinstance(pages, int) and isinstance(page, int) and isinstance(size, int):
+            parts.append(f"KV of {pages * page:,} tokens in {size / (1 << 30):.2f} GiB")
         parts.append(f"started in {time.monotonic() - self._began:.1f} s")
-        return f"penstock: ready on http://{shown}:{port} ({', '.join(parts)})"
+        scheme = "http" if self._tls is None else "https"
+        return f"penstock: ready on {scheme}://{shown}:{port} ({', '.join(parts)})"
 
 
 def _print_death(error: EngineDied) -> None:
