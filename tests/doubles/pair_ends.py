@@ -13,7 +13,7 @@ from penstock.core.pair.messages import Grant
 from penstock.core.plan import DramPage, Group, HbmPage, Move, MoveId, StepId, Tier
 from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
-from penstock.memory.pool import PageLayout
+from penstock.memory.pool import PageLayout, Part
 from penstock.transfer import PairLink
 from penstock.transfer.events import Down, Heard, LinkEvent, Pushed, Up
 from penstock.transfer.facts import Facts, group_facts
@@ -50,7 +50,8 @@ class Pools:
     def __init__(self, page_size: int, stages: Sequence[Sequence[int]]) -> None:
         """stages[g][s]: layers of group g on stage s."""
         self.page_size, self.layouts = page_size, layouts(page_size)
-        self.stages = [[cls(replace(layout, num_layers=split[s]), PAGES, base=base + g * 100, group=Group(g))
+        self.stages = [[cls(replace(layout, num_layers=split[s]), PAGES, base=base + g * 100, group=Group(g),
+                            part=Part(layout, sum(split[:s])))
                         for g, (layout, split) in enumerate(zip(self.layouts, stages, strict=True))
                         if split[s]
                         for cls, base in ((HbmPool, 1000), (DramPool, 5000))]

@@ -127,6 +127,30 @@ def test_stages_of_either_engine_say_the_same(model: str, tmp_path: Path, place:
         pair.settle()
 
 
+@pytest.mark.parametrize(("place", "prefill", "decode"), [
+    pytest.param("resident", {"tp": 2}, {"pp": 2}, marks=pytest.mark.sweep),
+    pytest.param("resident", {}, {"tp": 3}, marks=pytest.mark.sweep),
+    pytest.param("resident", {"tp": 3}, {"tp": 2, "pp": 2}, marks=pytest.mark.sweep),
+    pytest.param("hosted", {"pp": 2}, {"tp": 2}, marks=pytest.mark.sweep),
+    ("hosted", {"tp": 2}, {"tp": 2})], ids=str)
+def test_lanes_of_either_engine_say_the_same(model: str, tmp_path: Path, place: str,
+                                             prefill: dict[str, object], decode: dict[str, object]) -> None:
+    """Two KV heads, one of them on two of three lanes; every row of the decode engine is paused again and
+    again."""
+    options, prompts = PLACES[place], [PROMPT, PROMPT[:77], PROMPT + (5, 6, 7) * 9]
+    one = whole(model, prompts, **options)
+    with PairOfEnds(model, tmp_path, prefill={**prefill, "page_size": 64}, decode=decode,
+                    **{**options, "dram_bytes": "8M"}) as pair:
+        rids = [pair.decode.submit(prompt) for prompt in prompts]
+        for turn in range(60):
+            if turn % 4 == 0 and (rid := rids[turn // 4 % 3]) in pair.decode.open:
+                pair.decode.pause(rid)
+            pair.turn()
+        assert list(pair.finish().values()) == list(one.got.values())
+        assert pair.decode.loop.stats()["pair_delivered_total"] == 3
+        pair.settle()
+
+
 def test_each_position_is_sent_once_and_to_the_host_without_a_device_page(model: str,
                                                                           tmp_path: Path) -> None:
     with PairOfEnds(model, tmp_path, **PLACES["hosted"]) as pair:

@@ -90,7 +90,6 @@ CASES: tuple[tuple[dict[str, object], dict[str, object]], ...] = (
     ({"device": "cuda", "tp": 2}, {"device": "cpu", "tp": 2}),
     ({"tp": 4, "ep": 3}, {"tp": 6, "ep": 3}),
     ({"tp": 4, "ep": 2, "expert_parallel": True}, {"tp": 4, "ep": 4, "expert_parallel": True}),
-    ({"tp": 2, "prefill": 1, "decode": 1}, {"pp": 2, "prefill": 1, "decode": 1}),
     ({"pp": 2, "pp_layers": ["30"]}, {"pp": 2, "pp_layers": ["1", "29"]}),
     ({"rank_timeout_s": 0.5}, {"rank_timeout_s": 1}),
     ({"backends": ["linear"]}, {"backends": ["linear=reference"]}),

@@ -1,6 +1,7 @@
 """Positions to pieces: every byte once, in its place, for all small page sizes, units and stages."""
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -8,8 +9,9 @@ import torch
 
 from penstock.config.base.decoding import ProtocolError
 from penstock.core.plan import Group, Tier
-from penstock.memory.dram import DramPool
-from penstock.memory.pool import PageLayout
+from penstock.memory.hbm import HbmPool
+from penstock.memory.pool import PageLayout, Part
+from penstock.model.parts import Lane
 from penstock.transfer.facts import group_facts
 from penstock.transfer.landing import place
 from penstock.transfer.layout import Piece, Progress, pieces, rectangles, spans, whole_units
@@ -84,48 +86,51 @@ def test_a_grant_that_lacks_its_last_piece_is_not_done() -> None:
     assert progress.done
 
 
-def pools(layout: PageLayout, stages: tuple[int, ...]) -> list[list[DramPool]]:
-    return [[DramPool(PageLayout(num_layers=n, num_kv_heads=layout.num_kv_heads, page_size=layout.page_size,
-                                 head_dim=layout.head_dim, unit=layout.unit, dtype=layout.dtype), 8, base=50)]
-            for n in stages if n]
+def pools(layout: PageLayout, stages: tuple[int, ...], tp: int = 1) -> list[list[HbmPool]]:
+    """Of each lane of each stage."""
+    return [[HbmPool(replace(layout, num_layers=n, num_kv_heads=heads.size), 8, base=50,
+                     part=Part(layout, sum(stages[:s]), heads.first))]
+            for s, n in enumerate(stages) if n
+            for heads in (Lane(i, tp).kv_heads(layout.num_kv_heads) for i in range(tp))]
 
 
-def fill(stages: list[list[DramPool]], pages: list[int], first: int, value) -> None:
-    """Unit `first + n` of layer l is `value(l, first + n)`."""
-    layer = 0
-    for [pool] in stages:
+def fill(ranks: list[list[HbmPool]], pages: list[int], first: int, value) -> None:
+    """Unit `first + n` of head k of layer l is `value(l, k, first + n)`."""
+    for [pool] in ranks:
         of_page = pool.layout.page_size // pool.layout.unit
-        for i, page in enumerate(pages):
-            for u in range(of_page):
-                for n in range(pool.layout.num_layers):
-                    pool.page(page)[n, :, :, u] = value(layer + n, first + i * of_page + u)
-        layer += pool.layout.num_layers
+        for (i, page), u, n, k in product(enumerate(pages), range(of_page), range(pool.layout.num_layers),
+                                          range(pool.layout.num_kv_heads)):
+            unit = first + i * of_page + u
+            pool.page(page)[n, k, :, u] = value(pool.part.layer + n, pool.part.head + k, unit)
 
 
 @pytest.mark.parametrize(("size_a", "size_b"), [(4, 4), (4, 16), (16, 4), (8, 12)])
 @pytest.mark.parametrize("unit", [1, 4])
 @pytest.mark.parametrize(("ours", "theirs"), [((3,), (3,)), ((1, 2), (3,)), ((2, 1), (1, 2)),
                                               ((3,), (1, 1, 1))])
-def test_bytes_arrive_where_their_position_is(size_a: int, size_b: int, unit: int, ours, theirs) -> None:
-    """Page sizes, stages and units: what is read at a position there was written at it here."""
+@pytest.mark.parametrize(("tp_a", "tp_b"), [(1, 1), (2, 1), (1, 3), (3, 2), (2, 5), (5, 2)])
+def test_bytes_arrive_where_their_position_is(size_a: int, size_b: int, unit: int, ours, theirs, tp_a: int,
+                                              tp_b: int) -> None:
+    """Page sizes, stages, lanes and units: what is read at a position there was written at it here, on each
+    lane that has its head."""
     start, tokens, first = 48, 21, 48 // unit
-    a, b = (PageLayout(num_layers=3, num_kv_heads=2, page_size=size, head_dim=3, unit=unit,
+    a, b = (PageLayout(num_layers=3, num_kv_heads=3, page_size=size, head_dim=3, unit=unit,
                        dtype=torch.int16) for size in (size_a, size_b))
-    from_, to = pools(a, ours), pools(b, theirs)
+    from_, to = pools(a, ours, tp_a), pools(b, theirs, tp_b)
     source, target = PoolPages(from_), PoolPages(to)
     facts = [group_facts("kv", layout) for layout in (a, b)]
     units = whole_units(start, tokens, unit)
     pages = [list(range(50, 58)), list(range(57, 49, -1))]                 # not in the order of positions
-    fill(from_, pages[0], first, lambda layer, u: 100 * u + layer)
-    fill(to, pages[1], first, lambda layer, u: -1)
+    fill(from_, pages[0], first, lambda layer, head, u: 100 * u + 10 * head + layer)
+    fill(to, pages[1], first, lambda layer, head, u: -1)
     for p in pieces(units, (facts[0].page_units, facts[1].page_units), rectangles(ours, theirs),
                     facts[0].cell_bytes, 5 * facts[0].cell_bytes):
         out = memoryview(bytearray(p.layers * p.units * facts[0].cell_bytes))
         page, offset = place(facts[0], start, pages[0], p)
-        source.read(Tier.DRAM, Group(0), page, p, offset, out)
+        source.read(Tier.HBM, Group(0), page, p, offset, out)
         page, offset = place(facts[1], start, pages[1], p)
-        target.write(Tier.DRAM, Group(0), page, p, offset, out)
-    want = pools(b, theirs)
-    fill(want, pages[1], first, lambda layer, u: 100 * u + layer if u in units else -1)
+        target.write(Tier.HBM, Group(0), page, p, offset, out)
+    want = pools(b, theirs, tp_b)
+    fill(want, pages[1], first, lambda layer, head, u: 100 * u + 10 * head + layer if u in units else -1)
     for [pool], [right] in zip(to, want, strict=True):
         assert torch.equal(pool.pages, right.pages)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.core.plan import Group, Tier
 from penstock.memory.pinned import Pinned
-from penstock.memory.pool import ONE_GROUP, BlockPool, PageLayout
+from penstock.memory.pool import ONE_GROUP, BlockPool, PageLayout, Part
 
 
 def allocate(nbytes: int) -> Tensor:
@@ -31,14 +31,15 @@ class DramPool(BlockPool):
     def __init__(self, layout: PageLayout, num_pages: int, *, base: int = 0,
                  group: Group = ONE_GROUP, memory: Tensor | None = None,
                  page_stride: int | None = None, pinned: Pinned | None = None,
-                 within: PageLayout | None = None, writes: bool = True) -> None:
-        """`memory` and `page_stride` of a slab; without them it allocates what it needs. pinned: whose
-        memory that is, for a CUDA device. writes: as of `Pool`."""
+                 part: Part | None = None) -> None:
+        """`memory` and `page_stride` of a slab of whole pages; without them it allocates what it needs.
+        pinned: whose memory that is, for a CUDA device."""
         stride = layout.page_bytes if page_stride is None else page_stride
         if memory is None:
             memory = allocate(num_pages * stride)
-        super().__init__(layout, num_pages, memory, stride, base, group, within)
-        self.writes = writes
+        elif part is not None:
+            memory = memory[part.at:]
+        super().__init__(layout, num_pages, memory, stride, base, group, part, spread=page_stride is not None)
         self._pinned, self._stride = pinned, stride
 
     def index(self, page: int) -> int:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from penstock.core.plan import Group, Tier
-from penstock.memory.pool import ONE_GROUP, BlockPool, PageLayout
+from penstock.memory.pool import ONE_GROUP, BlockPool, PageLayout, Part
 
 
 def allocate(nbytes: int, device: torch.device | str = "cpu") -> Tensor:
@@ -21,9 +21,10 @@ class HbmPool(BlockPool):
 
     def __init__(self, layout: PageLayout, num_pages: int, *, base: int = 0,
                  group: Group = ONE_GROUP, device: torch.device | str = "cpu",
-                 memory: Tensor | None = None, page_stride: int | None = None) -> None:
+                 memory: Tensor | None = None, page_stride: int | None = None,
+                 part: Part | None = None) -> None:
         """`memory` and `page_stride` of a slab; without them it allocates what it needs."""
         stride = layout.page_bytes if page_stride is None else page_stride
         if memory is None:
             memory = allocate(num_pages * stride, device)
-        super().__init__(layout, num_pages, memory, stride, base, group)
+        super().__init__(layout, num_pages, memory, stride, base, group, part)

@@ -57,17 +57,41 @@ class PageLayout:
         return self.page_size // self.unit * self.unit_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Which layers and heads of whole pages a pool has.
+
+    whole         layout of such a page
+    layer, head   the first of them
+    writes        copies to a memory that several ranks see are made here, not by another that has the same
+    """
+
+    whole: PageLayout
+    layer: int = 0
+    head: int = 0
+    writes: bool = True
+
+    @property
+    def at(self) -> int:
+        """Byte of a whole page at which it begins."""
+        of_head = self.whole.page_bytes // self.whole.num_layers // self.whole.num_kv_heads
+        return of_head * (self.layer * self.whole.num_kv_heads + self.head)
+
+
 class Pool(Protocol):
     """Pages of one cache group in one tier. Page ids are `base .. base + num_pages - 1`; ranges of
-    tiers and groups may be disjoint, so that an id of another one fails at once. writes: copies to it are
-    made here; else by another rank that has the same of each page."""
+    tiers and groups may be disjoint, so that an id of another one fails at once."""
 
     tier: Tier
     group: Group
     layout: PageLayout
     base: int
     num_pages: int
-    writes: bool
+
+    @property
+    def writes(self) -> bool:
+        """See `Part`."""
+        ...
 
     def index(self, page: int) -> int:
         """Position of `page` in this pool. Asserts that the id belongs to it."""
@@ -85,24 +109,28 @@ class BlockPool:
     memory        uint8 [bytes], at least (P - 1) * page_stride + page_bytes of it
     page_stride   bytes from one page to the next; more than a page where several groups share the
                   memory (`memory.slabs`)
-    within        layout of the page of which these are a part, from where `memory` begins; None: they are
-                  whole
+    part          which layers and heads these are; None: whole pages
+    spread        they lie in whole pages, the first of them where `memory` begins
     """
 
     tier: Tier
-    writes = True
 
     def __init__(self, layout: PageLayout, num_pages: int, memory: Tensor, page_stride: int,
-                 base: int, group: Group, within: PageLayout | None = None) -> None:
+                 base: int, group: Group, part: Part | None = None, *, spread: bool = False) -> None:
         assert num_pages >= 1, f"a {self.tier.name} pool of {num_pages} pages"
         assert page_stride >= layout.page_bytes, (
             f"pages of {layout.page_bytes} bytes every {page_stride}")
         self.layout, self.num_pages, self.base, self.group = layout, num_pages, base, group
-        elements = torch.empty((within or layout).shape, device="meta").stride()
+        self.part = part or Part(layout)
+        elements = torch.empty((self.part.whole if spread else layout).shape, device="meta").stride()
         itemsize = layout.dtype.itemsize
         assert page_stride % itemsize == 0, f"a page stride of {page_stride} bytes"
         whole = memory[:memory.numel() // itemsize * itemsize].view(layout.dtype)
         self.pages = whole.as_strided((num_pages, *layout.shape), (page_stride // itemsize, *elements))
+
+    @property
+    def writes(self) -> bool:
+        return self.part.writes
 
     def index(self, page: int) -> int:
         i = page - self.base

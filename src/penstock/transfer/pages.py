@@ -2,11 +2,11 @@
 
 A piece is dense [layers, heads, planes, units, dim], whatever pool it is of.
 
-    P pages   L layers of the stage   K KV heads   C planes   U units of a page   B bytes of a vector
+    P pages   L layers of the rank   K its KV heads   C planes   U units of a page   B bytes of a vector
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -32,39 +32,50 @@ class PageBytes(Protocol):
 
 
 class PoolPages:
-    """Pages over the pools of every stage, all visible in this process."""
+    """Pages over the pools of every rank, all visible in this process."""
 
-    def __init__(self, stages: Sequence[Iterable[BlockPool]]) -> None:
-        """stages: the pools of each, in the order of layers; a stage without layers of a group needs
-        no pool of it."""
-        self._parts: dict[tuple[Tier, Group], list[tuple[int, BlockPool, Tensor]]] = {}
-        for pools in stages:
+    def __init__(self, ranks: Iterable[Iterable[BlockPool]]) -> None:
+        """ranks: the pools of each, which say which layers and heads they have; one without layers of a group
+        needs no pool of it."""
+        self._pools: dict[tuple[Tier, Group], list[tuple[BlockPool, Tensor]]] = {}
+        for pools in ranks:
             for pool in pools:
-                parts = self._parts.setdefault((pool.tier, pool.group), [])
-                first = parts[-1][0] + parts[-1][1].layout.num_layers if parts else 0
                 if pool.layout.num_layers:
-                    parts.append((first, pool, pool.pages.view(torch.uint8)))
+                    self._pools.setdefault((pool.tier, pool.group), []).append(
+                        (pool, pool.pages.view(torch.uint8)))
 
     def read(self, tier: Tier, group: Group, page: int, piece: Piece, offset: int, out: memoryview) -> None:
-        view = self._view(tier, group, page, piece, offset)
-        dense = np.frombuffer(out, dtype=np.uint8).reshape(view.shape)
-        np.copyto(dense, view.cpu().numpy())
+        """Each head from the first rank that has it."""
+        done = 0
+        for heads, view, shape in self._views(tier, group, page, piece, offset):
+            if heads.stop > done:
+                dense = np.frombuffer(out, dtype=np.uint8).reshape(shape)
+                np.copyto(dense[:, heads], view.cpu().numpy())
+                done = heads.stop
 
     def write(self, tier: Tier, group: Group, page: int, piece: Piece, offset: int,
               data: memoryview) -> None:
-        view = self._view(tier, group, page, piece, offset)
-        dense = np.frombuffer(data, dtype=np.uint8).reshape(view.shape)
-        if view.is_cuda:
-            view.copy_(torch.from_numpy(dense))
-            torch.cuda.current_stream(view.device).synchronize()    # what is told of as there is there
-        else:
-            np.copyto(view.numpy(), dense)
+        """To every rank that has it on its device, and once to the host."""
+        for heads, view, shape in self._views(tier, group, page, piece, offset):
+            dense = np.frombuffer(data, dtype=np.uint8).reshape(shape)[:, heads]
+            if view.is_cuda:
+                view.copy_(torch.from_numpy(dense))
+                torch.cuda.current_stream(view.device).synchronize()    # what is told of as there is there
+            else:
+                np.copyto(view.numpy(), dense)
 
-    def _view(self, tier: Tier, group: Group, page: int, piece: Piece, offset: int) -> Tensor:
-        """uint8 [layers, K, C, units, B] of the stage that has these layers."""
-        for first, pool, bytes_PLKCUB in self._parts[tier, group]:
-            layer = piece.layer - first
-            if 0 <= layer and layer + piece.layers <= pool.layout.num_layers:
-                return bytes_PLKCUB[pool.index(page), layer:layer + piece.layers, :, :,
+    def _views(self, tier: Tier, group: Group, page: int, piece: Piece, offset: int) \
+            -> Iterator[tuple[slice, Tensor, tuple[int, ...]]]:
+        """Of each rank that has these layers: its heads, uint8 [layers, their number, C, units, B] of them,
+        and the shape of the whole piece. In the order of heads, all of them; of the same memory once."""
+        done = 0
+        for pool, bytes_PLKCUB in self._pools[tier, group]:
+            layer, whole = piece.layer - pool.part.layer, pool.part.whole
+            if pool.writes and 0 <= layer and layer + piece.layers <= pool.layout.num_layers:
+                heads = slice(pool.part.head, pool.part.head + pool.layout.num_kv_heads)
+                view = bytes_PLKCUB[pool.index(page), layer:layer + piece.layers, :, :,
                                     offset:offset + piece.units]
-        raise AssertionError(f"no stage has all layers of {piece}")
+                assert heads.start <= done, f"no rank has head {done} of {piece}"
+                done = heads.stop
+                yield heads, view, (len(view), whole.num_kv_heads, *view.shape[2:])
+        assert done, f"no rank has all layers of {piece}"

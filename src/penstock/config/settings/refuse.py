@@ -283,9 +283,6 @@ REFUSED: tuple[Refusal[Machine], ...] = (
     Refusal(lambda c, _: c.device.expert_parallel and c.device.ep not in (1, c.device.tp),
             ("device.expert_parallel", "device.ep", "device.tp"),
             "that makes as many ranges as lanes: leave one of them out"),
-    Refusal(lambda c, _: c.device.tp > 1 and (c.pair.disaggregation_mode is not None or c.pair.prefill > 0),
-            ("device.tp", "pair.disaggregation_mode", "pair.prefill"),
-            "an engine of a pair has one lane so far: take --pp, or leave --tp out"),
     Refusal(lambda c, _: any(not n.isdecimal() or len(n) > 4 or int(n) < 1 for n in c.device.pp_layers)
             or len(c.device.pp_layers) not in (0, c.device.pp), ("device.pp_layers", "device.pp"),
             "one number of layers for each stage, at least 1, separated by commas"),

@@ -13,7 +13,7 @@ from penstock.memory import dram, hbm, slabs
 from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
 from penstock.memory.pinned import Pinned
-from penstock.memory.pool import PageLayout
+from penstock.memory.pool import PageLayout, Part
 from penstock.memory.slabs import Slabs
 from penstock.model.base import CacheShape, LocalLayer, Stage
 
@@ -27,9 +27,7 @@ class Caches:
     layouts: tuple[PageLayout, ...]
     slabs: Slabs
     host: Slabs                 # of the host pool, which all ranks of a model share
-    host_layouts: tuple[PageLayout, ...]        # of its whole pages
-    host_at: tuple[int, ...]    # by group: byte of a host page at which what is here begins
-    owned: tuple[bool, ...]     # by group: copies to the host pool are made here, not by another lane
+    parts: tuple[Part, ...]     # by group: what of whole pages is here
 
     @property
     def page_bytes(self) -> int:
@@ -68,17 +66,15 @@ class Caches:
         """Of the layers and heads of a part of this model, of which `shapes` are the cache groups. Slabs have
         as many pages as the model's, of these; in the host it has its rectangle of each page, which other
         lanes may have too."""
-        parts, at, owned = [], [], []
+        own, parts = [], []
         for layout, shape in zip(self.layouts, shapes, strict=True):
             before = sum(layer < stage.first for layer in shape.layers)
             n = sum(stage.first <= layer < stage.end for layer in shape.layers)
             heads = stage.lane.kv_heads(layout.num_kv_heads)
-            parts.append(replace(layout, num_layers=n, num_kv_heads=heads.size))
-            of_head = layout.page_bytes // layout.num_layers // layout.num_kv_heads
-            at.append(of_head * (before * layout.num_kv_heads + heads.first))
-            owned.append(stage.lane.owns(layout.num_kv_heads))
-        return Caches(self.groups, tuple(parts), slabs.of_counts(parts, self.slabs.slab_pages),
-                      self.slabs, self.layouts, tuple(at), tuple(owned))
+            own.append(replace(layout, num_layers=n, num_kv_heads=heads.size))
+            parts.append(Part(layout, before, heads.first, stage.lane.owns(layout.num_kv_heads)))
+        return Caches(self.groups, tuple(own), slabs.of_counts(own, self.slabs.slab_pages), self.slabs,
+                      tuple(parts))
 
     def host_bytes(self, cfg: CoreConfig) -> int:
         """Memory of the host pool, of all ranks together."""
@@ -93,7 +89,8 @@ class Caches:
             device_memory = hbm.allocate(self.nbytes(cfg.hbm_pages), device)
         device_pools = [
             HbmPool(layout, self._count(g, cfg.hbm_pages), base=cfg.hbm_base + g * cfg.group_base,
-                    group=Group(g), memory=device_memory, page_stride=self.slabs.page_stride(g))
+                    group=Group(g), memory=device_memory, page_stride=self.slabs.page_stride(g),
+                    part=replace(self.parts[g], writes=True))
             for g, layout in enumerate(self.layouts)]
         if not cfg.dram_pages:
             return device_pools, []
@@ -108,9 +105,9 @@ class Caches:
     def host_pools(self, cfg: CoreConfig, memory: Tensor, pinned: Pinned | None = None) -> list[DramPool]:
         """By cache group, over uint8 [`host_bytes`]."""
         return [DramPool(layout, self._count(g, cfg.dram_pages), base=cfg.dram_base + g * cfg.group_base,
-                         group=Group(g), memory=memory[at:], page_stride=self.host.page_stride(g),
-                         pinned=pinned, within=self.host_layouts[g], writes=self.owned[g])
-                for g, (layout, at) in enumerate(zip(self.layouts, self.host_at, strict=True))]
+                         group=Group(g), memory=memory, page_stride=self.host.page_stride(g),
+                         pinned=pinned, part=part)
+                for g, (layout, part) in enumerate(zip(self.layouts, self.parts, strict=True))]
 
     def _count(self, group: int, num_pages: int) -> int:
         return num_pages // self.slabs.slab_pages[0] * self.slabs.slab_pages[group]
@@ -143,4 +140,4 @@ def caches_of(groups: Sequence[CacheShape], page_size: int, dtype: torch.dtype) 
         CacheGroup(name=group.name, page_bytes=layout.page_bytes, selector=group.selector,
                    resident=group.resident, slab_pages=n)
         for group, layout, n in zip(groups, layouts, shared.slab_pages, strict=True)),
-        layouts, shared, shared, layouts, (0,) * len(layouts), (True,) * len(layouts))
+        layouts, shared, shared, tuple(map(Part, layouts)))

@@ -54,7 +54,7 @@ class Built:
     selection: Selection | None
     info: Info
     wakes: Waker                    # readable when `executor` has something to tell that no call waits for
-    pools: Sequence[Sequence[BlockPool]]        # of each stage, as far as they are in this process
+    pools: Sequence[Sequence[BlockPool]]        # of each rank, as far as they are in this process
     caches: Caches                  # of the whole model
     identity: dict[str, str]        # what another engine must have in common to read its KV, in words
     crew: Crew | None = None        # the ranks, where they are processes

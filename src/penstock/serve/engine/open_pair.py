@@ -16,7 +16,7 @@ from penstock.transfer.pages import PoolPages
 from penstock.transfer.streams import LinkSettings, read_certificate
 
 TOLD = ("model", "dtype", "page_size", "hbm_bytes", "dram_bytes", "max_model_len", "max_num_seqs",
-        "step_tokens", "sparse_top_k", "pp", "threads", "weight_bytes", "start_seconds")
+        "step_tokens", "sparse_top_k", "pp", "tp", "threads", "weight_bytes", "start_seconds")
 
 
 def link_settings(config: Config) -> LinkSettings | None:
@@ -55,8 +55,9 @@ def open_peer(config: Config, built: Built) -> Peer | None:
 
 def facts_of(role: str, built: Built) -> Facts:
     """What is said of this engine before anything else."""
+    first_lanes = built.pools[::int(built.info.get("tp") or 1)]
     stages = [[next((pool.layout.num_layers for pool in pools if pool.group == g), 0)
-               for pools in built.pools] for g in range(len(built.caches.groups))]
+               for pools in first_lanes] for g in range(len(built.caches.groups))]
     info: Info = {"pid": os.getpid(), **{name: built.info[name] for name in TOLD if name in built.info}}
     return Facts(role=role, must=built.identity,
                  groups=[group_facts(group.name, layout)
