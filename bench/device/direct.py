@@ -27,7 +27,7 @@ from penstock.exec.front import Front
 from penstock.exec.graphs.capture import buckets_of
 from penstock.exec.load.layout import caches_of
 from penstock.exec.load.sizing import WAIT_BYTES, groups_of
-from penstock.exec.rank import Rank
+from penstock.exec.rank import Rank, RankParts
 from penstock.exec.sparse.bounds import Selector
 from penstock.exec.step.attend import LatentOps
 from penstock.kernels import registry
@@ -112,8 +112,7 @@ class Direct:
             pool.fill(0.0)
         attention = (LatentOps(index_select.OP.use("cuda"), latent_attention.OP.use("cuda"))
                      if model.attention.topk else functools.partial(paged_attention.plan, backend="cuda"))
-        self.rank = Rank(model, attention, hbm, dram, rows=rows, max_len=max_len, groups=groups,
-                         selector=selector)
+        self.rank = Rank(RankParts(model, attention, groups, selector), hbm, dram, rows=rows, max_len=max_len)
         started = time.perf_counter()
         self.rank.capture(buckets or buckets_of(rows))
         torch.cuda.synchronize()

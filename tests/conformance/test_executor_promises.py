@@ -21,13 +21,13 @@ from penstock.core.core import Core
 from penstock.core.plan import Arrived, Finished, Moved, Paused, RequestId, Retired, Token
 from penstock.core.settings import CacheGroup, CoreConfig
 from penstock.exec.front import Front
-from penstock.exec.rank import Rank
+from penstock.exec.rank import Rank, RankParts
 from penstock.kernels.attention import paged_attention
 from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
 from penstock.memory.lateness import Promptly
 from penstock.memory.pool import PageLayout
-from penstock.model.base import AttentionShape, CacheShape
+from penstock.model.base import AttentionShape, CacheShape, Stage
 from penstock.sim.clock import Clock
 from penstock.sim.executor import SimExecutor
 
@@ -42,7 +42,7 @@ class Toy:
 
     groups = (CacheShape(name="full", layers=(0,), num_kv_heads=1, head_dim=4),)
     attention = AttentionShape(num_heads=1, scale=0.5)
-    vocab_size, max_position = 31, 128
+    vocab_size, max_position, stage = 31, 128, Stage(0, 1, True, True)
 
     def __init__(self) -> None:
         random = torch.Generator().manual_seed(0)
@@ -60,7 +60,7 @@ def front(*latenesses):
     """One rank for each: replicas, every one with all of the model."""
     plan = functools.partial(paged_attention.plan, backend="reference")
     ex = Front([
-        Rank(Toy(), plan, [HbmPool(SHAPE, 12, base=300)], [DramPool(SHAPE, 20, base=7000)], rows=3,
+        Rank(RankParts(Toy(), plan), [HbmPool(SHAPE, 12, base=300)], [DramPool(SHAPE, 20, base=7000)], rows=3,
              max_len=48, row_base=40, lateness=lateness) for lateness in latenesses])
     return ex, lambda rid, prompt: ex.open(rid, prompt, SamplingParams(temperature=0.0))
 

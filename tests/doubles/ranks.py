@@ -8,7 +8,7 @@ import where
 from penstock.core.settings import CoreConfig
 from penstock.exec.front import Front
 from penstock.exec.load.layout import Caches, stage_shapes
-from penstock.exec.rank import Rank
+from penstock.exec.rank import Rank, RankParts
 from penstock.exec.step.links import links_in_process, split
 from penstock.kernels.attention.paged_attention import Planner
 from penstock.memory import dram
@@ -22,7 +22,7 @@ NUM = [1]           # stages of the fronts to come: the fixture `stages` of conf
 
 def front(model: Callable[[Stage | None], Model], attention: Planner, shapes: Sequence[CacheShape],
           caches: Caches, cfg: CoreConfig, layers: Sequence[int] = (), *, num_layers: int = 2, links=None,
-          storage: Callable[[Sequence[BlockPool]], Storage] | None = None,
+          storage: Callable[[Sequence[BlockPool]], Storage] | None = None, selector=None,
           **rank) -> tuple[Front, list[BlockPool], list[BlockPool]]:
     """With its device pools and its host pools, of all ranks. `model` makes one of its stages; None:
     all of it. layers: of each stage; () for as many as NUM says. storage: over host pools of whole pages."""
@@ -36,8 +36,8 @@ def front(model: Callable[[Stage | None], Model], attention: Planner, shapes: Se
         pools = own.pools(cfg, where.DEVICE, host_memory=host)
         for kept, made in zip((device_pools, host_pools), pools, strict=True):
             kept += made
-        made_rank = Rank(model(None if one else stage), attention, *pools, rows=cfg.rows,
-                         row_base=cfg.row_base, links=ends, groups=stage_shapes(shapes, stage), **rank)
+        parts = RankParts(model(None if one else stage), attention, stage_shapes(shapes, stage), selector)
+        made_rank = Rank(parts, *pools, rows=cfg.rows, row_base=cfg.row_base, links=ends, **rank)
         ranks.append(where.captured(made_rank))
     whole = host_pools if host is None else caches.host_pools(cfg, host)
     return Front(ranks, storage=storage and storage(whole)), device_pools, host_pools

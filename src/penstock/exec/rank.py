@@ -82,6 +82,22 @@ class _Flight:
     reads: Reads
 
 
+@dataclass(frozen=True, slots=True)
+class RankParts:
+    """What a rank computes with.
+
+    groups      of its pools; None are the model's. `exec.load.sizing.groups_of` makes those of a selection
+    selector    how requests select; None: no request does
+    draw        the implementation that a device draws with
+    """
+
+    model: Model
+    attention: Planner | LatentOps
+    groups: Sequence[CacheShape] | None = None
+    selector: Selector | None = None
+    draw: str = "cuda"
+
+
 class Rank:
     """One rank in this process, on the device of its pools.
 
@@ -93,24 +109,22 @@ class Rank:
                 steps; with a `lateness`, which picks them, they run inline.
     """
 
-    def __init__(self, model: Model, attention: Planner | LatentOps, hbm: Sequence[HbmPool],
-                 dram: Sequence[DramPool] = (), *, rows: int, max_len: int, row_base: int = 0,
-                 seed: int = 0, lateness: Lateness | None = None,
-                 groups: Sequence[CacheShape] | None = None, selector: Selector | None = None,
+    def __init__(self, parts: RankParts, hbm: Sequence[HbmPool], dram: Sequence[DramPool] = (), *, rows: int,
+                 max_len: int, row_base: int = 0, seed: int = 0, lateness: Lateness | None = None,
                  links: Links | None = None, wake: Callable[[], None] | None = None,
-                 draw: str = "cuda", grammars: Grammars | None = None) -> None:
+                 grammars: Grammars | None = None) -> None:
         """Pools by cache group; `dram` is empty without a host tier. max_len: tokens of the longest
-        request. selector: how requests select, in `groups` as `exec.load.sizing.groups_of`
-        makes them; None: no request does. groups: None are the model's. links: to the other stages; None:
-        the model is whole. wake: called in another thread when a copy has ended. draw: the implementation
-        that a device draws with. grammars: of requests that have one; None: no request does."""
+        request. links: to the other stages; None: the model is whole. wake: called in another thread when a
+        copy has ended. grammars: of requests that have one; None: no request does."""
         self._links = links or Links()
+        model = parts.model
         self._model, self._hbm, self._dram = model, hbm, dram
-        self._groups = model.groups if groups is None else groups
+        self._groups = model.groups if parts.groups is None else parts.groups
         device = hbm[0].pages.device
         self._tables = RowTables(rows, max_len, hbm, dram, base=row_base, device=device)
-        self._attending = _attending(selector, model, self._groups, self._tables, hbm, dram, attention)
-        self._tokens = tokens_of(self._links, model.vocab_size, rows, self._tables, seed, draw, grammars)
+        self._attending = _attending(parts, self._groups, self._tables, hbm, dram)
+        self._tokens = tokens_of(self._links, model.vocab_size, rows, self._tables, seed, parts.draw,
+                                 grammars)
         self._steps: list[Steps] = [Eager(model, self._groups, self._tables, self._attending, self._links)]
         self._mover = Mover([*hbm, *dram], lateness, wake)
         self._ahead = device.type == "cuda" and self._links.before is None and self._links.after is None
@@ -272,13 +286,13 @@ class Rank:
         return out
 
 
-def _attending(selector: Selector | None, model: Model, groups: Sequence[CacheShape], tables: RowTables,
-               hbm: Sequence[HbmPool], dram: Sequence[DramPool],
-               attention: Planner | LatentOps) -> Attending:
+def _attending(parts: RankParts, groups: Sequence[CacheShape], tables: RowTables, hbm: Sequence[HbmPool],
+               dram: Sequence[DramPool]) -> Attending:
+    model, attention, selector = parts.model, parts.attention, parts.selector
     if selector is None:
         assert not isinstance(attention, LatentOps), "a model that chooses its tokens itself has a selector"
         return Grouped(model, groups, attention, hbm)
     for pool in dram:           # its address goes to kernels before any page: they must know it
         pool.index(pool.base)
-    parts = selector, model, groups, tables, hbm, dram
-    return Indexed(*parts, attention) if isinstance(attention, LatentOps) else Selecting(*parts, attention)
+    given = selector, model, groups, tables, hbm, dram
+    return Indexed(*given, attention) if isinstance(attention, LatentOps) else Selecting(*given, attention)

@@ -12,6 +12,7 @@ from penstock.config.base.errors import ConfigError
 from penstock.config.base.paths import cache_dir
 from penstock.config.request.selection import Selection, indexer_selection, selection_of
 from penstock.config.settings.tree import Config
+from penstock.exec.rank import RankParts
 from penstock.exec.sparse.bounds import Selector
 from penstock.exec.step.attend import LatentOps
 from penstock.kernels import registry
@@ -23,7 +24,7 @@ from penstock.kernels.op import Unusable
 from penstock.kernels.platform import KernelError, Platform, limit, probe
 from penstock.kernels.types.scaled import Scaled
 from penstock.model import registry as families
-from penstock.model.base import Model
+from penstock.model.base import CacheShape, Model
 from penstock.model.weights.codes import PACKED, Codes, Packed
 from penstock.model.weights.fp8 import read_blocks
 from penstock.model.weights.locate import ModelFiles
@@ -107,7 +108,7 @@ def packer(backends: Mapping[str, registry.Choice]) -> LinearFactory:
     return pack
 
 
-def attention_of(backends: Mapping[str, registry.Choice]) -> paged_attention.Planner | LatentOps:
+def _attention_of(backends: Mapping[str, registry.Choice]) -> paged_attention.Planner | LatentOps:
     """What a rank attends with, of the ops that the model's family needs."""
     if "latent_attention" in backends:
         return LatentOps(index_select.OP.use(backends["index_select"].name),
@@ -131,3 +132,10 @@ def selector_of(selection: Selection | None, hot_pages: int,
     rule = None if selection.native else SelectRule(unit=selection.unit, sink=selection.sinks,
                                                     window=selection.window)
     return Selector(rule=rule, budget=selection.budget, hot_pages=hot_pages, backends=names)
+
+
+def parts_of(model: Model, backends: Mapping[str, registry.Choice], selection: Selection | None,
+             hot_pages: int, groups: Sequence[CacheShape] | None = None) -> RankParts:
+    """What a rank computes with, of the back-ends that were chosen; groups as there."""
+    return RankParts(model, _attention_of(backends), groups, selector_of(selection, hot_pages, backends),
+                     backends["draw"].name if "draw" in backends else "")

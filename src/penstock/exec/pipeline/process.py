@@ -27,7 +27,7 @@ from penstock.config.base.errors import ConfigError
 from penstock.config.settings.plain import from_plain
 from penstock.core.plan import Moved
 from penstock.core.settings import CoreConfig
-from penstock.exec.load.backends import attention_of, selection_for, selector_of
+from penstock.exec.load.backends import parts_of, selection_for
 from penstock.exec.load.layout import caches_of, stage_shapes
 from penstock.exec.load.sizing import groups_of
 from penstock.exec.load.weights import identity_of, load
@@ -110,13 +110,11 @@ class Process:
         device = mapped(self._fds[2], self._own.nbytes(core.hbm_pages)) if self._fds[2] >= 0 else None
         seed = self._config.model.seed or 0
         self._rank = Rank(
-            self._loaded.model, attention_of(self._loaded.backends),
+            parts_of(self._loaded.model, self._loaded.backends, self._selection, core.hot_pages,
+                     self._groups),
             *self._own.pools(core, self._device, host_memory=host, device_memory=device),
-            rows=core.rows, max_len=core.max_len, seed=seed, groups=self._groups, links=self._links,
-            selector=selector_of(self._selection, core.hot_pages, self._loaded.backends),
-            wake=lambda: self._inbox.put(None),
-            draw=self._loaded.backends["draw"].name if self._device == "cuda" else "",
-            grammars=self._grammars)
+            rows=core.rows, max_len=core.max_len, seed=seed, links=self._links,
+            wake=lambda: self._inbox.put(None), grammars=self._grammars)
         self._count()
         self.send(wire.Ready("" if self._grammars is None else self._grammars.info))
 

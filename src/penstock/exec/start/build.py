@@ -18,7 +18,7 @@ from penstock.config.settings.tree import Config
 from penstock.core.settings import CoreConfig
 from penstock.exec.front import Front
 from penstock.exec.graphs.capture import buckets_of
-from penstock.exec.load.backends import attention_of, selection_for, selector_of
+from penstock.exec.load.backends import parts_of, selection_for, selector_of
 from penstock.exec.load.layout import Caches, caches_of
 from penstock.exec.load.sizing import DeviceMemory, Sizes, groups_of, show_size, size_pools
 from penstock.exec.load.weights import Loaded, identity_of, kept_as, load, outline, show_dtype
@@ -176,20 +176,19 @@ def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None
     torch.set_num_threads(threads)
     model, selection = loaded.model, selection_for(config, loaded.whole)
     groups = groups_of(model, selection)
-    caches, attention = caches_of(groups, config.kv.page_size, loaded.dtype), attention_of(loaded.backends)
+    caches = caches_of(groups, config.kv.page_size, loaded.dtype)
     captures = device == "cuda" and config.device.cuda_graphs
     gpu, info = _measure(config, loaded, selection, captures, log) if device == "cuda" else (None, {})
     sizes = size_pools(config, caches, model.max_position, machine.probe().memory_available,
                        budget=selection.budget if selection else 0, gpu=gpu)
     core = sizes.core
-    selector = selector_of(selection, core.hot_pages, loaded.backends)
+    parts = parts_of(model, loaded.backends, selection, core.hot_pages, groups)
     seed = config.model.seed or 0         # `resolve` has drawn one for a server
     try:
-        prove(model, attention, caches, groups, selector, device)
+        prove(parts, caches, device)
         hbm, dram = caches.pools(core, device)
-        rank = Rank(model, attention, hbm, dram, rows=core.rows, max_len=core.max_len, seed=seed,
-                    lateness=lateness, groups=groups, selector=selector, wake=wakes.wake,
-                    draw=loaded.backends["draw"].name if device == "cuda" else "", grammars=grammars)
+        rank = Rank(parts, hbm, dram, rows=core.rows, max_len=core.max_len, seed=seed, lateness=lateness,
+                    wake=wakes.wake, grammars=grammars)
         if captures:
             started = time.perf_counter()
             rank.capture(buckets_of(core.rows))
@@ -226,15 +225,14 @@ def _longest(config: Config, caches: Caches, max_position: int) -> int:
 def _measure(config: Config, loaded: Loaded, selection: Selection | None, captures: bool,
              log: Callable[[str], object]) -> tuple[DeviceMemory, Info]:
     """Memory of the GPU, and what to tell of it. Raises ConfigError: its largest step does not fit."""
-    attention, model, schedule = attention_of(loaded.backends), loaded.model, config.schedule
+    model, schedule = loaded.model, config.schedule
     chooses = selection if selection is not None and selection.native else None
     caches = caches_of(model.groups, config.kv.page_size, loaded.dtype)
     free = torch.cuda.mem_get_info()[0]
     try:
-        gpu = device_memory(model, attention, caches, rows=schedule.max_num_seqs,
+        gpu = device_memory(parts_of(model, loaded.backends, chooses, 0), caches, rows=schedule.max_num_seqs,
                             max_len=_longest(config, caches, model.max_position),
-                            step_tokens=schedule.step_tokens, capture=captures,
-                            selector=selector_of(chooses, 0, loaded.backends))
+                            step_tokens=schedule.step_tokens, capture=captures)
     except torch.OutOfMemoryError:
         raise ConfigError(
             f"the largest step of --step-tokens {schedule.step_tokens} and --max-num-seqs "

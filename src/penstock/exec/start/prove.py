@@ -1,7 +1,6 @@
 """One token on scratch pools before an engine says that it is ready; with a selector, one from host pages."""
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.config.base.errors import ConfigError
@@ -22,24 +21,19 @@ from penstock.core.plan import (
 from penstock.core.settings import CoreConfig
 from penstock.exec.front import Front
 from penstock.exec.load.layout import Caches
-from penstock.exec.rank import Rank
+from penstock.exec.rank import Rank, RankParts
 from penstock.exec.sparse.bounds import Selector
-from penstock.exec.step.attend import LatentOps
-from penstock.kernels.attention.paged_attention import Planner
-from penstock.model.base import CacheShape, Model
 
 
-def prove(model: Model, attention: Planner | LatentOps, caches: Caches, groups: Sequence[CacheShape],
-          selector: Selector | None, device: str = "cpu") -> None:
+def prove(parts: RankParts, caches: Caches, device: str = "cpu") -> None:
     """Produce a token: what is announced as ready has run, and first-call costs are paid.
 
     With hot buffers the prompt goes to a host page, and a second token reads it from there.
     Raises ConfigError if the logits are not finite.
     """
-    core = scratch(caches, selector)
-    rank = Rank(model, attention, *caches.pools(core, device), rows=core.rows, max_len=core.max_len,
-                groups=groups, selector=selector)
-    prove_front(Front([rank]), core, model.max_position, selector)
+    core = scratch(caches, parts.selector)
+    rank = Rank(parts, *caches.pools(core, device), rows=core.rows, max_len=core.max_len)
+    prove_front(Front([rank]), core, parts.model.max_position, parts.selector)
 
 
 def scratch(caches: Caches, selector: Selector | None) -> CoreConfig:

@@ -14,12 +14,8 @@ from penstock.core.settings import CoreConfig
 from penstock.exec.front import Front
 from penstock.exec.load.layout import Caches
 from penstock.exec.load.sizing import DeviceMemory
-from penstock.exec.rank import Rank
+from penstock.exec.rank import Rank, RankParts
 from penstock.exec.sampling.sampler import Sampler
-from penstock.exec.sparse.bounds import Selector
-from penstock.exec.step.attend import LatentOps
-from penstock.kernels.attention.paged_attention import Planner
-from penstock.model.base import Model
 
 # Of the allocator's, for what a mixed step or another order of sizes takes more than the one measured.
 SLACK = 0.1
@@ -81,9 +77,8 @@ def beyond(caches: Caches, max_len: int) -> int:
     return max(0, max_len - CONTEXT_MAX) * max(n.unit_bytes // n.num_layers for n in caches.layouts)
 
 
-def device_memory(model: Model, attention: Planner | LatentOps, caches: Caches, *, rows: int,
-                  step_tokens: int, max_len: int, capture: bool,
-                  selector: Selector | None = None) -> DeviceMemory:
+def device_memory(parts: RankParts, caches: Caches, *, rows: int, step_tokens: int, max_len: int,
+                  capture: bool) -> DeviceMemory:
     """Measured with the weights on the device and no pools there. Raises torch's OutOfMemoryError.
 
     The last chunk of `step_tokens` tokens of a prompt of `max_len`; then `rows` rows sampled with every
@@ -91,10 +86,9 @@ def device_memory(model: Model, attention: Planner | LatentOps, caches: Caches, 
     CONTEXT_MAX is added by its size.
     """
     gauge, core = Gauge(), one_page(caches, rows, max_len)
-    rank = Rank(model, attention, *caches.pools(core, "cuda"), rows=rows, max_len=core.max_len,
-                selector=selector)
+    rank = Rank(parts, *caches.pools(core, "cuda"), rows=rows, max_len=core.max_len)
     largest_step(Front([rank]), core, step_tokens)
-    found = gauge.read(model.vocab_size, rows, rank if capture else None)
+    found = gauge.read(parts.model.vocab_size, rows, rank if capture else None)
     del rank
     torch.cuda.empty_cache()
     return replace(found, workspace=found.workspace + beyond(caches, max_len))
