@@ -2,6 +2,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
+import time
 
 import httpx
 import pytest
@@ -9,9 +12,11 @@ import pytest
 from penstock.config.settings.tree import ServerConfig
 from penstock.serve.client.client import EngineClosed
 from penstock.serve.http import app as http_app
+from penstock.serve.http import page as http_page
 from penstock.serve.http.app import ADMIN_PATHS, Health, PeerView, build_app
 from penstock.serve.http.completions import OpenAI, as_api_error
 from penstock.serve.http.limits import Keys
+from penstock.serve.http.page import FILES, VIEWERS_MAX
 from penstock.serve.metrics import Metrics
 from penstock.serve.text.model_text import Text
 from penstock.serve.wire import Ready
@@ -67,7 +72,7 @@ def test_an_alias_is_a_model():
 
 def test_what_belongs_to_all_tenants_is_an_admins():
     methods = {path: "POST" if path in ("/flush_cache", "/reset_prefix_cache") else "GET"
-               for path in ADMIN_PATHS}
+               for path in ADMIN_PATHS if path != "/live"}      # whose answer does not end
     for path, method in methods.items():
         tenant, admin, nobody, models = ask(
             (method, path, "one"), (method, path, "boss"), (method, path), ("GET", "/v1/models", "one"),
@@ -110,3 +115,91 @@ def test_a_server_of_both_ends_flushes_both_and_tells_of_both():
 def test_an_engine_that_was_asked_to_go_did_not_die(exit_code):
     told = as_api_error(EngineClosed(exit_code))
     assert told.status == 503 and told.body["error"]["code"] == "shutting_down"
+
+
+async def live(app, *, key: str = "") -> tuple[int, list[dict]]:
+    """Status and events of /live, until the server ends it."""
+    sent: list[dict] = []
+
+    async def receive():
+        await asyncio.Event().wait()
+
+    async def send(message):
+        sent.append(message)
+
+    headers = [(b"host", b"localhost"), *((k.encode(), v.encode()) for k, v in bearer(key).items() if key)]
+    await app({"type": "http", "method": "GET", "path": "/live", "raw_path": b"/live", "query_string": b"",
+               "headers": headers, "http_version": "1.1", "scheme": "http", "server": ("localhost", 80),
+               "client": ("127.0.0.1", 1), "root_path": ""}, receive, send)
+    body = b"".join(m.get("body", b"") for m in sent[1:])
+    return sent[0]["status"], [json.loads(x[6:]) for x in body.split(b"\n\n") if x.startswith(b"data: ")]
+
+
+def served(engine: Engine, health: Health, keys: Keys | None = None):
+    api = OpenAI(engine, Text(None, None, ()), Metrics(), model="m", choices_max=1)
+    return build_app(api, health, keys or Keys([]), ServerConfig(),
+                     {"model": "m", "page_size": 16, "max_num_seqs": 4, "device": "cpu"}, {})
+
+
+def test_the_page_asks_nobody_else_and_tells_nothing_by_itself():
+    keys = Keys(["user"], ["admin"])
+    answers = ask(*(("GET", path) for path in FILES), keys=keys)
+    assert [a.status_code for a in answers] == [200] * 3
+    kinds = [a.headers["content-type"].partition(";")[0] for a in answers]
+    assert kinds == [kind for _, kind in FILES.values()]
+    assert all("default-src 'none'" in a.headers["content-security-policy"] for a in answers)
+    html, _, script = (a.text for a in answers)
+    assert not re.search(r"https?://|<script>|<style| on\w+=| style=", html + script), "its policy forbids it"
+    asked = set(re.findall(r'at\("([\w-]+)"\)', script))
+    assert asked <= set(re.findall(r'id="([\w-]+)"', html)), "an element that is not there"
+    assert sum(len(a.content) for a in answers) <= 60_000
+    assert [a.status_code for a in ask(("GET", "/live"), ("GET", "/live", "user"), keys=keys)] == [401, 403]
+    [foreign] = ask(("GET", "http://elsewhere/"))
+    assert foreign.status_code == 403, "without keys only this machine's own programs"
+
+
+def test_a_viewer_gets_numbers_until_the_server_ends(monkeypatch):
+    monkeypatch.setattr(http_page, "EVERY_S", 0.01)
+    health = Health()
+
+    class Ends(Engine):
+        async def stats(self):
+            health.draining = len(self.answers) == 1
+            return await super().stats()
+
+    numbers = [{"hbm_pages": 8.0, "steps": float(i)} for i in range(3)]
+    status, events = asyncio.run(live(served(Ends(*numbers), health)))
+    assert status == 200 and [e["values"] for e in events] == numbers
+    assert all((e["model"], e["page_size"], e["device"]) == ("m", 16, "cpu") for e in events)
+    assert events[0]["at"] < events[1]["at"] and events[0]["age"] < 1
+
+
+def test_an_engine_that_answers_slowly_is_asked_seldom_and_by_few(monkeypatch):
+    """And by nobody while nobody looks."""
+    monkeypatch.setattr(http_page, "EVERY_S", 0.001)
+    asked: list[float] = []
+    health = Health()
+
+    class Slow(Engine):
+        async def stats(self):
+            asked.append(time.monotonic())
+            health.draining = len(asked) == 2
+            await asyncio.sleep(0.005)
+            return {}
+
+    app = served(Slow(), health)
+    assert not asked
+    asyncio.run(live(app))
+    assert asked[1] - asked[0] >= 0.5, "a hundredth of its time"
+
+    async def crowd():
+        health.draining = False
+        viewers = [asyncio.create_task(live(app)) for _ in range(VIEWERS_MAX)]
+        await asyncio.sleep(0.2)
+        status, _ = await live(app)
+        for viewer in viewers:
+            viewer.cancel()
+        await asyncio.gather(*viewers, return_exceptions=True)
+        health.draining = True
+        return status, (await live(app))[0]
+    assert asyncio.run(crowd()) == (503, 200)

@@ -121,6 +121,8 @@ class Core(CoreState):
             "requests_running": len(self.running), "requests_waiting": len(self.waiting),
             "requests_paused": phases.count(Phase.PAUSED),
             "requests_hosted": phases.count(Phase.HOSTED) + phases.count(Phase.PROMOTING),
+            **{f'requests_in_phase{{phase="{p.value}"}}': phases.count(p) for p in Phase
+               if p is not Phase.DONE},
             "rows_free": kv.rows.free,
             "hbm_pages_in_use": len({id(c) for r in self.live.values() for t in r.tables
                                      for c in t.device if c is not None}),

@@ -52,6 +52,7 @@ USED = {"hbm": "hbm_pages_in_use", "dram": "dram_pages_held"}
 HELP = {
     "num_requests_running": "Choices that hold a row.",
     "num_requests_waiting": "Choices that wait for a row, paused ones included.",
+    "requests_in_phase": "Choices by what the engine does with them.",
     "kv_cache_usage_perc": "Share of a tier's KV pages in use, 0 to 1. HBM: by requests; DRAM: "
                            "cached copies too.",
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",

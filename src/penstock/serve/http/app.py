@@ -39,6 +39,7 @@ from penstock.serve.http.limits import (
 )
 from penstock.serve.http.native import Native, no_such_path
 from penstock.serve.http.openapi import document
+from penstock.serve.http.page import FILES, Page
 from penstock.serve.http.types import ApiError
 from penstock.serve.metrics import CONTENT_TYPE, STATS_AGE, Metrics
 
@@ -51,7 +52,7 @@ Handler = Callable[[bytes, bytes, "HttpReply"], Awaitable[None]]
 OPEN_PATHS = ("/health", "/ready")
 # What belongs to every tenant: where there are keys, one of an admin.
 ADMIN_PATHS = ("/metrics", "/server_info", "/get_server_info", "/flush_cache", "/reset_prefix_cache",
-               "/get_load", "/v1/loads")
+               "/get_load", "/v1/loads", "/live")
 STATS_S_MAX = 5.0
 GENERATE_S_MAX = 20.0
 JSON_TYPE = "application/json"
@@ -212,6 +213,8 @@ class Guard:
         await self._app(scope, receive, send)
 
     def _refusal(self, scope: Scope, tenant: bytes | None) -> ApiError | None:
+        if self._keys and scope["path"] in FILES:
+            return None                 # a browser's first question has no key, and these tell nothing
         if tenant is None:
             return ApiError(401, "the API key is missing or wrong: send Authorization: Bearer KEY",
                             code="invalid_api_key", headers={"www-authenticate": "Bearer"})
@@ -250,6 +253,7 @@ def build_app(api: OpenAI, health: Health, keys: Keys, config: ServerConfig,
         return Route(path, Generating(api, handler, config.body_bytes_max), methods=["POST"])
 
     native = Native(api)
+    page = Page(views.numbers, views.shown, lambda: health.died or health.draining)
     serving = () if peer is not None and not peer.serves else (
         generating("/v1/chat/completions", api.chat),
         generating("/v1/completions", api.completion),
@@ -261,6 +265,8 @@ def build_app(api: OpenAI, health: Health, keys: Keys, config: ServerConfig,
         get("/health_generate", views.health_generate))
     app = Starlette(routes=[
         *serving,
+        *(get(path, page.file) for path in FILES),
+        get("/live", page.live),
         get("/health", views.health),
         get("/ready", views.ready),
         get("/metrics", views.metrics),
@@ -296,6 +302,13 @@ class _Views:
         self._info = info
         self._numbers, self._others = _Numbers(stats), _Numbers({})
         self._created = int(time.time())
+
+    def shown(self) -> dict[str, Any]:
+        return {"model": self._api.model, "max_model_len": self._api.engine.ready.max_model_len,
+                "device": self._info["device"], "page_size": self._info["page_size"]}
+
+    async def numbers(self) -> dict[str, float]:
+        return await self._numbers.of(self._api.engine)
 
     async def models(self, _: Request) -> Response:
         return _json({"object": "list", "data": [self._model()]})

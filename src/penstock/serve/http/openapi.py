@@ -12,6 +12,7 @@ import msgspec
 
 from penstock.config.base.version import version
 from penstock.serve.http.native import AbortRequest, DetokenizeRequest, TokenizeRequest
+from penstock.serve.http.page import FILES
 from penstock.serve.http.types import NEUTRAL, ChatRequest, CompletionRequest
 
 _REF = "#/components/schemas/{name}"
@@ -82,6 +83,9 @@ def document(served: Collection[str] | None = None) -> dict[str, Any]:
         **{path: get(*_GET) for path in ("/version", "/server_info", "/get_server_info", "/model_info",
                                          "/get_model_info", "/openapi.json", "/v1/loads")},
         "/get_load": get(*_GET, ok={"application/json": {"schema": {"type": "array"}}}),
+        "/live": get(*_GET, ok={"text/event-stream": {"schema": {"type": "string"}}}),
+        **{path: {"get": {"security": [], "responses": answers(ok={kind: {"schema": {"type": "string"}}})}}
+           for path, (_, kind) in FILES.items()},
         "/flush_cache": flush, "/reset_prefix_cache": flush,
     }
     return {

@@ -1,0 +1,232 @@
+// The page at `/`: draws what /live tells, and chats. Nothing comes from elsewhere, and nothing is kept but
+// the key, in this tab.
+"use strict";
+
+const at = id => document.getElementById(id);
+const key = () => sessionStorage.getItem("penstock-key") || "";
+const headers = () => key() ? { authorization: `Bearer ${key()}` } : {};
+const TIERS = { hbm: "Device", dram: "Host", disk: "Storage, as remembered" };
+const PHASES = ["queued", "fetching", "receiving", "loading", "prefill", "sending", "resident", "staging",
+  "hosted", "promoting", "paused", "dropped"];
+const ASIDE = new Set(["fetching", "receiving", "sending", "staging", "paused", "dropped"]);
+
+function make(tag, text, name) {
+  const element = document.createElement(tag);
+  if (text !== undefined) element.textContent = text;
+  if (name) element.className = name;
+  return element;
+}
+
+// `name{a="b",c="d"}` -> [name, {a: b, c: d}]
+function parse(metric) {
+  const [, name, rest] = /^([^{]*)(?:\{(.*)\})?$/.exec(metric);
+  const labels = {};
+  for (const [, label, value] of (rest || "").matchAll(/(\w+)="?([^",]*)"?/g)) labels[label] = value;
+  return [name, labels];
+}
+
+// [[labels, value], ...] of all metrics of that name
+function all(values, name) {
+  return Object.entries(values).map(([k, v]) => [parse(k), v]).filter(([[n]]) => n === name)
+    .map(([[, labels], v]) => [labels, v]);
+}
+
+const sum = (values, name) => all(values, name).reduce((total, [, v]) => total + v, 0);
+const count = x => x.toLocaleString("en", { maximumFractionDigits: x < 10 ? 1 : 0 });
+const percent = (part, whole) => whole > 0 ? `${(100 * part / whole).toFixed(1)} %` : "–";
+
+// Pages of a tier: in use, cached, in limbo, free; null without that tier.
+function shares(values, tier) {
+  const pages = values[`${tier}_pages`];
+  if (!pages) return null;
+  const free = values[`${tier}_pages_free`] || 0, limbo = values[`${tier}_pages_fenced`] || 0;
+  const used = tier === "hbm" ? Math.min(values.hbm_pages_in_use || 0, pages - free - limbo) : 0;
+  return { pages, used, limbo, free, cached: Math.max(0, pages - used - limbo - free) };
+}
+
+function drawTiers(values, pageTokens) {
+  at("tiers").replaceChildren(...Object.entries(TIERS).flatMap(([tier, name]) => {
+    const s = shares(values, tier);
+    if (!s) return [];
+    const text = `${name}: ${count((s.pages - s.free) * pageTokens)} of ${count(s.pages * pageTokens)} tokens`;
+    const bar = make("div", undefined, "bar");
+    bar.setAttribute("role", "img");
+    bar.setAttribute("aria-label", `${text}; ${percent(s.used, s.pages)} in use, ` +
+      `${percent(s.cached, s.pages)} cached, ${percent(s.free, s.pages)} free`);
+    for (const kind of ["used", "cached", "limbo", "free"]) {
+      const part = make("span", undefined, kind);
+      part.style.flexGrow = s[kind] / s.pages;
+      bar.append(part);
+    }
+    return [make("div", text), bar];
+  }));
+}
+
+function drawPhases(values) {
+  const now = Object.fromEntries(all(values, "requests_in_phase").map(([l, v]) => [l.phase, v]));
+  at("phases").replaceChildren(...PHASES.filter(phase => phase in now).map(phase => {
+    const item = make("li", undefined, `${now[phase] ? "some" : ""} ${ASIDE.has(phase) ? "aside" : ""}`);
+    item.append(make("b", now[phase]), phase);
+    return item;
+  }));
+}
+
+function drawRates(values, before, seconds) {
+  const rate = name => before && seconds > 0 ? (sum(values, name) - sum(before, name)) / seconds : 0;
+  const asked = values.prefix_queries || 0;
+  const hits = sum(values, "hot_hits_total"), misses = sum(values, "hot_misses_total");
+  const rows = [
+    ["tokens made, a second", count(rate("generation_tokens_total"))],
+    ["steps, a second", count(rate("steps"))],
+    ["requests: running, waiting", `${values.requests_running || 0}, ${values.requests_waiting || 0}`],
+    ...Object.entries({ hbm: "device", dram: "host", disk: "storage" }).map(([tier, name]) =>
+      [`prompt tokens found on the ${name}`, percent(values[`prefix_${tier}_hits`] || 0, asked)]),
+    ["units found in hot buffers", percent(hits, hits + misses)],
+    ["pauses, drops", `${values.pauses || 0}, ${values.drops || 0}`],
+  ];
+  at("rates").replaceChildren(...rows.flatMap(([name, value]) => [make("dt", name), make("dd", value)]));
+}
+
+function drawWays(values, before, seconds) {
+  const named = { hbm: "device", dram: "host", disk: "storage" };
+  const ways = {};
+  const add = (field, metrics, name) => all(metrics || {}, name).forEach(([{ src, dst }, v]) => {
+    const way = ways[`${src} ${dst}`] ??= { src, dst, bytes: 0, was: 0, took: 0, tookWas: 0 };
+    way[field] += v;
+  });
+  add("bytes", values, "moved_bytes_total");
+  add("was", before, "moved_bytes_total");
+  add("took", values, "move_seconds_total");
+  add("tookWas", before, "move_seconds_total");
+  at("ways").tBodies[0].replaceChildren(...Object.values(ways).map(w => {
+    const row = make("tr");
+    const link = w.took > w.tookWas ? (w.bytes - w.was) / (w.took - w.tookWas) / 1e9 : 0;
+    const cells = [named[w.src] || w.src, named[w.dst] || w.dst,
+      count(before && seconds > 0 ? (w.bytes - w.was) / seconds / 1e6 : 0), link ? link.toFixed(2) : "–",
+      count(w.bytes / 1e6)];
+    row.append(...cells.map(text => make("td", text)));
+    return row;
+  }));
+}
+
+function drawLayers(values) {
+  const misses = Object.fromEntries(all(values, "hot_misses_total").map(([l, v]) => [l.layer, v]));
+  const layers = all(values, "hot_hits_total").map(([{ layer }, hits]) => [Number(layer), hits, misses[layer] || 0])
+    .filter(([, hits, missed]) => hits + missed > 0).sort((a, b) => a[0] - b[0]);
+  at("layers").replaceChildren(...layers.map(([layer, hits, missed]) => {
+    const bar = make("span");
+    bar.style.height = `${100 * hits / (hits + missed)}%`;
+    bar.title = `layer ${layer}: ${percent(hits, hits + missed)}`;
+    bar.setAttribute("role", "img");
+    bar.setAttribute("aria-label", bar.title);
+    return bar;
+  }));
+}
+
+// `data:` lines of a stream of events, parsed.
+async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  for (let text = ""; ;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    text += value;
+    const lines = text.split("\n");
+    text = lines.pop();
+    for (const line of lines)
+      if (line.startsWith("data: ") && line !== "data: [DONE]") yield JSON.parse(line.slice(6));
+  }
+}
+
+async function wrong(response) {
+  try { return (await response.json()).error.message; } catch { return `status ${response.status}`; }
+}
+
+let model = "";
+
+async function watch() {
+  let before = null, then = 0;
+  const response = await fetch("live", { headers: headers() });
+  if (!response.ok) {
+    at("key").hidden = ![401, 403].includes(response.status);
+    throw new Error(await wrong(response));
+  }
+  at("key").hidden = true;
+  for await (const told of events(response)) {
+    model = told.model;
+    at("model").textContent = `${model}, ${count(told.max_model_len)} tokens of context, ${told.device}`;
+    const values = told.values, seconds = told.at - then;
+    at("state").textContent = told.age > 3 ? `numbers are ${told.age.toFixed(0)} s old: a step takes long` : "live";
+    drawTiers(values, told.page_size);
+    drawPhases(values);
+    drawRates(values, before, seconds);
+    drawWays(values, before, seconds);
+    drawLayers(values);
+    [before, then] = [values, told.at];
+  }
+  throw new Error("the server has closed the stream");
+}
+
+async function stay() {
+  for (;;) {
+    try { await watch(); } catch (error) { at("state").textContent = error.message; }
+    await new Promise(wake => setTimeout(wake, 2000));
+  }
+}
+
+const history = [];
+let answering = null;
+
+function say(text, name) {
+  const line = make("p", text, name);
+  at("said").append(line);
+  at("said").scrollTop = at("said").scrollHeight;
+  return line;
+}
+
+async function chat(text) {
+  say(text, "you");
+  history.push({ role: "user", content: text });
+  const line = say("", "");
+  answering = new AbortController();
+  at("send").disabled = !(at("stop").disabled = false);
+  try {
+    const response = await fetch("v1/chat/completions", {
+      method: "POST", signal: answering.signal, headers: { "content-type": "application/json", ...headers() },
+      body: JSON.stringify({ model, messages: history, stream: true }) });
+    if (!response.ok) throw new Error(await wrong(response));
+    for await (const chunk of events(response)) {
+      if (chunk.error) throw new Error(chunk.error.message);
+      line.textContent += chunk.choices[0]?.delta?.content || "";
+      at("said").scrollTop = at("said").scrollHeight;
+    }
+  } catch (error) {
+    if (error.name !== "AbortError") say(error.message, "wrong");
+  }
+  if (line.textContent) history.push({ role: "assistant", content: line.textContent });
+  else { history.pop(); line.remove(); }
+  answering = null;
+  at("send").disabled = !(at("stop").disabled = true);
+}
+
+at("chat").addEventListener("submit", event => {
+  event.preventDefault();
+  const text = at("text").value.trim();
+  if (!text || answering) return;
+  at("text").value = "";
+  chat(text);
+});
+at("text").addEventListener("keydown", event => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    event.preventDefault();
+    at("chat").requestSubmit();
+  }
+});
+document.addEventListener("keydown", event => event.key === "Escape" && answering?.abort());
+at("stop").addEventListener("click", () => answering?.abort());
+at("clear").addEventListener("click", () => { history.length = 0; at("said").replaceChildren(); });
+at("key").addEventListener("submit", event => {
+  event.preventDefault();
+  sessionStorage.setItem("penstock-key", at("bearer").value);
+  at("bearer").value = "";
+});
+stay();
