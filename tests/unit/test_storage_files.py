@@ -224,7 +224,7 @@ def test_a_secret_of_a_file_is_the_same_for_every_store_and_one_is_made_for_stor
     with pytest.raises(ConfigError, match="has 5 characters"):
         secret_of(urls[0], str(key), readonly=False)
     key.chmod(0o644)
-    with pytest.raises(ConfigError, match="chmod go="):
+    with pytest.raises(ConfigError, match="chmod o="):
         secret_of(urls[0], str(key), readonly=False)
 
 

@@ -19,7 +19,7 @@ from penstock.core.pair.messages import Cancel, Drained, Reason, Refused
 from penstock.core.pair.messages import End as Over
 from penstock.core.plan import Tier
 from penstock.transfer import events
-from penstock.transfer.codec import checksum
+from penstock.transfer.codec import VERSION, checksum
 from penstock.transfer.events import Down, Heard, Pushed, Unpaired, Up
 from penstock.transfer.facts import Facts
 from penstock.transfer.messages import Ask
@@ -202,7 +202,7 @@ def test_another_version_is_refused_with_both(ends) -> None:
     prefill = ends("prefill", "127.0.0.1:0")
     with connect(prefill) as other:
         other.sendall(b"penstock" + (9).to_bytes(2, "little") + bytes(32))
-        assert "version: 3 here and 9 there" in prefill.wait(Unpaired).words
+        assert f"version: {VERSION} here and 9 there" in prefill.wait(Unpaired).words
 
 
 def test_the_certificate_must_be_the_one_that_the_key_was_said_over(ends, monkeypatch) -> None:

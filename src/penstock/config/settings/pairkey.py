@@ -14,14 +14,14 @@ SECRET_VARIABLES = (VARIABLE, "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
 
 def read_secret(flag: str, path: str) -> bytes:
-    """At most the first 64 KiB of a file. Raises ConfigError: it cannot be read, or others than its owner
-    can."""
+    """At most the first 64 KiB of a file. Raises ConfigError: it cannot be read, or every user of
+    the machine can read it."""
     try:
         with open(path, "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
-            if mode & (stat.S_IRGRP | stat.S_IROTH):
-                raise ConfigError(f"{flag} {path}: others than its owner can read it "
-                                  f"(mode {stat.S_IMODE(mode):03o}): chmod go= {path}")
+            if mode & stat.S_IROTH:     # a group is how containers are given secrets of another owner
+                raise ConfigError(f"{flag} {path}: every user of this machine can read it "
+                                  f"(mode {stat.S_IMODE(mode):03o}): chmod o= {path}")
             return file.read(1 << 16)
     except OSError as e:
         raise ConfigError(f"{flag} {path}: {e.strerror}: give a readable file") from None

@@ -48,7 +48,7 @@ class Valkey(Store):
                 send: Callable[..., object] = pipe.execute_command
                 for command in commands:
                     send(*command)
-                found = pipe.execute(raise_on_error=False)
+                found: list[Any] = pipe.execute(raise_on_error=False)
         except (self._error, ValueError) as e:
             raise _fault(e) from None
         for i, answer in enumerate(found):
