@@ -38,7 +38,8 @@ def answers(pauses: Callable[[int], Iterable[int]] = lambda turn: (),
         assert len(engine.ended) == len(engine.got), "a request never ended"
         if "sparse_kv" in options:
             assert sum(reads["hot_misses"] for reads in engine.reads.values()) > 0
-            assert sum(reads["hot_hits"] for reads in engine.reads.values()) > 0
+            windows = [v for k, v in engine.ex.stats().items() if k.startswith("hot_window_pages_total")]
+            assert windows and min(windows) > 0, "prompts of every layer came through windows"
         if pauses(0) != ():
             assert engine.core.stats()["pauses"] >= 3
         return [tuple(engine.got[rid]) for rid in sorted(engine.got)]
