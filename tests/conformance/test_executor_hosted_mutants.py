@@ -56,11 +56,11 @@ def summaries_accumulate(e: Engine) -> None:
             low.copy_(torch.minimum(low, before[:, :, 0]))
             high.copy_(torch.maximum(high, before[:, :, 1]))
         return store
-    of_layers(e, "_store", fault)
+    of_layers(e, "_write_kv", fault)
 
 
 def stores_skip_the_host(e: Engine) -> None:
-    of_layers(e, "_store", lambda right: lambda values, at, device, host, hot, bounds: right(
+    of_layers(e, "_write_kv", lambda right: lambda values, at, device, host, hot, bounds: right(
         values, at, device, host.clone(), hot, bounds))
 
 

@@ -16,7 +16,7 @@ from recall_engine import Answers, ask, shuffled
 from penstock.core.plan import Dropped, Paused, RequestId
 from penstock.eval import tasks
 from penstock.eval.tasks import Interview, Size
-from penstock.exec.step.tables import PageTable
+from penstock.exec.step.tables import GroupTable
 from penstock.memory.copying import Copier
 
 TOPK, CONTEXT = 64, 1024
@@ -159,7 +159,7 @@ def paused() -> Answers:
 
 
 def test_a_bind_that_is_left_out_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = PageTable.bind
+    real = GroupTable.bind
     seen: set[tuple[int, int]] = set()
 
     def bind(self, row, pages, host):
@@ -169,9 +169,9 @@ def test_a_bind_that_is_left_out_shows(monkeypatch: pytest.MonkeyPatch) -> None:
         else:
             self._held[row] = len(pages)            # the table keeps what it had
 
-    monkeypatch.setattr(PageTable, "bind", bind)
+    monkeypatch.setattr(GroupTable, "bind", bind)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PageTable, "check", lambda self, row, end: None)
+        patch.setattr(GroupTable, "check", lambda self, row, end: None)
         got = paused()
     assert got.share < undisturbed().share - 0.1
 
