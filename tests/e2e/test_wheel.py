@@ -67,7 +67,7 @@ def test_it_has_every_file_of_the_package(wheel: Path) -> None:
     have = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("penstock/")}
     source = ROOT / "src"
     assert have == {path.relative_to(source).as_posix() for path in (source / "penstock").rglob("*")
-                    if path.suffix in (".py", ".c", ".h") or path.name == "py.typed"}
+                    if path.is_file() and "__pycache__" not in path.parts}
 
 
 def test_it_answers_a_prompt_where_nothing_else_of_penstock_is(bare: Path) -> None:
