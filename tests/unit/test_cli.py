@@ -101,9 +101,11 @@ def test_asking_for_what_happens_anyway_changes_nothing(line: str) -> None:
 
 @pytest.mark.parametrize(("line", "feature"), [
     ("-dp 2", "data parallelism"), ("--nnodes 2", "several machines"),
-    ("--hicache-write-policy write_back", "only write_through"), ("--hicache-mem-layout x", "one layout"),
+    ("--hicache-write-policy write_back", "only write_through and write_through_selective are"),
+    ("--hicache-mem-layout x", "one layout"),
     ("--kv-offloading-backend lmcache", "only native"),
-    ("--hicache-storage-backend file", "--kv-storage"), ("--disk-bytes 1G", "--kv-storage"),
+    ("--hicache-storage-backend hf3fs", "--kv-storage"), ("--disk-bytes 1G", "--kv-storage"),
+    ("--hicache-storage-backend-extra-config {}", "give --hicache-storage-backend as well"),
     ("--disaggregation-transfer-backend mooncake", "--pair-listen"),
     ("--disaggregation-bootstrap-port 8998", "--pair-peer"),
     ("--disaggregation-decode-tp 2", "other settings of a pair"),
@@ -170,6 +172,10 @@ def test_wrong_usage_is_one_clear_line(line: str, message: str) -> None:
     ("--kv-offloading-size 4", KVConfig(dram_bytes=4 << 30)),
     ("--hicache-ratio 2", KVConfig(dram_ratio=2.0)),
     ("--hicache-size 0", KVConfig(dram_bytes=0)),
+    ("--hicache-storage-prefetch-policy best_effort", KVConfig(kv_storage_policy="best_effort")),
+    ("--hicache-write-policy=write_through_selective",
+     KVConfig(kv_storage_write_policy="write_through_selective")),
+    ("--hicache-storage-backend none --hicache_storage_backend_extra_config=null", KVConfig()),
     ("--enable-hierarchical-cache --hicache-ratio 1.5 --hicache-write-policy write_through",
      KVConfig(host_tier=True, dram_ratio=1.5))])
 def test_the_peers_words_for_the_host_tier(line: str, kv: KVConfig) -> None:
@@ -199,6 +205,22 @@ def test_what_hisparse_config_may_not_say(text: str, said: str) -> None:
     with pytest.raises(ConfigError) as e:
         prepare(["demo", "--enable-hisparse", "--hisparse-config", text])
     assert str(e.value).startswith("--hisparse-config") and said in str(e.value)
+
+
+def test_the_folder_of_the_file_backend_is_one_that_the_user_names(monkeypatch) -> None:
+    variable = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
+    monkeypatch.setenv(variable, "/a b")
+    for line in (["--hicache-storage-backend", "file"],
+                 ["--hicache-storage-backend-extra-config={}", "--hicache-storage-backend=file"]):
+        assert prepare(["demo", *line]) == ["demo", "--kv-storage=file:///a%20b"]
+    for wrong in (["--hicache-storage-backend-extra-config", '{"tp_lcm_size": 2}'],
+                  ["--hicache-storage-backend-extra-config", "x"], ["--kv-storage=file:///c"]):
+        with pytest.raises(ConfigError, match=r"is not a key|a JSON object is needed|give one"):
+            prepare(["demo", "--hicache-storage-backend", "file", *wrong])
+    for nowhere in ("", "relative"):
+        monkeypatch.setenv(variable, nowhere)
+        with pytest.raises(ConfigError, match="file:///DIR"):
+            prepare(["demo", "--hicache-storage-backend", "file"])
 
 
 def test_hisparse_config_alone_is_refused() -> None:

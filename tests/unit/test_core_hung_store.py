@@ -6,6 +6,7 @@ import pytest
 from penstock.core.core import Core
 from penstock.core.lifecycle import Phase
 from penstock.core.plan import (
+    Aborted,
     Advance,
     Arrived,
     Event,
@@ -115,3 +116,17 @@ def test_hosted_rows_do_not_wait_for_a_store_that_hangs(groups: int) -> None:
     assert play(core, [long]) == {3} and core.counters["drops"] == 0
     if groups == 1:
         assert core.kv.issued > core.cfg.page_size * (64 - hung) - 40, "as long as was promised"
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_who_waits_for_storage_goes_on_when_a_row_is_free_where_that_is_wanted(waits: bool) -> None:
+    """A busy engine reads ahead all the same."""
+    core = stored(12, rows=1, fetch_waits=waits)
+    [plan] = [core.advance([Arrived(RequestId(1), tuple(range(500, 509)), 9)]).plan]
+    assert plan is not None
+    core.advance([Arrived(RequestId(2), tuple(range(25)), 1)])
+    assert core.live[RequestId(2)].phase is Phase.FETCHING, "no row is free"
+    advance = core.advance([Aborted(RequestId(1)), Retired(plan.step, ((9,),))])
+    core.check()
+    started = [o for o in advance.outputs if isinstance(o, Started)]
+    assert [o.rid for o in started] == ([] if waits else [2])

@@ -7,7 +7,7 @@ from driver import Driver
 from penstock.core.core import Core
 from penstock.core.kv.prefix_tree import Node
 from penstock.core.plan import Aborted, Arrived, Event, Moved, RequestId, Retired, Tier
-from penstock.core.settings import CoreConfig
+from penstock.core.settings import CacheGroup, CoreConfig
 
 
 @pytest.mark.parametrize("hot, always", [(0, False), (1, False), (1, True)],
@@ -48,3 +48,38 @@ def test_what_was_sealed_when_the_host_was_full_follows_when_it_has_room(disk: i
     d.run()
     assert len(sealed()) == 8 and all(n.ready(host) for n in sealed())
     assert not disk or all(n.ready(disks) for n in sealed())
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_of_those_that_store_what_is_used_again_only_that_goes_on(groups: int) -> None:
+    more = {} if groups == 1 else {"groups": tuple(CacheGroup(name=n, page_bytes=0) for n in "ab"),
+                                   "hbm_pages": 80, "dram_pages": 80}
+    d = Driver(page_size=2, **{"hbm_pages": 40, "dram_pages": 40, **more}, disk_pages=64, store_reused=True)
+
+    def stored() -> list[int]:
+        return sorted(n.key[0] for n in d.core.kv.tree.nodes() for disk in d.core.kv.disk if n.ready(disk))
+
+    d.arrive(1, range(9), max_new=5)
+    d.run()
+    assert stored() == [] and len(list(d.core.kv.tree.nodes())) == 6
+    d.arrive(2, [*range(5), 50, 51, 52], max_new=1)
+    d.run()
+    assert stored() == sorted([0, 2] * groups), "what it began with, and nothing of its own"
+    d.arrive(3, [*range(5), 50, 51, 52], max_new=1)
+    d.run()
+    assert stored() == sorted([0, 2, 4] * groups)
+
+
+def test_a_page_that_is_used_again_before_the_host_has_it_is_stored_when_it_has() -> None:
+    d = Driver(page_size=2, hbm_pages=40, dram_pages=40, disk_pages=64, store_reused=True)
+    d.arrive(1, range(5), max_new=9)
+    d.retire()
+    d.retire()
+    late = [m for m in d.moves if m.dst is Tier.DRAM]
+    assert late
+    d.arrive(2, [*range(5), 50], max_new=1)
+    while d.plans:
+        d.retire()
+    assert not [m for m in d.moves if m.dst is Tier.DISK]
+    d.run()
+    assert sorted(n.key[0] for n in d.core.kv.tree.nodes() if n.ready(d.core.kv.disk[0])) == [0, 2]

@@ -488,3 +488,5 @@ class Core(CoreState):
         self.counters["prefix_disk_hits"] += disk
         self.counters["prefix_recomputed"] += self.kv.recomputed(r)
         self.out.append(Started(r.rid, hbm, dram, disk, r.delivered))
+        if self.cfg.store_reused:
+            sealing.reuse(self.kv, r)

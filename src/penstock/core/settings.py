@@ -45,6 +45,8 @@ class CoreConfig:
     dram_pages: int = 0                 # 0: no host tier, hence no PAUSE, only DROP
     disk_pages: int = 0                 # stored pages remembered; 0: no storage tier; needs a host tier
     store_writes: bool = True           # whether storage takes pages
+    store_reused: bool = False          # only those that a request has begun with, which did not compute them
+    fetch_waits: bool = True            # who could have a row waits for what storage is to bring
     store_root: bytes = b""             # what keys of stored pages begin with; empty: pages have no keys, and
                                         # storage is not asked for those of others
     hot_pages: int = 0                  # hot buffer of a hosted row in each hosted group, at most; 0: none is

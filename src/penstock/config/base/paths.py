@@ -28,3 +28,9 @@ def hub_cache_dir() -> Path:
     home = os.environ.get("HF_HOME")
     base = Path(home).expanduser().absolute() if home else _user_cache() / "huggingface"
     return base / "hub"
+
+
+def hicache_dir() -> Path | None:
+    """The folder that SGLang's users name for stored pages: $SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR."""
+    folder = os.environ.get("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", "")
+    return Path(folder) if os.path.isabs(folder) else None

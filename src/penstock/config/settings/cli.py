@@ -15,7 +15,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from penstock.config.base.errors import ConfigError
 from penstock.config.base.sizes import parse_bytes, show_bytes
-from penstock.config.settings import hisparse
+from penstock.config.settings import sglang
 from penstock.config.settings.tree import Alias, Bytes, Config, InUnit, Inverse
 from penstock.config.settings.unbuilt import ALWAYS, find_unbuilt, unbuilt_spellings
 
@@ -194,18 +194,20 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
 
 def prepare(argv: Sequence[str]) -> list[str]:
     """`argv` in our spelling: `_` in a flag's name becomes `-`, `--model X` becomes MODEL, plain
-    numbers of a unit become sizes, SGLang's words for sparse decode ours, and peers' flags for what
-    is not built are dropped when neutral.
+    numbers of a unit become sizes, SGLang's words for sparse decode and storage ours, and peers' flags for
+    what is not built are dropped when neutral.
 
     Raises ConfigError for a flag whose feature is not built, naming the feature.
     """
     ours = {s for f in flags() for s in f.spellings}
     out: list[str] = []
     rest = list(argv)
+    stored: dict[str, str] = {}
     while rest:
         word = rest.pop(0)
         if word == "--":
-            return [*out, word, *rest]
+            rest.insert(0, word)
+            break
         name, eq, value = word.partition("=")
         if name.startswith("--"):
             name = name.replace("_", "-")
@@ -214,13 +216,16 @@ def prepare(argv: Sequence[str]) -> list[str]:
                 raise ConfigError(f"{name}: a folder, a .gguf file, a hub id or 'demo' is needed")
             out.append(value if eq else rest.pop(0))
             continue
-        if name == hisparse.ENABLE and not eq:
+        if name == sglang.ENABLE and not eq:
             out.append("--sparse-kv=auto")
             continue
-        if name == hisparse.CONFIG:
-            if not any(word.replace("_", "-") == hisparse.ENABLE for word in argv):
-                raise ConfigError(f"{name}: give {hisparse.ENABLE} as well, or our own flags")
-            out += hisparse.translated(value if eq else rest.pop(0) if rest else "")
+        if name == sglang.CONFIG:
+            if not any(word.replace("_", "-") == sglang.ENABLE for word in argv):
+                raise ConfigError(f"{name}: give {sglang.ENABLE} as well, or our own flags")
+            out += sglang.sparse(value if eq else rest.pop(0) if rest else "")
+            continue
+        if name in (sglang.BACKEND, sglang.EXTRA):
+            stored[name] = value if eq else rest.pop(0) if rest else ""
             continue
         if name in _in_units():
             out.append(_sized(name, value if eq else rest.pop(0) if rest else ""))
@@ -238,7 +243,10 @@ def prepare(argv: Sequence[str]) -> list[str]:
             out.append(word)
         elif taken:
             rest.pop(0)
-    return out
+    flags_of = sglang.storage(stored.get(sglang.BACKEND), stored.get(sglang.EXTRA))
+    if flags_of and any(word.partition("=")[0] == "--kv-storage" for word in out):
+        raise ConfigError(f"{sglang.BACKEND}, --kv-storage: both say where pages are stored: give one")
+    return [*out, *flags_of, *rest]
 
 
 def _in_units() -> dict[str, tuple[str, str]]:

@@ -72,8 +72,9 @@ def _is_elsewhere(url: object) -> bool:
 
 
 def _both(path: str, other: str, wrong: Callable[[object], bool], why: str) -> Refusal[Machine]:
-    """Refuses a flag that is given where another has a value that is `wrong` with it."""
-    return Refusal(lambda c, _: bool(_value(c, path)) and wrong(_value(c, other)), (path, other), why)
+    """Refuses a flag of KV that is given where another has a value that is `wrong` with it."""
+    default = getattr(KVConfig(), path.split(".")[1])
+    return Refusal(lambda c, _: _value(c, path) != default and wrong(_value(c, other)), (path, other), why)
 
 
 def _outside(path: str, low: float, high: float, why: str) -> Refusal[Machine]:
@@ -239,13 +240,12 @@ REFUSED: tuple[Refusal[Machine], ...] = (
     *(_both(f"kv.{name}", "kv.kv_storage", lambda url: url is None,
             "of a storage: give one with --kv-storage file:///DIR")
       for name in ("kv_storage_bytes", "kv_storage_readonly", "kv_storage_key", "kv_storage_write_rate",
-                   "kv_storage_sync")),
+                   "kv_storage_sync", "kv_storage_policy", "kv_storage_write_policy")),
     *(_both(f"kv.{name}", "kv.kv_storage", _is_elsewhere, "of a folder: leave it out")
       for name in ("kv_storage_bytes", "kv_storage_sync")),
     *(_both(f"kv.{name}", "kv.kv_storage_readonly", bool, "nothing is stored then: leave one out")
-      for name in ("kv_storage_bytes", "kv_storage_write_rate", "kv_storage_sync")),
-    Refusal(lambda c, _: c.kv.kv_storage is None and c.kv.kv_storage_policy != "timeout",
-            ("kv.kv_storage_policy", "kv.kv_storage"), "of a storage: give one with --kv-storage file:///DIR"),
+      for name in ("kv_storage_bytes", "kv_storage_write_rate", "kv_storage_sync",
+                   "kv_storage_write_policy")),
     _outside("kv.kv_storage_bytes", 1 << 20, 1 << 62, "at least 1MiB"),
     _outside("kv.kv_storage_write_rate", 1 << 20, 1 << 62, "at least 1MiB a second"),
     _outside("schedule.max_num_seqs", 1, 4096, "1 to 4096 rows"),

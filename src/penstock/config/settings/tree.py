@@ -58,7 +58,8 @@ SparseKV = Literal["auto", "always", "off"]
 GrammarBackend = Literal["auto", "llguidance", "none"]
 PairMode = Literal["prefill", "decode"]
 PairFallback = Literal["compute", "refuse"]
-StoragePolicy = Literal["timeout", "wait_complete"]
+StoragePolicy = Literal["timeout", "wait_complete", "best_effort"]
+StorageWrites = Literal["write_through", "write_through_selective"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,8 +121,12 @@ class KVConfig:
     kv_storage_sync: Annotated[bool, "a page in a folder is on the disk before it counts as stored"] = False
     kv_storage_readonly: Annotated[bool, "find pages there, and store none"] = False
     kv_storage_policy: Annotated[StoragePolicy, "timeout: a request waits for stored pages while that is "
-                                 "faster than computing them; wait_complete: until they have come",
+                                 "faster than computing them; wait_complete: until they have come; "
+                                 "best_effort: it goes on when its turn has come",
                                  Alias("--hicache-storage-prefetch-policy")] = "timeout"
+    kv_storage_write_policy: Annotated[StorageWrites, "write_through: all that is computed is stored; "
+                                       "write_through_selective: what a second request has begun with",
+                                       Alias("--hicache-write-policy")] = "write_through"
     kv_cache_dtype: Annotated[Literal["auto"], "KV type; auto is the compute type"] = "auto"
 
 

@@ -68,14 +68,13 @@ UNBUILT: tuple[Unbuilt, ...] = (
     # The tiers and attention.
     _value("", "--disk-bytes", "--swap-space", neutral=("0", "0.0"),
            instead="for copies in host memory use --dram-bytes SIZE, for files --kv-storage file:///DIR"),
-    _value("", "--disk-path", "--hicache-storage-backend", "--hicache-storage-backend-extra-config",
-           neutral=_NONE,
+    _value("", "--disk-path", neutral=_NONE,
            instead="pages are stored with --kv-storage file:///DIR, s3://BUCKET/PREFIX or valkey://HOST:PORT"),
     _value("", "--kv-offloading-backend", neutral=("native", *_NONE),
            instead="only native is accepted: the host tier is built in"),
-    _value("", "--hicache-write-policy", neutral=("write_through",),
-           instead="only write_through is accepted: a page is copied to the host when it is sealed, so "
-                   "that giving up its device page never waits for a copy"),
+    _value("", "--hicache-write-policy", neutral=("write_through", "write_through_selective"),
+           instead="only write_through and write_through_selective are accepted: a page is copied to the "
+                   "host when it is sealed, so that giving up its device page never waits for a copy"),
     _value("", "--hicache-io-backend", "--hicache-mem-layout",
            instead="there is one layout and one way to copy: a page is one block in every tier"),
     _value("", "--disaggregation-transfer-backend", neutral=_NONE,

@@ -257,7 +257,7 @@ class Moves:
         """Pages whose host copy has landed go on to storage, as far as there is room. Reads are urgent:
         they may use twice as much of the host as makes writes wait."""
         if self.cfg.store_writes:
-            self._to_store += nodes
+            self._to_store += [n for n in nodes if n[1].reused] if self.cfg.store_reused else nodes
         todo: dict[int, list[Node]] = {}
         num = 0
         while self._to_store and 2 * (self._at_store + num) < self.cfg.store_pages:

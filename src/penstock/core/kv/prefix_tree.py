@@ -65,6 +65,7 @@ class Node:
     refs: int = 0
     last_used: int = 0             # the tree's clock when the last request left it, or IN_USE
     banished: bool = False         # damaged, or computed from what is: nobody finds it
+    reused: bool = False           # a request has begun with it
     digest: bytes = b""            # its key in storage, when somebody has asked for it
 
     def ready(self, space: TierGroup) -> bool:

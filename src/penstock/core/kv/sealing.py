@@ -106,6 +106,15 @@ def _catch_up(kv: Pages) -> None:
         kv.moves.save(todo, device, host)
 
 
+def reuse(kv: Pages, r: Request) -> None:
+    """It begins with pages that it has not computed: worth storing, where not everything is."""
+    new = [node for node in r.path if not node.reused]
+    for node in new:
+        node.reused = True
+    if kv.cfg.disk_pages and kv.cfg.prefix_cache:
+        kv.moves.store([(g, node) for g, host in enumerate(kv.host) for node in new if node.ready(host)])
+
+
 def leave_behind(kv: Pages, r: Request, g: int, t: PageTable) -> None:
     """The window has moved on: pages that no step will read again are given up."""
     begin = min(t.begin(r.retired), len(t.device))

@@ -11,7 +11,7 @@ from penstock.core import lifecycle
 from penstock.core.kv import prefetch
 from penstock.core.kv.pages import Early, Shortage
 from penstock.core.kv.prefix_tree import Copy
-from penstock.core.lifecycle import Phase, Place
+from penstock.core.lifecycle import Phase, Place, Trigger
 from penstock.core.plan import StepId, Tier
 from penstock.core.policy import capacity, reclaim
 from penstock.core.request import Request
@@ -56,6 +56,8 @@ class Admission:
         if not self.core.runnable:
             self._blocked = None
         for r in list(self.core.runnable):
+            if r.phase is Phase.FETCHING and not self.core.cfg.fetch_waits and self.core.kv.rows.free:
+                self.core.transition(r, Trigger.DROP)      # it goes on with what has come
             if not self.may_start(r):
                 continue
             if self._is_blocked(r):

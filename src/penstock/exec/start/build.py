@@ -82,7 +82,9 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
         identity = kv_identity(config, parts.loaded, selection, layout)
     if kv.kv_storage is not None:
         parts.front.storage, root = open_storage(kv, identity, caches, parts.host, wakes.wake, log)
-        core_config = replace(core_config, store_root=root, store_writes=not kv.kv_storage_readonly)
+        core_config = replace(core_config, store_root=root, store_writes=not kv.kv_storage_readonly,
+                              store_reused=kv.kv_storage_write_policy == "write_through_selective",
+                              fetch_waits=kv.kv_storage_policy != "best_effort")
     seconds = time.perf_counter() - started
     info: Info = {
         "model": parts.loaded.name, "load_format": parts.loaded.load_format,

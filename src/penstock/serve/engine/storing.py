@@ -55,7 +55,7 @@ class Storing:
     def rates(self) -> Rates | None:
         """What the core should know of speeds, if that is news."""
         now = self._clock()
-        if self._policy == "wait_complete" or now < self._told_at + TELL_S or not self._token_s:
+        if self._policy != "timeout" or now < self._told_at + TELL_S or not self._token_s:
             return None
         if (objects := self._storage.num_read) != self._objects:
             self._read_at, self._objects = now, objects

@@ -1,0 +1,71 @@
+"""SGLang's words in ours: sparse decode (--enable-hisparse and the JSON of --hisparse-config), and storage
+(--hicache-storage-backend and the JSON of its extra config)."""
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection
+
+from penstock.config.base.errors import ConfigError
+from penstock.config.base.paths import hicache_dir
+
+ENABLE, CONFIG = "--enable-hisparse", "--hisparse-config"
+BACKEND, EXTRA = "--hicache-storage-backend", "--hicache-storage-backend-extra-config"
+FOLDER = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
+
+
+def _whole(value: object) -> bool:
+    return type(value) is int and value > 0
+
+
+def _ratio(value: object) -> bool:
+    return type(value) in (int, float) and 0 < value < float("inf")  # type: ignore[operator]
+
+
+# key: (our flag, what its value is, whether a value is that)
+KEYS: dict[str, tuple[str, str, Callable[[object], bool]]] = {
+    "top_k": ("--sparse-top-k", "a whole number of tokens", _whole),
+    "device_buffer_size": ("--hot-buffer-tokens", "a whole number of tokens", _whole),
+    "host_to_device_ratio": ("--dram-ratio", "a number", _ratio),
+}
+
+
+def _object(flag: str, text: str, known: Collection[str]) -> dict[str, object]:
+    keys = ", ".join(known) or "none"
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{flag} {text}: a JSON object is needed, its keys: {keys}")
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"{flag}: {key!r} is not a key that penstock has; it has {keys}")
+    return values
+
+
+def sparse(text: str) -> list[str]:
+    """Our flags for the JSON object `text`. Raises ConfigError that names the key."""
+    values = _object(CONFIG, text, KEYS)
+    for key, value in values.items():
+        if not KEYS[key][2](value):
+            raise ConfigError(f"{CONFIG}: {key} is {json.dumps(value)}: {KEYS[key][1]} is needed")
+    return [f"{KEYS[key][0]}={value}" for key, value in values.items()]
+
+
+def storage(backend: str | None, extra: str | None) -> list[str]:
+    """Our flags for a back-end and its extra config, as far as they were given. Raises ConfigError."""
+    backend, extra = (None if (text or "").lower() in ("none", "null", "") else text
+                      for text in (backend, extra))
+    if backend is None:
+        if extra is not None:
+            raise ConfigError(f"{EXTRA}: give {BACKEND} as well, or our own --kv-storage URL")
+        return []
+    if backend != "file":
+        raise ConfigError(f"{BACKEND} {backend}: penstock has file, and more by --kv-storage URL: "
+                          "s3://BUCKET/PREFIX, valkey://HOST:PORT")
+    _object(EXTRA, extra or "{}", ())
+    folder = hicache_dir()
+    if folder is None:
+        raise ConfigError(f"{BACKEND} file: say where with --kv-storage file:///DIR, or with {FOLDER} in the "
+                          "environment, an absolute path; a folder with SGLang's own files is refused")
+    return [f"--kv-storage={folder.as_uri()}"]
