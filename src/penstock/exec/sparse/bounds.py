@@ -76,7 +76,7 @@ class Selecting(Selects):
             [] if pool is None else [pool.pages[:, i] for i in range(layout.num_layers)]
             for pool in (device[0], host[0] if host else None, device[1]))
         self.rows = HotRows(tables, device[0], unit=rule.unit, hot_pages=selector.hot_pages,
-                            names=[model.stage.first + layer for layer in groups[0].layers])
+                            layers=groups[0].layers, stage=model.stage)
         backends = selector.backends
         self._layers = SparseLayers(
             unit_attention(backends["sparse_attention"], unit=rule.unit, scale=model.attention.scale),

@@ -64,7 +64,7 @@ class Indexed(Selects):
         self._keys = {layer: device[1].pages[:, i] for group in groups[1:]
                       for i, layer in enumerate(group.layers)}
         self.rows = HotRows(tables, device[0], unit=1, hot_pages=selector.hot_pages,
-                            names=[model.stage.first + layer for layer in groups[0].layers])
+                            layers=groups[0].layers, stage=model.stage)
         layers = range(len(groups[0].layers))
         self._device = [device[0].pages[:, i] for i in layers]
         self._host = [host[0].pages[:, i] for i in layers] if host else []

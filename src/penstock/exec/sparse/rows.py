@@ -20,6 +20,7 @@ from penstock.exec.step.tables import GroupTable, Lowered, RowTables
 from penstock.kernels.kv.write_kv import WriteAt
 from penstock.memory.hot import HotBuffers
 from penstock.memory.pool import BlockPool
+from penstock.model.base import LocalLayer, Stage
 
 COUNTS = ("device", "hot_hits", "hot_misses", "hot_evictions")      # columns of HotLayer.count_RKE
 READS = (*COUNTS, "host_bytes")             # what the units that a request selected were read from
@@ -41,13 +42,14 @@ class HotRows:
     pool        its device pages, of which hot buffers are made
     unit        tokens that are chosen together
     hot_pages   of a row's hot buffer, at most; 0 if no row is ever hosted
-    names       numbers of the layers in the whole model
+    layers      of the group, numbered in `stage`; told by their numbers in the whole model
     """
 
     def __init__(self, tables: RowTables, pool: BlockPool, *, unit: int, hot_pages: int,
-                 names: Sequence[int]) -> None:
+                 layers: Sequence[LocalLayer], stage: Stage) -> None:
         layout = pool.layout
-        self._tables, self._pool, self._unit, self._names = tables, pool, unit, names
+        self._tables, self._pool, self._unit = tables, pool, unit
+        self._names = [stage.first + layer for layer in layers]
         kv = tables.groups[0]
         rows, pages = kv.device_RM.shape
         self.hot = HotBuffers(layers=layout.num_layers, rows=rows, kv_heads=layout.num_kv_heads,
