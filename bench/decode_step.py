@@ -124,7 +124,7 @@ def main() -> None:
 
     def step() -> float:
         clock.start()
-        run = paged_attention.plan(layout, spec, backend=choices["paged_attention"].name)
+        run = paged_attention.prepare(layout, spec, backend=choices["paged_attention"].name)
         clock.mark("plan")
         plan = clock.wrap("attention", run)
 

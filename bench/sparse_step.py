@@ -16,7 +16,7 @@ import torch
 
 from penstock.exec.sparse.layers import BoundsSelector, SparseLayers, unit_attention
 from penstock.kernels import registry
-from penstock.kernels.attention.paged_attention import AttentionSpec, plan
+from penstock.kernels.attention.paged_attention import AttentionSpec, prepare
 from penstock.kernels.choose.select import SelectRule
 from penstock.kernels.kv.write_kv import WriteAt
 from penstock.kernels.platform import probe
@@ -63,8 +63,8 @@ class Arms:
 
     def dense(self) -> None:
         at = torch.zeros(1, dtype=torch.int64)
-        attend = plan(Ragged((0, 1), (self.context,), (0,), self.table, at, at, SIZE), self.spec,
-                      backend=self.backend)
+        attend = prepare(Ragged((0, 1), (self.context,), (0,), self.table, at, at, SIZE), self.spec,
+                         backend=self.backend)
         for i in range(LAYERS):
             attend(self.q[i], self.device[:, i, :, 0], self.device[:, i, :, 1])
 

@@ -111,7 +111,7 @@ class Direct:
         for pool in hbm:
             pool.fill(0.0)
         attention = (LatentOps(index_select.OP.use("cuda"), latent_attention.OP.use("cuda"))
-                     if model.attention.topk else functools.partial(paged_attention.plan, backend="cuda"))
+                     if model.attention.topk else functools.partial(paged_attention.prepare, backend="cuda"))
         self.rank = Rank(RankParts(model, attention, groups, selector), hbm, dram, rows=rows, max_len=max_len)
         started = time.perf_counter()
         self.rank.capture(buckets or buckets_of(rows))

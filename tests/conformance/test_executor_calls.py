@@ -72,8 +72,8 @@ def drive(engine: InProcess, calls: list[object]) -> list[list[object]]:
 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[list[object]]:
     calls: list[object] = []
-    inner, planner = attend.write_kv, functools.partial(
-        paged_attention.plan, backend=backends()["paged_attention"])
+    inner, prepare = attend.write_kv, functools.partial(
+        paged_attention.prepare, backend=backends()["paged_attention"])
 
     def write_kv(k_TKH, v_TKH, k_PKGH, v_PKGH, page_T, offset_T):
         calls.append(["store", list(k_TKH.shape), (page_T * PAGE + offset_T).tolist()])
@@ -83,7 +83,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[list[object]]:
         pages = [layout.pages_RM[row, :-(-context // PAGE)].tolist()
                  for row, context in zip(layout.rows, layout.context, strict=True)]
         calls.append(["plan", layout.query_start, layout.context, pages])
-        run = planner(layout, spec)
+        run = prepare(layout, spec)
 
         def attention(q_TNH, k_PKGH, v_PKGH):
             calls.append(["attend", list(q_TNH.shape)])

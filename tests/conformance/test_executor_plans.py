@@ -287,7 +287,7 @@ def test_tokens_sampled_ahead_are_forgotten_by_bind():
     one.name for one in paged_attention.OP.implementations if where.DEVICE in one.devices])
 def test_the_work_of_a_step_does_not_grow_with_context(backend):
     """A decode behind 1 page and one behind 39 execute the same bytecodes."""
-    h = Hand(executor(attention=functools.partial(paged_attention.plan, backend=backend)))
+    h = Hand(executor(attention=functools.partial(paged_attention.prepare, backend=backend)))
     h.ex.open(RequestId(1), PROMPT, GREEDY)
     h.bind(0, 1, range(40))
     h.run(0, 1, 0, [3] * 156)

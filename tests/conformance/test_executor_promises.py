@@ -58,7 +58,7 @@ class Toy:
 
 def front(*latenesses):
     """One rank for each: replicas, every one with all of the model."""
-    plan = functools.partial(paged_attention.plan, backend="reference")
+    plan = functools.partial(paged_attention.prepare, backend="reference")
     ex = Front([
         Rank(RankParts(Toy(), plan), [HbmPool(SHAPE, 12, base=300)], [DramPool(SHAPE, 20, base=7000)], rows=3,
              max_len=48, row_base=40, lateness=lateness) for lateness in latenesses])

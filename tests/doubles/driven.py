@@ -29,7 +29,7 @@ from penstock.core.plan import (
 from penstock.core.settings import CoreConfig
 from penstock.exec.front import Front
 from penstock.exec.load.layout import caches_of
-from penstock.kernels.attention.paged_attention import Planner
+from penstock.kernels.attention.paged_attention import Prepare
 from penstock.memory.lateness import Lateness
 from penstock.model.base import CacheShape, Model, Stage
 
@@ -137,7 +137,7 @@ class InProcess(Driven):
     """Its ranks are stages of a model in this process; rows, and pages of each tier and group, have ids of
     their own."""
 
-    def build(self, model: Callable[[Stage | None], Model], attention: Planner, groups: Sequence[CacheShape],
+    def build(self, model: Callable[[Stage | None], Model], attention: Prepare, groups: Sequence[CacheShape],
               *, max_len: int, lateness: Lateness | None, layers: Sequence[int] = (), num_layers: int = 2,
               dtype: torch.dtype = torch.float32, page_size: int = PAGE, selector: Any = None,
               storage: Any = None, **settings: Any) -> None:

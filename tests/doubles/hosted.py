@@ -125,7 +125,7 @@ class Engine(InProcess):
         attention = LatentOps(
             index_select.OP.use(names["index_select"]),
             latent_attention.OP.use(names["latent_attention"])) if chosen.native else (
-                functools.partial(paged_attention.plan, backend=names["paged_attention"]))
+                functools.partial(paged_attention.prepare, backend=names["paged_attention"]))
         rule = None if chosen.native else SelectRule(
             unit=chosen.unit, sink=chosen.sinks, window=chosen.window)
         self.build(

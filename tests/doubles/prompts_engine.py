@@ -81,7 +81,7 @@ class Engine(InProcess):
 
     def __post_init__(self) -> None:
         backend = self.backend if where.DEVICE == "cpu" else "cuda"
-        ops = (functools.partial(paged_attention.plan, backend=self.backend) if self.family != "latent"
+        ops = (functools.partial(paged_attention.prepare, backend=self.backend) if self.family != "latent"
                else LatentOps(index_select.OP.use(backend), latent_attention.OP.use(backend)))
         selector = Selector(rule=None, budget=4, hot_pages=0, backends=dict.fromkeys(HOSTING, backend))
         self.build(functools.partial(model, self.family), ops, self.groups or model(self.family).groups,

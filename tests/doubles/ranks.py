@@ -10,7 +10,7 @@ from penstock.exec.front import Front
 from penstock.exec.load.layout import Caches, stage_shapes
 from penstock.exec.rank import Rank, RankParts
 from penstock.exec.step.links import links_in_process, split
-from penstock.kernels.attention.paged_attention import Planner
+from penstock.kernels.attention.paged_attention import Prepare
 from penstock.memory import dram
 from penstock.memory.pool import BlockPool
 from penstock.memory.storage import Storage
@@ -20,7 +20,7 @@ from penstock.model.parts import even
 NUM = [1]           # stages of the fronts to come: the fixture `stages` of conformance sets it
 
 
-def front(model: Callable[[Stage | None], Model], attention: Planner, shapes: Sequence[CacheShape],
+def front(model: Callable[[Stage | None], Model], attention: Prepare, shapes: Sequence[CacheShape],
           caches: Caches, cfg: CoreConfig, layers: Sequence[int] = (), *, num_layers: int = 2, links=None,
           storage: Callable[[Sequence[BlockPool]], Storage] | None = None, selector=None,
           **rank) -> tuple[Front, list[BlockPool], list[BlockPool]]:

@@ -93,25 +93,25 @@ def test_prompts_of_a_step_equal_the_reference(name, way, size, monkeypatch):
     q = torch.randn(layout.query_start[-1], heads + 1, dim, device=DEVICE).to(dtype)[:, 1:]
     spec = AttentionSpec(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, dtype=dtype, scale=0.1)
     k, v = pool[:, :, 0], pool[:, :, 1]
-    got = cuda.plan(layout, spec)(q, k, v)
+    got = cuda.prepare(layout, spec)(q, k, v)
     assert got.shape == q.shape and got.is_contiguous()
     for i in range(0, len(step), 1 + len(step) // 8):       # the reference takes a row at a time, and seconds
         a, b = layout.query_start[i:i + 2]
         one = Ragged((0, min(b - a, 512)), (layout.context[i],), (layout.rows[i],), layout.pages_RM,
                      layout.page_T, layout.offset_T, size)
-        want = reference.plan(one, spec)(q[max(a, b - 512):b], k, v)
+        want = reference.prepare(one, spec)(q[max(a, b - 512):b], k, v)
         gap = (got[max(a, b - 512):b].float() - want.float()).abs().max() / want.float().abs().max()
         assert gap < 2e-2, (i, float(gap))
 
 
 def test_decodes_between_prompts_keep_their_places(monkeypatch):
-    """The planner puts them first; nothing here relies on it."""
+    """The core puts them first; nothing here relies on it."""
     monkeypatch.setattr(cuda, "_Decodes", lambda rows, layout, spec: lambda q, k, v: q + 1)
     monkeypatch.setattr(cuda, "prompts", lambda rows, layout, spec: lambda q, k, v: q + 2)
     layout, _ = layout_of(((1, 5), (3, 9), (1, 2), (2, 4)), 16, torch.Generator().manual_seed(0))
     spec = AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=8, dtype=torch.float32, scale=1.0)
     q = torch.zeros(7, 1, 8, device=DEVICE)
-    assert cuda.plan(layout, spec)(q, q, q)[:, 0, 0].tolist() == [1, 2, 2, 2, 1, 2, 2]
+    assert cuda.prepare(layout, spec)(q, q, q)[:, 0, 0].tolist() == [1, 2, 2, 2, 1, 2, 2]
 
 
 def test_what_does_not_compile_is_not_used_and_said_once(monkeypatch, caplog):

@@ -37,7 +37,7 @@ class OneByOne:
 
     def __init__(self, layout: Ragged, spec: AttentionSpec, pages: torch.Tensor) -> None:
         self.layout, self.pages = layout, pages.clone()
-        self.run = paged_attention.plan(layout, spec, backend="native")
+        self.run = paged_attention.prepare(layout, spec, backend="native")
 
     def pools(self, i):
         return self.pages[:, i, :, 0], self.pages[:, i, :, 1]

@@ -51,11 +51,11 @@ def test_a_chunk_equals_the_reference(heads, kv_heads, dim, queries, context, pa
     assert tiled.takes(rows_of(layout)[0], spec)
     torch.set_num_threads(threads)
     try:
-        got = native.plan(layout, spec)(q, k, v)
+        got = native.prepare(layout, spec)(q, k, v)
     finally:
         torch.set_num_threads(1)
     in_f32 = spec_of(heads, kv_heads, dim, torch.float32)
-    want = reference.plan(layout, in_f32)(q.float(), k.float(), v.float())
+    want = reference.prepare(layout, in_f32)(q.float(), k.float(), v.float())
     assert got.dtype is torch.bfloat16
     assert (got.float() - want).abs().max() <= 0.01 * want.abs().max()
 
@@ -63,17 +63,18 @@ def test_a_chunk_equals_the_reference(heads, kv_heads, dim, queries, context, pa
 def test_a_query_is_the_same_in_every_chunk():
     context, spec = 400, spec_of(6, 2, 64, torch.bfloat16)
     q, k, v = tensors(6, 2, 64, context, context, 16)
-    whole = native.plan(chunk(0, context, 16), spec)(q, k, v)
+    whole = native.prepare(chunk(0, context, 16), spec)(q, k, v)
     for first in (1, 31, 100, 128, 368):
-        part = native.plan(chunk(first, context, 16), spec)(q[first:], k, v)
+        part = native.prepare(chunk(first, context, 16), spec)(q[first:], k, v)
         assert torch.equal(part, whole[first:]), first
 
 
 def test_scores_far_apart_give_no_nan():
     spec, layout = spec_of(2, 1, 64, torch.bfloat16), chunk(0, 300, 16)
     q, k, v = tensors(2, 1, 64, 300, 300, 16)
-    got = native.plan(layout, spec)(q * 1e4, k, v)
-    want = reference.plan(layout, spec_of(2, 1, 64, torch.float32))((q * 1e4).float(), k.float(), v.float())
+    got = native.prepare(layout, spec)(q * 1e4, k, v)
+    in_f32 = spec_of(2, 1, 64, torch.float32)
+    want = reference.prepare(layout, in_f32)((q * 1e4).float(), k.float(), v.float())
     assert (got.float() - want).abs().max() <= 0.01 * want.abs().max()
 
 
@@ -81,9 +82,9 @@ def test_a_nan_reaches_the_queries_that_see_it_and_an_absent_page_is_told():
     spec, layout = spec_of(2, 1, 64, torch.bfloat16), chunk(0, 300, 16)
     q, k, v = tensors(2, 1, 64, 300, 300, 16)
     q[40, 0], k[layout.page_T[200], 0, layout.offset_T[200]] = float("nan"), float("inf")
-    got = native.plan(layout, spec)(q, k, v)
+    got = native.prepare(layout, spec)(q, k, v)
     assert got[40, 0].isnan().all() and got[40, 1].isfinite().all() and got[:40].isfinite().all()
     assert got[200:].isnan().any(-1).any() and got[41:200].isfinite().all()
     layout.pages_RM[0, 3] = -1
     with pytest.raises(KernelError, match="no page"):
-        native.plan(layout, spec)(q, k, v)
+        native.prepare(layout, spec)(q, k, v)

@@ -33,7 +33,7 @@ from penstock.exec.step.attend import Attending, Grouped, LatentOps, Reads
 from penstock.exec.step.eager import Eager, Steps
 from penstock.exec.step.links import Links
 from penstock.exec.step.tables import RowTables
-from penstock.kernels.attention.paged_attention import Planner
+from penstock.kernels.attention.paged_attention import Prepare
 from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
 from penstock.memory.lateness import Lateness
@@ -92,7 +92,7 @@ class RankParts:
     """
 
     model: Model
-    attention: Planner | LatentOps
+    attention: Prepare | LatentOps
     groups: Sequence[CacheShape] | None = None
     selector: Selector | None = None
     draw: str = "cuda"

@@ -43,7 +43,7 @@ class Mover:
     The bytes need no lock. A copy reads only pages whose producers have retired, which is its
     fence, and which the core lets nobody overwrite before Moved; it writes only pages that the
     core lets nobody read or write before Moved. What is left between the threads are two
-    SimpleQueues, whose put comes before the get: a copy sees what was stored before it was
+    SimpleQueues, whose put comes before the get: a copy sees what was written before it was
     started, and whoever got its Moved sees what it copied.
     """
 

@@ -66,13 +66,13 @@ class Lanes(Protocol):
 
 
 class Attend(Protocol):
-    """What a layer asks of the engine: store what a token leaves behind, and read what others left."""
+    """What a layer asks of the engine: write what a token leaves behind, and read what others left."""
 
     def __call__(
         self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor, chosen_TS: Tensor | None = None
     ) -> Tensor:
-        """Stores kv (RoPE applied) into the pages of the layer's KV group, then attends causally, with
-        `Model.attention.scale`, over everything that the row has stored, or over chosen_TS of it.
+        """Writes kv (RoPE applied) into the pages of the layer's KV group, then attends causally, with
+        `Model.attention.scale`, over everything that the row has written, or over chosen_TS of it.
 
         kv_TCKH     as the group's `CacheShape` says: C planes, k before v
         chosen_TS   as `select` returns it
@@ -83,7 +83,7 @@ class Attend(Protocol):
     def select(
         self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor
     ) -> Tensor:
-        """Stores the keys into the layer's selector group, then chooses for each token the
+        """Writes the keys into the layer's selector group, then chooses for each token the
         `Model.attention.topk` positions up to its own with the highest scores, the sum over index
         heads of weight * relu(q . key). Only of a model whose topk is not 0.
 
@@ -95,7 +95,7 @@ class Attend(Protocol):
 
 @runtime_checkable
 class AttendsPaged(Protocol):
-    """An `Attend` that may say where all layers store and read in this step, for a kernel that does it
+    """An `Attend` that may say where all layers write and read in this step, for a kernel that does it
     itself. The layers have KV heads, and share one cache group."""
 
     def paged(self) -> Paged | None:
@@ -105,7 +105,7 @@ class AttendsPaged(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheShape:
-    """One cache group: layers that store the same, and share a page table.
+    """One cache group: layers that write the same, and share a page table.
 
     layers      of this stage; entry i is layer i of the group's pages
     planes      vectors a token, layer and KV head: 2 for k and v or for two bounds, 1 for a latent
@@ -130,7 +130,7 @@ class CacheShape:
 class AttentionShape:
     """Queries of one token, of this lane: `num_heads` x `CacheShape.head_dim`. Scores are q.k times `scale`.
 
-    latent_dim   0, or: the stored vector is latent, and its first `latent_dim` dims are its value
+    latent_dim   0, or: the written vector is latent, and its first `latent_dim` dims are its value
     topk         0, or: tokens that the model itself chooses for each query
     """
 

@@ -1,8 +1,8 @@
 """Latent attention (MLA) with a lightning indexer: DeepSeek-V3.2 and its kin.
 
-A token stores one latent row for all heads, and, in layers that have an indexer, one index key. Queries are
+A token leaves one latent row for all heads, and, in layers that have an indexer, one index key. Queries are
 multiplied into the latent space (absorbed), in prefill as in decode: no layer ever expands the rows of its
-context. Rotated parts are stored de-interleaved, which the weights' rows are put in order for while loading.
+context. Rotated parts are written de-interleaved, which the weights' rows are put in order for while loading.
 
     T tokens of the step   N query heads   D model dim   Q rank of queries   R rank of rows
     H = R + rope dim, a row   I index heads   J index head dim   S chosen tokens of a query

@@ -57,7 +57,7 @@ class AttentionSpec:
 
 
 class Mixes(Protocol):
-    """The first half of a layer: attention, whatever it stores."""
+    """The first half of a layer: attention, whatever it writes."""
 
     def __call__(
         self, x_TD: Tensor, chosen_TS: Tensor | None, cos_T1H: Tensor, sin_T1H: Tensor, attend: Attend

@@ -76,7 +76,7 @@ class Lane:
         return Cut(num, head, head + 1)
 
     def owns(self, kv_heads: int) -> bool:
-        """Whether it is the one lane that writes and counts what its KV heads store where all see it."""
+        """Whether it is the one lane that writes and counts what its KV heads leave where all see it."""
         return self.size <= kv_heads or self._sharers(kv_heads)[1] == 0
 
     def queries(self, num: int, kv_heads: int) -> Cut:

@@ -93,7 +93,7 @@ def indexer_selection(topk: int) -> Selection:
 
 def attention_identity(selection: Selection) -> int:
     """`Arrived.attention` of a request that selects so: positive and under 2**63, since page keys
-    store its negative; the same in every process. 0 where prompts are computed as outputs are: all
+    have its negative; the same in every process. 0 where prompts are computed as outputs are: all
     pages of the model serve all of its requests."""
     if selection.native:
         return 0

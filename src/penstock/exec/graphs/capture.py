@@ -51,7 +51,7 @@ class Decodes(Protocol):
 
     def attend(self, kind: str, row_B: Tensor, position_B: Tensor) -> Attend:
         """Of a step whose rows have one query each, int32; a position of -1 is padding: no context, and
-        nothing is stored for it."""
+        nothing is written for it."""
         ...
 
 

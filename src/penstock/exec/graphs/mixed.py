@@ -244,7 +244,7 @@ class MixedGraphs(Steps):
 
     def _recorded(self, bucket: Bucket) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
         given = input_of(self._input, bucket)
-        # Padding only: nothing is stored, nobody is drawn for.
+        # Padding only: nothing is written, nobody is drawn for.
         self._input.zero_()
         for part in (given.position_T, given.decode_T, given.position_S):
             part.fill_(-1)

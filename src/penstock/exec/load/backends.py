@@ -108,12 +108,12 @@ def packer(backends: Mapping[str, registry.Choice]) -> LinearFactory:
     return pack
 
 
-def _attention_of(backends: Mapping[str, registry.Choice]) -> paged_attention.Planner | LatentOps:
+def _attention_of(backends: Mapping[str, registry.Choice]) -> paged_attention.Prepare | LatentOps:
     """What a rank attends with, of the ops that the model's family needs."""
     if "latent_attention" in backends:
         return LatentOps(index_select.OP.use(backends["index_select"].name),
                          latent_attention.OP.use(backends["latent_attention"].name))
-    return functools.partial(paged_attention.plan, backend=backends["paged_attention"].name)
+    return functools.partial(paged_attention.prepare, backend=backends["paged_attention"].name)
 
 
 def selection_for(config: Config, model: Model) -> Selection | None:

@@ -310,10 +310,10 @@ def _between(stages: int, lanes: int, until: contextlib.ExitStack) -> list[list[
     for i in range(lanes if stages > 1 else 0):
         found[i - lanes][2], found[i][2] = pair()
     for first in range(0, len(found) if lanes > 1 else 0, lanes):
-        store = os.memfd_create("penstock-lanes", os.MFD_CLOEXEC)
-        until.callback(os.close, store)
+        meeting = os.memfd_create("penstock-lanes", os.MFD_CLOEXEC)
+        until.callback(os.close, meeting)
         for one in found[first:first + lanes]:
-            one[3] = store
+            one[3] = meeting
     return found
 
 

@@ -22,12 +22,12 @@ INTERFACE = {"GLOO_SOCKET_IFNAME": "lo"}        # for the environment of the ran
 class GlooLanes:
     """`model.base.Lanes`."""
 
-    def __init__(self, store: int, lane: Lane, timeout_s: float) -> None:
-        """store: descriptor of memory that the lanes of this stage alone share, where they meet; returns when
+    def __init__(self, meeting: int, lane: Lane, timeout_s: float) -> None:
+        """meeting: descriptor of memory of the lanes of this stage alone, where they meet; returns when
         all have. timeout_s: of one call."""
         self._lane, self._timeout_s = lane, timeout_s
         # Its name in /proc is good for who has the descriptor: no file is left, no port asks who comes.
-        met = dist.FileStore(f"/proc/self/fd/{store}", lane.size)  # type: ignore[attr-defined]
+        met = dist.FileStore(f"/proc/self/fd/{meeting}", lane.size)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=met, rank=lane.index, world_size=lane.size,
                                 timeout=timedelta(seconds=timeout_s))
 

@@ -78,8 +78,8 @@ class Process:
         config = self._config = from_plain(begin.config)
         stage = of_config(config, begin.num_layers)[begin.index]
         torch.set_num_threads(1)
-        _, _, _, before, after, tokens, store = self._fds
-        lanes = None if store < 0 else GlooLanes(store, stage.lane, config.device.rank_timeout_s)
+        _, _, _, before, after, tokens, meeting = self._fds
+        lanes = None if meeting < 0 else GlooLanes(meeting, stage.lane, config.device.rank_timeout_s)
         self._loaded = load(config, stage, self._log, lanes)
         torch.set_num_threads(begin.threads)
         dtype = self._loaded.dtype

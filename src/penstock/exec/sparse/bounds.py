@@ -21,7 +21,7 @@ from penstock.exec.sparse.layers import BoundsSelector, SparseLayers, unit_atten
 from penstock.exec.sparse.prompts import Chunk, HostedPrompts
 from penstock.exec.sparse.rows import HotRows, Selects
 from penstock.exec.step.tables import Lowered, RowTables
-from penstock.kernels.attention.paged_attention import AttentionSpec, Plan, Planner, write_kv
+from penstock.kernels.attention.paged_attention import AttentionSpec, Prepare, Prepared, write_kv
 from penstock.kernels.choose.select import SelectRule
 from penstock.kernels.types.ragged import Ragged
 from penstock.memory.pool import BlockPool
@@ -53,14 +53,14 @@ class Selecting(Selects):
 
     groups     group 0 has the KV of the layers that select, group 1 the bounds of its units; layers of
                others, if there are any, read all of theirs, from device pages
-    planner    attention of what reads all
+    prepare    attention of what reads all
     """
 
     def __init__(self, selector: Selector, model: Model, groups: Sequence[CacheShape], tables: RowTables,
-                 device: Sequence[BlockPool], host: Sequence[BlockPool], planner: Planner) -> None:
+                 device: Sequence[BlockPool], host: Sequence[BlockPool], prepare: Prepare) -> None:
         rule = selector.rule
         assert rule is not None, "ordinary models select by bounds"
-        self._tables, self._planner = tables, planner
+        self._tables, self._prepare = tables, prepare
         self._kv, self._bounds = tables.groups[0], tables.groups[1]
         self._local = {layer: i for i, layer in enumerate(groups[0].layers)}
         self._specs = [AttentionSpec(
@@ -104,7 +104,7 @@ class Selecting(Selects):
     # ------------------------------------------------------------ a step
     def step(self, plan: StepPlan, lowered: Lowered) -> Attend:
         """The attention of a step whose binds, grows and unmaps are applied."""
-        others = {g: self._planner(lowered.ragged[g], self._specs[g]) for g, *_ in self._dense.values()}
+        others = {g: self._prepare(lowered.ragged[g], self._specs[g]) for g, *_ in self._dense.values()}
         return _SelectingStep(self._local, self._selects(plan, lowered), self._dense, others, lowered)
 
     def _selects(self, plan: StepPlan, lowered: Lowered) -> _Attend:
@@ -114,7 +114,7 @@ class Selecting(Selects):
         ragged = lowered.ragged[0]
         whole = not windows and not queries
         tokens_at = slice(None) if whole else _where(dense, ragged.page_T.device)
-        run = (self._planner(ragged if whole else _part(ragged, dense, tokens_at), self._specs[0])
+        run = (self._prepare(ragged if whole else _part(ragged, dense, tokens_at), self._specs[0])
                if dense else None)
         sparse = None
         if queries:
@@ -165,9 +165,9 @@ class _SelectingStep:
     """`model.base.Attend` of one step."""
 
     def __init__(self, local: Mapping[LocalLayer, int], selects: _Attend,
-                 dense: Mapping[LocalLayer, tuple[int, Tensor, Tensor]], plans: Mapping[int, Plan],
+                 dense: Mapping[LocalLayer, tuple[int, Tensor, Tensor]], prepared: Mapping[int, Prepared],
                  lowered: Lowered) -> None:
-        self._local, self._selects, self._dense, self._plans = local, selects, dense, plans
+        self._local, self._selects, self._dense, self._prepared = local, selects, dense, prepared
         self._ragged = lowered.ragged
 
     def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
@@ -179,7 +179,7 @@ class _SelectingStep:
         group, k_PKGH, v_PKGH = self._dense[layer]
         ragged = self._ragged[group]
         write_kv(k_TKH, v_TKH, k_PKGH, v_PKGH, ragged.page_T, ragged.offset_T)
-        return self._plans[group](q_TNH, k_PKGH, v_PKGH)
+        return self._prepared[group](q_TNH, k_PKGH, v_PKGH)
 
     def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
         raise AssertionError("a model with an indexer and KV heads")

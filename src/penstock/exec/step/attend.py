@@ -1,4 +1,4 @@
-"""What a rank answers when a layer asks: store what a token leaves behind, and attend (`model.base.Attend`).
+"""What a rank answers when a layer asks: write what a token leaves behind, and attend (`model.base.Attend`).
 
 Here the layers that read all of their KV; those that select are in `exec.sparse`. Knows pools and the layout
 of a step; refuses to know plans and requests.
@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.core.plan import Bind, RequestId, StepPlan
 from penstock.exec.step.tables import Lowered, RowTables
 from penstock.kernels.attention.latent_attention import LatentAttention
-from penstock.kernels.attention.paged_attention import AttentionSpec, Plan, Planner, flash, write_kv
+from penstock.kernels.attention.paged_attention import AttentionSpec, Prepare, Prepared, flash, write_kv
 from penstock.kernels.attention.paged_attention.native import Decodes, Paged
 from penstock.kernels.choose.index_select import IndexSelect
 from penstock.memory.copying import parts_of
@@ -31,7 +31,7 @@ from penstock.model.base import Attend, CacheShape, LocalLayer, Model
 
 @dataclass(frozen=True, slots=True)
 class LatentOps:
-    """The ops of a model with latent rows, as a `Planner` is that of one with KV heads."""
+    """The ops of a model with latent rows, as a `Prepare` is that of one with KV heads."""
 
     select: IndexSelect
     attend: LatentAttention
@@ -102,13 +102,13 @@ class Arriving:
 
 
 class Grouped(Attending):
-    """Layers that store k and v of their KV heads, in one cache group or several."""
+    """Layers that write k and v of their KV heads, in one cache group or several."""
 
-    def __init__(self, model: Model, groups: Sequence[CacheShape], planner: Planner,
+    def __init__(self, model: Model, groups: Sequence[CacheShape], prepare: Prepare,
                  hbm: Sequence[HbmPool]) -> None:
         assert not model.attention.latent_dim, "a model of latent rows and ops for KV heads"
         check_pools(groups, hbm)
-        self._planner = planner
+        self._prepare = prepare
         self.specs = [
             AttentionSpec(num_heads=model.attention.num_heads, num_kv_heads=group.num_kv_heads,
                           head_dim=group.head_dim, dtype=pool.layout.dtype, scale=model.attention.scale)
@@ -128,15 +128,15 @@ class Grouped(Attending):
                    for spec, table in zip(self.specs, tables.groups, strict=True))
 
     def step(self, plan: StepPlan, lowered: Lowered) -> Attend:
-        plans = [self._planner(ragged, spec)
+        prepared = [self._prepare(ragged, spec)
                  for ragged, spec in zip(lowered.ragged, self.specs, strict=True)]
-        return _GroupedStep(self, lowered, plans)
+        return _GroupedStep(self, lowered, prepared)
 
 
 class _GroupedStep:
-    def __init__(self, grouped: Grouped, lowered: Lowered, plans: Sequence[Plan]) -> None:
+    def __init__(self, grouped: Grouped, lowered: Lowered, prepared: Sequence[Prepared]) -> None:
         self._places, self._pools = grouped.places, grouped.pools
-        self._ragged, self._plans = lowered.ragged, plans
+        self._ragged, self._prepared = lowered.ragged, prepared
 
     def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
                  chosen_TS: Tensor | None = None) -> Tensor:
@@ -144,13 +144,13 @@ class _GroupedStep:
         group, k_PKGH, v_PKGH = self._places[layer]
         ragged = self._ragged[group]
         write_kv(kv_TCKH[:, 0], kv_TCKH[:, 1], k_PKGH, v_PKGH, ragged.page_T, ragged.offset_T)
-        return self._plans[group](q_TNH, k_PKGH, v_PKGH)
+        return self._prepared[group](q_TNH, k_PKGH, v_PKGH)
 
     def paged(self) -> Paged | None:
-        plan, ragged = self._plans[0], self._ragged[0]
-        if len(self._plans) > 1 or not isinstance(plan, Decodes):
+        first, ragged = self._prepared[0], self._ragged[0]
+        if len(self._prepared) > 1 or not isinstance(first, Decodes):
             return None
-        return plan.paged(self._pools, self._places[LocalLayer(0)][1], ragged.page_T, ragged.offset_T)
+        return first.paged(self._pools, self._places[LocalLayer(0)][1], ragged.page_T, ragged.offset_T)
 
     def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
         raise AssertionError("a model with an indexer and KV heads")

@@ -22,7 +22,7 @@ class Ragged:
     rows          host, B ints: which row of the tables each is
     pages_RM      int32, device: entry [r, i] is the index into the device pool (its id less the
                   pool's base) of page i of row r; -1: none. A view of the live table
-    page_T        int64, device: index into the pool of the page that each new token is stored in
+    page_T        int64, device: index into the pool of the page that each new token is written to
     offset_T      int64, device: where in that page
     page_size     G, tokens
     """

@@ -197,7 +197,7 @@ class GGUFCheckpoint:
         self.path = files.gguf
         self.config = files.config
         self.eos_ids = files.eos_ids
-        self.plan: list[tuple[GGUFTensor, HFName]] = []
+        self.wanted: list[tuple[GGUFTensor, HFName]] = []
         codes: dict[str, str] = {}
         names: set[str] = set()
         for stored in files.gguf_header.tensors.values():
@@ -208,7 +208,7 @@ class GGUFCheckpoint:
             if target.name in names:
                 raise ConfigError(f"{self.path}: two tensors are {target.name}")
             names.add(target.name)
-            self.plan.append((stored, target))
+            self.wanted.append((stored, target))
             if stored.block in packs and len(stored.shape) - target.experts == 2:
                 codes |= dict.fromkeys(_names(stored, target), stored.block)
         self.codes: Mapping[str, str] = codes
@@ -221,7 +221,7 @@ class GGUFCheckpoint:
         """Every wanted weight once, in the order of the file; merged experts one by one."""
         file, _ = open_regular(self.path)
         with file:
-            for stored, target in self.plan:
+            for stored, target in self.wanted:
                 names = _names(stored, target)
                 shape = stored.shape[1:] if target.experts else stored.shape
                 for i, name in enumerate(names):

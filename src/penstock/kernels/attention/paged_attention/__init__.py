@@ -1,7 +1,7 @@
 """paged_attention: attention over a paged KV pool. The contract and its implementations.
 
-Planning and running are apart, as in FlashInfer: `plan` looks at the step's layout once, the plan
-then runs for every layer with no host work that depends on the rows.
+Preparing and running are apart, as in FlashInfer (its word is plan): `prepare` looks at the step's layout
+once, what it returns runs for every layer with no host work that depends on the rows.
 
     T tokens of the step   P pages   G page size   N query heads   K KV heads   H head dim
 
@@ -20,21 +20,21 @@ from penstock.kernels.attention.paged_attention.spec import AttentionSpec
 from penstock.kernels.op import DEVICES, Implementation, Op
 from penstock.kernels.types.ragged import Ragged
 
-__all__ = ["OP", "AttentionSpec", "Plan", "Planner", "plan", "write_kv"]
+__all__ = ["OP", "AttentionSpec", "Prepare", "Prepared", "prepare", "write_kv"]
 
-# plan(q_TNH, k_PKGH, v_PKGH) -> out_TNH: one layer's attention for the step it was made for.
-Plan: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
-Planner: TypeAlias = Callable[[Ragged, AttentionSpec], Plan]
+# prepared(q_TNH, k_PKGH, v_PKGH) -> out_TNH: one layer's attention for the step it was made for.
+Prepared: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+Prepare: TypeAlias = Callable[[Ragged, AttentionSpec], Prepared]
 
-OP: Op[Planner] = Op("paged_attention", (
-    Implementation("cuda", cuda.plan, cuda.probe, ("cuda",)),
-    Implementation("native", native.plan, native.probe),
-    Implementation("sdpa", sdpa.plan, sdpa.probe),
-    Implementation("reference", reference.plan, reference.probe, DEVICES),
+OP: Op[Prepare] = Op("paged_attention", (
+    Implementation("cuda", cuda.prepare, cuda.probe, ("cuda",)),
+    Implementation("native", native.prepare, native.probe),
+    Implementation("sdpa", sdpa.prepare, sdpa.probe),
+    Implementation("reference", reference.prepare, reference.probe, DEVICES),
 ))
 
 
-def plan(layout: Ragged, spec: AttentionSpec, *, backend: str) -> Plan:
+def prepare(layout: Ragged, spec: AttentionSpec, *, backend: str) -> Prepared:
     """Prepare the attention of one step; the result runs once per layer.
 
     layout      prefill chunks, decodes and any mix; every context >= its number of queries >= 1
@@ -43,7 +43,7 @@ def plan(layout: Ragged, spec: AttentionSpec, *, backend: str) -> Plan:
     q_TNH       f32|bf16, dense in N and H, any stride in T    out_TNH   dtype of q, dense
     k, v_PKGH   dtype of q, dense in H, the same strides: one layer's pools
     Reads       only slots that hold tokens of the row: a NaN anywhere else stays there.
-                Writes nothing. The new tokens' k and v are stored before (`write_kv`).
+                Writes nothing. The new tokens' k and v are written before (`write_kv`).
     Exact       rows do not influence each other, up to rounding.
     Raises      KernelError for a backend that does not exist.
     Source      PagedAttention, arXiv:2309.06180; plan and run as in FlashInfer, arXiv:2501.01005.

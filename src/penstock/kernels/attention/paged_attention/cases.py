@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention.paged_attention import AttentionSpec, Planner
+from penstock.kernels.attention.paged_attention import AttentionSpec, Prepare
 from penstock.kernels.cases import TOLERANCE, Case, Workload
 from penstock.kernels.types.ragged import Ragged
 
@@ -114,10 +114,10 @@ def pool(dtype: torch.dtype, num_pages: int, layers: int, num_kv_heads: int, pag
 
 
 def _run(device: str, dtype: torch.dtype, rows: tuple[tuple[int, int], ...],
-         heads: tuple[int, int, int], page_size: int, scattered: bool, planner: Planner) -> Tensor:
+         heads: tuple[int, int, int], page_size: int, scattered: bool, prepare: Prepare) -> Tensor:
     inputs = make(dtype, rows, heads, page_size, scattered, device)
-    plan = planner(inputs.layout, inputs.spec)
-    return plan(inputs.q_TNH, inputs.k_PKGH, inputs.v_PKGH)
+    attend = prepare(inputs.layout, inputs.spec)
+    return attend(inputs.q_TNH, inputs.k_PKGH, inputs.v_PKGH)
 
 
 def workloads() -> Iterator[Workload]:
@@ -136,12 +136,12 @@ def workloads() -> Iterator[Workload]:
 
 
 def _prepare(dtype: torch.dtype, rows: tuple[tuple[int, int], ...], heads: tuple[int, int, int],
-             layers: int, planner: Planner) -> Callable[[int], object]:
+             layers: int, prepare: Prepare) -> Callable[[int], object]:
     inputs = make(dtype, rows, heads, 16, scattered=False)
     num_pages, num_kv_heads, _, head_dim = inputs.k_PKGH.shape
     pools = pool(dtype, num_pages, layers, num_kv_heads, 16, head_dim)
     for k_PKGH, v_PKGH in pools:
         k_PKGH.copy_(inputs.k_PKGH)
         v_PKGH.copy_(inputs.v_PKGH)
-    plan = planner(inputs.layout, inputs.spec)
-    return lambda layer: plan(inputs.q_TNH, *pools[layer])
+    attend = prepare(inputs.layout, inputs.spec)
+    return lambda layer: attend(inputs.q_TNH, *pools[layer])

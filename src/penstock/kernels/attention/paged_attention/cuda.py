@@ -37,7 +37,7 @@ def probe(platform: Platform) -> str:
     return f"{prompts}, Triton {triton_version()} for decodes"
 
 
-def plan(layout: Ragged, spec: AttentionSpec) -> Part:
+def prepare(layout: Ragged, spec: AttentionSpec) -> Part:
     parts: list[tuple[slice | Tensor, Part]] = []
     rows = rows_of(layout)
     for found, make in (([r for r in rows if r.count > 1], prompts),

@@ -42,14 +42,14 @@ def probe(platform: Platform) -> str:
     q, kv = (torch.randn(shape, generator=generator) for shape in ((42, 6, 32), (11, 2, 2, 16, 32)))
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.02)):
         spec = AttentionSpec(num_heads=6, num_kv_heads=2, head_dim=32, dtype=dtype, scale=0.2)
-        out, want = (planner(layout, spec)(q.to(dtype), *kv.to(dtype).unbind(2)).float()
-                     for planner in (plan, reference.plan))
+        out, want = (made(layout, spec)(q.to(dtype), *kv.to(dtype).unbind(2)).float()
+                     for made in (prepare, reference.prepare))
         if not (gap := (out - want).abs().max()) <= tolerance:
             raise WrongResult(f"{compiler}: {dtype} differs by {gap:.2g} on a small case")
     return f"{'amx_bf16, ' if tiles else ''}{platform.best('avx512_f', 'avx2', 'sve')}, {compiler}"
 
 
-def plan(layout: Ragged, spec: AttentionSpec) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def prepare(layout: Ragged, spec: AttentionSpec) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     rows = rows_of(layout)
     if spec.head_dim % _LANES:          # no model that is served has such heads
         return sdpa.compose(sdpa.parts_of(rows, spec, layout))
@@ -64,10 +64,10 @@ def plan(layout: Ragged, spec: AttentionSpec) -> Callable[[Tensor, Tensor, Tenso
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """A step of which every token decodes, for a kernel that stores and attends itself, in all layers.
+    """A step of which every token decodes, for a kernel that writes and attends itself, in all layers.
 
     pools               of each layer the addresses of k and v, [P, K, G, H], all with the strides of one
-    page_T, offset_T    int64: where the step's tokens are stored
+    page_T, offset_T    int64: where the step's tokens are written
     """
 
     decodes: Decodes

@@ -15,7 +15,7 @@ def probe(_: Platform) -> str:
     return "one query at a time in float32"
 
 
-def plan(layout: Ragged, spec: AttentionSpec) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def prepare(layout: Ragged, spec: AttentionSpec) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     rows = rows_of(layout)
 
     def attend(q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor) -> Tensor:

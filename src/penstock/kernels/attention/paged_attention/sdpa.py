@@ -1,7 +1,7 @@
 """Paged attention from torch's own kernels: a row's pages are gathered, then fused attention or
 matmuls run over them, whichever wins.
 
-A step is cut into parts once (`plan`): decodes of similar context together, every prefill chunk in
+A step is cut into parts once (`prepare`): decodes of similar context together, every prefill chunk in
 blocks of queries.
 
     T tokens of the step   B decode rows   C queries of a chunk   S context   E keys of a block
@@ -41,7 +41,7 @@ def probe(platform: Platform) -> str:
     return f"{platform.best('amx_bf16', 'avx512_bf16', 'avx512_f', 'avx2', 'sve')} through torch"
 
 
-def plan(layout: Ragged, spec: AttentionSpec) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def prepare(layout: Ragged, spec: AttentionSpec) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     return compose(parts_of(rows_of(layout), spec, layout))
 
 

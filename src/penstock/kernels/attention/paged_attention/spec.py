@@ -38,7 +38,7 @@ class Row:
 
 
 def rows_of(layout: Ragged) -> list[Row]:
-    """The rows of a step. Asserts what `plan` promises about its input."""
+    """The rows of a step. Asserts what `prepare` promises about its input."""
     rows = []
     width = layout.pages_RM.shape[1] * layout.page_size
     for i, (context, index) in enumerate(zip(layout.context, layout.rows, strict=True)):

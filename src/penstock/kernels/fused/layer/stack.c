@@ -1,5 +1,5 @@
 /* The layers of a step in which every row decodes, in one call: pre-norm, one projection of q, k and v, RoPE,
- * store, attention over pages, gated MLP. The kernels are those that run one by one elsewhere, called
+ * write_kv, attention over pages, gated MLP. The kernels are those that run one by one elsewhere, called
  * in the same order, so that nothing of a result changes.
  *
  *   T tokens   D model dim   N query heads   K KV heads   H head dim   I MLP width
@@ -38,7 +38,7 @@ typedef struct {
     const void *before;                         /* [T, D] that the first layer adds to h; NULL: none */
     void *delta;                                /* [T, D]: what the last layer leaves to be added */
     const void *cosine, *sine;                  /* [T, H] */
-    const int64_t *page, *offset;               /* [T]: where each token is stored */
+    const int64_t *page, *offset;               /* [T]: where each token is written */
     void *const *pools;                         /* of each layer: k and v, [P, K, G, H] */
     const Decode *attend;                       /* but for q, k, v and out */
     int64_t tokens;
@@ -52,7 +52,7 @@ static int linear(const Stack *s, const Linear *weight, const void *x, void *y, 
 }
 
 /* The heads of k and v, which follow those of q, into their slots. */
-static void store(const Stack *s, const Step *step, const char *qkv, int64_t stride, void *const *pools)
+static void write_kv(const Stack *s, const Step *step, const char *qkv, int64_t stride, void *const *pools)
 {
     const int64_t size = s->bf16 ? 2 : 4;
     const Decode *at = step->attend;
@@ -88,7 +88,7 @@ int penstock_stack(const Stack *s, const Step *step, int threads)
                                s->heads, s->eps, bf16, threads);
         else
             s->run.rotate(qkv, wide, step->cosine, step->sine, T, turned, H, bf16, threads);
-        store(s, step, qkv, wide, step->pools + 2 * l);
+        write_kv(s, step, qkv, wide, step->pools + 2 * l);
         attend.k = step->pools[2 * l], attend.v = step->pools[2 * l + 1];
         s->run.attend(&attend, H, bf16, threads);
         failed |= linear(s, &w->out, mixed, step->delta, T, threads);

@@ -1,4 +1,4 @@
-"""Where a step's tokens are stored: made once a step, used for every layer."""
+"""Where a step's tokens are written: made once a step, used for every layer."""
 from __future__ import annotations
 
 from dataclasses import dataclass
