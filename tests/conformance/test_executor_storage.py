@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,17 @@ from penstock.memory.stores.objects import Verdict
 
 pytestmark = pytest.mark.usefixtures("stages")
 FAULTS = ("none", "gone", "bad", "fails", "slow", "all")
+
+
+OPENED: list[Faulty] = []
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    """A store keeps a descriptor a folder, and there are as many as keys' first bytes."""
+    yield
+    while OPENED:
+        OPENED.pop().close()
 
 
 class Faulty(Files):
@@ -54,6 +66,7 @@ def engine(root: Path, family: str, fault: str, **more: object) -> Engine:
     def made(pools) -> storage.Storage:
         files = Faulty(root, "f" * 32, [pool.layout.page_bytes for pool in pools])
         files.fault = fault
+        OPENED.append(files)
         return storage.Storage(files, pools, lambda: None)
 
     return Engine(family=family, storage=made, disk_pages=400, **more)

@@ -47,6 +47,7 @@ class Place:
 
     def __init__(self, kind: str, folder: Path) -> None:
         self.kind, self.folder, self.server = kind, folder, None
+        self.opened: list[Store] = []
         if kind != "file":
             self.server = Server(kind, folder)
             self.server.start()
@@ -54,6 +55,10 @@ class Place:
 
     def open(self, *, fp: str = FP, readonly: bool = False, sizes=SIZES, via: int | None = None) -> Store:
         """via: a port; None: the proxy's."""
+        self.opened.append(self._open(fp, readonly, sizes, via))
+        return self.opened[-1]
+
+    def _open(self, fp: str, readonly: bool, sizes, via: int | None) -> Store:
         if self.server is None:
             return Files(self.folder, fp, sizes, readonly=readonly)
         port = via or self.proxy.port
@@ -74,6 +79,10 @@ class Place:
         elif isinstance(store, Bucket):
             store._obstore.put(store._bucket, store._name(key, group), data)
 
+    def close_stores(self) -> None:
+        while self.opened:
+            self.opened.pop().close()
+
     def close(self) -> None:
         if self.server is not None:
             self.proxy.close()
@@ -89,11 +98,12 @@ def places(tmp_path_factory) -> Iterator[dict[str, Place]]:
 
 
 @pytest.fixture
-def place(request, places, tmp_path_factory) -> Place:
+def place(request, places, tmp_path_factory) -> Iterator[Place]:
     """One server for all tests of a kind: their keys differ."""
     if request.param not in places:
         places[request.param] = Place(request.param, tmp_path_factory.mktemp(request.param))
-    return places[request.param]
+    yield places[request.param]
+    places[request.param].close_stores()
 
 
 all_kinds = pytest.mark.parametrize("place", KINDS, indirect=True)

@@ -147,7 +147,7 @@ def test_a_damaged_folder(folder: Path, how: str) -> None:
     (["--page-size", "0"], "page"), (["--hbm-bytes", "many"], "many"),
     (["--nonsense", "1"], "--nonsense"), (["--port", "99999"], "port"),
     (["--backends", "linear=nonesuch"], "nonesuch"), (["--dtype", "int3"], "int3"),
-    (["--tensor-parallel-size", "2"], "tensor"), (["--tokenizer", "nowhere.json"], "nowhere.json"),
+    (["--tokenizer", "nowhere.json"], "nowhere.json"),
 ], ids=lambda v: " ".join(v) if isinstance(v, list) else "")
 def test_a_configuration_that_cannot_be(folder: Path, flags: list[str], said: str) -> None:
     port = [] if "--port" in flags else ["--port", "0"]

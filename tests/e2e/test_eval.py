@@ -42,7 +42,7 @@ def test_a_running_server_is_asked_the_same() -> None:
         out = evaluate("--base-url", found[1], "--task", "recall")
         assert re.search(r"\| 512 +\| [78] of 8", out)
         with urllib.request.urlopen(f"{found[1]}/metrics", timeout=END_S) as reply:
-            assert re.search(r'hot_misses_total\{layer="0"\} [1-9]', reply.read().decode())
+            assert re.search(r'hot_window_pages_total\{layer="0"\} [1-9]', reply.read().decode())
     finally:
         server.terminate()
         server.wait(END_S)

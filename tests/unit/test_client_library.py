@@ -292,3 +292,14 @@ def test_a_smaller_cpu_is_the_engines_and_not_the_callers(monkeypatch):
     monkeypatch.setattr(build, "build_engine", build_engine)
     with pytest.raises(ConfigError, match="default"):
         engine_main.build(config, EventLog())
+
+
+def test_a_program_with_many_open_files_has_an_engine_too(tmp_path):
+    """The engine's descriptors are numbers above 1,023 then, which select(2) does not take."""
+    files = [open(tmp_path / "file", "w") for _ in range(1030)]
+    try:
+        with LLM("fake") as llm:
+            assert llm.generate([ids(1, 2, 3)], SamplingParams(max_tokens=2))[0].outputs[0].token_ids
+    finally:
+        for file in files:
+            file.close()

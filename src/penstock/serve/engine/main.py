@@ -71,8 +71,10 @@ class Link:
         Raises ProtocolError. Exits when the other end is closed.
         """
         if timeout_s != 0:
-            fds = [self._socket.fileno(), *([] if wakes is None else [wakes.fileno()])]
-            select.select(fds, [], [], timeout_s)
+            ready = select.poll()               # descriptors may be above what `select.select` takes
+            for fd in (self._socket, *(() if wakes is None else (wakes,))):
+                ready.register(fd, select.POLLIN)
+            ready.poll(None if timeout_s is None else timeout_s * 1000)
         if wakes is not None:
             wakes.clear()
         try:
