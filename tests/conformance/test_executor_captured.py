@@ -21,13 +21,13 @@ class Plain:
         self.row_B, self.position_B = row_B, position_B
 
     def __call__(self, q_BNH, k_PKGH, v_PKGH):
-        from penstock.kernels.attention.paged_attention import plan
+        from penstock.kernels.attention.paged_attention import prepare
         out = torch.zeros_like(q_BNH)
         for b, (row, position) in enumerate(zip(self.row_B.tolist(), self.position_B.tolist(), strict=True)):
             if position >= 0:
                 layout = Ragged((0, 1), (position + 1,), (row,), self.table_RM, torch.empty(0),
                                 torch.empty(0), self.size)
-                out[b] = plan(layout, self.spec, backend="reference")(q_BNH[b:b + 1], k_PKGH, v_PKGH)[0]
+                out[b] = prepare(layout, self.spec, backend="reference")(q_BNH[b:b + 1], k_PKGH, v_PKGH)[0]
         return out
 
 
