@@ -44,6 +44,7 @@ def engine(descriptor: str) -> None:
 
 def server(words: list[str]) -> int:
     from penstock.serve.cli import main
+    from penstock.serve.client import kept
     from penstock.serve.http import main as http_main
     from penstock.serve.text import model_text as text
     from penstock.serve.text.tokenizer import Tokenizer
@@ -56,7 +57,7 @@ def server(words: list[str]) -> int:
             raw, eos_ids=(raw.token_to_id(fake.EOS),), chat_template=template, template_vars={})
 
     argv = [sys.executable, "-P", __file__, "--engine"]
-    http_main.EngineClient = functools.partial(http_main.EngineClient, argv=argv)
+    kept.EngineClient = functools.partial(kept.EngineClient, argv=argv)
     http_main.DEAD_S = 5.0                     # a test asks twice meanwhile
     http_main.locate = lambda model, **_: SimpleNamespace(name=model, eos_ids=(), folder=Path(model))
     text.open_tokenizer = tokenizer_of

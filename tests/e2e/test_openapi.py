@@ -24,7 +24,7 @@ CHECKS = ("not_a_server_error", "status_code_conformance", "content_type_conform
 
 def test_the_document_has_every_route_with_its_methods():
     api = OpenAI(None, Text(None, None, ()), Metrics(), model="m", choices_max=1)
-    app = build_app(api, Health(), Keys([]), ServerConfig(), {}, {})
+    app = build_app(api, Health(), Keys([]), ServerConfig(), {}, [])
     served = {(route.path.replace(":path", ""), method.lower()) for route in app._app.routes
               for method in route.methods - {"HEAD"}}
     assert served == {(path, method) for path, item in document()["paths"].items() for method in item}

@@ -100,7 +100,7 @@ def test_asking_for_what_happens_anyway_changes_nothing(line: str) -> None:
 
 
 @pytest.mark.parametrize(("line", "feature"), [
-    ("-dp 2", "data parallelism"), ("--nnodes 2", "several machines"),
+    ("--nnodes 2", "several machines"),
     ("--hicache-write-policy write_back", "only write_through and write_through_selective are"),
     ("--hicache-mem-layout x", "one layout"),
     ("--kv-offloading-backend lmcache", "only native"),
@@ -128,8 +128,9 @@ def test_unbuilt_features_are_refused_by_name(line: str, feature: str) -> None:
 
 def test_refusal_says_what_is_accepted() -> None:
     with pytest.raises(ConfigError) as e:
-        parse("demo --data-parallel-size 2")
-    assert str(e.value) == "--data-parallel-size 2: data parallelism is not built yet; only 1 is accepted"
+        parse("demo --tokenizer-worker-num 2")
+    assert str(e.value) == ("--tokenizer-worker-num 2: more than one API process is not built yet; only 1 is "
+                            "accepted")
 
 
 def test_no_unbuilt_spelling_hides_a_flag_of_ours() -> None:
@@ -270,15 +271,15 @@ def test_keyword_arguments_equal_the_command_line() -> None:
             "--memory-fraction 0.25 --no-cuda-graphs")
     assert from_options("demo", options) == parse(line)
     assert from_options("-odd name", {}).model.model == "-odd name"
-    with pytest.raises(ConfigError, match="data parallelism"):
-        from_options("demo", {"data_parallel_size": 2})
+    with pytest.raises(ConfigError, match="several machines"):
+        from_options("demo", {"nnodes": 2})
     with pytest.raises(ConfigError, match="did you mean --page-size"):
         from_options("demo", {"page_sizes": 2})
 
 
 # ---------------------------------------------------------------- the whole command
 def test_errors_leave_by_stderr_with_code_2(capsys: pytest.CaptureFixture[str]) -> None:
-    for argv in (["serv"], ["serve"], ["serve", "demo", "-dp", "2"], ["doctor", "--tru"],
+    for argv in (["serv"], ["serve"], ["serve", "demo", "--nnodes", "2"], ["doctor", "--tru"],
                  ["serve", "demo", "--page-size", "0", "--memory-fraction", "2"]):
         assert main(argv) == 2
         out, err = capsys.readouterr()
@@ -337,7 +338,7 @@ def test_a_flag_of_the_server_is_not_ignored_elsewhere(
         assert main([command, spelling, "1", "demo"]) == 2
         assert f"error: {spelling} is a flag of penstock serve" in capsys.readouterr().err
         with pytest.raises(ConfigError, match="is a flag of penstock serve"):
-            LLM("demo", **{spelling[2:].replace("-", "_"): "1"})
+            LLM("demo", **{spelling.lstrip("-").replace("-", "_"): "1"})
     assert main([command, "demo", "--print-config"]) == 0
     shown = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert dest.split(".")[1] not in shown and "page_size" in shown

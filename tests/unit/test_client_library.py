@@ -211,7 +211,7 @@ def test_closing_twice_is_fine_and_using_it_after_is_not():
 def test_config_errors_come_from_the_constructor():
     with pytest.raises(ConfigError, match="no such folder"):
         LLM("missing")
-    with pytest.raises(ConfigError, match="data parallelism"):
+    with pytest.raises(ConfigError, match="is a flag of penstock serve"):
         LLM("fake", data_parallel_size=2)
     with pytest.raises(ConfigError, match="max-num-seqz"):
         LLM("fake", max_num_seqz=2)

@@ -5,6 +5,7 @@ import asyncio
 import json
 import re
 import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -26,10 +27,12 @@ class Engine:
     """Tells its numbers once for each of `answers`, then is busy for ever."""
 
     num_waiting = num_running = 0
+    missing = ""
     ready = Ready(pid=1, vocab_size=9, max_model_len=8, info={})
 
     def __init__(self, *answers: dict[str, float]) -> None:
         self.answers = list(answers)
+        self.members = [self]
 
     flushed = 0
     peer_missing = ""
@@ -53,7 +56,7 @@ def ask(*requests: tuple[str, str] | tuple[str, str, str], engine=None, keys=Non
     api = OpenAI(engine or Engine(), Text(None, None, ()), Metrics(), model="long-name", also=("demo",),
                  choices_max=1)
     app = build_app(api, Health(), keys or Keys([]), ServerConfig(),
-                    {"model": "long-name", "page_size": 16, "max_num_seqs": 4}, {"steps": 1.0},
+                    {"model": "long-name", "page_size": 16, "max_num_seqs": 4}, [{"steps": 1.0}],
                     peer)
 
     async def go() -> list[httpx.Response]:
@@ -99,14 +102,14 @@ def test_a_busy_engines_last_numbers_are_served_with_their_age(monkeypatch):
 
 def test_a_server_of_both_ends_flushes_both_and_tells_of_both():
     engine, other = Engine({"steps": 7, "hbm_pages": 4}), Engine({"steps": 3, "prefix_queries": 5})
-    peer = PeerView(engine, "prefill", True, lambda: 0, lambda: other)
+    peer = PeerView(engine, "prefill", True, [SimpleNamespace(engine=other, num_restarts=0)])
     done, metrics = ask(("POST", "/flush_cache"), ("GET", "/metrics"), engine=engine, peer=peer)
     assert done.status_code == 200 and (engine.flushed, other.flushed) == (1, 1)
     for line in ("penstock:steps_total 7.0", "penstock:hbm_pages 4.0", "penstock:prefill_steps_total 3.0",
                  "penstock:prefill_prefix_cache_queries_total 5.0"):
         assert line in metrics.text.splitlines(), line
     assert "penstock:prefill_hbm_pages" not in metrics.text
-    gone = PeerView(engine, "prefill", True, lambda: 1, lambda: None)
+    gone = PeerView(engine, "prefill", True, [SimpleNamespace(engine=None, num_restarts=0)])
     assert [a.status_code for a in ask(("POST", "/flush_cache"), ("GET", "/metrics"), engine=Engine({}),
                                        peer=gone)] == [200, 200]
 
@@ -138,7 +141,7 @@ async def live(app, *, key: str = "") -> tuple[int, list[dict]]:
 def served(engine: Engine, health: Health, keys: Keys | None = None):
     api = OpenAI(engine, Text(None, None, ()), Metrics(), model="m", choices_max=1)
     return build_app(api, health, keys or Keys([]), ServerConfig(),
-                     {"model": "m", "page_size": 16, "max_num_seqs": 4, "device": "cpu"}, {})
+                     {"model": "m", "page_size": 16, "max_num_seqs": 4, "device": "cpu"}, [{}])
 
 
 def test_the_page_asks_nobody_else_and_tells_nothing_by_itself():

@@ -20,11 +20,11 @@ def samples(text: bytes) -> dict[tuple, float]:
 
 
 def test_engine_numbers_have_the_names_that_dashboards_know():
-    got = samples(Metrics().text({
+    got = samples(Metrics().text([{
         "requests_running": 3, "requests_waiting": 1, "pauses": 2, "drops": 4, "prefix_queries": 10,
         "prefix_hbm_hits": 5, "prefix_dram_hits": 1, "hbm_pages": 8, "hbm_pages_in_use": 2,
         "dram_pages": 4, "dram_pages_held": 3, 'moved_bytes_total{src="hbm",dst="dram"}': 99,
-        "generation_tokens_total": 1e6}))
+        "generation_tokens_total": 1e6}]))
     assert got["num_requests_running",] == 3 and got["num_requests_waiting",] == 1
     assert got["num_preemptions_total", "pause"] == 2 and got["num_preemptions_total", "drop"] == 4
     assert got["prefix_cache_queries_total",] == 10
@@ -87,7 +87,7 @@ def test_a_finished_request_is_counted_once():
                        Chunk(1, [7, 8], 0), Chunk(1, [9], 2, finish="length"))
     pieces, usage = consume(engine, metrics)
     assert [p.tokens for p in pieces] == [[7, 8], [9]] and usage.cached_tokens == 2
-    got = samples(metrics.text({}))
+    got = samples(metrics.text([{}]))
     assert got["prompt_tokens_total",] == 3 and got["generation_tokens_total",] == 3
     assert got["cached_prompt_tokens_total",] == 2
     assert got["request_success_total", "length"] == 1
@@ -116,6 +116,6 @@ def test_an_aborted_request_is_counted_as_such():
         raise AssertionError("Ended was expected")
     except Ended as e:
         assert (e.outcome, str(e)) == ("abort", "why")
-    got = samples(metrics.text({}))
+    got = samples(metrics.text([{}]))
     assert got["request_success_total", "abort"] == 1
     assert got["e2e_request_latency_seconds_count",] == 0

@@ -1,4 +1,4 @@
-"""The keeper of the prefill engine of `--prefill 1`: one at a time, whatever dies when."""
+"""Both ends on one machine, and the keeper of an engine: one at a time, whatever dies when."""
 from __future__ import annotations
 
 import asyncio
@@ -10,6 +10,7 @@ import pytest
 from penstock.config.settings.cli import from_options
 from penstock.config.settings.pairkey import pair_key
 from penstock.config.settings.tree import Config
+from penstock.serve.client import kept
 from penstock.serve.client.client import EngineDied
 from penstock.serve.http import local_pair as pair_here
 from penstock.transfer.streams import LinkSettings, dial, listen
@@ -24,7 +25,7 @@ class Fake:
     made: list[Fake]
 
     def __init__(self, config: Config, *, log: object, on_death: Callable[[EngineDied], None],
-                 fds: tuple[int, ...]) -> None:
+                 fds: tuple[int, ...], rids: object) -> None:
         self.died: EngineDied | None = None
         self._on_death = on_death
         self.made.append(self)
@@ -46,13 +47,13 @@ class Fake:
 
 def test_each_end_knows_that_it_shares_the_machine() -> None:
     pair = pair_here.PairHere(from_options("demo", {"prefill": 1, "decode": 1}), print)
-    assert pair.decode.pair.prefill and pair._config.pair.prefill
+    assert pair.decode.num_engines == pair.prefill._config.num_engines == 2
     asyncio.run(pair.close())
 
 
 def test_where_they_meet_and_their_secret_are_in_no_folder() -> None:
     pair = pair_here.PairHere(from_options("demo", {"prefill": 1, "decode": 1}), print)
-    ends = pair.decode.pair, pair._config.pair
+    ends = pair.decode.pair, pair.prefill._config.pair
     one, two = map(pair_key, ends)
     assert one == two and len(one) == 64
     at = [LinkSettings(role="decode", address=address, listens=False, key=one)
@@ -65,19 +66,21 @@ def test_where_they_meet_and_their_secret_are_in_no_folder() -> None:
 
 def test_a_replacement_that_dies_while_it_loads_is_replaced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     Fake.starts, Fake.made = [True, False, False, *[True] * 50], []
-    monkeypatch.setattr(pair_here, "EngineClient", Fake)
-    monkeypatch.setattr(pair_here, "RESTART_S", (0.001, 0.001))
+    monkeypatch.setattr(kept, "EngineClient", Fake)
+    monkeypatch.setattr(kept, "RESTART_S", (0.001, 0.001))
     said: list[str] = []
 
     async def run() -> None:
-        pair = pair_here.PairHere(from_options("demo", {"prefill": 1, "decode": 1}), said.append)
-        await pair.start()
+        one = kept.Kept(from_options("demo", {}), "prefill", said.append)
+        await one.start()
         Fake.made[0].die()
+        assert one.missing == "the engine process was killed by signal 9"
         await asyncio.sleep(STILL_S)
-        assert len(Fake.made) == 4 and pair.engine is Fake.made[3] and pair.num_restarts == 1, said
+        assert len(Fake.made) == 4 and one.engine is Fake.made[3] and one.num_restarts == 1, said
+        assert not one.missing and all(line.startswith("prefill: ") for line in said)
         Fake.made[3].die()                      # and it still looks after the new one
         await asyncio.sleep(STILL_S)
-        assert len(Fake.made) == 5 and pair.num_restarts == 2
-        await pair.close()
+        assert len(Fake.made) == 5 and one.num_restarts == 2
+        await one.close()
 
     asyncio.run(run())

@@ -5,8 +5,7 @@ Owns the names. Knows no request content: labels are finish reasons, tiers and d
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import (
     CollectorRegistry,
@@ -108,11 +107,13 @@ class Metrics:
                                 ("finished_reason",))
         self.answers = counter("http_responses", "Answers by HTTP status.", ("status",))
 
-    def text(self, engine: Mapping[str, float], prefill: Mapping[str, float] = MappingProxyType({})) -> bytes:
-        """The exposition format. `engine`: values by name, `name` or `name{tier="hbm"}`; a name
-        that ends in `_total` is a counter. `prefill`: of a prefill engine beside it."""
-        self._engine.values = published(engine) | {
-            f"prefill_{name}": value for name, value in published(prefill).items()}
+    def text(self, engines: Sequence[Mapping[str, float]],
+             prefill: Sequence[Mapping[str, float]] = ()) -> bytes:
+        """The exposition format. `engines`: values by name, `name` or `name{tier="hbm"}`; a name
+        that ends in `_total` is a counter; those of several have a label of their number. `prefill`: of
+        prefill engines beside them."""
+        self._engine.values = _labelled(engines) | {
+            f"prefill_{name}": value for name, value in _labelled(prefill).items()}
         return generate_latest(self._registry)
 
 
@@ -146,6 +147,14 @@ def published(values: Mapping[str, float]) -> dict[str, float]:
         if values.get(f"{tier}_pages") and used in values:
             out[f'kv_cache_usage_perc{{tier="{tier}"}}'] = values[used] / values[f"{tier}_pages"]
     return out
+
+
+def _labelled(engines: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """What they tell under the names that users know, with the engine's number where there are several."""
+    if len(engines) == 1:
+        return published(engines[0])
+    return {f'{name[:-1]},engine="{n}"}}' if name.endswith("}") else f'{name}{{engine="{n}"}}': value
+            for n, values in enumerate(engines) for name, value in published(values).items()}
 
 
 def parse_name(key: str) -> tuple[str, dict[str, str]]:

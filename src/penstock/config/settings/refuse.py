@@ -120,7 +120,7 @@ def _wants_more_than_all(config: Config, machine: Machine) -> bool:
     ranks = max(1, config.device.num_ranks)
     device = 0 if config.device.device == "cuda" else (config.kv.hbm_bytes or 0) * ranks
     wanted = device + (config.kv.dram_bytes or 0)
-    return wanted * (2 if config.pair.prefill else 1) > machine.memory_available
+    return wanted * config.num_engines > machine.memory_available
 
 
 def _budget_below_least(config: Config, _: Machine) -> bool:
@@ -153,9 +153,12 @@ PAIR: tuple[Refusal[Machine], ...] = (
             ("pair.prefill", "pair.decode"), "a pair is one of each: --prefill 1 --decode 1, or neither"),
     Refusal(lambda c, _: bool(c.pair.prefill and _mode(c)), ("pair.prefill", "pair.disaggregation_mode"),
             "the one starts both ends on this machine, the other one end: leave one of them out"),
-    Refusal(lambda c, _: bool(c.pair.prefill) and c.device.device == "cuda" and c.kv.hbm_bytes is None,
-            ("pair.prefill", "kv.hbm_bytes"), "both engines would take the same memory of the GPU: give what "
-            "each takes for KV, e.g. --hbm-bytes 8G"),
+    Refusal(lambda c, _: c.num_engines > 1 and c.device.device == "cuda" and c.kv.hbm_bytes is None,
+            ("server.dp", "pair.prefill", "kv.hbm_bytes"), "all engines would take the same memory of the "
+            "GPU: give what each takes for KV, e.g. --hbm-bytes 8G"),
+    Refusal(lambda c, _: c.server.dp > 1 and bool(c.pair.prefill or _mode(c)),
+            ("server.dp", "pair.prefill", "pair.disaggregation_mode"),
+            "the ends of a pair are one engine each so far: leave one of them out"),
     Refusal(lambda c, _: (c.pair.pair_listen is not None) != (_mode(c) == "prefill"),
             ("pair.disaggregation_mode", "pair.pair_listen"),
             "the prefill end listens, and only that: give it --pair-listen HOST:PORT"),
@@ -289,6 +292,7 @@ REFUSED: tuple[Refusal[Machine], ...] = (
     _outside("device.rank_timeout_s", 1, 86400, "1 to 86400 seconds"),
     Refusal(lambda c, _: any(b.count("=") != 1 or "" in b.split("=") for b in c.device.backends),
             ("device.backends",), "written as OP=NAME, several separated by commas"),
+    _outside("server.dp", 1, 64, "1 to 64 engines"),
     _outside("server.port", 0, 65535, "0 (any free port) to 65535"),
     Refusal(lambda c, _: not c.server.host, ("server.host",), "an address is needed"),
     Refusal(lambda c, _: is_public(c.server.host) and not c.server.api_key

@@ -23,8 +23,7 @@ def resolve(raw: Config, machine: Machine) -> Config:
     if device.device == "auto":
         device = replace(device, device="cuda" if machine.device == "cuda" else "cpu")
     if device.threads is None:
-        share = 2 if raw.pair.prefill else 1           # engines on this machine
-        device = replace(device, threads=max(1, min(machine.cores, 1024) // share))
+        device = replace(device, threads=max(1, min(machine.cores, 1024) // max(1, raw.num_engines)))
     if kv.kv_storage is not None and kv.host_tier is kv.dram_bytes is kv.dram_ratio is None:
         kv = replace(kv, host_tier=True)                # stored pages go through it
     if kv.memory_fraction is None:

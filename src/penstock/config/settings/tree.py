@@ -177,6 +177,9 @@ class DeviceConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     host: Annotated[str, "address to bind"] = "127.0.0.1"
+    dp: Annotated[int, "engines behind this address, each with --hbm-bytes and all else of its own; a prompt "
+                  "goes where its KV is, else to one with little to do",
+                  Alias("--data-parallel-size", "--dp-size", "-dp")] = 1
     port: Annotated[int, "TCP port; 0 takes a free one and prints it"] = 8000
     api_key: Annotated[str | None, "required from clients when set; others on this machine see "
                        "it in the process list: prefer a file", Secret()] = field(
@@ -234,6 +237,11 @@ class Config:
     server: ServerConfig = field(default_factory=ServerConfig)
     pair: PairConfig = field(default_factory=PairConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
+
+    @property
+    def num_engines(self) -> int:
+        """Of this server, all of them on this machine."""
+        return self.server.dp if not self.pair.prefill else self.pair.prefill + self.pair.decode
 
 
 # "section.field" of what only an HTTP server has a use for: refused by the other commands.

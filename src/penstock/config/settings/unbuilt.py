@@ -58,7 +58,6 @@ def _value(feature: str, *flags: str, neutral: tuple[str, ...] = (), instead: st
 
 UNBUILT: tuple[Unbuilt, ...] = (
     # Several devices.
-    _value("data parallelism", "--data-parallel-size", "--dp-size", "--dp", "-dp", neutral=("1",)),
     _switch("data-parallel attention", "--enable-dp-attention"),
     _value("serving from several machines", "--nnodes", neutral=("1",)),
     _value("serving from several machines", "--node-rank", neutral=("0",)),

@@ -88,15 +88,15 @@ def size_pools(config: Config, caches: Caches, max_position: int, free: int, *,
 
 def _memory(config: Config, caches: Caches, free: int, hosts: bool) -> tuple[int, int, str]:
     """Bytes of a rank's device pool and of the host pool, and what to call the first. Raises ConfigError."""
-    kv, ranks, engines = config.kv, config.device.num_ranks, _engines(config)
+    kv, ranks, engines = config.kv, config.device.num_ranks, config.num_engines
     workspace = WORKSPACE_BYTES * ranks
     room = max(0, free - workspace)
-    # The other engine measures the same bytes, now or when this one has taken its own.
+    # Other engines measure the same bytes, now or when this one has taken its own.
     share = max(0, free // engines - workspace)
     hbm, dram = _split(kv, share, ranks, kv.host_tier or (hosts and kv.host_tier is None))
+    part = f"1/{engines} of " if engines > 1 else ""
     device = (f"--hbm-bytes {hbm}" if kv.hbm_bytes is not None else
-              f"--memory-fraction {kv.memory_fraction} of {'half of ' if engines > 1 else ''}the free "
-              f"memory, {hbm} bytes,")
+              f"--memory-fraction {kv.memory_fraction} of {part}the free memory, {hbm} bytes,")
     host = _host_words(kv, dram)
     if hbm * ranks + dram > room:
         of_each = f" of each of {ranks} ranks" if ranks > 1 else ""
@@ -106,11 +106,6 @@ def _memory(config: Config, caches: Caches, free: int, hosts: bool) -> tuple[int
             f"{show_size(workspace)} stay for activations: at most {room} bytes together")
     _check_a_page(kv, caches, hbm, dram, hosts, device, host)
     return hbm, dram, device
-
-
-def _engines(config: Config) -> int:
-    """Of a server that runs both ends of a pair: each takes half of what is measured."""
-    return 2 if config.pair.prefill else 1
 
 
 def _gpu_memory(config: Config, caches: Caches, free: int, hosts: bool,
@@ -136,7 +131,7 @@ def _gpu_memory(config: Config, caches: Caches, free: int, hosts: bool,
     room = max(0, free - WORKSPACE_BYTES)
     dram = (int(hbm * ranks * kv.dram_ratio) if kv.dram_ratio is not None else
             kv.dram_bytes if kv.dram_bytes is not None else
-            max(0, free // _engines(config) - WORKSPACE_BYTES) // 2
+            max(0, free // config.num_engines - WORKSPACE_BYTES) // 2
             if kv.host_tier or (hosts and kv.host_tier is None) else 0)
     host = _host_words(kv, dram)
     if dram > room:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from msgspec.structs import replace
 
@@ -123,9 +123,10 @@ class EngineClient:
 
     def __init__(self, config: Config, *, log: Callable[[str], None] | None = None,
                  on_death: Callable[[EngineDied], None] | None = None,
-                 fds: Sequence[int] = (), argv: Sequence[str] | None = None) -> None:
+                 fds: Sequence[int] = (), argv: Sequence[str] | None = None,
+                 rids: Iterator[int] | None = None) -> None:
         """`fds`: descriptors that the engine gets under their numbers. `argv` replaces its command line; the
-        socket's number is appended (tests)."""
+        socket's number is appended (tests). `rids`: rising numbers of requests (default: its own)."""
         self.config = config
         self.on_death = on_death
         self.died: EngineDied | None = None
@@ -135,7 +136,7 @@ class EngineClient:
         self._log = log
         self._fds = fds
         self._argv = argv or [sys.executable, "-P", "-m", "penstock.serve.engine.main"]
-        self._rids = itertools.count(1)
+        self._rids, self._asks = rids or itertools.count(1), itertools.count(1)
         self._inboxes: dict[int, _Inbox] = {}
         self._asked: dict[int, asyncio.Future[dict[str, float]]] = {}
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
@@ -270,7 +271,7 @@ class EngineClient:
         """Gauges and counters by metric name. Raises EngineDied."""
         if self.died is not None:
             raise self.died
-        asked = next(self._rids)
+        asked = next(self._asks)
         self._asked[asked] = self._loop.create_future()
         try:
             self._send(wire.AskStats(asked))

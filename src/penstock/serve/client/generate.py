@@ -31,18 +31,12 @@ class Stream(Protocol):
 
 
 class Engine(Protocol):
-    """What the API side needs of `client.EngineClient`."""
+    """What a request needs of `client.EngineClient`, or of several."""
 
-    num_waiting: int
-
-    @property
-    def num_running(self) -> int: ...
     @property
     def ready(self) -> Any: ...
     def submit(self, prompt: Sequence[int], params: SamplingParams, *,
                eos_ids: Sequence[int] = (), namespace: int = 0) -> Sequence[Stream]: ...
-    def flush(self) -> None: ...
-    async def stats(self) -> dict[str, float]: ...
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -27,7 +27,8 @@ from penstock.config.request.params import SamplingParams
 from penstock.config.settings.refuse import is_local, is_local_origin
 from penstock.config.settings.tree import ServerConfig
 from penstock.serve.client.client import EngineClient, EngineDied
-from penstock.serve.client.generate import Engine
+from penstock.serve.client.engines import Engines, Member, together
+from penstock.serve.client.kept import Kept
 from penstock.serve.http.completions import OpenAI, as_api_error
 from penstock.serve.http.format import encode, event
 from penstock.serve.http.limits import (
@@ -68,14 +69,13 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class PeerView:
-    """The other engine of a pair. `serves`: this end has the endpoints; the prefill end has none. `here`:
-    that engine, where this server runs it."""
+    """The other end of a pair. `serves`: this end has the endpoints; the prefill end has none. `here`: its
+    engines, where this server runs them."""
 
-    engine: EngineClient
+    engine: Engines
     role: str
     serves: bool
-    restarts: Callable[[], int]
-    here: Callable[[], EngineClient | None]
+    here: Sequence[Kept] = ()
 
     @property
     def missing(self) -> str:
@@ -240,9 +240,9 @@ def _values(scope: Scope, name: bytes) -> list[str]:
 
 
 def build_app(api: OpenAI, health: Health, keys: Keys, config: ServerConfig,
-              info: dict[str, Any], stats: dict[str, float],
+              info: dict[str, Any], stats: Sequence[dict[str, float]],
               peer: PeerView | None = None) -> ASGIApp:
-    """The ASGI app. `info` is what /server_info shows: no key, no path of a secret. `stats` are the
+    """The ASGI app. `info` is what /server_info shows: no key, no path of a secret. `stats` are each
     engine's numbers until it tells others. `peer`: of one end of a pair."""
     views = _Views(api, health, info, stats, peer)
 
@@ -295,12 +295,14 @@ class _Views:
     """The routes that answer at once."""
 
     def __init__(self, api: OpenAI, health: Health, info: dict[str, Any],
-                 stats: dict[str, float], peer: PeerView | None) -> None:
+                 stats: Sequence[dict[str, float]], peer: PeerView | None) -> None:
         self._api = api
         self._peer = peer
         self._health = health
         self._info = info
-        self._numbers, self._others = _Numbers(stats), _Numbers({})
+        self._others = () if peer is None else peer.here
+        self._numbers = list(map(_Numbers, stats))
+        self._other_numbers = [_Numbers({}) for _ in self._others]
         self._created = int(time.time())
 
     def shown(self) -> dict[str, Any]:
@@ -308,7 +310,12 @@ class _Views:
                 "device": self._info["device"], "page_size": self._info["page_size"]}
 
     async def numbers(self) -> dict[str, float]:
-        return await self._numbers.of(self._api.engine)
+        """Of all engines together."""
+        return _total(await self._each())
+
+    async def _each(self) -> list[dict[str, float]]:
+        members = self._api.engine.members
+        return await asyncio.gather(*(n.of(m) for n, m in zip(self._numbers, members, strict=True)))
 
     async def models(self, _: Request) -> Response:
         return _json({"object": "list", "data": [self._model()]})
@@ -327,23 +334,16 @@ class _Views:
     async def health(self, _: Request) -> Response:
         """Alive: 200 unless the engine process is gone, also while it drains, and without the other engine
         of a pair."""
-        missing = "" if self._peer is None else self._peer.missing
+        missing = "; ".join(filter(None, [
+            self._api.engine.missing, "" if self._peer is None else self._peer.missing]))
         return _json({"status": "engine died" if self._health.died else "ok",
                       **({"missing": missing} if missing else {})}, 503 if self._health.died else 200)
 
     async def health_generate(self, _: Request) -> Response:
-        """200 once the engine has made one token of a prompt of one, before whatever else waits."""
-        first = SamplingParams(max_tokens=1, temperature=0, priority=-(1 << 31))
-        with contextlib.suppress(TimeoutError, EngineDied):
-            async with asyncio.timeout(GENERATE_S_MAX):
-                [stream] = self._api.engine.submit([0], first)
-                try:
-                    async for chunk in stream:
-                        if chunk.tokens:
-                            return _json({"status": "ok"})
-                finally:
-                    await stream.aclose()
-        return _json({"status": "engine died" if self._health.died else "no token"}, 503)
+        """200 once each engine has made one token of a prompt of one, before whatever else waits."""
+        made = await asyncio.gather(*map(_makes_a_token, self._api.engine.members))
+        status = "ok" if all(made) else "engine died" if self._health.died else "no token"
+        return _json({"status": status}, 200 if all(made) else 503)
 
     async def ready(self, _: Request) -> Response:
         """Whether new requests are taken."""
@@ -352,35 +352,37 @@ class _Views:
         return _json({"status": "ready"})
 
     async def metrics(self, _: Request) -> Response:
-        engine, other = self._api.engine, self._other
-        own, others = await asyncio.gather(self._numbers.of(engine),
-                                           asyncio.sleep(0, {}) if other is None else self._others.of(other))
-        return Response(self._api.metrics.text(own, others), media_type=CONTENT_TYPE)
+        others = [n.of(k.engine) for n, k in zip(self._other_numbers, self._others, strict=True) if k.engine]
+        own, told = await asyncio.gather(self._each(), asyncio.gather(*others))
+        return Response(self._api.metrics.text(own, told), media_type=CONTENT_TYPE)
 
     async def get_load(self, _: Request) -> Response:
-        load = await self._load()
-        return _json([{"dp_rank": 0, "num_reqs": load["num_running_reqs"] + load["num_waiting_reqs"],
-                       "num_waiting_reqs": load["num_waiting_reqs"], "num_tokens": load["num_used_tokens"]}])
+        return _json([{"dp_rank": rank, "num_reqs": load["num_running_reqs"] + load["num_waiting_reqs"],
+                       "num_waiting_reqs": load["num_waiting_reqs"], "num_tokens": load["num_used_tokens"]}
+                      for rank, load in enumerate(await self._loads())])
 
     async def loads(self, _: Request) -> Response:
-        load, now = await self._load(), datetime.now(UTC).isoformat()
+        loads, now = await self._loads(), datetime.now(UTC).isoformat()
+        running, waiting = self._api.engine.num_running, self._api.engine.num_waiting
         return _json({
-            "timestamp": now, "version": version(), "dp_rank_count": 1,
-            "loads": [{"dp_rank": 0, "timestamp": time.time(), **load}],
-            "aggregate": {"total_running_reqs": load["num_running_reqs"],
-                          "total_waiting_reqs": load["num_waiting_reqs"],
-                          "total_reqs": load["num_running_reqs"] + load["num_waiting_reqs"],
-                          "avg_token_usage": load["token_usage"], "avg_utilization": load["utilization"]}})
+            "timestamp": now, "version": version(), "dp_rank_count": len(loads),
+            "loads": [{"dp_rank": rank, "timestamp": time.time(), **load} for rank, load in enumerate(loads)],
+            "aggregate": {"total_running_reqs": running, "total_waiting_reqs": waiting,
+                          "total_reqs": running + waiting,
+                          "avg_token_usage": sum(load["token_usage"] for load in loads) / len(loads),
+                          "avg_utilization": sum(load["utilization"] for load in loads) / len(loads)}})
 
-    async def _load(self) -> dict[str, float]:
-        """In SGLang's words; tokens are those of the device pool that requests hold."""
-        engine, page = self._api.engine, self._info["page_size"]
-        stats = await self._numbers.of(engine)
-        used, room = (int(stats.get(name, 0)) * page for name in ("hbm_pages_in_use", "hbm_pages"))
-        rows: int = self._info["max_num_seqs"]
-        return {"num_running_reqs": engine.num_running, "num_waiting_reqs": engine.num_waiting,
+    async def _loads(self) -> list[dict[str, float]]:
+        """Of each engine, in SGLang's words; tokens are those of the device pool that requests hold."""
+        page, rows = self._info["page_size"], self._info["max_num_seqs"]
+        loads = []
+        for engine, stats in zip(self._api.engine.members, await self._each(), strict=True):
+            used, room = (int(stats.get(name, 0)) * page for name in ("hbm_pages_in_use", "hbm_pages"))
+            loads.append({
+                "num_running_reqs": engine.num_running, "num_waiting_reqs": engine.num_waiting,
                 "num_used_tokens": used, "max_total_num_tokens": room, "token_usage": used / max(1, room),
-                "max_running_requests": rows, "utilization": engine.num_running / rows}
+                "max_running_requests": rows, "utilization": engine.num_running / rows})
+        return loads
 
     async def version(self, _: Request) -> Response:
         return _json({"version": version()})
@@ -390,10 +392,14 @@ class _Views:
 
     async def server_info(self, _: Request) -> Response:
         other: dict[str, Any] = {} if self._peer is None else {self._peer.role: {
-            "missing": self._peer.engine.peer_missing, "restarts": self._peer.restarts(),
+            "missing": self._peer.engine.peer_missing, "restarts": sum(k.num_restarts for k in self._others),
             **self._peer.engine.peer_info}}
-        return _json({**self._info, "version": version(), "stats": await self._numbers.of(self._api.engine),
-                      **other})
+        each = await self._each()
+        engines = [] if len(each) == 1 else [
+            {"pid": m.ready.pid, "restarts": m.kept.num_restarts, "missing": m.missing, "stats": stats}
+            for m, stats in zip(self._api.engine.members, each, strict=True)]
+        return _json({**self._info, "version": version(), "stats": _total(each),
+                      "dp_size": len(each), **({"engines": engines} if engines else {}), **other})
 
     async def model_info(self, _: Request) -> Response:
         tokenizer = self._api.tokenizer
@@ -405,13 +411,10 @@ class _Views:
 
     async def flush(self, _: Request) -> Response:
         self._api.engine.flush()
-        if (other := self._other) is not None:
-            other.flush()
+        for kept in self._others:
+            if kept.engine is not None:
+                kept.engine.flush()
         return _json({"success": True, "message": "pages that no request holds are forgotten"})
-
-    @property
-    def _other(self) -> EngineClient | None:
-        return None if self._peer is None else self._peer.here()
 
 
 class _Numbers:
@@ -420,13 +423,32 @@ class _Numbers:
     def __init__(self, last: dict[str, float]) -> None:
         self._last, self._at = last, time.monotonic()
 
-    async def of(self, engine: Engine) -> dict[str, float]:
+    async def of(self, engine: Member | EngineClient) -> dict[str, float]:
         """The engine's numbers; its last ones, with their age, while it is busy or gone."""
         with contextlib.suppress(TimeoutError, EngineDied):
             async with asyncio.timeout(STATS_S_MAX):
                 self._last = await engine.stats()
                 self._at = time.monotonic()
         return {**self._last, STATS_AGE: time.monotonic() - self._at}
+
+
+def _total(each: Sequence[dict[str, float]]) -> dict[str, float]:
+    return together(each) | {STATS_AGE: max(values[STATS_AGE] for values in each)}
+
+
+async def _makes_a_token(engine: Member) -> bool:
+    """Whether it made one in time."""
+    first = SamplingParams(max_tokens=1, temperature=0, priority=-(1 << 31))
+    with contextlib.suppress(TimeoutError, EngineDied):
+        async with asyncio.timeout(GENERATE_S_MAX):
+            [stream] = engine.submit([0], first)
+            try:
+                async for chunk in stream:
+                    if chunk.tokens:
+                        return True
+            finally:
+                await stream.aclose()
+    return False
 
 
 def _json(value: Any, status: int = 200) -> Response:

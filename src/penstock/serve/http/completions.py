@@ -16,7 +16,8 @@ from typing import Any, Protocol
 from penstock.config.base.errors import CONTEXT_EXCEEDED, RequestError, context_exceeded, show
 from penstock.config.request.params import SamplingParams
 from penstock.serve.client.client import EngineClosed, EngineDied, checked_limits
-from penstock.serve.client.generate import Ended, Engine, Generation
+from penstock.serve.client.engines import Engines
+from penstock.serve.client.generate import Ended, Generation
 from penstock.serve.http.format import (
     DONE,
     ChatFormat,
@@ -97,7 +98,7 @@ class OpenAI:
     `choices_max` bounds choices that run or wait: beyond it the answer is 503 with Retry-After.
     """
 
-    def __init__(self, engine: Engine, text: Text, metrics: Metrics, *, model: str,
+    def __init__(self, engine: Engines, text: Text, metrics: Metrics, *, model: str,
                  choices_max: int, encoder: Encoder | None = None, also: Sequence[str] = (),
                  secret: bytes | None = None) -> None:
         """secret: what tenants' namespaces are made with, see `Namespaces`."""
@@ -224,7 +225,8 @@ class OpenAI:
             raise RequestError("this model has no tokenizer: use stop_token_ids", "stop")
         await self._check_grammar(request, params, prompts[0], tenant)
         namespace = self.namespaces.number(tenant, request.cache_salt)
-        generation = Generation(self.engine, self.tokenizer, self.metrics, began=began)
+        engine = self.engine.of(request.data_parallel_rank)
+        generation = Generation(engine, self.tokenizer, self.metrics, began=began)
         try:
             with self.running.of(tenant, out.id, request.rid):
                 for prompt in prompts:
@@ -309,7 +311,7 @@ def as_api_error(error: Exception) -> ApiError:
         case EngineClosed():
             return overloaded("the server shut down before the answer was complete", "shutting_down")
         case EngineDied():
-            return ApiError(503, "the engine process is gone: the server is going down",
+            return ApiError(503, "the engine process is gone: ask again",
                             kind="server_error", code="engine_died")
         case Ended(outcome="refused"):
             return ApiError(400, str(error), param="prompt", code="refused")

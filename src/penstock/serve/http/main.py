@@ -28,7 +28,8 @@ from penstock.config.settings.pairkey import read_secret
 from penstock.config.settings.tree import Config, KVConfig, ServerConfig
 from penstock.memory.stores.secret import secret_of
 from penstock.model.weights.locate import ModelFiles, locate
-from penstock.serve.client.client import EngineClient, EngineDied
+from penstock.serve.client.client import EngineDied
+from penstock.serve.client.engines import Engines
 from penstock.serve.http.app import Health, PeerView, build_app
 from penstock.serve.http.completions import OpenAI
 from penstock.serve.http.limits import KEEP_ALIVE_S, Keys, LimitedProtocol, load_keys
@@ -139,8 +140,8 @@ class _Server:
         self._stop = asyncio.Event()          # a signal, or the engine's death
         self._pair = PairHere(config, _print_error) if config.pair.prefill else None
         decode = config if self._pair is None else self._pair.decode
-        self._engine = EngineClient(decode, log=_print_error, on_death=self._on_death,
-                                    fds=() if self._pair is None else self._pair.fds)
+        self._engine = Engines(decode, _print_error, self._on_death,
+                               fds=() if self._pair is None else self._pair.fds)
         self._began = time.monotonic()
 
     async def serve(self) -> int:
@@ -171,16 +172,15 @@ class _Server:
                 await self._pair.close()
 
     async def _start_engines(self) -> None:
-        if self._pair is None:
-            await self._engine.start()
-            return
+        kept = [member.kept for member in self._engine.members]
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._engine.start())
-                group.create_task(self._pair.start())
+                for one in [*kept, *([] if self._pair is None else [self._pair.prefill])]:
+                    group.create_task(one.start())
         except ExceptionGroup as e:               # what one of them has to say is said once
             raise e.exceptions[0] from None
-        await self._pair.joined(self._engine)
+        if self._pair is not None:
+            await self._pair.joined(self._engine)
 
     async def _started(self, starting: asyncio.Task[Any]) -> bool:
         """Whether the engine is ready; False when a signal came first."""
@@ -214,10 +214,11 @@ class _Server:
                      model=config.model.served_model_name or self._files.name,
                      encoder=self._encoder,
                      also=() if config.model.served_model_name else (config.model.model,),
-                     choices_max=schedule.max_num_seqs + schedule.max_waiting, secret=self._secret)
+                     choices_max=config.server.dp * (schedule.max_num_seqs + schedule.max_waiting),
+                     secret=self._secret)
         app = build_app(api, self._health, self._keys, config.server,
                         {"model": api.model, "pid": self._engine.ready.pid, **self._engine.ready.info},
-                        await self._engine.stats(), self._peer_view())
+                        [await m.stats() for m in self._engine.members], self._peer_view())
         settings = uvicorn.Config(
             app, http=LimitedProtocol, ws="none", lifespan="off", log_config=None,
             access_log=config.server.log_level == "debug", server_header=False,
@@ -243,8 +244,7 @@ class _Server:
         mode = "decode" if self._pair is not None else self._config.pair.disaggregation_mode
         return None if mode is None else PeerView(
             self._engine, "prefill" if mode == "decode" else "decode", serves=mode == "decode",
-            restarts=lambda: 0 if self._pair is None else self._pair.num_restarts,
-            here=lambda: None if self._pair is None else self._pair.engine)
+            here=() if self._pair is None else (self._pair.prefill,))
 
     async def _drain(self, api: OpenAI) -> None:
         """Until no request is open, within the time that there is for it."""
@@ -291,11 +291,14 @@ class _Server:
     def _ready_line(self, model: str) -> str:
         host, port = self._listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        info = self._engine.ready.info
         parts = [f"model {model}"]
-        pages, page, size = (info.get(name) for name in ("hbm_pages", "page_size", "hbm_bytes"))
-        if isinstance(pages, int) and isinstance(page, int) and isinstance(size, int):
-            parts.append(f"KV of {pages * page:,} tokens in {size / (1 << 30):.2f} GiB")
+        members = self._engine.members
+        if len(members) > 1:
+            parts.append(f"{len(members)} engines")
+        if "hbm_bytes" in self._engine.ready.info:
+            pages, size = (sum(m.known(name) for m in members) for name in ("hbm_pages", "hbm_bytes"))
+            tokens = pages * members[0].known("page_size")
+            parts.append(f"KV of {tokens:,} tokens in {size / (1 << 30):.2f} GiB")
         parts.append(f"started in {time.monotonic() - self._began:.1f} s")
         scheme = "http" if self._tls is None else "https"
         return f"penstock: ready on {scheme}://{shown}:{port} ({', '.join(parts)})"

@@ -88,6 +88,7 @@ class _Request(Body, kw_only=True, forbid_unknown_fields=True):
     priority: int | None = None
     top_k_tokens: int | None = None             # ours: KV that a decode step reads; 0 is all of it
     cache_salt: str | None = None
+    data_parallel_rank: int | None = None       # of --dp: the engine that computes it
     return_token_ids: bool | None = None
     rid: str | None = None                      # names it for /abort_request
     # What the answer must match: one of these. SGLang's are the last three.

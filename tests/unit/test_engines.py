@@ -1,0 +1,148 @@
+"""Who of several engines gets a prompt: by what each has been sent, and by how much each has to do."""
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from penstock.config.base.errors import RequestError
+from penstock.config.request.params import SamplingParams
+from penstock.config.settings.cli import from_options
+from penstock.serve.client.client import EngineDied
+from penstock.serve.client.engines import Engines, pages_of, together
+from penstock.serve.wire import Ready
+
+PAGE, ROWS = 16, 4
+ONE = SamplingParams(max_tokens=1)
+
+
+class Fake:
+    """An EngineClient of which nothing ends but by `done`."""
+
+    def __init__(self, pages: int = 1000) -> None:
+        self.ready = Ready(pid=1, vocab_size=99, max_model_len=10_000, info={
+            "page_size": PAGE, "hbm_pages": pages, "dram_pages": 0, "max_num_seqs": ROWS})
+        self.died: EngineDied | None = None
+        self.prompts: list[tuple[int, ...]] = []
+        self.num_waiting = self.num_running = self.flushed = 0
+
+    def submit(self, prompt, params, *, eos_ids=(), namespace=0):
+        self.prompts.append(tuple(prompt))
+        self.num_running += params.n
+        return [object()] * params.n
+
+    def done(self) -> None:
+        self.num_running = 0
+
+    def flush(self) -> None:
+        self.flushed += 1
+
+
+def engines(count: int, **how: int) -> tuple[Engines, list[Fake]]:
+    several = Engines(from_options("demo", {"dp": count}), print, lambda _: None)
+    fakes = [Fake(**how) for _ in range(count)]
+    for member, fake in zip(several.members, fakes, strict=True):
+        member.kept.engine = fake
+    return several, fakes
+
+
+def chat(seed: int, tokens: int) -> list[int]:
+    return random.Random(seed).choices(range(99), k=tokens)
+
+
+def test_a_conversation_stays_where_its_pages_are_and_others_spread():
+    several, fakes = engines(3)
+    for turn in range(4):
+        for who in range(30):
+            several.submit(chat(who, 100 + 40 * turn), ONE)
+            if who % 3 == 2:
+                for fake in fakes:
+                    fake.done()
+    where = [{prompt[:100] for prompt in fake.prompts} for fake in fakes]
+    assert all(len(fake.prompts) == 4 * len(mine) for fake, mine in zip(fakes, where, strict=True))
+    assert [len(mine) for mine in where] == [10, 10, 10]
+
+
+def test_what_everybody_begins_with_keeps_nobody_from_an_idle_engine():
+    several, fakes = engines(2)
+    system = chat(0, 10 * PAGE)
+    for who in range(1, 9):
+        several.submit(system + chat(who, 20), ONE)
+    assert [fake.num_running for fake in fakes] == [4, 4]
+    several, fakes = engines(2)
+    system = chat(0, 200 * PAGE)                    # it is worth waiting for, up to a point
+    for who in range(1, 40):
+        several.submit(system + chat(who, 20), ONE)
+    assert min(fake.num_running for fake in fakes) > 10
+
+
+def test_an_equal_prefix_goes_to_the_lesser_load_and_a_tie_of_all_to_the_first():
+    several, fakes = engines(2)
+    several.submit(chat(1, 50), ONE)
+    several.submit(chat(2, 50), ONE)
+    assert [len(fake.prompts) for fake in fakes] == [1, 1]
+    fakes[0].done()
+    several.submit(chat(3, 10), ONE)                # no whole page
+    assert fakes[0].prompts[-1] == tuple(chat(3, 10))
+    several.submit(chat(4, 50), SamplingParams(max_tokens=1, n=2))
+    assert [fake.num_running for fake in fakes] == [3, 1]
+
+
+def test_others_salts_and_other_beginnings_are_no_prefix():
+    prompt = chat(1, 5 * PAGE + 3)
+    pages = pages_of(prompt, 0, PAGE)
+    assert len(pages) == 5 == len(set(pages))
+    assert pages_of(prompt[:2 * PAGE], 0, PAGE) == pages[:2]
+    assert not set(pages) & set(pages_of(prompt, 1, PAGE))
+    assert not set(pages) & set(pages_of([prompt[0] + 1, *prompt[1:]], 0, PAGE))
+    assert pages_of([1 << 70] * 20, 0, PAGE) == [] == pages_of(prompt[:PAGE - 1], 0, PAGE)
+
+
+def test_it_forgets_what_an_engine_has_no_room_for_and_has_flushed_or_died_with():
+    several, (one, _) = engines(2, pages=6)
+    member = several.members[0]
+    first, second = (pages_of(chat(who, 4 * PAGE), 0, PAGE) for who in (1, 2))
+    member.sent(first)
+    member.sent(second)
+    assert (member.cached(first), member.cached(second)) == (2, 4)       # its end went first
+    several.flush()
+    assert member.cached(second) == 0 and one.flushed == 1
+    member.sent(second)
+    member.kept.engine = Fake()
+    assert member.cached(second) == 0
+
+
+def test_a_dead_engine_gets_nothing_unless_it_is_asked_for():
+    several, fakes = engines(2)
+    prompt = chat(1, 300)
+    several.submit(prompt, ONE)
+    fakes[0].died = EngineDied(-9)
+    several.submit(prompt, ONE)
+    assert [len(fake.prompts) for fake in fakes] == [1, 1]
+    assert several.missing == "engine 0: the engine process was killed by signal 9"
+    several.of(0).submit(prompt, ONE)               # a real one raises EngineDied
+    assert len(fakes[0].prompts) == 2
+
+
+def test_a_rank_is_obeyed_and_its_prompt_is_known():
+    several, fakes = engines(2)
+    for _ in range(3):
+        several.of(1).submit(chat(1, 300), ONE)
+    several.submit(chat(1, 320), ONE)
+    assert [len(fake.prompts) for fake in fakes] == [0, 4]
+    for rank in (-1, 2):
+        with pytest.raises(RequestError, match=r"data_parallel_rank is -?\d: this server has 0 to 1") as e:
+            several.of(rank)
+        assert e.value.param == "data_parallel_rank"
+
+
+def test_numbers_of_all_are_sums_but_of_the_storage_that_they_share():
+    assert together([{"steps": 2.0, "storage_bytes": 9.0}, {"steps": 3.0, "storage_bytes": 8.0}]) == {
+        "steps": 5.0, "storage_bytes": 9.0}
+
+
+def test_load_is_shared_evenly_by_prompts_that_nobody_has_seen():
+    several, fakes = engines(4)
+    for who in range(400):
+        several.submit(chat(who, 40), ONE)
+    assert [len(fake.prompts) for fake in fakes] == [100] * 4
