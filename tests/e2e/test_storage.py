@@ -16,7 +16,7 @@ import pytest
 from pair_server import PAIR, SERVED, said, serving
 from pipeline_engine import GLM, checkpoint
 
-from penstock.memory.stores.files import examine, objects, sweep
+from penstock.memory.stores.files import Folder
 from penstock.memory.stores.objects import Verdict
 
 PROMPT = [(7 * i) % 96 + 1 for i in range(150)]
@@ -217,14 +217,15 @@ def test_engines_that_are_killed_while_they_write_leave_nothing_wrong(model, tmp
                     one.result()
             stays.http.post("/flush_cache")
         assert hits and metric(stays, "storage_bad_total") == metric(stays, "storage_gone_total") == 0
-    left = [o for o in objects(tmp_path / "store") if not o.temporary]
+    folder = Folder(tmp_path / "store")
+    left = [o for o in folder.objects() if not o.temporary]
     print(f"{kills} kills, {asked} answers, {hits} with hits; {len(left)} objects read again")
-    assert len(left) >= 20 and all(examine(tmp_path / "store", o) is Verdict.GOOD for o in left)
-    for o in objects(tmp_path / "store"):
+    assert len(left) >= 20 and all(folder.examine(o) is Verdict.GOOD for o in left)
+    for o in folder.objects():
         if o.temporary:
-            os.utime(tmp_path / "store" / o.path, (1, 1))
-    sweep(tmp_path / "store", None)
-    assert not any(o.temporary for o in objects(tmp_path / "store"))
+            os.utime(tmp_path / "store" / o.name, (1, 1))
+    folder.sweep(None)
+    assert not any(o.temporary for o in folder.objects())
 
 
 def test_rows_of_latent_models_are_stored_too(tmp_path):

@@ -14,7 +14,7 @@ from penstock.config.base.storage_url import StorageUrl
 from penstock.config.settings.tree import KVConfig
 from penstock.core.kv.prefix_tree import Tree, key_under
 from penstock.exec.start.store import check_storage
-from penstock.memory.stores.files import Files, examine, objects, open_root, sweep
+from penstock.memory.stores.files import Files, Folder, open_root
 from penstock.memory.stores.objects import HEADER, Verdict
 from penstock.memory.stores.secret import secret_of
 
@@ -116,8 +116,8 @@ def test_a_damaged_object_is_never_good(files, num):
         path.write_bytes(data)
         verdict, _ = read(files, key, group)
         assert verdict is Verdict.BAD
-        [listed] = [o for o in objects(files.root) if files.root / o.path == path]
-        assert examine(files.root, listed) is Verdict.BAD
+        [listed] = [o for o in Folder(files.root).objects() if files.root / o.name == path]
+        assert Folder(files.root).examine(listed) is Verdict.BAD
         path.write_bytes(good)
         assert read(files, key, group)[0] is Verdict.GOOD
 
@@ -135,7 +135,7 @@ def test_no_link_is_followed(files, tmp_path):
     with pytest.raises(OSError):
         put(files, KEYS[2], 0, page(2))
     assert len(list(outside.iterdir())) == 2
-    assert not list(objects(files.root)), "nor is one listed"
+    assert not list(Folder(files.root).objects()), "nor is one listed"
     put(files, KEYS[1], 0, page(1))                   # takes the link's place
     assert read(files, KEYS[1])[0] is Verdict.GOOD
 
@@ -155,7 +155,7 @@ def test_a_write_that_fails_leaves_nothing(files, monkeypatch):
     monkeypatch.setattr("penstock.memory.stores.files.os.writev", full)
     with pytest.raises(OSError, match="No space"):
         put(files, KEYS[1], 0, page(1))
-    assert not list(objects(files.root))
+    assert not list(Folder(files.root).objects())
 
 
 def test_a_sweep_removes_what_was_used_longest_ago_and_left_overs(files):
@@ -168,14 +168,14 @@ def test_a_sweep_removes_what_was_used_longest_ago_and_left_overs(files):
         path.write_bytes(b"half")
     os.utime(old, (5, 5))
     each = 256 + HEADER.size
-    assert sweep(files.root, 100 * each) == (20 * each + 4, 4)
+    assert Folder(files.root).sweep(100 * each) == (20 * each + 4, 4)
     assert new.exists() and not old.exists()
-    left, gone = sweep(files.root, 10 * each)        # down to nine tenths of that
+    left, gone = Folder(files.root).sweep(10 * each)        # down to nine tenths of that
     assert (left, gone) == (8 * each + 4, 12 * each)
     assert [bool(present(files, key)) for key in KEYS[:20]] == [True] + [False] * 12 + [True] * 7
     with open(files.root / "lock") as lock:          # another engine does it
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert sweep(files.root, 1) == (left, 0)
+        assert Folder(files.root).sweep(1) == (left, 0)
 
 
 def test_folders_that_are_not_ours_are_refused_in_words(tmp_path):

@@ -1,11 +1,14 @@
 """What --kv-storage names: a folder, a bucket, a server."""
 from __future__ import annotations
 
+import importlib.util
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 from urllib.parse import unquote, urlsplit
+
+from penstock.config.base.errors import ConfigError
 
 FORMS = "file:///DIR, s3://BUCKET/PREFIX, valkey://HOST:PORT, valkey:///SOCKET, or redis: as valkey:"
 EXTRAS = {"s3": ("s3", "obstore"), "valkey": ("valkey", "redis")}     # penstock[extra], and the module
@@ -64,3 +67,10 @@ def parse_storage(url: str) -> StorageUrl | None:
                 return StorageUrl("valkey", host, f"/{int(number)}" if number else "", port,
                                   int(number or 0), user, password)
     return None
+
+
+def check_installed(url: StorageUrl) -> None:
+    """Raises ConfigError that names the extra which speaks to it, if that is missing."""
+    extra, module = EXTRAS.get(url.kind, ("", ""))
+    if module and importlib.util.find_spec(module) is None:
+        raise ConfigError(f"{url.shown}: {module} is not installed: pip install 'penstock[{extra}]'")

@@ -2,13 +2,11 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 
-from penstock.config.base.errors import ConfigError
-from penstock.config.base.storage_url import EXTRAS, StorageUrl, parse_storage
+from penstock.config.base.storage_url import StorageUrl, check_installed, parse_storage
 from penstock.config.settings.tree import KVConfig
 from penstock.exec.load.layout import Caches
 from penstock.exec.load.sizing import show_size
@@ -26,11 +24,7 @@ def check_storage(kv: KVConfig) -> None:
     url = _url(kv)
     if url.folder is not None:
         open_root(url.folder, readonly=kv.kv_storage_readonly)
-    else:
-        extra, module = EXTRAS[url.kind]
-        if importlib.util.find_spec(module) is None:
-            raise ConfigError(f"--kv-storage {url.shown}: {module} is not installed: pip install "
-                              f"'penstock[{extra}]'")
+    check_installed(url)
     secret_of(url, kv.kv_storage_key, readonly=kv.kv_storage_readonly)
 
 

@@ -20,11 +20,21 @@ import shutil
 import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.config.base.errors import ConfigError
-from penstock.memory.stores.objects import FORMAT, HEADER, Bounded, Verdict, is_sealed, sealed
+from penstock.memory.stores.objects import (
+    FORMAT,
+    HEADER,
+    LARGEST,
+    Bounded,
+    Inventory,
+    Object,
+    Verdict,
+    examined,
+    is_sealed,
+    sealed,
+)
 
 LOW_WATER = 0.9             # of the quota: what a sweep leaves
 TOUCH_S, STALE_S = 60.0, 3600.0     # how often a hit is noted as a use; age of temporary files that go
@@ -51,74 +61,69 @@ def open_root(root: Path, *, readonly: bool) -> None:
                           f"{'read' if readonly else 'write to'}") from None
 
 
-@dataclass(frozen=True, slots=True)
-class Object:
-    """One file of a storage, as a listing finds it; `path` below the root."""
+class Folder(Inventory):
+    """All objects of a folder. Follows no link."""
 
-    path: str
-    bytes: int
-    used: float              # seconds since 1970
+    def __init__(self, root: Path) -> None:
+        self.root = root
 
-    @property
-    def temporary(self) -> bool:
-        return self.path.endswith(".tmp")
-
-
-def objects(root: Path) -> Iterator[Object]:
-    """All objects of all engines, and temporary files; follows no link. Raises OSError."""
-    for at, folders, names, fd in os.fwalk(root / FORMAT, follow_symlinks=False):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in names if "/" in os.path.relpath(at, root / FORMAT) else ():
-            with contextlib.suppress(FileNotFoundError):
-                found = os.stat(name, dir_fd=fd, follow_symlinks=False)
-                if stat.S_ISREG(found.st_mode):
-                    path = os.path.relpath(os.path.join(at, name), root)
-                    yield Object(path, found.st_size, found.st_mtime)
-
-
-def sweep(root: Path, quota: int | None, room: int = 0) -> tuple[int, int]:
-    """Remove temporary files that nobody writes any more, and, where `quota` bytes have no `room` for more,
-    what was used longest ago, down to LOW_WATER of them. Returns bytes that are left and bytes removed; if
-    another engine is sweeping, what there is. Raises OSError."""
-    with contextlib.ExitStack() as stack:
-        lock = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        stack.callback(os.close, lock)
-        found = list(objects(root))
-        left = sum(o.bytes for o in found)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return left, 0
-        before, now = left, time.time()
-        over = quota is not None and left + room > quota
-        for o in sorted(found, key=lambda o: o.used):
-            stale = o.temporary and now - o.used > STALE_S
-            if stale or (over and left > LOW_WATER * (quota or 0) and not o.temporary):
+    def objects(self) -> Iterator[Object]:
+        if not (self.root / FORMAT).exists():
+            return
+        for at, folders, names, fd in os.fwalk(self.root / FORMAT, follow_symlinks=False):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            below = os.path.relpath(at, self.root / FORMAT)
+            for name in names if "/" in below else ():
                 with contextlib.suppress(FileNotFoundError):
-                    os.unlink(root / o.path)
-                left -= o.bytes
-        return left, before - left
+                    found = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                    if stat.S_ISREG(found.st_mode):
+                        yield Object(os.path.join(FORMAT, below, name), below.split("/")[0], found.st_size,
+                                     found.st_mtime, name.endswith(".tmp"))
 
+    def examine(self, o: Object) -> Verdict:
+        folder, name = os.path.split(o.name)
+        digits, _, group = name.partition(".")
+        try:
+            fd = os.open(self.root / o.name, _READ)
+        except FileNotFoundError:
+            return Verdict.GONE
+        try:
+            data = memoryview(bytearray(o.bytes if o.bytes <= LARGEST else 0))
+            whole = _fill(fd, [data])
+            return examined(os.path.basename(folder) + digits, group, data) if whole else Verdict.BAD
+        finally:
+            os.close(fd)
 
-def examine(root: Path, o: Object) -> Verdict:
-    """Whether an object that was listed is what its name says. Raises OSError."""
-    folder, name = os.path.split(o.path)
-    digits, _, group = name.partition(".")
-    try:
-        key = bytes.fromhex(os.path.basename(folder) + digits)
-        fd = os.open(root / o.path, _READ)
-    except ValueError:
-        return Verdict.BAD
-    except FileNotFoundError:
-        return Verdict.GONE
-    try:
-        data = memoryview(bytearray(o.bytes))
-        good = (len(key) == 16 and group.isdecimal() and len(group) < 3 and len(data) >= HEADER.size
-                and _fill(fd, [data])
-                and is_sealed(bytes(data[:HEADER.size]), key, int(group), data[HEADER.size:]))
-    finally:
-        os.close(fd)
-    return Verdict.GOOD if good else Verdict.BAD
+    def remove(self, objects: Sequence[Object]) -> None:
+        for o in objects:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.root / o.name)
+
+    def purge(self) -> None:
+        shutil.rmtree(self.root / FORMAT)
+
+    def sweep(self, quota: int | None, room: int = 0) -> tuple[int, int]:
+        """Remove temporary files that nobody writes any more, and, where `quota` bytes have no `room` for
+        more, what was used longest ago, down to LOW_WATER of them. Returns bytes that are left and bytes
+        removed; if another engine is sweeping, what there is."""
+        with contextlib.ExitStack() as stack:
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            lock = os.open(self.root / "lock", flags, 0o600)
+            stack.callback(os.close, lock)
+            found = list(self.objects())
+            left = sum(o.bytes for o in found)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return left, 0
+            before, now = left, time.time()
+            over = quota is not None and left + room > quota
+            for o in sorted(found, key=lambda o: o.used):
+                stale = o.temporary and now - o.used > STALE_S
+                if stale or (over and left > LOW_WATER * (quota or 0) and not o.temporary):
+                    self.remove([o])
+                    left -= o.bytes
+            return left, before - left
 
 
 class Files(Bounded):
@@ -253,8 +258,8 @@ class Files(Bounded):
                 os.unlink(self._name(key, group), dir_fd=self._folder(key))
 
     def sweep(self, quota: int | None, room: int) -> tuple[int, int]:
-        """See `sweep`."""
-        return sweep(self.root, quota, room)
+        """See `Folder.sweep`."""
+        return Folder(self.root).sweep(quota, room)
 
     @property
     def free_bytes(self) -> int:

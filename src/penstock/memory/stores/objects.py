@@ -8,6 +8,7 @@ from __future__ import annotations
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 import xxhash
@@ -15,6 +16,7 @@ import xxhash
 FORMAT = "v1"
 # Magic, version, cache group, bytes of the page, key, xxh3-128 of all that and the page, nothing.
 HEADER = struct.Struct("<4sHHQ16s16s16x")
+LARGEST = 1 << 30           # bytes of an object that is read for people
 _MAGIC, _VERSION = b"PNKV", 1
 
 
@@ -99,3 +101,60 @@ class Bounded(Store):
     @abstractmethod
     def free_bytes(self) -> int:
         """What else could be stored. Raises OSError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Object:
+    """An object as a listing finds it, of any engine."""
+
+    name: str                # what the store calls it
+    kind: str                # the fingerprint of the engines that it is of
+    bytes: int
+    used: float              # seconds since 1970, as far as the store tells
+    temporary: bool = False    # what somebody writes, or has left behind
+
+
+class Inventory(ABC):
+    """All that is stored at a place, of all engines, for people. Everything raises OSError."""
+
+    @abstractmethod
+    def objects(self) -> Iterator[Object]:
+        """What there is of this format, and left-overs."""
+
+    @abstractmethod
+    def examine(self, o: Object) -> Verdict:
+        """Read an object that was listed: whether it is what its name says."""
+
+    @abstractmethod
+    def remove(self, objects: Sequence[Object]) -> None:
+        """Those that are still there."""
+
+    def purge(self) -> None:
+        """Remove all."""
+        self.remove(list(self.objects()))
+
+    def sweep(self, quota: int | None, room: int = 0) -> tuple[int, int]:
+        """Remove what was used longest ago until `quota` bytes have `room`. Returns bytes that are left,
+        and removed."""
+        found = sorted(self.objects(), key=lambda o: o.used)
+        before = left = sum(o.bytes for o in found)
+        doomed = []
+        for o in found if quota is not None else ():
+            if left + room <= (quota or 0):
+                break
+            doomed.append(o)
+            left -= o.bytes
+        self.remove(doomed)
+        return left, before - left
+
+
+def examined(digits: str, group: str, data: memoryview) -> Verdict:
+    """Whether a whole object is what a name with this key and group says."""
+    try:
+        key = bytes.fromhex(digits)
+    except ValueError:
+        return Verdict.BAD
+    good = (len(key) == 16 and group.isascii() and group.isdecimal() and len(group) < 3
+            and len(data) >= HEADER.size
+            and is_sealed(data[:HEADER.size], key, int(group), data[HEADER.size:]))
+    return Verdict.GOOD if good else Verdict.BAD

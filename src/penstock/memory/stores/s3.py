@@ -15,7 +15,18 @@ from functools import partial
 from typing import Any, TypeVar
 
 from penstock.config.base.storage_url import StorageUrl
-from penstock.memory.stores.objects import FORMAT, HEADER, Store, Verdict, sealed, unpack
+from penstock.memory.stores.objects import (
+    FORMAT,
+    HEADER,
+    LARGEST,
+    Inventory,
+    Object,
+    Store,
+    Verdict,
+    examined,
+    sealed,
+    unpack,
+)
 
 CONNECT_S, ANSWER_S = 1.0, 5.0
 WAVES = 16, 64              # keys that are asked after at once, first and then
@@ -23,8 +34,8 @@ WAVES = 16, 64              # keys that are asked after at once, first and then
 T = TypeVar("T")
 
 
-class Bucket(Store):
-    """The objects of one kind of engine in a bucket. Connects when it is first asked."""
+class Bucket(Store, Inventory):
+    """The objects of one kind of engine in a bucket, and a list of all. Connects when it is first asked."""
 
     readers, writers, part = 2, 1, 16       # 16 requests at once, of each thread
 
@@ -107,14 +118,30 @@ class Bucket(Store):
     def delete(self, keys: Sequence[bytes], group: int) -> None:
         self._all(partial(self._obstore.delete_async, self._bucket), [self._name(key, group) for key in keys])
 
-    def names(self) -> Iterator[tuple[str, int]]:
-        """Of all engines: names and bytes of what is there, for people. Raises OSError."""
+    # ------------------------------------------------------------ for people
+    def objects(self) -> Iterator[Object]:
         try:
             for batch in self._obstore.list(self._bucket, prefix=f"{FORMAT}/"):
                 for found in batch:
-                    yield found["path"], found["size"]
+                    name = found["path"]
+                    yield Object(name, name.split("/")[1], found["size"], found["last_modified"].timestamp())
         except self._error as e:
             raise _fault(e) from None
+
+    def examine(self, o: Object) -> Verdict:
+        async def read(name: str) -> memoryview:
+            found = await self._obstore.get_async(self._bucket, name)
+            small = found.meta["size"] <= LARGEST
+            return memoryview(await found.bytes_async() if small else b"")
+
+        [data] = self._all(read, [o.name])
+        digits, _, group = o.name.rpartition("/")[2].partition(".")
+        return Verdict.GONE if data is None else examined(digits, group, data)
+
+    def remove(self, objects: Sequence[Object]) -> None:
+        for at in range(0, len(objects), WAVES[1]):
+            self._all(partial(self._obstore.delete_async, self._bucket),
+                      [o.name for o in objects[at:at + WAVES[1]]])
 
     def close(self) -> None:
         """Nothing: the client's connections end by themselves."""

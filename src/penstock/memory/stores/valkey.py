@@ -7,18 +7,30 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from penstock.config.base.storage_url import StorageUrl
-from penstock.memory.stores.objects import FORMAT, HEADER, Store, Verdict, sealed, unpack
+from penstock.memory.stores.objects import (
+    FORMAT,
+    HEADER,
+    LARGEST,
+    Inventory,
+    Object,
+    Store,
+    Verdict,
+    examined,
+    sealed,
+    unpack,
+)
 
 CONNECT_S, ANSWER_S = 1.0, 2.0
 WAVE = 128                  # keys that one request asks after
 
 
-class Valkey(Store):
-    """The objects of one kind of engine on one server. Connects when it is first asked."""
+class Valkey(Store, Inventory):
+    """The objects of one kind of engine on one server, and a list of all. Connects when it is first asked."""
 
     readers, writers, part = 4, 2, 16
 
@@ -100,13 +112,43 @@ class Valkey(Store):
         if keys:
             self._ask([("DEL", *(self._name(key, group) for key in keys))])
 
-    def names(self) -> Iterator[tuple[str, int]]:
-        """Of all engines: names and bytes of what is there, for people. Raises OSError."""
+    # ------------------------------------------------------------ for people
+    def objects(self) -> Iterator[Object]:
         try:
-            for name in self._client.scan_iter(match="pnkv:*", count=1000):
-                yield name.decode(errors="replace"), int(self._client.strlen(name))
+            names: list[bytes] = []
+            for name in self._client.scan_iter(match=f"pnkv:{FORMAT}:*", count=1000):
+                names.append(name)
+                if len(names) == WAVE:
+                    yield from self._listed(names)
+                    names = []
+            yield from self._listed(names)
         except self._error as e:
             raise _fault(e) from None
+
+    def _listed(self, names: Sequence[bytes]) -> Iterator[Object]:
+        # Nothing here is a use: a length would be, so it is the memory that an object takes.
+        found = self._ask([command for name in names
+                           for command in (("MEMORY", "USAGE", name), ("TYPE", name))])
+        for name, size, kind, idle_s in zip(names, found[::2], found[1::2], self._idle_s(names), strict=True):
+            shown = name.decode("latin-1")
+            if size and kind == b"string":
+                yield Object(shown, shown.split(":")[2], size, time.time() - idle_s)
+
+    def _idle_s(self, names: Sequence[bytes]) -> Sequence[int]:
+        """Seconds since the use of each; 0 where the server counts uses instead."""
+        try:
+            return [found or 0 for found in self._ask([("OBJECT", "IDLETIME", name) for name in names])]
+        except OSError:
+            return [0] * len(names)
+
+    def examine(self, o: Object) -> Verdict:
+        [data] = self._ask([("GETRANGE", o.name.encode("latin-1"), 0, LARGEST)])
+        digits, _, group = o.name.rpartition(":")[2].partition(".")
+        return Verdict.GONE if data == b"" else examined(digits, group, memoryview(data or b""))
+
+    def remove(self, objects: Sequence[Object]) -> None:
+        for at in range(0, len(objects), WAVE):
+            self._ask([("DEL", *(o.name.encode("latin-1") for o in objects[at:at + WAVE]))])
 
     def close(self) -> None:
         with contextlib.suppress(self._error):

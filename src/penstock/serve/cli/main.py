@@ -45,7 +45,7 @@ COMMANDS = {
     "combos": Command(module="penstock.serve.cli.combos", model="none",
                       help="show what works with what, and which test or refusal says so"),
     "store": Command(module="penstock.serve.cli.store", model="none",
-                     help="list, verify, sweep or purge the folder of --kv-storage"),
+                     help="list, verify, sweep or purge what --kv-storage has stored"),
     "doctor": Command(module="penstock.serve.cli.doctor", model="optional", own_flags=False, serves=True,
                       help="show this machine and the chosen back-ends, and why"),
 }

@@ -1,13 +1,12 @@
-"""`penstock store`: what lies in the folder of --kv-storage, for people. Engines may use it meanwhile.
+"""`penstock store`: what lies where --kv-storage says, for people. Engines may use it meanwhile.
 
-Owns the words; the format is `penstock.memory.stores.files`. Loads no model.
+Owns the words; what is there each store says itself, see `penstock.memory.stores`. Loads no model.
 """
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import shutil
 import sys
 import time
 from collections import Counter
@@ -15,10 +14,10 @@ from pathlib import Path
 
 from penstock.config.base.errors import ConfigError
 from penstock.config.base.sizes import parse_bytes
-from penstock.config.base.storage_url import parse_storage
+from penstock.config.base.storage_url import FORMS, StorageUrl, check_installed, masked, parse_storage
 from penstock.config.settings.tree import Config
-from penstock.memory.stores.files import examine, objects, open_root, sweep
-from penstock.memory.stores.objects import FORMAT, Verdict
+from penstock.memory.stores.files import Folder, open_root
+from penstock.memory.stores.objects import FORMAT, Inventory, Verdict
 
 WORDS = ("weights", "weights kept as", "KV dtype", "selector", "page size")
 WORDS_MAX = 100             # characters of a value that are shown: anybody may have written them
@@ -27,7 +26,7 @@ WORDS_MAX = 100             # characters of a value that are shown: anybody may 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=("ls", "verify", "sweep", "purge"), help=(
         "ls: objects of each kind of engine; verify: read them; sweep: down to --bytes; purge: remove all"))
-    parser.add_argument("url", metavar="URL", help="file:///DIR, as --kv-storage has it")
+    parser.add_argument("url", metavar="URL", help="as --kv-storage has it")
     parser.add_argument("--bytes", metavar="SIZE", help="of sweep: what may stay (none: left-overs go)")
     parser.add_argument("--delete", action="store_true", help="of verify: remove what is damaged")
     parser.add_argument("--yes", action="store_true", help="of purge: really")
@@ -35,42 +34,60 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(config: Config | None, args: argparse.Namespace) -> int:
     """The exit code: 0, or 1 if verify has found damage. Raises ConfigError."""
+    shown = masked(args.url)
     url = parse_storage(args.url)
-    root = None if url is None else url.folder
-    if root is None:
-        raise ConfigError(f"{args.url}: file:///DIR is needed, an absolute path")
+    if url is None:
+        raise ConfigError(f"{shown}: one of these is needed, paths absolute: {FORMS}")
     for flag, of in (("bytes", "sweep"), ("delete", "verify"), ("yes", "purge")):
         if getattr(args, flag) and args.what != of:
             raise ConfigError(f"--{flag}: of penstock store {of}: leave it out")
-    open_root(root, readonly=True)
-    if not (root / FORMAT).is_dir():
-        raise ConfigError(f"{args.url}: no storage is there: --kv-storage makes one")
+    quota = None if args.bytes is None else parse_bytes(args.bytes)
+    there = _open(url)
     try:
         match args.what:
             case "ls":
-                return _ls(root)
+                return _ls(there, url.folder)
             case "verify":
-                return _verify(root, delete=args.delete)
+                return _verify(there, delete=args.delete)
             case "sweep":
-                left, gone = sweep(root, None if args.bytes is None else parse_bytes(args.bytes))
+                left, gone = there.sweep(quota)
                 print(f"{gone} bytes removed, {left} left")
             case "purge":
-                return _purge(root, sure=args.yes)
+                return _purge(there, sure=args.yes)
     except OSError as e:
-        raise ConfigError(f"{args.url}: {e.strerror}: give a folder that this user can write to") from None
+        raise ConfigError(f"{shown}: {e.strerror}: give a store that this user can reach and write "
+                          "to") from None
     return 0
 
 
-def _ls(root: Path) -> int:
+def _open(url: StorageUrl) -> Inventory:
+    check_installed(url)
+    match url.kind:
+        case "file":
+            assert url.folder is not None
+            open_root(url.folder, readonly=True)
+            if not (url.folder / FORMAT).is_dir():
+                raise ConfigError(f"{url.shown}: no storage is there: --kv-storage makes one")
+            return Folder(url.folder)
+        case "s3":
+            from penstock.memory.stores.s3 import Bucket
+            return Bucket(url, "", ())
+        case "valkey":
+            from penstock.memory.stores.valkey import Valkey
+            return Valkey(url, "", ())
+
+
+def _ls(there: Inventory, folder: Path | None) -> int:
     count, size, used = Counter[str](), Counter[str](), dict[str, float]()
-    for o in objects(root):
-        kind = "left-overs" if o.temporary else o.path.split("/")[1]
+    for o in there.objects():
+        kind = "left-overs" if o.temporary else o.kind
         count[kind] += 1
         size[kind] += o.bytes
         used[kind] = max(used.get(kind, 0.0), o.used)
     for kind in sorted(count):
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(used[kind]))
-        print(f"{kind}  {count[kind]} objects, {size[kind]} bytes, last used {when}{_words(root, kind)}")
+        words = "" if folder is None else _words(folder, kind)
+        print(f"{ascii(kind)[1:-1]}  {count[kind]} objects, {size[kind]} bytes, last used {when}{words}")
     print(f"{count.total()} objects, {size.total()} bytes")
     return 0
 
@@ -85,27 +102,27 @@ def _words(root: Path, kind: str) -> str:
     return "".join(f"\n    {name}: {value!a}" for name, value in found.items())
 
 
-def _verify(root: Path, *, delete: bool) -> int:
+def _verify(there: Inventory, *, delete: bool) -> int:
     count = Counter[Verdict]()
-    for o in objects(root):
+    for o in there.objects():
         if o.temporary:
             continue
-        verdict = examine(root, o)
+        verdict = there.examine(o)
         count[verdict] += 1
         if verdict is Verdict.BAD:
-            print(f"damaged: {o.path!a}", file=sys.stderr)
+            print(f"damaged: {o.name!a}", file=sys.stderr)
             if delete:
-                os.unlink(root / o.path)
+                there.remove([o])
     print(f"{count[Verdict.GOOD]} objects are what they should be, {count[Verdict.BAD]} are not"
           + (", and were removed" if delete and count[Verdict.BAD] else ""))
     return int(count[Verdict.BAD] > 0)
 
 
-def _purge(root: Path, *, sure: bool) -> int:
-    found = list(objects(root))
+def _purge(there: Inventory, *, sure: bool) -> int:
+    found = list(there.objects())
     size = sum(o.bytes for o in found)
     if not sure:
         raise ConfigError(f"{len(found)} objects, {size} bytes of all engines would go: add --yes")
-    shutil.rmtree(root / FORMAT)
+    there.purge()
     print(f"{len(found)} objects, {size} bytes removed")
     return 0
