@@ -184,7 +184,7 @@ def test_only_config_reads_the_environment() -> None:
 
 # What people read may say what day it is; a deadline may not (`time.monotonic` does not leap).
 DATED = {"serve/http/format.py", "serve/engine/record.py", "serve/http/app.py", "serve/text/chat_render.py",
-         "memory/stores/files.py"}
+         "memory/stores/files.py", "memory/stores/valkey.py"}
 
 
 def test_no_deadline_is_on_the_wall_clock() -> None:
