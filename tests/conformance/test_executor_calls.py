@@ -14,8 +14,8 @@ import json
 from pathlib import Path
 
 import pytest
-from driven import InProcess
-from hosted import CONFIG, backends, model, text
+from driven import InProcess, backends
+from hosted import CONFIG, model, text
 
 from penstock.config.request.params import SamplingParams
 from penstock.core.plan import Outcome, Paused, RequestId, Retired, StepPlan
@@ -73,7 +73,7 @@ def drive(engine: InProcess, calls: list[object]) -> list[list[object]]:
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[list[object]]:
     calls: list[object] = []
     inner, prepare = attend.write_kv, functools.partial(
-        paged_attention.prepare, backend=backends()["paged_attention"])
+        paged_attention.prepare, backend=backends(("paged_attention",))["paged_attention"].name)
 
     def write_kv(k_TKH, v_TKH, k_PKGH, v_PKGH, page_T, offset_T):
         calls.append(["store", list(k_TKH.shape), (page_T * PAGE + offset_T).tolist()])
@@ -92,7 +92,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[list[object]]:
 
     monkeypatch.setattr(attend, "write_kv", write_kv)
     engine = InProcess()
-    engine.build(model, plan, model().groups, num_layers=LAYERS, lateness=Promptly(), **SETTINGS)
+    engine.build(model, model().groups, attention=plan, num_layers=LAYERS, lateness=Promptly(), **SETTINGS)
     return drive(engine, calls)
 
 

@@ -1,11 +1,13 @@
 """The loop of an engine process without the process: a real core, an executor, and what requests are told."""
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import ranks
 import torch
+import where
 from msgspec.structs import replace
 
 from penstock.config.request.params import SamplingParams
@@ -28,10 +30,13 @@ from penstock.core.plan import (
 )
 from penstock.core.settings import CoreConfig
 from penstock.exec.front import Front
+from penstock.exec.load.backends import parts_of
 from penstock.exec.load.layout import caches_of
-from penstock.kernels.attention.paged_attention import Prepare
+from penstock.kernels import registry
+from penstock.kernels.platform import probe
 from penstock.memory.lateness import Lateness
-from penstock.model.base import CacheShape, Model, Stage
+from penstock.model.base import CacheShape, Stage
+from penstock.model.transformer import Transformer
 
 PAGE = 4
 
@@ -45,6 +50,12 @@ def asked(top: Selection | None, params: SamplingParams, prompt: int, max_new: i
         params = replace(params, top_k_tokens=0 if selection is None else selection.budget)
     return params, {"selects": selection is not None,
                     "attention": 0 if selection is None else attention_identity(selection)}
+
+
+@functools.cache
+def backends(ops: tuple[str, ...], backend: str | None = None) -> dict[str, registry.Choice]:
+    """For the device of these tests: what it chooses, or `backend` of each."""
+    return registry.choose(probe(where.DEVICE), dict.fromkeys(ops, backend) if backend else {}, ops)
 
 
 class Driven:
@@ -137,17 +148,23 @@ class InProcess(Driven):
     """Its ranks are stages of a model in this process; rows, and pages of each tier and group, have ids of
     their own."""
 
-    def build(self, model: Callable[[Stage | None], Model], attention: Prepare, groups: Sequence[CacheShape],
-              *, max_len: int, lateness: Lateness | None, layers: Sequence[int] = (), num_layers: int = 2,
-              dtype: torch.dtype = torch.float32, page_size: int = PAGE, selector: Any = None,
+    def build(self, model: Callable[[Stage | None], Transformer], groups: Sequence[CacheShape], *,
+              max_len: int, lateness: Lateness | None, selection: Selection | None = None,
+              backend: str | None = None, attention: Any = None, layers: Sequence[int] = (),
+              num_layers: int = 2, dtype: torch.dtype = torch.float32, page_size: int = PAGE,
               storage: Any = None, **settings: Any) -> None:
-        """`settings` of the core; the rest as `ranks.front` takes it."""
+        """It attends as an engine does whose requests select so. backend: of each op, None: what is chosen
+        for the device; attention: another one. `settings` of the core; the rest as `ranks.front` takes it."""
         caches = caches_of(groups, page_size, dtype)
         cfg = CoreConfig(**{"page_size": page_size, "max_len": max_len, "hbm_base": 500, "dram_base": 500_000,
                             "row_base": 70, "group_base": 50_000, "groups": caches.groups, **settings})
+        whole = model(None)
+        more = () if selection is None else registry.HOSTING if selection.native else registry.SELECTING
+        parts = parts_of(whole, backends((*whole.spec.attention.ops, *more), backend), selection,
+                         cfg.hot_pages)
         executor, self.device, self.host = ranks.front(
-            model, attention, groups, caches, cfg, layers=layers, num_layers=num_layers, max_len=max_len,
-            lateness=lateness, selector=selector, storage=storage)
+            model, attention or parts.attention, groups, caches, cfg, layers=layers, num_layers=num_layers,
+            max_len=max_len, lateness=lateness, selector=parts.selector, storage=storage)
         self.begin(cfg, executor)
         self.rank = executor._ranks[0]
         self.poison()

@@ -21,13 +21,6 @@ from penstock.config.request.params import SamplingParams
 from penstock.config.request.selection import Selection, attention_identity, indexer_selection
 from penstock.core.plan import Outcome
 from penstock.exec.load.sizing import groups_of
-from penstock.exec.sparse.bounds import Selector
-from penstock.exec.step.attend import LatentOps
-from penstock.kernels.attention import latent_attention, paged_attention
-from penstock.kernels.choose import index_select
-from penstock.kernels.choose.select import SelectRule
-from penstock.kernels.platform import probe
-from penstock.kernels.registry import HOSTING, OPS, SELECTING, choose
 from penstock.memory.lateness import Promptly
 
 CONFIG = {
@@ -101,11 +94,6 @@ def _model(model_type: str, topk: int, stage=None):
 model = functools.partial(_model, "qwen3", 0)       # of an ordinary engine
 
 
-@functools.cache
-def backends() -> dict[str, str]:
-    return {op: choice.name for op, choice in choose(probe(where.DEVICE), {}, OPS).items()}
-
-
 @dataclass
 class Engine(InProcess):
     """`selection`: the largest that it gives. hot_pages 0: no row is ever hosted: the reference."""
@@ -120,20 +108,12 @@ class Engine(InProcess):
     selection: Selection = field(default_factory=lambda: kind().selection)
 
     def __post_init__(self) -> None:
-        chosen, names = self.selection, backends()
-        made = model_of(chosen)
-        attention = LatentOps(
-            index_select.OP.use(names["index_select"]),
-            latent_attention.OP.use(names["latent_attention"])) if chosen.native else (
-                functools.partial(paged_attention.prepare, backend=names["paged_attention"]))
-        rule = None if chosen.native else SelectRule(
-            unit=chosen.unit, sink=chosen.sinks, window=chosen.window)
+        made = model_of(self.selection)
         self.build(
-            made, attention, groups_of(made(), chosen), num_layers=3, max_len=MAX_LEN, lateness=self.lateness,
-            selector=Selector(rule=rule, budget=chosen.budget, hot_pages=self.hot_pages, backends={
-                op: names[op] for op in (HOSTING if chosen.native else SELECTING)}),
-            rows=4, hbm_pages=self.hbm_pages, dram_pages=self.dram_pages, hot_pages=self.hot_pages,
-            always_hosted=self.always, step_tokens=self.step_tokens, overlap=self.overlap, wait_pages=1000)
+            made, groups_of(made(), self.selection), selection=self.selection, num_layers=3, max_len=MAX_LEN,
+            lateness=self.lateness, rows=4, hbm_pages=self.hbm_pages, dram_pages=self.dram_pages,
+            hot_pages=self.hot_pages, always_hosted=self.always, step_tokens=self.step_tokens,
+            overlap=self.overlap, wait_pages=1000)
 
     def add(self, rid: int, prompt: tuple[int, ...], max_new: int, budget: int | None = None,
             **sampling) -> None:

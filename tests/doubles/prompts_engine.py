@@ -10,12 +10,8 @@ from dense_attend import Dense
 from driven import InProcess
 
 from penstock.config.request.params import SamplingParams
+from penstock.config.request.selection import indexer_selection
 from penstock.core.plan import Outcome
-from penstock.exec.sparse.bounds import Selector
-from penstock.exec.step.attend import LatentOps
-from penstock.kernels.attention import latent_attention, paged_attention
-from penstock.kernels.choose import index_select
-from penstock.kernels.registry import HOSTING
 from penstock.memory.lateness import Promptly
 from penstock.model.base import CacheShape
 
@@ -80,16 +76,14 @@ class Engine(InProcess):
     disk_pages: int = 0
 
     def __post_init__(self) -> None:
-        backend = self.backend if where.DEVICE == "cpu" else "cuda"
-        ops = (functools.partial(paged_attention.prepare, backend=self.backend) if self.family != "latent"
-               else LatentOps(index_select.OP.use(backend), latent_attention.OP.use(backend)))
-        selector = Selector(rule=None, budget=4, hot_pages=0, backends=dict.fromkeys(HOSTING, backend))
-        self.build(functools.partial(model, self.family), ops, self.groups or model(self.family).groups,
-                   max_len=64, lateness=self.lateness, rows=self.rows, hbm_pages=self.hbm_pages,
+        latent = self.family == "latent"
+        self.build(functools.partial(model, self.family), self.groups or model(self.family).groups,
+                   selection=indexer_selection(4) if latent else None, max_len=64,
+                   backend="cuda" if latent and where.DEVICE == "cuda" else self.backend,
+                   lateness=self.lateness, rows=self.rows, hbm_pages=self.hbm_pages,
                    dram_pages=self.dram_pages, step_tokens=self.step_tokens, wait_pages=self.wait_pages,
                    overlap=self.overlap, storage=self.storage, disk_pages=self.disk_pages,
-                   store_root=b"an engine" if self.disk_pages else b"",
-                   selector=selector if self.family == "latent" else None)
+                   store_root=b"an engine" if self.disk_pages else b"")
 
     def add(self, rid: int, prompt: tuple[int, ...], max_new: int, params=GREEDY, **more) -> None:
         self.tell(rid, prompt, max_new, params, **more)

@@ -14,21 +14,18 @@ from pathlib import Path
 
 import torch
 import where
-from driven import InProcess
+from driven import InProcess, backends
 from torch import Tensor
 
 from penstock.config.request.params import SamplingParams
+from penstock.config.request.selection import indexer_selection
 from penstock.core.plan import Event, Token
 from penstock.eval import words
 from penstock.eval.tasks import Interview
-from penstock.exec.sparse.bounds import Selector
 from penstock.exec.step.attend import LatentOps
-from penstock.kernels import registry
 from penstock.kernels.attention import latent_attention
-from penstock.kernels.choose import index_select
 from penstock.kernels.fused import layer
 from penstock.kernels.gemm import linear
-from penstock.kernels.platform import probe
 from penstock.memory.lateness import Lateness, Promptly
 from penstock.model import registry as families
 from penstock.model.parts import even
@@ -44,7 +41,7 @@ def model(topk: int, dtype: torch.dtype, stage=None):
     """The recall model, or one stage of it, with another number of chosen tokens than it comes
     with."""
     checkpoint = open_checkpoint(locate(str(FOLDER)))
-    chosen = registry.choose(probe(where.DEVICE), ops=("linear", "layer"))
+    chosen = backends(("linear", "layer"))
     made = families.build({**checkpoint.config, "index_topk": topk}, dtype=dtype,
                           linear=functools.partial(linear.pack, backend=chosen["linear"].name),
                           ops=layer.OP.use(chosen["layer"].name), stage=stage)
@@ -52,13 +49,6 @@ def model(topk: int, dtype: torch.dtype, stage=None):
         made.load(name, tensor)
     made.finish()
     return made
-
-
-@functools.cache
-def ops() -> LatentOps:
-    chosen = registry.choose(probe(where.DEVICE), ops=("index_select", "latent_attention"))
-    return LatentOps(index_select.OP.use(chosen["index_select"].name),
-                     latent_attention.OP.use(chosen["latent_attention"].name))
 
 
 def shuffled() -> LatentOps:
@@ -73,7 +63,8 @@ def shuffled() -> LatentOps:
         chosen_BS = chosen_BS.where(score_BS >= 0, seen_BP.shape[1]).sort().values
         return chosen_BS.where(chosen_BS < seen_BP.shape[1], -1).int()
 
-    return LatentOps(choose, ops().attend)
+    [attend] = backends(("latent_attention",)).values()
+    return LatentOps(choose, latent_attention.OP.use(attend.name))
 
 
 @dataclass(frozen=True)
@@ -119,10 +110,9 @@ def ask(interviews: list[Interview], *, topk: int = 256, latent: LatentOps | Non
     engine = Engine()
     engine.found = {}
     engine.build(
-        functools.partial(model, topk, dtype), latent or ops(), model(topk, dtype).groups, dtype=dtype,
+        functools.partial(model, topk, dtype), model(topk, dtype).groups, attention=latent, dtype=dtype,
         layers=even(4, stages), max_len=8192, lateness=lateness or Promptly(), page_size=page_size, rows=rows,
-        selector=Selector(rule=None, budget=topk, hot_pages=hot_pages, backends={
-            op: c.name for op, c in registry.choose(probe(where.DEVICE), ops=registry.HOSTING).items()}),
+        selection=indexer_selection(topk),
         hbm_pages=hbm_pages, dram_pages=dram_pages, step_tokens=step_tokens, overlap=overlap,
         hot_pages=hot_pages, always_hosted=hot_tokens > 0)
     for rank in engine.ex._ranks:
