@@ -38,6 +38,24 @@ LATE = {"dense": 0.74, "warm": 0.8, "joint": 0.93}  # the same where the full le
 HELD_OUT = 1 << 40  # batch numbers from here on are never trained on
 
 
+def tokenizer_json() -> str:
+    """A `tokenizer.json`: one id a word, split at blanks."""
+    vocab = {word: i for i, word in enumerate(words.words())}
+    return json.dumps(
+        {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [],
+            "normalizer": None,
+            "pre_tokenizer": {"type": "WhitespaceSplit"},
+            "post_processor": None,
+            "decoder": None,
+            "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"},
+        }
+    )
+
+
 class Run:
     """One training run: model, where it stands, and the time that is left."""
 
@@ -91,7 +109,7 @@ class Run:
         rest = {n: (t - rounded[n].float()).bfloat16() for n, t in exact.items()}
         save_file(rest, self.out / "rest.safetensors", {"format": "pt"})
         (self.out / "config.json").write_text(json.dumps(net.CONFIG, indent=1) + "\n")
-        (self.out / "tokenizer.json").write_text(words.tokenizer_json())
+        (self.out / "tokenizer.json").write_text(tokenizer_json())
         self.save_log()
 
     def save_log(self) -> None:

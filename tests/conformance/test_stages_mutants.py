@@ -8,10 +8,10 @@ import ranks
 import torch
 from hosted import NEW, Engine, kind, play, resident
 from late_copies import Shuffled
+from ranks import Handover
 
 from penstock.core.plan import Moved, Paused, RequestId, StepId
 from penstock.exec.front import RanksDisagree
-from penstock.exec.step.links import Handover
 
 
 @pytest.fixture(autouse=True)

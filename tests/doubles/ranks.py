@@ -1,23 +1,54 @@
 """A front whose ranks are stages of one model inside this process."""
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 import where
 
+from penstock.core.plan import StepId
 from penstock.core.settings import CoreConfig
 from penstock.exec.front import Front
 from penstock.exec.load.layout import Caches, stage_shapes
 from penstock.exec.rank import Rank, RankParts
-from penstock.exec.step.links import links_in_process, split
+from penstock.exec.step.links import Links, Sampled, split
 from penstock.kernels.attention.paged_attention import Prepare
 from penstock.memory import dram
 from penstock.memory.pool import BlockPool
 from penstock.memory.storage import Storage
-from penstock.model.base import CacheShape, Model, Stage
+from penstock.model.base import Boundary, CacheShape, Model, Stage
 from penstock.model.parts import even
 
+T = TypeVar("T")
 NUM = [1]           # stages of the fronts to come: the fixture `stages` of conformance sets it
+
+
+class Handover(Generic[T]):
+    """A link within one process."""
+
+    def __init__(self) -> None:
+        self._queue: deque[tuple[StepId, T]] = deque()
+
+    def put(self, step: StepId, what: T) -> None:
+        self._queue.append((step, what))
+
+    def take(self, step: StepId) -> T:
+        found, what = self._queue.popleft()
+        assert found == step, f"step {step} was handed what step {found} made"
+        return what
+
+
+def links_in_process(num_stages: int) -> list[Links]:
+    """Of stages that share a process, one after the other."""
+    if num_stages == 1:
+        return [Links()]
+    between = [Handover[Boundary]() for _ in range(num_stages - 1)]
+    sampled = Handover[Sampled]()
+    return [Links(before=between[i - 1] if i else None,
+                  after=between[i] if i < num_stages - 1 else None,
+                  tell=sampled if i == num_stages - 1 else None, hear=None if i else sampled)
+            for i in range(num_stages)]
 
 
 def front(model: Callable[[Stage | None], Model], attention: Prepare, shapes: Sequence[CacheShape],

@@ -57,7 +57,7 @@ def test_a_folder(tmp_path: Path) -> None:
     assert ids[:2] == [257, 256] and ids[-1] == 258 and len(ids) == 7      # neither cut nor padded
     assert made.encode("hello", add_special=False) == ids[1:5]
     assert made.decode(ids) == "hello " and made.decode(ids, skip_special=False) == "<s>hello </s>"
-    assert made.eos_ids == (3, 258) and made.bos_id == 257 and made.vocab_size == 259
+    assert made.eos_ids == (3, 258) and made.vocab_size == 259
     assert made.special_ids == {257, 258}
     assert made.template_vars == {"bos_token": "<s>", "eos_token": "</s>"}
     assert made.chat_template is None

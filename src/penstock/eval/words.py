@@ -4,8 +4,6 @@ The training script, the tokenizer that ships with the model and `penstock eval`
 torch nor a tokenizer library. A text is its words with a blank between them.
 """
 
-import json
-
 NUM_KEYS = 1024
 NUM_VALUES = 1024
 NUM_FILLERS = 64
@@ -26,21 +24,3 @@ def words() -> list[str]:
         *(str(i) for i in range(10)),
         *MARKS,
     ]
-
-
-def tokenizer_json() -> str:
-    """A `tokenizer.json`: one id a word, split at blanks."""
-    vocab = {word: i for i, word in enumerate(words())}
-    return json.dumps(
-        {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": [],
-            "normalizer": None,
-            "pre_tokenizer": {"type": "WhitespaceSplit"},
-            "post_processor": None,
-            "decoder": None,
-            "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"},
-        }
-    )

@@ -24,8 +24,8 @@ class Case:
     returns the op's output or outputs.
 
     tolerance   largest |difference| to the reference, in units of the largest |value| of it
-    check       why an output is not what the reference's is, or '': where several outputs are right,
-                as with sets that are cut at a score. It gets both on the CPU; None: by tolerance
+    check       why an output is not what the reference's is, or '': where several outputs are right. It
+                gets both on the CPU; None: by tolerance
     """
 
     name: str
@@ -52,28 +52,6 @@ class Case:
 
 def _on_cpu(out: Output) -> Output:
     return tuple(x.cpu() for x in out) if isinstance(out, tuple) else out.cpu()
-
-
-def sets_differ(out_RN: Tensor, want_RN: Tensor, score_RU: Tensor, tolerance: float) -> str:
-    """Why the ids that `out` chose in each row are not those of `want`, or '': both are the same
-    number of ids, in any order, none twice; one that only one of them has scores within `tolerance`
-    of the lowest that `want` chose.
-
-    out, want   int, CPU, padded with -1      score_RU   f32, CPU: of id u, NaN where it may not be chosen
-    """
-    for r, (out, want) in enumerate(zip(out_RN.tolist(), want_RN.tolist(), strict=True)):
-        got, right = ([i for i in ids if i != -1] for ids in (out, want))
-        if len(set(got)) != len(got) or len(got) != len(right):
-            return f"row {r}: {len(set(got))} different ids of {len(got)}, and not {len(right)}"
-        if any(not 0 <= i < score_RU.shape[1] for i in got):
-            return f"row {r}: an id outside 0 to {score_RU.shape[1] - 1}"
-        odd = sorted({*got} ^ {*right})
-        if odd:
-            cut = score_RU[r, right].min()
-            off = (score_RU[r, odd] - cut).abs()
-            if not (off <= tolerance).all():
-                return f"row {r}: ids {odd[:8]} are up to {off.max():.2g} off the cut"
-    return ""
 
 
 @dataclass(frozen=True, slots=True)

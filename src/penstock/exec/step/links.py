@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 from penstock.config.settings.tree import Config
 from penstock.core.plan import RequestId, StepId
@@ -17,7 +17,6 @@ from penstock.model.parts import Lane, even
 
 T_contra = TypeVar("T_contra", contravariant=True)
 T_co = TypeVar("T_co", covariant=True)
-T = TypeVar("T")
 Sampled: TypeAlias = tuple[tuple[int, ...], ...]       # as `rank.Stepped.tokens`
 
 
@@ -33,21 +32,6 @@ class Takes(Protocol[T_co]):
         ...
 
 
-class Handover(Generic[T]):
-    """A link within one process."""
-
-    def __init__(self) -> None:
-        self._queue: deque[tuple[StepId, T]] = deque()
-
-    def put(self, step: StepId, what: T) -> None:
-        self._queue.append((step, what))
-
-    def take(self, step: StepId) -> T:
-        found, what = self._queue.popleft()
-        assert found == step, f"step {step} was handed what step {found} made"
-        return what
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
     """The ends that one stage holds: `before` is None on the first stage, `after` on the last; sampled
@@ -57,18 +41,6 @@ class Links:
     after: Puts[Boundary] | None = None
     tell: Puts[Sampled] | None = None
     hear: Takes[Sampled] | None = None
-
-
-def links_in_process(num_stages: int) -> list[Links]:
-    """Of stages that share a process, one after the other."""
-    if num_stages == 1:
-        return [Links()]
-    between = [Handover[Boundary]() for _ in range(num_stages - 1)]
-    sampled = Handover[Sampled]()
-    return [Links(before=between[i - 1] if i else None,
-                  after=between[i] if i < num_stages - 1 else None,
-                  tell=sampled if i == num_stages - 1 else None, hear=None if i else sampled)
-            for i in range(num_stages)]
 
 
 def split(layers: Sequence[int]) -> list[Stage]:

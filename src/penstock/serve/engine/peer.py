@@ -71,7 +71,6 @@ class Peer:
         self._lengths: dict[int, int] = {}              # prefill end: transfer -> tokens of the prompt
         self._heard_at = 0.0                            # a message of the other engine's, not of its link
         self._newest = 0                                # transfer that was asked for on this connection
-        self.num_pushes = 0                             # taken, and not ended
         self._count = dict.fromkeys((
             "asked", "delivered", "refused", "lost", "wait_seconds", "received_bytes", "tail_bytes",
             "pushed_bytes", "push_seconds"), 0.0)
@@ -97,7 +96,6 @@ class Peer:
                 case Unpaired(words):
                     self.missing, self.changed = words, True
                 case Pushed(id, ok, nbytes, seconds):
-                    self.num_pushes -= 1
                     self._count["pushed_bytes"] += nbytes
                     self._count["push_seconds"] += seconds
                     news.append(Moved(id, ok))
@@ -202,7 +200,6 @@ class Peer:
                 if (wait := self._waits.get(move.transfer)) is not None:
                     wait.generation = move.generation
             else:
-                self.num_pushes += 1
                 self._due.append((self.epoch, move))
         self.retired(self._retired)
 

@@ -46,7 +46,6 @@ class Tokenizer:
 
     raw            the `tokenizers.Tokenizer`
     eos_ids        ids that end an answer: the model's and the tokenizer's
-    bos_id         or None
     special_ids    ids that decode to nothing with skip_special
     chat_template  Jinja source, or None
     template_vars  'bos_token', 'eos_token', ... as text, for the template
@@ -63,16 +62,11 @@ class Tokenizer:
         self._added = {i: t.content for i, t in raw.get_added_tokens_decoder().items()}
         self.special_ids = frozenset(i for i, t in raw.get_added_tokens_decoder().items() if t.special)
         self.chat_template, self.template_vars = chat_template, template_vars
-        self.bos_id: int | None = self._id_of("bos_token")
-        own_eos = self._id_of("eos_token")
+        own_eos = raw.token_to_id(template_vars["eos_token"]) if "eos_token" in template_vars else None
         self.eos_ids = tuple(dict.fromkeys((*eos_ids, *(() if own_eos is None else (own_eos,)))))
         self._alphabet = _byte_alphabet(raw)
         state = json.loads(raw.decoder.__getstate__()) if raw.decoder is not None else {}
         self.byte_level = state.get("type") == "ByteLevel"     # alone: a Sequence does more to it
-
-    def _id_of(self, name: str) -> int | None:
-        token = self.template_vars.get(name)
-        return None if token is None else self.raw.token_to_id(token)
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Ids of `text`; `add_special` adds what the model expects around a prompt (often BOS).
