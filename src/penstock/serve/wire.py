@@ -15,7 +15,7 @@ from penstock.config.base.decoding import decode
 from penstock.config.request.params import SamplingParams
 from penstock.config.request.selection import Selection
 
-VERSION = 5
+VERSION = 6
 LOADED = "engine: loaded"       # the last line that the engine prints before it sends Ready
 FRAME_BYTES_MAX = 256 << 20
 

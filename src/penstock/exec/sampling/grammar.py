@@ -15,15 +15,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.config.request.grammar import Grammar
+from penstock.config.request.grammar import JSON_OPTIONS, Grammar
 
 if TYPE_CHECKING:
     import llguidance
 
 COMPILED_MAX = 64
 NO_TOKENIZER = "this model has no tokenizer"
-# JSON's own white space between values, but not for ever: a model that likes blanks would fill its context.
-WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 
 
 class BadGrammar(ValueError):
@@ -68,20 +66,29 @@ class Compiler:
 
 def source_of(grammar: Grammar) -> str:
     """In llguidance's own form. Raises BadGrammar."""
-    import llguidance
-
     try:
-        if grammar.kind == "json_schema":
-            return llguidance.LLMatcher.grammar_from_json_schema(grammar.text, overrides={
-                "lenient": False, "whitespace_pattern": WHITE_SPACE})
-        if grammar.kind == "choice":
-            choices = json.loads(grammar.text)
-            if not isinstance(choices, list) or not choices or not all(type(c) is str for c in choices):
-                raise ValueError("a list of strings is needed, of at least one")
-        return llguidance.grammar_from(grammar.kind, grammar.text)
+        found = _plain(grammar)
+        if grammar.before:
+            # Lark stays as it is, the others are in the library's JSON.
+            lark = grammar.kind in ("choice", "grammar", "lark")
+            answer = {"lark_grammar": found} if lark else json.loads(found)["grammars"][0]
+            found = json.dumps({"grammars": [{"lark_grammar": grammar.before}, {**answer, "name": "answer"}]})
+        return found
     # Its converter of GBNF is a parser in Python that fails in any way at what is no grammar.
     except Exception as e:
         raise BadGrammar(f"{e}" or type(e).__name__) from None
+
+
+def _plain(grammar: Grammar) -> str:
+    import llguidance
+
+    if grammar.kind == "json_schema":
+        return llguidance.LLMatcher.grammar_from_json_schema(grammar.text, overrides=JSON_OPTIONS)
+    if grammar.kind == "choice":
+        choices = json.loads(grammar.text)
+        if not isinstance(choices, list) or not choices or not all(type(c) is str for c in choices):
+            raise ValueError("a list of strings is needed, of at least one")
+    return llguidance.grammar_from(grammar.kind, grammar.text)
 
 
 class Grammars:

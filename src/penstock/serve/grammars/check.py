@@ -7,6 +7,8 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 
+import msgspec
+
 from penstock.config.base.errors import ConfigError, RequestError, cut
 from penstock.config.request.grammar import Grammar
 from penstock.serve.text.helper import Aside
@@ -41,7 +43,7 @@ class GrammarCheck:
 
     def _ask(self, grammar: Grammar) -> None:
         try:
-            answer = self._aside.ask({"kind": grammar.kind, "text": grammar.text}, WAIT_S_MAX)
+            answer = self._aside.ask(msgspec.structs.asdict(grammar), WAIT_S_MAX)
         except ConfigError as e:
             raise RequestError(str(e), "grammar") from None
         except (TimeoutError, EOFError):
@@ -59,7 +61,7 @@ class GrammarCheck:
 
 
 _NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "grammar": "grammar",
-          "choice": "list of choices"}
+          "choice": "list of choices", "lark": "grammar"}
 
 
 def _too_complex() -> RequestError:

@@ -18,7 +18,7 @@ ERROR_CHARS_MAX = 400
 
 
 def main(descriptor: int) -> int:
-    """Answer {"tokenizer", "eos_ids"} with {}, then each {"kind", "text"} with {"seconds"} or {"error"}."""
+    """Answer {"tokenizer", "eos_ids"} with {}, then each {"kind", "text", "before"} with {"seconds"} or {"error"}."""
     link = socket.socket(fileno=descriptor)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES_MAX, MEMORY_BYTES_MAX))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -33,7 +33,7 @@ def main(descriptor: int) -> int:
         while True:
             asked, began = receive(link), time.process_time()
             try:
-                compiler.compile(Grammar(asked["kind"], asked["text"]))
+                compiler.compile(Grammar(**asked))
                 send(link, {"seconds": time.process_time() - began})
             except BadGrammar as e:
                 send(link, {"error": str(e)[:ERROR_CHARS_MAX]})

@@ -6,6 +6,7 @@ Knows neither HTTP nor tokens. A template never comes from a request.
 """
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from collections.abc import Collection, Mapping, Sequence
@@ -19,8 +20,8 @@ SOURCE_BYTES_MAX = 256 << 10
 RENDER_S_MAX = 10.0
 LONG_MESSAGES, LONG_CHARS = 256, 64 << 10       # from here on a conversation is long: over a millisecond
 SHORT_MAX, LONG_MAX = 1024, 32                  # conversations that are rendered or wait for it
-ROLES = ("system", "developer", "user", "assistant")
-OPTIONAL = ("name", "reasoning_content")        # fields of a message that some templates show
+ROLES = ("system", "developer", "user", "assistant", "tool")
+OPTIONAL = ("name", "reasoning_content", "tool_calls")  # fields of a message that some templates show
 # What the server fills in; `chat_template_kwargs` may not.
 RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents", "raise_exception",
                       "strftime_now", "tojson", "range", "namespace"})
@@ -49,7 +50,7 @@ class ChatTemplate:
         if len(source.encode()) > SOURCE_BYTES_MAX:
             raise ConfigError(f"the chat template is over {SOURCE_BYTES_MAX >> 10} KiB: "
                               "give a smaller one with --chat-template")
-        self._source, self._variables = source, dict(variables or {})
+        self.source, self._variables = source, dict(variables or {})
         self._render_s_max = render_s_max
         self._shown = frozenset(f for f in OPTIONAL if _reads(source, f))
         self._short, self._long = (
@@ -62,28 +63,34 @@ class ChatTemplate:
         """Compile it now. Raises ConfigError with the syntax error."""
         self._short.check()
 
+    def reads(self, variable: str) -> bool:
+        """Whether it looks at a variable of that name."""
+        return re.search(rf"\b{variable}\b", self.source) is not None
+
     async def take(self, messages: Sequence[Mapping[str, Any]], *, tenant: bytes, context: int,
                    continue_final: bool = False, add_generation_prompt: bool | None = None,
-                   variables: Mapping[str, Any] | None = None) -> str:
+                   variables: Mapping[str, Any] | None = None,
+                   tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """`render` in its turn among tenants; nobody's short conversation waits for a long one.
 
         Raises   RequestError, also for more messages than the context of the model has tokens; TooManyTexts.
         """
         if len(messages) > context:
             raise too_many_messages(context)
-        turns = self._long_turns if is_long(messages) else self._short_turns
+        turns = self._long_turns if is_long([*messages, *tools]) else self._short_turns
         return await turns.run(tenant, lambda: self.render(
             messages, continue_final=continue_final, add_generation_prompt=add_generation_prompt,
-            variables=variables))
+            variables=variables, tools=tools))
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, continue_final: bool = False,
                add_generation_prompt: bool | None = None,
-               variables: Mapping[str, Any] | None = None) -> str:
+               variables: Mapping[str, Any] | None = None, tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """The prompt text of a conversation.
 
         messages   {"role", "content"} with content a string or a list of {"type": "text"} parts
         continue_final   the last message, the assistant's, is left open: the model goes on with it
         variables  more names for the template (`chat_template_kwargs`)
+        tools      that the model may call, as in a request
         Raises     RequestError: a message of another form, or the template refused or failed.
         """
         plain = [plain_message(m, i, self._shown) for i, m in enumerate(messages)]
@@ -101,8 +108,9 @@ class ChatTemplate:
                                    "and add_generation_prompt false", "continue_final_message")
             mark = secrets.token_hex(16)
             plain[-1]["content"] += mark
-        text = self._render(self._long if is_long(messages) else self._short,
-                            {**self._variables, **(variables or {}), "messages": plain,
+        given: dict[str, Any] = {"tools": list(tools)} if tools else {}
+        text = self._render(self._long if is_long([*messages, *tools]) else self._short,
+                            {**self._variables, **(variables or {}), **given, "messages": plain,
                              "add_generation_prompt": add_generation_prompt})
         if not continue_final:
             return text
@@ -130,7 +138,7 @@ class ChatTemplate:
             raise RequestError("the chat template used too much memory", "messages") from None
         if "error" in answer:
             why = answer["error"]       # the template's own words, or with a message's in them
-            raise RequestError(f"chat template: {cut(why, 300 if why in self._source else 80)}", "messages")
+            raise RequestError(f"chat template: {cut(why, 300 if why in self.source else 80)}", "messages")
         text: str = answer["text"]
         return text
 
@@ -164,7 +172,7 @@ def _reads(source: str, name: str) -> bool:
 
 def plain_message(message: Mapping[str, Any], index: int,
                   shown: Collection[str] = OPTIONAL) -> dict[str, Any]:
-    """A message as templates know it: content is one string, `developer` is `system`.
+    """A message as templates know it: content is one string, `developer` is `system`, arguments are objects.
 
     shown    fields of OPTIONAL that the template looks at
     Raises   RequestError that names the message and the field.
@@ -175,22 +183,58 @@ def plain_message(message: Mapping[str, Any], index: int,
     role = message.get("role")
     if role not in ROLES:
         raise RequestError(f"{where}.role is {show(role)}: one of {', '.join(ROLES)}", f"{where}.role")
+    if role == "tool" and "tool_calls" not in shown:
+        raise RequestError(f"{where}.role is 'tool': this model's chat template shows no calls of tools",
+                           f"{where}.role")
+    own = {"assistant": ("tool_calls",), "tool": ("tool_call_id",)}.get(role, ())
     for name, value in message.items():
-        if value in (None, []) or name in ("role", "content", *shown):
+        if value in (None, []) or name in ("role", "content"):
             continue
-        if name in OPTIONAL:
+        if name in OPTIONAL and name not in shown:
             raise RequestError(f"{where}.{name}: this model's chat template does not show it, leave "
                                "it out", f"{where}.{name}")
-        at = f"{where}.{cut(name)}"
-        raise RequestError(f"{at} is not supported yet", at)
+        if name not in (*own, "name", "reasoning_content"):
+            at = f"{where}.{cut(name)}"
+            raise RequestError(f"{at} is not a field of such a message, or not supported yet", at)
+    calls = message.get("tool_calls")
+    content = message.get("content")
+    empty = (calls and content in (None, "", [])) or (role == "tool" and content == [])
     plain = {"role": "system" if role == "developer" else role,
-             "content": _plain_content(message.get("content"), where)}
-    for name in OPTIONAL:
+             "content": "" if empty else _plain_content(content, where)}
+    for name in ("name", "reasoning_content", "tool_call_id"):
         if (value := message.get(name)) is not None:
             if not isinstance(value, str):
                 raise RequestError(f"{where}.{name} is not a string", f"{where}.{name}")
             plain[name] = value
+    if calls:
+        plain["tool_calls"] = _plain_calls(calls, f"{where}.tool_calls")
     return plain
+
+
+def _plain_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Their arguments, JSON text in a request, are objects in templates."""
+    if not isinstance(calls, list):
+        raise RequestError(f"{where} is not a list", where)
+    found = []
+    for i, call in enumerate(calls):
+        at = f"{where}[{i}]"
+        match call:
+            case {"function": {"name": str(name), "arguments": str(text)}, **rest} if (
+                    rest.get("type", "function") == "function"
+                    and isinstance(rest.get("id"), str) and set(rest) <= {"id", "type", "index"}):
+                try:
+                    arguments = json.loads(text or "{}")
+                except (ValueError, RecursionError):
+                    arguments = None
+                if not isinstance(arguments, dict):
+                    raise RequestError(f"{at}.function.arguments is not the JSON text of an object",
+                                       f"{at}.function.arguments")
+                found.append({"id": rest["id"], "type": "function",
+                              "function": {"name": name, "arguments": arguments}})
+            case _:
+                raise RequestError(f'{at} is not {{"id": "...", "type": "function", "function": {{"name": "...", '
+                                   '"arguments": "{...}"}}', at)
+    return found
 
 
 def _plain_content(content: Any, where: str) -> str:

@@ -1,0 +1,271 @@
+"""Items of an answer, and the text that they are read from as it comes.
+
+A format is a generator over a `Source`: it takes what it is sure of, tells items, and yields where it needs more
+text. So what it tells does not depend on how the text was cut into pieces.
+"""
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Generator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegun:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """More of the JSON text of the call that was begun last. All of it is an object, unless the answer was cut
+    off or the model wrote another thing."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnded:
+    pass
+
+
+Item: TypeAlias = "Text | Reasoning | CallBegun | Arguments | CallEnded"
+Reading: TypeAlias = "Generator[None, None, None]"
+_JUMPS = re.compile(r'["{}\[\]]')
+_IN_STRING = re.compile(r'["\\]')
+_STRING_END = re.compile(r'((?:[^"\\]|\\.)*)"', re.DOTALL)
+
+
+class Source:
+    """The text from `at` on; `final` once no more will come. `tools`: the names that a call may have."""
+
+    def __init__(self, tools: Collection[str]) -> None:
+        self.tools = tools
+        self.items: list[Item] = []
+        self.final = False
+        self._text, self.at = "", 0
+        self._marked: tuple[int, int] | None = None      # what is text after all if no call begins
+
+    def feed(self, text: str) -> None:
+        gone = self.at if self._marked is None else self._marked[0]
+        self._text, self.at = self._text[gone:] + text, self.at - gone
+        if self._marked is not None:
+            self._marked = 0, self._marked[1] - gone
+
+    @property
+    def rest(self) -> str:
+        return self._text[self.at:]
+
+    # ------------------------------------------------------------ what generators call
+    def until(self, *markers: str, kind: type[Text] | type[Reasoning] = Text,
+              behind_call: bool = False, kept: bool = False) -> Generator[None, None, str]:
+        """Tell text up to the first of `markers`, which is taken, without the white space before it; returns
+        that, or "" at the end. behind_call: white space alone is nothing. kept: the mark is told as well."""
+        blank, self._marked = behind_call, None
+        while True:
+            text = self.rest
+            at, marker = _first(text, markers)
+            if marker:
+                shown = text[:at + len(marker)] if kept else text[:at].rstrip()
+                self._marked = self.at + len(shown), self.at + at + len(marker)
+                self.at += at + len(marker)
+            elif self.final:
+                shown, self.at = text, self.at + len(text)
+                if blank and not shown.strip():
+                    shown = ""
+            else:
+                shown = text[:_safe(text, markers)]
+                self.at += len(shown)
+            if shown:
+                blank = False
+                self._tell(kind, shown)
+            if marker or self.final:
+                return marker
+            yield
+
+    def take(self, *markers: str) -> Generator[None, None, tuple[str, str]]:
+        """Text before the first of `markers`, and that, both taken. At the end without one: ("", ""), and nothing
+        is taken."""
+        while True:
+            at, marker = _first(self.rest, markers)
+            if marker:
+                found = self.rest[:at]
+                self.at += at + len(marker)
+                return found, marker
+            if self.final:
+                return "", ""
+            yield
+
+    def one_of(self, *markers: str, closing: bool = False) -> Generator[None, None, str]:
+        """Skip white space, then take the one of `markers` that comes; "" for anything else, taken is nothing.
+        closing: half of one at the end is not text, but cut off."""
+        while True:
+            text = self.rest
+            stripped = text.lstrip()
+            for marker in markers:
+                if stripped.startswith(marker):
+                    self.at += len(text) - len(stripped) + len(marker)
+                    return marker
+            if not any(m.startswith(stripped) for m in markers):
+                return ""
+            if self.final:
+                self.at += len(text) if closing else 0
+                return ""
+            yield
+
+    def blanks(self) -> Reading:
+        """Skip white space."""
+        while True:
+            text = self.rest
+            self.at += len(text) - len(text.lstrip())
+            if self.rest or self.final:
+                return
+            yield
+
+    def string(self) -> Generator[None, None, str | None]:
+        """Take a JSON string; None: none comes, or it is broken."""
+        if not (yield from self.one_of('"')):
+            return None
+        while (found := _STRING_END.match(self._text, self.at)) is None:
+            if self.final:
+                return None
+            yield
+        self.at = found.end()
+        try:
+            value: str = json.loads(f'"{found.group(1)}"')
+        except ValueError:
+            return None
+        return value
+
+    def json_value(self, *, told: bool, depth: int = 0) -> Generator[None, None, bool]:
+        """Take an object or a list to its end, or what closes `depth` of them; as Arguments if `told`. Returns
+        whether it ended."""
+        in_string, done = False, 0
+        while True:
+            text = self.rest
+            while (found := (_IN_STRING if in_string else _JUMPS).search(text, done)) is not None:
+                done, char = found.end(), found.group()
+                if char == "\\":
+                    if done == len(text) and not self.final:
+                        done -= 1
+                        break
+                    done += 1
+                elif char == '"':
+                    in_string = not in_string
+                else:
+                    depth += 1 if char in "{[" else -1
+                    if depth <= 0:
+                        self._take_value(text[:done], told)
+                        return True
+            else:
+                done = len(text)
+            self._take_value(text[:done], told)
+            done = 0
+            if self.final:
+                return False
+            yield
+
+    def mark(self) -> None:
+        """What is taken from here on is text after all if no call begins."""
+        self._marked = self.at, self.at
+
+    def begin(self, name: str) -> bool:
+        """Tell a call of `name`, or that it is no call, if there is no such tool."""
+        if name not in self.tools:
+            return self.no_call()
+        self._marked = None
+        self.items.append(CallBegun(name))
+        return True
+
+    def no_call(self) -> bool:
+        """What the last `until` took, or all since `mark`, is text; what came behind that is read again."""
+        if self._marked is not None:
+            begun, self.at = self._marked
+            self._marked = None
+            self.tell(Text, self._text[begun:self.at])
+        return False
+
+    def arguments(self, text: str) -> None:
+        if text:
+            self._tell(Arguments, text)
+
+    def end(self) -> None:
+        self.items.append(CallEnded())
+
+    def drop_rest(self) -> None:
+        """Of a call that was cut off."""
+        self.at = len(self._text)
+
+    def tell(self, kind: type[Text] | type[Reasoning], text: str) -> None:
+        if text:
+            self._tell(kind, text)
+
+    def _take_value(self, text: str, told: bool) -> None:
+        self.at += len(text)
+        if told:
+            self.arguments(text)
+
+    def _tell(self, kind: type[Text] | type[Reasoning] | type[Arguments], text: str) -> None:
+        """One item for what comes at once."""
+        if self.items and isinstance(last := self.items[-1], kind):
+            self.items[-1] = kind(last.text + text)
+        else:
+            self.items.append(kind(text))
+
+
+def _first(text: str, markers: Sequence[str]) -> tuple[int, str]:
+    """Where the first of `markers` is in `text`, and which; the longer of two at one place."""
+    found = [(at, -len(m), m) for m in markers if (at := text.find(m)) >= 0]
+    if not found:
+        return -1, ""
+    at, _, marker = min(found)
+    return at, marker
+
+
+def _safe(text: str, markers: Sequence[str]) -> int:
+    """How much of `text` is in no marker, whatever follows, and not white space before one."""
+    kept = 0
+    for marker in markers:
+        for n in range(min(len(marker) - 1, len(text)), kept, -1):
+            if text.endswith(marker[:n]):
+                kept = n
+                break
+    return len(text[:len(text) - kept].rstrip()) if markers else len(text)
+
+
+Read: TypeAlias = "Callable[[Source], Reading]"
+
+
+class Reader:
+    """Items of one answer: give it the text as it comes."""
+
+    def __init__(self, read: Read, tools: Collection[str]) -> None:
+        self._source = Source(tools)
+        self._reading: Reading | None = read(self._source)
+
+    def take(self, text: str, final: bool = False) -> list[Item]:
+        """What `text` adds; `final`: it is the last."""
+        source = self._source
+        source.feed(text)
+        source.final = source.final or final
+        if self._reading is not None:
+            try:
+                next(self._reading)
+            except StopIteration:
+                self._reading = None
+        if self._reading is None and source.rest:
+            source.tell(Text, source.rest)
+            source.at += len(source.rest)
+        found, source.items = source.items, []
+        return found

@@ -1,0 +1,91 @@
+"""The formats of calls: which is a model's own, by its chat template, and grammars over it."""
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from penstock.config.request.grammar import Grammar
+from penstock.serve.parsers import deepseek_v32, glm, hermes, llama3_json, mistral, qwen3_coder
+from penstock.serve.parsers.lark import Lark, TokenId
+from penstock.serve.parsers.parameters import Schemas
+from penstock.serve.parsers.reasoning import CLOSE, OPEN
+from penstock.serve.parsers.source import Read, Reading, Source
+
+
+def _call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """read      of the schemas of the tools
+    body      the expression of calls behind `opening`, of one or many
+    opening   the mark that begins calls, "" where the whole answer is one
+    signs     of which each is in the templates of its models
+    special   marks that must reach the parser, also where they are special tokens
+    """
+
+    name: str
+    read: Callable[[Schemas], Read]
+    body: Callable[[Lark, Schemas, bool], str]
+    opening: str
+    signs: tuple[str, ...]
+    special: tuple[str, ...] = ()
+    call_id: Callable[[], str] = _call_id
+
+
+# The first whose signs a template has is meant.
+FORMATS = {f.name: f for f in (
+    Format("deepseek_v32", lambda _: deepseek_v32.read, deepseek_v32.body, deepseek_v32.OPEN, ("｜DSML｜",),
+           ("｜DSML｜",)),
+    Format("glm", glm.reading, glm.body, glm.OPEN, ("<arg_key>",),
+           (glm.OPEN, glm.CLOSE, glm.KEY, glm.KEY_END, glm.VALUE, glm.VALUE_END)),
+    Format("qwen3_coder", qwen3_coder.reading, qwen3_coder.body, qwen3_coder.OPEN, ("<tool_call>", "<function="),
+           (qwen3_coder.OPEN, qwen3_coder.CLOSE)),
+    Format("mistral", lambda _: mistral.read, mistral.body, mistral.OPEN, ("[TOOL_CALLS]",),
+           (mistral.OPEN, mistral.ARGS), mistral.call_id),
+    Format("hermes", lambda _: hermes.read, hermes.body, hermes.OPEN, ("<tool_call>",), (hermes.OPEN, hermes.CLOSE)),
+    Format("llama3_json", lambda _: llama3_json.read, llama3_json.body, "", ("<|start_header_id|>", "tools"),
+           (llama3_json.TAG,)),
+)}
+
+
+def format_of(template: str) -> Format | None:
+    """Of the model whose chat template this is."""
+    return next((f for f in FORMATS.values() if all(s in template for s in f.signs)), None)
+
+
+def plain(source: Source) -> Reading:
+    """Text, whatever is in it."""
+    yield from source.until()
+
+
+def calls_grammar(form: Format, tools: Schemas, token_id: TokenId, *, required: bool, many: bool,
+                  reasoning: bool | None) -> Grammar:
+    """Of an answer that is calls, or, unless `required`, text and then maybe calls. reasoning: True where the answer
+    begins within it, None where it may begin with it. Raises RequestError."""
+    lark = Lark(token_id)
+    body = lark.rule(form.body(lark, tools, many))
+    if required:
+        start = f"{lark.blanks()} {lark.mark(form.opening)} {body}" if form.opening else body
+    elif form.opening:
+        start = f"({lark.until(form.opening)} {body} | {lark.without(form.opening)})"
+    else:
+        start = f"({body} | {lark.no_object()})"
+    return Grammar("lark", lark.source(f"{_before(lark, reasoning)} {start}"))
+
+
+def behind_reasoning(grammar: Grammar, token_id: TokenId, within: bool) -> Grammar:
+    """`grammar` for what comes behind reasoning; not `within`: there may be none."""
+    lark = Lark(token_id)
+    return msgspec.structs.replace(grammar, before=lark.source(f"{_before(lark, within or None)} @answer"))
+
+
+def _before(lark: Lark, reasoning: bool | None) -> str:
+    if reasoning is False:
+        return ""
+    closed = f"{lark.until(CLOSE)} {lark.blanks()}"
+    return closed if reasoning else f"({lark.mark(OPEN)} {closed})?"

@@ -1,0 +1,213 @@
+"""Formats of calls: what a family's template writes is read as what it was made of, however it is cut."""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.serve.parsers.reasoning import begins_within, behind_reasoning
+from penstock.serve.parsers.source import Arguments, CallBegun, CallEnded, Reader, Reasoning, Text
+from penstock.serve.parsers.table import FORMATS, format_of, plain
+from penstock.serve.text.chat import plain_message
+from penstock.serve.text.chat_render import compile_template, render
+
+TEMPLATES = {p.stem: p.read_text() for p in (Path(__file__).parents[1] / "data" / "templates").glob("*.jinja")}
+COMPILED = {name: compile_template(source) for name, source in TEMPLATES.items()}
+REASONS = ("deepseek_v32", "glm", "hermes")
+END = {"hermes": "<|im_end|>\n", "qwen3_coder": "<|im_end|>\n", "llama3_json": "<|eot_id|>", "mistral": "</s>",
+       "deepseek_v32": "<｜end▁of▁sentence｜>", "glm": ""}
+TYPED = {"text": {"type": "string"}, "count": {"type": "integer"}, "ratio": {"type": "number"},
+         "really": {"type": "boolean"}, "nothing": {"type": "null"}, "either": {"type": ["string", "null"]},
+         "items": {"type": "array"}, "more": {"type": "object"}, "referred": {"$ref": "#/$defs/word"}}
+SCHEMA = {"type": "object", "properties": TYPED, "$defs": {"word": {"type": "string"}}}
+TOOLS = {"get_weather": SCHEMA, "f": SCHEMA, "a-b.c": {}}
+# What no format can carry: marks. Lone surrogates are no text.
+WORDS = st.text(st.characters(codec="utf-8", exclude_characters="<｜["), max_size=12)
+STRIPPED = WORDS.map(str.strip)
+VALUES = {
+    "text": WORDS, "count": st.integers(-10**9, 10**9), "ratio": st.floats(-1e6, 1e6), "really": st.booleans(),
+    "nothing": st.none(), "either": st.none() | WORDS.map("x".__add__), "referred": WORDS,
+    "items": st.lists(st.integers() | WORDS | st.booleans(), max_size=3),
+    "more": st.dictionaries(WORDS, st.recursive(st.integers() | WORDS, lambda x: st.lists(x, max_size=2)), max_size=3)}
+ARGUMENTS = st.fixed_dictionaries({}, optional=VALUES)
+CALLS = st.lists(st.tuples(st.sampled_from(["get_weather", "f"]), ARGUMENTS), max_size=3)
+
+
+def answer(name: str, content: str, reasoning: str, calls: list) -> tuple[str, str]:
+    """The prompt of a question, and what the template writes for its answer."""
+    message = {"role": "assistant", "content": content or None if calls else content, "tool_calls": [
+        {"id": f"abcdefg{i:02}", "type": "function", "function": {"name": n, "arguments": json.dumps(a)}}
+        for i, (n, a) in enumerate(calls)]}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    asked = [{"role": "user", "content": "?"}]
+    shared = {"bos_token": "<s>", "eos_token": "</s>", **({"enable_thinking": True} if reasoning else {})}
+    if content == "" and not calls:
+        message["content"] = ""
+    prompt = render(COMPILED[name], {**shared, "messages": asked, "add_generation_prompt": True})
+    whole = render(COMPILED[name], {**shared, "add_generation_prompt": False, "messages": [
+        *asked, plain_message(message, 1)]})
+    assert whole.startswith(prompt) and whole.endswith(END[name]), (prompt, whole)
+    return prompt, whole[len(prompt):].removesuffix(END[name])
+
+
+def read(name: str, text: str, sizes: list[int], prompt: str = "", tools: dict = TOOLS) -> list:
+    form = FORMATS[name].read(tools)
+    if name in REASONS:
+        form = behind_reasoning(form, within=begins_within(prompt), separate=True)
+    reader, items, at = Reader(form, tools), [], 0
+    for i in range(len(text) + 1):
+        if at >= len(text):
+            break
+        size = sizes[i % len(sizes)]
+        items += reader.take(text[at:at + size])
+        at += size
+    return joined([*items, *reader.take("", True)])
+
+
+def joined(items: list) -> list:
+    """Neighbours of one kind as one."""
+    found: list = []
+    for item in items:
+        if found and type(item) is type(found[-1]) and isinstance(item, Text | Reasoning | Arguments):
+            found[-1] = type(item)(found[-1].text + item.text)
+        else:
+            found.append(item)
+    return found
+
+
+def called(items: list) -> list[tuple[str, dict]]:
+    found, at = [], iter(items)
+    for item in at:
+        if isinstance(item, CallBegun):
+            arguments = next(at)
+            assert isinstance(arguments, Arguments) and isinstance(next(at), CallEnded)
+            found.append((item.name, json.loads(arguments.text)))
+    return found
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_the_template_writes_is_read_as_what_it_was_made_of(name):
+    @given(content=STRIPPED, reasoning=STRIPPED if name in REASONS else st.just(""), calls=CALLS,
+           sizes=st.lists(st.integers(1, 7), min_size=1, max_size=5))
+    @settings(max_examples=200, deadline=None)
+    def conversations(content, reasoning, calls, sizes):
+        if name == "llama3_json":                   # one call and no text, or text that is no object
+            calls, content = calls[:1], "" if calls else content.lstrip("{; ")
+        if name == "mistral":
+            content = "" if calls else content
+        prompt, text = answer(name, content, reasoning, calls)
+        items = read(name, text, sizes, prompt)
+        assert items == read(name, text, [10**6], prompt)
+        assert called(items) == calls
+        assert "".join(i.text for i in items if isinstance(i, Text)).strip() == content
+        assert "".join(i.text for i in items if isinstance(i, Reasoning)) == reasoning
+    conversations()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_models_own_format_is_known_by_its_template(name):
+    assert format_of(TEMPLATES[name]) is FORMATS[name]
+
+
+def test_a_template_without_calls_has_no_format():
+    assert format_of("{{ messages }} <|im_start|>") is None
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(st.lists(st.sampled_from([
+    "<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=text>", "</parameter>", "[TOOL_CALLS]",
+    "[ARGS]", '{"name": "f", "arguments": {', '{"name": "f"', "}", "{", "]", '"', "\\", ", ", "; ", "f", "\n", " ", "x",
+    "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<think>", "</think>", "<|python_tag|>",
+    "<｜DSML｜function_calls>", '<｜DSML｜invoke name="f">', "</｜DSML｜invoke>", "</｜DSML｜function_calls>",
+    '<｜DSML｜parameter name="a" string="true">', "</｜DSML｜parameter>", "<tool", "_call>"]), max_size=14).map("".join),
+    st.lists(st.integers(1, 7), min_size=1, max_size=4))
+@settings(max_examples=300, deadline=None)
+def test_whatever_a_model_writes_is_read_alike_however_it_is_cut(name, text, sizes):
+    items = read(name, text, sizes)
+    assert items == read(name, text, [10**6])
+    if not any(isinstance(i, CallBegun) for i in items) and not {"<think>", "</think>"} & {
+            m for m in ("<think>", "</think>") if m in text}:
+        assert "".join(i.text for i in items) == text
+
+
+WHOLE = {
+    "hermes": '<tool_call>\n{"name": "f", "arguments": {"text": "a"}}\n</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=text>\na\n</parameter>\n</function>\n</tool_call>",
+    "llama3_json": '{"name": "f", "parameters": {"text": "a"}}',
+    "mistral": '[TOOL_CALLS] [{"name": "f", "arguments": {"text": "a"}, "id": "abcdefghi"}]',
+    "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="text" string="true">a'
+                    "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+    "glm": "<tool_call>f\n<arg_key>text</arg_key>\n<arg_value>a</arg_value>\n</tool_call>",
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_call_that_is_cut_off_is_as_much_as_there_was(name):
+    whole = WHOLE[name]
+    for end in range(len(whole)):
+        items = read(name, whole[:end], [3])
+        begun = [i for i in items if isinstance(i, CallBegun)]
+        if not begun:
+            assert "".join(i.text for i in items) == whole[:end]
+        arguments = "".join(i.text for i in items if isinstance(i, Arguments))
+        assert '{"text": "a"}'.startswith(arguments) and len(begun) <= 1
+        assert not begun or not any(isinstance(i, Text) for i in items)
+    assert called(read(name, whole, [1])) == [("f", {"text": "a"})]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_call_of_no_tool_is_the_text_that_it_came_as(name):
+    whole = "a " + WHOLE[name] if name != "llama3_json" else WHOLE[name]
+    assert read(name, whole, [2], tools={"g": {}}) == [Text(whole)]
+
+
+@pytest.mark.parametrize("name, text, calls", [
+    ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', [("f", {"a": 1})]),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call>', [("f", {})]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}}', [("f", {})]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "}\\""}}</tool_call>\n', [("f", {"a": '}"'})]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}\n</tool_call>', [("f", {})]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', [("f", {"a": 1})]),
+    ("hermes", "<tool_call>[]</tool_call>", []), ("hermes", '<tool_call>{"name": 1}</tool_call>', []),
+    ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "a-b.c", "parameters": {"x": 2}}',
+     [("f", {}), ("a-b.c", {"x": 2})]),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]a-b.c[ARGS]{}', [("f", {"a": 1}), ("a-b.c", {})]),
+    ("mistral", '[TOOL_CALLS]f{"a": 1}', [("f", {"a": 1})]),
+    ("glm", "<tool_call>f<arg_key>count</arg_key><arg_value>1</arg_value></tool_call>", [("f", {"count": 1})]),
+    ("glm", "<tool_call>f\n</tool_call>\n<tool_call>f</tool_call>", [("f", {}), ("f", {})]),
+    ("qwen3_coder", "<tool_call><function=f><parameter=really>True</parameter></function></tool_call>",
+     [("f", {"really": True})]),
+    ("qwen3_coder", "<tool_call><function=f><parameter=count>many</parameter></function></tool_call>",
+     [("f", {"count": "many"})]),
+])
+def test_what_models_write_beside_the_form(name, text, calls):
+    items = read(name, text, [4])
+    assert called(items) == calls
+    if not calls:
+        assert items == [Text(text)]
+
+
+def test_text_behind_calls_is_text():
+    items = read("hermes", WHOLE["hermes"] + "\n" + WHOLE["hermes"] + "\nThat is all.\n", [5])
+    assert items[-1] == Text("\nThat is all.\n") and len(called(items[:-1])) == 2
+
+
+@pytest.mark.parametrize("text, within, items", [
+    ("<think>\na\n\n</think>\n\nb", False, [Reasoning("a"), Text("b")]),
+    ("\n<think>a</think>b", False, [Reasoning("a"), Text("b")]),
+    ("a</think>b", True, [Reasoning("a"), Text("b")]), ("a\n", True, [Reasoning("a\n")]),
+    ("a</think>b", False, [Text("a</think>b")]), ("<think></think>b", False, [Text("b")]),
+    ("<thi", False, [Text("<thi")]), ("a <think>b</think>", False, [Text("a <think>b</think>")]),
+    ("\n a", False, [Text("\n a")]),
+])
+def test_reasoning_is_what_comes_first_between_its_marks(text, within, items):
+    for sizes in ([1], [3], [100]):
+        reader = Reader(behind_reasoning(plain, within=within, separate=True), ())
+        found = [i for at in range(0, len(text), sizes[0]) for i in reader.take(text[at:at + sizes[0]])]
+        assert joined([*found, *reader.take("", True)]) == items
+        whole = Reader(behind_reasoning(plain, within=within, separate=False), ())
+        assert joined([*whole.take(text), *whole.take("", True)]) == [Text(text)]
