@@ -175,7 +175,8 @@ def test_a_field_that_the_template_does_not_show_is_refused(template, form, fiel
 
 
 @pytest.mark.parametrize("message, param", [
-    ({"role": "tool", "content": "x"}, "messages[3].role"),
+    ({"role": "tool", "content": 1}, "messages[3].content"),
+    ({"role": "function", "content": "x"}, "messages[3].role"),
     ({"content": "x"}, "messages[3].role"),
     ({"role": "user"}, "messages[3].content"),
     ({"role": "user", "content": 1}, "messages[3].content"),
@@ -184,7 +185,8 @@ def test_a_field_that_the_template_does_not_show_is_refused(template, form, fiel
      "messages[3].content[0].type"),
     ({"role": "user", "content": [{"type": "text"}]}, "messages[3].content[0]"),
     ({"role": "user", "content": ["x"]}, "messages[3].content[0]"),
-    ({"role": "assistant", "content": "x", "tool_calls": [{}]}, "messages[3].tool_calls"),
+    ({"role": "assistant", "content": "x", "tool_calls": [{}]}, "messages[3].tool_calls[0]"),
+    ({"role": "user", "content": "x", "tool_calls": [{}]}, "messages[3].tool_calls"),
     ({"role": "user", "content": "x", "name": 1}, "messages[3].name"),
     ("x", "messages[3]"),
 ])

@@ -82,9 +82,9 @@ def test_neutral_lists_only_fields_that_exist():
 
 
 @pytest.mark.parametrize("name, value", [
-    ("tools", [{"type": "function"}]), ("tool_choice", "required"), ("functions", [{}]),
+    ("functions", [{}]), ("function_call", "auto"),
     ("audio", {}), ("modalities", ["audio"]),
-    ("prediction", {}), ("reasoning_effort", "high"), ("verbosity", "loud"),
+    ("prediction", {}), ("reasoning_effort", "enormous"), ("verbosity", "loud"),
     ("service_tier", "priority"), ("chat_template", "{{ x }}"), ("web_search_options", {}),
     ("logprobs", 1), ("nonsense", None), ("regex", 1), ("return_hidden_states", 0),
     ("stream_options", {"include_usage": True}), ("log_metrics", False), ("log_metrics", 1),

@@ -13,13 +13,13 @@ Kind = Literal["json_schema", "regex", "grammar", "choice", "lark"]
 
 
 # JSON's own white space between values, but not for ever: a model that likes blanks would fill its context.
-JSON_OPTIONS = {"lenient": False, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
+WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 
 
 class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`text` by kind: a JSON schema; a regular expression of Rust's crate `regex`, for the whole answer; Lark
-    as llguidance reads it, or GBNF (with `::=`), or Lark only; a JSON list of strings. `before`: Lark for the whole
-    answer, which has this grammar as @answer."""
+    as llguidance reads it, or GBNF (with `::=`), or Lark only; a JSON list of strings. `before`: Lark for
+    the whole answer, which has this grammar as @answer."""
 
     kind: Kind
     text: str

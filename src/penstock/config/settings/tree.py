@@ -55,6 +55,9 @@ class Secret:
 Dtype = Literal["auto", "float32", "bfloat16", "gguf"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 SparseKV = Literal["auto", "always", "off"]
+ToolCallParser = Literal["auto", "none", "deepseek_v32", "glm", "hermes", "llama3_json", "mistral",
+                         "qwen3_coder"]
+ReasoningParser = Literal["auto", "none", "think"]
 GrammarBackend = Literal["auto", "llguidance", "none"]
 PairMode = Literal["prefill", "decode"]
 PairFallback = Literal["compute", "refuse"]
@@ -75,6 +78,10 @@ class ModelConfig:
     max_model_len: Annotated[int | None, "tokens of prompt and output (default: the model's)",
                              Alias("--context-length")] = None
     chat_template: Annotated[str | None, "Jinja template file, in place of the model's"] = None
+    tool_call_parser: Annotated[ToolCallParser, "the format of the model's calls of tools; auto finds it by "
+                                "the chat template"] = "auto"
+    reasoning_parser: Annotated[ReasoningParser, "think: what answers have between <think> and </think> is "
+                                "reasoning (Qwen3, DeepSeek, GLM); auto: where the template has it"] = "auto"
     grammar_backend: Annotated[GrammarBackend, "what makes answers match a schema, a regular expression or a "
                                "grammar; auto is llguidance where it is installed",
                                Alias("--guided-decoding-backend")] = "auto"

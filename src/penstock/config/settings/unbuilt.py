@@ -115,9 +115,8 @@ UNBUILT: tuple[Unbuilt, ...] = (
     _switch(_LORA, "--enable-lora"),
     _value(_LORA, "--lora-*", "--max-lora*", neutral=_NONE),
     _value(_SPECULATION, "--speculative-*", "--num-speculative-tokens", neutral=_NONE),
-    _switch("tool calls", "--enable-auto-tool-choice"),
-    _value("tool calls", "--tool-call-parser", "--tool-parser-plugin", neutral=_NONE),
-    _value("a reasoning parser", "--reasoning-parser", neutral=_NONE),
+    _value("a parser of calls from a file", "--tool-parser-plugin", neutral=_NONE,
+           instead="choose with --tool-call-parser"),
     _value("", "--grammar-backend", "--guided-decoding-backend", neutral=("auto", "llguidance", "none"),
            instead="choose from auto, llguidance, none"),
     _value("", "--structured-outputs-config", neutral=_NONE, instead="choose with --grammar-backend"),
@@ -142,6 +141,7 @@ UNBUILT: tuple[Unbuilt, ...] = (
 
 # Switches of the peers that ask for what penstock always does.
 ALWAYS = {
+    "--enable-auto-tool-choice": "a request's tool_choice may always be auto",
     "--enable-mixed-chunk": "prefill and decode share every step",
     "--enable-chunked-prefill": "prompts are always computed in chunks",
     "--enable-metrics": "/metrics is always there",

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.config.request.grammar import JSON_OPTIONS, Grammar
+from penstock.config.request.grammar import WHITE_SPACE, Grammar
 
 if TYPE_CHECKING:
     import llguidance
@@ -83,7 +83,8 @@ def _plain(grammar: Grammar) -> str:
     import llguidance
 
     if grammar.kind == "json_schema":
-        return llguidance.LLMatcher.grammar_from_json_schema(grammar.text, overrides=JSON_OPTIONS)
+        return llguidance.LLMatcher.grammar_from_json_schema(grammar.text, overrides={
+            "lenient": False, "whitespace_pattern": WHITE_SPACE})
     if grammar.kind == "choice":
         choices = json.loads(grammar.text)
         if not isinstance(choices, list) or not choices or not all(type(c) is str for c in choices):

@@ -76,7 +76,9 @@ class Generation:
     """The choices of all prompts of one request. `pieces` once, then `usage`; `close` always."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None, metrics: Metrics, *,
-                 began: float | None = None) -> None:
+                 began: float | None = None, shown: frozenset[int] = frozenset()) -> None:
+        """shown: special tokens that are text all the same."""
+        self._shown = shown
         self._engine = engine
         self._tokenizer = tokenizer
         self._metrics = metrics
@@ -95,7 +97,7 @@ class Generation:
             detokenizer = Detokenizer(
                 self._tokenizer, skip_special=params.skip_special_tokens, stop=params.stop,
                 include_stop=params.include_stop_str_in_output, min_tokens=params.min_tokens,
-                context=context)
+                context=context, shown=self._shown)
             self._choices.append(_Choice(self, len(self._choices), stream, detokenizer, hidden,
                                          counts_cache=n == 0))
 

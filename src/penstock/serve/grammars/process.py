@@ -18,7 +18,8 @@ ERROR_CHARS_MAX = 400
 
 
 def main(descriptor: int) -> int:
-    """Answer {"tokenizer", "eos_ids"} with {}, then each {"kind", "text", "before"} with {"seconds"} or {"error"}."""
+    """Answer {"tokenizer", "eos_ids"} with {}, then each {"kind", "text", "before"} with {"seconds"} or
+    {"error"}."""
     link = socket.socket(fileno=descriptor)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES_MAX, MEMORY_BYTES_MAX))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

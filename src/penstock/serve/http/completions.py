@@ -9,9 +9,11 @@ import asyncio
 import logging
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any, Protocol
+
+import msgspec
 
 from penstock.config.base.errors import CONTEXT_EXCEEDED, RequestError, context_exceeded, show
 from penstock.config.request.params import SamplingParams
@@ -40,7 +42,8 @@ from penstock.serve.http.types import (
 )
 from penstock.serve.metrics import Metrics
 from penstock.serve.namespaces import Namespaces
-from penstock.serve.text.chat import too_many_messages
+from penstock.serve.parsers.asked import Asked, Offer
+from penstock.serve.text.chat import ChatTemplate, too_many_messages
 from penstock.serve.text.encoder import Encoder
 from penstock.serve.text.model_text import Text
 from penstock.serve.text.turns import TooManyTexts
@@ -131,16 +134,26 @@ class OpenAI:
             raise too_many_messages(context)
         request = parse(body, ChatRequest)
         self.check_model(request.model)
-        params = request.params()
-        out = ChatFormat(
+        await self.converse(request, tenant, reply, began, lambda asked, params: ChatFormat(
             model=self.model, token_bytes=self.token_bytes, logprobs=params.logprobs is not None,
             include_usage=request.include_usage, return_token_ids=self._shows_ids(request),
-            num_choices=params.n)
+            num_choices=params.n, asked=asked))
+
+    async def converse(self, request: ChatRequest, tenant: bytes, reply: Reply, began: float,
+                       written: Callable[[Asked, SamplingParams], Format]) -> None:
+        """Answer a conversation. written: makes the form of the answer."""
+        params, offer, field = request.params(), request.offer, grammar_of(request)
         try:
-            prompt = await self.chat_prompt(request, tenant)
-            await self._run([prompt], request, params, tenant, out, reply, began)
+            text, prompt = await self.chat_prompt(request, tenant, offer)
+            asked = self.text.asked(offer, text, separate=request.separate_reasoning is not False)
+            grammar = self.text.grammar(asked, params.grammar)
+            if grammar is not params.grammar:
+                params = msgspec.structs.replace(params, grammar=grammar).checked()
+            await self._run([prompt], request, params, tenant, written(asked, params), reply, began,
+                            blamed=field[0] if field else "tools", shown=self.text.shown(asked))
         except RequestError as e:
-            raise RequestError(str(e), "messages" if e.param == "prompt" else e.param, e.code) from None
+            named = {"prompt": "messages", "grammar": field[0] if field else "tools"}
+            raise RequestError(str(e), named.get(e.param or "", e.param), e.code) from None
 
     async def completion(self, body: bytes, tenant: bytes, reply: Reply) -> None:
         began = time.monotonic()
@@ -159,26 +172,43 @@ class OpenAI:
             include_usage=request.include_usage, return_token_ids=self._shows_ids(request),
             num_choices=len(prompts) * params.n,
             echoes=[self._shown(p) for p in given for _ in range(params.n)] if request.echo else ())
-        await self._run(prompts, request, params, tenant, out, reply, began)
+        field = grammar_of(request)
+        await self._run(prompts, request, params, tenant, out, reply, began, blamed=field[0] if field else "")
 
     # ------------------------------------------------------------ prompts
-    async def chat_prompt(self, request: ChatRequest, tenant: bytes) -> list[int]:
+    async def chat_prompt(self, request: ChatRequest, tenant: bytes, offer: Offer) -> tuple[str, list[int]]:
+        """Text and tokens of a conversation. Raises RequestError, ApiError."""
         if self.tokenizer is None:
             raise RequestError("this model has no tokenizer: send token ids to /v1/completions",
                                "messages")
         if self.template is None:
             raise RequestError(f"{self._no_template}: use /v1/completions, or start the server with "
                                "--chat-template", "messages")
+        if offer.tools and not self.template.reads("tools"):
+            raise RequestError("tools: this model's chat template does not show them: leave them out, or "
+                               "start the server with --chat-template", "tools")
         try:
             text = await self.template.take(
                 request.messages, tenant=tenant, context=self.engine.ready.max_model_len,
                 continue_final=bool(request.continue_final_message),
                 add_generation_prompt=request.add_generation_prompt,
-                variables=request.variables)
+                variables=self._variables(request, self.template), tools=offer.tools)
         except TooManyTexts:
             raise overloaded("too many conversations at once: try again") from None
         [ids] = await self.encode([text], tenant, special=False)       # the template writes its own
-        return ids
+        return text, ids
+
+    def _variables(self, request: ChatRequest, template: ChatTemplate) -> dict[str, Any]:
+        """Of the template, beside what is always there. Raises RequestError."""
+        effort = request.reasoning_effort
+        found: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+        if effort is not None and not template.reads("reasoning_effort"):
+            switch = next((s for s in ("enable_thinking", "thinking") if template.reads(s)), None)
+            if switch is None and effort != "none":
+                raise RequestError("reasoning_effort: this model's chat template does not read it: leave it "
+                                   "out", "reasoning_effort")
+            found = {} if switch is None else {switch: effort not in ("none", "minimal")}
+        return found | request.variables
 
     async def encode(self, texts: Sequence[str], tenant: bytes, *, special: bool) -> list[list[int]]:
         if not texts:
@@ -219,14 +249,15 @@ class OpenAI:
     # ------------------------------------------------------------ running
     async def _run(self, prompts: list[list[int]], request: ChatRequest | CompletionRequest,
                    params: SamplingParams, tenant: bytes, out: Format, reply: Reply,
-                   began: float) -> None:
+                   began: float, *, blamed: str, shown: frozenset[int] = frozenset()) -> None:
+        """blamed: the field that asks for the grammar. shown: special tokens that the form must see."""
         self._check_room(prompts, request, params)
         if params.stop and self.tokenizer is None:
             raise RequestError("this model has no tokenizer: use stop_token_ids", "stop")
-        await self._check_grammar(request, params, prompts[0], tenant)
+        await self._check_grammar(params, prompts[0], tenant, blamed)
         namespace = self.namespaces.number(tenant, request.cache_salt)
         engine = self.engine.of(request.data_parallel_rank)
-        generation = Generation(engine, self.tokenizer, self.metrics, began=began)
+        generation = Generation(engine, self.tokenizer, self.metrics, began=began, shown=shown)
         try:
             with self.running.of(tenant, out.id, request.rid):
                 for prompt in prompts:
@@ -241,16 +272,16 @@ class OpenAI:
             # Also when the client has gone, which cancels this task wherever it waits.
             await generation.close()
 
-    async def _check_grammar(self, request: ChatRequest | CompletionRequest, params: SamplingParams,
-                             prompt: list[int], tenant: bytes) -> None:
+    async def _check_grammar(self, params: SamplingParams, prompt: list[int], tenant: bytes,
+                             blamed: str) -> None:
         """Raises RequestError that names the field, or ApiError."""
-        if (asked := grammar_of(request)) is None:
+        if params.grammar is None:
             return
         try:
             checked_limits(self.engine.ready, prompt, params, self.eos_ids)
             await self.text.check(params, tenant)
         except RequestError as e:
-            raise RequestError(str(e), asked[0] if e.param == "grammar" else e.param, e.code) from None
+            raise RequestError(str(e), blamed if e.param == "grammar" else e.param, e.code) from None
         except TooManyTexts:
             raise overloaded("too many grammars at once: try again") from None
 

@@ -1,4 +1,4 @@
-"""Answers of OpenAI's API: pieces of text as JSON objects, whole or one server-sent event at a time.
+"""Answers of OpenAI's API: items of text as JSON objects, whole or one server-sent event at a time.
 
 Owns the shape of answers. Knows no engine, no HTTP and no request field.
 """
@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import msgspec
 
 from penstock.serve.client.generate import Piece, Usage
+from penstock.serve.parsers.asked import Asked
+from penstock.serve.parsers.source import Arguments, CallBegun, Item, Reader, Reasoning, Text
 from penstock.serve.wire import Logprob
 
 LOGPROB_MIN = -9999.0        # JSON has no infinity
@@ -119,6 +121,10 @@ class _Common:
 
 @dataclass(slots=True)
 class ChatFormat(_Common):
+    asked: Asked = Asked()
+    _readers: dict[int, Reader] = field(default_factory=dict)
+    _num_calls: dict[int, int] = field(default_factory=dict)     # of choices that have begun one
+
     def __post_init__(self) -> None:
         self.id = f"chatcmpl-{secrets.token_hex(16)}"
 
@@ -128,28 +134,72 @@ class ChatFormat(_Common):
              "finish_reason": None}]) for i in range(self.num_choices)]
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        whole = self._gather(piece)
-        if whole is None:
+        deltas = self._deltas(piece)
+        whole = self._waiting.setdefault(piece.index, Whole())
+        whole.add(piece)
+        if not deltas and piece.finish is None and not self.return_token_ids:
             return []
-        found = []
-        if whole.text or whole.tokens:
-            found.append({"index": piece.index, "delta": {"content": whole.text},
-                          "logprobs": self._logprobs(whole), "finish_reason": None,
-                          **self._ids(whole)})
+        del self._waiting[piece.index]
+        if not deltas and whole.tokens:
+            deltas = [{"content": ""}]
+        found: list[dict[str, Any]] = [
+            {"index": piece.index, "delta": d, "logprobs": None, "finish_reason": None} for d in deltas]
+        if found:                     # all that came is told with the first
+            found[0] |= {"logprobs": self._logprobs(whole), **self._ids(whole)}
         if piece.finish is not None:
             found.append({"index": piece.index, "delta": {}, "logprobs": None,
-                          "finish_reason": piece.finish, "stop_reason": piece.stop_reason})
+                          "finish_reason": self._finish(piece.finish, self._num_calls.get(piece.index, 0)),
+                          "stop_reason": piece.stop_reason})
         return [self._streamed("chat.completion.chunk", [choice]) for choice in found]
+
+    def _deltas(self, piece: Piece) -> list[dict[str, Any]]:
+        if self.asked.plain:
+            return [{"content": piece.text}] if piece.text else []
+        if piece.index not in self._readers:
+            self._readers[piece.index] = self.asked.reader()
+        items = self._readers[piece.index].take(piece.text, piece.finish is not None)
+        return [delta for item in items if (delta := self._delta(piece.index, item))]
+
+    def _delta(self, index: int, item: Item) -> dict[str, Any]:
+        match item:
+            case Text(text):
+                return {"content": text}
+            case Reasoning(text):
+                return {"reasoning_content": text}
+            case CallBegun(name):
+                number = self._num_calls.setdefault(index, 0)
+                self._num_calls[index] += 1
+                return {"tool_calls": [{"index": number, "id": self.asked.call_id(), "type": "function",
+                                        "function": {"name": name, "arguments": ""}}]}
+            case Arguments(text):
+                return {"tool_calls": [{"index": self._num_calls[index] - 1,
+                                        "function": {"arguments": text}}]}
+        return {}
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
         return self._frame("chat.completion.chunk", [], usage=usage_json(usage))
 
     def whole(self, choices: Sequence[Whole], usage: Usage) -> dict[str, Any]:
-        return self._frame("chat.completion", [
-            {"index": i, "message": {"role": "assistant", "content": c.text, "refusal": None},
-             "logprobs": self._logprobs(c), "finish_reason": c.finish,
-             "stop_reason": c.stop_reason, **self._ids(c)}
-            for i, c in enumerate(choices)], usage=usage_json(usage))
+        return self._frame("chat.completion", [self._choice(i, c) for i, c in enumerate(choices)],
+                           usage=usage_json(usage))
+
+    def _choice(self, index: int, whole: Whole) -> dict[str, Any]:
+        said = self.asked.answered(whole.text)
+        empty = not said.text and (said.calls or said.reasoning)
+        message: dict[str, Any] = {
+            "role": "assistant", "content": None if empty else said.text, "refusal": None}
+        if said.reasoning:
+            message["reasoning_content"] = said.reasoning
+        if said.calls:
+            message["tool_calls"] = [{"id": c.id, "type": "function", "function": {
+                "name": c.name, "arguments": c.arguments}} for c in said.calls]
+        return {"index": index, "message": message, "logprobs": self._logprobs(whole),
+                "finish_reason": self._finish(whole.finish, len(said.calls)),
+                "stop_reason": whole.stop_reason, **self._ids(whole)}
+
+    @staticmethod
+    def _finish(reason: str | None, num_calls: int) -> str | None:
+        return "tool_calls" if num_calls and reason == "stop" else reason
 
     def _logprobs(self, whole: Whole) -> dict[str, Any] | None:
         if not self.logprobs:

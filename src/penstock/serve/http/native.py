@@ -10,6 +10,7 @@ from typing import Any
 from penstock.config.base.errors import RequestError
 from penstock.serve.http.completions import OpenAI, Reply
 from penstock.serve.http.format import encode
+from penstock.serve.http.tools import Tool
 from penstock.serve.http.types import Body, ChatRequest, parse
 
 # By path or its beginning: what is not built, in words.
@@ -51,6 +52,7 @@ class TokenizeRequest(Body, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None             # of a conversation
 
     def checked(self) -> None:
         if (self.prompt is None) == (self.messages is None):
@@ -86,10 +88,11 @@ class Native:
         request = parse(body, TokenizeRequest)
         self._api.check_model(request.model)
         if request.messages is not None:
-            ids = await self._api.chat_prompt(ChatRequest(
+            chat = ChatRequest(
                 messages=request.messages, add_generation_prompt=request.add_generation_prompt,
                 continue_final_message=request.continue_final_message,
-                chat_template_kwargs=request.chat_template_kwargs), tenant)
+                chat_template_kwargs=request.chat_template_kwargs, tools=request.tools)
+            _, ids = await self._api.chat_prompt(chat, tenant, chat.offer)
         else:
             assert request.prompt is not None
             [ids] = await self._api.encode([request.prompt], tenant,

@@ -17,6 +17,8 @@ import msgspec
 from penstock.config.base.errors import RequestError, cut
 from penstock.config.request.params import COUNT_MAX, SamplingParams
 from penstock.serve.http.structured import ResponseFormat, StructuredOutputs, grammar_of
+from penstock.serve.http.tools import Tool, ToolChoice, offer_of
+from penstock.serve.parsers.asked import Offer
 
 # Of fields whose feature is not built: null, and these values that do not ask for it.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -30,19 +32,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "lora_path": (),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (True, False),
     "prediction": (),
     "prompt_cache_options": (),
     "prompt_cache_retention": (),
-    "reasoning_effort": ("none",),
     "return_hidden_states": (False,),
-    "separate_reasoning": (True, False),        # without a reasoning parser both do nothing
     "service_tier": ("auto", "default"),
     "session_params": (),
     "stream_reasoning": (True,),                # all text is streamed
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "web_search_options": (),
 }
 
@@ -91,6 +88,7 @@ class _Request(Body, kw_only=True, forbid_unknown_fields=True):
     data_parallel_rank: int | None = None       # of --dp: the engine that computes it
     return_token_ids: bool | None = None
     rid: str | None = None                      # names it for /abort_request
+    separate_reasoning: bool | None = None      # of a chat: unless this is false, it is not in the content
     # What the answer must match: one of these. SGLang's are the last three.
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -115,7 +113,6 @@ class _Request(Body, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
     return_hidden_states: Any = None
-    separate_reasoning: Any = None
     service_tier: Any = None
     session_params: Any = None
     stream_reasoning: Any = None
@@ -170,6 +167,10 @@ class ChatRequest(_Request, kw_only=True, forbid_unknown_fields=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None      # for templates that read it
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     # NEUTRAL.
     audio: Any = None
     chat_template: Any = None
@@ -177,11 +178,7 @@ class ChatRequest(_Request, kw_only=True, forbid_unknown_fields=True):
     function_call: Any = None
     functions: Any = None
     modalities: Any = None
-    parallel_tool_calls: Any = None
     prediction: Any = None
-    reasoning_effort: Any = None
-    tool_choice: Any = None
-    tools: Any = None
     web_search_options: Any = None
 
     @property
@@ -189,6 +186,11 @@ class ChatRequest(_Request, kw_only=True, forbid_unknown_fields=True):
         """Of the template, beside what is always there."""
         given = {} if self.verbosity is None else {"verbosity": self.verbosity}
         return given | (self.chat_template_kwargs or {})
+
+    @property
+    def offer(self) -> Offer:
+        """Raises RequestError."""
+        return offer_of(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     def params(self) -> SamplingParams:
         """Raises RequestError. Without a maximum the answer may fill the context."""

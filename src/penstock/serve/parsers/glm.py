@@ -1,5 +1,5 @@
-"""GLM: `<tool_call>NAME\\n<arg_key>KEY</arg_key>\\n<arg_value>VALUE</arg_value>\\n</tool_call>`; since 4.7 without
-the line ends."""
+"""GLM: `<tool_call>NAME\\n<arg_key>KEY</arg_key>\\n<arg_value>VALUE</arg_value>\\n</tool_call>`; since 4.7
+without the line ends."""
 from __future__ import annotations
 
 from collections.abc import Generator
@@ -33,10 +33,12 @@ def reading(schemas: Schemas) -> Read:
 def body(lark: Lark, tools: Schemas, many: bool) -> str:
     """What follows OPEN, in a grammar."""
     def one(key: str, _: bool) -> tuple[str, str]:
-        return (f"{lark.mark(KEY)} {lark.text(key)} {lark.mark(KEY_END)} {newline}? {lark.mark(VALUE)}", VALUE_END)
+        front = f"{lark.mark(KEY)} {lark.text(key)} {lark.mark(KEY_END)} {newline}? {lark.mark(VALUE)}"
+        return front, VALUE_END
 
     newline = lark.text("\n")
     call = lark.any_of(*(
-        f"{lark.text(name)} {newline}? {parameter_rules(lark, name, schema, one, newline + '?')} {lark.mark(CLOSE)}"
+        f"{lark.text(name)} {newline}? {parameter_rules(lark, name, schema, one, newline + '?')} "
+        f"{lark.mark(CLOSE)}"
         for name, schema in tools.items()))
     return f"{call} ({newline}? {lark.mark(OPEN)} {call})*" if many else call

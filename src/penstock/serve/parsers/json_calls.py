@@ -12,8 +12,8 @@ ARGUMENTS = ('"arguments"', '"parameters"')
 
 
 def read_call(source: Source, *, end: str = "") -> Generator[None, None, bool]:
-    """One object. Its arguments are told as they come if the name is first; in another order once `end` shows that
-    the object is whole. Returns whether it was a call; if not, what was marked is text."""
+    """One object. Its arguments are told as they come if the name is first; in another order once `end`
+    shows that the object is whole. Returns whether it was a call; if not, what was marked is text."""
     at = source.at
     name = yield from _head(source)
     if name is not None:

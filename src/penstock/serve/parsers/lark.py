@@ -5,15 +5,15 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from penstock.config.request.grammar import JSON_OPTIONS
+from penstock.config.request.grammar import WHITE_SPACE
 
 TokenId: TypeAlias = "Callable[[str], int | None]"
 _ESCAPED = frozenset("\\.+*?()|[]{}^$#&-~/\"")
 
 
 class Lark:
-    """Rules, and expressions over them. `token_id`: of text that is one special token, which then is written in no
-    other way; else None."""
+    """Rules, and expressions over them. `token_id`: of text that is one special token, which then is written
+    in no other way; else None."""
 
     def __init__(self, token_id: TokenId) -> None:
         self._token_id = token_id
@@ -31,7 +31,8 @@ class Lark:
         return self._token_id(text) is not None
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        return self._rule("json", "%json " + json.dumps({**schema, "x-guidance": JSON_OPTIONS}))
+        return self._rule("json", "%json " + json.dumps({
+            **_bare(schema), "x-guidance": {"lenient": False, "whitespace_pattern": WHITE_SPACE}}))
 
     def until(self, mark: str) -> str:
         """Any text, and `mark`."""
@@ -67,9 +68,19 @@ class Lark:
 
     def _rule(self, kind: str, body: str, options: str = "") -> str:
         if body not in self._names:
-            self._names[body] = name = f"{kind}{len(self._names)}" if kind.islower() else f"{kind}_{len(self._names)}"
-            self._rules.append(f"{name}{options}: {body}")
+            self._names[body] = f"{kind}{'' if kind.islower() else '_'}{len(self._names)}"
+            self._rules.append(f"{self._names[body]}{options}: {body}")
         return self._names[body]
+
+
+def _bare(schema: Any) -> Any:
+    """Without the words that only a reader needs."""
+    if isinstance(schema, list):
+        return [_bare(s) for s in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {k: v if k in ("enum", "const") else _bare(v) for k, v in schema.items()
+            if not (k in ("description", "title", "$comment") and isinstance(v, str))}
 
 
 def _escaped(text: str) -> str:

@@ -1,4 +1,5 @@
-"""A call as parameters with names, which three formats share: their arguments as JSON, by the tool's schema."""
+"""A call as parameters with names, which three formats share: their arguments as JSON, by the tool's
+schema."""
 from __future__ import annotations
 
 import json
@@ -18,8 +19,8 @@ _PYTHON = {"True": "true", "False": "false", "None": "null"}       # templates w
 
 def read_parameters(source: Source, begin: str, end: str,
                     one: Callable[[Source], Generator[None, None, str]]) -> Generator[None, None, None]:
-    """All of one call, whose name was told. `one` reads from behind `begin`: `"key": value`, or "" if it is cut
-    off."""
+    """All of one call, whose name was told. `one` reads from behind `begin`: `"key": value`, or "" if it is
+    cut off."""
     before = "{"
     while (mark := (yield from source.one_of(begin, end))) == begin:
         if not (found := (yield from one(source))):
@@ -71,24 +72,29 @@ def kinds(schema: Any, root: Mapping[str, Any], depth: int = 8) -> frozenset[str
     values = schema["enum"] if isinstance(schema.get("enum"), list) else []
     values = [*values, *(schema[k] for k in ("const",) if k in schema)]
     found_kinds = {kind for v in values for kind, types in _TYPES.items() if type(v) in types}
-    for choice in (c for name in ("anyOf", "oneOf") if isinstance(schema.get(name), list) for c in schema[name]):
+    for choice in _choices(schema):
         found_kinds |= kinds(choice, root, depth - 1)
     return frozenset(found_kinds)
+
+
+def _choices(schema: Mapping[str, Any]) -> list[Any]:
+    return [c for name in ("anyOf", "oneOf") if isinstance(schema.get(name), list) for c in schema[name]]
 
 
 def _no_number(name: str) -> None:
     raise ValueError(name)
 
 
-def parameter_rules(lark: Lark, name: str, schema: Mapping[str, Any], one: Callable[[str, bool], tuple[str, str]],
-                    between: str = "") -> str:
-    """All parameters of one call in the schema's order, in a grammar. `one` tells of a key, and whether its value
-    is text, the expression in front of a value and the mark behind it; `between` comes after each. Raises RequestError."""
+def parameter_rules(lark: Lark, name: str, schema: Mapping[str, Any],
+                    one: Callable[[str, bool], tuple[str, str]], between: str = "") -> str:
+    """All parameters of one call in the schema's order, in a grammar. `one` tells of a key, and whether its
+    value is text, the expression in front of a value and the mark behind it; `between` comes after each.
+    Raises RequestError."""
     of, required = schema.get("properties", {}), schema.get("required", [])
     if (schema.get("type", "object") != "object" or not isinstance(of, dict) or not isinstance(required, list)
             or not {*map(str, required)} <= {*of}):
-        raise RequestError(f"the parameters of the tool {show(name)} are not an object with properties, which a "
-                           "grammar of this model's calls needs", "tools")
+        raise RequestError(f"the parameters of the tool {show(name)} are not an object with properties, "
+                           "which a grammar of this model's calls needs", "tools")
     found = []
     for key, own in of.items():
         texts = texts_of(own, schema, f"{name}.{key}")
@@ -117,12 +123,11 @@ def texts_of(own: Any, root: Mapping[str, Any], where: str) -> list[str] | None:
     of = kinds(own, root)
     if of and "string" not in of:
         return None
-    parts = [resolved(p, root) for k in ("anyOf", "oneOf") if isinstance(found.get(k), list) for p in found[k]]
-    for part in (found, *parts):
+    for part in (found, *(resolved(p, root) for p in _choices(found))):
         extra = sorted({*part} - _SAID - ({"anyOf", "oneOf"} if part is found else set()))
         if extra and (part is found or "string" in kinds(part, root)):
-            raise RequestError(f"{show(where)}: {show(extra[0])} of a string that this model writes without quotes "
-                               "cannot be kept to: leave it out", "tools")
+            raise RequestError(f"{show(where)}: {show(extra[0])} of a string that this model writes without "
+                               "quotes cannot be kept to: leave it out", "tools")
     return []
 
 

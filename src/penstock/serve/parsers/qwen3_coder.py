@@ -1,4 +1,5 @@
-"""Qwen3-Coder: `<tool_call>\\n<function=NAME>\\n<parameter=KEY>\\nVALUE\\n</parameter>\\n</function>\\n</tool_call>`."""
+"""Qwen3-Coder:
+`<tool_call>\\n<function=NAME>\\n<parameter=KEY>\\nVALUE\\n</parameter>\\n</function>\\n</tool_call>`."""
 from __future__ import annotations
 
 from collections.abc import Generator

@@ -1,7 +1,7 @@
 """Items of an answer, and the text that they are read from as it comes.
 
-A format is a generator over a `Source`: it takes what it is sure of, tells items, and yields where it needs more
-text. So what it tells does not depend on how the text was cut into pieces.
+A format is a generator over a `Source`: it takes what it is sure of, tells items, and yields where it needs
+more text. So what it tells does not depend on how the text was cut into pieces.
 """
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class CallBegun:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """More of the JSON text of the call that was begun last. All of it is an object, unless the answer was cut
-    off or the model wrote another thing."""
+    """More of the JSON text of the call that was begun last. All of it is an object, unless the answer was
+    cut off or the model wrote another thing."""
 
     text: str
 
@@ -95,8 +95,8 @@ class Source:
             yield
 
     def take(self, *markers: str) -> Generator[None, None, tuple[str, str]]:
-        """Text before the first of `markers`, and that, both taken. At the end without one: ("", ""), and nothing
-        is taken."""
+        """Text before the first of `markers`, and that, both taken. At the end without one: ("", ""), and
+        nothing is taken."""
         while True:
             at, marker = _first(self.rest, markers)
             if marker:
@@ -108,8 +108,8 @@ class Source:
             yield
 
     def one_of(self, *markers: str, closing: bool = False) -> Generator[None, None, str]:
-        """Skip white space, then take the one of `markers` that comes; "" for anything else, taken is nothing.
-        closing: half of one at the end is not text, but cut off."""
+        """Skip white space, then take the one of `markers` that comes; "" for anything else, taken is
+        nothing. closing: half of one at the end is not text, but cut off."""
         while True:
             text = self.rest
             stripped = text.lstrip()
@@ -149,8 +149,8 @@ class Source:
         return value
 
     def json_value(self, *, told: bool, depth: int = 0) -> Generator[None, None, bool]:
-        """Take an object or a list to its end, or what closes `depth` of them; as Arguments if `told`. Returns
-        whether it ended."""
+        """Take an object or a list to its end, or what closes `depth` of them; as Arguments if `told`.
+        Returns whether it ended."""
         in_string, done = False, 0
         while True:
             text = self.rest

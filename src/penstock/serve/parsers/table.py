@@ -43,11 +43,12 @@ FORMATS = {f.name: f for f in (
            ("｜DSML｜",)),
     Format("glm", glm.reading, glm.body, glm.OPEN, ("<arg_key>",),
            (glm.OPEN, glm.CLOSE, glm.KEY, glm.KEY_END, glm.VALUE, glm.VALUE_END)),
-    Format("qwen3_coder", qwen3_coder.reading, qwen3_coder.body, qwen3_coder.OPEN, ("<tool_call>", "<function="),
-           (qwen3_coder.OPEN, qwen3_coder.CLOSE)),
+    Format("qwen3_coder", qwen3_coder.reading, qwen3_coder.body, qwen3_coder.OPEN,
+           ("<tool_call>", "<function="), (qwen3_coder.OPEN, qwen3_coder.CLOSE)),
     Format("mistral", lambda _: mistral.read, mistral.body, mistral.OPEN, ("[TOOL_CALLS]",),
            (mistral.OPEN, mistral.ARGS), mistral.call_id),
-    Format("hermes", lambda _: hermes.read, hermes.body, hermes.OPEN, ("<tool_call>",), (hermes.OPEN, hermes.CLOSE)),
+    Format("hermes", lambda _: hermes.read, hermes.body, hermes.OPEN, ("<tool_call>",),
+           (hermes.OPEN, hermes.CLOSE)),
     Format("llama3_json", lambda _: llama3_json.read, llama3_json.body, "", ("<|start_header_id|>", "tools"),
            (llama3_json.TAG,)),
 )}
@@ -64,28 +65,33 @@ def plain(source: Source) -> Reading:
 
 
 def calls_grammar(form: Format, tools: Schemas, token_id: TokenId, *, required: bool, many: bool,
-                  reasoning: bool | None) -> Grammar:
-    """Of an answer that is calls, or, unless `required`, text and then maybe calls. reasoning: True where the answer
-    begins within it, None where it may begin with it. Raises RequestError."""
+                  reasoning: bool | None, text: Grammar | None = None) -> Grammar:
+    """Of an answer that is calls, or, unless `required`, text and then maybe calls; or calls, or what
+    matches `text`. reasoning: as in `grammar_behind_reasoning`, None where there is none. Raises
+    RequestError."""
     lark = Lark(token_id)
     body = lark.rule(form.body(lark, tools, many))
+    called = f"{lark.blanks()} {lark.mark(form.opening)} {body}" if form.opening else body
     if required:
-        start = f"{lark.blanks()} {lark.mark(form.opening)} {body}" if form.opening else body
+        start = called
+    elif text is not None:
+        start = f"({called} | @answer)"
     elif form.opening:
         start = f"({lark.until(form.opening)} {body} | {lark.without(form.opening)})"
     else:
         start = f"({body} | {lark.no_object()})"
-    return Grammar("lark", lark.source(f"{_before(lark, reasoning)} {start}"))
+    source = lark.source(f"{'' if reasoning is None else _reasoning(lark, reasoning)} {start}")
+    if required or text is None:
+        return Grammar("lark", source)
+    return msgspec.structs.replace(text, before=source)
 
 
-def behind_reasoning(grammar: Grammar, token_id: TokenId, within: bool) -> Grammar:
+def grammar_behind_reasoning(grammar: Grammar, token_id: TokenId, within: bool) -> Grammar:
     """`grammar` for what comes behind reasoning; not `within`: there may be none."""
     lark = Lark(token_id)
-    return msgspec.structs.replace(grammar, before=lark.source(f"{_before(lark, within or None)} @answer"))
+    return msgspec.structs.replace(grammar, before=lark.source(f"{_reasoning(lark, within)} @answer"))
 
 
-def _before(lark: Lark, reasoning: bool | None) -> str:
-    if reasoning is False:
-        return ""
+def _reasoning(lark: Lark, within: bool) -> str:
     closed = f"{lark.until(CLOSE)} {lark.blanks()}"
-    return closed if reasoning else f"({lark.mark(OPEN)} {closed})?"
+    return closed if within else f"({lark.blanks()} {lark.mark(OPEN)} {closed})?"

@@ -232,8 +232,8 @@ def _plain_calls(calls: Any, where: str) -> list[dict[str, Any]]:
                 found.append({"id": rest["id"], "type": "function",
                               "function": {"name": name, "arguments": arguments}})
             case _:
-                raise RequestError(f'{at} is not {{"id": "...", "type": "function", "function": {{"name": "...", '
-                                   '"arguments": "{...}"}}', at)
+                raise RequestError(f'{at} is not {{"id": "...", "type": "function", "function": '
+                                   '{"name": "...", "arguments": "{...}"}}', at)
     return found
 
 

@@ -30,7 +30,8 @@ class Delta:
 class Detokenizer:
     """Text of one choice.
 
-    skip_special  hide special tokens         stop          strings that end the text
+    skip_special  hide special tokens, but for those of `shown`
+    stop          strings that end the text
     include_stop  show the stop string too    min_tokens    tokens in which no stop is completed
     context       prompt ids before the output: decoders that strip a leading space need them
 
@@ -43,14 +44,14 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer | None, *, skip_special: bool = True,
                  stop: Sequence[str] = (), include_stop: bool = False, min_tokens: int = 0,
-                 context: Sequence[int] = ()) -> None:
+                 context: Sequence[int] = (), shown: frozenset[int] = frozenset()) -> None:
         self._pieces: _Pieces
         if tokenizer is None:
             self._pieces = _NoText()
-        elif tokenizer.byte_level:
-            self._pieces = _ByteLevel(tokenizer, skip_special)
         else:
-            self._pieces = _PrefixDiff(tokenizer, skip_special, context)
+            hidden = tokenizer.special_ids - shown if skip_special else frozenset()
+            self._pieces = (_ByteLevel(tokenizer, hidden) if tokenizer.byte_level else
+                            _PrefixDiff(tokenizer, hidden, context))
         self._stops = tuple(stop)
         self._include_stop = include_stop
         self._min_tokens = min_tokens
@@ -127,9 +128,9 @@ class _NoText:
 class _ByteLevel:
     """Byte-level BPE: a token is bytes, text is their UTF-8 with U+FFFD for what is broken."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._hidden = tokenizer.special_ids if skip_special else frozenset()
+        self._hidden = hidden
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token: int) -> str:
@@ -148,10 +149,9 @@ class _PrefixDiff:
     the space of a first word sees a word before it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool, context: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int], context: Sequence[int]) -> None:
         self._raw = tokenizer.raw
-        self._skip = skip_special
-        self._hidden = tokenizer.special_ids if skip_special else frozenset()
+        self._hidden = hidden
         self._ids = [t for t in context[-TOKENS_HELD_MAX:] if t not in self._hidden]
         self._read = len(self._ids)                  # ids[:read] are shown
         self._shown = self._decode()
@@ -181,4 +181,4 @@ class _PrefixDiff:
     def _decode(self) -> str:
         if not self._ids:
             return ""
-        return self._raw.decode(self._ids, skip_special_tokens=self._skip)
+        return self._raw.decode(self._ids, skip_special_tokens=False)

@@ -8,20 +8,27 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.config.base.errors import ConfigError, RequestError
+from penstock.config.request.grammar import Grammar
 from penstock.config.request.params import SamplingParams
 from penstock.config.settings.tree import Config
 from penstock.model.weights.locate import ModelFiles
 from penstock.serve.grammars.check import GrammarCheck
+from penstock.serve.parsers.asked import Asked, Offer, asked_of
+from penstock.serve.parsers.reasoning import CLOSE
+from penstock.serve.parsers.table import FORMATS, Format, format_of
 from penstock.serve.text.chat import ChatTemplate, read_template
 from penstock.serve.text.tokenizer import Tokenizer, open_tokenizer
 
 
 class Text:
     """`tokenizer` is None for a model that has none: it serves token ids. `no_template`: why there is no
-    template, as the beginning of a sentence."""
+    template, as the beginning of a sentence. `calls`: the format of its calls of tools, or None; `reasons`:
+    its answers may begin with reasoning."""
 
     def __init__(self, tokenizer: Tokenizer | None, template: ChatTemplate | None,
-                 eos_ids: Sequence[int], no_template: str = "this model has no chat template") -> None:
+                 eos_ids: Sequence[int], no_template: str = "this model has no chat template", *,
+                 calls: Format | None = None, reasons: bool = False) -> None:
+        self.calls, self.reasons = calls, reasons
         self.no_template = no_template
         self.tokenizer = tokenizer
         self.eos_ids = tuple(eos_ids)
@@ -34,6 +41,23 @@ class Text:
             if self.grammars is None:
                 raise RequestError("this model has no tokenizer: a grammar needs one", "grammar")
             await self.grammars.check(params.grammar, tenant)
+
+    def asked(self, offer: Offer, prompt: str, *, separate: bool = True) -> Asked:
+        """How answers to `prompt` are read. Raises RequestError: this model does not know of tools."""
+        if offer.tools and self.calls is None:
+            raise RequestError("tools: this model's calls are in no format that is known: name it with "
+                               "--tool-call-parser, or leave them out", "tools")
+        return asked_of(self.calls, offer, prompt, reasons=self.reasons, separate=separate)
+
+    def shown(self, asked: Asked) -> frozenset[int]:
+        """Special tokens that readers of such answers must see."""
+        if self.tokenizer is None or asked.plain:
+            return frozenset()
+        return frozenset(i for mark in asked.marks() if (i := self.tokenizer.mark_id(mark)) is not None)
+
+    def grammar(self, asked: Asked, given: Grammar | None) -> Grammar | None:
+        """Of such answers, where `given` is what their text must match. Raises RequestError."""
+        return given if self.tokenizer is None else asked.grammar(self.tokenizer.mark_id, given)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids; `special` adds what the model wants around a prompt. Raises RequestError."""
@@ -79,8 +103,11 @@ def open_text(config: Config, files: ModelFiles) -> Text:
         template = ChatTemplate(source, tokenizer.template_vars)
         if model.chat_template is not None:
             template.check()            # the model's own may be broken: it still continues text
+    shown = source or ""
+    parser, reasons = model.tool_call_parser, model.reasoning_parser
     return Text(tokenizer, template, files.eos_ids if tokenizer is None else tokenizer.eos_ids,
-                _no_template(files))
+                _no_template(files), calls=format_of(shown) if parser == "auto" else FORMATS.get(parser),
+                reasons=reasons == "think" or (reasons == "auto" and CLOSE in shown))
 
 
 def _no_template(files: ModelFiles) -> str:

@@ -68,6 +68,13 @@ class Tokenizer:
         state = json.loads(raw.decoder.__getstate__()) if raw.decoder is not None else {}
         self.byte_level = state.get("type") == "ByteLevel"     # alone: a Sequence does more to it
 
+    def mark_id(self, text: str) -> int | None:
+        """Of a token that is all of `text` and stands for nothing else: special, or added in the form of
+        <...>."""
+        token = self.raw.token_to_id(text)
+        marks = token in self.special_ids or (text[:1] == "<" and text[-1:] == ">")
+        return token if token in self._added and marks else None
+
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Ids of `text`; `add_special` adds what the model expects around a prompt (often BOS).
 

@@ -1,0 +1,141 @@
+"""The HTTP app over an engine that says what a test tells it to, in pieces of some tokens; no socket."""
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+from tokenizers import AddedToken
+
+from penstock.config.settings.tree import ServerConfig
+from penstock.serve.client.client import checked_limits
+from penstock.serve.http.app import Health, build_app
+from penstock.serve.http.completions import OpenAI
+from penstock.serve.http.limits import Keys
+from penstock.serve.metrics import Metrics
+from penstock.serve.parsers.reasoning import CLOSE, OPEN
+from penstock.serve.parsers.table import FORMATS, format_of
+from penstock.serve.text.chat import ChatTemplate
+from penstock.serve.text.encoder import Encoder
+from penstock.serve.text.model_text import Text
+from penstock.serve.text.tokenizer import Tokenizer
+from penstock.serve.wire import Chunk, Logprob, Ready
+
+DATA = Path(__file__).parents[1] / "data"
+_spec = importlib.util.spec_from_file_location(
+    "tokenizers_fake", Path(__file__).parents[1] / "unit" / "tokenizers_fake.py")
+fake = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(fake)
+TOOL = {"type": "function", "function": {
+    "name": "get_weather", "description": "Now.", "parameters": {
+        "type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+        "required": ["city"], "additionalProperties": False}}}
+ARGUMENTS = {"city": "Paris", "days": 2}
+SAYS = {
+    "hermes": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 2}}\n</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
+                   "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>",
+    "llama3_json": '{"name": "get_weather", "parameters": {"city": "Paris", "days": 2}}',
+    "mistral": '[TOOL_CALLS]get_weather[ARGS]{"city": "Paris", "days": 2}',
+    "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
+                    '<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>\n'
+                    '<｜DSML｜parameter name="days" string="false">2</'
+                    "｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+    "glm": "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+           "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
+}
+
+
+def template(name: str) -> str:
+    """A family's form of a conversation, as short as it can be."""
+    return (DATA / "templates" / f"{name}.jinja").read_text()
+
+
+class _Stream:
+    rid = 1
+
+    def __init__(self, chunks: list[Chunk]) -> None:
+        self._chunks = chunks
+
+    async def __aiter__(self) -> AsyncIterator[Chunk]:
+        for chunk in self._chunks:
+            await asyncio.sleep(0)
+            yield chunk
+
+    def stop_at(self, count: int) -> None:
+        pass
+
+    async def aclose(self) -> None:
+        pass
+
+
+class Scripted:
+    """An app whose model says `says`, whatever it is asked. `params`, `prompt`: of the last request.
+
+    marks   a tokenizer in which the format's marks are one token each
+    """
+
+    num_waiting = num_running = 0
+    peer_missing = ""
+
+    def __init__(self, source: str, *, size: int = 3, marks: bool = True, keys: Keys | None = None) -> None:
+        raw, form = fake.byte_level(), format_of(source)
+        if marks:
+            raw.add_tokens([AddedToken(m, special=not m.startswith("｜"), normalized=False)
+                            for m in ((*form.special, OPEN, CLOSE) if form in FORMATS.values() else ())])
+        self.eos = raw.token_to_id(fake.EOS)
+        self.tokenizer = Tokenizer(raw, eos_ids=(self.eos,), chat_template=source, template_vars={})
+        self.ready = Ready(pid=1, vocab_size=raw.get_vocab_size(), max_model_len=32_768,
+                           info={"grammar_backend": "llguidance"})
+        self.says, self.finish, self.size = "", "stop", size
+        made = ChatTemplate(source, {"bos_token": "", "eos_token": fake.EOS})
+        self.text = Text(self.tokenizer, made, (self.eos,), calls=form, reasons=CLOSE in source)
+        api = OpenAI(self, self.text, Metrics(), model="m", choices_max=8, encoder=Encoder(self.tokenizer))
+        self.app = build_app(api, Health(), keys or Keys([]), ServerConfig(),
+                             {"model": "m", "page_size": 16, "max_num_seqs": 4}, {})
+
+    def submit(self, prompt, params, *, eos_ids=(), namespace=0):
+        checked_limits(self.ready, prompt, params, eos_ids)
+        self.prompt, self.params = self.tokenizer.decode(prompt, skip_special=False), params
+        ids = self.tokenizer.encode(self.says, add_special=False)
+        ids += [self.eos] if self.finish == "stop" else []
+        return [_Stream(self._chunks(n, ids)) for n in range(params.n)]
+
+    def _chunks(self, rid: int, ids: list[int]) -> list[Chunk]:
+        found = []
+        for at in range(0, len(ids), self.size):
+            tokens = ids[at:at + self.size]
+            last = at + self.size >= len(ids)
+            found.append(Chunk(rid, tokens, at, [Logprob(-1.0, 1, []) for _ in tokens],
+                               finish=self.finish if last else None, cached_tokens=None if at else 2))
+        return found
+
+    def flush(self) -> None:
+        pass
+
+    async def stats(self) -> dict[str, float]:
+        return {}
+
+    def post(self, path: str, headers: dict[str, str] | None = None, **body) -> httpx.Response:
+        async def go() -> httpx.Response:
+            transport = httpx.ASGITransport(app=self.app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+                return await http.post(path, json=body, headers=headers)
+        return asyncio.run(go())
+
+    def transport(self) -> httpx.ASGITransport:
+        """For a client that takes one."""
+        return httpx.ASGITransport(app=self.app)
+
+    def close(self) -> None:
+        self.text.close()
+
+
+def events(answer: httpx.Response) -> list[dict]:
+    """Data of a stream, without its end."""
+    assert answer.headers["content-type"].startswith("text/event-stream"), answer.text
+    data = [line[6:] for line in answer.text.split("\n") if line.startswith("data: ")]
+    return [json.loads(d) for d in data if d != "[DONE]"]
