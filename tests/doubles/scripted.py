@@ -95,7 +95,10 @@ class Scripted:
         self.text = Text(self.tokenizer, made, (self.eos,), calls=form, reasons=CLOSE in source)
         api = OpenAI(self, self.text, Metrics(), model="m", choices_max=8, encoder=Encoder(self.tokenizer))
         self.app = build_app(api, Health(), keys or Keys([]), ServerConfig(),
-                             {"model": "m", "page_size": 16, "max_num_seqs": 4}, {})
+                             {"model": "m", "page_size": 16, "max_num_seqs": 4}, [{}])
+
+    def of(self, rank: int | None) -> Scripted:
+        return self
 
     def submit(self, prompt, params, *, eos_ids=(), namespace=0):
         checked_limits(self.ready, prompt, params, eos_ids)

@@ -21,7 +21,8 @@ TOOLS = {"get_weather": SCHEMA, "nothing": NO_PARAMETERS}
 BROKEN = [
     ("get_weather", "get_whether"), ("get_weather", "Get_weather"), ("get_weather", ""),
     ("get_weather", "nothing"), ("get_weather", "get_weather "), ("city", "town"), ("city", ""),
-    ("city", "City"), ("city", "unit"), ("days", "city"), ("days", "hours"), ("days", "unit"), ("days", "days2"), ("2", "two"),
+    ("city", "City"), ("city", "unit"), ("days", "city"),
+    ("days", "hours"), ("days", "unit"), ("days", "days2"), ("2", "two"),
     ("2", "2.5"), ("2", '"2"'), ("2", "[2]"), ("2", "null"), ("2", ""), ("2", "2 3"),
 ]
 
