@@ -125,6 +125,8 @@ class _Request(Body, kw_only=True, forbid_unknown_fields=True):
                     raise RequestError(f"{name} is not supported at this value: it is not built", name)
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream: true", "stream_options")
+        if self.data_parallel_rank is not None and not 0 <= self.data_parallel_rank <= COUNT_MAX:
+            raise RequestError("data_parallel_rank is the number of an engine, from 0", "data_parallel_rank")
         if self.cache_salt is not None and not 0 < len(self.cache_salt) <= 1024:
             raise RequestError("cache_salt has 1 to 1024 characters", "cache_salt")
 
