@@ -20,6 +20,7 @@ from penstock.config.request.params import SamplingParams
 from penstock.serve.client.client import EngineClosed, EngineDied, checked_limits
 from penstock.serve.client.engines import Engines
 from penstock.serve.client.generate import Ended, Generation
+from penstock.serve.http.fields.structured import grammar_of
 from penstock.serve.http.format import (
     DONE,
     ChatFormat,
@@ -31,7 +32,6 @@ from penstock.serve.http.format import (
     padded,
     usage_json,
 )
-from penstock.serve.http.structured import grammar_of
 from penstock.serve.http.types import (
     ApiError,
     ChatRequest,

@@ -9,8 +9,8 @@ from typing import Any
 
 from penstock.config.base.errors import RequestError
 from penstock.serve.http.completions import OpenAI, Reply
+from penstock.serve.http.fields.tools import Tool
 from penstock.serve.http.format import encode
-from penstock.serve.http.tools import Tool
 from penstock.serve.http.types import Body, ChatRequest, parse
 
 # By path or its beginning: what is not built, in words.

@@ -16,8 +16,8 @@ import msgspec
 
 from penstock.config.base.errors import RequestError, cut
 from penstock.config.request.params import COUNT_MAX, SamplingParams
-from penstock.serve.http.structured import ResponseFormat, StructuredOutputs, grammar_of
-from penstock.serve.http.tools import Tool, ToolChoice, offer_of
+from penstock.serve.http.fields.structured import ResponseFormat, StructuredOutputs, grammar_of
+from penstock.serve.http.fields.tools import Tool, ToolChoice, offer_of
 from penstock.serve.parsers.asked import Offer
 
 # Of fields whose feature is not built: null, and these values that do not ask for it.

@@ -10,8 +10,8 @@ from typing import Any
 
 from penstock.config.base.errors import RequestError, show
 from penstock.config.request.grammar import Grammar
+from penstock.serve.parsers.formats.parameters import Schemas
 from penstock.serve.parsers.lark import TokenId
-from penstock.serve.parsers.parameters import Schemas
 from penstock.serve.parsers.reasoning import CLOSE, OPEN, begins_within, behind_reasoning, is_over
 from penstock.serve.parsers.source import (
     Arguments,

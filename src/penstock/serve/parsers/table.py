@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import msgspec
 
 from penstock.config.request.grammar import Grammar
-from penstock.serve.parsers import deepseek_v32, glm, hermes, llama3_json, mistral, qwen3_coder
+from penstock.serve.parsers.formats import deepseek_v32, glm, hermes, llama3_json, mistral, qwen3_coder
+from penstock.serve.parsers.formats.parameters import Schemas
 from penstock.serve.parsers.lark import Lark, TokenId
-from penstock.serve.parsers.parameters import Schemas
 from penstock.serve.parsers.reasoning import CLOSE, OPEN
 from penstock.serve.parsers.source import Read, Reading, Source
 

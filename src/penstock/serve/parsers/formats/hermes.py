@@ -1,9 +1,9 @@
 """Hermes, Qwen2.5, Qwen3: `<tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call>`."""
 from __future__ import annotations
 
-from penstock.serve.parsers.json_calls import object_rule, read_call
+from penstock.serve.parsers.formats.json_calls import object_rule, read_call
+from penstock.serve.parsers.formats.parameters import Schemas
 from penstock.serve.parsers.lark import Lark
-from penstock.serve.parsers.parameters import Schemas
 from penstock.serve.parsers.source import Reading, Source
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"

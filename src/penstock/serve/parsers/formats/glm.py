@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
+from penstock.serve.parsers.formats.parameters import Schemas, parameter, parameter_rules, read_parameters
 from penstock.serve.parsers.lark import Lark
-from penstock.serve.parsers.parameters import Schemas, parameter, parameter_rules, read_parameters
 from penstock.serve.parsers.source import Read, Reading, Source
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
+from penstock.serve.parsers.formats.parameters import Schemas, parameter_rules, quoted, read_parameters, typed
 from penstock.serve.parsers.lark import Lark
-from penstock.serve.parsers.parameters import Schemas, parameter_rules, quoted, read_parameters, typed
 from penstock.serve.parsers.source import Reading, Source
 
 OPEN, CLOSE = "<｜DSML｜function_calls>", "</｜DSML｜function_calls>"

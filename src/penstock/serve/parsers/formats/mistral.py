@@ -6,9 +6,9 @@ import secrets
 import string
 from collections.abc import Generator
 
-from penstock.serve.parsers.json_calls import object_rule, read_call
+from penstock.serve.parsers.formats.json_calls import object_rule, read_call
+from penstock.serve.parsers.formats.parameters import Schemas
 from penstock.serve.parsers.lark import Lark
-from penstock.serve.parsers.parameters import Schemas
 from penstock.serve.parsers.source import Reading, Source
 
 OPEN, ARGS = "[TOOL_CALLS]", "[ARGS]"

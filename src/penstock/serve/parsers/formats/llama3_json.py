@@ -1,9 +1,9 @@
 """Llama 3: an answer that is `{"name": ..., "parameters": {...}}`, or several with `; ` between them."""
 from __future__ import annotations
 
-from penstock.serve.parsers.json_calls import object_rule, read_call
+from penstock.serve.parsers.formats.json_calls import object_rule, read_call
+from penstock.serve.parsers.formats.parameters import Schemas
 from penstock.serve.parsers.lark import Lark
-from penstock.serve.parsers.parameters import Schemas
 from penstock.serve.parsers.source import Reading, Source
 
 TAG = "<|python_tag|>"

@@ -1,0 +1,1 @@
+"""Fields of requests that several routes share, as typed data."""
