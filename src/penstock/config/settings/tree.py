@@ -61,6 +61,7 @@ ReasoningParser = Literal["auto", "none", "think"]
 GrammarBackend = Literal["auto", "llguidance", "none"]
 PairMode = Literal["prefill", "decode"]
 PairFallback = Literal["compute", "refuse"]
+RouterDialect = Literal["off", "sglang"]
 StoragePolicy = Literal["timeout", "wait_complete", "best_effort"]
 StorageWrites = Literal["write_through", "write_through_selective"]
 
@@ -200,6 +201,8 @@ class ServerConfig:
     cors_origins: Annotated[tuple[str, ...], "origins whose pages may ask from a browser, e.g. "
                             "https://chat.example.com; * is all of them"] = ()
     body_bytes_max: Annotated[int, "largest request body", Bytes()] = 4 << 20
+    router_dialect: Annotated[RouterDialect, "whose worker it is for a router in front; sglang: without GET "
+                              "/version, by whose answer smg takes a worker for vLLM's"] = "off"
     log_level: Annotated[Literal["debug", "info", "warning", "error"], "what is logged"] = "info"
     drain_s: Annotated[float, "seconds that SIGTERM gives running requests"] = 30.0
 
