@@ -83,7 +83,7 @@ class Driven:
         """A request arrives; `more` of `Arrived`."""
         self.ex.open(RequestId(rid), prompt, params, stop_ids=tuple(more.get("stop", ())))
         self.got[rid] = []
-        self.inbox.append(Arrived(RequestId(rid), prompt, max_new, **more))
+        self.inbox.append(Arrived(RequestId(rid), prompt, max_new, cached_max=params.cached_max, **more))
 
     def turn(self) -> bool:
         """Advance, submit, poll. False when nothing is left to do."""

@@ -11,6 +11,7 @@ from driven import asked
 
 from penstock.config.base.machine import probe
 from penstock.config.request.params import SamplingParams
+from penstock.config.request.scores import Scores
 from penstock.config.settings.cli import from_options
 from penstock.config.settings.resolve import resolve
 from penstock.core.core import Core
@@ -41,6 +42,7 @@ class End:
             selection=built.selection, check=True, peer=peer, deadlines_s={"receiving": timeout_s})
         self.got: dict[int, list[int]] = {}
         self.logprobs: dict[int, list[Logprob]] = {}
+        self.prompts: dict[int, Scores] = {}
         self.ended: dict[int, Chunk] = {}
         self.cached: dict[int, Chunk] = {}
         self._rid = 0
@@ -68,6 +70,7 @@ class End:
             assert not chunk.tokens or chunk.index == len(self.got[chunk.rid])
             self.got[chunk.rid] += chunk.tokens
             self.logprobs[chunk.rid] += chunk.logprobs or []
+            self.prompts |= {} if chunk.prompt is None else {chunk.rid: chunk.prompt}
             if chunk.cached_by_tier is not None:
                 self.cached[chunk.rid] = chunk
             if chunk.finish is not None:

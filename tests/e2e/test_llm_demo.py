@@ -231,3 +231,21 @@ def test_every_example_runs_and_is_short(path):
 
 def test_there_are_examples():
     assert {p.name for p in EXAMPLES} >= {"offline.py", "streaming.py", "chat.py"}
+
+
+def test_logprobs_of_a_prompt_are_those_of_the_same_tokens_when_they_are_answers(llm):
+    """Of a cached prompt too, whose first part is taken from the cache where nobody asks for it."""
+    ids = llm.generate("One two three four five six seven eight nine ten, 11", GREEDY)[0].prompt_token_ids * 4
+    head, tail = ids[:40], ids[40:]
+    forced = SamplingParams(temperature=0.0, max_tokens=len(tail), forced=tuple(tail), logprobs=2)
+    [answer] = llm.generate({"prompt_token_ids": head}, forced)[0].outputs
+    for start, cached in ((0, 0), (40, 32)):
+        output = llm.generate({"prompt_token_ids": ids}, SamplingParams(
+            temperature=0.0, max_tokens=1, n=2, prompt_logprobs=2, prompt_logprobs_start=start))[0]
+        assert output.num_cached_tokens == cached and len(output.prompt_logprobs) == len(ids)
+        assert output.prompt_logprobs[0] is None and output.prompt_logprobs[:start] == [None] * start
+        for token, row, other in zip(tail, output.prompt_logprobs[40:], answer.logprobs, strict=True):
+            assert row[token].logprob == pytest.approx(other[token].logprob, abs=0.15), "bfloat16"
+            assert len(row) in (2, 3) and row[token].decoded_token == other[token].decoded_token
+    with pytest.raises(RequestError, match="prompt_logprobs"):
+        llm.generate("a", SamplingParams(prompt_logprobs=21))

@@ -8,6 +8,7 @@ import where
 from pair_engines import End, PairOfEnds, whole
 from pipeline_engine import checkpoint
 
+from penstock.serve.engine import peer
 from penstock.serve.wire import Flush
 
 PROMPT = tuple((i * i * 7 + 3 * i) % 97 for i in range(150))
@@ -30,6 +31,26 @@ def lines(end: End, rid: int) -> tuple[list[int], list[float]]:
 
 def approximately(values: list[float]) -> object:
     return pytest.approx(values, abs=1e-5 if where.DEVICE == "cpu" else 1e-3)
+
+
+def test_logprobs_of_a_prompt_come_from_the_engine_that_computes_it(model: str, tmp_path: Path,
+                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    """A miss; a hit, of which it is computed again; from a token on; in messages of two tokens."""
+    monkeypatch.setattr(peer, "PROMPTED_BYTES", 2 * 8 * 4)
+    one = End(model)
+    with PairOfEnds(model, tmp_path) as pair:
+        for start in (0, 0, 100, len(PROMPT)):
+            rids = [end.submit(PROMPT, 4, prompt_logprobs=3, prompt_logprobs_start=start)
+                    for end in (one, pair.decode)]
+            while one.open:
+                one.turn()
+            pair.finish()
+            want, got = list(one.prompts[rids[0]].rows()), list(pair.decode.prompts[rids[1]].rows())
+            assert len(got) == len(PROMPT) - max(1, start) and one.got[rids[0]] == pair.decode.got[rids[1]]
+            for (own, rank, best), (other, place, others) in zip(want, got, strict=True):
+                assert [own, *(p for _, p in best)] == approximately([other, *(p for _, p in others)])
+                assert rank == place
+        assert all(chunk.peer_tokens for chunk in pair.decode.cached.values())
 
 
 @pytest.mark.parametrize("pages", [(16, 16), (64, 16), (16, 64)])

@@ -11,9 +11,12 @@ import os
 import sys
 import tempfile
 import time
+from array import array
 from collections import deque
 
 from penstock.config.base.errors import ConfigError
+from penstock.config.request.params import SamplingParams
+from penstock.config.request.scores import PromptScores, Scores
 from penstock.core.lifecycle import Phase, Trigger
 from penstock.core.plan import (
     Aborted,
@@ -130,10 +133,11 @@ class FakeExecutor:
         self.plans: deque[StepPlan] = deque()
         self.polls: list[bool] = []
         self.budgets: dict[int, int | None] = {}        # of every request so far
+        self.params: dict[int, SamplingParams] = {}
 
     def open(self, rid, prompt, params, *, choice, stop_ids):
         assert rid not in self.prompts
-        self.budgets[rid] = params.top_k_tokens
+        self.budgets[rid], self.params[rid] = params.top_k_tokens, params
         self.prompts[rid] = list(prompt)
 
     def close(self, rid):
@@ -148,6 +152,18 @@ class FakeExecutor:
 
     def take_logprobs(self, rid, index):
         return -0.5, 1, [(self.prompts[rid][0], -0.5)]
+
+    def take_prompt(self, rid):
+        """The same of every token: its logprob is minus its place."""
+        prompt, params = self.prompts[rid], self.params[rid]
+        if params.prompt_logprobs is None:
+            return None
+        scores, places = PromptScores(params, len(prompt)), range(params.prompt_from, len(prompt))
+        best = [(token, -float(i)) for i in places for token in range(params.prompt_logprobs)]
+        scores.add(Scores(places.start, array("f", [-float(i) for i in places]).tobytes(),
+                          array("i", [1] * len(places)).tobytes(), array("i", [t for t, _ in best]).tobytes(),
+                          array("f", [p for _, p in best]).tobytes()))
+        return scores
 
     def submit(self, plan):
         self.plans.append(plan)

@@ -10,12 +10,13 @@ import pytest
 
 from penstock.config.base.decoding import ProtocolError
 from penstock.config.request.params import SamplingParams
+from penstock.config.request.scores import Scores
 from penstock.core.pair.messages import Cancel, Drained, End, Grant, Reason, Refused
 from penstock.transfer import codec
 from penstock.transfer.codec import FrameReader, PageFrame, PageHead, Sealer, checksum, connection_keys
 from penstock.transfer.facts import Facts, GroupFacts
 from penstock.transfer.layout import Piece
-from penstock.transfer.messages import Ask, Beat, First, Greeting
+from penstock.transfer.messages import Ask, Beat, First, Greeting, Prompted
 
 KEY, EPOCH = b"k" * 32, 7
 FACTS = Facts("decode", {"weights": "abc", "RoPE": "none"},
@@ -26,7 +27,8 @@ MESSAGES = [
     Ask(transfer=9, prompt=b"\1\0\0\0" * 5, params=SamplingParams(stop=("é",), logit_bias={5: -1.5}, seed=-3),
         stop_ids=[2], max_new=5, namespace=b"n" * 16, choice=1, leader=8, selects=True,
         attention=(1 << 63) - 1),
-    First(9, 2, [(-0.5, 1, [(4, -0.5), (9, -1.0)])])]
+    First(9, 2, [(-0.5, 1, [(4, -0.5), (9, -1.0)])]),
+    Prompted(9, 2, Scores(7, b"\0" * 8, b"\1\0\0\0" * 2, b"", b""))]
 HEAD = PageHead(9, 2, 1, Piece(0, 3, 16, 2), 0)
 
 

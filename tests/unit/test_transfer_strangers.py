@@ -9,6 +9,7 @@ from pair_ends import WAIT_S, LinkEnd, check, transfer_all
 
 from penstock.core.pair.messages import End as Over
 from penstock.transfer import link, streams
+from penstock.transfer.codec import VERSION
 from penstock.transfer.events import Unpaired
 
 
@@ -21,7 +22,7 @@ def test_strangers_neither_pair_nor_stand_in_the_way(ends) -> None:
     prefill = ends("prefill", "127.0.0.1:0")
     strangers = [connect(prefill) for _ in range(4)]
     strangers[1].sendall(b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100)
-    strangers[2].sendall(b"penstock\3\0" + b"n" * 32 + b"\0" * 500)
+    strangers[2].sendall(b"penstock" + VERSION.to_bytes(2, "little") + b"n" * 32 + b"\0" * 500)
     strangers[3].close()
     decode = ends("decode", prefill.link.address)
     epoch = decode.up()

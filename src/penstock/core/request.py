@@ -136,6 +136,11 @@ class Request:
             return self.output_key(index, page_size, max(0, self.num_prompt - index * page_size))
         return tuple(self.tokens[index * page_size:(index + 1) * page_size])
 
+    @property
+    def cached_max(self) -> int:
+        """Tokens that it may take from what is cached."""
+        return len(self.tokens) if self.arrived.cached_max is None else self.arrived.cached_max
+
     def output_key(self, index: int, page_size: int, num_prompt: int) -> Sequence[int]:
         """The key of a page of which all but the first `num_prompt` tokens were decoded as this request
         selects: of that request, and for no prompt, which is computed with all of its KV."""

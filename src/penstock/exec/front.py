@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from penstock.config.request.params import SamplingParams
+from penstock.config.request.scores import PromptScores
 from penstock.core.plan import (
     Aborted,
     Event,
@@ -76,6 +77,7 @@ class _Open:
     fault: str | None = None     # why this executor aborted it
     logprobs: dict[int, Logprobs] = field(default_factory=dict)
     reads: dict[int, tuple[int, ...]] = field(default_factory=dict)     # READS, by rank
+    prompt: PromptScores | None = None
     told: tuple[int, int] = 0, 0  # units selected and missed, when the core was last told
 
 
@@ -129,7 +131,8 @@ class Front:
         assert rid not in self._open, f"request {rid} is open already"
         for rank in self._ranks:
             rank.open(rid, prompt, params, choice=choice, stop_ids=stop_ids)
-        self._open[rid] = _Open()
+        self._open[rid] = _Open(
+            prompt=None if params.prompt_logprobs is None else PromptScores(params, len(prompt)))
 
     def close(self, rid: RequestId) -> None:
         """`rid` has finished. Its state goes when the last plan in flight that names it has run."""
@@ -144,12 +147,21 @@ class Front:
             for rank in self._ranks:
                 rank.close(rid)
 
-    def given(self, rid: RequestId, tokens: Sequence[int], logprobs: Sequence[Logprobs] = ()) -> None:
-        """The first output tokens of `rid`, which another engine has sampled, with the logprobs of each
-        where they were asked for. Before a plan that binds it."""
+    def given(self, rid: RequestId, tokens: Sequence[int], logprobs: Sequence[Logprobs] = (),
+              prompt: PromptScores | None = None) -> None:
+        """The first output tokens of `rid`, which another engine has sampled, with the logprobs of each and
+        of its prompt where they were asked for. Before a plan that binds it."""
         for rank in self._ranks:
             rank.given(rid, tokens)
         self._open[rid].logprobs.update(enumerate(logprobs))
+        if prompt is not None:
+            self._open[rid].prompt = prompt
+
+    def take_prompt(self, rid: RequestId) -> PromptScores | None:
+        """Logprobs of its prompt, once; None if none were asked for or they are gone."""
+        state = self._open[rid]
+        scores, state.prompt = state.prompt, None
+        return scores
 
     def take_logprobs(self, rid: RequestId, index: int) -> Logprobs | None:
         """Logprobs of output token `index`, once; None if none were asked for or they are gone."""
@@ -252,6 +264,9 @@ class Front:
     def _end(self, plan: StepPlan, stepped: Stepped, *, spoiled: bool) -> list[Event]:
         for rid, index, logprobs in stepped.logprobs:
             self._open[rid].logprobs[index] = logprobs
+        for rid, part in stepped.prompts:       # those of forgotten results come again
+            if (scores := self._open[rid].prompt) is not None:
+                scores.add(part)
         # A spoiled step has read what a failed copy should have written: the core forgets that row's results,
         # and whatever else is not finite is so again in the next step.
         faults = () if spoiled else stepped.faults

@@ -21,10 +21,12 @@ import torch
 from torch import Tensor
 
 from penstock.config.request.params import SamplingParams
+from penstock.config.request.scores import Scores
 from penstock.core.plan import Moved, RequestId, StepId, StepPlan
 from penstock.exec.graphs.mixed import START_S
 from penstock.exec.graphs.steps import captured
 from penstock.exec.sampling.grammar import Grammars
+from penstock.exec.sampling.prompt import PromptReader, Read, landed
 from penstock.exec.sampling.sampler import Logprobs
 from penstock.exec.sampling.tokens import Drawn, States, tokens_of
 from penstock.exec.sparse.bounds import Selecting, Selector
@@ -52,6 +54,7 @@ class Stepped:
     tables      each DIGEST_STEPS steps of several ranks: digest of each bound row's pages, by row; all must
                 have the same
     reads       (request, `exec.sparse.rows.READS`) of each row that selects, since its beginning
+    prompts     (request, logprobs of a part of its prompt) where they were asked for
     """
 
     step: StepId
@@ -60,6 +63,7 @@ class Stepped:
     faults: tuple[tuple[RequestId, str], ...] = ()
     tables: tuple[tuple[int, str], ...] = ()
     reads: tuple[tuple[RequestId, tuple[int, ...]], ...] = ()
+    prompts: tuple[tuple[RequestId, Scores], ...] = ()
 
 
 Report: TypeAlias = Stepped | Moved
@@ -73,6 +77,7 @@ class _Flight:
     done        None on a CPU
     answer_2B   int64, host: tokens, and whether each row's logits were finite; complete after `done`
     reads       tells `Stepped.reads`, after `done`
+    prompts     become `Stepped.prompts`, after `done`
     """
 
     plan: StepPlan
@@ -80,6 +85,7 @@ class _Flight:
     answer_2B: Tensor | None
     done: torch.cuda.Event | None
     reads: Reads
+    prompts: list[Read]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +131,7 @@ class Rank:
         self._attending = _attending(parts, self._groups, self._tables, hbm, dram)
         self._tokens = tokens_of(self._links, model.vocab_size, rows, self._tables, seed, parts.draw,
                                  grammars)
+        self._prompts = PromptReader(model.logits, model.vocab_size) if self._links.after is None else None
         self._steps: list[Steps] = [Eager(model, self._groups, self._tables, self._attending, self._links)]
         self._mover = Mover([*hbm, *dram], lateness, wake)
         self._ahead = device.type == "cuda" and self._links.before is None and self._links.after is None
@@ -141,10 +148,14 @@ class Rank:
         assert self._attending.selects or params.top_k_tokens in (None, 0, self._model.attention.topk), (
             f"request {rid} selects, and nothing here can")
         self._tokens.open(rid, prompt, params, choice, stop_ids)
+        if self._prompts is not None:
+            self._prompts.open(rid, prompt, params)
         self._selects[rid] = params.top_k_tokens or 0, len(prompt)
 
     def close(self, rid: RequestId) -> None:
         del self._selects[rid]
+        if self._prompts is not None:
+            self._prompts.close(rid)
         self._attending.close(rid)
         self._tokens.close(rid)
 
@@ -196,7 +207,7 @@ class Rank:
 
     def _launch(self, plan: StepPlan) -> None:
         with torch.inference_mode():
-            states, answer_2B = self._execute(plan)
+            states, answer_2B, prompts = self._execute(plan)
         # What several lanes have is counted by one.
         rows = map(self._tables.index, plan.rows if self._groups[0].owned else ())
         reads = self._attending.reads(list(rows))
@@ -204,9 +215,9 @@ class Rank:
         if self._tables.last_R.is_cuda:
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
-        self._flights.append(_Flight(plan, states, answer_2B, done, reads))
+        self._flights.append(_Flight(plan, states, answer_2B, done, reads, prompts))
 
-    def _execute(self, plan: StepPlan) -> tuple[States, Tensor | None]:
+    def _execute(self, plan: StepPlan) -> tuple[States, Tensor | None, list[Read]]:
         for bind in plan.binds:
             self._tables.bind(bind, 0 if bind.keep else self._tokens.bind(bind))
             budget, num_prompt = self._selects[bind.rid]
@@ -216,18 +227,19 @@ class Rank:
         for lost in plan.unmaps:
             self._tables.unmap(lost)
         if not plan.rows:
-            return (), None
+            return (), None, []
         self._tokens.feed(plan)
         arrivals = self._arrivals(plan) if plan.waits else []
         started = time.perf_counter()
-        ran = next(ran for way in self._steps if (ran := way.step(plan, arrivals)) is not None)
+        told = self._prompts if self._prompts is not None and self._prompts.wants(plan) else None
+        ways = self._steps[-1:] if told else self._steps            # only an eager step has what that needs
+        ran = next(ran for way in ways if (ran := way.step(plan, arrivals)) is not None)
         stepped = time.perf_counter()
         self._forward_s += stepped - started
-        if not ran.rows:
-            return (), None
-        states, answer_2B = self._tokens.sample(plan, ran)
+        prompts = told.read(plan, ran.hidden_TD) if told and ran.hidden_TD is not None else []
+        states, answer_2B = self._tokens.sample(plan, ran) if ran.rows else ((), None)
         self._sampling_s += time.perf_counter() - stepped
-        return states, answer_2B
+        return states, answer_2B, prompts
 
     def _arrivals(self, plan: StepPlan) -> Arrivals:
         """Start what the step waits for; on a CPU it has ended then, a device waits for events."""
@@ -263,7 +275,7 @@ class Rank:
         several = self._links != Links() or self._model.stage.lane.size > 1
         compared = several and plan.step % DIGEST_STEPS == 0
         return Stepped(plan.step, tuple(tokens), tuple(logprobs), tuple(faults),
-                       self._tables.digests() if compared else (), flight.reads())
+                       self._tables.digests() if compared else (), flight.reads(), landed(flight.prompts))
 
     def stats(self) -> dict[str, float]:
         """By metric name; seconds of this thread, those of moves of whichever made them."""

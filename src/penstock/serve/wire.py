@@ -13,6 +13,7 @@ import msgspec
 from penstock.config.base.decoding import ProtocolError as ProtocolError
 from penstock.config.base.decoding import decode
 from penstock.config.request.params import SamplingParams
+from penstock.config.request.scores import Scores
 from penstock.config.request.selection import Selection
 
 VERSION = 6
@@ -122,6 +123,7 @@ class Chunk(_Message, frozen=True):
     cached_tokens: int | None = None    # once, when the request starts
     cached_by_tier: dict[str, int] | None = None
     peer_tokens: int = 0                # the same time: of the prompt, computed by the other engine of a pair
+    prompt: Scores | None = None        # once, with the first token, where it was asked for
     kv_reads: dict[str, int] | None = None  # with `finish`, of a request that selected: by name
 
 

@@ -20,9 +20,9 @@ import xxhash
 from penstock.config.base.decoding import ProtocolError, decode
 from penstock.core.pair.messages import Cancel, Drained, End, Grant, Refused
 from penstock.transfer.layout import Piece
-from penstock.transfer.messages import Ask, Beat, First, Greeting, Said
+from penstock.transfer.messages import Ask, Beat, First, Greeting, Prompted, Said
 
-VERSION = 5
+VERSION = 6
 FRAME_BYTES_MAX = 1 << 20
 MESSAGE_BYTES_MAX = 16 << 20
 TOKENS_MAX = 64                         # that an End may carry
@@ -36,7 +36,7 @@ _PROTOCOL = f"pair protocol version {VERSION}"
 
 # A message's kind is its place here; 0 is a page frame.
 KINDS: tuple[type[Said], ...] = (Grant, Cancel, End, Refused, Drained,
-                                 Greeting, Beat, Ask, First)
+                                 Greeting, Beat, Ask, First, Prompted)
 _KIND = {cls: i for i, cls in enumerate(KINDS, 1)}
 _DECODERS = (None, *(msgspec.msgpack.Decoder(cls) for cls in KINDS))
 _ENCODER = msgspec.msgpack.Encoder()

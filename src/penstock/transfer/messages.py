@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.config.request.params import SamplingParams
+from penstock.config.request.scores import Scores
 from penstock.core.pair.messages import Cancel, Drained, End, Grant, Refused
 from penstock.transfer.facts import Facts
 
@@ -75,5 +76,13 @@ class First(_Message, frozen=True):
     dram: Number = 0
 
 
+class Prompted(_Message, frozen=True):
+    """Prefill to decode, before the First of the same generation: logprobs of a part of the prompt."""
+
+    transfer: Number
+    generation: Number
+    scores: Scores
+
+
 Said: TypeAlias = (Grant | Cancel | End | Refused | Drained
-                   | Greeting | Beat | Ask | First)
+                   | Greeting | Beat | Ask | First | Prompted)

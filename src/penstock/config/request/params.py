@@ -32,6 +32,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None            # how many alternatives beside the chosen token
+    prompt_logprobs: int | None = None     # the same of prompt tokens, which are computed even where cached
+    prompt_logprobs_start: int = 0         # of this one and those behind it; the very first has none
     skip_special_tokens: bool = True
     priority: int = 0
     top_k_tokens: int | None = None        # KV that a decode step selects and reads; 0: all, None: the
@@ -39,6 +41,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     grammar: Grammar | None = None         # what the answer must match; not with three others, see `checked`
     forced: tuple[int, ...] = ()           # library only: output i is forced[i], whatever the model
                                            # says (teacher forcing); later ones are chosen
+
+    @property
+    def prompt_from(self) -> int:
+        """The first token of a prompt whose logprob is told, where any is."""
+        return max(1, self.prompt_logprobs_start)
+
+    @property
+    def cached_max(self) -> int | None:
+        """Tokens of a prompt that may be taken from a cache; None: all."""
+        return None if self.prompt_logprobs is None else self.prompt_from - 1
 
     def checked(self) -> SamplingParams:
         """This, or RequestError that names the field, the value and the allowed range."""
@@ -66,6 +78,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         need(all(0 < len(s) <= 1024 for s in self.stop), "stop", "1 to 1024 characters each")
         need(len(self.stop_token_ids) <= 64, "stop_token_ids", "at most 64 ids")
         need(self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", "0 to 20")
+        need(self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20, "prompt_logprobs", "0 to 20")
+        need(0 <= self.prompt_logprobs_start <= COUNT_MAX, "prompt_logprobs_start", f"0 to {COUNT_MAX}")
         need(-(2**31) <= self.priority < 2**31, "priority", "a 32-bit integer")
         need(self.top_k_tokens is None or 0 <= self.top_k_tokens <= 1 << 24, "top_k_tokens",
              "0 (all) to 16777216")

@@ -346,7 +346,7 @@ class Pages:
         """The page that continues a prefix of so many, if every group that keeps all of it has it, and
         a token is left to compute."""
         size = self.cfg.page_size
-        if (pages + 1) * size >= len(r.tokens):
+        if (pages + 1) * size >= len(r.tokens) or (pages + 1) * size > r.cached_max:
             return None
         node = last.children.get(r.page_key(pages, size))
         if node is None or not all([self.is_reachable(node, g, stored)

@@ -21,11 +21,13 @@ from penstock.model.base import CacheShape, Model
 @dataclass(frozen=True, slots=True)
 class Ran:
     """What a step leaves to sampling. rows: by table index; logits_BV: None where another stage has them;
-    answer_2B: of a captured step, with its tokens (`DecodeGraphs.run`), which are in the tables already."""
+    answer_2B: of a captured step, with its tokens (`DecodeGraphs.run`), which are in the tables already;
+    hidden_TD: of all tokens, of a last stage's step that was not captured."""
 
     rows: Sequence[int]
     logits_BV: Tensor | None = None
     answer_2B: Tensor | None = None
+    hidden_TD: Tensor | None = None
 
 
 class Steps(Protocol):
@@ -51,9 +53,10 @@ class Eager(Steps):
     def step(self, plan: StepPlan, arrivals: Arrivals) -> Ran:
         lowered = self._tables.lower(plan)
         hidden_TD = self._forward(plan, lowered, arrivals)
-        if self._links.after is not None or not lowered.sample_rows:
+        if self._links.after is not None:
             return Ran(lowered.sample_rows)
-        return Ran(lowered.sample_rows, self._model.logits(hidden_TD[lowered.sample_at_B]))
+        logits_BV = self._model.logits(hidden_TD[lowered.sample_at_B]) if lowered.sample_rows else None
+        return Ran(lowered.sample_rows, logits_BV, hidden_TD=hidden_TD)
 
     def _forward(self, plan: StepPlan, lowered: Lowered, arrivals: Arrivals) -> Tensor:
         """hidden_TD behind the final norm, or, but for the last stage, nothing that is used here."""

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from penstock.config.base.errors import CONTEXT_EXCEEDED, ConfigError, RequestError, context_exceeded
 from penstock.config.request.params import SamplingParams
+from penstock.config.request.scores import ENTRIES_MAX, scores_fit
 from penstock.config.request.selection import attention_identity
 from penstock.config.settings.plain import to_plain
 from penstock.config.settings.tree import Config
@@ -232,7 +233,8 @@ class EngineClient:
             for choice in range(params.n):
                 inbox = _Inbox(next(self._rids))
                 message = wire.Submit(
-                    rid=inbox.rid, prompt=tokens, params=params, stop_ids=stop_ids,
+                    rid=inbox.rid, prompt=tokens, stop_ids=stop_ids,
+                    params=params if choice == 0 else replace(params, prompt_logprobs=None),
                     max_new=max_new, namespace=namespace,
                     leader=streams[0].rid if streams else None, choice=choice,
                     selects=selection is not None,
@@ -423,6 +425,10 @@ def checked_limits(ready: wire.Ready, prompt: Sequence[int], params: SamplingPar
             raise RequestError(f"{name} has a token id outside 0 to {vocab - 1}", name)
     if params.logprobs is not None and params.logprobs > vocab:
         raise RequestError(f"logprobs is {params.logprobs}: the vocabulary has {vocab}", "logprobs")
+    if (params.prompt_logprobs or 0) > vocab or not scores_fit(params, len(prompt)):
+        raise RequestError(f"prompt_logprobs is {params.prompt_logprobs} of {len(prompt)} tokens: at most "
+                           f"{vocab} of one, and {ENTRIES_MAX} of all; let it start later",
+                           "prompt_logprobs")
     why = str(ready.info.get("grammar_backend", "none"))
     if params.grammar is not None and why.startswith("none"):
         raise RequestError(f"this server has no structured output ({why}): start it with --grammar-backend "

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from penstock.config.request.params import SamplingParams
+from penstock.config.request.scores import Scores
 from penstock.serve.client.client import EngineDied
 from penstock.serve.metrics import Metrics
 from penstock.serve.text.detokenize import Delta, Detokenizer
@@ -50,6 +51,7 @@ class Piece:
     offsets: list[int]              # characters decoded before each token
     finish: str | None = None       # "stop" or "length"
     stop_reason: str | None = None  # the stop string that ended it
+    prompt: Scores | None = None    # with the first tokens of a prompt's first choice
 
 
 class Ended(Exception):
@@ -235,6 +237,7 @@ class _Choice:
             piece.finish = chunk.finish
         count = len(piece.offsets)
         piece.tokens = chunk.tokens[:count]
+        piece.prompt = chunk.prompt
         piece.logprobs = (chunk.logprobs or [])[:count]
         self._generation.count_tokens(count)
         if piece.finish is not None:

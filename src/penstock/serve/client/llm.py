@@ -171,7 +171,12 @@ class AsyncLLM:
         logprobs = params.logprobs is not None
         outputs = [CompletionOutput(i, logprobs=[] if logprobs else None) for i in range(params.n)]
         generation = self._submit(ids, params, context)
+        prompt: list[dict[int, Logprob] | None] | None = None
         async for piece in _pieces(generation):
+            if piece.prompt is not None:
+                prompt = [*([None] * piece.prompt.first), *(
+                    self._logprob(token, *scores) for token, scores in
+                    zip(ids[piece.prompt.first:], piece.prompt.rows(), strict=True))]
             output = outputs[piece.index]
             output.text += piece.text
             output.token_ids += piece.tokens
@@ -179,7 +184,8 @@ class AsyncLLM:
             output.stop_reason = piece.stop_reason or output.stop_reason
             if output.logprobs is not None:
                 output.logprobs += self._logprobs(piece)
-        return RequestOutput(text, ids, outputs, generation.usage.cached_tokens, generation.usage.kv_reads)
+        return RequestOutput(text, ids, outputs, generation.usage.cached_tokens, generation.usage.kv_reads,
+                             prompt)
 
     # ------------------------------------------------------------ streams
     async def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
@@ -235,13 +241,14 @@ class AsyncLLM:
         return self._text
 
     def _logprobs(self, piece: Piece) -> list[dict[int, Logprob]]:
-        out = []
-        for token, lp in zip(piece.tokens, piece.logprobs, strict=True):
-            row = {t: Logprob(p, rank, self._opened.token(t))
-                   for rank, (t, p) in enumerate(lp.top, 1)}
-            row.setdefault(token, Logprob(lp.logprob, lp.rank, self._opened.token(token)))
-            out.append(row)
-        return out
+        return [self._logprob(token, of.logprob, of.rank, of.top)
+                for token, of in zip(piece.tokens, piece.logprobs, strict=True)]
+
+    def _logprob(self, token: int, logprob: float, rank: int,
+                 top: Sequence[tuple[int, float]]) -> dict[int, Logprob]:
+        row = {t: Logprob(p, place, self._opened.token(t)) for place, (t, p) in enumerate(top, 1)}
+        row.setdefault(token, Logprob(logprob, rank, self._opened.token(token)))
+        return row
 
 
 async def _pieces(generation: Generation) -> AsyncGenerator[Piece, None]:

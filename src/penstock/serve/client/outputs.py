@@ -50,6 +50,9 @@ class RequestOutput:
     num_cached_tokens: int = 0              # of the prompt: found in the cache, not computed
     # Of answers that select their KV, all together: what the selected units were read from, by name.
     kv_reads: dict[str, int] = field(default_factory=dict)
+    # For each prompt token its own logprob and the best `prompt_logprobs` ones, by token id; None for the
+    # first, and before `prompt_logprobs_start`.
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from penstock.config.request.params import SamplingParams
+from penstock.config.request.scores import PromptScores, Scores
 from penstock.core.plan import Executor, Finished, RequestId, Started, Token
 from penstock.serve.wire import Chunk, Logprob
 
@@ -21,7 +22,9 @@ class Runner(Executor, Protocol):
     def open(self, rid: RequestId, prompt: tuple[int, ...], params: SamplingParams, *,
              choice: int, stop_ids: tuple[int, ...]) -> None: ...
     def close(self, rid: RequestId) -> None: ...
-    def given(self, rid: RequestId, tokens: Sequence[int], logprobs: Sequence[Logprobs] = ()) -> None: ...
+    def given(self, rid: RequestId, tokens: Sequence[int], logprobs: Sequence[Logprobs] = (),
+              prompt: PromptScores | None = None) -> None: ...
+    def take_prompt(self, rid: RequestId) -> PromptScores | None: ...
     def fault(self, rid: RequestId) -> str | None: ...
     def take_logprobs(self, rid: RequestId, index: int) -> Logprobs | None: ...
     def kv_reads(self, rid: RequestId) -> dict[str, int] | None: ...
@@ -34,12 +37,12 @@ class Runner(Executor, Protocol):
 class Live:
     """One request."""
 
-    __slots__ = ("_cached", "_first", "_logprobs", "_tokens", "excuse", "given_up", "num_prompt",
-                 "peer_cached", "rid", "started", "transfer")
+    __slots__ = ("_asked_prompt", "_cached", "_first", "_logprobs", "_tokens", "excuse", "given_up",
+                 "num_prompt", "peer_cached", "rid", "started", "transfer")
 
-    def __init__(self, rid: RequestId, *, logprobs: bool, transfer: int, num_prompt: int) -> None:
+    def __init__(self, rid: RequestId, params: SamplingParams, *, transfer: int, num_prompt: int) -> None:
         self.rid, self.transfer, self.num_prompt = rid, transfer, num_prompt
-        self._logprobs = logprobs
+        self._logprobs, self._asked_prompt = params.logprobs is not None, params.prompt_logprobs is not None
         self._first = 0                         # output index of _tokens[0]
         self._tokens: list[int] = []            # of this turn
         self._cached: Started | None = None     # of this turn
@@ -72,7 +75,13 @@ class Live:
             cached_tokens=None if by_tier is None else sum(by_tier.values()),
             cached_by_tier=by_tier,
             peer_tokens=peer_tokens,
+            prompt=self._prompt(executor) if self._asked_prompt and tokens else None,
             kv_reads=None if end is None else executor.kv_reads(self.rid))
+
+    def _prompt(self, executor: Runner) -> Scores:
+        self._asked_prompt, scores = False, executor.take_prompt(self.rid)
+        assert scores is not None and scores.is_whole, f"request {self.rid}: no logprobs of its prompt"
+        return scores.whole()
 
     def _taken(self, executor: Runner, count: int) -> list[Logprob]:
         taken = []

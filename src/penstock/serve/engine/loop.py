@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from penstock.config.base.errors import RequestError
+from penstock.config.request.scores import scores_fit
 from penstock.config.request.selection import Selection, attention_identity
 from penstock.core.plan import (
     Aborted,
@@ -170,13 +171,13 @@ class EngineLoop:
         prompt = tuple(m.prompt)
         leader = m.leader if m.leader in self._live else None
         self._executor.open(rid, prompt, m.params, choice=m.choice, stop_ids=tuple(m.stop_ids))
-        self._live[rid] = Live(rid, logprobs=m.params.logprobs is not None, transfer=transfer,
-                               num_prompt=len(prompt))
+        self._live[rid] = Live(rid, m.params, transfer=transfer, num_prompt=len(prompt))
         self._events.append(Arrived(
             rid=rid, prompt=prompt, max_new=m.max_new, stop=frozenset(m.stop_ids),
             min_new=m.params.min_tokens, namespace=m.namespace, priority=m.params.priority,
             leader=None if leader is None else RequestId(leader), host_token=m.host_token,
-            selects=m.selects, attention=m.attention, transfer=transfer))
+            selects=m.selects, attention=m.attention, transfer=transfer,
+            cached_max=m.params.cached_max))
 
     def _refusal(self, m: Submit) -> str | None:
         """Why `m` cannot run. The API process has said so before with more words: this is the
@@ -201,6 +202,8 @@ class EngineLoop:
             return "min_tokens: every token id is a stop id"
         if m.params.logprobs is not None and m.params.logprobs > vocab:
             return f"logprobs is over the vocabulary of {vocab}"
+        if (m.params.prompt_logprobs or 0) > vocab or not scores_fit(m.params, len(m.prompt)):
+            return f"prompt_logprobs is over the vocabulary of {vocab}, or over what a message holds"
         return None
 
     def _selection_refusal(self, m: Submit) -> str | None:

@@ -83,8 +83,9 @@ class Paired:
         for output in outputs:
             if isinstance(output, Started) and output.peer_tokens:
                 live = self._live[output.rid]
-                tokens, logprobs, live.peer_cached = self._peer.take_first(live.transfer)
-                self._executor.given(output.rid, tokens, logprobs)
+                first = self._peer.take_first(live.transfer)
+                live.peer_cached = first.cached
+                self._executor.given(output.rid, first.tokens, first.logprobs or (), first.prompt)
 
     def say(self, outputs: Sequence[Output]) -> None:
         """The messages among them, each with what belongs to its tokens in front of it."""
@@ -99,5 +100,8 @@ class Paired:
         found = [] if rid is None else [
             self._executor.take_logprobs(RequestId(rid), i) for i in range(len(end.first))]
         hits = None if rid is None else self._live[rid].started
+        prompt = None if rid is None else self._executor.take_prompt(RequestId(rid))
+        if prompt is not None and prompt.is_whole:
+            self._peer.say_prompt(end, prompt)
         self._peer.say_first(end, [p for p in found if p is not None],
                              (0, 0) if hits is None else (hits.hbm_tokens, hits.dram_tokens))

@@ -13,15 +13,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+from penstock.config.request.scores import PromptScores
 from penstock.core.pair.messages import Cancel, Drained, End, Message, Reason, Refused
 from penstock.core.plan import Event, Move, Moved, PeerJoined, PeerLeft, Received, StepId, Tier
 from penstock.exec.sampling.sampler import Logprobs
 from penstock.serve.wire import Asked, Submit
 from penstock.transfer.events import Down, Heard, LinkEvent, Pushed, Unpaired, Up
 from penstock.transfer.facts import Info
-from penstock.transfer.messages import Ask, First, Said
+from penstock.transfer.messages import Ask, First, Prompted, Said
 
 PROMPT_MAX = 1 << 21                # tokens of an Ask
+PROMPTED_BYTES = 1 << 19            # of scores in a Prompted
 
 
 class Link(Protocol):
@@ -43,7 +45,7 @@ News: TypeAlias = Event | Asked
 
 
 @dataclass(slots=True)
-class _Wait:
+class Wait:
     """Decode end: a request that the other engine works for."""
 
     since: float                     # when it was sent on
@@ -51,6 +53,7 @@ class _Wait:
     tokens: tuple[int, ...] = ()
     logprobs: list[Logprobs] | None = None
     cached: tuple[int, int] = (0, 0)    # tokens of its prompt found there in HBM and DRAM
+    prompt: PromptScores | None = None  # where it was asked for
 
 
 class Peer:
@@ -66,7 +69,7 @@ class Peer:
         self._link, self._clock = link, clock
         self._retired = StepId(0)
         self._due: deque[tuple[int, Move]] = deque()    # pushes whose steps have not retired; epochs
-        self._waits: dict[int, _Wait] = {}              # by transfer
+        self._waits: dict[int, Wait] = {}              # by transfer
         self._rids: dict[int, int] = {}                 # prefill end: transfer -> ours
         self._lengths: dict[int, int] = {}              # prefill end: transfer -> tokens of the prompt
         self._heard_at = 0.0                            # a message of the other engine's, not of its link
@@ -114,6 +117,14 @@ class Peer:
                     wait.logprobs = None if logprobs is None else list(logprobs)
                     wait.cached = hbm, dram
                 return []
+            case Prompted(transfer, generation, scores):
+                wait = self._waits.get(transfer)
+                if wait is not None and wait.prompt is not None and not wait.prompt.add(scores):
+                    self._link.cut(self.epoch)              # it breaks its rule
+                return []
+            case End(transfer, generation, _, tokens) if tokens and not self._is_whole(transfer):
+                self._link.cut(self.epoch)
+                return []
             case End(transfer, generation, _, tokens):
                 self._link.revoke(transfer, generation)
                 if (wait := self._waits.get(transfer)) is not None and generation == wait.generation:
@@ -160,7 +171,8 @@ class Peer:
         if not self.epoch or len(m.prompt) > PROMPT_MAX:
             return 0
         prompt = _little(array("i", m.prompt))
-        self._waits[m.rid] = _Wait(self._clock())
+        self._waits[m.rid] = Wait(self._clock(), prompt=(
+            None if m.params.prompt_logprobs is None else PromptScores(m.params, len(m.prompt))))
         self._count["asked"] += 1
         self._link.say(self.epoch, Ask(
             m.rid, prompt.tobytes(), m.params, m.stop_ids, m.max_new,
@@ -178,12 +190,15 @@ class Peer:
         if self.epoch and self._heard_at < wait.since:
             self._link.cut(self.epoch)
 
-    def take_first(self, transfer: int) -> tuple[tuple[int, ...], list[Logprobs], tuple[int, int]]:
-        """The first tokens of a request that was delivered, their logprobs, if it asked for them, and the
-        tokens of its prompt that the other engine had cached, in HBM and in DRAM."""
-        wait = self._waits.pop(transfer)
+    def _is_whole(self, transfer: int) -> bool:
+        """Whether what was asked of its prompt has come."""
+        wait = self._waits.get(transfer)
+        return wait is None or wait.prompt is None or wait.prompt.is_whole
+
+    def take_first(self, transfer: int) -> Wait:
+        """What came with a request that was delivered."""
         self._count["delivered"] += 1
-        return wait.tokens, wait.logprobs or [], wait.cached
+        return self._waits.pop(transfer)
 
     def forget(self, transfer: int, rid: int) -> None:
         """Our request `rid` has ended. On a later connection the transfer may be another one's."""
@@ -232,6 +247,11 @@ class Peer:
     def say_first(self, end: End, logprobs: list[Logprobs], cached: tuple[int, int]) -> None:
         """What belongs to the tokens of `end`, in front of it; `cached` as in `take_first`."""
         self._link.say(self.epoch, First(end.transfer, end.generation, logprobs or None, *cached))
+
+    def say_prompt(self, end: End, scores: PromptScores) -> None:
+        """Logprobs of the prompt of `end`, in front of it."""
+        for part in scores.parts(PROMPTED_BYTES):
+            self._link.say(self.epoch, Prompted(end.transfer, end.generation, part))
 
     def stats(self) -> dict[str, float]:
         """By metric name."""
