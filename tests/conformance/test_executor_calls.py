@@ -29,7 +29,7 @@ PAGE, LAYERS = 4, CONFIG["num_hidden_layers"]
 PROMPTS = {1: text(1, 50), 2: text(1, 40) + text(2, 9), 3: text(3, 70), 4: text(4, 5),
            5: text(1, 48) + text(5, 3)}
 SETTINGS = dict(page_size=PAGE, rows=4, hbm_pages=42, dram_pages=80, step_tokens=16, max_len=128,
-                overlap=True, hbm_base=500, dram_base=90_000, row_base=70)
+                overlap=True, hbm_base=500, dram_base=90_000, row_base=70, take_pages=512)
 NEW = 12
 
 

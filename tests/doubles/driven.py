@@ -154,10 +154,12 @@ class InProcess(Driven):
               num_layers: int = 2, dtype: torch.dtype = torch.float32, page_size: int = PAGE,
               storage: Any = None, **settings: Any) -> None:
         """It attends as an engine does whose requests select so. backend: of each op, None: what is chosen
-        for the device; attention: another one. `settings` of the core; the rest as `ranks.front` takes it."""
+        for the device; attention: another one. `settings` of the core; the rest as `ranks.front` takes it.
+        Most prompts take more pages than one admission takes at once."""
         caches = caches_of(groups, page_size, dtype)
         cfg = CoreConfig(**{"page_size": page_size, "max_len": max_len, "hbm_base": 500, "dram_base": 500_000,
-                            "row_base": 70, "group_base": 50_000, "groups": caches.groups, **settings})
+                            "row_base": 70, "group_base": 50_000, "groups": caches.groups, "take_pages": 3,
+                            **settings})
         whole = model(None)
         more = () if selection is None else registry.HOSTING if selection.native else registry.SELECTING
         parts = parts_of(whole, backends((*whole.spec.attention.ops, *more), backend), selection,

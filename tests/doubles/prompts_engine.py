@@ -66,6 +66,7 @@ class Engine(InProcess):
     dram_pages: int = 64
     step_tokens: int = 64
     wait_pages: int = 0
+    take_pages: int = 3                         # most prompts have more
     overlap: bool = True
     rows: int = 4
     lateness: object = field(default_factory=Promptly)
@@ -82,8 +83,8 @@ class Engine(InProcess):
                    backend="cuda" if latent and where.DEVICE == "cuda" else self.backend,
                    lateness=self.lateness, rows=self.rows, hbm_pages=self.hbm_pages,
                    dram_pages=self.dram_pages, step_tokens=self.step_tokens, wait_pages=self.wait_pages,
-                   overlap=self.overlap, storage=self.storage, disk_pages=self.disk_pages,
-                   store_root=b"an engine" if self.disk_pages else b"")
+                   take_pages=self.take_pages, overlap=self.overlap, storage=self.storage,
+                   disk_pages=self.disk_pages, store_root=b"an engine" if self.disk_pages else b"")
 
     def add(self, rid: int, prompt: tuple[int, ...], max_new: int, params=GREEDY, **more) -> None:
         self.tell(rid, prompt, max_new, params, **more)

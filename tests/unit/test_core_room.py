@@ -7,6 +7,7 @@ from driver import Driver
 from penstock.core.core import Core
 from penstock.core.lifecycle import Phase, Place
 from penstock.core.plan import (
+    Aborted,
     Arrived,
     Bind,
     Event,
@@ -192,3 +193,47 @@ def test_who_gave_way_twice_ends_before_the_next_that_outranks_it_gets_a_row() -
     d.run()
     assert list(d.finished()) == [2, 3, 1, 4]
     assert d.core.counters["drops"] == 2
+
+
+# ---------------------------------------------------------------- over several turns
+def test_a_long_prompt_takes_its_pages_as_it_comes_to_them_and_nobody_else_gets_those() -> None:
+    """16 pages: 10 for the first, two at once. The second needs 6, and one is for the first to grow."""
+    d = Driver(take_pages=2, step_tokens=8, rows=2)
+    d.arrive(1, range(40), 4)
+    pool, arena = d.core.kv.device[0].pool, d.core.kv.arenas[Tier.HBM]
+    assert len(pool.held) == 2 and arena.promised == [8]
+    d.arrive(2, range(100, 124), 4)
+    for _ in range(4):
+        assert (d.phase(1), d.phase(2)) == (Phase.PREFILL, Phase.QUEUED)
+        assert len(pool.held) + arena.promises == 10
+        d.retire()
+    assert (len(pool.held), arena.promised) == (10, [0])
+    d.run()
+    assert d.finished() == {1: Outcome.LENGTH, 2: Outcome.LENGTH}
+    assert d.core.counters["drops"] == d.core.counters["pauses"] == 0
+
+
+def test_who_ends_in_the_middle_of_its_prompt_is_promised_nothing_any_more() -> None:
+    d = Driver(take_pages=2, step_tokens=8)
+    d.arrive(1, range(40), 4)
+    d.arrive(2, range(100, 140), 4)
+    d.tell(Aborted(RequestId(1)))
+    d.run()
+    assert d.core.kv.arenas[Tier.HBM].promises == 0 and d.finished()[2] is Outcome.LENGTH
+
+
+def test_a_long_request_gives_up_its_pages_in_portions_and_at_once_if_they_are_needed() -> None:
+    d = Driver(take_pages=2, step_tokens=64, rows=2)
+    d.arrive(9, range(900, 904), 30)
+    d.arrive(1, range(40), 1)
+    pool, free = d.core.kv.device[0].pool, list[int]()
+    while 1 in d.core.live:
+        d.retire()
+    for _ in range(8):
+        free.append(pool.loose)
+        d.retire()
+    assert free == sorted(free) and free[0] < free[-1] < 10 and d.core.kv.leaving, free
+    d.arrive(2, range(200, 244), 1)
+    assert d.phase(2) is Phase.PREFILL
+    d.run()
+    assert d.finished() == dict.fromkeys((9, 1, 2), Outcome.LENGTH)

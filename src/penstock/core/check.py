@@ -18,6 +18,7 @@ from penstock.core.state import CoreState
 REFS = "refs differ from the requests that name a page"
 PINS = "pins differ from holders"
 MOVES = "a page has other moves than those that fly"
+PROMISED = "pages are promised to nobody"
 LOOSE = "pages that can be had differ from those that are counted"
 
 
@@ -31,15 +32,26 @@ def check(core: CoreState, pairs: Mapping[PeerId, Pairing]) -> None:
     pinned: list[Copy] = []                    # once for each pin,
     loaned: list[Copy] = []                    # for each loan,
     named: list[Node] = []                     # and for each path
+    promised = {tier: [0] * len(kv.device) for tier in kv.arenas}
     pages: dict[TierGroup, list[int]] = {space: [] for space in kv.tree.spaces}
     running = set(core.running)
     for r in core.live.values():
         _leases(core, r, running)
         _columns(kv, r, pinned, loaned, pages)
         named += r.path
+        assert r.phase in (Phase.LOADING, Phase.PREFILL) or not any(r.later), PROMISED
+        for g, t in enumerate(r.tables):
+            promised[Tier.DRAM if r.place is Place.HOST and t.hosted else Tier.HBM][g] += r.later[g]
+    assert all([arena.promised == promised[tier] and arena.promises == sum(promised[tier])
+                for tier, arena in kv.arenas.items()]), PROMISED
+    for r in kv.leaving:
+        assert r.phase is Phase.DONE and not (r.moves or any(r.reserve) or any(t.hot for t in r.tables))
+        _columns(kv, r, pinned, loaned, pages)
+        named += r.path
     moved = [copy for flight in kv.moves.flying.values() for pair in flight.pairs for copy in pair]
     _tree(core, Counter(pinned) if pinned else {}, Counter(named) if named else {},
           Counter(moved) if moved else {}, Counter(loaned), pages)
+    _kept_promises(kv)
     for copy, home in kv.moves.detached.items():
         assert copy.node is None and (copy.moves or copy.pins), "an orphan stays"
         pages[home].append(copy.page)
@@ -118,6 +130,17 @@ def _queues(core: CoreState) -> None:
     assert {r.rid for r in core.kv.reclaimable} == {r.rid for r in reclaimable}, "loans"
     for r in reclaimable:
         assert r.has_reclaimable or not any([any(t.device) for t in r.tables if t.hosted]), "a loan is lost"
+
+
+def _kept_promises(kv: KVCache) -> None:
+    """What is promised can be had, but for what copies that fly keep from being evicted. Pages of several
+    groups may lie scattered over slabs when they are wanted: then somebody gives way."""
+    for tier, arena in kv.arenas.items() if len(kv.device) == 1 else ():
+        if arena.promises and (short := arena.lacks([0] * len(arena.pools))):
+            busy = {id(copy) for flight in kv.moves.flying.values() for pair in flight.pairs
+                    for space, copy in zip((flight.src, flight.dst), pair, strict=True)
+                    if space.tier is tier and not copy.pins}
+            assert short <= len(busy), f"{short} of what is promised of {tier.value} cannot be had"
 
 
 def _leases(core: CoreState, r: Request, running: set[Request]) -> None:

@@ -60,6 +60,7 @@ from penstock.core.settings import CoreConfig
 from penstock.core.state import CoreState
 from penstock.core.watch import Watcher
 
+PAGES = (lifecycle.Lease.HBM, lifecycle.Lease.DEVICE_ONLY, lifecycle.Lease.DRAM)
 WISHES = {Paused: Trigger.PAUSE, Dropped: Trigger.DROP, Promoted: Trigger.PROMOTE}
 
 
@@ -80,6 +81,8 @@ class Core(CoreState):
         """Apply events, take every edge that needs no step, and plan at most one step."""
         self.out, self.revoke_pending = [], self.revoke_pending and not events
         self._hear(events)
+        if events:
+            self.kv.leave(all=not self.running)
         # To a fixed point: planning may free, freeing may admit. Each request moves a few times at most.
         for _ in range(100 + 20 * len(self.live)):
             self.kv.drain()
@@ -155,6 +158,7 @@ class Core(CoreState):
                 if (r := self.live.get(rid)) is not None:
                     path = self.kv.tainted_by(r) if damaged else []
                     self.end(r, Outcome.ABORT)
+                    self.kv.leave(all=damaged)
                     if keys := self.kv.moves.invalidate(path):
                         self.out.append(Unstore(keys))
             case Stopped(rid, count):
@@ -166,8 +170,8 @@ class Core(CoreState):
                 if (r := self.live.get(rid)) is not None and reclaim.may_spill(self, r):
                     r.excused += bool(self.spill(r))
             case Flushed():
-                tree = self.kv.tree
-                while tree.evict_all(tree.spaces):
+                self.kv.leave(all=True)
+                while self.kv.tree.evict_all(self.kv.tree.spaces):
                     pass
             case Expired(rid, phase, visit):
                 r = self.live.get(rid)
@@ -240,6 +244,8 @@ class Core(CoreState):
         for r in list(self.live.values()) if lost else ():
             if gone or event.id in r.waits:
                 self.copies_lost(r, event.id, gone)
+        for r in kv.leaving if lost else ():
+            offload.lose(kv, r, gone)
         kv.moves.finish(flight)
         kept = flight.dst.tier is Tier.DRAM and any([target.pins for _, target in flight.pairs])
         for r in self.saving if kept or lost else ():
@@ -304,13 +310,14 @@ class Core(CoreState):
             r.needs_rebind = r.bound
         r.phase, r.place = target, place
         keep = (*holds, *self.may_hold[target, place])
-        self.kv.release(r, [x for x in lifecycle.Lease if x not in keep])
+        leaves = target is Phase.DONE and self.kv.is_long(r)       # it gives up its pages in later turns
+        self.kv.release(r, [x for x in lifecycle.Lease if x not in keep and not (leaves and x in PAGES)])
         if source is Phase.LOADING:            # what the device has may be what does not get to the host
             r.failed_saves = r.failed_saves + 1 if target is Phase.DROPPED else 0
         if target in (Phase.DROPPED, Phase.DONE):
             r.kv_epoch += 1
             r.moves = set()                    # its pages wait for them behind fences
-            self.kv.forget_path(r)
+            (self.kv.leaving.append if leaves else self.kv.forget_path)(r)
         elif (source, target) == (Phase.PROMOTING, Phase.RESIDENT):
             promote.leave_host(self.kv, r)
         elif trigger is Trigger.STAY:          # its host pages are not complete, nor will they be

@@ -92,6 +92,7 @@ class Request:
     row: Row | None = None
     path: list[Node] = field(default_factory=list)
     reserve: list[list[int]] = field(init=False)  # per group: host pages not used yet
+    later: list[int] = field(init=False)       # per group: pages that it is promised, and has not taken
     is_runnable: bool = False                  # it waits for a row
     asked: tuple[bytes, ...] = ()              # keys of its pages behind the first `asked_from`: storage was
     asked_from: int = -1                       # asked for these, and it waits for the answer
@@ -112,6 +113,7 @@ class Request:
     def __post_init__(self) -> None:
         self.rid = self.arrived.rid
         self.reserve = [[] for _ in self.tables]
+        self.later = [0] * len(self.tables)
         self.unmapped = [[] for _ in self.tables]
         self.device_len = [0] * len(self.tables)
 

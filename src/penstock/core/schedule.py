@@ -137,9 +137,12 @@ def _row(r: Request, width: int) -> ScheduledRow:
 
 def _chunk(core: CoreState, r: Request, n: int, decoding: list[ScheduledRow],
            prompts: list[ScheduledRow]) -> int:
-    """How much of a prompt is computed: as much as has pages. Windows get theirs here."""
+    """How much of a prompt is computed: as much as has pages. It gets those of windows here, and what it was
+    promised."""
     end = r.computed + n
     grown: Literal[True] | Shortage = True
+    if any(r.later):
+        core.kv.grow(r, end)                   # all at once, if it can
     while r.capacity < end and (grown := core.kv.grow(r, r.capacity + 1)):
         pass
     if r.capacity == r.computed and not grown:

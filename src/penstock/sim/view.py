@@ -215,9 +215,12 @@ class View:
         return self._kv.arenas[tier].away
 
     def free(self, tier: Tier) -> int:
-        """The same, of what nobody has."""
+        """The same, of what nobody has, nor was promised; of several groups slabs, at worst."""
         arena = self._kv.arenas[tier]
-        return len(arena.free) if len(arena.pools) > 1 else arena.pools[0].free
+        if len(arena.pools) == 1:
+            return arena.pools[0].free - arena.promises
+        return len(arena.free) - sum([-(-n // pool.per_slab)
+                                      for n, pool in zip(arena.promised, arena.pools, strict=True)])
 
     def longest(self, group: int) -> int:
         """Pages that a group can have on the device."""
@@ -355,7 +358,7 @@ def refusable(core: Core, refuses: Callable[[], bool]) -> None:
     no = Shortage(Tier.HBM, [0] * len(core.cfg.groups), behind=False)
 
     def faulty(real: Callable[..., Trial]) -> Callable[..., Trial]:
-        return lambda *args: no if refuses() else real(*args)
+        return lambda *args, **kw: no if refuses() else real(*args, **kw)
 
     for name in ("acquire", "grow", "make_free"):
         setattr(core.kv, name, faulty(getattr(core.kv, name)))

@@ -142,7 +142,8 @@ class NoFixedPoint(Core):
 
 
 @instead_of(KVCache, "make_free")
-def waits_instead_of_evicting(real: Real, kv: KVCache, tier: Tier, want: Sequence[int]) -> Trial:
+def waits_instead_of_evicting(real: Real, kv: KVCache, tier: Tier, want: Sequence[int], *,
+                              has_pinned: bool = False) -> Trial:
     """Admission and resume wait for free pages that only an eviction would give."""
     return not kv.arenas[tier].short(want, promised=False) or Shortage(tier, want, False)
 

@@ -1,15 +1,16 @@
 """Seeded bugs of fences, copies and ownership."""
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from mutants.registry import Real, instead_of, mutant, swapped
+from mutants.registry import Real, holding, instead_of, mutant, swapped
 from penstock.core.core import Core
 from penstock.core.kv import allocate, moves, offload, page_table, sealing
 from penstock.core.kv.allocate import KVCache, Load
 from penstock.core.kv.moves import Moves
-from penstock.core.kv.pool import Fence, Pool
+from penstock.core.kv.pool import Arena, Fence, Pool
 from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree
 from penstock.core.lifecycle import Lease, Phase
 from penstock.core.plan import Advance, Arrived, Event, Moved, Outcome, StepId, Tier
@@ -194,3 +195,34 @@ def pinned_page_counts_as_cached(real: Real, copy: Copy) -> None:
 @instead_of(moves, "fix")
 def page_that_is_copied_counts_as_cached(real: Real, copy: Copy) -> None:
     """A cached page that is being loaded or saved is counted among those that can be had."""
+
+
+# ---------------------------------------------------------------- promises, and what is given up later
+@instead_of(Arena, "lacks", mode="take_pages=1")
+def promised_pages_can_be_had(real: Real, arena: Arena, want: Sequence[int]) -> int:
+    """Others take the pages that a prompt was admitted with and has not come to."""
+    with holding(arena, "promises", 0):
+        return int(real(arena, want))
+
+
+@instead_of(KVCache, "release", mode="take_pages=1")
+def promise_outlives_its_row(real: Real, kv: KVCache, r: Request, leases: Iterable[Lease]) -> None:
+    """Who is dropped or aborted in the middle of its prompt keeps others from its pages for ever."""
+    if Lease.ROW in leases:
+        r.later = [0] * len(r.later)
+    real(kv, r, leases)
+
+
+@instead_of(KVCache, "leave", mode="take_pages=1")
+def ended_request_is_forgotten(real: Real, kv: KVCache, *, all: bool = False) -> None:
+    """A long request that has ended gives up the first portion of its pages alone."""
+    real(kv, all=all)
+    kv.leaving.clear()
+
+
+@instead_of(Core, "_landed", mode="take_pages=1,fail=0.5")
+def ended_request_keeps_what_was_lost(real: Real, core: Core, event: Moved) -> None:
+    """A copy fails that only a request which has ended, and gives up its pages in portions, still names."""
+    leaving, core.kv.leaving = core.kv.leaving, deque()
+    real(core, event)
+    core.kv.leaving = leaving

@@ -18,7 +18,7 @@ from penstock.core.policy import capacity, reclaim
 from penstock.core.request import Request, ScheduledRow
 
 
-@instead_of(reclaim, "yield_device", mode="pair=0,dram_pages=100,hot_pages=0")
+@instead_of(reclaim, "yield_device", mode="pair=0,hbm_pages=24,dram_pages=100,hot_pages=0,rows=6,new_max=40")
 def drops_instead_of_pausing(real: Real, core: Core, victim: Request) -> None:
     """Whoever gives way is computed again, though the host had room."""
     core.transition(victim, Trigger.DROP)

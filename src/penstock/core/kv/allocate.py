@@ -50,6 +50,7 @@ class KVCache(Pages):
             if lease is Lease.ROW and r.row is not None:
                 self.rows.release([r.row], Fence(r.last_issue))      # a promise of `Bind`
                 r.row, r.bound, r.needs_rebind = None, False, False
+                self.promise(r, r.place, r.later, -1)
             elif lease is Lease.HOT:
                 self._free_hot_buffer(r)
             elif lease is Lease.DRAM:
@@ -92,6 +93,7 @@ class Claim:
     loads: list[Load] = field(default_factory=list)      # host to device
     saves: list[Load] = field(default_factory=list)      # device to host
     hot_units: int = 0
+    later: int = 0           # pages of its prompt that it takes when it comes to them
 
     def new_device(self) -> int:
         return self.hot_units + sum(c is not None and c.page < 0 for c in self.up)
@@ -101,7 +103,8 @@ class Claim:
 
 
 def enter(kv: Pages, r: Request, place: Place, headroom: int) -> Trial:
-    """Give `r` a row and all the pages that its known tokens need in `place`, or change nothing."""
+    """Give `r` a row and all the pages that its known tokens need in `place`, or change nothing. Of what is
+    still to be computed it takes the first pages now; the others are promised to it."""
     if not kv.rows.free:
         return NO_ROW
     found = None
@@ -111,14 +114,19 @@ def enter(kv: Pages, r: Request, place: Place, headroom: int) -> Trial:
             kv.forget_path(r)                # computed in host pages, nothing is to be copied
             r.computed = r.retired = 0
     ways = [_way(kv, r, g, place) for g in range(len(r.tables))]
+    later = [w.later for w in ways]
+    kv.promise(r, place, later)
     trial = _are_filled(ways) and _make_room(kv, ways, headroom)
     if not trial:
+        kv.promise(r, place, later, -1)
         for w in ways:
             _undo(kv, w)
         if r.phase in (Phase.QUEUED, Phase.DROPPED):
             kv.forget_path(r)
         if isinstance(trial, Shortage):
             trial.found = found
+            trial.want = [n + w.later * ((place is Place.HOST and t.hosted) == (trial.tier is Tier.DRAM))
+                          for n, w, t in zip(trial.want, ways, r.tables, strict=True)]
         return trial
     r.row = Row(kv.rows.acquire(1)[0])
     below = {id(n) for g, w in enumerate(ways) for n in _take(kv, r, g, w)}
@@ -129,7 +137,7 @@ def enter(kv: Pages, r: Request, place: Place, headroom: int) -> Trial:
         kv.mark_reclaimable(r)
     elif r.may_host and kv.cfg.role != "prefill":
         for g, t in enumerate(r.tables):       # what a prompt leaves open must be there if it is to spill
-            if t.hosted and t.end(r.computed) < len(t.device):
+            if t.hosted and t.end(r.computed) < len(t.device) and not r.later[g]:
                 mirror(kv, g, t, len(t.device) - 1)
     return True
 
@@ -157,7 +165,7 @@ def receive(kv: Pages, r: Request, place: Place, headroom: int) -> Trial:
         ways.append(way)
     device, host = [w.new_device() for w in ways], [w.new_host() for w in ways]
     room = kv.make_both_free(kv.with_headroom(Tier.DRAM, host, headroom),
-                             kv.with_headroom(Tier.HBM, device, headroom))
+                             kv.with_headroom(Tier.HBM, device, headroom), has_pinned=True)
     if not room:
         for w in ways:
             _undo(kv, w)
@@ -176,7 +184,7 @@ def _are_filled(ways: list[Claim]) -> Literal[True] | Early:
 def _make_room(kv: Pages, ways: list[Claim], headroom: int) -> Literal[True] | Shortage:
     host = kv.with_headroom(Tier.DRAM, [w.new_host() for w in ways], headroom)
     device = kv.with_headroom(Tier.HBM, [w.new_device() for w in ways], headroom)
-    room = kv.make_both_free(host, device)
+    room = kv.make_both_free(host, device, has_pinned=True)
     if room or room.tier is Tier.DRAM or not any(any(w.up) for w in ways if w.hot_units):
         return room
     for w in ways:                             # pages that it could do without are in its own way
@@ -184,7 +192,7 @@ def _make_room(kv: Pages, ways: list[Claim], headroom: int) -> Literal[True] | S
             if copy is not None:
                 w.up[i] = None
                 _give_back(kv, copy)
-    return kv.make_both_free(host, device)
+    return kv.make_both_free(host, device, has_pinned=True)
 
 
 def _find(kv: Pages, r: Request) -> Found:
@@ -205,8 +213,9 @@ def _way(kv: Pages, r: Request, g: int, place: Place) -> Claim:
     """Pin what group g has of `r`, and say what is still to be had."""
     t, way = r.tables[g], Claim()
     known, done = min(len(r.tokens), r.compute_limit), t.end(r.computed)
-    # A window moves on: its pages are taken as they are needed. Everything else is taken at once.
-    end = t.end(r.computed + 1) if t.group.reach else t.end(known)
+    # A window moves on: its pages are taken as they are needed. Of everything else so many are sure to come.
+    end = t.end(r.computed + 1) if t.group.reach else min(t.end(known), done + kv.cfg.take_pages)
+    way.later = 0 if t.group.reach else t.end(known) - end
     begin = t.begin(r.computed)
     hosted = place is Place.HOST and t.hosted
     way.up = [None] * begin

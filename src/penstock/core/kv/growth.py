@@ -32,9 +32,13 @@ def grow(kv: Pages, r: Request, upto: int) -> Literal[True] | Shortage:
             if n > (free := kv.device[g].pool.free):
                 new_up += n - free
     # Where each new page could have a slab of its own, nobody need count slabs. A single pool has none.
-    if new_up > len(kv.arenas[_HBM].free) or new_down > len(kv.arenas[_DRAM].free):
+    above, below = kv.arenas[_HBM], kv.arenas[_DRAM]
+    if new_up > len(above.free) or new_down > len(below.free) or above.promises or below.promises:
+        mine = [min(n, more) for n, more in zip(map(max, hbm, dram), r.later, strict=True)]
+        kv.promise(r, r.place, mine, -1)       # it takes these now
         room = kv.make_both_free(dram, hbm)
         if not room:
+            kv.promise(r, r.place, mine)
             return room
     for g, t in enumerate(r.tables):
         if up := hbm[g]:
@@ -43,8 +47,9 @@ def grow(kv: Pages, r: Request, upto: int) -> Literal[True] | Shortage:
             _append(kv.host[g].pool, t.host, down)
             if not up:
                 extend(t.device, len(t.host))
-        elif up and t.hosted and r.may_host and r.phase is Phase.RESIDENT:
-            for i in range(len(t.device) - up, len(t.device)):
+        elif up and t.hosted and r.may_host and not r.later[g] and kv.cfg.role != "prefill":
+            # Of a prompt only the last page is mirrored: the others are full when it is over.
+            for i in range(len(t.device) - (up if r.phase is Phase.RESIDENT else 1), len(t.device)):
                 mirror(kv, g, t, i)
     r.capacity = kv.covered(r, r.place)
     return True
@@ -60,7 +65,7 @@ def mirror(kv: Pages, g: int, t: PageTable, i: int) -> None:
     pages are on the host from their first token on. They go there when they are sealed, so it is worth
     evicting what is cached there."""
     pool = kv.host[g].pool
-    if pool.free or kv.make_free(_DRAM, kv.one_page(g)):
+    if (pool.free and not kv.arenas[_DRAM].promises) or kv.make_free(_DRAM, kv.one_page(g)):
         put(t.host, i, Copy(pool.acquire(1)[0]))
 
 

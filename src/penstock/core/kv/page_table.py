@@ -105,6 +105,14 @@ def take_all(column: Column) -> list[Copy]:
     return copies
 
 
+def cut(column: Column, n: int) -> list[Copy]:
+    """The same of the last n entries."""
+    last = column[-n:]
+    assert isinstance(column, list)
+    del column[-n:]
+    return [copy for copy in last if copy is not None]
+
+
 def move(column: Column, i: int, to: Column) -> Copy:
     """Entry i becomes the last of another column."""
     copy = take(column, i)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 from penstock.core.kv.moves import Moves
-from penstock.core.kv.page_table import Column, PageTable, own, take, take_all, unpin
+from penstock.core.kv.page_table import Column, PageTable, cut, own, take, take_all, unpin
 from penstock.core.kv.pool import Arena, Fence, Pool
 from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree, fix, lend
 from penstock.core.lifecycle import Place
@@ -87,6 +87,7 @@ class Pages:
         self.issued = StepId(0)
         self.freed = 0                                   # units that came back, in all
         self.reclaimable: list[Request] = []                    # in host pages: their device pages are a loan
+        self.leaving = deque[Request]()          # have ended, and have pages that nobody has needed yet
         # Pages of each group that were sealed when the host was full.
         self.late = [deque[Node](maxlen=max(1, cfg.dram_pages)) for _ in cfg.groups]
 
@@ -123,15 +124,17 @@ class Pages:
         return [n and n + (device if group.hosted else host)
                 for n, group in zip(want, self.cfg.groups, strict=True)]
 
-    def make_free(self, tier: Tier, want: Sequence[int]) -> Literal[True] | Shortage:
+    def make_free(self, tier: Tier, want: Sequence[int], *,
+                  has_pinned: bool = False) -> Literal[True] | Shortage:
         """Whether `want[g]` pages of each group are free now, evicting cached pages if that makes it so,
-        and taking back what hosted rows can do without. Counts first: what would not be enough stays."""
-        if not any(want):
-            return True
+        and taking back what hosted rows can do without. Counts first: what would not be enough stays. Who has
+        pinned pages for it may not have taken any that are promised to others."""
         arena = self.arenas[tier]
-        if not arena.short(want, promised=False):
+        if not (any(want) or (has_pinned and arena.promises)):
             return True
-        if arena.lacks(want):
+        if not (arena.promises or arena.short(want, promised=False)):
+            return True
+        if self.lacks(tier, want):
             return Shortage(tier, want, behind=False)
         while (short := arena.short(want, promised=True)) and self._evict(tier, want, short):
             pass
@@ -142,12 +145,53 @@ class Pages:
             self.freed += pool.drain(self.retired, self.moves.flying)
         return not arena.short(want, promised=False) or Shortage(tier, want, behind=True)
 
-    def make_both_free(self, host: Sequence[int], device: Sequence[int]) -> Literal[True] | Shortage:
+    def make_both_free(self, host: Sequence[int], device: Sequence[int], *,
+                       has_pinned: bool = False) -> Literal[True] | Shortage:
         """The same of both tiers: what one lacks costs the other nothing."""
         wants = (Tier.DRAM, host), (Tier.HBM, device)
         lacking = [Shortage(tier, want, behind=False) for tier, want in wants
-                   if any(want) and self.arenas[tier].lacks(want)]
+                   if (has_pinned or any(want)) and self.lacks(tier, want)]
         return lacking[0] if lacking else self.make_free(*wants[0]) and self.make_free(*wants[1])
+
+    def lacks(self, tier: Tier, want: Sequence[int]) -> int:
+        """How much is missing for `want`, with all that can be had, also of those who have ended."""
+        while (short := self.arenas[tier].lacks(want)) and self.leaving:
+            self.leave()
+        return short
+
+    def is_long(self, r: Request) -> bool:
+        """Whether giving up all pages of `r` at once keeps others waiting."""
+        columns = [column for t in r.tables for column in (t.device, t.host)]
+        return not (r.moves or any(r.reserve)) and max(map(len, (r.path, *columns))) > self.cfg.take_pages
+
+    def leave(self, *, all: bool = False) -> None:
+        """Give up some pages of a request that has ended, or all of all. The last ones go first: what others
+        may find is worth least where it ends."""
+        n = self.cfg.take_pages
+        while self.leaving:
+            r = self.leaving[0]
+            columns = [(space, column) for t, up, down in zip(r.tables, self.device, self.host, strict=True)
+                       for space, column in ((up, t.device), (down, t.host)) if column]
+            for space, column in () if r.path else columns:
+                for copy in cut(column, n):
+                    node = copy.node
+                    self.unpin(r, space, copy)
+                    if node is not None and not self.cfg.prefix_cache:
+                        self.moves.discard_node(node)
+            if r.path:                         # first: what is pinned has no place in an order of eviction
+                self.forget_path(r, max(0, len(r.path) - n))
+            elif not columns:
+                self.leaving.popleft()
+            if not all:
+                return
+
+    def promise(self, r: Request, place: Place, pages: Sequence[int], times: int = 1) -> None:
+        """`r` takes so many pages of each group later, in `place`; -1: now, or never."""
+        for g, (n, t) in enumerate(zip(pages, r.tables, strict=True)):
+            if n:
+                tier = Tier.DRAM if place is Place.HOST and t.hosted else Tier.HBM
+                self.arenas[tier].promise(g, times * n)
+                r.later[g] += times * n
 
     def coming(self, tier: Tier) -> tuple[int, ...]:
         """As long as this is the same, who was refused pages of `tier` would be again: pages that came to
@@ -163,7 +207,7 @@ class Pages:
             last = found.last or self.tree.roots.get(r.arrived.namespace)
             if last is not None and self._next(r, last, found.pages) is not None:
                 return False
-        return seen == shortage.seen or self.arenas[shortage.tier].lacks(shortage.want) > more
+        return seen == shortage.seen or self.lacks(shortage.tier, shortage.want) > more
 
     def mark_reclaimable(self, r: Request) -> None:
         """`r` decodes from host pages: those that it has on the device are a loan from now on."""
@@ -261,9 +305,9 @@ class Pages:
                 else:
                     self.unpin(r, space, copy)
 
-    def forget_path(self, r: Request) -> None:
-        """The request no longer names any sealed page."""
-        gone, r.path = r.path, []
+    def forget_path(self, r: Request, keep: int = 0) -> None:
+        """The request no longer names any sealed page, but for the first `keep`."""
+        gone, r.path = r.path[keep:], r.path[:keep]
         self.tree.unref(gone)
         if not self.cfg.prefix_cache:
             for node in reversed(gone):

@@ -236,6 +236,8 @@ class Arena:
     def __init__(self, slabs: int, pools: Sequence[Pool]) -> None:
         self.slabs = slabs
         self.pools = tuple(pools)
+        self.promised = [0] * len(self.pools)    # units that requests were admitted with and have not taken
+        self.promises = 0                        # all of them together
         shared = len(self.pools) > 1
         self.free: list[int] = list(range(slabs))[::-1] if shared else []
         if shared:
@@ -252,8 +254,15 @@ class Arena:
         """Units that can be had, of all pools."""
         return sum([pool.loose for pool in self.pools])
 
+    def promise(self, g: int, n: int) -> None:
+        """`n` more units of pool g are somebody's who has not taken them yet; less, if negative."""
+        self.promised[g] += n
+        self.promises += n
+
     def lacks(self, want: Sequence[int]) -> int:
-        """The same as `short` if all that is loose were given up as well."""
+        """The same as `short` if all that is loose were given up as well, and what is promised is kept."""
+        if self.promises:
+            want = [n + more for n, more in zip(want, self.promised, strict=True)]
         if len(self.pools) == 1:
             return max(0, self.short(want, promised=True) - self.pools[0].loose)
         need, have = 0, len(self.free)

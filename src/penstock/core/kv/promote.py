@@ -44,7 +44,7 @@ def reload(kv: Pages, r: Request, headroom: int) -> Trial:
             if t.device[i] is None and node is not None and (copy := node.good(kv.device[g])):
                 put(t.device, i, copy)
                 want[g] -= 1
-    room = kv.make_free(Tier.HBM, kv.with_headroom(Tier.HBM, want, headroom))
+    room = kv.make_free(Tier.HBM, kv.with_headroom(Tier.HBM, want, headroom), has_pinned=True)
     if not room:
         kv.mark_reclaimable(r)
         return room

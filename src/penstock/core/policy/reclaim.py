@@ -25,7 +25,8 @@ def promised(core: CoreState, tier: Tier = Tier.HBM) -> bool:
     or writes does not count, it may hang; nor does what another engine writes, or reads for a request
     that has ended: that takes as long as it takes."""
     kv = core.kv
-    if any(pool.in_limbo > pool.away for pool in kv.arenas[tier].pools) or any(landing(core, tier)):
+    if kv.leaving or any(pool.in_limbo > pool.away for pool in kv.arenas[tier].pools) or any(
+            landing(core, tier)):
         return True
     if tier is not Tier.HBM:
         return False
