@@ -29,6 +29,11 @@ from penstock.config.settings.tree import ServerConfig
 from penstock.serve.client.client import EngineClient, EngineDied
 from penstock.serve.client.engines import Engines, Member, together
 from penstock.serve.client.kept import Kept
+from penstock.serve.http.apis.anthropic import Messages
+from penstock.serve.http.apis.anthropic import error_body as anthropic_error
+from penstock.serve.http.apis.responses import Responses
+from penstock.serve.http.apis.responses import error_body as response_error
+from penstock.serve.http.apis.sglang import Generate
 from penstock.serve.http.completions import OpenAI, as_api_error
 from penstock.serve.http.format import encode, event
 from penstock.serve.http.limits import (
@@ -48,6 +53,7 @@ Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 ReceiveCall = Callable[[], Awaitable[Message]]
 SendCall = Callable[[Message], Awaitable[None]]
+Shape = Callable[[ApiError, bool], dict[str, Any]]
 Handler = Callable[[bytes, bytes, "HttpReply"], Awaitable[None]]
 
 OPEN_PATHS = ("/health", "/ready")
@@ -87,8 +93,10 @@ class PeerView:
 class HttpReply:
     """One answer over ASGI. `started` once a status has been sent."""
 
-    def __init__(self, send: SendCall, metrics: Metrics) -> None:
+    def __init__(self, send: SendCall, metrics: Metrics, shape: Shape | None = None) -> None:
+        """shape: the body of an error, and of one in a stream; None: OpenAI's."""
         self._send = send
+        self._shape = shape or (lambda error, _: error.body)
         self._metrics = metrics
         self.started = False
         self.ended = False
@@ -115,22 +123,24 @@ class HttpReply:
 
     async def error(self, error: ApiError) -> None:
         """As a status, or, once a stream runs, as its last event."""
+        body = self._shape(error, self.started)
         if not self.started:
-            await self.whole(error.status, encode(error.body), error.headers)
+            await self.whole(error.status, encode(body), error.headers)
         elif not self.ended:
-            await self.events(event(error.body), last=True)
+            await self.events(event(body, "type" in body), last=True)
 
 
 class Generating:
     """ASGI endpoint of a POST that runs in the engine: it ends at once when its client has gone."""
 
-    def __init__(self, api: OpenAI, handler: Handler, bytes_max: int) -> None:
+    def __init__(self, api: OpenAI, handler: Handler, bytes_max: int, shape: Shape | None = None) -> None:
         self._api = api
+        self._shape = shape
         self._handler = handler
         self._bytes_max = bytes_max
 
     async def __call__(self, scope: Scope, receive: ReceiveCall, send: SendCall) -> None:
-        reply = HttpReply(send, self._api.metrics)
+        reply = HttpReply(send, self._api.metrics, self._shape)
         api = self._api
         api.num_open += 1
         api.idle.clear()
@@ -204,8 +214,9 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: ReceiveCall, send: SendCall) -> None:
         if scope["type"] == "http":
-            given = _values(scope, b"authorization")
-            tenant = self._keys.tenant(given[0].encode("latin-1") if len(given) == 1 else None)
+            given = [*_values(scope, b"authorization"),
+                     *(f"Bearer {key}" for key in _values(scope, b"x-api-key"))]      # as Anthropic's clients do
+            tenant = self._keys.tenant(given[0].encode("latin-1") if len({*given}) == 1 else None)
             if scope["path"] not in OPEN_PATHS and (error := self._refusal(scope, tenant)):
                 await HttpReply(send, self._metrics).error(error)
                 return
@@ -249,14 +260,18 @@ def build_app(api: OpenAI, health: Health, keys: Keys, config: ServerConfig,
     def get(path: str, view: Callable[[Request], Awaitable[Response]]) -> Route:
         return Route(path, view, methods=["GET"])
 
-    def generating(path: str, handler: Handler) -> Route:
-        return Route(path, Generating(api, handler, config.body_bytes_max), methods=["POST"])
+    def generating(path: str, handler: Handler, shape: Shape | None = None) -> Route:
+        return Route(path, Generating(api, handler, config.body_bytes_max, shape), methods=["POST"])
 
-    native = Native(api)
+    native, messages, responses = Native(api), Messages(api), Responses(api)
     page = Page(views.numbers, views.shown, lambda: health.died or health.draining)
     serving = () if peer is not None and not peer.serves else (
         generating("/v1/chat/completions", api.chat),
         generating("/v1/completions", api.completion),
+        generating("/v1/messages", messages.create, anthropic_error),
+        generating("/v1/messages/count_tokens", messages.count, anthropic_error),
+        generating("/v1/responses", responses.create, response_error),
+        generating("/generate", Generate(api).create),
         get("/v1/models", views.models),
         get("/v1/models/{name:path}", views.model),
         generating("/tokenize", native.tokenize),

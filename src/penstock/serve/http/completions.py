@@ -133,7 +133,6 @@ class OpenAI:
         if body.count(b'"role"') > context:
             raise too_many_messages(context)
         request = parse(body, ChatRequest)
-        self.check_model(request.model)
         await self.converse(request, tenant, reply, began, lambda asked, params: ChatFormat(
             model=self.model, token_bytes=self.token_bytes, logprobs=params.logprobs is not None,
             include_usage=request.include_usage, return_token_ids=self._shows_ids(request),
@@ -142,6 +141,7 @@ class OpenAI:
     async def converse(self, request: ChatRequest, tenant: bytes, reply: Reply, began: float,
                        written: Callable[[Asked, SamplingParams], Format]) -> None:
         """Answer a conversation. written: makes the form of the answer."""
+        self.check_model(request.model)
         params, offer, field = request.params(), request.offer, grammar_of(request)
         try:
             text, prompt = await self.chat_prompt(request, tenant, offer)
@@ -158,6 +158,17 @@ class OpenAI:
     async def completion(self, body: bytes, tenant: bytes, reply: Reply) -> None:
         began = time.monotonic()
         request = parse(body, CompletionRequest)
+
+        def written(count: int, echoes: Sequence[str]) -> Format:
+            return TextFormat(
+                model=self.model, token_bytes=self.token_bytes, logprobs=request.logprobs is not None,
+                include_usage=request.include_usage, return_token_ids=self._shows_ids(request),
+                num_choices=count, echoes=echoes)
+        await self.complete(request, tenant, reply, began, written)
+
+    async def complete(self, request: CompletionRequest, tenant: bytes, reply: Reply, began: float,
+                       written: Callable[[int, Sequence[str]], Format]) -> None:
+        """Go on with prompts. written: makes the form of so many answers, and what they begin with."""
         self.check_model(request.model)
         params = request.params()
         given = request.prompts(max(1, self.choices_max // params.n))
@@ -167,11 +178,8 @@ class OpenAI:
         context = self.engine.ready.max_model_len
         if (longest := max(map(len, prompts))) >= context:
             raise context_exceeded(longest, context)        # before an echo of it is made
-        out = TextFormat(
-            model=self.model, token_bytes=self.token_bytes, logprobs=params.logprobs is not None,
-            include_usage=request.include_usage, return_token_ids=self._shows_ids(request),
-            num_choices=len(prompts) * params.n,
-            echoes=[self._shown(p) for p in given for _ in range(params.n)] if request.echo else ())
+        out = written(len(prompts) * params.n,
+                      [self._shown(p) for p in given for _ in range(params.n)] if request.echo else ())
         field = grammar_of(request)
         await self._run(prompts, request, params, tenant, out, reply, began, blamed=field[0] if field else "")
 
@@ -310,26 +318,28 @@ class OpenAI:
         async with aclosing(generation.pieces()) as pieces:
             async for piece in pieces:
                 choices[piece.index].add(piece)
-        told = {"store": False} if request.store else {}
-        await reply.whole(200, encode(out.whole(choices, generation.usage) | told), {})
+        told = out.whole(choices, generation.usage)
+        if request.store:
+            told |= {"store": False}
+        await reply.whole(200, encode(told), {})
 
     async def _stream(self, generation: Generation, request: ChatRequest | CompletionRequest, out: Format,
                       reply: Reply) -> None:
         def events(chunks: list[dict[str, Any]]) -> bytes:
             if request.usage_so_far:
                 chunks = [c | {"usage": usage_json(generation.usage)} for c in chunks]
-            return b"".join(map(event, map(padded, chunks) if request.padded else chunks))
+            return b"".join(event(c, out.named) for c in (map(padded, chunks) if request.padded else chunks))
 
         async with aclosing(generation.pieces()) as pieces:
             async for piece in pieces:
                 if not reply.started:
                     # Not before: until the first token a refusal can still be an HTTP status.
                     await reply.start()
-                    await reply.events(events(out.openings()))
+                    await reply.events(events(out.openings(generation.usage)))
                 if chunks := out.chunks(piece):
                     await reply.events(events(chunks))
-        tail = event(out.usage_chunk(generation.usage)) if out.include_usage else b""
-        await reply.events(tail + DONE, last=True)
+        tail = b"".join(event(c, out.named) for c in out.endings(generation.usage))
+        await reply.events(tail + (b"" if out.named else DONE), last=True)
 
 
 def as_api_error(error: Exception) -> ApiError:

@@ -23,9 +23,10 @@ encode = _ENCODER.encode
 DONE = b"data: [DONE]\n\n"
 
 
-def event(value: dict[str, Any]) -> bytes:
-    """One server-sent event. JSON has no raw newline, so it is one line."""
-    return b"data: " + encode(value) + b"\n\n"
+def event(value: dict[str, Any], named: bool = False) -> bytes:
+    """One server-sent event, `named` by its type. JSON has no raw newline, so it is one line."""
+    name = f"event: {value['type']}\n".encode() if named else b""
+    return name + b"data: " + encode(value) + b"\n\n"
 
 
 PADDED_BYTES = 64
@@ -72,14 +73,15 @@ class Whole:
 
 
 class Format(Protocol):
-    """How one endpoint writes its answers; `chunks` are the events of one piece."""
+    """How one endpoint writes its answers; `chunks` are the events of one piece. `named`: events have names, and
+    the last is no [DONE]."""
 
-    include_usage: bool
+    named: bool
     id: str
 
-    def openings(self) -> list[dict[str, Any]]: ...
+    def openings(self, usage: Usage) -> list[dict[str, Any]]: ...
     def chunks(self, piece: Piece) -> list[dict[str, Any]]: ...
-    def usage_chunk(self, usage: Usage) -> dict[str, Any]: ...
+    def endings(self, usage: Usage) -> list[dict[str, Any]]: ...
     def whole(self, choices: Sequence[Whole], usage: Usage) -> dict[str, Any]: ...
 
 
@@ -93,6 +95,7 @@ class _Common:
     num_choices: int
     created: int = field(default_factory=lambda: int(time.time()))
     id: str = ""
+    named: bool = False
     _waiting: dict[int, Whole] = field(default_factory=dict)
 
     def _frame(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
@@ -128,7 +131,7 @@ class ChatFormat(_Common):
     def __post_init__(self) -> None:
         self.id = f"chatcmpl-{secrets.token_hex(16)}"
 
-    def openings(self) -> list[dict[str, Any]]:
+    def openings(self, _: Usage) -> list[dict[str, Any]]:
         return [self._streamed("chat.completion.chunk", [
             {"index": i, "delta": {"role": "assistant", "content": ""}, "logprobs": None,
              "finish_reason": None}]) for i in range(self.num_choices)]
@@ -176,8 +179,10 @@ class ChatFormat(_Common):
                                         "function": {"arguments": text}}]}
         return {}
 
-    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
-        return self._frame("chat.completion.chunk", [], usage=usage_json(usage))
+    def endings(self, usage: Usage) -> list[dict[str, Any]]:
+        if not self.include_usage:
+            return []
+        return [self._frame("chat.completion.chunk", [], usage=usage_json(usage))]
 
     def whole(self, choices: Sequence[Whole], usage: Usage) -> dict[str, Any]:
         return self._frame("chat.completion", [self._choice(i, c) for i, c in enumerate(choices)],
@@ -221,7 +226,7 @@ class TextFormat(_Common):
     def __post_init__(self) -> None:
         self.id = f"cmpl-{secrets.token_hex(16)}"
 
-    def openings(self) -> list[dict[str, Any]]:
+    def openings(self, _: Usage) -> list[dict[str, Any]]:
         return [self._streamed("text_completion", [
             {"index": i, "text": text, "logprobs": None, "finish_reason": None}])
             for i, text in enumerate(self.echoes)]
@@ -232,8 +237,8 @@ class TextFormat(_Common):
             return []
         return [self._streamed("text_completion", [self._choice(piece.index, whole, "")])]
 
-    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
-        return self._frame("text_completion", [], usage=usage_json(usage))
+    def endings(self, usage: Usage) -> list[dict[str, Any]]:
+        return [self._frame("text_completion", [], usage=usage_json(usage))] if self.include_usage else []
 
     def whole(self, choices: Sequence[Whole], usage: Usage) -> dict[str, Any]:
         echoes = self.echoes or [""] * len(choices)

@@ -16,7 +16,7 @@ from penstock.serve.http.types import Body, ChatRequest, parse
 # By path or its beginning: what is not built, in words.
 UNBUILT_PATHS = {
     "/api": "Ollama's API", "/classify": "classification", "/encode": "embeddings",
-    "/generate": "SGLang's own API", "/get_weights_by_name": "reading weights",
+    "/get_weights_by_name": "reading weights",
     "/invocations": "SageMaker's API",
     "/load_lora_adapter": "LoRA", "/unload_lora_adapter": "LoRA", "/pause_generation": "pausing the engine",
     "/pooling": "embeddings", "/rerank": "scoring", "/score": "scoring", "/sleep": "pausing the engine",
@@ -24,8 +24,8 @@ UNBUILT_PATHS = {
     "/v1/audio": "audio", "/v1/batches": "the Batch API", "/v1/conversations": "stored conversations",
     "/v1/embeddings": "embeddings", "/v1/files": "files", "/v1/fine_tuning": "training",
     "/v1/images": "images",
-    "/v1/load_lora_adapter": "LoRA", "/v1/messages": "Anthropic's API", "/v1/moderations": "moderation",
-    "/v1/realtime": "the Realtime API", "/v1/rerank": "scoring", "/v1/responses": "the Responses API",
+    "/v1/load_lora_adapter": "LoRA", "/v1/moderations": "moderation",
+    "/v1/realtime": "the Realtime API", "/v1/rerank": "scoring",
     "/v1/score": "scoring", "/v1/threads": "the Assistants API", "/v1/unload_lora_adapter": "LoRA",
     "/v1/uploads": "files", "/v1/vector_stores": "files", "/v1/videos": "video", "/v2/rerank": "scoring",
     "/wake_up": "pausing the engine", "/update_weights_from_disk": "changing weights",

@@ -43,13 +43,17 @@ _GET = (401, 403)
 
 def document(served: Collection[str] | None = None) -> dict[str, Any]:
     """OpenAPI 3.1, as JSON types; of the paths `served` only, where they are given."""
-    (chat, text, error, tokenize, detokenize, abort), schemas = msgspec.json.schema_components(
-        [ChatRequest, CompletionRequest, Error, TokenizeRequest, DetokenizeRequest, AbortRequest],
-        ref_template=_REF)
+    posts: dict[str, type] = {
+        "/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest, "/v1/messages": MessagesRequest,
+        "/v1/messages/count_tokens": CountRequest, "/v1/responses": ResponsesRequest, "/generate": GenerateRequest,
+        "/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest, "/abort_request": AbortRequest}
+    (error, anthropic, *bodies), schemas = msgspec.json.schema_components(
+        [Error, AnthropicError, *posts.values()], ref_template=_REF)
     for schema in schemas.values():
+        unbuilt = UNBUILT if schema["title"] == "ResponsesRequest" else NEUTRAL
         for name, field in schema["properties"].items():
-            if name in NEUTRAL:
-                field["enum"] = [None, *NEUTRAL[name]]
+            if name in unbuilt and "anyOf" not in field and "type" not in field:
+                field["enum"] = [None, *unbuilt[name]]
     objects = {"application/json": {"schema": {"type": "object"}}}
     errors = {"application/json": {"schema": error}}
 
@@ -73,9 +77,7 @@ def document(served: Collection[str] | None = None) -> dict[str, Any]:
     model = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
     flush = {"post": {"responses": answers(*_GET, ok=objects)}}
     paths = {
-        "/v1/chat/completions": generating(chat), "/v1/completions": generating(text),
-        "/tokenize": generating(tokenize), "/detokenize": generating(detokenize),
-        "/abort_request": generating(abort),
+        **{path: generating(body) for path, body in zip(posts, bodies, strict=True)},
         "/v1/models": get(*_GET), "/v1/models/{name}": get(*_GET, 404, parameters=[model]),
         "/health_generate": health("No token was made in time.", *_GET),
         "/health": health("The engine process is gone."), "/ready": health("No new requests are taken."),

@@ -52,7 +52,7 @@ class ChatTemplate:
                               "give a smaller one with --chat-template")
         self.source, self._variables = source, dict(variables or {})
         self._render_s_max = render_s_max
-        self._shown = frozenset(f for f in OPTIONAL if _reads(source, f))
+        self.shown = frozenset(f for f in OPTIONAL if _reads(source, f))
         self._short, self._long = (
             Aside("penstock.serve.text.chat_render", {"source": source},
                   wrong="the chat template is wrong", advice="give another with --chat-template")
@@ -93,7 +93,7 @@ class ChatTemplate:
         tools      that the model may call, as in a request
         Raises     RequestError: a message of another form, or the template refused or failed.
         """
-        plain = [plain_message(m, i, self._shown) for i, m in enumerate(messages)]
+        plain = [plain_message(m, i, self.shown) for i, m in enumerate(messages)]
         if not plain:
             raise RequestError("messages is empty: send at least one message", "messages")
         if add_generation_prompt is None:
