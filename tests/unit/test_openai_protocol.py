@@ -270,8 +270,8 @@ def test_a_whole_chat_answer_is_the_official_clients_type():
 def test_chat_chunks_are_the_official_clients_type_and_keep_every_logprob():
     out = chat_format()
     pieces = [piece([65], "A"), piece([67], ""), piece([68], "☃"), piece([69], "", "length")]
-    chunks = [*out.openings(), *(c for p in pieces for c in out.chunks(p)),
-              out.usage_chunk(Usage(3, 4))]
+    chunks = [*out.openings(Usage()), *(c for p in pieces for c in out.chunks(p)),
+              *out.endings(Usage(3, 4))]
     got = [strict(openai.types.chat.ChatCompletionChunk, c) for c in chunks]
     deltas = [c.choices[0].delta for c in got[:-1]]
     assert deltas[0].role == "assistant"

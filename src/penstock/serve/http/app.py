@@ -133,7 +133,8 @@ class HttpReply:
 class Generating:
     """ASGI endpoint of a POST that runs in the engine: it ends at once when its client has gone."""
 
-    def __init__(self, api: OpenAI, handler: Handler, bytes_max: int, shape: Shape | None = None) -> None:
+    def __init__(self, api: OpenAI, handler: Handler, bytes_max: int,
+                 shape: Shape | None = None) -> None:
         self._api = api
         self._shape = shape
         self._handler = handler
@@ -214,8 +215,8 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: ReceiveCall, send: SendCall) -> None:
         if scope["type"] == "http":
-            given = [*_values(scope, b"authorization"),
-                     *(f"Bearer {key}" for key in _values(scope, b"x-api-key"))]      # as Anthropic's clients do
+            given = [*_values(scope, b"authorization"),      # Anthropic's clients have another header
+                     *(f"Bearer {key}" for key in _values(scope, b"x-api-key"))]
             tenant = self._keys.tenant(given[0].encode("latin-1") if len({*given}) == 1 else None)
             if scope["path"] not in OPEN_PATHS and (error := self._refusal(scope, tenant)):
                 await HttpReply(send, self._metrics).error(error)

@@ -23,6 +23,10 @@ encode = _ENCODER.encode
 DONE = b"data: [DONE]\n\n"
 
 
+def unix_time() -> int:
+    return int(time.time())
+
+
 def event(value: dict[str, Any], named: bool = False) -> bytes:
     """One server-sent event, `named` by its type. JSON has no raw newline, so it is one line."""
     name = f"event: {value['type']}\n".encode() if named else b""
@@ -73,8 +77,8 @@ class Whole:
 
 
 class Format(Protocol):
-    """How one endpoint writes its answers; `chunks` are the events of one piece. `named`: events have names, and
-    the last is no [DONE]."""
+    """How one endpoint writes its answers; `chunks` are the events of one piece. `named`: events have names,
+    and the last is no [DONE]."""
 
     named: bool
     id: str
@@ -93,7 +97,7 @@ class _Common:
     include_usage: bool
     return_token_ids: bool
     num_choices: int
-    created: int = field(default_factory=lambda: int(time.time()))
+    created: int = field(default_factory=unix_time)
     id: str = ""
     named: bool = False
     _waiting: dict[int, Whole] = field(default_factory=dict)

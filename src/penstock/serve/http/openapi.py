@@ -11,6 +11,9 @@ from typing import Any
 import msgspec
 
 from penstock.config.base.version import version
+from penstock.serve.http.apis.anthropic import CountRequest, MessagesError, MessagesRequest
+from penstock.serve.http.apis.responses import UNBUILT, ResponsesRequest
+from penstock.serve.http.apis.sglang import GenerateRequest
 from penstock.serve.http.native import AbortRequest, DetokenizeRequest, TokenizeRequest
 from penstock.serve.http.page import FILES
 from penstock.serve.http.types import NEUTRAL, ChatRequest, CompletionRequest
@@ -44,11 +47,12 @@ _GET = (401, 403)
 def document(served: Collection[str] | None = None) -> dict[str, Any]:
     """OpenAPI 3.1, as JSON types; of the paths `served` only, where they are given."""
     posts: dict[str, type] = {
-        "/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest, "/v1/messages": MessagesRequest,
-        "/v1/messages/count_tokens": CountRequest, "/v1/responses": ResponsesRequest, "/generate": GenerateRequest,
+        "/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest,
+        "/v1/messages": MessagesRequest, "/v1/messages/count_tokens": CountRequest,
+        "/v1/responses": ResponsesRequest, "/generate": GenerateRequest,
         "/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest, "/abort_request": AbortRequest}
     (error, anthropic, *bodies), schemas = msgspec.json.schema_components(
-        [Error, AnthropicError, *posts.values()], ref_template=_REF)
+        [Error, MessagesError, *posts.values()], ref_template=_REF)
     for schema in schemas.values():
         unbuilt = UNBUILT if schema["title"] == "ResponsesRequest" else NEUTRAL
         for name, field in schema["properties"].items():
@@ -56,15 +60,19 @@ def document(served: Collection[str] | None = None) -> dict[str, Any]:
                 field["enum"] = [None, *unbuilt[name]]
     objects = {"application/json": {"schema": {"type": "object"}}}
     errors = {"application/json": {"schema": error}}
+    others = {"application/json": {"schema": {"anyOf": [error, anthropic]}}}     # a missing key is OpenAI's
 
-    def answers(*statuses: int, ok: dict[str, Any]) -> dict[str, Any]:
+    def answers(*statuses: int, ok: dict[str, Any], wrong: dict[str, Any] = errors) -> dict[str, Any]:
         return {"200": {"description": "The answer.", "content": ok},
-                **{str(s): {"description": _WHAT[s], "content": errors} for s in statuses}}
+                **{str(s): {"description": _WHAT[s], "content": wrong} for s in statuses}}
 
-    def generating(schema: dict[str, Any]) -> dict[str, Any]:
+    def generating(path: str, schema: dict[str, Any]) -> dict[str, Any]:
+        several = {"application/json": {"schema": {"type": ["object", "array"]}}}
+        whole = several if path == "/generate" else objects
         return {"post": {
             "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
-            "responses": answers(*_POST, ok=objects | {"text/event-stream": {"schema": {"type": "string"}}})}}
+            "responses": answers(*_POST, ok=whole | {"text/event-stream": {"schema": {"type": "string"}}},
+                                 wrong=others if path.startswith("/v1/messages") else errors)}}
 
     def get(*statuses: int, ok: dict[str, Any] = objects, **more: Any) -> dict[str, Any]:
         return {"get": {**more, "responses": answers(*statuses, ok=ok)}}
@@ -77,7 +85,7 @@ def document(served: Collection[str] | None = None) -> dict[str, Any]:
     model = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
     flush = {"post": {"responses": answers(*_GET, ok=objects)}}
     paths = {
-        **{path: generating(body) for path, body in zip(posts, bodies, strict=True)},
+        **{path: generating(path, body) for path, body in zip(posts, bodies, strict=True)},
         "/v1/models": get(*_GET), "/v1/models/{name}": get(*_GET, 404, parameters=[model]),
         "/health_generate": health("No token was made in time.", *_GET),
         "/health": health("The engine process is gone."), "/ready": health("No new requests are taken."),

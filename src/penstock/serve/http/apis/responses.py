@@ -1,0 +1,301 @@
+"""OpenAI's Responses API: its fields as a chat request, and its answers. Nothing is stored.
+
+Owns both. What a chat request means, and what runs it, is `completions`.
+"""
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from penstock.config.base.errors import RequestError, show
+from penstock.serve.client.generate import Usage
+from penstock.serve.http.apis.blocks import Block, BlockFormat, joined_text
+from penstock.serve.http.completions import OpenAI, Reply
+from penstock.serve.http.fields.structured import JsonSchemaFormat, ResponseFormat
+from penstock.serve.http.fields.tools import Function, FunctionName, NamedTool, Tool, ToolChoice
+from penstock.serve.http.format import unix_time
+from penstock.serve.http.types import ApiError, Body, ChatRequest, StreamOptions, parse
+
+# Of fields whose feature is not built: null, and these values, which ask for nothing.
+UNBUILT: dict[str, tuple[Any, ...]] = {
+    "background": (False,), "context_management": ([],), "conversation": (), "include": ([],),
+    "max_tool_calls": (), "moderation": (), "previous_response_id": (), "prompt": (),
+    "service_tier": ("auto", "default"), "top_logprobs": (0,), "truncation": ("disabled",),
+}
+
+
+class FunctionTool(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["function"]
+    name: str
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class NamedFunction(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class TextConfig(msgspec.Struct, forbid_unknown_fields=True):
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    summary: str | None = None                  # there are none: reasoning is shown as it is
+    generate_summary: str | None = None
+
+
+class ResponsesRequest(Body, kw_only=True, forbid_unknown_fields=True):
+    input: str | list[dict[str, Any]]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningConfig | None = None
+    text: TextConfig | None = None
+    # Without effect.
+    metadata: dict[str, str] | None = None
+    store: bool | None = None                   # the answer has `store: false`
+    user: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+    # UNBUILT.
+    background: Any = None
+    context_management: Any = None
+    conversation: Any = None
+    include: Any = None
+    max_tool_calls: Any = None
+    moderation: Any = None
+    previous_response_id: Any = None
+    prompt: Any = None
+    service_tier: Any = None
+    top_logprobs: Any = None
+    truncation: Any = None
+
+    def checked(self) -> None:
+        for name, neutral in UNBUILT.items():
+            value = getattr(self, name)
+            if value is not None and not any(type(value) is type(n) and value == n for n in neutral):
+                raise RequestError(f"{name} is not supported at this value: it is not built", name)
+
+    def chat(self, shows_reasoning: bool) -> ChatRequest:
+        """The same as a chat request. Raises RequestError."""
+        messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        text, reasoning = self.text or TextConfig(), self.reasoning or ReasoningConfig()
+        form = text.format or TextFormat()
+        schema = JsonSchemaFormat(form.name, form.schema, form.strict) if form.type == "json_schema" else None
+        return ChatRequest(
+            messages=messages + _messages(self.input, shows_reasoning), model=self.model, stream=self.stream,
+            stream_options=self.stream_options, max_completion_tokens=self.max_output_tokens,
+            temperature=self.temperature, top_p=self.top_p, verbosity=text.verbosity,
+            reasoning_effort=reasoning.effort, parallel_tool_calls=self.parallel_tool_calls,
+            response_format=ResponseFormat(form.type, schema), tool_choice=_choice(self.tool_choice),
+            tools=None if self.tools is None else [Tool("function", Function(
+                t.name, t.description, t.parameters, t.strict)) for t in self.tools])
+
+
+def _choice(given: Literal["none", "auto", "required"] | NamedFunction | None) -> ToolChoice | None:
+    return NamedTool("function", FunctionName(given.name)) if isinstance(given, NamedFunction) else given
+
+
+def _messages(given: str | Sequence[Mapping[str, Any]], shows_reasoning: bool) -> list[dict[str, Any]]:
+    """Items as messages: reasoning and calls belong to the assistant's message that they stand beside."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    found: list[dict[str, Any]] = []
+    said: dict[str, Any] | None = None          # the assistant's message that is still open
+    for i, item in enumerate(given):
+        at = f"input[{i}]"
+        match item:
+            case {"type": "function_call", "call_id": str(call), "name": str(name), "arguments": str(text)}:
+                said = _assistant(found, said)
+                said.setdefault("tool_calls", []).append(
+                    {"id": call, "type": "function", "function": {"name": name, "arguments": text}})
+            case {"type": "function_call_output", "call_id": str(call), "output": output}:
+                said = None
+                found.append({"role": "tool", "tool_call_id": call,
+                              "content": joined_text(output, f"{at}.output", ["input_text", "output_text"])})
+            case {"type": "reasoning"}:
+                said = _assistant(found, None)
+                if shows_reasoning and item.get("content"):
+                    said["reasoning_content"] = joined_text(
+                        item["content"], f"{at}.content", ["reasoning_text"])
+            case {"role": "assistant", "content": content} if item.get("type", "message") == "message":
+                said = _assistant(found, None if said is None or said["content"] else said)
+                said["content"] = joined_text(content, f"{at}.content", ["output_text", "input_text", "text"])
+            case {"role": str(role), "content": content} if item.get("type", "message") == "message":
+                said = None
+                found.append({"role": role, "content": joined_text(
+                    content, f"{at}.content", ["input_text", "output_text", "text"])})
+            case {"type": str(kind)}:
+                raise RequestError(f"{at}.type is {show(kind)}: not supported, or something is missing",
+                                   f"{at}.type")
+            case _:
+                raise RequestError(f"{at} is not an item", at)
+    return [m for m in found if m["role"] != "assistant" or len(m) > 2 or m["content"]]
+
+
+def _assistant(found: list[dict[str, Any]], said: dict[str, Any] | None) -> dict[str, Any]:
+    if said is None:
+        said = {"role": "assistant", "content": ""}
+        found.append(said)
+    return said
+
+
+@dataclass(slots=True)
+class ResponseForm(BlockFormat):
+    request: ResponsesRequest = field(default_factory=lambda: ResponsesRequest(input=""))
+    created: int = field(default_factory=unix_time)
+    _status: str = "in_progress"
+    _sequence: int = 0
+    _ids: list[str] = field(default_factory=list)               # of blocks
+
+    def __post_init__(self) -> None:
+        self.id = f"resp_{secrets.token_hex(24)}"
+
+    def openings(self, _: Usage) -> list[dict[str, Any]]:
+        return [self._event(f"response.{kind}", response=self._response(None))
+                for kind in ("created", "in_progress")]
+
+    def begun(self, block: Block) -> list[dict[str, Any]]:
+        kind = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}[block.kind]
+        self._ids.append(kind + secrets.token_hex(24))
+        found = [self._event("response.output_item.added", output_index=block.index,
+                             item={**self._item(block), "status": "in_progress"} | _empty(block))]
+        if block.kind != "call":
+            found.append(self._event("response.content_part.added", **self._at(block), part=_part(block, "")))
+        return found
+
+    def more(self, block: Block, text: str) -> list[dict[str, Any]]:
+        more: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+        return [self._event(f"response.{_DELTAS[block.kind]}.delta", **self._at(block), delta=text, **more)]
+
+    def ended(self, block: Block) -> list[dict[str, Any]]:
+        kind = f"response.{_DELTAS[block.kind]}.done"
+        if block.kind == "call":
+            found = [self._event(kind, **self._at(block), name=block.name, arguments=block.text)]
+        else:
+            more: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+            found = [self._event(kind, **self._at(block), text=block.text, **more),
+                     self._event("response.content_part.done", **self._at(block),
+                                 part=_part(block, block.text))]
+        return [*found, self._event("response.output_item.done", output_index=block.index,
+                                    item=self._item(block))]
+
+    def stopped(self, finish: str, stop_reason: str | None) -> None:
+        self._status = "incomplete" if finish == "length" else "completed"
+
+    def endings(self, usage: Usage) -> list[dict[str, Any]]:
+        return [self._event(f"response.{self._status}", response=self._response(usage))]
+
+    def answer(self, usage: Usage) -> dict[str, Any]:
+        return self._response(usage)
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        self._sequence += 1
+        return {"type": kind, "sequence_number": self._sequence - 1, **fields}
+
+    def _at(self, block: Block) -> dict[str, Any]:
+        place = {} if block.kind == "call" else {"content_index": 0}
+        return {"item_id": self._ids[block.index], "output_index": block.index, **place}
+
+    def _item(self, block: Block) -> dict[str, Any]:
+        item: dict[str, Any] = {"id": self._ids[block.index], "status": "completed"}
+        if self._status == "incomplete" and block is self.blocks[-1]:
+            item["status"] = "incomplete"
+        if block.kind == "call":
+            return item | {"type": "function_call", "call_id": block.id, "name": block.name,
+                           "arguments": block.text}
+        if block.kind == "reasoning":
+            return item | {"type": "reasoning", "summary": [], "content": [_part(block, block.text)]}
+        return item | {"type": "message", "role": "assistant", "content": [_part(block, block.text)]}
+
+    def _response(self, usage: Usage | None) -> dict[str, Any]:
+        asked, text = self.request, self.request.text or TextConfig()
+        told = None if usage is None else {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens}
+        return {
+            "id": self.id, "object": "response", "created_at": self.created, "status": self._status,
+            "error": None, "instructions": asked.instructions, "model": self.model,
+            "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,
+            "max_output_tokens": asked.max_output_tokens,
+            "output": [self._item(b) for b in self.blocks],
+            "parallel_tool_calls": asked.parallel_tool_calls is not False, "previous_response_id": None,
+            "reasoning": asked.reasoning or {"effort": None, "summary": None},
+            "store": False, "temperature": 1.0 if asked.temperature is None else asked.temperature,
+            "text": {"format": text.format or {"type": "text"}, "verbosity": text.verbosity},
+            "tool_choice": asked.tool_choice or "auto", "tools": asked.tools or [],
+            "top_p": 1.0 if asked.top_p is None else asked.top_p, "truncation": "disabled", "usage": told,
+            "metadata": asked.metadata or {}}
+
+
+_DELTAS = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
+
+
+def _part(block: Block, text: str) -> dict[str, Any]:
+    if block.kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _empty(block: Block) -> dict[str, Any]:
+    return {"arguments": ""} if block.kind == "call" else {"content": []}
+
+
+def error_body(error: ApiError, streamed: bool) -> dict[str, Any]:
+    """OpenAI's shape, and in a stream an event."""
+    told = error.body["error"]
+    if not streamed:
+        return error.body
+    return {"type": "error", "code": told["code"], "message": told["message"], "param": told["param"],
+            "sequence_number": 0}
+
+
+_NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens",
+          "response_format": "text.format", "reasoning_effort": "reasoning.effort"}
+
+
+class Responses:
+    """Its handler."""
+
+    def __init__(self, api: OpenAI) -> None:
+        self._api = api
+
+    async def create(self, body: bytes, tenant: bytes, reply: Reply) -> None:
+        began = time.monotonic()
+        given = parse(body, ResponsesRequest)
+        shows = self._api.template is not None and "reasoning_content" in self._api.template.shown
+        try:
+            await self._api.converse(
+                given.chat(shows), tenant, reply, began,
+                lambda asked, _: ResponseForm(self._api.model, asked, request=given))
+        except RequestError as e:
+            raise RequestError(str(e), _NAMES.get(e.param or "", e.param), e.code) from None
