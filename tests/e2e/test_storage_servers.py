@@ -16,6 +16,8 @@ pytestmark = pytest.mark.sweep
 def url_of(server, monkeypatch, *, password: str = "") -> str:
     if server.kind == "valkey":
         return f"valkey://{password}127.0.0.1:{server.port}"
+    if server.kind == "mooncake":
+        return f"mooncake://127.0.0.1:{server.port}"
     for name, value in {**SECRETS, "AWS_ENDPOINT_URL": server.url}.items():
         monkeypatch.setenv(name, value)
     return f"s3://{BUCKET}/penstock"
@@ -31,7 +33,7 @@ def stored(server) -> float:
     return float(line.split()[1])
 
 
-@pytest.mark.parametrize("kind", ["valkey", "s3"])
+@pytest.mark.parametrize("kind", ["valkey", "s3", "mooncake"])
 def test_an_engine_hits_what_another_has_stored_on_a_server_that_comes_and_goes(tmp_path, monkeypatch, kind):
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
     model = checkpoint(tmp_path / "model")

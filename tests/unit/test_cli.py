@@ -214,6 +214,10 @@ def test_the_folder_of_the_file_backend_is_one_that_the_user_names(monkeypatch) 
     for line in (["--hicache-storage-backend", "file"],
                  ["--hicache-storage-backend-extra-config={}", "--hicache-storage-backend=file"]):
         assert prepare(["demo", *line]) == ["demo", "--kv-storage=file:///a%20b"]
+    assert prepare(["demo", "--hicache-storage-backend=mooncake", "--hicache-storage-backend-extra-config",
+                    '{"master_server_address": "here:50051"}']) == ["demo", "--kv-storage=mooncake://here:50051"]
+    with pytest.raises(ConfigError, match="say where its master is"):
+        prepare(["demo", "--hicache-storage-backend=mooncake"])
     for wrong in (["--hicache-storage-backend-extra-config", '{"tp_lcm_size": 2}'],
                   ["--hicache-storage-backend-extra-config", "x"], ["--kv-storage=file:///c"]):
         with pytest.raises(ConfigError, match=r"is not a key|a JSON object is needed|give one"):

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,15 +11,17 @@ from urllib.parse import unquote, urlsplit
 
 from penstock.config.base.errors import ConfigError
 
-FORMS = "file:///DIR, s3://BUCKET/PREFIX, valkey://HOST:PORT, valkey:///SOCKET, or redis: as valkey:"
-EXTRAS = {"s3": ("s3", "obstore"), "valkey": ("valkey", "redis")}     # penstock[extra], and the module
+FORMS = ("file:///DIR, s3://BUCKET/PREFIX, valkey://HOST:PORT, valkey:///SOCKET, or redis: as valkey:, "
+         "mooncake://MASTER:PORT")
+# penstock[extra], and the module.
+EXTRAS = {"s3": ("s3", "obstore"), "valkey": ("valkey", "redis"), "mooncake": ("mooncake", "mooncake")}
 
 
 @dataclass(frozen=True, slots=True)
 class StorageUrl:
     """kind: what speaks to it. host: server or bucket; None: `path` is a folder or socket of this machine."""
 
-    kind: Literal["file", "s3", "valkey"]
+    kind: Literal["file", "s3", "valkey", "mooncake"]
     host: str | None
     path: str
     port: int | None = None
@@ -58,6 +61,8 @@ def parse_storage(url: str) -> StorageUrl | None:
             return StorageUrl("file", None, path)
         case "s3" if host and parts.netloc == host and ".." not in Path(path).parts:
             return StorageUrl("s3", host, path)
+        case "mooncake" if host and not path.strip("/") and "@" not in parts.netloc:
+            return StorageUrl("mooncake", host, "", port)
         case "redis" | "valkey":
             user, password = unquote(parts.username or "") or None, unquote(parts.password or "") or None
             if host is None:
@@ -74,3 +79,12 @@ def check_installed(url: StorageUrl) -> None:
     extra, module = EXTRAS.get(url.kind, ("", ""))
     if module and importlib.util.find_spec(module) is None:
         raise ConfigError(f"{url.shown}: {module} is not installed: pip install 'penstock[{extra}]'")
+
+
+def bound_mooncake() -> None:
+    """What Mooncake's client waits for at most: it reads that from the environment when it is loaded, and
+    its own bound is half a minute."""
+    for name, value in (("MC_RPC_TIMEOUT_MS", "2000"), ("MC_RPC_CONNECT_TIMEOUT_MS", "1000"),
+                        ("MC_TCP_STATUS_TIMEOUT_SEC", "5"), ("MC_TCP_PROGRESS_TIMEOUT_SEC", "5"),
+                        ("MC_LOG_LEVEL", "ERROR")):
+        os.environ.setdefault(name, value)

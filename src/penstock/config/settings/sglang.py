@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection
 
 from penstock.config.base.errors import ConfigError
@@ -60,9 +61,15 @@ def storage(backend: str | None, extra: str | None) -> list[str]:
         if extra is not None:
             raise ConfigError(f"{EXTRA}: give {BACKEND} as well, or our own --kv-storage URL")
         return []
+    if backend == "mooncake":
+        master = _object(EXTRA, extra or "{}", ("master_server_address",)).get("master_server_address")
+        if not isinstance(master, str) or not re.fullmatch(r"[A-Za-z0-9._-]+:[0-9]{1,5}", master):
+            raise ConfigError(f'{BACKEND} mooncake: say where its master is, with {EXTRA} '
+                              '\'{"master_server_address": "HOST:PORT"}\' or --kv-storage mooncake://HOST:PORT')
+        return [f"--kv-storage=mooncake://{master}"]
     if backend != "file":
-        raise ConfigError(f"{BACKEND} {backend}: penstock has file, and more by --kv-storage URL: "
-                          "s3://BUCKET/PREFIX, valkey://HOST:PORT")
+        raise ConfigError(f"{BACKEND} {backend}: penstock has file and mooncake, and more by --kv-storage "
+                          "URL: s3://BUCKET/PREFIX, valkey://HOST:PORT")
     _object(EXTRA, extra or "{}", ())
     folder = hicache_dir()
     if folder is None:

@@ -120,7 +120,8 @@ class KVConfig:
                             Alias("--enable-prefix-caching"),
                             Inverse("--disable-radix-cache")] = True
     kv_storage: Annotated[str | None, "where pages of KV outlive the engine, and others share them: "
-                          "file:///DIR, s3://BUCKET/PREFIX, valkey://HOST:PORT or valkey:///SOCKET"] = None
+                          "file:///DIR, s3://BUCKET/PREFIX, valkey://HOST:PORT, valkey:///SOCKET or "
+                          "mooncake://MASTER:PORT"] = None
     kv_storage_bytes: Annotated[int | None, "of a folder at most, of all engines (default: four fifths of "
                                 "what is free at start, beside what it holds)", Bytes()] = None
     kv_storage_key: Annotated[str | None, "file with the secret of engines that share stored pages, 16 "

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 
+from penstock.config.base.errors import ConfigError
 from penstock.config.base.storage_url import StorageUrl, check_installed, parse_storage
 from penstock.config.settings.tree import KVConfig
 from penstock.exec.load.layout import Caches
@@ -82,6 +83,13 @@ def _open(kv: KVConfig, url: StorageUrl, fingerprint: str, sizes: Sequence[int],
         case "valkey":
             from penstock.memory.stores.valkey import Valkey
             store, bound = Valkey(url, fingerprint, sizes, readonly=readonly), "kept by the server's policy"
+        case "mooncake":
+            from penstock.memory.stores.mooncake import Mooncake
+            try:
+                store, bound = Mooncake(url, fingerprint, sizes, readonly=readonly), "kept by the master"
+            except ImportError as e:
+                raise ConfigError(f"--kv-storage {url.shown}: {e}: Mooncake needs libibverbs1, libnl-3-200 "
+                                  "and libnl-route-3-200 of Debian") from None
     log(f"storage: {url.shown}, {'nothing is stored' if readonly else bound}; shared with engines of the "
         "same weights, settings of KV and page size")
     return store

@@ -75,6 +75,9 @@ def _open(url: StorageUrl) -> Inventory:
         case "valkey":
             from penstock.memory.stores.valkey import Valkey
             return Valkey(url, "", ())
+        case "mooncake":
+            raise ConfigError(f"{url.shown}: Mooncake lists no objects: what goes is its master's "
+                              "choice, and a master that starts anew begins empty")
 
 
 def _ls(there: Inventory, folder: Path | None) -> int:
