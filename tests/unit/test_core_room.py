@@ -14,6 +14,7 @@ from penstock.core.plan import (
     Moved,
     MoveId,
     Outcome,
+    Promoted,
     RequestId,
     Retired,
     Spilled,
@@ -237,3 +238,21 @@ def test_a_long_request_gives_up_its_pages_in_portions_and_at_once_if_they_are_n
     assert d.phase(2) is Phase.PREFILL
     d.run()
     assert d.finished() == dict.fromkeys((9, 1, 2), Outcome.LENGTH)
+
+
+def test_a_promotion_loads_few_pages_at_once() -> None:
+    """What it and others miss meanwhile comes over the same link. The page that was open is one more."""
+    d, loads = Driver(hbm_pages=40, dram_pages=400, hot_pages=2, load_pages=2, max_len=256), list[int]()
+    d.arrive(0, range(120), 90, selects=True)
+    d.arrive(1, range(1000, 1080), 4)          # somebody else needs the device for a while
+    while d.plans or d.moves:
+        if 1 not in d.core.live and 0 in d.core.live and d.phase(0) is Phase.HOSTED:
+            d.tell(Promoted(RequestId(0)))
+        if 0 in d.core.live and d.phase(0) is Phase.PROMOTING:
+            loads.append(sum(len(m.dst_pages) for m in d.moves if m.dst is Tier.HBM))
+        while d.moves:
+            d.land()
+        if d.plans:
+            d.retire()
+    assert max(loads) <= 3 and sum(loads) >= 8 and d.core.counters["promotions"] == 1, loads
+    assert d.finished() == {0: Outcome.LENGTH, 1: Outcome.LENGTH}

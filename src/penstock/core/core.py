@@ -422,7 +422,7 @@ class Core(CoreState):
                 if promote.is_reloaded(r):
                     self.transition(r, Trigger.LANDED)
                 else:
-                    r.awaits = allocate.last_missing(t.device for t in r.tables if t.hosted)
+                    promote.load_next(kv, r)
         if self.cfg.sparse and self._stay != self._promotable():
             self._promotion_short = not self.admission.needs_pages() and capacity.promote(self)
             self._stay = self._promotable()

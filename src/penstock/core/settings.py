@@ -55,6 +55,7 @@ class CoreConfig:
     wait_pages: int = 0                 # a step may run before at most this many pages have landed
     step_tokens: int = 512              # token budget of one step
     take_pages: int = 512               # of each group that an admission takes at once: the rest is promised
+    load_pages: int = 64                # of each promotion that fly up at once, beside what rows miss
     max_len: int = 1 << 20              # prompt + output tokens of one request
     overlap: bool = False
     pp_size: int = 1

@@ -93,7 +93,9 @@ def draw(seed: int, mode: str = "") -> Scenario:
                      lie=rng.choice((0.0, 0.0, 0.0, 0.3)))
     if sc.again > 0.5:                     # what only storage has is wanted: more of it is read
         speeds = replace(speeds, lie=Random(f"lies {seed}").choice((0.1, 0.3, speeds.lie)))
-    sc = replace(sc, cfg=replace(sc.cfg, take_pages=Random(f"take {seed}").choice((1, 2, 5, 512))))
+    parts = Random(f"take {seed}")
+    sc = replace(sc, cfg=replace(sc.cfg, take_pages=parts.choice((1, 2, 5, 512)),
+                                 load_pages=parts.choice((1, 3, 64))))
     sc = replace(sc, damages=damages, speeds=speeds, jumps=rng.choice((0, 0, 0, 0, 1, 3)))
     return finish(override(_named(sc), mode))
 

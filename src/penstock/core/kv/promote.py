@@ -1,6 +1,8 @@
 """From the host to the device: the hot buffer of a row that spills, and promotion, while the row goes on."""
 from __future__ import annotations
 
+import itertools
+
 from penstock.core.kv.page_table import add, move, put
 from penstock.core.kv.pages import Pages, Trial
 from penstock.core.kv.prefix_tree import Copy, Node
@@ -34,7 +36,7 @@ def take_hot_buffer(kv: Pages, r: Request) -> Trial:
 
 
 def reload(kv: Pages, r: Request, headroom: int) -> Trial:
-    """Device pages for everything that a hosted row has on the host, and the loads of what is
+    """Device pages for everything that a hosted row has on the host, and the first loads of what is
     sealed. The open page follows when it is sealed; pages begun from now on are on both sides."""
     kv.end_loans(r)                            # what it has already is no loan any more
     want = [sum(c is None for c in t.device) if t.hosted else 0 for t in r.tables]
@@ -50,11 +52,27 @@ def reload(kv: Pages, r: Request, headroom: int) -> Trial:
         return room
     for g, t in enumerate(r.tables):
         if pages := kv.device[g].pool.acquire(want[g])[::-1]:
-            new = [i for i, copy in enumerate(t.device) if copy is None]
-            for i in new:
-                put(t.device, i, Copy(pages.pop(), ready=False))
-            load(kv, r, g, [(i, node) for i in new if (node := kv.node(r, t, i)) is not None])
+            for i, copy in enumerate(t.device):
+                if copy is None:
+                    put(t.device, i, Copy(pages.pop(), ready=False))
+    load_next(kv, r)
     return True
+
+
+def load_next(kv: Pages, r: Request) -> None:
+    """The next loads of a row that is being promoted, or those that fly, are what it waits for. It goes on
+    meanwhile, and what it and others miss comes over the same link: few fly at once."""
+    missing = [c for t in r.tables if t.hosted for c in t.device if c is not None and not c.ready]
+    flying = [c for c in missing if c.filled_by]
+    r.awaits = flying[-1:] or missing[-1:]
+    left = 0 if flying else kv.cfg.load_pages
+    for g, t in enumerate(r.tables):
+        todo = ((i, node) for i, c in enumerate(t.device if t.hosted else ())
+                if c is not None and not c.ready and (node := kv.node(r, t, i)) is not None)
+        if entries := list(itertools.islice(todo, left)):
+            load(kv, r, g, entries)
+            left -= len(entries)
+            r.awaits = [copy for copy in missing if copy is t.device[entries[-1][0]]]
 
 
 def is_reloaded(r: Request) -> bool:
