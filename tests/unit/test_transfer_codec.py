@@ -7,6 +7,7 @@ import random
 
 import msgspec
 import pytest
+from mutated import mutate
 
 from penstock.config.base.decoding import ProtocolError
 from penstock.config.request.params import SamplingParams
@@ -172,31 +173,15 @@ def test_a_stream_that_ends_inside_a_frame_says_so() -> None:
                 read(data[:cut])
 
 
-def mutate(rng: random.Random, data: bytearray) -> None:
-    for _ in range(rng.randint(1, 4)):
-        at = rng.randrange(len(data) + 1)
-        match rng.randrange(5):
-            case 0:
-                data[at:at + 1] = rng.randbytes(1)
-            case 1:
-                data[at:at] = rng.randbytes(rng.randint(1, 4))
-            case 2:
-                del data[at:at + rng.randint(1, 4)]
-            case 3:                             # headers of big arrays, maps, strings, ints
-                data[at:at + 1] = rng.choice((b"\xdd", b"\xdf", b"\xdb", b"\xcf", b"\xd9")) + rng.randbytes(4)
-            case 4:
-                data[at:at] = data[:rng.randint(0, len(data))]
-
-
 def resealed(rng: random.Random, kind: int, body: bytes) -> bytes:
     """A frame by somebody who has the key, and talks nonsense."""
-    changed = bytearray(body)
+    changed = body
     while changed == body:
-        mutate(rng, changed)
+        changed = mutate(rng, changed, 4)
     more = rng.random() < 0.05
-    covered = bytes(changed[:codec.PAGE_HEAD_BYTES]) if kind == 0 else bytes(changed)
+    covered = changed[:codec.PAGE_HEAD_BYTES] if kind == 0 else changed
     head = codec._HEAD.pack(kind, more, len(changed), EPOCH, 0)
-    return head + hmac.digest(KEY, head + covered, "sha256") + bytes(changed)
+    return head + hmac.digest(KEY, head + covered, "sha256") + changed
 
 
 def sealed_parts() -> tuple[list[object], list[bytes]]:
@@ -253,9 +238,9 @@ def fuzz(count: int, seed: int) -> tuple[int, int]:
                 pass
             continue
         at = rng.randrange(len(frames))
-        changed = bytearray(frames[at])
+        changed = frames[at]
         while changed == frames[at]:
-            mutate(rng, changed)
+            changed = mutate(rng, changed, 4)
         taken += taken_of(b"".join((*frames[:at], changed, *frames[at + 1:])), said)
     return taken, count - taken
 

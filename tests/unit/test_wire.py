@@ -4,6 +4,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from mutated import mutate
 
 from penstock.config.request.params import SamplingParams
 from penstock.config.request.selection import Selection
@@ -69,25 +70,6 @@ def test_deep_nesting_is_a_protocol_error():
         wire.decode_to_engine(b"\x91" * 100_000)
 
 
-def mutate(rng: random.Random, body: bytes) -> bytes:
-    data = bytearray(body)
-    for _ in range(rng.randint(1, 6)):
-        at = rng.randrange(len(data) + 1)
-        match rng.randrange(5):
-            case 0:
-                data[at:at + 1] = rng.randbytes(1)
-            case 1:
-                data[at:at] = rng.randbytes(rng.randint(1, 4))
-            case 2:
-                del data[at:at + rng.randint(1, 4)]
-            case 3:                             # headers of big arrays, maps, strings, ints
-                data[at:at + 1] = rng.choice((b"\xdd", b"\xdf", b"\xdb", b"\xcf", b"\xd9")) + (
-                    rng.randbytes(4))
-            case 4:
-                data[at:at] = data[:rng.randint(0, len(data))]
-    return bytes(data)
-
-
 def fuzz(count: int, seed: int) -> tuple[int, int]:
     """(accepted, refused) of `count` mutated frames, through the reader and both decoders."""
     rng = random.Random(seed)
@@ -96,8 +78,8 @@ def fuzz(count: int, seed: int) -> tuple[int, int]:
     accepted = refused = 0
     for _ in range(count):
         decode, message = rng.choice(pairs)
-        stream = mutate(rng, wire.frame(message)) if rng.random() < 0.3 else None
-        body = mutate(rng, wire.frame(message)[4:])
+        stream = mutate(rng, wire.frame(message), 6) if rng.random() < 0.3 else None
+        body = mutate(rng, wire.frame(message)[4:], 6)
         try:
             for one in [body] if stream is None else wire.FrameReader().feed(stream):
                 decode(one)
