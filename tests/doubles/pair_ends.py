@@ -92,8 +92,8 @@ class LinkEnd:
     def __init__(self, role: str, address: str, *, page_size: int = 8,
                  stages: Sequence[Sequence[int]] = ((5,), (4,)), key: bytes = KEY,
                  alter: Callable[[Facts], Facts] = lambda facts: facts, silence_s: float = 20.0,
-                 **settings: object) -> None:
-        """alter: what it says of itself."""
+                 beside: Sequence[PairLink] = (), starts: bool = True, **settings: object) -> None:
+        """alter: what it says of itself. beside: as PairLink has it; those do not start."""
         self.pools = Pools(page_size, stages)
         self.news = threading.Condition()
         self.seen: list[LinkEvent] = []
@@ -102,9 +102,10 @@ class LinkEnd:
             LinkSettings(role=role, address=address, listens=role == "prefill", key=key, silence_s=silence_s,
                          **settings),                                            # type: ignore[arg-type]
             alter(self.pools.facts(role, stages, {"weights": "abc"})),
-            PoolPages(self.pools.stages), self._wake)
+            PoolPages(self.pools.stages), self._wake, beside=beside)
         self._moves = 0
-        self.link.start()
+        if starts:
+            self.link.start()
 
     def _wake(self) -> None:
         with self.news:

@@ -18,8 +18,8 @@ from penstock.core.core import Core
 from penstock.core.plan import Paused, RequestId
 from penstock.exec.start.build import Built, build_engine
 from penstock.serve.engine.loop import EngineLoop
-from penstock.serve.engine.open_pair import open_peer
-from penstock.serve.engine.peer import Peer
+from penstock.serve.engine.open_pair import open_peers
+from penstock.serve.engine.paired import Peers
 from penstock.serve.wire import Abort, Chunk, Logprob, Submit
 
 SIZES = {"dtype": "float32", "threads": 1, "page_size": 16, "max_num_seqs": 4, "seed": 1, "step_tokens": 48}
@@ -33,13 +33,14 @@ class End:
         given = {**SIZES, "device": where.DEVICE, **options, "disaggregation_mode": mode}
         config = resolve(from_options(model, given), probe())
         built = build_engine(config, lambda _: None, vocabulary=printable.vocabulary)
-        self.begin(built, Core(built.core_config), open_peer(config, built), config.pair.pair_timeout_s)
+        self.begin(built, Core(built.core_config), open_peers(config, built), config.pair.pair_timeout_s)
 
-    def begin(self, built: Built, core: Core, peer: Peer | None = None, timeout_s: float = LIMIT_S) -> None:
-        self.built, self.core, self.peer = built, core, peer
+    def begin(self, built: Built, core: Core, peers: Peers | None = None, timeout_s: float = LIMIT_S) -> None:
+        self.built, self.core, self.peers = built, core, peers
+        self.peer = None if peers is None else peers.each[0]
         self.loop = EngineLoop(
             core, built.executor, vocab_size=built.vocab_size, max_model_len=built.max_model_len,
-            selection=built.selection, check=True, peer=peer, deadlines_s={"receiving": timeout_s})
+            selection=built.selection, check=True, peers=peers, deadlines_s={"receiving": timeout_s})
         self.got: dict[int, list[int]] = {}
         self.logprobs: dict[int, list[Logprob]] = {}
         self.prompts: dict[int, Scores] = {}
@@ -86,8 +87,8 @@ class End:
         return {name: n for name, n in stats.items() if name.endswith(("_pages_held", "_pages_fenced"))}
 
     def close(self) -> None:
-        if self.peer is not None:
-            self.peer.close()
+        if self.peers is not None:
+            self.peers.close()
         if self.built.crew is not None:
             self.built.crew.close()
 
@@ -102,7 +103,7 @@ class PairOfEnds:
         key.chmod(0o600)
         both = {"pair_key_file": str(key), **options}
         self.prefill = End(model, "prefill", **{**both, "pair_listen": socket, **(prefill or {})})
-        self.decode = End(model, "decode", **{**both, "pair_peer": socket, **(decode or {})})
+        self.decode = End(model, "decode", **{**both, "pair_peer": [socket], **(decode or {})})
         self.until(lambda: self.decode.peer.epoch and self.prefill.peer.epoch)
 
     def __enter__(self) -> PairOfEnds:

@@ -47,7 +47,7 @@ def check_weather(model: str, folder: Path, place: str, seed: int, count: int) -
     one = whole(model, prompts, **PLACES[place])
     proxy = Proxy(f"unix:{folder / 'socket'}", faults(seed, count), address=f"unix:{folder / 'proxy'}")
     try:
-        with PairOfEnds(model, folder, decode={"pair_peer": proxy.address}, **PLACES[place]) as pair:
+        with PairOfEnds(model, folder, decode={"pair_peer": [proxy.address]}, **PLACES[place]) as pair:
             ends = (pair.prefill, pair.decode)
             for n in range(count):
                 rids = [pair.decode.submit(prompt, namespace=n + 1) for prompt in prompts]

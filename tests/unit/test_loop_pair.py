@@ -14,7 +14,7 @@ from penstock.core.plan import Aborted, Advance, Entered, Finished, Outcome, Pee
 from penstock.serve import wire
 from penstock.serve.engine import main as engine_main
 from penstock.serve.engine.loop import EngineLoop
-from penstock.serve.engine.paired import CROWDED, FAILS, LATE, REFUSES
+from penstock.serve.engine.paired import CROWDED, FAILS, LATE, REFUSES, Peers
 from penstock.serve.engine.peer import Peer
 from penstock.transfer.events import Down, Heard, Unpaired, Up
 from penstock.transfer.facts import Facts
@@ -69,8 +69,8 @@ class Rig:
         self.now, self.link, self.core = 100.0, Link(), Core()
         self.peer = Peer(self.link, "decode", refuses=refuses, clock=lambda: self.now)
         self.loop = EngineLoop(self.core, fake.FakeExecutor(), vocab_size=fake.VOCAB,
-                               max_model_len=fake.CONTEXT, peer=self.peer, deadlines_s={"receiving": 5.0},
-                               clock=lambda: self.now)
+                               max_model_len=fake.CONTEXT, peers=Peers(self.peer),
+                               deadlines_s={"receiving": 5.0}, clock=lambda: self.now)
         self.ends = {}
         self.turn()
         for rid in (1, 2):
@@ -149,12 +149,12 @@ def test_what_a_stranger_is_told_changes_nothing_while_there_is_a_pair():
 
 def test_each_reason_without_a_pair_is_one_line_of_the_log(capfd):
     rig, sent = Rig(refuses=False), SimpleNamespace(send=lambda message: None)
-    told = engine_main.tell(rig.peer, sent, "no connection yet")
+    told = engine_main.tell(Peers(rig.peer), sent, "no connection yet")
     for words in ["weights: a here and b there", "weights: a here and b there", "cannot connect"]:
         rig.peer.epoch = 0
         rig.link.events.append(Unpaired(words))
         rig.turn()
-        told = engine_main.tell(rig.peer, sent, told)
+        told = engine_main.tell(Peers(rig.peer), sent, told)
     assert capfd.readouterr().err.splitlines() == [
         "pair: connected", "pair: weights: a here and b there", "pair: cannot connect"]
 

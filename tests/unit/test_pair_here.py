@@ -47,17 +47,17 @@ class Fake:
 
 def test_each_end_knows_that_it_shares_the_machine() -> None:
     pair = pair_here.PairHere(from_options("demo", {"prefill": 1, "decode": 1}), print)
-    assert pair.decode.num_engines == pair.prefill._config.num_engines == 2
+    assert pair.decode.num_engines == pair.prefill[0]._config.num_engines == 2
     asyncio.run(pair.close())
 
 
 def test_where_they_meet_and_their_secret_are_in_no_folder() -> None:
     pair = pair_here.PairHere(from_options("demo", {"prefill": 1, "decode": 1}), print)
-    ends = pair.decode.pair, pair.prefill._config.pair
+    ends = pair.decode.pair, pair.prefill[0]._config.pair
     one, two = map(pair_key, ends)
     assert one == two and len(one) == 64
     at = [LinkSettings(role="decode", address=address, listens=False, key=one)
-          for address in (ends[0].pair_peer, ends[1].pair_listen)]
+          for address in (ends[0].pair_peer[0], ends[1].pair_listen)]
     with listen(at[1]), dial(at[0]) as dialled:
         assert str(dialled.getpeername(), "ascii").startswith("\0penstock-pair-")
     asyncio.run(pair.close())

@@ -15,7 +15,7 @@ from penstock.config.settings.tree import Config
 MACHINE = Machine(system="Linux", machine="x86_64", python="3.11", cpu="test", features=(),
                    cores=2, memory_total=8 << 30, memory_available=4 << 30)
 
-DECODE: dict[str, object] = {"disaggregation_mode": "decode", "pair_peer": "h:1"}
+DECODE: dict[str, object] = {"disaggregation_mode": "decode", "pair_peer": ["h:1"]}
 PREFILL: dict[str, object] = {"disaggregation_mode": "prefill", "pair_listen": "h:1"}
 
 # One row for every entry of REFUSED, in its order: options that it refuses, options at the edge.
@@ -111,10 +111,11 @@ CASES: tuple[tuple[dict[str, object], dict[str, object]], ...] = (
     ({"cors_origins": ["https://chat.example.com"]}, {"cors_origins": ["http://localhost:3000"]}),
     ({"body_bytes_max": 1023}, {"body_bytes_max": 1024}),
     ({"drain_s": -0.5}, {"drain_s": 0}),
-    ({"prefill": 1}, {"prefill": 1, "decode": 1}),
+    ({"prefill": 1}, {"prefill": 2, "decode": 3}),
     ({"prefill": 1, "decode": 1, **DECODE}, DECODE),
     ({"prefill": 1, "decode": 1, "device": "cuda"}, {"prefill": 1, "decode": 1, "device": "cpu"}),
-    ({"dp": 2, **PREFILL}, {"dp": 2}),
+    ({"dp": 2, "prefill": 1, "decode": 2}, {"prefill": 1, "decode": 2}),
+    ({"dp": 2, **PREFILL}, {"dp": 2, **DECODE}),
     ({"disaggregation_mode": "prefill"}, PREFILL),
     ({"disaggregation_mode": "decode"}, DECODE),
     ({"pair_key_file": "key"}, {"pair_key_file": "key", **DECODE}),

@@ -137,13 +137,36 @@ def test_a_second_end_does_not_take_the_first_ones_place(ends) -> None:
     prefill, first = pair(ends)
     second = ends("decode", prefill.link.address)
     for end in (second, prefill):
-        assert "the prefill engine has another decode engine" in end.wait(Unpaired).words
+        assert "the prefill engine has as many decode engines as it takes" in end.wait(Unpaired).words
     given, heard = transfer_all(prefill, first, 1, 20)
     assert isinstance(heard.message, Over)
     check(first, given, 20)
     assert not [e for e in (*prefill.seen, *first.seen) if isinstance(e, Down)]
     first.link.close()
     assert second.up() == prefill.up() >= 2
+
+
+def test_each_end_that_calls_has_a_place_of_its_own(ends) -> None:
+    """Two places: each end gets what is for it, under numbers that are alike; a third waits for one."""
+    other = ends("prefill", "127.0.0.1:0", starts=False)
+    prefill = ends("prefill", "127.0.0.1:0", beside=[other.link])
+    first = ends("decode", prefill.link.address)
+    assert first.up() == prefill.up()
+    second = ends("decode", prefill.link.address)
+    assert second.up() == other.up()
+    third = ends("decode", prefill.link.address)
+    assert "as many decode engines as it takes" in third.wait(Unpaired).words
+    for there, here in ((first, prefill), (second, other)):
+        given, heard = transfer_all(here, there, 1, 20)
+        assert isinstance(heard.message, Over)
+        check(there, given, 20)
+    second.link.close()
+    other.wait(Down)
+    assert third.up() == other.up() == 2
+    given, heard = transfer_all(other, third, 2, 20)
+    check(third, given, 20)
+    given, heard = transfer_all(prefill, first, 1, 20, transfer=2, generation=2, skip=6)
+    assert isinstance(heard.message, Over)
 
 
 def test_a_second_end_is_taken_when_the_first_has_been_silent(ends) -> None:

@@ -51,8 +51,9 @@ class Submit(_Message, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The other engine of a pair wants a prompt computed: a Submit of ours without a number."""
+    """An engine of the other end of a pair wants a prompt computed: a Submit of ours without a number."""
 
+    peer: int
     transfer: int
     submit: Submit
 

@@ -66,8 +66,8 @@ def handshake(stream: Stream, settings: LinkSettings, facts: Facts, engine: byte
         raise Unpairable(words)
     if not epoch:
         one, two = (facts.role, heard.facts.role) if settings.listens else (heard.facts.role, facts.role)
-        raise Unpairable(f"the {one} engine has another {two} engine, which is alive, and a pair is one of "
-                         f"each: stop that one, or start a second {one} engine")
+        raise Unpairable(f"the {one} engine has as many {two} engines as it takes, all alive: stop one, "
+                         f"or start a second {one} engine")
     if epoch <= known:
         raise Unpairable(f"the other end begins epoch {epoch} and {known} has been")
     reader.begin(epoch)

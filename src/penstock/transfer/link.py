@@ -13,7 +13,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from penstock.config.base.errors import ConfigError
@@ -33,9 +33,12 @@ RETRY_S = (0.05, 1.0)                   # between two calls of the end that dial
 
 class PairLink:
     def __init__(self, settings: LinkSettings, facts: Facts, pages: PageBytes,
-                 wake: Callable[[], None]) -> None:
-        """Raises ConfigError."""
+                 wake: Callable[[], None], *, beside: Sequence[PairLink] = ()) -> None:
+        """beside: of the end that listens, links that are not started: each is paired with one more of the
+        engines that call here. Raises ConfigError."""
         settings.check()
+        self._all = [self, *beside]
+        self._theirs: list[bytes] = []              # engines at the other end of its connections
         self._settings, self._facts, self._pages = settings, facts, pages
         self._events, self._counts = Events(wake), Counts()
         self._landings = Landings(facts, pages)
@@ -192,6 +195,7 @@ class PairLink:
     def _serve(self, sock: socket.socket) -> bool:
         """A connection from its beginning to its end. False if it never was a pair's."""
         held: Stream | socket.socket = sock
+        link: PairLink = self
         try:
             session = None
             with self._lock:
@@ -206,7 +210,7 @@ class PairLink:
                 stream = secure(sock, self._settings)
                 with self._lock:
                     self._streams[self._streams.index(sock)] = held = stream
-                session = self._pair(stream)
+                link, session = self._pair(stream)
             except (Unpairable, ConfigError) as e:
                 self._refuse(str(e))
             except ssl.SSLError as e:
@@ -218,23 +222,49 @@ class PairLink:
                 with self._lock:
                     del self._unknown[sock]
                 self._handshakes.release()
-            return session is not None and self._take_over(session)
+            if session is None:
+                return False
+            try:
+                return link._take_over(session)
+            finally:
+                link._leave(session.engine)
         finally:
             with self._lock:
                 self._streams.remove(held)
             held.close()
 
-    def _pair(self, stream: Stream) -> Session:
+    def _pair(self, stream: Stream) -> tuple[PairLink, Session]:
+        """Whose it is, and what it is there, which `_leave` ends."""
+        chosen: list[tuple[PairLink, bytes]] = []
+
         def choose(theirs: Greeting) -> int:
             with self._lock:
-                if self._session is not None and self._session.engine != theirs.engine:
+                link = (next((link for link in self._all if theirs.engine in link._theirs), None)
+                        or next((link for link in self._all if not link._theirs), None))
+                if link is None:
                     return 0            # each would take us from the other, in turns
-                self._newest = max(self._newest, theirs.newest) + 1
-                return self._newest
+                link._theirs.append(theirs.engine)
+                chosen.append((link, theirs.engine))
+                link._newest = max(link._newest, theirs.newest) + 1
+                return link._newest
 
-        paired = handshake(stream, self._settings, self._facts, self._engine, lambda: self._newest, choose)
-        return Session(stream, paired, self._facts, self._pages, self._landings, self._events, self._counts,
-                       self._settings.silence_s)
+        def newest() -> int:
+            return chosen[0][0]._newest if chosen else self._newest
+
+        try:
+            paired = handshake(stream, self._settings, self._facts, self._engine, newest, choose)
+        except BaseException:
+            for link, engine in chosen:
+                link._leave(engine)
+            raise
+        link = chosen[0][0] if chosen else self
+        return link, Session(stream, paired, link._facts, link._pages, link._landings, link._events,
+                             link._counts, self._settings.silence_s)
+
+    def _leave(self, engine: bytes) -> None:
+        """A connection of its has ended."""
+        if engine in self._theirs:      # not of the end that calls
+            self._theirs.remove(engine)
 
     def _refuse(self, words: str) -> None:
         self._counts.failed("unpaired")

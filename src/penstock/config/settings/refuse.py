@@ -16,7 +16,7 @@ from penstock.config.base.machine import Machine
 from penstock.config.base.sizes import show_bytes
 from penstock.config.base.storage_url import FORMS, masked, parse_storage
 from penstock.config.request.selection import BOUNDS, BOUNDS_VERSION, SINKS, WINDOW, Selection
-from penstock.config.settings.tree import SECRETS, Config, KVConfig, PairConfig
+from penstock.config.settings.tree import DECODE_ENDS_MAX, SECRETS, Config, KVConfig, PairConfig
 
 
 class Known(Protocol):
@@ -149,20 +149,24 @@ def _mode(config: Config) -> str:
 
 
 PAIR: tuple[Refusal[Machine], ...] = (
-    Refusal(lambda c, _: (c.pair.prefill, c.pair.decode) not in ((0, 0), (1, 1)),
-            ("pair.prefill", "pair.decode"), "a pair is one of each: --prefill 1 --decode 1, or neither"),
+    Refusal(lambda c, _: (c.pair.prefill, c.pair.decode) != (0, 0)
+            and not (1 <= c.pair.prefill <= 64 and 1 <= c.pair.decode <= DECODE_ENDS_MAX),
+            ("pair.prefill", "pair.decode"),
+            f"a pair has 1 to 64 and 1 to {DECODE_ENDS_MAX} of them: --prefill 1 --decode 1, or neither"),
     Refusal(lambda c, _: bool(c.pair.prefill and _mode(c)), ("pair.prefill", "pair.disaggregation_mode"),
             "the one starts both ends on this machine, the other one end: leave one of them out"),
     Refusal(lambda c, _: c.num_engines > 1 and c.device.device == "cuda" and c.kv.hbm_bytes is None,
             ("server.dp", "pair.prefill", "kv.hbm_bytes"), "all engines would take the same memory of the "
             "GPU: give what each takes for KV, e.g. --hbm-bytes 8G"),
-    Refusal(lambda c, _: c.server.dp > 1 and bool(c.pair.prefill or _mode(c)),
-            ("server.dp", "pair.prefill", "pair.disaggregation_mode"),
-            "the ends of a pair are one engine each so far: leave one of them out"),
+    Refusal(lambda c, _: c.server.dp > 1 and bool(c.pair.prefill),
+            ("server.dp", "pair.prefill", "pair.decode"),
+            "--decode says how many engines there are at the address: leave --dp out"),
+    Refusal(lambda c, _: c.server.dp > 1 and _mode(c) == "prefill", ("server.dp", "pair.disaggregation_mode"),
+            "one engine listens at one address: start others with addresses of their own"),
     Refusal(lambda c, _: (c.pair.pair_listen is not None) != (_mode(c) == "prefill"),
             ("pair.disaggregation_mode", "pair.pair_listen"),
             "the prefill end listens, and only that: give it --pair-listen HOST:PORT"),
-    Refusal(lambda c, _: (c.pair.pair_peer is not None) != (_mode(c) == "decode"),
+    Refusal(lambda c, _: bool(c.pair.pair_peer) != (_mode(c) == "decode"),
             ("pair.disaggregation_mode", "pair.pair_peer"),
             "the decode end is told where the prefill end listens, and only that: give it "
             "--pair-peer HOST:PORT"),

@@ -59,6 +59,7 @@ ToolCallParser = Literal["auto", "none", "deepseek_v32", "glm", "hermes", "llama
                          "qwen3_coder"]
 ReasoningParser = Literal["auto", "none", "think"]
 GrammarBackend = Literal["auto", "llguidance", "none"]
+DECODE_ENDS_MAX = 8             # of one prefill end
 PairMode = Literal["prefill", "decode"]
 PairFallback = Literal["compute", "refuse"]
 RouterDialect = Literal["off", "sglang"]
@@ -210,12 +211,12 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairConfig:
-    prefill: Annotated[int, "with --decode 1: an engine for prompts, on this machine too, 1 or 0"] = 0
-    decode: Annotated[int, "with --prefill 1: the engine that decodes, and answers"] = 0
+    prefill: Annotated[int, "with --decode M: engines for prompts, on this machine too"] = 0
+    decode: Annotated[int, "with --prefill N: engines that decode, and answer"] = 0
     disaggregation_mode: Annotated[PairMode | None, "be one end of a pair of engines: prefill computes "
                                    "prompts, decode has the HTTP address and forwards them"] = None
-    pair_peer: Annotated[str | None, "HOST:PORT, unix:PATH or unix:@NAME, where the prefill "
-                         "end listens"] = None
+    pair_peer: Annotated[tuple[str, ...], "HOST:PORT, unix:PATH or unix:@NAME, where a prefill end listens; "
+                         "several, separated by commas: who has least to do computes a prompt"] = ()
     pair_listen: Annotated[str | None, "HOST:PORT, unix:PATH or unix:@NAME, on which the prefill "
                            "end listens"] = None
     pair_key_file: Annotated[str | None, "file with the secret of both ends, 16 characters or more (default: "
@@ -231,6 +232,11 @@ class PairConfig:
     pair_timeout_s: Annotated[float, "seconds that a request waits for the KV of its prompt before that is "
                               "computed here"] = 300.0
     pair_silence_s: Annotated[float, "seconds without a word after which the other end counts as gone"] = 10.0
+
+    @property
+    def num_peers(self) -> int:
+        """Engines of the other end that one end has a place for; 0 without another end."""
+        return DECODE_ENDS_MAX if self.disaggregation_mode == "prefill" else len(self.pair_peer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -80,7 +80,7 @@ def size_pools(config: Config, caches: Caches, max_position: int, free: int, *,
         disk_pages=STORED_PAGES // caches.slabs.slab_pages[0] * caches.slabs.slab_pages[0]
         if kv.kv_storage else 0,
         prefix_cache=kv.prefix_cache, groups=caches.groups, pp_size=config.device.pp,
-        role=config.pair.disaggregation_mode or "unified"))
+        role=config.pair.disaggregation_mode or "unified", peers=max(1, config.pair.num_peers)))
     if hosts and dram:
         sizes = _hosting(config, caches, sizes.core, hbm, budget, device)
     return replace(sizes, core=replace(sizes.core, max_len=_max_len(config, caches, sizes.core)))

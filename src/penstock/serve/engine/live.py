@@ -14,6 +14,7 @@ from penstock.serve.wire import Chunk, Logprob
 
 if TYPE_CHECKING:
     from penstock.exec.sampling.sampler import Logprobs
+    from penstock.serve.engine.peer import Peer
 
 
 class Runner(Executor, Protocol):
@@ -38,10 +39,12 @@ class Live:
     """One request."""
 
     __slots__ = ("_asked_prompt", "_cached", "_first", "_logprobs", "_tokens", "excuse", "given_up",
-                 "num_prompt", "peer_cached", "rid", "started", "transfer")
+                 "num_prompt", "peer", "peer_cached", "rid", "started", "transfer")
 
-    def __init__(self, rid: RequestId, params: SamplingParams, *, transfer: int, num_prompt: int) -> None:
-        self.rid, self.transfer, self.num_prompt = rid, transfer, num_prompt
+    def __init__(self, rid: RequestId, params: SamplingParams, *, num_prompt: int, peer: Peer | None = None,
+                 transfer: int = 0) -> None:
+        """peer, transfer: who computes its prompt, or has asked for it, and its name there."""
+        self.rid, self.peer, self.transfer, self.num_prompt = rid, peer, transfer, num_prompt
         self._logprobs, self._asked_prompt = params.logprobs is not None, params.prompt_logprobs is not None
         self._first = 0                         # output index of _tokens[0]
         self._tokens: list[int] = []            # of this turn

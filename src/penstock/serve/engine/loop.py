@@ -16,6 +16,7 @@ from penstock.config.base.errors import RequestError
 from penstock.config.request.scores import scores_fit
 from penstock.config.request.selection import Selection, attention_identity
 from penstock.core.plan import (
+    ONE_PEER,
     Aborted,
     Arrived,
     Entered,
@@ -56,6 +57,7 @@ from penstock.serve.wire import (
 )
 
 if TYPE_CHECKING:
+    from penstock.serve.engine.paired import Peers
     from penstock.serve.engine.peer import Peer
     from penstock.serve.engine.storing import Storing
 
@@ -73,12 +75,12 @@ class EngineLoop:
 
     def __init__(self, core: Planner, executor: Runner, *, vocab_size: int, max_model_len: int,
                  selection: Selection | None = None, event_log: EventLog | None = None,
-                 check: bool = False, peer: Peer | None = None, storing: Storing | None = None,
+                 check: bool = False, peers: Peers | None = None, storing: Storing | None = None,
                  deadlines_s: Mapping[str, float] | None = None,
                  clock: Callable[[], float] = time.monotonic) -> None:
         """selection: the largest that `executor` can decode from; None: it reads all KV.
-        peer: the other engine of a pair. storing: where `executor` has storage. deadlines_s: by phase, how
-        long a request may be in it."""
+        peers: the engines of the other end of a pair. storing: where `executor` has storage. deadlines_s: by
+        phase, how long a request may be in it."""
         self._core = core
         self.recorder = Recorder(core)
         self._executor = executor
@@ -86,11 +88,11 @@ class EngineLoop:
         self._max_model_len = max_model_len
         self._selection = selection
         self._event_log = event_log or EventLog()
-        self._check, self._peer, self._storing = check, peer, storing
+        self._check, self._storing = check, storing
         self._timers = Timers(clock, deadlines_s or {}, storing)
         self._works_for_peer = core.cfg.role == "prefill"
         self._live: dict[int, Live] = {}
-        self._paired = None if peer is None else Paired(peer, executor, self._live)
+        self._paired = None if peers is None else Paired(peers, executor, self._live)
         self._newest = 0                        # request id
         self._events: list[Event] = []          # since the last advance
         self._chunks: list[Chunk] = []          # refusals since the last turn
@@ -148,36 +150,36 @@ class EngineLoop:
             self._chunks.append(Chunk(rid=m.rid, tokens=[], index=0, finish="refused",
                                       reason=reason))
             return
-        transfer = 0 if self._peer is None else self._peer.ask(m)
-        if self._peer is not None and self._peer.refuses and not transfer:
-            self._chunks.append(Chunk(rid=m.rid, tokens=[], index=0, finish="unavailable",
-                                      reason=self._peer.excuse))
+        peer, excuse = (None, "") if self._paired is None else self._paired.ask(m)
+        if excuse:
+            self._chunks.append(Chunk(rid=m.rid, tokens=[], index=0, finish="unavailable", reason=excuse))
             return
-        self._accept(m, transfer)
+        self._accept(m, peer, 0 if peer is None else m.rid)
 
     def _asked(self, asked: Asked) -> None:
         """The other engine wants a prompt computed."""
-        assert self._peer is not None
+        assert self._paired is not None
+        peer = self._paired.of(asked)
         self._newest += 1
         m = msgspec.structs.replace(asked.submit, rid=self._newest)
         if self._refusal(m) is not None:
-            self._peer.refuse(asked.transfer)
+            peer.refuse(asked.transfer)
             return
-        self._peer.accept(asked.transfer, m.rid, len(m.prompt))
-        self._accept(m, asked.transfer)
+        peer.accept(asked.transfer, m.rid, len(m.prompt))
+        self._accept(m, peer, asked.transfer)
 
-    def _accept(self, m: Submit, transfer: int) -> None:
+    def _accept(self, m: Submit, peer: Peer | None, transfer: int) -> None:
         rid = RequestId(m.rid)
         prompt = tuple(m.prompt)
         leader = m.leader if m.leader in self._live else None
         self._executor.open(rid, prompt, m.params, choice=m.choice, stop_ids=tuple(m.stop_ids))
-        self._live[rid] = Live(rid, m.params, transfer=transfer, num_prompt=len(prompt))
+        self._live[rid] = Live(rid, m.params, peer=peer, transfer=transfer, num_prompt=len(prompt))
         self._events.append(Arrived(
             rid=rid, prompt=prompt, max_new=m.max_new, stop=frozenset(m.stop_ids),
             min_new=m.params.min_tokens, namespace=m.namespace, priority=m.params.priority,
             leader=None if leader is None else RequestId(leader), host_token=m.host_token,
             selects=m.selects, attention=m.attention, transfer=transfer,
-            cached_max=m.params.cached_max))
+            peer=ONE_PEER if peer is None else peer.id, cached_max=m.params.cached_max))
 
     def _refusal(self, m: Submit) -> str | None:
         """Why `m` cannot run. The API process has said so before with more words: this is the
@@ -262,15 +264,15 @@ class EngineLoop:
 
     def _execute(self, plan: StepPlan) -> None:
         here = plan
-        if self._peer is not None:
+        if self._paired is not None:
             moves = [m for m in plan.moves if Tier.PEER in (m.src, m.dst)]
             if moves:
                 here = replace(plan, moves=tuple([m for m in plan.moves if Tier.PEER not in (m.src, m.dst)]))
         self._executor.submit(here)
         if self._storing is not None:
             self._storing.submitted(plan)
-        if here is not plan and self._peer is not None:
-            self._peer.take(moves)
+        if here is not plan and self._paired is not None:
+            self._paired.take(moves)
         self.steps_in_flight += 1
         self.moves_in_flight += len(here.moves)
         self._event_log.plan(plan)
@@ -280,8 +282,8 @@ class EngineLoop:
             self.steps_in_flight -= 1
             if self._storing is not None:
                 self._storing.retired(event.step)
-            if self._peer is not None:
-                self._peer.retired(event.step)
+            if self._paired is not None:
+                self._paired.retired(event.step)
         elif isinstance(event, Moved):
             self.moves_in_flight -= 1
         assert self.steps_in_flight >= 0 and self.moves_in_flight >= 0, "executor: told twice"
@@ -323,8 +325,8 @@ class EngineLoop:
                     if not self._works_for_peer:
                         chunks.append(live.chunk(self._executor, output))
                     del self._live[rid]
-                    if self._peer is not None:
-                        self._peer.forget(live.transfer, rid)
+                    if live.peer is not None:
+                        live.peer.forget(live.transfer, rid)
                     self._executor.close(rid)
         if not self._works_for_peer:
             chunks += [live.chunk(self._executor, None) for live in touched.values()]
@@ -335,7 +337,7 @@ class EngineLoop:
     def stats(self) -> dict[str, float]:
         """Gauges and counters of the core, the executor and the loop, by metric name."""
         return {**self._core.stats(), **self._executor.stats(),
-                **({} if self._peer is None else self._peer.stats()),
+                **({} if self._paired is None else self._paired.stats()),
                 "generation_tokens_total": float(self.num_tokens),
                 "steps_in_flight": float(self.steps_in_flight),
                 "moves_in_flight": float(self.moves_in_flight)}

@@ -30,7 +30,7 @@ from penstock.serve.engine.record import EventLog, write_flight, write_on_signal
 
 if TYPE_CHECKING:
     from penstock.exec.pipeline.crew import Crew
-    from penstock.serve.engine.peer import Peer
+    from penstock.serve.engine.paired import Peers
 
 EXIT_CONFIG = 2
 EXIT_BUG = 70
@@ -91,9 +91,9 @@ class Link:
 def run(engine: Engine, link: Link) -> None:
     """Until Shutdown. It waits in one place, for messages, the executor, the other engine of a pair and
     deadlines; steps that run in this thread are run between two looks at what has come."""
-    loop, crew, peer = engine.loop, engine.crew, engine.peer
+    loop, crew, peers = engine.loop, engine.crew, engine.peers
     turn_over = write_on_signal(loop.recorder)
-    told = "no connection yet" if peer is None else peer.missing
+    told = "no connection yet" if peers is None else peers.missing
     while True:
         wait_s = loop.wait_s
         if crew is not None and loop.steps_in_flight:
@@ -107,30 +107,30 @@ def run(engine: Engine, link: Link) -> None:
             crew.watch()
         if chunks := loop.turn(block=loop.works_here):
             link.send(wire.Chunks(chunks))
-        if peer is not None and peer.changed:
-            told = tell(peer, link, told)
+        if peers is not None and peers.changed:
+            told = tell(peers, link, told)
         turn_over()
 
 
-def tell(peer: Peer, link: Link, told: str) -> str:
+def tell(peers: Peers, link: Link, told: str) -> str:
     """What is new of the other engine, to the API process; a reason that is not the one `told` to the log
     too. Returns the present one."""
-    peer.changed = False
-    link.send(wire.PeerNews(peer.missing, peer.info))
-    if peer.missing != told:
-        log(f"pair: {peer.missing or 'connected'}")
-    return peer.missing
+    peers.changed = False
+    link.send(wire.PeerNews(peers.missing, peers.info))
+    if peers.missing != told:
+        log(f"pair: {peers.missing or 'connected'}")
+    return peers.missing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """What a process runs. `crew`, `peer`: where there are several ranks, and another engine."""
+    """What a process runs. `crew`, `peers`: where there are several ranks, and another end."""
 
     loop: EngineLoop
     ready: wire.Ready
     wakes: Waker
     crew: Crew | None
-    peer: Peer | None
+    peers: Peers | None
 
 
 def hello(link: Link) -> Config:
@@ -155,27 +155,27 @@ def build(config: Config, event_log: EventLog) -> Engine:
     from penstock.core.policy.capacity import largest
     from penstock.exec.start.build import build_engine
     from penstock.exec.start.store import check_storage
-    from penstock.serve.engine.open_pair import link_settings, open_peer
+    from penstock.serve.engine.open_pair import links_of, open_peers
     from penstock.serve.engine.storing import Storing
     from penstock.serve.grammars.vocabulary import vocabulary_of
 
-    link_settings(config)               # what is wrong with them is told before a model is loaded
+    links_of(config)                    # what is wrong with them is told before a model is loaded
     check_storage(config.kv)
     built = build_engine(config, log, vocabulary=lambda: vocabulary_of(config))
     if config.model.grammar_backend == "llguidance" and str(built.info["grammar_backend"]).startswith("none"):
         raise ConfigError(f"--grammar-backend llguidance: {built.info['grammar_backend']}")
-    peer = open_peer(config, built)
+    peers = open_peers(config, built)
     storage = built.executor.storage
-    info = built.info if peer is None else built.info | {"pair_address": peer.address}
+    info = built.info if peers is None else built.info | {"pair_address": peers.address}
     loop = EngineLoop(Core(built.core_config), built.executor, vocab_size=built.vocab_size,
                       max_model_len=built.max_model_len, selection=built.selection,
-                      event_log=event_log, check=config.debug.check, peer=peer,
+                      event_log=event_log, check=config.debug.check, peers=peers,
                       storing=None if storage is None else Storing(storage, config.kv.kv_storage_policy),
                       deadlines_s={Phase.RECEIVING.value: config.pair.pair_timeout_s})
     ready = wire.Ready(pid=os.getpid(), vocab_size=built.vocab_size, max_model_len=built.max_model_len,
                        info=info, selection=built.selection,
                        dense_len=min(built.max_model_len, largest(built.core_config, False) + 1))
-    return Engine(loop=loop, ready=ready, wakes=built.wakes, crew=built.crew, peer=peer)
+    return Engine(loop=loop, ready=ready, wakes=built.wakes, crew=built.crew, peers=peers)
 
 
 def spare_the_collector() -> None:

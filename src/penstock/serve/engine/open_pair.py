@@ -8,7 +8,9 @@ import os
 
 from penstock.config.settings.pairkey import pair_key
 from penstock.config.settings.tree import Config
+from penstock.core.plan import PeerId
 from penstock.exec.start.build import Built
+from penstock.serve.engine.paired import Peers
 from penstock.serve.engine.peer import Peer
 from penstock.transfer.facts import Facts, Info, group_facts
 from penstock.transfer.link import PairLink
@@ -19,38 +21,46 @@ TOLD = ("model", "dtype", "page_size", "hbm_bytes", "dram_bytes", "max_model_len
         "step_tokens", "sparse_top_k", "pp", "tp", "threads", "weight_bytes", "start_seconds")
 
 
-def link_settings(config: Config) -> LinkSettings | None:
-    """How the other engine is reached; None for an engine without one. Asks nothing of the network.
+def links_of(config: Config) -> list[LinkSettings]:
+    """How each engine of the other end is reached, or how they reach this one; none for an engine without
+    another end. Asks nothing of the network.
 
     Raises ConfigError: the key, the address or the certificate.
     """
     pair = config.pair
     if pair.disaggregation_mode is None:
-        return None
+        return []
     listens = pair.disaggregation_mode == "prefill"
-    address = pair.pair_listen if listens else pair.pair_peer
-    assert address is not None, "refused without"
-    settings = LinkSettings(
-        role=pair.disaggregation_mode, address=address, listens=listens, key=pair_key(pair),
+    key = pair_key(pair)
+    links = [LinkSettings(
+        role=pair.disaggregation_mode, address=address, listens=listens, key=key,
         tls=pair.pair_tls or pair.pair_tls_cert is not None, tls_cert=pair.pair_tls_cert or "",
         plaintext=pair.pair_plaintext, silence_s=pair.pair_silence_s)
-    settings.check()
-    if settings.tls and listens:
-        read_certificate(settings.tls_cert)
-    return settings
+        for address in ([pair.pair_listen or ""] * pair.num_peers if listens else pair.pair_peer)]
+    for settings in links:
+        settings.check()
+        if settings.tls and listens:
+            read_certificate(settings.tls_cert)
+    return links
 
 
-def open_peer(config: Config, built: Built) -> Peer | None:
-    """The link to the other engine, which is being looked for; None for an engine without one.
+def open_peers(config: Config, built: Built) -> Peers | None:
+    """The links to the engines of the other end, which are being looked for; None for an engine without.
 
-    Raises ConfigError: as `link_settings`, or the address cannot be listened on.
+    Raises ConfigError: as `links_of`, or the address cannot be listened on.
     """
-    settings = link_settings(config)
-    if settings is None:
+    links: list[PairLink] = []
+    for settings in reversed(links_of(config)):         # the first of those that listen has all others beside
+        beside = links if settings.listens else []
+        links = [PairLink(settings, facts_of(settings.role, built), PoolPages(built.pools), built.wakes.wake,
+                          beside=beside), *links]
+    if not links:
         return None
-    link = PairLink(settings, facts_of(settings.role, built), PoolPages(built.pools), built.wakes.wake)
-    link.start()
-    return Peer(link, settings.role, link.address, refuses=config.pair.pair_fallback == "refuse")
+    listens = config.pair.disaggregation_mode == "prefill"
+    for link in links[:1] if listens else links:
+        link.start()
+    return Peers(*(Peer(link, config.pair.disaggregation_mode or "", link.address, id=PeerId(n),
+                        refuses=config.pair.pair_fallback == "refuse") for n, link in enumerate(links)))
 
 
 def facts_of(role: str, built: Built) -> Facts:

@@ -12,16 +12,19 @@ from penstock.core.plan import (
     Entered,
     Event,
     Expired,
+    Move,
     Output,
     PeerLeft,
     Received,
     RequestId,
     Say,
     Started,
+    StepId,
 )
 from penstock.serve.engine.live import Live, Runner
 from penstock.serve.engine.peer import Peer
-from penstock.serve.wire import Asked
+from penstock.serve.wire import Asked, Submit
+from penstock.transfer.facts import Info
 
 # Why a request gets no answer, where its prompt is to be computed by the other engine only.
 REFUSES = ("the prefill engine refused this prompt: it may be longer than the pages there hold, or they "
@@ -31,31 +34,107 @@ LATE = "the KV of this prompt did not come from the prefill engine in time: try 
 CROWDED = "the pages that waited for the KV of this prompt were needed for other requests: try again"
 
 
+class Peers:
+    """The engines of the other end, as the core numbers them; at least one place."""
+
+    def __init__(self, *each: Peer) -> None:
+        self.each = each
+        self.role, self.refuses, self.address = each[0].role, each[0].refuses, each[0].address
+
+    @property
+    def changed(self) -> bool:
+        """Whether what is missing, or known of one of them, has changed since this was set to False."""
+        return any(peer.changed for peer in self.each)
+
+    @changed.setter
+    def changed(self, value: bool) -> None:
+        for peer in self.each:
+            peer.changed = value
+
+    @property
+    def missing(self) -> str:
+        """Who is not there, and why; "" if all are. Of those that may call it is enough that one does."""
+        if len(self.each) == 1 or (self.role == "prefill" and not any(peer.epoch for peer in self.each)):
+            return self.each[0].missing
+        return "" if self.role == "prefill" else "; ".join(
+            f"{peer.address}: {peer.missing}" for peer in self.each if peer.missing)
+
+    @property
+    def info(self) -> Info:
+        """Of the first that is there."""
+        return next((peer.info for peer in self.each if peer.epoch), self.each[0].info)
+
+    def free(self) -> Peer:
+        """Who has least to do, of those that are there."""
+        return min(self.each, key=lambda peer: (not peer.epoch, peer.load))
+
+    def stats(self) -> dict[str, float]:
+        """Sums, by metric name."""
+        out: dict[str, float] = {}
+        for peer in self.each:
+            for name, value in peer.stats().items():
+                out[name] = out.get(name, 0.0) + value
+        return out
+
+    def close(self) -> None:
+        for peer in reversed(self.each):        # the first one listens for all
+            peer.close()
+
+
 class Paired:
-    def __init__(self, peer: Peer, executor: Runner, live: Mapping[int, Live]) -> None:
+    def __init__(self, peers: Peers, executor: Runner, live: Mapping[int, Live]) -> None:
         """live: the loop's, by request."""
-        self._peer, self._executor, self._live = peer, executor, live
+        self._peers, self._executor, self._live = peers, executor, live
+        self.refuses = peers.refuses
+
+    def ask(self, m: Submit) -> tuple[Peer | None, str]:
+        """Send a request on. Returns to whom; None: it is computed here, or, with the reason, not at all."""
+        first = None if m.leader is None else self._live.get(m.leader)
+        peer = self._peers.free() if first is None or first.peer is None else first.peer
+        if peer.ask(m):
+            return peer, ""
+        return None, peer.excuse if self.refuses else ""
+
+    def of(self, asked: Asked) -> Peer:
+        """Who has asked."""
+        return self._peers.each[asked.peer]
+
+    def take(self, moves: Sequence[Move]) -> None:
+        """Moves from and to the other engines, of a plan that was just made."""
+        for peer in self._peers.each:
+            if mine := [move for move in moves if move.peer == peer.id]:
+                peer.take(mine)
+
+    def retired(self, step: StepId) -> None:
+        """What was to wait for this step, and those before it, is sent."""
+        for peer in self._peers.each:
+            peer.retired(step)
+
+    def stats(self) -> dict[str, float]:
+        """By metric name."""
+        return self._peers.stats()
 
     def hear(self) -> Iterator[Event | Asked]:
         """What has happened at the other end, and what follows from that here, in order."""
-        peer = self._peer
-        for news in peer.collect():
-            yield news
-            if peer.refuses and isinstance(news, PeerLeft):
-                for live in self._live.values():
-                    if not live.given_up:
-                        live.excuse = peer.excuse
-                    yield from self._give_up(live)
-            elif isinstance(news, Received) and peer.role == "decode":
-                yield from self._answered(news.message)
+        for peer in self._peers.each:
+            for news in peer.collect():
+                yield news
+                if peer.refuses and isinstance(news, PeerLeft):
+                    for live in self._live.values():
+                        if live.peer is peer:
+                            if not live.given_up:
+                                live.excuse = peer.excuse
+                            yield from self._give_up(live)
+                elif isinstance(news, Received) and peer.role == "decode":
+                    yield from self._answered(peer, news.message)
 
-    def _answered(self, message: Message) -> Iterator[Event]:
+    def _answered(self, peer: Peer, message: Message) -> Iterator[Event]:
         """What the other engine says of one request, which has the number of its transfer."""
         live = self._live.get(message.transfer)
-        if live is None or not live.transfer or live.given_up:
+        if live is None or live.peer is not peer or live.given_up:
             return
         live.excuse = REFUSES if isinstance(message, Refused) else FAILS
-        if self._peer.refuses and isinstance(message, Refused) and message.generation == 0:
+        if peer.refuses and isinstance(message, Refused) and message.generation == 0:
             yield from self._give_up(live)              # nothing was granted that would come back
 
     def expired(self, expired: Expired) -> None:
@@ -67,9 +146,9 @@ class Paired:
         if entered.phase != Phase.DROPPED.value:
             return
         live = self._live[entered.rid]
-        if live.excuse == LATE and live.started is None:
-            self._peer.late(live.transfer)
-        if self._peer.refuses:
+        if live.excuse == LATE and live.started is None and live.peer is not None:
+            live.peer.late(live.transfer)
+        if self.refuses:
             yield from self._give_up(live)
 
     def _give_up(self, live: Live) -> Iterator[Event]:
@@ -83,7 +162,8 @@ class Paired:
         for output in outputs:
             if isinstance(output, Started) and output.peer_tokens:
                 live = self._live[output.rid]
-                first = self._peer.take_first(live.transfer)
+                assert live.peer is not None, "who brought them"
+                first = live.peer.take_first(live.transfer)
                 live.peer_cached = first.cached
                 self._executor.given(output.rid, first.tokens, first.logprobs or (), first.prompt)
 
@@ -91,17 +171,18 @@ class Paired:
         """The messages among them, each with what belongs to its tokens in front of it."""
         for output in outputs:
             if isinstance(output, Say):
+                peer = self._peers.each[output.peer]
                 if isinstance(output.what, End):
-                    self._say_first(output.what)
-                self._peer.say(output.what)
+                    self._say_first(peer, output.what)
+                peer.say(output.what)
 
-    def _say_first(self, end: End) -> None:
-        rid = self._peer.rid_of(end.transfer)
+    def _say_first(self, peer: Peer, end: End) -> None:
+        rid = peer.rid_of(end.transfer)
         found = [] if rid is None else [
             self._executor.take_logprobs(RequestId(rid), i) for i in range(len(end.first))]
         hits = None if rid is None else self._live[rid].started
         prompt = None if rid is None else self._executor.take_prompt(RequestId(rid))
         if prompt is not None and prompt.is_whole:
-            self._peer.say_prompt(end, prompt)
-        self._peer.say_first(end, [p for p in found if p is not None],
+            peer.say_prompt(end, prompt)
+        peer.say_first(end, [p for p in found if p is not None],
                              (0, 0) if hits is None else (hits.hbm_tokens, hits.dram_tokens))

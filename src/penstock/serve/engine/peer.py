@@ -15,7 +15,18 @@ from typing import Protocol, TypeAlias
 
 from penstock.config.request.scores import PromptScores
 from penstock.core.pair.messages import Cancel, Drained, End, Message, Reason, Refused
-from penstock.core.plan import Event, Move, Moved, PeerJoined, PeerLeft, Received, StepId, Tier
+from penstock.core.plan import (
+    ONE_PEER,
+    Event,
+    Move,
+    Moved,
+    PeerId,
+    PeerJoined,
+    PeerLeft,
+    Received,
+    StepId,
+    Tier,
+)
 from penstock.exec.sampling.sampler import Logprobs
 from penstock.serve.wire import Asked, Submit
 from penstock.transfer.events import Down, Heard, LinkEvent, Pushed, Unpaired, Up
@@ -49,6 +60,7 @@ class Wait:
     """Decode end: a request that the other engine works for."""
 
     since: float                     # when it was sent on
+    num_prompt: int = 0              # tokens
     generation: int = 0
     tokens: tuple[int, ...] = ()
     logprobs: list[Logprobs] | None = None
@@ -58,10 +70,10 @@ class Wait:
 
 class Peer:
     def __init__(self, link: Link, role: str, address: str = "", *, refuses: bool = False,
-                 clock: Callable[[], float] = time.monotonic) -> None:
+                 id: PeerId = ONE_PEER, clock: Callable[[], float] = time.monotonic) -> None:
         """address: where the link listens, or whom it calls. refuses: a prompt that the other engine does
-        not compute is not computed here either."""
-        self.role, self.address, self.refuses = role, address, refuses
+        not compute is not computed here either. id: the core's number of the other engine."""
+        self.role, self.address, self.refuses, self.id = role, address, refuses, id
         self.epoch = 0                                  # of the connection that the core knows; 0: none
         self.info: Info = {}                            # of the other engine
         self.missing = "no connection yet"              # why there is none; "" if there is one
@@ -87,13 +99,13 @@ class Peer:
                 case Up(epoch, facts):
                     self.epoch, self.info, self.missing, self.changed = epoch, dict(facts.info), "", True
                     self._newest = 0
-                    news.append(PeerJoined())
+                    news.append(PeerJoined(self.id))
                 case Down(_, cause):
                     self._count["lost"] += sum(not wait.tokens for wait in self._waits.values())
                     self.epoch, self.missing, self.changed = 0, cause, True
                     self._rids.clear()
                     self._lengths.clear()
-                    news.append(PeerLeft())
+                    news.append(PeerLeft(self.id))
                 case Unpaired(words) if self.epoch:
                     pass                            # somebody else's, beside the pair that there is
                 case Unpaired(words):
@@ -138,7 +150,7 @@ class Peer:
             case Refused():
                 self._count["refused"] += 1
         assert isinstance(message, Message)
-        return [Received(message)]
+        return [Received(message, self.id)]
 
     def _asked(self, ask: Ask) -> list[News]:
         if self.role != "prefill" or ask.transfer <= self._newest:
@@ -146,7 +158,7 @@ class Peer:
             return []
         self._newest = ask.transfer
         prompt = _little(array("i", ask.prompt[:len(ask.prompt) // 4 * 4]))
-        return [Asked(ask.transfer, Submit(
+        return [Asked(self.id, ask.transfer, Submit(
             rid=0, prompt=prompt.tolist(), params=ask.params, stop_ids=ask.stop_ids, max_new=1,
             namespace=int.from_bytes(ask.namespace[:8], "little") >> 1,
             leader=self._rids.get(ask.leader), choice=ask.choice, selects=ask.selects,
@@ -171,7 +183,7 @@ class Peer:
         if not self.epoch or len(m.prompt) > PROMPT_MAX:
             return 0
         prompt = _little(array("i", m.prompt))
-        self._waits[m.rid] = Wait(self._clock(), prompt=(
+        self._waits[m.rid] = Wait(self._clock(), len(m.prompt), prompt=(
             None if m.params.prompt_logprobs is None else PromptScores(m.params, len(m.prompt))))
         self._count["asked"] += 1
         self._link.say(self.epoch, Ask(
@@ -234,6 +246,11 @@ class Peer:
         self._due.extend(later)
         for transfer in ends:                           # its last chunk has ended, and is among them
             self._count["tail_bytes"] += self._link.unsent(transfer)
+
+    @property
+    def load(self) -> int:
+        """Tokens of the prompts that it was asked for and has not brought."""
+        return sum(wait.num_prompt for wait in self._waits.values())
 
     @property
     def excuse(self) -> str:

@@ -1,7 +1,7 @@
-"""Both ends of a pair on one machine: the prefill engine as a second child of the API process.
+"""Both ends of a pair on one machine: prefill engines as further children of the API process.
 
-Owns where they meet, a socket and a secret that are in no folder, and the prefill engine's process. The
-decode engine is an ordinary engine of the server.
+Owns where they meet, a socket and a secret that are in no folder, and the prefill engines' processes.
+Decode engines are ordinary engines of the server.
 """
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import os
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
-from penstock.config.settings.tree import Config, PairConfig, PairMode
+from penstock.config.settings.tree import Config, PairConfig
 from penstock.serve.client.engines import Engines
 from penstock.serve.client.kept import Kept
 
@@ -20,7 +21,7 @@ JOIN_S = 10.0                       # for the ends to find each other, before th
 
 
 class PairHere:
-    """`--prefill 1 --decode 1`. Everything on one asyncio loop."""
+    """`--prefill N --decode M`. Everything on one asyncio loop."""
 
     def __init__(self, config: Config, log: Callable[[str], None]) -> None:
         """log: takes a line at a time."""
@@ -29,31 +30,32 @@ class PairHere:
         os.fchmod(key, 0o600)
         os.write(key, secrets.token_hex(32).encode())
         self.fds: tuple[int, ...] = (key,)
-        address = f"unix:@penstock-pair-{secrets.token_hex(16)}"
-        self.decode = _end(config, "decode", address, key)
-        self.prefill = Kept(_end(config, "prefill", address, key), "prefill", log, fds=self.fds)
+        addresses = tuple(f"unix:@penstock-pair-{secrets.token_hex(16)}" for _ in range(config.pair.prefill))
+        self.decode = _end(config, key, disaggregation_mode="decode", pair_peer=addresses,
+                           pair_fallback=config.pair.pair_fallback)
+        self.prefill = [
+            Kept(_end(config, key, disaggregation_mode="prefill", pair_listen=address),
+                 f"prefill {n}" if len(addresses) > 1 else "prefill", log, fds=self.fds)
+            for n, address in enumerate(addresses)]
 
     async def joined(self, decode: Engines) -> None:
-        """Until `decode` has found it, or that takes too long."""
+        """Until `decode` has found them, or that takes too long."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(JOIN_S):
                 while decode.peer_missing:
                     await asyncio.sleep(0.01)
 
     async def close(self) -> None:
-        """End the prefill engine. Idempotent."""
-        await self.prefill.close()
+        """End the prefill engines. Idempotent."""
+        await asyncio.gather(*(kept.close() for kept in self.prefill))
         for fd in self.fds:
             os.close(fd)
         self.fds = ()
 
 
-def _end(config: Config, mode: PairMode, address: str, key: int) -> Config:
+def _end(config: Config, key: int, **own: Any) -> Config:
+    """Of one end, which knows that it is one of several engines on this machine: it sizes its pools so."""
     old = config.pair
-    pair = PairConfig(
-        prefill=1, decode=1,                    # it is one of two on this machine: it sizes its pools so
-        disaggregation_mode=mode, pair_key_file=f"/dev/fd/{key}", pair_timeout_s=old.pair_timeout_s,
-        pair_silence_s=old.pair_silence_s, pair_peer=address if mode == "decode" else None,
-        pair_listen=address if mode == "prefill" else None,
-        pair_fallback=old.pair_fallback if mode == "decode" else "compute")
-    return replace(config, pair=pair)
+    pair = PairConfig(prefill=old.prefill, decode=old.decode, pair_key_file=f"/dev/fd/{key}",
+                      pair_timeout_s=old.pair_timeout_s, pair_silence_s=old.pair_silence_s, **own)
+    return replace(config, pair=pair, server=replace(config.server, dp=old.decode))

@@ -175,7 +175,7 @@ class _Server:
         kept = [member.kept for member in self._engine.members]
         try:
             async with asyncio.TaskGroup() as group:
-                for one in [*kept, *([] if self._pair is None else [self._pair.prefill])]:
+                for one in [*kept, *([] if self._pair is None else self._pair.prefill)]:
                     group.create_task(one.start())
         except ExceptionGroup as e:               # what one of them has to say is said once
             raise e.exceptions[0] from None
@@ -214,7 +214,7 @@ class _Server:
                      model=config.model.served_model_name or self._files.name,
                      encoder=self._encoder,
                      also=() if config.model.served_model_name else (config.model.model,),
-                     choices_max=config.server.dp * (schedule.max_num_seqs + schedule.max_waiting),
+                     choices_max=len(self._engine.members) * (schedule.max_num_seqs + schedule.max_waiting),
                      secret=self._secret)
         app = build_app(api, self._health, self._keys, config.server,
                         {"model": api.model, "pid": self._engine.ready.pid, **self._engine.ready.info},
@@ -244,7 +244,7 @@ class _Server:
         mode = "decode" if self._pair is not None else self._config.pair.disaggregation_mode
         return None if mode is None else PeerView(
             self._engine, "prefill" if mode == "decode" else "decode", serves=mode == "decode",
-            here=() if self._pair is None else (self._pair.prefill,))
+            here=() if self._pair is None else self._pair.prefill)
 
     async def _drain(self, api: OpenAI) -> None:
         """Until no request is open, within the time that there is for it."""
