@@ -1,6 +1,7 @@
 """The generated command line: spellings of both peers, refusals by name, number formats."""
 from __future__ import annotations
 
+import json
 import shlex
 from typing import Any
 
@@ -216,8 +217,18 @@ def test_the_folder_of_the_file_backend_is_one_that_the_user_names(monkeypatch) 
         assert prepare(["demo", *line]) == ["demo", "--kv-storage=file:///a%20b"]
     assert prepare(["demo", "--hicache-storage-backend=mooncake", "--hicache-storage-backend-extra-config",
                     '{"master_server_address": "here:50051"}']) == ["demo", "--kv-storage=mooncake://here:50051"]
+    monkeypatch.delenv("MOONCAKE_MASTER", raising=False)
     with pytest.raises(ConfigError, match="say where its master is"):
         prepare(["demo", "--hicache-storage-backend=mooncake"])
+    for name, wrong in (("protocol", "rdma"), ("global_segment_size", "4gb"), ("metadata_server", "http://a"),
+                        ("device_name", ["mlx5_0"])):
+        with pytest.raises(ConfigError, match=f"{name} is"):
+            prepare(["demo", "--hicache-storage-backend=mooncake", "--hicache-storage-backend-extra-config",
+                     json.dumps({"master_server_address": "here:50051", name: wrong})])
+    monkeypatch.setenv("MOONCAKE_MASTER", "there:7")
+    assert prepare(["demo", "--hicache-storage-backend=mooncake", "--hicache-storage-backend-extra-config",
+                    '{"protocol": "tcp", "global_segment_size": 0, "metadata_server": "P2PHANDSHAKE"}']) == [
+        "demo", "--kv-storage=mooncake://there:7"]
     for wrong in (["--hicache-storage-backend-extra-config", '{"tp_lcm_size": 2}'],
                   ["--hicache-storage-backend-extra-config", "x"], ["--kv-storage=file:///c"]):
         with pytest.raises(ConfigError, match=r"is not a key|a JSON object is needed|give one"):

@@ -1,6 +1,7 @@
 """The threads between host pages and a store that is slow, hung, full, dead or lying."""
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -147,6 +148,30 @@ def test_nobody_waits_for_a_store_that_hangs_and_it_is_asked_again_once_it_answe
     monkeypatch.setattr("penstock.memory.storage.LOOK_S", LIMIT_S)
     assert bench.look() == b"\x01" * PAGES
     assert bench.storage.collect() == [], "what it had to say late, nobody hears"
+
+
+def test_what_people_see_of_it(tmp_path):
+    now = [0.0]
+    bench = Bench(tmp_path / "store", clock=lambda: now[0])
+    assert bench.look(5) == b"" and bench.write(3).ok and bench.look(5) == b"\x01" * 3
+    assert [bench.stat(f"pages_{name}_total") for name in ("asked", "found", "missed")] == [10, 3, 7]
+    hangs = threading.Event()
+    bench.files.before = lambda what, key: None if what != "get" else hangs.wait(LIMIT_S)
+    bench.move(3, up=True)
+    assert (bench.stat('queued_pages{way="read"}'), bench.stat('queued_pages{way="write"}')) == (3, 0)
+    hangs.set()
+    assert bench.end().ok and bench.stat('queued_pages{way="read"}') == 0
+
+    def late(what: str, key: bytes) -> None:
+        raise OSError(errno.ETIMEDOUT, "Connection timed out")
+
+    bench.files.before = late
+    for _ in range(3):
+        bench.read(1)
+    assert (bench.stat("timed_out_total"), bench.stat("failed_total"), bench.stat("up")) == (3, 3, 0)
+    assert bench.stat("paused_seconds") == 1.0
+    now[0] += 2
+    assert bench.stat("paused_seconds") == 0.0 and bench.stat("up") == 1
 
 
 def test_a_read_that_hangs_is_answered_when_it_ends(bench):

@@ -126,7 +126,7 @@ class Core(CoreState):
             "requests_hosted": phases.count(Phase.HOSTED) + phases.count(Phase.PROMOTING),
             **{f'requests_in_phase{{phase="{p.value}"}}': phases.count(p) for p in Phase
                if p is not Phase.DONE},
-            "rows_free": kv.rows.free,
+            "rows_free": kv.rows.free, "pages_to_store": kv.moves.num_to_store,
             "hbm_pages_in_use": len({id(c) for r in self.live.values() for t in r.tables
                                      for c in t.device if c is not None}),
             "moves_in_flight": len(kv.moves.flying), "steps": kv.issued,

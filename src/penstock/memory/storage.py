@@ -33,8 +33,8 @@ DENIED_MAX = 1 << 16        # keys of damaged pages that are remembered
 COUNT_S = 600.0             # between two looks at how much there is
 FREE = 0.8                  # of what is free, without a quota
 COUNTED = ("read_objects", "read_bytes", "written_objects", "written_bytes", "known_objects", "gone", "bad",
-           "failed", "denied", "lookups", "lookups_late", "pages_asked", "pages_found", "refused_full",
-           "swept_bytes", "read_seconds", "write_seconds")
+           "failed", "timed_out", "denied", "lookups", "lookups_late", "pages_asked", "pages_found",
+           "pages_missed", "refused_full", "swept_bytes", "read_seconds", "write_seconds")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -77,6 +77,7 @@ class Storage:
         self._used = 0                         # bytes in the folder, as far as is known
         self.page_s = 0.0                      # seconds of a page that was read lately; 0: none was
         self.in_flight = 0                     # moves and look-ups that are not told
+        self._queued = Counter(read=0, write=0)    # pages of moves that are not at an end
         self._sweeps = threading.Event()
         self._largest = max(pool.layout.page_bytes for pool in pools)
         bodies = [*[self._read] * store.readers, *[self._write] * store.writers, self._answer, self._watch]
@@ -92,13 +93,13 @@ class Storage:
         assert move.tokens == n * self._pools[move.group].layout.page_size, f"move {move.id}: an open page"
         size = self.store.part
         parts = [range(i, min(n, i + size)) for i in range(0, n, size)]
-        flight, queue = _Flight(move, len(parts), [False] * n), self._queue(move)
+        flight = _Flight(move, len(parts), [False] * n)
+        queue = self._reads if move.src is Tier.DISK else self._writes
         self.in_flight += 1
+        with self._lock:
+            self._queued[_way(move)] += n
         for part in parts:
             queue.put((flight, part))
-
-    def _queue(self, move: Move) -> SimpleQueue[_Job]:
-        return self._reads if move.src is Tier.DISK else self._writes
 
     def ask(self, lookup: Lookup) -> None:
         """What of these pages there is. While the store hangs or is left alone: nothing."""
@@ -141,9 +142,13 @@ class Storage:
     def stats(self) -> dict[str, float]:
         """By metric name."""
         with self._lock:
-            count = Counter(self._count)
+            count, queued = Counter(self._count), dict(self._queued)
+            paused_s, full_s = (max(0.0, until - self._clock()) for until in (self._paused_until,
+                                                                             self._full_until))
         return {**{f"storage_{name}_total": float(count[name]) for name in COUNTED},
+                **{f'storage_queued_pages{{way="{way}"}}': float(n) for way, n in queued.items()},
                 "storage_up": float(not (self._hung or self._is_paused())),
+                "storage_paused_seconds": paused_s, "storage_full_seconds": full_s,
                 "storage_bytes": float(self._used), "storage_bytes_max": float(self._quota or 0),
                 "storage_in_flight": float(self.in_flight)}
 
@@ -159,6 +164,7 @@ class Storage:
         """A fault of the world. After FAILURES_MAX in a row it is left alone for 1, 2, 4 ... seconds."""
         with self._lock:
             self._count["failed"] += 1
+            self._count["timed_out"] += error.errno == errno.ETIMEDOUT
             self._failures += 1
             if self._failures < FAILURES_MAX or self._is_paused():
                 return
@@ -180,6 +186,8 @@ class Storage:
         with self._lock:
             flight.left -= 1
             last = not flight.left
+            if last:
+                self._queued[_way(flight.move)] -= len(flight.ok)
         if last:
             good = next((i for i, ok in enumerate(flight.ok) if not ok), len(flight.ok))
             if flight.move.src is Tier.DISK and good:
@@ -294,6 +302,7 @@ class Storage:
                 self._count["lookups"] += 1
                 self._count["pages_asked"] += len(lookup.keys)
                 self._count["pages_found"] += len(found)
+                self._count["pages_missed"] += len(lookup.keys) - len(found)
             if first:
                 self._end(Listed(lookup.rid, lookup.visit, bytes(found)))
 
@@ -334,6 +343,10 @@ class Storage:
                 self._failed(e)
             self._sweeps.wait(COUNT_S)
             self._sweeps.clear()
+
+
+def _way(move: Move) -> str:
+    return "read" if move.src is Tier.DISK else "write"
 
 
 def bytes_of(pool: BlockPool, page: int) -> memoryview:

@@ -34,3 +34,8 @@ def hicache_dir() -> Path | None:
     """The folder that SGLang's users name for stored pages: $SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR."""
     folder = os.environ.get("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", "")
     return Path(folder) if os.path.isabs(folder) else None
+
+
+def mooncake_master() -> str | None:
+    """What Mooncake's users name as the address of its master: $MOONCAKE_MASTER."""
+    return os.environ.get("MOONCAKE_MASTER") or None

@@ -7,10 +7,19 @@ import re
 from collections.abc import Callable, Collection
 
 from penstock.config.base.errors import ConfigError
-from penstock.config.base.paths import hicache_dir
+from penstock.config.base.paths import hicache_dir, mooncake_master
 
 ENABLE, CONFIG = "--enable-hisparse", "--hisparse-config"
 BACKEND, EXTRA = "--hicache-storage-backend", "--hicache-storage-backend-extra-config"
+MASTER = "master_server_address"
+# Keys of Mooncake's that may be there as long as they say what is so anyhow, and why it is.
+MOONCAKE: dict[str, tuple[object, ...]] = {
+    "protocol": ("tcp",), "metadata_server": ("P2PHANDSHAKE",), "device_name": ("",),
+    "global_segment_size": (0, "0", "0gb", "0GB")}
+WHY = {"protocol": "tcp is what there is", "metadata_server": "only P2PHANDSHAKE is there",
+       "device_name": "TCP has none: leave it out",
+       "global_segment_size": "an engine's own memory would not outlive it: 0, and a mooncake_client beside "
+                              "the master, which has the memory"}
 FOLDER = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 
 
@@ -62,10 +71,15 @@ def storage(backend: str | None, extra: str | None) -> list[str]:
             raise ConfigError(f"{EXTRA}: give {BACKEND} as well, or our own --kv-storage URL")
         return []
     if backend == "mooncake":
-        master = _object(EXTRA, extra or "{}", ("master_server_address",)).get("master_server_address")
+        values = _object(EXTRA, extra or "{}", (MASTER, *MOONCAKE))
+        for key in MOONCAKE.keys() & values.keys():
+            if values[key] not in MOONCAKE[key]:
+                raise ConfigError(f"{EXTRA}: {key} is {json.dumps(values[key])}: {WHY[key]}")
+        master = values.get(MASTER, mooncake_master())
         if not isinstance(master, str) or not re.fullmatch(r"[A-Za-z0-9._-]+:[0-9]{1,5}", master):
             raise ConfigError(f'{BACKEND} mooncake: say where its master is, with {EXTRA} '
-                              '\'{"master_server_address": "HOST:PORT"}\' or --kv-storage mooncake://HOST:PORT')
+                              '\'{"master_server_address": "HOST:PORT"}\', MOONCAKE_MASTER in the '
+                              'environment or --kv-storage mooncake://HOST:PORT')
         return [f"--kv-storage=mooncake://{master}"]
     if backend != "file":
         raise ConfigError(f"{BACKEND} {backend}: penstock has file and mooncake, and more by --kv-storage "

@@ -273,6 +273,11 @@ class Moves:
             self.move_nodes(ready, self.host[g], self.disk[g])
 
     @property
+    def num_to_store(self) -> int:
+        """Pages that wait for their turn to be stored, among them some that need it no more."""
+        return len(self._to_store)
+
+    @property
     def reads_left(self) -> int:
         """Host pages that storage may begin to fill now."""
         return max(0, self.cfg.store_pages - self._at_store)

@@ -150,4 +150,5 @@ class Bucket(Store, Inventory):
 def _fault(error: Any) -> OSError:
     """In words without names of objects, which say what they hold."""
     words = re.sub(r"[0-9a-f]{16,}", "...", " ".join(str(error).split()))[:200]
-    return OSError(errno.EIO, f"{type(error).__name__}: {words}")
+    late = "timed out" in words or "timeout" in words.lower()
+    return OSError(errno.ETIMEDOUT if late else errno.EIO, f"{type(error).__name__}: {words}")

@@ -157,4 +157,6 @@ class Valkey(Store, Inventory):
 
 def _fault(error: Exception) -> OSError:
     full = str(error).startswith(("OOM", "command not allowed when used memory"))
-    return OSError(errno.ENOSPC if full else errno.EIO, f"{type(error).__name__}: {str(error)[:200]}")
+    late = isinstance(error, TimeoutError) or type(error).__name__ == "TimeoutError"
+    code = errno.ENOSPC if full else errno.ETIMEDOUT if late else errno.EIO
+    return OSError(code, f"{type(error).__name__}: {str(error)[:200]}")
