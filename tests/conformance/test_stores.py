@@ -282,7 +282,7 @@ def test_a_server_that_is_slow_is_slow_and_no_more(place):
 @servers
 def test_nobody_waits_longer_than_a_time_out_for_a_server_that_does_not_answer(place):
     bench = bench_of(place)
-    assert bench.move(up=False).ok
+    until(lambda: bench.move(up=False).ok)
     place.proxy.holds.set()
     try:
         began = time.monotonic()
@@ -300,7 +300,7 @@ def test_nobody_waits_longer_than_a_time_out_for_a_server_that_does_not_answer(p
 @servers
 def test_a_server_that_was_killed_is_left_alone_and_found_again(place):
     bench = bench_of(place)
-    assert bench.move(up=False).ok
+    until(lambda: bench.move(up=False).ok)            # a busy machine may take too long to connect
     place.server.kill()
     try:
         for _ in range(4):

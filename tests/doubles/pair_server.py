@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,11 +29,12 @@ LEFT = re.compile(r"^penstock:((?:prefill_)?(?:hbm_pages_held|hbm_pages_fenced|d
 
 
 class Server:
-    def __init__(self, model: str, log: Path, *flags: str) -> None:
+    def __init__(self, model: str, log: Path, *flags: str, under: Sequence[str] = ()) -> None:
+        """under: a command that runs it."""
         self.log, self.whose = log, ("", "prefill_") if "--prefill" in flags else ("",)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.serve.cli.main", "serve", model, "--port", "0", "--threads", "1",
-             "--served-model-name", "tiny", "--step-tokens", "48", *where.flags(), *flags],
+            [*under, sys.executable, "-m", "penstock.serve.cli.main", "serve", model, "--port", "0",
+             "--threads", "1", "--served-model-name", "tiny", "--step-tokens", "48", *where.flags(), *flags],
             stdout=subprocess.PIPE, stderr=log.open("a"), text=True)
         found = re.search(r"ready on (http://\S+) ", self.process.stdout.readline())
         assert found, log.read_text()
@@ -80,8 +81,8 @@ class Server:
 
 
 @contextmanager
-def serving(model: str, tmp_path: Path, *flags: str):
-    server = Server(model, tmp_path / "log", *flags)
+def serving(model: str, tmp_path: Path, *flags: str, under: Sequence[str] = ()):
+    server = Server(model, tmp_path / "log", *flags, under=under)
     try:
         yield server
     finally:
