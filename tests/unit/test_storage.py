@@ -115,7 +115,7 @@ def test_what_was_written_is_listed_and_read_by_another_engine(bench, tmp_path):
     assert other.read() == Moved(MoveId(1), True)
     for i in range(PAGES):
         assert bytes(bytes_of(other.pool, PAGES + i)) == bytes(bytes_of(bench.pool, i))
-    assert other.woken.is_set() and other.stat("read_objects_total") == PAGES
+    assert other.woken.wait(LIMIT_S) and other.stat("read_objects_total") == PAGES
     assert bench.write() == Moved(MoveId(2), True) and bench.stat("known_objects_total") == PAGES
     assert bench.stat("written_bytes_total") == PAGES * (LAYOUT.page_bytes + 64)
     assert bench.storage.collect(wait=True) == [], "nothing is in flight"
