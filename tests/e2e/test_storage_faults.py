@@ -144,8 +144,8 @@ def test_a_fault_of_storage_fails_no_request_and_changes_no_token(model, tmp_pat
     gaps = sorted(seen.gaps)
     print(f"{fault}: {REQUESTS} answers, {hits} tokens of storage; gap of a stream {1e3 * gaps[-1]:.0f} ms "
           f"at most, {1e3 * gaps[len(gaps) // 2]:.1f} median, {1e3 * gaps[len(gaps) * 99 // 100]:.0f} of 99 %"
-          f"; at most {max(seen.waiting):.0f} requests waited for storage; an answer took {max(took):.2f} s at "
-          f"most, {sorted(took)[REQUESTS // 2]:.2f} median;",
+          f"; at most {max(seen.waiting):.0f} requests waited for storage; an answer took {max(took):.2f} s, "
+          f"{sorted(took)[REQUESTS // 2]:.2f} median;",
           {name: n for name, n in count.items() if n and ("total" in name or name == "up")})
     assert len(gaps) > 100 and "Traceback" not in (tmp_path / "log").read_text()
     match fault:
