@@ -28,6 +28,94 @@ def test_what_clients_ask_of_a_stream_besides_text(shared):
     assert "store" not in shared.post(prompt="hello", max_tokens=1).json()
 
 
+def test_an_echo_has_logprobs(shared):
+    """The engine says of a prompt's token i that it has the logprob -i, and the same of tokens 0, 1, ..."""
+    ask = {"prompt": ["héllo", "abc"], "n": 2, "echo": True, "logprobs": 2, "max_tokens": 3}
+    whole = shared.post(**ask).json()["choices"]
+    assert whole[0]["text"].startswith("héllohé"[:6]) and whole[2]["text"] == "abcabc"
+    for choice in whole:
+        columns = choice["logprobs"]
+        assert len({len(c) for c in columns.values()}) == 1
+        prompt = len(columns["tokens"]) - 3
+        assert columns["token_logprobs"] == [None, *(-float(i) for i in range(1, prompt)), *[-0.5] * 3]
+        assert columns["top_logprobs"][0] is None and columns["text_offset"][0] == 0
+        for i in range(1, prompt):
+            assert columns["tokens"][i] in columns["top_logprobs"][i]
+            assert len(columns["top_logprobs"][i]) in (2, 3)
+        assert columns["text_offset"] == sorted(columns["text_offset"])
+        if "h" not in choice["text"]:
+            assert [choice["text"][o:][:1] for o in columns["text_offset"]] == columns["tokens"]
+    told: dict[int, dict] = {}
+    for event in events(shared.post(**ask, stream=True)):
+        [choice] = event["choices"]
+        kept = told.setdefault(choice["index"], {"text": "", "columns": {}})
+        kept["text"] += choice["text"]
+        for name, column in choice["logprobs"].items():
+            kept["columns"].setdefault(name, []).extend(column)
+    assert [told[i] for i in range(4)] == [{"text": c["text"], "columns": c["logprobs"]} for c in whole]
+
+
+def test_only_a_prompt_is_asked_about(shared):
+    ask = {"prompt": [[5, 6, 7], [8]], "echo": True, "logprobs": 0, "max_tokens": 0}
+    got = shared.post(**ask).json()
+    assert [c["logprobs"]["token_logprobs"] for c in got["choices"]] == [[None, -1.0, -2.0], [None]]
+    assert [c["finish_reason"] for c in got["choices"]] == ["length"] * 2
+    assert (got["usage"]["prompt_tokens"], got["usage"]["completion_tokens"]) == (4, 0)
+    chunks = events(shared.post(**ask, stream=True))
+    assert sum(len(c["choices"][0]["logprobs"]["tokens"]) for c in chunks) == 4
+    assert shared.post(prompt="abc", echo=True, max_tokens=0).json()["choices"][0]["text"] == "abc"
+    assert error(shared.post(prompt="abc", max_tokens=0), 400)["param"] == "max_tokens"
+
+
+def test_logprobs_of_a_prompt_in_vllms_form(shared):
+    ask = {"prompt": [5, 6, 7], "prompt_logprobs": 1, "max_tokens": 2}
+    got = shared.post(**ask).json()["choices"][0]["prompt_logprobs"]
+    assert got[0] is None and (got[1]["6"]["logprob"], got[2]["7"]["logprob"]) == (-1, -2)
+    assert got[1]["0"] == {"logprob": -1.0, "rank": 1, "decoded_token": got[1]["0"]["decoded_token"]}
+    later = shared.post(**ask, prompt_logprobs_start=2).json()["choices"][0]["prompt_logprobs"]
+    assert later[:2] == [None, None] and later[2] == got[2]
+    assert shared.post(**ask, prompt_logprobs_start=9).json()["choices"][0]["prompt_logprobs"] == [None] * 3
+    streamed = [c["choices"][0] for c in events(shared.post(**ask, stream=True))]
+    assert [c["prompt_logprobs"] for c in streamed if "prompt_logprobs" in c] == [got]
+    chat = {"messages": [{"role": "user", "content": "abc"}], "prompt_logprobs": 0, "max_tokens": 2}
+    whole = shared.post("chat/completions", **chat).json()
+    assert len(whole["prompt_logprobs"]) == whole["usage"]["prompt_tokens"]
+    first = [c["prompt_logprobs"] for c in events(shared.post("chat/completions", **chat, stream=True))
+             if "prompt_logprobs" in c]
+    assert first == [whole["prompt_logprobs"]]
+    many = error(shared.post(prompt=[[5] * 15_000] * 2, prompt_logprobs=20), 400)
+    assert many["param"] == "prompt_logprobs"
+
+
+def test_logprobs_in_sglangs_form(shared):
+    def generate(**fields):
+        ask = {"input_ids": [5, 6, 7], "return_logprob": True}
+        return shared.http.post("/generate", json={**ask, **fields})
+
+    def told(**fields):
+        return generate(**fields).json()["meta_info"]
+    two = {"max_new_tokens": 2}
+    got = told(logprob_start_len=0, top_logprobs_num=1, sampling_params=two, return_text_in_logprobs=True)
+    assert [e[:2] for e in got["input_token_logprobs"]] == [[None, 5], [-1.0, 6], [-2.0, 7]]
+    assert got["input_top_logprobs"][0] is None and got["input_top_logprobs"][2][0][:2] == [-2.0, 0]
+    assert [e[:2] for e in got["output_token_logprobs"]] == [[-0.5, 5], [-0.5, 6]]
+    assert all(isinstance(e[2], str) for e in got["output_token_logprobs"])
+    assert len(got["output_top_logprobs"]) == 2
+    assert told(logprob_start_len=1, sampling_params=two)["input_token_logprobs"] == [
+        [None, 6, None], [-2.0, 7, None]]
+    for start in (-1, 2, 9):
+        assert told(logprob_start_len=start, sampling_params=two)["input_token_logprobs"] == [[None, 7, None]]
+    assert told(logprob_start_len=0, sampling_params={"max_new_tokens": 0})["output_token_logprobs"] == []
+    last = events(generate(logprob_start_len=0, stream=True, sampling_params=two))[-1]["meta_info"]
+    assert len(last["input_token_logprobs"]) == 3 and len(last["output_token_logprobs"]) == 2
+    several = generate(input_ids=[[5, 6], [7]], logprob_start_len=0, sampling_params=two).json()
+    assert [len(a["meta_info"]["input_token_logprobs"]) for a in several] == [2, 1]
+    for fields, param in (({"top_logprobs_num": 21}, "top_logprobs_num"),
+                          ({"logprob_start_len": -2}, "logprob_start_len"),
+                          ({"return_logprob": False, "top_logprobs_num": 1}, "top_logprobs_num")):
+        assert error(generate(**fields), 400)["param"] == param
+
+
 def test_text_to_tokens_and_back(shared):
     http = shared.http
     got = http.post("/tokenize", json={"prompt": "é ok", "return_token_strs": True}).json()

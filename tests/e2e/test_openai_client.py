@@ -109,6 +109,25 @@ def test_logprobs_of_completions_have_offsets(client):
     assert all(len(top) == 2 for top in logprobs.top_logprobs)
 
 
+def test_an_echo_has_the_logprobs_that_the_answer_had(client):
+    """What lm-eval asks for: a prompt's tokens with the logprobs that they had as the model's own words."""
+    answer = client.completions.create(prompt="The capital of France is", logprobs=1, **GREEDY).choices[0]
+    whole = "The capital of France is" + answer.text
+    for most in (0, 1):
+        got = client.completions.create(model="demo", prompt=whole, echo=True, logprobs=1, max_tokens=most,
+                                        temperature=0.0)
+        echoed = got.choices[0].logprobs
+        assert got.choices[0].text.startswith(whole) and got.usage.completion_tokens == most
+        assert echoed.token_logprobs[0] is None and "".join(echoed.tokens).startswith(whole)
+        tail = slice(5, 5 + len(answer.logprobs.tokens))
+        assert echoed.tokens[tail] == answer.logprobs.tokens
+        assert echoed.token_logprobs[tail] == pytest.approx(answer.logprobs.token_logprobs, abs=1e-3)
+        assert [whole[o:][:len(t)] for o, t in zip(echoed.text_offset[tail], echoed.tokens[tail], strict=True)
+                ] == echoed.tokens[tail]
+        assert all(max(top, key=top.get) == t for t, top in
+                   zip(echoed.tokens[tail], echoed.top_logprobs[tail], strict=True))
+
+
 def test_choices_share_their_prompt_and_a_seed_repeats_them(client):
     ask = {"model": "demo", "prompt": "Once upon a time, there was a", "n": 3, "seed": 7,
            "max_tokens": 8, "temperature": 1.0}

@@ -19,7 +19,7 @@ from penstock.config.request.selection import Selection
 from penstock.serve.client.client import checked_limits
 from penstock.serve.client.generate import Ended, Piece, Usage
 from penstock.serve.http.completions import as_api_error
-from penstock.serve.http.format import ChatFormat, TextFormat, Whole, encode, event, usage_json
+from penstock.serve.http.format import ChatFormat, Prompts, TextFormat, Whole, encode, event, usage_json
 from penstock.serve.http.types import (
     NEUTRAL,
     ChatRequest,
@@ -106,6 +106,17 @@ def test_a_field_that_is_not_supported_is_named(name, value):
 ])
 def test_neutral_values_and_what_routers_fill_in_are_accepted(fields):
     assert chat(**fields).params() == SamplingParams(max_tokens=None)
+
+
+def test_what_is_asked_of_a_prompt_reaches_the_sampling_parameters():
+    def asked(**fields):
+        got = text(**fields).params()
+        return got.max_tokens, got.logprobs, got.prompt_logprobs, got.prompt_logprobs_start
+    assert asked(echo=True, logprobs=2, max_tokens=0) == (1, None, 2, 0)
+    assert asked(echo=True, logprobs=0, max_tokens=3, prompt_logprobs=5) == (3, 0, 5, 0)
+    assert asked(prompt_logprobs=0, prompt_logprobs_start=4, max_tokens=0) == (1, None, 0, 4)
+    assert asked(echo=True, max_tokens=0) == (1, None, None, 0)
+    assert chat(prompt_logprobs=1).params().prompt_logprobs == 1
 
 
 def test_fields_reach_the_sampling_parameters():
@@ -225,7 +236,9 @@ def test_completion_fields_that_are_not_supported():
     assert refused(text, best_of=2).param == "best_of"
     assert text(best_of=2, n=2, suffix=None).params().n == 2
     assert refused(text, suffix="x").param == "suffix"
-    assert refused(text, echo=True, logprobs=0).param == "echo"
+    assert refused(text, prompt_logprobs_start=3).param == "prompt_logprobs_start"
+    assert refused(text, max_tokens=0).param == refused(text, max_tokens=0, logprobs=1).param == "max_tokens"
+    assert refused(text, echo=True, max_tokens=0, logprobs=21).param in ("logprobs", "prompt_logprobs")
     assert refused(text, logprobs=21).param == "logprobs"
 
 
@@ -240,12 +253,14 @@ def piece(tokens, shown, finish=None, index=0):
 
 def chat_format(**fields):
     return ChatFormat(**{**dict(model="m", token_bytes=PIECES.__getitem__, logprobs=True,
-                                include_usage=True, return_token_ids=False, num_choices=1), **fields})
+                                include_usage=True, return_token_ids=False, prompts=Prompts([[1]], 1)),
+                         **fields})
 
 
 def text_format(**fields):
     return TextFormat(**{**dict(model="m", token_bytes=PIECES.__getitem__, logprobs=True,
-                                include_usage=False, return_token_ids=True, num_choices=1), **fields})
+                                include_usage=False, return_token_ids=True, prompts=Prompts([[1]], 1)),
+                         **fields})
 
 
 def strict(model: type, value: typing.Any):
@@ -286,11 +301,12 @@ def test_chat_chunks_are_the_official_clients_type_and_keep_every_logprob():
 def test_completions_have_the_older_logprobs_with_bytes_escaped():
     whole = Whole()
     whole.add(piece([65, 67, 68], "A☃", "length"))
-    got = strict(openai.types.Completion, text_format(echoes=("Q",)).whole([whole], Usage(1, 3)))
+    out = text_format(prompts=Prompts([[65]], 1, ["Q"]))
+    got = strict(openai.types.Completion, out.whole([whole], Usage(1, 3)))
     assert got.choices[0].text == "QA☃"
     assert got.choices[0].logprobs.tokens == ["A", "bytes:\\xe2\\x98", "bytes:\\x83"]
     assert got.choices[0].logprobs.top_logprobs[1] == {"A": -0.25, "bytes:\\xe2\\x98": -0.5}
-    assert got.choices[0].logprobs.text_offset == [0, 1, 2]
+    assert got.choices[0].logprobs.text_offset == [1, 2, 3]
     assert got.choices[0].model_extra["token_ids"] == [65, 67, 68]
 
 

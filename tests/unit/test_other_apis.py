@@ -234,7 +234,7 @@ def test_generate_answers_as_sglang_does(server):
 
 @pytest.mark.parametrize("fields, param", [
     ({}, "text"), ({"text": "x", "input_ids": [1]}, "text"),
-    ({"text": "x", "return_logprob": True}, "return_logprob"),
+    ({"text": "x", "top_logprobs_num": 1}, "top_logprobs_num"),
     ({"text": "x", "sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens"),
     ({"text": ""}, "text"), ({"text": "x", "image_data": "y"}, "image_data")])
 def test_what_generate_does_not_take_is_named(server, fields, param):

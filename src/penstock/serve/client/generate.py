@@ -78,9 +78,10 @@ class Generation:
     """The choices of all prompts of one request. `pieces` once, then `usage`; `close` always."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None, metrics: Metrics, *,
-                 began: float | None = None, shown: frozenset[int] = frozenset()) -> None:
-        """shown: special tokens that are text all the same."""
-        self._shown = shown
+                 began: float | None = None, shown: frozenset[int] = frozenset(),
+                 silent: bool = False) -> None:
+        """shown: special tokens that are text all the same. silent: answers are not wanted."""
+        self._shown, self.silent = shown, silent
         self._engine = engine
         self._tokenizer = tokenizer
         self._metrics = metrics
@@ -206,7 +207,7 @@ class _Choice:
                 self._generation.choice_ended(chunk.finish)
                 raise Ended(chunk.finish, chunk.reason)
             piece = self._take(chunk)
-            if piece.tokens or piece.text or piece.finish:
+            if piece.tokens or piece.text or piece.finish or piece.prompt is not None:
                 yield piece
             if self._done:
                 await self._rest()
@@ -215,6 +216,8 @@ class _Choice:
     def _take(self, chunk: Chunk) -> Piece:
         if chunk.tokens:
             self._observe_time()
+        if self._generation.silent:
+            return self._nothing(chunk)
         piece = Piece(self._index, "", [], [], [])
         delta: Delta | None = None
         shown = chunk.tokens
@@ -244,6 +247,13 @@ class _Choice:
             self._done = True
             self._generation.choice_ended(piece.finish)
         return piece
+
+    def _nothing(self, chunk: Chunk) -> Piece:
+        """What is told of an answer that is not wanted: the prompt's part, and its end."""
+        self._done = chunk.finish is not None
+        if self._done:
+            self._generation.choice_ended("length")
+        return Piece(self._index, "", [], [], [], "length" if self._done else None, prompt=chunk.prompt)
 
     def _stop_at(self, piece: Piece, chunk: Chunk, stop: str) -> None:
         piece.finish, piece.stop_reason = "stop", stop

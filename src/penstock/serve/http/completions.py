@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -25,6 +25,7 @@ from penstock.serve.http.format import (
     DONE,
     ChatFormat,
     Format,
+    Prompts,
     TextFormat,
     Whole,
     encode,
@@ -44,11 +45,13 @@ from penstock.serve.metrics import Metrics
 from penstock.serve.namespaces import Namespaces
 from penstock.serve.parsers.asked import Asked, Offer
 from penstock.serve.text.chat import ChatTemplate, too_many_messages
+from penstock.serve.text.detokenize import Detokenizer
 from penstock.serve.text.encoder import Encoder
 from penstock.serve.text.model_text import Text
 from penstock.serve.text.turns import TooManyTexts
 
 log = logging.getLogger("penstock.http")
+T = TypeVar("T")
 
 
 class Reply(Protocol):
@@ -133,13 +136,13 @@ class OpenAI:
         if body.count(b'"role"') > context:
             raise too_many_messages(context)
         request = parse(body, ChatRequest)
-        await self.converse(request, tenant, reply, began, lambda asked, params: ChatFormat(
-            model=self.model, token_bytes=self.token_bytes, logprobs=params.logprobs is not None,
+        await self.converse(request, tenant, reply, began, lambda asked, prompts: ChatFormat(
+            model=self.model, token_bytes=self.token_bytes, logprobs=bool(request.logprobs),
             include_usage=request.include_usage, return_token_ids=self._shows_ids(request),
-            num_choices=params.n, asked=asked))
+            prompts=prompts, asked=asked, num_prompt=request.prompt_logprobs))
 
     async def converse(self, request: ChatRequest, tenant: bytes, reply: Reply, began: float,
-                       written: Callable[[Asked, SamplingParams], Format]) -> None:
+                       written: Callable[[Asked, Prompts], Format]) -> None:
         """Answer a conversation. written: makes the form of the answer."""
         self.check_model(request.model)
         params, offer, field = request.params(), request.offer, grammar_of(request)
@@ -149,7 +152,8 @@ class OpenAI:
             grammar = self.text.grammar(asked, params.grammar)
             if grammar is not params.grammar:
                 params = msgspec.structs.replace(params, grammar=grammar).checked()
-            await self._run([prompt], request, params, tenant, written(asked, params), reply, began,
+            prompts = Prompts([prompt], params.n)
+            await self._run(prompts, request, params, tenant, written(asked, prompts), reply, began,
                             blamed=field[0] if field else "tools", shown=self.text.shown(asked))
         except RequestError as e:
             named = {"prompt": "messages", "grammar": field[0] if field else "tools"}
@@ -159,29 +163,31 @@ class OpenAI:
         began = time.monotonic()
         request = parse(body, CompletionRequest)
 
-        def written(count: int, echoes: Sequence[str]) -> Format:
+        def written(prompts: Prompts) -> Format:
             return TextFormat(
                 model=self.model, token_bytes=self.token_bytes, logprobs=request.logprobs is not None,
                 include_usage=request.include_usage, return_token_ids=self._shows_ids(request),
-                num_choices=count, echoes=echoes)
+                prompts=prompts, num_echoed=request.echoed,
+                num_prompt=request.prompt_logprobs, offsets=self._offsets)
         await self.complete(request, tenant, reply, began, written)
 
     async def complete(self, request: CompletionRequest, tenant: bytes, reply: Reply, began: float,
-                       written: Callable[[int, Sequence[str]], Format]) -> None:
-        """Go on with prompts. written: makes the form of so many answers, and what they begin with."""
+                       written: Callable[[Prompts], Format]) -> None:
+        """Go on with prompts. written: makes the form of their answers."""
         self.check_model(request.model)
         params = request.params()
         given = request.prompts(max(1, self.choices_max // params.n))
         ids = iter(await self.encode([p for p in given if isinstance(p, str)], tenant,
                                       special=True))
-        prompts = [p if isinstance(p, list) else next(ids) for p in given]
+        prompts = Prompts([p if isinstance(p, list) else next(ids) for p in given], params.n)
         context = self.engine.ready.max_model_len
-        if (longest := max(map(len, prompts))) >= context:
-            raise context_exceeded(longest, context)        # before an echo of it is made
-        out = written(len(prompts) * params.n,
-                      [self._shown(p) for p in given for _ in range(params.n)] if request.echo else ())
+        if prompts.longest >= context:
+            raise context_exceeded(prompts.longest, context)        # before an echo of it is made
+        if request.echo:
+            prompts.echoes = [self._shown(p) for p in given]
         field = grammar_of(request)
-        await self._run(prompts, request, params, tenant, out, reply, began, blamed=field[0] if field else "")
+        await self._run(prompts, request, params, tenant, written(prompts), reply, began,
+                        blamed=field[0] if field else "")
 
     # ------------------------------------------------------------ prompts
     async def chat_prompt(self, request: ChatRequest, tenant: bytes, offer: Offer) -> tuple[str, list[int]]:
@@ -240,6 +246,14 @@ class OpenAI:
         except (OverflowError, TypeError):
             raise RequestError("a prompt token id is outside the vocabulary", "prompt") from None
 
+    def _offsets(self, ids: Sequence[int]) -> list[int]:
+        """Characters before each of these tokens."""
+        text, found = Detokenizer(self.tokenizer, skip_special=False), []
+        for token in ids:
+            found.append(text.chars)
+            text.push((token,))
+        return found
+
     def token_bytes(self, token: int) -> bytes:
         if self.tokenizer is None:
             return f"token_id:{token}".encode()
@@ -255,27 +269,29 @@ class OpenAI:
                            f"{self.model!r}", param="model", code="model_not_found")
 
     # ------------------------------------------------------------ running
-    async def _run(self, prompts: list[list[int]], request: ChatRequest | CompletionRequest,
+    async def _run(self, prompts: Prompts, request: ChatRequest | CompletionRequest,
                    params: SamplingParams, tenant: bytes, out: Format, reply: Reply,
                    began: float, *, blamed: str, shown: frozenset[int] = frozenset()) -> None:
         """blamed: the field that asks for the grammar. shown: special tokens that the form must see."""
-        self._check_room(prompts, request, params)
+        self._check_room(prompts, request)
         if params.stop and self.tokenizer is None:
             raise RequestError("this model has no tokenizer: use stop_token_ids", "stop")
-        await self._check_grammar(params, prompts[0], tenant, blamed)
+        _check_scores(prompts, params)
+        await self._check_grammar(params, prompts.ids[0], tenant, blamed)
         namespace = self.namespaces.number(tenant, request.cache_salt)
         engine = self.engine.of(request.data_parallel_rank)
-        generation = Generation(engine, self.tokenizer, self.metrics, began=began, shown=shown)
+        generation = Generation(engine, self.tokenizer, self.metrics, began=began, shown=shown,
+                                silent=isinstance(request, CompletionRequest) and request.silent)
         try:
             with self.running.of(tenant, out.id, request.rid):
-                for prompt in prompts:
+                for prompt in prompts.ids:
                     generation.submit(
                         prompt, params, eos_ids=self.eos_ids, namespace=namespace,
                         context=prompt if isinstance(request, CompletionRequest) else ())
                 if request.stream:
                     await self._stream(generation, request, out, reply)
                 else:
-                    await self._whole(generation, request, out, reply, len(prompts) * params.n)
+                    await self._whole(generation, request, out, reply, prompts.num_choices)
         finally:
             # Also when the client has gone, which cancels this task wherever it waits.
             await generation.close()
@@ -293,22 +309,20 @@ class OpenAI:
         except TooManyTexts:
             raise overloaded("too many grammars at once: try again") from None
 
-    def _check_room(self, prompts: list[list[int]], request: ChatRequest | CompletionRequest,
-                    params: SamplingParams) -> None:
+    def _check_room(self, prompts: Prompts, request: ChatRequest | CompletionRequest) -> None:
         context = self.engine.ready.max_model_len
         explicit, name = request.max_tokens, "max_tokens"
         if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
             explicit, name = request.max_completion_tokens, "max_completion_tokens"
-        longest = max(len(p) for p in prompts)
+        longest = prompts.longest
         if explicit is not None and longest < context < longest + explicit:
             raise RequestError(
                 f"the prompt has {longest} tokens and {name} is {explicit}: the context is "
                 f"{context} tokens for both", name, CONTEXT_EXCEEDED)
         if self.draining:
             raise overloaded("the server is shutting down", "shutting_down")
-        wanted = len(prompts) * params.n
         open_now = self.engine.num_waiting + self.engine.num_running
-        if open_now and open_now + wanted > self.choices_max:
+        if open_now and open_now + prompts.num_choices > self.choices_max:
             raise overloaded(f"{open_now} requests run or wait, and {self.choices_max} are the "
                              "most: try again")
 
@@ -318,7 +332,7 @@ class OpenAI:
         async with aclosing(generation.pieces()) as pieces:
             async for piece in pieces:
                 choices[piece.index].add(piece)
-        told = out.whole(choices, generation.usage)
+        told = await _aside(any(c.prompt is not None for c in choices), out.whole, choices, generation.usage)
         if request.store:
             told |= {"store": False}
         await reply.whole(200, encode(told), {})
@@ -336,10 +350,30 @@ class OpenAI:
                     # Not before: until the first token a refusal can still be an HTTP status.
                     await reply.start()
                     await reply.events(events(out.openings(generation.usage)))
-                if chunks := out.chunks(piece):
+                if chunks := await _aside(piece.prompt is not None, out.chunks, piece):
                     await reply.events(events(chunks))
         tail = b"".join(event(c, out.named) for c in out.endings(generation.usage))
         await reply.events(tail + (b"" if out.named else DONE), last=True)
+
+
+SCORES_MAX = 1 << 19                    # of prompt tokens and their alternatives, in one answer
+
+
+def _check_scores(prompts: Prompts, params: SamplingParams) -> None:
+    """Raises RequestError: an answer of so many numbers would be gigabytes on its way to JSON."""
+    if params.prompt_logprobs is not None:
+        each = 1 + params.prompt_logprobs
+        count = sum(max(0, len(p) - params.prompt_from) * each for p in prompts.ids)
+        if count > SCORES_MAX:
+            raise RequestError(
+                f"prompt_logprobs: {count} logprobs of prompts are asked for, {SCORES_MAX} are the most in "
+                "one answer: ask for fewer alternatives, send fewer prompts, or let them start later",
+                "prompt_logprobs")
+
+
+async def _aside(long: bool, work: Callable[..., T], *args: Any) -> T:
+    """`work(*args)`, in a thread if it is long, so that others' tokens go on."""
+    return await asyncio.to_thread(work, *args) if long else work(*args)
 
 
 def as_api_error(error: Exception) -> ApiError:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from penstock.config.request.scores import Scores
 from penstock.serve.client.generate import Piece, Usage
 from penstock.serve.parsers.asked import Asked
 from penstock.serve.parsers.source import Arguments, CallBegun, Item, Reader, Reasoning, Text
@@ -66,6 +67,7 @@ class Whole:
     offsets: list[int] = field(default_factory=list)
     finish: str | None = None
     stop_reason: str | None = None
+    prompt: Scores | None = None
 
     def add(self, piece: Piece) -> None:
         self.text += piece.text
@@ -74,6 +76,24 @@ class Whole:
         self.offsets += piece.offsets
         self.finish = piece.finish
         self.stop_reason = piece.stop_reason
+        self.prompt = self.prompt if piece.prompt is None else piece.prompt
+
+
+@dataclass(slots=True)
+class Prompts:
+    """Of one request: the tokens of each prompt, how many answers each gets, the text shown before those."""
+
+    ids: list[list[int]]
+    n: int
+    echoes: list[str] | None = None
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.ids) * self.n
+
+    @property
+    def longest(self) -> int:
+        return max(map(len, self.ids))
 
 
 class Format(Protocol):
@@ -96,7 +116,8 @@ class _Common:
     logprobs: bool                    # asked for
     include_usage: bool
     return_token_ids: bool
-    num_choices: int
+    prompts: Prompts
+    num_prompt: int | None = None     # logprobs of each token of a prompt, beside its own
     created: int = field(default_factory=unix_time)
     id: str = ""
     named: bool = False
@@ -115,15 +136,32 @@ class _Common:
         """`piece` and what waited before it, once there is text to send or the end has come."""
         whole = self._waiting.setdefault(piece.index, Whole())
         whole.add(piece)
-        if not whole.text and piece.finish is None and not self.return_token_ids:
-            return None
-        return self._waiting.pop(piece.index)
+        return self._waiting.pop(piece.index) if self._is_news(whole) else None
+
+    def _is_news(self, whole: Whole) -> bool:
+        return bool(whole.text) or whole.finish is not None or (self.return_token_ids and bool(whole.tokens))
 
     def _ids(self, whole: Whole) -> dict[str, Any]:
         return {"token_ids": whole.tokens} if self.return_token_ids else {}
 
     def _name(self, token: int) -> str:
         return self.token_bytes(token).decode("utf-8", "replace")
+
+    def _of_prompt(self, number: int, scores: Scores | None) -> dict[str, Any]:
+        """vLLM's field: of each token itself and the best, by id; null before the first that has any."""
+        if self.num_prompt is None or scores is None:
+            return {}
+        ids = self.prompts.ids[number]
+        rows: list[dict[str, Any] | None] = [None] * min(scores.first, len(ids))
+        for token, (own, rank, best) in zip(ids[scores.first:], scores.rows(), strict=True):
+            row = {str(t): self._ranked(t, p, place)
+                   for place, (t, p) in enumerate(best[:self.num_prompt], 1)}
+            row.setdefault(str(token), self._ranked(token, own, rank))
+            rows.append(row)
+        return {"prompt_logprobs": rows}
+
+    def _ranked(self, token: int, logprob: float, rank: int) -> dict[str, Any]:
+        return {"logprob": max(logprob, LOGPROB_MIN), "rank": rank, "decoded_token": self._name(token)}
 
 
 @dataclass(slots=True)
@@ -138,14 +176,15 @@ class ChatFormat(_Common):
     def openings(self, _: Usage) -> list[dict[str, Any]]:
         return [self._streamed("chat.completion.chunk", [
             {"index": i, "delta": {"role": "assistant", "content": ""}, "logprobs": None,
-             "finish_reason": None}]) for i in range(self.num_choices)]
+             "finish_reason": None}]) for i in range(self.prompts.num_choices)]
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        told = self._of_prompt(0, piece.prompt)
         deltas = self._deltas(piece)
         whole = self._waiting.setdefault(piece.index, Whole())
         whole.add(piece)
         if not deltas and piece.finish is None and not self.return_token_ids:
-            return []
+            return [self._streamed("chat.completion.chunk", []) | told] if told else []
         del self._waiting[piece.index]
         if not deltas and whole.tokens:
             deltas = [{"content": ""}]
@@ -157,7 +196,8 @@ class ChatFormat(_Common):
             found.append({"index": piece.index, "delta": {}, "logprobs": None,
                           "finish_reason": self._finish(piece.finish, self._num_calls.get(piece.index, 0)),
                           "stop_reason": piece.stop_reason})
-        return [self._streamed("chat.completion.chunk", [choice]) for choice in found]
+        events = [self._streamed("chat.completion.chunk", [choice]) for choice in found]
+        return [events[0] | told, *events[1:]] if told else events
 
     def _deltas(self, piece: Piece) -> list[dict[str, Any]]:
         if self.asked.plain:
@@ -190,7 +230,7 @@ class ChatFormat(_Common):
 
     def whole(self, choices: Sequence[Whole], usage: Usage) -> dict[str, Any]:
         return self._frame("chat.completion", [self._choice(i, c) for i, c in enumerate(choices)],
-                           usage=usage_json(usage))
+                           usage=usage_json(usage), **self._of_prompt(0, choices[0].prompt))
 
     def _choice(self, index: int, whole: Whole) -> dict[str, Any]:
         said = self.asked.answered(whole.text)
@@ -225,47 +265,100 @@ class ChatFormat(_Common):
 
 @dataclass(slots=True)
 class TextFormat(_Common):
-    echoes: Sequence[str] = ()        # text shown before each choice
+    """An answer begins with what is told of its prompt: the echo, logprobs. It waits for those that the first
+    answer to the prompt brings."""
+
+    num_echoed: int | None = None     # logprobs of each token of an echo, beside its own
+    offsets: Callable[[Sequence[int]], list[int]] = lambda ids: [0] * len(ids)
+    _scores: dict[int, Scores | None] = field(default_factory=dict)      # of prompts
+    _begun: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.id = f"cmpl-{secrets.token_hex(16)}"
 
+    @property
+    def _scored(self) -> bool:
+        return self.num_echoed is not None or self.num_prompt is not None
+
     def openings(self, _: Usage) -> list[dict[str, Any]]:
-        return [self._streamed("text_completion", [
-            {"index": i, "text": text, "logprobs": None, "finish_reason": None}])
-            for i, text in enumerate(self.echoes)]
+        if self._scored or self.prompts.echoes is None:
+            return []
+        return [self._event(self._opened(i, Whole())) for i in range(self.prompts.num_choices)]
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        whole = self._gather(piece)
-        if whole is None:
+        if not self._scored:
+            whole = self._gather(piece)
+            return [] if whole is None else [self._event(self._choice(piece.index, whole))]
+        number, first = piece.index // self.prompts.n, piece.index % self.prompts.n == 0
+        waiting = self._waiting.setdefault(piece.index, Whole())
+        waiting.add(piece)
+        if first and (piece.prompt is not None or piece.finish is not None):
+            self._scores.setdefault(number, piece.prompt)
+        if number not in self._scores:
             return []
-        return [self._streamed("text_completion", [self._choice(piece.index, whole, "")])]
+        told = []
+        for index in range(number * self.prompts.n, (number + 1) * self.prompts.n):
+            if index not in self._begun:
+                self._begun.add(index)
+                told.append(self._event(self._opened(index, Whole())))
+            if index in self._waiting and self._is_news(self._waiting[index]):
+                told.append(self._event(self._choice(index, self._waiting.pop(index))))
+        return told
 
     def endings(self, usage: Usage) -> list[dict[str, Any]]:
         return [self._frame("text_completion", [], usage=usage_json(usage))] if self.include_usage else []
 
     def whole(self, choices: Sequence[Whole], usage: Usage) -> dict[str, Any]:
-        echoes = self.echoes or [""] * len(choices)
-        return self._frame("text_completion", [
-            self._choice(i, c, echoes[i]) for i, c in enumerate(choices)], usage=usage_json(usage))
+        self._scores = dict(enumerate(c.prompt for c in choices[::self.prompts.n]))
+        return self._frame("text_completion", [self._opened(i, c) for i, c in enumerate(choices)],
+                           usage=usage_json(usage))
 
-    def _choice(self, index: int, whole: Whole, echo: str) -> dict[str, Any]:
-        return {"index": index, "text": echo + whole.text, "logprobs": self._logprobs(whole),
+    def _event(self, choice: dict[str, Any]) -> dict[str, Any]:
+        return self._streamed("text_completion", [choice])
+
+    def _choice(self, index: int, whole: Whole) -> dict[str, Any]:
+        echo = "" if self.prompts.echoes is None else self.prompts.echoes[index // self.prompts.n]
+        return {"index": index, "text": whole.text, "logprobs": self._columns(whole, len(echo)),
                 "finish_reason": whole.finish, "stop_reason": whole.stop_reason,
                 **self._ids(whole)}
 
-    def _logprobs(self, whole: Whole) -> dict[str, Any] | None:
+    def _opened(self, index: int, whole: Whole) -> dict[str, Any]:
+        """A choice with what is told of its prompt."""
+        number = index // self.prompts.n
+        choice, scores = self._choice(index, whole), self._scores.get(number)
+        if self.prompts.echoes is not None:
+            choice["text"] = self.prompts.echoes[number] + choice["text"]
+        if self.num_echoed is not None:
+            told = self._columns_of_prompt(self.prompts.ids[number], scores)
+            choice["logprobs"] = {name: told[name] + column for name, column in choice["logprobs"].items()}
+        return choice | self._of_prompt(number, scores)
+
+    def _columns(self, whole: Whole, shift: int) -> dict[str, list[Any]] | None:
         """The older shape: columns, and the chosen token among the best."""
         if not self.logprobs:
             return None
         return {
             "tokens": [self._key(t) for t in whole.tokens],
             "token_logprobs": [max(of.logprob, LOGPROB_MIN) for of in whole.logprobs],
-            "top_logprobs": [
-                {self._key(t): max(p, LOGPROB_MIN) for t, p in [*of.top, (token, of.logprob)]}
-                for token, of in zip(whole.tokens, whole.logprobs, strict=True)],
-            "text_offset": whole.offsets,
+            "top_logprobs": [self._best(token, of.logprob, of.top)
+                             for token, of in zip(whole.tokens, whole.logprobs, strict=True)],
+            "text_offset": [shift + at for at in whole.offsets],
         }
+
+    def _columns_of_prompt(self, ids: Sequence[int], scores: Scores | None) -> dict[str, list[Any]]:
+        """null for tokens that have none: the first, and those before `prompt_logprobs_start`."""
+        first, rows = len(ids), []
+        if scores is not None:
+            first, rows = min(scores.first, len(ids)), list(scores.rows())
+        none: list[Any] = [None] * first
+        best = [self._best(token, own, others[:self.num_echoed])
+                for token, (own, _, others) in zip(ids[first:], rows, strict=True)]
+        return {"tokens": [self._key(t) for t in ids], "text_offset": self.offsets(ids),
+                "token_logprobs": none + [max(own, LOGPROB_MIN) for own, _, _ in rows],
+                "top_logprobs": none + best}
+
+    def _best(self, token: int, own: float, best: Sequence[tuple[int, float]]) -> dict[str, float]:
+        return {self._key(t): max(p, LOGPROB_MIN) for t, p in [*best, (token, own)]}
 
     def _key(self, token: int) -> str:
         """Text, or OpenAI's escape for a part of a character, which keeps keys distinct."""

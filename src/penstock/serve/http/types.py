@@ -87,6 +87,8 @@ class _Request(Body, kw_only=True, forbid_unknown_fields=True):
     cache_salt: str | None = None
     data_parallel_rank: int | None = None       # of --dp: the engine that computes it
     return_token_ids: bool | None = None
+    prompt_logprobs: int | None = None          # of each prompt token, with so many of the best
+    prompt_logprobs_start: int | None = None    # ours: of this token and those behind it
     rid: str | None = None                      # names it for /abort_request
     separate_reasoning: bool | None = None      # of a chat: unless this is false, it is not in the content
     # What the answer must match: one of these. SGLang's are the last three.
@@ -142,12 +144,19 @@ class _Request(Body, kw_only=True, forbid_unknown_fields=True):
     def padded(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_obfuscation)
 
-    def _params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def _params(self, *, max_tokens: int | None, logprobs: int | None, echoed: int | None = None,
+                ) -> SamplingParams:
+        """echoed: how many logprobs an echo of the prompt shows; None: none."""
         given = {name: value for name in _SAME_NAME if (value := getattr(self, name)) is not None}
         asked = grammar_of(self)
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        scores = [k for k in (self.prompt_logprobs, echoed) if k is not None]
+        if self.prompt_logprobs_start is not None and not scores:
+            raise RequestError("prompt_logprobs_start needs prompt_logprobs", "prompt_logprobs_start")
         return SamplingParams(
             **given, max_tokens=max_tokens, logprobs=logprobs, stop=stop,
+            prompt_logprobs=max(scores) if scores else None,
+            prompt_logprobs_start=self.prompt_logprobs_start or 0,
             grammar=None if asked is None else asked[1],
             logit_bias={_token_id(k): v for k, v in (self.logit_bias or {}).items()},
             stop_token_ids=tuple(self.stop_token_ids or ()),
@@ -224,10 +233,19 @@ class CompletionRequest(_Request, kw_only=True, forbid_unknown_fields=True):
         """Raises RequestError. Without a maximum there are 16 tokens, as in OpenAI's API."""
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise RequestError("best_of is not supported yet: leave it out", "best_of")
-        if self.echo and self.logprobs is not None:
-            raise RequestError("echo with logprobs is not supported yet: leave one out", "echo")
-        return self._params(max_tokens=16 if self.max_tokens is None else self.max_tokens,
-                            logprobs=self.logprobs)
+        most = 16 if self.max_tokens is None else self.max_tokens
+        return self._params(max_tokens=1 if self.silent else most,
+                            logprobs=None if self.silent else self.logprobs, echoed=self.echoed)
+
+    @property
+    def echoed(self) -> int | None:
+        """How many logprobs an echo of the prompt shows."""
+        return self.logprobs if self.echo else None
+
+    @property
+    def silent(self) -> bool:
+        """Only the prompt is asked about: the one token that the engine makes all the same is not shown."""
+        return self.max_tokens == 0 and (bool(self.echo) or self.prompt_logprobs is not None)
 
     def prompts(self, most: int) -> list[str | list[int]]:
         """One entry for each prompt. Raises RequestError: empty, mixed, or more than `most`."""

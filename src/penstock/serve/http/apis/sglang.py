@@ -6,16 +6,17 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from penstock.config.base.errors import RequestError
+from penstock.config.request.scores import Scores
 from penstock.serve.client.generate import Piece, Usage
 from penstock.serve.http.completions import OpenAI, Reply
-from penstock.serve.http.format import Whole
+from penstock.serve.http.format import LOGPROB_MIN, Prompts, Whole
 from penstock.serve.http.types import Body, CompletionRequest, parse
 
 NEW_TOKENS = 128
@@ -54,6 +55,8 @@ class GenerateRequest(Body, kw_only=True, forbid_unknown_fields=True):
     rid: str | None = None
     model: str | None = None
     return_logprob: bool | None = None
+    logprob_start_len: int | None = None        # prompt tokens before those that are told; -1: all but one
+    top_logprobs_num: int | None = None
     return_text_in_logprobs: bool | None = None
     log_metrics: bool | None = None
     priority: int | None = None
@@ -62,19 +65,39 @@ class GenerateRequest(Body, kw_only=True, forbid_unknown_fields=True):
     def checked(self) -> None:
         if (self.text is None) == (self.input_ids is None):
             raise RequestError("give text or input_ids, one of them", "text")
-        if self.return_logprob:
-            raise RequestError("return_logprob is not built for this path: ask /v1/completions for logprobs",
-                               "return_logprob")
+        for name in ("logprob_start_len", "top_logprobs_num"):
+            if getattr(self, name) not in (None, -1, 0) and not self.return_logprob:
+                raise RequestError(f"{name} needs return_logprob: true", name)
+        if self.first < -1:
+            raise RequestError(f"logprob_start_len is {self.first}: -1 (none of the prompt) or more",
+                               "logprob_start_len")
+
+    @property
+    def several(self) -> bool:
+        """Whether the answer is a list."""
+        return isinstance(self.text, list) or any(isinstance(i, list) for i in self.input_ids or ())
+
+    @property
+    def first(self) -> int:
+        return -1 if self.logprob_start_len is None else self.logprob_start_len
+
+    @property
+    def num_best(self) -> int | None:
+        """Of each token, beside its own; None: no logprobs."""
+        return (self.top_logprobs_num or 0) if self.return_logprob else None
 
     def completion(self) -> CompletionRequest:
         """The same as a completion request."""
         given = msgspec.structs.asdict(self.sampling_params or Sampling())
         most, least, seed = (given.pop(k) for k in ("max_new_tokens", "min_new_tokens", "sampling_seed"))
         prompt: Any = self.text if self.text is not None else self.input_ids
+        asks = self.return_logprob and self.first >= 0
         return CompletionRequest(
             prompt=prompt, stream=self.stream, rid=self.rid, priority=self.priority, model=self.model,
             data_parallel_rank=self.data_parallel_rank, min_tokens=least, seed=seed,
-            max_tokens=NEW_TOKENS if most is None else most, **given)
+            max_tokens=NEW_TOKENS if most is None else most, logprobs=self.num_best,
+            prompt_logprobs=self.num_best if asks else None,
+            prompt_logprobs_start=self.first + 1 if asks else None, **given)
 
 
 @dataclass(slots=True)
@@ -83,8 +106,12 @@ class GenerateFormat:
 
     several: bool
     id: str
+    prompts: Prompts
+    asked: GenerateRequest
+    shown: Callable[[int], str]
     named: bool = False
     _said: dict[int, Whole] = field(default_factory=dict)
+    _of_prompts: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def openings(self, _: Usage) -> list[dict[str, Any]]:
         return []
@@ -92,6 +119,7 @@ class GenerateFormat:
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
         whole = self._said.setdefault(piece.index, Whole())
         whole.add(piece)
+        self._heard(piece.index, piece.prompt)
         if not piece.text and piece.finish is None:
             return []
         return [self._answer(piece.index, whole, None) | ({"index": piece.index} if self.several else {})]
@@ -100,6 +128,8 @@ class GenerateFormat:
         return []
 
     def whole(self, choices: Sequence[Whole], usage: Usage) -> Any:
+        for i, choice in enumerate(choices):
+            self._heard(i, choice.prompt)
         found = [self._answer(i, c, usage) for i, c in enumerate(choices)]
         return found if self.several else found[0]
 
@@ -115,11 +145,44 @@ class GenerateFormat:
             "prompt_tokens": usage.prompt_tokens, "cached_tokens": usage.cached_tokens}
         return {"text": whole.text, "output_ids": whole.tokens, "meta_info": {
             "id": f"{self.id}-{index}" if self.several else self.id, "finish_reason": ended,
-            "completion_tokens": len(whole.tokens), **known}}
+            "completion_tokens": len(whole.tokens), **known,
+            **self._logprobs(index // self.prompts.n, whole)}}
+
+    def _heard(self, index: int, scores: Scores | None) -> None:
+        """Of a prompt's first choice. What is told of a prompt begins with a token that has no logprob."""
+        if self.asked.return_logprob and index % self.prompts.n == 0 and (
+                scores is not None or index // self.prompts.n not in self._of_prompts):
+            ids = self.prompts.ids[index // self.prompts.n]
+            first = len(ids) - 1 if scores is None else min(scores.first, len(ids)) - 1
+            rows = list(zip(ids[first + 1:], [] if scores is None else scores.rows(), strict=False))
+            told: dict[str, Any] = {"input_token_logprobs": [
+                self._entry(None, ids[first]), *(self._entry(own, t) for t, (own, _, _) in rows)]}
+            if self.asked.num_best:
+                told["input_top_logprobs"] = [None, *(self._entries(best) for _, (_, _, best) in rows)]
+            self._of_prompts[index // self.prompts.n] = told
+
+    def _logprobs(self, prompt: int, whole: Whole) -> dict[str, Any]:
+        """[logprob, id, text] of each token: SGLang's form."""
+        if not self.asked.return_logprob:
+            return {}
+        pairs = list(zip(whole.tokens, whole.logprobs, strict=False))      # none of an answer not wanted
+        told = dict(self._of_prompts.get(prompt, {}))
+        if self.asked.num_best:
+            told["output_top_logprobs"] = [self._entries(of.top) for _, of in pairs]
+        return {**told, "output_token_logprobs": [self._entry(of.logprob, token) for token, of in pairs]}
+
+    def _entries(self, best: Sequence[tuple[int, float]]) -> list[Any]:
+        return [self._entry(p, t) for t, p in best]
+
+    def _entry(self, logprob: float | None, token: int) -> list[Any]:
+        return [None if logprob is None else max(logprob, LOGPROB_MIN), token,
+                self.shown(token) if self.asked.return_text_in_logprobs else None]
 
 
 _NAMES = {"prompt": "text", "max_tokens": "sampling_params.max_new_tokens",
-          "seed": "sampling_params.sampling_seed", "min_tokens": "sampling_params.min_new_tokens"}
+          "seed": "sampling_params.sampling_seed", "min_tokens": "sampling_params.min_new_tokens",
+          "logprobs": "top_logprobs_num", "prompt_logprobs": "top_logprobs_num",
+          "prompt_logprobs_start": "logprob_start_len"}
 
 
 class Generate:
@@ -133,7 +196,8 @@ class Generate:
         given = parse(body, GenerateRequest)
         request = given.completion()
         try:
-            await self._api.complete(request, tenant, reply, began, lambda count, _: GenerateFormat(
-                count > 1 or isinstance(given.text, list), given.rid or secrets.token_hex(16)))
+            await self._api.complete(request, tenant, reply, began, lambda prompts: GenerateFormat(
+                prompts.num_choices > 1 or given.several, given.rid or secrets.token_hex(16),
+                prompts, given, lambda t: self._api.token_bytes(t).decode("utf-8", "replace")))
         except RequestError as e:
             raise RequestError(str(e), _NAMES.get(e.param or "", e.param), e.code) from None
