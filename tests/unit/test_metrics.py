@@ -99,7 +99,7 @@ def test_a_finished_request_is_counted_once():
 
 def test_a_stop_string_leaves_what_was_read_in_the_usage():
     """The engine tells it with the last chunk, which comes behind the end of the text."""
-    letters = SimpleNamespace(byte_level=True, special_ids=(), token_bytes=lambda token: bytes([token]))
+    letters = SimpleNamespace(byte_level=True, special_ids=frozenset(), token_bytes=lambda token: bytes([token]))
     engine = OneChoice(Chunk(1, [97], 0), Chunk(1, [98], 1), Chunk(1, [99], 2),
                        Chunk(1, [], 3, finish="stop", kv_reads={"hot_hits": 5}),
                        selection=selection_of(KVConfig(sparse_top_k=512)))

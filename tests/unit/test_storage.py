@@ -234,8 +234,7 @@ def test_a_quota_is_kept_by_forgetting_what_was_used_longest_ago(tmp_path):
     each = LAYOUT.page_bytes + 64
     bench = Bench(tmp_path / "store", quota=10 * each)
     used = lambda: sum(p.stat().st_size for p in (tmp_path / "store" / "v1").rglob("*.0"))  # noqa: E731
-    bench.write(10)
-    until(lambda: used() == 10 * each)
+    until(lambda: bench.write(10).ok and used() == 10 * each)      # the first count may meet a page twice
     assert not bench.write(PAGES).ok
     until(lambda: used() <= 9 * each)
     until(lambda: bench.write(PAGES) and bench.stat("swept_bytes_total") >= 8 * each)

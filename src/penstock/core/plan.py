@@ -73,9 +73,9 @@ class Arrived:
     attention: int = 0                     # identity of what its decode computes, if that differs
                                            # from a prefill of the same tokens; 0: it does not
     transfer: int = 0                      # names it to the other engine of a pair; 0: no other
+    peer: PeerId = ONE_PEER                # which engine that is
     cached_max: int | None = None          # so many tokens at most are taken from what is cached: what lies
                                            # behind them is to be computed in any case
-    peer: PeerId = ONE_PEER                # which engine that is
 
 
 @dataclass(frozen=True, slots=True)
