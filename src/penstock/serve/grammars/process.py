@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 
+from penstock.config.base.errors import cut
 from penstock.config.request.grammar import Grammar
 from penstock.exec.sampling.grammar import BadGrammar, Compiler, Vocabulary
 from penstock.serve.text.frames import receive, send
@@ -37,7 +38,9 @@ def main(descriptor: int) -> int:
                 compiler.compile(Grammar(**asked))
                 send(link, {"seconds": time.process_time() - began})
             except BadGrammar as e:
-                send(link, {"error": str(e)[:ERROR_CHARS_MAX]})
+                # A line at a time, for the reason comes behind the text that it is about.
+                said = "\n".join(cut(line) for line in str(e).splitlines())
+                send(link, {"error": said[:ERROR_CHARS_MAX]})
     except (EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
         return 0
 
