@@ -22,7 +22,8 @@ def by_folder(seconds: dict[str, float]) -> list[tuple[str, float]]:
 
 def tables(seconds: dict[str, float]) -> str:
     """Both tables: folders, and the slowest tests with all their cases."""
-    lines = ["| s | folder |", "|---|---|"]
+    lines = [f"{len(seconds):,} tests, {sum(seconds.values()):,.0f} s of a process, by folder:", "",
+             "| s | folder |", "|---|---|"]
     lines += [f"| {took:.0f} | `tests/{folder}` |" for folder, took in by_folder(seconds)]
     lines += ["", "| s | test |", "|---|---|"]
     lines += [f"| {took:.0f} | `{test}` |" for test, took in Counter(seconds).most_common(SLOWEST)]
