@@ -74,6 +74,5 @@ class Drained:
 
 Message: TypeAlias = Grant | Cancel | End | Refused | Drained
 
-# Each of these is a promise about writes, so it must not overtake them: they come behind the bytes, in the
-# same stream.
-IN_STREAM = (End, Drained)
+# End and Drained are promises about writes, so they must not overtake them: they come behind the bytes, in
+# the same stream.
