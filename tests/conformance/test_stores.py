@@ -28,7 +28,7 @@ from penstock.core.plan import (
 )
 from penstock.memory.dram import DramPool
 from penstock.memory.pool import PageLayout
-from penstock.memory.storage import Storage, bytes_of
+from penstock.memory.storage import Storage
 from penstock.memory.stores.files import Files, Folder
 from penstock.memory.stores.objects import HEADER, Inventory, Store, Verdict, sealed
 from penstock.memory.stores.s3 import Bucket
@@ -265,7 +265,7 @@ def test_moves_of_many_pages_go_there_and_come_back(place):
     assert bench.look() == 0 and bench.move(up=False).ok
     assert bench.look() == bench.num and bench.move(up=True).ok
     for i in range(bench.num):
-        assert bytes(bytes_of(bench.pool, i)) == bytes(bytes_of(bench.pool, bench.num + i))
+        assert bytes(bench.pool.bytes_of(i)) == bytes(bench.pool.bytes_of(bench.num + i))
     assert bench.storage.stats()["storage_read_objects_total"] == bench.num
 
 

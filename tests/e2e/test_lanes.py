@@ -75,6 +75,17 @@ def test_lanes_and_stages_say_what_one_rank_says(models, wanted, family, place, 
     check(models[family], wanted(family, place), place, family, tp=tp, pp=pp)
 
 
+@pytest.mark.parametrize("family, place, layout", [
+    ("dense", "hosted", {"nnodes": 2, "tp": 2, "pp": 2}),               # whole stages on a machine
+    *(pytest.param(*cell, marks=pytest.mark.sweep) for cell in (
+        ("latent", "hosted", {"nnodes": 2, "tp": 2}),                   # lanes of one stage on two
+        ("dense", "resident", {"nnodes": 2, "tp": 3}),
+        ("experts", "hosted", {"nnodes": 4, "tp": 2, "pp": 2}),
+        ("latent", "resident", {"nnodes": 3, "pp": 3})))], ids=str)
+def test_several_machines_say_what_one_rank_says(models, wanted, family, place, layout):
+    check(models[family], wanted(family, place), place, family, **layout)
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("layout", [{"tp": 2, "expert_parallel": True}, {"tp": 3, "ep": 3, "pp": 2},
                                     {"tp": 4, "ep": 2}], ids=str)

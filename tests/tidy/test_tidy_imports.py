@@ -20,7 +20,7 @@ LAYERS = {
     "kernels": ("config",),
     "model": ("kernels", "config"),
     "memory": ("core", "kernels", "config"),
-    "exec": ("core", "config", "model", "memory", "kernels"),
+    "exec": ("core", "config", "model", "memory", "kernels", "transfer"),
     "transfer": ("core", "config", "memory"),
     "replay": ("core", "config"),
     "sim": ("core", "replay", "config"),

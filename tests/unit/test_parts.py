@@ -1,6 +1,7 @@
 """Which rank has what: every element of every weight and page of every family, for any number of lanes."""
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import replace
 from typing import Any
@@ -11,17 +12,23 @@ import torch.nn.functional as F
 from dense_attend import Dense
 
 from penstock.config.request.selection import selection_of
-from penstock.config.settings.tree import KVConfig
+from penstock.config.settings.tree import Config, DeviceConfig, KVConfig, ModelConfig, NodesConfig
+from penstock.core.plan import Group, Tier
 from penstock.core.settings import CoreConfig
 from penstock.exec.load.layout import caches_of
 from penstock.exec.load.sizing import groups_of
-from penstock.exec.step.links import split
+from penstock.exec.pipeline.far import NodeHost, NodePages
+from penstock.exec.pipeline.nodes import Write
+from penstock.exec.step.links import nodes_of, split
 from penstock.kernels.types.scaled import quantised
+from penstock.memory.dram import DramPool
 from penstock.model import registry
 from penstock.model.base import Stage
 from penstock.model.parts import Lane, even
 from penstock.model.weights.codes import Codes
 from penstock.model.weights.slots import Slots
+from penstock.transfer.layout import Piece
+from penstock.transfer.pages import PoolPages
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 136,
@@ -122,6 +129,69 @@ def check_pages(config: dict[str, Any], pp: int, tp: int) -> None:
                 Lane(i, tp).kv_heads(group.num_kv_heads) for i in range(tp)))
             assert (caches.host_pools(core, seen)[g].pages[:, :, head] == holders).all(), (group.name, head)
             assert holders == 1 or tp > group.num_kv_heads
+
+
+def check_nodes(config: dict[str, Any], pp: int, tp: int, num: int) -> None:
+    """On each machine each element of what it has of a host page is written by one rank; together the
+    machines have all, and their pages are read and written as whole ones."""
+    model = registry.build(config, dtype=torch.float32, linear=lambda w, b: F.silu)
+    groups = groups_of(model, None if model.attention.topk else selection_of(
+        KVConfig(sparse_top_k=512, sparse_dense_layers=("1",))))
+    caches = caches_of(groups, 16, torch.float32)
+    core = CoreConfig(page_size=16, rows=1, hbm_pages=caches.slabs.slab_pages[0], max_len=16,
+                      dram_pages=caches.slabs.slab_pages[0], groups=caches.groups, group_base=1 << 20)
+    device, ranks = DeviceConfig(pp=pp, tp=tp), parts(pp, tp)
+    nodes = nodes_of(Config(model=ModelConfig(model="m"), device=device, nodes=NodesConfig(nnodes=num)))
+    assert [i for node in nodes for i in node] == list(range(pp * tp)) and all(nodes)
+    found, stages = [], set()
+    for node in nodes:
+        own = [caches.stage(ranks[i], groups, [ranks[j] for j in node]) for i in node]
+        assert len({(one.host, one.origins) for one in own}) == 1
+        memory = torch.zeros(own[0].host_bytes(core), dtype=torch.uint8)
+        pools = [one.host_pools(core, memory) for one in own]
+        found.append((own[0], pools))
+        stages |= {(one.origins[g][0] + one.parts[g].layer, one.layouts[g].num_layers, g)
+                   for one in own for g in range(len(groups))}
+        for g in range(len(groups)):                    # groups take turns with slabs: zeroed before each
+            memory.zero_()
+            for mine in pools:
+                if mine[g].writes and mine[g].layout.num_layers:
+                    mine[g].pages.view(torch.int32).add_(1)
+            whole = DramPool(own[0].parts[g].whole, mine[g].num_pages, memory=memory,
+                             page_stride=own[0].host.page_stride(g))
+            assert (whole.pages.view(torch.int32) == 1).all(), (g, node)
+    for g, layout in enumerate(caches.layouts):
+        each = [(None if not n else Here(PoolPages(pools)), own) for n, (own, pools) in enumerate(found)]
+        pages, base = NodePages(caches, each, PoolPages(found[0][1])), g * core.group_base
+        spans = [range(a, a + n) for a, n, of in sorted(stages) if n and of == g]
+        host = NodeHost(layout, Group(g), pages, spans)
+        data = memoryview(bytes(i * i % 251 for i in range(layout.page_bytes)))
+        host.placed(base, data)
+        assert host.bytes_of(base) == data
+
+
+class Here:
+    """`far.Node` over pools in this process."""
+
+    def __init__(self, pages: PoolPages) -> None:
+        self._pages = pages
+
+    def ask(self, message: Any) -> bytes:
+        asked = message(1)
+        at = Tier(asked.tier), Group(asked.group), asked.page, Piece(*asked.piece), asked.offset
+        if isinstance(asked, Write):
+            self._pages.write(*at, memoryview(asked.body))
+            return b""
+        found = bytearray(math.prod(next(iter(self._pages._views(*at)))[2]))
+        self._pages.read(*at, memoryview(found))
+        return bytes(found)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "deepseek_v32"])
+@pytest.mark.parametrize("pp, tp, num", [
+    (2, 1, 2), (3, 1, 2), (2, 2, 2), (1, 2, 2), (1, 3, 2), (2, 3, 4), (2, 2, 4), (4, 3, 3), (1, 5, 5)])
+def test_each_machine_has_its_layers_and_heads_of_host_pages_once(family, pp, tp, num):
+    check_nodes(FAMILIES[family], pp, tp, num)
 
 
 @pytest.mark.parametrize("tp", range(1, 9))

@@ -16,6 +16,7 @@ MACHINE = Machine(system="Linux", machine="x86_64", python="3.11", cpu="test", f
                    cores=2, memory_total=8 << 30, memory_available=4 << 30)
 
 DECODE: dict[str, object] = {"disaggregation_mode": "decode", "pair_peer": ["h:1"]}
+NODES: dict[str, object] = {"nnodes": 2, "pp": 2, "dist_init_addr": "127.0.0.1:1"}
 PREFILL: dict[str, object] = {"disaggregation_mode": "prefill", "pair_listen": "h:1"}
 
 # One row for every entry of REFUSED, in its order: options that it refuses, options at the edge.
@@ -127,6 +128,19 @@ CASES: tuple[tuple[dict[str, object], dict[str, object]], ...] = (
     ({"pair_silence_s": 5.0}, {"pair_silence_s": 5.0, **PREFILL}),
     ({"pair_timeout_s": 0.0, **DECODE}, {"pair_timeout_s": 0.1, **DECODE}),
     ({"pair_silence_s": 0.5, **DECODE}, {"pair_silence_s": 1.0, "prefill": 1, "decode": 1}),
+    ({"nnodes": 0}, {"nnodes": 1}),
+    ({"node_rank": 2, **NODES}, {"node_rank": 1, **NODES}),
+    ({"nnodes": 2, "pp": 2}, NODES),
+    ({"node_plaintext": True}, {"node_plaintext": True, **NODES}),
+    ({**NODES, "dist_init_addr": "127.0.0.1"}, {**NODES, "dist_init_addr": "[::1]:65535"}),
+    ({**NODES, "dist_init_addr": "10.0.0.1:1"}, {**NODES, "dist_init_addr": "h:1", "node_tls_cert": "pem"}),
+    ({**NODES, "node_tls_cert": "pem", "node_plaintext": True}, {**NODES, "node_tls_cert": "pem"}),
+    ({"nnodes": 2, "tp": 2, "dist_init_addr": "h:1", "node_tls_cert": "pem"},
+     {"nnodes": 2, "tp": 2, "dist_init_addr": "h:1", "node_plaintext": True}),
+    ({**NODES, "nnodes": 3, "tp": 2}, {**NODES, "nnodes": 4, "tp": 2}),
+    ({**NODES, "device": "cuda"}, {**NODES, "device": "cpu"}),
+    ({**NODES, "dp": 2}, {**NODES, **DECODE}),
+    ({**NODES, "node_silence_s": 0.5}, {**NODES, "node_silence_s": 1}),
 )
 
 

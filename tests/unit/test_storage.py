@@ -23,7 +23,7 @@ from penstock.core.plan import (
 )
 from penstock.memory.dram import DramPool
 from penstock.memory.pool import PageLayout
-from penstock.memory.storage import Storage, bytes_of
+from penstock.memory.storage import Storage
 from penstock.memory.stores.files import Files
 from penstock.memory.stores.objects import Verdict
 
@@ -114,7 +114,7 @@ def test_what_was_written_is_listed_and_read_by_another_engine(bench, tmp_path):
     other = Bench(tmp_path / "store", readonly=True)
     assert other.read() == Moved(MoveId(1), True)
     for i in range(PAGES):
-        assert bytes(bytes_of(other.pool, PAGES + i)) == bytes(bytes_of(bench.pool, i))
+        assert bytes(other.pool.bytes_of(PAGES + i)) == bytes(bench.pool.bytes_of(i))
     assert other.woken.wait(LIMIT_S) and other.stat("read_objects_total") == PAGES
     assert bench.write() == Moved(MoveId(2), True) and bench.stat("known_objects_total") == PAGES
     assert bench.stat("written_bytes_total") == PAGES * (LAYOUT.page_bytes + 64)
@@ -258,7 +258,7 @@ def test_pages_found_to_be_damaged_while_they_are_written_or_read_are_not_kept(b
     bench.write(2)
     bench.files.before = lambda what, key: bench.storage.deny(KEYS[1:2]) if key == KEYS[1] else None
     bench.storage._denied.clear()
-    list(bench.files.put(KEYS[:1], 0, [bytes_of(bench.pool, 0)]))
+    list(bench.files.put(KEYS[:1], 0, [bench.pool.bytes_of(0)]))
     bench.storage._denied.clear()
     assert bench.read(2) == Moved(MoveId(bench.moves), False, 1)
 

@@ -48,3 +48,12 @@ class DramPool(BlockPool):
         if self._pinned is not None:
             self._pinned.wait((i + 1) * self._stride)
         return i
+
+    def bytes_of(self, page: int) -> memoryview:
+        """The bytes of a whole page, writable."""
+        return self.page(page).reshape(-1).view(torch.uint8).numpy().data
+
+    room = bytes_of
+
+    def placed(self, page: int, room: memoryview) -> None:
+        """They are where they belong."""

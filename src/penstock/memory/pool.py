@@ -74,7 +74,7 @@ class Part:
     @property
     def at(self) -> int:
         """Byte of a whole page at which it begins."""
-        of_head = self.whole.page_bytes // self.whole.num_layers // self.whole.num_kv_heads
+        of_head = self.whole.page_bytes // max(1, self.whole.num_layers) // self.whole.num_kv_heads
         return of_head * (self.layer * self.whole.num_kv_heads + self.head)
 
 

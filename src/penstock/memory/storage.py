@@ -17,11 +17,10 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-
-import torch
+from typing import Protocol
 
 from penstock.core.plan import Event, Listed, Lookup, Move, Moved, Tier
-from penstock.memory.pool import BlockPool
+from penstock.memory.pool import PageLayout
 from penstock.memory.stores.objects import Bounded, Store, Verdict
 
 log = logging.getLogger(__name__)
@@ -51,10 +50,28 @@ class _Flight:
 _Job = tuple[_Flight, range]
 
 
+class HostPages(Protocol):
+    """Whole host pages of one cache group; `BlockPool` of those of this machine."""
+
+    layout: PageLayout
+
+    def bytes_of(self, page: int) -> memoryview:
+        """What it has. Raises OSError where another machine that has some of it is gone."""
+        ...
+
+    def room(self, page: int) -> memoryview:
+        """Where its bytes go, then `placed`."""
+        ...
+
+    def placed(self, page: int, room: memoryview) -> None:
+        """Raises as `bytes_of`."""
+        ...
+
+
 class Storage:
     """See above. `start`, `ask` and `deny` return at once; `collect` tells what has ended since."""
 
-    def __init__(self, store: Store, pools: Sequence[BlockPool], wake: Callable[[], None], *,
+    def __init__(self, store: Store, pools: Sequence[HostPages], wake: Callable[[], None], *,
                  quota: int | None = None, rate: int | None = None,
                  clock: Callable[[], float] = time.monotonic) -> None:
         """pools: whole host pages by cache group. wake: called in the threads when there is something to
@@ -213,10 +230,13 @@ class Storage:
         move, pool = flight.move, self._pools[flight.move.group]
         keys = [move.keys[i] for i in part]
         keys = keys[:next((n for n, key in enumerate(keys) if self._is_denied(key)), len(keys))]
-        pages = [bytes_of(pool, move.dst_pages[i]) for i in part[:len(keys)]]
-        for i, key, verdict in zip(part, keys, self.store.get(keys, move.group, pages), strict=False):
+        pages = [pool.room(move.dst_pages[i]) for i in part[:len(keys)]]
+        verdicts = self.store.get(keys, move.group, pages)
+        for i, key, page, verdict in zip(part, keys, pages, verdicts, strict=False):
             self._worked()
             good = verdict is Verdict.GOOD
+            if good:
+                pool.placed(move.dst_pages[i], page)
             with self._lock:
                 self._count["read_objects" if good else verdict.value] += 1
                 self._count["read_bytes"] += len(pages[0]) if good else 0
@@ -254,7 +274,7 @@ class Storage:
         if self._rate is not None:
             time.sleep(max(0.0, self._write_at - time.monotonic()))
         keys = [move.keys[i] for i in these]
-        pages = [bytes_of(pool, move.src_pages[i]) for i in these]
+        pages = [pool.bytes_of(move.src_pages[i]) for i in these]
         puts = self.store.put(keys, move.group, pages)
         for n, (i, key) in enumerate(zip(these, keys, strict=True)):
             if not self._has_room(size, len(these) - n):
@@ -348,7 +368,3 @@ class Storage:
 def _way(move: Move) -> str:
     return "read" if move.src is Tier.DISK else "write"
 
-
-def bytes_of(pool: BlockPool, page: int) -> memoryview:
-    """The bytes of a page, writable."""
-    return pool.page(page).reshape(-1).view(torch.uint8).numpy().data

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import hmac
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import xxhash
@@ -32,13 +32,20 @@ HEAD_BYTES = _HEAD.size + _MAC_BYTES
 _PAGE = struct.Struct("<QQHHHxxQIxxxxQ")   # transfer; generation; group; piece; checksum
 PAGE_HEAD_BYTES = _PAGE.size
 PAYLOAD_MAX = FRAME_BYTES_MAX - HEAD_BYTES - PAGE_HEAD_BYTES
-_PROTOCOL = f"pair protocol version {VERSION}"
 
-# A message's kind is its place here; 0 is a page frame.
+
+class Kinds:
+    """The messages of one protocol: a message's kind is its place; 0 is a page frame."""
+
+    def __init__(self, protocol: str, types: Sequence[type[Any]]) -> None:
+        self.protocol = protocol
+        self.of = {cls: i for i, cls in enumerate(types, 1)}
+        self.decoders = (None, *(msgspec.msgpack.Decoder(cls) for cls in types))
+
+
 KINDS: tuple[type[Said], ...] = (Grant, Cancel, End, Refused, Drained,
                                  Greeting, Beat, Ask, First, Prompted)
-_KIND = {cls: i for i, cls in enumerate(KINDS, 1)}
-_DECODERS = (None, *(msgspec.msgpack.Decoder(cls) for cls in KINDS))
+PAIR = Kinds(f"pair protocol version {VERSION}", KINDS)
 _ENCODER = msgspec.msgpack.Encoder()
 
 
@@ -75,10 +82,10 @@ def connection_keys(key: bytes, version: int, nonces: tuple[bytes, bytes],
 class Sealer:
     """Makes the frames of one direction of one connection, to be sent in the order in which they are made."""
 
-    def __init__(self, key: bytes, epoch: int) -> None:
-        self._key, self._epoch, self._counter = key, epoch, 0
+    def __init__(self, key: bytes, epoch: int, kinds: Kinds = PAIR) -> None:
+        self._key, self._epoch, self._counter, self._kinds = key, epoch, 0, kinds
 
-    def message(self, message: Said) -> Iterator[bytes]:
+    def message(self, message: Any) -> Iterator[bytes]:
         """Its frames. Raises ProtocolError if it is too long or has an integer that msgpack cannot carry."""
         try:
             body = _ENCODER.encode(message)
@@ -86,7 +93,7 @@ class Sealer:
             raise ProtocolError(f"{type(message).__name__}: an integer is over 64 bits") from e
         if len(body) > MESSAGE_BYTES_MAX:
             raise ProtocolError(f"a message of {len(body)} bytes is over {MESSAGE_BYTES_MAX}")
-        kind, room = _KIND[type(message)], FRAME_BYTES_MAX - HEAD_BYTES
+        kind, room = self._kinds.of[type(message)], FRAME_BYTES_MAX - HEAD_BYTES
         for at in range(0, len(body), room):
             part = body[at:at + room]
             yield self._seal(kind, at + room < len(body), len(part), part) + part
@@ -105,9 +112,10 @@ class Sealer:
 class FrameReader:
     """Reads the frames of one direction of one connection; holds one frame, and one message in parts."""
 
-    def __init__(self, read: Callable[[memoryview], int], key: bytes, epoch: int) -> None:
+    def __init__(self, read: Callable[[memoryview], int], key: bytes, epoch: int,
+                 kinds: Kinds = PAIR) -> None:
         """read: fills what it is given, less only at the end of the stream; returns how much."""
-        self._read, self._key = read, key
+        self._read, self._key, self._kinds = read, key, kinds
         self._epoch, self._counter = epoch, 0
         self._head = memoryview(bytearray(HEAD_BYTES))
         self._buffer = memoryview(bytearray(FRAME_BYTES_MAX))
@@ -117,7 +125,7 @@ class FrameReader:
         """Frames of `epoch` come next."""
         self._epoch, self._counter = epoch, 0
 
-    def next(self) -> Said | PageFrame | None:
+    def next(self) -> Any:
         """The next message or page; None at the end of the stream. Raises ProtocolError for anything
         that the other end's Sealer did not make next, and OSError as `read` does."""
         while True:
@@ -137,7 +145,7 @@ class FrameReader:
         if (epoch, counter) != (self._epoch, self._counter):
             raise ProtocolError(f"frame {counter} of epoch {epoch} where frame {self._counter} of epoch "
                                 f"{self._epoch} comes next")
-        if kind >= len(_DECODERS) or more > bool(kind) or length > FRAME_BYTES_MAX - HEAD_BYTES:
+        if kind >= len(self._kinds.decoders) or more > bool(kind) or length > FRAME_BYTES_MAX - HEAD_BYTES:
             raise ProtocolError(f"a frame of kind {kind}, {length} bytes")
         if self._parts_kind not in (0, kind):
             raise ProtocolError(f"a frame of kind {kind} inside a message of kind {self._parts_kind}")
@@ -154,7 +162,7 @@ class FrameReader:
         return PageFrame(PageHead(transfer, generation, group, Piece(layer, layers, unit, units), digest),
                          payload)
 
-    def _part(self, kind: int, more: int, length: int) -> Said | None:
+    def _part(self, kind: int, more: int, length: int) -> Any:
         body = self._fill(0, length)
         self._authenticate(body)
         if len(self._parts) + length > MESSAGE_BYTES_MAX:
@@ -165,9 +173,9 @@ class FrameReader:
             return None
         if self._parts_kind:
             body, self._parts, self._parts_kind = memoryview(self._parts + body), bytearray(), 0
-        decoder = _DECODERS[kind]
+        decoder = self._kinds.decoders[kind]
         assert decoder is not None
-        message: Said = decode(decoder, body, _PROTOCOL)
+        message = decode(decoder, body, self._kinds.protocol)
         _check_bounds(message)
         return message
 
@@ -183,7 +191,7 @@ class FrameReader:
             raise ProtocolError("a frame that was not made with this connection's key, or not so")
 
 
-def _check_bounds(message: Said) -> None:
+def _check_bounds(message: Any) -> None:
     """Of the core's messages, whose types have no bounds."""
     if not is_dataclass(message):
         return

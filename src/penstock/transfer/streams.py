@@ -239,7 +239,7 @@ def secure(sock: socket.socket, settings: LinkSettings) -> Stream:
         raise
 
 
-def read_certificate(path: str) -> bytes:
+def read_certificate(path: str, flag: str = "--pair-tls-cert") -> bytes:
     """The first certificate of a PEM file, in DER. Raises ConfigError."""
     try:
         with open(path, encoding="ascii") as file:
@@ -249,7 +249,7 @@ def read_certificate(path: str) -> bytes:
         end = text.index("-----END CERTIFICATE-----", begin) + len("-----END CERTIFICATE-----")
         return ssl.PEM_cert_to_DER_cert(text[begin:end] + "\n")
     except (OSError, ValueError) as e:
-        raise ConfigError(f"--pair-tls-cert {path}: no PEM file with a certificate and its key: {e}") from e
+        raise ConfigError(f"{flag} {path}: no PEM file with a certificate and its key: {e}") from e
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -26,6 +26,7 @@ SECTIONS = {
     "device": "device and back-ends",
     "server": "HTTP server",
     "pair": "prefill and decode apart",
+    "nodes": "several machines",
     "debug": "debugging",
 }
 

@@ -1,16 +1,16 @@
-"""Secrets out of files, and the one of the two ends of a pair: of a file, or of the environment."""
+"""Secrets out of files, and those of the ends of a pair and of nodes: of a file, or of the environment."""
 from __future__ import annotations
 
 import os
 import stat
 
 from penstock.config.base.errors import ConfigError
-from penstock.config.settings.tree import PairConfig
+from penstock.config.settings.tree import NodesConfig, PairConfig
 
-VARIABLE = "PENSTOCK_PAIR_KEY"
+VARIABLE, NODES_VARIABLE = "PENSTOCK_PAIR_KEY", "PENSTOCK_NODE_KEY"
 BYTES_MIN = 16
 # What processes that need no secret are not handed on.
-SECRET_VARIABLES = (VARIABLE, "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+SECRET_VARIABLES = (VARIABLE, NODES_VARIABLE, "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
 
 def read_secret(flag: str, path: str) -> bytes:
@@ -29,14 +29,23 @@ def read_secret(flag: str, path: str) -> bytes:
 
 def pair_key(config: PairConfig) -> bytes:
     """Raises ConfigError: there is none, it cannot be read, others can read it, or it is too short."""
-    if config.pair_key_file is None:
-        key, where = os.environ.get(VARIABLE, "").encode(), f"${VARIABLE}"
+    return _key("--pair-key-file", config.pair_key_file, VARIABLE, "both ends of a pair")
+
+
+def node_key(config: NodesConfig) -> bytes:
+    """As `pair_key`."""
+    return _key("--node-key-file", config.node_key_file, NODES_VARIABLE, "all nodes")
+
+
+def _key(flag: str, path: str | None, variable: str, who: str) -> bytes:
+    if path is None:
+        key, where = os.environ.get(variable, "").encode(), f"${variable}"
         if not key:
-            raise ConfigError(f"no --pair-key-file and no ${VARIABLE}: both ends of a pair need the same "
+            raise ConfigError(f"no {flag} and no ${variable}: {who} need the same "
                               "secret, e.g. of openssl rand -hex 32")
     else:
-        where = f"--pair-key-file {config.pair_key_file}"
-        key = read_secret("--pair-key-file", config.pair_key_file).strip()
+        where = f"{flag} {path}"
+        key = read_secret(flag, path).strip()
     if len(key) < BYTES_MIN:
         raise ConfigError(f"{where} has {len(key)} characters: a secret of {BYTES_MIN} or more is needed")
     return key

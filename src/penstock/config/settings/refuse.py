@@ -16,7 +16,7 @@ from penstock.config.base.machine import Machine
 from penstock.config.base.sizes import show_bytes
 from penstock.config.base.storage_url import FORMS, masked, parse_storage
 from penstock.config.request.selection import BOUNDS, BOUNDS_VERSION, SINKS, WINDOW, Selection
-from penstock.config.settings.tree import DECODE_ENDS_MAX, SECRETS, Config, KVConfig, PairConfig
+from penstock.config.settings.tree import DECODE_ENDS_MAX, SECRETS, Config, KVConfig, NodesConfig, PairConfig
 
 
 class Known(Protocol):
@@ -117,7 +117,7 @@ def _is_origin(origin: str) -> bool:
 
 
 def _wants_more_than_all(config: Config, machine: Machine) -> bool:
-    ranks = max(1, config.device.num_ranks)
+    ranks = max(1, -(-config.device.num_ranks // max(1, config.nodes.num)))
     device = 0 if config.device.device == "cuda" else (config.kv.hbm_bytes or 0) * ranks
     wanted = device + (config.kv.dram_bytes or 0)
     return wanted * config.num_engines > machine.memory_available
@@ -191,6 +191,57 @@ PAIR: tuple[Refusal[Machine], ...] = (
             ("pair.pair_silence_s",), "of a pair: there is no other engine here"),
     _outside("pair.pair_timeout_s", 0.1, 86400, "0.1 to 86400 seconds"),
     _outside("pair.pair_silence_s", 1, 3600, "1 to 3600 seconds"),
+)
+
+_ADDRESS = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
+
+
+def _beyond(config: Config) -> bool:
+    """Whether nodes are on several machines, or node 0 listens where others could be."""
+    found = _ADDRESS.fullmatch(config.nodes.dist_init_addr or "")
+    return config.nodes.num > 1 and found is not None and is_public(found[1].strip("[]"))
+
+
+def _no_layout(config: Config) -> bool:
+    """Nodes have whole stages, or as many nodes each stage between them."""
+    nodes, stages, lanes = config.nodes.num, config.device.pp, config.device.tp
+    return nodes > stages and (nodes % max(1, stages) > 0 or nodes > stages * lanes)
+
+
+NODES: tuple[Refusal[Machine], ...] = (
+    _outside("nodes.nnodes", 1, 256, "1 to 256 machines"),
+    Refusal(lambda c, _: not 0 <= c.nodes.rank < max(1, c.nodes.num), ("nodes.node_rank", "nodes.nnodes"),
+            "nodes are counted from 0: give --nnodes N, and each of them another of 0 to N-1"),
+    Refusal(lambda c, _: c.nodes.num > 1 and c.nodes.dist_init_addr is None,
+            ("nodes.nnodes", "nodes.dist_init_addr"),
+            "where do they meet? give all of them --dist-init-addr HOST:PORT, an address of node 0"),
+    Refusal(lambda c, _: c.nodes.num == 1 and any(
+                _value(c, f"nodes.{name}") != getattr(NodesConfig(), name) for name in (
+                    "dist_init_addr", "node_key_file", "node_tls_cert", "node_plaintext", "node_silence_s")),
+            ("nodes.nnodes", "nodes.dist_init_addr", "nodes.node_key_file", "nodes.node_tls_cert",
+             "nodes.node_plaintext", "nodes.node_silence_s"),
+            "of several machines: give --nnodes N as well"),
+    Refusal(lambda c, _: c.nodes.dist_init_addr is not None and not (
+                (found := _ADDRESS.fullmatch(c.nodes.dist_init_addr)) and 0 < int(found[2]) < 1 << 16),
+            ("nodes.dist_init_addr",), "HOST:PORT is needed, a port of 1 to 65535, e.g. 10.0.0.1:20000"),
+    Refusal(lambda c, _: _beyond(c) and c.nodes.node_tls_cert is None and not c.nodes.node_plaintext,
+            ("nodes.dist_init_addr", "nodes.node_tls_cert", "nodes.node_plaintext"),
+            "that is beyond this machine: give all nodes --node-tls-cert FILE, or --node-plaintext"),
+    Refusal(lambda c, _: c.nodes.node_plaintext and c.nodes.node_tls_cert is not None,
+            ("nodes.node_plaintext", "nodes.node_tls_cert"), "with TLS, or without: not both"),
+    Refusal(lambda c, _: _beyond(c) and c.nodes.num > c.device.pp and c.nodes.node_tls_cert is not None,
+            ("nodes.nnodes", "device.pp", "nodes.node_tls_cert"), "sums of lanes go from machine to machine "
+            "without TLS, which gloo does not have: take at least as many stages as nodes, which then "
+            "have whole stages, or give --node-plaintext in place of the certificate"),
+    Refusal(lambda c, _: _no_layout(c), ("nodes.nnodes", "device.pp", "device.tp"),
+            "a node has whole stages, as even as it goes, or the lanes of one stage or some of them: at most "
+            "as many nodes as stages, or a multiple of the stages, up to --pp times --tp"),
+    Refusal(lambda c, _: c.nodes.num > 1 and c.device.device == "cuda", ("nodes.nnodes", "device.device"),
+            "several machines work on their CPUs only so far: take --device cpu"),
+    Refusal(lambda c, _: c.nodes.num > 1 and c.num_engines > 1,
+            ("nodes.nnodes", "server.dp", "pair.prefill"), "one engine has one address for its nodes: "
+            "start each engine, or end of a pair (--disaggregation-mode), as nodes of its own"),
+    _outside("nodes.node_silence_s", 1, 3600, "1 to 3600 seconds"),
 )
 
 REFUSED: tuple[Refusal[Machine], ...] = (
@@ -321,6 +372,7 @@ REFUSED: tuple[Refusal[Machine], ...] = (
     _outside("server.body_bytes_max", 1024, 1 << 30, "1KiB to 1GiB"),
     _outside("server.drain_s", 0, 3600, "0 to 3600 seconds"),
     *PAIR,
+    *NODES,
 )
 
 

@@ -14,6 +14,21 @@ from penstock.config.base.storage_url import masked
 from penstock.config.settings.refuse import check
 from penstock.config.settings.tree import SECRETS, Config
 
+TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def of_torchrun(raw: Config) -> Config:
+    """With --nnodes, --node-rank and --dist-init-addr as torchrun's environment has them, where none of them
+    was given and it names several processes: each is a node. The port is the one after its own."""
+    nodes, (rank, size, host, port) = raw.nodes, (os.environ.get(name, "") for name in TORCHRUN)
+    given = nodes.nnodes, nodes.node_rank, nodes.dist_init_addr
+    if given != (None, None, None) or not (host and all(n.isdecimal() for n in (rank, size, port))) \
+            or int(size) < 2:
+        return raw
+    host = f"[{host}]" if ":" in host else host
+    return replace(raw, nodes=replace(nodes, nnodes=int(size), node_rank=int(rank),
+                                      dist_init_addr=f"{host}:{int(port) + 1}"))
+
 
 def resolve(raw: Config, machine: Machine) -> Config:
     """The config that the engine runs with. Raises ConfigError when it is refused."""

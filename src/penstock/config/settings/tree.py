@@ -240,6 +240,31 @@ class PairConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodesConfig:
+    nnodes: Annotated[int | None, "machines over which the ranks of this engine go; all run the same command "
+                      "(default: 1, or $WORLD_SIZE of torchrun)"] = None
+    node_rank: Annotated[int | None, "which of them this is; 0 has the HTTP address (default: 0, or $RANK of "
+                         "torchrun)"] = None
+    dist_init_addr: Annotated[str | None, "HOST:PORT on which node 0 listens for the others (default: "
+                              "$MASTER_ADDR of torchrun, the port after $MASTER_PORT)"] = None
+    node_key_file: Annotated[str | None, "file with the secret of all nodes, 16 characters or more (default: "
+                             "$PENSTOCK_NODE_KEY)"] = None
+    node_tls_cert: Annotated[str | None, "TLS between nodes: PEM file with a certificate and its key, which "
+                             "node 0 reads"] = None
+    node_plaintext: Annotated[bool, "no TLS though nodes are on several machines: what they say, and sums of "
+                              "lanes on several of them, are then not secret"] = False
+    node_silence_s: Annotated[float, "seconds without a word after which a node counts as gone"] = 5.0
+
+    @property
+    def num(self) -> int:
+        return self.nnodes or 1
+
+    @property
+    def rank(self) -> int:
+        return self.node_rank or 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DebugConfig:
     check: Annotated[bool, "check every invariant after every step (slow)"] = False
     event_log: Annotated[str | None, "file that receives core events, without prompts"] = None
@@ -253,6 +278,7 @@ class Config:
     device: DeviceConfig = field(default_factory=DeviceConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     pair: PairConfig = field(default_factory=PairConfig)
+    nodes: NodesConfig = field(default_factory=NodesConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
 
     @property
@@ -265,7 +291,8 @@ class Config:
 SERVE_ONLY = frozenset({
     "model.served_model_name", "schedule.max_waiting",
     *(f"server.{name}" for name in get_type_hints(ServerConfig)),
-    *(f"pair.{name}" for name in get_type_hints(PairConfig))})
+    *(f"pair.{name}" for name in get_type_hints(PairConfig)),
+    *(f"nodes.{name}" for name in get_type_hints(NodesConfig))})
 
 # "section.field" of every Secret.
 SECRETS = frozenset(

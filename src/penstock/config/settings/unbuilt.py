@@ -59,9 +59,11 @@ def _value(feature: str, *flags: str, neutral: tuple[str, ...] = (), instead: st
 UNBUILT: tuple[Unbuilt, ...] = (
     # Several devices.
     _switch("data-parallel attention", "--enable-dp-attention"),
-    _value("serving from several machines", "--nnodes", neutral=("1",)),
-    _value("serving from several machines", "--node-rank", neutral=("0",)),
-    _value("serving from several machines", "--dist-init-addr", "--distributed-executor-backend"),
+    _value("", "--distributed-executor-backend", neutral=("mp",),
+           instead="ranks are processes of ours; for several machines give --nnodes, --node-rank and "
+                   "--dist-init-addr"),
+    _value("", "--master-addr", "--master-port", "--nccl-port",
+           instead="give both in one, with --dist-init-addr HOST:PORT"),
     _value("another device than a CPU or an NVIDIA GPU", "--device", neutral=("auto", "cpu", "cuda")),
     _value("the choice of a GPU", "--base-gpu-id", neutral=("0",)),
     # The tiers and attention.

@@ -26,8 +26,9 @@ class Caches:
     groups: tuple[CacheGroup, ...]
     layouts: tuple[PageLayout, ...]
     slabs: Slabs
-    host: Slabs                 # of the host pool, which all ranks of a model share
-    parts: tuple[Part, ...]     # by group: what of whole pages is here
+    host: Slabs                 # of the host pool, which all ranks of a machine share
+    parts: tuple[Part, ...]     # by group: what of the pages of that is here
+    origins: tuple[tuple[int, int], ...] = ()       # by group: their first layer and head
 
     @property
     def page_bytes(self) -> int:
@@ -62,19 +63,31 @@ class Caches:
             low, high = (middle, high) if self.bytes_for(middle) <= nbytes else (low, middle)
         return low
 
-    def stage(self, stage: Stage, shapes: Sequence[CacheShape]) -> Caches:
+    def stage(self, stage: Stage, shapes: Sequence[CacheShape], node: Sequence[Stage] = ()) -> Caches:
         """Of the layers and heads of a part of this model, of which `shapes` are the cache groups. Slabs have
         as many pages as the model's, of these; in the host it has its rectangle of each page, which other
-        lanes may have too."""
-        own, parts = [], []
+        lanes may have too. node: all parts on its machine, whose host pool has what these have of each page;
+        (): all of the model's are."""
+        own, parts, held, origins = [], [], [], []
         for layout, shape in zip(self.layouts, shapes, strict=True):
-            before = sum(layer < stage.first for layer in shape.layers)
-            n = sum(stage.first <= layer < stage.end for layer in shape.layers)
-            heads = stage.lane.kv_heads(layout.num_kv_heads)
-            own.append(replace(layout, num_layers=n, num_kv_heads=heads.size))
-            parts.append(Part(layout, before, heads.first, stage.lane.owns(layout.num_kv_heads)))
-        return Caches(self.groups, tuple(own), slabs.of_counts(own, self.slabs.slab_pages), self.slabs,
-                      tuple(parts))
+            layers, heads = _rectangle(stage, layout, shape)
+            own.append(replace(layout, num_layers=len(layers), num_kv_heads=len(heads)))
+            first_layer, first_head, all_of = 0, 0, layout
+            if node:
+                rectangles = [_rectangle(one, layout, shape) for one in node]
+                first_layer = min(ls.start for ls, _ in rectangles)
+                first_head = min(hs.start for _, hs in rectangles)
+                all_of = replace(layout, num_layers=max(ls.stop for ls, _ in rectangles) - first_layer,
+                                 num_kv_heads=max(hs.stop for _, hs in rectangles) - first_head)
+            held.append(all_of)
+            origins.append((first_layer, first_head))
+            same = [one.lane.index for one in node or (stage,) if one.first == stage.first
+                    and one.lane.kv_heads(layout.num_kv_heads) == stage.lane.kv_heads(layout.num_kv_heads)]
+            writes = min(same) == stage.lane.index if node else stage.lane.owns(layout.num_kv_heads)
+            parts.append(Part(all_of, layers.start - first_layer, heads.start - first_head, writes))
+        host = self.slabs if tuple(held) == self.layouts else slabs.of_counts(held, self.slabs.slab_pages)
+        return Caches(self.groups, tuple(own), slabs.of_counts(own, self.slabs.slab_pages), host,
+                      tuple(parts), tuple(origins))
 
     def host_bytes(self, cfg: CoreConfig) -> int:
         """Memory of the host pool, of all ranks together."""
@@ -118,6 +131,14 @@ class Caches:
             log(f"kv: slabs of {self.slabs.slab_bytes} bytes: " + ", ".join(
                 f"{n} pages of {group.name} ({self.slabs.unused(g):.0%} unused)"
                 for g, (group, n) in enumerate(zip(self.groups, self.slabs.slab_pages, strict=True))))
+
+
+def _rectangle(stage: Stage, layout: PageLayout, shape: CacheShape) -> tuple[range, range]:
+    """Layers and heads of whole pages that a part of the model has; layers of a group that it has none of are
+    those between its neighbours', none."""
+    before = sum(layer < stage.first for layer in shape.layers)
+    heads = stage.lane.kv_heads(layout.num_kv_heads)
+    return (range(before, sum(layer < stage.end for layer in shape.layers)), range(heads.first, heads.end))
 
 
 def stage_shapes(shapes: Sequence[CacheShape], stage: Stage) -> tuple[CacheShape, ...]:

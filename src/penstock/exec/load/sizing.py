@@ -5,6 +5,7 @@ numbers and the flag to change.
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from penstock.config.base.errors import ConfigError
@@ -13,6 +14,7 @@ from penstock.config.settings.tree import Config, KVConfig
 from penstock.core.settings import CoreConfig
 from penstock.exec.load.layout import Caches
 from penstock.memory.copying import SPLIT_BYTES
+from penstock.memory.slabs import Slabs
 from penstock.model.base import CacheShape, LocalLayer, Model
 
 # Left for activations, logits and the allocator when pools are sized: a step of 512 tokens of a
@@ -42,6 +44,16 @@ class Sizes:
     table_bytes: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """One machine: bytes of its memory that are free with the weights loaded, how many ranks it has, and the
+    slabs of its host pool."""
+
+    free: int
+    ranks: int
+    host: Slabs
+
+
 def groups_of(model: Model, selection: Selection | None) -> tuple[CacheShape, ...]:
     """The model's cache groups, with what a selection adds: bounds of the keys of each unit, on the
     device, and dense layers in a group of their own, which stays there too."""
@@ -58,20 +70,25 @@ def groups_of(model: Model, selection: Selection | None) -> tuple[CacheShape, ..
     return tuple(groups)
 
 
-def size_pools(config: Config, caches: Caches, max_position: int, free: int, *,
+def size_pools(config: Config, caches: Caches, max_position: int, free: int | Sequence[Room], *,
                budget: int = 0, gpu: DeviceMemory | None = None) -> Sizes:
     """The core's numbers.
 
     caches    of the model, or of the stage with the largest pages: pools have as many on every stage
-    free      bytes of the host's memory that are free now, with the weights loaded
+    free      bytes of the host's memory that are free now, with the weights loaded; of machines, which
+              have as many pages each, by machine
     gpu       memory of the device, if that is not the host's
     budget    tokens that a decode step selects and reads at most; 0: it reads all
     Raises ConfigError when the pools do not fit into `free` or the context not into the pools.
     """
     kv = config.kv
     hosts = bool(budget) and kv.sparse_kv != "off" and kv.host_tier is not False
-    hbm, dram, device = (_memory(config, caches, free, hosts) if gpu is None else
-                         _gpu_memory(config, caches, free, hosts, gpu))
+    rooms = [Room(free, config.device.num_ranks, caches.host)] if isinstance(free, int) else free
+    found = [(*(_memory(config, each, room, hosts) if gpu is None else
+                _gpu_memory(config, each, room, hosts, gpu)), each)
+             for room in rooms for each in [replace(caches, host=room.host)]]
+    hbm, _, device, _ = min(found, key=lambda one: one[0])
+    _, dram, _, caches = min(found, key=lambda one: one[3].host_pages(one[1]))
     sizes = Sizes(core=CoreConfig(
         page_size=kv.page_size, rows=config.schedule.max_num_seqs, hbm_pages=caches.num_pages(hbm),
         dram_pages=caches.host_pages(dram), step_tokens=config.schedule.step_tokens,
@@ -86,9 +103,9 @@ def size_pools(config: Config, caches: Caches, max_position: int, free: int, *,
     return replace(sizes, core=replace(sizes.core, max_len=_max_len(config, caches, sizes.core)))
 
 
-def _memory(config: Config, caches: Caches, free: int, hosts: bool) -> tuple[int, int, str]:
+def _memory(config: Config, caches: Caches, at: Room, hosts: bool) -> tuple[int, int, str]:
     """Bytes of a rank's device pool and of the host pool, and what to call the first. Raises ConfigError."""
-    kv, ranks, engines = config.kv, config.device.num_ranks, config.num_engines
+    kv, ranks, engines, free = config.kv, at.ranks, config.num_engines, at.free
     workspace = WORKSPACE_BYTES * ranks
     room = max(0, free - workspace)
     # Other engines measure the same bytes, now or when this one has taken its own.
@@ -108,10 +125,10 @@ def _memory(config: Config, caches: Caches, free: int, hosts: bool) -> tuple[int
     return hbm, dram, device
 
 
-def _gpu_memory(config: Config, caches: Caches, free: int, hosts: bool,
+def _gpu_memory(config: Config, caches: Caches, at: Room, hosts: bool,
                 gpu: DeviceMemory) -> tuple[int, int, str]:
     """As `_memory`, of a device with memory of its own, in which each stage takes the same for KV."""
-    kv, share, ranks = config.kv, config.kv.memory_fraction or 0.0, config.device.num_ranks
+    kv, share, ranks, free = config.kv, config.kv.memory_fraction or 0.0, at.ranks, at.free
     assert kv.hbm_bytes is not None or share, "an unresolved config"
     most = (gpu.free - gpu.workspace) // ranks
     room = most - int((1 - share) * gpu.total) // ranks

@@ -1,14 +1,12 @@
-"""The ranks of an engine as processes: started by exec, spoken to over socket pairs, dead together.
+"""The ranks of an engine as processes, here and on other machines: spoken to, heard, dead together.
 
-Owns the processes, the host pool's memory and what they have reported. A rank that dies or hangs is
-RankDied for whoever waits; the ranks go when this process does. Decides nothing.
+Owns what they have reported. A rank that dies or hangs, or whose machine is gone, is RankDied for whoever
+waits; the ranks go when this process does. Decides nothing.
 """
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -18,25 +16,29 @@ from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import NoReturn
 
-from torch import Tensor
-
+from penstock.config.base import machine
 from penstock.config.base.errors import ConfigError
 from penstock.config.request.params import SamplingParams
 from penstock.config.settings.plain import to_plain
 from penstock.config.settings.tree import Config
-from penstock.core.plan import RequestId, StepPlan
+from penstock.core.plan import Group, RequestId, StepPlan
 from penstock.core.settings import CoreConfig
 from penstock.exec.load.layout import Caches
 from penstock.exec.pipeline import wire
-from penstock.exec.pipeline.lanes import INTERFACE
+from penstock.exec.pipeline.far import FarProcess, Node, NodeHost, NodePages, Nodes
+from penstock.exec.pipeline.local import LocalRanks
+from penstock.exec.pipeline.nodes import Pools as Room
+from penstock.exec.pipeline.nodes import ToAll
 from penstock.exec.rank import Report
 from penstock.exec.sampling.grammar import NO_TOKENIZER, BadGrammar, Vocabulary
 from penstock.exec.sampling.sampler import check_ids
-from penstock.memory.dram import mapped
-from penstock.memory.pool import BlockPool
+from penstock.exec.step.links import nodes_of
+from penstock.memory.storage import HostPages
+from penstock.transfer.pages import PageBytes, PoolPages
 
 LOADING_S = 60.0            # a rank that loads may be silent for so long at least: files may be slow
 STACK_S = 1.0               # what a rank that hangs has to print its stack
+LOOPBACK = "127.0.0.1"
 OVERLAPS = 8                # steps of the stage before that a step may overlap with
 
 
@@ -47,9 +49,10 @@ class RankDied(RuntimeError):
 class RankProcess:
     """`front.Ranked` over a socket. `began` and `ended` of its newest steps are kept for utilisation."""
 
-    def __init__(self, crew: Crew, index: int, sock: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, crew: Crew, index: int, channel: wire.Channel,
+                 process: subprocess.Popen[bytes] | FarProcess) -> None:
         self.index, self.process, self._crew = index, process, crew
-        self._channel = wire.Channel(sock)
+        self._channel = channel
         self._reports: SimpleQueue[wire.Reports] = SimpleQueue()
         self._answers: SimpleQueue[wire.FromRank | None] = SimpleQueue()
         self._counters: dict[str, float] = {}       # as it has last told
@@ -69,6 +72,10 @@ class RankProcess:
                     self._crew.tell()
                 case wire.Counters(values):
                     self._counters = values
+                case wire.Met():
+                    for other in self._crew.beside(self):
+                        with contextlib.suppress(RankDied):         # whoever waits for that one hears it
+                            other.send(wire.encode(message))
                 case _:
                     self._answers.put(message)
         self.died = True
@@ -89,7 +96,7 @@ class RankProcess:
 
     def start(self, plan: StepPlan) -> None:
         self.queued.append(time.monotonic())
-        self.send(self._crew.encoded(plan))
+        self._crew.hand(self, plan)
 
     def collect(self, *, block: bool) -> list[Report]:
         assert not block, "the crew waits for all ranks together"
@@ -135,33 +142,47 @@ class RankProcess:
 class Crew:
     """All ranks of an engine."""
 
-    def __init__(self, config: Config, num_layers: int, threads: int, wake: Callable[[], None]) -> None:
-        """Starts a process for each lane of each stage, which begins to load. wake: called in other threads
-        whenever a rank has reported or died. Of an engine of a pair this process sees device pools too."""
+    def __init__(self, config: Config, num_layers: int, own: Sequence[Caches], wake: Callable[[], None],
+                 log: Callable[[str], object] = print) -> None:
+        """Starts a process for each lane of each stage, which begins to load; on several machines once all
+        have come. own: what each has of the model's caches. wake: called in other threads whenever a rank has
+        reported or died. Raises ConfigError: a machine does not come, or is not of this engine."""
         self._wake, self._news_at = wake, 0.0
         self.news: SimpleQueue[None] = SimpleQueue()
         self.grammars = ""                          # what the last stage says of them
         self.vocab_size = 0                         # known before the first request
         self.timeout_s = config.device.rank_timeout_s
         self._encoded: tuple[StepPlan | None, bytes] = None, b""
-        # It has no name: it goes with the last process that has mapped it.
-        self._host_fd = os.memfd_create("penstock-host", os.MFD_CLOEXEC)
-        n, self._lanes = config.device.num_ranks, config.device.tp
-        self._device_fds = [os.memfd_create("penstock-device", os.MFD_CLOEXEC) for _ in range(n)
-                            if config.pair.disaggregation_mode]
+        self._lanes, self.own = config.device.tp, own
+        self.ranges = nodes_of(config)
         self.ranks: list[RankProcess] = []
-        with contextlib.ExitStack() as until_started:
-            for i, between in enumerate(_between(config.device.pp, config.device.tp, until_started)):
-                ours, theirs = socket.socketpair()
-                device = self._device_fds[i] if self._device_fds else -1
-                fds = [theirs.fileno(), self._host_fd, device, *between]
-                with theirs:
-                    process = subprocess.Popen(
-                        [sys.executable, "-P", "-m", "penstock.exec.pipeline.process", *map(str, fds)],
-                        pass_fds=[fd for fd in fds if fd >= 0], stdin=subprocess.DEVNULL,
-                        env={**os.environ, **INTERFACE})
-                self.ranks.append(RankProcess(self, i, ours, process))
-                self.ranks[-1].send(wire.encode(wire.Begin(to_plain(config), i, num_layers, threads)))
+        self._nodes = Nodes(config, self.ranges, log) if len(self.ranges) > 1 else None
+        self._local = LocalRanks(config, self.ranges[0])
+        for sock, process in zip(self._local.fronts, self._local.processes, strict=True):
+            self.ranks.append(RankProcess(self, len(self.ranks), wire.Channel(sock), process))
+        if self._nodes is not None:
+            try:
+                self._nodes.start(num_layers, self._local)
+            except BaseException:
+                self.close()
+                raise
+            for node in self._nodes.all:
+                for channel, far in zip(node.channels, node.processes, strict=True):
+                    self.ranks.append(RankProcess(self, len(self.ranks), channel, far))
+        for rank in self.ranks:
+            at = self._node(rank)
+            settings, cores, host = config, config.device.threads or machine.probe().cores, LOOPBACK
+            if at is not None:
+                settings, cores = at.settings, at.join.threads
+            if self._nodes is not None and len(self.ranges) > config.device.pp:
+                host = self._nodes.all[0].link.host if at is None else at.join.host
+            mine = next(ranks for ranks in self.ranges if rank.index in ranks)
+            rank.send(wire.encode(wire.Begin(to_plain(settings), rank.index, num_layers,
+                                             max(1, cores // len(mine)), host)))
+
+    def _node(self, rank: RankProcess) -> Node | None:
+        """The machine that it is on, if that is not this one."""
+        return None if rank.index in self.ranges[0] or self._nodes is None else self._nodes.of(rank.index)
 
     def loaded(self, want: dict[str, str]) -> list[wire.Loaded]:
         """Wait until every rank has its weights. Raises ConfigError: one is not of this engine; RankDied:
@@ -186,12 +207,12 @@ class Crew:
         for rank in self.ranks[-lanes:]:
             rank.send(wire.encode(words))
 
-    def pools(self, core: CoreConfig, host_bytes: int, device_bytes: Sequence[int]) -> None:
+    def pools(self, core: CoreConfig) -> None:
         """Every rank has pools of these sizes when this returns."""
-        if core.dram_pages:
-            os.ftruncate(self._host_fd, host_bytes)
-        for fd, size in zip(self._device_fds, device_bytes, strict=False):
-            os.ftruncate(fd, size)
+        self._local.make_room(core, self.own)
+        for node in () if self._nodes is None else self._nodes.all:
+            with contextlib.suppress(ConnectionError):          # its ranks are dead, as the next line finds
+                node.link.say(Room(core))
         for rank in self.ranks:
             rank.send(wire.encode(wire.Pools(core)))
         for rank in self.ranks:
@@ -209,19 +230,36 @@ class Crew:
             found.append(message)
         return found
 
-    def seen(self, core: CoreConfig, own: Sequence[Caches]) -> list[list[BlockPool]]:
-        """Of an engine of a pair the pools of each rank, over the memory that its rank has."""
-        found: list[list[BlockPool]] = []
-        for fd, caches in zip(self._device_fds, own, strict=False):
-            host = mapped(self._host_fd, caches.host_bytes(core)) if core.dram_pages else None
-            device, below = caches.pools(core, host_memory=host,
-                                         device_memory=mapped(fd, caches.nbytes(core.hbm_pages)))
-            found.append([*device, *below])
+    def seen(self, core: CoreConfig, whole: Caches) -> PageBytes:
+        """Pages of all ranks: on the host, and of an engine of a pair on their devices."""
+        local = PoolPages(self._local.seen(core, self.own[:len(self.ranges[0])]))
+        if self._nodes is None:
+            return local
+        return NodePages(whole, [(None, self.own[0]), *((node, self.own[node.mine.start])
+                                                        for node in self._nodes.all)], local)
+
+    def host_pages(self, core: CoreConfig, whole: Caches) -> Sequence[HostPages]:
+        """Whole pages of the host pool, by cache group; none without one."""
+        if not core.dram_pages:
+            return []
+        if self._nodes is None:
+            return whole.host_pools(core, self._local.host(whole.host_bytes(core)))
+        pages, found = self.seen(core, whole), []
+        for g, layout in enumerate(whole.layouts):
+            spans = {(own.origins[g][0] + own.parts[g].layer, own.layouts[g].num_layers) for own in self.own}
+            found.append(NodeHost(layout, Group(g), pages, [range(a, a + n) for a, n in sorted(spans) if n]))
         return found
 
-    def host(self, nbytes: int) -> Tensor:
-        """The host pool of all ranks, uint8 [nbytes], seen from this process."""
-        return mapped(self._host_fd, nbytes)
+    def hand(self, rank: RankProcess, plan: StepPlan) -> None:
+        """To a rank here, or once to all of another machine, with the first of them."""
+        at = self._node(rank)
+        if at is None:
+            rank.send(self.encoded(plan))
+        elif rank.index == at.mine.start:
+            try:
+                at.link.say(ToAll(self.encoded(plan)))
+            except ConnectionError:
+                self.fail(rank)
 
     def encoded(self, plan: StepPlan) -> bytes:
         """Encoded once, for whichever rank asks first."""
@@ -256,6 +294,11 @@ class Crew:
         names = ", ".join(str(rank.index) for rank in hung)
         raise RankDied(f"rank {names} hangs: no report for {silent_s:g} s") from None
 
+    def beside(self, rank: RankProcess) -> list[RankProcess]:
+        """The other lanes of its stage."""
+        first = rank.index // self._lanes * self._lanes
+        return [one for one in self.ranks[first:first + self._lanes] if one is not rank]
+
     def stage_of(self, rank: RankProcess) -> int:
         return rank.index // self._lanes
 
@@ -280,41 +323,19 @@ class Crew:
         """Raises RankDied, with what is known of its end."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             rank.process.wait(1.0)
+        at = self._node(rank)
+        where = "" if at is None else f" of node {at.join.node}, {at.link.peer}"
         code = rank.process.returncode
-        how = ("closed its connection" if code is None else
+        how = (f"is gone with its node: {at.lost}" if at is not None and at.lost and code is None else
+               "closed its connection" if code is None else
                f"was killed by signal {-code}" if code < 0 else f"exited with code {code}")
-        raise RankDied(f"rank {rank.index} (process {rank.process.pid}) {how}")
+        raise RankDied(f"rank {rank.index} (process {rank.process.pid}{where}) {how}")
 
-    def close(self) -> None:
-        """End every rank, and wait for it. Idempotent."""
-        for rank in self.ranks:
-            rank.process.kill()
-            rank.process.wait()
-        for fd in (*self._device_fds, *([self._host_fd] if self._host_fd >= 0 else [])):
-            os.close(fd)
-        self._host_fd, self._device_fds = -1, []
-
-
-def _between(stages: int, lanes: int, until: contextlib.ExitStack) -> list[list[int]]:
-    """For each rank its descriptors BEFORE, AFTER, TOKENS and LANES (`process.py`), open until then. A lane
-    hands its hidden states to the same lane of the next stage: all have the same."""
-    def pair() -> tuple[int, int]:
-        a, b = socket.socketpair()
-        until.enter_context(a)
-        until.enter_context(b)
-        return a.fileno(), b.fileno()
-
-    found = [[-1, -1, -1, -1] for _ in range(stages * lanes)]
-    for i in range((stages - 1) * lanes):
-        found[i][1], found[i + lanes][0] = pair()
-    for i in range(lanes if stages > 1 else 0):
-        found[i - lanes][2], found[i][2] = pair()
-    for first in range(0, len(found) if lanes > 1 else 0, lanes):
-        meeting = os.memfd_create("penstock-lanes", os.MFD_CLOEXEC)
-        until.callback(os.close, meeting)
-        for one in found[first:first + lanes]:
-            one[3] = meeting
-    return found
+    def close(self, *, asked: bool = False) -> None:
+        """End every rank, and wait for those here. asked: as the engine was asked to. Idempotent."""
+        if self._nodes is not None:
+            self._nodes.close(asked=asked)
+        self._local.close()
 
 
 def check_identity(index: int, have: dict[str, str], want: dict[str, str]) -> None:

@@ -1,14 +1,16 @@
-"""The lanes of a stage in processes of their own: sums and joins over gloo, on the loopback interface.
+"""The lanes of a stage in processes of their own: sums and joins over gloo, on the interface of one address.
 
-Owns the process group. A lane that is gone is a ConnectionError for the others, as any neighbour is.
+Owns the group of connections. A lane that is gone is a ConnectionError for the others, as any neighbour is.
 
     T tokens of the step   D model dim   B rows   V words
 """
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,35 +18,65 @@ from torch import Tensor
 
 from penstock.model.parts import Lane, even
 
-INTERFACE = {"GLOO_SOCKET_IFNAME": "lo"}        # for the environment of the ranks: nobody else connects
+
+class Meeting(dist.Store):  # type: ignore[misc, name-defined]
+    """Where the lanes of a stage find each other: what one sets is sent to the front, which tells the others.
+    So no port asks who comes, and no file is left."""
+
+    def __init__(self, tell: Callable[[str, bytes], None]) -> None:
+        super().__init__()
+        self._tell = tell
+        self._known: dict[str, bytes] = {}
+        self._news = threading.Condition()
+
+    def heard(self, key: str, value: bytes) -> None:
+        """Of another lane, in any thread."""
+        with self._news:
+            self._known[key] = value
+            self._news.notify_all()
+
+    def set(self, key: str, value: bytes) -> None:
+        self.heard(key, value)
+        self._tell(key, value)
+
+    def get(self, key: str) -> bytes:
+        with self._news:
+            return self._known[key]                     # it is asked for after a `wait`
+
+    def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
+        with self._news:
+            if not self._news.wait_for(lambda: all(key in self._known for key in keys),
+                                       timeout.total_seconds()):
+                raise RuntimeError(f"Timed out: no other lane has come in {timeout.total_seconds():g} s")
 
 
 class GlooLanes:
     """`model.base.Lanes`."""
 
-    def __init__(self, meeting: int, lane: Lane, timeout_s: float) -> None:
-        """meeting: descriptor of memory of the lanes of this stage alone, where they meet; returns when
-        all have. timeout_s: of one call."""
+    def __init__(self, meeting: Meeting, lane: Lane, timeout_s: float, host: str) -> None:
+        """host: the address of this machine on which the other lanes connect; returns when all have.
+        timeout_s: of one call."""
         self._lane, self._timeout_s = lane, timeout_s
-        # Its name in /proc is good for who has the descriptor: no file is left, no port asks who comes.
-        met = dist.FileStore(f"/proc/self/fd/{meeting}", lane.size)  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=met, rank=lane.index, world_size=lane.size,
-                                timeout=timedelta(seconds=timeout_s))
+        gloo: Any = dist.ProcessGroupGloo           # its stubs have no members
+        options = gloo._Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        options._devices = [gloo.create_device(hostname=host)]
+        self._group = gloo(meeting, lane.index, lane.size, options)
 
     def add(self, x_TD: Tensor) -> None:
-        self._call(dist.all_reduce, x_TD)
+        self._call(lambda: self._group.allreduce([x_TD]))
 
     def join(self, x_BV: Tensor, num: int) -> Tensor:
         shares = even(num, self._lane.size)
         padded_BV = x_BV.new_zeros(len(x_BV), shares[0])        # the first has the most
         padded_BV[:, :x_BV.shape[1]] = x_BV
         found = [torch.empty_like(padded_BV) for _ in shares]
-        self._call(dist.all_gather, found, padded_BV)
+        self._call(lambda: self._group.allgather([found], [padded_BV]))
         return torch.cat([part[:, :share] for part, share in zip(found, shares, strict=True)], 1)
 
-    def _call(self, what: Callable[..., object], *tensors: object) -> None:
+    def _call(self, begin: Callable[[], Any]) -> None:
         try:
-            what(*tensors)
+            begin().wait()
         except RuntimeError as e:
             if "Timed out" in str(e):
                 print(f"lane {self._lane.index} has waited {self._timeout_s:g} s for another of its stage",

@@ -1,10 +1,9 @@
-"""One rank in a process: `... -m penstock.exec.pipeline.process FRONT HOST DEVICE BEFORE AFTER TOKENS LANES`.
+"""One rank in a process: `... -m penstock.exec.pipeline.process FRONT HOST DEVICE BEFORE AFTER TOKENS`.
 
 The arguments are descriptors: the socket to the front, the memory of the host pool (-1: none), that of the
 device pools where the front must see them (-1: it need not), the
 sockets from the stage before and to the one after (-1: none), and the way of sampled tokens, which leads
-from the last stage to the first (-1 between them), and the memory in which the lanes of its stage meet (-1:
-there is one). Loads its part, then does what the front says, until
+from the last stage to the first (-1 between them). Loads its part, then does what the front says, until
 the front is gone: it has no life of its own. Exit codes: 0 orphaned, 2 configuration, 70 our bug.
 """
 from __future__ import annotations
@@ -23,6 +22,7 @@ from typing import NoReturn
 
 import torch
 
+from penstock.config.base import machine
 from penstock.config.base.errors import ConfigError
 from penstock.config.settings.plain import from_plain
 from penstock.core.plan import Moved
@@ -32,12 +32,12 @@ from penstock.exec.load.layout import caches_of, stage_shapes
 from penstock.exec.load.sizing import groups_of
 from penstock.exec.load.weights import identity_of, load
 from penstock.exec.pipeline import wire
-from penstock.exec.pipeline.lanes import GlooLanes
+from penstock.exec.pipeline.lanes import GlooLanes, Meeting
 from penstock.exec.pipeline.sockets import PutBoundary, PutSampled, Taker, boundaries, sampled
 from penstock.exec.rank import Rank, Report, Stepped
 from penstock.exec.sampling.grammar import BadGrammar, Grammars, Vocabulary
 from penstock.exec.start.workspace import Gauge
-from penstock.exec.step.links import Links, of_config
+from penstock.exec.step.links import Links, nodes_of, of_config
 from penstock.memory.dram import mapped
 from penstock.memory.pinned import NotPinned
 
@@ -52,6 +52,7 @@ class Process:
         self._front = wire.Channel(socket.socket(fileno=fds[0]))
         self._fds = fds
         self._inbox: SimpleQueue[wire.ToRank | None] = SimpleQueue()
+        self._meeting = Meeting(lambda key, value: self.send(wire.Met(key, value)))
         self._rank: Rank | None = None
         self._grammars: Grammars | None = None
         self._queued = 0                        # plans that have not run
@@ -61,7 +62,11 @@ class Process:
 
     def _listen(self) -> None:
         while (body := self._front.receive()) is not None:
-            self._inbox.put(wire.decode_to_rank(body))
+            message = wire.decode_to_rank(body)
+            if isinstance(message, wire.Met):
+                self._meeting.heard(message.key, message.value)
+            else:
+                self._inbox.put(message)
         os._exit(0)                             # the front is gone, and what it wanted with it
 
     def send(self, message: wire.FromRank) -> None:
@@ -76,17 +81,20 @@ class Process:
         assert isinstance(begin, wire.Begin)
         self._index = begin.index
         config = self._config = from_plain(begin.config)
-        stage = of_config(config, begin.num_layers)[begin.index]
+        parts = of_config(config, begin.num_layers)
+        stage = parts[begin.index]
+        node = next(ranks for ranks in nodes_of(config) if begin.index in ranks)
         torch.set_num_threads(1)
-        _, _, _, before, after, tokens, meeting = self._fds
-        lanes = None if meeting < 0 else GlooLanes(meeting, stage.lane, config.device.rank_timeout_s)
+        _, _, _, before, after, tokens = self._fds
+        lanes = None if stage.lane.size == 1 else GlooLanes(
+            self._meeting, stage.lane, config.device.rank_timeout_s, begin.host)
         self._loaded = load(config, stage, self._log, lanes)
         torch.set_num_threads(begin.threads)
         dtype = self._loaded.dtype
         self._selection = selection_for(config, self._loaded.whole)
         whole = groups_of(self._loaded.whole, self._selection)
         self._caches = caches_of(whole, config.kv.page_size, dtype)
-        self._own = self._caches.stage(stage, whole)
+        self._own = self._caches.stage(stage, whole, [parts[i] for i in node])
         self._groups = stage_shapes(whole, stage)
         self._device = config.device.device
         self._before = None if before < 0 else Taker(boundaries(_channel(before), dtype, self._device))
@@ -98,7 +106,7 @@ class Process:
         if self._device == "cuda":
             self._gauge = Gauge()
         self.send(wire.Loaded(identity_of(self._loaded, config, self._caches), self._loaded.bytes,
-                              self._loaded.peak))
+                              self._loaded.peak, machine.probe().memory_available))
 
     def _log(self, line: object) -> None:
         print(f"rank {self._index}: {line}", file=sys.stderr, flush=True)
@@ -106,7 +114,7 @@ class Process:
 
     def _pools(self, core: CoreConfig) -> None:
         self._drop()
-        host = mapped(self._fds[1], self._caches.host_bytes(core)) if core.dram_pages else None
+        host = mapped(self._fds[1], self._own.host_bytes(core)) if core.dram_pages else None
         device = mapped(self._fds[2], self._own.nbytes(core.hbm_pages)) if self._fds[2] >= 0 else None
         seed = self._config.model.seed or 0
         self._rank = Rank(

@@ -6,6 +6,7 @@ hold. Plans are the core's own types. No pickle in any form.
 from __future__ import annotations
 
 import socket
+import threading
 
 import msgspec
 
@@ -22,12 +23,21 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 # ---------------------------------------------------------------- front -> rank
 class Begin(_Message, frozen=True):
-    """First message: load what rank `index` of a model of so many layers has."""
+    """First message: load what rank `index` of a model of so many layers has. `host`: the address of this
+    machine on which other lanes of its stage reach it."""
 
     config: Plain
     index: int
     num_layers: int
     threads: int
+    host: str
+
+
+class Met(_Message, frozen=True):
+    """Of `lanes.Meeting`: from a lane to the front, and on to the others of its stage."""
+
+    key: str
+    value: bytes
 
 
 class Pools(_Message, frozen=True):
@@ -75,7 +85,7 @@ class Plan(_Message, frozen=True):
     plan: StepPlan
 
 
-ToRank = Begin | Pools | Words | Measure | Open | Close | Given | Plan
+ToRank = Begin | Met | Pools | Words | Measure | Open | Close | Given | Plan
 
 
 # ---------------------------------------------------------------- rank -> front
@@ -84,11 +94,13 @@ class Loading(_Message, frozen=True):
 
 
 class Loaded(_Message, frozen=True):
-    """The stage has its weights. `identity`: what must be the same on every rank, by name."""
+    """The stage has its weights. `identity`: what must be the same on every rank, by name; `free_bytes`: of
+    its machine's memory, now."""
 
     identity: dict[str, str]
     weight_bytes: int
     peak_bytes: int
+    free_bytes: int
 
 
 class Refused(_Message, frozen=True):
@@ -128,7 +140,7 @@ class Counters(_Message, frozen=True):
     values: dict[str, float]
 
 
-FromRank = Loading | Loaded | Refused | Ready | Memory | Reports | Counters
+FromRank = Met | Loading | Loaded | Refused | Ready | Memory | Reports | Counters
 
 _ENCODER = msgspec.msgpack.Encoder()
 _TO = msgspec.msgpack.Decoder(ToRank)
@@ -152,14 +164,16 @@ def decode_from_rank(body: bytes) -> FromRank:
 
 
 class Channel:
-    """One end of a socket pair: one thread sends, one receives, both waiting in the kernel."""
+    """One end of a socket pair: any thread sends, one receives, all waiting in the kernel."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket, self._in = sock, sock.makefile("rb")
+        self._sending = threading.Lock()
 
     def send(self, frame: bytes | memoryview) -> None:
         """Raises ConnectionError when the other end is gone."""
-        self._socket.sendall(frame)
+        with self._sending:
+            self._socket.sendall(frame)
 
     def read(self, nbytes: int) -> bytearray | None:
         """So many bytes; None when the other end is gone."""

@@ -20,7 +20,7 @@ from penstock.exec.front import Front
 from penstock.exec.graphs.capture import buckets_of
 from penstock.exec.load.backends import parts_of, selection_for, selector_of
 from penstock.exec.load.layout import Caches, caches_of
-from penstock.exec.load.sizing import DeviceMemory, Sizes, groups_of, show_size, size_pools
+from penstock.exec.load.sizing import DeviceMemory, Room, Sizes, groups_of, show_size, size_pools
 from penstock.exec.load.weights import Loaded, identity_of, kept_as, load, outline, show_dtype
 from penstock.exec.pipeline.crew import Crew
 from penstock.exec.rank import Rank
@@ -28,16 +28,18 @@ from penstock.exec.sampling.grammar import Grammars, Vocabulary, switched_off
 from penstock.exec.start.prove import prove, prove_front, scratch
 from penstock.exec.start.store import open_storage, storage_info
 from penstock.exec.start.workspace import beyond, device_memory, largest_step, one_page
-from penstock.exec.step.links import of_config
+from penstock.exec.step.links import nodes_of, of_config
 from penstock.exec.waker import Waker
 from penstock.kernels.c.build import triton_runs
 from penstock.kernels.op import Unusable
 from penstock.kernels.platform import KernelError, probe
 from penstock.memory.lateness import Lateness
 from penstock.memory.pinned import NotPinned
-from penstock.memory.pool import BlockPool, PageLayout
+from penstock.memory.pool import PageLayout
+from penstock.memory.storage import HostPages
 from penstock.model.weights.checkpoint import weights_digest
 from penstock.model.weights.locate import locate
+from penstock.transfer.pages import PageBytes, PoolPages
 
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "head_dim")
 Info = dict[str, str | int | float | bool | None]
@@ -54,7 +56,8 @@ class Built:
     selection: Selection | None
     info: Info
     wakes: Waker                    # readable when `executor` has something to tell that no call waits for
-    pools: Sequence[Sequence[BlockPool]]        # of each rank, as far as they are in this process
+    pages: PageBytes                # of all ranks, as far as they are on the host or of an engine of a pair
+    stages: Sequence[Sequence[int]]             # by cache group: layers of each stage
     caches: Caches                  # of the whole model
     identity: dict[str, str]        # what another engine must have in common to read its KV, in words
     crew: Crew | None = None        # the ranks, where they are processes
@@ -96,7 +99,7 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
         "page_bytes": caches.page_bytes,
         "kv_bytes_per_token": caches.page_bytes // core_config.page_size,
         "hbm_pages": core_config.hbm_pages, "hbm_bytes": caches.nbytes(core_config.hbm_pages),
-        "dram_pages": core_config.dram_pages, "dram_bytes": caches.host_bytes(core_config),
+        "dram_pages": core_config.dram_pages, "dram_bytes": parts.dram_bytes,
         **_sparse_info(selection, caches, parts.sizes),
         "max_num_seqs": core_config.rows, "step_tokens": core_config.step_tokens,
         "seed": config.model.seed or 0, "overlap": core_config.overlap,
@@ -107,7 +110,7 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
     }
     tokens, host = (n * core_config.page_size for n in (core_config.hbm_pages, core_config.dram_pages))
     log(f"kv: {tokens:,} tokens on the device ({show_size(caches.nbytes(core_config.hbm_pages))}), {host:,} "
-        f"in host memory ({show_size(caches.host_bytes(core_config))}), in pages of {core_config.page_size}; "
+        f"in host memory ({show_size(parts.dram_bytes)}), in pages of {core_config.page_size}; "
         f"the device holds {tokens / core_config.max_len:.1f} requests of the context of "
         f"{core_config.max_len:,}")
     caches.tell(log)
@@ -126,8 +129,7 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
             f"{core_config.rows}: the youngest requests wait while older ones decode")
     return Built(executor=parts.front, core_config=core_config, vocab_size=model.vocab_size,
                  max_model_len=core_config.max_len, selection=selection, info=info, wakes=wakes,
-                 pools=parts.pools, caches=caches,
-                 identity=identity, crew=parts.crew)
+                 pages=parts.pages, stages=parts.stages, caches=caches, identity=identity, crew=parts.crew)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,8 +143,10 @@ class _Parts:
     selection: Selection | None
     threads: int
     info: Info
-    pools: Sequence[Sequence[BlockPool]]
-    host: Sequence[BlockPool]           # of whole pages
+    pages: PageBytes
+    stages: Sequence[Sequence[int]]
+    host: Sequence[HostPages]           # whole ones
+    dram_bytes: int                     # of the host pools, of all machines
     crew: Crew | None = None
 
 
@@ -206,7 +210,9 @@ def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None
         raise ConfigError(f"{why}: give less with --dram-bytes, or 0 for no host tier") from None
     info["grammar_backend"] = grammars.info
     return _Parts(front=Front([rank]), loaded=loaded, caches=caches, sizes=sizes, selection=selection,
-                  threads=threads, info=info, pools=[[*hbm, *dram]], host=dram)
+                  threads=threads, info=info, pages=PoolPages([[*hbm, *dram]]),
+                  stages=[[layout.num_layers] for layout in caches.layouts], host=dram,
+                  dram_bytes=caches.host_bytes(core))
 
 
 def _check_gpu() -> None:
@@ -248,7 +254,7 @@ def _measure_several(config: Config, crew: Crew, loaded: Loaded, caches: Caches,
     """As `_measure`, of all stages together: what one takes at most another may take at the same time."""
     longest, ranks = _longest(config, caches, loaded.whole.max_position), config.device.pp
     core = replace(one_page(caches, config.schedule.max_num_seqs, longest), pp_size=ranks)
-    crew.pools(core, 0, [])
+    crew.pools(core)
     largest_step(Front(crew.ranks, crew.wait), core, config.schedule.step_tokens)
     told = crew.measured()
     gpu = DeviceMemory(total=told[0].total, free=told[-1].free,
@@ -268,10 +274,9 @@ def _several(config: Config, log: Callable[[str], object], wakes: Waker,
              vocabulary: Callable[[], Vocabulary | None]) -> _Parts:
     """Pipeline stages and their lanes, each in a process of its own; this one plans for them. Stages on a GPU
     share it."""
-    ranks, lanes, device = config.device.num_ranks, config.device.tp, config.device.device
+    lanes, device = config.device.tp, config.device.device
     if device == "cuda":
         _check_gpu()
-    threads = max(1, (config.device.threads or machine.probe().cores) // ranks)
     loaded = outline(config, log)
     selection = selection_for(config, loaded.whole)
     num_layers = int(loaded.whole.stage.end)
@@ -279,23 +284,27 @@ def _several(config: Config, log: Callable[[str], object], wakes: Waker,
     layers = [stage.end - stage.first for stage in stages]
     groups = groups_of(loaded.whole, selection)
     caches = caches_of(groups, config.kv.page_size, loaded.dtype)
-    crew = Crew(config, num_layers, threads, wakes.wake)
+    nodes = nodes_of(config)
+    threads = max(1, (config.device.threads or machine.probe().cores) // len(nodes[0]))
+    own = [caches.stage(stages[i], groups, [stages[j] for j in node]) for node in nodes for i in node]
+    crew = Crew(config, num_layers, own, wakes.wake, log)
     crew.vocab_size = loaded.whole.vocab_size
     try:
         told = crew.loaded(identity_of(loaded, config, caches))
-        own = [caches.stage(stage, groups) for stage in stages]
         widest = max(own, key=lambda c: c.slabs.slab_bytes)
         gpu, info = (_measure_several(config, crew, loaded, caches, log) if device == "cuda" else
                      (None, {}))
-        sizes = size_pools(config, widest, loaded.whole.max_position, machine.probe().memory_available,
+        rooms = [Room(machine.probe().memory_available if not n else min(told[i].free_bytes for i in node),
+                      len(node), own[node.start].host) for n, node in enumerate(nodes)]
+        sizes = size_pools(config, widest, loaded.whole.max_position, rooms,
                            budget=selection.budget if selection else 0, gpu=gpu)
         core = sizes.core
         selector = selector_of(selection, core.hot_pages, loaded.backends)
         crew.vocabulary(vocabulary, lanes)
         trial = replace(scratch(caches, selector), pp_size=config.device.pp)
-        crew.pools(trial, caches.host_bytes(trial), [one.nbytes(trial.hbm_pages) for one in own])
+        crew.pools(trial)
         prove_front(Front(crew.ranks, crew.wait, lanes=lanes), trial, loaded.whole.max_position, selector)
-        crew.pools(core, caches.host_bytes(core), [one.nbytes(core.hbm_pages) for one in own])
+        crew.pools(core)
     except BaseException:
         crew.close()
         raise
@@ -311,10 +320,13 @@ def _several(config: Config, log: Callable[[str], object], wakes: Waker,
             f"({show_size(given - used)} unused, as the widest rank has no more pages), {threads} threads")
     loaded = replace(loaded, bytes=sum(one.weight_bytes for one in told),
                      peak=max(one.peak_bytes for one in told))
+    pages, dram = crew.seen(core, caches), [own[node.start].host_bytes(core) for node in nodes]
+    if len(nodes) > 1:
+        info |= {"nnodes": len(nodes), **{f"node_{n}_dram_bytes": size for n, size in enumerate(dram)}}
     return _Parts(front=Front(crew.ranks, crew.wait, lanes=lanes), loaded=loaded, caches=caches, sizes=sizes,
-                  selection=selection, threads=threads, info=info, pools=crew.seen(core, own),
-                  host=caches.host_pools(core, crew.host(caches.host_bytes(core))) if core.dram_pages else [],
-                  crew=crew)
+                  selection=selection, threads=threads, info=info, pages=pages,
+                  stages=[[one.layouts[g].num_layers for one in own[::lanes]] for g in range(len(groups))],
+                  host=crew.host_pages(core, caches), dram_bytes=sum(dram), crew=crew)
 
 
 def _sparse_info(selection: Selection | None, caches: Caches, sizes: Sizes) -> Info:

@@ -11,8 +11,7 @@ from penstock.config.base.storage_url import StorageUrl, check_installed, parse_
 from penstock.config.settings.tree import KVConfig
 from penstock.exec.load.layout import Caches
 from penstock.exec.load.sizing import show_size
-from penstock.memory.pool import BlockPool
-from penstock.memory.storage import Storage
+from penstock.memory.storage import HostPages, Storage
 from penstock.memory.stores.files import Files, open_root
 from penstock.memory.stores.objects import FORMAT, Store
 from penstock.memory.stores.secret import default_key, secret_of
@@ -40,7 +39,7 @@ def _url(kv: KVConfig) -> StorageUrl:
     return url
 
 
-def open_storage(kv: KVConfig, identity: Mapping[str, str], caches: Caches, pools: Sequence[BlockPool],
+def open_storage(kv: KVConfig, identity: Mapping[str, str], caches: Caches, pools: Sequence[HostPages],
                  wake: Callable[[], None], log: Callable[[str], object]) -> tuple[Storage, bytes]:
     """The storage, and `CoreConfig.store_root`. identity: what engines must have in common to read each
     other's KV, in words. pools: whole host pages by cache group. Raises ConfigError."""

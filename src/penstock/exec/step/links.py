@@ -63,6 +63,17 @@ def of_config(config: Config, num_layers: int) -> list[Stage]:
     return [replace(stage, lane=lane) for stage in split(layers) for lane in lanes]
 
 
+def nodes_of(config: Config) -> list[range]:
+    """The ranks of each machine, of a config that `check` has taken: whole stages, or lanes of one stage."""
+    device, nodes = config.device, config.nodes.num
+    if nodes <= device.pp:
+        sizes = [n * device.tp for n in even(device.pp, nodes)]
+    else:
+        sizes = even(device.tp, nodes // device.pp) * device.pp
+    ends = [sum(sizes[:i + 1]) for i in range(nodes)]
+    return [range(end - n, end) for end, n in zip(ends, sizes, strict=True)]
+
+
 MOST_AWAITED = 128          # steps: more than plans can be in flight (64 stages and the one ahead)
 
 

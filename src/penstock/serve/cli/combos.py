@@ -55,6 +55,8 @@ def options(cell: Cell) -> dict[str, object]:
         asked["pp"] = 2
     if cell.across == "tp":
         asked["tp"] = 2
+    if cell.across == "nodes":
+        asked |= {"pp": 2, "tp": 2, "nnodes": 2, "dist_init_addr": "127.0.0.1:20000"}
     if cell.across in ("pair", "both"):
         asked |= {"prefill": 1, "decode": 1}
     return asked
@@ -117,6 +119,8 @@ _VIEW: tuple[tuple[str, tuple[Proof, ...]], ...] = (
     ("lanes (`--tp`), experts in columns or ranges", (
         Proof("", "ordinary experts latent", across="tp"),
         Proof("", "selecting experts latent", "hosted", across="tp"))),
+    ("several machines (`--nnodes`)", (Proof("", "ordinary latent", across="nodes"),
+                                       Proof("", "selecting experts latent", "hosted", across="nodes"))),
     ("prefill/decode pair", (Proof("", "ordinary", across="pair"),
                              Proof("", "selecting", "hosted", across="pair"))),
     ("bfloat16; fp8 in blocks", (Proof("", "ordinary", weights="bfloat16 fp8"),)),

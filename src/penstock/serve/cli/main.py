@@ -96,7 +96,7 @@ def _dispatch(words: list[str]) -> int:
 def _run(name: str, command: Command, words: list[str]) -> int:
     from penstock.config.base.machine import limit_libraries, probe
     from penstock.config.settings.cli import Parser, add_flags, config_from, flags, prepare
-    from penstock.config.settings.resolve import lines, resolve
+    from penstock.config.settings.resolve import lines, of_torchrun, resolve
     from penstock.config.settings.tree import SERVE_ONLY
 
     parser = Parser(prog=f"penstock {name}", description=command.help)
@@ -112,7 +112,8 @@ def _run(name: str, command: Command, words: list[str]) -> int:
     args.command = name
     config = None
     if command.model == "needed" or getattr(args, "model", None):
-        config = resolve(config_from(args), probe())
+        raw = config_from(args)
+        config = resolve(of_torchrun(raw) if command.serves else raw, probe())
         limit_libraries(config.device.cpu_isa)
         if args.print_config:
             print("\n".join(lines(config, without=without)))

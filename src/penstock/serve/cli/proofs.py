@@ -16,7 +16,7 @@ DIMENSIONS: dict[str, dict[str, str]] = {
     "place": {"resident": "device", "hosted": "host memory"},          # where decode reads KV from
     "feature": {"plain": "-", "tier": "host tier", "cache": "prefix cache", "paused": "pages paused",
                 "stored": "storage in files"},
-    "across": {"one": "one process", "pp": "`--pp`", "tp": "`--tp`", "pair": "a pair",
+    "across": {"one": "one process", "pp": "`--pp`", "tp": "`--tp`", "nodes": "`--nnodes`", "pair": "a pair",
                "both": "a pair of `--pp`"},
     "device": {"cpu": "CPU", "gpu": "GPU"},
     "weights": {"float32": "float32", "bfloat16": "bfloat16", "fp8": "fp8 in blocks", "gguf": "GGUF",
@@ -144,6 +144,11 @@ PROOFS: tuple[Proof, ...] = (
     Proof(_LANES + "codes_of_a_gguf_file", "ordinary", feature="plain tier cache paused", across="tp",
           weights="packed"),
     Proof(_STORAGE + "pages_of_any_ranks_are_read_by_any_other", "ordinary", feature="stored", across="tp"),
+    # Several machines.
+    Proof(_LANES + "several_machines_say_what_one_rank_says", "ordinary latent", "resident",
+          "plain tier cache paused", "nodes"),
+    Proof(_LANES + "several_machines_say_what_one_rank_says", "selecting experts latent", "hosted",
+          "plain tier cache paused", "nodes"),
     # Pairs.
     Proof(_EXPERTS + "a_pair", "experts", feature="plain cache", across="pair"),
     Proof(_EXPERTS + "a_pair", "experts", "hosted", "plain tier cache", "pair"),

@@ -219,14 +219,14 @@ def main(argv: list[str]) -> NoReturn:
             _end_ranks(engine)
             os._exit(EXIT_BUG)
     event_log.close()
-    _end_ranks(engine)
+    _end_ranks(engine, asked=True)
     os._exit(0)                                     # no thread of ours has anything to save
 
 
-def _end_ranks(engine: Engine) -> None:
+def _end_ranks(engine: Engine, *, asked: bool = False) -> None:
     """A rank that hangs does not see that its socket has closed."""
     if engine.crew is not None:
-        engine.crew.close()
+        engine.crew.close(asked=asked)
 
 
 if __name__ == "__main__":

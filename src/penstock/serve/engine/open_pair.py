@@ -14,7 +14,6 @@ from penstock.serve.engine.paired import Peers
 from penstock.serve.engine.peer import Peer
 from penstock.transfer.facts import Facts, Info, group_facts
 from penstock.transfer.link import PairLink
-from penstock.transfer.pages import PoolPages
 from penstock.transfer.streams import LinkSettings, read_certificate
 
 TOLD = ("model", "dtype", "page_size", "hbm_bytes", "dram_bytes", "max_model_len", "max_num_seqs",
@@ -52,7 +51,7 @@ def open_peers(config: Config, built: Built) -> Peers | None:
     links: list[PairLink] = []
     for settings in reversed(links_of(config)):         # the first of those that listen has all others beside
         beside = links if settings.listens else []
-        links = [PairLink(settings, facts_of(settings.role, built), PoolPages(built.pools), built.wakes.wake,
+        links = [PairLink(settings, facts_of(settings.role, built), built.pages, built.wakes.wake,
                           beside=beside), *links]
     if not links:
         return None
@@ -65,11 +64,8 @@ def open_peers(config: Config, built: Built) -> Peers | None:
 
 def facts_of(role: str, built: Built) -> Facts:
     """What is said of this engine before anything else."""
-    first_lanes = built.pools[::int(built.info.get("tp") or 1)]
-    stages = [[next((pool.layout.num_layers for pool in pools if pool.group == g), 0)
-               for pools in first_lanes] for g in range(len(built.caches.groups))]
     info: Info = {"pid": os.getpid(), **{name: built.info[name] for name in TOLD if name in built.info}}
     return Facts(role=role, must=built.identity,
                  groups=[group_facts(group.name, layout)
                          for group, layout in zip(built.caches.groups, built.caches.layouts, strict=True)],
-                 stages=stages, info=info)
+                 stages=[list(layers) for layers in built.stages], info=info)

@@ -55,6 +55,9 @@ def run(config: Config | None, args: argparse.Namespace) -> int:
     if config.server.log_level != "debug":
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    if config.nodes.rank:
+        from penstock.exec.pipeline.agent import run_agent  # imports torch, which this process does not
+        return run_agent(config)
     tls = tls_of(config.server)
     secret = _secret(config.kv)
     keys = load_keys(config.server, secret)

@@ -1,0 +1,185 @@
+"""The agent of a node that is not the first: it owns that machine's ranks and their host pool, and says on.
+
+It comes to node 0, starts what that says, carries bytes between it and the ranks, and is gone with either of
+them. Decides nothing.
+"""
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from penstock.config.base import machine
+from penstock.config.base.errors import ConfigError
+from penstock.config.base.version import version
+from penstock.config.settings.plain import from_plain, to_plain
+from penstock.config.settings.tree import Config
+from penstock.core.plan import Group, Tier
+from penstock.exec.load.backends import selection_for
+from penstock.exec.load.layout import Caches, caches_of
+from penstock.exec.load.sizing import groups_of
+from penstock.exec.load.weights import outline
+from penstock.exec.pipeline import nodes
+from penstock.exec.pipeline.local import LocalRanks
+from penstock.exec.pipeline.nodes import FRONT, NodeLink, Stranger
+from penstock.exec.step.links import nodes_of, of_config
+from penstock.transfer.layout import Piece
+from penstock.transfer.pages import PoolPages
+from penstock.transfer.streams import dial
+
+EXIT_GONE = 1
+DIAL_S = 0.5                    # between two tries
+
+
+class Agent:
+    """Of one node, from its first word to node 0 to the end of both."""
+
+    def __init__(self, config: Config, log: Callable[[str], None]) -> None:
+        self._config, self._log = config, log
+        self._settings = nodes.settings_of(config)
+        self._link: NodeLink | None = None
+        self._ranks: LocalRanks | None = None
+        self._own: list[Caches] = []
+        self._pages = PoolPages([])
+        self._asked = False
+
+    def run(self) -> int:
+        """The exit code: 0 as node 0 was asked to end, EXIT_GONE without it. Raises ConfigError: node 0 is
+        not there or refuses, or this end's settings are wrong."""
+        link = self._link = self._come()
+        start = self._greet(link)
+        config = from_plain(start.config)
+        mine = nodes_of(config)[self._config.nodes.rank]
+        parts = of_config(config, start.num_layers)
+        loaded = outline(config, lambda _: None)
+        groups = groups_of(loaded.whole, selection_for(config, loaded.whole))
+        whole = caches_of(groups, config.kv.page_size, loaded.dtype)
+        node = [parts[i] for i in mine]
+        self._own = [whole.stage(part, groups, node) for part in node]
+        ranks = self._ranks = LocalRanks(config, mine)
+        try:
+            link.say(nodes.Started([process.pid for process in ranks.processes]))
+            for i, sock in zip(mine, ranks.fronts, strict=True):
+                self._spawn(self._of_rank, i, sock)
+            for (i, slot), sock in ranks.outside.items():
+                self._spawn(nodes.pump, sock, link, i * 4 + slot)
+            why = link.run(self._handle)
+        except ConnectionError as e:
+            why = str(e)
+        finally:
+            ranks.close()
+        if self._asked:
+            return 0
+        self._log(f"node 0 ({link.peer}) is gone: {why}")
+        return EXIT_GONE
+
+    def _come(self) -> NodeLink:
+        """Node 0 may start later than this one."""
+        until, told = time.monotonic() + self._config.device.rank_timeout_s, ""
+        while True:
+            try:
+                return NodeLink(dial(self._settings), self._settings)
+            except Stranger as e:
+                why = f"node 0 at {self._settings.address}: {e}"
+            except (OSError, UnicodeError) as e:
+                why = f"no node 0 at {self._settings.address}: {e}"
+            if why != told:
+                self._log(why)
+                told = why
+            if time.monotonic() > until:
+                raise ConfigError(f"{why}; nothing better in {self._config.device.rank_timeout_s:g} s: start "
+                                  "node 0, and give the same --dist-init-addr and key")
+            time.sleep(DIAL_S)
+
+    def _greet(self, link: NodeLink) -> nodes.Start:
+        threads = self._config.device.threads or machine.probe().cores
+        try:
+            link.say(nodes.Join(version(), self._config.nodes.rank, to_plain(self._config), threads,
+                                link.host))
+            link.patient(self._config.device.rank_timeout_s)        # until the others have come
+            answer = link.next()
+        except ConnectionError as e:
+            raise ConfigError(f"node 0 at {self._settings.address} did not take this one: {e}; is "
+                              "--node-key-file the same there?") from None
+        if isinstance(answer, nodes.Refuse):
+            raise ConfigError(answer.why)
+        assert isinstance(answer, nodes.Start)
+        link.live()
+        self._log(f"node {self._config.nodes.rank}: part of the engine at {self._settings.address}")
+        return answer
+
+    def _spawn(self, body: Callable[..., None], *args: object) -> None:
+        threading.Thread(target=body, args=args, daemon=True, name=f"penstock{body.__name__}").start()
+
+    def _of_rank(self, rank: int, sock: socket.socket) -> None:
+        """What it says, and then how it has ended."""
+        assert self._link is not None and self._ranks is not None
+        nodes.pump(sock, self._link, rank * 4 + FRONT)
+        code = self._ranks.processes[rank - self._ranks.mine.start].wait()
+        try:
+            self._link.say(nodes.Exited(rank, code))
+        except ConnectionError:
+            pass                                        # `run` hears of it
+
+    def _handle(self, message: Any) -> None:
+        ranks, link = self._ranks, self._link
+        assert ranks is not None and link is not None
+        match message:
+            case nodes.Data(channel, body):
+                rank, slot = divmod(channel, 4)
+                _give(ranks.fronts[rank - ranks.mine.start] if slot == FRONT else ranks.outside[rank, slot],
+                      body)
+            case nodes.ToAll(body):
+                for sock in ranks.fronts:
+                    _give(sock, body)
+            case nodes.Pools(core):
+                ranks.make_room(core, self._own)
+                self._pages = PoolPages(ranks.seen(core, self._own))
+            case nodes.Stack(rank):
+                ranks.processes[rank - ranks.mine.start].send_signal(signal.SIGUSR2)
+            case nodes.Read(number, tier, group, page, piece, offset):
+                found = bytearray(self._size(group, Piece(*piece)))
+                self._pages.read(Tier(tier), Group(group), page, Piece(*piece), offset, memoryview(found))
+                link.say(nodes.Bytes(number, bytes(found)))
+            case nodes.Write(number, tier, group, page, piece, offset, body):
+                self._pages.write(Tier(tier), Group(group), page, Piece(*piece), offset, memoryview(body))
+                link.say(nodes.Bytes(number))
+            case nodes.Bye():
+                self._asked = True
+            case _:
+                raise AssertionError(f"{type(message).__name__} to an agent that runs")
+
+    def _size(self, group: int, piece: Piece) -> int:
+        """Bytes of all heads that this node has."""
+        whole = self._own[0].parts[group].whole
+        return (piece.layers * piece.units * whole.unit_bytes // max(1, whole.num_layers))
+
+
+def _give(sock: socket.socket, body: bytes) -> None:
+    try:
+        sock.sendall(body)
+    except OSError:
+        pass                            # it has died: `_of_rank` tells how
+
+
+def run_agent(config: Config) -> int:
+    """Until node 0 is gone; the exit code. Raises ConfigError."""
+    def log(line: str) -> None:
+        print(f"penstock: {line}", file=sys.stderr, flush=True)
+
+    asked = 0
+
+    def on_signal(number: int, _: object) -> None:
+        nonlocal asked
+        asked += 1
+        if asked > 1:
+            raise KeyboardInterrupt
+        log("node 0 says when this one ends; interrupt again to exit at once")
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    return Agent(config, log).run()

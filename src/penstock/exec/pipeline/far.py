@@ -1,0 +1,330 @@
+"""The other machines as node 0 sees them: who has come, their ranks as processes, their pages.
+
+Owns the listening socket until all have come, then a stream to each. Decides nothing.
+"""
+from __future__ import annotations
+
+import contextlib
+import itertools
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from penstock.config.base.errors import ConfigError
+from penstock.config.base.version import version
+from penstock.config.settings.plain import from_plain, to_plain
+from penstock.config.settings.tree import Config
+from penstock.core.plan import Group, Tier
+from penstock.exec.load.layout import Caches
+from penstock.exec.pipeline import nodes, wire
+from penstock.exec.pipeline.local import LocalRanks, wires
+from penstock.exec.pipeline.nodes import FRONT, NodeLink, Stranger
+from penstock.memory.pool import PageLayout
+from penstock.transfer.layout import Piece
+from penstock.transfer.pages import PageBytes, PoolPages
+from penstock.transfer.streams import listen, shut
+
+
+class FarProcess:
+    """A rank's process on another machine: what `subprocess.Popen` is for one here."""
+
+    def __init__(self, node: Node, rank: int, pid: int) -> None:
+        self._node, self._rank, self.pid = node, rank, pid
+        self.returncode: int | None = None
+        self._gone = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        if not self._gone.wait(timeout):
+            raise subprocess.TimeoutExpired([f"rank {self._rank}"], timeout or 0.0)
+        return self.returncode
+
+    def ended(self, code: int | None) -> None:
+        self.returncode = code
+        self._gone.set()
+
+    def kill(self) -> None:
+        """It goes with its node's agent, and that with its stream."""
+        self._node.link.cut("ended here")
+
+    def send_signal(self, number: int) -> None:
+        assert number == signal.SIGUSR2, "the only one that is passed on"
+        with contextlib.suppress(ConnectionError):
+            self._node.link.say(nodes.Stack(self._rank))
+
+
+class FarChannel(wire.Channel):
+    """The front's end of the way to a rank elsewhere: frames go over the node's stream, its own come here."""
+
+    def __init__(self, node: Node, rank: int, here: socket.socket) -> None:
+        super().__init__(here)
+        self._node, self._rank = node, rank
+
+    def send(self, frame: bytes | memoryview) -> None:
+        self._node.link.data(self._rank * 4 + FRONT, frame)
+
+
+class Node:
+    """A machine beside this one, of which the agent has come."""
+
+    def __init__(self, link: NodeLink, join: nodes.Join, mine: range, settings: Config) -> None:
+        """settings: those of its ranks."""
+        self.link, self.join, self.mine, self.settings = link, join, mine, settings
+        self.lost = ""
+        self.processes: list[FarProcess] = []
+        self.channels: list[FarChannel] = []
+        self._backs: list[socket.socket] = []        # behind the channels: where what ranks say is put
+        self._started = threading.Event()
+        self._numbers = itertools.count(1)
+        self._asked: dict[int, _Answer] = {}
+        self._lock = threading.Lock()
+
+    def start(self, start: nodes.Start, carry: Callable[[int, bytes], None], timeout_s: float) -> None:
+        """Its ranks are being started when this returns. carry: bytes that came off the end of a link between
+        ranks. Raises ConfigError."""
+        for i in self.mine:
+            here, back = socket.socketpair()
+            self.channels.append(FarChannel(self, i, here))
+            self._backs.append(back)
+        self._carry = carry
+        try:
+            self.link.say(start)
+        except ConnectionError as e:
+            raise ConfigError(f"node {self.join.node} ({self.link.peer}) is gone: {e}") from None
+        self.link.live()
+        threading.Thread(target=self._run, daemon=True, name=f"penstock-node-{self.join.node}").start()
+        if not self._started.wait(timeout_s) or self.lost:
+            raise ConfigError(f"node {self.join.node} ({self.link.peer}) does not start its ranks: "
+                              f"{self.lost or f'nothing in {timeout_s:g} s'}; see what it has printed")
+
+    def _run(self) -> None:
+        self.lost = self.link.run(self._handle) or "gone"
+        for process, back in zip(self.processes, self._backs, strict=False):
+            process.ended(process.returncode)
+            back.close()
+        with self._lock:
+            asked, self._asked = list(self._asked.values()), {}
+        for answer in asked:
+            answer.came.set()
+        self._started.set()
+
+    def _handle(self, message: Any) -> None:
+        match message:
+            case nodes.Started(pids):
+                self.processes = [FarProcess(self, i, pid) for i, pid in zip(self.mine, pids, strict=True)]
+                self._started.set()
+            case nodes.Data(channel, body):
+                rank, slot = divmod(channel, 4)
+                if slot == FRONT:
+                    self._backs[rank - self.mine.start].sendall(body)
+                else:
+                    self._carry(channel, body)
+            case nodes.Exited(rank, code):
+                self.processes[rank - self.mine.start].ended(code)
+                shut(self._backs[rank - self.mine.start])
+            case nodes.Bytes(number, body):
+                with self._lock:
+                    answer = self._asked.pop(number)
+                answer.body = body
+                answer.came.set()
+            case _:
+                raise AssertionError(f"{type(message).__name__} of an agent that runs")
+
+    def ask(self, message: Callable[[int], nodes.Read | nodes.Write]) -> bytes:
+        """The answer to a message with the number that it is given. Raises ConnectionError."""
+        answer, number = _Answer(), next(self._numbers)
+        with self._lock:
+            self._asked[number] = answer
+        if self.lost:
+            raise ConnectionError(self.lost)
+        self.link.say(message(number))
+        answer.came.wait()
+        if answer.body is None:
+            raise ConnectionError(self.lost)
+        return answer.body
+
+
+class _Answer:
+    def __init__(self) -> None:
+        self.came, self.body = threading.Event(), None  # type: threading.Event, bytes | None
+
+
+class Nodes:
+    """All machines beside this one."""
+
+    def __init__(self, config: Config, ranges: list[range], log: Callable[[str], object]) -> None:
+        """Returns when all have come. Raises ConfigError: not all do, or one is not of this engine."""
+        settings = nodes.settings_of(config)
+        self._config, self._ranges = config, ranges
+        self.all: list[Node] = []
+        until, missing = time.monotonic() + config.device.rank_timeout_s, set(range(1, len(ranges)))
+        with listen(settings) as server:
+            log(f"nodes: waiting at {settings.address} for {len(missing)} of {len(ranges)}")
+            while missing:
+                server.settimeout(max(0.01, until - time.monotonic()))
+                try:
+                    sock, address = server.accept()
+                except TimeoutError:
+                    self.close()
+                    absent = ", ".join(map(str, sorted(missing)))
+                    raise ConfigError(
+                        f"--nnodes {len(ranges)}: {len(ranges) - len(missing)} have come to "
+                        f"{settings.address} in {config.device.rank_timeout_s:g} s, not {absent}: start each "
+                        "with its --node-rank") from None
+                link = None
+                try:
+                    link = NodeLink(sock, settings)
+                    node = self._joined(link, missing)
+                except (Stranger, OSError) as e:
+                    if link is not None:
+                        link.close()
+                    log(f"nodes: {address[0]} is none: {e}")
+                except ConfigError:
+                    self.close()
+                    raise
+                else:
+                    missing.discard(node.join.node)
+                    self.all.append(node)
+                    log(f"nodes: {node.join.node} has come, from {node.link.peer}")
+        self.all.sort(key=lambda node: node.join.node)
+
+    def _joined(self, link: NodeLink, missing: set[int]) -> Node:
+        """Raises ConfigError, which the other end hears as well, Stranger and OSError."""
+        join = link.next()
+        if not isinstance(join, nodes.Join):
+            raise Stranger(f"it begins with {type(join).__name__}")
+        theirs = from_plain(join.settings) if join.version == version() else self._config
+        if join.version != version():
+            why = f"penstock {version()} on node 0 and {join.version} on node {join.node}"
+        elif theirs.nodes.num != len(self._ranges):
+            why = f"--nnodes is {len(self._ranges)} on node 0 and {theirs.nodes.num} on node {join.node}"
+        elif join.node not in missing:
+            why = f"node {join.node} is here already" if 0 < join.node < len(self._ranges) else \
+                f"there is no node {join.node} of {len(self._ranges)}"
+        else:
+            why = nodes.differences(self._config, theirs)
+        if why:
+            why += ": all nodes run the same command, of one version, each with its --node-rank"
+            with contextlib.suppress(ConnectionError):
+                link.say(nodes.Refuse(why))
+            raise ConfigError(why)
+        model = replace(self._config.model, model=theirs.model.model, tokenizer=theirs.model.tokenizer)
+        return Node(link, join, self._ranges[join.node], replace(self._config, model=model))
+
+    def start(self, num_layers: int, local: LocalRanks) -> None:
+        """Their ranks are being started when this returns. Raises ConfigError."""
+        device = self._config.device
+        other: dict[tuple[int, int], tuple[int, int]] = {}
+        for one, two in wires(device.pp, device.tp):
+            other |= {one: two, two: one}
+
+        def carry(channel: int, body: bytes) -> None:
+            rank, slot = other[divmod(channel, 4)]
+            with contextlib.suppress(OSError):              # who is gone is told of elsewhere
+                if rank in local.mine:
+                    local.outside[rank, slot].sendall(body)
+                else:
+                    self.of(rank).link.data(rank * 4 + slot, body)
+
+        for node in self.all:
+            node.start(nodes.Start(to_plain(node.settings), num_layers), carry, device.rank_timeout_s)
+        for (rank, slot), sock in local.outside.items():
+            to, end = other[rank, slot]
+            threading.Thread(target=nodes.pump, args=(sock, self.of(to).link, to * 4 + end), daemon=True,
+                             name="penstock-pump").start()
+
+    def of(self, rank: int) -> Node:
+        return next(node for node in self.all if rank in node.mine)
+
+    def close(self, *, asked: bool = False) -> None:
+        """asked: as this engine was asked to. Idempotent."""
+        for node in self.all:
+            if asked:
+                with contextlib.suppress(ConnectionError):
+                    node.link.say(nodes.Bye())
+            node.link.cut("ended here")
+
+
+class NodePages:
+    """`transfer.pages.PageBytes` over the pools of all machines: of those of others a call goes there and
+    back."""
+
+    def __init__(self, whole: Caches, parts: Sequence[tuple[Node | None, Caches]], local: PoolPages) -> None:
+        """parts: of each machine, in order, the caches of its first rank; None: this one, with `local`."""
+        self._whole, self._parts, self._local = whole, parts, local
+
+    def read(self, tier: Tier, group: Group, page: int, piece: Piece, offset: int, out: memoryview) -> None:
+        done, dense = 0, self._dense(group, piece, out)
+        for node, own, heads, size in self._having(group, piece):
+            if heads.stop <= done:
+                continue
+            if node is None:
+                found: bytes | bytearray = bytearray(size)
+                self._local.read(tier, group, page, own, offset, memoryview(found))
+            else:
+                found = node.ask(lambda number, own=own: nodes.Read(    # type: ignore[misc]
+                    number, tier.value, group, page, tuple(own), offset))
+            part = np.frombuffer(found, dtype=np.uint8)
+            dense[:, heads] = part.reshape(len(dense), heads.stop - heads.start, *dense.shape[2:])
+            done = heads.stop
+
+    def write(self, tier: Tier, group: Group, page: int, piece: Piece, offset: int, data: memoryview) -> None:
+        dense = self._dense(group, piece, data)
+        for node, own, heads, _ in self._having(group, piece):
+            part = dense[:, heads].tobytes()
+            if node is None:
+                self._local.write(tier, group, page, own, offset, memoryview(part))
+            else:
+                node.ask(lambda number, own=own, part=part: nodes.Write(        # type: ignore[misc]
+                    number, tier.value, group, page, tuple(own), offset, part))
+
+    def _dense(self, group: Group, piece: Piece, data: memoryview) -> np.ndarray[Any, Any]:
+        layout = self._whole.layouts[group]
+        return np.frombuffer(data, dtype=np.uint8).reshape(
+            piece.layers, layout.num_kv_heads, layout.planes, piece.units,
+            layout.head_dim * layout.dtype.itemsize)
+
+    def _having(self, group: Group, piece: Piece) -> Iterator[tuple[Node | None, Piece, slice, int]]:
+        """Each machine that has these layers: the piece as it counts them, its heads, and bytes of them."""
+        for node, caches in self._parts:
+            own, (layer, head) = caches.parts[group].whole, caches.origins[group]
+            if layer <= piece.layer and piece.layer + piece.layers <= layer + own.num_layers:
+                size = piece.layers * piece.units * own.unit_bytes // own.num_layers
+                heads = slice(head, head + own.num_kv_heads)
+                yield node, piece._replace(layer=piece.layer - layer), heads, size
+
+
+class NodeHost:
+    """Whole host pages of one cache group on all machines, for `memory.storage.Storage`."""
+
+    def __init__(self, layout: PageLayout, group: Group, pages: PageBytes, spans: Sequence[range]) -> None:
+        """spans: the layers of each stage."""
+        self.layout, self._group, self._pages, self._spans = layout, group, pages, spans
+
+    def room(self, page: int) -> memoryview:
+        return memoryview(bytearray(self.layout.page_bytes))
+
+    def bytes_of(self, page: int) -> memoryview:
+        found = self.room(page)
+        for piece, at in self._pieces():
+            self._pages.read(Tier.DRAM, self._group, page, piece, 0, found[at])
+        return found
+
+    def placed(self, page: int, room: memoryview) -> None:
+        for piece, at in self._pieces():
+            self._pages.write(Tier.DRAM, self._group, page, piece, 0, room[at])
+
+    def _pieces(self) -> Iterator[tuple[Piece, slice]]:
+        layout = self.layout
+        units, each = layout.page_size // layout.unit, layout.page_bytes // layout.num_layers
+        at_once = max(1, nodes.CHUNK // each)
+        for span in self._spans:
+            for layer in range(span.start, span.stop, at_once):
+                n = min(at_once, span.stop - layer)
+                yield Piece(layer, n, 0, units), slice(layer * each, (layer + n) * each)

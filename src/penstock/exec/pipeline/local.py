@@ -1,0 +1,108 @@
+"""The ranks of one machine as processes: started by exec, with the memory and the sockets between them.
+
+Owns both, and the ends of links that lead to another machine. Knows no message.
+"""
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from penstock.config.settings.tree import Config
+from penstock.core.settings import CoreConfig
+from penstock.exec.load.layout import Caches
+from penstock.exec.pipeline.nodes import AFTER, BEFORE, TOKENS
+from penstock.memory.dram import mapped
+from penstock.memory.pool import BlockPool
+
+Wire = tuple[tuple[int, int], tuple[int, int]]
+
+
+def wires(stages: int, lanes: int) -> list[Wire]:
+    """The links between ranks, each as two ends: a rank, and BEFORE, AFTER or TOKENS. A lane hands its hidden
+    states to the same lane of the next stage: all have the same. Sampled tokens go from the last stage to the
+    first."""
+    ranks = stages * lanes
+    return [*(((i, AFTER), (i + lanes, BEFORE)) for i in range(ranks - lanes)),
+            *(((ranks - lanes + i, TOKENS), (i, TOKENS)) for i in range(lanes if stages > 1 else 0))]
+
+
+class LocalRanks:
+    """`mine` of all ranks. fronts: our ends of their sockets to the front. outside: of links to ranks
+    elsewhere our ends, by rank and BEFORE, AFTER or TOKENS."""
+
+    def __init__(self, config: Config, mine: range) -> None:
+        """Starts a process for each. Of an engine of a pair this process sees device pools too."""
+        self.mine = mine
+        self.fronts: list[socket.socket] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.outside: dict[tuple[int, int], socket.socket] = {}
+        # It has no name: it goes with the last process that has mapped it.
+        self._host_fd = os.memfd_create("penstock-host", os.MFD_CLOEXEC)
+        self._device_fds = [os.memfd_create("penstock-device", os.MFD_CLOEXEC) for _ in mine
+                            if config.pair.disaggregation_mode]
+        with contextlib.ExitStack() as until_started:
+            ends = self._between(config, until_started)
+            for at, i in enumerate(mine):
+                ours, theirs = socket.socketpair()
+                device = self._device_fds[at] if self._device_fds else -1
+                fds = [theirs.fileno(), self._host_fd, device,
+                       *(ends.get((i, slot), -1) for slot in (BEFORE, AFTER, TOKENS))]
+                with theirs:
+                    self.processes.append(subprocess.Popen(
+                        [sys.executable, "-P", "-m", "penstock.exec.pipeline.process", *map(str, fds)],
+                        pass_fds=[fd for fd in fds if fd >= 0], stdin=subprocess.DEVNULL))
+                self.fronts.append(ours)
+
+    def _between(self, config: Config, until: contextlib.ExitStack) -> dict[tuple[int, int], int]:
+        """Descriptors of the ends that ranks of this machine have, open until then."""
+        found = {}
+        for one, other in wires(config.device.pp, config.device.tp):
+            here = [end for end in (one, other) if end[0] in self.mine]
+            if not here:
+                continue
+            pair = socket.socketpair()
+            for end, sock in zip(here, pair, strict=False):
+                found[end] = until.enter_context(sock).fileno()
+            if len(here) == 1:
+                self.outside[here[0]] = pair[1]
+        return found
+
+    def make_room(self, core: CoreConfig, own: Sequence[Caches]) -> None:
+        """For pools of these sizes. own: of each of its ranks."""
+        if core.dram_pages:
+            os.ftruncate(self._host_fd, own[0].host_bytes(core))
+        for fd, caches in zip(self._device_fds, own, strict=False):
+            os.ftruncate(fd, caches.nbytes(core.hbm_pages))
+
+    def seen(self, core: CoreConfig, own: Sequence[Caches]) -> list[list[BlockPool]]:
+        """The pools of each rank over the memory that it has: on the host, and of an engine of a pair on its
+        device."""
+        found: list[list[BlockPool]] = []
+        for i, caches in enumerate(own):
+            host = self.host(caches.host_bytes(core)) if core.dram_pages else None
+            if self._device_fds:
+                device = mapped(self._device_fds[i], caches.nbytes(core.hbm_pages))
+                found.append([pool for pools in caches.pools(
+                    core, host_memory=host, device_memory=device) for pool in pools])
+            else:
+                found.append([] if host is None else [*caches.host_pools(core, host)])
+        return found
+
+    def host(self, nbytes: int) -> Tensor:
+        """The host pool of all of them, uint8 [nbytes], seen from this process."""
+        return mapped(self._host_fd, nbytes)
+
+    def close(self) -> None:
+        """End every rank, and wait for it. Idempotent."""
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        for fd in (*self._device_fds, *([self._host_fd] if self._host_fd >= 0 else [])):
+            os.close(fd)
+        self._host_fd, self._device_fds = -1, []

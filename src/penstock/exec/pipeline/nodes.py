@@ -1,0 +1,288 @@
+"""The stream between node 0 and another machine's agent: what they say, who proves what, when one is gone.
+
+Every byte between the front and a rank of the other machine, and between ranks on two machines, goes through
+it, by channel. Frames are those of `transfer.codec`, each from who has the key. Decides nothing.
+"""
+from __future__ import annotations
+
+import hmac
+import io
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from penstock.config.base.decoding import ProtocolError
+from penstock.config.settings.pairkey import node_key
+from penstock.config.settings.plain import Plain
+from penstock.config.settings.tree import Config
+from penstock.core.settings import CoreConfig
+from penstock.transfer.codec import FrameReader, Kinds, Sealer, connection_keys
+from penstock.transfer.streams import LinkSettings, Stream, read_certificate, secure
+
+VERSION = 1
+CHUNK = 1 << 19                 # bytes of a channel in one message
+BEATS = 4                       # in the time after which silence is an end
+FRONT, BEFORE, AFTER, TOKENS = range(4)         # what a rank has ends of
+_OPENING = struct.Struct("<12sH32s")
+_MAGIC = b"penstocknode"
+Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    pass
+
+
+class Join(_Message, frozen=True):
+    """The first of an agent: which node it is, of which version and with which settings, and at which address
+    lanes of other machines reach its own."""
+
+    version: str
+    node: Number
+    settings: Plain
+    threads: Number
+    host: str
+
+
+class Start(_Message, frozen=True):
+    """The answer: start the ranks of this node with these settings."""
+
+    config: Plain
+    num_layers: Number
+
+
+class Refuse(_Message, frozen=True):
+    """The other answer."""
+
+    why: str
+
+
+class Started(_Message, frozen=True):
+    """Processes of the node's ranks, in their order."""
+
+    pids: list[Number]
+
+
+class Data(_Message, frozen=True):
+    """Bytes to, or from, an end that a rank has: `rank * 4` + FRONT, BEFORE, AFTER or TOKENS."""
+
+    channel: Number
+    body: bytes
+
+
+class ToAll(_Message, frozen=True):
+    """A frame of the front to each rank of the node: a plan crosses once."""
+
+    body: bytes
+
+
+class Pools(_Message, frozen=True):
+    """Pools of these sizes come: make room. Ranks are told behind it."""
+
+    core: CoreConfig
+
+
+class Exited(_Message, frozen=True):
+    """A rank's process has ended; its exit code."""
+
+    rank: Number
+    code: int
+
+
+class Stack(_Message, frozen=True):
+    """Print what this rank does: it has said nothing for long."""
+
+    rank: Number
+
+
+class Read(_Message, frozen=True):
+    """Send these units of a page, of these layers of it as the node has it: answered by Bytes, of all its
+    heads."""
+
+    number: Number
+    tier: str
+    group: Number
+    page: Number
+    piece: tuple[Number, Number, Number, Number]
+    offset: Number
+
+
+class Write(_Message, frozen=True):
+    """Write them, dense as Bytes has them; answered by empty Bytes."""
+
+    number: Number
+    tier: str
+    group: Number
+    page: Number
+    piece: tuple[Number, Number, Number, Number]
+    offset: Number
+    body: bytes
+
+
+class Bytes(_Message, frozen=True):
+    """Answers Read and Write, each by its number."""
+
+    number: Number
+    body: bytes = b""
+
+
+class Beat(_Message, frozen=True):
+    """The sender lives."""
+
+
+class Bye(_Message, frozen=True):
+    """Node 0 ends as it was asked to."""
+
+
+SAYS = Kinds(f"node protocol version {VERSION}", (
+    Join, Start, Refuse, Started, Data, ToAll, Pools, Exited, Stack, Read, Write, Bytes, Beat, Bye))
+
+
+def settings_of(config: Config) -> LinkSettings:
+    """How nodes reach each other. Raises ConfigError: the key, or the certificate of node 0."""
+    nodes = config.nodes
+    listens = nodes.rank == 0
+    if listens and nodes.node_tls_cert is not None:
+        read_certificate(nodes.node_tls_cert, "--node-tls-cert")
+    assert nodes.dist_init_addr is not None, "refused"
+    return LinkSettings(role="node", address=nodes.dist_init_addr, listens=listens, key=node_key(nodes),
+                        tls=nodes.node_tls_cert is not None, tls_cert=nodes.node_tls_cert or "",
+                        plaintext=nodes.node_plaintext, silence_s=nodes.node_silence_s)
+
+
+class Stranger(Exception):
+    """Whoever is at the other end is no node of this engine, in words for the log."""
+
+
+class NodeLink:
+    """One end. Any thread says; one reads; a third says that this end lives."""
+
+    def __init__(self, sock: socket.socket, settings: LinkSettings) -> None:
+        """Shakes hands: what comes afterwards is from who has the key, in this connection alone. Raises
+        Stranger, and OSError where the stream ends."""
+        self._stream: Stream = secure(sock, settings)
+        self.host, self.peer = sock.getsockname()[0], sock.getpeername()[0]
+        read = io.BufferedReader(self._stream, CHUNK).readinto
+        try:
+            ours = os.urandom(32)
+            self._stream.sendall(_OPENING.pack(_MAGIC, VERSION, ours))
+            data = bytearray(_OPENING.size)
+            if read(memoryview(data)) < len(data):
+                raise Stranger("it closed the connection: it may speak TLS, or be something else")
+            magic, version, theirs = _OPENING.unpack(data)
+            if magic != _MAGIC:
+                raise Stranger("it is no node: it may speak TLS and this one does not, or be something else")
+            if version != VERSION:
+                raise Stranger(f"node protocol version: {VERSION} here and {version} there")
+        except BaseException:
+            self.close()
+            raise
+        nonces = (theirs, ours) if settings.listens else (ours, theirs)
+        key = hmac.digest(settings.key, b"penstock nodes", "sha256")
+        dialling, listening = connection_keys(key, VERSION, nonces, self._stream.binding)
+        send, receive = (listening, dialling) if settings.listens else (dialling, listening)
+        self._sealer, self._reader = Sealer(send, 0, SAYS), FrameReader(read, receive, 0, SAYS)
+        self._lock = threading.Lock()
+        self._silence_s = settings.silence_s
+        self._ended = threading.Event()
+        self._why = ""
+
+    def say(self, message: _Message) -> None:
+        """Raises ConnectionError when the other end is gone."""
+        try:
+            with self._lock:
+                for frame in self._sealer.message(message):
+                    self._stream.sendall(frame)
+        except OSError as e:
+            self.cut(_why(e, self._silence_s))
+            raise ConnectionError(self._why) from e
+
+    def data(self, channel: int, body: bytes | memoryview) -> None:
+        """Raises ConnectionError when the other end is gone."""
+        for at in range(0, len(body), CHUNK):
+            self.say(Data(channel, bytes(body[at:at + CHUNK])))
+
+    def next(self) -> Any:
+        """The next message. Raises ConnectionError when there is none: the other end is gone, silent, or not
+        who it was."""
+        try:
+            message = self._reader.next()
+        except ProtocolError as e:
+            self.cut(str(e))
+        except OSError as e:
+            self.cut(_why(e, self._silence_s))
+        else:
+            if message is not None:
+                return message
+            self.cut("it closed the connection")
+        raise ConnectionError(self._why)
+
+    def run(self, handle: Callable[[Any], None]) -> str:
+        """Hand over what comes, until there is nothing more; why. After `live`."""
+        try:
+            while True:
+                if not isinstance(message := self.next(), Beat):
+                    handle(message)
+        except ConnectionError:
+            return self._why
+        finally:
+            self._ended.set()
+
+    def patient(self, seconds: float) -> None:
+        """Before `live`: wait for so long."""
+        self._stream.limit(seconds)
+
+    def live(self) -> None:
+        """From now on both ends say that they live, and one that does not is gone."""
+        self._stream.limit(self._silence_s)
+        threading.Thread(target=self._beat, daemon=True, name="penstock-beat").start()
+
+    def _beat(self) -> None:
+        while not self._ended.wait(self._silence_s / BEATS):
+            try:
+                self.say(Beat())
+            except ConnectionError:
+                return
+
+    def cut(self, why: str) -> None:
+        """Whoever reads or says is told that the other end is gone. Idempotent."""
+        self._why = self._why or why
+        self._stream.cut()
+
+    def close(self) -> None:
+        self._stream.cut()
+        self._stream.close()
+
+
+def _why(error: OSError, silence_s: float) -> str:
+    silent = isinstance(error, TimeoutError)
+    return f"nothing was heard or taken for {silence_s:g} s" if silent else str(error)
+
+
+def pump(sock: socket.socket, link: NodeLink, channel: int) -> None:
+    """Bytes of `sock` to the other machine, until one of them ends."""
+    try:
+        while body := sock.recv(CHUNK):
+            link.data(channel, body)
+    except OSError:
+        pass
+
+
+def differences(ours: Config, theirs: Config) -> str:
+    """What another node has been told otherwise, of what is the same on all; "" where nothing is."""
+    own = {"model": ("model", "tokenizer", "served_model_name", "chat_template", "seed"),
+           "device": ("threads",)}
+    found = []
+    for section in ("model", "kv", "schedule", "device"):
+        a, b = getattr(ours, section), getattr(theirs, section)
+        for name in a.__slots__:
+            if name not in own.get(section, ()) and getattr(a, name) != getattr(b, name):
+                found.append(f"--{name.replace('_', '-')} is {getattr(a, name)} on node 0 and "
+                             f"{getattr(b, name)} on node {theirs.nodes.rank}")
+    return "; ".join(found)
+

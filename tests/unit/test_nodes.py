@@ -1,0 +1,200 @@
+"""What nodes of one engine say to each other, who is none of them, and who is gone."""
+from __future__ import annotations
+
+import socket
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from penstock.config.base.errors import ConfigError
+from penstock.config.base.version import version
+from penstock.config.settings.cli import from_options
+from penstock.config.settings.plain import to_plain
+from penstock.config.settings.resolve import TORCHRUN, of_torchrun
+from penstock.config.settings.tree import Config
+from penstock.exec.pipeline import nodes
+from penstock.exec.pipeline.far import Nodes
+from penstock.exec.pipeline.nodes import NodeLink, Stranger
+from penstock.exec.step.links import nodes_of
+from penstock.transfer.streams import LinkSettings, dial
+
+KEY = b"0123456789abcdef"
+PEM = str(Path(__file__).parents[1] / "data" / "pair_tls.pem")
+LIMIT_S = 60.0
+
+
+def settings(listens: bool, **more: object) -> LinkSettings:
+    return replace(LinkSettings(role="node", address="unix:x", listens=listens, key=KEY), **more)
+
+
+def ends(ours: LinkSettings, theirs: LinkSettings) -> list[NodeLink | Exception]:
+    """What the end that listens and the one that dials have come to."""
+    server = socket.create_server(("127.0.0.1", 0))
+    dialled, found = socket.create_connection(server.getsockname()), [None, None]
+    accepted, _ = server.accept()
+    server.close()
+
+    def open_one(i: int, sock: socket.socket, one: LinkSettings) -> None:
+        try:
+            found[i] = NodeLink(sock, one)
+        except (Stranger, OSError) as e:
+            found[i] = e
+
+    threads = [threading.Thread(target=open_one, args=(i, *args)) for i, args in enumerate(
+        ((accepted, ours), (dialled, theirs)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_what_is_said_arrives_in_order_and_whole(tls):
+    one, other = ends(settings(True, tls=tls, tls_cert=PEM if tls else ""), settings(False, tls=tls))
+    body = bytes(range(256)) * 8192                                     # several messages
+    sending = threading.Thread(target=lambda: [one.data(9, body), one.say(nodes.Stack(3))])
+    sending.start()
+    got = b""
+    while isinstance(message := other.next(), nodes.Data):
+        assert message.channel == 9
+        got += message.body
+    sending.join()
+    assert got == body and message == nodes.Stack(3)
+    one.close()
+    with pytest.raises(ConnectionError, match="closed the connection"):
+        other.next()
+
+
+def test_another_key_is_no_node_of_this_engine():
+    one, other = ends(settings(True), settings(False, key=KEY[::-1]))
+    other.say(nodes.Beat())
+    with pytest.raises(ConnectionError, match="key"):
+        one.next()
+
+
+def test_tls_at_one_end_only_is_told_as_that():
+    one, other = ends(settings(True), settings(False, tls=True))
+    assert isinstance(one, Stranger) and "TLS" in str(one) and isinstance(other, OSError)
+
+
+def test_another_version_of_the_protocol_is_named_with_both(monkeypatch):
+    real = nodes._OPENING.pack
+    monkeypatch.setattr(nodes, "_OPENING", type("Opening", (), {
+        "size": nodes._OPENING.size, "unpack": staticmethod(nodes._OPENING.unpack),
+        "pack": staticmethod(lambda magic, number, nonce: real(magic, number + 1, nonce))}))
+    one, other = ends(settings(True), settings(False))
+    for end in (one, other):
+        assert isinstance(end, Stranger)
+        assert f"{nodes.VERSION} here and {nodes.VERSION + 1} there" in str(end)
+
+
+def test_who_says_nothing_is_gone_and_who_lives_is_not():
+    one, other = ends(settings(True, silence_s=0.4), settings(False, silence_s=0.4))
+    heard: list[object] = []
+    one.live()
+    other.live()
+    ended = threading.Event()
+
+    def run() -> None:
+        heard.append(one.run(heard.append))
+        ended.set()
+
+    threading.Thread(target=run, daemon=True).start()
+    assert not ended.wait(1.2) and not heard            # three times the silence: it says that it lives
+    other._ended.set()                                  # from now on it does not
+    assert ended.wait(LIMIT_S) and "nothing was heard" in str(heard[-1])
+
+
+# ---------------------------------------------------------------- who comes
+def config(**options: object) -> Config:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    return from_options("demo", {"nnodes": 2, "pp": 2, "dist_init_addr": address, "device": "cpu",
+                                 "rank_timeout_s": 60, **options})
+
+
+def meet(ours: Config, *joins: nodes.Join) -> tuple[object, list[object]]:
+    """What node 0 says, and what the others hear."""
+    heard: list[object] = []
+
+    def come(join: nodes.Join) -> None:
+        own = nodes.settings_of(replace(ours, nodes=replace(ours.nodes, node_rank=1)))
+        while True:
+            try:
+                link = NodeLink(dial(own), own)
+                break
+            except OSError:
+                continue
+        link.say(join)
+        link.patient(LIMIT_S)
+        try:
+            heard.append(link.next())
+        except ConnectionError as e:
+            heard.append(e)
+
+    threads = [threading.Thread(target=come, args=(join,)) for join in joins]
+    for thread in threads:
+        thread.start()
+    try:
+        found = Nodes(ours, nodes_of(ours), lambda line: None)
+        found.close()
+    except ConfigError as e:
+        found = e
+    for thread in threads:
+        thread.join()
+    return found, heard
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch):
+    monkeypatch.setenv("PENSTOCK_NODE_KEY", KEY.decode())
+
+
+def join(ours: Config, node: int = 1, **more: object) -> nodes.Join:
+    return replace_struct(nodes.Join(version(), node, to_plain(ours), 1, "127.0.0.1"), **more)
+
+
+def replace_struct(message: nodes.Join, **more: object) -> nodes.Join:
+    return type(message)(**{**{f: getattr(message, f) for f in message.__struct_fields__}, **more})
+
+
+def test_all_that_come_are_known_by_their_number():
+    ours = config()
+    found, _ = meet(ours, join(ours))
+    assert [node.join.node for node in found.all] == [1] and found.of(1).mine == range(1, 2)
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"version": "0.0.7"}, f"penstock {version()} on node 0 and 0.0.7 on node 1"),
+    ({"node": 5}, "there is no node 5 of 2"),
+    ({"settings": {"page_size": 32}}, "--page-size is 16 on node 0 and 32 on node"),
+    ({"settings": {"tp": 2, "nnodes": 4}}, "--nnodes is 2 on node 0 and 4 on node 1")])
+def test_who_is_not_of_this_engine_is_refused_with_both_values(change, words):
+    ours = config()
+    if "settings" in change:
+        change = {"settings": to_plain(replace(theirs := config(**change["settings"]), nodes=replace(
+            theirs.nodes, node_rank=1)))}
+    found, [heard] = meet(ours, join(ours, **change))
+    assert isinstance(found, ConfigError) and words in str(found)
+    assert isinstance(heard, nodes.Refuse) and words in heard.why
+
+
+def test_who_does_not_come_is_named():
+    found, _ = meet(config(rank_timeout_s=1, nnodes=3, pp=3))
+    assert isinstance(found, ConfigError)
+    assert "--nnodes 3: 1 have come" in str(found) and "not 1, 2" in str(found)
+
+
+# ---------------------------------------------------------------- torchrun
+def test_torchrun_says_who_is_who(monkeypatch):
+    for name, value in zip(TORCHRUN, ("1", "2", "10.0.0.1", "29500"), strict=True):
+        monkeypatch.setenv(name, value)
+    found = of_torchrun(from_options("demo", {})).nodes
+    assert (found.num, found.rank, found.dist_init_addr) == (2, 1, "10.0.0.1:29501")
+    given = from_options("demo", {"nnodes": 3})
+    assert of_torchrun(given) is given
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert of_torchrun(from_options("demo", {})).nodes.num == 1
