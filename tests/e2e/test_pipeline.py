@@ -297,7 +297,7 @@ def test_a_rank_that_stops_loading_is_named_with_the_time(model, monkeypatch, ca
 
 def test_a_rank_that_loads_slowly_is_waited_for_while_it_says_how_far_it_is():
     class Slow:
-        index, said = 0, [wire.Loading(), wire.Loading(), wire.Loaded({"dtype": "float32"}, 1, 1)]
+        index, said = 0, [wire.Loading(), wire.Loading(), wire.Loaded({"dtype": "float32"}, 1, 1, 1)]
 
         def answer(self, timeout_s):
             assert timeout_s == crews.LOADING_S             # of each, not of all

@@ -12,41 +12,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import pytest
+from killed import TINY, WAIT_S, ask, children
 from pair_server import gone
-
-WAIT_S = 60
-TINY = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 512, "hidden_size": 64,
-        "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 16, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-        "tie_word_embeddings": False}
-
-
-def children(pid: int) -> list[int]:
-    """Processes that any thread of `pid` has started, and theirs."""
-    own = [int(child) for task in Path(f"/proc/{pid}/task").iterdir()
-           for child in (task / "children").read_text().split()]
-    return own + [child for one in own for child in children(one)]
 
 
 def role(pid: int) -> str:
     command = Path(f"/proc/{pid}/cmdline").read_text()
     names = {"penstock.exec.pipeline.process": "rank", "penstock.serve.engine.main": "engine"}
     return next((what for name, what in names.items() if name in command), "helper")
-
-
-def ask(url: str, seed: int) -> str:
-    """What a client hears of a long request: its error's code, or that the connection broke."""
-    prompt = random.Random(seed).choices(range(512), k=100 + 50 * seed)
-    try:
-        answer = httpx.post(f"{url}/v1/completions", timeout=WAIT_S, json={
-            "prompt": prompt, "max_tokens": 3500, "temperature": 0, "ignore_eos": True})
-    except httpx.TransportError as e:
-        return type(e).__name__
-    told = answer.json()["error"]
-    assert answer.status_code == 503 and set(told) == {"message", "type", "param", "code"}, answer.text
-    return told["code"]
 
 
 @pytest.mark.parametrize("victim", [

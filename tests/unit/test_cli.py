@@ -101,7 +101,7 @@ def test_asking_for_what_happens_anyway_changes_nothing(line: str) -> None:
 
 
 @pytest.mark.parametrize(("line", "feature"), [
-    ("--nnodes 2", "several machines"),
+    ("--distributed-executor-backend ray", "--nnodes"), ("--master-addr h", "--dist-init-addr"),
     ("--hicache-write-policy write_back", "only write_through and write_through_selective are"),
     ("--hicache-mem-layout x", "one layout"),
     ("--kv-offloading-backend lmcache", "only native"),
@@ -286,8 +286,8 @@ def test_keyword_arguments_equal_the_command_line() -> None:
             "--memory-fraction 0.25 --no-cuda-graphs")
     assert from_options("demo", options) == parse(line)
     assert from_options("-odd name", {}).model.model == "-odd name"
-    with pytest.raises(ConfigError, match="several machines"):
-        from_options("demo", {"nnodes": 2})
+    with pytest.raises(ConfigError, match="data-parallel attention"):
+        from_options("demo", {"enable_dp_attention": True})
     with pytest.raises(ConfigError, match="did you mean --page-size"):
         from_options("demo", {"page_sizes": 2})
 

@@ -221,7 +221,7 @@ def fuzz(count: int, seed: int) -> tuple[int, int]:
     """(taken, refused) of `count` streams with a frame that is mutated, half of them frames alone that are
     sealed with the right key."""
     rng = random.Random(seed)
-    bodies = [(codec._KIND[type(m)], next(Sealer(KEY, EPOCH).message(m))[codec.HEAD_BYTES:])
+    bodies = [(codec.PAIR.of[type(m)], next(Sealer(KEY, EPOCH).message(m))[codec.HEAD_BYTES:])
               for m in MESSAGES]
     bodies.append((0, Sealer(KEY, EPOCH).page(page(b"x" * 50), 50)[codec.HEAD_BYTES:] + b"x" * 50))
     said, frames = sealed_parts()

@@ -367,4 +367,3 @@ class Storage:
 
 def _way(move: Move) -> str:
     return "read" if move.src is Tier.DISK else "write"
-
