@@ -5,6 +5,9 @@ A server that is not installed is a skip that says what to install.
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -329,3 +332,41 @@ def test_a_server_that_is_not_there_at_first_is_an_error_of_the_world_and_soon(p
         with pytest.raises(OSError) as told:
             call()
         assert not any(key.hex() in str(told.value) for key in names), "keys are in no log"
+
+
+WRITER = """
+import ast, random, sys
+sys.path[:0] = ast.literal_eval(sys.argv[4])
+from pathlib import Path
+from test_stores import FP, Place, put
+place = Place.__new__(Place)
+place.kind, place.folder, place.opened = sys.argv[1], Path(sys.argv[2]), []
+place.server = None if place.kind == "file" else place
+store, n = place.open(via=int(sys.argv[3])), 0
+while True:
+    names = [random.randbytes(16) for _ in range(8)]
+    for name, _ in zip(names, put(store, names)):
+        print(name.hex(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("place, kills", [
+    ("file", 3), *(pytest.param(kind, kills, marks=pytest.mark.soak)
+                   for kind, kills in (("file", 100), ("valkey", 10), ("mooncake", 10)))], indirect=["place"])
+def test_what_was_acknowledged_outlives_who_has_stored_it(place, kills):
+    """Killed at any moment: all that it was told is stored is read again."""
+    dice, counted, reader = random.Random(kills), 0, place.open(readonly=True)
+    port = "0" if place.server is None else str(place.server.port)
+    for _ in range(kills):
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, place.kind, str(place.folder), port,
+                                   repr([str(Path(__file__).parent), *sys.path])],
+                                  stdout=subprocess.PIPE, text=True)
+        told = [writer.stdout.readline()]                 # it has begun
+        killer = threading.Timer(dice.random(), writer.kill)
+        killer.start()
+        told += writer.stdout.readlines()
+        writer.wait()
+        names = [bytes.fromhex(line) for line in told if line.endswith("\n")]
+        assert names and get(reader, names) == [Verdict.GOOD] * len(names)
+        counted += len(names)
+    print(f"{place.kind}: {kills} kills, {counted} pages acknowledged and read again")

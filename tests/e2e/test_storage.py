@@ -2,17 +2,14 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 import signal
 import subprocess
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import pytest
+from killing import disk, kill_and_kill
 from pair_server import PAIR, SERVED, said, serving
 from pipeline_engine import GLM, checkpoint
 
@@ -30,12 +27,6 @@ COMPLETE = "--kv-storage-policy", "wait_complete"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
     return checkpoint(tmp_path_factory.mktemp("stored"))
-
-
-def disk(answer: dict) -> int:
-    details = answer["usage"]["prompt_tokens_details"]
-    assert sum(details["cached_tokens_by_tier"].values()) == details["cached_tokens"]
-    return details["cached_tokens_by_tier"].get("disk", 0)
 
 
 def ids(answer: dict) -> list[int]:
@@ -186,37 +177,12 @@ def test_damage_and_loss_cost_hits_and_no_answer(model, tmp_path):
                                    pytest.param(100, marks=pytest.mark.soak)])
 def test_engines_that_are_killed_while_they_write_leave_nothing_wrong(model, tmp_path, kills):
     """Two on one folder, under load; one of them is killed at any moment, again and again."""
-    dice, host = random.Random(4), ("--hbm-bytes", "4M", "--dram-bytes", "2M", "--kv-storage",
-                                    f"file://{tmp_path}/store")
-    prompts = [[(7 * i + 13 * n) % 96 + 1 for i in range(40 + 20 * n)] for n in range(8)]
-    with serving(model, tmp_path, "--hbm-bytes", "4M") as plain:
-        want = [ids(plain.ask(prompt)) for prompt in prompts]
-    (tmp_path / "b").mkdir()
-    asked = hits = 0
+    def after(stays) -> None:
+        assert metric(stays, "storage_bad_total") == metric(stays, "storage_gone_total") == 0
 
-    def load(server, seconds: float) -> None:
-        nonlocal asked, hits
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            n = dice.randrange(8)
-            try:
-                answer = server.ask(prompts[n])
-            except httpx.HTTPError:
-                return                            # it was killed
-            assert ids(answer) == want[n]
-            asked += 1
-            hits += disk(answer) > 0
-
-    with serving(model, tmp_path / "b", *host) as stays:
-        for _ in range(kills):
-            with serving(model, tmp_path, *host) as dies, ThreadPoolExecutor(6) as pool:
-                running = [pool.submit(load, server, 3.0) for server in (dies, stays) for _ in range(3)]
-                time.sleep(dice.random() * 2)
-                os.kill(dies.process.pid, signal.SIGKILL)
-                for one in running:
-                    one.result()
-            stays.http.post("/flush_cache")
-        assert hits and metric(stays, "storage_bad_total") == metric(stays, "storage_gone_total") == 0
+    host = "--hbm-bytes", "4M", "--dram-bytes", "2M", "--kv-storage", f"file://{tmp_path}/store"
+    asked, hits = kill_and_kill(model, tmp_path, host, kills, after)
+    assert hits
     folder = Folder(tmp_path / "store")
     left = [o for o in folder.objects() if not o.temporary]
     print(f"{kills} kills, {asked} answers, {hits} with hits; {len(left)} objects read again")
