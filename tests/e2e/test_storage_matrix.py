@@ -2,11 +2,14 @@
 decoding from the device or the host: all say what an engine without storage says, and every page hits."""
 from __future__ import annotations
 
+import shutil
 from itertools import product
 from pathlib import Path
 
 import pytest
 from pipeline_engine import CONFIG, GLM, Pipeline, checkpoint
+
+from penstock.config.request.params import SamplingParams
 
 PROMPTS = {1: tuple((7 * i) % 96 + 1 for i in range(150)), 2: tuple((i * i * 7 + i) % 97 for i in range(203))}
 PAGE, NEW = 8, 16
@@ -64,3 +67,42 @@ def test_two_cells(models, tmp_path, name, place, writer, reader):
 @pytest.mark.parametrize("name, place", CELLS)
 def test_every_cell(models, tmp_path, name, place, writer):
     check(models, tmp_path, name, place, writer, (1, 2, 3))
+
+
+STRANGERS = ["the same", "weights", "rope", "heads", "dtype", "page size", "tenant", "secret"]
+
+
+@pytest.mark.parametrize("num", [20, pytest.param(200, marks=pytest.mark.soak)])
+def test_an_engine_hits_nothing_that_another_kind_of_engine_or_tenant_has_stored(models, tmp_path, num):
+    """Prompts of two pages and more, of which an engine that is the same hits every page."""
+    prompts = {rid: (rid % 97, rid // 97, *((i * i * 7 + i) % 97 for i in range(18 + rid % 8)))
+               for rid in range(1, num + 1)}
+    weights = tmp_path / "weights"
+    shutil.copytree(models["heads"], weights)
+    data = bytearray((weights / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (weights / "model.safetensors").write_bytes(data)
+    others = {"weights": str(weights), "rope": checkpoint(tmp_path / "rope", {**CONFIG, "rope_theta": 1e6}),
+              "heads": checkpoint(tmp_path / "heads", {**CONFIG, "num_attention_heads": 8, "head_dim": 8,
+                                                       "num_key_value_heads": 4})}
+    changed = {"dtype": {"dtype": "bfloat16"}, "page size": {"page_size": 16}}
+    for n in (1, 2):
+        (tmp_path / f"{n}").write_text("0123456789abcdef" * n)
+        (tmp_path / f"{n}").chmod(0o600)
+
+    def hit(who: str) -> list[int]:
+        key = str(tmp_path / ("2" if who == "secret" else "1"))
+        options = {**DEVICE, "page_size": PAGE, "kv_storage": f"file://{tmp_path}/store",
+                   "kv_storage_key": key, **changed.get(who, {})}
+        with Pipeline(others.get(who, models["heads"]), **options) as engine:
+            for rid, prompt in prompts.items():
+                params = SamplingParams(temperature=0.0)
+                engine.tell(rid, prompt, 1, params, namespace=5 + (who == "tenant"))
+                engine.drain()
+            return [engine.started[rid].disk_tokens for rid in prompts]
+
+    assert hit("the same") == [0] * num
+    assert hit("the same") == [hits(prompt) for prompt in prompts.values()]
+    for who in STRANGERS[1:]:
+        assert hit(who) == [0] * num, who
+    assert hit("the same") == [hits(prompt) for prompt in prompts.values()], "nor do they remove it"
