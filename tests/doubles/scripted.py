@@ -65,6 +65,9 @@ class _Stream:
             await asyncio.sleep(0)
             yield chunk
 
+    def here(self) -> Chunk | None:
+        return None
+
     def stop_at(self, count: int) -> None:
         pass
 

@@ -51,6 +51,9 @@ class OneChoice:
         self.rid, self.chunks, self.closed, self.stopped = 1, list(chunks), 0, 0
         self.ready = Ready(pid=1, vocab_size=256, max_model_len=99, info={}, selection=selection)
 
+    def here(self):
+        return None
+
     def stop_at(self, count: int) -> None:
         self.stopped = count
 
@@ -99,7 +102,8 @@ def test_a_finished_request_is_counted_once():
 
 def test_a_stop_string_leaves_what_was_read_in_the_usage():
     """The engine tells it with the last chunk, which comes behind the end of the text."""
-    letters = SimpleNamespace(byte_level=True, special_ids=frozenset(), token_bytes=lambda token: bytes([token]))
+    letters = SimpleNamespace(byte_level=True, special_ids=frozenset(),
+                              token_bytes=lambda token: bytes([token]))
     engine = OneChoice(Chunk(1, [97], 0), Chunk(1, [98], 1), Chunk(1, [99], 2),
                        Chunk(1, [], 3, finish="stop", kv_reads={"hot_hits": 5}),
                        selection=selection_of(KVConfig(sparse_top_k=512)))
@@ -119,3 +123,40 @@ def test_an_aborted_request_is_counted_as_such():
     got = samples(metrics.text([{}]))
     assert got["request_success_total", "abort"] == 1
     assert got["e2e_request_latency_seconds_count",] == 0
+
+
+def test_gaps_between_tokens_are_a_histogram_of_plain_numbers():
+    metrics = Metrics()
+    for seconds in (.001, .002, .0021, .2, 11.0):
+        metrics.tokens.gap(seconds)
+    metrics.tokens.count += 5
+    got = samples(metrics.text([{}]))
+    name = "inter_token_latency_seconds"
+    assert [got[f"{name}_bucket", le] for le in ("0.002", "0.005", "0.15", "0.2", "10.0", "+Inf")] == [
+        2, 3, 3, 4, 4, 5]
+    assert got[f"{name}_count",] == 5 and abs(got[f"{name}_sum",] - 11.2051) < 1e-9
+    assert got["generation_tokens_total",] == 5
+
+
+def test_what_has_come_at_once_is_told_at_once():
+    class AtOnce(OneChoice):
+        def here(self):
+            return self.chunks.pop(0) if self.chunks else None
+
+    def told(*chunks):
+        async def go():
+            found = []
+            generation = Generation(AtOnce(*chunks), None, Metrics())
+            generation.submit([1, 2, 3], SamplingParams(), eos_ids=(), namespace=0)
+            try:
+                async for batch in generation.batches():
+                    found.append([p.tokens for p in batch])
+            except Ended:
+                found.append("ended")
+            await generation.close()
+            return found
+        return asyncio.run(go())
+
+    chunks = Chunk(1, [], 0, cached_tokens=2), Chunk(1, [7, 8], 0), Chunk(1, [9], 2)
+    assert told(*chunks, Chunk(1, [4], 3, finish="length")) == [[[7, 8], [9], [4]]]
+    assert told(*chunks, Chunk(1, [], 3, finish="abort", reason="why")) == [[[7, 8], [9]], "ended"]

@@ -27,6 +27,7 @@ from penstock.serve.http.types import (
     bad_request,
     parse,
 )
+from penstock.serve.parsers.asked import Asked
 from penstock.serve.text.chat import plain_message
 from penstock.serve.wire import Logprob, Ready
 
@@ -368,3 +369,23 @@ def test_no_error_echoes_a_large_value(body):
         request.params().checked()
         [plain_message(m, i) for i, m in enumerate(request.messages)]
     assert len(str(e.value)) < 300 and len(e.value.param or "") < 200 and "x" * 81 not in str(e.value)
+
+
+@pytest.mark.parametrize("make", [
+    lambda: chat_format(logprobs=False),
+    lambda: chat_format(logprobs=False, include_usage=False, prompts=Prompts([[1]], 2)),
+    lambda: text_format(logprobs=False, return_token_ids=False),
+    lambda: chat_format(logprobs=False, asked=Asked(reasoning=True)), chat_format, text_format])
+def test_an_event_made_around_text_is_the_one_made_whole(make):
+    texts = ['A"\\\n', "\0", "☃", "", "B", " </thi", "nk>", "\n\nyes"]
+    pieces = [piece([65], shown, index=n % 2) for n, shown in enumerate(texts)]
+    pieces += [piece([69], "end", "stop"), piece([69], "", "length", index=1)]
+    quick, slow = make(), make()
+    slow.id, slow.created = quick.id, quick.created
+    num_quick = 0
+    for p in pieces:
+        whole = b"".join(map(event, slow.chunks(p)))
+        made = quick.event(p)
+        num_quick += made is not None
+        assert (b"".join(map(event, quick.chunks(p))) if made is None else made) == whole
+    assert not num_quick if quick.logprobs else num_quick >= 4

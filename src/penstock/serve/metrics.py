@@ -5,7 +5,9 @@ Owns the names. Knows no request content: labels are finish reasons, tiers and d
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 
 from prometheus_client import (
     CollectorRegistry,
@@ -14,9 +16,10 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 # One more line for each of ours, which nobody reads.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -103,14 +106,13 @@ class Metrics:
 
         self.ttft = histogram("time_to_first_token_seconds",
                               "From the request's arrival to its first token.", _TTFT_S)
-        self.itl = histogram("inter_token_latency_seconds",
-                             "Between two arrivals of tokens of one choice.", _ITL_S)
+        self.tokens = Tokens()
+        self._registry.register(self.tokens)
         self.e2e = histogram("e2e_request_latency_seconds",
                              "From a request's arrival to the end of its last choice.", _E2E_S)
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests.")
         self.cached_tokens = counter("cached_prompt_tokens",
                                      "Prompt tokens of finished requests that were not computed.")
-        self.generation_tokens = counter("generation_tokens", "Output tokens sent to clients.")
         self.finished = counter("request_success", "Choices by the way they ended.",
                                 ("finished_reason",))
         self.answers = counter("http_responses", "Answers by HTTP status.", ("status",))
@@ -123,6 +125,27 @@ class Metrics:
         self._engine.values = _labelled(engines) | {
             f"prefill_{name}": value for name, value in _labelled(prefill).items()}
         return generate_latest(self._registry)
+
+
+class Tokens(Collector):
+    """Output tokens sent to clients, and the seconds between two arrivals at one choice: counted in plain
+    numbers, for each chunk of text. Of one thread."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._gaps = [0] * (len(_ITL_S) + 1)     # in each bucket, and beyond the last
+        self._sum = 0.0
+
+    def gap(self, seconds: float) -> None:
+        self._gaps[bisect_left(_ITL_S, seconds)] += 1
+        self._sum += seconds
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily(PREFIX + "generation_tokens", "Output tokens sent to clients.", self.count)
+        bounds = [*map(floatToGoString, _ITL_S), "+Inf"]
+        yield HistogramMetricFamily(
+            PREFIX + "inter_token_latency_seconds", "Between two arrivals of tokens of one choice.",
+            buckets=list(zip(bounds, accumulate(self._gaps), strict=True)), sum_value=self._sum)
 
 
 class _Engine(Collector):

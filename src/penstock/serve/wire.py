@@ -104,7 +104,7 @@ class Failed(_Message, frozen=True):
     message: str
 
 
-class Logprob(_Message, frozen=True):
+class Logprob(_Message, frozen=True, gc=False):
     """Of one output token: its own logprob, then (token id, logprob) of the best ones."""
 
     logprob: float
@@ -112,7 +112,7 @@ class Logprob(_Message, frozen=True):
     top: list[tuple[int, float]]
 
 
-class Chunk(_Message, frozen=True):
+class Chunk(_Message, frozen=True, gc=False):
     """News of one request. `finish` is None while it runs, then 'stop', 'length', 'abort', 'refused'."""
 
     rid: int

@@ -66,7 +66,7 @@ class Stream:
                 raise inbox.error
             if inbox.finished:
                 raise StopAsyncIteration
-            inbox.waiter = asyncio.get_running_loop().create_future()
+            inbox.waiter = self._client.future()
             try:
                 await inbox.waiter
             except asyncio.CancelledError:
@@ -75,6 +75,10 @@ class Stream:
             finally:
                 inbox.waiter = None
         return inbox.chunks.popleft()
+
+    def here(self) -> wire.Chunk | None:
+        """The next chunk, if it has come already."""
+        return self._inbox.chunks.popleft() if self._inbox.chunks else None
 
     def stop_at(self, count: int) -> None:
         """A stop string ended this choice after `count` output tokens; chunks go on until the
@@ -248,6 +252,10 @@ class EngineClient:
                 self.abort(stream.rid)
             raise
         return streams
+
+    def future(self) -> asyncio.Future[None]:
+        """One of the loop that this runs on."""
+        return self._loop.create_future()
 
     def abort(self, rid: int) -> None:
         """The reader has gone. Unknown and finished ids are ignored."""

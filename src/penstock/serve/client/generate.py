@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,6 +28,7 @@ class Stream(Protocol):
     rid: int
 
     def __aiter__(self) -> AsyncIterator[Chunk]: ...
+    def here(self) -> Chunk | None: ...
     def stop_at(self, count: int) -> None: ...
     async def aclose(self) -> None: ...
 
@@ -48,7 +50,7 @@ class Piece:
     text: str
     tokens: list[int]
     logprobs: list[Logprob]
-    offsets: list[int]              # characters decoded before each token
+    offsets: list[int]              # characters decoded before each token that has logprobs
     finish: str | None = None       # "stop" or "length"
     stop_reason: str | None = None  # the stop string that ended it
     prompt: Scores | None = None    # with the first tokens of a prompt's first choice
@@ -75,7 +77,7 @@ class Usage:
 
 
 class Generation:
-    """The choices of all prompts of one request. `pieces` once, then `usage`; `close` always."""
+    """The choices of all prompts of one request. `batches` or `pieces` once, then `usage`; `close` always."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None, metrics: Metrics, *,
                  began: float | None = None, shown: frozenset[int] = frozenset(),
@@ -102,25 +104,33 @@ class Generation:
                 include_stop=params.include_stop_str_in_output, min_tokens=params.min_tokens,
                 context=context, shown=self._shown)
             self._choices.append(_Choice(self, len(self._choices), stream, detokenizer, hidden,
+                                         bare=not params.stop and params.logprobs is None,
                                          counts_cache=n == 0))
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
-        """Pieces of every choice as they come. Raises Ended or EngineDied; then the rest of the
-        choices are aborted by `close`."""
+        """One at a time, see `batches`."""
+        async with aclosing(self.batches()) as batches:
+            async for batch in batches:
+                for piece in batch:
+                    yield piece
+
+    async def batches(self) -> AsyncGenerator[list[Piece], None]:
+        """Pieces of every choice as they come, those together that have come at once. Raises Ended or
+        EngineDied; then the rest of the choices are aborted by `close`."""
         if len(self._choices) == 1:
-            async for piece in self._choices[0].pieces():
-                yield piece
+            async for batch in self._choices[0].batches():
+                yield batch
         else:
-            async for piece in self._merged():
-                yield piece
+            async for batch in self._merged():
+                yield batch
         self._finished()
 
-    async def _merged(self) -> AsyncIterator[Piece]:
-        arrived: asyncio.Queue[Piece | asyncio.Task[None]] = asyncio.Queue()
+    async def _merged(self) -> AsyncIterator[list[Piece]]:
+        arrived: asyncio.Queue[list[Piece] | asyncio.Task[None]] = asyncio.Queue()
 
         async def forward(choice: _Choice) -> None:
-            async for piece in choice.pieces():
-                arrived.put_nowait(piece)
+            async for batch in choice.batches():
+                arrived.put_nowait(batch)
 
         tasks = [asyncio.create_task(forward(c)) for c in self._choices]
         for task in tasks:
@@ -159,11 +169,11 @@ class Generation:
         self._metrics.ttft.observe(time.monotonic() - self._began)
 
     def later_token(self, seconds: float) -> None:
-        self._metrics.itl.observe(seconds)
+        self._metrics.tokens.gap(seconds)
 
     def count_tokens(self, count: int) -> None:
         self.usage.completion_tokens += count
-        self._metrics.generation_tokens.inc(count)
+        self._metrics.tokens.count += count
 
     def count_cached(self, chunk: Chunk) -> None:
         self.usage.cached_tokens += chunk.cached_tokens or 0
@@ -179,36 +189,47 @@ class Generation:
         self._metrics.finished.labels(finish).inc()
 
 
+ENDS = (None, "stop", "length")                   # of a choice that ends well
 _DRAINING: set[asyncio.Task[None]] = set()       # asyncio itself holds tasks weakly
 
 
 class _Choice:
     def __init__(self, generation: Generation, index: int, stream: Stream,
-                 detokenizer: Detokenizer, hidden: frozenset[int], *, counts_cache: bool) -> None:
+                 detokenizer: Detokenizer, hidden: frozenset[int], *, bare: bool,
+                 counts_cache: bool) -> None:
         self._generation = generation
         self._index = index
         self._stream = stream
         self._detokenizer = detokenizer
+        self._bare = bare                        # no stop strings, and no logprobs: only text and tokens
         self._hidden = hidden                    # stop ids that end the text and are not shown
         self._counts_cache = counts_cache
         self._last: float | None = None          # when its last tokens came
         self._draining: asyncio.Task[None] | None = None     # of a choice that a stop string has ended
         self._done = False
 
-    async def pieces(self) -> AsyncIterator[Piece]:
-        async for chunk in self._stream:
-            if chunk.cached_tokens is not None and self._counts_cache:
-                self._counts_cache = False       # a choice that was dropped starts again
-                self._generation.count_cached(chunk)
-            if chunk.kv_reads is not None:
-                self._generation.count_reads(chunk.kv_reads)
-            if chunk.finish not in (None, "stop", "length"):
-                self._done = True
-                self._generation.choice_ended(chunk.finish)
-                raise Ended(chunk.finish, chunk.reason)
-            piece = self._take(chunk)
-            if piece.tokens or piece.text or piece.finish or piece.prompt is not None:
-                yield piece
+    async def batches(self) -> AsyncIterator[list[Piece]]:
+        async for first in self._stream:
+            batch: list[Piece] = []
+            chunk: Chunk | None = first
+            while chunk is not None:
+                if chunk.cached_tokens is not None and self._counts_cache:
+                    self._counts_cache = False       # a choice that was dropped starts again
+                    self._generation.count_cached(chunk)
+                if chunk.kv_reads is not None:
+                    self._generation.count_reads(chunk.kv_reads)
+                if chunk.finish not in ENDS:
+                    self._done = True
+                    self._generation.choice_ended(chunk.finish or "")
+                    if batch:
+                        yield batch
+                    raise Ended(chunk.finish or "", chunk.reason)
+                piece = self._take(chunk)
+                if piece.tokens or piece.text or piece.finish or piece.prompt is not None:
+                    batch.append(piece)
+                chunk = None if self._done else self._stream.here()
+            if batch:
+                yield batch
             if self._done:
                 await self._rest()
                 return
@@ -218,6 +239,9 @@ class _Choice:
             self._observe_time()
         if self._generation.silent:
             return self._nothing(chunk)
+        if self._bare and chunk.finish is None and chunk.prompt is None:
+            self._generation.count_tokens(len(chunk.tokens))
+            return Piece(self._index, self._detokenizer.push(chunk.tokens).text, chunk.tokens, [], [])
         piece = Piece(self._index, "", [], [], [])
         delta: Delta | None = None
         shown = chunk.tokens

@@ -94,7 +94,7 @@ class HttpReply:
     """One answer over ASGI. `started` once a status has been sent."""
 
     def __init__(self, send: SendCall, metrics: Metrics, shape: Shape | None = None) -> None:
-        """shape: the body of an error, and of one in a stream; None: OpenAI's."""
+        """send: the server's own. shape: the body of an error, and of one in a stream; None: OpenAI's."""
         self._send = send
         self._shape = shape or (lambda error, _: error.body)
         self._metrics = metrics
@@ -141,7 +141,8 @@ class Generating:
         self._bytes_max = bytes_max
 
     async def __call__(self, scope: Scope, receive: ReceiveCall, send: SendCall) -> None:
-        reply = HttpReply(send, self._api.metrics, self._shape)
+        # Past the frameworks' wrappers, which each event of a stream would pay for.
+        reply = HttpReply(scope["send"], self._api.metrics, self._shape)
         api = self._api
         api.num_open += 1
         api.idle.clear()
@@ -222,6 +223,7 @@ class Guard:
                 await HttpReply(send, self._metrics).error(error)
                 return
             scope["tenant"] = tenant or b""
+            scope["send"] = send
         await self._app(scope, receive, send)
 
     def _refusal(self, scope: Scope, tenant: bytes | None) -> ApiError | None:

@@ -329,9 +329,10 @@ class OpenAI:
     async def _whole(self, generation: Generation, request: ChatRequest | CompletionRequest, out: Format,
                      reply: Reply, count: int) -> None:
         choices = [Whole() for _ in range(count)]
-        async with aclosing(generation.pieces()) as pieces:
-            async for piece in pieces:
-                choices[piece.index].add(piece)
+        async with aclosing(generation.batches()) as batches:
+            async for batch in batches:
+                for piece in batch:
+                    choices[piece.index].add(piece)
         told = await _aside(any(c.prompt is not None for c in choices), out.whole, choices, generation.usage)
         if request.store:
             told |= {"store": False}
@@ -344,14 +345,19 @@ class OpenAI:
                 chunks = [c | {"usage": usage_json(generation.usage)} for c in chunks]
             return b"".join(event(c, out.named) for c in (map(padded, chunks) if request.padded else chunks))
 
-        async with aclosing(generation.pieces()) as pieces:
-            async for piece in pieces:
+        changed = request.usage_so_far or request.padded
+        async with aclosing(generation.batches()) as batches:
+            async for batch in batches:
                 if not reply.started:
                     # Not before: until the first token a refusal can still be an HTTP status.
                     await reply.start()
                     await reply.events(events(out.openings(generation.usage)))
-                if chunks := await _aside(piece.prompt is not None, out.chunks, piece):
-                    await reply.events(events(chunks))
+                told = []
+                for piece in batch:
+                    one = None if changed else out.event(piece)
+                    told.append(events(await _aside(piece.prompt is not None, out.chunks, piece))
+                                if one is None else one)
+                await reply.events(b"".join(told))
         tail = b"".join(event(c, out.named) for c in out.endings(generation.usage))
         await reply.events(tail + (b"" if out.named else DONE), last=True)
 

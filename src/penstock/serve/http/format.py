@@ -21,6 +21,7 @@ from penstock.serve.wire import Logprob
 LOGPROB_MIN = -9999.0        # JSON has no infinity
 _ENCODER = msgspec.json.Encoder()
 encode = _ENCODER.encode
+_TEXT = "\0"                   # stands for any text
 DONE = b"data: [DONE]\n\n"
 
 
@@ -97,13 +98,15 @@ class Prompts:
 
 
 class Format(Protocol):
-    """How one endpoint writes its answers; `chunks` are the events of one piece. `named`: events have names,
-    and the last is no [DONE]."""
+    """How one endpoint writes its answers; `chunks` are the events of one piece, `event` their
+    bytes, of a piece that has nothing but text: None for other pieces. `named`: events have names, and
+    the last is no [DONE]."""
 
     named: bool
     id: str
 
     def openings(self, usage: Usage) -> list[dict[str, Any]]: ...
+    def event(self, piece: Piece) -> bytes | None: ...
     def chunks(self, piece: Piece) -> list[dict[str, Any]]: ...
     def endings(self, usage: Usage) -> list[dict[str, Any]]: ...
     def whole(self, choices: Sequence[Whole], usage: Usage) -> dict[str, Any]: ...
@@ -122,6 +125,23 @@ class _Common:
     id: str = ""
     named: bool = False
     _waiting: dict[int, Whole] = field(default_factory=dict)
+    _around: dict[tuple[int, str], tuple[bytes, bytes]] = field(default_factory=dict)
+
+    def _only_text(self, piece: Piece) -> bool:
+        return bool(piece.text) and piece.finish is None and piece.prompt is None and not (
+            self.logprobs or self.return_token_ids or piece.index in self._waiting)
+
+    def _filled(self, index: int, name: str, text: str) -> bytes:
+        """The event of a choice that adds `text` under a name. What is around that is made once."""
+        around = self._around.get((index, name))
+        if around is None:
+            before, _, behind = event(self._added(index, name, _TEXT)).rpartition(encode(_TEXT))
+            around = self._around[index, name] = before, behind
+        return around[0] + encode(text) + around[1]
+
+    def _added(self, index: int, name: str, value: Any) -> dict[str, Any]:
+        """What is streamed when a choice adds `value` under a name."""
+        raise NotImplementedError
 
     def _frame(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model,
@@ -177,6 +197,22 @@ class ChatFormat(_Common):
         return [self._streamed("chat.completion.chunk", [
             {"index": i, "delta": {"role": "assistant", "content": ""}, "logprobs": None,
              "finish_reason": None}]) for i in range(self.prompts.num_choices)]
+
+    def event(self, piece: Piece) -> bytes | None:
+        if not self._only_text(piece):
+            return None
+        if self.asked.plain:
+            return self._filled(piece.index, "content", piece.text)
+        told = []
+        for delta in self._deltas(piece):
+            [(name, value)] = delta.items()
+            told.append(self._filled(piece.index, name, value) if isinstance(value, str)
+                        else event(self._added(piece.index, name, value)))
+        return b"".join(told)
+
+    def _added(self, index: int, name: str, value: Any) -> dict[str, Any]:
+        return self._streamed("chat.completion.chunk", [
+            {"index": index, "delta": {name: value}, "logprobs": None, "finish_reason": None}])
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
         told = self._of_prompt(0, piece.prompt)
@@ -284,6 +320,13 @@ class TextFormat(_Common):
         if self._scored or self.prompts.echoes is None:
             return []
         return [self._event(self._opened(i, Whole())) for i in range(self.prompts.num_choices)]
+
+    def event(self, piece: Piece) -> bytes | None:
+        return self._filled(piece.index, "text", piece.text) if self._only_text(piece) else None
+
+    def _added(self, index: int, name: str, value: Any) -> dict[str, Any]:
+        return self._streamed("text_completion", [
+            {"index": index, name: value, "logprobs": None, "finish_reason": None, "stop_reason": None}])
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
         if not self._scored:

@@ -18,7 +18,7 @@ TOKENS_HELD_MAX = 8
 BROKEN = "�"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Delta:
     """New text. `stop` is the stop string that ended it, completed by output token `count`."""
 
@@ -64,6 +64,10 @@ class Detokenizer:
         """What these tokens add. After a stop everything else is ignored."""
         if self._stopped:
             return Delta("")
+        if not self._stops:
+            new = [self._pieces.add(token) for token in token_ids]
+            self.count += len(new)
+            return self._take(new[0] if len(new) == 1 else "".join(new))
         shown: list[str] = []
         for token in token_ids:
             self.count += 1
@@ -132,11 +136,17 @@ class _ByteLevel:
         self._tokenizer = tokenizer
         self._hidden = hidden
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._between = True                     # two characters, not within one
 
     def add(self, token: int) -> str:
         if token in self._hidden:
             return ""
-        return self._decoder.decode(self._tokenizer.token_bytes(token))
+        data = self._tokenizer.token_bytes(token)
+        if self._between and data.isascii():
+            return data.decode("ascii")
+        text = self._decoder.decode(data)
+        self._between = not self._decoder.getstate()[0]
+        return text
 
     def end(self) -> str:
         return self._decoder.decode(b"", final=True)

@@ -59,6 +59,7 @@ class Tokenizer:
         raw.no_padding()
         self.raw = raw
         self.vocab_size: int = raw.get_vocab_size()
+        self._bytes: dict[int, bytes] = {}
         self._added = {i: t.content for i, t in raw.get_added_tokens_decoder().items()}
         self.special_ids = frozenset(i for i, t in raw.get_added_tokens_decoder().items() if t.special)
         self.chat_template, self.template_vars = chat_template, template_vars
@@ -99,6 +100,14 @@ class Tokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """The exact bytes that one token adds to the text; b'' for an id outside the vocabulary."""
+        found = self._bytes.get(token)
+        if found is None:
+            found = self._bytes_of(token)
+            if found:                       # so there are at most as many as tokens
+                self._bytes[token] = found
+        return found
+
+    def _bytes_of(self, token: int) -> bytes:
         if (added := self._added.get(token)) is not None:
             return added.encode()
         piece = self.raw.id_to_token(token) if 0 <= token < 1 << 32 else None

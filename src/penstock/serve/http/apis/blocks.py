@@ -58,6 +58,9 @@ class BlockFormat(ABC):
         """All of it, from `blocks`."""
 
     # ------------------------------------------------------------ as Format
+    def event(self, piece: Piece) -> bytes | None:
+        return None
+
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
         items = self._items(piece.text, piece.finish is not None)
         found = [event for item in items for event in self._took(item)]

@@ -116,6 +116,9 @@ class GenerateFormat:
     def openings(self, _: Usage) -> list[dict[str, Any]]:
         return []
 
+    def event(self, piece: Piece) -> bytes | None:
+        return None
+
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
         whole = self._said.setdefault(piece.index, Whole())
         whole.add(piece)
