@@ -131,17 +131,14 @@ class _Common:
         return bool(piece.text) and piece.finish is None and piece.prompt is None and not (
             self.logprobs or self.return_token_ids or piece.index in self._waiting)
 
-    def _filled(self, index: int, name: str, text: str) -> bytes:
-        """The event of a choice that adds `text` under a name. What is around that is made once."""
+    def _filled(self, made: Callable[[int, str, str], dict[str, Any]], index: int, name: str,
+                text: str) -> bytes:
+        """Event of a choice that adds `text` under a name, as `made`; what is around that is made once."""
         around = self._around.get((index, name))
         if around is None:
-            before, _, behind = event(self._added(index, name, _TEXT)).rpartition(encode(_TEXT))
+            before, _, behind = event(made(index, name, _TEXT)).rpartition(encode(_TEXT))
             around = self._around[index, name] = before, behind
         return around[0] + encode(text) + around[1]
-
-    def _added(self, index: int, name: str, value: Any) -> dict[str, Any]:
-        """What is streamed when a choice adds `value` under a name."""
-        raise NotImplementedError
 
     def _frame(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model,
@@ -202,11 +199,12 @@ class ChatFormat(_Common):
         if not self._only_text(piece):
             return None
         if self.asked.plain:
-            return self._filled(piece.index, "content", piece.text)
+            return self._filled(self._added, piece.index, "content", piece.text)
         told = []
         for delta in self._deltas(piece):
             [(name, value)] = delta.items()
-            told.append(self._filled(piece.index, name, value) if isinstance(value, str)
+            text = isinstance(value, str)
+            told.append(self._filled(self._added, piece.index, name, value) if text
                         else event(self._added(piece.index, name, value)))
         return b"".join(told)
 
@@ -322,7 +320,7 @@ class TextFormat(_Common):
         return [self._event(self._opened(i, Whole())) for i in range(self.prompts.num_choices)]
 
     def event(self, piece: Piece) -> bytes | None:
-        return self._filled(piece.index, "text", piece.text) if self._only_text(piece) else None
+        return self._filled(self._added, piece.index, "text", piece.text) if self._only_text(piece) else None
 
     def _added(self, index: int, name: str, value: Any) -> dict[str, Any]:
         return self._streamed("text_completion", [
