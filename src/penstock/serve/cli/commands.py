@@ -9,16 +9,21 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, closing, contextmanager, suppress
 from typing import Any, TextIO
 
 from penstock.config.base.errors import ConfigError, RequestError
+from penstock.config.base.paths import cache_dir
 from penstock.config.request.params import SamplingParams
 from penstock.config.settings.tree import Config
+from penstock.serve.cli.remote import Remote
 from penstock.serve.client.client import EngineDied
 
 HELP = """/reset  forget the conversation     /system TEXT  start again with this system message
-/help   this text                   Ctrl-C  stop an answer     Ctrl-D  leave"""
+/help   this text                   Ctrl-C  stop an answer     /bye or Ctrl-D  leave"""
+LEAVE = ("/bye", "/exit", "/quit")
+HISTORY = "chat_history"                # in penstock's cache folder: what was typed, for the arrow keys
+HISTORY_MAX = 1000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument("--output", metavar="FILE",
                            help="one JSON object a line, in the order of --input (default: stdout)")
     else:
+        group.add_argument("--base-url", metavar="URL",
+                           help="talk to this server instead of a MODEL, e.g. http://127.0.0.1:8000")
+        group.add_argument("--bearer", metavar="KEY", help="API key of that server")
         group.add_argument("--system", metavar="TEXT", help="system message of the conversation")
     group.add_argument("--max-tokens", type=int, metavar="N",
                        help="tokens of an answer at most (default: up to the context length)")
@@ -43,11 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                        help="ends an answer and is not shown; may be given again")
 
 
-def run(config: Config, args: argparse.Namespace) -> int:
+def run(config: Config | None, args: argparse.Namespace) -> int:
     """The exit code: 0, 1 for a refused request, 70 for a dead engine. Raises ConfigError."""
     try:
         if args.command == "chat":
             return chat(config, args)
+        assert config is not None, "generate needs a MODEL"
         return asyncio.run(generate(config, args))
     except RequestError as e:
         print(f"penstock: error: {e}", file=sys.stderr)
@@ -176,19 +185,36 @@ class opened:
 
 
 # ---------------------------------------------------------------- chat
-def chat(config: Config, args: argparse.Namespace) -> int:
-    """A conversation: line by line from a terminal or a pipe."""
-    from penstock.serve.client.llm import LLM
-
+def chat(config: Config | None, args: argparse.Namespace) -> int:
+    """A conversation: line by line from a terminal or a pipe. Raises ConfigError."""
+    if (config is None) == (args.base_url is None):
+        raise ConfigError("chat takes a MODEL or --base-url of a running server, one of them")
+    if args.bearer and args.base_url is None:
+        raise ConfigError("--bearer is for a server, with --base-url")
     params = params_of(args, temperature=0.7)
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    if terminal:
-        print(f"loading {config.model.model} ...", file=sys.stderr)
-    with LLM(config=config) as llm:
+    with _asked(config, args, terminal) as llm:
         if terminal:
             print(HELP, file=sys.stderr)
         Conversation(llm, params, args.system).run(typed(terminal))
     return 0
+
+
+@contextmanager
+def _asked(config: Config | None, args: argparse.Namespace, terminal: bool) -> Iterator[Any]:
+    """A server, or an engine of this process."""
+    if config is None:
+        remote = Remote(args.base_url, args.bearer)
+        if terminal:
+            print(f"{remote.model} at {args.base_url}", file=sys.stderr)
+        yield remote
+        return
+    from penstock.serve.client.llm import LLM
+
+    if terminal:
+        print(f"loading {config.model.model} ...", file=sys.stderr)
+    with LLM(config=config) as llm:
+        yield llm
 
 
 class Conversation:
@@ -207,6 +233,8 @@ class Conversation:
     def run(self, lines: Iterable[str]) -> None:
         for line in lines:
             command, _, rest = line.strip().partition(" ")
+            if command in LEAVE:
+                return
             if command == "/reset":
                 self.reset()
             elif command == "/system":
@@ -222,9 +250,10 @@ class Conversation:
         self.messages.append({"role": "user", "content": text})
         said = ""
         try:
-            for delta in self._llm.stream_chat(self.messages, self._params):
-                said += delta.text
-                print(delta.text, end="", flush=True)
+            with closing(self._llm.stream_chat(self.messages, self._params)) as deltas:
+                for delta in deltas:
+                    said += delta.text
+                    print(delta.text, end="", flush=True)
         except KeyboardInterrupt:
             print(" [stopped]", end="", file=sys.stderr)
         except RequestError as e:
@@ -240,13 +269,24 @@ def typed(terminal: bool) -> Iterator[str]:
     if not terminal:
         yield from sys.stdin
         return
-    import readline  # noqa: F401 - gives input() its line editing and history
+    import readline  # gives input() its line editing, and a history
 
-    while True:
-        try:
-            yield input("> ")
-        except KeyboardInterrupt:
-            print()
-        except EOFError:
-            print()
-            return
+    kept = cache_dir() / HISTORY
+    with suppress(OSError):
+        readline.read_history_file(kept)
+    readline.set_history_length(HISTORY_MAX)
+    try:
+        while True:
+            try:
+                yield input("> ")
+            except KeyboardInterrupt:
+                print()
+            except EOFError:
+                print()
+                return
+    finally:
+        # The user's alone, also while it is written.
+        with suppress(OSError):
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            kept.touch(0o600)
+            readline.write_history_file(kept)

@@ -32,8 +32,8 @@ class Command:
 COMMANDS = {
     "serve": Command(module="penstock.serve.http.main", model="needed", own_flags=False, serves=True,
                      help="serve a model over HTTP, in OpenAI's API"),
-    "chat": Command(module="penstock.serve.cli.commands", model="needed",
-                    help="talk to a model in the terminal"),
+    "chat": Command(module="penstock.serve.cli.commands", model="optional",
+                    help="talk to a model in the terminal, or to a running server"),
     "generate": Command(module="penstock.serve.cli.commands", model="needed",
                         help="continue one prompt and exit"),
     "bench": Command(module="penstock.bench.main", model="optional",
