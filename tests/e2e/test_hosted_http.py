@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 import pytest
@@ -123,6 +124,19 @@ def test_twelve_requests_run_on_a_device_that_holds_five(serve, scene, tmp_path)
         [layer, *_] = re.findall(rf'^penstock:\S*{name}\S*layer="0"\S* (\S+)$', metrics, re.MULTILINE)
         assert float(layer) > 0
     assert "hot_buffer_bytes" in info
+    assert not missing_on_the_board(metrics)
+
+
+def missing_on_the_board(metrics: str) -> set[str]:
+    """Numbers that docs/grafana.json draws, or labels it sorts them by, which no line of `metrics` has."""
+    lines = [line for line in metrics.splitlines() if not line.startswith("#")]
+    known = {line.partition("{")[0].partition(" ")[0] for line in lines}
+    labels = {*re.findall(r'(\w+)="', "\n".join(lines)), "instance"}      # the last is Prometheus's own
+    board = json.loads((Path(__file__).parents[2] / "docs" / "grafana.json").read_text())
+    drawn = " ".join(t["expr"] for p in board["panels"] for t in p["targets"])
+    assert len(board["panels"]) == 20
+    by = {name for some in re.findall(r"by \(([^)]*)\)", drawn) for name in some.split(", ")}
+    return {*re.findall(r"penstock:\w+", drawn)} - known | by - labels
 
 
 @pytest.mark.parametrize("scene", SCENES)

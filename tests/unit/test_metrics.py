@@ -95,8 +95,12 @@ def test_a_finished_request_is_counted_once():
     assert got["cached_prompt_tokens_total",] == 2
     assert got["request_success_total", "length"] == 1
     for name, count in (("time_to_first_token_seconds", 1), ("inter_token_latency_seconds", 1),
-                        ("e2e_request_latency_seconds", 1)):
+                        ("e2e_request_latency_seconds", 1), ("request_queue_time_seconds", 1),
+                        ("request_prefill_time_seconds", 1), ("request_decode_time_seconds", 1),
+                        ("request_prompt_tokens", 1), ("request_generation_tokens", 1)):
         assert got[name + "_count",] == count
+    assert (got["request_prompt_tokens_sum",], got["request_generation_tokens_sum",]) == (3, 3)
+    assert got["time_to_first_token_seconds_sum",] >= got["request_queue_time_seconds_sum",] >= 0
     assert engine.closed == 0                    # it had ended by itself
 
 

@@ -28,6 +28,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _TTFT_S = (.005, .01, .02, .05, .1, .2, .5, 1, 2, 5, 10, 30, 60, 120, 300)
 _ITL_S = (.002, .005, .01, .02, .03, .05, .075, .1, .15, .2, .3, .5, 1, 2, 5, 10)
 _E2E_S = (.05, .1, .2, .5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
+_TOKENS = tuple(float(4**n) for n in range(11))         # to 1,048,576
 _NAME = re.compile(r"^([a-zA-Z_][a-zA-Z0-9_]*)(?:\{(.*)\})?$")
 _LABEL = re.compile(r'([a-z_]+)="?([^",]*)"?')
 
@@ -43,6 +44,9 @@ RENAMED = {
     "requests_running": "num_requests_running",
     "requests_waiting": "num_requests_waiting",
     "requests_paused": "num_requests_paused",
+    "spills": "spills_total",
+    "promotions": "promotions_total",
+    "rows_looked_at": "rows_looked_at_total",
     "steps": "steps_total",
     "failed_moves": "failed_moves_total",
     "hbm_evictions": 'evicted_pages_total{tier="hbm"}',
@@ -110,6 +114,15 @@ class Metrics:
         self._registry.register(self.tokens)
         self.e2e = histogram("e2e_request_latency_seconds",
                              "From a request's arrival to the end of its last choice.", _E2E_S)
+        self.queue = histogram("request_queue_time_seconds",
+                               "From a choice's arrival until the engine takes it.", _TTFT_S)
+        self.prefill = histogram("request_prefill_time_seconds",
+                                 "From then to its first token.", _TTFT_S)
+        self.decode = histogram("request_decode_time_seconds",
+                                "From its first token to its last.", _E2E_S)
+        self.prompt_lengths = histogram("request_prompt_tokens", "Tokens of prompts.", _TOKENS)
+        self.output_lengths = histogram("request_generation_tokens", "Tokens of answers that have ended.",
+                                        _TOKENS)
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests.")
         self.cached_tokens = counter("cached_prompt_tokens",
                                      "Prompt tokens of finished requests that were not computed.")

@@ -40,7 +40,8 @@ class Remote:
         """The assistant's next message as it comes. Closing it ends the request. Raises RequestError."""
         body: dict[str, Any] = {
             "model": self.model, "messages": list(messages), "stream": True,
-            "temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k, "stop": list(params.stop),
+            "temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k,
+            "stop": list(params.stop),
             **({} if params.max_tokens is None else {"max_tokens": params.max_tokens})}
         with self._open("/v1/chat/completions", body) as answer:
             for line in self._lines(answer):

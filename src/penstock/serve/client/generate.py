@@ -98,6 +98,7 @@ class Generation:
         hidden = frozenset() if params.include_stop_str_in_output else frozenset(
             {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)})
         self.usage.prompt_tokens += len(prompt)
+        self._metrics.prompt_lengths.observe(len(prompt))
         for n, stream in enumerate(streams):
             detokenizer = Detokenizer(
                 self._tokenizer, skip_special=params.skip_special_tokens, stop=params.stop,
@@ -164,6 +165,10 @@ class Generation:
         """Whether the engine may have kv_reads to tell."""
         return self._engine.ready.selection is not None
 
+    @property
+    def metrics(self) -> Metrics:
+        return self._metrics
+
     # ------------------------------------------------------------ told by the choices
     def first_token(self) -> None:
         self._metrics.ttft.observe(time.monotonic() - self._began)
@@ -204,7 +209,10 @@ class _Choice:
         self._bare = bare                        # no stop strings, and no logprobs: only text and tokens
         self._hidden = hidden                    # stop ids that end the text and are not shown
         self._counts_cache = counts_cache
-        self._last: float | None = None          # when its last tokens came
+        self._asked = time.monotonic()
+        self._started: float | None = None       # when the engine took it
+        self._first = self._last = 0.0           # when its first and its last tokens came
+        self._num_tokens = 0
         self._draining: asyncio.Task[None] | None = None     # of a choice that a stop string has ended
         self._done = False
 
@@ -216,6 +224,9 @@ class _Choice:
                 if chunk.cached_tokens is not None and self._counts_cache:
                     self._counts_cache = False       # a choice that was dropped starts again
                     self._generation.count_cached(chunk)
+                if chunk.cached_tokens is not None and self._started is None:
+                    self._started = time.monotonic()
+                    self._generation.metrics.queue.observe(self._started - self._asked)
                 if chunk.kv_reads is not None:
                     self._generation.count_reads(chunk.kv_reads)
                 if chunk.finish not in ENDS:
@@ -241,6 +252,7 @@ class _Choice:
             return self._nothing(chunk)
         if self._bare and chunk.finish is None and chunk.prompt is None:
             self._generation.count_tokens(len(chunk.tokens))
+            self._num_tokens += len(chunk.tokens)
             return Piece(self._index, self._detokenizer.push(chunk.tokens).text, chunk.tokens, [], [])
         piece = Piece(self._index, "", [], [], [])
         delta: Delta | None = None
@@ -267,16 +279,23 @@ class _Choice:
         piece.prompt = chunk.prompt
         piece.logprobs = (chunk.logprobs or [])[:count]
         self._generation.count_tokens(count)
+        self._num_tokens += count
         if piece.finish is not None:
-            self._done = True
-            self._generation.choice_ended(piece.finish)
+            self._end(piece.finish)
         return piece
+
+    def _end(self, finish: str) -> None:
+        """It has said all that is shown of it."""
+        self._done = True
+        self._generation.choice_ended(finish)
+        self._generation.metrics.output_lengths.observe(self._num_tokens)
+        if self._first:
+            self._generation.metrics.decode.observe(self._last - self._first)
 
     def _nothing(self, chunk: Chunk) -> Piece:
         """What is told of an answer that is not wanted: the prompt's part, and its end."""
-        self._done = chunk.finish is not None
-        if self._done:
-            self._generation.choice_ended("length")
+        if chunk.finish is not None:
+            self._end("length")
         return Piece(self._index, "", [], [], [], "length" if self._done else None, prompt=chunk.prompt)
 
     def _stop_at(self, piece: Piece, chunk: Chunk, stop: str) -> None:
@@ -301,11 +320,13 @@ class _Choice:
             await asyncio.shield(self._draining)
 
     def _observe_time(self) -> None:
-        now = time.monotonic()
-        if self._last is None:
-            self._generation.first_token()
-        else:
+        now, metrics = time.monotonic(), self._generation.metrics
+        if self._first:
             self._generation.later_token(now - self._last)
+        else:
+            self._first = now
+            self._generation.first_token()
+            metrics.prefill.observe(now - (self._started or self._asked))
         self._last = now
 
     async def close(self) -> None:
