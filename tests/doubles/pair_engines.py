@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import agents
 import printable
 import where
 from driven import asked
@@ -31,6 +32,7 @@ class End:
 
     def __init__(self, model: str, mode: str | None = None, **options: object) -> None:
         given = {**SIZES, "device": where.DEVICE, **options, "disaggregation_mode": mode}
+        given, self.agents = agents.started(model, given)
         config = resolve(from_options(model, given), probe())
         built = build_engine(config, lambda _: None, vocabulary=printable.vocabulary)
         self.begin(built, Core(built.core_config), open_peers(config, built), config.pair.pair_timeout_s)
@@ -90,7 +92,8 @@ class End:
         if self.peers is not None:
             self.peers.close()
         if self.built.crew is not None:
-            self.built.crew.close()
+            self.built.crew.close(asked=True)
+        agents.ended(self.agents)
 
 
 class PairOfEnds:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import agents
 import gguf
 import where
 from driven import Driven, asked
@@ -88,27 +85,14 @@ def gguf_checkpoint(path: Path, config: Mapping[str, Any] = CONFIG) -> str:
 class Pipeline(Driven):
     """A `with` of it ends its processes. With `nnodes` this process is node 0, and starts the agents."""
 
-    agents: tuple[subprocess.Popen[bytes], ...] = ()
-
     def __init__(self, model: str, **options: object) -> None:
         self.options: dict[str, object] = {"dtype": "float32", "threads": 1, "page_size": 8, "seed": 1,
                                            "max_num_seqs": 4, "step_tokens": 48, "device": where.DEVICE,
                                            **options}
         self.model = model
-        if "nnodes" in options:
-            self._start_agents()
+        self.options, self.agents = agents.started(model, self.options)
         self.built = self._build(self.options)
         self.begin(self.built.core_config, self.built.executor)
-
-    def _start_agents(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.options["dist_init_addr"] = f"127.0.0.1:{free.getsockname()[1]}"
-        os.environ["PENSTOCK_NODE_KEY"] = "0123456789abcdef"
-        flags = [f"--{name.replace('_', '-')}={value}" if not isinstance(value, bool) else
-                 f"--{name.replace('_', '-')}" for name, value in self.options.items()]
-        self.agents = tuple(subprocess.Popen(
-            [sys.executable, "-m", "penstock.serve.cli.main", "serve", self.model, *flags,
-             f"--node-rank={rank}"]) for rank in range(1, int(str(self.options["nnodes"]))))
 
     def _build(self, options: dict[str, object]) -> Built:
         self.lines: list[str] = []
@@ -135,7 +119,7 @@ class Pipeline(Driven):
     def __exit__(self, *_: object) -> None:
         if self.built.crew is not None:
             self.built.crew.close(asked=True)
-        assert not any(agent.wait(60) for agent in self.agents), "an agent has not ended as it should"
+        agents.ended(self.agents)
 
     def add(self, rid: int, prompt: tuple[int, ...], max_new: int, **sampling) -> None:
         params, more = asked(self.built.selection, SamplingParams(temperature=0.0, **sampling), len(prompt),

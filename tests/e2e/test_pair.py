@@ -153,6 +153,9 @@ def test_stages_of_either_engine_say_the_same(model: str, tmp_path: Path, place:
     pytest.param("resident", {}, {"tp": 3}, marks=pytest.mark.sweep),
     pytest.param("resident", {"tp": 3}, {"tp": 2, "pp": 2}, marks=pytest.mark.sweep),
     pytest.param("hosted", {"pp": 2}, {"tp": 2}, marks=pytest.mark.sweep),
+    # Pages of the other machine come and go through node 0, of a lane's heads or of stages.
+    pytest.param("hosted", {"tp": 2, "nnodes": 2}, {"pp": 2, "nnodes": 2}, marks=pytest.mark.sweep),
+    pytest.param("resident", {"pp": 2, "nnodes": 2}, {"tp": 3, "nnodes": 2}, marks=pytest.mark.sweep),
     ("hosted", {"tp": 2}, {"tp": 2})], ids=str)
 def test_lanes_of_either_engine_say_the_same(model: str, tmp_path: Path, place: str,
                                              prefill: dict[str, object], decode: dict[str, object]) -> None:

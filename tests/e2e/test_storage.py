@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import agents
 import pytest
 from killing import disk, kill_and_kill
 from pair_server import PAIR, SERVED, said, serving
@@ -108,6 +109,27 @@ def test_pages_of_any_ranks_are_read_by_any_other(model, tmp_path):
         again = two.ask([*PROMPT, *range(1, 60)])
         assert (ids(again), disk(again)) == (ids(longer), 13 * 16)
         assert stored(two) == 0
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("layout", [{"pp": 2}, {"tp": 2}], ids=str)
+def test_pages_of_several_machines_are_those_of_one(model, tmp_path, layout):
+    """Written whole by way of node 0, read back to the layers or heads of each."""
+    options = {"hbm_bytes": "4M", "dram_bytes": "4M", "kv_storage": f"file://{tmp_path}/store",
+               "kv_storage_policy": "wait_complete"}
+    with serving(model, tmp_path, *agents.flags(options)) as one:
+        want = one.ask(PROMPT)
+        settle(one, ALL)
+    ours, others = agents.started(model, {**options, **layout, "nnodes": 2, "step_tokens": 48})
+    with serving(model, tmp_path, *agents.flags(ours)) as two:
+        again = two.ask(PROMPT)
+        assert (ids(again), disk(again)) == (ids(want), PAGES)
+        longer = two.ask([*PROMPT, *range(1, 60)])
+        settle(two, 4)
+    agents.ended(others)
+    with serving(model, tmp_path, *agents.flags(options)) as one:
+        again = one.ask([*PROMPT, *range(1, 60)])
+        assert (ids(again), disk(again)) == (ids(longer), 13 * 16)
 
 
 @pytest.mark.parametrize("place", SERVED)

@@ -149,6 +149,8 @@ PROOFS: tuple[Proof, ...] = (
           "plain tier cache paused", "nodes"),
     Proof(_LANES + "several_machines_say_what_one_rank_says", "selecting experts latent", "hosted",
           "plain tier cache paused", "nodes"),
+    Proof(_STORAGE + "pages_of_several_machines_are_those_of_one", "ordinary", feature="stored",
+          across="nodes"),
     # Pairs.
     Proof(_EXPERTS + "a_pair", "experts", feature="plain cache", across="pair"),
     Proof(_EXPERTS + "a_pair", "experts", "hosted", "plain tier cache", "pair"),
