@@ -10,6 +10,7 @@ from typing import Any
 
 import agents
 import gguf
+import torch
 import where
 from driven import Driven, asked
 from safetensors.torch import save_file
@@ -21,6 +22,7 @@ from penstock.config.settings.resolve import resolve
 from penstock.core.plan import Dropped, Paused, RequestId
 from penstock.exec.front import Front
 from penstock.exec.start.build import Built, build_engine
+from penstock.kernels.types.scaled import quantised
 from penstock.model import registry
 
 CONFIG = {
@@ -50,6 +52,22 @@ def checkpoint(folder: Path, config: dict[str, object] = CONFIG) -> str:
     (folder / "config.json").write_text(json.dumps(config))
     save_file({name: (t if "norm" in name else t * 8).contiguous()
                for name, t in registry.dummy_tensors(config, 3)}, folder / "model.safetensors")
+    return str(folder)
+
+
+def fp8_checkpoint(folder: Path, config: Mapping[str, Any]) -> str:
+    """The same with the matrices of its layers in fp8, each block of 16 by 16 with a scale."""
+    folder.mkdir()
+    blocks = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 16]}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": blocks}))
+    tensors: dict[str, torch.Tensor] = {}
+    for name, t in registry.dummy_tensors(dict(config), 3):
+        if name.endswith("_proj.weight"):
+            scaled = quantised(t * 8, 16, 16)
+            tensors |= {name: scaled.element_OI.contiguous(), f"{name}_scale_inv": scaled.scale_RJ}
+        else:
+            tensors[name] = (t if "norm" in name else t * 8).contiguous()
+    save_file(tensors, folder / "model.safetensors")
     return str(folder)
 
 

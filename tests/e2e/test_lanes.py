@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable, Iterator
 
 import pytest
-from pipeline_engine import CONFIG, GLM, PROMPTS, Pipeline, checkpoint, gguf_checkpoint
+from pipeline_engine import CONFIG, GLM, PROMPTS, Pipeline, checkpoint, fp8_checkpoint, gguf_checkpoint
 
 # Nine query and three KV heads are 6 + 3 and 2 + 1 on two lanes. Biases are added by one lane.
 DENSE = {**CONFIG, "num_hidden_layers": 3, "num_attention_heads": 9, "num_key_value_heads": 3,
@@ -103,6 +103,16 @@ def test_lanes_that_share_a_kv_head(tmp_path, tp):
     with Pipeline(model, hbm_bytes="4M") as one:
         want = next(rounds(one))
     check(model, want, "resident", "dense", tp=tp)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("family, tp", [("dense", 2), ("experts", 3)])
+def test_weights_in_blocks_of_fp8(tmp_path, family, tp):
+    """Blocks of 16 that neither rows nor columns of a lane end with; a CPU dequantises them as it reads."""
+    model = fp8_checkpoint(tmp_path / "fp8", MODELS[family])
+    with Pipeline(model, hbm_bytes="4M") as one:
+        want = next(rounds(one))
+    check(model, want, "resident", family, tp=tp)
 
 
 @pytest.mark.sweep

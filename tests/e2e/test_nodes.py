@@ -105,7 +105,7 @@ def says(url: str) -> list[list[int]]:
 
 @pytest.mark.sweep
 def test_two_nodes_of_torchrun_say_what_one_rank_says(tmp_path):
-    """And end, both, when node 0 is asked to."""
+    """Over TLS; and end, both, when node 0 is asked to."""
     model = checkpoint(tmp_path / "model", {**CONFIG, "num_hidden_layers": 2})
     one = subprocess.Popen([sys.executable, "-m", "penstock.serve.cli.main", "serve", model, "--port", "0",
                             "--dtype", "float32", "--page-size", "8", "--hbm-bytes", "4M", "--threads", "1"],
@@ -115,7 +115,8 @@ def test_two_nodes_of_torchrun_say_what_one_rank_says(tmp_path):
     finally:
         one.kill()
         one.wait()
-    with two(model, tmp_path / "log", "--hbm-bytes", "1M", "--dram-bytes", "4M") as nodes:
+    with two(model, tmp_path / "log", "--hbm-bytes", "1M", "--dram-bytes", "4M", "--node-tls-cert",
+             str(Path(__file__).parents[1] / "data" / "pair_tls.pem")) as nodes:
         assert says(nodes.url) == want
         below = [pid for node in nodes.nodes for pid in children(node.pid)]
         assert len([pid for pid in below if "pipeline.process" in command(pid)]) == 4

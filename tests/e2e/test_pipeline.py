@@ -121,12 +121,12 @@ def test_layers_that_the_model_does_not_have_are_refused_before_a_process_starts
 
 
 def test_an_identity_that_differs_is_refused_with_both_values():
-    want = {"model": "a (1)", "dtype": "float32", "layout": "full 6x2x2x8x16"}
+    want = {"configuration": "1", "dtype": "float32", "layout": "full 6x2x2x8x16"}
     check_identity(1, dict(want), want)
     with pytest.raises(ConfigError, match="rank 1 has dtype 'bfloat16' and the engine 'float32'"):
         check_identity(1, want | {"dtype": "bfloat16"}, want)
     with pytest.raises(ConfigError, match="rank 1 has layout None and the engine 'full 6x2x2x8x16'"):
-        check_identity(1, {"model": "a (1)", "dtype": "float32"}, want)
+        check_identity(1, {"configuration": "1", "dtype": "float32"}, want)
 
 
 def now_and_then(turn):
@@ -207,7 +207,7 @@ def test_three_uneven_stages_with_overlap_and_a_host_tier(model, dense):
 @pytest.mark.parametrize("section, name, value, message", [
     ("model", "dtype", "bfloat16", "rank 0 has dtype 'bfloat16' and the engine 'float32'"),
     ("kv", "page_size", 16, "rank 0 has layout 'full 6x2x2x16x16' and the engine 'full 6x2x2x8x16'"),
-    ("model", "model", None, r"rank 0 has model '\S+ \(\w{16}\)' and the engine '\S+ \(\w{16}\)'")],
+    ("model", "model", None, r"rank 0 has configuration '\w{16}' and the engine '\w{16}'")],
     ids=["dtype", "layout", "model"])
 def test_processes_of_another_engine_are_refused_at_the_handshake(model, tmp_path, monkeypatch, section, name,
                                                                   value, message):
@@ -216,9 +216,9 @@ def test_processes_of_another_engine_are_refused_at_the_handshake(model, tmp_pat
     started: list[Crew] = []
 
     class Odd(Crew):
-        def __init__(self, config, num_layers, threads, wake):
+        def __init__(self, config, *more):
             theirs = replace(getattr(config, section), **{name: other})
-            super().__init__(replace(config, **{section: theirs}), num_layers, threads, wake)
+            super().__init__(replace(config, **{section: theirs}), *more)
             started.append(self)
 
     monkeypatch.setattr(build, "Crew", Odd)

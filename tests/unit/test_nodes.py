@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from pipeline_engine import checkpoint
 
 from penstock.config.base.errors import ConfigError
 from penstock.config.base.version import version
@@ -16,7 +17,7 @@ from penstock.config.settings.resolve import TORCHRUN, of_torchrun
 from penstock.config.settings.tree import Config
 from penstock.exec.pipeline import nodes
 from penstock.exec.pipeline.far import Nodes
-from penstock.exec.pipeline.nodes import NodeLink, Stranger
+from penstock.exec.pipeline.nodes import NodeLink, Stranger, weights_of
 from penstock.exec.step.links import nodes_of
 from penstock.transfer.streams import LinkSettings, dial
 
@@ -109,10 +110,19 @@ def test_who_says_nothing_is_gone_and_who_lives_is_not():
 
 
 # ---------------------------------------------------------------- who comes
+@pytest.fixture(autouse=True, scope="module")
+def model(tmp_path_factory) -> str:
+    MODEL.append(checkpoint(tmp_path_factory.mktemp("nodes")))
+    return MODEL[0]
+
+
+MODEL: list[str] = []
+
+
 def config(**options: object) -> Config:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    return from_options("demo", {"nnodes": 2, "pp": 2, "dist_init_addr": address, "device": "cpu",
+    return from_options(MODEL[0], {"nnodes": 2, "pp": 2, "dist_init_addr": address, "device": "cpu",
                                  "rank_timeout_s": 60, **options})
 
 
@@ -154,7 +164,8 @@ def key(monkeypatch):
 
 
 def join(ours: Config, node: int = 1, **more: object) -> nodes.Join:
-    return replace_struct(nodes.Join(version(), node, to_plain(ours), 1, "127.0.0.1"), **more)
+    made = nodes.Join(version(), node, to_plain(ours), weights_of(ours), 1, "127.0.0.1")
+    return replace_struct(made, **more)
 
 
 def replace_struct(message: nodes.Join, **more: object) -> nodes.Join:
@@ -169,6 +180,7 @@ def test_all_that_come_are_known_by_their_number():
 
 @pytest.mark.parametrize("change, words", [
     ({"version": "0.0.7"}, f"penstock {version()} on node 0 and 0.0.7 on node 1"),
+    ({"weights": "ab-cd"}, " on node 0 and ab-cd on node 1"),
     ({"node": 5}, "there is no node 5 of 2"),
     ({"settings": {"page_size": 32}}, "--page-size is 16 on node 0 and 32 on node"),
     ({"settings": {"tp": 2, "nnodes": 4}}, "--nnodes is 2 on node 0 and 4 on node 1")])

@@ -32,3 +32,6 @@ def test_two_bytes_that_differ_are_seen(tmp_path: Path, tensor: int, at: int) ->
         file.seek(begin + at)
         file.write(b"\x01\x02")
     assert before != checkpoint.weights_digest(model)
+    if at == 0 and not tensor:
+        assert checkpoint.weights_digest(model, sampled=True) != checkpoint.weights_digest(
+            files(tmp_path), sampled=True)

@@ -212,7 +212,8 @@ def listen(settings: LinkSettings) -> socket.socket:
         server.listen()
         return server
     except (OSError, UnicodeError) as e:
-        raise ConfigError(f"cannot listen on {settings.address} for the other engine: {e}") from e
+        whom = "the other nodes" if settings.role == "node" else "the other engine"
+        raise ConfigError(f"cannot listen on {settings.address} for {whom}: {e}") from e
 
 
 def dial(settings: LinkSettings) -> socket.socket:

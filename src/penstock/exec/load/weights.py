@@ -171,7 +171,7 @@ def identity_of(loaded: Loaded, config: Config, caches: Caches) -> dict[str, str
     """What all ranks of an engine must have in common."""
     layouts = (f"{g.name} {'x'.join(map(str, layout.shape))}"
                for g, layout in zip(caches.groups, caches.layouts, strict=True))
-    return {"model": f"{loaded.name} ({loaded.digest})", "dtype": show_dtype(loaded.dtype),
+    return {"configuration": loaded.digest, "dtype": show_dtype(loaded.dtype),
             "layout": ", ".join(layouts),
             "back-ends": ", ".join(f"{op}={c.name}" for op, c in loaded.backends.items())}
 

@@ -98,8 +98,8 @@ class Agent:
     def _greet(self, link: NodeLink) -> nodes.Start:
         threads = self._config.device.threads or machine.probe().cores
         try:
-            link.say(nodes.Join(version(), self._config.nodes.rank, to_plain(self._config), threads,
-                                link.host))
+            link.say(nodes.Join(version(), self._config.nodes.rank, to_plain(self._config),
+                                nodes.weights_of(self._config), threads, link.host))
             link.patient(self._config.device.rank_timeout_s)        # until the others have come
             answer = link.next()
         except ConnectionError as e:

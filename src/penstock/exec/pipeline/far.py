@@ -161,7 +161,7 @@ class Nodes:
     def __init__(self, config: Config, ranges: list[range], log: Callable[[str], object]) -> None:
         """Returns when all have come. Raises ConfigError: not all do, or one is not of this engine."""
         settings = nodes.settings_of(config)
-        self._config, self._ranges = config, ranges
+        self._config, self._ranges, self._weights = config, ranges, nodes.weights_of(config)
         self.all: list[Node] = []
         until, missing = time.monotonic() + config.device.rank_timeout_s, set(range(1, len(ranges)))
         with listen(settings) as server:
@@ -209,6 +209,9 @@ class Nodes:
                 f"there is no node {join.node} of {len(self._ranges)}"
         else:
             why = nodes.differences(self._config, theirs)
+            if join.weights != self._weights:
+                why = "; ".join(filter(None, [why, f"weights {self._weights} on node 0 and {join.weights} on "
+                                              f"node {join.node}"]))
         if why:
             why += ": all nodes run the same command, of one version, each with its --node-rank"
             with contextlib.suppress(ConnectionError):

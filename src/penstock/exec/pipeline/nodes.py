@@ -22,13 +22,16 @@ from penstock.config.settings.pairkey import node_key
 from penstock.config.settings.plain import Plain
 from penstock.config.settings.tree import Config
 from penstock.core.settings import CoreConfig
+from penstock.exec.load.weights import digest_of
+from penstock.model.weights.checkpoint import weights_digest
+from penstock.model.weights.locate import locate
 from penstock.transfer.codec import FrameReader, Kinds, Sealer, connection_keys
 from penstock.transfer.streams import LinkSettings, Stream, read_certificate, secure
 
 VERSION = 1
 CHUNK = 1 << 19                 # bytes of a channel in one message
 BEATS = 4                       # in the time after which silence is an end
-FRONT, BEFORE, AFTER, TOKENS = range(4)         # what a rank has ends of
+FRONT, BEFORE, AFTER, TOKENS = range(4)         # ends that a rank has
 _OPENING = struct.Struct("<12sH32s")
 _MAGIC = b"penstocknode"
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
@@ -39,12 +42,13 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class Join(_Message, frozen=True):
-    """The first of an agent: which node it is, of which version and with which settings, and at which address
-    lanes of other machines reach its own."""
+    """The first of an agent: which node it is, of which version, with which settings and weights, and at
+    which address lanes of other machines reach its own."""
 
     version: str
     node: Number
     settings: Plain
+    weights: str
     threads: Number
     host: str
 
@@ -153,6 +157,13 @@ def settings_of(config: Config) -> LinkSettings:
     return LinkSettings(role="node", address=nodes.dist_init_addr, listens=listens, key=node_key(nodes),
                         tls=nodes.node_tls_cert is not None, tls_cert=nodes.node_tls_cert or "",
                         plaintext=nodes.node_plaintext, silence_s=nodes.node_silence_s)
+
+
+def weights_of(config: Config) -> str:
+    """What tells other weights apart, without reading all of them. Raises ConfigError."""
+    files = locate(config.model.model, load_format=config.model.load_format)
+    return f"{digest_of(files.config)[:8]}-" + (
+        "random" if files.load_format == "dummy" else weights_digest(files, sampled=True)[:16])
 
 
 class Stranger(Exception):

@@ -42,6 +42,7 @@ from penstock.memory.dram import mapped
 from penstock.memory.pinned import NotPinned
 
 EXIT_CONFIG, EXIT_BUG = 2, 70
+LANE_SHARE = 0.8            # of the time after which a rank hangs: who waits for another lane says so before
 COUNTERS_S = 0.2            # between two of its Counters
 
 
@@ -87,7 +88,7 @@ class Process:
         torch.set_num_threads(1)
         _, _, _, before, after, tokens = self._fds
         lanes = None if stage.lane.size == 1 else GlooLanes(
-            self._meeting, stage.lane, config.device.rank_timeout_s, begin.host)
+            self._meeting, stage.lane, LANE_SHARE * config.device.rank_timeout_s, begin.host)
         self._loaded = load(config, stage, self._log, lanes)
         torch.set_num_threads(begin.threads)
         dtype = self._loaded.dtype

@@ -52,9 +52,9 @@ def open_checkpoint(files: ModelFiles, *, packed: bool = False, scaled: bool = F
             SafetensorsCheckpoint(files, scaled))
 
 
-def weights_digest(files: ModelFiles) -> str:
-    """Of all bytes of the weights' files. Raises ConfigError."""
-    return digest_of_files([files.gguf] if files.gguf is not None else files.safetensors)
+def weights_digest(files: ModelFiles, *, sampled: bool = False) -> str:
+    """Of all bytes of the weights' files, or of some. Raises ConfigError."""
+    return digest_of_files([files.gguf] if files.gguf is not None else files.safetensors, sampled=sampled)
 
 
 class ConfigOnly:
