@@ -16,7 +16,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from killed import TINY, WAIT_S, ask, children
+from clients import TINY, WAIT_S, ask, children
 from pair_server import gone
 from pipeline_engine import CONFIG, PROMPTS, checkpoint
 

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from killed import TINY, WAIT_S, ask, children
+from clients import TINY, WAIT_S, ask, children
 from pair_server import gone
 
 

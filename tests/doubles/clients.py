@@ -1,4 +1,4 @@
-"""Processes of a server that a test kills, and what clients hear then."""
+"""Processes under a server, and what a client hears when one of them is killed."""
 from __future__ import annotations
 
 import random
