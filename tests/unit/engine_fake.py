@@ -140,6 +140,9 @@ class FakeExecutor:
         self.budgets[rid], self.params[rid] = params.top_k_tokens, params
         self.prompts[rid] = list(prompt)
 
+    def compiled(self, grammar):
+        return True
+
     def close(self, rid):
         if all(rid not in plan.rids for plan in self.plans):
             del self.prompts[rid]

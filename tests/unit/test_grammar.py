@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 
 import printable
 import pytest
@@ -187,3 +188,11 @@ def test_a_row_that_its_grammar_leaves_nothing_fails_alone(grammars):
 def test_any_object_is_an_object(grammars):
     matcher = grammars.matcher(ANY_OBJECT)
     assert admitted(matcher, [])[0] == set(ids("{"))
+
+
+def test_who_waits_for_a_grammar_is_woken():
+    woken = threading.Event()
+    mine = Grammars(printable.vocabulary, woken.set)
+    while not mine.compiled(SCHEMA):
+        assert woken.wait(60), "nobody says that it is done"
+    assert admitted(mine.matcher(SCHEMA), [])[0] == set(ids("{"))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.config.request.grammar import Grammar
 from penstock.config.request.params import SamplingParams
 from penstock.config.request.selection import Selection, attention_identity, indexer_selection
 from penstock.core.plan import Aborted, Arrived, Entered, Flushed, Started, Stopped
@@ -263,3 +264,21 @@ def test_the_recorder_sees_every_turn_of_the_loop():
     assert [e for turn in recorder.turns for e in turn.events] == rig.core.seen
     assert [turn.plan.step for turn in recorder.turns if turn.plan] == [1, 2, 3]
     assert recorder.complete and recorder.now is None
+
+
+def test_a_request_waits_for_its_grammar_and_keeps_nobody_waiting():
+    rig, ready = Rig(), set()
+    rig.executor.compiled = lambda grammar: grammar.text in ready
+    slow, slower = (SamplingParams(grammar=Grammar("regex", text)) for text in ("a", "b"))
+    rig.submit(1, max_new=2, params=slow)
+    rig.submit(2, max_new=2, params=slower)
+    rig.submit(3, max_new=2)
+    for _ in range(6):
+        rig.turn()
+    assert rig.ends == {3: "length"} and set(rig.executor.prompts) == set()
+    rig.submit(1, max_new=2, params=slow)                # a repeat
+    rig.loop.handle(wire.Abort(2))
+    ready |= {"a", "b"}
+    rig.run()
+    assert rig.ends == {1: "length", 3: "length"} and rig.tokens[1] == [5, 6]
+    assert [e.rid for e in rig.core.seen if isinstance(e, Arrived)] == [3, 1]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from penstock.config.request.grammar import Grammar
 from penstock.config.request.params import SamplingParams
 from penstock.config.request.scores import PromptScores
 from penstock.core.plan import (
@@ -43,6 +44,10 @@ class Ranked(Protocol):
              stop_ids: tuple[int, ...]) -> None:
         """Make `rid` known, before the first plan that names it. Raises RequestError, the same on
         every rank."""
+        ...
+
+    def compiled(self, grammar: Grammar) -> bool:
+        """See `Front.compiled`."""
         ...
 
     def close(self, rid: RequestId) -> None:
@@ -121,6 +126,11 @@ class Front:
                                      "sampled_tokens", "nonfinite_rows"), 0)
 
     # ------------------------------------------------------------ requests
+    def compiled(self, grammar: Grammar) -> bool:
+        """Whether a request with it makes no step wait, as far as this process knows. Returns at once, and
+        has it compiled; the executor wakes its loop when that has ended."""
+        return all([rank.compiled(grammar) for rank in self._ranks])
+
     def open(self, rid: RequestId, prompt: tuple[int, ...], params: SamplingParams, *,
              choice: int = 0, stop_ids: tuple[int, ...] = ()) -> None:
         """Make `rid` known, before the first plan that names it.

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
-from torch import Tensor
 
+from penstock.config.request.grammar import Grammar
 from penstock.config.request.params import SamplingParams
 from penstock.config.request.scores import Scores
 from penstock.core.plan import Moved, RequestId, StepId, StepPlan
@@ -28,7 +28,7 @@ from penstock.exec.graphs.steps import captured
 from penstock.exec.sampling.grammar import Grammars
 from penstock.exec.sampling.prompt import PromptReader, Read, landed
 from penstock.exec.sampling.sampler import Logprobs
-from penstock.exec.sampling.tokens import Drawn, States, tokens_of
+from penstock.exec.sampling.tokens import Answers, Drawn, tokens_of
 from penstock.exec.sparse.bounds import Selecting, Selector
 from penstock.exec.sparse.indexer import Indexed
 from penstock.exec.step.attend import Attending, Grouped, LatentOps, Reads
@@ -70,19 +70,17 @@ Report: TypeAlias = Stepped | Moved
 DIGEST_STEPS = 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Flight:
-    """A step that was launched: whose tokens it samples, and where they arrive.
+    """A step that was launched.
 
-    done        None on a CPU
-    answer_2B   int64, host: tokens, and whether each row's logits were finite; complete after `done`
+    done        all of it, and the choice of its tokens, has been launched in front of this; None on a CPU
     reads       tells `Stepped.reads`, after `done`
     prompts     become `Stepped.prompts`, after `done`
     """
 
     plan: StepPlan
-    states: States
-    answer_2B: Tensor | None
+    answers: Answers
     done: torch.cuda.Event | None
     reads: Reads
     prompts: list[Read]
@@ -108,7 +106,8 @@ class Rank:
     """One rank in this process, on the device of its pools.
 
     start       queues. A CUDA device gets the plan at once if it needs nothing that only the answers of
-                steps in flight can tell: rows that the device samples by itself, no row bound anew.
+                steps in flight can tell: no row bound anew. Tokens that the device cannot sample by itself
+                are chosen late: when the step behind theirs is launched, or when theirs lands.
     collect     with `block` executes the oldest queued plan, or waits for the oldest in flight, or, with
                 neither, for the end of a copy; without, runs no step. Both start the copies that are due
                 and report those that have ended. Copies run in a thread of the mover's own, beside the
@@ -152,6 +151,9 @@ class Rank:
             self._prompts.open(rid, prompt, params)
         self._selects[rid] = params.top_k_tokens or 0, len(prompt)
 
+    def compiled(self, grammar: Grammar) -> bool:
+        return self._tokens.compiled(grammar)
+
     def close(self, rid: RequestId) -> None:
         del self._selects[rid]
         if self._prompts is not None:
@@ -187,8 +189,9 @@ class Rank:
                 self._launch(self._queue.popleft())
             if self._ahead:
                 self._launch_ahead()
-            flight = self._flights.popleft()
+            flight = self._flights[0]
             stepped = self._land(flight)
+            self._flights.popleft()
             if flight.plan.waits:       # told before the step that has read what they wrote
                 reports += self._mover.finish(flight.plan.waits)
             reports.append(stepped)
@@ -203,21 +206,50 @@ class Rank:
 
     def _may_fly(self, plan: StepPlan) -> bool:
         """Whether it can be launched without the answers of the steps in front of it."""
-        return not (plan.binds or plan.waits) and self._tokens.ready(plan)
+        return not (plan.binds or plan.waits)
 
     def _launch(self, plan: StepPlan) -> None:
+        if self._flights:                   # its tokens are inputs of this one
+            self._choose(self._flights[-1])
         with torch.inference_mode():
-            states, answer_2B, prompts = self._execute(plan)
+            answers, prompts = self._execute(plan)
         # What several lanes have is counted by one.
         rows = map(self._tables.index, plan.rows if self._groups[0].owned else ())
         reads = self._attending.reads(list(rows))
-        done = None
-        if self._tables.last_R.is_cuda:
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record()
-        self._flights.append(_Flight(plan, states, answer_2B, done, reads, prompts))
+        self._flights.append(_Flight(plan, answers, self._done(), reads, prompts))
+        if not self._ahead:
+            self._choose(self._flights[-1])
 
-    def _execute(self, plan: StepPlan) -> tuple[States, Tensor | None, list[Read]]:
+    def _done(self) -> torch.cuda.Event | None:
+        """Behind all that has been launched."""
+        if not self._tables.last_R.is_cuda:
+            return None
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        return done
+
+    def _choose(self, flight: _Flight) -> None:
+        """Rows whose tokens follow from those before get theirs. Waits for steps in front, not for this."""
+        if flight.answers.late is None:
+            return
+        for before in self._flights:
+            if before is flight:
+                break
+            self._learn(before)
+        started = time.perf_counter()
+        with torch.inference_mode():
+            flight.answers.choose()
+        flight.done = self._done()
+        self._sampling_s += time.perf_counter() - started
+
+    def _learn(self, flight: _Flight) -> None:
+        """Its step has executed once this returns, and later choices know its tokens."""
+        if flight.done is not None:
+            flight.done.synchronize()
+        if not flight.answers.learnt:
+            flight.answers.learn()
+
+    def _execute(self, plan: StepPlan) -> tuple[Answers, list[Read]]:
         for bind in plan.binds:
             self._tables.bind(bind, 0 if bind.keep else self._tokens.bind(bind))
             budget, num_prompt = self._selects[bind.rid]
@@ -227,7 +259,7 @@ class Rank:
         for lost in plan.unmaps:
             self._tables.unmap(lost)
         if not plan.rows:
-            return (), None, []
+            return Answers(), []
         self._tokens.feed(plan)
         arrivals = self._arrivals(plan) if plan.waits else []
         started = time.perf_counter()
@@ -237,9 +269,9 @@ class Rank:
         stepped = time.perf_counter()
         self._forward_s += stepped - started
         prompts = told.read(plan, ran.hidden_TD) if told and ran.hidden_TD is not None else []
-        states, answer_2B = self._tokens.sample(plan, ran) if ran.rows else ((), None)
+        answers = self._tokens.sample(plan, ran) if ran.rows else Answers()
         self._sampling_s += time.perf_counter() - stepped
-        return states, answer_2B, prompts
+        return answers, prompts
 
     def _arrivals(self, plan: StepPlan) -> Arrivals:
         """Start what the step waits for; on a CPU it has ended then, a device waits for events."""
@@ -251,30 +283,16 @@ class Rank:
 
     def _land(self, flight: _Flight) -> Stepped:
         """The step has executed once this returns; what it carries may move now."""
-        plan = flight.plan
-        tokens: list[tuple[int, ...]] = []
-        logprobs, faults = [], []
-        if flight.done is not None:
-            flight.done.synchronize()
-        answers = [[], []] if flight.answer_2B is None else flight.answer_2B.tolist()
-        for (rid, s), token, finite in zip(flight.states, *answers, strict=False):    # padding comes last
-            index = len(s.outputs)
-            if not finite:                  # no token is better than a made-up one
-                tokens.append(())
-                faults.append((rid, s.fault or f"the model's logits for output token {index} are not finite: "
-                                               "its weights are damaged or overflow in this dtype"))
-                continue
-            s.outputs.append(token)
-            tokens.append((token,))
-            if index in s.logprobs:
-                logprobs.append((rid, index, s.logprobs.pop(index)))
-        if flight.states and self._links.tell is not None:
-            self._links.tell.put(plan.step, tuple(tokens))
+        self._choose(flight)
+        self._learn(flight)
+        plan, answers = flight.plan, flight.answers
+        if answers.states and self._links.tell is not None:
+            self._links.tell.put(plan.step, tuple(answers.tokens))
         self._executed = plan.step
         self._mover.add([m for m in plan.moves if m.id not in plan.waits])
         several = self._links != Links() or self._model.stage.lane.size > 1
         compared = several and plan.step % DIGEST_STEPS == 0
-        return Stepped(plan.step, tuple(tokens), tuple(logprobs), tuple(faults),
+        return Stepped(plan.step, tuple(answers.tokens), tuple(answers.logprobs), tuple(answers.faults),
                        self._tables.digests() if compared else (), flight.reads(), landed(flight.prompts))
 
     def stats(self) -> dict[str, float]:

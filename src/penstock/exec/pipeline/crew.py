@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from penstock.config.base import machine
 from penstock.config.base.errors import ConfigError
+from penstock.config.request.grammar import Grammar
 from penstock.config.request.params import SamplingParams
 from penstock.config.settings.plain import to_plain
 from penstock.config.settings.tree import Config
@@ -87,6 +88,9 @@ class RankProcess:
              stop_ids: tuple[int, ...]) -> None:
         check_ids(prompt, params, self._crew.vocab_size)
         self.send(wire.encode(wire.Open(rid, list(prompt), params, choice, list(stop_ids))))
+
+    def compiled(self, grammar: Grammar) -> bool:
+        return True                     # there, the first step that samples under it waits
 
     def close(self, rid: RequestId) -> None:
         self.send(wire.encode(wire.Close(rid)))

@@ -95,8 +95,11 @@ def _plain(grammar: Grammar) -> str:
 class Grammars:
     """The grammars of one rank: compiled in a thread of their own, the last ones kept."""
 
-    def __init__(self, vocabulary: Callable[[], Vocabulary | None]) -> None:
-        """vocabulary: called in that thread; None: the model has no tokenizer. It may raise BadGrammar."""
+    def __init__(self, vocabulary: Callable[[], Vocabulary | None],
+                 wake: Callable[[], None] | None = None) -> None:
+        """vocabulary: called in that thread; None: the model has no tokenizer. It may raise BadGrammar.
+        wake: called there when a grammar has been compiled, or cannot be."""
+        self._wake = wake
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="penstock-grammar")
         self._compiler = self._thread.submit(_compiler, vocabulary)
         self._compiled: OrderedDict[Grammar, Future[llguidance.LLMatcher]] = OrderedDict()
@@ -110,13 +113,26 @@ class Grammars:
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """Of a new request. Returns at once: what is wrong shows when it is asked for a mask."""
+        return Matcher(self._compiler, self._of(grammar))
+
+    def compiled(self, grammar: Grammar) -> bool:
+        """Whether no matcher of it has to wait. Returns at once, and has it compiled."""
+        return self._of(grammar).done()
+
+    def _of(self, grammar: Grammar) -> Future[llguidance.LLMatcher]:
         with self._lock:
-            if grammar not in self._compiled:
-                self._compiled[grammar] = self._thread.submit(self._compile, grammar)
+            found = self._compiled.get(grammar)
+            if found is None:
+                found = self._compiled[grammar] = self._thread.submit(self._compile, grammar)
                 if len(self._compiled) > COMPILED_MAX:
                     self._compiled.popitem(last=False)
+                found.add_done_callback(self._done)
             self._compiled.move_to_end(grammar)
-            return Matcher(self._compiler, self._compiled[grammar])
+        return found
+
+    def _done(self, _: Future[llguidance.LLMatcher]) -> None:
+        if self._wake is not None:
+            self._wake()
 
     def _compile(self, grammar: Grammar) -> llguidance.LLMatcher:
         return self._compiler.result().compile(grammar)

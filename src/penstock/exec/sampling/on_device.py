@@ -1,7 +1,8 @@
 """What a CUDA device knows of each row's sampling, so that it draws the next token without the host.
 
-Of requests whose tokens follow from temperature, top-k, top-p, min-p and seed. What else there is (penalties,
-bias, logprobs, forced tokens, minimal lengths) `sampler.py` does, outside of the captured steps.
+Of requests whose tokens follow from temperature, top-k, top-p, min-p and seed. What else there is (grammars,
+penalties, bias, logprobs, forced tokens, minimal lengths) `sampler.py` does behind the captured steps, and
+these tokens are provisional.
 
     B rows of a step   R rows of the tables   V vocabulary
 """
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from penstock.exec.sampling.sampler import Sampling
 from penstock.kernels.sample import draw
+from penstock.kernels.types.ragged import on_device
 
 
 class Draws:
@@ -40,8 +42,11 @@ class Draws:
         """Overwrites the tokens of rows that draw: see `kernels.sample.draw`."""
         self._draw(logits_BV, token_B, row_B, position_B, self._params_R4, self._stream_R2)
 
-    def skip(self, rows: Sequence[int], states: Sequence[Sampling]) -> None:
-        """These rows, by table index, were given a token by others."""
+    def again(self, logits_BV: Tensor, token_B: Tensor, states: Sequence[Sampling],
+              rows: Sequence[int]) -> None:
+        """`draw` from other logits for rows, by table index, that have just drawn, with the same uniforms."""
         drew = [row for row, s in zip(rows, states, strict=True) if s.params.temperature > 0]
         if drew:
-            self._stream_R2[torch.tensor(drew, device=self._device), 1] += 1
+            self._stream_R2[on_device(drew, self._device, torch.int64), 1] -= 1
+            row_B = on_device(rows, self._device, torch.int32)
+            self.draw(logits_BV, token_B, row_B, torch.zeros_like(row_B))

@@ -6,6 +6,7 @@ and presence penalty, then argmax, or temperature, min-p, top-k, top-p and the d
 the model: log-softmax of the logits before any of this. A row of which bias and penalties leave no
 finite maximum is sampled without them: a token that was to be avoided is better than none. Not so a
 grammar: a row of which it admits no token with a finite logit fails, with the reason in `Sampling.fault`.
+`choose` waits for no device: what follows from the output tokens may be asked while that computes.
 Forced tokens are given after all of this, and counted, recorded and stopped at like any other.
 
     R rows of the table   B rows that sample   V vocabulary
@@ -14,18 +15,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.config.base.errors import RequestError
+from penstock.config.request.grammar import Grammar
 from penstock.config.request.params import SamplingParams
 from penstock.exec.sampling.grammar import Grammars, Matcher
 from penstock.kernels.sample import filters, uniform
+from penstock.kernels.types.ragged import on_device
 
 # (logprob of the token, its rank from 1, the best (id, logprob) in descending order)
 Logprobs: TypeAlias = tuple[float, int, list[tuple[int, float]]]
+# In the second line of an answer: a row's logits have a finite maximum, have none, or none under its grammar.
+FINE, NOT_FINITE, NOTHING_ADMITTED = 1, 0, -1
 
 
 @dataclass(slots=True)
@@ -57,6 +63,13 @@ class Sampling:
             self.matcher.rewind(emitted)
 
 
+class Redraw(Protocol):
+    def __call__(self, logits_BV: Tensor, token_B: Tensor, states: Sequence[Sampling],
+                 rows: Sequence[int]) -> None:
+        """Overwrite the tokens of rows that have a temperature, with the uniforms of `len(outputs)`."""
+        ...
+
+
 class Sampler:
     """Samples all rows of a step at once. Not thread-safe; runs under inference mode."""
 
@@ -64,7 +77,7 @@ class Sampler:
                  device: torch.device | str = "cpu", grammars: Grammars | None = None) -> None:
         """grammars: None: requests have none."""
         self._grammars = grammars
-        self._vocab, self._rows, self._seed, self._device = vocab_size, rows, seed, device
+        self._vocab, self._rows, self._seed, self._device = vocab_size, rows, seed, torch.device(device)
         # Made for the first request with a penalty: most servers never need them.
         self._count_RV: Tensor | None = None       # int32: times in the output
         self._prompt_RV: Tensor | None = None      # bool: occurs in the prompt
@@ -80,8 +93,8 @@ class Sampler:
         s.penalised = (params.presence_penalty != 0 or params.frequency_penalty != 0
                        or params.repetition_penalty != 1)
         if params.logit_bias:
-            s.bias = (torch.tensor(list(params.logit_bias), device=self._device),
-                      torch.tensor(list(params.logit_bias.values()), device=self._device))
+            s.bias = (self._ids(list(params.logit_bias)),
+                      on_device(list(params.logit_bias.values()), self._device, torch.float32))
         if params.grammar is not None:
             assert self._grammars is not None, "a request with a grammar, and nothing here can"
             s.matcher = self._grammars.matcher(params.grammar)
@@ -90,6 +103,10 @@ class Sampler:
                     and (params.min_tokens == 0 or not s.stop_ids))
         s.plain = s.simple and params.temperature == 0
         return s
+
+    def compiled(self, grammar: Grammar) -> bool:
+        """Whether no request with it would wait. Returns at once, and has it compiled."""
+        return self._grammars is None or self._grammars.compiled(grammar)
 
     def bind(self, s: Sampling, row: int, emitted: int) -> None:
         """`s` now samples from table row `row` with `emitted` tokens retired."""
@@ -108,43 +125,59 @@ class Sampler:
 
     def sample(self, logits_BV: Tensor, states: Sequence[Sampling],
                rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """(token_B int64, finite_B bool), both on the device.
+        """(token_B int64, finite_B bool), both on the device: `best` and `choose` of all, and `told`.
 
         logits_BV  float32; it may be overwritten     states, rows  of each, rows by table index
-        Where `finite_B` is False the logits had a NaN or an infinite maximum, or the row's grammar admits
-        no token (`states[i].fault`): the token means nothing. `states[i].outputs` is the caller's to
-        extend; logprobs are added here, under the index that the new token will have.
+        Where `finite_B` is False the token means nothing. `states[i].outputs` is the caller's to extend.
         """
-        token_B = logits_BV.argmax(-1)
-        finite_B = logits_BV.gather(1, token_B.unsqueeze(1)).squeeze(1).isfinite()
-        some = [i for i, s in enumerate(states) if not s.plain]
-        if some and not finite_B.all():
-            ok = finite_B.tolist()
-            some = [i for i in some if ok[i]]
-        if not some:
-            return token_B, finite_B
-        at_B = torch.tensor(some, device=self._device)
-        raw_BV = logits_BV if len(some) == len(states) else logits_BV[at_B]
-        chosen = [states[i] for i in some]
-        token_b = self._processed(raw_BV, chosen, [rows[i] for i in some])
-        token_B[at_B] = token_b
-        if failed := [i for i in some if states[i].fault is not None]:
-            finite_B[torch.tensor(failed, device=self._device)] = False
-        return token_B, finite_B
+        answer_2B = self.best(logits_BV)
+        late = [i for i, s in enumerate(states) if not s.plain]
+        recorded = self.choose(logits_BV, answer_2B, states, rows, late)
+        told(states, answer_2B[1].tolist(), recorded)
+        return answer_2B[0], answer_2B[1] == FINE
 
-    def _processed(self, raw_BV: Tensor, states: Sequence[Sampling],
-                   rows: Sequence[int]) -> Tensor:
-        masked_BV = self._masked(raw_BV, states)
+    def best(self, logits_BV: Tensor) -> Tensor:
+        """answer_2B, int64: the best token of each row, and FINE or NOT_FINITE."""
+        best_B, token_B = logits_BV.max(-1)
+        return torch.stack((token_B, best_B.isfinite().long()))
+
+    def choose(self, logits_BV: Tensor, answer_2B: Tensor, states: Sequence[Sampling], rows: Sequence[int],
+               which: Sequence[int], draw: Redraw | None = None) -> Recorded | None:
+        """Give the rows `which` the tokens that follow from all that their requests ask. Waits for no device.
+
+        logits_BV   float32; it may be overwritten        states, rows   of each, rows by table index
+        answer_2B   of all rows, as `best` has left it, or with other provisional tokens; overwritten
+        draw        draws for rows with a temperature; None: this does, and may wait
+        Returns logprobs on their way to the host, for `told`, which comes before `outputs` is extended.
+        """
+        if not logits_BV.is_cuda and not bool(answer_2B[1].all()):      # these need no care on a device
+            which = [i for i, fine in zip(which, answer_2B[1, list(which)].tolist(), strict=True) if fine]
+        if not which:
+            return None
+        at_b = self._ids(which)
+        raw_bV = logits_BV if len(which) == len(states) else logits_BV[at_b]
+        chosen, mine = [states[i] for i in which], [rows[i] for i in which]
+        masked_bV, ok_b = self._masked(raw_bV, chosen)
+        token_b = self._processed(masked_bV, chosen, mine, draw)
+        answer_2B[0, at_b] = token_b
+        if ok_b is not None:
+            answer_2B[1, at_b] = torch.where(ok_b, answer_2B[1, at_b], NOTHING_ADMITTED)
+        return _recorded(raw_bV, token_b, chosen)
+
+    def _processed(self, masked_BV: Tensor, states: Sequence[Sampling], rows: Sequence[int],
+                   draw: Redraw | None) -> Tensor:
         logits_BV = self._penalised(self._biased(masked_BV, states), states, rows)
         if logits_BV is not masked_BV:
             logits_BV = _usable(logits_BV, masked_BV)
         random = [i for i, s in enumerate(states) if s.params.temperature > 0]
-        if len(random) < len(states):
+        if len(random) < len(states) or draw is not None:
             token_B = logits_BV.argmax(-1)
         else:
             token_B = torch.empty(len(states), dtype=torch.int64, device=self._device)
-        if random:
-            at_B = torch.tensor(random, device=self._device)
+        if random and draw is not None:
+            draw(logits_BV, token_B, states, rows)
+        elif random:
+            at_B = self._ids(random)
             chosen = [states[i] for i in random]
             params = [s.params for s in chosen]
             w_BV = filters.weights(
@@ -159,32 +192,35 @@ class Sampler:
         counted = [i for i, s in enumerate(states) if s.penalised]
         if counted:
             assert self._count_RV is not None
-            self._count_RV[torch.tensor([rows[i] for i in counted], device=self._device),
-                           token_B[torch.tensor(counted, device=self._device)]] += 1
-        self._record(raw_BV, token_B, states)
+            self._count_RV[self._ids([rows[i] for i in counted]), token_B[self._ids(counted)]] += 1
         return token_B
 
-    def _masked(self, raw_BV: Tensor, states: Sequence[Sampling]) -> Tensor:
-        """Minus infinity where a row's grammar admits no token, in a copy; raw where it admits none."""
+    def _masked(self, raw_BV: Tensor, states: Sequence[Sampling]) -> tuple[Tensor, Tensor | None]:
+        """A copy with minus infinity where a row's grammar does not admit a token, and, by row, whether it
+        admits one: else the row means nothing. None: no row has a grammar."""
         some = [i for i, s in enumerate(states) if s.matcher is not None]
         if not some:
-            return raw_BV
+            return raw_BV, None
         matchers = [m for i in some if (m := states[i].matcher) is not None]
         words_BW = torch.zeros(len(some), max(m.words() for m in matchers), dtype=torch.int32,
                                pin_memory=raw_BV.is_cuda)
         for i, matcher, words_W in zip(some, matchers, words_BW, strict=True):
             fault = matcher.fill(states[i].outputs, words_W.data_ptr())
             states[i].fault = f"at output token {len(states[i].outputs)}: {fault}" if fault else None
-        at_B = torch.tensor(some, device=self._device)
-        mine_BV = raw_BV[at_B]
-        masked_BV = mine_BV.masked_fill(~_bits(words_BW.to(self._device, non_blocking=True), self._vocab),
-                                        -torch.inf)
-        ok_B1 = masked_BV.amax(-1, keepdim=True).isfinite()
-        for i, ok in zip(some, ok_B1.squeeze(1).tolist(), strict=True):
-            if not ok and states[i].fault is None:
-                states[i].fault = (f"at output token {len(states[i].outputs)}: its grammar admits no token "
-                                   "that the model gives a finite logit")
-        return raw_BV.index_copy(0, at_B, torch.where(ok_B1, masked_BV, mine_BV))
+            if fault:
+                words_W.zero_()
+        at_B = self._ids(some)
+        bits_BV = _bits(words_BW.to(self._device, non_blocking=True), self._vocab)
+        # The lesser of a logit and plus or minus infinity: no branch for each token, as `masked_fill` has.
+        masked_BV = torch.minimum(raw_BV[at_B], (bits_BV.float() - 0.5) * torch.inf)
+        ok_b = masked_BV.amax(-1).isfinite()
+        # Without a token the draw of a CPU fails, that of a device gives some token.
+        if not raw_BV.is_cuda and not bool(ok_b.all()):
+            masked_BV[~ok_b] = raw_BV[at_B[~ok_b]]
+        if len(some) == len(states):
+            return masked_BV, ok_b
+        ok_B = torch.ones(len(states), dtype=torch.bool, device=self._device).index_copy_(0, at_B, ok_b)
+        return raw_BV.index_copy(0, at_B, masked_BV), ok_B
 
     def _biased(self, logits_BV: Tensor, states: Sequence[Sampling]) -> Tensor:
         """min_tokens and logit_bias; copies before it writes, for the logprobs' sake."""
@@ -196,9 +232,9 @@ class Sampler:
             if not own:
                 logits_BV, own = logits_BV.clone(), True
             if short:
-                logits_BV[i, list(s.stop_ids)] = -torch.inf
+                logits_BV[i].index_fill_(0, self._ids(s.stop_ids), -torch.inf)
             if s.bias is not None:
-                logits_BV[i, s.bias[0]] += s.bias[1]
+                logits_BV[i].index_add_(0, *s.bias)
         return logits_BV
 
     def _penalised(self, logits_BV: Tensor, states: Sequence[Sampling],
@@ -208,8 +244,8 @@ class Sampler:
             return logits_BV
         assert self._count_RV is not None
         assert self._prompt_RV is not None
-        at_B, params = torch.tensor(some, device=self._device), [states[i].params for i in some]
-        row_B = torch.tensor([rows[i] for i in some], device=self._device)
+        at_B, params = self._ids(some), [states[i].params for i in some]
+        row_B = self._ids([rows[i] for i in some])
         count_BV, x_BV = self._count_RV[row_B], logits_BV[at_B]
         if any(p.repetition_penalty != 1 for p in params):
             seen_BV = self._prompt_RV[row_B] | (count_BV > 0)
@@ -224,31 +260,56 @@ class Sampler:
         return logits_BV.index_copy(0, at_B, x_BV)
 
     def _column(self, values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, device=self._device).unsqueeze(1)
+        return on_device(values, self._device, torch.float32).unsqueeze(1)
 
-    def _record(self, raw_BV: Tensor, token_B: Tensor, states: Sequence[Sampling]) -> None:
-        some = [i for i, s in enumerate(states) if s.params.logprobs is not None]
-        if not some:
-            return
-        at_B = torch.tensor(some, device=self._device)
-        logprob_BV = raw_BV[at_B].log_softmax(-1)
-        own_B1 = logprob_BV.gather(1, token_B[at_B].unsqueeze(1))
-        rank_B = (logprob_BV > own_B1).sum(-1) + 1
-        most = min(max(states[i].params.logprobs or 0 for i in some), self._vocab)
-        top = logprob_BV.topk(most, dim=-1)
-        for i, own, rank, ids, values in zip(some, own_B1.squeeze(1).tolist(), rank_B.tolist(),
-                                             top.indices.tolist(), top.values.tolist(),
-                                             strict=True):
-            s = states[i]
-            n = s.params.logprobs or 0
-            s.logprobs[len(s.outputs)] = (
-                own, rank, list(zip(ids[:n], values[:n], strict=True)))
+    def _ids(self, values: Sequence[int]) -> Tensor:
+        return on_device(values, self._device, torch.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """Logprobs of rows: own_B, rank_B, ids_BK and values_BK, on their way to the host."""
+
+    states: Sequence[Sampling]
+    columns: Sequence[Tensor]
+
+
+def _recorded(raw_BV: Tensor, token_B: Tensor, states: Sequence[Sampling]) -> Recorded | None:
+    some = [i for i, s in enumerate(states) if s.params.logprobs is not None]
+    if not some:
+        return None
+    at_B = on_device(some, raw_BV.device, torch.int64)
+    logprob_BV = raw_BV[at_B].log_softmax(-1)
+    own_B1 = logprob_BV.gather(1, token_B[at_B].unsqueeze(1))
+    rank_B = (logprob_BV > own_B1).sum(-1) + 1
+    top = logprob_BV.topk(min(max(states[i].params.logprobs or 0 for i in some), raw_BV.shape[1]), dim=-1)
+    return Recorded([states[i] for i in some], [x.to("cpu", non_blocking=True) for x in (
+        own_B1.squeeze(1), rank_B, top.indices, top.values)])
+
+
+def told(states: Sequence[Sampling], fine: Sequence[int], recorded: Recorded | None) -> None:
+    """What `choose` has sent has arrived: logprobs, under the index of the token that comes next, and why a
+    grammar gave none."""
+    for s, code in zip(states, fine, strict=False):
+        if code == NOTHING_ADMITTED and s.fault is None:
+            s.fault = (f"at output token {len(s.outputs)}: its grammar admits no token that the model gives "
+                       "a finite logit")
+    if recorded is None:
+        return
+    columns = [column.tolist() for column in recorded.columns]
+    for s, own, rank, ids, values in zip(recorded.states, *columns, strict=True):
+        n = s.params.logprobs or 0
+        s.logprobs[len(s.outputs)] = own, rank, list(zip(ids[:n], values[:n], strict=True))
 
 
 def _bits(words_BW: Tensor, count: int) -> Tensor:
     """bool_BV: bit i of the words, lowest first, False past their end."""
-    bit_32 = torch.arange(32, dtype=torch.int32, device=words_BW.device)
-    bits_BV = ((words_BW.unsqueeze(-1) >> bit_32) & 1).flatten(1).bool()
+    if words_BW.is_cuda:
+        bit_32 = torch.arange(32, dtype=torch.int32, device=words_BW.device)
+        bits_BV = ((words_BW.unsqueeze(-1) >> bit_32) & 1).flatten(1).bool()
+    else:
+        bits_BV = torch.from_numpy(np.unpackbits(words_BW.numpy().view(np.uint8), axis=1,
+                                                 bitorder="little")).view(torch.bool)
     return torch.nn.functional.pad(bits_BV, (0, count - bits_BV.shape[1]))       # cuts where that is negative
 
 
@@ -263,5 +324,4 @@ def check_ids(prompt: tuple[int, ...], params: SamplingParams, vocab_size: int) 
 def _usable(logits_BV: Tensor, raw_BV: Tensor) -> Tensor:
     """logits_BV, with the raw logits for rows in which every token is masked, as when min_tokens
     meets stop ids that are the whole vocabulary, or whose maximum a tiny penalty overflowed."""
-    usable_B1 = logits_BV.amax(-1, keepdim=True).isfinite()
-    return logits_BV if usable_B1.all() else torch.where(usable_B1, logits_BV, raw_BV)
+    return torch.where(logits_BV.amax(-1, keepdim=True).isfinite(), logits_BV, raw_BV)

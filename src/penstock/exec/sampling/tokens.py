@@ -6,23 +6,82 @@ Owns the sampling state of open requests. Knows plans, and writes tokens into th
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from penstock.config.request.grammar import Grammar
 from penstock.config.request.params import SamplingParams
 from penstock.core.plan import Bind, RequestId, StepPlan
 from penstock.exec.sampling.grammar import Grammars
 from penstock.exec.sampling.on_device import Draws
-from penstock.exec.sampling.sampler import Sampler, Sampling, check_ids
+from penstock.exec.sampling.sampler import (
+    FINE,
+    Logprobs,
+    Recorded,
+    Redraw,
+    Sampler,
+    Sampling,
+    check_ids,
+    told,
+)
 from penstock.exec.step.eager import Ran
 from penstock.exec.step.links import Heard, Links
 from penstock.exec.step.tables import RowTables
 from penstock.kernels.types.ragged import on_device
 
 States: TypeAlias = tuple[tuple[RequestId, Sampling], ...]
+Choose: TypeAlias = Callable[[], tuple[Tensor, Recorded | None]]
+
+
+@dataclass(slots=True)
+class Answers:
+    """Whose tokens a step samples, and those tokens on their way to the host.
+
+    answer_2B   int64: tokens, and FINE or why not; complete once the device has executed what was launched
+                by `sample` and `choose`
+    late        gives some rows their tokens, once those of all steps before are known: until then they
+                have provisional ones
+    """
+
+    states: States = ()
+    answer_2B: Tensor | None = None
+    late: Choose | None = None
+    recorded: Recorded | None = None
+    learnt: bool = False
+    tokens: list[tuple[int, ...]] = field(default_factory=list)
+    logprobs: list[tuple[RequestId, int, Logprobs]] = field(default_factory=list)
+    faults: list[tuple[RequestId, str]] = field(default_factory=list)
+
+    def choose(self) -> None:
+        """Launch `late`. Does not wait for a device."""
+        if self.late is not None:
+            answer_2B, self.recorded = self.late()
+            self.answer_2B, self.late = answer_2B.to("cpu", non_blocking=True), None
+
+    def learn(self) -> None:
+        """The device has executed it: requests know their tokens from now on, and `tokens`, `logprobs` and
+        `faults` are as in `rank.Stepped`. Once, in order of the steps."""
+        assert not self.learnt and self.late is None, "tokens are learnt once, and once they are chosen"
+        self.learnt = True
+        tokens, fine = [[], []] if self.answer_2B is None else self.answer_2B.tolist()
+        told([s for _, s in self.states], fine, self.recorded)
+        for (rid, s), token, code in zip(self.states, tokens, fine, strict=False):       # padding comes last
+            index = len(s.outputs)
+            if code != FINE:                # no token is better than a made-up one
+                self.tokens.append(())
+                self.faults.append((rid, s.fault or (
+                    f"the model's logits for output token {index} are not finite: its weights are damaged or "
+                    "overflow in this dtype")))
+                continue
+            s.outputs.append(token)
+            self.tokens.append((token,))
+            if index in s.logprobs:
+                self.logprobs.append((rid, index, s.logprobs.pop(index)))
 
 
 class Tokens:
@@ -39,6 +98,10 @@ class Tokens:
         """Raises RequestError for a token id outside the vocabulary."""
         check_ids(prompt, params, self._vocab)
 
+    def compiled(self, grammar: Grammar) -> bool:
+        """Whether no step would wait for it. Returns at once, and has it compiled."""
+        return True
+
     def close(self, rid: RequestId) -> None:
         """No plan names it any more."""
 
@@ -49,17 +112,12 @@ class Tokens:
         """The row's last sampled token as of this bind; of no interest between first and last stage."""
         return 0
 
-    def ready(self, plan: StepPlan) -> bool:
-        """Whether its rows sample without the answers of the steps in front of it."""
-        return False
-
     def feed(self, plan: StepPlan) -> None:
         """Before the step: the tables get last tokens that were sampled elsewhere."""
 
-    def sample(self, plan: StepPlan, ran: Ran) -> tuple[States, Tensor | None]:
-        """Who samples here, and answer_2B int64 on its way to the host: tokens, and whether each row's
-        logits were finite."""
-        return (), None
+    def sample(self, plan: StepPlan, ran: Ran) -> Answers:
+        """Give each row of the step a token. Does not wait for a device."""
+        return Answers()
 
     def settle(self) -> None:
         """No further plan comes."""
@@ -90,6 +148,9 @@ class Chosen(Tokens):
              stop_ids: tuple[int, ...]) -> None:
         self._open[rid] = self._sampler.open(rid, prompt, params, choice, stop_ids)
 
+    def compiled(self, grammar: Grammar) -> bool:
+        return self._sampler.compiled(grammar)
+
     def close(self, rid: RequestId) -> None:
         del self._open[rid]
 
@@ -102,26 +163,43 @@ class Chosen(Tokens):
         self._sampler.bind(s, self._tables.index(bind.row), bind.emitted)
         return s.outputs[-1] if s.outputs else 0
 
-    def ready(self, plan: StepPlan) -> bool:
-        return all(self._open[rid].plain for rid in sampled(plan))
-
-    def sample(self, plan: StepPlan, ran: Ran) -> tuple[States, Tensor | None]:
+    def sample(self, plan: StepPlan, ran: Ran) -> Answers:
         pairs = tuple((rid, self._open[rid]) for rid in sampled(plan))
         states = [s for _, s in pairs]
         self.outside += sum(not s.simple for s in states)
-        return pairs, self._answer(ran, states).to("cpu", non_blocking=True)    # pinned, from a device
+        answer_2B, late = self._provisional(ran, states), [i for i, s in enumerate(states) if self._late(s)]
+        if not late:
+            return Answers(pairs, answer_2B.to("cpu", non_blocking=True))        # pinned, from a device
+        return Answers(pairs, late=partial(self._choose, ran, answer_2B, states, late))
 
-    def _answer(self, ran: Ran, states: Sequence[Sampling]) -> Tensor:
-        if ran.answer_2B is not None and all(s.plain for s in states):
+    def _late(self, s: Sampling) -> bool:
+        """Whether its token is another than the provisional one."""
+        return not s.plain
+
+    def _provisional(self, ran: Ran, states: Sequence[Sampling]) -> Tensor:
+        """answer_2B of all rows, which are in the tables."""
+        if ran.answer_2B is not None:
             return ran.answer_2B
         assert ran.logits_BV is not None
-        token_B, finite_B = self._sampler.sample(ran.logits_BV, states, ran.rows)
-        self._tables.sampled(ran.rows, token_B)
-        return torch.stack((token_B, finite_B.long()))
+        answer_2B = self._sampler.best(ran.logits_BV)
+        self._tables.sampled(ran.rows, answer_2B[0])
+        return answer_2B
+
+    def _choose(self, ran: Ran, answer_2B: Tensor, states: Sequence[Sampling],
+                late: Sequence[int]) -> tuple[Tensor, Recorded | None]:
+        assert ran.logits_BV is not None
+        recorded = self._sampler.choose(ran.logits_BV, answer_2B, states, ran.rows, late, self._redraw)
+        at_b = on_device(late, answer_2B.device, torch.int64)
+        self._tables.sampled([ran.rows[i] for i in late], answer_2B[0, at_b])
+        return answer_2B, recorded
+
+    @property
+    def _redraw(self) -> Redraw | None:
+        return None
 
 
 class Drawn(Chosen):
-    """By the device itself, as a captured step does, where all rows of the step are simple."""
+    """By the device itself, as a captured step does; of rows that are not simple this is provisional."""
 
     def __init__(self, sampler: Sampler, tables: RowTables, draws: Draws) -> None:
         super().__init__(sampler, tables)
@@ -132,23 +210,22 @@ class Drawn(Chosen):
         self.draws.bind(self._tables.index(bind.row), self._open[bind.rid])
         return last
 
-    def ready(self, plan: StepPlan) -> bool:
-        return all(self._open[rid].simple for rid in sampled(plan))
+    def _late(self, s: Sampling) -> bool:
+        return not s.simple
 
-    def _answer(self, ran: Ran, states: Sequence[Sampling]) -> Tensor:
-        if not all(s.simple for s in states):
-            answer_2B = super()._answer(ran, states)
-            if ran.answer_2B is None:
-                self.draws.skip(ran.rows, states)
-            return answer_2B
+    def _provisional(self, ran: Ran, states: Sequence[Sampling]) -> Tensor:
         if ran.answer_2B is not None:
             return ran.answer_2B
         assert ran.logits_BV is not None
+        answer_2B = self._sampler.best(ran.logits_BV)
         row_B = on_device(ran.rows, ran.logits_BV.device, torch.int32)
-        best_B, token_B = ran.logits_BV.max(-1)
-        self.draws.draw(ran.logits_BV, token_B, row_B, torch.zeros_like(row_B))
-        self._tables.sampled(ran.rows, token_B)
-        return torch.stack((token_B, best_B.isfinite().long()))
+        self.draws.draw(ran.logits_BV, answer_2B[0], row_B, torch.zeros_like(row_B))
+        self._tables.sampled(ran.rows, answer_2B[0])
+        return answer_2B
+
+    @property
+    def _redraw(self) -> Redraw:
+        return self.draws.again
 
 
 class FromLast(Tokens):
@@ -182,9 +259,9 @@ class FromLast(Tokens):
         if rows:
             self._tables.sampled(rows, torch.tensor(tokens, device=self._tables.last_R.device))
 
-    def sample(self, plan: StepPlan, ran: Ran) -> tuple[States, Tensor | None]:
+    def sample(self, plan: StepPlan, ran: Ran) -> Answers:
         self._heard.expect(plan.step, sampled(plan))
-        return (), None
+        return Answers()
 
     def settle(self) -> None:
         self._heard.settle()

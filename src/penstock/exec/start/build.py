@@ -172,7 +172,7 @@ def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None
          vocabulary: Callable[[], Vocabulary | None]) -> _Parts:
     """One rank, in this process, on the CPU or a GPU."""
     threads, device = config.device.threads or machine.probe().cores, config.device.device
-    grammars = Grammars(vocabulary)
+    grammars = Grammars(vocabulary, wakes.wake)
     if device == "cuda":
         _check_gpu()
     # One thread: loading is many small operations, which two threads on busy cores slow down 4x. A GPU's

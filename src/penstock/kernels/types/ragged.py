@@ -36,7 +36,7 @@ class Ragged:
     page_size: int
 
 
-def on_device(values: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
+def on_device(values: Sequence[int] | Sequence[float], device: torch.device, dtype: torch.dtype) -> Tensor:
     """A copy on `device` that the host does not wait for: torch keeps the pinned source until then."""
     host = torch.tensor(values, dtype=dtype)
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from penstock.config.request.grammar import Grammar
 from penstock.config.request.params import SamplingParams
 from penstock.config.request.scores import PromptScores, Scores
 from penstock.core.plan import Executor, Finished, RequestId, Started, Token
@@ -22,6 +23,7 @@ class Runner(Executor, Protocol):
 
     def open(self, rid: RequestId, prompt: tuple[int, ...], params: SamplingParams, *,
              choice: int, stop_ids: tuple[int, ...]) -> None: ...
+    def compiled(self, grammar: Grammar) -> bool: ...
     def close(self, rid: RequestId) -> None: ...
     def given(self, rid: RequestId, tokens: Sequence[int], logprobs: Sequence[Logprobs] = (),
               prompt: PromptScores | None = None) -> None: ...

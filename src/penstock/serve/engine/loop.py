@@ -94,6 +94,7 @@ class EngineLoop:
         self._live: dict[int, Live] = {}
         self._paired = None if peers is None else Paired(peers, executor, self._live)
         self._newest = 0                        # request id
+        self._held: dict[int, Submit] = {}      # until their grammars are compiled: no step waits for that
         self._events: list[Event] = []          # since the last advance
         self._chunks: list[Chunk] = []          # refusals since the last turn
         self.steps_in_flight = 0
@@ -103,7 +104,8 @@ class EngineLoop:
     @property
     def idle(self) -> bool:
         """Nothing can happen before the next message."""
-        return not (self.steps_in_flight or self.moves_in_flight or self._events or self._chunks)
+        return not (self.steps_in_flight or self.moves_in_flight or self._events or self._chunks
+                    or self._held)
 
     @property
     def wait_s(self) -> float | None:
@@ -128,6 +130,7 @@ class EngineLoop:
             case Submit():
                 self._submit(message)
             case Abort(rid):
+                self._held.pop(rid, None)
                 if rid in self._live:
                     self._events.append(Aborted(RequestId(rid)))
             case StopAt(rid, count):
@@ -150,6 +153,12 @@ class EngineLoop:
             self._chunks.append(Chunk(rid=m.rid, tokens=[], index=0, finish="refused",
                                       reason=reason))
             return
+        if m.params.grammar is None or self._executor.compiled(m.params.grammar):
+            self._begin(m)
+        else:
+            self._held[m.rid] = m
+
+    def _begin(self, m: Submit) -> None:
         peer, excuse = (None, "") if self._paired is None else self._paired.ask(m)
         if excuse:
             self._chunks.append(Chunk(rid=m.rid, tokens=[], index=0, finish="unavailable", reason=excuse))
@@ -289,7 +298,11 @@ class EngineLoop:
         assert self.steps_in_flight >= 0 and self.moves_in_flight >= 0, "executor: told twice"
 
     def _hear(self) -> None:
-        """What the other engine and time bring."""
+        """What the other engine, time and compiled grammars bring."""
+        for m in list(self._held.values()):
+            assert m.params.grammar is not None
+            if self._executor.compiled(m.params.grammar):
+                self._begin(self._held.pop(m.rid))
         for news in () if self._paired is None else self._paired.hear():
             if isinstance(news, Asked):
                 self._asked(news)
