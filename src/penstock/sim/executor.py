@@ -54,6 +54,7 @@ class Speeds:
     full: float = 0.0
     lie: float = 0.0
     gone: float = 0.0
+    dead: float = 0.0
 
 
 class Wire(Protocol):
@@ -85,12 +86,14 @@ class SimExecutor:
                                1 + cfg.draft_tokens)
                         for _ in range(ranks)]
         self.stages = cfg.pp_size
+        self.lost = 0.0                   # chance that what it is storing is not stored: its engine has died
         self.fail_move = 0                # the n-th Move fails, whatever the rate; 0 is off
         self.stats: Counter[str] = Counter()
+        self.num_asked = 0                # look-ups in storage
         self.in_flight = 0                # plans and moves without their event
         apart, way = Random(), self.speeds
         apart.setstate(rng.getstate())
-        self.store = Store(way.hang, way.full, way.lie, way.gone, apart, self.stats)
+        self.store = Store(way.hang, way.full, way.lie, way.gone, way.dead, apart, self.stats)
         self._queues: list[list[StepPlan]] = [[] for _ in range(ranks)]
         self._waiting: list[list[Callable[[], bool]]] = [[] for _ in range(ranks)]
         self._busy = [False] * ranks
@@ -129,6 +132,7 @@ class SimExecutor:
         if isinstance(out, Unstore):
             store.unstore(self.devices, out.keys)
             return
+        self.num_asked += 1
         present = store.present(self.devices, out)
         if rng.random() < 0.2:                 # or somebody answers for it, who knows of nothing
             present = present[:rng.choice((0, rng.randint(0, len(present))))]
@@ -280,6 +284,9 @@ class SimExecutor:
 
     def _land(self, k: int, move: Move, good: int, data: list[list[int]]) -> None:
         """`good` of its pages arrive, the rest is garbage; but storage takes nothing of a page, or all."""
+        if self.lost and move.dst is Tier.DISK and self.store.rng.random() < self.lost:
+            self.store.stats["store of the dead lost"] += 1
+            return
         if good < len(data):
             self._torn[move.id] = min(good, self._torn.get(move.id, good))
             data = data[:good] + [[-7_000_003 - v for v in slots] for slots in data[good:]]

@@ -34,6 +34,7 @@ from penstock.core.plan import (
 )
 from penstock.sim.clock import Clock
 from penstock.sim.scenario import Scenario
+from penstock.sim.shared import Shared
 from penstock.sim.view import Live
 from penstock.sim.workload import Expect
 from penstock.sim.world import AIMED, MakeCore, World
@@ -67,7 +68,7 @@ RARE_PHASES = (Phase.FETCHING, Phase.PROMOTING, Phase.LOADING)        # of these
 
 
 class Run(Protocol):
-    """A World or a Pair."""
+    """A World, a Pair, or engines that are Shared."""
 
     sc: Scenario
     clock: Clock
@@ -442,7 +443,7 @@ class Pair:
 def start(sc: Scenario, make: MakeCore = Core, *, blind: bool = False, record: bool = False,
           ticks: int = 0) -> Run:
     """What `sc` asks for, one engine or two, ready to `play`."""
-    kind = Pair if sc.pair else World
+    kind = Pair if sc.pair else Shared if sc.cfg.store_root and sc.named == 2 else World
     return kind(sc, make, blind=blind, record=record, ticks=ticks)
 
 

@@ -68,7 +68,8 @@ class Scenario:
     steps: int                # so many steps and answers are no longer extended by later prompts
     pair: int = 0             # 1: a prefill engine and a decode engine, with `net` between them
     net: Network = Network()
-    named: int = 0            # 1: pages in storage are named by what they hold, and it is asked for them
+    named: int = 0            # 1: pages in storage are named by what they hold, and it is asked for them;
+                              # 2: two engines have it together
     damages: int = 0          # requests whose KV is found to be damaged
     jumps: int = 0            # the clock leaps: every deadline and reminder comes at once
     mode: str = ""            # overrides, for the line that replays it
@@ -107,7 +108,9 @@ def _named(sc: Scenario) -> Scenario:
     if sc.pair or not sc.cfg.disk_pages or rng.random() < 0.5:
         return sc
     flushes = sc.flushes + (rng.choice((1, 3)) if sc.again > 0.5 else 0)
-    return replace(sc, named=1, flushes=flushes, speeds=replace(sc.speeds, gone=rng.choice((0.0, 0.0, 0.1))))
+    gone, more = rng.choice((0.0, 0.0, 0.1)), Random(f"several {sc.seed}")
+    return replace(sc, named=2 if more.random() < 0.3 else 1, flushes=flushes,
+                   speeds=replace(sc.speeds, gone=gone, dead=more.choice((0.0, 0.0, 0.03))))
 
 
 def _cell(seed: int) -> tuple[int, int, int, int, int, tuple[int, int, int]] | None:
@@ -260,6 +263,8 @@ def finish(sc: Scenario) -> Scenario:
     if sc.named and cfg.disk_pages:
         cfg = replace(cfg, store_root=b"keys")
         sc = replace(sc, cfg=cfg)
+    if sc.named == 2:                          # who reads what another has stored is told of no damage to it
+        sc = replace(sc, damages=0)
     slab = rng.choice((1, 1, 2)) if cfg.sparse or sc.model == 3 else 1
     groups = [CacheGroup(name="full", page_bytes=0, slab_pages=slab)]
     if sc.model == 3:
@@ -284,7 +289,7 @@ def _whole(pages: int, slab: int) -> int:
     return -(-pages // slab) * slab
 
 
-ONLY = {"model": (1, 3), "pair": (0, 1), "named": (0, 1)}
+ONLY = {"model": (1, 3), "pair": (0, 1), "named": (0, 1, 2)}
 
 
 def override(sc: Scenario, mode: str) -> Scenario:

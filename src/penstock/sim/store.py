@@ -22,12 +22,13 @@ class Store:
 
     `hang`, `full`, `lie`: chances that a copy is answered after some hundred units of time, that there
     is no space for what is stored, that a page is altered and said to be stored, that one is gone when it is
-    asked for.
+    asked for, that from now on nothing works for a while.
     """
 
-    def __init__(self, hang: float, full: float, lie: float, gone: float, rng: Random,
+    def __init__(self, hang: float, full: float, lie: float, gone: float, dead: float, rng: Random,
                  stats: Counter[str]) -> None:
-        self.hang, self.full, self.lie, self.gone = hang, full, lie, gone
+        self.hang, self.full, self.lie, self.gone, self.dead = hang, full, lie, gone, dead
+        self.spell = 0                                  # calls that it will not answer
         self.rng, self.stats = rng, stats
         self.sums: dict[tuple[int, int], int] = {}      # rank, page
         self.lies: set[tuple[int, int]] = set()
@@ -41,7 +42,17 @@ class Store:
         self.stats["storage hung"] += 1
         return 200 + 600 * self.rng.random()
 
+    def is_dead(self) -> bool:
+        """For this call, and then for some more."""
+        if not self.spell and self.dead and self.rng.random() < self.dead:
+            self.spell = self.rng.randint(3, 30)
+            self.stats["storage dead"] += 1
+        self.spell = max(0, self.spell - 1)
+        return self.spell > 0
+
     def has_space(self) -> bool:
+        if self.is_dead():
+            return False
         full = self.rng.random() < self.full
         self.stats["storage full"] += full
         return not full
@@ -65,6 +76,8 @@ class Store:
         """Of how many of its first pages rank `k` gets what it has stored. The next is gone then, if it has
         a name."""
         pages = stored_as(move, Tier.DISK)
+        if self.is_dead():
+            return 0
         for i, page in enumerate(pages):
             memory = device.memory[Tier.DISK][move.group]
             if move.keys and page not in memory:
@@ -85,6 +98,8 @@ class Store:
         found = [sum([1 << g for g in range(len(devices[0].groups)) if int.from_bytes(key) not in self.denied
                       and all([name_of(key, g) in device.memory[Tier.DISK][g] for device in devices])])
                  for key in out.keys]
+        if self.is_dead():
+            found = []
         self.forget(devices, [key for key in out.keys if self.rng.random() < self.gone])
         self.stats["storage asked"] += 1
         self.stats["storage knew of a page"] += bool(found and found[0])

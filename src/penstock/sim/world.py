@@ -72,7 +72,7 @@ class Link(Protocol):
 
     clock: Clock
 
-    def wire(self, world: World) -> Wire:
+    def wire(self, world: World) -> Wire | None:
         """How the ranks of one engine reach the other."""
 
     def say(self, world: World, message: Message) -> None:

@@ -30,11 +30,11 @@ class Stale(BaseException):
     because every Exception is taken for a finding."""
 
 
-def mutant(budget: int = 120, first: int = 0, mode: str = "") -> Callable[[C], C]:
+def mutant(budget: int = 120, first: int = 0, mode: str = "", counter: str = "") -> Callable[[C], C]:
     """Enter a Core with a bug under its name in kebab case."""
     def enter(cls: C) -> C:
         _enter("".join("-" + c.lower() if c.isupper() else c for c in cls.__name__)[1:], cls,
-               range(first, first + budget), mode)
+               range(first, first + budget), mode, counter)
         return cls
     return enter
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from mutants.registry import Real, holding, instead_of, mutant, of_ranks
 from penstock.core import schedule
@@ -12,7 +13,7 @@ from penstock.core.kv.moves import FlyingMove, Moves
 from penstock.core.kv.pages import Pages
 from penstock.core.kv.prefix_tree import Copy, Node, Tree
 from penstock.core.lifecycle import Lease, Phase
-from penstock.core.plan import Event, Move, Moved, MoveId, StepId, Tier
+from penstock.core.plan import Advance, Event, Move, Moved, MoveId, StepId, Tier, Unstore
 from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
 from penstock.sim.device import Device
@@ -157,6 +158,35 @@ def storage_not_told_of_damage(real: Real, copies: Moves, path: list[Node]) -> t
     """The tree forgets damaged pages, and finds them in storage the next time."""
     real(copies, path)
     return ()
+
+
+@instead_of(Request, "page_key", 400, mode=NAMED + ",lie=0,hot_pages=2,spills=8,always_hosted=1")
+def stored_pages_of_selecting_decode_for_every_prompt(real: Real, r: Request, index: int, page_size: int
+                                                      ) -> Sequence[int]:
+    """What was computed with a part of its KV is taken for what any prompt computes."""
+    return tuple(r.tokens[index * page_size:(index + 1) * page_size])
+
+
+@instead_of(listing, "listed", 400, mode=NAMED)
+def what_was_asked_for_is_taken_for_there(real: Real, kv: Pages, r: Request, present: bytes) -> bool:
+    """Host pages are taken for misses."""
+    complete: bool = real(kv, r, bytes([(1 << len(kv.disk)) - 1]) * len(r.asked))
+    return complete
+
+
+@mutant(counter="pages put again in storage")
+class HandlesThatGoDelete(Core):
+    """What the core has no room to remember is removed."""
+
+    had: frozenset[bytes] = frozenset()
+
+    def advance(self, events: Sequence[Event]) -> Advance:
+        advance = super().advance(events)
+        nodes = [node for root in self.kv.tree.roots.values() for node in self.kv.tree.below(root)]
+        now = frozenset([n.digest for n in nodes if n.digest
+                         and any([space in n.copies for space in self.kv.disk])])
+        gone, self.had = tuple(sorted(self.had - now)), now
+        return replace(advance, outputs=(*advance.outputs, Unstore(gone))) if gone else advance
 
 
 @instead_of(listing, "_remember", 400, mode=NAMED + ",lie=0,gone=0,model=3")
