@@ -91,18 +91,21 @@ def test_several_machines_say_what_one_rank_says(models, wanted, family, place, 
                                     {"tp": 4, "ep": 2}], ids=str)
 @pytest.mark.parametrize("family", ["experts", "latent"])
 def test_experts_in_ranges_over_the_lanes(models, wanted, family, layout):
-    place = "resident" if layout["tp"] > 3 else "hosted"            # there are three KV heads
-    check(models[family], wanted(family, place), place, family, **layout)
+    check(models[family], wanted(family, "hosted"), "hosted", family, **layout)
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("tp", [3, 4])
-def test_lanes_that_share_a_kv_head(tmp_path, tp):
-    """Two KV heads on three lanes: the first is on two of them, of which one writes it where all read it."""
+@pytest.mark.parametrize("place, layout", [
+    ("resident", {"tp": 3}), ("resident", {"tp": 4}), ("hosted", {"tp": 3}),
+    ("hosted", {"tp": 4, "nnodes": 2})], ids=str)
+def test_lanes_that_share_a_kv_head(tmp_path, place, layout):
+    """Two KV heads on three lanes: the first is on two of them, of which one writes it where all read it, and
+    both choose of it by all queries to it."""
     model = checkpoint(tmp_path / "shared", {**CONFIG, "num_hidden_layers": 2})
-    with Pipeline(model, hbm_bytes="4M") as one:
+    more = {**SELECTS["dense"], "sparse_kv": "off"} if place == "hosted" else {}
+    with Pipeline(model, hbm_bytes="4M", **more) as one:
         want = next(rounds(one))
-    check(model, want, "resident", "dense", tp=tp)
+    check(model, want, place, "dense", **layout)
 
 
 @pytest.mark.sweep

@@ -58,6 +58,12 @@ def test_recall_on_two_stages_from_host_pages_with_pauses():
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "pp": 2, "nnodes": 2}], ids=str)
+def test_recall_on_lanes_from_host_pages_with_pauses(layout):
+    assert answers(every_5, **layout, **HOSTED) == right()
+
+
+@pytest.mark.sweep
 def test_recall_on_three_uneven_stages_with_overlap_and_a_host_tier():
     assert answers(every_5, pp=3, pp_layers=["2", "1", "1"], overlap=True, hbm_bytes="6M",
                    dram_bytes="64M") == right()

@@ -30,7 +30,6 @@ CASES: tuple[tuple[ModelFacts, dict[str, object], dict[str, object]], ...] = (
     (replace(DENSE, heads=3), {"tp": 4}, {"tp": 3}),
     (DENSE, {"tp": 2, "expert_parallel": True}, {"tp": 2}),
     (replace(DENSE, experts=2), {"tp": 3, "ep": 3}, {"tp": 4, "ep": 2}),
-    (DENSE, {"tp": 9, "sparse_top_k": 512}, {"tp": 8, "sparse_top_k": 512}),
 )
 
 

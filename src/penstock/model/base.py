@@ -130,12 +130,14 @@ class CacheShape:
 class AttentionShape:
     """Queries of one token, of this lane: `num_heads` x `CacheShape.head_dim`. Scores are q.k times `scale`.
 
+    shared       other lanes have queries to the same KV head, see `Model.queries`
     latent_dim   0, or: the written vector is latent, and its first `latent_dim` dims are its value
     topk         0, or: tokens that the model itself chooses for each query
     """
 
     num_heads: int
     scale: float
+    shared: bool = False
     latent_dim: int = 0
     topk: int = 0
 
@@ -182,6 +184,11 @@ class Model(Protocol):
     def layers(self, x: Boundary, positions_T: Tensor, attend: Attend) -> Boundary:
         """Behind the last layer of this stage, for the next stage or for `norm`. Exact: any split
         into stages computes what one stage does, bit for bit."""
+        ...
+
+    def queries(self, q_BNH: Tensor) -> Tensor:
+        """All queries to this lane's one KV head, of which it has some: of a model whose attention is
+        `shared`, called by all lanes with as many rows."""
         ...
 
     def norm(self, x: Boundary) -> Tensor:

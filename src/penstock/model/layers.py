@@ -39,7 +39,7 @@ class AttentionSpec:
 
     def shape(self, lane: Lane) -> AttentionShape:
         return AttentionShape(num_heads=lane.queries(self.num_heads, self.num_kv_heads).size,
-                              scale=self.scale)
+                              scale=self.scale, shared=lane.size > self.num_kv_heads)
 
     def groups(self, stage: Stage) -> tuple[CacheShape, ...]:
         return (CacheShape(

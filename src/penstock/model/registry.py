@@ -19,7 +19,6 @@ from penstock.model.families.llama import llama, mistral
 from penstock.model.families.qwen2 import qwen2
 from penstock.model.families.qwen3 import qwen3
 from penstock.model.families.qwen3_moe import qwen3_moe
-from penstock.model.layers import AttentionSpec
 from penstock.model.parts import ONE, Cut
 from penstock.model.transformer import Spec, Transformer
 from penstock.model.weights.codes import Packed
@@ -67,7 +66,6 @@ def numbers_of(spec: Spec) -> dict[str, int]:
     attention, moe = spec.attention, spec.moe
     widths = [spec.width, *([moe.width, *([moe.shared_width] if moe.shared_width else [])] if moe else [])]
     return {"topk": attention.shape(ONE).topk, "heads": attention.num_heads,
-            "groups": attention.num_kv_heads if isinstance(attention, AttentionSpec) else 1,
             "experts": moe.num_experts if moe else 0, "vocab": spec.vocab_size, "width": min(widths)}
 
 

@@ -194,6 +194,15 @@ class Transformer:
             x = layer(x, cos_T1H, sin_T1H, attend)
         return x
 
+    def queries(self, q_BNH: Tensor) -> Tensor:
+        spec, lane = self.spec.attention, self.stage.lane
+        assert isinstance(spec, AttentionSpec) and self._lanes is not None and self.attention.shared
+        own, head = lane.queries(spec.num_heads, spec.num_kv_heads), lane.kv_heads(spec.num_kv_heads)
+        all_BNH = q_BNH.new_zeros(len(q_BNH), spec.num_heads, q_BNH.shape[2])
+        all_BNH[:, own.range] = q_BNH
+        self._lanes.add(all_BNH.view(len(q_BNH), -1))           # with zeros: nothing is rounded
+        return all_BNH[:, head.of_each(spec.num_heads // spec.num_kv_heads).range].contiguous()
+
     def norm(self, x: Boundary) -> Tensor:
         return self._slots.ops.norm(x.h_TD, x.delta_TD, self._norm.value, self.spec.norm_eps)
 

@@ -20,7 +20,7 @@ class ModelFacts:
     name, load_format   of `ModelFiles`              layers    all of them, whatever the stage
     topk                tokens that the model itself chooses for each query; 0: it reads all
     kv_heads            its KV is keys and values of KV heads, in one cache group; else latent rows
-    heads, groups       query heads, and KV heads that its KV is of
+    heads               query heads
     experts, vocab      of a layer, 0: it has none; words that it knows
     width               columns of its narrowest MLP
     """
@@ -31,7 +31,6 @@ class ModelFacts:
     topk: int = 0
     kv_heads: bool = True
     heads: int = 64
-    groups: int = 8
     experts: int = 0
     vocab: int = 1 << 15
     width: int = 1 << 12
@@ -40,12 +39,12 @@ class ModelFacts:
     def words(self) -> Mapping[str, str]:
         """What `Refusal.why` may name."""
         return {"name": self.name, "layers": str(self.layers), "last": str(self.layers - 1),
-                "topk": str(self.topk), "heads": str(self.heads), "groups": str(self.groups),
+                "topk": str(self.topk), "heads": str(self.heads),
                 "experts": str(self.experts), "vocab": str(self.vocab), "width": str(self.width)}
 
 
 WORDS = {"name": "NAME", "last": "N-1", **dict.fromkeys(        # in docs, without a model
-    ("layers", "topk", "heads", "groups", "experts", "vocab", "width"), "N")}
+    ("layers", "topk", "heads", "experts", "vocab", "width"), "N")}
 
 
 def _dense(config: Config) -> set[int]:
@@ -97,9 +96,6 @@ OF_MODEL: tuple[Refusal[ModelFacts], ...] = (
             ("device.ep", "device.expert_parallel"), "this model has no experts: leave it out"),
     Refusal(lambda c, m: 0 < m.experts < c.device.expert_ranges, ("device.ep", "device.expert_parallel"),
             "this model has {experts} experts, of which each range takes one or more"),
-    Refusal(lambda c, m: c.kv.sparse_top_k is not None and m.kv_heads and c.device.tp > m.groups,
-            ("device.tp", "kv.sparse_top_k"), "this model has {groups} KV heads, and what is read of one is "
-            "chosen from all queries to it: at most as many lanes"),
 )
 
 

@@ -82,7 +82,8 @@ class Selecting(Selects):
             unit_attention(backends["sparse_attention"], unit=rule.unit, scale=model.attention.scale),
             unit=rule.unit, device=self._device, host=self._host, bounds=bounds, device_RP=self._kv.device_RM,
             host_RP=self.rows.host_RM, hot=self.rows.hot, backends=backends)
-        self._selector = BoundsSelector(rule, bounds, self._bounds.device_RM, backends["select"])
+        self._selector = BoundsSelector(rule, bounds, self._bounds.device_RM, backends["select"],
+                                        model.queries if model.attention.shared else None)
         self._prompts = HostedPrompts(self._kv, self.rows, self._device, self._host,
                                       num_kv_heads=self._specs[0].num_kv_heads,
                                       scale=model.attention.scale, backends=backends)

@@ -114,14 +114,18 @@ class BoundsSelector:
 
     bounds       one view [P, K, 2, S, H] a layer of the pool of summaries
     bounds_RP    int32: the rows' pages in it, read anew in every call
+    queries      makes q_BNH of a part of the queries to a KV head all of them; None: they are
     """
 
-    def __init__(self, rule: SelectRule, bounds: Sequence[Tensor], bounds_RP: Tensor, backend: str) -> None:
-        self._rule, self._bounds, self._bounds_RP = rule, tuple(bounds), bounds_RP
+    def __init__(self, rule: SelectRule, bounds: Sequence[Tensor], bounds_RP: Tensor, backend: str,
+                 queries: Callable[[Tensor], Tensor] | None = None) -> None:
+        self._rule, self._bounds, self._bounds_RP, self._queries = rule, tuple(bounds), bounds_RP, queries
         self._select = selection.OP.use(backend)
 
     def choose(self, layer: int, q_BNH: Tensor, step: SparseStep, budget_B: Tensor, most: int) -> Tensor:
         """chosen_BKC. budget_B: int32, units, each at least `rule.least_units` and at most `most`."""
+        if self._queries is not None:
+            q_BNH = self._queries(q_BNH)
         return self._select(q_BNH, self._bounds[layer], self._bounds_RP, step.row_B, step.position_B,
                             budget_B, rule=self._rule, chosen=most)
 
