@@ -196,3 +196,19 @@ def test_who_waits_for_a_grammar_is_woken():
     while not mine.compiled(SCHEMA):
         assert woken.wait(60), "nobody says that it is done"
     assert admitted(mine.matcher(SCHEMA), [])[0] == set(ids("{"))
+
+
+@pytest.mark.parametrize("kind, text", [
+    ("json_schema", json.dumps({"type": "object", "properties": {f"a{i}": {} for i in range(400)}})),
+    ("regex", "(a?){5000}a{5000}"),
+])
+def test_what_becomes_too_complex_behind_the_first_token_is_no_grammar(kind, text):
+    with pytest.raises(BadGrammar, match=r"items|expressions"):
+        Compiler(printable.vocabulary()).compile(Grammar(kind, text))
+
+
+def test_an_answer_that_becomes_too_complex_is_told_so(grammars, monkeypatch):
+    monkeypatch.setattr(Compiler, "_walk", lambda self, at, some: None)
+    matcher = Grammars(printable.vocabulary).matcher(Grammar("regex", "(a?){5000}a{5000}"))
+    fault = next(f for n in range(9) if (f := admitted(matcher, ids("a" * n))[1]))
+    assert fault == "its grammar became too complex"

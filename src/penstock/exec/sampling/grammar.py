@@ -8,6 +8,7 @@ Knows no logits and imports no torch: the process that checks grammars runs this
 from __future__ import annotations
 
 import json
+import random
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     import llguidance
 
 COMPILED_MAX = 64
+WALKS, WALK = 4, 8          # beginnings of answers that are tried when a grammar is compiled, tokens of each
+TOO_COMPLEX = "its grammar became too complex"
 NO_TOKENIZER = "this model has no tokenizer"
 
 
@@ -57,11 +60,28 @@ class Compiler:
 
         # log_level: the library would print tokens.
         found = llguidance.LLMatcher(self._tokens, source_of(grammar), log_level=0, limits=self._limits)
-        if not found.is_error():
-            found.compute_bitmask()             # what is too complex shows here
         if found.is_error():
             raise BadGrammar(found.get_error())
+        for seed in range(WALKS):
+            self._walk(found.deep_copy(), random.Random(seed))
         return found
+
+    def _walk(self, at: llguidance.LLMatcher, some: random.Random) -> None:
+        """Some tokens into an answer: what is too complex shows there. Raises BadGrammar."""
+        for _ in range(WALK):
+            words = at.compute_bitmask()
+            if at.is_error():
+                raise BadGrammar(at.get_error())
+            admit = [(n, word) for n, word in enumerate(memoryview(words).cast("I")) if word]
+            if not admit:
+                return
+            n, word = some.choice(admit)
+            token = 32 * n + some.choice([bit for bit in range(32) if word >> bit & 1])
+            if token in self.eos_ids:
+                return
+            at.consume_token(token)
+            if at.is_error():
+                raise BadGrammar(at.get_error())
 
 
 def source_of(grammar: Grammar) -> str:
@@ -187,12 +207,12 @@ class Matcher:
             if token in eos_ids:            # the answer has ended: what is sampled ahead of that is dropped
                 break
             if not self._at.consume_token(token):
+                if "satisfy" not in self._at.get_error():       # one code for both
+                    return self._failed(TOO_COMPLEX)
                 return self._failed(f"output token {self._count} is not one that its grammar admits")
             self._count += 1
         self._at.unsafe_compute_mask_ptr(address, 4 * self._compiler.result().words)
-        if self._at.is_error():
-            return self._failed(f"its grammar became too complex ({self._at.stop_reason()})")
-        return ""
+        return self._failed(TOO_COMPLEX) if self._at.is_error() else ""
 
     def _failed(self, why: str) -> str:
         self._at, self._count = None, 0     # the library's stays in error for ever
