@@ -14,9 +14,12 @@ TINY = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_siz
 
 
 def children(pid: int) -> list[int]:
-    """Processes that any thread of `pid` has started, and theirs."""
-    own = [int(child) for task in Path(f"/proc/{pid}/task").iterdir()
-           for child in (task / "children").read_text().split()]
+    """Processes that any thread of `pid` has started, and theirs; none of one that is gone."""
+    try:
+        own = [int(child) for task in Path(f"/proc/{pid}/task").iterdir()
+               for child in (task / "children").read_text().split()]
+    except OSError:
+        return []
     return own + [child for one in own for child in children(one)]
 
 

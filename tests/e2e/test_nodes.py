@@ -125,6 +125,35 @@ def test_two_nodes_of_torchrun_say_what_one_rank_says(tmp_path):
         assert not nodes.ended(below)
 
 
+@pytest.mark.parametrize("engines", [
+    pytest.param(("--dp", "2"), marks=pytest.mark.sweep),
+    pytest.param(("--prefill", "1", "--decode", "1"), marks=pytest.mark.soak)], ids=lambda e: e[0])
+def test_several_engines_have_ranks_on_both_nodes(tmp_path, engines):
+    """And one that lost a rank on the other node is there again; both nodes end when node 0 is asked to."""
+    model = checkpoint(tmp_path / "model", {**CONFIG, "num_hidden_layers": 2})
+    with two(model, tmp_path / "log", "--hbm-bytes", "1M", "--dram-bytes", "4M", *engines) as nodes:
+        want = says(nodes.url)
+        below = [pid for node in nodes.nodes for pid in children(node.pid)]
+        server, agent = nodes.served
+
+        def ranks() -> list[int]:
+            return [pid for pid in children(agent) if "pipeline.process" in command(pid)]
+
+        assert len(ranks()) == 4
+        info = httpx.get(f"{nodes.url}/server_info").json()
+        first = {pid for name, pid in info.items() if name.startswith("rank_") and name.endswith("_pid")}
+        victim = next(pid for pid in ranks() if pid not in first)       # of the prefill engine, or another
+        os.kill(victim, signal.SIGKILL)
+        until = time.monotonic() + WAIT_S
+        while not gone(victim) or len(ranks()) < 4:
+            assert time.monotonic() < until and nodes.nodes[0].poll() is None, nodes.log.read_text()
+            time.sleep(0.1)
+        assert says(nodes.url) == want              # by the others, or without the prefill engine
+        os.kill(server, signal.SIGTERM)
+        assert [node.wait(WAIT_S) for node in nodes.nodes] == [0, 0], nodes.log.read_text()
+        assert not nodes.ended(below)
+
+
 @pytest.mark.parametrize("victim", [
     *(pytest.param(v, marks=pytest.mark.sweep) for v in ("agent", "rank of node 1")),
     *(pytest.param(v, marks=pytest.mark.soak) for v in ("server", "silent agent", *["agent", "server"] * 4))])

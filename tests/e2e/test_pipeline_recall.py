@@ -57,8 +57,9 @@ def test_recall_on_two_stages_from_host_pages_with_pauses():
     assert answers(every_5, pp=2, **HOSTED) == right()
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "pp": 2, "nnodes": 2}], ids=str)
+@pytest.mark.parametrize("layout", [
+    pytest.param({"tp": 2}, marks=pytest.mark.sweep),
+    pytest.param({"tp": 2, "pp": 2, "nnodes": 2}, marks=pytest.mark.soak)], ids=str)
 def test_recall_on_lanes_from_host_pages_with_pauses(layout):
     assert answers(every_5, **layout, **HOSTED) == right()
 

@@ -132,14 +132,13 @@ CASES: tuple[tuple[dict[str, object], dict[str, object]], ...] = (
     ({"node_rank": 2, **NODES}, {"node_rank": 1, **NODES}),
     ({"nnodes": 2, "pp": 2}, NODES),
     ({"node_plaintext": True}, {"node_plaintext": True, **NODES}),
-    ({**NODES, "dist_init_addr": "127.0.0.1"}, {**NODES, "dist_init_addr": "[::1]:65535"}),
+    ({**NODES, "dist_init_addr": "127.0.0.1:65535", "dp": 2}, {**NODES, "dist_init_addr": "[::1]:65535"}),
     ({**NODES, "dist_init_addr": "10.0.0.1:1"}, {**NODES, "dist_init_addr": "h:1", "node_tls_cert": "pem"}),
     ({**NODES, "node_tls_cert": "pem", "node_plaintext": True}, {**NODES, "node_tls_cert": "pem"}),
     ({"nnodes": 2, "tp": 2, "dist_init_addr": "h:1", "node_tls_cert": "pem"},
      {"nnodes": 2, "tp": 2, "dist_init_addr": "h:1", "node_plaintext": True}),
     ({**NODES, "nnodes": 3, "tp": 2}, {**NODES, "nnodes": 4, "tp": 2}),
     ({**NODES, "device": "cuda"}, {**NODES, "device": "cpu"}),
-    ({**NODES, "dp": 2}, {**NODES, **DECODE}),
     ({**NODES, "node_silence_s": 0.5}, {**NODES, "node_silence_s": 1}),
 )
 

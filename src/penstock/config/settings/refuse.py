@@ -202,6 +202,13 @@ def _beyond(config: Config) -> bool:
     return config.nodes.num > 1 and found is not None and is_public(found[1].strip("[]"))
 
 
+def _no_ports(config: Config) -> bool:
+    address = config.nodes.dist_init_addr
+    found = None if address is None else _ADDRESS.fullmatch(address)
+    return address is not None and not (
+        found and 0 < int(found[2]) <= (1 << 16) - max(1, config.num_engines))
+
+
 def _no_layout(config: Config) -> bool:
     """Nodes have whole stages, or as many nodes each stage between them."""
     nodes, stages, lanes = config.nodes.num, config.device.pp, config.device.tp
@@ -221,9 +228,8 @@ NODES: tuple[Refusal[Machine], ...] = (
             ("nodes.nnodes", "nodes.dist_init_addr", "nodes.node_key_file", "nodes.node_tls_cert",
              "nodes.node_plaintext", "nodes.node_silence_s"),
             "of several machines: give --nnodes N as well"),
-    Refusal(lambda c, _: c.nodes.dist_init_addr is not None and not (
-                (found := _ADDRESS.fullmatch(c.nodes.dist_init_addr)) and 0 < int(found[2]) < 1 << 16),
-            ("nodes.dist_init_addr",), "HOST:PORT is needed, a port of 1 to 65535, e.g. 10.0.0.1:20000"),
+    Refusal(lambda c, _: _no_ports(c), ("nodes.dist_init_addr",), "HOST:PORT is needed, a port of 1 to 65535 "
+            "with one more behind it for each further engine, e.g. 10.0.0.1:20000"),
     Refusal(lambda c, _: _beyond(c) and c.nodes.node_tls_cert is None and not c.nodes.node_plaintext,
             ("nodes.dist_init_addr", "nodes.node_tls_cert", "nodes.node_plaintext"),
             "that is beyond this machine: give all nodes --node-tls-cert FILE, or --node-plaintext"),
@@ -238,9 +244,6 @@ NODES: tuple[Refusal[Machine], ...] = (
             "as many nodes as stages, or a multiple of the stages, up to --pp times --tp"),
     Refusal(lambda c, _: c.nodes.num > 1 and c.device.device == "cuda", ("nodes.nnodes", "device.device"),
             "several machines work on their CPUs only so far: take --device cpu"),
-    Refusal(lambda c, _: c.nodes.num > 1 and c.num_engines > 1,
-            ("nodes.nnodes", "server.dp", "pair.prefill"), "one engine has one address for its nodes: "
-            "start each engine, or end of a pair (--disaggregation-mode), as nodes of its own"),
     _outside("nodes.node_silence_s", 1, 3600, "1 to 3600 seconds"),
 )
 

@@ -6,7 +6,7 @@ the help of the generated flag; `Alias` holds the spellings that users of the pe
 """
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, get_args, get_type_hints
 
 
@@ -245,8 +245,9 @@ class NodesConfig:
                       "(default: 1, or $WORLD_SIZE of torchrun)"] = None
     node_rank: Annotated[int | None, "which of them this is; 0 has the HTTP address (default: 0, or $RANK of "
                          "torchrun)"] = None
-    dist_init_addr: Annotated[str | None, "HOST:PORT on which node 0 listens for the others (default: "
-                              "$MASTER_ADDR of torchrun, the port after $MASTER_PORT)"] = None
+    dist_init_addr: Annotated[str | None, "HOST:PORT on which node 0 listens for the others, with a port "
+                              "more for each further engine (default: $MASTER_ADDR of torchrun, the port "
+                              "after $MASTER_PORT)"] = None
     node_key_file: Annotated[str | None, "file with the secret of all nodes, 16 characters or more (default: "
                              "$PENSTOCK_NODE_KEY)"] = None
     node_tls_cert: Annotated[str | None, "TLS between nodes: PEM file with a certificate and its key, which "
@@ -262,6 +263,13 @@ class NodesConfig:
     @property
     def rank(self) -> int:
         return self.node_rank or 0
+
+    def of_engine(self, n: int) -> NodesConfig:
+        """Of engine `n` of several: each meets its nodes at a port of its own, the next."""
+        if self.dist_init_addr is None:
+            return self
+        host, _, port = self.dist_init_addr.rpartition(":")
+        return replace(self, dist_init_addr=f"{host}:{int(port) + n}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from queue import SimpleQueue
 from typing import Any
 
 from penstock.config.base import machine
@@ -31,15 +33,16 @@ from penstock.transfer.layout import Piece
 from penstock.transfer.pages import PoolPages
 from penstock.transfer.streams import dial
 
-EXIT_GONE = 1
+EXIT_GONE, EXIT_CONFIG = 1, 2
 DIAL_S = 0.5                    # between two tries
 
 
 class Agent:
     """Of one node, from its first word to node 0 to the end of both."""
 
-    def __init__(self, config: Config, log: Callable[[str], None]) -> None:
-        self._config, self._log = config, log
+    def __init__(self, config: Config, log: Callable[[str], None], wanted: Callable[[], bool]) -> None:
+        """wanted: whether it is still of use to come to node 0."""
+        self._config, self._log, self._wanted = config, log, wanted
         self._settings = nodes.settings_of(config)
         self._link: NodeLink | None = None
         self._ranks: LocalRanks | None = None
@@ -47,11 +50,15 @@ class Agent:
         self._pages = PoolPages([])
         self._asked = False
 
-    def run(self) -> int:
-        """The exit code: 0 as node 0 was asked to end, EXIT_GONE without it. Raises ConfigError: node 0 is
-        not there or refuses, or this end's settings are wrong."""
-        link = self._link = self._come()
+    def run(self, joined: Callable[[], object] = lambda: None) -> int:
+        """The exit code: 0 as node 0 was asked to end, EXIT_GONE without it. joined: called when that has
+        taken this one. Raises ConfigError: node 0 is not there or refuses, or settings are wrong."""
+        try:
+            link = self._link = self._come()
+        except ConnectionError:
+            return EXIT_GONE
         start = self._greet(link)
+        joined()
         config = from_plain(start.config)
         mine = nodes_of(config)[self._config.nodes.rank]
         parts = of_config(config, start.num_layers)
@@ -78,9 +85,11 @@ class Agent:
         return EXIT_GONE
 
     def _come(self) -> NodeLink:
-        """Node 0 may start later than this one."""
+        """Node 0 may start later than this one. Raises ConnectionError when nobody waits for it any more."""
         until, told = time.monotonic() + self._config.device.rank_timeout_s, ""
         while True:
+            if not self._wanted():
+                raise ConnectionError("no engine is left")
             try:
                 return NodeLink(dial(self._settings), self._settings)
             except Stranger as e:
@@ -182,4 +191,40 @@ def run_agent(config: Config) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
-    return Agent(config, log).run()
+    if config.num_engines == 1:
+        return Agent(config, log, lambda: True).run()
+    return _Several(config, log).run()
+
+
+class _Several:
+    """An agent for each engine of node 0. An engine that died is started again there, and comes to have its
+    ranks here again, as long as there is another one; without any this process ends."""
+
+    def __init__(self, config: Config, log: Callable[[str], None]) -> None:
+        self._config, self._log = config, log
+        self._num = config.num_engines
+        self._with = set(range(self._num))          # engines that are there, or may still come
+        self._codes: SimpleQueue[int] = SimpleQueue()
+
+    def run(self) -> int:
+        """0 if node 0 was asked to end, else the exit code of a failure."""
+        for n in range(self._num):
+            threading.Thread(target=self._keep, args=(n,), daemon=True, name=f"penstock-agent-{n}").start()
+        codes = [self._codes.get() for _ in range(self._num)]
+        return 0 if 0 in codes else max(codes)
+
+    def _keep(self, n: int) -> None:
+        config, code = replace(self._config, nodes=self._config.nodes.of_engine(n)), EXIT_GONE
+        first = True
+        while first or self._with:
+            agent = Agent(config, self._log, (lambda: True) if first else (lambda: bool(self._with)))
+            first = False
+            try:
+                code = agent.run(lambda: self._with.add(n))
+            except ConfigError as e:
+                self._log(f"error: engine {n}: {e}")
+                code = EXIT_CONFIG
+            self._with.discard(n)
+            if code != EXIT_GONE:
+                break
+        self._codes.put(code)

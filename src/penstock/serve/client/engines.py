@@ -220,6 +220,7 @@ def pages_of(prompt: Sequence[int], namespace: int, page_size: int) -> list[int]
 
 
 def _numbered(config: Config, n: int) -> Config:
+    config = replace(config, nodes=config.nodes.of_engine(n))
     """Of the engine with this number: what each writes to is its own."""
     log = config.debug.event_log
     if log is None or config.server.dp == 1:

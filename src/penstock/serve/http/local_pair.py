@@ -33,10 +33,12 @@ class PairHere:
         addresses = tuple(f"unix:@penstock-pair-{secrets.token_hex(16)}" for _ in range(config.pair.prefill))
         self.decode = _end(config, key, disaggregation_mode="decode", pair_peer=addresses,
                            pair_fallback=config.pair.pair_fallback)
-        self.prefill = [
-            Kept(_end(config, key, disaggregation_mode="prefill", pair_listen=address),
-                 f"prefill {n}" if len(addresses) > 1 else "prefill", log, fds=self.fds)
-            for n, address in enumerate(addresses)]
+        self.prefill = []
+        for n, address in enumerate(addresses):
+            end = _end(config, key, disaggregation_mode="prefill", pair_listen=address)
+            end = replace(end, nodes=config.nodes.of_engine(config.pair.decode + n))
+            name = f"prefill {n}" if len(addresses) > 1 else "prefill"
+            self.prefill.append(Kept(end, name, log, fds=self.fds))
 
     async def joined(self, decode: Engines) -> None:
         """Until `decode` has found them, or that takes too long."""
