@@ -21,6 +21,7 @@ from penstock.exec.start.build import Built, build_engine
 from penstock.serve.engine.loop import EngineLoop
 from penstock.serve.engine.open_pair import open_peers
 from penstock.serve.engine.paired import Peers
+from penstock.serve.engine.storing import Storing
 from penstock.serve.wire import Abort, Chunk, Logprob, Submit
 
 SIZES = {"dtype": "float32", "threads": 1, "page_size": 16, "max_num_seqs": 4, "seed": 1, "step_tokens": 48}
@@ -35,14 +36,18 @@ class End:
         given, self.agents = agents.started(model, given)
         config = resolve(from_options(model, given), probe())
         built = build_engine(config, lambda _: None, vocabulary=printable.vocabulary)
-        self.begin(built, Core(built.core_config), open_peers(config, built), config.pair.pair_timeout_s)
+        storage = built.executor.storage
+        self.begin(built, Core(built.core_config), open_peers(config, built), config.pair.pair_timeout_s,
+                   None if storage is None else Storing(storage, config.kv.kv_storage_policy))
 
-    def begin(self, built: Built, core: Core, peers: Peers | None = None, timeout_s: float = LIMIT_S) -> None:
+    def begin(self, built: Built, core: Core, peers: Peers | None = None, timeout_s: float = LIMIT_S,
+              storing: Storing | None = None) -> None:
         self.built, self.core, self.peers = built, core, peers
         self.peer = None if peers is None else peers.each[0]
         self.loop = EngineLoop(
             core, built.executor, vocab_size=built.vocab_size, max_model_len=built.max_model_len,
-            selection=built.selection, check=True, peers=peers, deadlines_s={"receiving": timeout_s})
+            selection=built.selection, check=True, peers=peers, storing=storing,
+            deadlines_s={"receiving": timeout_s})
         self.got: dict[int, list[int]] = {}
         self.logprobs: dict[int, list[Logprob]] = {}
         self.prompts: dict[int, Scores] = {}
@@ -94,6 +99,8 @@ class End:
         if self.built.crew is not None:
             self.built.crew.close(asked=True)
         agents.ended(self.agents)
+        if self.built.executor.storage is not None:
+            self.built.executor.storage.store.close()     # its descriptors
 
 
 class PairOfEnds:

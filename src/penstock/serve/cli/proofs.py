@@ -64,6 +64,8 @@ _STORAGE = "tests/e2e/test_storage.py::test_"
 _PAIR = "tests/e2e/test_pair.py::test_"
 _EXPERTS = "tests/e2e/test_experts.py::test_"
 _LANES = "tests/e2e/test_lanes.py::test_"
+_CELLS = "tests/e2e/test_cells.py::test_with_every_tier_it_says_what_one_rank_says_from_its_device"
+EVERY = "plain tier cache paused stored"
 _DEMO = "tests/parity/test_demo_greedy.py::test_"
 BOTH = "cpu gpu"            # `make gpu` runs it, too
 
@@ -102,6 +104,9 @@ PROOFS: tuple[Proof, ...] = (
     Proof("tests/parity/test_recall_model.py::"
           "test_in_bfloat16_it_answers_from_the_host_as_from_the_device", "latent", "hosted", "tier paused",
           device=BOTH, weights="bfloat16"),
+    # All tiers at once, on every layout.
+    Proof(_CELLS, "ordinary", "resident", EVERY, "one pp tp nodes pair both"),
+    Proof(_CELLS, "selecting latent experts", "resident hosted", EVERY, "one pp tp nodes pair both"),
     # GGUF.
     Proof(_DEMO + "all_chats_in_one_batch", "ordinary", weights="gguf"),
     Proof(_DEMO + "one_after_another_then_again_from_the_cache", "ordinary", feature="cache", weights="gguf"),
