@@ -26,6 +26,7 @@ from penstock.exec.rank import Rank
 from penstock.exec.sampling import sampler as sampling
 from penstock.exec.sampling import tokens
 from penstock.exec.sampling.grammar import Grammars, Matcher
+from penstock.exec.sampling.on_device import Draws
 
 NEW = 18
 # The model has the first 61 characters only: no lower case, and no end.
@@ -109,6 +110,29 @@ def test_rows_of_every_kind_fly_and_say_what_they_say_alone() -> None:
     got, flights = flying()
     assert got == alone()
     assert max(flights) == 2 and flights.count(2) > 20
+
+
+def draws_itself(patch: pytest.MonkeyPatch, rank: Rank) -> None:
+    """As a CUDA device: it draws for every row in the step, and again for those that are chosen late."""
+    patch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    old = rank._tokens
+    rank._tokens = tokens.Drawn(old._sampler, rank._tables, Draws(61, 4, torch.device("cpu"), "reference"))
+
+
+def test_rows_that_the_device_draws_for_are_drawn_again_with_the_same_uniforms(monkeypatch) -> None:
+    got, flights = flying(draws_itself, monkeypatch)
+    assert got == alone() and flights.count(2) > 20
+
+
+def test_a_second_draw_with_another_uniform_is_seen(monkeypatch) -> None:
+    right = Draws.again
+
+    def again(self, logits_BV, token_B, states, rows):
+        self._stream_R2[:, 1] += 1
+        right(self, logits_BV, token_B, states, rows)
+        self._stream_R2[:, 1] -= 1
+    monkeypatch.setattr(Draws, "again", again)
+    assert flying(draws_itself, monkeypatch)[0] != alone()
 
 
 # ---------------------------------------------------------------- faults
