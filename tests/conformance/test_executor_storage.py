@@ -6,7 +6,10 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import hosted
 import pytest
+import ranks
+from driven import PAGE
 from prompts_engine import CONFIGS, PROMPTS, SHARED, Engine, dense, play
 
 from penstock.core.plan import Flushed, Paused, RequestId
@@ -14,7 +17,6 @@ from penstock.memory import storage
 from penstock.memory.stores.files import Files
 from penstock.memory.stores.objects import Verdict
 
-pytestmark = pytest.mark.usefixtures("stages")
 FAULTS = ("none", "gone", "bad", "fails", "slow", "all")
 
 
@@ -62,16 +64,22 @@ class Faulty(Files):
         return super()._put(key, group, page)
 
 
-def engine(root: Path, family: str, fault: str, **more: object) -> Engine:
+def opened(root: Path, fault: str = "none"):
+    """Makes the storage of an engine."""
     def made(pools) -> storage.Storage:
         files = Faulty(root, "f" * 32, [pool.layout.page_bytes for pool in pools])
         files.fault = fault
         OPENED.append(files)
         return storage.Storage(files, pools, lambda: None)
 
-    return Engine(family=family, storage=made, disk_pages=400, **more)
+    return made
 
 
+def engine(root: Path, family: str, fault: str, **more: object) -> Engine:
+    return Engine(family=family, storage=opened(root, fault), disk_pages=400, **more)
+
+
+@pytest.mark.usefixtures("stages")
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_tokens_are_the_same_whatever_storage_does(tmp_path, monkeypatch, family, fault):
@@ -99,6 +107,7 @@ def test_tokens_are_the_same_whatever_storage_does(tmp_path, monkeypatch, family
         assert missed and (fault == "all" or missed == {"failed" if fault == "fails" else fault})
 
 
+@pytest.mark.usefixtures("stages")
 def test_a_hit_ends_where_the_first_page_is_missing(tmp_path):
     first = engine(tmp_path, "grouped", "none")
     first.add(1, SHARED * 3, 4)
@@ -114,3 +123,38 @@ def test_a_hit_ends_where_the_first_page_is_missing(tmp_path):
         assert again.started[1].disk_tokens == 4 * objects.index(missing)
         assert missing.exists(), "it is stored again"
     assert tuple(first.got[1]) == dense(SHARED * 3, 4) and len(PROMPTS) == 7
+
+
+# KV heads, all read or some selected, and latent rows with an indexer; decoding from the device or the host.
+CELLS = [("bounds", "device", 0), ("bounds", "device", None), ("bounds", "host", None),
+         ("latent", "device", None), ("latent", "host", None)]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name, place, budget", CELLS)
+@pytest.mark.parametrize("writer", [1, 2, 3])
+def test_any_number_of_stages_reads_what_any_other_has_stored(
+        tmp_path, monkeypatch, name, place, budget, writer):
+    """Tokens are those of an engine that has no storage, every page hits, and none is stored twice."""
+    monkeypatch.setattr(hosted, "KIND", [name])
+    prompts = hosted.kind().prompts
+    want = {rid: hosted.resident(prompt, hosted.NEW, budget) for rid, prompt in prompts.items()}
+    pages = {"device": {"hbm_pages": 200, "hot_pages": 0}, "host": {"hbm_pages": 24, "always": True}}[place]
+
+    def hits(stages: int) -> dict[int, int]:
+        monkeypatch.setattr(ranks, "NUM", [stages])
+        engine = hosted.Engine(**pages, storage=opened(tmp_path), disk_pages=4000)
+        for rid, prompt in prompts.items():
+            engine.inbox.append(Flushed())             # only storage has it
+            engine.add(rid, prompt, hosted.NEW, budget)
+            engine.drain()
+            assert tuple(engine.got[rid]) == want[rid], (stages, rid)
+        assert bool(engine.total("hot_misses")) == (place == "host")
+        return {rid: engine.started[rid].disk_tokens for rid in prompts}
+
+    shared = 96 // PAGE * PAGE if name == "bounds" else 128 // PAGE * PAGE
+    assert hits(writer) == {1: 0, 2: 0, 3: shared, 4: 0}
+    objects = sorted(p.name for p in (tmp_path / "v1").rglob("*.*") if p.name != "manifest.json")
+    for reader in (1, 2, 3):
+        assert hits(reader) == {rid: (len(p) - 1) // PAGE * PAGE for rid, p in prompts.items()}, reader
+        assert sorted(p.name for p in (tmp_path / "v1").rglob("*.*") if p.name != "manifest.json") == objects

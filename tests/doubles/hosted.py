@@ -106,6 +106,8 @@ class Engine(InProcess):
     always: bool = False
     lateness: object = field(default_factory=Promptly)
     selection: Selection = field(default_factory=lambda: kind().selection)
+    storage: object = None                      # made of the host pools; and pages that the core remembers
+    disk_pages: int = 0
 
     def __post_init__(self) -> None:
         made = model_of(self.selection)
@@ -113,7 +115,8 @@ class Engine(InProcess):
             made, groups_of(made(), self.selection), selection=self.selection, num_layers=3, max_len=MAX_LEN,
             lateness=self.lateness, rows=4, hbm_pages=self.hbm_pages, dram_pages=self.dram_pages,
             hot_pages=self.hot_pages, always_hosted=self.always, step_tokens=self.step_tokens,
-            overlap=self.overlap, wait_pages=1000)
+            overlap=self.overlap, wait_pages=1000, storage=self.storage, disk_pages=self.disk_pages,
+            store_root=b"root" if self.disk_pages else b"")
 
     def add(self, rid: int, prompt: tuple[int, ...], max_new: int, budget: int | None = None,
             **sampling) -> None:
