@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraint
 # JOBS processes; tests that share a server or a model stay together (tests/conftest.py).
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 
-.PHONY: help serve chat test times check sweep soak gpu sim bench doctor docs clean
+.PHONY: help serve chat test times check sweep soak gpu sim bench clients doctor docs clean
 
 help:  ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 10
@@ -51,6 +51,9 @@ doctor: $(VENV)/.installed  ## this machine and the chosen back-ends
 
 bench: $(VENV)/.installed-dev  ## measure: make bench ARGS="..."
 	@$(BIN)/penstock bench $(ARGS)
+
+clients: $(VENV)/.installed-dev  ## what people use, each in an environment of its own: docs/clients.md
+	$(BIN)/python bench/clients/run.py $(ARGS)
 
 # ---------------------------------------------------------------- checking
 test: $(VENV)/.installed-dev  ## every test but the long ones, under 10 minutes on two quiet cores

@@ -7,12 +7,12 @@ import anthropic
 from calls import FRANCE, KEY, MODEL, TOOL, URL, WEATHER, call, main
 
 client = anthropic.Anthropic(base_url=URL, api_key=KEY, max_retries=0, timeout=600)
+GREEDY = {"model": MODEL, "max_tokens": 12, "extra_body": {"temperature": 0}}     # it has no field for it
 TOOLS = [{"name": "get_weather", "description": TOOL["function"]["description"], "input_schema": WEATHER}]
 
 
 def message(messages=FRANCE, **more):
-    asked = {"model": MODEL, "max_tokens": 12, "temperature": 0, **more}
-    return client.messages.create(messages=messages, **asked)
+    return client.messages.create(messages=messages, **{**GREEDY, **more})
 
 
 @call
@@ -28,7 +28,7 @@ def streamed_events():
 
 @call
 def stream_helper():
-    with client.messages.stream(model=MODEL, max_tokens=12, messages=FRANCE, temperature=0) as stream:
+    with client.messages.stream(messages=FRANCE, **GREEDY) as stream:
         assert "Paris" in "".join(stream.text_stream)
         assert stream.get_final_message().usage.output_tokens > 0
 
@@ -37,7 +37,7 @@ def stream_helper():
 def asynchronous():
     async def go():
         async with anthropic.AsyncAnthropic(base_url=URL, api_key=KEY, max_retries=0) as other:
-            return await other.messages.create(model=MODEL, max_tokens=12, messages=FRANCE, temperature=0)
+            return await other.messages.create(messages=FRANCE, **GREEDY)
     assert "Paris" in asyncio.run(go()).content[0].text
 
 

@@ -36,7 +36,7 @@ def completion():
 
 def structured(method: str) -> None:
     schema = {"title": "Person", "description": "A person.", **PERSON}
-    got = chat(max_tokens=100).with_structured_output(schema, method=method).invoke("Who?")
+    got = chat(max_tokens=200).with_structured_output(schema, method=method).invoke(QUESTION)
     assert set(got) == {"name", "age"}
 
 

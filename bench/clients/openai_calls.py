@@ -265,7 +265,8 @@ def responses_tool_and_schema():
     got = client.responses.create(model=MODEL, input="Weather?", tools=[tool], tool_choice="required")
     assert got.output[-1].type == "function_call"
     form = {"format": {"type": "json_schema", "name": "p", "schema": PERSON, "strict": True}}
-    got = client.responses.create(model=MODEL, input="Who?", text=form, temperature=0, max_output_tokens=100)
+    got = client.responses.create(input="Who?", text=form, reasoning={"effort": "none"},
+                                  model=MODEL, temperature=0, max_output_tokens=100)
     assert set(json.loads(got.output_text)) == {"name", "age"}
 
 

@@ -41,8 +41,11 @@ def generate(**more) -> bytes:
             **more}
     request = urllib.request.Request(f"http://127.0.0.1:{PORT}/generate", json.dumps(body).encode(),
                                      {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
-        return answer.read()
+    try:
+        with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
+            return answer.read()
+    except urllib.error.HTTPError as e:
+        raise AssertionError(e.read().decode()) from None
 
 
 @call

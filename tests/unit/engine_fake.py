@@ -45,6 +45,7 @@ class FakeRequest:
     def __init__(self, arrived) -> None:
         self.arrived, self.rid, self.phase = arrived, arrived.rid, Phase.RESIDENT
         self.tokens, self.num_prompt, self.planned = list(arrived.prompt), len(arrived.prompt), 0
+        self.computed = self.num_prompt
 
     @property
     def num_output(self):

@@ -20,7 +20,7 @@ from penstock.serve.http.limits import Keys
 from penstock.serve.http.page import FILES, VIEWERS_MAX
 from penstock.serve.metrics import Metrics
 from penstock.serve.text.model_text import Text
-from penstock.serve.wire import Ready
+from penstock.serve.wire import Ready, SeenRequest, SeenTurn, Shown
 
 
 class Engine:
@@ -44,6 +44,10 @@ class Engine:
         if not self.answers:
             await asyncio.Event().wait()
         return self.answers.pop(0)
+
+    async def shown(self) -> Shown:
+        return Shown(1, 300, [SeenRequest(7, "prefill", 30, 16, 0)] * 256,
+                     [SeenTurn(3, 2, 1, 16, 0, [(7, "queued", "prefill")])])
 
 
 def bearer(*key: str) -> dict[str, str]:
@@ -173,6 +177,8 @@ def test_a_viewer_gets_numbers_until_the_server_ends(monkeypatch):
     numbers = [{"hbm_pages": 8.0, "steps": float(i)} for i in range(3)]
     status, events = asyncio.run(live(served(Ends(*numbers), health)))
     assert status == 200 and [e["values"] for e in events] == numbers
+    assert events[0]["live"] == 300 and events[0]["requests"] == [[0, 7, "prefill", 30, 16, 0]] * 256
+    assert events[0]["turns"] == [[0, 3, 2, 1, 16, 0, [[7, "queued", "prefill"]]]]
     assert all((e["model"], e["page_size"], e["device"]) == ("m", 16, "cpu") for e in events)
     assert events[0]["at"] < events[1]["at"] and events[0]["age"] < 1
 

@@ -15,6 +15,7 @@ from penstock.core.plan import Aborted, Arrived, Entered, Flushed, Started, Stop
 from penstock.serve import wire
 from penstock.serve.engine.loop import EngineLoop
 from penstock.serve.engine.record import EventLog
+from penstock.serve.engine.shown import EDGES_MAX, REQUESTS_MAX, TURNS_MAX
 
 _spec = importlib.util.spec_from_file_location(
     "engine_fake", Path(__file__).with_name("engine_fake.py"))
@@ -233,6 +234,28 @@ def test_stats_of_all_parts_and_checks_when_asked():
     assert answer.values.items() >= {"rows_used": 0.0, "steps_total": 3.0,
                                      "generation_tokens_total": 4.0}.items()
     assert rig.core.checks > 4
+
+
+def test_what_a_page_sees_has_no_token_and_an_end():
+    """Numbers and phases of some requests and turns, however many there are."""
+    rig = Rig(check=True)
+    rig.submit()
+    for _ in range(3):
+        rig.turn()
+    seen = rig.loop.handle(wire.AskShown(9))
+    [request] = seen.requests
+    assert (seen.id, seen.live, request.rid, request.phase, request.prompt) == (9, 1, 1, "resident", 3)
+    assert 0 < request.output < 4
+    turn = next(t for t in seen.turns if t.step)
+    assert turn.rows == turn.tokens == 1 and [t.number for t in seen.turns] == list(range(len(seen.turns)))
+    rig.run()
+    for rid in range(2, 302):
+        rig.submit(rid)
+    for _ in range(2):
+        rig.turn()
+    seen = rig.loop.handle(wire.AskShown(10))
+    assert seen.live == 300 and len(seen.requests) == REQUESTS_MAX and len(seen.turns) <= TURNS_MAX
+    assert all(len(t.edges) <= EDGES_MAX for t in seen.turns)
 
 
 def test_hello_in_the_middle_is_a_protocol_error():

@@ -16,7 +16,7 @@ TO_ENGINE = [
                 selects=True, attention=(1 << 63) - 1, host_token=True,
                 params=SamplingParams(stop=("é", "##"), logit_bias={5: -1.5}, seed=-3, n=2,
                                       forced=(4, 0))),
-    wire.Abort(7), wire.StopAt(7, 3), wire.Flush(), wire.AskStats(1), wire.Shutdown()]
+    wire.Abort(7), wire.StopAt(7, 3), wire.Flush(), wire.AskStats(1), wire.AskShown(2), wire.Shutdown()]
 FROM_ENGINE = [
     wire.Ready(pid=1, vocab_size=9, max_model_len=8, info={"dtype": "float32", "none": None},
                selection=Selection(selector="bounds", version=1, unit=8, budget=512, sinks=16, window=64,
@@ -27,7 +27,9 @@ FROM_ENGINE = [
                             cached_tokens=16, cached_by_tier={"hbm": 16, "dram": 0},
                             kv_reads={"hot_hits": 3}),
                  wire.Chunk(rid=2, tokens=[], index=0)]),
-    wire.Stats(1, {"pages_free": 3.0})]
+    wire.Stats(1, {"pages_free": 3.0}),
+    wire.Shown(2, 1, [wire.SeenRequest(7, "prefill", 9, 3, 0)],
+               [wire.SeenTurn(4, 2, 1, 3, 0, [(7, "queued", "prefill")])])]
 
 
 def bodies(messages):

@@ -16,7 +16,7 @@ from penstock.config.request.params import SamplingParams
 from penstock.config.request.scores import Scores
 from penstock.config.request.selection import Selection
 
-VERSION = 6
+VERSION = 7
 LOADED = "engine: loaded"       # the last line that the engine prints before it sends Ready
 FRAME_BYTES_MAX = 256 << 20
 
@@ -79,11 +79,17 @@ class AskStats(_Message, frozen=True):
     id: int
 
 
+class AskShown(_Message, frozen=True):
+    """Answered by one Shown."""
+
+    id: int
+
+
 class Shutdown(_Message, frozen=True):
     """Exit 0 at once; whatever runs is aborted."""
 
 
-ToEngine = Hello | Submit | Abort | StopAt | Flush | AskStats | Shutdown
+ToEngine = Hello | Submit | Abort | StopAt | Flush | AskStats | AskShown | Shutdown
 
 
 # ---------------------------------------------------------------- engine process -> API process
@@ -148,7 +154,37 @@ class Stats(_Message, frozen=True):
     values: dict[str, float]
 
 
-FromEngine = Ready | Failed | Chunks | PeerNews | Stats
+class SeenRequest(msgspec.Struct, frozen=True, array_like=True):
+    """One that is live; in tokens."""
+
+    rid: int
+    phase: str
+    prompt: int
+    computed: int
+    output: int
+
+
+class SeenTurn(msgspec.Struct, frozen=True, array_like=True):
+    """One turn of the planner: the step that it planned (0: none), and who changed the phase, from and to."""
+
+    number: int
+    step: int
+    rows: int
+    tokens: int
+    moves: int
+    edges: list[tuple[int, str, str]]
+
+
+class Shown(_Message, frozen=True):
+    """What the page shows of requests and turns; not all of `live` requests, if these are many."""
+
+    id: int
+    live: int
+    requests: list[SeenRequest]
+    turns: list[SeenTurn]
+
+
+FromEngine = Ready | Failed | Chunks | PeerNews | Stats | Shown
 
 _TO = msgspec.msgpack.Decoder(ToEngine)
 _FROM = msgspec.msgpack.Decoder(FromEngine)

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -143,7 +144,7 @@ class EngineClient:
         self._argv = argv or [sys.executable, "-P", "-m", "penstock.serve.engine.main"]
         self._rids, self._asks = rids or itertools.count(1), itertools.count(1)
         self._inboxes: dict[int, _Inbox] = {}
-        self._asked: dict[int, asyncio.Future[dict[str, float]]] = {}
+        self._asked: dict[int, asyncio.Future[wire.Stats | wire.Shown]] = {}
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._ready: wire.Ready | None = None
         self._transport: asyncio.Transport | None = None
@@ -279,12 +280,21 @@ class EngineClient:
 
     async def stats(self) -> dict[str, float]:
         """Gauges and counters by metric name. Raises EngineDied."""
+        told: wire.Stats = await self._ask(wire.AskStats)
+        return told.values
+
+    async def shown(self) -> wire.Shown:
+        """Requests and turns, as a page shows them. Raises EngineDied."""
+        told: wire.Shown = await self._ask(wire.AskShown)
+        return told
+
+    async def _ask(self, kind: Callable[[int], wire.ToEngine]) -> Any:
         if self.died is not None:
             raise self.died
         asked = next(self._asks)
         self._asked[asked] = self._loop.create_future()
         try:
-            self._send(wire.AskStats(asked))
+            self._send(kind(asked))
             return await self._asked[asked]
         finally:
             del self._asked[asked]
@@ -300,10 +310,10 @@ class EngineClient:
             case wire.Chunks(chunks):
                 for chunk in chunks:
                     self._deliver(chunk)
-            case wire.Stats(asked, values):
-                future = self._asked.get(asked)
+            case wire.Stats() | wire.Shown():
+                future = self._asked.get(message.id)
                 if future is not None and not future.done():
-                    future.set_result(values)
+                    future.set_result(message)
             case wire.PeerNews(missing, info):
                 self.peer_missing, self.peer_info = missing, info
             case wire.Ready():

@@ -19,7 +19,7 @@ from penstock.config.request.params import SamplingParams
 from penstock.config.settings.tree import Config
 from penstock.serve.client.client import EngineClient, EngineDied, Stream
 from penstock.serve.client.kept import Kept
-from penstock.serve.wire import Ready
+from penstock.serve.wire import Ready, Shown
 
 # In tokens of a prompt that must be computed: a choice that is open, which slows down others' steps a little,
 # and one that has to wait for a row, while another engine has one free. A conversation so stays where its
@@ -103,6 +103,10 @@ class Member:
     async def stats(self) -> dict[str, float]:
         """Gauges and counters by metric name. Raises EngineDied."""
         return await self.engine.stats()
+
+    async def shown(self) -> Shown:
+        """See EngineClient.shown."""
+        return await self.engine.shown()
 
 
 class Engines:

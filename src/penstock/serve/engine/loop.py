@@ -40,15 +40,18 @@ from penstock.replay.recorder import Recorded, Recorder
 from penstock.serve.engine.live import Live, Runner
 from penstock.serve.engine.paired import Paired
 from penstock.serve.engine.record import EventLog
+from penstock.serve.engine.shown import shown
 from penstock.serve.engine.timers import Timers
 from penstock.serve.wire import (
     Abort,
     Asked,
+    AskShown,
     AskStats,
     Chunk,
     Flush,
     Hello,
     ProtocolError,
+    Shown,
     Shutdown,
     Stats,
     StopAt,
@@ -121,8 +124,8 @@ class EngineLoop:
         return self._executor.works_here
 
     # ------------------------------------------------------------ messages in
-    def handle(self, message: ToEngine) -> Stats | None:
-        """Take one message; it has effect at the next `turn`. AskStats is answered at once.
+    def handle(self, message: ToEngine) -> Stats | Shown | None:
+        """Take one message; it has effect at the next `turn`. AskStats and AskShown are answered at once.
 
         Repeats and unknown ids have no effect. Raises ProtocolError on Hello and Shutdown, which
         are the caller's."""
@@ -140,6 +143,8 @@ class EngineLoop:
                 self._events.append(Flushed())
             case AskStats(asked):
                 return Stats(asked, self.stats())
+            case AskShown(asked):
+                return shown(asked, self.recorder)
             case Hello() | Shutdown():
                 raise ProtocolError(f"{type(message).__name__} is not for the loop")
         return None

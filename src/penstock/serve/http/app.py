@@ -267,7 +267,7 @@ def build_app(api: OpenAI, health: Health, keys: Keys, config: ServerConfig,
         return Route(path, Generating(api, handler, config.body_bytes_max, shape), methods=["POST"])
 
     native, messages, responses = Native(api), Messages(api), Responses(api)
-    page = Page(views.numbers, views.shown, lambda: health.died or health.draining)
+    page = Page(api.engine, views.numbers, views.shown, lambda: health.died or health.draining)
     serving = () if peer is not None and not peer.serves else (
         generating("/v1/chat/completions", api.chat),
         generating("/v1/completions", api.completion),

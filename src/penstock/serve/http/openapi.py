@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 
 from penstock.config.base.version import version
+from penstock.serve.http.apis import responses, sglang
 from penstock.serve.http.apis.anthropic import CountRequest, MessagesError, MessagesRequest
-from penstock.serve.http.apis.responses import UNBUILT, ResponsesRequest
+from penstock.serve.http.apis.responses import ResponsesRequest
 from penstock.serve.http.apis.sglang import GenerateRequest
 from penstock.serve.http.native import AbortRequest, DetokenizeRequest, TokenizeRequest
 from penstock.serve.http.page import FILES
@@ -54,7 +55,8 @@ def document(served: Collection[str] | None = None) -> dict[str, Any]:
     (error, anthropic, *bodies), schemas = msgspec.json.schema_components(
         [Error, MessagesError, *posts.values()], ref_template=_REF)
     for schema in schemas.values():
-        unbuilt = UNBUILT if schema["title"] == "ResponsesRequest" else NEUTRAL
+        unbuilt = {"ResponsesRequest": responses.UNBUILT, "GenerateRequest": sglang.UNBUILT}.get(
+            schema["title"], NEUTRAL)
         for name, field in schema["properties"].items():
             if name in unbuilt and "anyOf" not in field and "type" not in field:
                 field["enum"] = [None, *unbuilt[name]]

@@ -10,6 +10,7 @@ Fields of NEUTRAL are accepted at the values listed there, which include what ro
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -55,6 +56,14 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     def checked(self) -> None:
         """Raises RequestError for a field that is not supported at its value."""
+
+
+def refuse_unbuilt(body: Body, unbuilt: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raises RequestError that names a field of `unbuilt` which asks for something."""
+    for name in body.__struct_fields__:
+        value = getattr(body, name)
+        if name in unbuilt and value is not None and not any(_same(value, ok) for ok in unbuilt[name]):
+            raise RequestError(f"{name} is not supported at this value: it is not built", name)
 
 
 class _Request(Body, kw_only=True, forbid_unknown_fields=True):
@@ -120,11 +129,7 @@ class _Request(Body, kw_only=True, forbid_unknown_fields=True):
     stream_reasoning: Any = None
 
     def checked(self) -> None:
-        for name in self.__struct_fields__:
-            if name in NEUTRAL:
-                value = getattr(self, name)
-                if value is not None and not any(_same(value, ok) for ok in NEUTRAL[name]):
-                    raise RequestError(f"{name} is not supported at this value: it is not built", name)
+        refuse_unbuilt(self, NEUTRAL)
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream: true", "stream_options")
         if self.data_parallel_rank is not None and not 0 <= self.data_parallel_rank <= COUNT_MAX:

@@ -62,13 +62,103 @@ function drawTiers(values, pageTokens) {
   }));
 }
 
-function drawPhases(values) {
-  const now = Object.fromEntries(all(values, "requests_in_phase").map(([l, v]) => [l.phase, v]));
-  at("phases").replaceChildren(...PHASES.filter(phase => phase in now).map(phase => {
-    const item = make("li", undefined, `${now[phase] ? "some" : ""} ${ASIDE.has(phase) ? "aside" : ""}`);
-    item.append(make("b", now[phase]), phase);
-    return item;
-  }));
+// Requests that are drawn one by one, by engine and number: their dot, what is known, the phases so far.
+const requests = new Map();
+const turnsSeen = new Map();            // of each engine, the number of its last turn
+let chosen = "";
+const calm = matchMedia("(prefers-reduced-motion: reduce)");
+
+function laneOf(phase) {
+  let lane = at("phases").querySelector(`[data-phase="${phase}"]`);
+  if (!lane) {
+    lane = make("li", undefined, ASIDE.has(phase) ? "aside" : "");
+    lane.dataset.phase = phase;
+    lane.append(make("b", 0), phase, make("span", undefined, "dots"));
+    const later = [...at("phases").children].find(l => PHASES.indexOf(l.dataset.phase) > PHASES.indexOf(phase));
+    at("phases").insertBefore(lane, later || null);
+  }
+  return lane;
+}
+
+// The dot goes from where it was to its place in another phase.
+function move(dot, lane) {
+  const from = dot.isConnected ? dot.getBoundingClientRect() : null;
+  const held = document.activeElement === dot;
+  lane.querySelector(".dots").append(dot);
+  if (held) dot.focus();
+  if (!from || calm.matches) return;
+  const to = dot.getBoundingClientRect();
+  dot.animate([{ transform: `translate(${from.left - to.left}px, ${from.top - to.top}px)` },
+    { transform: "none" }], { duration: 400, easing: "ease-in-out" });
+}
+
+function follow(name) {
+  chosen = name;
+  for (const [other, { dot }] of requests) dot.setAttribute("aria-pressed", other === name);
+  drawChosen();
+}
+
+function drawChosen() {
+  const r = requests.get(chosen);
+  if (r) at("request").textContent = `request ${r.rid}: ${r.told}; ${r.trail.join(" → ")}`;
+}
+
+function known(engine, rid) {
+  const name = `${engine}:${rid}`;
+  if (!requests.has(name)) {
+    const dot = make("button");
+    dot.type = "button";
+    dot.addEventListener("click", () => follow(name));
+    requests.set(name, { rid, dot, trail: [], told: "" });
+  }
+  return requests.get(name);
+}
+
+function drawPhases(values, rows) {
+  for (const [{ phase }, number] of all(values, "requests_in_phase")) {
+    const lane = laneOf(phase);
+    lane.firstChild.textContent = number;
+    lane.classList.toggle("some", number > 0);
+  }
+  const alive = new Set();
+  for (const [engine, rid, phase, prompt, computed, output] of rows) {
+    const r = known(engine, rid), lane = laneOf(phase);
+    alive.add(`${engine}:${rid}`);
+    if (r.trail.at(-1) !== phase) r.trail.push(phase);
+    r.told = `prompt of ${count(prompt)} tokens, ${count(Math.min(computed, prompt))} of them there, ` +
+      `answer of ${count(output)}`;
+    r.dot.title = `request ${rid}: ${phase}, ${r.told}`;
+    r.dot.setAttribute("aria-label", r.dot.title);
+    if (!lane.contains(r.dot)) move(r.dot, lane);
+  }
+  for (const [name, r] of requests)
+    if (!alive.has(name)) {
+      r.dot.remove();
+      if (name !== chosen) requests.delete(name);
+      else if (r.trail.at(-1) !== "done") r.trail.push("done");
+    }
+  // One dot is reached by Tab, the others by arrow keys: there may be 256.
+  const dots = [...at("phases").querySelectorAll("button")];
+  const reached = dots.find(d => d === document.activeElement) || requests.get(chosen)?.dot;
+  dots.forEach((dot, n) => { dot.tabIndex = dots.includes(reached) ? -(dot !== reached) : -(n > 0); });
+  drawChosen();
+}
+
+function drawTurns(turns) {
+  const lines = [];
+  for (const [engine, number, step, rows, tokens, moves, edges] of turns) {
+    if (number > (turnsSeen.get(engine) ?? -1)) {
+      turnsSeen.set(engine, number);
+      for (const [rid, from, to] of edges) {
+        const { trail } = known(engine, rid);
+        if (!trail.length) trail.push(from);
+        if (trail.at(-1) !== to) trail.push(to);
+      }
+    }
+    const what = step ? `step ${step}: ${rows} rows, ${tokens} tokens` + (moves ? `, ${moves} moves` : "") : "no step";
+    lines.unshift(`${what}${edges.map(([rid, from, to]) => `; ${rid} ${from} → ${to}`).join("")}`);
+  }
+  at("turns").replaceChildren(...lines.slice(0, 12).map(line => make("li", line)));
 }
 
 function drawRates(values, before, seconds) {
@@ -157,7 +247,8 @@ async function watch() {
     const values = told.values, seconds = told.at - then;
     at("state").textContent = told.age > 3 ? `numbers are ${told.age.toFixed(0)} s old: a step takes long` : "live";
     drawTiers(values, told.page_size);
-    drawPhases(values);
+    drawTurns(told.turns);
+    drawPhases(values, told.requests);
     drawRates(values, before, seconds);
     drawWays(values, before, seconds);
     drawLayers(values);
@@ -192,7 +283,7 @@ async function chat(text) {
   try {
     const response = await fetch("v1/chat/completions", {
       method: "POST", signal: answering.signal, headers: { "content-type": "application/json", ...headers() },
-      body: JSON.stringify({ model, messages: history, stream: true }) });
+      body: JSON.stringify({ model, messages: history, stream: true, temperature: 0.7 }) });
     if (!response.ok) throw new Error(await wrong(response));
     for await (const chunk of events(response)) {
       if (chunk.error) throw new Error(chunk.error.message);
@@ -208,6 +299,13 @@ async function chat(text) {
   at("send").disabled = !(at("stop").disabled = true);
 }
 
+at("phases").addEventListener("keydown", event => {
+  const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
+  const dots = [...at("phases").querySelectorAll("button")], here = dots.indexOf(document.activeElement);
+  if (!step || here < 0) return;
+  event.preventDefault();
+  dots[(here + step + dots.length) % dots.length].focus();
+});
 at("chat").addEventListener("submit", event => {
   event.preventDefault();
   const text = at("text").value.trim();

@@ -19,7 +19,7 @@ from penstock.serve.http.completions import OpenAI, Reply
 from penstock.serve.http.fields.structured import JsonSchemaFormat, ResponseFormat
 from penstock.serve.http.fields.tools import Function, FunctionName, NamedTool, Tool, ToolChoice
 from penstock.serve.http.format import unix_time
-from penstock.serve.http.types import ApiError, Body, ChatRequest, StreamOptions, parse
+from penstock.serve.http.types import ApiError, Body, ChatRequest, StreamOptions, parse, refuse_unbuilt
 
 # Of fields whose feature is not built: null, and these values, which ask for nothing.
 UNBUILT: dict[str, tuple[Any, ...]] = {
@@ -97,10 +97,7 @@ class ResponsesRequest(Body, kw_only=True, forbid_unknown_fields=True):
     truncation: Any = None
 
     def checked(self) -> None:
-        for name, neutral in UNBUILT.items():
-            value = getattr(self, name)
-            if value is not None and not any(type(value) is type(n) and value == n for n in neutral):
-                raise RequestError(f"{name} is not supported at this value: it is not built", name)
+        refuse_unbuilt(self, UNBUILT)
 
     def chat(self, shows_reasoning: bool) -> ChatRequest:
         """The same as a chat request. Raises RequestError."""

@@ -17,9 +17,18 @@ from penstock.config.request.scores import Scores
 from penstock.serve.client.generate import Piece, Usage
 from penstock.serve.http.completions import OpenAI, Reply
 from penstock.serve.http.format import LOGPROB_MIN, Prompts, Whole
-from penstock.serve.http.types import Body, CompletionRequest, parse
+from penstock.serve.http.types import Body, CompletionRequest, parse, refuse_unbuilt
 
 NEW_TOKENS = 128
+# Of fields whose feature is not built: null, and these values, which routers fill in.
+UNBUILT: dict[str, tuple[Any, ...]] = {
+    "audio_data": (), "background": (False,), "bootstrap_host": (), "bootstrap_pair_key": (),
+    "bootstrap_port": (), "bootstrap_room": (), "conversation_id": (), "custom_labels": (),
+    "custom_logit_processor": (), "extra_key": (), "image_data": (), "input_embeds": (), "lora_id": (),
+    "lora_path": (), "modalities": ([],), "no_logs": (False,), "return_bytes": (False,),
+    "return_entropy": (False,), "return_hidden_states": (False,), "session_params": (),
+    "token_ids_logprob": (), "video_data": (),
+}
 
 
 class Sampling(msgspec.Struct, forbid_unknown_fields=True):
@@ -61,8 +70,32 @@ class GenerateRequest(Body, kw_only=True, forbid_unknown_fields=True):
     log_metrics: bool | None = None
     priority: int | None = None
     data_parallel_rank: int | None = None
+    # UNBUILT.
+    audio_data: Any = None
+    background: Any = None
+    bootstrap_host: Any = None
+    bootstrap_pair_key: Any = None
+    bootstrap_port: Any = None
+    bootstrap_room: Any = None
+    conversation_id: Any = None
+    custom_labels: Any = None
+    custom_logit_processor: Any = None
+    extra_key: Any = None
+    image_data: Any = None
+    input_embeds: Any = None
+    lora_id: Any = None
+    lora_path: Any = None
+    modalities: Any = None
+    no_logs: Any = None
+    return_bytes: Any = None
+    return_entropy: Any = None
+    return_hidden_states: Any = None
+    session_params: Any = None
+    token_ids_logprob: Any = None
+    video_data: Any = None
 
     def checked(self) -> None:
+        refuse_unbuilt(self, UNBUILT)
         if (self.text is None) == (self.input_ids is None):
             raise RequestError("give text or input_ids, one of them", "text")
         for name in ("logprob_start_len", "top_logprobs_num"):
