@@ -158,7 +158,9 @@ class EngineLoop:
             self._chunks.append(Chunk(rid=m.rid, tokens=[], index=0, finish="refused",
                                       reason=reason))
             return
-        if m.params.grammar is None or self._executor.compiled(m.params.grammar):
+        # One end of a pair takes them in order, as the other wants them: there prompts take longer anyway.
+        if (m.params.grammar is None or self._paired is not None
+                or self._executor.compiled(m.params.grammar)):
             self._begin(m)
         else:
             self._held[m.rid] = m
