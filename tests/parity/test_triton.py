@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import importlib
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -136,6 +137,28 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
         (dict(part=BF16, out=BF16, DIM="i32"), dict(C=8, BLOCK=1024), 4, 3)],
 }
 
+# Bytes of stack that a thread of the worst way takes, of kernels that have any: what registers do not hold.
+TRITON, STACK = "3.9.0", {"attend_rows": 9792, "experts_in": 1632, "experts_out": 272, "attend_units": 64,
+                          "attend_parts": 32, "choose_units": 32, "scaled_rows": 32}
+FRAME_SIZE, SIZED = 0x11, 4         # of an entry of .nv.info: its kind, and the form with a length
+
+
+def stack_of(cubin: bytes) -> int:
+    """Of the function that takes most. Source: ELF's header; .nv.info as `cuobjdump -elf` prints it."""
+    first, = struct.unpack_from("<Q", cubin, 0x28)
+    size, num, names = struct.unpack_from("<HHH", cubin, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, first + i * size) for i in range(num)]
+    [(at, length)] = [(s[4], s[5]) for s in sections
+                      if cubin.startswith(b".nv.info\0", sections[names][4] + s[0])]
+    most, end = -1, at + length
+    while at < end:
+        form, kind, n = struct.unpack_from("<BBH", cubin, at)
+        if form == SIZED and kind == FRAME_SIZE:
+            most = max(most, struct.unpack_from("<I", cubin, at + 8)[0])
+        at += 4 + (n if form == SIZED else 0)
+    assert most >= 0, "a cubin that does not say what stack it takes"
+    return most
+
 
 def test_every_kernel_is_in_the_list() -> None:
     found = set()
@@ -163,6 +186,9 @@ def test_kernel_compiles_for_hopper(module: str, name: str) -> None:
                                options={"num_warps": warps, "num_stages": stages})
         assert ".target sm_90a" in built.asm["ptx"] and len(built.asm["cubin"]) > 1000
         assert built.metadata.shared <= 227 << 10, "more shared memory than a block has"
+        # What spills is this compiler's doing: another one's figures are its own.
+        if triton.__version__ == TRITON:
+            assert stack_of(built.asm["cubin"]) <= STACK.get(name, 0), "it spills more than it did"
 
 
 def test_kernels_interpreted_equal_the_references() -> None:
