@@ -27,8 +27,10 @@ def run(*words: str) -> str:
 if NAME == "guidellm":
     @call
     def benchmark():
-        run("guidellm", "benchmark", "run", "--target", URL, "--model", MODEL, "--profile", "synchronous",
-            "--max-requests", "3", "--data", "prompt_tokens=40,output_tokens=8", "--processor", FOLDER)
+        run("guidellm", "run", "--backend", f"kind=openai_http,target={URL},model={MODEL}",
+            "--profile", "kind=synchronous", "--constraint", "kind=max_requests,count=3",
+            "--tokenizer", f"kind=huggingface_auto,model={FOLDER}", "--disable-console",
+            "--data", "kind=synthetic_text,prompt_tokens=40,output_tokens=8")
 else:
     @call
     def profile_chat_streamed():

@@ -29,7 +29,8 @@ def run(*solver, target: str):
                       config=GenerateConfig(temperature=0, max_tokens=80))
     task = Task(dataset=[Sample(input="What is the capital of France?", target=target)], solver=[*solver],
                 scorer=includes())
-    [log] = eval(task, model=model, display="none", log_dir=tempfile.mkdtemp(), message_limit=8)
+    [log] = eval(task, model=model, display="none", log_dir=tempfile.mkdtemp(), message_limit=8,
+                 temperature=0, max_tokens=80)
     assert log.status == "success", log.error
     return log
 

@@ -143,18 +143,18 @@ def table(told: dict[str, dict]) -> str:
 
 
 def main(names: list[str]) -> int:
-    told = json.loads(RESULTS.read_text()) if names and RESULTS.exists() else {}
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         tokenizer_folder(folder)
         with server(folder / "log") as url:
             for name in names or CLIENTS:
                 calls = results(name, url, folder)
+                print(f"{name}: {sum(not c['why'] for c in calls)} of {len(calls)}", flush=True)
+                told = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
                 told[name] = {"version": version(CACHE / name / "bin" / "python", name), "calls": calls,
                               "date": datetime.date.today().isoformat()}
-                print(f"{name}: {sum(not c['why'] for c in calls)} of {len(calls)}", flush=True)
-    RESULTS.write_text(json.dumps(told, indent=1) + "\n")
-    TABLE.write_text(table(told))
+                RESULTS.write_text(json.dumps(told, indent=1) + "\n")
+                TABLE.write_text(table(told))
     return int(any(c["why"] for one in told.values() for c in one["calls"]))
 
 

@@ -73,7 +73,7 @@ def document(served: Collection[str] | None = None) -> dict[str, Any]:
         whole = several if path == "/generate" else objects
         return {"post": {
             "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
-            "responses": answers(*_POST, ok=whole | {"text/event-stream": {"schema": {"type": "string"}}},
+            "responses": answers(*_POST, ok=whole | {"text/event-stream": {"schema": {}}},      # of one event
                                  wrong=others if path.startswith("/v1/messages") else errors)}}
 
     def get(*statuses: int, ok: dict[str, Any] = objects, **more: Any) -> dict[str, Any]:

@@ -23,7 +23,8 @@ from penstock.serve.http.types import ApiError, Body, ChatRequest, StreamOptions
 
 # Of fields whose feature is not built: null, and these values, which ask for nothing.
 UNBUILT: dict[str, tuple[Any, ...]] = {
-    "background": (False,), "context_management": ([],), "conversation": (), "include": ([],),
+    "background": (False,), "context_management": ([],), "conversation": (),
+    "include": ([], ["reasoning.encrypted_content"]),       # reasoning is there, and in the open
     "max_tool_calls": (), "moderation": (), "previous_response_id": (), "prompt": (),
     "service_tier": ("auto", "default"), "top_logprobs": (0,), "truncation": ("disabled",),
 }
