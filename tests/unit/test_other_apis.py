@@ -232,6 +232,16 @@ def test_generate_answers_as_sglang_does(server):
     assert all("It rains.".startswith(e["text"]) for e in told) and len(told) > 2
 
 
+def test_what_clients_and_routers_fill_in_is_taken(server):
+    """As seen: inspect-ai, smg and sglang-router."""
+    server.says = "Rain."
+    filled = {"background": False, "return_hidden_states": False, "bootstrap_host": None, "image_data": None}
+    assert said(server, "/generate", text="x", **filled)["text"] == "Rain."
+    said(server, "/v1/responses", input="x", include=["reasoning.encrypted_content"], store=False)
+    told = server.post("/generate", text="x", background=True).json()["error"]
+    assert told["param"] == "background"
+
+
 @pytest.mark.parametrize("fields, param", [
     ({}, "text"), ({"text": "x", "input_ids": [1]}, "text"),
     ({"text": "x", "top_logprobs_num": 1}, "top_logprobs_num"),
