@@ -2,9 +2,11 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
+import penstock
 from penstock.bench.report import Spread, percentile, table
 from penstock.serve.cli.main import main
 
@@ -39,3 +41,11 @@ def test_wrong_use_is_one_clear_line(words: list[str], said: str,
     assert main(words) == 2
     error = capsys.readouterr().err
     assert said in error and len(error.splitlines()) == 1
+
+
+def test_a_progress_bar_is_for_a_terminal_only():
+    """tqdm's `None`: each bar of ours is off where stderr is a file."""
+    source = Path(penstock.__file__).parent
+    bars = [line for path in source.rglob("*.py") for line in path.read_text().splitlines()
+            if "tqdm(" in line]
+    assert len(bars) == 5 and all("None)" in line for line in bars)

@@ -33,7 +33,7 @@ async def measure(config: Config, args: Namespace) -> int:
     sizes = [int(times * kv.sparse_top_k) + kv.page_size for times in SIZES]
     sizes = [size for size in sizes if size <= args.hot_context] or sizes[:1]
     rows, found = [], []
-    bar = optional("tqdm").tqdm(total=len(sizes), unit="size", disable=args.quiet)
+    bar = optional("tqdm").tqdm(total=len(sizes), unit="size", disable=args.quiet or None)
     for size in sizes:
         hot = replace(config, kv=replace(kv, sparse_kv="always", hot_buffer_tokens=size))
         async with AsyncLLM(config=hot) as llm:

@@ -36,7 +36,7 @@ async def measure(args: Namespace) -> int:
         model = await _model(client, httpx, args.base_url)
         rng = random.Random(args.seed)
         gate = asyncio.Semaphore(args.concurrency or args.num_prompts)
-        bar = optional("tqdm").tqdm(total=args.num_prompts, unit="request", disable=args.quiet)
+        bar = optional("tqdm").tqdm(total=args.num_prompts, unit="request", disable=args.quiet or None)
 
         async def one(prompt: list[int], at: float) -> Answer:
             await asyncio.sleep(max(0.0, start + at - time.perf_counter()))

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                        help="of prompts and arrivals")
     group.add_argument("--output-json", help="file for every single measurement")
     group.add_argument("--plot", help="PNG file for a plot")
-    group.add_argument("--quiet", action="store_true", help="no progress bar")
+    group.add_argument("--quiet", action="store_true", help="no progress bar; a file never gets one")
 
 
 def run(config: Config | None, args: argparse.Namespace) -> int:

@@ -66,7 +66,7 @@ async def measure(config: Config, args: Namespace) -> int:
         works = _works(ours, theirs, ids, args.output_len, longest)
         for _, run in works:                    # warm up: packing, page faults, first touches
             await run({})
-        bar = optional("tqdm").tqdm(total=args.runs * len(works), unit="run", disable=args.quiet)
+        bar = optional("tqdm").tqdm(total=args.runs * len(works), unit="run", disable=args.quiet or None)
         for _ in range(args.runs):
             for name, run in works:
                 await run(results.setdefault(name, {}))

@@ -109,7 +109,7 @@ class Server:
 async def all_of(ask: Callable[[_Asked], Awaitable[_Answer]], asked: Sequence[_Asked], *, concurrency: int,
                  unit: str, quiet: bool) -> list[_Answer]:
     """Every answer, in order, with a progress bar."""
-    bar = optional("tqdm").tqdm(total=len(asked), unit=unit, disable=quiet)
+    bar = optional("tqdm").tqdm(total=len(asked), unit=unit, disable=quiet or None)
     gate = asyncio.Semaphore(concurrency)
 
     async def one(item: _Asked) -> _Answer:

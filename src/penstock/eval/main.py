@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--concurrency", type=int, default=4, help="requests open at once")
     group.add_argument("--eval-seed", dest="eval_seed", type=int, help="of the questions (0)")
     group.add_argument("--output-json", help="file for every single answer")
-    group.add_argument("--quiet", action="store_true", help="no progress bar")
+    group.add_argument("--quiet", action="store_true", help="no progress bar; a file never gets one")
 
 
 def run(config: Config | None, args: argparse.Namespace) -> int:

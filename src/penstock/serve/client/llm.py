@@ -268,7 +268,7 @@ def _progress(total: int) -> Any:
         tqdm = importlib.import_module("tqdm")
     except ImportError:
         raise ConfigError("use_tqdm needs the package tqdm: pip install tqdm") from None
-    return tqdm.tqdm(total=total, unit="prompt")
+    return tqdm.tqdm(total=total, unit="prompt", disable=None)
 
 
 class LLM:
