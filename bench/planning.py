@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -33,6 +34,8 @@ from penstock.replay.recorder import Recorder
 from penstock.serve.engine.main import spare_the_collector
 
 HOT_PAGES = 4
+GROWN_PAGES = 128            # of 64 tokens: 4 times a budget of 2,048
+CURVE = (1.0, 1.0), (1.5, 0.505), (2.0, 0.34), (4.0, 0.233)       # misses by size of a hot buffer
 SPARE = 8                    # tokens that are left over when the last turn has been measured
 
 
@@ -152,15 +155,27 @@ def admitting(w: Work, clock: Callable[[], float]) -> list[float]:
     return taken
 
 
-def residency(rows: int, length: int, over: float, hits: float) -> tuple[float, int, int, float]:
+def missing(pages: float) -> float:
+    """Of what a hot buffer of the least size misses, the part that one of `pages` times as many does, as
+    docs/selection.md has it."""
+    for (small, a), (large, b) in itertools.pairwise(CURVE):
+        if pages < large:
+            return a + (b - a) * math.log(max(1.0, pages / small)) / math.log(large / small)
+    return CURVE[-1][1]
+
+
+def residency(rows: int, length: int, over: float, hits: float, most: int = 0,
+              ) -> tuple[float, int, int, float, float]:
     """A closed loop of `rows` requests that select, of so many tokens give or take a fifth, on a device that
-    holds 1/`over` of them; of what a row selects and no device page has, `hits` is in its hot buffer. Returns
-    the part of the device that is free while a row lacks pages, promotions, those of them that load more than
-    they save, and what they load for each token that is missed."""
+    holds 1/`over` of them; of what a row selects and no device page has, `hits` is in its hot buffer of the
+    least size, which grows to `most` pages. Returns the part of the device that is free while a row lacks
+    pages, promotions, those of them that load more than they save, what they load for each token that is
+    missed, and tokens that a step misses."""
     page, budget, out, rng = 64, 2048, 512, Random(1)
     pages = rows * ((length + out) // page + 1)
     core = Core(CoreConfig(page_size=page, rows=rows, hbm_pages=int(pages / over), dram_pages=3 * pages,
-                           hot_pages=budget // page + 1, budget=budget, step_tokens=8192, max_len=1 << 18))
+                           hot_pages=budget // page + 1, hot_pages_max=most, budget=budget, step_tokens=8192,
+                           max_len=1 << 18))
     ids, back = itertools.count(1), set[RequestId]()
     idle = steps = loaded = vain = 0.0
     missed, promotions = 1.0, 0
@@ -171,7 +186,8 @@ def residency(rows: int, length: int, over: float, hits: float) -> tuple[float, 
         return Arrived(RequestId(rid), tuple(range(rid << 20, (rid << 20) + n)), out, selects=True)
 
     def misses(r: Request) -> float:
-        return budget * (1 - hits) * r.tables[0].device.count(None) / len(r.tables[0].device)
+        lacks = r.tables[0].device.count(None) / len(r.tables[0].device)
+        return budget * (1 - hits) * missing(len(r.tables[0].hot) / r.hot_units) * lacks
 
     events: list[Event] = [new() for _ in range(rows)]
     for _ in range(3_000):
@@ -187,25 +203,30 @@ def residency(rows: int, length: int, over: float, hits: float) -> tuple[float, 
             load = page * sum(c is not None and not c.ready for c in r.tables[0].device)
             left = r.num_prompt + r.max_new - len(r.tokens)
             promotions, loaded = promotions + 1, loaded + load
-            vain += left * budget * (1 - hits) < load
+            vain += left * budget * (1 - hits) * missing(len(r.tables[0].hot) / r.hot_units) < load
         back = {r.rid for r in hosted if r.phase is Phase.PROMOTING}
         events += answer(plan, 9)
         if plan.step % 16 == 0:
             events.append(HotUse(plan.step, tuple((r.rid, budget, int(misses(r))) for r in hosted)))
-    return idle / max(1.0, steps), promotions, int(vain), loaded / missed
+    return idle / max(1.0, steps), promotions, int(vain), loaded / missed, missed / max(1.0, steps)
 
 
 def report_residency() -> None:
     """Raises AssertionError if more than one promotion in ten does not pay back, or the device lies idle."""
-    idle, promotions, vain = [], 0, 0
+    idle, promotions, vain, ratios = [], 0, 0, []
     sizes = (8, 65_536), (16, 32_768)
     for (rows, length), over, hits in itertools.product(sizes, (1.2, 1.5, 2, 4), (0.79, 0.93)):
-        free, tried, lost, loaded = residency(rows, length, over, hits)
-        print(f"{rows} x {length >> 10}k, {over} times the device, {hits} hits: {100 * free:.1f} % idle, "
-              f"{tried} promotions, {lost} in vain, {loaded:.2f} tokens loaded for each missed")
+        arms = [residency(rows, length, over, hits, most) for most in (0, GROWN_PAGES)]
+        for name, (free, tried, lost, loaded, missed) in zip(("one size", "growing"), arms, strict=True):
+            print(f"{rows} x {length >> 10}k, {over} times the device, {hits} hits, hot buffers of {name}: "
+                  f"{100 * free:.1f} % idle, {tried} promotions, {lost} in vain, {loaded:.2f} tokens loaded "
+                  f"for each missed, {missed:.0f} missed a step")
+        free, tried, lost, *_, missed = arms[1]
         idle.append(free)
+        ratios.append(missed / arms[0][-1])
         promotions, vain = promotions + tried, vain + lost
     assert 10 * vain <= promotions, f"{vain} of {promotions} promotions do not pay back"
+    print(f"missed a step, growing over one size: {', '.join(f'{ratio:.2f}' for ratio in ratios)}")
     free = sum(idle) / len(idle)
     assert free <= 0.01, f"{free:.3f} of the device is idle beside rows that lack pages"
 

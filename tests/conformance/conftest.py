@@ -5,6 +5,8 @@ import hosted
 import pytest
 import ranks
 
+from penstock.exec import front
+
 
 @pytest.fixture(params=[1, 2], ids=["whole", "stages"])
 def stages(request, monkeypatch):
@@ -17,6 +19,12 @@ def stages_swept(request, monkeypatch):
     """As `stages`, of suites that take long."""
     monkeypatch.setattr(ranks, "NUM", [request.param])
     return request.param
+
+
+@pytest.fixture
+def told_each_step(monkeypatch):
+    """The core hears after every step what rows on the host have missed."""
+    monkeypatch.setattr(front, "HOT_USE_STEPS", 1)
 
 
 @pytest.fixture(params=["bounds", pytest.param("latent", marks=pytest.mark.sweep)])

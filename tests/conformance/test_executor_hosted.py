@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hosted import LATENESS, NEW, Engine, hosted_work, kind, play, resident, text
+from hosted import LATENESS, NEW, Engine, hosted_work, kind, play, resident, resizing, sizes, text
 from late_copies import Latest, Shuffled
 
 from penstock.core.plan import (
@@ -55,6 +55,28 @@ def test_a_spill_at_any_step(step):
          [Promoted(RequestId(1))] if turn == step + 6 else (), arrive=lambda rid: (rid == 4) * (step + 1))
     assert engine.core.stats()["spills"] >= 1
     hosted_work(engine)
+
+
+@pytest.mark.usefixtures("told_each_step")
+@pytest.mark.parametrize("lateness", ["latest", "torn"])
+@pytest.mark.parametrize("every", [2, 5])
+def test_hot_buffers_of_another_size_at_every_step(every, lateness):
+    """They grow while pages lie idle, and lose it all again."""
+    engine = Engine(hbm_pages=90, hot_pages_max=3 * kind().hot_pages, step_tokens=150, always=True,
+                    lateness=LATENESS[lateness]())
+    play(engine, resizing(engine, every))
+    hosted_work(engine)
+    assert len(sizes(engine)) > 12 and min(sizes(engine)) == kind().hot_pages < max(sizes(engine))
+
+
+@pytest.mark.usefixtures("told_each_step")
+def test_a_grown_hot_buffer_gives_way_to_whoever_needs_pages():
+    """One row has the device to itself, until others come."""
+    engine = Engine(hbm_pages=44, hot_pages_max=4 * kind().hot_pages, step_tokens=150)
+    play(engine, arrive=lambda rid: 0 if rid == 1 else 14)
+    hosted_work(engine)
+    grown = [size for size in sizes(engine) if size > kind().hot_pages]
+    assert grown and min(sizes(engine)) < max(grown)
 
 
 @pytest.mark.parametrize("every", [2, 3, 5])

@@ -1,4 +1,4 @@
-"""Ten faults of an executor that decodes through host pages: a scene that the right one passes sees each.
+"""Twelve faults of an executor that decodes through host pages: a scene that the right one passes sees each.
 
 A fault is put into a `Rank` after it was made. Its scene is the cheapest that sees it.
 """
@@ -9,10 +9,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hosted import LATENESS, Engine, kind, play
+from hosted import LATENESS, Engine, kind, play, resizing, sizes
 
-from penstock.core.plan import Paused, Promoted, RequestId, Spilled
+from penstock.core.plan import HotResize, Paused, Promoted, RequestId, Spilled
 
+pytestmark = pytest.mark.usefixtures("told_each_step")
 NEW = 12
 TAIL = 2            # f32 values of 8 bytes
 
@@ -100,6 +101,30 @@ def the_tail_is_lost(e: Engine) -> None:
     of_layers(e, "_gather", fault)
 
 
+def the_tail_of_a_shrunk_buffer_is_still_hot(e: Engine) -> None:
+    """The pages of a smaller hot buffer are known, and what was hot in others is hot."""
+    hot = e.rank._attending.rows.hot
+    right = hot.resize
+
+    def resize(row: int, pages: list[int]) -> None:
+        slots, units = hot._slot_LRKM[:, row].clone(), hot._unit_LRKS[:, row].clone()
+        right(row, pages)
+        hot._slot_LRKM[:, row], hot._unit_LRKS[:, row] = slots, units
+    hot.resize = resize
+
+
+def pages_of_a_shrunk_buffer_stay_in_use(e: Engine) -> None:
+    """Hot buffers only grow."""
+    rows = e.rank._attending.rows
+    right, most = rows.resize, {}
+
+    def resize(resize: HotResize) -> None:
+        if len(resize.pages) > most.get(resize.row, kind().hot_pages):
+            most[resize.row] = len(resize.pages)
+            right(resize)
+    rows.resize = resize
+
+
 def of_layers(e: Engine, op: str, fault: Callable) -> None:
     """Put `fault` around an op of all layers."""
     layers = e.rank._attending._layers
@@ -141,6 +166,14 @@ def crowded(put: Callable[[Engine], None]) -> None:
     assert any(plan.unmaps for plan in e.plans)
 
 
+def resized(put: Callable[[Engine], None]) -> None:
+    """Hot buffers grow and shrink."""
+    e = Engine(hbm_pages=60, hot_pages_max=3 * kind().hot_pages, step_tokens=150, always=True)
+    put(e)
+    play(e, resizing(e, 3), new=NEW)
+    assert len({*sizes(e)}) > 1
+
+
 FAULTS = {
     bind_without_keep: moved,
     grow_without_the_host_column: alone,
@@ -152,10 +185,12 @@ FAULTS = {
     the_wrong_head: alone,
     a_unit_is_hot_after_its_eviction: alone,
     the_tail_is_lost: alone,
+    the_tail_of_a_shrunk_buffer_is_still_hot: resized,
+    pages_of_a_shrunk_buffer_stay_in_use: resized,
 }
 
 
-@pytest.mark.parametrize("scene", [alone, moved, paused, crowded], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("scene", [alone, moved, paused, crowded, resized], ids=lambda f: f.__name__)
 def test_the_right_executor_passes(scene):
     scene(lambda e: None)
 

@@ -163,7 +163,7 @@ class InProcess(Driven):
         whole = model(None)
         more = () if selection is None else registry.HOSTING if selection.native else registry.SELECTING
         parts = parts_of(whole, backends((*whole.spec.attention.ops, *more), backend), selection,
-                         cfg.hot_pages)
+                         cfg.largest_hot)
         executor, self.device, self.host = ranks.front(
             model, attention or parts.attention, groups, caches, cfg, layers=layers, num_layers=num_layers,
             max_len=max_len, lateness=lateness, selector=parts.selector, storage=storage)

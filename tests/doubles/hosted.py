@@ -101,6 +101,7 @@ class Engine(InProcess):
     hbm_pages: int = 24
     dram_pages: int = 400
     hot_pages: int = field(default_factory=lambda: kind().hot_pages)
+    hot_pages_max: int = 0
     step_tokens: int = 64
     overlap: bool = True
     always: bool = False
@@ -114,9 +115,9 @@ class Engine(InProcess):
         self.build(
             made, groups_of(made(), self.selection), selection=self.selection, num_layers=3, max_len=MAX_LEN,
             lateness=self.lateness, rows=4, hbm_pages=self.hbm_pages, dram_pages=self.dram_pages,
-            hot_pages=self.hot_pages, always_hosted=self.always, step_tokens=self.step_tokens,
-            overlap=self.overlap, wait_pages=1000, storage=self.storage, disk_pages=self.disk_pages,
-            store_root=b"root" if self.disk_pages else b"")
+            hot_pages=self.hot_pages, hot_pages_max=self.hot_pages_max, always_hosted=self.always,
+            step_tokens=self.step_tokens, overlap=self.overlap, wait_pages=1000, storage=self.storage,
+            disk_pages=self.disk_pages, store_root=b"root" if self.disk_pages else b"")
 
     def add(self, rid: int, prompt: tuple[int, ...], max_new: int, budget: int | None = None,
             **sampling) -> None:
@@ -159,6 +160,20 @@ def hosted_work(engine: Engine) -> None:
     assert min(len(p) for p in kind().prompts.values()) >= 8 * kind().hot_pages * PAGE
     for name in ("hot_misses", "hot_evictions", "host_rows_read", "hot_hits"):
         assert engine.total(name) > 0, name
+
+
+def resizing(engine: Engine, every: int = 2):
+    """A script: hot buffers that have grown lose all of that every few turns, and may grow again."""
+    def script(turn):
+        if turn % every == 0:
+            engine.core.kv.shrink([1 << 30] * len(engine.core.cfg.groups))
+        return ()
+    return script
+
+
+def sizes(engine: Engine) -> list[int]:
+    """Pages of each hot buffer that was resized, in order."""
+    return [len(resize.pages) for plan in engine.plans for resize in plan.resizes]
 
 
 def play(engine: Engine, script=lambda turn: (), new: int = NEW, arrive=lambda rid: 3 * rid,

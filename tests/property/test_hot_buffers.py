@@ -33,6 +33,7 @@ N = SIZE // UNIT
 RULE = SelectRule(unit=UNIT, sink=4, window=6)
 BUDGET = RULE.least_units + 1
 HOT = math.ceil(BUDGET / N)                     # pages: a context is up to eight times as long
+HOT_MAX = HOT + 3                               # to which a hot buffer may grow
 SCALE = DIM ** -0.5
 
 
@@ -60,13 +61,13 @@ class Machine(RuleBasedStateMachine):
         self.gen = torch.Generator().manual_seed(0)
         self.random = random.Random(0)
         nan = float("nan")
-        self.device, self.host = (torch.full((ROWS * (PAGES + HOT) + 2, LAYERS, HEADS, 2, SIZE, DIM), nan)
+        self.device, self.host = (torch.full((ROWS * (PAGES + HOT_MAX) + 2, LAYERS, HEADS, 2, SIZE, DIM), nan)
                                   for _ in range(2))
         self.bounds = torch.full((ROWS * PAGES + 1, LAYERS, HEADS, 2, N, DIM), nan)
         self.free = {"device": list(range(len(self.device))), "host": list(range(len(self.host)))}
         self.table = {tier: torch.full((ROWS, PAGES), -1, dtype=torch.int32) for tier in self.free}
         self.bounds_RP = torch.arange(ROWS * PAGES, dtype=torch.int32).flip(0).view(ROWS, PAGES)
-        self.hot = HotBuffers(layers=LAYERS, rows=ROWS, kv_heads=HEADS, pages=PAGES, hot_pages=HOT,
+        self.hot = HotBuffers(layers=LAYERS, rows=ROWS, kv_heads=HEADS, pages=PAGES, hot_pages=HOT_MAX,
                               page_units=N)
         self.hot_pages: list[list[int]] = [[] for _ in range(ROWS)]
         self.rows = [Row() for _ in range(ROWS)]
@@ -264,6 +265,21 @@ class Machine(RuleBasedStateMachine):
                                for u in range(entry * N, entry * N + N)}
 
     @precondition(lambda self: any(row.slots for row in self.rows))
+    @rule(data=st.data(), size=st.integers(HOT, HOT_MAX))
+    def resize(self, data: st.DataObject, size: int) -> None:
+        """Pages come or go at the end of a hot buffer: what is in the others stays."""
+        row = data.draw(st.sampled_from([r for r in range(ROWS) if self.rows[r].slots]))
+        state, pages = self.rows[row], self.hot_pages[row]
+        for (layer, k), used in state.hot.items():
+            slot = self.hot.layers[layer].slot_RKM[row, k]
+            state.hot[layer, k] = {u: last for u, last in used.items() if slot[u] < size * N}
+        for page in pages[size:]:
+            self.give("device", page)
+        self.hot_pages[row] = pages[:size] + [self.take("device") for _ in range(size - len(pages))]
+        self.hot.resize(row, self.hot_pages[row])
+        state.slots = N * size
+
+    @precondition(lambda self: any(row.slots for row in self.rows))
     @rule(data=st.data())
     def void(self, data: st.DataObject) -> None:
         """Something else was in the hot pages meanwhile, as windows of a prompt are."""
@@ -299,5 +315,5 @@ def test_selecting_rows_equal_a_dict_of_tokens() -> None:
     Machine.seen.zero_()
     # A seed of its own: cases that followed from this file's text evicted nothing after a name had changed.
     run_state_machine_as_test(seed(4)(Machine), settings=settings(
-        max_examples=12, stateful_step_count=12, deadline=None, phases=[Phase.generate]))    # short as found
+        max_examples=12, stateful_step_count=16, deadline=None, phases=[Phase.generate]))    # short as found
     assert (Machine.seen > 0).all(), f"device, hits, misses, evictions: {Machine.seen.tolist()}"

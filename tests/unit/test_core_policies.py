@@ -7,7 +7,18 @@ from driver import Driver
 from penstock.core.kv import growth
 from penstock.core.kv.prefix_tree import Tree
 from penstock.core.lifecycle import Phase, Place
-from penstock.core.plan import Aborted, Arrived, HotUse, Rates, RequestId, Spilled, Started, StepId, Tier
+from penstock.core.plan import (
+    Aborted,
+    Arrived,
+    HotUse,
+    Rates,
+    RequestId,
+    Spilled,
+    Started,
+    StepId,
+    StepPlan,
+    Tier,
+)
 from penstock.core.settings import CacheGroup
 
 
@@ -49,6 +60,35 @@ def test_pages_of_a_group_are_evicted_in_one_call(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Tree, "evict", lambda tree, space, n: (asked.append(n), real(tree, space, n))[1])
     d.arrive(2, range(100, 160), max_new=1)
     assert max(asked) == 15              # windows grow page by page
+
+
+def resized(plans: list[StepPlan]) -> list[int]:
+    return [len(resize.pages) for plan in plans for resize in plan.resizes]
+
+
+def test_a_hot_buffer_grows_by_what_its_row_misses_and_gives_way() -> None:
+    d = Driver(hbm_pages=16, dram_pages=64, hot_pages=2, hot_pages_max=7, always_hosted=True)
+    d.arrive(1, range(36), max_new=40, selects=True)
+    assert not resized(d.retire())                     # nobody has said what it misses
+    for absurd in ((RequestId(1), 0, 0), (RequestId(1), 5, 6), (RequestId(7), 5, 5)):
+        d.tell(HotUse(StepId(2), (absurd,)))
+    assert not resized(d.retire())
+    seen = []
+    for _ in range(4):                                 # two pages more each time, up to seven
+        d.tell(HotUse(StepId(3), ((RequestId(1), 10, 5),)))
+        seen += resized(d.retire())
+    assert seen == [4, 6, 7]
+    assert d.core.stats()["hot_buffer_pages_max"] == 7
+    d.arrive(2, range(100, 140), max_new=4)            # eleven pages of sixteen
+    seen = resized(d.retire())
+    assert seen and seen[0] < 7
+
+
+def test_a_hot_buffer_that_misses_nothing_does_not_grow() -> None:
+    d = Driver(hbm_pages=16, dram_pages=64, hot_pages=2, hot_pages_max=7, always_hosted=True)
+    d.arrive(1, range(36), max_new=40, selects=True)
+    d.tell(HotUse(StepId(2), ((RequestId(1), 10, 0),)))
+    assert not resized(d.retire())
 
 
 def test_a_short_request_takes_a_small_hot_buffer() -> None:

@@ -159,7 +159,7 @@ def test_a_new_field_of_a_message_with_content_must_be_looked_at():
     assert {f.name for f in fields(Retired)} == {"step", "tokens"}
     assert {f.name for f in fields(StepPlan)} == {
         "step", "rows", "rids", "start", "count", "samples", "tokens", "grows", "binds", "moves", "unmaps",
-        "waits"}
+        "waits", "resizes"}
 
 
 def test_the_reason_of_a_refusal_is_not_quoted():

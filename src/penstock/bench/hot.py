@@ -16,6 +16,7 @@ from penstock.config.settings.tree import Config
 from penstock.serve.client.llm import AsyncLLM
 
 SIZES = (1.0, 1.5, 2.0, 3.0, 4.0)      # hot buffers, times the budget; each and one page
+GROWN = 80             # tokens in which a hot buffer that may grow has: they are not counted
 
 
 async def measure(config: Config, args: Namespace) -> int:
@@ -35,12 +36,15 @@ async def measure(config: Config, args: Namespace) -> int:
     rows, found = [], []
     bar = optional("tqdm").tqdm(total=len(sizes), unit="size", disable=args.quiet or None)
     for size in sizes:
-        hot = replace(config, kv=replace(kv, sparse_kv="always", hot_buffer_tokens=size))
+        hot = replace(config, kv=replace(kv, sparse_kv="always", hot_buffer_tokens=size,
+                                              prefix_cache=False))
         async with AsyncLLM(config=hot) as llm:
-            reads = await _reads(llm, args.hot_context, args.output_len)
+            first = await _reads(llm, args.hot_context, GROWN)
+            reads = await _reads(llm, args.hot_context, GROWN + args.output_len)
+            reads = {name: count - first[name] for name, count in reads.items()}
         share = 100 * reads["hot_hits"] / (reads["hot_hits"] + reads["hot_misses"])
         rows.append((size, f"{share:.1f} %", f"{reads['host_bytes'] / args.output_len / 2**20:.2f}"))
-        found.append({"hot_buffer_tokens": size, **reads})
+        found.append({**reads, "hot_buffer_tokens": size})
         bar.update()
     bar.close()
     about = (f"{config.model.model}, {config.model.dtype}, budget {kv.sparse_top_k} of {args.hot_context} "
@@ -59,7 +63,7 @@ async def _reads(llm: AsyncLLM, context: int, new: int) -> dict[str, int]:
     prompt = llm.encode(text[:context * 8])[:context]
     if len(prompt) < context or context + new > llm.max_model_len:
         raise ConfigError(f"--hot-context {context}: the text has {len(prompt)} tokens and this engine "
-                          f"a context of {llm.max_model_len}, of which --output-len takes {new}")
+                          f"a context of {llm.max_model_len}, of which --output-len and {GROWN} take {new}")
     params = SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)
     [result] = await llm.generate({"prompt_token_ids": prompt}, params)
     if not result.kv_reads:

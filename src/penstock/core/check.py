@@ -80,6 +80,7 @@ def _columns(kv: KVCache, r: Request, pinned: list[Copy], loaned: list[Copy],
                         assert copy.pins == 1, f"request {r.rid}: a private page of two"
                         pages[space].append(copy.page)
         pages[host] += reserve
+        loaned += t.hot[r.hot_units:]
 
 
 def _tree(core: CoreState, pins: dict[Copy, int], refs: dict[Node, int], moves: dict[Copy, int],
@@ -154,8 +155,9 @@ def _leases(core: CoreState, r: Request, running: set[Request]) -> None:
         device = Lease.HBM if t.hosted else Lease.DEVICE_ONLY
         assert device in either or not any(t.device), where
         assert Lease.DRAM in either or not any(t.host), where
-        hot = r.hot_units if t.hosted and Lease.HOT in holds else 0
-        assert len(t.hot) == hot, where
+        least, most = (r.hot_units, r.hot_units_max) if t.hosted and Lease.HOT in holds else (0, 0)
+        assert least <= len(t.hot) <= most, (where, "a hot buffer of another size")
+        assert (len(t.hot) > least) == (t.hosted and r in core.kv.grown), (where, "a loan is lost")
     if Lease.DRAM not in holds:
         assert not any(r.reserve), where
     if r.row is not None:

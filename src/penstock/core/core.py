@@ -55,6 +55,7 @@ from penstock.core.plan import (
 )
 from penstock.core.policy import capacity, reclaim
 from penstock.core.policy.queue import Admission
+from penstock.core.policy.residency import Residency
 from penstock.core.request import Request, insert
 from penstock.core.settings import CoreConfig
 from penstock.core.state import CoreState
@@ -70,10 +71,9 @@ class Core(CoreState):
     def __init__(self, cfg: CoreConfig) -> None:
         super().__init__(cfg)
         self.admission = Admission(self)
+        self.residency = Residency(self, self.admission)
         self.pairs = pairings(self, Role(cfg.role))
         self.watchers: list[Watcher] = []      # add yourself
-        self._stay: tuple[int, ...] = ()       # when nobody could be promoted
-        self._promotion_short = False          # somebody would then have been, but for pages in use
         self._seq = 0
 
     # ---------------------------------------------------------------- public
@@ -129,7 +129,7 @@ class Core(CoreState):
             "rows_free": kv.rows.free, "pages_to_store": kv.moves.num_to_store,
             "hbm_pages_in_use": len({id(c) for r in self.live.values() for t in r.tables
                                      for c in t.device if c is not None}),
-            "moves_in_flight": len(kv.moves.flying), "steps": kv.issued,
+            "moves_in_flight": len(kv.moves.flying), "steps": kv.issued, **self.residency.stats(),
             **gauges, **self.counters,
         }
 
@@ -184,10 +184,7 @@ class Core(CoreState):
                 if r is not None and r.visit == visit and r.asked:
                     self._look_up(r, listing.listed(self.kv, r, present))
             case HotUse(_, rows):
-                self.hot_uses += 1
-                for rid, selected, missed in rows:
-                    if (r := self.live.get(rid)) is not None and 0 <= missed <= selected and selected:
-                        r.missed = missed / selected
+                self.residency.hear(rows)
             case _:
                 assert_never(event)
 
@@ -204,7 +201,9 @@ class Core(CoreState):
             return
         r = Request(a, self._seq, min(a.max_new, fits), list(a.prompt), n, self.kv.tables(),
                     n if self.prefills_only else self.cfg.max_len + n)
-        r.hot_units = capacity.hot_units(self.cfg, min(n + r.max_new - 1, r.compute_limit))
+        most = min(n + r.max_new - 1, r.compute_limit)
+        r.hot_units = capacity.hot_units(self.cfg, most)
+        r.hot_units_max = capacity.hot_units_max(self.cfg, most)
         r.may_host = hosted and capacity.fits(self.cfg, lifecycle.Place.HOST, n + r.max_new - 1)
         self._seq += 1
         self.live[a.rid] = r
@@ -423,14 +422,8 @@ class Core(CoreState):
                     self.transition(r, Trigger.LANDED)
                 else:
                     promote.load_next(kv, r)
-        if self.cfg.sparse and self._stay != self._promotable():
-            self._promotion_short = not self.admission.needs_pages() and capacity.promote(self)
-            self._stay = self._promotable()
-
-    def _promotable(self) -> tuple[int, ...]:
-        """As long as this is the same, it is of no use to try again to promote somebody."""
-        loose = self.kv.arenas[Tier.HBM].loose if self._promotion_short else 0
-        return self.edges_taken, self.kv.freed, len(self.runnable), self.hot_uses, loose
+        if self.cfg.sparse:
+            self.residency.progress()
 
     def _start(self, r: Request) -> None:
         """Leave LOADING once all is in place, or so little is missing that a step may wait for it."""

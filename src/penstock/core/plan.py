@@ -265,6 +265,16 @@ class Unmap:
     entries: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class HotResize:
+    """The hot buffer of a row that is bound has these pages from this step on. It is longer or shorter by
+    its end: what stays at its index keeps its content, what comes is empty, what goes is forgotten."""
+
+    row: Row
+    group: Group
+    pages: tuple[HbmPage, ...]
+
+
 class Move(NamedTuple):
     """Copy whole pages, or the first `tokens` tokens of them, between tiers of one node.
 
@@ -302,7 +312,7 @@ class StepPlan:
     is its last sampled one and further ones are drafts. It starts where the device's own length says:
     `start` and `count` are upper bounds as long as results of earlier steps are out.
     A plan without rows carries binds, grows and moves only; it retires like any other.
-    Order on the device: binds, grows, unmaps, forward, moves (each not before its `after`).
+    Order on the device: binds, grows, unmaps, resizes, forward, moves (each not before its `after`).
     The forward reads what `waits` write: it may run a layer when its part of them is in place.
     """
 
@@ -318,6 +328,7 @@ class StepPlan:
     moves: tuple[Move, ...]
     unmaps: tuple[Unmap, ...] = ()
     waits: tuple[MoveId, ...] = ()  # loads of earlier plans or this one
+    resizes: tuple[HotResize, ...] = ()
 
 
 # ---------------------------------------------------------------- outputs

@@ -45,7 +45,8 @@ class Request:
     tables: list[PageTable]                        # of each cache group
     compute_limit: int                         # positions that are computed at most
     may_host: bool = False                     # it selects, and host pages can hold it to its end
-    hot_units: int = 0                          # units of its hot buffer, in each hosted group
+    hot_units: int = 0                          # units of its hot buffer, in each hosted group, at least,
+    hot_units_max: int = 0                     # and at most
     at_end: dict[Place, tuple[list[int], list[int]]] = field(default_factory=dict)  # pages, when asked for
     phase: Phase = Phase.QUEUED
     place: Place = Place.DEVICE
@@ -61,6 +62,8 @@ class Request:
     needs_rebind: bool = False                 # its pages live elsewhere since: bind again, and keep
     has_reclaimable: bool = False              # in host pages: it may have device pages, as a loan
     missed: float = MISSED                     # of what its steps select, the part that no device page has
+    has_news: bool = False                     # a HotUse has said so, since its hot buffer was resized
+    is_resized: bool = False                   # the device was not told of that yet
     promotion_undone_at: int = -1              # step before which it gave up a promotion
     hot_wait_until: StepId = StepId(0)         # it waits for a hot buffer until this step has retired
     failed_saves: int = 0                     # times that copies to the host have failed it, in a row
@@ -121,6 +124,11 @@ class Request:
     def key(self) -> tuple[int, int]:
         """Order of service: smaller first."""
         return self.arrived.priority, self.seq
+
+    @property
+    def num_hot(self) -> int:
+        """Pages of its hot buffer, in each hosted group."""
+        return max([len(t.hot) for t in self.tables])
 
     @property
     def num_output(self) -> int:

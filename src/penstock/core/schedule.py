@@ -20,6 +20,7 @@ from penstock.core.plan import (
     Grow,
     HbmPage,
     Hot,
+    HotResize,
     MoveId,
     StepId,
     StepPlan,
@@ -179,6 +180,7 @@ def _bind(r: Request) -> Bind:
         r.device_len[g] = len(t.device)
         r.unmapped[g] = []
         t.kept = {}
+    r.is_resized = False
     return bind
 
 
@@ -210,15 +212,22 @@ def _unmaps(r: Request) -> list[Unmap]:
     return out
 
 
+def _resizes(r: Request) -> list[HotResize]:
+    r.is_resized = False
+    return [HotResize(r.row, Group(g), _hbm(t.hot)) for g, t in enumerate(r.tables)
+            if t.hosted and r.row is not None]
+
+
 class _News:
     """What the device is told before a step runs."""
 
-    __slots__ = ("binds", "grows", "unmaps", "waits")
+    __slots__ = ("binds", "grows", "resizes", "unmaps", "waits")
 
     def __init__(self) -> None:
         self.binds: list[Bind] = []
         self.grows: list[Grow] = []
         self.unmaps: list[Unmap] = []
+        self.resizes: list[HotResize] = []
         self.waits: dict[MoveId, None] = {}
 
     def of(self, core: CoreState, r: Request) -> None:
@@ -230,6 +239,8 @@ class _News:
         r.device_capacity = r.capacity
         if r.place is _HOST and any(r.unmapped):
             self.unmaps += _unmaps(r)
+        if r.is_resized:
+            self.resizes += _resizes(r)
         if r.waits:
             r.waits = [m for m in r.waits if m in core.kv.moves.flying]
             self.waits.update(dict.fromkeys(r.waits))
@@ -267,7 +278,8 @@ def _issue(core: CoreState, step: StepId, chosen: list[ScheduledRow]) -> StepPla
     return StepPlan(
         step=step, rows=rows, rids=rids, start=tuple(start), count=count, samples=samples,
         tokens=tuple(tokens), grows=tuple(news.grows), binds=tuple(news.binds),
-        moves=kv.moves.take_planned(), unmaps=tuple(news.unmaps), waits=tuple(news.waits))
+        moves=kv.moves.take_planned(), unmaps=tuple(news.unmaps), waits=tuple(news.waits),
+        resizes=tuple(news.resizes))
 
 
 def _columns(core: CoreState, step: StepId, chosen: list[ScheduledRow]) -> Columns:
@@ -304,6 +316,7 @@ def check(core: CoreState) -> None:
     for r in core.live.values():
         if r.computed < r.unchanged_until:
             assert r.phase in DECODING and r.bound and not r.needs_rebind and not any(r.unmapped), r.rid
+            assert not r.is_resized, r.rid
             assert r.unchanged_until == unchanged_until(core, r) and r.capacity == r.device_capacity, r.rid
             assert r.issued is not None and (r.issued.row, r.issued.kv_epoch) == (r.row, r.kv_epoch), r.rid
         if r.retired < r.append_until:

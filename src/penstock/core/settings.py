@@ -49,7 +49,8 @@ class CoreConfig:
     fetch_waits: bool = True            # who could have a row waits for what storage is to bring
     store_root: bytes = b""             # what keys of stored pages begin with; empty: pages have no keys, and
                                         # storage is not asked for those of others
-    hot_pages: int = 0                  # hot buffer of a hosted row in each hosted group, at most; 0: none is
+    hot_pages: int = 0                  # hot buffer of a hosted row in each hosted group; 0: none is hosted
+    hot_pages_max: int = 0              # what it grows to while pages lie idle; less: it has one size
     budget: int = 0                     # tokens that a step of a hosted row selects; 0: its hot buffer's
     always_hosted: bool = False         # requests that select never take the device pages they could
     wait_pages: int = 0                 # a step may run before at most this many pages have landed
@@ -95,6 +96,11 @@ class CoreConfig:
         """Host pages that storage may read and write at once: one that hangs keeps no more, and nobody
         is promised them."""
         return min(self.host_units, max(2, self.host_units // 8)) if self.disk_pages else 0
+
+    @property
+    def largest_hot(self) -> int:
+        """Pages that a hot buffer may have."""
+        return max(self.hot_pages, self.hot_pages_max)
 
     @property
     def sparse(self) -> bool:

@@ -44,7 +44,6 @@ class CoreState(ABC):
              "prefix_dram_hits", "prefix_disk_hits", "prefix_recomputed", "failed_moves",
              "rows_looked_at"), 0)
         self.rates: Rates | None = None        # None: not measured yet
-        self.hot_uses = 0                      # HotUse so far
         self.answers = 0                       # requests that have ended with some output,
         self.answered = 0                      # and tokens of it
         self.prefills_only = role is Role.PREFILL

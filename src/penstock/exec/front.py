@@ -83,6 +83,7 @@ class _Open:
     logprobs: dict[int, Logprobs] = field(default_factory=dict)
     reads: dict[int, tuple[int, ...]] = field(default_factory=dict)     # READS, by rank
     prompt: PromptScores | None = None
+    hot_pages: int = 0           # the most that its hot buffer had
     told: tuple[int, int] = 0, 0  # units selected and missed, when the core was last told
 
 
@@ -113,10 +114,11 @@ class Front:
     """
 
     def __init__(self, ranks: Sequence[Ranked], wait: Callable[[], None] | None = None,
-                 storage: Storage | None = None, *, lanes: int = 1) -> None:
+                 storage: Storage | None = None, *, lanes: int = 1, page_size: int = 0) -> None:
         """wait: blocks until a rank in another process has reported; None: all are in this process, and
         work while they are collected. storage: makes the Moves from and to it, for all ranks. lanes: the last
-        ranks, which sample the same."""
+        ranks, which sample the same. page_size: tokens, of rows that may be hosted."""
+        self._page_size = page_size
         self._ranks, self._wait, self.storage, self._lanes = ranks, wait, storage, lanes
         self._open: dict[RequestId, _Open] = {}
         self._steps: dict[StepId, _Step] = {}
@@ -180,9 +182,12 @@ class Front:
 
     def kv_reads(self, rid: RequestId) -> dict[str, int] | None:
         """What the units that `rid` selected were read from, by name, in all layers, up to the last step that
-        has retired; None: it has selected none. Before `close`."""
-        found = self._open[rid].reads.values()
-        return dict(zip(READS, map(sum, zip(*found, strict=True)), strict=True)) if found else None
+        has retired, and the most tokens that its hot buffer had; None: it has selected none. Before
+        `close`."""
+        state = self._open[rid]
+        found = state.reads.values()
+        hot = {"hot_buffer_tokens": state.hot_pages * self._page_size}
+        return dict(zip(READS, map(sum, zip(*found, strict=True)), strict=True)) | hot if found else None
 
     def fault(self, rid: RequestId) -> str | None:
         """Why this executor aborted `rid`, until `close`; None if it did not."""
@@ -195,6 +200,8 @@ class Front:
         for rid in _named(plan):
             assert rid in self._open, f"step {plan.step} names request {rid}, which is not open"
             self._open[rid].queued += 1
+        for rid, hot_pages in _hot_pages(plan):
+            self._open[rid].hot_pages = max(self._open[rid].hot_pages, hot_pages)
         self._newest = plan.step
         if self.storage is not None:
             stored = [move for move in plan.moves if Tier.DISK in (move.src, move.dst)]
@@ -329,6 +336,13 @@ def _check_tables(step: StepId, records: Sequence[tuple[int, tuple[tuple[int, st
             raise RanksDisagree(
                 f"step {step}: the row tables of ranks {rank} and {other} differ; (row, digest) of rank "
                 f"{rank}: {sorted(a)}, of rank {other}: {sorted(b)}")
+
+
+def _hot_pages(plan: StepPlan) -> list[tuple[RequestId, int]]:
+    """The rows that are told how large their hot buffer is."""
+    rids = dict(zip(plan.rows, plan.rids, strict=True)) if plan.resizes else {}
+    return [(bind.rid, len(hot)) for bind in plan.binds for hot in bind.hot if hot] + [
+        (rids[resize.row], len(resize.pages)) for resize in plan.resizes]
 
 
 def _named(plan: StepPlan) -> set[RequestId]:

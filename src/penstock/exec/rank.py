@@ -258,6 +258,8 @@ class Rank:
             self._tables.grow(grow)
         for lost in plan.unmaps:
             self._tables.unmap(lost)
+        for resize in plan.resizes:
+            self._attending.resize(resize)
         if not plan.rows:
             return Answers(), []
         self._tokens.feed(plan)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.types.hot import HotLayer
+from penstock.kernels.types.ragged import on_device
 
 
 class HotBuffers:
@@ -36,6 +37,7 @@ class HotBuffers:
         self._unit_LRKS = filled(-1, layers, rows, kv_heads, hot_pages * page_units)
         self._stamp_LRKS = filled(0, layers, rows, kv_heads, hot_pages * page_units)
         self._page_RW = filled(-1, rows, hot_pages)
+        self._pages: list[list[int]] = [[] for _ in range(rows)]       # what _page_RW has
         self._now_1 = filled(0, 1)
         self._count_LRKE = torch.zeros(layers, rows, kv_heads, 4, dtype=torch.int64, device=device)
         self.layers = tuple(
@@ -58,9 +60,10 @@ class HotBuffers:
             f"{len(pages)} hot pages, {len(keeps)} of them kept, of at most {self._page_RW.shape[1]}")
         self.void(row)
         self._page_RW[row] = -1
+        self._pages[row] = list(pages)
         if not pages:
             return
-        self._page_RW[row, :len(pages)] = torch.tensor(pages, dtype=torch.int32).to(self._page_RW.device)
+        self._page_RW[row, :len(pages)] = on_device(pages, self._page_RW.device, torch.int32)
         kept = [(page, entry) for page, entry in enumerate(keeps) if entry >= 0]
         if not kept:
             return
@@ -73,6 +76,23 @@ class HotBuffers:
         self._unit_LRKS[:, row, :, slot_J] = unit_J.int()
         # Before any step that is still to come: a unit that this step used could not be given up.
         self._stamp_LRKS[:, row, :, slot_J] = self._now_1 + (unit_J - unit_J.max() - 1).int()
+
+    def resize(self, row: int, pages: Sequence[int]) -> None:
+        """The hot buffer of `row` is longer or shorter by its end. What is hot in a page that stays, stays;
+        of one that goes it is forgotten, and what comes holds nothing. Asserts that no page has moved."""
+        had = self._pages[row]
+        both = min(len(had), len(pages))
+        assert had and list(pages[:both]) == had[:both], f"row {row}: hot pages {had} become {list(pages)}"
+        assert len(pages) <= self._page_RW.shape[1], (
+            f"row {row}: {len(pages)} hot pages of at most {self._page_RW.shape[1]}")
+        slots = both * self._page_units
+        slot_LKM = self._slot_LRKM[:, row]
+        slot_LKM.masked_fill_(slot_LKM >= slots, -1)
+        self._unit_LRKS[:, row, :, slots:] = -1
+        self._page_RW[row, both:] = -1
+        if len(pages) > both:
+            self._page_RW[row, both:len(pages)] = on_device(pages[both:], self._page_RW.device, torch.int32)
+        self._pages[row] = list(pages)
 
     def pages(self, row: int) -> Tensor:
         """int32 [W]: pool pages of the row's hot buffer, then -1."""

@@ -97,7 +97,7 @@ class Device:
 
     # ---------------------------------------------------------------- steps
     def execute(self, plan: StepPlan) -> tuple[tuple[int, ...], ...]:
-        """Binds, grows, unmaps, forward; the tokens of the rows that sample, in plan order."""
+        """Binds, grows, unmaps, resizes, forward; the tokens of the rows that sample, in plan order."""
         assert plan.step == self.done + 1, f"step {plan.step} after {self.done}"
         for b in plan.binds:
             self._bind(b)
@@ -108,6 +108,10 @@ class Device:
         for y in plan.unmaps:
             for i in y.entries:
                 self.rows[y.row].columns[y.group].pages[i] = -1
+        for z in plan.resizes:
+            column, pages = self.rows[z.row].columns[z.group], set(z.pages)
+            column.hot = {i: page for i, page in column.hot.items() if page in pages}
+            column.spare = sorted(pages - set(column.hot.values()))
         out: list[tuple[int, ...]] = []
         at = 0
         for i, row in enumerate(plan.rows):

@@ -18,6 +18,7 @@ from penstock.core.plan import (
     Event,
     Finished,
     HbmPage,
+    HotResize,
     Lookup,
     Move,
     Moved,
@@ -70,6 +71,7 @@ class Judge(Watcher):
         self.longest = list(map(self.view.longest, range(len(self.cfg.groups))))
         self.units = [group.page_tokens or self.cfg.page_size for group in self.cfg.groups]
         self.tables: dict[Row, tuple[RequestId, list[Column]]] = {}
+        self.hot: dict[Row, list[list[int]]] = {}      # pages of the hot buffer, of each group
         self.writer: dict[int, RequestId] = {}          # page -> whose tokens it receives
         self.written: dict[int, StepId] = {}            # page -> last step that writes it
         self.sampled: dict[Row, StepId] = {}            # step whose sample the row has
@@ -193,6 +195,7 @@ class Judge(Watcher):
                 assert self.stepped.get(b.row, 0) <= self.retired, f"row {b.row}: its last tenant computes"
                 self.sampled.pop(b.row, None)
             self.tables[b.row] = b.rid, columns
+            self.hot[b.row] = [[h.page for h in units] for units in b.hot or ((),) * len(self.units)]
             for t, units in zip(live.groups, b.hot or ((),) * len(self.units), strict=True):
                 assert live.phase is Phase.SENDING or (
                     [h.page for h in units] == t.hot), "hot buffer is not its lease"
@@ -209,6 +212,21 @@ class Judge(Watcher):
                 assert self.tables[y.row][1][y.group][1][i] >= 0, "nothing to read it from"
                 self.tables[y.row][1][y.group][0][i] = NO_HBM
                 self.stats["unmaps"] += 1
+        for z in p.resizes:
+            self._resize(z)
+
+    def _resize(self, z: HotResize) -> None:
+        rid, _ = self.tables[z.row]
+        live, pages = self.view.get(rid), list[int](z.pages)
+        assert live is not None
+        t, before = live.groups[z.group], self.hot[z.row][z.group]
+        assert pages == t.hot, "hot buffer is not its lease"
+        both = min(len(pages), len(before))
+        assert pages[:both] == before[:both], "a hot page has moved"
+        most = min(self.cfg.largest_hot, t.num_pages(live.num_prompt + live.max_new - 1))
+        assert min(self.cfg.hot_pages, most) <= len(pages) <= most, "a hot buffer of no such size"
+        self.hot[z.row][z.group] = pages
+        self.stats["hot buffer grows" if len(pages) > len(before) else "hot buffer shrinks"] += 1
 
     def _rows(self, p: StepPlan) -> None:
         at = 0

@@ -66,6 +66,9 @@ def _played(plans: list[StepPlan]) -> Iterator[tuple[StepPlan, dict[Row, _Row]]]
         for y in p.unmaps:
             for i in y.entries if y.group == 0 else ():
                 rows[y.row].pages[i] = -1
+        for z in p.resizes:
+            if z.group == 0:
+                rows[z.row].hot = tuple(map(Hot, z.pages))
         yield p, rows
 
 

@@ -10,9 +10,10 @@ from penstock.core.core import Core
 from penstock.core.kv import allocate, growth, offload, page_table, promote, sealing
 from penstock.core.kv.allocate import Claim, KVCache
 from penstock.core.kv.pages import Trial
+from penstock.core.kv.pool import Pool
 from penstock.core.kv.prefix_tree import Copy, Node, TierGroup
 from penstock.core.lifecycle import Phase, Place, Trigger
-from penstock.core.plan import Advance, Bind, Event, Grow, Moved, StepId, Tier, Unmap
+from penstock.core.plan import Advance, Bind, Event, Grow, HotResize, Moved, StepId, Tier, Unmap
 from penstock.core.policy import capacity, reclaim
 from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
@@ -20,6 +21,9 @@ from penstock.core.settings import CoreConfig
 # Hosted rows read pages that they share, and that others need.
 LOANS = ("hot_pages=1,always_hosted=0,span=30,requests=14,rows=6,hbm_pages=24,dram_pages=200,page_size=1"
          ",again=0.9")
+# Hot buffers grow while pages lie idle, and give them back.
+RESIZES = ("pair=0,hot_pages=1,hot_pages_max=5,always_hosted=0,spills=30,rows=6,requests=10,hbm_pages=30,"
+           "dram_pages=200,page_size=1,overlap=1,prompt_max=12,new_max=20")
 # Steps wait for loads that fail, and results come from the rank where they did.
 TORN = "pair=0,ranks=1,wait_pages=1000,fail=0.5,step_tokens=64,pauses=20,turns=0.7,again=0.7,dram_pages=60"
 
@@ -74,6 +78,43 @@ def device_page_given_back_without_an_unmap(real: Real, r: Request) -> list[Unma
 def hot_buffer_longer_than_the_request(real: Real, cfg: CoreConfig, tokens: int) -> int:
     """A request that is short takes all of a hot buffer."""
     return cfg.hot_pages
+
+
+# ---------------------------------------------------------------- hot buffers that grow and shrink
+@instead_of(schedule, "_resizes", mode=RESIZES)
+def hot_buffer_shrinks_and_the_device_is_not_told(real: Real, r: Request) -> list[HotResize]:
+    """A row whose hot buffer is back at its least goes on reading hot pages that are others'."""
+    resizes: list[HotResize] = real(r)
+    return [z for z in resizes if len(z.pages) > r.hot_units]
+
+
+@instead_of(KVCache, "shrink", mode=RESIZES)
+def hot_buffer_shrinks_below_its_least(real: Real, kv: KVCache, want: Sequence[int]) -> None:
+    """A row that has lent its hot buffer gets less of it back than a step reads."""
+    grown = list(kv.grown)
+    for r in grown:
+        r.hot_units -= 1
+    real(kv, want)
+    for r in grown:
+        r.hot_units += 1
+
+
+@instead_of(KVCache, "shrink", mode=RESIZES)
+def hot_pages_taken_back_without_a_fence(real: Real, kv: KVCache, want: Sequence[int]) -> None:
+    """What a hot buffer gives up is free while a step in flight brings units there."""
+    steps = [(r, r.last_issue) for r in kv.grown]
+    for r, _ in steps:
+        r.last_issue = StepId(0)
+    real(kv, want)
+    for r, last in steps:
+        r.last_issue = last
+
+
+@instead_of(promote, "lend", mode=RESIZES)
+def page_of_a_grown_buffer_is_not_counted(real: Real, copy: Copy, pool: Pool) -> None:
+    """Of the pages that a hot buffer has beyond its least some are not among those that can be had."""
+    if copy.page % 4:
+        real(copy, pool)
 
 
 # ---------------------------------------------------------------- on the way to the host

@@ -115,8 +115,9 @@ class KVConfig:
     sparse_unit: Annotated[int, "tokens selected together: 4 to 16, divides --page-size"] = 8
     sparse_dense_layers: Annotated[tuple[str, ...], "layers that read all of their KV, which stays on the "
                                    "device, e.g. 0,1"] = ()
-    hot_buffer_tokens: Annotated[int | None, "device tokens through which a request reads its host pages "
-                                 "(default: what a step selects, and one page)"] = None
+    hot_buffer_tokens: Annotated[int | None, "device tokens through which a request reads its host pages, "
+                                 "at most: it has what a step selects and one page, and more while pages lie "
+                                 "idle (default: 4 times what a step selects)"] = None
     prefix_cache: Annotated[bool, "keep finished requests' pages for later prompts",
                             Alias("--enable-prefix-caching"),
                             Inverse("--disable-radix-cache")] = True

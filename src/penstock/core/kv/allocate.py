@@ -63,10 +63,14 @@ class KVCache(Pages):
                         self.drop_column(r, g, t.device)
 
     def _free_hot_buffer(self, r: Request) -> None:
+        if r in self.grown:
+            self.grown.remove(r)
         for g, t in enumerate(r.tables):
             for copy in take_all(t.hot):
+                copy.loans = 0
                 self.unpin(r, self.device[g], copy)
             t.kept = {}
+        r.is_resized = False
 
     def grow(self, r: Request, upto: int) -> Literal[True] | Shortage:
         """Pages for positions below `upto` in every group, or nothing."""

@@ -87,6 +87,7 @@ class Pages:
         self.issued = StepId(0)
         self.freed = 0                                   # units that came back, in all
         self.reclaimable: list[Request] = []                    # in host pages: their device pages are a loan
+        self.grown: list[Request] = []           # whose hot buffers have more than their least: a loan too
         self.leaving = deque[Request]()          # have ended, and have pages that nobody has needed yet
         # Pages of each group that were sealed when the host was full.
         self.late = [deque[Node](maxlen=max(1, cfg.dram_pages)) for _ in cfg.groups]
@@ -136,10 +137,12 @@ class Pages:
             return True
         if self.lacks(tier, want):
             return Shortage(tier, want, behind=False)
+        if tier is Tier.HBM and self.grown:
+            self.shrink(want)
         while (short := arena.short(want, promised=True)) and self._evict(tier, want, short):
             pass
         if short:
-            self._reclaim_loaned(want)
+            self.end_some_loans(want)
         assert not arena.short(want, promised=True), "what was counted could not be had"
         for pool in arena.pools:
             self.freed += pool.drain(self.retired, self.moves.flying)
@@ -242,8 +245,20 @@ class Pages:
                 return gone
         return self.tree.evict_oldest(spaces, short)
 
-    def _reclaim_loaned(self, want: Sequence[int]) -> None:
-        """Device pages that hosted rows can do without, from the youngest row on."""
+    def spare(self, want: Sequence[int]) -> None:
+        """Give up what nobody misses much, until `want` can be had or there is no more of it: the oldest
+        cached pages as long as the host has them too, then what hosted rows have on loan."""
+        arena = self.arenas[Tier.HBM]
+        for up, down, group in zip(self.device, self.host, self.cfg.groups, strict=True):
+            while (group.hosted and arena.short(want, promised=True)
+                   and (oldest := self.tree.oldest(up)) is not None and oldest[3].ready(down)):
+                self.tree.evict(up, 1)
+        if arena.short(want, promised=True):
+            self.end_some_loans(want)
+
+    def end_some_loans(self, want: Sequence[int]) -> None:
+        """Take back device pages that hosted rows can do without, from the youngest row on, until `want` can
+        be had or there is no more of them."""
         rows = [r for r in self.reclaimable if r.has_reclaimable]
         for r in sorted(rows, key=lambda r: r.key, reverse=True):
             for g, t in enumerate(r.tables):
@@ -261,6 +276,22 @@ class Pages:
                     if shared:
                         self._evict(Tier.HBM, want, 1)
             r.has_reclaimable = False                    # its tables are long: not walked again for nothing
+
+    def shrink(self, want: Sequence[int]) -> None:
+        """Take back what hot buffers have beyond their least, until `want` can be had or there is no more of
+        it: first from the row that misses least for each page that it has, of equal ones the youngest."""
+        arena = self.arenas[Tier.HBM]
+        while self.grown and (short := arena.short(want, promised=True)):
+            r = min(self.grown, key=lambda r: (r.missed / r.num_hot, *[-x for x in r.key]))
+            for g, t in enumerate(r.tables):
+                per = t.group.slab_pages if len(r.tables) > 1 else 1
+                if (n := min(short * per, len(t.hot) - r.hot_units)) > 0:
+                    for copy in cut(t.hot, n):
+                        copy.loans -= 1
+                        self.unpin(r, self.device[g], copy)
+            if r.num_hot == r.hot_units:
+                self.grown.remove(r)
+            resized(r)
 
     # ---------------------------------------------------------------- pins
     def drop_entry(self, r: Request, g: int, column: Column, i: int) -> None:
@@ -410,3 +441,9 @@ class Pages:
         """Whether a parked request still has all that it was parked with."""
         return all(own(t.device, i) or own(t.host, i)
                    for t in r.tables for i in range(t.begin(r.computed), t.end(r.computed)))
+
+
+def resized(r: Request) -> None:
+    """The hot buffer of `r` has another size: its row has news."""
+    r.is_resized = r.bound and not r.needs_rebind
+    r.has_news, r.unchanged_until = False, 0

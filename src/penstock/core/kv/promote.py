@@ -1,11 +1,11 @@
-"""From the host to the device: the hot buffer of a row that spills, and promotion, while the row goes on."""
+"""From the host to the device: the hot buffer of a row, and its promotion, while the row goes on."""
 from __future__ import annotations
 
 import itertools
 
 from penstock.core.kv.page_table import add, move, put
-from penstock.core.kv.pages import Pages, Trial
-from penstock.core.kv.prefix_tree import Copy, Node
+from penstock.core.kv.pages import Pages, Trial, resized
+from penstock.core.kv.prefix_tree import Copy, Node, lend
 from penstock.core.plan import Tier
 from penstock.core.request import Request
 
@@ -33,6 +33,20 @@ def take_hot_buffer(kv: Pages, r: Request) -> Trial:
         add(t.hot, kv.device[g].pool.acquire(want[g]))
     kv.mark_reclaimable(r)
     return True
+
+
+def grow_hot_buffer(kv: Pages, r: Request, n: int) -> None:
+    """`n` pages more in each hosted group, which are free. They are a loan: others need pages more."""
+    if r not in kv.grown:
+        kv.grown.append(r)
+    for g, t in enumerate(r.tables):
+        if t.hosted:
+            pool = kv.device[g].pool
+            add(t.hot, pool.acquire(n))
+            for copy in t.hot[-n:]:
+                copy.loans = 1
+                lend(copy, pool)
+    resized(r)
 
 
 def reload(kv: Pages, r: Request, headroom: int) -> Trial:

@@ -23,6 +23,7 @@ WORKSPACE_BYTES = 256 << 20
 # A row of which at most so many bytes are still being loaded starts, and its step waits for them: a device's
 # layer by layer, on a CPU all others wait too, for a few milliseconds a row.
 WAIT_BYTES = {True: SPLIT_BYTES, False: 32 << 20}
+HOT_BUDGETS = 4      # a hot buffer grows to so many times what a step selects: what more hits is not worth it
 STORED_PAGES = 1 << 16      # that the core remembers, of what storage has: about 1 KB each
 
 
@@ -198,13 +199,17 @@ def _hosting(config: Config, caches: Caches, core: CoreConfig, hbm: int, budget:
              device: str) -> Sizes:
     """With hot buffers, whose state and tables are of the device's bytes. Raises ConfigError."""
     kv, size = config.kv, core.page_size
-    tokens = min(kv.hot_buffer_tokens or budget + size, -(-core.max_len // size) * size)
-    hot = -(-tokens // size)
-    core = replace(core, hot_pages=hot, always_hosted=kv.sparse_kv == "always", budget=budget)
+    most = min(kv.hot_buffer_tokens or max(HOT_BUDGETS * budget, budget + size),
+               -(-core.max_len // size) * size)
+    tokens = min(budget + size, most)
+    hot, largest = -(-tokens // size), -(-most // size)
+    core = replace(core, hot_pages=hot, hot_pages_max=largest, always_hosted=kv.sparse_kv == "always",
+                   budget=budget)
 
     def tables(nbytes: int) -> int:
         held = _held(caches, replace(core, hbm_pages=caches.num_pages(nbytes))) * size
-        return table_bytes(caches, core.rows, min(config.model.max_model_len or core.max_len, held), hot)
+        return table_bytes(caches, core.rows, min(config.model.max_model_len or core.max_len, held),
+                           core.largest_hot)
 
     least = (hot + len(caches.groups) - 1) * caches.slabs.slab_bytes
     if hbm - tables(hbm) < least:
@@ -263,7 +268,7 @@ def _max_len(config: Config, caches: Caches, core: CoreConfig) -> int:
         raise ConfigError(f"--max-model-len {asked}: this model's context is {core.max_len} tokens")
     if asked > held:
         pages = -(-asked // size)
-        tables = table_bytes(caches, core.rows, asked, core.hot_pages) if core.hot_pages else 0
+        tables = table_bytes(caches, core.rows, asked, core.largest_hot) if core.hot_pages else 0
         where = (f"the device pool holds {core.hbm_pages} pages of {size} tokens" if not core.hot_pages else
                  f"with {core.hot_pages} pages of hot buffer, {core.hbm_pages} device pages and "
                  f"{core.dram_pages} host pages of {size} tokens")

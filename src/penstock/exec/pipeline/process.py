@@ -119,7 +119,7 @@ class Process:
         device = mapped(self._fds[2], self._own.nbytes(core.hbm_pages)) if self._fds[2] >= 0 else None
         seed = self._config.model.seed or 0
         self._rank = Rank(
-            parts_of(self._loaded.model, self._loaded.backends, self._selection, core.hot_pages,
+            parts_of(self._loaded.model, self._loaded.backends, self._selection, core.largest_hot,
                      self._groups),
             *self._own.pools(core, self._device, host_memory=host, device_memory=device),
             rows=core.rows, max_len=core.max_len, seed=seed, links=self._links,

@@ -86,7 +86,7 @@ class Indexed(Selects):
                               topk=self._shape.topk)
 
     def step(self, plan: StepPlan, lowered: Lowered) -> Attend:
-        """The attention of a step whose binds, grows and unmaps are applied."""
+        """The attention of a step whose binds, grows, unmaps and resizes are applied."""
         rows: list[int] = []
         positions: list[int] = []
         tokens: list[int] = []              # of the step, that read row by row

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.core.plan import Bind, RequestId
+from penstock.core.plan import Bind, HotResize, RequestId
 from penstock.exec.step.attend import Attending, Reads
 from penstock.exec.step.tables import GroupTable, Lowered, RowTables
 from penstock.kernels.kv.write_kv import WriteAt
@@ -77,6 +77,13 @@ class HotRows:
         if hot or row.hot_pages:
             self.hot.bind(r, [self._pool.index(h.page) for h in hot], [h.keeps for h in hot])
         self._rows[r] = HotRow(bind.rid, budget, first, len(hot))
+
+    def resize(self, resize: HotResize) -> None:
+        """The row is bound, and has a hot buffer."""
+        r = self._tables.index(resize.row)
+        assert resize.group == 0 and self._rows[r].hot_pages and resize.pages, f"no hot buffer for {resize}"
+        self.hot.resize(r, [self._pool.index(page) for page in resize.pages])
+        self._rows[r].hot_pages = len(resize.pages)
 
     def _settle(self, r: int) -> None:
         """Add what row `r` has counted to its request and to the layers."""
@@ -166,6 +173,9 @@ class Selects(Attending):
 
     selects = True
     rows: HotRows
+
+    def resize(self, resize: HotResize) -> None:
+        self.rows.resize(resize)
 
     def close(self, rid: RequestId) -> None:
         self.rows.close(rid)

@@ -117,8 +117,9 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
     if selection is not None:
         log(f"sparse: a query reads at most {selection.budget} tokens of each KV head, in units of "
             f"{selection.unit}; hot buffers of {core_config.hot_pages * core_config.page_size} tokens "
-            f"({show_size(core_config.hot_pages * layout.page_bytes)}), "
-            f"tables {show_size(parts.sizes.table_bytes)}")
+            f"({show_size(core_config.hot_pages * layout.page_bytes)}), while the device has room up to "
+            f"{core_config.largest_hot * core_config.page_size}, tables for that "
+            f"{show_size(parts.sizes.table_bytes)}")
         host, context = core_config.dram_pages * core_config.page_size, core_config.max_len
         if core_config.hot_pages and host < context:
             log(f"warning: the host tier holds {host} tokens and the context is {context}: requests whose "
@@ -188,7 +189,7 @@ def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None
     sizes = size_pools(config, caches, model.max_position, machine.probe().memory_available,
                        budget=selection.budget if selection else 0, gpu=gpu)
     core = sizes.core
-    parts = parts_of(model, loaded.backends, selection, core.hot_pages, groups)
+    parts = parts_of(model, loaded.backends, selection, core.largest_hot, groups)
     seed = config.model.seed or 0         # `resolve` has drawn one for a server
     try:
         prove(parts, caches, device)
@@ -209,8 +210,8 @@ def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None
     except NotPinned as why:
         raise ConfigError(f"{why}: give less with --dram-bytes, or 0 for no host tier") from None
     info["grammar_backend"] = grammars.info
-    return _Parts(front=Front([rank]), loaded=loaded, caches=caches, sizes=sizes, selection=selection,
-                  threads=threads, info=info, pages=PoolPages([[*hbm, *dram]]),
+    return _Parts(front=Front([rank], page_size=core.page_size), loaded=loaded, caches=caches, sizes=sizes,
+                  selection=selection, threads=threads, info=info, pages=PoolPages([[*hbm, *dram]]),
                   stages=[[layout.num_layers] for layout in caches.layouts], host=dram,
                   dram_bytes=caches.host_bytes(core))
 
@@ -299,7 +300,7 @@ def _several(config: Config, log: Callable[[str], object], wakes: Waker,
         sizes = size_pools(config, widest, loaded.whole.max_position, rooms,
                            budget=selection.budget if selection else 0, gpu=gpu)
         core = sizes.core
-        selector = selector_of(selection, core.hot_pages, loaded.backends)
+        selector = selector_of(selection, core.largest_hot, loaded.backends)
         crew.vocabulary(vocabulary, lanes)
         trial = replace(scratch(caches, selector), pp_size=config.device.pp)
         crew.pools(trial)
@@ -323,7 +324,8 @@ def _several(config: Config, log: Callable[[str], object], wakes: Waker,
     pages, dram = crew.seen(core, caches), [own[node.start].host_bytes(core) for node in nodes]
     if len(nodes) > 1:
         info |= {"nnodes": len(nodes), **{f"node_{n}_dram_bytes": size for n, size in enumerate(dram)}}
-    return _Parts(front=Front(crew.ranks, crew.wait, lanes=lanes), loaded=loaded, caches=caches, sizes=sizes,
+    front = Front(crew.ranks, crew.wait, lanes=lanes, page_size=core.page_size)
+    return _Parts(front=front, loaded=loaded, caches=caches, sizes=sizes,
                   selection=selection, threads=threads, info=info, pages=pages,
                   stages=[[one.layouts[g].num_layers for one in own[::lanes]] for g in range(len(groups))],
                   host=crew.host_pages(core, caches), dram_bytes=sum(dram), crew=crew)
@@ -339,5 +341,6 @@ def _sparse_info(selection: Selection | None, caches: Caches, sizes: Sizes) -> I
         "selector_bytes_per_token": bounds.page_bytes // bounds.page_size,
         "hot_buffer_tokens": sizes.core.hot_pages * sizes.core.page_size,
         "hot_buffer_bytes": sizes.core.hot_pages * layout.page_bytes,
+        "hot_buffer_tokens_max": sizes.core.largest_hot * sizes.core.page_size,
         "table_bytes": sizes.table_bytes,
     }

@@ -16,7 +16,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from penstock.core.plan import Bind, RequestId, StepPlan
+from penstock.core.plan import Bind, HotResize, RequestId, StepPlan
 from penstock.exec.step.tables import Lowered, RowTables
 from penstock.kernels.attention.latent_attention import LatentAttention
 from penstock.kernels.attention.paged_attention import AttentionSpec, Prepare, Prepared, flash, write_kv
@@ -46,11 +46,15 @@ class Attending(Protocol):
     selects: bool = False
 
     def step(self, plan: StepPlan, lowered: Lowered) -> Attend:
-        """The attention of a step whose binds, grows and unmaps are applied."""
+        """The attention of a step whose binds, grows, unmaps and resizes are applied."""
 
     def bind(self, bind: Bind, *, budget: int, num_prompt: int) -> None:
         """The row's tables are bound already. budget: tokens; 0: what the model reads of itself."""
         assert not bind.hot, "a rank without a selector has no hot buffers"
+
+    def resize(self, resize: HotResize) -> None:
+        """Of a row that is bound. Asserts that it can be."""
+        raise AssertionError(f"no hot buffer for {resize}: a rank without a selector has none")
 
     def close(self, rid: RequestId) -> None:
         """No plan names `rid` any more."""

@@ -34,7 +34,7 @@ class Steps(Protocol):
     """A way to run steps."""
 
     def step(self, plan: StepPlan, arrivals: Arrivals) -> Ran | None:
-        """Of a plan with rows, whose binds, grows and unmaps are applied. Does not wait for a device: that
+        """Of a plan with rows, of which all else is applied. Does not wait for a device: that
         waits for the arrivals. None: not one of its steps, and nothing was done."""
 
     def stats(self) -> dict[str, float]:

@@ -1,0 +1,95 @@
+"""What hosted rows get of the device: who comes back to it, and how large hot buffers are.
+
+Sizes follow what the device has counted: a row that misses grows, by its least at a time, of pages that are
+free, that are cached and on the host too, or that hosted rows have on loan: as hot buffers they serve more of
+what is selected. Everybody else comes first: `Pages.make_free` takes back what buffers have beyond their
+least before it evicts anything.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from penstock.core.kv import promote
+from penstock.core.lifecycle import Phase
+from penstock.core.plan import RequestId, Tier
+from penstock.core.policy import capacity
+from penstock.core.policy.queue import Admission
+from penstock.core.request import Request
+from penstock.core.state import CoreState
+
+
+class Residency:
+    """Of one engine's hosted rows."""
+
+    def __init__(self, core: CoreState, admission: Admission) -> None:
+        self._core, self._admission = core, admission
+        self._stay: tuple[int, ...] = ()       # when nobody could be promoted
+        self._is_short = False                 # somebody would then have been, but for pages in use
+        self._uses = 0                         # HotUse so far,
+        self._seen = 0                         # and when buffers last grew, but for who
+        self._waits = False                    # waits for fences
+        self._grown = 0                        # times that one did
+
+    def hear(self, rows: Iterable[tuple[RequestId, int, int]]) -> None:
+        """A HotUse. What is absurd in it is left out."""
+        self._uses += 1
+        for rid, selected, missed in rows:
+            r = self._core.live.get(rid)
+            if r is not None and 0 <= missed <= selected and selected:
+                r.missed, r.has_news = missed / selected, True
+
+    def progress(self) -> None:
+        """Bring back who is worth it, and give what then lies idle to hot buffers."""
+        if self._stay != self._promotable():
+            self._is_short = not self._admission.needs_pages() and capacity.promote(self._core)
+            self._stay = self._promotable()
+        if self._core.kv.grown:
+            self._core.kv.shrink(self._reserve(0))
+        if self._seen != self._uses or self._waits:
+            self._seen, self._waits = self._uses, False
+            self._grow()
+
+    def _promotable(self) -> tuple[int, ...]:
+        """As long as this is the same, it is of no use to try again to promote somebody."""
+        core = self._core
+        loose = core.kv.arenas[Tier.HBM].loose if self._is_short else 0
+        return core.edges_taken, core.kv.freed, len(core.runnable), self._uses, loose
+
+    def _reserve(self, more: int) -> Sequence[int]:
+        """Pages of each group that stay free: one for each row that runs, so that none waits for a fence when
+        it grows, and what is promised; and so many `more` of hosted ones."""
+        core = self._core
+        promised = core.kv.arenas[Tier.HBM].promised
+        return [len(core.running) + n + group.hosted * more
+                for n, group in zip(promised, core.cfg.groups, strict=True)]
+
+    def _grow(self) -> None:
+        core, kv = self._core, self._core.kv
+        arena = kv.arenas[Tier.HBM]
+        if self._admission.needs_pages() and any([pool.in_limbo > pool.away for pool in arena.pools]):
+            return                             # the head of the line may be about to get these
+        for r in sorted(filter(_may_grow, core.running), key=lambda r: (-r.missed / r.num_hot, r.key)):
+            n = min(r.hot_units, r.hot_units_max - r.num_hot)
+            want = self._reserve(n)
+            kv.spare(want)
+            if arena.short(want, promised=False) and not arena.short(want, promised=True):
+                self._waits = True
+                continue
+            while n and arena.short(self._reserve(n), promised=False):
+                n //= 2
+            if n:
+                promote.grow_hot_buffer(kv, r, n)
+                self._grown += 1
+
+    def stats(self) -> dict[str, float]:
+        """Gauges and counters for metrics."""
+        sizes = [r.num_hot for r in self._core.running]
+        return {"hot_buffer_pages": sum(sizes), "hot_buffer_pages_max": max(sizes, default=0),
+                "hot_buffers_grown": self._grown}
+
+
+def _may_grow(r: Request) -> bool:
+    """Whether a larger hot buffer would save `r` something, as far as the device has told. One that has just
+    become smaller is told so first: what comes would be taken for what went."""
+    return (r.phase is Phase.HOSTED and r.has_news and r.missed > 0 and r.num_hot < r.hot_units_max
+            and not r.is_resized)
