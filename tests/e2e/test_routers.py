@@ -15,7 +15,7 @@ from pathlib import Path
 import openai
 import printable
 import pytest
-from pair_server import SERVED, Server, serving
+from pair_server import SERVED, Server, key_file, serving
 from pipeline_engine import checkpoint
 
 ROUTERS = {"sglang-router": "sglang-router==0.3.2", "smg": "smg==1.13.0"}      # commands: what has them
@@ -124,3 +124,35 @@ def test_in_front_of_two_engines_at_one_address(model, tmp_path, want, router):
         same(url, want)
         steps = [engine["stats"]["steps"] for engine in both.info()["engines"]]
         assert min(steps) > 0.3 * sum(steps), "ranks are obeyed"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("router", "dialect"), [
+    ("sglang-router", "sglang"), ("smg", "sglang"), ("smg", "vllm")])
+def test_in_front_of_a_prefill_end_and_two_decode_ends_of_which_one_is_killed(model, tmp_path, want, router,
+                                                                              dialect):
+    """bootstrap_room or kv_transfer_params come with each prompt, by which decode ends find the other end."""
+    flags = (*SERVED["resident"], *key_file(tmp_path), "--router-dialect", dialect, "--disaggregation-mode")
+    with ExitStack() as stack:
+        prefill = Server(model, tmp_path / "prefill", *flags, "prefill", "--pair-listen", "127.0.0.1:0")
+        stack.callback(prefill.close)
+        decode = [Server(model, tmp_path / f"decode{n}", *flags, "decode") for n in range(2)]
+        for end in decode:
+            stack.callback(end.close)
+        port = prefill.info()["pair_address"].rpartition(":")[2]
+        url = stack.enter_context(routing(
+            router, tmp_path / "router", "--pd-disaggregation", "--prefill", prefill.url, port,
+            "--decode", decode[0].url, "--decode", decode[1].url))
+        same(url, want)
+        delivered = [end.stats()["pair_delivered_total"] for end in decode]
+        assert sum(delivered) >= ASKED and min(delivered) > 0, "the prefill end has computed them"
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=LIMIT_S, max_retries=0) as client, \
+                ThreadPoolExecutor(8) as pool:
+            busy = [pool.submit(answer, client, prompt, stream=False) for prompt in prompts(ASKED)]
+            os.kill(decode[0].process.pid, signal.SIGKILL)
+            for one, text in zip(busy, want, strict=True):
+                if one.exception() is None:             # who was there with it may hear an error
+                    assert one.result() == text
+        same(url, want)                                 # by the other one
+        for end in (prefill, decode[1]):
+            end.flushed()

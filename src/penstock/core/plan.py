@@ -211,8 +211,19 @@ class PeerLeft:
     peer: PeerId = ONE_PEER
 
 
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """Prefill role: a request that arrived for a peer that says nothing, so that it has waited with its KV,
+    is now another one's."""
+
+    rid: RequestId
+    transfer: int
+    peer: PeerId
+
+
 Event: TypeAlias = (Arrived | Aborted | Stopped | Paused | Dropped | Spilled | Promoted | Flushed | Expired
-                    | Rates | HotUse | Retired | Moved | Listed | Received | PeerJoined | PeerLeft)
+                    | Rates | HotUse | Retired | Moved | Listed | Received | PeerJoined | PeerLeft
+                    | Claimed)
 
 
 # ---------------------------------------------------------------- plan out

@@ -33,6 +33,22 @@ class Hello(_Message, frozen=True):
     config: dict[str, dict[str, str | int | float | bool | list[str] | None]]
 
 
+class Room(msgspec.Struct, frozen=True, array_like=True):
+    """Where the two ends of a pair meet over one prompt that a router has sent to both.
+
+    number   the router's, or of the prefill end that answers it: it need not rise, and proves nothing
+    index    of the choice in its request, all prompts counted
+    address  of a decode end: HOST:PORT of the prefill end
+    holds    of a prefill end: it answers when the prompt is computed, and keeps the pages; else when all has
+             been sent
+    """
+
+    number: int
+    index: int = 0
+    address: str = ""
+    holds: bool = False
+
+
 class Submit(_Message, frozen=True):
     """One choice of one request. `leader` is the first choice of the same prompt (n > 1)."""
 
@@ -47,11 +63,13 @@ class Submit(_Message, frozen=True):
     selects: bool = False               # these three as in the core's Arrived
     attention: int = 0
     host_token: bool = False
+    room: Room | None = None            # of one end of a pair behind a router
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """An engine of the other end of a pair wants a prompt computed: a Submit of ours without a number."""
+    """An engine of the other end of a pair wants a prompt computed: a Submit of ours without a number. With a
+    room, it is one that was sent here too, or will be."""
 
     peer: int
     transfer: int
@@ -119,7 +137,8 @@ class Logprob(_Message, frozen=True, gc=False):
 
 
 class Chunk(_Message, frozen=True, gc=False):
-    """News of one request. `finish` is None while it runs, then 'stop', 'length', 'abort', 'refused'."""
+    """News of one request. `finish` is None while it runs, then 'stop', 'length', 'abort', 'refused',
+    'unavailable', or, of a room, 'room_taken' and 'room_late'."""
 
     rid: int
     tokens: list[int]                   # output tokens index .. index+len-1

@@ -22,7 +22,7 @@ from penstock.core.pair.messages import Cancel, Drained, End, Grant, Refused
 from penstock.transfer.layout import Piece
 from penstock.transfer.messages import Ask, Beat, First, Greeting, Prompted, Said
 
-VERSION = 6
+VERSION = 7
 FRAME_BYTES_MAX = 1 << 20
 MESSAGE_BYTES_MAX = 16 << 20
 TOKENS_MAX = 64                         # that an End may carry

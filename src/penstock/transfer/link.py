@@ -14,6 +14,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from penstock.config.base.errors import ConfigError
@@ -64,6 +65,14 @@ class PairLink:
                 host, port = self._server.getsockname()[:2]
                 self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._spawn(self._accept if self._settings.listens else self._dial)
+
+    def call(self, address: str) -> None:
+        """Begin to dial `address`, or from now on that one. There is no connection. Raises ConfigError."""
+        settings = replace(self._settings, address=address)
+        settings.check()
+        self._settings, self.address = settings, address
+        if not self._threads:
+            self.start()
 
     # ------------------------------------------------------------ the loop's thread
     def collect(self) -> list[LinkEvent]:

@@ -44,6 +44,7 @@ class Ask(_Message, frozen=True):
     prompt      token ids, 4 bytes each, little-endian
     namespace   of the tenant: 63 bits of a keyed digest, above bit 0; both ends store pages under it
     leader      transfer of the first choice of the same prompt; 0: none
+    room        where a router has sent the prompt to both ends: its number and the choice's; None: it has not
     """
 
     transfer: Number
@@ -57,6 +58,7 @@ class Ask(_Message, frozen=True):
     host_token: bool = False
     selects: bool = False
     attention: Number = 0
+    room: tuple[Number, Number] | None = None
 
 
 Logprob: TypeAlias = tuple[float, Number, Annotated[list[tuple[TokenId, float]], Meta(max_length=64)]]

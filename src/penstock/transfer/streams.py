@@ -30,7 +30,7 @@ class LinkSettings:
     """How one end of a pair reaches the other.
 
     address     unix:PATH, unix:@NAME of Linux's abstract sockets, which are no files, or HOST:PORT; port 0,
-                of the end that listens, is any free one
+                of the end that listens, is any free one; empty, of the end that dials, until it is told whom
     key         the secret of both ends
     tls_cert    of the end that listens: a PEM file with a certificate and its key. The end that dials
                 needs none: which certificate it saw is part of what the key proves
@@ -54,7 +54,7 @@ class LinkSettings:
             raise ConfigError(f"the pair's key has {len(self.key)} bytes, not {KEY_BYTES_MIN} or more")
         if self.silence_s < 0.1:
             raise ConfigError(f"a pair hears nothing for {self.silence_s:g} s often: give 0.1 or more")
-        path, host, _ = self.parts()
+        path, host, _ = self.parts() if self.address else ("", "localhost", 0)
         if path and len(os.fsencode(path)) > 100:
             raise ConfigError(f"the path of a Unix socket has at most 100 bytes: {path}")
         if not (path or _is_loopback(host) or self.tls or self.plaintext):

@@ -148,6 +148,11 @@ def _mode(config: Config) -> str:
     return config.pair.disaggregation_mode or ""
 
 
+def _can_be_named(address: str) -> bool:
+    """Whether another machine could dial it, as far as it shows; "" is of an end that does not listen."""
+    return not address.startswith(("unix:", "0.0.0.0:", "[::]:"))
+
+
 PAIR: tuple[Refusal[Machine], ...] = (
     Refusal(lambda c, _: (c.pair.prefill, c.pair.decode) != (0, 0)
             and not (1 <= c.pair.prefill <= 64 and 1 <= c.pair.decode <= DECODE_ENDS_MAX),
@@ -166,10 +171,18 @@ PAIR: tuple[Refusal[Machine], ...] = (
     Refusal(lambda c, _: (c.pair.pair_listen is not None) != (_mode(c) == "prefill"),
             ("pair.disaggregation_mode", "pair.pair_listen"),
             "the prefill end listens, and only that: give it --pair-listen HOST:PORT"),
-    Refusal(lambda c, _: bool(c.pair.pair_peer) != (_mode(c) == "decode"),
+    Refusal(lambda c, _: bool(c.pair.pair_peer) != (_mode(c) == "decode") and not (
+                _mode(c) == "decode" and c.is_routed),
             ("pair.disaggregation_mode", "pair.pair_peer"),
             "the decode end is told where the prefill end listens, and only that: give it "
-            "--pair-peer HOST:PORT"),
+            "--pair-peer HOST:PORT, or --router-dialect where a router tells it"),
+    Refusal(lambda c, _: c.is_routed and not _can_be_named(c.pair.pair_listen or ""),
+            ("server.router_dialect", "pair.pair_listen"),
+            "a router tells decode ends where to connect: give --pair-listen an address of this machine, "
+            "HOST:PORT"),
+    Refusal(lambda c, _: c.pair.pair_room_s != PairConfig().pair_room_s and not c.is_routed,
+            ("pair.pair_room_s", "server.router_dialect"), "of one end of a pair behind a router: give "
+            "--router-dialect and --disaggregation-mode as well"),
     Refusal(lambda c, _: not _mode(c) and any((c.pair.pair_key_file, c.pair.pair_tls, c.pair.pair_tls_cert,
                                               c.pair.pair_plaintext)),
             ("pair.disaggregation_mode", "pair.pair_key_file", "pair.pair_tls", "pair.pair_tls_cert",
@@ -191,6 +204,7 @@ PAIR: tuple[Refusal[Machine], ...] = (
             ("pair.pair_silence_s",), "of a pair: there is no other engine here"),
     _outside("pair.pair_timeout_s", 0.1, 86400, "0.1 to 86400 seconds"),
     _outside("pair.pair_silence_s", 1, 3600, "1 to 3600 seconds"),
+    _outside("pair.pair_room_s", 0.1, 3600, "0.1 to 3600 seconds"),
 )
 
 _ADDRESS = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")

@@ -60,9 +60,10 @@ ToolCallParser = Literal["auto", "none", "deepseek_v32", "glm", "hermes", "llama
 ReasoningParser = Literal["auto", "none", "think"]
 GrammarBackend = Literal["auto", "llguidance", "none"]
 DECODE_ENDS_MAX = 8             # of one prefill end
+PREFILL_ENDS_MAX = 8            # that a router names to one decode end
 PairMode = Literal["prefill", "decode"]
 PairFallback = Literal["compute", "refuse"]
-RouterDialect = Literal["off", "sglang"]
+RouterDialect = Literal["off", "sglang", "vllm"]
 StoragePolicy = Literal["timeout", "wait_complete", "best_effort"]
 StorageWrites = Literal["write_through", "write_through_selective"]
 
@@ -204,8 +205,9 @@ class ServerConfig:
     cors_origins: Annotated[tuple[str, ...], "origins whose pages may ask from a browser, e.g. "
                             "https://chat.example.com; * is all of them"] = ()
     body_bytes_max: Annotated[int, "largest request body", Bytes()] = 4 << 20
-    router_dialect: Annotated[RouterDialect, "whose worker it is for a router in front; sglang: without GET "
-                              "/version, by whose answer smg takes a worker for vLLM's"] = "off"
+    router_dialect: Annotated[RouterDialect, "whose worker it is for a router in front, which sends a prompt "
+                              "to both ends of a pair; sglang: without GET /version, by whose answer smg "
+                              "takes a worker for vLLM's"] = "off"
     log_level: Annotated[Literal["debug", "info", "warning", "error"], "what is logged"] = "info"
     drain_s: Annotated[float, "seconds that SIGTERM gives running requests"] = 30.0
 
@@ -233,11 +235,15 @@ class PairConfig:
     pair_timeout_s: Annotated[float, "seconds that a request waits for the KV of its prompt before that is "
                               "computed here"] = 300.0
     pair_silence_s: Annotated[float, "seconds without a word after which the other end counts as gone"] = 10.0
+    pair_room_s: Annotated[float, "seconds that a prompt which a router sent to one end waits for the other "
+                           "one"] = 30.0
 
     @property
     def num_peers(self) -> int:
         """Engines of the other end that one end has a place for; 0 without another end."""
-        return DECODE_ENDS_MAX if self.disaggregation_mode == "prefill" else len(self.pair_peer)
+        if self.disaggregation_mode == "decode":
+            return len(self.pair_peer) or PREFILL_ENDS_MAX
+        return DECODE_ENDS_MAX if self.disaggregation_mode == "prefill" else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,6 +295,11 @@ class Config:
     pair: PairConfig = field(default_factory=PairConfig)
     nodes: NodesConfig = field(default_factory=NodesConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether it is one end of pairs that a router makes, for each prompt."""
+        return self.server.router_dialect != "off" and self.pair.disaggregation_mode is not None
 
     @property
     def num_engines(self) -> int:

@@ -80,6 +80,12 @@ class Pairing:
             self.side.expect(r.arrived.transfer)
             r.is_asked = isinstance(self.side, DecodeSide) and self.side.up
 
+    def handed_over(self, r: Request) -> None:
+        """A request without a grant is another peer's from now on."""
+        assert isinstance(self.side, PrefillSide) and r.grant is None
+        del self.requests[r.arrived.transfer]
+        self.side.forget(r.arrived.transfer)
+
     def refused(self, transfer: int) -> None:
         """A request can never run here."""
         if transfer:

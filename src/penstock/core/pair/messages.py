@@ -21,6 +21,9 @@ class Reason(IntEnum):
     LOST = 4               # the other engine, or the connection to it, is gone
     UNKNOWN = 5            # the prefill engine has no such request (any more)
     BROKEN = 6             # the end that arrived is not the end of what was asked for
+    TAKEN = 7              # of a room: somebody has asked for it before
+    LATE = 8               # of a room: nobody has sent its prompt here, or that was too long ago
+    OTHER = 9              # of a room: it is another prompt's
 
 
 @dataclass(frozen=True, slots=True)

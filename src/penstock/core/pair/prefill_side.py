@@ -49,6 +49,11 @@ class PrefillSide(Side):
         assert transfer not in self.table, "one copy of a request"
         self.table[transfer] = Sending(transfer)
 
+    def forget(self, transfer: int) -> None:
+        """Our copy works for somebody else, and nothing was ever granted."""
+        assert self.table[transfer].state is SendState.WAITING
+        del self.table[transfer]
+
     def refuse(self, transfer: int, reason: int = Reason.REFUSED) -> list[Report]:
         """Our copy has ended without success, whoever wanted that: tell the decode side (rule 5)."""
         s = self.table.get(transfer)

@@ -98,10 +98,17 @@ def size_pools(config: Config, caches: Caches, max_position: int, free: int | Se
         disk_pages=STORED_PAGES // caches.slabs.slab_pages[0] * caches.slabs.slab_pages[0]
         if kv.kv_storage else 0,
         prefix_cache=kv.prefix_cache, groups=caches.groups, pp_size=config.device.pp,
-        role=config.pair.disaggregation_mode or "unified", peers=max(1, config.pair.num_peers)))
+        role=config.pair.disaggregation_mode or "unified", peers=places(config)))
     if hosts and dram:
         sizes = _hosting(config, caches, sizes.core, hbm, budget, device)
     return replace(sizes, core=replace(sizes.core, max_len=_max_len(config, caches, sizes.core)))
+
+
+def places(config: Config) -> int:
+    """Engines of the other role that the core knows: one at least. A prefill end behind a router has one more
+    beside, who never says a word: prompts are his until a decode end asks for them."""
+    held = config.is_routed and config.pair.disaggregation_mode == "prefill"
+    return max(1, config.pair.num_peers) + held
 
 
 def _memory(config: Config, caches: Caches, at: Room, hosts: bool) -> tuple[int, int, str]:

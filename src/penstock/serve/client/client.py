@@ -218,11 +218,13 @@ class EngineClient:
 
     # ------------------------------------------------------------ requests
     def submit(self, prompt: Sequence[int], params: SamplingParams, *,
-               eos_ids: Sequence[int] = (), namespace: int = 0) -> list[Stream]:
+               eos_ids: Sequence[int] = (), namespace: int = 0,
+               room: wire.Room | None = None) -> list[Stream]:
         """Start one request; one Stream for each of `params.n` choices, in order of their index.
 
         Stop ids are `eos_ids` (unless `ignore_eos`) and `params.stop_token_ids`; `max_tokens` is
-        clipped to the context. Raises RequestError (nothing was started) or EngineDied.
+        clipped to the context. room: of the first choice, others have the next ones. Raises
+        RequestError (nothing was started) or EngineDied.
         """
         if self.died is not None or self._closing:
             raise self.died or EngineClosed(None)
@@ -243,7 +245,8 @@ class EngineClient:
                     max_new=max_new, namespace=namespace,
                     leader=streams[0].rid if streams else None, choice=choice,
                     selects=selection is not None,
-                    attention=0 if selection is None else attention_identity(selection))
+                    attention=0 if selection is None else attention_identity(selection),
+                    room=None if room is None else replace(room, index=room.index + choice))
                 self._inboxes[inbox.rid] = inbox
                 self.num_waiting += 1
                 streams.append(Stream(self, inbox))

@@ -19,7 +19,7 @@ from penstock.config.request.params import SamplingParams
 from penstock.config.settings.tree import Config
 from penstock.serve.client.client import EngineClient, EngineDied, Stream
 from penstock.serve.client.kept import Kept
-from penstock.serve.wire import Ready, Shown
+from penstock.serve.wire import Ready, Room, Shown
 
 # In tokens of a prompt that must be computed: a choice that is open, which slows down others' steps a little,
 # and one that has to wait for a row, while another engine has one free. A conversation so stays where its
@@ -89,9 +89,9 @@ class Member:
         return self._pages
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, *, eos_ids: Sequence[int] = (),
-               namespace: int = 0) -> list[Stream]:
+               namespace: int = 0, room: Room | None = None) -> list[Stream]:
         """See EngineClient.submit."""
-        streams = self.engine.submit(prompt, params, eos_ids=eos_ids, namespace=namespace)
+        streams = self.engine.submit(prompt, params, eos_ids=eos_ids, namespace=namespace, room=room)
         self.sent(pages_of(prompt, namespace, self.known("page_size")))
         return streams
 
@@ -170,13 +170,14 @@ class Engines:
         return self.members[rank]
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, *, eos_ids: Sequence[int] = (),
-               namespace: int = 0) -> list[Stream]:
+               namespace: int = 0, room: Room | None = None) -> list[Stream]:
         """See EngineClient.submit."""
         if len(self.members) == 1:
-            return self.members[0].engine.submit(prompt, params, eos_ids=eos_ids, namespace=namespace)
+            return self.members[0].engine.submit(prompt, params, eos_ids=eos_ids, namespace=namespace,
+                                                 room=room)
         pages = pages_of(prompt, namespace, self.members[0].known("page_size"))
         member = self._choose(len(prompt), pages, params.n)
-        streams = member.engine.submit(prompt, params, eos_ids=eos_ids, namespace=namespace)
+        streams = member.engine.submit(prompt, params, eos_ids=eos_ids, namespace=namespace, room=room)
         member.sent(pages)
         return streams
 

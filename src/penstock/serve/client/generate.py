@@ -13,13 +13,15 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from msgspec.structs import replace
+
 from penstock.config.request.params import SamplingParams
 from penstock.config.request.scores import Scores
 from penstock.serve.client.client import EngineDied
 from penstock.serve.metrics import Metrics
 from penstock.serve.text.detokenize import Delta, Detokenizer
 from penstock.serve.text.tokenizer import Tokenizer
-from penstock.serve.wire import Chunk, Logprob
+from penstock.serve.wire import Chunk, Logprob, Room
 
 
 class Stream(Protocol):
@@ -39,7 +41,8 @@ class Engine(Protocol):
     @property
     def ready(self) -> Any: ...
     def submit(self, prompt: Sequence[int], params: SamplingParams, *,
-               eos_ids: Sequence[int] = (), namespace: int = 0) -> Sequence[Stream]: ...
+               eos_ids: Sequence[int] = (), namespace: int = 0,
+               room: Room | None = None) -> Sequence[Stream]: ...
 
 
 @dataclass(slots=True)
@@ -92,9 +95,12 @@ class Generation:
         self.usage = Usage()
 
     def submit(self, prompt: list[int], params: SamplingParams, *, eos_ids: Sequence[int],
-               namespace: int, context: Sequence[int] = ()) -> None:
-        """Start `params.n` choices of one more prompt. Raises RequestError, EngineDied."""
-        streams = self._engine.submit(prompt, params, eos_ids=eos_ids, namespace=namespace)
+               namespace: int, context: Sequence[int] = (), room: Room | None = None) -> None:
+        """Start `params.n` choices of one more prompt. room: of the request's first choice. Raises
+        RequestError, EngineDied."""
+        if room is not None:
+            room = replace(room, index=len(self._choices))
+        streams = self._engine.submit(prompt, params, eos_ids=eos_ids, namespace=namespace, room=room)
         hidden = frozenset() if params.include_stop_str_in_output else frozenset(
             {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)})
         self.usage.prompt_tokens += len(prompt)

@@ -11,7 +11,7 @@ from penstock.config.request.grammar import Grammar
 from penstock.config.request.params import SamplingParams
 from penstock.config.request.scores import PromptScores, Scores
 from penstock.core.plan import Executor, Finished, RequestId, Started, Token
-from penstock.serve.wire import Chunk, Logprob
+from penstock.serve.wire import Chunk, Logprob, Room
 
 if TYPE_CHECKING:
     from penstock.exec.sampling.sampler import Logprobs
@@ -40,12 +40,16 @@ class Runner(Executor, Protocol):
 class Live:
     """One request."""
 
-    __slots__ = ("_asked_prompt", "_cached", "_first", "_logprobs", "_tokens", "excuse", "given_up",
-                 "num_prompt", "peer", "peer_cached", "rid", "started", "transfer")
+    __slots__ = ("_asked_prompt", "_cached", "_first", "_logprobs", "_tokens", "client", "excuse", "given_up",
+                 "num_prompt", "peer", "peer_cached", "rid", "room", "started", "transfer", "verdict")
 
     def __init__(self, rid: RequestId, params: SamplingParams, *, num_prompt: int, peer: Peer | None = None,
-                 transfer: int = 0) -> None:
-        """peer, transfer: who computes its prompt, or has asked for it, and its name there."""
+                 transfer: int = 0, room: Room | None = None) -> None:
+        """peer, transfer: who computes its prompt, or has asked for it, and its name there. room: of a
+        prefill end, in which a router sends it here too."""
+        self.room = room
+        self.client = int(rid)                  # who is told of it, by number; 0: nobody, or no longer
+        self.verdict = "unavailable"            # how it ends if it is given up
         self.rid, self.peer, self.transfer, self.num_prompt = rid, peer, transfer, num_prompt
         self._logprobs, self._asked_prompt = params.logprobs is not None, params.prompt_logprobs is not None
         self._first = 0                         # output index of _tokens[0]
@@ -73,7 +77,7 @@ class Live:
         if end is not None:
             finish, reason = end.outcome.value, end.reason or executor.fault(self.rid) or ""
             if self.given_up:
-                finish, reason = "unavailable", self.excuse
+                finish, reason = self.verdict, self.excuse
         return Chunk(
             rid=self.rid, tokens=tokens, index=self._first, finish=finish, reason=reason,
             logprobs=self._taken(executor, len(tokens)) if self._logprobs and tokens else None,

@@ -12,20 +12,25 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from penstock.config.base.errors import RequestError
+from penstock.config.base.errors import ConfigError, RequestError
 from penstock.config.request.scores import scores_fit
 from penstock.config.request.selection import Selection, attention_identity
+from penstock.core.pair.messages import Reason
 from penstock.core.plan import (
     ONE_PEER,
     Aborted,
     Arrived,
+    Claimed,
     Entered,
     Event,
     Finished,
     Flushed,
     Lookup,
     Moved,
+    Outcome,
     Output,
+    PeerId,
+    PeerLeft,
     RequestId,
     Retired,
     Say,
@@ -40,6 +45,7 @@ from penstock.replay.recorder import Recorded, Recorder
 from penstock.serve.engine.live import Live, Runner
 from penstock.serve.engine.paired import Paired
 from penstock.serve.engine.record import EventLog
+from penstock.serve.engine.rooms import LATE, NOBODY, WORDS, Rooms
 from penstock.serve.engine.shown import shown
 from penstock.serve.engine.timers import Timers
 from penstock.serve.wire import (
@@ -51,6 +57,7 @@ from penstock.serve.wire import (
     Flush,
     Hello,
     ProtocolError,
+    Room,
     Shown,
     Shutdown,
     Stats,
@@ -65,6 +72,8 @@ if TYPE_CHECKING:
     from penstock.serve.engine.storing import Storing
 
 ID_MAX = 1 << 62
+ASKED_IDS = 1 << 40                     # above those of this engine's own clients
+UNWANTED = "the decode engine has gone, or wants this prompt no longer"
 
 class Planner(Recorded, Protocol):
     """What the loop needs of `core.Core`."""
@@ -79,11 +88,12 @@ class EngineLoop:
     def __init__(self, core: Planner, executor: Runner, *, vocab_size: int, max_model_len: int,
                  selection: Selection | None = None, event_log: EventLog | None = None,
                  check: bool = False, peers: Peers | None = None, storing: Storing | None = None,
-                 deadlines_s: Mapping[str, float] | None = None,
+                 deadlines_s: Mapping[str, float] | None = None, room_s: float | None = None,
                  clock: Callable[[], float] = time.monotonic) -> None:
         """selection: the largest that `executor` can decode from; None: it reads all KV.
         peers: the engines of the other end of a pair. storing: where `executor` has storage. deadlines_s: by
-        phase, how long a request may be in it."""
+        phase, how long a request may be in it. room_s: of a prefill end behind a router, how long a prompt
+        that one end has waits for the other."""
         self._core = core
         self.recorder = Recorder(core)
         self._executor = executor
@@ -95,9 +105,13 @@ class EngineLoop:
         self._timers = Timers(clock, deadlines_s or {}, storing)
         self._works_for_peer = core.cfg.role == "prefill"
         self._live: dict[int, Live] = {}
-        self._paired = None if peers is None else Paired(peers, executor, self._live)
+        self._paired = None if peers is None else Paired(peers, executor, self._live, clock)
+        self._rooms = None if room_s is None else Rooms(room_s, clock)
+        self._nobody = PeerId(core.cfg.peers - 1)       # whose prompts are that wait in a room
         self._newest = 0                        # request id
         self._held: dict[int, Submit] = {}      # until their grammars are compiled: no step waits for that
+        self._newest_asked = ASKED_IDS          # of those that the other end has asked for
+        self._untold: dict[RequestId, None] = {}        # whose clients wait for the end of a prompt
         self._events: list[Event] = []          # since the last advance
         self._chunks: list[Chunk] = []          # refusals since the last turn
         self.steps_in_flight = 0
@@ -116,7 +130,8 @@ class EngineLoop:
         before the next `turn`; None: until one of them has something."""
         if self._events or self._chunks or self._executor.works_here:
             return 0
-        return self._timers.wait_s
+        waits = (self._timers.wait_s, *(owner.wait_s for owner in (self._rooms, self._paired) if owner))
+        return min((wait_s for wait_s in waits if wait_s is not None), default=None)
 
     @property
     def works_here(self) -> bool:
@@ -136,6 +151,8 @@ class EngineLoop:
                 self._held.pop(rid, None)
                 if rid in self._live:
                     self._events.append(Aborted(RequestId(rid)))
+                elif self._paired is not None:
+                    self._paired.unpark(rid)
             case StopAt(rid, count):
                 if rid in self._live and 0 < count <= self._max_model_len:
                     self._events.append(Stopped(RequestId(rid), count))
@@ -154,48 +171,115 @@ class EngineLoop:
             return                              # a repeat: ids only grow
         if 0 < m.rid < ID_MAX:
             self._newest = m.rid
+        if self._works_for_peer:
+            m = msgspec.structs.replace(m, max_new=1)
         if (reason := self._refusal(m)) is not None:
-            self._chunks.append(Chunk(rid=m.rid, tokens=[], index=0, finish="refused",
-                                      reason=reason))
-            return
+            self._refuse(m, "refused", reason)
         # One end of a pair takes them in order, as the other wants them: there prompts take longer anyway.
-        if (m.params.grammar is None or self._paired is not None
+        elif (m.params.grammar is None or self._paired is not None
                 or self._executor.compiled(m.params.grammar)):
             self._begin(m)
         else:
             self._held[m.rid] = m
 
     def _begin(self, m: Submit) -> None:
-        peer, excuse = (None, "") if self._paired is None else self._paired.ask(m)
-        if excuse:
-            self._chunks.append(Chunk(rid=m.rid, tokens=[], index=0, finish="unavailable", reason=excuse))
-            return
-        self._accept(m, peer, 0 if peer is None else m.rid)
+        if self._works_for_peer:
+            self._enter(m)
+        else:
+            self._send_on(m, parks=True)
 
+    def _refuse(self, m: Submit, finish: str, reason: str) -> None:
+        self._chunks.append(Chunk(rid=m.rid, tokens=[], index=0, finish=finish, reason=reason))
+
+    def _send_on(self, m: Submit, *, parks: bool) -> None:
+        """To another engine that computes the prompt, or nowhere. parks: it may wait for a connection."""
+        try:
+            if parks and self._paired is not None and self._paired.park(m):
+                return
+            peer, excuse = (None, "") if self._paired is None else self._paired.ask(m)
+        except ConfigError as e:
+            self._refuse(m, "refused", str(e))
+            return
+        if excuse:
+            self._refuse(m, "unavailable", excuse)
+        else:
+            self._accept(m, peer, 0 if peer is None else m.rid)
+
+    # ------------------------------------------------------------ prompts for the other end
     def _asked(self, asked: Asked) -> None:
         """The other engine wants a prompt computed."""
         assert self._paired is not None
         peer = self._paired.of(asked)
-        self._newest += 1
-        m = msgspec.structs.replace(asked.submit, rid=self._newest)
-        if self._refusal(m) is not None:
+        self._newest_asked += 1
+        found = None
+        if asked.submit.room is not None and self._rooms is not None:
+            found = self._rooms.asked(asked, self._newest_asked)
+        if isinstance(found, Reason):
+            peer.refuse(asked.transfer, found)
+        elif found is not None:                 # it has waited here, perhaps computed
+            live = self._live[found.rid]
+            live.peer, live.transfer = peer, asked.transfer
+            peer.accept(asked.transfer, found.rid, len(found.prompt))
+            self._events.append(Claimed(live.rid, asked.transfer, peer.id))
+        elif self._refusal(m := msgspec.structs.replace(asked.submit, rid=self._newest_asked)) is not None:
             peer.refuse(asked.transfer)
-            return
-        peer.accept(asked.transfer, m.rid, len(m.prompt))
-        self._accept(m, peer, asked.transfer)
+        else:
+            peer.accept(asked.transfer, m.rid, len(m.prompt))
+            self._accept(m, peer, asked.transfer)
+            self._live[m.rid].client = 0
 
-    def _accept(self, m: Submit, peer: Peer | None, transfer: int) -> None:
+    def _enter(self, m: Submit) -> None:
+        """A router has sent a prompt here, for a decode end that asks for it, or has."""
+        if m.room is None or self._rooms is None:
+            self._refuse(m, "refused", "this engine computes prompts for others: nobody has asked for this")
+            return
+        found = self._rooms.opened(m)
+        if isinstance(found, Reason):
+            self._refuse(m, *WORDS[found])
+        elif found is None:
+            self._accept(m, None, m.rid, self._nobody)
+            if m.room.holds:
+                self._untold[RequestId(m.rid)] = None
+        elif (live := self._live.get(found.rid)) is not None:
+            live.client = m.rid
+        elif found.end is not None and found.end.outcome is Outcome.SENT:
+            self._refuse(m, "length", "")       # it is done
+        else:
+            self._refuse(m, "unavailable", UNWANTED)
+
+    def _watch_rooms(self, rooms: Rooms) -> None:
+        """Who waits there too long ends."""
+        for m in rooms.passed():
+            if (live := self._live.get(m.rid)) is not None:
+                live.given_up, live.verdict, live.excuse = True, LATE, NOBODY
+                self._events.append(Aborted(live.rid))
+
+    def _computed(self) -> list[Chunk]:
+        """Of prompts whose clients wait for no more than their end."""
+        chunks = []
+        for rid in [rid for rid in self._untold if (r := self._core.live.get(rid)) and r.num_output]:
+            live = self._live[rid]
+            assert self._rooms is not None and live.room is not None
+            del self._untold[rid]
+            self._rooms.computed(live.room)
+            chunks.append(msgspec.structs.replace(live.chunk(self._executor, None), finish="length"))
+            live.client = 0
+        return chunks
+
+    def _accept(self, m: Submit, peer: Peer | None, transfer: int, at: PeerId = ONE_PEER) -> None:
+        """at: for whom it is computed, where that is no `peer` that could hear of it."""
         rid = RequestId(m.rid)
         prompt = tuple(m.prompt)
         leader = m.leader if m.leader in self._live else None
         self._executor.open(rid, prompt, m.params, choice=m.choice, stop_ids=tuple(m.stop_ids))
-        self._live[rid] = Live(rid, m.params, peer=peer, transfer=transfer, num_prompt=len(prompt))
+        self._live[rid] = Live(rid, m.params, peer=peer, transfer=transfer, num_prompt=len(prompt),
+                               room=m.room if self._works_for_peer else None)
         self._events.append(Arrived(
             rid=rid, prompt=prompt, max_new=m.max_new, stop=frozenset(m.stop_ids),
             min_new=m.params.min_tokens, namespace=m.namespace, priority=m.params.priority,
             leader=None if leader is None else RequestId(leader), host_token=m.host_token,
             selects=m.selects, attention=m.attention, transfer=transfer,
-            peer=ONE_PEER if peer is None else peer.id, cached_max=m.params.cached_max))
+            peer=at if peer is None else peer.id, cached_max=m.params.cached_max))
 
     def _refusal(self, m: Submit) -> str | None:
         """Why `m` cannot run. The API process has said so before with more words: this is the
@@ -276,7 +360,7 @@ class EngineLoop:
             if advance.plan is None:
                 break
         self._event_log.outputs(outputs, self._core.stats)
-        return chunks + self._chunks_of(outputs)
+        return chunks + self._chunks_of(outputs) + self._computed()
 
     def _execute(self, plan: StepPlan) -> None:
         here = plan
@@ -313,8 +397,14 @@ class EngineLoop:
         for news in () if self._paired is None else self._paired.hear():
             if isinstance(news, Asked):
                 self._asked(news)
+            elif isinstance(news, Submit):
+                self._send_on(news, parks=False)
             else:
+                if isinstance(news, PeerLeft) and self._rooms is not None:
+                    self._rooms.left(news.peer)
                 self._events.append(news)
+        if self._rooms is not None:
+            self._watch_rooms(self._rooms)
         for expired in self._timers.passed():
             if self._paired is not None:
                 self._paired.expired(expired)
@@ -344,6 +434,8 @@ class EngineLoop:
                     touched.pop(rid, None)
                     if not self._works_for_peer:
                         chunks.append(live.chunk(self._executor, output))
+                    elif live.room is not None:
+                        chunks += self._left_room(live, live.room, output)
                     del self._live[rid]
                     if live.peer is not None:
                         live.peer.forget(live.transfer, rid)
@@ -352,6 +444,20 @@ class EngineLoop:
             chunks += [live.chunk(self._executor, None) for live in touched.values()]
         self.num_tokens += sum(len(chunk.tokens) for chunk in chunks)
         return chunks
+
+    def _left_room(self, live: Live, room: Room, end: Finished) -> list[Chunk]:
+        """What is told of a prompt that a router sends here too, and that is over."""
+        assert self._rooms is not None, "a room is of a routed engine"
+        self._rooms.ended(room, end)
+        self._untold.pop(live.rid, None)
+        if not live.client:
+            return []
+        chunk = live.chunk(self._executor, end)
+        if end.outcome is Outcome.SENT:
+            chunk = msgspec.structs.replace(chunk, finish="length")
+        elif end.outcome is Outcome.LOST:
+            chunk = msgspec.structs.replace(chunk, finish="unavailable", reason=UNWANTED)
+        return [msgspec.structs.replace(chunk, rid=live.client)]
 
     # ------------------------------------------------------------ for operators
     def stats(self) -> dict[str, float]:

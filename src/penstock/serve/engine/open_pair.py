@@ -35,7 +35,8 @@ def links_of(config: Config) -> list[LinkSettings]:
         role=pair.disaggregation_mode, address=address, listens=listens, key=key,
         tls=pair.pair_tls or pair.pair_tls_cert is not None, tls_cert=pair.pair_tls_cert or "",
         plaintext=pair.pair_plaintext, silence_s=pair.pair_silence_s)
-        for address in ([pair.pair_listen or ""] * pair.num_peers if listens else pair.pair_peer)]
+        for address in ([pair.pair_listen or ""] * pair.num_peers if listens else
+                        pair.pair_peer or [""] * pair.num_peers)]
     for settings in links:
         settings.check()
         if settings.tls and listens:
@@ -57,9 +58,11 @@ def open_peers(config: Config, built: Built) -> Peers | None:
         return None
     listens = config.pair.disaggregation_mode == "prefill"
     for link in links[:1] if listens else links:
-        link.start()
+        if link.address:
+            link.start()
     return Peers(*(Peer(link, config.pair.disaggregation_mode or "", link.address, id=PeerId(n),
-                        refuses=config.pair.pair_fallback == "refuse") for n, link in enumerate(links)))
+                        refuses=config.pair.pair_fallback == "refuse") for n, link in enumerate(links)),
+                 routed=not listens and not config.pair.pair_peer)
 
 
 def facts_of(role: str, built: Built) -> Facts:

@@ -3,10 +3,13 @@ goes back with theirs, and who gets no answer where only the other engine may co
 """
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
+from penstock.config.base.errors import ConfigError
 from penstock.core.lifecycle import Phase
-from penstock.core.pair.messages import End, Message, Refused
+from penstock.core.pair.messages import End, Message, Reason, Refused
 from penstock.core.plan import (
     Aborted,
     Entered,
@@ -14,6 +17,7 @@ from penstock.core.plan import (
     Expired,
     Move,
     Output,
+    PeerId,
     PeerLeft,
     Received,
     RequestId,
@@ -23,8 +27,10 @@ from penstock.core.plan import (
 )
 from penstock.serve.engine.live import Live, Runner
 from penstock.serve.engine.peer import Peer
+from penstock.serve.engine.rooms import WORDS
 from penstock.serve.wire import Asked, Submit
 from penstock.transfer.facts import Info
+from penstock.transfer.streams import CONNECT_S
 
 # Why a request gets no answer, where its prompt is to be computed by the other engine only.
 REFUSES = ("the prefill engine refused this prompt: it may be longer than the pages there hold, or they "
@@ -37,8 +43,11 @@ CROWDED = "the pages that waited for the KV of this prompt were needed for other
 class Peers:
     """The engines of the other end, as the core numbers them; at least one place."""
 
-    def __init__(self, *each: Peer) -> None:
+    def __init__(self, *each: Peer, routed: bool = False) -> None:
+        """routed: of a decode end, a router says whom to call, at most so many at a time."""
+        self._routed = routed
         self.each = each
+        self._named: OrderedDict[PeerId, None] = OrderedDict()      # by a router, the latest last
         self.role, self.refuses, self.address = each[0].role, each[0].refuses, each[0].address
 
     @property
@@ -51,9 +60,35 @@ class Peers:
         for peer in self.each:
             peer.changed = value
 
+    def at(self, address: str) -> Peer:
+        """Who listens at `address`, whom a router has named; it may have to be called first. Raises
+        ConfigError: nobody may be called there, in words."""
+        known = next((peer for peer in self.each if peer.address == address), None)
+        if known is None:
+            known = self._free_place(address)
+            known.call(address)
+        self._named[known.id] = None
+        self._named.move_to_end(known.id)
+        return known
+
+    def _free_place(self, address: str) -> Peer:
+        """One that nobody has, or the one without a connection that was named longest ago."""
+        if not self._routed:
+            at = ", ".join(peer.address for peer in self.each)
+            raise ConfigError(f"this decode end has --pair-peer {at}, and not {address}")
+        free = [peer for peer in self.each if not peer.address] or [
+            self.each[n] for n in self._named if not self.each[n].epoch and not self.each[n].load]
+        if not free:
+            raise ConfigError(f"this decode end has connections to {len(self.each)} prefill ends, as many as "
+                              f"it may have, and none to {address}")
+        return free[0]
+
     @property
     def missing(self) -> str:
         """Who is not there, and why; "" if all are. Of those that may call it is enough that one does."""
+        if self._routed:
+            return "; ".join(f"{peer.address}: {peer.missing}" for peer in self.each
+                             if peer.address and peer.missing)
         if len(self.each) == 1 or (self.role == "prefill" and not any(peer.epoch for peer in self.each)):
             return self.each[0].missing
         return "" if self.role == "prefill" else "; ".join(
@@ -81,14 +116,48 @@ class Peers:
             peer.close()
 
 
+@dataclass(slots=True)
+class _Parked:
+    """A request whose prefill end is being called."""
+
+    until: float
+    submit: Submit
+    peer: Peer
+
+
 class Paired:
-    def __init__(self, peers: Peers, executor: Runner, live: Mapping[int, Live]) -> None:
+    def __init__(self, peers: Peers, executor: Runner, live: Mapping[int, Live],
+                 clock: Callable[[], float]) -> None:
         """live: the loop's, by request."""
-        self._peers, self._executor, self._live = peers, executor, live
+        self._peers, self._executor, self._live, self._clock = peers, executor, live, clock
+        self._parked: dict[int, _Parked] = {}
         self.refuses = peers.refuses
+
+    @property
+    def wait_s(self) -> float | None:
+        """Until the next of those that wait for a connection has waited long enough; None: nobody waits."""
+        until = min((p.until for p in self._parked.values()), default=None)
+        return None if until is None else max(0.0, until - self._clock())
+
+    def park(self, m: Submit) -> bool:
+        """Whether a request waits for a connection to the engine that a router has named. Raises ConfigError:
+        there can be none."""
+        if m.room is None:
+            return False
+        peer = self._peers.at(m.room.address)
+        if not peer.epoch:
+            self._parked[m.rid] = _Parked(self._clock() + CONNECT_S, m, peer)
+        return not peer.epoch
+
+    def unpark(self, rid: int) -> None:
+        """Its client has gone. Nothing, of a request that does not wait."""
+        self._parked.pop(rid, None)
 
     def ask(self, m: Submit) -> tuple[Peer | None, str]:
         """Send a request on. Returns to whom; None: it is computed here, or, with the reason, not at all."""
+        if m.room is not None:
+            peer = self._peers.at(m.room.address)
+            return (peer, "") if peer.ask(m) else (None, peer.excuse if self.refuses else "")
         first = None if m.leader is None else self._live.get(m.leader)
         peer = self._peers.free() if first is None or first.peer is None else first.peer
         if peer.ask(m):
@@ -97,7 +166,10 @@ class Paired:
 
     def of(self, asked: Asked) -> Peer:
         """Who has asked."""
-        return self._peers.each[asked.peer]
+        return self.peer(asked.peer)
+
+    def peer(self, id: int) -> Peer:
+        return self._peers.each[id]
 
     def take(self, moves: Sequence[Move]) -> None:
         """Moves from and to the other engines, of a plan that was just made."""
@@ -114,8 +186,9 @@ class Paired:
         """By metric name."""
         return self._peers.stats()
 
-    def hear(self) -> Iterator[Event | Asked]:
-        """What has happened at the other end, and what follows from that here, in order."""
+    def hear(self) -> Iterator[Event | Asked | Submit]:
+        """What has happened at the other end, and what follows from that here, in order. A Submit was
+        parked, and is no longer."""
         for peer in self._peers.each:
             for news in peer.collect():
                 yield news
@@ -127,6 +200,10 @@ class Paired:
                             yield from self._give_up(live)
                 elif isinstance(news, Received) and peer.role == "decode":
                     yield from self._answered(peer, news.message)
+        for rid, parked in list(self._parked.items()):
+            if parked.peer.epoch or parked.until <= self._clock():
+                del self._parked[rid]
+                yield parked.submit
 
     def _answered(self, peer: Peer, message: Message) -> Iterator[Event]:
         """What the other engine says of one request, which has the number of its transfer."""
@@ -134,7 +211,10 @@ class Paired:
         if live is None or live.peer is not peer or live.given_up:
             return
         live.excuse = REFUSES if isinstance(message, Refused) else FAILS
-        if peer.refuses and isinstance(message, Refused) and message.generation == 0:
+        if isinstance(message, Refused) and message.reason in WORDS:
+            live.verdict, live.excuse = WORDS[Reason(message.reason)]
+            yield from self._give_up(live)
+        elif peer.refuses and isinstance(message, Refused) and message.generation == 0:
             yield from self._give_up(live)              # nothing was granted that would come back
 
     def expired(self, expired: Expired) -> None:
@@ -170,7 +250,7 @@ class Paired:
     def say(self, outputs: Sequence[Output]) -> None:
         """The messages among them, each with what belongs to its tokens in front of it."""
         for output in outputs:
-            if isinstance(output, Say):
+            if isinstance(output, Say) and output.peer < len(self._peers.each):     # the last may be nobody
                 peer = self._peers.each[output.peer]
                 if isinstance(output.what, End):
                     self._say_first(peer, output.what)

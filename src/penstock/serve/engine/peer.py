@@ -28,7 +28,7 @@ from penstock.core.plan import (
     Tier,
 )
 from penstock.exec.sampling.sampler import Logprobs
-from penstock.serve.wire import Asked, Submit
+from penstock.serve.wire import Asked, Room, Submit
 from penstock.transfer.events import Down, Heard, LinkEvent, Pushed, Unpaired, Up
 from penstock.transfer.facts import Info
 from penstock.transfer.messages import Ask, First, Prompted, Said
@@ -48,6 +48,7 @@ class Link(Protocol):
     def revoke(self, transfer: int, generation: int) -> None: ...
     def cut(self, epoch: int) -> None: ...
     def unsent(self, transfer: int) -> int: ...
+    def call(self, address: str) -> None: ...
     def stats(self) -> dict[str, float]: ...
     def close(self) -> None: ...
 
@@ -162,16 +163,17 @@ class Peer:
             rid=0, prompt=prompt.tolist(), params=ask.params, stop_ids=ask.stop_ids, max_new=1,
             namespace=int.from_bytes(ask.namespace[:8], "little") >> 1,
             leader=self._rids.get(ask.leader), choice=ask.choice, selects=ask.selects,
-            attention=ask.attention, host_token=ask.host_token))]
+            attention=ask.attention, host_token=ask.host_token,
+            room=None if ask.room is None else Room(*ask.room)))]
 
     # ------------------------------------------------------------ prefill end
     def accept(self, transfer: int, rid: int, num_prompt: int) -> None:
         """Our request `rid` works for `transfer` now."""
         self._rids[transfer], self._lengths[transfer] = rid, num_prompt
 
-    def refuse(self, transfer: int) -> None:
+    def refuse(self, transfer: int, reason: Reason = Reason.REFUSED) -> None:
         """A request that the core was never told of."""
-        self.say(Refused(transfer, 0, Reason.REFUSED))
+        self.say(Refused(transfer, 0, reason))
 
     def rid_of(self, transfer: int) -> int | None:
         return self._rids.get(transfer)
@@ -189,8 +191,15 @@ class Peer:
         self._link.say(self.epoch, Ask(
             m.rid, prompt.tobytes(), m.params, m.stop_ids, m.max_new,
             (m.namespace << 1).to_bytes(16, "little"), m.choice,
-            m.leader or 0, m.host_token, m.selects, m.attention))
+            m.leader or 0, m.host_token, m.selects, m.attention,
+            None if m.room is None else (m.room.number, m.room.index)))
         return m.rid
+
+    def call(self, address: str) -> None:
+        """From now on this is whom the link calls; it is not connected. Raises ConfigError."""
+        assert not self.epoch
+        self._link.call(address)
+        self.address, self.missing, self.changed = address, "no connection yet", True
 
     def late(self, transfer: int) -> None:
         """It did not come in time. An engine that has said nothing since it was asked, though its link is

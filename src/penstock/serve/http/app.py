@@ -75,8 +75,8 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class PeerView:
-    """The other end of a pair. `serves`: this end has the endpoints; the prefill end has none. `here`: its
-    engines, where this server runs them."""
+    """The other end of a pair. `serves`: this end has the endpoints; the prefill end has none, unless a
+    router sends it prompts. `here`: its engines, where this server runs them."""
 
     engine: Engines
     role: str
@@ -280,7 +280,7 @@ def build_app(api: OpenAI, health: Health, keys: Keys, config: ServerConfig,
         generating("/tokenize", native.tokenize),
         generating("/detokenize", native.detokenize),
         generating("/abort_request", native.abort),
-        get("/health_generate", views.health_generate))
+        *([] if api.routed.prefills else [get("/health_generate", views.health_generate)]))
     app = Starlette(routes=[
         *serving,
         *(get(path, page.file) for path in FILES),
@@ -290,7 +290,7 @@ def build_app(api: OpenAI, health: Health, keys: Keys, config: ServerConfig,
         get("/metrics", views.metrics),
         get("/get_load", views.get_load),
         get("/v1/loads", views.loads),
-        *([get("/version", views.version)] if config.router_dialect == "off" else []),
+        *([get("/version", views.version)] if config.router_dialect != "sglang" else []),
         get("/openapi.json", views.openapi),
         get("/server_info", views.server_info),
         get("/get_server_info", views.server_info),
@@ -417,6 +417,7 @@ class _Views:
             {"pid": m.ready.pid, "restarts": m.kept.num_restarts, "missing": m.missing, "stats": stats}
             for m, stats in zip(self._api.engine.members, each, strict=True)]
         return _json({**self._info, "version": version(), "stats": _total(each),
+                      "max_running_requests": len(each) * self._info["max_num_seqs"],      # smg asks for it
                       "dp_size": len(each), **({"engines": engines} if engines else {}), **other})
 
     async def model_info(self, _: Request) -> Response:

@@ -33,6 +33,7 @@ from penstock.serve.http.format import (
     padded,
     usage_json,
 )
+from penstock.serve.http.routed import ALONE, Routed
 from penstock.serve.http.types import (
     ApiError,
     ChatRequest,
@@ -49,6 +50,7 @@ from penstock.serve.text.detokenize import Detokenizer
 from penstock.serve.text.encoder import Encoder
 from penstock.serve.text.model_text import Text
 from penstock.serve.text.turns import TooManyTexts
+from penstock.serve.wire import Room
 
 log = logging.getLogger("penstock.http")
 T = TypeVar("T")
@@ -106,8 +108,9 @@ class OpenAI:
 
     def __init__(self, engine: Engines, text: Text, metrics: Metrics, *, model: str,
                  choices_max: int, encoder: Encoder | None = None, also: Sequence[str] = (),
-                 secret: bytes | None = None) -> None:
-        """secret: what tenants' namespaces are made with, see `Namespaces`."""
+                 secret: bytes | None = None, routed: Routed = ALONE) -> None:
+        """secret: what tenants' namespaces are made with, see `Namespaces`. routed: which part of a pair."""
+        self.routed = routed
         self.engine = engine
         self.text = text
         self.tokenizer = text.tokenizer
@@ -279,6 +282,7 @@ class OpenAI:
         _check_scores(prompts, params)
         await self._check_grammar(params, prompts.ids[0], tenant, blamed)
         namespace = self.namespaces.number(tenant, request.cache_salt)
+        room = self.routed.room(request)
         engine = self.engine.of(request.data_parallel_rank)
         generation = Generation(engine, self.tokenizer, self.metrics, began=began, shown=shown,
                                 silent=isinstance(request, CompletionRequest) and request.silent)
@@ -286,12 +290,12 @@ class OpenAI:
             with self.running.of(tenant, out.id, request.rid):
                 for prompt in prompts.ids:
                     generation.submit(
-                        prompt, params, eos_ids=self.eos_ids, namespace=namespace,
+                        prompt, params, eos_ids=self.eos_ids, namespace=namespace, room=room,
                         context=prompt if isinstance(request, CompletionRequest) else ())
-                if request.stream:
+                if request.stream and not self.routed.prefills:
                     await self._stream(generation, request, out, reply)
                 else:
-                    await self._whole(generation, request, out, reply, prompts.num_choices)
+                    await self._whole(generation, request, out, reply, prompts.num_choices, room)
         finally:
             # Also when the client has gone, which cancels this task wherever it waits.
             await generation.close()
@@ -327,13 +331,17 @@ class OpenAI:
                              "most: try again")
 
     async def _whole(self, generation: Generation, request: ChatRequest | CompletionRequest, out: Format,
-                     reply: Reply, count: int) -> None:
+                     reply: Reply, count: int, room: Room | None) -> None:
         choices = [Whole() for _ in range(count)]
         async with aclosing(generation.batches()) as batches:
             async for batch in batches:
                 for piece in batch:
                     choices[piece.index].add(piece)
-        told = await _aside(any(c.prompt is not None for c in choices), out.whole, choices, generation.usage)
+        if room is not None and self.routed.prefills:
+            told = self.routed.answer(room, self.model, count) | {"usage": usage_json(generation.usage)}
+        else:
+            told = await _aside(any(c.prompt is not None for c in choices), out.whole, choices,
+                                generation.usage)
         if request.store:
             told |= {"store": False}
         await reply.whole(200, encode(told), {})
@@ -396,6 +404,10 @@ def as_api_error(error: Exception) -> ApiError:
                             kind="server_error", code="engine_died")
         case Ended(outcome="refused"):
             return ApiError(400, str(error), param="prompt", code="refused")
+        case Ended(outcome="room_taken"):
+            return ApiError(400, str(error), code=error.outcome)
+        case Ended(outcome="room_late"):
+            return ApiError(504, str(error), kind="server_error", code=error.outcome)
         case Ended(outcome="unavailable"):
             return overloaded(str(error), "prefill_unavailable")
         case Ended(reason=""):

@@ -60,4 +60,5 @@ def _end(config: Config, key: int, **own: Any) -> Config:
     old = config.pair
     pair = PairConfig(prefill=old.prefill, decode=old.decode, pair_key_file=f"/dev/fd/{key}",
                       pair_timeout_s=old.pair_timeout_s, pair_silence_s=old.pair_silence_s, **own)
-    return replace(config, pair=pair, server=replace(config.server, dp=old.decode))
+    # A router sees one server, which is no end of a pair.
+    return replace(config, pair=pair, server=replace(config.server, dp=old.decode, router_dialect="off"))

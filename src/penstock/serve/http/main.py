@@ -34,6 +34,7 @@ from penstock.serve.http.app import Health, PeerView, build_app
 from penstock.serve.http.completions import OpenAI
 from penstock.serve.http.limits import KEEP_ALIVE_S, Keys, LimitedProtocol, load_keys
 from penstock.serve.http.local_pair import PairHere
+from penstock.serve.http.routed import routed_of
 from penstock.serve.metrics import Metrics
 from penstock.serve.text.encoder import Encoder
 from penstock.serve.text.model_text import Text, open_text
@@ -218,7 +219,7 @@ class _Server:
                      encoder=self._encoder,
                      also=() if config.model.served_model_name else (config.model.model,),
                      choices_max=len(self._engine.members) * (schedule.max_num_seqs + schedule.max_waiting),
-                     secret=self._secret)
+                     secret=self._secret, routed=routed_of(config, self._engine.ready))
         app = build_app(api, self._health, self._keys, config.server,
                         {"model": api.model, "pid": self._engine.ready.pid, **self._engine.ready.info},
                         [await m.stats() for m in self._engine.members], self._peer_view())
@@ -246,7 +247,8 @@ class _Server:
         """What is told of the other engine of a pair."""
         mode = "decode" if self._pair is not None else self._config.pair.disaggregation_mode
         return None if mode is None else PeerView(
-            self._engine, "prefill" if mode == "decode" else "decode", serves=mode == "decode",
+            self._engine, "prefill" if mode == "decode" else "decode",
+            serves=mode == "decode" or self._config.is_routed,
             here=() if self._pair is None else self._pair.prefill)
 
     async def _drain(self, api: OpenAI) -> None:

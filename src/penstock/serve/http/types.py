@@ -99,6 +99,11 @@ class _Request(Body, kw_only=True, forbid_unknown_fields=True):
     prompt_logprobs: int | None = None          # of each prompt token, with so many of the best
     prompt_logprobs_start: int | None = None    # ours: of this token and those behind it
     rid: str | None = None                      # names it for /abort_request
+    # What a router puts in for a pair: `routed` beside this file knows what they mean.
+    bootstrap_host: str | None = None
+    bootstrap_port: int | None = None
+    bootstrap_room: int | None = None
+    kv_transfer_params: dict[str, Any] | None = None
     separate_reasoning: bool | None = None      # of a chat: unless this is false, it is not in the content
     # What the answer must match: one of these. SGLang's are the last three.
     response_format: ResponseFormat | None = None

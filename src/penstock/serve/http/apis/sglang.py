@@ -22,8 +22,8 @@ from penstock.serve.http.types import Body, CompletionRequest, parse, refuse_unb
 NEW_TOKENS = 128
 # Of fields whose feature is not built: null, and these values, which routers fill in.
 UNBUILT: dict[str, tuple[Any, ...]] = {
-    "audio_data": (), "background": (False,), "bootstrap_host": (), "bootstrap_pair_key": (),
-    "bootstrap_port": (), "bootstrap_room": (), "conversation_id": (), "custom_labels": (),
+    "audio_data": (), "background": (False,), "bootstrap_pair_key": (),
+    "conversation_id": (), "custom_labels": (),
     "custom_logit_processor": (), "extra_key": (), "image_data": (), "input_embeds": (), "lora_id": (),
     "lora_path": (), "modalities": ([],), "no_logs": (False,), "return_bytes": (False,),
     "return_entropy": (False,), "return_hidden_states": (False,), "session_params": (),
@@ -70,13 +70,15 @@ class GenerateRequest(Body, kw_only=True, forbid_unknown_fields=True):
     log_metrics: bool | None = None
     priority: int | None = None
     data_parallel_rank: int | None = None
+    bootstrap_host: str | None = None
+    bootstrap_port: int | None = None
+    bootstrap_room: int | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    max_tokens: int | None = None               # smg's, to a prefill end, beside sampling_params
     # UNBUILT.
     audio_data: Any = None
     background: Any = None
-    bootstrap_host: Any = None
     bootstrap_pair_key: Any = None
-    bootstrap_port: Any = None
-    bootstrap_room: Any = None
     conversation_id: Any = None
     custom_labels: Any = None
     custom_logit_processor: Any = None
@@ -128,7 +130,9 @@ class GenerateRequest(Body, kw_only=True, forbid_unknown_fields=True):
         return CompletionRequest(
             prompt=prompt, stream=self.stream, rid=self.rid, priority=self.priority, model=self.model,
             data_parallel_rank=self.data_parallel_rank, min_tokens=least, seed=seed,
-            max_tokens=NEW_TOKENS if most is None else most, logprobs=self.num_best,
+            bootstrap_host=self.bootstrap_host, bootstrap_port=self.bootstrap_port,
+            bootstrap_room=self.bootstrap_room, kv_transfer_params=self.kv_transfer_params,
+            max_tokens=self.max_tokens or (NEW_TOKENS if most is None else most), logprobs=self.num_best,
             prompt_logprobs=self.num_best if asks else None,
             prompt_logprobs_start=self.first + 1 if asks else None, **given)
 
