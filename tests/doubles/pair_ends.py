@@ -18,6 +18,7 @@ from penstock.transfer import PairLink
 from penstock.transfer.events import Down, Heard, LinkEvent, Pushed, Up
 from penstock.transfer.facts import Facts, group_facts
 from penstock.transfer.pages import PoolPages
+from penstock.transfer.remote.carrier import Open
 from penstock.transfer.streams import LinkSettings
 
 KEY = bytes(range(32))
@@ -92,8 +93,10 @@ class LinkEnd:
     def __init__(self, role: str, address: str, *, page_size: int = 8,
                  stages: Sequence[Sequence[int]] = ((5,), (4,)), key: bytes = KEY,
                  alter: Callable[[Facts], Facts] = lambda facts: facts, silence_s: float = 20.0,
-                 beside: Sequence[PairLink] = (), starts: bool = True, **settings: object) -> None:
-        """alter: what it says of itself. beside: as PairLink has it; those do not start."""
+                 beside: Sequence[PairLink] = (), starts: bool = True, open_carrier: Open | None = None,
+                 **settings: object) -> None:
+        """alter: what it says of itself. beside, open_carrier: as PairLink has them; those beside do not
+        start."""
         self.pools = Pools(page_size, stages)
         self.news = threading.Condition()
         self.seen: list[LinkEvent] = []
@@ -102,7 +105,7 @@ class LinkEnd:
             LinkSettings(role=role, address=address, listens=role == "prefill", key=key, silence_s=silence_s,
                          **settings),                                            # type: ignore[arg-type]
             alter(self.pools.facts(role, stages, {"weights": "abc"})),
-            PoolPages(self.pools.stages), self._wake, beside=beside)
+            PoolPages(self.pools.stages), self._wake, beside=beside, open_carrier=open_carrier)
         self._moves = 0
         if starts:
             self.link.start()

@@ -107,7 +107,6 @@ def test_asking_for_what_happens_anyway_changes_nothing(line: str) -> None:
     ("--kv-offloading-backend lmcache", "only native"),
     ("--hicache-storage-backend hf3fs", "--kv-storage"), ("--disk-bytes 1G", "--kv-storage"),
     ("--hicache-storage-backend-extra-config {}", "give --hicache-storage-backend as well"),
-    ("--disaggregation-transfer-backend mooncake", "--pair-listen"),
     ("--disaggregation-bootstrap-port 8998", "--pair-peer"),
     ("--disaggregation-decode-tp 2", "other settings of a pair"),
     ("--kv-transfer-config {}", "--disaggregation-mode"),

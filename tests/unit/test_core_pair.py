@@ -7,7 +7,6 @@ from penstock.core.lifecycle import Phase, Place
 from penstock.core.pair.messages import Cancel, Drained, End, Grant, Message, Reason, Refused
 from penstock.core.plan import (
     Aborted,
-    Claimed,
     Dropped,
     Expired,
     Flushed,
@@ -487,62 +486,3 @@ def test_two_prefill_engines_are_told_apart() -> None:
     assert d.phase(1) is not Phase.RECEIVING and d.phase(2) is Phase.RECEIVING
     d.tell(Received(End(5, 1, 10, (77,)), two))
     assert (d.core.live[RequestId(2)].delivered, d.tokens()) == (10, [(0, 77)])
-
-
-# ---------------------------------------------------------------- prompts that wait for somebody
-PEER, NOBODY = PeerId(0), PeerId(1)
-
-
-def held(rid: int = 1) -> Driver:
-    """A prefill engine with a prompt of 10 that nobody has asked for yet."""
-    d = Driver("prefill", peers=2)
-    d.arrive(rid, range(10), transfer=77, peer=NOBODY)
-    return d
-
-
-def pushed_to(d: Driver, transfer: int) -> None:
-    """The peer has asked for it as `transfer`: it is granted, sent, and said to be."""
-    d.tell(Claimed(RequestId(1), transfer, PEER))
-    d.grant(transfer, 10)
-    d.run()
-    assert {(m.peer, m.transfer) for m in d.moves} == {(PEER, transfer)}
-    for move in d.moves:
-        d.tell(Moved(move.id, True))
-    assert d.said() == [End(transfer, 1, 10, (100,))] and not d.core.live
-
-
-def test_a_prompt_that_waits_is_sent_to_who_asks_for_it_before_or_after_it_was_computed() -> None:
-    for computed in (False, True):
-        d = held()
-        if computed:
-            d.run()
-            assert d.phase(1) is Phase.SENDING and d.said() == []
-        pushed_to(d, 5)
-
-
-def test_a_prompt_that_waits_and_lost_its_pages_is_computed_again_for_who_asks() -> None:
-    d = held()
-    d.run()
-    d.tell(Dropped(RequestId(1)))
-    assert d.phase(1) is Phase.DROPPED
-    pushed_to(d, 5)
-
-
-def test_nobody_has_asked_for_it_and_its_pages_are_free() -> None:
-    d, free = held(), Driver("prefill", peers=2).free()
-    d.run()
-    assert d.free() < free
-    d.tell(Aborted(RequestId(1)))
-    d.tell(Claimed(RequestId(1), 5, PEER))              # too late
-    d.tell(Flushed())
-    assert d.free() == free and not d.core.live
-    d.grant(5, 10)
-    assert Drained(5, 1, Reason.UNKNOWN) in d.said()
-
-
-def test_who_asked_leaves_and_the_prompt_with_him() -> None:
-    d = held()
-    d.run()
-    d.tell(Claimed(RequestId(1), 5, PEER))
-    d.tell(PeerLeft(PEER))
-    assert not d.core.live

@@ -125,6 +125,8 @@ CASES: tuple[tuple[dict[str, object], dict[str, object]], ...] = (
     ({"pair_tls_cert": "pem", **DECODE}, {"pair_tls_cert": "pem", **PREFILL}),
     ({"pair_tls": True, **PREFILL}, {"pair_tls": True, **DECODE}),
     ({"pair_tls": True, "pair_plaintext": True, **DECODE}, {"pair_plaintext": True, **DECODE}),
+    ({"disaggregation_transfer_backend": "nixl"}, {"disaggregation_transfer_backend": "nixl", **DECODE}),
+    ({"disaggregation_transfer_backend": "nixl", "pair_tls": True, **DECODE}, {"pair_tls": True, **DECODE}),
     ({"pair_fallback": "refuse"}, {"pair_fallback": "refuse", **DECODE}),
     ({"pair_timeout_s": 5.0, **PREFILL}, {"pair_timeout_s": 5.0, **DECODE}),
     ({"pair_silence_s": 5.0}, {"pair_silence_s": 5.0, **PREFILL}),

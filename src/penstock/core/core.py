@@ -7,7 +7,6 @@ derives what to acquire and release from the tables of `lifecycle`.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import assert_never
 
 from penstock.core import check, lifecycle, retire, schedule
@@ -30,7 +29,6 @@ from penstock.core.plan import (
     Aborted,
     Advance,
     Arrived,
-    Claimed,
     Dropped,
     Entered,
     Event,
@@ -179,11 +177,6 @@ class Core(CoreState):
                 r = self.live.get(rid)
                 if r is not None and (r.phase.value, r.visit) == (phase, visit):
                     self._expire(r)
-            case Claimed(rid, transfer, peer):
-                if (r := self.live.get(rid)) is not None:
-                    self.pairs[r.arrived.peer].handed_over(r)
-                    r.arrived = replace(r.arrived, transfer=transfer, peer=peer)
-                    self.pairs[peer].arrived(r)
             case Rates():
                 self.rates = event
             case Listed(rid, visit, present):

@@ -20,7 +20,17 @@ import xxhash
 from penstock.config.base.decoding import ProtocolError, decode
 from penstock.core.pair.messages import Cancel, Drained, End, Grant, Refused
 from penstock.transfer.layout import Piece
-from penstock.transfer.messages import Ask, Beat, First, Greeting, Prompted, Said
+from penstock.transfer.messages import (
+    Ask,
+    Beat,
+    First,
+    Greeting,
+    Memory,
+    Offer,
+    Prompted,
+    Said,
+    Taken,
+)
 
 VERSION = 7
 FRAME_BYTES_MAX = 1 << 20
@@ -44,7 +54,7 @@ class Kinds:
 
 
 KINDS: tuple[type[Said], ...] = (Grant, Cancel, End, Refused, Drained,
-                                 Greeting, Beat, Ask, First, Prompted)
+                                 Greeting, Beat, Ask, First, Prompted, Memory, Offer, Taken)
 PAIR = Kinds(f"pair protocol version {VERSION}", KINDS)
 _ENCODER = msgspec.msgpack.Encoder()
 

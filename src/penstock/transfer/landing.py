@@ -89,11 +89,11 @@ class Landings:
         with self._lock:
             self._open.pop((transfer, generation), None)
 
-    def land(self, epoch: int, frame: PageFrame) -> None:
-        """Write a piece, unless nobody waits for it or its bytes are damaged. Raises ProtocolError if it
-        is not the piece that comes next."""
+    def land(self, epoch: int, frame: PageFrame, *, came: bool = True) -> None:
+        """Write a piece, unless nobody waits for it or its bytes are damaged, or never `came`. Raises
+        ProtocolError if it is not the piece that comes next."""
         head, payload = frame
-        sound = checksum(payload) == head.checksum
+        sound = came and checksum(payload) == head.checksum
         with self._lock:
             landing = self._open.get((head.transfer, head.generation)) if epoch == self._epoch else None
             if landing is None:

@@ -25,6 +25,7 @@ from penstock.transfer.handshake import Unpairable, handshake
 from penstock.transfer.landing import Landings
 from penstock.transfer.messages import Greeting, Said
 from penstock.transfer.pages import PageBytes
+from penstock.transfer.remote.carrier import Open
 from penstock.transfer.session import Counts, Session
 from penstock.transfer.streams import CONNECT_S, LinkSettings, Stream, dial, listen, secure, shut
 
@@ -34,14 +35,17 @@ RETRY_S = (0.05, 1.0)                   # between two calls of the end that dial
 
 class PairLink:
     def __init__(self, settings: LinkSettings, facts: Facts, pages: PageBytes,
-                 wake: Callable[[], None], *, beside: Sequence[PairLink] = ()) -> None:
-        """beside: of the end that listens, links that are not started: each is paired with one more of the
-        engines that call here. Raises ConfigError."""
+                 wake: Callable[[], None], *, beside: Sequence[PairLink] = (),
+                 open_carrier: Open | None = None) -> None:
+        """open_carrier: of a transport by which the decode end READs. beside: of the end that listens, links
+        that are not started: each is paired with one more of the engines that call here. Raises
+        ConfigError."""
         settings.check()
         self._all = [self, *beside]
         self._theirs: list[bytes] = []              # engines at the other end of its connections
         self._settings, self._facts, self._pages = settings, facts, pages
         self._events, self._counts = Events(wake), Counts()
+        self._open_carrier = open_carrier
         self._landings = Landings(facts, pages)
         self._server: socket.socket | None = None
         self._lock = threading.Lock()
@@ -268,7 +272,8 @@ class PairLink:
             raise
         link = chosen[0][0] if chosen else self
         return link, Session(stream, paired, link._facts, link._pages, link._landings, link._events,
-                             link._counts, self._settings.silence_s)
+                             link._counts, self._settings.silence_s,
+                             None if link._open_carrier is None else partial(link._open_carrier, stream.here))
 
     def _leave(self, engine: bytes) -> None:
         """A connection of its has ended."""

@@ -86,5 +86,33 @@ class Prompted(_Message, frozen=True):
     scores: Scores
 
 
+class Memory(_Message, frozen=True):
+    """Prefill to decode, before anything else, where the decode end READs: what its transport must know."""
+
+    here: Annotated[bytes, Meta(max_length=1 << 16)]
+
+
+class Offer(_Message, frozen=True):
+    """Prefill to decode: a piece of a push lies in a slot of its buffer until it is Taken.
+
+    piece    layer, layers, unit, units
+    digest   xxh3-64 of the bytes, big-endian
+    """
+
+    transfer: Number
+    generation: Number
+    group: Annotated[int, Meta(ge=0, lt=64)]
+    piece: tuple[Number, Number, Number, Number]
+    digest: Annotated[bytes, Meta(min_length=8, max_length=8)]
+    slot: Annotated[int, Meta(ge=0, le=255)]
+    length: Annotated[int, Meta(ge=1, le=1 << 20)]
+
+
+class Taken(_Message, frozen=True):
+    """Decode to prefill: it has read that slot, or will not."""
+
+    slot: Annotated[int, Meta(ge=0, le=255)]
+
+
 Said: TypeAlias = (Grant | Cancel | End | Refused | Drained
-                   | Greeting | Beat | Ask | First | Prompted)
+                   | Greeting | Beat | Ask | First | Prompted | Memory | Offer | Taken)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from penstock.config.base.decoding import ProtocolError
 from penstock.core.pair.messages import Drained, End, Reason
@@ -19,8 +19,9 @@ from penstock.transfer.facts import Facts
 from penstock.transfer.handshake import Paired
 from penstock.transfer.landing import Landings, place
 from penstock.transfer.layout import Piece, pieces, rectangles, whole_units
-from penstock.transfer.messages import Beat, Greeting, Said
+from penstock.transfer.messages import Beat, Greeting, Memory, Offer, Said, Taken
 from penstock.transfer.pages import PageBytes
+from penstock.transfer.remote.carrier import SLOTS, Carrier, CarrierFault
 from penstock.transfer.streams import Stream
 
 
@@ -51,7 +52,13 @@ class Session:
     """`run` in a thread of its own; everything else from any thread."""
 
     def __init__(self, stream: Stream, paired: Paired, facts: Facts, pages: PageBytes, landings: Landings,
-                 events: Events, counts: Counts, silence_s: float) -> None:
+                 events: Events, counts: Counts, silence_s: float,
+                 open_carrier: Callable[[], Carrier] | None = None) -> None:
+        """open_carrier: where the decode end READs pages; None: they come in the stream."""
+        self._open_carrier = open_carrier
+        self._carrier: Carrier | None = None
+        self._reads: Carrier | None = None                  # the same, once it knows what to read
+        self._free = deque(range(SLOTS))                    # of the buffer, where this end offers pieces
         self.epoch, self.engine = paired.epoch, paired.engine
         self._stream, self._paired, self._facts, self._pages = stream, paired, facts, pages
         self._landings, self._events, self._counts, self._silence_s = landings, events, counts, silence_s
@@ -110,6 +117,7 @@ class Session:
         self._counts.connections += 1
         self._landings.begin(self.epoch)
         self._stream.limit(self._silence_s)
+        self._guard(self._meet, ends=False)
         self._events.put(Up(self.epoch, self._paired.theirs))
         sender = threading.Thread(target=self._guard, args=(self._send,), daemon=True,
                                   name="penstock-pair-send")
@@ -118,6 +126,8 @@ class Session:
         sender.join()
         self._stream.close()
         self._landings.end()
+        if self._carrier is not None:
+            self._carrier.close()
         with self._news:
             self._over = True
             left, self._pushes = self._pushes, deque()
@@ -128,8 +138,16 @@ class Session:
         self._counts.failed(cause)
         self._events.put(Down(self.epoch, words))
 
-    def _guard(self, what: object) -> None:
-        """Whatever ends one of the two ends both."""
+    def _meet(self) -> None:
+        """Before anything else, where pages are read."""
+        if self._open_carrier is not None:
+            self._carrier = self._open_carrier()
+            if self._facts.role == "prefill":
+                with self._news:
+                    self._messages.appendleft(Memory(self._carrier.here))
+
+    def _guard(self, what: object, *, ends: bool = True) -> None:
+        """Whatever ends one of the two ends both. ends: also when it is done."""
         assert callable(what)
         try:
             what()
@@ -139,13 +157,16 @@ class Session:
             sends = what == self._send
             self.cut("slow" if sends else "silent",
                      f"{'took' if sends else 'said'} nothing for {self._silence_s:g} s")
+        except CarrierFault as e:
+            self.cut("transport", str(e))
         except OSError as e:
             self.cut("network", str(e))
         except BaseException as e:      # our bug: handed over, not handled
             self.cut("bug", f"{type(e).__name__} in the link")
             self._events.fail(e)
         else:
-            self.cut("closed", "closed by the other end")
+            if ends:
+                self.cut("closed", "closed by the other end")
 
     def _receive(self) -> None:
         while self._cause is None and (frame := self._paired.reader.next()) is not None:
@@ -156,10 +177,37 @@ class Session:
                     self._counts.bytes_received += len(frame.payload)
                 case Beat():
                     pass
-                case Greeting():
-                    raise ProtocolError("a second greeting")
+                case Memory(here) if (self._carrier is not None and self._reads is None
+                                      and self._facts.role == "decode"):
+                    self._carrier.meet(here)
+                    self._reads = self._carrier
+                case Offer() if self._reads is not None:
+                    self._take(self._reads, frame)
+                case Taken(slot) if slot < SLOTS and slot not in self._free:
+                    with self._news:
+                        self._free.append(slot)
+                        self._news.notify()
+                case Greeting() | Memory() | Offer() | Taken():
+                    raise ProtocolError(f"{type(frame).__name__} where none may come")
                 case _:
                     self._hear(frame)
+
+    def _take(self, carrier: Carrier, offer: Offer) -> None:
+        """READ a piece into a buffer where no page is. It lands from a copy that nothing else writes into, by
+        this thread, as if it had come in the stream, unless its grant has been revoked meanwhile."""
+        if offer.slot >= SLOTS or offer.length > PAYLOAD_MAX:
+            raise ProtocolError(f"an offer of {offer.length} bytes in slot {offer.slot}")
+        payload, came = self._staging[:offer.length], True
+        try:
+            carrier.read(offer.slot * PAYLOAD_MAX, offer.length, self._silence_s)
+            payload[:] = carrier.buffer[:offer.length]
+        except CarrierFault:
+            came = False
+        head = PageHead(offer.transfer, offer.generation, offer.group, Piece(*offer.piece),
+                        int.from_bytes(offer.digest))
+        self._landings.land(self.epoch, PageFrame(head, payload), came=came)
+        self._counts.bytes_received += offer.length
+        self.say(Taken(offer.slot))
 
     def _hear(self, message: Said) -> None:
         heard = Heard(self.epoch, message)
@@ -177,11 +225,13 @@ class Session:
         sealer = self._paired.sealer
         while self._cause is None:
             with self._news:
-                if not (self._messages or self._pushes or self._cause):
+                ready = self._pushes and (self._free or self._open_carrier is None)
+                if not (self._messages or ready or self._cause):
                     self._news.wait(self._paired.beat_s)
                 said = list(self._messages)
                 self._messages.clear()
-                push = self._pushes[0] if self._pushes else None
+                ready = self._pushes and (self._free or self._open_carrier is None)
+                push = self._pushes[0] if ready else None
             for message in said if said or push else [Beat()]:
                 for frame in sealer.message(message):
                     self._stream.sendall(frame)
@@ -198,12 +248,21 @@ class Session:
             return
         began = time.monotonic()
         move, group = push.move, self._facts.groups[push.move.group]
-        payload = self._staging[:piece.layers * piece.units * group.cell_bytes]
+        slot = -1 if self._carrier is None else self._free.popleft()
+        whole = self._staging if self._carrier is None else self._carrier.buffer[slot * PAYLOAD_MAX:]
+        payload = whole[:piece.layers * piece.units * group.cell_bytes]
         page, offset = place(group, move.first, move.src_pages, piece)
         self._pages.read(move.src, move.group, page, piece, offset, payload)
-        head = PageHead(move.transfer, move.generation, move.group, piece, checksum(payload))
-        self._stream.sendall(self._paired.sealer.page(head, len(payload)))
-        self._stream.sendall(payload)
+        digest = checksum(payload)
+        if slot < 0:
+            head = PageHead(move.transfer, move.generation, move.group, piece, digest)
+            self._stream.sendall(self._paired.sealer.page(head, len(payload)))
+            self._stream.sendall(payload)
+        else:
+            at = piece.layer, piece.layers, piece.unit, piece.units
+            for frame in self._paired.sealer.message(Offer(
+                    move.transfer, move.generation, move.group, at, digest.to_bytes(8), slot, len(payload))):
+                self._stream.sendall(frame)
         took = time.monotonic() - began
         push.sent += len(payload)
         push.unsent -= len(payload)

@@ -91,6 +91,11 @@ class Stream(io.RawIOBase):
             sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
         self.limit(CONNECT_S)
 
+    @property
+    def here(self) -> str:
+        """The address of this machine that the other end sees."""
+        return "127.0.0.1" if self._socket.family == socket.AF_UNIX else str(self._socket.getsockname()[0])
+
     def limit(self, seconds: float) -> None:
         """A read that gets nothing, or a `sendall` that is not done, after so long raises TimeoutError."""
         self._socket.settimeout(seconds)

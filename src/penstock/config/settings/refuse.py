@@ -194,6 +194,14 @@ PAIR: tuple[Refusal[Machine], ...] = (
             ("pair.pair_tls", "pair.pair_tls_cert"), "the end that listens needs a certificate"),
     Refusal(lambda c, _: c.pair.pair_plaintext and bool(c.pair.pair_tls or c.pair.pair_tls_cert),
             ("pair.pair_plaintext", "pair.pair_tls", "pair.pair_tls_cert"), "with TLS, or without: not both"),
+    Refusal(lambda c, _: c.pair.disaggregation_transfer_backend != "stream" and not c.pair.prefill
+            and not _mode(c), ("pair.disaggregation_transfer_backend",),
+            "of a pair: give --disaggregation-mode, or --prefill and --decode, as well"),
+    Refusal(lambda c, _: c.pair.disaggregation_transfer_backend != "stream"
+            and bool(c.pair.pair_tls or c.pair.pair_tls_cert),
+            ("pair.disaggregation_transfer_backend", "pair.pair_tls", "pair.pair_tls_cert"),
+            "KV would go past TLS: on a network that is yours alone give --pair-plaintext, else leave the "
+            "backend out"),
     Refusal(lambda c, _: c.pair.pair_fallback != "compute" and not c.pair.prefill and _mode(c) != "decode",
             ("pair.pair_fallback",), "of the decode end: there is no other here"),
     Refusal(lambda c, _: c.pair.pair_timeout_s != PairConfig().pair_timeout_s

@@ -62,6 +62,7 @@ GrammarBackend = Literal["auto", "llguidance", "none"]
 DECODE_ENDS_MAX = 8             # of one prefill end
 PREFILL_ENDS_MAX = 8            # that a router names to one decode end
 PairMode = Literal["prefill", "decode"]
+TransferBackend = Literal["stream", "nixl", "mooncake"]
 PairFallback = Literal["compute", "refuse"]
 RouterDialect = Literal["off", "sglang", "vllm"]
 StoragePolicy = Literal["timeout", "wait_complete", "best_effort"]
@@ -230,6 +231,9 @@ class PairConfig:
                              "key"] = None
     pair_plaintext: Annotated[bool, "no TLS though the other end is on another machine: page bytes are then "
                               "neither secret nor authenticated"] = False
+    disaggregation_transfer_backend: Annotated[
+        TransferBackend, "how KV goes over: in the pair's own stream, or READ by the decode end, by NIXL or "
+        "Mooncake's transfer engine, which encrypt nothing; both ends say the same"] = "stream"
     pair_fallback: Annotated[PairFallback, "without the prefill end: compute prompts here, or refuse with "
                              "503"] = "compute"
     pair_timeout_s: Annotated[float, "seconds that a request waits for the KV of its prompt before that is "

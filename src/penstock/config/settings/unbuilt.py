@@ -78,9 +78,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
                    "host when it is sealed, so that giving up its device page never waits for a copy"),
     _value("", "--hicache-io-backend", "--hicache-mem-layout",
            instead="there is one layout and one way to copy: a page is one block in every tier"),
-    _value("", "--disaggregation-transfer-backend", neutral=_NONE,
-           instead="there is one, built in: give the prefill end --pair-listen HOST:PORT and the decode "
-                   "end --pair-peer HOST:PORT"),
     _value("", "--disaggregation-bootstrap-port", neutral=_NONE,
            instead="the ends meet at one address: give the prefill end --pair-listen HOST:PORT and the "
                    "decode end --pair-peer HOST:PORT"),

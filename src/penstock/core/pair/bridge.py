@@ -6,7 +6,8 @@ any other copy. Knows no messages: what they are is `protocol`'s business.
 """
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import assert_never
 
 from penstock.core.kv import allocate
@@ -17,24 +18,27 @@ from penstock.core.pair import protocol
 from penstock.core.pair.decode_side import DecodeSide
 from penstock.core.pair.messages import Grant, Reason
 from penstock.core.pair.prefill_side import PrefillSide
-from penstock.core.plan import MoveId, Outcome, PeerId, PeerJoined, PeerLeft, Received, Say, Tier
+from penstock.core.plan import Claimed, MoveId, Outcome, PeerId, PeerJoined, PeerLeft, Received, Say, Tier
 from penstock.core.request import Request
 from penstock.core.state import CoreState
 
-FromPeer = Received | PeerJoined | PeerLeft
+FromPeer = Received | PeerJoined | PeerLeft | Claimed
 
 
 def pairings(core: CoreState, role: Role) -> dict[PeerId, Pairing]:
     """One for each peer; an engine that does all of a request itself has none."""
-    return {p: Pairing(core, role, p)
-            for p in map(PeerId, range(0 if role is Role.UNIFIED else core.cfg.peers))}
+    found: dict[PeerId, Pairing] = {}
+    for peer in map(PeerId, range(0 if role is Role.UNIFIED else core.cfg.peers)):
+        found[peer] = Pairing(core, role, peer, found)
+    return found
 
 
 class Pairing:
     """One engine's end of its pair with one peer. Transfers are named by the server, on both alike."""
 
-    def __init__(self, core: CoreState, role: Role, peer: PeerId) -> None:
-        self.core, self.peer = core, peer
+    def __init__(self, core: CoreState, role: Role, peer: PeerId, all: Mapping[PeerId, Pairing]) -> None:
+        """all: of this engine, by peer."""
+        self.core, self.peer, self._all = core, peer, all
         self.side: DecodeSide | PrefillSide = (DecodeSide if role is Role.DECODE else PrefillSide)()
         self.requests: dict[int, Request] = {}              # by transfer, live ones
         self.granted: dict[int, list[MoveId]] = {}          # transfer -> Moves that end with it
@@ -51,6 +55,11 @@ class Pairing:
                 self._apply(self.side.left())
                 for r in self.requests.values():
                     r.is_asked = False
+            case Claimed(rid, transfer):
+                if (found := self.core.live.get(rid)) is not None:
+                    self._all[found.arrived.peer].handed_over(found)
+                    found.arrived = replace(found.arrived, transfer=transfer, peer=self.peer)
+                    self.arrived(found)
             case _:
                 assert_never(event)
 

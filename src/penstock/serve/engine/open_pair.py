@@ -14,6 +14,7 @@ from penstock.serve.engine.paired import Peers
 from penstock.serve.engine.peer import Peer
 from penstock.transfer.facts import Facts, Info, group_facts
 from penstock.transfer.link import PairLink
+from penstock.transfer.remote.opener import opener
 from penstock.transfer.streams import LinkSettings, read_certificate
 
 TOLD = ("model", "dtype", "page_size", "hbm_bytes", "dram_bytes", "max_model_len", "max_num_seqs",
@@ -24,11 +25,12 @@ def links_of(config: Config) -> list[LinkSettings]:
     """How each engine of the other end is reached, or how they reach this one; none for an engine without
     another end. Asks nothing of the network.
 
-    Raises ConfigError: the key, the address or the certificate.
+    Raises ConfigError: the key, the address or the certificate, or a transport that is not installed.
     """
     pair = config.pair
     if pair.disaggregation_mode is None:
         return []
+    opener(pair.disaggregation_transfer_backend)
     listens = pair.disaggregation_mode == "prefill"
     key = pair_key(pair)
     links = [LinkSettings(
@@ -50,10 +52,11 @@ def open_peers(config: Config, built: Built) -> Peers | None:
     Raises ConfigError: as `links_of`, or the address cannot be listened on.
     """
     links: list[PairLink] = []
+    backend = config.pair.disaggregation_transfer_backend
     for settings in reversed(links_of(config)):         # the first of those that listen has all others beside
         beside = links if settings.listens else []
-        links = [PairLink(settings, facts_of(settings.role, built), built.pages, built.wakes.wake,
-                          beside=beside), *links]
+        links = [PairLink(settings, facts_of(settings.role, built, backend), built.pages, built.wakes.wake,
+                          beside=beside, open_carrier=opener(backend)), *links]
     if not links:
         return None
     listens = config.pair.disaggregation_mode == "prefill"
@@ -65,10 +68,10 @@ def open_peers(config: Config, built: Built) -> Peers | None:
                  routed=not listens and not config.pair.pair_peer)
 
 
-def facts_of(role: str, built: Built) -> Facts:
+def facts_of(role: str, built: Built, backend: str = "stream") -> Facts:
     """What is said of this engine before anything else."""
     info: Info = {"pid": os.getpid(), **{name: built.info[name] for name in TOLD if name in built.info}}
-    return Facts(role=role, must=built.identity,
+    return Facts(role=role, must=built.identity | {"transfer backend": backend},
                  groups=[group_facts(group.name, layout)
                          for group, layout in zip(built.caches.groups, built.caches.layouts, strict=True)],
                  stages=[list(layers) for layers in built.stages], info=info)

@@ -59,6 +59,7 @@ def _end(config: Config, key: int, **own: Any) -> Config:
     """Of one end, which knows that it is one of several engines on this machine: it sizes its pools so."""
     old = config.pair
     pair = PairConfig(prefill=old.prefill, decode=old.decode, pair_key_file=f"/dev/fd/{key}",
+                      disaggregation_transfer_backend=old.disaggregation_transfer_backend,
                       pair_timeout_s=old.pair_timeout_s, pair_silence_s=old.pair_silence_s, **own)
     # A router sees one server, which is no end of a pair.
     return replace(config, pair=pair, server=replace(config.server, dp=old.decode, router_dialect="off"))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import secrets
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +75,7 @@ class Routed:
         """Of a prefill end, to a router: so many choices of whatever kind, without text."""
         choices = [{"index": n, "text": "", "message": {"role": "assistant", "content": ""}, "logprobs": None,
                     "finish_reason": "length"} for n in range(count)]
-        told = {"id": f"room-{room.number}", "object": "prefill", "created": int(time.time()), "model": model,
+        told = {"id": f"room-{room.number}", "object": "prefill", "created": 0, "model": model,
                 "choices": choices}
         if not room.holds:
             return told

@@ -1,0 +1,50 @@
+"""What a transport does for a pair whose decode end READs: one buffer at each end, and copies between them.
+
+The reader starts and ends every copy, and it ends in a buffer of its own that no page is in: so whatever a
+transport does late, only our own thread writes into our pages (ADR 0034). Knows no piece and no message.
+"""
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Protocol
+
+from penstock.transfer.codec import PAYLOAD_MAX
+
+SLOTS = 16                              # pieces that are offered and not taken yet
+BUFFER_BYTES = SLOTS * PAYLOAD_MAX
+
+
+class CarrierFault(Exception):
+    """A copy that did not come about; another one may."""
+
+
+class Carrier(Protocol):
+    """One end of one connection.
+
+    here    what the other end must know to read `buffer`
+    buffer  this end's, of BUFFER_BYTES
+    """
+
+    here: bytes
+    buffer: memoryview
+
+    def meet(self, there: bytes) -> None:
+        """The other end's `here`, once and before any `read`. Raises CarrierFault."""
+        ...
+
+    def read(self, at: int, length: int, limit_s: float) -> None:
+        """Bytes `at` and on of the other end's buffer, to the beginning of this one's. Raises CarrierFault,
+        and TimeoutError after `limit_s`: then it is used no more, for the copy may still come about."""
+        ...
+
+    def close(self) -> None: ...
+
+
+Open = Callable[[str], Carrier]         # takes the address of this machine that the other end knows
+
+
+def buffer_of(size: int) -> tuple[memoryview, int]:
+    """Memory of its own, and its address."""
+    data = bytearray(size)
+    return memoryview(data), ctypes.addressof(ctypes.c_char.from_buffer(data))

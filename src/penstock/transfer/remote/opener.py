@@ -1,0 +1,29 @@
+"""Which transport a --disaggregation-transfer-backend is, and whether it is installed."""
+from __future__ import annotations
+
+import importlib.util
+
+from penstock.config.base.errors import ConfigError
+from penstock.config.base.storage_url import bound_mooncake
+from penstock.transfer.remote.carrier import Open
+
+PACKAGES = {"nixl": "nixl", "mooncake": "mooncake"}     # of an extra of the same name: what it imports
+
+
+def opener(backend: str) -> Open | None:
+    """How carriers of a --disaggregation-transfer-backend are made; None: pages are in the stream. Raises
+    ConfigError: it is not installed."""
+    if backend == "stream":
+        return None
+    if importlib.util.find_spec(PACKAGES[backend]) is None:
+        raise ConfigError(f"--disaggregation-transfer-backend {backend} is not installed: pip install "
+                          f"'penstock[{backend}]', or leave the flag out")
+    try:
+        if backend == "nixl":
+            from penstock.transfer.remote.nixl import open_nixl
+            return open_nixl
+        bound_mooncake()
+        from penstock.transfer.remote.mooncake import open_mooncake
+        return open_mooncake
+    except (ImportError, OSError) as e:         # a library of the system that it needs
+        raise ConfigError(f"--disaggregation-transfer-backend {backend} cannot be loaded: {e}") from None
