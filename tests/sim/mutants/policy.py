@@ -66,7 +66,7 @@ FORCED = ("pair=0,hot_pages=2,model=1,fail=0.5,spills=60,drops=12,copy=0.3,again
           "page_size=2,wait_pages=1000,requests=14,hbm_pages=20,dram_pages=104,named=0")
 
 
-@instead_of(allocate, "_are_filled", 200, first=110, mode=FORCED)
+@instead_of(allocate, "_are_filled", 200, first=300, mode=FORCED)
 def page_saved_while_its_load_flies(real: Real, ways: list[Claim]) -> bool:
     """A row that goes to the host copies a page down that is still on its way up."""
     return True
