@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hosted
 import pytest
+import ranks
 from hosted import LATENESS, Engine, hosted_work, kind, play
 from late_copies import Latest
 
+from penstock.config.settings.tree import KVConfig
 from penstock.core.plan import Paused, RequestId
 
 
@@ -38,3 +40,19 @@ def test_a_host_page_that_is_zeroed_shows():
     engine.host[0].pages.nan_to_num_(0.0).zero_()
     engine.drain()
     assert tuple(engine.got[1]) != hosted.resident(kind().prompts[1], hosted.NEW)
+
+
+@pytest.mark.parametrize("kept", [KVConfig(kv_cache_dtype="fp8_e4m3"), KVConfig(kv_cache_dtype="bfloat16"),
+                                  KVConfig(index_dtype="fp8_e4m3")], ids=["fp8", "bfloat16", "fp8 keys"])
+@pytest.mark.parametrize("num", [1, 2], ids=["whole", "stages"])
+def test_rows_of_other_formats_on_both_tiers_with_pauses(kept, num, monkeypatch):
+    """Tokens are those of a device that holds all in the same format, whatever happens to pages of bytes."""
+    monkeypatch.setattr(hosted, "FORMAT", [kept])
+    monkeypatch.setattr(ranks, "NUM", [num])
+    engine = Engine(hbm_pages=60, step_tokens=150, lateness=LATENESS["shuffled"]())
+    play(engine, lambda turn: [Paused(RequestId(1 + turn % 4))] if turn % 5 == 0 and turn < 60 else (),
+         arrive=lambda rid: 0)
+    hosted_work(engine)
+    assert engine.core.stats()["pauses"] >= 1
+    [wide] = {pool.layout.page_bytes // pool.layout.num_layers for pool in engine.device if not pool.group}
+    assert wide == 4 * {"fp8_e4m3": 48 + 4 + 32, "bfloat16": 2 * 64, "auto": 4 * 64}[kept.kv_cache_dtype]

@@ -181,4 +181,4 @@ class InProcess(Driven):
                 free = [ledger.base + slab * n + i
                         for slab in (arena.free if arena else ()) for i in range(n)]
                 for page in (*free, *ledger._free):
-                    pool.page(page).fill_(float("nan"))
+                    pool.page(page).fill_(255 if pool.layout.dtype == torch.uint8 else float("nan"))

@@ -19,6 +19,7 @@ from late_copies import Latest, Shuffled
 
 from penstock.config.request.params import SamplingParams
 from penstock.config.request.selection import Selection, attention_identity, indexer_selection
+from penstock.config.settings.tree import KVConfig
 from penstock.core.plan import Outcome
 from penstock.exec.load.sizing import groups_of
 from penstock.memory.lateness import Promptly
@@ -71,6 +72,7 @@ KINDS = {
     "latent": Kind(LATENT, indexer_selection(16), {
         1: text(1, 162), 2: text(2, 163), 3: text(1, 128) + text(3, 40), 4: text(4, 161)}),
 }
+FORMAT = [KVConfig()]       # of their pages
 KIND = ["bounds"]       # of the engines to come: the fixture `kinds` of conformance sets it
 
 
@@ -113,9 +115,10 @@ class Engine(InProcess):
     def __post_init__(self) -> None:
         made = model_of(self.selection)
         self.build(
-            made, groups_of(made(), self.selection), selection=self.selection, num_layers=3, max_len=MAX_LEN,
-            lateness=self.lateness, rows=4, hbm_pages=self.hbm_pages, dram_pages=self.dram_pages,
-            hot_pages=self.hot_pages, hot_pages_max=self.hot_pages_max, always_hosted=self.always,
+            made, groups_of(made(), self.selection, FORMAT[0]), selection=self.selection, num_layers=3,
+            max_len=MAX_LEN, lateness=self.lateness, rows=4, hbm_pages=self.hbm_pages,
+            dram_pages=self.dram_pages, hot_pages=self.hot_pages, hot_pages_max=self.hot_pages_max,
+            always_hosted=self.always,
             step_tokens=self.step_tokens, overlap=self.overlap, wait_pages=1000, storage=self.storage,
             disk_pages=self.disk_pages, store_root=b"root" if self.disk_pages else b"")
 
@@ -132,11 +135,11 @@ class Engine(InProcess):
 def resident(prompt: tuple[int, ...], new: int, budget: int | None = None) -> tuple[int, ...]:
     """The tokens of a request alone on a device that holds it: whatever happens to it, these are right.
     budget: as `Engine.add` takes it; with an indexer 0 is a model that chooses all there are."""
-    return _resident(KIND[0], prompt, new, kind().budget if budget is None else budget)
+    return _resident(KIND[0], FORMAT[0], prompt, new, kind().budget if budget is None else budget)
 
 
 @functools.cache
-def _resident(name: str, prompt: tuple[int, ...], new: int, budget: int) -> tuple[int, ...]:
+def _resident(name: str, kept: KVConfig, prompt: tuple[int, ...], new: int, budget: int) -> tuple[int, ...]:
     stages, ranks.NUM = ranks.NUM, [1]
     selection = kind().selection
     if selection.native:

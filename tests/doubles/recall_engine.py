@@ -19,9 +19,11 @@ from torch import Tensor
 
 from penstock.config.request.params import SamplingParams
 from penstock.config.request.selection import indexer_selection
+from penstock.config.settings.tree import KVConfig
 from penstock.core.plan import Event, Token
 from penstock.eval import words
 from penstock.eval.tasks import Interview
+from penstock.exec.load.sizing import groups_of
 from penstock.exec.step.attend import LatentOps
 from penstock.kernels.attention import latent_attention
 from penstock.kernels.fused import layer
@@ -97,7 +99,7 @@ class Engine(InProcess):
 def ask(interviews: list[Interview], *, topk: int = 256, latent: LatentOps | None = None,
         step_tokens: int = 512, hbm_pages: int = 4096, dram_pages: int = 0, page_size: int = 16,
         rows: int = 4, overlap: bool = True, lateness: Lateness | None = None, hot_tokens: int = 0,
-        stages: int = 1, dtype: torch.dtype = torch.float32,
+        stages: int = 1, dtype: torch.dtype = torch.float32, kept: KVConfig | None = None,
         put: Callable[[object], None] = lambda rank: None,
         script: Callable[[int, list[int]], list[Event]] = lambda turn, live: []) -> Answers:
     """Hold all interviews at once. script(turn, open requests): events to add at each turn.
@@ -105,12 +107,14 @@ def ask(interviews: list[Interview], *, topk: int = 256, latent: LatentOps | Non
     hot_tokens   0: all KV stays on the device; else it is read from host pages, always, through hot buffers
                  of so many tokens
     put          a fault, of each rank
+    kept         its formats of pages, None: as it computes
     """
     hot_pages = -(-hot_tokens // page_size)
     engine = Engine()
     engine.found = {}
     engine.build(
-        functools.partial(model, topk, dtype), model(topk, dtype).groups, attention=latent, dtype=dtype,
+        functools.partial(model, topk, dtype), groups_of(model(topk, dtype), indexer_selection(topk), kept),
+        attention=latent, dtype=dtype,
         layers=even(4, stages), max_len=8192, lateness=lateness or Promptly(), page_size=page_size, rows=rows,
         selection=indexer_selection(topk),
         hbm_pages=hbm_pages, dram_pages=dram_pages, step_tokens=step_tokens, overlap=overlap,

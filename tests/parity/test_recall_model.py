@@ -13,6 +13,7 @@ import torch
 from late_copies import Latest, Shuffled
 from recall_engine import Answers, ask, shuffled
 
+from penstock.config.settings.tree import KVConfig
 from penstock.core.plan import Dropped, Paused, RequestId
 from penstock.eval import tasks
 from penstock.eval.tasks import Interview, Size
@@ -197,3 +198,21 @@ def test_a_page_that_is_stale_shows(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Copier, "_copy_tokens", copy)
     assert paused().share < undisturbed().share - 0.1
+
+
+# ---------------------------------------------------------------- rows in other formats
+@EAGER
+@pytest.mark.parametrize("kept", [KVConfig(kv_cache_dtype="fp8_e4m3"), KVConfig(kv_cache_dtype="bfloat16")],
+                         ids=["fp8", "bfloat16"])
+def test_in_other_formats_it_finds_as_much_wherever_rows_are(kept: KVConfig) -> None:
+    alone = ask(interviews(), topk=TOPK, kept=kept)
+    assert alone.share >= undisturbed().share - .05
+    got = hosted(kept=kept, script=every_5_turns(Paused), lateness=Shuffled(3, torn=0.2))
+    assert got.right == alone.right
+    assert sum(n for name, n in got.stats.items() if name.startswith("hot_misses")) > 0
+
+
+@EAGER
+def test_shuffled_fp8_rows_are_useless() -> None:
+    kept = KVConfig(kv_cache_dtype="fp8_e4m3")
+    assert ask(interviews(), topk=TOPK, latent=shuffled(), kept=kept).share < 0.3

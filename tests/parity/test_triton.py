@@ -68,19 +68,21 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
               WINDOW="i32"), dict(UNIT=8, CHOSEN_PAD=256, BLOCK=16384, WHOLE=whole), 16, 3)
         for whole in (True, False)],
     ("choose.index_select.triton_keys", "score_keys"): [
-        (dict(q=BF16, weight=F32, key=BF16, table=I32, row=I32, position=I32, score=F32, q_row="i32",
-              weight_row="i32", key_page="i32", table_row="i32", TOKENS="i32", BLOCKS="i32"),
-         dict(SIZE=64, HEADS=64, HEADS_PAD=64, DIM=128, DIM_PAD=128, BLOCK=128, EXACT=False), 4, 3)],
+        (dict(q=BF16, weight=F32, key=key, scales=words, table=I32, row=I32, position=I32, score=F32,
+              q_row="i32", weight_row="i32", key_page="i32", table_row="i32", TOKENS="i32", BLOCKS="i32"),
+         dict(SIZE=64, HEADS=64, HEADS_PAD=64, DIM=128, DIM_PAD=128, BLOCK=128, EXACT=False, KEY=row,
+              CODED=key == U8), 4, 3) for key, words, row in ((BF16, BF16, 128), (U8, F32, 33))],
     ("choose.index_select.triton_keys", "best_keys"): [
         (dict(score=F32, at=I32, position=I32, out_score=F32, out_at=I32, CANDIDATES="i32", OUT="i32",
               TOPK="i32"), dict(TOPK_PAD=2048, BLOCK=8192, FIRST=first, LAST=not first), 16, 3)
         for first in (True, False)],
     ("attention.latent_attention.triton_latent", "attend_rows"): [
-        (dict(q=kind, pool=kind, slot=I32, part=F32, peak=F32, scale="fp32", pool_page="i32", HEADS="i32",
-              CHOSEN="i32"),
-         dict(SIZE=64, DIM=576, VALUE=512, HALVES=2, HALF=256, REST_PAD=64, GROUP=group, BLOCK=64, BLOCKS=4,
-              EXACT=kind == F32), warps, stages)
-        for kind, group, warps, stages in ((BF16, 64, 8, 2), (F32, 16, 4, 1))],
+        (dict(q=kind, pool=pool, scales=F32 if pool == U8 else pool, rests=BF16 if pool == U8 else pool,
+              slot=I32, part=F32, peak=F32, scale="fp32", pool_page="i32", HEADS="i32", CHOSEN="i32"),
+         dict(SIZE=64, DIM=576, ROW=164 if pool == U8 else 576, VALUE=512, HALVES=2, HALF=256, REST_PAD=64,
+              GROUP=group, BLOCK=32 if pool == U8 else 64, BLOCKS=8 if pool == U8 else 4, EXACT=kind == F32,
+              CODED=pool == U8), 4, stages)
+        for kind, pool, group, stages in ((BF16, BF16, 64, 2), (F32, F32, 16, 1), (BF16, U8, 64, 2))],
     ("choose.resolve.triton_map", "resolve_units"): [
         (dict(chosen=I32, row=I32, device=I32, host=I32, hot_slot=I32, hot_unit=I32, hot_stamp=I32,
               hot_page=I32, count="*i64", now=I32, slot=I32, victim=I32, miss=I32, num=I32, device_row="i32",
@@ -138,8 +140,9 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
 }
 
 # Bytes of stack that a thread of the worst way takes, of kernels that have any: what registers do not hold.
-TRITON, STACK = "3.9.0", {"attend_rows": 9792, "experts_in": 1632, "experts_out": 272, "attend_units": 64,
-                          "attend_parts": 32, "choose_units": 32, "scaled_rows": 32}
+TRITON = "3.9.0"
+STACK = {"attend_rows": 9792, "score_keys": 48, "experts_in": 1632, "experts_out": 272, "attend_units": 64,
+         "attend_parts": 32, "choose_units": 32, "scaled_rows": 32}
 FRAME_SIZE, SIZED = 0x11, 4         # of an entry of .nv.info: its kind, and the form with a length
 
 

@@ -231,7 +231,8 @@ def draw() -> None:
 
 
 def latent() -> None:
-    """The ops' own cases in float32 but the largest, and rows so long that choosing takes three rounds."""
+    """The ops' own cases in float32 but the largest, some of other formats, and rows so long that choosing
+    takes three rounds."""
     from penstock.kernels.attention.latent_attention import cases as rows
     from penstock.kernels.attention.latent_attention import reference as attends
     from penstock.kernels.attention.latent_attention import triton_latent
@@ -242,12 +243,15 @@ def latent() -> None:
     for module, run, want in ((keys, triton_keys.index_select, selects.index_select),
                               (rows, triton_latent.latent_attention, attends.latent_attention)):
         for case in module.cases("cpu"):
-            if case.name.startswith("float32") and "128" not in case.name and "long" not in case.name:
+            of_page = case.name.partition("-")[0]
+            if ((of_page == "float32" and "128" not in case.name and "long" not in case.name) or (
+                    of_page.startswith("float32 over") and ("page edges" in case.name
+                                                            or "one row-(" in case.name))):
                 got, right = (x if isinstance(x, tuple) else (x,) for x in map(case.run, (run, want)))
                 for a, b in zip(got, right, strict=True):
                     check(a.nan_to_num(neginf=-1e3), b.nan_to_num(neginf=-1e3), torch.float32, case.name)
     whole, triton_keys.WHOLE = triton_keys.WHOLE, 64
-    inputs = keys.make(torch.float32, ((0, 900), (1, 63), (2, 64), (1, -1)), (1, 16), 16)
+    inputs = keys.make(torch.float32, torch.float32, ((0, 900), (1, 63), (2, 64), (1, -1)), (1, 16), 16)
     args = [getattr(inputs, name) for name in inputs.__slots__]
     check(triton_keys.index_select(*args, topk=24), selects.index_select(*args, topk=24), torch.float32,
           "three rounds")

@@ -144,8 +144,8 @@ class BlockPool:
 
     def fill(self, value: float) -> None:
         """Overwrite every slot, which makes the whole pool resident. For tests: a NaN that is read
-        shows."""
-        self.pages.fill_(value)
+        shows. Bytes are filled with what is NaN in all formats."""
+        self.pages.fill_(255 if self.layout.dtype == torch.uint8 and value != value else value)
 
     @property
     def nbytes(self) -> int:

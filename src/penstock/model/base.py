@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NewType, Protocol, TypeAlias, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from penstock.kernels.attention.paged_attention.native import Paged
@@ -113,6 +114,7 @@ class CacheShape:
     selector    only what chooses tokens reads it; not what attention reads
     resident    attention reads all of it at each step, so it stays on the device
     owned       no lane before this one has the same: what all lanes see is written and counted by this one
+    dtype       of its pages, None: the model's; of uint8 `head_dim` is bytes, as `kernels.types.fp8` lays out
     """
 
     name: str
@@ -124,6 +126,7 @@ class CacheShape:
     selector: bool = False
     resident: bool = False
     owned: bool = True
+    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

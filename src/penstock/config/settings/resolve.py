@@ -12,7 +12,9 @@ from dataclasses import fields, replace
 from penstock.config.base.machine import Machine
 from penstock.config.base.storage_url import masked
 from penstock.config.settings.refuse import check
-from penstock.config.settings.tree import SECRETS, Config
+from penstock.config.settings.tree import SECRETS, Config, Kept
+
+_FP8: dict[str, Kept] = {"fp8": "fp8_e4m3"}
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -41,6 +43,8 @@ def resolve(raw: Config, machine: Machine) -> Config:
         device = replace(device, threads=max(1, min(machine.cores, 1024) // max(1, raw.num_engines)))
     if kv.kv_storage is not None and kv.host_tier is kv.dram_bytes is kv.dram_ratio is None:
         kv = replace(kv, host_tier=True)                # stored pages go through it
+    kv = replace(kv, kv_cache_dtype=_FP8.get(kv.kv_cache_dtype, kv.kv_cache_dtype),
+                 index_dtype=_FP8.get(kv.index_dtype, kv.index_dtype))
     if kv.memory_fraction is None:
         kv = replace(kv, memory_fraction=0.9 if device.device == "cuda" else 0.3)
     if model.dtype == "auto" and device.device == "cpu":

@@ -66,6 +66,7 @@ TransferBackend = Literal["stream", "nixl", "mooncake"]
 PairFallback = Literal["compute", "refuse"]
 RouterDialect = Literal["off", "sglang", "vllm"]
 StoragePolicy = Literal["timeout", "wait_complete", "best_effort"]
+Kept = Literal["auto", "bfloat16", "fp8_e4m3", "fp8"]
 StorageWrites = Literal["write_through", "write_through_selective"]
 
 
@@ -140,7 +141,9 @@ class KVConfig:
     kv_storage_write_policy: Annotated[StorageWrites, "write_through: all that is computed is stored; "
                                        "write_through_selective: what a second request has begun with",
                                        Alias("--hicache-write-policy")] = "write_through"
-    kv_cache_dtype: Annotated[Literal["auto"], "KV type; auto is the compute type"] = "auto"
+    kv_cache_dtype: Annotated[Kept, "type of a model's latent rows; auto is the compute type; fp8 is "
+                              "fp8_e4m3, with a scale for 128 values"] = "auto"
+    index_dtype: Annotated[Kept, "type of the keys of an indexer; auto is as --kv-cache-dtype"] = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

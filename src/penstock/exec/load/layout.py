@@ -151,11 +151,11 @@ def stage_shapes(shapes: Sequence[CacheShape], stage: Stage) -> tuple[CacheShape
 
 
 def caches_of(groups: Sequence[CacheShape], page_size: int, dtype: torch.dtype) -> Caches:
-    """Layouts of a model's cache groups, all in `dtype`."""
+    """Layouts of a model's cache groups, in `dtype` where a group has none of its own."""
     layouts = tuple(
         PageLayout(num_layers=len(group.layers), num_kv_heads=group.num_kv_heads,
                    page_size=page_size, head_dim=group.head_dim, planes=group.planes,
-                   unit=group.unit, dtype=dtype) for group in groups)
+                   unit=group.unit, dtype=group.dtype or dtype) for group in groups)
     shared = slabs.share(layouts)
     return Caches(tuple(
         CacheGroup(name=group.name, page_bytes=layout.page_bytes, selector=group.selector,

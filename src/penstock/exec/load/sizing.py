@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from penstock.config.base.errors import ConfigError
 from penstock.config.request.selection import Selection
 from penstock.config.settings.tree import Config, KVConfig
 from penstock.core.settings import CoreConfig
 from penstock.exec.load.layout import Caches
+from penstock.kernels.types import fp8
 from penstock.memory.copying import SPLIT_BYTES
 from penstock.memory.slabs import Slabs
 from penstock.model.base import CacheShape, LocalLayer, Model
@@ -55,11 +58,19 @@ class Room:
     host: Slabs
 
 
-def groups_of(model: Model, selection: Selection | None) -> tuple[CacheShape, ...]:
-    """The model's cache groups, with what a selection adds: bounds of the keys of each unit, on the
-    device, and dense layers in a group of their own, which stays there too."""
-    if selection is None or selection.native:
+def groups_of(model: Model, selection: Selection | None,
+              kv: KVConfig | None = None) -> tuple[CacheShape, ...]:
+    """The model's cache groups, in the formats that `kv` names, with what a selection adds: bounds of the
+    keys of each unit, on the device, and dense layers in a group of their own, which stays there too.
+    Raises ConfigError for a format that this model's vectors cannot have."""
+    kv = kv or KVConfig()
+    if selection is None:
         return model.groups
+    if selection.native:
+        index = kv.kv_cache_dtype if kv.index_dtype == "auto" else kv.index_dtype
+        return tuple(_kept(group, index, group.head_dim, "--index-dtype") if group.selector else
+                     _kept(group, kv.kv_cache_dtype, model.attention.latent_dim, "--kv-cache-dtype")
+                     for group in model.groups)
     [full] = model.groups
     first = model.stage.first
     dense = tuple(LocalLayer(i - first) for i in selection.dense if i >= first)
@@ -69,6 +80,19 @@ def groups_of(model: Model, selection: Selection | None) -> tuple[CacheShape, ..
     if dense:
         groups.append(replace(full, name="dense", layers=dense, resident=True))
     return tuple(groups)
+
+
+def _kept(shape: CacheShape, dtype: str, coded: int, flag: str) -> CacheShape:
+    """The group in this format, of whose vectors the first `coded` values are coded where it is fp8."""
+    if dtype == "auto":
+        return shape
+    if dtype == "bfloat16":
+        return replace(shape, dtype=torch.bfloat16)
+    if coded % 16 or (shape.selector and coded & (coded - 1)):
+        raise ConfigError(
+            f"{flag} {dtype}: this model's {shape.name} vectors have {coded} values to code, and fp8 is for "
+            f"{'powers of two from 16 on' if shape.selector else 'multiples of 16'}: leave the flag out")
+    return replace(shape, dtype=torch.uint8, head_dim=fp8.width(shape.head_dim, coded))
 
 
 def size_pools(config: Config, caches: Caches, max_position: int, free: int | Sequence[Room], *,

@@ -63,7 +63,7 @@ class Agent:
         mine = nodes_of(config)[self._config.nodes.rank]
         parts = of_config(config, start.num_layers)
         loaded = outline(config, lambda _: None)
-        groups = groups_of(loaded.whole, selection_for(config, loaded.whole))
+        groups = groups_of(loaded.whole, selection_for(config, loaded.whole), config.kv)
         whole = caches_of(groups, config.kv.page_size, loaded.dtype)
         node = [parts[i] for i in mine]
         self._own = [whole.stage(part, groups, node) for part in node]

@@ -93,7 +93,7 @@ class Process:
         torch.set_num_threads(begin.threads)
         dtype = self._loaded.dtype
         self._selection = selection_for(config, self._loaded.whole)
-        whole = groups_of(self._loaded.whole, self._selection)
+        whole = groups_of(self._loaded.whole, self._selection, config.kv)
         self._caches = caches_of(whole, config.kv.page_size, dtype)
         self._own = self._caches.stage(stage, whole, [parts[i] for i in node])
         self._groups = stage_shapes(whole, stage)

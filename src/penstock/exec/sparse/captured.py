@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from penstock.exec.graphs.capture import PagedDecode
-from penstock.exec.sparse.layers import BoundsSelector, SparseLayers, SparseStep
+from penstock.exec.sparse.layers import BoundsSelector, SparseLayers, SparseStep, index_pair
 from penstock.exec.step.tables import GroupTable
 from penstock.kernels.attention.paged_attention import AttentionSpec
 from penstock.kernels.choose.index_select import IndexSelect
 from penstock.kernels.kv.write_kv import WriteAt
+from penstock.kernels.types import fp8
 from penstock.memory.hot import HotBuffers
 from penstock.model.base import Attend, LocalLayer
 
@@ -106,6 +107,7 @@ class IndexedDecodes:
     local      layer -> which one of group 0 it is
     keys       layer that has an indexer -> its pages of keys [P, 1, 1, G, J]
     select     chooses `topk` tokens
+    dtype      of pages of rows; of the fp8 ones the first `latent_dim` values are coded
     """
 
     layers: SparseLayers
@@ -115,6 +117,8 @@ class IndexedDecodes:
     keys: Mapping[LocalLayer, Tensor]
     select: IndexSelect
     topk: int
+    dtype: torch.dtype
+    latent_dim: int
     kinds: tuple[str, ...] = (CHOSEN,)
 
     def kind(self, rows: Sequence[int]) -> str:
@@ -142,12 +146,14 @@ class _IndexedAttend:
                  chosen_TS: Tensor | None = None) -> Tensor:
         assert chosen_TS is not None, "nothing has been chosen for this layer"
         i = self._of.local[layer]
-        self._of.layers.write_kv(i, (kv_TCKH[:, 0],), self._at)
+        kept_T1H = fp8.kept(kv_TCKH[:, 0], self._of.dtype, self._of.latent_dim)
+        self._of.layers.write_kv(i, (kept_T1H,), self._at)
         return self._of.layers.attend(i, q_TNH, chosen_TS[:, None], self._step)
 
     def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
         of, step = self._of, self._step
-        of.layers.put((key_TJ[:, None],), self._keys_at, of.keys[layer])
+        q_TIJ, kept_TJ = index_pair(q_TIJ, key_TJ, of.keys[layer].dtype)
+        of.layers.put((kept_TJ[:, None],), self._keys_at, of.keys[layer])
         return of.select(q_TIJ, weight_TI, of.keys[layer][:, 0, 0], of.tables[-1].device_RM, step.row_B,
                          step.position_B, topk=of.topk)
 

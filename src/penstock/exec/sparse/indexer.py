@@ -20,12 +20,13 @@ from torch import Tensor
 from penstock.core.plan import Bind, StepPlan
 from penstock.exec.sparse.bounds import Selector
 from penstock.exec.sparse.captured import IndexedDecodes
-from penstock.exec.sparse.layers import SparseLayers, SparseStep, row_attention
+from penstock.exec.sparse.layers import SparseLayers, SparseStep, index_pair, row_attention
 from penstock.exec.sparse.rows import HotRows, Selects
 from penstock.exec.step.attend import LatentOps, check_pools
 from penstock.exec.step.tables import Lowered, RowTables
 from penstock.kernels.kv import gather
 from penstock.kernels.kv.write_kv import WriteAt
+from penstock.kernels.types import fp8
 from penstock.memory.pool import BlockPool
 from penstock.model.base import Attend, CacheShape, LocalLayer, Model
 
@@ -83,7 +84,8 @@ class Indexed(Selects):
         """Of steps in which each row decodes one token."""
         return IndexedDecodes(layers=self._layers, hot=self.rows.hot, tables=self._tables.groups,
                               local=self._local, keys=self._keys, select=self._ops.select,
-                              topk=self._shape.topk)
+                              topk=self._shape.topk, dtype=self._whole_P11GH.dtype,
+                              latent_dim=self._shape.latent_dim)
 
     def step(self, plan: StepPlan, lowered: Lowered) -> Attend:
         """The attention of a step whose binds, grows, unmaps and resizes are applied."""
@@ -118,6 +120,7 @@ class Indexed(Selects):
                step: SparseStep | None, token_B: Tensor | slice, chunks: Sequence[_Chunk],
                at: WriteAt) -> Tensor:
         i = self._local[layer]
+        row_T1H = fp8.kept(row_T1H, self._whole_P11GH.dtype, self._shape.latent_dim)
         self._layers.write_kv(i, (row_T1H,), at)
         if not chunks:
             assert step is not None, "a step without tokens"
@@ -145,7 +148,8 @@ class Indexed(Selects):
     def choose(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor, row_T: Tensor,
                position_T: Tensor, table_RM: Tensor, at: WriteAt) -> Tensor:
         keys_P11GJ = self._keys[layer]
-        self._layers.put((key_TJ[:, None],), at, keys_P11GJ)
+        q_TIJ, kept_TJ = index_pair(q_TIJ, key_TJ, keys_P11GJ.dtype)
+        self._layers.put((kept_TJ[:, None],), at, keys_P11GJ)
         return self._ops.select(q_TIJ, weight_TI, keys_P11GJ[:, 0, 0], table_RM, row_T, position_T,
                                 topk=self._shape.topk)
 

@@ -23,6 +23,7 @@ from penstock.kernels.choose import select as selection
 from penstock.kernels.choose.select import SelectRule
 from penstock.kernels.kv import gather, write_kv
 from penstock.kernels.kv.write_kv import WriteAt
+from penstock.kernels.types import fp8
 from penstock.memory.hot import HotBuffers
 
 # attend(q_BNH, pool [P, K, planes, G, H], chosen_BKC, slot_BKC, position_B) -> out_BNH: over units that have
@@ -146,6 +147,13 @@ def row_attention(run: LatentAttention, *, value_dim: int, scale: float) -> Unit
                position_B: Tensor) -> Tensor:
         return run(q_BNH, pool_P11GH[:, 0, 0], slot_B1C[:, 0], value_dim=value_dim, scale=scale)[0]
     return attend
+
+
+def index_pair(q_TIJ: Tensor, key_TJ: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Queries of an indexer, and keys as pages of this dtype have them; both are mixed where it is fp8."""
+    if dtype == torch.uint8:
+        q_TIJ, key_TJ = fp8.mixed(q_TIJ), fp8.mixed(key_TJ)
+    return q_TIJ, fp8.kept(key_TJ, dtype, key_TJ.shape[1])
 
 
 def _rounds(rows: Sequence[int], hosted: Sequence[bool]) -> list[list[int]]:

@@ -35,7 +35,6 @@ from penstock.kernels.op import Unusable
 from penstock.kernels.platform import KernelError, probe
 from penstock.memory.lateness import Lateness
 from penstock.memory.pinned import NotPinned
-from penstock.memory.pool import PageLayout
 from penstock.memory.storage import HostPages
 from penstock.model.weights.checkpoint import weights_digest
 from penstock.model.weights.locate import locate
@@ -82,7 +81,7 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
     model, layout, kv = parts.loaded.whole, parts.caches.layouts[0], config.kv
     identity: dict[str, str] = {}
     if config.pair.disaggregation_mode or kv.kv_storage is not None:
-        identity = kv_identity(config, parts.loaded, selection, layout)
+        identity = kv_identity(config, parts.loaded, selection, caches)
     if kv.kv_storage is not None:
         parts.front.storage, root = open_storage(kv, identity, caches, parts.host, wakes.wake, log)
         core_config = replace(core_config, store_root=root, store_writes=not kv.kv_storage_readonly,
@@ -91,7 +90,7 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
     seconds = time.perf_counter() - started
     info: Info = {
         "model": parts.loaded.name, "load_format": parts.loaded.load_format,
-        "dtype": show_dtype(layout.dtype), "device": config.device.device, "threads": parts.threads,
+        "dtype": show_dtype(parts.loaded.dtype), "device": config.device.device, "threads": parts.threads,
         "vocab_size": model.vocab_size, "max_model_len": core_config.max_len,
         "model_max_position": model.max_position,
         "num_layers": len(model.groups[0].layers), "num_kv_heads": model.groups[0].num_kv_heads,
@@ -100,7 +99,7 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
         "kv_bytes_per_token": caches.page_bytes // core_config.page_size,
         "hbm_pages": core_config.hbm_pages, "hbm_bytes": caches.nbytes(core_config.hbm_pages),
         "dram_pages": core_config.dram_pages, "dram_bytes": parts.dram_bytes,
-        **_sparse_info(selection, caches, parts.sizes),
+        **_sparse_info(selection, caches, parts.sizes), **kinds_of(caches, parts.loaded.dtype),
         "max_num_seqs": core_config.rows, "step_tokens": core_config.step_tokens,
         "seed": config.model.seed or 0, "overlap": core_config.overlap,
         "prefix_cache": core_config.prefix_cache, **storage_info(kv),
@@ -151,8 +150,14 @@ class _Parts:
     crew: Crew | None = None
 
 
+def kinds_of(caches: Caches, dtype: torch.dtype) -> dict[str, str]:
+    """What pages are, of each cache group whose pages are not what is computed in."""
+    return {f"{group.name}_dtype": "fp8_e4m3" if layout.dtype == torch.uint8 else show_dtype(layout.dtype)
+            for group, layout in zip(caches.groups, caches.layouts, strict=True) if layout.dtype != dtype}
+
+
 def kv_identity(config: Config, loaded: Loaded, selection: Selection | None,
-                layout: PageLayout) -> dict[str, str]:
+                caches: Caches) -> dict[str, str]:
     """What two engines must have in common for one to go on from the other's KV, in words."""
     files = locate(config.model.model, load_format=config.model.load_format)
     seed = config.model.seed or 0
@@ -164,7 +169,8 @@ def kv_identity(config: Config, loaded: Loaded, selection: Selection | None,
         "weights": weights, "weights kept as": f"{kept}, of {loaded.load_format}",
         "configuration": loaded.digest,
         "RoPE": json.dumps(rope, sort_keys=True, default=str),
-        "KV dtype": show_dtype(layout.dtype),
+        "KV dtype": show_dtype(loaded.dtype),
+        **{f"pages: {name}": kind for name, kind in kinds_of(caches, loaded.dtype).items()},
         "selector": "none" if selection is None else
         f"{selection.selector} {selection.version}, units of {selection.unit}"}
 
@@ -182,7 +188,7 @@ def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None
     loaded = load(config, None, log)
     torch.set_num_threads(threads)
     model, selection = loaded.model, selection_for(config, loaded.whole)
-    groups = groups_of(model, selection)
+    groups = groups_of(model, selection, config.kv)
     caches = caches_of(groups, config.kv.page_size, loaded.dtype)
     captures = device == "cuda" and config.device.cuda_graphs
     gpu, info = _measure(config, loaded, selection, captures, log) if device == "cuda" else (None, {})
@@ -236,11 +242,12 @@ def _measure(config: Config, loaded: Loaded, selection: Selection | None, captur
     """Memory of the GPU, and what to tell of it. Raises ConfigError: its largest step does not fit."""
     model, schedule = loaded.model, config.schedule
     chooses = selection if selection is not None and selection.native else None
-    caches = caches_of(model.groups, config.kv.page_size, loaded.dtype)
+    groups = groups_of(model, chooses, config.kv)
+    caches = caches_of(groups, config.kv.page_size, loaded.dtype)
     free = torch.cuda.mem_get_info()[0]
     try:
-        gpu = device_memory(parts_of(model, loaded.backends, chooses, 0), caches, rows=schedule.max_num_seqs,
-                            max_len=_longest(config, caches, model.max_position),
+        gpu = device_memory(parts_of(model, loaded.backends, chooses, 0, groups), caches,
+                            rows=schedule.max_num_seqs, max_len=_longest(config, caches, model.max_position),
                             step_tokens=schedule.step_tokens, capture=captures)
     except torch.OutOfMemoryError:
         raise ConfigError(
@@ -283,7 +290,7 @@ def _several(config: Config, log: Callable[[str], object], wakes: Waker,
     num_layers = int(loaded.whole.stage.end)
     stages = of_config(config, num_layers)
     layers = [stage.end - stage.first for stage in stages]
-    groups = groups_of(loaded.whole, selection)
+    groups = groups_of(loaded.whole, selection, config.kv)
     caches = caches_of(groups, config.kv.page_size, loaded.dtype)
     nodes = nodes_of(config)
     threads = max(1, (config.device.threads or machine.probe().cores) // len(nodes[0]))

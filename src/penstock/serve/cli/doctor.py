@@ -162,7 +162,7 @@ def _ranks(config: Config | None) -> Iterator[Finding]:
         dtype = dtype_of(config, files, checkpoint.config)
         whole = build(checkpoint.config, dtype=dtype, linear=lambda w_OI, b_O: lambda x_TI: x_TI)
         stages = of_config(config, whole.stage.end)
-        groups = groups_of(whole, selection_for(config, whole))
+        groups = groups_of(whole, selection_for(config, whole), config.kv)
     except ConfigError as e:
         yield Finding("ranks", "--pp", str(e), ok=False)
         return

@@ -23,7 +23,8 @@ class LatentAttention(Protocol):
         """Attend to the rows that the slots name.
 
         q_BNH      f32|bf16, dense
-        pool_PGH   dtype of q: one layer of the device pool; dense in G and H
+        pool_PGH   dtype of q, or bf16, or uint8 of `types.fp8`, `value_dim` of a row coded: one layer of the
+                   device pool; dense in G and H
         slot_BS    int32: token n % G of page n // G, in the order of positions; -1 after the last
         Returns    out_BNR, R = value_dim <= H, dtype of q, dense; lse_BN f32, log of the sum of e^score,
                    natural. A query without rows has 0 and -inf.

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention.latent_attention import LatentAttention
-from penstock.kernels.cases import TOLERANCE, Case, Workload
+from penstock.kernels.cases import FORMATS, TOLERANCE, Case, Workload
+from penstock.kernels.types import fp8
 
 # name: rows that each query chose
 _COUNTS: dict[str, tuple[int, ...]] = {
@@ -21,19 +22,19 @@ _SHAPES = ((8, 112, 96), (4, 24, 16), (3, 50, 30), (128, 576, 512))     # heads,
 
 
 def cases(device: str) -> Iterator[Case]:
-    for dtype in (torch.float32, torch.bfloat16):
-        name = str(dtype).removeprefix("torch.")
+    for name, dtype, kept in FORMATS:
         for step, counts in _COUNTS.items():
             for i, shape in enumerate(_SHAPES):
-                if shape[0] < 100 or step != "a chunk of queries":
+                if (shape[0] < 100 or step != "a chunk of queries") and (
+                        kept != torch.uint8 or shape[2] % 16 == 0):
                     yield Case(f"{name}-{step}-{shape}", partial(
-                        _run, dtype, counts, shape, (16, 3, 64)[i % 3], device), TOLERANCE[dtype])
+                        _run, dtype, kept, counts, shape, (16, 3, 64)[i % 3], device), TOLERANCE[dtype])
 
 
-def make(dtype: torch.dtype, counts: tuple[int, ...], shape: tuple[int, int, int],
+def make(dtype: torch.dtype, kept: torch.dtype, counts: tuple[int, ...], shape: tuple[int, int, int],
          size: int) -> tuple[Tensor, Tensor, Tensor]:
     """q, one of two layers of a pool, slots; queries share rows, one in -1 beyond the last."""
-    heads, dim, _ = shape
+    heads, dim, value_dim = shape
     generator = torch.Generator().manual_seed(sum(counts) + dim)
     most = max(counts)
     held = torch.randperm(3 * most + size, generator=generator)[:2 * most]
@@ -42,30 +43,32 @@ def make(dtype: torch.dtype, counts: tuple[int, ...], shape: tuple[int, int, int
     slot = torch.full((len(counts), most + 1), -1, dtype=torch.int32)
     for b, count in enumerate(counts):
         slot[b, :count] = held[torch.randperm(len(held), generator=generator)[:count]]
+    pool = fp8.kept(pool, kept, value_dim)
     return torch.randn(len(counts), heads, dim, generator=generator).to(dtype), pool[:, 1], slot
 
 
-def _run(dtype: torch.dtype, counts: tuple[int, ...], shape: tuple[int, int, int], size: int, device: str,
-         run: LatentAttention) -> tuple[Tensor, ...]:
-    q, pool, slot = (t.to(device) for t in make(dtype, counts, shape, size))
+def _run(dtype: torch.dtype, kept: torch.dtype, counts: tuple[int, ...], shape: tuple[int, int, int],
+         size: int, device: str, run: LatentAttention) -> tuple[Tensor, ...]:
+    q, pool, slot = (t.to(device) for t in make(dtype, kept, counts, shape, size))
     return run(q, pool, slot, value_dim=shape[2], scale=shape[1] ** -0.5)
 
 
 def workloads() -> Iterator[Workload]:
     """DeepSeek-V3.2's decode of one row; a chunk of the recall model's prompt."""
-    for dtype in (torch.float32, torch.bfloat16):
+    for name, dtype, kept in FORMATS:
         for shape, queries, chosen in (((128, 576, 512), 1, 2048), ((8, 112, 96), 512, 256)):
+            row = fp8.width(shape[1], shape[2]) if kept == torch.uint8 else shape[1]
             yield Workload(
-                f"{str(dtype).removeprefix('torch.')} {shape} {queries} x {chosen}",
-                partial(_prepare, dtype, shape, queries, chosen),
-                queries * chosen * shape[1] * dtype.itemsize,
+                f"{name} {shape} {queries} x {chosen}",
+                partial(_prepare, dtype, kept, shape, queries, chosen),
+                queries * chosen * row * kept.itemsize,
                 2 * queries * chosen * shape[0] * (shape[1] + shape[2]), 4)
 
 
-def _prepare(dtype: torch.dtype, shape: tuple[int, int, int], queries: int, chosen: int,
+def _prepare(dtype: torch.dtype, kept: torch.dtype, shape: tuple[int, int, int], queries: int, chosen: int,
              run: LatentAttention) -> Callable[[int], object]:
     heads, dim, value_dim = shape
-    pools = torch.randn(4, 64, 64, dim).to(dtype)
+    pools = fp8.kept(torch.randn(4, 64, 64, dim).to(dtype), kept, value_dim)
     q = torch.randn(queries, heads, dim).to(dtype)
     slot = torch.stack([torch.randperm(4096)[:chosen] for _ in range(queries)]).int()
     return lambda layer: run(q, pools[layer], slot, value_dim=value_dim, scale=dim ** -0.5)

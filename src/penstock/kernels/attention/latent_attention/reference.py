@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.platform import Platform
+from penstock.kernels.types import fp8
 
 
 def probe(_: Platform) -> str:
@@ -19,7 +20,7 @@ def latent_attention(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor, *, value_
     for b, slot_S in enumerate(slot_BS.long()):
         slot_S = slot_S[slot_S >= 0]
         if len(slot_S):
-            row_SH = pool_PGH[slot_S // size, slot_S % size].float()
+            row_SH = fp8.floats(pool_PGH[slot_S // size, slot_S % size], value_dim)
             score_NS = q_BNH[b].float() @ row_SH.T * scale
             out_BNR[b] = (score_NS.softmax(-1) @ row_SH[:, :value_dim]).to(q_BNH.dtype)
             lse_BN[b] = score_NS.logsumexp(-1)

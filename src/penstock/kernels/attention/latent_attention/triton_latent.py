@@ -16,17 +16,31 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.attention.sparse_attention.triton_units import join_units
+from penstock.kernels.types import fp8
 
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def attend_rows(q, pool, slot, part, peak, scale, pool_page, HEADS, CHOSEN, SIZE: tl.constexpr,
-                DIM: tl.constexpr, VALUE: tl.constexpr, HALVES: tl.constexpr, HALF: tl.constexpr,
-                REST_PAD: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-                EXACT: tl.constexpr):
+def _values(pool, scales, line, d, here, VALUE: tl.constexpr, CODED: tl.constexpr):
+    """Value dims `d` of the rows that begin at `line`: elements of the pool, of codes words of four bytes."""
+    inside = here[:, None] & (d < VALUE)[None, :]
+    if CODED:
+        byte = tl.load(pool + (line * 4)[:, None] + d[None, :], mask=inside, other=0)
+        s = tl.load(scales + (line + VALUE // 4)[:, None] + (d // 128)[None, :], mask=inside, other=0.0)
+        return byte.to(tl.float8e4nv, bitcast=True).to(tl.float32) * s
+    else:               # one of two, when it is compiled
+        return tl.load(pool + line[:, None] + d[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def attend_rows(q, pool, scales, rests, slot, part, peak, scale, pool_page, HEADS, CHOSEN, SIZE: tl.constexpr,
+                DIM: tl.constexpr, ROW: tl.constexpr, VALUE: tl.constexpr, HALVES: tl.constexpr,
+                HALF: tl.constexpr, REST_PAD: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+                BLOCKS: tl.constexpr, EXACT: tl.constexpr, CODED: tl.constexpr):
     """Part `s` of query `b`, GROUP heads, HALF value dims: the mean of its values into `part`, log2 of the
-    weights' sum into `peak`, -inf for a part without rows."""
+    weights' sum into `peak`, -inf for a part without rows. ROW: elements of a row, of codes words of four
+    bytes; `scales` and `rests` are the pool seen as f32 and as bf16."""
     s, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
     half, group = tl.program_id(1) % HALVES, tl.program_id(1) // HALVES
     parts = tl.num_programs(0)
@@ -48,12 +62,19 @@ def attend_rows(q, pool, slot, part, peak, scale, pool_page, HEADS, CHOSEN, SIZE
         i = (s * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
         at = tl.load(slot + b * CHOSEN + i, mask=i < CHOSEN, other=-1)
         here = at >= 0
-        row = pool + ((at // SIZE).to(tl.int64) * pool_page + at % SIZE * DIM)[:, None]
-        v_iV = tl.load(row + mine[None, :], mask=here[:, None] & (mine < VALUE)[None, :], other=0.0)
-        r_iH = tl.load(row + rest[None, :], mask=here[:, None] & (rest < DIM)[None, :], other=0.0)
+        begin = (at // SIZE).to(tl.int64) * pool_page + at % SIZE * ROW
+        v_iV = _values(pool, scales, begin, mine, here, VALUE, CODED).to(q.dtype.element_ty)
+        if CODED:
+            blocks: tl.constexpr = (VALUE + 127) // 128
+            r_iH = tl.load(rests + (begin * 2 + VALUE // 2 + 2 * blocks - VALUE)[:, None] + rest[None, :],
+                           mask=here[:, None] & (rest < DIM)[None, :], other=0.0)
+        else:
+            r_iH = tl.load(pool + begin[:, None] + rest[None, :], mask=here[:, None] & (rest < DIM)[None, :],
+                           other=0.0)
+        r_iH = r_iH.to(q.dtype.element_ty)
         score = tl.dot(q_mine, tl.trans(v_iV), input_precision=precision)
         if HALVES == 2:
-            o_iV = tl.load(row + other[None, :], mask=here[:, None] & (other < VALUE)[None, :], other=0.0)
+            o_iV = _values(pool, scales, begin, other, here, VALUE, CODED).to(q.dtype.element_ty)
             score += tl.dot(q_other, tl.trans(o_iV), input_precision=precision)
         score += tl.dot(q_rest, tl.trans(r_iH), input_precision=precision)
         score = tl.where(here[None, :], score * (scale * _LOG2E), float("-inf"))
@@ -85,7 +106,11 @@ def latent_attention(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor, *, value_
     queries, heads, dim = q_BNH.shape
     size, chosen = pool_PGH.shape[1], slot_BS.shape[1]
     assert q_BNH.is_contiguous() and slot_BS.is_contiguous(), "queries and slots must be dense"
-    assert pool_PGH.stride(2) == 1 and pool_PGH.stride(1) == dim, "rows of a page must be dense"
+    coded = pool_PGH.dtype == torch.uint8
+    row = fp8.width(dim, value_dim) if coded else dim
+    assert pool_PGH.stride(2) == 1 and pool_PGH.stride(1) == row, "rows of a page must be dense"
+    words, rests = (pool_PGH.view(kind) if coded else pool_PGH for kind in (torch.float32, torch.bfloat16))
+    block = BLOCK // 2 if coded else BLOCK          # codes become values in shared memory, which is short
     exact = q_BNH.dtype == torch.float32
     pad = max(16, triton.next_power_of_2(value_dim))
     halves = 2 if pad > WIDE else 1
@@ -103,11 +128,12 @@ def latent_attention(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor, *, value_
         turn = slice(first, first + most)
         num = len(slot_BS[turn])
         attend_rows[(parts, groups * halves, num)](
-            q_BNH[turn], pool_PGH, slot_BS[turn], part, peak, scale, pool_PGH.stride(0), heads, chosen,
-            SIZE=size, DIM=dim, VALUE=value_dim, HALVES=halves, HALF=pad // halves,
-            REST_PAD=max(16, triton.next_power_of_2(max(1, dim - value_dim))), GROUP=group, BLOCK=BLOCK,
-            BLOCKS=BLOCKS, EXACT=exact, num_warps=4,
-            num_stages=1 if exact else 2)
+            q_BNH[turn], pool_PGH, words, rests, slot_BS[turn], part, peak, scale, words.stride(0), heads,
+            chosen, SIZE=size, DIM=dim, ROW=words.stride(1), VALUE=value_dim, HALVES=halves,
+            HALF=pad // halves,
+            REST_PAD=max(16, triton.next_power_of_2(max(1, dim - value_dim))), GROUP=group, BLOCK=block,
+            BLOCKS=BLOCK * BLOCKS // block, EXACT=exact, CODED=coded,
+            num_warps=4, num_stages=1 if exact else 2)
         join_units[(num * heads,)](part, peak, out_BNR[turn], lse_BN[turn], parts, DIM=value_dim,
                                    DIM_PAD=triton.next_power_of_2(value_dim), num_warps=1)
     return out_BNR, lse_BN

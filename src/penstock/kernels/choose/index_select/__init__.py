@@ -25,7 +25,8 @@ class IndexSelect(Protocol):
 
         q_BIJ        f32|bf16, dense; after RoPE
         weight_BI    f32, dense: what each index head counts, every factor in it
-        key_PGJ      dtype of q: one layer of the selector's pages; dense in G and J
+        key_PGJ      dtype of q, or bf16, or uint8 of `types.fp8`, all of a key coded: one layer of the
+                     selector's pages; dense in G and J
         table_RP     int32: a row's pages of keys, position p in page p // G
         row_B        int32: each query's row; any number of queries may have the same
         position_B   int32: each query's position, itself visible; -1 for no query

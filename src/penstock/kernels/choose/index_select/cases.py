@@ -11,8 +11,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from penstock.kernels.cases import Case, Workload
+from penstock.kernels.cases import FORMATS, Case, Workload
 from penstock.kernels.choose.index_select import IndexSelect
+from penstock.kernels.types import fp8
 
 # name: (row, position) of each query
 _QUERIES: dict[str, tuple[tuple[int, int], ...]] = {
@@ -28,13 +29,12 @@ _TOPK = 24
 
 
 def cases(device: str) -> Iterator[Case]:
-    for dtype in (torch.float32, torch.bfloat16):
-        name = str(dtype).removeprefix("torch.")
+    for name, dtype, kept in FORMATS:
         for step, queries in _QUERIES.items():
             for i, heads in enumerate(_HEADS):
                 size = (16, 64, 3)[i % 3]
                 yield Case(f"{name}-{step}-{heads}-pages of {size}",
-                           partial(_run, dtype, queries, heads, size, device), 0.0)
+                           partial(_run, dtype, kept, queries, heads, size, device), 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,10 @@ class Inputs:
     position_B: Tensor
 
 
-def make(dtype: torch.dtype, queries: tuple[tuple[int, int], ...], heads: tuple[int, int],
+def make(dtype: torch.dtype, kept: torch.dtype, queries: tuple[tuple[int, int], ...], heads: tuple[int, int],
          size: int) -> Inputs:
-    """Three rows over scattered pages; the pool's page stride is larger than a page."""
+    """Three rows over scattered pages; the pool's page stride is larger than a page. The largest of a key is
+    7: in fp8 its scale is 1/64, and all of it exact."""
     num_heads, dim = heads
     generator = torch.Generator().manual_seed(len(queries) + dim)
     pages = max(max(position for _, position in queries), 0) // size + 1
@@ -58,34 +59,37 @@ def make(dtype: torch.dtype, queries: tuple[tuple[int, int], ...], heads: tuple[
     for row in range(3):
         seen = torch.arange(1 + max((p for r, p in queries if r == row), default=-1))
         at = table_RP[row, seen // size].long()
-        keys[at, 1, seen % size] = torch.randint(-3, 4, (len(seen), dim), generator=generator).to(dtype)
+        key = torch.randint(-3, 4, (len(seen), dim), generator=generator)
+        key[:, 0] = 7
+        keys[at, 1, seen % size] = key.to(dtype)
     q = torch.randint(-3, 4, (len(queries), num_heads, dim), generator=generator)
     weight = torch.randint(-2, 5, (len(queries), num_heads), generator=generator)
     row_B, position_B = (torch.tensor(x, dtype=torch.int32) for x in zip(*queries, strict=True))
-    return Inputs(q.to(dtype), weight.float(), keys[:, 1], table_RP, row_B, position_B)
+    return Inputs(q.to(dtype), weight.float(), fp8.kept(keys, kept, dim)[:, 1], table_RP, row_B, position_B)
 
 
-def _run(dtype: torch.dtype, queries: tuple[tuple[int, int], ...], heads: tuple[int, int], size: int,
-         device: str, run: IndexSelect) -> Tensor:
-    i = make(dtype, queries, heads, size)
+def _run(dtype: torch.dtype, kept: torch.dtype, queries: tuple[tuple[int, int], ...], heads: tuple[int, int],
+         size: int, device: str, run: IndexSelect) -> Tensor:
+    i = make(dtype, kept, queries, heads, size)
     return run(*(t.to(device) for t in (i.q_BIJ, i.weight_BI, i.key_PGJ, i.table_RP, i.row_B,
                                         i.position_B)), topk=_TOPK)
 
 
 def workloads() -> Iterator[Workload]:
     """DeepSeek-V3.2's indexer at 16,384 tokens; a prompt of the recall model."""
-    for dtype in (torch.float32, torch.bfloat16):
+    for name, dtype, kept in FORMATS:
         for heads, queries, context, topk in (((64, 128), 1, 16384, 2048), ((8, 32), 512, 4096, 256)):
+            key = fp8.width(heads[1], heads[1]) if kept == torch.uint8 else heads[1]
             yield Workload(
-                f"{str(dtype).removeprefix('torch.')} {heads} {queries} at {context}",
-                partial(_prepare, dtype, heads, queries, context, topk),
-                context * heads[1] * dtype.itemsize, 2 * queries * context * heads[0] * heads[1], 4)
+                f"{name} {heads} {queries} at {context}",
+                partial(_prepare, dtype, kept, heads, queries, context, topk),
+                context * key * kept.itemsize, 2 * queries * context * heads[0] * heads[1], 4)
 
 
-def _prepare(dtype: torch.dtype, heads: tuple[int, int], queries: int, context: int, topk: int,
-             run: IndexSelect) -> Callable[[int], object]:
+def _prepare(dtype: torch.dtype, kept: torch.dtype, heads: tuple[int, int], queries: int, context: int,
+             topk: int, run: IndexSelect) -> Callable[[int], object]:
     num_heads, dim = heads
-    pools = torch.randn(4, context // 64, 64, dim).to(dtype)
+    pools = fp8.kept(torch.randn(4, context // 64, 64, dim).to(dtype), kept, dim)
     q, weight = torch.randn(queries, num_heads, dim).to(dtype), torch.rand(queries, num_heads)
     table = torch.arange(context // 64, dtype=torch.int32).view(1, -1)
     row = torch.zeros(queries, dtype=torch.int32)

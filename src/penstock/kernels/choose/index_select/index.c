@@ -5,7 +5,7 @@
  *
  *   I index heads   J index head dim, a multiple of 16   G page size
  */
-#include "vectors.h"
+#include "fp8.h"
 
 #define TASK 512                /* tokens that one thread scores at a time */
 
@@ -15,12 +15,16 @@ typedef struct {
     const int32_t *table, *row, *position;
     float *score;                   /* [B, width] */
     int32_t *chosen;                /* [B, topk] */
-    int64_t page_stride, table_stride;                      /* elements */
+    int64_t page_stride, key_stride, table_stride;          /* elements */
     int64_t queries, heads, page_size, width, topk;
 } Index;
 
-INLINE void score_tokens(const Index *s, int64_t b, int64_t first, int64_t end, int64_t dim, int bf16)
+INLINE void score_tokens(const Index *s, int64_t b, int64_t first, int64_t end, int64_t dim, int bf16,
+                         int format)
 {
+    const int key_bf16 = format == SAME && bf16;
+    float floats[format == SAME ? 1 : BLOCK * dim];
+    const void *const keys = format == SAME ? s->key : floats;
     const int32_t *pages = s->table + s->row[b] * s->table_stride;
     float q[s->heads * dim], one_head[BLOCK], *score = s->score + b * s->width;
     for (int64_t i = 0; i < s->heads * dim; i += LANES)
@@ -29,11 +33,16 @@ INLINE void score_tokens(const Index *s, int64_t b, int64_t first, int64_t end, 
         int64_t at[BLOCK];
         for (int j = 0; j < BLOCK; j++) {           /* past the end: the first again, not kept */
             int64_t token = p + j < end ? p + j : p;
-            at[j] = pages[token / s->page_size] * s->page_stride + token % s->page_size * dim;
+            at[j] = pages[token / s->page_size] * s->page_stride + token % s->page_size * s->key_stride;
+            if (format != SAME) {
+                unpack((const char *)s->key + at[j] * (format == BF16 ? 2 : 1), dim, dim, format,
+                       floats + j * dim);
+                at[j] = j * dim;
+            }
         }
         float total[BLOCK] = { 0 };
         for (int64_t i = 0; i < s->heads; i++) {
-            score_block(q + i * dim, s->key, at, dim, bf16, one_head);
+            score_block(q + i * dim, keys, at, dim, key_bf16, one_head);
             for (int j = 0; j < BLOCK; j++)
                 total[j] += s->weight[b * s->heads + i] * (one_head[j] > 0.0f ? one_head[j] : 0.0f);
         }
@@ -56,7 +65,7 @@ static void choose(const Index *s, int64_t b)
         out[i] = -1;
 }
 
-#define RUN(dim, bf16) \
+#define RUN_AS(dim, bf16, format) \
     _Pragma("omp parallel num_threads(threads)") \
     { \
         _Pragma("omp for schedule(dynamic)") \
@@ -66,16 +75,25 @@ static void choose(const Index *s, int64_t b)
                 continue; \
             end = end < from + TASK ? end : from + TASK; \
             if (from < end) \
-                score_tokens(s, b, from, end, dim, bf16); \
+                score_tokens(s, b, from, end, dim, bf16, format); \
         } \
         _Pragma("omp for schedule(dynamic)") \
         for (int64_t b = 0; b < s->queries; b++) \
             choose(s, b); \
     }
 
-int penstock_index(const Index *s, int64_t dim, int bf16, int threads)
+int penstock_index(const Index *s, int64_t dim, int bf16, int format, int threads)
 {
     const int64_t tasks = (s->width + TASK - 1) / TASK;
-    BY_SHAPE(32, 128)
+    #define RUN(dim, bf16) RUN_AS(dim, bf16, SAME)
+    if (format == SAME) {
+        BY_SHAPE(32, 128)
+    #undef RUN
+    #define RUN(dim, bf16) RUN_AS(dim, bf16, FP8)
+    } else if (format == FP8) {
+        BY_SHAPE(32, 128)
+    } else {
+        RUN_AS(dim, 0, BF16)
+    }
     return 0;
 }

@@ -11,6 +11,7 @@ from penstock.kernels.c.build import entry, library
 from penstock.kernels.choose.index_select import reference
 from penstock.kernels.op import WrongResult
 from penstock.kernels.platform import Platform
+from penstock.kernels.types import fp8
 
 _LANES = 16                         # the widest in vectors.h
 _SOURCE = Path(__file__).with_name("index.c")
@@ -23,7 +24,7 @@ class _Index(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in (
             "q", "key", "weight", "table", "row", "position", "score", "chosen")),
         *((name, ctypes.c_int64) for name in (
-            "page_stride", "table_stride", "queries", "heads", "page_size", "width", "topk")),
+            "page_stride", "key_stride", "table_stride", "queries", "heads", "page_size", "width", "topk")),
     )
 
 
@@ -36,11 +37,13 @@ def probe(platform: Platform) -> str:
     weight = torch.randint(-2, 5, (3, 4), generator=generator).float()
     table = torch.arange(8, -1, -1, dtype=torch.int32).view(1, 9)
     row, position = (torch.tensor(x, dtype=torch.int32) for x in ([0, 0, 0], [143, 57, 3]))
-    for dtype in (torch.float32, torch.bfloat16):
-        out, want = (run(q.to(dtype), weight, keys.to(dtype), table, row, position, topk=20)
+    for dtype, kept in ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16),
+                        (torch.float32, torch.uint8)):
+        pages = fp8.kept(keys * 448 / 3, kept, 32)      # codes of whole numbers
+        out, want = (run(q.to(dtype), weight, pages, table, row, position, topk=20)
                      for run in (index_select, reference.index_select))
         if not torch.equal(out, want):
-            raise WrongResult(f"{compiler}: {dtype} chooses others on a small case")
+            raise WrongResult(f"{compiler}: {dtype} over {kept} chooses others on a small case")
     return f"{platform.best('avx512_f', 'avx2', 'sve')}, {compiler}"
 
 
@@ -57,7 +60,9 @@ def index_select(q_BIJ: Tensor, weight_BI: Tensor, key_PGJ: Tensor, table_RP: Te
     args = _Index(
         *(t.data_ptr() for t in (
             q_BIJ, key_PGJ, weight_BI, table_RP, row_B, position_B, score, chosen_BS)),
-        key_PGJ.stride(0), table_RP.stride(0), queries, heads, key_PGJ.shape[1], width, topk)
-    entry(_SOURCE, "penstock_index", ctypes.c_int64, ctypes.c_int)(
-        ctypes.byref(args), dim, q_BIJ.dtype is torch.bfloat16, torch.get_num_threads())
+        key_PGJ.stride(0), key_PGJ.stride(1), table_RP.stride(0), queries, heads, key_PGJ.shape[1], width,
+        topk)
+    entry(_SOURCE, "penstock_index", ctypes.c_int64, ctypes.c_int, ctypes.c_int)(
+        ctypes.byref(args), dim, q_BIJ.dtype is torch.bfloat16, fp8.format_of(key_PGJ, q_BIJ),
+        torch.get_num_threads())
     return chosen_BS

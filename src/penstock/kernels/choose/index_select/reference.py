@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.platform import Platform
+from penstock.kernels.types import fp8
 
 
 def probe(_: Platform) -> str:
@@ -13,7 +14,7 @@ def probe(_: Platform) -> str:
 
 def scores(q_IJ: Tensor, weight_I: Tensor, key_PJ: Tensor) -> Tensor:
     """score_P of the tokens whose keys these are, float32."""
-    return weight_I @ (q_IJ.float() @ key_PJ.float().T).relu()
+    return weight_I @ (q_IJ.float() @ fp8.floats(key_PJ, q_IJ.shape[1]).T).relu()
 
 
 def index_select(q_BIJ: Tensor, weight_BI: Tensor, key_PGJ: Tensor, table_RP: Tensor, row_B: Tensor,

@@ -17,13 +17,16 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.triton.topn import cut_of, key_of, taken_of
+from penstock.kernels.types import fp8
 
 
 @triton.jit
-def score_keys(q, weight, key, table, row, position, score, q_row, weight_row, key_page, table_row, TOKENS,
-               BLOCKS, SIZE: tl.constexpr, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, DIM: tl.constexpr,
-               DIM_PAD: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr):
-    """BLOCKS blocks of BLOCK tokens of one query; nothing where all its tokens are behind its position."""
+def score_keys(q, weight, key, scales, table, row, position, score, q_row, weight_row, key_page, table_row,
+               TOKENS, BLOCKS, SIZE: tl.constexpr, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr,
+               DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr,
+               KEY: tl.constexpr, CODED: tl.constexpr):
+    """BLOCKS blocks of BLOCK tokens of one query; nothing where all its tokens are behind its position. KEY:
+    elements of a key, of codes words of four bytes; `scales` are the keys seen as f32."""
     b = tl.program_id(1)
     end = tl.load(position + b) + 1
     first = tl.program_id(0) * BLOCKS * BLOCK
@@ -40,10 +43,17 @@ def score_keys(q, weight, key, table, row, position, score, q_row, weight_row, k
             t = start + tl.arange(0, BLOCK)
             own = t < end
             page = tl.load(pages + t // SIZE, mask=own, other=0).to(tl.int64)
-            key_tJ = tl.load(key + (page * key_page + t % SIZE * DIM)[:, None] + d[None, :],
-                             mask=own[:, None] & (d[None, :] < DIM), other=0.0)
-            s_tI = tl.dot(key_tJ, q_JI, input_precision=precision)
+            at = page * key_page + t % SIZE * KEY
+            inside = own[:, None] & (d[None, :] < DIM)
+            if CODED:                   # a code is exact in any type
+                byte = tl.load(key + (at * 4)[:, None] + d[None, :], mask=inside, other=0)
+                key_tJ = byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+            else:
+                key_tJ = tl.load(key + at[:, None] + d[None, :], mask=inside, other=0.0)
+            s_tI = tl.dot(key_tJ.to(q.dtype.element_ty), q_JI, input_precision=precision)
             s_t = tl.sum(tl.maximum(s_tI, 0.0) * weight_I[None, :], 1)
+            if CODED:
+                s_t *= tl.load(scales + at + DIM // 4, mask=own, other=0.0)
             tl.store(line + t, s_t, mask=own)
 
 
@@ -90,7 +100,11 @@ def index_select(q_BIJ: Tensor, weight_BI: Tensor, key_PGJ: Tensor, table_RP: Te
     size = key_PGJ.shape[1]
     tokens = table_RP.shape[1] * size
     assert q_BIJ.is_contiguous() and weight_BI.stride(1) == table_RP.stride(1) == 1, "rows must be dense"
-    assert key_PGJ.stride(2) == 1 and key_PGJ.stride(1) == dim, "tokens of a page must be dense"
+    coded = key_PGJ.dtype == torch.uint8
+    assert not coded or dim <= fp8.BLOCK, f"keys of {dim}"
+    row = fp8.width(dim, dim) if coded else dim
+    assert key_PGJ.stride(2) == 1 and key_PGJ.stride(1) == row, "tokens of a page must be dense"
+    words = key_PGJ.view(torch.float32) if coded else key_PGJ
     device = q_BIJ.device
     most = max(1, min(queries, SCORES // tokens))
     score_bU = torch.empty((most, tokens), dtype=torch.float32, device=device)
@@ -100,14 +114,12 @@ def index_select(q_BIJ: Tensor, weight_BI: Tensor, key_PGJ: Tensor, table_RP: Te
         num = len(position_B[turn])
         total = triton.cdiv(tokens, BLOCK)
         blocks = max(1, min(8, total * num // PROGRAMS))
-        score_keys[(triton.cdiv(total, blocks), num)](q_BIJ[turn], weight_BI[turn], key_PGJ, table_RP,
-                                                      row_B[turn], position_B[turn], score_bU,
-                                                      q_BIJ.stride(0), weight_BI.stride(0), key_PGJ.stride(0),
-                                                      table_RP.stride(0), tokens, blocks, SIZE=size,
-                                                      HEADS=heads, HEADS_PAD=max(16,
-                                                      triton.next_power_of_2(heads)), DIM=dim, DIM_PAD=max(16,
-                                                      triton.next_power_of_2(dim)), BLOCK=BLOCK,
-                                                      EXACT=q_BIJ.dtype == torch.float32, num_warps=4)
+        score_keys[(triton.cdiv(total, blocks), num)](
+            q_BIJ[turn], weight_BI[turn], key_PGJ, words, table_RP, row_B[turn], position_B[turn], score_bU,
+            q_BIJ.stride(0), weight_BI.stride(0), words.stride(0), table_RP.stride(0), tokens, blocks,
+            SIZE=size, HEADS=heads, HEADS_PAD=max(16, triton.next_power_of_2(heads)), DIM=dim,
+            DIM_PAD=max(16, triton.next_power_of_2(dim)), BLOCK=BLOCK, EXACT=q_BIJ.dtype == torch.float32,
+            KEY=words.stride(1), CODED=coded, num_warps=4)
         _best(score_bU, position_B[turn], chosen_BS[turn])
     return chosen_BS
 

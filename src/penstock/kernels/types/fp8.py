@@ -1,0 +1,89 @@
+"""Vectors of KV in fp8, as a page has them: how they lie, and the rounding, which this file defines.
+
+A vector of H values, of which the first `coded` are in fp8 (e4m3), each BLOCK of them with its own scale:
+
+    coded bytes: the codes | f32 of each block: its scale | bf16 of each of the other H - coded values
+
+A latent row of 512 and 64 takes 656 bytes, an index key of 128 takes 132. The scale is the largest amount
+of its block / 448, so that this one is kept up to the rounding of a float; a code is to nearest, ties to
+even. Pages of these are uint8: copies, moves and a pair carry bytes.
+
+    H values of a vector   W bytes of one that is kept   J index head dim
+"""
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 128
+LARGEST = 448.0             # that e4m3 has
+
+
+def blocks_of(coded: int) -> int:
+    return -(-coded // BLOCK)
+
+
+def width(dim: int, coded: int) -> int:
+    """W of vectors of `dim` values."""
+    return coded + 4 * blocks_of(coded) + 2 * (dim - coded)
+
+
+def encode(x_H: Tensor, coded: int) -> Tensor:
+    """x [.., H], f32|bf16 -> uint8 [.., W], dense. What is not finite stays that."""
+    amount, blocks = x_H[..., :coded].float(), blocks_of(coded)
+    block_bB = F.pad(amount, (0, blocks * BLOCK - coded)).reshape(*amount.shape[:-1], blocks, BLOCK)
+    scale_b1 = block_bB.abs().amax(-1, keepdim=True) / LARGEST
+    code_bB = (block_bB / scale_b1.where(scale_b1 != 0, 1.0)).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    parts = (code_bB.flatten(-2)[..., :coded], scale_b1.squeeze(-1), x_H[..., coded:].to(torch.bfloat16))
+    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], -1)
+
+
+def decode(kept_W: Tensor, coded: int) -> Tensor:
+    """uint8 [.., W] -> f32 [.., H]: code times scale, in f32."""
+    end = coded + 4 * blocks_of(coded)
+    code, scale, rest = (kept_W[..., at].contiguous() for at in (
+        slice(coded), slice(coded, end), slice(end, None)))
+    scale_b = scale.view(torch.float32).repeat_interleave(BLOCK, -1)[..., :coded]
+    coded_H = code.view(torch.float8_e4m3fn).float() * scale_b
+    return torch.cat((coded_H, rest.view(torch.bfloat16).float()), -1)
+
+
+def kept(x_H: Tensor, dtype: torch.dtype, coded: int) -> Tensor:
+    """x [.., H] as pages of `dtype` have it: itself, rounded to that type, or coded where that is uint8."""
+    if dtype == torch.uint8:
+        return encode(x_H, coded)
+    return x_H if x_H.dtype == dtype else x_H.to(dtype)
+
+
+def floats(kept_W: Tensor, coded: int) -> Tensor:
+    """f32 [.., H] of what a page has, whichever its dtype."""
+    return decode(kept_W, coded) if kept_W.dtype == torch.uint8 else kept_W.float()
+
+
+SAME, BF16, FP8 = range(3)      # as in c/fp8.h
+
+
+def format_of(pool: Tensor, q: Tensor) -> int:
+    """What a page has, seen by queries of their type."""
+    return FP8 if pool.dtype == torch.uint8 else SAME if pool.dtype == q.dtype else BF16
+
+
+@functools.cache
+def _hadamard(size: int, device: torch.device) -> Tensor:
+    """f32 [size, size], its own inverse. Source: Sylvester, 1867."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < size:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    assert len(matrix) == size, f"{size} is no power of two"
+    scaled: Tensor = matrix * size ** -0.5
+    return scaled.to(device)
+
+
+def mixed(x_J: Tensor) -> Tensor:
+    """x [.., J] through a Hadamard matrix, in its dtype: products of two that are mixed stay what they were,
+    and values of one vector become alike. J is a power of two.
+    Source: DeepSeek-V3.2-Exp, its indexer; QuaRot, arXiv:2404.00456."""
+    return (x_J.float() @ _hadamard(x_J.shape[-1], x_J.device)).to(x_J.dtype)
