@@ -57,7 +57,7 @@ clients: $(VENV)/.installed-dev  ## what people use, each in an environment of i
 
 # ---------------------------------------------------------------- checking
 test: $(VENV)/.installed-dev  ## every test but the long ones, under 10 minutes on two quiet cores
-	$(PYTEST) -m "not sweep and not soak and not gpu" --times .cache/times.json $(ARGS)
+	$(PYTEST) -m "not sweep and not soak and not gpu" --times=.cache/times.json $(ARGS)
 
 times:  ## write what the last make test took into CONTRIBUTING.md
 	$(PYTHON) tests/times.py
