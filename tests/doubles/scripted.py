@@ -103,7 +103,7 @@ class Scripted:
     def of(self, rank: int | None) -> Scripted:
         return self
 
-    def submit(self, prompt, params, *, eos_ids=(), namespace=0):
+    def submit(self, prompt, params, *, eos_ids=(), namespace=0, room=None):
         checked_limits(self.ready, prompt, params, eos_ids)
         self.prompt, self.params = self.tokenizer.decode(prompt, skip_special=False), params
         ids = self.tokenizer.encode(self.says, add_special=False)

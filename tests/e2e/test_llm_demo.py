@@ -13,9 +13,11 @@ import pytest
 
 from penstock import LLM, AsyncLLM, ConfigError, RequestError, SamplingParams
 from penstock.config.settings.cli import Parser
+from penstock.config.settings.tree import Config, ModelConfig
 from penstock.serve.cli import commands
 from penstock.serve.client.outputs import Delta
 
+CONFIG = Config(model=ModelConfig(model="demo"))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
@@ -199,7 +201,7 @@ def test_a_ctrl_c_keeps_what_was_said_and_a_refusal_keeps_nothing(capsys):
 
 def test_an_empty_prompt_is_refused_before_anything_loads(capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
-    assert commands.run(None, arguments("generate")) == 1
+    assert commands.run(CONFIG, arguments("generate")) == 1
     assert "empty" in capsys.readouterr().err
 
 
@@ -209,7 +211,7 @@ def test_an_empty_prompt_is_refused_before_anything_loads(capsys, monkeypatch):
 ], ids=str)
 def test_wrong_flags_are_config_errors_before_anything_loads(words, message):
     with pytest.raises(ConfigError, match=message):
-        commands.run(None, arguments("generate", *words))
+        commands.run(CONFIG, arguments("generate", *words))
 
 
 def test_lines_that_are_no_requests_are_named(tmp_path):
@@ -217,7 +219,7 @@ def test_lines_that_are_no_requests_are_named(tmp_path):
     for line in ("nonsense", "[1]", '{"prompt": "a", "messages": []}', '{"text": "a"}'):
         path.write_text('{"prompt": "fine"}\n' + line)
         with pytest.raises(ConfigError, match="line 2"):
-            commands.run(None, arguments("generate", "--input", str(path)))
+            commands.run(CONFIG, arguments("generate", "--input", str(path)))
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)

@@ -57,7 +57,7 @@ class OneChoice:
     def stop_at(self, count: int) -> None:
         self.stopped = count
 
-    def submit(self, prompt, params, *, eos_ids, namespace):
+    def submit(self, prompt, params, *, eos_ids, namespace, room=None):
         return [self]
 
     def __aiter__(self):

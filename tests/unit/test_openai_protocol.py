@@ -20,6 +20,7 @@ from penstock.serve.client.client import checked_limits
 from penstock.serve.client.generate import Ended, Piece, Usage
 from penstock.serve.http.completions import as_api_error
 from penstock.serve.http.format import ChatFormat, Prompts, TextFormat, Whole, encode, event, usage_json
+from penstock.serve.http.routed import BOOTSTRAP, Routed
 from penstock.serve.http.types import (
     NEUTRAL,
     ChatRequest,
@@ -168,9 +169,15 @@ def test_every_number_has_bounds_and_names_itself(call, huge):
     hints = {name: str(hint) for name, hint in typing.get_type_hints(kind).items()}
     names = [n for n, hint in hints.items() if hint in ("int | None", "float | None")]
     assert {"top_k", "max_tokens", "min_tokens", "temperature", "seed"} <= set(names)
-    for name in names:
+    for name in set(names) - set(BOOTSTRAP):
         others = {"logprobs": True} if name == "top_logprobs" else {}
         assert refused(call, **{name: huge}, **others).param == name
+    for name in set(names) & set(BOOTSTRAP):            # by who knows what a room is
+        for routed in (Routed("sglang", "decode"), Routed("sglang", "prefill", "h:9"), Routed()):
+            request = call(**{"bootstrap_host": "h", "bootstrap_port": 9, "bootstrap_room": 1, name: huge})
+            with pytest.raises(RequestError) as e:
+                routed.room(request)
+            assert e.value.param == name or (routed == Routed() and e.value.param in BOOTSTRAP)
 
 
 @pytest.mark.parametrize("wrong", [0, -1])

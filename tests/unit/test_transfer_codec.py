@@ -17,7 +17,7 @@ from penstock.transfer import codec
 from penstock.transfer.codec import FrameReader, PageFrame, PageHead, Sealer, checksum, connection_keys
 from penstock.transfer.facts import Facts, GroupFacts
 from penstock.transfer.layout import Piece
-from penstock.transfer.messages import Ask, Beat, First, Greeting, Prompted
+from penstock.transfer.messages import Ask, Beat, First, Greeting, Memory, Offer, Prompted, Taken
 
 KEY, EPOCH = b"k" * 32, 7
 FACTS = Facts("decode", {"weights": "abc", "RoPE": "none"},
@@ -29,7 +29,8 @@ MESSAGES = [
         stop_ids=[2], max_new=5, namespace=b"n" * 16, choice=1, leader=8, selects=True,
         attention=(1 << 63) - 1),
     First(9, 2, [(-0.5, 1, [(4, -0.5), (9, -1.0)])]),
-    Prompted(9, 2, Scores(7, b"\0" * 8, b"\1\0\0\0" * 2, b"", b""))]
+    Prompted(9, 2, Scores(7, b"\0" * 8, b"\1\0\0\0" * 2, b"", b"")),
+    Memory(b"where it lies"), Offer(9, 2, 1, (0, 3, 16, 2), b"\5" * 8, 15, 1 << 20), Taken(15)]
 HEAD = PageHead(9, 2, 1, Piece(0, 3, 16, 2), 0)
 
 
