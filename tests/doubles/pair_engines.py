@@ -22,7 +22,7 @@ from penstock.serve.engine.loop import EngineLoop
 from penstock.serve.engine.open_pair import open_peers
 from penstock.serve.engine.paired import Peers
 from penstock.serve.engine.storing import Storing
-from penstock.serve.wire import Abort, Chunk, Logprob, Submit
+from penstock.serve.wire import Abort, Chunk, Logprob, Room, Submit
 
 SIZES = {"dtype": "float32", "threads": 1, "page_size": 16, "max_num_seqs": 4, "seed": 1, "step_tokens": 48}
 LIMIT_S = 60.0
@@ -56,14 +56,14 @@ class End:
         self._rid = 0
 
     def submit(self, prompt: Sequence[int], max_new: int = 12, *, namespace: int = 0,
-               stop_ids: Sequence[int] = (), **params: object) -> int:
+               stop_ids: Sequence[int] = (), room: Room | None = None, **params: object) -> int:
         """Greedy unless `params` say otherwise, and selecting as a client's would be. Returns its number."""
         self._rid += 1
         sampling, more = asked(self.built.selection, SamplingParams(**{"temperature": 0.0, **params}),
                                len(prompt), max_new)
         self.loop.handle(Submit(rid=self._rid, prompt=list(prompt), params=sampling,
                                 stop_ids=list(stop_ids),
-                                max_new=max_new, namespace=namespace, **more))
+                                max_new=max_new, namespace=namespace, room=room, **more))
         self.got[self._rid], self.logprobs[self._rid] = [], []
         return self._rid
 

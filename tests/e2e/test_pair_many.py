@@ -14,6 +14,8 @@ from pair_engines import LIMIT_S, End, whole
 from pair_server import SERVED, prompts, said, serving
 from pipeline_engine import checkpoint
 
+from penstock.serve.wire import Room
+
 PLACES = {
     "resident": {"hbm_bytes": "4M"},
     "hosted": {"hbm_bytes": "2M", "dram_bytes": "8M", "sparse_top_k": 96, "sparse_kv": "always"},
@@ -70,7 +72,7 @@ def test_two_decode_ends_of_one_prefill_end_under_alike_numbers(model, tmp_path,
         until([prefill, *decode], lambda: len(prefill.core.live) == 2)
         decode[0].close()
         until([prefill, decode[1]], lambda: not decode[1].open and not prefill.core.live)
-        assert decode[1].ended[4].finish == "length" and decode[1].cached[4].peer_tokens > 300
+        assert decode[1].ended[4].finish == "length" and decode[1].cached[4].peer_tokens > 200
         assert not prefill.peers.missing and sum(bool(peer.epoch) for peer in prefill.peers.each) == 1
 
 
@@ -91,6 +93,15 @@ def test_two_prefill_ends_share_the_prompts_of_a_decode_end(model, tmp_path, pla
         until([prefill[1], decode], lambda: not decode.open)
         assert [decode.got[rid] for rid in rids] == want
         assert decode.peers.each[1].stats()["pair_delivered_total"] == 3 + len(PROMPTS)
+
+
+def test_a_prefill_end_that_knows_no_rooms_computes_what_was_sent_to_one(model, tmp_path):
+    """A decode end behind a router may call one that is not."""
+    with ExitStack() as stack:
+        [prefill], [decode] = opened(stack, model, tmp_path, 1, 1, **PLACES["resident"])
+        decode.submit(PROMPTS[0], room=Room(7, address=f"unix:{tmp_path}/socket0"))
+        until([prefill, decode], lambda: not decode.open and not prefill.core.live)
+        assert decode.ended[1].finish == "length" and decode.loop.stats()["pair_delivered_total"] == 1
 
 
 @pytest.mark.sweep

@@ -13,6 +13,7 @@ from pipeline_engine import gguf_checkpoint
 
 from penstock.config.base.errors import ConfigError
 from penstock.config.request.params import SamplingParams
+from penstock.config.request.selection import selection_of
 from penstock.config.settings.tree import (
     Config,
     DeviceConfig,
@@ -134,6 +135,15 @@ def test_engines_that_keep_one_file_in_two_ways_are_no_pair(folder):
     codes = replace(asked, model=replace(asked.model, dtype="gguf"))
     kept, other = (build.kv_identity(c, loaded, None, CACHES) for c in (asked, codes))
     assert {name for name in kept if kept[name] != other[name]} == {"weights kept as"}
+
+
+def test_pages_of_engines_that_read_all_of_other_layers_are_no_others_pages(folder):
+    """As many layers in each group, and not the same ones."""
+    asked = dummy(folder)
+    loaded = weights.load(asked, None, lambda _: None)
+    selections = [selection_of(KVConfig(sparse_top_k=512, sparse_dense_layers=dense))
+                  for dense in ((), (0,), (1,), (0, 1))]
+    assert len({build.kv_identity(asked, loaded, one, CACHES)["selector"] for one in selections}) == 4
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

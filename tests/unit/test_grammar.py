@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import random
 import threading
+import time
 
 import printable
 import pytest
@@ -13,6 +14,7 @@ from printable import CHARACTERS, END
 from penstock.config.base.errors import RequestError
 from penstock.config.request.grammar import ANY_OBJECT, TEXT_BYTES_MAX, Grammar
 from penstock.config.request.params import SamplingParams
+from penstock.exec.sampling import grammar as grammar_module
 from penstock.exec.sampling.grammar import BadGrammar, Compiler, Grammars, switched_off
 from penstock.exec.sampling.sampler import Sampler
 
@@ -196,6 +198,18 @@ def test_who_waits_for_a_grammar_is_woken():
     while not mine.compiled(SCHEMA):
         assert woken.wait(60), "nobody says that it is done"
     assert admitted(mine.matcher(SCHEMA), [])[0] == set(ids("{"))
+
+
+def test_more_grammars_than_are_kept_are_each_compiled_once_while_somebody_waits(monkeypatch):
+    compiled, held = [], {Grammar("regex", f"{i}{{3}}") for i in range(9)}
+    monkeypatch.setattr(grammar_module, "COMPILED_MAX", 4)
+    monkeypatch.setattr(Grammars, "_compile", lambda self, one: time.sleep(0.01) or compiled.append(one))
+    woken = threading.Event()
+    mine = Grammars(printable.vocabulary, woken.set)
+    while held:                                         # as the loop looks, again and again in one order
+        held -= {one for one in sorted(held, key=lambda one: one.text) if mine.compiled(one)}
+        assert not held or woken.wait(60)
+    assert len(compiled) == 9
 
 
 @pytest.mark.parametrize("kind, text", [

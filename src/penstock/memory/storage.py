@@ -356,7 +356,7 @@ class Storage:
             try:
                 self._used, gone = store.sweep(self._quota, self.store.part * self._largest)
                 if self._quota is None:
-                    self._quota = self._used + int(FREE * store.free_bytes)
+                    self._quota = int(FREE * (self._used + store.free_bytes))
                 with self._lock:
                     self._count["swept_bytes"] += gone
             except OSError as e:

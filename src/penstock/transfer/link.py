@@ -75,6 +75,8 @@ class PairLink:
         settings = replace(self._settings, address=address)
         settings.check()
         self._settings, self.address = settings, address
+        if (session := self._session) is not None:      # nobody has heard of that connection yet
+            session.cut("cut", f"{address} is called instead")
         if not self._threads:
             self.start()
 
@@ -141,9 +143,10 @@ class PairLink:
             session.cut("cut", "this engine ends")
         for end in [*streams, *([] if self._server is None else [self._server])]:
             end.cut() if isinstance(end, Stream) else shut(end)
-        with self._running:
-            pass
         until = time.monotonic() + 2 * CONNECT_S
+        # A transport's READ cannot be cut: it ends in a buffer that no page is in.
+        if self._running.acquire(timeout=2 * CONNECT_S):
+            self._running.release()
         # Again until there is none: the thread that accepts may have begun one more meanwhile.
         while (alive := [t for t in self._threads if t.is_alive()]) and time.monotonic() < until:
             alive[0].join(until - time.monotonic())
@@ -193,12 +196,16 @@ class PairLink:
     def _dial(self) -> None:
         wait = RETRY_S[0]
         while not self._closing.is_set():
+            settings = self._settings
             try:
-                sock = dial(self._settings)
+                sock = dial(settings)
             except (OSError, UnicodeError) as e:        # UnicodeError: a host that no name can be
                 why = getattr(e, "strerror", None) or e
-                self._tell(f"cannot connect to {self._settings.address}: {why}")
+                self._tell(f"cannot connect to {settings.address}: {why}")
             else:
+                if settings is not self._settings:      # another end is called meanwhile
+                    sock.close()
+                    continue
                 self._begin(sock)
                 with contextlib.suppress(OSError):
                     wait = RETRY_S[0] if self._serve(sock) else wait

@@ -141,7 +141,12 @@ class Session:
     def _meet(self) -> None:
         """Before anything else, where pages are read."""
         if self._open_carrier is not None:
-            self._carrier = self._open_carrier()
+            try:
+                self._carrier = self._open_carrier()
+            except (CarrierFault, OSError):
+                raise
+            except Exception as e:      # a transport's errors have no base of their own
+                raise CarrierFault(f"the transport does not start: {type(e).__name__}") from None
             if self._facts.role == "prefill":
                 with self._news:
                     self._messages.appendleft(Memory(self._carrier.here))

@@ -139,7 +139,6 @@ def _leasts() -> str:
     return ", ".join(f"{_least(unit)} with units of {unit}" for unit in (4, 8, 16))
 
 
-# What a captured step runs kernels of its own for.
 def _untried_on_a_gpu(config: Config, _: Machine) -> bool:
     """The one place that holds back formats on a GPU: when `make gpu` has run them there, it goes."""
     kinds = {config.kv.kv_cache_dtype, config.kv.index_dtype}
@@ -147,6 +146,7 @@ def _untried_on_a_gpu(config: Config, _: Machine) -> bool:
     return config.device.device == "cuda" and not kinds.isdisjoint(given)
 
 
+# What a captured step runs kernels of its own for.
 _CAPTURED = frozenset(f"{op}=reference" for op in (
     "paged_attention", "write_kv", "select", "resolve", "gather", "sparse_attention"))
 

@@ -144,8 +144,10 @@ class Grammars:
             found = self._compiled.get(grammar)
             if found is None:
                 found = self._compiled[grammar] = self._thread.submit(self._compile, grammar)
-                if len(self._compiled) > COMPILED_MAX:
-                    self._compiled.popitem(last=False)
+                # Never one that somebody waits for: it would be begun anew at each look.
+                ended = [g for g, one in self._compiled.items() if one.done()]
+                for old in ended[:max(0, len(self._compiled) - COMPILED_MAX)]:
+                    del self._compiled[old]
                 found.add_done_callback(self._done)
             self._compiled.move_to_end(grammar)
         return found

@@ -172,7 +172,8 @@ def kv_identity(config: Config, loaded: Loaded, selection: Selection | None,
         "KV dtype": show_dtype(loaded.dtype),
         **{f"pages: {name}": kind for name, kind in kinds_of(caches, loaded.dtype).items()},
         "selector": "none" if selection is None else
-        f"{selection.selector} {selection.version}, units of {selection.unit}"}
+        f"{selection.selector} {selection.version}, units of {selection.unit}"
+        + "".join(f", all of layer {i}" for i in selection.dense)}
 
 
 def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None, wakes: Waker,

@@ -51,8 +51,11 @@ def open_root(root: Path, *, readonly: bool) -> None:
         if others := sorted(n for n in names if n not in _OURS and not n.startswith(".")):
             raise ConfigError(f"--kv-storage {root}: holds {', '.join(others[:3])}, which storage of format "
                               f"{FORMAT} has not: give an empty folder, or one that this version has made")
+        if (root / FORMAT).is_symlink():
+            raise ConfigError(f"--kv-storage {root}: {FORMAT} in it is a link: give the folder it leads to")
         if not readonly:
-            (root / FORMAT).mkdir(mode=0o700, parents=True, exist_ok=True)
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (root / FORMAT).mkdir(mode=0o700, exist_ok=True)
             if not os.access(root / FORMAT, os.W_OK | os.X_OK):
                 raise ConfigError(f"--kv-storage {root}: it cannot be written to: give a folder of this "
                                   "user, or take --kv-storage-readonly")
@@ -100,7 +103,8 @@ class Folder(Inventory):
                 os.unlink(self.root / o.name)
 
     def purge(self) -> None:
-        shutil.rmtree(self.root / FORMAT)
+        self.remove(list(self.objects()))           # raises what matters
+        shutil.rmtree(self.root / FORMAT, ignore_errors=True)       # engines may write meanwhile
 
     def sweep(self, quota: int | None, room: int = 0) -> tuple[int, int]:
         """Remove temporary files that nobody writes any more, and, where `quota` bytes have no `room` for
@@ -164,7 +168,8 @@ class Files(Bounded):
         if fd is not None and os.fstat(fd).st_nlink:
             return fd
         if make:
-            (self._home / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+            for folder in (self._home.parent, self._home, self._home / name):
+                folder.mkdir(mode=0o700, exist_ok=True)
         home = os.open(self._home, _FOLDER)
         try:
             fd = os.open(name, _FOLDER, dir_fd=home)

@@ -14,6 +14,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
+from penstock.config.base.errors import ConfigError
 from penstock.config.base.storage_url import StorageUrl
 from penstock.memory.stores.objects import (
     FORMAT,
@@ -48,11 +49,15 @@ class Bucket(Store, Inventory):
         assert url.host is not None
         self._obstore, self._error = obstore, obstore.exceptions.BaseError
         self._missing = FileNotFoundError, obstore.exceptions.NotFoundError
-        self._bucket = S3Store(
-            url.host, prefix=url.path.strip("/") or None,
-            client_options={"connect_timeout": timedelta(seconds=CONNECT_S), "allow_http": True,
-                            "timeout": timedelta(seconds=ANSWER_S)},
-            retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=ANSWER_S)})
+        try:
+            self._bucket = S3Store(
+                url.host, prefix=url.path.strip("/") or None,
+                client_options={"connect_timeout": timedelta(seconds=CONNECT_S), "allow_http": True,
+                                "timeout": timedelta(seconds=ANSWER_S)},
+                retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=ANSWER_S)})
+        except (self._error, ValueError) as e:
+            raise ConfigError(f"--kv-storage {url.shown}: {_fault(e).strerror}: mend the prefix, or "
+                              "AWS_... in the environment") from None
         self.readonly, self._sizes = readonly, tuple(page_bytes)
         self._prefix = f"{FORMAT}/{fingerprint}/"
 
@@ -72,7 +77,7 @@ class Bucket(Store, Inventory):
 
         found: list[T | None] = []
         for value in asyncio.run(every()):
-            if isinstance(value, (self._error, OSError)):
+            if isinstance(value, Exception):        # some of the client's have no base that it names
                 raise _fault(value)
             if isinstance(value, BaseException):
                 raise value

@@ -52,7 +52,7 @@ def _made(path: Path, *, make: bool) -> bytes:
         return secrets.token_bytes(32)
     except OSError as e:
         raise ConfigError(f"--kv-storage: {path}: {e.strerror}: it must be a file that this user can "
-                          "read") from None
+                          "read, or give --kv-storage-key FILE") from None
     if len(found) != 32 or mode & 0o077:
         raise ConfigError(f"--kv-storage: {path}: 32 bytes that only this user can read are needed: "
                           f"chmod 600 it, or remove it with all that is stored")

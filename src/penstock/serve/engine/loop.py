@@ -273,7 +273,7 @@ class EngineLoop:
         leader = m.leader if m.leader in self._live else None
         self._executor.open(rid, prompt, m.params, choice=m.choice, stop_ids=tuple(m.stop_ids))
         self._live[rid] = Live(rid, m.params, peer=peer, transfer=transfer, num_prompt=len(prompt),
-                               room=m.room if self._works_for_peer else None)
+                               room=m.room if self._rooms is not None else None)
         self._events.append(Arrived(
             rid=rid, prompt=prompt, max_new=m.max_new, stop=frozenset(m.stop_ids),
             min_new=m.params.min_tokens, namespace=m.namespace, priority=m.params.priority,

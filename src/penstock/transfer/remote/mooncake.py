@@ -28,7 +28,11 @@ class Mooncake:
 
     def read(self, at: int, length: int, limit_s: float) -> None:
         # Its own time limits end it: there is no way to ask one for less.
-        if code := self._engine.transfer_sync_read(self._there, self._address, self._base + at, length):
+        try:
+            code = self._engine.transfer_sync_read(self._there, self._address, self._base + at, length)
+        except Exception as e:
+            raise CarrierFault(f"Mooncake: {type(e).__name__}") from None
+        if code:
             raise CarrierFault(f"Mooncake: the copy failed ({code})")
 
     def close(self) -> None:
