@@ -16,7 +16,7 @@ import httpx
 import pytest
 from browser import COMMAND, LIMIT_S, Browser
 
-pytestmark = [pytest.mark.sweep, pytest.mark.skipif(
+pytestmark = [pytest.mark.soak, pytest.mark.skipif(
     shutil.which(COMMAND) is None, reason=f"apt install {COMMAND}")]
 TINY = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 512, "hidden_size": 64,
         "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
