@@ -18,6 +18,8 @@ MODES = ("model=1,hot_pages=0", "dram_pages=0,model=1,hot_pages=0", "model=1,hot
 # Where it once did: it was spilled, found no hot buffer and was paused.
 FIRST_GAVE_WAY = (("model=1,hot_pages=2", 1035), ("model=1,hot_pages=2", 1070))
 
+BROKEN = ("model=1,hot_pages=2", 1014)          # of those below, the one storm that is known to
+
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_storm_of_64_keeps_the_bound(mode: str) -> None:
@@ -134,7 +136,13 @@ def test_the_command_says_the_worst() -> None:
                                    pytest.param(range(1_040, 1_100), marks=pytest.mark.soak)], ids=str)
 @pytest.mark.parametrize("mode", MODES)
 def test_the_bound_over_many_seeds(mode: str, seeds: range) -> None:
-    # Hot buffers of one size: of those that grow, seed 1014 gives way four times (ADR 0011).
     for seed in seeds:
-        late = fair(seed, f"{mode},hot_pages_max=0").late()
-        assert not late, (seed, mode)
+        if (mode, seed) != BROKEN:
+            late = fair(seed, mode).late()
+            assert not late, (seed, mode)
+
+
+@pytest.mark.xfail(strict=True, reason="hot buffers grow, and one request gives way four times: ADR 0011")
+def test_a_storm_that_breaks_the_bound() -> None:
+    mode, seed = BROKEN
+    assert not fair(seed, mode).late()
