@@ -16,8 +16,7 @@ import httpx
 import pytest
 from browser import COMMAND, LIMIT_S, Browser
 
-pytestmark = [pytest.mark.soak, pytest.mark.skipif(
-    shutil.which(COMMAND) is None, reason=f"apt install {COMMAND}")]
+pytestmark = pytest.mark.skipif(shutil.which(COMMAND) is None, reason=f"apt install {COMMAND}")
 TINY = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 512, "hidden_size": 64,
         "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 16, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
@@ -63,6 +62,7 @@ def share(page: Browser, tier: int, kind: str) -> float:
                           "?.style.flexGrow || 0)"))
 
 
+@pytest.mark.soak           # a browser that draws a busy engine
 @pytest.mark.parametrize("url", ["tiny"], indirect=True)
 def test_a_run_that_fills_the_device_and_the_host_is_seen(url, page):
     stop = threading.Event()
@@ -112,6 +112,7 @@ def shown_in(page: Browser, scheme: str) -> str:
     return page.run("getComputedStyle(document.body).backgroundColor")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("url", ["demo"], indirect=True)
 def test_a_chat_by_keyboard_alone(page):
     for _ in range(40):
