@@ -134,8 +134,8 @@ def _queues(core: CoreState) -> None:
 
 
 def _kept_promises(core: CoreState) -> None:
-    """What is promised can be had, but for what copies that fly keep from being evicted, and what who has just
-    paused keeps until his steps have ended: it was on loan, and the host has it (sim seed 15194).
+    """What is promised can be had, but for what copies that fly keep from being evicted, and what who has
+    just paused keeps until his steps have ended: it was on loan, and the host has it (sim seed 15194).
     Pages of several groups may lie scattered over slabs when they are wanted: then somebody gives way."""
     kv = core.kv
     for tier, arena in kv.arenas.items() if len(kv.device) == 1 else ():
