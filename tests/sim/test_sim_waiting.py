@@ -18,7 +18,8 @@ MODES = ("model=1,hot_pages=0", "dram_pages=0,model=1,hot_pages=0", "model=1,hot
 # Where it once did: it was spilled, found no hot buffer and was paused.
 FIRST_GAVE_WAY = (("model=1,hot_pages=2", 1035), ("model=1,hot_pages=2", 1070))
 
-BROKEN = ("model=1,hot_pages=2", 1014)          # of those below, the one storm that is known to
+# Rows of two groups left holes in slabs, and who gave way twice was counted as if they were none.
+SCATTERED = "model=1,hot_pages=2", 1014
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -65,6 +66,11 @@ def test_who_gave_way_twice_does_not_for_those_of_a_higher_priority_who_come_lat
 @pytest.mark.parametrize("mode,seed", FIRST_GAVE_WAY)
 def test_the_first_of_all_is_not_paused_for_want_of_a_hot_buffer(mode: str, seed: int) -> None:
     assert not fair(seed, mode).late()
+
+
+def test_holes_in_slabs_are_not_room_for_who_gave_way_twice() -> None:
+    mode, seed = SCATTERED
+    assert max(w.num_preemptions for w in fair(seed, mode).ended()) <= 2
 
 
 def test_a_fork_waits_for_those_that_got_rows_while_its_leader_was_computed() -> None:
@@ -137,12 +143,5 @@ def test_the_command_says_the_worst() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_the_bound_over_many_seeds(mode: str, seeds: range) -> None:
     for seed in seeds:
-        if (mode, seed) != BROKEN:
-            late = fair(seed, mode).late()
-            assert not late, (seed, mode)
-
-
-@pytest.mark.xfail(strict=True, reason="hot buffers grow, and one request gives way four times: ADR 0011")
-def test_a_storm_that_breaks_the_bound() -> None:
-    mode, seed = BROKEN
-    assert not fair(seed, mode).late()
+        late = fair(seed, mode).late()
+        assert not late, (seed, mode)
