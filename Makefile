@@ -76,7 +76,8 @@ gpu:  ## on a machine with a CUDA device, PYTHON's own torch and triton: kernels
 		tests/unit/test_safetensors_file.py tests/parity/test_kernels.py tests/parity/test_cuda_chunks.py \
 		tests/conformance/test_executor_core.py tests/conformance/test_executor_plans.py \
 		tests/conformance/test_executor_hosted.py tests/conformance/test_executor_mixed.py \
-		tests/conformance/test_executor_latent.py tests/parity/test_recall_model.py \
+		tests/conformance/test_executor_latent.py tests/conformance/test_late_choice.py \
+		tests/parity/test_recall_model.py \
 		tests/e2e/test_pair.py tests/e2e/test_pair_faults.py tests/e2e/test_pair_http.py \
 		tests/e2e/test_hosted_http.py tests/e2e/test_pipeline.py $(ARGS)
 

@@ -28,6 +28,7 @@ from penstock.exec.graphs.capture import buckets_of
 from penstock.exec.load.layout import caches_of
 from penstock.exec.load.sizing import WAIT_BYTES, groups_of
 from penstock.exec.rank import Rank, RankParts
+from penstock.exec.sampling.grammar import Grammars
 from penstock.exec.sparse.bounds import Selector
 from penstock.exec.step.attend import LatentOps
 from penstock.kernels import registry
@@ -78,7 +79,7 @@ class Direct:
     def __init__(self, model: Any, *, rows: int, max_len: int, hbm_tokens: int, dram_tokens: int = 0,
                  step_tokens: int = 8192, page_size: int = 16, prefix_cache: bool = False,
                  buckets: Sequence[int] = (), selection: Selection | None = None,
-                 hot_tokens: int = 0, hosted: bool = False) -> None:
+                 hot_tokens: int = 0, hosted: bool = False, grammars: Grammars | None = None) -> None:
         """With a `selection` every request decodes by it, a model that chooses itself by its own; hosted: out
         of host pages even where it fits. hbm_tokens: of all that is in the device's pool, in slabs of a page
         of KV."""
@@ -112,7 +113,8 @@ class Direct:
             pool.fill(0.0)
         attention = (LatentOps(index_select.OP.use("cuda"), latent_attention.OP.use("cuda"))
                      if model.attention.topk else functools.partial(paged_attention.prepare, backend="cuda"))
-        self.rank = Rank(RankParts(model, attention, groups, selector), hbm, dram, rows=rows, max_len=max_len)
+        self.rank = Rank(RankParts(model, attention, groups, selector, mask="cuda"), hbm, dram, rows=rows,
+                         max_len=max_len, grammars=grammars)
         started = time.perf_counter()
         self.rank.capture(buckets or buckets_of(rows))
         torch.cuda.synchronize()

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from direct import HBM_BYTES_S, Direct, spread, write
-from steps import profiled, report
+from steps import profiled, prompts_of, report
 from torch import Tensor
 
 from penstock.kernels.fused import layer
@@ -139,7 +139,7 @@ def main() -> None:
             times.append(spread(engine.run(prompts, args.new).step_s[4:])["median"])
         step = spread(times)
         bound = bytes_of(config, count, args.prompt + args.new / 2) / HBM_BYTES_S
-        events = profiled(engine, count, args.prompt, args.steps)
+        events = profiled(engine, prompts_of(count, args.prompt), args.steps)
         rows.append({"requests": count, "decode_step_ms": {k: 1e3 * v for k, v in step.items()},
                      "decode_tokens_s": count / step["median"], "decode_bound_ms": 1e3 * bound,
                      "decode_share": bound / step["median"], **report(events, args.steps)})

@@ -10,19 +10,26 @@ import json
 import random
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from direct import QWEN3_8B, Direct, build_model, write
 
+from penstock.config.request.params import SamplingParams
+
 LEAD, TAIL = 8, 4       # steps at both ends that are not counted
 
 
-def profiled(engine: Direct, count: int, prompt: int, steps: int) -> Any:
-    """A profile of `steps` decode steps of `count` requests, prompts and `LEAD` steps not in it."""
+def prompts_of(count: int, tokens: int) -> list[list[int]]:
     rng = random.Random(1)
-    prompts = [[rng.randrange(10, 150000) for _ in range(prompt)] for _ in range(count)]
+    return [[rng.randrange(10, 150000) for _ in range(tokens)] for _ in range(count)]
+
+
+def profiled(engine: Direct, prompts: Sequence[Sequence[int]], steps: int,
+             params: SamplingParams | None = None) -> Any:
+    """A profile of `steps` decode steps of all these prompts, the prompts and `LEAD` steps not in it."""
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU,
                                                   torch.profiler.ProfilerActivity.CUDA])
     seen = 0
@@ -36,7 +43,7 @@ def profiled(engine: Direct, count: int, prompt: int, steps: int) -> Any:
             torch.cuda.synchronize()
             profiler.stop()
     # The first to be prefilled decode while the others are: those steps do not count.
-    engine.run(prompts, LEAD + steps + TAIL + count, every_step=every_step)
+    engine.run(prompts, LEAD + steps + TAIL + len(prompts), every_step=every_step, params=params)
     assert seen >= LEAD + steps, f"{seen} steps in which all decode"
     with tempfile.TemporaryDirectory() as folder:
         profiler.export_chrome_trace(f"{folder}/trace.json")
@@ -80,7 +87,7 @@ def main() -> None:
     tokens = args.prompt + args.steps + LEAD + TAIL + args.requests + 32
     engine = Direct(build_model(QWEN3_8B | {"num_hidden_layers": args.layers}), rows=args.requests,
                     max_len=tokens, hbm_tokens=args.requests * (tokens + 32), buckets=(args.requests,))
-    events = profiled(engine, args.requests, args.prompt, args.steps)
+    events = profiled(engine, prompts_of(args.requests, args.prompt), args.steps)
     write("steps", args.out, [{"requests": args.requests, "prompt": args.prompt, "steps": args.steps,
                                **report(events, args.steps)}])
 

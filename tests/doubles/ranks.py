@@ -67,7 +67,8 @@ def front(model: Callable[[Stage | None], Model], attention: Prepare, shapes: Se
         pools = own.pools(cfg, where.DEVICE, host_memory=host)
         for kept, made in zip((device_pools, host_pools), pools, strict=True):
             kept += made
-        parts = RankParts(model(None if one else stage), attention, stage_shapes(shapes, stage), selector)
+        parts = RankParts(model(None if one else stage), attention, stage_shapes(shapes, stage), selector,
+                          mask="cuda" if where.DEVICE == "cuda" else "reference")
         made_rank = Rank(parts, *pools, rows=cfg.rows, row_base=cfg.row_base, links=ends, **rank)
         ranks.append(where.captured(made_rank))
     whole = host_pools if host is None else caches.host_pools(cfg, host)

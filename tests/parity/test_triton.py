@@ -99,6 +99,8 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
         (dict(logits=F32, w=F32, token="*i64", row_B=I32, position_B=I32, knobs="*fp64", stream="*i64",
               V="i32"),
          dict(BLOCK=4096, ONE=0x3F800000), 16, 3)],
+    ("sample.mask.triton_mask", "mask_rows"): [
+        (dict(logits=F32, words=I32, at_M="*i64", seen_M=I32, V="i32", WIDTH="i32"), dict(BLOCK=4096), 8, 3)],
     ("fused.layer.triton_ops", "add_norm"): [
         (dict(h=BF16, delta=BF16, weight=BF16, out=BF16, eps="fp32"),
          dict(DIM=4096, DIM_PAD=4096, ADD=True), 8, 3)],

@@ -230,6 +230,19 @@ def draw() -> None:
         count += 1
 
 
+def mask() -> None:
+    """With blocks of 64 tokens, so that a row has several."""
+    global count
+    from penstock.kernels.sample.mask import OP, cases, triton_mask
+
+    triton_mask.BLOCK = 64
+    for case in cases.cases():
+        if not case.name.startswith(("256", "32 masks")):      # a device runs all of them
+            if why := case.wrong(case.run(OP.use("cuda")), case.run(OP.use("reference"))):
+                raise AssertionError(why)
+            count += 1
+
+
 def latent() -> None:
     """The ops' own cases in float32 but the largest, some of other formats, and rows so long that choosing
     takes three rounds."""
@@ -260,6 +273,6 @@ def latent() -> None:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    for part in (attention, chunks, gather, hosted, layer, linear, scaled, experts, draw, latent):
+    for part in (attention, chunks, gather, hosted, layer, linear, scaled, experts, draw, mask, latent):
         part()
     print("checked", count)

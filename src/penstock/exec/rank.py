@@ -93,6 +93,7 @@ class RankParts:
     groups      of its pools; None are the model's. `exec.load.sizing.groups_of` makes those of a selection
     selector    how requests select; None: no request does
     draw        the implementation that a device draws with
+    mask        the one that keeps to grammars
     """
 
     model: Model
@@ -100,6 +101,7 @@ class RankParts:
     groups: Sequence[CacheShape] | None = None
     selector: Selector | None = None
     draw: str = "cuda"
+    mask: str = "reference"
 
 
 class Rank:
@@ -129,7 +131,7 @@ class Rank:
         self._tables = RowTables(rows, max_len, hbm, dram, base=row_base, device=device)
         self._attending = _attending(parts, self._groups, self._tables, hbm, dram)
         self._tokens = tokens_of(self._links, model.vocab_size, rows, self._tables, seed, parts.draw,
-                                 grammars)
+                                 parts.mask, grammars)
         self._prompts = PromptReader(model.logits, model.vocab_size) if self._links.after is None else None
         self._steps: list[Steps] = [Eager(model, self._groups, self._tables, self._attending, self._links)]
         self._mover = Mover([*hbm, *dram], lateness, wake)

@@ -37,7 +37,8 @@ def backends_of(config: Config, model: dict[str, Any], scaled: bool,
     spec = families.read_spec_of(model)
     on_device = config.device.device == "cuda"
     ops = (*spec.attention.ops, *(("scaled_linear",) if scaled else ()),
-           *(("experts",) if spec.moe is not None and on_device else ()), *(("draw",) if on_device else ()))
+           *(("experts",) if spec.moe is not None and on_device else ()), *(("draw",) if on_device else ()),
+           *(("mask",) if config.model.grammar_backend != "none" else ()))
     more = (registry.HOSTING if "index_select" in ops else
             registry.SELECTING if selection_of(config.kv) else ())
     return choose_backends(config, ("linear", "layer", *ops, *more), log)
@@ -138,4 +139,4 @@ def parts_of(model: Model, backends: Mapping[str, registry.Choice], selection: S
              hot_pages: int, groups: Sequence[CacheShape] | None = None) -> RankParts:
     """What a rank computes with, of the back-ends that were chosen; groups as there."""
     return RankParts(model, _attention_of(backends), groups, selector_of(selection, hot_pages, backends),
-                     backends["draw"].name if "draw" in backends else "")
+                     **{op: backends[op].name for op in ("draw", "mask") if op in backends})

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +24,7 @@ from penstock.config.base.errors import RequestError
 from penstock.config.request.grammar import Grammar
 from penstock.config.request.params import SamplingParams
 from penstock.exec.sampling.grammar import Grammars, Matcher
+from penstock.exec.sampling.masks import Masks
 from penstock.kernels.sample import filters, uniform
 from penstock.kernels.types.ragged import on_device
 
@@ -74,10 +74,12 @@ class Sampler:
     """Samples all rows of a step at once. Not thread-safe; runs under inference mode."""
 
     def __init__(self, vocab_size: int, rows: int, *, seed: int = 0,
-                 device: torch.device | str = "cpu", grammars: Grammars | None = None) -> None:
-        """grammars: None: requests have none."""
+                 device: torch.device | str = "cpu", grammars: Grammars | None = None,
+                 mask: str = "reference") -> None:
+        """grammars: None: requests have none; mask: as `backend` of `Masks`."""
         self._grammars = grammars
         self._vocab, self._rows, self._seed, self._device = vocab_size, rows, seed, torch.device(device)
+        self._masks = Masks(self._device, mask)
         # Made for the first request with a penalty: most servers never need them.
         self._count_RV: Tensor | None = None       # int32: times in the output
         self._prompt_RV: Tensor | None = None      # bool: occurs in the prompt
@@ -161,7 +163,8 @@ class Sampler:
         token_b = self._processed(masked_bV, chosen, mine, draw)
         answer_2B[0, at_b] = token_b
         if ok_b is not None:
-            answer_2B[1, at_b] = torch.where(ok_b, answer_2B[1, at_b], NOTHING_ADMITTED)
+            fine_b = answer_2B[1, at_b]
+            answer_2B[1, at_b] = torch.where(ok_b | (fine_b == NOT_FINITE), fine_b, NOTHING_ADMITTED)
         return _recorded(raw_bV, token_b, chosen)
 
     def _processed(self, masked_BV: Tensor, states: Sequence[Sampling], rows: Sequence[int],
@@ -196,31 +199,23 @@ class Sampler:
         return token_B
 
     def _masked(self, raw_BV: Tensor, states: Sequence[Sampling]) -> tuple[Tensor, Tensor | None]:
-        """A copy with minus infinity where a row's grammar does not admit a token, and, by row, whether it
-        admits one: else the row means nothing. None: no row has a grammar."""
+        """Minus infinity where a row's grammar does not admit a token, in a copy if logprobs need the raw
+        ones, and, by row, whether it admits one: else the row means nothing. None: no row has a grammar."""
         some = [i for i, s in enumerate(states) if s.matcher is not None]
         if not some:
             return raw_BV, None
         matchers = [m for i in some if (m := states[i].matcher) is not None]
-        words_BW = torch.zeros(len(some), max(m.words() for m in matchers), dtype=torch.int32,
-                               pin_memory=raw_BV.is_cuda)
-        for i, matcher, words_W in zip(some, matchers, words_BW, strict=True):
-            fault = matcher.fill(states[i].outputs, words_W.data_ptr())
+        masked_BV = raw_BV if all(s.params.logprobs is None for s in states) else raw_BV.clone()
+        ok_b, faults = self._masks.apply(masked_BV, some, matchers, [states[i].outputs for i in some])
+        for i, fault in zip(some, faults, strict=True):
             states[i].fault = f"at output token {len(states[i].outputs)}: {fault}" if fault else None
-            if fault:
-                words_W.zero_()
-        at_B = self._ids(some)
-        bits_BV = _bits(words_BW.to(self._device, non_blocking=True), self._vocab)
-        # The lesser of a logit and plus or minus infinity: no branch for each token, as `masked_fill` has.
-        masked_BV = torch.minimum(raw_BV[at_B], (bits_BV.float() - 0.5) * torch.inf)
-        ok_b = masked_BV.amax(-1).isfinite()
         # Without a token the draw of a CPU fails, that of a device gives some token.
         if not raw_BV.is_cuda and not bool(ok_b.all()):
-            masked_BV[~ok_b] = raw_BV[at_B[~ok_b]]
+            masked_BV[[i for i, ok in zip(some, ok_b.tolist(), strict=True) if not ok]] = 0.0
         if len(some) == len(states):
             return masked_BV, ok_b
-        ok_B = torch.ones(len(states), dtype=torch.bool, device=self._device).index_copy_(0, at_B, ok_b)
-        return raw_BV.index_copy(0, at_B, masked_BV), ok_B
+        ok_B = torch.ones(len(states), dtype=torch.bool, device=self._device)
+        return masked_BV, ok_B.index_copy_(0, self._ids(some), ok_b)
 
     def _biased(self, logits_BV: Tensor, states: Sequence[Sampling]) -> Tensor:
         """min_tokens and logit_bias; copies before it writes, for the logprobs' sake."""
@@ -300,17 +295,6 @@ def told(states: Sequence[Sampling], fine: Sequence[int], recorded: Recorded | N
     for s, own, rank, ids, values in zip(recorded.states, *columns, strict=True):
         n = s.params.logprobs or 0
         s.logprobs[len(s.outputs)] = own, rank, list(zip(ids[:n], values[:n], strict=True))
-
-
-def _bits(words_BW: Tensor, count: int) -> Tensor:
-    """bool_BV: bit i of the words, lowest first, False past their end."""
-    if words_BW.is_cuda:
-        bit_32 = torch.arange(32, dtype=torch.int32, device=words_BW.device)
-        bits_BV = ((words_BW.unsqueeze(-1) >> bit_32) & 1).flatten(1).bool()
-    else:
-        bits_BV = torch.from_numpy(np.unpackbits(words_BW.numpy().view(np.uint8), axis=1,
-                                                 bitorder="little")).view(torch.bool)
-    return torch.nn.functional.pad(bits_BV, (0, count - bits_BV.shape[1]))       # cuts where that is negative
 
 
 def check_ids(prompt: tuple[int, ...], params: SamplingParams, vocab_size: int) -> None:

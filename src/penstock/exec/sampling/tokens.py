@@ -124,14 +124,15 @@ class Tokens:
 
 
 def tokens_of(links: Links, vocab_size: int, rows: int, tables: RowTables, seed: int,
-              draw: str, grammars: Grammars | None) -> Tokens:
-    """Of a stage with these links, on the device of its tables; `draw` as for `Draws`."""
+              draw: str, mask: str, grammars: Grammars | None) -> Tokens:
+    """Of a stage with these links, on the device of its tables; `draw` as for `Draws`, `mask` as for
+    `Sampler`."""
     if links.hear is not None:
         return FromLast(vocab_size, Heard(links.hear), tables)
     if links.after is not None:
         return Tokens(vocab_size)
     device = tables.last_R.device
-    sampler = Sampler(vocab_size, rows, seed=seed, device=device, grammars=grammars)
+    sampler = Sampler(vocab_size, rows, seed=seed, device=device, grammars=grammars, mask=mask)
     if device.type == "cuda":
         return Drawn(sampler, tables, Draws(vocab_size, rows, device, draw))
     return Chosen(sampler, tables)
