@@ -3,6 +3,10 @@
 SmolLM2's shape with random weights, prompts of 100 tokens as ids, `penstock serve` as a user starts it.
 
     PYTHONPATH=src python bench/device/crowd.py OUT [FLAGS of serve ...]
+
+With `--work 32x8000+128`, Qwen3-8B's shape and so many clients, tokens of prompt and of answer: first
+tokens, gaps and tokens/s. Gaps are told twice: as this client saw them, and from the server's own histogram,
+since one Python process that takes 47,000 pieces a second makes gaps of its own.
 """
 from __future__ import annotations
 
@@ -10,13 +14,16 @@ import argparse
 import asyncio
 import json
 import random
+import re
 import statistics
 import tempfile
 import time
+import urllib.request
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from direct import QWEN3_8B
 from serving import serving
 
 SMOLLM2 = {
@@ -55,6 +62,34 @@ def quantiles(values: list[float]) -> dict[str, float]:
             "most": ordered[-1], "count": len(ordered)}
 
 
+_GAP = re.compile(r'inter_token_latency_seconds_bucket\{le="([^"]+)"\} (\S+)')
+
+
+def gaps_until_now(url: str) -> dict[float, float]:
+    """Of the server: how many gaps so far were at most so many seconds."""
+    with urllib.request.urlopen(url + "/metrics", timeout=60) as answer:
+        return {float(bound): float(count) for bound, count in _GAP.findall(answer.read().decode())}
+
+
+def between(before: dict[float, float], after: dict[float, float]) -> dict[str, float]:
+    """In ms: the bound under which so many of the gaps lie that came between."""
+    count = {bound: after[bound] - before[bound] for bound in after}
+    all_of = count[float("inf")]
+    return {f"p{q}": 1e3 * min(b for b, c in count.items() if c >= q / 100 * all_of) for q in (50, 99)} | {
+        "count": all_of}
+
+
+async def work(url: str, clients: int, tokens: int, new: int) -> dict[str, Any]:
+    """All clients at once, once."""
+    rng, before, began = random.Random(clients), gaps_until_now(url), time.perf_counter()
+    got = await asyncio.gather(*(stream(url, prompt(rng, tokens), new) for _ in range(clients)))
+    seconds = time.perf_counter() - began
+    return {"work": f"{clients}x{tokens}+{new}", "tokens_s": clients * new / seconds, "seconds": seconds,
+            "first_token_ms": quantiles([t[1] - t[0] for t in got]),
+            "gaps_ms": quantiles([b - a for times in got for a, b in pairwise(times[1:])]),
+            "server_gaps_at_most_ms": between(before, gaps_until_now(url))}
+
+
 async def measure(url: str, repeats: int) -> list[dict[str, Any]]:
     rng, rows = random.Random(0), []
     await asyncio.gather(*(stream(url, prompt(rng), 8) for _ in range(8)))
@@ -69,13 +104,14 @@ async def measure(url: str, repeats: int) -> list[dict[str, Any]]:
     for count in CROWDS[1:]:
         decoding = [asyncio.create_task(stream(url, prompt(rng), 2500)) for _ in range(count)]
         await asyncio.sleep(.5)
-        began = time.perf_counter()
+        before, began = gaps_until_now(url), time.perf_counter()
         for _ in range(repeats):
             await asyncio.gather(*(stream(url, prompt(rng), 4) for _ in range(count)))
-        ended = time.perf_counter()
+        after, ended = gaps_until_now(url), time.perf_counter()
         gaps = [b - a for times in await asyncio.gather(*decoding) for a, b in pairwise(times[1:])
                 if began < b < ended]
-        rows.append({"decoding": count, "gaps_ms": quantiles(gaps), "window_s": ended - began})
+        rows.append({"decoding": count, "gaps_ms": quantiles(gaps),
+                     "server_gaps_at_most_ms": between(before, after), "window_s": ended - began})
         print(rows[-1], flush=True)
     return rows
 
@@ -84,12 +120,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--work", nargs="+", default=[], metavar="CLIENTSxPROMPT+NEW")
     args, flags = parser.parse_known_args()
+    shape = QWEN3_8B | {"torch_dtype": "bfloat16", "eos_token_id": 0} if args.work else SMOLLM2
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(SMOLLM2))
-        with serving("--load-format", "dummy", "--max-num-seqs", "512", "--max-waiting", "2048", *flags,
-                     model=folder) as server:
-            rows = asyncio.run(measure(server.url, args.repeats))
+        (Path(folder) / "config.json").write_text(json.dumps(shape))
+        with serving("--load-format", "dummy", "--max-num-seqs", "256" if args.work else "512",
+                     "--max-waiting", "2048", *flags, model=folder) as server:
+            rows = []
+            for each in args.work:
+                rows.append(asyncio.run(work(server.url, *map(int, re.split(r"[x+]", each)))))
+                print(rows[-1], flush=True)
+            rows = rows or asyncio.run(measure(server.url, args.repeats))
             stats = server.get("/server_info")["stats"]
         kept = {name: value for name, value in stats.items() if name.startswith(("steps", "executor"))}
         found = {"ready_s": server.ready_s, "rows": rows, "stats": kept}
