@@ -99,6 +99,7 @@ CASES: tuple[tuple[dict[str, object], dict[str, object]], ...] = (
     ({"tp": 4, "ep": 2, "expert_parallel": True}, {"tp": 4, "ep": 4, "expert_parallel": True}),
     ({"pp": 2, "pp_layers": ["30"]}, {"pp": 2, "pp_layers": ["1", "29"]}),
     ({"rank_timeout_s": 0.5}, {"rank_timeout_s": 1}),
+    ({"rank_silence_s": 1}, {"rank_silence_s": 2}),
     ({"backends": ["linear"]}, {"backends": ["linear=reference"]}),
     ({"dp": 0}, {"dp": 2}),
     ({"port": 65536}, {"port": 0}),

@@ -380,6 +380,7 @@ REFUSED: tuple[Refusal[Machine], ...] = (
             or len(c.device.pp_layers) not in (0, c.device.pp), ("device.pp_layers", "device.pp"),
             "one number of layers for each stage, at least 1, separated by commas"),
     _outside("device.rank_timeout_s", 1, 86400, "1 to 86400 seconds"),
+    _outside("device.rank_silence_s", 2, 86400, "2 to 86400 seconds: a rank says each second that it lives"),
     Refusal(lambda c, _: any(b.count("=") != 1 or "" in b.split("=") for b in c.device.backends),
             ("device.backends",), "written as OP=NAME, several separated by commas"),
     _outside("server.dp", 1, 64, "1 to 64 engines"),

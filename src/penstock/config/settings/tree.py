@@ -177,8 +177,10 @@ class DeviceConfig:
                   Alias("--expert-parallel-size", "--ep-size", "-ep")] = 1
     expert_parallel: Annotated[bool, "as many ranges of experts as lanes",
                                Alias("--enable-expert-parallel", "--enable-ep-moe")] = False
-    rank_timeout_s: Annotated[float, "seconds without a report after which a rank counts as hung",
-                              Alias("--watchdog-timeout")] = 300.0
+    rank_timeout_s: Annotated[float, "seconds that ranks in processes may compute at a step before they "
+                              "count as hung", Alias("--watchdog-timeout")] = 300.0
+    rank_silence_s: Annotated[float, "seconds of a rank's process without a word, or of ranks that all "
+                              "wait for each other, after which they count as hung"] = 6.0
     backends: Annotated[tuple[str, ...], "OP=NAME choices, e.g. linear=reference"] = ()
 
     @property

@@ -26,6 +26,7 @@ from penstock.core.plan import Group, RequestId, StepPlan
 from penstock.core.settings import CoreConfig
 from penstock.exec.load.layout import Caches
 from penstock.exec.pipeline import wire
+from penstock.exec.pipeline.beats import BEAT_S, Heard, Watch
 from penstock.exec.pipeline.far import FarProcess, Node, NodeHost, NodePages, Nodes
 from penstock.exec.pipeline.local import LocalRanks
 from penstock.exec.pipeline.nodes import Pools as Room
@@ -57,7 +58,8 @@ class RankProcess:
         self._reports: SimpleQueue[wire.Reports] = SimpleQueue()
         self._answers: SimpleQueue[wire.FromRank | None] = SimpleQueue()
         self._counters: dict[str, float] = {}       # as it has last told
-        self.died = False
+        self.heard = Heard()
+        self.died, self.hangs = False, ""           # hangs: why it is taken for dead
         self.queued: deque[float] = deque()         # when each plan was sent that is not reported yet
         self.steps: deque[tuple[float, float]] = deque(maxlen=OVERLAPS)
         self.busy = self.overlap = 0.0              # seconds
@@ -67,7 +69,10 @@ class RankProcess:
     def _listen(self) -> None:
         while (body := self._channel.receive()) is not None:
             message = wire.decode_from_rank(body)
+            self.heard.messages += 1
             match message:
+                case wire.Beat(number, whom):
+                    self.heard.wait = number, whom
                 case wire.Reports():
                     self._reports.put(message)
                     self._crew.tell()
@@ -129,6 +134,10 @@ class RankProcess:
         except ConnectionError:
             self._crew.fail(self)
 
+    def cut(self) -> None:
+        """Whoever waits for it, or sends, finds it gone."""
+        self._channel.cut()
+
     def answer(self, timeout_s: float) -> wire.FromRank:
         """Raises ConfigError when the rank refuses, RankDied when it is gone or hangs."""
         try:
@@ -156,6 +165,8 @@ class Crew:
         self.grammars = ""                          # what the last stage says of them
         self.vocab_size = 0                         # known before the first request
         self.timeout_s = config.device.rank_timeout_s
+        self._silence_s, self._watched = config.device.rank_silence_s, False
+        self._closed = threading.Event()
         self._encoded: tuple[StepPlan | None, bytes] = None, b""
         self._lanes, self.own = config.device.tp, own
         self.ranges = nodes_of(config)
@@ -223,6 +234,9 @@ class Crew:
             message = rank.answer(self.timeout_s)
             assert isinstance(message, wire.Ready)
             self.grammars = message.grammars
+        if not self._watched:                       # while it loads, a library may hold a rank's interpreter
+            self._watched = True
+            threading.Thread(target=self._look, daemon=True, name="penstock-watch").start()
 
     def measured(self) -> list[wire.Memory]:
         """Of each rank on a GPU, one after the other, what its steps so far have taken."""
@@ -288,13 +302,31 @@ class Crew:
         if sent and now - max(self._news_at, *sent) > self.timeout_s:
             self.hang([rank for rank in self.ranks if rank.queued], self.timeout_s)
 
+    def _look(self) -> None:
+        """Whether all live and get on, until one does not: it is then gone for whoever waits or sends."""
+        watch = Watch(len(self.ranks), self._silence_s)
+        while not self._closed.wait(BEAT_S):
+            hung, why = watch.look([rank.heard for rank in self.ranks])
+            if any(rank.died for rank in self.ranks):
+                return                              # and is heard of
+            if hung:
+                self._stacks([self.ranks[i] for i in hung], why)
+                for i in hung:
+                    self.ranks[i].hangs = f"hangs: {why}"
+                for i in hung:
+                    self.ranks[i].cut()
+                return
+
+    def _stacks(self, hung: Sequence[RankProcess], why: str) -> None:
+        """To stderr."""
+        for rank in hung:
+            print(f"rank {rank.index}: {why}; its stack:", file=sys.stderr, flush=True)
+            rank.process.send_signal(signal.SIGUSR2)
+        time.sleep(STACK_S)
+
     def hang(self, hung: Sequence[RankProcess], silent_s: float) -> NoReturn:
         """These have said nothing for so long: their stacks go to stderr. Raises RankDied."""
-        for rank in hung:
-            print(f"rank {rank.index}: no report for {silent_s:g} s; its stack:",
-                  file=sys.stderr, flush=True)
-            rank.process.send_signal(signal.SIGUSR2)
-            time.sleep(STACK_S)
+        self._stacks(hung, f"no report for {silent_s:g} s")
         names = ", ".join(str(rank.index) for rank in hung)
         raise RankDied(f"rank {names} hangs: no report for {silent_s:g} s") from None
 
@@ -325,6 +357,9 @@ class Crew:
 
     def fail(self, rank: RankProcess) -> NoReturn:
         """Raises RankDied, with what is known of its end."""
+        rank = next((one for one in self.ranks if one.hangs), rank)     # the others hear of that one's end
+        if rank.hangs:
+            raise RankDied(f"rank {rank.index} (process {rank.process.pid}) {rank.hangs}")
         with contextlib.suppress(subprocess.TimeoutExpired):
             rank.process.wait(1.0)
         at = self._node(rank)
@@ -337,6 +372,7 @@ class Crew:
 
     def close(self, *, asked: bool = False) -> None:
         """End every rank, and wait for those here. asked: as the engine was asked to. Idempotent."""
+        self._closed.set()
         if self._nodes is not None:
             self._nodes.close(asked=asked)
         self._local.close()

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.exec.pipeline.beats import LANES, Waits
 from penstock.model.parts import Lane, even
 
 
@@ -53,9 +54,10 @@ class Meeting(dist.Store):  # type: ignore[misc, name-defined]
 class GlooLanes:
     """`model.base.Lanes`."""
 
-    def __init__(self, meeting: Meeting, lane: Lane, timeout_s: float, host: str) -> None:
+    def __init__(self, meeting: Meeting, lane: Lane, timeout_s: float, host: str, waits: Waits) -> None:
         """host: the address of this machine on which the other lanes connect; returns when all have.
-        timeout_s: of one call."""
+        timeout_s: of one call. waits: are told of."""
+        self._waits = waits
         self._lane, self._timeout_s = lane, timeout_s
         gloo: Any = dist.ProcessGroupGloo           # its stubs have no members
         options = gloo._Options()
@@ -76,7 +78,8 @@ class GlooLanes:
 
     def _call(self, begin: Callable[[], Any]) -> None:
         try:
-            begin().wait()
+            with self._waits.on(LANES):
+                begin().wait()
         except RuntimeError as e:
             if "Timed out" in str(e):
                 print(f"lane {self._lane.index} has waited {self._timeout_s:g} s for another of its stage",

@@ -32,6 +32,7 @@ from penstock.exec.load.layout import caches_of, stage_shapes
 from penstock.exec.load.sizing import groups_of
 from penstock.exec.load.weights import identity_of, load
 from penstock.exec.pipeline import wire
+from penstock.exec.pipeline.beats import BEAT_S, FRONT, Waits
 from penstock.exec.pipeline.lanes import GlooLanes, Meeting
 from penstock.exec.pipeline.sockets import PutBoundary, PutSampled, Taker, boundaries, sampled
 from penstock.exec.rank import Rank, Report, Stepped
@@ -53,6 +54,7 @@ class Process:
         self._front = wire.Channel(socket.socket(fileno=fds[0]))
         self._fds = fds
         self._inbox: SimpleQueue[wire.ToRank | None] = SimpleQueue()
+        self._waits = Waits()
         self._meeting = Meeting(lambda key, value: self.send(wire.Met(key, value)))
         self._rank: Rank | None = None
         self._grammars: Grammars | None = None
@@ -60,6 +62,7 @@ class Process:
         self._uncounted = False                 # something was reported since its counters were told
         self._count_at = 0.0                    # when they may be told again
         threading.Thread(target=self._listen, daemon=True, name="penstock-front").start()
+        threading.Thread(target=self._beat, daemon=True, name="penstock-beat").start()
 
     def _listen(self) -> None:
         while (body := self._front.receive()) is not None:
@@ -69,6 +72,11 @@ class Process:
             else:
                 self._inbox.put(message)
         os._exit(0)                             # the front is gone, and what it wanted with it
+
+    def _beat(self) -> None:
+        while True:
+            self.send(wire.Beat(*self._waits.now))
+            time.sleep(BEAT_S)
 
     def send(self, message: wire.FromRank) -> None:
         try:
@@ -88,7 +96,7 @@ class Process:
         torch.set_num_threads(1)
         _, _, _, before, after, tokens = self._fds
         lanes = None if stage.lane.size == 1 else GlooLanes(
-            self._meeting, stage.lane, LANE_SHARE * config.device.rank_timeout_s, begin.host)
+            self._meeting, stage.lane, LANE_SHARE * config.device.rank_timeout_s, begin.host, self._waits)
         self._loaded = load(config, stage, self._log, lanes)
         torch.set_num_threads(begin.threads)
         dtype = self._loaded.dtype
@@ -98,12 +106,13 @@ class Process:
         self._own = self._caches.stage(stage, whole, [parts[i] for i in node])
         self._groups = stage_shapes(whole, stage)
         self._device = config.device.device
-        self._before = None if before < 0 else Taker(boundaries(_channel(before), dtype, self._device))
+        self._before = None if before < 0 else Taker(
+            boundaries(_channel(before), dtype, self._device), self._waits)
         way = None if tokens < 0 else _channel(tokens)
         self._links = Links(
             before=self._before, after=None if after < 0 else PutBoundary(_channel(after)),
             tell=PutSampled(way) if way and stage.heads else None,
-            hear=Taker(sampled(way)) if way and stage.embeds else None)
+            hear=Taker(sampled(way), self._waits) if way and stage.embeds else None)
         if self._device == "cuda":
             self._gauge = Gauge()
         self.send(wire.Loaded(identity_of(self._loaded, config, self._caches), self._loaded.bytes,
@@ -144,12 +153,21 @@ class Process:
         while True:
             late = max(0.0, self._count_at - time.monotonic()) if self._uncounted else None
             try:
-                self._handle(self._inbox.get(block=not self._queued, timeout=late))
+                message = self._next(late)
             except Empty:
                 if self._queued:
                     self._collect()
                 else:
                     self._count()
+            else:
+                self._handle(message)
+
+    def _next(self, late: float | None) -> wire.ToRank | None:
+        """Raises Empty: nothing has come, and a step waits or `late` seconds are over."""
+        if self._queued:
+            return self._inbox.get(block=False)
+        with self._waits.on(FRONT):
+            return self._inbox.get(timeout=late)
 
     def _handle(self, message: wire.ToRank | None) -> None:
         if message is None:

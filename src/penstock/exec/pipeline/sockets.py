@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from penstock.core.plan import StepId
+from penstock.exec.pipeline.beats import STAGE, Waits
 from penstock.exec.pipeline.wire import Channel, encode
 from penstock.exec.step.links import Sampled
 from penstock.model.base import Boundary
@@ -53,7 +54,8 @@ class Taker(Generic[T]):
     """What `receive` reads off a link, by step. A link that ends leaves `take` waiting: the front, which
     has seen it too, ends this process."""
 
-    def __init__(self, receive: Callable[[], tuple[StepId, T] | None]) -> None:
+    def __init__(self, receive: Callable[[], tuple[StepId, T] | None], waits: Waits) -> None:
+        self._waits = waits
         self._arrived: SimpleQueue[tuple[StepId, T]] = SimpleQueue()
         self.taken_at = 0.0                         # monotonic seconds: when the last `take` ended
         threading.Thread(target=self._run, args=(receive,), daemon=True, name="penstock-link").start()
@@ -63,7 +65,8 @@ class Taker(Generic[T]):
             self._arrived.put(found)
 
     def take(self, step: StepId) -> T:
-        found, what = self._arrived.get()
+        with self._waits.on(STAGE):
+            found, what = self._arrived.get()
         assert found == step, f"step {step} was handed what step {found} made"
         self.taken_at = time.monotonic()
         return what

@@ -5,6 +5,7 @@ hold. Plans are the core's own types. No pickle in any form.
 """
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 
@@ -140,7 +141,14 @@ class Counters(_Message, frozen=True):
     values: dict[str, float]
 
 
-FromRank = Met | Loading | Loaded | Refused | Ready | Memory | Reports | Counters
+class Beat(_Message, frozen=True):
+    """The sender lives: `beats.Waits.now`."""
+
+    wait: int
+    whom: str
+
+
+FromRank = Beat | Met | Loading | Loaded | Refused | Ready | Memory | Reports | Counters
 
 _ENCODER = msgspec.msgpack.Encoder()
 _TO = msgspec.msgpack.Decoder(ToRank)
@@ -169,6 +177,11 @@ class Channel:
     def __init__(self, sock: socket.socket) -> None:
         self._socket, self._in = sock, sock.makefile("rb")
         self._sending = threading.Lock()
+
+    def cut(self) -> None:
+        """Whoever sends or receives here finds the other end gone."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def send(self, frame: bytes | memoryview) -> None:
         """Raises ConnectionError when the other end is gone."""
