@@ -81,6 +81,8 @@ def test_either_decode_end_says_what_one_engine_says_and_the_prefill_end_has_com
         same(answer, want[n % 4])
     assert sum(d.stats()["pair_delivered_total"] for d in ends.decode) == 8
     assert all(d.stats()["pair_delivered_total"] for d in ends.decode)
+    # The prefill end is asked for one token, of how many there must be.
+    same(ends.ask(ends.decode[0], prompts()[0], min_tokens=9)[1], want[0])
     # Two choices of one request are two of the room's.
     _, two = ends.ask(ends.decode[0], prompts()[0], n=2, temperature=1, seed=3)
     assert len(two["choices"]) == 2 and two["choices"][0] != two["choices"][1]

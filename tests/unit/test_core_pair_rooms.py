@@ -4,7 +4,7 @@ from __future__ import annotations
 import driver
 
 from penstock.core.lifecycle import Phase
-from penstock.core.pair.messages import Drained, End, Grant, Reason
+from penstock.core.pair.messages import Drained, End, Grant, Reason, Refused
 from penstock.core.plan import (
     Aborted,
     Claimed,
@@ -74,6 +74,17 @@ def test_a_prompt_that_waits_is_sent_to_who_asks_for_it_before_or_after_it_was_c
             d.run()
             assert d.phase(1) is Phase.SENDING and d.said() == []
         pushed_to(d, 5)
+
+
+def test_a_prompt_that_has_ended_when_it_is_asked_for_is_refused() -> None:
+    d = held()
+    d.run()
+    d.tell(Aborted(RequestId(1)), Claimed(RequestId(1), 5, PEER))
+    assert d.said() == [Refused(5, 0, Reason.REFUSED)]
+    d.grant(5, 10)                              # it has crossed the answer
+    assert [type(m) for m in d.said()] == [Drained]
+    d.tell(Flushed())
+    assert d.free() == Driver("prefill", peers=2).free() and not d.core.live
 
 
 def test_a_prompt_that_waits_and_lost_its_pages_is_computed_again_for_who_asks() -> None:

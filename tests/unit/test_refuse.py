@@ -122,6 +122,8 @@ CASES: tuple[tuple[dict[str, object], dict[str, object]], ...] = (
     ({"disaggregation_mode": "prefill"}, PREFILL),
     ({"disaggregation_mode": "decode"}, {"disaggregation_mode": "decode", "router_dialect": "sglang"}),
     ({"router_dialect": "vllm", **PREFILL, "pair_listen": "unix:s"}, {"router_dialect": "vllm", **PREFILL}),
+    ({"pair_allow": ["h"], "router_dialect": "sglang", **DECODE},
+     {"pair_allow": ["h"], "router_dialect": "sglang", "disaggregation_mode": "decode"}),
     ({"pair_room_s": 5.0, **PREFILL}, {"pair_room_s": 5.0, "router_dialect": "sglang", **PREFILL}),
     ({"pair_key_file": "key"}, {"pair_key_file": "key", **DECODE}),
     ({"pair_tls_cert": "pem", **DECODE}, {"pair_tls_cert": "pem", **PREFILL}),

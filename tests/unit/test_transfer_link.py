@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from msgspec.structs import replace as alike
-from pair_ends import BOUNDS, KEY, KV, LinkEnd, check, grant, pages_for, push, transfer_all
+from pair_ends import BOUNDS, KEY, KV, WAIT_S, LinkEnd, check, grant, pages_for, push, transfer_all
 from pair_proxy import Fault, Proxy
 
 from penstock.config.base.errors import ConfigError
@@ -19,9 +19,11 @@ from penstock.core.pair.messages import Cancel, Drained, Reason, Refused
 from penstock.core.pair.messages import End as Over
 from penstock.core.plan import Tier
 from penstock.transfer import events
+from penstock.transfer import link as links
 from penstock.transfer.codec import VERSION, checksum
 from penstock.transfer.events import Down, Heard, Pushed, Unpaired, Up
 from penstock.transfer.facts import Facts
+from penstock.transfer.handshake import handshake
 from penstock.transfer.messages import Ask
 from penstock.transfer.streams import LinkSettings, TlsStream
 
@@ -449,3 +451,27 @@ def test_who_cannot_connect_says_why_once(address: str, said: str, ends) -> None
 def test_a_host_that_cannot_be_one_is_not_listened_on(ends) -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on a\.\.b:1"):
         ends("prefill", "a..b:1", plaintext=True)
+
+
+def test_who_is_called_during_a_handshake_with_another_is_who_it_is_paired_with(ends, monkeypatch):
+    def named(name: str):
+        return ends("prefill", "127.0.0.1:0", alter=lambda facts: alike(facts, info={"engine": name}))
+
+    first, second = named("first"), named("second")
+    decode = ends("decode", first.link.address, starts=False)
+    met, goes_on = threading.Event(), threading.Event()
+
+    def slow(stream, settings, *more):
+        found = handshake(stream, settings, *more)
+        if settings.address == first.link.address and not settings.listens:
+            met.set()
+            assert goes_on.wait(WAIT_S)
+        return found
+
+    monkeypatch.setattr(links, "handshake", slow)
+    decode.link.start()
+    assert met.wait(WAIT_S)
+    decode.link.call(second.link.address)
+    goes_on.set()
+    assert decode.wait(Up).theirs.info["engine"] == "second"
+    assert not any(isinstance(event, Up) and event.theirs.info["engine"] == "first" for event in decode.seen)

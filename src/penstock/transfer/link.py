@@ -74,8 +74,9 @@ class PairLink:
         """Begin to dial `address`, or from now on that one. There is no connection. Raises ConfigError."""
         settings = replace(self._settings, address=address)
         settings.check()
-        self._settings, self.address = settings, address
-        if (session := self._session) is not None:      # nobody has heard of that connection yet
+        with self._lock:                                # what is met at the old one is not taken over
+            self._settings, self.address, session = settings, address, self._session
+        if session is not None:                         # nobody has heard of that connection yet
             session.cut("cut", f"{address} is called instead")
         if not self._threads:
             self.start()
@@ -203,16 +204,13 @@ class PairLink:
                 why = getattr(e, "strerror", None) or e
                 self._tell(f"cannot connect to {settings.address}: {why}")
             else:
-                if settings is not self._settings:      # another end is called meanwhile
-                    sock.close()
-                    continue
                 self._begin(sock)
                 with contextlib.suppress(OSError):
-                    wait = RETRY_S[0] if self._serve(sock) else wait
+                    wait = RETRY_S[0] if self._serve(sock, settings) else wait
             self._closing.wait(wait)
             wait = min(2 * wait, RETRY_S[1])
 
-    def _serve(self, sock: socket.socket) -> bool:
+    def _serve(self, sock: socket.socket, dialled: LinkSettings | None = None) -> bool:
         """A connection from its beginning to its end. False if it never was a pair's."""
         held: Stream | socket.socket = sock
         link: PairLink = self
@@ -227,7 +225,10 @@ class PairLink:
             limit.daemon = True
             limit.start()
             try:
-                stream = secure(sock, self._settings)
+                settings = self._settings
+                if dialled is not None and settings is not dialled:
+                    return False                # another end is called meanwhile
+                stream = secure(sock, settings)
                 with self._lock:
                     self._streams[self._streams.index(sock)] = held = stream
                 link, session = self._pair(stream)
@@ -245,7 +246,7 @@ class PairLink:
             if session is None:
                 return False
             try:
-                return link._take_over(session)
+                return link._take_over(session, settings)
             finally:
                 link._leave(session.engine)
         finally:
@@ -297,8 +298,9 @@ class PairLink:
         if not told:
             self._events.put(Unpaired(words))
 
-    def _take_over(self, session: Session) -> bool:
-        """Run it in place of any older one: an end that dials again knows that its old connection is over."""
+    def _take_over(self, session: Session, settings: LinkSettings) -> bool:
+        """Run it in place of any older one: an end that dials again knows that its old connection is over.
+        settings: by which this end has dialled, if it has."""
         with self._lock:
             self._newest = max(self._newest, session.epoch)
             old, self._words = self._session, ""
@@ -306,7 +308,8 @@ class PairLink:
             old.cut("replaced", "the other end has connected again")
         with self._running:
             with self._lock:
-                if self._closing.is_set() or session.epoch < self._newest:
+                elsewhere = not settings.listens and settings is not self._settings
+                if self._closing.is_set() or elsewhere or session.epoch < self._newest:
                     return False
                 self._session = session
             session.run()

@@ -187,6 +187,10 @@ PAIR: tuple[Refusal[Machine], ...] = (
             ("server.router_dialect", "pair.pair_listen"),
             "a router tells decode ends where to connect: give --pair-listen an address of this machine, "
             "HOST:PORT"),
+    Refusal(lambda c, _: bool(c.pair.pair_allow) and (
+                not c.is_routed or _mode(c) != "decode" or bool(c.pair.pair_peer)),
+            ("pair.pair_allow", "pair.pair_peer", "server.router_dialect"), "for a decode end that a router "
+            "tells where to connect: give it --router-dialect, and no --pair-peer"),
     Refusal(lambda c, _: c.pair.pair_room_s != PairConfig().pair_room_s and not c.is_routed,
             ("pair.pair_room_s", "server.router_dialect"), "of one end of a pair behind a router: give "
             "--router-dialect and --disaggregation-mode as well"),

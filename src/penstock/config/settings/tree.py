@@ -244,6 +244,8 @@ class PairConfig:
     pair_timeout_s: Annotated[float, "seconds that a request waits for the KV of its prompt before that is "
                               "computed here"] = 300.0
     pair_silence_s: Annotated[float, "seconds without a word after which the other end counts as gone"] = 10.0
+    pair_allow: Annotated[tuple[str, ...], "hosts to which a router may tell this decode end to connect, "
+                          "as it names them, separated by commas (default: any)"] = ()
     pair_room_s: Annotated[float, "seconds that a prompt which a router sent to one end waits for the other "
                            "one"] = 30.0
 

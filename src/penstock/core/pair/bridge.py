@@ -60,6 +60,8 @@ class Pairing:
                     self._all[found.arrived.peer].handed_over(found)
                     found.arrived = replace(found.arrived, transfer=transfer, peer=self.peer)
                     self.arrived(found)
+                else:                               # it has ended meanwhile, and whoever asked waits for it
+                    self.refused(transfer)
             case _:
                 assert_never(event)
 

@@ -65,7 +65,7 @@ def open_peers(config: Config, built: Built) -> Peers | None:
             link.start()
     return Peers(*(Peer(link, config.pair.disaggregation_mode or "", link.address, id=PeerId(n),
                         refuses=config.pair.pair_fallback == "refuse") for n, link in enumerate(links)),
-                 routed=not listens and not config.pair.pair_peer)
+                 routed=not listens and not config.pair.pair_peer, allowed=config.pair.pair_allow)
 
 
 def facts_of(role: str, built: Built, backend: str = "stream") -> Facts:

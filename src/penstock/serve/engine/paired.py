@@ -43,8 +43,10 @@ CROWDED = "the pages that waited for the KV of this prompt were needed for other
 class Peers:
     """The engines of the other end, as the core numbers them; at least one place."""
 
-    def __init__(self, *each: Peer, routed: bool = False) -> None:
-        """routed: of a decode end, a router says whom to call, at most so many at a time."""
+    def __init__(self, *each: Peer, routed: bool = False, allowed: Sequence[str] = ()) -> None:
+        """routed: of a decode end, a router says whom to call, at most so many at a time. allowed: on these
+        hosts; none: on any."""
+        self._allowed = frozenset(host.strip("[]").lower() for host in allowed)
         self._routed = routed
         self.each = each
         self._named: OrderedDict[PeerId, None] = OrderedDict()      # by a router, the latest last
@@ -76,6 +78,10 @@ class Peers:
         if not self._routed:
             at = ", ".join(peer.address for peer in self.each)
             raise ConfigError(f"this decode end has --pair-peer {at}, and not {address}")
+        host = address.rpartition(":")[0].strip("[]").lower()
+        if self._allowed and host not in self._allowed:
+            hosts = ", ".join(sorted(self._allowed))
+            raise ConfigError(f"this decode end has --pair-allow {hosts}, and not {host}")
         free = [peer for peer in self.each if not peer.address] or [
             self.each[n] for n in self._named if not self.each[n].epoch and not self.each[n].load]
         if not free:

@@ -138,7 +138,7 @@ class OpenAI:
         # inside a string, where quotes are escaped.
         if body.count(b'"role"') > context:
             raise too_many_messages(context)
-        request = parse(body, ChatRequest)
+        request = self.routed.whole(parse(body, ChatRequest))
         await self.converse(request, tenant, reply, began, lambda asked, prompts: ChatFormat(
             model=self.model, token_bytes=self.token_bytes, logprobs=bool(request.logprobs),
             include_usage=request.include_usage, return_token_ids=self._shows_ids(request),
@@ -164,7 +164,7 @@ class OpenAI:
 
     async def completion(self, body: bytes, tenant: bytes, reply: Reply) -> None:
         began = time.monotonic()
-        request = parse(body, CompletionRequest)
+        request = self.routed.whole(parse(body, CompletionRequest))
 
         def written(prompts: Prompts) -> Format:
             return TextFormat(

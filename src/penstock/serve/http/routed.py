@@ -9,7 +9,9 @@ from __future__ import annotations
 import re
 import secrets
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from penstock.config.base.errors import RequestError, show
 from penstock.config.settings.tree import Config
@@ -19,6 +21,7 @@ from penstock.serve.wire import Ready, Room
 BOOTSTRAP = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 PARAMS = "kv_transfer_params"
 ROOM_BITS = 62
+Body = TypeVar("Body", ChatRequest, CompletionRequest)
 _HOST = re.compile(r"[A-Za-z0-9._-]+|\[?[0-9A-Fa-f:.]+\]?")      # a name, or an address
 
 
@@ -39,6 +42,16 @@ class Routed:
     def prefills(self) -> bool:
         """Whether its answers are for a router only."""
         return self.mode == "prefill"
+
+    def whole(self, request: Body) -> Body:
+        """Of a body that vLLM's dialect has cut to one token for the prefill end: with as many again as
+        `min_tokens` asks for, which both ends choose the first one by."""
+        least = request.min_tokens or 0
+        cut = [name for name in ("max_tokens", "max_completion_tokens")
+               if getattr(request, name, None) == 1 < least]
+        if self.dialect != "vllm" or not self.prefills or not cut:
+            return request
+        return msgspec.structs.replace(request, **dict.fromkeys(cut, least))
 
     def room(self, request: ChatRequest | CompletionRequest) -> Room | None:
         """Where this request meets the other end; None if it does not. Raises RequestError."""

@@ -20,7 +20,8 @@ class Mooncake:
             raise CarrierFault(f"Mooncake's transfer engine does not start on {host}")
         if self._engine.register_memory(self._address, BUFFER_BYTES):
             raise CarrierFault("Mooncake's transfer engine does not take a buffer")
-        self.here = self._address.to_bytes(8, "little") + f"{host}:{self._engine.get_rpc_port()}".encode()
+        at = f"[{host}]" if ":" in host else host
+        self.here = self._address.to_bytes(8, "little") + f"{at}:{self._engine.get_rpc_port()}".encode()
         self._there, self._base = "", 0
 
     def meet(self, there: bytes) -> None:
