@@ -85,7 +85,6 @@ CASES: tuple[tuple[dict[str, object], dict[str, object]], ...] = (
     ({"device": "cuda", "backends": ["gather=reference"]},
      {"device": "cpu", "backends": ["gather=reference"]}),
     ({"dtype": "gguf", "device": "cuda"}, {"dtype": "gguf", "device": "cpu"}),
-    ({"kv_cache_dtype": "fp8", "device": "cuda"}, {"kv_cache_dtype": "fp8", "device": "cpu"}),
     ({"dtype": "gguf", "load_format": "dummy"}, {"dtype": "gguf", "load_format": "gguf"}),
     ({"dtype": "gguf", "backends": ["linear=onednn"]},
      {"dtype": "gguf", "backends": ["linear=native", "layer=reference"]}),

@@ -139,13 +139,6 @@ def _leasts() -> str:
     return ", ".join(f"{_least(unit)} with units of {unit}" for unit in (4, 8, 16))
 
 
-def _untried_on_a_gpu(config: Config, _: Machine) -> bool:
-    """The one place that holds back formats on a GPU: when `make gpu` has run them there, it goes."""
-    kinds = {config.kv.kv_cache_dtype, config.kv.index_dtype}
-    given = {"fp8", "fp8_e4m3"} if config.model.dtype == "bfloat16" else {"fp8", "fp8_e4m3", "bfloat16"}
-    return config.device.device == "cuda" and not kinds.isdisjoint(given)
-
-
 # What a captured step runs kernels of its own for.
 _CAPTURED = frozenset(f"{op}=reference" for op in (
     "paged_attention", "write_kv", "select", "resolve", "gather", "sparse_attention"))
@@ -357,9 +350,6 @@ REFUSED: tuple[Refusal[Machine], ...] = (
     Refusal(lambda c, _: c.model.dtype == "gguf" and c.device.device == "cuda",
             ("model.dtype", "device.device"),
             "weights stay packed on a CPU only: take --device cpu, or --dtype bfloat16"),
-    Refusal(_untried_on_a_gpu, ("device.device", "kv.kv_cache_dtype", "kv.index_dtype"),
-            "kernels for these formats have been compiled for a GPU and not yet run on one: take --device "
-            "cpu, or leave them out"),
     Refusal(lambda c, _: c.model.dtype == "gguf" and c.model.load_format == "dummy",
             ("model.dtype", "model.load_format"), "random weights are floats: leave one of them out"),
     Refusal(lambda c, _: c.model.dtype == "gguf" and any(
