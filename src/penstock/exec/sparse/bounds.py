@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.core.plan import Bind, StepPlan
 from penstock.exec.sparse.captured import SelectingDecodes
 from penstock.exec.sparse.layers import BoundsSelector, SparseLayers, unit_attention
-from penstock.exec.sparse.prompts import Chunk, HostedPrompts
+from penstock.exec.sparse.prompts import GPU_WINDOW, Chunk, HostedPrompts
 from penstock.exec.sparse.rows import HotRows, Selects
 from penstock.exec.step.tables import Lowered, RowTables
 from penstock.kernels.attention.paged_attention import AttentionSpec, Prepare, Prepared, write_kv
@@ -86,7 +86,8 @@ class Selecting(Selects):
                                         model.queries if model.attention.shared else None)
         self._prompts = HostedPrompts(self._kv, self.rows, self._device, self._host,
                                       num_kv_heads=self._specs[0].num_kv_heads,
-                                      scale=model.attention.scale, backends=backends)
+                                      scale=model.attention.scale, backends=backends,
+                                      window=GPU_WINDOW if self._kv.device_RM.is_cuda else 0)
         self._most = selector.budget // rule.unit
         self._budget_R = torch.zeros_like(self._kv.device_RM[:, 0])     # for captured steps
 

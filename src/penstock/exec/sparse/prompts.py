@@ -1,7 +1,8 @@
-"""Prompts of rows whose pages are not all on the device: what is earlier is read a window of pages at a time,
-which come through the row's hot buffer.
+"""Prompts of rows whose pages are not all on the device: what is earlier is read a window of pages at a time.
+Pages that the host alone has come through the row's hot buffer, as many at once as that has; those that the
+device has do not, and more of them are read at once.
 
-    S tokens of a window   W hot pages   L pages that lack a device page   E entries of `gather`'s list
+    S tokens of a window   W pages of a window   L pages before the chunk   E entries of `gather`'s list
     T tokens of the step   R rows of the tables   P pages of a row   K KV heads   G page size   H head dim
 """
 from __future__ import annotations
@@ -17,6 +18,11 @@ from penstock.exec.sparse.rows import HotRows
 from penstock.exec.step.tables import GroupTable
 from penstock.kernels.attention import chunk_attention, merge
 from penstock.kernels.kv import gather
+
+# Tokens that are read at once of pages on a GPU: a copy of them is made, of one layer, and what is read of
+# each window is merged. In windows of 2,112 a chunk took 3.6 times as long, behind 60,000 tokens. A CPU keeps
+# what a small window has in its cache.
+GPU_WINDOW = 16_384
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +43,12 @@ class Chunk:
 class Window:
     """Pages of a row that are read at once.
 
-    page_P     int64: where they are in the device pool, once those that lack a device page are in hot pages
-    keys       tokens in them      brought   how many of them come from the host
+    page_W     int64: where they are in the device pool, once those of the host are in hot pages
+    keys       tokens in them      brought   how many of them come from the host: all or none
     miss_E3, num_1   what `gather` copies for that, in units of a page
     """
 
-    page_P: Tensor
+    page_W: Tensor
     keys: int
     brought: int
     miss_E3: Tensor
@@ -55,10 +61,12 @@ class HostedPrompts:
     kv             the group's tables
     device, host   one view [P, K, planes, G, H] a layer of the pools; `host` is empty without that tier
     backends       op -> name of its implementation: of chunk_attention, gather and merge
+    window         tokens of device pages that are read at once, at least those of the row's hot buffer
     """
 
     def __init__(self, kv: GroupTable, rows: HotRows, device: Sequence[Tensor], host: Sequence[Tensor], *,
-                 num_kv_heads: int, scale: float, backends: Mapping[str, str]) -> None:
+                 num_kv_heads: int, scale: float, backends: Mapping[str, str], window: int) -> None:
+        self._window = window
         self._kv, self._rows, self._device, self._host = kv, rows, device, host
         self._num_kv_heads, self._scale = num_kv_heads, scale
         self._chunk_attention = chunk_attention.OP.use(backends["chunk_attention"])
@@ -66,31 +74,41 @@ class HostedPrompts:
         self._merge = merge.OP.use(backends["merge"])
 
     def windows(self, chunk: Chunk) -> list[Window]:
-        """The pages before a chunk, as many at a time as the row's hot buffer has, of which nothing is hot
-        yet: its bind has said so, pages are kept only of a row behind its prompt, and so are positions that
-        bring units."""
+        """The pages before a chunk, each in one window. Of the row's hot buffer nothing is hot yet: its bind
+        has said so, pages are kept only of a row behind its prompt, and so are positions that bring units."""
         host_RM, row = self._kv.host_RM, self._rows[chunk.row]
         assert row.hot_pages, f"row {chunk.row} has pages on the host and no hot buffer"
         assert host_RM is not None
-        earlier = slice(0, -(-chunk.start // self._kv.size))
-        device_P, host_P = self._kv.device_RM[chunk.row, earlier].long(), host_RM[chunk.row, earlier]
-        hot_W, made = self._rows.hot.pages(chunk.row), []
-        head_K = torch.arange(self._num_kv_heads, device=host_P.device)
-        for first in range(0, earlier.stop, row.hot_pages):
-            page_P = device_P[first:first + row.hot_pages].clone()
-            lacks_L = (page_P < 0).nonzero().flatten()
-            page_P[lacks_L] = hot_W[lacks_L].long()
-            miss_E3 = torch.cartesian_prod(head_K, lacks_L)[:, [0, 1, 1]]
-            miss_E3[:, 1], miss_E3[:, 2] = host_P[first + miss_E3[:, 1]], page_P[miss_E3[:, 2]]
-            made.append(Window(page_P, min(len(page_P) * self._kv.size, chunk.start - first * self._kv.size),
-                               len(lacks_L), miss_E3.int(),
-                               torch.tensor([len(miss_E3)], dtype=torch.int32, device=host_P.device)))
+        size = self._kv.size
+        earlier = slice(0, -(-chunk.start // size))
+        device_L, host_L = self._kv.device_RM[chunk.row, earlier].long(), host_RM[chunk.row, earlier]
+        lacks_L = device_L < 0
+        hot_W, made = self._rows.hot.pages(chunk.row).long(), []
+        parts = ((device_L[~lacks_L], max(row.hot_pages, self._window // size), False),
+                 (host_L[lacks_L], row.hot_pages, True))
+        on_host = bool(lacks_L[-1:].any())
+        for page_P, most, brought in parts:
+            for first in range(0, len(page_P), most):
+                from_W = page_P[first:first + most]
+                page_W = hot_W[:len(from_W)] if brought else from_W
+                ends = first + most >= len(page_P) and brought == on_host      # the last may not be full
+                keys = len(page_W) * size - ends * (earlier.stop * size - chunk.start)
+                made.append(Window(page_W, keys, brought * len(page_W),
+                                   *self._misses(from_W, page_W, brought)))
         return made
+
+    def _misses(self, from_W: Tensor, page_W: Tensor, brought: bool) -> tuple[Tensor, Tensor]:
+        """For `gather`: every head of pages that are brought."""
+        head_K = torch.arange(self._num_kv_heads if brought else 0, device=page_W.device)
+        at_W = torch.arange(len(page_W), device=page_W.device)
+        miss_E3 = torch.cartesian_prod(head_K, at_W)[:, [0, 1, 1]]
+        miss_E3[:, 1], miss_E3[:, 2] = from_W[miss_E3[:, 1]], page_W[miss_E3[:, 2]]
+        return miss_E3.int(), torch.tensor([len(miss_E3)], dtype=torch.int32, device=page_W.device)
 
     def attend(self, layer: int, chunk: Chunk, windows: Sequence[Window], q_TNH: Tensor, k_TKH: Tensor,
                v_TKH: Tensor) -> Tensor:
-        """Attention of prompt positions to all before them: their own chunk as it was computed, what is
-        earlier a window of pages at a time, which come through the row's hot buffer."""
+        """Attention of prompt positions to all before them: their own chunk as it was computed, and what is
+        earlier a window of pages at a time."""
         out_TNH, lse_TN = self._chunk_attention(q_TNH, k_TKH, v_TKH, causal=True, scale=self._scale)
         for window in windows:
             k_SKH, v_SKH = self._bring(layer, chunk.row, window)
@@ -101,11 +119,12 @@ class HostedPrompts:
     def _bring(self, layer: int, row: int, window: Window) -> tuple[Tensor, Tensor]:
         """k and v of a window, [S, K, H]; what has no device page comes into the row's hot pages."""
         pool_PK2GH = self._device[layer]
-        self._gather(self._host[layer], pool_PK2GH, window.miss_E3, window.num_1, unit=self._kv.size)
-        self._rows.window(layer, row, window.brought)
+        if window.brought:
+            self._gather(self._host[layer], pool_PK2GH, window.miss_E3, window.num_1, unit=self._kv.size)
+            self._rows.window(layer, row, window.brought)
         heads, planes, size, dim = pool_PK2GH.shape[1:]
-        kv_2KPGH = pool_PK2GH.new_empty(planes, heads, len(window.page_P), size, dim)
+        kv_2KPGH = pool_PK2GH.new_empty(planes, heads, len(window.page_W), size, dim)
         for plane, head in itertools.product(range(planes), range(heads)):      # a head's tokens side by side
-            torch.index_select(pool_PK2GH[:, head, plane], 0, window.page_P, out=kv_2KPGH[plane, head])
+            torch.index_select(pool_PK2GH[:, head, plane], 0, window.page_W, out=kv_2KPGH[plane, head])
         k_SKH, v_SKH = kv_2KPGH.flatten(2, 3)[:, :, :window.keys].transpose(1, 2)
         return k_SKH, v_SKH
