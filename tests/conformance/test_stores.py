@@ -176,6 +176,32 @@ def test_what_is_there_is_not_written_again_and_what_was_deleted_is_gone(place):
 
 
 @all_kinds
+def test_a_use_is_told_of_what_is_there_and_of_what_is_not(place):
+    store, names = place.open(), keys(200)
+    put(store, names[:50])
+    put(store, names[:3], 1)
+    store.used(names)
+    store.used([])
+    place.open(readonly=True).used(names)
+    assert list(store.present(names)) == [3] * 3 + [1] * 47 + [0] * 150
+    assert get(store, names[:50]) == [Verdict.GOOD] * 50
+
+
+@pytest.mark.parametrize("place", [pytest.param("valkey", marks=pytest.mark.sweep)], indirect=True)
+def test_a_use_keeps_valkey_from_taking_a_page_for_old(place):
+    store, names = place.open(), keys(3)
+    put(store, names)
+    objects = [store._name(key, 0) for key in names]
+    end = time.monotonic() + LIMIT_S
+    while not all(store._idle_s(objects)):
+        assert time.monotonic() < end
+        time.sleep(0.2)
+    store.used(names[:1])
+    idle = store._idle_s(objects)
+    assert idle[0] < idle[1] <= idle[2] + 1
+
+
+@all_kinds
 def test_what_is_not_what_was_stored_is_bad_whatever_is_wrong_with_it(place):
     store, names = place.open(), keys(BATCH)
     put(store, names)

@@ -27,6 +27,7 @@ from penstock.core.plan import (
     StepPlan,
     Token,
     Unstore,
+    Used,
 )
 from penstock.core.settings import CoreConfig
 from penstock.exec.front import Front
@@ -105,6 +106,8 @@ class Driven:
                         self.ex.storage.ask(o)
                     case Unstore(keys):
                         self.ex.storage.deny(keys)
+                    case Used(keys):
+                        self.ex.storage.used(keys)
             if (plan := advance.plan) is None:
                 break
             self.plans.append(plan)

@@ -10,12 +10,14 @@ from penstock.core.plan import (
     Arrived,
     Listed,
     Lookup,
+    Moved,
     Output,
     RequestId,
     Retired,
     StepPlan,
     Tier,
     Unstore,
+    Used,
 )
 from penstock.core.settings import CoreConfig
 
@@ -100,3 +102,17 @@ def test_storage_hears_of_damage_under_the_names_that_it_was_given():
     assert set(lookup.keys) < set(told.keys), "of all that was computed, not only of what was stored"
     again = core.advance([Aborted(RequestId(1), damaged=True)]).outputs
     assert not any(isinstance(o, Unstore) for o in again)
+
+
+def test_pages_that_a_request_begins_with_are_told_as_used_wherever_they_are():
+    core = core_of()
+    [lookup] = arrive(core, 6)
+    outputs, plan = tell(core, b"")
+    assert not any(isinstance(o, Used) for o in outputs), "it begins with nothing"
+    events = [Retired(plan.step, ((3,),))]
+    while (advance := core.advance(events)).plan is not None:      # to the host, and on to storage
+        events = [*[Moved(move.id, True) for move in advance.plan.moves], Retired(advance.plan.step, ())]
+    outputs = [*arrive(core, 6, rid=2), *tell(core, b"", rid=2)[0]]
+    [used] = [o for o in outputs if isinstance(o, Used)]
+    assert used.keys == lookup.keys, "from the first on"
+    assert not any(isinstance(o, Lookup) for o in outputs), "storage hears of these in no other way"

@@ -219,6 +219,15 @@ def test_what_a_storage_may_be_called() -> None:
         assert parse_storage(wrong) is None, wrong
 
 
+def test_a_password_of_a_storage_may_come_from_the_environment(monkeypatch) -> None:
+    monkeypatch.setenv("REDISCLI_AUTH", "word")
+    found = parse_storage("valkey://me@host")
+    assert (found.user, found.password) == ("me", "word") and "word" not in f"{found}{found.shown}"
+    assert parse_storage("valkey://me:other@host").password == "other"
+    monkeypatch.setenv("VALKEYCLI_AUTH", "third")
+    assert parse_storage("valkey:///run/a.sock").password == "third"
+
+
 def test_a_password_of_a_storage_is_shown_nowhere() -> None:
     good, bad = (from_options("demo", {"kv_storage": f"valkey://me:{word}@host"})
                  for word in ("pass@word", "pass/word"))

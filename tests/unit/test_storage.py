@@ -150,6 +150,68 @@ def test_nobody_waits_for_a_store_that_hangs_and_it_is_asked_again_once_it_answe
     assert bench.storage.collect() == [], "what it had to say late, nobody hears"
 
 
+def test_a_look_up_that_is_late_tells_what_it_has_found(bench, monkeypatch):
+    monkeypatch.setattr("penstock.memory.storage.LOOK_S", 0.5)
+    bench.write()
+    hangs = threading.Event()
+    at = "present", KEYS[5]
+    bench.files.before = lambda what, key: None if (what, key) != at else hangs.wait(LIMIT_S)
+    assert bench.look() == b"\x01" * 5
+    assert bench.stat("lookups_late_total") == 1 and bench.stat("pages_found_total") == 5
+    assert bench.stat("up") == 1, "it has answered, so others ask it"
+    assert bench.look(4) == b"\x01" * 4, "in another thread"
+    hangs.set()
+    until(lambda: bench.stat("lookups_total") == 2)
+    assert bench.storage.collect() == []
+
+
+def test_look_ups_do_not_wait_for_each_other(bench):
+    bench.write()
+    held, reached = threading.Event(), threading.Semaphore(0)
+
+    def before(what: str, key: bytes) -> None:
+        if what == "present":
+            reached.release()
+            held.wait(LIMIT_S)
+
+    bench.files.before = before
+    for rid in range(Files.readers):
+        bench.storage.ask(Lookup(RequestId(rid), 0, KEYS[:1]))
+    for _ in range(Files.readers):
+        assert reached.acquire(timeout=LIMIT_S), "all are asked at once"
+    held.set()
+    while bench.storage.in_flight:
+        bench.storage.collect(wait=True)
+
+
+def test_of_a_page_that_is_used_storage_hears_once_a_minute(tmp_path):
+    now, told = [0.0], []
+    bench = Bench(tmp_path / "store", clock=lambda: now[0])
+    bench.files.used = told.append
+    for keys in (KEYS[:3], KEYS[:2], KEYS[:5]):
+        bench.storage.used(keys)
+    until(lambda: len(told) == 2)
+    now[0] += 59
+    bench.storage.used(KEYS[:4])
+    bench.storage.used(KEYS[9:10])
+    until(lambda: len(told) == 3)
+    now[0] += 2
+    bench.storage.used(KEYS[:1])
+    until(lambda: len(told) == 4)
+    assert told == [KEYS[:3], KEYS[3:5], KEYS[9:10], KEYS[:1]]
+
+
+def test_a_store_that_hangs_is_told_of_no_more_uses_than_it_can_take(bench, monkeypatch):
+    hangs, told = threading.Event(), []
+    bench.files.used = lambda keys: (told.append(keys), hangs.wait(LIMIT_S))
+    for key in [*KEYS[:1], *[bytes([1, *i.to_bytes(15, "little")]) for i in range(1000)]]:
+        bench.storage.used((key,))
+    assert bench.look() == b"", "nobody waits for it"
+    hangs.set()
+    until(lambda: bench.storage._uses.qsize() == 0)
+    assert len(told) <= 70
+
+
 def test_what_people_see_of_it(tmp_path):
     now = [0.0]
     bench = Bench(tmp_path / "store", clock=lambda: now[0])

@@ -228,6 +228,19 @@ def test_a_secret_of_a_file_is_the_same_for_every_store_and_one_is_made_for_stor
         secret_of(urls[0], str(key), readonly=False)
 
 
+def test_what_is_used_elsewhere_or_put_again_is_not_old(files):
+    """Pages that stay in host memory are never read here: the hottest prompt would be swept first."""
+    for key in KEYS[:10]:
+        put(files, key, 0, page(key[0]))
+        os.utime(where(files, key), (1000 + key[0], 1000 + key[0]))
+    files.used([KEYS[0], KEYS[20], KEYS[1]])
+    assert put(files, KEYS[2], 0, page(2)) == 0
+    Files(files.root, FP, SIZES, readonly=True).used([KEYS[3]])
+    each = SIZES[0] + HEADER.size
+    files.sweep(5 * each, each)
+    assert [key[0] for key in KEYS[:10] if present(files, key)] == [0, 1, 2, 9]
+
+
 @pytest.mark.parametrize(("url", "words"), [
     ("s3://bucket", r"obstore is not installed: pip install 'penstock\[s3\]'"),
     ("redis://me:word@host", r"valkey://host: redis is not installed: pip install 'penstock\[valkey\]'")])

@@ -52,6 +52,7 @@ from penstock.core.plan import (
     Stopped,
     Tier,
     Unstore,
+    Used,
 )
 from penstock.core.policy import capacity, reclaim
 from penstock.core.policy.queue import Admission
@@ -488,5 +489,7 @@ class Core(CoreState):
         self.counters["prefix_disk_hits"] += disk
         self.counters["prefix_recomputed"] += self.kv.recomputed(r)
         self.out.append(Started(r.rid, hbm, dram, disk, r.delivered))
+        if self.cfg.store_root and (keys := tuple([node.digest for node in r.path if node.digest])):
+            self.out.append(Used(keys))
         if self.cfg.store_reused:
             sealing.reuse(self.kv, r)

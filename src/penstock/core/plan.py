@@ -404,7 +404,15 @@ class Unstore:
     keys: tuple[bytes, ...]
 
 
-Output: TypeAlias = Token | Started | Entered | Finished | Say | Lookup | Unstore
+@dataclass(frozen=True, slots=True)
+class Used:
+    """A request has begun with the pages of these keys, from the first of its prompt: storage, which may have
+    them too, was not asked, and would take them for old."""
+
+    keys: tuple[bytes, ...]
+
+
+Output: TypeAlias = Token | Started | Entered | Finished | Say | Lookup | Unstore | Used
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,9 @@ FAILURES_MAX, PAUSE_MAX_S = 3, 60.0     # failures in a row after which it is le
 FULL_S = 30.0               # so long nothing is written to a full disk
 DENIED_MAX = 1 << 16        # keys of damaged pages that are remembered
 COUNT_S = 600.0             # between two looks at how much there is
+TOUCH_S = 60.0              # between two times that a page's use is told
+TOUCHED_MAX = 1 << 16       # pages whose last time is remembered,
+USES_MAX = 64               # and prompts that wait to be told: further ones are not
 FREE = 0.8                  # of what is free, without a quota
 COUNTED = ("read_objects", "read_bytes", "written_objects", "written_bytes", "known_objects", "gone", "bad",
            "failed", "timed_out", "denied", "lookups", "lookups_late", "pages_asked", "pages_found",
@@ -48,6 +51,16 @@ class _Flight:
 
 
 _Job = tuple[_Flight, range]
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A look-up: what was found until now, and whether it was answered."""
+
+    lookup: Lookup
+    limit: float
+    found: bytearray = field(default_factory=bytearray)
+    told: threading.Event = field(default_factory=threading.Event)
 
 
 class HostPages(Protocol):
@@ -83,8 +96,10 @@ class Storage:
         self._write_at = 0.0                   # when the next page may be written
         self._reads: SimpleQueue[_Job] = SimpleQueue()
         self._writes: SimpleQueue[_Job] = SimpleQueue()
-        self._asked: SimpleQueue[tuple[Lookup, float, threading.Event]] = SimpleQueue()
-        self._watched: SimpleQueue[tuple[Lookup, float, threading.Event]] = SimpleQueue()
+        self._asked: SimpleQueue[_Asked] = SimpleQueue()
+        self._watched: SimpleQueue[_Asked] = SimpleQueue()
+        self._uses: SimpleQueue[tuple[bytes, ...]] = SimpleQueue()
+        self._touched: OrderedDict[bytes, float] = OrderedDict()    # of one thread
         self._ended: SimpleQueue[Event] = SimpleQueue()
         self._lock = threading.Lock()          # around what follows
         self._denied: OrderedDict[bytes, None] = OrderedDict()
@@ -97,7 +112,8 @@ class Storage:
         self._queued = Counter(read=0, write=0)    # pages of moves that are not at an end
         self._sweeps = threading.Event()
         self._largest = max(pool.layout.page_bytes for pool in pools)
-        bodies = [*[self._read] * store.readers, *[self._write] * store.writers, self._answer, self._watch]
+        bodies = [*[self._read, self._answer] * store.readers, *[self._write] * store.writers,
+                  self._watch, self._touch]
         for body in [*bodies, self._sweep] if self._bounded is not None else bodies:
             threading.Thread(target=body, daemon=True, name=f"penstock-storage{body.__name__}").start()
 
@@ -124,7 +140,7 @@ class Storage:
         if self._hung or self._is_paused():
             self._end(Listed(lookup.rid, lookup.visit, b""))
             return
-        asked = lookup, time.monotonic() + LOOK_S, threading.Event()
+        asked = _Asked(lookup, time.monotonic() + LOOK_S)
         self._asked.put(asked)
         self._watched.put(asked)
 
@@ -139,6 +155,11 @@ class Storage:
             self._count["denied"] += len(keys)
         if not self.store.readonly:
             threading.Thread(target=self._remove, args=(keys,), daemon=True).start()
+
+    def used(self, keys: tuple[bytes, ...]) -> None:
+        """A request has begun with these pages, from the first of its prompt, wherever they were."""
+        if self._uses.qsize() < USES_MAX:
+            self._uses.put(keys)
 
     @property
     def num_read(self) -> float:
@@ -188,7 +209,7 @@ class Storage:
             self._pause_s = min(PAUSE_MAX_S, 2 * self._pause_s or 1.0)
             self._paused_until = self._clock() + self._pause_s
             pause_s = self._pause_s
-        log.warning("storage: %s; it is left alone for %g s", error.strerror, pause_s)
+        log.warning("storage: %s; it is left alone for %g s", error.strerror or error, pause_s)
 
     def _is_denied(self, key: bytes) -> bool:
         with self._lock:
@@ -257,7 +278,7 @@ class Storage:
                     with self._lock:
                         self._full_until = self._clock() + FULL_S
                     self._sweeps.set()
-                    log.warning("storage: %s; nothing is written for %g s", e.strerror, FULL_S)
+                    log.warning("storage: %s; nothing is written for %g s", e.strerror or e, FULL_S)
                 else:
                     self._failed(e)
             with self._lock:
@@ -304,42 +325,65 @@ class Storage:
 
     def _answer(self) -> None:
         while True:
-            lookup, limit, told = self._asked.get()
-            if told.is_set():
+            asked = self._asked.get()
+            if asked.told.is_set():
                 continue                       # it was answered for the store, which has hung since
-            found = bytearray()
+            lookup, found = asked.lookup, asked.found
             try:
                 for key, groups in zip(lookup.keys, self.store.present(lookup.keys), strict=False):
-                    if not groups or self._is_denied(key) or time.monotonic() > limit:
+                    if not groups or self._is_denied(key) or time.monotonic() > asked.limit:
                         break
                     found.append(groups)
             except OSError as e:
                 self._failed(e)
             self._hung = False
-            with self._lock:
-                first = not told.is_set()
-                told.set()
-                self._count["lookups"] += 1
-                self._count["pages_asked"] += len(lookup.keys)
-                self._count["pages_found"] += len(found)
-                self._count["pages_missed"] += len(lookup.keys) - len(found)
-            if first:
-                self._end(Listed(lookup.rid, lookup.visit, bytes(found)))
+            self._tell(asked)
+
+    def _tell(self, asked: _Asked, *, late: bool = False) -> bool:
+        """The answer, of what was found until now. False: somebody else has given it."""
+        with self._lock:
+            if asked.told.is_set():
+                return False
+            asked.told.set()
+            found, num = bytes(asked.found), len(asked.lookup.keys)
+            self._hung = self._hung or (late and not found)
+            self._count["lookups"] += 1
+            self._count["lookups_late"] += late
+            self._count["pages_asked"] += num
+            self._count["pages_found"] += len(found)
+            self._count["pages_missed"] += num - len(found)
+        self._end(Listed(asked.lookup.rid, asked.lookup.visit, found))
+        return True
 
     def _watch(self) -> None:
-        """Answers look-ups that the store does not answer in time."""
+        """Answers look-ups that the store does not answer in time. It hangs if it has said nothing."""
         while True:
-            lookup, limit, told = self._watched.get()
-            if told.wait(max(0.0, limit - time.monotonic() + 0.05)):
+            asked = self._watched.get()
+            if asked.told.wait(max(0.0, asked.limit - time.monotonic() + 0.05)):
                 continue
-            with self._lock:
-                if told.is_set():
-                    continue
-                told.set()
-                self._hung = True
-                self._count["lookups_late"] += 1
-            log.warning("storage: no answer in %g s; nobody waits for it until it has answered", LOOK_S)
-            self._end(Listed(lookup.rid, lookup.visit, b""))
+            if self._tell(asked, late=True) and self._hung:
+                log.warning("storage: no answer in %g s; nobody waits for it until it has answered", LOOK_S)
+
+    def _touch(self) -> None:
+        """Tells the store of uses that it does not see. Who uses a page uses all before it, so those before
+        one that was told of lately were told of too."""
+        touched = self._touched
+        while True:
+            keys, now = self._uses.get(), self._clock()
+            known = next((i for i in range(len(keys) - 1, -1, -1)
+                          if now < touched.get(keys[i], -TOUCH_S) + TOUCH_S), -1)
+            new = keys[known + 1:]
+            if not new or self._hung or self._is_paused():
+                continue
+            for key in new:
+                touched[key] = now
+                touched.move_to_end(key)
+            while len(touched) > TOUCHED_MAX:
+                touched.popitem(last=False)
+            try:
+                self.store.used(new)
+            except OSError as e:
+                self._failed(e)
 
     def _remove(self, keys: Sequence[bytes]) -> None:
         for group in range(len(self._pools)):

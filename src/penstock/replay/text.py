@@ -6,7 +6,7 @@ from enum import Enum
 from typing import Any, get_args
 
 from penstock.core.pair.messages import Message
-from penstock.core.plan import Arrived, Event, Listed, Lookup, Received, StepPlan, Unstore
+from penstock.core.plan import Arrived, Event, Listed, Lookup, Received, StepPlan, Unstore, Used
 from penstock.core.settings import CacheGroup, CoreConfig
 
 KINDS = {kind.__name__: kind for kind in get_args(Event)}
@@ -29,7 +29,7 @@ def plain(value: Any) -> Any:
 def plain_event(event: Any) -> list[Any]:
     """Of an Event or an Output: its kind, then its fields; a message within it is written alike. Of keys,
     which depend on a secret, only how many there are."""
-    if isinstance(event, Lookup | Unstore):
+    if isinstance(event, Lookup | Unstore | Used):
         event = replace(event, keys=(b"",) * len(event.keys))
     values = (getattr(event, f.name) for f in fields(event))
     return [type(event).__name__, *(plain_event(v) if is_dataclass(v) else plain(v) for v in values)]

@@ -33,6 +33,7 @@ from penstock.core.plan import (
     Tier,
     Token,
     Unstore,
+    Used,
 )
 from penstock.core.watch import Watcher
 from penstock.sim import states
@@ -96,7 +97,7 @@ class Judge(Watcher):
 
     # ---------------------------------------------------------------- what users see
     def output(self, out: Output) -> None:
-        if isinstance(out, Say | Lookup | Unstore):
+        if isinstance(out, Say | Lookup | Unstore | Used):
             return
         e = self.made[out.rid]
         assert e.finished is None, f"request {out.rid}: {out} after the end"

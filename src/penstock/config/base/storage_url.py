@@ -64,7 +64,10 @@ def parse_storage(url: str) -> StorageUrl | None:
         case "mooncake" if host and not path.strip("/") and "@" not in parts.netloc:
             return StorageUrl("mooncake", host, "", port)
         case "redis" | "valkey":
-            user, password = unquote(parts.username or "") or None, unquote(parts.password or "") or None
+            user = unquote(parts.username or "") or None
+            # As the clients of both have it: what is on a command line, every user of the machine reads.
+            password = (unquote(parts.password or "") or os.environ.get("VALKEYCLI_AUTH")
+                        or os.environ.get("REDISCLI_AUTH") or None)
             if host is None:
                 return StorageUrl("valkey", None, path, user=user, password=password) if local else None
             number = path.strip("/")

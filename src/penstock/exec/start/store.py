@@ -12,8 +12,8 @@ from penstock.config.settings.tree import KVConfig
 from penstock.exec.load.layout import Caches
 from penstock.exec.load.sizing import show_size
 from penstock.memory.storage import HostPages, Storage
-from penstock.memory.stores.files import Files, open_root
-from penstock.memory.stores.objects import FORMAT, Store
+from penstock.memory.stores.files import LOW_WATER, Files, open_root
+from penstock.memory.stores.objects import FORMAT, HEADER, Store
 from penstock.memory.stores.secret import default_key, secret_of
 
 
@@ -47,6 +47,11 @@ def open_storage(kv: KVConfig, identity: Mapping[str, str], caches: Caches, pool
     words = {**identity, "page size": str(kv.page_size), "cache groups": json.dumps(
         [{"name": group.name, **{name: str(value) for name, value in asdict(layout).items()}}
          for group, layout in zip(caches.groups, caches.layouts, strict=True)])}
+    least = HEADER.size + max(layout.page_bytes for layout in caches.layouts)
+    if kv.kv_storage_bytes is not None and LOW_WATER * kv.kv_storage_bytes < least:
+        raise ConfigError(f"--kv-storage-bytes {show_size(kv.kv_storage_bytes)}: a page of {kv.page_size} "
+                          f"tokens takes {show_size(least)} here, and a sweep leaves nine tenths: give at "
+                          f"least {show_size(2 * least)}, better as much as many prompts take")
     text = json.dumps([FORMAT, sorted(words.items())])
     fingerprint = hashlib.blake2b(text.encode(), digest_size=16).digest()
     secret = secret_of(url, kv.kv_storage_key, readonly=readonly)
@@ -60,7 +65,7 @@ def open_storage(kv: KVConfig, identity: Mapping[str, str], caches: Caches, pool
         if advice := store.check():
             log(f"storage: {advice}")
     except OSError as e:
-        log(f"storage: {url.shown}: {e.strerror}: serving begins without it, and it is tried again")
+        log(f"storage: {url.shown}: {e.strerror or e}: serving begins without it, and it is tried again")
     storage = Storage(store, pools, wake, quota=kv.kv_storage_bytes, rate=kv.kv_storage_write_rate)
     return storage, hashlib.blake2b(fingerprint, key=secret, digest_size=16).digest()
 

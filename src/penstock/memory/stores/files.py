@@ -122,7 +122,7 @@ class Folder(Inventory):
                 return left, 0
             before, now = left, time.time()
             over = quota is not None and left + room > quota
-            for o in sorted(found, key=lambda o: o.used):
+            for o in sorted(found, key=lambda o: o.used) if over else [o for o in found if o.temporary]:
                 stale = o.temporary and now - o.used > STALE_S
                 if stale or (over and left > LOW_WATER * (quota or 0) and not o.temporary):
                     self.remove([o])
@@ -236,6 +236,7 @@ class Files(Bounded):
         assert len(page) == self._sizes[group]
         folder, name = self._folder(key, make=True), self._name(key, group)
         if self._present(key) >> group & 1:
+            self._touch(folder, name)
             return 0
         temp = f"{name}.{os.getpid()}.{next(self._temps)}.tmp"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -255,6 +256,18 @@ class Files(Bounded):
         if self._sync:
             os.fsync(folder)
         return HEADER.size + len(page)
+
+    def used(self, keys: Sequence[bytes]) -> None:
+        """See `Store`: what a sweep goes by is when a file was written or used last."""
+        for key in () if self.readonly else keys:
+            with contextlib.suppress(FileNotFoundError):
+                for group in range(len(self._sizes)):
+                    self._touch(self._folder(key), self._name(key, group))
+
+    @staticmethod
+    def _touch(folder: int, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError, PermissionError):     # another user's may be read only
+            os.utime(name, dir_fd=folder, follow_symlinks=False)
 
     def delete(self, keys: Sequence[bytes], group: int) -> None:
         """Remove objects, those that are there."""

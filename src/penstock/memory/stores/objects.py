@@ -86,6 +86,11 @@ class Store(ABC):
         """Remove objects, those that are there."""
 
     @abstractmethod
+    def used(self, keys: Sequence[bytes]) -> None:
+        """Pages of all cache groups under these keys count as used now, those that are there, if what goes
+        first is what was used longest ago. Raises OSError."""
+
+    @abstractmethod
     def close(self) -> None:
         """Let go of what it has open."""
 

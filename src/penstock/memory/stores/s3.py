@@ -123,6 +123,9 @@ class Bucket(Store, Inventory):
     def delete(self, keys: Sequence[bytes], group: int) -> None:
         self._all(partial(self._obstore.delete_async, self._bucket), [self._name(key, group) for key in keys])
 
+    def used(self, keys: Sequence[bytes]) -> None:
+        """Nothing: a bucket's rules go by when an object was written."""
+
     # ------------------------------------------------------------ for people
     def objects(self) -> Iterator[Object]:
         try:

@@ -108,6 +108,11 @@ class Valkey(Store, Inventory):
         for found in there:
             yield 0 if found == size else size
 
+    def used(self, keys: Sequence[bytes]) -> None:
+        for at in range(0, len(keys), WAVE):
+            self._ask([("TOUCH", *(self._name(key, group) for key in keys[at:at + WAVE]
+                                   for group in range(len(self._sizes))))])
+
     def delete(self, keys: Sequence[bytes], group: int) -> None:
         if keys:
             self._ask([("DEL", *(self._name(key, group) for key in keys))])

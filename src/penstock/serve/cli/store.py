@@ -55,7 +55,7 @@ def run(config: Config | None, args: argparse.Namespace) -> int:
             case "purge":
                 return _purge(there, sure=args.yes)
     except OSError as e:
-        raise ConfigError(f"{shown}: {e.strerror}: give a store that this user can reach and write "
+        raise ConfigError(f"{shown}: {e.strerror or e}: give a store that this user can reach and write "
                           "to") from None
     return 0
 

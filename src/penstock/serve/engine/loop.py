@@ -40,6 +40,7 @@ from penstock.core.plan import (
     Tier,
     Token,
     Unstore,
+    Used,
 )
 from penstock.replay.recorder import Recorded, Recorder
 from penstock.serve.engine.live import Live, Runner
@@ -415,7 +416,7 @@ class EngineLoop:
         touched: dict[int, Live] = {}
         chunks: list[Chunk] = []
         for output in outputs:
-            if isinstance(output, Say | Lookup | Unstore):
+            if isinstance(output, Say | Lookup | Unstore | Used):
                 continue
             rid = output.rid
             live = self._live[rid]

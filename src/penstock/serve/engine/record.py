@@ -31,6 +31,7 @@ from penstock.core.plan import (
     StepPlan,
     Token,
     Unstore,
+    Used,
 )
 from penstock.replay import flight
 from penstock.replay.recorder import Recorder
@@ -165,7 +166,7 @@ def summary(what: Event | StepPlan | Output) -> dict[str, Any]:
             return {"kind": kind, "rid": what.rid, "pages": len(what.keys)}
         case Listed():
             return {"kind": kind, "rid": what.rid, "pages": len(what.present)}
-        case Unstore():
+        case Unstore() | Used():
             return {"kind": kind, "pages": len(what.keys)}
         case Finished():
             return {"kind": kind, "rid": what.rid, "outcome": what.outcome.value}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from penstock.config.settings.tree import StoragePolicy
-from penstock.core.plan import Lookup, Output, Rates, StepId, StepPlan, Unstore
+from penstock.core.plan import Lookup, Output, Rates, StepId, StepPlan, Unstore, Used
 
 if TYPE_CHECKING:
     from penstock.memory.storage import Storage
@@ -40,6 +40,8 @@ class Storing:
                 self._storage.ask(output)
             elif isinstance(output, Unstore):
                 self._storage.deny(output.keys)
+            elif isinstance(output, Used):
+                self._storage.used(output.keys)
 
     def submitted(self, plan: StepPlan) -> None:
         prompts = sum([n for n in plan.count if n > 1])
