@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable, Iterator
 
 import pytest
+from pair_server import serving
 from pipeline_engine import CONFIG, GLM, PROMPTS, Pipeline, checkpoint, fp8_checkpoint, gguf_checkpoint
 
 # Nine query and three KV heads are 6 + 3 and 2 + 1 on two lanes. Biases are added by one lane.
@@ -127,3 +128,20 @@ def test_codes_of_a_gguf_file(tmp_path, tp, pp):
     with Pipeline(file, dtype="gguf", hbm_bytes="4M") as one:
         want = next(rounds(one))
     check(file, want, "resident", "dense", dtype="gguf", tp=tp, pp=pp)
+
+
+BF16_BOUND = 0.1            # of a forced token's logprob: lanes round apart, .03 was seen
+
+
+@pytest.mark.sweep
+def test_logprobs_of_forced_tokens_in_bfloat16_are_within_a_bound(models, tmp_path):
+    """Tokens do not stay equal there; what each says of the same tokens, those of a prompt, is near."""
+    def scores(*flags: str) -> list[float]:
+        with serving(models["dense"], tmp_path, "--dtype", "bfloat16", "--hbm-bytes", "4M", *flags) as server:
+            told = server.ask(list(PROMPTS[4]), prompt_logprobs=0)["choices"][0]["prompt_logprobs"]
+            return [next(iter(one.values()))["logprob"] for one in told if one]
+
+    whole = scores()
+    for flags in (("--tp", "2"), ("--tp", "3", "--pp", "2")):
+        apart = [abs(a - b) for a, b in zip(whole, scores(*flags), strict=True)]
+        assert 0 < max(apart) < BF16_BOUND, (flags, max(apart), sum(apart) / len(apart))

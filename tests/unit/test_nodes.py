@@ -5,6 +5,7 @@ import socket
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from pipeline_engine import checkpoint
@@ -15,7 +16,9 @@ from penstock.config.settings.cli import from_options
 from penstock.config.settings.plain import to_plain
 from penstock.config.settings.resolve import TORCHRUN, of_torchrun
 from penstock.config.settings.tree import Config
+from penstock.core.plan import StepId, StepPlan
 from penstock.exec.pipeline import nodes
+from penstock.exec.pipeline.crew import Crew
 from penstock.exec.pipeline.far import Nodes
 from penstock.exec.pipeline.nodes import NodeLink, Stranger, weights_of
 from penstock.exec.step.links import nodes_of
@@ -210,3 +213,15 @@ def test_torchrun_says_who_is_who(monkeypatch):
     assert of_torchrun(given) is given
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert of_torchrun(from_options("demo", {})).nodes.num == 1
+
+
+def test_a_plan_crosses_each_connection_once():
+    said, sent = [], []
+    far = SimpleNamespace(mine=range(2, 4), link=SimpleNamespace(say=said.append))
+    crew = Crew.__new__(Crew)                   # without its processes
+    crew._encoded, crew.ranges = (None, b""), [range(2), far.mine]
+    crew._nodes = SimpleNamespace(of=lambda _: far)
+    plan = StepPlan(StepId(1), (), (), (), (), (), (), (), (), ())
+    for index in range(4):
+        crew.hand(SimpleNamespace(index=index, send=sent.append), plan)
+    assert sent == [crew.encoded(plan)] * 2 and said == [nodes.ToAll(crew.encoded(plan))]

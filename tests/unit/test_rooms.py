@@ -1,6 +1,7 @@
 """Rooms of a prefill end: one prompt that a router has sent here, one that is asked for, in any order."""
 from __future__ import annotations
 
+import pytest
 from msgspec.structs import replace
 
 from penstock.config.request.params import SamplingParams
@@ -118,3 +119,13 @@ def test_what_is_over_is_known_of_so_many_rooms() -> None:
     for number in range(OVER_MAX + 1):
         assert r.opened(submit(number)) is None and isinstance(r.asked(asked(number), RID), Submit)
     assert r.asked(asked(1), RID) is Reason.TAKEN and len(r._over) == OVER_MAX
+
+
+@pytest.mark.parametrize(("name", "wrong", "seen_by"), [
+    ("alike", lambda *_: True, test_another_prompt_or_another_choice_of_its_first_token_is_another_request),
+    ("key_of", lambda room: (room.number, 0), test_choices_of_a_request_have_a_place_each),
+    ("key_of", lambda room: (0, room.index), test_what_is_over_is_known_of_so_many_rooms)])
+def test_a_room_that_is_given_to_another_request_is_seen(monkeypatch, name, wrong, seen_by) -> None:
+    monkeypatch.setattr(f"penstock.serve.engine.rooms.{name}", wrong)
+    with pytest.raises(AssertionError):
+        seen_by()

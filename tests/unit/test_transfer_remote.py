@@ -13,6 +13,7 @@ from penstock.core.pair.messages import Drained, Grant, Reason
 from penstock.core.pair.messages import End as Over
 from penstock.transfer.codec import PAYLOAD_MAX
 from penstock.transfer.events import Down, Heard, Pushed
+from penstock.transfer.landing import Landings
 from penstock.transfer.messages import Memory, Offer, Taken
 from penstock.transfer.remote import carrier as carriers
 from penstock.transfer.remote.carrier import BUFFER_BYTES, SLOTS, CarrierFault, buffer_of
@@ -139,6 +140,12 @@ def test_a_read_that_comes_back_after_its_grant_was_revoked_changes_no_page(ends
     decode.wait(Heard)
     check(decode, {KV: [], BOUNDS: []}, 40)
     assert decode.link.stats()["pair_stray_frames_total"] > 0
+
+
+def test_one_that_changes_a_page_is_seen(ends, monkeypatch) -> None:
+    monkeypatch.setattr(Landings, "revoke", lambda *_: None)
+    with pytest.raises(AssertionError):
+        test_a_read_that_comes_back_after_its_grant_was_revoked_changes_no_page(ends)
 
 
 @pytest.mark.parametrize("message", [

@@ -1,0 +1,140 @@
+"""What a router in front costs a request, and what several engines find cached beside one large one.
+
+`PYTHONPATH=src:tests/doubles python bench/routers.py` with `sglang-router` and `smg` on the path; one that is
+not there is left out. A tiny model: the first figure is the router's own time, the second counts tokens.
+"""
+from __future__ import annotations
+
+import contextlib
+import random
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import printable
+from pair_server import Server
+from pipeline_engine import CONFIG, checkpoint
+
+ROUNDS, EACH = 6, 60
+CONVERSATIONS, TURNS, SYSTEM, SAID = 64, 4, 200, 100
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@contextlib.contextmanager
+def routing(name: str, *flags: str):
+    """The URL of a router, once it answers."""
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    process = subprocess.Popen(
+        [name, "launch", "--port", str(port), "--prometheus-port", str(free_port()), *flags],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(300):
+            with contextlib.suppress(httpx.HTTPError, KeyError):
+                ask(httpx.Client(base_url=url), "ready?")
+                break
+            time.sleep(0.2)
+        yield url
+    finally:
+        process.kill()
+        process.wait()
+
+
+def ask(http: httpx.Client, prompt: str, tokens: int = 1) -> dict:
+    answer = http.post("/v1/completions", timeout=120, json={
+        "model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True})
+    return {**answer.json(), "text": answer.json()["choices"][0]["text"]}
+
+
+def text(draw: random.Random, length: int) -> str:
+    return "".join(draw.choices(printable.CHARACTERS[1:], k=length))
+
+
+def cost(model: str, folder: Path, router: str) -> None:
+    server = Server(model, folder / "log", "--hbm-bytes", "64M", "--router-dialect", "sglang")
+    try:
+        with routing(router, "--worker-urls", server.url) as url:
+            arms = [httpx.Client(base_url=server.url), httpx.Client(base_url=url)]
+            more, direct = [], []
+            for n in range(ROUNDS + 1):
+                took: list[list[float]] = [[], []]
+                for one in range(EACH):                     # in turns: a busy machine is busy for both
+                    for arm in (0, 1) if one % 2 else (1, 0):
+                        began = time.perf_counter()
+                        ask(arms[arm], "x" * 50)
+                        took[arm].append(1e3 * (time.perf_counter() - began))
+                if n:
+                    direct.append(statistics.median(took[0]))
+                    more.append(statistics.median(took[1]) - direct[-1])
+            print(f"{router}: {statistics.median(more):+.2f} ms more ({min(more):+.2f} to {max(more):+.2f}, "
+                  f"{ROUNDS} rounds of {EACH}); direct {statistics.median(direct):.1f} ms", flush=True)
+    finally:
+        server.close()
+
+
+def hits(url: str) -> tuple[int, int]:
+    """Prompt tokens found cached, and all, of conversations in turns, eight at a time."""
+    found = [0, 0]
+
+    def talk(n: int) -> None:
+        draw, http = random.Random(n), httpx.Client(base_url=url)
+        said = text(random.Random("system"), SYSTEM)
+        for _ in range(TURNS):
+            said += text(draw, SAID)
+            answer = ask(http, said, 16)
+            usage = answer["usage"]
+            found[0] += (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+            found[1] += usage["prompt_tokens"]
+            said += answer["text"]
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(talk, range(CONVERSATIONS)))
+    return found[0], found[1]
+
+
+def shares(model: str, folder: Path, size: int, routers: list[str]) -> None:
+    """size: MiB of each of two engines."""
+    flags = ("--router-dialect", "sglang", "--max-num-seqs", "8")
+    with contextlib.ExitStack() as stack:
+        def serving(name: str, *more: str) -> str:
+            server = Server(model, folder / name, *flags, *more)
+            stack.callback(server.close)
+            return server.url
+
+        one = serving("large", "--hbm-bytes", f"{2 * size}M")
+        large, num = hits(one)
+        print(f"one engine of {2 * size} MiB: {large} of {num} prompt tokens cached", flush=True)
+        both = hits(serving("dp", "--hbm-bytes", f"{size}M", "--dp", "2"))
+        print(f"--dp 2 of {size} MiB: {both[0] / large:.3f} of that", flush=True)
+        for router in routers:
+            workers = [serving(f"{router}{n}", "--hbm-bytes", f"{size}M") for n in range(2)]
+            with routing(router, "--policy", "cache_aware", "--worker-urls", *workers) as url:
+                print(f"two of {size} MiB behind {router}: {hits(url)[0] / large:.3f} of that", flush=True)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        model = checkpoint(folder / "model", {**CONFIG, "max_position_embeddings": 2048})
+        Path(model, "tokenizer.json").write_text(printable.vocabulary().tokenizer)
+        Path(model, "tokenizer_config.json").write_text("{}")
+        routers = [name for name in ("sglang-router", "smg") if shutil.which(name)]
+        for router in routers:
+            cost(model, folder, router)
+        for size in map(int, sys.argv[1:] or ["64", "32"]):
+            shares(model, folder, size, routers)
+
+
+if __name__ == "__main__":
+    main()
