@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import functools
 import json
+import random
+import re
 
 import pytest
 from scripted import ARGUMENTS, SAYS, TOOL, Scripted, template
@@ -142,3 +144,83 @@ def test_texts_without_quotes_are_of_their_schema():
         assert admitted("glm", True, form, call(**right)), right
     for wrong in ({"word": "b"}, {"many": "a"}, {"many": "[1]"}, {"same": "a", "any": "b"}):
         assert not admitted("glm", True, form, call(**wrong)), wrong
+
+
+# ---------------------------------------------------------------- beside xgrammar's
+# Of mistral it has none. It begins deepseek_v32 behind two line ends, which are text before the calls here.
+MODELS = {"hermes": "qwen_3", "qwen3_coder": "qwen_3_coder", "llama3_json": "llama",
+          "deepseek_v32": "deepseek_v3_2", "glm": "glm_4_7"}
+BEFORE = {"deepseek_v32": "\n\n"}
+
+
+def as_templates_write(name: str, text: str) -> str:
+    """xgrammar admits parameters of qwen3_coder on one line, which no model of it is shown."""
+    text = text.removeprefix(BEFORE.get(name, ""))
+    if name == "qwen3_coder":
+        text = re.sub(r"\n+", "\n", re.sub(r"\s*(</?(?:parameter|function)[^>]*>)\s*", r"\n\1\n", text))
+    return text
+
+
+# What may end a text that could be longer.
+ENDS = ("\n</parameter>\n", "</arg_value>", "</｜DSML｜parameter>\n", '"', "}")
+END = 256
+
+
+class Oracle:
+    """xgrammar's structural tag of a format, over bytes: what it admits, ours do."""
+
+    def __init__(self, name: str, many: bool) -> None:
+        xgrammar = pytest.importorskip("xgrammar")
+        tools = [{"type": "function", "function": {"name": n, "parameters": s, "strict": True}}
+                 for n, s in TOOLS.items()]
+        tag = xgrammar.get_model_structural_tag(MODELS[name], tools=tools, tool_choice="required",
+                                                reasoning="disabled", parallel_tool_calls=many,
+                                                max_whitespace_cnt=1)
+        info = xgrammar.TokenizerInfo([*(bytes([i]) for i in range(256)), b"<end>"], stop_token_ids=[END])
+        self._grammar = xgrammar.GrammarCompiler(info).compile_structural_tag(tag)
+        self._mask = xgrammar.allocate_token_bitmask(1, END + 1)
+        self._new = xgrammar.GrammarMatcher
+
+    def admits(self, text: str) -> bool:
+        matcher = self._new(self._grammar)
+        return bool(matcher.accept_string(text) and matcher.accept_token(END))
+
+    def drawn(self, seed: int) -> str | None:
+        """Something that it admits, white space only where it must be; None: it did not end."""
+        rng, matcher, said = random.Random(seed), self._new(self._grammar), bytearray()
+        while len(said) < 900:
+            matcher.fill_next_token_bitmask(self._mask)
+            words = self._mask[0].tolist()
+            may = [i for i in range(END + 1) if words[i // 32] >> i % 32 & 1]
+            if END in may:
+                return said.decode()
+            end = next((e for e in ENDS if rng.random() < 0.2 and matcher.accept_string(e)), "")
+            if end:
+                said += end.encode()
+                continue
+            dark = [i for i in may if 32 < i < 127 and (i not in b"\\<" or len(may) < 20)]
+            byte = rng.choice(dark or may)
+            assert matcher.accept_token(byte)
+            said.append(byte)
+        return None
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_xgrammar_admits_is_admitted_and_what_is_broken_is_not(name: str) -> None:
+    ended = 0
+    for many in (False, True):
+        oracle = Oracle(name, many)
+        ours = [grammar(name, marks, many=many) for marks in (False, True)]
+        assert oracle.admits(BEFORE.get(name, "") + said(name, False))
+        for seed in range(40):
+            text = oracle.drawn(seed)
+            if text is not None:
+                ended += 1
+                for marks, form in zip((False, True), ours, strict=True):
+                    assert admitted(name, marks, form, as_templates_write(name, text)), text
+        for old, new in BROKEN:
+            head, _, tail = said(name, False).partition(old)
+            broken = head + new + tail
+            assert not any(admitted(name, marks, form, broken)
+                           for marks, form in zip((False, True), ours, strict=True)), broken
+    assert ended > 40, "this tests nothing"
