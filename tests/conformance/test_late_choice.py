@@ -87,6 +87,15 @@ def alone() -> Answers:
     return found
 
 
+def assert_same(got: Answers, want: Answers) -> None:
+    """A GPU sums in another order in a batch, which logprobs show."""
+    assert {rid: said for rid, (said, _) in got.items()} == {rid: said for rid, (said, _) in want.items()}
+    for rid, (_, scores) in want.items():
+        for (own, rank, best), (other, place, others) in zip(got[rid][1], scores, strict=True):
+            assert own == pytest.approx(other, abs=0 if where.DEVICE == "cpu" else 2e-3), rid
+            assert (rank, best) == (place, others), rid
+
+
 def flying(fault: Callable[[pytest.MonkeyPatch, Rank], None] | None = None,
            patch: pytest.MonkeyPatch | None = None) -> tuple[Answers, list[int]]:
     """All at once, launched ahead, with pauses and drops; and how many steps flew at each launch."""
@@ -109,7 +118,7 @@ def whole(request):
 
 def test_rows_of_every_kind_fly_and_say_what_they_say_alone() -> None:
     got, flights = flying()
-    assert got == alone()
+    assert_same(got, alone())
     assert max(flights) == 2 and flights.count(2) > 20
 
 
@@ -124,7 +133,8 @@ def draws_itself(patch: pytest.MonkeyPatch, rank: Rank) -> None:
 
 def test_rows_that_the_device_draws_for_are_drawn_again_with_the_same_uniforms(monkeypatch) -> None:
     got, flights = flying(draws_itself, monkeypatch)
-    assert got == alone() and flights.count(2) > 20
+    assert_same(got, alone())
+    assert flights.count(2) > 20
 
 
 def test_a_second_draw_with_another_uniform_is_seen(monkeypatch) -> None:
