@@ -262,9 +262,10 @@ def test_host_tier_on_two_stages_under_memory_pressure_neither_crashes_nor_diver
                 assert max(last) - max(middle) < 1 << 20, of_rank
 
 
+@pytest.mark.parametrize("layout", ["pp", "tp"])
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.sweep), 1])
-def test_a_rank_that_is_killed_ends_the_engine_and_says_so(model, victim):
-    with Pipeline(model, hbm_bytes="1M", pp=2) as two:
+def test_a_rank_that_is_killed_ends_the_engine_and_says_so(model, victim, layout):
+    with Pipeline(model, hbm_bytes="1M", **{layout: 2}) as two:
         for rid, prompt in PROMPTS.items():
             two.add(rid, prompt, 200)
         pids = [two.built.info[f"rank_{i}_pid"] for i in range(2)]

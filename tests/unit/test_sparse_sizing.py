@@ -214,9 +214,9 @@ def test_no_table_is_made_where_nothing_is_hosted():
     hot.bind(3, [], [])
 
 
-def on_a_gpu(kv: KVConfig, workspace=2 * GIB, free=100 * GIB) -> Sizes:
+def on_a_gpu(kv: KVConfig, workspace=2 * GIB, free=100 * GIB, ranks=1) -> Sizes:
     return size_pools(Config(model=ModelConfig(model="demo"), kv=kv), caches_for(kv), 8192, 16 * GIB,
-                      gpu=DeviceMemory(total=140 * GIB, free=free, workspace=workspace))
+                      gpu=DeviceMemory(total=140 * GIB, free=free, workspace=workspace, ranks=ranks))
 
 
 def test_a_gpu_has_memory_of_its_own():
@@ -237,3 +237,11 @@ def test_a_gpu_has_memory_of_its_own():
             on_a_gpu(kv)
     with pytest.raises(ConfigError, match="at most 0 bytes are left"):
         on_a_gpu(KVConfig(memory_fraction=0.9), workspace=101 * GIB)
+
+
+def test_ranks_on_one_gpu_have_the_same_share_of_what_is_left():
+    page = 16 * TOKEN_BYTES
+    core = on_a_gpu(KVConfig(memory_fraction=0.9), ranks=2).core
+    assert core.hbm_pages == int((100 - 2 - 14) * GIB) // 2 // page
+    with pytest.raises(ConfigError, match=f"does not fit for each of 2 ranks: .* at most {49 * GIB} bytes"):
+        on_a_gpu(KVConfig(hbm_bytes=50 * GIB), ranks=2)

@@ -178,6 +178,11 @@ class Rank:
         """No further plan comes: leave nothing on the links."""
         self._tokens.settle()
 
+    @property
+    def flying(self) -> torch.cuda.Event | None:
+        """The oldest step in flight on a device has ended when this has: `collect` with `block` waits."""
+        return self._flights[0].done if self._flights else None
+
     def start(self, plan: StepPlan) -> None:
         self._queue.append(plan)
         if self._ahead:

@@ -85,6 +85,12 @@ def limit_libraries(isa: str) -> None:
         os.environ["MKL_ENABLE_INSTRUCTIONS"] = {"avx2": "AVX2", "plain": "SSE4_2"}[isa]
 
 
+def of_gpu(index: int) -> dict[str, str]:
+    """The environment of a child that sees, of the GPUs that this process sees, number `index` alone."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": seen.split(",")[index] if seen else str(index)}
+
+
 def _read(path: Path) -> str:
     try:
         return path.read_text(errors="replace")

@@ -343,6 +343,9 @@ REFUSED: tuple[Refusal[Machine], ...] = (
     Refusal(lambda c, _: c.device.device == "cuda" and c.device.pp > 1
             and bool(c.pair.prefill or c.pair.disaggregation_mode), ("device.device", "device.pp"),
             "the ends of a pair have stages on a CPU only so far: take --device cpu, or one stage"),
+    Refusal(lambda c, _: c.device.device == "cuda" and c.device.tp > 1
+            and bool(c.pair.prefill or c.pair.disaggregation_mode), ("device.device", "device.tp"),
+            "the ends of a pair have lanes on a CPU only so far: take --device cpu, or one lane"),
     Refusal(lambda c, _: c.device.device == "cuda" and c.device.cuda_graphs
             and not _CAPTURED.isdisjoint(c.device.backends), ("device.backends", "device.cuda_graphs"),
             "captured decode steps have kernels of their own, and references ask the host: take "
@@ -363,8 +366,6 @@ REFUSED: tuple[Refusal[Machine], ...] = (
     _outside("device.threads", 1, 1024, "1 to 1024 threads"),
     _outside("device.pp", 1, 64, "1 to 64 stages"),
     _outside("device.tp", 1, 64, "1 to 64 lanes"),
-    Refusal(lambda c, _: c.device.device == "cuda" and c.device.tp > 1, ("device.device", "device.tp"),
-            "lanes run on a CPU only so far: take --device cpu, or one lane"),
     Refusal(lambda c, _: c.device.ep < 1 or (c.device.tp >= 1 and c.device.tp % c.device.ep > 0),
             ("device.ep", "device.tp"), "ranges of experts go over the lanes: a number that divides --tp"),
     Refusal(lambda c, _: c.device.expert_parallel and c.device.ep not in (1, c.device.tp),

@@ -85,6 +85,8 @@ def keeps_scaled(config: Config, files: ModelFiles, log: Callable[[str], object]
     if blocks is None or config.device.device != "cuda":
         return False
     try:
+        if config.device.tp > 1:
+            raise Unusable("lanes cut between their blocks")
         scaled_linear.OP.get("triton").usable_on(_platform(config))
         if not scaled_linear.takes(blocks.cols):
             raise Unusable(f"its blocks have {blocks.cols} columns, not 16 or a multiple")

@@ -33,11 +33,12 @@ STORED_PAGES = 1 << 16      # that the core remembers, of what storage has: abou
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
     """Of a GPU, in bytes: all of it, what is free with the weights loaded, and what of that the largest step
-    takes beside weights and KV, as measured."""
+    takes beside weights and KV, as measured; and how many ranks it has."""
 
     total: int
     free: int
     workspace: int
+    ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,8 +163,8 @@ def _gpu_memory(config: Config, caches: Caches, at: Room, hosts: bool,
     """As `_memory`, of a device with memory of its own, in which each stage takes the same for KV."""
     kv, share, ranks, free = config.kv, config.kv.memory_fraction or 0.0, at.ranks, at.free
     assert kv.hbm_bytes is not None or share, "an unresolved config"
-    most = (gpu.free - gpu.workspace) // ranks
-    room = most - int((1 - share) * gpu.total) // ranks
+    most = (gpu.free - gpu.workspace) // gpu.ranks
+    room = most - int((1 - share) * gpu.total) // gpu.ranks
     used = f"weights and what else is in use {show_size(gpu.total - gpu.free)}, " \
            f"the largest step of --step-tokens {config.schedule.step_tokens} and --max-num-seqs " \
            f"{config.schedule.max_num_seqs} {show_size(gpu.workspace)}"
@@ -171,7 +172,7 @@ def _gpu_memory(config: Config, caches: Caches, at: Room, hosts: bool,
     device = (f"--hbm-bytes {hbm}" if kv.hbm_bytes is not None else
               f"--gpu-memory-utilization {share} leaves {max(0, hbm)} bytes for KV, which")
     if hbm > most or hbm < caches.bytes_for(1):
-        of_each = f" for each of {ranks} stages" if ranks > 1 else ""
+        of_each = f" for each of {gpu.ranks} ranks" if gpu.ranks > 1 else ""
         raise ConfigError(
             f"{device} does not fit{of_each}: one page of {kv.page_size} tokens is {caches.bytes_for(1)} "
             f"bytes, and of {show_size(gpu.total)} {used}: at most {max(0, most)} bytes are left; lower "

@@ -189,7 +189,7 @@ def _check_weights_fit(config: Config, files: ModelFiles, checkpoint: Checkpoint
     shapes = dict(families.tensor_shapes(checkpoint.config, stage))
     more = 0 if checkpoint.codes else 4 * max(map(math.prod, shapes.values()))
     cuda = config.device.device == "cuda"
-    free = torch.cuda.mem_get_info()[0] if cuda else machine.probe().memory_available
+    free = _free_on_gpus(config, stage) if cuda else machine.probe().memory_available
     if need + more > free:
         where = "of the GPU's memory" if cuda else "of memory"
         kept = kept_as(config, dtype, any(map(checkpoint.scaled, shapes)))
@@ -197,6 +197,12 @@ def _check_weights_fit(config: Config, files: ModelFiles, checkpoint: Checkpoint
         raise ConfigError(f"{files.name}: its weights take {show_size(need)} as {kept} and "
                           f"{show_size(more)} more while they are loaded, and {show_size(free)} {where} "
                           f"are free: take a smaller model{less}")
+
+
+def _free_on_gpus(config: Config, stage: Stage | None) -> int:
+    """Bytes: of all that the ranks have between them, or of the one that a rank with this stage sees."""
+    seen = range(min(config.device.num_ranks, torch.cuda.device_count()) if stage is None else 1)
+    return sum(int(torch.cuda.mem_get_info(i)[0]) for i in seen)
 
 
 def _other_form(config: Config, files: ModelFiles) -> str:

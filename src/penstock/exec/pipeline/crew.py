@@ -173,6 +173,8 @@ class Crew:
         self.ranks: list[RankProcess] = []
         self._nodes = Nodes(config, self.ranges, log) if len(self.ranges) > 1 else None
         self._local = LocalRanks(config, self.ranges[0])
+        self.alone = config.device.num_ranks <= self._local.gpus
+        self.captures = self.alone and config.device.pp == 1 and config.device.cuda_graphs
         for sock, process in zip(self._local.fronts, self._local.processes, strict=True):
             self.ranks.append(RankProcess(self, len(self.ranks), wire.Channel(sock), process))
         if self._nodes is not None:
@@ -193,7 +195,7 @@ class Crew:
                 host = self._nodes.all[0].link.host if at is None else at.join.host
             mine = next(ranks for ranks in self.ranges if rank.index in ranks)
             rank.send(wire.encode(wire.Begin(to_plain(settings), rank.index, num_layers,
-                                             max(1, cores // len(mine)), host)))
+                                             max(1, cores // len(mine)), host, self.alone)))
 
     def _node(self, rank: RankProcess) -> Node | None:
         """The machine that it is on, if that is not this one."""
@@ -222,14 +224,19 @@ class Crew:
         for rank in self.ranks[-lanes:]:
             rank.send(wire.encode(words))
 
-    def pools(self, core: CoreConfig) -> None:
-        """Every rank has pools of these sizes when this returns."""
+    @property
+    def gpus(self) -> int:
+        """How many the ranks have; rank i has number i, modulo that."""
+        return self._local.gpus
+
+    def pools(self, core: CoreConfig, *, capture: bool = False) -> None:
+        """Every rank has pools of these sizes when this returns; with `capture` it has captured its steps."""
         self._local.make_room(core, self.own)
         for node in () if self._nodes is None else self._nodes.all:
             with contextlib.suppress(ConnectionError):          # its ranks are dead, as the next line finds
                 node.link.say(Room(core))
         for rank in self.ranks:
-            rank.send(wire.encode(wire.Pools(core)))
+            rank.send(wire.encode(wire.Pools(core, capture)))
         for rank in self.ranks:
             message = rank.answer(self.timeout_s)
             assert isinstance(message, wire.Ready)
@@ -239,10 +246,15 @@ class Crew:
             threading.Thread(target=self._look, daemon=True, name="penstock-watch").start()
 
     def measured(self) -> list[wire.Memory]:
-        """Of each rank on a GPU, one after the other, what its steps so far have taken."""
+        """Of each rank on a GPU, one after the other, what its steps so far have taken; or all at once with
+        what they capture, which lanes do together."""
         found = []
+        if self.captures:
+            for rank in self.ranks:
+                rank.send(wire.encode(wire.Measure(True)))
         for rank in self.ranks:
-            rank.send(wire.encode(wire.Measure()))
+            if not self.captures:
+                rank.send(wire.encode(wire.Measure()))
             message = rank.answer(self.timeout_s)
             assert isinstance(message, wire.Memory)
             found.append(message)

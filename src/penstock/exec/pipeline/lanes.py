@@ -1,4 +1,5 @@
-"""The lanes of a stage in processes of their own: sums and joins over gloo, on the interface of one address.
+"""The lanes of a stage in processes of their own: sums and joins over gloo, on the interface of one address,
+or over NCCL, where each has a GPU of its own.
 
 Owns the group of connections. A lane that is gone is a ConnectionError for the others, as any neighbour is.
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.exec.pipeline.beats import LANES, Waits
+from penstock.exec.pipeline.nccl import Communicator, unique_id
 from penstock.model.parts import Lane, even
 
 
@@ -51,14 +54,32 @@ class Meeting(dist.Store):  # type: ignore[misc, name-defined]
                 raise RuntimeError(f"Timed out: no other lane has come in {timeout.total_seconds():g} s")
 
 
-class GlooLanes:
-    """`model.base.Lanes`."""
+class _Joins(ABC):
+    """`join` of `model.base.Lanes`, by a gather."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+
+    @abstractmethod
+    def _gather(self, x_BV: Tensor) -> Tensor:
+        """[lanes, B, V] of all lanes."""
+
+    def join(self, x_BV: Tensor, num: int) -> Tensor:
+        shares = even(num, self._lane.size)
+        padded_BV = x_BV.new_zeros(len(x_BV), shares[0])        # the first has the most
+        padded_BV[:, :x_BV.shape[1]] = x_BV
+        found = self._gather(padded_BV)
+        return torch.cat([part[:, :share] for part, share in zip(found, shares, strict=True)], 1)
+
+
+class GlooLanes(_Joins):
+    """`model.base.Lanes`; on a GPU that several lanes share, by way of the host."""
 
     def __init__(self, meeting: Meeting, lane: Lane, timeout_s: float, host: str, waits: Waits) -> None:
         """host: the address of this machine on which the other lanes connect; returns when all have.
         timeout_s: of one call. waits: are told of."""
-        self._waits = waits
-        self._lane, self._timeout_s = lane, timeout_s
+        super().__init__(lane)
+        self._waits, self._timeout_s = waits, timeout_s
         gloo: Any = dist.ProcessGroupGloo           # its stubs have no members
         options = gloo._Options()
         options._timeout = timedelta(seconds=timeout_s)
@@ -68,13 +89,10 @@ class GlooLanes:
     def add(self, x_TD: Tensor) -> None:
         self._call(lambda: self._group.allreduce([x_TD]))
 
-    def join(self, x_BV: Tensor, num: int) -> Tensor:
-        shares = even(num, self._lane.size)
-        padded_BV = x_BV.new_zeros(len(x_BV), shares[0])        # the first has the most
-        padded_BV[:, :x_BV.shape[1]] = x_BV
-        found = [torch.empty_like(padded_BV) for _ in shares]
-        self._call(lambda: self._group.allgather([found], [padded_BV]))
-        return torch.cat([part[:, :share] for part, share in zip(found, shares, strict=True)], 1)
+    def _gather(self, x_BV: Tensor) -> Tensor:
+        found = x_BV.new_empty(self._lane.size, *x_BV.shape)
+        self._call(lambda: self._group.allgather([list(found)], [x_BV]))
+        return found
 
     def _call(self, begin: Callable[[], Any]) -> None:
         try:
@@ -85,3 +103,23 @@ class GlooLanes:
                 print(f"lane {self._lane.index} has waited {self._timeout_s:g} s for another of its stage",
                       file=sys.stderr, flush=True)
             raise ConnectionError("another lane is gone, or hangs") from e
+
+
+class NcclLanes(_Joins):
+    """`model.base.Lanes` on GPUs of their own, captured as any kernel is. A lane that is gone leaves the
+    others waiting on their devices: the front hears of it, and ends them."""
+
+    def __init__(self, meeting: Meeting, lane: Lane, timeout_s: float) -> None:
+        """Returns when all have come. timeout_s: until the first has, which names where they meet."""
+        super().__init__(lane)
+        key = "nccl"
+        if lane.index == 0:
+            meeting.set(key, unique_id())
+        meeting.wait([key], timedelta(seconds=timeout_s))
+        self._ranks = Communicator(meeting.get(key), lane.index, lane.size)
+
+    def add(self, x_TD: Tensor) -> None:
+        self._ranks.add(x_TD)
+
+    def _gather(self, x_BV: Tensor) -> Tensor:
+        return self._ranks.gather(x_BV)

@@ -11,8 +11,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
+from penstock.config.base import machine
 from penstock.config.settings.tree import Config
 from penstock.core.settings import CoreConfig
 from penstock.exec.load.layout import Caches
@@ -34,11 +36,13 @@ def wires(stages: int, lanes: int) -> list[Wire]:
 
 class LocalRanks:
     """`mine` of all ranks. fronts: our ends of their sockets to the front. outside: of links to ranks
-    elsewhere our ends, by rank and BEFORE, AFTER or TOKENS."""
+    elsewhere our ends, by rank and BEFORE, AFTER or TOKENS. gpus: how many they have between them, of which
+    each sees one, in turn; 0 on a CPU."""
 
     def __init__(self, config: Config, mine: range) -> None:
         """Starts a process for each. Of an engine of a pair this process sees device pools too."""
         self.mine = mine
+        self.gpus = torch.cuda.device_count() if config.device.device == "cuda" else 0
         self.fronts: list[socket.socket] = []
         self.processes: list[subprocess.Popen[bytes]] = []
         self.outside: dict[tuple[int, int], socket.socket] = {}
@@ -56,7 +60,8 @@ class LocalRanks:
                 with theirs:
                     self.processes.append(subprocess.Popen(
                         [sys.executable, "-P", "-m", "penstock.exec.pipeline.process", *map(str, fds)],
-                        pass_fds=[fd for fd in fds if fd >= 0], stdin=subprocess.DEVNULL))
+                        pass_fds=[fd for fd in fds if fd >= 0], stdin=subprocess.DEVNULL,
+                        env=machine.of_gpu(i % self.gpus) if self.gpus > 1 else None))
                 self.fronts.append(ours)
 
     def _between(self, config: Config, until: contextlib.ExitStack) -> dict[tuple[int, int], int]:

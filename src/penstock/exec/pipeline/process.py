@@ -27,13 +27,14 @@ from penstock.config.base.errors import ConfigError
 from penstock.config.settings.plain import from_plain
 from penstock.core.plan import Moved
 from penstock.core.settings import CoreConfig
+from penstock.exec.graphs.capture import buckets_of
 from penstock.exec.load.backends import parts_of, selection_for
 from penstock.exec.load.layout import caches_of, stage_shapes
 from penstock.exec.load.sizing import groups_of
 from penstock.exec.load.weights import identity_of, load
 from penstock.exec.pipeline import wire
 from penstock.exec.pipeline.beats import BEAT_S, FRONT, Waits
-from penstock.exec.pipeline.lanes import GlooLanes, Meeting
+from penstock.exec.pipeline.lanes import GlooLanes, Meeting, NcclLanes
 from penstock.exec.pipeline.sockets import PutBoundary, PutSampled, Taker, boundaries, sampled
 from penstock.exec.rank import Rank, Report, Stepped
 from penstock.exec.sampling.grammar import BadGrammar, Grammars, Vocabulary
@@ -47,13 +48,19 @@ LANE_SHARE = 0.8            # of the time after which a rank hangs: who waits fo
 COUNTERS_S = 0.2            # between two of its Counters
 
 
+class Landed:
+    """The oldest step in flight on the device has ended."""
+
+
 class Process:
-    """The rank, and its inbox: messages of the front, and None when a copy has ended."""
+    """The rank, and its inbox: messages of the front, None when a copy has ended, and Landed."""
 
     def __init__(self, fds: list[int]) -> None:
         self._front = wire.Channel(socket.socket(fileno=fds[0]))
         self._fds = fds
-        self._inbox: SimpleQueue[wire.ToRank | None] = SimpleQueue()
+        self._inbox: SimpleQueue[wire.ToRank | Landed | None] = SimpleQueue()
+        self._flights: SimpleQueue[torch.cuda.Event] = SimpleQueue()        # to be waited for
+        self._awaits = False                    # a Landed is to come
         self._waits = Waits()
         self._meeting = Meeting(lambda key, value: self.send(wire.Met(key, value)))
         self._rank: Rank | None = None
@@ -95,8 +102,10 @@ class Process:
         node = next(ranks for ranks in nodes_of(config) if begin.index in ranks)
         torch.set_num_threads(1)
         _, _, _, before, after, tokens = self._fds
-        lanes = None if stage.lane.size == 1 else GlooLanes(
-            self._meeting, stage.lane, LANE_SHARE * config.device.rank_timeout_s, begin.host, self._waits)
+        timeout_s = LANE_SHARE * config.device.rank_timeout_s
+        lanes = (None if stage.lane.size == 1 else
+                 NcclLanes(self._meeting, stage.lane, timeout_s) if begin.alone else
+                 GlooLanes(self._meeting, stage.lane, timeout_s, begin.host, self._waits))
         self._loaded = load(config, stage, self._log, lanes)
         torch.set_num_threads(begin.threads)
         dtype = self._loaded.dtype
@@ -115,14 +124,32 @@ class Process:
             hear=Taker(sampled(way), self._waits) if way and stage.embeds else None)
         if self._device == "cuda":
             self._gauge = Gauge()
+            threading.Thread(target=self._land, daemon=True, name="penstock-landing").start()
         self.send(wire.Loaded(identity_of(self._loaded, config, self._caches), self._loaded.bytes,
                               self._loaded.peak, machine.probe().memory_available))
+
+    def _land(self) -> None:
+        """Waits for steps in a thread of its own: the next plan is launched meanwhile."""
+        while True:
+            event = self._flights.get()
+            try:
+                event.synchronize()
+            finally:
+                self._inbox.put(Landed())       # after an error too, which `collect` then meets
+
+    def _flies(self) -> bool:
+        """Whether a step is on the device, whose end the inbox tells."""
+        event = None if self._rank is None else self._rank.flying
+        if event is not None and not self._awaits:
+            self._awaits = True
+            self._flights.put(event)
+        return event is not None
 
     def _log(self, line: object) -> None:
         print(f"rank {self._index}: {line}", file=sys.stderr, flush=True)
         self.send(wire.Loading())
 
-    def _pools(self, core: CoreConfig) -> None:
+    def _pools(self, core: CoreConfig, capture: bool) -> None:
         self._drop()
         host = mapped(self._fds[1], self._own.host_bytes(core)) if core.dram_pages else None
         device = mapped(self._fds[2], self._own.nbytes(core.hbm_pages)) if self._fds[2] >= 0 else None
@@ -133,6 +160,8 @@ class Process:
             *self._own.pools(core, self._device, host_memory=host, device_memory=device),
             rows=core.rows, max_len=core.max_len, seed=seed, links=self._links,
             wake=lambda: self._inbox.put(None), grammars=self._grammars)
+        if capture:
+            self._rank.capture(buckets_of(core.rows), 0.0)      # as many on each lane, however long they take
         self._count()
         self.send(wire.Ready("" if self._grammars is None else self._grammars.info))
 
@@ -142,10 +171,13 @@ class Process:
             self._rank.settle()
         self._rank = None
 
-    def _measure(self) -> None:
-        self._drop()
+    def _measure(self, capture: bool) -> None:
+        if not capture:
+            self._drop()
         rows = self._config.schedule.max_num_seqs if self._links.after is None else 0
-        told = self._gauge.read(self._loaded.model.vocab_size, rows)
+        told = self._gauge.read(self._loaded.model.vocab_size, rows, self._rank)
+        self._drop()
+        torch.cuda.empty_cache()
         self.send(wire.Memory(told.total, torch.cuda.mem_get_info()[0], told.workspace))     # of all by now
 
     def run(self) -> NoReturn:
@@ -162,16 +194,20 @@ class Process:
             else:
                 self._handle(message)
 
-    def _next(self, late: float | None) -> wire.ToRank | None:
+    def _next(self, late: float | None) -> wire.ToRank | Landed | None:
         """Raises Empty: nothing has come, and a step waits or `late` seconds are over."""
         if self._queued:
-            return self._inbox.get(block=False)
+            return self._inbox.get(block=self._flies())
         with self._waits.on(FRONT):
             return self._inbox.get(timeout=late)
 
-    def _handle(self, message: wire.ToRank | None) -> None:
+    def _handle(self, message: wire.ToRank | Landed | None) -> None:
         if message is None:
             self._collect_copies()
+            return
+        if isinstance(message, Landed):
+            self._awaits = False
+            self._collect()
             return
         if isinstance(message, wire.Words):
             words = message
@@ -184,10 +220,10 @@ class Process:
             self._grammars = Grammars(vocabulary)
             return
         if isinstance(message, wire.Pools):
-            self._pools(message.core)
+            self._pools(message.core, message.capture)
             return
         if isinstance(message, wire.Measure):
-            self._measure()
+            self._measure(message.capture)
             return
         rank = self._rank
         assert rank is not None, f"{type(message).__name__} before Pools"

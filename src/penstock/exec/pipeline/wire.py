@@ -25,13 +25,14 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 # ---------------------------------------------------------------- front -> rank
 class Begin(_Message, frozen=True):
     """First message: load what rank `index` of a model of so many layers has. `host`: the address of this
-    machine on which other lanes of its stage reach it."""
+    machine on which other lanes of its stage reach it. `alone`: each rank has a GPU of its own."""
 
     config: Plain
     index: int
     num_layers: int
     threads: int
     host: str
+    alone: bool
 
 
 class Met(_Message, frozen=True):
@@ -43,13 +44,17 @@ class Met(_Message, frozen=True):
 
 class Pools(_Message, frozen=True):
     """Make pools, tables and sampler of these sizes, in place of any there are; answered by Ready. The
-    host pool is the descriptor that the process was started with, large enough by now."""
+    host pool is the descriptor that the process was started with, large enough by now. `capture`: steps for
+    CUDA graphs, where this rank can."""
 
     core: CoreConfig
+    capture: bool = False
 
 
 class Measure(_Message, frozen=True):
-    """Drop pools, tables and sampler, and answer with Memory."""
+    """Drop pools, tables and sampler, and answer with Memory: with `capture` of the largest graphs too."""
+
+    capture: bool = False
 
 
 class Words(_Message, frozen=True):

@@ -260,15 +260,23 @@ def _measure(config: Config, loaded: Loaded, selection: Selection | None, captur
 
 def _measure_several(config: Config, crew: Crew, loaded: Loaded, caches: Caches,
                      log: Callable[[str], object]) -> tuple[DeviceMemory, Info]:
-    """As `_measure`, of all stages together: what one takes at most another may take at the same time."""
-    longest, ranks = _longest(config, caches, loaded.whole.max_position), config.device.pp
-    core = replace(one_page(caches, config.schedule.max_num_seqs, longest), pp_size=ranks)
+    """As `_measure`, of the GPU with the least room for each rank on it: what one takes at most another may
+    take at the same time."""
+    longest, gpus = _longest(config, caches, loaded.whole.max_position), min(crew.gpus, len(crew.ranks))
+    core = replace(one_page(caches, config.schedule.max_num_seqs, longest), pp_size=config.device.pp)
     crew.pools(core)
-    largest_step(Front(crew.ranks, crew.wait), core, config.schedule.step_tokens)
-    told = crew.measured()
-    gpu = DeviceMemory(total=told[0].total, free=told[-1].free,
-                       workspace=sum(one.workspace for one in told) + ranks * beyond(caches, longest))
-    log(f"{ranks} stages share one GPU; their steps are launched kernel by kernel")
+    largest_step(Front(crew.ranks, crew.wait, lanes=config.device.tp), core, config.schedule.step_tokens)
+    told, found = crew.measured(), []
+    for i in range(gpus):
+        own = told[i::gpus]
+        found.append(DeviceMemory(
+            total=own[0].total, free=own[-1].free, ranks=len(own),
+            workspace=sum(one.workspace for one in own) + len(own) * beyond(caches, longest)))
+    gpu = min(found, key=lambda one: (one.free - one.workspace) // one.ranks)
+    how = ("each has a GPU of its own" if crew.alone else f"they share {gpus} GPUs, in turn" if gpus > 1 else
+           "they share one GPU, in turn")
+    log(f"{len(crew.ranks)} ranks: {how}" + (
+        "" if crew.captures else "; their steps are launched kernel by kernel"))
     return gpu, _tell_gpu(gpu, log)
 
 
@@ -281,8 +289,7 @@ def _tell_gpu(gpu: DeviceMemory, log: Callable[[str], object]) -> Info:
 
 def _several(config: Config, log: Callable[[str], object], wakes: Waker,
              vocabulary: Callable[[], Vocabulary | None]) -> _Parts:
-    """Pipeline stages and their lanes, each in a process of its own; this one plans for them. Stages on a GPU
-    share it."""
+    """Pipeline stages and their lanes, each in a process of its own; this one plans for them."""
     lanes, device = config.device.tp, config.device.device
     if device == "cuda":
         _check_gpu()
@@ -313,7 +320,7 @@ def _several(config: Config, log: Callable[[str], object], wakes: Waker,
         trial = replace(scratch(caches, selector), pp_size=config.device.pp)
         crew.pools(trial)
         prove_front(Front(crew.ranks, crew.wait, lanes=lanes), trial, loaded.whole.max_position, selector)
-        crew.pools(core)
+        crew.pools(core, capture=crew.captures)
     except BaseException:
         crew.close()
         raise

@@ -66,7 +66,7 @@ def facts(cell: Cell) -> ModelFacts:
     """What a model of its kind says of itself."""
     latent, files = cell.kind == "latent", "gguf" if cell.weights in ("gguf", "packed") else "safetensors"
     return ModelFacts(name="NAME", load_format=files, layers=32, topk=2048 if latent else 0,
-                      kv_heads=not latent)
+                      kv_heads=not latent, experts=64 * (cell.kind in ("latent", "experts")))
 
 
 def refusals_of(cell: Cell) -> Iterator[str]:
@@ -116,9 +116,8 @@ _VIEW: tuple[tuple[str, tuple[Proof, ...]], ...] = (
                                            Proof("", "selecting", "hosted", "stored"))),
     ("pipeline stages (`--pp`)", (Proof("", "ordinary", across="pp"),
                                   Proof("", "selecting", "hosted", across="pp"))),
-    ("lanes (`--tp`), experts in columns or ranges", (
-        Proof("", "ordinary experts latent", across="tp"),
-        Proof("", "selecting experts latent", "hosted", across="tp"))),
+    ("lanes (`--tp`) of models without experts", (
+        Proof("", "ordinary", across="tp"), Proof("", "selecting", "hosted", across="tp"))),
     ("several machines (`--nnodes`)", (Proof("", "ordinary latent", across="nodes"),
                                        Proof("", "selecting experts latent", "hosted", across="nodes"))),
     ("prefill/decode pair", (Proof("", "ordinary", across="pair"),
