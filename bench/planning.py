@@ -13,6 +13,7 @@ machine had to give meanwhile, 1.0 is a quiet one.
     python bench/planning.py --rows 64 --context 1000000 --shared --page-size 64
     python bench/planning.py --rows 64 --worst --groups 3
     python bench/planning.py --residency
+    python bench/planning.py --blocked --cpu
 """
 from __future__ import annotations
 
@@ -231,6 +232,44 @@ def report_residency() -> None:
     assert free <= 0.01, f"{free:.3f} of the device is idle beside rows that lack pages"
 
 
+def blocked(clock: Callable[[], float], *, tried: bool) -> list[float]:
+    """Turns of 16 rows that decode while the head of the line waits for pages, of whose 120,000 tokens half
+    are cached. tried: in each turn, as if nobody knew what it lacked."""
+    page, prefix = 64, tuple(range(60_000))
+    core = Core(CoreConfig(page_size=page, rows=32, hbm_pages=2_200, dram_pages=9_000, step_tokens=8_192,
+                           max_len=1 << 18))
+    if tried:
+        core.admission._is_blocked = lambda r: False  # type: ignore[method-assign]
+
+    def go(events: list[Event], until: Callable[[], bool]) -> list[Event]:
+        while not until():
+            plan = core.advance(events).plan
+            events = answer(plan, 9) if plan is not None else []
+        return events
+
+    first, last = RequestId(1), RequestId(2)
+    events = go([Arrived(first, prefix, 4)], lambda: core.kv.issued > 0 and first not in core.live)
+    events += [Arrived(RequestId(10 + i), tuple(range(i << 20, (i << 20) + n)), 4_000)
+               for i, n in enumerate([8_000] + [2_000] * 15, 1)]
+    events = go(events, lambda: len(core.running) == 16 and all([r.num_output for r in core.running]))
+    events.append(Arrived(last, prefix + tuple(range(1 << 30, (1 << 30) + len(prefix))), 4))
+    times = []
+    for _ in range(300):
+        start = clock()
+        plan = core.advance(events).plan
+        times.append(clock() - start)
+        events = answer(plan, 9) if plan is not None else []
+    assert core.live[last].row is None, "it had room: this measures nothing"
+    return sorted(times)
+
+
+def report_blocked(clock: Callable[[], float]) -> None:
+    for tried in (False, True, False, True):
+        times = blocked(clock, tried=tried)
+        print(f"{'tried each turn' if tried else 'as it is'}: p50 {1e3 * times[len(times) // 2]:.3f} ms, "
+              f"p99 {1e3 * times[len(times) * 99 // 100]:.3f} ms")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 256, 1024])
@@ -253,9 +292,13 @@ def main() -> None:
                         "admitted beside rows that decode")
     parser.add_argument("--residency", action="store_true", help="what promotions cost and what lies idle "
                         "where the device holds a part of the rows")
+    parser.add_argument("--blocked", action="store_true", help="rows that decode beside a long prompt that "
+                        "waits for pages, with and without what is remembered of why")
     args = parser.parse_args()
     if args.residency:
         return report_residency()
+    if args.blocked:
+        return report_blocked(time.thread_time if args.cpu else time.perf_counter)
     if args.gc == "engine" or (args.worst and args.gc is None):
         spare_the_collector()
     elif args.gc == "off":
