@@ -53,11 +53,13 @@ def profiled(engine: Direct, prompts: Sequence[Sequence[int]], steps: int,
 def report(events: Any, steps: int) -> dict[str, Any]:
     """Counts a step, and the idle share of the time from the first to the last kernel. Times in us."""
     calls: Counter[str] = Counter()
+    kernels: Counter[str] = Counter()
     busy: list[tuple[float, float]] = []
     for event in events:
         kind, name = event.get("cat", ""), event.get("name", "")
         if kind in ("kernel", "gpu_memcpy", "gpu_memset"):
             busy.append((event["ts"], event["ts"] + event["dur"]))
+            kernels[name[:48]] += event["dur"]
         if kind == "gpu_memcpy" or (kind in ("cuda_runtime", "cuda_driver") and (
                 "ynchronize" in name or "Launch" in name or "emcpy" in name or "Query" in name)):
             calls[name] += 1
@@ -71,6 +73,7 @@ def report(events: Any, steps: int) -> dict[str, Any]:
     whole = end - busy[0][0]
     gaps.sort(reverse=True)
     return {"calls_a_step": {k: v / steps for k, v in sorted(calls.items())},
+            "kernels_us_a_step": {name: round(us / steps, 1) for name, us in kernels.most_common(12)},
             "span_ms_a_step": whole / steps / 1e3, "idle_share": idle / whole,
             "idle_in_gaps_over_5us_share": sum(g for g in gaps if g > 5) / whole,
             "largest_gaps_us": gaps[:5], "device_activities_a_step": len(busy) / steps}
