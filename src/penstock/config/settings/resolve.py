@@ -40,7 +40,7 @@ def resolve(raw: Config, machine: Machine) -> Config:
     if device.device == "auto":
         device = replace(device, device="cuda" if machine.device == "cuda" else "cpu")
     if schedule.step_tokens is None:
-        schedule = replace(schedule, step_tokens=2048 if device.device == "cuda" else 512)
+        schedule = replace(schedule, step_tokens=8192 if device.device == "cuda" else 512)
     if device.threads is None:
         device = replace(device, threads=max(1, min(machine.cores, 1024) // max(1, raw.num_engines)))
     if kv.kv_storage is not None and kv.host_tier is kv.dram_bytes is kv.dram_ratio is None:
