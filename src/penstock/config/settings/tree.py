@@ -151,7 +151,8 @@ class ScheduleConfig:
     max_num_seqs: Annotated[int, "rows: requests decoding at once",
                             Alias("--max-running-requests")] = 16
     step_tokens: Annotated[int | None, "token budget of one step, prefill and decode together (default: "
-                           "512, on a GPU 8192)", Alias("--chunked-prefill-size", "--max-num-batched-tokens")] = None
+                           "512, on a GPU 8192)",
+                           Alias("--chunked-prefill-size", "--max-num-batched-tokens")] = None
     overlap: Annotated[bool, "plan step n+1 before step n has finished",
                        Alias("--async-scheduling"), Inverse("--disable-overlap-schedule")] = True
     max_waiting: Annotated[int | None, "queued requests before 503 (default: 4x --max-num-seqs)",

@@ -8,9 +8,11 @@ tables and last tokens stay on the device, where binds, grows and earlier steps 
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import gc
+from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -35,6 +37,23 @@ def buckets_of(rows: int) -> tuple[int, ...]:
     """Batch sizes to capture for up to `rows` rows: powers of two to 8, then steps of 8 and of 16."""
     sizes = [b for b in (1, 2, 4, 8, *range(16, 65, 8), *range(80, rows + 16, 16)) if b < rows]
     return (*sizes, rows)
+
+
+@contextlib.contextmanager
+def recording(graph: torch.cuda.CUDAGraph, memory: Any) -> Iterator[None]:
+    """What runs in it is recorded into `graph`, whose memory is of the pool `memory`.
+
+    Other threads go on meanwhile: one registers host memory with the device. This one collects no garbage:
+    what frees another graph or pinned memory ends the recording, and fails itself.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+            yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class Decodes(Protocol):
@@ -102,8 +121,7 @@ class DecodeGraphs(Steps):
                 self._step(kind, bucket)            # compiles what is not compiled yet
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            # Other threads go on meanwhile: one registers host memory with the device.
-            with torch.cuda.graph(graph, pool=self.memory, capture_error_mode="thread_local"):
+            with recording(graph, self.memory):
                 out = self._step(kind, bucket)
             self._graphs[kind, bucket] = graph, *out
 

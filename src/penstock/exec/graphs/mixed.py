@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from penstock.core.plan import StepPlan
+from penstock.exec.graphs.capture import recording
 from penstock.exec.sampling.on_device import Draws
 from penstock.exec.step.attend import Grouped
 from penstock.exec.step.eager import Ran, Steps
@@ -253,6 +254,6 @@ class MixedGraphs(Steps):
             self._step(given)
         torch.cuda.current_stream().wait_stream(self._side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+        with recording(graph, self._memory):
             logits_SV, answer_2S = self._step(given)
         return graph, logits_SV, answer_2S
