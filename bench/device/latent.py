@@ -12,6 +12,7 @@ import argparse
 import functools
 import random
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,18 @@ CELLS: dict[str, tuple[tuple[int, ...], float | None, int]] = {
     "resident": ((1, 8, 64), None, 0), "hosted": ((1, 8, 16), None, 4096), "tight": ((64,), 4.0e9, 4096)}
 
 
+def drawn(shapes: Iterable[str]) -> list[str]:
+    """Names in the order in which W1 has always been drawn: what is chosen, and so what hits, hangs on it."""
+    parts = ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
+    names = []
+    for name in shapes:
+        if ".indexer." not in name:
+            names.append(name)
+        if name.endswith("o_proj.weight"):
+            names += [name.replace("o_proj.weight", f"indexer.{part}") for part in parts]
+    return names
+
+
 def build_model(noise: float, index_rope: float) -> Any:
     """Weights of variance one over their inputs; embeddings of which all tokens share most."""
     model = families.build(CONFIG, dtype=torch.bfloat16, ops=layer.OP.use("triton"),
@@ -53,7 +66,9 @@ def build_model(noise: float, index_rope: float) -> Any:
 
     def normal(*shape: int, scale: float) -> torch.Tensor:
         return torch.empty(shape, device="cuda").normal_(0, scale, generator=generator)
-    for name, shape in families.tensor_shapes(CONFIG):
+    shapes = dict(families.tensor_shapes(CONFIG))
+    for name in drawn(shapes):
+        shape = shapes[name]
         if len(shape) == 1:
             tensor = torch.full(shape, float("bias" not in name), device="cuda")
         elif "embed_tokens" in name:

@@ -108,6 +108,17 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
         (dict(x=BF16, cos=BF16, sin=BF16, q_weight=BF16, k_weight=BF16, eps="fp32", x_token="i32",
               x_head="i32", M="i32", N="i32"),
          dict(DIM=128, HALF=64, HALF_PAD=64, HEADS=4, NORM=norm), 1, 3) for norm in (True, False)],
+    ("fused.layer.triton_ops", "latent_rows"): [
+        (dict(x=BF16, cos=BF16, sin=BF16, q_weight=BF16, row_weight=BF16, key_weight=BF16, key_bias=BF16,
+              residual=BF16, key=BF16, eps="fp32", x_token="i32"),
+         dict(Q=1536, Q_PAD=2048, RANK=512, RANK_PAD=512, HALF=32, HALF_PAD=32, KEY=key,
+              KEY_PAD=max(1, key)), 4, 3) for key in (0, 128)],
+    ("fused.layer.triton_ops", "latent_queries"): [
+        (dict(x=BF16, q=BF16, index=BF16, cos=BF16, sin=BF16, x_token="i32", x_turned="i32", q_head="i32",
+              N="i32", INDEX="i32"), dict(HALF=32, HALF_PAD=32, REST=64, REST_PAD=64, HEADS=4), 1, 3)],
+    ("fused.layer.triton_ops", "weigh_rows"): [
+        (dict(x=BF16, weight=F32, out=F32, scale="fp32", T="i32", OUTPUTS="i32"),
+         dict(INPUTS=4096, ROWS=rows, COLS=1024), 4, 3) for rows in (1, 4)],
     ("fused.layer.triton_ops", "silu_gate"): [
         (dict(x=BF16, out=BF16, x_token="i32", WIDTH="i32"), dict(BLOCK=1024), 4, 3)],
     ("gemm.linear.triton_rows", "one_row"): [

@@ -125,6 +125,7 @@ def hosted() -> None:
 
 
 def layer() -> None:
+    from penstock.kernels.fused.layer import cases
     from penstock.kernels.fused.layer.reference import Reference
     from penstock.kernels.fused.layer.triton_ops import TritonOps
 
@@ -148,6 +149,9 @@ def layer() -> None:
         own.norm_rotate(a[:, 1:heads + 1], *angles, *weights, heads * 3 // 4, 1e-5)
         reference.norm_rotate(b[:, 1:heads + 1], *angles, *weights, heads * 3 // 4, 1e-5)
         check(a, b, dtype, ("norm_rotate", heads, dim))
+    for dtype, index in product(DTYPES, (0, 24, 128)):
+        a, b = (cases.latent("cpu", dtype, 3, index, ops) for ops in (own, reference))
+        check(a, b, dtype, ("latent", index))
 
 
 def linear() -> None:

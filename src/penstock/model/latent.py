@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.kernels.fused.layer import LatentNorms
 from penstock.model.base import Attend, AttentionShape, CacheShape, GlobalLayer, LocalLayer, Stage
-from penstock.model.parts import Lane
+from penstock.model.parts import Cut, Lane
 from penstock.model.weights.slots import Slots
 
 # Of the norms inside of attention: fixed in the family's code, whatever rms_norm_eps says.
@@ -35,6 +35,16 @@ class IndexSpec:
     topk: int
     interleaved: bool
     layers: frozenset[GlobalLayer]
+
+    def key_order(self, rope_dim: int) -> Tensor:
+        """Rows of a key's weight, the rotated part's so that pairs lie half of it apart."""
+        first = _halves(rope_dim) if self.interleaved else torch.arange(rope_dim)
+        return torch.cat((first, torch.arange(rope_dim, self.head_dim)))
+
+    def query_order(self, rope_dim: int) -> Tensor:
+        """Rows of the queries' weight: all heads' rotated parts, then all heads' plain parts."""
+        order_IJ = torch.arange(self.num_heads)[:, None] * self.head_dim + self.key_order(rope_dim)
+        return torch.cat((order_IJ[:, :rope_dim].flatten(), order_IJ[:, rope_dim:].flatten()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,20 +103,28 @@ class LatentAttention:
         self.row_dim = spec.kv_rank + spec.rope_dim
         down_order = torch.arange(spec.q_rank + self.row_dim)
         down_order[spec.q_rank + spec.kv_rank:] = spec.q_rank + spec.kv_rank + _halves(spec.rope_dim)
-        self.down = slots.linear(
-            [f"{prefix}.q_a_proj", f"{prefix}.kv_a_proj_with_mqa"], [spec.q_rank, self.row_dim], hidden,
-            spec.bias, order=down_order,
-        )
+        down, up = [f"{prefix}.q_a_proj", f"{prefix}.kv_a_proj_with_mqa"], [f"{prefix}.q_b_proj"]
+        down_rows: list[int | Cut] = [spec.q_rank, self.row_dim]
+        up_rows: list[int | Cut] = [heads.of_each(spec.nope_dim + spec.rope_dim)]
+        # What reads the same input is one product, but for a key without the bias that its neighbours have.
+        self.indexer = Indexer(slots, f"{prefix}.indexer", hidden, spec) if indexes else None
+        if indexes and not spec.bias:
+            down_order = torch.cat((down_order, len(down_order) + spec.index.key_order(spec.rope_dim)))
+            down.append(f"{prefix}.indexer.wk")
+            down_rows.append(spec.index.head_dim)
+        self.down = slots.linear(down, down_rows, hidden, spec.bias, order=down_order)
         self.q_norm = slots.vector(f"{prefix}.q_a_layernorm.weight", (spec.q_rank,))
         self.kv_norm = slots.vector(f"{prefix}.kv_a_layernorm.weight", (spec.kv_rank,))
         # All heads' plain parts, then all heads' rotated parts: what is rotated must be dense.
         head = torch.arange(spec.num_heads)[:, None] * (spec.nope_dim + spec.rope_dim)
         plain = (head + torch.arange(spec.nope_dim)).flatten()
         turned = (head + spec.nope_dim + _halves(spec.rope_dim)).flatten()
-        self.q_up = slots.linear(
-            [f"{prefix}.q_b_proj"], [heads.of_each(spec.nope_dim + spec.rope_dim)], spec.q_rank, False,
-            order=torch.cat((plain, turned)),
-        )
+        up_order = torch.cat((plain, turned))
+        if indexes:
+            up_order = torch.cat((up_order, len(up_order) + spec.index.query_order(spec.rope_dim)))
+            up.append(f"{prefix}.indexer.wq_b")
+            up_rows.append(spec.index.num_heads * spec.index.head_dim)
+        self.q_up = slots.linear(up, up_rows, spec.q_rank, False, order=up_order)
         self.kv_up = slots.vector(
             f"{prefix}.kv_b_proj.weight",
             (heads.of_each(spec.nope_dim + spec.value_dim), spec.kv_rank),
@@ -114,52 +132,44 @@ class LatentAttention:
         self.out = slots.linear(
             [f"{prefix}.o_proj"], [hidden], heads.of_each(spec.value_dim), spec.bias
         )
-        self.indexer = Indexer(slots, f"{prefix}.indexer", hidden, spec) if indexes else None
 
     def __call__(
         self, x_TD: Tensor, chosen_TS: Tensor | None, cos_T1H: Tensor, sin_T1H: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor | None]:
         """out_TD and the chosen positions, this layer's own or those that it was given."""
-        spec, tokens = self.spec, len(x_TD)
+        spec, index = self.spec, self.indexer
         down = self.down(x_TD)
-        residual_TQ = F.rms_norm(down[:, :spec.q_rank], (spec.q_rank,), self.q_norm.value, INNER_EPS)
-        row_TH = down[:, spec.q_rank:]
-        row_TH[:, :spec.kv_rank] = F.rms_norm(
-            row_TH[:, :spec.kv_rank], (spec.kv_rank,), self.kv_norm.value, INNER_EPS
-        )
-        self.ops.rotate(row_TH[:, None, spec.kv_rank:], cos_T1H, sin_T1H)
-        if self.indexer is not None:
-            query = self.indexer(x_TD, residual_TQ, cos_T1H, sin_T1H)
-            chosen_TS = attend.select(self.layer, *query)
+        if index is not None and index.key is not None:
+            down = torch.cat((down, index.key(x_TD)), 1)
+        residual_TQ, key_TJ = self.ops.latent_rows(down, self._norms(), cos_T1H, sin_T1H)
+        row_TH = down[:, spec.q_rank:spec.q_rank + self.row_dim]
         q = self.q_up(residual_TQ)
-        plain = spec.num_heads * spec.nope_dim
-        q_rope = q[:, plain:].view(tokens, spec.num_heads, spec.rope_dim)
-        self.ops.rotate(q_rope, cos_T1H, sin_T1H)
+        q_TNH = q.new_empty(len(x_TD), spec.num_heads, self.row_dim)
+        heads = 0 if index is None else spec.index.num_heads
+        q_TIJ = self.ops.latent_queries(q, q_TNH, heads, spec.index.head_dim, cos_T1H, sin_T1H)
+        if index is not None:
+            chosen_TS = attend.select(self.layer, q_TIJ, index(x_TD), key_TJ)
         up = self.kv_up.value.view(spec.num_heads, -1, spec.kv_rank)
-        q_TNH = q.new_empty(tokens, spec.num_heads, self.row_dim)
-        q_nope_NT = q[:, :plain].view(tokens, spec.num_heads, spec.nope_dim).transpose(0, 1)
-        q_TNH[..., :spec.kv_rank] = torch.bmm(q_nope_NT, up[:, :spec.nope_dim]).transpose(0, 1)
-        q_TNH[..., spec.kv_rank:] = q_rope
+        q_nope_NT = q[:, :spec.num_heads * spec.nope_dim].view(len(x_TD), spec.num_heads, -1).transpose(0, 1)
+        torch.bmm(q_nope_NT, up[:, :spec.nope_dim], out=q_TNH[..., :spec.kv_rank].transpose(0, 1))
         out_TNR = attend(self.layer, q_TNH, row_TH[:, None, None], chosen_TS)
         out_NT = torch.bmm(out_TNR.transpose(0, 1), up[:, spec.nope_dim:].transpose(1, 2))
         return self.out(out_NT.transpose(0, 1).flatten(1)), chosen_TS
 
+    def _norms(self) -> LatentNorms:
+        index = self.indexer
+        return LatentNorms(self.q_norm.value, self.kv_norm.value, None if index is None else index.norm.value,
+                           None if index is None else index.norm_bias.value, INNER_EPS)
+
 
 class Indexer:
-    """Queries, weights and the key of a token, for `Attend.select`. ReLU scores, summed with weights."""
+    """Weights of the norm of its keys, which lie beside the rows, and of its heads. ReLU scores, summed."""
 
     def __init__(self, slots: Slots, prefix: str, hidden: int, spec: LatentSpec) -> None:
-        index = spec.index
-        self.index, self.rope_dim, self.ops = index, spec.rope_dim, slots.ops
-        first = _halves(spec.rope_dim) if index.interleaved else torch.arange(spec.rope_dim)
-        rest = torch.arange(spec.rope_dim, index.head_dim)
-        head = torch.arange(index.num_heads)[:, None] * index.head_dim
-        self.query = slots.linear(
-            [f"{prefix}.wq_b"], [index.num_heads * index.head_dim], spec.q_rank, False,
-            order=torch.cat(((head + first).flatten(), (head + rest).flatten())),
-        )
-        order = torch.cat((first, rest))
-        self.key = slots.linear([f"{prefix}.wk"], [index.head_dim], hidden, False, order=order)
+        index, order = spec.index, spec.index.key_order(spec.rope_dim)
+        self.ops = slots.ops
+        self.key = slots.linear([f"{prefix}.wk"], [index.head_dim], hidden, False,
+                                order=order) if spec.bias else None
         self.norm = slots.vector(f"{prefix}.k_norm.weight", (index.head_dim,), order=order)
         self.norm_bias = slots.vector(f"{prefix}.k_norm.bias", (index.head_dim,), order=order)
         self.weights = slots.vector(
@@ -167,17 +177,6 @@ class Indexer:
         )
         self.scale = (index.num_heads * index.head_dim) ** -0.5
 
-    def __call__(
-        self, x_TD: Tensor, residual_TQ: Tensor, cos_T1H: Tensor, sin_T1H: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """q_TIJ, weight_TI (float32, scaled) and key_TJ."""
-        heads = self.index.num_heads
-        q = self.query(residual_TQ)
-        turned = q[:, :heads * self.rope_dim].view(-1, heads, self.rope_dim)
-        self.ops.rotate(turned, cos_T1H, sin_T1H)
-        q_TIJ = torch.cat((turned, q[:, heads * self.rope_dim:].view(len(q), heads, -1)), -1)
-        key_TJ = F.layer_norm(
-            self.key(x_TD), (self.index.head_dim,), self.norm.value, self.norm_bias.value, INNER_EPS
-        )
-        self.ops.rotate(key_TJ[:, None, :self.rope_dim], cos_T1H, sin_T1H)
-        return q_TIJ, F.linear(x_TD.float(), self.weights.value) * self.scale, key_TJ
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        """weight_TI, float32, scaled: what each head counts."""
+        return self.ops.weigh(x_TD, self.weights.value, self.scale)

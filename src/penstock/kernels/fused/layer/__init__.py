@@ -3,7 +3,7 @@
 Each is one pass over a few kilobytes per token, so calls cost more than arithmetic when decoding.
 
     T tokens of the step   D model dim   M heads   N query heads, the first of M   H head dim
-    I MLP width
+    I MLP width, or index heads   X all parts of a token
 """
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from typing import Protocol
 from torch import Tensor
 
 from penstock.kernels.fused.layer import native, reference
+from penstock.kernels.fused.layer.latent import LatentNorms
 from penstock.kernels.fused.layer.stack import LayerWeights, Stack
 from penstock.kernels.op import DEVICES, Implementation, Op
 from penstock.kernels.triton.lazy import lazy
 
-__all__ = ["OP", "LayerOps", "LayerWeights", "Stack", "stack"]
+__all__ = ["OP", "LatentNorms", "LayerOps", "LayerWeights", "Stack", "stack"]
 
 
 class LayerOps(Protocol):
@@ -43,6 +44,33 @@ class LayerOps(Protocol):
         `rotate`. The normed head is rounded, and its product with the weight again.
 
         x_TMH   as in `rotate`
+        """
+        ...
+
+    def latent_rows(self, x_TX: Tensor, norms: LatentNorms, cos_T1H: Tensor,
+                    sin_T1H: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the latent parts of tokens, side by side in x: Q of the queries, R and H of the row, J of an
+        index key (J = 0: none). Returns residual_TQ, the RMS norm of the first, and key_TJ, the layer norm of
+        the last, its first H rotated. In place: RMS norm of the R, `rotate` of the H behind them.
+
+        x   any stride in T    J   at least H, or 0    Rounds each norm, and a rotated part again.
+        """
+        ...
+
+    def latent_queries(self, x_TX: Tensor, q_TNH: Tensor, index_heads: int, index_dim: int, cos_T1H: Tensor,
+                       sin_T1H: Tensor) -> Tensor:
+        """Of queries side by side in x: all N heads' plain parts, all heads' rotated parts, then of the index
+        heads the rotated parts and the rest of J. `rotate`s both: the first into the last dims of q_TNH,
+        whose others stay; returns q_TIJ, dense.
+
+        x   any stride in T; is changed    q_TNH   dense
+        """
+        ...
+
+    def weigh(self, x_TD: Tensor, weight_ID: Tensor, scale: float) -> Tensor:
+        """y_TI = x weight^T * scale, f32 throughout whatever x is.
+
+        weight   f32, dense    x   dense
         """
         ...
 

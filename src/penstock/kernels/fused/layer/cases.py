@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.cases import TOLERANCE, Case, Workload
-from penstock.kernels.fused.layer import LayerOps
+from penstock.kernels.fused.layer import LatentNorms, LayerOps
 
 _TOKENS = (1, 2, 9, 70)
 _WIDTHS = (1, 7, 64, 576)
@@ -30,6 +30,10 @@ def cases(device: str) -> Iterator[Case]:
                            partial(_rotate, device, dtype, tokens, heads, dim), TOLERANCE[dtype])
                 yield Case(f"{name}-norm_rotate-{tokens}x{heads}x{dim}",
                            partial(_norm_rotate, device, dtype, tokens, heads, dim), TOLERANCE[dtype])
+        for tokens in (1, 9):
+            for index in (0, 24, 128):
+                yield Case(f"{name}-latent-{tokens}x{index}",
+                           partial(latent, device, dtype, tokens, index), TOLERANCE[dtype])
 
 
 def _randn(device: str, dtype: torch.dtype, *shape: int) -> Tensor:
@@ -62,6 +66,22 @@ def _norm_rotate(device: str, dtype: torch.dtype, tokens: int, heads: int, dim: 
     ops.norm_rotate(x[:, 1:heads + 1], randn(tokens, 1, dim), randn(tokens + 1, 1, dim)[1:], weights[0],
                     weights[1], heads * 3 // 4, 1e-5)
     return x
+
+
+def latent(device: str, dtype: torch.dtype, tokens: int, index: int, ops: LayerOps) -> Tensor:
+    """All parts of rows and queries; index: dim of the indexer's heads, 0 without one."""
+    randn, heads, turned, queries, rank = partial(_randn, device, dtype), 5, 12, 40, 24
+    x = randn(tokens, queries + rank + turned + index + 3)[:, :queries + rank + turned + index]
+    norms = LatentNorms(randn(queries), randn(rank), randn(index) if index else None,
+                        randn(index + 1)[1:] if index else None, 1e-6)
+    cos, sin = randn(tokens, 1, turned), randn(tokens + 1, 1, turned)[1:]
+    residual, key = ops.latent_rows(x, norms, cos, sin)
+    index_heads = 3 if index else 0
+    up = randn(tokens, heads * (7 + turned) + index_heads * index)
+    q = torch.zeros(tokens, heads, rank + turned, dtype=dtype, device=device)
+    q_index = ops.latent_queries(up, q, index_heads, index, cos, sin)
+    weight = ops.weigh(residual, randn(3, queries).float(), 0.1).to(dtype)
+    return torch.cat([part.flatten(1) for part in (x, residual, key, q, q_index, weight)], 1)
 
 
 def _gate(device: str, dtype: torch.dtype, tokens: int, width: int, ops: LayerOps) -> Tensor:

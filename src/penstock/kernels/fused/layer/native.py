@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.kernels.c.build import library
 from penstock.kernels.fused.layer import reference, stack
+from penstock.kernels.fused.layer.latent import ByParts
 from penstock.kernels.op import WrongResult
 from penstock.kernels.platform import Platform
 
@@ -72,7 +73,7 @@ def functions() -> tuple[Callable[..., None], ...]:
     return _norm(), _rotate(), _norm_rotate(), _gate()
 
 
-class Native:
+class Native(ByParts):
     def norm(self, h_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
         x_TD = torch.empty_like(h_TD)
         _norm()(

@@ -4,6 +4,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.kernels.fused.layer.latent import ByParts
 from penstock.kernels.platform import Platform
 
 
@@ -11,7 +12,7 @@ def probe(_: Platform) -> str:
     return "torch"
 
 
-class Reference:
+class Reference(ByParts):
     def norm(self, h_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
         if delta_TD is not None:
             h_TD.add_(delta_TD)

@@ -3,13 +3,17 @@
 Imported only where a CUDA device was asked for. Rounds where the reference rounds.
 
     T tokens   D model dim   M heads, of which N are queries   H head dim   I MLP width   J = 2 I
+    Of latent parts I and J are index heads and their dim.
 """
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from penstock.kernels.fused.layer.latent import LatentNorms
 
 
 @triton.jit
@@ -73,6 +77,117 @@ def silu_gate(x, out, x_token, WIDTH, BLOCK: tl.constexpr):
     tl.store(out + t * WIDTH + i, (silu * up).to(kind), mask=own)
 
 
+@triton.jit
+def _turn(low, high, cos, sin, angle, turn, HALF: tl.constexpr, kind: tl.constexpr):
+    """Both halves of what is rotated, f32, rounded where the reference rounds."""
+    cos_low = tl.load(cos + angle, mask=turn, other=0.0).to(tl.float32)
+    cos_high = tl.load(cos + angle + HALF, mask=turn, other=0.0).to(tl.float32)
+    sin_low = tl.load(sin + angle, mask=turn, other=0.0).to(tl.float32)
+    sin_high = tl.load(sin + angle + HALF, mask=turn, other=0.0).to(tl.float32)
+    return ((low * cos_low).to(kind).to(tl.float32) + high * sin_low,
+            (high * cos_high).to(kind).to(tl.float32) + low * sin_high)
+
+
+@triton.jit
+def latent_rows(x, cos, sin, q_weight, row_weight, key_weight, key_bias, residual, key, eps, x_token,
+                Q: tl.constexpr, Q_PAD: tl.constexpr, RANK: tl.constexpr, RANK_PAD: tl.constexpr,
+                HALF: tl.constexpr, HALF_PAD: tl.constexpr, KEY: tl.constexpr, KEY_PAD: tl.constexpr):
+    """One part of a token: what queries are made of, the row, or the key of the indexer."""
+    t, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    kind: tl.constexpr = x.dtype.element_ty
+    line = x + t * x_token
+    h = tl.arange(0, HALF_PAD)
+    turn = h < HALF
+    angle = t * 2 * HALF + h
+    if part == 0:
+        d_q = tl.arange(0, Q_PAD)
+        own_q = d_q < Q
+        v_q = tl.load(line + d_q, mask=own_q, other=0.0).to(tl.float32)
+        w_q = tl.load(q_weight + d_q, mask=own_q, other=0.0).to(tl.float32)
+        v_q = v_q * tl.rsqrt(tl.sum(v_q * v_q, 0) / Q + eps) * w_q
+        tl.store(residual + t * Q + d_q, v_q.to(kind), mask=own_q)
+    elif part == 1:
+        d_r = tl.arange(0, RANK_PAD)
+        own_r = d_r < RANK
+        v_r = tl.load(line + Q + d_r, mask=own_r, other=0.0).to(tl.float32)
+        w_r = tl.load(row_weight + d_r, mask=own_r, other=0.0).to(tl.float32)
+        v_r = v_r * tl.rsqrt(tl.sum(v_r * v_r, 0) / RANK + eps) * w_r
+        tl.store(line + Q + d_r, v_r.to(kind), mask=own_r)
+        at = line + Q + RANK + h
+        low_r = tl.load(at, mask=turn, other=0.0).to(tl.float32)
+        high_r = tl.load(at + HALF, mask=turn, other=0.0).to(tl.float32)
+        low_r, high_r = _turn(low_r, high_r, cos, sin, angle, turn, HALF, kind)
+        tl.store(at, low_r.to(kind), mask=turn)
+        tl.store(at + HALF, high_r.to(kind), mask=turn)
+    elif KEY > 0:
+        d = tl.arange(0, KEY_PAD)
+        own = d < KEY
+        begin = line + Q + RANK + 2 * HALF
+        v = tl.load(begin + d, mask=own, other=0.0).to(tl.float32)
+        mean = tl.sum(v, 0) / KEY
+        off = tl.where(own, v - mean, 0.0)
+        scale = tl.rsqrt(tl.sum(off * off, 0) / KEY + eps)
+        w = tl.load(key_weight + d, mask=own, other=0.0).to(tl.float32)
+        b = tl.load(key_bias + d, mask=own, other=0.0).to(tl.float32)
+        tl.store(key + t * KEY + d, (off * scale * w + b).to(kind), mask=own & (d >= 2 * HALF))
+        low = tl.load(begin + h, mask=turn, other=0.0).to(tl.float32) - mean
+        high = tl.load(begin + HALF + h, mask=turn, other=0.0).to(tl.float32) - mean
+        w_low = tl.load(key_weight + h, mask=turn, other=0.0).to(tl.float32)
+        w_high = tl.load(key_weight + HALF + h, mask=turn, other=0.0).to(tl.float32)
+        b_low = tl.load(key_bias + h, mask=turn, other=0.0).to(tl.float32)
+        b_high = tl.load(key_bias + HALF + h, mask=turn, other=0.0).to(tl.float32)
+        low = (low * scale * w_low + b_low).to(kind).to(tl.float32)
+        high = (high * scale * w_high + b_high).to(kind).to(tl.float32)
+        low, high = _turn(low, high, cos, sin, angle, turn, HALF, kind)
+        tl.store(key + t * KEY + h, low.to(kind), mask=turn)
+        tl.store(key + t * KEY + HALF + h, high.to(kind), mask=turn)
+
+
+@triton.jit
+def latent_queries(x, q, index, cos, sin, x_token, x_turned, q_head, N, INDEX, HALF: tl.constexpr,
+                   HALF_PAD: tl.constexpr, REST: tl.constexpr, REST_PAD: tl.constexpr, HEADS: tl.constexpr):
+    """Some heads of one token, of the N of attention and the INDEX of the indexer behind them."""
+    t = tl.program_id(0).to(tl.int64)
+    kind: tl.constexpr = x.dtype.element_ty
+    m = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    h = tl.arange(0, HALF_PAD)[None, :]
+    line = x + t * x_token + x_turned
+    own = (m < N + INDEX) & (h < HALF)
+    low = tl.load(line + m * 2 * HALF + h, mask=own, other=0.0).to(tl.float32)
+    high = tl.load(line + m * 2 * HALF + HALF + h, mask=own, other=0.0).to(tl.float32)
+    low, high = _turn(low, high, cos, sin, t * 2 * HALF + h, h < HALF, HALF, kind)
+    at_q = q + (t * N + m + 1) * q_head - 2 * HALF + h
+    tl.store(at_q, low.to(kind), mask=own & (m < N))
+    tl.store(at_q + HALF, high.to(kind), mask=own & (m < N))
+    at_index = index + (t * INDEX + m - N) * (2 * HALF + REST)
+    tl.store(at_index + h, low.to(kind), mask=own & (m >= N))
+    tl.store(at_index + HALF + h, high.to(kind), mask=own & (m >= N))
+    r = tl.arange(0, REST_PAD)[None, :]
+    other = (m >= N) & (m < N + INDEX) & (r < REST)
+    rest = tl.load(line + (N + INDEX) * 2 * HALF + (m - N) * REST + r, mask=other, other=0.0)
+    tl.store(at_index + 2 * HALF + r, rest, mask=other)
+
+
+@triton.jit
+def weigh_rows(x, weight, out, scale, T, OUTPUTS, INPUTS: tl.constexpr, ROWS: tl.constexpr,
+               COLS: tl.constexpr):
+    """One output of ROWS rows: sums stay in the order of one row alone."""
+    o = tl.program_id(0)
+    t = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    c = tl.arange(0, COLS)
+    own = t < T
+    acc = tl.zeros([ROWS, COLS], tl.float32)
+    for start in range(0, INPUTS, COLS):
+        inside = start + c < INPUTS
+        w = tl.load(weight + o * INPUTS + start + c, mask=inside, other=0.0)
+        acc += w[None, :] * tl.load(x + t.to(tl.int64)[:, None] * INPUTS + start + c[None, :],
+                                    mask=own[:, None] & inside[None, :], other=0.0).to(tl.float32)
+    tl.store(out + t.to(tl.int64) * OUTPUTS + o, tl.sum(acc, 1) * scale, mask=own)
+
+
+FEW = 64             # rows that are weighed one by one
+
+
 class TritonOps:
     """`LayerOps` on a CUDA device. Capturable."""
 
@@ -102,6 +217,49 @@ class TritonOps:
             cos_T1H if k_weight_H is None else k_weight_H, eps, x_TMH.stride(0), x_TMH.stride(1), heads,
             num_heads, DIM=dim, HALF=dim // 2, HALF_PAD=triton.next_power_of_2(dim // 2), HEADS=at_once,
             NORM=q_weight_H is not None, num_warps=1)
+
+    def latent_rows(self, x_TX: Tensor, norms: LatentNorms, cos_T1H: Tensor,
+                    sin_T1H: Tensor) -> tuple[Tensor, Tensor]:
+        tokens, turned = len(x_TX), cos_T1H.shape[2]
+        (q_rank,), (rank,) = norms.q_Q.shape, norms.row_R.shape
+        key = 0 if norms.index_J is None else norms.index_J.shape[0]
+        assert x_TX.stride(1) == 1 and x_TX.shape[1] >= q_rank + rank + turned + key, "parts of a token"
+        residual_TQ, key_TJ = x_TX.new_empty(tokens, q_rank), x_TX.new_empty(tokens, key)
+        some = norms.q_Q
+        latent_rows[(tokens, 3 if key else 2)](
+            x_TX, cos_T1H, sin_T1H, norms.q_Q, norms.row_R, some if norms.index_J is None else norms.index_J,
+            some if norms.bias_J is None else norms.bias_J, residual_TQ, key_TJ, norms.eps, x_TX.stride(0),
+            Q=q_rank, Q_PAD=triton.next_power_of_2(q_rank), RANK=rank, RANK_PAD=triton.next_power_of_2(rank),
+            HALF=turned // 2, HALF_PAD=triton.next_power_of_2(turned // 2), KEY=key,
+            KEY_PAD=triton.next_power_of_2(max(1, key)), num_warps=4)
+        return residual_TQ, key_TJ
+
+    def latent_queries(self, x_TX: Tensor, q_TNH: Tensor, index_heads: int, index_dim: int, cos_T1H: Tensor,
+                       sin_T1H: Tensor) -> Tensor:
+        tokens, heads, dim = q_TNH.shape
+        turned, rest = cos_T1H.shape[2], (index_dim - cos_T1H.shape[2] if index_heads else 0)
+        assert x_TX.stride(1) == 1 and q_TNH.is_contiguous(), "not dense"
+        index_TIJ = x_TX.new_empty(tokens, index_heads, index_dim)
+        at_once = 4
+        latent_queries[(tokens, triton.cdiv(heads + index_heads, at_once))](
+            x_TX, q_TNH, index_TIJ, cos_T1H, sin_T1H, x_TX.stride(0),
+            x_TX.shape[1] - index_heads * index_dim - heads * turned, dim, heads, index_heads,
+            HALF=turned // 2, HALF_PAD=triton.next_power_of_2(turned // 2), REST=rest,
+            REST_PAD=triton.next_power_of_2(max(1, rest)), HEADS=at_once, num_warps=1)
+        return index_TIJ
+
+    def weigh(self, x_TD: Tensor, weight_ID: Tensor, scale: float) -> Tensor:
+        (tokens, inputs), outputs = x_TD.shape, len(weight_ID)
+        if tokens > FEW:
+            y_TI: Tensor = F.linear(x_TD.float(), weight_ID) * scale
+            return y_TI
+        assert x_TD.is_contiguous() and weight_ID.is_contiguous(), "rows must be dense"
+        out_TI = weight_ID.new_empty(tokens, outputs)
+        rows = 1 if tokens == 1 else 4
+        weigh_rows[(outputs, triton.cdiv(tokens, rows))](
+            x_TD, weight_ID, out_TI, scale, tokens, outputs, INPUTS=inputs, ROWS=rows,
+            COLS=min(1024, triton.next_power_of_2(inputs)), num_warps=4)
+        return out_TI
 
     def gate(self, gate_up_TJ: Tensor) -> Tensor:
         tokens, width = gate_up_TJ.shape[0], gate_up_TJ.shape[1] // 2
