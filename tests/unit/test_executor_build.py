@@ -124,7 +124,8 @@ def folder(tmp_path):
 def dummy(folder, **changes) -> Config:
     base = Config(model=ModelConfig(dtype="float32", model=str(folder), load_format="dummy", seed=3),
                   kv=KVConfig(hbm_bytes=1 << 20, dram_bytes=1 << 20),
-                  schedule=ScheduleConfig(max_num_seqs=2), device=DeviceConfig(device="cpu", threads=1))
+                  schedule=ScheduleConfig(max_num_seqs=2, step_tokens=512),
+                  device=DeviceConfig(device="cpu", threads=1))
     return replace(base, **changes)
 
 

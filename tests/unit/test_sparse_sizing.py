@@ -39,7 +39,7 @@ def caches_for(kv: KVConfig, model=None, dtype=torch.float32):
 
 def sized(kv: KVConfig, *, max_model_len=None, free=16 * GIB, rows=16, pp=1) -> Sizes:
     config = Config(model=ModelConfig(model="demo", max_model_len=max_model_len), kv=kv,
-                    schedule=ScheduleConfig(max_num_seqs=rows), device=DeviceConfig(pp=pp))
+                    schedule=ScheduleConfig(max_num_seqs=rows, step_tokens=512), device=DeviceConfig(pp=pp))
     selection = selection_of(kv)
     caches = caches_for(kv)
     if pp > 1:

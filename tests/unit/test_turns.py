@@ -89,7 +89,7 @@ def test_a_short_conversation_does_not_wait_for_long_ones(chat):
 
 def test_they_are_refused_before_their_body_is_decoded(monkeypatch):
     api = object.__new__(completions.OpenAI)
-    api.engine = SimpleNamespace(ready=SimpleNamespace(max_model_len=8))
+    api.engine, api.routed = SimpleNamespace(ready=SimpleNamespace(max_model_len=8)), completions.ALONE
     monkeypatch.setattr(completions, "parse", None)
     with pytest.raises(RequestError, match="more messages than the context has tokens, which is 8"):
         asyncio.run(api.chat(json.dumps({"messages": talk(9)}).encode(), b"", None))
