@@ -215,7 +215,8 @@ def test_no_table_is_made_where_nothing_is_hosted():
 
 
 def on_a_gpu(kv: KVConfig, workspace=2 * GIB, free=100 * GIB, ranks=1) -> Sizes:
-    return size_pools(Config(model=ModelConfig(model="demo"), kv=kv), caches_for(kv), 8192, 16 * GIB,
+    config = Config(model=ModelConfig(model="demo"), kv=kv, schedule=ScheduleConfig(step_tokens=512))
+    return size_pools(config, caches_for(kv), 8192, 16 * GIB,
                       gpu=DeviceMemory(total=140 * GIB, free=free, workspace=workspace, ranks=ranks))
 
 
