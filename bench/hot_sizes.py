@@ -2,10 +2,10 @@
 
     python bench/hot_sizes.py [ROUNDS]
 
-Eight prompts of 3,000 tokens of this repository's notebook on a device that holds half of them, so that rows
-decode from host pages; a step selects 256 tokens. Prints, for each size, units that were missed for each
-token and tokens per second, prompts included, and the ratios of each round. What a miss costs on a CPU is a
-copy in memory: the count is what is measured here.
+Eight prompts of 3,000 tokens of this repository's notebook as it stands, on a device that
+holds half of them, so that rows decode from host pages; a step selects 256 tokens. Prints, for each size,
+units that were missed for each token and tokens per second, prompts included, and the ratios of each round.
+What a miss costs on a CPU is a copy in memory: the count is what is measured here.
 """
 from __future__ import annotations
 

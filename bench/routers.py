@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import random
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -19,17 +18,12 @@ from pathlib import Path
 
 import httpx
 import printable
+from clients import free_port
 from pair_server import Server
 from pipeline_engine import CONFIG, checkpoint
 
 ROUNDS, EACH = 6, 60
 CONVERSATIONS, TURNS, SYSTEM, SAID = 64, 4, 200, 100
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 @contextlib.contextmanager

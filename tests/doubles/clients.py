@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import random
+import socket
 from pathlib import Path
 
 import httpx
@@ -11,6 +12,12 @@ TINY = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_siz
         "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 16, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
         "tie_word_embeddings": False}
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
 
 
 def children(pid: int) -> list[int]:

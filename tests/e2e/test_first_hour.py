@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from clients import free_port
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 300
@@ -72,12 +72,6 @@ def started(env, tmp_path) -> Iterator:
     for process in reversed(running):
         process.terminate()
         process.wait(LIMIT_S)
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def test_the_page_has_the_blocks_that_are_run():

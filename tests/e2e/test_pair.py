@@ -132,8 +132,6 @@ def test_stages_of_either_engine_say_the_same(model: str, tmp_path: Path, place:
                                               stages: tuple[int, int]) -> None:
     """Layers 4 and 2 at one end, 3 and 3 at the other; every row of the decode engine is paused again and
     again."""
-    if where.DEVICE == "cuda":
-        pytest.skip("ends of a pair have lanes on a CPU only so far")
     options, prompts = PLACES[place], [PROMPT, PROMPT[:77], PROMPT + (5, 6, 7) * 9]
     one = whole(model, prompts, **options)
     layers = {1: {}, 2: {"pp": 2, "pp_layers": ["4", "2"]}}
@@ -164,7 +162,7 @@ def test_lanes_of_either_engine_say_the_same(model: str, tmp_path: Path, place: 
     """Two KV heads, one of them on two of three lanes; every row of the decode engine is paused again and
     again."""
     if where.DEVICE == "cuda":
-        pytest.skip("ends of a pair have lanes on a CPU only so far")
+        pytest.skip("the ends of a pair have stages and lanes on a CPU only so far")
     options, prompts = PLACES[place], [PROMPT, PROMPT[:77], PROMPT + (5, 6, 7) * 9]
     one = whole(model, prompts, **options)
     with PairOfEnds(model, tmp_path, prefill={**prefill, "page_size": 64}, decode=decode,

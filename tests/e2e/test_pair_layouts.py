@@ -4,7 +4,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from clients import children
+from clients import children, free_port
 from pair_server import SERVED, Server, gone, key_file, prompts, said, serving
 from pipeline_engine import checkpoint
 
@@ -41,7 +40,7 @@ class Pair:
         before, num, after = LAYOUTS[layout]
         alike = (*SERVED["resident"], *key_file(folder), "--disaggregation-transfer-backend", transport,
                  "--disaggregation-mode")
-        at = [free() for _ in range(num)]
+        at = [f"127.0.0.1:{free_port()}" for _ in range(num)]
         flags = [*((*alike, "prefill", *before, "--pair-listen", address) for address in at),
                  (*alike, "decode", *after, "--pair-peer", ",".join(at))]
         self._start = [partial(Server, model, folder / f"log{n}", *own) for n, own in enumerate(flags)]
@@ -89,12 +88,6 @@ class Pair:
     def close(self) -> None:
         for end in self.ends:
             end.close()
-
-
-def free() -> str:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{found.getsockname()[1]}"
 
 
 def command(pid: int) -> str:

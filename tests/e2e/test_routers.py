@@ -5,7 +5,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from pathlib import Path
 import openai
 import printable
 import pytest
+from clients import free_port
 from pair_server import SERVED, Server, key_file, serving
 from pipeline_engine import checkpoint
 
@@ -30,12 +30,6 @@ def model(tmp_path_factory) -> str:
     Path(folder, "tokenizer.json").write_text(printable.vocabulary().tokenizer)
     Path(folder, "tokenizer_config.json").write_text("{}")
     return folder
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 @contextmanager

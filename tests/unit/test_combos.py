@@ -21,9 +21,10 @@ def asked_anew():
 
 def test_a_cell_turns_with_its_refusal_and_its_proof(monkeypatch) -> None:
     refused = combos.answer(STAGES_ON_A_GPU)
-    assert refused.status == "refused" and "have stages on a CPU only" in refused.why[0]
+    assert refused.status == "refused" and "have stages and lanes on a CPU only" in refused.why[0]
     combos.answer.cache_clear()
-    monkeypatch.setattr(combos, "REFUSED", [r for r in combos.REFUSED if "have stages on a CPU" not in r.why])
+    monkeypatch.setattr(combos, "REFUSED", [r for r in combos.REFUSED
+                                            if "have stages and lanes on a CPU" not in r.why])
     assert combos.answer(STAGES_ON_A_GPU).status == "untried"
     combos.answer.cache_clear()
     monkeypatch.setattr(combos, "_proven", lambda: {STAGES_ON_A_GPU: ("tests/a.py::test_it",)})

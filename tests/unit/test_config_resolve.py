@@ -42,9 +42,11 @@ GPU = replace(MACHINE, gpus=("NVIDIA H200",), torch_cuda="13.0")
 def test_the_device_is_the_gpu_where_torch_can_use_it() -> None:
     auto = resolve(from_options("demo", {}), GPU)
     assert (auto.device.device, auto.model.dtype, auto.kv.memory_fraction) == ("cuda", "auto", 0.9)
+    assert auto.schedule.num_step_tokens == 8192
     assert resolve(auto, GPU) == auto
     asked = resolve(from_options("demo", {"device": "cpu"}), GPU)
     assert (asked.device.device, asked.model.dtype, asked.kv.memory_fraction) == ("cpu", "float32", 0.3)
+    assert asked.schedule.num_step_tokens == 512
     # KV of the device is not of the host's memory
     assert resolve(from_options("demo", {"hbm_bytes": 100 << 30}), GPU).kv.hbm_bytes == 100 << 30
     for machine, why in ((MACHINE, ""), (replace(GPU, torch_cuda=""), "CPU build")):
@@ -52,7 +54,7 @@ def test_the_device_is_the_gpu_where_torch_can_use_it() -> None:
         with pytest.raises(ConfigError, match=f"--device cuda: .*{why}.*; take --device cpu"):
             resolve(from_options("demo", {"device": "cuda"}), machine)
     ends = {"device": "cuda", "pp": 2, "prefill": 1, "decode": 1, "hbm_bytes": "1G"}
-    with pytest.raises(ConfigError, match="--pp 2: the ends of a pair have stages on a CPU only"):
+    with pytest.raises(ConfigError, match="--pp 2, --tp 1: the ends of a pair have stages and lanes on a C"):
         resolve(from_options("demo", ends), GPU)
 
 

@@ -46,7 +46,7 @@ LLAMA = {
 
 def config(max_model_len=None, **kv) -> Config:
     return Config(model=ModelConfig(dtype="float32", model="x", max_model_len=max_model_len),
-                  kv=KVConfig(**{"memory_fraction": 0.3} | kv))
+                  kv=KVConfig(**{"memory_fraction": 0.3} | kv), schedule=ScheduleConfig(step_tokens=512))
 
 
 def test_pools_take_what_they_are_given():

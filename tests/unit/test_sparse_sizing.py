@@ -114,7 +114,8 @@ def test_ranks_share_the_host_tier_and_divide_what_is_left():
     kv = KVConfig(sparse_top_k=512, memory_fraction=0.3)
     caches = caches_for(kv)
     room = 16 * GIB - 2 * WORKSPACE_BYTES
-    config = Config(model=ModelConfig(model="demo"), kv=kv, device=DeviceConfig(pp=2))
+    config = Config(model=ModelConfig(model="demo"), kv=kv, device=DeviceConfig(pp=2),
+                    schedule=ScheduleConfig(step_tokens=512))
     halves = caches.stage(split([15, 15])[0], groups_of(Shape(), selection_of(kv)))
     core = size_pools(config, halves, 8192, 16 * GIB, budget=512).core
     assert core.dram_pages == room // 2 // (16 * TOKEN_BYTES)           # pages of all layers

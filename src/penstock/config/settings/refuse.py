@@ -340,12 +340,10 @@ REFUSED: tuple[Refusal[Machine], ...] = (
     _outside("schedule.max_waiting", 0, 1 << 20, "0 to 1048576 waiting requests"),
     Refusal(lambda c, m: c.device.device == "cuda" and m.device != "cuda", ("device.device",),
             "{why}; take --device cpu"),
-    Refusal(lambda c, _: c.device.device == "cuda" and c.device.pp > 1
-            and bool(c.pair.prefill or c.pair.disaggregation_mode), ("device.device", "device.pp"),
-            "the ends of a pair have stages on a CPU only so far: take --device cpu, or one stage"),
-    Refusal(lambda c, _: c.device.device == "cuda" and c.device.tp > 1
-            and bool(c.pair.prefill or c.pair.disaggregation_mode), ("device.device", "device.tp"),
-            "the ends of a pair have lanes on a CPU only so far: take --device cpu, or one lane"),
+    Refusal(lambda c, _: c.device.device == "cuda" and c.device.num_ranks > 1
+            and bool(c.pair.prefill or c.pair.disaggregation_mode),
+            ("device.device", "device.pp", "device.tp"), "the ends of a pair have stages and lanes on a CPU "
+            "only so far: take --device cpu, or one of each"),
     Refusal(lambda c, _: c.device.device == "cuda" and c.device.cuda_graphs
             and not _CAPTURED.isdisjoint(c.device.backends), ("device.backends", "device.cuda_graphs"),
             "captured decode steps have kernels of their own, and references ask the host: take "

@@ -158,6 +158,11 @@ class ScheduleConfig:
     max_waiting: Annotated[int | None, "queued requests before 503 (default: 4x --max-num-seqs)",
                            Alias("--max-queued-requests")] = None
 
+    @property
+    def num_step_tokens(self) -> int:
+        assert self.step_tokens is not None, "an unresolved config"
+        return self.step_tokens
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceConfig:

@@ -117,7 +117,7 @@ def size_pools(config: Config, caches: Caches, max_position: int, free: int | Se
     _, dram, _, caches = min(found, key=lambda one: one[3].host_pages(one[1]))
     sizes = Sizes(core=CoreConfig(
         page_size=kv.page_size, rows=config.schedule.max_num_seqs, hbm_pages=caches.num_pages(hbm),
-        dram_pages=caches.host_pages(dram), step_tokens=config.schedule.step_tokens or 0,
+        dram_pages=caches.host_pages(dram), step_tokens=config.schedule.num_step_tokens,
         max_len=max_position, overlap=config.schedule.overlap,
         wait_pages=WAIT_BYTES[gpu is not None] // caches.page_bytes if dram else 0,
         disk_pages=STORED_PAGES // caches.slabs.slab_pages[0] * caches.slabs.slab_pages[0]

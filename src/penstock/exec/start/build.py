@@ -249,7 +249,7 @@ def _measure(config: Config, loaded: Loaded, selection: Selection | None, captur
     try:
         gpu = device_memory(parts_of(model, loaded.backends, chooses, 0, groups), caches,
                             rows=schedule.max_num_seqs, max_len=_longest(config, caches, model.max_position),
-                            step_tokens=schedule.step_tokens or 0, capture=captures)
+                            step_tokens=schedule.num_step_tokens, capture=captures)
     except torch.OutOfMemoryError:
         raise ConfigError(
             f"the largest step of --step-tokens {schedule.step_tokens} and --max-num-seqs "
@@ -266,7 +266,7 @@ def _measure_several(config: Config, crew: Crew, loaded: Loaded, caches: Caches,
     core = replace(one_page(caches, config.schedule.max_num_seqs, longest), pp_size=config.device.pp)
     crew.pools(core)
     largest_step(Front(crew.ranks, crew.wait, lanes=config.device.tp), core,
-                 config.schedule.step_tokens or 0)
+                 config.schedule.num_step_tokens)
     told, found = crew.measured(), []
     for i in range(gpus):
         own = told[i::gpus]

@@ -23,6 +23,12 @@ class LatentNorms:
     eps: float
 
 
+def weigh(x_TD: Tensor, weight_ID: Tensor, scale: float) -> Tensor:
+    """As `LayerOps.weigh`."""
+    y_TI: Tensor = F.linear(x_TD.float(), weight_ID) * scale
+    return y_TI
+
+
 class ByParts(ABC):
     """Half of `LayerOps`, of whoever can rotate."""
 
@@ -59,5 +65,4 @@ class ByParts(ABC):
         return torch.cat((index_rope, rest), -1)
 
     def weigh(self, x_TD: Tensor, weight_ID: Tensor, scale: float) -> Tensor:
-        y_TI: Tensor = F.linear(x_TD.float(), weight_ID) * scale
-        return y_TI
+        return weigh(x_TD, weight_ID, scale)

@@ -8,12 +8,11 @@ Imported only where a CUDA device was asked for. Rounds where the reference roun
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.fused.layer.latent import LatentNorms
+from penstock.kernels.fused.layer.latent import LatentNorms, weigh
 
 
 @triton.jit
@@ -251,8 +250,7 @@ class TritonOps:
     def weigh(self, x_TD: Tensor, weight_ID: Tensor, scale: float) -> Tensor:
         (tokens, inputs), outputs = x_TD.shape, len(weight_ID)
         if tokens > FEW:
-            y_TI: Tensor = F.linear(x_TD.float(), weight_ID) * scale
-            return y_TI
+            return weigh(x_TD, weight_ID, scale)
         assert x_TD.is_contiguous() and weight_ID.is_contiguous(), "rows must be dense"
         out_TI = weight_ID.new_empty(tokens, outputs)
         rows = 1 if tokens == 1 else 4
