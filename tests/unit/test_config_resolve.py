@@ -53,9 +53,10 @@ def test_the_device_is_the_gpu_where_torch_can_use_it() -> None:
         assert resolve(from_options("demo", {}), machine).device.device == "cpu"
         with pytest.raises(ConfigError, match=f"--device cuda: .*{why}.*; take --device cpu"):
             resolve(from_options("demo", {"device": "cuda"}), machine)
-    ends = {"device": "cuda", "pp": 2, "prefill": 1, "decode": 1, "hbm_bytes": "1G"}
-    with pytest.raises(ConfigError, match="--pp 2, --tp 1: the ends of a pair have stages and lanes on a C"):
-        resolve(from_options("demo", ends), GPU)
+    ends = {"device": "cuda", "prefill": 1, "decode": 1, "hbm_bytes": "1G"}
+    for name, said in (("pp", "--pp 2, --tp 1"), ("tp", "--pp 1, --tp 2")):
+        with pytest.raises(ConfigError, match=f"{said}: the ends of a pair have stages and lanes on a CPU"):
+            resolve(from_options("demo", {**ends, name: 2}), GPU)
 
 
 def test_more_memory_than_there_is_names_both_numbers() -> None:

@@ -82,7 +82,6 @@ CASES: tuple[tuple[dict[str, object], dict[str, object]], ...] = (
     ({"max_waiting": -1}, {"max_waiting": 0}),
     ({"device": "cuda"}, {"device": "auto"}),
     ({"device": "cuda", "pp": 2, "prefill": 1, "decode": 1, "hbm_bytes": "1G"}, {"device": "cpu", "pp": 2}),
-    ({"device": "cuda", "tp": 2, "prefill": 1, "decode": 1, "hbm_bytes": "1G"}, {"device": "cpu", "tp": 2}),
     ({"device": "cuda", "backends": ["gather=reference"]},
      {"device": "cpu", "backends": ["gather=reference"]}),
     ({"dtype": "gguf", "device": "cuda"}, {"dtype": "gguf", "device": "cpu"}),
