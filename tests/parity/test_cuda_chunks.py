@@ -26,12 +26,17 @@ LARGE = {                               # on a device only
 }
 
 
-def attended(q_CNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, scale: float) -> Tensor:
+def attended(q_CNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, scale: float,
+             window: int = 0) -> tuple[Tensor, Tensor]:
+    """(out_CNH, lse_NC)"""
     count, group = len(q_CNH), q_CNH.shape[1] // k_SKH.shape[1]
     k, v = (x.float().repeat_interleave(group, 1) for x in (k_SKH, v_SKH))
     scores = torch.einsum("cnh,snh->ncs", q_CNH.float(), k) * scale
     seen = torch.ones(count, len(k), dtype=torch.bool).tril(len(k) - count)
-    return torch.einsum("ncs,snh->cnh", scores.where(seen, -torch.inf).softmax(-1), v).to(q_CNH.dtype)
+    if window:
+        seen = seen.triu(len(k) - count - window + 1)
+    scores = scores.where(seen, -torch.inf)
+    return torch.einsum("ncs,snh->cnh", scores.softmax(-1), v).to(q_CNH.dtype), scores.logsumexp(-1)
 
 
 def out_of_pages(q, k, v, *, scale, max_query, max_key, start_B1, context_B, table_BM):
@@ -40,14 +45,16 @@ def out_of_pages(q, k, v, *, scale, max_query, max_key, start_B1, context_B, tab
         own = q[start_B1[b]:start_B1[b + 1]]
         assert 1 < len(own) <= max_query and context <= max_key
         pages = table_BM[b, :-(-context // k.shape[1])].long()
-        outs.append(attended(own, k[pages].flatten(0, 1)[:context], v[pages].flatten(0, 1)[:context], scale))
+        k_SKH, v_SKH = (x[pages].flatten(0, 1)[:context] for x in (k, v))
+        outs.append(attended(own, k_SKH, v_SKH, scale)[0])
     return torch.cat(outs)
 
 
-def gathered(q, k, v, start_B1, key_start_B1, max_query, max_key, scale):
+def gathered(q, k, v, start_B1, key_start_B1, max_query, max_key, scale, window):
     assert k.isfinite().all() and v.isfinite().all(), "a slot of nobody was read"
-    return torch.cat([attended(q[a:b], k[c:d], v[c:d], scale) for a, b, c, d in zip(
-        start_B1, start_B1[1:], key_start_B1, key_start_B1[1:], strict=False)])
+    outs, lses = zip(*[attended(q[a:b], k[c:d], v[c:d], scale, window) for a, b, c, d in zip(
+        start_B1, start_B1[1:], key_start_B1, key_start_B1[1:], strict=False)], strict=True)
+    return torch.cat(outs), torch.cat(lses, 1)
 
 
 def layout_of(step, size: int, generator: torch.Generator) -> tuple[Ragged, int]:
@@ -69,7 +76,11 @@ def layout_of(step, size: int, generator: torch.Generator) -> tuple[Ragged, int]
 @pytest.mark.parametrize("size", [16, 64])
 @pytest.mark.parametrize("way", ["flash-attn-4", "torch", "masked"])
 @pytest.mark.parametrize("name", [*STEPS, *LARGE])
-def test_prompts_of_a_step_equal_the_reference(name, way, size, monkeypatch):
+@pytest.mark.parametrize("scores", [{}, {"window": 70, "sinks": True}, {"window": 5, "softcap": 2.0}],
+                         ids=str)
+def test_prompts_of_a_step_equal_the_reference(name, way, size, scores, monkeypatch):
+    if way == "flash-attn-4" and scores:
+        pytest.skip("it is given plain scores only")
     if name in LARGE and (DEVICE == "cpu" or way == "masked"):
         pytest.skip("large: on a device, by its kernels")
     step = {**STEPS, **LARGE}[name]
@@ -90,24 +101,30 @@ def test_prompts_of_a_step_equal_the_reference(name, way, size, monkeypatch):
         at = torch.arange(context, device=DEVICE)
         pages = layout.pages_RM[row, at // size].long()
         pool[pages, :, :, at % size] = torch.randn(context, kv_heads, 2, dim, device=DEVICE).to(dtype)
+    spec = AttentionSpec(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, dtype=dtype, scale=0.1,
+                         **scores)
+    for row, (count, context) in zip(layout.rows, step, strict=True):
+        gone = spec.first_seen(context - count) // size
+        pool[layout.pages_RM[row, :gone].long()] = float("nan")
+        layout.pages_RM[row, :gone] = -1
+    sinks = torch.randn(heads, device=DEVICE) if spec.sinks else None
     q = torch.randn(layout.query_start[-1], heads + 1, dim, device=DEVICE).to(dtype)[:, 1:]
-    spec = AttentionSpec(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, dtype=dtype, scale=0.1)
     k, v = pool[:, :, 0], pool[:, :, 1]
-    got = cuda.prepare(layout, spec)(q, k, v)
+    got = cuda.prepare(layout, spec)(q, k, v, sinks)
     assert got.shape == q.shape and got.is_contiguous()
     for i in range(0, len(step), 1 + len(step) // 8):       # the reference takes a row at a time, and seconds
         a, b = layout.query_start[i:i + 2]
         one = Ragged((0, min(b - a, 512)), (layout.context[i],), (layout.rows[i],), layout.pages_RM,
                      layout.page_T, layout.offset_T, size)
-        want = reference.prepare(one, spec)(q[max(a, b - 512):b], k, v)
+        want = reference.prepare(one, spec)(q[max(a, b - 512):b], k, v, sinks)
         gap = (got[max(a, b - 512):b].float() - want.float()).abs().max() / want.float().abs().max()
         assert gap < 2e-2, (i, float(gap))
 
 
 def test_decodes_between_prompts_keep_their_places(monkeypatch):
     """The core puts them first; nothing here relies on it."""
-    monkeypatch.setattr(cuda, "_Decodes", lambda rows, layout, spec: lambda q, k, v: q + 1)
-    monkeypatch.setattr(cuda, "prompts", lambda rows, layout, spec: lambda q, k, v: q + 2)
+    monkeypatch.setattr(cuda, "_Decodes", lambda rows, layout, spec: lambda q, *_: q + 1)
+    monkeypatch.setattr(cuda, "prompts", lambda rows, layout, spec: lambda q, *_: q + 2)
     layout, _ = layout_of(((1, 5), (3, 9), (1, 2), (2, 4)), 16, torch.Generator().manual_seed(0))
     spec = AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=8, dtype=torch.float32, scale=1.0)
     q = torch.zeros(7, 1, 8, device=DEVICE)
@@ -131,8 +148,9 @@ def library(tile: int):
             page_table=None, max_seqlen_k=None, return_lse=False):
         assert max_seqlen_q >= flash.LONG, "lengths below a tile are a kind of their own"
         if page_table is None:
-            return attended(q[0], k[0], v[0], softmax_scale)[None], torch.zeros(1, q.shape[2], q.shape[1])
-        out = torch.cat([attended(q[a:b], *(x[pages.long()].flatten(0, 1)[:n] for x in (k, v)), softmax_scale)
+            return attended(q[0], k[0], v[0], softmax_scale)[0][None], torch.zeros(1, q.shape[2], q.shape[1])
+        out = torch.cat([attended(q[a:b], *(x[pages.long()].flatten(0, 1)[:n] for x in (k, v)),
+                                  softmax_scale)[0]
                          for a, b, n, pages in zip(cu_seqlens_q.tolist(), cu_seqlens_q[1:].tolist(),
                                                    seqused_k.tolist(), page_table, strict=False) if b > a])
         return (out * (v[page_table[0, 0].long()].sum() * 0 + 1) if v.shape[1] == tile else out), None

@@ -36,8 +36,9 @@ def tensors(heads: int, kv_heads: int, dim: int, queries: int, context: int, pag
     return q, kv[:, 0], kv[:, 1]
 
 
-def spec_of(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> AttentionSpec:
-    return AttentionSpec(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, dtype=dtype, scale=dim**-0.5)
+def spec_of(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, **scores: float) -> AttentionSpec:
+    return AttentionSpec(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, dtype=dtype, scale=dim**-0.5,
+                         **scores)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -60,13 +61,27 @@ def test_a_chunk_equals_the_reference(heads, kv_heads, dim, queries, context, pa
     assert (got.float() - want).abs().max() <= 0.01 * want.abs().max()
 
 
-def test_a_query_is_the_same_in_every_chunk():
-    context, spec = 400, spec_of(6, 2, 64, torch.bfloat16)
+@pytest.mark.parametrize("scores", [{}, {"window": 50, "softcap": 3.0, "sinks": True}], ids=str)
+def test_a_query_is_the_same_in_every_chunk(scores):
+    context, spec = 400, spec_of(6, 2, 64, torch.bfloat16, **scores)
     q, k, v = tensors(6, 2, 64, context, context, 16)
-    whole = native.prepare(chunk(0, context, 16), spec)(q, k, v)
+    sinks = torch.randn(6) if scores else None
+    whole = native.prepare(chunk(0, context, 16), spec)(q, k, v, sinks)
     for first in (1, 31, 100, 128, 368):
-        part = native.prepare(chunk(first, context, 16), spec)(q[first:], k, v)
+        part = native.prepare(chunk(first, context, 16), spec)(q[first:], k, v, sinks)
         assert torch.equal(part, whole[first:]), first
+
+
+@pytest.mark.parametrize("sink", [-200.0, 0.0, 200.0])
+def test_a_sink_far_above_and_below_all_scores(sink):
+    spec, layout = spec_of(2, 1, 64, torch.bfloat16, sinks=1), chunk(0, 100, 16)
+    q, k, v = tensors(2, 1, 64, 100, 100, 16)
+    sinks = torch.tensor([sink, 1.0])
+    got = native.prepare(layout, spec)(q, k, v, sinks)
+    in_f32 = spec_of(2, 1, 64, torch.float32, sinks=1)
+    want = reference.prepare(layout, in_f32)(q.float(), k.float(), v.float(), sinks)
+    assert (got.float() - want).abs().max() <= 0.01 * want.abs().max()
+    assert bool((got[:, 0].abs() < 1e-30).all()) == (sink > 0)
 
 
 def test_scores_far_apart_give_no_nan():

@@ -32,9 +32,10 @@ EXPERTS = [(BF16, {"weight": U8, "scale": F32}, FP8, FEW), (BF16, {"weight": U8,
 # (module, kernel): (types of arguments, constants, warps, stages); one or more ways to compile each
 COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], int, int]]] = {
     ("attention.paged_attention.triton_decode", "attend_parts"): [
-        (dict(q=BF16, k=BF16, v=BF16, table=I32, row=I32, context=I32, out=BF16, part=F32, peak=F32,
-              scale="fp32", **STRIDES),
-         dict(GROUP=4, GROUP_PAD=16, BLOCK=64, PARTS=4, EXACT=False, **PAGED), 4, 5)],
+        (dict(q=BF16, k=BF16, v=BF16, table=I32, row=I32, context=I32, sinks=F32, out=BF16, part=F32,
+              peak=F32, scale="fp32", cap="fp32", **STRIDES),
+         dict(GROUP=4, GROUP_PAD=16, BLOCK=64, PARTS=4, EXACT=False, WINDOW=window, CAPPED=special,
+              SINKS=special, **PAGED), 4, 5) for window, special in ((0, False), (128, True))],
     ("attention.paged_attention.triton_decode", "join_parts"): [
         (dict(part=F32, peak=F32, out=BF16), dict(DIM=80, DIM_PAD=128, PARTS=3, PARTS_PAD=4), 1, 3)],
     ("attention.paged_attention.triton_decode", "write_rows"): [
@@ -155,7 +156,7 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
 # Bytes of stack that a thread of the worst way takes, of kernels that have any: what registers do not hold.
 TRITON = "3.9.0"
 STACK = {"attend_rows": 9792, "score_keys": 48, "experts_in": 1632, "experts_out": 272, "attend_units": 64,
-         "attend_parts": 32, "choose_units": 32, "scaled_rows": 32}
+         "attend_parts": 72, "choose_units": 32, "scaled_rows": 32}
 FRAME_SIZE, SIZED = 0x11, 4         # of an entry of .nv.info: its kind, and the form with a length
 
 

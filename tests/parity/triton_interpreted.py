@@ -19,16 +19,21 @@ def check(got: Tensor, want: Tensor, dtype: torch.dtype, what: object) -> None:
     assert gap <= DTYPES[dtype] * max(most, 1e-3), (what, dtype, float(gap), float(most))
 
 
-def attended(q_NH: Tensor, k_SKH: Tensor, v_SKH: Tensor, scale: float) -> Tensor:
+def attended(q_NH: Tensor, k_SKH: Tensor, v_SKH: Tensor, scale: float, softcap: float = 0.0,
+             sinks_N: Tensor | None = None) -> Tensor:
     group = q_NH.shape[0] // k_SKH.shape[1]
     k_SNH, v_SNH = (x.float().repeat_interleave(group, 1) for x in (k_SKH, v_SKH))
-    weights_NS = (torch.einsum("nh,snh->ns", q_NH.float(), k_SNH) * scale).softmax(-1)
-    return torch.einsum("ns,snh->nh", weights_NS, v_SNH)
+    scores_NS = torch.einsum("nh,snh->ns", q_NH.float(), k_SNH) * scale
+    if softcap:
+        scores_NS = softcap * (scores_NS / softcap).tanh()
+    if sinks_N is not None:
+        scores_NS = torch.cat((scores_NS, sinks_N[:, None]), 1)
+    return torch.einsum("ns,snh->nh", scores_NS.softmax(-1)[:, :len(k_SNH)], v_SNH)
 
 
 def attention() -> None:
     """Stores every token through the tables into pages that are NaN elsewhere, then decodes."""
-    from penstock.kernels.attention.paged_attention import triton_decode
+    from penstock.kernels.attention.paged_attention import AttentionSpec, triton_decode
 
     contexts = [17, 1, 0, 16]
     rows = torch.tensor([5, 1, 0, 3], dtype=torch.int32)
@@ -52,13 +57,23 @@ def attention() -> None:
         assert pool[:, 0].isnan().all()
         q = torch.randn(len(contexts), kv_heads * group + 1, dim).to(dtype)[:, 1:]
         starts = [sum(contexts[:i]) for i in range(len(contexts))]
-        want = torch.stack([
-            attended(q[i], k_new[s:s + n], v_new[s:s + n], 0.3) if n else torch.zeros(q.shape[1:])
-            for i, (s, n) in enumerate(zip(starts, contexts, strict=True))])
-        for parts in (1, 3):
-            got = triton_decode.decode(q, k, v, table, rows, torch.tensor(contexts, dtype=torch.int32),
-                                       scale=0.3, cut=triton_decode.Tuning(block=16, parts=parts))
-            check(got, want, dtype, ("decode", kv_heads, group, dim, size, parts))
+        for window, softcap, sinks in ((0, 0.0, False), (3, 0.0, True), (16, 2.0, False), (0, 2.0, True)):
+            spec = AttentionSpec(num_heads=q.shape[1], num_kv_heads=kv_heads, head_dim=dim, dtype=dtype,
+                                 scale=0.3, window=window, softcap=softcap, sinks=sinks)
+            sinks_N = torch.randn(q.shape[1]) if sinks else None
+            begins = [spec.first_seen(n - 1) for n in contexts]
+            want = torch.stack([
+                attended(q[i], k_new[s + b:s + n], v_new[s + b:s + n], 0.3, softcap, sinks_N) if n else
+                torch.zeros(q.shape[1:])
+                for i, (s, b, n) in enumerate(zip(starts, begins, contexts, strict=True))])
+            seen = table.clone()
+            for row, begin in zip(rows.tolist(), begins, strict=True):
+                seen[row, :begin // size] = -1
+            for parts in (1, 3):
+                got = triton_decode.decode(
+                    q, k, v, seen, rows, torch.tensor(contexts, dtype=torch.int32), spec=spec,
+                    cut=triton_decode.Tuning(block=16, parts=parts), sinks_N=sinks_N)
+                check(got, want, dtype, ("decode", kv_heads, group, dim, size, parts, window, softcap, sinks))
 
 
 def chunks() -> None:

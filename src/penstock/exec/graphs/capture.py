@@ -182,16 +182,17 @@ class PagedDecode:
         self._row_B, self._position_B, self._context_B = row_B, position_B, position_B + 1
         self._spec, self._table_RM = spec, table_RM
         self._cut: Tuning = triton_decode.tuning(len(row_B), spec.num_kv_heads,
-                                                 table_RM.shape[1] * page_size, processors)
+                                                 table_RM.shape[1] * page_size, processors, spec.window)
 
     def write_kv(self, k_BKH: Tensor, v_BKH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor) -> None:
         from penstock.kernels.attention.paged_attention import triton_decode
         triton_decode.write_kv(k_BKH, v_BKH, k_PKGH, v_PKGH, self._table_RM, self._row_B, self._position_B)
 
-    def __call__(self, q_BNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor) -> Tensor:
+    def __call__(self, q_BNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor,
+                 sinks_N: Tensor | None = None) -> Tensor:
         from penstock.kernels.attention.paged_attention import triton_decode
         return triton_decode.decode(q_BNH, k_PKGH, v_PKGH, self._table_RM, self._row_B, self._context_B,
-                                    scale=self._spec.scale, cut=self._cut)
+                                    spec=self._spec, cut=self._cut, sinks_N=sinks_N)
 
 
 class GroupedDecodes:

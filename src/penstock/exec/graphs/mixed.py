@@ -140,7 +140,7 @@ class _Mixed:
         self._triton.write_kv(kv_TCKH[:, 0], kv_TCKH[:, 1], k_PKGH, v_PKGH, table_RM, given.row_T,
                               given.position_T)
         decode_DNH = self._triton.decode(q_TNH[given.at_D.long()], k_PKGH, v_PKGH, table_RM, given.row_D,
-                                         given.context_D, scale=spec.scale, cut=self._cut[group])
+                                         given.context_D, spec=spec, cut=self._cut[group])
         pages_BM = self._pages[group]
         out_TNH = flash.attend(
             q_TNH, k_PKGH.transpose(1, 2), v_PKGH.transpose(1, 2), scale=spec.scale, max_query=len(q_TNH),

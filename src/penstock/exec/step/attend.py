@@ -127,8 +127,8 @@ class Grouped(Attending):
     def reads_pages(self, tables: RowTables) -> bool:
         """Whether what prompts attend to can be captured: read out of pages in one call, whatever their
         lengths."""
-        return all(flash.ready(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.dtype, table.size,
-                               len(table.device_RM))
+        return all(spec.plain and flash.ready(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.dtype,
+                                              table.size, len(table.device_RM))
                    for spec, table in zip(self.specs, tables.groups, strict=True))
 
     def step(self, plan: StepPlan, lowered: Lowered) -> Attend:

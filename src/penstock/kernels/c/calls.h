@@ -23,7 +23,9 @@ typedef struct {                                /* attention of decode rows (pag
     const int64_t *queries;         /* [T, 3]: table row, context, first chunk */
     float *partial;                 /* [num_chunks, N, H + 2] */
     int64_t num_queries, num_chunks, heads, kv_heads, page_size;
-    float scale;
+    float scale, softcap;           /* softcap: 0: scores stay as they are */
+    int64_t window;                 /* tokens that a query sees; 0: all */
+    const float *sinks;             /* [N], or NULL: none */
 } Decode;
 
 #endif

@@ -263,13 +263,15 @@ INLINE void begin_part(float *w, int64_t count, int64_t padded, float *part, int
     memset(part + 2, 0, dim * sizeof(float));
 }
 
-/* Parts, `next` floats from one to the next, into out[at .. at + dim), with (largest, sum) of all into `of`. */
+/* Parts, `next` floats from one to the next, into out[at .. at + dim), with (largest, sum) of all into `of`. `sink`:
+ * a score without a value, or NULL. */
 INLINE void merge_parts(const float *part, int64_t next, int64_t chunks, int64_t dim, void *out, int64_t at,
-                        int bf16, float *of)
+                        int bf16, const float *sink, float *of)
 {
-    float top = chunks ? part[0] : -__builtin_inff(), total = 0.0f, sum[dim];
-    for (int64_t c = 1; c < chunks; c++)
+    float top = sink ? *sink : chunks ? part[0] : -__builtin_inff(), sum[dim];
+    for (int64_t c = 0; c < chunks; c++)
         top = part[c * next] > top ? part[c * next] : top;
+    float total = sink ? exp_negative(*sink - top) : 0.0f;
     memset(sum, 0, dim * sizeof(float));
     for (int64_t c = 0; c < chunks; c++) {
         float share = exp_negative(part[c * next] - top);

@@ -16,14 +16,12 @@ from typing import TypeAlias
 from torch import Tensor
 
 from penstock.kernels.attention.paged_attention import cuda, native, reference, sdpa
-from penstock.kernels.attention.paged_attention.spec import AttentionSpec
+from penstock.kernels.attention.paged_attention.spec import AttentionSpec, Prepared
 from penstock.kernels.op import DEVICES, Implementation, Op
 from penstock.kernels.types.ragged import Ragged
 
 __all__ = ["OP", "AttentionSpec", "Prepare", "Prepared", "prepare", "write_kv"]
 
-# prepared(q_TNH, k_PKGH, v_PKGH) -> out_TNH: one layer's attention for the step it was made for.
-Prepared: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 Prepare: TypeAlias = Callable[[Ragged, AttentionSpec], Prepared]
 
 OP: Op[Prepare] = Op("paged_attention", (
@@ -38,15 +36,19 @@ def prepare(layout: Ragged, spec: AttentionSpec, *, backend: str) -> Prepared:
     """Prepare the attention of one step; the result runs once per layer.
 
     layout      prefill chunks, decodes and any mix; every context >= its number of queries >= 1
-    Returns     attend(q_TNH, k_PKGH, v_PKGH) -> out_TNH: causal attention of each row's queries
-                over the first `context` slots of the row's pages, scaled by `spec.scale`.
+    Returns     attend(q_TNH, k_PKGH, v_PKGH, sinks_N=None) -> out_TNH: causal attention of each row's queries
+                over the first `context` slots of the row's pages, or with `spec.window` as many of the last
+                of them, scaled by `spec.scale` and capped by `spec.softcap`.
     q_TNH       f32|bf16, dense in N and H, any stride in T    out_TNH   dtype of q, dense
     k, v_PKGH   dtype of q, dense in H, the same strides: one layer's pools
-    Reads       only slots that hold tokens of the row: a NaN anywhere else stays there.
+    sinks_N     f32, dense; given where the spec has `sinks`
+    Reads       only slots that hold tokens of the row, of pages that a query of it sees some of: a NaN
+                anywhere else stays there, and entries of the table before that are not looked at.
                 Writes nothing. The new tokens' k and v are written before (`write_kv`).
     Exact       rows do not influence each other, up to rounding.
     Raises      KernelError for a backend that does not exist.
-    Source      PagedAttention, arXiv:2309.06180; plan and run as in FlashInfer, arXiv:2501.01005.
+    Source      PagedAttention, arXiv:2309.06180; plan and run as in FlashInfer, arXiv:2501.01005; sinks as in
+                gpt-oss, arXiv:2508.10925.
     """
     return OP.use(backend)(layout, spec)
 

@@ -15,5 +15,6 @@ class Step(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("queries", "partial")),
         *((name, ctypes.c_int64)
           for name in ("num_queries", "num_chunks", "heads", "kv_heads", "page_size")),
-        ("scale", ctypes.c_float),
+        ("scale", ctypes.c_float), ("softcap", ctypes.c_float), ("window", ctypes.c_int64),
+        ("sinks", ctypes.c_void_p),
     )

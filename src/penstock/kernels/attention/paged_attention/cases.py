@@ -1,6 +1,7 @@
 """Inputs of paged_attention: chunks, decodes and mixes over scattered and contiguous pages.
 
-Every slot that holds no token of a row is NaN, so reading one shows in the output. Pools are one
+Every slot that holds no token of a row is NaN, so reading one shows in the output, and so is each page that
+lies before all windows of a row; their entries in its table are -1. Pools are one
 layer of page-major memory, so that pages do not touch; scattered ones lie in slabs that are larger
 than their pages, by an odd number of elements.
 """
@@ -34,6 +35,9 @@ _STEPS: dict[str, tuple[tuple[int, int], ...]] = {
 # (KV heads, group, head dim)
 _HEADS = ((3, 3, 64), (2, 1, 80), (1, 8, 16), (2, 4, 128))
 _PAGE_SIZES = (1, 3, 16, 64)
+# (window, softcap, sinks)
+_PLAIN = (0, 0.0, False)
+_SCORES = ((5, 0.0, False), (64, 0.0, True), (0, 3.0, False), (0, 0.0, True), (130, 2.0, True))
 
 
 def cases(device: str) -> Iterator[Case]:
@@ -47,12 +51,21 @@ def cases(device: str) -> Iterator[Case]:
                     for scattered in (False, True):
                         where = "scattered" if scattered else "runs"
                         yield Case(f"{name}-{step}-{heads}-pages of {page_size}-{where}",
-                                   partial(_run, device, dtype, rows, heads, page_size, scattered),
+                                   partial(_run, device, dtype, rows, heads, page_size, scattered, _PLAIN),
                                    TOLERANCE[dtype])
+        for step, rows in _STEPS.items():
+            for i, scores in enumerate(_SCORES):
+                heads, page_size = _HEADS[i % len(_HEADS)], (16, 3, 1, 64)[(i + len(rows)) % 4]
+                yield Case(f"{name}-{step}-{heads}-pages of {page_size}-scores {scores}",
+                           partial(_run, device, dtype, rows, heads, page_size, True, scores),
+                           TOLERANCE[dtype])
+        rows = ((1, 1500), (1, 20), (300, 1400), (5, 1037))
+        yield Case(f"{name}-long windows", partial(_run, device, dtype, rows, (3, 3, 64), 16, True,
+                                                   (512, 0.0, True)), TOLERANCE[dtype])
         for scattered in (False, True):
             yield Case(f"{name}-long decodes-{'scattered' if scattered else 'runs'}",
                        partial(_run, device, dtype, ((1, 1500), (1, 20), (1, 1037)), (3, 3, 64), 16,
-                               scattered),
+                               scattered, _PLAIN),
                        TOLERANCE[dtype])
 
 
@@ -63,12 +76,18 @@ class Inputs:
     q_TNH: Tensor
     k_PKGH: Tensor
     v_PKGH: Tensor
+    sinks_N: Tensor | None
 
 
 def make(dtype: torch.dtype, rows: tuple[tuple[int, int], ...], heads: tuple[int, int, int],
-         page_size: int, scattered: bool, device: str = "cpu") -> Inputs:
-    """A step of `rows` (queries, context) with its pools; q is a view of wider rows."""
+         page_size: int, scattered: bool, device: str = "cpu",
+         scores: tuple[int, float, bool] = _PLAIN) -> Inputs:
+    """A step of `rows` (queries, context) with its pools; q is a view of wider rows. scores: window, softcap,
+    sinks."""
     num_kv_heads, group, head_dim = heads
+    spec = AttentionSpec(num_heads=num_kv_heads * group, num_kv_heads=num_kv_heads, head_dim=head_dim,
+                         dtype=dtype, scale=head_dim ** -0.5, window=scores[0], softcap=scores[1],
+                         sinks=scores[2])
     generator = torch.Generator().manual_seed(len(rows) * 100 + page_size)
     needed = [-(-context // page_size) for _, context in rows]
     free = list(range(2, sum(needed) + 5))
@@ -91,14 +110,17 @@ def make(dtype: torch.dtype, rows: tuple[tuple[int, int], ...], heads: tuple[int
         for part in (k_PKGH, v_PKGH):
             part[page_S, :, offset_S] = torch.randn(
                 context, num_kv_heads, head_dim, generator=generator).to(device, dtype)
+        gone = spec.first_seen(context - count) // page_size
+        tables[row, :gone] = -1
+        for part in (k_PKGH, v_PKGH):
+            part[pages[:gone]] = float("nan")
     page_T, offset_T = torch.cat(at, 1)
     layout = Ragged(tuple(query_start), tuple(context for _, context in rows), tuple(index), tables,
                     page_T, offset_T, page_size)
-    num_heads = num_kv_heads * group
+    num_heads = spec.num_heads
     q_TMH = torch.randn(query_start[-1], num_heads + 2, head_dim, generator=generator).to(device, dtype)
-    spec = AttentionSpec(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
-                         dtype=dtype, scale=head_dim ** -0.5)
-    return Inputs(layout, spec, q_TMH[:, :num_heads], k_PKGH, v_PKGH)
+    sinks_N = 2 * torch.randn(num_heads, generator=generator).to(device) if spec.sinks else None
+    return Inputs(layout, spec, q_TMH[:, :num_heads], k_PKGH, v_PKGH, sinks_N)
 
 
 def pool(dtype: torch.dtype, num_pages: int, layers: int, num_kv_heads: int, page_size: int,
@@ -114,10 +136,11 @@ def pool(dtype: torch.dtype, num_pages: int, layers: int, num_kv_heads: int, pag
 
 
 def _run(device: str, dtype: torch.dtype, rows: tuple[tuple[int, int], ...],
-         heads: tuple[int, int, int], page_size: int, scattered: bool, prepare: Prepare) -> Tensor:
-    inputs = make(dtype, rows, heads, page_size, scattered, device)
+         heads: tuple[int, int, int], page_size: int, scattered: bool, scores: tuple[int, float, bool],
+         prepare: Prepare) -> Tensor:
+    inputs = make(dtype, rows, heads, page_size, scattered, device, scores)
     attend = prepare(inputs.layout, inputs.spec)
-    return attend(inputs.q_TNH, inputs.k_PKGH, inputs.v_PKGH)
+    return attend(inputs.q_TNH, inputs.k_PKGH, inputs.v_PKGH, inputs.sinks_N)
 
 
 def workloads() -> Iterator[Workload]:

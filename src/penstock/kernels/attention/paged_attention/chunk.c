@@ -15,6 +15,7 @@
 typedef struct {
     Decode step;                /* num_queries T; `table` is the row's own; but for queries and partial */
     int64_t context, head_dim;
+    int64_t begin;              /* position of its first page, a whole number of pages; what is before is not read */
 } Chunk;
 
 /* Whether this process may run it. */
@@ -28,7 +29,7 @@ int penstock_chunk_runs(const void *none, int threads)
 #define KEYS 128                /* of a block */
 #define QUERIES (2 * AMX_ROWS)  /* of a block */
 
-/* Keys n to n + 15, and pairs of values, as AMX wants them; zeros behind the context.
+/* Keys n to n + 15, and pairs of values, as AMX wants them; zeros behind the context and before its first page.
  *   k: [H / 2, 16, 2]: two dimensions of a key side by side
  *   v: [H / 16, 16, 16, 2] of 32 of them: two values of a dimension side by side */
 static void pack(const Chunk *a, int64_t head, int64_t n, uint32_t *k, uint32_t *v)
@@ -38,8 +39,8 @@ static void pack(const Chunk *a, int64_t head, int64_t n, uint32_t *k, uint32_t 
     static const uint16_t zeros[1024];
     const int64_t H = a->head_dim;
     for (int64_t j = 0; j < 32; j++) {
-        const int64_t at = n + j < a->context ? s->table[(n + j) / s->page_size] * s->page_stride
-            + head * s->head_stride + (n + j) % s->page_size * s->token_stride : -1;
+        const int64_t at = n + j >= a->begin && n + j < a->context
+            ? s->table[(n + j - a->begin) / s->page_size] * s->page_stride + head * s->head_stride + (n + j) % s->page_size * s->token_stride : -1;
         key[j] = at < 0 ? zeros : (const uint16_t *)s->k + at;
         value[j] = at < 0 ? zeros : (const uint16_t *)s->v + at;
     }
@@ -126,18 +127,44 @@ static inline __m512 power(__m512 x)
     return _mm512_scalef_ps(y, whole);
 }
 
-/* One row's scores of a block, of which it sees the first `seen`, as weights; what came before shrinks. */
-static void soften(const float *score, int64_t seen, float scale, uint16_t *weight, float *top, float *total,
-                   float *out, int64_t H)
+/* cap * tanh(x / cap). */
+static inline __m512 capped(__m512 x, __m512 cap)
+{
+    x = _mm512_div_ps(x, cap);
+    const __m512 one = _mm512_set1_ps(1), size = _mm512_abs_ps(x);
+    const __m512 share = power(_mm512_mul_ps(_mm512_set1_ps(-2.88539008f), size));     /* e^(-2 |x|) */
+    const __m512 tanh = _mm512_div_ps(_mm512_sub_ps(one, share), _mm512_add_ps(one, share));
+    const __mmask16 below = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
+    return _mm512_mul_ps(cap, _mm512_mask_sub_ps(tanh, below, _mm512_setzero_ps(), tanh));
+}
+
+/* 1 / (total + 2^sink): a sink counts, and has no value. */
+static inline __m512 beside_sink(float total, float sink)
+{
+    const __m512 small = power(_mm512_set1_ps(sink > 0 ? -sink : sink)), one = _mm512_set1_ps(1);
+    const __m512 sum = _mm512_set1_ps(total);
+    return sink > 0 ? _mm512_div_ps(small, _mm512_fmadd_ps(sum, small, one))
+                    : _mm512_div_ps(one, _mm512_add_ps(sum, small));
+}
+
+/* One row's scores of a block, of which it sees [from, seen), as weights; what came before shrinks. `cap` is 0 or of
+ * scores times `scale`. */
+static void soften(const float *score, int64_t from, int64_t seen, float scale, float cap, uint16_t *weight,
+                   float *top, float *total, float *out, int64_t H)
 {
     const __m512 none = _mm512_set1_ps(-FLT_MAX), factor = _mm512_set1_ps(scale);
     __m512 x[KEYS / 16], most = none, sum = _mm512_setzero_ps();
     __mmask16 sees[KEYS / 16];
     #pragma GCC unroll 8
     for (int i = 0; i < KEYS / 16; i++) {
-        const int64_t left = seen - 16 * i;
+        const int64_t left = seen - 16 * i, before = from - 16 * i;
         sees[i] = left >= 16 ? 0xffff : left <= 0 ? 0 : (1u << left) - 1;
-        x[i] = _mm512_mask_mul_ps(none, sees[i], _mm512_loadu_ps(score + 16 * i), factor);
+        if (before > 0)
+            sees[i] &= before >= 16 ? 0 : 0xffffu << before;
+        x[i] = _mm512_mul_ps(_mm512_loadu_ps(score + 16 * i), factor);
+        if (cap > 0)
+            x[i] = capped(x[i], _mm512_set1_ps(cap));
+        x[i] = _mm512_mask_mov_ps(none, sees[i], x[i]);
         most = _mm512_max_ps(most, x[i]);
     }
     const float new = _mm512_reduce_max_ps(most);
@@ -164,20 +191,21 @@ static void block(const Chunk *a, int64_t kv_head, int64_t first, int64_t done, 
 {
     const Decode *s = &a->step;
     const int64_t H = a->head_dim, group = s->heads / s->kv_heads, before = a->context - s->num_queries + first;
-    const float scale = s->scale * 1.44269504f;         /* powers of two */
+    const float scale = s->scale * 1.44269504f, cap = s->softcap * 1.44269504f;        /* powers of two */
+    const int64_t hides = s->window ? before + 1 - s->window : 0;       /* of the first query; each later one a key more */
     float *score = work, *out = score + QUERIES * KEYS, *top = out + group * QUERIES * H;
     float *total = top + group * QUERIES;
     uint16_t *weight = (uint16_t *)(total + group * QUERIES);
     memset(out, 0, group * QUERIES * H * sizeof(float));
     for (int64_t i = 0; i < group * QUERIES; i++)
         top[i] = -FLT_MAX, total[i] = 0;
-    for (int64_t n = 0; n < before + QUERIES; n += KEYS) {
+    for (int64_t n = hides > 0 ? hides / KEYS * KEYS : 0; n < before + QUERIES; n += KEYS) {
         const int64_t seen = (before + QUERIES - n + 31) / 32 * 32, keys = seen < KEYS ? seen : KEYS;
         for (int64_t g = 0; g < group; g++) {
             const uint16_t *q = (const uint16_t *)s->q + first * s->q_stride + (kv_head * group + g) * H;
             scores(a, q, k + n * H / 2, score, keys);
             for (int64_t r = 0; r < QUERIES; r++)
-                soften(score + r * KEYS, before + r + 1 - n, scale, weight + r * KEYS, top + g * QUERIES + r,
+                soften(score + r * KEYS, s->window ? hides + r - n : 0, before + r + 1 - n, scale, cap, weight + r * KEYS, top + g * QUERIES + r,
                        total + g * QUERIES + r, out + (g * QUERIES + r) * H, H);
             values(a, weight, v + n * H / 2, out + g * QUERIES * H, keys);
         }
@@ -185,7 +213,10 @@ static void block(const Chunk *a, int64_t kv_head, int64_t first, int64_t done, 
     for (int64_t g = 0; g < group; g++)
         for (int64_t r = done; r < QUERIES; r++) {
             uint16_t *to = (uint16_t *)s->out + ((first + r) * s->heads + kv_head * group + g) * H;
-            const __m512 share = _mm512_set1_ps(1 / total[g * QUERIES + r]);
+            __m512 share = _mm512_set1_ps(1 / total[g * QUERIES + r]);
+            if (s->sinks)
+                share = beside_sink(total[g * QUERIES + r],
+                                    s->sinks[kv_head * group + g] * 1.44269504f - top[g * QUERIES + r]);
             for (int64_t d = 0; d < H; d += 16)
                 _mm256_storeu_si256((void *)(to + d), (__m256i)_mm512_cvtneps_pbh(
                     _mm512_mul_ps(_mm512_loadu_ps(out + (g * QUERIES + r) * H + d), share)));
@@ -196,8 +227,8 @@ static void block(const Chunk *a, int64_t kv_head, int64_t first, int64_t done, 
 int penstock_chunk(const Chunk *a, int threads)
 {
     const Decode *s = &a->step;
-    for (int64_t n = 0; n < a->context; n += s->page_size)
-        if (s->table[n / s->page_size] < 0)
+    for (int64_t n = a->begin; n < a->context; n += s->page_size)
+        if (s->table[(n - a->begin) / s->page_size] < 0)
             return 2;
     const int64_t H = a->head_dim, padded = (a->context + KEYS - 1) / KEYS * KEYS, group = s->heads / s->kv_heads;
     const int64_t words = padded * H / 2, blocks = (s->num_queries + QUERIES - 1) / QUERIES;
@@ -212,7 +243,7 @@ int penstock_chunk(const Chunk *a, int threads)
     {
         #pragma omp for collapse(2)
         for (int64_t head = 0; head < s->kv_heads; head++)
-            for (int64_t n = 0; n < padded; n += 32)
+            for (int64_t n = a->begin / KEYS * KEYS; n < padded; n += 32)
                 pack(a, head, n, packed + 2 * head * words + n * H / 2, packed + (2 * head + 1) * words + n * H / 2);
         amx_begin(QUERIES);
         #pragma omp for schedule(dynamic) collapse(2)

@@ -18,13 +18,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.attention.paged_attention import flash
-from penstock.kernels.attention.paged_attention.spec import AttentionSpec, Row, pages_of, rows_of
+from penstock.kernels.attention.paged_attention.spec import (
+    AttentionSpec,
+    Prepared,
+    Row,
+    begin_of,
+    pages_of,
+    rows_of,
+)
 from penstock.kernels.c.build import triton_version
 from penstock.kernels.op import Unusable
 from penstock.kernels.platform import Platform
 from penstock.kernels.types.ragged import Ragged, on_device
-
-Part = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def probe(platform: Platform) -> str:
@@ -37,31 +42,32 @@ def probe(platform: Platform) -> str:
     return f"{prompts}, Triton {triton_version()} for decodes"
 
 
-def prepare(layout: Ragged, spec: AttentionSpec) -> Part:
-    parts: list[tuple[slice | Tensor, Part]] = []
+def prepare(layout: Ragged, spec: AttentionSpec) -> Prepared:
+    parts: list[tuple[slice | Tensor, Prepared]] = []
     rows = rows_of(layout)
-    for found, make in (([r for r in rows if r.count > 1], prompts),
-                        ([r for r in rows if r.count == 1], _Decodes)):
+    ways: tuple[tuple[list[Row], Callable[[Sequence[Row], Ragged, AttentionSpec], Prepared]], ...] = (
+        ([r for r in rows if r.count > 1], prompts), ([r for r in rows if r.count == 1], _Decodes))
+    for found, make in ways:
         if found:
             parts.append((_tokens(found, layout.pages_RM.device), make(found, layout, spec)))
 
-    def attend(q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor) -> Tensor:
+    def attend(q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor, sinks_N: Tensor | None = None) -> Tensor:
         if len(parts) == 1:
-            return parts[0][1](q_TNH, k_PKGH, v_PKGH)
+            return parts[0][1](q_TNH, k_PKGH, v_PKGH, sinks_N)
         out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
         for at, part in parts:
-            out_TNH[at] = part(q_TNH[at], k_PKGH, v_PKGH)
+            out_TNH[at] = part(q_TNH[at], k_PKGH, v_PKGH, sinks_N)
         return out_TNH
     return attend
 
 
-def prompts(rows: Sequence[Row], layout: Ragged, spec: AttentionSpec) -> Part:
+def prompts(rows: Sequence[Row], layout: Ragged, spec: AttentionSpec) -> Prepared:
     """Attention of rows of several tokens: their queries, one behind the other."""
-    if flash.ready(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.dtype, layout.page_size,
-                   len(layout.pages_RM)):
+    if spec.plain and flash.ready(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.dtype,
+                                  layout.page_size, len(layout.pages_RM)):
         return _Paged(rows, layout, spec)
     fused = spec.dtype in flash.TYPES and spec.head_dim % 8 == 0 and spec.head_dim <= flash.DIM_MAX
-    return _Gathered(rows, layout, spec) if fused else _Masked(rows, layout, spec)
+    return (_Gathered if fused and not spec.softcap else _Masked)(rows, layout, spec)
 
 
 def _tokens(rows: Sequence[Row], device: torch.device) -> slice | Tensor:
@@ -76,24 +82,27 @@ class _Decodes:
     def __init__(self, rows: Sequence[Row], layout: Ragged, spec: AttentionSpec) -> None:
         from penstock.kernels.attention.paged_attention import triton_decode
         device = layout.pages_RM.device
-        self._decode, self._table, self._scale = triton_decode.decode, layout.pages_RM, spec.scale
+        self._decode, self._table, self._spec = triton_decode.decode, layout.pages_RM, spec
         indices = on_device([row.index for row in rows] + [row.context for row in rows], device,
                             torch.int32)
         self._row_B, self._context_B = indices[:len(rows)], indices[len(rows):]
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._cut = triton_decode.tuning(len(rows), spec.num_kv_heads,
-                                         max(row.context for row in rows), processors)
+                                         max(row.context for row in rows), processors, spec.window)
 
-    def __call__(self, q_BNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor) -> Tensor:
-        return self._decode(q_BNH, k_PKGH, v_PKGH, self._table, self._row_B, self._context_B,
-                            scale=self._scale, cut=self._cut)
+    def __call__(self, q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor,
+                 sinks_N: Tensor | None = None) -> Tensor:
+        return self._decode(q_TNH, k_PKGH, v_PKGH, self._table, self._row_B, self._context_B,
+                            spec=self._spec, cut=self._cut, sinks_N=sinks_N)
 
 
 class _Lengths:
-    """Of some rows, on the device and on the host."""
+    """Of some rows, on the device and on the host. begins: positions that are not read of each."""
 
-    def __init__(self, rows: Sequence[Row], device: torch.device) -> None:
-        self.queries, self.contexts = [row.count for row in rows], [row.context for row in rows]
+    def __init__(self, rows: Sequence[Row], device: torch.device, begins: Sequence[int] = ()) -> None:
+        self.queries = [row.count for row in rows]
+        self.contexts = [row.context - begin for row, begin in
+                         zip(rows, begins or [0] * len(rows), strict=True)]
         starts = list(accumulate(self.queries, initial=0)), list(accumulate(self.contexts, initial=0))
         together = on_device([row.index for row in rows] + self.contexts + starts[0] + starts[1], device,
                              torch.int32)
@@ -109,7 +118,8 @@ class _Paged:
         # An entry without a page is not read, and may be looked at.
         self._table_BM = layout.pages_RM[:, :most][self._of.index_B].clamp_min(0)
 
-    def __call__(self, q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor) -> Tensor:
+    def __call__(self, q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor,
+                 sinks_N: Tensor | None = None) -> Tensor:
         of = self._of
         return flash.attend(
             q_TNH, k_PKGH.transpose(1, 2), v_PKGH.transpose(1, 2), scale=self._scale,
@@ -119,47 +129,84 @@ class _Paged:
 
 class _Gathered:
     def __init__(self, rows: Sequence[Row], layout: Ragged, spec: AttentionSpec) -> None:
-        self._of, self._scale = _Lengths(rows, layout.pages_RM.device), spec.scale
+        device, begins = layout.pages_RM.device, [begin_of(row, spec, layout) for row in rows]
+        self._of, self._spec = _Lengths(rows, device, begins), spec
         of, size, total = self._of, layout.page_size, sum(self._of.contexts)
+        first_B = of.key_start_B1[:-1]
+        if spec.window:
+            first_B = first_B - on_device(begins, device, torch.int32)
         row_S = of.index_B.repeat_interleave(of.context_B, output_size=total)
-        first_S = of.key_start_B1[:-1].repeat_interleave(of.context_B, output_size=total)
+        first_S = first_B.repeat_interleave(of.context_B, output_size=total)
         position_S = torch.arange(total, device=row_S.device) - first_S
         self._page_S = layout.pages_RM[row_S, position_S // size].long()
         self._offset_S = position_S % size
 
-    def __call__(self, q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor) -> Tensor:
+    def __call__(self, q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor,
+                 sinks_N: Tensor | None = None) -> Tensor:
         of = self._of
         k_SKH, v_SKH = (pool[self._page_S, :, self._offset_S] for pool in (k_PKGH, v_PKGH))
-        return rows_by_torch(q_TNH, k_SKH, v_SKH, of.start_B1, of.key_start_B1, max(of.queries),
-                             max(of.contexts), self._scale)
+        out_TNH, lse_NT = rows_by_torch(q_TNH, k_SKH, v_SKH, of.start_B1, of.key_start_B1, max(of.queries),
+                                        max(of.contexts), self._spec.scale, self._spec.window)
+        return out_TNH if sinks_N is None else beside_sinks(out_TNH, lse_NT.T, sinks_N)
 
 
 def rows_by_torch(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, start_B1: Tensor, key_start_B1: Tensor,
-                  max_query: int, max_key: int, scale: float) -> Tensor:
-    """out_TNH: causal from each row's last query, as `flash.attend`, over keys that lie together."""
+                  max_query: int, max_key: int, scale: float, window: int = 0) -> tuple[Tensor, Tensor]:
+    """(out_TNH, lse_NT f32): causal from each row's last query, as `flash.attend`, over keys that lie
+    together. window: keys that a query sees, 0: all."""
     aten: Any = torch.ops.aten
-    out_TNH: Tensor = aten._flash_attention_forward(q_TNH, k_SKH, v_SKH, start_B1, key_start_B1, max_query,
-                                                    max_key, 0.0, True, False, scale=scale)[0]
-    return out_TNH
+    out_TNH, lse_NT = aten._flash_attention_forward(
+        q_TNH, k_SKH, v_SKH, start_B1, key_start_B1, max_query, max_key, 0.0, True, False, scale=scale,
+        **({"window_size_left": window - 1, "window_size_right": 0} if window else {}))[:2]
+    return out_TNH, lse_NT
+
+
+def beside_sinks(out_TNH: Tensor, lse_TN: Tensor, sinks_N: Tensor) -> Tensor:
+    """What is left of the mean when a sink is in its sum of weights."""
+    return (out_TNH * torch.sigmoid(lse_TN - sinks_N)[..., None]).to(out_TNH.dtype)
 
 
 class _Masked:
-    """For types that the fused kernels do not take."""
+    """For types and scores that the fused kernels do not take, so many queries at once."""
+
+    _QUERIES = 256
 
     def __init__(self, rows: Sequence[Row], layout: Ragged, spec: AttentionSpec) -> None:
-        self._rows = [(row, pages_of(row, layout).long()) for row in rows]
-        self._scale = spec.scale
+        self._spec = spec
+        self._parts: list[tuple[Row, int, Tensor]] = []         # with the position that its pages begin at
+        for row in rows:
+            for first in range(0, row.count, self._QUERIES):
+                count = min(self._QUERIES, row.count - first)
+                part = Row(row.first + first, count, row.context - row.count + first + count, row.index)
+                begin = begin_of(part, spec, layout)
+                self._parts.append((part, begin, pages_of(part, layout, begin).long()))
 
-    def __call__(self, q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor) -> Tensor:
+    def __call__(self, q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor,
+                 sinks_N: Tensor | None = None) -> Tensor:
         outs, first = [], 0
-        for row, pages_p in self._rows:
-            q_NCH = q_TNH[first:first + row.count].transpose(0, 1)
-            k_KSH, v_KSH = (pool[pages_p].transpose(0, 1).flatten(1, 2)[:, :row.context]
+        for part, begin, pages_p in self._parts:
+            k_KSH, v_KSH = (pool[pages_p].transpose(0, 1).flatten(1, 2)[:, :part.context - begin]
                             for pool in (k_PKGH, v_PKGH))
-            seen_CS = torch.ones(row.count, row.context, dtype=torch.bool,
-                                 device=q_TNH.device).tril_(row.context - row.count)
-            out = F.scaled_dot_product_attention(q_NCH[None], k_KSH[None], v_KSH[None], attn_mask=seen_CS,
-                                                 scale=self._scale, enable_gqa=True)
-            outs.append(out[0].transpose(0, 1))
-            first += row.count
+            outs.append(self._part(q_TNH[first:first + part.count], k_KSH, v_KSH, sinks_N))
+            first += part.count
         return torch.cat(outs)
+
+    def _part(self, q_CNH: Tensor, k_KSH: Tensor, v_KSH: Tensor, sinks_N: Tensor | None) -> Tensor:
+        spec, count, keys = self._spec, len(q_CNH), k_KSH.shape[1]
+        seen_CS = torch.ones(count, keys, dtype=torch.bool, device=q_CNH.device).tril_(keys - count)
+        if spec.window:
+            seen_CS.triu_(keys - count - spec.window + 1)
+        if not (spec.softcap or spec.sinks):
+            out = F.scaled_dot_product_attention(q_CNH.transpose(0, 1)[None], k_KSH[None], v_KSH[None],
+                                                 attn_mask=seen_CS, scale=spec.scale, enable_gqa=True)
+            return out[0].transpose(0, 1)
+        q_KgCH = q_CNH.view(count, spec.num_kv_heads, spec.group, -1).permute(1, 2, 0, 3)
+        score_KgCS = torch.matmul(q_KgCH, k_KSH.transpose(1, 2)[:, None]).float() * spec.scale
+        if spec.softcap:
+            score_KgCS = score_KgCS.div_(spec.softcap).tanh_().mul_(spec.softcap)
+        score_KgCS.masked_fill_(~seen_CS, float("-inf"))
+        out_KgCH = torch.matmul(score_KgCS.softmax(-1).to(v_KSH.dtype), v_KSH[:, None])
+        out_CNH = out_KgCH.permute(2, 0, 1, 3).flatten(1, 2)
+        if sinks_N is None:
+            return out_CNH
+        return beside_sinks(out_CNH, score_KgCS.logsumexp(-1).permute(2, 0, 1).flatten(1), sinks_N)

@@ -2,12 +2,30 @@
  *
  * A row's context is cut into chunks of at most CHUNK tokens, a chunk into blocks of BLOCK slots. Each chunk leaves (max, sum, accumulator)
  * in `partial`; the chunks of a row are merged at the end. Chunks depend neither on the batch nor on
- * the thread count, hence neither do results.
+ * the thread count, hence neither do results. Of a window, whose first chunk may lie before it, earlier pages are
+ * not looked at.
  *
  *   N query heads   K KV heads   g = N / K   H head dim, a multiple of 16   P pages   G page size
  */
 #include "calls.h"
 #include "vectors.h"
+
+/* The first position that a query of this context sees. */
+INLINE int64_t seen_from(const Decode *s, int64_t context)
+{
+    return s->window && context > s->window ? context - s->window : 0;
+}
+
+/* Scores up to the cap: cap * tanh(score / cap). */
+INLINE void cap_scores(float *score, int64_t count, float cap)
+{
+    #pragma omp simd
+    for (int64_t j = 0; j < count; j++) {
+        const float x = score[j] / cap, power = exp_negative(x > 0.0f ? -2.0f * x : 2.0f * x);
+        const float tanh = cap * (1.0f - power) / (1.0f + power);
+        score[j] = x > 0.0f ? tanh : -tanh;
+    }
+}
 
 /* The query that chunk `index` belongs to: the last whose first chunk is not behind it. */
 INLINE int64_t query_of(const Decode *s, int64_t index)
@@ -45,8 +63,9 @@ INLINE void run_chunk(const Decode *s, int64_t index, int64_t dim, int bf16)
 {
     const int64_t token = query_of(s, index), *query = s->queries + 3 * token;
     const int32_t *pages = s->table + query[0] * s->table_stride;
-    const int64_t first = (index - query[2]) * CHUNK, left = query[1] - first;
-    const int64_t count = left < CHUNK ? left : CHUNK, size = s->page_size;
+    const int64_t from = seen_from(s, query[1]), begin = (from / CHUNK + index - query[2]) * CHUNK;
+    const int64_t first = begin < from ? from : begin, left = query[1] - first;
+    const int64_t whole = begin + CHUNK - first, count = left < whole ? left : whole, size = s->page_size;
     const int64_t heads = s->heads, kv_heads = s->kv_heads, group = heads / kv_heads;
     const int64_t padded = (count + BLOCK - 1) / BLOCK * BLOCK, width = dim + 2;
     float q[heads * dim], weight[heads * CHUNK];
@@ -73,8 +92,11 @@ INLINE void run_chunk(const Decode *s, int64_t index, int64_t dim, int bf16)
             for (int64_t n = h * group; n < (h + 1) * group; n++)
                 score_block(q + n * dim, s->k, at, dim, bf16, weight + n * CHUNK + j);
         }
-    for (int64_t n = 0; n < heads; n++)
+    for (int64_t n = 0; n < heads; n++) {
+        if (s->softcap > 0.0f)
+            cap_scores(weight + n * CHUNK, count, s->softcap);
         begin_part(weight + n * CHUNK, count, padded, partial + n * width, dim);
+    }
     for (int64_t j = 0; j < padded; j += BLOCK)
         for (int64_t h = 0; h < kv_heads; h++) {
             for (int i = 0; i < BLOCK; i++)
@@ -89,11 +111,11 @@ INLINE void run_chunk(const Decode *s, int64_t index, int64_t dim, int bf16)
 INLINE void merge_query(const Decode *s, int64_t token, int64_t dim, int bf16)
 {
     const int64_t *query = s->queries + 3 * token, heads = s->heads, width = dim + 2;
-    const int64_t chunks = (query[1] + CHUNK - 1) / CHUNK;
+    const int64_t chunks = (query[1] + CHUNK - 1) / CHUNK - seen_from(s, query[1]) / CHUNK;
     for (int64_t n = 0; n < heads; n++) {
         float of[2];
         merge_parts(s->partial + (query[2] * heads + n) * width, heads * width, chunks, dim, s->out,
-                    (token * heads + n) * dim, bf16, of);
+                    (token * heads + n) * dim, bf16, s->sinks ? s->sinks + n : NULL, of);
     }
 }
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from penstock.kernels.attention.paged_attention import reference, sdpa, tiled
 from penstock.kernels.attention.paged_attention.calls import Step
-from penstock.kernels.attention.paged_attention.spec import AttentionSpec, Row, rows_of
+from penstock.kernels.attention.paged_attention.spec import AttentionSpec, Prepared, Row, rows_of
 from penstock.kernels.c.build import library
 from penstock.kernels.op import WrongResult
 from penstock.kernels.platform import Platform
@@ -49,7 +49,7 @@ def probe(platform: Platform) -> str:
     return f"{'amx_bf16, ' if tiles else ''}{platform.best('avx512_f', 'avx2', 'sve')}, {compiler}"
 
 
-def prepare(layout: Ragged, spec: AttentionSpec) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def prepare(layout: Ragged, spec: AttentionSpec) -> Prepared:
     rows = rows_of(layout)
     if spec.head_dim % _LANES:          # no model that is served has such heads
         return sdpa.compose(sdpa.parts_of(rows, spec, layout))
@@ -90,7 +90,7 @@ class Decodes:
         for row in rows:
             for context in range(row.context - row.count + 1, row.context + 1):
                 queries.append((row.index, context, chunks))
-                chunks += -(-context // _CHUNK)
+                chunks += -(-context // _CHUNK) - spec.first_seen(context - 1) // _CHUNK
         queries_T3 = torch.tensor(queries)
         partial = torch.empty(chunks * spec.num_heads * (spec.head_dim + 2))
         self._held = layout.pages_RM, queries_T3, partial      # the step has only their addresses
@@ -98,7 +98,7 @@ class Decodes:
             table=layout.pages_RM.data_ptr(), table_stride=layout.pages_RM.stride(0),
             queries=queries_T3.data_ptr(), partial=partial.data_ptr(), num_queries=len(queries),
             num_chunks=chunks, heads=spec.num_heads, kv_heads=spec.num_kv_heads,
-            page_size=layout.page_size, scale=spec.scale)
+            page_size=layout.page_size, scale=spec.scale, softcap=spec.softcap, window=spec.window)
         self._constants = (spec.head_dim, int(spec.dtype == torch.bfloat16),
                            torch.get_num_threads())
 
@@ -122,12 +122,14 @@ class Decodes:
         step.page_stride, step.head_stride, step.token_stride, dense = k_PKGH.stride()
         assert dense == 1, "strides of the pools"
 
-    def __call__(self, q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor) -> Tensor:
+    def __call__(self, q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor,
+                 sinks_N: Tensor | None = None) -> Tensor:
         assert k_PKGH.stride() == v_PKGH.stride(), "strides of the pools"
         out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
         step = self.step
         step.q, step.k, step.v = q_TNH.data_ptr(), k_PKGH.data_ptr(), v_PKGH.data_ptr()
         self._strides(k_PKGH)
         step.out, step.q_stride = out_TNH.data_ptr(), q_TNH.stride(0)
+        step.sinks = None if sinks_N is None else sinks_N.data_ptr()
         self.kernel()(ctypes.byref(step), *self._constants)
         return out_TNH

@@ -9,14 +9,20 @@ blocks of queries.
 """
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.attention.paged_attention.spec import AttentionSpec, Row, pages_of, rows_of
+from penstock.kernels.attention.paged_attention.spec import (
+    AttentionSpec,
+    Prepared,
+    Row,
+    begin_of,
+    pages_of,
+    rows_of,
+)
 from penstock.kernels.platform import Platform, has_tiles, multiplies_bf16
 from penstock.kernels.types.ragged import Ragged
 
@@ -29,37 +35,36 @@ _PADDING, _PADDING_TOKENS = 1.5, 64
 _GATHER_BYTES_MAX = 16 << 20
 
 
-class Part(Protocol):
+class Part(Prepared, Protocol):
     """Attention of the tokens `at`: from their queries to their outputs."""
 
     at: slice | Tensor
-
-    def __call__(self, q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor) -> Tensor: ...
 
 
 def probe(platform: Platform) -> str:
     return f"{platform.best('amx_bf16', 'avx512_bf16', 'avx512_f', 'avx2', 'sve')} through torch"
 
 
-def prepare(layout: Ragged, spec: AttentionSpec) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def prepare(layout: Ragged, spec: AttentionSpec) -> Prepared:
     return compose(parts_of(rows_of(layout), spec, layout))
 
 
-def compose(parts: list[Part]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def compose(parts: list[Part]) -> Prepared:
     """One attention out of parts that cover every token of the step once."""
-    def attend(q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor) -> Tensor:
+    def attend(q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor, sinks_N: Tensor | None = None) -> Tensor:
         if len(parts) == 1:
-            return parts[0](q_TNH, k_PKGH, v_PKGH)
+            return parts[0](q_TNH, k_PKGH, v_PKGH, sinks_N)
         out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
         for part in parts:
-            out_TNH[part.at] = part(q_TNH[part.at], k_PKGH, v_PKGH)
+            out_TNH[part.at] = part(q_TNH[part.at], k_PKGH, v_PKGH, sinks_N)
         return out_TNH
     return attend
 
 
 def parts_of(rows: list[Row], spec: AttentionSpec, layout: Ragged) -> list[Part]:
-    parts: list[Part] = [Chunk(row, spec, layout) for row in rows if row.count > 1]
-    for bucket in _buckets([row for row in rows if row.count == 1], spec):
+    singly = [row for row in rows if row.count == 1 and spec.plain]
+    parts: list[Part] = [Chunk(row, spec, layout) for row in rows if row not in singly]
+    for bucket in _buckets(singly, spec):
         parts.append(_Single(bucket[0], spec, layout) if len(bucket) == 1
                      else _Batch(bucket, spec, layout))
     return parts
@@ -90,10 +95,10 @@ def _gather(pool_PKGH: Tensor, pages_n: Tensor) -> Tensor:
 
 
 class _Context:
-    """k or v of one row, [K, S, H], gathered."""
+    """k or v of one row, [K, S, H], gathered: of positions `begin` and on."""
 
-    def __init__(self, row: Row, layout: Ragged) -> None:
-        self._pages, self._length = pages_of(row, layout), row.context
+    def __init__(self, row: Row, layout: Ragged, begin: int = 0) -> None:
+        self._pages, self._length = pages_of(row, layout, begin), row.context - begin
 
     def __call__(self, pool_PKGH: Tensor) -> Tensor:
         return _gather(pool_PKGH, self._pages).flatten(1, 2)[:, :self._length]
@@ -107,7 +112,8 @@ class _Single:
         self._context, self._scale = _Context(row, layout), spec.scale
         self._q_shape = (1, spec.num_kv_heads, spec.group, spec.head_dim)
 
-    def __call__(self, q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor) -> Tensor:
+    def __call__(self, q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor,
+                 sinks_N: Tensor | None = None) -> Tensor:
         out_1KgH = F.scaled_dot_product_attention(
             q_TNH.view(self._q_shape), self._context(k_PKGH).unsqueeze(0),
             self._context(v_PKGH).unsqueeze(0), scale=self._scale)
@@ -140,7 +146,8 @@ class _Batch:
         self._kv_shape = (spec.num_kv_heads, len(rows), -1, spec.head_dim)
         self._scale = spec.scale
 
-    def __call__(self, q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor) -> Tensor:
+    def __call__(self, q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor,
+                 sinks_N: Tensor | None = None) -> Tensor:
         k_BKSH, v_BKSH = (_gather(pool_PKGH, self._pages).view(self._kv_shape).transpose(0, 1)
                           for pool_PKGH in (k_PKGH, v_PKGH))
         for i, length in enumerate(self._lengths):
@@ -151,30 +158,37 @@ class _Batch:
 
 
 class Chunk:
-    """The queries of one prefill chunk, a block at a time, each over the keys up to its last.
+    """The queries of one prefill chunk, a block at a time, each over the keys up to its last: from the first
+    that its first query sees.
 
     bf16 goes through the fused kernel where the CPU has tiles for it, through matmuls where it multiplies
-    bf16 otherwise, and is converted to f32 elsewhere.
+    bf16 otherwise, and is converted to f32 elsewhere. Capped scores are f32, through matmuls.
     """
 
     def __init__(self, row: Row, spec: AttentionSpec, layout: Ragged) -> None:
         self.at: slice | Tensor = slice(row.first, row.first + row.count)
-        self._context = _Context(row, layout)
-        self._spec, self._count, self._length = spec, row.count, row.context
-        bf16 = spec.dtype == torch.bfloat16 and multiplies_bf16()
-        products = bf16 and not has_tiles()
+        begin = begin_of(row, spec, layout)
+        self._context = _Context(row, layout, begin)
+        self._sinks_N: Tensor | None = None
+        self._spec, self._count, self._length = spec, row.count, row.context - begin
+        bf16 = spec.dtype == torch.bfloat16 and multiplies_bf16() and not spec.softcap
+        products = bool(spec.softcap) or (bf16 and not has_tiles())
         self._block = _BLOCK if products or row.context > _CONTEXT_LONG else 2 * _BLOCK
         block = min(self._block, row.count)
+        width = min(self._length, block + spec.window - 1) if spec.window else self._length
         self._dtype = spec.dtype if bf16 else torch.float32
         # Aligned at the lower right corner: every block and its keys is a view of this one mask.
-        self._mask = torch.zeros(block, row.context, dtype=self._dtype)
-        self._mask[:, row.context - block:] = torch.full(
+        self._mask = torch.zeros(block, width, dtype=self._dtype)
+        self._mask[:, width - block:] = torch.full(
             (block, block), float("-inf"), dtype=self._dtype).triu_(1)
+        if spec.window:
+            self._mask += torch.full_like(self._mask, float("-inf")).tril_(width - block - spec.window)
         self._run = self._matmuls if products else self._fused
-        self._unused = torch.empty((), dtype=spec.dtype)
+        self._unused = torch.empty((), dtype=self._dtype)
 
-    def __call__(self, q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor) -> Tensor:
-        spec = self._spec
+    def __call__(self, q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor,
+                 sinks_N: Tensor | None = None) -> Tensor:
+        spec, self._sinks_N = self._spec, sinks_N
         k_KSH, v_KSH = (self._context(pool_PKGH).to(self._dtype) for pool_PKGH in (k_PKGH, v_PKGH))
         out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
         heads = (-1, spec.num_kv_heads, spec.group, spec.head_dim)
@@ -182,8 +196,9 @@ class Chunk:
         for start in range(0, self._count, self._block):
             end = min(start + self._block, self._count)
             visible = self._length - self._count + end
-            mask = self._mask[start - end:, self._length - visible:]
-            self._run(q_CKgH[start:end], k_KSH[:, :visible], v_KSH[:, :visible], mask,
+            first = spec.first_seen(visible - (end - start))
+            mask = self._mask[start - end:, first - visible:]
+            self._run(q_CKgH[start:end], k_KSH[:, first:visible], v_KSH[:, first:visible], mask,
                       out_CKgH[start:end])
         return out_TNH
 
@@ -191,10 +206,20 @@ class Chunk:
                out_CKgH: Tensor) -> None:
         """KV heads are the batch, a group's query heads share theirs through a zero stride."""
         shape = (-1, self._spec.group, -1, -1)
-        out_KgCH = F.scaled_dot_product_attention(
-            q_CKgH.permute(1, 2, 0, 3), k_KEH.unsqueeze(1).expand(shape),
-            v_KEH.unsqueeze(1).expand(shape), attn_mask=mask_CE, scale=self._spec.scale)
+        given = (q_CKgH.permute(1, 2, 0, 3), k_KEH.unsqueeze(1).expand(shape),
+                 v_KEH.unsqueeze(1).expand(shape))
+        if self._sinks_N is None:
+            out_KgCH = F.scaled_dot_product_attention(*given, attn_mask=mask_CE, scale=self._spec.scale)
+        else:
+            out_KgCH, lse_KgC = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *given, attn_mask=mask_CE, scale=self._spec.scale)
+            out_KgCH = out_KgCH * self._share(lse_KgC)
         out_CKgH.copy_(out_KgCH.permute(2, 0, 1, 3))
+
+    def _share(self, lse_KgC: Tensor) -> Tensor:
+        """[K, g, C, 1]: what the sinks leave of a sum of weights."""
+        assert self._sinks_N is not None
+        return torch.sigmoid(lse_KgC - self._sinks_N.view(*lse_KgC.shape[:2], 1))[..., None]
 
     def _matmuls(self, q_CKgH: Tensor, k_KEH: Tensor, v_KEH: Tensor, mask_CE: Tensor,
                  out_CKgH: Tensor) -> None:
@@ -203,7 +228,14 @@ class Chunk:
         q_KcH = q_CKgH.transpose(0, 1).flatten(1, 2)
         scores_KcE = torch.baddbmm(self._unused, q_KcH, k_KEH.transpose(1, 2), beta=0,
                                    alpha=self._spec.scale)
+        if self._spec.softcap:
+            scores_KcE.div_(self._spec.softcap).tanh_().mul_(self._spec.softcap)
         scores_KCgE = scores_KcE.view(-1, queries, group, mask_CE.shape[1])
-        scores_KCgE[..., -queries:] += mask_CE[:, None, -queries:]
+        hides = 0 if self._spec.window else -queries
+        scores_KCgE[..., hides:] += mask_CE[:, None, hides:]
         out_KcH = torch.bmm(torch.softmax(scores_KcE, -1), v_KEH)
-        out_CKgH.copy_(out_KcH.view(-1, queries, group, out_KcH.shape[2]).transpose(0, 1))
+        out_KCgH = out_KcH.view(-1, queries, group, out_KcH.shape[2])
+        if self._sinks_N is not None:
+            lse_KCg = torch.logsumexp(scores_KCgE.float(), -1)
+            out_KCgH = out_KCgH * self._share(lse_KCg.transpose(1, 2)).transpose(1, 2)
+        out_CKgH.copy_(out_KCgH.transpose(0, 1))

@@ -1,7 +1,8 @@
-"""What stays the same from step to step about a model's attention, and the geometry of one row."""
+"""What stays the same from step to step about a layer's attention, and the geometry of one row."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,13 +12,21 @@ from penstock.kernels.types.ragged import Ragged
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """Heads, head dim, type and scale. `group` query heads share one KV head."""
+    """Heads, head dim, type and scale. `group` query heads share one KV head.
+
+    window    tokens that a query sees, itself and those just before it; 0: all
+    softcap   scores s become softcap * tanh(s / softcap), scaled before; 0: they stay
+    sinks     each call has a logit of each query head, which counts in the weights' sum and has no value
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
     scale: float
+    window: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         assert self.num_heads % self.num_kv_heads == 0, "query heads must share KV heads evenly"
@@ -25,6 +34,24 @@ class AttentionSpec:
     @property
     def group(self) -> int:
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def plain(self) -> bool:
+        """Every earlier key counts with its score alone."""
+        return not (self.window or self.softcap or self.sinks)
+
+    def first_seen(self, position: int) -> int:
+        """The first position that a query sees."""
+        return max(0, position + 1 - self.window) if self.window else 0
+
+
+class Prepared(Protocol):
+    """One layer's attention, for the step that it was made for or some of its rows."""
+
+    def __call__(self, q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor,
+                 sinks_N: Tensor | None = None) -> Tensor:
+        """out_TNH. See `paged_attention.prepare`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +76,11 @@ def rows_of(layout: Ragged) -> list[Row]:
     return rows
 
 
-def pages_of(row: Row, layout: Ragged) -> Tensor:
-    """The table's entries that the row reads, int32: a view."""
-    return layout.pages_RM[row.index, :-(-row.context // layout.page_size)]
+def begin_of(row: Row, spec: AttentionSpec, layout: Ragged) -> int:
+    """The position that the first page which the row reads begins with: those before it may be gone."""
+    return spec.first_seen(row.context - row.count) // layout.page_size * layout.page_size
+
+
+def pages_of(row: Row, layout: Ragged, begin: int = 0) -> Tensor:
+    """The table's entries that the row reads, int32: a view. begin: of `begin_of`."""
+    return layout.pages_RM[row.index, begin // layout.page_size:-(-row.context // layout.page_size)]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention.paged_attention.calls import Step
-from penstock.kernels.attention.paged_attention.spec import AttentionSpec, Row, pages_of
+from penstock.kernels.attention.paged_attention.spec import AttentionSpec, Row, begin_of, pages_of
 from penstock.kernels.c.build import entry, library
 from penstock.kernels.op import Unusable
 from penstock.kernels.platform import KernelError, Platform, has_tiles
@@ -25,7 +25,8 @@ _runs = False
 class _Args(ctypes.Structure):
     """`Chunk` of chunk.c."""
 
-    _fields_ = (("step", Step), ("context", ctypes.c_int64), ("head_dim", ctypes.c_int64))
+    _fields_ = (("step", Step), ("context", ctypes.c_int64), ("head_dim", ctypes.c_int64),
+                ("begin", ctypes.c_int64))
 
 
 def build(platform: Platform) -> bool:
@@ -50,14 +51,17 @@ class Chunk:
 
     def __init__(self, row: Row, spec: AttentionSpec, layout: Ragged) -> None:
         self.at: slice | Tensor = slice(row.first, row.first + row.count)
-        pages_n = pages_of(row, layout)
+        begin = begin_of(row, spec, layout)
+        pages_n = pages_of(row, layout, begin)
         self._held = pages_n                        # `_args` has only its address
         self._args = _Args(Step(
             table=pages_n.data_ptr(), num_queries=row.count, heads=spec.num_heads, kv_heads=spec.num_kv_heads,
-            page_size=layout.page_size, scale=spec.scale), row.context, spec.head_dim)
+            page_size=layout.page_size, scale=spec.scale, softcap=spec.softcap, window=spec.window),
+            row.context, spec.head_dim, begin)
         self._threads = torch.get_num_threads()
 
-    def __call__(self, q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor) -> Tensor:
+    def __call__(self, q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor,
+                 sinks_N: Tensor | None = None) -> Tensor:
         """Raises KernelError: no memory, or a page of the context that is not there."""
         assert k_PKGH.stride() == v_PKGH.stride() and k_PKGH.stride(3) == 1, "strides of the pools"
         assert q_TNH.stride(2) == 1 and q_TNH.stride(1) == q_TNH.shape[2], "heads of a query lie together"
@@ -66,6 +70,7 @@ class Chunk:
         step.q, step.k, step.v = q_TNH.data_ptr(), k_PKGH.data_ptr(), v_PKGH.data_ptr()
         step.page_stride, step.head_stride, step.token_stride, _ = k_PKGH.stride()
         step.q_stride, step.out = q_TNH.stride(0), out_TNH.data_ptr()
+        step.sinks = None if sinks_N is None else sinks_N.data_ptr()
         if why := entry(_SOURCE, "penstock_chunk")(ctypes.byref(self._args), self._threads):
             raise KernelError(f"{'no memory' if why == 1 else 'no page'} for {len(q_TNH)} queries of "
                               f"{self._args.context} keys")

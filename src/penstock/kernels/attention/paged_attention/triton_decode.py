@@ -15,22 +15,35 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.attention.paged_attention.spec import AttentionSpec
+
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def attend_parts(q, k, v, table, row, context, out, part, peak, scale,
+def _capped(x, cap):
+    """cap * tanh(x / cap)."""
+    share = tl.exp2(tl.abs(x) * (-2.0 * _LOG2E / cap))
+    size = cap * (1.0 - share) / (1.0 + share)
+    return tl.where(x < 0, -size, size)
+
+
+@triton.jit
+def attend_parts(q, k, v, table, row, context, sinks, out, part, peak, scale, cap,
                  q_row, q_head, kv_page, kv_head, kv_token, table_row,
                  GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-                 PAGE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, EXACT: tl.constexpr):
+                 PAGE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, EXACT: tl.constexpr,
+                 WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr):
     """Part `s` of row `b`, all query heads of one KV head. One part: straight into `out`; several:
-    the unnormalised sum into `part` and log2 of the weights' sum into `peak`, -inf for an empty one."""
+    the mean into `part` and log2 of the weights' sum into `peak`, -inf for an empty one. What is before a
+    window is not looked at; a sink is in the sum of part 0."""
     b, head, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1)
     n = tl.load(context + b)
     blocks = tl.cdiv(n, BLOCK)
-    share = tl.cdiv(blocks, PARTS)
-    first = s * share
+    begin = tl.maximum(n - WINDOW, 0) if WINDOW else 0
+    share = tl.cdiv(blocks - begin // BLOCK, PARTS)
+    first = begin // BLOCK + s * share
     last = tl.minimum(first + share, blocks)
     i = tl.arange(0, GROUP_PAD)
     d = tl.arange(0, DIM_PAD)
@@ -44,12 +57,13 @@ def attend_parts(q, k, v, table, row, context, out, part, peak, scale,
     precision: tl.constexpr = "ieee" if EXACT else "tf32"
     for block in range(first, last):
         t = block * BLOCK + tl.arange(0, BLOCK)
-        seen = t < n
+        seen = (t < n) & (t >= begin)
         page = tl.load(pages + t // PAGE, mask=seen, other=0).to(tl.int64)
         at = page * kv_page + head * kv_head + (t % PAGE) * kv_token
         inside = seen[:, None] & (d[None, :] < DIM)
         k_tH = tl.load(k + at[:, None] + d[None, :], mask=inside, other=0.0)
-        scores = tl.dot(q_gH, tl.trans(k_tH), input_precision=precision) * (scale * _LOG2E)
+        scores = tl.dot(q_gH, tl.trans(k_tH), input_precision=precision)
+        scores = _capped(scores * scale, cap) * _LOG2E if CAPPED else scores * (scale * _LOG2E)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         new_g = tl.maximum(top_g, tl.max(scores, 1))
         weight = tl.exp2(scores - new_g[:, None])
@@ -59,6 +73,14 @@ def attend_parts(q, k, v, table, row, context, out, part, peak, scale,
         v_tH = tl.load(v + at[:, None] + d[None, :], mask=inside, other=0.0)
         acc_gH = acc_gH * keep_g[:, None]
         acc_gH = tl.dot(weight.to(v_tH.dtype), v_tH, acc_gH, input_precision=precision)
+        top_g = new_g
+    if SINKS:
+        sink_g = tl.load(sinks + head * GROUP + i, mask=i < GROUP, other=0.0).to(tl.float32) * _LOG2E
+        new_g = tl.maximum(top_g, sink_g)
+        new_g = tl.where(s == 0, new_g, top_g)
+        keep_g = tl.where(top_g == new_g, 1.0, tl.exp2(top_g - new_g))
+        sum_g = sum_g * keep_g + tl.where(s == 0, tl.exp2(sink_g - new_g), 0.0)
+        acc_gH = acc_gH * keep_g[:, None]
         top_g = new_g
     if PARTS == 1:
         o_at = (b * heads + head) * GROUP * DIM + i[:, None] * DIM + d[None, :]
@@ -100,21 +122,24 @@ class Tuning:
     stages: int = 5
 
 
-def tuning(rows: int, num_kv_heads: int, longest: int, processors: int) -> Tuning:
-    """For `rows` rows of at most `longest` tokens: two programs a processor, at most, as measured on
-    an H200 (4.36 TB/s for 32 rows of 8k), and no part shorter than two blocks."""
-    block = 64
+def tuning(rows: int, num_kv_heads: int, longest: int, processors: int, window: int = 0) -> Tuning:
+    """For `rows` rows of at most `longest` tokens, of which a query sees `window`, 0: all: two programs
+    a processor, at most, as measured on an H200 (4.36 TB/s for 32 rows of 8k), and no part shorter than two
+    blocks."""
+    block, longest = 64, min(longest, window) if window else longest
     parts = max(1, min(2 * processors // (rows * num_kv_heads), longest // (2 * block), 64))
     return Tuning(block=block, parts=1 << (parts.bit_length() - 1), warps=4, stages=5)
 
 
 def decode(q_BNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor, table_RP: Tensor, row_B: Tensor,
-           context_B: Tensor, *, scale: float, cut: Tuning) -> Tensor:
-    """out_BNH: each row's one query over the first `context` slots of the pages in its table row.
+           context_B: Tensor, *, spec: AttentionSpec, cut: Tuning, sinks_N: Tensor | None = None) -> Tensor:
+    """out_BNH: each row's one query over the first `context` slots of the pages in its table row, of a window
+    the last of them. Of the spec that `prepare` is given.
 
     q_BNH      f32|bf16, dense in H       k, v_PKGH   dtype of q, dense in H, equal strides
     table_RP   int32, dense in P, page indices         row_B, context_B   int32, dense
-    A context of 0 gives zeros. Reads only slots of the row's tokens. Capturable.
+    sinks_N    f32, dense, where the spec has them
+    A context of 0 gives zeros. Reads only slots of the row's tokens that its query sees. Capturable.
     """
     rows, heads, dim = q_BNH.shape
     _, kv_heads, page_size, _ = k_PKGH.shape
@@ -128,11 +153,13 @@ def decode(q_BNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor, table_RP: Tensor, row_
     group = heads // kv_heads
     dim_pad = max(16, triton.next_power_of_2(dim))
     attend_parts[(rows, kv_heads, cut.parts)](
-        q_BNH, k_PKGH, v_PKGH, table_RP, row_B, context_B, out_BNH, part, peak, scale,
+        q_BNH, k_PKGH, v_PKGH, table_RP, row_B, context_B, out_BNH if sinks_N is None else sinks_N, out_BNH,
+        part, peak, spec.scale, spec.softcap,
         q_BNH.stride(0), q_BNH.stride(1), k_PKGH.stride(0), k_PKGH.stride(1), k_PKGH.stride(2),
         table_RP.stride(0), GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)), DIM=dim,
         DIM_PAD=dim_pad, PAGE=page_size, BLOCK=cut.block, PARTS=cut.parts,
-        EXACT=q_BNH.dtype == torch.float32, num_warps=cut.warps, num_stages=cut.stages)
+        EXACT=q_BNH.dtype == torch.float32, WINDOW=spec.window, CAPPED=spec.softcap > 0, SINKS=spec.sinks,
+        num_warps=cut.warps, num_stages=cut.stages)
     if cut.parts > 1:
         join_parts[(rows * heads,)](part, peak, out_BNH, DIM=dim, DIM_PAD=dim_pad, PARTS=cut.parts,
                                     PARTS_PAD=triton.next_power_of_2(cut.parts), num_warps=1)

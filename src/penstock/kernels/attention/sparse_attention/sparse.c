@@ -79,7 +79,7 @@ INLINE void merge_head(const Sparse *s, int64_t b, int64_t n, int64_t dim, int b
     const int64_t chunks = (tokens(s, b, n / s->group) + CHUNK - 1) / CHUNK;
     const float *part = s->partial + (b * heads + n) * s->chunks * width;
     float of[2];
-    merge_parts(part, width, chunks, dim, s->out, out, bf16, of);
+    merge_parts(part, width, chunks, dim, s->out, out, bf16, NULL, of);
     s->lse[b * heads + n] = chunks ? of[0] + logf(of[1]) : of[0];
 }
 
