@@ -5,19 +5,22 @@
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.model.base import AttentionShape
+from penstock.model.base import AttentionShape, CacheShape
 
 
 class Dense:
-    """Causal by position. `chosen` keeps, per layer, what `select` returned for each step, `scores` all
-    scores that it chose from."""
+    """Causal by position, of some layers in a window. `chosen` keeps, per layer, what `select` returned for
+    each step, `scores` all scores that it chose from."""
 
-    def __init__(self, shape: AttentionShape) -> None:
+    def __init__(self, shape: AttentionShape, groups: Sequence[CacheShape] = ()) -> None:
         self.shape = shape
+        self.windows = {int(layer): group.window for group in groups for layer in group.layers}
         self.stored: dict[int, Tensor] = {}
         self.keys: dict[int, Tensor] = {}
         self.chosen: dict[int, list[Tensor]] = {}
@@ -32,6 +35,8 @@ class Dense:
             padded.scatter_(1, chosen_TS.long().where(chosen_TS >= 0, len(kv_PCKH)), True)
             assert not (padded[:, :-1] & ~seen_TP).any(), "a token chose one after it"
             seen_TP = padded[:, :-1]
+        if window := self.windows.get(layer, 0):
+            seen_TP = seen_TP.triu(len(kv_PCKH) - len(q_TNH) - window + 1)
         k_KPH = kv_PCKH[:, 0].transpose(0, 1)
         latent = self.shape.latent_dim
         v_KPH = k_KPH[..., :latent] if latent else kv_PCKH[:, 1].transpose(0, 1)

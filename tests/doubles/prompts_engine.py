@@ -28,7 +28,11 @@ LATENT = {
     "index_head_dim": 16, "index_topk": 4, "n_routed_experts": 2, "num_experts_per_tok": 1,
     "moe_intermediate_size": 8, "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
 }
-CONFIGS = {"grouped": CONFIG, "latent": LATENT}       # one cache group; two, and a choice of 4 tokens
+# A window of one page and a half; page edges and windows never fall together for long.
+WINDOW = {**CONFIG, "use_sliding_window": True, "sliding_window": 6,
+          "layer_types": ["sliding_attention", "full_attention"]}
+# One cache group; two, and a choice of 4 tokens; two, of which one keeps a window.
+CONFIGS = {"grouped": CONFIG, "latent": LATENT, "window": WINDOW}
 EXPERTS = {**CONFIG, "model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2,
            "moe_intermediate_size": 24, "norm_topk_prob": True}
 GREEDY = SamplingParams(temperature=0.0)
@@ -53,7 +57,7 @@ def dense(prompt: tuple[int, ...], n: int, family="grouped") -> tuple[int, ...]:
     with torch.inference_mode():
         for _ in range(n):
             m = model(family)
-            hidden = m.forward(*where.sequence(tokens), Dense(m.attention))
+            hidden = m.forward(*where.sequence(tokens), Dense(m.attention, m.groups))
             best = m.logits(hidden[-1:])[0].topk(2)
             assert best.values[0] - best.values[1] > 3e-5, "choose another seed for the weights"
             tokens.append(int(best.indices[0]))
@@ -92,7 +96,7 @@ class Engine(InProcess):
 
 SHARED = (7, 3, 29, 41, 5, 5, 18, 60, 2, 33, 9)
 BACKENDS = where.backends()
-SMALL = {"grouped": 11, "latent": 18, "experts": 11}     # device pages of group 0, too few; slabs of 1
+SMALL = {"grouped": 11, "latent": 18, "experts": 11, "window": 13}    # device pages of group 0, too few
 PROMPTS = {1: (*SHARED, 1, 2), 2: (*SHARED, 40), 3: (50,), 4: SHARED * 2, 5: (12, 8, 30, 21),
            6: SHARED[:8], 7: (*SHARED, *SHARED, 4, 4)}
 

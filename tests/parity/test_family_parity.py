@@ -80,16 +80,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mistral": ("mistral", {"sliding_window": None}),
+    "mistral-window": ("mistral", {"sliding_window": 9}),
     "qwen2": ("qwen2", {}),
+    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 6}),
     "qwen2-yarn": ("qwen2", {"rope_parameters": YARN}),
     "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3-window": ("qwen3", {"head_dim": 16, "use_sliding_window": True, "sliding_window": 7,
+                               "layer_types": ["sliding_attention", "full_attention"]}),
     "qwen3-biases": ("qwen3", {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True}),
     "qwen3-yarn": (
         "qwen3",
         {"head_dim": 16, "rope_parameters": {**YARN, "attention_factor": 1.3, "truncate": False}},
     ),
     "moe": ("qwen3_moe", {**EXPERTS, "head_dim": 16}),
+    "moe-window": ("qwen3_moe", {**EXPERTS, "use_sliding_window": True, "sliding_window": 4}),
     "moe-norm": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True, "attention_bias": True}),
     "moe-dense-first": ("qwen3_moe", {**EXPERTS, "mlp_only_layers": [0]}),
     "moe-step": ("qwen3_moe", {**EXPERTS, "decoder_sparse_step": 2, "norm_topk_prob": True}),
@@ -155,7 +160,7 @@ def test_prefill_logits_equal_whole_chunked_and_token_by_token(reference: PreTra
     expected_TV = reference(ids_T[None]).logits[0]
     assert expected_TV.std() > 0.1
     for name, chunks in CHUNKS.items():
-        got_TV = run(model, ids_T, chunks, Dense(model.attention))
+        got_TV = run(model, ids_T, chunks, Dense(model.attention, model.groups))
         assert got_TV.dtype == torch.float32
         torch.testing.assert_close(got_TV, expected_TV, rtol=0, atol=1e-4, msg=name)
 
@@ -163,7 +168,7 @@ def test_prefill_logits_equal_whole_chunked_and_token_by_token(reference: PreTra
 @torch.inference_mode()
 def test_greedy_tokens_equal(reference: PreTrainedModel) -> None:
     model, ids_T = ours(reference), prompt_ids()
-    attend = Dense(model.attention)
+    attend = Dense(model.attention, model.groups)
     cache_out = reference(ids_T[None], use_cache=True)
     got_V = run(model, ids_T, [PROMPT], attend)[-1]
     for step in range(GREEDY):
@@ -186,7 +191,7 @@ def test_bf16_follows_transformers(case: str) -> None:
     exact_TV = reference(ids_T[None]).logits[0]
     model = ours(reference, torch.bfloat16)
     theirs_TV = reference.to(torch.bfloat16)(ids_T[None]).logits[0].float()
-    got_TV = run(model, ids_T, [PROMPT], Dense(model.attention))
+    got_TV = run(model, ids_T, [PROMPT], Dense(model.attention, model.groups))
     their_error, our_error = ((out - exact_TV).norm() for out in (theirs_TV, got_TV))
     assert our_error < 1.5 * their_error
     assert (got_TV - theirs_TV).norm() < 0.1 * exact_TV.norm()
@@ -197,8 +202,8 @@ def test_rows_in_one_step_do_not_mix() -> None:
     """forward takes the tokens of several rows at once: only `attend` knows whose they are."""
     model = ours(make_reference("moe-norm"))
     ids = [prompt_ids()[:9], prompt_ids()[9:]]
-    alone = [run(model, row, [len(row)], Dense(model.attention)) for row in ids]
-    rows = [Dense(model.attention), Dense(model.attention)]
+    alone = [run(model, row, [len(row)], Dense(model.attention, model.groups)) for row in ids]
+    rows = [Dense(model.attention, model.groups), Dense(model.attention, model.groups)]
 
     def attend(layer, q_TNH, kv_TCKH):
         parts = zip(rows, *(t.split([9, PROMPT - 9]) for t in (q_TNH, kv_TCKH)), strict=True)
@@ -225,8 +230,8 @@ def test_files_with_one_tensor_per_expert_load_the_same() -> None:
         else:
             model.load(name, tensor)
     model.finish()
-    got_TV = run(model, prompt_ids(), [PROMPT], Dense(model.attention))
-    expected_TV = run(ours(reference), prompt_ids(), [PROMPT], Dense(model.attention))
+    got_TV = run(model, prompt_ids(), [PROMPT], Dense(model.attention, model.groups))
+    expected_TV = run(ours(reference), prompt_ids(), [PROMPT], Dense(model.attention, model.groups))
     assert torch.equal(got_TV, expected_TV)
 
 
@@ -252,7 +257,7 @@ def test_config_files_of_transformers_4_mean_the_same(
     for name, tensor in reference.state_dict().items():
         model.load(name, tensor)
     model.finish()
-    got_TV = run(model, prompt_ids(), [PROMPT], Dense(model.attention))
+    got_TV = run(model, prompt_ids(), [PROMPT], Dense(model.attention, model.groups))
     expected_TV = reference(prompt_ids()[None]).logits[0]
     torch.testing.assert_close(got_TV, expected_TV, rtol=0, atol=1e-4)
 

@@ -62,16 +62,18 @@ REFUSED = {
     "partial rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
     "interleaved": ({"rope_interleaved": True}, "rope_interleaved = True"),
     "bidirectional": ({"is_causal": False}, "is_causal = False"),
-    "window in llama": ({"sliding_window": 32}, "window of 32 tokens is in use"),
+    "window in llama": ({"sliding_window": 32}, "sliding_window = 32 .*none in transformers"),
     "window types": ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
-    "mistral's default window": (
-        as_family("mistral", max_position_embeddings=32768),
-        "window of 4096 tokens is in use .context 32768",
+    "mistral's types differ": (
+        as_family("mistral", sliding_window=16, layer_types=["full_attention", "sliding_attention"]),
+        "layer_types .* all layers are of one type",
     ),
-    "qwen2 window": (
-        as_family("qwen2", use_sliding_window=True, sliding_window=16),
-        "window of 16 tokens",
+    "qwen2's types without its switch": (
+        as_family("qwen2", sliding_window=16, layer_types=["full_attention", "sliding_attention"]),
+        "use_sliding_window = None",
     ),
+    "window of no tokens": (as_family("mistral", sliding_window=0), "sliding_window = 0"),
+    "fewer types than layers": (as_family("qwen2", layer_types=["full_attention"]), "layer_types"),
     "no layers": ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
     "size as text": ({"hidden_size": "16"}, "hidden_size = '16' .* integer >= 1"),
     "size zero": ({"vocab_size": 0}, "vocab_size = 0"),
@@ -96,6 +98,20 @@ def test_config_that_would_be_wrong_is_refused(case: str) -> None:
     changes, message = REFUSED[case]
     with pytest.raises(ConfigError, match=message):
         build(changes)
+
+
+@pytest.mark.parametrize("changes, windows", [
+    (as_family("mistral", max_position_embeddings=32768), (4096, 4096)),
+    (as_family("mistral", sliding_window=16), (16, 16)),
+    (as_family("qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=1), (0, 16)),
+    (as_family("qwen3", use_sliding_window=True, sliding_window=16), ()),        # layers 28 and on
+    (as_family("qwen3", use_sliding_window=True, sliding_window=None, max_window_layers=0), ()),
+    (as_family("qwen3_moe", use_sliding_window=True, sliding_window=16), (16, 16)),
+])
+def test_windows_are_as_in_transformers(changes: dict[str, Any], windows: tuple[int, ...]) -> None:
+    base = MOE if changes["model_type"] == "qwen3_moe" else LLAMA
+    groups = build(changes, base).groups
+    assert {layer: g.window for g in groups for layer in g.layers} == dict(enumerate(windows or (0, 0)))
 
 
 def test_experts_config_is_checked() -> None:

@@ -13,11 +13,12 @@ from penstock.config.settings.tree import Config, DeviceConfig, KVConfig, ModelC
 from penstock.core.lifecycle import Place
 from penstock.core.plan import Arrived, RequestId
 from penstock.core.policy.capacity import fits, largest, needs
+from penstock.core.settings import CoreConfig
 from penstock.exec.load.layout import caches_of
 from penstock.exec.load.sizing import WORKSPACE_BYTES, DeviceMemory, Sizes, groups_of, size_pools, table_bytes
 from penstock.exec.step.links import split
 from penstock.memory.hot import HotBuffers
-from penstock.model.base import CacheShape, GlobalLayer, LocalLayer, Stage
+from penstock.model.base import AttentionShape, CacheShape, GlobalLayer, LocalLayer, Stage
 
 MIB, GIB = 1 << 20, 1 << 30
 DEMO = KVConfig(sparse_top_k=512, hbm_bytes=256 * MIB, dram_bytes=4 * GIB)
@@ -31,6 +32,7 @@ class Shape:
     groups: tuple[CacheShape, ...] = (CacheShape(
         name="full", layers=tuple(map(LocalLayer, range(30))), num_kv_heads=3, head_dim=64),)
     stage: Stage = Stage(GlobalLayer(0), GlobalLayer(30), embeds=True, heads=True)
+    attention: AttentionShape = AttentionShape(num_heads=9, scale=0.125)
 
 
 def caches_for(kv: KVConfig, model=None, dtype=torch.float32):
@@ -45,6 +47,27 @@ def sized(kv: KVConfig, *, max_model_len=None, free=16 * GIB, rows=16, pp=1) -> 
     if pp > 1:
         caches = caches.stage(split([30 // pp] * pp)[0], groups_of(Shape(), selection))
     return size_pools(config, caches, 8192, free, budget=selection.budget if selection else 0)
+
+
+@pytest.mark.parametrize("layers", [(1, 5), (0, 6), (3, 3), (6, 1)])
+@pytest.mark.parametrize("window", [1, 16, 17, 512])
+def test_a_window_counts_as_its_pages_and_one_as_in_the_core(layers, window):
+    """(layers that see all, layers with a window): what is held is what the core can place, to the page."""
+    full, windowed = layers
+    all_layers = tuple(map(LocalLayer, range(full + windowed)))
+    shapes = [CacheShape(name="full", layers=all_layers[:full], num_kv_heads=2, head_dim=32),
+              CacheShape(name="window", layers=all_layers[full:], num_kv_heads=2, head_dim=32,
+                         window=window)][not full:]
+    caches = caches_of(shapes, 16, torch.bfloat16)
+    for slabs in (2, 3, 7, 40, 100):
+        core = CoreConfig(page_size=16, rows=4, hbm_pages=slabs * caches.slabs.slab_pages[0], max_len=1 << 16,
+                          groups=caches.groups)
+        pages = caches.context_pages(caches.nbytes(core.hbm_pages))
+        assert largest(core, hosted=False) == min(1 << 16, 16 * pages), slabs
+        assert caches.bytes_for(min(pages, 1 << 12)) <= caches.nbytes(core.hbm_pages)
+    per = caches.slabs.slab_pages[0]
+    assert caches.bytes_for(2000 * per) - caches.bytes_for(1000 * per) == (
+        1000 * caches.slabs.slab_bytes if full else 0)
 
 
 def request(tokens: int, *, selects=True) -> Arrived:

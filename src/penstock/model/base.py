@@ -115,6 +115,7 @@ class CacheShape:
     resident    attention reads all of it at each step, so it stays on the device
     owned       no lane before this one has the same: what all lanes see is written and counted by this one
     dtype       of its pages, None: the model's; of uint8 `head_dim` is bytes, as `kernels.types.fp8` lays out
+    window      tokens that a query of its layers sees, itself and those before it; 0: all
     """
 
     name: str
@@ -127,12 +128,14 @@ class CacheShape:
     resident: bool = False
     owned: bool = True
     dtype: torch.dtype | None = None
+    window: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
     """Queries of one token, of this lane: `num_heads` x `CacheShape.head_dim`. Scores are q.k times `scale`.
 
+    softcap      0, or: what scores are capped with, as in `paged_attention.AttentionSpec`
     shared       other lanes have queries to the same KV head, see `Model.queries`
     latent_dim   0, or: the written vector is latent, and its first `latent_dim` dims are its value
     topk         0, or: tokens that the model itself chooses for each query
@@ -140,6 +143,7 @@ class AttentionShape:
 
     num_heads: int
     scale: float
+    softcap: float = 0.0
     shared: bool = False
     latent_dim: int = 0
     topk: int = 0

@@ -10,6 +10,7 @@ Source: DeepSeek-V2, arXiv:2405.04434 section 2.1; DeepSeek-V3.2-Exp technical r
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -69,8 +70,9 @@ class LatentSpec:
             topk=self.index.topk
         )
 
-    def groups(self, stage: Stage) -> tuple[CacheShape, ...]:
+    def groups(self, stage: Stage, windows: Sequence[int]) -> tuple[CacheShape, ...]:
         """Rows of every layer, index keys of those that have an indexer; the same on all lanes."""
+        assert not windows, "latent rows of a window"
         owned = stage.lane.owns(1)
         layers = [GlobalLayer(index) for index in range(stage.first, stage.end)]
         rows = CacheShape(

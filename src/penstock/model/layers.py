@@ -7,6 +7,7 @@ They own weights and order of operations; which blocks a model has is the family
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
@@ -20,13 +21,14 @@ from penstock.model.weights.slots import Slots
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """`scale`: of the scores. `qk_norm`: RMS norm of every query and key head, before RoPE, with
+    """`scale`, `softcap`: of the scores. `qk_norm`: RMS norm of every query and key head, before RoPE, with
     learned weights."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float
+    softcap: float = 0.0
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False
@@ -39,16 +41,22 @@ class AttentionSpec:
 
     def shape(self, lane: Lane) -> AttentionShape:
         return AttentionShape(num_heads=lane.queries(self.num_heads, self.num_kv_heads).size,
-                              scale=self.scale, shared=lane.size > self.num_kv_heads)
+                              scale=self.scale, softcap=self.softcap, shared=lane.size > self.num_kv_heads)
 
-    def groups(self, stage: Stage) -> tuple[CacheShape, ...]:
-        return (CacheShape(
-            name="full",
-            layers=tuple(LocalLayer(layer) for layer in range(stage.end - stage.first)),
+    def groups(self, stage: Stage, windows: Sequence[int]) -> tuple[CacheShape, ...]:
+        """One for the layers of each window, first those that see all; of a part of the model perhaps without
+        layers. windows: of all layers; (): all see all."""
+        kinds = sorted(set(windows)) or [0]
+        assert sum(map(bool, kinds)) <= 1, f"windows of {kinds} tokens"
+        return tuple(CacheShape(
+            name="window" if window else "full",
+            layers=tuple(LocalLayer(i - stage.first) for i in range(stage.first, stage.end)
+                         if not windows or windows[i] == window),
             num_kv_heads=stage.lane.kv_heads(self.num_kv_heads).size,
             head_dim=self.head_dim,
             owned=stage.lane.owns(self.num_kv_heads),
-        ),)
+            window=window,
+        ) for window in kinds)
 
     def build(
         self, slots: Slots, prefix: str, index: GlobalLayer, local: LocalLayer, hidden: int, eps: float

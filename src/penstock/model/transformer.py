@@ -1,4 +1,5 @@
-"""The decoder that all supported families share: pre-norm layers, RoPE, full causal attention.
+"""The decoder that all supported families share: pre-norm layers, RoPE, causal attention, of some layers
+within a window.
 
 A family says what differs in a `Spec`. Knows tensors and names, neither rows nor where KV lives.
 
@@ -40,7 +41,9 @@ _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
     """One model's shape. `tied`: the head is the embedding. `width`: of the MLP, dense layers.
-    `skipped_layers`: behind the last, in the files but not of the model (multi-token prediction)."""
+    `skipped_layers`: behind the last, in the files but not of the model (multi-token prediction).
+    `windows`: of each layer the tokens that a query sees, 0: all; (): all layers see all. `window_rope`: of
+    layers with a window; None: the others'."""
 
     vocab_size: int
     hidden: int
@@ -53,6 +56,8 @@ class Spec:
     mlp_bias: bool = False
     moe: MoESpec | None = None
     skipped_layers: int = 0
+    windows: tuple[int, ...] = ()
+    window_rope: Rope | None = None
 
 
 class Layer:
@@ -61,6 +66,7 @@ class Layer:
     ) -> None:
         prefix, hidden = f"model.layers.{index}", spec.hidden
         self.ops, self.eps, self.lanes = slots.ops, spec.norm_eps, lanes
+        self.windowed = bool(spec.windows and spec.windows[index])
         self.norm_in = slots.vector(f"{prefix}.input_layernorm.weight", (hidden,))
         self.attention: Mixes = spec.attention.build(
             slots, f"{prefix}.self_attn", index, local, hidden, self.eps
@@ -106,7 +112,7 @@ class Transformer:
             GlobalLayer(0), GlobalLayer(spec.num_layers), embeds=True, heads=True)
         assert 0 <= stage.first < stage.end <= spec.num_layers, f"{stage} of {spec.num_layers} layers"
         self.dtype = dtype
-        self.groups = spec.attention.groups(stage)
+        self.groups = spec.attention.groups(stage, spec.windows)
         self.attention = spec.attention.shape(stage.lane)
         self.vocab_size = spec.vocab_size
         self.max_position = spec.rope.max_position
@@ -159,7 +165,9 @@ class Transformer:
         if self.spec.tied and self.stage.heads:
             self._head = self._tied_head()
         self._extra_head = None
-        self._rope = self.spec.rope.on(self._layers[0].norm_in.value.device)
+        device = self._layers[0].norm_in.value.device
+        self._rope = self.spec.rope.on(device)
+        self._window_rope = None if self.spec.window_rope is None else self.spec.window_rope.on(device)
         self._stack = self._stacked()
 
     def _stacked(self) -> Stack | None:
@@ -186,12 +194,14 @@ class Transformer:
         return Boundary(self._embed(ids_T), None)
 
     def layers(self, x: Boundary, positions_T: Tensor, attend: Attend) -> Boundary:
-        cos_T1H, sin_T1H = self._rope.angles(positions_T, self.dtype)
+        cos_T1H, sin_T1H = near = far = self._rope.angles(positions_T, self.dtype)
         if (self._stack is not None and isinstance(attend, AttendsPaged)
                 and (paged := attend.paged()) is not None):
             return Boundary(x.h_TD, self._stack(x.h_TD, x.delta_TD, cos_T1H, sin_T1H, paged))
+        if self._window_rope is not None:
+            near = self._window_rope.angles(positions_T, self.dtype)
         for layer in self._layers:
-            x = layer(x, cos_T1H, sin_T1H, attend)
+            x = layer(x, *(near if layer.windowed else far), attend)
         return x
 
     def queries(self, q_BNH: Tensor) -> Tensor:

@@ -17,6 +17,8 @@ from penstock.memory.pool import PageLayout, Part
 from penstock.memory.slabs import Slabs
 from penstock.model.base import CacheShape, LocalLayer, Stage
 
+PAGES_MAX = 1 << 31         # of a context
+
 
 @dataclass(frozen=True, slots=True)
 class Caches:
@@ -35,6 +37,12 @@ class Caches:
         """One page of every group."""
         return sum(layout.page_bytes for layout in self.layouts)
 
+    @property
+    def token_bytes(self) -> int:
+        """What a token adds to a long context: windows have all of theirs."""
+        return sum(layout.page_bytes // layout.page_size for group, layout in
+                   zip(self.groups, self.layouts, strict=True) if not group.window)
+
     def num_pages(self, nbytes: int) -> int:
         """Whole slabs in `nbytes`, in pages of group 0."""
         return nbytes // self.slabs.slab_bytes * self.slabs.slab_pages[0]
@@ -51,13 +59,20 @@ class Caches:
         """Memory of a pool of so many pages of group 0."""
         return num_pages // self.slabs.slab_pages[0] * self.slabs.slab_bytes
 
+    def slabs_for(self, pages: int, group: int) -> int:
+        """In which a context of `pages` pages fits, in this group: of a window its pages and the one that is
+        written, each in a slab of its own where groups share them, as `core.policy.capacity` counts."""
+        window, per = self.groups[group].window, self.slabs.slab_pages[group]
+        kept = min(pages, -(-window // self.layouts[group].page_size) + 1) if window else pages
+        return kept if window else -(-kept // per)
+
     def bytes_for(self, pages: int) -> int:
         """Device memory in which a context of `pages` pages fits, in every group."""
-        return sum(-(-pages // n) for n in self.slabs.slab_pages) * self.slabs.slab_bytes
+        return sum(self.slabs_for(pages, g) for g in range(len(self.groups))) * self.slabs.slab_bytes
 
     def context_pages(self, nbytes: int) -> int:
-        """Pages of the longest context that fits into `nbytes`."""
-        low, high = 0, nbytes // self.slabs.slab_bytes * max(self.slabs.slab_pages) + 1
+        """Pages of the longest context that fits into `nbytes`; PAGES_MAX where windows alone are kept."""
+        low, high = 0, PAGES_MAX + 1
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self.bytes_for(middle) <= nbytes else (low, middle)
@@ -159,6 +174,6 @@ def caches_of(groups: Sequence[CacheShape], page_size: int, dtype: torch.dtype) 
     shared = slabs.share(layouts)
     return Caches(tuple(
         CacheGroup(name=group.name, page_bytes=layout.page_bytes, selector=group.selector,
-                   resident=group.resident, slab_pages=n)
+                   resident=group.resident, slab_pages=n, window=group.window)
         for group, layout, n in zip(groups, layouts, shared.slab_pages, strict=True)),
         layouts, shared, shared, tuple(map(Part, layouts)))

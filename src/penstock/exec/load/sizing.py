@@ -62,8 +62,9 @@ class Room:
 def groups_of(model: Model, selection: Selection | None,
               kv: KVConfig | None = None) -> tuple[CacheShape, ...]:
     """The model's cache groups, in the formats that `kv` names, with what a selection adds: bounds of the
-    keys of each unit, on the device, and dense layers in a group of their own, which stays there too.
-    Raises ConfigError for a format that this model's vectors cannot have."""
+    keys of each unit, on the device, and dense layers in a group of their own, which stays there too, as
+    windows do. Raises ConfigError for a format that this model's vectors cannot have, and where nothing is to
+    be selected."""
     kv = kv or KVConfig()
     if selection is None:
         return model.groups
@@ -72,7 +73,13 @@ def groups_of(model: Model, selection: Selection | None,
         return tuple(_kept(group, index, group.head_dim, "--index-dtype") if group.selector else
                      _kept(group, kv.kv_cache_dtype, model.attention.latent_dim, "--kv-cache-dtype")
                      for group in model.groups)
-    [full] = model.groups
+    full, *windows = model.groups
+    if full.window:
+        raise ConfigError(f"--sparse-top-k: every layer of this model sees its last {full.window} tokens "
+                          "only, and keeps no more: leave the flag out")
+    if model.attention.softcap:
+        raise ConfigError("--sparse-top-k: this model caps its scores (attn_logit_softcapping), and what "
+                          "selects does not: leave the flag out")
     first = model.stage.first
     dense = tuple(LocalLayer(i - first) for i in selection.dense if i >= first)
     rest = tuple(i for i in full.layers if i not in dense)
@@ -80,7 +87,7 @@ def groups_of(model: Model, selection: Selection | None,
               replace(full, name="bounds", layers=rest, unit=selection.unit, selector=True)]
     if dense:
         groups.append(replace(full, name="dense", layers=dense, resident=True))
-    return tuple(groups)
+    return (*groups, *windows)
 
 
 def _kept(shape: CacheShape, dtype: str, coded: int, flag: str) -> CacheShape:
@@ -282,12 +289,12 @@ def _held(caches: Caches, core: CoreConfig) -> int:
     held = caches.context_pages(caches.nbytes(core.hbm_pages))
     if not core.hot_pages:
         return held
-    staying = [n for g, n in zip(caches.groups, caches.slabs.slab_pages, strict=True) if not g.hosted]
+    staying = [g for g, group in enumerate(caches.groups) if not group.hosted]
     slabs = core.hbm_pages // caches.slabs.slab_pages[0] - core.hot_pages
     low, high = 0, core.dram_pages - core.store_pages * (core.dram_pages // core.host_units) + 1
     while high - low > 1:
         middle = (low + high) // 2
-        fits = sum(-(-middle // n) for n in staying) <= slabs
+        fits = sum(caches.slabs_for(middle, g) for g in staying) <= slabs
         low, high = (middle, high) if fits else (low, middle)
     return max(held, low)
 

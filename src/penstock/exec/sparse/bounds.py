@@ -20,8 +20,9 @@ from penstock.exec.sparse.captured import SelectingDecodes
 from penstock.exec.sparse.layers import BoundsSelector, SparseLayers, unit_attention
 from penstock.exec.sparse.prompts import GPU_WINDOW, Chunk, HostedPrompts
 from penstock.exec.sparse.rows import HotRows, Selects
+from penstock.exec.step.attend import spec_of
 from penstock.exec.step.tables import Lowered, RowTables
-from penstock.kernels.attention.paged_attention import AttentionSpec, Prepare, Prepared, write_kv
+from penstock.kernels.attention.paged_attention import Prepare, Prepared, write_kv
 from penstock.kernels.choose.select import SelectRule
 from penstock.kernels.types.ragged import Ragged
 from penstock.memory.pool import BlockPool
@@ -63,10 +64,7 @@ class Selecting(Selects):
         self._tables, self._prepare = tables, prepare
         self._kv, self._bounds = tables.groups[0], tables.groups[1]
         self._local = {layer: i for i, layer in enumerate(groups[0].layers)}
-        self._specs = [AttentionSpec(
-            num_heads=model.attention.num_heads, num_kv_heads=group.num_kv_heads, head_dim=group.head_dim,
-            dtype=pool.layout.dtype, scale=model.attention.scale)
-            for group, pool in zip(groups, device, strict=True)]
+        self._specs = [spec_of(model, *of) for of in zip(groups, device, strict=True)]
         self._dense = {layer: (g, pool.pages[:, i, :, 0], pool.pages[:, i, :, 1])
                        for g, (group, pool) in enumerate(zip(groups, device, strict=True))
                        if g > 1 for i, layer in enumerate(group.layers)}

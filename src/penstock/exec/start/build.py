@@ -88,15 +88,16 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
                               store_reused=kv.kv_storage_write_policy == "write_through_selective",
                               fetch_waits=kv.kv_storage_policy != "best_effort")
     seconds = time.perf_counter() - started
+    whole = caches.bytes_for(-(-core_config.max_len // core_config.page_size))
     info: Info = {
         "model": parts.loaded.name, "load_format": parts.loaded.load_format,
         "dtype": show_dtype(parts.loaded.dtype), "device": config.device.device, "threads": parts.threads,
         "vocab_size": model.vocab_size, "max_model_len": core_config.max_len,
         "model_max_position": model.max_position,
-        "num_layers": len(model.groups[0].layers), "num_kv_heads": model.groups[0].num_kv_heads,
+        "num_layers": model.stage.end, "num_kv_heads": model.groups[0].num_kv_heads,
         "head_dim": model.groups[0].head_dim, "page_size": core_config.page_size,
         "page_bytes": caches.page_bytes,
-        "kv_bytes_per_token": caches.page_bytes // core_config.page_size,
+        "kv_bytes_per_token": caches.token_bytes, "kv_bytes_per_request": whole,
         "hbm_pages": core_config.hbm_pages, "hbm_bytes": caches.nbytes(core_config.hbm_pages),
         "dram_pages": core_config.dram_pages, "dram_bytes": parts.dram_bytes,
         **_sparse_info(selection, caches, parts.sizes), **kinds_of(caches, parts.loaded.dtype),
@@ -107,11 +108,10 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
         "start_seconds": round(seconds, 3), **parts.info,
         **{f"backend_{op}": str(choice) for op, choice in parts.loaded.backends.items()},
     }
-    tokens, host = (n * core_config.page_size for n in (core_config.hbm_pages, core_config.dram_pages))
-    log(f"kv: {tokens:,} tokens on the device ({show_size(caches.nbytes(core_config.hbm_pages))}), {host:,} "
-        f"in host memory ({show_size(parts.dram_bytes)}), in pages of {core_config.page_size}; "
-        f"the device holds {tokens / core_config.max_len:.1f} requests of the context of "
-        f"{core_config.max_len:,}")
+    held, host = caches.nbytes(core_config.hbm_pages), core_config.dram_pages * core_config.page_size
+    log(f"kv: {int(held / whole * core_config.max_len):,} tokens on the device ({show_size(held)}), "
+        f"{host:,} in host memory ({show_size(parts.dram_bytes)}), in pages of {core_config.page_size}; "
+        f"the device holds {held / whole:.1f} requests of the context of {core_config.max_len:,}")
     caches.tell(log)
     if selection is not None:
         log(f"sparse: a query reads at most {selection.budget} tokens of each KV head, in units of "

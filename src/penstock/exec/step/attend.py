@@ -105,6 +105,14 @@ class Arriving:
         return self._attend.select(layer, q_TIJ, weight_TI, key_TJ)
 
 
+def spec_of(model: Model, group: CacheShape, pool: BlockPool) -> AttentionSpec:
+    """Attention of the layers of a cache group with KV heads."""
+    shape = model.attention
+    return AttentionSpec(
+        num_heads=shape.num_heads, num_kv_heads=group.num_kv_heads, head_dim=group.head_dim,
+        dtype=pool.layout.dtype, scale=shape.scale, window=group.window, softcap=shape.softcap)
+
+
 class Grouped(Attending):
     """Layers that write k and v of their KV heads, in one cache group or several."""
 
@@ -113,10 +121,7 @@ class Grouped(Attending):
         assert not model.attention.latent_dim, "a model of latent rows and ops for KV heads"
         check_pools(groups, hbm)
         self._prepare = prepare
-        self.specs = [
-            AttentionSpec(num_heads=model.attention.num_heads, num_kv_heads=group.num_kv_heads,
-                          head_dim=group.head_dim, dtype=pool.layout.dtype, scale=model.attention.scale)
-            for group, pool in zip(groups, hbm, strict=True)]
+        self.specs = [spec_of(model, *of) for of in zip(groups, hbm, strict=True)]
         # Of each layer: the group that attention reads, its k and v pools [P, K, G, H].
         self.places = {layer: (g, pool.pages[:, i, :, 0], pool.pages[:, i, :, 1])
                        for g, (group, pool) in enumerate(zip(groups, hbm, strict=True))

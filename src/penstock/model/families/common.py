@@ -1,6 +1,8 @@
 """What the config.json of every family has in common, read into a Spec."""
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from penstock.config.base.errors import ConfigError
 from penstock.model.latent import LatentSpec
 from penstock.model.layers import AttentionSpec
@@ -53,19 +55,18 @@ def read_spec(
     *,
     mlp_bias: bool = False,
     moe: MoESpec | None = None,
-    window_switched: bool = True,
+    slides: Callable[[int], bool] | None = None,
     window_default: int | None = None,
     skipped_layers: int = 0,
 ) -> Spec:
-    """The whole Spec. Raises ConfigError on a sliding window, another activation, another RoPE."""
+    """The whole Spec. `slides`, `window_default`: see `Fields.windows`. Raises ConfigError on another
+    activation, another RoPE."""
     if fields.values.get("hidden_act", "silu") not in ("silu", "swish"):
         fields.refuse("hidden_act", "supported: 'silu'")
     latent = isinstance(attention, LatentSpec)
     rope = read_rope(fields, attention.rope_dim)
-    fields.refuse_window(
-        rope.max_position, switched=window_switched, default=window_default,
-        layer_type="indexed_attention" if latent else "full_attention",
-    )
+    windows = fields.windows(rope.max_position, slides=slides, default=window_default,
+                             full="indexed_attention" if latent else "full_attention")
     return Spec(
         vocab_size=fields.size("vocab_size"),
         hidden=fields.size("hidden_size"),
@@ -78,4 +79,17 @@ def read_spec(
         mlp_bias=mlp_bias,
         moe=moe,
         skipped_layers=skipped_layers,
+        windows=windows,
     )
+
+
+def from_layer(fields: Fields, first: int | None = None) -> tuple[Callable[[int], bool], int]:
+    """`slides` and `window_default` of Qwen2 and its kin: a switch, and the first layer with a window, by
+    default as the config says."""
+    if not fields.flag("use_sliding_window"):
+        if "sliding_attention" in (fields.values.get("layer_types") or ()):
+            fields.refuse("use_sliding_window", "layer_types has 'sliding_attention'")
+        return (lambda layer: False), 4096
+    if first is None:
+        first = fields.size("max_window_layers", 28, least=0)
+    return (lambda layer: layer >= first), 4096

@@ -54,7 +54,7 @@ def _spec(fields: Fields, *, interleaved: bool, indexed: list[GlobalLayer]) -> S
         ),
     )
     return read_spec(
-        fields, attention, moe=_moe(fields), window_switched=False,
+        fields, attention, moe=_moe(fields),
         skipped_layers=fields.size("num_nextn_predict_layers", 0, least=0),
     )
 

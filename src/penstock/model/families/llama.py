@@ -1,4 +1,4 @@
-"""Llama 1 to 3, SmolLM2, and Mistral checkpoints whose sliding window is off."""
+"""Llama 1 to 3, SmolLM2, and Mistral, all of whose layers may have a window."""
 from __future__ import annotations
 
 from penstock.model.families.common import read_attention, read_spec
@@ -9,11 +9,12 @@ from penstock.model.weights.fields import Fields
 def llama(fields: Fields) -> Spec:
     bias = fields.flag("attention_bias")
     attention = read_attention(fields, kv_heads=None, qkv_bias=bias, out_bias=bias)
-    return read_spec(
-        fields, attention, mlp_bias=fields.flag("mlp_bias"), window_switched=False
-    )
+    return read_spec(fields, attention, mlp_bias=fields.flag("mlp_bias"))
 
 
 def mistral(fields: Fields) -> Spec:
     attention = read_attention(fields, kv_heads=8, qkv_bias=False, out_bias=False)
-    return read_spec(fields, attention, window_switched=False, window_default=4096)
+    spec = read_spec(fields, attention, slides=lambda layer: True, window_default=4096)
+    if fields.values.get("layer_types") is not None and 0 < sum(map(bool, spec.windows)) < spec.num_layers:
+        fields.refuse("layer_types", "all layers are of one type")
+    return spec

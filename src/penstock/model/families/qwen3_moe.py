@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from penstock.config.base.errors import ConfigError
 from penstock.model.base import GlobalLayer
-from penstock.model.families.common import read_attention, read_spec
+from penstock.model.families.common import from_layer, read_attention, read_spec
 from penstock.model.moe import MoESpec
 from penstock.model.transformer import Spec
 from penstock.model.weights.fields import Fields
@@ -14,7 +14,8 @@ def qwen3_moe(fields: Fields) -> Spec:
     attention = read_attention(
         fields, kv_heads=4, qkv_bias=bias, out_bias=bias, qk_norm=True
     )
-    return read_spec(fields, attention, moe=_moe(fields))
+    slides, window = from_layer(fields, 0)
+    return read_spec(fields, attention, moe=_moe(fields), slides=slides, window_default=window)
 
 
 def _moe(fields: Fields) -> MoESpec:

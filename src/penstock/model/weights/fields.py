@@ -5,6 +5,7 @@ for a family are free, except those of NEUTRAL: a model that sets one needs code
 """
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from penstock.config.base.errors import ConfigError
@@ -112,24 +113,26 @@ class Fields:
             self.refuse(name, "it must be a list of layer numbers")
         return tuple(value)
 
-    def refuse_window(self, max_position: int, *, switched: bool, default: int | None,
-                      layer_type: str) -> None:
-        """Raises ConfigError when a layer may see a window shorter than the context, or is not of the
-        family's type.
+    def windows(self, max_position: int, *, slides: Callable[[int], bool] | None, default: int | None,
+                full: str = "full_attention") -> tuple[int, ...]:
+        """Tokens that a query of each layer sees, 0: all; () where all layers see all.
 
-        `switched`: the family has use_sliding_window, off when absent. `default`: the window that
-        transformers assumes when the field is absent.
+        slides    whether a layer has the window, where layer_types does not say; None: no layer of the family
+                  has one      default    what transformers assumes when sliding_window is absent
+        full      the family's word for a layer without
+        Raises ConfigError on a layer of another type, and on a window in a family without.
         """
-        types = self.values.get("layer_types")
-        if types is not None and (not isinstance(types, list) or set(types) - {layer_type}):
-            self.refuse("layer_types", f"every layer must be {layer_type!r}")
-        if switched and not self.flag("use_sliding_window"):
-            return
-        window = self.values.get("sliding_window", default)
-        if window is None or (isinstance(window, int) and window >= max_position):
-            return
-        raise ConfigError(
-            f"config.json: a sliding window of {window!r} tokens is in use (context "
-            f"{max_position}); only full attention is supported. Choose a checkpoint whose "
-            f"sliding_window is null or whose use_sliding_window is false"
-        )
+        num, types = self.size("num_hidden_layers"), self.values.get("layer_types")
+        allowed = {full} if slides is None else {full, "sliding_attention"}
+        if types is not None and (not isinstance(types, list) or set(map(str, types)) - allowed
+                                  or len(types) < num):
+            self.refuse("layer_types", f"one of {', '.join(sorted(allowed))} for every layer")
+        window = default if "sliding_window" not in self.values else self.values["sliding_window"]
+        if window is not None and (type(window) is not int or window < 1):
+            self.refuse("sliding_window", "a number of tokens, or null")
+        if window is None or window >= max_position:
+            return ()
+        if slides is None:
+            self.refuse("sliding_window", "this family has none in transformers: null, or the whole context")
+        found = [types[i] == "sliding_attention" if types is not None else slides(i) for i in range(num)]
+        return tuple(window if slid else 0 for slid in found) if any(found) else ()
