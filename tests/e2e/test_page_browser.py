@@ -62,7 +62,7 @@ def share(page: Browser, tier: int, kind: str) -> float:
                           "?.style.flexGrow || 0)"))
 
 
-@pytest.mark.soak           # a browser that draws a busy engine
+@pytest.mark.sweep
 @pytest.mark.parametrize("url", ["tiny"], indirect=True)
 def test_a_run_that_fills_the_device_and_the_host_is_seen(url, page):
     stop = threading.Event()

@@ -26,6 +26,7 @@ from penstock.replay import flight
 from penstock.replay.exact import exact
 from penstock.replay.recorder import Recorder
 from penstock.replay.redact import redact
+from penstock.serve.engine.shown import shown
 
 SECRET = 7_654_321                  # a token id that is nowhere else
 CFG = CoreConfig(page_size=4, rows=4, hbm_pages=200, dram_pages=50, max_len=600)
@@ -60,6 +61,18 @@ def test_the_ring_keeps_the_last_turns_and_counts_the_others():
     assert (len(recorder.turns), recorder.lost, recorder.complete) == (10, 16, False)
     assert recorder.turns[-1].events == (Aborted(RequestId(3)),)
     assert (read(recorder).lost, len(read(recorder).turns)) == (16, 10)
+
+
+def test_who_looks_seldom_sees_every_phase_of_a_request_that_came_and_went():
+    recorder = Recorder(Core(CFG))
+    run(recorder, [arrived(1, range(5))])
+    for _ in range(40):
+        recorder.advance([Flushed()])
+    turns = shown(1, recorder).turns
+    assert [(rid, to) for turn in turns for rid, _, to in turn.edges] == [
+        (1, phase) for phase in ("loading", "prefill", "resident", "done")]
+    assert [turn.number for turn in turns] == sorted(turn.number for turn in turns)
+    assert len(turns) < 40 and turns[-1].number == len(recorder.turns) - 1
 
 
 def test_calls_in_which_nothing_happens_take_no_room():

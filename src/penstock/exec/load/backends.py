@@ -55,8 +55,8 @@ def choose_backends(config: Config, ops: Sequence[str],
         given = f"--backends {','.join(config.device.backends)}" if requested else (
             f"--device {config.device.device}")
         raise ConfigError(f"{given}: {e}") from None
-    for choice in choices.values():
-        log(str(choice))
+    log(f"back-ends: {', '.join(f'{op} {choice.name}' for op, choice in choices.items())}; "
+        "penstock doctor says why")
     return choices
 
 

@@ -10,23 +10,24 @@ from penstock.replay.recorder import Recorder
 from penstock.serve.wire import SeenRequest, SeenTurn, Shown
 
 REQUESTS_MAX = 256
-TURNS_MAX = 32
-EDGES_MAX = 32
+TURNS_MAX = 12
+EDGES_MAX = 1024
 
 
 def shown(asked: int, recorder: Recorder) -> Shown:
-    """The oldest requests, and the last turns in which something happened."""
+    """The oldest requests, the last turns, and all that are kept in which a request changed its phase, up
+    to EDGES_MAX changes: who looks every .5 to 5 s sees the phases that were over before he looked again."""
     live = recorder.core.live
     requests = [SeenRequest(r.rid, r.phase.value, r.num_prompt, min(r.computed, len(r.tokens)), r.num_output)
                 for r in islice(live.values(), REQUESTS_MAX)]
-    kept = len(recorder.turns)
-    turns = []
-    for n in range(max(0, kept - TURNS_MAX), kept):
-        turn = recorder.turns[n]
-        plan = turn.plan
-        turns.append(SeenTurn(
-            number=recorder.lost + n, step=0 if plan is None else plan.step,
-            rows=0 if plan is None else len(plan.rids), tokens=0 if plan is None else sum(plan.count),
-            moves=0 if plan is None else len(plan.moves),
-            edges=[(rid, source.value, target.value) for rid, source, _, target in turn.edges[:EDGES_MAX]]))
-    return Shown(asked, len(live), requests, turns)
+    turns, room = list[SeenTurn](), EDGES_MAX
+    for age, turn in enumerate(reversed(recorder.turns)):
+        plan, edges = turn.plan, turn.edges[:room]
+        room -= len(edges)
+        if age < TURNS_MAX or edges:
+            turns.append(SeenTurn(
+                number=recorder.lost + len(recorder.turns) - 1 - age, step=0 if plan is None else plan.step,
+                rows=0 if plan is None else len(plan.rids), tokens=0 if plan is None else sum(plan.count),
+                moves=0 if plan is None else len(plan.moves),
+                edges=[(rid, source.value, target.value) for rid, source, _, target in edges]))
+    return Shown(asked, len(live), requests, turns[::-1])
