@@ -40,6 +40,10 @@ class Dense:
         k_KPH = kv_PCKH[:, 0].transpose(0, 1)
         latent = self.shape.latent_dim
         v_KPH = k_KPH[..., :latent] if latent else kv_PCKH[:, 1].transpose(0, 1)
+        if cap := self.shape.softcap:
+            k_NPH, v_NPH = (x.repeat_interleave(q_TNH.shape[1] // len(x), 0) for x in (k_KPH, v_KPH))
+            score_NTP = cap * torch.tanh(q_TNH.transpose(0, 1) @ k_NPH.mT * self.shape.scale / cap)
+            return (score_NTP.masked_fill(~seen_TP, float("-inf")).softmax(-1) @ v_NPH).transpose(0, 1)
         return F.scaled_dot_product_attention(
             q_TNH.transpose(0, 1)[None], k_KPH[None], v_KPH[None], attn_mask=seen_TP,
             enable_gqa=True, scale=self.shape.scale)[0].transpose(0, 1)

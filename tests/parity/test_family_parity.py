@@ -11,6 +11,10 @@ import torch
 import torch.nn.functional as F
 from dense_attend import Dense
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -36,6 +40,8 @@ CLASSES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "gemma2": (Gemma2Config, Gemma2ForCausalLM),
+    "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
 }
 
 SMALL = {
@@ -93,6 +99,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3",
         {"head_dim": 16, "rope_parameters": {**YARN, "attention_factor": 1.3, "truncate": False}},
     ),
+    "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24}),
+    "gemma2-uncapped": ("gemma2", {"head_dim": 8, "sliding_window": 5, "attn_logit_softcapping": None,
+                                   "final_logit_softcapping": None, "tie_word_embeddings": False}),
+    "gemma3": ("gemma3_text", {"head_dim": 16, "sliding_window": 7, "layer_types": [
+        "sliding_attention", "full_attention"], "query_pre_attn_scalar": 10}),
+    "gemma3-linear": ("gemma3_text", {
+        "head_dim": 8, "sliding_window": 4, "num_hidden_layers": 3, "sliding_window_pattern": 3,
+        "final_logit_softcapping": 9.0, "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 2e4}}}),
     "moe": ("qwen3_moe", {**EXPERTS, "head_dim": 16}),
     "moe-window": ("qwen3_moe", {**EXPERTS, "use_sliding_window": True, "sliding_window": 4}),
     "moe-norm": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True, "attention_bias": True}),
@@ -108,7 +124,8 @@ def plain_linear(weight_OI: torch.Tensor, bias_O: torch.Tensor | None):
 def make_reference(case: str) -> PreTrainedModel:
     family, changes = CASES[case]
     config_class, model_class = CLASSES[family]
-    config: PreTrainedConfig = config_class(**{**SMALL, **changes})
+    # Another implementation may not cap its scores.
+    config: PreTrainedConfig = config_class(**{**SMALL, **changes}, attn_implementation="eager")
     torch.manual_seed(sorted(CASES).index(case))
     reference = model_class(config).eval()
     with torch.no_grad():

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.fused.layer import LayerWeights
@@ -22,7 +23,7 @@ from penstock.model.weights.slots import Slots
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
     """`scale`, `softcap`: of the scores. `qk_norm`: RMS norm of every query and key head, before RoPE, with
-    learned weights."""
+    learned weights, to which `norm_plus` is added."""
 
     num_heads: int
     num_kv_heads: int
@@ -32,6 +33,7 @@ class AttentionSpec:
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False
+    norm_plus: float = 0.0
 
     ops: ClassVar = ("paged_attention",)
 
@@ -104,8 +106,8 @@ class Attention:
         )
         self.out = slots.linear([f"{prefix}.o_proj"], [hidden], q_rows, spec.out_bias)
         if spec.qk_norm:
-            self.q_norm = slots.vector(f"{prefix}.q_norm.weight", (spec.head_dim,))
-            self.k_norm = slots.vector(f"{prefix}.k_norm.weight", (spec.head_dim,))
+            self.q_norm = slots.vector(f"{prefix}.q_norm.weight", (spec.head_dim,), plus=spec.norm_plus)
+            self.k_norm = slots.vector(f"{prefix}.k_norm.weight", (spec.head_dim,), plus=spec.norm_plus)
 
     def __call__(
         self, x_TD: Tensor, chosen_TS: Tensor | None, cos_T1H: Tensor, sin_T1H: Tensor, attend: Attend
@@ -133,14 +135,20 @@ class Attention:
 
 
 class GatedMLP:
-    """down(silu(gate(x)) * up(x)), gate and up in one projection."""
+    """down(silu(gate(x)) * up(x)), gate and up in one projection. `gelu`: in place of silu, approximated by
+    tanh."""
 
-    def __init__(self, slots: Slots, prefix: str, hidden: int, width: Cut, bias: bool) -> None:
-        self.ops = slots.ops
+    def __init__(self, slots: Slots, prefix: str, hidden: int, width: Cut, bias: bool,
+                 gelu: bool = False) -> None:
+        self.ops, self.gelu = slots.ops, gelu
         self.gate_up = slots.linear(
             [f"{prefix}.gate_proj", f"{prefix}.up_proj"], [width, width], hidden, bias
         )
         self.down = slots.linear([f"{prefix}.down_proj"], [hidden], width, bias)
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        return self.down(self.ops.gate(self.gate_up(x_TD)))
+        gate_up_TJ = self.gate_up(x_TD)
+        if not self.gelu:
+            return self.down(self.ops.gate(gate_up_TJ))
+        gate_TI, up_TI = gate_up_TJ.chunk(2, -1)
+        return self.down(F.gelu(gate_TI, approximate="tanh") * up_TI)

@@ -15,6 +15,7 @@ from penstock.kernels.gemm.experts import ExpertOps
 from penstock.kernels.types.scaled import Scaled, quantised
 from penstock.model.base import Lanes, Model, Stage, Wants, everything
 from penstock.model.families.deepseek import deepseek_v32, glm_moe_dsa
+from penstock.model.families.gemma import gemma2, gemma3_text
 from penstock.model.families.llama import llama, mistral
 from penstock.model.families.qwen2 import qwen2
 from penstock.model.families.qwen3 import qwen3
@@ -33,6 +34,8 @@ FAMILIES: dict[str, tuple[str, Callable[[Fields], Spec]]] = {
     "qwen2": ("Qwen2ForCausalLM", qwen2),
     "qwen3": ("Qwen3ForCausalLM", qwen3),
     "qwen3_moe": ("Qwen3MoeForCausalLM", qwen3_moe),
+    "gemma2": ("Gemma2ForCausalLM", gemma2),
+    "gemma3_text": ("Gemma3ForCausalLM", gemma3_text),
     "deepseek_v32": ("DeepseekV32ForCausalLM", deepseek_v32),
     "glm_moe_dsa": ("GlmMoeDsaForCausalLM", glm_moe_dsa),
 }

@@ -87,11 +87,11 @@ _ORIGINAL = "original_max_position_embeddings"
 class _Scaling:
     """What a scaling function reads: the rope fields, the plain frequencies, the context length."""
 
-    def __init__(self, params: dict[str, Any], fields: Fields, head_dim: int) -> None:
+    def __init__(self, params: dict[str, Any], fields: Fields, head_dim: int, theta: float) -> None:
         self.params = params
         self.max_position = fields.size("max_position_embeddings")
         self.dim = head_dim
-        self.theta = self.number("rope_theta", fields.number("rope_theta", 10000.0))
+        self.theta = self.number("rope_theta", theta)
         self.pos_freq_F = self.theta ** _exponents(head_dim)
         # transformers lets the top-level field win over the one inside the rope fields.
         original: float = fields.size(_ORIGINAL, 0)
@@ -207,14 +207,28 @@ SCALINGS: dict[str, Callable[[_Scaling], Rope]] = {
 }
 
 
-def read_rope(fields: Fields, head_dim: int) -> Rope:
-    """The rope of a config: `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta`.
+def read_rope(fields: Fields, head_dim: int, *, theta: float = 10000.0) -> Rope:
+    """The rope of a config, of the layers that see all: `rope_parameters` (transformers 5), or `rope_scaling`
+    and `rope_theta`, which is `theta` where the config says nothing.
 
     Raises ConfigError on an unknown type, a partial or multimodal rotation, or a missing number.
     """
     params = fields.mapping("rope_scaling") or fields.mapping("rope_parameters")
     if isinstance(params.get("full_attention"), dict):       # one entry per layer type
         params = params["full_attention"]
+    return _read(params, fields, head_dim, fields.number("rope_theta", theta))
+
+
+def read_window_rope(fields: Fields, head_dim: int, *, theta: float = 10000.0) -> Rope:
+    """As `read_rope`, of layers with a window, where these have another: their entry of `rope_parameters`, or
+    `rope_local_base_freq`."""
+    params = fields.mapping("rope_parameters").get("sliding_attention")
+    if not isinstance(params, dict):
+        params = {}
+    return _read(params, fields, head_dim, fields.number("rope_local_base_freq", theta))
+
+
+def _read(params: dict[str, Any], fields: Fields, head_dim: int, theta: float) -> Rope:
     kind = params.get("rope_type", params.get("type", "default"))
     if kind not in SCALINGS:
         raise ConfigError(
@@ -227,4 +241,4 @@ def read_rope(fields: Fields, head_dim: int) -> Rope:
         )
     if head_dim % 2 or head_dim < 4:
         raise ConfigError(f"config.json: head_dim {head_dim} must be even and at least 4 for RoPE")
-    return SCALINGS[kind](_Scaling(params, fields, head_dim))
+    return SCALINGS[kind](_Scaling(params, fields, head_dim, theta))

@@ -32,7 +32,7 @@ from penstock.model.moe import MoESpec, SparseMLP
 from penstock.model.parts import Cut
 from penstock.model.rope import Rope
 from penstock.model.weights.codes import Codes, Packed
-from penstock.model.weights.slots import LinearFactory, Slots, check_tensor
+from penstock.model.weights.slots import LinearFactory, Slots, Vector, check_tensor
 
 EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
@@ -43,7 +43,9 @@ class Spec:
     """One model's shape. `tied`: the head is the embedding. `width`: of the MLP, dense layers.
     `skipped_layers`: behind the last, in the files but not of the model (multi-token prediction).
     `windows`: of each layer the tokens that a query sees, 0: all; (): all layers see all. `window_rope`: of
-    layers with a window; None: the others'."""
+    layers with a window; None: the others'. `norm_plus`: is added to the weights of norms. `norms_behind`:
+    what the halves of a layer give is normed, too. `gelu`: gates by GELU, approximated by tanh, not by SiLU.
+    `embed_scale`: of what is looked up. `logit_cap` c: logits x become c * tanh(x / c); 0: they stay."""
 
     vocab_size: int
     hidden: int
@@ -58,6 +60,11 @@ class Spec:
     skipped_layers: int = 0
     windows: tuple[int, ...] = ()
     window_rope: Rope | None = None
+    norm_plus: float = 0.0
+    norms_behind: bool = False
+    gelu: bool = False
+    embed_scale: float = 1.0
+    logit_cap: float = 0.0
 
 
 class Layer:
@@ -67,21 +74,31 @@ class Layer:
         prefix, hidden = f"model.layers.{index}", spec.hidden
         self.ops, self.eps, self.lanes = slots.ops, spec.norm_eps, lanes
         self.windowed = bool(spec.windows and spec.windows[index])
-        self.norm_in = slots.vector(f"{prefix}.input_layernorm.weight", (hidden,))
+        self.norm_in = self._norm(slots, f"{prefix}.input_layernorm", spec)
         self.attention: Mixes = spec.attention.build(
             slots, f"{prefix}.self_attn", index, local, hidden, self.eps
         )
-        self.norm_mlp = slots.vector(f"{prefix}.post_attention_layernorm.weight", (hidden,))
+        after, before = "post_attention_layernorm", "pre_feedforward_layernorm"
+        self.norm_mlp = self._norm(slots, f"{prefix}.{before if spec.norms_behind else after}", spec)
+        self.behind = [self._norm(slots, f"{prefix}.{name}", spec) for name in (
+            (after, "post_feedforward_layernorm") if spec.norms_behind else ())]
         self.mlp: Mixer
         if spec.moe is not None and index in spec.moe.layers:
             self.mlp = SparseMLP(slots, f"{prefix}.mlp", hidden, spec.moe)
         else:
-            self.mlp = GatedMLP(slots, f"{prefix}.mlp", hidden, slots.lane.columns(spec.width), spec.mlp_bias)
+            self.mlp = GatedMLP(slots, f"{prefix}.mlp", hidden, slots.lane.columns(spec.width), spec.mlp_bias,
+                                spec.gelu)
+
+    @staticmethod
+    def _norm(slots: Slots, name: str, spec: Spec) -> Vector:
+        return slots.vector(f"{name}.weight", (spec.hidden,), plus=spec.norm_plus)
 
     @property
     def weights(self) -> LayerWeights | None:
-        """None where it is not made of attention with KV heads and a dense MLP."""
-        if not isinstance(self.attention, Attention) or not isinstance(self.mlp, GatedMLP):
+        """None where it is not made of attention with KV heads and a dense MLP that gates by SiLU, both added
+        as they come."""
+        if (not isinstance(self.attention, Attention) or not isinstance(self.mlp, GatedMLP) or self.mlp.gelu
+                or self.behind):
             return None
         return self.attention.beside(self.norm_in.value, self.norm_mlp.value, self.mlp)
 
@@ -93,9 +110,13 @@ class Layer:
         delta_TD, chosen_TS = self.attention(x_TD, x.chosen_TS, cos_T1H, sin_T1H, attend)
         if self.lanes is not None:
             self.lanes.add(delta_TD)
+        if self.behind:
+            delta_TD = self.ops.norm(delta_TD, None, self.behind[0].value, self.eps)
         out_TD = self.mlp(self.ops.norm(x.h_TD, delta_TD, self.norm_mlp.value, self.eps))
         if self.lanes is not None:
             self.lanes.add(out_TD)
+        if self.behind:
+            out_TD = self.ops.norm(out_TD, None, self.behind[1].value, self.eps)
         return Boundary(x.h_TD, out_TD, chosen_TS)
 
 
@@ -125,7 +146,7 @@ class Transformer:
         ]
         self._head: Callable[[Tensor], Tensor]          # a tied head is packed by `finish`
         if stage.heads:
-            self._norm = slots.vector(NORM, (spec.hidden,))
+            self._norm = slots.vector(NORM, (spec.hidden,), plus=spec.norm_plus)
         if stage.heads and not spec.tied:
             self._head = slots.linear(["lm_head"], [stage.lane.evenly(spec.vocab_size)], spec.hidden, False)
         self._extra_head: Tensor | Packed | None = None
@@ -191,7 +212,10 @@ class Transformer:
         return self.norm(self.layers(self.embed(ids_T), positions_T, attend))
 
     def embed(self, ids_T: Tensor) -> Boundary:
-        return Boundary(self._embed(ids_T), None)
+        h_TD = self._embed(ids_T)
+        if self.spec.embed_scale != 1.0:            # as transformers, which rounds it
+            h_TD = h_TD * float(torch.tensor(self.spec.embed_scale, dtype=self.dtype))
+        return Boundary(h_TD, None)
 
     def layers(self, x: Boundary, positions_T: Tensor, attend: Attend) -> Boundary:
         cos_T1H, sin_T1H = near = far = self._rope.angles(positions_T, self.dtype)
@@ -218,6 +242,8 @@ class Transformer:
 
     def logits(self, hidden_BD: Tensor) -> Tensor:
         logits_BV = self._head(hidden_BD).float()
+        if cap := self.spec.logit_cap:
+            logits_BV = torch.tanh(logits_BV / cap) * cap
         return logits_BV if self._lanes is None else self._lanes.join(logits_BV, self.vocab_size)
 
     def cuts(self) -> Iterator[tuple[str, tuple[Cut, ...]]]:

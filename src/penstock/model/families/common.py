@@ -1,7 +1,7 @@
 """What the config.json of every family has in common, read into a Spec."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from penstock.config.base.errors import ConfigError
 from penstock.model.latent import LatentSpec
@@ -58,13 +58,20 @@ def read_spec(
     slides: Callable[[int], bool] | None = None,
     window_default: int | None = None,
     skipped_layers: int = 0,
+    reads: Collection[str] = (),
+    gelu: bool = False,
+    tied: bool = False,
+    theta: float = 10000.0,
 ) -> Spec:
-    """The whole Spec. `slides`, `window_default`: see `Fields.windows`. Raises ConfigError on another
-    activation, another RoPE."""
-    if fields.values.get("hidden_act", "silu") not in ("silu", "swish"):
-        fields.refuse("hidden_act", "supported: 'silu'")
+    """The whole Spec. `slides`, `window_default`: see `Fields.windows`; `reads`: fields of NEUTRAL that mean
+    something to the family; `gelu`: its activation, else SiLU; `tied`, `theta`: where it says nothing.
+    Raises ConfigError on another activation, another RoPE."""
+    fields.check_neutral(reads)
+    name, known = ("hidden_activation", ("gelu_pytorch_tanh",)) if gelu else ("hidden_act", ("silu", "swish"))
+    if fields.values.get(name, known[0]) not in known:
+        fields.refuse(name, f"supported: {known[0]!r}")
     latent = isinstance(attention, LatentSpec)
-    rope = read_rope(fields, attention.rope_dim)
+    rope = read_rope(fields, attention.rope_dim, theta=theta)
     windows = fields.windows(rope.max_position, slides=slides, default=window_default,
                              full="indexed_attention" if latent else "full_attention")
     return Spec(
@@ -73,13 +80,14 @@ def read_spec(
         num_layers=fields.size("num_hidden_layers"),
         width=fields.size("intermediate_size"),
         norm_eps=fields.number("rms_norm_eps", 1e-6),
-        tied=fields.flag("tie_word_embeddings"),
+        tied=fields.flag("tie_word_embeddings", tied),
         rope=rope,
         attention=attention,
         mlp_bias=mlp_bias,
         moe=moe,
         skipped_layers=skipped_layers,
         windows=windows,
+        gelu=gelu,
     )
 
 

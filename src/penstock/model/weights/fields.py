@@ -5,7 +5,7 @@ for a family are free, except those of NEUTRAL: a model that sets one needs code
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
 from penstock.config.base.errors import ConfigError
@@ -45,9 +45,6 @@ class Fields:
     def __init__(self, values: dict[str, Any], family: str) -> None:
         self.values = values
         self.family = family
-        for name, neutral in NEUTRAL.items():
-            if values.get(name) not in neutral:
-                self.refuse(name, f"{self.family} is supported without it")
         for name in ("torch_dtype", "dtype"):
             kind = values.get(name)
             if (kind.removeprefix("torch.") if isinstance(kind, str) else kind) not in DTYPES:
@@ -57,6 +54,13 @@ class Fields:
             ids = given if isinstance(given, list) else [given]
             if isinstance(vocab, int) and any(isinstance(i, int) and i >= vocab for i in ids):
                 self.refuse(name, f"token ids are below vocab_size = {vocab}")
+
+    def check_neutral(self, reads: Collection[str]) -> None:
+        """Raises ConfigError on a field of NEUTRAL that changes something, but for those that the family
+        reads."""
+        for name, neutral in NEUTRAL.items():
+            if name not in reads and self.values.get(name) not in neutral:
+                self.refuse(name, f"{self.family} is supported without it")
 
     def refuse(self, name: str, supported: str) -> NoReturn:
         """Raises ConfigError: the field, what it holds, what is supported."""

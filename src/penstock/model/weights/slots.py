@@ -110,15 +110,17 @@ class Linear:
 
 
 class Vector:
-    """A small tensor that is used as it is: a norm weight, or several stacked along rows."""
+    """A small tensor that is used as it is, plus a number: a norm weight, or several stacked along rows."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, order: Tensor | None) -> None:
-        self.slot = Slot(shape, dtype, self._keep)
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, order: Tensor | None, plus: float) -> None:
+        self.slot = Slot(shape, torch.float32 if plus else dtype, self._keep)
         self.value: Tensor
-        self._order = order
+        self._order, self._plus, self._dtype = order, plus, dtype
 
     def _keep(self) -> None:
         self.value = _ordered(self.slot.floats(), self._order)
+        if self._plus:
+            self.value = (self.value + self._plus).to(self._dtype)
 
 
 class Stack:
@@ -209,11 +211,12 @@ class Slots:
 
     def vector(
         self, name: str, shape: tuple[int | Cut, ...], *, order: Tensor | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None, plus: float = 0.0,
     ) -> Vector:
-        """`dtype`: where it is not the model's. Cuts and `order` as of `linear`."""
+        """`dtype`: where it is not the model's; `plus` is added to what the file has. Cuts and `order` as of
+        `linear`."""
         cuts = tuple(map(_cut, shape))
-        made = Vector(tuple(cut.size for cut in cuts), dtype or self.dtype, order)
+        made = Vector(tuple(cut.size for cut in cuts), dtype or self.dtype, order, plus)
         self._places[name] = (made.slot, 0, cuts)
         return made
 
