@@ -1,7 +1,8 @@
 """`penstock serve` with everything real but the model: an engine process that echoes its prompt.
 
     python http_fake.py MODEL FLAGS...       the server; MODEL is only a name
-    python http_fake.py --engine FD          its engine: 2 ms a step, a context of 20,000 tokens
+    python http_fake.py --engine FD          its engine: 20,000 tokens of context, a step takes
+                                             PENSTOCK_FAKE_STEP_S (2 ms)
 """
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 UNIT = Path(__file__).parents[1] / "unit"
-STEP_S = 0.002
+STEP_S = float(os.environ.get("PENSTOCK_FAKE_STEP_S", "0.002"))
 
 
 def load(name: str):

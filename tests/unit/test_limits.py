@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import socket
 
 import pytest
@@ -14,6 +15,7 @@ from penstock.config.base.errors import ConfigError
 from penstock.config.settings.pairkey import pair_key
 from penstock.config.settings.refuse import is_local, is_local_origin
 from penstock.config.settings.tree import PairConfig, ServerConfig
+from penstock.serve.client.gate import Gate
 from penstock.serve.http import limits
 from penstock.serve.http.limits import (
     BodyTooLarge,
@@ -151,8 +153,8 @@ def talk(*parts: bytes, app=hello) -> bytes:
     async def go() -> bytes:
         listener = socket.create_server(("127.0.0.1", 0))
         server = uvicorn.Server(uvicorn.Config(
-            app, http=limits.LimitedProtocol, ws="none", lifespan="off", log_config=None,
-            timeout_keep_alive=1))
+            app, http=functools.partial(limits.LimitedProtocol, gate=Gate()), ws="none",
+            lifespan="off", log_config=None, timeout_keep_alive=1))
         server.capture_signals = contextlib.nullcontext
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         reader, writer = await asyncio.open_connection(*listener.getsockname())

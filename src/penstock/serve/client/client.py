@@ -25,6 +25,8 @@ from penstock.config.request.selection import attention_identity
 from penstock.config.settings.plain import to_plain
 from penstock.config.settings.tree import Config
 from penstock.serve import wire
+from penstock.serve.client.gate import Gate
+from penstock.serve.client.link import EngineLink, Inbox
 
 TAIL_LINES = 20
 EXIT_GRACE_S = 5.0
@@ -52,7 +54,7 @@ class Stream:
     cancellation while waiting, or the object being collected. Raises EngineDied when that happened.
     """
 
-    def __init__(self, client: EngineClient, inbox: _Inbox) -> None:
+    def __init__(self, client: EngineClient, inbox: Inbox) -> None:
         self.rid = inbox.rid
         self._client = client
         self._inbox = inbox
@@ -101,25 +103,6 @@ class Stream:
             self._client.abort_from_anywhere(self.rid)
 
 
-class _Inbox:
-    """What has arrived for one choice. The client holds this and not the Stream, so that a Stream
-    that nobody reads any more can be collected and aborted."""
-
-    __slots__ = ("chunks", "error", "finished", "rid", "started", "waiter")
-
-    def __init__(self, rid: int) -> None:
-        self.rid = rid
-        self.chunks: deque[wire.Chunk] = deque()
-        self.waiter: asyncio.Future[None] | None = None
-        self.started = False
-        self.finished = False
-        self.error: Exception | None = None
-
-    def wake(self) -> None:
-        if self.waiter is not None and not self.waiter.done():
-            self.waiter.set_result(None)
-
-
 class EngineClient:
     """Starts one engine process and multiplexes requests to it. Everything on one asyncio loop.
 
@@ -142,8 +125,9 @@ class EngineClient:
         self._log = log
         self._fds = fds
         self._argv = argv or [sys.executable, "-P", "-m", "penstock.serve.engine.main"]
+        self._gate = Gate()             # of answers that begin or end, which cost more than their text
         self._rids, self._asks = rids or itertools.count(1), itertools.count(1)
-        self._inboxes: dict[int, _Inbox] = {}
+        self._inboxes: dict[int, Inbox] = {}
         self._asked: dict[int, asyncio.Future[wire.Stats | wire.Shown]] = {}
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._ready: wire.Ready | None = None
@@ -173,7 +157,7 @@ class EngineClient:
             self._on_a_thread(self._read_log, self._logged, "penstock-log")
             ours.setblocking(False)
             self._transport, _ = await self._loop.create_unix_connection(
-                lambda: _Link(self), sock=ours)
+                lambda: EngineLink(self), sock=ours)
             self._send(wire.Hello(version=wire.VERSION, config=to_plain(self.config)))
             self._ready = await self._started
         except BaseException:
@@ -238,7 +222,7 @@ class EngineClient:
         tokens = list(prompt)
         try:
             for choice in range(params.n):
-                inbox = _Inbox(next(self._rids))
+                inbox = Inbox(next(self._rids))
                 message = wire.Submit(
                     rid=inbox.rid, prompt=tokens, stop_ids=stop_ids,
                     params=params if choice == 0 else replace(params, prompt_logprobs=None),
@@ -333,12 +317,18 @@ class EngineClient:
         if not inbox.started:
             inbox.started = True
             self.num_waiting -= 1
-        inbox.chunks.append(chunk)
+        inbox.add(chunk)
         if chunk.finish is not None:
             self._forget(inbox)
-        inbox.wake()
+        if inbox.gated:
+            return                          # it will find this one too
+        if inbox.begun and chunk.finish is None:
+            inbox.wake()
+        else:
+            inbox.begun, inbox.gated = bool(chunk.tokens), True
+            self._gate.later(inbox.wake)
 
-    def _forget(self, inbox: _Inbox) -> None:
+    def _forget(self, inbox: Inbox) -> None:
         del self._inboxes[inbox.rid]
         inbox.finished = True
         if not inbox.started:
@@ -390,29 +380,6 @@ class EngineClient:
                 self._tail.append(line.rstrip())
                 if self._log is not None:
                     self._log(line.rstrip())
-
-
-class _Link(asyncio.Protocol):
-    """Bytes of the socket to messages of the client, without a task in between."""
-
-    def __init__(self, client: EngineClient) -> None:
-        self._client = client
-        self._reader = wire.FrameReader()
-        self._transport: asyncio.BaseTransport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            for body in self._reader.feed(data):
-                self._client.receive(wire.decode_from_engine(body))
-        except wire.ProtocolError:
-            assert self._transport is not None
-            self._transport.close()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._client.link_lost()
 
 
 async def _within(timeout_s: float, event: asyncio.Event) -> None:

@@ -6,7 +6,6 @@ until the API process is gone. Exit codes: 0 asked to or orphaned, 2 configurati
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import select
 import signal
@@ -24,7 +23,7 @@ from penstock.config.settings.plain import from_plain
 from penstock.config.settings.tree import Config
 from penstock.core.lifecycle import Phase
 from penstock.exec.waker import Waker
-from penstock.serve import wire
+from penstock.serve import collector, wire
 from penstock.serve.engine.loop import EngineLoop
 from penstock.serve.engine.record import EventLog, write_flight, write_on_signal
 
@@ -35,11 +34,10 @@ if TYPE_CHECKING:
 EXIT_CONFIG = 2
 EXIT_BUG = 70
 READ_BYTES = 1 << 20
-# Of Python's cycle collector: young objects as always, a full collection once in 70 million objects.
-# The core makes no cycles, but each page is a few objects that live long and that a full collection walks:
-# 100 ms a time with 1,024 rows, where planning a step takes 1.3 ms; without it the slowest of 1,200
-# steps is 4 ms (docs/log-older.md). Larger young generations make fewer and longer pauses, 10 to 20 ms.
-COLLECT = (700, 10, 10_000)
+# A full collection once in 70 million objects. The core makes no cycles, but each page is a few objects
+# that live long and that a full collection walks: 100 ms a time with 1,024 rows, where planning a step takes
+# 1.3 ms; without it the slowest of 1,200 steps is 4 ms (docs/log-older.md).
+FULL = 10_000
 
 
 class Link:
@@ -180,14 +178,6 @@ def build(config: Config, event_log: EventLog) -> Engine:
     return Engine(loop=loop, ready=ready, wakes=built.wakes, crew=built.crew, peers=peers)
 
 
-def spare_the_collector() -> None:
-    """Set Python's cycle collector for a process that keeps what it has."""
-    # The model and the modules live as long as the process: the collector need not walk them.
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*COLLECT)
-
-
 def log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
@@ -206,7 +196,7 @@ def main(argv: list[str]) -> NoReturn:
     except ConfigError as e:
         link.send(wire.Failed(str(e)))
         sys.exit(EXIT_CONFIG)
-    spare_the_collector()
+    collector.spare(FULL)
     log(wire.LOADED)
     link.send(engine.ready)
     try:

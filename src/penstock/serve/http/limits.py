@@ -6,6 +6,7 @@ connections. Knows no route and no OpenAI type.
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import hmac
 import secrets
@@ -18,6 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from penstock.config.base.errors import ConfigError
 from penstock.config.settings.pairkey import read_secret
 from penstock.config.settings.tree import ServerConfig
+from penstock.serve.client.gate import Gate
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
@@ -135,7 +137,12 @@ def _unframe(cycle: RequestResponseCycle) -> None:
 class LimitedProtocol(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 with what it leaves open: a time and a size for the head of a request,
     errors in OpenAI's shape also for what is not HTTP, and a disconnect that reaches every request
-    of a pipelined connection."""
+    of a pipelined connection. What arrives waits at a gate for its turn."""
+
+    def __init__(self, *args: Any, gate: Gate, **kwargs: Any) -> None:
+        """gate: of all connections together. The others: as uvicorn has them."""
+        super().__init__(*args, **kwargs)
+        self._gate = gate
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -148,6 +155,12 @@ class LimitedProtocol(HttpToolsProtocol):
         self._await_head()
 
     def data_received(self, data: bytes) -> None:
+        self.transport.pause_reading()       # no more of one connection than this waits
+        self._gate.later(functools.partial(self._take, data))
+
+    def _take(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
         head = self._head
         super().data_received(data)
         same = head in (0, self._head)
@@ -155,6 +168,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self._head_parts += len(data)    # a line that never ends is not told by the parser
             if self._head_parts > HEADER_BYTES_MAX:
                 self._refuse_head()
+        if not (self.flow.read_paused or self.transport.is_closing()):
+            self.transport.resume_reading()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
