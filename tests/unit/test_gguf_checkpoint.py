@@ -88,15 +88,22 @@ NORMS = {"attn_q_norm.weight": ("self_attn.q_norm.weight", (HEAD_DIM,)),
          "attn_k_norm.weight": ("self_attn.k_norm.weight", (HEAD_DIM,))}
 
 
+GEMMA = {"ffn_norm.weight": ("pre_feedforward_layernorm.weight", (HIDDEN,)),
+         "post_attention_norm.weight": ("post_attention_layernorm.weight", (HIDDEN,)),
+         "post_ffw_norm.weight": ("post_feedforward_layernorm.weight", (HIDDEN,))}
+
+
 @pytest.mark.parametrize(("architecture", "layer"), [
-    ("llama", LAYER | DENSE), ("qwen2", LAYER | DENSE), ("qwen3", LAYER | DENSE | NORMS)])
+    ("llama", LAYER | DENSE), ("qwen2", LAYER | DENSE), ("qwen3", LAYER | DENSE | NORMS),
+    ("gemma3", LAYER | DENSE | NORMS | GEMMA)])
 def test_names_and_layouts(tmp_path: Path, architecture: str,
                            layer: dict[str, tuple[str, tuple[int, ...]]]) -> None:
     rng = np.random.default_rng(3)
     top = {"token_embd.weight": ("model.embed_tokens.weight", (VOCAB, HIDDEN)),
            "output_norm.weight": ("model.norm.weight", (HIDDEN,)),
            "output.weight": ("lm_head.weight", (VOCAB, HIDDEN))}
-    made = writer(tmp_path / "m.gguf", architecture)
+    window = {"attention.sliding_window": 16} if architecture == "gemma3" else {}
+    made = writer(tmp_path / "m.gguf", architecture, **window)
     wanted = {}
     for ours, (theirs, shape) in (top | {f"blk.0.{k}": (f"model.layers.0.{n}", s)
                                          for k, (n, s) in layer.items()}).items():
@@ -104,6 +111,9 @@ def test_names_and_layouts(tmp_path: Path, architecture: str,
         heads = {"attn_q.": HEADS, "attn_k.": KV_HEADS}.get(ours[6:13], 0)
         stored = (interleave(wanted[theirs], heads) if heads and architecture == "llama"
                   else wanted[theirs])
+        if architecture == "gemma3" and theirs.endswith("norm.weight"):
+            stored = stored + np.float32(1)         # and so does the model, to what it reads
+            wanted[theirs] = stored - np.float32(1)
         made.add_tensor(ours, stored)
     found = dict(open_checkpoint(locate(str(finish(made)))).tensors())
     assert found.keys() == wanted.keys()
@@ -241,6 +251,19 @@ def test_rope_factors_of_another_kind(tmp_path: Path, factors: np.ndarray, words
     assert words in refusal(finish(made))
 
 
+@pytest.mark.parametrize("layers, scalar", [(18, 16), (62, 8)])
+def test_gemma_3_has_what_llama_cpp_has_in_its_code(tmp_path: Path, layers: int, scalar: int) -> None:
+    config = locate(str(minimal(tmp_path / "m.gguf", "gemma3", **{
+        "attention.sliding_window": 16, "block_count": layers, "attention.key_length": 16,
+        "attention.value_length": 16,
+        "rope.freq_base": 1e6}))).config
+    assert config | {
+        "model_type": "gemma3_text", "sliding_window": 16, "sliding_window_pattern": 6, "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4, "query_pre_attn_scalar": scalar, "final_logit_softcapping": None,
+        "tie_word_embeddings": True} == config
+    assert "sliding_window" in refusal(minimal(tmp_path / "n.gguf", "gemma3"))
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a missing key": ({"block_count": None}, "no 'llama.block_count'"),
     "a wrong type": ({"block_count": "1"}, "expected int"),
@@ -265,8 +288,8 @@ def test_metadata_that_would_give_wrong_text_is_refused(tmp_path: Path, case: st
 
 
 def test_other_architectures_and_tensors_are_refused_by_name(tmp_path: Path) -> None:
-    assert "'gemma3' is not supported; supported are llama, qwen2" in refusal(
-        minimal(tmp_path / "a.gguf", "gemma3"))
+    assert "'gemma' is not supported; supported are llama, qwen2" in refusal(
+        minimal(tmp_path / "a.gguf", "gemma"))
     for name in ("blk.0.attn_q_norm.extra", "blk.1.attn_q.weight", "cls.weight", "blk.0.ffn_up_exps.weight"):
         made = writer(tmp_path / "b.gguf")
         made.add_tensor("token_embd.weight", np.ones((VOCAB, HIDDEN), np.float32))

@@ -231,6 +231,8 @@ class GGUFCheckpoint:
                     tensor = _read_blocks(file, stored, begin, shape, self.path, codes=name in self.codes)
                     if target.rope_heads:
                         tensor = _halves(tensor, target.rope_heads)
+                    if target.plus and isinstance(tensor, Tensor):
+                        tensor = tensor - target.plus
                     tensor = _finite(tensor, name, self.path)
                     yield name, tensor if isinstance(tensor, Codes) else tensor.to(device)
                     del tensor

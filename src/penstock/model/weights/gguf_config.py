@@ -23,6 +23,7 @@ ARCHITECTURES = {
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
     "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
 }
 ROPE_FREQS = "rope_freqs.weight"
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -33,8 +34,12 @@ _BLOCK = {
     "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj", "ffn_gate_inp": "mlp.gate",
 }
+# Where these differ; and what the converter adds to the weights of norms.
+_GEMMA = {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
+          "post_ffw_norm": "post_feedforward_layernorm"}
+_GEMMA_PLUS = 1.0
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
-_TURN_ENDS = ("<|im_end|>", "<|eot_id|>")
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
 _NAME = re.compile(r"(?:blk\.(\d{1,6})\.)?([a-z_]+)\.(weight|bias)\Z", re.ASCII)
 
 
@@ -42,28 +47,34 @@ _NAME = re.compile(r"(?:blk\.(\d{1,6})\.)?([a-z_]+)\.(weight|bias)\Z", re.ASCII)
 class HFName:
     """Where a GGUF tensor goes. `experts`: `name` holds an `{}` for the index along axis 0.
 
-    `rope_heads` > 0: rows of that many heads are interleaved for RoPE and must be put back.
+    `rope_heads` > 0: rows of that many heads are interleaved for RoPE and must be put back. `plus`: what was
+    added to the values.
     """
 
     name: str
     experts: bool = False
     rope_heads: int = 0
+    plus: float = 0.0
 
 
 def hf_name(name: str, config: Mapping[str, Any], where: str) -> HFName:
     """The Hugging Face name of GGUF tensor `name`. Raises ConfigError on one that has none."""
     match = _NAME.match(name)
     layer, part, kind = match.groups() if match else (None, "", "")
+    gemma = config["model_type"] == "gemma3_text"
+    plus = _GEMMA_PLUS if gemma and part.endswith("norm") else 0.0
     if layer is None and part in _TOP:
-        return HFName(f"{_TOP[part]}.{kind}")
+        return HFName(f"{_TOP[part]}.{kind}", plus=plus)
     if layer is not None and int(layer) < config["num_hidden_layers"]:
         prefix = f"model.layers.{int(layer)}"
+        if gemma and part in _GEMMA:
+            return HFName(f"{prefix}.{_GEMMA[part]}.{kind}", plus=plus)
         if part in _BLOCK:
             heads = {"attn_q": config["num_attention_heads"],
                      "attn_k": config["num_key_value_heads"]}.get(part, 0)
             # Only llama's converter interleaves: Qwen's GGUFs use RoPE in halves, as Hugging Face.
             rope_heads = heads if config["model_type"] == "llama" else 0
-            return HFName(f"{prefix}.{_BLOCK[part]}.{kind}", rope_heads=rope_heads)
+            return HFName(f"{prefix}.{_BLOCK[part]}.{kind}", rope_heads=rope_heads, plus=plus)
         if part in _EXPERTS and kind == "weight" and config["model_type"] == "qwen3_moe":
             return HFName(f"{prefix}.mlp.experts.{{}}.{_EXPERTS[part]}.weight", experts=True)
     raise ConfigError(f"{where}: tensor {show(name)} is not part of a {config['model_type']} model "
@@ -134,6 +145,8 @@ def hf_config(header: GGUFHeader, where: str,
         "bos_token_id": meta.get("tokenizer.ggml.bos_token_id", int, None),
         "eos_token_id": list(gguf_eos_ids(header.metadata, where)) or None,
     }
+    if architecture == "gemma3":
+        config |= _gemma3(meta, config)
     _refuse_unknown_features(meta, config)
     if architecture == "qwen3moe":
         config |= {
@@ -147,6 +160,19 @@ def hf_config(header: GGUFHeader, where: str,
         config["rope_scaling"] = llama3_rope(rope_factors, config["rope_theta"], head_dim, where)
     check_config(config, where)
     return config
+
+
+def _gemma3(meta: _Meta, config: dict[str, Any]) -> dict[str, Any]:
+    """What llama.cpp has in its code for this architecture, and no file says: which layers have the window,
+    their RoPE, and the scale of scores, which is another in the largest model (27B)."""
+    largest = config["num_hidden_layers"] == 62
+    return {
+        "sliding_window": meta.arch("attention.sliding_window", int), "sliding_window_pattern": 6,
+        "rope_local_base_freq": 10000.0, "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": (config["hidden_size"] // config["num_attention_heads"] if largest else
+                                  config["head_dim"]),
+        "final_logit_softcapping": meta.arch("final_logit_softcapping", float, 0.0) or None,
+    }
 
 
 def gguf_eos_ids(metadata: Mapping[str, Any], where: str) -> tuple[int, ...]:
@@ -215,7 +241,8 @@ def _refuse_unknown_features(meta: _Meta, config: dict[str, Any]) -> None:
     refused = (
         ("partial RoPE", meta.arch("rope.dimension_count", int, head_dim) != head_dim),
         ("values narrower than keys", meta.arch("attention.value_length", int, head_dim) != head_dim),
-        ("a sliding window", 0 < meta.arch("attention.sliding_window", int, 0) < context),
+        ("a sliding window", "sliding_window" not in config
+         and 0 < meta.arch("attention.sliding_window", int, 0) < context),
         ("its own attention scale", scale != 0.0 and abs(scale * head_dim ** 0.5 - 1) > 1e-3),
         ("clamped queries", meta.arch("attention.clamp_kqv", float, 0.0) != 0.0),
         ("a logit scale", meta.arch("logit_scale", float, 1.0) not in (0.0, 1.0)),
