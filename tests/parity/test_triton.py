@@ -22,7 +22,7 @@ STRIDES = {"q_row": "i32", "q_head": "i32", "kv_page": "i64", "kv_head": "i32", 
 PAGED = {"DIM": 128, "DIM_PAD": 128, "PAGE": 16}
 
 FP8, FLOATS = (dict(BLOCK_ROWS=n, BLOCK_COLS=n, SCALED=n > 1) for n in (128, 1))
-VISITS = {"expert": I64, "block_expert": I32, "block_visit": I32}
+VISITS = {"expert": I64, "block_expert": I32, "block_visit": I32, "FIRST": "i32", "E": "i32"}
 FEW, MANY = (dict(VISITS=64, ROWS=32, COLS=128, FEW=True), dict(VISITS=64, ROWS=64, COLS=64, FEW=False))
 EXPERTS = [(BF16, {"weight": U8, "scale": F32}, FP8, FEW), (BF16, {"weight": U8, "scale": F32}, FP8, MANY),
            (BF16, {"weight": BF16, "scale": BF16}, FLOATS, FEW),
@@ -150,7 +150,7 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
          dict(INPUTS=768, C=8, C_PAD=8, EXACT=kind == F32, **tiles, **scaled), 4, 3)
         for kind, weights, scaled, tiles in EXPERTS],
     ("gemm.experts.triton_experts", "sum_visits"): [
-        (dict(part=BF16, out=BF16, DIM="i32"), dict(C=8, BLOCK=1024), 4, 3)],
+        (dict(part=BF16, expert=I64, out=BF16, FIRST="i32", E="i32", DIM="i32"), dict(C=8, BLOCK=1024), 4, 3)],
 }
 
 # Bytes of stack that a thread of the worst way takes, of kernels that have any: what registers do not hold.

@@ -20,6 +20,7 @@ from penstock.exec.load.sizing import groups_of
 from penstock.exec.pipeline.far import NodeHost, NodePages
 from penstock.exec.pipeline.nodes import Write
 from penstock.exec.step.links import nodes_of, split
+from penstock.kernels.gemm.experts import OP, ExpertOps
 from penstock.kernels.types.scaled import quantised
 from penstock.memory.dram import DramPool
 from penstock.model import registry
@@ -55,6 +56,8 @@ WHOLE = ("embed_tokens.weight", "norm.weight", "norm.bias", "mlp.gate.weight", "
          "_a_proj.weight", "_a_proj.bias", "_with_mqa.weight", "_with_mqa.bias",
          "indexer.wq_b.weight", "indexer.wk.weight",
          "indexer.weights_proj.weight")
+
+EXPERTS = OP.use("reference")
 
 
 def parts(pp: int, tp: int, ranges: int = 1, block: int = 16) -> list[Stage]:
@@ -261,15 +264,16 @@ class Threads:
         return One()
 
 
-def logits(config: dict[str, Any], tp: int, ranges: int = 1) -> list[torch.Tensor]:
-    """Of a chunk and then a token, by lane."""
+def logits(config: dict[str, Any], tp: int, ranges: int = 1, together: ExpertOps | None = None) \
+        -> list[torch.Tensor]:
+    """Of a chunk and then a token, by lane. together: as on a device, experts are one operation."""
     lanes, found = Threads(tp), [None] * tp
 
     @torch.inference_mode()
     def run(stage: Stage) -> None:
         index = stage.lane.index
         model = registry.build(config, dtype=torch.float32, stage=stage,
-                               lanes=lanes.of(index) if tp > 1 else None,
+                               lanes=lanes.of(index) if tp > 1 else None, experts=together,
                                linear=lambda w_OI, b_O: lambda x_TI: F.linear(x_TI, w_OI, b_O))
         for name, tensor in registry.dummy_tensors(config, 7, model.wants):
             model.load(name, tensor if "norm" in name else tensor * 8)
@@ -287,8 +291,8 @@ def logits(config: dict[str, Any], tp: int, ranges: int = 1) -> list[torch.Tenso
     return found
 
 
-def check_logits(config: dict[str, Any], tp: int, ranges: int = 1) -> None:
-    [want], found = logits(config, 1), logits(config, tp, ranges)
+def check_logits(config: dict[str, Any], tp: int, ranges: int = 1, together: ExpertOps | None = None) -> None:
+    [want], found = logits(config, 1), logits(config, tp, ranges, together)
     assert all(one is not None and one.equal(found[0]) for one in found), "lanes differ"
     assert torch.allclose(found[0], want, atol=1e-4, rtol=1e-4), "not the model"
 
@@ -297,7 +301,8 @@ def check_logits(config: dict[str, Any], tp: int, ranges: int = 1) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe", "deepseek_v32"])
 def test_lanes_compute_what_the_model_does_and_the_same_on_each(family, tp):
     for ranges in {1, tp} if family in ("qwen3_moe", "deepseek_v32") else {1}:
-        check_logits(FAMILIES[family], tp, ranges)
+        for together in (None, EXPERTS) if family in ("qwen3_moe", "deepseek_v32") else (None,):
+            check_logits(FAMILIES[family], tp, ranges, together)
 
 
 def a_bias_on_each_lane(monkeypatch):
@@ -335,5 +340,6 @@ def experts_visited_on_two_lanes(monkeypatch):
     ids=lambda x: getattr(x, "__name__", x))
 def test_a_fault_of_lanes_is_seen(monkeypatch, fault, family):
     fault(monkeypatch)
-    with pytest.raises(AssertionError, match="not the model"):
-        check_logits(FAMILIES[family], 2, 2 if family == "qwen3_moe" else 1)
+    for together in (None, EXPERTS) if family == "qwen3_moe" else (None,):
+        with pytest.raises(AssertionError, match="not the model"):
+            check_logits(FAMILIES[family], 2, 2 if family == "qwen3_moe" else 1, together)

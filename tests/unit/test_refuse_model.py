@@ -30,7 +30,6 @@ CASES: tuple[tuple[ModelFacts, dict[str, object], dict[str, object]], ...] = (
     (DENSE, {"index_dtype": "bfloat16"}, {"index_dtype": "auto"}),
     (DENSE, {"pp": 5}, {"pp": 4}),
     (replace(DENSE, heads=3), {"tp": 4}, {"tp": 3}),
-    (replace(DENSE, experts=2), {"tp": 2, "device": "cuda"}, {"tp": 2, "device": "cpu"}),
     (DENSE, {"tp": 2, "expert_parallel": True}, {"tp": 2}),
     (replace(DENSE, experts=2), {"tp": 3, "ep": 3}, {"tp": 4, "ep": 2}),
 )

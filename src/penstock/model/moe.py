@@ -2,6 +2,7 @@
 
 On a CPU each expert is an MLP of its own, and those that the step hits run in ascending order, so sums are
 made in one order. On a device all experts of a layer are one operation, which the host knows no counts of.
+Of several lanes each has a range of the experts, or columns of it.
 
     T tokens   D model dim   E experts   C chosen per token   S = T * C visits
 """
@@ -60,11 +61,15 @@ class SparseMLP:
             self.shared = GatedMLP(slots, f"{prefix}.shared_experts", hidden,
                                    slots.lane.columns(spec.shared_width), False)
         names = [f"{prefix}.experts.{index}" for index in range(spec.num_experts)]
+        kept, width = slots.lane.experts(spec.num_experts), slots.lane.of_range.columns(spec.width)
         self.route = route if slots.experts is None else slots.experts.route
         self.visit: Callable[[Tensor, Tensor, Tensor], Tensor] = (
-            EachExpert(slots, names, hidden, slots.lane.experts(spec.num_experts),
-                       slots.lane.of_range.columns(spec.width)) if slots.experts is None else
-            AllExperts(slots, slots.experts, names, hidden, spec.width))
+            EachExpert(slots, names[kept.range], hidden, kept, width) if slots.experts is None else
+            AllExperts(slots, slots.experts, names[kept.range], hidden, kept, width))
+        for name in (*names[:kept.first], *names[kept.end:]):
+            for part in ("gate", "up"):
+                slots.foreign(f"{name}.{part}_proj.weight", (spec.width, hidden))
+            slots.foreign(f"{name}.down_proj.weight", (hidden, spec.width))
         # transformers keeps a layer's experts in two tensors; files may have them either way.
         slots.bundle(
             f"{prefix}.experts.gate_up_proj",
@@ -89,11 +94,7 @@ class EachExpert:
 
     def __init__(self, slots: Slots, names: list[str], hidden: int, kept: Cut, width: Cut) -> None:
         self.kept = kept
-        self.experts = [GatedMLP(slots, name, hidden, width, False) for name in names[kept.range]]
-        for name in (*names[:kept.first], *names[kept.end:]):
-            for part in ("gate", "up"):
-                slots.foreign(f"{name}.{part}_proj.weight", (width.of, hidden))
-            slots.foreign(f"{name}.down_proj.weight", (hidden, width.of))
+        self.experts = [GatedMLP(slots, name, hidden, width, False) for name in names]
 
     def __call__(self, x_TD: Tensor, expert_TC: Tensor, weight_TC: Tensor) -> Tensor:
         expert_S = expert_TC.flatten()
@@ -114,17 +115,17 @@ class EachExpert:
 
 
 class AllExperts:
-    """Two stacks of weights for all experts. No synchronisation."""
+    """Two stacks of weights for all experts of a lane. No synchronisation."""
 
-    def __init__(self, slots: Slots, ops: ExpertOps, names: list[str], hidden: int, width: int) -> None:
-        assert slots.lane.size == 1, "lanes on a device"
-        self.ops = ops
+    def __init__(self, slots: Slots, ops: ExpertOps, names: list[str], hidden: int, kept: Cut,
+                 width: Cut) -> None:
+        self.ops, self.first = ops, kept.first
         self.gate_up = slots.stack(
             [f"{name}.{part}_proj" for name in names for part in ("gate", "up")], width, hidden)
         self.down = slots.stack([f"{name}.down_proj" for name in names], hidden, width)
 
     def __call__(self, x_TD: Tensor, expert_TC: Tensor, weight_TC: Tensor) -> Tensor:
-        return self.ops.mlp(x_TD, expert_TC, weight_TC, self.gate_up.value, self.down.value)
+        return self.ops.mlp(x_TD, expert_TC, weight_TC, self.gate_up.value, self.down.value, self.first)
 
 
 class Softmax:

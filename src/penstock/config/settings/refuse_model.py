@@ -97,9 +97,6 @@ OF_MODEL: tuple[Refusal[ModelFacts], ...] = (
     Refusal(lambda c, m: c.device.tp > min(m.heads, m.vocab, m.width), ("device.tp",),
             "this model has {heads} query heads, {vocab} words and MLPs of {width} columns, of which each "
             "lane takes one or more"),
-    Refusal(lambda c, m: c.device.device == "cuda" and c.device.tp > 1 and m.experts > 0,
-            ("device.device", "device.tp"), "experts have lanes on a CPU only so far: take --device cpu, "
-            "or one lane"),
     Refusal(lambda c, m: c.device.expert_ranges > 1 and not m.experts,
             ("device.ep", "device.expert_parallel"), "this model has no experts: leave it out"),
     Refusal(lambda c, m: 0 < m.experts < c.device.expert_ranges, ("device.ep", "device.expert_parallel"),

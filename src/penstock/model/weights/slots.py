@@ -202,11 +202,12 @@ class Slots:
         """A weight of this stage that another lane has."""
         self._foreign[name] = shape
 
-    def stack(self, prefixes: Sequence[str], rows: int, cols: int) -> Stack:
-        """`prefix.weight` of every prefix, [rows, cols] each, below each other."""
-        made = Stack((len(prefixes) * rows, cols), self.dtype)
+    def stack(self, prefixes: Sequence[str], rows: int | Cut, cols: int | Cut) -> Stack:
+        """`prefix.weight` of every prefix, of each the rows and columns of its cuts, below each other."""
+        kept, columns = _cut(rows), _cut(cols)
+        made = Stack((len(prefixes) * kept.size, columns.size), self.dtype)
         for i, prefix in enumerate(prefixes):
-            self._places[f"{prefix}.weight"] = (made.slot, i * rows, (whole(rows), whole(cols)))
+            self._places[f"{prefix}.weight"] = (made.slot, i * kept.size, (kept, columns))
         return made
 
     def vector(

@@ -48,13 +48,14 @@ class ExpertOps(Protocol):
         ...
 
     def mlp(self, x_TD: Tensor, expert_TC: Tensor, weight_TC: Tensor, gate_up: Tensor | Scaled,
-            down: Tensor | Scaled) -> Tensor:
+            down: Tensor | Scaled, first: int = 0) -> Tensor:
         """out_TD, the sum over a token's experts of weight * down(silu(gate(x)) * up(x)); new, dense.
 
         x_TD        f32|bf16, dense
         gate_up     [E * 2I, D], expert after expert, each with the rows of gate before those of up; dense,
                     dtype of x or block-scaled fp8
         down        [E * D, I], likewise
+        first       number of the first of these E experts: visits to others count 0
         Rounds      to x's dtype: what `down` gets, what each expert gives, their sum. Products are summed
                     in f32. A token's result does not depend on the others up to rounding.
         """

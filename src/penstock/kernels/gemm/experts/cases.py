@@ -36,6 +36,11 @@ def cases(device: str = "cpu") -> Iterator[Case]:
                 for tokens in _TOKENS:
                     yield Case(f"{name}-{'fp8 ' * scaled}{'x'.join(map(str, shape))}-{tokens}",
                                partial(_mlp, device, dtype, shape, scaled, tokens), TOLERANCE[dtype])
+        for first, kept in ((0, 3), (2, 2), (4, 1)):
+            for tokens in (1, 37, 150):
+                yield Case(f"{name}-experts {first} to {first + kept} of 5-{tokens}",
+                           partial(_mlp, device, dtype, _SHAPES[0], False, tokens, first=first, kept=kept),
+                           TOLERANCE[dtype])
 
 
 def _route(device: str, dtype: torch.dtype, experts: int, rule: Rule, tokens: int, ops: ExpertOps) -> Tensor:
@@ -58,17 +63,18 @@ def stack(generator: torch.Generator, experts: int, rows: int, cols: int, block:
 
 
 def _mlp(device: str, dtype: torch.dtype, shape: tuple[int, ...], scaled: bool, tokens: int,
-         ops: ExpertOps) -> Tensor:
-    """A third of the tokens visits the same experts."""
+         ops: ExpertOps, *, first: int = 0, kept: int | None = None) -> Tensor:
+    """A third of the tokens visits the same experts, of which `kept` from `first` on are here."""
     experts, chosen, dim, width, *block = shape
     generator = torch.Generator().manual_seed(sum(shape) + tokens)
     x = torch.randn(tokens, dim, generator=generator).to(device, dtype)
     expert = torch.stack([torch.randperm(experts, generator=generator)[:chosen] for _ in range(tokens)])
     expert[::3] = expert[0].clone()
     weight = torch.rand(tokens, chosen, generator=generator)
-    gate_up = stack(generator, experts, 2 * width, dim, (block[0], block[1]), dtype, scaled)
-    down = stack(generator, experts, dim, width, (block[0], block[1]), dtype, scaled)
-    return ops.mlp(x, expert.to(device), weight.to(device), gate_up.to(device), down.to(device))
+    here = experts if kept is None else kept
+    gate_up = stack(generator, here, 2 * width, dim, (block[0], block[1]), dtype, scaled)
+    down = stack(generator, here, dim, width, (block[0], block[1]), dtype, scaled)
+    return ops.mlp(x, expert.to(device), weight.to(device), gate_up.to(device), down.to(device), first)
 
 
 def workloads() -> Iterator[Workload]:

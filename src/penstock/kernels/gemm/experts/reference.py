@@ -43,14 +43,14 @@ class Reference:
         return route(logit_TE, bias_E, rule)
 
     def mlp(self, x_TD: Tensor, expert_TC: Tensor, weight_TC: Tensor, gate_up: Tensor | Scaled,
-            down: Tensor | Scaled) -> Tensor:
+            down: Tensor | Scaled, first: int = 0) -> Tensor:
         dim = x_TD.shape[1]
         num_experts, out_TD = down.shape[0] // dim, torch.zeros_like(x_TD, dtype=torch.float32)
         width = gate_up.shape[0] // num_experts // 2
         for expert in range(num_experts):
             gate_TI, up_TI = F.linear(x_TD.float(), _rows(gate_up, expert, 2 * width)).chunk(2, -1)
             inner_TI = (F.silu(gate_TI) * up_TI).to(x_TD.dtype).float()
-            weight_T = torch.where(expert_TC == expert, weight_TC, 0.0).sum(1)
+            weight_T = torch.where(expert_TC == first + expert, weight_TC, 0.0).sum(1)
             one_TD = F.linear(inner_TI, _rows(down, expert, dim)) * weight_T[:, None]
             out_TD += one_TD.to(x_TD.dtype)
         return out_TD.to(x_TD.dtype)

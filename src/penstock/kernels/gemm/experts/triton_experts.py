@@ -77,9 +77,9 @@ def route_tokens(logit, bias, expert, weight, l_row, scale, E, PER_GROUP, E_PAD:
 
 
 @triton.jit
-def _visits(expert, block_expert, block_visit, T, C: tl.constexpr, C_PAD: tl.constexpr, VISITS: tl.constexpr,
-            FEW: tl.constexpr):
-    """(expert whose weights this program reads, its visits); -1: none."""
+def _visits(expert, block_expert, block_visit, T, FIRST, E, C: tl.constexpr, C_PAD: tl.constexpr,
+            VISITS: tl.constexpr, FEW: tl.constexpr):
+    """(expert whose weights this program reads, of the E that are here, its visits); -1: none."""
     m = tl.program_id(1)
     j = tl.arange(0, VISITS)
     if FEW:
@@ -87,9 +87,10 @@ def _visits(expert, block_expert, block_visit, T, C: tl.constexpr, C_PAD: tl.con
         at = j[:, None] * C + c
         listed = tl.load(expert + at, mask=(j[:, None] < T) & (c < C), other=-1)
         mine = tl.load(expert + m)
+        here = (mine >= FIRST) & (mine < FIRST + E)
         visit = tl.max(tl.where(listed == mine, at, -1), 1)
         first = tl.min(tl.min(tl.where(listed == mine, at, VISITS * C_PAD), 1), 0)
-        e = tl.where(first == m, mine, -1).to(tl.int32)
+        e = tl.where((first == m) & here, mine - FIRST, -1).to(tl.int32)
     else:
         e = tl.load(block_expert + m)
         visit = tl.load(block_visit + m * VISITS + j)
@@ -97,12 +98,12 @@ def _visits(expert, block_expert, block_visit, T, C: tl.constexpr, C_PAD: tl.con
 
 
 @triton.jit
-def experts_in(x, weight, scale, expert, block_expert, block_visit, inner, T, x_row, SCALES, WIDTH,
+def experts_in(x, weight, scale, expert, block_expert, block_visit, inner, T, FIRST, E, x_row, SCALES, WIDTH,
                INPUTS: tl.constexpr, C: tl.constexpr, C_PAD: tl.constexpr, VISITS: tl.constexpr,
                ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
                SCALED: tl.constexpr, FEW: tl.constexpr, EXACT: tl.constexpr):
     """silu(gate(x)) * up(x), ROWS of WIDTH outputs of each visit, into row `visit` of `inner`."""
-    e, visit = _visits(expert, block_expert, block_visit, T, C, C_PAD, VISITS, FEW)
+    e, visit = _visits(expert, block_expert, block_visit, T, FIRST, E, C, C_PAD, VISITS, FEW)
     if e >= 0:
         o = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         own = o < WIDTH
@@ -125,12 +126,12 @@ def experts_in(x, weight, scale, expert, block_expert, block_visit, inner, T, x_
 
 
 @triton.jit
-def experts_out(inner, weight, scale, expert, block_expert, block_visit, weighs, part, T, SCALES, OUTPUTS,
-                INPUTS: tl.constexpr, C: tl.constexpr, C_PAD: tl.constexpr, VISITS: tl.constexpr,
+def experts_out(inner, weight, scale, expert, block_expert, block_visit, weighs, part, T, FIRST, E, SCALES,
+                OUTPUTS, INPUTS: tl.constexpr, C: tl.constexpr, C_PAD: tl.constexpr, VISITS: tl.constexpr,
                 ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
                 SCALED: tl.constexpr, FEW: tl.constexpr, EXACT: tl.constexpr):
     """What a visit weighs times down(inner), ROWS outputs of each visit, into row `visit` of `part`."""
-    e, visit = _visits(expert, block_expert, block_visit, T, C, C_PAD, VISITS, FEW)
+    e, visit = _visits(expert, block_expert, block_visit, T, FIRST, E, C, C_PAD, VISITS, FEW)
     if e >= 0:
         o = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         own = o < OUTPUTS
@@ -150,14 +151,17 @@ def experts_out(inner, weight, scale, expert, block_expert, block_visit, weighs,
 
 
 @triton.jit
-def sum_visits(part, out, DIM, C: tl.constexpr, BLOCK: tl.constexpr):
-    """A token's visits, added in their order."""
+def sum_visits(part, expert, out, FIRST, E, DIM, C: tl.constexpr, BLOCK: tl.constexpr):
+    """A token's visits to experts that are here, added in their order."""
     t = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     own = d < DIM
     acc = tl.zeros([BLOCK], tl.float32)
     for c in range(C):
-        acc += tl.load(part + (t * C + c) * DIM + d, mask=own, other=0.0).to(tl.float32)
+        e = tl.load(expert + t * C + c)
+        here = (e >= FIRST) & (e < FIRST + E)
+        one = tl.load(part + (t * C + c) * DIM + d, mask=own, other=0.0).to(tl.float32)
+        acc += tl.where(here, one, 0.0)         # elsewhere nothing was written
     tl.store(out + t * DIM + d, acc.to(out.dtype.element_ty), mask=own)
 
 
@@ -181,16 +185,19 @@ FEW_MAX = 64            # tokens; this and the tiles below are not measured on a
 BLOCK_VISITS = 64
 
 
-def blocks(expert_TC: Tensor, num_experts: int, size: int) -> tuple[Tensor, Tensor]:
+def blocks(expert_TC: Tensor, first: int, num_experts: int, size: int) -> tuple[Tensor, Tensor]:
     """Visits sorted by expert, in blocks of `size` that have one each: (expert_M, visit_MJ), int32, -1: none.
 
-    As many blocks as S visits could need, by torch's own operations that tell the host nothing.
+    Of the experts from `first` on, counted from there. As many blocks as S visits could need, by torch's own
+    operations that tell the host nothing.
     """
-    expert_S = expert_TC.flatten()
+    expert_S = expert_TC.flatten() - first
+    # Visits to others are behind all.
+    expert_S = torch.where((expert_S >= 0) & (expert_S < num_experts), expert_S, num_experts)
     visits, device = len(expert_S), expert_S.device
     order_S = expert_S.argsort(stable=True)
-    count_E = torch.zeros(num_experts, dtype=torch.int64, device=device).scatter_add_(
-        0, expert_S, torch.ones_like(expert_S))
+    count_E = torch.zeros(num_experts + 1, dtype=torch.int64, device=device).scatter_add_(
+        0, expert_S, torch.ones_like(expert_S))[:-1]
     blocks_E = (count_E + size - 1) // size
     last_E, before_E = blocks_E.cumsum(0), count_E.cumsum(0) - count_E
     block_M = torch.arange(visits // size + min(visits, num_experts), device=device)
@@ -205,7 +212,7 @@ def blocks(expert_TC: Tensor, num_experts: int, size: int) -> tuple[Tensor, Tens
 
 
 def mlp(x_TD: Tensor, expert_TC: Tensor, weight_TC: Tensor, gate_up: Tensor | Scaled,
-        down: Tensor | Scaled) -> Tensor:
+        down: Tensor | Scaled, first: int = 0) -> Tensor:
     """As `ExpertOps.mlp`. Capturable."""
     (tokens, dim), chosen = x_TD.shape, expert_TC.shape[1]
     num_experts, width = down.shape[0] // dim, down.shape[1]
@@ -217,7 +224,7 @@ def mlp(x_TD: Tensor, expert_TC: Tensor, weight_TC: Tensor, gate_up: Tensor | Sc
         tables = expert_TC, expert_TC, expert_TC
     else:
         size = BLOCK_VISITS
-        tables = expert_TC, *blocks(expert_TC, num_experts, size)
+        tables = expert_TC, *blocks(expert_TC, first, num_experts, size)
         grid = len(tables[1])
     inner_SI, part_SD = x_TD.new_empty(visits, width), x_TD.new_empty(visits, dim)
     out_TD = torch.empty_like(x_TD)
@@ -227,12 +234,13 @@ def mlp(x_TD: Tensor, expert_TC: Tensor, weight_TC: Tensor, gate_up: Tensor | Sc
                 EXACT=exact, num_warps=4, num_stages=3)
     element, scale, scales, constants = parts_of(gate_up)
     experts_in[(triton.cdiv(width, rows), grid)](
-        x_TD, element, scale, *tables, inner_SI, tokens, dim, scales, width, INPUTS=dim,
+        x_TD, element, scale, *tables, inner_SI, tokens, first, num_experts, dim, scales, width, INPUTS=dim,
         COLS=tile_cols(gate_up, most), **same, **constants)
     element, scale, scales, constants = parts_of(down)
     experts_out[(triton.cdiv(dim, rows), grid)](
-        inner_SI, element, scale, *tables, weight_TC, part_SD, tokens, scales, dim, INPUTS=width,
+        inner_SI, element, scale, *tables, weight_TC, part_SD, tokens, first, num_experts, scales, dim, INPUTS=width,
         COLS=tile_cols(down, most), **same, **constants)
     block = min(1024, triton.next_power_of_2(dim))
-    sum_visits[(tokens, triton.cdiv(dim, block))](part_SD, out_TD, dim, C=chosen, BLOCK=block, num_warps=4)
+    sum_visits[(tokens, triton.cdiv(dim, block))](
+        part_SD, expert_TC, out_TD, first, num_experts, dim, C=chosen, BLOCK=block, num_warps=4)
     return out_TD
