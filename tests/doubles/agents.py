@@ -7,6 +7,11 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
+import torch
+import where
+
+from penstock.config.base import machine
+
 Agents = list[subprocess.Popen[bytes]]
 
 
@@ -18,8 +23,13 @@ def started(model: str, options: Mapping[str, object]) -> tuple[dict[str, object
         ours = {**options, "dist_init_addr": f"127.0.0.1:{free.getsockname()[1]}"}
     os.environ["PENSTOCK_NODE_KEY"] = "0123456789abcdef"
     return ours, [subprocess.Popen([sys.executable, "-m", "penstock.serve.cli.main", "serve", model,
-                                    *flags(ours), f"--node-rank={rank}"])
+                                    *flags(ours), f"--node-rank={rank}"], env=_own_gpu(rank))
                   for rank in range(1, int(str(options["nnodes"])))]
+
+
+def _own_gpu(node: int) -> dict[str, str] | None:
+    """Here all nodes have the same GPUs: each sees the one that it would have, where there are as many."""
+    return machine.of_gpus([node % torch.cuda.device_count()]) if where.DEVICE == "cuda" else None
 
 
 def flags(options: Mapping[str, object]) -> list[str]:

@@ -24,7 +24,7 @@ SELECTS: dict[str, dict[str, object]] = {
     "ordinary": {}, "selecting": {"sparse_top_k": 96}, "latent": {}, "experts": {"sparse_top_k": 96}}
 LAYOUTS: dict[str, tuple[dict[str, object], ...]] = {      # of one engine, or of both ends
     "one": ({},), "pp": ({"pp": 2},), "tp": ({"tp": 2},), "nodes": ({"pp": 2, "nnodes": 2},),
-    "pair": ({}, {}), "both": ({"pp": 2}, {"pp": 2})}
+    "pair": ({}, {}), "both": ({"pp": 2}, {"tp": 2})}
 ASKED = tuple(PROMPTS[rid] for rid in (1, 3, 4))
 NEW, ATTEMPTS = 12, 20
 # Proven there at once; the others of `across` by the sweep.

@@ -6,8 +6,10 @@ import random
 import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+import torch
 from pair_server import SERVED, prompts, said, serving
 from pipeline_engine import checkpoint
 
@@ -49,6 +51,19 @@ def test_two_engines_say_what_one_says_and_each_tells_of_itself(model, tmp_path,
         assert both.http.post("/flush_cache").json()["success"]
         for n in (0, 1):
             assert "Arrived" in (tmp_path / f"events.{n}").read_text()
+
+
+@pytest.mark.skipif("config.getoption('--device') != 'cuda'", reason="on GPUs")
+def test_engines_have_gpus_of_their_own_where_there_are_as_many(model, tmp_path):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    with serving(model, tmp_path, *SERVED["resident"]) as one:
+        want = [said(one.ask(prompt))[0] for prompt in prompts()]
+    with serving(model, tmp_path, *DP, "--gpu-memory-utilization", ".2") as both:
+        assert [said(both.ask(p, data_parallel_rank=n % 2))[0] for n, p in enumerate(prompts())] == want
+        seen = [re.search(rb"\0CUDA_VISIBLE_DEVICES=([^\0]*)", Path(f"/proc/{e['pid']}/environ").read_bytes())
+                for e in both.info()["engines"]]
+        assert len({one[1] for one in seen}) == 2
 
 
 def test_an_engine_that_is_killed_is_started_again_and_the_other_goes_on(model, tmp_path):

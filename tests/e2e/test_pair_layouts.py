@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import random
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,7 @@ class Pair:
 
     def __init__(self, model: str, folder: Path, layout: str, transport: str) -> None:
         before, num, after = LAYOUTS[layout]
+        self._chance = random.Random(layout)
         alike = (*SERVED["resident"], *key_file(folder), "--disaggregation-transfer-backend", transport,
                  "--disaggregation-mode")
         at = [f"127.0.0.1:{free_port()}" for _ in range(num)]
@@ -68,10 +70,10 @@ class Pair:
         """Under load: what is answered is right, all of its processes go, and the end is started again."""
         victim, decode = self.ends[end], self.decode
         below = children(victim.process.pid)
-        pid = next(pid for pid in [victim.process.pid, *below] if KINDS[kind] in command(pid))
+        pid = self._chance.choice([p for p in [victim.process.pid, *below] if KINDS[kind] in command(p)])
         with ThreadPoolExecutor(4) as pool:
             busy = [pool.submit(decode.ask, prompt, cache_salt=salt) for prompt in prompts()]
-            time.sleep(0.05)
+            time.sleep(self._chance.uniform(0, 0.2))
             os.kill(pid, signal.SIGKILL)
             for answer, tokens in zip(busy, want, strict=True):
                 if victim is not decode:
@@ -116,5 +118,22 @@ def test_ends_of_any_layout_say_what_one_engine_says_and_outlive_a_kill(
                 assert pair.says(f"{end} {kind} behind it") == want
                 for one in pair.ends:
                     one.flushed()
+    finally:
+        pair.close()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_pool_loses_a_page_in_twenty_kills_of_each_kind_of_process(
+    model: str, want: list[list[int]], tmp_path: Path, kind: str
+) -> None:
+    """Ten at either end, at any moment of four requests."""
+    pair = Pair(model, tmp_path, "tp 2 to pp 2", "stream")
+    try:
+        for number in range(20):
+            pair.kill(number % 2, kind, want, f"{number}")
+            assert pair.says(f"{number} behind it") == want
+            for one in pair.ends:
+                one.flushed()
     finally:
         pair.close()

@@ -150,7 +150,8 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
          dict(INPUTS=768, C=8, C_PAD=8, EXACT=kind == F32, **tiles, **scaled), 4, 3)
         for kind, weights, scaled, tiles in EXPERTS],
     ("gemm.experts.triton_experts", "sum_visits"): [
-        (dict(part=BF16, expert=I64, out=BF16, FIRST="i32", E="i32", DIM="i32"), dict(C=8, BLOCK=1024), 4, 3)],
+        (dict(part=BF16, expert=I64, out=BF16, FIRST="i32", E="i32", DIM="i32"),
+         dict(C=8, BLOCK=1024), 4, 3)],
 }
 
 # Bytes of stack that a thread of the worst way takes, of kernels that have any: what registers do not hold.

@@ -4,14 +4,17 @@ from __future__ import annotations
 from penstock.exec.pipeline.beats import FRONT, LANES, STAGE, Heard, Waits, Watch
 
 
-def looks(num: int, *turns: list[tuple[int, str] | None]) -> list[list[int]]:
-    """Who hangs at each look, if a rank's wait was heard before it; None: nothing was heard of it. Silence is
-    three looks."""
-    watch, heard, found = Watch(num, 3.0), [Heard() for _ in range(num)], []
+def looks(num: int, *turns: list[tuple[int, str] | tuple[int, str, int] | None]) -> list[list[int]]:
+    """Who hangs at each look, if a rank's wait was heard before it, and the step on its device; None: nothing
+    was heard of it; []: it serves from now on. Silence is three looks, a step before that five."""
+    watch, heard, found = Watch(num, 3.0, 5.0), [Heard() for _ in range(num)], []
     for turn in turns:
+        if not turn:
+            watch.serves()
+            continue
         for one, wait in zip(heard, turn, strict=True):
             if wait is not None:
-                one.messages, one.wait = one.messages + 1, wait
+                one.messages, one.wait, one.step = one.messages + 1, wait[:2], (*wait, 0)[2]
         found.append(watch.look(heard)[0])
     return found
 
@@ -55,3 +58,25 @@ def test_each_wait_has_a_number_and_ends_also_by_an_error():
             raise KeyError
     except KeyError:
         assert waits.now == (2, "")
+
+
+SERVES = []
+
+
+def test_devices_that_do_not_end_a_step_hang_whoever_else_waits():
+    assert looks(2, SERVES, *[[(1, "", 4), (1, "", 4)]] * 4)[-2:] == [[], [0, 1]]
+    assert looks(2, SERVES, *[[(n, FRONT), (1, STAGE, 4)] for n in range(4)])[-1] == [1]
+
+
+def test_a_lane_whose_device_waits_for_one_that_compiles_does_not_hang():
+    assert looks(2, SERVES, *[[(1, "", 4), (1, "")]] * 50) == [[]] * 50
+
+
+def test_steps_that_end_are_no_hang():
+    assert looks(1, SERVES, *[[(1, "", n // 3)] for n in range(50)]) == [[]] * 50
+
+
+def test_a_device_has_longer_before_it_serves_and_a_while_longer_than_its_longest_step():
+    assert looks(1, *[[(1, "", 1)]] * 6)[-2:] == [[], [0]]
+    told = looks(1, *[[(1, "", 1)]] * 3, SERVES, *[[(1, "", 2)]] * 9)
+    assert told[-2:] == [[], [0]] and not any(told[:-1])        # it took two looks, and may take eight

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from penstock.config.base.errors import ConfigError
-from penstock.config.base.machine import Machine, probe
+from penstock.config.base.machine import Machine, of_gpus, probe
 from penstock.config.settings.cli import from_options
 from penstock.config.settings.plain import from_plain, to_plain
 from penstock.config.settings.resolve import lines, resolve
@@ -53,10 +53,11 @@ def test_the_device_is_the_gpu_where_torch_can_use_it() -> None:
         assert resolve(from_options("demo", {}), machine).device.device == "cpu"
         with pytest.raises(ConfigError, match=f"--device cuda: .*{why}.*; take --device cpu"):
             resolve(from_options("demo", {"device": "cuda"}), machine)
-    ends = {"device": "cuda", "prefill": 1, "decode": 1, "hbm_bytes": "1G"}
-    for name, said in (("pp", "--pp 2, --tp 1"), ("tp", "--pp 1, --tp 2")):
-        with pytest.raises(ConfigError, match=f"{said}: the ends of a pair have stages and lanes on a CPU"):
-            resolve(from_options("demo", {**ends, name: 2}), GPU)
+    two = replace(GPU, gpus=GPU.gpus * 2)               # engines measure what is free of GPUs of their own
+    resolve(from_options("demo", {"dp": 2}), two)
+    for asked in ({"dp": 3}, {"dp": 2, "tp": 2}):
+        with pytest.raises(ConfigError, match="engines would take the same memory of a GPU that they share"):
+            resolve(from_options("demo", asked), two)
 
 
 def test_more_memory_than_there_is_names_both_numbers() -> None:
@@ -147,6 +148,19 @@ def test_probe_names_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
         found = probe(tmp_path)
         assert len(found.gpus) == gpus and ("hides" in found.no_gpu) == (not gpus), shown
+    write(tmp_path, {"proc/driver/nvidia/gpus/0000:02/information": "Model: \t NVIDIA H100\n"})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    assert probe(tmp_path).gpus == ("NVIDIA H100", "NVIDIA H200")
+    assert of_gpus([1])["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+def test_engines_go_over_the_gpus() -> None:
+    pairs = from_options("m", {"tp": 2, "dp": 3})
+    assert [pairs.gpus_of(n, 8) for n in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    assert [pairs.gpus_of(n, 3) for n in range(3)] == [[0, 1], [2, 0], [1, 2]]
+    assert [pairs.gpus_of(n, 1) for n in range(3)] == [[0]] * 3
+    nodes = from_options("m", {"tp": 2, "pp": 3, "nnodes": 2})
+    assert nodes.ranks_here == 4 and nodes.gpus_of(1, 8) == [4, 5, 6, 7]         # as its larger half needs
 
 
 def test_two_starts_do_not_sample_the_same() -> None:

@@ -167,7 +167,7 @@ def key(monkeypatch):
 
 
 def join(ours: Config, node: int = 1, **more: object) -> nodes.Join:
-    made = nodes.Join(version(), node, to_plain(ours), weights_of(ours), 1, "127.0.0.1")
+    made = nodes.Join(version(), node, to_plain(ours), weights_of(ours), 1, "127.0.0.1", 0)
     return replace_struct(made, **more)
 
 

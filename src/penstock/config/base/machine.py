@@ -9,6 +9,7 @@ import importlib.util
 import os
 import platform as _platform
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from pathlib import Path
 FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16",
             "amx_tile", "amx_bf16", "asimd", "bf16", "i8mm", "sve")
 ONEDNN_CACHED = 64        # a step of a dense model needs five at most, one for each shape of a weight
+
+
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,10 +89,16 @@ def limit_libraries(isa: str) -> None:
         os.environ["MKL_ENABLE_INSTRUCTIONS"] = {"avx2": "AVX2", "plain": "SSE4_2"}[isa]
 
 
-def of_gpu(index: int) -> dict[str, str]:
-    """The environment of a child that sees, of the GPUs that this process sees, number `index` alone."""
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return {**os.environ, "CUDA_VISIBLE_DEVICES": seen.split(",")[index] if seen else str(index)}
+def nccl_on_loopback() -> None:
+    """Ranks of this process's machine meet where no other machine can; what the user has set stays."""
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")
+
+
+def of_gpus(indices: Sequence[int]) -> dict[str, str]:
+    """The environment of a child that sees, of the GPUs that this process sees, these alone."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(
+        seen[i] if seen[0] else str(i) for i in indices)}
 
 
 def _read(path: Path) -> str:
@@ -175,7 +185,11 @@ def _gpus(root: Path) -> tuple[tuple[str, ...], str]:
         names = tuple(_field(_read(p / "information"), "Model") for p in sorted(folder.iterdir()))
     except OSError:
         return (), "no NVIDIA driver is loaded (/proc/driver/nvidia/gpus is missing)"
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip()
-    if not shown or shown.startswith("-"):
-        return (), f"CUDA_VISIBLE_DEVICES={shown} hides every GPU"
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if shown is not None:
+        if not shown.strip() or shown.strip().startswith("-"):
+            return (), f"CUDA_VISIBLE_DEVICES={shown.strip()} hides every GPU"
+        seen = shown.split(",")
+        names = (tuple(names[int(i)] for i in seen if int(i) < len(names))
+                 if all(i.strip().isdecimal() for i in seen) else names[:len(seen)])
     return names, "" if names else "the NVIDIA driver is loaded but reports no device"

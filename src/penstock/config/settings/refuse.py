@@ -117,8 +117,7 @@ def _is_origin(origin: str) -> bool:
 
 
 def _wants_more_than_all(config: Config, machine: Machine) -> bool:
-    ranks = max(1, -(-config.device.num_ranks // max(1, config.nodes.num)))
-    device = 0 if config.device.device == "cuda" else (config.kv.hbm_bytes or 0) * ranks
+    device = 0 if config.device.device == "cuda" else (config.kv.hbm_bytes or 0) * config.ranks_here
     wanted = device + (config.kv.dram_bytes or 0)
     return wanted * config.num_engines > machine.memory_available
 
@@ -160,9 +159,10 @@ PAIR: tuple[Refusal[Machine], ...] = (
             f"a pair has 1 to 64 and 1 to {DECODE_ENDS_MAX} of them: --prefill 1 --decode 1, or neither"),
     Refusal(lambda c, _: bool(c.pair.prefill and _mode(c)), ("pair.prefill", "pair.disaggregation_mode"),
             "the one starts both ends on this machine, the other one end: leave one of them out"),
-    Refusal(lambda c, _: c.num_engines > 1 and c.device.device == "cuda" and c.kv.hbm_bytes is None,
-            ("server.dp", "pair.prefill", "kv.hbm_bytes"), "all engines would take the same memory of the "
-            "GPU: give what each takes for KV, e.g. --hbm-bytes 8G"),
+    Refusal(lambda c, m: c.num_engines > 1 and c.device.device == "cuda" and c.kv.hbm_bytes is None
+            and c.num_engines * c.ranks_here > len(m.gpus),
+            ("server.dp", "pair.prefill", "kv.hbm_bytes"), "engines would take the same memory of a GPU that "
+            "they share: give what each takes for KV, e.g. --hbm-bytes 8G, or have a GPU for each"),
     Refusal(lambda c, _: c.server.dp > 1 and bool(c.pair.prefill),
             ("server.dp", "pair.prefill", "pair.decode"),
             "--decode says how many engines there are at the address: leave --dp out"),
@@ -263,13 +263,11 @@ NODES: tuple[Refusal[Machine], ...] = (
             ("nodes.node_plaintext", "nodes.node_tls_cert"), "with TLS, or without: not both"),
     Refusal(lambda c, _: _beyond(c) and c.nodes.num > c.device.pp and c.nodes.node_tls_cert is not None,
             ("nodes.nnodes", "device.pp", "nodes.node_tls_cert"), "sums of lanes go from machine to machine "
-            "without TLS, which gloo does not have: take at least as many stages as nodes, which then "
+            "without TLS, which gloo and NCCL do not have: take at least as many stages as nodes, which then "
             "have whole stages, or give --node-plaintext in place of the certificate"),
     Refusal(lambda c, _: _no_layout(c), ("nodes.nnodes", "device.pp", "device.tp"),
             "a node has whole stages, as even as it goes, or the lanes of one stage or some of them: at most "
             "as many nodes as stages, or a multiple of the stages, up to --pp times --tp"),
-    Refusal(lambda c, _: c.nodes.num > 1 and c.device.device == "cuda", ("nodes.nnodes", "device.device"),
-            "several machines work on their CPUs only so far: take --device cpu"),
     _outside("nodes.node_silence_s", 1, 3600, "1 to 3600 seconds"),
 )
 
@@ -340,10 +338,6 @@ REFUSED: tuple[Refusal[Machine], ...] = (
     _outside("schedule.max_waiting", 0, 1 << 20, "0 to 1048576 waiting requests"),
     Refusal(lambda c, m: c.device.device == "cuda" and m.device != "cuda", ("device.device",),
             "{why}; take --device cpu"),
-    Refusal(lambda c, _: c.device.device == "cuda" and c.device.num_ranks > 1
-            and bool(c.pair.prefill or c.pair.disaggregation_mode),
-            ("device.device", "device.pp", "device.tp"), "the ends of a pair have stages and lanes on a CPU "
-            "only so far: take --device cpu, or one of each"),
     Refusal(lambda c, _: c.device.device == "cuda" and c.device.cuda_graphs
             and not _CAPTURED.isdisjoint(c.device.backends), ("device.backends", "device.cuda_graphs"),
             "captured decode steps have kernels of their own, and references ask the host: take "

@@ -185,8 +185,8 @@ class DeviceConfig:
                                Alias("--enable-expert-parallel", "--enable-ep-moe")] = False
     rank_timeout_s: Annotated[float, "seconds that ranks in processes may compute at a step before they "
                               "count as hung", Alias("--watchdog-timeout")] = 300.0
-    rank_silence_s: Annotated[float, "seconds of a rank's process without a word, or of ranks that all "
-                              "wait for each other, after which they count as hung"] = 6.0
+    rank_silence_s: Annotated[float, "seconds of a rank's process without a word, of ranks that all wait "
+                              "for each other, or of a GPU at one step, after which they count as hung"] = 6.0
     backends: Annotated[tuple[str, ...], "OP=NAME choices, e.g. linear=reference"] = ()
 
     @property
@@ -322,6 +322,18 @@ class Config:
     def num_engines(self) -> int:
         """Of this server, all of them on this machine."""
         return self.server.dp if not self.pair.prefill else self.pair.prefill + self.pair.decode
+
+    @property
+    def ranks_here(self) -> int:
+        """Of one engine on one of its machines, at most: whole stages, or lanes of one."""
+        nodes, stages, lanes = max(1, self.nodes.num), max(1, self.device.pp), max(1, self.device.tp)
+        return -(-stages // nodes) * lanes if nodes <= stages else -(-lanes // (nodes // stages))
+
+    def gpus_of(self, engine: int, num_gpus: int) -> list[int]:
+        """Numbers of the GPUs that this engine's ranks have, in their order, of so many of a machine: with
+        fewer than ranks of all engines several have the same."""
+        ranks = self.ranks_here
+        return [(engine * ranks + i) % num_gpus for i in range(min(ranks, num_gpus))]
 
 
 # "section.field" of what only an HTTP server has a use for: refused by the other commands.

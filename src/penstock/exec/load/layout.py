@@ -115,11 +115,7 @@ class Caches:
         sees too, uint8 [`nbytes`]. None: it is made here."""
         if device_memory is None:
             device_memory = hbm.allocate(self.nbytes(cfg.hbm_pages), device)
-        device_pools = [
-            HbmPool(layout, self._count(g, cfg.hbm_pages), base=cfg.hbm_base + g * cfg.group_base,
-                    group=Group(g), memory=device_memory, page_stride=self.slabs.page_stride(g),
-                    part=replace(self.parts[g], writes=True))
-            for g, layout in enumerate(self.layouts)]
+        device_pools = self.device_pools(cfg, device_memory)
         if not cfg.dram_pages:
             return device_pools, []
         pinned = None
@@ -129,6 +125,13 @@ class Caches:
         elif host_memory is None:
             host_memory = dram.allocate(self.host_bytes(cfg))
         return device_pools, self.host_pools(cfg, host_memory, pinned)
+
+    def device_pools(self, cfg: CoreConfig, memory: Tensor) -> list[HbmPool]:
+        """By cache group, over uint8 [`nbytes`]."""
+        return [HbmPool(layout, self._count(g, cfg.hbm_pages), base=cfg.hbm_base + g * cfg.group_base,
+                        group=Group(g), memory=memory, page_stride=self.slabs.page_stride(g),
+                        part=replace(self.parts[g], writes=True))
+                for g, layout in enumerate(self.layouts)]
 
     def host_pools(self, cfg: CoreConfig, memory: Tensor, pinned: Pinned | None = None) -> list[DramPool]:
         """By cache group, over uint8 [`host_bytes`]."""

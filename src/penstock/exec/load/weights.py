@@ -8,7 +8,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from penstock.config.settings.tree import Config
 from penstock.exec.load.backends import backends_of, check_packable, keeps_scaled, packer
 from penstock.exec.load.layout import Caches
 from penstock.exec.load.sizing import show_size
+from penstock.exec.step.links import nodes_of, of_config
 from penstock.kernels import registry
 from penstock.kernels.fused import layer
 from penstock.kernels.gemm import experts
@@ -60,7 +61,9 @@ def outline(config: Config, log: Callable[[str], object]) -> Loaded:
     files = locate(config.model.model, load_format=config.model.load_format)
     checkpoint, pack, backends = _opened(config, files, log)
     dtype = dtype_of(config, files, checkpoint.config)
-    _check_weights_fit(config, files, checkpoint, dtype)
+    parts = of_config(config, families.read_spec_of(checkpoint.config).num_layers)
+    mine = nodes_of(config)[config.nodes.rank]
+    _check_weights_fit(config, files, checkpoint, dtype, [parts[i] for i in mine])
     model = families.build(checkpoint.config, dtype=dtype, linear=pack)
     return Loaded(model, backends, files.name, files.load_format, dtype, 0, 0, model,
                   digest_of(checkpoint.config))
@@ -132,7 +135,7 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object],
     whole = model if stage is None else families.build(checkpoint.config, dtype=dtype, linear=pack)
     digest = digest_of(checkpoint.config)
     need = weight_bytes(checkpoint, dtype, stage)
-    _check_weights_fit(config, files, checkpoint, dtype, stage)
+    _check_weights_fit(config, files, checkpoint, dtype, [stage])
     tensors: Iterable[tuple[str, Tensor | Packed]] = (
         families.dummy_tensors(checkpoint.config, config.model.seed or 0, model.wants, device=device,
                                scaled=checkpoint.scaled)
@@ -182,14 +185,14 @@ def kept_as(config: Config, dtype: torch.dtype, scaled: bool) -> str:
 
 
 def _check_weights_fit(config: Config, files: ModelFiles, checkpoint: Checkpoint, dtype: torch.dtype,
-                       stage: Stage | None = None) -> None:
-    """They, and, but for codes, the largest once more, in four bytes an element at least: as it came, and its
-    rows until they are packed. Raises ConfigError."""
-    need = weight_bytes(checkpoint, dtype, stage)
-    shapes = dict(families.tensor_shapes(checkpoint.config, stage))
+                       parts: Sequence[Stage | None]) -> None:
+    """Of the ranks here. They, and, but for codes, the largest once more, in four bytes an element at least:
+    as it came, and its rows until they are packed. Raises ConfigError."""
+    need = sum(weight_bytes(checkpoint, dtype, part) for part in parts)
+    shapes = dict(pair for part in parts for pair in families.tensor_shapes(checkpoint.config, part))
     more = 0 if checkpoint.codes else 4 * max(map(math.prod, shapes.values()))
     cuda = config.device.device == "cuda"
-    free = _free_on_gpus(config, stage) if cuda else machine.probe().memory_available
+    free = _free_on_gpus(len(parts)) if cuda else machine.probe().memory_available
     if need + more > free:
         where = "of the GPU's memory" if cuda else "of memory"
         kept = kept_as(config, dtype, any(map(checkpoint.scaled, shapes)))
@@ -199,10 +202,9 @@ def _check_weights_fit(config: Config, files: ModelFiles, checkpoint: Checkpoint
                           f"are free: take a smaller model{less}")
 
 
-def _free_on_gpus(config: Config, stage: Stage | None) -> int:
-    """Bytes: of all that the ranks have between them, or of the one that a rank with this stage sees."""
-    seen = range(min(config.device.num_ranks, torch.cuda.device_count()) if stage is None else 1)
-    return sum(int(torch.cuda.mem_get_info(i)[0]) for i in seen)
+def _free_on_gpus(ranks: int) -> int:
+    """Bytes: of all that so many ranks have between them, of those that this process sees."""
+    return sum(int(torch.cuda.mem_get_info(i)[0]) for i in range(min(ranks, torch.cuda.device_count())))
 
 
 def _other_form(config: Config, files: ModelFiles) -> str:

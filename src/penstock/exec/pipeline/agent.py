@@ -26,7 +26,7 @@ from penstock.exec.load.layout import Caches, caches_of
 from penstock.exec.load.sizing import groups_of
 from penstock.exec.load.weights import outline
 from penstock.exec.pipeline import nodes
-from penstock.exec.pipeline.local import LocalRanks
+from penstock.exec.pipeline.local import LocalRanks, gpus_here
 from penstock.exec.pipeline.nodes import FRONT, NodeLink, Stranger
 from penstock.exec.step.links import nodes_of, of_config
 from penstock.transfer.layout import Piece
@@ -40,9 +40,10 @@ DIAL_S = 0.5                    # between two tries
 class Agent:
     """Of one node, from its first word to node 0 to the end of both."""
 
-    def __init__(self, config: Config, log: Callable[[str], None], wanted: Callable[[], bool]) -> None:
-        """wanted: whether it is still of use to come to node 0."""
-        self._config, self._log, self._wanted = config, log, wanted
+    def __init__(self, config: Config, log: Callable[[str], None], wanted: Callable[[], bool],
+                 engine: int = 0) -> None:
+        """wanted: whether it is still of use to come to node 0. engine: of which one of its engines."""
+        self._config, self._log, self._wanted, self._engine = config, log, wanted, engine
         self._settings = nodes.settings_of(config)
         self._link: NodeLink | None = None
         self._ranks: LocalRanks | None = None
@@ -67,7 +68,7 @@ class Agent:
         whole = caches_of(groups, config.kv.page_size, loaded.dtype)
         node = [parts[i] for i in mine]
         self._own = [whole.stage(part, groups, node) for part in node]
-        ranks = self._ranks = LocalRanks(config, mine)
+        ranks = self._ranks = LocalRanks(config, mine, self._engine)
         try:
             link.say(nodes.Started([process.pid for process in ranks.processes]))
             for i, sock in zip(mine, ranks.fronts, strict=True):
@@ -108,7 +109,8 @@ class Agent:
         threads = self._config.device.threads or machine.probe().cores
         try:
             link.say(nodes.Join(version(), self._config.nodes.rank, to_plain(self._config),
-                                nodes.weights_of(self._config), threads, link.host))
+                                nodes.weights_of(self._config), threads, link.host,
+                                len(gpus_here(self._config, self._engine))))
             link.patient(self._config.device.rank_timeout_s)        # until the others have come
             answer = link.next()
         except ConnectionError as e:
@@ -146,8 +148,10 @@ class Agent:
                 for sock in ranks.fronts:
                     _give(sock, body)
             case nodes.Pools(core):
+                self._pages = PoolPages([])             # or the ranks' memory would stay
                 ranks.make_room(core, self._own)
-                self._pages = PoolPages(ranks.seen(core, self._own))
+            case nodes.Seen(core, handles):
+                self._pages = PoolPages(ranks.seen(core, self._own, handles))
             case nodes.Stack(rank):
                 ranks.processes[rank - ranks.mine.start].send_signal(signal.SIGUSR2)
             case nodes.Read(number, tier, group, page, piece, offset):
@@ -217,7 +221,7 @@ class _Several:
         config, code = replace(self._config, nodes=self._config.nodes.of_engine(n)), EXIT_GONE
         first = True
         while first or self._with:
-            agent = Agent(config, self._log, (lambda: True) if first else (lambda: bool(self._with)))
+            agent = Agent(config, self._log, (lambda: True) if first else (lambda: bool(self._with)), n)
             first = False
             try:
                 code = agent.run(lambda: self._with.add(n))

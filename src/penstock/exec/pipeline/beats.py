@@ -1,8 +1,9 @@
 """Whether ranks live and get on: each says once a second what it waits for, the front makes of it who hangs.
 
 A step may take minutes, and a first one compiles: that is no hang, as long as somebody computes. One is when
-a rank says nothing at all (its process is stopped), or when all wait, for each other or for the front, and
-none for anything new. Knows no processes and no sockets.
+a rank says nothing at all (its process is stopped), when all wait, for each other or for the front, and none
+for anything new, or when a device does not end a step and nobody else computes. Knows no processes and no
+sockets.
 """
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 
 BEAT_S = 1.0                # between two beats of a rank, and between two looks at them
 FRONT, LANES, STAGE = "front", "lanes", "stage"         # whom a rank waits for; "" while it computes
+DEVICE_MORE = 4             # a step on a device may take so many times what the longest so far has
 
 
 class Waits:
@@ -32,22 +34,33 @@ class Waits:
 
 @dataclass(slots=True)
 class Heard:
-    """Of one rank: how many messages, and the number and kind of its wait as its last beat told it."""
+    """Of one rank: how many messages, and as its last beat told it the number and kind of its wait, and the
+    step that its device works on, counted from 1; 0: none."""
 
     messages: int = 0
     wait: tuple[int, str] = 0, ""
+    step: int = 0
 
 
 class Watch:
     """Counts looks, not seconds: a machine that slept as a whole has no rank that hangs."""
 
-    def __init__(self, num_ranks: int, silence_s: float) -> None:
-        """silence_s: how long nothing may be heard of a rank, or get on."""
-        self._looks = max(1, round(silence_s / BEAT_S))
+    def __init__(self, num_ranks: int, silence_s: float, device_s: float) -> None:
+        """silence_s: how long nothing may be heard of a rank, or get on. device_s: how long a device may work
+        on a step before `serves`."""
+        self._looks, self._device_looks = (max(1, round(s / BEAT_S)) for s in (silence_s, device_s))
+        self._steps = [0] * num_ranks
+        self._same = [0] * num_ranks
+        self._longest = 0
+        self._serves = False
         self._messages = [-1] * num_ranks
         self._silent = [0] * num_ranks
         self._waits: list[tuple[int, str]] = []
         self._stuck = 0
+
+    def serves(self) -> None:
+        """The longest step has run: none takes much longer."""
+        self._serves = True
 
     def look(self, heard: Sequence[Heard]) -> tuple[list[int], str]:
         """Every BEAT_S: the ranks that hang, none as a rule, and why."""
@@ -60,7 +73,22 @@ class Watch:
         self._waits = waits
         if silent := [i for i, looks in enumerate(self._silent) if looks >= self._looks]:
             return silent, f"nothing was heard of its process for {self._looks * BEAT_S:g} s"
+        self._count_steps(heard)
+        most = max(self._looks, DEVICE_MORE * self._longest) if self._serves else self._device_looks
+        if on := [i for i, looks in enumerate(self._same) if looks >= most]:
+            return on, f"its device has worked on one step for {most * BEAT_S:g} s"
         between = [i for i, (_, whom) in enumerate(waits) if whom != FRONT]
         if between and self._stuck >= self._looks:
             return between, f"all wait for each other, and nobody has computed for {self._looks * BEAT_S:g} s"
         return [], ""
+
+    def _count_steps(self, heard: Sequence[Heard]) -> None:
+        """Lanes wait on their devices for one that still compiles."""
+        computes = any(not one.step and not one.wait[1] for one in heard)
+        for i, one in enumerate(heard):
+            if one.step and one.step == self._steps[i] and not computes:
+                self._same[i] += 1
+            else:
+                self._longest = max(self._longest, self._same[i])
+                self._same[i] = 0
+            self._steps[i] = one.step

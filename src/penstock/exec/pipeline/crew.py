@@ -30,7 +30,7 @@ from penstock.exec.pipeline.beats import BEAT_S, Heard, Watch
 from penstock.exec.pipeline.far import FarProcess, Node, NodeHost, NodePages, Nodes
 from penstock.exec.pipeline.local import LocalRanks
 from penstock.exec.pipeline.nodes import Pools as Room
-from penstock.exec.pipeline.nodes import ToAll
+from penstock.exec.pipeline.nodes import Seen, ToAll
 from penstock.exec.rank import Report
 from penstock.exec.sampling.grammar import NO_TOKENIZER, BadGrammar, Vocabulary
 from penstock.exec.sampling.sampler import check_ids
@@ -40,7 +40,6 @@ from penstock.transfer.pages import PageBytes, PoolPages
 
 LOADING_S = 60.0            # a rank that loads may be silent for so long at least: files may be slow
 STACK_S = 1.0               # what a rank that hangs has to print its stack
-LOOPBACK = "127.0.0.1"
 OVERLAPS = 8                # steps of the stage before that a step may overlap with
 
 
@@ -60,6 +59,7 @@ class RankProcess:
         self._counters: dict[str, float] = {}       # as it has last told
         self.heard = Heard()
         self.died, self.hangs = False, ""           # hangs: why it is taken for dead
+        self.memory = b""                           # `wire.Ready.memory`
         self.queued: deque[float] = deque()         # when each plan was sent that is not reported yet
         self.steps: deque[tuple[float, float]] = deque(maxlen=OVERLAPS)
         self.busy = self.overlap = 0.0              # seconds
@@ -71,8 +71,8 @@ class RankProcess:
             message = wire.decode_from_rank(body)
             self.heard.messages += 1
             match message:
-                case wire.Beat(number, whom):
-                    self.heard.wait = number, whom
+                case wire.Beat(number, whom, step):
+                    self.heard.wait, self.heard.step = (number, whom), step
                 case wire.Reports():
                     self._reports.put(message)
                     self._crew.tell()
@@ -159,13 +159,15 @@ class Crew:
                  log: Callable[[str], object] = print) -> None:
         """Starts a process for each lane of each stage, which begins to load; on several machines once all
         have come. own: what each has of the model's caches. wake: called in other threads whenever a rank has
-        reported or died. Raises ConfigError: a machine does not come, or is not of this engine."""
+        reported or died. `places`: of each rank its machine and its GPU there; none on CPUs. Raises
+        ConfigError: a machine does not come, or is not of this engine."""
         self._wake, self._news_at = wake, 0.0
         self.news: SimpleQueue[None] = SimpleQueue()
         self.grammars = ""                          # what the last stage says of them
         self.vocab_size = 0                         # known before the first request
         self.timeout_s = config.device.rank_timeout_s
-        self._silence_s, self._watched = config.device.rank_silence_s, False
+        self._watch = Watch(config.device.num_ranks, config.device.rank_silence_s, self.timeout_s)
+        self._watched = False
         self._closed = threading.Event()
         self._encoded: tuple[StepPlan | None, bytes] = None, b""
         self._lanes, self.own = config.device.tp, own
@@ -173,7 +175,11 @@ class Crew:
         self.ranks: list[RankProcess] = []
         self._nodes = Nodes(config, self.ranges, log) if len(self.ranges) > 1 else None
         self._local = LocalRanks(config, self.ranges[0])
-        self.alone = config.device.num_ranks <= self._local.gpus
+        self.places = [(0, gpu) for gpu in self._local.gpus]
+        for node in () if self._nodes is None else self._nodes.all:
+            self.places += [(node.join.node, at % node.join.gpus) for at in range(len(node.mine))
+                            if node.join.gpus]
+        self.alone = len(set(self.places)) == config.device.num_ranks
         self.captures = self.alone and config.device.pp == 1 and config.device.cuda_graphs
         for sock, process in zip(self._local.fronts, self._local.processes, strict=True):
             self.ranks.append(RankProcess(self, len(self.ranks), wire.Channel(sock), process))
@@ -188,7 +194,7 @@ class Crew:
                     self.ranks.append(RankProcess(self, len(self.ranks), channel, far))
         for rank in self.ranks:
             at = self._node(rank)
-            settings, cores, host = config, config.device.threads or machine.probe().cores, LOOPBACK
+            settings, cores, host = config, config.device.threads or machine.probe().cores, machine.LOOPBACK
             if at is not None:
                 settings, cores = at.settings, at.join.threads
             if self._nodes is not None and len(self.ranges) > config.device.pp:
@@ -224,11 +230,6 @@ class Crew:
         for rank in self.ranks[-lanes:]:
             rank.send(wire.encode(words))
 
-    @property
-    def gpus(self) -> int:
-        """How many the ranks have; rank i has number i, modulo that."""
-        return self._local.gpus
-
     def pools(self, core: CoreConfig, *, capture: bool = False) -> None:
         """Every rank has pools of these sizes when this returns; with `capture` it has captured its steps."""
         self._local.make_room(core, self.own)
@@ -240,10 +241,14 @@ class Crew:
         for rank in self.ranks:
             message = rank.answer(self.timeout_s)
             assert isinstance(message, wire.Ready)
-            self.grammars = message.grammars
+            self.grammars, rank.memory = message.grammars, message.memory
         if not self._watched:                       # while it loads, a library may hold a rank's interpreter
             self._watched = True
             threading.Thread(target=self._look, daemon=True, name="penstock-watch").start()
+
+    def serves(self) -> None:
+        """All that they do at the start is done, and they have seen their longest step."""
+        self._watch.serves()
 
     def measured(self) -> list[wire.Memory]:
         """Of each rank on a GPU, one after the other, what its steps so far have taken; or all at once with
@@ -262,9 +267,13 @@ class Crew:
 
     def seen(self, core: CoreConfig, whole: Caches) -> PageBytes:
         """Pages of all ranks: on the host, and of an engine of a pair on their devices."""
-        local = PoolPages(self._local.seen(core, self.own[:len(self.ranges[0])]))
+        here, handles = len(self.ranges[0]), [rank.memory for rank in self.ranks]
+        local = PoolPages(self._local.seen(core, self.own[:here], handles[:here]))
         if self._nodes is None:
             return local
+        for node in self._nodes.all:
+            with contextlib.suppress(ConnectionError):          # whoever reads hears of it
+                node.link.say(Seen(core, handles[node.mine.start:node.mine.stop]))
         return NodePages(whole, [(None, self.own[0]), *((node, self.own[node.mine.start])
                                                         for node in self._nodes.all)], local)
 
@@ -316,9 +325,8 @@ class Crew:
 
     def _look(self) -> None:
         """Whether all live and get on, until one does not: it is then gone for whoever waits or sends."""
-        watch = Watch(len(self.ranks), self._silence_s)
         while not self._closed.wait(BEAT_S):
-            hung, why = watch.look([rank.heard for rank in self.ranks])
+            hung, why = self._watch.look([rank.heard for rank in self.ranks])
             if any(rank.died for rank in self.ranks):
                 return                              # and is heard of
             if hung:

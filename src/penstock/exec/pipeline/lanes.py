@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.config.base import machine
 from penstock.exec.pipeline.beats import LANES, Waits
 from penstock.exec.pipeline.nccl import Communicator, unique_id
 from penstock.model.parts import Lane, even
@@ -109,9 +110,12 @@ class NcclLanes(_Joins):
     """`model.base.Lanes` on GPUs of their own, captured as any kernel is. A lane that is gone leaves the
     others waiting on their devices: the front hears of it, and ends them."""
 
-    def __init__(self, meeting: Meeting, lane: Lane, timeout_s: float) -> None:
-        """Returns when all have come. timeout_s: until the first has, which names where they meet."""
+    def __init__(self, meeting: Meeting, lane: Lane, timeout_s: float, host: str) -> None:
+        """Returns when all have come. timeout_s: until the first has, which names where they meet. host: as
+        of `GlooLanes`; to another machine NCCL finds the interface by itself."""
         super().__init__(lane)
+        if host == machine.LOOPBACK:
+            machine.nccl_on_loopback()
         key = "nccl"
         if lane.index == 0:
             meeting.set(key, unique_id())

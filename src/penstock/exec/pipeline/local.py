@@ -19,6 +19,7 @@ from penstock.config.settings.tree import Config
 from penstock.core.settings import CoreConfig
 from penstock.exec.load.layout import Caches
 from penstock.exec.pipeline.nodes import AFTER, BEFORE, TOKENS
+from penstock.memory.across import opened
 from penstock.memory.dram import mapped
 from penstock.memory.pool import BlockPool
 
@@ -34,22 +35,30 @@ def wires(stages: int, lanes: int) -> list[Wire]:
             *(((ranks - lanes + i, TOKENS), (i, TOKENS)) for i in range(lanes if stages > 1 else 0))]
 
 
+def gpus_here(config: Config, engine: int) -> list[int]:
+    """Of the GPUs that this process sees those of this engine's ranks, by number; none on a CPU."""
+    return config.gpus_of(engine, torch.cuda.device_count()) if config.device.device == "cuda" else []
+
+
 class LocalRanks:
     """`mine` of all ranks. fronts: our ends of their sockets to the front. outside: of links to ranks
-    elsewhere our ends, by rank and BEFORE, AFTER or TOKENS. gpus: how many they have between them, of which
-    each sees one, in turn; 0 on a CPU."""
+    elsewhere our ends, by rank and BEFORE, AFTER or TOKENS. gpus: of those that this process sees the number
+    of the one that each sees, none on a CPU."""
 
-    def __init__(self, config: Config, mine: range) -> None:
-        """Starts a process for each. Of an engine of a pair this process sees device pools too."""
+    def __init__(self, config: Config, mine: range, engine: int = 0) -> None:
+        """Starts a process for each. Of an engine of a pair this process sees device pools too. engine: which
+        one of those that have ranks here and see the same GPUs."""
         self.mine = mine
-        self.gpus = torch.cuda.device_count() if config.device.device == "cuda" else 0
+        own = gpus_here(config, engine)
+        self.gpus = [own[at % len(own)] for at in range(len(mine))] if own else []
         self.fronts: list[socket.socket] = []
         self.processes: list[subprocess.Popen[bytes]] = []
         self.outside: dict[tuple[int, int], socket.socket] = {}
         # It has no name: it goes with the last process that has mapped it.
         self._host_fd = os.memfd_create("penstock-host", os.MFD_CLOEXEC)
+        self._sees_devices = config.pair.disaggregation_mode is not None
         self._device_fds = [os.memfd_create("penstock-device", os.MFD_CLOEXEC) for _ in mine
-                            if config.pair.disaggregation_mode]
+                            if self._sees_devices and not self.gpus]
         with contextlib.ExitStack() as until_started:
             ends = self._between(config, until_started)
             for at, i in enumerate(mine):
@@ -61,7 +70,7 @@ class LocalRanks:
                     self.processes.append(subprocess.Popen(
                         [sys.executable, "-P", "-m", "penstock.exec.pipeline.process", *map(str, fds)],
                         pass_fds=[fd for fd in fds if fd >= 0], stdin=subprocess.DEVNULL,
-                        env=machine.of_gpu(i % self.gpus) if self.gpus > 1 else None))
+                        env=machine.of_gpus([self.gpus[at]]) if self.gpus else None))
                 self.fronts.append(ours)
 
     def _between(self, config: Config, until: contextlib.ExitStack) -> dict[tuple[int, int], int]:
@@ -85,18 +94,20 @@ class LocalRanks:
         for fd, caches in zip(self._device_fds, own, strict=False):
             os.ftruncate(fd, caches.nbytes(core.hbm_pages))
 
-    def seen(self, core: CoreConfig, own: Sequence[Caches]) -> list[list[BlockPool]]:
+    def seen(self, core: CoreConfig, own: Sequence[Caches],
+             handles: Sequence[bytes]) -> list[list[BlockPool]]:
         """The pools of each rank over the memory that it has: on the host, and of an engine of a pair on its
-        device."""
+        device. handles: of each rank's memory on a GPU."""
         found: list[list[BlockPool]] = []
         for i, caches in enumerate(own):
-            host = self.host(caches.host_bytes(core)) if core.dram_pages else None
-            if self._device_fds:
-                device = mapped(self._device_fds[i], caches.nbytes(core.hbm_pages))
-                found.append([pool for pools in caches.pools(
-                    core, host_memory=host, device_memory=device) for pool in pools])
-            else:
-                found.append([] if host is None else [*caches.host_pools(core, host)])
+            pools: list[BlockPool] = []
+            if self._sees_devices:
+                nbytes = caches.nbytes(core.hbm_pages)
+                pools += caches.device_pools(core, opened(handles[i], nbytes, self.gpus[i]) if self.gpus else
+                                             mapped(self._device_fds[i], nbytes))
+            if core.dram_pages:
+                pools += caches.host_pools(core, self.host(caches.host_bytes(core)))
+            found.append(pools)
         return found
 
     def host(self, nbytes: int) -> Tensor:

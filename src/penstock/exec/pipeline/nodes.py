@@ -28,7 +28,7 @@ from penstock.model.weights.locate import locate
 from penstock.transfer.codec import FrameReader, Kinds, Sealer, connection_keys
 from penstock.transfer.streams import LinkSettings, Stream, read_certificate, secure
 
-VERSION = 1
+VERSION = 2
 CHUNK = 1 << 19                 # bytes of a channel in one message
 BEATS = 4                       # in the time after which silence is an end
 FRONT, BEFORE, AFTER, TOKENS = range(4)         # ends that a rank has
@@ -42,8 +42,8 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class Join(_Message, frozen=True):
-    """The first of an agent: which node it is, of which version, with which settings and weights, and at
-    which address lanes of other machines reach its own."""
+    """The first of an agent: which node it is, of which version, with which settings and weights, at which
+    address lanes of other machines reach its own, and how many GPUs it sees."""
 
     version: str
     node: Number
@@ -51,6 +51,7 @@ class Join(_Message, frozen=True):
     weights: str
     threads: Number
     host: str
+    gpus: Number
 
 
 class Start(_Message, frozen=True):
@@ -89,6 +90,14 @@ class Pools(_Message, frozen=True):
     """Pools of these sizes come: make room. Ranks are told behind it."""
 
     core: CoreConfig
+
+
+class Seen(_Message, frozen=True):
+    """Of an engine of a pair or with storage: what Read and Write are of. `handles`: of each rank's pools on
+    its GPU, "" on a CPU."""
+
+    core: CoreConfig
+    handles: list[bytes]
 
 
 class Exited(_Message, frozen=True):
@@ -144,7 +153,7 @@ class Bye(_Message, frozen=True):
 
 
 SAYS = Kinds(f"node protocol version {VERSION}", (
-    Join, Start, Refuse, Started, Data, ToAll, Pools, Exited, Stack, Read, Write, Bytes, Beat, Bye))
+    Join, Start, Refuse, Started, Data, ToAll, Pools, Exited, Stack, Read, Write, Bytes, Beat, Bye, Seen))
 
 
 def settings_of(config: Config) -> LinkSettings:

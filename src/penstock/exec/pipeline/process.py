@@ -40,6 +40,7 @@ from penstock.exec.rank import Rank, Report, Stepped
 from penstock.exec.sampling.grammar import BadGrammar, Grammars, Vocabulary
 from penstock.exec.start.workspace import Gauge
 from penstock.exec.step.links import Links, nodes_of, of_config
+from penstock.memory.across import allocated
 from penstock.memory.dram import mapped
 from penstock.memory.pinned import NotPinned
 
@@ -66,6 +67,7 @@ class Process:
         self._rank: Rank | None = None
         self._grammars: Grammars | None = None
         self._queued = 0                        # plans that have not run
+        self._ended = 0                         # steps that have
         self._uncounted = False                 # something was reported since its counters were told
         self._count_at = 0.0                    # when they may be told again
         threading.Thread(target=self._listen, daemon=True, name="penstock-front").start()
@@ -82,8 +84,18 @@ class Process:
 
     def _beat(self) -> None:
         while True:
-            self.send(wire.Beat(*self._waits.now))
+            self.send(wire.Beat(*self._waits.now, self._on_device()))
             time.sleep(BEAT_S)
+
+    def _on_device(self) -> int:
+        """See `beats.Heard.step`. In the thread of beats: the one that runs steps may be in a launch."""
+        rank, ended = self._rank, self._ended
+        event = None if rank is None else rank.flying
+        try:
+            ended_too = event is None or bool(event.query())  # type: ignore[no-untyped-call]
+            return 0 if ended_too else ended + 1
+        except RuntimeError:                    # the device is broken, which who waits for the step meets
+            return 0
 
     def send(self, message: wire.FromRank) -> None:
         try:
@@ -104,7 +116,7 @@ class Process:
         _, _, _, before, after, tokens = self._fds
         timeout_s = LANE_SHARE * config.device.rank_timeout_s
         lanes = (None if stage.lane.size == 1 else
-                 NcclLanes(self._meeting, stage.lane, timeout_s) if begin.alone else
+                 NcclLanes(self._meeting, stage.lane, timeout_s, begin.host) if begin.alone else
                  GlooLanes(self._meeting, stage.lane, timeout_s, begin.host, self._waits))
         self._loaded = load(config, stage, self._log, lanes)
         torch.set_num_threads(begin.threads)
@@ -152,7 +164,10 @@ class Process:
     def _pools(self, core: CoreConfig, capture: bool) -> None:
         self._drop()
         host = mapped(self._fds[1], self._own.host_bytes(core)) if core.dram_pages else None
-        device = mapped(self._fds[2], self._own.nbytes(core.hbm_pages)) if self._fds[2] >= 0 else None
+        nbytes, handle = self._own.nbytes(core.hbm_pages), b""
+        device = mapped(self._fds[2], nbytes) if self._fds[2] >= 0 else None
+        if self._device == "cuda" and self._config.pair.disaggregation_mode:
+            device, handle = allocated(nbytes)
         seed = self._config.model.seed or 0
         self._rank = Rank(
             parts_of(self._loaded.model, self._loaded.backends, self._selection, core.largest_hot,
@@ -163,7 +178,7 @@ class Process:
         if capture:
             self._rank.capture(buckets_of(core.rows), 0.0)      # as many on each lane, however long they take
         self._count()
-        self.send(wire.Ready("" if self._grammars is None else self._grammars.info))
+        self.send(wire.Ready("" if self._grammars is None else self._grammars.info, handle))
 
     def _drop(self) -> None:
         """Before another rank takes its place: the device's memory has no room for both."""
@@ -246,6 +261,7 @@ class Process:
         began = time.monotonic()
         reports = self._rank.collect(block=True)
         self._queued -= 1
+        self._ended += 1
         if self._before is not None:
             began = max(began, self._before.taken_at)
         if isinstance(self._links.hear, Taker):

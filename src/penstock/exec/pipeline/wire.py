@@ -116,9 +116,11 @@ class Refused(_Message, frozen=True):
 
 
 class Ready(_Message, frozen=True):
-    """Answers Pools. `grammars`: of the last stage, `exec.sampling.grammar.Grammars.info`."""
+    """Answers Pools. `grammars`: of the last stage, `exec.sampling.grammar.Grammars.info`. `memory`: of an
+    engine of a pair, the handle of its pools on a GPU (`memory.across`)."""
 
     grammars: str = ""
+    memory: bytes = b""
 
 
 class Memory(_Message, frozen=True):
@@ -147,10 +149,11 @@ class Counters(_Message, frozen=True):
 
 
 class Beat(_Message, frozen=True):
-    """The sender lives: `beats.Waits.now`."""
+    """The sender lives: `beats.Waits.now`, and `beats.Heard.step`."""
 
     wait: int
     whom: str
+    step: int
 
 
 FromRank = Beat | Met | Loading | Loaded | Refused | Ready | Memory | Reports | Counters

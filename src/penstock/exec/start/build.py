@@ -262,23 +262,24 @@ def _measure_several(config: Config, crew: Crew, loaded: Loaded, caches: Caches,
                      log: Callable[[str], object]) -> tuple[DeviceMemory, Info]:
     """As `_measure`, of the GPU with the least room for each rank on it: what one takes at most another may
     take at the same time."""
-    longest, gpus = _longest(config, caches, loaded.whole.max_position), min(crew.gpus, len(crew.ranks))
+    longest = _longest(config, caches, loaded.whole.max_position)
     core = replace(one_page(caches, config.schedule.max_num_seqs, longest), pp_size=config.device.pp)
     crew.pools(core)
     largest_step(Front(crew.ranks, crew.wait, lanes=config.device.tp), core,
                  config.schedule.num_step_tokens)
     told, found = crew.measured(), []
-    for i in range(gpus):
-        own = told[i::gpus]
+    gpus = sorted(set(crew.places))
+    for gpu in gpus:
+        own = [one for one, place in zip(told, crew.places, strict=True) if place == gpu]
         found.append(DeviceMemory(
             total=own[0].total, free=own[-1].free, ranks=len(own),
             workspace=sum(one.workspace for one in own) + len(own) * beyond(caches, longest)))
-    gpu = min(found, key=lambda one: (one.free - one.workspace) // one.ranks)
-    how = ("each has a GPU of its own" if crew.alone else f"they share {gpus} GPUs, in turn" if gpus > 1 else
-           "they share one GPU, in turn")
+    least = min(found, key=lambda one: (one.free - one.workspace) // one.ranks)
+    how = ("each has a GPU of its own" if crew.alone else f"they share {len(gpus)} GPUs, in turn"
+           if len(gpus) > 1 else "they share one GPU, in turn")
     log(f"{len(crew.ranks)} ranks: {how}" + (
         "" if crew.captures else "; their steps are launched kernel by kernel"))
-    return gpu, _tell_gpu(gpu, log)
+    return least, _tell_gpu(least, log)
 
 
 def _tell_gpu(gpu: DeviceMemory, log: Callable[[str], object]) -> Info:
@@ -322,6 +323,7 @@ def _several(config: Config, log: Callable[[str], object], wakes: Waker,
         crew.pools(trial)
         prove_front(Front(crew.ranks, crew.wait, lanes=lanes), trial, loaded.whole.max_position, selector)
         crew.pools(core, capture=crew.captures)
+        crew.serves()
     except BaseException:
         crew.close()
         raise

@@ -116,8 +116,8 @@ _VIEW: tuple[tuple[str, tuple[Proof, ...]], ...] = (
                                            Proof("", "selecting", "hosted", "stored"))),
     ("pipeline stages (`--pp`)", (Proof("", "ordinary", across="pp"),
                                   Proof("", "selecting", "hosted", across="pp"))),
-    ("lanes (`--tp`) of models without experts", (
-        Proof("", "ordinary", across="tp"), Proof("", "selecting", "hosted", across="tp"))),
+    ("lanes (`--tp`, `--ep`)", (Proof("", "ordinary", across="tp"),
+                                Proof("", "selecting experts latent", "hosted", across="tp"))),
     ("several machines (`--nnodes`)", (Proof("", "ordinary latent", across="nodes"),
                                        Proof("", "selecting experts latent", "hosted", across="nodes"))),
     ("prefill/decode pair", (Proof("", "ordinary", across="pair"),

@@ -113,9 +113,10 @@ class EngineClient:
     def __init__(self, config: Config, *, log: Callable[[str], None] | None = None,
                  on_death: Callable[[EngineDied], None] | None = None,
                  fds: Sequence[int] = (), argv: Sequence[str] | None = None,
-                 rids: Iterator[int] | None = None) -> None:
+                 rids: Iterator[int] | None = None, env: dict[str, str] | None = None) -> None:
         """`fds`: descriptors that the engine gets under their numbers. `argv` replaces its command line; the
-        socket's number is appended (tests). `rids`: rising numbers of requests (default: its own)."""
+        socket's number is appended (tests). `rids`: rising numbers of requests (default: its own). `env`: its
+        environment (default: ours)."""
         self.config = config
         self.on_death = on_death
         self.died: EngineDied | None = None
@@ -123,7 +124,7 @@ class EngineClient:
         self.peer_info: dict[str, str | int | float | bool | None] = {}
         self.num_waiting = 0                  # choices that the core has not admitted yet
         self._log = log
-        self._fds = fds
+        self._fds, self._env = fds, env
         self._argv = argv or [sys.executable, "-P", "-m", "penstock.serve.engine.main"]
         self._gate = Gate()             # of answers that begin or end, which cost more than their text
         self._rids, self._asks = rids or itertools.count(1), itertools.count(1)
@@ -149,7 +150,7 @@ class EngineClient:
             with theirs:
                 self._process = subprocess.Popen(
                     [*self._argv, str(theirs.fileno())], pass_fds=[theirs.fileno(), *self._fds],
-                    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=self._env,
                     encoding="utf-8", errors="replace")
             # No executor: at the end of a script it takes no work any more, and `close` may come then.
             self._exited, self._logged = asyncio.Event(), asyncio.Event()

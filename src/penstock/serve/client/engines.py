@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import msgspec
 
+from penstock.config.base import machine
 from penstock.config.base.errors import RequestError
 from penstock.config.request.params import SamplingParams
 from penstock.config.settings.tree import Config
@@ -119,7 +120,8 @@ class Engines:
         # Numbers of requests are part of their seeds: alike questions have other answers on each engine.
         rids: Iterator[int] = itertools.count(1)
         self.members = [Member(Kept(_numbered(config, n), f"engine {n}" if count > 1 else "", log, fds=fds,
-                                    rids=rids, on_death=on_death if count == 1 else None))
+                                    rids=rids, env=environment(config, n),
+                                    on_death=on_death if count == 1 else None))
                         for n in range(count)]
 
     async def close(self) -> None:
@@ -224,9 +226,17 @@ def pages_of(prompt: Sequence[int], namespace: int, page_size: int) -> list[int]
         lambda key, page: hash((key, page)), initial=namespace))[1:]
 
 
+def environment(config: Config, n: int) -> dict[str, str] | None:
+    """Of the process of the engine with this number, which sees the GPUs that it has; None: ours."""
+    gpus = len(machine.probe().gpus)
+    if config.device.device != "cuda" or config.num_engines == 1 or gpus < 2:
+        return None
+    return machine.of_gpus(config.gpus_of(n, gpus))
+
+
 def _numbered(config: Config, n: int) -> Config:
-    config = replace(config, nodes=config.nodes.of_engine(n))
     """Of the engine with this number: what each writes to is its own."""
+    config = replace(config, nodes=config.nodes.of_engine(n))
     log = config.debug.event_log
     if log is None or config.server.dp == 1:
         return config

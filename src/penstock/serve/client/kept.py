@@ -20,12 +20,12 @@ class Kept:
     """Everything on one asyncio loop."""
 
     def __init__(self, config: Config, name: str, log: Callable[[str], None], *, fds: Sequence[int] = (),
-                 rids: Iterator[int] | None = None,
+                 rids: Iterator[int] | None = None, env: dict[str, str] | None = None,
                  on_death: Callable[[EngineDied], None] | None = None) -> None:
-        """name: what its lines in the log begin with, "" for nothing. fds, rids: as EngineClient has them.
+        """name: what its lines in the log begin with, "" for nothing. fds, rids, env: as of EngineClient.
         on_death: of one that is not started again: it is told instead."""
         self._config, self._name, self._log = config, name, log
-        self._fds, self._rids, self._on_death = fds, rids, on_death
+        self._fds, self._rids, self._env, self._on_death = fds, rids, env, on_death
         self._died = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
         self.engine: EngineClient | None = None     # the present one, once it has started, else the last
@@ -46,7 +46,7 @@ class Kept:
         return ready
 
     async def _start(self) -> Ready:
-        engine = EngineClient(self._config, log=self._line, fds=self._fds, rids=self._rids,
+        engine = EngineClient(self._config, log=self._line, fds=self._fds, rids=self._rids, env=self._env,
                               on_death=self._on_death or (lambda _: self._died.set()))
         ready = await engine.start()
         self.engine = engine

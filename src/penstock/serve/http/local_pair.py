@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.config.settings.tree import Config, PairConfig
-from penstock.serve.client.engines import Engines
+from penstock.serve.client.engines import Engines, environment
 from penstock.serve.client.kept import Kept
 
 JOIN_S = 10.0                       # for the ends to find each other, before the server says that it is ready
@@ -38,7 +38,8 @@ class PairHere:
             end = _end(config, key, disaggregation_mode="prefill", pair_listen=address)
             end = replace(end, nodes=config.nodes.of_engine(config.pair.decode + n))
             name = f"prefill {n}" if len(addresses) > 1 else "prefill"
-            self.prefill.append(Kept(end, name, log, fds=self.fds))
+            self.prefill.append(Kept(end, name, log, fds=self.fds,
+                                     env=environment(config, config.pair.decode + n)))
 
     async def joined(self, decode: Engines) -> None:
         """Until `decode` has found them, or that takes too long."""

@@ -238,8 +238,8 @@ def mlp(x_TD: Tensor, expert_TC: Tensor, weight_TC: Tensor, gate_up: Tensor | Sc
         COLS=tile_cols(gate_up, most), **same, **constants)
     element, scale, scales, constants = parts_of(down)
     experts_out[(triton.cdiv(dim, rows), grid)](
-        inner_SI, element, scale, *tables, weight_TC, part_SD, tokens, first, num_experts, scales, dim, INPUTS=width,
-        COLS=tile_cols(down, most), **same, **constants)
+        inner_SI, element, scale, *tables, weight_TC, part_SD, tokens, first, num_experts, scales, dim,
+        INPUTS=width, COLS=tile_cols(down, most), **same, **constants)
     block = min(1024, triton.next_power_of_2(dim))
     sum_visits[(tokens, triton.cdiv(dim, block))](
         part_SD, expert_TC, out_TD, first, num_experts, dim, C=chosen, BLOCK=block, num_warps=4)

@@ -1,0 +1,78 @@
+"""Device memory that another process of this machine sees too: CUDA's own handles, by ctypes on its driver.
+
+Owns allocations outside of torch's, whose blocks have no handles of their own. Who reads or writes waits
+until that has happened before it tells anybody: the other process knows no order of streams.
+"""
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HANDLE_BYTES = 64
+_LAZY_PEER_ACCESS = 1
+_OUT_OF_MEMORY = 2
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_byte * HANDLE_BYTES),)
+
+
+class _Memory:
+    """What torch makes a tensor of, and keeps as long as that."""
+
+    def __init__(self, address: int, nbytes: int, end: str, device: int) -> None:
+        self._address, self._end, self._device = address, end, device
+        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False),
+                                         "version": 3}
+
+    def __del__(self) -> None:
+        try:
+            with torch.cuda.device(self._device):
+                getattr(_driver(), self._end)(ctypes.c_uint64(self._address))
+        except (AttributeError, RuntimeError, TypeError):
+            pass                        # the interpreter or the device has gone, and with it the memory
+
+
+def allocated(nbytes: int) -> tuple[Tensor, bytes]:
+    """uint8 [nbytes] on the current device, not cleared, and the handle by which another process opens it.
+    Raises torch's OutOfMemoryError."""
+    found, handle, device = ctypes.c_uint64(), _Handle(), _current()
+    _check(_driver().cuMemAlloc_v2(ctypes.byref(found), nbytes), f"{nbytes} bytes")
+    memory = _Memory(found.value, nbytes, "cuMemFree_v2", device)
+    _check(_driver().cuIpcGetMemHandle(ctypes.byref(handle), found), "a handle")
+    return torch.as_tensor(memory, device=f"cuda:{device}"), bytes(handle)
+
+
+def opened(handle: bytes, nbytes: int, device: int) -> Tensor:
+    """The same bytes in another process, which sees their device under this number."""
+    found = ctypes.c_uint64()
+    with torch.cuda.device(device):
+        _current()
+        _check(_driver().cuIpcOpenMemHandle_v2(
+            ctypes.byref(found), _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS), "another's memory")
+        memory = _Memory(found.value, nbytes, "cuIpcCloseMemHandle", device)
+        return torch.as_tensor(memory, device=f"cuda:{device}")
+
+
+def _current() -> int:
+    """The current device, whose context is this thread's when this returns."""
+    torch.cuda.synchronize()
+    return torch.cuda.current_device()
+
+
+def _driver() -> Any:
+    driver = ctypes.CDLL("libcuda.so.1")        # found by its name, as torch has loaded it
+    driver.cuMemAlloc_v2.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    driver.cuIpcGetMemHandle.argtypes = (ctypes.c_void_p, ctypes.c_uint64)
+    driver.cuIpcOpenMemHandle_v2.argtypes = (ctypes.c_void_p, _Handle, ctypes.c_uint)
+    return driver
+
+
+def _check(code: int, what: str) -> None:
+    if code == _OUT_OF_MEMORY:
+        raise torch.OutOfMemoryError(f"CUDA out of memory: {what}")
+    if code:
+        raise RuntimeError(f"CUDA's driver, {what}: error {code}")
