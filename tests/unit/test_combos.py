@@ -9,7 +9,7 @@ from penstock.serve.cli import combos
 from penstock.serve.cli.main import main
 from penstock.serve.cli.proofs import Cell
 
-STAGES_ON_A_GPU = Cell("ordinary", "resident", "plain", "both", "gpu", "float32")
+CODES_ON_A_GPU = Cell("ordinary", "resident", "plain", "both", "gpu", "packed")
 
 
 @pytest.fixture(autouse=True)
@@ -20,28 +20,28 @@ def asked_anew():
 
 
 def test_a_cell_turns_with_its_refusal_and_its_proof(monkeypatch) -> None:
-    refused = combos.answer(STAGES_ON_A_GPU)
-    assert refused.status == "refused" and "have stages and lanes on a CPU only" in refused.why[0]
+    refused = combos.answer(CODES_ON_A_GPU)
+    assert refused.status == "refused" and "weights stay packed on a CPU only" in refused.why[0]
     combos.answer.cache_clear()
     monkeypatch.setattr(combos, "REFUSED", [r for r in combos.REFUSED
-                                            if "have stages and lanes on a CPU" not in r.why])
-    assert combos.answer(STAGES_ON_A_GPU).status == "untried"
+                                            if "weights stay packed on a CPU" not in r.why])
+    assert combos.answer(CODES_ON_A_GPU).status == "untried"
     combos.answer.cache_clear()
-    monkeypatch.setattr(combos, "_proven", lambda: {STAGES_ON_A_GPU: ("tests/a.py::test_it",)})
-    assert combos.answer(STAGES_ON_A_GPU) == combos.Answer("yes", ("tests/a.py::test_it",))
+    monkeypatch.setattr(combos, "_proven", lambda: {CODES_ON_A_GPU: ("tests/a.py::test_it",)})
+    assert combos.answer(CODES_ON_A_GPU) == combos.Answer("yes", ("tests/a.py::test_it",))
 
 
 def test_a_proof_of_what_is_refused_is_a_mistake(monkeypatch) -> None:
     combos.answer.cache_clear()
-    monkeypatch.setattr(combos, "_proven", lambda: {STAGES_ON_A_GPU: ("tests/a.py::test_it",)})
+    monkeypatch.setattr(combos, "_proven", lambda: {CODES_ON_A_GPU: ("tests/a.py::test_it",)})
     with pytest.raises(AssertionError, match="which is refused"):
-        combos.answer(STAGES_ON_A_GPU)
+        combos.answer(CODES_ON_A_GPU)
 
 
 def test_words_choose(capsys) -> None:
-    assert main(["combos", *STAGES_ON_A_GPU, "latent"]) == 0
+    assert main(["combos", *CODES_ON_A_GPU, "latent"]) == 0
     told = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
-    assert told == [f"{kind} resident plain both gpu float32: refused" for kind in ("ordinary", "latent")]
+    assert told == [f"{kind} resident plain both gpu packed: refused" for kind in ("ordinary", "latent")]
     assert main(["combos", "tpu"]) == 2
     assert "'tpu' is no word" in capsys.readouterr().err
 
