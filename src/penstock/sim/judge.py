@@ -90,6 +90,7 @@ class Judge(Watcher):
         self.met: Counter[Met] = Counter()
         self._seen: tuple[int, dict[Tier, int]] = -1, {}     # edges taken, changes of units, when last asked
         self.failing = False                            # a copy has just failed
+        self._used: tuple[tuple[bytes, ...], int] = (), 0    # pages of who has just started, stored ones
         self._about: list[tuple[Live, Phase, int]] = []             # whom the event is about, where they were
         self._asked: dict[RequestId, Asked] = {}
         self.policy = Policy(self.view)
@@ -97,6 +98,8 @@ class Judge(Watcher):
 
     # ---------------------------------------------------------------- what users see
     def output(self, out: Output) -> None:
+        if isinstance(out, Used) and not self.blind:
+            self._told(out.keys)
         if isinstance(out, Say | Lookup | Unstore | Used):
             return
         e = self.made[out.rid]
@@ -115,6 +118,10 @@ class Judge(Watcher):
                 assert e.cached < len(e.arrived.prompt) + (peer > 0), f"request {rid}: {out}"
                 self.stats["delivered by the peer"] += peer > 0
                 self._started(e)
+                assert not self._used[1], "storage is not told that its pages are used"
+                if self.cfg.store_root and not self.blind:
+                    num = (hbm + dram + disk) // self.cfg.page_size
+                    self._used = self.view.names(e.arrived, num), self.view.num_stored(rid, num)
                 self.stats["prefix hits"] += e.cached > 0
                 self.stats["prefix hits from host"] += dram > 0
                 self.stats["prefix hits from storage"] += disk > 0
@@ -123,6 +130,13 @@ class Judge(Watcher):
             case Finished(rid, outcome, reason):
                 e.finished = outcome
                 self._outcome(e, outcome, reason)
+
+    def _told(self, keys: tuple[bytes, ...]) -> None:
+        names, least = self._used
+        assert least <= len(keys) <= len(names), f"{len(keys)} pages are used, not {least} to {len(names)}"
+        assert keys == names[:len(keys)], "other pages are used than those it begins with"
+        self._used = (), 0
+        self.stats["uses told to storage"] += 1
 
     def _started(self, e: Expect) -> None:
         a, size = e.arrived, self.cfg.page_size
@@ -405,6 +419,7 @@ class Judge(Watcher):
         they break shows with the next step, or at the end."""
         if self.blind:
             return
+        assert not self._used[1], "storage is not told that its pages are used"
         view, taken = self.view, self.view.num_edges
         changes = {tier: view.changes(tier) for tier in view.tiers}
         if planned or taken != self._seen[0]:

@@ -13,9 +13,9 @@ from penstock.core.core import Core
 from penstock.core.kv.page_table import PageTable
 from penstock.core.kv.pages import Shortage, Trial
 from penstock.core.kv.pool import Pool
-from penstock.core.kv.prefix_tree import Node
+from penstock.core.kv.prefix_tree import Node, key_under
 from penstock.core.pair.decode_side import DecodeSide
-from penstock.core.plan import ONE_PEER, MoveId, RequestId, StepId, Tier
+from penstock.core.plan import ONE_PEER, Arrived, MoveId, RequestId, StepId, Tier
 from penstock.core.policy import capacity as capacity  # arithmetic of what can ever fit: it has no state
 from penstock.core.request import Request
 from penstock.sim.device import name_of
@@ -307,6 +307,20 @@ class View:
         key = self._kv.tree.digest(sealed) if named else b""
         return [Where(space.tier, name_of(key, space.group) if key and space.tier is Tier.DISK else page.page,
                       page.moves > 0, page.used) for space, page in sealed.copies.items()]
+
+    def names(self, arrived: Arrived, num: int) -> tuple[bytes, ...]:
+        """How storage calls the first `num` pages of a prompt."""
+        found, size = [key_under(self.cfg.store_root, (arrived.namespace,))], self.cfg.page_size
+        for i in range(num):
+            found.append(key_under(found[-1], arrived.prompt[i * size:(i + 1) * size]))
+        return tuple(found[1:])
+
+    def num_stored(self, rid: RequestId, num: int) -> int:
+        """Of the first `num` pages of its path, up to the last that is known to be in storage."""
+        r = self._core.live.get(rid)
+        stored = [any([(copy := node.good(space)) is not None and copy.ready for space in self._kv.disk])
+                  for node in ([] if r is None else r.path[:num])]
+        return max([i + 1 for i, known in enumerate(stored) if known], default=0)
 
     # ---------------------------------------------------------------- the pair
     def of_transfer(self, transfer: int) -> Live | None:

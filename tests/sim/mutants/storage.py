@@ -13,7 +13,7 @@ from penstock.core.kv.moves import FlyingMove, Moves
 from penstock.core.kv.pages import Pages
 from penstock.core.kv.prefix_tree import Copy, Node, Tree
 from penstock.core.lifecycle import Lease, Phase
-from penstock.core.plan import Advance, Event, Move, Moved, MoveId, StepId, Tier, Unstore
+from penstock.core.plan import Advance, Event, Move, Moved, MoveId, StepId, Tier, Unstore, Used
 from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
 from penstock.sim.device import Device
@@ -172,6 +172,25 @@ def what_was_asked_for_is_taken_for_there(real: Real, kv: Pages, r: Request, pre
     """Host pages are taken for misses."""
     complete: bool = real(kv, r, bytes([(1 << len(kv.disk)) - 1]) * len(r.asked))
     return complete
+
+
+@mutant(400, mode=NAMED + ",lie=0")
+class UsesNotTold(Core):
+    """What a request begins with from memory, storage takes for old."""
+
+    def advance(self, events: Sequence[Event]) -> Advance:
+        advance = super().advance(events)
+        return replace(advance, outputs=tuple([out for out in advance.outputs if not isinstance(out, Used)]))
+
+
+@mutant(400, mode=NAMED + ",lie=0")
+class UsesOfTheLastPageAlone(Core):
+    """Storage keeps the end of a prompt and lets its beginning go, without which nobody finds it."""
+
+    def advance(self, events: Sequence[Event]) -> Advance:
+        advance = super().advance(events)
+        return replace(advance, outputs=tuple([Used(out.keys[-1:]) if isinstance(out, Used) else out
+                                               for out in advance.outputs]))
 
 
 @mutant(counter="pages put again in storage")
