@@ -26,7 +26,7 @@ SETTLE_S = 3.0                  # writes go on behind the answers
 # Small, so that all memory was touched, and a full folder is swept, before anything counts: a virtual machine's
 # first touch of a page costs several times its copy.
 STEADY: dict[str, Any] = {**SIZES, "hbm_bytes": "256M", "dram_bytes": "256M"}
-QUOTA, WARM_TURNS = "512M", 12
+QUOTA, WARM_TURNS = "256M", 6
 QUIET_S = 0.005                 # of processor in a tenth of a second: nothing is written any more
 
 
@@ -52,12 +52,12 @@ def measure(model: str, name: str, prompts: list[list[int]], **more: Any) -> Non
 def turns(model: str, num: int, tokens: int, dice: random.Random, **more: Any) -> None:
     """A prompt that nobody has seen, then 8 rows that decode, while their pages are written or not."""
     first = SamplingParams(max_tokens=1, temperature=0.0)
-    many = SamplingParams(max_tokens=128, temperature=0.0, ignore_eos=True)
+    many = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
     with LLM(model, **STEADY) as without, LLM(model, **STEADY, kv_storage_bytes=QUOTA, **more) as storing:
         ratios: dict[str, list[float]] = {}
         for turn in range(-WARM_TURNS, num):
             batches = [([{"prompt_token_ids": _prompt(dice, tokens)}], first),
-                       ([{"prompt_token_ids": _prompt(dice, 200)} for _ in range(8)], many)]
+                       ([{"prompt_token_ids": _prompt(dice, 100)} for _ in range(8)], many)]
             took: dict[LLM, list[float]] = {}
             for llm in (without, storing) if turn % 2 else (storing, without):
                 took[llm] = []
@@ -67,6 +67,8 @@ def turns(model: str, num: int, tokens: int, dice: random.Random, **more: Any) -
                 names = "first token", "its processor", "tokens/s", "their processor"
                 for name, one, other in zip(names, took[without], took[storing], strict=True):
                     ratios.setdefault(name, []).append(one / other if name == "tokens/s" else other / one)
+                print(f"turn {turn}:", ", ".join(f"{name} {found[-1]:.3f}" for name, found in ratios.items()),
+                      flush=True)
         for name, found in ratios.items():
             low, middle, high = statistics.quantiles(found, n=4)
             print(f"{name}: {middle:.3f} of without storage, median of {num} turns "

@@ -32,8 +32,17 @@ def test_what_there_is_is_listed_by_kind_and_swept_and_purged_on_request(url, ca
     assert of(url, "sweep", "--bytes", str(4 * EACH)) == 0
     assert f"{3 * EACH} bytes removed, {3 * EACH} left" in capsys.readouterr().out
     assert of(url, "purge") == 2 and "add --yes" in capsys.readouterr().err
-    assert of(url, "purge", "--yes") == 0 and of(url, "ls") == 2
-    assert "no storage is there" in capsys.readouterr().err
+    assert of(url, "purge", "--yes") == 0 and of(url, "ls") == 0
+    assert "\n0 objects, 0 bytes" in capsys.readouterr().out
+
+
+def test_who_writes_after_a_purge_says_again_what_is_there(tmp_path, capsys):
+    store = Files(tmp_path / "store", "f" * 32, [256], words={"weights": "those"})
+    pages = [memoryview(os.urandom(256)) for _ in KEYS]
+    assert all(store.put(KEYS, 0, pages))
+    assert of(f"file://{tmp_path}/store", "purge", "--yes") == 0
+    assert all(store.put(KEYS, 0, pages)) and of(f"file://{tmp_path}/store", "ls") == 0
+    assert "6 objects" in (told := capsys.readouterr().out) and "weights: 'those'" in told
 
 
 def test_damage_is_told_and_removed_on_request(url, capsys):
@@ -49,6 +58,8 @@ def test_damage_is_told_and_removed_on_request(url, capsys):
 @pytest.mark.parametrize(("line", "said"), [
     (["ls", "http://here"], "one of these is needed"), (["ls", "file:///does/not/exist"], "No such file"),
     (["ls", "valkey://me:secret@127.0.0.1:1"], "valkey://...@127.0.0.1:1"),
+    (["ls", "redis:me:secret@here"], "redis:...@here"), (["ls", "rediss://:?secret@here"], "rediss://...@here"),
+    (["ls", "redis://here?password=secret"], "redis://here?..."), (["ls", "me:sec\nsecret@here"], "me:...@here"),
     (["ls", "file:///a", "--yes"], "of penstock store purge"),
     (["sweep", "file:///a", "--bytes", "many"], "many")])
 def test_what_is_wrong_is_told_in_words_without_a_password(line, said, capsys):

@@ -42,8 +42,10 @@ class StorageUrl:
 
 
 def masked(url: str) -> str:
-    """For people: without a password, even where it is no URL of ours."""
-    return re.sub(r"^(?!file:)([^:]*://).*@", r"\1...@", url)
+    """For people: without a password or a query, even where it is no URL of ours."""
+    if url.lower().startswith("file:"):
+        return url
+    return re.sub(r"[?#].*", "?...", re.sub(r"^(\w*:/*)?.*@", r"\1...@", url, flags=re.DOTALL), flags=re.DOTALL)
 
 
 def parse_storage(url: str) -> StorageUrl | None:

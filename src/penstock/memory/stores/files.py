@@ -104,7 +104,8 @@ class Folder(Inventory):
 
     def purge(self) -> None:
         self.remove(list(self.objects()))           # raises what matters
-        shutil.rmtree(self.root / FORMAT, ignore_errors=True)       # engines may write meanwhile
+        for path in (self.root / FORMAT).iterdir():
+            shutil.rmtree(path, ignore_errors=True)                 # engines may write meanwhile
 
     def sweep(self, quota: int | None, room: int = 0) -> tuple[int, int]:
         """Remove temporary files that nobody writes any more, and, where `quota` bytes have no `room` for
@@ -141,23 +142,23 @@ class Files(Bounded):
         ended. words: for the manifest. Raises ConfigError."""
         open_root(root, readonly=readonly)
         self.root, self.readonly, self._sync, self._sizes = root, readonly, sync, tuple(page_bytes)
-        self._home = root / FORMAT / fingerprint
+        self._home, self._words = root / FORMAT / fingerprint, dict(words or {})
         self._folders: dict[str, int] = {}       # descriptors: no name of a link is followed
         self._temps = itertools.count()
         if not readonly:
             try:
                 self._home.mkdir(mode=0o700, exist_ok=True)
-                self._write_manifest(words or {})
+                self._write_manifest()
             except OSError as e:
                 raise ConfigError(f"--kv-storage {root}: {e.strerror}: give a folder that this user can "
                                   "write to") from None
 
-    def _write_manifest(self, words: Mapping[str, str]) -> None:
+    def _write_manifest(self) -> None:
         path = self._home / "manifest.json"
         if not path.exists():
-            temp = self._home / f".manifest.{os.getpid()}"
+            temp = self._home / f".manifest.{os.getpid()}.{next(self._temps)}"
             with open(os.open(temp, _WRITE, 0o600), "w", encoding="utf-8") as file:
-                file.write(json.dumps({"format": FORMAT, "page_bytes": self._sizes, **words}, indent=1))
+                file.write(json.dumps({"format": FORMAT, "page_bytes": self._sizes, **self._words}, indent=1))
             os.replace(temp, path)
 
     # ------------------------------------------------------------ names
@@ -170,6 +171,7 @@ class Files(Bounded):
         if make:
             for folder in (self._home.parent, self._home, self._home / name):
                 folder.mkdir(mode=0o700, exist_ok=True)
+            self._write_manifest()             # somebody may have purged it
         home = os.open(self._home, _FOLDER)
         try:
             fd = os.open(name, _FOLDER, dir_fd=home)
