@@ -76,10 +76,11 @@ gpu:  ## on a machine with a CUDA device, PYTHON's own torch and triton: kernels
 		tests/unit/test_safetensors_file.py tests/parity/test_kernels.py tests/parity/test_cuda_chunks.py \
 		tests/conformance/test_executor_core.py tests/conformance/test_executor_plans.py \
 		tests/conformance/test_executor_hosted.py tests/conformance/test_executor_mixed.py \
-		tests/conformance/test_executor_latent.py tests/conformance/test_late_choice.py \
+		tests/conformance/test_executor_latent.py tests/conformance/test_executor_storage.py \
+		tests/conformance/test_late_choice.py \
 		tests/parity/test_recall_model.py \
 		tests/e2e/test_pair.py tests/e2e/test_pair_faults.py tests/e2e/test_pair_http.py \
-		tests/e2e/test_hosted_http.py tests/e2e/test_pipeline.py $(ARGS)
+		tests/e2e/test_hosted_http.py tests/e2e/test_pipeline.py tests/e2e/test_storage.py $(ARGS)
 	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m pytest -p no:cacheprovider --device cuda \
 		tests/e2e/test_lanes.py tests/e2e/test_cells.py tests/e2e/test_engines.py tests/e2e/test_pipeline_death.py \
 		-k "one_rank_says and 2-1 or in_ranges and expert_parallel or several_machines and latent and hosted or \

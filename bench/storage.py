@@ -3,9 +3,9 @@
     python bench/storage.py [--model M] [--tokens 3000] [--dir DIR] [--turns N | --pages]
 
 Three engines of the demo model, one after the other: without storage, with an empty folder, with what that
-left. --turns: two, without and with a folder, side by side: each batch of requests goes to one and then to the
-other, N times, so that what else the machine does falls on both. --pages: only what a folder costs, seconds of
-processor for each GB that is written, and read again.
+left. --turns: two side by side, without and with a folder: each batch of requests goes to one and then to
+the other, N times (2 or more), so that what else the machine does falls on both. --pages: only what a folder
+costs, seconds of processor for each GB that is written, and read again.
 """
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from penstock.memory.stores.files import Files
 
 SIZES: dict[str, Any] = {"threads": 2, "max_num_seqs": 8, "hbm_bytes": "1G", "dram_bytes": "1G"}
 SETTLE_S = 3.0                  # writes go on behind the answers
-# Small, so that all memory was touched, and a full folder is swept, before anything counts: a virtual machine's
-# first touch of a page costs several times its copy.
+# Small, so that all memory was touched, and a full folder is swept, before anything counts: the first touch
+# of a page of a virtual machine costs several times its copy.
 STEADY: dict[str, Any] = {**SIZES, "hbm_bytes": "256M", "dram_bytes": "256M"}
 QUOTA, WARM_TURNS = "256M", 6
 QUIET_S = 0.005                 # of processor in a tenth of a second: nothing is written any more

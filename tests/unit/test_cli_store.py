@@ -58,8 +58,9 @@ def test_damage_is_told_and_removed_on_request(url, capsys):
 @pytest.mark.parametrize(("line", "said"), [
     (["ls", "http://here"], "one of these is needed"), (["ls", "file:///does/not/exist"], "No such file"),
     (["ls", "valkey://me:secret@127.0.0.1:1"], "valkey://...@127.0.0.1:1"),
-    (["ls", "redis:me:secret@here"], "redis:...@here"), (["ls", "rediss://:?secret@here"], "rediss://...@here"),
-    (["ls", "redis://here?password=secret"], "redis://here?..."), (["ls", "me:sec\nsecret@here"], "me:...@here"),
+    (["ls", "redis:me:secret@here"], "redis:...@here"), (["ls", "me:sec\nsecret@here"], "me:...@here"),
+    (["ls", "rediss://:?secret@here"], "rediss://...@here"),
+    (["ls", "redis://here?password=secret"], "redis://here?..."),
     (["ls", "file:///a", "--yes"], "of penstock store purge"),
     (["sweep", "file:///a", "--bytes", "many"], "many")])
 def test_what_is_wrong_is_told_in_words_without_a_password(line, said, capsys):

@@ -45,7 +45,7 @@ def masked(url: str) -> str:
     """For people: without a password or a query, even where it is no URL of ours."""
     if url.lower().startswith("file:"):
         return url
-    return re.sub(r"[?#].*", "?...", re.sub(r"^(\w*:/*)?.*@", r"\1...@", url, flags=re.DOTALL), flags=re.DOTALL)
+    return re.sub(r"(?s)[?#].*", "?...", re.sub(r"(?s)^(\w*:/*)?.*@", r"\1...@", url))
 
 
 def parse_storage(url: str) -> StorageUrl | None:
