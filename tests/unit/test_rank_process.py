@@ -1,16 +1,22 @@
-"""A rank's process on a device: plans go to it while a step of it flies."""
+"""A rank's process: plans go to it while a step flies on the device, and grammars before they are needed."""
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from queue import SimpleQueue
 from types import SimpleNamespace
 
+from printable import vocabulary
+
+from penstock.config.request.grammar import Grammar
 from penstock.core.plan import StepId, StepPlan
 from penstock.exec.pipeline import wire
 from penstock.exec.pipeline.beats import Waits
+from penstock.exec.pipeline.crew import RankProcess
 from penstock.exec.pipeline.process import Process
 from penstock.exec.rank import Stepped
+from penstock.exec.sampling.grammar import COMPILED_MAX, Grammars
 from penstock.exec.step.links import Links
 
 
@@ -80,3 +86,27 @@ def test_a_plan_is_launched_while_the_step_before_it_is_on_the_device():
         report = wire.decode_from_rank(said.get(timeout=20)[8:])
         assert [stepped.step for stepped in report.stepped] == [step]
     until(lambda: not device.flights)
+
+
+def test_a_rank_is_asked_once_for_a_grammar_and_says_when_no_step_would_wait():
+    (here, there), news, go = socket.socketpair(), SimpleQueue(), threading.Event()
+    rank = RankProcess(SimpleNamespace(tell=lambda: news.put(None)), 0, wire.Channel(here), None)
+    process = object.__new__(Process)
+    process._front, process._rank = wire.Channel(there), Device()
+    process._grammars = Grammars(lambda: vocabulary() if go.wait(20) else None)
+    try:
+        grammar = Grammar("regex", "[ab]+")
+        assert not rank.compiled(grammar) and not rank.compiled(grammar)
+        process._handle(wire.decode_to_rank(process._front.receive()))
+        assert not rank.compiled(grammar) and news.empty()
+        go.set()
+        news.get(timeout=20)
+        assert rank.compiled(grammar) and process._grammars.compiled(grammar)
+        for n in range(COMPILED_MAX):               # what the rank may forget is asked for again
+            assert not rank.compiled(Grammar("regex", f"a{{{n + 1}}}"))
+            process._handle(wire.decode_to_rank(process._front.receive()))
+            news.get(timeout=20)
+        assert len(rank._compiled) <= COMPILED_MAX // 2 + 1 and not rank.compiled(grammar)
+    finally:
+        there.close()
+        here.close()

@@ -131,7 +131,7 @@ class Front:
     def compiled(self, grammar: Grammar) -> bool:
         """Whether a request with it makes no step wait, as far as this process knows. Returns at once, and
         has it compiled; the executor wakes its loop when that has ended."""
-        return all([rank.compiled(grammar) for rank in self._ranks])
+        return all([rank.compiled(grammar) for rank in self._ranks[-self._lanes:]])
 
     def open(self, rid: RequestId, prompt: tuple[int, ...], params: SamplingParams, *,
              choice: int = 0, stop_ids: tuple[int, ...] = ()) -> None:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import NoReturn
@@ -32,7 +32,7 @@ from penstock.exec.pipeline.local import LocalRanks
 from penstock.exec.pipeline.nodes import Pools as Room
 from penstock.exec.pipeline.nodes import Seen, ToAll
 from penstock.exec.rank import Report
-from penstock.exec.sampling.grammar import NO_TOKENIZER, BadGrammar, Vocabulary
+from penstock.exec.sampling.grammar import COMPILED_MAX, NO_TOKENIZER, BadGrammar, Vocabulary
 from penstock.exec.sampling.sampler import check_ids
 from penstock.exec.step.links import nodes_of
 from penstock.memory.storage import HostPages
@@ -57,6 +57,7 @@ class RankProcess:
         self._reports: SimpleQueue[wire.Reports] = SimpleQueue()
         self._answers: SimpleQueue[wire.FromRank | None] = SimpleQueue()
         self._counters: dict[str, float] = {}       # as it has last told
+        self._compiled = OrderedDict[Grammar, bool]()       # that it was asked to compile: whether it has
         self.heard = Heard()
         self.died, self.hangs = False, ""           # hangs: why it is taken for dead
         self.memory = b""                           # `wire.Ready.memory`
@@ -75,6 +76,9 @@ class RankProcess:
                     self.heard.wait, self.heard.step = (number, whom), step
                 case wire.Reports():
                     self._reports.put(message)
+                    self._crew.tell()
+                case wire.Compiled(grammar):
+                    self._compiled[grammar] = True
                     self._crew.tell()
                 case wire.Counters(values):
                     self._counters = values
@@ -95,7 +99,16 @@ class RankProcess:
         self.send(wire.encode(wire.Open(rid, list(prompt), params, choice, list(stop_ids))))
 
     def compiled(self, grammar: Grammar) -> bool:
-        return True                     # there, the first step that samples under it waits
+        done = self._compiled.get(grammar)
+        if done is None:
+            self._compiled[grammar] = done = False
+            self.send(wire.encode(wire.Compile(grammar)))
+            ended = [g for g, one in self._compiled.items() if one]
+            # Forgotten here before it is there.
+            for old in ended[:max(0, len(self._compiled) - COMPILED_MAX // 2)]:
+                del self._compiled[old]
+        self._compiled.move_to_end(grammar)
+        return done
 
     def close(self, rid: RequestId) -> None:
         self.send(wire.encode(wire.Close(rid)))

@@ -243,6 +243,9 @@ class Process:
         rank = self._rank
         assert rank is not None, f"{type(message).__name__} before Pools"
         match message:
+            case wire.Compile(grammar):
+                assert self._grammars is not None, "Compile before Words"
+                self._grammars.told(grammar, lambda: self.send(wire.Compiled(grammar)))
             case wire.Open(rid, prompt, params, choice, stop_ids):
                 rank.open(rid, tuple(prompt), params, choice=choice, stop_ids=tuple(stop_ids))
             case wire.Close(rid):

@@ -11,6 +11,7 @@ import threading
 
 import msgspec
 
+from penstock.config.request.grammar import Grammar
 from penstock.config.request.params import SamplingParams
 from penstock.config.settings.plain import Plain
 from penstock.core.plan import Moved, RequestId, StepPlan
@@ -66,6 +67,12 @@ class Words(_Message, frozen=True):
     missing: str
 
 
+class Compile(_Message, frozen=True):
+    """To the lanes of the last stage; answered by Compiled."""
+
+    grammar: Grammar
+
+
 class Open(_Message, frozen=True):
     rid: RequestId
     prompt: list[int]
@@ -91,7 +98,7 @@ class Plan(_Message, frozen=True):
     plan: StepPlan
 
 
-ToRank = Begin | Met | Pools | Words | Measure | Open | Close | Given | Plan
+ToRank = Begin | Met | Pools | Words | Measure | Compile | Open | Close | Given | Plan
 
 
 # ---------------------------------------------------------------- rank -> front
@@ -132,6 +139,12 @@ class Memory(_Message, frozen=True):
     workspace: int
 
 
+class Compiled(_Message, frozen=True):
+    """No step that samples under it waits, as long as it is among the last ones used."""
+
+    grammar: Grammar
+
+
 class Reports(_Message, frozen=True):
     """What has happened since the last one: a step, if any, and then copies. `began` and `ended` (seconds of
     this machine's monotonic clock) say when the step computed, without its wait for the stage before it."""
@@ -156,7 +169,7 @@ class Beat(_Message, frozen=True):
     step: int
 
 
-FromRank = Beat | Met | Loading | Loaded | Refused | Ready | Memory | Reports | Counters
+FromRank = Beat | Met | Loading | Loaded | Refused | Ready | Memory | Compiled | Reports | Counters
 
 _ENCODER = msgspec.msgpack.Encoder()
 _TO = msgspec.msgpack.Decoder(ToRank)

@@ -139,6 +139,10 @@ class Grammars:
         """Whether no matcher of it has to wait. Returns at once, and has it compiled."""
         return self._of(grammar).done()
 
+    def told(self, grammar: Grammar, done: Callable[[], object]) -> None:
+        """Have it compiled; `done` is called, here or in the thread, when no matcher of it has to wait."""
+        self._of(grammar).add_done_callback(lambda _: done())
+
     def _of(self, grammar: Grammar) -> Future[llguidance.LLMatcher]:
         with self._lock:
             found = self._compiled.get(grammar)
