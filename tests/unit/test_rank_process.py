@@ -71,7 +71,7 @@ def test_a_plan_is_launched_while_the_step_before_it_is_on_the_device():
     process._inbox, process._flights = SimpleQueue(), SimpleQueue()
     process._waits = Waits()
     process._awaits = process._uncounted = False
-    process._queued, process._count_at = 0, time.monotonic() + 1000
+    process._queued, process._ended, process._count_at = 0, 0, time.monotonic() + 1000
     for body in (process._land, process.run):
         threading.Thread(target=body, daemon=True).start()
 
