@@ -55,18 +55,18 @@ class Rope:
         prompt's length for all tokens, which would make cached KV depend on the request.
         """
         inv_freq = self.inv_freq_F
-        position_T1 = positions_T[:, None].float()
         if self.ntk is not None:
+            position_T1 = positions_T[:, None].float()
             longer = _ntk_freq(self.ntk, position_T1, inv_freq)
             inv_freq = torch.where(position_T1 < self.ntk.original, inv_freq, longer)
-        freqs_TF = position_T1 * inv_freq
-        cos_TF, sin_TF = freqs_TF.cos(), freqs_TF.sin()
-        cos_TH = torch.cat((cos_TF, cos_TF), dim=-1)
-        sin_TH = torch.cat((-sin_TF, sin_TF), dim=-1)
-        if self.attention_factor != 1.0:
-            cos_TH *= self.attention_factor
-            sin_TH *= self.attention_factor
-        return cos_TH.to(dtype)[:, None], sin_TH.to(dtype)[:, None]
+        freqs_TF = positions_T[:, None] * inv_freq
+        # Few operations, as each is a launch of every step.
+        cos_T2F, sin_T2F = freqs_TF.new_empty(2, len(freqs_TF), 2, freqs_TF.shape[1], dtype=dtype)
+        torch.mul(freqs_TF.cos()[:, None].expand(cos_T2F.shape), self.attention_factor, out=cos_T2F)
+        sin_TF = freqs_TF.sin()
+        torch.mul(sin_TF, -self.attention_factor, out=sin_T2F[:, 0])
+        torch.mul(sin_TF, self.attention_factor, out=sin_T2F[:, 1])
+        return cos_T2F.flatten(1)[:, None], sin_T2F.flatten(1)[:, None]
 
 
 def _ntk_freq(ntk: NTK, position_T1: Tensor, inv_freq_F: Tensor) -> Tensor:
