@@ -58,6 +58,9 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
               **{f"{pool}_{part}": "i32" for pool in "dhb" for part in ("page", "head", "plane")}),
          dict(HEADS=8, HEADS_PAD=8, DIM=128, DIM_PAD=128, SIZE=64, UNIT=8, SUMMARIES=summaries, PLANES=2,
               HOT=summaries > 0), 4, 3) for summaries in (0, 8)],
+    ("kv.write_kv.triton_places", "find_entries"): [
+        (dict(table=I32, row=I32, at=I32, out=I64, table_row="i32", B="i32"), dict(SIZE=64, BLOCK=128), 4,
+         3)],
     ("choose.select.triton_bounds", "score_units"): [
         (dict(q=BF16, bounds=BF16, table=I32, row=I32, position=I32, score=F32, q_row="i32", q_head="i32",
               b_page="i32", b_head="i32", b_plane="i32", table_row="i32", UNITS="i32", SINK_UNITS="i32",
@@ -70,13 +73,18 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
         for whole in (True, False)],
     ("choose.index_select.triton_keys", "score_keys"): [
         (dict(q=BF16, weight=F32, key=key, scales=words, table=I32, row=I32, position=I32, score=F32,
-              q_row="i32", weight_row="i32", key_page="i32", table_row="i32", TOKENS="i32", BLOCKS="i32"),
+              counted=I32, q_row="i32", weight_row="i32", key_page="i32", table_row="i32", TOKENS="i32",
+              BLOCKS="i32"),
          dict(SIZE=64, HEADS=64, HEADS_PAD=64, DIM=128, DIM_PAD=128, BLOCK=128, EXACT=False, KEY=row,
-              CODED=key == U8), 4, 3) for key, words, row in ((BF16, BF16, 128), (U8, F32, 33))],
-    ("choose.index_select.triton_keys", "best_keys"): [
-        (dict(score=F32, at=I32, position=I32, out_score=F32, out_at=I32, CANDIDATES="i32", OUT="i32",
-              TOPK="i32"), dict(TOPK_PAD=2048, BLOCK=8192, FIRST=first, LAST=not first), 16, 3)
-        for first in (True, False)],
+              CODED=key == U8, BINS=8192), 4, 3) for key, words, row in ((BF16, BF16, 128), (U8, F32, 33))],
+    ("choose.index_select.triton_keys", "clear_bins"): [(dict(counted=I32), dict(BINS=8192), 8, 3)],
+    ("choose.index_select.triton_keys", "mark_keys"): [
+        (dict(score=F32, position=I32, counted=I32, above=I32, near_score=F32, near_at=I32, TOKENS="i32",
+              TOPK="i32"), dict(BINS=8192, BLOCK=1024, NEAR=2048), 8, 3)],
+    ("choose.index_select.triton_keys", "take_keys"): [
+        (dict(score=F32, position=I32, counted=I32, above=I32, near_score=F32, near_at=I32, chosen=I32,
+              TOKENS="i32", TOPK="i32"),
+         dict(BINS=8192, BLOCK=1024, NEAR=2048, BLOCKS_PAD=64, TOPK_PAD=2048), 4, 3)],
     ("attention.latent_attention.triton_latent", "attend_rows"): [
         (dict(q=kind, pool=pool, scales=F32 if pool == U8 else pool, rests=BF16 if pool == U8 else pool,
               slot=I32, part=F32, peak=F32, scale="fp32", pool_page="i32", HEADS="i32", CHOSEN="i32"),
@@ -95,7 +103,8 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
          dict(UNIT=8, OF_PAGE=8, GROUP=4, GROUP_PAD=16, DIM=128, DIM_PAD=128, BLOCK=64, BLOCKS=4,
               EXACT=False), 4, 3)],
     ("attention.sparse_attention.triton_units", "join_units"): [
-        (dict(part=F32, peak=F32, out=BF16, lse=F32, PARTS="i32"), dict(DIM=80, DIM_PAD=128), 1, 3)],
+        (dict(part=F32, peak=F32, out=BF16, lse=F32), dict(PARTS=16, PARTS_PAD=16, DIM=512, BLOCK=512), 4,
+         3)],
     ("sample.draw.triton_draw", "draw_rows"): [
         (dict(logits=F32, w=F32, token="*i64", row_B=I32, position_B=I32, knobs="*fp64", stream="*i64",
               V="i32"),
@@ -111,15 +120,18 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
          dict(DIM=128, HALF=64, HALF_PAD=64, HEADS=4, NORM=norm), 1, 3) for norm in (True, False)],
     ("fused.layer.triton_ops", "latent_rows"): [
         (dict(x=BF16, cos=BF16, sin=BF16, q_weight=BF16, row_weight=BF16, key_weight=BF16, key_bias=BF16,
-              residual=BF16, key=BF16, eps="fp32", x_token="i32"),
+              residual=BF16, key=BF16, h=BF16, head_weight=F32 if key else BF16, weight=F32 if key else BF16,
+              eps="fp32", scale="fp32", x_token="i32"),
          dict(Q=1536, Q_PAD=2048, RANK=512, RANK_PAD=512, HALF=32, HALF_PAD=32, KEY=key,
-              KEY_PAD=max(1, key)), 4, 3) for key in (0, 128)],
+              KEY_PAD=max(1, key), DIM=4096, COLS=1024), 4, 3) for key in (0, 128)],
     ("fused.layer.triton_ops", "latent_queries"): [
         (dict(x=BF16, q=BF16, index=BF16, cos=BF16, sin=BF16, x_token="i32", x_turned="i32", q_head="i32",
               N="i32", INDEX="i32"), dict(HALF=32, HALF_PAD=32, REST=64, REST_PAD=64, HEADS=4), 1, 3)],
-    ("fused.layer.triton_ops", "weigh_rows"): [
-        (dict(x=BF16, weight=F32, out=F32, scale="fp32", T="i32", OUTPUTS="i32"),
-         dict(INPUTS=4096, ROWS=rows, COLS=1024), 4, 3) for rows in (1, 4)],
+    ("fused.layer.triton_ops", "head_rows"): [
+        (dict(x=BF16, weight=BF16, out=BF16, T="i32", OUTPUTS="i32", x_token="i32", x_head="i32",
+              w_head="i32", w_out="i32", w_in="i32", out_token="i32", out_head="i32"),
+         dict(INPUTS=inputs, INPUTS_PAD=inputs, T_PAD=16, ROWS=(1 << 14) // inputs), 4, 3)
+        for inputs in (128, 512)],
     ("fused.layer.triton_ops", "silu_gate"): [
         (dict(x=BF16, out=BF16, x_token="i32", WIDTH="i32"), dict(BLOCK=1024), 4, 3)],
     ("gemm.linear.triton_rows", "one_row"): [
@@ -156,8 +168,8 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
 
 # Bytes of stack that a thread of the worst way takes, of kernels that have any: what registers do not hold.
 TRITON = "3.9.0"
-STACK = {"attend_rows": 9792, "score_keys": 48, "experts_in": 1632, "experts_out": 272, "attend_units": 64,
-         "attend_parts": 72, "choose_units": 32, "scaled_rows": 32}
+STACK = {"attend_rows": 9792, "score_keys": 64, "take_keys": 8, "experts_in": 1632, "experts_out": 272,
+         "attend_units": 64, "attend_parts": 72, "choose_units": 32, "scaled_rows": 32}
 FRAME_SIZE, SIZED = 0x11, 4         # of an entry of .nv.info: its kind, and the form with a length
 
 

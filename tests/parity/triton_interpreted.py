@@ -123,6 +123,7 @@ def hosted() -> None:
     from penstock.kernels.attention.sparse_attention import triton_units
     from penstock.kernels.cases import cases_of
     from penstock.kernels.choose.select import triton_bounds
+    from penstock.kernels.kv.write_kv import triton_places
 
     for name in ("write_kv", "resolve", "sparse_attention", "sparse_attention", "select", "select"):
         op = registry.OPS[name]
@@ -133,6 +134,11 @@ def hosted() -> None:
             why = case.wrong(case.run(op.use("cuda")), case.run(op.use("reference")))
             assert not why, (name, why)
             count += 1
+        if name == "write_kv":
+            table = torch.tensor([[4, -1], [0, 2]], dtype=torch.int32)
+            row, at = torch.tensor([[0, 0, 1, 1, 0], [5, 40, 63, 0, -1]], dtype=torch.int32)
+            found = triton_places.find(table, 32, row, at)
+            check(found, torch.tensor([133, -1, 95, 0, -1]), torch.float32, "find")
         if name == "select":
             triton_bounds.WHOLE_UNITS, triton_bounds.SCORES = 32, 200
         if name == "sparse_attention":
@@ -164,6 +170,9 @@ def layer() -> None:
         own.norm_rotate(a[:, 1:heads + 1], *angles, *weights, heads * 3 // 4, 1e-5)
         reference.norm_rotate(b[:, 1:heads + 1], *angles, *weights, heads * 3 // 4, 1e-5)
         check(a, b, dtype, ("norm_rotate", heads, dim))
+    for tokens, sizes in product((1, 9), ((3, 20, 70), (2, 128, 512))):
+        a, b = (cases._by_head("cpu", torch.float16, tokens, *sizes, ops) for ops in (own, reference))
+        check(a, b, torch.float16, ("by_head", tokens, sizes))
     for dtype, index in product(DTYPES, (0, 24, 128)):
         a, b = (cases.latent("cpu", dtype, 3, index, ops) for ops in (own, reference))
         check(a, b, dtype, ("latent", index))
@@ -266,8 +275,7 @@ def mask() -> None:
 
 
 def latent() -> None:
-    """The ops' own cases in float32 but the largest, some of other formats, and rows so long that choosing
-    takes three rounds."""
+    """The ops' own cases in float32 but the largest, some of other formats, and ties in all of a row."""
     from penstock.kernels.attention.latent_attention import cases as rows
     from penstock.kernels.attention.latent_attention import reference as attends
     from penstock.kernels.attention.latent_attention import triton_latent
@@ -285,12 +293,12 @@ def latent() -> None:
                 got, right = (x if isinstance(x, tuple) else (x,) for x in map(case.run, (run, want)))
                 for a, b in zip(got, right, strict=True):
                     check(a.nan_to_num(neginf=-1e3), b.nan_to_num(neginf=-1e3), torch.float32, case.name)
-    whole, triton_keys.WHOLE = triton_keys.WHOLE, 64
-    inputs = keys.make(torch.float32, torch.float32, ((0, 900), (1, 63), (2, 64), (1, -1)), (1, 16), 16)
+    inputs = keys.make(torch.float32, torch.float32, ((0, 200), (1, 63), (2, 64), (1, -1)), (1, 16), 16)
     args = [getattr(inputs, name) for name in inputs.__slots__]
-    check(triton_keys.index_select(*args, topk=24), selects.index_select(*args, topk=24), torch.float32,
-          "three rounds")
-    triton_keys.WHOLE = whole
+    for near in (64, 4):            # of the tokens near the cut, all that the list holds, and more
+        triton_keys.NEAR, triton_keys.TAKEN = near, 64
+        check(triton_keys.index_select(*args, topk=24), selects.index_select(*args, topk=24), torch.float32,
+              near)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from penstock.kernels.fused.layer import LatentNorms
+from penstock.kernels.fused.layer import LatentNorms, Weighs
 from penstock.model.base import Attend, AttentionShape, CacheShape, GlobalLayer, LocalLayer, Stage
 from penstock.model.parts import Cut, Lane
 from penstock.model.weights.slots import Slots
@@ -143,20 +143,22 @@ class LatentAttention:
         down = self.down(x_TD)
         if index is not None and index.key is not None:
             down = torch.cat((down, index.key(x_TD)), 1)
-        residual_TQ, key_TJ = self.ops.latent_rows(down, self._norms(), cos_T1H, sin_T1H)
+        weighs = None if index is None else Weighs(x_TD, index.weights.value, index.scale)
+        residual_TQ, key_TJ, weight_TI = self.ops.latent_rows(down, self._norms(), cos_T1H, sin_T1H, weighs)
         row_TH = down[:, spec.q_rank:spec.q_rank + self.row_dim]
         q = self.q_up(residual_TQ)
         q_TNH = q.new_empty(len(x_TD), spec.num_heads, self.row_dim)
         heads = 0 if index is None else spec.index.num_heads
         q_TIJ = self.ops.latent_queries(q, q_TNH, heads, spec.index.head_dim, cos_T1H, sin_T1H)
         if index is not None:
-            chosen_TS = attend.select(self.layer, q_TIJ, index(x_TD), key_TJ)
+            chosen_TS = attend.select(self.layer, q_TIJ, weight_TI, key_TJ)
         up = self.kv_up.value.view(spec.num_heads, -1, spec.kv_rank)
-        q_nope_NT = q[:, :spec.num_heads * spec.nope_dim].view(len(x_TD), spec.num_heads, -1).transpose(0, 1)
-        torch.bmm(q_nope_NT, up[:, :spec.nope_dim], out=q_TNH[..., :spec.kv_rank].transpose(0, 1))
+        q_nope_TN = q[:, :spec.num_heads * spec.nope_dim].view(len(x_TD), spec.num_heads, -1)
+        self.ops.by_head(q_nope_TN, up[:, :spec.nope_dim].transpose(1, 2), q_TNH[..., :spec.kv_rank])
         out_TNR = attend(self.layer, q_TNH, row_TH[:, None, None], chosen_TS)
-        out_NT = torch.bmm(out_TNR.transpose(0, 1), up[:, spec.nope_dim:].transpose(1, 2))
-        return self.out(out_NT.transpose(0, 1).flatten(1)), chosen_TS
+        out_TNV = out_TNR.new_empty(*out_TNR.shape[:2], spec.value_dim)
+        self.ops.by_head(out_TNR, up[:, spec.nope_dim:], out_TNV)
+        return self.out(out_TNV.flatten(1)), chosen_TS
 
     def _norms(self) -> LatentNorms:
         index = self.indexer
@@ -169,7 +171,6 @@ class Indexer:
 
     def __init__(self, slots: Slots, prefix: str, hidden: int, spec: LatentSpec) -> None:
         index, order = spec.index, spec.index.key_order(spec.rope_dim)
-        self.ops = slots.ops
         self.key = slots.linear([f"{prefix}.wk"], [index.head_dim], hidden, False,
                                 order=order) if spec.bias else None
         self.norm = slots.vector(f"{prefix}.k_norm.weight", (index.head_dim,), order=order)
@@ -178,7 +179,3 @@ class Indexer:
             f"{prefix}.weights_proj.weight", (index.num_heads, hidden), dtype=torch.float32
         )
         self.scale = (index.num_heads * index.head_dim) ** -0.5
-
-    def __call__(self, x_TD: Tensor) -> Tensor:
-        """weight_TI, float32, scaled: what each head counts."""
-        return self.ops.weigh(x_TD, self.weights.value, self.scale)

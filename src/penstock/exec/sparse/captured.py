@@ -133,7 +133,7 @@ class _IndexedAttend:
 
     def __init__(self, of: IndexedDecodes, row_B: Tensor, position_B: Tensor) -> None:
         self._of, rows, keys = of, of.tables[0], of.tables[-1]
-        nowhere_B = torch.full_like(position_B, -1).long()
+        nowhere_B = _slots(None, rows.size, row_B, position_B)
         row_T = row_B.where(position_B >= 0, -1)
         self._at = WriteAt(
             _slots(rows.device_RM, rows.size, row_B, position_B),
@@ -172,8 +172,7 @@ def _write_at(of: SelectingDecodes, row_B: Tensor, position_B: Tensor) -> WriteA
 def _slots(table_RM: Tensor | None, size: int, row_B: Tensor, at_B: Tensor) -> Tensor:
     """int64: where entry `at` of each row is in a pool whose pages have `size` of them; -1: nowhere, or
     padding, of which `at` is negative."""
+    from penstock.kernels.kv.write_kv import triton_places  # needs Triton
     if table_RM is None:
-        return torch.full_like(at_B, -1).long()
-    real_B = at_B.clamp(min=0).long()
-    page_B = table_RM[row_B.long(), real_B // size].long()
-    return torch.where((at_B >= 0) & (page_B >= 0), page_B * size + real_B % size, -1)
+        return torch.full(at_B.shape, -1, dtype=torch.int64, device=at_B.device)
+    return triton_places.find(table_RM, size, row_B, at_B)

@@ -17,6 +17,17 @@ def key_of(x):
 
 
 @triton.jit
+def bin_of(x, BINS: tl.constexpr):
+    """int32 below BINS: of larger float32 `x` no larger a bin. A bin is a 256th of a power of two, of 16 of
+    them about one and of either sign, if there are 8,192; what is beyond is in the outermost."""
+    part: tl.constexpr = BINS // 2 // 16                    # of a power of two
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    size = (bits & 0x7fffffff) // (0x800000 // part) - (127 - 8) * part
+    size = tl.minimum(tl.maximum(size, 0), BINS // 2 - 1)
+    return tl.where(bits < 0, BINS // 2 + size, BINS // 2 - 1 - size)
+
+
+@triton.jit
 def cut_of(key, n):
     """uint32: a cut for the n largest of a block of uint32 keys: at least n are no smaller, and fewer are
     larger. Of keys larger than 0 there are n or more."""

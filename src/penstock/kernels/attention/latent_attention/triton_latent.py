@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.attention.sparse_attention.triton_units import join_units
+from penstock.kernels.attention.sparse_attention.triton_units import join
+from penstock.kernels.triton.depend import early, follow
 from penstock.kernels.types import fp8
 
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -41,6 +42,7 @@ def attend_rows(q, pool, scales, rests, slot, part, peak, scale, pool_page, HEAD
     """Part `s` of query `b`, GROUP heads, HALF value dims: the mean of its values into `part`, log2 of the
     weights' sum into `peak`, -inf for a part without rows. ROW: elements of a row, of codes words of four
     bytes; `scales` and `rests` are the pool seen as f32 and as bf16."""
+    follow()
     s, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
     half, group = tl.program_id(1) % HALVES, tl.program_id(1) // HALVES
     parts = tl.num_programs(0)
@@ -95,8 +97,8 @@ def attend_rows(q, pool, scales, rests, slot, part, peak, scale, pool_page, HEAD
              mask=tl.where(half == 0, n < HEADS, False))
 
 
-BLOCK, BLOCKS = 64, 4           # rows of a block, blocks of a part
-WIDE = 256                      # value dims that one program sums
+BLOCK, BLOCKS, WARPS = 64, 4, 4     # rows of a block, blocks of a part
+GROUP, WIDE = 64, 256           # heads and value dims that one program sums
 SUMS = 1 << 24                  # of parts, in memory at once
 
 
@@ -110,12 +112,12 @@ def latent_attention(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor, *, value_
     row = fp8.width(dim, value_dim) if coded else dim
     assert pool_PGH.stride(2) == 1 and pool_PGH.stride(1) == row, "rows of a page must be dense"
     words, rests = (pool_PGH.view(kind) if coded else pool_PGH for kind in (torch.float32, torch.bfloat16))
-    block = BLOCK // 2 if coded else BLOCK          # codes become values in shared memory, which is short
+    block = BLOCK // 2 if coded and BLOCK > 32 else BLOCK       # codes become values in shared memory
     exact = q_BNH.dtype == torch.float32
     pad = max(16, triton.next_power_of_2(value_dim))
     halves = 2 if pad > WIDE else 1
     assert pad <= 2 * WIDE, f"values of {value_dim}"
-    group = min(16 if exact else 64, max(16, triton.next_power_of_2(heads)))
+    group = min(16 if exact else GROUP, max(16, triton.next_power_of_2(heads)))
     groups = triton.cdiv(heads, group)
     parts = triton.cdiv(chosen, BLOCK * BLOCKS)
     most = max(1, min(queries, SUMS // (heads * parts * value_dim)))
@@ -133,7 +135,6 @@ def latent_attention(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor, *, value_
             HALF=pad // halves,
             REST_PAD=max(16, triton.next_power_of_2(max(1, dim - value_dim))), GROUP=group, BLOCK=block,
             BLOCKS=BLOCK * BLOCKS // block, EXACT=exact, CODED=coded,
-            num_warps=4, num_stages=1 if exact else 2)
-        join_units[(num * heads,)](part, peak, out_BNR[turn], lse_BN[turn], parts, DIM=value_dim,
-                                   DIM_PAD=triton.next_power_of_2(value_dim), num_warps=1)
+            num_warps=WARPS, num_stages=1 if exact else 2, **early())
+        join(part, peak, out_BNR[turn], lse_BN[turn])
     return out_BNR, lse_BN

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.triton.depend import early, follow
+
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
@@ -23,6 +25,7 @@ def attend_units(q, k, v, chosen, slot, position, part, peak, scale, q_row, q_he
                  EXACT: tl.constexpr):
     """Part `s` of query `b`, all query heads of one KV head: the mean of its values into `part`, log2 of
     the weights' sum into `peak`, -inf for a part that sees nothing."""
+    follow()
     s, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     parts, heads = tl.num_programs(0), tl.num_programs(1)
     p = tl.load(position + b)
@@ -67,27 +70,37 @@ def attend_units(q, k, v, chosen, slot, position, part, peak, scale, q_row, q_he
 
 
 @triton.jit
-def join_units(part, peak, out, lse, PARTS, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """The parts of one query and head, added in their order; 0 and -inf where none sees anything."""
-    at = tl.program_id(0)
-    d = tl.arange(0, DIM_PAD)
+def join_units(part, peak, out, lse, PARTS: tl.constexpr, PARTS_PAD: tl.constexpr, DIM: tl.constexpr,
+               BLOCK: tl.constexpr):
+    """The parts of one query and head, BLOCK dims, side by side; 0 and -inf where none sees anything."""
+    follow()
+    at, s = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS_PAD)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     own = d < DIM
-    top = tl.load(peak + at * PARTS)
-    acc = tl.load(part + at * PARTS * DIM + d, mask=own, other=0.0)
-    total = tl.where(top == float("-inf"), 0.0, 1.0)
-    for s in range(1, PARTS):
-        log = tl.load(peak + at * PARTS + s)
-        x = tl.load(part + (at * PARTS + s) * DIM + d, mask=own, other=0.0)
-        new = tl.maximum(top, log)
-        base = tl.where(new == float("-inf"), 0.0, new)
-        keep, weight = tl.exp2(top - base), tl.exp2(log - base)
-        acc = acc * keep + x * weight
-        total = total * keep + weight
-        top = new
-    none = total == 0
-    total = tl.where(none, 1.0, total)
+    log_s = tl.load(peak + at * PARTS + s, mask=s < PARTS, other=float("-inf"))
+    x_sH = tl.load(part + (at * PARTS + s)[:, None] * DIM + d[None, :],
+                   mask=(s < PARTS)[:, None] & own[None, :], other=0.0)
+    top = tl.max(log_s, 0)
+    none = top == float("-inf")
+    top = tl.where(none, 0.0, top)
+    weight_s = tl.exp2(log_s - top)
+    total = tl.where(none, 1.0, tl.sum(weight_s, 0))
+    acc = tl.sum(x_sH * weight_s[:, None], 0)
     tl.store(out + at * DIM + d, (acc / total).to(out.dtype.element_ty), mask=own)
-    tl.store(lse + at, tl.where(none, float("-inf"), (top + tl.log2(total)) / _LOG2E))
+    if tl.program_id(1) == 0:
+        tl.store(lse + at, tl.where(none, float("-inf"), (top + tl.log2(total)) / _LOG2E))
+
+
+def join(part_BNSH: Tensor, peak_BNS: Tensor, out_BNH: Tensor, lse_BN: Tensor) -> None:
+    """The parts S of each query and head into one: their means, and log2 of their weights' sums. Those there
+    are no queries for stay as they are."""
+    queries, heads, dim = out_BNH.shape
+    parts = peak_BNS.shape[2]
+    pad = triton.next_power_of_2(parts)
+    block = max(16, min(triton.next_power_of_2(dim), (1 << 13) // pad))
+    join_units[(queries * heads, triton.cdiv(dim, block))](
+        part_BNSH, peak_BNS, out_BNH, lse_BN, PARTS=parts, PARTS_PAD=pad, DIM=dim, BLOCK=block, num_warps=4,
+        **early())
 
 
 BLOCK, BLOCKS = 64, 8           # tokens of a block, blocks of a part
@@ -118,7 +131,6 @@ def sparse_attention(q_BNH: Tensor, pool_PK2GH: Tensor, chosen_BKC: Tensor, slot
             part, peak, scale, q_BNH.stride(0), q_BNH.stride(1), pool_PK2GH.stride(0), pool_PK2GH.stride(1),
             chosen, UNIT=unit, OF_PAGE=size // unit, GROUP=group,
             GROUP_PAD=max(16, triton.next_power_of_2(group)), DIM=dim, DIM_PAD=dim_pad, BLOCK=BLOCK,
-            BLOCKS=BLOCKS, EXACT=q_BNH.dtype == torch.float32, num_warps=4, num_stages=3)
-        join_units[(num * heads,)](part, peak, out_BNH[at], lse_BN[at], parts, DIM=dim, DIM_PAD=dim_pad,
-                                   num_warps=1)
+            BLOCKS=BLOCKS, EXACT=q_BNH.dtype == torch.float32, num_warps=4, num_stages=3, **early())
+        join(part, peak, out_BNH[at], lse_BN[at])
     return out_BNH, lse_BN

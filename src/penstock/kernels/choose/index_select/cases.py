@@ -34,7 +34,9 @@ def cases(device: str) -> Iterator[Case]:
             for i, heads in enumerate(_HEADS):
                 size = (16, 64, 3)[i % 3]
                 yield Case(f"{name}-{step}-{heads}-pages of {size}",
-                           partial(_run, dtype, kept, queries, heads, size, device), 0.0)
+                           partial(_run, dtype, kept, queries, heads, size, False, device), 0.0)
+        yield Case(f"{name}-long, all alike",
+                   partial(_run, dtype, kept, ((0, 5000), (2, 30)), (8, 32), 16, True, device), 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +50,9 @@ class Inputs:
 
 
 def make(dtype: torch.dtype, kept: torch.dtype, queries: tuple[tuple[int, int], ...], heads: tuple[int, int],
-         size: int) -> Inputs:
+         size: int, alike: bool = False) -> Inputs:
     """Three rows over scattered pages; the pool's page stride is larger than a page. The largest of a key is
-    7: in fp8 its scale is 1/64, and all of it exact."""
+    7: in fp8 its scale is 1/64, and all of it exact. alike: a row's keys are one."""
     num_heads, dim = heads
     generator = torch.Generator().manual_seed(len(queries) + dim)
     pages = max(max(position for _, position in queries), 0) // size + 1
@@ -61,6 +63,8 @@ def make(dtype: torch.dtype, kept: torch.dtype, queries: tuple[tuple[int, int], 
         at = table_RP[row, seen // size].long()
         key = torch.randint(-3, 4, (len(seen), dim), generator=generator)
         key[:, 0] = 7
+        if alike:
+            key[:] = key[:1]
         keys[at, 1, seen % size] = key.to(dtype)
     q = torch.randint(-3, 4, (len(queries), num_heads, dim), generator=generator)
     weight = torch.randint(-2, 5, (len(queries), num_heads), generator=generator)
@@ -69,8 +73,8 @@ def make(dtype: torch.dtype, kept: torch.dtype, queries: tuple[tuple[int, int], 
 
 
 def _run(dtype: torch.dtype, kept: torch.dtype, queries: tuple[tuple[int, int], ...], heads: tuple[int, int],
-         size: int, device: str, run: IndexSelect) -> Tensor:
-    i = make(dtype, kept, queries, heads, size)
+         size: int, alike: bool, device: str, run: IndexSelect) -> Tensor:
+    i = make(dtype, kept, queries, heads, size, alike)
     return run(*(t.to(device) for t in (i.q_BIJ, i.weight_BI, i.key_PGJ, i.table_RP, i.row_B,
                                         i.position_B)), topk=_TOPK)
 

@@ -1,12 +1,12 @@
-"""Tokens by an indexer's scores in Triton: scores of all, then the best of each query, in rounds.
+"""Tokens by an indexer's scores in Triton: scores of all, counted in bins, then the best of each query.
 
-A round keeps the best TOPK of each block of scores, in order, until one block is left: what it keeps of a
-block is exact, so what is left at the end is too, however long a row is. Which tokens are scored depends on
-positions alone, which are on the device: a captured graph serves any rows. Imported only where a CUDA
-device was asked for.
+The bin in which the cut falls follows from the counts; what lies in bins above it is chosen, and the few in
+it are listed and settled exactly, by every block of tokens for itself. However many the bin has, the choice
+is exact; with more than the list holds it is slow. Which tokens are scored depends on positions alone, which
+are on the device: a captured graph serves any rows. Imported only where a CUDA device was asked for.
 
     B queries   I index heads   J index head dim   P pages of keys   G page size   R rows of the table
-    U tokens a row may have   S tokens chosen   b queries of a turn   C candidates of a round
+    U tokens a row may have   S tokens chosen   b queries of a turn   K blocks of U   N entries of a list
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.triton.topn import cut_of, key_of, taken_of
+from penstock.kernels.triton.depend import early, follow
+from penstock.kernels.triton.topn import bin_of, cut_of, key_of
 from penstock.kernels.types import fp8
 
 
 @triton.jit
-def score_keys(q, weight, key, scales, table, row, position, score, q_row, weight_row, key_page, table_row,
-               TOKENS, BLOCKS, SIZE: tl.constexpr, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr,
+def score_keys(q, weight, key, scales, table, row, position, score, counted, q_row, weight_row, key_page,
+               table_row, TOKENS, BLOCKS, SIZE: tl.constexpr, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr,
                DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr,
-               KEY: tl.constexpr, CODED: tl.constexpr):
-    """BLOCKS blocks of BLOCK tokens of one query; nothing where all its tokens are behind its position. KEY:
-    elements of a key, of codes words of four bytes; `scales` are the keys seen as f32."""
+               KEY: tl.constexpr, CODED: tl.constexpr, BINS: tl.constexpr):
+    """BLOCKS blocks of BLOCK tokens of one query, each counted in its bin; nothing where all are behind its
+    position. KEY: elements of a key, of codes words of four bytes; `scales` are the keys seen as f32."""
+    follow()
     b = tl.program_id(1)
     end = tl.load(position + b) + 1
     first = tl.program_id(0) * BLOCKS * BLOCK
@@ -38,6 +40,7 @@ def score_keys(q, weight, key, scales, table, row, position, score, q_row, weigh
         weight_I = tl.load(weight + b.to(tl.int64) * weight_row + i, mask=i < HEADS, other=0.0)
         pages = table + tl.load(row + b).to(tl.int64) * table_row
         line = score + b.to(tl.int64) * TOKENS
+        bins = counted + b.to(tl.int64) * (BINS + 1)
         precision: tl.constexpr = "ieee" if EXACT else "tf32"
         for start in range(first, tl.minimum(first + BLOCKS * BLOCK, end), BLOCK):
             t = start + tl.arange(0, BLOCK)
@@ -55,41 +58,131 @@ def score_keys(q, weight, key, scales, table, row, position, score, q_row, weigh
             if CODED:
                 s_t *= tl.load(scales + at + DIM // 4, mask=own, other=0.0)
             tl.store(line + t, s_t, mask=own)
+            tl.atomic_add(bins + bin_of(s_t, BINS), 1, mask=own, sem="relaxed")
 
 
 @triton.jit
-def best_keys(score, at, position, out_score, out_at, CANDIDATES, OUT, TOPK, TOPK_PAD: tl.constexpr,
-              BLOCK: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr):
-    """The TOPK best of one block of a query's candidates, in their order, then -1. FIRST: they are the
-    scores of all its tokens, and `at` is not read. LAST: it is the only block, and what is kept needs no
-    score."""
+def clear_bins(counted, BINS: tl.constexpr):
+    """A kernel of ours, as a fill of torch's would end what begins early."""
+    follow()
+    bins = counted + tl.program_id(0).to(tl.int64) * (BINS + 1)
+    tl.store(bins + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
+    tl.store(bins + BINS, 0)
+
+
+@triton.jit
+def mark_keys(score, position, counted, above, near_score, near_at, TOKENS, TOPK, BINS: tl.constexpr,
+              BLOCK: tl.constexpr, NEAR: tl.constexpr):
+    """Of one block of a query's tokens: how many are in bins above that of the cut, into `above`; those that
+    are in it, into the query's list, of which the first NEAR have room, in any order."""
+    follow()
     block, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    c = block * BLOCK + tl.arange(0, BLOCK)
-    if FIRST:
-        token = c
-        real = (c < CANDIDATES) & (c <= tl.load(position + b))
-    else:
-        token = tl.load(at + b * CANDIDATES + c, mask=c < CANDIDATES, other=-1)
-        real = token >= 0
-    num = tl.sum(real.to(tl.int32), 0)
-    s = tl.load(score + b * CANDIDATES + c, mask=real, other=0.0)
-    key = tl.where(real, key_of(s), 0)
-    taken = real
-    if num > TOPK:
-        cut = cut_of(key, TOPK)
-        taken = taken_of(key, cut, TOPK - tl.sum((key > cut).to(tl.int32), 0))
-    out = b * OUT + block * TOPK
-    place = out + tl.cumsum(taken.to(tl.int32), 0) - 1
-    tl.store(out_at + place, token, mask=taken)
-    if not LAST:
-        tl.store(out_score + place, s, mask=taken)
-    n = tl.arange(0, TOPK_PAD)
-    tl.store(out_at + out + n, -1, mask=(n >= num) & (n < TOPK))
+    end = tl.load(position + b) + 1
+    t = block * BLOCK + tl.arange(0, BLOCK)
+    if (end > TOPK) & (block * BLOCK < end):
+        bins = counted + b * (BINS + 1)
+        bin_t, s = _bins(score + b * TOKENS, t, end, BINS)
+        # The first bin is that of the largest scores.
+        least = tl.cumsum(tl.load(bins + tl.arange(0, BINS)), 0)
+        cut = tl.sum((least < TOPK).to(tl.int32), 0)
+        tl.store(above + b * tl.num_programs(0) + block, tl.sum((bin_t < cut).to(tl.int32), 0))
+        near = bin_t == cut
+        n = tl.atomic_add(bins + BINS + tl.zeros_like(t), 1, mask=near, sem="relaxed")
+        tl.store(near_score + b * NEAR + n, s, mask=near & (n < NEAR))
+        tl.store(near_at + b * NEAR + n, t, mask=near & (n < NEAR))
+
+
+@triton.jit
+def _bins(line, t, end, BINS: tl.constexpr):
+    """The bin of each token, BINS behind the end, and its score."""
+    own = t < end
+    s = tl.load(line + t, mask=own, other=0.0)
+    return tl.where(own, bin_of(s, BINS), BINS), s
+
+
+@triton.jit
+def _near(line, start, end, cut, BINS: tl.constexpr, BLOCK: tl.constexpr):
+    """Keys of a block of tokens, 0 of those that are not in bin `cut`, and the tokens."""
+    t = start + tl.arange(0, BLOCK)
+    bin_t, s = _bins(line, t, end, BINS)
+    return tl.where(bin_t == cut, key_of(s), 0), t
+
+
+@triton.jit
+def take_keys(score, position, counted, above, near_score, near_at, chosen, TOKENS, TOPK, BINS: tl.constexpr,
+              BLOCK: tl.constexpr, NEAR: tl.constexpr, BLOCKS_PAD: tl.constexpr, TOPK_PAD: tl.constexpr):
+    """Of one block of a query's tokens the chosen ones, behind those of the blocks before; the first writes
+    the -1 behind all. What is larger than the cut is taken, and of what equals it the first `spare`."""
+    follow()
+    block, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    end = tl.load(position + b) + 1
+    first = block * BLOCK
+    line, out = score + b * TOKENS, chosen + b * TOPK
+    if block == 0:
+        n = tl.arange(0, TOPK_PAD)
+        tl.store(out + n, -1, mask=(n >= end) & (n < TOPK))
+    if first < end:
+        t = first + tl.arange(0, BLOCK)
+        own = t < end
+        if end <= TOPK:
+            tl.store(out + t, t, mask=own)
+        else:
+            blocks = tl.num_programs(0)
+            key = tl.where(own, key_of(tl.load(line + t, mask=own, other=0.0)), 0)
+            c = tl.arange(0, BLOCKS_PAD)
+            used = (c < blocks) & (c * BLOCK < end)
+            above_c = tl.load(above + b * blocks + c, mask=used, other=0)
+            want = TOPK - tl.sum(above_c, 0)
+            place = tl.sum(tl.where(c < block, above_c, 0), 0)
+            bins = counted + b * (BINS + 1)
+            num = tl.load(bins + BINS)
+            if num <= NEAR:
+                i = tl.arange(0, NEAR)
+                k = key_of(tl.load(near_score + b * NEAR + i, mask=i < num, other=0.0))
+                k = tl.where(i < num, k, 0)
+                at = tl.load(near_at + b * NEAR + i, mask=i < num, other=0)
+                cut = cut_of(k, want)
+                larger = tl.sum((k > cut).to(tl.int32), 0)
+                place += tl.sum(((k > cut) & (at < first)).to(tl.int32), 0)
+                equals = tl.sum(((k == cut) & (at < first)).to(tl.int32), 0)
+            else:           # ties, or a bin of a million tokens: by halves, over all tokens each time
+                middle = tl.sum((tl.cumsum(tl.load(bins + tl.arange(0, BINS)), 0) < TOPK).to(tl.int32), 0)
+                low = tl.full((), 0xffffffff, tl.uint32)
+                cut = tl.full((), 0, tl.uint32)
+                for start in range(0, end, BLOCK):
+                    k, at = _near(line, start, end, middle, BINS, BLOCK)
+                    low = tl.minimum(low, tl.min(tl.where(k == 0, 0xffffffff, k), 0).to(tl.uint32))
+                    cut = tl.maximum(cut, tl.max(k, 0).to(tl.uint32))
+                while low < cut:
+                    half = low + ((cut - low + 1) >> 1)
+                    count = tl.full((), 0, tl.int32)
+                    for start in range(0, end, BLOCK):
+                        k, at = _near(line, start, end, middle, BINS, BLOCK)
+                        count += tl.sum((k >= half).to(tl.int32), 0)
+                    low = tl.where(count >= want, half, low)
+                    cut = tl.where(count >= want, cut, half - 1)
+                larger = tl.full((), 0, tl.int32)
+                equals = tl.full((), 0, tl.int32)
+                for start in range(0, end, BLOCK):
+                    k, at = _near(line, start, end, middle, BINS, BLOCK)
+                    larger += tl.sum((k > cut).to(tl.int32), 0)
+                    place += tl.sum(((k > cut) & (at < first)).to(tl.int32), 0)
+                    equals += tl.sum(((k == cut) & (at < first)).to(tl.int32), 0)
+            spare = want - larger
+            equal = (key == cut) & own
+            more = (key > cut) & own
+            # Both counts in one scan: a block has fewer than 1 << 15.
+            both = tl.cumsum(more.to(tl.int32) + (equal.to(tl.int32) << 16), 0)
+            equals += both >> 16
+            place += (both & 0xffff) + tl.minimum(equals, spare) - 1
+            tl.store(out + place, t, mask=more | (equal & (equals <= spare)))
 
 
 BLOCK = 128                 # tokens that are scored together
 PROGRAMS = 528              # that score at once: four on each processor of an H200
-WHOLE = 8192                # candidates of a block: as many as 16 warps keep in registers
+BINS = 8192                 # of scores: see `topn.bin_of`
+TAKEN = 1024                # tokens that are looked through together
+NEAR = 2048                 # of the cut's bin that are kept: of 32,768 tokens of a model it has some hundred
 SCORES = 1 << 26            # in memory at once: a prompt's are thousands of queries
 
 
@@ -107,35 +200,29 @@ def index_select(q_BIJ: Tensor, weight_BI: Tensor, key_PGJ: Tensor, table_RP: Te
     words = key_PGJ.view(torch.float32) if coded else key_PGJ
     device = q_BIJ.device
     most = max(1, min(queries, SCORES // tokens))
+    total, blocks = triton.cdiv(tokens, BLOCK), triton.cdiv(tokens, TAKEN)
     score_bU = torch.empty((most, tokens), dtype=torch.float32, device=device)
+    near_bN = torch.empty((most, NEAR), dtype=torch.float32, device=device)
+    near_at_bN = torch.empty((most, NEAR), dtype=torch.int32, device=device)
+    above_bK = torch.empty((most, blocks), dtype=torch.int32, device=device)
     chosen_BS = torch.empty((queries, topk), dtype=torch.int32, device=device)
     for first in range(0, queries, most):
         turn = slice(first, first + most)
-        num = len(position_B[turn])
-        total = triton.cdiv(tokens, BLOCK)
-        blocks = max(1, min(8, total * num // PROGRAMS))
-        score_keys[(triton.cdiv(total, blocks), num)](
-            q_BIJ[turn], weight_BI[turn], key_PGJ, words, table_RP, row_B[turn], position_B[turn], score_bU,
-            q_BIJ.stride(0), weight_BI.stride(0), words.stride(0), table_RP.stride(0), tokens, blocks,
-            SIZE=size, HEADS=heads, HEADS_PAD=max(16, triton.next_power_of_2(heads)), DIM=dim,
+        position_b = position_B[turn]
+        num = len(position_b)
+        counted_bN = torch.empty((num, BINS + 1), dtype=torch.int32, device=device)
+        clear_bins[(num,)](counted_bN, BINS=BINS, num_warps=8, **early())
+        at_once = max(1, min(8, total * num // PROGRAMS))
+        score_keys[(triton.cdiv(total, at_once), num)](
+            q_BIJ[turn], weight_BI[turn], key_PGJ, words, table_RP, row_B[turn], position_b, score_bU,
+            counted_bN, q_BIJ.stride(0), weight_BI.stride(0), words.stride(0), table_RP.stride(0), tokens,
+            at_once, SIZE=size, HEADS=heads, HEADS_PAD=max(16, triton.next_power_of_2(heads)), DIM=dim,
             DIM_PAD=max(16, triton.next_power_of_2(dim)), BLOCK=BLOCK, EXACT=q_BIJ.dtype == torch.float32,
-            KEY=words.stride(1), CODED=coded, num_warps=4)
-        _best(score_bU, position_B[turn], chosen_BS[turn])
+            KEY=words.stride(1), CODED=coded, BINS=BINS, num_warps=4, **early())
+        lists = score_bU, position_b, counted_bN, above_bK, near_bN, near_at_bN
+        mark_keys[(blocks, num)](*lists, tokens, topk, BINS=BINS, BLOCK=TAKEN, NEAR=NEAR, num_warps=8,
+                                 **early())
+        take_keys[(blocks, num)](*lists, chosen_BS[turn], tokens, topk, BINS=BINS, BLOCK=TAKEN, NEAR=NEAR,
+                                 BLOCKS_PAD=triton.next_power_of_2(blocks),
+                                 TOPK_PAD=triton.next_power_of_2(topk), num_warps=4, **early())
     return chosen_BS
-
-
-def _best(score_bU: Tensor, position_b: Tensor, chosen_bS: Tensor) -> None:
-    """The tokens of the best scores of each query into `chosen_bS`, block by block until one is left."""
-    num, topk = chosen_bS.shape
-    score_bC, at_bC, candidates = score_bU, chosen_bS, score_bU.shape[1]
-    last = False
-    while not last:
-        block = min(max(WHOLE, 2 * triton.next_power_of_2(topk)), max(32, triton.next_power_of_2(candidates)))
-        groups = triton.cdiv(candidates, block)
-        last = groups == 1
-        out_at = chosen_bS if last else chosen_bS.new_empty(num, groups * topk)
-        out_score = score_bU if last else score_bU.new_empty(num, groups * topk)
-        best_keys[(groups, num)](score_bC, at_bC, position_b, out_score, out_at, candidates, groups * topk,
-                                 topk, TOPK_PAD=triton.next_power_of_2(topk), BLOCK=block, FIRST=score_bC is
-                                 score_bU, LAST=last, num_warps=max(1, min(32, block // 512)))
-        score_bC, at_bC, candidates = out_score, out_at, groups * topk

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.triton.depend import early, follow
 from penstock.kernels.triton.topn import cut_of, taken_of
 from penstock.kernels.types.hot import HotLayer
 
@@ -21,6 +22,7 @@ def resolve_units(chosen, row, device, host, hot_slot, hot_unit, hot_stamp, hot_
                   victim, miss, num, device_row, host_row, CHOSEN, UNITS, SLOTS, HOT_PAGES,
                   PAGE_UNITS: tl.constexpr, CHOSEN_PAD: tl.constexpr, SLOTS_PAD: tl.constexpr,
                   PAGES_PAD: tl.constexpr):
+    follow()
     head, b = tl.program_id(0), tl.program_id(1)
     heads = tl.num_programs(0)
     at = (b * heads + head) * CHOSEN
@@ -42,6 +44,8 @@ def resolve_units(chosen, row, device, host, hot_slot, hot_unit, hot_stamp, hot_
     place = tl.where(hit, hot_at, page * PAGE_UNITS + unit % PAGE_UNITS)
     tl.store(stamp_of + found, step, mask=hit)
     evicted = absents * 0
+    if HOT_PAGES == 0:          # all is on the device, and nobody adds to it
+        tl.store(num, 0)
     if absents > 0:
         tl.debug_barrier()                      # what was hit has this step's stamp
         w = tl.arange(0, PAGES_PAD)
@@ -78,6 +82,9 @@ def resolve_units(chosen, row, device, host, hot_slot, hot_unit, hot_stamp, hot_
     tl.atomic_add(count + (r * heads + head) * 4 + e, counted.to(tl.int64))
 
 
+WARPS = 8
+
+
 def resolve(chosen_BKC: Tensor, row_B: Tensor, device_RP: Tensor, host_RP: Tensor, hot: HotLayer,
             now_1: Tensor, *, page_units: int) -> tuple[Tensor, Tensor, Tensor]:
     """As `penstock.kernels.choose.resolve`. Capturable."""
@@ -86,13 +93,13 @@ def resolve(chosen_BKC: Tensor, row_B: Tensor, device_RP: Tensor, host_RP: Tenso
         assert tensor.is_contiguous(), "state that is not dense"
     slot_BKC, victim_BKC = torch.empty_like(chosen_BKC), torch.empty_like(chosen_BKC)
     miss_E3 = chosen_BKC.new_empty((chosen_BKC.numel(), 3))
-    num_1 = chosen_BKC.new_zeros(1)
     slots, hot_pages = hot.unit_RKS.shape[2], hot.page_RW.shape[1]
+    num_1 = chosen_BKC.new_zeros(1) if hot_pages else chosen_BKC.new_empty(1)
     resolve_units[(heads, queries)](
         chosen_BKC, row_B, device_RP, host_RP, hot.slot_RKM, hot.unit_RKS, hot.stamp_RKS, hot.page_RW,
         hot.count_RKE, now_1, slot_BKC, victim_BKC, miss_E3, num_1, device_RP.stride(0), host_RP.stride(0),
         chosen, hot.slot_RKM.shape[2], slots, hot_pages, PAGE_UNITS=page_units,
         CHOSEN_PAD=triton.next_power_of_2(chosen), SLOTS_PAD=triton.next_power_of_2(max(1, slots)),
         PAGES_PAD=triton.next_power_of_2(max(1, hot_pages)),
-        num_warps=max(1, min(8, triton.next_power_of_2(max(chosen, slots)) // 128)))
+        num_warps=max(1, min(WARPS, triton.next_power_of_2(max(chosen, slots)) // 128)), **early())
     return slot_BKC, miss_E3, num_1

@@ -13,12 +13,12 @@ from typing import Protocol
 from torch import Tensor
 
 from penstock.kernels.fused.layer import native, reference
-from penstock.kernels.fused.layer.latent import LatentNorms
+from penstock.kernels.fused.layer.latent import LatentNorms, Weighs
 from penstock.kernels.fused.layer.stack import LayerWeights, Stack
 from penstock.kernels.op import DEVICES, Implementation, Op
 from penstock.kernels.triton.lazy import lazy
 
-__all__ = ["OP", "LatentNorms", "LayerOps", "LayerWeights", "Stack", "stack"]
+__all__ = ["OP", "LatentNorms", "LayerOps", "LayerWeights", "Stack", "Weighs", "stack"]
 
 
 class LayerOps(Protocol):
@@ -47,11 +47,12 @@ class LayerOps(Protocol):
         """
         ...
 
-    def latent_rows(self, x_TX: Tensor, norms: LatentNorms, cos_T1H: Tensor,
-                    sin_T1H: Tensor) -> tuple[Tensor, Tensor]:
+    def latent_rows(self, x_TX: Tensor, norms: LatentNorms, cos_T1H: Tensor, sin_T1H: Tensor,
+                    weighs: Weighs | None) -> tuple[Tensor, Tensor, Tensor]:
         """Of the latent parts of tokens, side by side in x: Q of the queries, R and H of the row, J of an
-        index key (J = 0: none). Returns residual_TQ, the RMS norm of the first, and key_TJ, the layer norm of
-        the last, its first H rotated. In place: RMS norm of the R, `rotate` of the H behind them.
+        index key (J = 0: none). Returns residual_TQ, the RMS norm of the first; key_TJ, the layer norm of
+        the last, its first H rotated; and what `weighs` says, of which None is I = 0. In place: RMS norm of
+        the R, `rotate` of the H behind them.
 
         x   any stride in T    J   at least H, or 0    Rounds each norm, and a rotated part again.
         """
@@ -67,10 +68,10 @@ class LayerOps(Protocol):
         """
         ...
 
-    def weigh(self, x_TD: Tensor, weight_ID: Tensor, scale: float) -> Tensor:
-        """y_TI = x weight^T * scale, f32 throughout whatever x is.
+    def by_head(self, x_TNH: Tensor, weight_NOH: Tensor, out_TNO: Tensor) -> None:
+        """out = x weight^T, each head's rows by its own weight. O is its number of outputs.
 
-        weight   f32, dense    x   dense
+        any strides, one of each of the weight's last two dims and of out's last dim is 1
         """
         ...
 

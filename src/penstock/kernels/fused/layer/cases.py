@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.cases import TOLERANCE, Case, Workload
-from penstock.kernels.fused.layer import LatentNorms, LayerOps
+from penstock.kernels.fused.layer import LatentNorms, LayerOps, Weighs
 
 _TOKENS = (1, 2, 9, 70)
 _WIDTHS = (1, 7, 64, 576)
@@ -30,7 +30,10 @@ def cases(device: str) -> Iterator[Case]:
                            partial(_rotate, device, dtype, tokens, heads, dim), TOLERANCE[dtype])
                 yield Case(f"{name}-norm_rotate-{tokens}x{heads}x{dim}",
                            partial(_norm_rotate, device, dtype, tokens, heads, dim), TOLERANCE[dtype])
-        for tokens in (1, 9):
+        for tokens in (1, 9, 70):
+            for heads, inputs, outputs in ((3, 20, 70), (2, 128, 512), (2, 512, 128)):
+                yield Case(f"{name}-by_head-{tokens}x{heads}x{inputs}x{outputs}",
+                           partial(_by_head, device, dtype, tokens, heads, inputs, outputs), TOLERANCE[dtype])
             for index in (0, 24, 128):
                 yield Case(f"{name}-latent-{tokens}x{index}",
                            partial(latent, device, dtype, tokens, index), TOLERANCE[dtype])
@@ -75,13 +78,24 @@ def latent(device: str, dtype: torch.dtype, tokens: int, index: int, ops: LayerO
     norms = LatentNorms(randn(queries), randn(rank), randn(index) if index else None,
                         randn(index + 1)[1:] if index else None, 1e-6)
     cos, sin = randn(tokens, 1, turned), randn(tokens + 1, 1, turned)[1:]
-    residual, key = ops.latent_rows(x, norms, cos, sin)
     index_heads = 3 if index else 0
+    weighs = Weighs(randn(tokens, 300), randn(3, 300).float(), 0.1) if index else None
+    residual, key, weight = ops.latent_rows(x, norms, cos, sin, weighs)
     up = randn(tokens, heads * (7 + turned) + index_heads * index)
     q = torch.zeros(tokens, heads, rank + turned, dtype=dtype, device=device)
     q_index = ops.latent_queries(up, q, index_heads, index, cos, sin)
-    weight = ops.weigh(residual, randn(3, queries).float(), 0.1).to(dtype)
-    return torch.cat([part.flatten(1) for part in (x, residual, key, q, q_index, weight)], 1)
+    return torch.cat([part.flatten(1) for part in (x, residual, key, q, q_index, weight.to(dtype))], 1)
+
+
+def _by_head(device: str, dtype: torch.dtype, tokens: int, heads: int, inputs: int, outputs: int,
+             ops: LayerOps) -> Tensor:
+    """Weights whose inputs lie side by side, and whose outputs do; between other elements each."""
+    randn = partial(_randn, device, dtype)
+    out = torch.zeros(2, tokens, heads, outputs + 3, dtype=dtype, device=device)
+    x = randn(tokens, heads, inputs + 5)[..., :inputs]
+    ops.by_head(x, randn(heads, outputs + 1, inputs)[:, 1:], out[0, ..., :outputs])
+    ops.by_head(x, randn(heads, inputs + 1, outputs)[:, 1:].transpose(1, 2), out[1, ..., :outputs])
+    return out
 
 
 def _gate(device: str, dtype: torch.dtype, tokens: int, width: int, ops: LayerOps) -> Tensor:

@@ -1,6 +1,6 @@
 """The small operations of latent attention by those of a layer, part by part: their definition.
 
-    T tokens   X all parts of a token   Q, R, H, J parts of it   N query heads   I index heads
+    T tokens   D model dim   X all parts of a token   Q, R, H, J parts of it   N query heads   I index heads
 """
 from __future__ import annotations
 
@@ -23,10 +23,26 @@ class LatentNorms:
     eps: float
 
 
-def weigh(x_TD: Tensor, weight_ID: Tensor, scale: float) -> Tensor:
-    """As `LayerOps.weigh`."""
-    y_TI: Tensor = F.linear(x_TD.float(), weight_ID) * scale
-    return y_TI
+@dataclass(frozen=True, slots=True)
+class Weighs:
+    """What the heads of an indexer count for: x weight^T * scale, f32 throughout whatever x is.
+
+    x_TD   dense; the layer's input    weight_ID   f32, dense
+    """
+
+    x_TD: Tensor
+    weight_ID: Tensor
+    scale: float
+
+    def __call__(self) -> Tensor:
+        """y_TI."""
+        y_TI: Tensor = F.linear(self.x_TD.float(), self.weight_ID) * self.scale
+        return y_TI
+
+
+def by_head(x_TNH: Tensor, weight_NOH: Tensor, out_TNO: Tensor) -> None:
+    """As `LayerOps.by_head`."""
+    torch.bmm(x_TNH.transpose(0, 1), weight_NOH.transpose(1, 2), out=out_TNO.transpose(0, 1))
 
 
 class ByParts(ABC):
@@ -36,8 +52,8 @@ class ByParts(ABC):
     def rotate(self, x_TMH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> None:
         """As `LayerOps.rotate`."""
 
-    def latent_rows(self, x_TX: Tensor, norms: LatentNorms, cos_T1H: Tensor,
-                    sin_T1H: Tensor) -> tuple[Tensor, Tensor]:
+    def latent_rows(self, x_TX: Tensor, norms: LatentNorms, cos_T1H: Tensor, sin_T1H: Tensor,
+                    weighs: Weighs | None) -> tuple[Tensor, Tensor, Tensor]:
         turned, (q_rank,), (rank,) = cos_T1H.shape[2], norms.q_Q.shape, norms.row_R.shape
         residual_TQ = F.rms_norm(x_TX[:, :q_rank], (q_rank,), norms.q_Q, norms.eps)
         row_TH = x_TX[:, q_rank:q_rank + rank + turned]
@@ -47,7 +63,8 @@ class ByParts(ABC):
         if norms.index_J is not None:
             key_TJ = F.layer_norm(key_TJ, norms.index_J.shape, norms.index_J, norms.bias_J, norms.eps)
             self.rotate(key_TJ[:, None, :turned], cos_T1H, sin_T1H)
-        return residual_TQ, key_TJ
+        weight_TI = x_TX.new_empty(len(x_TX), 0) if weighs is None else weighs()
+        return residual_TQ, key_TJ, weight_TI
 
     def latent_queries(self, x_TX: Tensor, q_TNH: Tensor, index_heads: int, index_dim: int, cos_T1H: Tensor,
                        sin_T1H: Tensor) -> Tensor:
@@ -64,5 +81,5 @@ class ByParts(ABC):
         rest = x_TX[:, index_at + index_heads * turned:].view(tokens, index_heads, index_dim - turned)
         return torch.cat((index_rope, rest), -1)
 
-    def weigh(self, x_TD: Tensor, weight_ID: Tensor, scale: float) -> Tensor:
-        return weigh(x_TD, weight_ID, scale)
+    def by_head(self, x_TNH: Tensor, weight_NOH: Tensor, out_TNO: Tensor) -> None:
+        by_head(x_TNH, weight_NOH, out_TNO)

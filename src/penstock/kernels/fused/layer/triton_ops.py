@@ -12,11 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.fused.layer.latent import LatentNorms, weigh
+from penstock.kernels.fused.layer.latent import LatentNorms, Weighs, by_head
+from penstock.kernels.triton.depend import early, follow
 
 
 @triton.jit
 def add_norm(h, delta, weight, out, eps, DIM: tl.constexpr, DIM_PAD: tl.constexpr, ADD: tl.constexpr):
+    follow()
     at = tl.program_id(0).to(tl.int64) * DIM
     d = tl.arange(0, DIM_PAD)
     own = d < DIM
@@ -34,6 +36,7 @@ def add_norm(h, delta, weight, out, eps, DIM: tl.constexpr, DIM_PAD: tl.constexp
 def norm_rotate(x, cos, sin, q_weight, k_weight, eps, x_token, x_head, M, N, DIM: tl.constexpr,
                 HALF: tl.constexpr, HALF_PAD: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr):
     """Some heads of one token, in place: each half of a head is read once, and both are written."""
+    follow()
     t = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     d = tl.arange(0, HALF_PAD)[None, :]
@@ -66,6 +69,7 @@ def norm_rotate(x, cos, sin, q_weight, k_weight, eps, x_token, x_head, M, N, DIM
 
 @triton.jit
 def silu_gate(x, out, x_token, WIDTH, BLOCK: tl.constexpr):
+    follow()
     t = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     own = i < WIDTH
@@ -88,16 +92,19 @@ def _turn(low, high, cos, sin, angle, turn, HALF: tl.constexpr, kind: tl.constex
 
 
 @triton.jit
-def latent_rows(x, cos, sin, q_weight, row_weight, key_weight, key_bias, residual, key, eps, x_token,
-                Q: tl.constexpr, Q_PAD: tl.constexpr, RANK: tl.constexpr, RANK_PAD: tl.constexpr,
-                HALF: tl.constexpr, HALF_PAD: tl.constexpr, KEY: tl.constexpr, KEY_PAD: tl.constexpr):
-    """One part of a token: what queries are made of, the row, or the key of the indexer."""
+def latent_rows(x, cos, sin, q_weight, row_weight, key_weight, key_bias, residual, key, h, head_weight,
+                weight, eps, scale, x_token, Q: tl.constexpr, Q_PAD: tl.constexpr, RANK: tl.constexpr,
+                RANK_PAD: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, KEY: tl.constexpr,
+                KEY_PAD: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr):
+    """One part of a token: what queries are made of, the row, the key of the indexer, and behind these what
+    each of its heads weighs, out of the layer's input `h` of DIM."""
+    follow()
     t, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kind: tl.constexpr = x.dtype.element_ty
     line = x + t * x_token
-    h = tl.arange(0, HALF_PAD)
-    turn = h < HALF
-    angle = t * 2 * HALF + h
+    i = tl.arange(0, HALF_PAD)
+    turn = i < HALF
+    angle = t * 2 * HALF + i
     if part == 0:
         d_q = tl.arange(0, Q_PAD)
         own_q = d_q < Q
@@ -112,13 +119,13 @@ def latent_rows(x, cos, sin, q_weight, row_weight, key_weight, key_bias, residua
         w_r = tl.load(row_weight + d_r, mask=own_r, other=0.0).to(tl.float32)
         v_r = v_r * tl.rsqrt(tl.sum(v_r * v_r, 0) / RANK + eps) * w_r
         tl.store(line + Q + d_r, v_r.to(kind), mask=own_r)
-        at = line + Q + RANK + h
+        at = line + Q + RANK + i
         low_r = tl.load(at, mask=turn, other=0.0).to(tl.float32)
         high_r = tl.load(at + HALF, mask=turn, other=0.0).to(tl.float32)
         low_r, high_r = _turn(low_r, high_r, cos, sin, angle, turn, HALF, kind)
         tl.store(at, low_r.to(kind), mask=turn)
         tl.store(at + HALF, high_r.to(kind), mask=turn)
-    elif KEY > 0:
+    elif part == 2:
         d = tl.arange(0, KEY_PAD)
         own = d < KEY
         begin = line + Q + RANK + 2 * HALF
@@ -129,23 +136,33 @@ def latent_rows(x, cos, sin, q_weight, row_weight, key_weight, key_bias, residua
         w = tl.load(key_weight + d, mask=own, other=0.0).to(tl.float32)
         b = tl.load(key_bias + d, mask=own, other=0.0).to(tl.float32)
         tl.store(key + t * KEY + d, (off * scale * w + b).to(kind), mask=own & (d >= 2 * HALF))
-        low = tl.load(begin + h, mask=turn, other=0.0).to(tl.float32) - mean
-        high = tl.load(begin + HALF + h, mask=turn, other=0.0).to(tl.float32) - mean
-        w_low = tl.load(key_weight + h, mask=turn, other=0.0).to(tl.float32)
-        w_high = tl.load(key_weight + HALF + h, mask=turn, other=0.0).to(tl.float32)
-        b_low = tl.load(key_bias + h, mask=turn, other=0.0).to(tl.float32)
-        b_high = tl.load(key_bias + HALF + h, mask=turn, other=0.0).to(tl.float32)
+        low = tl.load(begin + i, mask=turn, other=0.0).to(tl.float32) - mean
+        high = tl.load(begin + HALF + i, mask=turn, other=0.0).to(tl.float32) - mean
+        w_low = tl.load(key_weight + i, mask=turn, other=0.0).to(tl.float32)
+        w_high = tl.load(key_weight + HALF + i, mask=turn, other=0.0).to(tl.float32)
+        b_low = tl.load(key_bias + i, mask=turn, other=0.0).to(tl.float32)
+        b_high = tl.load(key_bias + HALF + i, mask=turn, other=0.0).to(tl.float32)
         low = (low * scale * w_low + b_low).to(kind).to(tl.float32)
         high = (high * scale * w_high + b_high).to(kind).to(tl.float32)
         low, high = _turn(low, high, cos, sin, angle, turn, HALF, kind)
-        tl.store(key + t * KEY + h, low.to(kind), mask=turn)
-        tl.store(key + t * KEY + HALF + h, high.to(kind), mask=turn)
+        tl.store(key + t * KEY + i, low.to(kind), mask=turn)
+        tl.store(key + t * KEY + HALF + i, high.to(kind), mask=turn)
+    else:
+        head = part - 3
+        c = tl.arange(0, COLS)
+        acc = tl.zeros([COLS], tl.float32)
+        for start in range(0, DIM, COLS):
+            inside = start + c < DIM
+            w = tl.load(head_weight + head * DIM + start + c, mask=inside, other=0.0)
+            acc += w * tl.load(h + t * DIM + start + c, mask=inside, other=0.0).to(tl.float32)
+        tl.store(weight + t * (tl.num_programs(1) - 3) + head, tl.sum(acc, 0) * scale)
 
 
 @triton.jit
 def latent_queries(x, q, index, cos, sin, x_token, x_turned, q_head, N, INDEX, HALF: tl.constexpr,
                    HALF_PAD: tl.constexpr, REST: tl.constexpr, REST_PAD: tl.constexpr, HEADS: tl.constexpr):
     """Some heads of one token, of the N of attention and the INDEX of the indexer behind them."""
+    follow()
     t = tl.program_id(0).to(tl.int64)
     kind: tl.constexpr = x.dtype.element_ty
     m = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
@@ -168,23 +185,26 @@ def latent_queries(x, q, index, cos, sin, x_token, x_turned, q_head, N, INDEX, H
 
 
 @triton.jit
-def weigh_rows(x, weight, out, scale, T, OUTPUTS, INPUTS: tl.constexpr, ROWS: tl.constexpr,
-               COLS: tl.constexpr):
-    """One output of ROWS rows: sums stay in the order of one row alone."""
-    o = tl.program_id(0)
-    t = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    c = tl.arange(0, COLS)
-    own = t < T
-    acc = tl.zeros([ROWS, COLS], tl.float32)
-    for start in range(0, INPUTS, COLS):
-        inside = start + c < INPUTS
-        w = tl.load(weight + o * INPUTS + start + c, mask=inside, other=0.0)
-        acc += w[None, :] * tl.load(x + t.to(tl.int64)[:, None] * INPUTS + start + c[None, :],
-                                    mask=own[:, None] & inside[None, :], other=0.0).to(tl.float32)
-    tl.store(out + t.to(tl.int64) * OUTPUTS + o, tl.sum(acc, 1) * scale, mask=own)
+def head_rows(x, weight, out, T, OUTPUTS, x_token, x_head, w_head, w_out, w_in, out_token, out_head,
+              INPUTS: tl.constexpr, INPUTS_PAD: tl.constexpr, T_PAD: tl.constexpr, ROWS: tl.constexpr):
+    """ROWS outputs of all rows of a head. Its weights are there before what is multiplied with them."""
+    o = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    n = tl.program_id(1)
+    i, t = tl.arange(0, INPUTS_PAD), tl.arange(0, T_PAD)
+    own = o < OUTPUTS
+    w = tl.load(weight + n * w_head + o[:, None] * w_out + i[None, :] * w_in,
+                mask=own[:, None] & (i < INPUTS)[None, :], other=0.0)
+    follow()
+    x_iT = tl.load(x + n * x_head + t[None, :] * x_token + i[:, None],
+                   mask=(i < INPUTS)[:, None] & (t < T)[None, :], other=0.0)
+    y = tl.dot(w, x_iT)
+    tl.store(out + n * out_head + t[None, :] * out_token + o[:, None], y.to(out.dtype.element_ty),
+             mask=own[:, None] & (t < T)[None, :])
 
 
-FEW = 64             # rows that are weighed one by one
+FEW = 64             # rows that are weighed here
+FEW_HEADS = 32       # that are multiplied head by head here
+TILE = 1 << 14       # elements of a head's weight, which registers hold
 
 
 class TritonOps:
@@ -196,7 +216,7 @@ class TritonOps:
         pad = triton.next_power_of_2(dim)
         add_norm[(tokens,)](h_TD, h_TD if delta_TD is None else delta_TD, weight_D, out_TD, eps, DIM=dim,
                             DIM_PAD=pad, ADD=delta_TD is not None,
-                            num_warps=max(1, min(8, pad // 512)))
+                            num_warps=max(1, min(8, pad // 512)), **early())
         return out_TD
 
     def rotate(self, x_TMH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> None:
@@ -215,23 +235,33 @@ class TritonOps:
             x_TMH, cos_T1H, sin_T1H, cos_T1H if q_weight_H is None else q_weight_H,
             cos_T1H if k_weight_H is None else k_weight_H, eps, x_TMH.stride(0), x_TMH.stride(1), heads,
             num_heads, DIM=dim, HALF=dim // 2, HALF_PAD=triton.next_power_of_2(dim // 2), HEADS=at_once,
-            NORM=q_weight_H is not None, num_warps=1)
+            NORM=q_weight_H is not None, num_warps=1, **early())
 
-    def latent_rows(self, x_TX: Tensor, norms: LatentNorms, cos_T1H: Tensor,
-                    sin_T1H: Tensor) -> tuple[Tensor, Tensor]:
+    def latent_rows(self, x_TX: Tensor, norms: LatentNorms, cos_T1H: Tensor, sin_T1H: Tensor,
+                    weighs: Weighs | None) -> tuple[Tensor, Tensor, Tensor]:
         tokens, turned = len(x_TX), cos_T1H.shape[2]
         (q_rank,), (rank,) = norms.q_Q.shape, norms.row_R.shape
         key = 0 if norms.index_J is None else norms.index_J.shape[0]
         assert x_TX.stride(1) == 1 and x_TX.shape[1] >= q_rank + rank + turned + key, "parts of a token"
         residual_TQ, key_TJ = x_TX.new_empty(tokens, q_rank), x_TX.new_empty(tokens, key)
-        some = norms.q_Q
-        latent_rows[(tokens, 3 if key else 2)](
+        some, dim, heads = norms.q_Q, 1, 0
+        h_TD = head_ID = weight_TI = x_TX.new_empty(tokens, 0)
+        if weighs is not None and tokens > FEW:
+            weight_TI = weighs()
+        elif weighs is not None:
+            h_TD, head_ID = weighs.x_TD, weighs.weight_ID
+            assert key and h_TD.is_contiguous() and head_ID.is_contiguous(), "rows must be dense"
+            heads, dim = head_ID.shape
+            weight_TI = head_ID.new_empty(tokens, heads)
+        latent_rows[(tokens, (3 if key else 2) + heads)](
             x_TX, cos_T1H, sin_T1H, norms.q_Q, norms.row_R, some if norms.index_J is None else norms.index_J,
-            some if norms.bias_J is None else norms.bias_J, residual_TQ, key_TJ, norms.eps, x_TX.stride(0),
+            some if norms.bias_J is None else norms.bias_J, residual_TQ, key_TJ, h_TD, head_ID, weight_TI,
+            norms.eps, 0.0 if weighs is None else weighs.scale, x_TX.stride(0),
             Q=q_rank, Q_PAD=triton.next_power_of_2(q_rank), RANK=rank, RANK_PAD=triton.next_power_of_2(rank),
             HALF=turned // 2, HALF_PAD=triton.next_power_of_2(turned // 2), KEY=key,
-            KEY_PAD=triton.next_power_of_2(max(1, key)), num_warps=4)
-        return residual_TQ, key_TJ
+            KEY_PAD=triton.next_power_of_2(max(1, key)), DIM=dim,
+            COLS=min(1024, triton.next_power_of_2(dim)), num_warps=4, **early())
+        return residual_TQ, key_TJ, weight_TI
 
     def latent_queries(self, x_TX: Tensor, q_TNH: Tensor, index_heads: int, index_dim: int, cos_T1H: Tensor,
                        sin_T1H: Tensor) -> Tensor:
@@ -244,27 +274,27 @@ class TritonOps:
             x_TX, q_TNH, index_TIJ, cos_T1H, sin_T1H, x_TX.stride(0),
             x_TX.shape[1] - index_heads * index_dim - heads * turned, dim, heads, index_heads,
             HALF=turned // 2, HALF_PAD=triton.next_power_of_2(turned // 2), REST=rest,
-            REST_PAD=triton.next_power_of_2(max(1, rest)), HEADS=at_once, num_warps=1)
+            REST_PAD=triton.next_power_of_2(max(1, rest)), HEADS=at_once, num_warps=1, **early())
         return index_TIJ
 
-    def weigh(self, x_TD: Tensor, weight_ID: Tensor, scale: float) -> Tensor:
-        (tokens, inputs), outputs = x_TD.shape, len(weight_ID)
-        if tokens > FEW:
-            return weigh(x_TD, weight_ID, scale)
-        assert x_TD.is_contiguous() and weight_ID.is_contiguous(), "rows must be dense"
-        out_TI = weight_ID.new_empty(tokens, outputs)
-        rows = 1 if tokens == 1 else 4
-        weigh_rows[(outputs, triton.cdiv(tokens, rows))](
-            x_TD, weight_ID, out_TI, scale, tokens, outputs, INPUTS=inputs, ROWS=rows,
-            COLS=min(1024, triton.next_power_of_2(inputs)), num_warps=4)
-        return out_TI
+    def by_head(self, x_TNH: Tensor, weight_NOH: Tensor, out_TNO: Tensor) -> None:
+        tokens, heads, inputs = x_TNH.shape
+        pad, outputs = max(16, triton.next_power_of_2(inputs)), weight_NOH.shape[1]
+        if tokens > FEW_HEADS or x_TNH.dtype == torch.float32 or pad > TILE // 16:
+            return by_head(x_TNH, weight_NOH, out_TNO)
+        assert x_TNH.stride(2) == out_TNO.stride(2) == 1, "rows must be dense"
+        rows = min(TILE // pad, max(16, triton.next_power_of_2(outputs)))
+        head_rows[(triton.cdiv(outputs, rows), heads)](
+            x_TNH, weight_NOH, out_TNO, tokens, outputs, *x_TNH.stride()[:2], *weight_NOH.stride(),
+            *out_TNO.stride()[:2], INPUTS=inputs, INPUTS_PAD=pad,
+            T_PAD=max(16, triton.next_power_of_2(tokens)), ROWS=rows, num_warps=4, **early())
 
     def gate(self, gate_up_TJ: Tensor) -> Tensor:
         tokens, width = gate_up_TJ.shape[0], gate_up_TJ.shape[1] // 2
         out_TI = torch.empty((tokens, width), dtype=gate_up_TJ.dtype, device=gate_up_TJ.device)
         block = min(1024, triton.next_power_of_2(width))
         silu_gate[(tokens, triton.cdiv(width, block))](
-            gate_up_TJ, out_TI, gate_up_TJ.stride(0), width, BLOCK=block, num_warps=4)
+            gate_up_TJ, out_TI, gate_up_TJ.stride(0), width, BLOCK=block, num_warps=4, **early())
         return out_TI
 
 

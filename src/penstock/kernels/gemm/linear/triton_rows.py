@@ -16,6 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.triton.depend import early, fetch, follow
+
+
+@triton.jit
+def _begin(line, own, INPUTS: tl.constexpr):
+    """The beginnings of a program's rows into the cache: weights do not hang on who is in front."""
+    at = tl.arange(0, 16)[None, :] * 64                     # elements of a line of the cache
+    fetch(line + tl.where(own[:, None] & (at < INPUTS), at, 0))
+
 
 @triton.jit
 def one_row(x, weight, bias, out, OUTPUTS, INPUTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -25,6 +34,8 @@ def one_row(x, weight, bias, out, OUTPUTS, INPUTS: tl.constexpr, ROWS: tl.conste
     c = tl.arange(0, COLS)
     own = o < OUTPUTS
     line = weight + o.to(tl.int64)[:, None] * INPUTS
+    _begin(weight + tl.where(own, o, 0).to(tl.int64)[:, None] * INPUTS, own, INPUTS)
+    follow()
     acc = tl.zeros([ROWS, COLS], tl.float32)
     for start in tl.range(0, INPUTS, COLS, num_stages=STAGES):
         inside = start + c < INPUTS
@@ -46,6 +57,8 @@ def few_rows(x, weight, bias, out, T, OUTPUTS, x_row, INPUTS: tl.constexpr, T_PA
     t = tl.arange(0, T_PAD)
     own = o < OUTPUTS
     line = weight + o.to(tl.int64)[:, None] * INPUTS
+    _begin(weight + tl.where(own, o, 0).to(tl.int64)[:, None] * INPUTS, own, INPUTS)
+    follow()
     acc = tl.zeros([ROWS, T_PAD], tl.float32)
     for start in range(0, INPUTS, COLS):
         inside = start + c < INPUTS
@@ -93,12 +106,12 @@ def run(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, cut: Cut | None 
     if tokens == 1:
         one_row[(triton.cdiv(outputs, cut.rows),)](
             x_TI, weight_OI, bias, out_TO, outputs, INPUTS=inputs, ROWS=cut.rows, COLS=cut.cols,
-            STAGES=cut.stages, BIAS=bias_O is not None, num_warps=cut.warps)
+            STAGES=cut.stages, BIAS=bias_O is not None, num_warps=cut.warps, **early())
         return out_TO
     few_rows[(triton.cdiv(outputs, cut.rows),)](
         x_TI, weight_OI, bias, out_TO, tokens, outputs, x_TI.stride(0), INPUTS=inputs,
         T_PAD=max(16, triton.next_power_of_2(tokens)), ROWS=cut.rows, COLS=cut.cols,
-        BIAS=bias_O is not None, num_warps=cut.warps, num_stages=cut.stages)
+        BIAS=bias_O is not None, num_warps=cut.warps, num_stages=cut.stages, **early())
     return out_TO
 
 

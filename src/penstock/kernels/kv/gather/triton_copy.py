@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.triton.depend import early, follow
+
 
 @triton.jit
 def _copy(host, pool, miss, entry, ok, h_page, h_head, h_plane, p_page, p_head, p_plane,
@@ -37,6 +39,7 @@ def copy_units(host, pool, miss, num, entries, h_page, h_head, h_plane, p_page, 
                WORD: tl.constexpr, HOST_UNITS: tl.constexpr, POOL_UNITS: tl.constexpr, PLANES: tl.constexpr,
                WORDS_PAD: tl.constexpr, LINES: tl.constexpr):
     """Lines of the list in turns of LINES a program. Strides are in words of WORD."""
+    follow()
     host = host.to(tl.pointer_type(WORD), bitcast=True)
     pool = pool.to(tl.pointer_type(WORD), bitcast=True)
     first = tl.program_id(0) * LINES
@@ -68,4 +71,4 @@ def gather(host_PKCGH: Tensor, pool_PKCGH: Tensor, miss_E3: Tensor, num_1: Tenso
     copy_units[(GRID,)](
         host_PKCGH, pool_PKCGH, miss_E3, num_1, miss_E3.shape[0], *[x // wide for x in strides], run // wide,
         WORD=word, HOST_UNITS=host_PKCGH.shape[3] // unit, POOL_UNITS=pool_PKCGH.shape[3] // unit,
-        PLANES=planes, WORDS_PAD=triton.next_power_of_2(run // wide), LINES=lines, num_warps=4)
+        PLANES=planes, WORDS_PAD=triton.next_power_of_2(run // wide), LINES=lines, num_warps=4, **early())

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.kv.write_kv.spec import WriteAt
+from penstock.kernels.triton.depend import early, follow
 from penstock.kernels.types.hot import HotLayer
 
 
@@ -27,6 +29,7 @@ def write_tokens(x0, x1, device, host, bounds, device_T, host_T, bounds_T, row_T
 
     A condition that is one for the block goes into a mask by `where`: Triton 3.9 interpreted takes no `&`.
     """
+    follow()
     t = tl.program_id(0).to(tl.int64)
     on_device, on_host = tl.load(device_T + t), tl.load(host_T + t)
     row, position = tl.load(row_T + t).to(tl.int64), tl.load(position_T + t)
@@ -70,6 +73,27 @@ def write_tokens(x0, x1, device, host, bounds, device_T, host_T, bounds_T, row_T
             tl.store(bounds + at + b_plane, high.to(bounds.dtype.element_ty), mask=own)
 
 
+@triton.jit
+def find_entries(table, row, at, out, table_row, B, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    follow()
+    b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    own = b < B
+    r, i = tl.load(row + b, mask=own, other=0).to(tl.int64), tl.load(at + b, mask=own, other=-1)
+    page = tl.load(table + r * table_row + i // SIZE, mask=i >= 0, other=-1).to(tl.int64)
+    tl.store(out + b, tl.where(page >= 0, page * SIZE + i % SIZE, -1), mask=own)
+
+
+def find(table_RM: Tensor, size: int, row_B: Tensor, at_B: Tensor) -> Tensor:
+    """int64: where entry `at` of each row is in a pool whose pages have `size` of them; -1 where the row has
+    no page, or `at` is negative. row_B, at_B int32, dense. Capturable."""
+    out_B = torch.empty(at_B.shape, dtype=torch.int64, device=at_B.device)
+    block = 128
+    find_entries[(triton.cdiv(len(at_B), block),)](
+        table_RM, row_B, at_B, out_B, table_RM.stride(0), len(at_B), SIZE=size, BLOCK=block, num_warps=4,
+        **early())
+    return out_B
+
+
 def write_kv(values: Sequence[Tensor], at: WriteAt, device_PKCGH: Tensor, host_PKCGH: Tensor | None = None,
              hot: HotLayer | None = None, bounds_PK2SH: Tensor | None = None) -> None:
     """As `penstock.kernels.kv.write_kv`. Host pages are pinned. Capturable."""
@@ -90,4 +114,4 @@ def write_kv(values: Sequence[Tensor], at: WriteAt, device_PKCGH: Tensor, host_P
         *bounds.stride()[:3], slots.shape[-1], pages.shape[-1], HEADS=heads,
         HEADS_PAD=triton.next_power_of_2(heads), DIM=dim, DIM_PAD=triton.next_power_of_2(dim), SIZE=size,
         UNIT=at.unit, SUMMARIES=0 if bounds_PK2SH is None else bounds.shape[3], PLANES=planes,
-        HOT=hot is not None, num_warps=4)
+        HOT=hot is not None, num_warps=4, **early())
