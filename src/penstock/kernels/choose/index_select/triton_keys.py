@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.triton.depend import early, follow
+from penstock.kernels.triton.depend import early, fetch, follow
 from penstock.kernels.triton.topn import bin_of, cut_of, key_of
 from penstock.kernels.types import fp8
 
@@ -28,17 +28,22 @@ def score_keys(q, weight, key, scales, table, row, position, score, counted, q_r
                KEY: tl.constexpr, CODED: tl.constexpr, BINS: tl.constexpr):
     """BLOCKS blocks of BLOCK tokens of one query, each counted in its bin; nothing where all are behind its
     position. KEY: elements of a key, of codes words of four bytes; `scales` are the keys seen as f32."""
-    follow()
     b = tl.program_id(1)
     end = tl.load(position + b) + 1
     first = tl.program_id(0) * BLOCKS * BLOCK
+    pages = table + tl.load(row + b).to(tl.int64) * table_row
+    # Nothing of ours writes positions and tables, and of keys only the newest ones: the others may come now.
+    ahead = first + tl.arange(0, BLOCK)
+    near = tl.load(pages + ahead // SIZE, mask=ahead < end, other=0).to(tl.int64)
+    begin = (near * key_page + tl.where(ahead < end, ahead, 0) % SIZE * KEY)[:, None]
+    fetch(key + begin * (4 if CODED else 1) + tl.arange(0, 2)[None, :] * (DIM // 2))
+    follow()
     if first < end:
         d = tl.arange(0, DIM_PAD)
         i = tl.arange(0, HEADS_PAD)
         q_JI = tl.load(q + b.to(tl.int64) * q_row + i[None, :] * DIM + d[:, None],
                        mask=(i[None, :] < HEADS) & (d[:, None] < DIM), other=0.0)
         weight_I = tl.load(weight + b.to(tl.int64) * weight_row + i, mask=i < HEADS, other=0.0)
-        pages = table + tl.load(row + b).to(tl.int64) * table_row
         line = score + b.to(tl.int64) * TOKENS
         bins = counted + b.to(tl.int64) * (BINS + 1)
         precision: tl.constexpr = "ieee" if EXACT else "tf32"

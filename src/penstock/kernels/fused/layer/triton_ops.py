@@ -13,22 +13,22 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.fused.layer.latent import LatentNorms, Weighs, by_head
-from penstock.kernels.triton.depend import early, follow
+from penstock.kernels.triton.depend import early, fetch, follow
 
 
 @triton.jit
 def add_norm(h, delta, weight, out, eps, DIM: tl.constexpr, DIM_PAD: tl.constexpr, ADD: tl.constexpr):
-    follow()
     at = tl.program_id(0).to(tl.int64) * DIM
     d = tl.arange(0, DIM_PAD)
     own = d < DIM
+    w = tl.load(weight + d, mask=own, other=0.0).to(tl.float32)
+    follow()
     x = tl.load(h + at + d, mask=own, other=0.0)
     if ADD:
         x = (x.to(tl.float32) + tl.load(delta + at + d, mask=own, other=0.0).to(tl.float32)).to(x.dtype)
         tl.store(h + at + d, x, mask=own)
     x = x.to(tl.float32)
     x = x * tl.rsqrt(tl.sum(x * x, 0) / DIM + eps)
-    w = tl.load(weight + d, mask=own, other=0.0).to(tl.float32)
     tl.store(out + at + d, (x * w).to(out.dtype.element_ty), mask=own)
 
 
@@ -97,8 +97,7 @@ def latent_rows(x, cos, sin, q_weight, row_weight, key_weight, key_bias, residua
                 RANK_PAD: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, KEY: tl.constexpr,
                 KEY_PAD: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr):
     """One part of a token: what queries are made of, the row, the key of the indexer, and behind these what
-    each of its heads weighs, out of the layer's input `h` of DIM."""
-    follow()
+    each of its heads weighs, out of the layer's input `h` of DIM. Weights of norms come before all else."""
     t, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kind: tl.constexpr = x.dtype.element_ty
     line = x + t * x_token
@@ -108,15 +107,17 @@ def latent_rows(x, cos, sin, q_weight, row_weight, key_weight, key_bias, residua
     if part == 0:
         d_q = tl.arange(0, Q_PAD)
         own_q = d_q < Q
-        v_q = tl.load(line + d_q, mask=own_q, other=0.0).to(tl.float32)
         w_q = tl.load(q_weight + d_q, mask=own_q, other=0.0).to(tl.float32)
+        follow()
+        v_q = tl.load(line + d_q, mask=own_q, other=0.0).to(tl.float32)
         v_q = v_q * tl.rsqrt(tl.sum(v_q * v_q, 0) / Q + eps) * w_q
         tl.store(residual + t * Q + d_q, v_q.to(kind), mask=own_q)
     elif part == 1:
         d_r = tl.arange(0, RANK_PAD)
         own_r = d_r < RANK
-        v_r = tl.load(line + Q + d_r, mask=own_r, other=0.0).to(tl.float32)
         w_r = tl.load(row_weight + d_r, mask=own_r, other=0.0).to(tl.float32)
+        follow()
+        v_r = tl.load(line + Q + d_r, mask=own_r, other=0.0).to(tl.float32)
         v_r = v_r * tl.rsqrt(tl.sum(v_r * v_r, 0) / RANK + eps) * w_r
         tl.store(line + Q + d_r, v_r.to(kind), mask=own_r)
         at = line + Q + RANK + i
@@ -128,20 +129,21 @@ def latent_rows(x, cos, sin, q_weight, row_weight, key_weight, key_bias, residua
     elif part == 2:
         d = tl.arange(0, KEY_PAD)
         own = d < KEY
+        w = tl.load(key_weight + d, mask=own, other=0.0).to(tl.float32)
+        b = tl.load(key_bias + d, mask=own, other=0.0).to(tl.float32)
+        w_low = tl.load(key_weight + i, mask=turn, other=0.0).to(tl.float32)
+        w_high = tl.load(key_weight + HALF + i, mask=turn, other=0.0).to(tl.float32)
+        b_low = tl.load(key_bias + i, mask=turn, other=0.0).to(tl.float32)
+        b_high = tl.load(key_bias + HALF + i, mask=turn, other=0.0).to(tl.float32)
+        follow()
         begin = line + Q + RANK + 2 * HALF
         v = tl.load(begin + d, mask=own, other=0.0).to(tl.float32)
         mean = tl.sum(v, 0) / KEY
         off = tl.where(own, v - mean, 0.0)
         scale = tl.rsqrt(tl.sum(off * off, 0) / KEY + eps)
-        w = tl.load(key_weight + d, mask=own, other=0.0).to(tl.float32)
-        b = tl.load(key_bias + d, mask=own, other=0.0).to(tl.float32)
         tl.store(key + t * KEY + d, (off * scale * w + b).to(kind), mask=own & (d >= 2 * HALF))
         low = tl.load(begin + i, mask=turn, other=0.0).to(tl.float32) - mean
         high = tl.load(begin + HALF + i, mask=turn, other=0.0).to(tl.float32) - mean
-        w_low = tl.load(key_weight + i, mask=turn, other=0.0).to(tl.float32)
-        w_high = tl.load(key_weight + HALF + i, mask=turn, other=0.0).to(tl.float32)
-        b_low = tl.load(key_bias + i, mask=turn, other=0.0).to(tl.float32)
-        b_high = tl.load(key_bias + HALF + i, mask=turn, other=0.0).to(tl.float32)
         low = (low * scale * w_low + b_low).to(kind).to(tl.float32)
         high = (high * scale * w_high + b_high).to(kind).to(tl.float32)
         low, high = _turn(low, high, cos, sin, angle, turn, HALF, kind)
@@ -151,6 +153,9 @@ def latent_rows(x, cos, sin, q_weight, row_weight, key_weight, key_bias, residua
         head = part - 3
         c = tl.arange(0, COLS)
         acc = tl.zeros([COLS], tl.float32)
+        line_w = tl.arange(0, COLS) * 32                    # elements of a line of the cache
+        fetch(head_weight + head * DIM + tl.where(line_w < DIM, line_w, 0))
+        follow()
         for start in range(0, DIM, COLS):
             inside = start + c < DIM
             w = tl.load(head_weight + head * DIM + start + c, mask=inside, other=0.0)
