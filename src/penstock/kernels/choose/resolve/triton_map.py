@@ -21,7 +21,8 @@ from penstock.kernels.types.hot import HotLayer
 def resolve_units(chosen, row, device, host, hot_slot, hot_unit, hot_stamp, hot_page, count, now, slot,
                   victim, miss, num, device_row, host_row, CHOSEN, UNITS, SLOTS, HOT_PAGES,
                   PAGE_UNITS: tl.constexpr, CHOSEN_PAD: tl.constexpr, SLOTS_PAD: tl.constexpr,
-                  PAGES_PAD: tl.constexpr):
+                  PAGES_PAD: tl.constexpr, HOT: tl.constexpr):
+    """HOT: whether anything is ever missed. If not, all that is chosen is on the device."""
     follow()
     head, b = tl.program_id(0), tl.program_id(1)
     heads = tl.num_programs(0)
@@ -36,50 +37,53 @@ def resolve_units(chosen, row, device, host, hot_slot, hot_unit, hot_stamp, hot_
     unit = tl.load(chosen + at + c, mask=c < CHOSEN, other=-1)
     real = unit >= 0
     page = tl.load(device + r * device_row + unit // PAGE_UNITS, mask=real, other=-1)
-    found = tl.load(slot_of + unit, mask=real & (page < 0), other=-1)
-    hit = found >= 0
-    absent = real & (page < 0) & (found < 0)
-    absents = tl.sum(absent.to(tl.int32), 0)
-    hot_at = tl.load(pages + found // PAGE_UNITS, mask=hit, other=-1) * PAGE_UNITS + found % PAGE_UNITS
-    place = tl.where(hit, hot_at, page * PAGE_UNITS + unit % PAGE_UNITS)
-    tl.store(stamp_of + found, step, mask=hit)
-    evicted = absents * 0
-    if HOT_PAGES == 0:          # all is on the device, and nobody adds to it
+    if HOT:
+        found = tl.load(slot_of + unit, mask=real & (page < 0), other=-1)
+        hit = found >= 0
+        absent = real & (page < 0) & (found < 0)
+        absents = tl.sum(absent.to(tl.int32), 0)
+        hot_at = tl.load(pages + found // PAGE_UNITS, mask=hit, other=-1) * PAGE_UNITS + found % PAGE_UNITS
+        place = tl.where(hit, hot_at, page * PAGE_UNITS + unit % PAGE_UNITS)
+        tl.store(stamp_of + found, step, mask=hit)
+        evicted = absents * 0
+        if absents > 0:
+            tl.debug_barrier()                      # what was hit has this step's stamp
+            w = tl.arange(0, PAGES_PAD)
+            has = tl.load(pages + w, mask=w < HOT_PAGES, other=-1) >= 0
+            s = tl.arange(0, SLOTS_PAD)
+            inside = s < tl.sum(has.to(tl.int32), 0) * PAGE_UNITS
+            old = tl.load(unit_of + s, mask=inside, other=-1)
+            age = (step - tl.load(stamp_of + s, mask=inside, other=0)).to(tl.uint32, bitcast=True)
+            key = tl.where(inside, tl.where(old < 0, 0xffffffff, age), 0)
+            cut = cut_of(key, absents)
+            taken = taken_of(key, cut, absents - tl.sum((key > cut).to(tl.int32), 0))
+            tl.store(victim + at + tl.cumsum(taken.to(tl.int32), 0) - 1, s, mask=taken)
+            gone = taken & (old >= 0)
+            tl.store(slot_of + old, -1, mask=gone)
+            evicted = tl.sum(gone.to(tl.int32), 0)
+            tl.debug_barrier()                      # victims are listed
+            i = tl.cumsum(absent.to(tl.int32), 0) - 1
+            into = tl.load(victim + at + i, mask=absent, other=0)
+            tl.store(slot_of + unit, into, mask=absent)
+            tl.store(unit_of + into, unit, mask=absent)
+            tl.store(stamp_of + into, step, mask=absent)
+            new = tl.load(pages + into // PAGE_UNITS, mask=absent, other=0) * PAGE_UNITS + into % PAGE_UNITS
+            place = tl.where(absent, new, place)
+            source = tl.load(host + r * host_row + unit // PAGE_UNITS, mask=absent, other=0)
+            entry = miss + (tl.atomic_add(num, absents) + i) * 3
+            tl.store(entry, head, mask=absent)
+            tl.store(entry + 1, source * PAGE_UNITS + unit % PAGE_UNITS, mask=absent)
+            tl.store(entry + 2, new, mask=absent)
+        tl.store(slot + at + c, tl.where(real, place, -1), mask=c < CHOSEN)
+        e = tl.arange(0, 4)
+        on_device = tl.sum((real & (page >= 0)).to(tl.int32), 0)
+        hits = tl.sum(hit.to(tl.int32), 0)
+        counted = tl.where(e == 0, on_device, tl.where(e == 1, hits, tl.where(e == 2, absents, evicted)))
+        tl.atomic_add(count + (r * heads + head) * 4 + e, counted.to(tl.int64))
+    else:
         tl.store(num, 0)
-    if absents > 0:
-        tl.debug_barrier()                      # what was hit has this step's stamp
-        w = tl.arange(0, PAGES_PAD)
-        has = tl.load(pages + w, mask=w < HOT_PAGES, other=-1) >= 0
-        s = tl.arange(0, SLOTS_PAD)
-        inside = s < tl.sum(has.to(tl.int32), 0) * PAGE_UNITS
-        old = tl.load(unit_of + s, mask=inside, other=-1)
-        age = (step - tl.load(stamp_of + s, mask=inside, other=0)).to(tl.uint32, bitcast=True)
-        key = tl.where(inside, tl.where(old < 0, 0xffffffff, age), 0)
-        cut = cut_of(key, absents)
-        taken = taken_of(key, cut, absents - tl.sum((key > cut).to(tl.int32), 0))
-        tl.store(victim + at + tl.cumsum(taken.to(tl.int32), 0) - 1, s, mask=taken)
-        gone = taken & (old >= 0)
-        tl.store(slot_of + old, -1, mask=gone)
-        evicted = tl.sum(gone.to(tl.int32), 0)
-        tl.debug_barrier()                      # victims are listed
-        i = tl.cumsum(absent.to(tl.int32), 0) - 1
-        into = tl.load(victim + at + i, mask=absent, other=0)
-        tl.store(slot_of + unit, into, mask=absent)
-        tl.store(unit_of + into, unit, mask=absent)
-        tl.store(stamp_of + into, step, mask=absent)
-        new = tl.load(pages + into // PAGE_UNITS, mask=absent, other=0) * PAGE_UNITS + into % PAGE_UNITS
-        place = tl.where(absent, new, place)
-        source = tl.load(host + r * host_row + unit // PAGE_UNITS, mask=absent, other=0)
-        entry = miss + (tl.atomic_add(num, absents) + i) * 3
-        tl.store(entry, head, mask=absent)
-        tl.store(entry + 1, source * PAGE_UNITS + unit % PAGE_UNITS, mask=absent)
-        tl.store(entry + 2, new, mask=absent)
-    tl.store(slot + at + c, tl.where(real, place, -1), mask=c < CHOSEN)
-    e = tl.arange(0, 4)
-    on_device = tl.sum((real & (page >= 0)).to(tl.int32), 0)
-    hits = tl.sum(hit.to(tl.int32), 0)
-    counted = tl.where(e == 0, on_device, tl.where(e == 1, hits, tl.where(e == 2, absents, evicted)))
-    tl.atomic_add(count + (r * heads + head) * 4 + e, counted.to(tl.int64))
+        tl.store(slot + at + c, tl.where(real, page * PAGE_UNITS + unit % PAGE_UNITS, -1), mask=c < CHOSEN)
+        tl.atomic_add(count + (r * heads + head) * 4, tl.sum(real.to(tl.int32), 0).to(tl.int64))
 
 
 WARPS = 8
@@ -100,6 +104,6 @@ def resolve(chosen_BKC: Tensor, row_B: Tensor, device_RP: Tensor, host_RP: Tenso
         hot.count_RKE, now_1, slot_BKC, victim_BKC, miss_E3, num_1, device_RP.stride(0), host_RP.stride(0),
         chosen, hot.slot_RKM.shape[2], slots, hot_pages, PAGE_UNITS=page_units,
         CHOSEN_PAD=triton.next_power_of_2(chosen), SLOTS_PAD=triton.next_power_of_2(max(1, slots)),
-        PAGES_PAD=triton.next_power_of_2(max(1, hot_pages)),
+        PAGES_PAD=triton.next_power_of_2(max(1, hot_pages)), HOT=hot_pages > 0,
         num_warps=max(1, min(WARPS, triton.next_power_of_2(max(chosen, slots)) // 128)), **early())
     return slot_BKC, miss_E3, num_1
