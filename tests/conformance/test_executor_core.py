@@ -21,6 +21,7 @@ from penstock.core.plan import (
     RequestId,
     Retired,
 )
+from penstock.exec.step.attend import Latent
 from penstock.memory.lateness import Promptly
 
 LATENESS = {"thread": lambda: None, "prompt": Promptly, "latest": Latest,
@@ -101,10 +102,16 @@ def test_steps_launched_ahead_of_the_answers_of_those_in_front(lateness, family,
 
 
 @pytest.mark.parametrize("family, backend", [
-    *(("grouped", name) for name in BACKENDS), ("latent", "native")])
+    *(("grouped", name) for name in BACKENDS), *(("window", name) for name in BACKENDS), ("latent", "native"),
+    ("mla", "native")])
 def test_every_attention_back_end(backend, family):
     engine = Engine(step_tokens=7, hbm_pages=SMALL[family] + 3, backend=backend, family=family)
     play(engine, lambda turn: [Paused(RequestId(1))] if turn == 9 else [])
+
+
+def test_latent_rows_are_named_a_part_of_the_queries_at_a_time(monkeypatch):
+    monkeypatch.setattr(Latent, "SLOTS", 50)
+    play(Engine(step_tokens=16, family="mla"))
 
 
 @pytest.mark.parametrize("lateness", ["thread", "torn"])

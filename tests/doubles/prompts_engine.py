@@ -32,7 +32,10 @@ LATENT = {
 WINDOW = {**CONFIG, "use_sliding_window": True, "sliding_window": 6,
           "layer_types": ["sliding_attention", "full_attention"]}
 # One cache group; two, and a choice of 4 tokens; two, of which one keeps a window.
-CONFIGS = {"grouped": CONFIG, "latent": LATENT, "window": WINDOW}
+# And one group of latent rows, of which all are read.
+MLA = {key: value for key, value in LATENT.items() if not key.startswith("index")} | {
+    "model_type": "deepseek_v3"}
+CONFIGS = {"grouped": CONFIG, "latent": LATENT, "window": WINDOW, "mla": MLA}
 EXPERTS = {**CONFIG, "model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2,
            "moe_intermediate_size": 24, "norm_topk_prob": True}
 GREEDY = SamplingParams(temperature=0.0)
@@ -81,10 +84,10 @@ class Engine(InProcess):
     disk_pages: int = 0
 
     def __post_init__(self) -> None:
-        latent = self.family == "latent"
+        latent, rows = self.family == "latent", self.family in ("latent", "mla")
         self.build(functools.partial(model, self.family), self.groups or model(self.family).groups,
                    selection=indexer_selection(4) if latent else None, max_len=64,
-                   backend="cuda" if latent and where.DEVICE == "cuda" else self.backend,
+                   backend="cuda" if rows and where.DEVICE == "cuda" else self.backend,
                    lateness=self.lateness, rows=self.rows, hbm_pages=self.hbm_pages,
                    dram_pages=self.dram_pages, step_tokens=self.step_tokens, wait_pages=self.wait_pages,
                    take_pages=self.take_pages, overlap=self.overlap, storage=self.storage,
@@ -96,7 +99,8 @@ class Engine(InProcess):
 
 SHARED = (7, 3, 29, 41, 5, 5, 18, 60, 2, 33, 9)
 BACKENDS = where.backends()
-SMALL = {"grouped": 11, "latent": 18, "experts": 11, "window": 13}    # device pages of group 0, too few
+# Device pages of group 0, too few.
+SMALL = {"grouped": 11, "latent": 18, "experts": 11, "window": 13, "mla": 11}
 PROMPTS = {1: (*SHARED, 1, 2), 2: (*SHARED, 40), 3: (50,), 4: SHARED * 2, 5: (12, 8, 30, 21),
            6: SHARED[:8], 7: (*SHARED, *SHARED, 4, 4)}
 

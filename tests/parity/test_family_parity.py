@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from dense_attend import Dense
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -40,6 +42,7 @@ CLASSES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "gemma2": (Gemma2Config, Gemma2ForCausalLM),
     "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
 }
@@ -58,6 +61,10 @@ SMALL = {
     "eos_token_id": None,
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+MLA = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+       "v_head_dim": 10, "num_key_value_heads": 6, "n_routed_experts": 8, "num_experts_per_tok": 3,
+       "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "moe_intermediate_size": 24,
+       "first_k_dense_replace": 1}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -99,6 +106,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3",
         {"head_dim": 16, "rope_parameters": {**YARN, "attention_factor": 1.3, "truncate": False}},
     ),
+    "v3": ("deepseek_v3", MLA),
+    "v3-yarn-bias": ("deepseek_v3", {**MLA, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+                                     "attention_bias": True, "n_group": 2, "topk_group": 1,
+                                     "num_experts_per_tok": 2}),
+    "v3-dense": ("deepseek_v3", {**MLA, "first_k_dense_replace": 2}),
     "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24}),
     "gemma2-uncapped": ("gemma2", {"head_dim": 8, "sliding_window": 5, "attn_logit_softcapping": None,
                                    "final_logit_softcapping": None, "tie_word_embeddings": False}),
@@ -134,6 +146,8 @@ def make_reference(case: str) -> PreTrainedModel:
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("bias"):
                 parameter.normal_(0.0, 0.5)
+            elif not parameter.any():               # routers start so
+                parameter.normal_(0.0, 0.25)
     return reference
 
 
@@ -282,5 +296,6 @@ def test_config_files_of_transformers_4_mean_the_same(
 def test_every_family_of_the_registry_is_covered() -> None:
     covered = {family for family, _ in CASES.values()}
     assert covered == set(CLASSES)
+    assert registry.FAMILIES["kimi_k2"] == registry.FAMILIES["deepseek_v3"]
     # tests/parity/test_latent_parity.py has the ones that choose what they attend to
-    assert covered | {"deepseek_v32", "glm_moe_dsa"} == set(registry.FAMILIES)
+    assert covered | {"kimi_k2", "deepseek_v32", "glm_moe_dsa"} == set(registry.FAMILIES)

@@ -31,7 +31,7 @@ from penstock.exec.sampling.sampler import Logprobs
 from penstock.exec.sampling.tokens import Answers, Drawn, tokens_of
 from penstock.exec.sparse.bounds import Selecting, Selector
 from penstock.exec.sparse.indexer import Indexed
-from penstock.exec.step.attend import Attending, Grouped, LatentOps, Reads
+from penstock.exec.step.attend import Attending, Grouped, Latent, LatentOps, Reads
 from penstock.exec.step.eager import Eager, Steps
 from penstock.exec.step.links import Links
 from penstock.exec.step.tables import RowTables
@@ -329,7 +329,8 @@ def _attending(parts: RankParts, groups: Sequence[CacheShape], tables: RowTables
                dram: Sequence[DramPool]) -> Attending:
     model, attention, selector = parts.model, parts.attention, parts.selector
     if selector is None:
-        assert not isinstance(attention, LatentOps), "a model that chooses its tokens itself has a selector"
+        if isinstance(attention, LatentOps):
+            return Latent(model, groups, attention, hbm)
         return Grouped(model, groups, attention, hbm)
     for pool in dram:           # its address goes to kernels before any page: they must know it
         pool.index(pool.base)

@@ -1,4 +1,4 @@
-"""Latent attention (MLA) with a lightning indexer: DeepSeek-V3.2 and its kin.
+"""Latent attention (MLA), of DeepSeek-V3, or with a lightning indexer, of DeepSeek-V3.2 and its kin.
 
 A token leaves one latent row for all heads, and, in layers that have an indexer, one index key. Queries are
 multiplied into the latent space (absorbed), in prefill as in decode: no layer ever expands the rows of its
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -50,7 +49,8 @@ class IndexSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentSpec:
-    """Ranks and widths of a head's parts. `bias`: of the projections from and to the model's width."""
+    """Ranks and widths of a head's parts. `bias`: of the projections from and to the model's width. `index`:
+    None: every query reads all rows."""
 
     num_heads: int
     q_rank: int
@@ -60,14 +60,16 @@ class LatentSpec:
     value_dim: int
     scale: float
     bias: bool
-    index: IndexSpec
+    index: IndexSpec | None
 
-    ops: ClassVar = ("index_select", "latent_attention")
+    @property
+    def ops(self) -> tuple[str, ...]:
+        return ("latent_attention",) if self.index is None else ("index_select", "latent_attention")
 
     def shape(self, lane: Lane) -> AttentionShape:
         return AttentionShape(
             num_heads=lane.evenly(self.num_heads).size, scale=self.scale, latent_dim=self.kv_rank,
-            topk=self.index.topk
+            topk=0 if self.index is None else self.index.topk
         )
 
     def groups(self, stage: Stage, windows: Sequence[int]) -> tuple[CacheShape, ...]:
@@ -79,6 +81,8 @@ class LatentSpec:
             name="latent", layers=tuple(LocalLayer(i - stage.first) for i in layers), num_kv_heads=1,
             head_dim=self.kv_rank + self.rope_dim, planes=1, owned=owned,
         )
+        if self.index is None:
+            return (rows,)
         indexed = tuple(LocalLayer(i - stage.first) for i in layers if i in self.index.layers)
         keys = CacheShape(name="index", layers=indexed, num_kv_heads=1, head_dim=self.index.head_dim,
                           planes=1, selector=True, owned=owned)
@@ -87,7 +91,8 @@ class LatentSpec:
     def build(
         self, slots: Slots, prefix: str, index: GlobalLayer, local: LocalLayer, hidden: int, eps: float
     ) -> LatentAttention:
-        return LatentAttention(slots, prefix, local, hidden, self, index in self.index.layers)
+        own = self.index if self.index is not None and index in self.index.layers else None
+        return LatentAttention(slots, prefix, local, hidden, self, own)
 
 
 def _halves(dim: int) -> Tensor:
@@ -97,11 +102,13 @@ def _halves(dim: int) -> Tensor:
 
 class LatentAttention:
     def __init__(
-        self, slots: Slots, prefix: str, local: LocalLayer, hidden: int, spec: LatentSpec, indexes: bool
+        self, slots: Slots, prefix: str, local: LocalLayer, hidden: int, spec: LatentSpec,
+        index: IndexSpec | None,
     ) -> None:
+        """index: of a layer that has an indexer."""
         heads = slots.lane.evenly(spec.num_heads)
         self.spec = spec = replace(spec, num_heads=heads.size)
-        self.layer, self.ops = local, slots.ops
+        self.layer, self.ops, self.index = local, slots.ops, index
         self.row_dim = spec.kv_rank + spec.rope_dim
         down_order = torch.arange(spec.q_rank + self.row_dim)
         down_order[spec.q_rank + spec.kv_rank:] = spec.q_rank + spec.kv_rank + _halves(spec.rope_dim)
@@ -109,11 +116,11 @@ class LatentAttention:
         down_rows: list[int | Cut] = [spec.q_rank, self.row_dim]
         up_rows: list[int | Cut] = [heads.of_each(spec.nope_dim + spec.rope_dim)]
         # What reads the same input is one product, but for a key without the bias that its neighbours have.
-        self.indexer = Indexer(slots, f"{prefix}.indexer", hidden, spec) if indexes else None
-        if indexes and not spec.bias:
-            down_order = torch.cat((down_order, len(down_order) + spec.index.key_order(spec.rope_dim)))
+        self.indexer = None if index is None else Indexer(slots, f"{prefix}.indexer", hidden, spec, index)
+        if index is not None and not spec.bias:
+            down_order = torch.cat((down_order, len(down_order) + index.key_order(spec.rope_dim)))
             down.append(f"{prefix}.indexer.wk")
-            down_rows.append(spec.index.head_dim)
+            down_rows.append(index.head_dim)
         self.down = slots.linear(down, down_rows, hidden, spec.bias, order=down_order)
         self.q_norm = slots.vector(f"{prefix}.q_a_layernorm.weight", (spec.q_rank,))
         self.kv_norm = slots.vector(f"{prefix}.kv_a_layernorm.weight", (spec.kv_rank,))
@@ -122,10 +129,10 @@ class LatentAttention:
         plain = (head + torch.arange(spec.nope_dim)).flatten()
         turned = (head + spec.nope_dim + _halves(spec.rope_dim)).flatten()
         up_order = torch.cat((plain, turned))
-        if indexes:
-            up_order = torch.cat((up_order, len(up_order) + spec.index.query_order(spec.rope_dim)))
+        if index is not None:
+            up_order = torch.cat((up_order, len(up_order) + index.query_order(spec.rope_dim)))
             up.append(f"{prefix}.indexer.wq_b")
-            up_rows.append(spec.index.num_heads * spec.index.head_dim)
+            up_rows.append(index.num_heads * index.head_dim)
         self.q_up = slots.linear(up, up_rows, spec.q_rank, False, order=up_order)
         self.kv_up = slots.vector(
             f"{prefix}.kv_b_proj.weight",
@@ -148,8 +155,8 @@ class LatentAttention:
         row_TH = down[:, spec.q_rank:spec.q_rank + self.row_dim]
         q = self.q_up(residual_TQ)
         q_TNH = q.new_empty(len(x_TD), spec.num_heads, self.row_dim)
-        heads = 0 if index is None else spec.index.num_heads
-        q_TIJ = self.ops.latent_queries(q, q_TNH, heads, spec.index.head_dim, cos_T1H, sin_T1H)
+        heads, dim = (0, 0) if self.index is None else (self.index.num_heads, self.index.head_dim)
+        q_TIJ = self.ops.latent_queries(q, q_TNH, heads, dim, cos_T1H, sin_T1H)
         if index is not None:
             chosen_TS = attend.select(self.layer, q_TIJ, weight_TI, key_TJ)
         up = self.kv_up.value.view(spec.num_heads, -1, spec.kv_rank)
@@ -169,8 +176,8 @@ class LatentAttention:
 class Indexer:
     """Weights of the norm of its keys, which lie beside the rows, and of its heads. ReLU scores, summed."""
 
-    def __init__(self, slots: Slots, prefix: str, hidden: int, spec: LatentSpec) -> None:
-        index, order = spec.index, spec.index.key_order(spec.rope_dim)
+    def __init__(self, slots: Slots, prefix: str, hidden: int, spec: LatentSpec, index: IndexSpec) -> None:
+        order = index.key_order(spec.rope_dim)
         self.key = slots.linear([f"{prefix}.wk"], [index.head_dim], hidden, False,
                                 order=order) if spec.bias else None
         self.norm = slots.vector(f"{prefix}.k_norm.weight", (index.head_dim,), order=order)

@@ -14,7 +14,7 @@ from penstock.kernels.fused.layer import LayerOps
 from penstock.kernels.gemm.experts import ExpertOps
 from penstock.kernels.types.scaled import Scaled, quantised
 from penstock.model.base import Lanes, Model, Stage, Wants, everything
-from penstock.model.families.deepseek import deepseek_v32, glm_moe_dsa
+from penstock.model.families.deepseek import deepseek_v3, deepseek_v32, glm_moe_dsa
 from penstock.model.families.gemma import gemma2, gemma3_text
 from penstock.model.families.llama import llama, mistral
 from penstock.model.families.qwen2 import qwen2
@@ -36,6 +36,8 @@ FAMILIES: dict[str, tuple[str, Callable[[Fields], Spec]]] = {
     "qwen3_moe": ("Qwen3MoeForCausalLM", qwen3_moe),
     "gemma2": ("Gemma2ForCausalLM", gemma2),
     "gemma3_text": ("Gemma3ForCausalLM", gemma3_text),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", deepseek_v3),
+    "kimi_k2": ("DeepseekV3ForCausalLM", deepseek_v3),
     "deepseek_v32": ("DeepseekV32ForCausalLM", deepseek_v32),
     "glm_moe_dsa": ("GlmMoeDsaForCausalLM", glm_moe_dsa),
 }
@@ -125,14 +127,14 @@ def _family(config: dict[str, Any]) -> str:
     if architectures is not None and not one:
         raise ConfigError(f"config.json: architectures = {architectures!r} is not supported; one of {known}, "
                           "in a list, or none at all")
-    by_name = {name: family for family, (name, _) in FAMILIES.items()}
+    by_name = {name: family for family, (name, _) in reversed(FAMILIES.items())}
     if config.get("model_type") is not None:
         family = str(config["model_type"])
     else:
         family = by_name.get(architectures[0], architectures[0]) if architectures else "(absent)"
     if family not in FAMILIES:
         raise ConfigError(f"config.json: model_type {family!r} is not supported; one of {known}")
-    if architectures and by_name.get(architectures[0]) != family:
+    if architectures and architectures[0] != FAMILIES[family][0]:
         raise ConfigError(
             f"config.json: architectures {architectures!r} does not go with model_type {family!r}; "
             f"supported: {FAMILIES[family][0]}"

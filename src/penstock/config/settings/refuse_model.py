@@ -87,7 +87,7 @@ OF_MODEL: tuple[Refusal[ModelFacts], ...] = (
     Refusal(lambda c, m: c.kv.hot_buffer_tokens is not None and _reads_all(c, m), ("kv.hot_buffer_tokens",),
             "this model reads all of its KV at each step, from device pages; give it a selector with "
             "--sparse-top-k N"),
-    Refusal(lambda c, m: c.kv.kv_cache_dtype != "auto" and (m.kv_heads or not m.topk), ("kv.kv_cache_dtype",),
+    Refusal(lambda c, m: c.kv.kv_cache_dtype != "auto" and m.kv_heads, ("kv.kv_cache_dtype",),
             "it is for latent rows, and this model has keys and values of KV heads, which are kept in the "
             "compute type: leave it out"),
     Refusal(lambda c, m: c.kv.index_dtype != "auto" and not m.topk, ("kv.index_dtype",),

@@ -11,7 +11,7 @@ from penstock.exec.graphs.mixed import MixedGraphs
 from penstock.exec.sampling.on_device import Draws
 from penstock.exec.sparse.bounds import Selecting
 from penstock.exec.sparse.indexer import Indexed
-from penstock.exec.step.attend import Attending, Grouped
+from penstock.exec.step.attend import Attending, Grouped, Latent
 from penstock.exec.step.eager import Ran, Steps
 from penstock.exec.step.tables import RowTables
 from penstock.memory.mover import Arrivals
@@ -23,6 +23,8 @@ def captured(model: Model, tables: RowTables, attending: Attending, draws: Draws
              seconds: float) -> list[Steps]:
     """Of a whole model: decode steps of so many rows, and, captured for so long, steps with prompts where
     one call attends to them."""
+    if isinstance(attending, Latent):       # what it is given grows with the longest context of a step
+        return [Uncaptured("latent")]
     assert isinstance(attending, Grouped | Selecting | Indexed), "such a rank is not captured"
     decodes = GroupedDecodes(attending, tables) if isinstance(attending, Grouped) else attending.decodes()
     graphs = DecodeGraphs(model, tables, decodes, draws, buckets)

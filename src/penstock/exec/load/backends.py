@@ -114,8 +114,8 @@ def packer(backends: Mapping[str, registry.Choice]) -> LinearFactory:
 def _attention_of(backends: Mapping[str, registry.Choice]) -> paged_attention.Prepare | LatentOps:
     """What a rank attends with, of the ops that the model's family needs."""
     if "latent_attention" in backends:
-        return LatentOps(index_select.OP.use(backends["index_select"].name),
-                         latent_attention.OP.use(backends["latent_attention"].name))
+        select = index_select.OP.use(backends["index_select"].name) if "index_select" in backends else None
+        return LatentOps(select, latent_attention.OP.use(backends["latent_attention"].name))
     return functools.partial(paged_attention.prepare, backend=backends["paged_attention"].name)
 
 

@@ -66,9 +66,9 @@ def groups_of(model: Model, selection: Selection | None,
     windows do. Raises ConfigError for a format that this model's vectors cannot have, and where nothing is to
     be selected."""
     kv = kv or KVConfig()
-    if selection is None:
+    if selection is None and not model.attention.latent_dim:
         return model.groups
-    if selection.native:
+    if selection is None or selection.native:
         index = kv.kv_cache_dtype if kv.index_dtype == "auto" else kv.index_dtype
         return tuple(_kept(group, index, group.head_dim, "--index-dtype") if group.selector else
                      _kept(group, kv.kv_cache_dtype, model.attention.latent_dim, "--kv-cache-dtype")

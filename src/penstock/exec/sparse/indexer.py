@@ -60,6 +60,8 @@ class Indexed(Selects):
                  device: Sequence[BlockPool], host: Sequence[BlockPool], ops: LatentOps) -> None:
         self._tables, self._ops, self._shape = tables, ops, model.attention
         assert self._shape.latent_dim and self._shape.topk, "ops for latent rows and another model"
+        assert ops.select is not None, "a model with an indexer, and no op for it"
+        self._select = ops.select
         check_pools(groups, device)
         self._local = {layer: i for i, layer in enumerate(groups[0].layers)}
         self._keys = {layer: device[1].pages[:, i] for group in groups[1:]
@@ -83,7 +85,7 @@ class Indexed(Selects):
     def decodes(self) -> IndexedDecodes:
         """Of steps in which each row decodes one token."""
         return IndexedDecodes(layers=self._layers, hot=self.rows.hot, tables=self._tables.groups,
-                              local=self._local, keys=self._keys, select=self._ops.select,
+                              local=self._local, keys=self._keys, select=self._select,
                               topk=self._shape.topk, dtype=self._whole_P11GH.dtype,
                               latent_dim=self._shape.latent_dim)
 
@@ -150,7 +152,7 @@ class Indexed(Selects):
         keys_P11GJ = self._keys[layer]
         q_TIJ, kept_TJ = index_pair(q_TIJ, key_TJ, keys_P11GJ.dtype)
         self._layers.put((kept_TJ[:, None],), at, keys_P11GJ)
-        return self._ops.select(q_TIJ, weight_TI, keys_P11GJ[:, 0, 0], table_RM, row_T, position_T,
+        return self._select(q_TIJ, weight_TI, keys_P11GJ[:, 0, 0], table_RM, row_T, position_T,
                                 topk=self._shape.topk)
 
 

@@ -22,6 +22,7 @@ from penstock.kernels.attention.latent_attention import LatentAttention
 from penstock.kernels.attention.paged_attention import AttentionSpec, Prepare, Prepared, flash, write_kv
 from penstock.kernels.attention.paged_attention.native import Decodes, Paged
 from penstock.kernels.choose.index_select import IndexSelect
+from penstock.kernels.types import fp8
 from penstock.memory.copying import parts_of
 from penstock.memory.hbm import HbmPool
 from penstock.memory.mover import Arrivals
@@ -31,9 +32,10 @@ from penstock.model.base import Attend, CacheShape, LocalLayer, Model
 
 @dataclass(frozen=True, slots=True)
 class LatentOps:
-    """The ops of a model with latent rows, as a `Prepare` is that of one with KV heads."""
+    """The ops of a model with latent rows, as a `Prepare` is that of one with KV heads. select: None where
+    the model has no indexer."""
 
-    select: IndexSelect
+    select: IndexSelect | None
     attend: LatentAttention
 
 
@@ -140,6 +142,54 @@ class Grouped(Attending):
         prepared = [self._prepare(ragged, spec)
                  for ragged, spec in zip(lowered.ragged, self.specs, strict=True)]
         return _GroupedStep(self, lowered, prepared)
+
+
+class Latent(Attending):
+    """Layers that write one latent row a token and read all rows, in one cache group."""
+
+    SLOTS = 1 << 23     # that are named at once: of more, one part of the queries follows the other
+
+    def __init__(self, model: Model, groups: Sequence[CacheShape], ops: LatentOps,
+                 hbm: Sequence[HbmPool]) -> None:
+        check_pools(groups, hbm)
+        assert model.attention.latent_dim and not model.attention.topk and len(groups) == 1
+        self.shape, self.attend = model.attention, ops.attend
+        # Of each layer its pool [P, G, H].
+        self.rows = {layer: hbm[0].pages[:, i, 0, 0] for i, layer in enumerate(groups[0].layers)}
+
+    def step(self, plan: StepPlan, lowered: Lowered) -> Attend:
+        return _LatentStep(self, lowered)
+
+
+class _LatentStep:
+    def __init__(self, latent: Latent, lowered: Lowered) -> None:
+        self._latent, self._lowered, self._ragged = latent, lowered, lowered.ragged[0]
+        tokens, self._longest = len(lowered.row_T), max(self._ragged.context)
+        at_once = max(1, latent.SLOTS // self._longest)
+        self._parts = [slice(t, min(t + at_once, tokens)) for t in range(0, tokens, at_once)]
+        self._slots = [self._slots_of(part) for part in self._parts[:1]]        # of one part they are kept
+
+    def _slots_of(self, part: slice) -> Tensor:
+        """[B, S] int32: where the rows are that each of these queries sees, in the order of positions."""
+        ragged, size = self._ragged, self._ragged.page_size
+        at_S = torch.arange(self._longest, dtype=torch.int32, device=ragged.pages_RM.device)
+        page_BS = ragged.pages_RM[self._lowered.row_T[part]][:, at_S // size]
+        seen_BS = at_S <= self._lowered.positions_T[part, None]
+        return torch.where(seen_BS, page_BS * size + at_S % size, -1)
+
+    def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
+                 chosen_TS: Tensor | None = None) -> Tensor:
+        assert chosen_TS is None, "latent rows are attended to as a whole here"
+        shape, pool_PGH, ragged = self._latent.shape, self._latent.rows[layer], self._ragged
+        pool_PGH[ragged.page_T, ragged.offset_T] = fp8.kept(kv_TCKH[:, 0], pool_PGH.dtype,
+                                                            shape.latent_dim)[:, 0]
+        outs = [self._latent.attend(
+            q_TNH[part], pool_PGH, self._slots[0] if len(self._parts) == 1 else self._slots_of(part),
+            value_dim=shape.latent_dim, scale=shape.scale)[0] for part in self._parts]
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
+        raise AssertionError("a model without an indexer")
 
 
 class _GroupedStep:

@@ -70,10 +70,10 @@ def read_spec(
     name, known = ("hidden_activation", ("gelu_pytorch_tanh",)) if gelu else ("hidden_act", ("silu", "swish"))
     if fields.values.get(name, known[0]) not in known:
         fields.refuse(name, f"supported: {known[0]!r}")
-    latent = isinstance(attention, LatentSpec)
     rope = read_rope(fields, attention.rope_dim, theta=theta)
+    indexed = isinstance(attention, LatentSpec) and attention.index is not None
     windows = fields.windows(rope.max_position, slides=slides, default=window_default,
-                             full="indexed_attention" if latent else "full_attention")
+                             full="indexed_attention" if indexed else "full_attention")
     return Spec(
         vocab_size=fields.size("vocab_size"),
         hidden=fields.size("hidden_size"),

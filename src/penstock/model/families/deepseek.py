@@ -1,4 +1,5 @@
-"""DeepSeek-V3.2 and GLM-5: latent attention with a lightning indexer, sigmoid-gated experts."""
+"""DeepSeek-V3 and Kimi-K2, and with a lightning indexer DeepSeek-V3.2 and GLM-5: latent attention,
+sigmoid-gated experts."""
 from __future__ import annotations
 
 import math
@@ -13,19 +14,36 @@ from penstock.model.transformer import Spec
 from penstock.model.weights.fields import Fields
 
 
+def deepseek_v3(fields: Fields) -> Spec:
+    return _spec(fields, None)
+
+
 def deepseek_v32(fields: Fields) -> Spec:
-    return _spec(fields, interleaved=False, indexed=_layers(fields))
+    return _spec(fields, _index(fields, interleaved=False, indexed=_layers(fields)))
 
 
 def glm_moe_dsa(fields: Fields) -> Spec:
-    return _spec(fields, interleaved=True, indexed=_indexed(fields))
+    return _spec(fields, _index(fields, interleaved=True, indexed=_indexed(fields)))
 
 
 def _layers(fields: Fields) -> list[GlobalLayer]:
     return [GlobalLayer(index) for index in range(fields.size("num_hidden_layers"))]
 
 
-def _spec(fields: Fields, *, interleaved: bool, indexed: list[GlobalLayer]) -> Spec:
+def _index(fields: Fields, *, interleaved: bool, indexed: list[GlobalLayer]) -> IndexSpec:
+    head_dim, rope = fields.size("index_head_dim"), fields.size("qk_rope_head_dim")
+    if head_dim < rope:
+        fields.refuse("index_head_dim", f"at least qk_rope_head_dim = {rope}")
+    return IndexSpec(
+        num_heads=fields.size("index_n_heads"),
+        head_dim=head_dim,
+        topk=fields.size("index_topk"),
+        interleaved=fields.flag("indexer_rope_interleave", interleaved),
+        layers=frozenset(indexed),
+    )
+
+
+def _spec(fields: Fields, index: IndexSpec | None) -> Spec:
     for name, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1),
                        ("rope_interleave", True)):
         if fields.values.get(name) not in (None, only):
@@ -33,9 +51,6 @@ def _spec(fields: Fields, *, interleaved: bool, indexed: list[GlobalLayer]) -> S
     nope, rope = fields.size("qk_nope_head_dim"), fields.size("qk_rope_head_dim")
     if rope % 2 or rope < 4:
         fields.refuse("qk_rope_head_dim", "it must be even and at least 4 for RoPE")
-    head_dim = fields.size("index_head_dim")
-    if head_dim < rope:
-        fields.refuse("index_head_dim", f"at least qk_rope_head_dim = {rope}")
     attention = LatentSpec(
         num_heads=fields.size("num_attention_heads"),
         q_rank=fields.size("q_lora_rank"),
@@ -45,13 +60,7 @@ def _spec(fields: Fields, *, interleaved: bool, indexed: list[GlobalLayer]) -> S
         value_dim=fields.size("v_head_dim"),
         scale=(nope + rope) ** -0.5 * _yarn_scale(fields),
         bias=fields.flag("attention_bias"),
-        index=IndexSpec(
-            num_heads=fields.size("index_n_heads"),
-            head_dim=head_dim,
-            topk=fields.size("index_topk"),
-            interleaved=fields.flag("indexer_rope_interleave", interleaved),
-            layers=frozenset(indexed),
-        ),
+        index=index,
     )
     return read_spec(
         fields, attention, moe=_moe(fields),
