@@ -110,3 +110,24 @@ def test_a_rank_is_asked_once_for_a_grammar_and_says_when_no_step_would_wait():
     finally:
         there.close()
         here.close()
+
+
+def test_a_beat_tells_the_step_that_the_device_works_on_whatever_happens_meanwhile():
+    class Gone:
+        @property
+        def flying(self):
+            raise IndexError("it has ended between two looks")
+
+    class Broken:
+        def query(self):
+            raise RuntimeError("CUDA error")
+
+    process = object.__new__(Process)
+    process._ended = 4
+    told = []
+    for event in (None, SimpleNamespace(query=lambda: True), SimpleNamespace(query=lambda: False), Broken()):
+        process._rank = SimpleNamespace(flying=event)
+        told.append(process._on_device())
+    for process._rank in (None, Gone()):
+        told.append(process._on_device())
+    assert told == [0, 0, 5, 0, 0, 0]

@@ -90,10 +90,12 @@ class Process:
     def _on_device(self) -> int:
         """See `beats.Heard.step`. In the thread of beats: the one that runs steps may be in a launch."""
         rank, ended = self._rank, self._ended
-        event = None if rank is None else rank.flying
         try:
+            event = None if rank is None else rank.flying
             ended_too = event is None or bool(event.query())  # type: ignore[no-untyped-call]
             return 0 if ended_too else ended + 1
+        except IndexError:                      # it has just ended, between two looks at the flights
+            return 0
         except RuntimeError:                    # the device is broken, which who waits for the step meets
             return 0
 
