@@ -108,6 +108,13 @@ def measure(model: Any, cell: str, work: str, args: argparse.Namespace) -> list[
                     step_tokens=args.step_tokens, prefix_cache=True)
     rng = random.Random(0)
     prompts = [[rng.randrange(10, 31000) for _ in range(args.tokens)] for _ in range(rows)]
+    alone = [engine.run([[rng.randrange(10, 31000) for _ in range(args.tokens)]], 2).first_s.popitem()[1]
+             for _ in range(args.prompts + 1)][1:]
+    if args.profile and args.prompts:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as of_prompt:
+            engine.run([[rng.randrange(10, 31000) for _ in range(args.tokens)]], 1)
+        print(cell, "prompt", of_prompt.key_averages().table(
+            sort_by="cuda_time_total", row_limit=20, max_name_column_width=50), flush=True)
     out = []
     for batch in batches:
         before, began = counts(engine), time.perf_counter()
@@ -139,10 +146,12 @@ def measure(model: Any, cell: str, work: str, args: argparse.Namespace) -> list[
             "hit_rate": hit, "units": told, "bound_memory_ms": 1e3 * memory, "bound_link_ms": 1e3 * link,
             "share_of_larger_bound": 1e3 * max(memory, link) / took["median"],
             "share_of_both_in_turn": 1e3 * (memory + link) / took["median"],
+            "prompt_tokens_s": [args.tokens / s for s in alone],
             "first_s": spread(list(ran.first_s.values())), "wall_s": wall, "capture_s": engine.capture_s,
             "pools_s": engine.pools_s, "steps": len(steps)})
         print(work, cell, batch, f"{out[-1]['tokens_s']:.0f} tokens/s, step {took['median']:.3f} ms, hit "
-              f"{hit:.3f}, first {out[-1]['first_s']['largest']:.2f} s, wall {wall:.1f}", flush=True)
+              f"{hit:.3f}, first {out[-1]['first_s']['largest']:.2f} s, wall {wall:.1f}, prompts alone "
+              f"{[round(n) for n in out[-1]['prompt_tokens_s']]} tokens/s", flush=True)
     del engine
     torch.cuda.empty_cache()
     return out
@@ -157,6 +166,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--steps", type=int, default=192)
     parser.add_argument("--step-tokens", type=int, default=8192)
+    parser.add_argument("--prompts", type=int, default=2, help="that are timed alone")
     parser.add_argument("--profile", action="store_true", help="print what some steps' kernels took")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []

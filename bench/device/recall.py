@@ -32,8 +32,9 @@ FORMATS = {"bfloat16": ("--dtype", "bfloat16"),
 
 def ask(name: str, flags: tuple[str, ...], args: argparse.Namespace) -> dict[str, Any]:
     """The arm, with what was given to each question; `error`: why there is nothing."""
+    log = tempfile.TemporaryFile("w+")
     try:
-        with serving(*flags, "--max-num-seqs", "16", model=MODEL) as server, \
+        with serving(*flags, "--max-num-seqs", "16", model=MODEL, stderr=log) as server, \
                 tempfile.NamedTemporaryFile(suffix=".json") as out:
             subprocess.run(
                 [sys.executable, "-m", "penstock.serve.cli.main", "eval", "--base-url", server.url, "--quiet",
@@ -44,15 +45,19 @@ def ask(name: str, flags: tuple[str, ...], args: argparse.Namespace) -> dict[str
             told = {k: v for k, v in server.get("/server_info")["stats"].items()
                     if k.startswith(("hot_misses_total", "pair_delivered_total", "hot_window"))}
     except Exception as why:                # one arm that fails takes nothing from the others
+        log.seek(0)
+        print(name, repr(why)[:300], log.read()[-1500:], sep="\n", flush=True)
         return {"arm": name, "error": repr(why)[:300]}
-    return {"arm": name, "right": sum(a["right"] for a in found), "asked": len(found),
-            "given": [a["given"] for a in found], "told": sum(told.values())}
+    row = {"arm": name, "right": sum(a["right"] for a in found), "asked": len(found), "told": told}
+    print(row, flush=True)
+    return row | {"given": [a["given"] for a in found]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--arms", nargs="+", help="the first is what others are compared with")
     parser.add_argument("--task", default="recall")
     parser.add_argument("--contexts", default="1024,4000")
     parser.add_argument("--samples", type=int, default=8)
@@ -65,6 +70,7 @@ def main() -> None:
     arms |= {name: (*exact, *flags) for name, flags in ARMS.items()}
     arms |= {f"{kind}, {name}": ("--device", args.device, *form, *ARMS[name])
              for kind, form in FORMATS.items() for name in ("resident", "hosted")}
+    arms = {name: flags for name, flags in arms.items() if name in args.arms} if args.arms else arms
     with ThreadPoolExecutor(args.at_once) as pool:
         rows = list(pool.map(lambda arm: ask(*arm, args), arms.items()))
     want = rows[0].get("given")

@@ -19,7 +19,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 NEW = 32
 
@@ -27,11 +27,11 @@ NEW = 32
 class Server:
     """`penstock serve` as a user starts it; `ready_s` from start to its line."""
 
-    def __init__(self, *flags: str, model: str = "demo") -> None:
+    def __init__(self, *flags: str, model: str = "demo", stderr: IO[str] | None = None) -> None:
         started = time.perf_counter()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "penstock.serve.cli.main", "serve", model, "--port", "0", *flags],
-            stdout=subprocess.PIPE, text=True, env=os.environ)
+            stdout=subprocess.PIPE, stderr=stderr, text=True, env=os.environ)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         found = re.search(r"ready on (http://\S+) ", line)
@@ -57,8 +57,8 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(*flags: str, model: str = "demo") -> Iterator[Server]:
-    server = Server(*flags, model=model)
+def serving(*flags: str, model: str = "demo", stderr: IO[str] | None = None) -> Iterator[Server]:
+    server = Server(*flags, model=model, stderr=stderr)
     try:
         yield server
     finally:

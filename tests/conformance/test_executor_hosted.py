@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import hosted
 import pytest
 from hosted import LATENESS, NEW, Engine, hosted_work, kind, play, resident, resizing, sizes, text
 from late_copies import Latest, Shuffled
 
+from penstock.config.settings.tree import KVConfig
 from penstock.core.plan import (
     NO_HBM,
     Aborted,
@@ -45,6 +47,21 @@ def test_rows_that_outgrow_the_device_spill(pages, lateness):
     engine = Engine(hbm_pages=pages, step_tokens=150, lateness=LATENESS[lateness]())
     play(engine, arrive=lambda rid: 0)
     hosted_work(engine)
+
+
+@BY_REQUEST
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "bfloat16"])
+def test_bounds_of_other_types_on_both_tiers_with_pauses(dtype, monkeypatch):
+    """Tokens are those of a device that holds all with bounds of the same type."""
+    monkeypatch.setattr(hosted, "FORMAT", [KVConfig(sparse_bounds_dtype=dtype)])
+    engine = Engine(hbm_pages=60, step_tokens=150, lateness=LATENESS["shuffled"]())
+    play(engine, lambda turn: [Paused(RequestId(1 + turn % 4))] if turn % 5 == 0 and turn < 60 else (),
+         arrive=lambda rid: 0)
+    hosted_work(engine)
+    kv, bounds = (pool.layout for pool in engine.device[:2])
+    wide = {"fp8_e4m3": kv.head_dim + 4, "bfloat16": 2 * kv.head_dim}[dtype]
+    vectors = bounds.num_layers * bounds.num_kv_heads * 2 * bounds.page_size // bounds.unit
+    assert bounds.page_bytes == vectors * wide
 
 
 @pytest.mark.parametrize("step", range(3, 20, 2))

@@ -52,21 +52,26 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
               h_plane="i32", p_page="i32", p_head="i32", p_plane="i32", WORDS="i32"),
          dict(WORD="int64", HOST_UNITS=2, POOL_UNITS=2, PLANES=2, WORDS_PAD=256, LINES=8), 4, 3)],
     ("kv.write_kv.triton_places", "write_tokens"): [
-        (dict(x0=BF16, x1=BF16, device=BF16, host=BF16, bounds=BF16, device_T="*i64", host_T="*i64",
+        (dict(x0=BF16, x1=BF16, device=BF16, host=BF16, bounds=bounds, scales=scales, device_T="*i64",
+              host_T="*i64",
               bounds_T="*i64", row_T=I32, position_T=I32, hot_slot=I32, hot_page=I32, UNITS="i32",
               HOT_PAGES="i32", x_token="i32", x_head="i32",
               **{f"{pool}_{part}": "i32" for pool in "dhb" for part in ("page", "head", "plane")}),
          dict(HEADS=8, HEADS_PAD=8, DIM=128, DIM_PAD=128, SIZE=64, UNIT=8, SUMMARIES=summaries, PLANES=2,
-              HOT=summaries > 0), 4, 3) for summaries in (0, 8)],
+              HOT=summaries > 0, VECTOR=vector, FORMAT=form), 4, 3)
+        for summaries, bounds, scales, vector, form in (
+            (0, BF16, BF16, 128, 0), (8, BF16, BF16, 128, 0), (8, U8, F32, 132, 2))],
     ("kv.write_kv.triton_places", "find_entries"): [
         (dict(table=I32, row=I32, at=I32, out=I64, table_row="i32", B="i32"), dict(SIZE=64, BLOCK=128), 4,
          3)],
     ("choose.select.triton_bounds", "score_units"): [
-        (dict(q=BF16, bounds=BF16, table=I32, row=I32, position=I32, score=F32, q_row="i32", q_head="i32",
+        (dict(q=BF16, bounds=bounds, scales=scales, table=I32, row=I32, position=I32, score=F32, q_row="i32",
+              q_head="i32",
               b_page="i32", b_head="i32", b_plane="i32", table_row="i32", UNITS="i32", SINK_UNITS="i32",
               WINDOW="i32"),
-         dict(UNIT=8, GROUP=4, GROUP_PAD=16, DIM=128, DIM_PAD=128, OF_PAGE=8, BLOCK=64, MOST=0.75, LEAST=0.25,
-              EXACT=False), 4, 3)],
+         dict(UNIT=8, GROUP=4, GROUP_PAD=16, DIM=128, PART=128, PARTS=1, OF_PAGE=8, BLOCK=64, MOST=0.75,
+              LEAST=0.25, EXACT=False, VECTOR=vector, CODED=bounds == U8), 4, 3)
+        for bounds, scales, vector in ((BF16, BF16, 128), (U8, F32, 132))],
     ("choose.select.triton_bounds", "choose_units"): [
         (dict(score=F32, position=I32, budget=I32, chosen=I32, UNITS="i32", CHOSEN="i32", SINK_UNITS="i32",
               WINDOW="i32"), dict(UNIT=8, CHOSEN_PAD=256, BLOCK=16384, WHOLE=whole), 16, 3)

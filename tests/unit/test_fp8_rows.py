@@ -39,6 +39,24 @@ def test_zeros_stay_zeros_and_bytes_of_free_pages_are_nan() -> None:
     assert fp8.decode(torch.full((1, 656), 255, dtype=torch.uint8), 512).isnan().all()
 
 
+@pytest.mark.parametrize("kept, step", [(torch.uint8, 1 / 8), (torch.bfloat16, 1 / 128)])
+@pytest.mark.parametrize("dim", [20, 128, 256])
+def test_a_bound_that_is_rounded_still_is_one(kept: torch.dtype, step: float, dim: int) -> None:
+    """And no further off than a step of its type, or of the smallest codes: they begin at 2**-9 of the scale,
+    which is at most 1/224 of the largest."""
+    x = torch.randn(60, dim) * torch.logspace(-30, 30, 60)[:, None] * torch.logspace(-6, 0, dim)
+    x[7], x[8, 1::2] = 0.0, -448.0
+    for given in (x, x.bfloat16()):
+        low, high = (fp8.floats(fp8.outward(given, kept, up=up), dim) for up in (False, True))
+        given = given.float()
+        assert (low <= given).all() and (given <= high).all()
+        least = given.abs().amax(1, keepdim=True) / (224 * 512) if kept == torch.uint8 else 1e-38
+        assert (high - low <= given.abs() * step * 1.01 + least).all()
+    x[1, 3], x[2, 3] = float("nan"), float("inf")
+    bad = fp8.floats(fp8.outward(x, kept, up=True), dim)
+    assert not bad[1, 3].isfinite() and not bad[2, 3].isfinite() and bad[3].isfinite().all()
+
+
 @pytest.mark.parametrize("size", [16, 32, 128])
 def test_a_pair_that_is_mixed_has_the_same_product(size: int) -> None:
     q, k = torch.randn(64, 3, size), torch.randn(64, 3, size)

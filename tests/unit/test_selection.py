@@ -72,7 +72,7 @@ def test_one_key_that_is_wanted_outranks_many_that_could_be_and_are_not():
 
 def floats(queries):
     """`make`, with values whose sums depend on their order."""
-    inputs = make(torch.float32, queries, (3, 3, 64), 4, RULE)
+    inputs = make(torch.float32, torch.float32, queries, (3, 3, 64), 4, RULE)
     inputs.bounds_PK2SH.mul_(1.1)
     inputs.q_BNH.mul_(0.7)
     return inputs

@@ -92,6 +92,9 @@ OF_MODEL: tuple[Refusal[ModelFacts], ...] = (
             "compute type: leave it out"),
     Refusal(lambda c, m: c.kv.index_dtype != "auto" and not m.topk, ("kv.index_dtype",),
             "this model has no indexer whose keys it could be of: leave it out"),
+    Refusal(lambda c, m: c.kv.sparse_bounds_dtype != "auto" and bool(m.topk or _reads_all(c, m)),
+            ("kv.sparse_bounds_dtype",), "nothing here is selected by bounds of KV heads, which "
+            "--sparse-top-k N does of models without an indexer: leave it out"),
     Refusal(_other_layers, ("device.pp", "device.pp_layers"),
             "this model has {layers} layers, of which each stage takes one or more"),
     Refusal(lambda c, m: c.device.tp > min(m.heads, m.vocab, m.width), ("device.tp",),

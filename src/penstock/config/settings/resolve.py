@@ -46,7 +46,8 @@ def resolve(raw: Config, machine: Machine) -> Config:
     if kv.kv_storage is not None and kv.host_tier is kv.dram_bytes is kv.dram_ratio is None:
         kv = replace(kv, host_tier=True)                # stored pages go through it
     kv = replace(kv, kv_cache_dtype=_FP8.get(kv.kv_cache_dtype, kv.kv_cache_dtype),
-                 index_dtype=_FP8.get(kv.index_dtype, kv.index_dtype))
+                 index_dtype=_FP8.get(kv.index_dtype, kv.index_dtype),
+                 sparse_bounds_dtype=_FP8.get(kv.sparse_bounds_dtype, kv.sparse_bounds_dtype))
     if kv.memory_fraction is None:
         kv = replace(kv, memory_fraction=0.9 if device.device == "cuda" else 0.3)
     if model.dtype == "auto" and device.device == "cpu":

@@ -144,6 +144,8 @@ class KVConfig:
     kv_cache_dtype: Annotated[Kept, "type of a model's latent rows; auto is the compute type; fp8 is "
                               "fp8_e4m3, with a scale for 128 values"] = "auto"
     index_dtype: Annotated[Kept, "type of the keys of an indexer; auto is as --kv-cache-dtype"] = "auto"
+    sparse_bounds_dtype: Annotated[Kept, "type of the bounds by which --sparse-top-k selects, rounded "
+                                   "outward; auto is the compute type"] = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

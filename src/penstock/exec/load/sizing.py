@@ -83,8 +83,9 @@ def groups_of(model: Model, selection: Selection | None,
     first = model.stage.first
     dense = tuple(LocalLayer(i - first) for i in selection.dense if i >= first)
     rest = tuple(i for i in full.layers if i not in dense)
+    bounds = replace(full, name="bounds", layers=rest, unit=selection.unit, selector=True)
     groups = [replace(full, layers=rest),
-              replace(full, name="bounds", layers=rest, unit=selection.unit, selector=True)]
+              _kept(bounds, kv.sparse_bounds_dtype, full.head_dim, "--sparse-bounds-dtype")]
     if dense:
         groups.append(replace(full, name="dense", layers=dense, resident=True))
     return (*groups, *windows)
@@ -96,10 +97,11 @@ def _kept(shape: CacheShape, dtype: str, coded: int, flag: str) -> CacheShape:
         return shape
     if dtype == "bfloat16":
         return replace(shape, dtype=torch.bfloat16)
-    if coded % 16 or (shape.selector and coded & (coded - 1)):
+    mixed = shape.selector and shape.planes == 1
+    if coded % 16 or (mixed and coded & (coded - 1)):
         raise ConfigError(
             f"{flag} {dtype}: this model's {shape.name} vectors have {coded} values to code, and fp8 is for "
-            f"{'powers of two from 16 on' if shape.selector else 'multiples of 16'}: leave the flag out")
+            f"{'powers of two from 16 on' if mixed else 'multiples of 16'}: leave the flag out")
     return replace(shape, dtype=torch.uint8, head_dim=fp8.width(shape.head_dim, coded))
 
 

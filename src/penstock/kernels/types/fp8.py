@@ -8,6 +8,9 @@ A latent row of 512 and 64 takes 656 bytes, an index key of 128 takes 132. The s
 of its block / 448, so that this one is kept up to the rounding of a float; a code is to nearest, ties to
 even. Pages of these are uint8: copies, moves and a pair carry bytes.
 
+Bounds of keys lie alike, all of them coded. A bound is rounded outward, so that it still is one; its scale is
+the least power of two that keeps the largest amount within 448: a code times it is exact in any type.
+
     H values of a vector   W bytes of one that is kept   J index head dim
 """
 from __future__ import annotations
@@ -61,6 +64,29 @@ def kept(x_H: Tensor, dtype: torch.dtype, coded: int) -> Tensor:
 def floats(kept_W: Tensor, coded: int) -> Tensor:
     """f32 [.., H] of what a page has, whichever its dtype."""
     return decode(kept_W, coded) if kept_W.dtype == torch.uint8 else kept_W.float()
+
+
+def outward(x_H: Tensor, dtype: torch.dtype, *, up: bool) -> Tensor:
+    """A bound x [.., H], f32|bf16, as pages of `dtype` have it: never less if `up`, else never more."""
+    if dtype == x_H.dtype:
+        return x_H
+    if dtype == torch.bfloat16:
+        near_H, far = x_H.to(dtype), torch.tensor(float("inf") if up else float("-inf"), dtype=dtype)
+        short_H = near_H.float() < x_H if up else near_H.float() > x_H
+        return torch.where(short_H, torch.nextafter(near_H, far.to(x_H.device)), near_H)
+    x_H, dim = x_H.float(), x_H.shape[-1]
+    blocks = blocks_of(dim)
+    block_bB = F.pad(x_H, (0, blocks * BLOCK - dim)).reshape(*x_H.shape[:-1], blocks, BLOCK)
+    power_b = ((block_bB.abs().amax(-1).view(torch.int32) + 0x1fffff >> 23) - 8).clamp_min(1)
+    scale_b, over_b = (bits.to(torch.int32).view(torch.float32) for bits in
+                       (power_b << 23, 254 - power_b << 23))
+    amount_H = x_H.abs() * over_b.repeat_interleave(BLOCK, -1)[..., :dim]
+    away_H = (x_H > 0) == up
+    small_H = torch.where(away_H, (amount_H * 512).ceil(), (amount_H * 512).floor()).int()
+    large_H = (amount_H.view(torch.int32) + away_H * 0xfffff >> 20) - (120 << 3)
+    code_H = small_H.where(amount_H < 2.0 ** -6, large_H)
+    code_H = code_H.where(amount_H <= LARGEST, 0x7f) + 0x80 * (x_H < 0)
+    return torch.cat((code_H.to(torch.uint8), scale_b.contiguous().view(torch.uint8)), -1)
 
 
 SAME, BF16, FP8 = range(3)      # as in c/fp8.h

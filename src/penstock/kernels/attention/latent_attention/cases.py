@@ -16,6 +16,7 @@ _COUNTS: dict[str, tuple[int, ...]] = {
     "one row": (1,),
     "block edges": (15, 16, 17, 127, 128, 129),
     "a chunk of queries": tuple(range(250, 290)),
+    "a prompt's queries": tuple(range(1, 271)),
     "long": (2048, 300),
 }
 _SHAPES = ((8, 112, 96), (4, 24, 16), (3, 50, 30), (128, 576, 512))     # heads, row dim, value dim
@@ -25,7 +26,7 @@ def cases(device: str) -> Iterator[Case]:
     for name, dtype, kept in FORMATS:
         for step, counts in _COUNTS.items():
             for i, shape in enumerate(_SHAPES):
-                if (shape[0] < 100 or step != "a chunk of queries") and (
+                if (shape[0] < 100 or "queries" not in step) and (
                         kept != torch.uint8 or shape[2] % 16 == 0):
                     yield Case(f"{name}-{step}-{shape}", partial(
                         _run, dtype, kept, counts, shape, (16, 3, 64)[i % 3], device), TOLERANCE[dtype])

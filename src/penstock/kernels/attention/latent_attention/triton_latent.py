@@ -100,6 +100,7 @@ def attend_rows(q, pool, scales, rests, slot, part, peak, scale, pool_page, HEAD
 BLOCK, BLOCKS, WARPS = 64, 4, 4     # rows of a block, blocks of a part
 GROUP, WIDE = 64, 256           # heads and value dims that one program sums
 SUMS = 1 << 24                  # of parts, in memory at once
+PROMPT = 256                    # queries from which on they fill a device without parts
 
 
 def latent_attention(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor, *, value_dim: int,
@@ -119,7 +120,10 @@ def latent_attention(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor, *, value_
     assert pad <= 2 * WIDE, f"values of {value_dim}"
     group = min(16 if exact else GROUP, max(16, triton.next_power_of_2(heads)))
     groups = triton.cdiv(heads, group)
-    parts = triton.cdiv(chosen, BLOCK * BLOCKS)
+    # One part of all rows: in bfloat16 the step's other products depend on its length too, in float32 none.
+    whole = queries >= PROMPT and not exact
+    rows = triton.cdiv(chosen, BLOCK) * BLOCK if whole else BLOCK * BLOCKS
+    parts = triton.cdiv(chosen, rows)
     most = max(1, min(queries, SUMS // (heads * parts * value_dim)))
     device = q_BNH.device
     part = torch.empty((most, heads, parts, value_dim), dtype=torch.float32, device=device)
@@ -134,7 +138,7 @@ def latent_attention(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor, *, value_
             chosen, SIZE=size, DIM=dim, ROW=words.stride(1), VALUE=value_dim, HALVES=halves,
             HALF=pad // halves,
             REST_PAD=max(16, triton.next_power_of_2(max(1, dim - value_dim))), GROUP=group, BLOCK=block,
-            BLOCKS=BLOCK * BLOCKS // block, EXACT=exact, CODED=coded,
+            BLOCKS=rows // block, EXACT=exact, CODED=coded,
             num_warps=WARPS, num_stages=1 if exact else 2, **early())
         join(part, peak, out_BNR[turn], lse_BN[turn])
     return out_BNR, lse_BN

@@ -27,7 +27,8 @@ class Select(Protocol):
         """Choose units for each query and KV head, from what its own position may see.
 
         q_BNH          f32|bf16, dense in N and H, any stride in B; after RoPE, not scaled
-        bounds_PK2SH   dtype of q: lower and upper bounds of one layer; dense in S and H
+        bounds_PK2SH   lower and upper bounds of one layer, as `types.fp8.outward` makes them of bf16,
+                       uint8 or the dtype of q; dense in S and H
         table_RP       int32: a row's pages of summaries, unit u in page u // S
         row_B          int32: each query's row; any number of queries may have the same
         position_B     int32: each query's position, itself visible; -1 for no query

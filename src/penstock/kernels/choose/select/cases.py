@@ -13,6 +13,7 @@ from torch import Tensor
 
 from penstock.kernels.cases import Case, Workload
 from penstock.kernels.choose.select import Select, SelectRule
+from penstock.kernels.types import fp8
 
 # name: (row, position, budget in units) of each query
 _QUERIES: dict[str, tuple[tuple[int, int, int], ...]] = {
@@ -37,7 +38,12 @@ def cases(device: str = "cpu") -> Iterator[Case]:
                 for j, (page_units, rule) in enumerate(_RULES):
                     if (i + j) % 2 == 0 or (step == "budgets differ" and dtype == torch.float32):
                         yield Case(f"{name}-{step}-{heads}-{rule.unit} of {page_units}",
-                                   partial(_run, dtype, queries, heads, page_units, rule, device), 0.0)
+                                   partial(_run, dtype, dtype, queries, heads, page_units, rule, device), 0.0)
+        for kept in (torch.uint8, torch.bfloat16):
+            for heads in (*_HEADS[::2], (1, 2, 256)):
+                for step in ("budgets differ", "none and one") if kept != dtype else ():
+                    yield Case(f"{name}-{step}-{heads}-kept as {kept}",
+                               partial(_run, dtype, kept, _QUERIES[step], heads, *_RULES[0], device), 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +56,15 @@ class Inputs:
     budget_B: Tensor
 
 
-def make(dtype: torch.dtype, queries: tuple[tuple[int, int, int], ...], heads: tuple[int, int, int],
-         page_units: int, rule: SelectRule, device: str = "cpu") -> Inputs:
-    """Three rows over scattered pages; the pool's page stride is larger than a page."""
+def make(dtype: torch.dtype, kept: torch.dtype, queries: tuple[tuple[int, int, int], ...],
+         heads: tuple[int, int, int], page_units: int, rule: SelectRule, device: str = "cpu") -> Inputs:
+    """Three rows over scattered pages of bounds, kept so; the pool's page stride is larger than a page."""
     kv_heads, group, dim = heads
     generator = torch.Generator().manual_seed(len(queries) + dim)
     pages = max(max(position for _, position, _ in queries), 1) // rule.unit // page_units + 1
     table_RP = torch.randperm(3 * pages + 2, generator=generator)[:3 * pages].view(3, pages).int()
-    shape = (3 * pages + 2, 2, kv_heads, 2, page_units, dim)        # the layer is the second of two
-    bounds = torch.full(shape, float("nan"), dtype=dtype)
+    bounds = fp8.outward(torch.full((3 * pages + 2, 2, kv_heads, 2, page_units, dim), torch.nan), kept,
+                         up=True)                                   # the layer is the second of two
     scored = torch.zeros(3, pages * page_units, dtype=torch.bool)
     for row, position, _ in queries:
         first, end = rule.scored(position)
@@ -66,17 +72,19 @@ def make(dtype: torch.dtype, queries: tuple[tuple[int, int, int], ...], heads: t
     for row, unit in scored.nonzero().tolist():
         keys = torch.randint(-8, 9, (2, kv_heads, rule.unit, dim), generator=generator) / 4
         at = int(table_RP[row, unit // page_units])
-        bounds[at, :, :, :, unit % page_units] = torch.stack((keys.amin(2), keys.amax(2)), 2).to(dtype)
+        bounds[at, :, :, :, unit % page_units] = fp8.outward(
+            torch.stack((keys.amin(2), keys.amax(2)), 2), kept, up=True)        # exact in every type
     q = torch.randint(-8, 9, (len(queries), kv_heads * group + 1, dim), generator=generator) / 2
     columns = [torch.tensor(x, dtype=torch.int32) for x in zip(*queries, strict=True)]
     on = [x.to(device) for x in (q.to(dtype), bounds, table_RP, *columns)]
     return Inputs(on[0][:, 1:], on[1][:, 1], *on[2:])
 
 
-def _run(dtype: torch.dtype, queries: tuple[tuple[int, int, int], ...], heads: tuple[int, int, int],
-         page_units: int, rule: SelectRule, device: str, select: Select) -> Tensor:
+def _run(dtype: torch.dtype, kept: torch.dtype, queries: tuple[tuple[int, int, int], ...],
+         heads: tuple[int, int, int], page_units: int, rule: SelectRule, device: str,
+         select: Select) -> Tensor:
     queries = tuple((row, at, max(budget, rule.least_units)) for row, at, budget in queries)
-    i = make(dtype, queries, heads, page_units, rule, device)
+    i = make(dtype, kept, queries, heads, page_units, rule, device)
     return select(i.q_BNH, i.bounds_PK2SH, i.table_RP, i.row_B, i.position_B, i.budget_B, rule=rule,
                   chosen=int(i.budget_B.max()) + 1)
 

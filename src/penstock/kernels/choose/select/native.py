@@ -12,6 +12,7 @@ from penstock.kernels.choose.select import reference
 from penstock.kernels.choose.select.spec import SelectRule
 from penstock.kernels.op import WrongResult
 from penstock.kernels.platform import Platform
+from penstock.kernels.types import fp8
 
 _SOURCE = Path(__file__).with_name("select.c")
 
@@ -25,7 +26,7 @@ class _Select(ctypes.Structure):
         *((name, ctypes.c_int64) for name in (
             "q_stride", "page_stride", "head_stride", "plane_stride", "table_stride", "queries",
             "kv_heads", "group", "page_units", "width", "chosen_width", "unit", "sink_units",
-            "window")),
+            "window", "vector", "format")),
     )
 
 
@@ -39,11 +40,12 @@ def probe(platform: Platform) -> str:
     table = torch.arange(8, -1, -1, dtype=torch.int32).view(1, 9)
     args = [torch.tensor(x, dtype=torch.int32) for x in ([0, 0], [143, 57], [12, 9])]
     for dtype in (torch.float32, torch.bfloat16):
-        out, want = (run(q.to(dtype), bounds.to(dtype), table, *args, chosen=13,
-                         rule=SelectRule(unit=4, sink=3, window=9))
-                     for run in (select, reference.select))
-        if not torch.equal(out, want):
-            raise WrongResult(f"{compiler}: {dtype} chooses others on a small case")
+        for kept in (bounds.to(dtype), fp8.outward(bounds, torch.uint8, up=True)):
+            out, want = (run(q.to(dtype), kept, table, *args, chosen=13,
+                             rule=SelectRule(unit=4, sink=3, window=9))
+                         for run in (select, reference.select))
+            if not torch.equal(out, want):
+                raise WrongResult(f"{compiler}: {dtype} chooses others on a small case")
     return f"{platform.best('avx512_f', 'avx2', 'sve')}, {compiler}"
 
 
@@ -60,7 +62,8 @@ def select(q_BNH: Tensor, bounds_PK2SH: Tensor, table_RP: Tensor, row_B: Tensor,
         q_BNH.data_ptr(), bounds_PK2SH.data_ptr(), table_RP.data_ptr(), row_B.data_ptr(),
         position_B.data_ptr(), budget_B.data_ptr(), score.data_ptr(), chosen_BKC.data_ptr(),
         q_BNH.stride(0), *bounds_PK2SH.stride()[:3], table_RP.stride(0), queries, kv_heads,
-        heads // kv_heads, page_units, width, chosen, rule.unit, rule.sink_units, rule.window)
+        heads // kv_heads, page_units, width, chosen, rule.unit, rule.sink_units, rule.window,
+        bounds_PK2SH.shape[4], fp8.format_of(bounds_PK2SH, q_BNH))
     entry(_SOURCE, "penstock_select", ctypes.c_int64, ctypes.c_int)(
         ctypes.byref(args), dim, q_BNH.dtype is torch.bfloat16, torch.get_num_threads())
     return chosen_BKC

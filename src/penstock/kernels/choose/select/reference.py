@@ -6,6 +6,7 @@ from torch import Tensor
 
 from penstock.kernels.choose.select.spec import LEAST, MOST, SelectRule
 from penstock.kernels.platform import Platform
+from penstock.kernels.types import fp8
 
 
 def probe(_: Platform) -> str:
@@ -41,7 +42,8 @@ def select(q_BNH: Tensor, bounds_PK2SH: Tensor, table_RP: Tensor, row_B: Tensor,
             best: list[int] = []
             if want > 0:
                 units = torch.arange(first, end, device=q_BNH.device)
-                bounds_U2H = bounds_PK2SH[table_RP[row, units // size].long(), k, :, units % size]
+                bounds_U2H = fp8.floats(
+                    bounds_PK2SH[table_RP[row, units // size].long(), k, :, units % size], q_BNH.shape[2])
                 score_U = scores(q_BNH[b, k * group:(k + 1) * group], bounds_U2H)
                 order = torch.sort(score_U, descending=True, stable=True).indices
                 best = sorted((units[order[:want]]).tolist())

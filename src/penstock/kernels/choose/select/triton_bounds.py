@@ -15,15 +15,19 @@ from torch import Tensor
 
 from penstock.kernels.choose.select.spec import LEAST, MOST, SelectRule
 from penstock.kernels.triton.topn import cut_of, key_of, taken_of
+from penstock.kernels.types import fp8
 
 
 @triton.jit
-def score_units(q, bounds, table, row, position, score, q_row, q_head, b_page, b_head, b_plane, table_row,
-                UNITS, SINK_UNITS, WINDOW, UNIT: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
-                DIM: tl.constexpr, DIM_PAD: tl.constexpr, OF_PAGE: tl.constexpr, BLOCK: tl.constexpr,
-                MOST: tl.constexpr, LEAST: tl.constexpr, EXACT: tl.constexpr):
+def score_units(q, bounds, scales, table, row, position, score, q_row, q_head, b_page, b_head, b_plane,
+                table_row, UNITS, SINK_UNITS, WINDOW, UNIT: tl.constexpr, GROUP: tl.constexpr,
+                GROUP_PAD: tl.constexpr, DIM: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
+                OF_PAGE: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr,
+                EXACT: tl.constexpr, VECTOR: tl.constexpr, CODED: tl.constexpr):
     """BLOCK units of one query and KV head. The sum of max(q low, q high) is q's positive part times high
-    plus its negative part times low, that of min the other way round: all are matrix products."""
+    plus its negative part times low, that of min the other way round: all are matrix products, of PART dims
+    at a time, which codes have one scale for. Strides of bounds are in vectors, each of VECTOR elements;
+    `scales` are they as f32. A scale is a power of two: it is exact wherever it is multiplied."""
     block, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     end = tl.maximum(tl.load(position + b) + 1 - WINDOW, 0) // UNIT
     first = tl.minimum(SINK_UNITS, end)
@@ -32,21 +36,39 @@ def score_units(q, bounds, table, row, position, score, q_row, q_head, b_page, b
         own = (u >= first) & (u < end)
         pages = table + tl.load(row + b).to(tl.int64) * table_row
         page = tl.load(pages + u // OF_PAGE, mask=own, other=0).to(tl.int64)
-        d = tl.arange(0, DIM_PAD)
         i = tl.arange(0, GROUP_PAD)
-        at_uH = bounds + (page * b_page + head * b_head + (u % OF_PAGE) * DIM)[:, None] + d[None, :]
-        inside = own[:, None] & (d[None, :] < DIM)
-        low_uH = tl.load(at_uH, mask=inside, other=0.0)
-        high_uH = tl.load(at_uH + b_plane, mask=inside, other=0.0)
-        q_Hg = tl.load(q + b.to(tl.int64) * q_row + (head * GROUP + i[None, :]) * q_head + d[:, None],
-                       mask=(i[None, :] < GROUP) & (d[:, None] < DIM), other=0.0)
-        zero = tl.zeros([DIM_PAD, GROUP_PAD], q_Hg.dtype)
+        low_u = page * b_page + head * b_head + u % OF_PAGE
+        zero = tl.zeros([PART, GROUP_PAD], q.dtype.element_ty)
+        most_ug = tl.zeros([BLOCK, GROUP_PAD], tl.float32)
+        least_ug = tl.zeros([BLOCK, GROUP_PAD], tl.float32)
         precision: tl.constexpr = "ieee" if EXACT else "tf32"
-        above_Hg, below_Hg = tl.where(q_Hg > 0, q_Hg, zero), tl.where(q_Hg < 0, q_Hg, zero)
-        most_ug = tl.dot(high_uH, above_Hg, input_precision=precision)
-        most_ug = tl.dot(low_uH, below_Hg, most_ug, input_precision=precision)
-        least_ug = tl.dot(low_uH, above_Hg, input_precision=precision)
-        least_ug = tl.dot(high_uH, below_Hg, least_ug, input_precision=precision)
+        for part in tl.static_range(PARTS):
+            d = part * PART + tl.arange(0, PART)
+            inside = own[:, None] & (d[None, :] < DIM)
+            at_uH = bounds + (low_u * VECTOR)[:, None] + d[None, :]
+            low_uH = tl.load(at_uH, mask=inside, other=0)
+            high_uH = tl.load(at_uH + b_plane * VECTOR, mask=inside, other=0)
+            q_Hg = tl.load(q + b.to(tl.int64) * q_row + (head * GROUP + i[None, :]) * q_head + d[:, None],
+                           mask=(i[None, :] < GROUP) & (d[:, None] < DIM), other=0.0)
+            above_Hg, below_Hg = tl.where(q_Hg > 0, q_Hg, zero), tl.where(q_Hg < 0, q_Hg, zero)
+            if CODED:
+                low_uH = low_uH.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+                high_uH = high_uH.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+                words: tl.constexpr = VECTOR // 4
+                s_low_u = tl.load(scales + low_u * words + (DIM // 4 + part), mask=own, other=0.0)
+                s_high_u = tl.load(scales + (low_u + b_plane) * words + (DIM // 4 + part), mask=own,
+                                   other=0.0)
+                low_uH, high_uH = low_uH.to(q_Hg.dtype), high_uH.to(q_Hg.dtype)
+                most_ug += s_high_u[:, None] * tl.dot(high_uH, above_Hg, input_precision=precision)
+                most_ug += s_low_u[:, None] * tl.dot(low_uH, below_Hg, input_precision=precision)
+                least_ug += s_low_u[:, None] * tl.dot(low_uH, above_Hg, input_precision=precision)
+                least_ug += s_high_u[:, None] * tl.dot(high_uH, below_Hg, input_precision=precision)
+            else:
+                low_uH, high_uH = low_uH.to(q_Hg.dtype), high_uH.to(q_Hg.dtype)
+                most_ug = tl.dot(high_uH, above_Hg, most_ug, input_precision=precision)
+                most_ug = tl.dot(low_uH, below_Hg, most_ug, input_precision=precision)
+                least_ug = tl.dot(low_uH, above_Hg, least_ug, input_precision=precision)
+                least_ug = tl.dot(high_uH, below_Hg, least_ug, input_precision=precision)
         s_ug = MOST * most_ug + LEAST * least_ug
         best_u = tl.max(tl.where(i[None, :] < GROUP, s_ug, float("-inf")), 1)
         tl.store(score + (b * tl.num_programs(1) + head).to(tl.int64) * UNITS + u, best_u, mask=own)
@@ -117,7 +139,12 @@ def select(q_BNH: Tensor, bounds_PK2SH: Tensor, table_RP: Tensor, row_B: Tensor,
     _, kv_heads, _, of_page, _ = bounds_PK2SH.shape
     group, units = heads // kv_heads, table_RP.shape[1] * of_page
     assert q_BNH.stride(2) == bounds_PK2SH.stride(4) == table_RP.stride(1) == 1, "rows must be dense"
-    assert bounds_PK2SH.stride(3) == dim, "units of a page must be dense"
+    coded = bounds_PK2SH.dtype == torch.uint8
+    vector = fp8.width(dim, dim) if coded else dim
+    assert bounds_PK2SH.stride(3) == vector, "units of a page must be dense"
+    assert not any(stride % vector for stride in bounds_PK2SH.stride()[:3]), "a page of no whole vectors"
+    assert not coded or vector % 4 == 0, f"scales behind {dim} codes"
+    part = min(fp8.BLOCK, max(16, triton.next_power_of_2(dim)))
     most = max(1, min(queries, SCORES // (kv_heads * units)))
     score_bKU = torch.empty((most, kv_heads, units), dtype=torch.float32, device=q_BNH.device)
     chosen_BKC = torch.empty((queries, kv_heads, chosen), dtype=torch.int32, device=q_BNH.device)
@@ -126,11 +153,14 @@ def select(q_BNH: Tensor, bounds_PK2SH: Tensor, table_RP: Tensor, row_B: Tensor,
         at = slice(first, first + most)
         q_bNH, position_b = q_BNH[at], position_B[at]
         score_units[(triton.cdiv(units, BLOCK_UNITS), kv_heads, len(q_bNH))](
-            q_bNH, bounds_PK2SH, table_RP, row_B[at], position_b, score_bKU, q_BNH.stride(0),
-            q_BNH.stride(1), *bounds_PK2SH.stride()[:3], table_RP.stride(0), units, rule.sink_units,
+            q_bNH, bounds_PK2SH, bounds_PK2SH.view(torch.float32) if coded else bounds_PK2SH, table_RP,
+            row_B[at], position_b, score_bKU, q_BNH.stride(0), q_BNH.stride(1),
+            *(stride // vector for stride in bounds_PK2SH.stride()[:3]), table_RP.stride(0), units,
+            rule.sink_units,
             rule.window, UNIT=rule.unit, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)),
-            DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)), OF_PAGE=of_page, BLOCK=BLOCK_UNITS,
-            MOST=MOST, LEAST=LEAST, EXACT=q_BNH.dtype == torch.float32, num_warps=4)
+            DIM=dim, PART=part, PARTS=triton.cdiv(dim, part), OF_PAGE=of_page, BLOCK=BLOCK_UNITS,
+            MOST=MOST, LEAST=LEAST, EXACT=q_BNH.dtype == torch.float32, VECTOR=vector, CODED=coded,
+            num_warps=4)
         choose_units[(kv_heads, len(q_bNH))](
             score_bKU, position_b, budget_B[at], chosen_BKC[at], units, chosen, rule.sink_units, rule.window,
             UNIT=rule.unit, CHOSEN_PAD=triton.next_power_of_2(chosen), BLOCK=block, WHOLE=units <= block,

@@ -14,6 +14,7 @@ from penstock.kernels.cases import Case, Workload
 from penstock.kernels.choose.resolve.cases import empty
 from penstock.kernels.kv.gather.cases import host_memory
 from penstock.kernels.kv.write_kv import WriteAt, WriteKV
+from penstock.kernels.types import fp8
 
 
 def cases(device: str = "cpu") -> Iterator[Case]:
@@ -22,20 +23,25 @@ def cases(device: str = "cpu") -> Iterator[Case]:
             for chunk in (1, 5, 31):
                 yield Case(f"{str(dtype).removeprefix('torch.')}-{planes} x {heads} x {dim}-units of "
                            f"{unit}-{chunk} at once",
-                           partial(_run, dtype, planes, heads, dim, size, unit, chunk, device), 0.0)
+                           partial(_run, dtype, dtype, planes, heads, dim, size, unit, chunk, device), 0.0)
+        for kept in (torch.uint8, torch.bfloat16):
+            for dim in (20, 64, 256) if kept != dtype else ():
+                yield Case(f"{str(dtype).removeprefix('torch.')}-heads of {dim}-bounds as {kept}",
+                           partial(_run, dtype, kept, 2, 3, dim, 16, 8, 31, device), 0.0)
     yield Case("rows of 656 bytes", partial(_bytes, device), 0.0)
 
 
-def _run(dtype: torch.dtype, planes: int, heads: int, dim: int, size: int, unit: int, chunk: int,
-         on: str, write_kv: WriteKV) -> Tensor:
+def _run(dtype: torch.dtype, kept: torch.dtype, planes: int, heads: int, dim: int, size: int, unit: int,
+         chunk: int, on: str, write_kv: WriteKV) -> Tensor:
     """Two rows of 62 tokens, `chunk` of each at once: pages on the device, on the host or on both, some
-    units of what is on the host alone hot. Pools are the second of two layers'."""
+    units of what is on the host alone hot. Pools are the second of two layers'. kept: the type of bounds."""
     generator = torch.Generator().manual_seed(size + chunk)
     length, rows = 62, 2
     pages = -(-length // size)
     device = torch.full((3 * rows * pages, 2, heads, planes, size, dim), 3.0, dtype=dtype, device=on)
     host = host_memory(device.cpu().clone(), on)
-    bounds = torch.full((rows * pages, 2, heads, 2, size // unit, dim), 3.0, dtype=dtype, device=on)
+    row = fp8.width(dim, dim) if kept == torch.uint8 else dim
+    bounds = torch.full((rows * pages, 2, heads, 2, size // unit, row), 3.0, dtype=kept, device=on)
     where = torch.arange(rows * pages).view(rows, pages) % 3            # device, host, both
     ids = torch.randperm(rows * pages, generator=generator).view(rows, pages)
     device_RP, host_RP = ids.where(where != 1, -1), ids.flip(1).where(where != 0, -1)
@@ -46,7 +52,10 @@ def _run(dtype: torch.dtype, planes: int, heads: int, dim: int, size: int, unit:
             units = [u for u in range(pages * size // unit) if where[row, u * unit // size] == 1]
             for slot, u in enumerate(units[k::2][:4 * size // unit]):
                 hot.slot_RKM[row, k, u], hot.unit_RKS[row, k, slot] = slot, u
-    x = torch.randn(planes, rows, length, heads + 1, dim, generator=generator).to(on, dtype)
+    x = torch.randn(planes, rows, length, heads + 1, dim, generator=generator)
+    x[..., ::7] *= 1000                                     # what scales and roundings of bounds are about
+    x[..., 1::7] /= 10000
+    x = x.to(on, dtype)
     for first in range(0, length, chunk):
         at = torch.arange(first, min(first + chunk, length))
         device_T, host_T = (

@@ -12,6 +12,7 @@ from penstock.kernels.c.build import entry, library
 from penstock.kernels.kv.write_kv.spec import WriteAt
 from penstock.kernels.op import WrongResult
 from penstock.kernels.platform import Platform
+from penstock.kernels.types import fp8
 from penstock.kernels.types.hot import HotLayer
 
 _PLANES = 4                             # as in write_kv.c
@@ -31,7 +32,7 @@ class _WriteKV(ctypes.Structure):
         *((name, ctypes.c_int64) for name in (
             "device_page", "device_head", "device_plane", "host_page", "host_head", "host_plane",
             "bounds_page", "bounds_head", "bounds_plane", "tokens", "heads", "planes", "width",
-            "page_size", "summaries", "unit", "units", "hot_pages")),
+            "page_size", "summaries", "unit", "bounds_row", "format", "units", "hot_pages")),
     )
 
 
@@ -75,7 +76,9 @@ def write_kv(values: Sequence[Tensor], at: WriteAt, device_PKCGH: Tensor,
         (*(x.stride(1) * itemsize for x in values), *more),
         *_strides(device_PKCGH), *_strides(host_PKCGH), *_strides(bounds_PK2SH),
         tokens, heads, planes, width, device_PKCGH.shape[3],
-        1 if bounds_PK2SH is None else bounds_PK2SH.shape[3], at.unit,
+        *((1, at.unit, 0, 0) if bounds_PK2SH is None else
+          (bounds_PK2SH.shape[3], at.unit, bounds_PK2SH.shape[4] * bounds_PK2SH.element_size(),
+           fp8.format_of(bounds_PK2SH, device_PKCGH))),
         *((0, 0) if hot is None else (hot.slot_RKM.shape[2], hot.page_RW.shape[1])))
     error = entry(_SOURCE, "penstock_write_kv", ctypes.c_int64)(
         ctypes.byref(args), itemsize, torch.get_num_threads())

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from penstock.kernels.kv.write_kv.spec import WriteAt
 from penstock.kernels.platform import Platform
+from penstock.kernels.types import fp8
 from penstock.kernels.types.hot import HotLayer
 
 
@@ -44,4 +45,5 @@ def write_kv(values: Sequence[Tensor], at: WriteAt, device_PKCGH: Tensor,
         keys_KuH = pool[slot // size, :, 0, first:first + unit]
         of_page = bounds_PK2SH.shape[3]
         bounds_PK2SH[summary // of_page, :, :, summary % of_page] = torch.stack(
-            (keys_KuH.amin(1), keys_KuH.amax(1)), 1)
+            (fp8.outward(keys_KuH.amin(1), bounds_PK2SH.dtype, up=False),
+             fp8.outward(keys_KuH.amax(1), bounds_PK2SH.dtype, up=True)), 1)

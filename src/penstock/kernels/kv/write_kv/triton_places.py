@@ -16,16 +16,50 @@ from torch import Tensor
 
 from penstock.kernels.kv.write_kv.spec import WriteAt
 from penstock.kernels.triton.depend import early, follow
+from penstock.kernels.types import fp8
 from penstock.kernels.types.hot import HotLayer
 
 
 @triton.jit
-def write_tokens(x0, x1, device, host, bounds, device_T, host_T, bounds_T, row_T, position_T, hot_slot,
-                 hot_page, x_token, x_head, d_page, d_head, d_plane, h_page, h_head, h_plane, b_page, b_head,
-                 b_plane, UNITS, HOT_PAGES, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, DIM: tl.constexpr,
-                 DIM_PAD: tl.constexpr, SIZE: tl.constexpr, UNIT: tl.constexpr, SUMMARIES: tl.constexpr,
-                 PLANES: tl.constexpr, HOT: tl.constexpr):
-    """One token. SUMMARIES: units of a page of summaries, 0 if there are none.
+def store_bound(bounds, scales, at, x, own, k, d, UP: tl.constexpr, FORMAT: tl.constexpr, DIM: tl.constexpr,
+                DIM_PAD: tl.constexpr, HEADS_PAD: tl.constexpr):
+    """f32 x [HEADS_PAD, DIM_PAD] to where `at` [HEADS_PAD, 1] says, rounded outward as in types/fp8.py; zero
+    where it is not `own`."""
+    if FORMAT == 0:
+        tl.store(bounds + at + d, x.to(bounds.dtype.element_ty), mask=own)
+    elif FORMAT == 1:
+        bits = x.to(tl.int32, bitcast=True)
+        whole = (bits + tl.where((x > 0) == UP, 0xffff, 0)) & -65536
+        tl.store(bounds + at + d, whole.to(tl.float32, bitcast=True).to(tl.bfloat16), mask=own)
+    else:
+        PART: tl.constexpr = DIM_PAD if DIM_PAD < 128 else 128
+        BLOCKS: tl.constexpr = DIM_PAD // PART
+        most = tl.max(tl.reshape(tl.abs(x), (HEADS_PAD, BLOCKS, PART)), 2)
+        power = tl.maximum(((most.to(tl.int32, bitcast=True) + 0x1fffff) >> 23) - 8, 1)
+        b = tl.arange(0, BLOCKS)[None, :]
+        HAS: tl.constexpr = (DIM + 127) // 128
+        tl.store(scales + (at + DIM) // 4 + b, (power << 23).to(tl.float32, bitcast=True),
+                 mask=(tl.sum(own.to(tl.int32), 1) > 0)[:, None] & (b < HAS))
+        over = tl.broadcast_to(((254 - power) << 23)[:, :, None], (HEADS_PAD, BLOCKS, PART))
+        amount = tl.abs(x) * tl.reshape(over, (HEADS_PAD, DIM_PAD)).to(tl.float32, bitcast=True)
+        away = tl.where((x > 0) == UP, 1, 0)
+        floor = tl.where(amount < 0.015625, amount * 512, 0.0).to(tl.int32)
+        small = floor + tl.where(floor.to(tl.float32) < amount * 512, away, 0)
+        large = ((amount.to(tl.int32, bitcast=True) + away * 0xfffff) >> 20) - 960
+        code = tl.where(amount < 0.015625, small, large)
+        code = tl.where(amount <= 448.0, code, 0x7f) + tl.where(x < 0, 0x80, 0)
+        tl.store(bounds + at + d, code.to(tl.uint8), mask=own)
+
+
+@triton.jit
+def write_tokens(x0, x1, device, host, bounds, scales, device_T, host_T, bounds_T, row_T, position_T,
+                 hot_slot, hot_page, x_token, x_head, d_page, d_head, d_plane, h_page, h_head, h_plane,
+                 b_page, b_head, b_plane, UNITS, HOT_PAGES, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr,
+                 DIM: tl.constexpr, DIM_PAD: tl.constexpr, SIZE: tl.constexpr, UNIT: tl.constexpr,
+                 SUMMARIES: tl.constexpr, PLANES: tl.constexpr, HOT: tl.constexpr, VECTOR: tl.constexpr,
+                 FORMAT: tl.constexpr):
+    """One token. SUMMARIES: units of a page of summaries, 0 if there are none; VECTOR elements of each, in a
+    FORMAT of types/fp8.py; `scales` are they as f32.
 
     A condition that is one for the block goes into a mask by `where`: Triton 3.9 interpreted takes no `&`.
     """
@@ -68,9 +102,10 @@ def write_tokens(x0, x1, device, host, bounds, device_T, host_T, bounds_T, row_T
                 z = tl.load(host + at_host - j * DIM, mask=far, other=0.0)
                 key = tl.where(mine, new, tl.where(on_device >= 0, y, z).to(tl.float32))
                 low, high = tl.minimum(low, key), tl.maximum(high, key)
-            at = summary // SUMMARIES * b_page + k * b_head + summary % SUMMARIES * DIM + d
-            tl.store(bounds + at, low.to(bounds.dtype.element_ty), mask=own)
-            tl.store(bounds + at + b_plane, high.to(bounds.dtype.element_ty), mask=own)
+            at = summary // SUMMARIES * b_page + k * b_head + summary % SUMMARIES * VECTOR
+            low, high = tl.where(own, low, 0.0), tl.where(own, high, 0.0)
+            store_bound(bounds, scales, at, low, own, k, d, False, FORMAT, DIM, DIM_PAD, HEADS_PAD)
+            store_bound(bounds, scales, at + b_plane, high, own, k, d, True, FORMAT, DIM, DIM_PAD, HEADS_PAD)
 
 
 @triton.jit
@@ -104,14 +139,21 @@ def write_kv(values: Sequence[Tensor], at: WriteAt, device_PKCGH: Tensor, host_P
     assert x0.stride() == x1.stride() and x0.stride(2) == 1, "new rows must lie alike and be dense"
     host = device_PKCGH if host_PKCGH is None else host_PKCGH
     bounds = device_PKCGH if bounds_PK2SH is None else bounds_PK2SH
-    for pool in (device_PKCGH, host, bounds):
+    for pool in (device_PKCGH, host):
         assert pool.stride(4) == 1 and pool.stride(3) == dim, "tokens of a page must be dense"
+    assert bounds.stride(4) == 1 and bounds.stride(3) == bounds.shape[4], "units of a page must be dense"
+    form = fp8.format_of(bounds, device_PKCGH)
+    if form == fp8.FP8 and bounds_PK2SH is not None:
+        assert not any(stride % 4 for stride in bounds.stride()[:4]), f"scales behind {dim} codes"
+        scales = bounds.view(torch.float32)
+    else:
+        scales = bounds
     slots, pages = (at.row_T, at.row_T) if hot is None else (hot.slot_RKM, hot.page_RW)
     assert slots.is_contiguous() and pages.is_contiguous(), "state that is not dense"
     write_tokens[(tokens,)](
-        x0, x1, device_PKCGH, host, bounds, at.device_T, at.host_T, at.bounds_T, at.row_T, at.position_T,
-        slots, pages, x0.stride(0), x0.stride(1), *device_PKCGH.stride()[:3], *host.stride()[:3],
-        *bounds.stride()[:3], slots.shape[-1], pages.shape[-1], HEADS=heads,
+        x0, x1, device_PKCGH, host, bounds, scales, at.device_T, at.host_T, at.bounds_T, at.row_T,
+        at.position_T, slots, pages, x0.stride(0), x0.stride(1), *device_PKCGH.stride()[:3],
+        *host.stride()[:3], *bounds.stride()[:3], slots.shape[-1], pages.shape[-1], HEADS=heads,
         HEADS_PAD=triton.next_power_of_2(heads), DIM=dim, DIM_PAD=triton.next_power_of_2(dim), SIZE=size,
         UNIT=at.unit, SUMMARIES=0 if bounds_PK2SH is None else bounds.shape[3], PLANES=planes,
-        HOT=hot is not None, num_warps=4, **early())
+        HOT=hot is not None, VECTOR=bounds.shape[4], FORMAT=form, num_warps=4, **early())

@@ -1,5 +1,5 @@
 /* A step's new rows into device page, host page and hot unit, then the bounds of the units they fill. */
-#include "vectors.h"
+#include "fp8.h"
 
 #define PLANES 4
 
@@ -11,12 +11,56 @@ typedef struct {
     int64_t value_token[PLANES], value_head[PLANES];                            /* bytes, as below */
     int64_t device_page, device_head, device_plane, host_page, host_head, host_plane;
     int64_t bounds_page, bounds_head, bounds_plane;
-    int64_t tokens, heads, planes, width, page_size, summaries, unit, units, hot_pages;
+    int64_t tokens, heads, planes, width, page_size, summaries, unit;
+    int64_t bounds_row, format, units, hot_pages;           /* bytes of a bound; which, as in fp8.h */
 } WriteKV;
 
-/* Keys of one unit, rows of `width` values from `keys` on, into its lower and upper bound. */
-INLINE void bound(const char *keys, char *low, char *high, int64_t unit, int64_t width, int bf16)
+INLINE uint32_t bits_of(float x)
 {
+    union { float f; uint32_t u; } bits = { .f = x };
+    return bits.u;
+}
+
+INLINE float float_of(uint32_t u)
+{
+    union { uint32_t u; float f; } bits = { .u = u };
+    return bits.f;
+}
+
+/* `width` bounds in bf16 or fp8, never less than they are if `up`, else never more: as in types/fp8.py. */
+INLINE void outward(const float *x, char *out, int64_t width, int format, int up)
+{
+    if (format == BF16) {
+        for (int64_t d = 0; d < width; d++) {
+            const uint32_t bits = bits_of(x[d]), away = (x[d] > 0) == up && x[d] - x[d] == 0;
+            ((uint16_t *)out)[d] = (bits + away * 0xffffu) >> 16;
+        }
+        return;
+    }
+    for (int64_t first = 0; first < width; first += FP8_BLOCK) {
+        const int64_t end = first + FP8_BLOCK < width ? first + FP8_BLOCK : width;
+        float most = 0;
+        for (int64_t d = first; d < end; d++)
+            most = __builtin_fabsf(x[d]) > most ? __builtin_fabsf(x[d]) : most;
+        const int32_t exponent = (int32_t)((bits_of(most) + 0x1fffffu) >> 23) - 8;
+        const uint32_t power = exponent < 1 ? 1 : exponent;
+        const float scale = float_of(power << 23), over = float_of((254 - power) << 23);
+        for (int64_t d = first; d < end; d++) {
+            const float amount = __builtin_fabsf(x[d]) * over, small = amount * 512;
+            const uint32_t away = (x[d] > 0) == up, floor = amount < 0x1p-6f ? (uint32_t)small : 0;
+            uint32_t code = amount < 0x1p-6f ? floor + (away && (float)floor < small)
+                            : ((bits_of(amount) + away * 0xfffffu) >> 20) - (120u << 3);
+            code = amount <= 448 ? code : 0x7f;
+            out[d] = (char)(code | (x[d] < 0 ? 0x80 : 0));
+        }
+        memcpy(out + width + first / FP8_BLOCK * 4, &scale, sizeof scale);
+    }
+}
+
+/* Keys of one unit, rows of `width` values from `keys` on, into its lower and upper bound. */
+INLINE void bound(const char *keys, char *low, char *high, int64_t unit, int64_t width, int format, int bf16)
+{
+    float ends[2][width];
     for (int64_t d = 0; d < width; d++) {
         float least = one(keys, d, bf16), most = least;
         for (int64_t j = 1; j < unit; j++) {
@@ -24,6 +68,10 @@ INLINE void bound(const char *keys, char *low, char *high, int64_t unit, int64_t
             least = x < least ? x : least;
             most = x > most ? x : most;
         }
+        ends[0][d] = least;
+        ends[1][d] = most;
+        if (format != SAME)
+            continue;
         if (bf16) {                                 /* exact: they are values of the type */
             uint32_t bits;
             memcpy(&bits, &least, sizeof bits);
@@ -34,6 +82,10 @@ INLINE void bound(const char *keys, char *low, char *high, int64_t unit, int64_t
             ((float *)low)[d] = least;
             ((float *)high)[d] = most;
         }
+    }
+    if (format != SAME) {
+        outward(ends[0], low, width, format, 0);
+        outward(ends[1], high, width, format, 1);
     }
 }
 
@@ -71,9 +123,9 @@ INLINE void write_bounds(const WriteKV *s, int64_t t, int64_t k, int64_t bytes, 
     const char *keys = on ? s->device + slot / s->page_size * s->device_page + k * s->device_head
                           : s->host + slot / s->page_size * s->host_page + k * s->host_head;
     char *low = s->bounds + unit / s->summaries * s->bounds_page + k * s->bounds_head
-                + unit % s->summaries * bytes;
+                + unit % s->summaries * s->bounds_row;
     bound(keys + (slot % s->page_size - s->unit + 1) * bytes, low, low + s->bounds_plane, s->unit,
-          s->width, bf16);
+          s->width, s->format, bf16);
 }
 
 /* itemsize   bytes of a value; with bounds 4 (f32) or 2 (bf16) */
