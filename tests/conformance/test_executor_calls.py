@@ -36,7 +36,7 @@ NEW = 12
 def plan_of(plan: StepPlan) -> list[object]:
     """Without what only several groups or hosted rows have, which must be empty, and without the token of a
     row that decodes: of one that came back it was in the plan, and now the device knows it."""
-    assert not plan.unmaps and not plan.waits and not any(b.hot or b.keep for b in plan.binds)
+    assert not plan.remaps and not plan.waits and not any(b.hot for b in plan.binds)
     ends = itertools.accumulate(plan.count)
     decodes = {end for end, n, last in zip(ends, plan.count, plan.samples, strict=True) if n == 1 and last}
     tokens = [-1 if i in decodes else token for i, token in enumerate(plan.tokens, 1)]

@@ -1,11 +1,10 @@
-"""Twelve faults of an executor that decodes through host pages: a scene that the right one passes sees each.
+"""Thirteen faults of an executor that decodes through host pages: a scene that the right one passes sees it.
 
 A fault is put into a `Rank` after it was made. Its scene is the cheapest that sees it.
 """
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -18,11 +17,11 @@ NEW = 12
 TAIL = 2            # f32 values of 8 bytes
 
 
-def bind_without_keep(e: Engine) -> None:
-    """The last token of a row is lost where a bind keeps it."""
-    tables = e.rank._tables
-    right = tables.bind
-    tables.bind = lambda bind, last: right(replace(bind, keep=False), 0 if bind.keep else last)
+def host_pages_at_the_wrong_entry(e: Engine) -> None:
+    """A row that goes on from host pages takes each for the next."""
+    table = e.rank._tables.groups[0]
+    right = table.remap
+    table.remap = lambda row, entries, pages, host: right(row, entries, pages, host[1:] + host[:1])
 
 
 def grow_without_the_host_column(e: Engine) -> None:
@@ -32,7 +31,24 @@ def grow_without_the_host_column(e: Engine) -> None:
 
 
 def unmap_ignored(e: Engine) -> None:
-    e.rank._tables.groups[0].unmap = lambda row, entries: None
+    """Pages that were given to others are read."""
+    table = e.rank._tables.groups[0]
+    right = table.remap
+
+    def remap(row: int, entries: tuple[int, ...], pages: tuple[int, ...], host: tuple[int, ...]) -> None:
+        if max(pages) >= 0:
+            right(row, entries, pages, host)
+    table.remap = remap
+
+
+def mapped_at_the_wrong_entry(e: Engine) -> None:
+    """Of pages that have come, two are mixed up."""
+    table = e.rank._tables.groups[0]
+    right = table.remap
+
+    def remap(row: int, entries: tuple[int, ...], pages: tuple[int, ...], host: tuple[int, ...]) -> None:
+        right(row, entries, pages if min(pages) < 0 else pages[1:] + pages[:1], host)
+    table.remap = remap
 
 
 def hot_units_outlive_a_bind(e: Engine) -> None:
@@ -149,6 +165,15 @@ def moved(put: Callable[[Engine], None]) -> None:
     assert e.core.stats()["spills"] >= 1
 
 
+def returned(put: Callable[[Engine], None]) -> None:
+    """One request that goes to the host and stays on the device when it has come back."""
+    e = Engine(hbm_pages=80, step_tokens=200)
+    put(e)
+    play(e, lambda turn: {4: [Spilled(RequestId(1))], 6: [Promoted(RequestId(1))]}.get(turn, ()),
+         new=30, prompts={1: kind().prompts[1]}, arrive=lambda rid: 0)
+    assert e.core.stats()["promotions"] == 1
+
+
 def paused(put: Callable[[Engine], None]) -> None:
     """A request that decodes from the host pauses, and comes back with another hot buffer."""
     e = Engine(step_tokens=200, lateness=LATENESS["latest"]())
@@ -163,7 +188,7 @@ def crowded(put: Callable[[Engine], None]) -> None:
     e = Engine(hbm_pages=60, step_tokens=150)
     put(e)
     play(e, new=NEW, arrive=lambda rid: 0)
-    assert any(plan.unmaps for plan in e.plans)
+    assert any(-1 in remap.device for plan in e.plans for remap in plan.remaps)
 
 
 def resized(put: Callable[[Engine], None]) -> None:
@@ -175,7 +200,8 @@ def resized(put: Callable[[Engine], None]) -> None:
 
 
 FAULTS = {
-    bind_without_keep: moved,
+    host_pages_at_the_wrong_entry: moved,
+    mapped_at_the_wrong_entry: returned,
     grow_without_the_host_column: alone,
     unmap_ignored: crowded,
     hot_units_outlive_a_bind: paused,
@@ -190,7 +216,8 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("scene", [alone, moved, paused, crowded, resized], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("scene", [alone, moved, returned, paused, crowded, resized],
+                         ids=lambda f: f.__name__)
 def test_the_right_executor_passes(scene):
     scene(lambda e: None)
 

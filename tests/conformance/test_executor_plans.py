@@ -19,7 +19,6 @@ from plain_attention import causal, plain
 from penstock.config.base.errors import RequestError
 from penstock.config.request.params import SamplingParams
 from penstock.core.plan import (
-    NO_HBM,
     Aborted,
     Bind,
     DramPage,
@@ -35,15 +34,11 @@ from penstock.core.plan import (
     StepId,
     StepPlan,
     Tier,
-    Unmap,
 )
 from penstock.core.settings import CoreConfig
 from penstock.exec.front import Front
 from penstock.exec.load.layout import caches_of
-from penstock.exec.step.tables import RowTables
 from penstock.kernels.attention import paged_attention
-from penstock.memory.dram import DramPool
-from penstock.memory.hbm import HbmPool
 from penstock.memory.lateness import Promptly
 from penstock.memory.pool import PageLayout
 
@@ -299,31 +294,6 @@ def test_the_work_of_a_step_does_not_grow_with_context(backend):
         h.send()
         counts.append(bytecodes(lambda: h.ex.poll(block=True)))
     assert counts[1] == counts[3]
-
-
-def test_tables_follow_binds_grows_and_unmaps():
-    """Both columns; what is bound anew forgets what was there, also behind its end."""
-    hbm, dram = (cls(LAYOUT, 40, base=base) for cls, base in ((HbmPool, HBM), (DramPool, DRAM)))
-    tables = RowTables(2, 5 * G, [hbm], [dram], base=ROWS)
-    [table] = tables.groups
-    none = [-1] * 5
-
-    def bind(pages, host=(), keep=False):
-        tables.bind(Bind(Row(ROWS + 1), RequestId(1), (tuple(HBM + p for p in pages),), 0,
-                         (tuple(DRAM + p for p in host),) if host else (), keep=keep), 7)
-
-    bind([4, 3, 9])
-    tables.grow(Grow(Row(ROWS + 1), Group(0), 3, (HBM + 1,), (DRAM + 8,)))
-    assert table.device_RM.tolist() == [none, [4, 3, 9, 1, -1]]
-    assert table.host_RM.tolist() == [none, [-1, -1, -1, 8, -1]]
-    tables.unmap(Unmap(Row(ROWS + 1), Group(0), (0, 3)))
-    assert table.device_RM.tolist() == [none, [-1, 3, 9, -1, -1]]
-    bind([5, NO_HBM - HBM], [30, 31], keep=True)
-    assert table.device_RM.tolist() == [none, [5, -1, -1, -1, -1]]
-    assert table.host_RM.tolist() == [none, [30, 31, -1, -1, -1]]
-    for index, pages in ((1, 1), (3, 1), (2, 4)):       # a gap, an overlap, more than fit
-        with pytest.raises(AssertionError):
-            tables.grow(Grow(Row(ROWS + 1), Group(0), index, (HBM,) * pages))
 
 
 def test_a_plan_without_rows_retires_and_moves():

@@ -10,7 +10,6 @@ import pytest
 from penstock.core.core import Core
 from penstock.core.lifecycle import Phase
 from penstock.core.plan import (
-    NO_DRAM,
     NO_HBM,
     Aborted,
     Arrived,
@@ -20,9 +19,11 @@ from penstock.core.plan import (
     Group,
     HbmPage,
     Hot,
+    HotResize,
     Move,
     Moved,
     MoveId,
+    Remap,
     RequestId,
     Retired,
     Row,
@@ -193,12 +194,12 @@ def test_a_hosted_row_reads_the_host_and_writes_what_it_computes_there() -> None
     assert retired.tokens[0][0] != oracle(PROMPT, 3, 0, 5)[2]
 
 
-def test_a_row_that_keeps_goes_on_where_it_was() -> None:
+def test_a_row_that_is_remapped_goes_on_where_it_was() -> None:
     ex = executor()
     ex.submit(plan(1, 0, PROMPT, binds=bind(1, 2)))
-    kept = Bind(Row(0), RequestId(0), ((NO_HBM, HbmPage(2)),), 0, ((DramPage(6), NO_DRAM),),
-                ((Hot(HbmPage(1), keeps=0),),), keep=True)
-    ex.submit(plan(2, 3, (-1,), binds=(kept,)))
+    moved = Remap(Row(0), Group(0), (0,), (NO_HBM,), (DramPage(6),))
+    hot = HotResize(Row(0), Group(0), (Hot(HbmPage(1), keeps=0),))
+    ex.submit(replace(plan(2, 3, (-1,)), remaps=(moved,), resizes=(hot,)))
     tokens = [e.tokens[0][0] for _ in range(2) for e in ex.poll(block=True)]
     assert tuple(tokens) == oracle(PROMPT, 2, 0, 5)
     assert ex.devices[0].stats["hot hits"] > 0

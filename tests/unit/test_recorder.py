@@ -171,7 +171,7 @@ def test_a_new_field_of_a_message_with_content_must_be_looked_at():
         "selects", "attention", "transfer", "peer", "cached_max"}
     assert {f.name for f in fields(Retired)} == {"step", "tokens"}
     assert {f.name for f in fields(StepPlan)} == {
-        "step", "rows", "rids", "start", "count", "samples", "tokens", "grows", "binds", "moves", "unmaps",
+        "step", "rows", "rids", "start", "count", "samples", "tokens", "grows", "binds", "moves", "remaps",
         "waits", "resizes"}
 
 

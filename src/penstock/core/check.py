@@ -169,6 +169,7 @@ def _leases(core: CoreState, r: Request, running: set[Request]) -> None:
     if r.row is not None:
         _tables(core, r)
     assert r.phase in (Phase.PAUSED, Phase.STAGING, Phase.RECEIVING) or not r.is_saved
+    assert r.phase is Phase.PROMOTING or not r.loading, where
     assert r.num_preemptions - r.excused <= PREEMPTIONS_MAX, (where, "gave way too often")
 
 
@@ -187,7 +188,8 @@ def _tables(core: CoreState, r: Request) -> None:
                 node = kv.node(r, t, i)
                 assert node is not None and node.copies.get(space) is copy, (where, i)
         if r.phase is Phase.PROMOTING and t.hosted:
-            assert all(t.device), where
+            coming = [(g, i) for i, copy in enumerate(t.device) if copy is None or not copy.ready]
+            assert coming == [entry for entry in r.loading if entry in coming], where
         if r.phase is Phase.RESIDENT and t.hosted:
             assert not any(t.host[:len(r.path) * core.cfg.page_size // t.unit]), (where, "sealed mirrors")
 

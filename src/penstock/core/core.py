@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import assert_never
 
 from penstock.core import check, lifecycle, retire, schedule
-from penstock.core.kv import allocate, listing, offload, prefetch, promote, sealing
+from penstock.core.kv import allocate, growth, listing, offload, prefetch, promote, sealing
 from penstock.core.kv.pages import Refused, Shortage, Trial
 from penstock.core.kv.prefix_tree import Copy
 from penstock.core.lifecycle import (
@@ -306,8 +306,6 @@ class Core(CoreState):
         gains = any(x not in self.holds[source, r.place] for x in holds) or target is Phase.PAUSED
         if gains and not (trial := self.kv.acquire(r, target, holds, place, headroom)):
             return trial
-        if place is not r.place:
-            r.needs_rebind = r.bound
         r.phase, r.place = target, place
         keep = (*holds, *self.may_hold[target, place])
         leaves = target is Phase.DONE and self.kv.is_long(r)       # it gives up its pages in later turns
@@ -324,10 +322,12 @@ class Core(CoreState):
             r.failed_saves += 1
             moves = self.kv.moves
             moves.cancel_planned([m for m in moves.outbox if moves.flying[m.id].request is r])
+            growth.leave_mirrors(self.kv, r)
             self.kv.release(r, [lifecycle.Lease.DRAM])
-            r.needs_rebind = r.bound
         elif (source, target) == (Phase.PROMOTING, Phase.HOSTED):
             promote.stop_reload(self.kv, r)
+        if source is Phase.PROMOTING:
+            r.loading = []
         r.issued, r.unchanged_until, r.append_until, r.awaits = None, 0, 0, []
         self.edges_taken += 1
         r.visit += 1
@@ -419,10 +419,9 @@ class Core(CoreState):
             elif r.phase is Phase.STAGING:
                 self._stage(r)
             elif r.phase is Phase.PROMOTING:
-                if promote.is_reloaded(r):
+                promote.load_next(kv, r)
+                if not (r.loading or r.moves):
                     self.transition(r, Trigger.LANDED)
-                else:
-                    promote.load_next(kv, r)
         if self.cfg.sparse:
             self.residency.progress()
 

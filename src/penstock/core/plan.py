@@ -241,10 +241,8 @@ class Bind:
     """(Re)initialise a row before this step: everything the device remembers about it is void.
 
     `pages[g][i]` and `host[g][i]` are the copies of page i of cache group g; `host` and `hot` are
-    empty where no page of the row is on the host. With `keep` the row goes on, its pages have
-    moved: tables and hot buffer are void, its length, last token and sampling state are not. Without, every
-    step that has the row has retired: with several stages the last one samples into it when the first one
-    is steps ahead.
+    empty where no page of the row is on the host. Every step that has had the row has retired: with several
+    stages the last one samples into it when the first one is steps ahead.
     """
 
     row: Row
@@ -253,7 +251,6 @@ class Bind:
     emitted: int                              # output tokens retired so far (sampling state)
     host: tuple[tuple[DramPage, ...], ...] = ()
     hot: tuple[tuple[Hot, ...], ...] = ()     # of each group
-    keep: bool = False
 
 
 class Grow(NamedTuple):
@@ -268,22 +265,26 @@ class Grow(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Unmap:
-    """Table entries of a row lose their device page before this step: they are read from the host."""
+class Remap:
+    """Table entries of a row that is bound have these copies from this step on, each as long as `entries`;
+    NO_HBM, NO_DRAM: none there. All loads of a device page have landed. What is hot stays hot."""
 
     row: Row
     group: Group
     entries: tuple[int, ...]
+    device: tuple[HbmPage, ...]
+    host: tuple[DramPage, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class HotResize:
     """The hot buffer of a row that is bound has these pages from this step on. It is longer or shorter by
-    its end: what stays at its index keeps its content, what comes is empty, what goes is forgotten."""
+    its end: what stays at its index keeps its content, what comes is empty, what goes is forgotten. Where
+    there was none, what comes may hold an entry already (`keeps`); with no pages there is none any more."""
 
     row: Row
     group: Group
-    pages: tuple[HbmPage, ...]
+    pages: tuple[Hot, ...]
 
 
 class Move(NamedTuple):
@@ -323,7 +324,7 @@ class StepPlan:
     is its last sampled one and further ones are drafts. It starts where the device's own length says:
     `start` and `count` are upper bounds as long as results of earlier steps are out.
     A plan without rows carries binds, grows and moves only; it retires like any other.
-    Order on the device: binds, grows, unmaps, resizes, forward, moves (each not before its `after`).
+    Order on the device: binds, grows, remaps, resizes, forward, moves (each not before its `after`).
     The forward reads what `waits` write: it may run a layer when its part of them is in place.
     """
 
@@ -337,7 +338,7 @@ class StepPlan:
     grows: tuple[Grow, ...]
     binds: tuple[Bind, ...]
     moves: tuple[Move, ...]
-    unmaps: tuple[Unmap, ...] = ()
+    remaps: tuple[Remap, ...] = ()
     waits: tuple[MoveId, ...] = ()  # loads of earlier plans or this one
     resizes: tuple[HotResize, ...] = ()
 

@@ -59,11 +59,11 @@ class Request:
     capacity: int = 0                          # positions that its tables have pages for
     device_capacity: int = 0                   # what the device was told of it
     bound: bool = False                        # the device has its row
-    needs_rebind: bool = False                 # its pages live elsewhere since: bind again, and keep
     has_reclaimable: bool = False              # in host pages: it may have device pages, as a loan
     missed: float = MISSED                     # of what its steps select, the part that no device page has
     has_news: bool = False                     # a HotUse has said so, since its hot buffer was resized
-    is_resized: bool = False                   # the device was not told of that yet
+    is_resized: bool = False                   # the device was not told of that yet,
+    hot_ended: bool = False                    # and may know of a buffer that it had before
     promotion_undone_at: int = -1              # step before which it gave up a promotion
     hot_wait_until: StepId = StepId(0)         # it waits for a hot buffer until this step has retired
     failed_saves: int = 0                     # times that copies to the host have failed it, in a row
@@ -83,6 +83,8 @@ class Request:
     append_until: int = 0                      # while `retired` is below, a result only counts on
 
     awaits: list[Copy] = field(default_factory=list)  # its phase lasts until one of these is ready
+    loading: list[tuple[int, int]] = field(default_factory=list)  # while promoted: group and entry of pages
+                                               # that are not in place
 
     # The pair.
     grant: Granted | None = None               # prefill role: pages wait at the decode engine
@@ -109,7 +111,7 @@ class Request:
 
     # What the device has not been told yet.
     device_len: list[int] = field(init=False)  # per group: entries it knows of
-    unmapped: list[list[int]] = field(init=False)  # per group: entries now read from the host
+    remapped: list[dict[int, None]] = field(init=False)  # per group: entries that have other copies now
 
     rid: RequestId = field(init=False)         # of `arrived`: each result asks for it
 
@@ -117,7 +119,7 @@ class Request:
         self.rid = self.arrived.rid
         self.reserve = [[] for _ in self.tables]
         self.later = [0] * len(self.tables)
-        self.unmapped = [[] for _ in self.tables]
+        self.remapped = [{} for _ in self.tables]
         self.device_len = [0] * len(self.tables)
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, cast
 
+from penstock.core.kv.page_table import own
 from penstock.core.kv.pages import Shortage
 from penstock.core.kv.prefix_tree import Copy
 from penstock.core.lifecycle import DECODING, Phase, Place, Trigger
@@ -22,16 +23,14 @@ from penstock.core.plan import (
     Hot,
     HotResize,
     MoveId,
+    Remap,
     StepId,
     StepPlan,
-    Unmap,
     make,
 )
 from penstock.core.policy import reclaim
 from penstock.core.request import Request, ScheduledRow
 from penstock.core.state import Columns, CoreState
-
-_HOST = Place.HOST
 
 
 def plan(core: CoreState) -> StepPlan | None:
@@ -171,22 +170,19 @@ def _bind(r: Request) -> Bind:
     if any(t.host for t in r.tables):
         host = tuple(_dram(t.host, len(t.device)) for t in r.tables)
     if r.place is Place.HOST:
-        hot = tuple(tuple(Hot(HbmPage(c.page), t.kept.get(c.page, -1)) for c in t.hot)
-                    for t in r.tables)
-    columns = tuple(_hbm(_readable(t.device) if r.place is Place.HOST and t.hosted else t.device)
-                    for t in r.tables)
-    bind = Bind(r.row, r.rid, columns, r.num_output, host, hot, keep=r.bound)
+        hot = tuple(tuple(Hot(HbmPage(c.page)) for c in t.hot) for t in r.tables)
+    columns = tuple(_hbm(t.device) for t in r.tables)
+    bind = Bind(r.row, r.rid, columns, r.num_output, host, hot)
     for g, t in enumerate(r.tables):
         r.device_len[g] = len(t.device)
-        r.unmapped[g] = []
-        t.kept = {}
-    r.is_resized = False
+        r.remapped[g] = {}
+    r.bound, r.is_resized, r.hot_ended = True, False, False
     return bind
 
 
-def _readable(column: Sequence[Copy | None]) -> list[Copy | None]:
-    """A hosted row does not wait for device pages: what is not there is read from the host."""
-    return [c if c is not None and c.ready else None for c in column]
+def _readable(r: Request, column: Sequence[Copy | None]) -> Sequence[Copy | None]:
+    """A row in host pages does not wait for those of the device: what is not there is read from the host."""
+    return column if r.place is Place.DEVICE else [c if c is not None and c.ready else None for c in column]
 
 
 def _grows(r: Request) -> list[Grow]:
@@ -197,48 +193,57 @@ def _grows(r: Request) -> list[Grow]:
         device, at = t.device, told[g]
         if (end := len(device)) > at:
             host = _dram(t.host[at:], end - at) if len(t.host) > at else ()
-            grows.append(make(Grow, (r.row, g, at, _hbm(device[at:]), host)))
+            new = _readable(r, device[at:]) if r.loading else device[at:]
+            grows.append(make(Grow, (r.row, g, at, _hbm(new), host)))
             told[g] = end
     return grows
 
 
-def _unmaps(r: Request) -> list[Unmap]:
-    out: list[Unmap] = []
-    for g, entries in enumerate(r.unmapped):
+def _remaps(r: Request) -> list[Remap]:
+    out: list[Remap] = []
+    for g, (t, entries) in enumerate(zip(r.tables, r.remapped, strict=True)):
         if entries:
             assert r.row is not None
-            out.append(Unmap(r.row, Group(g), tuple(entries)))
-            r.unmapped[g] = []
+            out.append(Remap(r.row, Group(g), tuple(entries),
+                             _hbm(_readable(r, [own(t.device, i) for i in entries])),
+                             _dram([own(t.host, i) for i in entries], len(entries))))
+            r.remapped[g] = {}
     return out
 
 
 def _resizes(r: Request) -> list[HotResize]:
-    r.is_resized = False
-    return [HotResize(r.row, Group(g), _hbm(t.hot)) for g, t in enumerate(r.tables)
-            if t.hosted and r.row is not None]
+    out: list[HotResize] = []
+    assert r.row is not None
+    for g, t in enumerate(r.tables):
+        if t.hosted:
+            now = tuple([Hot(HbmPage(c.page), t.kept.get(c.page, -1)) for c in t.hot])
+            wants = ((),) * r.hot_ended + (now,) * (now != () or not r.hot_ended)
+            out += [HotResize(r.row, Group(g), pages) for pages in wants]
+            t.kept = {}
+    r.is_resized = r.hot_ended = False
+    return out
 
 
 class _News:
     """What the device is told before a step runs."""
 
-    __slots__ = ("binds", "grows", "resizes", "unmaps", "waits")
+    __slots__ = ("binds", "grows", "remaps", "resizes", "waits")
 
     def __init__(self) -> None:
         self.binds: list[Bind] = []
         self.grows: list[Grow] = []
-        self.unmaps: list[Unmap] = []
+        self.remaps: list[Remap] = []
         self.resizes: list[HotResize] = []
         self.waits: dict[MoveId, None] = {}
 
     def of(self, core: CoreState, r: Request) -> None:
-        if not r.bound or r.needs_rebind:
+        if not r.bound:
             self.binds.append(_bind(r))
-            r.bound, r.needs_rebind = True, False
         elif r.capacity != r.device_capacity:
             self.grows += _grows(r)
         r.device_capacity = r.capacity
-        if r.place is _HOST and any(r.unmapped):
-            self.unmaps += _unmaps(r)
+        if any(r.remapped):
+            self.remaps += _remaps(r)
         if r.is_resized:
             self.resizes += _resizes(r)
         if r.waits:
@@ -278,7 +283,7 @@ def _issue(core: CoreState, step: StepId, chosen: list[ScheduledRow]) -> StepPla
     return StepPlan(
         step=step, rows=rows, rids=rids, start=tuple(start), count=count, samples=samples,
         tokens=tuple(tokens), grows=tuple(news.grows), binds=tuple(news.binds),
-        moves=kv.moves.take_planned(), unmaps=tuple(news.unmaps), waits=tuple(news.waits),
+        moves=kv.moves.take_planned(), remaps=tuple(news.remaps), waits=tuple(news.waits),
         resizes=tuple(news.resizes))
 
 
@@ -315,7 +320,7 @@ def check(core: CoreState) -> None:
     """Whether all that is not looked at is as it was when it was. Raises AssertionError."""
     for r in core.live.values():
         if r.computed < r.unchanged_until:
-            assert r.phase in DECODING and r.bound and not r.needs_rebind and not any(r.unmapped), r.rid
+            assert r.phase in DECODING and r.bound and not any(r.remapped), r.rid
             assert not r.is_resized, r.rid
             assert r.unchanged_until == unchanged_until(core, r) and r.capacity == r.device_capacity, r.rid
             assert r.issued is not None and (r.issued.row, r.issued.kv_epoch) == (r.row, r.kv_epoch), r.rid

@@ -258,13 +258,13 @@ class Rank:
 
     def _execute(self, plan: StepPlan) -> tuple[Answers, list[Read]]:
         for bind in plan.binds:
-            self._tables.bind(bind, 0 if bind.keep else self._tokens.bind(bind))
+            self._tables.bind(bind, self._tokens.bind(bind))
             budget, num_prompt = self._selects[bind.rid]
             self._attending.bind(bind, budget=budget, num_prompt=num_prompt)
         for grow in plan.grows:
             self._tables.grow(grow)
-        for lost in plan.unmaps:
-            self._tables.unmap(lost)
+        for remap in plan.remaps:
+            self._tables.remap(remap)
         for resize in plan.resizes:
             self._attending.resize(resize)
         if not plan.rows:

@@ -70,7 +70,8 @@ class HotBuffers:
         assert len({entry for _, entry in kept}) == len(kept), "two hot pages hold one table entry"
         size = self._page_units
         place_J = torch.arange(size, device=self._page_RW.device)
-        page_J, entry_J = torch.tensor(kept, device=self._page_RW.device).unbind(1)
+        page_J, entry_J = on_device([x for pair in kept for x in pair], place_J.device,
+                                    torch.int64).view(-1, 2).unbind(1)
         slot_J, unit_J = ((x[:, None] * size + place_J).flatten() for x in (page_J, entry_J))
         self._slot_LRKM[:, row, :, unit_J] = slot_J.int()
         self._unit_LRKS[:, row, :, slot_J] = unit_J.int()

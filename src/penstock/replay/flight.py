@@ -219,7 +219,7 @@ def _rows(plan: Json | None) -> str:
         num = max(len(src_pages), len(dst_pages))            # to a peer, one side is empty
         words.append(f"move {id} {src}>{dst} {num}p" + (f" g{group}" if group else "")
                      + (f" after {after}" if after else ""))
-    for name in ("binds", "grows", "unmaps", "resizes", "waits"):
+    for name in ("binds", "grows", "remaps", "resizes", "waits"):
         if name in plan:
             words.append(f"{len(plan[name])} {name}")
     return " ".join(words)

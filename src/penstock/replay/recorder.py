@@ -77,7 +77,7 @@ class Turn:
 def brief(plan: StepPlan, columns: StepPlan) -> StepPlan:
     """`plan` without positions and input ids; the columns that are equal are those of `columns`."""
     return StepPlan(plan.step, columns.rows, columns.rids, (), columns.count, columns.samples, (),
-                    plan.grows, plan.binds, plan.moves, plan.unmaps, plan.waits, plan.resizes)
+                    plan.grows, plan.binds, plan.moves, plan.remaps, plan.waits, plan.resizes)
 
 
 class Recorder(Watcher):

@@ -97,7 +97,7 @@ class Device:
 
     # ---------------------------------------------------------------- steps
     def execute(self, plan: StepPlan) -> tuple[tuple[int, ...], ...]:
-        """Binds, grows, unmaps, resizes, forward; the tokens of the rows that sample, in plan order."""
+        """Binds, grows, remaps, resizes, forward; the tokens of the rows that sample, in plan order."""
         assert plan.step == self.done + 1, f"step {plan.step} after {self.done}"
         for b in plan.binds:
             self._bind(b)
@@ -105,12 +105,14 @@ class Device:
             column = self.rows[g.row].columns[g.group]
             column.pages[g.index:] = g.pages
             column.host[g.index:] = g.host or (-1,) * len(g.pages)
-        for y in plan.unmaps:
-            for i in y.entries:
-                self.rows[y.row].columns[y.group].pages[i] = -1
+        for y in plan.remaps:
+            column = self.rows[y.row].columns[y.group]
+            for i, page, below in zip(y.entries, y.device, y.host, strict=True):
+                column.pages[i], column.host[i] = page, below
         for z in plan.resizes:
-            column, pages = self.rows[z.row].columns[z.group], set(z.pages)
+            column, pages = self.rows[z.row].columns[z.group], {h.page for h in z.pages}
             column.hot = {i: page for i, page in column.hot.items() if page in pages}
+            column.hot |= {h.keeps: h.page for h in z.pages if h.keeps >= 0}
             column.spare = sorted(pages - set(column.hot.values()))
         out: list[tuple[int, ...]] = []
         at = 0
@@ -172,12 +174,7 @@ class Device:
             hot = b.hot[g] if b.hot else ()
             columns.append(Column(list(pages), host, {h.keeps: h.page for h in hot if h.keeps >= 0},
                                   [h.page for h in hot if h.keeps < 0]))
-        old = self.rows.get(b.row)
         self.rows[b.row] = Bound(b.rid, columns, b.emitted)
-        if b.keep:
-            assert old is not None and old.rid == b.rid, f"row {b.row}: nothing to keep"
-            new = self.rows[b.row]
-            new.length, new.last, new.emitted = old.length, old.last, old.emitted
 
     def _spoil(self, row: Row, p: int) -> None:
         for group, column in enumerate(self.rows[row].columns):

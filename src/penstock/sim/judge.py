@@ -12,7 +12,6 @@ from penstock.core.core import Core
 from penstock.core.lifecycle import DECODING, Phase, Place, Trigger
 from penstock.core.plan import (
     NO_DRAM,
-    NO_HBM,
     DramPage,
     Entered,
     Event,
@@ -24,6 +23,7 @@ from penstock.core.plan import (
     Moved,
     Outcome,
     Output,
+    Remap,
     RequestId,
     Row,
     Say,
@@ -203,45 +203,38 @@ class Judge(Watcher):
             assert live is not None
             host = b.host or tuple((NO_DRAM,) * len(pages) for pages in b.pages)
             columns = [(list(pages), list(below)) for pages, below in zip(b.pages, host, strict=True)]
-            if b.keep:
-                assert self.tables[b.row][0] == b.rid, f"row {b.row} keeps what it never had"
-            else:
-                assert b.emitted == live.num_output, f"request {b.rid}: {b.emitted} emitted"
-                assert self.stepped.get(b.row, 0) <= self.retired, f"row {b.row}: its last tenant computes"
-                self.sampled.pop(b.row, None)
+            assert b.emitted == live.num_output, f"request {b.rid}: {b.emitted} emitted"
+            assert self.stepped.get(b.row, 0) <= self.retired, f"row {b.row}: its last tenant computes"
+            self.sampled.pop(b.row, None)
             self.tables[b.row] = b.rid, columns
             self.hot[b.row] = [[h.page for h in units] for units in b.hot or ((),) * len(self.units)]
-            for t, units in zip(live.groups, b.hot or ((),) * len(self.units), strict=True):
-                assert live.phase is Phase.SENDING or (
-                    [h.page for h in units] == t.hot), "hot buffer is not its lease"
-                longest = live.num_prompt + live.max_new - 1
-                assert len(units) <= t.num_pages(longest), "more hot units than pages"
         for g in p.grows:
             assert g.pages and len(g.host) in (0, len(g.pages))
             pages, below = self.tables[g.row][1][g.group]
             assert g.index == len(pages), f"row {g.row} has {len(pages)} pages and grows at {g.index}"
             pages.extend(g.pages)
             below.extend(g.host or (NO_DRAM,) * len(g.pages))
-        for y in p.unmaps:
-            for i in y.entries:
-                assert self.tables[y.row][1][y.group][1][i] >= 0, "nothing to read it from"
-                self.tables[y.row][1][y.group][0][i] = NO_HBM
-                self.stats["unmaps"] += 1
+        for y in p.remaps:
+            self._remap(y)
         for z in p.resizes:
             self._resize(z)
 
+    def _remap(self, y: Remap) -> None:
+        pages, below = self.tables[y.row][1][y.group]
+        for i, page, host in zip(y.entries, y.device, y.host, strict=True):
+            assert page >= 0 or host >= 0, "nothing to read it from"
+            self.stats["unmaps"] += pages[i] >= 0 > page
+            self.stats["maps"] += page >= 0 > pages[i]
+            pages[i], below[i] = page, host
+
     def _resize(self, z: HotResize) -> None:
-        rid, _ = self.tables[z.row]
-        live, pages = self.view.get(rid), list[int](z.pages)
-        assert live is not None
-        t, before = live.groups[z.group], self.hot[z.row][z.group]
-        assert pages == t.hot, "hot buffer is not its lease"
+        pages, before = [h.page for h in z.pages], self.hot[z.row][z.group]
         both = min(len(pages), len(before))
         assert pages[:both] == before[:both], "a hot page has moved"
-        most = min(self.cfg.largest_hot, t.num_pages(live.num_prompt + live.max_new - 1))
-        assert min(self.cfg.hot_pages, most) <= len(pages) <= most, "a hot buffer of no such size"
-        self.hot[z.row][z.group] = pages
-        self.stats["hot buffer grows" if len(pages) > len(before) else "hot buffer shrinks"] += 1
+        assert not both or max([h.keeps for h in z.pages]) < 0, "a hot buffer that goes on holds what it held"
+        self.hot[z.row][z.group] = list(pages)
+        if both:
+            self.stats["hot buffer grows" if len(pages) > len(before) else "hot buffer shrinks"] += 1
 
     def _rows(self, p: StepPlan) -> None:
         at = 0
@@ -282,6 +275,11 @@ class Judge(Watcher):
                count: int) -> None:
         """One group of one row: its device tables are its leases, and what it writes is its own."""
         pages, below = self.tables[row][1][group]
+        hot = self.hot[row][group]
+        assert live.phase is Phase.SENDING or hot == t.hot, f"request {live.rid}: hot buffer is not its lease"
+        most = min(self.cfg.largest_hot, t.num_pages(live.num_prompt + live.max_new - 1))
+        least = 1 if self.cfg.role == "prefill" else min(self.cfg.hot_pages, most)     # that has prompts only
+        assert not hot or least <= len(hot) <= most, "a hot buffer of no such size"
         view, rid, end, unit = self.view, live.rid, start + count, self.units[group]
         hosted, first = live.place is Place.HOST, start // unit
         sides = ((pages, t.device, view.held(Tier.HBM, group)), (below, t.host, view.held(Tier.DRAM, group)))

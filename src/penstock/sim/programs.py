@@ -109,7 +109,7 @@ MUST_FIRE = (
     "pause by pressure", "drop by pressure", "prefix hits", "prefix hits from host",
     "spilled", "promoted", "promoted by itself", "spill by pressure", "hot hits", "hot misses",
     "step waited for a load", "ranks apart", "straggler", "events held",
-    "unmaps", "hot buffer grows", "hot buffer shrinks",
+    "unmaps", "maps", "hot buffer grows", "hot buffer shrinks",
     "longer than the device", "hosted rows", "rows in both places", "window left behind",
     "drafts", "fewer tokens than planned", "ahead of its token", "forks shared",
     "cut by a limit", "ended stop", "ended length", "ended abort", "ended refused",

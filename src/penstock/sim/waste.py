@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from penstock.core.core import Core
@@ -48,7 +48,8 @@ class _Row:
 
     pages: list[int]
     hot: tuple[Hot, ...]
-    lacked: int = 0               # pages that it did not have before it came back from the host
+    mapped: dict[int, None] = field(default_factory=dict)     # entries that have come back from the host,
+    came: int = 0                 # and how many did that last
 
 
 def _played(plans: list[StepPlan]) -> Iterator[tuple[StepPlan, dict[Row, _Row]]]:
@@ -56,19 +57,22 @@ def _played(plans: list[StepPlan]) -> Iterator[tuple[StepPlan, dict[Row, _Row]]]
     rows: dict[Row, _Row] = {}
     for p in plans:
         for b in p.binds:
-            new, old = _Row(list(b.pages[0]), b.hot[0] if b.hot else ()), rows.get(b.row)
-            if b.keep and old is not None and old.hot and not new.hot:
-                new.lacked = old.pages.count(-1)
-            rows[b.row] = new
+            rows[b.row] = _Row(list(b.pages[0]), b.hot[0] if b.hot else ())
         for g in p.grows:
             if g.group == 0:
                 rows[g.row].pages[g.index:] = g.pages
-        for y in p.unmaps:
-            for i in y.entries if y.group == 0 else ():
-                rows[y.row].pages[i] = -1
+        for y in p.remaps:
+            pages, mapped = rows[y.row].pages, rows[y.row].mapped
+            for i, page in zip(y.entries, y.device, strict=True) if y.group == 0 else ():
+                if page >= 0 > pages[i]:
+                    mapped[i] = None
+                    rows[y.row].came += 1
+                elif page < 0:
+                    mapped.pop(i, None)
+                pages[i] = page
         for z in p.resizes:
             if z.group == 0:
-                rows[z.row].hot = tuple(map(Hot, z.pages))
+                rows[z.row].hot = z.pages
         yield p, rows
 
 
@@ -77,7 +81,10 @@ def _loaded(plans: list[StepPlan], unit: int) -> int:
     loads, buffers = 0, dict[Row, dict[int, None]]()
     for p, rows in _played(plans):
         for b in p.binds:
-            buffers[b.row] = dict.fromkeys(sorted(h.keeps for h in rows[b.row].hot if h.keeps >= 0))
+            buffers[b.row] = {}
+        for z in p.resizes:
+            if not rows[z.row].hot or max([h.keeps for h in z.pages], default=-1) >= 0:
+                buffers[z.row] = dict.fromkeys(sorted(h.keeps for h in z.pages if h.keeps >= 0))
         for row, start, count in zip(p.rows, p.start, p.count, strict=True):
             pages, kept, size = rows[row].pages, buffers[row], len(rows[row].hot)
             last = start // unit
@@ -115,8 +122,9 @@ def brought(sc: Scenario, make: MakeCore) -> tuple[int, int]:
     misses as many as a hot buffer holds."""
     loaded = saved = 0
     for p, rows in _played(_plans(_play(sc, make))):
-        loaded += sum([rows[b.row].lacked for b in p.binds])
-        saved += sum([min(rows[row].lacked, sc.cfg.hot_pages) for row in p.rows])
+        for row in rows.values():
+            loaded, row.came = loaded + row.came, 0
+        saved += sum([min(len(rows[row].mapped), sc.cfg.hot_pages) for row in p.rows])
     return loaded, saved
 
 

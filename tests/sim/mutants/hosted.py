@@ -13,7 +13,7 @@ from penstock.core.kv.pages import Trial
 from penstock.core.kv.pool import Pool
 from penstock.core.kv.prefix_tree import Copy, Node, TierGroup
 from penstock.core.lifecycle import Phase, Place, Trigger
-from penstock.core.plan import Advance, Bind, Event, Grow, HotResize, Moved, StepId, Tier, Unmap
+from penstock.core.plan import NO_DRAM, Advance, Event, Grow, HotResize, Moved, Remap, StepId, Tier
 from penstock.core.policy import capacity, reclaim
 from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
@@ -28,37 +28,60 @@ RESIZES = ("pair=0,hot_pages=1,hot_pages_max=5,always_hosted=0,spills=30,rows=6,
 TORN = "pair=0,ranks=1,wait_pages=1000,fail=0.5,step_tokens=64,pauses=20,turns=0.7,again=0.7,dram_pages=60"
 
 
-# ---------------------------------------------------------------- binds, grows, unmaps
+# ---------------------------------------------------------------- grows, remaps
 @instead_of(Core, "transition")
-def no_rebind_after_a_spill(real: Real, core: Core, r: Request, trigger: Trigger, headroom: int = 0) -> Trial:
+def spill_that_the_device_is_not_told_of(real: Real, core: Core, r: Request, trigger: Trigger,
+                                         headroom: int = 0) -> Trial:
     """A row goes on from host pages, and its device pages are others' now: the device is not told."""
     source = r.phase
     ok: Trial = real(core, r, trigger, headroom)
     if ok and (source, trigger) == (Phase.STAGING, Trigger.LANDED):
-        r.needs_rebind = False
+        r.remapped = [{} for _ in r.tables]
     return ok
 
 
-@instead_of(schedule, "_bind")
-def bind_keeps_after_a_resume(real: Real, r: Request) -> Bind:
-    """A resumed request goes on with the length and sampling state that its row had."""
-    bind: Bind = real(r)
-    return replace(bind, keep=bind.keep or r.num_preemptions > 0)
+@instead_of(promote, "take_hot_buffer")
+def hot_units_of_a_spill_hold_other_entries(real: Real, kv: KVCache, r: Request) -> Trial:
+    """A row that goes on from the host believes that its hot units hold what is beside it."""
+    ok: Trial = real(kv, r)
+    for t in r.tables if ok else ():
+        t.kept = {page: i ^ 1 if i ^ 1 < len(t.host) else -1 for page, i in t.kept.items()}
+    return ok
 
 
-@instead_of(KVCache, "_free_hot_buffer")
-def hot_content_kept_over_a_change_of_place(real: Real, kv: KVCache, r: Request) -> None:
-    """A row that comes back to the host believes that hot units hold what they held before."""
-    units = [[c.page for c in t.hot] for t in r.tables]
+@mutant()
+class PageMappedBeforeItsLoadHasLanded(Core):
+    """A row that comes back is told of device pages while they are being filled."""
+
+    def advance(self, events: Sequence[Event]) -> Advance:
+        def all_of_it(r: Request, column: Sequence[Copy | None]) -> Sequence[Copy | None]:
+            return column
+
+        with holding(schedule, "_readable", all_of_it):
+            for r in self.running:
+                for g, i in r.loading:
+                    self.kv.remap(r, g, (i,))
+            return super().advance(events)
+
+
+@instead_of(schedule, "_remaps")
+def unmapped_without_a_host_page(real: Real, r: Request) -> list[Remap]:
+    """A row loses device pages, and is not told of the host's."""
+    return [replace(m, host=(NO_DRAM,) * len(m.entries)) for m in real(r)]
+
+
+@instead_of(schedule, "_remaps")
+def page_that_has_come_is_mapped_a_place_too_late(real: Real, r: Request) -> list[Remap]:
+    """Of pages that a row is told of, each is taken for the next."""
+    return [replace(m, device=m.device[1:] + m.device[:1]) for m in real(r)]
+
+
+@instead_of(KVCache, "_free_hot_buffer", 400, mode="spills=60,aims=0,always_hosted=0,page_size=2,fail=0")
+def hot_buffer_of_before_goes_on(real: Real, kv: KVCache, r: Request) -> None:
+    """A row that came back and goes to the host again in one turn believes that its hot units hold what they
+    held before."""
     real(kv, r)
-    for t, pages in zip(r.tables, units, strict=True):
-        t.kept = {page: i for i, page in enumerate(pages)}
-
-
-@instead_of(schedule, "_readable", 300)
-def hosted_row_reads_pages_that_are_coming(real: Real, column: Sequence[Copy | None]) -> list[Copy | None]:
-    """A hosted row is told of device pages whose loads still run."""
-    return list(column)
+    r.hot_ended = False
 
 
 @instead_of(schedule, "_grows", 300)
@@ -67,11 +90,10 @@ def grow_without_the_twin(real: Real, r: Request) -> list[Grow]:
     return [g._replace(host=()) if r.place is Place.DEVICE else g for g in real(r)]
 
 
-@instead_of(schedule, "_unmaps", mode=LOANS)
-def device_page_given_back_without_an_unmap(real: Real, r: Request) -> list[Unmap]:
+@instead_of(schedule, "_remaps", mode=LOANS)
+def device_page_given_back_without_a_remap(real: Real, r: Request) -> list[Remap]:
     """A hosted row goes on reading a device page that was a loan."""
-    real(r)
-    return []
+    return [m for m in real(r) if max(m.device) >= 0]
 
 
 @instead_of(capacity, "hot_units")
@@ -85,7 +107,7 @@ def hot_buffer_longer_than_the_request(real: Real, cfg: CoreConfig, tokens: int)
 def hot_buffer_shrinks_and_the_device_is_not_told(real: Real, r: Request) -> list[HotResize]:
     """A row whose hot buffer is back at its least goes on reading hot pages that are others'."""
     resizes: list[HotResize] = real(r)
-    return [z for z in resizes if len(z.pages) > r.hot_units]
+    return [z for z in resizes if len(z.pages) != r.hot_units or max([h.keeps for h in z.pages]) >= 0]
 
 
 @instead_of(KVCache, "shrink", mode=RESIZES)

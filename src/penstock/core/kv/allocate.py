@@ -49,7 +49,7 @@ class KVCache(Pages):
         for lease in leases:
             if lease is Lease.ROW and r.row is not None:
                 self.rows.release([r.row], Fence(r.last_issue))      # a promise of `Bind`
-                r.row, r.bound, r.needs_rebind = None, False, False
+                r.row, r.bound = None, False
                 self.promise(r, r.place, r.later, -1)
             elif lease is Lease.HOT:
                 self._free_hot_buffer(r)
@@ -63,6 +63,8 @@ class KVCache(Pages):
                         self.drop_column(r, g, t.device)
 
     def _free_hot_buffer(self, r: Request) -> None:
+        if any(t.hot for t in r.tables):
+            r.is_resized = r.hot_ended = r.bound
         if r in self.grown:
             self.grown.remove(r)
         for g, t in enumerate(r.tables):
@@ -70,7 +72,6 @@ class KVCache(Pages):
                 copy.loans = 0
                 self.unpin(r, self.device[g], copy)
             t.kept = {}
-        r.is_resized = False
 
     def grow(self, r: Request, upto: int) -> Literal[True] | Shortage:
         """Pages for positions below `upto` in every group, or nothing."""

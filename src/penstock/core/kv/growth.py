@@ -73,7 +73,14 @@ def drop_mirrors(kv: Pages, r: Request) -> bool:
     """Give up the host pages of a row that is on the device: a spill will have to copy."""
     if r.place is _HOST or r.phase is Phase.STAGING or not any([any(t.host) for t in r.tables]):
         return False
+    leave_mirrors(kv, r)
     for g, t in enumerate(r.tables):
         kv.drop_column(r, g, t.host)
-    r.needs_rebind, r.unchanged_until = r.bound, 0             # its steps write them until it is bound again
     return True
+
+
+def leave_mirrors(kv: Pages, r: Request) -> None:
+    """What a row has on the host, and is about to give up, its steps write as long as it is not sealed."""
+    for g, t in enumerate(r.tables):
+        sealed = len(r.path) * kv.cfg.page_size // t.unit
+        kv.remap(r, g, [i for i in range(sealed, len(t.host)) if t.host[i] is not None])

@@ -270,9 +270,7 @@ class Pages:
                     shared = copy.node is not None
                     copy.loans -= 1
                     self.drop_entry(r, g, t.device, i)
-                    if r.bound and not r.needs_rebind and i < r.device_len[g]:
-                        r.unmapped[g].append(i)
-                        r.unchanged_until = 0           # its row has news
+                    self.remap(r, g, (i,))
                     if shared:
                         self._evict(Tier.HBM, want, 1)
             r.has_reclaimable = False                    # its tables are long: not walked again for nothing
@@ -292,6 +290,12 @@ class Pages:
             if r.num_hot == r.hot_units:
                 self.grown.remove(r)
             resized(r)
+
+    def remap(self, r: Request, g: int, entries: Sequence[int]) -> None:
+        """What `r` has of these entries has changed: its row has news, if the device knows of it."""
+        if r.bound:
+            r.remapped[g].update(dict.fromkeys([i for i in entries if i < r.device_len[g]]))
+            r.unchanged_until = 0
 
     # ---------------------------------------------------------------- pins
     def drop_entry(self, r: Request, g: int, column: Column, i: int) -> None:
@@ -445,5 +449,5 @@ class Pages:
 
 def resized(r: Request) -> None:
     """The hot buffer of `r` has another size: its row has news."""
-    r.is_resized = r.bound and not r.needs_rebind
+    r.is_resized = r.bound
     r.has_news, r.unchanged_until = False, 0

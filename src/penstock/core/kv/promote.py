@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 
 from penstock.core.kv.page_table import add, move, put
 from penstock.core.kv.pages import Pages, Trial, resized
@@ -31,6 +32,8 @@ def take_hot_buffer(kv: Pages, r: Request) -> Trial:
                 del copy.node.copies[kv.device[g]]
                 copy.node = None
         add(t.hot, kv.device[g].pool.acquire(want[g]))
+        kv.remap(r, g, range(t.first, len(t.host)))
+    resized(r)
     kv.mark_reclaimable(r)
     return True
 
@@ -53,46 +56,57 @@ def reload(kv: Pages, r: Request, headroom: int) -> Trial:
     """Device pages for everything that a hosted row has on the host, and the first loads of what is
     sealed. The open page follows when it is sealed; pages begun from now on are on both sides."""
     kv.end_loans(r)                            # what it has already is no loan any more
-    want = [sum(c is None for c in t.device) if t.hosted else 0 for t in r.tables]
-    for g, t in enumerate(r.tables):
-        for i in range(len(t.device) if want[g] else 0):
-            node = kv.node(r, t, i)
-            if t.device[i] is None and node is not None and (copy := node.good(kv.device[g])):
-                put(t.device, i, copy)
-                want[g] -= 1
+    lacks = [(g, i) for g, t in enumerate(r.tables) if t.hosted
+             for i, copy in enumerate(t.device) if copy is None or not copy.ready]
+    want = [0] * len(r.tables)
+    for g, i in lacks:
+        t = r.tables[g]
+        node = kv.node(r, t, i)
+        if t.device[i] is not None:
+            continue                           # somebody else loads it: it was here before, and still is
+        if node is not None and (copy := node.good(kv.device[g])):
+            put(t.device, i, copy)
+        else:
+            want[g] += 1
     room = kv.make_free(Tier.HBM, kv.with_headroom(Tier.HBM, want, headroom), has_pinned=True)
     if not room:
         kv.mark_reclaimable(r)
+        _tell_ready(kv, r, lacks)
         return room
-    for g, t in enumerate(r.tables):
-        if pages := kv.device[g].pool.acquire(want[g])[::-1]:
-            for i, copy in enumerate(t.device):
-                if copy is None:
-                    put(t.device, i, Copy(pages.pop(), ready=False))
+    pages = [kv.device[g].pool.acquire(n)[::-1] for g, n in enumerate(want)]
+    for g, i in lacks:
+        if r.tables[g].device[i] is None:
+            put(r.tables[g].device, i, Copy(pages[g].pop(), ready=False))
+    r.loading = lacks
     load_next(kv, r)
     return True
 
 
+def _tell_ready(kv: Pages, r: Request, entries: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The row reads those of its pages that are in place. Returns the others."""
+    waiting: list[tuple[int, int]] = []
+    for g, i in entries:
+        copy = r.tables[g].device[i]
+        if copy is not None and copy.ready:
+            kv.remap(r, g, (i,))
+        else:
+            waiting.append((g, i))
+    return waiting
+
+
 def load_next(kv: Pages, r: Request) -> None:
-    """The next loads of a row that is being promoted, or those that fly, are what it waits for. It goes on
-    meanwhile, and what it and others miss comes over the same link: few fly at once."""
-    missing = [c for t in r.tables if t.hosted for c in t.device if c is not None and not c.ready]
+    """Pages of a row that is being promoted are read once they have come. The next loads, or those that fly,
+    are what it waits for. It goes on meanwhile, and what it and others miss comes over the same link: few fly
+    at once."""
+    r.loading = _tell_ready(kv, r, r.loading)
+    missing = [c for g, i in r.loading if (c := r.tables[g].device[i]) is not None]
     flying = [c for c in missing if c.filled_by]
     r.awaits = flying[-1:] or missing[-1:]
-    left = 0 if flying else kv.cfg.load_pages
-    for g, t in enumerate(r.tables):
-        todo = ((i, node) for i, c in enumerate(t.device if t.hosted else ())
-                if c is not None and not c.ready and (node := kv.node(r, t, i)) is not None)
-        if entries := list(itertools.islice(todo, left)):
-            load(kv, r, g, entries)
-            left -= len(entries)
-            r.awaits = [copy for copy in missing if copy is t.device[entries[-1][0]]]
-
-
-def is_reloaded(r: Request) -> bool:
-    """Every page of a row that is being promoted is on the device."""
-    return not r.moves and all(c is not None and c.ready
-                               for t in r.tables if t.hosted for c in t.device)
+    sealed = ((g, i, node) for g, i in r.loading if (node := kv.node(r, r.tables[g], i)) is not None)
+    todo = list(itertools.islice(sealed, 0 if flying else kv.cfg.load_pages))
+    for g in dict.fromkeys([g for g, _, _ in todo]):
+        load(kv, r, g, [(i, node) for group, i, node in todo if group == g])
+        r.awaits = [c for g, i, _ in todo[-1:] if (c := r.tables[g].device[i]) is not None]
 
 
 def stop_reload(kv: Pages, r: Request) -> None:
@@ -101,8 +115,8 @@ def stop_reload(kv: Pages, r: Request) -> None:
         for i, copy in enumerate(t.device if t.hosted else ()):
             if copy is not None and not (copy.ready and i < r.device_len[g] and kv.node(r, t, i)):
                 kv.drop_entry(r, g, t.device, i)
-                if i < r.device_len[g]:
-                    r.unmapped[g].append(i)
+                kv.remap(r, g, (i,))
+    _tell_ready(kv, r, r.loading)
     kv.mark_reclaimable(r)
 
 

@@ -103,7 +103,7 @@ class Selecting(Selects):
 
     # ------------------------------------------------------------ a step
     def step(self, plan: StepPlan, lowered: Lowered) -> Attend:
-        """The attention of a step whose binds, grows, unmaps and resizes are applied."""
+        """The attention of a step whose binds, grows, remaps and resizes are applied."""
         others = {g: self._prepare(lowered.ragged[g], self._specs[g]) for g, *_ in self._dense.values()}
         return _SelectingStep(self._local, self._selects(plan, lowered), self._dense, others, lowered)
 

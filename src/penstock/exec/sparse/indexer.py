@@ -90,7 +90,7 @@ class Indexed(Selects):
                               latent_dim=self._shape.latent_dim)
 
     def step(self, plan: StepPlan, lowered: Lowered) -> Attend:
-        """The attention of a step whose binds, grows, unmaps and resizes are applied."""
+        """The attention of a step whose binds, grows, remaps and resizes are applied."""
         rows: list[int] = []
         positions: list[int] = []
         tokens: list[int] = []              # of the step, that read row by row

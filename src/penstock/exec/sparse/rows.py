@@ -79,11 +79,16 @@ class HotRows:
         self._rows[r] = HotRow(bind.rid, budget, first, len(hot))
 
     def resize(self, resize: HotResize) -> None:
-        """The row is bound, and has a hot buffer."""
-        r = self._tables.index(resize.row)
-        assert resize.group == 0 and self._rows[r].hot_pages and resize.pages, f"no hot buffer for {resize}"
-        self.hot.resize(r, [self._pool.index(page) for page in resize.pages])
-        self._rows[r].hot_pages = len(resize.pages)
+        """The row is bound. Of the pages only those where a buffer begins hold an entry already."""
+        r, pages = self._tables.index(resize.row), [self._pool.index(hot.page) for hot in resize.pages]
+        keeps, had = [hot.keeps for hot in resize.pages], self._rows[r].hot_pages
+        assert resize.group == 0 and self._rows[r].rid is not None, f"no hot buffer for {resize}"
+        if had and pages:
+            assert max(keeps) < 0, f"a hot buffer that goes on holds what it held: {resize}"
+            self.hot.resize(r, pages)
+        else:
+            self.hot.bind(r, pages, keeps)
+        self._rows[r].hot_pages = len(pages)
 
     def _settle(self, r: int) -> None:
         """Add what row `r` has counted to its request and to the layers."""

@@ -48,7 +48,7 @@ class Attending(Protocol):
     selects: bool = False
 
     def step(self, plan: StepPlan, lowered: Lowered) -> Attend:
-        """The attention of a step whose binds, grows, unmaps and resizes are applied."""
+        """The attention of a step whose binds, grows, remaps and resizes are applied."""
 
     def bind(self, bind: Bind, *, budget: int, num_prompt: int) -> None:
         """The row's tables are bound already. budget: tokens; 0: what the model reads of itself."""

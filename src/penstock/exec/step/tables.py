@@ -1,7 +1,7 @@
 """StepPlan -> tensors: one ragged lowering for prefill, decode and any mix of them.
 
 Owns the device-resident row tables (pages, last sampled token), which change by a plan's binds,
-grows and unmaps only. Knows rows, positions and pages; refuses to know requests and sampling.
+grows and remaps only. Knows rows, positions and pages; refuses to know requests and sampling.
 
     R rows of the tables   M pages a row   B rows of the step   T tokens of the step   G page size
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.core.plan import Bind, Grow, Page, Row, StepPlan, Unmap
+from penstock.core.plan import Bind, DramPage, Grow, HbmPage, Page, Remap, Row, StepPlan
 from penstock.kernels.types.ragged import Ragged, on_device
 from penstock.memory.pool import Pool
 
@@ -53,14 +53,14 @@ class GroupTable:
         self.device_RM = torch.full(shape, NONE, dtype=torch.int32, device=device)
         self.host_RM = None if host_pool is None else torch.full_like(self.device_RM, NONE)
         self._held: list[int | None] = [None] * rows       # entries; None: never bound
-        self._absent = [0] * rows                          # of them, those without a device page
+        self._absent = [set[int]() for _ in range(rows)]   # of them, those without a device page
 
     def bind(self, row: int, pages: Sequence[Page], host: Sequence[Page]) -> None:
         """Forget all entries of `row`; from now on it has these."""
         self.device_RM[row] = NONE
         if self.host_RM is not None:
             self.host_RM[row] = NONE
-        self._held[row] = self._absent[row] = 0
+        self._held[row], self._absent[row] = 0, set()
         self.append(row, 0, pages, host)
 
     def append(self, row: int, first: int, pages: Sequence[Page], host: Sequence[Page]) -> None:
@@ -71,18 +71,29 @@ class GroupTable:
             f"row {row}: {end} pages in a table of {self.device_RM.shape[1]}")
         assert len(host) in (0, len(pages)), f"row {row}: {len(pages)} pages, {len(host)} on the host"
         self._held[row] = end
-        self._absent[row] += pages.count(NONE)
+        self._absent[row].update([first + i for i, page in enumerate(pages) if page == NONE])
         for table, pool, column in zip((self.device_RM, self.host_RM), self._pools, (pages, host),
                                        strict=True):
             if column:
                 assert table is not None and pool is not None, f"row {row}: no host pool"
-                table[row, first:end] = on_device(
-                    [NONE if p == NONE else pool.index(p) for p in column], table.device, torch.int32)
+                table[row, first:end] = _indices(pool, column, table.device)
 
-    def unmap(self, row: int, entries: Sequence[int]) -> None:
-        """These entries have no device page any more."""
-        self.device_RM[row, list(entries)] = NONE
-        self._absent[row] += len(entries)
+    def remap(self, row: int, entries: Sequence[int], pages: Sequence[HbmPage],
+              host: Sequence[DramPage]) -> None:
+        """These entries, which `row` has, have these copies from now on. The device is not waited for."""
+        held = self._held[row]
+        assert held is not None and 0 <= min(entries) and max(entries) < held, (
+            f"row {row} has {held} pages, and entry {min(entries)} or {max(entries)} is not one of them")
+        assert len(pages) == len(host) == len(entries), f"row {row}: not a page for each of {len(entries)}"
+        self._absent[row].difference_update(entries)
+        self._absent[row].update([i for i, page in zip(entries, pages, strict=True) if page == NONE])
+        at = on_device(entries, self.device_RM.device, torch.int64)
+        for table, pool, column in ((self.device_RM, self._pools[0], pages),
+                                    (self.host_RM, self._pools[1], host)):
+            if table is None or pool is None:
+                assert max(column) == NONE, f"row {row}: no host pool"
+            else:
+                table[row].index_copy_(0, at, _indices(pool, column, table.device))
 
     def is_resident(self, row: int) -> bool:
         """Whether each page of `row` has a device page."""
@@ -100,6 +111,11 @@ class GroupTable:
         assert held is not None, f"row {row} runs before it was bound"
         assert end <= held * self.size, (
             f"row {row} computes up to {end} but has {held} pages of {self.size}")
+
+
+def _indices(pool: Pool, column: Sequence[Page], device: torch.device) -> Tensor:
+    """Entries of a table: int32, on `device`."""
+    return on_device([NONE if p == NONE else pool.index(p) for p in column], device, torch.int32)
 
 
 class RowTables:
@@ -124,20 +140,18 @@ class RowTables:
         return i
 
     def bind(self, bind: Bind, last: int) -> None:
-        """Apply a bind, but for its hot buffer; `last` is the row's last sampled token, unless the bind
-        keeps it."""
+        """Apply a bind, but for its hot buffer; `last` is the row's last sampled token."""
         i, groups = self.index(bind.row), self.groups
         for table, pages, host in zip(groups, bind.pages, bind.host or [()] * len(groups),
                                       strict=True):
             table.bind(i, pages, host)
-        if not bind.keep:
-            self.last_R[i] = last
+        self.last_R[i] = last
 
     def grow(self, grow: Grow) -> None:
         self.groups[grow.group].append(self.index(grow.row), grow.index, grow.pages, grow.host)
 
-    def unmap(self, lost: Unmap) -> None:
-        self.groups[lost.group].unmap(self.index(lost.row), lost.entries)
+    def remap(self, remap: Remap) -> None:
+        self.groups[remap.group].remap(self.index(remap.row), remap.entries, remap.device, remap.host)
 
     def digests(self) -> tuple[tuple[int, str], ...]:
         """(row id, digest of its pages in every group) of each bound row: the same on every rank."""
@@ -154,7 +168,7 @@ class RowTables:
         self.last_R[self._tensor(rows)] = tokens_B
 
     def lower(self, plan: StepPlan) -> Lowered:
-        """The step's tensors. `plan` has rows; its binds, grows and unmaps are already applied.
+        """The step's tensors. `plan` has rows; its binds, grows and remaps are already applied.
 
         Asserts that every row is bound and has a page for each position it computes.
         """
