@@ -27,8 +27,10 @@ def told_each_step(monkeypatch):
     monkeypatch.setattr(front, "HOT_USE_STEPS", 1)
 
 
-@pytest.fixture(params=["bounds", pytest.param("latent", marks=pytest.mark.sweep)])
+@pytest.fixture(params=["bounds", *(pytest.param(kind, marks=pytest.mark.sweep)
+                                    for kind in ("latent", "windowed"))])
 def kinds(request, monkeypatch):
-    """Engines of `hosted` whose requests select by bounds, and those of a model with an indexer."""
+    """Engines of `hosted` whose requests select by bounds, also beside windows, and those of a model with an
+    indexer."""
     monkeypatch.setattr(hosted, "KIND", [request.param])
     return request.param

@@ -1,9 +1,9 @@
 """An engine of tiny models whose requests select, for conformance: pools with several groups, NaN in all that
 is free, disjoint ids.
 
-Two kinds, by the same scenes: KV heads chosen by bounds (page 4, unit 2; a budget of 12 tokens, a hot buffer
-of 16, contexts of 130 and more) and latent rows chosen by the model's indexer (index_topk 16, a hot buffer
-of 20, contexts of 161 and more).
+Three kinds, by the same scenes: KV heads chosen by bounds (page 4, unit 2; a budget of 12 tokens, a hot
+buffer of 16, contexts of 130 and more), the same beside a layer with a window, and latent rows chosen by the
+model's indexer (index_topk 16, a hot buffer of 20, contexts of 161 and more).
 """
 from __future__ import annotations
 
@@ -39,6 +39,9 @@ LATENT = {
     "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
     "n_shared_experts": 1,
 }
+# One of the layers keeps a window, of no whole number of pages, and stays on the device.
+WINDOW = {**CONFIG, "use_sliding_window": True, "sliding_window": 10,
+          "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
 MAX_LEN = 256
 
 
@@ -50,11 +53,13 @@ def text(seed: int, n: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Kind:
-    """How requests select, and what is asked. A context is at least eight hot buffers."""
+    """How requests select, and what is asked. A context is at least eight hot buffers. device: pages, too few
+    for a prompt."""
 
     config: Mapping[str, object]
     selection: Selection
     prompts: Mapping[int, tuple[int, ...]]
+    device: int = 24
 
     @property
     def budget(self) -> int:
@@ -69,6 +74,8 @@ class Kind:
 KINDS = {
     "bounds": Kind(CONFIG, Selection(selector="bounds", version=1, unit=2, budget=12, sinks=2, window=3), {
         1: text(1, 130), 2: text(2, 131), 3: text(1, 96) + text(3, 40), 4: text(4, 129)}),
+    "windowed": Kind(WINDOW, Selection(selector="bounds", version=1, unit=2, budget=12, sinks=2, window=3), {
+        1: text(1, 130), 2: text(2, 131), 3: text(1, 96) + text(3, 40), 4: text(4, 129)}, device=29),
     "latent": Kind(LATENT, indexer_selection(16), {
         1: text(1, 162), 2: text(2, 163), 3: text(1, 128) + text(3, 40), 4: text(4, 161)}),
 }
@@ -82,25 +89,23 @@ def kind() -> Kind:
 
 def model_of(selection: Selection):
     """Makes a stage of the model; None: all of it."""
-    config = kind().config
-    return functools.partial(_model, config["model_type"], selection.budget if selection.native else 0)
+    return functools.partial(_model, KIND[0], selection.budget if selection.native else 0)
 
 
 @functools.cache
-def _model(model_type: str, topk: int, stage=None):
-    [config] = [k.config for k in KINDS.values() if k.config["model_type"] == model_type]
-    config = {**config, "index_topk": topk} if topk else config
+def _model(name: str, topk: int, stage=None):
+    config = {**KINDS[name].config, "index_topk": topk} if topk else KINDS[name].config
     return where.model(config, torch.float32, 5, 10, stage)
 
 
-model = functools.partial(_model, "qwen3", 0)       # of an ordinary engine
+model = functools.partial(_model, "bounds", 0)       # of an ordinary engine
 
 
 @dataclass
 class Engine(InProcess):
     """`selection`: the largest that it gives. hot_pages 0: no row is ever hosted: the reference."""
 
-    hbm_pages: int = 24
+    hbm_pages: int = field(default_factory=lambda: kind().device)
     dram_pages: int = 400
     hot_pages: int = field(default_factory=lambda: kind().hot_pages)
     hot_pages_max: int = 0
