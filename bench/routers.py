@@ -6,6 +6,7 @@ not there is left out. A tiny model: the first figure is the router's own time, 
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import shutil
 import statistics
@@ -22,7 +23,8 @@ from clients import free_port
 from pair_server import Server
 from pipeline_engine import CONFIG, checkpoint
 
-ROUNDS, EACH = 6, 60
+WARM, PAIRS = 20, 400
+ROUTERS: dict[str, int] = {}            # by its address, the process of each
 CONVERSATIONS, TURNS, SYSTEM, SAID = 64, 4, 200, 100
 
 
@@ -34,6 +36,7 @@ def routing(name: str, *flags: str):
         [name, "launch", "--port", str(port), "--prometheus-port", str(free_port()), *flags],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
+        ROUTERS[url] = process.pid
         for _ in range(300):
             with contextlib.suppress(httpx.HTTPError, KeyError):
                 ask(httpx.Client(base_url=url), "ready?")
@@ -43,6 +46,12 @@ def routing(name: str, *flags: str):
     finally:
         process.kill()
         process.wait()
+
+
+def processor_s(url: str) -> float:
+    """Seconds of processor that the router at this address has used."""
+    return sum(map(float, Path(f"/proc/{ROUTERS[url]}/stat").read_text().rsplit(")", 1)[1].split()[11:13])) \
+        / os.sysconf("SC_CLK_TCK")
 
 
 def ask(http: httpx.Client, prompt: str, tokens: int = 1) -> dict:
@@ -61,18 +70,23 @@ def cost(model: str, folder: Path, router: str) -> None:
         with routing(router, "--worker-urls", server.url) as url:
             arms = [httpx.Client(base_url=server.url), httpx.Client(base_url=url)]
             more, direct = [], []
-            for n in range(ROUNDS + 1):
-                took: list[list[float]] = [[], []]
-                for one in range(EACH):                     # in turns: a busy machine is busy for both
-                    for arm in (0, 1) if one % 2 else (1, 0):
-                        began = time.perf_counter()
-                        ask(arms[arm], "x" * 50)
-                        took[arm].append(1e3 * (time.perf_counter() - began))
-                if n:
-                    direct.append(statistics.median(took[0]))
-                    more.append(statistics.median(took[1]) - direct[-1])
-            print(f"{router}: {statistics.median(more):+.2f} ms more ({min(more):+.2f} to {max(more):+.2f}, "
-                  f"{ROUNDS} rounds of {EACH}); direct {statistics.median(direct):.1f} ms", flush=True)
+            for n in range(WARM + PAIRS):                   # in turns: a busy machine is busy for both
+                took, used = [0.0, 0.0], processor_s(url)
+                for arm in (0, 1) if n % 2 else (1, 0):
+                    began = time.perf_counter()
+                    ask(arms[arm], "x" * 50)
+                    took[arm] = 1e3 * (time.perf_counter() - began)
+                if n == WARM:
+                    before = used
+                if n >= WARM:
+                    direct.append(took[0])
+                    more.append(took[1] - took[0])
+            own = 1e3 * (processor_s(url) - before) / PAIRS
+            more.sort()
+            middle, aside = PAIRS // 2, round(0.98 * PAIRS ** 0.5)      # 95 %: quantiles of a binomial
+            low, high, alone = more[middle - aside], more[middle + aside], statistics.median(direct)
+            print(f"{router}: {more[middle]:+.2f} ms more (median of {PAIRS} pairs; 95 %: {low:+.2f} to "
+                  f"{high:+.2f}), {own:.2f} ms of processor; direct {alone:.1f} ms", flush=True)
     finally:
         server.close()
 
