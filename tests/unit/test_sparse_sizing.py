@@ -70,6 +70,22 @@ def test_a_window_counts_as_its_pages_and_one_as_in_the_core(layers, window):
         1000 * caches.slabs.slab_bytes if full else 0)
 
 
+def test_selection_is_for_layers_that_see_all():
+    """A window stays as it is, whatever is asked of its layer; where nothing is left, that is said."""
+    all_layers = tuple(map(LocalLayer, range(4)))
+    full = CacheShape(name="full", layers=all_layers[::2], num_kv_heads=2, head_dim=32)
+    window = replace(full, name="window", layers=all_layers[1::2], window=20)
+    kv = KVConfig(sparse_top_k=512, sparse_dense_layers=("0", "1"))
+    groups = groups_of(Shape(groups=(full, window)), selection_of(kv))
+    assert [(g.name, g.layers, g.window) for g in groups] == [
+        ("full", (2,), 0), ("bounds", (2,), 0), ("dense", (0,), 0), ("window", (1, 3), 20)]
+    for wrong, said in ((Shape(groups=(window,)), "sees its last 20 tokens"),
+                        (Shape(groups=(replace(full, layers=all_layers[:1]), window)), "none is left"),
+                        (Shape(attention=AttentionShape(num_heads=9, scale=1.0, softcap=50.0)), "caps its")):
+        with pytest.raises(ConfigError, match=said):
+            groups_of(wrong, selection_of(kv))
+
+
 def request(tokens: int, *, selects=True) -> Arrived:
     return Arrived(RequestId(1), (1,) * tokens, 1, selects=selects)
 

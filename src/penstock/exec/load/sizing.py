@@ -81,8 +81,11 @@ def groups_of(model: Model, selection: Selection | None,
         raise ConfigError("--sparse-top-k: this model caps its scores (attn_logit_softcapping), and what "
                           "selects does not: leave the flag out")
     first = model.stage.first
-    dense = tuple(LocalLayer(i - first) for i in selection.dense if i >= first)
+    dense = tuple(LocalLayer(i - first) for i in selection.dense if i - first in full.layers)
     rest = tuple(i for i in full.layers if i not in dense)
+    if full.layers and not rest:
+        raise ConfigError("--sparse-dense-layers: of this model's layers that see all none is left to select "
+                          "in: name fewer, or leave --sparse-top-k out")
     bounds = replace(full, name="bounds", layers=rest, unit=selection.unit, selector=True)
     groups = [replace(full, layers=rest),
               _kept(bounds, kv.sparse_bounds_dtype, full.head_dim, "--sparse-bounds-dtype")]
