@@ -147,6 +147,22 @@ def test_pages_of_engines_that_read_all_of_other_layers_are_no_others_pages(fold
     assert len({build.kv_identity(asked, loaded, one, CACHES)["selector"] for one in selections}) == 4
 
 
+def test_bounds_have_the_type_that_is_asked_for_and_name_pages_by_it(folder):
+    kv = KVConfig(hbm_bytes=1 << 20, sparse_top_k=128, sparse_bounds_dtype="fp8_e4m3")
+    with pytest.raises(ConfigError, match=r"--sparse-bounds-dtype fp8_e4m3: .* have 8 values to code"):
+        build_engine(dummy(folder, kv=kv), str)
+    (folder / "config.json").write_text(json.dumps(LLAMA | {"head_dim": 16}))
+    plain, coded = (build_engine(dummy(folder, kv=replace(kv, sparse_bounds_dtype=name)), str)
+                    for name in ("auto", "fp8_e4m3"))
+    assert plain.info["selector_bytes_per_token"] == 2 * 2 * 2 * 16 * 4 // 8     # layers, heads, bounds
+    assert coded.info["selector_bytes_per_token"] == 2 * 2 * 2 * (16 + 4) // 8
+    assert "bounds_dtype" not in plain.info and coded.info["bounds_dtype"] == "fp8_e4m3"
+    asked = dummy(folder)
+    loaded = weights.load(asked, None, lambda _: None)
+    kept, other = (build.kv_identity(asked, loaded, None, one.caches) for one in (plain, coded))
+    assert {name for name in other if other[name] != kept.get(name)} == {"pages: bounds_dtype"}
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_built_engine_produces_tokens(folder, dtype):
     lines: list[str] = []
