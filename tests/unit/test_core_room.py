@@ -17,6 +17,7 @@ from penstock.core.plan import (
     RequestId,
     Retired,
     Spilled,
+    StepPlan,
     Tier,
 )
 from penstock.core.settings import CacheGroup, CoreConfig
@@ -255,3 +256,28 @@ def test_a_promotion_loads_few_pages_at_once() -> None:
             d.retire()
     assert max(loads) <= 3 and sum(loads) >= 8 and d.core.counters["promotions"] == 1, loads
     assert d.finished() == {0: Outcome.LENGTH, 1: Outcome.LENGTH}
+
+
+def test_a_row_goes_to_the_host_and_comes_back_page_by_page_without_a_bind() -> None:
+    """Each page is read from the device as soon as its load has landed, and one flies at a time."""
+    core = Core(CoreConfig(page_size=4, rows=1, hbm_pages=24, dram_pages=40, hot_pages=4, step_tokens=64,
+                           load_pages=1, max_len=64))
+    events: list[Event] = [Arrived(LONG, tuple(range(26)), 30, selects=True)]
+    plans: list[StepPlan] = []
+    for turn in range(30):
+        plan = core.advance(events).plan
+        core.check()
+        assert plan is not None
+        plans.append(plan)
+        events = [Retired(plan.step, ((7,),) * sum(plan.samples)), *(Moved(m.id, True) for m in plan.moves),
+                  *([Spilled(LONG)] * (turn == 2)), *([Promoted(LONG)] * (turn == 5))]
+        if turn > 6 and core.live[LONG].phase is Phase.RESIDENT:
+            break
+    assert [len(plan.binds) for plan in plans] == [1] + [0] * (len(plans) - 1)
+    spilled, *mapped = [(m, plan) for plan in plans for m in plan.remaps]
+    assert spilled[0].entries == tuple(range(7)) and min(spilled[0].host) >= 0
+    assert len(mapped) == spilled[0].device.count(-1) == 4
+    assert all([len(m.entries) == 1 and min(m.device) >= 0 for m, _ in mapped])
+    assert len({plan.step for _, plan in mapped}) == len(mapped)
+    hot = [resize.pages for plan in plans for resize in plan.resizes]
+    assert [len(pages) for pages in hot] == [4, 0] and [h.keeps for h in hot[0]] == [3, 4, 5, 6]
