@@ -156,8 +156,8 @@ class CoreMachine(RuleBasedStateMachine):
                data: st.DataObject) -> None:
         self.num += 1
         a = Arrived(RequestId(self.num), prompt, max_new, namespace=int(kind == 0), priority=priority,
-                    stop=frozenset({2}) if kind == 1 else frozenset(), host_token=kind == 2,
-                    selects=selects, attention=int(selects and kind in (3, 4)))
+                    stop=frozenset({2}) if kind == 1 else frozenset(), selects=selects,
+                    attention=int(selects and kind in (3, 4)))
         if kind == 5 and self.got:
             leader = self.core.live[self._leader(data)].arrived
             a = replace(a, prompt=leader.prompt, leader=leader.rid, selects=leader.selects)

@@ -47,13 +47,6 @@ def test_decode_mixes_with_prefill_under_the_token_budget() -> None:
     assert mixed.tokens == (-1, 10, 11, 12)
 
 
-def test_a_token_is_sent_only_where_the_request_needs_it_on_the_host() -> None:
-    d = Driver(overlap=True)
-    d.arrive(1, range(4), host_token=True)
-    (decode,) = d.retire()                 # not planned ahead of its result
-    assert decode.start == (4,) and decode.tokens == (100,)
-
-
 def test_overlap_plans_a_step_on_a_token_nobody_has_seen() -> None:
     d = Driver(overlap=True)
     first, second = d.arrive(1, range(4))

@@ -67,16 +67,16 @@ HALF = SamplingParams(top_k_tokens=256)
 NATIVE = indexer_selection(256)
 
 
-def test_what_a_submit_says_of_attention_and_grammar_reaches_the_core():
+def test_what_a_submit_says_of_attention_reaches_the_core():
     rig = Rig(selection=TOP)
     half = attention_identity(TOP.within(256))
-    rig.submit(1, selects=True, attention=half, params=HALF, host_token=True)
+    rig.submit(1, selects=True, attention=half, params=HALF)
     rig.submit(2, params=SamplingParams(top_k_tokens=0))
     rig.submit(3)
     rig.run()
-    assert [(e.selects, e.attention, e.host_token, e.transfer)
+    assert [(e.selects, e.attention, e.transfer)
             for e in rig.core.seen if isinstance(e, Arrived)] == [
-                (True, half, True, 0), (False, 0, False, 0), (False, 0, False, 0)]
+                (True, half, 0), (False, 0, 0), (False, 0, 0)]
     assert [c.kv_reads for c in rig.chunks if c.finish] == [{"hot_hits": 2, "hot_misses": 256}, None, None]
     assert all(c.kv_reads is None for c in rig.chunks if not c.finish)
 

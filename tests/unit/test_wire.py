@@ -13,7 +13,7 @@ from penstock.serve import wire
 TO_ENGINE = [
     wire.Hello(wire.VERSION, {"model": {"model": "demo", "seed": 0, "x": None, "y": ["a", "b"]}}),
     wire.Submit(rid=7, prompt=[1, 2, 3], stop_ids=[2], max_new=5, leader=6, choice=1,
-                selects=True, attention=(1 << 63) - 1, host_token=True,
+                selects=True, attention=(1 << 63) - 1,
                 params=SamplingParams(stop=("é", "##"), logit_bias={5: -1.5}, seed=-3, n=2,
                                       forced=(4, 0))),
     wire.Abort(7), wire.StopAt(7, 3), wire.Flush(), wire.AskStats(1), wire.AskShown(2), wire.Shutdown()]

@@ -68,7 +68,6 @@ class Arrived:
     namespace: int = 0                     # root of the prefix tree: tenant, salt, adapter; 64 bits
     priority: int = 0                      # lower is served first, as in vLLM
     leader: RequestId | None = None        # fork (`n` > 1): wait for this one's prompt, then share
-    host_token: bool = False               # each step needs its last token on the host (a grammar)
     selects: bool = False                  # its decode reads a selection of its KV: it may go hosted
     attention: int = 0                     # identity of what its decode computes, if that differs
                                            # from a prefill of the same tokens; 0: it does not
@@ -320,9 +319,9 @@ class Move(NamedTuple):
 class StepPlan:
     """One forward step, struct-of-arrays: entry i of every column is the i-th batch row.
 
-    A row that decodes carries no token, unless its request has `host_token`: its tokens are -1, the first
-    is its last sampled one and further ones are drafts. It starts where the device's own length says:
-    `start` and `count` are upper bounds as long as results of earlier steps are out.
+    A row that decodes carries no token: its tokens are -1, the first is its last sampled one and further
+    ones are drafts. It starts where the device's own length says: `start` and `count` are upper bounds
+    as long as results of earlier steps are out.
     A plan without rows carries binds, grows and moves only; it retires like any other.
     Order on the device: binds, grows, remaps, resizes, forward, moves (each not before its `after`).
     The forward reads what `waits` write: it may run a layer when its part of them is in place.

@@ -111,7 +111,7 @@ def _prompts(core: CoreState, decoding: list[ScheduledRow], budget: int) -> list
 
 def _may_decode(r: Request) -> bool:
     ahead = len(r.tokens) + r.num_placeholders
-    return r.computed < ahead < r.num_prompt + r.max_new and not (r.arrived.host_token and r.num_placeholders)
+    return r.computed < ahead < r.num_prompt + r.max_new
 
 
 def _width(core: CoreState, r: Request, budget: int) -> int:
@@ -267,7 +267,7 @@ def _issue(core: CoreState, step: StepId, chosen: list[ScheduledRow]) -> StepPla
             continue
         looked += 1
         news.of(core, r)
-        if r.phase in DECODING and not r.arrived.host_token:
+        if r.phase in DECODING:
             tokens += [-1] * row.count         # the device has sampled it; what follows are drafts
         else:
             known = r.tokens[at:at + row.count]
@@ -300,9 +300,9 @@ def _columns(core: CoreState, step: StepId, chosen: list[ScheduledRow]) -> Colum
 
 # ---------------------------------------------------------------- what needs no look
 def unchanged_until(core: CoreState, r: Request) -> int:
-    """Up to which position `r` decodes one token a step and nothing else happens to its row. Drafts,
-    a token that must come back first and loads to wait for need a look each step."""
-    if (core.cfg.draft_tokens or r.arrived.host_token or r.waits or r.issued is None
+    """Up to which position `r` decodes one token a step and nothing else happens to its row. Drafts
+    and loads to wait for need a look each step."""
+    if (core.cfg.draft_tokens or r.waits or r.issued is None
             or r.phase not in DECODING or len(r.tokens) + r.num_placeholders != r.computed + 1):
         return 0
     return min(r.capacity, r.num_prompt + r.max_new - 1)

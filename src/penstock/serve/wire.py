@@ -16,7 +16,7 @@ from penstock.config.request.params import SamplingParams
 from penstock.config.request.scores import Scores
 from penstock.config.request.selection import Selection
 
-VERSION = 7
+VERSION = 8
 LOADED = "engine: loaded"       # the last line that the engine prints before it sends Ready
 FRAME_BYTES_MAX = 256 << 20
 
@@ -60,9 +60,8 @@ class Submit(_Message, frozen=True):
     namespace: int = 0
     leader: int | None = None
     choice: int = 0                     # 0 .. n-1: part of the sampling seed
-    selects: bool = False               # these three as in the core's Arrived
+    selects: bool = False               # these two as in the core's Arrived
     attention: int = 0
-    host_token: bool = False
     room: Room | None = None            # of one end of a pair behind a router
 
 

@@ -136,9 +136,10 @@ class Workload:
             ends = [i for i, t in enumerate(truth) if t in stop and i >= min_new]
             if ends:
                 truth, outcome = truth[:ends[0] + 1], Outcome.STOP
-        e = Expect(Arrived(RequestId(len(self.made)), prompt, max_new, stop, min_new, namespace,
-                           rng.choice((0, 0, 0, 1, 2)), fork.rid if fork is not None else None,
-                           rng.random() < 0.15, selects, attention, self._transfer()),
+        priority = rng.choice((0, 0, 0, 1, 2))
+        rng.random()                       # means nothing: without it every seed would be another workload
+        e = Expect(Arrived(RequestId(len(self.made)), prompt, max_new, stop, min_new, namespace, priority,
+                           fork.rid if fork is not None else None, selects, attention, self._transfer()),
                    seed, at, truth, outcome, fits < max_new)
         self.made.append(e)
         return e

@@ -55,7 +55,6 @@ class Ask(_Message, frozen=True):
     namespace: Annotated[bytes, Meta(min_length=16, max_length=16)]
     choice: Number = 0
     leader: Number = 0
-    host_token: bool = False
     selects: bool = False
     attention: Number = 0
     room: tuple[Number, Number] | None = None

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from mutants.registry import Real, holding, instead_of, mutant, of_ranks
-from penstock.core import schedule
 from penstock.core.core import Core
 from penstock.core.kv import listing, prefix_tree
 from penstock.core.kv.allocate import KVCache
@@ -93,18 +92,6 @@ def upper_bound_taken_for_length(real: Real, core: Core, step: StepId, tokens: o
             row.request.retired += 1
             row.request.computed += 1
     real(core, step, tokens)
-
-
-@instead_of(schedule, "_may_decode")
-def grammar_row_runs_ahead(real: Real, r: Request) -> bool:
-    """A row that needs its last token on the host is planned before it is there."""
-    num_placeholders, r.num_placeholders = r.num_placeholders, 0
-    ahead = r.arrived.host_token and num_placeholders > 0
-    try:
-        may: bool = real(r) if not ahead else r.num_output + num_placeholders < r.max_new
-        return may
-    finally:
-        r.num_placeholders = num_placeholders
 
 
 # ---------------------------------------------------------------- what the ranks do for a core that is right

@@ -278,8 +278,8 @@ class EngineLoop:
         self._events.append(Arrived(
             rid=rid, prompt=prompt, max_new=m.max_new, stop=frozenset(m.stop_ids),
             min_new=m.params.min_tokens, namespace=m.namespace, priority=m.params.priority,
-            leader=None if leader is None else RequestId(leader), host_token=m.host_token,
-            selects=m.selects, attention=m.attention, transfer=transfer,
+            leader=None if leader is None else RequestId(leader), selects=m.selects,
+            attention=m.attention, transfer=transfer,
             peer=at if peer is None else peer.id, cached_max=m.params.cached_max))
 
     def _refusal(self, m: Submit) -> str | None:

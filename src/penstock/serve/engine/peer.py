@@ -163,8 +163,7 @@ class Peer:
             rid=0, prompt=prompt.tolist(), params=ask.params, stop_ids=ask.stop_ids, max_new=1,
             namespace=int.from_bytes(ask.namespace[:8], "little") >> 1,
             leader=self._rids.get(ask.leader), choice=ask.choice, selects=ask.selects,
-            attention=ask.attention, host_token=ask.host_token,
-            room=None if ask.room is None else Room(*ask.room)))]
+            attention=ask.attention, room=None if ask.room is None else Room(*ask.room)))]
 
     # ------------------------------------------------------------ prefill end
     def accept(self, transfer: int, rid: int, num_prompt: int) -> None:
@@ -191,7 +190,7 @@ class Peer:
         self._link.say(self.epoch, Ask(
             m.rid, prompt.tobytes(), m.params, m.stop_ids, m.max_new,
             (m.namespace << 1).to_bytes(16, "little"), m.choice,
-            m.leader or 0, m.host_token, m.selects, m.attention,
+            m.leader or 0, m.selects, m.attention,
             None if m.room is None else (m.room.number, m.room.index)))
         return m.rid
 
