@@ -18,13 +18,16 @@ from penstock.core.core import Core
 from penstock.core.lifecycle import Phase
 from penstock.core.pair.messages import Cancel, Drained, End, Grant, Message, Reason, Refused
 from penstock.core.plan import (
+    ONE_PEER,
     Aborted,
     Arrived,
+    Claimed,
     Dropped,
     Event,
     Move,
     Outcome,
     Paused,
+    PeerId,
     PeerJoined,
     PeerLeft,
     Promoted,
@@ -40,6 +43,8 @@ from penstock.sim.workload import Expect
 from penstock.sim.world import AIMED, MakeCore, World
 
 MESSAGES_MAX = 200            # for each request
+NOBODY, HELD = PeerId(1), 1_000_000           # whose a prompt is until it is asked for, and his transfers
+ROOM_TIME = 100.0             # until a prompt that nobody has asked for ends
 
 
 # Where a request may be when an answer comes late, by the role of who hears it.
@@ -155,6 +160,8 @@ class Pair:
                  record: bool = False, ticks: int = 0) -> None:
         self.sc, self.net, self.clock = sc, sc.net, Clock()
         self.rng = Random(f"wire {sc.seed}")
+        self._rooms_rng = Random(f"held {sc.seed}")
+        self._claimed: set[RequestId] = set()         # of those that a router has sent
         self.make, self.blind, self.record, self.ticks = make, blind, record, ticks
         self.stats: Counter[str] = Counter()
         self.grants: dict[tuple[int, int, int], tuple[World, Move]] = {}
@@ -246,8 +253,31 @@ class Pair:
             return
         a = replace(e.arrived, priority=self.rng.choice((0, e.arrived.priority)))
         copy = Expect(a, e.seed, 0.0, (), Outcome.SENT, False)
+        if self._rooms_rng.random() < self.net.rooms:
+            held = replace(a, transfer=HELD + a.rid, peer=NOBODY)
+            self.clock.after(self._rooms_rng.random() * self.net.delay, partial(
+                self._enter, Expect(held, e.seed, 0.0, (), Outcome.SENT, False)))
         waits = 20 if self.sc.cfg.disk_pages and self.rng.random() < self.net.keep else 0
         self._put(world.line, world.line.prefill, self.net.delay, partial(self._ask, world.line, copy, waits))
+
+    def _known(self, rid: RequestId) -> list[Expect]:
+        """What the prefill engine has of a request; requests keep their numbers."""
+        made = self.prefill.load.made
+        while len(made) <= rid:
+            made.append(Expect(Arrived(RequestId(len(made)), (0,), 1), 0, 0.0, (), Outcome.SENT, False))
+        return made
+
+    def _enter(self, e: Expect) -> None:
+        """A router has sent a prompt to the prefill engine, for who asks for it or has; not for ever."""
+        world, rid = self.prefill, e.arrived.rid
+        if not (world.dead or (made := self._known(rid))[rid].arrived.transfer):
+            made[rid] = e
+            world.expect(e)
+            self.clock.after(self._rooms_rng.random() * ROOM_TIME, partial(self._give_up, world, e))
+
+    def _give_up(self, world: World, e: Expect) -> None:
+        if e.arrived.rid not in self._claimed and e.finished is None:
+            self._to(world, Aborted(e.arrived.rid))
 
     def _put(self, line: Connection, to: World, delay: float, item: Callable[[], bool]) -> bool:
         """Whether the connection is still there."""
@@ -257,11 +287,14 @@ class Pair:
         return way.is_open
 
     def _ask(self, line: Connection, e: Expect, waits: int) -> bool:
-        world, made, rid = line.prefill, line.prefill.load.made, e.arrived.rid
-        while len(made) <= rid:                       # requests keep their numbers
-            made.append(Expect(replace(e.arrived, rid=RequestId(len(made))), 0, 0.0, (),
-                               Outcome.SENT, False))
-        if not world.dead:
+        world, rid = line.prefill, e.arrived.rid
+        made = self._known(rid)
+        if made[rid].arrived.peer == NOBODY and rid not in self._claimed and (
+                made[rid].finished is not Outcome.LOST):
+            self._claimed.add(rid)
+            self.stats["claimed"] += 1
+            self._to(world, Claimed(rid, e.arrived.transfer, ONE_PEER))
+        elif not world.dead:
             made[rid] = e
             world.expect(e)
             if waits and self.rng.random() < 0.5:
@@ -366,8 +399,8 @@ class Pair:
                 device.receive(granted, values)
         return True
 
-    def leave(self, transfer: int) -> None:
-        self.decode.send(Aborted(RequestId(transfer - 1)))
+    def leave(self, rid: RequestId) -> None:
+        self.decode.send(Aborted(rid))
 
     def _die(self) -> None:
         self.die(self.rng.choice((self.prefill, self.decode)))
@@ -449,7 +482,7 @@ def start(sc: Scenario, make: MakeCore = Core, *, blind: bool = False, record: b
 
 def _of(sc: Scenario, role: str) -> Scenario:
     """The engine of one side: another page size, another pool, the same model."""
-    cfg = replace(sc.cfg, role=role)
+    cfg = replace(sc.cfg, role=role, peers=2 if role == "prefill" and sc.net.rooms else 1)
     if role == "prefill":
         rng = Random(f"prefill {sc.seed}")
         size = rng.choice((cfg.page_size, cfg.page_size, 1, 2, 2 * cfg.page_size))

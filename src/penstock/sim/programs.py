@@ -114,7 +114,7 @@ MUST_FIRE = (
     "drafts", "fewer tokens than planned", "ahead of its token", "forks shared",
     "cut by a limit", "ended stop", "ended length", "ended abort", "ended refused",
     # of a pair
-    "pairs", "messages", "message lost", "answer kept",
+    "pairs", "claimed", "messages", "message lost", "answer kept",
     "pushes", "push failed", "write refused", "late write", "write of the dead landed",
     "bytes damaged", "cut off",
     "prefill engine died", "decode engine died", "delivered by the peer",

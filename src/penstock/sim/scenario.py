@@ -36,6 +36,7 @@ class Network:
     cuts: int = 0             # times that the connection breaks
     keep: float = 0.0         # chance that an answer waits until its request is somewhere else
     patience: float = 1000.0  # upper bound of what a transfer may take before `Expired` comes
+    rooms: float = 0.0        # chance that a router sends a prompt to the prefill engine as well, by itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +98,8 @@ def draw(seed: int, mode: str = "") -> Scenario:
     parts = Random(f"take {seed}")
     sc = replace(sc, cfg=replace(sc.cfg, take_pages=parts.choice((1, 2, 5, 512)),
                                  load_pages=parts.choice((1, 3, 64))))
+    if sc.pair and seed % 5 == 3:
+        sc = replace(sc, net=replace(sc.net, rooms=Random(f"rooms {seed}").choice((0.3, 0.8))))
     sc = replace(sc, damages=damages, speeds=speeds, jumps=rng.choice((0, 0, 0, 0, 1, 3)))
     return finish(override(_named(sc), mode))
 

@@ -354,16 +354,17 @@ class View:
 
     def leftovers(self) -> list[str]:
         """What is still remembered then."""
-        core, copies, pair = self._core, self._kv.moves, self._pair
+        core, copies = self._core, self._kv.moves
         kept: dict[str, Any] = {
             "live": core.live, "steps": core.in_flight, "running": core.running, "waiting": core.waiting,
             "line": core.runnable, "columns": core.columns, "moves": copies.flying,
             "detached": copies.detached,
             "loans": self._kv.reclaimable, "sealed pages": self._kv.tree.roots}
-        if pair is not None:
-            kept |= {"transfers": pair.requests, "grants": pair.granted, "of the peer": pair.side.table}
-            kept |= {"asked": pair.side.asked} if isinstance(pair.side, DecodeSide) else {
-                "pushes": pair.side.pushes, "pushing": pair.pushing}
+        for n, pair in core.pairs.items():
+            kept |= {f"transfers {n}": pair.requests, f"grants {n}": pair.granted,
+                     f"of peer {n}": pair.side.table}
+            kept |= {f"asked {n}": pair.side.asked} if isinstance(pair.side, DecodeSide) else {
+                f"pushes {n}": pair.side.pushes, f"pushing {n}": pair.pushing}
         return [name for name, what in kept.items() if what]
 
 

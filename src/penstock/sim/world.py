@@ -16,6 +16,7 @@ from penstock.core.core import Core
 from penstock.core.lifecycle import Phase
 from penstock.core.pair.messages import Message
 from penstock.core.plan import (
+    ONE_PEER,
     Aborted,
     Advance,
     Arrived,
@@ -87,7 +88,7 @@ class Link(Protocol):
     def cut(self, world: World) -> None:
         """The connection breaks."""
 
-    def leave(self, transfer: int) -> None:
+    def leave(self, rid: RequestId) -> None:
         """A client leaves while the prefill engine works for it."""
 
 
@@ -220,7 +221,7 @@ class World(Watcher):
                 self.send(Expired(rid, phase.value, next(r for r in self.view.live if r.rid == rid).visit))
             elif kind == "leave":
                 if self.link is not None:
-                    self.link.leave(made[rid].arrived.transfer)
+                    self.link.leave(rid)
             elif kind == "flush":
                 self.send(Flushed())
             elif kind == "rates":
@@ -377,7 +378,7 @@ class World(Watcher):
             assert adv.plan.step <= self.plans_max, "starvation: too many steps"
             self.executor.submit(adv.plan)
         for out in adv.outputs:
-            if isinstance(out, Say) and self.link is not None:
+            if isinstance(out, Say) and out.peer == ONE_PEER and self.link is not None:
                 self.link.say(self, out.what)
 
     def _changes(self) -> tuple[int, int, int]:
