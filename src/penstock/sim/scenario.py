@@ -293,6 +293,30 @@ def _whole(pages: int, slab: int) -> int:
     return -(-pages // slab) * slab
 
 
+def of_role(sc: Scenario, role: str) -> Scenario:
+    """The engine of one side: another page size, another pool, the same model."""
+    cfg = replace(sc.cfg, role=role, peers=2 if role == "prefill" and sc.net.rooms else 1)
+    if role == "prefill":
+        rng = Random(f"prefill {sc.seed}")
+        size = rng.choice((cfg.page_size, cfg.page_size, 1, 2, 2 * cfg.page_size))
+        groups = tuple(replace(group, page_tokens=group.page_tokens // cfg.page_size * size)
+                       for group in cfg.groups)
+        more = -(-cfg.page_size // size)
+        cfg = replace(cfg, page_size=size, groups=groups, hbm_pages=cfg.hbm_pages * more,
+                      dram_pages=cfg.dram_pages * more, disk_pages=cfg.disk_pages * more)
+        cfg = replace(cfg, pp_size=rng.choice((1, cfg.pp_size)), overlap=rng.random() < 0.5,
+                      rows=rng.choice((1, 2, cfg.rows)), draft_tokens=0,
+                      hbm_pages=cfg.hbm_pages * rng.choice((1, 1, 2)))
+        if rng.random() < 0.15:                       # it refuses what the decode engine takes
+            slab = cfg.groups[0].slab_pages
+            small = max(2 + cfg.hot_pages, cfg.hbm_pages // 4)
+            cfg = replace(cfg, hbm_pages=-(-small // slab) * slab, always_hosted=False,
+                          hot_pages=0)
+    return replace(sc, cfg=cfg, stops=sc.stops if role == "decode" else 0,
+                   stop=sc.stop if role == "decode" else 0.0,
+                   speeds=sc.speeds, ranks=sc.ranks)
+
+
 ONLY = {"model": (1, 3), "pair": (0, 1), "named": (0, 1, 2)}
 
 

@@ -151,7 +151,6 @@ class World(Watcher):
             late = at + rng.choice((0.0, 1.0, 10.0, 40.0)) * rng.random()
             for _ in range(rng.choice((1, 1, 2))):
                 self.clock.after(late, partial(self.send, Aborted(a.rid)))
-
         self._expire(a, at)
 
     def _expire(self, a: Arrived, at: float) -> None:
