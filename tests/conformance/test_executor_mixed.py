@@ -40,10 +40,10 @@ def write_kv(k_TKH, v_TKH, k_PKGH, v_PKGH, table_RP, row_T, position_T):
     k_PKGH[page, :, position % size], v_PKGH[page, :, position % size] = k_TKH[at], v_TKH[at]
 
 
-def decode(q_BNH, k_PKGH, v_PKGH, table_RP, row_B, context_B, *, scale, cut):
+def decode(q_BNH, k_PKGH, v_PKGH, table_RP, row_B, context_B, *, spec, cut):
     start = torch.arange(len(q_BNH) + 1, dtype=torch.int32)
-    out = attend(q_BNH, k_PKGH.transpose(1, 2), v_PKGH.transpose(1, 2), scale=scale, max_query=1, max_key=0,
-                 start_B1=start, context_B=context_B.clamp(min=1),
+    out = attend(q_BNH, k_PKGH.transpose(1, 2), v_PKGH.transpose(1, 2), scale=spec.scale, max_query=1,
+                 max_key=0, start_B1=start, context_B=context_B.clamp(min=1),
                  table_BM=table_RP[row_B.long()].clamp_min(0))
     return out * (context_B > 0)[:, None, None]
 
