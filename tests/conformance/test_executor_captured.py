@@ -48,9 +48,18 @@ class Eager(DecodeGraphs):
         return logits_BV[:len(rows)], answer_2B
 
 
+def slots(table_RM, size, row_B, at_B):
+    """`triton_places.find` without a device."""
+    if table_RM is None:
+        return torch.full(at_B.shape, -1, dtype=torch.int64)
+    page_B = table_RM[row_B, at_B.clamp_min(0) // size].long()
+    return torch.where((at_B < 0) | (page_B < 0), -1, page_B * size + at_B % size)
+
+
 @pytest.fixture
 def captured(monkeypatch):
     monkeypatch.setattr(selecting_graphs, "PagedDecode", Plain)
+    monkeypatch.setattr(selecting_graphs, "_slots", slots)
 
     def put(engine):
         graphs = Eager(engine.rank)
