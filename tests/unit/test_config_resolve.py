@@ -42,7 +42,7 @@ GPU = replace(MACHINE, gpus=("NVIDIA H200",), torch_cuda="13.0")
 def test_the_device_is_the_gpu_where_torch_can_use_it() -> None:
     auto = resolve(from_options("demo", {}), GPU)
     assert (auto.device.device, auto.model.dtype, auto.kv.memory_fraction) == ("cuda", "auto", 0.9)
-    assert auto.schedule.num_step_tokens == 8192
+    assert auto.schedule.step_tokens is None                # the model tells
     assert resolve(auto, GPU) == auto
     asked = resolve(from_options("demo", {"device": "cpu"}), GPU)
     assert (asked.device.device, asked.model.dtype, asked.kv.memory_fraction) == ("cpu", "float32", 0.3)

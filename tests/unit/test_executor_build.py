@@ -49,6 +49,16 @@ def config(max_model_len=None, **kv) -> Config:
                   kv=KVConfig(**{"memory_fraction": 0.3} | kv), schedule=ScheduleConfig(step_tokens=512))
 
 
+def test_a_gpu_has_large_steps_unless_launching_a_layer_takes_longer_than_its_arithmetic():
+    def tokens(layer_bytes, given=None, **device):
+        model = SimpleNamespace(stage=SimpleNamespace(first=2, end=6))
+        raw = replace(config(), schedule=ScheduleConfig(step_tokens=given), device=DeviceConfig(**device))
+        return build._with_step(raw, SimpleNamespace(model=model, bytes=4 * layer_bytes)).schedule.step_tokens
+    assert [tokens(n << 20) for n in (8, 35, 37, 380)] == [1024, 1024, 8192, 8192]
+    assert tokens(8 << 20, given=77) == 77
+    assert tokens(0, tp=2) == 8192              # several ranks' weights are not known here
+
+
 def test_pools_take_what_they_are_given():
     core = size_pools(config(hbm_bytes=4096 * 10 + 4095, dram_bytes=4096 * 3), CACHES, 512, FREE).core
     assert (core.hbm_pages, core.dram_pages, core.page_size, core.max_len) == (10, 3, 16, 160)

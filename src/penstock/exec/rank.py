@@ -108,8 +108,9 @@ class Rank:
     """One rank in this process, on the device of its pools.
 
     start       queues. A CUDA device gets the plan at once if it needs nothing that only the answers of
-                steps in flight can tell: no row bound anew. Tokens that the device cannot sample by itself
-                are chosen late: when the step behind theirs is launched, or when theirs lands.
+                steps in flight can tell: no row bound anew, no page that comes or goes. Tokens that the device
+                cannot sample by itself are chosen late: when the step behind theirs is launched, or when theirs
+                lands.
     collect     with `block` executes the oldest queued plan, or waits for the oldest in flight, or, with
                 neither, for the end of a copy; without, runs no step. Both start the copies that are due
                 and report those that have ended. Copies run in a thread of the mover's own, beside the
@@ -213,7 +214,7 @@ class Rank:
 
     def _may_fly(self, plan: StepPlan) -> bool:
         """Whether it can be launched without the answers of the steps in front of it."""
-        return not (plan.binds or plan.waits)
+        return not (plan.binds or plan.waits or plan.remaps)
 
     def _launch(self, plan: StepPlan) -> None:
         if self._flights:                   # its tokens are inputs of this one

@@ -39,8 +39,8 @@ def resolve(raw: Config, machine: Machine) -> Config:
         schedule = replace(schedule, max_waiting=4 * schedule.max_num_seqs)
     if device.device == "auto":
         device = replace(device, device="cuda" if machine.device == "cuda" else "cpu")
-    if schedule.step_tokens is None:
-        schedule = replace(schedule, step_tokens=8192 if device.device == "cuda" else 512)
+    if schedule.step_tokens is None and device.device == "cpu":         # on a GPU the model tells
+        schedule = replace(schedule, step_tokens=512)
     if device.threads is None:
         device = replace(device, threads=max(1, min(machine.cores, 1024) // max(1, raw.num_engines)))
     if kv.kv_storage is not None and kv.host_tier is kv.dram_bytes is kv.dram_ratio is None:

@@ -153,7 +153,7 @@ class ScheduleConfig:
     max_num_seqs: Annotated[int, "rows: requests decoding at once",
                             Alias("--max-running-requests")] = 16
     step_tokens: Annotated[int | None, "token budget of one step, prefill and decode together (default: "
-                           "512, on a GPU 8192)",
+                           "512; on a GPU 8192, or 1024 for small models)",
                            Alias("--chunked-prefill-size", "--max-num-batched-tokens")] = None
     overlap: Annotated[bool, "plan step n+1 before step n has finished",
                        Alias("--async-scheduling"), Inverse("--disable-overlap-schedule")] = True
@@ -162,7 +162,7 @@ class ScheduleConfig:
 
     @property
     def num_step_tokens(self) -> int:
-        assert self.step_tokens is not None, "an unresolved config"
+        assert self.step_tokens is not None, "neither resolved nor told by a model"
         return self.step_tokens
 
 
