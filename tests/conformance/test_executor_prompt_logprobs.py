@@ -21,7 +21,8 @@ def exact(prompt: tuple[int, ...], family: str) -> torch.Tensor:
     """logprob_TV."""
     with torch.inference_mode():
         m = model(family)
-        return m.logits(m.forward(*where.sequence(list(prompt)), Dense(m.attention, m.groups))).log_softmax(-1)
+        hidden_TD = m.forward(*where.sequence(list(prompt)), Dense(m.attention, m.groups))
+        return m.logits(hidden_TD).log_softmax(-1)
 
 
 def check(engine, rid: int, prompt: tuple[int, ...], logprob_TV: torch.Tensor, params: SamplingParams):

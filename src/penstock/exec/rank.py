@@ -108,9 +108,9 @@ class Rank:
     """One rank in this process, on the device of its pools.
 
     start       queues. A CUDA device gets the plan at once if it needs nothing that only the answers of
-                steps in flight can tell: no row bound anew, no page that comes or goes. Tokens that the device
-                cannot sample by itself are chosen late: when the step behind theirs is launched, or when theirs
-                lands.
+                steps in flight can tell: no row bound anew, no page that comes or goes. Tokens that the
+                device cannot sample by itself are chosen late: when the step behind theirs is launched, or
+                when theirs lands.
     collect     with `block` executes the oldest queued plan, or waits for the oldest in flight, or, with
                 neither, for the end of a copy; without, runs no step. Both start the copies that are due
                 and report those that have ended. Copies run in a thread of the mover's own, beside the
