@@ -306,9 +306,11 @@ class _Server:
         members = self._engine.members
         if len(members) > 1:
             parts.append(f"{len(members)} engines")
-        if "hbm_bytes" in self._engine.ready.info:
-            pages, size = (sum(m.known(name) for m in members) for name in ("hbm_pages", "hbm_bytes"))
-            tokens = pages * members[0].known("page_size")
+        if "kv_bytes_per_request" in self._engine.ready.info:
+            size = sum(m.known("hbm_bytes") for m in members)
+            # Of the longest contexts: of a layer with a window a shorter one keeps as many.
+            whole, longest = (members[0].known(name) for name in ("kv_bytes_per_request", "max_model_len"))
+            tokens = int(size / whole * longest)
             parts.append(f"KV of {tokens:,} tokens in {size / (1 << 30):.2f} GiB")
         parts.append(f"started in {time.monotonic() - self._began:.1f} s")
         scheme = "http" if self._tls is None else "https"
