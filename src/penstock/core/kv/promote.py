@@ -77,7 +77,8 @@ def reload(kv: Pages, r: Request, headroom: int) -> Trial:
     for g, i in lacks:
         if r.tables[g].device[i] is None:
             put(r.tables[g].device, i, Copy(pages[g].pop(), ready=False))
-    r.loading = lacks
+    # All are told, once they are in place: somebody else may have loaded a page on loan since it was told.
+    r.loading = [(g, i) for g, t in enumerate(r.tables) if t.hosted for i in range(len(t.device))]
     load_next(kv, r)
     return True
 
