@@ -21,7 +21,7 @@ from penstock.kernels.types.hot import HotLayer
 
 
 @triton.jit
-def store_bound(bounds, scales, at, x, own, k, d, UP: tl.constexpr, FORMAT: tl.constexpr, DIM: tl.constexpr,
+def _store_bound(bounds, scales, at, x, own, k, d, UP: tl.constexpr, FORMAT: tl.constexpr, DIM: tl.constexpr,
                 DIM_PAD: tl.constexpr, HEADS_PAD: tl.constexpr):
     """f32 x [HEADS_PAD, DIM_PAD] to where `at` [HEADS_PAD, 1] says, rounded outward as in types/fp8.py; zero
     where it is not `own`."""
@@ -104,8 +104,8 @@ def write_tokens(x0, x1, device, host, bounds, scales, device_T, host_T, bounds_
                 low, high = tl.minimum(low, key), tl.maximum(high, key)
             at = summary // SUMMARIES * b_page + k * b_head + summary % SUMMARIES * VECTOR
             low, high = tl.where(own, low, 0.0), tl.where(own, high, 0.0)
-            store_bound(bounds, scales, at, low, own, k, d, False, FORMAT, DIM, DIM_PAD, HEADS_PAD)
-            store_bound(bounds, scales, at + b_plane, high, own, k, d, True, FORMAT, DIM, DIM_PAD, HEADS_PAD)
+            _store_bound(bounds, scales, at, low, own, k, d, False, FORMAT, DIM, DIM_PAD, HEADS_PAD)
+            _store_bound(bounds, scales, at + b_plane, high, own, k, d, True, FORMAT, DIM, DIM_PAD, HEADS_PAD)
 
 
 @triton.jit
