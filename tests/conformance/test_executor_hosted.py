@@ -83,7 +83,9 @@ def test_hot_buffers_of_another_size_at_every_step(every, lateness):
                     always=True, lateness=LATENESS[lateness]())
     play(engine, resizing(engine, every))
     hosted_work(engine)
-    assert len(sizes(engine)) > 8 and min(sizes(engine)) == kind().hot_pages < max(sizes(engine))
+    # Windows take a share of the pool: there is less to grow into.
+    assert len(sizes(engine)) > (6 if "sliding_window" in kind().config else 12)
+    assert min(sizes(engine)) == kind().hot_pages < max(sizes(engine))
 
 
 @pytest.mark.usefixtures("told_each_step")
