@@ -32,7 +32,8 @@ from penstock.core.plan import Arrived, Event, Finished, HotUse, Moved, RequestI
 from penstock.core.request import Request
 from penstock.core.settings import CacheGroup, CoreConfig
 from penstock.replay.recorder import Recorder
-from penstock.serve.engine.main import spare_the_collector
+from penstock.serve import collector
+from penstock.serve.engine.main import FULL
 
 HOT_PAGES = 4
 GROWN_PAGES = 128            # of 64 tokens: 4 times a budget of 2,048
@@ -300,7 +301,7 @@ def main() -> None:
     if args.blocked:
         return report_blocked(time.thread_time if args.cpu else time.perf_counter)
     if args.gc == "engine" or (args.worst and args.gc is None):
-        spare_the_collector()
+        collector.spare(FULL)
     elif args.gc == "off":
         gc.disable()
     for rows in args.rows:

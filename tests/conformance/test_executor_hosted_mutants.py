@@ -10,7 +10,7 @@ import pytest
 import torch
 from hosted import LATENESS, Engine, kind, play, resizing, sizes
 
-from penstock.core.plan import HotResize, Paused, Promoted, RequestId, Spilled
+from penstock.core.plan import Group, HbmPage, Hot, HotResize, Paused, Promoted, RequestId, Row, Spilled
 
 pytestmark = pytest.mark.usefixtures("told_each_step")
 NEW = 12
@@ -226,3 +226,30 @@ def test_the_right_executor_passes(scene):
 def test_a_fault_is_seen(fault):
     with pytest.raises((AssertionError, IndexError)):
         FAULTS[fault](fault)
+
+
+@pytest.mark.parametrize(("change", "says"), [
+    ({"row": 3}, "no hot buffer for"),                      # no request has it
+    ({"row": 4}, "row .* is not in"),                       # no such row
+    ({"group": Group(1)}, "no hot buffer for"),
+    ({"page": 24}, "is not a page of"),
+    ({"moved": True}, "hot pages .* become"),
+    ({"keeps": 0}, "holds what it held"),
+    ({"more": 20}, "hot pages of at most"),
+])
+def test_a_resize_that_cannot_be_applied_stops_the_rank(change, says):
+    """As a remap of an entry that a row does not have: with what was wrong."""
+    e = Engine(step_tokens=200)
+    e.add(1, kind().prompts[1], NEW)
+    while not e.plans or not any(bind.hot for plan in e.plans for bind in plan.binds):
+        assert e.turn()
+    bind = next(bind for plan in e.plans for bind in plan.binds if bind.hot)
+    hot = list(bind.hot[0])
+    first = e.rank._tables.groups[0]._pools[0].base
+    hot += [Hot(HbmPage(first + change.get("page", 0)))] * ("page" in change or change.get("more", 0))
+    hot = hot[::-1] if "moved" in change else [Hot(h.page, change.get("keeps", -1)) for h in hot]
+    base = bind.row - e.rank._tables.index(bind.row)
+    row = Row(base + change["row"]) if "row" in change else bind.row
+    with pytest.raises(AssertionError, match=says):
+        e.rank._attending.resize(HotResize(row, change.get("group", Group(0)), tuple(hot)))
+    e.rank._attending.resize(HotResize(bind.row, Group(0), bind.hot[0]))
