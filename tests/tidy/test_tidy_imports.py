@@ -191,7 +191,7 @@ def test_help_imports_nothing_heavy(argv: str) -> None:
 
 
 def test_what_scripts_import_from_the_package_is_there() -> None:
-    """bench and examples are read by no type checker: a name that has moved would be found by who runs them."""
+    """No type checker reads bench and examples: a name that has moved would be found by who runs them."""
     gone = []
     root = PACKAGE.parents[1]
     for path in sorted([*(root / "bench").rglob("*.py"), *(root / "examples").rglob("*.py")]):
