@@ -18,6 +18,10 @@ from penstock.memory.stores.files import Files
 from penstock.memory.stores.objects import Verdict
 
 FAULTS = ("none", "gone", "bad", "fails", "slow", "all")
+# Every family meets all faults together; one by one they come to one family in the sweep.
+ALONE = {family: pytest.mark.sweep if family == "grouped" else pytest.mark.soak for family in CONFIGS}
+CASES = [pytest.param(family, fault, id=f"{fault}-{family}", marks=[] if fault == "all" else ALONE[family])
+         for family in CONFIGS for fault in FAULTS]
 
 
 OPENED: list[Faulty] = []
@@ -80,8 +84,7 @@ def engine(root: Path, family: str, fault: str, **more: object) -> Engine:
 
 
 @pytest.mark.usefixtures("stages")
-@pytest.mark.parametrize("family", CONFIGS)
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("family, fault", CASES)
 def test_tokens_are_the_same_whatever_storage_does(tmp_path, monkeypatch, family, fault):
     """Flushes and pauses while all is written; then other engines that have nothing else."""
     monkeypatch.setattr(storage, "FAILURES_MAX", 1 << 30)        # never left alone: more happens

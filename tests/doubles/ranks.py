@@ -1,10 +1,12 @@
 """A front whose ranks are stages of one model inside this process."""
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
+import torch
 import where
 
 from penstock.core.plan import StepId
@@ -51,6 +53,12 @@ def links_in_process(num_stages: int) -> list[Links]:
             for i in range(num_stages)]
 
 
+def shared(fd: int) -> torch.Tensor | None:
+    """A mapping of its own, as each process has one: a CUDA device takes a range of addresses once."""
+    size = os.stat(fd).st_size
+    return dram.mapped(fd, size) if size else None
+
+
 def front(model: Callable[[Stage | None], Model], attention: Prepare, shapes: Sequence[CacheShape],
           caches: Caches, cfg: CoreConfig, layers: Sequence[int] = (), *, num_layers: int = 2, links=None,
           storage: Callable[[Sequence[BlockPool]], Storage] | None = None, selector=None,
@@ -58,18 +66,20 @@ def front(model: Callable[[Stage | None], Model], attention: Prepare, shapes: Se
     """With its device pools and its host pools, of all ranks. `model` makes one of its stages; None:
     all of it. layers: of each stage; () for as many as NUM says. storage: over host pools of whole pages."""
     stages = split(layers or even(num_layers, NUM[0]))
-    host = dram.allocate(caches.host_bytes(cfg)) if cfg.dram_pages and where.DEVICE == "cpu" else None
+    host_fd = os.memfd_create("host")
+    os.truncate(host_fd, caches.host_bytes(cfg))
     links = links or links_in_process(len(stages))
     ranks, device_pools, host_pools = [], [], []
     for stage, ends in zip(stages, links, strict=True):
         one = len(stages) == 1
         own = caches.stage(stage, shapes)
-        pools = own.pools(cfg, where.DEVICE, host_memory=host)
+        pools = own.pools(cfg, where.DEVICE, host_memory=shared(host_fd))
         for kept, made in zip((device_pools, host_pools), pools, strict=True):
             kept += made
         parts = RankParts(model(None if one else stage), attention, stage_shapes(shapes, stage), selector,
                           mask="cuda" if where.DEVICE == "cuda" else "reference")
         made_rank = Rank(parts, *pools, rows=cfg.rows, row_base=cfg.row_base, links=ends, **rank)
         ranks.append(where.captured(made_rank))
-    whole = host_pools if host is None else caches.host_pools(cfg, host)
+    whole = caches.host_pools(cfg, shared(host_fd)) if cfg.dram_pages else []
+    os.close(host_fd)
     return Front(ranks, storage=storage and storage(whole)), device_pools, host_pools

@@ -26,8 +26,9 @@ def score_units(q, bounds, scales, table, row, position, score, q_row, q_head, b
                 EXACT: tl.constexpr, VECTOR: tl.constexpr, CODED: tl.constexpr):
     """BLOCK units of one query and KV head. The sum of max(q low, q high) is q's positive part times high
     plus its negative part times low, that of min the other way round: all are matrix products, of PART dims
-    at a time, which codes have one scale for. Strides of bounds are in vectors, each of VECTOR elements;
-    `scales` are they as f32. A scale is a power of two: it is exact wherever it is multiplied."""
+    at a time, which codes have one scale for. Pages of bounds are `b_page` elements apart, heads and planes
+    vectors of VECTOR elements; `scales` are they as f32. A scale is a power of two: it is exact wherever it
+    is multiplied."""
     block, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     end = tl.maximum(tl.load(position + b) + 1 - WINDOW, 0) // UNIT
     first = tl.minimum(SINK_UNITS, end)
@@ -37,7 +38,7 @@ def score_units(q, bounds, scales, table, row, position, score, q_row, q_head, b
         pages = table + tl.load(row + b).to(tl.int64) * table_row
         page = tl.load(pages + u // OF_PAGE, mask=own, other=0).to(tl.int64)
         i = tl.arange(0, GROUP_PAD)
-        low_u = page * b_page + head * b_head + u % OF_PAGE
+        low_u = page * b_page + (head * b_head + u % OF_PAGE) * VECTOR
         zero = tl.zeros([PART, GROUP_PAD], q.dtype.element_ty)
         most_ug = tl.zeros([BLOCK, GROUP_PAD], tl.float32)
         least_ug = tl.zeros([BLOCK, GROUP_PAD], tl.float32)
@@ -45,7 +46,7 @@ def score_units(q, bounds, scales, table, row, position, score, q_row, q_head, b
         for part in tl.static_range(PARTS):
             d = part * PART + tl.arange(0, PART)
             inside = own[:, None] & (d[None, :] < DIM)
-            at_uH = bounds + (low_u * VECTOR)[:, None] + d[None, :]
+            at_uH = bounds + low_u[:, None] + d[None, :]
             low_uH = tl.load(at_uH, mask=inside, other=0)
             high_uH = tl.load(at_uH + b_plane * VECTOR, mask=inside, other=0)
             q_Hg = tl.load(q + b.to(tl.int64) * q_row + (head * GROUP + i[None, :]) * q_head + d[:, None],
@@ -54,10 +55,9 @@ def score_units(q, bounds, scales, table, row, position, score, q_row, q_head, b
             if CODED:
                 low_uH = low_uH.to(tl.float8e4nv, bitcast=True).to(tl.float32)
                 high_uH = high_uH.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-                words: tl.constexpr = VECTOR // 4
-                s_low_u = tl.load(scales + low_u * words + (DIM // 4 + part), mask=own, other=0.0)
-                s_high_u = tl.load(scales + (low_u + b_plane) * words + (DIM // 4 + part), mask=own,
-                                   other=0.0)
+                at_u = scales + low_u // 4 + (DIM // 4 + part)
+                s_low_u = tl.load(at_u, mask=own, other=0.0)
+                s_high_u = tl.load(at_u + b_plane * (VECTOR // 4), mask=own, other=0.0)
                 low_uH, high_uH = low_uH.to(q_Hg.dtype), high_uH.to(q_Hg.dtype)
                 most_ug += s_high_u[:, None] * tl.dot(high_uH, above_Hg, input_precision=precision)
                 most_ug += s_low_u[:, None] * tl.dot(low_uH, below_Hg, input_precision=precision)
@@ -142,8 +142,9 @@ def select(q_BNH: Tensor, bounds_PK2SH: Tensor, table_RP: Tensor, row_B: Tensor,
     coded = bounds_PK2SH.dtype == torch.uint8
     vector = fp8.width(dim, dim) if coded else dim
     assert bounds_PK2SH.stride(3) == vector, "units of a page must be dense"
-    assert not any(stride % vector for stride in bounds_PK2SH.stride()[:3]), "a page of no whole vectors"
-    assert not coded or vector % 4 == 0, f"scales behind {dim} codes"
+    b_page, *within = bounds_PK2SH.stride()[:3]
+    assert not any(stride % vector for stride in within), "a page of no whole vectors"
+    assert not coded or vector % 4 == b_page % 4 == 0, f"scales behind {dim} codes"
     part = min(fp8.BLOCK, max(16, triton.next_power_of_2(dim)))
     most = max(1, min(queries, SCORES // (kv_heads * units)))
     score_bKU = torch.empty((most, kv_heads, units), dtype=torch.float32, device=q_BNH.device)
@@ -155,7 +156,7 @@ def select(q_BNH: Tensor, bounds_PK2SH: Tensor, table_RP: Tensor, row_B: Tensor,
         score_units[(triton.cdiv(units, BLOCK_UNITS), kv_heads, len(q_bNH))](
             q_bNH, bounds_PK2SH, bounds_PK2SH.view(torch.float32) if coded else bounds_PK2SH, table_RP,
             row_B[at], position_b, score_bKU, q_BNH.stride(0), q_BNH.stride(1),
-            *(stride // vector for stride in bounds_PK2SH.stride()[:3]), table_RP.stride(0), units,
+            b_page, *(stride // vector for stride in within), table_RP.stride(0), units,
             rule.sink_units,
             rule.window, UNIT=rule.unit, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)),
             DIM=dim, PART=part, PARTS=triton.cdiv(dim, part), OF_PAGE=of_page, BLOCK=BLOCK_UNITS,
