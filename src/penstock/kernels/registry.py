@@ -23,11 +23,12 @@ from penstock.kernels.kv import gather, write_kv
 from penstock.kernels.op import Op, Unusable
 from penstock.kernels.platform import KernelError, Platform
 from penstock.kernels.sample import draw, mask
+from penstock.kernels.state import scan
 
 OPS: dict[str, Op[Any]] = {op.name: op for op in (
     linear.OP, paged_attention.OP, layer.OP, write_kv.OP, unit_select.OP, resolve.OP, gather.OP,
     sparse_attention.OP, merge.OP, chunk_attention.OP, index_select.OP, latent_attention.OP,
-    scaled_linear.OP, experts.OP, draw.OP, mask.OP)}
+    scaled_linear.OP, experts.OP, draw.OP, mask.OP, scan.OP)}
 DENSE = ("linear", "paged_attention", "layer")      # what an engine needs that selects nothing
 HOSTING = ("write_kv", "resolve", "gather")         # beside its own: a model that chooses its tokens itself
 SELECTING = ("write_kv", "select", "resolve", "gather", "sparse_attention", "merge", "chunk_attention")

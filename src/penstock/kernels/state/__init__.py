@@ -1,0 +1,1 @@
+"""Ops of layers that keep a state in place of the KV of their tokens."""

@@ -1,0 +1,88 @@
+"""Inputs of scan: rows that begin, that go on, that leave states on their way. What no row reads is NaN."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.cases import TOLERANCE, Case, Workload
+from penstock.kernels.state.scan import Scan, ScanSpec, ScanWeights
+from penstock.kernels.types.states import States
+
+# name: (tokens of a row, whether it goes on, every how many tokens it leaves a state)
+_STEPS: dict[str, tuple[tuple[int, bool, int], ...]] = {
+    "first token": ((1, False, 1),),
+    "decode": ((1, True, 1), (1, True, 1), (1, False, 1)),
+    "chunks": ((7, False, 3), (2, True, 5), (1, True, 1), (70, True, 16)),
+    "a prompt": ((130, False, 64),),
+}
+_SHAPES = {
+    "delta": ScanSpec(heads=4, key_heads=2, key_dim=24, value_dim=20, taps=4, delta=True),
+    "delta wide": ScanSpec(heads=2, key_heads=2, key_dim=16, value_dim=144, taps=2, delta=True),
+    "ssd": ScanSpec(heads=6, key_heads=2, key_dim=16, value_dim=8, taps=4, delta=False),
+    "ssd bounded": ScanSpec(heads=2, key_heads=1, key_dim=9, value_dim=64, taps=3, delta=False, least=0.2,
+                            most=0.9),
+}
+
+
+def cases(device: str) -> Iterator[Case]:
+    for dtype in (torch.float32, torch.bfloat16):
+        for name, spec in _SHAPES.items():
+            for step, rows in _STEPS.items():
+                yield Case(f"{dtype}-{name}-{step}", partial(_run, dtype, spec, rows, device),
+                           TOLERANCE[dtype])
+
+
+def make(dtype: torch.dtype, spec: ScanSpec, rows: tuple[tuple[int, bool, int], ...], device: str = "cpu",
+         ) -> tuple[Tensor, Tensor, Tensor | None, ScanWeights, States, ScanSpec]:
+    """The arguments of `scan`. A row goes on in place, or from a page that it leaves."""
+    draw = torch.Generator().manual_seed(len(rows) + spec.channels)
+    starts, from_, to = [0], [], []
+    pages = torch.randperm(200, generator=draw).tolist()
+    for i, (count, goes_on, every) in enumerate(rows):
+        from_.append(pages.pop() if goes_on else -1)
+        starts.append(starts[-1] + count)
+        left = [(t + 1) % every == 0 or t == count - 1 for t in range(count)]
+        own = [from_[-1]] if goes_on and i % 2 else []
+        to += [-1 if not leaves else own.pop() if own else pages.pop() for leaves in left]
+    pool = torch.full((200, 2, spec.elements), float("nan"))
+    pool[[page for page in from_ if page >= 0], 1] = torch.randn(
+        sum(page >= 0 for page in from_), spec.elements, generator=draw)
+    tokens = starts[-1]
+    x = torch.randn(tokens, spec.channels + 2 * spec.heads, generator=draw).to(dtype).to(device)
+    x, step, write = torch.split(x, [spec.channels, spec.heads, spec.heads], 1)
+    weights = ScanWeights(
+        conv_WX=torch.randn(spec.taps, spec.channels, generator=draw).to(device),
+        bias_X=None if spec.delta else torch.randn(spec.channels, generator=draw).to(device),
+        decay_N=-torch.rand(spec.heads, generator=draw).to(device),
+        step_N=torch.randn(spec.heads, generator=draw).to(device),
+        skip_N=None if spec.delta else torch.randn(spec.heads, generator=draw).to(device))
+    states = States(pool.to(device)[:, 1], tuple(starts), torch.tensor(from_, device=device),
+                    torch.tensor(to, device=device))
+    return x, step, write if spec.delta else None, weights, states, spec
+
+
+def _run(dtype: torch.dtype, spec: ScanSpec, rows: tuple[tuple[int, bool, int], ...], device: str, run: Scan,
+         ) -> tuple[Tensor, ...]:
+    args = make(dtype, spec, rows, device)
+    out, states = run(*args), args[4]
+    return out, states.pool_PE[states.to_T[states.to_T >= 0]]
+
+
+def workloads() -> Iterator[Workload]:
+    """A layer of Qwen3-Next and of Nemotron-H: decode, and a chunk of a prompt."""
+    shapes = {"delta": ScanSpec(heads=32, key_heads=16, key_dim=128, value_dim=128, taps=4, delta=True),
+              "ssd": ScanSpec(heads=128, key_heads=8, key_dim=128, value_dim=64, taps=4, delta=False)}
+    for name, spec in shapes.items():
+        for rows in (((1, True, 1),), ((1, True, 1),) * 8, ((512, True, 512),)):
+            tokens = sum(count for count, _, _ in rows)
+            yield Workload(f"{name} {len(rows)} x {rows[0][0]}", partial(_prepare, spec, rows),
+                           8 * len(rows) * spec.elements,
+                           tokens * spec.heads * spec.key_dim * spec.value_dim * (7 if spec.delta else 5), 1)
+
+
+def _prepare(spec: ScanSpec, rows: tuple[tuple[int, bool, int], ...], run: Scan) -> Callable[[int], object]:
+    args = make(torch.float32, spec, rows)
+    return lambda layer: run(*args)

@@ -1,0 +1,68 @@
+"""`scan`: what a token gets does not depend on how tokens are cut into steps, and nothing else is touched.
+
+    T tokens of the step   X channels   P pages   E elements of a state
+"""
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from penstock.kernels.op import Unusable
+from penstock.kernels.platform import probe
+from penstock.kernels.state.scan import OP, cases
+from penstock.kernels.types.states import States
+
+SPECS = {name: cases._SHAPES[name] for name in ("delta", "ssd")}
+TOKENS = 90
+
+
+@pytest.fixture(params=OP.names)
+def run(request):
+    try:
+        OP.get(request.param).usable_on(probe())
+    except Unusable as why:
+        pytest.skip(str(why))
+    return OP.use(request.param)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SPECS)
+def test_any_cut_into_steps_gives_the_same_bits(name, dtype, run):
+    """Steps that begin in the page that the one before wrote, and leave states every 32 tokens."""
+    x, step, write, weights, _, spec = cases.make(dtype, SPECS[name], ((TOKENS, False, TOKENS),))
+    found = []
+    for cut in ([0, TOKENS], [0, 1, 8, 64, 65, TOKENS], [*range(TOKENS + 1)], [0, 40, 41, 43, TOKENS]):
+        pool = torch.full((3, spec.elements), float("nan"))
+        outs = []
+        for first, end in pairwise(cut):
+            to = [t // 32 if (t + 1) % 32 == 0 or t == end - 1 else -1 for t in range(first, end)]
+            states = States(pool, (0, end - first), torch.tensor([(first - 1) // 32]), torch.tensor(to))
+            part = None if write is None else write[first:end]
+            outs.append(run(x[first:end], step[first:end], part, weights, states, spec))
+        found.append((torch.cat(outs), pool))
+    for out, pool in found[1:]:
+        assert torch.equal(out, found[0][0]) and torch.equal(pool, found[0][1])
+    assert found[0][1].isfinite().all()
+
+
+def test_pages_that_nobody_names_stay(run):
+    args = cases.make(torch.float32, SPECS["delta"], ((7, True, 3), (2, False, 5)))
+    pool, named = args[4].pool_PE, args[4].to_T[args[4].to_T >= 0]
+    before = pool.clone()
+    run(*args)
+    same = torch.ones(len(pool), dtype=torch.bool)
+    same[named] = False
+    assert torch.equal(pool[same].nan_to_num(7.0), before[same].nan_to_num(7.0))
+    assert pool[named].isfinite().all() and len(named) == 4
+
+
+def test_a_row_does_not_see_its_neighbours(run):
+    x, step, write, weights, states, spec = cases.make(
+        torch.float32, SPECS["ssd"], ((5, True, 5), (1, True, 1), (9, False, 9)))
+    pool = states.pool_PE.clone()
+    whole = run(x, step, write, weights, states, spec)
+    for i, (first, end) in enumerate(pairwise(states.starts)):
+        own = States(pool.clone(), (0, end - first), states.from_B[i:i + 1], states.to_T[first:end])
+        assert torch.equal(run(x[first:end], step[first:end], None, weights, own, spec), whole[first:end])
