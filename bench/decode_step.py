@@ -128,9 +128,9 @@ def main() -> None:
         clock.mark("plan")
         plan = clock.wrap("attention", run)
 
-        def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
+        def attend(layer: int, q: Tensor, kv: Tensor, *, sinks_N: Tensor | None) -> Tensor:
             write_kv(kv[:, 0], kv[:, 1], *pools[layer], layout.page_T, layout.offset_T)
-            return plan(q, *pools[layer])
+            return plan(q, *pools[layer], sinks_N)
         model.logits(model.forward(ids, positions, attend)[last])
         return clock.stop()
 

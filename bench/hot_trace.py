@@ -68,10 +68,10 @@ def record(args: argparse.Namespace) -> None:
     layers = built.executor._ranks[0]._selecting._layers        # there is no public way to look at choices
     right = layers.attend
 
-    def attend(layer, q_BNH, chosen_BKC, step):
+    def attend(layer, q_BNH, chosen_BKC, step, sinks_N):
         if len(q_BNH) == 1 and int(step.position_B) >= len(prompt):
             chosen.append(chosen_BKC[0].numpy().astype(np.int16))
-        return right(layer, q_BNH, chosen_BKC, step)
+        return right(layer, q_BNH, chosen_BKC, step, sinks_N)
     layers.attend = attend
     loop = EngineLoop(Core(built.core_config), built.executor, vocab_size=built.vocab_size,
                       max_model_len=built.max_model_len, selection=selection)

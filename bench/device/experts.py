@@ -60,7 +60,7 @@ def models_of(config: dict[str, Any], twin: bool) -> list[Any]:
     return made
 
 
-def causal(_: Any, q_TNH: Tensor, kv_TCKH: Tensor, chosen: Any = None) -> Tensor:
+def causal(_: Any, q_TNH: Tensor, kv_TCKH: Tensor, chosen: Any = None, sinks_N: Any = None) -> Tensor:
     q, k, v = (x.transpose(0, 1)[None] for x in (q_TNH, kv_TCKH[:, 0], kv_TCKH[:, 1]))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
 

@@ -85,9 +85,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[list[object]]:
         calls.append(["plan", layout.query_start, layout.context, pages])
         run = prepare(layout, spec)
 
-        def attention(q_TNH, k_PKGH, v_PKGH):
+        def attention(q_TNH, k_PKGH, v_PKGH, sinks_N=None):
             calls.append(["attend", list(q_TNH.shape)])
-            return run(q_TNH, k_PKGH, v_PKGH)
+            return run(q_TNH, k_PKGH, v_PKGH, sinks_N)
         return attention
 
     monkeypatch.setattr(attend, "write_kv", write_kv)

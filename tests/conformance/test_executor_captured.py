@@ -20,14 +20,15 @@ class Plain:
         self.spec, self.table_RM, self.size = spec, table_RM, page_size
         self.row_B, self.position_B = row_B, position_B
 
-    def __call__(self, q_BNH, k_PKGH, v_PKGH):
+    def __call__(self, q_BNH, k_PKGH, v_PKGH, sinks_N=None):
         from penstock.kernels.attention.paged_attention import prepare
         out = torch.zeros_like(q_BNH)
         for b, (row, position) in enumerate(zip(self.row_B.tolist(), self.position_B.tolist(), strict=True)):
             if position >= 0:
                 layout = Ragged((0, 1), (position + 1,), (row,), self.table_RM, torch.empty(0),
                                 torch.empty(0), self.size)
-                out[b] = prepare(layout, self.spec, backend="reference")(q_BNH[b:b + 1], k_PKGH, v_PKGH)[0]
+                attend = prepare(layout, self.spec, backend="reference")
+                out[b] = attend(q_BNH[b:b + 1], k_PKGH, v_PKGH, sinks_N)[0]
         return out
 
 

@@ -26,7 +26,8 @@ class Dense:
         self.chosen: dict[int, list[Tensor]] = {}
         self.scores: dict[int, list[Tensor]] = {}
 
-    def __call__(self, layer: int, q_TNH: Tensor, kv_TCKH: Tensor, chosen_TS: Tensor | None = None) -> Tensor:
+    def __call__(self, layer: int, q_TNH: Tensor, kv_TCKH: Tensor, chosen_TS: Tensor | None = None,
+                 sinks_N: Tensor | None = None) -> Tensor:
         held = [self.stored[layer]] if layer in self.stored else []
         kv_PCKH = self.stored[layer] = torch.cat([*held, kv_TCKH])
         seen_TP = causal(len(q_TNH), len(kv_PCKH)).to(q_TNH.device)
@@ -40,10 +41,17 @@ class Dense:
         k_KPH = kv_PCKH[:, 0].transpose(0, 1)
         latent = self.shape.latent_dim
         v_KPH = k_KPH[..., :latent] if latent else kv_PCKH[:, 1].transpose(0, 1)
-        if cap := self.shape.softcap:
+        assert self.shape.sinks == (sinks_N is not None)
+        if self.shape.softcap or sinks_N is not None:
             k_NPH, v_NPH = (x.repeat_interleave(q_TNH.shape[1] // len(x), 0) for x in (k_KPH, v_KPH))
-            score_NTP = cap * torch.tanh(q_TNH.transpose(0, 1) @ k_NPH.mT * self.shape.scale / cap)
-            return (score_NTP.masked_fill(~seen_TP, float("-inf")).softmax(-1) @ v_NPH).transpose(0, 1)
+            score_NTP = q_TNH.transpose(0, 1) @ k_NPH.mT * self.shape.scale
+            if cap := self.shape.softcap:
+                score_NTP = cap * torch.tanh(score_NTP / cap)
+            score_NTP = score_NTP.masked_fill(~seen_TP, float("-inf"))
+            if sinks_N is not None:
+                sink_NT1 = sinks_N[:, None, None].expand(-1, len(q_TNH), 1)
+                score_NTP = torch.cat((score_NTP, sink_NT1), -1)
+            return (score_NTP.softmax(-1)[..., :len(kv_PCKH)] @ v_NPH).transpose(0, 1)
         return F.scaled_dot_product_attention(
             q_TNH.transpose(0, 1)[None], k_KPH[None], v_KPH[None], attn_mask=seen_TP,
             enable_gqa=True, scale=self.shape.scale)[0].transpose(0, 1)

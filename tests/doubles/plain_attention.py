@@ -7,7 +7,8 @@ import torch.nn.functional as F
 
 def plain(layout, spec):
     """Paged attention, one token at a time: the definition."""
-    def attend(q, k_pages, v_pages):
+    def attend(q, k_pages, v_pages, sinks=None):
+        assert sinks is None
         out = torch.empty_like(q)
         for i, row in enumerate(layout.rows):
             first, last = layout.query_start[i], layout.query_start[i + 1]
@@ -23,8 +24,9 @@ def plain(layout, spec):
     return attend
 
 
-def causal(layer, q, kv):
-    """Dense attention over one whole sequence."""
+def causal(layer, q, kv, *, sinks_N=None):
+    """Dense attention over one whole sequence, without sinks."""
+    assert sinks_N is None
     q, k, v = (x.transpose(0, 1)[None] for x in (q, *kv.unbind(1)))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return out[0].transpose(0, 1)

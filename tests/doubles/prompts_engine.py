@@ -31,11 +31,18 @@ LATENT = {
 # A window of one page and a half; page edges and windows never fall together for long.
 WINDOW = {**CONFIG, "use_sliding_window": True, "sliding_window": 6,
           "layer_types": ["sliding_attention", "full_attention"]}
+# As that, with sinks, and experts that clamp.
+SINKS = {
+    "model_type": "gpt_oss", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 24,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "sliding_window": 6, "num_local_experts": 5,
+    "num_experts_per_tok": 2, "swiglu_limit": 1.5,
+}
 # One cache group; two, and a choice of 4 tokens; two, of which one keeps a window.
 # And one group of latent rows, of which all are read.
 MLA = {key: value for key, value in LATENT.items() if not key.startswith("index")} | {
     "model_type": "deepseek_v3"}
-CONFIGS = {"grouped": CONFIG, "latent": LATENT, "window": WINDOW, "mla": MLA}
+CONFIGS = {"grouped": CONFIG, "latent": LATENT, "window": WINDOW, "mla": MLA, "sinks": SINKS}
 EXPERTS = {**CONFIG, "model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2,
            "moe_intermediate_size": 24, "norm_topk_prob": True}
 GREEDY = SamplingParams(temperature=0.0)
@@ -100,7 +107,7 @@ class Engine(InProcess):
 SHARED = (7, 3, 29, 41, 5, 5, 18, 60, 2, 33, 9)
 BACKENDS = where.backends()
 # Device pages of group 0, too few.
-SMALL = {"grouped": 11, "latent": 18, "experts": 11, "window": 13, "mla": 11}
+SMALL = {"grouped": 11, "latent": 18, "experts": 11, "window": 13, "mla": 11, "sinks": 13}
 PROMPTS = {1: (*SHARED, 1, 2), 2: (*SHARED, 40), 3: (50,), 4: SHARED * 2, 5: (12, 8, 30, 21),
            6: SHARED[:8], 7: (*SHARED, *SHARED, 4, 4)}
 

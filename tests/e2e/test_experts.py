@@ -1,4 +1,4 @@
-"""A model with experts through stages, host memory and pairs says what one rank says."""
+"""Models with experts through stages, host memory and pairs say what one rank says."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -10,15 +10,20 @@ from pipeline_engine import CONFIG, PROMPTS, Pipeline, checkpoint
 MOE = {**CONFIG, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 5,
        "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True, "rms_norm_eps": 1e-6,
        "tie_word_embeddings": False}
+# With sinks, and a window that most of each prompt is behind.
+OSS = {**CONFIG, "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": 5,
+       "num_experts_per_tok": 2, "intermediate_size": 24, "rms_norm_eps": 1e-5, "sliding_window": 21,
+       "tie_word_embeddings": False, "swiglu_limit": 2.0, "rope_parameters": {"rope_type": "default"}}
+MODELS = {"qwen3_moe": MOE, "gpt_oss": OSS}
 SPARSE: dict[str, object] = {"sparse_top_k": 96}
 PLACES: dict[str, dict[str, object]] = {
     "resident": {"hbm_bytes": "4M"},
     "hosted": {"hbm_bytes": "2M", "dram_bytes": "8M", **SPARSE, "sparse_kv": "always"}}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return checkpoint(tmp_path_factory.mktemp("experts"), MOE)
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return checkpoint(tmp_path_factory.mktemp(request.param), MODELS[request.param])
 
 
 def every_few(turn: int) -> list[int]:
@@ -41,6 +46,15 @@ def test_a_selection_out_of_host_memory_on_one_rank_and_on_two_stages(model: str
             assert hosted.play(pauses=every_few) == want, pp
             assert hosted.core.stats()["pauses"] >= 3
             assert sum(reads["hot_misses"] for reads in hosted.reads.values()) > 0
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("layout", [{"tp": 3}, {"tp": 4, "ep": 2}], ids=str)
+def test_lanes_of_some_heads_and_some_columns_or_experts(model: str, layout: dict[str, int]) -> None:
+    with Pipeline(model, hbm_bytes="4M") as one:
+        want = one.play()
+    with Pipeline(model, hbm_bytes="4M", **layout) as lanes:
+        assert lanes.play() == want
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -17,6 +17,8 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -45,6 +47,7 @@ CLASSES = {
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "gemma2": (Gemma2Config, Gemma2ForCausalLM),
     "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
 }
 
 SMALL = {
@@ -61,6 +64,8 @@ SMALL = {
     "eos_token_id": None,
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+OSS = {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3, "swiglu_limit": 1.5,
+       "swiglu_alpha": 1.3}
 MLA = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
        "v_head_dim": 10, "num_key_value_heads": 6, "n_routed_experts": 8, "num_experts_per_tok": 3,
        "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "moe_intermediate_size": 24,
@@ -121,6 +126,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "final_logit_softcapping": 9.0, "rope_parameters": {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
             "sliding_attention": {"rope_type": "default", "rope_theta": 2e4}}}),
+    "gpt-oss": ("gpt_oss", {**OSS, "sliding_window": 6}),
+    "gpt-oss-plain": ("gpt_oss", {**OSS, "sliding_window": 300, "attention_bias": False, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 2e4}, "tie_word_embeddings": True, "num_local_experts": 3}),
     "moe": ("qwen3_moe", {**EXPERTS, "head_dim": 16}),
     "moe-window": ("qwen3_moe", {**EXPERTS, "use_sliding_window": True, "sliding_window": 4}),
     "moe-norm": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True, "attention_bias": True}),
@@ -236,7 +244,7 @@ def test_rows_in_one_step_do_not_mix() -> None:
     alone = [run(model, row, [len(row)], Dense(model.attention, model.groups)) for row in ids]
     rows = [Dense(model.attention, model.groups), Dense(model.attention, model.groups)]
 
-    def attend(layer, q_TNH, kv_TCKH):
+    def attend(layer, q_TNH, kv_TCKH, sinks_N):
         parts = zip(rows, *(t.split([9, PROMPT - 9]) for t in (q_TNH, kv_TCKH)), strict=True)
         return torch.cat([row(layer, q, kv) for row, q, kv in parts])
 

@@ -160,13 +160,16 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
          dict(E_PAD=256, C=8, C_PAD=8, GROUPS=8, GROUPS_PAD=8, GROUPS_CHOSEN=chosen, SIGMOID=chosen < 8,
               BIAS=chosen < 8, RENORMALIZE=True), 1, 3) for chosen in (4, 8)],
     ("gemm.experts.triton_experts", "experts_in"): [
-        (dict(x=kind, inner=kind, T="i32", x_row="i32", SCALES="i32", WIDTH="i32", **VISITS, **weights),
-         dict(INPUTS=2048, C=8, C_PAD=8, EXACT=kind == F32, **tiles, **scaled), 4, 3)
-        for kind, weights, scaled, tiles in EXPERTS],
+        (dict(x=kind, bias=kind, inner=kind, T="i32", x_row="i32", SCALES="i32", WIDTH="i32", alpha="fp32",
+              limit="fp32", **VISITS, **weights),
+         dict(INPUTS=2048, C=8, C_PAD=8, EXACT=kind == F32, BIAS=clamps, CLAMPED=clamps, **tiles, **scaled),
+         4, 3) for kind, weights, scaled, tiles in EXPERTS
+        for clamps in {False, kind == weights["weight"] == BF16}],
     ("gemm.experts.triton_experts", "experts_out"): [
-        (dict(inner=kind, part=kind, weighs=F32, T="i32", SCALES="i32", OUTPUTS="i32", **VISITS, **weights),
-         dict(INPUTS=768, C=8, C_PAD=8, EXACT=kind == F32, **tiles, **scaled), 4, 3)
-        for kind, weights, scaled, tiles in EXPERTS],
+        (dict(inner=kind, bias=kind, part=kind, weighs=F32, T="i32", SCALES="i32", OUTPUTS="i32", **VISITS,
+              **weights),
+         dict(INPUTS=768, C=8, C_PAD=8, EXACT=kind == F32, BIAS=biased, **tiles, **scaled), 4, 3)
+        for kind, weights, scaled, tiles in EXPERTS for biased in {False, kind == weights["weight"] == BF16}],
     ("gemm.experts.triton_experts", "sum_visits"): [
         (dict(part=BF16, expert=I64, out=BF16, FIRST="i32", E="i32", DIM="i32"),
          dict(C=8, BLOCK=1024), 4, 3)],

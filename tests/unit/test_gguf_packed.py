@@ -97,7 +97,7 @@ def test_a_mixed_file_gives_the_same_logits(tmp_path, compiler, architecture, ty
 def test_a_file_of_other_blocks_is_refused(tmp_path):
     types = {name: ("Q3_K", rows) for name, (_, rows) in DENSE.items()}
     path = written(tmp_path / "m.gguf", "llama", types)
-    with pytest.raises(ConfigError, match=r"m has no weights of Q4_0, .* only of F32, Q3_K: leave"):
+    with pytest.raises(ConfigError, match=r"m has no weights of MXFP4, .* only of F32, Q3_K: leave"):
         weights.load(config(path, "gguf"), None, lambda _: None)
 
 

@@ -13,7 +13,7 @@ from penstock.model.weights.gguf_file import BLOCKS
 from penstock.model.weights.slots import Slots
 
 HALVES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0],
-          "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}
+          "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "MXFP4": []}
 
 
 def some(block: str, outputs: int, inputs: int, seed: int = 0) -> tuple[Codes, torch.Tensor]:
@@ -23,6 +23,8 @@ def some(block: str, outputs: int, inputs: int, seed: int = 0) -> tuple[Codes, t
     raw_NB = rng.integers(0, 256, (outputs * inputs // elements, num_bytes), dtype=np.uint8)
     for at in HALVES[block]:
         raw_NB[:, at : at + 2] = rng.normal(0, 0.01, (len(raw_NB), 1)).astype(np.float16).view(np.uint8)
+    if block == "MXFP4":                # one byte, an exponent
+        raw_NB[:, 0] = rng.integers(110, 130, len(raw_NB))
     want = dequantize(raw_NB.reshape(1, -1), GGMLQuantizationType[block])[0].reshape(outputs, inputs)
     return codes_of(block, raw_NB, (outputs, inputs)), torch.from_numpy(want)
 

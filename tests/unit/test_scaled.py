@@ -32,6 +32,11 @@ LATENT = {
     "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "n_group": 4,
     "topk_group": 2, "n_shared_experts": 2, "max_position_embeddings": 512,
 }
+OSS = {
+    "model_type": "gpt_oss", "vocab_size": 61, "hidden_size": 48, "intermediate_size": 24,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "max_position_embeddings": 512, "num_local_experts": 7, "num_experts_per_tok": 3, "swiglu_limit": 0.5,
+}
 BLOCKS = Blocks(32, 16)
 
 
@@ -93,7 +98,7 @@ def logits(model: Any, attend: Any = causal) -> torch.Tensor:
         return model.logits(model.forward(ids, torch.arange(23), attend))
 
 
-@pytest.mark.parametrize("config", [MOE, LATENT], ids=["qwen3_moe", "deepseek_v32"])
+@pytest.mark.parametrize("config", [MOE, LATENT, OSS], ids=["qwen3_moe", "deepseek_v32", "gpt_oss"])
 def test_experts_at_once_equal_experts_one_by_one(config: dict[str, Any]) -> None:
     """Both ways from routing to the sum, over a whole model's second half layers."""
     one, all_ = build(config, torch.float32, False), build(config, torch.float32, True)

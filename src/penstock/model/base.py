@@ -70,13 +70,16 @@ class Attend(Protocol):
     """What a layer asks of the engine: write what a token leaves behind, and read what others left."""
 
     def __call__(
-        self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor, chosen_TS: Tensor | None = None
+        self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor, chosen_TS: Tensor | None = None,
+        sinks_N: Tensor | None = None,
     ) -> Tensor:
         """Writes kv (RoPE applied) into the pages of the layer's KV group, then attends causally, with
         `Model.attention.scale`, over everything that the row has written, or over chosen_TS of it.
 
         kv_TCKH     as the group's `CacheShape` says: C planes, k before v
         chosen_TS   as `select` returns it
+        sinks_N     f32, of a model with `sinks`: counts in the sum of weights as a key's score, without a
+                    value
         Returns     out_TNH; with a latent row, whose first dims are its value, those of them
         """
         ...
@@ -136,6 +139,7 @@ class AttentionShape:
     """Queries of one token, of this lane: `num_heads` x `CacheShape.head_dim`. Scores are q.k times `scale`.
 
     softcap      0, or: what scores are capped with, as in `paged_attention.AttentionSpec`
+    sinks        every layer gives a logit of each query head, as there
     shared       other lanes have queries to the same KV head, see `Model.queries`
     latent_dim   0, or: the written vector is latent, and its first `latent_dim` dims are its value
     topk         0, or: tokens that the model itself chooses for each query
@@ -144,6 +148,7 @@ class AttentionShape:
     num_heads: int
     scale: float
     softcap: float = 0.0
+    sinks: bool = False
     shared: bool = False
     latent_dim: int = 0
     topk: int = 0

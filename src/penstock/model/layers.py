@@ -7,10 +7,11 @@ They own weights and order of operations; which blocks a model has is the family
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -22,14 +23,16 @@ from penstock.model.weights.slots import Slots
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """`scale`, `softcap`: of the scores. `qk_norm`: RMS norm of every query and key head, before RoPE, with
-    learned weights, to which `norm_plus` is added."""
+    """`scale`, `softcap`: of the scores. `sinks`: a learned logit of each query head, which counts in the sum
+    of weights. `qk_norm`: RMS norm of every query and key head, before RoPE, with learned weights, to which
+    `norm_plus` is added."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float
     softcap: float = 0.0
+    sinks: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False
@@ -43,7 +46,8 @@ class AttentionSpec:
 
     def shape(self, lane: Lane) -> AttentionShape:
         return AttentionShape(num_heads=lane.queries(self.num_heads, self.num_kv_heads).size,
-                              scale=self.scale, softcap=self.softcap, shared=lane.size > self.num_kv_heads)
+                              scale=self.scale, softcap=self.softcap, sinks=self.sinks,
+                              shared=lane.size > self.num_kv_heads)
 
     def groups(self, stage: Stage, windows: Sequence[int]) -> tuple[CacheShape, ...]:
         """One for the layers of each window, first those that see all; of a part of the model perhaps without
@@ -91,11 +95,13 @@ class Attention:
         self.layer = layer
         self.eps = eps
         self.ops = slots.ops
-        q_rows = slots.lane.queries(spec.num_heads, spec.num_kv_heads).of_each(spec.head_dim)
+        heads = slots.lane.queries(spec.num_heads, spec.num_kv_heads)
+        q_rows = heads.of_each(spec.head_dim)
         kv_rows = slots.lane.kv_heads(spec.num_kv_heads).of_each(spec.head_dim)
-        self.spec = spec = replace(spec, num_heads=q_rows.size // spec.head_dim,
+        self.spec = spec = replace(spec, num_heads=heads.size,
                                    num_kv_heads=kv_rows.size // spec.head_dim)
         self.num_rotated = spec.num_heads + spec.num_kv_heads
+        self.sinks = slots.vector(f"{prefix}.sinks", (heads,), dtype=torch.float32) if spec.sinks else None
         self.qkv_shape = (-1, self.num_rotated + spec.num_kv_heads, spec.head_dim)
         self.kv_shape = (-1, 2, spec.num_kv_heads, spec.head_dim)
         self.qkv = slots.linear(
@@ -122,7 +128,8 @@ class Attention:
         else:
             self.ops.rotate(qk_TMH, cos_T1H, sin_T1H)
         kv_TCKH = qkv[:, num_heads:].view(self.kv_shape)
-        out_TNH = attend(self.layer, qk_TMH[:, :num_heads], kv_TCKH)
+        out_TNH = attend(self.layer, qk_TMH[:, :num_heads], kv_TCKH,
+                         sinks_N=None if self.sinks is None else self.sinks.value)
         return self.out(out_TNH.flatten(1)), None
 
     def beside(self, norm_in: Tensor, norm_mlp: Tensor, mlp: GatedMLP) -> LayerWeights:
@@ -134,21 +141,24 @@ class Attention:
             gate_up=mlp.gate_up.op, down=mlp.down.op)
 
 
+def tanh_gelu(gate_up_TJ: Tensor) -> Tensor:
+    """[T, J / 2]: gelu(gate) * up, approximated by tanh."""
+    gate_TI, up_TI = gate_up_TJ.chunk(2, -1)
+    return F.gelu(gate_TI, approximate="tanh") * up_TI
+
+
 class GatedMLP:
-    """down(silu(gate(x)) * up(x)), gate and up in one projection. `gelu`: in place of silu, approximated by
-    tanh."""
+    """down(silu(gate(x)) * up(x)), gate and up in one projection. `gate`: in place of silu and product, makes
+    [T, I] of [T, 2I]. `adds`: as of `Slots.linear`, the bias of down."""
 
     def __init__(self, slots: Slots, prefix: str, hidden: int, width: Cut, bias: bool,
-                 gelu: bool = False) -> None:
-        self.ops, self.gelu = slots.ops, gelu
+                 gate: Callable[[Tensor], Tensor] | None = None, adds: bool | None = None) -> None:
+        self.own_gate = gate
+        self.gate = slots.ops.gate if gate is None else gate
         self.gate_up = slots.linear(
             [f"{prefix}.gate_proj", f"{prefix}.up_proj"], [width, width], hidden, bias
         )
-        self.down = slots.linear([f"{prefix}.down_proj"], [hidden], width, bias)
+        self.down = slots.linear([f"{prefix}.down_proj"], [hidden], width, bias, adds=adds)
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        gate_up_TJ = self.gate_up(x_TD)
-        if not self.gelu:
-            return self.down(self.ops.gate(gate_up_TJ))
-        gate_TI, up_TI = gate_up_TJ.chunk(2, -1)
-        return self.down(F.gelu(gate_TI, approximate="tanh") * up_TI)
+        return self.down(self.gate(self.gate_up(x_TD)))

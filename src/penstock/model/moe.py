@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.gemm.experts import ExpertOps, Rule
+from penstock.kernels.gemm.experts import Biases, Clamped, ExpertOps, Rule
 from penstock.kernels.gemm.experts.reference import route
 from penstock.model.base import GlobalLayer
 from penstock.model.layers import GatedMLP, Mixer
 from penstock.model.parts import Cut
-from penstock.model.weights.slots import Slots
+from penstock.model.weights.slots import Slots, Vector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +33,10 @@ class MoESpec:
     groups          experts are chosen from the `groups_chosen` groups with the best two experts
     shared_width    0, or of the MLP that every token visits beside
     scale           of the chosen weights
+    router          its name in files
+    biased          router and experts have biases; where files have all experts of a layer in one tensor, it
+                    is inputs by outputs, gate and up in turns
+    clamped         how experts gate; None: by SiLU
     """
 
     num_experts: int
@@ -45,6 +49,9 @@ class MoESpec:
     groups_chosen: int = 1
     shared_width: int = 0
     scale: float = 1.0
+    router: str = "gate"
+    biased: bool = False
+    clamped: Clamped | None = None
 
     @property
     def rule(self) -> Rule:
@@ -55,7 +62,7 @@ class MoESpec:
 class SparseMLP:
     def __init__(self, slots: Slots, prefix: str, hidden: int, spec: MoESpec) -> None:
         self.rule = spec.rule
-        self.router = (Sigmoid if spec.sigmoid else Softmax)(slots, f"{prefix}.gate", hidden, spec)
+        self.router = (Sigmoid if spec.sigmoid else Softmax)(slots, f"{prefix}.{spec.router}", hidden, spec)
         self.shared: Mixer | None = None
         if spec.shared_width:
             self.shared = GatedMLP(slots, f"{prefix}.shared_experts", hidden,
@@ -64,23 +71,33 @@ class SparseMLP:
         kept, width = slots.lane.experts(spec.num_experts), slots.lane.of_range.columns(spec.width)
         self.route = route if slots.experts is None else slots.experts.route
         self.visit: Callable[[Tensor, Tensor, Tensor], Tensor] = (
-            EachExpert(slots, names[kept.range], hidden, kept, width) if slots.experts is None else
-            AllExperts(slots, slots.experts, names[kept.range], hidden, kept, width))
+            EachExpert(slots, names[kept.range], hidden, kept, width, spec) if slots.experts is None else
+            AllExperts(slots, slots.experts, names[kept.range], hidden, kept, width, spec))
         for name in (*names[:kept.first], *names[kept.end:]):
-            for part in ("gate", "up"):
-                slots.foreign(f"{name}.{part}_proj.weight", (spec.width, hidden))
-            slots.foreign(f"{name}.down_proj.weight", (hidden, spec.width))
-        # transformers keeps a layer's experts in two tensors; files may have them either way.
-        slots.bundle(
-            f"{prefix}.experts.gate_up_proj",
-            [f"{name}.{part}_proj.weight" for name in names for part in ("gate", "up")],
-            (spec.num_experts, 2 * spec.width, hidden),
-        )
-        slots.bundle(
-            f"{prefix}.experts.down_proj",
-            [f"{name}.down_proj.weight" for name in names],
-            (spec.num_experts, hidden, spec.width),
-        )
+            for part, shape in (("gate", (spec.width, hidden)), ("up", (spec.width, hidden)),
+                                ("down", (hidden, spec.width))):
+                slots.foreign(f"{name}.{part}_proj.weight", shape)
+                if spec.biased:
+                    slots.foreign(f"{name}.{part}_proj.bias", shape[:1])
+        self._bundles(slots, f"{prefix}.experts", names, hidden, spec)
+
+    @staticmethod
+    def _bundles(slots: Slots, prefix: str, names: list[str], hidden: int, spec: MoESpec) -> None:
+        """transformers keeps a layer's experts in two tensors; files may have them either way."""
+        gate_up = [f"{name}.{part}_proj" for name in names for part in ("gate", "up")]
+        down = [f"{name}.down_proj" for name in names]
+        experts, wide = spec.num_experts, 2 * spec.width
+        if not spec.biased:
+            slots.bundle(f"{prefix}.gate_up_proj", _weights(gate_up), (experts, wide, hidden))
+            slots.bundle(f"{prefix}.down_proj", _weights(down), (experts, hidden, spec.width))
+            return
+        slots.bundle(f"{prefix}.gate_up_proj", _weights(gate_up), (experts, hidden, wide),
+                     lambda tensor_EDJ: in_turns(tensor_EDJ.mT).flatten(0, 1))
+        slots.bundle(f"{prefix}.gate_up_proj_bias", [f"{name}.bias" for name in gate_up], (experts, wide),
+                     lambda tensor_EJ: in_turns(tensor_EJ).flatten())
+        slots.bundle(f"{prefix}.down_proj", _weights(down), (experts, spec.width, hidden),
+                     lambda tensor_EID: tensor_EID.mT.flatten(0, 1))
+        slots.bundle(f"{prefix}.down_proj_bias", [f"{name}.bias" for name in down], (experts, hidden))
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         """out_TD."""
@@ -89,12 +106,23 @@ class SparseMLP:
         return out_TD if self.shared is None else out_TD.add_(self.shared(x_TD))
 
 
+def in_turns(rows_EJ: Tensor) -> Tensor:
+    """Rows of gate and up in turns, along the second axis: first all of gate, then all of up."""
+    return torch.cat((rows_EJ[:, ::2], rows_EJ[:, 1::2]), 1)
+
+
+def _weights(prefixes: list[str]) -> list[str]:
+    return [f"{prefix}.weight" for prefix in prefixes]
+
+
 class EachExpert:
     """An MLP for each expert of a lane. One synchronisation with the host, for the visits of each."""
 
-    def __init__(self, slots: Slots, names: list[str], hidden: int, kept: Cut, width: Cut) -> None:
+    def __init__(self, slots: Slots, names: list[str], hidden: int, kept: Cut, width: Cut,
+                 spec: MoESpec) -> None:
         self.kept = kept
-        self.experts = [GatedMLP(slots, name, hidden, width, False) for name in names]
+        self.experts = [GatedMLP(slots, name, hidden, width, spec.biased, spec.clamped,
+                                 slots.lane.of_range.index == 0) for name in names]
 
     def __call__(self, x_TD: Tensor, expert_TC: Tensor, weight_TC: Tensor) -> Tensor:
         expert_S = expert_TC.flatten()
@@ -118,21 +146,33 @@ class AllExperts:
     """Two stacks of weights for all experts of a lane. No synchronisation."""
 
     def __init__(self, slots: Slots, ops: ExpertOps, names: list[str], hidden: int, kept: Cut,
-                 width: Cut) -> None:
-        self.ops, self.first = ops, kept.first
-        self.gate_up = slots.stack(
-            [f"{name}.{part}_proj" for name in names for part in ("gate", "up")], width, hidden)
-        self.down = slots.stack([f"{name}.down_proj" for name in names], hidden, width)
+                 width: Cut, spec: MoESpec) -> None:
+        self.ops, self.first, self.clamped = ops, kept.first, spec.clamped
+        gate_up = [f"{name}.{part}_proj" for name in names for part in ("gate", "up")]
+        down = [f"{name}.down_proj" for name in names]
+        self.gate_up = slots.stack(gate_up, width, hidden)
+        self.down = slots.stack(down, hidden, width)
+        self.gate_up_bias = slots.biases(gate_up, width) if spec.biased else None
+        self.down_bias: Vector | None = None
+        if spec.biased and slots.lane.of_range.index == 0:
+            self.down_bias = slots.biases(down, hidden)
+        elif spec.biased:
+            for name in down:
+                slots.foreign(f"{name}.bias", (hidden,))
 
     def __call__(self, x_TD: Tensor, expert_TC: Tensor, weight_TC: Tensor) -> Tensor:
-        return self.ops.mlp(x_TD, expert_TC, weight_TC, self.gate_up.value, self.down.value, self.first)
+        biases = None
+        if self.gate_up_bias is not None:
+            biases = Biases(self.gate_up_bias.value, None if self.down_bias is None else self.down_bias.value)
+        return self.ops.mlp(x_TD, expert_TC, weight_TC, self.gate_up.value, self.down.value, self.first,
+                            biases, self.clamped)
 
 
 class Softmax:
-    """Logits, and no bias."""
+    """Logits, and no bias by which experts are chosen."""
 
     def __init__(self, slots: Slots, prefix: str, hidden: int, spec: MoESpec) -> None:
-        self.router = slots.linear([prefix], [spec.num_experts], hidden, False)
+        self.router = slots.linear([prefix], [spec.num_experts], hidden, spec.biased)
 
     def __call__(self, x_TD: Tensor) -> tuple[Tensor, Tensor | None]:
         return self.router(x_TD), None

@@ -16,6 +16,7 @@ from penstock.kernels.types.scaled import Scaled, quantised
 from penstock.model.base import Lanes, Model, Stage, Wants, everything
 from penstock.model.families.deepseek import deepseek_v3, deepseek_v32, glm_moe_dsa
 from penstock.model.families.gemma import gemma2, gemma3_text
+from penstock.model.families.gpt_oss import gpt_oss
 from penstock.model.families.llama import llama, mistral
 from penstock.model.families.qwen2 import qwen2
 from penstock.model.families.qwen3 import qwen3
@@ -36,6 +37,7 @@ FAMILIES: dict[str, tuple[str, Callable[[Fields], Spec]]] = {
     "qwen3_moe": ("Qwen3MoeForCausalLM", qwen3_moe),
     "gemma2": ("Gemma2ForCausalLM", gemma2),
     "gemma3_text": ("Gemma3ForCausalLM", gemma3_text),
+    "gpt_oss": ("GptOssForCausalLM", gpt_oss),
     "deepseek_v3": ("DeepseekV3ForCausalLM", deepseek_v3),
     "kimi_k2": ("DeepseekV3ForCausalLM", deepseek_v3),
     "deepseek_v32": ("DeepseekV32ForCausalLM", deepseek_v32),

@@ -27,7 +27,7 @@ from penstock.model.base import (
     Stage,
 )
 from penstock.model.latent import LatentSpec
-from penstock.model.layers import Attention, AttentionSpec, GatedMLP, Mixer, Mixes
+from penstock.model.layers import Attention, AttentionSpec, GatedMLP, Mixer, Mixes, tanh_gelu
 from penstock.model.moe import MoESpec, SparseMLP
 from penstock.model.parts import Cut
 from penstock.model.rope import Rope
@@ -87,7 +87,7 @@ class Layer:
             self.mlp = SparseMLP(slots, f"{prefix}.mlp", hidden, spec.moe)
         else:
             self.mlp = GatedMLP(slots, f"{prefix}.mlp", hidden, slots.lane.columns(spec.width), spec.mlp_bias,
-                                spec.gelu)
+                                tanh_gelu if spec.gelu else None)
 
     @staticmethod
     def _norm(slots: Slots, name: str, spec: Spec) -> Vector:
@@ -95,10 +95,10 @@ class Layer:
 
     @property
     def weights(self) -> LayerWeights | None:
-        """None where it is not made of attention with KV heads and a dense MLP that gates by SiLU, both added
-        as they come."""
-        if (not isinstance(self.attention, Attention) or not isinstance(self.mlp, GatedMLP) or self.mlp.gelu
-                or self.behind):
+        """None where it is not made of attention with KV heads, without sinks, and a dense MLP that gates by
+        SiLU, both added as they come."""
+        if (not isinstance(self.attention, Attention) or not isinstance(self.mlp, GatedMLP)
+                or self.mlp.own_gate is not None or self.attention.sinks is not None or self.behind):
             return None
         return self.attention.beside(self.norm_in.value, self.norm_mlp.value, self.mlp)
 

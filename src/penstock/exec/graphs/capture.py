@@ -219,11 +219,11 @@ class _Attend:
         self._grouped, self._decodes = grouped, decodes
 
     def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
-                 chosen_TS: Tensor | None = None) -> Tensor:
+                 chosen_TS: Tensor | None = None, sinks_N: Tensor | None = None) -> Tensor:
         assert chosen_TS is None, "KV heads are attended to as a whole here"
         group, k_PKGH, v_PKGH = self._grouped.places[layer]
         self._decodes[group].write_kv(kv_TCKH[:, 0], kv_TCKH[:, 1], k_PKGH, v_PKGH)
-        return self._decodes[group](q_TNH, k_PKGH, v_PKGH)
+        return self._decodes[group](q_TNH, k_PKGH, v_PKGH, sinks_N)
 
     def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
         raise AssertionError("a model with an indexer and KV heads")

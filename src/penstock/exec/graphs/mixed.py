@@ -133,8 +133,8 @@ class _Mixed:
                      for spec, table in zip(grouped.specs, tables.groups, strict=True)]
 
     def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
-                 chosen_TS: Tensor | None = None) -> Tensor:
-        assert chosen_TS is None, "KV heads are attended to as a whole here"
+                 chosen_TS: Tensor | None = None, sinks_N: Tensor | None = None) -> Tensor:
+        assert chosen_TS is None and sinks_N is None, "only plain attention is in one call"
         group, k_PKGH, v_PKGH = self._grouped.places[layer]
         given, spec, table_RM = self._given, self._grouped.specs[group], self._tables[group]
         self._triton.write_kv(kv_TCKH[:, 0], kv_TCKH[:, 1], k_PKGH, v_PKGH, table_RM, given.row_T,

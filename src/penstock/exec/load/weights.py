@@ -28,6 +28,7 @@ from penstock.kernels.gemm import experts
 from penstock.kernels.types.scaled import Scaled
 from penstock.model import registry as families
 from penstock.model.base import Checkpoint, Lanes, Model, Stage
+from penstock.model.weights import mxfp4
 from penstock.model.weights.checkpoint import open_checkpoint
 from penstock.model.weights.codes import PACKED, Packed, codes_bytes
 from penstock.model.weights.locate import ModelFiles, locate
@@ -140,7 +141,9 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object],
         families.dummy_tensors(checkpoint.config, config.model.seed or 0, model.wants, device=device,
                                scaled=checkpoint.scaled)
         if load_format == "dummy" else checkpoint.tensors(model.wants, device))
-    log(f"model: {name} has {show_size(need)} of weights to load")
+    coded = load_format == "safetensors" and mxfp4.says(checkpoint.config)
+    log(f"model: {name} has {show_size(need)} of weights to load" +
+        f"; its experts, in MXFP4, become {show_dtype(dtype)}" * coded)
     loaded, trimmed, scaled, told = 0, 0, False, time.perf_counter()
     for tensor_name, tensor in tensors:
         loaded += tensor.num_bytes if isinstance(tensor, Packed) else tensor.numel() * dtype.itemsize

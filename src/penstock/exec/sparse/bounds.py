@@ -28,8 +28,8 @@ from penstock.kernels.types.ragged import Ragged
 from penstock.memory.pool import BlockPool
 from penstock.model.base import Attend, CacheShape, LocalLayer, Model
 
-# attend(layer of the group, q_TNH, k_TKH, v_TKH) -> out_TNH
-_Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# attend(layer of the group, q_TNH, k_TKH, v_TKH, sinks_N) -> out_TNH
+_Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,21 +125,23 @@ class Selecting(Selects):
             sparse = self._layers.step(rows, [p for _, _, p in queries],
                                        [not self._kv.is_resident(r) for r in rows])
 
-        def attend(layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+        def attend(layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor,
+                   sinks_N: Tensor | None) -> Tensor:
             self._layers.write_kv(layer, (k_TKH, v_TKH), at)
             pool_PK2GH = self._device[layer]
             if whole and run is not None:
-                return run(q_TNH, pool_PK2GH[:, :, 0], pool_PK2GH[:, :, 1])
+                return run(q_TNH, pool_PK2GH[:, :, 0], pool_PK2GH[:, :, 1], sinks_N)
             out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
             if run is not None:
-                out_TNH[tokens_at] = run(q_TNH[tokens_at], pool_PK2GH[:, :, 0], pool_PK2GH[:, :, 1])
+                out_TNH[tokens_at] = run(q_TNH[tokens_at], pool_PK2GH[:, :, 0], pool_PK2GH[:, :, 1], sinks_N)
             for chunk, pages in through:
                 of = chunk.tokens
-                out_TNH[of] = self._prompts.attend(layer, chunk, pages, q_TNH[of], k_TKH[of], v_TKH[of])
+                out_TNH[of] = self._prompts.attend(layer, chunk, pages, q_TNH[of], k_TKH[of], v_TKH[of],
+                                                   sinks_N)
             if sparse is not None:
                 q_BNH = q_TNH[query_at]
                 chosen_BKC = self._selector.choose(layer, q_BNH, sparse, budget_B, max(budgets))
-                out_TNH[query_at] = self._layers.attend(layer, q_BNH, chosen_BKC, sparse)
+                out_TNH[query_at] = self._layers.attend(layer, q_BNH, chosen_BKC, sparse, sinks_N)
             return out_TNH
         return attend
 
@@ -171,15 +173,15 @@ class _SelectingStep:
         self._ragged = lowered.ragged
 
     def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
-                 chosen_TS: Tensor | None = None) -> Tensor:
+                 chosen_TS: Tensor | None = None, sinks_N: Tensor | None = None) -> Tensor:
         assert chosen_TS is None, "what is read of KV heads is chosen here"
         k_TKH, v_TKH = kv_TCKH[:, 0], kv_TCKH[:, 1]
         if (i := self._local.get(layer)) is not None:
-            return self._selects(i, q_TNH, k_TKH, v_TKH)
+            return self._selects(i, q_TNH, k_TKH, v_TKH, sinks_N)
         group, k_PKGH, v_PKGH = self._dense[layer]
         ragged = self._ragged[group]
         write_kv(k_TKH, v_TKH, k_PKGH, v_PKGH, ragged.page_T, ragged.offset_T)
-        return self._prepared[group](q_TNH, k_PKGH, v_PKGH)
+        return self._prepared[group](q_TNH, k_PKGH, v_PKGH, sinks_N)
 
     def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
         raise AssertionError("a model with an indexer and KV heads")

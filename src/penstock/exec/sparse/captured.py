@@ -79,20 +79,20 @@ class _Attend:
                                        position_B) for g, *_ in of.dense.values()}
 
     def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
-                 chosen_TS: Tensor | None = None) -> Tensor:
+                 chosen_TS: Tensor | None = None, sinks_N: Tensor | None = None) -> Tensor:
         assert chosen_TS is None, "what is read of KV heads is chosen here"
         of, k_TKH, v_TKH = self._of, kv_TCKH[:, 0], kv_TCKH[:, 1]
         if (i := of.local.get(layer)) is None:
             group, k_PKGH, v_PKGH = of.dense[layer]
             self._others[group].write_kv(k_TKH, v_TKH, k_PKGH, v_PKGH)
-            return self._others[group](q_TNH, k_PKGH, v_PKGH)
+            return self._others[group](q_TNH, k_PKGH, v_PKGH, sinks_N)
         of.layers.write_kv(i, (k_TKH, v_TKH), self._at)
         chosen_BKC = of.selector.choose(i, q_TNH, self._step, self._budget_B, of.most)
-        out_TNH = of.layers.attend(i, q_TNH, chosen_BKC, self._step)
+        out_TNH = of.layers.attend(i, q_TNH, chosen_BKC, self._step, sinks_N)
         if self._whole is None:
             return out_TNH
         pool_PK2GH = of.device[i]
-        all_TNH = self._whole(q_TNH, pool_PK2GH[:, :, 0], pool_PK2GH[:, :, 1])
+        all_TNH = self._whole(q_TNH, pool_PK2GH[:, :, 0], pool_PK2GH[:, :, 1], sinks_N)
         return torch.where(self._selects_B[:, None, None], out_TNH, all_TNH)
 
     def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
@@ -143,8 +143,8 @@ class _IndexedAttend:
         self._step = SparseStep(row_B, position_B, (slice(None),), of.hot.tick(1))
 
     def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
-                 chosen_TS: Tensor | None = None) -> Tensor:
-        assert chosen_TS is not None, "nothing has been chosen for this layer"
+                 chosen_TS: Tensor | None = None, sinks_N: Tensor | None = None) -> Tensor:
+        assert chosen_TS is not None and sinks_N is None, "nothing has been chosen for this layer"
         i = self._of.local[layer]
         kept_T1H = fp8.kept(kv_TCKH[:, 0], self._of.dtype, self._of.latent_dim)
         self._of.layers.write_kv(i, (kept_T1H,), self._at)

@@ -173,8 +173,8 @@ class _IndexedStep:
                                 nowhere_T.int(), self._position_T, 1)
 
     def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
-                 chosen_TS: Tensor | None = None) -> Tensor:
-        assert chosen_TS is not None, "nothing has been chosen for this layer"
+                 chosen_TS: Tensor | None = None, sinks_N: Tensor | None = None) -> Tensor:
+        assert chosen_TS is not None and sinks_N is None, "nothing has been chosen for this layer"
         return self._indexed.attend(layer, q_TNH, kv_TCKH[:, 0], chosen_TS, self._step, self._token_B,
                                     self._chunks, self._at)
 

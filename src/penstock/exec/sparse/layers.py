@@ -18,6 +18,7 @@ from torch import Tensor
 
 from penstock.kernels.attention import sparse_attention
 from penstock.kernels.attention.latent_attention import LatentAttention
+from penstock.kernels.attention.paged_attention.spec import beside_sinks
 from penstock.kernels.choose import resolve
 from penstock.kernels.choose import select as selection
 from penstock.kernels.choose.select import SelectRule
@@ -26,9 +27,9 @@ from penstock.kernels.kv.write_kv import WriteAt
 from penstock.kernels.types import fp8
 from penstock.memory.hot import HotBuffers
 
-# attend(q_BNH, pool [P, K, planes, G, H], chosen_BKC, slot_BKC, position_B) -> out_BNH: over units that have
-# been chosen and found.
-UnitAttention: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+# attend(q_BNH, pool [P, K, planes, G, H], chosen_BKC, slot_BKC, position_B, sinks_N) -> out_BNH: over units
+# that have been chosen and found.
+UnitAttention: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,8 @@ class SparseLayers:
         """Write a step's new rows to pages that stay on the device."""
         self._write_kv(values, at, device)
 
-    def attend(self, layer: int, q_BNH: Tensor, chosen_BKC: Tensor, step: SparseStep) -> Tensor:
+    def attend(self, layer: int, q_BNH: Tensor, chosen_BKC: Tensor, step: SparseStep,
+               sinks_N: Tensor | None = None) -> Tensor:
         """out_BNH: each query over what was chosen for it. Brings what it misses into the rows' hot
         buffers."""
         device, hot = self._device[layer], self._hot.layers[layer]
@@ -101,7 +103,7 @@ class SparseLayers:
                                             page_units=self._page_units)
             if self._host:
                 self._gather(self._host[layer], device, miss, num, unit=self._unit)
-            outs.append(self._attend(q_BNH[at], device, chosen, slot, position))
+            outs.append(self._attend(q_BNH[at], device, chosen, slot, position, sinks_N))
         if len(outs) == 1:
             return outs[0]
         out_BNH = outs[0].new_empty(len(q_BNH), *outs[0].shape[1:])
@@ -136,15 +138,17 @@ def unit_attention(backend: str, *, unit: int, scale: float) -> UnitAttention:
     run = sparse_attention.OP.use(backend)
 
     def attend(q_BNH: Tensor, pool_PK2GH: Tensor, chosen_BKC: Tensor, slot_BKC: Tensor,
-               position_B: Tensor) -> Tensor:
-        return run(q_BNH, pool_PK2GH, chosen_BKC, slot_BKC, position_B, unit=unit, scale=scale)[0]
+               position_B: Tensor, sinks_N: Tensor | None) -> Tensor:
+        out_BNH, lse_BN = run(q_BNH, pool_PK2GH, chosen_BKC, slot_BKC, position_B, unit=unit, scale=scale)
+        return out_BNH if sinks_N is None else beside_sinks(out_BNH, lse_BN, sinks_N)
     return attend
 
 
 def row_attention(run: LatentAttention, *, value_dim: int, scale: float) -> UnitAttention:
     """Over latent rows, of which every one that was chosen may be seen."""
     def attend(q_BNH: Tensor, pool_P11GH: Tensor, chosen_B1C: Tensor, slot_B1C: Tensor,
-               position_B: Tensor) -> Tensor:
+               position_B: Tensor, sinks_N: Tensor | None) -> Tensor:
+        assert sinks_N is None, "latent rows beside sinks"
         return run(q_BNH, pool_P11GH[:, 0, 0], slot_B1C[:, 0], value_dim=value_dim, scale=scale)[0]
     return attend
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from penstock.exec.sparse.rows import HotRows
 from penstock.exec.step.tables import GroupTable
 from penstock.kernels.attention import chunk_attention, merge
+from penstock.kernels.attention.paged_attention.spec import beside_sinks
 from penstock.kernels.kv import gather
 
 # Tokens that are read at once of pages on a GPU: a copy of them is made, of one layer, and what is read of
@@ -106,7 +107,7 @@ class HostedPrompts:
         return miss_E3.int(), torch.tensor([len(miss_E3)], dtype=torch.int32, device=page_W.device)
 
     def attend(self, layer: int, chunk: Chunk, windows: Sequence[Window], q_TNH: Tensor, k_TKH: Tensor,
-               v_TKH: Tensor) -> Tensor:
+               v_TKH: Tensor, sinks_N: Tensor | None = None) -> Tensor:
         """Attention of prompt positions to all before them: their own chunk as it was computed, and what is
         earlier a window of pages at a time."""
         out_TNH, lse_TN = self._chunk_attention(q_TNH, k_TKH, v_TKH, causal=True, scale=self._scale)
@@ -114,7 +115,7 @@ class HostedPrompts:
             k_SKH, v_SKH = self._bring(layer, chunk.row, window)
             out, lse = self._chunk_attention(q_TNH, k_SKH, v_SKH, causal=False, scale=self._scale)
             out_TNH, lse_TN = self._merge(torch.stack((out_TNH, out)), torch.stack((lse_TN, lse)))
-        return out_TNH
+        return out_TNH if sinks_N is None else beside_sinks(out_TNH, lse_TN, sinks_N)
 
     def _bring(self, layer: int, row: int, window: Window) -> tuple[Tensor, Tensor]:
         """k and v of a window, [S, K, H]; what has no device page comes into the row's hot pages."""

@@ -98,9 +98,9 @@ class Arriving:
             torch.cuda.current_stream().wait_event(event)
 
     def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
-                 chosen_TS: Tensor | None = None) -> Tensor:
+                 chosen_TS: Tensor | None = None, sinks_N: Tensor | None = None) -> Tensor:
         self._hold(layer)
-        return self._attend(layer, q_TNH, kv_TCKH, chosen_TS)
+        return self._attend(layer, q_TNH, kv_TCKH, chosen_TS, sinks_N)
 
     def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
         self._hold(layer)
@@ -112,7 +112,8 @@ def spec_of(model: Model, group: CacheShape, pool: BlockPool) -> AttentionSpec:
     shape = model.attention
     return AttentionSpec(
         num_heads=shape.num_heads, num_kv_heads=group.num_kv_heads, head_dim=group.head_dim,
-        dtype=pool.layout.dtype, scale=shape.scale, window=group.window, softcap=shape.softcap)
+        dtype=pool.layout.dtype, scale=shape.scale, window=group.window, softcap=shape.softcap,
+        sinks=shape.sinks)
 
 
 class Grouped(Attending):
@@ -178,8 +179,8 @@ class _LatentStep:
         return torch.where(seen_BS, page_BS * size + at_S % size, -1)
 
     def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
-                 chosen_TS: Tensor | None = None) -> Tensor:
-        assert chosen_TS is None, "latent rows are attended to as a whole here"
+                 chosen_TS: Tensor | None = None, sinks_N: Tensor | None = None) -> Tensor:
+        assert chosen_TS is None and sinks_N is None, "latent rows are attended to as a whole here"
         shape, pool_PGH, ragged = self._latent.shape, self._latent.rows[layer], self._ragged
         pool_PGH[ragged.page_T, ragged.offset_T] = fp8.kept(kv_TCKH[:, 0], pool_PGH.dtype,
                                                             shape.latent_dim)[:, 0]
@@ -198,12 +199,12 @@ class _GroupedStep:
         self._ragged, self._prepared = lowered.ragged, prepared
 
     def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
-                 chosen_TS: Tensor | None = None) -> Tensor:
+                 chosen_TS: Tensor | None = None, sinks_N: Tensor | None = None) -> Tensor:
         assert chosen_TS is None, "KV heads are attended to as a whole here"
         group, k_PKGH, v_PKGH = self._places[layer]
         ragged = self._ragged[group]
         write_kv(kv_TCKH[:, 0], kv_TCKH[:, 1], k_PKGH, v_PKGH, ragged.page_T, ragged.offset_T)
-        return self._prepared[group](q_TNH, k_PKGH, v_PKGH)
+        return self._prepared[group](q_TNH, k_PKGH, v_PKGH, sinks_N)
 
     def paged(self) -> Paged | None:
         first, ragged = self._prepared[0], self._ragged[0]

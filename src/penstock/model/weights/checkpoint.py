@@ -6,7 +6,9 @@ pinned memory. Knows no family's layers.
 """
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, TypeVar, cast
@@ -20,6 +22,7 @@ from torch import Tensor
 from penstock.config.base.errors import ConfigError, show
 from penstock.kernels.types.scaled import Scaled
 from penstock.model.base import Checkpoint, Wants, everything
+from penstock.model.weights import mxfp4
 from penstock.model.weights.codes import PACKED, Codes, Packed, codes_of
 from penstock.model.weights.files import digest_of_files, open_regular
 from penstock.model.weights.fp8 import SCALE_SUFFIX, Blocks, quantises, read_blocks
@@ -29,7 +32,7 @@ from penstock.model.weights.locate import ModelFiles, read_weight_map
 from penstock.model.weights.safetensors_file import StoredTensor, read_safetensors_header
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-           "F8_E4M3": torch.float8_e4m3fn}
+           "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8}
 # Elements dequantised at once: the temporaries of numpy (about ten of this size) stay in the cache.
 _CHUNK_ELEMENTS = 1 << 18
 # A buffer that old exports stored; every family computes it from the config.
@@ -74,7 +77,8 @@ class ConfigOnly:
 
 
 class SafetensorsCheckpoint:
-    """One file, or the shards of an index. Tensors keep their dtype; blocks of fp8 do, or become float32."""
+    """One file, or the shards of an index. Tensors keep their dtype; blocks of fp8 do, or become float32, as
+    those of MXFP4 do."""
 
     def __init__(self, files: ModelFiles, keeps_scaled: bool) -> None:
         self.codes: Mapping[str, str] = {}
@@ -87,6 +91,7 @@ class SafetensorsCheckpoint:
             raise ConfigError(f"{files.folder}: the safetensors files hold no tensors")
         self.blocks = read_blocks(self.config, f"{files.folder}/config.json")
         self.scales = _scales(self.shards, self.blocks)
+        self.coded = _coded(self.shards, mxfp4.says(self.config))
         self._keeps_scaled = keeps_scaled
 
     def scaled(self, name: str) -> Blocks | None:
@@ -100,14 +105,35 @@ class SafetensorsCheckpoint:
             file, _ = open_regular(path)
             with file:
                 for entry in stored.values():
-                    if entry.name.endswith(_SKIPPED_SUFFIX) or not wants(entry.name):
+                    experts = entry.dtype == "U8"
+                    if entry.name.endswith(_SKIPPED_SUFFIX) or not (experts or wants(entry.name)):
                         continue
                     if entry.name.removesuffix(SCALE_SUFFIX) in self.scales and (
                             entry.name.endswith(SCALE_SUFFIX)):
                         continue
+                    if experts:
+                        for name, made in self._experts(file, entry, path, wants, read):
+                            yield name, _finite(made, name, path)
+                        continue
                     weight: Tensor | Scaled = self._with_scale(entry.name, read(file, entry, path), read)
                     yield entry.name, _finite(weight, entry.name, path)
                     del weight          # before the next one is made
+
+    def _experts(self, file: BinaryIO, entry: StoredTensor, path: Path, wants: Wants,
+                 read: Read) -> Iterator[tuple[str, Tensor]]:
+        """The wanted weights of a tensor of MXFP4 blocks, one expert after the other; of scales none."""
+        if entry.name not in self.coded:
+            return
+        where, scales = self.coded[entry.name]
+        parts = [part for part in mxfp4.parts_of(entry.name, entry.shape[0]) if wants(part.name)]
+        other, _ = open_regular(where)
+        with other:
+            for expert, group in itertools.groupby(parts, key=lambda part: part.expert):
+                block_OGB = read(file, _item(entry, expert), path)
+                scale_OG = read(other, _item(scales, expert), where)
+                for part in group:
+                    rows = slice(part.first, None, part.step)
+                    yield part.name, mxfp4.floats(block_OGB[rows], scale_OG[rows])
 
     def _with_scale(self, name: str, element_OI: Tensor, read: Read) -> Tensor | Scaled:
         """Its scales, if it has any, are read from whichever shard they are in."""
@@ -144,6 +170,35 @@ def _scales(shards: dict[Path, dict[str, StoredTensor]],
                 raise ConfigError(f"{what} of shape {entry.shape}; its scales are {scale[1].dtype} of shape "
                                   f"{scale[1].shape}, expected F32 of {blocks.scales(entry.shape)}")
     return scales
+
+
+def _coded(shards: dict[Path, dict[str, StoredTensor]], said: bool) -> dict[str, tuple[Path, StoredTensor]]:
+    """Of every tensor of MXFP4 blocks where its scales are. Raises ConfigError: other tensors of bytes,
+    blocks without scales or of another shape than theirs."""
+    found = {entry.name: (path, entry) for path, stored in shards.items() for entry in stored.values()
+             if entry.dtype == "U8"}
+    coded = {}
+    for name, (path, entry) in found.items():
+        what = f"{path}: tensor {show(name)} is U8 of shape {entry.shape}"
+        of = name.removesuffix(mxfp4.SCALES)
+        if of != name and of + mxfp4.BLOCKS in found:
+            continue
+        if not said or not any(mxfp4.parts_of(name, 1)):
+            raise ConfigError(f"{what}; supported: experts' blocks and scales, of a config.json whose "
+                              "quantization_config says mxfp4")
+        scales = found.get(name.removesuffix(mxfp4.BLOCKS) + mxfp4.SCALES)
+        if scales is None or len(entry.shape) != 4 or entry.shape[3] != mxfp4.BLOCK_BYTES or (
+                scales[1].shape != entry.shape[:3]) or entry.shape[1] % 2:
+            raise ConfigError(f"{what}; expected [experts, rows, blocks, {mxfp4.BLOCK_BYTES}], and scales of "
+                              f"the first three, found {scales and scales[1].shape}")
+        coded[name] = scales
+    return coded
+
+
+def _item(entry: StoredTensor, index: int) -> StoredTensor:
+    """One item of its first axis."""
+    each = entry.num_bytes // entry.shape[0]
+    return replace(entry, shape=entry.shape[1:], begin=entry.begin + index * each, num_bytes=each)
 
 
 def _read(file: BinaryIO, entry: StoredTensor, path: Path) -> Tensor:
@@ -243,7 +298,8 @@ def _names(stored: GGUFTensor, target: HFName) -> list[str]:
 
 
 def _check_shape(stored: GGUFTensor, target: HFName, config: dict[str, Any], path: Path) -> None:
-    wrong = (len(stored.shape) != 3 or stored.shape[0] != config["num_experts"] if target.experts
+    dims = 2 + target.name.endswith("weight")
+    wrong = (len(stored.shape) != dims or stored.shape[0] != config["num_experts"] if target.experts
              else len(stored.shape) > 2)
     if wrong or (target.rope_heads and stored.shape[0] % (2 * target.rope_heads)):
         raise ConfigError(f"{path}: tensor {show(stored.name)} has shape {stored.shape}, which does not "

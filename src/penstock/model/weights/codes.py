@@ -2,7 +2,7 @@
 
     O rows   I columns   G groups of columns that share a scale   B scale, then shift
 
-A weight is `code * scale + shift`. Owns how eight block types are read so; the file's layout of them is in
+A weight is `code * scale + shift`. Owns how nine block types are read so; the file's layout of them is in
 ggml's `ggml-quants.c`. Kernels keep codes of four bits in four, all others in eight.
 """
 from __future__ import annotations
@@ -157,9 +157,19 @@ def _q6_k(raw: _U8) -> _Read:
     return code, scale, -32 * scale
 
 
+# Of MXFP4 twice what a code means; those of equal steps count from the least.
+_E2M1 = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), np.int8)
+_LEAST = 12
+
+
+def _mxfp4(raw: _U8) -> _Read:
+    d = np.ldexp(np.float32(1), raw[:, :1].astype(np.int32) - 128).astype(np.float32)
+    return (_E2M1[_nibbles(raw[:, 1:])] + _LEAST).astype(np.uint8), d, -_LEAST * d
+
+
 _READERS: dict[str, Callable[[_U8], _Read]] = {
     "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q4_K": _q4_k,
-    "Q5_K": _q5_k, "Q6_K": _q6_k}
+    "Q5_K": _q5_k, "Q6_K": _q6_k, "MXFP4": _mxfp4}
 PACKED = frozenset(_READERS)                    # block types that stay codes
 
 

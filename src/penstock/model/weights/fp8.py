@@ -10,6 +10,7 @@ from typing import Any
 
 from penstock.config.base.errors import ConfigError, show
 
+MXFP4 = "mxfp4"                     # the other method that is read, see `weights.mxfp4`
 SCALE_SUFFIX = "_scale_inv"         # of the tensor beside `weight` that its elements are multiplied by
 
 
@@ -32,14 +33,17 @@ def quantises(name: str) -> bool:
 
 
 def read_blocks(config: dict[str, Any], where: str) -> Blocks | None:
-    """What config.json says about quantised weights; None: nothing. Raises ConfigError for another kind."""
+    """What config.json says about weights in fp8; None: nothing. Raises ConfigError for a kind that nobody
+    reads."""
     given = config.get("quantization_config")
     if not given:
         return None
     method = given.get("quant_method") if isinstance(given, dict) else given
+    if method == MXFP4:
+        return None
     if method != "fp8":
         raise ConfigError(f"{where}: quantised with {show(method)}, which is not supported; take "
-                          "the unquantised checkpoint, one in block-scaled fp8, or a GGUF")
+                          "the unquantised checkpoint, one in block-scaled fp8 or in MXFP4, or a GGUF")
     size, kind = given.get("weight_block_size"), given.get("fmt", "e4m3")
     if kind not in ("e4m3", "float8_e4m3fn") or not (
             isinstance(size, list) and len(size) == 2 and all(type(n) is int and n >= 1 for n in size)):

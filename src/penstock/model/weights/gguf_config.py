@@ -24,6 +24,7 @@ ARCHITECTURES = {
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
     "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
+    "gpt-oss": ("gpt_oss", "GptOssForCausalLM"),
 }
 ROPE_FREQS = "rope_freqs.weight"
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -38,6 +39,7 @@ _BLOCK = {
 _GEMMA = {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
           "post_ffw_norm": "post_feedforward_layernorm"}
 _GEMMA_PLUS = 1.0
+_GPT_OSS = {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"}
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
 _NAME = re.compile(r"(?:blk\.(\d{1,6})\.)?([a-z_]+)\.(weight|bias)\Z", re.ASCII)
@@ -69,14 +71,19 @@ def hf_name(name: str, config: Mapping[str, Any], where: str) -> HFName:
         prefix = f"model.layers.{int(layer)}"
         if gemma and part in _GEMMA:
             return HFName(f"{prefix}.{_GEMMA[part]}.{kind}", plus=plus)
+        if config["model_type"] == "gpt_oss" and (part, kind) == ("attn_sinks", "weight"):
+            return HFName(f"{prefix}.self_attn.sinks")
+        if config["model_type"] == "gpt_oss" and part in _GPT_OSS:
+            return HFName(f"{prefix}.{_GPT_OSS[part]}.{kind}")
         if part in _BLOCK:
             heads = {"attn_q": config["num_attention_heads"],
                      "attn_k": config["num_key_value_heads"]}.get(part, 0)
             # Only llama's converter interleaves: Qwen's GGUFs use RoPE in halves, as Hugging Face.
             rope_heads = heads if config["model_type"] == "llama" else 0
             return HFName(f"{prefix}.{_BLOCK[part]}.{kind}", rope_heads=rope_heads, plus=plus)
-        if part in _EXPERTS and kind == "weight" and config["model_type"] == "qwen3_moe":
-            return HFName(f"{prefix}.mlp.experts.{{}}.{_EXPERTS[part]}.weight", experts=True)
+        kinds = {"qwen3_moe": ("weight",), "gpt_oss": ("weight", "bias")}.get(config["model_type"], ())
+        if part in _EXPERTS and kind in kinds:
+            return HFName(f"{prefix}.mlp.experts.{{}}.{_EXPERTS[part]}.{kind}", experts=True)
     raise ConfigError(f"{where}: tensor {show(name)} is not part of a {config['model_type']} model "
                       f"with {config['num_hidden_layers']} layers that penstock knows")
 
@@ -130,8 +137,8 @@ def hf_config(header: GGUFHeader, where: str,
         "num_key_value_heads": meta.arch("attention.head_count_kv", int, heads),
         "head_dim": head_dim,
         "intermediate_size": (meta.arch("expert_feed_forward_length", int)
-                              if architecture == "qwen3moe" and
-                              "qwen3moe.feed_forward_length" not in header.metadata
+                              if f"{architecture}.expert_feed_forward_length" in header.metadata and
+                              f"{architecture}.feed_forward_length" not in header.metadata
                               else meta.arch("feed_forward_length", int)),
         "hidden_act": "silu",
         "rms_norm_eps": meta.arch("attention.layer_norm_rms_epsilon", float),
@@ -147,6 +154,8 @@ def hf_config(header: GGUFHeader, where: str,
     }
     if architecture == "gemma3":
         config |= _gemma3(meta, config)
+    if architecture == "gpt-oss":
+        config |= _gpt_oss(meta, config)
     _refuse_unknown_features(meta, config)
     if architecture == "qwen3moe":
         config |= {
@@ -172,6 +181,18 @@ def _gemma3(meta: _Meta, config: dict[str, Any]) -> dict[str, Any]:
         "query_pre_attn_scalar": (config["hidden_size"] // config["num_attention_heads"] if largest else
                                   config["head_dim"]),
         "final_logit_softcapping": meta.arch("final_logit_softcapping", float, 0.0) or None,
+    }
+
+
+def _gpt_oss(meta: _Meta, config: dict[str, Any]) -> dict[str, Any]:
+    """What no file says: how experts gate, that every other layer has the window, and that YaRN's limits are
+    not rounded."""
+    scaling = config["rope_scaling"]
+    return {
+        "sliding_window": meta.arch("attention.sliding_window", int), "layer_types": None,
+        "num_experts": meta.arch("expert_count", int),
+        "num_experts_per_tok": meta.arch("expert_used_count", int),
+        "rope_scaling": {**scaling, "truncate": False} if scaling else {"rope_type": "default"},
     }
 
 
@@ -247,7 +268,8 @@ def _refuse_unknown_features(meta: _Meta, config: dict[str, Any]) -> None:
         ("clamped queries", meta.arch("attention.clamp_kqv", float, 0.0) != 0.0),
         ("a logit scale", meta.arch("logit_scale", float, 1.0) not in (0.0, 1.0)),
         ("shared experts", shared_experts != 0),
-        ("experts", config["model_type"] != "qwen3_moe" and meta.arch("expert_count", int, 0) != 0),
+        ("experts", config["model_type"] not in ("qwen3_moe", "gpt_oss")
+         and meta.arch("expert_count", int, 0) != 0),
     )
     for feature, found in refused:
         if found:

@@ -158,6 +158,11 @@ def _ordered(tensor: Tensor, order: Tensor | None) -> Tensor:
     return tensor if order is None else tensor[order]
 
 
+def _flat(tensor: Tensor) -> Tensor:
+    """Its first two axes are rows."""
+    return tensor.flatten(0, 1)
+
+
 class Slots:
     """Every name that a model expects, with its shape and the place of its rows.
 
@@ -176,18 +181,19 @@ class Slots:
         self._foreign: dict[str, tuple[int, ...]] = {}
         self._seen: set[str] = set()
         self.num_bytes = 0                  # of what has come and is kept
-        self._bundles: dict[str, tuple[list[str], tuple[int, ...]]] = {}
+        self._bundles: dict[str, tuple[list[str], tuple[int, ...], Callable[[Tensor], Tensor]]] = {}
 
     def linear(
         self, prefixes: Sequence[str], rows: Sequence[int | Cut], cols: int | Cut, bias: bool, *,
-        order: Tensor | None = None,
+        order: Tensor | None = None, adds: bool | None = None,
     ) -> Linear:
         """Fuses `prefix.weight` (and `prefix.bias`) of every prefix, in this order, of each the rows and
         columns of its cuts; output i is then row order[i] of that. Where columns are cut, outputs are summed
-        over the lanes, and the first adds the bias."""
+        over the lanes, and one `adds` the bias; None: the first does."""
         kept, columns = [_cut(n) for n in rows], _cut(cols)
-        adds = bias and (isinstance(cols, int) or self.lane.index == 0)
-        made = Linear((sum(cut.size for cut in kept), columns.size), adds, self, order)
+        if adds is None:
+            adds = isinstance(cols, int) or self.lane.index == 0
+        made = Linear((sum(cut.size for cut in kept), columns.size), bias and adds, self, order)
         first = 0
         for prefix, cut in zip(prefixes, kept, strict=True):
             self._places[f"{prefix}.weight"] = (made.weight, first, (cut, columns))
@@ -210,6 +216,14 @@ class Slots:
             self._places[f"{prefix}.weight"] = (made.slot, i * kept.size, (kept, columns))
         return made
 
+    def biases(self, prefixes: Sequence[str], rows: int | Cut) -> Vector:
+        """`prefix.bias` of every prefix, of each the rows of its cut, one behind the other."""
+        cut = _cut(rows)
+        made = Vector((len(prefixes) * cut.size,), self.dtype, None, 0.0)
+        for i, prefix in enumerate(prefixes):
+            self._places[f"{prefix}.bias"] = (made.slot, i * cut.size, (cut,))
+        return made
+
     def vector(
         self, name: str, shape: tuple[int | Cut, ...], *, order: Tensor | None = None,
         dtype: torch.dtype | None = None, plus: float = 0.0,
@@ -226,17 +240,18 @@ class Slots:
         self._places[name] = (made.slot, 0, tuple(map(whole, shape)))
         return made
 
-    def bundle(self, name: str, pieces: list[str], shape: tuple[int, ...]) -> None:
-        """`name` may come instead of `pieces`: its first two axes, flattened, are their rows."""
-        self._bundles[name] = (pieces, shape)
+    def bundle(self, name: str, pieces: list[str], shape: tuple[int, ...],
+               rows: Callable[[Tensor], Tensor] = _flat) -> None:
+        """`name` may come instead of `pieces`, whose rows `rows` makes of it."""
+        self._bundles[name] = (pieces, shape, rows)
 
     def load(self, name: str, tensor: Tensor | Packed) -> None:
         """Raises ConfigError on an unknown or repeated name, a wrong shape or a dtype not float."""
         if name in self._bundles:
-            pieces, shape = self._bundles[name]
+            pieces, shape, rows = self._bundles[name]
             check_tensor(name, tensor, shape)
             assert isinstance(tensor, Tensor)               # what is packed has two dimensions
-            flat = tensor.flatten(0, 1)
+            flat = rows(tensor)
             for piece in pieces:
                 num_rows = self._shape(piece)[0]
                 self.load(piece, flat[:num_rows])

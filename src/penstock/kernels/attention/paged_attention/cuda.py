@@ -23,6 +23,7 @@ from penstock.kernels.attention.paged_attention.spec import (
     Prepared,
     Row,
     begin_of,
+    beside_sinks,
     pages_of,
     rows_of,
 )
@@ -159,11 +160,6 @@ def rows_by_torch(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, start_B1: Tensor,
         q_TNH, k_SKH, v_SKH, start_B1, key_start_B1, max_query, max_key, 0.0, True, False, scale=scale,
         **({"window_size_left": window - 1, "window_size_right": 0} if window else {}))[:2]
     return out_TNH, lse_NT
-
-
-def beside_sinks(out_TNH: Tensor, lse_TN: Tensor, sinks_N: Tensor) -> Tensor:
-    """What is left of the mean when a sink is in its sum of weights."""
-    return (out_TNH * torch.sigmoid(lse_TN - sinks_N)[..., None]).to(out_TNH.dtype)
 
 
 class _Masked:

@@ -84,3 +84,8 @@ def begin_of(row: Row, spec: AttentionSpec, layout: Ragged) -> int:
 def pages_of(row: Row, layout: Ragged, begin: int = 0) -> Tensor:
     """The table's entries that the row reads, int32: a view. begin: of `begin_of`."""
     return layout.pages_RM[row.index, begin // layout.page_size:-(-row.context // layout.page_size)]
+
+
+def beside_sinks(out_TNH: Tensor, lse_TN: Tensor, sinks_N: Tensor) -> Tensor:
+    """What is left of the mean when a sink is in its sum of weights. lse_TN: log of the sum without it."""
+    return (out_TNH * torch.sigmoid(lse_TN - sinks_N)[..., None]).to(out_TNH.dtype)

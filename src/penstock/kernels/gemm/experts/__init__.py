@@ -7,8 +7,9 @@ Shapes follow from the number of tokens alone, so a step with experts can be cap
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from penstock.kernels.gemm.experts import reference
@@ -36,6 +37,28 @@ class Rule:
     scale: float = 1.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clamped:
+    """A gate of clamped inputs: of gate at most `limit`, of up what is within it, then
+    gate * sigmoid(alpha * gate) * (up + 1). Source: gpt-oss, arXiv:2508.10925."""
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate_up_TJ: Tensor) -> Tensor:
+        """[T, J / 2] of gate, then up, side by side."""
+        gate_TI, up_TI = gate_up_TJ.chunk(2, -1)
+        gate_TI = gate_TI.clamp(max=self.limit)
+        return gate_TI * torch.sigmoid(self.alpha * gate_TI) * (up_TI.clamp(-self.limit, self.limit) + 1)
+
+
+class Biases(NamedTuple):
+    """Of all experts, dense: [E * 2I] as rows of `gate_up`, and [E * D], None: another lane adds it."""
+
+    gate_up: Tensor
+    down: Tensor | None
+
+
 class ExpertOps(Protocol):
     def route(self, logit_TE: Tensor, bias_E: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
         """The C experts of each token that rank highest, by score plus bias, and what they weigh.
@@ -48,7 +71,8 @@ class ExpertOps(Protocol):
         ...
 
     def mlp(self, x_TD: Tensor, expert_TC: Tensor, weight_TC: Tensor, gate_up: Tensor | Scaled,
-            down: Tensor | Scaled, first: int = 0) -> Tensor:
+            down: Tensor | Scaled, first: int = 0, biases: Biases | None = None,
+            clamped: Clamped | None = None) -> Tensor:
         """out_TD, the sum over a token's experts of weight * down(silu(gate(x)) * up(x)); new, dense.
 
         x_TD        f32|bf16, dense
@@ -56,6 +80,7 @@ class ExpertOps(Protocol):
                     dtype of x or block-scaled fp8
         down        [E * D, I], likewise
         first       number of the first of these E experts: visits to others count 0
+        biases      of x's dtype, added to the products      clamped   how gates work; None: silu(gate) * up
         Rounds      to x's dtype: what `down` gets, what each expert gives, their sum. Products are summed
                     in f32. A token's result does not depend on the others up to rounding.
         """

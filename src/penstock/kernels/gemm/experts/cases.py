@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.cases import TOLERANCE, Case, Workload
-from penstock.kernels.gemm.experts import ExpertOps, Rule
+from penstock.kernels.gemm.experts import Biases, Clamped, ExpertOps, Rule
 from penstock.kernels.types.scaled import Scaled, joined, quantised
 
 _TOKENS = (1, 3, 64, 150)
@@ -36,6 +36,11 @@ def cases(device: str = "cpu") -> Iterator[Case]:
                 for tokens in _TOKENS:
                     yield Case(f"{name}-{'fp8 ' * scaled}{'x'.join(map(str, shape))}-{tokens}",
                                partial(_mlp, device, dtype, shape, scaled, tokens), TOLERANCE[dtype])
+        for tokens in (1, 37, 150):
+            for last in (True, False):
+                yield Case(f"{name}-clamped of 5{' by another lane' * (not last)}-{tokens}", partial(
+                    _mlp, device, dtype, _SHAPES[0], False, tokens, clamped=Clamped(alpha=1.7, limit=0.5),
+                    adds=last), TOLERANCE[dtype])
         for first, kept in ((0, 3), (2, 2), (4, 1)):
             for tokens in (1, 37, 150):
                 yield Case(f"{name}-experts {first} to {first + kept} of 5-{tokens}",
@@ -63,8 +68,10 @@ def stack(generator: torch.Generator, experts: int, rows: int, cols: int, block:
 
 
 def _mlp(device: str, dtype: torch.dtype, shape: tuple[int, ...], scaled: bool, tokens: int,
-         ops: ExpertOps, *, first: int = 0, kept: int | None = None) -> Tensor:
-    """A third of the tokens visits the same experts, of which `kept` from `first` on are here."""
+         ops: ExpertOps, *, first: int = 0, kept: int | None = None, clamped: Clamped | None = None,
+         adds: bool = True) -> Tensor:
+    """A third of the tokens visits the same experts, of which `kept` from `first` on are here. Those that
+    clamp have biases, the last of which this lane `adds`, or not."""
     experts, chosen, dim, width, *block = shape
     generator = torch.Generator().manual_seed(sum(shape) + tokens)
     x = torch.randn(tokens, dim, generator=generator).to(device, dtype)
@@ -74,7 +81,13 @@ def _mlp(device: str, dtype: torch.dtype, shape: tuple[int, ...], scaled: bool, 
     here = experts if kept is None else kept
     gate_up = stack(generator, here, 2 * width, dim, (block[0], block[1]), dtype, scaled)
     down = stack(generator, here, dim, width, (block[0], block[1]), dtype, scaled)
-    return ops.mlp(x, expert.to(device), weight.to(device), gate_up.to(device), down.to(device), first)
+    biases = None
+    if clamped is not None:
+        bias_in, bias_out = (torch.randn(here * rows, generator=generator).to(device, dtype)
+                             for rows in (2 * width, dim))
+        biases = Biases(bias_in, bias_out if adds else None)
+    return ops.mlp(x, expert.to(device), weight.to(device), gate_up.to(device), down.to(device), first,
+                   biases, clamped)
 
 
 def workloads() -> Iterator[Workload]:

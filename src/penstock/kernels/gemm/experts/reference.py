@@ -11,7 +11,7 @@ from penstock.kernels.platform import Platform
 from penstock.kernels.types.scaled import Scaled
 
 if TYPE_CHECKING:
-    from penstock.kernels.gemm.experts import Rule
+    from penstock.kernels.gemm.experts import Biases, Clamped, Rule
 
 
 def probe(platform: Platform) -> str:
@@ -43,15 +43,20 @@ class Reference:
         return route(logit_TE, bias_E, rule)
 
     def mlp(self, x_TD: Tensor, expert_TC: Tensor, weight_TC: Tensor, gate_up: Tensor | Scaled,
-            down: Tensor | Scaled, first: int = 0) -> Tensor:
+            down: Tensor | Scaled, first: int = 0, biases: Biases | None = None,
+            clamped: Clamped | None = None) -> Tensor:
         dim = x_TD.shape[1]
         num_experts, out_TD = down.shape[0] // dim, torch.zeros_like(x_TD, dtype=torch.float32)
         width = gate_up.shape[0] // num_experts // 2
         for expert in range(num_experts):
-            gate_TI, up_TI = F.linear(x_TD.float(), _rows(gate_up, expert, 2 * width)).chunk(2, -1)
-            inner_TI = (F.silu(gate_TI) * up_TI).to(x_TD.dtype).float()
+            bias = [None if of is None else _rows(of, expert, rows) for of, rows in zip(
+                biases or (None, None), (2 * width, dim), strict=True)]
+            gate_up_TJ = F.linear(x_TD.float(), _rows(gate_up, expert, 2 * width), bias[0])
+            gate_TI, up_TI = gate_up_TJ.chunk(2, -1)
+            inner_TI = F.silu(gate_TI) * up_TI if clamped is None else clamped(gate_up_TJ)
             weight_T = torch.where(expert_TC == first + expert, weight_TC, 0.0).sum(1)
-            one_TD = F.linear(inner_TI, _rows(down, expert, dim)) * weight_T[:, None]
+            inner_TI = inner_TI.to(x_TD.dtype).float()
+            one_TD = F.linear(inner_TI, _rows(down, expert, dim), bias[1]) * weight_T[:, None]
             out_TD += one_TD.to(x_TD.dtype)
         return out_TD.to(x_TD.dtype)
 

@@ -23,7 +23,7 @@ from penstock.kernels.triton.tiles import add_product, parts_of, tile_cols
 from penstock.kernels.types.scaled import Scaled
 
 if TYPE_CHECKING:
-    from penstock.kernels.gemm.experts import Rule
+    from penstock.kernels.gemm.experts import Biases, Clamped, Rule
 
 
 @triton.jit
@@ -98,11 +98,13 @@ def _visits(expert, block_expert, block_visit, T, FIRST, E, C: tl.constexpr, C_P
 
 
 @triton.jit
-def experts_in(x, weight, scale, expert, block_expert, block_visit, inner, T, FIRST, E, x_row, SCALES, WIDTH,
+def experts_in(x, weight, scale, bias, expert, block_expert, block_visit, inner, T, FIRST, E, x_row, SCALES,
+               WIDTH, alpha, limit,
                INPUTS: tl.constexpr, C: tl.constexpr, C_PAD: tl.constexpr, VISITS: tl.constexpr,
                ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-               SCALED: tl.constexpr, FEW: tl.constexpr, EXACT: tl.constexpr):
-    """silu(gate(x)) * up(x), ROWS of WIDTH outputs of each visit, into row `visit` of `inner`."""
+               SCALED: tl.constexpr, FEW: tl.constexpr, EXACT: tl.constexpr, BIAS: tl.constexpr,
+               CLAMPED: tl.constexpr):
+    """silu(gate(x)) * up(x), ROWS of WIDTH outputs of each visit, into row `visit` of `inner`; or clamped."""
     e, visit = _visits(expert, block_expert, block_visit, T, FIRST, E, C, C_PAD, VISITS, FEW)
     if e >= 0:
         o = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -120,16 +122,25 @@ def experts_in(x, weight, scale, expert, block_expert, block_visit, inner, T, FI
                                BLOCK_COLS, SCALED, EXACT)
             up = add_product(up, weight, scale, row + WIDTH, own, x_JK, start, SCALES, INPUTS, COLS,
                              BLOCK_ROWS, BLOCK_COLS, SCALED, EXACT)
-        y = gate / (1.0 + tl.exp(-gate)) * up
+        if BIAS:
+            gate += tl.load(bias + row, mask=own, other=0.0).to(tl.float32)[:, None]
+            up += tl.load(bias + row + WIDTH, mask=own, other=0.0).to(tl.float32)[:, None]
+        if CLAMPED:             # NaN stays NaN
+            gate = tl.where(gate > limit, limit, gate)
+            up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + 1.0
+            y = gate / (1.0 + tl.exp(-alpha * gate)) * up
+        else:
+            y = gate / (1.0 + tl.exp(-gate)) * up
         tl.store(inner + visit.to(tl.int64)[None, :] * WIDTH + o[:, None], y.to(inner.dtype.element_ty),
                  mask=own[:, None] & visits[None, :])
 
 
 @triton.jit
-def experts_out(inner, weight, scale, expert, block_expert, block_visit, weighs, part, T, FIRST, E, SCALES,
-                OUTPUTS, INPUTS: tl.constexpr, C: tl.constexpr, C_PAD: tl.constexpr, VISITS: tl.constexpr,
-                ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-                SCALED: tl.constexpr, FEW: tl.constexpr, EXACT: tl.constexpr):
+def experts_out(inner, weight, scale, bias, expert, block_expert, block_visit, weighs, part, T, FIRST, E,
+                SCALES, OUTPUTS, INPUTS: tl.constexpr, C: tl.constexpr, C_PAD: tl.constexpr,
+                VISITS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+                BLOCK_COLS: tl.constexpr, SCALED: tl.constexpr, FEW: tl.constexpr, EXACT: tl.constexpr,
+                BIAS: tl.constexpr):
     """What a visit weighs times down(inner), ROWS outputs of each visit, into row `visit` of `part`."""
     e, visit = _visits(expert, block_expert, block_visit, T, FIRST, E, C, C_PAD, VISITS, FEW)
     if e >= 0:
@@ -145,6 +156,8 @@ def experts_out(inner, weight, scale, expert, block_expert, block_visit, weighs,
                            mask=visits[:, None] & (start + k < INPUTS)[None, :], other=0.0)
             acc = add_product(acc, weight, scale, row, own, x_JK, start, SCALES, INPUTS, COLS, BLOCK_ROWS,
                               BLOCK_COLS, SCALED, EXACT)
+        if BIAS:
+            acc += tl.load(bias + row, mask=own, other=0.0).to(tl.float32)[:, None]
         y = acc * tl.load(weighs + at, mask=visits, other=0.0)[None, :]
         tl.store(part + at[None, :] * OUTPUTS + o[:, None], y.to(part.dtype.element_ty),
                  mask=own[:, None] & visits[None, :])
@@ -212,7 +225,8 @@ def blocks(expert_TC: Tensor, first: int, num_experts: int, size: int) -> tuple[
 
 
 def mlp(x_TD: Tensor, expert_TC: Tensor, weight_TC: Tensor, gate_up: Tensor | Scaled,
-        down: Tensor | Scaled, first: int = 0) -> Tensor:
+        down: Tensor | Scaled, first: int = 0, biases: Biases | None = None,
+        clamped: Clamped | None = None) -> Tensor:
     """As `ExpertOps.mlp`. Capturable."""
     (tokens, dim), chosen = x_TD.shape, expert_TC.shape[1]
     num_experts, width = down.shape[0] // dim, down.shape[1]
@@ -232,14 +246,18 @@ def mlp(x_TD: Tensor, expert_TC: Tensor, weight_TC: Tensor, gate_up: Tensor | Sc
     most = 128 if few and not exact else 64
     same = dict(C=chosen, C_PAD=triton.next_power_of_2(chosen), VISITS=size, ROWS=rows, FEW=few,
                 EXACT=exact, num_warps=4, num_stages=3)
+    bias_in, bias_out = biases or (None, None)
     element, scale, scales, constants = parts_of(gate_up)
     experts_in[(triton.cdiv(width, rows), grid)](
-        x_TD, element, scale, *tables, inner_SI, tokens, first, num_experts, dim, scales, width, INPUTS=dim,
-        COLS=tile_cols(gate_up, most), **same, **constants)
+        x_TD, element, scale, x_TD if bias_in is None else bias_in, *tables, inner_SI, tokens, first,
+        num_experts, dim, scales, width, 0.0 if clamped is None else clamped.alpha,
+        0.0 if clamped is None else clamped.limit, INPUTS=dim, COLS=tile_cols(gate_up, most),
+        BIAS=bias_in is not None, CLAMPED=clamped is not None, **same, **constants)
     element, scale, scales, constants = parts_of(down)
     experts_out[(triton.cdiv(dim, rows), grid)](
-        inner_SI, element, scale, *tables, weight_TC, part_SD, tokens, first, num_experts, scales, dim,
-        INPUTS=width, COLS=tile_cols(down, most), **same, **constants)
+        inner_SI, element, scale, x_TD if bias_out is None else bias_out, *tables, weight_TC, part_SD, tokens,
+        first, num_experts, scales, dim, INPUTS=width, COLS=tile_cols(down, most), BIAS=bias_out is not None,
+        **same, **constants)
     block = min(1024, triton.next_power_of_2(dim))
     sum_visits[(tokens, triton.cdiv(dim, block))](
         part_SD, expert_TC, out_TD, first, num_experts, dim, C=chosen, BLOCK=block, num_warps=4)
