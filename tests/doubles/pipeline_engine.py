@@ -55,6 +55,16 @@ def checkpoint(folder: Path, config: dict[str, object] = CONFIG) -> str:
     return str(folder)
 
 
+def large_checkpoint(folder: Path, config: dict[str, object]) -> str:
+    """As `checkpoint`, drawn where tests run, in bfloat16. No word is the one that follows upon itself."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: (t if "norm" in name else t * (1 if "embed" in name else 8)).bfloat16().cpu()
+               for name, t in registry.dummy_tensors(config, 3, device=where.DEVICE)},
+              folder / "model.safetensors")
+    return str(folder)
+
+
 def fp8_checkpoint(folder: Path, config: Mapping[str, Any]) -> str:
     """The same with the matrices of its layers in fp8, each block of 16 by 16 with a scale."""
     folder.mkdir()

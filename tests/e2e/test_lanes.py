@@ -2,11 +2,25 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 
 import pytest
+import where
 from pair_server import serving
-from pipeline_engine import CONFIG, GLM, PROMPTS, Pipeline, checkpoint, fp8_checkpoint, gguf_checkpoint
+from pipeline_engine import (
+    CONFIG,
+    GLM,
+    PROMPTS,
+    Pipeline,
+    checkpoint,
+    fp8_checkpoint,
+    gguf_checkpoint,
+    large_checkpoint,
+)
+
+from penstock.exec.start.build import Info
+from penstock.model import registry
 
 # Nine query and three KV heads are 6 + 3 and 2 + 1 on two lanes. Biases are added by one lane.
 DENSE = {**CONFIG, "num_hidden_layers": 3, "num_attention_heads": 9, "num_key_value_heads": 3,
@@ -39,7 +53,7 @@ def rounds(engine: Pipeline) -> Iterator[list[list[int]]]:
     yield list(engine.play(NEW, prompts=numbered(10)).values())
     busy = numbered(20)
     yield list(engine.play(NEW, prompts=busy, pauses=lambda turn: (
-        [list(busy)[turn // 4 % 3]] if turn % 4 == 3 and turn < 40 else ())).values())
+        [list(busy)[turn // 3 % 3]] if turn % 3 == 2 and turn < 40 else ())).values())
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +68,10 @@ def wanted(models: dict[str, str]) -> Callable[[str, str], list[list[int]]]:
     return says
 
 
-def check(model: str, want: list[list[int]], place: str, family: str, **layout: object) -> None:
+def check(model: str, want: list[list[int]], place: str, family: str, **layout: object) -> Info:
+    """What the engine says of itself."""
     more: dict[str, object] = {**SELECTS[family], "sparse_kv": "always"} if place == "hosted" else {}
-    with Pipeline(model, hbm_bytes="1M", dram_bytes="8M", **more, **layout) as engine:
+    with Pipeline(model, **{"hbm_bytes": "1M", "dram_bytes": "8M", **more, **layout}) as engine:
         for got, what in zip(rounds(engine), ("miss", "hit", "paused"), strict=True):
             assert got == want, what
         told, stats = engine.core.stats(), engine.ex.stats()
@@ -64,6 +79,7 @@ def check(model: str, want: list[list[int]], place: str, family: str, **layout: 
         if place == "hosted":
             assert sum(reads.get("hot_misses", 0) for reads in engine.reads.values()) > 0
         assert stats["executor_queued_plans"] == 0
+        return engine.built.info
 
 
 LAYOUTS = [(tp, pp) for tp in (2, 3) for pp in (1, 2)]           # one lane: test_pipeline.py
@@ -111,13 +127,45 @@ def test_lanes_that_share_a_kv_head(tmp_path, place, layout):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("family, tp", [("dense", 2), ("experts", 3)])
+@pytest.mark.parametrize("family, tp", [("dense", 2), ("experts", 2), ("experts", 3)])
 def test_weights_in_blocks_of_fp8(tmp_path, family, tp):
-    """Blocks of 16 that neither rows nor columns of a lane end with; a CPU dequantises them as it reads."""
+    """Blocks of 16. A CPU dequantises them as it reads, and so does a GPU for the three lanes, of which one
+    begins inside of 16 columns; else lanes of GPUs keep them."""
     model = fp8_checkpoint(tmp_path / "fp8", MODELS[family])
     with Pipeline(model, hbm_bytes="4M") as one:
         want = next(rounds(one))
-    check(model, want, "resident", family, tp=tp)
+    info = check(model, want, "resident", family, tp=tp)
+    kept = sum(int(info[f"rank_{i}_weight_bytes"]) for i in range(tp))
+    floats = 4 * sum(math.prod(shape) for name, shape in registry.tensor_shapes(MODELS[family])
+                     if name.endswith("_proj.weight"))
+    assert (kept < floats) == (where.DEVICE == "cuda" and tp == 2)
+
+
+# Shapes of real models, with random weights: SmolLM2-135M, `penstock serve demo`, and experts of a billion.
+DEMO = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 49152, "hidden_size": 576,
+        "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+        "num_key_value_heads": 3, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True, "rope_theta": 100000.0, "hidden_act": "silu"}
+BILLION = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936,
+           "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 16, "num_attention_heads": 16,
+           "num_key_value_heads": 4, "head_dim": 64, "num_experts": 32, "num_experts_per_tok": 4,
+           "moe_intermediate_size": 512, "norm_topk_prob": True, "max_position_embeddings": 32768,
+           "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False, "hidden_act": "silu"}
+
+
+@pytest.mark.skipif("config.getoption('--device') == 'cpu'", reason="a CPU takes minutes")
+@pytest.mark.sweep
+@pytest.mark.parametrize("place", ["resident", "hosted"])
+@pytest.mark.parametrize("shape", ["dense", "experts"])
+def test_two_lanes_of_a_real_shape(tmp_path, shape, place):
+    """With one GPU both share it: by gloo, kernel by kernel. With two by NCCL, captured."""
+    config = {"dense": DEMO, "experts": BILLION}[shape]
+    model, pools = large_checkpoint(tmp_path / shape, config), {"hbm_bytes": "96M", "dram_bytes": "256M"}
+    more = {**SELECTS[shape], "sparse_kv": "off"} if place == "hosted" else {}
+    with Pipeline(model, hbm_bytes="96M", dram_bytes=0, **more) as one:
+        want = next(rounds(one))
+    assert len({token for said in want for token in said}) > NEW, "a word again and again"
+    check(model, want, place, shape, **pools, tp=2)
 
 
 @pytest.mark.skipif("config.getoption('--device') != 'cpu'", reason="codes are multiplied on a CPU")

@@ -1,6 +1,7 @@
 """Which rank has what: every element of every weight and page of every family, for any number of lanes."""
 from __future__ import annotations
 
+import json
 import math
 import threading
 from dataclasses import replace
@@ -15,18 +16,23 @@ from penstock.config.request.selection import selection_of
 from penstock.config.settings.tree import Config, DeviceConfig, KVConfig, ModelConfig, NodesConfig
 from penstock.core.plan import Group, Tier
 from penstock.core.settings import CoreConfig
+from penstock.exec.load.backends import _check_blocks
 from penstock.exec.load.layout import caches_of
 from penstock.exec.load.sizing import groups_of
 from penstock.exec.pipeline.far import NodeHost, NodePages
 from penstock.exec.pipeline.nodes import Write
 from penstock.exec.step.links import nodes_of, split
+from penstock.kernels.gemm import scaled_linear
 from penstock.kernels.gemm.experts import OP, ExpertOps
-from penstock.kernels.types.scaled import quantised
+from penstock.kernels.op import Unusable
+from penstock.kernels.types.scaled import Scaled, quantised
 from penstock.memory.dram import DramPool
 from penstock.model import registry
 from penstock.model.base import Stage
 from penstock.model.parts import Lane, even
 from penstock.model.weights.codes import Codes
+from penstock.model.weights.fp8 import quantises, read_blocks
+from penstock.model.weights.locate import locate
 from penstock.model.weights.slots import Slots
 from penstock.transfer.layout import Piece
 from penstock.transfer.pages import PoolPages
@@ -264,19 +270,28 @@ class Threads:
         return One()
 
 
+def packed(weight: torch.Tensor | Scaled, bias: torch.Tensor | None) -> Any:
+    if isinstance(weight, Scaled):
+        return scaled_linear.pack(weight, bias, backend="reference")
+    return lambda x_TI: F.linear(x_TI, weight, bias)
+
+
 def logits(config: dict[str, Any], tp: int, ranges: int = 1, together: ExpertOps | None = None) \
         -> list[torch.Tensor]:
-    """Of a chunk and then a token, by lane. together: as on a device, experts are one operation."""
-    lanes, found = Threads(tp), [None] * tp
+    """Of a chunk and then a token, by lane. together: as on a device, experts are one operation, and weights
+    in fp8 stay that."""
+    lanes, found, blocks = Threads(tp), [None] * tp, read_blocks(config, "")
 
     @torch.inference_mode()
     def run(stage: Stage) -> None:
         index = stage.lane.index
         model = registry.build(config, dtype=torch.float32, stage=stage,
                                lanes=lanes.of(index) if tp > 1 else None, experts=together,
-                               linear=lambda w_OI, b_O: lambda x_TI: F.linear(x_TI, w_OI, b_O))
-        for name, tensor in registry.dummy_tensors(config, 7, model.wants):
-            model.load(name, tensor if "norm" in name else tensor * 8)
+                               linear=packed)
+        for name, tensor in registry.dummy_tensors(
+                config, 7, model.wants, scaled=lambda name: blocks if quantises(name) else None):
+            model.load(name, tensor if "norm" in name else replace(tensor, scale_RJ=tensor.scale_RJ * 8)
+                       if isinstance(tensor, Scaled) else tensor * 8)
         model.finish()
         attend, ids = Dense(model.attention), torch.arange(12) * 3 % 61
         found[index] = torch.cat([
@@ -303,6 +318,41 @@ def test_lanes_compute_what_the_model_does_and_the_same_on_each(family, tp):
     for ranges in {1, tp} if family in ("qwen3_moe", "deepseek_v32") else {1}:
         for together in (None, EXPERTS) if family in ("qwen3_moe", "deepseek_v32") else (None,):
             check_logits(FAMILIES[family], tp, ranges, together)
+
+
+def in_fp8(family: str, cols: int, **more: object) -> dict[str, Any]:
+    blocks = {"quant_method": "fp8", "weight_block_size": [64, cols]}
+    return {**FAMILIES[family], "quantization_config": blocks,
+            **({"v_head_dim": 16} if "v_head_dim" in FAMILIES[family] else {"head_dim": 16}), **more}
+
+
+@pytest.mark.parametrize("cols", [16, 64])
+@pytest.mark.parametrize("family, tp", [("llama", 2), ("llama", 3), ("qwen3", 2), ("qwen3_moe", 2),
+                                        ("deepseek_v32", 2)])
+def test_lanes_of_weights_in_fp8_compute_what_the_model_does(family, tp, cols):
+    """Heads begin inside of blocks of 64, and columns of an MLP of 136 between them."""
+    config = in_fp8(family, cols, **({"moe_intermediate_size": 48} if family != "llama" else {}))
+    check_logits(config, tp, together=EXPERTS)
+    if family != "deepseek_v32":
+        down = "model.layers.1.mlp.down_proj.weight"
+        for lane in range(tp):
+            assert dict(registry.cuts_of(config, parts(1, tp)[lane]))[down][1].first % cols == 0
+
+
+def test_lanes_keep_fp8_unless_one_begins_where_kernels_do_not_read(tmp_path):
+    """Experts of 24 columns over three lanes go in eights."""
+    def check(config: dict[str, Any], tp: int) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        files = locate(str(tmp_path), load_format="dummy")
+        blocks = read_blocks(files.config, "")
+        assert blocks is not None
+        _check_blocks(Config(model=ModelConfig(model="m"), device=DeviceConfig(tp=tp)), files, blocks)
+
+    check(in_fp8("qwen3_moe", 128), 2)
+    with pytest.raises(Unusable, match=r"experts\.0\.down_proj\.weight begins at column 8, not"):
+        check(in_fp8("qwen3_moe", 128), 3)
+    with pytest.raises(Unusable, match="blocks have 24 columns"):
+        check(in_fp8("llama", 24), 1)
 
 
 def a_bias_on_each_lane(monkeypatch):

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from penstock.model.parts import ONE, Cut
 from penstock.model.transformer import Spec, Transformer
 from penstock.model.weights.codes import Packed
 from penstock.model.weights.fields import Fields
-from penstock.model.weights.fp8 import Blocks
+from penstock.model.weights.fp8 import Blocks, read_blocks
 from penstock.model.weights.slots import LinearFactory
 
 REFERENCE_OPS = layer.OP.use("reference")
@@ -59,7 +60,8 @@ def build(
     lanes    those of its stage, where it has several: its weights are one of them's
     Raises ConfigError on an unknown family and on any field that this code would get wrong.
     """
-    return Transformer(read_spec_of(config), dtype, linear, ops, stage, experts, lanes)
+    return Transformer(read_spec_of(config), dtype, linear, ops, _between_blocks(config, stage), experts,
+                       lanes)
 
 
 def read_spec_of(config: dict[str, Any]) -> Spec:
@@ -87,7 +89,16 @@ def tensor_shapes(
 
 def cuts_of(config: dict[str, Any], stage: Stage | None = None) -> Iterator[tuple[str, tuple[Cut, ...]]]:
     """As `tensor_shapes`: which rows and columns are kept."""
-    return Transformer(read_spec_of(config), torch.float32, _no_pack, REFERENCE_OPS, stage).cuts()
+    return Transformer(read_spec_of(config), torch.float32, _no_pack, REFERENCE_OPS,
+                       _between_blocks(config, stage)).cuts()
+
+
+def _between_blocks(config: dict[str, Any], stage: Stage | None) -> Stage | None:
+    """Of weights in blocks of fp8, which its lanes cut between them."""
+    blocks = read_blocks(config, "config.json")
+    if stage is None or blocks is None:
+        return stage
+    return replace(stage, lane=replace(stage.lane, block=blocks.cols))
 
 
 def _all_floats(name: str) -> Blocks | None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from math import gcd
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +16,7 @@ from penstock.config.settings.tree import Config
 from penstock.exec.rank import RankParts
 from penstock.exec.sparse.bounds import Selector
 from penstock.exec.step.attend import LatentOps
+from penstock.exec.step.links import of_config
 from penstock.kernels import registry
 from penstock.kernels.attention import latent_attention, paged_attention
 from penstock.kernels.choose import index_select
@@ -26,7 +28,7 @@ from penstock.kernels.types.scaled import Scaled
 from penstock.model import registry as families
 from penstock.model.base import CacheShape, Model
 from penstock.model.weights.codes import PACKED, Codes, Packed
-from penstock.model.weights.fp8 import read_blocks
+from penstock.model.weights.fp8 import Blocks, quantises, read_blocks
 from penstock.model.weights.locate import ModelFiles
 from penstock.model.weights.slots import LinearFactory
 
@@ -85,17 +87,26 @@ def keeps_scaled(config: Config, files: ModelFiles, log: Callable[[str], object]
     if blocks is None or config.device.device != "cuda":
         return False
     try:
-        if config.device.tp > 1:
-            raise Unusable("lanes cut between their blocks")
         scaled_linear.OP.get("triton").usable_on(_platform(config))
-        if not scaled_linear.takes(blocks.cols):
-            raise Unusable(f"its blocks have {blocks.cols} columns, not 16 or a multiple")
+        _check_blocks(config, files, blocks)
     except Unusable as why:
         log(f"weights in fp8 are dequantised when they are loaded: {why}")
         return False
     except KernelError:                 # no such device: whoever chooses back-ends says so
         return False
     return True
+
+
+def _check_blocks(config: Config, files: ModelFiles, blocks: Blocks) -> None:
+    """Raises Unusable: of theirs, or of parts that lanes have of them, kernels do not read the columns."""
+    if not scaled_linear.takes(blocks.cols):
+        raise Unusable(f"its blocks have {blocks.cols} columns, not 16 or a multiple")
+    parts = of_config(config, families.read_spec_of(files.config).num_layers) if config.device.tp > 1 else []
+    for lane in (part for part in parts if part.embeds):
+        for name, cuts in families.cuts_of(files.config, lane):
+            if quantises(name) and not scaled_linear.takes(gcd(blocks.cols, cuts[1].first)):
+                raise Unusable(f"a lane's part of {name} begins at column {cuts[1].first}, not at a multiple "
+                               "of 16")
 
 
 def packer(backends: Mapping[str, registry.Choice]) -> LinearFactory:

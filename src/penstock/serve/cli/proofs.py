@@ -156,6 +156,8 @@ PROOFS: tuple[Proof, ...] = (
           "plain tier cache paused", "nodes", "gpu"),
     Proof(_CELLS, "selecting", "hosted", EVERY, "nodes both", "gpu"),
     Proof(_CELLS, "latent", "hosted", EVERY, "both", "gpu"),
+    Proof(_LANES + "weights_in_blocks_of_fp8", "ordinary experts", feature="plain tier cache paused",
+          across="tp", device=BOTH, weights="fp8"),
     Proof(_LANES + "codes_of_a_gguf_file", "ordinary", feature="plain tier cache paused", across="tp",
           weights="packed"),
     Proof(_STORAGE + "pages_of_any_ranks_are_read_by_any_other", "ordinary", feature="stored", across="tp"),
