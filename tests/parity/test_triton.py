@@ -173,6 +173,10 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
     ("gemm.experts.triton_experts", "sum_visits"): [
         (dict(part=BF16, expert=I64, out=BF16, FIRST="i32", E="i32", DIM="i32"),
          dict(C=8, BLOCK=1024), 4, 3)],
+    ("triton.triton_ranks", "add_ranks"): [
+        (dict(x=BF16, inboxes=I64, count=I64, num="i32"),
+         dict(RANK=1, RANKS=ranks, PROGRAMS=64, DATA=256 * ranks, ROOM=1 << 19, BLOCK=4096), 16, 3)
+        for ranks in (2, 8)],
 }
 
 # Bytes of stack that a thread of the worst way takes, of kernels that have any: what registers do not hold.

@@ -301,8 +301,30 @@ def latent() -> None:
               near)
 
 
+def ranks() -> None:
+    """Each rank's kernel, one after the other: twice, as the first time the others' numbers are not there. Of
+    sums of several lengths one after the other, so that both halves are written over."""
+    from penstock.kernels.triton import triton_ranks
+
+    inboxes = [torch.zeros(triton_ranks.inbox_bytes(3), dtype=torch.uint8) for _ in range(3)]
+    counts = [triton_ranks.counts(1, "cpu") for _ in inboxes]
+    addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes])
+    sums = list(product(DTYPES, (5, 1024, 70000, 4096, 3000)))
+    for done, (dtype, num) in enumerate(sums):
+        given = [torch.randn(num).to(dtype) for _ in inboxes]
+        for _ in range(2):
+            found = [x.clone() for x in given]
+            for rank, (x, told) in enumerate(zip(found, counts, strict=True)):
+                told[:-1] = done
+                triton_ranks.add(x, addresses, told, rank)
+        want = (given[0].float() + given[1].float() + given[2].float()).to(dtype)
+        assert all(x.equal(want) for x in found) and all((told[:-1] == done + 1).all() for told in counts)
+    assert triton_ranks.takes(torch.zeros(1 << 18)) and not triton_ranks.takes(torch.zeros(1 << 18 | 1))
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
-    for part in (attention, chunks, gather, hosted, layer, linear, scaled, experts, draw, mask, latent):
+    for part in (attention, chunks, gather, hosted, layer, linear, scaled, experts, draw, mask, latent,
+                 ranks):
         part()
     print("checked", count)

@@ -20,18 +20,18 @@ class _Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_byte * HANDLE_BYTES),)
 
 
-class _Memory:
-    """What torch makes a tensor of, and keeps as long as that."""
+class Memory:
+    """What torch makes a tensor of, and keeps as long as that; it ends with this."""
 
     def __init__(self, address: int, nbytes: int, end: str, device: int) -> None:
-        self._address, self._end, self._device = address, end, device
+        self.address, self._end, self._device = address, end, device
         self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False),
                                          "version": 3}
 
     def __del__(self) -> None:
         try:
             with torch.cuda.device(self._device):
-                getattr(_driver(), self._end)(ctypes.c_uint64(self._address))
+                getattr(_driver(), self._end)(ctypes.c_uint64(self.address))
         except (AttributeError, RuntimeError, TypeError):
             pass                        # the interpreter or the device has gone, and with it the memory
 
@@ -41,20 +41,25 @@ def allocated(nbytes: int) -> tuple[Tensor, bytes]:
     Raises torch's OutOfMemoryError."""
     found, handle, device = ctypes.c_uint64(), _Handle(), _current()
     _check(_driver().cuMemAlloc_v2(ctypes.byref(found), nbytes), f"{nbytes} bytes")
-    memory = _Memory(found.value, nbytes, "cuMemFree_v2", device)
+    memory = Memory(found.value, nbytes, "cuMemFree_v2", device)
     _check(_driver().cuIpcGetMemHandle(ctypes.byref(handle), found), "a handle")
     return torch.as_tensor(memory, device=f"cuda:{device}"), bytes(handle)
 
 
 def opened(handle: bytes, nbytes: int, device: int) -> Tensor:
     """The same bytes in another process, which sees their device under this number."""
+    return torch.as_tensor(reached(handle, nbytes, device), device=f"cuda:{device}")
+
+
+def reached(handle: bytes, nbytes: int, device: int) -> Memory:
+    """The same bytes, for kernels of this device: theirs may be one that this process does not see. Raises
+    RuntimeError where that cannot be."""
     found = ctypes.c_uint64()
     with torch.cuda.device(device):
         _current()
         _check(_driver().cuIpcOpenMemHandle_v2(
             ctypes.byref(found), _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS), "another's memory")
-        memory = _Memory(found.value, nbytes, "cuIpcCloseMemHandle", device)
-        return torch.as_tensor(memory, device=f"cuda:{device}")
+        return Memory(found.value, nbytes, "cuIpcCloseMemHandle", device)
 
 
 def _current() -> int:

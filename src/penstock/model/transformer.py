@@ -241,10 +241,13 @@ class Transformer:
         return self._slots.ops.norm(x.h_TD, x.delta_TD, self._norm.value, self.spec.norm_eps)
 
     def logits(self, hidden_BD: Tensor) -> Tensor:
-        logits_BV = self._head(hidden_BD).float()
+        logits_BV = self._head(hidden_BD)
+        if self._lanes is not None:
+            logits_BV = self._lanes.join(logits_BV, self.vocab_size)
+        logits_BV = logits_BV.float()
         if cap := self.spec.logit_cap:
             logits_BV = torch.tanh(logits_BV / cap) * cap
-        return logits_BV if self._lanes is None else self._lanes.join(logits_BV, self.vocab_size)
+        return logits_BV
 
     def cuts(self) -> Iterator[tuple[str, tuple[Cut, ...]]]:
         """(name, what is kept of each dimension) of every tensor that `load` expects, in the order of the

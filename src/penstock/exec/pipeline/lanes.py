@@ -21,6 +21,7 @@ from torch import Tensor
 from penstock.config.base import machine
 from penstock.exec.pipeline.beats import LANES, Waits
 from penstock.exec.pipeline.nccl import Communicator, unique_id
+from penstock.exec.pipeline.near import Near
 from penstock.model.parts import Lane, even
 
 
@@ -53,6 +54,13 @@ class Meeting(dist.Store):  # type: ignore[misc, name-defined]
             if not self._news.wait_for(lambda: all(key in self._known for key in keys),
                                        timeout.total_seconds()):
                 raise RuntimeError(f"Timed out: no other lane has come in {timeout.total_seconds():g} s")
+
+    def exchange(self, key: str, value: bytes, lane: Lane, timeout: timedelta) -> list[bytes]:
+        """What each lane says, in order; all ask."""
+        keys = [f"{key} {i}" for i in range(lane.size)]
+        self.set(keys[lane.index], value)
+        self.wait(keys, timeout)
+        return [self.get(key) for key in keys]
 
 
 class _Joins(ABC):
@@ -110,20 +118,37 @@ class NcclLanes(_Joins):
     """`model.base.Lanes` on GPUs of their own, captured as any kernel is. A lane that is gone leaves the
     others waiting on their devices: the front hears of it, and ends them."""
 
-    def __init__(self, meeting: Meeting, lane: Lane, timeout_s: float, host: str) -> None:
-        """Returns when all have come. timeout_s: until the first has, which names where they meet. host: as
-        of `GlooLanes`; to another machine NCCL finds the interface by itself."""
+    def __init__(self, meeting: Meeting, lane: Lane, timeout_s: float, host: str,
+                 log: Callable[[str], object]) -> None:
+        """Returns when all have come. timeout_s: until the others have. host: as of `GlooLanes`; to another
+        machine NCCL finds the interface by itself. log: is told how they add."""
         super().__init__(lane)
         if host == machine.LOOPBACK:
             machine.nccl_on_loopback()
-        key = "nccl"
+        key, timeout = "nccl", timedelta(seconds=timeout_s)
         if lane.index == 0:
             meeting.set(key, unique_id())
-        meeting.wait([key], timedelta(seconds=timeout_s))
+        meeting.wait([key], timeout)
         self._ranks = Communicator(meeting.get(key), lane.index, lane.size)
+        self._near = None if host != machine.LOOPBACK else self._nearer(
+            lambda key, value: meeting.exchange(key, value, lane, timeout), log)
+
+    def _nearer(self, exchange: Callable[[str, bytes], list[bytes]],
+                log: Callable[[str], object]) -> Near | None:
+        """For small sums, of lanes of one machine."""
+        try:
+            near = Near(self._lane, exchange)
+        except RuntimeError as e:
+            log(f"lanes add by NCCL alone: {e}")
+            return None
+        log("lanes add small tensors in each other's memory, others by NCCL")
+        return near
 
     def add(self, x_TD: Tensor) -> None:
-        self._ranks.add(x_TD)
+        if self._near is not None and self._near.takes(x_TD):
+            self._near.add(x_TD)
+        else:
+            self._ranks.add(x_TD)
 
     def _gather(self, x_BV: Tensor) -> Tensor:
         return self._ranks.gather(x_BV)

@@ -118,7 +118,7 @@ class Process:
         _, _, _, before, after, tokens = self._fds
         timeout_s = LANE_SHARE * config.device.rank_timeout_s
         lanes = (None if stage.lane.size == 1 else
-                 NcclLanes(self._meeting, stage.lane, timeout_s, begin.host) if begin.alone else
+                 NcclLanes(self._meeting, stage.lane, timeout_s, begin.host, self._log) if begin.alone else
                  GlooLanes(self._meeting, stage.lane, timeout_s, begin.host, self._waits))
         self._loaded = load(config, stage, self._log, lanes)
         torch.set_num_threads(begin.threads)
