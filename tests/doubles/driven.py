@@ -22,6 +22,7 @@ from penstock.core.plan import (
     MoveId,
     RequestId,
     Retired,
+    Row,
     Started,
     StepId,
     StepPlan,
@@ -175,8 +176,8 @@ class InProcess(Driven):
         self.poison()
 
     def poison(self) -> None:
-        """Nobody may read what is on a free list before it is written again."""
-        kv = self.core.kv
+        """Nobody may read what is on a free list before it is written again, nor entries behind a window."""
+        kv, spoilt = self.core.kv, {}
         for pools, spaces in ((self.device, kv.device), (self.host, kv.host)):
             for pool in pools:
                 ledger = spaces[pool.group].pool
@@ -185,3 +186,20 @@ class InProcess(Driven):
                         for slab in (arena.free if arena else ()) for i in range(n)]
                 for page in (*free, *ledger._free):
                     pool.page(page).fill_(255 if pool.layout.dtype == torch.uint8 else float("nan"))
+                    spoilt.setdefault((pools is self.device, pool.group), page)
+        for g, group in enumerate(self.core.cfg.groups):
+            if group.window and (page := spoilt.get((True, g))) is not None:
+                self._leave_behind(g, group.window, page)
+
+    def _leave_behind(self, g: int, window: int, page: Any) -> None:
+        """Entries of this group that no query of a step in flight sees, nor of a later one, are this page."""
+        flying = [plan for plan in self.plans[-4:] if plan.step in self._waits]
+        least: dict[Row, int] = {}
+        for plan in flying:
+            for row, start in zip(plan.rows, plan.start, strict=True):
+                least[row] = min(start, least.get(row, start))
+        for rank in self.ex._ranks:
+            table = rank._tables.groups[g]
+            for row, start in least.items():
+                first = max(0, start + 1 - window) // table.size
+                table.device_RM[rank._tables.index(row), :first] = table._pools[0].index(page)

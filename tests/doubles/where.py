@@ -18,7 +18,8 @@ DEVICE = "cpu"
 
 
 def model(config: dict[str, Any], dtype: Any, seed: int, scale: float, stage: Any = None) -> Any:
-    """Random weights, the same on every device, norms as they come and the rest times `scale`."""
+    """Random weights, the same on every device, norms as they come and the rest times `scale`; sinks so heavy
+    that they are felt."""
     pack: Callable[..., Any] = lambda w, b: functools.partial(F.linear, weight=w, bias=b)  # noqa: E731
     ops, together = layer.OP.use("reference"), None
     if DEVICE == "cuda":
@@ -26,7 +27,8 @@ def model(config: dict[str, Any], dtype: Any, seed: int, scale: float, stage: An
         together = experts.OP.use("triton")
     made = registry.build(config, dtype=dtype, linear=pack, ops=ops, stage=stage, experts=together)
     for name, tensor in registry.dummy_tensors(config, seed, made.wants):
-        made.load(name, (tensor if "norm" in name else tensor * scale).to(DEVICE))
+        weight = tensor if "norm" in name else tensor * scale
+        made.load(name, (weight + 3 if name.endswith(".sinks") else weight).to(DEVICE))
     made.finish()
     return made
 

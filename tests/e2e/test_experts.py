@@ -30,12 +30,13 @@ def every_few(turn: int) -> list[int]:
     return [1 + turn // 5 % 5] if turn % 5 == 0 and turn < 150 else []
 
 
-def test_two_stages_with_a_host_tier_and_pauses(model: str) -> None:
+@pytest.mark.parametrize("pp", [2, pytest.param(3, marks=pytest.mark.sweep)])
+def test_two_stages_with_a_host_tier_and_pauses(model: str, pp: int) -> None:
     with Pipeline(model, hbm_bytes="4M") as one:
         want = one.play()
-    with Pipeline(model, hbm_bytes="1M", dram_bytes="8M", pp=2) as two:
-        assert two.play(pauses=every_few) == want
-        assert two.core.stats()["pauses"] >= 3
+    with Pipeline(model, hbm_bytes="1M", dram_bytes="8M", pp=pp) as more:
+        assert more.play(pauses=every_few) == want
+        assert more.core.stats()["pauses"] >= 3
 
 
 def test_a_selection_out_of_host_memory_on_one_rank_and_on_two_stages(model: str) -> None:
