@@ -217,3 +217,10 @@ def defined(path: Path) -> frozenset[str]:
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             names.update(a.asname or a.name for a in node.names)
     return frozenset(names)
+
+
+def test_an_engine_checks_its_hello_before_it_imports_torch() -> None:
+    """What torch may use of the CPU is set in between."""
+    code = "import sys, penstock.serve.engine.main; print('HEAVY', {'torch', 'numpy'} & set(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.stdout.splitlines()[-1:] == ["HEAVY set()"], run.stdout + run.stderr

@@ -103,8 +103,7 @@ class _Cursor:
             self.left -= num_bytes
             if len(data) == num_bytes:
                 return data
-        raise ConfigError(f"{self.where}: ends in the middle of its header: the file is truncated or "
-                          "damaged")
+        raise self._ended()
 
     def scalar(self, code: str, num_bytes: int) -> Any:
         return struct.unpack("<" + code, self.take(num_bytes))[0]
@@ -112,12 +111,41 @@ class _Cursor:
     def string(self, bytes_max: int) -> str:
         length = int.from_bytes(self.take(8), "little")
         if length > bytes_max:
-            raise ConfigError(f"{self.where}: a string of {length} bytes in the header; at most "
-                              f"{bytes_max} are expected")
+            raise self._too_long(length, bytes_max)
         try:
             return self.take(length).decode("utf-8")
         except UnicodeDecodeError:
-            raise ConfigError(f"{self.where}: a string in the header is not UTF-8") from None
+            raise self._not_text() from None
+
+    def strings(self, count: int) -> list[str]:
+        """As `string`, `count` times: a vocabulary and its merges are a hundred thousand, and each
+        process reads them at its start."""
+        read, left, found = self.file.read, self.left, []
+        for _ in range(count):
+            length = int.from_bytes(read(8), "little")
+            left -= 8 + length
+            if length > STRING_BYTES_MAX:
+                raise self._too_long(length, STRING_BYTES_MAX)
+            data = read(length) if left >= 0 else b""
+            if len(data) != length or left < 0:
+                raise self._ended()
+            try:
+                found.append(data.decode("utf-8"))
+            except UnicodeDecodeError:
+                raise self._not_text() from None
+        self.left = left
+        return found
+
+    def _ended(self) -> ConfigError:
+        return ConfigError(f"{self.where}: ends in the middle of its header: the file is truncated or "
+                           "damaged")
+
+    def _too_long(self, length: int, bytes_max: int) -> ConfigError:
+        return ConfigError(f"{self.where}: a string of {length} bytes in the header; at most "
+                           f"{bytes_max} are expected")
+
+    def _not_text(self) -> ConfigError:
+        return ConfigError(f"{self.where}: a string in the header is not UTF-8")
 
 
 def _value(cursor: _Cursor, key: str) -> Any:
@@ -145,7 +173,7 @@ def _array_value(cursor: _Cursor, key: str) -> Any:
         raise ConfigError(f"{cursor.where}: key {show(key)} is an array of {count} elements; at most "
                           f"{ARRAY_MAX} and what the file holds")
     if kind == _STRING:
-        return [cursor.string(STRING_BYTES_MAX) for _ in range(count)]
+        return cursor.strings(count)
     # array.array keeps a hostile gigabyte of int8 a gigabyte. "B" for booleans.
     values = array("B" if kind == _BOOL else _SCALARS[kind][0])
     values.frombytes(cursor.take(count * least))

@@ -24,11 +24,11 @@ from penstock.config.settings.tree import Config
 from penstock.core.lifecycle import Phase
 from penstock.exec.waker import Waker
 from penstock.serve import collector, wire
-from penstock.serve.engine.loop import EngineLoop
 from penstock.serve.engine.record import EventLog, write_flight, write_on_signal
 
 if TYPE_CHECKING:
     from penstock.exec.pipeline.crew import Crew
+    from penstock.serve.engine.loop import EngineLoop
     from penstock.serve.engine.paired import Peers
 
 EXIT_CONFIG = 2
@@ -153,6 +153,7 @@ def build(config: Config, event_log: EventLog) -> Engine:
     from penstock.core.policy.capacity import largest
     from penstock.exec.start.build import build_engine
     from penstock.exec.start.store import check_storage
+    from penstock.serve.engine.loop import EngineLoop
     from penstock.serve.engine.open_pair import links_of, open_peers
     from penstock.serve.engine.storing import Storing
     from penstock.serve.grammars.vocabulary import vocabulary_of
