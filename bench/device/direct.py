@@ -20,6 +20,7 @@ import torch
 
 from penstock.config.request.params import SamplingParams
 from penstock.config.request.selection import Selection, attention_identity, indexer_selection
+from penstock.config.settings.tree import KVConfig
 from penstock.core.core import Core
 from penstock.core.plan import Arrived, Event, Finished, RequestId, Retired, Started, Token
 from penstock.core.settings import CoreConfig
@@ -79,13 +80,14 @@ class Direct:
     def __init__(self, model: Any, *, rows: int, max_len: int, hbm_tokens: int, dram_tokens: int = 0,
                  step_tokens: int = 8192, page_size: int = 16, prefix_cache: bool = False,
                  buckets: Sequence[int] = (), selection: Selection | None = None,
-                 hot_tokens: int = 0, hosted: bool = False, grammars: Grammars | None = None) -> None:
+                 hot_tokens: int = 0, hosted: bool = False, grammars: Grammars | None = None,
+                 kv: KVConfig | None = None) -> None:
         """With a `selection` every request decodes by it, a model that chooses itself by its own; hosted: out
         of host pages even where it fits. hbm_tokens: of all that is in the device's pool, in slabs of a page
-        of KV."""
+        of KV. kv: has its formats."""
         if model.attention.topk:
             selection = indexer_selection(model.attention.topk)
-        groups = groups_of(model, selection)
+        groups = groups_of(model, selection, kv)
         caches = caches_of(groups, page_size, model.dtype)
         cfg = CoreConfig(page_size=page_size, rows=rows, hbm_pages=hbm_tokens // page_size,
                          dram_pages=dram_tokens // page_size, step_tokens=step_tokens, max_len=max_len,
@@ -167,8 +169,8 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": median(values), "least": min(values), "largest": max(values)}
 
 
-def write(name: str, out: Path, rows: list[dict[str, Any]]) -> None:
-    """One JSON file: machine, commit, command, rows."""
+def write(name: str, out: Path, rows: list[dict[str, Any]], shown: bool = True) -> None:
+    """One JSON file: machine, commit, command, rows; printed too if it is `shown`."""
     commit = os.environ.get("COMMIT", "")
     if not commit:
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True,
@@ -179,4 +181,5 @@ def write(name: str, out: Path, rows: list[dict[str, Any]]) -> None:
     text = json.dumps({"what": name, "machine": machine, "commit": commit, "rows": rows}, indent=1)
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.json").write_text(text + "\n")
-    print(text, flush=True)
+    if shown:
+        print(text, flush=True)

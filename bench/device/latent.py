@@ -1,10 +1,13 @@
 """W1 and W1b: decode of a model of latent rows that chooses 2,048 tokens itself, on the device and hosted.
 
-    PYTHONPATH=src python bench/device/latent.py OUT [--cells resident,hosted,tight] [--work W1] [--profile]
+    PYTHONPATH=src python bench/device/latent.py OUT [--cells W1:resident:1,8 W1:hosted W1b:hosted:1,8]
 
 Six layers of DeepSeek-V3.2's shape with 64 heads and a hidden size of 4,096, made here by a formula; random
 prompts of 32,768 tokens. W1b is W1 whose consecutive choices overlap as a trained model's do. Cells: all KV
-on the device; always hosted, with hot buffers of 4,096 tokens; the last with 4.0 GB for KV on the device.
+on the device; always hosted, with hot buffers of 4,096 tokens; the tight ones with 4.0 GB for KV on the
+device. A cell's formats are of rows and of index keys. The file is written anew after each row, so that a
+run that is cut off tells what it had. `kernels`: by torch's profiler over some steps, by name: launches a
+step, and us a step from the end of the kernel in front to its own, since kernels begin early.
 """
 from __future__ import annotations
 
@@ -13,13 +16,16 @@ import functools
 import random
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from direct import HBM_BYTES_S, LINK_BYTES_S, Direct, spread, write
 from hosted import counts
 
+from penstock.config.settings.tree import KVConfig
 from penstock.kernels.fused import layer
 from penstock.kernels.gemm import linear
 from penstock.model import registry as families
@@ -38,12 +44,27 @@ CONFIG = {
     "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
                      "original_max_position_embeddings": 4096, "type": "yarn"},
 }
+PROFILED = 8                                        # steps
 # A token's own part of its embedding, the rotated part of index queries.
 WORK = {"W1": (0.3, 1.0), "W1b": (0.1, 0.0)}
-ROW, KEY = 576 * 2, 128 * 2                         # bytes a token and layer
-# Batches of a cell, KV memory of the device in bytes (None: all of it), hot tokens.
-CELLS: dict[str, tuple[tuple[int, ...], float | None, int]] = {
-    "resident": ((1, 8, 64), None, 0), "hosted": ((1, 8, 16), None, 4096), "tight": ((64,), 4.0e9, 4096)}
+# Bytes of a token and layer, by format.
+ROWS, KEYS = {"auto": 576 * 2, "fp8_e4m3": 656}, {"auto": 128 * 2, "fp8_e4m3": 132}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """batches: requests at once; device: bytes for KV there, None: as many as it takes; hot: tokens."""
+
+    batches: tuple[int, ...]
+    device: float | None = None
+    hot: int = 0
+    rows: str = "auto"
+    keys: str = "auto"
+
+
+CELLS = {"resident": Cell((1, 8, 64)), "keys": Cell((64,), keys="fp8_e4m3"),
+         "hosted": Cell((1, 8, 16), hot=4096), "tight": Cell((64,), 4.0e9, 4096, keys="fp8_e4m3"),
+         "tight-fp8": Cell((64,), 4.0e9, 4096, "fp8_e4m3", "fp8_e4m3")}
 
 
 def drawn(shapes: Iterable[str]) -> list[str]:
@@ -90,93 +111,129 @@ def weights_bytes() -> int:
         if "embed" not in name)
 
 
-def measure(model: Any, cell: str, work: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    batches, device, hot = CELLS[cell]
-    batches = tuple(b for b in batches if b <= args.most)
-    if not batches:
-        return []
-    # Whoever is first decodes beside the prompts of the others: as many tokens more.
-    rows, chunks = batches[-1], -(-args.tokens // args.step_tokens) + 1
-    max_len = args.tokens + args.steps + rows * chunks + 128
-    token = LAYERS * ROW
+def _hbm_bytes_s() -> float:
+    """Measured, reads and writes: of an H100 by a copy alone."""
+    return HBM_BYTES_S if "H200" in torch.cuda.get_device_name() else 3.0e12
+
+
+def by_layer(engine: Direct) -> dict[str, list[int]]:
+    """Hits and misses so far, of each layer."""
+    stats = engine.rank.stats()
+    return {name: [int(stats.get(f'hot_{name}_total{{layer="{i}"}}', 0)) for i in range(LAYERS)]
+            for name in ("hits", "misses")}
+
+
+def kernels_of(profiler: Any, steps: int) -> dict[str, dict[str, float]]:
+    """By name, the longest first."""
+    seen = sorted((e for e in profiler.events() if e.device_type.name == "CUDA" and e.time_range.end > 0),
+                  key=lambda e: e.time_range.end)
+    found: dict[str, dict[str, float]] = {}
+    last = seen[0].time_range.start if seen else 0.0
+    for event in seen:
+        of = found.setdefault(event.name[:60], {"a_step": 0.0, "us_a_step": 0.0, "its_own_us": 0.0})
+        of["a_step"] += 1 / steps
+        of["us_a_step"] += (event.time_range.end - last) / steps
+        of["its_own_us"] += (event.time_range.end - event.time_range.start) / steps
+        last = max(last, event.time_range.end)
+    return dict(sorted(found.items(), key=lambda item: -item[1]["us_a_step"]))
+
+
+def launches(kernels: dict[str, dict[str, float]]) -> int:
+    """Of a layer, in which no kernel is torch's own."""
+    return sum(int(of["a_step"] + 0.01) // LAYERS for name, of in kernels.items() if "at::native" not in name)
+
+
+def measure(model: Any, work: str, name: str, batches: tuple[int, ...], args: argparse.Namespace,
+            out: list[dict[str, Any]]) -> None:
+    cell = CELLS[name]
+    row_bytes, key_bytes = ROWS[cell.rows], KEYS[cell.keys]
+    rows = batches[-1]
+    max_len = args.tokens + args.steps + 2 * rows + 128
+    token = LAYERS * row_bytes
     every = rows * (max_len + 64)
-    fits = int(1.4 * every * (token + LAYERS * KEY) / token) + 4096
-    hbm = (int(device / token) if device else fits if not hot else
-           int((rows * (hot + 64) * token + every * LAYERS * KEY) / token) + 8192)
-    engine = Direct(model, rows=rows, max_len=max_len, hbm_tokens=hbm, dram_tokens=every if hot else 0,
-                    buckets=batches, hot_tokens=hot, hosted=bool(hot) and device is None, page_size=64,
-                    step_tokens=args.step_tokens, prefix_cache=True)
+    fits = int(1.4 * every * (row_bytes + key_bytes) / row_bytes) + 4096
+    hbm = (int(cell.device / token) if cell.device else fits if not cell.hot else
+           int((rows * (cell.hot + 2048) * token + every * LAYERS * key_bytes) / token) + 32768)
+    engine = Direct(model, rows=rows, max_len=max_len, hbm_tokens=hbm, dram_tokens=every if cell.hot else 0,
+                    buckets=batches, hot_tokens=cell.hot, hosted=bool(cell.hot) and cell.device is None,
+                    page_size=64, step_tokens=args.step_tokens, prefix_cache=True,
+                    kv=KVConfig(kv_cache_dtype=cell.rows, index_dtype=cell.keys))
     rng = random.Random(0)
     prompts = [[rng.randrange(10, 31000) for _ in range(args.tokens)] for _ in range(rows)]
-    alone = [engine.run([[rng.randrange(10, 31000) for _ in range(args.tokens)]], 2).first_s.popitem()[1]
-             for _ in range(args.prompts + 1)][1:]
-    if args.profile and args.prompts:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as of_prompt:
-            engine.run([[rng.randrange(10, 31000) for _ in range(args.tokens)]], 1)
-        print(cell, "prompt", of_prompt.key_averages().table(
-            sort_by="cuda_time_total", row_limit=20, max_name_column_width=50), flush=True)
-    out = []
+    # All are known before any decodes, so that rows begin together.
+    began = time.perf_counter()
+    first_s = [engine.run([prompt], 1).first_s.popitem()[1] for prompt in prompts]
+    print(f"{work} {name}: {rows} prompts in {time.perf_counter() - began:.1f} s", flush=True)
     for batch in batches:
-        before, began = counts(engine), time.perf_counter()
+        before, layers, began = counts(engine), by_layer(engine), time.perf_counter()
         profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-        seen = 0
+        seen, profiled = 0, args.steps - 16
 
         def every_step() -> None:
             nonlocal seen
             seen += 1
-            if args.profile and seen in (24, 32):
+            if seen in (profiled, profiled + PROFILED):  # noqa: B023
                 torch.cuda.synchronize()
-                (profiler.start if seen == 24 else profiler.stop)()  # noqa: B023
-        ran = engine.run(prompts[:batch], args.steps + batch * chunks, every_step=every_step)
+                (profiler.start if seen == profiled else profiler.stop)()  # noqa: B023
+        ran = engine.run(prompts[:batch], args.steps + 2 * batch, every_step=every_step)
         wall = time.perf_counter() - began
-        if args.profile and seen >= 32:
-            print(cell, batch, profiler.key_averages().table(
-                sort_by="cuda_time_total", row_limit=28, max_name_column_width=50), flush=True)
+        kernels = kernels_of(profiler, PROFILED) if seen >= profiled + PROFILED else {}
         told = {key: value - before.get(key, 0) for key, value in counts(engine).items()}
-        looked = told.get("hot_hits_total", 0) + told.get("hot_misses_total", 0)
-        hit = told.get("hot_hits_total", 0) / looked if looked else 1.0
-        steps = [1e3 * s for s in ran.step_s[40:]] or [float("nan")]
+        hits, misses = ([a - b for a, b in zip(by_layer(engine)[of], layers[of], strict=True)]
+                        for of in ("hits", "misses"))
+        looked = sum(hits) + sum(misses)
+        hit = sum(hits) / looked if looked else 1.0
+        # The first steps find their hot buffers empty, and those around the profile are slow.
+        steps = [1e3 * s for s in ran.step_s[16:profiled - 2]] or [float("nan")]
         took = spread(steps)
-        memory = (weights_bytes() + batch * LAYERS * (KEY * (args.tokens + args.steps / 2) + ROW * TOPK)
-                  ) / HBM_BYTES_S
-        link = batch * LAYERS * ROW * TOPK * (1 - hit) / LINK_BYTES_S
+        memory = (weights_bytes() + batch * LAYERS * (
+            key_bytes * (args.tokens + args.steps / 2) + row_bytes * TOPK)) / _hbm_bytes_s()
+        link = batch * LAYERS * row_bytes * TOPK * (1 - hit) / LINK_BYTES_S
         out.append({
-            "work": work, "cell": cell, "batch": batch, "context": args.tokens, "hot_tokens": hot,
-            "device_kv_bytes": device, "step_ms": took, "tokens_s": 1e3 * batch / took["median"],
-            "hit_rate": hit, "units": told, "bound_memory_ms": 1e3 * memory, "bound_link_ms": 1e3 * link,
+            "work": work, "cell": name, "batch": batch, "context": args.tokens,
+            "hot_tokens": cell.hot, "rows": cell.rows, "keys": cell.keys, "device_kv_bytes": cell.device,
+            "step_ms": took, "tokens_s": 1e3 * batch / took["median"], "hit_rate": hit,
+            "hit_rate_by_layer": [round(a / max(1, a + b), 4) for a, b in zip(hits, misses, strict=True)],
+            "units": told, "bound_memory_ms": 1e3 * memory, "bound_link_ms": 1e3 * link,
             "share_of_larger_bound": 1e3 * max(memory, link) / took["median"],
             "share_of_both_in_turn": 1e3 * (memory + link) / took["median"],
-            "prompt_tokens_s": [args.tokens / s for s in alone],
-            "first_s": spread(list(ran.first_s.values())), "wall_s": wall, "capture_s": engine.capture_s,
+            "launches_a_layer": launches(kernels),
+            "kernels": kernels, "prompt_tokens_s": args.tokens / median(first_s[len(first_s) > 1:]),
+            "first_s": spread(first_s), "wall_s": wall, "capture_s": engine.capture_s,
             "pools_s": engine.pools_s, "steps": len(steps)})
-        print(work, cell, batch, f"{out[-1]['tokens_s']:.0f} tokens/s, step {took['median']:.3f} ms, hit "
-              f"{hit:.3f}, first {out[-1]['first_s']['largest']:.2f} s, wall {wall:.1f}, prompts alone "
-              f"{[round(n) for n in out[-1]['prompt_tokens_s']]} tokens/s", flush=True)
+        write("latent", args.out, out, shown=False)
+        row = out[-1]
+        print(f"{work} {name} {batch}: {row['tokens_s']:.0f} tokens/s, step {took['median']:.3f} ms "
+              f"({took['least']:.3f} to {took['largest']:.3f}, {len(steps)}), floors {1e3 * memory:.3f} and "
+              f"{1e3 * link:.3f}, hits {hit:.3f} {row['hit_rate_by_layer']}, {row['launches_a_layer']} "
+              f"launches a layer, wall {wall:.1f} s, capture {engine.capture_s:.1f}, prompts one by one "
+              f"{row['prompt_tokens_s']:.0f} tokens/s", flush=True)
+        for kernel, of in list(kernels.items())[:args.kernels]:
+            print(f"    {of['us_a_step']:8.1f} us ({of['its_own_us']:8.1f}) {of['a_step']:6.1f} x {kernel}",
+                  flush=True)
     del engine
     torch.cuda.empty_cache()
-    return out
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--cells", default=",".join(CELLS))
-    parser.add_argument("--work", default=",".join(WORK))
-    parser.add_argument("--most", type=int, default=64, help="of requests at once")
+    parser.add_argument("--cells", nargs="+", default=[f"{work}:{cell}" for work in WORK for cell in CELLS],
+                        metavar="WORK:CELL[:BATCH,...]")
     parser.add_argument("--tokens", type=int, default=32768)
-    parser.add_argument("--steps", type=int, default=192)
+    parser.add_argument("--steps", type=int, default=96)
     parser.add_argument("--step-tokens", type=int, default=8192)
-    parser.add_argument("--prompts", type=int, default=2, help="that are timed alone")
-    parser.add_argument("--profile", action="store_true", help="print what some steps' kernels took")
+    parser.add_argument("--kernels", type=int, default=24, help="that are printed")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    for work in args.work.split(","):
-        model = build_model(*WORK[work])
-        for cell in args.cells.split(","):
-            rows += measure(model, cell, work, args)
-        del model
-        torch.cuda.empty_cache()
-    write("latent", args.out, rows)
+    models: dict[str, Any] = {}
+    for text in args.cells:
+        work, cell, *of = text.split(":")
+        if work not in models:
+            models.clear()
+            models[work] = build_model(*WORK[work])
+        measure(models[work], work, cell, tuple(map(int, of[0].split(","))) if of else CELLS[cell].batches,
+                args, rows)
 
 
 if __name__ == "__main__":

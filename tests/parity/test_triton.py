@@ -97,6 +97,7 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
               GROUP=group, BLOCK=32 if pool == U8 else 64, BLOCKS=8 if pool == U8 else 4, EXACT=kind == F32,
               CODED=pool == U8), 4, stages)
         for kind, pool, group, stages in ((BF16, BF16, 64, 2), (F32, F32, 16, 1), (BF16, U8, 64, 2))],
+    ("choose.resolve.triton_map", "clear_one"): [(dict(num=I32), {}, 1, 3)],
     ("choose.resolve.triton_map", "resolve_units"): [
         (dict(chosen=I32, row=I32, device=I32, host=I32, hot_slot=I32, hot_unit=I32, hot_stamp=I32,
               hot_page=I32, count="*i64", now=I32, slot=I32, victim=I32, miss=I32, num=I32, device_row="i32",

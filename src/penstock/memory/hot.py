@@ -16,6 +16,8 @@ from torch import Tensor
 from penstock.kernels.types.hot import HotLayer
 from penstock.kernels.types.ragged import on_device
 
+_COPIED = 4096      # counts that are copied as they are: to add them up is one more launch beside each step
+
 
 class HotBuffers:
     """The hot buffers of all rows. Rows, pages and entries are indices: ids less their base.
@@ -105,11 +107,13 @@ class HotBuffers:
         self._unit_LRKS[:, row] = -1
 
     def tick(self, rounds: int) -> Tensor:
-        """int32 [rounds, 1]: the stamps of as many rounds of a step, each larger than all before."""
-        now_R1 = (self._now_1 + torch.arange(1, rounds + 1, dtype=torch.int32,
-                                             device=self._now_1.device))[:, None]
-        self._now_1.copy_(now_R1[-1])
-        return now_R1
+        """int32 [rounds, 1]: the stamps of as many rounds of a step, each larger than all before; valid until
+        the next."""
+        self._now_1 += rounds
+        if rounds == 1:                 # each operation is a launch of every step
+            return self._now_1[None]
+        return (self._now_1 + torch.arange(1 - rounds, 1, dtype=torch.int32,
+                                           device=self._now_1.device))[:, None]
 
     def counts(self, row: int) -> Tensor:
         """int64 [L, 4], on the device: chosen units of `row` that were on the device, hot, missed, and
@@ -117,8 +121,12 @@ class HotBuffers:
         return self._count_LRKE[:, row].sum(1)
 
     def all_counts(self) -> Tensor:
-        """int64 [R, 4], on the device: `counts` of every row, summed over layers."""
-        return self._count_LRKE.sum((0, 2))
+        """int64 [L, R, K, 4], a copy on the host that is complete once the device has come here: `counts` of
+        every row, by layer and head, or added up where that is much to copy (L and K are 1)."""
+        count_LRKE = self._count_LRKE
+        if count_LRKE.numel() > _COPIED:
+            count_LRKE = count_LRKE.sum((0, 2), keepdim=True)
+        return count_LRKE.to("cpu", non_blocking=True, copy=True)
 
     def clear(self, row: int) -> None:
         """Counts of `row` begin anew."""

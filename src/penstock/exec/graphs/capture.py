@@ -169,7 +169,8 @@ def decode_step(model: Model, tables: RowTables, decodes: Decodes, kind: str,
     if draws is not None:
         draws.draw(logits_BV, token_B, row_B, position_B)
     last_R.index_copy_(0, index_B, token_B)
-    return logits_BV, torch.stack((token_B, best_B.isfinite().long()))
+    # As `isfinite`, in half as many launches.
+    return logits_BV, torch.stack((token_B, (best_B.abs() < float("inf")).long()))
 
 
 class PagedDecode:

@@ -108,6 +108,7 @@ class IndexedDecodes:
     keys       layer that has an indexer -> its pages of keys [P, 1, 1, G, J]
     select     chooses `topk` tokens
     dtype      of pages of rows; of the fp8 ones the first `latent_dim` values are coded
+    nowhere_R  int64, device: -1, of as many as there are rows
     """
 
     layers: SparseLayers
@@ -119,6 +120,7 @@ class IndexedDecodes:
     topk: int
     dtype: torch.dtype
     latent_dim: int
+    nowhere_R: Tensor
     kinds: tuple[str, ...] = (CHOSEN,)
 
     def kind(self, rows: Sequence[int]) -> str:
@@ -133,11 +135,12 @@ class _IndexedAttend:
 
     def __init__(self, of: IndexedDecodes, row_B: Tensor, position_B: Tensor) -> None:
         self._of, rows, keys = of, of.tables[0], of.tables[-1]
-        nowhere_B = _slots(None, rows.size, row_B, position_B)
+        nowhere_B = of.nowhere_R[:len(row_B)]
         row_T = row_B.where(position_B >= 0, -1)
         self._at = WriteAt(
             _slots(rows.device_RM, rows.size, row_B, position_B),
-            _slots(rows.host_RM, rows.size, row_B, position_B), nowhere_B, row_T, position_B, 1)
+            nowhere_B if rows.host_RM is None else _slots(rows.host_RM, rows.size, row_B, position_B),
+            nowhere_B, row_T, position_B, 1)
         self._keys_at = WriteAt(_slots(keys.device_RM, keys.size, row_B, position_B), nowhere_B, nowhere_B,
                                 row_T, position_B, 1)
         self._step = SparseStep(row_B, position_B, (slice(None),), of.hot.tick(1))

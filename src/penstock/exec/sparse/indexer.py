@@ -87,7 +87,8 @@ class Indexed(Selects):
         return IndexedDecodes(layers=self._layers, hot=self.rows.hot, tables=self._tables.groups,
                               local=self._local, keys=self._keys, select=self._select,
                               topk=self._shape.topk, dtype=self._whole_P11GH.dtype,
-                              latent_dim=self._shape.latent_dim)
+                              latent_dim=self._shape.latent_dim,
+                              nowhere_R=torch.full_like(self._tables.last_R, -1))
 
     def step(self, plan: StepPlan, lowered: Lowered) -> Attend:
         """The attention of a step whose binds, grows, remaps and resizes are applied."""

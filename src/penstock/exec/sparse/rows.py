@@ -117,11 +117,11 @@ class HotRows:
                   if (row := self._rows[r]).rid is not None and row.budget]
         if not before:
             return tuple
-        count_RE = self.hot.all_counts().to("cpu", non_blocking=True)
+        count_LRKE = self.hot.all_counts()
         left = [([had[name] for name in COUNTS], had["window_bytes"]) for _, _, had in before]
 
         def told() -> tuple[tuple[RequestId, tuple[int, ...]], ...]:
-            counts = count_RE.tolist()
+            counts = count_LRKE.sum((0, 2)).tolist()
             found = []
             for (r, rid, _), (had, window_bytes) in zip(before, left, strict=True):
                 now = [a + b for a, b in zip(had, counts[r], strict=True)]

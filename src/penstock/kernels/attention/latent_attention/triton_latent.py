@@ -1,7 +1,8 @@
 """One query over chosen latent rows in Triton: rows cut into parts that run side by side, joined in order.
 
-A part is a fixed number of rows, whatever the batch: a query's result does not depend on who runs beside
-it. A program has some heads and, where values are wide, one half of them: their sums must stay in
+A part is a fixed number of rows in float32, whatever the batch: a query's result does not depend on who
+runs beside it. In bfloat16, where the step's other products depend on that too, there are as many parts as
+fill a device. A program has some heads and, where values are wide, one half of them: their sums must stay in
 registers. It scores with the row's two halves and its rest one by one, and adds these in an order that
 is the same in either half. Imported only where a CUDA device was asked for.
 
@@ -100,7 +101,7 @@ def attend_rows(q, pool, scales, rests, slot, part, peak, scale, pool_page, HEAD
 BLOCK, BLOCKS, WARPS = 64, 4, 4     # rows of a block, blocks of a part
 GROUP, WIDE = 64, 256           # heads and value dims that one program sums
 SUMS = 1 << 24                  # of parts, in memory at once
-PROMPT = 256                    # queries from which on they fill a device without parts
+PROGRAMS = 128                  # that fill a device
 
 
 def latent_attention(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor, *, value_dim: int,
@@ -120,9 +121,11 @@ def latent_attention(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor, *, value_
     assert pad <= 2 * WIDE, f"values of {value_dim}"
     group = min(16 if exact else GROUP, max(16, triton.next_power_of_2(heads)))
     groups = triton.cdiv(heads, group)
-    # One part of all rows: in bfloat16 the step's other products depend on its length too, in float32 none.
-    whole = queries >= PROMPT and not exact
-    rows = triton.cdiv(chosen, BLOCK) * BLOCK if whole else BLOCK * BLOCKS
+    rows = BLOCK * BLOCKS
+    if not exact:
+        blocks = triton.cdiv(chosen, BLOCK)
+        blocks = max(1, blocks * min(queries * groups * halves, PROGRAMS) // PROGRAMS)
+        rows = BLOCK * (1 << blocks.bit_length() - 1)           # few numbers of them are compiled
     parts = triton.cdiv(chosen, rows)
     most = max(1, min(queries, SUMS // (heads * parts * value_dim)))
     device = q_BNH.device

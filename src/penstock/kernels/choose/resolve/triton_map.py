@@ -18,6 +18,13 @@ from penstock.kernels.types.hot import HotLayer
 
 
 @triton.jit
+def clear_one(num):
+    """A kernel of ours, as a fill of torch's would end what begins early."""
+    follow()
+    tl.store(num, 0)
+
+
+@triton.jit
 def resolve_units(chosen, row, device, host, hot_slot, hot_unit, hot_stamp, hot_page, count, now, slot,
                   victim, miss, num, device_row, host_row, CHOSEN, UNITS, SLOTS, HOT_PAGES,
                   PAGE_UNITS: tl.constexpr, CHOSEN_PAD: tl.constexpr, SLOTS_PAD: tl.constexpr,
@@ -38,8 +45,14 @@ def resolve_units(chosen, row, device, host, hot_slot, hot_unit, hot_stamp, hot_
     real = unit >= 0
     page = tl.load(device + r * device_row + unit // PAGE_UNITS, mask=real, other=-1)
     if HOT:
-        found = tl.load(slot_of + unit, mask=real & (page < 0), other=-1)
-        hit = found >= 0
+        # One program is all there is for a row and head: what can be on its way is, before it is needed.
+        w = tl.arange(0, PAGES_PAD)
+        s = tl.arange(0, SLOTS_PAD)
+        has = tl.load(pages + w, mask=w < HOT_PAGES, other=-1) >= 0
+        old = tl.load(unit_of + s, mask=s < SLOTS, other=-1)
+        found = tl.load(slot_of + unit, mask=real, other=-1)
+        source = tl.load(host + r * host_row + unit // PAGE_UNITS, mask=real, other=0)
+        hit = (page < 0) & (found >= 0)
         absent = real & (page < 0) & (found < 0)
         absents = tl.sum(absent.to(tl.int32), 0)
         hot_at = tl.load(pages + found // PAGE_UNITS, mask=hit, other=-1) * PAGE_UNITS + found % PAGE_UNITS
@@ -47,12 +60,10 @@ def resolve_units(chosen, row, device, host, hot_slot, hot_unit, hot_stamp, hot_
         tl.store(stamp_of + found, step, mask=hit)
         evicted = absents * 0
         if absents > 0:
-            tl.debug_barrier()                      # what was hit has this step's stamp
-            w = tl.arange(0, PAGES_PAD)
-            has = tl.load(pages + w, mask=w < HOT_PAGES, other=-1) >= 0
-            s = tl.arange(0, SLOTS_PAD)
+            first = tl.atomic_add(num, absents)
+            i = tl.cumsum(absent.to(tl.int32), 0) - 1
             inside = s < tl.sum(has.to(tl.int32), 0) * PAGE_UNITS
-            old = tl.load(unit_of + s, mask=inside, other=-1)
+            tl.debug_barrier()                      # what was hit has this step's stamp
             age = (step - tl.load(stamp_of + s, mask=inside, other=0)).to(tl.uint32, bitcast=True)
             key = tl.where(inside, tl.where(old < 0, 0xffffffff, age), 0)
             cut = cut_of(key, absents)
@@ -62,15 +73,13 @@ def resolve_units(chosen, row, device, host, hot_slot, hot_unit, hot_stamp, hot_
             tl.store(slot_of + old, -1, mask=gone)
             evicted = tl.sum(gone.to(tl.int32), 0)
             tl.debug_barrier()                      # victims are listed
-            i = tl.cumsum(absent.to(tl.int32), 0) - 1
             into = tl.load(victim + at + i, mask=absent, other=0)
             tl.store(slot_of + unit, into, mask=absent)
             tl.store(unit_of + into, unit, mask=absent)
             tl.store(stamp_of + into, step, mask=absent)
             new = tl.load(pages + into // PAGE_UNITS, mask=absent, other=0) * PAGE_UNITS + into % PAGE_UNITS
             place = tl.where(absent, new, place)
-            source = tl.load(host + r * host_row + unit // PAGE_UNITS, mask=absent, other=0)
-            entry = miss + (tl.atomic_add(num, absents) + i) * 3
+            entry = miss + (first + i) * 3
             tl.store(entry, head, mask=absent)
             tl.store(entry + 1, source * PAGE_UNITS + unit % PAGE_UNITS, mask=absent)
             tl.store(entry + 2, new, mask=absent)
@@ -98,7 +107,9 @@ def resolve(chosen_BKC: Tensor, row_B: Tensor, device_RP: Tensor, host_RP: Tenso
     slot_BKC, victim_BKC = torch.empty_like(chosen_BKC), torch.empty_like(chosen_BKC)
     miss_E3 = chosen_BKC.new_empty((chosen_BKC.numel(), 3))
     slots, hot_pages = hot.unit_RKS.shape[2], hot.page_RW.shape[1]
-    num_1 = chosen_BKC.new_zeros(1) if hot_pages else chosen_BKC.new_empty(1)
+    num_1 = chosen_BKC.new_empty(1)
+    if hot_pages:
+        clear_one[(1,)](num_1, num_warps=1, **early())
     resolve_units[(heads, queries)](
         chosen_BKC, row_B, device_RP, host_RP, hot.slot_RKM, hot.unit_RKS, hot.stamp_RKS, hot.page_RW,
         hot.count_RKE, now_1, slot_BKC, victim_BKC, miss_E3, num_1, device_RP.stride(0), host_RP.stride(0),
