@@ -60,6 +60,7 @@ def cut_short(put: Put, patch: pytest.MonkeyPatch, family: str = "sinks") -> Non
         e.drain()
         assert tuple(e.got[rid]) == dense(prompt, 10, family)
     assert 0 < e.started[2].hbm_tokens < 12, e.started[2]
+    assert e.core.stats()["prefix_cut"] == 12 - e.started[2].hbm_tokens
 
 
 def on_the_host(put: Put, patch: pytest.MonkeyPatch) -> None:

@@ -486,6 +486,7 @@ class Core(CoreState):
         self.counters["prefix_hbm_hits"] += hbm
         self.counters["prefix_dram_hits"] += dram
         self.counters["prefix_disk_hits"] += disk
+        self.counters["prefix_cut"] += r.cut * g
         self.counters["prefix_recomputed"] += self.kv.recomputed(r)
         self.out.append(Started(r.rid, hbm, dram, disk, r.delivered))
         if self.cfg.store_root and (keys := tuple([node.digest for node in r.path if node.digest])):

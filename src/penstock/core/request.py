@@ -96,6 +96,7 @@ class Request:
     # Leases. `path` are its sealed pages in the tree.
     row: Row | None = None
     path: list[Node] = field(default_factory=list)
+    cut: int = 0                               # pages behind it that a window or state is missing for
     reserve: list[list[int]] = field(init=False)  # per group: host pages not used yet
     later: list[int] = field(init=False)       # per group: pages that it is promised, and has not taken
     is_runnable: bool = False                  # it waits for a row

@@ -41,7 +41,7 @@ class CoreState(ABC):
         self.edges_taken = 0
         self.counters: dict[str, int] = dict.fromkeys(
             ("pauses", "drops", "spills", "promotions", "prefix_queries", "prefix_hbm_hits",
-             "prefix_dram_hits", "prefix_disk_hits", "prefix_recomputed", "failed_moves",
+             "prefix_dram_hits", "prefix_disk_hits", "prefix_cut", "prefix_recomputed", "failed_moves",
              "rows_looked_at"), 0)
         self.rates: Rates | None = None        # None: not measured yet
         self.answers = 0                       # requests that have ended with some output,

@@ -38,6 +38,7 @@ RENAMED = {
     "prefix_hbm_hits": 'prefix_cache_hits_total{tier="hbm"}',
     "prefix_dram_hits": 'prefix_cache_hits_total{tier="dram"}',
     "prefix_disk_hits": 'prefix_cache_hits_total{tier="disk"}',
+    "prefix_cut": "prefix_cache_cut_total",
     "prefix_recomputed": "prefix_cache_recomputed_total",
     "pauses": 'num_preemptions_total{kind="pause"}',
     "drops": 'num_preemptions_total{kind="drop"}',

@@ -203,6 +203,7 @@ def _make_room(kv: Pages, ways: list[Claim], headroom: int) -> Literal[True] | S
 def _find(kv: Pages, r: Request) -> Found:
     """Name what of the known tokens has KV somewhere, and set `computed`."""
     old, (r.path, found) = r.path, kv.match(r)
+    r.cut = found.cut
     for node in r.path:
         kv.tree.ref(node)
     for g, t in enumerate(r.tables):

@@ -43,6 +43,14 @@ class Caches:
         return sum(layout.page_bytes // layout.page_size for group, layout in
                    zip(self.groups, self.layouts, strict=True) if not group.window)
 
+    @property
+    def words(self) -> str:
+        """Of each group: layers, bytes of a token, tokens that are kept."""
+        return "; ".join(
+            f"{group.name}: {layout.num_layers} layers, {layout.page_bytes // layout.page_size} bytes a token"
+            + (f", the last {group.window} are kept" if group.window else "")
+            for group, layout in zip(self.groups, self.layouts, strict=True))
+
     def num_pages(self, nbytes: int) -> int:
         """Whole slabs in `nbytes`, in pages of group 0."""
         return nbytes // self.slabs.slab_bytes * self.slabs.slab_pages[0]
@@ -144,8 +152,9 @@ class Caches:
         return num_pages // self.slabs.slab_pages[0] * self.slabs.slab_pages[group]
 
     def tell(self, log: Callable[[str], object]) -> None:
-        """Say how groups share slabs, and what that wastes."""
+        """Say what groups there are, how they share slabs, and what that wastes."""
         if len(self.groups) > 1:
+            log(f"kv: {self.words}")
             log(f"kv: slabs of {self.slabs.slab_bytes} bytes: " + ", ".join(
                 f"{n} pages of {group.name} ({self.slabs.unused(g):.0%} unused)"
                 for g, (group, n) in enumerate(zip(self.groups, self.slabs.slab_pages, strict=True))))
