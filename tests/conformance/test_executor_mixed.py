@@ -55,6 +55,7 @@ class Eager(MixedGraphs):
         self._model, self._tables, self._grouped = rank._model, rank._tables, rank._attending
         self._draws = None
         self._rows, self._graphs, self.launched = (2, 4), {}, mixed.Counter()
+        self.capture()
 
     def _recorded(self, bucket):
         return ()
@@ -82,6 +83,8 @@ def captured(monkeypatch):
         if where.DEVICE == "cpu":
             rank._steps.insert(0, Eager(rank))
         [graphs] = [way for way in rank._steps if isinstance(way, MixedGraphs)]
+        run, graphs.used = graphs.run, set()
+        graphs.run = lambda plan, rows, bucket: (graphs.used.add(bucket), run(plan, rows, bucket))[1]
         return engine, graphs
     return put
 
@@ -90,14 +93,15 @@ def captured(monkeypatch):
 def test_mixed_batches_of_any_chunk(chunk, captured):
     engine, graphs = captured(Engine(step_tokens=chunk))
     play(engine)
-    assert len(graphs._graphs) > (0 if chunk < 4 else 2) and not graphs.launched
+    assert set(graphs._graphs) == {(t, r) for t in (4, 8, 64) for r in (2, 4)}
+    assert len(graphs.used) > (0 if chunk < 4 else 2) and not graphs.launched
 
 
 def test_pauses_aborts_and_binds_between_replays(captured):
     engine, graphs = captured(Engine(hbm_pages=22, step_tokens=9))
     turns = {turn: Paused(RequestId(rid)) for turn, rid in ((5, 1), (9, 4), (13, 7), (17, 2))}
     play(engine, lambda turn: [turns[turn]] if turn in turns else ())
-    assert engine.ex.stats()["executor_sampled_tokens_total"] and graphs._graphs
+    assert engine.ex.stats()["executor_sampled_tokens_total"] and graphs.used
     engine.add(90, PROMPTS[7], 12)
     engine.turn()
     engine.inbox.append(Aborted(RequestId(90)))
@@ -118,19 +122,40 @@ def test_what_waits_for_copies_or_is_too_large_is_launched_and_counted(captured,
     assert any("executor_launched_total" in name for name in engine.ex.stats())
 
 
-def test_a_bucket_that_memory_is_short_for_is_launched_and_counted(captured, monkeypatch):
+def short_of(lacking, graphs, monkeypatch):
+    """Captured again, with too little memory for the buckets that it is asked of."""
     def recorded(self, bucket):
-        if bucket[0] == 8:
+        if lacking(*bucket):
             raise torch.OutOfMemoryError("a small device")
         return real(self, bucket)
 
-    engine, graphs = captured(Engine(step_tokens=7))
     real = type(graphs)._recorded
     graphs._graphs.clear()
     monkeypatch.setattr(type(graphs), "_recorded", recorded)
+    with torch.inference_mode():
+        graphs.capture()
+
+
+def test_a_bucket_that_was_not_captured_is_replayed_in_a_larger_one(captured, monkeypatch):
+    engine, graphs = captured(Engine(step_tokens=7))
+    short_of(lambda tokens, rows: tokens == 8, graphs, monkeypatch)
     play(engine)
-    assert graphs.launched["memory"] > 0
-    assert {tokens for (tokens, _), graph in graphs._graphs.items() if graph is None} == {8}
+    assert not graphs.launched and {tokens for tokens, _ in graphs.used} == {4, 64}
+
+
+def test_what_no_bucket_has_room_for_is_launched_and_counted(captured, monkeypatch):
+    engine, graphs = captured(Engine(step_tokens=7))
+    short_of(lambda tokens, rows: tokens > 4, graphs, monkeypatch)
+    play(engine)
+    assert graphs.launched["memory"] > 0 and {tokens for tokens, _ in graphs.used} == {4}
+
+
+def test_buckets_are_captured_for_so_long_the_largest_first(captured):
+    _, graphs = captured(Engine())
+    graphs._graphs.clear()
+    with torch.inference_mode():
+        graphs.capture(0)
+    assert set(graphs._graphs) == {(64, 4)}
 
 
 def test_the_layout_of_a_step():

@@ -1,8 +1,9 @@
 """The loop of an engine process without the process: a real core, an executor, and what requests are told."""
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import ranks
@@ -58,6 +59,19 @@ def asked(top: Selection | None, params: SamplingParams, prompt: int, max_new: i
 def backends(ops: tuple[str, ...], backend: str | None = None) -> dict[str, registry.Choice]:
     """For the device of these tests: what it chooses, or `backend` of each."""
     return registry.choose(probe(where.DEVICE), dict.fromkeys(ops, backend) if backend else {}, ops)
+
+
+@contextlib.contextmanager
+def spoiling(ranks: Sequence[Any]) -> Iterator[None]:
+    """On a device on a stream of its own: steps and loads wait for that from now on, it waits for nothing."""
+    if where.DEVICE == "cpu":
+        yield
+        return
+    aside = torch.cuda.Stream()
+    with torch.cuda.stream(aside):
+        yield
+    for stream in (torch.cuda.current_stream(), *(rank._mover._copy._streams[True] for rank in ranks)):
+        stream.wait_stream(aside)
 
 
 class Driven:
@@ -176,7 +190,17 @@ class InProcess(Driven):
         self.poison()
 
     def poison(self) -> None:
-        """Nobody may read what is on a free list before it is written again, nor entries behind a window."""
+        """Nobody may read what is on a free list before it is written again, nor entries behind a window. No
+        step in flight touches a free page, so on a device it is spoiled beside them, at once; what is launched
+        later, loads too, is behind that."""
+        with spoiling(self.ex._ranks):
+            spoilt = self._spoil()
+        for g, group in enumerate(self.core.cfg.groups):
+            if group.window and (page := spoilt.get((True, g))) is not None:
+                self._leave_behind(g, group.window, page)
+
+    def _spoil(self) -> dict[tuple[bool, int], Any]:
+        """One page of each pool that was, by whether it is of the device and its group."""
         kv, spoilt = self.core.kv, {}
         for pools, spaces in ((self.device, kv.device), (self.host, kv.host)):
             for pool in pools:
@@ -187,9 +211,7 @@ class InProcess(Driven):
                 for page in (*free, *ledger._free):
                     pool.page(page).fill_(255 if pool.layout.dtype == torch.uint8 else float("nan"))
                     spoilt.setdefault((pools is self.device, pool.group), page)
-        for g, group in enumerate(self.core.cfg.groups):
-            if group.window and (page := spoilt.get((True, g))) is not None:
-                self._leave_behind(g, group.window, page)
+        return spoilt
 
     def _leave_behind(self, g: int, window: int, page: Any) -> None:
         """Entries of this group that no query of a step in flight sees, nor of a later one, are this page."""

@@ -26,14 +26,18 @@ def test_tables_follow_binds_grows_and_remaps():
 
     bind([4, 3, 9])
     tables.grow(Grow(Row(ROWS + 1), Group(0), 3, (HBM + 1,), (DRAM + 8,)))
+    assert table.device_RM.tolist() == [none, none], "nothing changes before it is applied"
+    tables.edits.apply()
     assert table.device_RM.tolist() == [none, [4, 3, 9, 1, -1]]
     assert table.host_RM.tolist() == [none, [-1, -1, -1, 8, -1]]
     assert table.is_resident(1)
     tables.remap(Remap(Row(ROWS + 1), Group(0), (0, 3), (NO_HBM, NO_HBM), (DRAM + 7, DRAM + 8)))
+    tables.edits.apply()
     assert table.device_RM.tolist() == [none, [-1, 3, 9, -1, -1]]
     assert table.host_RM.tolist() == [none, [7, -1, -1, 8, -1]]
     tables.remap(Remap(Row(ROWS + 1), Group(0), (3, 1), (HBM + 2, NO_HBM), (DRAM + 8, DRAM + 6)))
     tables.remap(Remap(Row(ROWS + 1), Group(0), (0,), (HBM + 4,), (NO_DRAM,)))
+    tables.edits.apply()
     assert table.device_RM.tolist() == [none, [4, -1, 9, 2, -1]]
     assert table.host_RM.tolist() == [none, [-1, 6, -1, 8, -1]]
     assert not table.is_resident(1)
@@ -44,7 +48,11 @@ def test_tables_follow_binds_grows_and_remaps():
             tables.remap(Remap(Row(ROWS + row), Group(0), (entry,), (HBM + 4,), (NO_DRAM,)))
     with pytest.raises(AssertionError):                     # no such page
         tables.remap(Remap(Row(ROWS + 1), Group(0), (0,), (HBM + 40,), (NO_DRAM,)))
+    tables.edits.apply()
     bind([5, NO_HBM - HBM], [30, 31])
+    assert table.device_RM.tolist() == [none, [4, 3, 9, 2, -1]]
+    tables.edits.apply()
+    assert tables.last_R.tolist() == [0, 7, 0]
     assert table.device_RM.tolist() == [none, [5, -1, -1, -1, -1]]
     assert table.host_RM.tolist() == [none, [30, 31, -1, -1, -1]]
     for index, pages in ((1, 1), (3, 1), (2, 4)):       # a gap, an overlap, more than fit

@@ -240,8 +240,8 @@ class Bind:
     """(Re)initialise a row before this step: everything the device remembers about it is void.
 
     `pages[g][i]` and `host[g][i]` are the copies of page i of cache group g; `host` and `hot` are
-    empty where no page of the row is on the host. Every step that has had the row has retired: with several
-    stages the last one samples into it when the first one is steps ahead.
+    empty where no page of the row is on the host. Every step that has had the row, or the request, has
+    retired: with several stages the last one samples into it when the first one is steps ahead.
     """
 
     row: Row

@@ -107,10 +107,9 @@ class RankParts:
 class Rank:
     """One rank in this process, on the device of its pools.
 
-    start       queues. A CUDA device gets the plan at once if it needs nothing that only the answers of
-                steps in flight can tell: no row bound anew, no page that comes or goes. Tokens that the
-                device cannot sample by itself are chosen late: when the step behind theirs is launched, or
-                when theirs lands.
+    start       queues. A CUDA device gets the plan at once, ahead of the answers of steps in flight, unless
+                its step waits for copies (docs/adr/0056). Tokens that the device cannot sample by itself
+                are chosen late: when the step behind theirs is launched, or when theirs lands.
     collect     with `block` executes the oldest queued plan, or waits for the oldest in flight, or, with
                 neither, for the end of a copy; without, runs no step. Both start the copies that are due
                 and report those that have ended. Copies run in a thread of the mover's own, beside the
@@ -209,16 +208,16 @@ class Rank:
         return reports
 
     def _launch_ahead(self) -> None:
-        while self._queue and (not self._flights or self._may_fly(self._queue[0])):
+        """All but a plan that waits for copies: these start once the steps in front of it have run."""
+        while self._queue and not (self._flights and self._queue[0].waits):
             self._launch(self._queue.popleft())
-
-    def _may_fly(self, plan: StepPlan) -> bool:
-        """Whether it can be launched without the answers of the steps in front of it."""
-        return not (plan.binds or plan.waits or plan.remaps)
 
     def _launch(self, plan: StepPlan) -> None:
         if self._flights:                   # its tokens are inputs of this one
             self._choose(self._flights[-1])
+        flying = {rid for flight in self._flights for rid, _ in flight.answers.states} if plan.binds else ()
+        assert not any(bind.rid in flying for bind in plan.binds), (
+            f"step {plan.step} binds a request anew whose tokens are in flight")
         with torch.inference_mode():
             answers, prompts = self._execute(plan)
         # What several lanes have is counted by one.
@@ -266,6 +265,7 @@ class Rank:
             self._tables.grow(grow)
         for remap in plan.remaps:
             self._tables.remap(remap)
+        self._tables.edits.apply()
         for resize in plan.resizes:
             self._attending.resize(resize)
         if not plan.rows:

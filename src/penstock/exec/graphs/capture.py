@@ -9,26 +9,27 @@ tables and last tokens stay on the device, where binds, grows and earlier steps 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.core.plan import StepPlan
 from penstock.exec.sampling.on_device import Draws
-from penstock.exec.step.attend import Grouped
+from penstock.exec.step.attend import Grouped, OfHeads
 from penstock.exec.step.eager import Ran, Steps
 from penstock.exec.step.tables import RowTables
 from penstock.kernels.attention.paged_attention import AttentionSpec
 from penstock.memory.mover import Arrivals
 from penstock.model.base import Attend, LocalLayer, Model
 
-if TYPE_CHECKING:
-    from penstock.kernels.attention.paged_attention.triton_decode import Tuning
-
+# With its logits_BV float32 and answer_2B, as `DecodeGraphs.run` returns them.
+Recorded: TypeAlias = tuple[torch.cuda.CUDAGraph, Tensor, Tensor]
 # Steps between a replay and the reuse of its staging buffer, which a copy may still read.
 _STAGES = 4
 
@@ -54,6 +55,45 @@ def recording(graph: torch.cuda.CUDAGraph, memory: Any) -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
+
+
+class Replays:
+    """What captured steps have in common: `input`, int32, which they read of the host, where they leave their
+    logits, and their memory. The next step overwrites it.
+    """
+
+    def __init__(self, size: int, rows: int, vocab_size: int, device: torch.device) -> None:
+        self.input = torch.zeros(size, dtype=torch.int32, device=device)
+        # Of whichever bucket ran last: some for each bucket would be gigabytes with hundreds of rows.
+        self._logits_BV = torch.empty(rows, vocab_size, dtype=torch.float32, device=device)
+        self._staging = [(torch.empty(size, dtype=torch.int32, pin_memory=True),
+                          torch.cuda.Event()) for _ in range(_STAGES)]  # type: ignore[no-untyped-call]
+        # One for all: cuBLAS keeps a workspace for each stream that it has seen.
+        self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._memory = torch.cuda.graph_pool_handle()
+
+    def write(self, size: int, fill: Callable[[np.ndarray], None]) -> None:
+        """The first so many values of the next step's `input`. Does not wait for the device."""
+        self._staging.append(self._staging.pop(0))
+        staging, copied = self._staging[0]
+        copied.synchronize()
+        fill(staging[:size].numpy())
+        self.input[:size].copy_(staging[:size], non_blocking=True)
+        copied.record()
+
+    def record(self, step: Callable[[], tuple[Tensor, Tensor]]) -> Recorded:
+        """A step with padding alone, which is what `input` has: nothing is written."""
+        def run() -> tuple[Tensor, Tensor]:
+            logits_BV, answer_2B = step()
+            return self._logits_BV[:len(logits_BV)].copy_(logits_BV), answer_2B
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            run()                               # compiles what is not compiled yet
+        torch.cuda.current_stream().wait_stream(self._side)
+        graph = torch.cuda.CUDAGraph()
+        with recording(graph, self._memory):
+            out = run()
+        return graph, *out
 
 
 class Decodes(Protocol):
@@ -82,19 +122,11 @@ class DecodeGraphs(Steps):
     """
 
     def __init__(self, model: Model, tables: RowTables, decodes: Decodes, draws: Draws,
-                 buckets: Sequence[int]) -> None:
+                 buckets: Sequence[int], replays: Replays) -> None:
         assert list(buckets) == sorted(set(buckets)), f"buckets {buckets}"
         self._model, self._tables, self._decodes, self._draws = model, tables, decodes, draws
-        self._buckets, device = tuple(buckets), tables.last_R.device
-        shape = 2, self._buckets[-1]                                    # row, position
-        self._input = torch.zeros(shape, dtype=torch.int32, device=device)
-        self._staging = [torch.empty(shape, dtype=torch.int32, pin_memory=True) for _ in range(_STAGES)]
-        self._copied = [torch.cuda.Event() for _ in range(_STAGES)]  # type: ignore[no-untyped-call]
-        self._turn = 0
-        # Of whichever bucket ran last: some for each bucket would be gigabytes with hundreds of rows.
-        self.logits_BV = torch.empty(self._buckets[-1], model.vocab_size, dtype=torch.float32, device=device)
-        self._graphs: dict[tuple[str, int], tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
-        self.memory = torch.cuda.graph_pool_handle()
+        self._buckets, self._replays = tuple(buckets), replays
+        self._graphs: dict[tuple[str, int], Recorded] = {}
 
     def takes(self, plan: StepPlan) -> bool:
         """Whether every row decodes one token, from its own last one, and all fit into a bucket."""
@@ -112,18 +144,11 @@ class DecodeGraphs(Steps):
 
     def capture(self) -> None:
         """Capture every bucket, the largest first: the others fit into its memory. Writes no page."""
-        self._input[1] = -1
-        # One for all: cuBLAS keeps a workspace for each stream that it has seen.
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         for bucket, kind in product(reversed(self._buckets), self._decodes.kinds):
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                self._step(kind, bucket)            # compiles what is not compiled yet
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with recording(graph, self.memory):
-                out = self._step(kind, bucket)
-            self._graphs[kind, bucket] = graph, *out
+            input_2B = self._replays.input[:2 * bucket].view(2, bucket)
+            input_2B[0], input_2B[1] = 0, -1
+            self._graphs[kind, bucket] = self._replays.record(functools.partial(
+                decode_step, self._model, self._tables, self._decodes, kind, input_2B, self._draws))
 
     def run(self, rows: Sequence[int], positions: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Decode these rows of the tables, whose last tokens are at `positions`. Does not wait.
@@ -132,25 +157,16 @@ class DecodeGraphs(Steps):
         are finite), valid until the next run; of `answer_2B` entries beyond the rows mean nothing.
         """
         bucket = next(b for b in self._buckets if b >= len(rows))
-        self._turn = (self._turn + 1) % _STAGES
-        staging, copied = self._staging[self._turn], self._copied[self._turn]
-        copied.synchronize()
-        host = staging.numpy()
-        host[0, :len(rows)], host[1, :len(rows)] = rows, positions
-        host[0, len(rows):bucket], host[1, len(rows):bucket] = 0, -1
-        self._input.copy_(staging, non_blocking=True)
-        copied.record()
-        for group in self._tables.groups:
-            for row, position in zip(rows, positions, strict=True):
-                group.check(row, position + 1)
+
+        def fill(values: np.ndarray) -> None:
+            host = values.reshape(2, bucket)
+            host[:, :len(rows)] = rows, positions
+            host[0, len(rows):], host[1, len(rows):] = 0, -1
+        self._replays.write(2 * bucket, fill)
+        self._tables.check(rows, [position + 1 for position in positions])
         graph, logits_BV, answer_2B = self._graphs[self._decodes.kind(rows), bucket]
         graph.replay()
         return logits_BV[:len(rows)], answer_2B
-
-    def _step(self, kind: str, bucket: int) -> tuple[Tensor, Tensor]:
-        logits_BV, answer_2B = decode_step(self._model, self._tables, self._decodes, kind,
-                                           self._input[:, :bucket], self._draws)
-        return self.logits_BV[:bucket].copy_(logits_BV), answer_2B
 
 
 def decode_step(model: Model, tables: RowTables, decodes: Decodes, kind: str,
@@ -159,18 +175,28 @@ def decode_step(model: Model, tables: RowTables, decodes: Decodes, kind: str,
 
     input_2B   int32, device: row of the tables and position of each query; -1: padding
     """
-    (row_B, position_B), last_R = input_2B, tables.last_R
-    # Padding has no context, and its token goes behind the rows.
-    index_B = torch.where(position_B < 0, len(last_R) - 1, row_B).long()
+    row_B, position_B = input_2B
+    index_B = index_of(tables, row_B, position_B)
     attend = decodes.attend(kind, row_B, position_B)
-    hidden_BD = model.forward(last_R[index_B], position_B.clamp(min=0).long(), attend)
-    logits_BV = model.logits(hidden_BD)
-    best_B, token_B = logits_BV.max(-1)
+    hidden_BD = model.forward(tables.last_R[index_B], position_B.clamp(min=0).long(), attend)
+    return next_tokens(model, tables, hidden_BD, row_B, position_B, index_B, draws)
+
+
+def index_of(tables: RowTables, row_S: Tensor, position_S: Tensor) -> Tensor:
+    """Of each token's row in `last_R`: what is padding has a place behind the rows."""
+    return torch.where(position_S < 0, len(tables.last_R) - 1, row_S).long()
+
+
+def next_tokens(model: Model, tables: RowTables, hidden_SD: Tensor, row_S: Tensor, position_S: Tensor,
+                index_S: Tensor, draws: Draws | None) -> tuple[Tensor, Tensor]:
+    """(logits_SV, answer_2S int64), as `DecodeGraphs.run` returns, with padding."""
+    logits_SV = model.logits(hidden_SD)
+    best_S, token_S = logits_SV.max(-1)
     if draws is not None:
-        draws.draw(logits_BV, token_B, row_B, position_B)
-    last_R.index_copy_(0, index_B, token_B)
+        draws.draw(logits_SV, token_S, row_S, position_S)
+    tables.last_R.index_copy_(0, index_S, token_S)
     # As `isfinite`, in half as many launches.
-    return logits_BV, torch.stack((token_B, (best_B.abs() < float("inf")).long()))
+    return logits_SV, torch.stack((token_S, (best_S.abs() < float("inf")).long()))
 
 
 class PagedDecode:
@@ -181,19 +207,17 @@ class PagedDecode:
         from penstock.kernels.attention.paged_attention import triton_decode  # needs Triton
         processors = torch.cuda.get_device_properties(row_B.device).multi_processor_count
         self._row_B, self._position_B, self._context_B = row_B, position_B, position_B + 1
-        self._spec, self._table_RM = spec, table_RM
-        self._cut: Tuning = triton_decode.tuning(len(row_B), spec.num_kv_heads,
-                                                 table_RM.shape[1] * page_size, processors, spec.window)
+        self._triton, self._spec, self._table_RM = triton_decode, spec, table_RM
+        self._cut = triton_decode.tuning(len(row_B), spec.num_kv_heads, table_RM.shape[1] * page_size,
+                                         processors, spec.window)
 
     def write_kv(self, k_BKH: Tensor, v_BKH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor) -> None:
-        from penstock.kernels.attention.paged_attention import triton_decode
-        triton_decode.write_kv(k_BKH, v_BKH, k_PKGH, v_PKGH, self._table_RM, self._row_B, self._position_B)
+        self._triton.write_kv(k_BKH, v_BKH, k_PKGH, v_PKGH, self._table_RM, self._row_B, self._position_B)
 
     def __call__(self, q_BNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor,
                  sinks_N: Tensor | None = None) -> Tensor:
-        from penstock.kernels.attention.paged_attention import triton_decode
-        return triton_decode.decode(q_BNH, k_PKGH, v_PKGH, self._table_RM, self._row_B, self._context_B,
-                                    spec=self._spec, cut=self._cut, sinks_N=sinks_N)
+        return self._triton.decode(q_BNH, k_PKGH, v_PKGH, self._table_RM, self._row_B, self._context_B,
+                                   spec=self._spec, cut=self._cut, sinks_N=sinks_N)
 
 
 class GroupedDecodes:
@@ -213,7 +237,7 @@ class GroupedDecodes:
             for spec, table in zip(self._grouped.specs, self._tables.groups, strict=True)])
 
 
-class _Attend:
+class _Attend(OfHeads):
     """`model.base.Attend` of a captured step: its tokens T are the B rows."""
 
     def __init__(self, grouped: Grouped, decodes: Sequence[PagedDecode]) -> None:
@@ -225,6 +249,3 @@ class _Attend:
         group, k_PKGH, v_PKGH = self._grouped.places[layer]
         self._decodes[group].write_kv(kv_TCKH[:, 0], kv_TCKH[:, 1], k_PKGH, v_PKGH)
         return self._decodes[group](q_TNH, k_PKGH, v_PKGH, sinks_N)
-
-    def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
-        raise AssertionError("a model with an indexer and KV heads")

@@ -1,29 +1,30 @@
 """Steps with prompts on a CUDA device, decodes among them, captured for each bucket of tokens and rows.
 
 A replay reads one small tensor of the host: of each token its id, row and position; of each row its queries
-and context; which rows decode and which sample. All else is on the device, as in `capture.py`. A bucket that
-was not captured at the start is when it is first met.
+and context; which rows decode and which sample. All else is on the device, as in `capture.py`. Buckets are
+captured at the start: a capture takes .1 s, with kernels to compile .9 s, in which all rows would wait.
 
     T tokens of the step, B rows of it, D of these that decode, S that sample, each padded
     R rows of the tables   M pages a row   N query heads   K KV heads   G page size   H head dim
 """
 from __future__ import annotations
 
+import contextlib
+import functools
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
-from typing import Any
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.core.plan import StepPlan
-from penstock.exec.graphs.capture import recording
+from penstock.exec.graphs.capture import Recorded, Replays, index_of, next_tokens
 from penstock.exec.sampling.on_device import Draws
-from penstock.exec.step.attend import Grouped
+from penstock.exec.step.attend import Grouped, OfHeads
 from penstock.exec.step.eager import Ran, Steps
 from penstock.exec.step.tables import RowTables
 from penstock.kernels.attention.paged_attention import flash
@@ -32,8 +33,7 @@ from penstock.model.base import Attend, LocalLayer, Model
 
 TOKENS = (16, 32, 64, 128, 256, 512, 1024)
 ROWS = (8, 64)                      # and as many as there are
-START_S = 5.0                       # for buckets that are captured before anybody asks
-_STAGES = 4                         # as in `capture.py`
+START_S = 5.0                       # after which no further bucket is captured
 Bucket = tuple[int, int]            # T, B
 
 
@@ -99,21 +99,14 @@ def lay_out(plan: StepPlan, rows: Sequence[int], bucket: Bucket, out: np.ndarray
 def step(model: Model, tables: RowTables, grouped: Grouped, given: StepInput,
          draws: Draws | None = None) -> tuple[Tensor, Tensor]:
     """What is captured: (logits_SV, answer_2S int64), as `DecodeGraphs.run` returns, with padding."""
-    last_R = tables.last_R
-    id_T = torch.where(given.id_T < 0, last_R[given.row_T.long()], given.id_T.long())
+    id_T = torch.where(given.id_T < 0, tables.last_R[given.row_T.long()], given.id_T.long())
     attend: Attend = _Mixed(grouped, tables, given)
     hidden_TD = model.forward(id_T, given.position_T.clamp(min=0).long(), attend)
-    logits_SV = model.logits(hidden_TD[given.at_S.long()])
-    best_S, token_S = logits_SV.max(-1)
-    if draws is not None:
-        draws.draw(logits_SV, token_S, given.row_S, given.position_S)
-    # Padding's token goes behind the rows.
-    index_S = torch.where(given.position_S < 0, len(last_R) - 1, given.row_S).long()
-    last_R.index_copy_(0, index_S, token_S)
-    return logits_SV, torch.stack((token_S, best_S.isfinite().long()))
+    return next_tokens(model, tables, hidden_TD[given.at_S.long()], given.row_S, given.position_S,
+                       index_of(tables, given.row_S, given.position_S), draws)
 
 
-class _Mixed:
+class _Mixed(OfHeads):
     """`model.base.Attend` of such a step."""
 
     def __init__(self, grouped: Grouped, tables: RowTables, given: StepInput) -> None:
@@ -149,9 +142,6 @@ class _Mixed:
         out_TNH = torch.where(self._decodes_T11, decode_DNH[self._decode_T], out_TNH)
         return out_TNH.masked_fill_(self._padding_T11, 0)
 
-    def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
-        raise AssertionError("a model with an indexer and KV heads")
-
 
 class MixedGraphs(Steps):
     """Steps of up to TOKENS[-1] tokens and `rows` rows, of a whole model whose KV heads read all.
@@ -160,20 +150,10 @@ class MixedGraphs(Steps):
     """
 
     def __init__(self, model: Model, tables: RowTables, grouped: Grouped, draws: Draws | None, rows: int,
-                 memory: Any, logits_BV: Tensor) -> None:
-        """memory: the pool of the decode graphs      logits_BV: theirs, of `rows` rows or more"""
+                 replays: Replays) -> None:
         self._model, self._tables, self._grouped, self._draws = model, tables, grouped, draws
-        self._memory, self._logits_BV = memory, logits_BV
-        self._rows = (*(r for r in ROWS if r < rows), rows)
-        size, device = sum(lengths((TOKENS[-1], rows))), tables.last_R.device
-        self._input = torch.zeros(size, dtype=torch.int32, device=device)
-        self._staging = [torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")
-                         for _ in range(_STAGES)]
-        self._copied = [torch.cuda.Event() for _ in range(_STAGES)]  # type: ignore[no-untyped-call]
-        self._turn = 0
-        # One for all buckets, as in `capture.py`.
-        self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._graphs: dict[Bucket, tuple[torch.cuda.CUDAGraph, Tensor, Tensor] | None] = {}
+        self._rows, self._replays = (*(r for r in ROWS if r < rows), rows), replays
+        self._graphs: dict[Bucket, Recorded] = {}
         self.launched: Counter[str] = Counter()         # steps that were not replayed, by cause
 
     def step(self, plan: StepPlan, arrivals: Arrivals) -> Ran | None:
@@ -187,73 +167,44 @@ class MixedGraphs(Steps):
         return {f'executor_launched_total{{cause="{cause}"}}': float(n) for cause, n in self.launched.items()}
 
     def bucket(self, plan: StepPlan) -> Bucket | None:
-        """That a plan runs in; None, and the cause is counted: it has to be launched."""
+        """The smallest that a plan fits into; None, and the cause is counted: it has to be launched."""
         if plan.waits:
             self.launched["waits"] += 1         # its layers wait for their own copies
         elif len(plan.tokens) > TOKENS[-1]:
             self.launched["tokens"] += 1
         else:
-            rows = next(r for r in self._rows if r >= len(plan.rows))
-            found = next(t for t in TOKENS if t >= len(plan.tokens)), rows
-            if found not in self._graphs:
-                self._capture(found)
-            if self._graphs[found] is not None:
-                return found
+            fits = [(t, r) for t, r in self._graphs if t >= len(plan.tokens) and r >= len(plan.rows)]
+            if fits:
+                return min(fits)
             self.launched["memory"] += 1
         return None
 
     def capture(self, seconds: float = START_S) -> None:
-        """Capture the largest bucket, whose memory the others fit into, and, for so long, those that most
-        steps are of."""
+        """Capture the largest bucket, whose memory the others fit into, then for so long the others, those of
+        few rows first. What is not captured is replayed in a larger one, with more padding."""
         until = time.perf_counter() + seconds
         largest = TOKENS[-1], self._rows[-1]
-        often = [(t, r) for r, t in product(self._rows[:2], reversed(TOKENS))
-                 if t >= 2 * r or r == self._rows[0]]
-        for bucket in (largest, *(b for b in often if b != largest)):
-            self._capture(bucket)
+        others = [(t, r) for fewer, r in pairwise((0, *self._rows)) for t in reversed(TOKENS) if t > fewer]
+        for bucket in (largest, *(b for b in others if b != largest)):
+            with contextlib.suppress(torch.OutOfMemoryError):
+                self._graphs[bucket] = self._recorded(bucket)
             if time.perf_counter() > until:
                 return
 
     def run(self, plan: StepPlan, rows: Sequence[int], bucket: Bucket) -> tuple[Tensor, Tensor]:
         """The plan's step; `rows` are table indices. Does not wait. Returns as `DecodeGraphs.run`, of the
         rows that sample; valid until the next run."""
-        self._turn = (self._turn + 1) % _STAGES
-        staging, copied = self._staging[self._turn], self._copied[self._turn]
-        copied.synchronize()
-        size = sum(lengths(bucket))
-        lay_out(plan, rows, bucket, staging.numpy()[:size])
-        self._input[:size].copy_(staging[:size], non_blocking=True)
-        copied.record()
-        for group in self._tables.groups:
-            for row, start, count in zip(rows, plan.start, plan.count, strict=True):
-                group.check(row, start + count)
-        captured = self._graphs[bucket]
-        assert captured is not None
-        graph, logits_SV, answer_2S = captured
+        self._replays.write(sum(lengths(bucket)), lambda values: lay_out(plan, rows, bucket, values))
+        self._tables.check(rows, [start + count for start, count in zip(plan.start, plan.count, strict=True)])
+        graph, logits_SV, answer_2S = self._graphs[bucket]
         graph.replay()
         return logits_SV[:sum(plan.samples)], answer_2S
 
-    def _step(self, given: StepInput) -> tuple[Tensor, Tensor]:
-        logits_SV, answer_2S = step(self._model, self._tables, self._grouped, given, self._draws)
-        return self._logits_BV[:len(logits_SV)].copy_(logits_SV), answer_2S
-
-    def _capture(self, bucket: Bucket) -> None:
-        try:
-            self._graphs[bucket] = self._recorded(bucket)
-        except torch.OutOfMemoryError:
-            self._graphs[bucket] = None
-
-    def _recorded(self, bucket: Bucket) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
-        given = input_of(self._input, bucket)
+    def _recorded(self, bucket: Bucket) -> Recorded:
+        given = input_of(self._replays.input, bucket)
         # Padding only: nothing is written, nobody is drawn for.
-        self._input.zero_()
+        self._replays.input.zero_()
         for part in (given.position_T, given.decode_T, given.position_S):
             part.fill_(-1)
-        self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side):
-            self._step(given)
-        torch.cuda.current_stream().wait_stream(self._side)
-        graph = torch.cuda.CUDAGraph()
-        with recording(graph, self._memory):
-            logits_SV, answer_2S = self._step(given)
-        return graph, logits_SV, answer_2S
+        return self._replays.record(
+            functools.partial(step, self._model, self._tables, self._grouped, given, self._draws))

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 
 from penstock.core.plan import StepPlan
-from penstock.exec.graphs.capture import DecodeGraphs, GroupedDecodes
-from penstock.exec.graphs.mixed import MixedGraphs
+from penstock.exec.graphs.capture import DecodeGraphs, GroupedDecodes, Replays
+from penstock.exec.graphs.mixed import TOKENS, MixedGraphs, lengths
 from penstock.exec.sampling.on_device import Draws
 from penstock.exec.sparse.bounds import Selecting
 from penstock.exec.sparse.indexer import Indexed
@@ -27,13 +27,15 @@ def captured(model: Model, tables: RowTables, attending: Attending, draws: Draws
         return [Uncaptured("latent")]
     assert isinstance(attending, Grouped | Selecting | Indexed), "such a rank is not captured"
     decodes = GroupedDecodes(attending, tables) if isinstance(attending, Grouped) else attending.decodes()
-    graphs = DecodeGraphs(model, tables, decodes, draws, buckets)
+    rows, device = buckets[-1], tables.last_R.device
+    replays = Replays(sum(lengths((TOKENS[-1], rows))), rows, model.vocab_size, device)
+    graphs = DecodeGraphs(model, tables, decodes, draws, buckets, replays)
     graphs.capture()
     if not isinstance(attending, Grouped):
         return [graphs, Uncaptured("selects")]
     if not attending.reads_pages(tables):
         return [graphs, Uncaptured("backend")]
-    mixed = MixedGraphs(model, tables, attending, draws, buckets[-1], graphs.memory, graphs.logits_BV)
+    mixed = MixedGraphs(model, tables, attending, draws, rows, replays)
     mixed.capture(seconds)
     return [graphs, mixed]
 

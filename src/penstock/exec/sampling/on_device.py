@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.exec.sampling.sampler import Sampling
+from penstock.exec.step.edits import Edits
 from penstock.kernels.sample import draw
 from penstock.kernels.types.ragged import on_device
 
@@ -29,14 +30,12 @@ class Draws:
         self._params_R4 = torch.zeros(rows + 1, 4, dtype=torch.float64, device=device)
         self._stream_R2 = torch.zeros(rows + 1, 2, dtype=torch.int64, device=device)
 
-    def bind(self, row: int, s: Sampling) -> None:
-        """`row` samples for `s`, of which all tokens in `s.outputs` have retired."""
+    def bind(self, row: int, s: Sampling, edits: Edits) -> None:
+        """Once they are applied `row` samples for `s`, of which all tokens in `s.outputs` have retired."""
         p, key = s.params, s.key - (1 << 64) if s.key >> 63 else s.key
         top_k = p.top_k if 1 <= p.top_k < self._vocab else self._vocab
-        params = torch.tensor([p.temperature, top_k, p.top_p, p.min_p], dtype=torch.float64)
-        stream = torch.tensor([key, len(s.outputs)])
-        self._params_R4[row].copy_(params.pin_memory(), non_blocking=True)
-        self._stream_R2[row].copy_(stream.pin_memory(), non_blocking=True)
+        edits.put(self._params_R4, enumerate((p.temperature, top_k, p.top_p, p.min_p), 4 * row))
+        edits.put(self._stream_R2, enumerate((key, len(s.outputs)), 2 * row))
 
     def draw(self, logits_BV: Tensor, token_B: Tensor, row_B: Tensor, position_B: Tensor) -> None:
         """Overwrites the tokens of rows that draw: see `kernels.sample.draw`."""

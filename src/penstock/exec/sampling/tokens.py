@@ -208,7 +208,7 @@ class Drawn(Chosen):
 
     def bind(self, bind: Bind) -> int:
         last = super().bind(bind)
-        self.draws.bind(self._tables.index(bind.row), self._open[bind.rid])
+        self.draws.bind(self._tables.index(bind.row), self._open[bind.rid], self._tables.edits)
         return last
 
     def _late(self, s: Sampling) -> bool:

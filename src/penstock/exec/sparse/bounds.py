@@ -20,7 +20,7 @@ from penstock.exec.sparse.captured import SelectingDecodes
 from penstock.exec.sparse.layers import BoundsSelector, SparseLayers, unit_attention
 from penstock.exec.sparse.prompts import GPU_WINDOW, Chunk, HostedPrompts
 from penstock.exec.sparse.rows import HotRows, Selects
-from penstock.exec.step.attend import spec_of
+from penstock.exec.step.attend import OfHeads, spec_of
 from penstock.exec.step.tables import Lowered, RowTables
 from penstock.kernels.attention.paged_attention import Prepare, Prepared, write_kv
 from penstock.kernels.choose.select import SelectRule
@@ -163,7 +163,7 @@ class Selecting(Selects):
             at += count
         return dense, windows, queries
 
-class _SelectingStep:
+class _SelectingStep(OfHeads):
     """`model.base.Attend` of one step."""
 
     def __init__(self, local: Mapping[LocalLayer, int], selects: _Attend,
@@ -182,9 +182,6 @@ class _SelectingStep:
         ragged = self._ragged[group]
         write_kv(k_TKH, v_TKH, k_PKGH, v_PKGH, ragged.page_T, ragged.offset_T)
         return self._prepared[group](q_TNH, k_PKGH, v_PKGH, sinks_N)
-
-    def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
-        raise AssertionError("a model with an indexer and KV heads")
 
 
 def _where(chunks: Sequence[Chunk], device: torch.device) -> Tensor:

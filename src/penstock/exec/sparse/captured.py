@@ -16,6 +16,7 @@ from torch import Tensor
 
 from penstock.exec.graphs.capture import PagedDecode
 from penstock.exec.sparse.layers import BoundsSelector, SparseLayers, SparseStep, index_pair
+from penstock.exec.step.attend import OfHeads
 from penstock.exec.step.tables import GroupTable
 from penstock.kernels.attention.paged_attention import AttentionSpec
 from penstock.kernels.choose.index_select import IndexSelect
@@ -62,7 +63,7 @@ class SelectingDecodes:
         return _Attend(self, kind, row_B, position_B)
 
 
-class _Attend:
+class _Attend(OfHeads):
     """`model.base.Attend` of a captured step: its tokens T are the B rows."""
 
     def __init__(self, of: SelectingDecodes, kind: str, row_B: Tensor, position_B: Tensor) -> None:
@@ -94,9 +95,6 @@ class _Attend:
         pool_PK2GH = of.device[i]
         all_TNH = self._whole(q_TNH, pool_PK2GH[:, :, 0], pool_PK2GH[:, :, 1], sinks_N)
         return torch.where(self._selects_B[:, None, None], out_TNH, all_TNH)
-
-    def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
-        raise AssertionError("a model with an indexer and KV heads")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -116,6 +116,13 @@ def spec_of(model: Model, group: CacheShape, pool: BlockPool) -> AttentionSpec:
         sinks=shape.sinks)
 
 
+class OfHeads:
+    """What `model.base.Attend` of KV heads has in common."""
+
+    def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
+        raise AssertionError("a model with an indexer and KV heads")
+
+
 class Grouped(Attending):
     """Layers that write k and v of their KV heads, in one cache group or several."""
 
@@ -193,7 +200,7 @@ class _LatentStep:
         raise AssertionError("a model without an indexer")
 
 
-class _GroupedStep:
+class _GroupedStep(OfHeads):
     def __init__(self, grouped: Grouped, lowered: Lowered, prepared: Sequence[Prepared]) -> None:
         self._places, self._pools = grouped.places, grouped.pools
         self._ragged, self._prepared = lowered.ragged, prepared
@@ -211,6 +218,3 @@ class _GroupedStep:
         if len(self._prepared) > 1 or not isinstance(first, Decodes):
             return None
         return first.paged(self._pools, self._places[LocalLayer(0)][1], ragged.page_T, ragged.offset_T)
-
-    def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
-        raise AssertionError("a model with an indexer and KV heads")

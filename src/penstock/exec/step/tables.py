@@ -8,13 +8,15 @@ grows and remaps only. Knows rows, positions and pages; refuses to know requests
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 import torch
 from torch import Tensor
 
 from penstock.core.plan import Bind, DramPage, Grow, HbmPage, Page, Remap, Row, StepPlan
+from penstock.exec.step.edits import Edits
 from penstock.kernels.types.ragged import Ragged, on_device
 from penstock.memory.pool import Pool
 
@@ -43,11 +45,11 @@ class Lowered:
 class GroupTable:
     """The pages of one cache group: entry [r, i] of `device_RM` and of `host_RM`, int32, is the index
     of page i of row r in that tier's pool (its id less the pool's base), or NONE. `host_RM` is None
-    without a host pool."""
+    without a host pool. They change when `edits` are applied."""
 
     def __init__(self, rows: int, max_len: int, device_pool: Pool, host_pool: Pool | None,
-                 device: torch.device | str) -> None:
-        self._pools = device_pool, host_pool
+                 edits: Edits, device: torch.device | str) -> None:
+        self._pools, self._edits = (device_pool, host_pool), edits
         self.size = device_pool.layout.page_size
         shape = rows, -(-max_len // self.size)
         self.device_RM = torch.full(shape, NONE, dtype=torch.int32, device=device)
@@ -57,9 +59,9 @@ class GroupTable:
 
     def bind(self, row: int, pages: Sequence[Page], host: Sequence[Page]) -> None:
         """Forget all entries of `row`; from now on it has these."""
-        self.device_RM[row] = NONE
-        if self.host_RM is not None:
-            self.host_RM[row] = NONE
+        for table in (self.device_RM, self.host_RM):
+            if table is not None:
+                self._put(table, row, range(self._held[row] or 0), repeat(NONE))
         self._held[row], self._absent[row] = 0, set()
         self.append(row, 0, pages, host)
 
@@ -76,24 +78,27 @@ class GroupTable:
                                        strict=True):
             if column:
                 assert table is not None and pool is not None, f"row {row}: no host pool"
-                table[row, first:end] = _indices(pool, column, table.device)
+                self._put(table, row, range(first, end), _indices(pool, column))
 
     def remap(self, row: int, entries: Sequence[int], pages: Sequence[HbmPage],
               host: Sequence[DramPage]) -> None:
-        """These entries, which `row` has, have these copies from now on. The device is not waited for."""
+        """These entries, which `row` has, have these copies from now on."""
         held = self._held[row]
         assert held is not None and 0 <= min(entries) and max(entries) < held, (
             f"row {row} has {held} pages, and entry {min(entries)} or {max(entries)} is not one of them")
         assert len(pages) == len(host) == len(entries), f"row {row}: not a page for each of {len(entries)}"
         self._absent[row].difference_update(entries)
         self._absent[row].update([i for i, page in zip(entries, pages, strict=True) if page == NONE])
-        at = on_device(entries, self.device_RM.device, torch.int64)
         for table, pool, column in ((self.device_RM, self._pools[0], pages),
                                     (self.host_RM, self._pools[1], host)):
             if table is None or pool is None:
                 assert max(column) == NONE, f"row {row}: no host pool"
             else:
-                table[row].index_copy_(0, at, _indices(pool, column, table.device))
+                self._put(table, row, entries, _indices(pool, column))
+
+    def _put(self, table_RM: Tensor, row: int, entries: Iterable[int], values: Iterable[int]) -> None:
+        first = row * table_RM.shape[1]
+        self._edits.put(table_RM, zip([first + i for i in entries], values, strict=False))
 
     def is_resident(self, row: int) -> bool:
         """Whether each page of `row` has a device page."""
@@ -113,20 +118,24 @@ class GroupTable:
             f"row {row} computes up to {end} but has {held} pages of {self.size}")
 
 
-def _indices(pool: Pool, column: Sequence[Page], device: torch.device) -> Tensor:
-    """Entries of a table: int32, on `device`."""
-    return on_device([NONE if p == NONE else pool.index(p) for p in column], device, torch.int32)
+def _indices(pool: Pool, column: Sequence[Page]) -> list[int]:
+    """Entries of a table."""
+    return [NONE if p == NONE else pool.index(p) for p in column]
 
 
 class RowTables:
-    """What the device remembers of each row: its pages in each cache group, its last token."""
+    """What the device remembers of each row: its pages in each cache group, its last token.
+
+    edits    of binds, grows and remaps, which change nothing before they are applied
+    """
 
     def __init__(self, rows: int, max_len: int, device_pools: Sequence[Pool],
                  host_pools: Sequence[Pool], *, base: int = 0,
                  device: torch.device | str = "cpu") -> None:
         """Pools by cache group; `host_pools` may be empty. max_len: tokens of the longest row."""
         hosts: Sequence[Pool | None] = host_pools or [None] * len(device_pools)
-        self.groups = tuple(GroupTable(rows, max_len, pool, host, device)
+        self.edits = Edits(device)
+        self.groups = tuple(GroupTable(rows, max_len, pool, host, self.edits, device)
                             for pool, host in zip(device_pools, hosts, strict=True))
         self._rows, self._base, self._device = rows, base, device
         # One more than there are rows: what a captured step samples for padding goes there.
@@ -145,7 +154,7 @@ class RowTables:
         for table, pages, host in zip(groups, bind.pages, bind.host or [()] * len(groups),
                                       strict=True):
             table.bind(i, pages, host)
-        self.last_R[i] = last
+        self.edits.put(self.last_R, [(i, last)])
 
     def grow(self, grow: Grow) -> None:
         self.groups[grow.group].append(self.index(grow.row), grow.index, grow.pages, grow.host)
@@ -167,8 +176,14 @@ class RowTables:
         """Remember the newest token of each row, given by table index. Stays on the device."""
         self.last_R[self._tensor(rows)] = tokens_B
 
+    def check(self, rows: Sequence[int], ends: Sequence[int]) -> None:
+        """Asserts that each of these rows, by table index, is bound and has pages up to its end."""
+        for table in self.groups:
+            for row, end in zip(rows, ends, strict=True):
+                table.check(row, end)
+
     def lower(self, plan: StepPlan) -> Lowered:
-        """The step's tensors. `plan` has rows; its binds, grows and remaps are already applied.
+        """The step's tensors. `plan` has rows; the edits of its binds, grows and remaps are applied.
 
         Asserts that every row is bound and has a page for each position it computes.
         """
@@ -178,8 +193,6 @@ class RowTables:
                                               strict=True):
             i, last = self.index(row), query_start[-1] + count - 1
             assert count >= 1, f"row {row} computes {count} tokens"
-            for table in self.groups:
-                table.check(i, start + count)
             rows.append(i)
             context.append(start + count)
             query_start.append(last + 1)
@@ -188,6 +201,7 @@ class RowTables:
             if samples:
                 sample_rows.append(i)
                 sample_at.append(last)
+        self.check(rows, context)
         assert len(plan.tokens) == query_start[-1], "tokens do not add up to the counts"
         row_T = self._tensor(rows)
         positions_T = self._tensor(plan.start)

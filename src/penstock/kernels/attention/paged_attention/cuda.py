@@ -9,7 +9,7 @@ score is in memory, a row at a time.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -24,6 +24,7 @@ from penstock.kernels.attention.paged_attention.spec import (
     Row,
     begin_of,
     beside_sinks,
+    compose,
     pages_of,
     rows_of,
 )
@@ -44,22 +45,10 @@ def probe(platform: Platform) -> str:
 
 
 def prepare(layout: Ragged, spec: AttentionSpec) -> Prepared:
-    parts: list[tuple[slice | Tensor, Prepared]] = []
     rows = rows_of(layout)
-    ways: tuple[tuple[list[Row], Callable[[Sequence[Row], Ragged, AttentionSpec], Prepared]], ...] = (
-        ([r for r in rows if r.count > 1], prompts), ([r for r in rows if r.count == 1], _Decodes))
-    for found, make in ways:
-        if found:
-            parts.append((_tokens(found, layout.pages_RM.device), make(found, layout, spec)))
-
-    def attend(q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor, sinks_N: Tensor | None = None) -> Tensor:
-        if len(parts) == 1:
-            return parts[0][1](q_TNH, k_PKGH, v_PKGH, sinks_N)
-        out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
-        for at, part in parts:
-            out_TNH[at] = part(q_TNH[at], k_PKGH, v_PKGH, sinks_N)
-        return out_TNH
-    return attend
+    several, single = [r for r in rows if r.count > 1], [r for r in rows if r.count == 1]
+    return compose([(found, make(found, layout, spec))
+                    for found, make in ((several, prompts), (single, _Decodes)) if found], layout)
 
 
 def prompts(rows: Sequence[Row], layout: Ragged, spec: AttentionSpec) -> Prepared:
@@ -69,14 +58,6 @@ def prompts(rows: Sequence[Row], layout: Ragged, spec: AttentionSpec) -> Prepare
         return _Paged(rows, layout, spec)
     fused = spec.dtype in flash.TYPES and spec.head_dim % 8 == 0 and spec.head_dim <= flash.DIM_MAX
     return (_Gathered if fused and not spec.softcap else _Masked)(rows, layout, spec)
-
-
-def _tokens(rows: Sequence[Row], device: torch.device) -> slice | Tensor:
-    """Where the queries of these rows are in the step."""
-    first, last = rows[0].first, rows[-1].first + rows[-1].count
-    if last - first == sum(row.count for row in rows):
-        return slice(first, last)
-    return on_device([row.first + i for row in rows for i in range(row.count)], device, torch.int64)
 
 
 class _Decodes:

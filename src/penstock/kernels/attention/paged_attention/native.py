@@ -18,7 +18,14 @@ from torch import Tensor
 
 from penstock.kernels.attention.paged_attention import reference, sdpa, tiled
 from penstock.kernels.attention.paged_attention.calls import Step
-from penstock.kernels.attention.paged_attention.spec import AttentionSpec, Prepared, Row, rows_of
+from penstock.kernels.attention.paged_attention.spec import (
+    AttentionSpec,
+    Part,
+    Prepared,
+    Row,
+    compose,
+    rows_of,
+)
 from penstock.kernels.c.build import library
 from penstock.kernels.op import WrongResult
 from penstock.kernels.platform import Platform
@@ -52,14 +59,13 @@ def probe(platform: Platform) -> str:
 def prepare(layout: Ragged, spec: AttentionSpec) -> Prepared:
     rows = rows_of(layout)
     if spec.head_dim % _LANES:          # no model that is served has such heads
-        return sdpa.compose(sdpa.parts_of(rows, spec, layout))
+        return sdpa.prepare(layout, spec)
     few = [row for row in rows if row.count <= _QUERIES_MAX]
-    parts: list[sdpa.Part] = [tiled.Chunk(row, spec, layout) if tiled.takes(row, spec)
-                              else sdpa.Chunk(row, spec, layout)
-                              for row in rows if row.count > _QUERIES_MAX]
-    if not parts:
-        return Decodes(few, spec, layout)
-    return sdpa.compose([Decodes(few, spec, layout), *parts] if few else parts)
+    parts: list[Part] = [(few, Decodes(few, spec, layout))] if few else []
+    for row in rows:
+        if row.count > _QUERIES_MAX:
+            parts.append(([row], (tiled.Chunk if tiled.takes(row, spec) else sdpa.Chunk)(row, spec, layout)))
+    return compose(parts, layout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +87,6 @@ class Decodes:
     `kernel` but for `q`, `k`, `v`, `out` and strides."""
 
     def __init__(self, rows: list[Row], spec: AttentionSpec, layout: Ragged) -> None:
-        tokens = [row.first + j for row in rows for j in range(row.count)]
-        self.at: slice | Tensor = (slice(tokens[0], tokens[-1] + 1)
-                                   if tokens[-1] - tokens[0] + 1 == len(tokens)
-                                   else torch.tensor(tokens))
         queries: list[tuple[int, int, int]] = []
         chunks = 0
         for row in rows:

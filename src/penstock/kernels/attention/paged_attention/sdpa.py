@@ -9,17 +9,18 @@ blocks of queries.
 """
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.attention.paged_attention.spec import (
     AttentionSpec,
+    Part,
     Prepared,
     Row,
     begin_of,
+    beside_sinks,
+    compose,
     pages_of,
     rows_of,
 )
@@ -35,39 +36,18 @@ _PADDING, _PADDING_TOKENS = 1.5, 64
 _GATHER_BYTES_MAX = 16 << 20
 
 
-class Part(Prepared, Protocol):
-    """Attention of the tokens `at`: from their queries to their outputs."""
-
-    at: slice | Tensor
-
-
 def probe(platform: Platform) -> str:
     return f"{platform.best('amx_bf16', 'avx512_bf16', 'avx512_f', 'avx2', 'sve')} through torch"
 
 
 def prepare(layout: Ragged, spec: AttentionSpec) -> Prepared:
-    return compose(parts_of(rows_of(layout), spec, layout))
-
-
-def compose(parts: list[Part]) -> Prepared:
-    """One attention out of parts that cover every token of the step once."""
-    def attend(q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor, sinks_N: Tensor | None = None) -> Tensor:
-        if len(parts) == 1:
-            return parts[0](q_TNH, k_PKGH, v_PKGH, sinks_N)
-        out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
-        for part in parts:
-            out_TNH[part.at] = part(q_TNH[part.at], k_PKGH, v_PKGH, sinks_N)
-        return out_TNH
-    return attend
-
-
-def parts_of(rows: list[Row], spec: AttentionSpec, layout: Ragged) -> list[Part]:
+    rows = rows_of(layout)
     singly = [row for row in rows if row.count == 1 and spec.plain]
-    parts: list[Part] = [Chunk(row, spec, layout) for row in rows if row not in singly]
+    parts: list[Part] = [([row], Chunk(row, spec, layout)) for row in rows if row not in singly]
     for bucket in _buckets(singly, spec):
-        parts.append(_Single(bucket[0], spec, layout) if len(bucket) == 1
-                     else _Batch(bucket, spec, layout))
-    return parts
+        parts.append((bucket, _Single(bucket[0], spec, layout) if len(bucket) == 1
+                      else _Batch(bucket, spec, layout)))
+    return compose(parts, layout)
 
 
 def _buckets(rows: list[Row], spec: AttentionSpec) -> list[list[Row]]:
@@ -108,7 +88,6 @@ class _Single:
     """One decode. The query heads of a group are the queries of their KV head: [1, K, g, H]."""
 
     def __init__(self, row: Row, spec: AttentionSpec, layout: Ragged) -> None:
-        self.at: slice | Tensor = slice(row.first, row.first + 1)
         self._context, self._scale = _Context(row, layout), spec.scale
         self._q_shape = (1, spec.num_kv_heads, spec.group, spec.head_dim)
 
@@ -128,9 +107,6 @@ class _Batch:
     """
 
     def __init__(self, rows: list[Row], spec: AttentionSpec, layout: Ragged) -> None:
-        first, last = rows[0].first, rows[-1].first
-        self.at: slice | Tensor = (slice(first, last + 1) if last - first + 1 == len(rows)
-                                   else torch.tensor([row.first for row in rows]))
         length_B1 = torch.tensor([[row.context] for row in rows])
         longest = -(-int(length_B1.max()) // layout.page_size)
         pages_Bn = torch.stack([pages_of(row, layout)[0].expand(longest) for row in rows])
@@ -166,7 +142,6 @@ class Chunk:
     """
 
     def __init__(self, row: Row, spec: AttentionSpec, layout: Ragged) -> None:
-        self.at: slice | Tensor = slice(row.first, row.first + row.count)
         begin = begin_of(row, spec, layout)
         self._context = _Context(row, layout, begin)
         self._sinks_N: Tensor | None = None
@@ -213,13 +188,8 @@ class Chunk:
         else:
             out_KgCH, lse_KgC = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 *given, attn_mask=mask_CE, scale=self._spec.scale)
-            out_KgCH = out_KgCH * self._share(lse_KgC)
+            out_KgCH = beside_sinks(out_KgCH, lse_KgC, self._sinks_N.view(*lse_KgC.shape[:2], 1))
         out_CKgH.copy_(out_KgCH.permute(2, 0, 1, 3))
-
-    def _share(self, lse_KgC: Tensor) -> Tensor:
-        """[K, g, C, 1]: what the sinks leave of a sum of weights."""
-        assert self._sinks_N is not None
-        return torch.sigmoid(lse_KgC - self._sinks_N.view(*lse_KgC.shape[:2], 1))[..., None]
 
     def _matmuls(self, q_CKgH: Tensor, k_KEH: Tensor, v_KEH: Tensor, mask_CE: Tensor,
                  out_CKgH: Tensor) -> None:
@@ -237,5 +207,5 @@ class Chunk:
         out_KCgH = out_KcH.view(-1, queries, group, out_KcH.shape[2])
         if self._sinks_N is not None:
             lse_KCg = torch.logsumexp(scores_KCgE.float(), -1)
-            out_KCgH = out_KCgH * self._share(lse_KCg.transpose(1, 2)).transpose(1, 2)
+            out_KCgH = beside_sinks(out_KCgH, lse_KCg, self._sinks_N.view(-1, 1, group))
         out_CKgH.copy_(out_KCgH.transpose(0, 1))

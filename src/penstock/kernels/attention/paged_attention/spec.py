@@ -1,13 +1,14 @@
 """What stays the same from step to step about a layer's attention, and the geometry of one row."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from penstock.kernels.types.ragged import Ragged
+from penstock.kernels.types.ragged import Ragged, on_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +87,31 @@ def pages_of(row: Row, layout: Ragged, begin: int = 0) -> Tensor:
     return layout.pages_RM[row.index, begin // layout.page_size:-(-row.context // layout.page_size)]
 
 
-def beside_sinks(out_TNH: Tensor, lse_TN: Tensor, sinks_N: Tensor) -> Tensor:
-    """What is left of the mean when a sink is in its sum of weights. lse_TN: log of the sum without it."""
-    return (out_TNH * torch.sigmoid(lse_TN - sinks_N)[..., None]).to(out_TNH.dtype)
+Part: TypeAlias = tuple[Sequence[Row], Prepared]        # rows in the order of their tokens, and theirs
+
+
+def compose(parts: Sequence[Part], layout: Ragged) -> Prepared:
+    """One attention out of parts that have every row of the step once."""
+    if len(parts) == 1:
+        return parts[0][1]
+    placed = [(_tokens(rows, layout.pages_RM.device), part) for rows, part in parts]
+
+    def attend(q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor, sinks_N: Tensor | None = None) -> Tensor:
+        out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
+        for at, part in placed:
+            out_TNH[at] = part(q_TNH[at], k_PKGH, v_PKGH, sinks_N)
+        return out_TNH
+    return attend
+
+
+def _tokens(rows: Sequence[Row], device: torch.device) -> slice | Tensor:
+    """Where the queries of these rows are in the step."""
+    first, last = rows[0].first, rows[-1].first + rows[-1].count
+    if last - first == sum(row.count for row in rows):
+        return slice(first, last)
+    return on_device([row.first + i for row in rows for i in range(row.count)], device, torch.int64)
+
+
+def beside_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """What is left of a mean [..., H] when a sink is in its sum of weights, whose logarithm is `lse`."""
+    return (out * torch.sigmoid(lse - sinks)[..., None]).to(out.dtype)

@@ -50,7 +50,6 @@ class Chunk:
     """All queries of one prefill chunk. A query's result does not depend on the chunk that it is in."""
 
     def __init__(self, row: Row, spec: AttentionSpec, layout: Ragged) -> None:
-        self.at: slice | Tensor = slice(row.first, row.first + row.count)
         begin = begin_of(row, spec, layout)
         pages_n = pages_of(row, layout, begin)
         self._held = pages_n                        # `_args` has only its address
