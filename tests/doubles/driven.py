@@ -191,7 +191,7 @@ class InProcess(Driven):
 
     def poison(self) -> None:
         """Nobody may read what is on a free list before it is written again, nor entries behind a window. No
-        step in flight touches a free page, so on a device it is spoiled beside them, at once; what is launched
+        step in flight touches a free page, so a device spoils it beside them, at once: what is launched
         later, loads too, is behind that."""
         with spoiling(self.ex._ranks):
             spoilt = self._spoil()
