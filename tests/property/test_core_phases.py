@@ -319,7 +319,7 @@ class CoreMachine(RuleBasedStateMachine):
                 assert not pool.held and not pool.in_limbo, f"{pool.name}: {pool.held}"
             assert len(arena.pools) == 1 or len(arena.free) == arena.slabs
         assert not list(kv.tree.nodes()) and not kv.moves.flying
-        assert not (self.core.live or self.core.running or self.core.waiting or kv.reclaimable)
+        assert not (self.core.live or self.core.running or self.core.waiting)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

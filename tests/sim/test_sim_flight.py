@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.core.core import Core
-from penstock.core.kv.pages import Trial
+from penstock.core.kv.pages import NONE_LEFT, Headroom, Trial
 from penstock.core.lifecycle import Trigger
 from penstock.core.plan import (
     Advance,
@@ -102,7 +102,7 @@ def test_another_core_makes_other_plans_and_the_turn_is_named() -> None:
 class Broken(Core):
     """Dies when a request ends after a stop id."""
 
-    def transition(self, r: Request, trigger: Trigger, headroom: int = 0) -> Trial:
+    def transition(self, r: Request, trigger: Trigger, headroom: Headroom = NONE_LEFT) -> Trial:
         assert trigger is not Trigger.END or r.num_output < 3, "three"
         return super().transition(r, trigger, headroom)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.core.core import Core
-from penstock.core.kv.pages import Trial
+from penstock.core.kv.pages import NONE_LEFT, Headroom, Trial
 from penstock.core.lifecycle import (
     ACTIVE,
     DECODING,
@@ -127,7 +127,7 @@ def test_what_is_said_not_to_be_taken_is_not_and_the_rest_mostly_is() -> None:
     seen: Counter[Key] = Counter()
 
     class Counting(Core):
-        def transition(self, r: Request, trigger: Trigger, headroom: int = 0) -> Trial:
+        def transition(self, r: Request, trigger: Trigger, headroom: Headroom = NONE_LEFT) -> Trial:
             key = r.phase.value, r.place.value, trigger.value
             taken = super().transition(r, trigger, headroom)
             seen[key] += bool(taken)

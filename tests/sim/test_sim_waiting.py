@@ -7,7 +7,7 @@ import driver
 import pytest
 
 from penstock.core.plan import Arrived, Outcome, RequestId
-from penstock.core.policy import queue, reclaim
+from penstock.core.policy import capacity, queue, reclaim
 from penstock.core.policy.queue import Admission
 from penstock.core.settings import CoreConfig
 from penstock.sim.waiting import WAIT_MAX, Fed, Waiting, fair, report
@@ -54,7 +54,7 @@ def test_the_bound_sees_a_core_that_serves_the_youngest_first(monkeypatch: pytes
 
 
 def test_the_bound_sees_who_gives_way_too_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue, "headroom", lambda core, r, place: len(core.running))
+    monkeypatch.setattr(queue, "headroom", lambda core, r, place: capacity.growing(core))
     late = [line for seed in range(12) for line in fair(seed, MODES[1]).late()]
     assert any("gave way" in line for line in late)
 

@@ -6,6 +6,7 @@ import pytest
 from penstock.core.core import Core
 from penstock.core.kv import allocate, prefetch
 from penstock.core.kv.allocate import KVCache
+from penstock.core.kv.pages import NONE_LEFT
 from penstock.core.kv.prefix_tree import Copy, Node
 from penstock.core.lifecycle import Place
 from penstock.core.plan import (
@@ -83,10 +84,10 @@ def test_a_page_that_is_still_being_loaded_is_not_copied_on_to_the_host() -> Non
     kv.tree.attach(node, kv.device[0], copy)
     a = Arrived(RequestId(0), (11, 12, 13), 9, selects=True)
     r = Request(a, 0, 9, list(a.prompt), 3, kv.tables(), 100)
-    assert not allocate.enter(kv, r, Place.HOST, 0)
+    assert not allocate.enter(kv, r, Place.HOST, NONE_LEFT)
     assert not (r.path or copy.pins or node.refs or kv.moves.outbox) and kv.rows.free == 2
     copy.ready, copy.moves = True, 0
-    assert allocate.enter(kv, r, Place.HOST, 0)
+    assert allocate.enter(kv, r, Place.HOST, NONE_LEFT)
     assert [(m.src, m.dst) for m in kv.moves.outbox] == [(Tier.HBM, Tier.DRAM)]
 
 

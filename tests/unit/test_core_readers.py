@@ -9,6 +9,7 @@ from counting import bytecodes
 
 from penstock.core.core import Core
 from penstock.core.kv import allocate
+from penstock.core.kv.pages import Headroom
 from penstock.core.lifecycle import Phase, Place
 from penstock.core.pair.decode_side import DecodeSide
 from penstock.core.pair.messages import Cancel, Drained, Grant, Reason
@@ -98,7 +99,7 @@ def test_a_fetch_does_not_bring_damaged_pages_back(hosted: bool, refused: bool) 
     play(core, [Aborted(RequestId(2), damaged=True), *answers(plan)])
     if refused:
         place = Place.HOST if hosted else Place.DEVICE
-        assert not allocate.enter(core.kv, core.live[RequestId(1)], place, 99)
+        assert not allocate.enter(core.kv, core.live[RequestId(1)], place, Headroom(99, 99))
         assert not core.live[RequestId(1)].path
     play(core, [Arrived(RequestId(3), tuple(range(9)), 1, selects=hosted)])
     if not hosted:

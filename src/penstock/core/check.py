@@ -20,6 +20,7 @@ PINS = "pins differ from holders"
 MOVES = "a page has other moves than those that fly"
 PROMISED = "pages are promised to nobody"
 LOOSE = "pages that can be had differ from those that are counted"
+READ = "readers differ from those who read"
 
 
 def check(core: CoreState, pairs: Mapping[PeerId, Pairing]) -> None:
@@ -30,14 +31,14 @@ def check(core: CoreState, pairs: Mapping[PeerId, Pairing]) -> None:
     for arena in kv.arenas.values():
         arena.check()
     pinned: list[Copy] = []                    # once for each pin,
-    loaned: list[Copy] = []                    # for each loan,
+    read: list[Copy] = []                      # for each reader,
     named: list[Node] = []                     # and for each path
     promised = {tier: [0] * len(kv.device) for tier in kv.arenas}
     pages: dict[TierGroup, list[int]] = {space: [] for space in kv.tree.spaces}
     running = set(core.running)
     for r in core.live.values():
         _leases(core, r, running)
-        _columns(kv, r, pinned, loaned, pages)
+        _columns(kv, r, pinned, read, pages)
         named += r.path
         assert r.phase in (Phase.LOADING, Phase.PREFILL) or not any(r.later), PROMISED
         for g, t in enumerate(r.tables):
@@ -46,11 +47,11 @@ def check(core: CoreState, pairs: Mapping[PeerId, Pairing]) -> None:
                 for tier, arena in kv.arenas.items()]), PROMISED
     for r in kv.leaving:
         assert r.phase is Phase.DONE and not (r.moves or any(r.reserve) or any(t.hot for t in r.tables))
-        _columns(kv, r, pinned, loaned, pages)
+        _columns(kv, r, pinned, read, pages)
         named += r.path
     moved = [copy for flight in kv.moves.flying.values() for pair in flight.pairs for copy in pair]
     _tree(core, Counter(pinned) if pinned else {}, Counter(named) if named else {},
-          Counter(moved) if moved else {}, Counter(loaned), pages)
+          Counter(moved) if moved else {}, Counter(read) if read else {}, pages)
     _kept_promises(core)
     for copy, home in kv.moves.detached.items():
         assert copy.node is None and (copy.moves or copy.pins), "an orphan stays"
@@ -66,26 +67,33 @@ def check(core: CoreState, pairs: Mapping[PeerId, Pairing]) -> None:
         _pair(core, pair)
 
 
-def _columns(kv: KVCache, r: Request, pinned: list[Copy], loaned: list[Copy],
+def _columns(kv: KVCache, r: Request, pinned: list[Copy], read: list[Copy],
              pages: dict[TierGroup, list[int]]) -> None:
     for t, device, host, reserve in zip(r.tables, kv.device, kv.host, r.reserve, strict=True):
-        if r.has_reclaimable and t.hosted:
-            loaned += [copy for copy in t.device if copy is not None]
         for space, column in ((device, t.device), (device, t.hot), (host, t.host)):
             if column:
                 copies = [copy for copy in column if copy is not None]
-                pinned += copies
+                if column is t.device and t.hosted and _reads(r):
+                    assert all([r in copy.readers for copy in copies]), (r.rid, "a page that stays")
+                    read += copies
+                else:
+                    pinned += copies
                 for copy in copies:
                     if copy.node is None and copy not in kv.moves.detached:
                         assert copy.pins == 1, f"request {r.rid}: a private page of two"
                         pages[space].append(copy.page)
         pages[host] += reserve
-        loaned += t.hot[r.hot_units:]
+        assert all([(copy.loose is None) == (i < r.hot_units) for i, copy in enumerate(t.hot)]), LOOSE
+
+
+def _reads(r: Request) -> bool:
+    """Whether it decodes from host pages, or will: what it has on the device it can do without."""
+    return r.place is Place.HOST and r.phase in ACTIVE and r.phase is not Phase.PROMOTING
 
 
 def _tree(core: CoreState, pins: dict[Copy, int], refs: dict[Node, int], moves: dict[Copy, int],
-          loans: Counter[Copy], pages: dict[TierGroup, list[int]]) -> None:
-    loose = Counter([copy.loose for copy in loans if copy.node is None and _is_loose(copy, loans)])
+          read: dict[Copy, int], pages: dict[TierGroup, list[int]]) -> None:
+    loose = Counter([copy.loose for r in core.kv.grown for t in r.tables for copy in t.hot[r.hot_units:]])
     stack = list(core.kv.tree.roots.values())
     while stack:
         parent = stack.pop()
@@ -103,22 +111,19 @@ def _tree(core: CoreState, pins: dict[Copy, int], refs: dict[Node, int], moves: 
                     assert copy.moves == moves.pop(copy, 0), MOVES
                 assert copy.ready or copy.moves or copy.pins, f"{space}: a page that nothing will fill"
                 pages[space].append(copy.page)
-                loose[space.pool] += _is_loose(copy, loans)
+                assert len(copy.readers) == (read.pop(copy, 0) if copy.readers else 0), READ
+                can_be_had = copy.ready and not (copy.moves or copy.pins)
+                assert (copy.loose is not None) == can_be_had, LOOSE
+                loose[space.pool] += can_be_had
             if node.children:
                 stack.append(node)
     # What is left is private, or its node says that there is less of it.
     assert not refs, REFS
+    assert not read, READ
     assert all(copy.node is None for copy in pins), PINS
     assert all(copy.node is None for copy in moves), MOVES
     for space in core.kv.tree.spaces:
         assert space.pool.loose == loose[space.pool], f"{space}: {LOOSE}"
-
-
-def _is_loose(copy: Copy, loans: Counter[Copy]) -> bool:
-    """Whether a page can be had by whoever needs it more: it is cached, or all who have it can do without."""
-    loose = copy.ready and not copy.moves and copy.pins == loans[copy]
-    assert copy.loans == loans[copy] and (copy.loose is not None) == loose, LOOSE
-    return loose
 
 
 def _queues(core: CoreState) -> None:
@@ -127,16 +132,12 @@ def _queues(core: CoreState) -> None:
     keys = [r.key for r in core.running]
     assert sorted(keys) == keys
     assert len(core.running) + len(core.waiting) == len(core.live)
-    reclaimable = [r for r in core.running if r.place is Place.HOST and r.phase is not Phase.PROMOTING]
-    assert {r.rid for r in core.kv.reclaimable} == {r.rid for r in reclaimable}, "loans"
-    for r in reclaimable:
-        assert r.has_reclaimable or not any([any(t.device) for t in r.tables if t.hosted]), "a loan is lost"
 
 
 def _kept_promises(core: CoreState) -> None:
     """What is promised can be had, but for what copies that fly keep from being evicted, what who has ended
-    has not given up yet, and what who has just paused keeps until his steps have ended: it was on loan, and
-    the host has it (sim seed 15194).
+    has not given up yet, and what who has just paused keeps until his steps have ended: he could do without,
+    and the host has it (sim seed 15194).
     Pages of several groups may lie scattered over slabs when they are wanted: then somebody gives way."""
     kv = core.kv
     for tier, arena in kv.arenas.items() if len(kv.device) == 1 else ():
@@ -166,7 +167,7 @@ def _leases(core: CoreState, r: Request, running: set[Request]) -> None:
         assert Lease.DRAM in either or not any(t.host), where
         least, most = (r.hot_units, r.hot_units_max) if t.hosted and Lease.HOT in holds else (0, 0)
         assert least <= len(t.hot) <= most, (where, "a hot buffer of another size")
-        assert (len(t.hot) > least) == (t.hosted and r in core.kv.grown), (where, "a loan is lost")
+        assert (len(t.hot) > least) == (t.hosted and r in core.kv.grown), (where, "who has grown")
     if Lease.DRAM not in holds:
         assert not any(r.reserve), where
     if r.row is not None:

@@ -11,7 +11,7 @@ from typing import assert_never
 
 from penstock.core import check, lifecycle, retire, schedule
 from penstock.core.kv import allocate, growth, listing, offload, prefetch, promote, sealing
-from penstock.core.kv.pages import Refused, Shortage, Trial
+from penstock.core.kv.pages import NONE_LEFT, Headroom, Refused, Shortage, Trial
 from penstock.core.kv.prefix_tree import Copy
 from penstock.core.lifecycle import (
     ACTIVE,
@@ -240,7 +240,8 @@ class Core(CoreState):
         if event.id not in kv.moves.flying:
             return
         flight, lost = kv.moves.landed(event.id, event.ok, event.good)
-        gone = frozenset([copy for copy in lost if copy.pins])   # what is in no table is not looked for there
+        # What is in no table is not looked for there.
+        gone = frozenset([copy for copy in lost if copy.pins or copy.readers])
         for r in list(self.live.values()) if lost else ():
             if gone or event.id in r.waits:
                 self.copies_lost(r, event.id, gone)
@@ -295,7 +296,7 @@ class Core(CoreState):
         self.out.append(Finished(r.rid, outcome))
 
     # ---------------------------------------------------------------- transitions
-    def transition(self, r: Request, trigger: Trigger, headroom: int = 0) -> Trial:
+    def transition(self, r: Request, trigger: Trigger, headroom: Headroom = NONE_LEFT) -> Trial:
         target = self.edges.get((r.phase, trigger))
         if target is None:
             raise IllegalTransition(f"{r.phase} --{trigger}--> ?")

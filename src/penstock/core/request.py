@@ -59,7 +59,6 @@ class Request:
     capacity: int = 0                          # positions that its tables have pages for
     device_capacity: int = 0                   # what the device was told of it
     bound: bool = False                        # the device has its row
-    has_reclaimable: bool = False              # in host pages: it may have device pages, as a loan
     missed: float = MISSED                     # of what its steps select, the part that no device page has
     has_news: bool = False                     # a HotUse has said so, since its hot buffer was resized
     is_resized: bool = False                   # the device was not told of that yet,

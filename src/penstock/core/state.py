@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from penstock.core import lifecycle
 from penstock.core.kv.allocate import KVCache
-from penstock.core.kv.pages import Trial
+from penstock.core.kv.pages import NONE_LEFT, Headroom, Trial
 from penstock.core.lifecycle import Mode, Role, Trigger
 from penstock.core.plan import Outcome, Output, Rates, RequestId, Row, StepId
 from penstock.core.request import Request, ScheduledRow
@@ -52,7 +52,7 @@ class CoreState(ABC):
         self.out: list[Output] = []
 
     @abstractmethod
-    def transition(self, r: Request, trigger: Trigger, headroom: int = 0) -> Trial:
+    def transition(self, r: Request, trigger: Trigger, headroom: Headroom = NONE_LEFT) -> Trial:
         """Change the phase; or change nothing, and return what was lacking, which is false."""
 
     @abstractmethod

@@ -358,8 +358,7 @@ class View:
         kept: dict[str, Any] = {
             "live": core.live, "steps": core.in_flight, "running": core.running, "waiting": core.waiting,
             "line": core.runnable, "columns": core.columns, "moves": copies.flying,
-            "detached": copies.detached,
-            "loans": self._kv.reclaimable, "sealed pages": self._kv.tree.roots}
+            "detached": copies.detached, "sealed pages": self._kv.tree.roots}
         for n, pair in core.pairs.items():
             kept |= {f"transfers {n}": pair.requests, f"grants {n}": pair.granted,
                      f"of peer {n}": pair.side.table}

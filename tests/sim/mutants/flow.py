@@ -8,7 +8,7 @@ from mutants.registry import Real, instead_of, mutant
 from penstock.core import schedule
 from penstock.core.core import Core
 from penstock.core.kv.allocate import KVCache
-from penstock.core.kv.pages import Shortage, Trial
+from penstock.core.kv.pages import NONE_LEFT, Headroom, Shortage, Trial
 from penstock.core.lifecycle import Phase, Trigger
 from penstock.core.plan import (
     Aborted,
@@ -30,7 +30,8 @@ from penstock.core.settings import CoreConfig
 
 # ---------------------------------------------------------------- tables on the device
 @instead_of(Core, "transition")
-def no_rebind_after_resume(real: Real, core: Core, r: Request, trigger: Trigger, headroom: int = 0) -> Trial:
+def no_rebind_after_resume(real: Real, core: Core, r: Request, trigger: Trigger,
+                           headroom: Headroom = NONE_LEFT) -> Trial:
     """The device keeps the page table of the row's previous tenant."""
     ok: Trial = real(core, r, trigger, headroom)
     if ok and trigger is Trigger.RESUME:

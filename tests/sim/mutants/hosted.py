@@ -9,7 +9,7 @@ from penstock.core import schedule
 from penstock.core.core import Core
 from penstock.core.kv import allocate, growth, offload, page_table, promote, sealing
 from penstock.core.kv.allocate import Claim, KVCache
-from penstock.core.kv.pages import Trial
+from penstock.core.kv.pages import NONE_LEFT, Headroom, Trial
 from penstock.core.kv.pool import Pool
 from penstock.core.kv.prefix_tree import Copy, Node, TierGroup
 from penstock.core.lifecycle import Phase, Place, Trigger
@@ -31,7 +31,7 @@ TORN = "pair=0,ranks=1,wait_pages=1000,fail=0.5,step_tokens=64,pauses=20,turns=0
 # ---------------------------------------------------------------- grows, remaps
 @instead_of(Core, "transition")
 def spill_that_the_device_is_not_told_of(real: Real, core: Core, r: Request, trigger: Trigger,
-                                         headroom: int = 0) -> Trial:
+                                         headroom: Headroom = NONE_LEFT) -> Trial:
     """A row goes on from host pages, and its device pages are others' now: the device is not told."""
     source = r.phase
     ok: Trial = real(core, r, trigger, headroom)
@@ -193,10 +193,17 @@ def second_victim_while_a_spill_is_promised(real: Real, core: Core, tier: Tier =
     return not spilled and bool(real(core, tier))
 
 
-@instead_of(KVCache, "end_loans", mode=LOANS)
-def loan_is_counted_after_its_end(real: Real, kv: KVCache, r: Request) -> None:
-    """What a row needs again is still counted among the pages that can be had."""
-    kv.reclaimable.remove(r)
+@instead_of(KVCache, "keep", mode=LOANS)
+def page_that_is_needed_again_can_be_had(real: Real, kv: KVCache, r: Request) -> None:
+    """A row that is promoted counts on pages that it read, and others may still get them."""
+
+
+@instead_of(KVCache, "_unmap", mode=LOANS)
+def reader_is_forgotten_at_an_eviction(real: Real, kv: KVCache, node: Node, space: TierGroup) -> None:
+    """A page that several rows read is taken from the first of them alone."""
+    copy = node.copies[space]
+    copy.readers = copy.readers[:1]
+    real(kv, node, space)
 
 
 # ---------------------------------------------------------------- from the host
@@ -217,7 +224,7 @@ def promotion_without_the_page_that_was_open(real: Real, kv: KVCache, r: Request
 
 
 @instead_of(promote, "reload")
-def promotion_loads_the_open_page_too_early(real: Real, kv: KVCache, r: Request, headroom: int) -> Trial:
+def promotion_loads_the_open_page_too_early(real: Real, kv: KVCache, r: Request, headroom: Headroom) -> Trial:
     """The open page is loaded with the others, and what is written to it meanwhile is lost."""
     ok: Trial = real(kv, r, headroom)
     for g, t in enumerate(r.tables):
@@ -263,7 +270,7 @@ def hot_buffer_released_without_a_fence(real: Real, kv: KVCache, r: Request) -> 
 
 @instead_of(Core, "transition")
 def drop_of_a_paused_request_forgets_a_group(real: Real, core: Core, r: Request, trigger: Trigger,
-                                             headroom: int = 0) -> object:
+                                             headroom: Headroom = NONE_LEFT) -> object:
     """A paused request that is dropped gives back the host pages of all groups but one."""
     if r.phase is Phase.PAUSED and trigger is Trigger.DROP:
         page_table.take_all(r.tables[-1].host)

@@ -13,7 +13,7 @@ from typing import Literal
 from penstock.core.kv import growth, offload, prefetch, promote
 from penstock.core.kv.growth import mirror
 from penstock.core.kv.page_table import Column, add, own, pin, pinned, take_all, unpin
-from penstock.core.kv.pages import NO_ROW, Early, Found, Pages, Shortage, Trial
+from penstock.core.kv.pages import NO_ROW, NONE_LEFT, Early, Found, Headroom, Pages, Shortage, Trial
 from penstock.core.kv.pool import Fence
 from penstock.core.kv.prefix_tree import Copy, Node
 from penstock.core.lifecycle import Lease, Phase, Place
@@ -25,9 +25,9 @@ class KVCache(Pages):
     """Pages, rows and who has them. Every method keeps `check` true."""
 
     def acquire(self, r: Request, phase: Phase, leases: Collection[Lease], place: Place,
-                headroom: int = 0) -> Trial:
+                headroom: Headroom = NONE_LEFT) -> Trial:
         """Make `r` hold what `phase` requires, or change nothing. On the way in so much must be left over
-        that `headroom` rows, which run, can grow."""
+        that those of `headroom`, who run, can grow."""
         if Lease.ROW in leases and r.row is None:
             return enter(self, r, place, headroom)
         if phase in (Phase.PAUSED, Phase.STAGING):
@@ -44,8 +44,8 @@ class KVCache(Pages):
 
     def release(self, r: Request, leases: Collection[Lease]) -> None:
         """Give up all of these leases that `r` holds."""
-        if Lease.HOT in leases and r in self.reclaimable:
-            self.end_loans(r)
+        if Lease.HOT in leases and any(t.hot for t in r.tables):
+            self.keep(r)
         for lease in leases:
             if lease is Lease.ROW and r.row is not None:
                 self.rows.release([r.row], Fence(r.last_issue))      # a promise of `Bind`
@@ -69,7 +69,6 @@ class KVCache(Pages):
             self.grown.remove(r)
         for g, t in enumerate(r.tables):
             for copy in take_all(t.hot):
-                copy.loans = 0
                 self.unpin(r, self.device[g], copy)
             t.kept = {}
 
@@ -107,7 +106,7 @@ class Claim:
         return sum(c is not None and c.page < 0 for c in self.down)
 
 
-def enter(kv: Pages, r: Request, place: Place, headroom: int) -> Trial:
+def enter(kv: Pages, r: Request, place: Place, headroom: Headroom) -> Trial:
     """Give `r` a row and all the pages that its known tokens need in `place`, or change nothing. Of what is
     still to be computed it takes the first pages now; the others are promised to it."""
     if not kv.rows.free:
@@ -139,7 +138,7 @@ def enter(kv: Pages, r: Request, place: Place, headroom: int) -> Trial:
     r.is_saved = False
     r.capacity = kv.covered(r, place)
     if place is Place.HOST:
-        kv.mark_reclaimable(r)
+        kv.soften(r)
     elif r.may_host and kv.cfg.role != "prefill":
         for g, t in enumerate(r.tables):       # what a prompt leaves open must be there if it is to spill
             if t.hosted and t.end(r.computed) < len(t.device) and not r.later[g]:
@@ -147,7 +146,7 @@ def enter(kv: Pages, r: Request, place: Place, headroom: int) -> Trial:
     return True
 
 
-def receive(kv: Pages, r: Request, place: Place, headroom: int) -> Trial:
+def receive(kv: Pages, r: Request, place: Place, headroom: Headroom) -> Trial:
     """Pages for the prompt of `r`, which another engine will write, or nothing. What is cached here is
     kept where it is; the rest begins at `retired`."""
     found = _find(kv, r)
@@ -186,7 +185,7 @@ def _are_filled(ways: list[Claim]) -> Literal[True] | Early:
     return next((Early(f.source) for w in ways for f in w.saves if not f.source.ready), True)
 
 
-def _make_room(kv: Pages, ways: list[Claim], headroom: int) -> Literal[True] | Shortage:
+def _make_room(kv: Pages, ways: list[Claim], headroom: Headroom) -> Literal[True] | Shortage:
     host = kv.with_headroom(Tier.DRAM, [w.new_host() for w in ways], headroom)
     device = kv.with_headroom(Tier.HBM, [w.new_device() for w in ways], headroom)
     room = kv.make_both_free(host, device, has_pinned=True)

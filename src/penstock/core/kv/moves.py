@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from penstock.core.kv.pool import Arena, Fence, Pool
-from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree, fix, lend
+from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree, fix
 from penstock.core.lifecycle import Phase
 from penstock.core.plan import ONE_PEER, Group, Move, MoveId, Page, PeerId, StepId, Tier
 from penstock.core.request import Request
@@ -218,7 +218,6 @@ class Moves:
             for copy, space in ((target, flight.dst), (source, flight.src)):
                 node = copy.node
                 if node is None:
-                    lend(copy, space.pool)
                     continue
                 if not (copy.ready or copy.moves or copy.pins):
                     self.tree.forget(node, space)

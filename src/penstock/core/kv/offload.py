@@ -29,7 +29,7 @@ def reserve(kv: Pages, r: Request, phase: Phase) -> Trial:
     """Take the host pages that pausing or staging may need, or change nothing."""
     want = unsaved(kv, r, phase)
     pinned = _pin_host(kv, r) if phase is Phase.STAGING else []
-    room = kv.make_free(Tier.DRAM, want)
+    room = kv.make_free(Tier.DRAM, want, has_pinned=bool(pinned))      # it may have pinned what is promised
     if not room:
         for g, i in pinned:
             kv.drop_entry(r, g, r.tables[g].host, i)

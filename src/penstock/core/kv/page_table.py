@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from penstock.core.kv.prefix_tree import Copy, fix
+from penstock.core.kv.prefix_tree import Copy, Reader, fix
 from penstock.core.settings import CacheGroup
 
 Column: TypeAlias = Sequence[Copy | None]      # a list, which others do not change
@@ -58,6 +58,25 @@ def pin(copy: Copy) -> Copy:
 
 def unpin(copy: Copy) -> None:
     copy.pins -= 1
+
+
+def read(copy: Copy, reader: Reader) -> None:
+    """Who has pinned this page can do without it, and reads it as long as nobody needs it more."""
+    copy.pins -= 1
+    copy.readers += (reader,)
+
+
+def give_up(copy: Copy, reader: Reader) -> None:
+    """Whether it reads this page or has pinned it: no more."""
+    if reader in copy.readers:
+        copy.readers = tuple([other for other in copy.readers if other is not reader])
+    else:
+        copy.pins -= 1
+
+
+def is_own(copy: Copy) -> bool:
+    """Whether a request that has pinned this page is the only one that has it."""
+    return copy.pins == 1 and not copy.readers
 
 
 def pinned(page: int = -1) -> Copy:

@@ -6,14 +6,14 @@ hosted rows can do without are taken back. Knows no policy: who must give way is
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 from penstock.core.kv.moves import Moves
-from penstock.core.kv.page_table import Column, PageTable, cut, own, take, take_all, unpin
+from penstock.core.kv.page_table import Column, PageTable, cut, give_up, own, pin, read, take, take_all, unpin
 from penstock.core.kv.pool import Arena, Fence, Pool
-from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree, fix, lend
+from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree, fix
 from penstock.core.lifecycle import Place
 from penstock.core.plan import Group, StepId, Tier
 from penstock.core.request import Request
@@ -67,6 +67,16 @@ class Found(NamedTuple):
     cut: int
 
 
+class Headroom(NamedTuple):
+    """Rows that must still be able to grow by a page: those in device pages, and those in host pages."""
+
+    device: int = 0
+    host: int = 0
+
+
+NONE_LEFT = Headroom()
+
+
 class Pages:
     """Pools, prefix tree, transfers, and what the page tables of requests pin of them."""
 
@@ -86,8 +96,7 @@ class Pages:
         self._one = [tuple(int(k == g) for k in range(len(cfg.groups))) for g in range(len(cfg.groups))]
         self.issued = StepId(0)
         self.freed = 0                                   # units that came back, in all
-        self.reclaimable: list[Request] = []                    # in host pages: their device pages are a loan
-        self.grown: list[Request] = []           # whose hot buffers have more than their least: a loan too
+        self.grown: list[Request] = []           # whose hot buffers have more than their least
         self.leaving = deque[Request]()          # have ended, and have pages that nobody has needed yet
         # Pages of each group that were sealed when the host was full.
         self.late = [deque[Node](maxlen=max(1, cfg.dram_pages)) for _ in cfg.groups]
@@ -117,12 +126,11 @@ class Pages:
         """A demand of one page of group g."""
         return self._one[g]
 
-    def with_headroom(self, tier: Tier, want: Sequence[int], rows: int) -> Sequence[int]:
-        """`want`, and of each group that is wanted a page more for each of `rows` that grows there: hosted
-        groups do so where the KV of a row lives."""
-        hosted = min(rows, len(self.reclaimable))
-        device, host = (rows - hosted, rows) if tier is Tier.HBM else (hosted, 0)
-        return [n and n + (device if group.hosted else host)
+    def with_headroom(self, tier: Tier, want: Sequence[int], left: Headroom) -> Sequence[int]:
+        """`want`, and of each group that is wanted a page more for each row that grows there: hosted groups
+        do so where the KV of a row lives."""
+        hosted, others = (left.device, left.device + left.host) if tier is Tier.HBM else (left.host, 0)
+        return [n and n + (hosted if group.hosted else others)
                 for n, group in zip(want, self.cfg.groups, strict=True)]
 
     def make_free(self, tier: Tier, want: Sequence[int], *,
@@ -142,7 +150,7 @@ class Pages:
         while (short := arena.short(want, promised=True)) and self._evict(tier, want, short):
             pass
         if short:
-            self.end_some_loans(want)
+            self.unmap_some(want)
         assert not arena.short(want, promised=True), "what was counted could not be had"
         for pool in arena.pools:
             self.freed += pool.drain(self.retired, self.moves.flying)
@@ -212,25 +220,27 @@ class Pages:
                 return False
         return seen == shortage.seen or self.lacks(shortage.tier, shortage.want) > more
 
-    def mark_reclaimable(self, r: Request) -> None:
-        """`r` decodes from host pages: those that it has on the device are a loan from now on."""
-        self.reclaimable.append(r)
-        r.has_reclaimable = True
-        for space, copy in self._loaned(r):
-            copy.loans += 1
-            lend(copy, space.pool)
+    def soften(self, r: Request) -> None:
+        """`r` decodes from host pages: those of the tree that it has on the device it reads from now on as
+        long as nobody needs them more. It has no others there."""
+        for g, t in enumerate(r.tables):
+            for i, copy in enumerate(t.device if t.hosted else ()):
+                if copy is None:
+                    continue
+                if copy.node is None or not copy.ready:
+                    self.drop_entry(r, g, t.device, i)
+                    self.remap(r, g, (i,))
+                else:
+                    read(copy, r)
+                    self.tree.update_evictable(copy.node)
 
-    def end_loans(self, r: Request) -> None:
-        """`r` needs what it has on the device, or is about to give it up."""
-        self.reclaimable.remove(r)
-        for _, copy in self._loaned(r) if r.has_reclaimable else ():
-            copy.loans -= 1
-            fix(copy)
-        r.has_reclaimable = False
-
-    def _loaned(self, r: Request) -> Iterator[tuple[TierGroup, Copy]]:
-        return ((space, copy) for space, t in zip(self.device, r.tables, strict=True) if t.hosted
-                for copy in t.device if copy is not None)
+    def keep(self, r: Request) -> None:
+        """`r` needs what it reads on the device, or is about to give it up."""
+        for t in r.tables:
+            for copy in t.device if t.hosted else ():
+                if copy is not None and r in copy.readers:
+                    give_up(copy, r)
+                    pin(copy)
 
     def _evict(self, tier: Tier, want: Sequence[int], short: int) -> int:
         """Evict cached pages of a group that is short of them, else the oldest of any: as many as slabs, or
@@ -247,33 +257,31 @@ class Pages:
 
     def spare(self, want: Sequence[int]) -> None:
         """Give up what nobody misses much, until `want` can be had or there is no more of it: the oldest
-        cached pages as long as the host has them too, then what hosted rows have on loan."""
+        cached pages as long as the host has them too, then what hosted rows read."""
         arena = self.arenas[Tier.HBM]
         for up, down, group in zip(self.device, self.host, self.cfg.groups, strict=True):
             while (group.hosted and arena.short(want, promised=True)
-                   and (oldest := self.tree.oldest(up)) is not None and oldest[3].ready(down)):
+                   and (oldest := self.tree.oldest(up)) is not None and oldest[-1].ready(down)):
                 self.tree.evict(up, 1)
         if arena.short(want, promised=True):
-            self.end_some_loans(want)
+            self.unmap_some(want)
 
-    def end_some_loans(self, want: Sequence[int]) -> None:
-        """Take back device pages that hosted rows can do without, from the youngest row on, until `want` can
-        be had or there is no more of them."""
-        rows = [r for r in self.reclaimable if r.has_reclaimable]
-        for r in sorted(rows, key=lambda r: r.key, reverse=True):
-            for g, t in enumerate(r.tables):
-                for i, copy in enumerate(t.device if t.hosted else ()):
-                    if copy is None:
-                        continue
-                    if not self.arenas[Tier.HBM].short(want, promised=True):
-                        return
-                    shared = copy.node is not None
-                    copy.loans -= 1
-                    self.drop_entry(r, g, t.device, i)
-                    self.remap(r, g, (i,))
-                    if shared:
-                        self._evict(Tier.HBM, want, 1)
-            r.has_reclaimable = False                    # its tables are long: not walked again for nothing
+    def unmap_some(self, want: Sequence[int]) -> None:
+        """Take back device pages that hosted rows read, until `want` can be had or there are no more."""
+        arena = self.arenas[Tier.HBM]
+        for space in self.device:
+            while arena.short(want, promised=True) and (next := self.tree.oldest(space, read=True)):
+                self._unmap(next[-1], space)
+
+    def _unmap(self, node: Node, space: TierGroup) -> None:
+        """Who reads this page reads it on the host from now on."""
+        for r in node.copies[space].readers:
+            assert isinstance(r, Request)
+            t = r.tables[space.group]
+            i = node.depth * self.cfg.page_size // t.unit - 1
+            self.drop_entry(r, space.group, t.device, i)
+            self.remap(r, space.group, (i,))
+        self.tree.forget(node, space)
 
     def shrink(self, want: Sequence[int]) -> None:
         """Take back what hot buffers have beyond their least, until `want` can be had or there is no more of
@@ -285,7 +293,6 @@ class Pages:
                 per = t.group.slab_pages if len(r.tables) > 1 else 1
                 if (n := min(short * per, len(t.hot) - r.hot_units)) > 0:
                     for copy in cut(t.hot, n):
-                        copy.loans -= 1
                         self.unpin(r, self.device[g], copy)
             if r.num_hot == r.hot_units:
                 self.grown.remove(r)
@@ -317,7 +324,7 @@ class Pages:
 
     def unpin(self, r: Request, space: TierGroup, copy: Copy) -> None:
         """`r` gives up one page: it goes back if it was its own, else it may be evicted."""
-        unpin(copy)
+        give_up(copy, r)
         copy.used = max(copy.used, r.last_issue)
         if copy.node is not None:
             self.tree.update_evictable(copy.node)

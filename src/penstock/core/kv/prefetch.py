@@ -39,7 +39,7 @@ def reserve(kv: Pages, r: Request) -> Trial:
             nodes.add(id(node))
     for node in path:
         kv.tree.ref(node)
-    room = kv.make_free(Tier.DRAM, want)
+    room = kv.make_free(Tier.DRAM, want, has_pinned=True)
     if not room:
         for t in r.tables:
             for copy in take_all(t.host):

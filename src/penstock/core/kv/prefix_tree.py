@@ -2,7 +2,8 @@
 
 Running, paused and cached requests share the same nodes. A node stays while it has a copy, a child
 or a request that names it. A copy lives in a `TierGroup`: one tier of one cache group. Knows nothing of
-phases or plans; evicts what nobody pins, least recently used first, deepest first.
+phases or plans; evicts what nobody pins or reads, least recently used first, deepest first. Pages that are
+only read have an order of their own behind that: by who reads them, the last to be served first.
 """
 from __future__ import annotations
 
@@ -13,11 +14,21 @@ import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
 
 from penstock.core.kv.pool import Fence, Pool
 from penstock.core.plan import Group, MoveId, StepId, Tier
 
 IN_USE = 1 << 62     # `last_used` of a page that a live request names: later than any clock
+
+
+class Reader(Protocol):
+    """Who reads a page as long as nobody needs it more: somebody who has it elsewhere too."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Order of service: smaller first."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -29,8 +40,8 @@ class TierGroup:
     pool: Pool
     evicted: int = 0
     joined: int = 0                # copies that came to pages which the tree had elsewhere: less is missing
-    # Heap of (last_used, -depth, entry, node); an entry counts only if the node still qualifies.
-    order: list[tuple[int, int, int, Node]] = field(default_factory=list)
+    order: list[Entry] = field(default_factory=list)         # heaps: of what nobody reads,
+    read: list[Entry] = field(default_factory=list)          # and of what is read. See `Entry`
 
     def __repr__(self) -> str:
         return self.pool.name
@@ -43,8 +54,8 @@ class Copy:
     page: int
     node: Node | None = None
     ready: bool = True             # False while the Move that fills it is flying
-    pins: int = 0                  # requests that need it where it is,
-    loans: int = 0                 # of these, those that can do without it
+    pins: int = 0                  # requests that need it where it is
+    readers: tuple[Reader, ...] = ()   # others that have it on the host too, and can do without it here
     loose: Pool | None = None      # counted there as one that can be had, see `Tree.update_evictable`, `lend`
     moves: int = 0                 # flying Moves that read or write it
     partial: bool = False          # holds only what its owner's window needs: never the tree's
@@ -78,11 +89,22 @@ class Node:
         return None if copy is None or copy.bad else copy
 
 
+# A page's place in an order of eviction, smallest first: an entry counts only as long as it says that place.
+# Of what nobody reads (last_used, -depth, 0); of what is read its first reader's key, negated, and its depth.
+Entry: TypeAlias = tuple[int, int, int, int, Node]
+
+
+def _place(node: Node, copy: Copy) -> tuple[int, int, int]:
+    if not copy.readers:
+        return node.last_used, -node.depth, 0
+    priority, seq = min([reader.key for reader in copy.readers])
+    return -priority, -seq, node.depth
+
+
 def lend(copy: Copy, pool: Pool) -> None:
-    """If all who pin this page can do without, whoever needs it more can have it."""
-    if copy.loans and copy.pins == copy.loans and copy.ready and not copy.moves and copy.loose is None:
-        copy.loose = pool
-        pool.loosen(copy.page)
+    """Whoever needs this page more can have it from now on."""
+    copy.loose = pool
+    pool.loosen(copy.page)
 
 
 def fix(copy: Copy) -> None:
@@ -189,16 +211,16 @@ class Tree:
         """Look at a node again after anything about it changed: enter it into the eviction orders,
         or remove it if nothing is left of it."""
         for space, copy in node.copies.items():
-            if copy.moves or copy.pins != copy.loans or not copy.ready:
+            if copy.moves or copy.pins or not copy.ready:
                 continue                       # who made it so has said so, see `fix`
             if copy.loose is None:
-                copy.loose = space.pool
-                space.pool.loosen(copy.page)
-            if not copy.pins:
-                if len(space.order) > 4 * space.pool.capacity + 64:
-                    self._compact(space)
-                self._entry += 1
-                heapq.heappush(space.order, (node.last_used, -node.depth, self._entry, node))
+                lend(copy, space.pool)
+            order = space.read if copy.readers else space.order
+            if len(order) > 4 * space.pool.capacity + 64:
+                order[:] = {id(e[-1]): e for e in order if self._counts(e, space)}.values()
+                heapq.heapify(order)           # without repeats, and what is no longer the truth
+            self._entry += 1
+            heapq.heappush(order, (*_place(node, copy), self._entry, node))
         gone: Node | None = node
         while gone is not None and not (gone.copies or gone.children or gone.refs):
             if gone.parent is None:
@@ -207,15 +229,19 @@ class Tree:
                 del gone.parent.children[gone.key]
             gone = gone.parent
 
-    def oldest(self, space: TierGroup) -> tuple[int, int, int, Node] | None:
-        """What `evict` would take next."""
-        order = space.order
+    def oldest(self, space: TierGroup, *, read: bool = False) -> Entry | None:
+        """What `evict` would take next, or who needs more than there is of that: of what is read."""
+        order = space.read if read else space.order
         while order:
-            last_used, _, _, node = order[0]
-            if last_used == node.last_used and self.evictable(node, space):
+            if self._counts(order[0], space) and read == bool(order[0][-1].copies[space].readers):
                 return order[0]
             heapq.heappop(order)
         return None
+
+    def _counts(self, entry: Entry, space: TierGroup) -> bool:
+        """Whether an entry of an order still says the truth."""
+        node = entry[-1]
+        return self.evictable(node, space) and entry[:3] == _place(node, node.copies[space])
 
     def evict(self, space: TierGroup, n: int) -> int:
         """Give up to n copies back to the space's pool, oldest first. Returns how many; they are
@@ -223,7 +249,7 @@ class Tree:
         gone: list[Copy] = []
         while len(gone) < n and (entry := self.oldest(space)) is not None:
             heapq.heappop(space.order)
-            gone.append(self._take_out(entry[3], space))
+            gone.append(self._take_out(entry[-1], space))
         for used, copies in itertools.groupby(gone, lambda copy: copy.used):
             space.pool.release([copy.page for copy in copies], Fence(used))
         space.evicted += len(gone)
@@ -241,13 +267,6 @@ class Tree:
     def evict_all(self, spaces: Sequence[TierGroup]) -> int:
         """Give up every copy in these spaces that nobody needs. Returns how many."""
         return sum([self.evict(space, 1 << 60) for space in spaces])
-
-    def _compact(self, space: TierGroup) -> None:
-        """Drop the entries that no longer say the truth, and repeats."""
-        live = {id(e[3]): e for e in space.order
-                if e[0] == e[3].last_used and self.evictable(e[3], space)}
-        space.order[:] = live.values()
-        heapq.heapify(space.order)
 
     def forget(self, node: Node, space: TierGroup) -> None:
         """Remove a copy that no Move touches, and release its page."""

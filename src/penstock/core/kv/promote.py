@@ -4,8 +4,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from penstock.core.kv.page_table import add, move, put
-from penstock.core.kv.pages import Pages, Trial, resized
+from penstock.core.kv.page_table import add, is_own, move, put
+from penstock.core.kv.pages import Headroom, Pages, Trial, resized
 from penstock.core.kv.prefix_tree import Copy, Node, lend
 from penstock.core.plan import Tier
 from penstock.core.request import Request
@@ -17,7 +17,7 @@ def take_hot_buffer(kv: Pages, r: Request) -> Trial:
     keep: dict[int, list[int]] = {}
     for g, t in enumerate(r.tables):
         if t.hosted:
-            mine = [i for i, c in enumerate(t.device) if c is not None and c.pins == 1 and not c.moves]
+            mine = [i for i, c in enumerate(t.device) if c is not None and is_own(c) and not c.moves]
             keep[g] = mine[-r.hot_units:]
             want[g] = r.hot_units - len(keep[g])
     room = kv.make_free(Tier.HBM, want)
@@ -34,12 +34,12 @@ def take_hot_buffer(kv: Pages, r: Request) -> Trial:
         add(t.hot, kv.device[g].pool.acquire(want[g]))
         kv.remap(r, g, range(t.first, len(t.host)))
     resized(r)
-    kv.mark_reclaimable(r)
+    kv.soften(r)
     return True
 
 
 def grow_hot_buffer(kv: Pages, r: Request, n: int) -> None:
-    """`n` pages more in each hosted group, which are free. They are a loan: others need pages more."""
+    """`n` pages more in each hosted group, which are free. Others need them more."""
     if r not in kv.grown:
         kv.grown.append(r)
     for g, t in enumerate(r.tables):
@@ -47,38 +47,34 @@ def grow_hot_buffer(kv: Pages, r: Request, n: int) -> None:
             pool = kv.device[g].pool
             add(t.hot, pool.acquire(n))
             for copy in t.hot[-n:]:
-                copy.loans = 1
                 lend(copy, pool)
     resized(r)
 
 
-def reload(kv: Pages, r: Request, headroom: int) -> Trial:
+def reload(kv: Pages, r: Request, headroom: Headroom) -> Trial:
     """Device pages for everything that a hosted row has on the host, and the first loads of what is
     sealed. The open page follows when it is sealed; pages begun from now on are on both sides."""
-    kv.end_loans(r)                            # what it has already is no loan any more
+    kv.keep(r)
     lacks = [(g, i) for g, t in enumerate(r.tables) if t.hosted
-             for i, copy in enumerate(t.device) if copy is None or not copy.ready]
+             for i, copy in enumerate(t.device) if copy is None]
     want = [0] * len(r.tables)
     for g, i in lacks:
         t = r.tables[g]
         node = kv.node(r, t, i)
-        if t.device[i] is not None:
-            continue                           # somebody else loads it: it was here before, and still is
         if node is not None and (copy := node.good(kv.device[g])):
             put(t.device, i, copy)
         else:
             want[g] += 1
     room = kv.make_free(Tier.HBM, kv.with_headroom(Tier.HBM, want, headroom), has_pinned=True)
     if not room:
-        kv.mark_reclaimable(r)
+        kv.soften(r)
         _tell_ready(kv, r, lacks)
         return room
     pages = [kv.device[g].pool.acquire(n)[::-1] for g, n in enumerate(want)]
     for g, i in lacks:
         if r.tables[g].device[i] is None:
             put(r.tables[g].device, i, Copy(pages[g].pop(), ready=False))
-    # All are told, once they are in place: somebody else may have loaded a page on loan since it was told.
-    r.loading = [(g, i) for g, t in enumerate(r.tables) if t.hosted for i in range(len(t.device))]
+    r.loading = lacks
     load_next(kv, r)
     return True
 
@@ -111,14 +107,9 @@ def load_next(kv: Pages, r: Request) -> None:
 
 
 def stop_reload(kv: Pages, r: Request) -> None:
-    """A promotion is given up: pages that are in place stay as a loan, the others go."""
-    for g, t in enumerate(r.tables):
-        for i, copy in enumerate(t.device if t.hosted else ()):
-            if copy is not None and not (copy.ready and i < r.device_len[g] and kv.node(r, t, i)):
-                kv.drop_entry(r, g, t.device, i)
-                kv.remap(r, g, (i,))
+    """A promotion is given up: it reads the pages that are in place, the others go."""
+    kv.soften(r)
     _tell_ready(kv, r, r.loading)
-    kv.mark_reclaimable(r)
 
 
 def leave_host(kv: Pages, r: Request) -> None:

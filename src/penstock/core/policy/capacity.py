@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import TypeAlias
 
+from penstock.core.kv.pages import Headroom
 from penstock.core.kv.pool import Arena
 from penstock.core.lifecycle import Phase, Place, Trigger
 from penstock.core.plan import Arrived, Tier
@@ -170,6 +171,12 @@ def worth(core: CoreState, r: Request) -> float:
     return left * step * r.missed / load if load else math.inf
 
 
+def growing(core: CoreState) -> Headroom:
+    """Those that run, by where they grow: who is promoted does so on both sides, and counts there."""
+    host = sum([r.place is Place.HOST and r.phase is not Phase.PROMOTING for r in core.running])
+    return Headroom(len(core.running) - host, host)
+
+
 def promote(core: CoreState) -> bool:
     """Bring back the hosted row that is worth it most, if any is, and all that run could then end on the
     device. Returns whether that failed because pages are still in use."""
@@ -186,4 +193,5 @@ def promote(core: CoreState) -> bool:
             best, price = r, ratio
         _add(total, _at_end(core, r, Place.DEVICE), -1)
         _add(total, _at_end(core, r, Place.HOST))
-    return best is not None and not core.transition(best, Trigger.PROMOTE, headroom=len(core.running))
+    device, host = growing(core)
+    return best is not None and not core.transition(best, Trigger.PROMOTE, Headroom(device + 1, host - 1))

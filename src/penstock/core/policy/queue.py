@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from penstock.core import lifecycle
 from penstock.core.kv import prefetch
-from penstock.core.kv.pages import Early, Shortage
+from penstock.core.kv.pages import Early, Headroom, Shortage
 from penstock.core.kv.prefix_tree import Copy
 from penstock.core.lifecycle import Phase, Place, Trigger
 from penstock.core.plan import StepId, Tier
@@ -173,8 +173,8 @@ class Admission:
         return r.phase is not Phase.FETCHING or prefetch.is_fetched(self.core.kv, r)
 
 
-def headroom(core: CoreState, r: Request, place: Place) -> int | None:
-    """How many rows must still be able to grow by a page when `r` gets a row: all that run. None: it has
+def headroom(core: CoreState, r: Request, place: Place) -> Headroom | None:
+    """Which rows must still be able to grow by a page when `r` gets a row: all that run. None: it has
     to wait. Who has given way twice returns only when all that run, and it, can end without another
     victim. Those admitted later give way before it, or, if they come first in the order of service,
     leave it room to its end (`>` below: `test_core_room` has the one that would else give way for ever). So
@@ -185,7 +185,7 @@ def headroom(core: CoreState, r: Request, place: Place) -> int | None:
         return None
     if tired and not core.running and not _is_clear(core):
         return None
-    return len(core.running)
+    return capacity.growing(core)
 
 
 def _is_clear(core: CoreState) -> bool:

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Iterator
 
 from penstock.core.kv import growth
+from penstock.core.kv.page_table import is_own
 from penstock.core.kv.pages import Refused
 from penstock.core.kv.prefix_tree import Copy
 from penstock.core.lifecycle import Phase, Place, Trigger
@@ -111,7 +112,7 @@ def spillable(core: CoreState, r: Request, most: int = 1) -> int:
     free, hot = 0, r.hot_units
     for t in r.tables:
         if t.hosted:
-            own = itertools.takewhile(lambda c: c is not None and c.pins == 1, reversed(t.device))
+            own = itertools.takewhile(lambda c: c is not None and is_own(c), reversed(t.device))
             per = t.group.slab_pages if len(r.tables) > 1 else 1
             free += max(0, sum(1 for _ in itertools.islice(own, hot + most * per)) - hot) // per
     return free
