@@ -69,7 +69,7 @@ def test_steps_that_wait_for_their_loads(chunk, lateness, family):
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-@pytest.mark.parametrize("dram_pages", [0, 3])
+@pytest.mark.parametrize("dram_pages", [0, 2])
 def test_drops_recompute_when_the_host_has_no_room(dram_pages, family):
     engine = Engine(hbm_pages=SMALL[family], dram_pages=dram_pages, family=family)
     play(engine)

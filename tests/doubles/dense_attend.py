@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.kernels.types.states import States
 from penstock.model.base import AttentionShape, CacheShape
 
 
@@ -25,6 +26,9 @@ class Dense:
         self.keys: dict[int, Tensor] = {}
         self.chosen: dict[int, list[Tensor]] = {}
         self.scores: dict[int, list[Tensor]] = {}
+        self.states = {int(layer): torch.full((1, group.head_dim), float("nan"))
+                       for group in groups if group.snapshot for layer in group.layers}
+        self.begun: set[int] = set()            # layers with a state
 
     def __call__(self, layer: int, q_TNH: Tensor, kv_TCKH: Tensor, chosen_TS: Tensor | None = None,
                  sinks_N: Tensor | None = None) -> Tensor:
@@ -69,6 +73,12 @@ class Dense:
         self.chosen.setdefault(layer, []).append(chosen_TS)
         self.scores.setdefault(layer, []).append(score_TP)
         return chosen_TS
+
+    def state(self, layer: int, tokens: int) -> States:
+        before = 0 if layer in self.begun else -1
+        self.begun.add(layer)
+        return States(self.states[layer], (0, tokens), torch.tensor([before]),
+                      torch.tensor([*[-1] * (tokens - 1), 0]))
 
 
 def causal(num_new: int, num_all: int) -> Tensor:

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import where
@@ -42,7 +42,14 @@ SINKS = {
 # And one group of latent rows, of which all are read.
 MLA = {key: value for key, value in LATENT.items() if not key.startswith("index")} | {
     "model_type": "deepseek_v3"}
-CONFIGS = {"grouped": CONFIG, "latent": LATENT, "window": WINDOW, "mla": MLA, "sinks": SINKS}
+# A state in front of attention that is gated; states are kept every four pages.
+STATE = {**{key: value for key, value in CONFIG.items() if "num_k" not in key}, "model_type": "qwen3_next",
+         "num_key_value_heads": 2, "layer_types": ["linear_attention", "full_attention"],
+         "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 6,
+         "linear_value_head_dim": 4, "num_experts": 0, "partial_rotary_factor": 0.5}
+INTERVAL = 16
+CONFIGS = {"grouped": CONFIG, "latent": LATENT, "window": WINDOW, "mla": MLA, "sinks": SINKS,
+           "state": STATE}
 EXPERTS = {**CONFIG, "model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2,
            "moe_intermediate_size": 24, "norm_topk_prob": True}
 GREEDY = SamplingParams(temperature=0.0)
@@ -92,8 +99,11 @@ class Engine(InProcess):
 
     def __post_init__(self) -> None:
         latent, rows = self.family == "latent", self.family in ("latent", "mla")
-        self.build(functools.partial(model, self.family), self.groups or model(self.family).groups,
+        groups = tuple(replace(group, page_tokens=INTERVAL) if group.snapshot else group
+                       for group in self.groups or model(self.family).groups)
+        self.build(functools.partial(model, self.family), groups,
                    selection=indexer_selection(4) if latent else None, max_len=64,
+                   num_layers=model(self.family).spec.num_layers,
                    backend="cuda" if rows and where.DEVICE == "cuda" else self.backend,
                    lateness=self.lateness, rows=self.rows, hbm_pages=self.hbm_pages,
                    dram_pages=self.dram_pages, step_tokens=self.step_tokens, wait_pages=self.wait_pages,
@@ -107,7 +117,7 @@ class Engine(InProcess):
 SHARED = (7, 3, 29, 41, 5, 5, 18, 60, 2, 33, 9)
 BACKENDS = where.backends()
 # Device pages of group 0, too few.
-SMALL = {"grouped": 11, "latent": 18, "experts": 11, "window": 13, "mla": 11, "sinks": 13}
+SMALL = {"grouped": 11, "latent": 18, "experts": 11, "window": 13, "mla": 11, "sinks": 13, "state": 12}
 PROMPTS = {1: (*SHARED, 1, 2), 2: (*SHARED, 40), 3: (50,), 4: SHARED * 2, 5: (12, 8, 30, 21),
            6: SHARED[:8], 7: (*SHARED, *SHARED, 4, 4)}
 

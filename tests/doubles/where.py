@@ -12,6 +12,9 @@ from penstock.exec.rank import Rank
 from penstock.kernels.attention import paged_attention
 from penstock.kernels.fused import layer
 from penstock.kernels.gemm import experts, linear
+from penstock.kernels.platform import probe
+from penstock.kernels.registry import choose
+from penstock.kernels.state import scan
 from penstock.model import registry
 
 DEVICE = "cpu"
@@ -25,7 +28,8 @@ def model(config: dict[str, Any], dtype: Any, seed: int, scale: float, stage: An
     if DEVICE == "cuda":
         pack, ops = functools.partial(linear.pack, backend="cuda"), layer.OP.use("triton")
         together = experts.OP.use("triton")
-    made = registry.build(config, dtype=dtype, linear=pack, ops=ops, stage=stage, experts=together)
+    made = registry.build(config, dtype=dtype, linear=pack, ops=ops, stage=stage, experts=together,
+                          scan=scan.OP.use(choose(probe(DEVICE), ops=("scan",))["scan"].name))
     for name, tensor in registry.dummy_tensors(config, seed, made.wants):
         weight = tensor if "norm" in name else tensor * scale
         made.load(name, (weight + 3 if name.endswith(".sinks") else weight).to(DEVICE))

@@ -27,10 +27,16 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from penstock.model import registry
@@ -45,6 +51,9 @@ CLASSES = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
+    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
+    "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
+    "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
     "gemma2": (Gemma2Config, Gemma2ForCausalLM),
     "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM),
@@ -70,6 +79,11 @@ MLA = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_h
        "v_head_dim": 10, "num_key_value_heads": 6, "n_routed_experts": 8, "num_experts_per_tok": 3,
        "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "moe_intermediate_size": 24,
        "first_k_dense_replace": 1}
+# Three of four layers keep a state; RoPE turns 4 of 16 dims. Of larger weights transformers' own logits, all
+# at once and token by token, are 4e-4 apart.
+STATES = {"num_hidden_layers": 4, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+          "linear_key_head_dim": 12, "linear_value_head_dim": 20, "initializer_range": 0.12}
+SHARED = {**EXPERTS, "shared_expert_intermediate_size": 28}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -129,6 +143,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("gpt_oss", {**OSS, "sliding_window": 6}),
     "gpt-oss-plain": ("gpt_oss", {**OSS, "sliding_window": 300, "attention_bias": False, "rope_parameters": {
         "rope_type": "default", "rope_theta": 2e4}, "tie_word_embeddings": True, "num_local_experts": 3}),
+    "hybrids-next": ("qwen3_next", {**STATES, **SHARED}),
+    "hybrids-next-dense": ("qwen3_next", {
+        **STATES, **SHARED, "mlp_only_layers": [0, 1, 2, 3], "attention_bias": True,
+        "rope_parameters": {"rope_theta": 1e6, "rope_type": "default", "partial_rotary_factor": 0.5}}),
+    "hybrids-next-types": ("qwen3_next", {
+        **STATES, **SHARED, "decoder_sparse_step": 2, "linear_conv_kernel_dim": 2,
+        "layer_types": ["full_attention", "linear_attention"] * 2}),
+    "hybrids-3.5": ("qwen3_5_text", {**STATES, "tie_word_embeddings": True}),
+    "hybrids-3.5-moe": ("qwen3_5_moe_text", {**STATES, **SHARED, "num_hidden_layers": 3, "layer_types": [
+        "linear_attention", "full_attention", "linear_attention"]}),
     "moe": ("qwen3_moe", {**EXPERTS, "head_dim": 16}),
     "moe-window": ("qwen3_moe", {**EXPERTS, "use_sliding_window": True, "sliding_window": 4}),
     "moe-norm": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True, "attention_bias": True}),

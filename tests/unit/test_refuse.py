@@ -35,6 +35,7 @@ CASES: tuple[tuple[dict[str, object], dict[str, object]], ...] = (
     ({"sparse_top_k": 0}, {"sparse_top_k": 96}),
     ({"sparse_unit": 3, "sparse_top_k": 512, "page_size": 24},
      {"sparse_unit": 4, "sparse_top_k": 512, "page_size": 24}),
+    ({"state_interval": 40}, {"state_interval": 48}),
     ({"sparse_top_k": 512, "page_size": 24, "sparse_unit": 16},
      {"sparse_top_k": 512, "page_size": 24, "sparse_unit": 12}),
     ({"sparse_top_k": 95}, {"sparse_top_k": 112, "sparse_unit": 16}),

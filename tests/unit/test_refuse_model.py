@@ -11,6 +11,7 @@ from penstock.config.settings.refuse_model import OF_MODEL, WORDS, ModelFacts, c
 
 DENSE = ModelFacts(name="tiny", load_format="safetensors", layers=4)
 LATENT = replace(DENSE, topk=16, kv_heads=False)
+STATES = replace(DENSE, state_bytes=1 << 16)
 ALL_BUT = {"sparse_top_k": 512, "sparse_dense_layers": ["0", "1", "2"]}
 
 # One row for every entry of OF_MODEL, in its order: a model, options refused for it, options at the edge.
@@ -33,6 +34,10 @@ CASES: tuple[tuple[ModelFacts, dict[str, object], dict[str, object]], ...] = (
     (replace(DENSE, heads=3), {"tp": 4}, {"tp": 3}),
     (DENSE, {"tp": 2, "expert_parallel": True}, {"tp": 2}),
     (replace(DENSE, experts=2), {"tp": 3, "ep": 3}, {"tp": 4, "ep": 2}),
+    (DENSE, {"state_interval": 512}, {}),
+    (STATES, {"device": "cuda"}, {"device": "cpu", "state_interval": 512}),
+    (STATES, {"tp": 2}, {"pp": 2}),
+    (replace(STATES, state_bytes=1 << 20), {"disaggregation_mode": "prefill"}, {}),
 )
 
 

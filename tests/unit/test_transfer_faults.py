@@ -258,7 +258,7 @@ BUGS = (
         plain_transfer, session, "place", _of_another_page),
     Bug("half-a-unit-sent", "ends with Down",
         plain_transfer, session, "whole_units",
-        lambda right: lambda first, tokens, unit: range(first // unit, -(-(first + tokens) // unit))),
+        lambda right: lambda first, tokens, unit, states: right(first, tokens, unit, states=True)),
     Bug("done-before-all-has-landed", "ends early with",
         early_end, Progress, "done", lambda right: property(lambda self: True)),
     Bug("revoked-and-written", "pages of Tier.DRAM of group 0",

@@ -25,6 +25,8 @@ STAGES = ((3,), (1, 2), (2, 1), (1, 1, 1), (0, 3), (1, 0, 2))
     (32, 3, 8, range(4, 4)), (32, 8, 8, range(4, 5)), (64, 64, 4, range(16, 32))])
 def test_only_whole_units_are_sent(first: int, tokens: int, unit: int, units: range) -> None:
     assert whole_units(first, tokens, unit) == units
+    last = (first + tokens) % unit > 0
+    assert whole_units(first, tokens, unit, states=True) == range(units.start, units.stop + last)
 
 
 @pytest.mark.parametrize(("ours", "theirs"), list(product(STAGES, STAGES)))

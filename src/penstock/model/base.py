@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention.paged_attention.native import Paged
+from penstock.kernels.types.states import States
 from penstock.model.parts import ONE, Lane
 from penstock.model.weights.codes import Packed
 from penstock.model.weights.fp8 import Blocks
@@ -107,6 +108,15 @@ class AttendsPaged(Protocol):
         ...
 
 
+@runtime_checkable
+class AttendsStates(Protocol):
+    """An `Attend` of a model with layers that keep a state."""
+
+    def state(self, layer: LocalLayer, tokens: int) -> States:
+        """Where those of the layer are in this step, which has so many tokens."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheShape:
     """One cache group: layers that write the same, and share a page table.
@@ -119,6 +129,8 @@ class CacheShape:
     owned       no lane before this one has the same: what all lanes see is written and counted by this one
     dtype       of its pages, None: the model's; of uint8 `head_dim` is bytes, as `kernels.types.fp8` lays out
     window      tokens that a query of its layers sees, itself and those before it; 0: all
+    snapshot    what is kept is a state behind a token, one vector that stands for all tokens up to it
+    page_tokens of snapshots, tokens from one that stays to the next; 0: `exec.load.layout` says
     """
 
     name: str
@@ -132,6 +144,8 @@ class CacheShape:
     owned: bool = True
     dtype: torch.dtype | None = None
     window: int = 0
+    snapshot: bool = False
+    page_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +172,7 @@ class Model(Protocol):
     """A loaded model, or one stage of it. Built by `build`, filled by `load`, ready after `finish`."""
 
     stage: Stage
-    groups: tuple[CacheShape, ...]     # each layer is in one that is not a selector's
+    groups: tuple[CacheShape, ...]     # each layer is in one that is not a selector's; states are last
     attention: AttentionShape
     vocab_size: int
     max_position: int              # context length of the checkpoint, tokens

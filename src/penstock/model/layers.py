@@ -25,7 +25,8 @@ from penstock.model.weights.slots import Slots
 class AttentionSpec:
     """`scale`, `softcap`: of the scores. `sinks`: a learned logit of each query head, which counts in the sum
     of weights. `qk_norm`: RMS norm of every query and key head, before RoPE, with learned weights, to which
-    `norm_plus` is added."""
+    `norm_plus` is added. `rotated`: dims of a head that RoPE turns, the first ones; 0: all. `gated`: what
+    comes out is multiplied by the sigmoid of as much beside each head's query."""
 
     num_heads: int
     num_kv_heads: int
@@ -37,6 +38,8 @@ class AttentionSpec:
     out_bias: bool = False
     qk_norm: bool = False
     norm_plus: float = 0.0
+    rotated: int = 0
+    gated: bool = False
 
     ops: ClassVar = ("paged_attention",)
 
@@ -102,18 +105,23 @@ class Attention:
                                    num_kv_heads=kv_rows.size // spec.head_dim)
         self.num_rotated = spec.num_heads + spec.num_kv_heads
         self.sinks = slots.vector(f"{prefix}.sinks", (heads,), dtype=torch.float32) if spec.sinks else None
-        self.qkv_shape = (-1, self.num_rotated + spec.num_kv_heads, spec.head_dim)
+        num_all = self.num_rotated + spec.num_kv_heads
+        self.qkv_shape = (-1, num_all + spec.num_heads * spec.gated, spec.head_dim)
         self.kv_shape = (-1, 2, spec.num_kv_heads, spec.head_dim)
+        self.kv_at = slice(spec.num_heads, num_all)
+        order, head_order = _order(spec)
         self.qkv = slots.linear(
             [f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj"],
-            [q_rows, kv_rows, kv_rows],
+            [q_rows.of_each(1 + spec.gated), kv_rows, kv_rows],
             hidden,
             spec.qkv_bias,
+            order=order,
         )
         self.out = slots.linear([f"{prefix}.o_proj"], [hidden], q_rows, spec.out_bias)
         if spec.qk_norm:
-            self.q_norm = slots.vector(f"{prefix}.q_norm.weight", (spec.head_dim,), plus=spec.norm_plus)
-            self.k_norm = slots.vector(f"{prefix}.k_norm.weight", (spec.head_dim,), plus=spec.norm_plus)
+            self.q_norm, self.k_norm = (slots.vector(
+                f"{prefix}.{name}_norm.weight", (spec.head_dim,), plus=spec.norm_plus, order=head_order)
+                for name in "qk")
 
     def __call__(
         self, x_TD: Tensor, chosen_TS: Tensor | None, cos_T1H: Tensor, sin_T1H: Tensor, attend: Attend
@@ -127,9 +135,11 @@ class Attention:
                                  self.eps)
         else:
             self.ops.rotate(qk_TMH, cos_T1H, sin_T1H)
-        kv_TCKH = qkv[:, num_heads:].view(self.kv_shape)
+        kv_TCKH = qkv[:, self.kv_at].view(self.kv_shape)
         out_TNH = attend(self.layer, qk_TMH[:, :num_heads], kv_TCKH,
                          sinks_N=None if self.sinks is None else self.sinks.value)
+        if self.spec.gated:
+            out_TNH = out_TNH * qkv[:, self.kv_at.stop:].sigmoid()
         return self.out(out_TNH.flatten(1)), None
 
     def beside(self, norm_in: Tensor, norm_mlp: Tensor, mlp: GatedMLP) -> LayerWeights:
@@ -145,6 +155,22 @@ def tanh_gelu(gate_up_TJ: Tensor) -> Tensor:
     """[T, J / 2]: gelu(gate) * up, approximated by tanh."""
     gate_TI, up_TI = gate_up_TJ.chunk(2, -1)
     return F.gelu(gate_TI, approximate="tanh") * up_TI
+
+
+def _order(spec: AttentionSpec) -> tuple[Tensor | None, Tensor | None]:
+    """Rows of the fused projection so that gates are behind all heads, and dims of a head so that each that
+    is turned has its partner half a head away; None: as they come."""
+    dim, half, turned = spec.head_dim, spec.head_dim // 2, (spec.rotated or spec.head_dim) // 2
+    if turned == half and not spec.gated:
+        return None, None
+    head = torch.cat((torch.arange(turned), torch.arange(2 * turned, turned + half),
+                      torch.arange(turned, 2 * turned), torch.arange(turned + half, dim)))
+    each, heads = dim * (1 + spec.gated), torch.arange(spec.num_heads)[:, None]
+    q = heads * each + head
+    kv = spec.num_heads * each + torch.arange(2 * spec.num_kv_heads * dim).view(-1, dim)
+    kv[:spec.num_kv_heads] = kv[:spec.num_kv_heads, head]
+    gates = heads * each + dim + torch.arange(dim) if spec.gated else q[:0]
+    return torch.cat((q.flatten(), kv.flatten(), gates.flatten())), head if turned < half else None
 
 
 class GatedMLP:

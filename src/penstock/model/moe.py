@@ -32,6 +32,7 @@ class MoESpec:
                     learned bias is added where experts are chosen, not in their weights. Else softmax
     groups          experts are chosen from the `groups_chosen` groups with the best two experts
     shared_width    0, or of the MLP that every token visits beside
+    shared_gated    what that says is weighed by the sigmoid of one more product
     scale           of the chosen weights
     router          its name in files
     biased          router and experts have biases; where files have all experts of a layer in one tensor, it
@@ -48,6 +49,7 @@ class MoESpec:
     groups: int = 1
     groups_chosen: int = 1
     shared_width: int = 0
+    shared_gated: bool = False
     scale: float = 1.0
     router: str = "gate"
     biased: bool = False
@@ -65,8 +67,10 @@ class SparseMLP:
         self.router = (Sigmoid if spec.sigmoid else Softmax)(slots, f"{prefix}.{spec.router}", hidden, spec)
         self.shared: Mixer | None = None
         if spec.shared_width:
-            self.shared = GatedMLP(slots, f"{prefix}.shared_experts", hidden,
-                                   slots.lane.columns(spec.shared_width), False)
+            name = f"{prefix}.shared_expert" if spec.shared_gated else f"{prefix}.shared_experts"
+            self.shared = GatedMLP(slots, name, hidden, slots.lane.columns(spec.shared_width), False)
+        self.shared_gate = (slots.linear([f"{prefix}.shared_expert_gate"], [1], hidden, False)
+                            if spec.shared_gated else None)
         names = [f"{prefix}.experts.{index}" for index in range(spec.num_experts)]
         kept, width = slots.lane.experts(spec.num_experts), slots.lane.of_range.columns(spec.width)
         self.route = route if slots.experts is None else slots.experts.route
@@ -103,7 +107,11 @@ class SparseMLP:
         """out_TD."""
         expert_TC, weight_TC = self.route(*self.router(x_TD), self.rule)
         out_TD = self.visit(x_TD, expert_TC, weight_TC)
-        return out_TD if self.shared is None else out_TD.add_(self.shared(x_TD))
+        if self.shared is None:
+            return out_TD
+        shared_TD = self.shared(x_TD)
+        return out_TD.add_(shared_TD if self.shared_gate is None else
+                           shared_TD.mul_(self.shared_gate(x_TD).sigmoid()))
 
 
 def in_turns(rows_EJ: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ from penstock.config.base.errors import ConfigError
 from penstock.kernels.fused import layer
 from penstock.kernels.fused.layer import LayerOps
 from penstock.kernels.gemm.experts import ExpertOps
+from penstock.kernels.state import scan as scans
+from penstock.kernels.state.scan import Scan
 from penstock.kernels.types.scaled import Scaled, quantised
 from penstock.model.base import Lanes, Model, Stage, Wants, everything
 from penstock.model.families.deepseek import deepseek_v3, deepseek_v32, glm_moe_dsa
@@ -22,6 +24,7 @@ from penstock.model.families.llama import llama, mistral
 from penstock.model.families.qwen2 import qwen2
 from penstock.model.families.qwen3 import qwen3
 from penstock.model.families.qwen3_moe import qwen3_moe
+from penstock.model.families.qwen3_next import qwen3_5_moe_text, qwen3_5_text, qwen3_next
 from penstock.model.parts import ONE, Cut
 from penstock.model.transformer import Spec, Transformer
 from penstock.model.weights.codes import Packed
@@ -29,13 +32,16 @@ from penstock.model.weights.fields import Fields
 from penstock.model.weights.fp8 import Blocks, read_blocks
 from penstock.model.weights.slots import LinearFactory
 
-REFERENCE_OPS = layer.OP.use("reference")
+REFERENCE_OPS, REFERENCE_SCAN = layer.OP.use("reference"), scans.OP.use("reference")
 FAMILIES: dict[str, tuple[str, Callable[[Fields], Spec]]] = {
     "llama": ("LlamaForCausalLM", llama),
     "mistral": ("MistralForCausalLM", mistral),
     "qwen2": ("Qwen2ForCausalLM", qwen2),
     "qwen3": ("Qwen3ForCausalLM", qwen3),
     "qwen3_moe": ("Qwen3MoeForCausalLM", qwen3_moe),
+    "qwen3_next": ("Qwen3NextForCausalLM", qwen3_next),
+    "qwen3_5_text": ("Qwen3_5ForCausalLM", qwen3_5_text),
+    "qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", qwen3_5_moe_text),
     "gemma2": ("Gemma2ForCausalLM", gemma2),
     "gemma3_text": ("Gemma3ForCausalLM", gemma3_text),
     "gpt_oss": ("GptOssForCausalLM", gpt_oss),
@@ -49,7 +55,7 @@ FAMILIES: dict[str, tuple[str, Callable[[Fields], Spec]]] = {
 def build(
     config: dict[str, Any], *, dtype: torch.dtype, linear: LinearFactory,
     ops: LayerOps = REFERENCE_OPS, stage: Stage | None = None, experts: ExpertOps | None = None,
-    lanes: Lanes | None = None,
+    lanes: Lanes | None = None, scan: Scan = REFERENCE_SCAN,
 ) -> Model:
     """An empty model of this config.json. Allocates no weights; `load` and `finish` fill it.
 
@@ -58,10 +64,11 @@ def build(
     experts  computes all experts of a layer at once; None: they are MLPs packed one by one, and a forward
              pass reads back which of them are visited, so it cannot be captured
     lanes    those of its stage, where it has several: its weights are one of them's
+    scan     of layers that keep a state
     Raises ConfigError on an unknown family and on any field that this code would get wrong.
     """
     return Transformer(read_spec_of(config), dtype, linear, ops, _between_blocks(config, stage), experts,
-                       lanes)
+                       lanes, scan)
 
 
 def read_spec_of(config: dict[str, Any]) -> Spec:
@@ -74,7 +81,8 @@ def numbers_of(spec: Spec) -> dict[str, int]:
     """Of a model, what refusals compare: words as in `ModelFacts`."""
     attention, moe = spec.attention, spec.moe
     widths = [spec.width, *([moe.width, *([moe.shared_width] if moe.shared_width else [])] if moe else [])]
-    return {"topk": attention.shape(ONE).topk, "heads": attention.num_heads,
+    state = 0 if spec.states is None else 4 * spec.states.scan.elements
+    return {"topk": attention.shape(ONE).topk, "state_bytes": state, "heads": attention.num_heads,
             "experts": moe.num_experts if moe else 0, "vocab": spec.vocab_size, "width": min(widths)}
 
 
@@ -90,7 +98,7 @@ def tensor_shapes(
 def cuts_of(config: dict[str, Any], stage: Stage | None = None) -> Iterator[tuple[str, tuple[Cut, ...]]]:
     """As `tensor_shapes`: which rows and columns are kept."""
     return Transformer(read_spec_of(config), torch.float32, _no_pack, REFERENCE_OPS,
-                       _between_blocks(config, stage)).cuts()
+                       _between_blocks(config, stage), scan=REFERENCE_SCAN).cuts()
 
 
 def _between_blocks(config: dict[str, Any], stage: Stage | None) -> Stage | None:

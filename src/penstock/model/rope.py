@@ -207,16 +207,38 @@ SCALINGS: dict[str, Callable[[_Scaling], Rope]] = {
 }
 
 
-def read_rope(fields: Fields, head_dim: int, *, theta: float = 10000.0) -> Rope:
+def read_rope(fields: Fields, head_dim: int, *, theta: float = 10000.0, partial: float | None = None) -> Rope:
     """The rope of a config, of the layers that see all: `rope_parameters` (transformers 5), or `rope_scaling`
-    and `rope_theta`, which is `theta` where the config says nothing.
+    and `rope_theta`, which is `theta` where the config says nothing. partial: of a family that turns a part
+    of a head, or whose positions are grids that are a line in text: that part, where the config says nothing.
 
-    Raises ConfigError on an unknown type, a partial or multimodal rotation, or a missing number.
+    Raises ConfigError on an unknown type, a partial or multimodal rotation of another family, or a missing
+    number.
     """
     params = fields.mapping("rope_scaling") or fields.mapping("rope_parameters")
     if isinstance(params.get("full_attention"), dict):       # one entry per layer type
         params = params["full_attention"]
-    return _read(params, fields, head_dim, fields.number("rope_theta", theta))
+    theta = fields.number("rope_theta", theta)
+    if partial is None:
+        return _read(params, fields, head_dim, theta)
+    turned = rotated_dim(fields, head_dim, partial)
+    plain = {k: v for k, v in params.items() if k not in ("partial_rotary_factor", "mrope_section")}
+    rope = _read(plain, fields, turned, theta)
+    if turned < head_dim and (rope.attention_factor != 1.0 or rope.ntk is not None):
+        raise ConfigError("config.json: of RoPE types that scale what they turn (yarn) or depend on the "
+                          "length (dynamic), a part of a head is not supported")
+    still_F = torch.zeros((head_dim - turned) // 2)          # an angle of 0 turns nothing
+    return replace(rope, inv_freq_F=torch.cat((rope.inv_freq_F, still_F)))
+
+
+def rotated_dim(fields: Fields, head_dim: int, partial: float) -> int:
+    """Dims of a head that are turned. Raises ConfigError."""
+    params = fields.mapping("rope_scaling") or fields.mapping("rope_parameters")
+    part = params.get("partial_rotary_factor", fields.values.get("partial_rotary_factor", partial))
+    if isinstance(part, bool) or not isinstance(part, int | float) or not 0 < part <= 1 or head_dim % 2:
+        raise ConfigError(f"config.json: partial_rotary_factor {part!r} of a head of {head_dim}: a number "
+                          "up to 1, of an even head")
+    return int(head_dim * part)
 
 
 def read_window_rope(fields: Fields, head_dim: int, *, theta: float = 10000.0) -> Rope:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,10 +17,12 @@ from torch import Tensor
 from penstock.config.base.errors import ConfigError
 from penstock.kernels.fused.layer import LayerOps, LayerWeights, Stack, stack
 from penstock.kernels.gemm.experts import ExpertOps
+from penstock.kernels.state.scan import Scan
 from penstock.model.base import (
     Attend,
     AttendsPaged,
     Boundary,
+    CacheShape,
     GlobalLayer,
     Lanes,
     LocalLayer,
@@ -31,6 +33,7 @@ from penstock.model.layers import Attention, AttentionSpec, GatedMLP, Mixer, Mix
 from penstock.model.moe import MoESpec, SparseMLP
 from penstock.model.parts import Cut
 from penstock.model.rope import Rope
+from penstock.model.scan import StateSpec
 from penstock.model.weights.codes import Codes, Packed
 from penstock.model.weights.slots import LinearFactory, Slots, Vector, check_tensor
 
@@ -45,7 +48,8 @@ class Spec:
     `windows`: of each layer the tokens that a query sees, 0: all; (): all layers see all. `window_rope`: of
     layers with a window; None: the others'. `norm_plus`: is added to the weights of norms. `norms_behind`:
     what the halves of a layer give is normed, too. `gelu`: gates by GELU, approximated by tanh, not by SiLU.
-    `embed_scale`: of what is looked up. `logit_cap` c: logits x become c * tanh(x / c); 0: they stay."""
+    `embed_scale`: of what is looked up. `logit_cap` c: logits x become c * tanh(x / c); 0: they stay.
+    `states`: of layers that have one in place of attention; None: no layer has."""
 
     vocab_size: int
     hidden: int
@@ -65,6 +69,21 @@ class Spec:
     gelu: bool = False
     embed_scale: float = 1.0
     logit_cap: float = 0.0
+    states: StateSpec | None = None
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        """That its layers need beside `layer` and `linear`, by name."""
+        return (*self.attention.ops, *(self.states.ops if self.states else ()))
+
+    def groups(self, stage: Stage) -> tuple[CacheShape, ...]:
+        """Of a part of the model, perhaps without layers; those of states last."""
+        groups = self.attention.groups(stage, self.windows)
+        if self.states is None:
+            return groups
+        kept = {index - stage.first for index in self.states.layers}
+        return (*(replace(group, layers=tuple(i for i in group.layers if i not in kept)) for group in groups),
+                *self.states.groups(stage))
 
 
 class Layer:
@@ -75,9 +94,12 @@ class Layer:
         self.ops, self.eps, self.lanes = slots.ops, spec.norm_eps, lanes
         self.windowed = bool(spec.windows and spec.windows[index])
         self.norm_in = self._norm(slots, f"{prefix}.input_layernorm", spec)
-        self.attention: Mixes = spec.attention.build(
-            slots, f"{prefix}.self_attn", index, local, hidden, self.eps
-        )
+        self.attention: Mixes
+        if spec.states is not None and index in spec.states.layers:
+            self.attention = spec.states.build(slots, prefix, local, hidden, self.eps)
+        else:
+            self.attention = spec.attention.build(
+                slots, f"{prefix}.self_attn", index, local, hidden, self.eps)
         after, before = "post_attention_layernorm", "pre_feedforward_layernorm"
         self.norm_mlp = self._norm(slots, f"{prefix}.{before if spec.norms_behind else after}", spec)
         self.behind = [self._norm(slots, f"{prefix}.{name}", spec) for name in (
@@ -95,10 +117,11 @@ class Layer:
 
     @property
     def weights(self) -> LayerWeights | None:
-        """None where it is not made of attention with KV heads, without sinks, and a dense MLP that gates by
-        SiLU, both added as they come."""
+        """None where it is not made of attention with KV heads, without sinks and gates, and a dense MLP that
+        gates by SiLU, both added as they come."""
         if (not isinstance(self.attention, Attention) or not isinstance(self.mlp, GatedMLP)
-                or self.mlp.own_gate is not None or self.attention.sinks is not None or self.behind):
+                or self.mlp.own_gate is not None or self.attention.sinks is not None or self.behind
+                or self.attention.spec.gated):
             return None
         return self.attention.beside(self.norm_in.value, self.norm_mlp.value, self.mlp)
 
@@ -127,17 +150,18 @@ class Transformer:
     def __init__(
         self, spec: Spec, dtype: torch.dtype, linear: LinearFactory, ops: LayerOps,
         stage: Stage | None = None, experts: ExpertOps | None = None, lanes: Lanes | None = None,
+        scan: Scan | None = None,
     ) -> None:
         self.spec = spec
         self.stage = stage = stage or Stage(
             GlobalLayer(0), GlobalLayer(spec.num_layers), embeds=True, heads=True)
         assert 0 <= stage.first < stage.end <= spec.num_layers, f"{stage} of {spec.num_layers} layers"
         self.dtype = dtype
-        self.groups = spec.attention.groups(stage, spec.windows)
+        self.groups = spec.groups(stage)
         self.attention = spec.attention.shape(stage.lane)
         self.vocab_size = spec.vocab_size
         self.max_position = spec.rope.max_position
-        self._lanes, self._slots = lanes, (slots := Slots(dtype, linear, ops, experts, stage.lane))
+        self._lanes, self._slots = lanes, (slots := Slots(dtype, linear, ops, experts, stage.lane, scan))
         if stage.embeds or (stage.heads and spec.tied):
             self._embed = slots.table(EMBED, (spec.vocab_size, spec.hidden))
         self._layers = [

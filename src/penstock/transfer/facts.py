@@ -36,6 +36,11 @@ class GroupFacts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         return self.num_kv_heads * self.planes * self.head_dim * self.itemsize
 
     @property
+    def is_state(self) -> bool:
+        """Whether one vector stands for a whole page: what is kept is a state, not what tokens have left."""
+        return self.planes == 1 and self.unit == self.page_size > 1
+
+    @property
     def page_units(self) -> int:
         return self.page_size // self.unit
 

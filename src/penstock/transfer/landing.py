@@ -75,7 +75,7 @@ class Landings:
         """Its positions may land in its pages. No effect in another epoch than the open one."""
         assert move.src is Tier.PEER and move.first % self._facts.groups[move.group].page_size == 0
         group = self._facts.groups[move.group]
-        units = whole_units(move.first, move.tokens, group.unit)
+        units = whole_units(move.first, move.tokens, group.unit, states=group.is_state)
         with self._lock:
             if not epoch or epoch != self._epoch:
                 return

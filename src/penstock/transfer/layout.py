@@ -23,11 +23,12 @@ class Piece(NamedTuple):
     units: int
 
 
-def whole_units(first: int, tokens: int, unit: int) -> range:
+def whole_units(first: int, tokens: int, unit: int, *, states: bool = False) -> range:
     """Units of `unit` positions that lie wholly in `tokens` positions from `first` on, which is where
-    one begins: a unit that is not full is made where it is filled, from its keys."""
+    one begins: a unit that is not full is made where it is filled, from its keys. Of states, which are what
+    they are at any position, the last one is sent too."""
     assert first % unit == 0, f"position {first} is inside a unit of {unit}"
-    return range(first // unit, (first + tokens) // unit)
+    return range(first // unit, -(-(first + tokens) // unit) if states else (first + tokens) // unit)
 
 
 def spans(stages: Sequence[int]) -> tuple[range, ...]:

@@ -78,7 +78,7 @@ class Session:
 
     def push(self, move: Move) -> None:
         group = self._facts.groups[move.group]
-        units = whole_units(move.first, move.tokens, group.unit)
+        units = whole_units(move.first, move.tokens, group.unit, states=group.is_state)
         there = self._paired.theirs.groups[move.group]
         push = _Push(move, pieces(units, (group.page_units, there.page_units), self._layers[move.group],
                                   group.cell_bytes, PAYLOAD_MAX),

@@ -289,6 +289,9 @@ REFUSED: tuple[Refusal[Machine], ...] = (
             ("kv.host_tier", "kv.dram_bytes", "kv.dram_ratio"), "a size is for a host tier: leave it out"),
     _outside("kv.sparse_top_k", 1, 1 << 24, "1 to 16777216 tokens, or leave the flag out to read all KV"),
     _outside("kv.sparse_unit", 4, 16, "4 to 16 tokens"),
+    Refusal(lambda c, _: c.kv.state_interval is not None and 0 < c.kv.page_size
+            and (c.kv.state_interval < 1 or c.kv.state_interval % c.kv.page_size != 0),
+            ("kv.state_interval", "kv.page_size"), "a state is kept at the end of a page: take a multiple"),
     Refusal(lambda c, _: c.kv.sparse_top_k is not None and 0 < c.kv.sparse_unit
             and 0 < c.kv.page_size and c.kv.page_size % c.kv.sparse_unit != 0,
             ("kv.sparse_unit", "kv.page_size"), "a page holds whole units: take a unit that divides it"),

@@ -23,6 +23,7 @@ class ModelFacts:
     heads               query heads
     experts, vocab      of a layer, 0: it has none; words that it knows
     width               columns of its narrowest MLP
+    state_bytes         of one layer's state, of its layers that have one; 0: none has
     """
 
     name: str
@@ -34,17 +35,20 @@ class ModelFacts:
     experts: int = 0
     vocab: int = 1 << 15
     width: int = 1 << 12
+    state_bytes: int = 0
 
     @property
     def words(self) -> Mapping[str, str]:
         """What `Refusal.why` may name."""
         return {"name": self.name, "layers": str(self.layers), "last": str(self.layers - 1),
                 "topk": str(self.topk), "heads": str(self.heads),
-                "experts": str(self.experts), "vocab": str(self.vocab), "width": str(self.width)}
+                "experts": str(self.experts), "vocab": str(self.vocab), "width": str(self.width),
+                "state_bytes": str(self.state_bytes)}
 
 
+STATE_MAX = (1 << 20) - 1024    # of a frame of a pair's stream, `transfer.codec.PAYLOAD_MAX` at least
 WORDS = {"name": "NAME", "last": "N-1", **dict.fromkeys(        # in docs, without a model
-    ("layers", "topk", "heads", "experts", "vocab", "width"), "N")}
+    ("layers", "topk", "heads", "experts", "vocab", "width", "state_bytes"), "N")}
 
 
 def _dense(config: Config) -> set[int]:
@@ -104,6 +108,15 @@ OF_MODEL: tuple[Refusal[ModelFacts], ...] = (
             ("device.ep", "device.expert_parallel"), "this model has no experts: leave it out"),
     Refusal(lambda c, m: 0 < m.experts < c.device.expert_ranges, ("device.ep", "device.expert_parallel"),
             "this model has {experts} experts, of which each range takes one or more"),
+    Refusal(lambda c, m: c.kv.state_interval is not None and not m.state_bytes, ("kv.state_interval",),
+            "this model has no layers that keep a state: leave it out"),
+    Refusal(lambda c, m: c.device.device == "cuda" and bool(m.state_bytes), ("device.device",),
+            "layers of this model keep a state, which nothing here computes on a GPU yet: take --device cpu"),
+    Refusal(lambda c, m: c.device.tp > 1 and bool(m.state_bytes), ("device.tp",),
+            "layers of this model keep a state, which no lane has a part of yet: take --pp"),
+    Refusal(lambda c, m: c.pair.disaggregation_mode is not None and m.state_bytes > STATE_MAX,
+            ("pair.disaggregation_mode",), "a layer's state of this model has {state_bytes} bytes, and what "
+            f"goes from engine to engine at once has {STATE_MAX}: leave it out"),
 )
 
 

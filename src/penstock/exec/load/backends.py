@@ -38,7 +38,7 @@ def backends_of(config: Config, model: dict[str, Any], scaled: bool,
     """For a model of this configuration, with weights that have stayed in fp8 or not. Raises ConfigError."""
     spec = families.read_spec_of(model)
     on_device = config.device.device == "cuda"
-    ops = (*spec.attention.ops, *(("scaled_linear",) if scaled else ()),
+    ops = (*spec.ops, *(("scaled_linear",) if scaled else ()),
            *(("experts",) if spec.moe is not None and on_device else ()), *(("draw",) if on_device else ()),
            *(("mask",) if config.model.grammar_backend != "none" else ()))
     more = (registry.HOSTING if "index_select" in ops else

@@ -18,6 +18,7 @@ from penstock.memory.slabs import Slabs
 from penstock.model.base import CacheShape, LocalLayer, Stage
 
 PAGES_MAX = 1 << 31         # of a context
+STATE_TOKENS = 512          # from a state to the next, at least, unless --state-interval says less
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +40,9 @@ class Caches:
 
     @property
     def token_bytes(self) -> int:
-        """What a token adds to a long context: windows have all of theirs."""
+        """What a token adds to a long context: windows and states have all of theirs."""
         return sum(layout.page_bytes // layout.page_size for group, layout in
-                   zip(self.groups, self.layouts, strict=True) if not group.window)
+                   zip(self.groups, self.layouts, strict=True) if not group.reach)
 
     @property
     def words(self) -> str:
@@ -69,10 +70,11 @@ class Caches:
 
     def slabs_for(self, pages: int, group: int) -> int:
         """In which a context of `pages` pages fits, in this group: of a window its pages and the one that is
-        written, each in a slab of its own where groups share them, as `core.policy.capacity` counts."""
-        window, per = self.groups[group].window, self.slabs.slab_pages[group]
-        kept = min(pages, -(-window // self.layouts[group].page_size) + 1) if window else pages
-        return kept if window else -(-kept // per)
+        written, of a state that which is read and that which is written, each in a slab of its own where
+        groups share them, as `core.policy.capacity` counts."""
+        reach, unit = self.groups[group].reach, self.layouts[group].page_size
+        kept = -(-pages * self.layouts[0].page_size // unit)
+        return min(kept, -(-reach // unit) + 1) if reach else -(-kept // self.slabs.slab_pages[group])
 
     def bytes_for(self, pages: int) -> int:
         """Device memory in which a context of `pages` pages fits, in every group."""
@@ -179,13 +181,29 @@ def stage_shapes(shapes: Sequence[CacheShape], stage: Stage) -> tuple[CacheShape
 
 def caches_of(groups: Sequence[CacheShape], page_size: int, dtype: torch.dtype) -> Caches:
     """Layouts of a model's cache groups, in `dtype` where a group has none of its own."""
-    layouts = tuple(
-        PageLayout(num_layers=len(group.layers), num_kv_heads=group.num_kv_heads,
-                   page_size=page_size, head_dim=group.head_dim, planes=group.planes,
-                   unit=group.unit, dtype=group.dtype or dtype) for group in groups)
+    interval = _interval(groups, page_size, dtype)
+    layouts = tuple(_layout(group, page_size, dtype) if not group.snapshot else
+                    _layout(replace(group, unit=group.page_tokens or interval), group.page_tokens or interval,
+                            dtype) for group in groups)
     shared = slabs.share(layouts)
     return Caches(tuple(
         CacheGroup(name=group.name, page_bytes=layout.page_bytes, selector=group.selector,
-                   resident=group.resident, slab_pages=n, window=group.window)
+                   resident=group.resident, slab_pages=n, window=group.window, snapshot=group.snapshot,
+                   page_tokens=layout.page_size if group.snapshot else 0)
         for group, layout, n in zip(groups, layouts, shared.slab_pages, strict=True)),
         layouts, shared, shared, tuple(map(Part, layouts)))
+
+
+def _layout(group: CacheShape, tokens: int, dtype: torch.dtype) -> PageLayout:
+    return PageLayout(
+        num_layers=len(group.layers), num_kv_heads=group.num_kv_heads, page_size=tokens,
+        head_dim=group.head_dim, planes=group.planes, unit=group.unit, dtype=group.dtype or dtype)
+
+
+def _interval(groups: Sequence[CacheShape], page_size: int, dtype: torch.dtype) -> int:
+    """Tokens from a state that stays to the next, where nobody says: as many as have KV of its size, in whole
+    pages, but STATE_TOKENS at least."""
+    states = sum(_layout(group, 1, dtype).page_bytes for group in groups if group.snapshot)
+    token = sum(_layout(group, group.unit, dtype).page_bytes // group.unit for group in groups
+                if not (group.snapshot or group.window))
+    return -(-max(STATE_TOKENS, states // max(1, token)) // page_size) * page_size

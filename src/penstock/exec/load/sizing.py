@@ -63,17 +63,19 @@ def groups_of(model: Model, selection: Selection | None,
               kv: KVConfig | None = None) -> tuple[CacheShape, ...]:
     """The model's cache groups, in the formats that `kv` names, with what a selection adds: bounds of the
     keys of each unit, on the device, and dense layers in a group of their own, which stays there too, as
-    windows do. Raises ConfigError for a format that this model's vectors cannot have, and where nothing is to
-    be selected."""
+    windows and states do. Raises ConfigError for a format that this model's vectors cannot have, and where
+    nothing is to be selected."""
     kv = kv or KVConfig()
+    own = tuple(replace(group, page_tokens=kv.state_interval or 0) if group.snapshot else group
+                for group in model.groups)
     if selection is None and not model.attention.latent_dim:
-        return model.groups
+        return own
     if selection is None or selection.native:
         index = kv.kv_cache_dtype if kv.index_dtype == "auto" else kv.index_dtype
         return tuple(_kept(group, index, group.head_dim, "--index-dtype") if group.selector else
                      _kept(group, kv.kv_cache_dtype, model.attention.latent_dim, "--kv-cache-dtype")
                      for group in model.groups)
-    full, *windows = model.groups
+    full, *windows = own
     if full.window:
         raise ConfigError(f"--sparse-top-k: every layer of this model sees its last {full.window} tokens "
                           "only, and keeps no more: leave the flag out")
@@ -281,7 +283,8 @@ def table_bytes(caches: Caches, rows: int, max_len: int, hot_pages: int) -> int:
     each unit a row may have, unit and stamp of each slot, four counters, and the step. Of latent rows also
     a layer's of the longest request, where chunks of a hosted prompt read them."""
     layout, size = caches.layouts[0], caches.layouts[0].page_size
-    unit = max(layout.unit for layout in caches.layouts)
+    unit = max(layout.unit for group, layout in zip(caches.groups, caches.layouts, strict=True)
+               if not group.snapshot)
     pages = -(-max_len // size)
     per_head = 4 * (pages * size // unit + 2 * hot_pages * size // unit) + 4 * 8
     whole = pages * layout.page_bytes // layout.num_layers if layout.planes == 1 else 0

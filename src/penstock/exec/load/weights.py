@@ -25,6 +25,7 @@ from penstock.exec.step.links import nodes_of, of_config
 from penstock.kernels import registry
 from penstock.kernels.fused import layer
 from penstock.kernels.gemm import experts
+from penstock.kernels.state import scan
 from penstock.kernels.types.scaled import Scaled
 from penstock.model import registry as families
 from penstock.model.base import Checkpoint, Lanes, Model, Stage
@@ -132,7 +133,8 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object],
     together = experts.OP.use(backends["experts"].name) if "experts" in backends else None
     model = families.build(checkpoint.config, dtype=dtype, linear=pack,
                            ops=layer.OP.use(backends["layer"].name), stage=stage, experts=together,
-                           lanes=lanes)
+                           lanes=lanes, scan=scan.OP.use(backends["scan"].name if "scan" in backends
+                                                         else "reference"))
     whole = model if stage is None else families.build(checkpoint.config, dtype=dtype, linear=pack)
     digest = digest_of(checkpoint.config)
     need = weight_bytes(checkpoint, dtype, stage)

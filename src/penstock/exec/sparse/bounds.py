@@ -21,6 +21,7 @@ from penstock.exec.sparse.layers import BoundsSelector, SparseLayers, unit_atten
 from penstock.exec.sparse.prompts import GPU_WINDOW, Chunk, HostedPrompts
 from penstock.exec.sparse.rows import HotRows, Selects
 from penstock.exec.step.attend import OfHeads, spec_of
+from penstock.exec.step.states import StatePools, StepStates
 from penstock.exec.step.tables import Lowered, RowTables
 from penstock.kernels.attention.paged_attention import Prepare, Prepared, write_kv
 from penstock.kernels.choose.select import SelectRule
@@ -53,7 +54,7 @@ class Selecting(Selects):
     """`Selects` of a model of KV heads, by bounds of their keys.
 
     groups     group 0 has the KV of the layers that select, group 1 the bounds of its units; layers of
-               others, if there are any, read all of theirs, from device pages
+               others, if there are any, read all of theirs, from device pages, or keep a state there
     prepare    attention of what reads all
     """
 
@@ -64,9 +65,11 @@ class Selecting(Selects):
         self._tables, self._prepare = tables, prepare
         self._kv, self._bounds = tables.groups[0], tables.groups[1]
         self._local = {layer: i for i, layer in enumerate(groups[0].layers)}
-        self._specs = [spec_of(model, *of) for of in zip(groups, device, strict=True)]
+        attends = [*zip(groups, device, strict=True)][:sum(not group.snapshot for group in groups)]
+        self._specs = [spec_of(model, *of) for of in attends]
+        self._states = StatePools(groups, device)
         self._dense = {layer: (g, pool.pages[:, i, :, 0], pool.pages[:, i, :, 1])
-                       for g, (group, pool) in enumerate(zip(groups, device, strict=True))
+                       for g, (group, pool) in enumerate(attends)
                        if g > 1 for i, layer in enumerate(group.layers)}
         layout = device[0].layout
         self._unit = rule.unit
@@ -105,7 +108,8 @@ class Selecting(Selects):
     def step(self, plan: StepPlan, lowered: Lowered) -> Attend:
         """The attention of a step whose binds, grows, remaps and resizes are applied."""
         others = {g: self._prepare(lowered.ragged[g], self._specs[g]) for g, *_ in self._dense.values()}
-        return _SelectingStep(self._local, self._selects(plan, lowered), self._dense, others, lowered)
+        return _SelectingStep(self._local, self._selects(plan, lowered), self._dense, others, lowered,
+                              self._states.step(lowered))
 
     def _selects(self, plan: StepPlan, lowered: Lowered) -> _Attend:
         dense, windows, queries = self._split(plan)
@@ -168,7 +172,8 @@ class _SelectingStep(OfHeads):
 
     def __init__(self, local: Mapping[LocalLayer, int], selects: _Attend,
                  dense: Mapping[LocalLayer, tuple[int, Tensor, Tensor]], prepared: Mapping[int, Prepared],
-                 lowered: Lowered) -> None:
+                 lowered: Lowered, states: StepStates) -> None:
+        self.state = states
         self._local, self._selects, self._dense, self._prepared = local, selects, dense, prepared
         self._ragged = lowered.ragged
 

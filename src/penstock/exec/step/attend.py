@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.core.plan import Bind, HotResize, RequestId, StepPlan
+from penstock.exec.step.states import StatePools, StepStates
 from penstock.exec.step.tables import Lowered, RowTables
 from penstock.kernels.attention.latent_attention import LatentAttention
 from penstock.kernels.attention.paged_attention import AttentionSpec, Prepare, Prepared, flash, write_kv
@@ -74,8 +75,9 @@ class Attending(Protocol):
 def check_pools(groups: Sequence[CacheShape], hbm: Sequence[BlockPool]) -> None:
     """Asserts that the pools are of these cache groups."""
     for group, pool in zip(groups, hbm, strict=True):
-        want = (len(group.layers), group.num_kv_heads, group.planes, group.unit, group.head_dim)
         have = pool.layout
+        unit = have.page_size if group.snapshot else group.unit
+        want = (len(group.layers), group.num_kv_heads, group.planes, unit, group.head_dim)
         assert want == (have.num_layers, have.num_kv_heads, have.planes, have.unit, have.head_dim), (
             f"a foreign pool for group {group.name}")
 
@@ -124,17 +126,20 @@ class OfHeads:
 
 
 class Grouped(Attending):
-    """Layers that write k and v of their KV heads, in one cache group or several."""
+    """Layers that write k and v of their KV heads, in one cache group or several, and layers that keep a
+    state."""
 
     def __init__(self, model: Model, groups: Sequence[CacheShape], prepare: Prepare,
                  hbm: Sequence[HbmPool]) -> None:
         assert not model.attention.latent_dim, "a model of latent rows and ops for KV heads"
         check_pools(groups, hbm)
         self._prepare = prepare
-        self.specs = [spec_of(model, *of) for of in zip(groups, hbm, strict=True)]
+        attends = [*zip(groups, hbm, strict=True)][:sum(not group.snapshot for group in groups)]
+        self.specs = [spec_of(model, *of) for of in attends]
+        self.states = StatePools(groups, hbm)
         # Of each layer: the group that attention reads, its k and v pools [P, K, G, H].
         self.places = {layer: (g, pool.pages[:, i, :, 0], pool.pages[:, i, :, 1])
-                       for g, (group, pool) in enumerate(zip(groups, hbm, strict=True))
+                       for g, (group, pool) in enumerate(attends)
                        if not group.selector for i, layer in enumerate(group.layers)}
         addresses = [pool.data_ptr() for layer in sorted(self.places) for pool in self.places[layer][1:]]
         self.pools = (ctypes.c_void_p * len(addresses))(*addresses)
@@ -147,8 +152,8 @@ class Grouped(Attending):
                    for spec, table in zip(self.specs, tables.groups, strict=True))
 
     def step(self, plan: StepPlan, lowered: Lowered) -> Attend:
-        prepared = [self._prepare(ragged, spec)
-                 for ragged, spec in zip(lowered.ragged, self.specs, strict=True)]
+        attended = lowered.ragged[:len(self.specs)]
+        prepared = [self._prepare(ragged, spec) for ragged, spec in zip(attended, self.specs, strict=True)]
         return _GroupedStep(self, lowered, prepared)
 
 
@@ -204,6 +209,7 @@ class _GroupedStep(OfHeads):
     def __init__(self, grouped: Grouped, lowered: Lowered, prepared: Sequence[Prepared]) -> None:
         self._places, self._pools = grouped.places, grouped.pools
         self._ragged, self._prepared = lowered.ragged, prepared
+        self.state: StepStates = grouped.states.step(lowered)
 
     def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
                  chosen_TS: Tensor | None = None, sinks_N: Tensor | None = None) -> Tensor:

@@ -62,18 +62,21 @@ def read_spec(
     gelu: bool = False,
     tied: bool = False,
     theta: float = 10000.0,
+    partial: float | None = None,
+    kinds: Collection[str] = (),
 ) -> Spec:
     """The whole Spec. `slides`, `window_default`: see `Fields.windows`; `reads`: fields of NEUTRAL that mean
-    something to the family; `gelu`: its activation, else SiLU; `tied`, `theta`: where it says nothing.
+    something to the family; `gelu`: its activation, else SiLU; `tied`, `theta`: where it says nothing;
+    `partial`: see `read_rope`; `kinds`: of its layers, in words of layer_types, those without a window.
     Raises ConfigError on another activation, another RoPE."""
     fields.check_neutral(reads)
     name, known = ("hidden_activation", ("gelu_pytorch_tanh",)) if gelu else ("hidden_act", ("silu", "swish"))
     if fields.values.get(name, known[0]) not in known:
         fields.refuse(name, f"supported: {known[0]!r}")
-    rope = read_rope(fields, attention.rope_dim, theta=theta)
+    rope = read_rope(fields, attention.rope_dim, theta=theta, partial=partial)
     indexed = isinstance(attention, LatentSpec) and attention.index is not None
     windows = fields.windows(rope.max_position, slides=slides, default=window_default,
-                             full="indexed_attention" if indexed else "full_attention")
+                             full="indexed_attention" if indexed else "full_attention", kinds=kinds)
     return Spec(
         vocab_size=fields.size("vocab_size"),
         hidden=fields.size("hidden_size"),

@@ -118,16 +118,16 @@ class Fields:
         return tuple(value)
 
     def windows(self, max_position: int, *, slides: Callable[[int], bool] | None, default: int | None,
-                full: str = "full_attention") -> tuple[int, ...]:
+                full: str = "full_attention", kinds: Collection[str] = ()) -> tuple[int, ...]:
         """Tokens that a query of each layer sees, 0: all; () where all layers see all.
 
         slides    whether a layer has the window, where layer_types does not say; None: no layer of the family
                   has one      default    what transformers assumes when sliding_window is absent
-        full      the family's word for a layer without
+        full      the family's word for a layer without      kinds    others that it has
         Raises ConfigError on a layer of another type, and on a window in a family without.
         """
         num, types = self.size("num_hidden_layers"), self.values.get("layer_types")
-        allowed = {full} if slides is None else {full, "sliding_attention"}
+        allowed = {full, *kinds} if slides is None else {full, "sliding_attention"}
         if types is not None and (not isinstance(types, list) or set(map(str, types)) - allowed
                                   or len(types) < num):
             self.refuse("layer_types", f"one of {', '.join(sorted(allowed))} for every layer")

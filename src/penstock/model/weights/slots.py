@@ -15,6 +15,7 @@ from torch import Tensor
 from penstock.config.base.errors import ConfigError
 from penstock.kernels.fused.layer import LayerOps
 from penstock.kernels.gemm.experts import ExpertOps
+from penstock.kernels.state.scan import Scan
 from penstock.kernels.types import scaled
 from penstock.kernels.types.scaled import Scaled
 from penstock.model.parts import ONE, Cut, Lane, whole
@@ -168,15 +169,17 @@ class Slots:
 
     experts     computes all experts of a layer at once; None: each is an MLP of its own
     lane        what of the model's weights this is: shapes are checked whole, then cut
+    scan        of layers that keep a state
     """
 
     def __init__(self, dtype: torch.dtype, pack: LinearFactory, ops: LayerOps,
-                 experts: ExpertOps | None = None, lane: Lane = ONE) -> None:
+                 experts: ExpertOps | None = None, lane: Lane = ONE, scan: Scan | None = None) -> None:
         self.dtype = dtype
         self.pack = pack
         self.ops = ops
         self.experts = experts
         self.lane = lane
+        self.scan = scan
         self._places: dict[str, tuple[Slot, int, tuple[Cut, ...]]] = {}
         self._foreign: dict[str, tuple[int, ...]] = {}
         self._seen: set[str] = set()

@@ -28,7 +28,8 @@ from penstock.serve.cli.proofs import DIMENSIONS, PROOFS, Cell, Proof, cells
 # A machine on which only what is refused by design is refused.
 _MACHINE = Machine(system="Linux", machine="x86_64", python="3", cpu="any", features=("avx2", "fma"), cores=8,
                    memory_total=1 << 40, memory_available=1 << 40, gpus=("any",), torch_cuda="any")
-_FAMILY = {"ordinary": "llama", "selecting": "llama", "latent": "deepseek_v32", "experts": "qwen3_moe"}
+_FAMILY = {"ordinary": "llama", "selecting": "llama", "latent": "deepseek_v32", "experts": "qwen3_moe",
+           "states": "qwen3_next"}
 _DTYPE = {"float32": "float32", "bfloat16": "bfloat16", "fp8": "auto", "gguf": "auto", "packed": "gguf"}
 
 
@@ -47,7 +48,7 @@ def options(cell: Cell) -> dict[str, object]:
         "device": {"cpu": "cpu", "gpu": "cuda"}[cell.device], "dtype": _DTYPE[cell.weights],
         "hbm_bytes": "1G", "host_tier": hosted or tier, "prefix_cache": True,     # as by default
         "sparse_kv": "always" if hosted else "off"}
-    if cell.kind == "selecting" or (cell.kind == "experts" and hosted):
+    if cell.kind == "selecting" or (cell.kind in ("experts", "states") and hosted):
         asked["sparse_top_k"] = 512
     if cell.feature == "stored":
         asked["kv_storage"] = "file:///DIR"
@@ -66,7 +67,8 @@ def facts(cell: Cell) -> ModelFacts:
     """What a model of its kind says of itself."""
     latent, files = cell.kind == "latent", "gguf" if cell.weights in ("gguf", "packed") else "safetensors"
     return ModelFacts(name="NAME", load_format=files, layers=32, topk=2048 if latent else 0,
-                      kv_heads=not latent, experts=64 * (cell.kind in ("latent", "experts")))
+                      kv_heads=not latent, experts=64 * (cell.kind in ("latent", "experts")),
+                      state_bytes=(1 << 18) * (cell.kind == "states"))
 
 
 def refusals_of(cell: Cell) -> Iterator[str]:

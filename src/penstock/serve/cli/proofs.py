@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 DIMENSIONS: dict[str, dict[str, str]] = {
     "kind": {"ordinary": "read all of their KV", "selecting": "select (`--sparse-top-k`)",
-             "latent": "latent rows, chosen by an indexer", "experts": "experts"},
+             "latent": "latent rows, chosen by an indexer", "experts": "experts",
+             "states": "keep a state in most layers"},
     "place": {"resident": "device", "hosted": "host memory"},          # where decode reads KV from
     "feature": {"plain": "-", "tier": "host tier", "cache": "prefix cache", "paused": "pages paused",
                 "stored": "storage in files"},
@@ -86,6 +87,11 @@ PROOFS: tuple[Proof, ...] = (
     Proof("tests/parity/test_latent_parity.py::test_bf16_follows_transformers", "latent", weights="bfloat16"),
     Proof("tests/unit/test_fp8_checkpoint.py::"
           "test_blocks_equal_their_dequantised_twin_with_scales_in_another_shard", "ordinary", weights="fp8"),
+    Proof(_CORE + "any_chunk_size_in_mixed_batches", "states"),
+    Proof(_CORE + "a_device_pool_that_is_too_small", "states", feature="tier"),
+    Proof(_CORE + "pause_or_drop_of_anyone_at_any_moment", "states", feature="paused"),
+    Proof("tests/conformance/test_executor_states.py::test_a_prefix_is_found_where_a_state_is_kept", "states",
+          feature="tier cache"),
     # Decode that selects.
     Proof(_HOSTED + "budgets_differ_by_request", "selecting", "resident hosted", device=BOTH),
     Proof(_HOSTED + "prompts_longer_than_the_device_in_any_chunks", "selecting", "hosted", device=BOTH),

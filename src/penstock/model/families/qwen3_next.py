@@ -1,0 +1,105 @@
+"""Qwen3-Next and the text of Qwen3.5, dense or with experts: three of four layers are gated delta nets, the
+others have gated attention."""
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+from penstock.config.base.errors import ConfigError
+from penstock.kernels.state.scan import ScanSpec
+from penstock.model.base import GlobalLayer
+from penstock.model.families.common import read_attention, read_spec
+from penstock.model.moe import MoESpec
+from penstock.model.rope import rotated_dim
+from penstock.model.scan import StateSpec
+from penstock.model.transformer import Spec
+from penstock.model.weights.fields import Fields
+
+PARTIAL = 0.25              # of a head that is turned
+STATE, FULL = "linear_attention", "full_attention"
+
+
+def qwen3_next(fields: Fields) -> Spec:
+    """A layer without experts is dense."""
+    step, dense = fields.size("decoder_sparse_step", 1), fields.indices("mlp_only_layers")
+    layers = range(fields.size("num_hidden_layers"))
+    sparse = [i for i in layers if i not in dense and (i + 1) % step == 0]
+    chosen = fields.values.get("num_experts") == 0 or not sparse
+    return _spec(fields, None if chosen else _moe(fields, sparse, 10, 512), kv_heads=2, fused=True)
+
+
+def qwen3_5_text(fields: Fields) -> Spec:
+    return _spec(fields, None, kv_heads=4, fused=False)
+
+
+def qwen3_5_moe_text(fields: Fields) -> Spec:
+    every = [*range(fields.size("num_hidden_layers"))]
+    return _spec(fields, _moe(fields, every, 8, 256), kv_heads=2, fused=False)
+
+
+def _spec(fields: Fields, moe: MoESpec | None, *, kv_heads: int, fused: bool) -> Spec:
+    bias = fields.flag("attention_bias")
+    attention = read_attention(fields, kv_heads=kv_heads, head_dim=256, qkv_bias=bias, out_bias=bias,
+                               qk_norm=True)
+    attention = replace(attention, norm_plus=1.0, gated=True,
+                        rotated=rotated_dim(fields, attention.head_dim, PARTIAL))
+    every_layer = moe is not None and len(moe.layers) == fields.size("num_hidden_layers")
+    if every_layer and fields.values.get("intermediate_size") is None:
+        fields = Fields({**fields.values, "intermediate_size": moe.width if moe else 0}, fields.family)
+    spec = read_spec(fields, attention, moe=moe, partial=PARTIAL, kinds=(STATE,),
+                     reads=("partial_rotary_factor",))
+    return replace(spec, norm_plus=1.0, states=_states(fields, fused))
+
+
+def _states(fields: Fields, fused: bool) -> StateSpec | None:
+    """None where every layer attends."""
+    num, every = fields.size("num_hidden_layers"), fields.size("full_attention_interval", 4)
+    types = fields.values.get("layer_types") or [FULL if (i + 1) % every == 0 else STATE for i in range(num)]
+    layers = frozenset(GlobalLayer(i) for i in range(num) if types[i] == STATE)
+    if len(layers) == num:
+        fields.refuse("layer_types", f"one layer of {FULL} at least")
+    scan = ScanSpec(
+        heads=fields.size("linear_num_value_heads", 32), key_heads=fields.size("linear_num_key_heads", 16),
+        key_dim=fields.size("linear_key_head_dim", 128), value_dim=fields.size("linear_value_head_dim", 128),
+        taps=fields.size("linear_conv_kernel_dim", 4, least=2), delta=True)
+    if scan.heads % scan.key_heads:
+        raise ConfigError(f"config.json: linear_num_value_heads = {scan.heads} must be a multiple of "
+                          f"linear_num_key_heads = {scan.key_heads}")
+    values = scan.heads * scan.value_dim
+    if not layers:
+        return None
+    if fused:
+        projections: tuple[tuple[str, int], ...] = (
+            ("in_proj_qkvz", scan.channels + values), ("in_proj_ba", 2 * scan.heads))
+        return StateSpec(layers=layers, name="linear_attn", scan=scan, projections=projections,
+                         order=_by_head(scan))
+    projections = (("in_proj_qkv", scan.channels), ("in_proj_z", values), ("in_proj_b", scan.heads),
+                   ("in_proj_a", scan.heads))
+    return StateSpec(layers=layers, name="linear_attn", scan=scan, projections=projections,
+                     order=(*range(scan.channels + values + 2 * scan.heads),))
+
+
+def _by_head(scan: ScanSpec) -> tuple[int, ...]:
+    """In files what a key head has lies together: q, k, v and z of its heads, then b and a of its heads."""
+    each = scan.heads // scan.key_heads
+    sizes = (scan.key_dim, scan.key_dim, each * scan.value_dim, each * scan.value_dim, each, each)
+    parts: list[list[int]] = [[] for _ in sizes]
+    ends = [*accumulate(sizes[:4], initial=0)], [*accumulate(sizes[4:], initial=0)]
+    first = 0
+    for offsets, at in ((ends[0], 0), (ends[1], 4)):
+        for head in range(scan.key_heads):
+            for i, (begin, end) in enumerate(pairwise(offsets)):
+                parts[at + i] += range(first + head * offsets[-1] + begin, first + head * offsets[-1] + end)
+        first += scan.key_heads * offsets[-1]
+    return tuple(row for part in parts for row in part)
+
+
+def _moe(fields: Fields, layers: list[int], chosen: int, experts: int) -> MoESpec:
+    num_experts, num_chosen = fields.size("num_experts", experts), fields.size("num_experts_per_tok", chosen)
+    if num_chosen > num_experts:
+        raise ConfigError(f"config.json: num_experts_per_tok = {num_chosen} is more than the {num_experts} "
+                          "experts")
+    return MoESpec(
+        num_experts=num_experts, num_chosen=num_chosen, width=fields.size("moe_intermediate_size", 512),
+        renormalize=fields.flag("norm_topk_prob", True), layers=frozenset(map(GlobalLayer, layers)),
+        shared_width=fields.size("shared_expert_intermediate_size", 512), shared_gated=True)

@@ -1,0 +1,209 @@
+"""Layers that keep a state: where a prefix may be found, states of several groups, and faults that are seen.
+
+Otherwise `test_executor_core.py` plays `state` as it plays all kinds of engines.
+"""
+from __future__ import annotations
+
+import functools
+from itertools import pairwise
+
+import prompts_engine
+import pytest
+import torch
+from late_copies import Latest, Shuffled
+from prompts_engine import PROMPTS, STATE, Engine, dense, model, play
+
+from penstock.core.kv.page_table import PageTable
+from penstock.core.kv.pages import Pages
+from penstock.core.plan import Dropped, Paused, RequestId
+from penstock.exec.step import states
+from penstock.memory.pool import PageLayout
+from penstock.model import scan
+
+pytestmark = pytest.mark.usefixtures("stages")
+
+LONG = tuple((5 * i * i + 3 * i) % 61 for i in range(40))
+# Four layers of two kinds, states of three in as many groups.
+KINDS = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+SPLIT = {**STATE, "num_hidden_layers": 4, "layer_types": KINDS}
+
+
+@pytest.mark.parametrize("chunk", [3, 64])
+@pytest.mark.parametrize("interval", [4, 8, 12])
+def test_a_prefix_is_found_where_a_state_is_kept(interval, chunk, monkeypatch):
+    """On the device, and, once others have been there, on the host."""
+    monkeypatch.setattr(prompts_engine, "INTERVAL", interval)
+    engine = Engine(family="state", hbm_pages=30, dram_pages=200, step_tokens=chunk, lateness=Latest())
+    engine.add(0, LONG, 2)
+    engine.drain()
+    for last, tier in enumerate(("hbm", "dram")):
+        for shared in (3, 4, 7, 8, 13, 24, 25, 39):
+            rid = len(engine.got)
+            prompt = (*LONG[:shared], *((60 - t - last) % 61 for t in LONG[shared:shared + 9]))
+            engine.add(rid, prompt, 6)
+            engine.drain()
+            assert tuple(engine.got[rid]) == dense(prompt, 6, "state")
+            found = engine.started[rid]
+            assert found.hbm_tokens + found.dram_tokens == min(shared, len(prompt) - 1) // interval * interval
+        if tier == "hbm":
+            for rid in range(len(engine.got), len(engine.got) + 6):
+                engine.add(rid, tuple((rid * t + 1) % 61 for t in LONG), 1)
+            engine.drain()
+    assert any(found.dram_tokens for found in engine.started.values())
+    assert any(found.hbm_tokens for found in engine.started.values())
+
+
+def test_a_prompt_whose_last_state_is_gone_goes_on_from_the_one_before(monkeypatch):
+    monkeypatch.setattr(prompts_engine, "INTERVAL", 8)
+    engine = Engine(family="state", dram_pages=0)
+    engine.add(0, LONG, 1)
+    engine.drain()
+    kv, path = engine.core.kv, []
+    [node] = kv.tree.roots[0].children.values()
+    while len(path) < 10:
+        path.append(node)
+        node = next(iter(node.children.values()), None)
+    kv.tree.forget(path[7], kv.device[1])           # the state behind 32 tokens
+    engine.add(1, (*LONG[:34], 1, 2, 3), 6)
+    engine.drain()
+    assert engine.started[1].hbm_tokens == 24
+    assert tuple(engine.got[1]) == dense((*LONG[:34], 1, 2, 3), 6, "state")
+
+
+@pytest.mark.parametrize("kind", [Paused, Dropped])
+@pytest.mark.parametrize("lateness", [Latest, functools.partial(Shuffled, 2, torn=0.3)])
+def test_states_of_several_groups_of_layers(lateness, kind, monkeypatch):
+    """As those of large models are cut; a stage has some layers of a group, or none."""
+    monkeypatch.setattr(scan, "PAGE_BYTES", 512)
+    monkeypatch.setitem(prompts_engine.CONFIGS, "split", SPLIT)
+    engine = Engine(family="split", hbm_pages=30, step_tokens=7, lateness=lateness())
+    assert [g.name for g in engine.core.cfg.groups] == ["full", "state 0", "state 1", "state 2"]
+    play(engine, lambda turn: [kind(RequestId(1 + turn % 7))] if turn % 3 == 0 else [])
+    assert engine.core.stats()["pauses" if kind is Paused else "drops"] >= 3
+
+
+# ---------------------------------------------------------------- faults
+def scene():
+    """Rows in small chunks and pauses, then a prefix that is found on either tier."""
+    engine = Engine(family="split", hbm_pages=30, step_tokens=5)
+    play(engine, lambda turn: [Paused(RequestId(1 + turn % 7))] if turn % 4 == 0 else [])
+    for rid in (20, 21):
+        engine.add(rid, LONG, 4)
+        engine.drain()
+        assert tuple(engine.got[rid]) == dense(LONG, 4, "split")
+    assert engine.started[21].hbm_tokens == 32
+
+
+def places(mp, change):
+    """`change` of a step's ragged layout, positions, and places of states."""
+    right = states._places
+    mp.setattr(states, "_places", lambda ragged, positions_T: change(
+        ragged, positions_T, *right(ragged, positions_T)))
+
+
+def starts(ragged):
+    return [context - (end - first) for context, (first, end) in
+            zip(ragged.context, pairwise(ragged.query_start), strict=True)]
+
+
+def kept_over_a_bind(mp):
+    """A row that begins goes on from what is in its first page."""
+    places(mp, lambda ragged, _, from_B, to_T: (
+        from_B.where(from_B >= 0, ragged.pages_RM[list(ragged.rows), 0].long()), to_T))
+
+
+def of_the_wrong_grid_line(mp):
+    """At the end of a page, that which is about to be written."""
+    def change(ragged, positions_T, from_B, to_T):
+        entry = torch.tensor(starts(ragged)) // ragged.page_size
+        return from_B.where(from_B < 0, ragged.pages_RM[torch.tensor(ragged.rows), entry].long()), to_T
+    places(mp, change)
+
+
+def of_a_neighbour(mp):
+    places(mp, lambda ragged, _, from_B, to_T: (from_B.roll(1), to_T))
+
+
+def none_inside_a_chunk(mp):
+    def change(ragged, positions_T, from_B, to_T):
+        last = torch.zeros(len(to_T), dtype=torch.bool)
+        last[[end - 1 for end in ragged.query_start[1:]]] = True
+        return from_B, to_T.where(last, -1)
+    places(mp, change)
+
+
+def none_at_the_end_of_a_chunk(mp):
+    places(mp, lambda ragged, positions_T, from_B, to_T: (
+        from_B, to_T.where((positions_T + 1) % ragged.page_size == 0, -1)))
+
+
+def of_another_layer(mp):
+    right = states.StatePools.__init__
+
+    def made(self, groups, device):
+        right(self, groups, device)
+        layers = list(self._layers)
+        if len(layers) > 1:
+            self._layers[layers[0]] = self._layers[layers[1]]
+    mp.setattr(states.StatePools, "__init__", made)
+
+
+def read(mp, change):
+    """`change` of the tails of the convolutions that a step goes on from, [rows, taps - 1, channels]."""
+    right, shape = states.StepStates.__call__, model("split").spec.states.scan
+
+    def call(self, layer, tokens):
+        found = right(self, layer, tokens)
+        held, tail = found.from_B[found.from_B >= 0], (shape.taps - 1) * shape.channels
+        tail_BWX = found.pool_PE[held, :tail].view(len(held), shape.taps - 1, shape.channels)
+        found.pool_PE[held, :tail] = change(tail_BWX).flatten(1)
+        return found
+    mp.setattr(states.StepStates, "__call__", call)
+
+
+def the_tail_of_the_convolution_is_lost(mp):
+    read(mp, torch.zeros_like)
+
+
+def the_tail_is_one_token_late(mp):
+    read(mp, lambda tail: tail.roll(1, 1))
+
+
+def half_a_page_has_no_state(mp):
+    """What is copied of a page are its whole units."""
+    mp.setattr(PageLayout, "units", lambda self, tokens: tokens // self.unit)
+
+
+def given_up_at_the_end_of_a_page(mp):
+    right = PageTable.begin
+    mp.setattr(PageTable, "begin", lambda self, tokens: tokens // self.unit if self.group.snapshot
+               else right(self, tokens))
+
+
+def found_where_none_is_kept(mp):
+    mp.setattr(Pages, "_serves", lambda self, r, path, stored: True)
+
+
+FAULTS = (kept_over_a_bind, of_the_wrong_grid_line, of_a_neighbour, none_inside_a_chunk,
+          none_at_the_end_of_a_chunk, of_another_layer, the_tail_of_the_convolution_is_lost,
+          the_tail_is_one_token_late, half_a_page_has_no_state, given_up_at_the_end_of_a_page,
+          found_where_none_is_kept)
+
+
+@pytest.fixture
+def split(monkeypatch):
+    monkeypatch.setattr(prompts_engine, "INTERVAL", 8)
+    monkeypatch.setitem(prompts_engine.CONFIGS, "split", SPLIT)
+
+
+def test_the_right_executor_passes(split):
+    scene()
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_is_seen(fault, split, monkeypatch):
+    for prompt in (*PROMPTS.values(), LONG):
+        dense(prompt, 12 if prompt != LONG else 4, "split")         # of the right one
+    fault(monkeypatch)
+    with pytest.raises((AssertionError, IndexError)):
+        scene()
