@@ -42,13 +42,13 @@ class OneByOne:
     def pools(self, i):
         return self.pages[:, i, :, 0], self.pages[:, i, :, 1]
 
-    def __call__(self, i, q, kv, chosen=None):
+    def __call__(self, i, q, kv, chosen=None, sinks_N=None):
         paged_attention.write_kv(kv[:, 0], kv[:, 1], *self.pools(i), self.layout.page_T, self.layout.offset_T)
         return self.run(q, *self.pools(i))
 
 
 class AtOnce(OneByOne):
-    def __call__(self, i, q, kv, chosen=None):
+    def __call__(self, i, q, kv, chosen=None, sinks_N=None):
         raise AssertionError("layers were called one by one")
 
     def paged(self):
@@ -129,5 +129,5 @@ def test_attention_that_does_not_build_is_not_asked_for(monkeypatch):
     for name, tensor in registry.dummy_tensors(LLAMA, 7):
         model.load(name, tensor)
     model.finish()
-    x = model.layers(Boundary(torch.randn(2, 80), None), torch.arange(2), lambda i, q, kv: q)
+    x = model.layers(Boundary(torch.randn(2, 80), None), torch.arange(2), lambda i, q, kv, **_: q)
     assert x.delta_TD.isfinite().all()
