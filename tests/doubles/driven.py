@@ -170,7 +170,7 @@ class InProcess(Driven):
               max_len: int, lateness: Lateness | None, selection: Selection | None = None,
               backend: str | None = None, attention: Any = None, layers: Sequence[int] = (),
               num_layers: int = 2, dtype: torch.dtype = torch.float32, page_size: int = PAGE,
-              storage: Any = None, **settings: Any) -> None:
+              storage: Any = None, drafter: Any = None, **settings: Any) -> None:
         """It attends as an engine does whose requests select so. backend: of each op, None: what is chosen
         for the device; attention: another one. `settings` of the core; the rest as `ranks.front` takes it.
         Most prompts take more pages than one admission takes at once."""
@@ -184,7 +184,8 @@ class InProcess(Driven):
                          cfg.largest_hot)
         executor, self.device, self.host = ranks.front(
             model, attention or parts.attention, groups, caches, cfg, layers=layers, num_layers=num_layers,
-            max_len=max_len, lateness=lateness, selector=parts.selector, storage=storage)
+            max_len=max_len, lateness=lateness, selector=parts.selector, storage=storage,
+            drafter=drafter)
         self.begin(cfg, executor)
         self.rank = executor._ranks[0]
         self.poison()
@@ -219,6 +220,7 @@ class InProcess(Driven):
         least: dict[Row, int] = {}
         for plan in flying:
             for row, start in zip(plan.rows, plan.start, strict=True):
+                start -= self.core.cfg.draft_tokens * len(flying)       # as far as what is out may be less
                 least[row] = min(start, least.get(row, start))
         for rank in self.ex._ranks:
             table = rank._tables.groups[g]

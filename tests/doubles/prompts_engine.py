@@ -96,6 +96,8 @@ class Engine(InProcess):
     family: str = "grouped"
     storage: object = None                      # made of the host pools; and pages that the core remembers
     disk_pages: int = 0
+    draft_tokens: int = 0
+    drafter: object = None
 
     def __post_init__(self) -> None:
         latent, rows = self.family == "latent", self.family in ("latent", "mla")
@@ -108,6 +110,7 @@ class Engine(InProcess):
                    lateness=self.lateness, rows=self.rows, hbm_pages=self.hbm_pages,
                    dram_pages=self.dram_pages, step_tokens=self.step_tokens, wait_pages=self.wait_pages,
                    take_pages=self.take_pages, overlap=self.overlap, storage=self.storage,
+                   drafter=self.drafter, draft_tokens=self.draft_tokens,
                    disk_pages=self.disk_pages, store_root=b"an engine" if self.disk_pages else b"")
 
     def add(self, rid: int, prompt: tuple[int, ...], max_new: int, params=GREEDY, **more) -> None:

@@ -121,6 +121,21 @@ def test_a_step_looks_at_the_rows_that_cross_a_page(kind: str) -> None:
     assert sum(looked) == 16 * 4 * 3 and sum(n > 0 for n in looked) <= 8
 
 
+def test_rows_that_draft_nothing_are_not_looked_at_beside_those_that_do() -> None:
+    e = Engine(16, draft_tokens=3)
+    e.start([24] * 14, selects=True, drafts=0)
+    e.turn(*(Arrived(RequestId(100 + i), tuple(range(24)), 1000, drafts=i) for i in (1, 9)))
+    e.turn()
+    looked = []
+    for _ in range(32):
+        plan = e.turn()
+        width = dict(zip(plan.rids, plan.count, strict=True))
+        assert [width[RequestId(i)] for i in (0, 13, 101, 109)] == [1, 1, 2, 4]
+        looked.append(e.looked)
+    # As above, and each row that drafts three times a step.
+    assert sum(looked) == 14 * 4 * 3 + 32 * 2 * 3
+
+
 def test_a_row_that_ends_or_pauses_is_looked_at_alone() -> None:
     e = Engine(8, dram_pages=1000)
     e.start([24] * 7)

@@ -75,6 +75,7 @@ class Arrived:
     peer: PeerId = ONE_PEER                # which engine that is
     cached_max: int | None = None          # so many tokens at most are taken from what is cached: what lies
                                            # behind them is to be computed in any case
+    drafts: int | None = None              # of a step, at most; None: as many as the engine takes
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,14 +116,20 @@ def _may_decode(r: Request) -> bool:
 
 def _width(core: CoreState, r: Request, budget: int) -> int:
     """Positions that a decoding row computes: one, and drafts as far as everything allows."""
-    if not core.cfg.draft_tokens:
+    if not (drafts := drafts_of(core, r)):
         return 1
     left = r.num_prompt + r.max_new - len(r.tokens) - r.num_placeholders
-    width = min(1 + core.cfg.draft_tokens, budget, left)
+    width = min(1 + drafts, budget, left)
     while r.computed + width > r.capacity:
         if not core.kv.grow(r, r.capacity + 1):          # drafts are worth no victim
             return r.capacity - r.computed
     return width
+
+
+def drafts_of(core: CoreState, r: Request) -> int:
+    """Of one step, at most."""
+    most, asked = core.cfg.draft_tokens, r.arrived.drafts
+    return most if asked is None else min(most, asked)
 
 
 def _row(r: Request, width: int) -> ScheduledRow:
@@ -302,7 +308,7 @@ def _columns(core: CoreState, step: StepId, chosen: list[ScheduledRow]) -> Colum
 def unchanged_until(core: CoreState, r: Request) -> int:
     """Up to which position `r` decodes one token a step and nothing else happens to its row. Drafts
     and loads to wait for need a look each step."""
-    if (core.cfg.draft_tokens or r.waits or r.issued is None
+    if (drafts_of(core, r) or r.waits or r.issued is None
             or r.phase not in DECODING or len(r.tokens) + r.num_placeholders != r.computed + 1):
         return 0
     return min(r.capacity, r.num_prompt + r.max_new - 1)
@@ -311,7 +317,7 @@ def unchanged_until(core: CoreState, r: Request) -> int:
 def append_until(core: CoreState, r: Request) -> int:
     """Up to which retired position a result of `r` is one more token: no page is full, no end is
     reached. Stop tokens are looked for."""
-    if core.cfg.draft_tokens or r.phase not in DECODING or len(r.tokens) != r.retired + 1 or r.forks:
+    if drafts_of(core, r) or r.phase not in DECODING or len(r.tokens) != r.retired + 1 or r.forks:
         return 0
     return min((len(r.path) + 1) * core.cfg.page_size - 1, r.num_prompt + r.max_new - 2)
 

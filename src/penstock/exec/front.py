@@ -25,6 +25,7 @@ from penstock.core.plan import (
     StepPlan,
     Tier,
 )
+from penstock.exec.drafts.narrow import decoding
 from penstock.exec.rank import Report, Stepped
 from penstock.exec.sampling.sampler import Logprobs
 from penstock.exec.sparse.rows import READS
@@ -85,6 +86,8 @@ class _Open:
     prompt: PromptScores | None = None
     hot_pages: int = 0           # the most that its hot buffer had
     told: tuple[int, int] = 0, 0  # units selected and missed, when the core was last told
+    drafted: int = 0             # tokens that were proposed for it,
+    accepted: int = 0            # and those that it has said
 
 
 @dataclass(slots=True)
@@ -189,6 +192,11 @@ class Front:
         hot = {"hot_buffer_tokens": state.hot_pages * self._page_size}
         return dict(zip(READS, map(sum, zip(*found, strict=True)), strict=True)) | hot if found else None
 
+    def drafts(self, rid: RequestId) -> tuple[int, int]:
+        """Tokens that were proposed for `rid`, and how many of them it has said. Before `close`."""
+        state = self._open[rid]
+        return state.drafted, state.accepted
+
     def fault(self, rid: RequestId) -> str | None:
         """Why this executor aborted `rid`, until `close`; None if it did not."""
         return self._open[rid].fault
@@ -288,12 +296,16 @@ class Front:
         # and whatever else is not finite is so again in the next step.
         faults = () if spoiled else stepped.faults
         aborts: list[Event] = [Aborted(rid, damaged=True) for rid, why in faults if self._fault(rid, why)]
-        decodes = sum(c == 1 and s for c, s in zip(plan.count, plan.samples, strict=True))
+        decodes = [count for _, count in decoding(plan)]
+        said = sum(map(len, stepped.tokens))
+        for rid, drafted, accepted in stepped.drafts:
+            self._open[rid].drafted += drafted
+            self._open[rid].accepted += accepted
         self._count["steps"] += 1
         self._count["empty_steps"] += not plan.rows
-        self._count["decode_tokens"] += decodes
-        self._count["prefill_tokens"] += len(plan.tokens) - decodes
-        self._count["sampled_tokens"] += len(stepped.tokens) - len(stepped.faults)
+        self._count["decode_tokens"] += said - (sum(plan.samples) - len(decodes) - len(stepped.faults))
+        self._count["prefill_tokens"] += len(plan.tokens) - sum(decodes)
+        self._count["sampled_tokens"] += said
         self._count["nonfinite_rows"] += len(stepped.faults)
         for rid in _named(plan):
             state = self._open[rid]

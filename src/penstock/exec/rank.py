@@ -23,6 +23,8 @@ from penstock.config.request.grammar import Grammar
 from penstock.config.request.params import SamplingParams
 from penstock.config.request.scores import Scores
 from penstock.core.plan import Moved, RequestId, StepId, StepPlan
+from penstock.exec.drafts.drafter import Drafter
+from penstock.exec.drafts.narrow import Narrowing, Widths
 from penstock.exec.graphs.mixed import START_S
 from penstock.exec.graphs.steps import captured
 from penstock.exec.sampling.grammar import Grammars
@@ -55,6 +57,7 @@ class Stepped:
                 have the same
     reads       (request, `exec.sparse.rows.READS`) of each row that selects, since its beginning
     prompts     (request, logprobs of a part of its prompt) where they were asked for
+    drafts      (request, how many, how many of them it has said) of each row that had some
     """
 
     step: StepId
@@ -64,10 +67,12 @@ class Stepped:
     tables: tuple[tuple[int, str], ...] = ()
     reads: tuple[tuple[RequestId, tuple[int, ...]], ...] = ()
     prompts: tuple[tuple[RequestId, Scores], ...] = ()
+    drafts: tuple[tuple[RequestId, int, int], ...] = ()
 
 
 Report: TypeAlias = Stepped | Moved
 DIGEST_STEPS = 64
+WIDE = 16               # positions of a step of a CPU up to which another one costs little
 
 
 @dataclass(slots=True)
@@ -119,10 +124,11 @@ class Rank:
     def __init__(self, parts: RankParts, hbm: Sequence[HbmPool], dram: Sequence[DramPool] = (), *, rows: int,
                  max_len: int, row_base: int = 0, seed: int = 0, lateness: Lateness | None = None,
                  links: Links | None = None, wake: Callable[[], None] | None = None,
-                 grammars: Grammars | None = None) -> None:
+                 grammars: Grammars | None = None, drafter: Drafter | None = None) -> None:
         """Pools by cache group; `dram` is empty without a host tier. max_len: tokens of the longest
         request. links: to the other stages; None: the model is whole. wake: called in another thread when a
-        copy has ended. grammars: of requests that have one; None: no request does."""
+        copy has ended. grammars: of requests that have one; None: no request does. drafter: of rows whose
+        plans have drafts, on a CPU; None: none has. It is one on every stage."""
         self._links = links or Links()
         model = parts.model
         self._model, self._hbm, self._dram = model, hbm, dram
@@ -132,6 +138,14 @@ class Rank:
         self._attending = _attending(parts, self._groups, self._tables, hbm, dram)
         self._tokens = tokens_of(self._links, model.vocab_size, rows, self._tables, seed, parts.draw,
                                  parts.mask, grammars)
+        self._widths: Widths | None = None
+        if drafter is not None:
+            assert device.type == "cpu", "a drafter on a GPU"
+            # A state has seen all that is before it: what a wrong draft left in it cannot be taken back.
+            wide = 0 if any(group.snapshot for group in self._groups) else WIDE
+            self._widths = Widths(self._links,
+                                  Narrowing(drafter, self._tokens.history, model.vocab_size, wide))
+            self._links = self._widths.links
         self._prompts = PromptReader(model.logits, model.vocab_size) if self._links.after is None else None
         self._steps: list[Steps] = [Eager(model, self._groups, self._tables, self._attending, self._links)]
         self._mover = Mover([*hbm, *dram], lateness, wake)
@@ -162,6 +176,8 @@ class Rank:
             self._prompts.close(rid)
         self._attending.close(rid)
         self._tokens.close(rid)
+        if self._widths is not None:
+            self._widths.forget(rid)
 
     def given(self, rid: RequestId, tokens: Sequence[int]) -> None:
         """The first output tokens of `rid`, which another engine has sampled."""
@@ -261,6 +277,8 @@ class Rank:
             self._tables.bind(bind, self._tokens.bind(bind))
             budget, num_prompt = self._selects[bind.rid]
             self._attending.bind(bind, budget=budget, num_prompt=num_prompt)
+            if self._widths is not None:
+                self._widths.forget(bind.rid)
         for grow in plan.grows:
             self._tables.grow(grow)
         for remap in plan.remaps:
@@ -270,6 +288,8 @@ class Rank:
             self._attending.resize(resize)
         if not plan.rows:
             return Answers(), []
+        if self._widths is not None:
+            plan = self._widths.of(plan)
         self._tokens.feed(plan)
         arrivals = self._arrivals(plan) if plan.waits else []
         started = time.perf_counter()
@@ -300,18 +320,21 @@ class Rank:
             self._links.tell.put(plan.step, tuple(answers.tokens))
         self._executed = plan.step
         self._mover.add([m for m in plan.moves if m.id not in plan.waits])
+        if self._widths is not None and self._groups[0].owned:
+            self._widths.count(answers.drafts)
         several = self._links != Links() or self._model.stage.lane.size > 1
         compared = several and plan.step % DIGEST_STEPS == 0
         return Stepped(plan.step, tuple(answers.tokens), tuple(answers.logprobs), tuple(answers.faults),
-                       self._tables.digests() if compared else (), flight.reads(), landed(flight.prompts))
+                       self._tables.digests() if compared else (), flight.reads(), landed(flight.prompts),
+                       tuple(answers.drafts))
 
     def stats(self) -> dict[str, float]:
         """By metric name; seconds of this thread, those of moves of whichever made them."""
         out = {"executor_forward_seconds_total": self._forward_s,
                "executor_sampling_seconds_total": self._sampling_s,
                "executor_sampled_outside_total": float(self._tokens.outside)}
-        for stats in (*(way.stats for way in self._steps),
-                      *([self._attending.stats] if self._groups[0].owned else [])):
+        owned = [self._attending.stats, *([self._widths.stats] if self._widths else [])]
+        for stats in (*(way.stats for way in self._steps), *(owned if self._groups[0].owned else [])):
             out |= stats()
         for (src, dst, group), traffic in self._mover.traffic.items():
             name = self._groups[group].name

@@ -47,11 +47,13 @@ class Boundary(NamedTuple):
     `h_TD` is the residual stream without `delta_TD`, the last half layer's output, which whoever
     norms h next adds to it (adding and norming are one operation); None before the first layer.
     `chosen_TS` is what `Attend.select` chose last, for a layer that shares it; None: nothing yet.
+    `inputs` is what the rows that decode compute, see `exec.drafts.narrow`; None: what their plan says.
     """
 
     h_TD: Tensor
     delta_TD: Tensor | None
     chosen_TS: Tensor | None = None
+    inputs: tuple[int, ...] | None = None
 
 
 class Lanes(Protocol):

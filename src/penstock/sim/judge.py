@@ -248,7 +248,10 @@ class Judge(Watcher):
             assert live.phase in (Phase.PREFILL, Phase.SENDING, *DECODING), f"request {rid}: {live.phase}"
             known = [t >= 0 for t in p.tokens[at:at + count]]
             if not all(known):
-                assert samples and sum(known) <= 1 and count <= 1 + self.cfg.draft_tokens
+                asked = self.made[rid].arrived.drafts
+                most = self.cfg.draft_tokens if asked is None else min(asked, self.cfg.draft_tokens)
+                assert samples and sum(known) <= 1 and count <= 1 + most
+                self.stats["drafts declined"] += most < self.cfg.draft_tokens
                 assert known == sorted(known, reverse=True), f"row {row}: a token after a draft"
             assert not (known[0] and row in self.sampled), f"row {row}: the device has its token"
             if not known[0]:

@@ -111,7 +111,7 @@ MUST_FIRE = (
     "step waited for a load", "ranks apart", "straggler", "events held",
     "unmaps", "maps", "hot buffer grows", "hot buffer shrinks",
     "longer than the device", "hosted rows", "rows in both places", "window left behind",
-    "drafts", "fewer tokens than planned", "ahead of its token", "forks shared",
+    "drafts", "drafts declined", "fewer tokens than planned", "ahead of its token", "forks shared",
     "cut by a limit", "ended stop", "ended length", "ended abort", "ended refused",
     # of a pair
     "pairs", "claimed", "messages", "message lost", "answer kept",

@@ -139,7 +139,8 @@ class Workload:
         priority = rng.choice((0, 0, 0, 1, 2))
         rng.random()                       # means nothing: without it every seed would be another workload
         e = Expect(Arrived(RequestId(len(self.made)), prompt, max_new, stop, min_new, namespace, priority,
-                           fork.rid if fork is not None else None, selects, attention, self._transfer()),
+                           fork.rid if fork is not None else None, selects, attention, self._transfer(),
+                           drafts=(None, None, 0, 1)[seed >> 4 & 3]),       # no dice: see above
                    seed, at, truth, outcome, fits < max_new)
         self.made.append(e)
         return e

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import TypeAlias
 
 import torch
@@ -46,6 +47,7 @@ class Answers:
                 by `sample` and `choose`
     late        gives some rows their tokens, once those of all steps before are known: until then they
                 have provisional ones
+    drafts      of rows that had some: the request, how many, and how many of them it has said
     """
 
     states: States = ()
@@ -56,6 +58,7 @@ class Answers:
     tokens: list[tuple[int, ...]] = field(default_factory=list)
     logprobs: list[tuple[RequestId, int, Logprobs]] = field(default_factory=list)
     faults: list[tuple[RequestId, str]] = field(default_factory=list)
+    drafts: list[tuple[RequestId, int, int]] = field(default_factory=list)
 
     def choose(self) -> None:
         """Launch `late`. Does not wait for a device."""
@@ -71,17 +74,20 @@ class Answers:
         tokens, fine = [[], []] if self.answer_2B is None else self.answer_2B.tolist()
         told([s for _, s in self.states], fine, self.recorded)
         for (rid, s), token, code in zip(self.states, tokens, fine, strict=False):       # padding comes last
-            index = len(s.outputs)
-            if code != FINE:                # no token is better than a made-up one
-                self.tokens.append(())
-                self.faults.append((rid, s.fault or (
-                    f"the model's logits for output token {index} are not finite: its weights are damaged or "
-                    "overflow in this dtype")))
-                continue
-            s.outputs.append(token)
-            self.tokens.append((token,))
-            if index in s.logprobs:
-                self.logprobs.append((rid, index, s.logprobs.pop(index)))
+            self.tokens.append((token,) if self.say(rid, s, token, code) else ())
+
+    def say(self, rid: RequestId, s: Sampling, token: int, code: int) -> bool:
+        """`token` is the next one of `rid`, if `code` is FINE; else it fails, and this is False."""
+        index = len(s.outputs)
+        if code != FINE:                    # no token is better than a made-up one
+            self.faults.append((rid, s.fault or (
+                f"the model's logits for output token {index} are not finite: its weights are damaged or "
+                "overflow in this dtype")))
+            return False
+        s.outputs.append(token)
+        if index in s.logprobs:
+            self.logprobs.append((rid, index, s.logprobs.pop(index)))
+        return True
 
 
 class Tokens:
@@ -111,6 +117,10 @@ class Tokens:
     def bind(self, bind: Bind) -> int:
         """The row's last sampled token as of this bind; of no interest between first and last stage."""
         return 0
+
+    def history(self, rid: RequestId) -> tuple[Sequence[int], Sequence[int]]:
+        """Of a first stage: the prompt, and output tokens behind all steps in front."""
+        raise AssertionError("a stage that does not hear of tokens")
 
     def feed(self, plan: StepPlan) -> None:
         """Before the step: the tables get last tokens that were sampled elsewhere."""
@@ -164,14 +174,59 @@ class Chosen(Tokens):
         self._sampler.bind(s, self._tables.index(bind.row), bind.emitted)
         return s.outputs[-1] if s.outputs else 0
 
+    def history(self, rid: RequestId) -> tuple[Sequence[int], Sequence[int]]:
+        s = self._open[rid]
+        return s.prompt, s.outputs
+
     def sample(self, plan: StepPlan, ran: Ran) -> Answers:
         pairs = tuple((rid, self._open[rid]) for rid in sampled(plan))
+        if len(pairs) < len(ran.rows):
+            return self._checked(plan, ran, pairs)
         states = [s for _, s in pairs]
         self.outside += sum(not s.simple for s in states)
         answer_2B, late = self._provisional(ran, states), [i for i, s in enumerate(states) if self._late(s)]
         if not late:
             return Answers(pairs, answer_2B.to("cpu", non_blocking=True))        # pinned, from a device
         return Answers(pairs, late=partial(self._choose, ran, answer_2B, states, late))
+
+    def _checked(self, plan: StepPlan, ran: Ran, pairs: States) -> Answers:
+        """Rows with several positions (`exec.drafts`): each is sampled as it would be alone, once the one
+        before it has said what this one took for its input. So no token depends on drafts."""
+        assert ran.logits_BV is not None and not ran.logits_BV.is_cuda, "drafts are checked on a CPU"
+        entries = [(rid, token) for rid, samples, token in
+                   zip(plan.rids, plan.samples, _last_inputs(plan), strict=True) if samples]
+        states = [self._open[rid] for rid, _ in entries]
+        first = [i for i, (rid, _) in enumerate(entries) if not i or rid != entries[i - 1][0]]
+        ends = [*first[1:], len(entries)]
+        answers, answer_2B = Answers(pairs, learnt=True), self._sampler.best(ran.logits_BV)
+        right = [0] * len(pairs)
+        said: list[list[int]] = [[] for _ in pairs]
+        live = list(enumerate(first))
+        while live:
+            at = [i for _, i in live]
+            if late := [i for i in at if self._late(states[i])]:
+                recorded = self._sampler.choose(ran.logits_BV, answer_2B, states, ran.rows, late,
+                                                self._redraw)
+            tokens, fine = answer_2B[:, at].tolist()
+            told([states[i] for i in at], fine, recorded if late else None)
+            more: list[tuple[int, int]] = []
+            for (n, i), token, code in zip(live, tokens, fine, strict=True):
+                rid, s = pairs[n]
+                if code != FINE and said[n]:        # the next step fails, if it is so again
+                    continue
+                if not answers.say(rid, s, token, code):
+                    continue
+                said[n].append(token)
+                if i + 1 < ends[n] and entries[i + 1][1] == token:
+                    right[n] += 1
+                    more += [(n, i + 1)] * (token not in s.stop_ids)
+            live = more
+        answers.tokens += map(tuple, said)
+        answers.drafts += [(rid, end - begin - 1, good) for (rid, _), begin, end, good in
+                           zip(pairs, first, ends, right, strict=True) if end > begin + 1]
+        some = [n for n, new in enumerate(said) if new]
+        self._tables.sampled([ran.rows[first[n]] for n in some], torch.tensor([said[n][-1] for n in some]))
+        return answers
 
     def _late(self, s: Sampling) -> bool:
         """Whether its token is another than the provisional one."""
@@ -235,14 +290,20 @@ class FromLast(Tokens):
     def __init__(self, vocab_size: int, heard: Heard, tables: RowTables) -> None:
         super().__init__(vocab_size)
         self._heard, self._tables = heard, tables
+        self._prompts: dict[RequestId, tuple[int, ...]] = {}
 
     def open(self, rid: RequestId, prompt: tuple[int, ...], params: SamplingParams, choice: int,
              stop_ids: tuple[int, ...]) -> None:
         super().open(rid, prompt, params, choice, stop_ids)
         self._heard.open(rid)
+        self._prompts[rid] = prompt
 
     def close(self, rid: RequestId) -> None:
         self._heard.close(rid)
+        del self._prompts[rid]
+
+    def history(self, rid: RequestId) -> tuple[Sequence[int], Sequence[int]]:
+        return self._prompts[rid], self._heard.outputs(rid)
 
     def given(self, rid: RequestId, tokens: Sequence[int]) -> None:
         self._heard.given(rid, tokens)
@@ -270,4 +331,10 @@ class FromLast(Tokens):
 
 def sampled(plan: StepPlan) -> tuple[RequestId, ...]:
     """Requests that sample in this step, in order."""
-    return tuple(rid for rid, samples in zip(plan.rids, plan.samples, strict=True) if samples)
+    rids = [rid for rid, samples in zip(plan.rids, plan.samples, strict=True) if samples]
+    return tuple(dict.fromkeys(rids))
+
+
+def _last_inputs(plan: StepPlan) -> list[int]:
+    """Of each entry."""
+    return [plan.tokens[end - 1] for end in accumulate(plan.count)]

@@ -116,6 +116,11 @@ class Heard:
         outputs = self._outputs[rid]
         return outputs[-1] if outputs else 0
 
+    def outputs(self, rid: RequestId) -> Sequence[int]:
+        """All of them so far."""
+        self.last(rid)
+        return self._outputs[rid]
+
     def settle(self) -> None:
         """Take all that has been sampled: nobody will ask for it any more."""
         if self._awaited:

@@ -1,0 +1,1 @@
+"""Several tokens a step: who proposes them, and the plan that checks them."""

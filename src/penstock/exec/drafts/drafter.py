@@ -1,0 +1,87 @@
+"""Who says what a row will say next. Knows tokens; refuses to know rows, pages and how drafts are checked."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.core.plan import RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """`rid` has said `outputs` behind `prompt`, and may say `most` further tokens in the step to come."""
+
+    rid: RequestId
+    prompt: Sequence[int]
+    outputs: Sequence[int]
+    most: int
+
+
+class Drafter(Protocol):
+    """Whatever it proposes, no token changes: one that is wrong costs its position of a step."""
+
+    name: str
+
+    def propose(self, asks: Sequence[Ask]) -> Sequence[Sequence[int]]:
+        """Of each the tokens that come next, in their order: none to `most`. A list that is longer, or has an
+        id outside the vocabulary, is dropped."""
+        ...
+
+    def forget(self, rid: RequestId) -> None:
+        """Its outputs may be others from now on, or it has ended."""
+        ...
+
+
+class NGram(Drafter):
+    """Prompt lookup: what followed the newest occurrence of the last tokens, of as many of them as occur
+    before, `most` to `least`, in prompt and answer.
+
+    Source    prompt lookup decoding, as vLLM's method ngram
+    """
+
+    name = "ngram"
+
+    def __init__(self, least: int = 2, most: int = 4) -> None:
+        """Tokens that must be the same: 1 <= least <= most."""
+        assert 1 <= least <= most, f"n-grams of {least} to {most} tokens"
+        self._least, self._most = least, most
+        self._known: dict[RequestId, tuple[npt.NDArray[np.int32], int]] = {}    # a buffer, tokens in it
+
+    def propose(self, asks: Sequence[Ask]) -> Sequence[Sequence[int]]:
+        return [self._of(self._history(ask), ask.most) for ask in asks]
+
+    def _history(self, ask: Ask) -> npt.NDArray[np.int32]:
+        num_prompt, size = len(ask.prompt), len(ask.prompt) + len(ask.outputs)
+        buffer, had = self._known.get(ask.rid) or (np.array(ask.prompt, np.int32), num_prompt)
+        if size > len(buffer):
+            buffer = np.concatenate((buffer[:had], np.empty(max(256, size // 4) + size - had, np.int32)))
+        if size > had:
+            buffer[had:size] = ask.outputs[had - num_prompt:]
+        self._known[ask.rid] = buffer, size
+        return buffer[:size]
+
+    def _of(self, tokens: npt.NDArray[np.int32], most: int) -> Sequence[int]:
+        last = len(tokens) - 1
+        if last < self._least:
+            return ()
+        # Where an n-gram ends, before the last one, for n = 1, 2, ...: each n leaves a part of those before.
+        ends = np.flatnonzero(tokens[:last] == tokens[last])
+        for n in range(2, self._most + 1):
+            if n > self._least and not len(ends):
+                break
+            longer = ends[(ends >= n - 1) & (tokens[ends - (n - 1)] == tokens[last - (n - 1)])]
+            if n > self._least and not len(longer):
+                break
+            ends = longer
+        if not len(ends):
+            return ()
+        at = int(ends[-1]) + 1
+        found: list[int] = tokens[at:at + most].tolist()
+        return found
+
+    def forget(self, rid: RequestId) -> None:
+        self._known.pop(rid, None)

@@ -1,0 +1,183 @@
+"""The plan that a step computes: where its decoding rows are by now, and as many positions as have drafts.
+
+A plan's starts and counts are upper bounds while results were out when it was made. Here they are known: a
+row that decodes becomes one entry a position, each with one token, so that whatever computes steps sees rows
+that decode and nothing else. The first stage decides, and tells the others beside its hidden states.
+
+Owns who proposes, and the counts of it. Knows no page and no logits.
+"""
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+from penstock.core.plan import RequestId, Row, StepId, StepPlan
+from penstock.exec.drafts.drafter import Ask, Drafter
+from penstock.exec.step.links import Links, Puts, Takes
+from penstock.model.base import Boundary
+
+# A request's prompt and the output tokens that it has by now, behind all steps in front.
+History: TypeAlias = Callable[[RequestId], tuple[Sequence[int], Sequence[int]]]
+Inputs: TypeAlias = tuple[int, ...]     # of each row that decodes: its start, how many drafts, and these
+
+
+class Narrowing:
+    """Of one rank."""
+
+    def __init__(self, drafter: Drafter, history: History, vocab_size: int, wide: int) -> None:
+        """wide: positions of a step up to which another one costs little: rows draft as far as they stay
+        below."""
+        self._drafter, self._history, self._vocab, self._wide = drafter, history, vocab_size, wide
+        self.counts: Counter[str] = Counter()
+        self.lengths: Counter[int] = Counter()
+
+    def forget(self, rid: RequestId) -> None:
+        self._drafter.forget(rid)
+
+    def count(self, drafts: Sequence[tuple[RequestId, int, int]]) -> None:
+        """As `rank.Stepped.drafts`."""
+        for _, drafted, accepted in drafts:
+            self.counts["draft"] += drafted
+            self.counts["accepted"] += accepted
+            self.lengths[accepted] += 1
+
+    def choose(self, plan: StepPlan) -> Inputs:
+        """What the rows of this plan that decode compute. Tokens of all steps in front are known."""
+        rows = list(decoding(plan))
+        histories = [self._history(rid) for rid, _ in rows]
+        room = max(0, self._wide - len(plan.tokens) + sum(count - 1 for _, count in rows))
+        drafting = sum(count > 1 for _, count in rows)
+        share = -(-room // drafting) if drafting else 0
+        asks: list[Ask] = []
+        for (rid, count), (prompt, outputs) in zip(rows, histories, strict=True):
+            most = min(count - 1, share, room)
+            room -= most
+            if most:
+                asks.append(Ask(rid, prompt, outputs, most))
+        found = dict(zip([ask.rid for ask in asks], self._proposed(asks), strict=True))
+        inputs: list[int] = []
+        for (rid, _), (prompt, outputs) in zip(rows, histories, strict=True):
+            drafts = found.get(rid, ())
+            inputs += (len(prompt) + len(outputs) - 1, len(drafts), *drafts)
+        return tuple(inputs)
+
+    def _proposed(self, asks: Sequence[Ask]) -> list[Sequence[int]]:
+        found: list[Sequence[int]] = []
+        for ask, drafts in zip(asks, self._drafter.propose(asks) if asks else (), strict=True):
+            good = len(drafts) <= ask.most and all(
+                isinstance(token, int) and 0 <= token < self._vocab for token in drafts)
+            self.counts["dropped"] += 0 if good else len(drafts)
+            found.append(drafts if good else ())
+        return found
+
+    def stats(self) -> dict[str, float]:
+        """By metric name. Of several ranks one tells what was checked, and one what was dropped."""
+        of = f'drafter="{self._drafter.name}"'
+        lengths = {f'spec_accepted_length_total{{{of},length="{n}"}}': float(count)
+                   for n, count in sorted(self.lengths.items())}
+        return {f"spec_{name}_tokens_total{{{of}}}": float(self.counts[name])
+                for name in ("draft", "accepted", "dropped")} | lengths
+
+
+def decoding(plan: StepPlan) -> Iterator[tuple[RequestId, int]]:
+    """Requests of `plan` whose rows decode, and their positions at most."""
+    at = 0
+    for rid, count in zip(plan.rids, plan.count, strict=True):
+        if plan.tokens[at] < 0:
+            yield rid, count
+        at += count
+
+
+def narrowed(plan: StepPlan, inputs: Inputs) -> StepPlan:
+    """`plan` with an entry a position of each row that decodes: its first token is the row's last sampled
+    one, further ones are the drafts. Asserts that no row is ahead of its plan."""
+    rows, rids, samples = list[Row](), list[RequestId](), list[bool]()
+    starts, counts, tokens = list[int](), list[int](), list[int]()
+    at, left = 0, iter(inputs)
+    for row, rid, start, count, sampled in zip(plan.rows, plan.rids, plan.start, plan.count, plan.samples,
+                                               strict=True):
+        known = plan.tokens[at:at + count]
+        at += count
+        if known[0] >= 0:
+            ran, of_each, first = 1, count, start
+        else:
+            first, drafts = next(left), next(left)
+            assert 0 < first <= start and drafts < count, (
+                f"row {row} is at {first} with {drafts} drafts, its plan at {start} with {count} positions")
+            known = (-1, *(next(left) for _ in range(drafts)))
+            ran, of_each = 1 + drafts, 1
+        rows += [row] * ran
+        rids += [rid] * ran
+        starts += range(first, first + ran)
+        counts += [of_each] * ran
+        samples += [sampled] * ran
+        tokens += known
+    return replace(plan, rows=tuple(rows), rids=tuple(rids), start=tuple(starts), count=tuple(counts),
+                   samples=tuple(samples), tokens=tuple(tokens))
+
+
+# ---------------------------------------------------------------- several stages
+class Inner:
+    """What a stage behind the first takes: hidden states, and before them what they are of."""
+
+    def __init__(self, source: Takes[Boundary]) -> None:
+        self._source = source
+        self._next: tuple[StepId, Boundary] | None = None
+
+    def inputs(self, step: StepId) -> Inputs:
+        boundary = self._source.take(step)
+        self._next = step, boundary
+        assert boundary.inputs is not None, f"step {step}: the stage before does not say what it computes"
+        return boundary.inputs
+
+    def take(self, step: StepId) -> Boundary:
+        if self._next is None:
+            return self._source.take(step)
+        (found, boundary), self._next = self._next, None
+        assert found == step, f"step {step} was handed what step {found} made"
+        return boundary
+
+
+class Outer:
+    """What it hands on, with what it is of."""
+
+    def __init__(self, target: Puts[Boundary]) -> None:
+        self._target = target
+        self.inputs: Inputs = ()
+
+    def put(self, step: StepId, what: Boundary) -> None:
+        self._target.put(step, what._replace(inputs=self.inputs))
+
+
+class Widths:
+    """Makes the plans of one rank into what it computes, alike on every stage.
+
+    links    for those that ran between stages before
+    """
+
+    def __init__(self, links: Links, narrowing: Narrowing) -> None:
+        self._narrowing = narrowing
+        self._inner = None if links.before is None else Inner(links.before)
+        self._outer = None if links.after is None else Outer(links.after)
+        self.links = replace(links, before=self._inner, after=self._outer)
+
+    def of(self, plan: StepPlan) -> StepPlan:
+        """`plan` has rows. Waits for the stage before, or for tokens that were sampled on the last one."""
+        inputs = self._narrowing.choose(plan) if self._inner is None else self._inner.inputs(plan.step)
+        if self._outer is not None:
+            self._outer.inputs = inputs
+        return narrowed(plan, inputs)
+
+    def forget(self, rid: RequestId) -> None:
+        """It is bound anew, or has ended."""
+        self._narrowing.forget(rid)
+
+    def count(self, drafts: Sequence[tuple[RequestId, int, int]]) -> None:
+        """As `rank.Stepped.drafts`."""
+        self._narrowing.count(drafts)
+
+    def stats(self) -> dict[str, float]:
+        """By metric name."""
+        return self._narrowing.stats()

@@ -1,0 +1,132 @@
+"""Speculation changes no token: whatever is proposed, however much of it, whatever happens to the row.
+
+Drafters are one that knows the answer and errs by dice, and one that proposes noise. Free pages are NaN.
+"""
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+from drafters import Broken, Dice, Noise
+from late_copies import Latest, Shuffled
+from prompts_engine import PROMPTS, SMALL, Engine, dense, play
+
+from penstock.config.request.params import SamplingParams
+from penstock.core.plan import Aborted, Dropped, Outcome, Paused, RequestId
+
+pytestmark = pytest.mark.usefixtures("stages")
+FAMILIES = ["grouped", "window", "latent", "mla"]
+# All widths by `make soak`.
+WIDTHS = [pytest.param(1, marks=pytest.mark.soak), 3, pytest.param(7, marks=pytest.mark.soak)]
+
+
+def drafting(family="grouped", chance=0.7, drafts=3, **more) -> Engine:
+    drafter = Noise() if chance == 0 else Dice(lambda prompt, n: dense(prompt, n, family), chance)
+    return Engine(family=family, drafter=drafter, draft_tokens=drafts, **more)
+
+
+def counts(engine) -> tuple[int, int]:
+    """Drafts of all rows, and how many of them were right."""
+    return engine.total("spec_draft_tokens_total"), engine.total("spec_accepted_tokens_total")
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("chance", [0, 0.7, 1])
+@pytest.mark.parametrize("drafts", WIDTHS)
+def test_speculation_of_ordinary_rows(drafts, chance, overlap):
+    engine = drafting(chance=chance, drafts=drafts, overlap=overlap)
+    play(engine)
+    proposed, right = counts(engine)
+    assert max(engine.drafter.asked) == drafts
+    assert {0: 0 <= right < proposed / 4, 0.7: 0 < right < proposed, 1: 0 < right == proposed}[chance]
+
+
+@pytest.mark.parametrize("lateness", ["latest", "torn"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_speculation_while_anyone_pauses(family, lateness):
+    late = {"latest": Latest(), "torn": Shuffled(2, torn=0.3)}[lateness]
+    engine = drafting(family, step_tokens=9, hbm_pages=SMALL[family], lateness=late)
+    play(engine, lambda turn: [Paused(RequestId(1 + turn % 7))] if turn % 2 == 0 else [])
+    proposed, right = counts(engine)
+    assert 0 < right < proposed and engine.core.stats()["pauses"] >= 3
+
+
+def test_speculation_of_rows_that_drop_and_abort():
+    engine = drafting(step_tokens=5, hbm_pages=16, dram_pages=0, lateness=Latest())
+    for rid, prompt in PROMPTS.items():
+        engine.add(rid, prompt, 12)
+    for turn in range(60):
+        engine.inbox += [Aborted(RequestId(r)) for r in (2, 6) if turn == 2 * r]
+        engine.inbox += [Dropped(RequestId(1 + turn % 7))] if turn % 3 == 0 else []
+        engine.turn()
+    engine.drain()
+    for rid, prompt in PROMPTS.items():
+        assert tuple(engine.got[rid]) == dense(prompt, 12)[:len(engine.got[rid])]
+        assert len(engine.got[rid]) == 12 or engine.ended[rid].outcome is Outcome.ABORT
+    assert engine.core.stats()["drops"] >= 3 and 0 < counts(engine)[1] < counts(engine)[0]
+
+
+KINDS = {
+    "seeded": SamplingParams(seed=3), "filtered": SamplingParams(seed=4, top_p=0.8, top_k=20, min_p=0.02),
+    "penalised": SamplingParams(seed=-1, presence_penalty=1.0, frequency_penalty=0.5),
+    "repetition": SamplingParams(seed=3, temperature=1.5, repetition_penalty=1.3),
+    "logprobs": SamplingParams(temperature=0.0, frequency_penalty=1.0, logprobs=2),
+    "min_tokens": SamplingParams(seed=8, min_tokens=17, logit_bias={5: 6.0}),
+    "forced": SamplingParams(seed=8, forced=(9, 9, 1, 9, 9, 1), logprobs=0)}
+
+
+def sampled(drafter, drafts, **more) -> tuple[Engine, dict]:
+    """Tokens and logprobs of KINDS, all in one engine."""
+    engine, told = Engine(drafter=drafter, draft_tokens=drafts, **more), {}
+    for rid, params in enumerate(KINDS.values()):
+        engine.add(rid, PROMPTS[1 + rid % 7], 20, params, stop=frozenset({5}), min_new=params.min_tokens)
+    close = engine.ex.close
+
+    def read(rid):
+        logprobs = [engine.ex.take_logprobs(rid, i) for i in range(len(engine.got[rid]))]
+        told[rid] = logprobs, engine.ex.drafts(rid)
+        close(rid)
+    engine.ex.close = read
+    engine.drain()
+    del engine.ex.close
+    return engine, told
+
+
+@pytest.mark.parametrize("chance", [0, 0.7, 1])
+@pytest.mark.parametrize("drafts", WIDTHS)
+def test_speculation_keeps_streams_of_every_way_to_sample(drafts, chance):
+    alone, want = sampled(None, 0)
+    assert all(len(set(tokens)) > 2 for tokens in alone.got.values())
+    said = {PROMPTS[1 + rid % 7]: tokens for rid, tokens in alone.got.items()}
+    drafter = Noise() if chance == 0 else Dice(lambda prompt, n: said[prompt][:n], chance)
+    engine, told = sampled(drafter, drafts)
+    assert engine.got == alone.got
+    assert {f.outcome for f in engine.ended.values()} == {f.outcome for f in alone.ended.values()}
+    for rid, (logprobs, (proposed, right)) in told.items():
+        for one, other in zip(want[rid][0], logprobs, strict=True):
+            assert (one is None) is (other is None) is (rid in (0, 1, 2, 3, 5))
+            if one is not None:
+                assert other[0] == pytest.approx(one[0], abs=2e-5) and other[1] == one[1]
+        assert right <= proposed and (chance < 1 or right == proposed)
+    proposed, right = (sum(column) for column in zip(*[drafts for _, drafts in told.values()], strict=True))
+    assert proposed <= counts(engine)[0] and right <= counts(engine)[1]      # with steps behind an end
+    assert {0: right < proposed / 4, 0.7: 0 < right < proposed, 1: 0 < right == proposed}[chance]
+
+
+def test_speculation_drops_what_no_drafter_may_say():
+    engine = Engine(drafter=Broken(), draft_tokens=3)
+    play(engine)
+    assert counts(engine) == (0, 0) and engine.total("spec_dropped_tokens_total") > 40
+
+
+def test_speculation_is_as_much_as_a_request_asks_for():
+    engine = drafting(chance=1)
+    asked = {1: 0, 2: 1, 4: 2, 7: None, 6: 9}
+    for rid, drafts in asked.items():
+        engine.add(rid, PROMPTS[rid], 12, drafts=drafts)
+    engine.drain()
+    assert all(tuple(engine.got[rid]) == dense(PROMPTS[rid], 12) for rid in asked)
+    widths = {rid: max(count for plan in engine.plans for r, count, at in zip(
+        plan.rids, plan.count, accumulate((0, *plan.count)), strict=False)
+        if r == rid and plan.tokens[at] < 0) for rid in asked}
+    assert widths == {1: 1, 2: 2, 4: 3, 7: 4, 6: 4}
