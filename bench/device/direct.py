@@ -176,7 +176,8 @@ def write(name: str, out: Path, rows: list[dict[str, Any]], shown: bool = True) 
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True,
                                 check=False).stdout.strip()
     import triton
-    machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    machine = {"gpu": gpu, "torch": torch.__version__, "triton": triton.__version__,
                "cuda": torch.version.cuda, "python": platform.python_version()}
     text = json.dumps({"what": name, "machine": machine, "commit": commit, "rows": rows}, indent=1)
     out.mkdir(parents=True, exist_ok=True)

@@ -144,7 +144,7 @@ def main() -> None:
                      "decode_tokens_s": count / step["median"], "decode_bound_ms": 1e3 * bound,
                      "decode_share": bound / step["median"], **report(events, args.steps)})
         print(rows[-1], flush=True)
-    write("experts", args.out, rows)
+        write("experts", args.out, rows, shown=False)
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def main() -> None:
         except Exception as why:            # one cell that fails takes nothing from the others
             rows.append({"cell": cell, "error": repr(why)[:300]})
             print(rows[-1], flush=True)
-    write("first_token", args.out, rows)
+        write("first_token", args.out, rows, shown=False)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Decode through host memory: requests of 64k tokens on a device whose KV memory holds one of them.
 
-    PYTHONPATH=src python bench/device/hosted.py OUT [--layers 36] [--requests 8]
+    PYTHONPATH=src python bench/device/hosted.py OUT [--layers 36] [--bounds fp8_e4m3 --hot 8192]
 
 Two engines with the same weights take turns: one reads all of one request's KV, from device pages, the other
 selects 2,048 tokens of each of eight requests, whose KV is in host pages. Memory, prompts and pages are those
@@ -20,6 +20,7 @@ from direct import HBM_BYTES_S, LINK_BYTES_S, QWEN3_8B, Direct, spread, write
 from resident import bytes_of
 
 from penstock.config.request.selection import Selection
+from penstock.config.settings.tree import KVConfig
 from penstock.kernels.fused import layer
 from penstock.kernels.gemm import linear
 from penstock.model import registry as families
@@ -69,6 +70,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--hot", type=int, default=4096)
+    parser.add_argument("--bounds", default="auto", help="--sparse-bounds-dtype")
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--noise", type=float, default=0.3)
     parser.add_argument("--steps", type=int, default=144)
@@ -88,7 +90,8 @@ def main() -> None:
     began = time.perf_counter()
     hosted = Direct(model, rows=args.requests, max_len=max_len, hbm_tokens=int(device / token_bytes),
                     dram_tokens=args.requests * (max_len + 64), buckets=(args.requests,), selection=rule,
-                    hot_tokens=args.hot, hosted=True, page_size=args.page_size, step_tokens=16384)
+                    hot_tokens=args.hot, hosted=True, page_size=args.page_size, step_tokens=16384,
+                    kv=KVConfig(sparse_bounds_dtype=args.bounds))
     print(f"engine {time.perf_counter() - began:.1f} s, pools {hosted.pools_s:.1f} s, "
           f"capture {hosted.capture_s:.1f} s", flush=True)
     rng = random.Random(0)
@@ -127,15 +130,17 @@ def main() -> None:
     weights = bytes_of(config, 0, 0)
     context = args.tokens + args.steps / 2
     chosen = args.requests * args.budget * token_bytes
-    memory = (weights + args.requests * context * token_bytes / 8 + chosen) / HBM_BYTES_S
+    bounds = token_bytes / (8 if args.bounds == "auto" else 16)         # of a token, scales not counted
+    memory = (weights + args.requests * context * bounds + chosen) / HBM_BYTES_S
     link = chosen * (1 - hit) / LINK_BYTES_S
     alone = bytes_of(config, 1, context) / HBM_BYTES_S
     took = {name: spread([1e3 * s for s in values]) for name, values in steps.items()}
     bound = max(memory, link)
     write("hosted", args.out, [{
         "layers": args.layers, "requests": args.requests, "context": args.tokens, "budget": args.budget,
-        "unit": 8, "hot_tokens": args.hot, "page_size": args.page_size, "noise": args.noise,
-        "device_kv_bytes": device, "host_bytes": args.requests * (max_len + 64) * token_bytes,
+        "unit": 8, "hot_tokens": args.hot, "bounds": args.bounds, "page_size": args.page_size,
+        "noise": args.noise, "device_kv_bytes": device,
+        "host_bytes": args.requests * (max_len + 64) * token_bytes,
         "steps": len(steps["hosted"]), "hit_rate": hit, "units": told, "step_ms": took,
         "bound_memory_ms": 1e3 * memory, "bound_link_ms": 1e3 * link, "share_of_bound":
             1e3 * bound / took["hosted"]["median"],

@@ -4,6 +4,11 @@ Greedy and seeded answers in float32 must be equal; in the GPU's own type (bfloa
 position of the CPU's answers, given what came before it, must be the CPU's in 99 of 100.
 
     PYTHONPATH=src python bench/device/serving.py OUT [--chats tests/data/demo_chats.json]
+
+    PYTHONPATH=src python bench/device/serving.py OUT --layouts MODEL [--device cpu]
+
+The second: forty prompts of 20 to 900 tokens, answers of 32 in float32, by one rank, two stages and a pair,
+all on one GPU, their KV on the device or in host pages. Tokens of each must be those of the first.
 """
 from __future__ import annotations
 
@@ -11,9 +16,11 @@ import argparse
 import contextlib
 import json
 import os
+import random
 import re
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -22,6 +29,11 @@ from pathlib import Path
 from typing import IO, Any
 
 NEW = 32
+SELECTS = ("--sparse-top-k", "256", "--hbm-bytes", "256M")
+HOSTED = (*SELECTS, "--dram-bytes", "2G", "--sparse-kv", "always")
+LAYOUTS = {"one": (), "pp 2": ("--pp", "2"), "pair": ("--prefill", "1", "--decode", "1")}
+PLACES = {"all of the KV": ("--hbm-bytes", "256M"), "256 tokens of it": (*SELECTS, "--sparse-kv", "off"),
+          "256 tokens of it, hosted": HOSTED}
 
 
 class Server:
@@ -48,6 +60,15 @@ class Server:
                                          {"content-type": "application/json"})
         with urllib.request.urlopen(request, timeout=120) as answer:
             found: dict[str, Any] = json.load(answer)["choices"][0]
+            return found
+
+    def answer(self, prompt: list[int]) -> list[int]:
+        body = {"prompt": prompt, "max_tokens": NEW, "temperature": 0, "ignore_eos": True,
+                "return_token_ids": True}
+        request = urllib.request.Request(self.url + "/v1/completions", json.dumps(body).encode(),
+                                         {"content-type": "application/json"})
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            found: list[int] = json.load(answer)["choices"][0]["token_ids"]
             return found
 
     def chats(self, chats: list[Any], **more: object) -> list[str]:
@@ -94,12 +115,46 @@ def teacher_forced(chats: list[Any]) -> dict[str, float]:
     return {"positions": total, "argmax_equal": same / total}
 
 
+def layouts(model: str, device: str) -> Iterator[dict[str, Any]]:
+    """Of each place its rows: a layout, and how many of its answers are those of one rank."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(10, 90) for _ in range(rng.randrange(20, 900))] for _ in range(40)]
+    for place, flags in PLACES.items():
+        want: list[list[int]] = []
+        for layout, more in LAYOUTS.items():
+            row: dict[str, Any] = {"place": place, "layout": layout, "of": len(prompts)}
+            with tempfile.TemporaryFile("w+") as log:
+                try:
+                    with serving("--device", device, "--dtype", "float32", "--max-num-seqs", "16", *flags,
+                                 *more, model=model, stderr=log) as server, ThreadPoolExecutor(16) as pool:
+                        given = list(pool.map(server.answer, prompts))
+                        stats = server.get("/server_info")["stats"]
+                    want = want or given
+                    row |= {"ready_s": server.ready_s, "words": len({t for one in given for t in one}),
+                            "equal": sum(a == b for a, b in zip(given, want, strict=True)),
+                            "told": {k: v for k, v in stats.items() if k.startswith(
+                                ("hot_hits_total", "hot_misses_total", "pair_delivered"))}}
+                except Exception as why:    # one layout that fails takes nothing from the others
+                    log.seek(0)
+                    row["error"] = f"{why!r:.300}: {log.read()[-800:]}"
+            yield row
+
+
 def main() -> None:
     from direct import write
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
+    parser.add_argument("--layouts", metavar="MODEL")
+    parser.add_argument("--device", default="cuda", help="of --layouts")
     parser.add_argument("--chats", type=Path, default=Path("tests/data/demo_chats.json"))
     args = parser.parse_args()
+    if args.layouts:
+        rows: list[dict[str, Any]] = []
+        for one in layouts(args.layouts, args.device):
+            rows.append(one)
+            print(one, flush=True)
+            write("layouts", args.out, rows, shown=False)
+        return
     by_language = json.loads(args.chats.read_text(encoding="utf-8"))
     chats = [messages for several in by_language.values() for messages in several]
     seeded = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": 7}
