@@ -2,11 +2,13 @@
 
     compute-sanitizer --tool memcheck python bench/device/sanitize.py latent_attention select [--every 4]
 
-Of each op every n-th case. A checker slows what kernels do, not what compiles them.
+Of each op every n-th case, in an order that is drawn. A checker slows what kernels do, not what compiles
+them.
 """
 from __future__ import annotations
 
 import argparse
+import random
 import time
 
 import torch
@@ -14,23 +16,28 @@ import torch
 from penstock.kernels.cases import cases_of
 from penstock.kernels.registry import OPS
 
+OURS = {op: i.name for op, of in OPS.items() for i in of.implementations
+        if i.name in ("cuda", "triton")}
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("ops", nargs="*", default=[op for op, of in OPS.items()
-                                                   if "cuda" in [i.name for i in of.implementations]])
+    parser.add_argument("ops", nargs="*", default=list(OURS))
     parser.add_argument("--every", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no further case behind so many")
+    parser.add_argument("--seconds", type=float, default=1e9,
+                        help="begin no further case of an op behind so many")
     args = parser.parse_args()
-    began, wrong = time.perf_counter(), []
+    wrong = []
     for name in args.ops:
-        op, ran = OPS[name], 0
-        for case, here in list(zip(cases_of(op, "cuda"), cases_of(op), strict=True))[::args.every]:
+        op, ran, began = OPS[name], 0, time.perf_counter()
+        cases = list(zip(cases_of(op, "cuda"), cases_of(op), strict=True))[::args.every]
+        random.Random(0).shuffle(cases)
+        for case, here in cases:
             if time.perf_counter() - began < args.seconds:
-                wrong.append(case.wrong(case.run(op.use("cuda")), here.run(op.use("reference"))))
+                wrong.append(case.wrong(case.run(op.use(OURS[name])), here.run(op.use("reference"))))
                 torch.cuda.synchronize()
                 ran += 1
-        print(f"{name}: {ran} cases, {time.perf_counter() - began:.0f} s", flush=True)
+        print(f"{name}: {ran} of {len(cases)} cases, {time.perf_counter() - began:.0f} s", flush=True)
     for text in filter(None, wrong):
         print(text)
     print(f"{len(wrong)} cases, {sum(map(bool, wrong))} wrong")

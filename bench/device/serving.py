@@ -34,6 +34,9 @@ HOSTED = (*SELECTS, "--dram-bytes", "2G", "--sparse-kv", "always")
 LAYOUTS = {"one": (), "pp 2": ("--pp", "2"), "pair": ("--prefill", "1", "--decode", "1")}
 PLACES = {"all of the KV": ("--hbm-bytes", "256M"), "256 tokens of it": (*SELECTS, "--sparse-kv", "off"),
           "256 tokens of it, hosted": HOSTED}
+NATIVE = {"256 tokens of it": ("--hbm-bytes", "256M"),          # of a model that chooses itself
+          "256 tokens of it, hosted": ("--hbm-bytes", "64M", "--dram-bytes", "256M", "--sparse-kv", "always",
+                                       "--hot-buffer-tokens", "272")}
 
 
 class Server:
@@ -115,29 +118,40 @@ def teacher_forced(chats: list[Any]) -> dict[str, float]:
     return {"positions": total, "argmax_equal": same / total}
 
 
-def layouts(model: str, device: str) -> Iterator[dict[str, Any]]:
-    """Of each place its rows: a layout, and how many of its answers are those of one rank."""
+def layouts(model: str, device: str, at_once: int) -> list[dict[str, Any]]:
+    """A row of each place and layout, with how many of its answers are those of one rank."""
     rng = random.Random(0)
     prompts = [[rng.randrange(10, 90) for _ in range(rng.randrange(20, 900))] for _ in range(40)]
-    for place, flags in PLACES.items():
-        want: list[list[int]] = []
-        for layout, more in LAYOUTS.items():
-            row: dict[str, Any] = {"place": place, "layout": layout, "of": len(prompts)}
-            with tempfile.TemporaryFile("w+") as log:
-                try:
-                    with serving("--device", device, "--dtype", "float32", "--max-num-seqs", "16", *flags,
-                                 *more, model=model, stderr=log) as server, ThreadPoolExecutor(16) as pool:
-                        given = list(pool.map(server.answer, prompts))
-                        stats = server.get("/server_info")["stats"]
-                    want = want or given
-                    row |= {"ready_s": server.ready_s, "words": len({t for one in given for t in one}),
-                            "equal": sum(a == b for a, b in zip(given, want, strict=True)),
-                            "told": {k: v for k, v in stats.items() if k.startswith(
-                                ("hot_hits_total", "hot_misses_total", "pair_delivered"))}}
-                except Exception as why:    # one layout that fails takes nothing from the others
-                    log.seek(0)
-                    row["error"] = f"{why!r:.300}: {log.read()[-800:]}"
-            yield row
+    native = model != "demo" and "index_topk" in json.loads((Path(model) / "config.json").read_text())
+
+    def measured(cell: tuple[str, str]) -> dict[str, Any]:
+        place, layout = cell
+        row: dict[str, Any] = {"place": place, "layout": layout, "of": len(prompts)}
+        flags = (*(NATIVE if native else PLACES)[place], *LAYOUTS[layout])
+        with tempfile.TemporaryFile("w+") as log:
+            try:
+                with serving("--device", device, "--dtype", "float32", "--max-num-seqs", "16", *flags,
+                             model=model, stderr=log) as server, ThreadPoolExecutor(16) as pool:
+                    row["given"] = list(pool.map(server.answer, prompts))
+                    stats = server.get("/server_info")["stats"]
+                row |= {"ready_s": server.ready_s, "words": len({t for one in row["given"] for t in one})}
+                row |= {name: sum(v for k, v in stats.items() if k.startswith(name))
+                        for name in ("hot_hits_total", "hot_misses_total", "pair_delivered_total")}
+            except Exception as why:    # one layout that fails takes nothing from the others
+                log.seek(0)
+                row["error"] = f"{why!r:.300}: {log.read()[-800:]}"
+        print({k: v for k, v in row.items() if k != "given"}, flush=True)
+        return row
+    with ThreadPoolExecutor(at_once) as pool:
+        rows = list(pool.map(measured, [(p, x) for p in (NATIVE if native else PLACES) for x in LAYOUTS]))
+    # One rank answers alike wherever it finds what it selects.
+    want = {row["place"].removesuffix(", hosted"): row.get("given") for row in reversed(rows)
+            if row["layout"] == "one"}
+    for row in rows:
+        wanted = want[row["place"].removesuffix(", hosted")] or []
+        row["equal"] = sum(a == b for a, b in zip(row.pop("given", []), wanted, strict=False))
+        print(f"{row['place']}, {row['layout']}: {row['equal']} of {row['of']}", flush=True)
+    return rows
 
 
 def main() -> None:
@@ -146,14 +160,11 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--layouts", metavar="MODEL")
     parser.add_argument("--device", default="cuda", help="of --layouts")
+    parser.add_argument("--at-once", type=int, default=5, help="servers of --layouts")
     parser.add_argument("--chats", type=Path, default=Path("tests/data/demo_chats.json"))
     args = parser.parse_args()
     if args.layouts:
-        rows: list[dict[str, Any]] = []
-        for one in layouts(args.layouts, args.device):
-            rows.append(one)
-            print(one, flush=True)
-            write("layouts", args.out, rows, shown=False)
+        write("layouts", args.out, layouts(args.layouts, args.device, args.at_once), shown=False)
         return
     by_language = json.loads(args.chats.read_text(encoding="utf-8"))
     chats = [messages for several in by_language.values() for messages in several]
