@@ -41,7 +41,7 @@ def test_speculation_of_ordinary_rows(drafts, chance, overlap):
     assert {0: 0 <= right < proposed / 4, 0.7: 0 < right < proposed, 1: 0 < right == proposed}[chance]
 
 
-@pytest.mark.parametrize("lateness", ["latest", "torn"])
+@pytest.mark.parametrize("lateness", ["latest", pytest.param("torn", marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_speculation_while_anyone_pauses(family, lateness):
     late = {"latest": Latest(), "torn": Shuffled(2, torn=0.3)}[lateness]

@@ -127,6 +127,8 @@ class Engine(InProcess):
     selection: Selection = field(default_factory=lambda: kind().selection)
     storage: object = None                      # made of the host pools; and pages that the core remembers
     disk_pages: int = 0
+    draft_tokens: int = 0
+    drafter: object = None
 
     def __post_init__(self) -> None:
         made = model_of(self.selection)
@@ -135,6 +137,7 @@ class Engine(InProcess):
             max_len=MAX_LEN, lateness=self.lateness, rows=4, hbm_pages=self.hbm_pages,
             dram_pages=self.dram_pages, hot_pages=self.hot_pages, hot_pages_max=self.hot_pages_max,
             always_hosted=self.always,
+            draft_tokens=self.draft_tokens, drafter=self.drafter,
             step_tokens=self.step_tokens, overlap=self.overlap, wait_pages=1000, storage=self.storage,
             disk_pages=self.disk_pages, store_root=b"root" if self.disk_pages else b"")
 

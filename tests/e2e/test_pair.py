@@ -275,3 +275,21 @@ def test_engines_of_other_weights_do_not_pair_and_say_why(model: str, tmp_path: 
         pair.until(lambda: "weights: " in pair.decode.peer.missing)
         assert "dummy 1 there" in pair.decode.peer.missing and "here" in pair.decode.peer.missing
         other.close()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_speculation_over_a_pair(model: str, tmp_path: Path, place: str) -> None:
+    """The decode end looks drafts up, and needs no other end for that."""
+    options = PLACES[place]
+    one = whole(model, [], **options)
+    drafts = {"speculative_method": "ngram", "prompt_lookup_min": 1}
+    with PairOfEnds(model, tmp_path, decode=drafts, **options) as pair:
+        for prompt in (PROMPT, PROMPT, PROMPT + (5, 6, 7) * 9):
+            rids = [end.submit(prompt, 40) for end in (one, pair.decode)]
+            while one.open:
+                one.turn()
+            pair.finish()
+            assert pair.decode.got[rids[1]] == one.got[rids[0]]
+        stats = pair.decode.built.executor.stats()
+    assert 0 < stats['spec_accepted_tokens_total{drafter="ngram"}'] < stats[
+        'spec_draft_tokens_total{drafter="ngram"}']

@@ -358,3 +358,15 @@ def test_a_rank_that_hangs_is_found_and_asked_for_its_stack(model, capfd):
                 two.turn()
         assert time.monotonic() - started < 20
         assert "its stack:" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("options", [{}, pytest.param(SPARSE | {"dram_bytes": "8M"}, marks=pytest.mark.soak)],
+                         ids=["dense", "selected"])
+def test_speculation_on_three_stages(model, dense, selected, options):
+    """The first one looks drafts up, the others are told."""
+    with Pipeline(model, pp=3, hbm_bytes="4M", speculative_method="ngram", prompt_lookup_min=1,
+                  **options) as three:
+        assert three.play() == (selected if options else dense)
+        stats = three.ex.stats()
+    proposed = stats['spec_draft_tokens_total{drafter="ngram"}']
+    assert 0 < stats['spec_accepted_tokens_total{drafter="ngram"}'] < proposed

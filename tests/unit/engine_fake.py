@@ -151,6 +151,9 @@ class FakeExecutor:
     def kv_reads(self, rid):
         return {"hot_hits": 2, "hot_misses": self.budgets[rid]} if self.budgets[rid] else None
 
+    def drafts(self, rid):
+        return 0, 0
+
     def fault(self, rid):
         return FAULT_REASON if self.prompts[rid][0] == FAULT else None
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config.base.errors import ConfigError
+from penstock.config.base.machine import probe
 from penstock.config.base.sizes import parse_bytes, show_bytes
 from penstock.config.settings.cli import (
     Parser,
@@ -19,6 +20,7 @@ from penstock.config.settings.cli import (
     from_options,
     prepare,
 )
+from penstock.config.settings.resolve import resolve
 from penstock.config.settings.tree import SERVE_ONLY, Config, KVConfig
 from penstock.config.settings.unbuilt import ALWAYS, UNBUILT
 from penstock.serve.cli.main import COMMANDS, main
@@ -112,8 +114,14 @@ def test_asking_for_what_happens_anyway_changes_nothing(line: str) -> None:
     ("--kv-transfer-config {}", "--disaggregation-mode"),
     ("--kv-cache-dtype fp8_e5m2", "KV cache of another type"), ("--device tpu", "NVIDIA GPU"),
     ("--trust-remote-code", "security"), ("--trust_remote_code", "security"),
-    ("--quantization awq", "quantised"), ("--speculative-num-steps 3", "speculative"),
-    ("--speculative-config {}", "speculative"), ("--enable-lora", "LoRA"),
+    ("--quantization awq", "quantised"), ("--speculative-num-steps 3", "a model that drafts"),
+    ("--speculative-algorithm EAGLE3", "ngram is what there is"), ("--speculative-config {}", "say how"),
+    ('--speculative-config \'{"method": "mtp"}\'', "method mtp: ngram is what"),
+    ('--speculative-config \'{"method": "ngram", "model": "x"}\'', "'model' is not a key"),
+    ('--speculative-config \'{"method": "ngram", "num_speculative_tokens": 0}\'', "a whole number of"),
+    ("--speculative-num-draft-tokens 1", "from 2 on"),
+    ("--speculative-ngram-max-bfs-breadth 2", "--prompt-lookup"),
+    ("--speculative-draft-model-path x", "a model that drafts"), ("--enable-lora", "LoRA"),
     ("--lora-paths x", "LoRA"), ("--max-loras 2", "LoRA"), ("--dtype float16", "float16"),
     ("--load-format pt", "runs code"), ("--swap-space 4", "--dram-bytes"),
     ("--cpu-offload-gb 4", "offloading weights"), ("--ssl-ca-certs k", "TLS"),
@@ -193,6 +201,26 @@ def test_the_peers_words_for_the_host_tier(line: str, kv: KVConfig) -> None:
      KVConfig(sparse_top_k=512, sparse_dense_layers=("0", "1")))])
 def test_the_peers_words_for_sparse_decode(line: str, kv: KVConfig) -> None:
     assert parse(f"{line} demo").kv == kv
+
+
+@pytest.mark.parametrize("line", [
+    "--speculative-method ngram --speculative-tokens 5 --prompt-lookup-max 6",
+    '--speculative-config \'{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 6}\'',
+    "--speculative_algorithm NGRAM --speculative-num-draft-tokens 6 --prompt-lookup-max=6"])
+def test_speculation_as_peers_ask_for_it(line: str) -> None:
+    schedule = parse(f"{line} demo --device cpu").schedule
+    assert (schedule.speculative_method, schedule.num_drafts) == ("ngram", 5)
+    assert (schedule.prompt_lookup_min, schedule.prompt_lookup_max) == (2, 6)
+
+
+@pytest.mark.parametrize(("line", "said"), [
+    ("--speculative-tokens 4", "give --speculative-method ngram as well"),
+    ("--speculative-method ngram --speculative-tokens 16", "1 to 15"),
+    ("--speculative-method ngram --prompt-lookup-min 5", "at least as many"),
+    ("--speculative-method ngram --device cuda", "one token of a row and step yet")])
+def test_speculation_that_is_refused(line: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        resolve(parse(f"{line} demo"), probe())
 
 
 @pytest.mark.parametrize(("text", "said"), [

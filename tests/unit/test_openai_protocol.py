@@ -62,6 +62,8 @@ def test_a_budget_of_kv_is_a_field_of_ours(call):
     assert call(top_k_tokens=0).params().top_k_tokens == 0
     assert call(top_k_tokens=512).params().top_k_tokens == 512
     assert call().params().top_k_tokens is None
+    assert [call(speculative_tokens=n).params().speculative_tokens for n in (0, 2, None)] == [0, 2, None]
+    assert refused(call, speculative_tokens=-1).param == "speculative_tokens"
     assert refused(call, top_k_tokens=-1).param == "top_k_tokens"
 
 
@@ -69,6 +71,8 @@ def test_usage_says_what_selected_units_were_read_from_if_any_were():
     assert "completion_tokens_details" not in usage_json(Usage(1, 2))
     assert usage_json(Usage(1, 2, kv_reads={"hot_hits": 7}))["completion_tokens_details"] == {
         "kv_reads": {"hot_hits": 7}}
+    assert usage_json(Usage(1, 2, draft_tokens=5, accepted_draft_tokens=3))["completion_tokens_details"] == {
+        "draft_tokens": 5, "accepted_draft_tokens": 3}
 
 
 @pytest.mark.parametrize("call", [chat, text])

@@ -25,7 +25,7 @@ FROM_ENGINE = [
     wire.Chunks([wire.Chunk(rid=1, tokens=[4, 5], index=3, finish="stop", reason="",
                             logprobs=[wire.Logprob(-0.5, 1, [(4, -0.5), (9, -1.0)])] * 2,
                             cached_tokens=16, cached_by_tier={"hbm": 16, "dram": 0},
-                            kv_reads={"hot_hits": 3}),
+                            kv_reads={"hot_hits": 3}, drafts=(7, 4)),
                  wire.Chunk(rid=2, tokens=[], index=0)]),
     wire.Stats(1, {"pages_free": 3.0}),
     wire.Shown(2, 1, [wire.SeenRequest(7, "prefill", 9, 3, 0)],

@@ -67,6 +67,10 @@ HELP = {
     "prefix_cache_recomputed": "Prompt tokens computed again though the cache has them: as outputs of "
                                "decode that selected its KV.",
     "num_preemptions": "Times that a request gave up its row (pause) or its KV (drop) for others.",
+    "spec_draft_tokens": "Tokens that a drafter has proposed, and that were computed.",
+    "spec_accepted_tokens": "Of them, those that became part of an answer.",
+    "spec_dropped_tokens": "Proposed tokens that no drafter may propose.",
+    "spec_accepted_length": "Steps of a row with drafts, by how many of these became part of its answer.",
     "moved_bytes": "KV bytes copied between tiers.",
     "stage_seconds": "Seconds since a pipeline stage's first step.",
     "stage_busy_seconds": "Of them, those in which it computed: the ratio is its utilisation.",

@@ -150,6 +150,7 @@ class Chunk(_Message, frozen=True, gc=False):
     peer_tokens: int = 0                # the same time: of the prompt, computed by the other engine of a pair
     prompt: Scores | None = None        # once, with the first token, where it was asked for
     kv_reads: dict[str, int] | None = None  # with `finish`, of a request that selected: by name
+    drafts: tuple[int, int] | None = None   # with `finish`: tokens proposed, and those that it has said
 
 
 class Chunks(_Message, frozen=True):

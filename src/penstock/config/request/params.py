@@ -38,6 +38,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     priority: int = 0
     top_k_tokens: int | None = None        # KV that a decode step selects and reads; 0: all, None: the
                                            # server's --sparse-top-k
+    speculative_tokens: int | None = None  # drafts a step, at most; 0: none, None: the server's
     grammar: Grammar | None = None         # what the answer must match; not with three others, see `checked`
     forced: tuple[int, ...] = ()           # library only: output i is forced[i], whatever the model
                                            # says (teacher forcing); later ones are chosen
@@ -83,6 +84,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         need(-(2**31) <= self.priority < 2**31, "priority", "a 32-bit integer")
         need(self.top_k_tokens is None or 0 <= self.top_k_tokens <= 1 << 24, "top_k_tokens",
              "0 (all) to 16777216")
+        need(self.speculative_tokens is None or 0 <= self.speculative_tokens <= COUNT_MAX,
+             "speculative_tokens", f"0 (none) to {COUNT_MAX}")
         need(self.max_tokens is None or len(self.forced) <= self.max_tokens, "forced",
              "at most max_tokens ids")
         if self.grammar is not None:

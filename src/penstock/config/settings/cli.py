@@ -15,7 +15,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from penstock.config.base.errors import ConfigError
 from penstock.config.base.sizes import parse_bytes, show_bytes
-from penstock.config.settings import sglang
+from penstock.config.settings import peers, sglang
 from penstock.config.settings.tree import Alias, Bytes, Config, InUnit, Inverse
 from penstock.config.settings.unbuilt import ALWAYS, find_unbuilt, unbuilt_spellings
 
@@ -195,8 +195,8 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
 
 def prepare(argv: Sequence[str]) -> list[str]:
     """`argv` in our spelling: `_` in a flag's name becomes `-`, `--model X` becomes MODEL, plain
-    numbers of a unit become sizes, SGLang's words for sparse decode and storage ours, and peers' flags for
-    what is not built are dropped when neutral.
+    numbers of a unit become sizes, peers' words for sparse decode, storage and speculation ours, and their
+    flags for what is not built are dropped when neutral.
 
     Raises ConfigError for a flag whose feature is not built, naming the feature.
     """
@@ -224,6 +224,9 @@ def prepare(argv: Sequence[str]) -> list[str]:
             if not any(word.replace("_", "-") == sglang.ENABLE for word in argv):
                 raise ConfigError(f"{name}: give {sglang.ENABLE} as well, or our own flags")
             out += sglang.sparse(value if eq else rest.pop(0) if rest else "")
+            continue
+        if name in peers.SPECULATION:
+            out += peers.speculation(name, value if eq else rest.pop(0) if rest else "")
             continue
         if name in (sglang.BACKEND, sglang.EXTRA):
             stored[name] = value if eq else rest.pop(0) if rest else ""

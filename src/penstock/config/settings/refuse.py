@@ -16,7 +16,15 @@ from penstock.config.base.machine import Machine
 from penstock.config.base.sizes import show_bytes
 from penstock.config.base.storage_url import FORMS, masked, parse_storage
 from penstock.config.request.selection import BOUNDS, BOUNDS_VERSION, SINKS, WINDOW, Selection
-from penstock.config.settings.tree import DECODE_ENDS_MAX, SECRETS, Config, KVConfig, NodesConfig, PairConfig
+from penstock.config.settings.tree import (
+    DECODE_ENDS_MAX,
+    SECRETS,
+    Config,
+    KVConfig,
+    NodesConfig,
+    PairConfig,
+    ScheduleConfig,
+)
 
 
 class Known(Protocol):
@@ -339,6 +347,18 @@ REFUSED: tuple[Refusal[Machine], ...] = (
     _outside("schedule.max_num_seqs", 1, 4096, "1 to 4096 rows"),
     _outside("schedule.step_tokens", 1, 1 << 20, "1 to 1048576 tokens a step"),
     _outside("schedule.max_waiting", 0, 1 << 20, "0 to 1048576 waiting requests"),
+    _outside("schedule.speculative_tokens", 1, 15, "1 to 15 tokens; for none leave --speculative-method out"),
+    _outside("schedule.prompt_lookup_min", 1, 16, "1 to 16 tokens"),
+    Refusal(lambda c, _: not c.schedule.prompt_lookup_min <= c.schedule.prompt_lookup_max <= 16,
+            ("schedule.prompt_lookup_max", "schedule.prompt_lookup_min"),
+            "at least as many, and at most 16 tokens"),
+    *(Refusal(lambda c, _, name=name: c.schedule.speculative_method is None  # type: ignore[misc]
+              and getattr(c.schedule, name) != getattr(ScheduleConfig(), name),
+              (f"schedule.{name}", "schedule.speculative_method"), "give --speculative-method ngram as well")
+      for name in ("speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")),
+    Refusal(lambda c, _: c.schedule.speculative_method is not None and c.device.device == "cuda",
+            ("schedule.speculative_method", "device.device"), "a GPU computes one token of a row and "
+            "step yet: leave it out, or take --device cpu"),
     Refusal(lambda c, m: c.device.device == "cuda" and m.device != "cuda", ("device.device",),
             "{why}; take --device cpu"),
     Refusal(lambda c, _: c.device.device == "cuda" and c.device.cuda_graphs

@@ -23,7 +23,7 @@ WHY = {"protocol": "tcp is what there is", "metadata_server": "only P2PHANDSHAKE
 FOLDER = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 
 
-def _whole(value: object) -> bool:
+def whole(value: object) -> bool:
     return type(value) is int and value > 0
 
 
@@ -33,13 +33,13 @@ def _ratio(value: object) -> bool:
 
 # key: (our flag, what its value is, whether a value is that)
 KEYS: dict[str, tuple[str, str, Callable[[object], bool]]] = {
-    "top_k": ("--sparse-top-k", "a whole number of tokens", _whole),
-    "device_buffer_size": ("--hot-buffer-tokens", "a whole number of tokens", _whole),
+    "top_k": ("--sparse-top-k", "a whole number of tokens", whole),
+    "device_buffer_size": ("--hot-buffer-tokens", "a whole number of tokens", whole),
     "host_to_device_ratio": ("--dram-ratio", "a number", _ratio),
 }
 
 
-def _object(flag: str, text: str, known: Collection[str]) -> dict[str, object]:
+def json_object(flag: str, text: str, known: Collection[str]) -> dict[str, object]:
     keys = ", ".join(known) or "none"
     try:
         values = json.loads(text)
@@ -55,7 +55,7 @@ def _object(flag: str, text: str, known: Collection[str]) -> dict[str, object]:
 
 def sparse(text: str) -> list[str]:
     """Our flags for the JSON object `text`. Raises ConfigError that names the key."""
-    values = _object(CONFIG, text, KEYS)
+    values = json_object(CONFIG, text, KEYS)
     for key, value in values.items():
         if not KEYS[key][2](value):
             raise ConfigError(f"{CONFIG}: {key} is {json.dumps(value)}: {KEYS[key][1]} is needed")
@@ -71,7 +71,7 @@ def storage(backend: str | None, extra: str | None) -> list[str]:
             raise ConfigError(f"{EXTRA}: give {BACKEND} as well, or our own --kv-storage URL")
         return []
     if backend == "mooncake":
-        values = _object(EXTRA, extra or "{}", (MASTER, *MOONCAKE))
+        values = json_object(EXTRA, extra or "{}", (MASTER, *MOONCAKE))
         for key in MOONCAKE.keys() & values.keys():
             if values[key] not in MOONCAKE[key]:
                 raise ConfigError(f"{EXTRA}: {key} is {json.dumps(values[key])}: {WHY[key]}")
@@ -84,7 +84,7 @@ def storage(backend: str | None, extra: str | None) -> list[str]:
     if backend != "file":
         raise ConfigError(f"{BACKEND} {backend}: penstock has file and mooncake, and more by --kv-storage "
                           "URL: s3://BUCKET/PREFIX, valkey://HOST:PORT")
-    _object(EXTRA, extra or "{}", ())
+    json_object(EXTRA, extra or "{}", ())
     folder = hicache_dir()
     if folder is None:
         raise ConfigError(f"{BACKEND} file: say where with --kv-storage file:///DIR, or with {FOLDER} in the "

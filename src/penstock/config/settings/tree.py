@@ -64,6 +64,7 @@ PREFILL_ENDS_MAX = 8            # that a router names to one decode end
 PairMode = Literal["prefill", "decode"]
 TransferBackend = Literal["stream", "nixl", "mooncake"]
 PairFallback = Literal["compute", "refuse"]
+SpeculativeMethod = Literal["ngram"]
 RouterDialect = Literal["off", "sglang", "vllm"]
 StoragePolicy = Literal["timeout", "wait_complete", "best_effort"]
 Kept = Literal["auto", "bfloat16", "fp8_e4m3", "fp8"]
@@ -160,8 +161,20 @@ class ScheduleConfig:
                            Alias("--chunked-prefill-size", "--max-num-batched-tokens")] = None
     overlap: Annotated[bool, "plan step n+1 before step n has finished",
                        Alias("--async-scheduling"), Inverse("--disable-overlap-schedule")] = True
+    speculative_method: Annotated[SpeculativeMethod | None, "several tokens a step: ngram proposes what "
+                                  "followed the newest occurrence of the last tokens, in prompt and answer. "
+                                  "No token changes by it (default: one token a step)"] = None
+    speculative_tokens: Annotated[int, "tokens that are proposed a row and step, at most",
+                                  Alias("--num-speculative-tokens")] = 3
+    prompt_lookup_min: Annotated[int, "of ngram: last tokens that must have occurred before"] = 2
+    prompt_lookup_max: Annotated[int, "of ngram: of more, the longest that has is taken"] = 4
     max_waiting: Annotated[int | None, "queued requests before 503 (default: 4x --max-num-seqs)",
                            Alias("--max-queued-requests")] = None
+
+    @property
+    def num_drafts(self) -> int:
+        """Of a row and step, at most."""
+        return self.speculative_tokens if self.speculative_method else 0
 
     @property
     def num_step_tokens(self) -> int:

@@ -45,7 +45,7 @@ class Unbuilt:
 
 _NONE = ("none", "null", "")
 _LORA = "LoRA"
-_SPECULATION = "speculative decoding"
+_DRAFTS = "speculation by a model that drafts"
 
 
 def _switch(feature: str, *flags: str, instead: str = "") -> Unbuilt:
@@ -113,7 +113,12 @@ UNBUILT: tuple[Unbuilt, ...] = (
     # Adapters, speculation, structure.
     _switch(_LORA, "--enable-lora"),
     _value(_LORA, "--lora-*", "--max-lora*", neutral=_NONE),
-    _value(_SPECULATION, "--speculative-*", "--num-speculative-tokens", neutral=_NONE),
+    _value(_DRAFTS, "--speculative-draft-*", "--speculative-num-steps", "--speculative-eagle-topk",
+           "--speculative-token-map", neutral=_NONE, instead="--speculative-method ngram is there"),
+    _value("", "--speculative-ngram-*", "--speculative-attention-mode", "--speculative-accept-*",
+           neutral=_NONE,
+           instead="give --speculative-method ngram, with --speculative-tokens, --prompt-lookup-min and "
+                   "--prompt-lookup-max; a draft is kept while it is what would be said without"),
     _value("a parser of calls from a file", "--tool-parser-plugin", neutral=_NONE,
            instead="choose with --tool-call-parser"),
     _value("", "--grammar-backend", "--guided-decoding-backend", neutral=("auto", "llguidance", "none"),

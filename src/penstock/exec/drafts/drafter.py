@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from penstock.config.settings.tree import Config
 from penstock.core.plan import RequestId
 
 
@@ -85,3 +86,11 @@ class NGram(Drafter):
 
     def forget(self, rid: RequestId) -> None:
         self._known.pop(rid, None)
+
+
+def drafter_of(config: Config) -> Drafter | None:
+    """None: a row says one token a step. A prefill end's rows do not decode."""
+    schedule = config.schedule
+    if schedule.speculative_method is None or config.pair.disaggregation_mode == "prefill":
+        return None
+    return NGram(schedule.prompt_lookup_min, schedule.prompt_lookup_max)

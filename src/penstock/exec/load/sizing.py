@@ -136,6 +136,7 @@ def size_pools(config: Config, caches: Caches, max_position: int, free: int | Se
         wait_pages=WAIT_BYTES[gpu is not None] // caches.page_bytes if dram else 0,
         disk_pages=STORED_PAGES // caches.slabs.slab_pages[0] * caches.slabs.slab_pages[0]
         if kv.kv_storage else 0,
+        draft_tokens=config.schedule.num_drafts if config.pair.disaggregation_mode != "prefill" else 0,
         prefix_cache=kv.prefix_cache, groups=caches.groups, pp_size=config.device.pp,
         role=config.pair.disaggregation_mode or "unified", peers=places(config)))
     if hosts and dram:

@@ -27,6 +27,7 @@ from penstock.config.base.errors import ConfigError
 from penstock.config.settings.plain import from_plain
 from penstock.core.plan import Moved
 from penstock.core.settings import CoreConfig
+from penstock.exec.drafts.drafter import drafter_of
 from penstock.exec.graphs.capture import buckets_of
 from penstock.exec.load.backends import parts_of, selection_for
 from penstock.exec.load.layout import caches_of, stage_shapes
@@ -176,7 +177,8 @@ class Process:
                      self._groups),
             *self._own.pools(core, self._device, host_memory=host, device_memory=device),
             rows=core.rows, max_len=core.max_len, seed=seed, links=self._links,
-            wake=lambda: self._inbox.put(None), grammars=self._grammars)
+            wake=lambda: self._inbox.put(None), grammars=self._grammars,
+            drafter=drafter_of(self._config))
         if capture:
             self._rank.capture(buckets_of(core.rows), 0.0)      # as many on each lane, however long they take
         self._count()

@@ -106,7 +106,8 @@ class Indexed(Selects):
                 positions += range(start, start + count)
                 tokens += range(at, at + count)
             at += count
-        step = self._layers.step(rows, positions, [False] * len(rows)) if rows else None
+        hosted = [not self._tables.groups[0].is_resident(r) for r in rows]     # one may have several: drafts
+        step = self._layers.step(rows, positions, hosted) if rows else None
         token_B = torch.tensor(tokens, device=lowered.row_T.device) if chunks else slice(None)
         return _IndexedStep(self, lowered, step, token_B, chunks)
 

@@ -16,6 +16,7 @@ from penstock.config.base.errors import ConfigError
 from penstock.config.request.selection import Selection
 from penstock.config.settings.tree import Config
 from penstock.core.settings import CoreConfig
+from penstock.exec.drafts.drafter import drafter_of
 from penstock.exec.front import Front
 from penstock.exec.graphs import mixed
 from penstock.exec.graphs.capture import buckets_of
@@ -98,15 +99,15 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
         "model": parts.loaded.name, "load_format": parts.loaded.load_format,
         "dtype": show_dtype(parts.loaded.dtype), "device": config.device.device, "threads": parts.threads,
         "vocab_size": model.vocab_size, "max_model_len": core_config.max_len,
-        "model_max_position": model.max_position,
-        "num_layers": model.stage.end, "num_kv_heads": model.groups[0].num_kv_heads,
-        "head_dim": model.groups[0].head_dim, "page_size": core_config.page_size,
-        "page_bytes": caches.page_bytes,
+        "model_max_position": model.max_position, "num_layers": model.stage.end,
+        "num_kv_heads": model.groups[0].num_kv_heads, "head_dim": model.groups[0].head_dim,
+        "page_size": core_config.page_size, "page_bytes": caches.page_bytes,
         "cache_groups": caches.words, "kv_bytes_per_token": caches.token_bytes, "kv_bytes_per_request": whole,
         "hbm_pages": core_config.hbm_pages, "hbm_bytes": caches.nbytes(core_config.hbm_pages),
         "dram_pages": core_config.dram_pages, "dram_bytes": parts.dram_bytes,
         **_sparse_info(selection, caches, parts.sizes), **kinds_of(caches, parts.loaded.dtype),
         "max_num_seqs": core_config.rows, "step_tokens": core_config.step_tokens,
+        "speculative_method": config.schedule.speculative_method, "draft_tokens": core_config.draft_tokens,
         "seed": config.model.seed or 0, "overlap": core_config.overlap,
         "prefix_cache": core_config.prefix_cache, **storage_info(kv),
         "weight_bytes": parts.loaded.bytes, "load_peak_bytes": parts.loaded.peak,
@@ -208,7 +209,7 @@ def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None
         prove(parts, caches, device)
         hbm, dram = caches.pools(core, device)
         rank = Rank(parts, hbm, dram, rows=core.rows, max_len=core.max_len, seed=seed, lateness=lateness,
-                    wake=wakes.wake, grammars=grammars)
+                    wake=wakes.wake, grammars=grammars, drafter=drafter_of(config))
         if captures:
             started = time.perf_counter()
             rank.capture(buckets_of(core.rows))

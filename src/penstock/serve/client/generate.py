@@ -77,6 +77,8 @@ class Usage:
     cached_by_tier: dict[str, int] = field(default_factory=dict)
     kv_reads: dict[str, int] = field(default_factory=dict)      # of choices that selected, by name
     peer_tokens: int = 0             # of the prompt, computed by the other engine of a pair
+    draft_tokens: int = 0            # that were proposed,
+    accepted_draft_tokens: int = 0   # and those that are part of an answer
 
 
 class Generation:
@@ -167,9 +169,10 @@ class Generation:
             await choice.close()
 
     @property
-    def selects(self) -> bool:
-        """Whether the engine may have kv_reads to tell."""
-        return self._engine.ready.selection is not None
+    def tells_at_end(self) -> bool:
+        """Whether the engine may have kv_reads or drafts to tell."""
+        ready = self._engine.ready
+        return ready.selection is not None or bool(ready.info.get("speculative_method"))
 
     @property
     def metrics(self) -> Metrics:
@@ -192,9 +195,13 @@ class Generation:
         for tier, tokens in (chunk.cached_by_tier or {}).items():
             self.usage.cached_by_tier[tier] = self.usage.cached_by_tier.get(tier, 0) + tokens
 
-    def count_reads(self, reads: dict[str, int]) -> None:
-        for name, count in reads.items():
+    def count_end(self, chunk: Chunk) -> None:
+        """What a last chunk tells of what its choice has cost."""
+        for name, count in (chunk.kv_reads or {}).items():
             self.usage.kv_reads[name] = self.usage.kv_reads.get(name, 0) + count
+        proposed, accepted = chunk.drafts or (0, 0)
+        self.usage.draft_tokens += proposed
+        self.usage.accepted_draft_tokens += accepted
 
     def choice_ended(self, finish: str) -> None:
         self._metrics.finished.labels(finish).inc()
@@ -233,8 +240,7 @@ class _Choice:
                 if chunk.cached_tokens is not None and self._started is None:
                     self._started = time.monotonic()
                     self._generation.metrics.queue.observe(self._started - self._asked)
-                if chunk.kv_reads is not None:
-                    self._generation.count_reads(chunk.kv_reads)
+                self._generation.count_end(chunk)
                 if chunk.finish not in ENDS:
                     self._done = True
                     self._generation.choice_ended(chunk.finish or "")
@@ -317,12 +323,11 @@ class _Choice:
     async def _drain(self) -> None:
         with contextlib.suppress(EngineDied):    # which is told elsewhere
             async for chunk in self._stream:
-                if chunk.kv_reads is not None:
-                    self._generation.count_reads(chunk.kv_reads)
+                self._generation.count_end(chunk)
 
     async def _rest(self) -> None:
         """What the engine says last belongs to the usage of a request that may have selected."""
-        if self._draining is not None and self._generation.selects:
+        if self._draining is not None and self._generation.tells_at_end:
             await asyncio.shield(self._draining)
 
     def _observe_time(self) -> None:

@@ -184,8 +184,9 @@ class AsyncLLM:
             output.stop_reason = piece.stop_reason or output.stop_reason
             if output.logprobs is not None:
                 output.logprobs += self._logprobs(piece)
-        return RequestOutput(text, ids, outputs, generation.usage.cached_tokens, generation.usage.kv_reads,
-                             prompt)
+        usage = generation.usage
+        return RequestOutput(text, ids, outputs, usage.cached_tokens, usage.kv_reads, usage.draft_tokens,
+                             usage.accepted_draft_tokens, prompt)
 
     # ------------------------------------------------------------ streams
     async def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None,

@@ -50,6 +50,8 @@ class RequestOutput:
     num_cached_tokens: int = 0              # of the prompt: found in the cache, not computed
     # Of answers that select their KV, all together: what the selected units were read from, by name.
     kv_reads: dict[str, int] = field(default_factory=dict)
+    draft_tokens: int = 0                   # that were proposed for the answers,
+    accepted_draft_tokens: int = 0          # and those that are part of them
     # For each prompt token its own logprob and the best `prompt_logprobs` ones, by token id; None for the
     # first, and before `prompt_logprobs_start`.
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None

@@ -31,6 +31,7 @@ class Runner(Executor, Protocol):
     def fault(self, rid: RequestId) -> str | None: ...
     def take_logprobs(self, rid: RequestId, index: int) -> Logprobs | None: ...
     def kv_reads(self, rid: RequestId) -> dict[str, int] | None: ...
+    def drafts(self, rid: RequestId) -> tuple[int, int]: ...
     def stats(self) -> dict[str, float]: ...
 
     @property
@@ -85,7 +86,8 @@ class Live:
             cached_by_tier=by_tier,
             peer_tokens=peer_tokens,
             prompt=self._prompt(executor) if self._asked_prompt and tokens else None,
-            kv_reads=None if end is None else executor.kv_reads(self.rid))
+            kv_reads=None if end is None else executor.kv_reads(self.rid),
+            drafts=None if end is None or not (drafts := executor.drafts(self.rid))[0] else drafts)
 
     def _prompt(self, executor: Runner) -> Scores:
         self._asked_prompt, scores = False, executor.take_prompt(self.rid)

@@ -280,7 +280,8 @@ class EngineLoop:
             min_new=m.params.min_tokens, namespace=m.namespace, priority=m.params.priority,
             leader=None if leader is None else RequestId(leader), selects=m.selects,
             attention=m.attention, transfer=transfer,
-            peer=at if peer is None else peer.id, cached_max=m.params.cached_max))
+            peer=at if peer is None else peer.id, cached_max=m.params.cached_max,
+            drafts=m.params.speculative_tokens))
 
     def _refusal(self, m: Submit) -> str | None:
         """Why `m` cannot run. The API process has said so before with more words: this is the

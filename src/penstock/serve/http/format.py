@@ -46,7 +46,9 @@ def padded(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def usage_json(usage: Usage) -> dict[str, Any]:
-    reads = {"completion_tokens_details": {"kv_reads": usage.kv_reads}} if usage.kv_reads else {}
+    details: dict[str, Any] = {"kv_reads": usage.kv_reads} if usage.kv_reads else {}
+    if usage.draft_tokens:
+        details |= {"draft_tokens": usage.draft_tokens, "accepted_draft_tokens": usage.accepted_draft_tokens}
     peer = {"peer_tokens": usage.peer_tokens} if usage.peer_tokens else {}
     return {
         "prompt_tokens": usage.prompt_tokens,
@@ -54,7 +56,7 @@ def usage_json(usage: Usage) -> dict[str, Any]:
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens,
                                   "cached_tokens_by_tier": usage.cached_by_tier, **peer},
-        **reads,
+        **({"completion_tokens_details": details} if details else {}),
     }
 
 

@@ -93,6 +93,7 @@ class _Request(Body, kw_only=True, forbid_unknown_fields=True):
     skip_special_tokens: bool | None = None
     priority: int | None = None
     top_k_tokens: int | None = None             # ours: KV that a decode step reads; 0 is all of it
+    speculative_tokens: int | None = None       # ours: drafts a step, at most; 0 is none
     cache_salt: str | None = None
     data_parallel_rank: int | None = None       # of --dp: the engine that computes it
     return_token_ids: bool | None = None
@@ -176,7 +177,7 @@ class _Request(Body, kw_only=True, forbid_unknown_fields=True):
 
 _SAME_NAME = ("n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed",
               "min_tokens", "top_k", "min_p", "repetition_penalty", "ignore_eos",
-              "skip_special_tokens", "priority", "top_k_tokens")
+              "skip_special_tokens", "priority", "top_k_tokens", "speculative_tokens")
 
 
 class ChatRequest(_Request, kw_only=True, forbid_unknown_fields=True):
