@@ -5,6 +5,8 @@ torn. Free pages are filled with NaN at every turn and ids are disjoint, so a wr
 """
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 import where
@@ -28,24 +30,28 @@ LATENESS = {"thread": lambda: None, "prompt": Promptly, "latest": Latest,
             "shuffled": lambda: Shuffled(1), "torn": lambda: Shuffled(2, torn=0.3)}
 
 
-# Two of these have a window; the grids of the one with sinks and experts are long.
-FAMILIES = [pytest.param(name, marks=[pytest.mark.sweep] * (name == "sinks")) for name in CONFIGS]
 pytestmark = pytest.mark.usefixtures("stages")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 64])
+def thinned(*axes):
+    """Cases of these axes for each family; of all but the first family every second one is for a long run, so
+    that what is left has each pair of values. Those with sinks and experts take long: for the sweep."""
+    cases = []
+    for *at, (i, family) in product(*map(enumerate, axes), enumerate(CONFIGS)):
+        odd = i > 0 and sum(n for n, _ in at) % 2 != i % 2
+        marks = [pytest.mark.soak] if odd else [pytest.mark.sweep] * (family == "sinks")
+        cases.append(pytest.param(*(value for _, value in at), family, marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize("chunk, overlap, family", thinned([1, 2, 3, 7, 64], [False, True]))
 def test_any_chunk_size_in_mixed_batches(chunk, overlap, family):
     engine = Engine(step_tokens=chunk, overlap=overlap, family=family)
     play(engine)
     assert engine.ex.stats()["executor_sampled_tokens_total"] >= 12 * len(PROMPTS)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("lateness", LATENESS)
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("chunk", [3, 64])
+@pytest.mark.parametrize("chunk, overlap, lateness, family", thinned([3, 64], [False, True], LATENESS))
 def test_a_device_pool_that_is_too_small(chunk, overlap, lateness, family):
     """Rows outgrow the pool, so requests pause through host pages and resume."""
     engine = Engine(step_tokens=chunk, overlap=overlap, hbm_pages=SMALL[family],
@@ -55,9 +61,7 @@ def test_a_device_pool_that_is_too_small(chunk, overlap, lateness, family):
     assert {m.ok for m in engine.moved} == ({True, False} if lateness == "torn" else {True})
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("lateness", LATENESS)
-@pytest.mark.parametrize("chunk", [3, 64])
+@pytest.mark.parametrize("chunk, lateness, family", thinned([3, 64], LATENESS))
 def test_steps_that_wait_for_their_loads(chunk, lateness, family):
     """A row that comes back computes in the step that carries its loads, or the next; a load that fails there
     spoils what was computed, and nothing else."""
@@ -76,9 +80,7 @@ def test_drops_recompute_when_the_host_has_no_room(dram_pages, family):
     assert engine.core.stats()["drops"] >= 1
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("lateness", LATENESS)
-@pytest.mark.parametrize("kind", [Paused, Dropped])
+@pytest.mark.parametrize("kind, lateness, family", thinned([Paused, Dropped], LATENESS))
 def test_pause_or_drop_of_anyone_at_any_moment(kind, lateness, family):
     engine = Engine(step_tokens=5, lateness=LATENESS[lateness](), family=family)
     play(engine, lambda turn: [kind(RequestId(1 + turn % 7))] if turn % 3 == 0 else [])

@@ -235,9 +235,11 @@ def test_kernel_compiles_for_hopper(module: str, name: str) -> None:
             assert stack_of(built.asm["cubin"]) <= STACK.get(name, 0), "it spills more than it did"
 
 
-def test_kernels_interpreted_equal_the_references() -> None:
+@pytest.mark.parametrize("parts", ["latent draw attention ranks", "hosted experts mask",
+                                   "scaled layer linear gather chunks"])
+def test_kernels_interpreted_equal_the_references(parts: str) -> None:
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("triton_interpreted.py"))],
+        [sys.executable, str(Path(__file__).with_name("triton_interpreted.py")), *parts.split()],
         env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(KERNELS.parents[1])},
-        capture_output=True, text=True, timeout=1200)
+        capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and done.stdout.startswith("checked "), done.stdout + done.stderr[-3000:]
