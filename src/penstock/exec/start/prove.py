@@ -67,15 +67,17 @@ def prove_front(front: Front, core: CoreConfig, max_position: int, selector: Sel
 
 
 def _bind(rid: RequestId, core: CoreConfig) -> Bind:
-    """Two pages of each group on the device, or those of the first group on the host."""
-    def pages(g: int) -> tuple[HbmPage, HbmPage]:
+    """Two pages of each group on the device, or those of the first group on the host; a page of states may
+    cover both."""
+    def pages(g: int) -> tuple[HbmPage, ...]:
         first = g * core.group_base + 2 * g * core.groups[g].slab_pages      # in slabs of its own
-        return HbmPage(first), HbmPage(first + 1)
+        unit = core.groups[g].page_tokens or core.page_size
+        return tuple(HbmPage(first + i) for i in range(-(-core.max_len // unit)))
 
     groups = range(len(core.groups))
     if not core.hot_pages:
         return Bind(Row(0), rid, tuple(pages(g) for g in groups), 0)
-    others = len(groups) - 1
-    return Bind(Row(0), rid, ((NO_HBM, NO_HBM), *(pages(g) for g in groups[1:])), 0,
-                host=((DramPage(0), DramPage(1)), *((NO_DRAM, NO_DRAM),) * others),
-                hot=(tuple(Hot(page) for page in pages(0)), *((),) * others))
+    others = groups[1:]
+    return Bind(Row(0), rid, ((NO_HBM, NO_HBM), *(pages(g) for g in others)), 0,
+                host=((DramPage(0), DramPage(1)), *((NO_DRAM,) * len(pages(g)) for g in others)),
+                hot=(tuple(Hot(page) for page in pages(0)), *((),) * len(others)))

@@ -222,8 +222,8 @@ def check_config(config: Mapping[str, Any], where: str) -> None:
         raise ConfigError(f"{where}: model_type {show(kind)} and architectures {show(classes)}: not the "
                           "config of a language model")
     for key in _SIZES:
-        value = config.get(key)
-        if value is not None and (type(value) is not int or not 1 <= value <= 1 << 28):
+        value, least = config.get(key), 0 if key == "num_experts" else 1        # none: a dense Qwen3-Next
+        if value is not None and (type(value) is not int or not least <= value <= 1 << 28):
             raise ConfigError(f"{where}: {key} is {show(value)}; expected a positive integer")
     for key in _POSITIVE:
         value = config.get(key)

@@ -1,0 +1,63 @@
+"""A tiny model with states over HTTP: in each layout its tokens are those of one engine, reading all or not."""
+from __future__ import annotations
+
+import pytest
+from pair_server import PAIR, SERVED, prompts, said, serving
+from pipeline_engine import CONFIG, checkpoint
+
+STATES = {**{key: value for key, value in CONFIG.items() if "num_k" not in key}, "model_type": "qwen3_next",
+          "architectures": ["Qwen3NextForCausalLM"],
+          "num_key_value_heads": 2, "num_hidden_layers": 4, "linear_num_key_heads": 1,
+          "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+          "linear_num_value_heads": 2, "linear_key_head_dim": 6, "linear_value_head_dim": 4, "num_experts": 0,
+          "partial_rotary_factor": 0.5}
+KEPT = ("--state-interval", "64")
+HOSTED = (*SERVED["hosted"], *KEPT)
+RESIDENT = (*SERVED["resident"], *KEPT)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return checkpoint(tmp_path_factory.mktemp("states"), STATES)
+
+
+def answers(model, folder, *flags):
+    folder.mkdir(exist_ok=True)
+    with serving(model, folder, *flags) as server:
+        found = [said(server.ask(prompt))[0] for prompt in prompts()]
+        return found, server.stats()
+
+
+@pytest.fixture(scope="module")
+def want(model, tmp_path_factory):
+    return answers(model, tmp_path_factory.mktemp("one"), *RESIDENT)[0]
+
+
+@pytest.fixture(scope="module")
+def hosted(model, tmp_path_factory):
+    """Resident selection."""
+    flags = [flag if flag != "always" else "auto" for flag in HOSTED]
+    return answers(model, tmp_path_factory.mktemp("selects"), *flags)[0]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("layout", [("--pp", "2"), PAIR, ("--pp", "2", *PAIR)], ids=" ".join)
+@pytest.mark.parametrize("place", ["resident", "hosted"])
+def test_every_layout_says_what_one_engine_says(model, tmp_path, want, hosted, layout, place):
+    got, _ = answers(model, tmp_path / "l", *(RESIDENT if place == "resident" else HOSTED), *layout)
+    assert got == (want if place == "resident" else hosted)
+
+
+def test_hosted_it_says_what_resident_selection_says(model, tmp_path, hosted):
+    assert answers(model, tmp_path / "h", *HOSTED)[0] == hosted
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("place", ["resident", "hosted"])
+def test_a_restarted_server_hits_states_in_storage(model, tmp_path, want, hosted, place):
+    flags = (*(RESIDENT if place == "resident" else HOSTED), "--dram-bytes", "8M",
+             "--kv-storage", f"file://{tmp_path}/kv")
+    for turn in range(2):
+        got, stats = answers(model, tmp_path / str(turn), *flags)
+        assert got == (want if place == "resident" else hosted)
+    assert stats["prefix_disk_hits"] >= 128
