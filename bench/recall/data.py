@@ -10,6 +10,7 @@ without; questions about them follow, each with its answer:
 """
 
 import random
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -121,10 +122,12 @@ def copying(rows: int, tokens: int, gen: torch.Generator) -> tuple[Tensor, Tenso
     return ids, _labels(ids, answer)
 
 
-def batch(rows: int, tokens: int, seed: int, number: int, device: str) -> tuple[Tensor, Tensor]:
-    """Training batch `number`: a third copying, the rest questions, sums from 512 tokens on."""
+def batch(
+    rows: int, tokens: int, seed: int, number: int, device: str, kinds: Sequence[str]
+) -> tuple[Tensor, Tensor]:
+    """Batch `number`: a third copying, the rest questions, sums from 512 tokens on; or recall alone."""
     gen, dice = generator(seed, number, device)
-    turn = number % 12
+    turn = number % 12 if len(kinds) > 1 else 1
     if turn % 3 == 0:
         return copying(rows, tokens, gen)
     if turn == 11 and tokens >= 512:

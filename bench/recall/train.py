@@ -1,6 +1,6 @@
 """Trains the recall model: one GPU, minutes, seeded, resumable from a folder that it wrote.
 
-    PYTHONPATH=src python bench/recall/train.py OUT [--seconds 540] [--resume FOLDER] [--seed 0]
+    PYTHONPATH=src python bench/recall/train.py OUT [--seconds 540] [--resume FOLDER] [--seed 0] [--hybrid]
 
 Three stages: the model without its indexer ("dense", the length doubled from 128 to 4,096 as soon as it
 recalls), the indexer alone ("warm", KL to the summed attention), both with the chosen tokens only ("joint").
@@ -10,6 +10,7 @@ Writes into OUT
     config.json, tokenizer.json                        log.json          losses, accuracies, the stage
     results.md           accuracy by length and by tokens chosen, of the rounded weights
 
+With --hybrid the model of `hybrid.py`, which has no indexer and so one stage, and learns recall alone.
 Resuming continues the stage that the log names; Adam's moments start anew.
 """
 
@@ -26,6 +27,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 import data
+import hybrid
 import net
 
 from penstock.eval import words
@@ -63,7 +65,9 @@ class Run:
         self.args, self.out = args, Path(args.out)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         torch.manual_seed(args.seed)
-        self.model = net.Recall().to(self.device)
+        self.net = hybrid if args.hybrid else net
+        self.model = self.net.Recall().to(self.device)
+        self.kinds = ("recall",) if args.hybrid else ("recall", "chain", "copy")
         self.state = {
             "stage": "dense",
             "tokens": 128,
@@ -81,6 +85,8 @@ class Run:
 
     def stage_left(self, name: str) -> float:
         """Seconds until the stage ends. Induction comes when it comes: the stages behind can be shorter."""
+        if self.args.hybrid:
+            return self.left(SHARES["joint"])
         if self.state["tokens"] < self.args.longest and self.left(0.4) < 0:
             self.late = True
         return self.left((LATE if self.late else SHARES)[name])
@@ -108,7 +114,7 @@ class Run:
         save_file(rounded, self.out / "model.safetensors", {"format": "pt"})
         rest = {n: (t - rounded[n].float()).bfloat16() for n, t in exact.items()}
         save_file(rest, self.out / "rest.safetensors", {"format": "pt"})
-        (self.out / "config.json").write_text(json.dumps(net.CONFIG, indent=1) + "\n")
+        (self.out / "config.json").write_text(json.dumps(self.net.CONFIG, indent=1) + "\n")
         (self.out / "tokenizer.json").write_text(tokenizer_json())
         self.save_log()
 
@@ -141,14 +147,12 @@ class Run:
         return round(right / asked, 4)
 
     def accuracies(self, tokens: int, mode: str, topk: int, rows: int = 16) -> dict[str, float]:
-        kinds = {"recall": False, "chain": False}
-        if tokens >= 512:
-            kinds |= {"sum": False}
-        found = {k: self.accuracy(k, tokens, mode, topk, spread=s, rows=rows) for k, s in kinds.items()}
+        kinds = [*self.kinds, *(["sum"] if tokens >= 512 and len(self.kinds) > 1 else [])]
+        found = {k: self.accuracy(k, tokens, mode, topk, spread=False, rows=rows) for k in kinds}
         if tokens >= 256:
-            for kind in ("recall", "chain"):
+            for kind in self.kinds[:2]:
                 found[kind + " spread"] = self.accuracy(kind, tokens, mode, topk, spread=True, rows=rows)
-        return found | {"copy": self.accuracy("copy", tokens, mode, topk, spread=False, rows=rows)}
+        return found
 
     # ------------------------------------------------------------ training
     def optimizer(
@@ -176,7 +180,8 @@ class Run:
             tokens = self.state["tokens"]
             topk = TOPK[number % len(TOPK)] if name == "joint" else 0
             # A warm-up, then constant; over the last third of the last stage down to a tenth.
-            fall = min(1.0, 3 * self.stage_left(name) / whole) if name == "joint" else 1.0
+            last = name == "joint" or self.args.hybrid
+            fall = min(1.0, 3 * self.stage_left(name) / whole) if last else 1.0
             self.set_rate(opt, lr * min(1.0, (done + 1) / 200) * max(0.1, fall))
             if (tokens, topk) not in steps:
                 if name == "dense":
@@ -184,13 +189,13 @@ class Run:
                     opt.zero_grad(set_to_none=True)
                 steps[tokens, topk] = Step(self, name, opt, params, rows_of[tokens], tokens, topk)
             loss, kl = steps[tokens, topk](
-                *data.batch(rows_of[tokens], tokens, self.args.seed, number, self.device)
+                *data.batch(rows_of[tokens], tokens, self.args.seed, number, self.device, self.kinds)
             )
             self.state["batch"] += 1
             self.state["steps"][name] += 1
             if (done + 1) % every == 0:
                 self.check(name, tokens, float(loss), float(kl))
-                if time.time() - saved > 60:
+                if time.time() - saved > 30:
                     self.save()
                     saved = time.time()
         steps.clear()
@@ -206,10 +211,11 @@ class Run:
     def check(self, name: str, tokens: int, loss: float, kl: float) -> None:
         """Measures, logs, and doubles the length once the model recalls at this one."""
         mode, topk = ("joint", 256) if name == "joint" else ("dense", 0)
-        found = {k: self.accuracy(k, tokens, mode, topk, spread=False) for k in ("recall", "chain", "copy")}
+        found = {k: self.accuracy(k, tokens, mode, topk, spread=False) for k in self.kinds}
         step = self.state["steps"][name]
         self.say(stage=name, step=step, tokens=tokens, loss=round(loss, 4), kl=round(kl, 4), **found)
-        if name == "dense" and found["recall"] > 0.9 and found["chain"] > 0.75 and tokens < self.args.longest:
+        learned = found["recall"] > 0.9 and found.get("chain", 1.0) > 0.75
+        if name == "dense" and learned and tokens < self.args.longest:
             self.state["tokens"] = 2 * tokens
 
 
@@ -280,11 +286,14 @@ def results(run: Run) -> str:
     run.model.load_state_dict({n: t.bfloat16().float() for n, t in exact.items()})
     lines = ["| tokens | chosen | recall | spread | two hops | spread | copy | sum |", "|---" * 8 + "|"]
     longest = run.args.longest
-    asks = [
+    asks = [(t, "dense", 0) for t in (longest, longest // 4, longest // 2, 2 * longest)]
+    asks = asks if run.args.hybrid else [
         (longest, m, k)
         for m, k in (("joint", 256), ("joint", 128), ("joint", 32), ("shuffled", 256), ("dense", 0))
     ]
-    asks += [(t, "joint", 256) for t in (longest // 4, longest // 2, 2 * longest)] + [(longest, "joint", 64)]
+    if not run.args.hybrid:
+        asks += [(t, "joint", 256) for t in (longest // 4, longest // 2, 2 * longest)]
+        asks += [(longest, "joint", 64)]
     for tokens, mode, topk in asks:
         if run.left(0.99) < 0:
             run.say(note="no time for the rest of the table")
@@ -311,6 +320,8 @@ def main() -> None:
         "--batch-tokens", type=int, default=65536, help="tokens a dense batch; half with indexer"
     )
     parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--hybrid", action="store_true", help="the model of hybrid.py")
+    parser.add_argument("--rate", type=float, default=1e-3, help="learning rate of the first stage")
     run = Run(parser.parse_args())
     args = run.args
     run.say(
@@ -320,10 +331,12 @@ def main() -> None:
     many = {t: max(1, args.batch_tokens // t) for t in lengths}
     few = {t: max(1, args.batch_tokens // 2 // t) for t in lengths}
     for name, lr, rows, every in (
-        ("dense", 1e-3, many, 200),
+        ("dense", args.rate, many, 200),
         ("warm", 1e-3, few, 100),
         ("joint", 3e-4, few, 100),
     ):
+        if args.hybrid and name != "dense":
+            continue
         if list(SHARES).index(run.state["stage"]) <= list(SHARES).index(name):
             run.stage(name, lr, rows, min(every, args.steps))
             run.save()

@@ -1,4 +1,4 @@
-"""A tiny model with states over HTTP: in each layout its tokens are those of one engine, reading all or not."""
+"""A tiny model with states over HTTP: in each layout its tokens are those of one engine."""
 from __future__ import annotations
 
 import pytest
