@@ -1,10 +1,11 @@
-"""Eight streams without a grammar, all under a JSON schema, and one of them under it, in turns.
+"""Eight streams without a grammar, and one or all of them under a JSON schema, in turns.
 
-    PYTHONPATH=src python bench/masks.py [--model demo] [--rounds 16] [--tokens 48] [--threads 1]
+    PYTHONPATH=src python bench/masks.py [--arms one all] [--model demo] [--rounds 12] [--tokens 24]
 
-Prints, as JSON, of each arm its tokens a second of processor time of the engine, and of the clock, over that
-of no grammar in the same round: the median, the quarter below and above, the least and the most. With one
-thread processor time is what is worked: several of them wait for one another with all they have.
+After each round prints, as JSON, of each arm its tokens a second of processor time of the engine, and of the
+clock, over those of no grammar in the same round: the median of the rounds so far, the quarter below and
+above, the least and the most. So it may be ended at any time. With one thread processor time is what is
+worked: several of them wait for one another with all they have.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ SCHEMA = Grammar(
         }
     ),
 )
-ARMS = {"none": 0, "one": 1, "all": STREAMS}
+MASKED = {"none": 0, "one": 1, "all": STREAMS}
 
 
 def cpu_s() -> float:
@@ -51,20 +52,36 @@ def cpu_s() -> float:
     return ns / 1e9
 
 
+def told(speeds: dict[str, list[tuple[float, float]]]) -> dict[str, float | list[float]]:
+    """Of at least two rounds."""
+    found: dict[str, float | list[float]] = {
+        "rounds": len(speeds["none"]),
+        "tokens_per_s": round(statistics.median(clock for _, clock in speeds["none"]), 1),
+    }
+    for arm in list(speeds)[1:]:
+        for at, name in enumerate(("processor", "clock")):
+            ratios = [mine[at] / other[at] for mine, other in zip(speeds[arm], speeds["none"], strict=True)]
+            low, middle, high = statistics.quantiles(ratios, method="inclusive")
+            found[f"{arm}_{name}"] = [round(x, 3) for x in (middle, low, high, min(ratios), max(ratios))]
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--rounds", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--arms", nargs="+", choices=("one", "all"), default=["one", "all"])
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     llm = LLM(args.model, threads=args.threads)
     prompts = [f"List {n + 2} things in a kitchen, with names and numbers." for n in range(STREAMS)]
-    speeds: dict[str, list[tuple[float, float]]] = {arm: [] for arm in ARMS}
+    arms = ["none", *args.arms]
+    speeds: dict[str, list[tuple[float, float]]] = {arm: [] for arm in arms}
     for round_ in range(args.rounds + 1):  # the first one warms up
-        turn = round_ % len(ARMS)
-        for arm in [*ARMS, *ARMS][turn : turn + len(ARMS)]:
-            masked = ARMS[arm]
+        turn = round_ % len(arms)
+        for arm in [*arms, *arms][turn : turn + len(arms)]:
+            masked = MASKED[arm]
             params = [
                 SamplingParams(
                     max_tokens=args.tokens,
@@ -81,13 +98,8 @@ def main() -> None:
             assert made == STREAMS * args.tokens, made
             if round_:
                 speeds[arm].append((made / used, made / took))
-    told = {"tokens_per_s": round(statistics.median(clock for _, clock in speeds["none"]), 1)}
-    for arm in ("one", "all"):
-        for at, name in enumerate(("processor", "clock")):
-            ratios = [mine[at] / other[at] for mine, other in zip(speeds[arm], speeds["none"], strict=True)]
-            low, middle, high = statistics.quantiles(ratios, method="inclusive")
-            told[f"{arm}_{name}"] = [round(x, 3) for x in (middle, low, high, min(ratios), max(ratios))]
-    print(json.dumps(told, indent=1))
+        if round_ > 1:
+            print(json.dumps(told(speeds)), flush=True)
 
 
 if __name__ == "__main__":
