@@ -11,7 +11,7 @@ import prompts_engine
 import pytest
 import torch
 from late_copies import Latest, Shuffled
-from prompts_engine import PROMPTS, STATE, Engine, dense, model, play
+from prompts_engine import CONFIG, PROMPTS, STATE, Engine, dense, model, play
 
 from penstock.core.kv.page_table import PageTable
 from penstock.core.kv.pages import Pages
@@ -26,6 +26,8 @@ LONG = tuple((5 * i * i + 3 * i) % 61 for i in range(40))
 # Four layers of two kinds, states of three in as many groups.
 KINDS = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
 SPLIT = {**STATE, "num_hidden_layers": 4, "layer_types": KINDS}
+MAMBA = {**CONFIG, "model_type": "bamba", "num_hidden_layers": 3, "attn_layer_indices": [1],
+         "mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 6}
 
 
 @pytest.mark.parametrize("chunk", [3, 64])
@@ -80,6 +82,20 @@ def test_states_of_several_groups_of_layers(lateness, kind, monkeypatch):
     assert [g.name for g in engine.core.cfg.groups] == ["full", "state 0", "state 1", "state 2"]
     play(engine, lambda turn: [kind(RequestId(1 + turn % 7))] if turn % 3 == 0 else [])
     assert engine.core.stats()["pauses" if kind is Paused else "drops"] >= 3
+
+
+@pytest.mark.parametrize("kind", [Paused, Dropped])
+def test_states_of_mamba(kind, monkeypatch):
+    """Two in a group; the prefix is then found on a tier."""
+    monkeypatch.setitem(prompts_engine.CONFIGS, "mamba", MAMBA)
+    engine = Engine(family="mamba", hbm_pages=60, step_tokens=7, lateness=Shuffled(2, torn=0.3))
+    play(engine, lambda turn: [kind(RequestId(1 + turn % 7))] if turn % 3 == 0 else [])
+    assert engine.core.stats()["pauses" if kind is Paused else "drops"] >= 3
+    for rid in (20, 21):
+        engine.add(rid, LONG, 4)
+        engine.drain()
+        assert tuple(engine.got[rid]) == dense(LONG, 4, "mamba")
+    assert engine.started[21].hbm_tokens == 32
 
 
 # ---------------------------------------------------------------- faults

@@ -4,6 +4,9 @@
 """
 from __future__ import annotations
 
+import json
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from dense_attend import Dense
 from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     Gemma2Config,
@@ -39,12 +44,14 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
+from penstock.config.base.errors import ConfigError
 from penstock.model import registry
 from penstock.model.base import Model
 
 PROMPT, GREEDY, VOCAB = 21, 32, 131
 
 CLASSES = {
+    "bamba": (BambaConfig, BambaForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -83,6 +90,8 @@ MLA = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_h
 # at once and token by token, are 4e-4 apart.
 STATES = {"num_hidden_layers": 4, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
           "linear_key_head_dim": 12, "linear_value_head_dim": 20, "initializer_range": 0.12}
+MAMBA = {"num_hidden_layers": 3, "attn_layer_indices": [1], "mamba_n_heads": 6, "mamba_d_head": 16,
+         "mamba_n_groups": 2, "mamba_d_state": 10, "initializer_range": 0.12}
 SHARED = {**EXPERTS, "shared_expert_intermediate_size": 28}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -153,6 +162,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "hybrids-3.5": ("qwen3_5_text", {**STATES, "tie_word_embeddings": True}),
     "hybrids-3.5-moe": ("qwen3_5_moe_text", {**STATES, **SHARED, "num_hidden_layers": 3, "layer_types": [
         "linear_attention", "full_attention", "linear_attention"]}),
+    "hybrids-bamba": ("bamba", MAMBA),
+    "hybrids-bamba-biases": ("bamba", {
+        **MAMBA, "mamba_proj_bias": True, "attention_bias": True, "mlp_bias": True, "mamba_d_conv": 3,
+        "mamba_n_groups": 1, "tie_word_embeddings": True}),
+    "hybrids-bamba-limits": ("bamba", {**MAMBA, "mamba_conv_bias": False, "time_step_limit": [0.3, 0.9]}),
     "moe": ("qwen3_moe", {**EXPERTS, "head_dim": 16}),
     "moe-window": ("qwen3_moe", {**EXPERTS, "use_sliding_window": True, "sliding_window": 4}),
     "moe-norm": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True, "attention_bias": True}),
@@ -233,6 +247,8 @@ def test_greedy_tokens_equal(reference: PreTrainedModel) -> None:
     model, ids_T = ours(reference), prompt_ids()
     attend = Dense(model.attention, model.groups)
     cache_out = reference(ids_T[None], use_cache=True)
+    # Of transformers 5.23's Bamba: with a cache it bounds no steps, and begins at position 0 unless told.
+    bounded = getattr(reference.config, "time_step_limit", (0.0, math.inf)) != (0.0, math.inf)
     got_V = run(model, ids_T, [PROMPT], attend)[-1]
     for step in range(GREEDY):
         expected_V = cache_out.logits[0, -1]
@@ -241,8 +257,12 @@ def test_greedy_tokens_equal(reference: PreTrainedModel) -> None:
         if expected_V[token] - expected_V[other] > 1e-3:
             assert int(got_V.argmax()) == token, f"token {step}"
         token_1 = torch.tensor([token])
-        cache_out = reference(token_1[None], past_key_values=cache_out.past_key_values)
-        position_1 = torch.tensor([PROMPT + step])
+        position_1, ids_T = torch.tensor([PROMPT + step]), torch.cat((ids_T, token_1))
+        if bounded:
+            cache_out = reference(ids_T[None])
+        else:
+            cache_out = reference(token_1[None], past_key_values=cache_out.past_key_values,
+                                  position_ids=position_1[None])
         got_V = model.logits(model.forward(token_1, position_1, attend))[0]
 
 
@@ -331,3 +351,14 @@ def test_every_family_of_the_registry_is_covered() -> None:
     assert registry.FAMILIES["kimi_k2"] == registry.FAMILIES["deepseek_v3"]
     # tests/parity/test_latent_parity.py has the ones that choose what they attend to
     assert covered | {"kimi_k2", "deepseek_v32", "glm_moe_dsa"} == set(registry.FAMILIES)
+
+
+def test_limits_of_steps_are_read_as_transformers_writes_them(tmp_path: Path) -> None:
+    for limits, most in ((None, math.inf), ([0.25, 0.5], 0.5)):
+        more = {} if limits is None else {"time_step_limit": limits}
+        BambaConfig(**{**SMALL, **MAMBA, **more}).save_pretrained(tmp_path)
+        states = registry.read_spec_of(json.loads((tmp_path / "config.json").read_text())).states
+        assert states is not None and states.scan.most == most
+    for wrong in ([2, 1], [0.1], [0, "inf"], [-1, 2], 3, [0, math.nan], [0, True]):
+        with pytest.raises(ConfigError, match="time_step_limit"):
+            registry.read_spec_of({**SMALL, **MAMBA, "model_type": "bamba", "time_step_limit": wrong})

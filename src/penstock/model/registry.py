@@ -17,6 +17,7 @@ from penstock.kernels.state import scan as scans
 from penstock.kernels.state.scan import Scan
 from penstock.kernels.types.scaled import Scaled, quantised
 from penstock.model.base import Lanes, Model, Stage, Wants, everything
+from penstock.model.families.bamba import bamba
 from penstock.model.families.deepseek import deepseek_v3, deepseek_v32, glm_moe_dsa
 from penstock.model.families.gemma import gemma2, gemma3_text
 from penstock.model.families.gpt_oss import gpt_oss
@@ -42,6 +43,7 @@ FAMILIES: dict[str, tuple[str, Callable[[Fields], Spec]]] = {
     "qwen3_next": ("Qwen3NextForCausalLM", qwen3_next),
     "qwen3_5_text": ("Qwen3_5ForCausalLM", qwen3_5_text),
     "qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", qwen3_5_moe_text),
+    "bamba": ("BambaForCausalLM", bamba),
     "gemma2": ("Gemma2ForCausalLM", gemma2),
     "gemma3_text": ("Gemma3ForCausalLM", gemma3_text),
     "gpt_oss": ("GptOssForCausalLM", gpt_oss),

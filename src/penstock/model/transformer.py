@@ -37,7 +37,7 @@ from penstock.model.scan import StateSpec
 from penstock.model.weights.codes import Codes, Packed
 from penstock.model.weights.slots import LinearFactory, Slots, Vector, check_tensor
 
-EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
 
 
@@ -49,7 +49,8 @@ class Spec:
     layers with a window; None: the others'. `norm_plus`: is added to the weights of norms. `norms_behind`:
     what the halves of a layer give is normed, too. `gelu`: gates by GELU, approximated by tanh, not by SiLU.
     `embed_scale`: of what is looked up. `logit_cap` c: logits x become c * tanh(x / c); 0: they stay.
-    `states`: of layers that have one in place of attention; None: no layer has."""
+    `states`: of layers that have one in place of attention; None: no layer has. `norm_name`: of the last norm
+    in files; `mlp_norm_name`, where none is behind, and `mlp_name`: in a layer."""
 
     vocab_size: int
     hidden: int
@@ -70,6 +71,9 @@ class Spec:
     embed_scale: float = 1.0
     logit_cap: float = 0.0
     states: StateSpec | None = None
+    norm_name: str = "model.norm"
+    mlp_norm_name: str = "post_attention_layernorm"
+    mlp_name: str = "mlp"
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -100,16 +104,16 @@ class Layer:
         else:
             self.attention = spec.attention.build(
                 slots, f"{prefix}.self_attn", index, local, hidden, self.eps)
-        after, before = "post_attention_layernorm", "pre_feedforward_layernorm"
+        after, before = spec.mlp_norm_name, "pre_feedforward_layernorm"
         self.norm_mlp = self._norm(slots, f"{prefix}.{before if spec.norms_behind else after}", spec)
         self.behind = [self._norm(slots, f"{prefix}.{name}", spec) for name in (
             (after, "post_feedforward_layernorm") if spec.norms_behind else ())]
         self.mlp: Mixer
         if spec.moe is not None and index in spec.moe.layers:
-            self.mlp = SparseMLP(slots, f"{prefix}.mlp", hidden, spec.moe)
+            self.mlp = SparseMLP(slots, f"{prefix}.{spec.mlp_name}", hidden, spec.moe)
         else:
-            self.mlp = GatedMLP(slots, f"{prefix}.mlp", hidden, slots.lane.columns(spec.width), spec.mlp_bias,
-                                tanh_gelu if spec.gelu else None)
+            self.mlp = GatedMLP(slots, f"{prefix}.{spec.mlp_name}", hidden, slots.lane.columns(spec.width),
+                                spec.mlp_bias, tanh_gelu if spec.gelu else None)
 
     @staticmethod
     def _norm(slots: Slots, name: str, spec: Spec) -> Vector:
@@ -170,7 +174,7 @@ class Transformer:
         ]
         self._head: Callable[[Tensor], Tensor]          # a tied head is packed by `finish`
         if stage.heads:
-            self._norm = slots.vector(NORM, (spec.hidden,), plus=spec.norm_plus)
+            self._norm = slots.vector(f"{spec.norm_name}.weight", (spec.hidden,), plus=spec.norm_plus)
         if stage.heads and not spec.tied:
             self._head = slots.linear(["lm_head"], [stage.lane.evenly(spec.vocab_size)], spec.hidden, False)
         self._extra_head: Tensor | Packed | None = None
@@ -183,7 +187,7 @@ class Transformer:
                 return index >= self.spec.skipped_layers
             return stage.first <= index + self.spec.num_layers < stage.end and self._slots.wants(name)
         # Whoever needs a tied tensor reads both names: a file may have either.
-        return {EMBED: stage.embeds or (stage.heads and tied), NORM: stage.heads,
+        return {EMBED: stage.embeds or (stage.heads and tied), f"{self.spec.norm_name}.weight": stage.heads,
                 HEAD: stage.heads or (stage.embeds and tied)}.get(name, True)
 
     def load(self, name: str, tensor: Tensor | Packed) -> None:
