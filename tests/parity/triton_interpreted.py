@@ -276,7 +276,7 @@ def mask() -> None:
 
 
 def latent() -> None:
-    """Half of the ops' own cases in float32 but the largest, some of other formats, and ties in all of a row."""
+    """Half of the ops' own cases in float32 but the largest, some of other formats; ties in all of a row."""
     from penstock.kernels.attention.latent_attention import cases as rows
     from penstock.kernels.attention.latent_attention import reference as attends
     from penstock.kernels.attention.latent_attention import triton_latent
@@ -323,8 +323,8 @@ def ranks() -> None:
     assert triton_ranks.takes(torch.zeros(1 << 18)) and not triton_ranks.takes(torch.zeros(1 << 18 | 1))
 
 
-PARTS = {part.__name__: part for part in (attention, chunks, gather, hosted, layer, linear, scaled, experts, draw,
-                                          mask, latent, ranks)}
+PARTS = {part.__name__: part for part in (attention, chunks, gather, hosted, layer, linear, scaled, experts,
+                                          draw, mask, latent, ranks)}
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:
