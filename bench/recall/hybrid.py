@@ -7,7 +7,7 @@ in the states of the others.
 
 import torch
 import torch.nn.functional as F
-from net import MLP, How, Lookup, linear
+from net import MLP, How, Lookup, initialise, linear
 from torch import Tensor, nn
 
 from penstock.eval import words
@@ -193,13 +193,7 @@ class Recall(nn.Module):
             {"embed_tokens": nn.Embedding(words.VOCAB, D), "layers": layers, "norm": Norm(D)}
         )
         self.lm_head = linear(D, words.VOCAB)
-        for name, weight in self.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                nn.init.zeros_(weight)
-            elif "embed_tokens" in name:
-                nn.init.normal_(weight, std=1.0)
-            elif weight.ndim == 2:
-                nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+        initialise(self)
 
     def forward(self, ids_BT: Tensor, how: How) -> tuple[Tensor, Tensor]:
         """Logits [B, T, vocabulary], and no loss of an indexer."""

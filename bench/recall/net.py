@@ -219,6 +219,17 @@ class Block(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x)), loss
 
 
+def initialise(model: nn.Module) -> None:
+    """Layers begin as nothing added to the stream; products keep its size."""
+    for name, weight in model.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            nn.init.zeros_(weight)
+        elif "embed_tokens" in name:
+            nn.init.normal_(weight, std=1.0)
+        elif weight.ndim == 2:
+            nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+
+
 class Recall(nn.Module):
     """Embeddings of std 1, an untied head, output projections from 0: tied ones of std 0.02 learn nothing."""
 
@@ -232,13 +243,7 @@ class Recall(nn.Module):
             }
         )
         self.lm_head = linear(D, words.VOCAB)
-        for name, weight in self.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                nn.init.zeros_(weight)
-            elif "embed_tokens" in name:
-                nn.init.normal_(weight, std=1.0)
-            elif weight.ndim == 2:
-                nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+        initialise(self)
 
     def forward(self, ids_BT: Tensor, how: How) -> tuple[Tensor, Tensor]:
         """Logits [B, T, vocabulary] and the indexers' summed loss."""

@@ -235,8 +235,19 @@ def test_kernel_compiles_for_hopper(module: str, name: str) -> None:
             assert stack_of(built.asm["cubin"]) <= STACK.get(name, 0), "it spills more than it did"
 
 
-@pytest.mark.parametrize("parts", ["latent draw attention ranks", "hosted experts mask",
-                                   "scaled layer linear gather chunks"])
+INTERPRETED = ["latent draw attention ranks", "hosted experts mask", "scaled layer linear gather chunks"]
+
+
+def test_every_interpreted_part_is_run() -> None:
+    source = Path(__file__).with_name("triton_interpreted.py").read_text()
+    [parts] = [node.value for node in ast.parse(source).body
+               if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PARTS"]
+    assert isinstance(parts, ast.DictComp)
+    listed = ast.unparse(parts.generators[0].iter).strip("()").split(", ")
+    assert sorted(" ".join(INTERPRETED).split()) == sorted(listed)
+
+
+@pytest.mark.parametrize("parts", INTERPRETED)
 def test_kernels_interpreted_equal_the_references(parts: str) -> None:
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("triton_interpreted.py")), *parts.split()],
