@@ -55,7 +55,7 @@ def test_the_bound_sees_a_core_that_serves_the_youngest_first(monkeypatch: pytes
 
 def test_the_bound_sees_who_gives_way_too_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue, "headroom", lambda core, r, place: capacity.growing(core))
-    late = [line for seed in range(12) for line in fair(seed, MODES[1]).late()]
+    late = [line for seed in range(16, 24) for line in fair(seed, MODES[1]).late()]
     assert any("gave way" in line for line in late)
 
 

@@ -172,7 +172,7 @@ class Generation:
     def tells_at_end(self) -> bool:
         """Whether the engine may have kv_reads or drafts to tell."""
         ready = self._engine.ready
-        return ready.selection is not None or bool(ready.info.get("speculative_method"))
+        return ready.selection is not None or ready.info.get("speculative_method", "none") != "none"
 
     @property
     def metrics(self) -> Metrics:
