@@ -119,6 +119,21 @@ def test_speculation_drops_what_no_drafter_may_say():
     assert counts(engine) == (0, 0) and engine.total("spec_dropped_tokens_total") > 40
 
 
+def test_speculation_of_a_row_without_finite_logits_ends_that_row():
+    """Which is all that its step decodes."""
+    engine = drafting(chance=1)
+    engine.add(1, PROMPTS[1], 12)
+    model = engine.ex._ranks[-1]._model
+    right = model.logits
+    model.logits = lambda hidden: right(hidden) * (float("nan") if len(engine.got[1]) > 4 else 1)
+    try:
+        engine.drain()
+    finally:
+        model.logits = right
+    assert engine.ended[1].outcome is Outcome.ABORT
+    assert 4 < len(engine.got[1]) < 12 and tuple(engine.got[1]) == dense(PROMPTS[1], 12)[:len(engine.got[1])]
+
+
 def test_speculation_is_as_much_as_a_request_asks_for():
     engine = drafting(chance=1)
     asked = {1: 0, 2: 1, 4: 2, 7: None, 6: 9}

@@ -225,7 +225,8 @@ class Chosen(Tokens):
         answers.drafts += [(rid, end - begin - 1, good) for (rid, _), begin, end, good in
                            zip(pairs, first, ends, right, strict=True) if end > begin + 1]
         some = [n for n, new in enumerate(said) if new]
-        self._tables.sampled([ran.rows[first[n]] for n in some], torch.tensor([said[n][-1] for n in some]))
+        self._tables.sampled([ran.rows[first[n]] for n in some], torch.tensor(
+            [said[n][-1] for n in some], dtype=torch.int64))
         return answers
 
     def _late(self, s: Sampling) -> bool:
