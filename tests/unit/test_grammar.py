@@ -15,7 +15,7 @@ from penstock.config.base.errors import RequestError
 from penstock.config.request.grammar import ANY_OBJECT, TEXT_BYTES_MAX, Grammar
 from penstock.config.request.params import SamplingParams
 from penstock.exec.sampling import grammar as grammar_module
-from penstock.exec.sampling.grammar import BadGrammar, Compiler, Grammars, switched_off
+from penstock.exec.sampling.grammar import BadGrammar, Compiler, Grammars, Vocabulary, switched_off
 from penstock.exec.sampling.sampler import Sampler
 
 V = 101                     # more than the tokenizer's 96: padding rows of a head
@@ -74,9 +74,28 @@ def test_what_no_answer_can_come_of_is_a_fault_that_quotes_nothing(grammars):
     assert fault and "marker-7" not in fault
     _, fault = admitted(Grammars(switched_off).matcher(DIGITS), [])
     assert fault
-    assert Grammars(switched_off).info == "none: --grammar-backend none"
-    assert Grammars(lambda: None).info == "none: this model has no tokenizer"
-    assert grammars.info.startswith("llguidance ")
+
+
+def test_whose_grammars_are_is_told_without_the_model_and_proved_with_it():
+    assert grammar_module.whose("none") == "none: --grammar-backend none"
+    assert grammar_module.whose("auto").startswith("llguidance 1.")
+    assert grammar_module.proved(switched_off) == "--grammar-backend none"
+    assert grammar_module.proved(lambda: None) == "this model has no tokenizer"
+    assert "llguidance knows" in grammar_module.proved(lambda: Vocabulary("{}", (0,)))
+    assert grammar_module.proved(printable.vocabulary) == ""
+
+
+def test_the_vocabulary_is_taken_up_at_begin_and_not_before():
+    asked = []
+
+    def vocabulary():
+        asked.append(True)
+        return printable.vocabulary()
+
+    grammars = Grammars(vocabulary)
+    assert not asked
+    assert grammars.begin().result() is grammars.begin().result()
+    assert not admitted(grammars.matcher(DIGITS), [])[1] and asked == [True]
 
 
 @pytest.mark.parametrize("kind, text, word", [
@@ -203,7 +222,7 @@ def test_who_waits_for_a_grammar_is_woken():
 def test_more_grammars_than_are_kept_are_each_compiled_once_while_somebody_waits(monkeypatch):
     compiled, held = [], {Grammar("regex", f"{i}{{3}}") for i in range(9)}
     monkeypatch.setattr(grammar_module, "COMPILED_MAX", 4)
-    monkeypatch.setattr(Grammars, "_compile", lambda self, one: time.sleep(0.01) or compiled.append(one))
+    monkeypatch.setattr(Compiler, "compile", lambda self, one: time.sleep(0.01) or compiled.append(one))
     woken = threading.Event()
     mine = Grammars(printable.vocabulary, woken.set)
     while held:                                         # as the loop looks, again and again in one order

@@ -176,7 +176,6 @@ class Crew:
         ConfigError: a machine does not come, or is not of this engine."""
         self._wake, self._news_at = wake, 0.0
         self.news: SimpleQueue[None] = SimpleQueue()
-        self.grammars = ""                          # what the last stage says of them
         self.vocab_size = 0                         # known before the first request
         self.timeout_s = config.device.rank_timeout_s
         self._watch = Watch(config.device.num_ranks, config.device.rank_silence_s, self.timeout_s)
@@ -254,7 +253,7 @@ class Crew:
         for rank in self.ranks:
             message = rank.answer(self.timeout_s)
             assert isinstance(message, wire.Ready)
-            self.grammars, rank.memory = message.grammars, message.memory
+            rank.memory = message.memory
         if not self._watched:                       # while it loads, a library may hold a rank's interpreter
             self._watched = True
             threading.Thread(target=self._look, daemon=True, name="penstock-watch").start()

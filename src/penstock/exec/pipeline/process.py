@@ -182,7 +182,7 @@ class Process:
         if capture:
             self._rank.capture(buckets_of(core.rows), 0.0)      # as many on each lane, however long they take
         self._count()
-        self.send(wire.Ready("" if self._grammars is None else self._grammars.info, handle))
+        self.send(wire.Ready(handle))
 
     def _drop(self) -> None:
         """Before another rank takes its place: the device's memory has no room for both."""
@@ -237,6 +237,7 @@ class Process:
                 return Vocabulary(words.tokenizer, tuple(words.eos_ids))
 
             self._grammars = Grammars(vocabulary)
+            self._grammars.begin()
             return
         if isinstance(message, wire.Pools):
             self._pools(message.core, message.capture)

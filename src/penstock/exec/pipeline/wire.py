@@ -123,10 +123,8 @@ class Refused(_Message, frozen=True):
 
 
 class Ready(_Message, frozen=True):
-    """Answers Pools. `grammars`: of the last stage, `exec.sampling.grammar.Grammars.info`. `memory`: of an
-    engine of a pair, the handle of its pools on a GPU (`memory.across`)."""
+    """Answers Pools. `memory`: of an engine of a pair, the handle of its pools on a GPU (`memory.across`)."""
 
-    grammars: str = ""
     memory: bytes = b""
 
 

@@ -7,6 +7,7 @@ Knows no logits and imports no torch: the process that checks grammars runs this
 """
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import random
 import threading
@@ -25,6 +26,8 @@ COMPILED_MAX = 64
 WALKS, WALK = 4, 8          # beginnings of answers that are tried when a grammar is compiled, tokens of each
 TOO_COMPLEX = "its grammar became too complex"
 NO_TOKENIZER = "this model has no tokenizer"
+SWITCHED_OFF = "--grammar-backend none"
+NOT_INSTALLED = "the package llguidance is not installed"
 
 
 class BadGrammar(ValueError):
@@ -46,7 +49,6 @@ class Compiler:
     def __init__(self, vocabulary: Vocabulary) -> None:
         import llguidance
 
-        self.version: str = llguidance.__version__
         self.eos_ids = frozenset(vocabulary.eos_ids)
         self._tokens = llguidance.LLTokenizer(vocabulary.tokenizer, eos_token=list(vocabulary.eos_ids))
         self.words = -(-self._tokens.vocab_size // 32)
@@ -113,7 +115,8 @@ def _plain(grammar: Grammar) -> str:
 
 
 class Grammars:
-    """The grammars of one rank: compiled in a thread of their own, the last ones kept."""
+    """The grammars of one rank: compiled in a thread of their own, the last ones kept. The vocabulary comes
+    first: at `begin`, or when somebody has a grammar."""
 
     def __init__(self, vocabulary: Callable[[], Vocabulary | None],
                  wake: Callable[[], None] | None = None) -> None:
@@ -121,19 +124,22 @@ class Grammars:
         wake: called there when a grammar has been compiled, or cannot be."""
         self._wake = wake
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="penstock-grammar")
-        self._compiler = self._thread.submit(_compiler, vocabulary)
+        self._vocabulary = vocabulary
+        self._compiler: Future[Compiler] | None = None
         self._compiled: OrderedDict[Grammar, Future[llguidance.LLMatcher]] = OrderedDict()
         self._lock = threading.Lock()
 
-    @property
-    def info(self) -> str:
-        """Whose they are, or "none: " and why there are none. Waits for the vocabulary."""
-        error = self._compiler.exception()
-        return f"llguidance {self._compiler.result().version}" if error is None else f"none: {error}"
+    def begin(self) -> Future[Compiler]:
+        """Take up the vocabulary, in the thread, unless that was done. Returns at once, but other threads
+        stand still meanwhile: for behind the loading of a model, not beside it."""
+        with self._lock:
+            if self._compiler is None:
+                self._compiler = self._thread.submit(_compiler, self._vocabulary)
+            return self._compiler
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """Of a new request. Returns at once: what is wrong shows when it is asked for a mask."""
-        return Matcher(self._compiler, self._of(grammar))
+        return Matcher(self.begin(), self._of(grammar))
 
     def compiled(self, grammar: Grammar) -> bool:
         """Whether no matcher of it has to wait. Returns at once, and has it compiled."""
@@ -144,10 +150,12 @@ class Grammars:
         self._of(grammar).add_done_callback(lambda _: done())
 
     def _of(self, grammar: Grammar) -> Future[llguidance.LLMatcher]:
+        compiler = self.begin()
         with self._lock:
             found = self._compiled.get(grammar)
             if found is None:
-                found = self._compiled[grammar] = self._thread.submit(self._compile, grammar)
+                found = self._compiled[grammar] = self._thread.submit(
+                    lambda: compiler.result().compile(grammar))
                 # Never one that somebody waits for: it would be begun anew at each look.
                 ended = [g for g, one in self._compiled.items() if one.done()]
                 for old in ended[:max(0, len(self._compiled) - COMPILED_MAX)]:
@@ -160,13 +168,29 @@ class Grammars:
         if self._wake is not None:
             self._wake()
 
-    def _compile(self, grammar: Grammar) -> llguidance.LLMatcher:
-        return self._compiler.result().compile(grammar)
-
 
 def switched_off() -> Vocabulary | None:
     """As `vocabulary`, where there shall be no grammars."""
-    raise BadGrammar("--grammar-backend none")
+    raise BadGrammar(SWITCHED_OFF)
+
+
+def whose(backend: str) -> str:
+    """Whose grammars a server has, or "none: " and why there are none. Does not look at the model."""
+    if backend == "none":
+        return f"none: {SWITCHED_OFF}"
+    try:
+        return f"llguidance {importlib.metadata.version('llguidance')}"
+    except importlib.metadata.PackageNotFoundError:
+        return f"none: {NOT_INSTALLED}"
+
+
+def proved(vocabulary: Callable[[], Vocabulary | None]) -> str:
+    """Why there can be no grammars over it, or "". Takes as long as `Compiler`."""
+    try:
+        _compiler(vocabulary)
+    except BadGrammar as why:
+        return str(why)
+    return ""
 
 
 def _compiler(vocabulary: Callable[[], Vocabulary | None]) -> Compiler:
@@ -176,7 +200,7 @@ def _compiler(vocabulary: Callable[[], Vocabulary | None]) -> Compiler:
     try:
         return Compiler(found)
     except ImportError:
-        raise BadGrammar("the package llguidance is not installed") from None
+        raise BadGrammar(NOT_INSTALLED) from None
     except ValueError as e:
         raise BadGrammar(f"its tokenizer is not one that llguidance knows: {e}") from None
 

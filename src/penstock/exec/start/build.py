@@ -26,7 +26,7 @@ from penstock.exec.load.sizing import DeviceMemory, Room, Sizes, groups_of, show
 from penstock.exec.load.weights import Loaded, identity_of, kept_as, load, outline, show_dtype
 from penstock.exec.pipeline.crew import Crew
 from penstock.exec.rank import Rank
-from penstock.exec.sampling.grammar import Grammars, Vocabulary, switched_off
+from penstock.exec.sampling.grammar import Grammars, Vocabulary, switched_off, whose
 from penstock.exec.start.prove import prove, prove_front, scratch
 from penstock.exec.start.store import open_storage, storage_info
 from penstock.exec.start.workspace import beyond, device_memory, largest_step, one_page
@@ -66,6 +66,7 @@ class Built:
     caches: Caches                  # of the whole model
     identity: dict[str, str]        # what another engine must have in common to read its KV, in words
     crew: Crew | None = None        # the ranks, where they are processes
+    grammars: Grammars | None = None            # of the rank in this process, not begun
 
 
 def build_engine(config: Config, log: Callable[[str], object] = print, *,
@@ -108,11 +109,10 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
         **_sparse_info(selection, caches, parts.sizes), **kinds_of(caches, parts.loaded.dtype),
         "max_num_seqs": core_config.rows, "step_tokens": core_config.step_tokens,
         "speculative_method": config.schedule.speculative_method or "none",
-        "draft_tokens": core_config.draft_tokens,
-        "seed": config.model.seed or 0, "overlap": core_config.overlap,
-        "prefix_cache": core_config.prefix_cache, **storage_info(kv),
+        "draft_tokens": core_config.draft_tokens, "grammar_backend": whose(config.model.grammar_backend),
+        "seed": config.model.seed or 0, "overlap": core_config.overlap, **storage_info(kv),
+        "prefix_cache": core_config.prefix_cache, "start_seconds": round(seconds, 3), **parts.info,
         "weight_bytes": parts.loaded.bytes, "load_peak_bytes": parts.loaded.peak,
-        "start_seconds": round(seconds, 3), **parts.info,
         **{f"backend_{op}": str(choice) for op, choice in parts.loaded.backends.items()},
     }
     held, host = caches.nbytes(core_config.hbm_pages), core_config.dram_pages * core_config.page_size
@@ -134,9 +134,10 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
     if core_config.step_tokens < core_config.rows:
         log(f"warning: --step-tokens {core_config.step_tokens} is below --max-num-seqs "
             f"{core_config.rows}: the youngest requests wait while older ones decode")
-    return Built(executor=parts.front, core_config=core_config, vocab_size=model.vocab_size,
-                 max_model_len=core_config.max_len, selection=selection, info=info, wakes=wakes,
-                 pages=parts.pages, stages=parts.stages, caches=caches, identity=identity, crew=parts.crew)
+    return Built(executor=parts.front, core_config=core_config, vocab_size=model.vocab_size, info=info,
+                 max_model_len=core_config.max_len, selection=selection, wakes=wakes, pages=parts.pages,
+                 stages=parts.stages, caches=caches, identity=identity, crew=parts.crew,
+                 grammars=parts.grammars)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +156,7 @@ class _Parts:
     host: Sequence[HostPages]           # whole ones
     dram_bytes: int                     # of the host pools, of all machines
     crew: Crew | None = None
+    grammars: Grammars | None = None
 
 
 def kinds_of(caches: Caches, dtype: torch.dtype) -> dict[str, str]:
@@ -224,11 +226,10 @@ def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None
             "some") from None
     except NotPinned as why:
         raise ConfigError(f"{why}: give less with --dram-bytes, or 0 for no host tier") from None
-    info["grammar_backend"] = grammars.info
     return _Parts(front=Front([rank], page_size=core.page_size), loaded=loaded, caches=caches, sizes=sizes,
                   selection=selection, threads=threads, info=info, pages=PoolPages([[*hbm, *dram]]),
                   stages=[[layout.num_layers] for layout in caches.layouts], host=dram,
-                  dram_bytes=caches.host_bytes(core))
+                  dram_bytes=caches.host_bytes(core), grammars=grammars)
 
 
 def _check_gpu() -> None:
@@ -347,8 +348,7 @@ def _several(config: Config, log: Callable[[str], object], wakes: Waker,
     except BaseException:
         crew.close()
         raise
-    info |= {"grammar_backend": crew.grammars, "pp": config.device.pp,
-             "pp_layers": ",".join(map(str, layers[::lanes])), "tp": lanes,
+    info |= {"pp": config.device.pp, "pp_layers": ",".join(map(str, layers[::lanes])), "tp": lanes,
              **({"ep": config.device.expert_ranges} if config.device.expert_ranges > 1 else {})}
     for i, (n, mine, one) in enumerate(zip(layers, own, told, strict=True)):
         used, given = mine.nbytes(core.hbm_pages), widest.nbytes(core.hbm_pages)

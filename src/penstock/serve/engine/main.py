@@ -14,6 +14,7 @@ import sys
 import threading
 import traceback
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
@@ -129,6 +130,7 @@ class Engine:
     wakes: Waker
     crew: Crew | None
     peers: Peers | None
+    begin: Callable[[], object]     # what shall not have ready wait
 
 
 def hello(link: Link) -> Config:
@@ -151,6 +153,7 @@ def build(config: Config, event_log: EventLog) -> Engine:
     # Imported here: torch takes seconds, reads its limits then, and Hello must be checked before.
     from penstock.core.core import Core
     from penstock.core.policy.capacity import largest
+    from penstock.exec.sampling.grammar import proved
     from penstock.exec.start.build import build_engine
     from penstock.exec.start.store import check_storage
     from penstock.serve.engine.loop import EngineLoop
@@ -160,9 +163,9 @@ def build(config: Config, event_log: EventLog) -> Engine:
 
     links_of(config)                    # what is wrong with them is told before a model is loaded
     check_storage(config.kv)
+    if config.model.grammar_backend == "llguidance" and (why := proved(lambda: vocabulary_of(config))):
+        raise ConfigError(f"--grammar-backend llguidance: {why}")
     built = build_engine(config, log, vocabulary=lambda: vocabulary_of(config))
-    if config.model.grammar_backend == "llguidance" and str(built.info["grammar_backend"]).startswith("none"):
-        raise ConfigError(f"--grammar-backend llguidance: {built.info['grammar_backend']}")
     peers = open_peers(config, built)
     storage = built.executor.storage
     info = built.info if peers is None else built.info | {"pair_address": peers.address}
@@ -176,7 +179,8 @@ def build(config: Config, event_log: EventLog) -> Engine:
     ready = wire.Ready(pid=os.getpid(), vocab_size=built.vocab_size, max_model_len=built.max_model_len,
                        info=info, selection=built.selection,
                        dense_len=min(built.max_model_len, largest(built.core_config, False) + 1))
-    return Engine(loop=loop, ready=ready, wakes=built.wakes, crew=built.crew, peers=peers)
+    return Engine(loop=loop, ready=ready, wakes=built.wakes, crew=built.crew, peers=peers,
+                  begin=built.grammars.begin if built.grammars is not None else lambda: None)
 
 
 def log(line: str) -> None:
@@ -200,6 +204,7 @@ def main(argv: list[str]) -> NoReturn:
     collector.spare(FULL)
     log(wire.LOADED)
     link.send(engine.ready)
+    engine.begin()
     try:
         run(engine, link)
     except Exception as e:                          # around the loop: leave evidence, then die
