@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 KERNELS = Path(__file__).parents[2] / "src" / "penstock" / "kernels"
-BF16, F32, I32, I64, U8 = "*bf16", "*fp32", "*i32", "*i64", "*u8"
+BF16, F32, I32, I64, U8, E4M3 = "*bf16", "*fp32", "*i32", "*i64", "*u8", "*fp8e4nv"
 STRIDES = {"q_row": "i32", "q_head": "i32", "kv_page": "i64", "kv_head": "i32", "kv_token": "i32",
            "table_row": "i32"}
 PAGED = {"DIM": 128, "DIM_PAD": 128, "PAGE": 16}
@@ -77,26 +77,32 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
               WINDOW="i32"), dict(UNIT=8, CHOSEN_PAD=256, BLOCK=16384, WHOLE=whole), 16, 3)
         for whole in (True, False)],
     ("choose.index_select.triton_keys", "score_keys"): [
-        (dict(q=BF16, weight=F32, key=key, scales=words, table=I32, row=I32, position=I32, score=F32,
+        (dict(q=q, weight=F32, key=key, scales=words, table=I32, row=I32, position=I32, score=F32,
               counted=I32, q_row="i32", weight_row="i32", key_page="i32", table_row="i32", TOKENS="i32",
-              BLOCKS="i32"),
-         dict(SIZE=64, HEADS=64, HEADS_PAD=64, DIM=128, DIM_PAD=128, BLOCK=128, EXACT=False, KEY=row,
-              CODED=key == U8, BINS=8192), 4, 3) for key, words, row in ((BF16, BF16, 128), (U8, F32, 33))],
+              BLOCKS="i32", NUM="i32"),
+         dict(SIZE=64, HEADS=64, HEADS_PAD=64, DIM=128, DIM_PAD=128, BLOCK=block, EXACT=q == F32, KEY=row,
+              CODED=key == E4M3, BINS=8192, QUERIES=queries), warps, stages)
+        for q, key, words, row, block, queries, warps, stages in (
+            (BF16, BF16, BF16, 128, 128, 1, 4, 2), (BF16, BF16, BF16, 128, 64, 1, 4, 3),
+            (BF16, BF16, BF16, 128, 64, 4, 4, 3), (BF16, E4M3, F32, 33, 128, 1, 4, 2),
+            (BF16, E4M3, F32, 33, 128, 4, 8, 2))],
     ("choose.index_select.triton_keys", "clear_bins"): [(dict(counted=I32), dict(BINS=8192), 8, 3)],
     ("choose.index_select.triton_keys", "mark_keys"): [
         (dict(score=F32, position=I32, counted=I32, above=I32, near_score=F32, near_at=I32, TOKENS="i32",
-              TOPK="i32"), dict(BINS=8192, BLOCK=1024, NEAR=2048), 8, 3)],
+              TOPK="i32"), dict(BINS=8192, BLOCK=block, NEAR=2048), 8, 3) for block in (1024, 2048)],
     ("choose.index_select.triton_keys", "take_keys"): [
         (dict(score=F32, position=I32, counted=I32, above=I32, near_score=F32, near_at=I32, chosen=I32,
               TOKENS="i32", TOPK="i32"),
-         dict(BINS=8192, BLOCK=1024, NEAR=2048, BLOCKS_PAD=64, TOPK_PAD=2048), 4, 3)],
+         dict(BINS=8192, BLOCK=block, NEAR=2048, BLOCKS_PAD=64, TOPK_PAD=2048), warps, 3)
+        for block, warps in ((1024, 4), (2048, 8))],
     ("attention.latent_attention.triton_latent", "attend_rows"): [
         (dict(q=kind, pool=pool, scales=F32 if pool == U8 else pool, rests=BF16 if pool == U8 else pool,
               slot=I32, part=F32, peak=F32, scale="fp32", pool_page="i32", HEADS="i32", CHOSEN="i32"),
-         dict(SIZE=64, DIM=576, ROW=164 if pool == U8 else 576, VALUE=512, HALVES=2, HALF=256, REST_PAD=64,
-              GROUP=group, BLOCK=32 if pool == U8 else 64, BLOCKS=8 if pool == U8 else 4, EXACT=kind == F32,
-              CODED=pool == U8), 4, stages)
-        for kind, pool, group, stages in ((BF16, BF16, 64, 2), (F32, F32, 16, 1), (BF16, U8, 64, 2))],
+         dict(SIZE=64, DIM=576, ROW=164 if pool == U8 else 576, VALUE=512, HALVES=halves, HALF=512 // halves,
+              REST_PAD=64, GROUP=group, BLOCK=32 if pool == U8 else 64, BLOCKS=8 if pool == U8 else 4,
+              EXACT=kind == F32, CODED=pool == U8), 8 // halves, stages)
+        for kind, pool, group, halves, stages in ((BF16, BF16, 64, 2, 2), (BF16, BF16, 64, 1, 3),
+                                                  (F32, F32, 16, 2, 1), (BF16, U8, 64, 2, 2))],
     ("choose.resolve.triton_map", "clear_one"): [(dict(num=I32), {}, 1, 3)],
     ("choose.resolve.triton_map", "resolve_units"): [
         (dict(chosen=I32, row=I32, device=I32, host=I32, hot_slot=I32, hot_unit=I32, hot_stamp=I32,
@@ -182,7 +188,7 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
 
 # Bytes of stack that a thread of the worst way takes, of kernels that have any: what registers do not hold.
 TRITON = "3.9.0"
-STACK = {"attend_rows": 9792, "score_keys": 64, "take_keys": 8, "experts_in": 1632, "experts_out": 272,
+STACK = {"attend_rows": 9792, "score_keys": 336, "take_keys": 8, "experts_in": 1632, "experts_out": 272,
          "attend_units": 64, "attend_parts": 72, "choose_units": 32, "scaled_rows": 32}
 FRAME_SIZE, SIZED = 0x11, 4         # of an entry of .nv.info: its kind, and the form with a length
 

@@ -17,6 +17,7 @@ _COUNTS: dict[str, tuple[int, ...]] = {
     "block edges": (15, 16, 17, 127, 128, 129),
     "a chunk of queries": tuple(range(250, 290)),
     "a prompt's queries": tuple(range(1, 271)),
+    "a step of many": (200, *range(1, 33)),
     "long": (2048, 300),
 }
 _SHAPES = ((8, 112, 96), (4, 24, 16), (3, 50, 30), (128, 576, 512))     # heads, row dim, value dim

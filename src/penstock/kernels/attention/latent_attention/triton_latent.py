@@ -4,7 +4,8 @@ A part is a fixed number of rows in float32, whatever the batch: a query's resul
 runs beside it. In bfloat16, where the step's other products depend on that too, there are as many parts as
 fill a device. A program has some heads and, where values are wide, one half of them: their sums must stay in
 registers. It scores with the row's two halves and its rest one by one, and adds these in an order that
-is the same in either half. Imported only where a CUDA device was asked for.
+is the same in either half. Of many queries it has all values and twice the warps: it spills a little and
+reads each row once. Imported only where a CUDA device was asked for.
 
     B queries   N query heads   H row dim   R value dim   P pages   G page size   S chosen rows
 """
@@ -99,7 +100,7 @@ def attend_rows(q, pool, scales, rests, slot, part, peak, scale, pool_page, HEAD
 
 
 BLOCK, BLOCKS, WARPS = 64, 4, 4     # rows of a block, blocks of a part
-GROUP, WIDE = 64, 256           # heads and value dims that one program sums
+GROUP, WIDE = 64, 256           # heads and value dims that one program sums, of many queries twice that
 SUMS = 1 << 24                  # of parts, in memory at once
 PROGRAMS = 128                  # that fill a device
 
@@ -117,10 +118,11 @@ def latent_attention(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor, *, value_
     block = BLOCK // 2 if coded and BLOCK > 32 else BLOCK       # codes become values in shared memory
     exact = q_BNH.dtype == torch.float32
     pad = max(16, triton.next_power_of_2(value_dim))
-    halves = 2 if pad > WIDE else 1
     assert pad <= 2 * WIDE, f"values of {value_dim}"
     group = min(16 if exact else GROUP, max(16, triton.next_power_of_2(heads)))
     groups = triton.cdiv(heads, group)
+    whole = not exact and not coded and 2 * queries * groups >= PROGRAMS    # rows are read once
+    halves = 1 if whole or pad <= WIDE else 2
     rows = BLOCK * BLOCKS
     if not exact:
         blocks = triton.cdiv(chosen, BLOCK)
@@ -142,6 +144,7 @@ def latent_attention(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor, *, value_
             HALF=pad // halves,
             REST_PAD=max(16, triton.next_power_of_2(max(1, dim - value_dim))), GROUP=group, BLOCK=block,
             BLOCKS=rows // block, EXACT=exact, CODED=coded,
-            num_warps=WARPS, num_stages=1 if exact else 2, **early())
+            num_warps=2 * WARPS if pad > WIDE * halves else WARPS, num_stages=1 if exact else 2 + whole,
+            **early())
         join(part, peak, out_BNR[turn], lse_BN[turn])
     return out_BNR, lse_BN

@@ -22,48 +22,80 @@ from penstock.kernels.types import fp8
 
 
 @triton.jit
+def _parts(q_JC):
+    """Two e4m3 whose sum is `q_JC`, and what each column of it is to be multiplied by: a power of two by
+    which its largest was brought to 128 and more. Exact of a bfloat16 that is more than a 1,024th of that
+    one, and else within a 200,000th of it."""
+    most_C = tl.max(tl.abs(q_JC), 0).to(tl.int32, bitcast=True) >> 23
+    most_C = tl.minimum(tl.maximum(most_C, 20), 230)
+    q_JC *= ((261 - most_C) << 23).to(tl.float32, bitcast=True)[None, :]
+    high_JC = (q_JC.to(tl.int32, bitcast=True) & -0x100000).to(tl.float32, bitcast=True)
+    scale_C = ((most_C - 7) << 23).to(tl.float32, bitcast=True)
+    return high_JC.to(tl.float8e4nv), (q_JC - high_JC).to(tl.float8e4nv), scale_C
+
+
+@triton.jit
 def score_keys(q, weight, key, scales, table, row, position, score, counted, q_row, weight_row, key_page,
-               table_row, TOKENS, BLOCKS, SIZE: tl.constexpr, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr,
-               DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr,
-               KEY: tl.constexpr, CODED: tl.constexpr, BINS: tl.constexpr):
-    """BLOCKS blocks of BLOCK tokens of one query, each counted in its bin; nothing where all are behind its
-    position. KEY: elements of a key, of codes words of four bytes; `scales` are the keys seen as f32."""
-    b = tl.program_id(1)
-    end = tl.load(position + b) + 1
+               table_row, TOKENS, BLOCKS, NUM, SIZE: tl.constexpr, HEADS: tl.constexpr,
+               HEADS_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
+               EXACT: tl.constexpr, KEY: tl.constexpr, CODED: tl.constexpr, BINS: tl.constexpr,
+               QUERIES: tl.constexpr):
+    """BLOCKS blocks of BLOCK tokens of QUERIES of the NUM queries, each counted in its bin; nothing where all
+    are behind their positions. Those of one row share what is read of its keys. KEY: elements of a key, of
+    codes words of four bytes; `scales` are the keys seen as f32. Codes are multiplied as they are, and summed
+    in what the device has for them: within 1e-4 of the largest score or so, where codes round by 1e-2.
+    """
+    b = tl.program_id(1).to(tl.int64) * QUERIES
+    n = tl.arange(0, QUERIES)
     first = tl.program_id(0) * BLOCKS * BLOCK
-    pages = table + tl.load(row + b).to(tl.int64) * table_row
+    row_n = tl.load(row + b + n, mask=b + n < NUM, other=-1)
+    end_n = tl.load(position + b + n, mask=b + n < NUM, other=-1) + 1
     # Nothing of ours writes positions and tables, and of keys only the newest ones: the others may come now.
-    ahead = first + tl.arange(0, BLOCK)
-    near = tl.load(pages + ahead // SIZE, mask=ahead < end, other=0).to(tl.int64)
-    begin = (near * key_page + tl.where(ahead < end, ahead, 0) % SIZE * KEY)[:, None]
-    fetch(key + begin * (4 if CODED else 1) + tl.arange(0, 2)[None, :] * (DIM // 2))
+    if QUERIES == 1:
+        ahead = first + tl.arange(0, BLOCK)
+        seen = ahead < tl.max(end_n, 0)
+        near = tl.load(table + tl.max(row_n, 0).to(tl.int64) * table_row + ahead // SIZE, mask=seen, other=0)
+        begin = (near.to(tl.int64) * key_page + tl.where(seen, ahead, 0) % SIZE * KEY)[:, None]
+        fetch(key + begin * (4 if CODED else 1) + tl.arange(0, 2)[None, :] * (DIM // 2))
     follow()
-    if first < end:
+    if first < tl.max(end_n, 0):
         d = tl.arange(0, DIM_PAD)
-        i = tl.arange(0, HEADS_PAD)
-        q_JI = tl.load(q + b.to(tl.int64) * q_row + i[None, :] * DIM + d[:, None],
-                       mask=(i[None, :] < HEADS) & (d[:, None] < DIM), other=0.0)
-        weight_I = tl.load(weight + b.to(tl.int64) * weight_row + i, mask=i < HEADS, other=0.0)
-        line = score + b.to(tl.int64) * TOKENS
-        bins = counted + b.to(tl.int64) * (BINS + 1)
+        c = tl.arange(0, QUERIES * HEADS_PAD)
+        i, query = c % HEADS_PAD, b + c // HEADS_PAD
+        used = (i < HEADS) & (query < NUM)
+        q_JC = tl.load(q + (query * q_row + i * DIM)[None, :] + d[:, None],
+                       mask=used[None, :] & (d[:, None] < DIM), other=0.0)
+        weight_C = tl.load(weight + query * weight_row + i, mask=used, other=0.0)
+        halves: tl.constexpr = CODED and not EXACT
+        if halves:
+            high_JC, low_JC, scale_C = _parts(q_JC.to(tl.float32))
+            weight_C *= scale_C
         precision: tl.constexpr = "ieee" if EXACT else "tf32"
-        for start in range(first, tl.minimum(first + BLOCKS * BLOCK, end), BLOCK):
-            t = start + tl.arange(0, BLOCK)
-            own = t < end
-            page = tl.load(pages + t // SIZE, mask=own, other=0).to(tl.int64)
-            at = page * key_page + t % SIZE * KEY
-            inside = own[:, None] & (d[None, :] < DIM)
-            if CODED:                   # a code is exact in any type
-                byte = tl.load(key + (at * 4)[:, None] + d[None, :], mask=inside, other=0)
-                key_tJ = byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-            else:
-                key_tJ = tl.load(key + at[:, None] + d[None, :], mask=inside, other=0.0)
-            s_tI = tl.dot(key_tJ.to(q.dtype.element_ty), q_JI, input_precision=precision)
-            s_t = tl.sum(tl.maximum(s_tI, 0.0) * weight_I[None, :], 1)
-            if CODED:
-                s_t *= tl.load(scales + at + DIM // 4, mask=own, other=0.0)
-            tl.store(line + t, s_t, mask=own)
-            tl.atomic_add(bins + bin_of(s_t, BINS), 1, mask=own, sem="relaxed")
+        for turn in range(QUERIES):         # each of their rows, at the first query that has it
+            line = tl.max(tl.where(n == turn, row_n, -1), 0)
+            mine = (row_n == line) & (row_n >= 0)
+            end = tl.max(tl.where(mine, end_n, 0), 0)
+            end = tl.where(tl.sum((mine & (n < turn)).to(tl.int32), 0) == 0, end, 0)
+            pages = table + line.to(tl.int64) * table_row
+            for start in range(first, tl.minimum(first + BLOCKS * BLOCK, end), BLOCK):
+                t = start + tl.arange(0, BLOCK)
+                own = t < end
+                page = tl.load(pages + t // SIZE, mask=own, other=0).to(tl.int64)
+                at = page * key_page + t % SIZE * KEY
+                key_tJ = tl.load(key + (at * (4 if CODED else 1))[:, None] + d[None, :],
+                                 mask=own[:, None] & (d[None, :] < DIM), other=0.0)
+                if halves:
+                    s_tC = tl.dot(key_tJ, high_JC, tl.dot(key_tJ, low_JC))
+                else:
+                    s_tC = tl.dot(key_tJ.to(q.dtype.element_ty), q_JC, input_precision=precision)
+                s_tC = tl.maximum(s_tC, 0.0) * weight_C[None, :]
+                s_tn = tl.sum(tl.reshape(s_tC, (BLOCK, QUERIES, HEADS_PAD)), 2)
+                if CODED:
+                    s_tn *= tl.load(scales + at + DIM // 4, mask=own, other=0.0)[:, None]
+                visible = mine[None, :] & (t[:, None] < end_n[None, :])
+                tl.store(score + ((b + n) * TOKENS)[None, :] + t[:, None], s_tn, mask=visible)
+                tl.atomic_add(counted + ((b + n) * (BINS + 1))[None, :] + bin_of(s_tn, BINS), 1, mask=visible,
+                              sem="relaxed")
 
 
 @triton.jit
@@ -193,12 +225,19 @@ def take_keys(score, position, counted, above, near_score, near_at, chosen, TOKE
             tl.store(out + place, t, mask=more | (equal & (equals <= spare)))
 
 
-BLOCK, WARPS, STAGES = 128, 4, 2        # tokens that are scored together; measured on an H200
+SHARED, MANY = 4, 16        # queries of a prompt that are scored together; how many are called many
 PROGRAMS = 528              # that score at once: four on each processor of an H200
 BINS = 8192                 # of scores: see `topn.bin_of`
-TAKEN = 1024                # tokens that are looked through together
+TAKEN, TAKEN_MANY = 1024, 2048      # tokens that are looked through together, of many queries
 NEAR = 2048                 # of the cut's bin that are kept: of 32,768 tokens of a model it has some hundred
 SCORES = 1 << 26            # in memory at once: a prompt's are thousands of queries
+
+
+def _tile(queries: int, coded: bool, shared: int) -> tuple[int, int, int]:
+    """Tokens that are scored together, warps, stages: what was fastest on an H200."""
+    if coded:
+        return 128, 4 if shared == 1 else 8, 2
+    return (64, 4, 3) if queries >= MANY else (128, 4, 2)
 
 
 def index_select(q_BIJ: Tensor, weight_BI: Tensor, key_PGJ: Tensor, table_RP: Tensor, row_B: Tensor,
@@ -212,10 +251,12 @@ def index_select(q_BIJ: Tensor, weight_BI: Tensor, key_PGJ: Tensor, table_RP: Te
     assert not coded or dim <= fp8.BLOCK, f"keys of {dim}"
     row = fp8.width(dim, dim) if coded else dim
     assert key_PGJ.stride(2) == 1 and key_PGJ.stride(1) == row, "tokens of a page must be dense"
-    words = key_PGJ.view(torch.float32) if coded else key_PGJ
-    device = q_BIJ.device
+    codes, words = ((key_PGJ.view(kind) for kind in (torch.float8_e4m3fn, torch.float32)) if coded else
+                    (key_PGJ, key_PGJ))
+    device, exact = q_BIJ.device, q_BIJ.dtype == torch.float32
     most = max(1, min(queries, SCORES // tokens))
-    total, blocks = triton.cdiv(tokens, BLOCK), triton.cdiv(tokens, TAKEN)
+    taken = TAKEN if min(most, queries) < MANY else TAKEN_MANY
+    blocks = triton.cdiv(tokens, taken)
     score_bU = torch.empty((most, tokens), dtype=torch.float32, device=device)
     near_bN = torch.empty((most, NEAR), dtype=torch.float32, device=device)
     near_at_bN = torch.empty((most, NEAR), dtype=torch.int32, device=device)
@@ -227,17 +268,22 @@ def index_select(q_BIJ: Tensor, weight_BI: Tensor, key_PGJ: Tensor, table_RP: Te
         num = len(position_b)
         counted_bN = torch.empty((num, BINS + 1), dtype=torch.int32, device=device)
         clear_bins[(num,)](counted_bN, BINS=BINS, num_warps=8, **early())
-        at_once = max(1, min(8, total * num // PROGRAMS))
-        score_keys[(triton.cdiv(total, at_once), num)](
-            q_BIJ[turn], weight_BI[turn], key_PGJ, words, table_RP, row_B[turn], position_b, score_bU,
+        shared = 1 if exact or num <= len(table_RP) else SHARED
+        block, warps, stages = _tile(num, coded and not exact, shared)
+        programs, total = triton.cdiv(num, shared), triton.cdiv(tokens, block)
+        at_once = max(1, min(1024 // block, total * programs // PROGRAMS))
+        score_keys[(triton.cdiv(total, at_once), programs)](
+            q_BIJ[turn], weight_BI[turn], codes, words, table_RP, row_B[turn], position_b, score_bU,
             counted_bN, q_BIJ.stride(0), weight_BI.stride(0), words.stride(0), table_RP.stride(0), tokens,
-            at_once, SIZE=size, HEADS=heads, HEADS_PAD=max(16, triton.next_power_of_2(heads)), DIM=dim,
-            DIM_PAD=max(16, triton.next_power_of_2(dim)), BLOCK=BLOCK, EXACT=q_BIJ.dtype == torch.float32,
-            KEY=words.stride(1), CODED=coded, BINS=BINS, num_warps=WARPS, num_stages=STAGES, **early())
+            at_once, num, SIZE=size, HEADS=heads, HEADS_PAD=max(16, triton.next_power_of_2(heads)), DIM=dim,
+            DIM_PAD=max(32, triton.next_power_of_2(dim)), BLOCK=block, EXACT=exact,
+            KEY=words.stride(1), CODED=coded, BINS=BINS, QUERIES=shared,
+            num_warps=warps, num_stages=stages, **early())
         lists = score_bU, position_b, counted_bN, above_bK, near_bN, near_at_bN
-        mark_keys[(blocks, num)](*lists, tokens, topk, BINS=BINS, BLOCK=TAKEN, NEAR=NEAR, num_warps=8,
+        mark_keys[(blocks, num)](*lists, tokens, topk, BINS=BINS, BLOCK=taken, NEAR=NEAR, num_warps=8,
                                  **early())
-        take_keys[(blocks, num)](*lists, chosen_BS[turn], tokens, topk, BINS=BINS, BLOCK=TAKEN, NEAR=NEAR,
+        take_keys[(blocks, num)](*lists, chosen_BS[turn], tokens, topk, BINS=BINS, BLOCK=taken, NEAR=NEAR,
                                  BLOCKS_PAD=triton.next_power_of_2(blocks),
-                                 TOPK_PAD=triton.next_power_of_2(topk), num_warps=4, **early())
+                                 TOPK_PAD=triton.next_power_of_2(topk), num_warps=4 if taken == TAKEN else 8,
+                                 **early())
     return chosen_BS
