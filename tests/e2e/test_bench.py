@@ -1,4 +1,4 @@
-"""`penstock bench` end to end on the demo: the offline workloads, and load on a real server."""
+"""`penstock bench` end to end: the offline workloads of a tiny model, and load on a real server of the demo."""
 from __future__ import annotations
 
 import json
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pipeline_engine import checkpoint
 
 PENSTOCK = [sys.executable, "-m", "penstock.serve.cli.main"]
 END_S = 550
@@ -21,7 +22,7 @@ def bench(*words: str) -> str:
 
 
 def test_offline_measures_both_arms_in_turns(tmp_path: Path) -> None:
-    out = bench("demo", "--against", "transformers", "--runs", "1", "--output-len", "4",
+    out = bench(checkpoint(tmp_path), "--against", "transformers", "--runs", "1", "--output-len", "4",
                 "--max-model-len", "600", "--threads", "1", "--hbm-bytes", "100M",
                 "--output-json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png"))
     results = json.loads((tmp_path / "out.json").read_text())["results"]
