@@ -260,15 +260,15 @@ def plans_by_hand():
     spec = importlib.util.spec_from_file_location("plans", Path(__file__).with_name("test_executor_plans.py"))
     module = sys.modules["plans"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
+    return module.Hand, module.executor, module.tokens_of
 
 
 # ---------------------------------------------------------------- further ahead than the core plans
 def deep(steps: int, *, forget: bool = False, again: int = 0) -> list[int]:
     """Tokens of one row with a grammar, all steps submitted at once to a rank that flies. again: then the row
     is bound anew with so many of its tokens, and goes on."""
-    plans = plans_by_hand()
-    Hand, tokens_of, ex = plans.Hand, plans.tokens_of, plans.executor()
+    Hand, executor, tokens_of = plans_by_hand()
+    ex = executor()
     [rank] = ex._ranks
     rank._ahead, rank._tokens._sampler._grammars = True, grammars()
     if forget:
@@ -298,36 +298,6 @@ def deep(steps: int, *, forget: bool = False, again: int = 0) -> list[int]:
             hand.send()
         said = said[:again] + tokens_of(hand.drain())
     return said
-
-
-def test_a_step_that_a_device_has_ended_is_told_by_a_poll_that_may_not_block(monkeypatch) -> None:
-    """Each turn that has a message polls so: a device must not be idle behind them."""
-    plans = plans_by_hand()
-    ex, flown, ended = plans.executor(), [], []
-    [rank] = ex._ranks
-    rank._ahead = True
-    record = rank._done
-
-    def done() -> SimpleNamespace:
-        real, step = record(), len(flown)
-        flown.append(step)
-        return SimpleNamespace(query=lambda: step in ended, synchronize=lambda: real and real.synchronize())
-    monkeypatch.setattr(rank, "_done", done)
-    hand, prompt = plans.Hand(ex), plans.PROMPT
-    ex.open(RequestId(1), prompt, plans.GREEDY)
-    hand.bind(0, 1, [0, 1, 2, 3])
-    for start, fed in (0, prompt), (len(prompt), (-1,)):
-        hand.run(0, 1, start, fed)
-        hand.send()
-    assert flown == [0, 1]
-    said: list[int] = []
-    for step in range(2):
-        assert ex.poll(block=False) == []
-        ended.append(step)
-        assert rank.copies() == []              # asked for where another thread waits for the step
-        said += plans.tokens_of(ex.poll(block=False))
-        assert len(said) == step + 1
-    assert said == list(plans.dense(prompt, 2)) and ex.poll(block=False) == []
 
 
 def test_a_choice_first_learns_every_step_in_front_of_it() -> None:

@@ -116,10 +116,9 @@ class Rank:
                 its step waits for copies (docs/adr/0056). Tokens that the device cannot sample by itself
                 are chosen late: when the step behind theirs is launched, or when theirs lands.
     collect     with `block` executes the oldest queued plan, or waits for the oldest in flight, or, with
-                neither, for the end of a copy; without, lands a step only if a device has ended it. Then as
-                `copies`.
-    copies      starts those that are due and reports those that have ended. They run in a thread of the
-                mover's own, beside the steps; with a `lateness`, which picks them, they run inline.
+                neither, for the end of a copy; without, runs no step. Both start the copies that are due
+                and report those that have ended. Copies run in a thread of the mover's own, beside the
+                steps; with a `lateness`, which picks them, they run inline.
     """
 
     def __init__(self, parts: RankParts, hbm: Sequence[HbmPool], dram: Sequence[DramPool] = (), *, rows: int,
@@ -208,7 +207,7 @@ class Rank:
     def collect(self, *, block: bool) -> list[Report]:
         reports: list[Report] = []
         idle = block and not self._queue and not self._flights
-        if not idle and (block or self._has_ended()):
+        if block and not idle:
             if not self._flights:
                 self._launch(self._queue.popleft())
             if self._ahead:
@@ -223,15 +222,6 @@ class Rank:
         if self._ahead:             # what had to wait for these answers: now, not after the next plan is made
             self._launch_ahead()
         return reports
-
-    def copies(self) -> list[Moved]:
-        """Without a step, whatever has ended."""
-        return self._mover.run(self._executed, idle=False)
-
-    def _has_ended(self) -> bool:
-        """Whether a device has run the oldest step in flight, which waits for no lull in messages."""
-        event = self.flying
-        return event is not None and bool(event.query())  # type: ignore[no-untyped-call]
 
     def _launch_ahead(self) -> None:
         """All but a plan that waits for copies: these start once the steps in front of it have run."""

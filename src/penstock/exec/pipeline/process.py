@@ -281,9 +281,8 @@ class Process:
                                   time.monotonic()))
 
     def _collect_copies(self) -> None:
-        """And no step: the inbox tells when one has ended."""
-        if self._rank is not None and (moved := self._rank.copies()):
-            self._report(wire.Reports([], moved))
+        if self._rank is not None and (reports := self._rank.collect(block=False)):
+            self._report(wire.Reports([], _moved(reports)))
 
     def _report(self, reports: wire.Reports) -> None:
         self.send(reports)
