@@ -102,7 +102,7 @@ async def measure(url: str, repeats: int) -> list[dict[str, Any]]:
                      "first_time_ms": 1e3 * each[0]})
         print(rows[-1], flush=True)
     for count in CROWDS[1:]:
-        decoding = [asyncio.create_task(stream(url, prompt(rng), 2500)) for _ in range(count)]
+        decoding = [asyncio.create_task(stream(url, prompt(rng), 900)) for _ in range(count)]
         await asyncio.sleep(.5)
         before, began = gaps_until_now(url), time.perf_counter()
         for _ in range(repeats):

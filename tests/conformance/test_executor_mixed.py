@@ -40,7 +40,8 @@ def write_kv(k_TKH, v_TKH, k_PKGH, v_PKGH, table_RP, row_T, position_T):
     k_PKGH[page, :, position % size], v_PKGH[page, :, position % size] = k_TKH[at], v_TKH[at]
 
 
-def decode(q_BNH, k_PKGH, v_PKGH, table_RP, row_B, context_B, *, spec, cut):
+def decode(q_BNH, k_PKGH, v_PKGH, table_RP, row_B, context_B, *, spec, cut, sinks_N):
+    assert sinks_N is None
     start = torch.arange(len(q_BNH) + 1, dtype=torch.int32)
     out = attend(q_BNH, k_PKGH.transpose(1, 2), v_PKGH.transpose(1, 2), scale=spec.scale, max_query=1,
                  max_key=0, start_B1=start, context_B=context_B.clamp(min=1),

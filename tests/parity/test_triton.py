@@ -39,14 +39,11 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
     ("attention.paged_attention.triton_decode", "join_parts"): [
         (dict(part=F32, peak=F32, out=BF16), dict(DIM=80, DIM_PAD=128, PARTS=3, PARTS_PAD=4), 1, 3)],
     ("attention.paged_attention.triton_decode", "write_rows"): [
-        (dict(k_new=BF16, v_new=BF16, k=BF16, v=BF16, table=I32, row_T=I32, position_T=I32,
-              new_token="i32", new_head="i32", kv_page="i64", kv_head="i32", kv_token="i32",
+        (dict(k_new=BF16, v_new=BF16, k=BF16, v=BF16, table=of, **({"row_T": of} if whose else {}),
+              position_T=of, new_token="i32", new_head="i32", kv_page="i64", kv_head="i32", kv_token="i32",
               table_row="i32"),
-         dict(HEADS=8, HEADS_PAD=8, **PAGED), 4, 3)],
-    ("attention.paged_attention.triton_chunk", "write_slots"): [
-        (dict(k_new=BF16, v_new=BF16, k=BF16, v=BF16, page_T=I64, offset_T=I64, new_token="i32",
-              new_head="i32", kv_page="i64", kv_head="i32", kv_token="i32"),
-         dict(HEADS=8, HEADS_PAD=8, DIM=128, DIM_PAD=128), 4, 3)],
+         dict(HEADS=8, HEADS_PAD=8, **PAGED, **({} if whose else {"row_T": None})), 4, 3)
+        for of, whose in ((I32, True), (I64, False))],
     ("kv.gather.triton_copy", "copy_units"): [
         (dict(host=BF16, pool=BF16, miss=I32, num=I32, entries="i32", h_page="i32", h_head="i32",
               h_plane="i32", p_page="i32", p_head="i32", p_plane="i32", WORDS="i32"),

@@ -79,13 +79,14 @@ def attention() -> None:
 
 def chunks() -> None:
     """A chunk's rows into pages that are NaN elsewhere."""
-    from penstock.kernels.attention.paged_attention import triton_chunk
+    from penstock.kernels.attention.paged_attention import triton_decode
 
     for dtype, (heads, dim), size in product(DTYPES, ((2, 20), (3, 16)), (3, 16)):
         pool = torch.full((20, 2, heads, 2, size, dim), float("nan")).to(dtype)
         k, v, pages = pool[:, 1, :, 0], pool[:, 1, :, 1], torch.randperm(20).int()
         new, at = torch.randn(37, 2 * heads + 1, dim).to(dtype)[:, 1:], torch.arange(37)
-        triton_chunk.write_kv(new[:, :heads], new[:, heads:], k, v, pages[at // size].long(), at % size)
+        triton_decode.write_kv(new[:, :heads], new[:, heads:], k, v, pages[at // size].long()[:, None], None,
+                               at % size)
         assert pool[:, 0].isnan().all() and int(pool.isfinite().sum()) == new.numel()
 
 

@@ -205,7 +205,8 @@ class PagedDecode:
     def __init__(self, spec: AttentionSpec, table_RM: Tensor, page_size: int, row_B: Tensor,
                  position_B: Tensor) -> None:
         from penstock.kernels.attention.paged_attention import triton_decode  # needs Triton
-        processors = torch.cuda.get_device_properties(row_B.device).multi_processor_count
+        processors = (1 if row_B.device.type == "cpu" else
+                      torch.cuda.get_device_properties(row_B.device).multi_processor_count)
         self._row_B, self._position_B, self._context_B = row_B, position_B, position_B + 1
         self._triton, self._spec, self._table_RM = triton_decode, spec, table_RM
         self._cut = triton_decode.tuning(len(row_B), spec.num_kv_heads, table_RM.shape[1] * page_size,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from penstock.core.plan import StepPlan
-from penstock.exec.graphs.capture import Recorded, Replays, index_of, next_tokens
+from penstock.exec.graphs.capture import PagedDecode, Recorded, Replays, index_of, next_tokens
 from penstock.exec.sampling.on_device import Draws
 from penstock.exec.step.attend import Grouped, OfHeads
 from penstock.exec.step.eager import Ran, Steps
@@ -111,32 +111,28 @@ class _Mixed(OfHeads):
 
     def __init__(self, grouped: Grouped, tables: RowTables, given: StepInput) -> None:
         from penstock.kernels.attention.paged_attention import triton_decode  # needs Triton
-        self._triton, self._grouped, self._given = triton_decode, grouped, given
+        self._write_kv, self._grouped, self._given = triton_decode.write_kv, grouped, given
         self._tables = [table.device_RM for table in tables.groups]
+        self._decodes = [PagedDecode(spec, table.device_RM, table.size, given.row_D, given.context_D - 1)
+                         for spec, table in zip(grouped.specs, tables.groups, strict=True)]
         # Entries without a page are not read, and may be looked at.
         self._pages = [table_RM[given.row_B.long()].clamp_min(0) for table_RM in self._tables]
         self._decode_T = given.decode_T.clamp(min=0).long()
         self._decodes_T11 = (given.decode_T >= 0)[:, None, None]
         self._padding_T11 = (given.position_T < 0)[:, None, None]
-        device = tables.last_R.device
-        processors = (1 if device.type == "cpu" else
-                      torch.cuda.get_device_properties(device).multi_processor_count)
-        self._cut = [triton_decode.tuning(len(given.row_D), spec.num_kv_heads,
-                                          table.device_RM.shape[1] * table.size, processors)
-                     for spec, table in zip(grouped.specs, tables.groups, strict=True)]
 
     def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
                  chosen_TS: Tensor | None = None, sinks_N: Tensor | None = None) -> Tensor:
         assert chosen_TS is None and sinks_N is None, "only plain attention is in one call"
         group, k_PKGH, v_PKGH = self._grouped.places[layer]
-        given, spec, table_RM = self._given, self._grouped.specs[group], self._tables[group]
-        self._triton.write_kv(kv_TCKH[:, 0], kv_TCKH[:, 1], k_PKGH, v_PKGH, table_RM, given.row_T,
-                              given.position_T)
-        decode_DNH = self._triton.decode(q_TNH[given.at_D.long()], k_PKGH, v_PKGH, table_RM, given.row_D,
-                                         given.context_D, spec=spec, cut=self._cut[group])
+        given = self._given
+        self._write_kv(kv_TCKH[:, 0], kv_TCKH[:, 1], k_PKGH, v_PKGH, self._tables[group], given.row_T,
+                       given.position_T)
+        decode_DNH = self._decodes[group](q_TNH[given.at_D.long()], k_PKGH, v_PKGH)
         pages_BM = self._pages[group]
         out_TNH = flash.attend(
-            q_TNH, k_PKGH.transpose(1, 2), v_PKGH.transpose(1, 2), scale=spec.scale, max_query=len(q_TNH),
+            q_TNH, k_PKGH.transpose(1, 2), v_PKGH.transpose(1, 2),
+            scale=self._grouped.specs[group].scale, max_query=len(q_TNH),
             max_key=pages_BM.shape[1] * k_PKGH.shape[2], start_B1=given.start_B1, context_B=given.context_B,
             table_BM=pages_BM)
         out_TNH = torch.where(self._decodes_T11, decode_DNH[self._decode_T], out_TNH)

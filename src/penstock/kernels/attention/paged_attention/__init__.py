@@ -61,8 +61,8 @@ def write_kv(k_TKH: Tensor, v_TKH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor, page_
     page_T, offset_T    `Ragged.page_T`, `Ragged.offset_T`; no slot twice
     """
     if k_PKGH.is_cuda:
-        from penstock.kernels.attention.paged_attention import triton_chunk  # needs Triton
-        triton_chunk.write_kv(k_TKH, v_TKH, k_PKGH, v_PKGH, page_T, offset_T)
+        from penstock.kernels.attention.paged_attention import triton_decode  # needs Triton
+        triton_decode.write_kv(k_TKH, v_TKH, k_PKGH, v_PKGH, page_T[:, None], None, offset_T)
         return
     k_PKGH[page_T, :, offset_T] = k_TKH
     v_PKGH[page_T, :, offset_T] = v_TKH

@@ -174,7 +174,7 @@ def write_rows(k_new, v_new, k, v, table, row_T, position_T, new_token, new_head
     t = tl.program_id(0)
     position = tl.load(position_T + t)
     if position >= 0:
-        row = tl.load(row_T + t).to(tl.int64)
+        row = (t if row_T is None else tl.load(row_T + t)).to(tl.int64)
         page = tl.load(table + row * table_row + position // PAGE).to(tl.int64)
         head = tl.arange(0, HEADS_PAD)[:, None]
         d = tl.arange(0, DIM_PAD)[None, :]
@@ -186,11 +186,12 @@ def write_rows(k_new, v_new, k, v, table, row_T, position_T, new_token, new_head
 
 
 def write_kv(k_TKH: Tensor, v_TKH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor, table_RP: Tensor,
-             row_T: Tensor, position_T: Tensor) -> None:
+             row_T: Tensor | None, position_T: Tensor) -> None:
     """Write each new token's k and v into the page that its row's table names for its position.
 
-    k, v_TKH   dtype of the pools, dense in H, equal strides      row_T   int32, per token
-    position_T   int32, negative for a token that is padding.     Capturable.
+    k, v_TKH   dtype of the pools, dense in H, equal strides
+    row_T      integers, per token; None: each has a row of its own    table_RP   integers, dense in P
+    position_T   integers, negative for a token that is padding.       Capturable.
     """
     tokens, heads, dim = k_TKH.shape
     assert k_TKH.stride() == v_TKH.stride() and k_PKGH.stride() == v_PKGH.stride(), "k and v lie differently"
