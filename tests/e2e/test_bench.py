@@ -1,4 +1,4 @@
-"""`penstock bench` end to end: the offline workloads of a tiny model, and load on a real server of the demo."""
+"""`penstock bench` end to end: offline workloads of a tiny model, and load on a real server of the demo."""
 from __future__ import annotations
 
 import json
