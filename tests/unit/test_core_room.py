@@ -13,6 +13,7 @@ from penstock.core.plan import (
     Moved,
     MoveId,
     Outcome,
+    Paused,
     Promoted,
     RequestId,
     Retired,
@@ -136,6 +137,29 @@ def test_who_runs_from_the_host_grows_nothing_on_the_device() -> None:
     for _ in range(4):
         d.retire()
     assert [d.phase(rid) for rid in range(5)] == [Phase.HOSTED] * 5
+
+
+def test_who_pauses_keeps_on_the_device_what_the_host_has_promised_to_another() -> None:
+    """All that SHORT has is cached on the host; LONG, whose prompt takes its pages later, counts on that."""
+    d = Driver(hbm_pages=16, dram_pages=12, hot_pages=1, max_len=64, step_tokens=8, take_pages=2,
+               always_hosted=True)
+    d.arrive(2, range(18), 30)
+    for _ in range(4):
+        d.retire()
+        while d.moves:
+            d.land()
+    d.arrive(1, range(100, 138), 4, selects=True)
+    d.retire()
+    assert d.phase(1) is Phase.PREFILL and d.core.kv.arenas[Tier.DRAM].promises
+    d.tell(Paused(SHORT))
+    d.retire()
+    (table,) = d.core.live[SHORT].tables
+    assert d.phase(2) is Phase.PAUSED and d.core.live[SHORT].is_saved and any(table.device)
+    while d.plans:
+        d.retire()
+        while d.moves:
+            d.land()
+    assert d.finished() == {1: Outcome.LENGTH, 2: Outcome.LENGTH} and not d.core.counters["drops"]
 
 
 # ---------------------------------------------------------------- for those who wait

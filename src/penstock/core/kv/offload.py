@@ -54,7 +54,7 @@ def _pin_host(kv: Pages, r: Request) -> list[tuple[int, int]]:
 
 def save_down(kv: Pages, r: Request, *, all_groups: bool) -> None:
     """No step of `r` is in flight: start the copies of all that the host lacks, and pin the rest.
-    Pages that the reserve does not cover stay on the device."""
+    Pages that the reserve does not cover, or that the host has promised to others, stay on the device."""
     for g, t in enumerate(r.tables):
         if not (all_groups or t.hosted):
             continue
@@ -78,15 +78,20 @@ def save_down(kv: Pages, r: Request, *, all_groups: bool) -> None:
                 bare.append(node)
         if bare:
             write_through(kv, g, bare, r)
-        for i in range(t.begin(r.computed), last + 1):
-            node = kv.node(r, t, i)
-            if node is not None and own(t.host, i) is None and (copy := node.good(kv.host[g])):
-                put(t.host, i, copy)
         if not all_groups:
             for i in range(last + 1, len(t.device)):              # nothing is in them yet
                 if own(t.host, i) is None and r.reserve[g]:
                     put(t.host, i, Copy(r.reserve[g].pop()))
     kv.return_reserve(r)
+    none = [0] * len(r.tables)
+    for g, t in enumerate(r.tables):
+        for i in range(t.begin(r.computed), t.end(r.computed) if all_groups or t.hosted else 0):
+            node = kv.node(r, t, i)
+            if node is not None and own(t.host, i) is None and (copy := node.good(kv.host[g])):
+                was_loose = copy.loose is not None
+                put(t.host, i, copy)
+                if was_loose and own(t.device, i) is not None and kv.lacks(Tier.DRAM, none):
+                    kv.drop_entry(r, g, t.host, i)                # it is promised to another
 
 
 def save(kv: Pages, r: Request) -> None:
