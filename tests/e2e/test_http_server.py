@@ -273,7 +273,7 @@ def test_a_pipelined_request_is_ended_with_its_connection(start):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["term", "hup"])
 def test_a_signal_finishes_open_requests_and_takes_no_others(start, number):
     server = start("--drain-s", "600")
-    with server.started(max_tokens=5000) as link:
+    with server.started(max_tokens=2000) as link:
         server.process.send_signal(number)
         server.until(lambda: server.http.get("/ready").status_code == 503)
         assert error(server.post(prompt="abc"), 503)["code"] == "shutting_down"
