@@ -5,6 +5,7 @@ import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +14,7 @@ from penstock.config.request.params import SamplingParams
 from penstock.config.request.selection import Selection, attention_identity, indexer_selection
 from penstock.core.plan import Aborted, Arrived, Entered, Flushed, Started, Stopped
 from penstock.serve import wire
+from penstock.serve.engine import main as engine_main
 from penstock.serve.engine.loop import EngineLoop
 from penstock.serve.engine.record import EventLog
 from penstock.serve.engine.shown import EDGES_MAX, REQUESTS_MAX, TURNS_MAX
@@ -305,3 +307,29 @@ def test_a_request_waits_for_its_grammar_and_keeps_nobody_waiting():
     rig.run()
     assert rig.ends == {1: "length", 3: "length"} and rig.tokens[1] == [5, 6]
     assert [e.rid for e in rig.core.seen if isinstance(e, Arrived)] == [3, 1]
+
+
+def test_what_can_wait_is_begun_when_there_is_nothing_to_do_and_once(monkeypatch):
+    monkeypatch.setattr(engine_main, "write_on_signal", lambda recorder: lambda: None)
+    turns = iter([
+        # wait_s, steps in flight, what comes meanwhile
+        (None, 1, []), (0, 0, []), (9.0, 0, []), (None, 0, [wire.Flush()]), (None, 0, []), (None, 0, []),
+        (None, 0, [wire.Shutdown()])])
+    waits, begun, coming = [], [], []
+    loop = SimpleNamespace(recorder=None, works_here=False, handle=lambda message: None,
+                           turn=lambda block: turn())
+
+    def turn():
+        loop.wait_s, loop.steps_in_flight, coming[:] = next(turns)
+        return []
+
+    def receive(wait_s, wakes):
+        waits.append(wait_s)
+        return list(coming)
+
+    turn()
+    engine_main.run(SimpleNamespace(loop=loop, crew=None, peers=None, wakes=None,
+                                    begin=lambda: begun.append(len(waits))),
+                    SimpleNamespace(receive=receive))
+    idle = engine_main.IDLE_S
+    assert waits == [None, 0, 9.0, idle, idle, None, None] and begun == [5]

@@ -131,7 +131,7 @@ class Grammars:
 
     def begin(self) -> Future[Compiler]:
         """Take up the vocabulary, in the thread, unless that was done. Returns at once, but other threads
-        stand still meanwhile: for behind the loading of a model, not beside it."""
+        stand still meanwhile: for when they have nothing to do."""
         with self._lock:
             if self._compiler is None:
                 self._compiler = self._thread.submit(_compiler, self._vocabulary)

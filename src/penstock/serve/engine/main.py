@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 EXIT_CONFIG = 2
 EXIT_BUG = 70
 READ_BYTES = 1 << 20
+IDLE_S = 0.25               # nothing to do for so long: what could wait is begun
 # A full collection once in 70 million objects. The core makes no cycles, but each page is a few objects
 # that live long and that a full collection walks: 100 ms a time with 1,024 rows, where planning a step takes
 # 1.3 ms; without it the slowest of 1,200 steps is 4 ms (docs/log-older.md).
@@ -93,11 +94,17 @@ def run(engine: Engine, link: Link) -> None:
     loop, crew, peers = engine.loop, engine.crew, engine.peers
     turn_over = write_on_signal(loop.recorder)
     told = "no connection yet" if peers is None else peers.missing
+    begun = False
     while True:
         wait_s = loop.wait_s
+        idle = not begun and wait_s is None and not loop.steps_in_flight
         if crew is not None and loop.steps_in_flight:
             wait_s = crew.timeout_s if wait_s is None else min(wait_s, crew.timeout_s)
-        for message in link.receive(wait_s, engine.wakes):
+        messages = link.receive(IDLE_S if idle else wait_s, engine.wakes)
+        if idle and not messages:
+            begun = True
+            engine.begin()
+        for message in messages:
             if isinstance(message, wire.Shutdown):
                 return
             if (stats := loop.handle(message)) is not None:
@@ -130,7 +137,7 @@ class Engine:
     wakes: Waker
     crew: Crew | None
     peers: Peers | None
-    begin: Callable[[], object]     # what shall not have ready wait
+    begin: Callable[[], object]     # what neither ready nor the first requests shall wait for
 
 
 def hello(link: Link) -> Config:
@@ -204,7 +211,6 @@ def main(argv: list[str]) -> NoReturn:
     collector.spare(FULL)
     log(wire.LOADED)
     link.send(engine.ready)
-    engine.begin()
     try:
         run(engine, link)
     except Exception as e:                          # around the loop: leave evidence, then die
