@@ -21,6 +21,7 @@ from penstock.exec.sampling import sampler
 from penstock.exec.sampling.grammar import Grammars
 from penstock.exec.sampling.masks import Masks
 from penstock.exec.sampling.tokens import Chosen
+from penstock.exec.step.states import StatePools
 
 Put = Callable[[pytest.MonkeyPatch], object]
 KINDS = {"seeded": SamplingParams(seed=3),
@@ -160,6 +161,22 @@ def _again(mp, change) -> None:
     mp.setitem(globals(), "hosted_engine", engine)
 
 
+def state_not_replayed(mp):
+    """Of tokens that were right when they were drafts."""
+    mp.setattr(StatePools, "settle", lambda self, right: None)
+
+
+def state_of_a_rejected_token(mp):
+    """All drafts are scanned once more."""
+    right = StatePools.settle
+
+    def settle(self, found):
+        step = self._last
+        right(self, {} if step is None else {
+            run.row: run.end - run.first - 1 for run in step._runs if run.drafts})
+    mp.setattr(StatePools, "settle", settle)
+
+
 def hot_unit_of_a_rejected_token(mp):
     """It stays hot as it was."""
     def change(right, values, at, device, host=None, hot=None, bounds=None):
@@ -192,6 +209,13 @@ def plain() -> None:
     play(engine)
     assert 0 < engine.total("spec_accepted_tokens_total") < engine.total("spec_draft_tokens_total")
     assert all(engine.drafter.forgotten.count(rid) >= 2 for rid in PROMPTS), "at its bind and its end"
+
+
+def stateful() -> None:
+    engine = Engine(family="state", drafter=Dice(functools.partial(dense, family="state"), .6),
+                    draft_tokens=3)
+    play(engine)
+    assert 0 < engine.total("spec_accepted_tokens_total") < engine.total("spec_draft_tokens_total")
 
 
 def staged() -> None:
@@ -233,13 +257,14 @@ def on_the_host(kind: str) -> None:
         hosted.KIND = before
 
 
-SCENES = {"plain": plain, "staged": staged,
+SCENES = {"plain": plain, "staged": staged, "stateful": stateful,
           **{kind: functools.partial(said, kind) for kind in KINDS},
           **{kind: functools.partial(on_the_host, kind) for kind in ("bounds", "latent")}}
 FAULTS: dict[Put, str] = {
     length_from_the_plan: "plain", length_kept_over_a_bind: "plain", one_accepted_too_many: "plain",
     uniform_of_the_wrong_index: "seeded", hot_unit_of_a_rejected_token: "bounds",
     summary_not_rewritten: "bounds", index_key_left: "latent", mask_one_early: "grammar",
+    state_not_replayed: "stateful", state_of_a_rejected_token: "stateful",
     positions_of_a_later_stage: "staged", drafts_of_an_ended_request: "plain"}
 QUICK = (length_from_the_plan, one_accepted_too_many, drafts_of_an_ended_request)
 
@@ -254,7 +279,7 @@ def test_the_right_executor_passes(scene):
     [] if fault in QUICK else [pytest.mark.sweep])) for fault in FAULTS])
 def test_a_fault_is_seen(fault, monkeypatch):
     for prompt in PROMPTS.values():
-        dense(prompt, 12)                   # of the right one
+        dense(prompt, 12), dense(prompt, 12, "state")                   # of the right one
     if (kind := FAULTS[fault]) in ("seeded", "grammar"):
         _alone(kind)
     if kind in ("bounds", "latent"):

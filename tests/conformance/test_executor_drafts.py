@@ -6,7 +6,9 @@ from __future__ import annotations
 
 from itertools import accumulate
 
+import prompts_engine
 import pytest
+import ranks
 from drafters import Broken, Dice, Noise
 from late_copies import Latest, Shuffled
 from prompts_engine import PROMPTS, SMALL, Engine, dense, play
@@ -15,7 +17,7 @@ from penstock.config.request.params import SamplingParams
 from penstock.core.plan import Aborted, Dropped, Outcome, Paused, RequestId
 
 pytestmark = pytest.mark.usefixtures("stages")
-FAMILIES = ["grouped", "window", "latent", "mla"]
+FAMILIES = ["grouped", "window", "latent", "mla", "state"]
 # All widths by `make soak`.
 WIDTHS = [pytest.param(1, marks=pytest.mark.soak), 3, pytest.param(7, marks=pytest.mark.soak)]
 
@@ -43,12 +45,33 @@ def test_speculation_of_ordinary_rows(drafts, chance, overlap):
 
 @pytest.mark.parametrize("lateness", ["latest", pytest.param("torn", marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_speculation_while_anyone_pauses(family, lateness):
+def test_speculation_while_anyone_pauses(family, lateness, stages):
     late = {"latest": Latest(), "torn": Shuffled(2, torn=0.3)}[lateness]
     engine = drafting(family, step_tokens=9, hbm_pages=SMALL[family], lateness=late)
     play(engine, lambda turn: [Paused(RequestId(1 + turn % 7))] if turn % 2 == 0 else [])
     proposed, right = counts(engine)
-    assert 0 < right < proposed and engine.core.stats()["pauses"] >= 3
+    assert engine.core.stats()["pauses"] >= 3
+    assert proposed == 0 if family == "state" and stages > 1 else 0 < right < proposed
+
+
+@pytest.mark.parametrize("chance", [0.3, 0.8])
+@pytest.mark.parametrize("drafts", [1, 3, 7])
+def test_speculation_leaves_states_as_one_token_a_step_does(drafts, chance, monkeypatch):
+    """A prefix that was an answer goes on from the states that drafts have left, on either tier."""
+    monkeypatch.setattr(ranks, "NUM", [1])
+    monkeypatch.setattr(prompts_engine, "INTERVAL", 4)
+    engine = drafting("state", chance, drafts, hbm_pages=40, dram_pages=200, lateness=Latest())
+    asked, prompt = 0, PROMPTS[7][:9]
+    for shared in (0, 5, 9, 14, 17):
+        for tail in ((), (4, 4)):
+            ask = (*prompt, *dense(prompt, 20, "state")[:shared], *tail)
+            engine.add(asked, ask, 20)
+            engine.drain()
+            assert tuple(engine.got[asked]) == dense(ask, 20, "state")
+            found = engine.started[asked]
+            assert found.hbm_tokens + found.dram_tokens >= (len(prompt) + shared - 1) // 4 * 4 * (asked > 0)
+            asked += 1
+    assert 0 < counts(engine)[1] < counts(engine)[0]
 
 
 def test_speculation_of_rows_that_drop_and_abort():

@@ -113,8 +113,9 @@ def scene():
 def places(mp, change):
     """`change` of a step's ragged layout, positions, and places of states."""
     right = states._places
-    mp.setattr(states, "_places", lambda ragged, positions_T: change(
-        ragged, positions_T, *right(ragged, positions_T)))
+    mp.setattr(states, "_places", lambda ragged, runs: change(
+        ragged, torch.cat([run.start + torch.arange(run.end - run.first) for run in runs]),
+        *right(ragged, runs)))
 
 
 def starts(ragged):

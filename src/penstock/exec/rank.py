@@ -141,8 +141,9 @@ class Rank:
         self._widths: Widths | None = None
         if drafter is not None:
             assert device.type == "cpu", "a drafter on a GPU"
-            # A state has seen all that is before it: what a wrong draft left in it cannot be taken back.
-            wide = 0 if any(group.snapshot for group in self._groups) else WIDE
+            # States are settled when a step ends: of several stages the last alone knows then what is right.
+            several = self._links != Links()
+            wide = 0 if several and any(group.snapshot for group in self._groups) else WIDE
             self._widths = Widths(self._links,
                                   Narrowing(drafter, self._tokens.history, model.vocab_size, wide))
             self._links = self._widths.links
@@ -300,6 +301,11 @@ class Rank:
         self._forward_s += stepped - started
         prompts = told.read(plan, ran.hidden_TD) if told and ran.hidden_TD is not None else []
         answers = self._tokens.sample(plan, ran) if ran.rows else Answers()
+        if answers.drafts:
+            right = {rid: max(0, len(tokens) - 1) for (rid, _), tokens in
+                     zip(answers.states, answers.tokens, strict=True)}
+            self._attending.settle({self._tables.index(row): right[rid] for row, rid in
+                                    zip(plan.rows, plan.rids, strict=True) if rid in right})
         self._sampling_s += time.perf_counter() - stepped
         return answers, prompts
 

@@ -97,6 +97,10 @@ class Scanned:
         states = attend.state(self.layer, len(x_TD))
         delta = self.spec.delta
         out_TNV = self.scan(x_TX, step_TN, write_TN if delta else None, self.weights, states, self.spec)
+        if states.again is not None:
+            states.again.append(lambda at_t, states: self.scan(
+                x_TX[at_t], step_TN[at_t], write_TN[at_t] if delta else None, self.weights, states,
+                self.spec))
         if not delta:
             gated_TY = out_TNV.float().flatten(1) * F.silu(z_TY.float())
             gated_TKY = gated_TY.view(len(x_TD), self.spec.key_heads, -1)

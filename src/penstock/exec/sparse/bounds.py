@@ -96,6 +96,9 @@ class Selecting(Selects):
         self.rows.bind(bind, budget=budget // self._unit, first=num_prompt)
         self._budget_R[self._tables.index(bind.row)] = budget // self._unit
 
+    def settle(self, right: Mapping[int, int]) -> None:
+        self._states.settle(right)
+
     def decodes(self) -> SelectingDecodes:
         """Of steps in which each row decodes one token behind its prompt."""
         return SelectingDecodes(

@@ -9,7 +9,7 @@ of a step; refuses to know plans and requests.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -61,6 +61,10 @@ class Attending(Protocol):
 
     def close(self, rid: RequestId) -> None:
         """No plan names `rid` any more."""
+        return
+
+    def settle(self, right: Mapping[int, int]) -> None:
+        """Once a step with drafts has sampled: as `StatePools.settle`."""
         return
 
     def reads(self, rows: Sequence[int]) -> Reads:
@@ -150,6 +154,9 @@ class Grouped(Attending):
         return all(spec.plain and flash.ready(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.dtype,
                                               table.size, len(table.device_RM))
                    for spec, table in zip(self.specs, tables.groups, strict=True))
+
+    def settle(self, right: Mapping[int, int]) -> None:
+        self.states.settle(right)
 
     def step(self, plan: StepPlan, lowered: Lowered) -> Attend:
         attended = lowered.ragged[:len(self.specs)]

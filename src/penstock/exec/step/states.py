@@ -1,11 +1,15 @@
 """Where the states of a step's rows are: read behind the token before the step, written at the end of each
 page and of the row's part of the step.
 
+A row with drafts (`exec.drafts`) writes that behind its first token, which is right, and no other. Once it is
+known how many drafts are, these are scanned once more: a state that has seen a wrong one is never written.
+
     B rows of the step   T tokens of the step   P pages   E elements of a state
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -13,9 +17,20 @@ from torch import Tensor
 
 from penstock.exec.step.tables import Lowered
 from penstock.kernels.types.ragged import Ragged, on_device
-from penstock.kernels.types.states import States
+from penstock.kernels.types.states import Again, States
 from penstock.memory.pool import BlockPool
 from penstock.model.base import CacheShape, LocalLayer
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Tokens [first, end) of the step are of one row, the first at position `start`; drafts: behind it."""
+
+    row: int
+    first: int
+    end: int
+    start: int
+    drafts: bool
 
 
 class StatePools:
@@ -27,34 +42,82 @@ class StatePools:
                         for g, (group, pool) in enumerate(zip(groups, device, strict=True))
                         if group.snapshot for i, layer in enumerate(group.layers)}
         self._groups = {g for g, _ in self._layers.values()}
+        self._last: StepStates | None = None        # of a step with drafts
 
     def step(self, lowered: Lowered) -> StepStates:
-        return StepStates(self._layers, {g: _places(lowered.ragged[g], lowered.positions_T)
-                                         for g in self._groups}, lowered.ragged[0].query_start)
+        runs = _runs(lowered.ragged[0]) if self._layers else []
+        step = StepStates(self._layers, {g: lowered.ragged[g] for g in self._groups}, runs)
+        self._last = step if any(run.drafts for run in runs) else None
+        return step
+
+    def settle(self, right: Mapping[int, int]) -> None:
+        """Of each row with drafts in the last step, by table index, how many of them are right: the states
+        behind them are written."""
+        if self._last is not None and self._layers:
+            self._last.settle(right)
+        self._last = None
 
 
 class StepStates:
     """Of one step."""
 
-    def __init__(self, layers: dict[LocalLayer, tuple[int, Tensor]], places: dict[int, tuple[Tensor, Tensor]],
-                 starts: tuple[int, ...]) -> None:
-        self._layers, self._places, self._starts = layers, places, starts
+    def __init__(self, layers: dict[LocalLayer, tuple[int, Tensor]], ragged: Mapping[int, Ragged],
+                 runs: Sequence[_Run]) -> None:
+        self._layers, self._ragged, self._runs = layers, ragged, runs
+        self._places = {g: _places(of, runs) for g, of in ragged.items()}
+        self._starts = (0, *(run.end for run in runs))
+        self._again: dict[LocalLayer, list[Again]] | None = (
+            {layer: [] for layer in layers} if any(run.drafts for run in runs) else None)
 
     def __call__(self, layer: LocalLayer, tokens: int) -> States:
         """As `model.base.AttendsStates.state`."""
         assert tokens == self._starts[-1], f"{tokens} tokens in a step of {self._starts[-1]}"
         group, pool_PE = self._layers[layer]
-        return States(pool_PE, self._starts, *self._places[group])
+        return States(pool_PE, self._starts, *self._places[group],
+                      None if self._again is None else self._again[layer])
+
+    def settle(self, right: Mapping[int, int]) -> None:
+        """As `StatePools.settle`."""
+        assert self._again is not None, "a step without drafts"
+        runs, tokens = list[_Run](), list[int]()
+        for run in self._runs:
+            if run.drafts and (n := right[run.row]):
+                runs.append(_Run(run.row, len(tokens), len(tokens) + n, run.start + 1, False))
+                tokens += range(run.first + 1, run.first + 1 + n)
+        if not runs:
+            return
+        device = next(iter(self._ragged.values())).page_T.device
+        at_t = on_device(tokens, device, torch.int64)
+        places = {g: _places(of, runs, at_t) for g, of in self._ragged.items()}
+        starts = (0, *(run.end for run in runs))
+        for layer, (group, pool_PE) in self._layers.items():
+            [again] = self._again[layer]
+            again(at_t, States(pool_PE, starts, *places[group]))
 
 
-def _places(ragged: Ragged, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-    """`States.from_B` and `States.to_T` of a group."""
-    size, device = ragged.page_size, positions_T.device
-    before = [context - (end - first) - 1 for context, (first, end) in
-              zip(ragged.context, pairwise(ragged.query_start), strict=True)]        # -1: it begins
-    entry_B = on_device([max(0, position) // size for position in before], device, torch.int64)
-    begins_B = on_device([position < 0 for position in before], device, torch.bool)
-    page_B = ragged.pages_RM[on_device(ragged.rows, device, torch.int64), entry_B].long()
-    leaves_T = (positions_T + 1) % size == 0
-    leaves_T[on_device([end - 1 for end in ragged.query_start[1:]], device, torch.int64)] = True
-    return page_B.where(~begins_B, -1), ragged.page_T.where(leaves_T, -1)
+def _runs(ragged: Ragged) -> list[_Run]:
+    """Entries of one row follow one another: those behind the first are drafts."""
+    runs: list[_Run] = []
+    for row, context, (first, end) in zip(ragged.rows, ragged.context, pairwise(ragged.query_start),
+                                          strict=True):
+        if runs and runs[-1].row == row:
+            first, start = runs[-1].first, runs.pop().start
+            assert context - start == end - first, f"row {row}: positions do not follow one another"
+            runs.append(_Run(row, first, end, start, True))
+        else:
+            runs.append(_Run(row, first, end, context - (end - first), False))
+    return runs
+
+
+def _places(ragged: Ragged, runs: Sequence[_Run], at_t: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`States.from_B` and `States.to_T` of a group; at_t: of these tokens of the step."""
+    size, device = ragged.page_size, ragged.page_T.device
+    entry_B = on_device([max(0, run.start - 1) // size for run in runs], device, torch.int64)
+    begins_B = on_device([run.start == 0 for run in runs], device, torch.bool)
+    page_B = ragged.pages_RM[on_device([run.row for run in runs], device, torch.int64), entry_B].long()
+    leaves = [t for run in runs for t in range(run.first, run.end) if (
+        t == run.first if run.drafts else t == run.end - 1 or (run.start + t - run.first + 1) % size == 0)]
+    page_T = ragged.page_T if at_t is None else ragged.page_T[at_t]
+    to_T, leaves_t = torch.full_like(page_T, -1), on_device(leaves, device, torch.int64)
+    to_T[leaves_t] = page_T[leaves_t]
+    return page_B.where(~begins_B, -1), to_T

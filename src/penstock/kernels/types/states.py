@@ -4,9 +4,14 @@
 """
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from torch import Tensor
+
+# Scans these tokens of a step, int64 into T, once more, with other states.
+Again: TypeAlias = Callable[[Tensor, "States"], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +24,11 @@ class States:
     from_B    int64: the page with the state behind the token before the row's first; -1: there is none, and
               the row begins with zeros
     to_T      int64: the page that gets the state behind this token; -1: none
+    again     whoever scans adds what does it once more; None: nobody will ask
     """
 
     pool_PE: Tensor
     starts: tuple[int, ...]
     from_B: Tensor
     to_T: Tensor
+    again: list[Again] | None = None
