@@ -118,6 +118,16 @@ def test_files_need_each_other_in_one_direction() -> None:
     assert not needs, f"these go round: {sorted(needs)}"
 
 
+def test_calls_in_the_core_go_down_as_imports_do() -> None:
+    """What is abstract is called below and written above. The two ends of a pair fill in what they have in
+    common; who watches, and a peer that is told of edges, enter themselves."""
+    wrong = [f"{path}:{node.lineno}" for module, path in MODULES.items()
+             if layer_of(module) == "core" and module != "penstock.core.pair.protocol"
+             for node in ast.walk(ast.parse(path.read_text()))
+             if isinstance(node, ast.Name) and node.id in ("ABC", "abstractmethod")]
+    assert not wrong, wrong
+
+
 def test_no_folder_is_a_heap() -> None:
     """Of files side by side; the simulator is a test's tool and stays one room."""
     beside = Counter(path.parent for path in MODULES.values() if path.name != "__init__.py")

@@ -1,8 +1,7 @@
 """The planner. `Core.advance(events) -> Advance(plan, outputs)` is a pure function of its history.
 
 No clock, no random source, no thread, no I/O, no torch. Synchronous, overlapped and pipelined
-execution are this one loop with another `depth`. `transition` is the only function that changes a phase; it
-derives what to acquire and release from the tables of `lifecycle`.
+execution are this one loop with another `depth`.
 """
 from __future__ import annotations
 
@@ -10,16 +9,9 @@ from collections.abc import Collection, Sequence
 from typing import assert_never
 
 from penstock.core import check, lifecycle, retire, schedule
-from penstock.core.kv import allocate, growth, listing, offload, prefetch, promote, sealing
-from penstock.core.kv.pages import NONE_LEFT, Headroom, Refused, Shortage, Trial
+from penstock.core.kv import allocate, listing, offload, prefetch, promote
 from penstock.core.kv.prefix_tree import Copy
 from penstock.core.lifecycle import (
-    ACTIVE,
-    BUSY,
-    HOLDING,
-    LINE,
-    WAITING,
-    IllegalTransition,
     Phase,
     Role,
     Trigger,
@@ -30,14 +22,12 @@ from penstock.core.plan import (
     Advance,
     Arrived,
     Dropped,
-    Entered,
     Event,
     Expired,
     Finished,
     Flushed,
     HotUse,
     Listed,
-    Lookup,
     Moved,
     MoveId,
     Outcome,
@@ -47,12 +37,10 @@ from penstock.core.plan import (
     RequestId,
     Retired,
     Spilled,
-    Started,
     StepId,
     Stopped,
     Tier,
     Unstore,
-    Used,
 )
 from penstock.core.policy import capacity, reclaim
 from penstock.core.policy.queue import Admission
@@ -60,9 +48,7 @@ from penstock.core.policy.residency import Residency
 from penstock.core.request import Request, insert
 from penstock.core.settings import CoreConfig
 from penstock.core.state import CoreState
-from penstock.core.watch import Watcher
 
-PAGES = (lifecycle.Lease.HBM, lifecycle.Lease.DEVICE_ONLY, lifecycle.Lease.DRAM)
 WISHES = {Paused: Trigger.PAUSE, Dropped: Trigger.DROP, Promoted: Trigger.PROMOTE}
 
 
@@ -74,7 +60,8 @@ class Core(CoreState):
         self.admission = Admission(self)
         self.residency = Residency(self, self.admission)
         self.pairs = pairings(self, Role(cfg.role))
-        self.watchers: list[Watcher] = []      # add yourself
+        if self.pairs:
+            self.tell_peer = lambda r, source: self.pairs[r.arrived.peer].entered(r, source)
         self._seq = 0
 
     # ---------------------------------------------------------------- public
@@ -169,7 +156,7 @@ class Core(CoreState):
                 self.request_edge(event.rid, WISHES[type(event)])
             case Spilled(rid):
                 if (r := self.live.get(rid)) is not None and reclaim.may_spill(self, r):
-                    r.excused += bool(self.spill(r))
+                    r.excused += bool(reclaim.spill(self, r))
             case Flushed():
                 self.kv.leave(all=True)
                 while self.kv.tree.evict_all(self.kv.tree.spaces):
@@ -183,7 +170,7 @@ class Core(CoreState):
             case Listed(rid, visit, present):
                 r = self.live.get(rid)
                 if r is not None and r.visit == visit and r.asked:
-                    self._look_up(r, listing.listed(self.kv, r, present))
+                    self.look_up(r, listing.listed(self.kv, r, present))
             case HotUse(_, rows):
                 self.residency.hear(rows)
             case _:
@@ -271,129 +258,6 @@ class Core(CoreState):
                           or (r.is_saved and not self.kv.is_complete(r))):
             self.transition(r, Trigger.DROP)          # what has gone is computed again
 
-    def delivered(self, r: Request, tokens: tuple[int, ...]) -> None:
-        r.delivered = r.num_prompt - r.retired
-        if not r.started:
-            self._started(r)
-        r.computed = r.retired = r.num_prompt
-        r.is_saved = True                     # it keeps what it has until it gets a row
-        self.update_runnable(r)
-        sealing.seal(self.kv, r)
-        if (outcome := retire.take(self, r, tokens)) is not None:
-            self.end(r, outcome)
-
-    def sent(self, r: Request) -> None:
-        self.transition(r, Trigger.SENT)
-        del self.live[r.rid]
-        self.out.append(Finished(r.rid, Outcome.SENT))
-
-    def end(self, r: Request, outcome: Outcome) -> None:
-        moved = self.transition(r, Trigger.END)
-        assert moved, "ending never needs resources"
-        self.answers += r.num_output > 0
-        self.answered += r.num_output
-        del self.live[r.rid]
-        self.out.append(Finished(r.rid, outcome))
-
-    # ---------------------------------------------------------------- transitions
-    def transition(self, r: Request, trigger: Trigger, headroom: Headroom = NONE_LEFT) -> Trial:
-        target = self.edges.get((r.phase, trigger))
-        if target is None:
-            raise IllegalTransition(f"{r.phase} --{trigger}--> ?")
-        for watcher in self.watchers:
-            watcher.edge(r, trigger)
-        source, place = r.phase, lifecycle.place_after(r.phase, trigger, r.place)
-        holds = self.holds[target, place]
-        gains = any(x not in self.holds[source, r.place] for x in holds) or target is Phase.PAUSED
-        if gains and not (trial := self.kv.acquire(r, target, holds, place, headroom)):
-            return trial
-        r.phase, r.place = target, place
-        keep = (*holds, *self.may_hold[target, place])
-        leaves = target is Phase.DONE and self.kv.is_long(r)       # it gives up its pages in later turns
-        self.kv.release(r, [x for x in lifecycle.Lease if x not in keep and not (leaves and x in PAGES)])
-        if source is Phase.LOADING:            # what the device has may be what does not get to the host
-            r.failed_saves = r.failed_saves + 1 if target is Phase.DROPPED else 0
-        if target in (Phase.DROPPED, Phase.DONE):
-            r.kv_epoch += 1
-            r.moves = set()                    # its pages wait for them behind fences
-            (self.kv.leaving.append if leaves else self.kv.forget_path)(r)
-        elif (source, target) == (Phase.PROMOTING, Phase.RESIDENT):
-            promote.leave_host(self.kv, r)
-        elif trigger is Trigger.STAY:          # its host pages are not complete, nor will they be
-            r.failed_saves += 1
-            moves = self.kv.moves
-            moves.cancel_planned([m for m in moves.outbox if moves.flying[m.id].request is r])
-            growth.leave_mirrors(self.kv, r)
-            self.kv.release(r, [lifecycle.Lease.DRAM])
-        elif (source, target) == (Phase.PROMOTING, Phase.HOSTED):
-            promote.stop_reload(self.kv, r)
-        if source is Phase.PROMOTING:
-            r.loading = []
-        r.issued, r.unchanged_until, r.append_until, r.awaits = None, 0, 0, []
-        self.edges_taken += 1
-        r.visit += 1
-        self.update_queues(r, source)
-        if self.pairs:
-            self.pairs[r.arrived.peer].entered(r, source)
-        r.is_saved, r.is_saving, r.coming, r.hot_wait_until = False, False, None, StepId(0)
-        if target in (Phase.FETCHING, Phase.RECEIVING) or (target is Phase.DROPPED and not r.started):
-            self.out.append(Entered(r.rid, target.value, r.visit))
-        for watcher in self.watchers:
-            watcher.taken(r, source, trigger)
-        return True
-
-    def update_runnable(self, r: Request) -> None:
-        waits = r.leader is None and (r.phase in LINE or (r.phase is Phase.RECEIVING and r.delivered > 0))
-        if self.prefills_only and r.num_output and r.grant is None:
-            waits = False                      # it has been computed once: it waits for its grant
-        if waits and not r.is_runnable:
-            insert(self.runnable, r)
-        elif r.is_runnable and not waits:
-            self.runnable.remove(r)
-        r.is_runnable = waits
-
-    def enqueue(self, r: Request) -> None:
-        """A request that nothing keeps from being served joins the line, and storage is asked for it."""
-        self.update_runnable(r)
-        if r.is_runnable and self.cfg.disk_pages:
-            self._look_up(r, more=bool(self.cfg.store_root) and self.cfg.prefix_cache)
-
-    def _look_up(self, r: Request, more: bool) -> None:
-        """Ask storage for pages that the tree does not know; then for what is known to be there."""
-        r.asked = listing.keys(self.kv, r) if more else ()
-        if r.asked:
-            self.out.append(Lookup(r.rid, r.visit, r.asked))
-        else:
-            insert(self.prefetch_queue, r)
-            r.prefetch_pending = True
-
-    def release_forks(self, r: Request) -> None:
-        for fork in r.forks:
-            fork.leader = None
-            self.enqueue(fork)
-        r.forks = []
-
-    def update_queues(self, r: Request, source: Phase) -> None:
-        """Keep the queues and the counters in step with a phase that has just changed."""
-        for queue, phases in ((self.running, ACTIVE), (self.waiting, WAITING), (self.transient, BUSY),
-                              (self.saving, HOLDING)):
-            if source in phases and r.phase not in phases:
-                queue.remove(r)
-            elif r.phase in phases and source not in phases:
-                insert(queue, r)
-        self.update_runnable(r)
-        if r.prefetch_pending:                       # it was queued, and is no more
-            self.prefetch_queue.remove(r)
-            r.prefetch_pending = False
-        r.asked = ()
-        if r.phase is Phase.DONE:
-            self.release_forks(r)
-        r.num_preemptions += source in ACTIVE and r.phase in (Phase.PAUSED, Phase.DROPPED)
-        self.counters["pauses"] += r.phase is Phase.PAUSED
-        self.counters["drops"] += r.phase is Phase.DROPPED
-        self.counters["spills"] += r.phase is Phase.STAGING
-        self.counters["promotions"] += source is Phase.PROMOTING and r.phase is Phase.RESIDENT
-
     # ---------------------------------------------------------------- progress without a step
     def _progress(self) -> None:
         kv = self.kv
@@ -418,7 +282,7 @@ class Core(CoreState):
             elif r.phase is Phase.PREFILL and not r.todo:
                 self.transition(r, Trigger.PREFILLED)  # prefill role: all of it was cached
             elif r.phase is Phase.STAGING:
-                self._stage(r)
+                reclaim.stage(self, r)
             elif r.phase is Phase.PROMOTING:
                 promote.load_next(kv, r)
                 if not (r.loading or r.moves):
@@ -437,34 +301,7 @@ class Core(CoreState):
         r.waits = sorted({copy.filled_by for copy in missing})
         self.transition(r, Trigger.LANDED)
         if not r.started:
-            self._started(r)
-
-    def spill(self, r: Request) -> Trial:
-        if trial := self.transition(r, Trigger.SPILL):
-            self._stage(r)
-        return trial
-
-    def _stage(self, r: Request) -> None:
-        kv = self.kv
-        if not r.is_saved and not offload.is_staged(kv, r):
-            if kv.in_flight(r):
-                return
-            offload.save_down(kv, r, all_groups=False)
-            r.is_saved = True
-        if offload.is_staged(kv, r):
-            trial = self.transition(r, Trigger.LANDED)
-            if not trial and not self._is_heating(r, trial):
-                reclaim.yield_device(self, r)     # no hot buffer to be had, nor is one on its way
-        elif r.is_saved and not r.moves and not offload.is_coming(r):
-            reclaim.yield_device(self, r)         # the host has no room any more
-        elif r.is_saved:
-            r.awaits = allocate.last_missing(t.host for t in r.tables if t.hosted)
-
-    def _is_heating(self, r: Request, refused: Refused) -> bool:
-        """Whether pages for the hot buffer of `r`, who was just refused them, are behind fences. It waits
-        for the steps that were in flight when it was first refused: others may get those pages."""
-        r.hot_wait_until = r.hot_wait_until or self.kv.issued
-        return isinstance(refused, Shortage) and refused.behind and self.kv.retired < r.hot_wait_until
+            self.started(r)
 
     def _fetch(self) -> None:
         """Start reading stored prefixes early, if reading beats computing them again."""
@@ -478,19 +315,3 @@ class Core(CoreState):
             if pages and (self.rates is None or self.rates.disk_page_us
                           < self.cfg.page_size * self.rates.prefill_token_us):
                 self.transition(r, Trigger.FETCH)
-
-    def _started(self, r: Request) -> None:
-        r.started = True
-        g, disk = self.cfg.page_size, min(r.fetched, r.loads)    # not what failed on its way
-        hbm, dram, disk = (len(r.path) - r.loads) * g, (r.loads - disk) * g, disk * g
-        self.counters["prefix_queries"] += r.num_prompt
-        self.counters["prefix_hbm_hits"] += hbm
-        self.counters["prefix_dram_hits"] += dram
-        self.counters["prefix_disk_hits"] += disk
-        self.counters["prefix_cut"] += r.cut * g
-        self.counters["prefix_recomputed"] += self.kv.recomputed(r)
-        self.out.append(Started(r.rid, hbm, dram, disk, r.delivered))
-        if self.cfg.store_root and (keys := tuple([node.digest for node in r.path if node.digest])):
-            self.out.append(Used(keys))
-        if self.cfg.store_reused:
-            sealing.reuse(self.kv, r)

@@ -86,3 +86,16 @@ def take(core: CoreState, r: Request, tokens: tuple[int, ...]) -> Outcome | None
         if n >= r.max_new:
             return Outcome.LENGTH
     return None
+
+
+def delivered(core: CoreState, r: Request, tokens: tuple[int, ...]) -> None:
+    """Decode role: a prefill engine has computed the prompt, and its KV is in our pages."""
+    r.delivered = r.num_prompt - r.retired
+    if not r.started:
+        core.started(r)
+    r.computed = r.retired = r.num_prompt
+    r.is_saved = True                     # it keeps what it has until it gets a row
+    core.update_runnable(r)
+    sealing.seal(core.kv, r)
+    if (outcome := take(core, r, tokens)) is not None:
+        core.end(r, outcome)

@@ -1,25 +1,53 @@
-"""What a planner knows, and what those who decide for it may ask of it.
+"""What a planner knows, and the edges that its requests take.
 
-Policies, the schedule and the seam to a peer are given this, and need to know no more of `Core`.
+Policies, the schedule and the seam to a peer are given this, and need to know no more of `Core`. `transition`
+is the only function that changes a phase; it derives what to acquire and release from the lease tables.
 """
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TypeAlias
 
 from penstock.core import lifecycle
+from penstock.core.kv import growth, listing, promote, sealing
 from penstock.core.kv.allocate import KVCache
 from penstock.core.kv.pages import NONE_LEFT, Headroom, Trial
-from penstock.core.lifecycle import Mode, Role, Trigger
-from penstock.core.plan import Outcome, Output, Rates, RequestId, Row, StepId
-from penstock.core.request import Request, ScheduledRow
+from penstock.core.lifecycle import (
+    ACTIVE,
+    BUSY,
+    HOLDING,
+    LINE,
+    WAITING,
+    IllegalTransition,
+    Lease,
+    Mode,
+    Phase,
+    Role,
+    Trigger,
+)
+from penstock.core.plan import (
+    Entered,
+    Finished,
+    Lookup,
+    Outcome,
+    Output,
+    Rates,
+    RequestId,
+    Row,
+    Started,
+    StepId,
+    Used,
+)
+from penstock.core.request import Request, ScheduledRow, insert
 from penstock.core.settings import CoreConfig
+from penstock.core.watch import Watcher
 
+PAGES = (Lease.HBM, Lease.DEVICE_ONLY, Lease.DRAM)
 Columns: TypeAlias = tuple[tuple[Row, ...], tuple[RequestId, ...], tuple[int, ...], tuple[bool, ...]]
 
 
-class CoreState(ABC):
-    """One engine's requests and their pages."""
+class CoreState:
+    """One engine's requests, their pages, and the edges that requests take."""
 
     def __init__(self, cfg: CoreConfig) -> None:
         role = Role(cfg.role)
@@ -50,31 +78,136 @@ class CoreState(ABC):
         self.last_revoke_step = StepId(0)      # when a grant was last given up for its pages,
         self.revoke_pending = False            # and whether since the last event
         self.out: list[Output] = []
+        self.watchers: list[Watcher] = []      # add yourself
+        self.tell_peer: Callable[[Request, Phase], None] = _nobody     # who has left which phase
 
-    @abstractmethod
+    # ---------------------------------------------------------------- transitions
     def transition(self, r: Request, trigger: Trigger, headroom: Headroom = NONE_LEFT) -> Trial:
         """Change the phase; or change nothing, and return what was lacking, which is false."""
+        target = self.edges.get((r.phase, trigger))
+        if target is None:
+            raise IllegalTransition(f"{r.phase} --{trigger}--> ?")
+        for watcher in self.watchers:
+            watcher.edge(r, trigger)
+        source, place = r.phase, lifecycle.place_after(r.phase, trigger, r.place)
+        holds = self.holds[target, place]
+        gains = any(x not in self.holds[source, r.place] for x in holds) or target is Phase.PAUSED
+        if gains and not (trial := self.kv.acquire(r, target, holds, place, headroom)):
+            return trial
+        r.phase, r.place = target, place
+        keep = (*holds, *self.may_hold[target, place])
+        leaves = target is Phase.DONE and self.kv.is_long(r)       # it gives up its pages in later turns
+        self.kv.release(r, [x for x in Lease if x not in keep and not (leaves and x in PAGES)])
+        if source is Phase.LOADING:            # what the device has may be what does not get to the host
+            r.failed_saves = r.failed_saves + 1 if target is Phase.DROPPED else 0
+        if target in (Phase.DROPPED, Phase.DONE):
+            r.kv_epoch += 1
+            r.moves = set()                    # its pages wait for them behind fences
+            (self.kv.leaving.append if leaves else self.kv.forget_path)(r)
+        elif (source, target) == (Phase.PROMOTING, Phase.RESIDENT):
+            promote.leave_host(self.kv, r)
+        elif trigger is Trigger.STAY:          # its host pages are not complete, nor will they be
+            r.failed_saves += 1
+            moves = self.kv.moves
+            moves.cancel_planned([m for m in moves.outbox if moves.flying[m.id].request is r])
+            growth.leave_mirrors(self.kv, r)
+            self.kv.release(r, [Lease.DRAM])
+        elif (source, target) == (Phase.PROMOTING, Phase.HOSTED):
+            promote.stop_reload(self.kv, r)
+        if source is Phase.PROMOTING:
+            r.loading = []
+        r.issued, r.unchanged_until, r.append_until, r.awaits = None, 0, 0, []
+        self.edges_taken += 1
+        r.visit += 1
+        self.update_queues(r, source)
+        self.tell_peer(r, source)
+        r.is_saved, r.is_saving, r.coming, r.hot_wait_until = False, False, None, StepId(0)
+        if target in (Phase.FETCHING, Phase.RECEIVING) or (target is Phase.DROPPED and not r.started):
+            self.out.append(Entered(r.rid, target.value, r.visit))
+        for watcher in self.watchers:
+            watcher.taken(r, source, trigger)
+        return True
 
-    @abstractmethod
-    def spill(self, r: Request) -> Trial:
-        """Let a resident row go on from host pages: at once, if they are complete."""
-
-    @abstractmethod
-    def end(self, r: Request, outcome: Outcome) -> None:
-        """It has ended, whatever its phase."""
-
-    @abstractmethod
-    def delivered(self, r: Request, tokens: tuple[int, ...]) -> None:
-        """Decode role: a prefill engine has computed the prompt, and its KV is in our pages."""
-
-    @abstractmethod
-    def sent(self, r: Request) -> None:
-        """Prefill role: the decode engine has it all."""
-
-    @abstractmethod
     def update_runnable(self, r: Request) -> None:
         """Keep the line of those who wait for a row in step with what has changed about one of them."""
+        waits = r.leader is None and (r.phase in LINE or (r.phase is Phase.RECEIVING and r.delivered > 0))
+        if self.prefills_only and r.num_output and r.grant is None:
+            waits = False                      # it has been computed once: it waits for its grant
+        if waits and not r.is_runnable:
+            insert(self.runnable, r)
+        elif r.is_runnable and not waits:
+            self.runnable.remove(r)
+        r.is_runnable = waits
 
-    @abstractmethod
+    def enqueue(self, r: Request) -> None:
+        """A request that nothing keeps from being served joins the line, and storage is asked for it."""
+        self.update_runnable(r)
+        if r.is_runnable and self.cfg.disk_pages:
+            self.look_up(r, more=bool(self.cfg.store_root) and self.cfg.prefix_cache)
+
+    def look_up(self, r: Request, more: bool) -> None:
+        """Ask storage for pages that the tree does not know; then for what is known to be there."""
+        r.asked = listing.keys(self.kv, r) if more else ()
+        if r.asked:
+            self.out.append(Lookup(r.rid, r.visit, r.asked))
+        else:
+            insert(self.prefetch_queue, r)
+            r.prefetch_pending = True
+
     def release_forks(self, r: Request) -> None:
         """`r` has begun to answer, or never will: its forks wait no more."""
+        for fork in r.forks:
+            fork.leader = None
+            self.enqueue(fork)
+        r.forks = []
+
+    def update_queues(self, r: Request, source: Phase) -> None:
+        """Keep the queues and the counters in step with a phase that has just changed."""
+        for queue, phases in ((self.running, ACTIVE), (self.waiting, WAITING), (self.transient, BUSY),
+                              (self.saving, HOLDING)):
+            if source in phases and r.phase not in phases:
+                queue.remove(r)
+            elif r.phase in phases and source not in phases:
+                insert(queue, r)
+        self.update_runnable(r)
+        if r.prefetch_pending:                       # it was queued, and is no more
+            self.prefetch_queue.remove(r)
+            r.prefetch_pending = False
+        r.asked = ()
+        if r.phase is Phase.DONE:
+            self.release_forks(r)
+        r.num_preemptions += source in ACTIVE and r.phase in (Phase.PAUSED, Phase.DROPPED)
+        self.counters["pauses"] += r.phase is Phase.PAUSED
+        self.counters["drops"] += r.phase is Phase.DROPPED
+        self.counters["spills"] += r.phase is Phase.STAGING
+        self.counters["promotions"] += source is Phase.PROMOTING and r.phase is Phase.RESIDENT
+
+    def end(self, r: Request, outcome: Outcome) -> None:
+        """It has ended, whatever its phase; SENT: the decode engine has it all."""
+        moved = self.transition(r, Trigger.SENT if outcome is Outcome.SENT else Trigger.END)
+        assert moved, "ending never needs resources"
+        self.answers += r.num_output > 0
+        self.answered += r.num_output
+        del self.live[r.rid]
+        self.out.append(Finished(r.rid, outcome))
+
+    def started(self, r: Request) -> None:
+        """The first row or the first token of `r`: say what of its prompt was found, and where."""
+        r.started = True
+        g, disk = self.cfg.page_size, min(r.fetched, r.loads)    # not what failed on its way
+        hbm, dram, disk = (len(r.path) - r.loads) * g, (r.loads - disk) * g, disk * g
+        self.counters["prefix_queries"] += r.num_prompt
+        self.counters["prefix_hbm_hits"] += hbm
+        self.counters["prefix_dram_hits"] += dram
+        self.counters["prefix_disk_hits"] += disk
+        self.counters["prefix_cut"] += r.cut * g
+        self.counters["prefix_recomputed"] += self.kv.recomputed(r)
+        self.out.append(Started(r.rid, hbm, dram, disk, r.delivered))
+        if self.cfg.store_root and (keys := tuple([node.digest for node in r.path if node.digest])):
+            self.out.append(Used(keys))
+        if self.cfg.store_reused:
+            sealing.reuse(self.kv, r)
+
+
+def _nobody(r: Request, source: Phase) -> None:
+    """An engine that does all of a request itself tells nobody."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mutants.registry import Real, Wrong, instead_of
+from penstock.core import retire
 from penstock.core.core import Core
 from penstock.core.kv import allocate
 from penstock.core.kv.allocate import KVCache
@@ -132,7 +133,7 @@ def slot_of_first_tokens_reused(real: Real, side: PrefillSide, transfer: int,
     return out
 
 
-@wrong(Core, "delivered")
+@wrong(retire, "delivered")
 def first_token_generated_again(real: Real, core: Core, r: Request, tokens: tuple[int, ...]) -> None:
     """It was streamed when it came, but decode begins with the prompt's last position."""
     real(core, r, tokens)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import assert_never
 
+from penstock.core import retire
 from penstock.core.kv import allocate
 from penstock.core.kv.moves import FlyingMove
 from penstock.core.kv.prefix_tree import Copy, TierGroup
@@ -212,7 +213,7 @@ class Pairing:
                 case protocol.Sent():
                     if r is not None:
                         del self.requests[o.transfer]
-                        self.core.sent(r)
+                        self.core.end(r, Outcome.SENT)
                 case _:
                     assert_never(o)
 
@@ -228,6 +229,6 @@ class Pairing:
         if r is None or r.phase is not Phase.RECEIVING or r.is_saved:
             return
         if o.ok:
-            self.core.delivered(r, o.tokens)
+            retire.delivered(self.core, r, o.tokens)
         else:
             self.core.transition(r, Trigger.DROP)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 
-from penstock.core.kv import growth
+from penstock.core.kv import allocate, growth, offload
 from penstock.core.kv.page_table import is_own
-from penstock.core.kv.pages import Refused
+from penstock.core.kv.pages import Refused, Shortage, Trial
 from penstock.core.kv.prefix_tree import Copy
 from penstock.core.lifecycle import Phase, Place, Trigger
 from penstock.core.plan import Tier
@@ -121,7 +121,39 @@ def spillable(core: CoreState, r: Request, most: int = 1) -> int:
 def spills(core: CoreState, victim: Request) -> bool | Refused:
     """Let it go on from host pages, if that helps and there is room. The first of all only when alone."""
     last = victim is core.running[0] and len(core.running) > 1
-    return not last and spillable(core, victim) > 0 and core.spill(victim)
+    return not last and spillable(core, victim) > 0 and spill(core, victim)
+
+
+def spill(core: CoreState, r: Request) -> Trial:
+    """Let a resident row go on from host pages: at once, if they are complete."""
+    if trial := core.transition(r, Trigger.SPILL):
+        stage(core, r)
+    return trial
+
+
+def stage(core: CoreState, r: Request) -> None:
+    """`r` is on its way to the host: what it can do by itcore."""
+    kv = core.kv
+    if not r.is_saved and not offload.is_staged(kv, r):
+        if kv.in_flight(r):
+            return
+        offload.save_down(kv, r, all_groups=False)
+        r.is_saved = True
+    if offload.is_staged(kv, r):
+        trial = core.transition(r, Trigger.LANDED)
+        if not trial and not _is_heating(core, r, trial):
+            yield_device(core, r)     # no hot buffer to be had, nor is one on its way
+    elif r.is_saved and not r.moves and not offload.is_coming(r):
+        yield_device(core, r)         # the host has no room any more
+    elif r.is_saved:
+        r.awaits = allocate.last_missing(t.host for t in r.tables if t.hosted)
+
+
+def _is_heating(core: CoreState, r: Request, refused: Refused) -> bool:
+    """Whether pages for the hot buffer of `r`, who was just refused them, are behind fences. It waits
+    for the steps that were in flight when it was first refused: others may get those pages."""
+    r.hot_wait_until = r.hot_wait_until or core.kv.issued
+    return isinstance(refused, Shortage) and refused.behind and core.kv.retired < r.hot_wait_until
 
 
 def _for_host_pages(core: CoreState, taken: list[Request]) -> None:
