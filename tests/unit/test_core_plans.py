@@ -24,6 +24,7 @@ from penstock.core.plan import (
     Tier,
     Token,
 )
+from penstock.core.settings import CacheGroup
 
 
 def test_prompt_is_prefilled_in_chunks_and_samples_once() -> None:
@@ -392,3 +393,20 @@ def test_a_prefill_engine_says_what_it_does_not_serve() -> None:
     d.arrive(1, range(5))
     [end] = [o for o in d.out if isinstance(o, Finished)]
     assert end.outcome is Outcome.REFUSED and "transfer" in end.reason
+
+
+@pytest.mark.parametrize("between, hbm, dram", [(False, 24, 0), (True, 0, 24)])
+def test_pages_that_all_windows_have_left_behind_are_hits_where_the_windows_are(
+        between: bool, hbm: int, dram: int) -> None:
+    """Of 24 tokens that are found the last 8 are read: from the device or, once it lost them, the host."""
+    d = Driver(hbm_pages=8, dram_pages=40, max_len=64, groups=(
+        CacheGroup(name="window", page_bytes=0, window=8),))
+    d.arrive(1, range(24), 1)
+    d.run()
+    if between:
+        d.arrive(2, range(100, 130), 1)
+        d.run()
+    d.arrive(3, range(26), 1)
+    d.run()
+    started = [o for o in d.out if isinstance(o, Started)][-1]
+    assert (started.hbm_tokens, started.dram_tokens) == (hbm, dram)

@@ -195,7 +195,10 @@ class CoreState:
         """The first row or the first token of `r`: say what of its prompt was found, and where."""
         r.started = True
         g, disk = self.cfg.page_size, min(r.fetched, r.loads)    # not what failed on its way
-        hbm, dram, disk = (len(r.path) - r.loads) * g, (r.loads - disk) * g, disk * g
+        unread = min([t.begin(r.computed) * t.unit for t in r.tables]) // g   # all groups are past it
+        found = [len(r.path) - unread - r.loads, r.loads - disk, disk]
+        found[next((i for i, n in enumerate(found) if n), 0)] += unread
+        hbm, dram, disk = (n * g for n in found)
         self.counters["prefix_queries"] += r.num_prompt
         self.counters["prefix_hbm_hits"] += hbm
         self.counters["prefix_dram_hits"] += dram
