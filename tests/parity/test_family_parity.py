@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dense_attend import Dense
+from safetensors.torch import load_file
 from transformers import (
     BambaConfig,
     BambaForCausalLM,
@@ -24,6 +25,8 @@ from transformers import (
     Gemma3TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -52,6 +55,7 @@ PROMPT, GREEDY, VOCAB = 21, 32, 131
 
 CLASSES = {
     "bamba": (BambaConfig, BambaForCausalLM),
+    "granitemoehybrid": (GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -89,9 +93,12 @@ MLA = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_h
 # Three of four layers keep a state; RoPE turns 4 of 16 dims. Of larger weights transformers' own logits, all
 # at once and token by token, are 4e-4 apart.
 STATES = {"num_hidden_layers": 4, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-          "linear_key_head_dim": 12, "linear_value_head_dim": 20, "initializer_range": 0.12}
+          "linear_key_head_dim": 12, "linear_value_head_dim": 20, "initializer_range": 0.1}
 MAMBA = {"num_hidden_layers": 3, "attn_layer_indices": [1], "mamba_n_heads": 6, "mamba_d_head": 16,
          "mamba_n_groups": 2, "mamba_d_state": 10, "initializer_range": 0.12}
+GRANITE = {**MAMBA, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+           "shared_intermediate_size": 28, "embedding_multiplier": 3.0, "attention_multiplier": 0.2,
+           "residual_multiplier": 0.4, "logits_scaling": 0.25}
 SHARED = {**EXPERTS, "shared_expert_intermediate_size": 28}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -120,8 +127,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "max_position_embeddings": PROMPT + 4,      # decoding goes past it
         },
     ),
-    "mistral": ("mistral", {"sliding_window": None}),
-    "mistral-window": ("mistral", {"sliding_window": 9}),
+    "hybrids-mistral": ("mistral", {"sliding_window": None}),
+    "hybrids-mistral-window": ("mistral", {"sliding_window": 9}),
     "qwen2": ("qwen2", {}),
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 6}),
@@ -134,24 +141,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3",
         {"head_dim": 16, "rope_parameters": {**YARN, "attention_factor": 1.3, "truncate": False}},
     ),
-    "v3": ("deepseek_v3", MLA),
-    "v3-yarn-bias": ("deepseek_v3", {**MLA, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
-                                     "attention_bias": True, "n_group": 2, "topk_group": 1,
-                                     "num_experts_per_tok": 2}),
-    "v3-dense": ("deepseek_v3", {**MLA, "first_k_dense_replace": 2}),
-    "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24}),
-    "gemma2-uncapped": ("gemma2", {"head_dim": 8, "sliding_window": 5, "attn_logit_softcapping": None,
+    "hybrids-v3": ("deepseek_v3", MLA),
+    "hybrids-v3-yarn-bias": ("deepseek_v3", {
+        **MLA, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}, "attention_bias": True,
+        "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}),
+    "hybrids-v3-dense": ("deepseek_v3", {**MLA, "first_k_dense_replace": 2}),
+    "hybrids-gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24}),
+    "hybrids-gemma2-uncapped": ("gemma2", {"head_dim": 8, "sliding_window": 5, "attn_logit_softcapping": None,
                                    "final_logit_softcapping": None, "tie_word_embeddings": False}),
-    "gemma3": ("gemma3_text", {"head_dim": 16, "sliding_window": 7, "layer_types": [
+    "hybrids-gemma3": ("gemma3_text", {"head_dim": 16, "sliding_window": 7, "layer_types": [
         "sliding_attention", "full_attention"], "query_pre_attn_scalar": 10}),
-    "gemma3-linear": ("gemma3_text", {
+    "hybrids-gemma3-linear": ("gemma3_text", {
         "head_dim": 8, "sliding_window": 4, "num_hidden_layers": 3, "sliding_window_pattern": 3,
         "final_logit_softcapping": 9.0, "rope_parameters": {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
             "sliding_attention": {"rope_type": "default", "rope_theta": 2e4}}}),
-    "gpt-oss": ("gpt_oss", {**OSS, "sliding_window": 6}),
-    "gpt-oss-plain": ("gpt_oss", {**OSS, "sliding_window": 300, "attention_bias": False, "rope_parameters": {
-        "rope_type": "default", "rope_theta": 2e4}, "tie_word_embeddings": True, "num_local_experts": 3}),
+    "hybrids-gpt-oss": ("gpt_oss", {**OSS, "sliding_window": 6}),
+    "hybrids-gpt-oss-plain": ("gpt_oss", {
+        **OSS, "sliding_window": 300, "attention_bias": False, "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 2e4}, "num_local_experts": 3}),
     "hybrids-next": ("qwen3_next", {**STATES, **SHARED}),
     "hybrids-next-dense": ("qwen3_next", {
         **STATES, **SHARED, "mlp_only_layers": [0, 1, 2, 3], "attention_bias": True,
@@ -167,6 +175,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         **MAMBA, "mamba_proj_bias": True, "attention_bias": True, "mlp_bias": True, "mamba_d_conv": 3,
         "mamba_n_groups": 1, "tie_word_embeddings": True}),
     "hybrids-bamba-limits": ("bamba", {**MAMBA, "mamba_conv_bias": False, "time_step_limit": [0.3, 0.9]}),
+    "hybrids-granite": ("granitemoehybrid", {**GRANITE, "num_local_experts": 6, "num_experts_per_tok": 3}),
+    "hybrids-granite-dense": ("granitemoehybrid", {
+        **GRANITE, "num_local_experts": 0, "position_embedding_type": "rope", "attention_bias": True,
+        "tie_word_embeddings": True}),
     "moe": ("qwen3_moe", {**EXPERTS, "head_dim": 16}),
     "moe-window": ("qwen3_moe", {**EXPERTS, "use_sliding_window": True, "sliding_window": 4}),
     "moe-norm": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True, "attention_bias": True}),
@@ -228,7 +240,7 @@ def reference(request: pytest.FixtureRequest) -> PreTrainedModel:
     return make_reference(request.param)
 
 
-CHUNKS = {"whole": [PROMPT], "odd": [1, 7, 5, 8], "one": [1] * PROMPT}
+CHUNKS = {"whole": [PROMPT], "odd": [1, 7, 5, 8], "seven": [7] * 3, "one": [1] * PROMPT}
 
 
 @torch.inference_mode()
@@ -351,6 +363,33 @@ def test_every_family_of_the_registry_is_covered() -> None:
     assert registry.FAMILIES["kimi_k2"] == registry.FAMILIES["deepseek_v3"]
     # tests/parity/test_latent_parity.py has the ones that choose what they attend to
     assert covered | {"kimi_k2", "deepseek_v32", "glm_moe_dsa"} == set(registry.FAMILIES)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("case", ["hybrids-granite", "hybrids-granite-dense"])
+def test_granite_as_files_have_it(case: str, tmp_path: Path) -> None:
+    """transformers writes other names than its modules have."""
+    reference = make_reference(case)
+    reference.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["layer_types"] = ["mamba", "attention", "mamba"]         # as transformers 4 wrote them
+    model = registry.build(config, dtype=torch.float32, linear=plain_linear)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert any("input_linear" in name for name in tensors)
+    for name, tensor in tensors.items():
+        model.load(name, tensor)
+    model.finish()
+    ids_T = prompt_ids()
+    got_TV = run(model, ids_T, [PROMPT], Dense(model.attention, model.groups))
+    torch.testing.assert_close(got_TV, reference(ids_T[None]).logits[0], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("layer_types", ["mamba"] * 3), ("layer_types", ["mamba", "conv", "attention"]),
+    ("position_embedding_type", "alibi"), ("num_experts_per_tok", 9)])
+def test_granite_refuses(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=name):
+        registry.read_spec_of({**SMALL, **GRANITE, "model_type": "granitemoehybrid", name: value})
 
 
 def test_limits_of_steps_are_read_as_transformers_writes_them(tmp_path: Path) -> None:

@@ -173,6 +173,18 @@ def _order(spec: AttentionSpec) -> tuple[Tensor | None, Tensor | None]:
     return torch.cat((q.flatten(), kv.flatten(), gates.flatten())), head if turned < half else None
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """Rows as files have them, for `Slots.bundle`."""
+    return tensor
+
+
+def bundle_mlp(slots: Slots, prefix: str, hidden: int, width: int) -> None:
+    """Granite's names of the weights of a `GatedMLP`: gate and up [2 width, hidden] are one tensor."""
+    both = [f"{prefix}.{part}_proj.weight" for part in ("gate", "up")]
+    slots.bundle(f"{prefix}.input_linear.weight", both, (2 * width, hidden), whole)
+    slots.bundle(f"{prefix}.output_linear.weight", [f"{prefix}.down_proj.weight"], (hidden, width), whole)
+
+
 class GatedMLP:
     """down(silu(gate(x)) * up(x)), gate and up in one projection. `gate`: in place of silu and product, makes
     [T, I] of [T, 2I]. `adds`: as of `Slots.linear`, the bias of down."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.kernels.gemm.experts import Biases, Clamped, ExpertOps, Rule
 from penstock.kernels.gemm.experts.reference import route
 from penstock.model.base import GlobalLayer
-from penstock.model.layers import GatedMLP, Mixer
+from penstock.model.layers import GatedMLP, Mixer, bundle_mlp, whole
 from penstock.model.parts import Cut
 from penstock.model.weights.slots import Slots, Vector
 
@@ -35,6 +35,8 @@ class MoESpec:
     shared_gated    what that says is weighed by the sigmoid of one more product
     scale           of the chosen weights
     router          its name in files
+    beside          all of a layer lies as in Granite's files: the MLP that every token visits is
+                    `shared_mlp` of the layer, experts may be `input_linear` and `output_linear`
     biased          router and experts have biases; where files have all experts of a layer in one tensor, it
                     is inputs by outputs, gate and up in turns
     clamped         how experts gate; None: by SiLU
@@ -52,6 +54,7 @@ class MoESpec:
     shared_gated: bool = False
     scale: float = 1.0
     router: str = "gate"
+    beside: bool = False
     biased: bool = False
     clamped: Clamped | None = None
 
@@ -68,6 +71,9 @@ class SparseMLP:
         self.shared: Mixer | None = None
         if spec.shared_width:
             name = f"{prefix}.shared_expert" if spec.shared_gated else f"{prefix}.shared_experts"
+            if spec.beside:
+                name = f"{prefix.rpartition('.')[0]}.shared_mlp"
+                bundle_mlp(slots, name, hidden, spec.shared_width)
             self.shared = GatedMLP(slots, name, hidden, slots.lane.columns(spec.shared_width), False)
         self.shared_gate = (slots.linear([f"{prefix}.shared_expert_gate"], [1], hidden, False)
                             if spec.shared_gated else None)
@@ -83,14 +89,21 @@ class SparseMLP:
                 slots.foreign(f"{name}.{part}_proj.weight", shape)
                 if spec.biased:
                     slots.foreign(f"{name}.{part}_proj.bias", shape[:1])
-        self._bundles(slots, f"{prefix}.experts", names, hidden, spec)
+        self._bundles(slots, prefix, names, hidden, spec)
 
     @staticmethod
     def _bundles(slots: Slots, prefix: str, names: list[str], hidden: int, spec: MoESpec) -> None:
-        """transformers keeps a layer's experts in two tensors; files may have them either way."""
+        """transformers keeps a layer's experts in two tensors; files may have them either way, Granite's by
+        other names."""
         gate_up = [f"{name}.{part}_proj" for name in names for part in ("gate", "up")]
         down = [f"{name}.down_proj" for name in names]
         experts, wide = spec.num_experts, 2 * spec.width
+        if spec.beside:
+            slots.bundle(f"{prefix}.router.layer.weight", [f"{prefix}.{spec.router}.weight"],
+                         (experts, hidden), whole)
+            slots.bundle(f"{prefix}.input_linear.weight", _weights(gate_up), (experts, wide, hidden))
+            slots.bundle(f"{prefix}.output_linear.weight", _weights(down), (experts, hidden, spec.width))
+        prefix = f"{prefix}.experts"
         if not spec.biased:
             slots.bundle(f"{prefix}.gate_up_proj", _weights(gate_up), (experts, wide, hidden))
             slots.bundle(f"{prefix}.down_proj", _weights(down), (experts, hidden, spec.width))

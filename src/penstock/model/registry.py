@@ -21,6 +21,7 @@ from penstock.model.families.bamba import bamba
 from penstock.model.families.deepseek import deepseek_v3, deepseek_v32, glm_moe_dsa
 from penstock.model.families.gemma import gemma2, gemma3_text
 from penstock.model.families.gpt_oss import gpt_oss
+from penstock.model.families.granite import granitemoehybrid
 from penstock.model.families.llama import llama, mistral
 from penstock.model.families.qwen2 import qwen2
 from penstock.model.families.qwen3 import qwen3
@@ -44,6 +45,7 @@ FAMILIES: dict[str, tuple[str, Callable[[Fields], Spec]]] = {
     "qwen3_5_text": ("Qwen3_5ForCausalLM", qwen3_5_text),
     "qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", qwen3_5_moe_text),
     "bamba": ("BambaForCausalLM", bamba),
+    "granitemoehybrid": ("GraniteMoeHybridForCausalLM", granitemoehybrid),
     "gemma2": ("Gemma2ForCausalLM", gemma2),
     "gemma3_text": ("Gemma3ForCausalLM", gemma3_text),
     "gpt_oss": ("GptOssForCausalLM", gpt_oss),

@@ -29,7 +29,7 @@ from penstock.model.base import (
     Stage,
 )
 from penstock.model.latent import LatentSpec
-from penstock.model.layers import Attention, AttentionSpec, GatedMLP, Mixer, Mixes, tanh_gelu
+from penstock.model.layers import Attention, AttentionSpec, GatedMLP, Mixer, Mixes, bundle_mlp, tanh_gelu
 from penstock.model.moe import MoESpec, SparseMLP
 from penstock.model.parts import Cut
 from penstock.model.rope import Rope
@@ -50,7 +50,9 @@ class Spec:
     what the halves of a layer give is normed, too. `gelu`: gates by GELU, approximated by tanh, not by SiLU.
     `embed_scale`: of what is looked up. `logit_cap` c: logits x become c * tanh(x / c); 0: they stay.
     `states`: of layers that have one in place of attention; None: no layer has. `norm_name`: of the last norm
-    in files; `mlp_norm_name`, where none is behind, and `mlp_name`: in a layer."""
+    in files; `mlp_norm_name`, where none is behind, and `mlp_name`: in a layer. `mlp_bundled`: files have
+    gate and up of a dense MLP in one tensor. `residual_scale`: of what each half of a layer adds.
+    `logit_divisor`: of logits."""
 
     vocab_size: int
     hidden: int
@@ -74,6 +76,9 @@ class Spec:
     norm_name: str = "model.norm"
     mlp_norm_name: str = "post_attention_layernorm"
     mlp_name: str = "mlp"
+    mlp_bundled: bool = False
+    residual_scale: float = 1.0
+    logit_divisor: float = 1.0
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -96,6 +101,7 @@ class Layer:
     ) -> None:
         prefix, hidden = f"model.layers.{index}", spec.hidden
         self.ops, self.eps, self.lanes = slots.ops, spec.norm_eps, lanes
+        self.scale = spec.residual_scale
         self.windowed = bool(spec.windows and spec.windows[index])
         self.norm_in = self._norm(slots, f"{prefix}.input_layernorm", spec)
         self.attention: Mixes
@@ -114,6 +120,8 @@ class Layer:
         else:
             self.mlp = GatedMLP(slots, f"{prefix}.{spec.mlp_name}", hidden, slots.lane.columns(spec.width),
                                 spec.mlp_bias, tanh_gelu if spec.gelu else None)
+            if spec.mlp_bundled:
+                bundle_mlp(slots, f"{prefix}.{spec.mlp_name}", hidden, spec.width)
 
     @staticmethod
     def _norm(slots: Slots, name: str, spec: Spec) -> Vector:
@@ -125,7 +133,7 @@ class Layer:
         gates by SiLU, both added as they come."""
         if (not isinstance(self.attention, Attention) or not isinstance(self.mlp, GatedMLP)
                 or self.mlp.own_gate is not None or self.attention.sinks is not None or self.behind
-                or self.attention.spec.gated):
+                or self.attention.spec.gated or self.scale != 1.0):
             return None
         return self.attention.beside(self.norm_in.value, self.norm_mlp.value, self.mlp)
 
@@ -139,11 +147,15 @@ class Layer:
             self.lanes.add(delta_TD)
         if self.behind:
             delta_TD = self.ops.norm(delta_TD, None, self.behind[0].value, self.eps)
+        if self.scale != 1.0:
+            delta_TD = delta_TD * self.scale
         out_TD = self.mlp(self.ops.norm(x.h_TD, delta_TD, self.norm_mlp.value, self.eps))
         if self.lanes is not None:
             self.lanes.add(out_TD)
         if self.behind:
             out_TD = self.ops.norm(out_TD, None, self.behind[1].value, self.eps)
+        if self.scale != 1.0:
+            out_TD = out_TD * self.scale
         return Boundary(x.h_TD, out_TD, chosen_TS)
 
 
@@ -273,6 +285,8 @@ class Transformer:
         if self._lanes is not None:
             logits_BV = self._lanes.join(logits_BV, self.vocab_size)
         logits_BV = logits_BV.float()
+        if self.spec.logit_divisor != 1.0:
+            logits_BV = logits_BV / self.spec.logit_divisor
         if cap := self.spec.logit_cap:
             logits_BV = torch.tanh(logits_BV / cap) * cap
         return logits_BV

@@ -86,8 +86,8 @@ class Group:
     @property
     def num_own(self) -> int:
         """Device pages that nobody else reads, behind the last that somebody does. Two who computed the same
-        first page can share the second: what lies before a shared page need not count (sim seed 11514). Nor what
-        rows in host pages read beside (sim seed 11467)."""
+        first page can share the second: what lies before a shared page need not count (sim seed 11514). Nor
+        what rows in host pages read beside (sim seed 11467)."""
         own = itertools.takewhile(lambda page: page is not None and page.pins == 1 and not page.readers,
                                   reversed(self.device))
         return sum(1 for _ in own)

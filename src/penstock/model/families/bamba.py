@@ -31,12 +31,12 @@ def bamba(fields: Fields) -> Spec:
     if not set(attends) & {*range(spec.num_layers)}:
         fields.refuse("attn_layer_indices", "one layer with attention at least")
     layers = frozenset(GlobalLayer(i) for i in range(spec.num_layers) if i not in attends)
-    states = _states(fields, spec.hidden, layers) if layers else None
+    states = read_states(fields, spec.hidden, layers) if layers else None
     return replace(spec, norm_eps=fields.number("rms_norm_eps", 1e-5), norm_name="model.final_layernorm",
                    mlp_norm_name="pre_ff_layernorm", mlp_name="feed_forward", states=states)
 
 
-def _states(fields: Fields, hidden: int, layers: frozenset[GlobalLayer]) -> StateSpec:
+def read_states(fields: Fields, hidden: int, layers: frozenset[GlobalLayer]) -> StateSpec:
     heads, key_heads = fields.size("mamba_n_heads", 128), fields.size("mamba_n_groups", 1)
     values = fields.size("mamba_expand", 2) * hidden
     auto = fields.values.get("mamba_d_head") in (None, "auto")
