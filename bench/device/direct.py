@@ -24,6 +24,7 @@ from penstock.config.settings.tree import KVConfig
 from penstock.core.core import Core
 from penstock.core.plan import Arrived, Event, Finished, RequestId, Retired, Started, Token
 from penstock.core.settings import CoreConfig
+from penstock.exec.drafts.drafter import Drafter
 from penstock.exec.front import Front
 from penstock.exec.graphs.capture import buckets_of
 from penstock.exec.load.layout import caches_of
@@ -81,10 +82,10 @@ class Direct:
                  step_tokens: int = 8192, page_size: int = 16, prefix_cache: bool = False,
                  buckets: Sequence[int] = (), selection: Selection | None = None,
                  hot_tokens: int = 0, hosted: bool = False, grammars: Grammars | None = None,
-                 kv: KVConfig | None = None) -> None:
+                 kv: KVConfig | None = None, drafter: Drafter | None = None, drafts: int = 0) -> None:
         """With a `selection` every request decodes by it, a model that chooses itself by its own; hosted: out
         of host pages even where it fits. hbm_tokens: of all that is in the device's pool, in slabs of a page
-        of KV. kv: has its formats."""
+        of KV. kv: has its formats. drafts: of a row and step, at most."""
         if model.attention.topk:
             selection = indexer_selection(model.attention.topk)
         groups = groups_of(model, selection, kv)
@@ -93,7 +94,7 @@ class Direct:
                          dram_pages=dram_tokens // page_size, step_tokens=step_tokens, max_len=max_len,
                          wait_pages=WAIT_BYTES[True] // caches.page_bytes if dram_tokens else 0,
                          overlap=True, prefix_cache=prefix_cache, groups=caches.groups,
-                         hot_pages=hot_tokens // page_size, always_hosted=hosted)
+                         hot_pages=hot_tokens // page_size, always_hosted=hosted, draft_tokens=drafts)
         self._params, self._attention, self._selects = GREEDY, 0, False
         selector = None
         if selection is not None:
@@ -116,9 +117,9 @@ class Direct:
         attention = (LatentOps(index_select.OP.use("cuda"), latent_attention.OP.use("cuda"))
                      if model.attention.topk else functools.partial(paged_attention.prepare, backend="cuda"))
         self.rank = Rank(RankParts(model, attention, groups, selector, mask="cuda"), hbm, dram, rows=rows,
-                         max_len=max_len, grammars=grammars)
+                         max_len=max_len, grammars=grammars, drafter=drafter)
         started = time.perf_counter()
-        self.rank.capture(buckets or buckets_of(rows))
+        self.rank.capture(buckets or buckets_of(rows), width=1 + drafts)
         torch.cuda.synchronize()
         self.capture_s = time.perf_counter() - started
         self.core, self.front, self._newest = Core(cfg), Front([self.rank]), 0

@@ -4,11 +4,13 @@ from __future__ import annotations
 import hosted
 import pytest
 import ranks
+import where
 from drafters import Dice, Noise
 from hosted import LATENESS, Engine, hosted_work, kind, play, resident
 
 from penstock.core.plan import Aborted, Dropped, Paused, Promoted, RequestId, Spilled
 
+pytestmark = pytest.mark.skipif(where.DEVICE == "cuda", reason="refused")
 SWEEP, SOAK = pytest.mark.sweep, pytest.mark.soak
 
 

@@ -37,10 +37,10 @@ def model(config: dict[str, Any], dtype: Any, seed: int, scale: float, stage: An
     return made
 
 
-def captured(rank: Rank) -> Rank:
-    """The rank, with decode steps captured where that is possible."""
+def captured(rank: Rank, drafts: int) -> Rank:
+    """The rank, with decode steps, with so many drafts a row, captured where that is possible."""
     if rank._ahead:
-        rank.capture((1, 2, 4))
+        rank.capture((1, 2, 4), width=1 + drafts)
     return rank
 
 

@@ -217,7 +217,7 @@ def test_speculation_as_peers_ask_for_it(line: str) -> None:
     ("--speculative-tokens 4", "give --speculative-method ngram as well"),
     ("--speculative-method ngram --speculative-tokens 16", "1 to 15"),
     ("--speculative-method ngram --prompt-lookup-min 5", "at least as many"),
-    ("--speculative-method ngram --device cuda", "one token of a row and step yet")])
+    ("--speculative-method ngram --device cuda --pp 2", "say one token a step yet")])
 def test_speculation_that_is_refused(line: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         resolve(parse(f"{line} demo"), probe())

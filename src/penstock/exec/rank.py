@@ -12,7 +12,7 @@ executor of one or several.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -72,7 +72,7 @@ class Stepped:
 
 Report: TypeAlias = Stepped | Moved
 DIGEST_STEPS = 64
-WIDE = 16               # positions of a step of a CPU up to which another one costs little
+WIDE = {"cpu": 16, "cuda": 32}  # positions of a step up to which another one costs little
 
 
 @dataclass(slots=True)
@@ -113,8 +113,9 @@ class Rank:
     """One rank in this process, on the device of its pools.
 
     start       queues. A CUDA device gets the plan at once, ahead of the answers of steps in flight, unless
-                its step waits for copies (docs/adr/0056). Tokens that the device cannot sample by itself
-                are chosen late: when the step behind theirs is launched, or when theirs lands.
+                its step waits for copies (docs/adr/0056), or for the tokens that drafts follow. Tokens that
+                the device cannot sample by itself are chosen late: when the step behind theirs is launched,
+                or when theirs lands.
     collect     with `block` executes the oldest queued plan, or waits for the oldest in flight, or, with
                 neither, for the end of a copy; without, runs no step. Both start the copies that are due
                 and report those that have ended. Copies run in a thread of the mover's own, beside the
@@ -128,7 +129,7 @@ class Rank:
         """Pools by cache group; `dram` is empty without a host tier. max_len: tokens of the longest
         request. links: to the other stages; None: the model is whole. wake: called in another thread when a
         copy has ended. grammars: of requests that have one; None: no request does. drafter: of rows whose
-        plans have drafts, on a CPU; None: none has. It is one on every stage."""
+        plans have drafts; None: none has. It is one on every stage."""
         self._links = links or Links()
         model = parts.model
         self._model, self._hbm, self._dram = model, hbm, dram
@@ -140,12 +141,13 @@ class Rank:
                                  parts.mask, grammars)
         self._widths: Widths | None = None
         if drafter is not None:
-            assert device.type == "cpu", "a drafter on a GPU"
             # States are settled when a step ends: of several stages the last alone knows then what is right.
-            several = self._links != Links()
-            wide = 0 if several and any(group.snapshot for group in self._groups) else WIDE
-            self._widths = Widths(self._links,
-                                  Narrowing(drafter, self._tokens.history, model.vocab_size, wide))
+            one = self._links == Links() or not any(group.snapshot for group in self._groups)
+            cpu = device.type == "cpu"
+            assert cpu or isinstance(self._attending, Grouped), "drafts of rows that choose, on a GPU"
+            self._widths = Widths(self._links, Narrowing(
+                drafter, self._tokens.history, model.vocab_size, WIDE[device.type] * one,
+                may=self._tokens.drafts, beside=cpu))
             self._links = self._widths.links
         self._prompts = PromptReader(model.logits, model.vocab_size) if self._links.after is None else None
         self._steps: list[Steps] = [Eager(model, self._groups, self._tables, self._attending, self._links)]
@@ -184,12 +186,13 @@ class Rank:
         """The first output tokens of `rid`, which another engine has sampled."""
         self._tokens.given(rid, tokens)
 
-    def capture(self, buckets: Sequence[int], seconds: float = START_S) -> None:
-        """On a CUDA device, of a whole model: capture decode steps of so many rows, and for so long steps
-        with prompts. Without, every step is launched kernel by kernel."""
+    def capture(self, buckets: Sequence[int], seconds: float = START_S, *, width: int = 1) -> None:
+        """On a CUDA device, of a whole model: capture decode steps of so many rows, with drafts of up to
+        `width` positions each, and for so long steps with prompts. Without, every step is launched kernel by
+        kernel."""
         assert isinstance(self._tokens, Drawn) and self._ahead, "such a rank is not captured"
         self._steps[:-1] = captured(self._model, self._tables, self._attending, self._tokens.draws, buckets,
-                                    seconds)
+                                    seconds, width, WIDE["cuda"])
 
     def settle(self) -> None:
         """No further plan comes: leave nothing on the links."""
@@ -225,9 +228,14 @@ class Rank:
         return reports
 
     def _launch_ahead(self) -> None:
-        """All but a plan that waits for copies: these start once the steps in front of it have run."""
-        while self._queue and not (self._flights and self._queue[0].waits):
+        """All but a plan that waits for copies, or for tokens that drafts follow: once the steps in front of
+        it have run."""
+        while self._queue and not (self._flights and self._waits(self._queue[0])):
             self._launch(self._queue.popleft())
+
+    def _waits(self, plan: StepPlan) -> bool:
+        return bool(plan.waits) or (self._widths is not None and (
+            self._widths.asks(plan) or any(flight.answers.inputs for flight in self._flights)))
 
     def _launch(self, plan: StepPlan) -> None:
         if self._flights:                   # its tokens are inputs of this one
@@ -290,7 +298,9 @@ class Rank:
         if not plan.rows:
             return Answers(), []
         if self._widths is not None:
-            plan = self._widths.of(plan)
+            plan = self._widths.of(plan, Counter(
+                rid for flight in self._flights if not flight.answers.learnt
+                for rid, _ in flight.answers.states))
         self._tokens.feed(plan)
         arrivals = self._arrivals(plan) if plan.waits else []
         started = time.perf_counter()

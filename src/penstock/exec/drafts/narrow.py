@@ -1,15 +1,16 @@
 """The plan that a step computes: where its decoding rows are by now, and as many positions as have drafts.
 
-A plan's starts and counts are upper bounds while results were out when it was made. Here they are known: a
-row that decodes becomes one entry a position, each with one token, so that whatever computes steps sees rows
-that decode and nothing else. The first stage decides, and tells the others beside its hidden states.
+A plan's starts and counts are upper bounds while results were out when it was made. Here they are known, or
+follow from steps in flight that had no drafts: a row that decodes becomes one entry a position, each with one
+token, so that whatever computes steps sees rows that decode and nothing else. The first stage decides, and
+tells the others beside its hidden states.
 
 Owns who proposes, and the counts of it. Knows no page and no logits.
 """
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -26,10 +27,12 @@ Inputs: TypeAlias = tuple[int, ...]     # of each row that decodes: its start, h
 class Narrowing:
     """Of one rank."""
 
-    def __init__(self, drafter: Drafter, history: History, vocab_size: int, wide: int) -> None:
+    def __init__(self, drafter: Drafter, history: History, vocab_size: int, wide: int, *,
+                 may: Callable[[RequestId], bool] = lambda rid: True, beside: bool = True) -> None:
         """wide: positions of a step up to which another one costs little: rows draft as far as they stay
-        below."""
+        below. may: whether a row can. beside: whether rows draft in a step that has prompts."""
         self._drafter, self._history, self._vocab, self._wide = drafter, history, vocab_size, wide
+        self._may, self._beside = may, beside
         self.counts: Counter[str] = Counter()
         self.lengths: Counter[int] = Counter()
 
@@ -43,16 +46,27 @@ class Narrowing:
             self.counts["accepted"] += accepted
             self.lengths[accepted] += 1
 
-    def choose(self, plan: StepPlan) -> Inputs:
-        """What the rows of this plan that decode compute. Tokens of all steps in front are known."""
+    def asks(self, plan: StepPlan) -> bool:
+        """Whether `choose` asks for drafts: then tokens of all steps in front must be known."""
+        rows = list(decoding(plan))
+        return self._room(plan, rows) > 0 and any(count > 1 and self._may(rid) for rid, count in rows)
+
+    def _room(self, plan: StepPlan, rows: Sequence[tuple[RequestId, int]]) -> int:
+        prompts = len(plan.tokens) - sum(count for _, count in rows)
+        return max(0, self._wide - prompts - len(rows)) if self._beside or not prompts else 0
+
+    def choose(self, plan: StepPlan, flying: Mapping[RequestId, int]) -> Inputs:
+        """What the rows of this plan that decode compute. flying: steps in front whose tokens are not known,
+        of each request: they have no drafts."""
         rows = list(decoding(plan))
         histories = [self._history(rid) for rid, _ in rows]
-        room = max(0, self._wide - len(plan.tokens) + sum(count - 1 for _, count in rows))
-        drafting = sum(count > 1 for _, count in rows)
+        room = self._room(plan, rows)
+        drafting = sum(count > 1 and self._may(rid) for rid, count in rows) if room else 0
         share = -(-room // drafting) if drafting else 0
+        assert not (drafting and flying), "drafts are asked for behind tokens that are not known"
         asks: list[Ask] = []
         for (rid, count), (prompt, outputs) in zip(rows, histories, strict=True):
-            most = min(count - 1, share, room)
+            most = min(count - 1, share, room) if drafting and self._may(rid) else 0
             room -= most
             if most:
                 asks.append(Ask(rid, prompt, outputs, most))
@@ -60,7 +74,7 @@ class Narrowing:
         inputs: list[int] = []
         for (rid, _), (prompt, outputs) in zip(rows, histories, strict=True):
             drafts = found.get(rid, ())
-            inputs += (len(prompt) + len(outputs) - 1, len(drafts), *drafts)
+            inputs += (len(prompt) + len(outputs) + flying.get(rid, 0) - 1, len(drafts), *drafts)
         return tuple(inputs)
 
     def _proposed(self, asks: Sequence[Ask]) -> list[Sequence[int]]:
@@ -163,9 +177,15 @@ class Widths:
         self._outer = None if links.after is None else Outer(links.after)
         self.links = replace(links, before=self._inner, after=self._outer)
 
-    def of(self, plan: StepPlan) -> StepPlan:
-        """`plan` has rows. Waits for the stage before, or for tokens that were sampled on the last one."""
-        inputs = self._narrowing.choose(plan) if self._inner is None else self._inner.inputs(plan.step)
+    def asks(self, plan: StepPlan) -> bool:
+        """As `Narrowing.asks`, on a first stage."""
+        return self._narrowing.asks(plan)
+
+    def of(self, plan: StepPlan, flying: Mapping[RequestId, int]) -> StepPlan:
+        """`plan` has rows. Waits for the stage before, or for tokens that were sampled on the last one.
+        flying: as `Narrowing.choose` takes it."""
+        inputs = (self._narrowing.choose(plan, flying) if self._inner is None else
+                  self._inner.inputs(plan.step))
         if self._outer is not None:
             self._outer.inputs = inputs
         return narrowed(plan, inputs)

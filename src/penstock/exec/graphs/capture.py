@@ -121,6 +121,8 @@ class DecodeGraphs(Steps):
     rows' last tokens.
     """
 
+    lines = 2           # of `input`: rows, positions
+
     def __init__(self, model: Model, tables: RowTables, decodes: Decodes, draws: Draws,
                  buckets: Sequence[int], replays: Replays) -> None:
         assert list(buckets) == sorted(set(buckets)), f"buckets {buckets}"
@@ -145,13 +147,19 @@ class DecodeGraphs(Steps):
     def capture(self) -> None:
         """Capture every bucket, the largest first: the others fit into its memory. Writes no page."""
         for bucket, kind in product(reversed(self._buckets), self._decodes.kinds):
-            input_2B = self._replays.input[:2 * bucket].view(2, bucket)
-            input_2B[0], input_2B[1] = 0, -1
-            self._graphs[kind, bucket] = self._replays.record(functools.partial(
-                decode_step, self._model, self._tables, self._decodes, kind, input_2B, self._draws))
+            given = self._replays.input[:self.lines * bucket].view(self.lines, bucket)
+            given.zero_()
+            given[1] = -1
+            self._graphs[kind, bucket] = self._replays.record(functools.partial(self._step, kind, given))
 
-    def run(self, rows: Sequence[int], positions: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Decode these rows of the tables, whose last tokens are at `positions`. Does not wait.
+    def _step(self, kind: str, given: Tensor) -> tuple[Tensor, Tensor]:
+        """What is captured."""
+        return decode_step(self._model, self._tables, self._decodes, kind, given, self._draws)
+
+    def run(self, rows: Sequence[int], positions: Sequence[int],
+            *more: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Decode these rows of the tables, whose last tokens are at `positions`; `more` lines of the input.
+        Does not wait.
 
         Returns (logits_BV float32, answer_2B int64: the best or the drawn tokens, and whether the logits
         are finite), valid until the next run; of `answer_2B` entries beyond the rows mean nothing.
@@ -159,10 +167,11 @@ class DecodeGraphs(Steps):
         bucket = next(b for b in self._buckets if b >= len(rows))
 
         def fill(values: np.ndarray) -> None:
-            host = values.reshape(2, bucket)
-            host[:, :len(rows)] = rows, positions
-            host[0, len(rows):], host[1, len(rows):] = 0, -1
-        self._replays.write(2 * bucket, fill)
+            host = values.reshape(self.lines, bucket)
+            host[:, :len(rows)] = rows, positions, *more
+            host[:, len(rows):] = 0
+            host[1, len(rows):] = -1
+        self._replays.write(self.lines * bucket, fill)
         self._tables.check(rows, [position + 1 for position in positions])
         graph, logits_BV, answer_2B = self._graphs[self._decodes.kind(rows), bucket]
         graph.replay()
@@ -222,7 +231,8 @@ class PagedDecode:
 
 
 class GroupedDecodes:
-    """`Decodes` of layers that read all of their KV, from device pages."""
+    """`Decodes` of layers that read all of their KV, from device pages: several positions of a row are
+    queries like others, each with its own context."""
 
     kinds = ("all",)
 

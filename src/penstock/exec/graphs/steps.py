@@ -7,6 +7,7 @@ import torch
 
 from penstock.core.plan import StepPlan
 from penstock.exec.graphs.capture import DecodeGraphs, GroupedDecodes, Replays
+from penstock.exec.graphs.drafts import DraftGraphs, widest
 from penstock.exec.graphs.mixed import TOKENS, MixedGraphs, lengths
 from penstock.exec.sampling.on_device import Draws
 from penstock.exec.sparse.bounds import Selecting
@@ -20,24 +21,28 @@ from penstock.model.base import Model
 
 @torch.inference_mode()
 def captured(model: Model, tables: RowTables, attending: Attending, draws: Draws, buckets: Sequence[int],
-             seconds: float) -> list[Steps]:
-    """Of a whole model: decode steps of so many rows, and, captured for so long, steps with prompts where
-    one call attends to them."""
+             seconds: float, width: int = 1, wide: int = 0) -> list[Steps]:
+    """Of a whole model: decode steps of so many rows, those in which a row has up to `width` positions, up
+    to `wide` in all, and, captured for so long, steps with prompts where one call attends to them."""
     if isinstance(attending, Latent):       # what it is given grows with the longest context of a step
         return [Uncaptured("latent")]
     assert isinstance(attending, Grouped | Selecting | Indexed), "such a rank is not captured"
     decodes = GroupedDecodes(attending, tables) if isinstance(attending, Grouped) else attending.decodes()
     rows, device = buckets[-1], tables.last_R.device
-    replays = Replays(sum(lengths((TOKENS[-1], rows))), rows, model.vocab_size, device)
-    graphs = DecodeGraphs(model, tables, decodes, draws, buckets, replays)
-    graphs.capture()
+    positions = widest(rows, width, wide) if width > 1 else ()
+    replays = Replays(sum(lengths((TOKENS[-1], rows))), max(rows, *positions, 1), model.vocab_size, device)
+    graphs = [DecodeGraphs(model, tables, decodes, draws, buckets, replays)]
+    if positions and isinstance(decodes, GroupedDecodes):
+        graphs.append(DraftGraphs(model, tables, decodes, draws, positions, replays, width))
+    for kind in graphs:
+        kind.capture()
     if not isinstance(attending, Grouped):
-        return [graphs, Uncaptured("selects")]
+        return [*graphs, Uncaptured("selects")]
     if not attending.reads_pages(tables):
-        return [graphs, Uncaptured("backend")]
+        return [*graphs, Uncaptured("backend")]
     mixed = MixedGraphs(model, tables, attending, draws, rows, replays)
     mixed.capture(seconds)
-    return [graphs, mixed]
+    return [*graphs, mixed]
 
 
 class Uncaptured(Steps):

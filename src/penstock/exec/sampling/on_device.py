@@ -19,6 +19,14 @@ from penstock.kernels.sample import draw
 from penstock.kernels.types.ragged import on_device
 
 
+def turns_of(rows: Sequence[int]) -> list[int]:
+    """Of each position of a step the number of those of its row before it."""
+    turns: list[int] = []
+    for i, row in enumerate(rows):
+        turns.append(turns[-1] + 1 if i and rows[i - 1] == row else 0)
+    return turns
+
+
 class Draws:
     """Changed by binds and by the draws themselves only. Has one row more than the tables.
 
@@ -40,6 +48,33 @@ class Draws:
     def draw(self, logits_BV: Tensor, token_B: Tensor, row_B: Tensor, position_B: Tensor) -> None:
         """Overwrites the tokens of rows that draw: see `kernels.sample.draw`."""
         self._draw(logits_BV, token_B, row_B, position_B, self._params_R4, self._stream_R2)
+
+    def checked(self, logits_BV: Tensor, last_R: Tensor, row_B: Tensor, index_B: Tensor, position_B: Tensor,
+                id_B: Tensor, turn_B: Tensor, width: int) -> Tensor:
+        """answer_2B int64, of positions of which some follow others of their row (`exec.drafts`): the token
+        that the logits of each say, and whether they are finite.
+
+        row_B, position_B   int32; position -1: padding     index_B   int64, into last_R; padding: its last
+        id_B                int32: what a position that follows took as its input
+        turn_B              int32, below `width`: 0 for the first position of a row, then 1, 2, ...
+
+        Each draws with the uniform of its own index. Tokens count up to the first that is not what the
+        position behind it took, or up to where logits are not finite: the last that counts is the row's last
+        token, and uniforms of those behind it are not used.
+        """
+        best_B, token_B = logits_BV.max(-1)
+        for turn in range(width):
+            self.draw(logits_BV, token_B, row_B, position_B.where(turn_B == turn, -1))
+        fine_B, first_B = best_B.abs() < float("inf"), turn_B == 0
+        at_B = torch.arange(len(token_B), device=token_B.device)
+        follows_B = first_B | ((id_B == token_B.roll(1)) & fine_B)
+        wrong_B = torch.where(follows_B, -1, at_B).cummax(0).values
+        counts_B = wrong_B < torch.where(first_B, at_B, -1).cummax(0).values
+        ends_B = counts_B & ~(counts_B & ~first_B).roll(-1)
+        last_R.index_copy_(0, torch.where(ends_B, index_B, len(last_R) - 1), token_B)
+        unused_B = ~counts_B & (self._params_R4[index_B, 0] > 0)
+        self._stream_R2[:, 1].index_add_(0, index_B, -unused_B.long())
+        return torch.stack((token_B, fine_B.long()))
 
     def again(self, logits_BV: Tensor, token_B: Tensor, states: Sequence[Sampling],
               rows: Sequence[int]) -> None:

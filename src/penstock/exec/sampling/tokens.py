@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TypeAlias
 
 import torch
@@ -19,7 +19,7 @@ from penstock.config.request.grammar import Grammar
 from penstock.config.request.params import SamplingParams
 from penstock.core.plan import Bind, RequestId, StepPlan
 from penstock.exec.sampling.grammar import Grammars
-from penstock.exec.sampling.on_device import Draws
+from penstock.exec.sampling.on_device import Draws, turns_of
 from penstock.exec.sampling.sampler import (
     FINE,
     Logprobs,
@@ -47,10 +47,13 @@ class Answers:
                 by `sample` and `choose`
     late        gives some rows their tokens, once those of all steps before are known: until then they
                 have provisional ones
+    inputs      of each position of the step, where rows have several (`exec.drafts`): the draft that it took,
+                -1: it is its row's first. () : `states` are one a row, else one a position
     drafts      of rows that had some: the request, how many, and how many of them it has said
     """
 
     states: States = ()
+    inputs: Sequence[int] = ()
     answer_2B: Tensor | None = None
     late: Choose | None = None
     recorded: Recorded | None = None
@@ -73,8 +76,27 @@ class Answers:
         self.learnt = True
         tokens, fine = [[], []] if self.answer_2B is None else self.answer_2B.tolist()
         told([s for _, s in self.states], fine, self.recorded)
-        for (rid, s), token, code in zip(self.states, tokens, fine, strict=False):       # padding comes last
-            self.tokens.append((token,) if self.say(rid, s, token, code) else ())
+        firsts = [i for i, draft in enumerate(self.inputs) if draft < 0] or range(len(self.states))
+        for first, end in pairwise((*firsts, len(self.states))):        # padding comes last
+            self.tokens.append(self._follow(first, end, tokens, fine))
+
+    def _follow(self, first: int, end: int, tokens: Sequence[int], fine: Sequence[int]) -> tuple[int, ...]:
+        """What a row says at these positions: a token counts if the one before it was its input."""
+        (rid, s), said = self.states[first], list[int]()
+        if self.say(rid, s, tokens[first], fine[first]):
+            said.append(tokens[first])
+        right = 0
+        for i in range(first + 1, end):
+            if not said or self.inputs[i] != said[-1]:
+                break
+            right += 1
+            # The next step fails, if it is so again.
+            if said[-1] in s.stop_ids or fine[i] != FINE or not self.say(rid, s, tokens[i], fine[i]):
+                break
+            said.append(tokens[i])
+        if end > first + 1:
+            self.drafts.append((rid, end - first - 1, right))
+        return tuple(said)
 
     def say(self, rid: RequestId, s: Sampling, token: int, code: int) -> bool:
         """`token` is the next one of `rid`, if `code` is FINE; else it fails, and this is False."""
@@ -121,6 +143,10 @@ class Tokens:
     def history(self, rid: RequestId) -> tuple[Sequence[int], Sequence[int]]:
         """Of a first stage: the prompt, and output tokens behind all steps in front."""
         raise AssertionError("a stage that does not hear of tokens")
+
+    def drafts(self, rid: RequestId) -> bool:
+        """Whether one step can check several of its tokens."""
+        return True
 
     def feed(self, plan: StepPlan) -> None:
         """Before the step: the tables get last tokens that were sampled elsewhere."""
@@ -186,7 +212,7 @@ class Chosen(Tokens):
         self.outside += sum(not s.simple for s in states)
         answer_2B, late = self._provisional(ran, states), [i for i, s in enumerate(states) if self._late(s)]
         if not late:
-            return Answers(pairs, answer_2B.to("cpu", non_blocking=True))        # pinned, from a device
+            return Answers(pairs, answer_2B=answer_2B.to("cpu", non_blocking=True))  # pinned, from a device
         return Answers(pairs, late=partial(self._choose, ran, answer_2B, states, late))
 
     def _checked(self, plan: StepPlan, ran: Ran, pairs: States) -> Answers:
@@ -267,8 +293,32 @@ class Drawn(Chosen):
         self.draws.bind(self._tables.index(bind.row), self._open[bind.rid], self._tables.edits)
         return last
 
+    def drafts(self, rid: RequestId) -> bool:
+        return self._open[rid].simple
+
     def _late(self, s: Sampling) -> bool:
         return not s.simple
+
+    def _checked(self, plan: StepPlan, ran: Ran, pairs: States) -> Answers:
+        """The device has found what counts, or does now; rows that are not simple have one position."""
+        taken = [(rid, token) for rid, samples, token in
+                 zip(plan.rids, plan.samples, _last_inputs(plan), strict=True) if samples]
+        inputs = [token if i and taken[i - 1][0] == rid else -1 for i, (rid, token) in enumerate(taken)]
+        states = [self._open[rid] for rid, _ in taken]
+        self.outside += sum(not s.simple for s in states)
+        entries = tuple(zip([rid for rid, _ in taken], states, strict=True))
+        answer_2B = ran.answer_2B
+        if answer_2B is None:
+            assert ran.logits_BV is not None
+            turns = turns_of(ran.rows)
+            row_B, id_B, turn_B = on_device([*ran.rows, *inputs, *turns], ran.logits_BV.device,
+                                            torch.int32).view(3, -1)
+            answer_2B = self.draws.checked(ran.logits_BV, self._tables.last_R, row_B, row_B.long(),
+                                           torch.zeros_like(row_B), id_B, turn_B, max(turns) + 1)
+        late = [i for i, s in enumerate(states) if self._late(s)]
+        if not late:
+            return Answers(entries, inputs, answer_2B.to("cpu", non_blocking=True))
+        return Answers(entries, inputs, late=partial(self._choose, ran, answer_2B, states, late))
 
     def _provisional(self, ran: Ran, states: Sequence[Sampling]) -> Tensor:
         if ran.answer_2B is not None:

@@ -215,7 +215,7 @@ def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None
                     wake=wakes.wake, grammars=grammars, drafter=drafter_of(config))
         if captures:
             started = time.perf_counter()
-            rank.capture(buckets_of(core.rows))
+            rank.capture(buckets_of(core.rows), width=1 + core.draft_tokens)
             info["capture_seconds"] = round(time.perf_counter() - started, 3)
             log(f"decode steps of up to {core.rows} rows captured in {info['capture_seconds']} s")
     except torch.OutOfMemoryError:
@@ -269,7 +269,8 @@ def _measure(config: Config, loaded: Loaded, selection: Selection | None, captur
     try:
         gpu = device_memory(parts_of(model, loaded.backends, chooses, 0, groups), caches,
                             rows=schedule.max_num_seqs, max_len=_longest(config, caches, model.max_position),
-                            step_tokens=schedule.num_step_tokens, capture=captures)
+                            step_tokens=schedule.num_step_tokens, capture=captures,
+                            width=1 + schedule.num_drafts)
     except torch.OutOfMemoryError:
         raise ConfigError(
             f"the largest step of --step-tokens {schedule.step_tokens} and --max-num-seqs "

@@ -32,16 +32,16 @@ class Gauge:
         self._held = torch.cuda.memory_reserved()
         torch.cuda.reset_peak_memory_stats()
 
-    def read(self, vocab_size: int, rows: int, rank: Rank | None = None) -> DeviceMemory:
+    def read(self, vocab_size: int, rows: int, rank: Rank | None = None, width: int = 1) -> DeviceMemory:
         """Of the steps since then, of sampling so many rows (0: another stage does), and of the largest
-        graphs of `rank`, which keep their memory; and a tenth."""
+        graphs of `rank`, which keep their memory, with drafts of up to `width` positions; and a tenth."""
         if rows:
             _sample(vocab_size, rows)
         taken = torch.cuda.max_memory_reserved() - self._held
         torch.cuda.empty_cache()            # as a capture does when it begins
         if rank is not None:
             before = torch.cuda.memory_reserved()
-            rank.capture((rows,), 0.0)
+            rank.capture((rows,), 0.0, width=width)
             taken += torch.cuda.memory_reserved() - before
         torch.cuda.reset_peak_memory_stats()
         return DeviceMemory(total=self._total, free=self._free,
@@ -78,17 +78,18 @@ def beyond(caches: Caches, max_len: int) -> int:
 
 
 def device_memory(parts: RankParts, caches: Caches, *, rows: int, step_tokens: int, max_len: int,
-                  capture: bool) -> DeviceMemory:
+                  capture: bool, width: int = 1) -> DeviceMemory:
     """Measured with the weights on the device and no pools there. Raises torch's OutOfMemoryError.
 
     The last chunk of `step_tokens` tokens of a prompt of `max_len`; then `rows` rows sampled with every
-    parameter; with `capture` the largest graphs. Their sum and a tenth; what grows with a context beyond
+    parameter; with `capture` the largest graphs, of up to `width` positions a row. Their sum and a tenth;
+    what grows with a context beyond
     CONTEXT_MAX is added by its size.
     """
     gauge, core = Gauge(), one_page(caches, rows, max_len)
     rank = Rank(parts, *caches.pools(core, "cuda"), rows=rows, max_len=core.max_len)
     largest_step(Front([rank]), core, step_tokens)
-    found = gauge.read(parts.model.vocab_size, rows, rank if capture else None)
+    found = gauge.read(parts.model.vocab_size, rows, rank if capture else None, width)
     del rank
     torch.cuda.empty_cache()
     return replace(found, workspace=found.workspace + beyond(caches, max_len))
