@@ -145,10 +145,10 @@ def layouts(model: str, device: str, at_once: int) -> list[dict[str, Any]]:
     with ThreadPoolExecutor(at_once) as pool:
         rows = list(pool.map(measured, [(p, x) for p in (NATIVE if native else PLACES) for x in LAYOUTS]))
     # One rank answers alike wherever it finds what it selects.
-    want = {row["place"].removesuffix(", hosted"): row.get("given") for row in reversed(rows)
-            if row["layout"] == "one"}
+    want = {row["place"].removesuffix(", hosted"): row["given"] for row in reversed(rows)
+            if row["layout"] == "one" and "given" in row}
     for row in rows:
-        wanted = want[row["place"].removesuffix(", hosted")] or []
+        wanted = want.get(row["place"].removesuffix(", hosted"), [])
         row["equal"] = sum(a == b for a, b in zip(row.pop("given", []), wanted, strict=False))
         print(f"{row['place']}, {row['layout']}: {row['equal']} of {row['of']}", flush=True)
     return rows
