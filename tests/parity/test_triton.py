@@ -23,7 +23,7 @@ PAGED = {"DIM": 128, "DIM_PAD": 128, "PAGE": 16}
 
 FP8, FLOATS = (dict(BLOCK_ROWS=n, BLOCK_COLS=n, SCALED=n > 1) for n in (128, 1))
 VISITS = {"expert": I64, "block_expert": I32, "block_visit": I32, "FIRST": "i32", "E": "i32"}
-FEW, MANY = (dict(VISITS=64, ROWS=32, COLS=128, FEW=True), dict(VISITS=64, ROWS=64, COLS=64, FEW=False))
+FEW, MANY = (dict(VISITS=64, ROWS=64, COLS=128, FEW=True), dict(VISITS=64, ROWS=64, COLS=64, FEW=False))
 EXPERTS = [(BF16, {"weight": U8, "scale": F32}, FP8, FEW), (BF16, {"weight": U8, "scale": F32}, FP8, MANY),
            (BF16, {"weight": BF16, "scale": BF16}, FLOATS, FEW),
            (BF16, {"weight": BF16, "scale": BF16}, FLOATS, MANY),

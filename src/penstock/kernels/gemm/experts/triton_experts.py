@@ -194,7 +194,8 @@ def route(logit_TE: Tensor, bias_E: Tensor | None, rule: Rule) -> tuple[Tensor, 
     return expert_TC, weight_TC
 
 
-FEW_MAX = 64            # tokens; this and the tiles below are not measured on a device yet
+FEW_MAX = 64            # tokens; not measured on a device yet
+WIDE_MIN = 8            # tokens from which a program has 64 outputs: measured on an H200
 BLOCK_VISITS = 64
 
 
@@ -242,7 +243,8 @@ def mlp(x_TD: Tensor, expert_TC: Tensor, weight_TC: Tensor, gate_up: Tensor | Sc
         grid = len(tables[1])
     inner_SI, part_SD = x_TD.new_empty(visits, width), x_TD.new_empty(visits, dim)
     out_TD = torch.empty_like(x_TD)
-    rows, exact = 32 if few else 64, x_TD.dtype == torch.float32
+    exact = x_TD.dtype == torch.float32
+    rows = 32 if tokens < WIDE_MIN or (few and exact) else 64
     most = 128 if few and not exact else 64
     same = dict(C=chosen, C_PAD=triton.next_power_of_2(chosen), VISITS=size, ROWS=rows, FEW=few,
                 EXACT=exact, num_warps=4, num_stages=3)
