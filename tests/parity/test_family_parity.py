@@ -384,6 +384,19 @@ def test_granite_as_files_have_it(case: str, tmp_path: Path) -> None:
     torch.testing.assert_close(got_TV, reference(ids_T[None]).logits[0], rtol=0, atol=1e-4)
 
 
+@torch.inference_mode()
+def test_granite_of_attention_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its micro model: no layer keeps a state."""
+    monkeypatch.setitem(CASES, "~", ("granitemoehybrid", {
+        **GRANITE, "layer_types": ["full_attention"] * 3, "num_local_experts": 0,
+        "position_embedding_type": "rope"}))
+    reference, ids_T = make_reference("~"), prompt_ids()
+    model = ours(reference)
+    assert not any(group.snapshot for group in model.groups)
+    got_TV = run(model, ids_T, [PROMPT], Dense(model.attention, model.groups))
+    torch.testing.assert_close(got_TV, reference(ids_T[None]).logits[0], rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize(("name", "value"), [
     ("layer_types", ["mamba"] * 3), ("layer_types", ["mamba", "conv", "attention"]),
     ("position_embedding_type", "alibi"), ("num_experts_per_tok", 9)])

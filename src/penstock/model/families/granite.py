@@ -1,5 +1,5 @@
-"""Granite 4: most layers are mixers of Mamba-2, the others attention, as a rule without RoPE; experts beside
-a dense MLP, or that alone. Embeddings, scores, what layers add and logits are scaled."""
+"""Granite 4: most layers are mixers of Mamba-2 (of micro none), the others attention, as a rule without RoPE;
+experts beside a dense MLP, or that alone. Embeddings, scores, what layers add and logits are scaled."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -29,8 +29,8 @@ def granitemoehybrid(fields: Fields) -> Spec:
     spec = read_spec(dense, attention, moe=moe, kinds=("linear_attention",), reads=SCALES)
     types = given or ["linear_attention"] * spec.num_layers
     layers = frozenset(GlobalLayer(i) for i in range(spec.num_layers) if types[i] == "linear_attention")
-    if not 0 < len(layers) < spec.num_layers:
-        fields.refuse("layer_types", "one layer of full_attention and one of linear_attention at least")
+    if len(layers) == spec.num_layers:
+        fields.refuse("layer_types", "one layer of full_attention at least")
     if fields.values.get("position_embedding_type") not in (None, "rope", "nope"):
         fields.refuse("position_embedding_type", "'rope', 'nope' or null")
     if fields.values.get("position_embedding_type") != "rope":      # a turn by nothing changes no bit
@@ -40,7 +40,7 @@ def granitemoehybrid(fields: Fields) -> Spec:
                    embed_scale=fields.number("embedding_multiplier", 1.0),
                    residual_scale=fields.number("residual_multiplier", 1.0),
                    logit_divisor=fields.number("logits_scaling", 1.0),
-                   states=read_states(fields, spec.hidden, layers))
+                   states=read_states(fields, spec.hidden, layers) if layers else None)
 
 
 def _moe(fields: Fields) -> MoESpec | None:
