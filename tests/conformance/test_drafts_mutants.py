@@ -116,9 +116,9 @@ def mask_one_early(mp):
 
 def positions_of_a_later_stage(mp):
     """It takes them from the plan."""
-    right = narrow.Inner.inputs
+    right, was = narrow.Inner.inputs, narrow.Widths.of
 
-    def of(self, plan, was=narrow.Widths.of):
+    def of(self, plan, *more):
         if self._inner is not None:
             starts = dict(zip(plan.rids, plan.start, strict=True))
             rows = [(rid, starts[rid]) for rid, _ in narrow.decoding(plan)]
@@ -130,7 +130,7 @@ def positions_of_a_later_stage(mp):
                     out += (start, drafts, *(next(left) for _ in range(drafts)))
                 return tuple(out)
             mp.setattr(narrow.Inner, "inputs", inputs)
-        return was(self, plan)
+        return was(self, plan, *more)
     mp.setattr(narrow.Widths, "of", of)
 
 
