@@ -142,7 +142,11 @@ class DecodeGraphs(Steps):
         for _, events in arrivals:
             torch.cuda.current_stream().wait_event(events[-1])
         rows = tuple(map(self._tables.index, plan.rows))
-        return Ran(rows, *self.run(rows, plan.start))
+        return Ran(rows, *self.run(rows, plan.start, *self._more(plan, rows)))
+
+    def _more(self, plan: StepPlan, rows: Sequence[int]) -> Sequence[Sequence[int]]:
+        """Lines of the input behind rows and positions."""
+        return ()
 
     def capture(self) -> None:
         """Capture every bucket, the largest first: the others fit into its memory. Writes no page."""

@@ -13,9 +13,7 @@ from torch import Tensor
 from penstock.core.plan import StepPlan
 from penstock.exec.graphs.capture import DecodeGraphs, Decodes, GroupedDecodes, Replays, index_of
 from penstock.exec.sampling.on_device import Draws, turns_of
-from penstock.exec.step.eager import Ran
 from penstock.exec.step.tables import RowTables
-from penstock.memory.mover import Arrivals
 from penstock.model.base import Model
 
 
@@ -41,13 +39,8 @@ class DraftGraphs(DecodeGraphs):
             plan.samples) and all(token < 0 or plan.rows[i - 1] == plan.rows[i]
                                   for i, token in enumerate(plan.tokens))
 
-    def step(self, plan: StepPlan, arrivals: Arrivals) -> Ran | None:
-        if not self.takes(plan):
-            return None
-        for _, events in arrivals:
-            torch.cuda.current_stream().wait_event(events[-1])
-        rows = tuple(map(self._tables.index, plan.rows))
-        return Ran(rows, *self.run(rows, plan.start, plan.tokens, turns_of(rows)))
+    def _more(self, plan: StepPlan, rows: Sequence[int]) -> Sequence[Sequence[int]]:
+        return plan.tokens, turns_of(rows)
 
     def _step(self, kind: str, given: Tensor) -> tuple[Tensor, Tensor]:
         return draft_step(self._model, self._tables, self._decodes, kind, given, self._draws, self._width)
