@@ -81,11 +81,13 @@ class Direct:
     def __init__(self, model: Any, *, rows: int, max_len: int, hbm_tokens: int, dram_tokens: int = 0,
                  step_tokens: int = 8192, page_size: int = 16, prefix_cache: bool = False,
                  buckets: Sequence[int] = (), selection: Selection | None = None,
-                 hot_tokens: int = 0, hosted: bool = False, grammars: Grammars | None = None,
-                 kv: KVConfig | None = None, drafter: Drafter | None = None, drafts: int = 0) -> None:
+                 hot_tokens: int = 0, hot_most: int = 0, hosted: bool = False,
+                 grammars: Grammars | None = None, kv: KVConfig | None = None,
+                 drafter: Drafter | None = None, drafts: int = 0) -> None:
         """With a `selection` every request decodes by it, a model that chooses itself by its own; hosted: out
-        of host pages even where it fits. hbm_tokens: of all that is in the device's pool, in slabs of a page
-        of KV. kv: has its formats. drafts: of a row and step, at most."""
+        of host pages even where it fits. hot_most: tokens that a hot buffer of hot_tokens grows to.
+        hbm_tokens: of all that is in the device's pool, in slabs of a page of KV. kv: has its formats.
+        drafts: of a row and step, at most."""
         if model.attention.topk:
             selection = indexer_selection(model.attention.topk)
         groups = groups_of(model, selection, kv)
@@ -94,7 +96,9 @@ class Direct:
                          dram_pages=dram_tokens // page_size, step_tokens=step_tokens, max_len=max_len,
                          wait_pages=WAIT_BYTES[True] // caches.page_bytes if dram_tokens else 0,
                          overlap=True, prefix_cache=prefix_cache, groups=caches.groups,
-                         hot_pages=hot_tokens // page_size, always_hosted=hosted, draft_tokens=drafts)
+                         hot_pages=hot_tokens // page_size, hot_pages_max=hot_most // page_size,
+                         budget=selection.budget if selection is not None else 0,
+                         always_hosted=hosted, draft_tokens=drafts)
         self._params, self._attention, self._selects = GREEDY, 0, False
         selector = None
         if selection is not None:
@@ -104,7 +108,7 @@ class Direct:
             selector = Selector(
                 rule=None if native else SelectRule(unit=selection.unit, sink=selection.sinks,
                                                     window=selection.window),
-                budget=selection.budget, hot_pages=cfg.hot_pages,
+                budget=selection.budget, hot_pages=cfg.largest_hot,
                 backends={op: choice.name for op, choice in chosen.items()})
             self._params = SamplingParams(temperature=0.0, max_tokens=None,
                                           top_k_tokens=None if native else selection.budget)

@@ -1,10 +1,13 @@
 """Decode through host memory: requests of 64k tokens on a device whose KV memory holds one of them.
 
     PYTHONPATH=src python bench/device/hosted.py OUT [--layers 36] [--bounds fp8_e4m3 --hot 8192]
+    PYTHONPATH=src python bench/device/hosted.py OUT --layers 12 --oversubscribed 2
 
 Two engines with the same weights take turns: one reads all of one request's KV, from device pages, the other
 selects 2,048 tokens of each of eight requests, whose KV is in host pages. Memory, prompts and pages are those
-of all layers of the model; with fewer --layers everything but the head is that share of it.
+of all layers of the model; with fewer --layers everything but the head is that share of it. With
+--oversubscribed the device holds that part of all requests' KV and they are hosted as there is need, with hot
+buffers of the default's sizes: counted is what they miss a token, without the other engine.
 """
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ from resident import bytes_of
 
 from penstock.config.request.selection import Selection
 from penstock.config.settings.tree import KVConfig
+from penstock.exec.load.sizing import HOT_BUDGETS
 from penstock.kernels.fused import layer
 from penstock.kernels.gemm import linear
 from penstock.model import registry as families
@@ -62,6 +66,36 @@ def counts(engine: Direct) -> dict[str, int]:
     return found
 
 
+def oversubscribed(args: argparse.Namespace, model: Any, max_len: int, rule: Selection) -> None:
+    """Counted from the second block of steps in which each request got a token."""
+    least = args.budget + args.page_size
+    hosted = Direct(model, rows=args.requests, max_len=max_len, selection=rule, hot_tokens=least,
+                    hbm_tokens=int(args.requests * args.tokens / args.oversubscribed),
+                    dram_tokens=args.requests * (max_len + 64), buckets=(args.requests,),
+                    hot_most=HOT_BUDGETS * args.budget, page_size=args.page_size, step_tokens=16384)
+    rng, at, core = random.Random(0), list[dict[str, int]](), dict[str, float]()
+    seen = 0
+
+    def every_step() -> None:
+        nonlocal seen, core
+        seen += 1
+        if seen % BLOCK == 0:                  # a look waits for the device
+            at.append(counts(hosted))
+            core = hosted.core.stats()
+    ran = hosted.run([[rng.randrange(10, 150000) for _ in range(args.tokens)] for _ in range(args.requests)],
+                     args.steps, every_step=every_step)
+    step_s = ran.step_s[BLOCK:BLOCK * len(at)]
+    told = {key: at[-1][key] - at[0].get(key, 0) for key in at[-1]}
+    write(f"oversubscribed-{args.oversubscribed:g}", args.out, [{
+        "layers": args.layers, "requests": args.requests, "context": args.tokens, "budget": args.budget,
+        "oversubscribed": args.oversubscribed, "hot_tokens": [least, HOT_BUDGETS * args.budget],
+        "noise": args.noise, "steps": len(step_s), "units": told,
+        "missed_a_token": told["hot_misses_total"] / (args.requests * BLOCK * (len(at) - 1)),
+        "hit_rate": told["hot_hits_total"] / (told["hot_hits_total"] + told["hot_misses_total"]),
+        "step_ms": spread([1e3 * s for s in step_s]), "tokens_s": args.requests * len(step_s) / sum(step_s),
+        "core": core, "prompts_s": max(ran.first_s.values()), "wall_s": ran.wall_s}])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
@@ -74,6 +108,7 @@ def main() -> None:
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--noise", type=float, default=0.3)
     parser.add_argument("--steps", type=int, default=144)
+    parser.add_argument("--oversubscribed", type=float, help="all requests' tokens over the device's")
     parser.add_argument("--profile", action="store_true", help="print what the last steps' kernels took")
     args = parser.parse_args()
     config = CONFIG | {"num_hidden_layers": args.layers}
@@ -85,6 +120,8 @@ def main() -> None:
     device = DEVICE_BYTES * args.layers / LAYERS
     max_len = args.tokens + args.steps + 256
     rule = Selection(selector="bounds", version=1, unit=8, budget=args.budget, sinks=16, window=64)
+    if args.oversubscribed:
+        return oversubscribed(args, model, max_len, rule)
     dense = Direct(model, rows=1, max_len=max_len, hbm_tokens=args.tokens + args.steps + 512, buckets=(1,),
                    prefix_cache=True, page_size=args.page_size, step_tokens=16384)
     began = time.perf_counter()

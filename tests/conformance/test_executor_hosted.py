@@ -6,6 +6,7 @@ keys chose, and latent rows that a model's own indexer did, go through the same 
 """
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import hosted
@@ -19,10 +20,12 @@ from penstock.core.plan import (
     Aborted,
     Dropped,
     Flushed,
+    HotUse,
     Paused,
     Promoted,
     RequestId,
     Spilled,
+    StepId,
 )
 
 pytestmark = pytest.mark.usefixtures("stages_swept", "kinds")
@@ -86,6 +89,22 @@ def test_hot_buffers_of_another_size_at_every_step(every, lateness):
     # Windows take a share of the pool: there is less to grow into.
     assert len(sizes(engine)) > (6 if "sliding_window" in kind().config else 12)
     assert min(sizes(engine)) == kind().hot_pages < max(sizes(engine))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_told_of_misses_changes_sizes_and_no_token(seed):
+    """Late, made up, absurd, of somebody else, or nothing at all for a while."""
+    rng = random.Random(seed)
+
+    def lie(turn):
+        def counts():
+            return RequestId(rng.randrange(6)), rng.randrange(-5, 100), rng.randrange(-5, 100)
+        return [HotUse(StepId(rng.choice((0, 1, max(0, turn - 30), turn, 10**9))),
+                       tuple([counts() for _ in range(rng.randrange(5))]))] if rng.random() < 0.6 else ()
+    engine = Engine(hbm_pages=2 * kind().device + 42, hot_pages_max=3 * kind().hot_pages, step_tokens=150)
+    play(engine, lie)
+    hosted_work(engine)
+    assert len({*sizes(engine)}) > 2
 
 
 @pytest.mark.usefixtures("told_each_step")

@@ -10,7 +10,25 @@ import pytest
 import torch
 from hosted import LATENESS, Engine, kind, play, resizing, sizes
 
-from penstock.core.plan import Group, HbmPage, Hot, HotResize, Paused, Promoted, RequestId, Row, Spilled
+from penstock.core.plan import (
+    NO_DRAM,
+    NO_HBM,
+    Bind,
+    DramPage,
+    Group,
+    HbmPage,
+    Hot,
+    HotResize,
+    Paused,
+    Promoted,
+    Remap,
+    RequestId,
+    Row,
+    Spilled,
+    StepId,
+    StepPlan,
+)
+from penstock.exec.rank import Stepped
 
 pytestmark = pytest.mark.usefixtures("told_each_step")
 NEW = 12
@@ -228,6 +246,26 @@ def test_a_fault_is_seen(fault):
         FAULTS[fault](fault)
 
 
+def bound(e: Engine) -> tuple[Bind, Callable[[int | None], Row]]:
+    """The first bind with a hot buffer; and the row at a table index, None: its own."""
+    e.add(1, kind().prompts[1], NEW)
+    while not e.plans or not any(bind.hot for plan in e.plans for bind in plan.binds):
+        assert e.turn()
+    bind = next(bind for plan in e.plans for bind in plan.binds if bind.hot)
+    base = bind.row - e.rank._tables.index(bind.row)
+    return bind, lambda i: bind.row if i is None else Row(base + i)
+
+
+def hand(e: Engine, **messages) -> None:
+    """To the rank, in a plan without rows."""
+    step = StepId(e.plans[-1].step + 1)
+    e.plans.append(StepPlan(step, (), (), (), (), (), (), (), (), (), **messages))
+    e.rank.start(e.plans[-1])
+    while not any(isinstance(report, Stepped) and report.step == step
+                  for report in e.rank.collect(block=True)):
+        pass
+
+
 @pytest.mark.parametrize(("change", "says"), [
     ({"row": 3}, "no hot buffer for"),                      # no request has it
     ({"row": 4}, "row .* is not in"),                       # no such row
@@ -238,18 +276,39 @@ def test_a_fault_is_seen(fault):
     ({"more": 20}, "hot pages of at most"),
 ])
 def test_a_resize_that_cannot_be_applied_stops_the_rank(change, says):
-    """As a remap of an entry that a row does not have: with what was wrong."""
+    """With what was wrong."""
     e = Engine(step_tokens=200)
-    e.add(1, kind().prompts[1], NEW)
-    while not e.plans or not any(bind.hot for plan in e.plans for bind in plan.binds):
-        assert e.turn()
-    bind = next(bind for plan in e.plans for bind in plan.binds if bind.hot)
+    bind, row = bound(e)
     hot = list(bind.hot[0])
     first = e.rank._tables.groups[0]._pools[0].base
     hot += [Hot(HbmPage(first + change.get("page", 0)))] * ("page" in change or change.get("more", 0))
     hot = hot[::-1] if "moved" in change else [Hot(h.page, change.get("keeps", -1)) for h in hot]
-    base = bind.row - e.rank._tables.index(bind.row)
-    row = Row(base + change["row"]) if "row" in change else bind.row
+    hand(e, resizes=(HotResize(bind.row, Group(0), bind.hot[0]),))
     with pytest.raises(AssertionError, match=says):
-        e.rank._attending.resize(HotResize(row, change.get("group", Group(0)), tuple(hot)))
-    e.rank._attending.resize(HotResize(bind.row, Group(0), bind.hot[0]))
+        hand(e, resizes=(HotResize(row(change.get("row")), change.get("group", Group(0)), tuple(hot)),))
+
+
+@pytest.mark.parametrize(("change", "says"), [
+    ({"row": 3}, "row 3 has None pages"),                   # no request has it
+    ({"row": 4}, "row .* is not in"),                       # no such row
+    ({"group": 2}, "no table entries for"),          # no such group
+    ({"entries": ()}, "no table entries for"),
+    ({"entries": (0, 900)}, "entry 0 or 900 is not one of them"),
+    ({"entries": (-1, 0)}, "entry -1 or 0 is not one of them"),
+    ({"page": 24}, "is not a page of"),
+    ({"on_host": 400}, "is not a page of"),
+    ({"more": 1}, "not a page for each of 2"),
+])
+def test_a_remap_that_cannot_be_applied_stops_the_rank(change, says):
+    """With what was wrong."""
+    e = Engine(step_tokens=200)
+    bind, row = bound(e)
+    device, host = (pool.base for pool in e.rank._tables.groups[0]._pools)
+
+    def remap(row: Row, group: int = 0, entries: tuple[int, ...] = (0, 1), page: int = 0, on_host: int = 0,
+              more: int = 0) -> Remap:
+        return Remap(row, Group(group), entries, (HbmPage(device + page), NO_HBM, *[NO_HBM] * more),
+                     (NO_DRAM, DramPage(host + on_host)))
+    hand(e, remaps=(remap(bind.row),))
+    with pytest.raises(AssertionError, match=says):
+        hand(e, remaps=(remap(**change | {"row": row(change.get("row"))}),))

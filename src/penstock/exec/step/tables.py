@@ -160,6 +160,7 @@ class RowTables:
         self.groups[grow.group].append(self.index(grow.row), grow.index, grow.pages, grow.host)
 
     def remap(self, remap: Remap) -> None:
+        assert 0 <= remap.group < len(self.groups) and remap.entries, f"no table entries for {remap}"
         self.groups[remap.group].remap(self.index(remap.row), remap.entries, remap.device, remap.host)
 
     def digests(self) -> tuple[tuple[int, str], ...]:
